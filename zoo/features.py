@@ -1,0 +1,108 @@
+"""Parts that mixers share: feature maps with a doubled width, the depthwise position residual, the output gate.
+
+Feature maps that keep the width (identity, relu, elu1, softmax) live in `hla_kernels` and are applied inside the operator;
+those here return more features than they read, so that they run before it.
+
+Every part with parameters is the identity at initialisation, so that adding it to a converted model changes nothing.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.grid import Grid, split_tokens
+
+
+def softmax_pair(x: Tensor) -> Tensor:
+    """[softmax(x), softmax(-x)] over the last axis: [..., D] -> [..., 2 D], non-negative (Hedgehog, arXiv 2402.04347, Eq. 6)."""
+    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return torch.cat([x.softmax(-1), (-x).softmax(-1)], dim=-1)
+
+
+class SoftmaxPair(nn.Module):
+    """The softmax pair without parameters: [B, N, H, D] -> [B, N, H, 2 D]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return softmax_pair(x).to(x.dtype)
+
+
+class Hedgehog(nn.Module):
+    """Learned feature map phi(x) = [softmax(W x), softmax(-W x)], one W [D, D] a head, W = I at first.
+
+    Hedgehog, arXiv 2402.04347, section 4.1. [B, N, H, D] -> [B, N, H, 2 D].
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, head_dim, head_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.eye(self.weight.shape[-1], device=self.weight.device).expand_as(self.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return softmax_pair(torch.einsum("bnhd,hde->bnhe", x, self.weight)).to(x.dtype)
+
+
+class DepthwiseResidual(nn.Module):
+    """x + depthwise_conv(x) over the token grid, zero-initialised; prefix and suffix tokens pass unchanged.
+
+    The local position term that LePE, LiT and T5 add to linear attention. [B, N, H, D] -> [B, N, H, D]; the grid (H, W)
+    or (T, H, W) comes with every call and may change between calls.
+    """
+
+    def __init__(self, channels: int, kernel_size: int = 3, dims: int = 2, device=None, dtype=None) -> None:
+        super().__init__()
+        if kernel_size % 2 == 0:
+            raise ValueError(f"depthwise_kernel must be odd so that the grid keeps its size, got {kernel_size}")
+        conv = {2: nn.Conv2d, 3: nn.Conv3d}[dims]
+        self.dims = dims
+        self.conv = conv(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.conv.weight)
+        nn.init.zeros_(self.conv.bias)
+
+    def forward(self, x: Tensor, grid: Grid, prefix: int = 0, suffix: int = 0) -> Tensor:
+        if len(grid) != self.dims:
+            raise ValueError(f"this mixer was built for {self.dims}-D grids (option grid_dims), got the grid {grid}")
+        first, patches, last = split_tokens(x, grid, prefix, suffix)
+        image = patches.flatten(2).transpose(1, 2).unflatten(2, grid)  # [B, H*D, *grid]
+        local = self.conv(image).flatten(2).transpose(1, 2).unflatten(2, x.shape[2:])
+        return torch.cat([first, patches + local.to(x.dtype), last], dim=1)
+
+
+class OutputGate(nn.Module):
+    """o * 2 sigmoid(W x + b), one gate a channel, open (exactly 1) at first: W = 0, b = 0.
+
+    x [B, N, C] are the hidden states that enter the attention, o [B, N, H, D] the mixed values.
+    """
+
+    def __init__(self, dim: int, channels: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.proj = nn.Linear(dim, channels, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, o: Tensor, x: Tensor) -> Tensor:
+        return o * (2 * self.proj(x).sigmoid()).unflatten(-1, o.shape[2:])
+
+
+class HeadRMSNorm(nn.Module):
+    """RMSNorm over D of each head, with one gain per head and channel: [B, N, H, D] -> [B, N, H, D]."""
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float = 1e-6, device=None, dtype=None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(num_heads, head_dim, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, o: Tensor) -> Tensor:
+        return F.rms_norm(o, o.shape[-1:], eps=self.eps) * self.weight

@@ -1,0 +1,41 @@
+"""Mixers: modules `mixer(q, k, v, ctx) -> o` that stand where a backbone had softmax attention.
+
+q, k, v, o are [B, N, H, D], `ctx` a `Context`. The host keeps its projections, norms and output projection; what a mixer
+adds are only its own parameters. A new mixer is one file here and one row in `MIXERS`.
+"""
+
+from torch import nn
+
+from zoo.mixers.ahla import AHLA
+from zoo.mixers.base import LinearMixer
+from zoo.mixers.context import Context
+from zoo.mixers.hla2 import HLA2
+from zoo.mixers.hla3 import HLA3
+from zoo.mixers.la import LinearAttention
+from zoo.mixers.options import MixerOptions
+from zoo.mixers.poly import Polynomial
+from zoo.mixers.softmax import Softmax
+from zoo.names import unknown_name
+
+MIXERS: dict[str, type[nn.Module]] = {
+    "softmax": Softmax,
+    "la": LinearAttention,
+    "hla2": HLA2,
+    "ahla": AHLA,
+    "hla3": HLA3,
+    "poly": Polynomial,
+}
+
+
+def build_mixer(name: str, dim: int, num_heads: int, head_dim: int, **options) -> nn.Module:
+    """The mixer called `name` for hidden width `dim` and `num_heads` heads of `head_dim` channels.
+
+    `options` are those of the mixer (`MixerOptions`), and `scale`, `device`, `dtype`. Raises ValueError for an unknown name or
+    option, with the nearest valid one.
+    """
+    if name not in MIXERS:
+        raise unknown_name("mixer", name, MIXERS)
+    return MIXERS[name](dim, num_heads, head_dim, **options)
+
+
+__all__ = ["MIXERS", "Context", "LinearMixer", "MixerOptions", "build_mixer"]

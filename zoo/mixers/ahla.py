@@ -1,0 +1,18 @@
+"""Asymmetric second-order linear attention."""
+
+import hla_kernels
+from torch import Tensor
+
+from zoo.mixers.base import LinearMixer
+
+
+class AHLA(LinearMixer):
+    """Asymmetric second-order linear attention, A A V = q (K'Q)(K'V) with A = phi(q) phi(k)'.
+
+    HLA, arXiv 2510.27258, section 6. 6 N D^2 + 2 D^3 operations a head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
+    """
+
+    name = "ahla"
+
+    def operate(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        return hla_kernels.ahla(q, k, v, **options)

@@ -1,0 +1,29 @@
+"""What a mixer is told besides q, k and v."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zoo.grid import Grid
+
+
+@dataclass(frozen=True)
+class Context:
+    """The surroundings of one attention call.
+
+    x: hidden states [B, N, C] that enter the attention (gates read them).
+    grid: (H, W) or (T, H, W) of the patch tokens; None when the tokens have no layout (a random subset, mixed sizes).
+    prefix, suffix: tokens before and after the patches (class, register, text).
+    rotate: the host's rotary embedding as a function [B, N, H, D] -> [B, N, H, D]; None when it has none.
+    mask: the host's attention mask; only softmax can honour it.
+    is_causal: the host asks for causal attention.
+    """
+
+    x: Tensor
+    grid: Grid | None = None
+    prefix: int = 0
+    suffix: int = 0
+    rotate: Callable[[Tensor], Tensor] | None = None
+    mask: Tensor | None = None
+    is_causal: bool = False

@@ -1,0 +1,18 @@
+"""Second-order linear attention."""
+
+import hla_kernels
+from torch import Tensor
+
+from zoo.mixers.base import LinearMixer
+
+
+class HLA2(LinearMixer):
+    """Second-order linear attention, A A' V = q (K'K)(Q'V) with A = phi(q) phi(k)'.
+
+    HLA, arXiv 2510.27258, section 3. 6 N D^2 + 2 D^3 operations a head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
+    """
+
+    name = "hla2"
+
+    def operate(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        return hla_kernels.hla2(q, k, v, **options)

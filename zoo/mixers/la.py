@@ -1,0 +1,18 @@
+"""First-order linear attention."""
+
+import hla_kernels
+from torch import Tensor
+
+from zoo.mixers.base import LinearMixer
+
+
+class LinearAttention(LinearMixer):
+    """First-order linear attention, A V = q (K'V) with A = phi(q) phi(k)'.
+
+    Katharopoulos et al., arXiv 2006.16236, Eq. 4. 4 N D^2 operations a head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
+    """
+
+    name = "la"
+
+    def operate(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        return hla_kernels.linear_attention(q, k, v, **options)

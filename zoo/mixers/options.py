@@ -1,0 +1,82 @@
+"""The options that the linear mixers share, validated once."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from zoo.names import unknown_name
+
+FEATURE_MAPS = ("identity", "relu", "elu1", "softmax", "softmax_pair", "hedgehog")
+CENTERS = (None, "k", "qk")
+SCANS = ("forward", "both")
+
+
+@dataclass(frozen=True)
+class MixerOptions:
+    """Options of a linear mixer. Raises ValueError for a value that is not allowed or a pair that contradicts itself.
+
+    feature_map: phi of q and k. `softmax_pair` and `hedgehog` double the feature width.
+    normalize: divide by the same form with v = 1 (needs a non-negative feature map).
+    center: centre phi(k) ("k") or phi(q) and phi(k) ("qk") over the tokens.
+    mean_path: o = mean(v) + mixer(v - mean(v)).
+    post_norm: RMSNorm of each head after the mixer.
+    depthwise: which of q, k, v get a depthwise convolution over the grid, e.g. "v" or "qk"; "" for none.
+    depthwise_kernel: its odd kernel size.  grid_dims: 2 for images, 3 for video.
+    gate: multiply the output by a gate computed from the hidden states.
+    causal: mix over the raster order of the tokens.  decay: initial value in (0, 1) of a learned decay a head, or None.
+    scan: "forward", or "both" to add the pass over the reversed order (halved where weights sum to one).
+    ridge: lambda of the second- and third-order key moment (HLA paper, Algorithm 1).
+    coefficients: initial c1..c4 of `poly`.
+    """
+
+    feature_map: str = "elu1"
+    normalize: bool = True
+    center: str | None = None
+    mean_path: bool = False
+    post_norm: bool = False
+    depthwise: str = ""
+    depthwise_kernel: int = 3
+    grid_dims: int = 2
+    gate: bool = False
+    causal: bool = False
+    decay: float | None = None
+    scan: str = "forward"
+    ridge: float = 0.0
+    coefficients: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        if self.feature_map not in FEATURE_MAPS:
+            raise unknown_name("feature map", self.feature_map, FEATURE_MAPS)
+        if self.center not in CENTERS:
+            raise unknown_name("center", self.center, ("k", "qk"))
+        if self.scan not in SCANS:
+            raise unknown_name("scan", self.scan, SCANS)
+        if not set(self.depthwise) <= set("qkv") or len(set(self.depthwise)) != len(self.depthwise):
+            raise ValueError(f"depthwise names tensors among q, k and v, such as 'v' or 'qk', got {self.depthwise!r}")
+        if self.grid_dims not in (2, 3):
+            raise ValueError(f"grid_dims must be 2 (image) or 3 (video), got {self.grid_dims}")
+        if self.normalize and self.feature_map == "identity":
+            raise ValueError("normalize=True needs a non-negative feature map (relu, elu1, softmax, softmax_pair, hedgehog)")
+        if self.normalize and (self.center or self.mean_path):
+            raise ValueError("normalize=True cannot be combined with center or mean_path: their weights do not sum to a positive number")
+        if self.decay is not None and not (self.causal and 0 < self.decay < 1):
+            raise ValueError(f"decay needs causal=True and a value in (0, 1), got decay={self.decay}, causal={self.causal}")
+        if self.scan == "both" and not self.causal:
+            raise ValueError("scan='both' needs causal=True: the two-sided form already sees both directions")
+        if len(self.coefficients) != 4:
+            raise ValueError(f"coefficients are the four numbers c1..c4, got {self.coefficients!r}")
+
+    @property
+    def needs_grid(self) -> bool:
+        """Whether the result depends on where the tokens lie."""
+        return bool(self.depthwise) or self.causal
+
+
+def resolve_options(defaults: MixerOptions, changes: dict[str, Any]) -> MixerOptions:
+    """`defaults` with `changes`. Raises ValueError for an unknown option, with the nearest valid name."""
+    known = [f.name for f in fields(MixerOptions)]
+    for name in changes:
+        if name not in known:
+            raise unknown_name("mixer option", name, known)
+    if isinstance(changes.get("coefficients"), list):  # YAML and JSON have no tuples
+        changes = {**changes, "coefficients": tuple(changes["coefficients"])}
+    return replace(defaults, **changes)

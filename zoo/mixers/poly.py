@@ -1,0 +1,50 @@
+"""A learned mixture of the four orders, per head."""
+
+from math import expm1, log
+
+import hla_kernels
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.mixers.base import LinearMixer
+from zoo.mixers.options import MixerOptions
+
+SMALLEST = 1e-3  # of the positive coefficients: softplus never reaches zero
+
+
+class Polynomial(LinearMixer):
+    """(c1 A + c2 A A' + c3 A A + c4 A A' A) V with learned c [H, 4]: one D x D operator a head, whatever the orders.
+
+    The default is anchored: centred keys, mean-value path, c = (1, 0, 0, 0), i.e. the first-order Taylor expansion
+    mean(v) + q (K - mean(k))'V / N of softmax, to which the higher orders are learned residuals. With `normalize=True` the
+    coefficients are kept positive (softplus), since a signed mixture can cross zero. Two-sided only.
+
+    10 N D^2 + 10 D^3 operations a head. Options: `zoo.mixers.options.MixerOptions`.
+    """
+
+    name = "poly"
+    defaults = MixerOptions(feature_map="identity", normalize=False, center="k", mean_path=True)
+
+    def __init__(self, dim: int, num_heads: int, head_dim: int, *, device=None, dtype=None, **kwargs) -> None:
+        super().__init__(dim, num_heads, head_dim, device=device, dtype=dtype, **kwargs)
+        if self.options.causal:
+            raise ValueError("poly is two-sided only; use la, hla2, ahla or hla3 with causal=True")
+        self.coefficients = nn.Parameter(torch.empty(num_heads, 4, device=device, dtype=dtype))
+        self._fill_coefficients()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "coefficients"):
+            self._fill_coefficients()
+
+    def _fill_coefficients(self) -> None:
+        c = self.options.coefficients
+        if self.options.normalize:
+            c = tuple(log(expm1(max(x, SMALLEST))) for x in c)  # the inverse of softplus
+        with torch.no_grad():
+            self.coefficients.copy_(torch.tensor(c, device=self.coefficients.device).expand_as(self.coefficients))
+
+    def operate(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        c = F.softplus(self.coefficients) if self.options.normalize else self.coefficients
+        return hla_kernels.polynomial(q, k, v, c, **options)
