@@ -1,7 +1,7 @@
 """Parts that mixers share: feature maps with a doubled width, the depthwise position residual, the output gate.
 
-Feature maps that keep the width (identity, relu, elu1, softmax) live in `hla_kernels` and are applied inside the operator;
-those here return more features than they read, so that they run before it.
+Feature maps that keep the width (identity, relu, elu1, softmax) live in `hla_kernels` and are applied inside the
+operator; those here return more features than they read, so that they run before it.
 
 Every part with parameters is the identity at initialisation, so that adding it to a converted model changes nothing.
 """
@@ -14,7 +14,10 @@ from zoo.grid import Grid, split_tokens
 
 
 def softmax_pair(x: Tensor) -> Tensor:
-    """[softmax(x), softmax(-x)] over the last axis: [..., D] -> [..., 2 D], non-negative (Hedgehog, arXiv 2402.04347, Eq. 6)."""
+    """[softmax(x), softmax(-x)] over the last axis: [..., D] -> [..., 2 D], non-negative.
+
+    The feature map of Hedgehog (arXiv 2402.04347, section 4.1) without its projection. Computed in float32 at least.
+    """
     x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     return torch.cat([x.softmax(-1), (-x).softmax(-1)], dim=-1)
 
@@ -58,7 +61,9 @@ class DepthwiseResidual(nn.Module):
             raise ValueError(f"depthwise_kernel must be odd so that the grid keeps its size, got {kernel_size}")
         conv = {2: nn.Conv2d, 3: nn.Conv3d}[dims]
         self.dims = dims
-        self.conv = conv(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, device=device, dtype=dtype)
+        self.conv = conv(
+            channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, device=device, dtype=dtype
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

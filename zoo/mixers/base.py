@@ -1,7 +1,7 @@
 """The frame of a linear mixer: everything around the one operator call that tells the mixers apart."""
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,11 @@ from zoo.mixers.options import MixerOptions, resolve_options
 class LinearMixer(nn.Module):
     """mixer(q, k, v, ctx) -> o with a cost linear in the number of tokens; all tensors [B, N, H, D].
 
-    A subclass sets `name` and `defaults` and defines `operate`. The order of the steps: depthwise residuals, feature map,
-    rotation, operator (one or two directions), head norm, gate.
+    A subclass sets `name` and `defaults` and defines `operate`. The order of the steps: depthwise residuals, feature
+    map, rotation, operator (one or two directions), head norm, gate.
 
-    With a rotary host, phi is applied before the rotation and the denominator is that of the unrotated features, so that it
-    stays positive. Raises ValueError when the call needs what the mixer cannot do (an attention mask, a missing grid).
+    With a rotary host, phi is applied before the rotation and the denominator is that of the unrotated features, so
+    that it stays positive. Raises ValueError when the call needs what the mixer cannot do (an attention mask, a missing grid).
     """
 
     name: ClassVar[str]
@@ -28,7 +28,7 @@ class LinearMixer(nn.Module):
     def __init__(
         self, dim: int, num_heads: int, head_dim: int, *, scale: float | None = None, device=None, dtype=None, **options
     ) -> None:
-        """dim: width C of the hidden states. scale: factor on q for the identity feature map (default head_dim ** -0.5)."""
+        """dim: width C of the hidden states. scale: factor on q for the identity feature map, head_dim ** -0.5 if None."""
         super().__init__()
         self.options = opt = resolve_options(self.defaults, options)
         self.num_heads, self.head_dim = num_heads, head_dim
@@ -77,11 +77,15 @@ class LinearMixer(nn.Module):
 
     def _check(self, ctx: Context) -> None:
         if ctx.mask is not None:
-            raise ValueError(f"the mixer {self.name!r} cannot honour an attention mask; keep softmax in this layer (keep_softmax=...)")
+            raise ValueError(
+                f"the mixer {self.name!r} cannot honour an attention mask; keep softmax in this layer (keep_softmax=)"
+            )
         if ctx.is_causal and not self.options.causal:
             raise ValueError(f"the host asks for causal attention: build the mixer {self.name!r} with causal=True")
         if self.options.needs_grid and ctx.grid is None:
-            raise ValueError(f"the mixer {self.name!r} with depthwise or causal needs the token grid, but these tokens have no layout")
+            raise ValueError(
+                f"the mixer {self.name!r} with depthwise or causal needs a token grid, but these tokens have none"
+            )
 
     def _local(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         tensors = {"q": q, "k": k, "v": v}
@@ -92,22 +96,25 @@ class LinearMixer(nn.Module):
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         opt = self.options
-        common = {"causal": opt.causal, "ridge": opt.ridge, "decay": self._decay()}
-        common = {n: x for n, x in common.items() if x not in (0.0, None)}
+        common = self._operator_options()
         name = opt.feature_map
         if name == "identity":
             q = q * self.scale
         q, k = self.phi_q(q), self.phi_k(k)
         inside = name if name in KERNEL_MAPS else "identity"
+        weights = {"center": opt.center, "mean_path": opt.mean_path}
         if ctx.rotate is None:
-            return self.operate(
-                q, k, v, feature_map=inside, normalize=opt.normalize, center=opt.center, mean_path=opt.mean_path, **common
-            )
+            return self.operate(q, k, v, feature_map=inside, normalize=opt.normalize, **weights, **common)
         q, k = KERNEL_MAPS[inside](q), KERNEL_MAPS[inside](k)
-        o = self.operate(ctx.rotate(q), ctx.rotate(k), v, center=opt.center, mean_path=opt.mean_path, **common)
-        if opt.normalize:  # unrotated features: a rotation would make the sum signed
+        o = self.operate(ctx.rotate(q), ctx.rotate(k), v, **weights, **common)
+        if opt.normalize:  # of the unrotated features: a rotation would make the sum signed
             o = o / (self.operate(q, k, torch.ones_like(v[..., :1]), **common) + 1e-6)
         return o
 
-    def _decay(self) -> Tensor | None:
-        return None if self.options.decay is None else self.decay_logit.sigmoid()
+    def _operator_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"causal": True} if self.options.causal else {}
+        if self.options.ridge:
+            options["ridge"] = self.options.ridge
+        if self.options.decay is not None:
+            options["decay"] = self.decay_logit.sigmoid()
+        return options

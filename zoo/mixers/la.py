@@ -1,8 +1,8 @@
 """First-order linear attention."""
 
-import hla_kernels
 from torch import Tensor
 
+import hla_kernels
 from zoo.mixers.base import LinearMixer
 
 

@@ -55,11 +55,17 @@ class MixerOptions:
         if self.grid_dims not in (2, 3):
             raise ValueError(f"grid_dims must be 2 (image) or 3 (video), got {self.grid_dims}")
         if self.normalize and self.feature_map == "identity":
-            raise ValueError("normalize=True needs a non-negative feature map (relu, elu1, softmax, softmax_pair, hedgehog)")
+            raise ValueError(
+                "normalize=True needs a non-negative feature map (relu, elu1, softmax, softmax_pair, hedgehog)"
+            )
         if self.normalize and (self.center or self.mean_path):
-            raise ValueError("normalize=True cannot be combined with center or mean_path: their weights do not sum to a positive number")
+            raise ValueError(
+                "normalize=True excludes center and mean_path: centred weights do not sum to a positive number"
+            )
         if self.decay is not None and not (self.causal and 0 < self.decay < 1):
-            raise ValueError(f"decay needs causal=True and a value in (0, 1), got decay={self.decay}, causal={self.causal}")
+            raise ValueError(
+                f"decay needs causal=True and a value in (0, 1), got decay={self.decay}, causal={self.causal}"
+            )
         if self.scan == "both" and not self.causal:
             raise ValueError("scan='both' needs causal=True: the two-sided form already sees both directions")
         if len(self.coefficients) != 4:

@@ -2,11 +2,11 @@
 
 from math import expm1, log
 
-import hla_kernels
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import hla_kernels
 from zoo.mixers.base import LinearMixer
 from zoo.mixers.options import MixerOptions
 
@@ -17,8 +17,8 @@ class Polynomial(LinearMixer):
     """(c1 A + c2 A A' + c3 A A + c4 A A' A) V with learned c [H, 4]: one D x D operator a head, whatever the orders.
 
     The default is anchored: centred keys, mean-value path, c = (1, 0, 0, 0), i.e. the first-order Taylor expansion
-    mean(v) + q (K - mean(k))'V / N of softmax, to which the higher orders are learned residuals. With `normalize=True` the
-    coefficients are kept positive (softplus), since a signed mixture can cross zero. Two-sided only.
+    mean(v) + q (K - mean(k))'V / N of softmax, to which the higher orders are learned residuals. With `normalize=True`
+    the coefficients are kept positive (softplus), since a signed mixture can cross zero. Two-sided only.
 
     10 N D^2 + 10 D^3 operations a head. Options: `zoo.mixers.options.MixerOptions`.
     """

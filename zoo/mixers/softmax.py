@@ -16,7 +16,16 @@ class Softmax(nn.Module):
     name = "softmax"
 
     def __init__(
-        self, dim: int, num_heads: int, head_dim: int, *, scale: float | None = None, attn_drop: float = 0.0, device=None, dtype=None, **options
+        self,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        scale: float | None = None,
+        attn_drop: float = 0.0,
+        device=None,
+        dtype=None,
+        **options,
     ) -> None:
         super().__init__()
         for option in options:
@@ -29,5 +38,7 @@ class Softmax(nn.Module):
             q, k = ctx.rotate(q), ctx.rotate(k)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, N, D]
         drop = self.attn_drop if self.training else 0.0
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=ctx.mask, dropout_p=drop, is_causal=ctx.is_causal, scale=self.scale)
+        o = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=ctx.mask, dropout_p=drop, is_causal=ctx.is_causal, scale=self.scale
+        )
         return o.transpose(1, 2)
