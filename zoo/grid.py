@@ -1,7 +1,7 @@
 """The token grid: where the patch tokens of a sequence lie, and which tokens are not patches.
 
-A sequence of N = prefix + prod(grid) + suffix tokens is `prefix` tokens (class, register or leading text tokens), then the
-patches of a grid (H, W) or (T, H, W) in raster order (last axis fastest), then `suffix` tokens (trailing text tokens).
+A sequence of N = prefix + prod(grid) + suffix tokens is `prefix` tokens (class, register or leading text tokens), then
+the patches of a grid (H, W) or (T, H, W) in raster order (last axis fastest), then `suffix` tokens (trailing text).
 """
 
 import math

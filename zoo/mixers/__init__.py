@@ -1,7 +1,7 @@
 """Mixers: modules `mixer(q, k, v, ctx) -> o` that stand where a backbone had softmax attention.
 
-q, k, v, o are [B, N, H, D], `ctx` a `Context`. The host keeps its projections, norms and output projection; a mixer adds
-only its own parameters. A new mixer is one file here and one row in `MIXERS`.
+q, k, v, o are [B, N, H, D], `ctx` a `Context`. The host keeps its projections, norms and output projection; a mixer
+adds only its own parameters. A new mixer is one file here and one row in `MIXERS`.
 """
 
 from torch import nn
@@ -30,8 +30,8 @@ MIXERS: dict[str, type[nn.Module]] = {
 def build_mixer(name: str, dim: int, num_heads: int, head_dim: int, **options) -> nn.Module:
     """The mixer called `name` for hidden width `dim` and `num_heads` heads of `head_dim` channels.
 
-    `options` are those of the mixer (`MixerOptions`), and `scale`, `device`, `dtype`. Raises ValueError for an unknown name
-    or option, with the nearest valid one.
+    `options` are those of the mixer (`MixerOptions`), and `scale`, `device`, `dtype`. Raises ValueError for an unknown
+    name or option, with the nearest valid one.
     """
     if name not in MIXERS:
         raise unknown_name("mixer", name, MIXERS)

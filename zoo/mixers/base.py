@@ -19,7 +19,7 @@ class LinearMixer(nn.Module):
     map, rotation, operator (one or two directions), head norm, gate.
 
     With a rotary host, phi is applied before the rotation and the denominator is that of the unrotated features, so
-    that it stays positive. Raises ValueError when the call needs what the mixer cannot do (an attention mask, a missing grid).
+    that it stays positive. Raises ValueError when the call needs what the mixer cannot do (a mask, a missing grid).
     """
 
     name: ClassVar[str]
@@ -28,7 +28,7 @@ class LinearMixer(nn.Module):
     def __init__(
         self, dim: int, num_heads: int, head_dim: int, *, scale: float | None = None, device=None, dtype=None, **options
     ) -> None:
-        """dim: width C of the hidden states. scale: factor on q for the identity feature map, head_dim ** -0.5 if None."""
+        """dim: width C of the hidden states. scale: factor on q with the identity map, head_dim ** -0.5 if None."""
         super().__init__()
         self.options = opt = resolve_options(self.defaults, options)
         self.num_heads, self.head_dim = num_heads, head_dim

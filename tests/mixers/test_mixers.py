@@ -1,0 +1,228 @@
+"""Every mixer against its definition, with every option, and the properties that all of them promise."""
+
+import math
+
+import pytest
+import torch
+
+from hla_kernels import FEATURE_MAPS
+from zoo.features import softmax_pair
+from zoo.mixers import MIXERS, Context, MixerOptions, build_mixer
+
+LINEAR = [name for name in MIXERS if name != "softmax"]
+SERIAL = [name for name in LINEAR if name != "poly"]
+DIM, HEADS, HEAD_DIM, GRID, PREFIX = 24, 3, 8, (4, 5), 1
+
+
+def inputs(seed: int = 0, batch: int = 2, dtype: torch.dtype = torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    n = PREFIX + math.prod(GRID)
+    q, k, v = (torch.randn(batch, n, HEADS, HEAD_DIM, generator=g, dtype=dtype) for _ in range(3))
+    x = torch.randn(batch, n, DIM, generator=g, dtype=dtype)
+    return q, k, v, Context(x=x, grid=GRID, prefix=PREFIX)
+
+
+def make(name: str, **options):
+    return build_mixer(name, DIM, HEADS, HEAD_DIM, dtype=torch.float64, **options)
+
+
+def phi(x: torch.Tensor, name: str) -> torch.Tensor:
+    return softmax_pair(x) if name in ("softmax_pair", "hedgehog") else FEATURE_MAPS[name](x)
+
+
+def weights(name: str, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The N x N matrix [B, H, N, N] of the two-sided mixer, by its definition; each factor is a mean over N."""
+    a = torch.einsum("bnhd,bmhd->bhnm", q, k) / q.shape[1]
+    at = a.transpose(-1, -2)
+    return {"la": a, "hla2": a @ at, "ahla": a @ a, "hla3": a @ at @ a, "poly": a}[name]
+
+
+def apply(w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bhnm,bmhd->bnhd", w, v)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("feature_map", ["relu", "elu1", "softmax", "softmax_pair", "hedgehog"])
+def test_ratio_form_is_the_definition(name, feature_map):
+    q, k, v, ctx = inputs()
+    options = {"center": None, "mean_path": False} if name == "poly" else {}
+    mixer = make(name, feature_map=feature_map, normalize=True, **options)
+    w = weights(name, phi(q, feature_map), phi(k, feature_map))
+    if name == "poly":  # the orders above one start at the smallest positive coefficient
+        a = w
+        at = a.transpose(-1, -2)
+        w = a + 1e-3 * (a @ at + a @ a + a @ at @ a)
+    expected = apply(w / (w.sum(-1, keepdim=True) + 1e-6), v)
+    torch.testing.assert_close(mixer(q, k, v, ctx), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_anchored_form_is_the_definition(name):
+    q, k, v, ctx = inputs(1)
+    mixer = make(name, feature_map="identity", normalize=False, center="k", mean_path=True)
+    w = weights(name, q * HEAD_DIM**-0.5, k - k.mean(1, keepdim=True))
+    mean = v.mean(1, keepdim=True)
+    torch.testing.assert_close(mixer(q, k, v, ctx), mean + apply(w, v - mean), rtol=1e-9, atol=1e-9)
+
+
+def test_the_anchored_form_is_the_first_order_of_softmax():
+    q, k, v, ctx = inputs(2)
+    soft, anchor = make("softmax"), make("poly")
+    errors = []
+    for size in (0.1, 0.05):
+        errors.append((soft(size * q, k, v, ctx) - anchor(size * q, k, v, ctx)).abs().max())
+    assert errors[1] < 0.3 * errors[0]  # halving q divides a second-order remainder by four
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_two_sided_mixers_do_not_see_the_order_of_tokens(name):
+    q, k, v, ctx = inputs(3)
+    mixer = make(name)
+    order = torch.randperm(q.shape[1], generator=torch.Generator().manual_seed(0))
+    permuted = mixer(q[:, order], k[:, order], v[:, order], ctx)
+    torch.testing.assert_close(permuted, mixer(q, k, v, ctx)[:, order], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", SERIAL)
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_causal_mixers_do_not_see_the_future(name, decay):
+    q, k, v, ctx = inputs(4)
+    mixer = make(name, causal=True, decay=decay)
+    whole = mixer(q, k, v, ctx)
+    for changed in (q, k, v):
+        changed[:, 12:] += 1.0
+    torch.testing.assert_close(mixer(q, k, v, ctx)[:, :12], whole[:, :12], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SERIAL)
+def test_scan_both_is_symmetric_under_reversal(name):
+    q, k, v, ctx = inputs(5)
+    mixer = make(name, causal=True, scan="both")
+    reversed_ = mixer(q.flip(1), k.flip(1), v.flip(1), ctx).flip(1)
+    torch.testing.assert_close(reversed_, mixer(q, k, v, ctx), rtol=1e-9, atol=1e-9)
+    constant = mixer(q, k, torch.ones_like(v), ctx)  # both directions are averages, and so is their half sum
+    torch.testing.assert_close(constant, torch.ones_like(v), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_rotation_acts_on_the_numerator_only(name):
+    q, k, v, ctx = inputs(6)
+    options = {"feature_map": "elu1", "normalize": True, "center": None, "mean_path": False}
+    mixer = make(name, **options)
+    turned = Context(
+        x=ctx.x, grid=GRID, prefix=PREFIX, rotate=lambda t: t.roll(1, -1) * torch.tensor([-1.0] + [1.0] * 7)
+    )
+    fq, fk = phi(q, "elu1"), phi(k, "elu1")
+    num, den = weights(name, turned.rotate(fq), turned.rotate(fk)), weights(name, fq, fk)
+    if name == "poly":
+        num, den = (a + 1e-3 * (a @ a.mT + a @ a + a @ a.mT @ a) for a in (num, den))
+    expected = apply(num, v) / (den.sum(-1).transpose(1, 2).unsqueeze(-1) + 1e-6)
+    torch.testing.assert_close(mixer(q, k, v, turned), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_parts_with_parameters_start_as_the_identity(name):
+    q, k, v, ctx = inputs(7)
+    extra = make(name, depthwise="qkv", depthwise_kernel=5, gate=True)
+    torch.testing.assert_close(extra(q, k, v, ctx), make(name)(q, k, v, ctx), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_every_parameter_gets_a_gradient(name):
+    q, k, v, ctx = inputs(8)
+    causal = {} if name == "poly" else {"causal": True, "decay": 0.9}
+    center = {"center": None, "mean_path": False} if name == "poly" else {}
+    options = {"feature_map": "hedgehog", "normalize": True, "post_norm": True, "depthwise": "qkv", "gate": True}
+    mixer = make(name, **options, **causal, **center)
+    mixer(q, k, v, ctx).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in mixer.parameters())
+
+
+def test_depthwise_is_a_convolution_over_the_grid_and_leaves_prefix_tokens():
+    v = inputs(9)[2]
+    mixer = make("la", depthwise="v")
+    conv = mixer.depthwise["v"].conv
+    torch.nn.init.normal_(conv.weight)
+    part = mixer.depthwise["v"](v, GRID, PREFIX)
+    torch.testing.assert_close(part[:, :PREFIX], v[:, :PREFIX], rtol=0, atol=0)
+    row, col, head, ch = 2, 3, 1, 4  # one interior output, summed by hand
+    image = v[:, PREFIX:].unflatten(1, GRID)[:, :, :, head, ch]
+    kernel = conv.weight[head * HEAD_DIM + ch, 0]
+    by_hand = image[:, row, col] + (image[:, row - 1 : row + 2, col - 1 : col + 2] * kernel).sum((1, 2))
+    torch.testing.assert_close(part[:, PREFIX:].unflatten(1, GRID)[:, row, col, head, ch], by_hand)
+
+
+def test_depthwise_over_video_grids():
+    q, k, v, ctx = inputs(10)
+    mixer = make("la", depthwise="qk", grid_dims=3)
+    video = Context(x=ctx.x, grid=(2, 2, 5), prefix=PREFIX)
+    torch.testing.assert_close(mixer(q, k, v, video), make("la")(q, k, v, ctx))
+    with pytest.raises(ValueError, match="3-D grids"):
+        mixer(q, k, v, ctx)
+
+
+def test_ridge_adds_lambda_to_the_key_moment():
+    q, k, v, ctx = inputs(11)
+    mixer = make("hla2", feature_map="identity", normalize=False, ridge=0.5)
+    n, s = q.shape[1], HEAD_DIM**-0.5
+    S = torch.einsum("bnhd,bnhe->bhde", k, k) / n + 0.5 * torch.eye(HEAD_DIM, dtype=q.dtype)
+    C = torch.einsum("bnhd,bnhe->bhde", s * q, v) / n
+    torch.testing.assert_close(mixer(q, k, v, ctx), torch.einsum("bnhd,bhde->bnhe", s * q, S @ C))
+
+
+@pytest.mark.parametrize("name", list(MIXERS))
+def test_reset_parameters_restores_a_model_built_on_meta(name):
+    options = {} if name == "softmax" else {"depthwise": "v", "gate": True, "post_norm": True}
+    mixer = build_mixer(name, DIM, HEADS, HEAD_DIM, device="meta", dtype=torch.float64, **options).to_empty(
+        device="cpu"
+    )
+    for module in mixer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    q, k, v, ctx = inputs(12)
+    torch.testing.assert_close(mixer(q, k, v, ctx), make(name, **options)(q, k, v, ctx), rtol=0, atol=0)
+
+
+BAD_OPTIONS = [
+    ("la", {"feature_mpa": "relu"}, "Did you mean 'feature_map'"),
+    ("la", {"feature_map": "elu"}, "Did you mean 'elu1'"),
+    ("la", {"center": "v"}, "unknown center"),
+    ("la", {"scan": "boht"}, "Did you mean 'both'"),
+    ("la", {"feature_map": "identity"}, "non-negative feature map"),
+    ("la", {"center": "k"}, "excludes center"),
+    ("la", {"depthwise": "vo"}, "depthwise names tensors"),
+    ("la", {"depthwise": "v", "depthwise_kernel": 4}, "must be odd"),
+    ("la", {"decay": 0.9}, "decay needs causal=True"),
+    ("la", {"causal": True, "decay": 1.5}, "value in \\(0, 1\\)"),
+    ("la", {"scan": "both"}, "needs causal=True"),
+    ("la", {"grid_dims": 4}, "grid_dims must be 2"),
+    ("poly", {"causal": True}, "two-sided only"),
+    ("poly", {"coefficients": (1.0, 0.0)}, "four numbers"),
+    ("softmax", {"feature_map": "relu"}, "unknown softmax option"),
+    ("ahal", {}, "Did you mean 'ahla'"),
+]
+
+
+@pytest.mark.parametrize("name, options, sentence", BAD_OPTIONS)
+def test_bad_options_say_what_is_allowed(name, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        build_mixer(name, DIM, HEADS, HEAD_DIM, **options)
+
+
+def test_calls_a_mixer_cannot_serve_raise():
+    q, k, v, ctx = inputs(13)
+    n = q.shape[1]
+    with pytest.raises(ValueError, match="cannot honour an attention mask"):
+        make("la")(q, k, v, Context(x=ctx.x, grid=GRID, prefix=PREFIX, mask=torch.ones(n, n, dtype=torch.bool)))
+    with pytest.raises(ValueError, match="causal=True"):
+        make("la")(q, k, v, Context(x=ctx.x, grid=GRID, prefix=PREFIX, is_causal=True))
+    with pytest.raises(ValueError, match="needs a token grid"):
+        make("la", depthwise="v")(q, k, v, Context(x=ctx.x))
+    with pytest.raises(ValueError, match="needs 26 tokens, got 21"):
+        make("la", depthwise="v")(q, k, v, Context(x=ctx.x, grid=(5, 5), prefix=PREFIX))
+
+
+def test_options_survive_json():
+    options = MixerOptions(coefficients=(1.0, 0.1, 0.1, 0.1))
+    mixer = make("poly", coefficients=list(options.coefficients))
+    assert mixer.options.coefficients == options.coefficients

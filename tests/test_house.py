@@ -1,0 +1,91 @@
+"""The rules of the house, enforced: who may import whom, sizes of files and folders, what the wheel contains."""
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ["kernels/hla_kernels", "zoo", "tools", "tests"]
+MAY_IMPORT = {
+    "kernels/hla_kernels": {"torch", "triton", "hla_kernels"},
+    "zoo": {
+        *("hla_kernels", "zoo", "torch", "timm", "diffusers", "accelerate", "torchvision", "einops", "safetensors"),
+        *("numpy", "yaml", "tqdm", "matplotlib", "sklearn", "datasets", "webdataset", "PIL"),
+    },
+}
+
+
+def files(folder: str) -> list[Path]:
+    return sorted(p for p in (ROOT / folder).rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of the modules that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add((node.module or "").split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_arrows_point_one_way(folder):
+    for path in files(folder):
+        foreign = imported(path) - MAY_IMPORT[folder] - set(sys.stdlib_module_names)
+        assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
+
+
+@pytest.mark.parametrize("folder", SOURCES)
+def test_files_and_folders_stay_small(folder):
+    for path in files(folder):
+        lines = len(path.read_text().splitlines())
+        limit = 80 if folder == "tools" else 400
+        assert lines <= limit, f"{path.relative_to(ROOT)} has {lines} lines, more than {limit}"
+    folders = {p.parent for p in files(folder)}
+    for place in folders:
+        entries = [p for p in place.iterdir() if not p.name.startswith((".", "__pycache__"))]
+        assert len(entries) <= 12, f"{place.relative_to(ROOT)} has {len(entries)} entries, more than 12"
+
+
+def test_public_functions_have_docstrings():
+    for folder in MAY_IMPORT:
+        for path in files(folder):
+            tree = ast.parse(path.read_text())
+            assert ast.get_docstring(tree), f"{path.relative_to(ROOT)} has no docstring"
+            for node in tree.body:
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                    assert ast.get_docstring(node), f"{path.relative_to(ROOT)}: {node.name} has no docstring"
+
+
+def test_kernels_is_a_plain_folder():
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "kernels/ must not become a package: the name is taken"
+
+
+def test_the_wheel_holds_exactly_the_two_packages(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert top == {"zoo", "hla_kernels"}
+    assert "hla_kernels/py.typed" in names
+
+
+def test_no_pickle_from_disk():
+    for folder in SOURCES[:3]:
+        for path in files(folder):
+            tree = ast.parse(path.read_text())
+            assert "pickle" not in imported(path), f"{path.relative_to(ROOT)} imports pickle"
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                    safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+                    assert safe, f"{path.relative_to(ROOT)}:{node.lineno} loads without weights_only=True"
