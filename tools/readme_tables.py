@@ -1,0 +1,62 @@
+"""Write the tables of README.md from docs/results/NAME.json, between `<!-- results:NAME -->` and `<!-- /results -->`.
+
+With --check: exit 1 if the README does not hold the tables that the files give (a test runs this).
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+GROUP = ("experiment", "data", "mixer", "source")
+MARKED = re.compile(r"(<!-- results:(\w+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+
+
+def quality(result: dict) -> str:
+    """Rows of design `quality.json` as one line a mixer: mean over seeds, number of seeds, time."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in result["rows"]:
+        groups.setdefault(tuple(row[name] for name in GROUP), []).append(row)
+    lines = [
+        "| experiment | data | mixer | from | metric | mean | seeds | budget | seconds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for key, rows in groups.items():
+        mean = statistics.mean(r["value"] for r in rows)
+        wall = statistics.mean(r["wall_s"] for r in rows)
+        first = rows[0]
+        lines.append(
+            f"| {' | '.join(key)} | {first['metric']} | {mean:.2f} | {len(rows)} | {first['budget']} | {wall:.0f} |"
+        )
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    notes = f"{result['hardware']}, {result['date']}, {versions}. Command: `{result['command']}`. {result.get('note', '')}"
+    return "\n".join([*lines, "", notes.rstrip(), ""])
+
+
+RENDER = {"quality": quality}
+
+
+def main() -> int:
+    """Rewrite (or with --check compare) the marked parts of README.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    readme = ROOT / "README.md"
+    old = readme.read_text()
+
+    def fill(match: re.Match) -> str:
+        result = json.loads((ROOT / "docs" / "results" / f"{match[2]}.json").read_text())
+        return match[1] + RENDER[match[2]](result) + match[3]
+
+    new = MARKED.sub(fill, old)
+    if args.check:
+        return int(new != old)
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
