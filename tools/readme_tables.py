@@ -32,8 +32,8 @@ def quality(result: dict) -> str:
             f"| {' | '.join(key)} | {first['metric']} | {mean:.2f} | {len(rows)} | {first['budget']} | {wall:.0f} |"
         )
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    notes = f"{result['hardware']}, {result['date']}, {versions}. Command: `{result['command']}`. {result.get('note', '')}"
-    return "\n".join([*lines, "", notes.rstrip(), ""])
+    source = f"{result['hardware']}, {result['date']}, {versions}. Command: `{result['command']}`."
+    return "\n".join([*lines, "", f"{source} {result.get('note', '')}".rstrip(), ""])
 
 
 RENDER = {"quality": quality}
