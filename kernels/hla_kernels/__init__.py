@@ -1,0 +1,46 @@
+"""Higher-order Linear Attention as functions of tensors.
+
+    import hla_kernels as hk
+    o = hk.ahla(q, k, v, feature_map="elu1", normalize=True)     q [B, N, H, D], k, v [B, N, Hk, .] -> [B, N, H, Dv]
+
+Operators: `api` (signature, options), `packed` (qkv in one tensor). Symbols and equations: `hla`. Depends on torch alone.
+"""
+
+from .api import ahla, hla2, hla3, linear_attention, polynomial, softmax_attention
+from .features import FEATURE_MAPS
+from .hla.merge import merge
+from .hla.stream import read
+from .op import Explanation, explain
+from .options import MAX_HEAD_DIM, OPS
+from .packed import (
+    ahla_qkvpacked,
+    hla2_qkvpacked,
+    hla3_qkvpacked,
+    linear_attention_qkvpacked,
+    polynomial_qkvpacked,
+    softmax_attention_qkvpacked,
+)
+from .state import State
+
+__all__ = [
+    "FEATURE_MAPS",
+    "MAX_HEAD_DIM",
+    "OPS",
+    "Explanation",
+    "State",
+    "ahla",
+    "ahla_qkvpacked",
+    "explain",
+    "hla2",
+    "hla2_qkvpacked",
+    "hla3",
+    "hla3_qkvpacked",
+    "linear_attention",
+    "linear_attention_qkvpacked",
+    "merge",
+    "polynomial",
+    "polynomial_qkvpacked",
+    "read",
+    "softmax_attention",
+    "softmax_attention_qkvpacked",
+]

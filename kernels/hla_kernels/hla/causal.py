@@ -1,0 +1,135 @@
+"""The causal torch form: compositions of chunked linear attention, one stage per order.
+
+    linear  r = LA(q, k, v)                      u = LA(q, k, k) + lambda q   (u_t = S_t q_t, the ridge makes S_t + lambda I)
+    hla2    LA(q, u, v)        state S, F        ahla  LA(q, k, r) + lambda r   state P, E
+    hla3    LA(q, u, r)        state S, P, F     hla2 by the paper's rule  LA(u, q, v) - LA(q, k, w), w_i = k_i' C_{i-1}
+
+Every stage multiplies by the scale s and by gamma^(t-j). Centring subtracts the running (decay-weighted) mean of the scores of a stage,
+cLA(q, k, v)_t = LA(q, k, v)_t - n_t (q_t.kbar_t) vbar_t, in the stages whose keys are k. Plain differentiable torch code.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..features import feature
+from ..layout import to_heads, to_tokens
+from ..linear.chunked import Chunks, running_sum, stage
+from ..options import Options, compute_dtype, is_paper, needs_ones
+from ..state import State
+from .summaries import summaries
+
+
+class Pass:
+    """One causal call: the tokens cut into chunks, the tensors carried in, and the tensors to carry out."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, log_gamma: Tensor | None, carry: dict[str, Tensor], want_state: bool
+    ) -> None:
+        self.options, self.carry, self.want_state = options, carry, want_state
+        self.chunks = Chunks(q.shape[-2], log_gamma, q)
+        self.out: dict[str, Tensor] = {}
+        self.means: dict[str, Tensor] = {}
+        self.weight: Tensor | None = None
+        if needs_ones(options):
+            v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        self.q, self.k, self.v = (self.chunks.cut(x) for x in (q, k, v))
+        if options.mean_path or options.center is not None:
+            # n_t = sum_{j<=t} gamma^(t-j), [1, Hk or 1, 1 or G, c, C, 1]
+            self.weight = self._keep("weight", running_sum(self._ones(), self.chunks, carry.get("weight"), want_state))
+        if options.center == "qk":
+            self.q = self.q - self.mean("q", self.q)
+        self.sq = self.q if options.scale is None else self.q * options.scale
+
+    def _ones(self) -> Tensor:
+        g = self.chunks.log_gamma
+        heads = (1, 1) if g is None else (g.shape[1], g.shape[2])
+        return self.q.new_ones((1, *heads, self.chunks.count, self.chunks.size, 1))
+
+    def _keep(self, name: str, result: tuple[Tensor, Tensor | None]) -> Tensor:
+        y, state = result
+        if state is not None:
+            self.out[name] = state
+        return y
+
+    def mean(self, name: str, x: Tensor) -> Tensor:
+        """Running mean of x over the past, decay-weighted; `name` is its key in the state."""
+        if name not in self.means:
+            key = "sum_" + name
+            total = self._keep(key, running_sum(x, self.chunks, self.carry.get(key), self.want_state))
+            self.means[name] = total / self.weight
+        return self.means[name]
+
+    def stage(self, name: str, q: Tensor, k: Tensor, v: Tensor, strict: bool = False) -> Tensor:
+        """LA(q, k, v), its state kept under `name`; q comes scaled."""
+        return self._keep(name, stage(q, k, v, self.chunks, self.carry.get(name), strict, self.want_state))
+
+    def centred(self, name: str, v_name: str, v: Tensor) -> Tensor:
+        """cLA(q, k, v) when centring is on, else LA(q, k, v)."""
+        y = self.stage(name, self.sq, self.k, v)
+        if self.options.center is None:
+            return y
+        scores = self.weight * (self.sq * self.mean("k", self.k)).sum(-1, keepdim=True)
+        return y - scores * self.mean(v_name, v)
+
+
+def _linear(p: Pass, ridge: float) -> tuple[Tensor, dict]:
+    return p.centred("P", "v", p.v), {}
+
+
+def _hla2(p: Pass, ridge: float) -> tuple[Tensor, dict]:
+    u = p.centred("S", "k", p.k)
+    u = u + ridge * p.q if ridge else u
+    return p.stage("F", p.sq, u, p.v), {"u": u}
+
+
+def _ahla(p: Pass, ridge: float) -> tuple[Tensor, dict]:
+    r = p.centred("P", "v", p.v)
+    y = p.centred("E", "r", r)
+    return y + ridge * r if ridge else y, {"r": r}
+
+
+def _hla3(p: Pass, ridge: float) -> tuple[Tensor, dict]:
+    u, r = p.centred("S", "k", p.k), p.centred("P", "v", p.v)
+    u = u + ridge * p.q if ridge else u
+    return p.stage("F", p.sq, u, r), {"u": u, "r": r}
+
+
+def _paper(p: Pass, ridge: float) -> tuple[Tensor, dict]:
+    s = 1.0 if p.options.scale is None else p.options.scale
+    u = p.stage("S", p.sq, p.k, p.k)
+    seen = p.stage("C", u * s + ridge * s * p.q if ridge else u * s, p.q, p.v)
+    w = stage(p.k, p.q, p.v, p.chunks, p.carry.get("C"), strict=True)[0]
+    return seen - s * p.stage("G", p.sq, p.k, w), {}
+
+
+FORMS = {"linear_attention": _linear, "hla2": _hla2, "ahla": _ahla, "hla3": _hla3}
+
+
+def causal(
+    op: str, q: Tensor, k: Tensor, v: Tensor, options: Options, gamma: Tensor | None, state: State | None, return_state: bool | str
+) -> tuple[Tensor, State | None]:
+    """(o [B, N, H, Dv], state or None) for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], gamma [1, Hk, 1 or G, 1, 1]."""
+    n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
+    qh, kh, vh = (to_heads(x, n_key_heads, dtype) for x in (q, k, v))
+    qh, kh = feature(qh, options.feature_map), feature(kh, options.feature_map)
+    carry = {} if state is None else {name: x.to(dtype) for name, x in state.tensors.items()}
+    log_gamma = None if gamma is None else gamma.to(dtype).log()
+    p = Pass(qh, kh, vh, options, log_gamma, carry, bool(return_state))
+    form = _paper if is_paper(op, options) else FORMS[op]
+    y, inner = form(p, options.ridge)
+    if options.normalize:
+        y = y[..., :-1] / (y[..., -1:] + options.eps)
+    if options.mean_path:
+        vbar = p.mean("v", p.v)[..., :-1]
+        y = y[..., :-1] + (1 - y[..., -1:]) * vbar
+    out = to_tokens(p.chunks.join(y), q.dtype)
+    if not return_state:
+        return out, None
+    if return_state == "mergeable":
+        p.out.update(summaries(op, p, inner, state))
+    if gamma is not None:
+        p.out["gamma"] = gamma.to(dtype)
+    count = torch.full((), q.shape[1], dtype=torch.int64, device=q.device)
+    return out, State(op, options, count if state is None else count + state.n, p.out)

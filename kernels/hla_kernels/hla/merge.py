@@ -1,0 +1,91 @@
+"""merge: the state of two neighbouring segments from their two states; read: a two-sided read-out of queries.
+
+Two-sided states add. Causal states form a semidirect monoid, rho_B = gamma^(n_B):
+
+    linear  P  = rho_B P_A + P_B                        (also S, C and every running sum)
+    hla2    F  = rho_B F_A + F_B + s rho_B S_A C0_B
+    ahla    E  = rho_B E_A + E_B + s rho_B R_B P_A
+    hla3    F  = rho_B F_A + F_B + s rho_B (S_A X0_B + Y0_B P_A + s S_A W_B P_A)
+            X0 = X0_A + X0_B + s W_B P_A      Y0 = Y0_A + Y0_B + s S_A W_B      W = W_A + rho_A W_B
+    paper   G  = rho_B G_A + G_B + (rho_B / gamma) S0_B C_A
+
+C0, R, S0 are undecayed and add. These correct the published decayed merges (Zhang et al., arXiv 2510.27258, sections 4.3, 6.3 and 7.3),
+which are not associative or do not equal their own serial rules; tests/ops/test_errata.py shows both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..options import Options, is_paper
+from ..state import State, log_decay, missing_summaries
+
+UNDECAYED = ("C0", "R", "S0")
+
+
+def merge(a: State, b: State) -> State:
+    """The state of segment a followed by segment b (order matters when causal).
+
+    a, b: states of the same operator, options, decay and shapes. Two-sided: sums add. Causal: the monoids above; b must carry the
+    summaries of `return_state="mergeable"`, the result is mergeable iff both are. Associative. Raises ValueError when states do not
+    match, when b lacks its summaries, and for causal centring of higher orders, which has no finite merge.
+    """
+    if a.packed and b.packed:
+        return merge(a.unpack(), b.unpack()).pack()
+    a, b = a.unpack(), b.unpack()
+    _check(a, b)
+    if not a.options.causal:
+        return State(a.op, a.options, a.n + b.n, {name: x + b.tensors[name] for name, x in a.tensors.items()})
+    log_gamma = log_decay(a)
+    rho_a, rho_b = (1.0 if log_gamma is None else (log_gamma * x.n).exp() for x in (a, b))
+    x, y = a.tensors, b.tensors
+    shared = [name for name in x if name in y]
+    out = {name: x[name] + y[name] if name in UNDECAYED else rho_b * x[name] + y[name] for name in shared}
+    if "gamma" in x:
+        out["gamma"] = x["gamma"]
+    s = 1.0 if a.options.scale is None else a.options.scale
+    if is_paper(a.op, a.options):
+        out["G"] = out["G"] + (rho_b / x["gamma"]) * (y["S0"] @ x["C"])
+    elif a.op == "hla2":
+        out["F"] = out["F"] + s * rho_b * (x["S"] @ y["C0"])
+    elif a.op == "ahla":
+        out["E"] = out["E"] + s * rho_b * (y["R"] @ x["P"])
+    elif a.op == "hla3":
+        _merge_third(x, y, out, s, rho_a, rho_b)
+    return State(a.op, a.options, a.n + b.n, out)
+
+
+def _merge_third(x: dict[str, Tensor], y: dict[str, Tensor], out: dict[str, Tensor], s: float, rho_a: Any, rho_b: Any) -> None:
+    """The third-order monoid; four D x D products and no D^3 map."""
+    seen = s * (x["S"] @ y["W"])  # S_A W_B
+    out["F"] = out["F"] + s * rho_b * (x["S"] @ y["X0"] + y["Y0"] @ x["P"] + seen @ x["P"])
+    if "W" in x:
+        out["X0"] = x["X0"] + y["X0"] + s * (y["W"] @ x["P"])
+        out["Y0"] = x["Y0"] + y["Y0"] + seen
+        out["W"] = x["W"] + rho_a * y["W"]
+
+
+def _check(a: State, b: State) -> None:
+    for name, x, y in (("operator", a.op, b.op), *zip(Options._fields, a.options, b.options, strict=True)):
+        if x != y:
+            raise ValueError(f"merge needs states of the same {name}, got {x!r} and {y!r}.")
+    if a.options.causal and a.options.center is not None and a.op != "linear_attention":
+        raise ValueError(
+            f"Causal {a.op} states with center={a.options.center!r} cannot be merged: running means enter every inner stage, so no "
+            "finite summary exists; pass the state on with state= instead."
+        )
+    if b.options.causal and missing_summaries(b):
+        raise ValueError(
+            f"merge needs the summaries {', '.join(missing_summaries(b))} of its right state: "
+            'compute it with return_state="mergeable".'
+        )
+    for name in a.tensors:
+        if name in b.tensors and a.tensors[name].shape != b.tensors[name].shape:
+            shapes = tuple(a.tensors[name].shape), tuple(b.tensors[name].shape)
+            raise ValueError(f"merge needs states of the same shapes, got {name} {shapes[0]} and {shapes[1]}.")
+    if "gamma" in a.tensors and not torch.compiler.is_compiling() and a.tensors["gamma"].device.type == "cpu":
+        if not torch.equal(a.tensors["gamma"], b.tensors["gamma"]):
+            raise ValueError("merge needs states of the same decay, got two different decay tensors.")

@@ -1,0 +1,139 @@
+"""Two-sided moments: what every two-sided operator needs to know about the tokens, and the one matrix per head made of it.
+
+All tensors are in head layout: q [B, Hk, G, N, D], k [B, Hk, 1, N, D], v [B, Hk, 1, N, Dv]. A moment of keys (and values) alone
+has a group axis of 1. Centring tokens and mixing v - mean(v) are rank-one corrections here, never passes over the tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..options import Options, needs_ones
+
+# moment -> the two token tensors it sums over
+FACTORS = {"P": ("k", "v"), "S": ("k", "k"), "C": ("q", "v"), "R": ("k", "q"), "Qm": ("q", "q")}
+
+# operator -> moments, in the order of the product
+MOMENTS = {
+    "linear_attention": ("P",),
+    "hla2": ("S", "C"),
+    "ahla": ("R", "P"),
+    "hla3": ("S", "Qm", "P"),
+    "polynomial": ("P", "S", "C", "R", "Qm"),
+}
+ORDERS = ("linear_attention", "hla2", "ahla", "hla3")  # the terms of `polynomial`, in the order of its coefficients
+
+
+def is_centred(name: str, center: str | None) -> bool:
+    """Whether a moment changes under centring: it does as soon as one of its two factors is centred."""
+    return center == "qk" or (center == "k" and "k" in FACTORS[name])
+
+
+def needs_sums(options: Options) -> bool:
+    """Whether the plain token sums of q, k and v are needed beside the moments."""
+    return needs_ones(options) or options.center is not None
+
+
+def token_sums(op: str, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dict[str, Tensor]:
+    """Raw sums over tokens: P, S, C, R, Qm as `op` needs them, and sum_q, sum_k, sum_v [.., 1, D] when `options` do."""
+    tokens = {"q": q, "k": k, "v": v}
+    sums = {name: tokens[FACTORS[name][0]].mT @ tokens[FACTORS[name][1]] for name in MOMENTS[op]}
+    if needs_sums(options):
+        sums.update({"sum_" + name: x.sum(-2, keepdim=True) for name, x in tokens.items()})
+    return sums
+
+
+def moments(op: str, sums: dict[str, Tensor], n: float | Tensor, options: Options) -> dict[str, Tensor]:
+    """Scaled and centred moments from raw sums over n tokens; v is extended by a column of ones when `needs_ones`.
+
+    sum (a - mean a)(b - mean b)' = sum a b' - (sum a)(sum b)'/n;  sum a 1 = sum a.  Returns P [B, Hk, 1, D, Dv (+1)] and so on.
+    """
+    s = 1 / n if options.scale is None else options.scale
+    ones = needs_ones(options)
+    out = {}
+    for name in MOMENTS[op]:
+        a, b = FACTORS[name]
+        m = sums[name]
+        centred = is_centred(name, options.center)
+        if centred:
+            m = m - sums["sum_" + a].mT @ (sums["sum_" + b] / n)
+        if ones and b == "v":
+            column = sums["sum_" + a].mT
+            m = torch.cat([m, torch.zeros_like(column) if centred else column], -1)
+        out[name] = m * s
+    if options.ridge:
+        first = MOMENTS[op][0]  # S or R, never centred away: lambda I is added to the scaled moment
+        out[first] = out[first] + options.ridge * torch.eye(out[first].shape[-1], dtype=q_dtype(out), device=out[first].device)
+    return out
+
+
+def q_dtype(m: dict[str, Tensor]) -> torch.dtype:
+    """The dtype the moments are kept in."""
+    return next(iter(m.values())).dtype
+
+
+def product(order: str, m: dict[str, Tensor]) -> Tensor:
+    """The operator matrix of one order: P, S C, R P or S Qm P, [B, Hk, G or 1, D, Dv (+1)]."""
+    if order == "linear_attention":
+        return m["P"]
+    if order == "hla2":
+        return m["S"] @ m["C"]
+    if order == "ahla":
+        return m["R"] @ m["P"]
+    return m["S"] @ (m["Qm"] @ m["P"])
+
+
+def product_grad(order: str, m: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
+    """Gradients of the moments of one order from grad = d loss / d product(order, m), [B, Hk, G, D, Dv (+1)]."""
+    if order == "linear_attention":
+        return {"P": grad}
+    if order == "hla2":
+        return {"S": grad @ m["C"].mT, "C": m["S"].mT @ grad}
+    if order == "ahla":
+        return {"R": grad @ m["P"].mT, "P": m["R"].mT @ grad}
+    inner = m["S"].mT @ grad
+    return {"S": grad @ (m["Qm"] @ m["P"]).mT, "Qm": inner @ m["P"].mT, "P": m["Qm"].mT @ inner}
+
+
+def mixture_weights(coefficients: Tensor, n_key_heads: int, dtype: torch.dtype) -> list[Tensor]:
+    """coefficients [H, 4] -> four tensors [Hk, G, 1, 1] that broadcast over the operator matrices."""
+    c = coefficients.to(dtype).unflatten(0, (n_key_heads, -1))
+    return [c[:, :, i, None, None] for i in range(len(ORDERS))]
+
+
+def operator_matrix(op: str, m: dict[str, Tensor], weights: list[Tensor] | None) -> Tensor:
+    """M with o = q M: the product of one order, or c1 P + c2 S C + c3 R P + c4 S Qm P."""
+    if op != "polynomial":
+        return product(op, m)
+    assert weights is not None
+    total = weights[0] * product(ORDERS[0], m)
+    for weight, order in zip(weights[1:], ORDERS[1:], strict=True):
+        total = total + weight * product(order, m)
+    return total
+
+
+def read_out(q: Tensor, matrix: Tensor, sums: dict[str, Tensor], n: float | Tensor, options: Options) -> Tensor:
+    """o [B, Hk, G, N, Dv] = q M, with the ratio normaliser or the rank-one corrections of centring and mean path.
+
+    normalize: (q M_v) / (q M_1 + eps).  mean_path: M = M_v - M_1 vbar', o = q M + vbar.  center="qk": o - qbar M.
+    """
+    if options.normalize:
+        return (q @ matrix[..., :-1]) / (q @ matrix[..., -1:] + options.eps)
+    matrix, row = affine(matrix, sums, n, options)
+    y = q @ matrix
+    return y if row is None else y + row
+
+
+def affine(
+    matrix: Tensor, sums: dict[str, Tensor], n: float | Tensor, options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """(M, b) of o = q M + b: [B, Hk, G, D, Dv] and None or [B, Hk, G, 1, Dv]."""
+    row = None
+    if options.mean_path:
+        row = sums["sum_v"] / n
+        matrix = matrix[..., :-1] - matrix[..., -1:] @ row
+    if options.center == "qk":
+        shift = (sums["sum_q"] / n) @ matrix
+        row = -shift if row is None else row - shift
+    return matrix, row

@@ -1,0 +1,113 @@
+"""The literal definitions: every operator as an N x N matrix of weights W, o_t = sum_j W_tj v_j.
+
+Slow and quadratic on purpose; this is what the other forms are tested against. Evaluated in the dtype of its inputs, so that it is
+the truth in float64 and the yardstick of rounding in a lower precision. Symbols: A = phi(Q) phi(K)', s the scale of a moment,
+Gamma_tj = gamma^(t-j) [j <= t] (all ones when two-sided), lambda the ridge. Zhang et al., Higher-order Linear Attention,
+arXiv 2510.27258 (definitions of HLA2, AHLA, HLA3; masks as matrices).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..features import feature
+from ..options import Options, is_paper
+
+
+def reference(
+    op: str, q: Tensor, k: Tensor, v: Tensor, options: Options, gamma: Tensor | None = None, coefficients: Tensor | None = None
+) -> Tensor:
+    """o_t = sum_j W_tj v_j for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv].
+
+    gamma is a decay per query head [H], coefficients [H, 4] belong to `polynomial`.
+    normalize: W v / (W 1 + eps).  mean_path: vbar_t + sum_j W_tj (v_j - vbar_t).
+    """
+    group = q.shape[2] // k.shape[2]
+    q, k = feature(q, options.feature_map), feature(k, options.feature_map)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    past = past_weights(q, options, gamma)
+    average = past / past.sum(-1, keepdim=True)
+    weights = causal_weights if options.causal else two_sided_weights
+    w = weights(op, q, k, past, average, options, gamma, coefficients)
+    y, total = w @ v, w.sum(-1, keepdim=True)
+    if options.normalize:
+        y = y / (total + options.eps)
+    if options.mean_path:
+        y = y + (1 - total) * (average @ v)
+    return y.transpose(1, 2).contiguous()
+
+
+def past_weights(q: Tensor, options: Options, gamma: Tensor | None) -> Tensor:
+    """Gamma [H or 1, N, N]: how much of token j token t sees before any product of queries and keys."""
+    n = q.shape[2]
+    ones = torch.ones(1, n, n, dtype=q.dtype, device=q.device)
+    if not options.causal:
+        return ones
+    return ones.tril() if gamma is None else decay_powers(gamma.to(q.dtype), n, 0)
+
+
+def decay_powers(gamma: Tensor, n: int, shift: int) -> Tensor:
+    """gamma^(t-j-shift) [j + shift <= t], [H, N, N]."""
+    t = torch.arange(n, device=gamma.device)
+    distance = t[:, None] - t[None, :] - shift
+    return torch.where(distance >= 0, gamma[:, None, None] ** distance.clamp(min=0), 0)
+
+
+def two_sided_weights(
+    op: str, q: Tensor, k: Tensor, past: Tensor, average: Tensor, options: Options, gamma: Tensor | None, coefficients: Tensor | None
+) -> Tensor:
+    """LA sA; HLA2 s^2 A A'; AHLA s^2 A A; HLA3 s^3 A A' A; polynomial their mixture. Ridge: S + lambda I or R + lambda I."""
+    if options.center is not None:
+        k = k - average @ k
+    if options.center == "qk":
+        q = q - average @ q
+    s = 1 / q.shape[2] if options.scale is None else options.scale
+    a = s * (q @ k.mT)
+    qq = s * (q @ q.mT)
+    forms = {
+        "linear_attention": lambda: a,
+        "hla2": lambda: a @ a.mT + options.ridge * qq,
+        "ahla": lambda: a @ a + options.ridge * a,
+        "hla3": lambda: (a @ a.mT + options.ridge * qq) @ a,
+    }
+    if op != "polynomial":
+        return forms[op]()
+    assert coefficients is not None
+    c = coefficients.to(a.dtype)[:, :, None, None]
+    return c[:, 0] * a + c[:, 1] * (a @ a.mT) + c[:, 2] * (a @ a) + c[:, 3] * (a @ a.mT @ a)
+
+
+def causal_weights(
+    op: str, q: Tensor, k: Tensor, past: Tensor, average: Tensor, options: Options, gamma: Tensor | None, coefficients: Tensor | None
+) -> Tensor:
+    """LA W1 = s Gamma o A; AHLA W1 W1; HLA2 W2 = s Gamma o (A W1'); HLA3 W2 W1; W1's scores centred over the past when asked."""
+    s = 1.0 if options.scale is None else options.scale
+    if options.center == "qk":
+        q = q - average @ q
+    a, qq = q @ k.mT, q @ q.mT
+    if is_paper(op, options):
+        return paper_weights(a, past, gamma, s) + options.ridge * s * past * qq
+    scores = a if options.center is None else a - (average * a).sum(-1, keepdim=True)
+    w1 = s * past * scores
+    w2 = s * past * (a @ w1.mT + options.ridge * qq)
+    forms = {
+        "linear_attention": lambda: w1,
+        "hla2": lambda: w2,
+        "ahla": lambda: w1 @ w1 + options.ridge * w1,
+        "hla3": lambda: w2 @ w1,
+    }
+    return forms[op]()
+
+
+def paper_weights(a: Tensor, past: Tensor, gamma: Tensor | None, s: float) -> Tensor:
+    """The paper's serial rule S = gS + kk', C = gC + qv', G = gG + k (k'C_{t-1}), o = q'(S C - G), unrolled.
+
+    W_tj = s^2 sum_i (g^(2t-i-j) [i,j <= t] - g^(t-1-j) [j < i <= t]) A_ti A_ji: terms with i > j do not cancel when g < 1.
+    """
+    assert gamma is not None
+    n = a.shape[-1]
+    seen = past * ((past * a) @ a.mT)
+    removed = decay_powers(gamma.to(a.dtype), n, 1) * (a.tril() @ a.mT.tril(-1))
+    return s * s * (seen - removed)

@@ -1,0 +1,66 @@
+"""Two-sided calls that carry a state, and the read-out of queries from one. Plain autograd on the functions of `moments`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..check_state import check_finite
+from ..checks import check_coefficients
+from ..features import feature
+from ..layout import to_heads, to_tokens
+from ..options import Options, compute_dtype
+from ..state import State
+from .moments import mixture_weights, moments, operator_matrix, read_out, token_sums
+
+
+def stream(
+    op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: Options, state: State | None, return_state: bool | str
+) -> tuple[Tensor, State]:
+    """(o, state): the tokens are added to the state's sums, then these queries read all tokens seen so far."""
+    n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
+    qh, kh, vh = (to_heads(x, n_key_heads, dtype) for x in (q, k, v))
+    qh, kh = feature(qh, options.feature_map), feature(kh, options.feature_map)
+    sums = token_sums(op, qh, kh, vh, options)
+    n = torch.full((), q.shape[1], dtype=torch.int64, device=q.device)
+    if state is not None:
+        sums = {name: x + state.tensors[name].to(dtype) for name, x in sums.items()}
+        n = n + state.n
+    new = State(op, options, n, sums)
+    return to_tokens(_read(qh, new, coefficients, n_key_heads), q.dtype), new
+
+
+def read(q: Tensor, state: State, coefficients: Tensor | None = None) -> Tensor:
+    """o = q M: queries that are not tokens themselves read a two-sided state. q [B, M, H, D] -> [B, M, H, Dv] in the dtype of q.
+
+    The options (feature map, normaliser, centring, mean path, ridge, scale) are the state's; `polynomial` takes its coefficients
+    [H, 4]. Raises ValueError for a causal state, whose inner stages need the token's own key and value.
+    """
+    if not isinstance(state, State):
+        raise ValueError(f"state must be a State returned by an operator with return_state, got {type(state).__name__}.")
+    if state.options.causal:
+        raise ValueError("read needs a two-sided state; a causal state is continued with state=.")
+    state = state.unpack()
+    first = next(iter(state.tensors.values()))
+    group = max(x.shape[2] for x in state.tensors.values())
+    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[0] != first.shape[0] or q.shape[3] != first.shape[3]:
+        got = tuple(q.shape) if isinstance(q, Tensor) else type(q).__name__
+        raise ValueError(f"q must have shape [{first.shape[0]}, M, heads, {first.shape[3]}] for this state, got {got}.")
+    n_key_heads = first.shape[1]
+    if q.shape[2] % n_key_heads != 0 or group not in (1, q.shape[2] // n_key_heads):
+        raise ValueError(f"q must have {n_key_heads * group} heads for this state, got {q.shape[2]}.")
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"q must be floating point, got {q.dtype}.")
+    if state.op == "polynomial":
+        check_coefficients(coefficients, q.shape[2])
+    check_finite(state)
+    qh = feature(to_heads(q, n_key_heads, compute_dtype(q.dtype)), state.options.feature_map)
+    return to_tokens(_read(qh, state, coefficients, n_key_heads), q.dtype)
+
+
+def _read(q: Tensor, state: State, coefficients: Tensor | None, n_key_heads: int) -> Tensor:
+    sums = {name: x.to(q.dtype) for name, x in state.tensors.items()}
+    n = state.n.to(q.dtype)
+    weights = None if state.op != "polynomial" else mixture_weights(coefficients, n_key_heads, q.dtype)
+    matrix = operator_matrix(state.op, moments(state.op, sums, n, state.options), weights)
+    return read_out(q, matrix, sums, n, state.options)

@@ -1,0 +1,133 @@
+"""The two-sided torch form: o = q M with one D x Dv matrix per head, as torch.library custom operators.
+
+Two operators, `hla_kernels::two_sided` (q, k, v) and `hla_kernels::two_sided_qkvpacked` (qkv [B, N, 3, H, D], whose backward writes
+one packed gradient). Both save their inputs only and recompute the moments in the backward, which is written out in `gradient`.
+They are the seam a Triton form will share. `streamed` is the same mathematics under plain autograd, for calls that carry a state.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..features import feature
+from ..layout import to_heads, to_tokens
+from ..options import Options, compute_dtype
+from .gradient import gradient
+from .moments import mixture_weights, moments, operator_matrix, read_out, token_sums
+
+
+def evaluate(op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: Options) -> Tensor:
+    """q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> o [B, N, H, Dv] in the dtype of q."""
+    n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
+    qh, kh, vh = (to_heads(x, n_key_heads, dtype) for x in (q, k, v))
+    qh, kh = feature(qh, options.feature_map), feature(kh, options.feature_map)
+    sums = token_sums(op, qh, kh, vh, options)
+    weights = None if coefficients is None else mixture_weights(coefficients, n_key_heads, dtype)
+    n = q.shape[1]
+    matrix = operator_matrix(op, moments(op, sums, n, options), weights)
+    return to_tokens(read_out(qh, matrix, sums, n, options), q.dtype)
+
+
+def _options(
+    feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float
+) -> Options:
+    return Options(False, feature_map, normalize, center, mean_path, None, "cascade", ridge, scale, eps)
+
+
+def _no_autocast(x: Tensor) -> torch.autocast:
+    """Inside a custom operator the caller's autocast is still on; the moments must stay in float32."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+@torch.library.custom_op("hla_kernels::two_sided", mutates_args=())
+def two_sided(
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
+    center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
+) -> Tensor:  # fmt: skip
+    """o = q M (see `hla`); arguments are checked by `op.run`. q [B, N, H, D], k, v [B, N, Hk, .] -> [B, N, H, Dv]."""
+    with _no_autocast(q):
+        options = _options(feature_map, normalize, center, mean_path, ridge, scale, eps)
+        return evaluate(op, q, k, v, coefficients, options)
+
+
+@two_sided.register_fake
+def _(q, k, v, coefficients, *options):
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@torch.library.custom_op("hla_kernels::two_sided_backward", mutates_args=())
+def two_sided_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None,
+    normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, dcoefficients) of `two_sided`; the last is empty without coefficients."""
+    with _no_autocast(q):
+        options = _options(feature_map, normalize, center, mean_path, ridge, scale, eps)
+        outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        return (*outs, gradient(op, grad, q, k, v, coefficients, options, outs))
+
+
+@two_sided_backward.register_fake
+def _(grad, q, k, v, coefficients, *options):
+    outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return (*outs, _fake_coefficients(q, coefficients))
+
+
+@torch.library.custom_op("hla_kernels::two_sided_qkvpacked", mutates_args=())
+def two_sided_qkvpacked(
+    qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
+    center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
+) -> Tensor:  # fmt: skip
+    """`two_sided` of qkv [B, N, 3, H, D] -> [B, N, H, D]."""
+    with _no_autocast(qkv):
+        options = _options(feature_map, normalize, center, mean_path, ridge, scale, eps)
+        return evaluate(op, *qkv.unbind(2), coefficients, options)
+
+
+@two_sided_qkvpacked.register_fake
+def _(qkv, coefficients, *options):
+    return qkv.new_empty((*qkv.shape[:2], *qkv.shape[3:]))
+
+
+@torch.library.custom_op("hla_kernels::two_sided_qkvpacked_backward", mutates_args=())
+def two_sided_qkvpacked_backward(
+    grad: Tensor, qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
+    center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(dqkv [B, N, 3, H, D] in one buffer, dcoefficients) of `two_sided_qkvpacked`."""
+    with _no_autocast(qkv):
+        options = _options(feature_map, normalize, center, mean_path, ridge, scale, eps)
+        out = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+        return out, gradient(op, grad, *qkv.unbind(2), coefficients, options, out.unbind(2))
+
+
+@two_sided_qkvpacked_backward.register_fake
+def _(grad, qkv, coefficients, *options):
+    out = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    return out, _fake_coefficients(qkv, coefficients)
+
+
+def _fake_coefficients(x: Tensor, coefficients: Tensor | None) -> Tensor:
+    return x.new_empty((0,)) if coefficients is None else coefficients.new_empty(coefficients.shape)
+
+
+def _save(n_tensors: int):
+    """setup_context that keeps the inputs and nothing else; the moments are recomputed."""
+
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:n_tensors])
+        ctx.options = inputs[n_tensors:]
+
+    return setup_context
+
+
+def _backward(ctx, grad):
+    *tokens, coefficients = ctx.saved_tensors
+    backward = two_sided_backward if len(tokens) == 3 else two_sided_qkvpacked_backward
+    *grads, d_coefficients = backward(grad, *tokens, coefficients, *ctx.options)
+    return (*grads, None if coefficients is None else d_coefficients, *[None] * len(ctx.options))
+
+
+two_sided.register_autograd(_backward, setup_context=_save(4))
+two_sided_qkvpacked.register_autograd(_backward, setup_context=_save(2))

@@ -1,0 +1,102 @@
+"""One causal stage in chunks of C tokens: a C x C product inside a chunk, a D x Dv state between chunks.
+
+    LA(q, k, v)_t = q_t' H_t,    H_t = gamma H_{t-1} + k_t v_t'
+
+Inside chunk c, with H the state entering it and i the position in the chunk: o = (Gamma o (Q K')) V + gamma^(i+1) Q H. The states
+entering all chunks are one cumulative sum, or, with decay, one small lower-triangular matrix of powers of gamma^C times the chunks'
+own sums; there is no loop over tokens or chunks, and memory is linear in N. Any N: the last chunk is padded with zeros.
+Shapes: q [B, Hk, G, c, C, D], k [B, Hk, 1, c, C, D], v [B, Hk, 1 or G, c, C, Dv], states [B, Hk, 1 or G, D, Dv].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+
+
+class Chunks:
+    """The cut of N tokens into chunks and the powers of gamma that belong to it. log_gamma [1, Hk, 1 or G, 1, 1] or None."""
+
+    def __init__(self, n: int, log_gamma: Tensor | None, like: Tensor) -> None:
+        # a compiled graph keeps one chunk size for every N; eager calls do not pad short inputs to a whole chunk
+        self.size = CHUNK if torch.compiler.is_compiling() and n != 1 else min(CHUNK, n)
+        self.count = (n + self.size - 1) // self.size
+        self.n, self.last = n, n - (self.count - 1) * self.size
+        self.log_gamma = None if log_gamma is None else log_gamma.to(like.dtype)
+        self.i = torch.arange(self.size, device=like.device)
+        self.c = torch.arange(self.count, device=like.device)
+        self.within = self.power(self.i[:, None] - self.i[None, :], like)
+        self.between = None if log_gamma is None else self.power(self.size * (self.c[:, None] - self.c[None, :]), like)
+
+    def power(self, exponent: Tensor, like: Tensor) -> Tensor:
+        """gamma^exponent where exponent >= 0, else 0; [a, b] -> [a, b] without decay, [1, Hk, 1 or G, a, b] with."""
+        seen = exponent >= 0
+        if self.log_gamma is None:
+            return seen.to(like.dtype)
+        return torch.where(seen, (self.log_gamma * exponent.clamp(min=0)).exp(), 0)
+
+    def rows(self, shift: int, like: Tensor) -> Tensor | None:
+        """gamma^(i + 1 - shift) [.., 1, C, 1], what is left at token i of the state entering its chunk."""
+        return None if self.log_gamma is None else self.power(self.i[:, None] + 1 - shift, like).unsqueeze(-3)
+
+    def columns(self, length: int, like: Tensor) -> Tensor:
+        """gamma^(length - 1 - i) [.., C, 1], zero from `length` on: what is left of token i after `length` tokens."""
+        return self.power(length - 1 - self.i[:, None], like)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """[B, Hk, G, N, D] -> [B, Hk, G, c, C, D]."""
+        padding = self.count * self.size - self.n
+        if torch.compiler.is_compiling() or padding:  # no branch on N inside a graph
+            x = F.pad(x, (0, 0, 0, padding))
+        return x.view(*x.shape[:3], self.count, self.size, x.shape[-1])
+
+    def join(self, x: Tensor) -> Tensor:
+        """[B, Hk, G, c, C, D] -> [B, Hk, G, N, D]."""
+        return x.flatten(3, 4).narrow(3, 0, self.n)
+
+    def entering(self, own: Tensor, carry: Tensor | None) -> Tensor:
+        """States entering every chunk from the chunks' own sums: [B, Hk, g, c, D, E] -> the same shape."""
+        first = torch.zeros_like(own[:, :, :, :1]) if carry is None else carry.unsqueeze(3)
+        if first.shape[2] != own.shape[2]:
+            own, first = (x.expand(-1, -1, max(own.shape[2], first.shape[2]), -1, -1, -1) for x in (own, first))
+        x = torch.cat([first, own[:, :, :, :-1]], 3)
+        if self.between is None:
+            return x.cumsum(3)
+        return (self.between @ x.flatten(4)).unflatten(-1, x.shape[4:])
+
+    def leaving(self, k: Tensor, v: Tensor, entering: Tensor) -> Tensor:
+        """The state after the last real token, [B, Hk, g, D, E]; padded positions of the last chunk do not count."""
+        k, v, state = k[:, :, :, -1], v[:, :, :, -1], entering[:, :, :, -1]
+        k = k * self.columns(self.last, k)
+        if self.log_gamma is not None:
+            state = state * (self.log_gamma * self.last).exp()
+        return state + k.mT @ v
+
+
+def stage(
+    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, carry: Tensor | None = None, strict: bool = False, want_state: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(LA(q, k, v), state after the last token or None); `carry` is the state before the first token.
+
+    strict: sum_{j<t} gamma^(t-1-j) (q_t.k_j) v_j instead, the state before token t (its carry and states are the same).
+    """
+    kept = k if chunks.log_gamma is None else k * chunks.columns(chunks.size, k).unsqueeze(-3)
+    own = kept.mT @ v
+    entering = chunks.entering(own, carry)
+    within = chunks.within
+    if strict:
+        within = chunks.power(chunks.i[:, None] - chunks.i[None, :] - 1, k)
+    if chunks.log_gamma is not None:
+        within = within.unsqueeze(-3)
+    rows = chunks.rows(int(strict), q)
+    y = ((q @ k.mT) * within) @ v + (q if rows is None else q * rows) @ entering
+    return y, chunks.leaving(k, v, entering) if want_state else None
+
+
+def running_sum(x: Tensor, chunks: Chunks, carry: Tensor | None, want_state: bool = False) -> tuple[Tensor, Tensor | None]:
+    """sum_{j<=t} gamma^(t-j) x_j [B, Hk, g, c, C, D]: the stage with q = k = 1; carry and state are [B, Hk, g, 1, D]."""
+    ones = torch.ones_like(x[..., :1])
+    return stage(ones, ones, x, chunks, carry, want_state=want_state)

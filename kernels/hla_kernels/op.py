@@ -1,0 +1,210 @@
+"""The one place where a call is checked and its implementation chosen: reference, torch or (not yet) triton."""
+
+from __future__ import annotations
+
+import contextlib
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .check_state import check_state
+from .checks import (
+    check_coefficients,
+    check_decay_tensor,
+    check_name,
+    check_op,
+    check_options,
+    check_packed,
+    check_tensors,
+)
+from .hla.causal import causal
+from .hla.reference import reference as linear_reference
+from .hla.stream import stream
+from .hla.two_sided import two_sided, two_sided_qkvpacked
+from .options import IMPLS, Options, compute_dtype
+from .softmax.reference import reference as softmax_reference
+from .softmax.sdpa import sdpa
+from .state import State
+
+
+class Call(NamedTuple):
+    """A checked call: tensors cast for autocast, options in canonical form, gamma [1, Hk, 1 or G, 1, 1] or None."""
+
+    op: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    coefficients: Tensor | None
+    options: Options
+    gamma: Tensor | None
+    state: State | None
+    return_state: bool | str
+
+
+class Explanation(NamedTuple):
+    """What `explain` returns: the implementation that would run and, for the others, why they would not."""
+
+    impl: str
+    why_not: dict[str, str]
+
+
+def why_not_triton(call: Call) -> str | None:
+    """The reason why no Triton form can run this call, or None when one can."""
+    return f"no Triton form of {call.op} is built yet"
+
+
+def why_not_reference(call: Call) -> str | None:
+    """The reason why the reference cannot run this call, or None."""
+    if call.state is not None or call.return_state:
+        return "the reference is an N x N matrix and has no state"
+    return None
+
+
+def choose(call: Call, impl: str) -> str:
+    """The implementation of a call. An explicit `impl` never falls back: ValueError with the reason instead."""
+    if impl == "auto":
+        return "triton" if why_not_triton(call) is None else "torch"
+    reason = {"triton": why_not_triton, "reference": why_not_reference, "torch": lambda call: None}[impl](call)
+    if reason is not None:
+        raise ValueError(f'impl="{impl}" cannot run here: {reason}; use impl="auto".')
+    return impl
+
+
+def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Explanation:
+    """Which implementation `op(*inputs, **options)` would run, and why not the others; nothing is computed.
+
+    op: a name of OPS. inputs: q, k, v (and coefficients for polynomial), or one packed qkv. Raises ValueError as the call would.
+    """
+    check_op(getattr(op, "__name__", op))
+    op = getattr(op, "__name__", op)
+    if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:
+        check_packed(inputs[0])
+        inputs = (*inputs[0].unbind(2), *inputs[1:])
+    for name in options:
+        check_name("option", name, (*Options._fields, "state", "return_state", "coefficients"))
+    call = prepare(op, *inputs, impl=impl, **options)
+    chosen = choose(call, impl)
+    why_not = {}
+    for name in IMPLS[1:]:
+        if name == "triton" and chosen != name:
+            why_not[name] = why_not_triton(call) or f"impl={impl!r} was asked for"
+        elif name != chosen:
+            why_not[name] = (why_not_reference(call) if name == "reference" else None) or (
+                f"impl={impl!r} was asked for" if impl != "auto" else "slower: it is the definition with N x N matrices"
+            )
+    return Explanation(chosen, why_not)
+
+
+def prepare(
+    op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None = None, *, impl: str = "auto",
+    state: State | None = None, return_state: bool | str = False, decay: float | Tensor | None = None, **options: Any,
+) -> Call:  # fmt: skip
+    """Check a call and bring it to canonical form (autocast applied, decay 1.0 is no decay, float options are floats)."""
+    autocast = isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
+    check_tensors(q, k, v, autocast)
+    if autocast:
+        # like torch's own autocast: float64 stays
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    if isinstance(decay, Real):
+        decay = float(decay)
+    elif decay is not None and not isinstance(decay, Tensor):
+        raise ValueError(f"decay must be None, a float or a tensor [heads], got {type(decay).__name__}.")
+    kept = Options(decay="tensor" if isinstance(decay, Tensor) else decay, **options)
+    check_options(op, kept, impl, return_state)
+    if op == "polynomial":
+        check_coefficients(coefficients, q.shape[2])
+    if isinstance(decay, Tensor):
+        check_decay_tensor(decay, q.shape[2], k.shape[2])
+    gamma = decay_heads(decay, q, k)
+    kept = canonical(op, kept)
+    if state is not None:
+        if op == "softmax_attention":
+            raise ValueError("softmax_attention has no state: state must be None.")
+        shape = (k.shape[0], k.shape[2], q.shape[2] // k.shape[2], k.shape[3], v.shape[3])
+        check_state(state, op, kept, gamma, shape)
+        state = state.unpack()
+    return Call(op, q, k, v, coefficients, kept, gamma, state, return_state)
+
+
+def canonical(op: str, options: Options) -> Options:
+    """Equal calls get equal options: decay 1.0 is None, the paper's rule differs for decayed hla2 only."""
+    decay = None if options.decay == 1.0 else options.decay
+    rule = options.decay_rule if op == "hla2" and decay is not None else "cascade"
+    scale = None if options.scale is None else float(options.scale)
+    return options._replace(
+        decay=decay, decay_rule=rule, scale=scale, ridge=float(options.ridge), eps=float(options.eps),
+        causal=bool(options.causal), normalize=bool(options.normalize), mean_path=bool(options.mean_path),
+    )  # fmt: skip
+
+
+def decay_heads(decay: float | Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """gamma [1, 1, 1, 1, 1], [1, Hk, 1, 1, 1] or [1, Hk, G, 1, 1]; shared decays keep the key moment per key head."""
+    if decay is None or (isinstance(decay, float) and decay == 1.0):
+        return None
+    dtype = compute_dtype(q.dtype)
+    if isinstance(decay, float):
+        return torch.full((1, 1, 1, 1, 1), decay, dtype=dtype, device=q.device)
+    return decay.to(q.device, dtype).reshape(1, k.shape[2], -1, 1, 1)
+
+
+def run(
+    op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None = None, impl: str = "auto", **options: Any
+) -> Tensor | tuple[Tensor, State]:
+    """Check, choose and run one call; the body of every public operator."""
+    call = prepare(op, q, k, v, coefficients, impl=impl, **options)
+    chosen = choose(call, impl)
+    with _plain_precision(call.q):
+        y, state = _reference(call) if chosen == "reference" else _torch(call)
+    return (y, state) if call.return_state else y
+
+
+def run_packed(
+    op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: str = "auto", **options: Any
+) -> Tensor | tuple[Tensor, State]:
+    """`run` of qkv [B, N, 3, H, D]. Two-sided calls go through the packed operator, whose backward writes one buffer."""
+    check_packed(qkv)
+    call = prepare(op, *qkv.unbind(2), coefficients, impl=impl, **options)
+    stateless = call.state is None and not call.return_state
+    if op == "softmax_attention" or call.options.causal or not stateless or choose(call, impl) != "torch":
+        return run(op, *qkv.unbind(2), coefficients, impl, **options)
+    with _plain_precision(call.q):
+        return two_sided_qkvpacked(qkv.to(call.q.dtype), coefficients, op, *_two_sided_options(call.options))
+
+
+def _plain_precision(x: Tensor) -> contextlib.AbstractContextManager:
+    """Autocast off inside: tensors are cast already and moments stay in float32."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _two_sided_options(options: Options) -> tuple:
+    return (
+        options.feature_map, options.normalize, options.center, options.mean_path, options.ridge, options.scale, options.eps,
+    )  # fmt: skip
+
+
+def _torch(call: Call) -> tuple[Tensor, State | None]:
+    op, q, k, v, coefficients, options, gamma, state, return_state = call
+    if op == "softmax_attention":
+        return sdpa(q, k, v, options.causal, options.scale), None
+    if options.causal:
+        return causal(op, q, k, v, options, gamma, state, return_state)
+    if state is not None or return_state:
+        return stream(op, q, k, v, coefficients, options, state, return_state)
+    return two_sided(q, k, v, coefficients, op, *_two_sided_options(options)), None
+
+
+def _reference(call: Call) -> tuple[Tensor, None]:
+    dtype = compute_dtype(call.q.dtype)
+    q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
+    if call.op == "softmax_attention":
+        return softmax_reference(q, k, v, call.options.causal, call.options.scale).to(call.q.dtype), None
+    gamma = None
+    if call.gamma is not None:  # one per query head
+        gamma = call.gamma.expand(1, k.shape[2], q.shape[2] // k.shape[2], 1, 1).flatten()
+    y = linear_reference(call.op, q, k, v, call.options, gamma, call.coefficients)
+    return y.to(call.q.dtype), None

@@ -1,0 +1,48 @@
+"""The options every operator takes, as one immutable value.
+
+Tensors (a learned decay, polynomial coefficients) travel beside it, so that an `Options` can be compared, hashed, stored in a
+`State` and kept as a constant by torch.compile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+# Every operator, in the order of reading. `softmax_attention` is the quadratic baseline.
+OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial", "softmax_attention")
+CENTERS = ("k", "qk")
+DECAY_RULES = ("cascade", "paper")
+IMPLS = ("auto", "reference", "torch", "triton")
+MAX_HEAD_DIM = 256
+
+
+class Options(NamedTuple):
+    """Options of one call. `decay` is None, a float, or "tensor" when a tensor was given."""
+
+    causal: bool = False
+    feature_map: str | None = None
+    normalize: bool = False
+    center: str | None = None
+    mean_path: bool = False
+    decay: float | str | None = None
+    decay_rule: str = "cascade"
+    ridge: float = 0.0
+    scale: float | None = None
+    eps: float = 1e-6
+
+
+def needs_ones(options: Options) -> bool:
+    """Whether the form with v = 1 is needed (normaliser, mean-value path)."""
+    return options.normalize or options.mean_path
+
+
+def is_paper(op: str, options: Options) -> bool:
+    """Whether the paper's own decayed second-order rule (S, C, G) applies; without decay it equals the cascade."""
+    return op == "hla2" and options.causal and options.decay is not None and options.decay_rule == "paper"
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Moments and their products are float32, float64 for float64 input."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

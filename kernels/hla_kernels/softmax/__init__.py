@@ -1,0 +1,1 @@
+"""Softmax attention, the quadratic baseline: o = softmax(s Q K') V."""

@@ -1,0 +1,134 @@
+"""The streaming state: everything an operator needs to remember about the tokens it has seen.
+
+All tensors are float32 (float64 for float64 input) in head layout [B, Hk, 1 or G, rows, columns]. E is Dv, plus one column for the
+form with v = 1 when `normalize` or `mean_path` needs it.
+
+    causal     linear P [D, E]   hla2 S [D, D], F [D, E]   ahla P, E [D, E]   hla3 S, P, F   hla2 by the paper's rule S, C, G
+    two-sided  raw sums: linear P [D, Dv]   hla2 S, C   ahla R, P   hla3 S, Qm, P   polynomial all five
+    sums       sum_q, sum_k, sum_v (causal also sum_r, weight) [1, .] only when normaliser, mean path or centring need them
+    summaries  C0, R, X0, Y0, W, S0: what `merge` needs to put the segment behind another one (return_state="mergeable")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .options import Options, is_paper
+
+# symmetric D x D tensors, which `State.pack` keeps as D (D + 1) / 2 numbers
+SYMMETRIC = ("S", "Qm", "S0", "W")
+
+# summaries of a causal segment, by operator ("paper" is hla2 by the paper's decayed rule)
+SUMMARIES = {"linear_attention": (), "hla2": ("C0",), "ahla": ("R",), "hla3": ("X0", "Y0", "W"), "paper": ("S0",)}
+
+
+@dataclass(eq=False)
+class State:
+    """State of one operator after `n` tokens (a 0-d integer tensor, so that decoding does not recompile).
+
+    Returned by an operator with `return_state=True`, given back to it as `state=`, merged by `merge`, read by `read`.
+    """
+
+    op: str
+    options: Options
+    n: Tensor
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    packed: bool = False
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> State:
+        """A state with f applied to every tensor."""
+        return replace(self, n=f(self.n), tensors={name: f(x) for name, x in self.tensors.items()})
+
+    def to(self, *args, **kwargs) -> State:
+        """`Tensor.to` on every tensor; a dtype changes the floating-point ones only."""
+        moved = self.map(lambda x: x.to(*args, **kwargs))
+        return moved if moved.n.dtype == self.n.dtype else replace(moved, n=self.n.to(moved.n.device))
+
+    def detach(self) -> State:
+        """The same numbers without their history, as truncated back-propagation needs."""
+        return self.map(Tensor.detach)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the tensors."""
+        return sum(x.numel() * x.element_size() for x in self.tensors.values())
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether `merge` accepts this state on its right side."""
+        return not self.options.causal or not missing_summaries(self)
+
+    def pack(self) -> State:
+        """Symmetric tensors as their upper triangle: [.., D, D] -> [.., D (D + 1) / 2]. Operators accept either."""
+        if self.packed:
+            return self
+        tensors = {name: _pack(x) if name in SYMMETRIC else x for name, x in self.tensors.items()}
+        return replace(self, tensors=tensors, packed=True)
+
+    def unpack(self) -> State:
+        """The inverse of `pack`."""
+        if not self.packed:
+            return self
+        tensors = {name: _unpack(x) if name in SYMMETRIC else x for name, x in self.tensors.items()}
+        return replace(self, tensors=tensors, packed=False)
+
+
+def summaries_of(op: str, options: Options) -> tuple[str, ...]:
+    """Names of the summaries a mergeable causal state of `op` carries."""
+    return SUMMARIES["paper" if is_paper(op, options) else op]
+
+
+def missing_summaries(state: State) -> list[str]:
+    """The summaries `merge` would need and this state lacks."""
+    return [name for name in summaries_of(state.op, state.options) if name not in state.tensors]
+
+
+def log_decay(state: State) -> Tensor | None:
+    """log gamma [1, Hk or 1, G or 1, 1, 1] of the state's decay, or None."""
+    return state.tensors["gamma"].log() if "gamma" in state.tensors else None
+
+
+def _pack(x: Tensor) -> Tensor:
+    rows, columns = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
+    return x[..., rows, columns]
+
+
+def _unpack(x: Tensor) -> Tensor:
+    d = int((8 * x.shape[-1] + 1) ** 0.5 - 1) // 2
+    rows, columns = torch.triu_indices(d, d, device=x.device)
+    out = x.new_empty((*x.shape[:-1], d, d))
+    out[..., rows, columns] = x
+    out[..., columns, rows] = x
+    return out
+
+
+def _flatten(state: State) -> tuple[list[Tensor], tuple]:
+    names = tuple(state.tensors)
+    return [state.n, *state.tensors.values()], (state.op, state.options, state.packed, names)
+
+
+def _flatten_with_keys(state: State) -> tuple[list, tuple]:
+    leaves, context = _flatten(state)
+    return [(pytree.GetAttrKey(name), x) for name, x in zip(("n", *context[3]), leaves, strict=True)], context
+
+
+def _unflatten(leaves, context) -> State:
+    n, *tensors = leaves
+    op, options, packed, names = context
+    return State(op, options, n, dict(zip(names, tensors, strict=True)), packed)
+
+
+pytree.register_pytree_node(
+    State,
+    _flatten,
+    _unflatten,
+    serialized_type_name="hla_kernels.State",
+    flatten_with_keys_fn=_flatten_with_keys,
+    to_dumpable_context=lambda c: [c[0], list(c[1]), c[2], list(c[3])],
+    from_dumpable_context=lambda c: (c[0], Options(*c[1]), c[2], tuple(c[3])),
+)
