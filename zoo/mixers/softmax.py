@@ -1,5 +1,6 @@
 """Softmax attention as a mixer: the control of every experiment and the test of every backbone."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -23,22 +24,38 @@ class Softmax(nn.Module):
         *,
         scale: float | None = None,
         attn_drop: float = 0.0,
+        fused: bool = True,
         device=None,
         dtype=None,
         **options,
     ) -> None:
         super().__init__()
         for option in options:
-            raise unknown_name("softmax option", option, ("attn_drop", "scale"))
+            raise unknown_name("softmax option", option, ("attn_drop", "fused", "scale"))
         self.scale = scale
         self.attn_drop = attn_drop
+        self.fused = fused
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         if ctx.rotate is not None:
             q, k = ctx.rotate(q), ctx.rotate(k)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, N, D]
         drop = self.attn_drop if self.training else 0.0
+        if not self.fused:
+            return self._explicit(q, k, v, ctx, drop).transpose(1, 2)
         o = F.scaled_dot_product_attention(
             q, k, v, attn_mask=ctx.mask, dropout_p=drop, is_causal=ctx.is_causal, scale=self.scale
         )
         return o.transpose(1, 2)
+
+    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, drop: float) -> Tensor:
+        """The same with the [B, H, N, N] matrix, as hosts without fused attention compute it."""
+        scores = q * (q.shape[-1] ** -0.5 if self.scale is None else self.scale) @ k.transpose(-2, -1)
+        mask = ctx.mask
+        if ctx.is_causal:
+            scores = scores + scores.new_full(scores.shape[-2:], float("-inf")).triu_(1)
+        elif mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        elif mask is not None:
+            scores = scores + mask
+        return F.dropout(scores.softmax(dim=-1), drop, self.training) @ v

@@ -1,0 +1,86 @@
+"""Checkpoints of sites: a tag that names the mixer, and one clear sentence when a checkpoint is of another mixer.
+
+Mixers without parameters cannot be told apart by their keys. Each site other than softmax therefore stores a small integer
+buffer `mixer.tag`, the text of {"mixer": name, option: value, ...} for those options that leave no trace among the parameters.
+A checkpoint with no `.mixer.` key at all is one of the softmax model: its weights are inherited, the mixers keep their values.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+UNSEEN_OPTIONS = ("feature_map", "normalize", "center", "mean_path", "causal", "scan", "ridge")
+
+
+def encode_tag(name: str, mixer: nn.Module) -> Tensor:
+    """The tag of `mixer`, uint8 [L]: ASCII codes, doubled, since some averages of weights truncate an integer by one."""
+    options = getattr(mixer, "options", None)
+    text = json.dumps({"mixer": name, **{n: getattr(options, n) for n in UNSEEN_OPTIONS if hasattr(options, n)}})
+    return torch.tensor([2 * byte for byte in text.encode("ascii")], dtype=torch.uint8)
+
+
+def decode_tag(tag: Tensor) -> dict[str, Any]:
+    """The contents of a tag, also after averaging (float values). Raises ValueError when it is not a tag."""
+    codes = [(round(x) + 1) // 2 for x in tag.flatten().tolist()]
+    try:
+        found = json.loads(bytes(codes))
+        return found if found["mixer"] else {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError("the checkpoint has a damaged mixer tag: its file was truncated or edited") from error
+
+
+def sites_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, site) for each site of `model`."""
+    return ((name, m) for name, m in model.named_modules() if hasattr(m, "mixer_name"))
+
+
+def match_checkpoint(model: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> bool:
+    """Compare the mixers of a checkpoint with those of `model` before its weights are read; True if it is a softmax one.
+
+    A softmax checkpoint is completed in place with the mixers' present values. Raises ValueError for another mixer in
+    any layer; warns when the mixer is the same with other options.
+    """
+    sites = dict(sites_of(model))
+    own = {
+        f"{prefix}{name}.mixer.{key}": value
+        for name, site in sites.items()
+        for key, value in site.mixer.state_dict().items()
+    }
+    known = [name for name in sites if f"{prefix}{name}.proj.weight" in state_dict]
+    if not any(".mixer." in key for key in state_dict):
+        state_dict.update(own)
+        return bool(known)
+    for name in known:
+        key = f"{prefix}{name}.mixer.tag"
+        found = decode_tag(state_dict[key]) if key in state_dict else {"mixer": "softmax"}
+        _compare(name, found, sites[name])
+        if key in state_dict:
+            state_dict[key] = own[key]  # same mixer: the length may still differ by an option
+    return False
+
+
+def _compare(layer: str, found: Mapping[str, Any], site: Any) -> None:
+    name = site.mixer_name
+    if found["mixer"] != name:
+        raise ValueError(
+            f"the checkpoint was made with the mixer {found['mixer']!r} in {layer}, but the model has {name!r} there; "
+            f"build or convert the model with {found['mixer']!r}"
+        )
+    if name == "softmax":
+        return
+    wanted = decode_tag(encode_tag(name, site.mixer))
+    changed = {n: (found.get(n), wanted[n]) for n in wanted if found.get(n) != wanted[n]}
+    if changed:
+        pairs = ", ".join(f"{n}={theirs!r} (here {ours!r})" for n, (theirs, ours) in changed.items())
+        warnings.warn(f"the checkpoint was made with other options of {name!r} in {layer}: {pairs}", stacklevel=2)
+
+
+def no_torchscript(module: object) -> None:
+    """Refuse torch.jit.script with one sentence: always raises ValueError."""
+    raise ValueError(
+        "models with higher-order linear attention cannot be scripted by TorchScript; use torch.export.export(model, ...) instead"
+    )

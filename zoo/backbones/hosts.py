@@ -1,0 +1,134 @@
+"""timm models that know where their tokens lie: the host's class with a mixin that keeps each site's grid up to date.
+
+Two resolutions in one backward pass with gradient checkpointing give exact gradients, because the blocks checkpoint
+themselves and set the grid of the first forward again before they recompute.
+A converted model gets its class from `MODELS` and its blocks from `BLOCKS`; a new family is one row in each.
+"""
+
+from typing import Any
+
+import torch
+from timm.layers import PatchDropout, PatchDropoutWithIndices
+from timm.models._manipulate import checkpoint
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva, EvaBlock, EvaBlockPostNorm
+from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBlock, VisionTransformer
+from torch import Tensor, nn
+
+from zoo.backbones.checkpoints import match_checkpoint, no_torchscript
+from zoo.backbones.sites import Site
+from zoo.grid import Grid
+
+
+def set_grid(module: nn.Module, grid: Grid | None) -> None:
+    """Tell each site in `module` that its patch tokens lie on `grid` (None: they have no layout)."""
+    for child in module.modules():
+        if isinstance(child, Site):
+            child.grid = grid
+
+
+def drops_patches(model: Any) -> bool:
+    """Whether the model trains on random subsets of the patches (`patch_drop_rate` > 0), which have no layout."""
+    return isinstance(getattr(model, "patch_drop", None), PatchDropout | PatchDropoutWithIndices)
+
+
+class HLAModel:
+    """Mixin of a converted model: grid, checkpointing, loading. The host does everything else.
+
+    `hla_config` lists the conversions that made it, each as the arguments of `zoo.convert`; `from_softmax` tells whether the
+    last loaded checkpoint was one of the softmax model.
+    """
+
+    hla_config: list[dict[str, Any]]
+    from_softmax: bool = False
+    blocks: nn.Module
+    patch_embed: nn.Module
+    dynamic_img_size: bool
+    grad_checkpointing: bool
+
+    def sync_grid(self) -> None:
+        """Set the grid of a model with a fixed input size on its sites."""
+        set_grid(self.blocks, None if drops_patches(self) else tuple(self.patch_embed.grid_size))
+
+    def set_input_size(self, *args, **kwargs) -> None:
+        super().set_input_size(*args, **kwargs)  # type: ignore[misc]
+        self.sync_grid()
+
+    def _pos_embed(self, x: Tensor) -> Any:
+        if self.dynamic_img_size and not drops_patches(self):
+            set_grid(self.blocks, (x.shape[1], x.shape[2]))  # x [B, H, W, C]
+        return super()._pos_embed(x)  # type: ignore[misc]
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Checkpoint each block; `self.grad_checkpointing` stays False, since the host would checkpoint without the grid."""
+        super().set_grad_checkpointing(enable)  # type: ignore[misc]
+        self.grad_checkpointing = False
+        for block in self.blocks:
+            block.checkpointing = enable
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        self.from_softmax = match_checkpoint(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+    __prepare_scriptable__ = no_torchscript
+
+
+class HLABlock:
+    """Mixin of a block that checkpoints itself, `checkpointing` being what the model's flag would have been."""
+
+    checkpointing: bool = False
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        forward = super().forward  # type: ignore[misc]
+        if not self.checkpointing:
+            return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # the graph holds the grid already, and may not write attributes here
+            return checkpoint(forward, *args, **kwargs)
+        grid = next((m.grid for m in self.modules() if isinstance(m, Site)), None)  # type: ignore[attr-defined]
+
+        def run(*args, **kwargs) -> Tensor:
+            set_grid(self, grid)  # type: ignore[arg-type]
+            return forward(*args, **kwargs)
+
+        return checkpoint(run, *args, **kwargs)
+
+
+class HLAVisionTransformer(HLAModel, VisionTransformer):
+    """ViT, DeiT, DeiT-III, FlexiViT, DINOv2, hybrids, ViTamin."""
+
+
+class HLAVisionTransformerDistilled(HLAModel, VisionTransformerDistilled):
+    """DeiT with a distillation token."""
+
+
+class HLAEva(HLAModel, Eva):
+    """EVA, EVA-02, DINOv3, Perception Encoder, RoPE ViTs."""
+
+
+class HLAViTBlock(HLABlock, Block): ...
+
+
+class HLAResPostBlock(HLABlock, ResPostBlock): ...
+
+
+class HLAParallelThingsBlock(HLABlock, ParallelThingsBlock): ...
+
+
+class HLAEvaBlock(HLABlock, EvaBlock): ...
+
+
+class HLAEvaBlockPostNorm(HLABlock, EvaBlockPostNorm): ...
+
+
+MODELS: dict[type[nn.Module], type[nn.Module]] = {
+    VisionTransformer: HLAVisionTransformer,
+    VisionTransformerDistilled: HLAVisionTransformerDistilled,
+    Eva: HLAEva,
+}
+BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
+    Block: HLAViTBlock,
+    ResPostBlock: HLAResPostBlock,
+    ParallelThingsBlock: HLAParallelThingsBlock,
+    EvaBlock: HLAEvaBlock,
+    EvaBlockPostNorm: HLAEvaBlockPostNorm,
+}

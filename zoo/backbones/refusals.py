@@ -1,0 +1,47 @@
+"""Families of timm that are not converted, and why."""
+
+from torch import nn
+
+from zoo.backbones.hosts import BLOCKS, MODELS
+
+WINDOWED = "its attention stays inside windows of a few hundred tokens at most, so that a linear cost gains nothing"
+POOLED = "its attention pools the keys or the queries, so that it is not one set of tokens that attend to each other"
+LINEAR = "its attention is already linear in the number of tokens"
+BIASED = "it adds a learned position bias to the attention matrix, which a linear mixer never forms"
+SPECIAL = "its attention is of its own kind (talking heads, outlook, gated position, nested or crossed scales)"
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(["swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr", "davit", "gcvit"], WINDOWED),
+    **dict.fromkeys(["maxxvit", "nest", "hiera", "hieradet_sam2", "efficientvit_msra", "tiny_vit"], WINDOWED),
+    **dict.fromkeys(["mvitv2", "pvt_v2", "twins", "nextvit"], POOLED),
+    **dict.fromkeys(["xcit", "edgenext", "efficientvit_mit", "lowformer", "swiftformer"], LINEAR),
+    **dict.fromkeys(["beit", "levit", "efficientformer", "efficientformer_v2"], BIASED),
+    **dict.fromkeys(["vision_transformer_relpos", "vision_transformer_sam"], BIASED),
+    **dict.fromkeys(["cait", "volo", "convit", "tnt", "crossvit"], SPECIAL),
+    "naflexvit": "each sample of a batch has its own grid and a padding mask, which a linear mixer cannot honour",
+}
+SUPPORTED = (
+    "VisionTransformer (vit_*, deit*, deit3_*, flexivit_*, hybrids, vitamin_*) and Eva (eva02_*, dinov3, vit_*_rope_*)"
+)
+
+
+def check_family(model: nn.Module) -> None:
+    """Raise ValueError, naming the family and the reason, unless `model` is one that `zoo.convert` knows."""
+    kind = type(model)
+    if kind in MODELS or kind in MODELS.values():
+        return _check_blocks(model)
+    inner = next((n for n, m in model.named_modules() if n and (type(m) in MODELS or type(m) in MODELS.values())), None)
+    if inner is not None:
+        raise ValueError(f"convert the model itself, not the {kind.__name__} around it: pass its submodule {inner!r}")
+    family = kind.__module__.rpartition(".")[2]
+    reason = REFUSED.get(family, "it is not a plain vision transformer with global attention that is known here")
+    raise ValueError(f"cannot convert {kind.__name__} of the family {family!r}: {reason}. Supported: {SUPPORTED}.")
+
+
+def _check_blocks(model: nn.Module) -> None:
+    for name, block in model.blocks.named_children():  # type: ignore[operator, union-attr]
+        if type(block) not in BLOCKS and type(block) not in BLOCKS.values():
+            raise ValueError(
+                f"cannot convert {type(model).__name__} with blocks of type {type(block).__name__} (blocks.{name}): "
+                "attention and feed-forward share their projections there, so that there is no attention module to swap"
+            )

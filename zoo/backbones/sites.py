@@ -1,0 +1,153 @@
+"""Attention sites of timm models: the host's attention module with a mixer where the softmax was.
+
+A site is a subclass of the host's attention class that overrides only `forward`, so that a live module becomes a site by a
+change of class: every weight is inherited by identity and the only new parameters are those of `site.mixer`.
+All q, k, v, o here are [B, N, H, D]; x is [B, N, C].
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
+from timm.models import register_notrace_module
+from timm.models.eva import EvaAttention
+from torch import Tensor, nn
+
+from zoo.backbones.checkpoints import encode_tag, no_torchscript
+from zoo.grid import Grid
+from zoo.mixers import Context
+
+
+class Site:
+    """What every site adds to its host: a mixer, the grid of the patch tokens and the number of prefix tokens before them.
+
+    `grid` is None when the tokens have no layout. The model (`zoo.backbones.hosts`) keeps it up to date.
+    """
+
+    mixer: nn.Module
+    mixer_name: str
+    grid: Grid | None
+    prefix: int
+
+    def install(self, name: str, mixer: nn.Module) -> None:
+        """Take `mixer`; a mixer other than softmax carries a tag buffer, by which its checkpoints are recognised."""
+        self.mixer_name, self.mixer = name, mixer
+        if name != "softmax":
+            mixer.register_buffer("tag", self._tag())
+
+    def _tag(self) -> Tensor:
+        return encode_tag(self.mixer_name, self.mixer).to(self.proj.weight.device)  # type: ignore[attr-defined]
+
+    def reset_parameters(self) -> None:
+        """Host parameters as the host does, then the tag (a model built on the meta device has none)."""
+        host = getattr(super(), "reset_parameters", None)
+        if host is not None:
+            host()
+        if self.mixer_name != "softmax":
+            self.mixer.tag.copy_(self._tag())
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        rotate: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Host q/k norms, the mixer, host output norm, gate and projection: -> [B, N, C]."""
+        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, rotate=rotate, mask=mask, is_causal=is_causal)
+        o = self.mixer(self.q_norm(q), self.k_norm(k), v, ctx).flatten(2)  # type: ignore[attr-defined]
+        o = self.norm(o)  # type: ignore[attr-defined]
+        gate = getattr(self, "gate", None)
+        if gate is not None:
+            o = o * gate(x).sigmoid()
+        return self.proj_drop(self.proj(o))  # type: ignore[attr-defined]
+
+    __prepare_scriptable__ = no_torchscript
+
+
+def rotation(site: nn.Module, rope: Tensor | None, like: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """The host's rotary embedding as a function [B, N, H, W] -> [B, N, H, W], prefix tokens left alone; None without `rope`.
+
+    W is the head width D or a multiple of it (feature maps that widen): each D channels are rotated alike. `rope` is whatever
+    the host broadcasts over [B, H, N, D]. The result has the type of `like`, as in the host.
+    """
+    if rope is None:
+        return None
+    n_prefix, half, width = site.num_prefix_tokens, getattr(site, "rotate_half", False), site.head_dim
+
+    def rotate(t: Tensor) -> Tensor:
+        t = t.transpose(1, 2)  # [B, H, N, W], the layout `rope` was made for
+        parts = [apply_rot_embed_cat(part, rope, half=half) for part in t[:, :, n_prefix:].split(width, dim=-1)]
+        turned = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return torch.cat([t[:, :, :n_prefix], turned], dim=2).type_as(like).transpose(1, 2)
+
+    return rotate
+
+
+def split_heads(t: Tensor, num_heads: int, groups: int = 1) -> Tensor:
+    """[B, N, H D] -> [B, N, H, D] as a view; with `groups` > 1, [B, N, Hk D] -> [B, N, Hk groups, D] (grouped queries)."""
+    t = t.unflatten(-1, (num_heads // groups, -1))
+    return t.repeat_interleave(groups, dim=2) if groups > 1 else t
+
+
+@register_notrace_module
+class AttentionSite(Site, Attention):
+    """Site in `timm.layers.Attention`: ViT, DeiT, FlexiViT, DINOv2, hybrids, ViTamin."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        return self.mix(q, k, v, x, attn_mask, is_causal)
+
+
+@register_notrace_module
+class AttentionRopeSite(Site, AttentionRope):
+    """Site in `timm.layers.AttentionRope`: RoPE ViTs, DINOv3-like models, Perception Encoder; fused or split, grouped k and v."""
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
+        heads, groups = self.num_heads, getattr(self, "num_kv_groups", 1)
+        if self.qkv is not None:
+            q, k, v = self.qkv(x).unflatten(-1, (3, heads, -1)).unbind(2)
+        else:
+            q = split_heads(self.q_proj(x), heads)
+            k, v = (split_heads(proj(x), heads, groups) for proj in (self.k_proj, self.v_proj))
+        return self.mix(q, k, v, x, attn_mask, is_causal, rotation(self, rope, v))
+
+
+@register_notrace_module
+class EvaAttentionSite(Site, EvaAttention):
+    """Site in `timm.models.eva.EvaAttention`: EVA, EVA-02, DINOv3; its bias has q and v parts only."""
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
+        if self.qkv is not None:
+            q, k, v = self._packed(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        else:
+            q, k, v = (split_heads(proj(x), self.num_heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return self.mix(q, k, v, x, attn_mask, is_causal, rotation(self, rope, v))
+
+    def _packed(self, x: Tensor) -> Tensor:
+        if self.q_bias is None:
+            return self.qkv(x)
+        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        if not self.qkv_bias_separate:
+            return F.linear(x, self.qkv.weight, bias)
+        qkv = self.qkv(x)
+        qkv += bias  # in place, so that autocast keeps the type of the host
+        return qkv
+
+
+SITES: dict[type[nn.Module], type[nn.Module]] = {
+    Attention: AttentionSite,
+    AttentionRope: AttentionRopeSite,
+    EvaAttention: EvaAttentionSite,
+}
