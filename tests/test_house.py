@@ -84,8 +84,9 @@ def test_no_pickle_from_disk():
     for folder in SOURCES[:3]:
         for path in files(folder):
             tree = ast.parse(path.read_text())
-            assert "pickle" not in imported(path), f"{path.relative_to(ROOT)} imports pickle"
             for node in ast.walk(tree):
+                named = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+                assert named not in ("pickle.load", "pickle.loads", "pickle.Unpickler"), f"{path.name}: {named}"
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                     safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
                     assert safe, f"{path.relative_to(ROOT)}:{node.lineno} loads without weights_only=True"

@@ -52,50 +52,45 @@ class DepthwiseResidual(nn.Module):
     """x + depthwise_conv(x) over the token grid, zero-initialised; prefix and suffix tokens pass unchanged.
 
     The local position term that LePE, LiT and T5 add to linear attention. [B, N, H, D] -> [B, N, H, D]; the grid (H, W)
-    or (T, H, W) comes with every call and may change between calls.
+    or (T, H, W) comes with every call and may change between calls. Raises ValueError for an even kernel and for a grid of
+    other dimensions or another size than the tokens.
     """
 
     def __init__(self, channels: int, kernel_size: int = 3, dims: int = 2, device=None, dtype=None) -> None:
         super().__init__()
         if kernel_size % 2 == 0:
             raise ValueError(f"depthwise_kernel must be odd so that the grid keeps its size, got {kernel_size}")
-        conv = {2: nn.Conv2d, 3: nn.Conv3d}[dims]
         self.dims = dims
-        self.conv = conv(
-            channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, device=device, dtype=dtype
-        )
-        self.reset_parameters()
+        self.weight = nn.Parameter(torch.zeros(channels, 1, *[kernel_size] * dims, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.conv.weight)
-        nn.init.zeros_(self.conv.bias)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, grid: Grid, prefix: int = 0, suffix: int = 0) -> Tensor:
         if len(grid) != self.dims:
             raise ValueError(f"this mixer was built for {self.dims}-D grids (option grid_dims), got the grid {grid}")
         first, patches, last = split_tokens(x, grid, prefix, suffix)
         image = patches.flatten(2).transpose(1, 2).unflatten(2, grid)  # [B, H*D, *grid]
-        local = self.conv(image).flatten(2).transpose(1, 2).unflatten(2, x.shape[2:])
+        conv = F.conv2d if self.dims == 2 else F.conv3d
+        local = conv(image, self.weight, self.bias, padding=self.weight.shape[-1] // 2, groups=len(self.weight))
+        local = local.flatten(2).transpose(1, 2).unflatten(2, x.shape[2:])
         return torch.cat([first, patches + local.to(x.dtype), last], dim=1)
 
 
-class OutputGate(nn.Module):
+class OutputGate(nn.Linear):
     """o * 2 sigmoid(W x + b), one gate a channel, open (exactly 1) at first: W = 0, b = 0.
 
-    x [B, N, C] are the hidden states that enter the attention, o [B, N, H, D] the mixed values.
+    o [B, N, H, D] are the mixed values, x [B, N, C] the hidden states that enter the attention.
     """
 
-    def __init__(self, dim: int, channels: int, device=None, dtype=None) -> None:
-        super().__init__()
-        self.proj = nn.Linear(dim, channels, device=device, dtype=dtype)
-        self.reset_parameters()
-
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.proj.weight)
-        nn.init.zeros_(self.proj.bias)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
 
-    def forward(self, o: Tensor, x: Tensor) -> Tensor:
-        return o * (2 * self.proj(x).sigmoid()).unflatten(-1, o.shape[2:])
+    def forward(self, o: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        return o * (2 * super().forward(x).sigmoid()).unflatten(-1, o.shape[2:])
 
 
 class HeadRMSNorm(nn.Module):

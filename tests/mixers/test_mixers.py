@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hla_kernels import FEATURE_MAPS
+from hla_kernels.features import feature
 from zoo.features import softmax_pair
 from zoo.mixers import MIXERS, Context, MixerOptions, build_mixer
 
@@ -27,7 +27,7 @@ def make(name: str, **options):
 
 
 def phi(x: torch.Tensor, name: str) -> torch.Tensor:
-    return softmax_pair(x) if name in ("softmax_pair", "hedgehog") else FEATURE_MAPS[name](x)
+    return softmax_pair(x) if name in ("softmax_pair", "hedgehog") else feature(x, name)
 
 
 def weights(name: str, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_every_parameter_gets_a_gradient(name):
 def test_depthwise_is_a_convolution_over_the_grid_and_leaves_prefix_tokens():
     v = inputs(9)[2]
     mixer = make("la", depthwise="v")
-    conv = mixer.depthwise["v"].conv
+    conv = mixer.depthwise["v"]
     torch.nn.init.normal_(conv.weight)
     part = mixer.depthwise["v"](v, GRID, PREFIX)
     torch.testing.assert_close(part[:, :PREFIX], v[:, :PREFIX], rtol=0, atol=0)
@@ -185,7 +185,7 @@ def test_reset_parameters_restores_a_model_built_on_meta(name):
 
 BAD_OPTIONS = [
     ("la", {"feature_mpa": "relu"}, "Did you mean 'feature_map'"),
-    ("la", {"feature_map": "elu"}, "Did you mean 'elu1'"),
+    ("la", {"feature_map": "elu_1"}, "Did you mean 'elu1'"),
     ("la", {"center": "v"}, "unknown center"),
     ("la", {"scan": "boht"}, "Did you mean 'both'"),
     ("la", {"feature_map": "identity"}, "non-negative feature map"),

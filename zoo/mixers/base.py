@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hla_kernels import FEATURE_MAPS as KERNEL_MAPS
+from hla_kernels.features import FEATURE_MAPS, feature
 from zoo.features import DepthwiseResidual, HeadRMSNorm, Hedgehog, OutputGate, SoftmaxPair
 from zoo.mixers.context import Context
 from zoo.mixers.options import MixerOptions, resolve_options
@@ -101,11 +101,11 @@ class LinearMixer(nn.Module):
         if name == "identity":
             q = q * self.scale
         q, k = self.phi_q(q), self.phi_k(k)
-        inside = name if name in KERNEL_MAPS else "identity"
+        inside = name if name in FEATURE_MAPS else "identity"
         weights = {"center": opt.center, "mean_path": opt.mean_path}
         if ctx.rotate is None:
             return self.operate(q, k, v, feature_map=inside, normalize=opt.normalize, **weights, **common)
-        q, k = KERNEL_MAPS[inside](q), KERNEL_MAPS[inside](k)
+        q, k = feature(q, inside), feature(k, inside)
         o = self.operate(ctx.rotate(q), ctx.rotate(k), v, **weights, **common)
         if opt.normalize:  # of the unrotated features: a rotation would make the sum signed
             o = o / (self.operate(q, k, torch.ones_like(v[..., :1]), **common) + 1e-6)
