@@ -26,7 +26,7 @@ Keep = Sequence[int] | str | None
 
 @dataclass(frozen=True)
 class Row:
-    """One attention layer: its mixer before and after, how many of its parameters were inherited and added, why it stayed."""
+    """One attention layer: its mixer before and after, the parameters it kept and got, and why it stayed if it did."""
 
     layer: str
     old: str
@@ -66,8 +66,8 @@ class Report:
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
         ]
-        total = f"{self.model}: {len(self.swapped)} of {len(self.rows)} attention layers swapped, {self.added:,} new parameters"
-        return "\n".join([total, *lines])
+        total = f"{len(self.swapped)} of {len(self.rows)} attention layers swapped, {self.added:,} new parameters"
+        return "\n".join([f"{self.model}: {total}", *lines])
 
 
 def convert(
@@ -76,21 +76,22 @@ def convert(
     """Swap softmax attention in `model` for `mixer`, in place; print and return the report.
 
     model: a timm VisionTransformer (also distilled) or Eva, pretrained or not, or an already converted one.
-    layers: which layers: block indices, a pattern of module names ("blocks.[0-5].attn"), or a mapping pattern -> mixer, which
-        then takes the place of `mixer`. None: all of them.
+    layers: block indices, a pattern of module names ("blocks.[0-5].attn"), or a mapping pattern -> mixer, which then
+        takes the place of `mixer`. None: all of them.
     keep_softmax: block indices that are left as they are, or "every:3" for 0, 3, 6, ...
     options: those of the mixer, see `zoo.mixers.MixerOptions`.
 
-    Every weight is inherited and new parameters lie under `.mixer.` only; `mixer="softmax"` reproduces the host bit for bit.
-    Raises ValueError, and leaves the model as it was, for a family where the swap means nothing, an unknown mixer or option,
-    a pattern without a match, options that the model cannot feed (`patch_drop_rate` with a grid), and when nothing is swapped.
+    Every weight is inherited, new parameters lie under `.mixer.` only, and `mixer="softmax"` reproduces the host bit for
+    bit. Raises ValueError, and leaves the model as it was, for a family where the swap means nothing, an unknown mixer
+    or option, a pattern without a match, options that the model cannot feed (a grid under `patch_drop_rate`), and if
+    nothing is swapped.
     """
     report = swap(model, mixer, layers=layers, keep_softmax=keep_softmax, **options)
     print(report)
     return report
 
 
-def swap(model: nn.Module, mixer: str, *, layers: Layers = None, keep_softmax: Keep = None, **options) -> Report:
+def swap(model: Any, mixer: str, *, layers: Layers = None, keep_softmax: Keep = None, **options) -> Report:
     """`convert` without the printing."""
     if is_scriptable():
         no_torchscript(model)
@@ -120,9 +121,7 @@ def _indices(names: list[str], wanted: Sequence[int], argument: str) -> set[str]
     depth = _block_index(names[-1]) + 1
     for index in wanted:
         if isinstance(index, bool) or not isinstance(index, int) or not -depth <= index < depth:
-            raise ValueError(
-                f"{argument} lists block indices from 0 to {depth - 1} (or negative from the end), got {index!r}"
-            )
+            raise ValueError(f"{argument} lists block indices from {-depth} to {depth - 1}, got {index!r}")
     positions = {index % depth for index in wanted}
     return {name for name in names if _block_index(name) in positions}
 
@@ -162,8 +161,8 @@ def _build(model: nn.Module, attn: Any, name: str, options: dict[str, Any]) -> n
         host |= {"attn_drop": attn.attn_drop.p, "fused": attn.fused_attn}
     elif attn.attn_drop.p > 0:
         raise ValueError(
-            f"attn_drop_rate={attn.attn_drop.p} drops entries of the attention matrix, which the mixer {name!r} never forms; "
-            "use proj_drop_rate or drop_path_rate"
+            f"attn_drop_rate={attn.attn_drop.p} drops entries of the attention matrix, which the mixer {name!r} "
+            "never forms; use proj_drop_rate or drop_path_rate"
         )
     mixer = build_mixer(name, **sizes, **options, **host)
     resolved = getattr(mixer, "options", None)
@@ -171,8 +170,8 @@ def _build(model: nn.Module, attn: Any, name: str, options: dict[str, Any]) -> n
         raise ValueError("grid_dims=3 is for video; the tokens of an image model lie on a 2-D grid")
     if getattr(resolved, "needs_grid", False) and drops_patches(model):
         raise ValueError(
-            f"patch_drop_rate > 0 trains on random patches without a layout, but {name!r} with depthwise or causal needs the "
-            "token grid; set patch_drop_rate=0 or drop those options"
+            f"patch_drop_rate > 0 trains on random patches without a layout, but {name!r} with depthwise or causal "
+            "needs the token grid; set patch_drop_rate=0 or drop those options"
         )
     return mixer
 
@@ -213,7 +212,7 @@ def _model_name(model: Any) -> str:
 
 
 def _record_architecture(model: Any) -> None:
-    """Let timm's hub format rebuild a converted model: its architecture is the registered name of what it has become."""
+    """Let timm's hub format rebuild a converted model: its architecture is the name of what it has become."""
     cfg = getattr(model, "pretrained_cfg", None)
     if not cfg or len(model.hla_config) > 1:
         return

@@ -1,11 +1,11 @@
 """Backbones: the timm models that mixers go into.
 
 Sites (`sites.py`), the model that tells them their grid (`hosts.py`), their checkpoints, families that are refused, and
-the registered names, one file a timm family (`vision_transformer.py`, `deit.py`: timm takes the family from the file name).
+the registered names, one file a family (`vision_transformer.py`, `deit.py`: timm takes the family from the file name).
 """
 
 
 def hla_name(base: str, mixer: str) -> str:
-    """The registered name of timm's model `base` with `mixer`: ("vit_tiny_patch16_224", "ahla") -> "vit_ahla_tiny_patch16_224"."""
+    """The registered name of timm's `base` with `mixer`: "vit_tiny_patch16_224" -> "vit_ahla_tiny_patch16_224"."""
     family, _, rest = base.partition("_")
     return f"{family}_{mixer}_{rest}"

@@ -1,8 +1,9 @@
 """Checkpoints of sites: a tag that names the mixer, and one clear sentence when a checkpoint is of another mixer.
 
-Mixers without parameters cannot be told apart by their keys. Each site other than softmax therefore stores a small integer
-buffer `mixer.tag`, the text of {"mixer": name, option: value, ...} for those options that leave no trace among the parameters.
-A checkpoint with no `.mixer.` key at all is one of the softmax model: its weights are inherited, the mixers keep their values.
+Mixers without parameters cannot be told apart by their keys. Each site other than softmax therefore stores a small
+integer buffer `mixer.tag`, the text of {"mixer": name, option: value, ...} for those options that leave no trace among
+the parameters. A checkpoint with no `.mixer.` key at all is one of the softmax model: its weights are inherited, the
+mixers keep their values.
 """
 
 import json
@@ -17,7 +18,7 @@ UNSEEN_OPTIONS = ("feature_map", "normalize", "center", "mean_path", "causal", "
 
 
 def encode_tag(name: str, mixer: nn.Module) -> Tensor:
-    """The tag of `mixer`, uint8 [L]: ASCII codes, doubled, since some averages of weights truncate an integer by one."""
+    """The tag of `mixer`, uint8 [L]: ASCII codes, doubled, since averages of weights may truncate an integer by one."""
     options = getattr(mixer, "options", None)
     text = json.dumps({"mixer": name, **{n: getattr(options, n) for n in UNSEEN_OPTIONS if hasattr(options, n)}})
     return torch.tensor([2 * byte for byte in text.encode("ascii")], dtype=torch.uint8)
@@ -39,7 +40,7 @@ def sites_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def match_checkpoint(model: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> bool:
-    """Compare the mixers of a checkpoint with those of `model` before its weights are read; True if it is a softmax one.
+    """Compare the mixers of a checkpoint with those of `model`, before it is loaded; True if it is a softmax one.
 
     A softmax checkpoint is completed in place with the mixers' present values. Raises ValueError for another mixer in
     any layer; warns when the mixer is the same with other options.
@@ -82,5 +83,6 @@ def _compare(layer: str, found: Mapping[str, Any], site: Any) -> None:
 def no_torchscript(module: object) -> None:
     """Refuse torch.jit.script with one sentence: always raises ValueError."""
     raise ValueError(
-        "models with higher-order linear attention cannot be scripted by TorchScript; use torch.export.export(model, ...) instead"
+        "models with higher-order linear attention cannot be scripted by TorchScript; "
+        "use torch.export.export(model, ...) instead"
     )

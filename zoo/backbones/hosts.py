@@ -14,9 +14,10 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva, EvaBlock, EvaBlockPostNorm
 from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from zoo.backbones.checkpoints import match_checkpoint, no_torchscript
-from zoo.backbones.sites import Site
+from zoo.backbones.sites import Host, Site
 from zoo.grid import Grid
 
 
@@ -32,62 +33,59 @@ def drops_patches(model: Any) -> bool:
     return isinstance(getattr(model, "patch_drop", None), PatchDropout | PatchDropoutWithIndices)
 
 
-class HLAModel:
+class HLAModel(Host):
     """Mixin of a converted model: grid, checkpointing, loading. The host does everything else.
 
-    `hla_config` lists the conversions that made it, each as the arguments of `zoo.convert`; `from_softmax` tells whether the
-    last loaded checkpoint was one of the softmax model.
+    `hla_config` lists the conversions that made it, each as the arguments of `zoo.convert`. `from_softmax` tells if the
+    last checkpoint it loaded was one of the softmax model.
     """
 
     hla_config: list[dict[str, Any]]
     from_softmax: bool = False
-    blocks: nn.Module
-    patch_embed: nn.Module
-    dynamic_img_size: bool
-    grad_checkpointing: bool
 
     def sync_grid(self) -> None:
         """Set the grid of a model with a fixed input size on its sites."""
         set_grid(self.blocks, None if drops_patches(self) else tuple(self.patch_embed.grid_size))
 
     def set_input_size(self, *args, **kwargs) -> None:
-        super().set_input_size(*args, **kwargs)  # type: ignore[misc]
+        super().set_input_size(*args, **kwargs)
         self.sync_grid()
 
     def _pos_embed(self, x: Tensor) -> Any:
         if self.dynamic_img_size and not drops_patches(self):
-            set_grid(self.blocks, (x.shape[1], x.shape[2]))  # x [B, H, W, C]
-        return super()._pos_embed(x)  # type: ignore[misc]
+            traced = isinstance(x, Proxy)  # torch.fx: the traced graph has no sizes to give to the sites
+            set_grid(self.blocks, None if traced else (x.shape[1], x.shape[2]))  # x [B, H, W, C]
+        return super()._pos_embed(x)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Checkpoint each block; `self.grad_checkpointing` stays False, since the host would checkpoint without the grid."""
-        super().set_grad_checkpointing(enable)  # type: ignore[misc]
+        """Checkpoint each block. `self.grad_checkpointing` stays False: the host would checkpoint without the grid."""
+        super().set_grad_checkpointing(enable)
         self.grad_checkpointing = False
         for block in self.blocks:
             block.checkpointing = enable
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         self.from_softmax = match_checkpoint(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     __prepare_scriptable__ = no_torchscript
 
 
-class HLABlock:
+class HLABlock(Host):
     """Mixin of a block that checkpoints itself, `checkpointing` being what the model's flag would have been."""
 
     checkpointing: bool = False
 
     def forward(self, *args, **kwargs) -> Tensor:
-        forward = super().forward  # type: ignore[misc]
+        forward = super().forward
         if not self.checkpointing:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # the graph holds the grid already, and may not write attributes here
             return checkpoint(forward, *args, **kwargs)
-        grid = next((m.grid for m in self.modules() if isinstance(m, Site)), None)  # type: ignore[attr-defined]
+        grid = next((m.grid for m in self.modules() if isinstance(m, Site)), None)
 
         def run(*args, **kwargs) -> Tensor:
-            set_grid(self, grid)  # type: ignore[arg-type]
+            set_grid(self, grid)
             return forward(*args, **kwargs)
 
         return checkpoint(run, *args, **kwargs)
@@ -105,19 +103,24 @@ class HLAEva(HLAModel, Eva):
     """EVA, EVA-02, DINOv3, Perception Encoder, RoPE ViTs."""
 
 
-class HLAViTBlock(HLABlock, Block): ...
+class HLAViTBlock(HLABlock, Block):
+    """Pre-norm block of a ViT."""
 
 
-class HLAResPostBlock(HLABlock, ResPostBlock): ...
+class HLAResPostBlock(HLABlock, ResPostBlock):
+    """Post-norm block of a ViT."""
 
 
-class HLAParallelThingsBlock(HLABlock, ParallelThingsBlock): ...
+class HLAParallelThingsBlock(HLABlock, ParallelThingsBlock):
+    """Block with attentions side by side."""
 
 
-class HLAEvaBlock(HLABlock, EvaBlock): ...
+class HLAEvaBlock(HLABlock, EvaBlock):
+    """Pre-norm block of EVA."""
 
 
-class HLAEvaBlockPostNorm(HLABlock, EvaBlockPostNorm): ...
+class HLAEvaBlockPostNorm(HLABlock, EvaBlockPostNorm):
+    """Post-norm block of EVA."""
 
 
 MODELS: dict[type[nn.Module], type[nn.Module]] = {

@@ -1,8 +1,8 @@
-"""Registered timm names: each is a base model of timm, built by timm's own entrypoint and converted before its weights load.
+"""Registered timm names: each is a base model of timm, built by timm's own entrypoint and converted before loading.
 
-The base entrypoint holds the hyper-parameters and its creator the checkpoint filter, the strictness and the feature getter.
-Both are run as they are, only with another `build_model_with_cfg`: ours builds the host, swaps its attention and gives the
-model our name. So no table of sizes is copied, and saving for the hub records our name.
+The base entrypoint holds the hyper-parameters, its creator the checkpoint filter and the feature getter. Both run as
+they are, only with another `build_model_with_cfg`: ours builds the host, swaps its attention and gives the model our
+name. So no table of sizes is copied, and saving for the hub records our name.
 """
 
 import sys
@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from timm.models import (
+    PretrainedCfg,
     build_model_with_cfg,
     generate_default_cfgs,
     get_pretrained_cfg,
@@ -30,15 +31,17 @@ DESCRIPTIONS = ("description", "origin_url", "paper_name", "paper_ids", "notes")
 
 
 def untrained_cfgs(bases: Iterable[str]) -> dict[str, Any]:
-    """timm default configs of our names: input, transform and head of the base model, no weights (ours have none yet)."""
+    """timm default configs of our names: input, transform and head of the base, no weights (none are published)."""
     cleared: dict[str, Any] = {**dict.fromkeys([*SOURCES, *DESCRIPTIONS]), "custom_load": False}
     return generate_default_cfgs(
-        {
-            hla_name(base, mixer): replace(get_pretrained_cfg(base), **cleared)
-            for base in bases
-            for mixer in REGISTERED_MIXERS
-        }
+        {hla_name(base, mixer): replace(_base_cfg(base), **cleared) for base in bases for mixer in REGISTERED_MIXERS}
     )
+
+
+def _base_cfg(base: str) -> PretrainedCfg:
+    cfg = get_pretrained_cfg(base)
+    assert cfg is not None, f"timm has no model {base}"
+    return cfg
 
 
 def register_family(module: str, bases: Iterable[str], creator: str) -> None:
@@ -75,8 +78,8 @@ def _entrypoint(base: str, mixer: str, creator: str) -> Callable[..., nn.Module]
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f"""timm's `{base}` with the mixer `{mixer}` in the place of softmax attention.
 
-    mixer_options: options of the mixer (`zoo.mixers.MixerOptions`) as a dict. keep_softmax: blocks that stay softmax, as in
-    `zoo.convert`. Every other keyword is the base model's. Raises ValueError for an option that the mixer does not have."""
+    mixer_options: options of the mixer (`zoo.mixers.MixerOptions`) as a dict. keep_softmax: blocks that stay softmax,
+    as in `zoo.convert`. Every other keyword is the base's. Raises ValueError for an option the mixer does not have."""
     return create
 
 

@@ -1,11 +1,12 @@
 """Attention sites of timm models: the host's attention module with a mixer where the softmax was.
 
-A site is a subclass of the host's attention class that overrides only `forward`, so that a live module becomes a site by a
-change of class: every weight is inherited by identity and the only new parameters are those of `site.mixer`.
+A site is a subclass of the host's attention class that overrides only `forward`, so that a live module becomes a site
+by a change of class: every weight is inherited by identity and the only new parameters are those of `site.mixer`.
 All q, k, v, o here are [B, N, H, D]; x is [B, N, C].
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +19,20 @@ from zoo.backbones.checkpoints import encode_tag, no_torchscript
 from zoo.grid import Grid
 from zoo.mixers import Context
 
+# A mixin stands in front of a host class and uses its attributes, which a type checker cannot know.
+if TYPE_CHECKING:
+    Host = Any
+else:
+    Host = object
 
-class Site:
-    """What every site adds to its host: a mixer, the grid of the patch tokens and the number of prefix tokens before them.
+
+class Site(Host):
+    """What a site adds to its host: a mixer, the grid of the patch tokens, the number of prefix tokens before them.
 
     `grid` is None when the tokens have no layout. The model (`zoo.backbones.hosts`) keeps it up to date.
     """
 
-    mixer: nn.Module
+    mixer: Any
     mixer_name: str
     grid: Grid | None
     prefix: int
@@ -37,13 +44,18 @@ class Site:
             mixer.register_buffer("tag", self._tag())
 
     def _tag(self) -> Tensor:
-        return encode_tag(self.mixer_name, self.mixer).to(self.proj.weight.device)  # type: ignore[attr-defined]
+        return encode_tag(self.mixer_name, self.mixer).to(self.proj.weight.device)
 
     def reset_parameters(self) -> None:
-        """Host parameters as the host does, then the tag (a model built on the meta device has none)."""
-        host = getattr(super(), "reset_parameters", None)
-        if host is not None:
-            host()
+        """The host's own parameters, then all of the mixer's, then the tag.
+
+        timm initialises a model by type of layer, children first, which would close an open gate: this comes after.
+        """
+        if hasattr(super(), "reset_parameters"):
+            super().reset_parameters()
+        for part in self.mixer.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
         if self.mixer_name != "softmax":
             self.mixer.tag.copy_(self._tag())
 
@@ -59,21 +71,21 @@ class Site:
     ) -> Tensor:
         """Host q/k norms, the mixer, host output norm, gate and projection: -> [B, N, C]."""
         ctx = Context(x=x, grid=self.grid, prefix=self.prefix, rotate=rotate, mask=mask, is_causal=is_causal)
-        o = self.mixer(self.q_norm(q), self.k_norm(k), v, ctx).flatten(2)  # type: ignore[attr-defined]
-        o = self.norm(o)  # type: ignore[attr-defined]
+        o = self.mixer(self.q_norm(q), self.k_norm(k), v, ctx).flatten(2)
+        o = self.norm(o)
         gate = getattr(self, "gate", None)
         if gate is not None:
             o = o * gate(x).sigmoid()
-        return self.proj_drop(self.proj(o))  # type: ignore[attr-defined]
+        return self.proj_drop(self.proj(o))
 
     __prepare_scriptable__ = no_torchscript
 
 
 def rotation(site: nn.Module, rope: Tensor | None, like: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """The host's rotary embedding as a function [B, N, H, W] -> [B, N, H, W], prefix tokens left alone; None without `rope`.
+    """The host's rotary embedding as a function [B, N, H, W] -> [B, N, H, W]; None without `rope`.
 
-    W is the head width D or a multiple of it (feature maps that widen): each D channels are rotated alike. `rope` is whatever
-    the host broadcasts over [B, H, N, D]. The result has the type of `like`, as in the host.
+    Prefix tokens are left alone. W is the head width D or a multiple of it (feature maps that widen): each D channels
+    are rotated alike. `rope` is what the host broadcasts over [B, H, N, D]. The result has the type of `like`.
     """
     if rope is None:
         return None
@@ -89,7 +101,7 @@ def rotation(site: nn.Module, rope: Tensor | None, like: Tensor) -> Callable[[Te
 
 
 def split_heads(t: Tensor, num_heads: int, groups: int = 1) -> Tensor:
-    """[B, N, H D] -> [B, N, H, D] as a view; with `groups` > 1, [B, N, Hk D] -> [B, N, Hk groups, D] (grouped queries)."""
+    """[B, N, H D] -> [B, N, H, D] as a view; of grouped queries, [B, N, H / groups D] -> [B, N, H, D] by repetition."""
     t = t.unflatten(-1, (num_heads // groups, -1))
     return t.repeat_interleave(groups, dim=2) if groups > 1 else t
 
@@ -106,7 +118,7 @@ class AttentionSite(Site, Attention):
 
 @register_notrace_module
 class AttentionRopeSite(Site, AttentionRope):
-    """Site in `timm.layers.AttentionRope`: RoPE ViTs, DINOv3-like models, Perception Encoder; fused or split, grouped k and v."""
+    """Site in `timm.layers.AttentionRope`: RoPE ViTs; q, k, v fused or split, k and v grouped or not."""
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -135,7 +147,7 @@ class EvaAttentionSite(Site, EvaAttention):
             q, k, v = (split_heads(proj(x), self.num_heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
         return self.mix(q, k, v, x, attn_mask, is_causal, rotation(self, rope, v))
 
-    def _packed(self, x: Tensor) -> Tensor:
+    def _packed(self: Any, x: Tensor) -> Tensor:
         if self.q_bias is None:
             return self.qkv(x)
         bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
