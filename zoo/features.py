@@ -52,8 +52,8 @@ class DepthwiseResidual(nn.Module):
     """x + depthwise_conv(x) over the token grid, zero-initialised; prefix and suffix tokens pass unchanged.
 
     The local position term that LePE, LiT and T5 add to linear attention. [B, N, H, D] -> [B, N, H, D]; the grid (H, W)
-    or (T, H, W) comes with every call and may change between calls. Raises ValueError for an even kernel and for a grid of
-    other dimensions or another size than the tokens.
+    or (T, H, W) comes with every call and may change between calls. Raises ValueError for an even kernel and for a grid
+    of other dimensions or another size than the tokens.
     """
 
     def __init__(self, channels: int, kernel_size: int = 3, dims: int = 2, device=None, dtype=None) -> None:

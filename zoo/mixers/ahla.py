@@ -1,7 +1,5 @@
 """Asymmetric second-order linear attention."""
 
-from torch import Tensor
-
 import hla_kernels
 from zoo.mixers.base import LinearMixer
 
@@ -14,6 +12,4 @@ class AHLA(LinearMixer):
     """
 
     name = "ahla"
-
-    def operate(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        return hla_kernels.ahla(q, k, v, **options)
+    operator = staticmethod(hla_kernels.ahla)

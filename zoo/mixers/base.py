@@ -1,6 +1,7 @@
 """The frame of a linear mixer: everything around the one operator call that tells the mixers apart."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from zoo.mixers.options import MixerOptions, resolve_options
 class LinearMixer(nn.Module):
     """mixer(q, k, v, ctx) -> o with a cost linear in the number of tokens; all tensors [B, N, H, D].
 
-    A subclass sets `name` and `defaults` and defines `operate`. The order of the steps: depthwise residuals, feature
+    A subclass sets `name`, `operator` (of `hla_kernels`) and, where they differ, `defaults`. The order of the steps: depthwise residuals, feature
     map, rotation, operator (one or two directions), head norm, gate.
 
     With a rotary host, phi is applied before the rotation and the denominator is that of the unrotated features, so
@@ -23,32 +24,48 @@ class LinearMixer(nn.Module):
     """
 
     name: ClassVar[str]
+    operator: ClassVar[Callable[..., Any]]
     defaults: ClassVar[MixerOptions] = MixerOptions()
 
     def __init__(
-        self, dim: int, num_heads: int, head_dim: int, *, scale: float | None = None, device=None, dtype=None, **options
+        self,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        scale: float | None = None,
+        device=None,
+        dtype=None,
+        **options,
     ) -> None:
-        """dim: width C of the hidden states. scale: factor on q with the identity map, head_dim ** -0.5 if None."""
+        """dim: width C of the hidden states. num_kv_heads: heads of k and v when several heads of q share them.
+
+        scale: factor on q with the identity map, head_dim ** -0.5 if None.
+        """
         super().__init__()
         self.options = opt = resolve_options(self.defaults, options)
         self.num_heads, self.head_dim = num_heads, head_dim
+        heads = {"q": num_heads, "k": num_kv_heads or num_heads, "v": num_kv_heads or num_heads}
         self.scale = head_dim**-0.5 if scale is None else scale
         dd = {"device": device, "dtype": dtype}
-        channels = num_heads * head_dim
         self.depthwise = nn.ModuleDict(
-            {t: DepthwiseResidual(channels, opt.depthwise_kernel, opt.grid_dims, **dd) for t in opt.depthwise}
+            {
+                t: DepthwiseResidual(heads[t] * head_dim, opt.depthwise_kernel, opt.grid_dims, **dd)
+                for t in opt.depthwise
+            }
         )
-        self.phi_q = self._feature_module(**dd)
-        self.phi_k = self._feature_module(**dd)
+        self.phi_q = self._feature_module(heads["q"], **dd)
+        self.phi_k = self._feature_module(heads["k"], **dd)
         if opt.decay is not None:
             self.decay_logit = nn.Parameter(torch.empty(num_heads, **dd))
         self.norm = HeadRMSNorm(num_heads, head_dim, **dd) if opt.post_norm else nn.Identity()
-        self.gate = OutputGate(dim, channels, **dd) if opt.gate else None
+        self.gate = OutputGate(dim, num_heads * head_dim, **dd) if opt.gate else None
         self.reset_parameters()
 
-    def _feature_module(self, **dd) -> nn.Module:
+    def _feature_module(self, num_heads: int, **dd) -> nn.Module:
         if self.options.feature_map == "hedgehog":
-            return Hedgehog(self.num_heads, self.head_dim, **dd)
+            return Hedgehog(num_heads, self.head_dim, **dd)
         return SoftmaxPair() if self.options.feature_map == "softmax_pair" else nn.Identity()
 
     def reset_parameters(self) -> None:
@@ -57,8 +74,8 @@ class LinearMixer(nn.Module):
             nn.init.constant_(self.decay_logit, math.log(self.options.decay / (1 - self.options.decay)))
 
     def operate(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        """The operator of this mixer; `options` are those of the `hla_kernels` signature."""
-        raise NotImplementedError
+        """The operator on features q, k and values v; `options` are those of the `hla_kernels` signature."""
+        return self.operator(q, k, v, **options)
 
     def extra_repr(self) -> str:
         changed = {n: v for n, v in vars(self.options).items() if v != getattr(MixerOptions(), n)}

@@ -1,7 +1,5 @@
 """Third-order linear attention."""
 
-from torch import Tensor
-
 import hla_kernels
 from zoo.mixers.base import LinearMixer
 
@@ -14,6 +12,4 @@ class HLA3(LinearMixer):
     """
 
     name = "hla3"
-
-    def operate(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        return hla_kernels.hla3(q, k, v, **options)
+    operator = staticmethod(hla_kernels.hla3)

@@ -1,7 +1,5 @@
 """First-order linear attention."""
 
-from torch import Tensor
-
 import hla_kernels
 from zoo.mixers.base import LinearMixer
 
@@ -14,6 +12,4 @@ class LinearAttention(LinearMixer):
     """
 
     name = "la"
-
-    def operate(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        return hla_kernels.linear_attention(q, k, v, **options)
+    operator = staticmethod(hla_kernels.linear_attention)

@@ -24,6 +24,7 @@ class Polynomial(LinearMixer):
     """
 
     name = "poly"
+    operator = staticmethod(hla_kernels.polynomial)
     defaults = MixerOptions(feature_map="identity", normalize=False, center="k", mean_path=True)
 
     def __init__(self, dim: int, num_heads: int, head_dim: int, *, device=None, dtype=None, **kwargs) -> None:
@@ -39,7 +40,7 @@ class Polynomial(LinearMixer):
             self._fill_coefficients()
 
     def _fill_coefficients(self) -> None:
-        c = self.options.coefficients
+        c: tuple[float, ...] = self.options.coefficients
         if self.options.normalize:
             c = tuple(log(expm1(max(x, SMALLEST))) for x in c)  # the inverse of softplus
         with torch.no_grad():
@@ -47,4 +48,4 @@ class Polynomial(LinearMixer):
 
     def operate(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         c = F.softplus(self.coefficients) if self.options.normalize else self.coefficients
-        return hla_kernels.polynomial(q, k, v, c, **options)
+        return self.operator(q, k, v, c, **options)

@@ -22,6 +22,7 @@ class Softmax(nn.Module):
         num_heads: int,
         head_dim: int,
         *,
+        num_kv_heads: int | None = None,
         scale: float | None = None,
         attn_drop: float = 0.0,
         fused: bool = True,
@@ -31,14 +32,17 @@ class Softmax(nn.Module):
     ) -> None:
         super().__init__()
         for option in options:
-            raise unknown_name("softmax option", option, ("attn_drop", "fused", "scale"))
+            raise unknown_name("softmax option", option, ("attn_drop", "fused", "num_kv_heads", "scale"))
         self.scale = scale
+        self.groups = num_heads // (num_kv_heads or num_heads)
         self.attn_drop = attn_drop
         self.fused = fused
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         if ctx.rotate is not None:
             q, k = ctx.rotate(q), ctx.rotate(k)
+        if self.groups > 1:  # after the rotation, as in the hosts, so that gradients are summed alike
+            k, v = (x.repeat_interleave(self.groups, dim=2) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, N, D]
         drop = self.attn_drop if self.training else 0.0
         if not self.fused:
