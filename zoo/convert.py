@@ -16,7 +16,7 @@ from zoo.backbones import hla_name
 from zoo.backbones.checkpoints import no_torchscript
 from zoo.backbones.hosts import BLOCKS, MODELS, drops_patches
 from zoo.backbones.refusals import check_family
-from zoo.backbones.sites import SITES, Site
+from zoo.backbones.sites import SITES, Site, kv_heads
 from zoo.mixers import MIXERS, build_mixer
 from zoo.names import unknown_name
 
@@ -81,10 +81,9 @@ def convert(
     keep_softmax: block indices that are left as they are, or "every:3" for 0, 3, 6, ...
     options: those of the mixer, see `zoo.mixers.MixerOptions`.
 
-    Every weight is inherited, new parameters lie under `.mixer.` only, and `mixer="softmax"` reproduces the host bit for
-    bit. Raises ValueError, and leaves the model as it was, for a family where the swap means nothing, an unknown mixer
-    or option, a pattern without a match, options that the model cannot feed (a grid under `patch_drop_rate`), and if
-    nothing is swapped.
+    Weights are all inherited, new parameters lie under `.mixer.` only, and `mixer="softmax"` is the host bit for bit.
+    Raises ValueError, and leaves the model as it was, for a family where it means nothing, an unknown mixer or option,
+    a pattern without a match, options the model cannot feed (a grid under `patch_drop_rate`), and nothing to swap.
     """
     report = swap(model, mixer, layers=layers, keep_softmax=keep_softmax, **options)
     print(report)
@@ -97,6 +96,9 @@ def swap(model: Any, mixer: str, *, layers: Layers = None, keep_softmax: Keep = 
         no_torchscript(model)
     check_family(model)
     found = {f"blocks.{n}": m for n, m in model.blocks.named_modules() if type(m) in SITES or isinstance(m, Site)}
+    if not found:
+        kinds = sorted({type(m).__name__ for n, m in model.blocks.named_modules() if n.endswith("attn")})
+        raise ValueError(f"cannot convert attention of type {', '.join(kinds)}: it is not softmax(q k') v")
     chosen = _choose(list(found), mixer, layers)
     kept = _kept(list(found), keep_softmax)
     chosen = {name: new for name, new in chosen.items() if name not in kept}
@@ -156,7 +158,7 @@ def _build(model: nn.Module, attn: Any, name: str, options: dict[str, Any]) -> n
     weight = attn.proj.weight
     first = attn.qkv if attn.qkv is not None else attn.q_proj
     sizes: dict[str, Any] = {"dim": first.in_features, "num_heads": attn.num_heads, "head_dim": attn.head_dim}
-    host: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+    host: dict[str, Any] = {"num_kv_heads": kv_heads(attn), "device": weight.device, "dtype": weight.dtype}
     if name == "softmax":
         host |= {"attn_drop": attn.attn_drop.p, "fused": attn.fused_attn}
     elif attn.attn_drop.p > 0:

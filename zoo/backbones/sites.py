@@ -2,7 +2,7 @@
 
 A site is a subclass of the host's attention class that overrides only `forward`, so that a live module becomes a site
 by a change of class: every weight is inherited by identity and the only new parameters are those of `site.mixer`.
-All q, k, v, o here are [B, N, H, D]; x is [B, N, C].
+All q, k, v, o here are [B, N, H, D] (k and v with fewer heads when queries are grouped); x is [B, N, C].
 """
 
 from collections.abc import Callable
@@ -71,7 +71,9 @@ class Site(Host):
     ) -> Tensor:
         """Host q/k norms, the mixer, host output norm, gate and projection: -> [B, N, C]."""
         ctx = Context(x=x, grid=self.grid, prefix=self.prefix, rotate=rotate, mask=mask, is_causal=is_causal)
-        o = self.mixer(self.q_norm(q), self.k_norm(k), v, ctx).flatten(2)
+        q = self.q_norm(q.transpose(1, 2)).transpose(1, 2)  # heads first, so that gradients are summed as in the host
+        k = self.k_norm(k.transpose(1, 2)).transpose(1, 2)
+        o = self.mixer(q, k, v, ctx).flatten(2)
         o = self.norm(o)
         gate = getattr(self, "gate", None)
         if gate is not None:
@@ -100,10 +102,14 @@ def rotation(site: nn.Module, rope: Tensor | None, like: Tensor) -> Callable[[Te
     return rotate
 
 
-def split_heads(t: Tensor, num_heads: int, groups: int = 1) -> Tensor:
-    """[B, N, H D] -> [B, N, H, D] as a view; of grouped queries, [B, N, H / groups D] -> [B, N, H, D] by repetition."""
-    t = t.unflatten(-1, (num_heads // groups, -1))
-    return t.repeat_interleave(groups, dim=2) if groups > 1 else t
+def kv_heads(attn: Any) -> int:
+    """Heads of k and v of a host: fewer than those of q when queries are grouped."""
+    return getattr(attn, "num_kv_heads", attn.num_heads)
+
+
+def split_heads(t: Tensor, num_heads: int) -> Tensor:
+    """[B, N, H D] -> [B, N, H, D] as a view."""
+    return t.unflatten(-1, (num_heads, -1))
 
 
 @register_notrace_module
@@ -124,12 +130,11 @@ class AttentionRopeSite(Site, AttentionRope):
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
-        heads, groups = self.num_heads, getattr(self, "num_kv_groups", 1)
         if self.qkv is not None:
-            q, k, v = self.qkv(x).unflatten(-1, (3, heads, -1)).unbind(2)
+            q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
         else:
-            q = split_heads(self.q_proj(x), heads)
-            k, v = (split_heads(proj(x), heads, groups) for proj in (self.k_proj, self.v_proj))
+            q = split_heads(self.q_proj(x), self.num_heads)
+            k, v = (split_heads(proj(x), kv_heads(self)) for proj in (self.k_proj, self.v_proj))
         return self.mix(q, k, v, x, attn_mask, is_causal, rotation(self, rope, v))
 
 

@@ -16,8 +16,8 @@ from zoo.mixers.options import MixerOptions, resolve_options
 class LinearMixer(nn.Module):
     """mixer(q, k, v, ctx) -> o with a cost linear in the number of tokens; all tensors [B, N, H, D].
 
-    A subclass sets `name`, `operator` (of `hla_kernels`) and, where they differ, `defaults`. The order of the steps: depthwise residuals, feature
-    map, rotation, operator (one or two directions), head norm, gate.
+    A subclass sets `name`, `operator` (of `hla_kernels`) and, where they differ, `defaults`. The order of the steps:
+    depthwise residuals, feature map, rotation, operator (one or two directions), head norm, gate.
 
     With a rotary host, phi is applied before the rotation and the denominator is that of the unrotated features, so
     that it stays positive. Raises ValueError when the call needs what the mixer cannot do (a mask, a missing grid).

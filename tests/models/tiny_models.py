@@ -1,0 +1,44 @@
+"""Small models for the tests: real timm names, few and narrow blocks, a few tokens."""
+
+import timm
+import torch
+from torch import Tensor, nn
+
+import zoo  # noqa: F401  registers the names
+from zoo.backbones.registry import REGISTERED_MIXERS
+
+SIZE = 64
+NARROW = {"embed_dim": 32, "num_heads": 2, "depth": 2, "num_classes": 5}
+MIXERS = REGISTERED_MIXERS
+GRID_OPTIONS = {"depthwise": "v"}
+
+
+def tiny(name: str, seed: int = 0, **changes) -> nn.Module:
+    """The timm model `name`, narrow, with non-trivial one-dimensional parameters; its tokens are a 4 x 4 grid."""
+    torch.manual_seed(seed)
+    model = timm.create_model(name, **{"img_size": SIZE, **NARROW, **changes})
+    stir(model)
+    return model
+
+
+def stir(model: nn.Module) -> None:
+    """Random values for what is initialised to constants: biases, norms, layer scales, depthwise filters, gates."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim == 1 or ".mixer." in name:
+                p.add_(torch.randn_like(p), alpha=0.1)
+
+
+def image(batch: int = 2, height: int = SIZE, width: int = SIZE, seed: int = 1) -> Tensor:
+    """[B, 3, H, W], unit normal."""
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def sites(model: nn.Module) -> list:
+    """The sites of a model, in order."""
+    return [m for m in model.modules() if hasattr(m, "mixer_name")]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the gradients by name."""
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
