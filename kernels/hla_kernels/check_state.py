@@ -17,8 +17,8 @@ SHAPES = {
 }  # fmt: skip
 
 
-def check_state(state: Any, op: str, options: Options, gamma: Tensor | None, shape: tuple[int, int, int, int, int]) -> None:
-    """Raise ValueError unless `state` continues `op` with `options`; shape = (B, Hk, G, D, Dv)."""
+def check_state(state: Any, op: str, options: Options, gamma: Tensor | None, shape: tuple[int, int, int, int, int]) -> State:
+    """The unpacked state; ValueError unless it continues `op` with `options`. shape = (B, Hk, G, D, Dv)."""
     if not isinstance(state, State):
         raise ValueError(f"state must be a State returned by {op} with return_state, got {type(state).__name__}.")
     if state.op != op:
@@ -26,12 +26,14 @@ def check_state(state: Any, op: str, options: Options, gamma: Tensor | None, sha
     for name, theirs, ours in zip(Options._fields, state.options, options, strict=True):
         if theirs != ours:
             raise ValueError(f"The state was made with {name}={theirs!r}, it cannot continue a call with {name}={ours!r}.")
+    state = state.unpack()
     _check_state_shapes(state, options, shape)
     check_finite(state)
     # comparing values would wait for a device and is impossible in a graph
     if gamma is not None and not torch.compiler.is_compiling() and gamma.device.type == "cpu":
         if not torch.equal(state.tensors["gamma"].to(gamma.dtype), gamma):
             raise ValueError("The state was made with another decay tensor, it cannot continue this call.")
+    return state
 
 
 def _check_state_shapes(state: State, options: Options, shape: tuple[int, int, int, int, int]) -> None:

@@ -20,6 +20,7 @@ from .checks import (
     check_tensors,
 )
 from .hla.causal import causal
+from .hla.causal_op import causal_op
 from .hla.reference import reference as linear_reference
 from .hla.stream import stream
 from .hla.two_sided import two_sided, two_sided_qkvpacked
@@ -124,8 +125,7 @@ def prepare(
         if op == "softmax_attention":
             raise ValueError("softmax_attention has no state: state must be None.")
         shape = (k.shape[0], k.shape[2], q.shape[2] // k.shape[2], k.shape[3], v.shape[3])
-        check_state(state, op, kept, gamma, shape)
-        state = state.unpack()
+        state = check_state(state, op, kept, gamma, shape)
     return Call(op, q, k, v, coefficients, kept, gamma, state, return_state)
 
 
@@ -191,6 +191,10 @@ def _torch(call: Call) -> tuple[Tensor, State | None]:
     op, q, k, v, coefficients, options, gamma, state, return_state = call
     if op == "softmax_attention":
         return sdpa(q, k, v, options.causal, options.scale), None
+    if options.causal and state is None and not return_state:
+        o = options
+        rest = (o.feature_map, o.normalize, o.center, o.mean_path, o.decay_rule, o.ridge, o.scale, o.eps)
+        return causal_op(q, k, v, gamma, op, *rest), None
     if options.causal:
         return causal(op, q, k, v, options, gamma, state, return_state)
     if state is not None or return_state:

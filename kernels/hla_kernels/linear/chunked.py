@@ -21,10 +21,12 @@ class Chunks:
     """The cut of N tokens into chunks and the powers of gamma that belong to it. log_gamma [1, Hk, 1 or G, 1, 1] or None."""
 
     def __init__(self, n: int, log_gamma: Tensor | None, like: Tensor) -> None:
-        # a compiled graph keeps one chunk size for every N; eager calls do not pad short inputs to a whole chunk
-        self.size = CHUNK if torch.compiler.is_compiling() and n != 1 else min(CHUNK, n)
-        self.count = (n + self.size - 1) // self.size
-        self.n, self.last = n, n - (self.count - 1) * self.size
+        # in a graph (a call with a state) one trace serves every N: a constant chunk size, and two spare chunks so that no count is
+        # the special case 1; eager calls, and decoding with N = 1, pad to whole chunks only
+        self.spare = 2 if torch.compiler.is_compiling() and n != 1 else 0
+        self.size = CHUNK if self.spare else min(CHUNK, n)
+        real = (n + self.size - 1) // self.size
+        self.n, self.last, self.count = n, n - (real - 1) * self.size, real + self.spare
         self.log_gamma = None if log_gamma is None else log_gamma.to(like.dtype)
         self.i = torch.arange(self.size, device=like.device)
         self.c = torch.arange(self.count, device=like.device)
@@ -49,7 +51,7 @@ class Chunks:
     def cut(self, x: Tensor) -> Tensor:
         """[B, Hk, G, N, D] -> [B, Hk, G, c, C, D]."""
         padding = self.count * self.size - self.n
-        if torch.compiler.is_compiling() or padding:  # no branch on N inside a graph
+        if self.spare or padding:  # in this order: no branch on N inside a graph
             x = F.pad(x, (0, 0, 0, padding))
         return x.view(*x.shape[:3], self.count, self.size, x.shape[-1])
 
@@ -69,7 +71,7 @@ class Chunks:
 
     def leaving(self, k: Tensor, v: Tensor, entering: Tensor) -> Tensor:
         """The state after the last real token, [B, Hk, g, D, E]; padded positions of the last chunk do not count."""
-        k, v, state = k[:, :, :, -1], v[:, :, :, -1], entering[:, :, :, -1]
+        k, v, state = (x[:, :, :, -1 - self.spare] for x in (k, v, entering))
         k = k * self.columns(self.last, k)
         if self.log_gamma is not None:
             state = state * (self.log_gamma * self.last).exp()

@@ -1,0 +1,75 @@
+"""The causal torch form as a torch.library custom operator, `hla_kernels::causal`, for calls without a state.
+
+It saves its inputs only and recomputes the stages in the backward: fp32 copies and C x C scores of every chunk would otherwise be kept,
+many times the inputs in bf16. A compiler sees one operator, so one graph serves every N. It is the seam a Triton form will share.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..options import Options
+from .causal import causal
+
+
+def _options(
+    feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, decay: bool, decay_rule: str, ridge: float,
+    scale: float | None, eps: float,
+) -> Options:  # fmt: skip
+    kind = "tensor" if decay else None
+    return Options(True, feature_map, normalize, center, mean_path, kind, decay_rule, ridge, scale, eps)
+
+
+@torch.library.custom_op("hla_kernels::causal", mutates_args=())
+def causal_op(
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, op: str, feature_map: str | None, normalize: bool,
+    center: str | None, mean_path: bool, decay_rule: str, ridge: float, scale: float | None, eps: float,
+) -> Tensor:  # fmt: skip
+    """Compositions of chunked linear attention (see `causal`); arguments are checked by `op.run`. -> [B, N, H, Dv]."""
+    with torch.autocast(q.device.type, enabled=False):
+        options = _options(feature_map, normalize, center, mean_path, gamma is not None, decay_rule, ridge, scale, eps)
+        return causal(op, q, k, v, options, gamma, None, False)[0]
+
+
+@causal_op.register_fake
+def _(q, k, v, gamma, *options):
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@torch.library.custom_op("hla_kernels::causal_backward", mutates_args=())
+def causal_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, gamma_grad: bool, op: str, feature_map: str | None,
+    normalize: bool, center: str | None, mean_path: bool, decay_rule: str, ridge: float, scale: float | None, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, dgamma); the last is empty unless `gamma_grad`."""
+    options = _options(feature_map, normalize, center, mean_path, gamma is not None, decay_rule, ridge, scale, eps)
+    primals = (q, k, v, gamma) if gamma_grad else (q, k, v)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = gamma) -> Tensor:
+        return causal(op, q, k, v, options, g, None, False)[0]
+
+    with torch.autocast(q.device.type, enabled=False):
+        grads = torch.func.vjp(forward, *primals)[1](grad)
+    grads = tuple(x.contiguous() for x in grads)
+    return grads if gamma_grad else (*grads, q.new_empty((0,)))
+
+
+@causal_backward.register_fake
+def _(grad, q, k, v, gamma, gamma_grad, *options):
+    outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return (*outs, torch.empty_like(gamma) if gamma_grad else q.new_empty((0,)))
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:]
+
+
+def _backward(ctx, grad):
+    gamma_grad = ctx.needs_input_grad[3]
+    *grads, d_gamma = causal_backward(grad, *ctx.saved_tensors, gamma_grad, *ctx.options)
+    return (*grads, d_gamma if gamma_grad else None, *[None] * len(ctx.options))
+
+
+causal_op.register_autograd(_backward, setup_context=_setup_context)
