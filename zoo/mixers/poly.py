@@ -48,4 +48,4 @@ class Polynomial(LinearMixer):
 
     def operate(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         c = F.softplus(self.coefficients) if self.options.normalize else self.coefficients
-        return self.operator(q, k, v, c, **options)
+        return super().operate(q, k, v, coefficients=c, **options)
