@@ -55,29 +55,31 @@ def match_checkpoint(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
     if not any(".mixer." in key for key in state_dict):
         state_dict.update(own)
         return bool(known)
+    changes = {}
     for name in known:
         key = f"{prefix}{name}.mixer.tag"
         found = decode_tag(state_dict[key]) if key in state_dict else {"mixer": "softmax"}
-        _compare(name, found, sites[name])
+        changes[name] = _changed_options(name, found, sites[name])
         if key in state_dict:
             state_dict[key] = own[key]  # same mixer: the length may still differ by an option
+    first = next((name for name in changes if changes[name]), None)
+    if first is not None:
+        kind = sites[first].mixer_name
+        warnings.warn(f"the checkpoint has other options of {kind!r} in {first}: {changes[first]}", stacklevel=2)
     return False
 
 
-def _compare(layer: str, found: Mapping[str, Any], site: Any) -> None:
+def _changed_options(layer: str, found: Mapping[str, Any], site: Any) -> str:
+    """The options in which a tag differs from a site with the same mixer, in words; ValueError for another mixer."""
     name = site.mixer_name
     if found["mixer"] != name:
         raise ValueError(
             f"the checkpoint was made with the mixer {found['mixer']!r} in {layer}, but the model has {name!r} there; "
             f"build or convert the model with {found['mixer']!r}"
         )
-    if name == "softmax":
-        return
-    wanted = decode_tag(encode_tag(name, site.mixer))
-    changed = {n: (found.get(n), wanted[n]) for n in wanted if found.get(n) != wanted[n]}
-    if changed:
-        pairs = ", ".join(f"{n}={theirs!r} (here {ours!r})" for n, (theirs, ours) in changed.items())
-        warnings.warn(f"the checkpoint was made with other options of {name!r} in {layer}: {pairs}", stacklevel=2)
+    wanted = {} if name == "softmax" else decode_tag(encode_tag(name, site.mixer))
+    differing = [option for option in wanted if found.get(option) != wanted[option]]
+    return ", ".join(f"{n}={found.get(n)!r} (here {wanted[n]!r})" for n in differing)
 
 
 def no_torchscript(module: object) -> None:
