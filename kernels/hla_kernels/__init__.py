@@ -3,7 +3,8 @@
     import hla_kernels as hk
     o = hk.ahla(q, k, v, feature_map="elu1", normalize=True)     q [B, N, H, D], k, v [B, N, Hk, .] -> [B, N, H, Dv]
 
-Operators: `api` (signature, options), `packed` (qkv in one tensor). Symbols and equations: `hla`. Depends on torch alone.
+Operators: `api` (signature, options), `packed` (qkv in one tensor). Symbols and equations: `hla`. Depends on torch
+alone.
 """
 
 from .api import ahla, hla2, hla3, linear_attention, polynomial, softmax_attention

@@ -1,134 +1,142 @@
 """The public operators. One signature for all of them; `hla/__init__.py` has the symbols.
 
-Shapes: q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], any strides; Hk divides H and query head h reads key head h // (H // Hk).
-Returns o [B, N, H, Dv], contiguous, in the dtype of q, or (o, state) with return_state.
+Shapes: q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], any strides; Hk divides H and query head h reads key head h
+// (H // Hk). Returns o [B, N, H, Dv], contiguous, in the dtype of q, or (o, state) with return_state.
 
 Options
     causal        token t sees tokens j <= t; otherwise every token sees every token
     feature_map   None, "identity", "relu", "elu1" (elu + 1) or "softmax" (over D), applied to q and k in float32
-    normalize     divide by the same form with v = 1 (plus eps); needs a non-negative feature_map, or "identity" to vouch for q and k
+    normalize     divide by the same form with v = 1 (plus eps); needs a non-negative feature_map, or "identity" to
+                  vouch for q and k
     center        "k": keys minus their mean over the tokens; "qk": queries too. Causal: running, decay-weighted means
     mean_path     o = vbar + op(v - vbar), vbar the mean of v (running when causal)
-    decay         gamma in (0, 1], float or tensor [H] or [Hk], differentiable, causal only: a factor gamma^(t-j) in every stage
+    decay         gamma in (0, 1], float or tensor [H] or [Hk], differentiable, causal only: a factor gamma^(t-j) in
+                  every stage
     decay_rule    "cascade", or "paper" for the paper's serial second-order rule; they differ for decayed hla2 only
     ridge         lambda >= 0: S + lambda I in hla2 and hla3, R + lambda I in ahla (on the scaled moment)
     scale         factor of each moment; None is 1/N two-sided (N counts the state's tokens) and 1 causal
     state, return_state   streaming; "mergeable" also keeps what `merge` needs. state has no reference form
     impl          "auto", "torch", "reference" (N x N definition) or "triton"; an explicit one never falls back
 
-Every operator raises ValueError on wrong rank, shapes, dtypes, D > 256, N = 0, unknown names and undefined combinations.
-Source: Zhang et al., Higher-order Linear Attention, arXiv 2510.27258.
+Every operator raises ValueError on wrong rank, shapes, dtypes, D > 256, N = 0, unknown names and undefined
+combinations. Source: Zhang et al., Higher-order Linear Attention, arXiv 2510.27258.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
 from .op import run
 from .state import State
 
-Result = Tensor | tuple[Tensor, State]
+# o, or (o, state) with return_state; not a union, which every caller would have to narrow
+Result = Any
 
 
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
-    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None, decay_rule: str = "cascade",
-    ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6, state: State | None = None,
-    return_state: bool | str = False, impl: str = "auto",
+    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
+    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6,
+    state: State | None = None, return_state: bool | str = False, impl: str = "auto",
 ) -> Result:  # fmt: skip
     """First order: o_t = s sum_j (q_t.k_j) v_j = q_t' P, P = s sum k v'.
 
-    Causal: o_t = s sum_{j<=t} gamma^(t-j) (q_t.k_j) v_j; state P [D, Dv]. q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv]
-    -> [B, N, H, Dv]; options and errors in the module's docstring; ridge is not defined. Katharopoulos et al., arXiv 2006.16236, Eq 5.
+    Causal: o_t = s sum_{j<=t} gamma^(t-j) (q_t.k_j) v_j; state P [D, Dv]. q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk,
+    Dv] -> [B, N, H, Dv]; options and errors in the module's docstring; ridge is not defined. Katharopoulos et al.,
+    arXiv 2006.16236, Eq 5.
     """
     return run(
-        "linear_attention", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize, center=center,
-        mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps, state=state,
-        return_state=return_state,
+        "linear_attention", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
+        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps,
+        state=state, return_state=return_state,
     )  # fmt: skip
 
 
 def hla2(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
-    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None, decay_rule: str = "cascade",
-    ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6, state: State | None = None,
-    return_state: bool | str = False, impl: str = "auto",
+    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
+    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6,
+    state: State | None = None, return_state: bool | str = False, impl: str = "auto",
 ) -> Result:  # fmt: skip
     """Second order, HLA2: o_t = q_t' S C, S = s sum k k', C = s sum q v', that is s^2 A A' V with A = phi(Q) phi(K)'.
 
     Causal: o = LA(q, LA(q, k, k), v); state S [D, D], F [D, Dv]; decay_rule="paper": S = gS + kk', C = gC + qv',
-    G = gG + k (k'C_{t-1}), o = s^2 q'(S C - G). Shapes as `linear_attention`; options and errors in the module's docstring.
-    Zhang et al., arXiv 2510.27258, HLA2 := (A A') V masked as in Theorem 3.1; without decay equal to its Eq 4.1 recurrence.
+    G = gG + k (k'C_{t-1}), o = s^2 q'(S C - G). Shapes as `linear_attention`; options and errors in the module's
+    docstring. Zhang et al., arXiv 2510.27258, HLA2 := (A A') V masked as in Theorem 3.1; without decay equal to its Eq
+    4.1 recurrence.
     """
     return run(
-        "hla2", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize, center=center,
-        mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps, state=state,
-        return_state=return_state,
+        "hla2", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
+        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps,
+        state=state, return_state=return_state,
     )  # fmt: skip
 
 
 def ahla(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
-    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None, decay_rule: str = "cascade",
-    ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6, state: State | None = None,
-    return_state: bool | str = False, impl: str = "auto",
+    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
+    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6,
+    state: State | None = None, return_state: bool | str = False, impl: str = "auto",
 ) -> Result:  # fmt: skip
     """Second order, asymmetric (AHLA): o_t = q_t' R P, R = s sum k q', P = s sum k v', that is s^2 A A V.
 
-    Causal: o = LA(q, k, LA(q, k, v)); state P, E [D, Dv]. Shapes as `linear_attention`; options and errors in the module's
-    docstring. Zhang et al., arXiv 2510.27258, AHLA := A A V, Theorem 6.1.
+    Causal: o = LA(q, k, LA(q, k, v)); state P, E [D, Dv]. Shapes as `linear_attention`; options and errors in the
+    module's docstring. Zhang et al., arXiv 2510.27258, AHLA := A A V, Theorem 6.1.
     """
     return run(
-        "ahla", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize, center=center,
-        mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps, state=state,
-        return_state=return_state,
+        "ahla", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
+        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps,
+        state=state, return_state=return_state,
     )  # fmt: skip
 
 
 def hla3(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
-    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None, decay_rule: str = "cascade",
-    ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6, state: State | None = None,
-    return_state: bool | str = False, impl: str = "auto",
+    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
+    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6,
+    state: State | None = None, return_state: bool | str = False, impl: str = "auto",
 ) -> Result:  # fmt: skip
     """Third order, HLA3: o_t = q_t' S Qm P, S = s sum k k', Qm = s sum q q', P = s sum k v', that is s^3 A A' A V.
 
-    Causal: o = LA(q, LA(q, k, k), LA(q, k, v)), the strictly causal third order; state S [D, D], P, F [D, Dv]. Shapes as
-    `linear_attention`; options and errors in the module's docstring. Zhang et al., arXiv 2510.27258, HLA3 := (A A' A) V; its
-    Theorem 7.1 drops terms (tests/ops/test_errata.py).
+    Causal: o = LA(q, LA(q, k, k), LA(q, k, v)), the strictly causal third order; state S [D, D], P, F [D, Dv]. Shapes
+    as `linear_attention`; options and errors in the module's docstring. Zhang et al., arXiv 2510.27258, HLA3 := (A A'
+    A) V; its Theorem 7.1 drops terms (tests/ops/test_errata.py).
     """
     return run(
-        "hla3", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize, center=center,
-        mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps, state=state,
-        return_state=return_state,
+        "hla3", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
+        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps,
+        state=state, return_state=return_state,
     )  # fmt: skip
 
 
 def polynomial(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
-    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None, decay_rule: str = "cascade",
-    ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6, state: State | None = None,
-    return_state: bool | str = False, impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, *, causal: bool = False,
+    feature_map: str | None = None, normalize: bool = False,
+    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
+    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6,
+    state: State | None = None, return_state: bool | str = False, impl: str = "auto",
 ) -> Result:  # fmt: skip
     """A learned mixture of orders per head: o = q M, M = c1 P + c2 S C + c3 R P + c4 S Qm P.
 
-    coefficients [H, 4] = (c1, c2, c3, c4) of A, A A', A A, A A' A. One D x Dv matrix per head: mixing orders costs nothing per
-    token. Two-sided only (causal raises ValueError), no ridge. With center="k", mean_path=True the first term is the first-order
-    Taylor expansion of softmax attention. Shapes as `linear_attention`; options and errors in the module's docstring.
-    Orders as in Zhang et al., arXiv 2510.27258.
+    coefficients [H, 4] = (c1, c2, c3, c4) of A, A A', A A, A A' A. One D x Dv matrix per head: mixing orders costs
+    nothing per token. Two-sided only (causal raises ValueError), no ridge. With center="k", mean_path=True the first
+    term is the first-order Taylor expansion of softmax attention. Shapes as `linear_attention`; options and errors in
+    the module's docstring. Orders as in Zhang et al., arXiv 2510.27258.
     """
     return run(
-        "polynomial", q, k, v, coefficients, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize, center=center,
-        mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps, state=state,
-        return_state=return_state,
+        "polynomial", q, k, v, coefficients, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
+        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps,
+        state=state, return_state=return_state,
     )  # fmt: skip
 
 
 def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
-    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None, decay_rule: str = "cascade",
-    ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6, state: State | None = None,
-    return_state: bool | str = False, impl: str = "auto",
+    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
+    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6,
+    state: State | None = None, return_state: bool | str = False, impl: str = "auto",
 ) -> Result:  # fmt: skip
     """The quadratic baseline: o_t = sum_j softmax_j(s q_t.k_j) v_j, s = D^-1/2 by default.
 
@@ -136,7 +144,7 @@ def softmax_attention(
     scaled_dot_product_attention. Vaswani et al., arXiv 1706.03762, Eq 1.
     """
     return run(
-        "softmax_attention", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize, center=center,
-        mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps, state=state,
-        return_state=return_state,
+        "softmax_attention", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
+        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps,
+        state=state, return_state=return_state,
     )  # fmt: skip

@@ -17,7 +17,10 @@ SHAPES = {
 }  # fmt: skip
 
 
-def check_state(state: Any, op: str, options: Options, gamma: Tensor | None, shape: tuple[int, int, int, int, int]) -> State:
+Shape = tuple[int, int, int, int, int]
+
+
+def check_state(state: Any, op: str, options: Options, gamma: Tensor | None, shape: Shape) -> State:
     """The unpacked state; ValueError unless it continues `op` with `options`. shape = (B, Hk, G, D, Dv)."""
     if not isinstance(state, State):
         raise ValueError(f"state must be a State returned by {op} with return_state, got {type(state).__name__}.")
@@ -25,18 +28,19 @@ def check_state(state: Any, op: str, options: Options, gamma: Tensor | None, sha
         raise ValueError(f"The state belongs to {state.op}, it cannot continue {op}.")
     for name, theirs, ours in zip(Options._fields, state.options, options, strict=True):
         if theirs != ours:
-            raise ValueError(f"The state was made with {name}={theirs!r}, it cannot continue a call with {name}={ours!r}.")
+            raise ValueError(f"The state was made with {name}={theirs!r}, it cannot continue with {name}={ours!r}.")
     state = state.unpack()
     _check_state_shapes(state, options, shape)
     check_finite(state)
     # comparing values would wait for a device and is impossible in a graph
-    if gamma is not None and not torch.compiler.is_compiling() and gamma.device.type == "cpu":
-        if not torch.equal(state.tensors["gamma"].to(gamma.dtype), gamma):
-            raise ValueError("The state was made with another decay tensor, it cannot continue this call.")
+    if gamma is None or torch.compiler.is_compiling() or gamma.device.type != "cpu":
+        return state
+    if not torch.equal(state.tensors["gamma"].to(gamma.dtype), gamma):
+        raise ValueError("The state was made with another decay tensor, it cannot continue this call.")
     return state
 
 
-def _check_state_shapes(state: State, options: Options, shape: tuple[int, int, int, int, int]) -> None:
+def _check_state_shapes(state: State, options: Options, shape: Shape) -> None:
     batch, n_key_heads, group, d, dv = shape
     sizes = {"D": d, "E": dv + (options.causal and needs_ones(options)), "1": 1}
     for name, x in state.tensors.items():
@@ -56,4 +60,4 @@ def check_finite(state: State) -> None:
         return
     for name, x in state.tensors.items():
         if not bool(torch.isfinite(x).all()):
-            raise ValueError(f"The state's {name} holds NaN or Inf: the tokens before it overflowed or were not finite.")
+            raise ValueError(f"The state's {name} holds NaN or Inf: earlier tokens overflowed or were not finite.")

@@ -1,4 +1,5 @@
-"""Checks of what a user passes: every refusal is a ValueError of one sentence saying what was wrong and what is allowed."""
+"""Checks of what a user passes: every refusal is a ValueError of one sentence saying what was wrong and what is
+allowed."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def check_op(op: Any) -> None:
 
 
 def check_tensors(q: Any, k: Any, v: Any, autocast: bool) -> None:
-    """q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv]: floating point, same dtype (unless autocast), 1 <= D, Dv <= MAX_HEAD_DIM."""
+    """q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv]: floating point, same dtype (unless autocast), 1 <= D, Dv <=
+    MAX_HEAD_DIM."""
     named = (("q", q), ("k", k), ("v", v))
     for name, x in named:
         if not isinstance(x, Tensor):
@@ -62,7 +64,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape[2] != v.shape[2]:
         raise ValueError(f"k and v must have the same number of heads, got {k.shape[2]} and {v.shape[2]}.")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0 or q.shape[2] == 0:
-        raise ValueError(f"The key heads must divide the query heads, got {q.shape[2]} query and {k.shape[2]} key heads.")
+        raise ValueError(f"Key heads must divide query heads, got {k.shape[2]} key and {q.shape[2]} query heads.")
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must have the same head dimension, got {q.shape[3]} and {k.shape[3]}.")
 
@@ -126,8 +128,8 @@ def _check_linear(op: str, options: Options) -> None:
 def _check_normalize(options: Options) -> None:
     if options.feature_map is None:
         raise ValueError(
-            f"normalize=True with signed q and k divides by a signed sum; choose a non-negative feature_map ({', '.join(NON_NEGATIVE_MAPS)}), "
-            'or feature_map="identity" if q and k are non-negative already.'
+            "normalize=True with signed q and k divides by a signed sum; choose a non-negative feature_map "
+            f'({", ".join(NON_NEGATIVE_MAPS)}), or feature_map="identity" if q and k are non-negative already.'
         )
     if options.center is not None:
         raise ValueError("normalize=True with center divides by zero or a signed sum; use one of them.")
@@ -138,10 +140,11 @@ def _check_normalize(options: Options) -> None:
 
 
 def check_decay_tensor(decay: Tensor, n_heads: int, n_key_heads: int) -> None:
-    """decay [H] or [Hk], each in (0, 1]. Values are looked at on the CPU only, where that does not wait for a device."""
+    """decay [H] or [Hk], each in (0, 1]. Values are looked at on the CPU only, where that does not wait for a
+    device."""
     if decay.dim() != 1 or decay.shape[0] not in (n_heads, n_key_heads):
         raise ValueError(
-            f"decay must be a float or a tensor of shape [{n_heads}] or [{n_key_heads}], got shape {tuple(decay.shape)}."
+            f"decay must be a float or have shape [{n_heads}] or [{n_key_heads}], got shape {tuple(decay.shape)}."
         )
     if not decay.dtype.is_floating_point:
         raise ValueError(f"decay must be floating point, got {decay.dtype}.")

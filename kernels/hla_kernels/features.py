@@ -12,7 +12,8 @@ def feature(x: Tensor, name: str | None) -> Tensor:
     """phi(x), elementwise or over the last dimension.
 
     identity: x.  relu: max(x, 0).  elu1: elu(x) + 1 > 0.  softmax: softmax over D.
-    x [..., D] -> [..., D] in the dtype of x. Linear attention with elu + 1: Katharopoulos et al., arXiv 2006.16236, Eq 7.
+    x [..., D] -> [..., D] in the dtype of x. Linear attention with elu + 1: Katharopoulos et al., arXiv 2006.16236, Eq
+    7.
     """
     if name is None or name == "identity":
         return x

@@ -1,7 +1,7 @@
 """From tokens [B, N, H, D] to heads [B, Hk, G, N, D] and back, one copy each way.
 
-Query head h = i * G + g reads key head i, so keys and values have a group axis of 1 and broadcast: what depends on keys alone is
-computed once per key head.
+Query head h = i * G + g reads key head i, so keys and values have a group axis of 1 and broadcast: what depends on keys
+alone is computed once per key head.
 """
 
 from __future__ import annotations

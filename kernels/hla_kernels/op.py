@@ -76,7 +76,8 @@ def choose(call: Call, impl: str) -> str:
 def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Explanation:
     """Which implementation `op(*inputs, **options)` would run, and why not the others; nothing is computed.
 
-    op: a name of OPS. inputs: q, k, v (and coefficients for polynomial), or one packed qkv. Raises ValueError as the call would.
+    op: a name of OPS. inputs: q, k, v (and coefficients for polynomial), or one packed qkv. Raises ValueError as the
+    call would.
     """
     check_op(getattr(op, "__name__", op))
     op = getattr(op, "__name__", op)
@@ -102,7 +103,8 @@ def prepare(
     op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None = None, *, impl: str = "auto",
     state: State | None = None, return_state: bool | str = False, decay: float | Tensor | None = None, **options: Any,
 ) -> Call:  # fmt: skip
-    """Check a call and bring it to canonical form (autocast applied, decay 1.0 is no decay, float options are floats)."""
+    """Check a call and bring it to canonical form (autocast applied, decay 1.0 is no decay, float options are
+    floats)."""
     autocast = isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
     check_tensors(q, k, v, autocast)
     if autocast:
@@ -152,7 +154,7 @@ def decay_heads(decay: float | Tensor | None, q: Tensor, k: Tensor) -> Tensor | 
 
 def run(
     op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None = None, impl: str = "auto", **options: Any
-) -> Tensor | tuple[Tensor, State]:
+) -> Any:
     """Check, choose and run one call; the body of every public operator."""
     call = prepare(op, q, k, v, coefficients, impl=impl, **options)
     chosen = choose(call, impl)
@@ -163,13 +165,15 @@ def run(
 
 def run_packed(
     op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: str = "auto", **options: Any
-) -> Tensor | tuple[Tensor, State]:
-    """`run` of qkv [B, N, 3, H, D]. Two-sided calls go through the packed operator, whose backward writes one buffer."""
+) -> Any:
+    """`run` of qkv [B, N, 3, H, D]. Two-sided calls go through the packed operator, whose backward writes one
+    buffer."""
     check_packed(qkv)
-    call = prepare(op, *qkv.unbind(2), coefficients, impl=impl, **options)
+    q, k, v = qkv.unbind(2)
+    call = prepare(op, q, k, v, coefficients, impl=impl, **options)
     stateless = call.state is None and not call.return_state
     if op == "softmax_attention" or call.options.causal or not stateless or choose(call, impl) != "torch":
-        return run(op, *qkv.unbind(2), coefficients, impl, **options)
+        return run(op, q, k, v, coefficients, impl, **options)
     with _plain_precision(call.q):
         return two_sided_qkvpacked(qkv.to(call.q.dtype), coefficients, op, *_two_sided_options(call.options))
 
@@ -183,7 +187,8 @@ def _plain_precision(x: Tensor) -> contextlib.AbstractContextManager:
 
 def _two_sided_options(options: Options) -> tuple:
     return (
-        options.feature_map, options.normalize, options.center, options.mean_path, options.ridge, options.scale, options.eps,
+        options.feature_map, options.normalize, options.center, options.mean_path, options.ridge, options.scale,
+        options.eps,
     )  # fmt: skip
 
 
@@ -198,7 +203,7 @@ def _torch(call: Call) -> tuple[Tensor, State | None]:
     if options.causal:
         return causal(op, q, k, v, options, gamma, state, return_state)
     if state is not None or return_state:
-        return stream(op, q, k, v, coefficients, options, state, return_state)
+        return stream(op, q, k, v, coefficients, options, state)
     return two_sided(q, k, v, coefficients, op, *_two_sided_options(options)), None
 
 

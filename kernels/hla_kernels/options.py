@@ -1,7 +1,7 @@
 """The options every operator takes, as one immutable value.
 
-Tensors (a learned decay, polynomial coefficients) travel beside it, so that an `Options` can be compared, hashed, stored in a
-`State` and kept as a constant by torch.compile.
+Tensors (a learned decay, polynomial coefficients) travel beside it, so that an `Options` can be compared, hashed,
+stored in a `State` and kept as a constant by torch.compile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The same operators on a packed qkv [B, N, 3, H, D] (as many query as key heads), whose gradient is one packed tensor.
 
-Two-sided calls run a custom operator whose backward writes dq, dk and dv into one buffer; other calls unbind qkv. Options, results
-and errors are those of the operator without `_qkvpacked` (see `api`); a qkv of another shape raises ValueError.
+Two-sided calls run a custom operator whose backward writes dq, dk and dv into one buffer; other calls unbind qkv.
+Options, results and errors are those of the operator without `_qkvpacked` (see `api`); a qkv of another shape raises
+ValueError.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TypedDict, Unpack
 
 from torch import Tensor
 
+from .api import Result
 from .op import run_packed
 from .state import State
 
@@ -32,31 +34,32 @@ class Keywords(TypedDict, total=False):
     impl: str
 
 
-def linear_attention_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Tensor | tuple[Tensor, State]:
+def linear_attention_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
     """`linear_attention` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' s sum k v'."""
     return run_packed("linear_attention", qkv, **options)
 
 
-def hla2_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Tensor | tuple[Tensor, State]:
+def hla2_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
     """`hla2` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' S C."""
     return run_packed("hla2", qkv, **options)
 
 
-def ahla_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Tensor | tuple[Tensor, State]:
+def ahla_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
     """`ahla` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' R P."""
     return run_packed("ahla", qkv, **options)
 
 
-def hla3_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Tensor | tuple[Tensor, State]:
+def hla3_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
     """`hla3` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' S Qm P."""
     return run_packed("hla3", qkv, **options)
 
 
-def polynomial_qkvpacked(qkv: Tensor, coefficients: Tensor, **options: Unpack[Keywords]) -> Tensor | tuple[Tensor, State]:
-    """`polynomial` of qkv [B, N, 3, H, D] with coefficients [H, 4] -> [B, N, H, D]: o = q' (c1 P + c2 S C + c3 R P + c4 S Qm P)."""
+def polynomial_qkvpacked(qkv: Tensor, coefficients: Tensor, **options: Unpack[Keywords]) -> Result:
+    """`polynomial` of qkv [B, N, 3, H, D] with coefficients [H, 4] -> [B, N, H, D]: o = q' (c1 P + c2 S C + c3 R P + c4
+    S Qm P)."""
     return run_packed("polynomial", qkv, coefficients, **options)
 
 
-def softmax_attention_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Tensor | tuple[Tensor, State]:
+def softmax_attention_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
     """`softmax_attention` of qkv [B, N, 3, H, D] -> [B, N, H, D]."""
     return run_packed("softmax_attention", qkv, **options)

@@ -1,11 +1,13 @@
 """The causal torch form: compositions of chunked linear attention, one stage per order.
 
-    linear  r = LA(q, k, v)                      u = LA(q, k, k) + lambda q   (u_t = S_t q_t, the ridge makes S_t + lambda I)
+    linear  r = LA(q, k, v)                      u = LA(q, k, k) + lambda q   (u_t = S_t q_t, the ridge makes S_t +
+            lambda I)
     hla2    LA(q, u, v)        state S, F        ahla  LA(q, k, r) + lambda r   state P, E
     hla3    LA(q, u, r)        state S, P, F     hla2 by the paper's rule  LA(u, q, v) - LA(q, k, w), w_i = k_i' C_{i-1}
 
-Every stage multiplies by the scale s and by gamma^(t-j). Centring subtracts the running (decay-weighted) mean of the scores of a stage,
-cLA(q, k, v)_t = LA(q, k, v)_t - n_t (q_t.kbar_t) vbar_t, in the stages whose keys are k. Plain differentiable torch code.
+Every stage multiplies by the scale s and by gamma^(t-j). Centring subtracts the running (decay-weighted) mean of the
+scores of a stage, cLA(q, k, v)_t = LA(q, k, v)_t - n_t (q_t.kbar_t) vbar_t, in the stages whose keys are k. Plain
+differentiable torch code.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ class Pass:
     """One causal call: the tokens cut into chunks, the tensors carried in, and the tensors to carry out."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, log_gamma: Tensor | None, carry: dict[str, Tensor], want_state: bool
-    ) -> None:
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, log_gamma: Tensor | None,
+        carry: dict[str, Tensor], want_state: bool,
+    ) -> None:  # fmt: skip
         self.options, self.carry, self.want_state = options, carry, want_state
         self.chunks = Chunks(q.shape[-2], log_gamma, q)
         self.out: dict[str, Tensor] = {}
         self.means: dict[str, Tensor] = {}
-        self.weight: Tensor | None = None
+        self.weight = q  # n_t, set below by the options that need it
         if needs_ones(options):
             v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
         self.q, self.k, self.v = (self.chunks.cut(x) for x in (q, k, v))
@@ -108,9 +111,11 @@ FORMS = {"linear_attention": _linear, "hla2": _hla2, "ahla": _ahla, "hla3": _hla
 
 
 def causal(
-    op: str, q: Tensor, k: Tensor, v: Tensor, options: Options, gamma: Tensor | None, state: State | None, return_state: bool | str
-) -> tuple[Tensor, State | None]:
-    """(o [B, N, H, Dv], state or None) for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], gamma [1, Hk, 1 or G, 1, 1]."""
+    op: str, q: Tensor, k: Tensor, v: Tensor, options: Options, gamma: Tensor | None, state: State | None,
+    return_state: bool | str,
+) -> tuple[Tensor, State | None]:  # fmt: skip
+    """(o [B, N, H, Dv], state or None) for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], gamma [1, Hk, 1 or G, 1,
+    1]."""
     n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
     qh, kh, vh = (to_heads(x, n_key_heads, dtype) for x in (q, k, v))
     qh, kh = feature(qh, options.feature_map), feature(kh, options.feature_map)

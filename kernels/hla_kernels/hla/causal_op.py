@@ -1,7 +1,8 @@
 """The causal torch form as a torch.library custom operator, `hla_kernels::causal`, for calls without a state.
 
-It saves its inputs only and recomputes the stages in the backward: fp32 copies and C x C scores of every chunk would otherwise be kept,
-many times the inputs in bf16. A compiler sees one operator, so one graph serves every N. It is the seam a Triton form will share.
+It saves its inputs only and recomputes the stages in the backward: fp32 copies and C x C scores of every chunk would
+otherwise be kept, many times the inputs in bf16. A compiler sees one operator, so one graph serves every N. It is the
+seam a Triton form will share.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from .causal import causal
 
 
 def _options(
-    feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, decay: bool, decay_rule: str, ridge: float,
-    scale: float | None, eps: float,
+    feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, decay: bool, decay_rule: str,
+    ridge: float, scale: float | None, eps: float,
 ) -> Options:  # fmt: skip
     kind = "tensor" if decay else None
     return Options(True, feature_map, normalize, center, mean_path, kind, decay_rule, ridge, scale, eps)
@@ -39,8 +40,9 @@ def _(q, k, v, gamma, *options):
 
 @torch.library.custom_op("hla_kernels::causal_backward", mutates_args=())
 def causal_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, gamma_grad: bool, op: str, feature_map: str | None,
-    normalize: bool, center: str | None, mean_path: bool, decay_rule: str, ridge: float, scale: float | None, eps: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, gamma_grad: bool, op: str,
+    feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, decay_rule: str,
+    ridge: float, scale: float | None, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dgamma); the last is empty unless `gamma_grad`."""
     options = _options(feature_map, normalize, center, mean_path, gamma is not None, decay_rule, ridge, scale, eps)

@@ -4,7 +4,8 @@
     M from moments  moments.product_grad, times the mixture's coefficients
     G = s a'b       da = s b dG'      db = s a dG      (a or b centred: both enter minus their mean)
 
-Gradients of key and value moments are summed over the query heads of a group as D x D matrices, before they touch a token.
+Gradients of key and value moments are summed over the query heads of a group as D x D matrices, before they touch a
+token.
 """
 
 from __future__ import annotations
@@ -52,10 +53,14 @@ def gradient(
     for name, out in zip("qkv", outs, strict=True):
         phi_grad = feature_grad(raw[name], tokens[name], grads[name], options.feature_map if name != "v" else None)
         heads_view(out, n_key_heads).copy_(phi_grad)
-    return q.new_empty((0,)) if coefficients is None else torch.stack(d_weights, -1).flatten(0, 1).to(coefficients.dtype)
+    if coefficients is None:
+        return q.new_empty((0,))
+    return torch.stack(d_weights, -1).flatten(0, 1).to(coefficients.dtype)
 
 
-def _ratio_grad(dy: Tensor, q: Tensor, matrix: Tensor, sums: Grads, n: int, options: Options) -> tuple[Tensor, Tensor, Grads]:
+def _ratio_grad(
+    dy: Tensor, q: Tensor, matrix: Tensor, sums: Grads, n: int, options: Options
+) -> tuple[Tensor, Tensor, Grads]:
     """o = (q M_v) / (q M_1 + eps) -> (dM, dq, no rows)."""
     inverse = 1 / (q @ matrix[..., -1:] + options.eps)
     dy = dy * inverse
@@ -64,7 +69,9 @@ def _ratio_grad(dy: Tensor, q: Tensor, matrix: Tensor, sums: Grads, n: int, opti
     return d_matrix, dy @ matrix[..., :-1].mT + d_total * matrix[..., -1:].mT, {}
 
 
-def _affine_grad(dy: Tensor, q: Tensor, matrix: Tensor, sums: Grads, n: int, options: Options) -> tuple[Tensor, Tensor, Grads]:
+def _affine_grad(
+    dy: Tensor, q: Tensor, matrix: Tensor, sums: Grads, n: int, options: Options
+) -> tuple[Tensor, Tensor, Grads]:
     """o = q M + b of `moments.affine` -> (dM, dq, rows that every token's gradient receives)."""
     folded, _ = affine(matrix, sums, n, options)
     d_folded, dq, rows = q.mT @ dy, dy @ folded.mT, {}

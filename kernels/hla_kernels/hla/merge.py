@@ -9,8 +9,9 @@ Two-sided states add. Causal states form a semidirect monoid, rho_B = gamma^(n_B
             X0 = X0_A + X0_B + s W_B P_A      Y0 = Y0_A + Y0_B + s S_A W_B      W = W_A + rho_A W_B
     paper   G  = rho_B G_A + G_B + (rho_B / gamma) S0_B C_A
 
-C0, R, S0 are undecayed and add. These correct the published decayed merges (Zhang et al., arXiv 2510.27258, sections 4.3, 6.3 and 7.3),
-which are not associative or do not equal their own serial rules; tests/ops/test_errata.py shows both.
+C0, R, S0 are undecayed and add. These correct the published decayed merges (Zhang et al., arXiv 2510.27258, sections
+4.3, 6.3 and 7.3), which are not associative or do not equal their own serial rules; tests/ops/test_errata.py shows
+both.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ UNDECAYED = ("C0", "R", "S0")
 def merge(a: State, b: State) -> State:
     """The state of segment a followed by segment b (order matters when causal).
 
-    a, b: states of the same operator, options, decay and shapes. Two-sided: sums add. Causal: the monoids above; b must carry the
-    summaries of `return_state="mergeable"`, the result is mergeable iff both are. Associative. Raises ValueError when states do not
-    match, when b lacks its summaries, and for causal centring of higher orders, which has no finite merge.
+    a, b: states of the same operator, options, decay and shapes. Two-sided: sums add. Causal: the monoids above; b must
+    carry the summaries of `return_state="mergeable"`, the result is mergeable iff both are. Associative. Raises
+    ValueError when states do not match, when b lacks its summaries, and for causal centring of higher orders, which has
+    no finite merge.
     """
     if a.packed and b.packed:
         return merge(a.unpack(), b.unpack()).pack()
@@ -58,7 +60,10 @@ def merge(a: State, b: State) -> State:
     return State(a.op, a.options, a.n + b.n, out)
 
 
-def _merge_third(x: dict[str, Tensor], y: dict[str, Tensor], out: dict[str, Tensor], s: float, rho_a: Any, rho_b: Any) -> None:
+Tensors = dict[str, Tensor]
+
+
+def _merge_third(x: Tensors, y: Tensors, out: Tensors, s: float, rho_a: Any, rho_b: Any) -> None:
     """The third-order monoid; four D x D products and no D^3 map."""
     seen = s * (x["S"] @ y["W"])  # S_A W_B
     out["F"] = out["F"] + s * rho_b * (x["S"] @ y["X0"] + y["Y0"] @ x["P"] + seen @ x["P"])
@@ -74,8 +79,8 @@ def _check(a: State, b: State) -> None:
             raise ValueError(f"merge needs states of the same {name}, got {x!r} and {y!r}.")
     if a.options.causal and a.options.center is not None and a.op != "linear_attention":
         raise ValueError(
-            f"Causal {a.op} states with center={a.options.center!r} cannot be merged: running means enter every inner stage, so no "
-            "finite summary exists; pass the state on with state= instead."
+            f"Causal {a.op} states with center={a.options.center!r} cannot be merged: running means enter every inner "
+            "stage, so no finite summary exists; pass the state on with state= instead."
         )
     if b.options.causal and missing_summaries(b):
         raise ValueError(
@@ -86,6 +91,6 @@ def _check(a: State, b: State) -> None:
         if name in b.tensors and a.tensors[name].shape != b.tensors[name].shape:
             shapes = tuple(a.tensors[name].shape), tuple(b.tensors[name].shape)
             raise ValueError(f"merge needs states of the same shapes, got {name} {shapes[0]} and {shapes[1]}.")
-    if "gamma" in a.tensors and not torch.compiler.is_compiling() and a.tensors["gamma"].device.type == "cpu":
-        if not torch.equal(a.tensors["gamma"], b.tensors["gamma"]):
-            raise ValueError("merge needs states of the same decay, got two different decay tensors.")
+    compare = "gamma" in a.tensors and not torch.compiler.is_compiling() and a.tensors["gamma"].device.type == "cpu"
+    if compare and not torch.equal(a.tensors["gamma"], b.tensors["gamma"]):
+        raise ValueError("merge needs states of the same decay, got two different decay tensors.")

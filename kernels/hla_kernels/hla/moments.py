@@ -1,7 +1,9 @@
-"""Two-sided moments: what every two-sided operator needs to know about the tokens, and the one matrix per head made of it.
+"""Two-sided moments: what every two-sided operator needs to know about the tokens, and the one matrix per head made of
+it.
 
-All tensors are in head layout: q [B, Hk, G, N, D], k [B, Hk, 1, N, D], v [B, Hk, 1, N, Dv]. A moment of keys (and values) alone
-has a group axis of 1. Centring tokens and mixing v - mean(v) are rank-one corrections here, never passes over the tokens.
+All tensors are in head layout: q [B, Hk, G, N, D], k [B, Hk, 1, N, D], v [B, Hk, 1, N, Dv]. A moment of keys (and
+values) alone has a group axis of 1. Centring tokens and mixing v - mean(v) are rank-one corrections here, never passes
+over the tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def token_sums(op: str, q: Tensor, k: Tensor, v: Tensor, options: Options) -> di
 def moments(op: str, sums: dict[str, Tensor], n: float | Tensor, options: Options) -> dict[str, Tensor]:
     """Scaled and centred moments from raw sums over n tokens; v is extended by a column of ones when `needs_ones`.
 
-    sum (a - mean a)(b - mean b)' = sum a b' - (sum a)(sum b)'/n;  sum a 1 = sum a.  Returns P [B, Hk, 1, D, Dv (+1)] and so on.
+    sum (a - mean a)(b - mean b)' = sum a b' - (sum a)(sum b)'/n;  sum a 1 = sum a.  Returns P [B, Hk, 1, D, Dv (+1)]
+                                                                   and so on.
     """
     s = 1 / n if options.scale is None else options.scale
     ones = needs_ones(options)
@@ -64,13 +67,9 @@ def moments(op: str, sums: dict[str, Tensor], n: float | Tensor, options: Option
         out[name] = m * s
     if options.ridge:
         first = MOMENTS[op][0]  # S or R, never centred away: lambda I is added to the scaled moment
-        out[first] = out[first] + options.ridge * torch.eye(out[first].shape[-1], dtype=q_dtype(out), device=out[first].device)
+        m = out[first]
+        out[first] = m + options.ridge * torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
     return out
-
-
-def q_dtype(m: dict[str, Tensor]) -> torch.dtype:
-    """The dtype the moments are kept in."""
-    return next(iter(m.values())).dtype
 
 
 def product(order: str, m: dict[str, Tensor]) -> Tensor:

@@ -1,9 +1,9 @@
 """The literal definitions: every operator as an N x N matrix of weights W, o_t = sum_j W_tj v_j.
 
-Slow and quadratic on purpose; this is what the other forms are tested against. Evaluated in the dtype of its inputs, so that it is
-the truth in float64 and the yardstick of rounding in a lower precision. Symbols: A = phi(Q) phi(K)', s the scale of a moment,
-Gamma_tj = gamma^(t-j) [j <= t] (all ones when two-sided), lambda the ridge. Zhang et al., Higher-order Linear Attention,
-arXiv 2510.27258 (definitions of HLA2, AHLA, HLA3; masks as matrices).
+Slow and quadratic on purpose; this is what the other forms are tested against. Evaluated in the dtype of its inputs, so
+that it is the truth in float64 and the yardstick of rounding in a lower precision. Symbols: A = phi(Q) phi(K)', s the
+scale of a moment, Gamma_tj = gamma^(t-j) [j <= t] (all ones when two-sided), lambda the ridge. Zhang et al.,
+Higher-order Linear Attention, arXiv 2510.27258 (definitions of HLA2, AHLA, HLA3; masks as matrices).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from ..options import Options, is_paper
 
 
 def reference(
-    op: str, q: Tensor, k: Tensor, v: Tensor, options: Options, gamma: Tensor | None = None, coefficients: Tensor | None = None
-) -> Tensor:
+    op: str, q: Tensor, k: Tensor, v: Tensor, options: Options, gamma: Tensor | None = None,
+    coefficients: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """o_t = sum_j W_tj v_j for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv].
 
     gamma is a decay per query head [H], coefficients [H, 4] belong to `polynomial`.
@@ -56,9 +57,11 @@ def decay_powers(gamma: Tensor, n: int, shift: int) -> Tensor:
 
 
 def two_sided_weights(
-    op: str, q: Tensor, k: Tensor, past: Tensor, average: Tensor, options: Options, gamma: Tensor | None, coefficients: Tensor | None
-) -> Tensor:
-    """LA sA; HLA2 s^2 A A'; AHLA s^2 A A; HLA3 s^3 A A' A; polynomial their mixture. Ridge: S + lambda I or R + lambda I."""
+    op: str, q: Tensor, k: Tensor, past: Tensor, average: Tensor, options: Options, gamma: Tensor | None,
+    coefficients: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """LA sA; HLA2 s^2 A A'; AHLA s^2 A A; HLA3 s^3 A A' A; polynomial their mixture. Ridge: S + lambda I or R + lambda
+    I."""
     if options.center is not None:
         k = k - average @ k
     if options.center == "qk":
@@ -80,9 +83,11 @@ def two_sided_weights(
 
 
 def causal_weights(
-    op: str, q: Tensor, k: Tensor, past: Tensor, average: Tensor, options: Options, gamma: Tensor | None, coefficients: Tensor | None
-) -> Tensor:
-    """LA W1 = s Gamma o A; AHLA W1 W1; HLA2 W2 = s Gamma o (A W1'); HLA3 W2 W1; W1's scores centred over the past when asked."""
+    op: str, q: Tensor, k: Tensor, past: Tensor, average: Tensor, options: Options, gamma: Tensor | None,
+    coefficients: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """LA W1 = s Gamma o A; AHLA W1 W1; HLA2 W2 = s Gamma o (A W1'); HLA3 W2 W1; W1's scores centred over the past when
+    asked."""
     s = 1.0 if options.scale is None else options.scale
     if options.center == "qk":
         q = q - average @ q
@@ -104,7 +109,8 @@ def causal_weights(
 def paper_weights(a: Tensor, past: Tensor, gamma: Tensor | None, s: float) -> Tensor:
     """The paper's serial rule S = gS + kk', C = gC + qv', G = gG + k (k'C_{t-1}), o = q'(S C - G), unrolled.
 
-    W_tj = s^2 sum_i (g^(2t-i-j) [i,j <= t] - g^(t-1-j) [j < i <= t]) A_ti A_ji: terms with i > j do not cancel when g < 1.
+    W_tj = s^2 sum_i (g^(2t-i-j) [i,j <= t] - g^(t-1-j) [j < i <= t]) A_ti A_ji: terms with i > j do not cancel when g <
+    1.
     """
     assert gamma is not None
     n = a.shape[-1]

@@ -1,4 +1,5 @@
-"""Two-sided calls that carry a state, and the read-out of queries from one. Plain autograd on the functions of `moments`."""
+"""Two-sided calls that carry a state, and the read-out of queries from one. Plain autograd on the functions of
+`moments`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from .moments import mixture_weights, moments, operator_matrix, read_out, token_
 
 
 def stream(
-    op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: Options, state: State | None, return_state: bool | str
+    op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: Options, state: State | None
 ) -> tuple[Tensor, State]:
     """(o, state): the tokens are added to the state's sums, then these queries read all tokens seen so far."""
     n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
@@ -31,13 +32,14 @@ def stream(
 
 
 def read(q: Tensor, state: State, coefficients: Tensor | None = None) -> Tensor:
-    """o = q M: queries that are not tokens themselves read a two-sided state. q [B, M, H, D] -> [B, M, H, Dv] in the dtype of q.
+    """o = q M: queries that are not tokens themselves read a two-sided state. q [B, M, H, D] -> [B, M, H, Dv] in the
+    dtype of q.
 
-    The options (feature map, normaliser, centring, mean path, ridge, scale) are the state's; `polynomial` takes its coefficients
-    [H, 4]. Raises ValueError for a causal state, whose inner stages need the token's own key and value.
+    The options (feature map, normaliser, centring, mean path, ridge, scale) are the state's; `polynomial` takes its
+    coefficients [H, 4]. Raises ValueError for a causal state, whose inner stages need the token's own key and value.
     """
     if not isinstance(state, State):
-        raise ValueError(f"state must be a State returned by an operator with return_state, got {type(state).__name__}.")
+        raise ValueError(f"state must be a State returned with return_state, got {type(state).__name__}.")
     if state.options.causal:
         raise ValueError("read needs a two-sided state; a causal state is continued with state=.")
     state = state.unpack()
@@ -61,6 +63,6 @@ def read(q: Tensor, state: State, coefficients: Tensor | None = None) -> Tensor:
 def _read(q: Tensor, state: State, coefficients: Tensor | None, n_key_heads: int) -> Tensor:
     sums = {name: x.to(q.dtype) for name, x in state.tensors.items()}
     n = state.n.to(q.dtype)
-    weights = None if state.op != "polynomial" else mixture_weights(coefficients, n_key_heads, q.dtype)
+    weights = None if coefficients is None else mixture_weights(coefficients, n_key_heads, q.dtype)
     matrix = operator_matrix(state.op, moments(state.op, sums, n, state.options), weights)
     return read_out(q, matrix, sums, n, state.options)

@@ -1,7 +1,9 @@
 """What a causal segment must remember so that it can be put behind another one (`merge`).
 
-    hla2 C0 = Sum q v' (undecayed)     ahla R = Sum k q' (undecayed)     hla2 by the paper's rule S0 = Sum k k' (undecayed)
-    hla3 W = Sum gamma^u q_u q_u' (u counts 1..n inside the segment)   X0 = Sum q_u r_u'   Y0 = Sum u_u q_u'   (both undecayed)
+    hla2 C0 = Sum q v' (undecayed)     ahla R = Sum k q' (undecayed)     hla2 by the paper's rule S0 = Sum k k'
+                                       (undecayed)
+    hla3 W = Sum gamma^u q_u q_u' (u counts 1..n inside the segment)   X0 = Sum q_u r_u'   Y0 = Sum u_u q_u'   (both
+                                                                       undecayed)
 
 They are sums over the segment's tokens, so a call that continues a mergeable state adds to its summaries.
 """
@@ -16,7 +18,8 @@ from ..state import State
 
 
 def summaries(op: str, p, inner: dict[str, Tensor], state: State | None) -> dict[str, Tensor]:
-    """The summaries of `op` after the pass `p` (a `causal.Pass`), whose inner stages were u, r of `inner` (chunk layout)."""
+    """The summaries of `op` after the pass `p` (a `causal.Pass`), whose inner stages were u, r of `inner` (chunk
+    layout)."""
     join = p.chunks.join
     q, k, v = join(p.q), join(p.k), join(p.v)
     if is_paper(op, p.options):

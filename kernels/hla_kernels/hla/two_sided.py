@@ -1,8 +1,9 @@
 """The two-sided torch form: o = q M with one D x Dv matrix per head, as torch.library custom operators.
 
-Two operators, `hla_kernels::two_sided` (q, k, v) and `hla_kernels::two_sided_qkvpacked` (qkv [B, N, 3, H, D], whose backward writes
-one packed gradient). Both save their inputs only and recompute the moments in the backward, which is written out in `gradient`.
-They are the seam a Triton form will share. `streamed` is the same mathematics under plain autograd, for calls that carry a state.
+Two operators, `hla_kernels::two_sided` (q, k, v) and `hla_kernels::two_sided_qkvpacked` (qkv [B, N, 3, H, D], whose
+backward writes one packed gradient). Both save their inputs only and recompute the moments in the backward, which is
+written out in `gradient`. They are the seam a Triton form will share. `stream` is the same mathematics under plain
+autograd, for calls that carry a state.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def evaluate(op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | No
 
 
 def _options(
-    feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float
-) -> Options:
+    feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None,
+    eps: float,
+) -> Options:  # fmt: skip
     return Options(False, feature_map, normalize, center, mean_path, None, "cascade", ridge, scale, eps)
 
 
@@ -64,8 +66,8 @@ def two_sided_backward(
     """(dq, dk, dv, dcoefficients) of `two_sided`; the last is empty without coefficients."""
     with _no_autocast(q):
         options = _options(feature_map, normalize, center, mean_path, ridge, scale, eps)
-        outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        return (*outs, gradient(op, grad, q, k, v, coefficients, options, outs))
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        return dq, dk, dv, gradient(op, grad, q, k, v, coefficients, options, (dq, dk, dv))
 
 
 @two_sided_backward.register_fake
@@ -82,7 +84,8 @@ def two_sided_qkvpacked(
     """`two_sided` of qkv [B, N, 3, H, D] -> [B, N, H, D]."""
     with _no_autocast(qkv):
         options = _options(feature_map, normalize, center, mean_path, ridge, scale, eps)
-        return evaluate(op, *qkv.unbind(2), coefficients, options)
+        q, k, v = qkv.unbind(2)
+        return evaluate(op, q, k, v, coefficients, options)
 
 
 @two_sided_qkvpacked.register_fake
@@ -99,7 +102,8 @@ def two_sided_qkvpacked_backward(
     with _no_autocast(qkv):
         options = _options(feature_map, normalize, center, mean_path, ridge, scale, eps)
         out = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-        return out, gradient(op, grad, *qkv.unbind(2), coefficients, options, out.unbind(2))
+        q, k, v = qkv.unbind(2)
+        return out, gradient(op, grad, q, k, v, coefficients, options, out.unbind(2))
 
 
 @two_sided_qkvpacked_backward.register_fake

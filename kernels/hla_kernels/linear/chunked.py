@@ -2,10 +2,11 @@
 
     LA(q, k, v)_t = q_t' H_t,    H_t = gamma H_{t-1} + k_t v_t'
 
-Inside chunk c, with H the state entering it and i the position in the chunk: o = (Gamma o (Q K')) V + gamma^(i+1) Q H. The states
-entering all chunks are one cumulative sum, or, with decay, one small lower-triangular matrix of powers of gamma^C times the chunks'
-own sums; there is no loop over tokens or chunks, and memory is linear in N. Any N: the last chunk is padded with zeros.
-Shapes: q [B, Hk, G, c, C, D], k [B, Hk, 1, c, C, D], v [B, Hk, 1 or G, c, C, Dv], states [B, Hk, 1 or G, D, Dv].
+Inside chunk c, with H the state entering it and i the position in the chunk: o = (Gamma o (Q K')) V + gamma^(i+1) Q H.
+The states entering all chunks are one cumulative sum, or, with decay, one small lower-triangular matrix of powers of
+gamma^C times the chunks' own sums; there is no loop over tokens or chunks, and memory is linear in N. Any N: the last
+chunk is padded with zeros. Shapes: q [B, Hk, G, c, C, D], k [B, Hk, 1, c, C, D], v [B, Hk, 1 or G, c, C, Dv], states
+[B, Hk, 1 or G, D, Dv].
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ CHUNK = 64
 
 
 class Chunks:
-    """The cut of N tokens into chunks and the powers of gamma that belong to it. log_gamma [1, Hk, 1 or G, 1, 1] or None."""
+    """The cut of N tokens into chunks and the powers of gamma that belong to it. log_gamma [1, Hk, 1 or G, 1, 1] or
+    None."""
 
     def __init__(self, n: int, log_gamma: Tensor | None, like: Tensor) -> None:
-        # in a graph (a call with a state) one trace serves every N: a constant chunk size, and two spare chunks so that no count is
-        # the special case 1; eager calls, and decoding with N = 1, pad to whole chunks only
+        # in a graph (a call with a state) one trace serves every N: a constant chunk size, and two spare chunks so that
+        # no count is the special case 1; eager calls, and decoding with N = 1, pad to whole chunks only
         self.spare = 2 if torch.compiler.is_compiling() and n != 1 else 0
         self.size = CHUNK if self.spare else min(CHUNK, n)
         real = (n + self.size - 1) // self.size
@@ -53,7 +55,7 @@ class Chunks:
         padding = self.count * self.size - self.n
         if self.spare or padding:  # in this order: no branch on N inside a graph
             x = F.pad(x, (0, 0, 0, padding))
-        return x.view(*x.shape[:3], self.count, self.size, x.shape[-1])
+        return x.view(*x.shape[:3], -1, self.size, x.shape[-1])
 
     def join(self, x: Tensor) -> Tensor:
         """[B, Hk, G, c, C, D] -> [B, Hk, G, N, D]."""
@@ -79,8 +81,9 @@ class Chunks:
 
 
 def stage(
-    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, carry: Tensor | None = None, strict: bool = False, want_state: bool = False
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, carry: Tensor | None = None, strict: bool = False,
+    want_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(LA(q, k, v), state after the last token or None); `carry` is the state before the first token.
 
     strict: sum_{j<t} gamma^(t-1-j) (q_t.k_j) v_j instead, the state before token t (its carry and states are the same).
@@ -98,7 +101,10 @@ def stage(
     return y, chunks.leaving(k, v, entering) if want_state else None
 
 
-def running_sum(x: Tensor, chunks: Chunks, carry: Tensor | None, want_state: bool = False) -> tuple[Tensor, Tensor | None]:
-    """sum_{j<=t} gamma^(t-j) x_j [B, Hk, g, c, C, D]: the stage with q = k = 1; carry and state are [B, Hk, g, 1, D]."""
+def running_sum(
+    x: Tensor, chunks: Chunks, carry: Tensor | None, want_state: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """sum_{j<=t} gamma^(t-j) x_j [B, Hk, g, c, C, D]: the stage with q = k = 1; carry and state are [B, Hk, g, 1,
+    D]."""
     ones = torch.ones_like(x[..., :1])
     return stage(ones, ones, x, chunks, carry, want_state=want_state)
