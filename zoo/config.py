@@ -1,0 +1,221 @@
+"""The configuration of a run: YAML files and `section.key=value` words, checked against frozen dataclasses.
+
+The sections and their keys are in `zoo.train.settings`; here is the machinery: reading, `base:` files, overrides, type checks,
+the help text made from docstrings, and the comparison of two configurations. Every wrong input is one ValueError with one
+sentence; `command_line` turns it into exit status 2 without a traceback.
+"""
+
+import dataclasses
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from zoo.names import unknown_name
+
+T = TypeVar("T")
+Tree = dict[str, Any]
+
+
+def load(schema: type[T], path: str | Path | None, overrides: list[str] | None = None) -> T:
+    """The `schema` instance of a YAML file (None: all defaults) with `section.key=value` words applied on top.
+
+    A file may name another with `base: other.yaml` (relative to itself), whose values it changes. Raises ValueError for a
+    missing or unreadable file, an unknown key (with the nearest valid one), or a value of the wrong type.
+    """
+    tree = read_tree(Path(path)) if path else {}
+    for word in overrides or []:
+        tree = merge(tree, _parse_override(schema, word))
+    return from_tree(schema, tree)
+
+
+def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
+    """The nested dict of a YAML file with its `base` files merged in. Raises ValueError if a file is missing or malformed."""
+    if path.resolve() in seen:
+        raise ValueError(f"the configuration {path} names itself as its base")
+    if not path.is_file():
+        raise ValueError(f"there is no configuration file {path}")
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} must hold sections with keys, got a {type(tree).__name__}")
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    return merge(read_tree(path.parent / str(base), (*seen, path.resolve())), tree)
+
+
+def merge(below: Tree, above: Tree) -> Tree:
+    """`below` with the values of `above`, dict by dict."""
+    out = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merge(out[key], value) if both else value
+    return out
+
+
+def from_tree(schema: type[T], tree: Tree, prefix: str = "") -> T:
+    """The dataclass `schema` built from a nested dict; keys that are absent keep their defaults. Raises ValueError."""
+    hints = _hints(schema)
+    values = {}
+    for key, value in tree.items():
+        if key not in hints:
+            raise unknown_name("configuration key", f"{prefix}{key}", [prefix + name for name in hints])
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise ValueError(f"{prefix}{key} is a section and needs keys, got {value!r}")
+            values[key] = from_tree(typing.cast(type, hint), value, f"{prefix}{key}.")
+        else:
+            values[key] = check_type(value, hint, prefix + key)
+    return schema(**values)
+
+
+def to_tree(config: Any) -> Tree:
+    """The nested dict of a configuration: plain dicts, lists, numbers and strings."""
+    return dataclasses.asdict(config)
+
+
+def save(config: Any, path: Path) -> None:
+    """Write the whole configuration, defaults included, as YAML."""
+    path.write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
+
+
+def differences(a: Any, b: Any, ignore: tuple[str, ...] = ()) -> list[str]:
+    """The dotted keys in which two configurations differ; `ignore` names keys or whole sections that may differ."""
+    one, two = leaves(a), leaves(b)
+    keys = [k for k in one.keys() | two.keys() if one.get(k) != two.get(k)]
+    return sorted(k for k in keys if not any(k == i or k.startswith(i + ".") for i in ignore))
+
+
+def leaves(config: Any) -> dict[str, Any]:
+    """Every value of a configuration under its dotted key."""
+    return _flatten(to_tree(config))
+
+
+def _flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, dict) and value
+        out |= _flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return out
+
+
+def check_type(value: Any, hint: Any, name: str) -> Any:
+    """`value` as the annotated type, or a ValueError that names the key `name`. Whole numbers are accepted for floats."""
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for one in allowed:
+        origin = typing.get_origin(one) or one
+        if origin is types.NoneType and value is None:
+            return None
+        if origin is float and _is_number(value):
+            return float(value)
+        if origin is int and isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if origin is list and isinstance(value, list):
+            (item,) = typing.get_args(one)
+            return [check_type(v, item, f"{name}[{i}]") for i, v in enumerate(value)]
+        if origin in (str, bool, dict) and isinstance(value, origin):
+            return value
+    raise ValueError(f"{name} must be {type_name(hint)}, got {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):  # YAML reads 1e-3, without a dot, as a string
+        return re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) is not None
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def type_name(hint: Any) -> str:
+    """A type annotation in words: `int`, `list[float]`, `int or none`."""
+    if isinstance(hint, types.UnionType):
+        return " or ".join(type_name(h) for h in typing.get_args(hint))
+    if hint is types.NoneType:
+        return "none"
+    return str(hint) if typing.get_origin(hint) else hint.__name__
+
+
+def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError, with the nearest valid name, unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise unknown_name(key, value, allowed)
+
+
+def positive(**values: float) -> None:
+    """Raise ValueError for the first value that is not above zero."""
+    for name, value in values.items():
+        if value <= 0:
+            raise ValueError(f"{name.replace('__', '.')} must be positive, got {value}")
+
+
+def _parse_override(schema: type, word: str) -> Tree:
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise ValueError(f"expected section.key=value, got {word!r}")
+    try:
+        value = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError as error:
+        raise ValueError(f"the value of {key} cannot be read: {text!r}") from error
+    names = key.split(".")
+    hints = _hints(schema)
+    if names[0] not in hints:
+        raise unknown_name("configuration section", names[0], hints)
+    if len(names) == 1 and dataclasses.is_dataclass(hints[names[0]]):
+        raise ValueError(f"expected {key}.KEY=VALUE with a key of the section {key!r}, got {word!r}")
+    for name in reversed(names):
+        value = {name: value}
+    return value
+
+
+@cache
+def _hints(schema: type) -> dict[str, Any]:
+    return typing.get_type_hints(schema)
+
+
+def field_docs(schema: type) -> dict[str, str]:
+    """What each field means, from the `name: meaning` lines of the dataclass docstring (continuations are indented)."""
+    docs: dict[str, str] = {}
+    name = ""
+    for line in inspect.cleandoc(schema.__doc__ or "").splitlines():
+        if match := re.match(r"(\w+): (.*)", line):
+            name, text = match.groups()
+            docs[name] = text
+        elif line.startswith("  ") and name:
+            docs[name] += " " + line.strip()
+    return docs
+
+
+def describe(schema: type) -> str:
+    """The help text of a configuration: every section and key with type, default and meaning."""
+    lines = []
+    for section, hint in _hints(schema).items():
+        if not dataclasses.is_dataclass(hint):
+            lines += ["", *_describe_key(schema, section, "")]
+            continue
+        lines += ["", f"{section}: {inspect.cleandoc(hint.__doc__ or '').splitlines()[0]}"]
+        for key in _hints(typing.cast(type, hint)):
+            lines += _describe_key(typing.cast(type, hint), key, f"{section}.")
+    return "\n".join(lines)
+
+
+def _describe_key(schema: type, key: str, prefix: str) -> list[str]:
+    default, kind = getattr(schema(), key), type_name(_hints(schema)[key])
+    return [f"  {prefix}{key} ({kind}, default {default!r})", f"      {field_docs(schema)[key]}"]
+
+
+def command_line(main: Callable[[list[str]], Any]) -> None:
+    """Run `main` on the words of the command line; a ValueError is printed as its sentence, with exit status 2."""
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,51 @@
+"""Labelled images: where they lie (sources), in which order (plan), and how they become batches (loaded, cached)."""
+
+import torch
+
+from zoo.data.batch import Batch, check_unreadable
+from zoo.data.cached import CachedImages
+from zoo.data.loaded import LoadedImages
+from zoo.data.plan import BatchPlan
+from zoo.data.settings import AugmentSettings, DataSettings
+from zoo.data.sources import Source, open_source
+from zoo.data.transforms import InputSpec, check_cacheable
+
+Images = CachedImages | LoadedImages
+
+
+def open_sources(data: DataSettings) -> tuple[Source, Source]:
+    """The training and validation sets. Raises ValueError when their classes differ from each other or from the settings."""
+    keys = {"image_key": data.image_key, "label_key": data.label_key}
+    train = open_source(data.source, data.train, train=True, **keys)
+    val = open_source(data.source, data.val, train=False, **keys)
+    n = len(train.classes)
+    if data.num_classes not in (None, n):
+        raise ValueError(f"data.num_classes is {data.num_classes}, but the training set has {n} classes")
+    named = data.source == "folder" and train.classes != val.classes
+    if named or len(val.classes) > n:
+        raise ValueError(f"the validation set has {len(val.classes)} classes that are not the {n} of the training set")
+    return train, val
+
+
+def open_images(
+    source: Source, spec: InputSpec, data: DataSettings, augment: AugmentSettings, seed: int, device: torch.device
+) -> Images:
+    """Batches of a source for a model with this input; decoded once and kept on the device when `data.cache` is set."""
+    check_cacheable(data, augment)
+    kind = CachedImages if data.cache else LoadedImages
+    return kind(source, spec, augment, seed, device, data.workers)
+
+
+__all__ = [
+    "Batch",
+    "BatchPlan",
+    "CachedImages",
+    "Images",
+    "InputSpec",
+    "LoadedImages",
+    "Source",
+    "check_unreadable",
+    "open_images",
+    "open_source",
+    "open_sources",
+]

@@ -1,0 +1,161 @@
+"""Where labelled images lie: scikit-learn's digits, image folders, parquet files, Hugging Face data sets, webdataset shards.
+
+Folders are read by timm; the rest by the `datasets` library, which gives every row a number, so that any order can be
+repeated and continued. It copies parquet files and shards once into its cache folder.
+"""
+
+import io
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+DIGITS_TRAIN = 1000  # of 1797; the rest is the validation set
+
+
+class Unreadable(Exception):
+    """An image that cannot be decoded."""
+
+
+class Source(Protocol):
+    """A numbered set of labelled images."""
+
+    classes: list[str]
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """The RGB image and class number of one index. Raises Unreadable."""
+        ...
+
+    def name(self, index: int) -> str:
+        """What the image is called where it came from."""
+        ...
+
+
+def open_source(
+    kind: str, where: str, *, train: bool, image_key: str = "image", label_key: str = "label", class_map: dict | None = None
+) -> Source:
+    """The images at `where`, of the kinds that `DataSettings.source` lists.
+
+    `class_map` (folder only) gives the class number of each sub-folder; without it they count up in natural order. Raises
+    ValueError when nothing is there, or no image is in it.
+    """
+    if kind == "digits":
+        return Digits(train)
+    if not where:
+        raise ValueError(f"data.{'train' if train else 'val'} is empty: say where the images of the source {kind!r} lie")
+    if kind == "folder":
+        return Folder(where, class_map)
+    return Rows(_load_rows(kind, where, train), where, image_key, label_key)
+
+
+def decode(raw: Any) -> Image.Image:
+    """An RGB image from an open file or bytes. Raises Unreadable."""
+    try:
+        image = Image.open(io.BytesIO(raw) if isinstance(raw, bytes) else raw)
+        return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises on broken files
+        raise Unreadable(str(error)) from error
+
+
+class Digits:
+    """1797 scans of handwritten digits, 8 x 8 grey levels, in a fixed random split (scikit-learn, from UCI)."""
+
+    classes = [str(i) for i in range(10)]
+
+    def __init__(self, train: bool) -> None:
+        from sklearn.datasets import load_digits
+
+        data = load_digits()
+        order = np.random.RandomState(0).permutation(len(data.target))
+        self.indices = order[:DIGITS_TRAIN] if train else order[DIGITS_TRAIN:]
+        self.images = (data.images[self.indices] * (255 / 16)).round().astype(np.uint8)
+        self.labels = data.target[self.indices]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return Image.fromarray(self.images[index]).convert("RGB"), int(self.labels[index])
+
+    def name(self, index: int) -> str:
+        return f"digit-{self.indices[index]:04d}"
+
+
+class Folder:
+    """One sub-folder a class, read by timm's reader (natural order of the sub-folder names = class numbers)."""
+
+    def __init__(self, root: str, class_map: dict | None = None) -> None:
+        from timm.data.readers import create_reader
+
+        if not os.path.isdir(root):
+            raise ValueError(f"there is no image folder {root}")
+        try:
+            self.reader = create_reader("", root=root, class_map=class_map)
+        except RuntimeError as error:
+            raise ValueError(f"the folder {root} holds no images: expected one sub-folder of image files a class") from error
+        numbers: dict[str, int] = self.reader.class_to_idx
+        names = {number: name for name, number in numbers.items()}
+        self.classes = [names.get(i, f"class {i}") for i in range(max(names) + 1)]
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        file, label = self.reader[index]
+        with file:
+            return decode(file), label
+
+    def name(self, index: int) -> str:
+        return self.reader.filename(index)
+
+
+class Rows:
+    """Rows of the `datasets` library with an image column and an integer label column."""
+
+    def __init__(self, rows: Any, where: str, image_key: str, label_key: str) -> None:
+        import datasets
+
+        for key in (image_key, label_key):
+            if key not in rows.column_names:
+                raise ValueError(f"{where} has no column {key!r}; its columns are {', '.join(rows.column_names)}")
+        if len(rows) == 0:
+            raise ValueError(f"{where} holds no images")
+        self.rows = rows.cast_column(image_key, datasets.Image(decode=False))  # we decode, to count what cannot be read
+        self.image_key, self.label_key = image_key, label_key
+        feature = rows.features[label_key]
+        if isinstance(feature, datasets.ClassLabel):
+            self.classes = list(feature.names)
+        else:
+            labels = np.asarray(rows[label_key][:])
+            if labels.dtype.kind not in "iu" or labels.min() < 0:
+                raise ValueError(f"the column {label_key!r} of {where} must hold class numbers from 0, got {feature}")
+            self.classes = [f"class {i}" for i in range(int(labels.max()) + 1)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        row = self.rows[int(index)]
+        image = row[self.image_key]
+        return decode(image["bytes"] or image["path"]), int(row[self.label_key])
+
+    def name(self, index: int) -> str:
+        return str(self.rows[int(index)][self.image_key].get("path") or index)
+
+
+def _load_rows(kind: str, where: str, train: bool) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"the source {kind!r} needs the package datasets: pip install 'hla-zoo[eval]'") from error
+    if kind == "hf":
+        name, _, split = where.partition(":")
+        return datasets.load_dataset(name, split=split or ("train" if train else "validation"))
+    pattern = Path(where)
+    if not list(pattern.parent.glob(pattern.name)):
+        raise ValueError(f"there is no {kind} file {where}")
+    return datasets.load_dataset(kind, data_files=where, split="train")  # one unnamed split is called train

@@ -1,0 +1,89 @@
+"""From a decoded image to the tensor that a model reads: timm's transforms with our settings."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+from timm.data.transforms import str_to_interp_mode
+from torch import Tensor, nn
+from torchvision import transforms as T
+
+from zoo.data.settings import AugmentSettings, DataSettings
+
+Transform = Callable[[Image.Image], Tensor]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What a model wants to see: size (height, width) in pixels, mean and std of each channel, and how to resize and crop."""
+
+    size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop_pct: float
+    interpolation: str = "bicubic"
+    crop_mode: str = "center"
+
+    @classmethod
+    def of(cls, model: nn.Module, img_size: int | None, data: DataSettings) -> "InputSpec":
+        """The input of a timm model, from its pretrained configuration; `img_size` and what `data` sets override it."""
+        args = {"img_size": img_size, "crop_pct": data.crop_pct, "mean": data.mean, "std": data.std}
+        found = resolve_data_config({k: v for k, v in args.items() if v is not None}, model=model)
+        return cls(
+            size=tuple(found["input_size"][1:]),
+            mean=tuple(found["mean"]),
+            std=tuple(found["std"]),
+            crop_pct=found["crop_pct"],
+            interpolation=found["interpolation"],
+            crop_mode=found["crop_mode"],
+        )
+
+    def timm(self) -> dict[str, Any]:
+        """The keywords of timm's create_transform."""
+        shared = {k: getattr(self, k) for k in ("mean", "std", "crop_pct", "interpolation", "crop_mode")}
+        return {"input_size": (3, *self.size), **shared}
+
+
+def eval_transform(spec: InputSpec, normalize: bool = True) -> Transform:
+    """Resize and centre crop: image -> [3, H, W], float32 normalised, or uint8 when `normalize` is false."""
+    return create_transform(**spec.timm(), is_training=False, normalize=normalize)
+
+
+def train_transform(spec: InputSpec, augment: AugmentSettings) -> Transform:
+    """Random crop, flip, colour, policy and erasing: image -> [3, H, W] float32. Draws from python's and torch's generators."""
+    arguments: dict[str, Any] = {
+        **spec.timm(),
+        "is_training": True,
+        "scale": tuple(augment.scale),
+        "hflip": augment.hflip,
+        "color_jitter": augment.jitter or None,
+        "auto_augment": augment.auto or None,
+        "re_prob": augment.erase,
+        "re_mode": "pixel",
+    }
+    first, second, last = create_transform(**arguments, separate=True)
+    if augment.crop != "resized":
+        first = _fixed_scale(spec, augment)
+    return T.Compose([first, second, last])
+
+
+def _fixed_scale(spec: InputSpec, augment: AugmentSettings) -> Transform:
+    """Resize to the input size, then shift by padding (or not) and flip: the usual choice for 32 x 32 images."""
+    resize = T.Resize(spec.size, interpolation=str_to_interp_mode(spec.interpolation))
+    steps: list[Any] = [resize, T.CenterCrop(spec.size)]
+    if augment.crop == "padded":
+        steps = [resize, T.RandomCrop(spec.size, padding=augment.pad)]
+    return T.Compose([*steps, T.RandomHorizontalFlip(augment.hflip)])
+
+
+def check_cacheable(data: DataSettings, augment: AugmentSettings) -> None:
+    """Raise ValueError when `data.cache` is set with augmentation that needs decoded pictures one by one."""
+    if not data.cache:
+        return
+    wrong = [k for k in ("jitter", "auto", "erase") if getattr(augment, k)]
+    if augment.crop == "resized":
+        wrong.insert(0, "crop: resized")
+    if wrong:
+        raise ValueError(f"data.cache allows only padded or no crop and flips; switch off augment.{', augment.'.join(wrong)}")

@@ -1,0 +1,1 @@
+"""Evaluation: accuracy, other labels of ImageNet, paired intervals, result files and attention pictures."""

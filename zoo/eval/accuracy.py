@@ -1,0 +1,67 @@
+"""Top-1 and top-5 accuracy with the prediction of every image."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.data.batch import Batch
+
+TOP = 5
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The five most likely classes of every image that could be read: top [N, 5] (fewer for fewer classes), labels [N],
+    index [N] (the number of the image), loss [N] (cross-entropy in nats); unreadable: how many images were left out."""
+
+    top: np.ndarray
+    labels: np.ndarray
+    index: np.ndarray
+    loss: np.ndarray
+    unreadable: int
+
+    def correct(self, k: int = 1) -> np.ndarray:
+        """[N] bool: whether the label is among the k most likely classes."""
+        return (self.top[:, :k] == self.labels[:, None]).any(1)
+
+    def sums(self) -> Tensor:
+        """[5] float64: images, correct in 1, correct in 5, loss, unreadable; added up over processes by the caller."""
+        found = [len(self.labels), self.correct(1).sum(), self.correct(TOP).sum(), self.loss.sum(), self.unreadable]
+        return torch.tensor([float(x) for x in found], dtype=torch.float64)
+
+    @staticmethod
+    def from_sums(sums: Tensor) -> dict[str, float]:
+        """top1 and top5 in percent, the mean loss in nats, the numbers of images and of unreadable ones."""
+        n, one, five, loss, unreadable = sums.tolist()
+        return {"top1": 100 * one / n, "top5": 100 * five / n, "loss": loss / n, "images": n, "unreadable": unreadable}
+
+    def summary(self) -> dict[str, float]:
+        """The numbers of `from_sums` for these predictions alone."""
+        return self.from_sums(self.sums())
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module, batches: Iterable[Batch], autocast: Callable[[], AbstractContextManager] = nullcontext
+) -> Predictions:
+    """Run `model`, in evaluation mode and restored afterwards, over labelled batches. Raises ValueError if there are none."""
+    training = model.training
+    model.eval()
+    parts: list[tuple[Tensor, ...]] = []
+    for batch in batches:
+        with autocast():
+            logits = model(batch.images).float()
+        loss = F.cross_entropy(logits, batch.labels, reduction="none")
+        top = logits.topk(min(TOP, logits.shape[1]), dim=1).indices
+        parts.append((top.cpu(), batch.labels.cpu(), batch.index, batch.read, loss.cpu()))
+    model.train(training)
+    if not parts:
+        raise ValueError("there are no images to evaluate")
+    top, labels, index, read, losses = (torch.cat(column).numpy() for column in zip(*parts, strict=True))
+    good = index == read
+    return Predictions(top[good], labels[good], index[good], losses[good], int((~good).sum()))

@@ -1,0 +1,63 @@
+"""Other labels of ImageNet: the reassessed labels (ReaL) and folders named by class number (ImageNet-V2)."""
+
+import json
+import os
+import pkgutil
+from pathlib import Path
+
+import numpy as np
+
+REAL_LABELS = "_info/imagenet_real_labels.json"  # inside timm.data
+
+
+def load_real_labels(file: str | None = None) -> list[list[int]]:
+    """The acceptable classes of each of the 50,000 validation images, in the order of their numbers; empty lists are not counted.
+
+    Beyer et al., arXiv 2006.07159. `file` is a JSON list of lists; without it, the one that comes with timm is read. Raises
+    ValueError for a file of another shape.
+    """
+    if file is None:
+        raw = pkgutil.get_data("timm.data", REAL_LABELS)
+        assert raw is not None
+        return json.loads(raw)
+    try:
+        labels = json.loads(Path(file).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"the ReaL labels {file} cannot be read: {error}") from error
+    if not (isinstance(labels, list) and all(isinstance(row, list) for row in labels)):
+        raise ValueError(f"the ReaL labels {file} must be a list with one list of class numbers an image")
+    return labels
+
+
+def real_accuracy(top: np.ndarray, names: list[str], labels: list[list[int]]) -> float:
+    """ReaL top-1 accuracy in percent: the part of the images whose first prediction is among their acceptable classes.
+
+    top: [N, k] predictions. names: N file names `ILSVRC2012_val_00000001.JPEG`, which give the position in `labels`. Images
+    without acceptable classes are left out. Raises ValueError for a name that is not of the validation set.
+    """
+    hits = []
+    for row, name in zip(top, names, strict=True):
+        accepted = labels[_image_number(name, len(labels))]
+        if accepted:
+            hits.append(int(row[0]) in accepted)
+    if not hits:
+        raise ValueError("none of the images has ReaL labels")
+    return 100.0 * float(np.mean(hits))
+
+
+def _image_number(name: str, n: int) -> int:
+    """Position in the label list of a validation image, from its file name."""
+    stem = os.path.basename(name).rsplit(".", 1)[0]
+    digits = stem.rsplit("_", 1)[-1]
+    if not (stem.startswith("ILSVRC2012_val_") and digits.isdigit() and 0 < int(digits) <= n):
+        raise ValueError(f"{name} is not an ImageNet validation image (ILSVRC2012_val_00000001.JPEG), so it has no ReaL labels")
+    return int(digits) - 1
+
+
+def numeric_classes(root: str) -> dict[str, int] | None:
+    """{folder: class number} where every sub-folder of `root` is named by its class number, as in ImageNet-V2; else None.
+
+    Sorted as text they would read 0, 1, 10, 100, ...: the number itself is the class.
+    """
+    folders = [entry.name for entry in os.scandir(root) if entry.is_dir()] if os.path.isdir(root) else []
+    return {name: int(name) for name in folders} if folders and all(f.isdecimal() for f in folders) else None

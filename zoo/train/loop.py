@@ -1,0 +1,238 @@
+"""The training loop: one run from its settings to its result, from scratch or from a checkpoint by the same path."""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from timm.utils import AverageMeter, ModelEmaV3
+
+from zoo.config import leaves
+from zoo.data import Batch, check_unreadable
+from zoo.data.progress import progress
+from zoo.data.samples import seed_everything
+from zoo.eval.accuracy import predict
+from zoo.train.checkpoint import load_checkpoint, save_checkpoint
+from zoo.train.curves import draw_curves
+from zoo.train.model import WEIGHTS, save_weights
+from zoo.train.optim import create_optimizer, create_schedule, new_parameters
+from zoo.train.record import Record, read_rows
+from zoo.train.settings import TrainSettings
+from zoo.train.setup import last_checkpoint, prepare_folder, set_up
+
+METRICS = "metrics.jsonl"
+EMA_FILE = "model_ema.safetensors"
+RESULT = "result.json"
+
+
+class Trainer:
+    """One run. `train` carries it out, or what is left of it, and returns its result, also written to result.json.
+
+    Raises ValueError for settings that contradict themselves, the data or a checkpoint; RuntimeError when training fails.
+    """
+
+    def __init__(self, settings: TrainSettings) -> None:
+        self.settings = settings
+        self.folder = Path(settings.run.folder)
+        self.accelerator = accelerator = Accelerator(
+            mixed_precision=settings.run.precision, log_with=settings.log.trackers or None, project_dir=self.folder
+        )
+        if accelerator.is_main_process:
+            prepare_folder(settings)
+        accelerator.wait_for_everyone()
+        self.parts = parts = set_up(settings, accelerator)
+        self.model, self.plan = parts.model, parts.plan
+        optim = settings.optim
+        self.ema = ModelEmaV3(self.model, decay=optim.ema, use_warmup=optim.ema_warmup) if optim.ema else None
+        optimizer = create_optimizer(self.model, optim)
+        self.schedule = create_schedule(optimizer, settings.schedule, self.plan.steps_per_epoch)
+        self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
+        self.forward = torch.compile(self.wrapped) if settings.run.compile else self.wrapped
+        self.last_step = settings.schedule.epochs * self.plan.steps_per_epoch
+        self.step, self.seconds = 0, 0.0
+        self.counts = {"skipped": 0, "skipped_in_a_row": 0, "clipped": 0}
+        self.bad: set[int] = set()
+        self._continue(last_checkpoint(settings))
+
+    def train(self) -> dict[str, Any]:
+        """Carry out the steps that are left. Returns top1 and top5 (percent), loss (nats), images_seen, seconds and more."""
+        settings, main = self.settings, self.accelerator.is_main_process
+        self.record = Record(self.folder / METRICS, self.step) if main else None
+        if settings.log.trackers:
+            self.accelerator.init_trackers(settings.log.project, config=leaves(settings))
+        batches = self.parts.train_images.train(self.plan, self.step, self.last_step)
+        meter, clock = AverageMeter(), _Clock(self.step)
+        steps = range(self.step, self.last_step)
+        self.wrapped.train()
+        for _ in progress(steps, f"training {self.folder.name}", self.last_step, self.step) if main else steps:
+            norm = self._train_step(batches, meter)
+            if self.step % settings.log.every == 0 or self.step == self.last_step:
+                self._write(self._training_row(meter, norm, clock.images_per_second(self.step, self.plan.batch_size)))
+                meter.reset()
+                self.seconds += clock.restart(self.step)
+            if self._due(settings.run.eval_epochs):
+                self._write(self.evaluate())
+                self.seconds += clock.restart(self.step)
+            every = settings.run.checkpoint_steps
+            if self._due(settings.run.checkpoint_epochs) or (every and self.step % every == 0):
+                self._save()
+        return self._finish()
+
+    def _train_step(self, batches: Iterator[Batch], meter: AverageMeter) -> float:
+        """Forward and backward over the parts of one step, then the update. Returns the gradient norm."""
+        self.schedule.step_update(self.step)
+        for part in range(self.plan.parts):
+            batch = next(batches)
+            self._note_unreadable(batch)
+            # after the batch was read: reading in this process draws from the same generators
+            seed_everything(self.settings.run.seed, self.step, self.accelerator.process_index, part)
+            last = part == self.plan.parts - 1
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
+                self.accelerator.backward(self._loss(batch, meter) / self.plan.parts)
+        if self.step == 0:
+            self._check_gradients()
+        return self._update()
+
+    def _loss(self, batch: Batch, meter: AverageMeter) -> torch.Tensor:
+        images, targets = batch.images, batch.labels
+        if self.parts.mixup:
+            images, targets = self.parts.mixup(images, targets)
+        with self.accelerator.autocast():
+            loss, cross_entropy = self.parts.objective(self.forward(images), targets, images)
+        meter.update(cross_entropy.detach(), len(images))
+        return loss
+
+    def _update(self) -> float:
+        limit = self.settings.optim.clip
+        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit or math.inf))
+        finite = math.isfinite(norm)
+        if finite or self.accelerator.scaler is not None:  # the scaler skips by itself and lowers its factor
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.counts["clipped"] += int(limit is not None and finite and norm > limit)
+        self.counts["skipped"] += int(not finite)
+        self.counts["skipped_in_a_row"] = 0 if finite else self.counts["skipped_in_a_row"] + 1
+        if self.counts["skipped_in_a_row"] > self.settings.run.max_skipped:
+            raise RuntimeError(
+                f"the gradients of {self.counts['skipped_in_a_row']} steps in a row were not finite, last at step {self.step} "
+                f"(run.max_skipped={self.settings.run.max_skipped}); lower optim.lr or use another precision"
+            )
+        if self.ema and finite:
+            self.ema.update(self.model, step=self.step)
+        return norm
+
+    def _check_gradients(self) -> None:
+        idle = [name for name, p in new_parameters(self.model).items() if p.requires_grad and p.grad is None]
+        if idle:
+            raise RuntimeError(f"these new parameters receive no gradient: {', '.join(idle)}")
+
+    def _note_unreadable(self, batch: Batch) -> None:
+        new = set(batch.unreadable()) - self.bad
+        if new:
+            self.bad |= new
+            print(f"skipped {len(new)} unreadable images, such as number {min(new)}; {len(self.bad)} so far", flush=True)
+            check_unreadable(len(self.bad), self.plan.n_images)
+
+    def _due(self, epochs: int) -> bool:
+        """Whether the step just done ends an epoch whose number is a multiple of `epochs`, or the run."""
+        return self.step % (epochs * self.plan.steps_per_epoch) == 0 or self.step == self.last_step
+
+    def _training_row(self, meter: AverageMeter, norm: float, speed: float) -> dict[str, Any]:
+        loss = self.accelerator.reduce(torch.as_tensor(meter.avg, device=self.accelerator.device), "mean")
+        return {
+            "kind": "train",
+            "loss": float(loss),
+            "lr": max(group["lr"] for group in self.optimizer.param_groups),
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "clipped_part": self.counts["clipped"] / self.step,
+            "skipped": self.counts["skipped"],
+            "unreadable": len(self.bad),
+            "images_per_second": speed,
+        }
+
+    def _write(self, row: dict[str, Any]) -> None:
+        images = self.step * self.plan.batch_size
+        row = {"step": self.step, "epoch": self.step / self.plan.steps_per_epoch, "images_seen": images, **row}
+        if self.record is None:
+            return
+        self.record.write(row)
+        if self.settings.log.trackers:
+            numbers = {f"{row['kind']}/{k}": v for k, v in row.items() if isinstance(v, (int, float))}
+            self.accelerator.log(numbers, step=self.step)
+
+    def evaluate(self) -> dict[str, Any]:
+        """The accuracy of the model, and of its average if there is one, on the validation images (percent, loss in nats)."""
+        accelerator, row = self.accelerator, {"kind": "eval"}
+        where = {"rank": accelerator.process_index, "world": accelerator.num_processes}
+        models = {"": self.model} if self.ema is None else {"": self.model, "ema_": self.ema.module}
+        for prefix, model in models.items():
+            found = predict(model, self.parts.val_images.evaluation(self.plan.part_size, **where), accelerator.autocast)
+            sums = accelerator.reduce(found.sums().to(accelerator.device), "sum")
+            row |= {prefix + key: value for key, value in found.from_sums(sums).items()}
+        return row
+
+    def _save(self) -> None:
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            scaler = self.accelerator.scaler
+            state = {
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": scaler.state_dict() if scaler is not None else None,
+                "step": self.step,
+                "seconds": self.seconds,
+                "counts": self.counts,
+                "bad": sorted(self.bad),
+            }
+            ema = self.ema.module if self.ema else None
+            where, keep = self.folder / "checkpoints", self.settings.run.keep
+            save_checkpoint(where, self.step, self.model, ema, self.parts.recipe, state, keep)
+
+    def _continue(self, checkpoint: Path | None) -> None:
+        if checkpoint is None:
+            return
+        state = load_checkpoint(checkpoint, self.model, self.ema.module if self.ema else None)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.step, self.seconds, self.counts, self.bad = state["step"], state["seconds"], state["counts"], set(state["bad"])
+        self.accelerator.print(f"continuing {self.folder} at step {self.step} of {self.last_step}", flush=True)
+
+    def _finish(self) -> dict[str, Any]:
+        """Write the final weights, the curves and the result."""
+        self.accelerator.wait_for_everyone()
+        result: dict[str, Any] = {}
+        if self.accelerator.is_main_process:
+            save_weights(self.model, self.parts.recipe, self.folder / WEIGHTS)
+            if self.ema:
+                save_weights(self.ema.module, self.parts.recipe, self.folder / EMA_FILE)
+            rows = read_rows(self.folder / METRICS)
+            last = next(row for row in reversed(rows) if row["kind"] == "eval")
+            result = {"model": self.parts.recipe.describe(), **last, "seconds": round(self.seconds, 2)}
+            result |= {**self.counts, "unreadable": len(self.bad)}
+            (self.folder / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+            draw_curves({self.folder.name: rows}, self.folder / "curves.png")
+        self.accelerator.end_training()
+        return result
+
+
+class _Clock:
+    """Time since the last restart."""
+
+    def __init__(self, step: int) -> None:
+        self.restart(step)
+
+    def images_per_second(self, step: int, batch_size: int) -> float:
+        return (step - self.step) * batch_size / (time.perf_counter() - self.began)
+
+    def restart(self, step: int) -> float:
+        """Seconds since the last restart."""
+        now = time.perf_counter()
+        passed = now - getattr(self, "began", now)
+        self.began, self.step = now, step
+        return passed

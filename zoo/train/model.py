@@ -1,0 +1,205 @@
+"""A model and its weights on disk: one safetensors file that says in its header how to rebuild the model, mixer included."""
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import timm
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from zoo.convert import swap
+from zoo.names import unknown_name
+from zoo.train.settings import ModelSettings
+
+NEW = ".mixer."  # in the names of all parameters that a mixer adds to its host
+HEADER = "hla_zoo"  # the key of the safetensors header that holds a Recipe as JSON
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is needed to build a model again: the timm name and keywords, the mixer and its options, the input it wants."""
+
+    name: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    img_size: int | None = None
+    num_classes: int = 1000
+    mixer: str = ""
+    mixer_options: dict[str, Any] = field(default_factory=dict)
+    keep_softmax: list[int] | str = field(default_factory=list)
+    input: dict[str, Any] = field(default_factory=dict)
+    classes: list[str] = field(default_factory=list)
+
+    def host(self) -> "Recipe":
+        """The same model before its mixers were changed."""
+        return replace(self, mixer="", mixer_options={}, keep_softmax=[])
+
+    def describe(self) -> str:
+        """Name and mixer in a few words."""
+        return f"{self.name} with the mixer {self.mixer}" if self.mixer else self.name
+
+
+def build(recipe: Recipe, pretrained: bool = False) -> nn.Module:
+    """The model of a recipe with fresh (or timm's published) weights. Raises ValueError for an unknown name or option."""
+    return convert_model(build_host(recipe, pretrained), recipe)
+
+
+def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
+    """The timm model of a recipe, before `convert_model`. Raises ValueError for an unknown name or a bad keyword."""
+    if not timm.is_model(recipe.name):
+        raise unknown_name("timm model", recipe.name, _similar_models(recipe.name))
+    size = {} if recipe.img_size is None else {"img_size": recipe.img_size}
+    try:
+        return timm.create_model(
+            recipe.name, pretrained=pretrained, num_classes=recipe.num_classes, **size, **recipe.kwargs
+        )
+    except TypeError as error:
+        raise ValueError(f"timm cannot build {recipe.name} with model.kwargs {recipe.kwargs}: {error}") from error
+
+
+def _similar_models(name: str) -> list[str]:
+    return timm.list_models(name.split("_")[0] + "*") or ["vit_small_patch16_224", "deit_small_patch16_224"]
+
+
+def convert_model(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """`model` with the recipe's mixer in its attention layers, in place; unchanged when the recipe names none."""
+    if recipe.mixer:
+        swap(model, recipe.mixer, keep_softmax=recipe.keep_softmax or None, **recipe.mixer_options)
+    return model
+
+
+def weights_file(path: str | Path) -> Path:
+    """The safetensors file at `path`, which may also be a folder that holds model.safetensors. Raises ValueError if none."""
+    file = Path(path) / WEIGHTS if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise ValueError(f"there is no checkpoint {file}")
+    if file.suffix != ".safetensors":
+        raise ValueError(f"checkpoints are .safetensors files, got {file}")
+    return file
+
+
+def read_recipe(path: str | Path) -> Recipe | None:
+    """The recipe in the header of a checkpoint; None for one that was not written here. Raises ValueError if it is truncated."""
+    file = weights_file(path)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            header = opened.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"the checkpoint {file} is truncated or damaged: {error}") from error
+    return Recipe(**json.loads(header[HEADER])) if HEADER in header else None
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, on the CPU. Raises ValueError if the file is truncated."""
+    file = weights_file(path)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  not a dict
+    except SafetensorError as error:
+        raise ValueError(f"the checkpoint {file} is truncated or damaged: {error}") from error
+
+
+def save_weights(model: nn.Module, recipe: Recipe, file: Path) -> None:
+    """Write the weights of `model` with `recipe` in the header."""
+    tensors = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+    save_file(tensors, file, metadata={HEADER: json.dumps(asdict(recipe)), "format": "pt"})
+
+
+def load_model(path: str | Path) -> tuple[nn.Module, Recipe]:
+    """The model of a checkpoint that was written here, with its weights, and its recipe. Raises ValueError."""
+    recipe = read_recipe(path)
+    if recipe is None:
+        raise ValueError(f"{path} does not say how to build its model; give the timm name with model.name")
+    model = build(recipe)
+    fill(model, read_weights(path), str(path))
+    return model, recipe
+
+
+def fill(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
+    """Load weights, every key of them and of the model. Raises ValueError that names what does not fit."""
+    own = model.state_dict()
+    if not any(NEW in k for k in weights):  # softmax weights: the mixers keep their initial values
+        own = {k: v for k, v in own.items() if NEW not in k}
+    wrong = [f"lacks {k}" for k in own.keys() - weights.keys()]
+    wrong += [f"has {k}, unknown to the model" for k in weights.keys() - own.keys()]
+    shared = own.keys() & weights.keys()
+    wrong += [
+        f"has {k} of {list(weights[k].shape)} where the model has {list(own[k].shape)}"
+        for k in shared
+        if own[k].shape != weights[k].shape and not k.endswith(".mixer.tag")  # the sites compare their tags themselves
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more differences)" if len(wrong) > 1 else ""
+        raise ValueError(f"the checkpoint {where} does not fit the model: it {sorted(wrong)[0]}{more}")
+    model.load_state_dict(weights)
+
+
+def plan(settings: ModelSettings, n_classes: int | None = None) -> tuple[Recipe, Recipe | None]:
+    """(what to build, what the checkpoint holds or None). Without `n_classes` the checkpoint or timm decides their number.
+
+    Raises ValueError for a missing or damaged checkpoint, or when nothing names the model.
+    """
+    if settings.checkpoint and settings.pretrained:
+        raise ValueError("model.checkpoint and model.pretrained both name weights; give one of them")
+    found = read_recipe(settings.checkpoint) if settings.checkpoint else None
+    recipe = Recipe(settings.name, settings.kwargs, settings.img_size)
+    if not settings.name:
+        if found is None:
+            raise ValueError("model.name is empty and no checkpoint says which model it is; give model.name=TIMM_NAME")
+        recipe = found.host()
+    classes = n_classes or (found.num_classes if found else _timm_classes(recipe.name))
+    options = {"mixer_options": settings.mixer_options, "keep_softmax": settings.keep_softmax}
+    return replace(recipe, num_classes=classes, mixer=settings.mixer, **options), found
+
+
+def _timm_classes(name: str) -> int:
+    found = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    return found.num_classes if found else 1000
+
+
+def start(settings: ModelSettings, n_classes: int | None = None) -> tuple[nn.Module, nn.Module, Recipe]:
+    """(model, host, recipe) to start a run with: `host` is the model before its mixers were changed, with the same weights.
+
+    Weights come from `settings.checkpoint`, timm or the seed. Raises ValueError for a checkpoint of another mixer or
+    another number of classes, a truncated one, or wrong names.
+    """
+    recipe, found = plan(settings, n_classes)
+    host = build_host(recipe, settings.pretrained)
+    if settings.checkpoint and not (found and found.mixer):
+        fill(host, _start_weights(settings, host, found, recipe.num_classes), settings.checkpoint)
+    model = build_host(recipe)
+    model.load_state_dict(host.state_dict())
+    convert_model(model, recipe)
+    if found and found.mixer:
+        _check_mixer(recipe, found, settings.checkpoint)
+        fill(model, _start_weights(settings, model, found, recipe.num_classes), settings.checkpoint)
+    return model, host, recipe
+
+
+def _check_mixer(recipe: Recipe, found: Recipe, where: str) -> None:
+    for key in ("mixer", "mixer_options", "keep_softmax"):
+        have, want = getattr(found, key), getattr(recipe, key)
+        if have != want:
+            raise ValueError(f"{where} is a checkpoint of another mixer: it has model.{key} {have!r}, the run {want!r}")
+
+
+def _start_weights(settings: ModelSettings, model: nn.Module, found: Recipe | None, n_classes: int) -> dict[str, Tensor]:
+    weights = read_weights(settings.checkpoint)
+    if settings.new_head:
+        head = tuple(f"{part}." for part in _classifiers(model))
+        own = model.state_dict()
+        return {k: own[k] if k.startswith(head) else v for k, v in weights.items()}
+    if found and found.num_classes != n_classes:
+        raise ValueError(
+            f"{settings.checkpoint} has {found.num_classes} classes, but the data has {n_classes}; "
+            "set model.new_head=true to start with a new classifier"
+        )
+    return weights
+
+
+def _classifiers(model: nn.Module) -> list[str]:
+    names = model.pretrained_cfg["classifier"]  # type: ignore[index]
+    return [names] if isinstance(names, str) else list(names)

@@ -1,0 +1,37 @@
+"""The record of a run: metrics.jsonl, one JSON object a line, always; trackers of accelerate when asked for."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class Record:
+    """Appends rows to `file`. Opened for a run that continues at step `step`, it first drops the rows after that step."""
+
+    def __init__(self, file: Path, step: int = 0) -> None:
+        self.file = file
+        kept = [row for row in read_rows(file) if row["step"] <= step] if step else []
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(temporary, file)
+
+    def write(self, row: Row) -> None:
+        """Append one row; it is on disk in full or not at all."""
+        with self.file.open("a") as opened:
+            opened.write(json.dumps(row) + "\n")
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The rows of a record. A last line that was cut off by a kill is left out; a damaged line elsewhere raises ValueError."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"line {number} of {file} is damaged") from error
+    return rows

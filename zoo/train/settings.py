@@ -1,0 +1,178 @@
+"""The keys of a training configuration, one frozen dataclass a section. `zoo.config` reads, checks and documents them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from zoo.config import one_of, positive
+from zoo.data.settings import AugmentSettings, DataSettings
+
+# What may change between the two halves of an interrupted run without changing its result.
+CHANGEABLE = ("run.resume", "run.folder", "run.keep", "run.checkpoint_steps", "run.checkpoint_epochs", "log", "data.workers")
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which timm model, where its weights come from, and which mixer stands in its attention layers.
+
+    name: timm model name, softmax (vit_small_patch16_224) or ours (vit_ahla_small_patch16_224); empty takes name, kwargs and
+      img_size from the checkpoint
+    kwargs: keywords of timm.create_model, such as {patch_size: 4, depth: 6}
+    img_size: side of the square input in pixels; none keeps that of the model
+    checkpoint: weights to start from, a .safetensors file or a run folder; empty for random weights
+    pretrained: start from the weights that timm publishes for this name
+    new_head: take every weight of the checkpoint but the classifier, whose number of classes may then differ
+    mixer: mixer put into the attention layers after loading (softmax, la, hla2, ahla, hla3, poly); empty leaves them as they are
+    mixer_options: options of the mixer, such as {feature_map: softmax_pair, depthwise: v}
+    keep_softmax: numbers of the attention layers (from 0) that stay softmax, or every:3 for each third
+    """
+
+    name: str = ""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    img_size: int | None = None
+    checkpoint: str = ""
+    pretrained: bool = False
+    new_head: bool = False
+    mixer: str = ""
+    mixer_options: dict[str, Any] = field(default_factory=dict)
+    keep_softmax: list[int] | str = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class OptimSettings:
+    """The optimiser and what is done to gradients and weights around it.
+
+    name: timm optimiser name
+    lr: learning rate at the top of the schedule
+    weight_decay: weight decay of matrices (vectors have none)
+    betas: betas of Adam-like optimisers
+    layer_decay: factor on the learning rate a layer, from the head down; none for one rate
+    mixer_lr: factor on the learning rate of the new parameters of mixers
+    clip: largest gradient norm; none for no clipping
+    accumulate: parts into which a process splits its share of a batch
+    ema: decay of the moving average of the weights; 0 for none
+    ema_warmup: let the decay grow from 0 to `ema`, needed by short runs
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    layer_decay: float | None = None
+    mixer_lr: float = 1.0
+    clip: float | None = 1.0
+    accumulate: int = 1
+    ema: float = 0.0
+    ema_warmup: bool = True
+
+    def __post_init__(self) -> None:
+        positive(optim__lr=self.lr, optim__accumulate=self.accumulate, optim__mixer_lr=self.mixer_lr)
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"optim.ema must be in [0, 1), got {self.ema}")
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """The learning rate over the run, updated every step.
+
+    name: timm schedule: cosine, constant, poly, tanh, step, wsd
+    epochs: passes over the training images
+    warmup_epochs: passes with a linearly growing rate, part of `epochs`
+    min_lr: learning rate at the end
+    warmup_lr: learning rate at the start of the warm-up
+    """
+
+    name: str = "cosine"
+    epochs: int = 10
+    warmup_epochs: float = 0.0
+    min_lr: float = 1e-6
+    warmup_lr: float = 1e-6
+
+    def __post_init__(self) -> None:
+        one_of("schedule.name", self.name, ("cosine", "constant", "poly", "tanh", "step", "wsd"))
+        positive(schedule__epochs=self.epochs)
+        if not 0 <= self.warmup_epochs < self.epochs:
+            raise ValueError(f"schedule.warmup_epochs must be in [0, {self.epochs}), got {self.warmup_epochs}")
+
+
+@dataclass(frozen=True)
+class DistillSettings:
+    """Learning from the class probabilities of a teacher: (1 - alpha) CE + alpha T^2 KL(teacher || student).
+
+    teacher: source (the model before its mixers were changed), a .safetensors file or a run folder; empty for none
+    alpha: weight of the teacher in the loss, 0 to 1
+    temperature: T, the softening of both distributions
+    """
+
+    teacher: str = ""
+    alpha: float = 0.5
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(distill__temperature=self.temperature)
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"distill.alpha must be in [0, 1], got {self.alpha}")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Where and how the run happens.
+
+    folder: where everything is written
+    seed: seed of weights, order and augmentation
+    resume: continue the last checkpoint of the folder, if it has one
+    precision: no (float32), bf16 or fp16
+    compile: compile the model with torch.compile
+    eval_epochs: epochs between two evaluations (the last epoch is always evaluated)
+    checkpoint_epochs: epochs between two checkpoints
+    checkpoint_steps: steps between two checkpoints as well; 0 for none
+    keep: how many checkpoints stay
+    max_skipped: steps in a row whose gradients may be non-finite (they are skipped) before the run stops
+    """
+
+    folder: str = "runs/train"
+    seed: int = 0
+    resume: bool = False
+    precision: str = "no"
+    compile: bool = False
+    eval_epochs: int = 1
+    checkpoint_epochs: int = 1
+    checkpoint_steps: int = 0
+    keep: int = 2
+    max_skipped: int = 25
+
+    def __post_init__(self) -> None:
+        one_of("run.precision", self.precision, ("no", "bf16", "fp16"))
+        positive(run__eval_epochs=self.eval_epochs, run__checkpoint_epochs=self.checkpoint_epochs, run__keep=self.keep)
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """What is written while the run goes on; metrics.jsonl always is.
+
+    every: steps between two lines
+    trackers: further places, tensorboard and wandb
+    project: project name for trackers
+    """
+
+    every: int = 50
+    trackers: list[str] = field(default_factory=list)
+    project: str = "hla-zoo"
+
+    def __post_init__(self) -> None:
+        positive(log__every=self.every)
+        for tracker in self.trackers:
+            one_of("log.trackers", tracker, ("tensorboard", "wandb"))
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """A training run. See the sections."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    augment: AugmentSettings = field(default_factory=AugmentSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    distill: DistillSettings = field(default_factory=DistillSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+    log: LogSettings = field(default_factory=LogSettings)
