@@ -1,0 +1,109 @@
+"""Hand-written and recomputed backwards against autograd through the definition, and gradcheck."""
+
+import pytest
+import torch
+
+import hla_kernels as hk
+from tests.ops.cases import CAUSAL, DECAYS, LINEAR, OPTIONS, assert_same, coefficients, defined, literal, table, tokens
+
+
+def gradients(form, op, inputs, options):
+    y = form(op, *inputs[: 4 if op == "polynomial" else 3], **options)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=y.dtype)
+    return torch.autograd.grad(y, inputs, weights)
+
+
+def public(op, *args, **options):
+    return getattr(hk, op)(*args, **options)
+
+
+def leaves(op, options, n=23, **sizes):
+    """(q, k, v, coefficients of polynomial, decay tensor), all requiring gradients, and options with that decay."""
+    inputs = [x.requires_grad_() for x in tokens(n, **sizes)]
+    if op == "polynomial":
+        inputs.append(coefficients().requires_grad_())
+    decay = options.get("decay")
+    if isinstance(decay, torch.Tensor):
+        decay = decay.clone().requires_grad_()
+        inputs.append(decay)
+    return inputs, {**options, **({} if decay is None else {"decay": decay})}
+
+
+@pytest.mark.parametrize(("op", "options"), table(causal=False) + table(causal=True))
+def test_gradients(op, options):
+    inputs, options = leaves(op, options)
+    ours = gradients(public, op, inputs, options)
+    for a, b in zip(ours, gradients(literal, op, inputs, options), strict=True):
+        assert_same(a, b, 1e-9)
+
+
+@pytest.mark.parametrize("n", [1, 65, 130])
+@pytest.mark.parametrize("op", CAUSAL)
+def test_gradients_across_chunks(op, n):
+    inputs, options = leaves(op, {"causal": True, "scale": 0.1, **DECAYS["heads"]}, n=n, b=1)
+    ours = gradients(public, op, inputs, options)
+    for a, b in zip(ours, gradients(literal, op, inputs, options), strict=True):
+        assert_same(a, b, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["plain", "ratio_softmax", "anchored_qk", "ridge_all"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("op", LINEAR)
+def test_gradcheck(op, causal, name):
+    options = {**OPTIONS[name], "causal": causal, **(DECAYS["key_heads"] if causal else {})}
+    if not defined(op, options):
+        pytest.skip("not defined")
+    inputs, options = leaves(op, options, n=4, b=1, h=4 if op == "polynomial" or causal else 2, hk=2, d=2, dv=2)
+
+    def f(*xs):
+        given = {**options, **({"decay": xs[-1]} if causal else {})}
+        return public(op, *xs[: 4 if op == "polynomial" else 3], **given)
+
+    assert torch.autograd.gradcheck(f, inputs)
+
+
+@pytest.mark.parametrize(("op", "options"), table(causal=False, names=("plain", "ratio_elu1", "anchored_qk", "ridge")))
+def test_packed(op, options):
+    """The packed gradient equals the three gradients, and is one contiguous tensor."""
+    qkv = torch.randn(2, 19, 3, 4, 6, dtype=torch.float64, requires_grad=True)
+    more = (coefficients().requires_grad_(),) if op == "polynomial" else ()
+    packed = getattr(hk, op + "_qkvpacked")(qkv, *more, **options)
+    plain = getattr(hk, op)(*qkv.unbind(2), *more, **options)
+    assert_same(packed, plain)
+    weights = torch.randn_like(plain)
+    ours = torch.autograd.grad(packed, (qkv, *more), weights)
+    assert ours[0].is_contiguous() and ours[0].shape == qkv.shape
+    for a, b in zip(ours, torch.autograd.grad(plain, (qkv, *more), weights), strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("op", [*CAUSAL, "softmax_attention"])
+def test_packed_causal_and_state(op):
+    qkv = torch.randn(2, 19, 3, 4, 6, dtype=torch.float64, requires_grad=True)
+    f = getattr(hk, op + "_qkvpacked")
+    plain = getattr(hk, op)(*qkv.unbind(2), causal=True)
+    packed = f(qkv, causal=True)
+    assert_same(packed, plain)
+    grad = torch.autograd.grad(packed.sum(), qkv)[0]
+    assert grad.is_contiguous()
+    assert_same(grad, torch.autograd.grad(plain.sum(), qkv)[0])
+    if op != "softmax_attention":
+        y, state = f(qkv, causal=True, return_state=True)
+        assert_same(y, plain)
+        assert int(state.n) == 19
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("op", CAUSAL)
+def test_gradients_through_state(op, causal):
+    """Back-propagation through a state from one segment to the next equals that through the whole."""
+    inputs = [x.requires_grad_() for x in tokens(75)]
+    f = getattr(hk, op)
+    options = {"causal": causal, "feature_map": "elu1", "normalize": True}
+    whole = f(*inputs, **options)[:, 70:]
+    _, state = f(*[x[:, :70] for x in inputs], **options, return_state=True)
+    last = f(*[x[:, 70:] for x in inputs], **options, state=state)
+    assert_same(last, whole)
+    ours, truth = (torch.autograd.grad(y.square().sum(), inputs) for y in (last, whole))
+    for a, b in zip(ours, truth, strict=True):
+        assert_same(a, b)
