@@ -223,4 +223,5 @@ def _record_architecture(model: Any) -> None:
     if done["layers"] is None and is_model(name):
         model.pretrained_cfg = model.default_cfg = {**cfg, "architecture": name}
         arguments = {"mixer_options": done["options"], "keep_softmax": done["keep_softmax"]}
-        model._model_args = {**getattr(model, "_model_args", {}), **{k: v for k, v in arguments.items() if v}}
+        if hasattr(model, "_model_args"):  # what timm newer than 1.0.29 records of create_model
+            model._model_args = {**model._model_args, **{k: v for k, v in arguments.items() if v}}

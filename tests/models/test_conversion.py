@@ -6,7 +6,7 @@ import json
 import pytest
 import timm
 import torch
-from tiny_models import MIXERS, image, sites, stir, tiny
+from tiny_models import MIXERS, NEW_IN_TIMM, image, needs_sapiens, sites, stir, tiny
 
 import zoo
 from zoo.convert import Report
@@ -35,7 +35,7 @@ def test_every_weight_is_inherited_by_identity(name, mixer):
 
 
 @pytest.mark.parametrize("feature_map", ["relu", "softmax", "softmax_pair", "hedgehog"])
-@pytest.mark.parametrize("name", ["vit_small_patch16_rope_224", "vit_base_patch16_sapiens2"])
+@pytest.mark.parametrize("name", ["vit_small_patch16_rope_224", pytest.param(NEW_IN_TIMM, marks=needs_sapiens)])
 def test_feature_maps_under_rotation(name, feature_map):
     extra = {"num_kv_heads": 1} if "sapiens" in name else {}
     model = tiny(name, **extra)
@@ -43,9 +43,10 @@ def test_feature_maps_under_rotation(name, feature_map):
     assert model(image()).isfinite().all()
 
 
+@needs_sapiens
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_grouped_queries(mixer):
-    model = tiny("vit_base_patch16_sapiens2", num_kv_heads=2, num_heads=4)
+    model = tiny(NEW_IN_TIMM, num_kv_heads=2, num_heads=4)
     zoo.convert(model, mixer, depthwise="qkv", gate=True, post_norm=True)
     stir(model)
     assert sites(model)[0].mixer.depthwise["k"].weight.shape[0] == 16

@@ -109,12 +109,19 @@ def test_our_weights_round_trip(mixer, tmp_path):
     assert torch.equal(again(image()), model(image()))
 
 
+def save(model, folder, safe: bool = True, **arguments):
+    """timm's hub format; older versions of timm do not remember the arguments of `create_model`."""
+    arguments = {"img_size": SIZE, **NARROW, **arguments}
+    extra = {} if hasattr(model, "_model_args") else {"model_args": arguments}
+    save_for_hf(model, folder, safe_serialization=safe, **extra)
+
+
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("base", [BASE, "deit_tiny_distilled_patch16_224", "flexivit_small"])
 def test_hub_format_round_trip(base, safe, tmp_path):
-    options = {"mixer_options": OPTIONS, "keep_softmax": "every:2"}
-    model = tiny(hla_name(base, "hla2"), depth=4, **options)
-    save_for_hf(model, tmp_path, safe_serialization=safe)
+    options = {"mixer_options": OPTIONS, "keep_softmax": "every:2", "depth": 4}
+    model = tiny(hla_name(base, "hla2"), **options)
+    save(model, tmp_path, safe, **options)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architecture"] == hla_name(base, "hla2")
     assert config["model_args"]["mixer_options"] == OPTIONS
@@ -128,7 +135,7 @@ def test_hub_format_round_trip(base, safe, tmp_path):
 def test_a_converted_model_is_saved_under_its_new_name(tmp_path):
     model = tiny(BASE)
     zoo.convert(model, "poly", keep_softmax=[1], gate=True)
-    save_for_hf(model, tmp_path, safe_serialization=True)
+    save(model, tmp_path, mixer_options={"gate": True}, keep_softmax=[1])
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
     assert again.default_cfg["architecture"] == "vit_poly_tiny_patch16_224"
     assert torch.equal(again.eval()(image()), model.eval()(image()))

@@ -3,8 +3,9 @@
 import copy
 
 import pytest
+import timm
 import torch
-from tiny_models import image, tiny
+from tiny_models import NEW_IN_TIMM, image, tiny
 
 import zoo
 
@@ -35,8 +36,9 @@ FAMILIES = {
     "vit_small_patch16_dinov3": {},
     "vit_small_patch16_dinov3_qkvb": {},
     "vit_pe_core_tiny_patch16_384": {},
-    "vit_base_patch16_sapiens2": {"num_kv_heads": 1},
 }
+if timm.is_model(NEW_IN_TIMM):
+    FAMILIES[NEW_IN_TIMM] = {"num_kv_heads": 1}
 
 
 def converted(name: str, **changes):

@@ -1,5 +1,6 @@
 """Small models for the tests: real timm names, few and narrow blocks, a few tokens."""
 
+import pytest
 import timm
 import torch
 from torch import Tensor, nn
@@ -7,6 +8,8 @@ from torch import Tensor, nn
 import zoo  # noqa: F401  registers the names
 from zoo.backbones.registry import REGISTERED_MIXERS
 
+NEW_IN_TIMM = "vit_base_patch16_sapiens2"  # the one model with grouped queries
+needs_sapiens = pytest.mark.skipif(not timm.is_model(NEW_IN_TIMM), reason=f"this timm has no {NEW_IN_TIMM}")
 SIZE = 64
 NARROW = {"embed_dim": 32, "num_heads": 2, "depth": 2, "num_classes": 5}
 MIXERS = REGISTERED_MIXERS
