@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .options import Options, needs_ones
-from .state import State
+from .state import State, merge_obstacle, missing_summaries
 
 # rows and columns of the tensors whose shape must fit the tokens; E is Dv plus the column of ones
 SHAPES = {
@@ -38,6 +38,18 @@ def check_state(state: Any, op: str, options: Options, gamma: Tensor | None, sha
     if not torch.equal(state.tensors["gamma"].to(gamma.dtype), gamma):
         raise ValueError("The state was made with another decay tensor, it cannot continue this call.")
     return state
+
+
+def check_mergeable(op: str, options: Options, state: State | None) -> None:
+    """Raise ValueError when return_state="mergeable" cannot be kept."""
+    obstacle = merge_obstacle(op, options)
+    if obstacle is not None:
+        raise ValueError(obstacle)
+    if state is not None and missing_summaries(state):
+        raise ValueError(
+            f"The state lacks the summaries {', '.join(missing_summaries(state))}, so what continues it cannot be "
+            'mergeable: make it with return_state="mergeable" too.'
+        )
 
 
 def _check_state_shapes(state: State, options: Options, shape: Shape) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .check_state import check_state
+from .check_state import check_mergeable, check_state
 from .checks import (
     check_coefficients,
     check_decay_tensor,
@@ -105,7 +105,7 @@ def prepare(
 ) -> Call:  # fmt: skip
     """Check a call and bring it to canonical form (autocast applied, decay 1.0 is no decay, float options are
     floats)."""
-    autocast = isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
+    autocast = isinstance(q, Tensor) and autocast_on(q.device.type)
     check_tensors(q, k, v, autocast)
     if autocast:
         # like torch's own autocast: float64 stays
@@ -128,7 +128,14 @@ def prepare(
             raise ValueError("softmax_attention has no state: state must be None.")
         shape = (k.shape[0], k.shape[2], q.shape[2] // k.shape[2], k.shape[3], v.shape[3])
         state = check_state(state, op, kept, gamma, shape)
+    if return_state == "mergeable":
+        check_mergeable(op, kept, state)
     return Call(op, q, k, v, coefficients, kept, gamma, state, return_state)
+
+
+def autocast_on(device_type: str) -> bool:
+    """Whether autocast is on for a kind of device; kinds that know no autocast (meta) have it off."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def canonical(op: str, options: Options) -> Options:
@@ -180,7 +187,7 @@ def run_packed(
 
 def _plain_precision(x: Tensor) -> contextlib.AbstractContextManager:
     """Autocast off inside: tensors are cast already and moments stay in float32."""
-    if torch.is_autocast_enabled(x.device.type):
+    if autocast_on(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()
 

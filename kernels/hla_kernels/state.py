@@ -63,7 +63,7 @@ class State:
     @property
     def mergeable(self) -> bool:
         """Whether `merge` accepts this state on its right side."""
-        return not self.options.causal or not missing_summaries(self)
+        return merge_obstacle(self.op, self.options) is None and not missing_summaries(self)
 
     def pack(self) -> State:
         """Symmetric tensors as their upper triangle: [.., D, D] -> [.., D (D + 1) / 2]. Operators accept either."""
@@ -85,8 +85,20 @@ def summaries_of(op: str, options: Options) -> tuple[str, ...]:
     return SUMMARIES["paper" if is_paper(op, options) else op]
 
 
+def merge_obstacle(op: str, options: Options) -> str | None:
+    """Why states of this kind cannot be merged at all, or None."""
+    if options.causal and options.center is not None and op != "linear_attention":
+        return (
+            f"Causal {op} states with center={options.center!r} cannot be merged: running means enter every inner "
+            "stage, so no finite summary exists; pass the state on with state= instead."
+        )
+    return None
+
+
 def missing_summaries(state: State) -> list[str]:
     """The summaries `merge` would need and this state lacks."""
+    if not state.options.causal:
+        return []
     return [name for name in summaries_of(state.op, state.options) if name not in state.tensors]
 
 

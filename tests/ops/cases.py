@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import hla_kernels as hk
-from hla_kernels.hla.reference import reference
 from hla_kernels.hla.recurrent import recurrent
+from hla_kernels.hla.reference import reference
 from hla_kernels.op import prepare
 
 LINEAR = tuple(op for op in hk.OPS if op != "softmax_attention")
@@ -70,8 +70,9 @@ def table(causal: bool, ops: tuple[str, ...] = LINEAR, names: tuple[str, ...] = 
 
 
 def tokens(
-    n: int = 70, b: int = 2, h: int = 4, hk: int = 2, d: int = 5, dv: int = 3, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+    n: int = 70, b: int = 2, h: int = 4, hk: int = 2, d: int = 5, dv: int = 3,
+    dtype: torch.dtype = torch.float64, seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], unit normal."""
     g = torch.Generator().manual_seed(seed)
     shapes = ((b, n, h, d), (b, n, hk, d), (b, n, hk, dv))

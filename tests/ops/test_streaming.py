@@ -2,6 +2,7 @@
 sizes."""
 
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def mode(op, options):
 
 def segments(op, options):
     q, k, v = tokens(CUTS[-1], b=1)
-    return [(q[:, a:b], k[:, a:b], v[:, a:b], *extra(op)) for a, b in zip(CUTS, CUTS[1:], strict=False)]
+    return [(q[:, a:b], k[:, a:b], v[:, a:b], *extra(op)) for a, b in pairwise(CUTS)]
 
 
 def assert_same_state(a, b):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..options import Options, is_paper
-from ..state import State, log_decay, missing_summaries
+from ..state import State, log_decay, merge_obstacle, missing_summaries
 
 UNDECAYED = ("C0", "R", "S0")
 
@@ -77,12 +77,10 @@ def _check(a: State, b: State) -> None:
     for name, x, y in (("operator", a.op, b.op), *zip(Options._fields, a.options, b.options, strict=True)):
         if x != y:
             raise ValueError(f"merge needs states of the same {name}, got {x!r} and {y!r}.")
-    if a.options.causal and a.options.center is not None and a.op != "linear_attention":
-        raise ValueError(
-            f"Causal {a.op} states with center={a.options.center!r} cannot be merged: running means enter every inner "
-            "stage, so no finite summary exists; pass the state on with state= instead."
-        )
-    if b.options.causal and missing_summaries(b):
+    obstacle = merge_obstacle(a.op, a.options)
+    if obstacle is not None:
+        raise ValueError(obstacle)
+    if missing_summaries(b):
         raise ValueError(
             f"merge needs the summaries {', '.join(missing_summaries(b))} of its right state: "
             'compute it with return_state="mergeable".'

@@ -32,7 +32,8 @@ def recurrent(
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
     g = q.new_ones(q.shape[2], 1, 1) if gamma is None else gamma.to(q.dtype)[:, None, None]
     memory = Memory(g)
-    outputs = [finish(token(op, memory, q[:, t], k[:, t], v[:, t], options), memory, options) for t in range(q.shape[1])]
+    steps = (token(op, memory, q[:, t], k[:, t], v[:, t], options) for t in range(q.shape[1]))
+    outputs = [finish(y, memory, options) for y in steps]
     return torch.stack(outputs, 1), memory.tensors
 
 

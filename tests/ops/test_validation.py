@@ -1,0 +1,202 @@
+"""Bad input: a ValueError with one clear sentence each."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import hla_kernels as hk
+from tests.ops.cases import CAUSAL, LINEAR, extra, tokens
+
+
+def x(n=6, **sizes):
+    return list(tokens(n, **sizes))
+
+
+def bad_tensors():
+    q, k, v = x()
+    cases = {
+        "rank": ((q[0], k, v), "rank 4"),
+        "not_a_tensor": ((q, k, None), "v must be a tensor"),
+        "batch": ((q, k[:1], v), "one batch size"),
+        "length": ((q, k[:, :5], v), "same number of tokens"),
+        "value_length": ((q, k, v[:, :5]), "same number of tokens"),
+        "key_value_heads": ((q, k, v[:, :, :1]), "same number of heads"),
+        "heads": ((q[:, :, :3], k, v), "must divide"),
+        "more_key_heads": ((q[:, :, :1], k, v), "must divide"),
+        "head_dim": ((q, k[..., :4], v), "same head dimension"),
+        "empty": (tuple(t[:, :0] for t in (q, k, v)), "N = 0"),
+        "empty_dim": ((q[..., :0], k[..., :0], v), "between 1 and 256"),
+        "integers": ((q.long(), k.long(), v.long()), "float16, bfloat16, float32 or float64"),
+        "float8": (tuple(t.to(torch.float8_e4m3fn) for t in (q, k, v)), "float16, bfloat16, float32 or float64"),
+        "complex": (tuple(t.to(torch.complex64) for t in (q, k, v)), "float16, bfloat16, float32 or float64"),
+        "dtypes": ((q, k.float(), v), "one dtype"),
+        "device": ((q, k.to("meta"), v), "one device"),
+        "wide_head": (tuple(x(d=257)), "between 1 and 256"),
+        "wide_value": (tuple(x(dv=300)), "between 1 and 256"),
+    }
+    return [pytest.param(*case, id=name) for name, case in cases.items()]
+
+
+@pytest.mark.parametrize(("inputs", "message"), bad_tensors())
+@pytest.mark.parametrize("op", hk.OPS)
+def test_tensors(op, inputs, message):
+    for causal in (False, True):
+        if causal and op == "polynomial":
+            continue
+        with pytest.raises(ValueError, match=message):
+            getattr(hk, op)(*inputs, *extra(op), causal=causal)
+
+
+def test_head_dim_at_the_limit():
+    assert hk.ahla(*x(d=256, dv=256)).shape == (2, 6, 4, 256)
+
+
+BAD_OPTIONS = {
+    "feature_map": ({"feature_map": "rleu"}, "did you mean 'relu'"),
+    "feature_map_far": ({"feature_map": 3}, "allowed are 'identity'"),
+    "center": ({"center": "kq"}, "did you mean"),
+    "decay_rule": ({"decay_rule": "papers"}, "did you mean 'paper'"),
+    "impl": ({"impl": "torhc"}, "did you mean 'torch'"),
+    "return_state": ({"return_state": "yes"}, "return_state must be"),
+    "ridge": ({"ridge": -0.1}, "ridge must be"),
+    "ridge_nan": ({"ridge": float("nan")}, "ridge must be"),
+    "eps": ({"eps": -1.0}, "eps must be"),
+    "scale": ({"scale": float("inf")}, "scale must be"),
+    "scale_text": ({"scale": "big"}, "scale must be"),
+    "two_sided_decay": ({"decay": 0.9}, "causal=True"),
+    "decay_zero": ({"causal": True, "decay": 0.0}, r"\(0, 1\]"),
+    "decay_large": ({"causal": True, "decay": 1.5}, r"\(0, 1\]"),
+    "decay_nan": ({"causal": True, "decay": float("nan")}, r"\(0, 1\]"),
+    "decay_type": ({"causal": True, "decay": "slow"}, "decay must be None"),
+    "decay_shape": ({"causal": True, "decay": torch.ones(3)}, "shape"),
+    "decay_rank": ({"causal": True, "decay": torch.ones(4, 1)}, "shape"),
+    "decay_integers": ({"causal": True, "decay": torch.ones(4, dtype=torch.long)}, "floating point"),
+    "decay_values": ({"causal": True, "decay": torch.tensor([0.5, 1.1])}, r"\(0, 1\]"),
+    "signed_ratio": ({"normalize": True}, "non-negative feature_map"),
+    "centred_ratio": ({"normalize": True, "feature_map": "relu", "center": "k"}, "center"),
+    "mean_path_ratio": ({"normalize": True, "feature_map": "relu", "mean_path": True}, "mean_path"),
+    "negative_ratio": ({"normalize": True, "feature_map": "relu", "scale": -1.0}, "scale > 0"),
+    "not_a_state": ({"state": 3}, "state must be a State"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+@pytest.mark.parametrize("op", LINEAR)
+def test_options(op, options, message):
+    if options.get("causal") and op == "polynomial":
+        message = "two-sided only|decay"
+    with pytest.raises(ValueError, match=message):
+        getattr(hk, op)(*x(), *extra(op), **options)
+
+
+def test_ratio_with_vouched_features():
+    """feature_map="identity" says: q and k are non-negative already."""
+    q, k, v = x()
+    assert bool(torch.isfinite(hk.ahla(q.abs(), k.abs(), v, feature_map="identity", normalize=True)).all())
+
+
+@pytest.mark.parametrize("op", ["linear_attention", "polynomial"])
+def test_ridge_is_second_order(op):
+    with pytest.raises(ValueError, match="ridge is defined for hla2, ahla, hla3"):
+        getattr(hk, op)(*x(), *extra(op), ridge=0.1)
+
+
+def test_paper_rule():
+    with pytest.raises(ValueError, match="centred"):
+        hk.hla2(*x(), causal=True, decay=0.9, decay_rule="paper", center="k")
+    with pytest.raises(ValueError, match="signed"):
+        hk.hla2(*x(), causal=True, decay=0.9, decay_rule="paper", normalize=True, feature_map="relu")
+    hk.hla2(*x(), causal=True, decay_rule="paper", normalize=True, feature_map="relu")  # no decay: the cascade
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"feature_map": "relu"}, {"normalize": True}, {"center": "k"}, {"mean_path": True}, {"decay": 0.9}, {"ridge": 0.1},
+     {"decay_rule": "paper"}, {"eps": 1e-3}, {"return_state": True}, {"state": 3}],
+    ids=str,
+)  # fmt: skip
+def test_softmax_refuses_linear_options(options):
+    with pytest.raises(ValueError, match="softmax_attention"):
+        hk.softmax_attention(*x(), **options)
+
+
+def test_polynomial():
+    q, k, v = x()
+    with pytest.raises(ValueError, match="two-sided only"):
+        hk.polynomial(q, k, v, *extra("polynomial"), causal=True)
+    for bad in (None, torch.ones(4), torch.ones(3, 4), torch.ones(4, 3), [1, 2, 3, 4]):
+        with pytest.raises(ValueError, match=r"\[heads, 4\] = \[4, 4\]"):
+            hk.polynomial(q, k, v, bad)
+    with pytest.raises(ValueError, match="floating point"):
+        hk.polynomial(q, k, v, torch.ones(4, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("op", hk.OPS)
+def test_packed(op):
+    f = getattr(hk, op + "_qkvpacked")
+    for bad in (torch.zeros(2, 6, 4, 5), torch.zeros(2, 6, 2, 4, 5), None):
+        with pytest.raises(ValueError, match=r"\[batch, tokens, 3, heads, head dim\]"):
+            f(bad, *extra(op))
+
+
+def test_names():
+    with pytest.raises(ValueError, match="did you mean 'hla2'"):
+        hk.explain("hla22", *x())
+    with pytest.raises(ValueError, match="did you mean 'causal'"):
+        hk.explain("hla2", *x(), casual=True)
+    with pytest.raises(ValueError, match="no state"):
+        hk.hla2(*x(), impl="reference", return_state=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("op", CAUSAL)
+def test_states(op, causal):
+    f, other = getattr(hk, op), getattr(hk, "ahla" if op != "ahla" else "hla2")
+    options = {"causal": causal, "feature_map": "relu"}
+    _, state = f(*x(), **options, return_state=True)
+    with pytest.raises(ValueError, match=f"belongs to {op}"):
+        other(*x(), **options, state=state)
+    for change in ({"feature_map": "elu1"}, {"scale": 0.5}, {"mean_path": True}, {"causal": not causal}):
+        with pytest.raises(ValueError, match=f"{next(iter(change))}="):
+            f(*x(), **{**options, **change}, state=state)
+        _, changed = f(*x(), **{**options, **change}, return_state=True)
+        with pytest.raises(ValueError, match=f"same {next(iter(change))}"):
+            hk.merge(state, changed)
+    for sizes in ({"b": 3}, {"h": 8, "hk": 4}, {"d": 7}, {"dv": 7}):
+        with pytest.raises(ValueError, match="has shape"):
+            f(*x(**sizes), **options, state=state)
+    for poison in (float("nan"), float("inf")):
+        broken = dataclasses.replace(state, tensors={name: t * poison for name, t in state.tensors.items()})
+        with pytest.raises(ValueError, match="NaN or Inf"):
+            f(*x(), **options, state=broken)
+
+
+def test_state_of_another_decay():
+    _, state = hk.hla2(*x(), causal=True, decay=torch.tensor([0.9, 0.8]), return_state="mergeable")
+    _, other = hk.hla2(*x(), causal=True, decay=torch.tensor([0.9, 0.7]), return_state="mergeable")
+    with pytest.raises(ValueError, match="another decay"):
+        hk.hla2(*x(), causal=True, decay=torch.tensor([0.9, 0.7]), state=state)
+    with pytest.raises(ValueError, match="decay="):
+        hk.hla2(*x(), causal=True, decay=0.9, state=state)
+    with pytest.raises(ValueError, match="same decay"):
+        hk.merge(state, other)
+
+
+def test_read():
+    q, k, v = x()
+    _, state = hk.ahla(q, k, v, return_state=True)
+    _, causal = hk.ahla(q, k, v, causal=True, return_state=True)
+    with pytest.raises(ValueError, match="two-sided"):
+        hk.read(q, causal)
+    with pytest.raises(ValueError, match="heads"):
+        hk.read(q[:, :, :2], state)
+    with pytest.raises(ValueError, match="q must have shape"):
+        hk.read(q[..., :2], state)
+    with pytest.raises(ValueError, match="floating point"):
+        hk.read(q.long(), state)
+    with pytest.raises(ValueError, match="must be a State"):
+        hk.read(q, 3)
+    _, mixed = hk.polynomial(q, k, v, *extra("polynomial"), return_state=True)
+    with pytest.raises(ValueError, match="coefficients"):
+        hk.read(q, mixed)
