@@ -179,7 +179,7 @@ def test_other_options_are_said():
 
 def test_tags_survive_averages_and_casts():
     model = tiny("vit_hla2_tiny_patch16_224")
-    averages = [ModelEmaV2(model, decay=0.9998), ModelEma(model, decay=0.99)]
+    averages = [ModelEmaV2(model, decay=0.9999), ModelEma(model, decay=0.9995)]
     for average in averages:
         for _ in range(50):
             average.update(model)
