@@ -18,7 +18,7 @@ UNSEEN_OPTIONS = ("feature_map", "normalize", "center", "mean_path", "causal", "
 
 
 def encode_tag(name: str, mixer: nn.Module) -> Tensor:
-    """The tag of `mixer`, uint8 [L]: doubled ASCII codes, since timm's averages (decay 0.9999) truncate integers by one."""
+    """The tag of `mixer`, uint8 [L]: ASCII codes, doubled, since timm EMA of decay 0.9999 truncates integers by one."""
     options = getattr(mixer, "options", None)
     text = json.dumps({"mixer": name, **{n: getattr(options, n) for n in UNSEEN_OPTIONS if hasattr(options, n)}})
     return torch.tensor([2 * byte for byte in text.encode("ascii")], dtype=torch.uint8)
