@@ -20,8 +20,8 @@ def feature(x: Tensor, name: str | None) -> Tensor:
     if name == "relu":
         return x.relu()
     if name == "elu1":
-        # exp only where x < 0: exp of a large positive x would be inf, and inf * 0 in the backward is NaN
-        return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+        # not elu(x) + 1, which rounds to 0 below x = -17; exp of x <= 0 only, so that nothing overflows
+        return x.clamp(max=0).exp() + x.relu()
     assert name == "softmax", name
     return x.softmax(-1)
 
