@@ -20,14 +20,9 @@ USAGE = "usage: train_vit.py [CONFIG.yaml] [section.key=value ...]"
 
 def main(words: list[str]) -> dict[str, Any]:
     """Train as the words of the command line say. Returns the result (top-1 and top-5 in percent); raises ValueError."""
-    if {"-h", "--help"} & set(words):
-        print(f"{__doc__}\n{USAGE}\n{config.describe(TrainSettings)}")
+    if config.wants_help(words, __doc__, USAGE, TrainSettings):
         return {}
-    files = [word for word in words if "=" not in word]
-    if len(files) > 1:
-        raise ValueError(f"expected one configuration file and section.key=value words, got {' '.join(files)}")
-    settings = config.load(TrainSettings, files[0] if files else None, [word for word in words if "=" in word])
-    result = Trainer(settings).train()
+    result = Trainer(config.from_command_line(TrainSettings, words)).train()
     if result:
         print(json.dumps(result), flush=True)
     return result

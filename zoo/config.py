@@ -212,6 +212,22 @@ def _describe_key(schema: type, key: str, prefix: str) -> list[str]:
     return [f"  {prefix}{key} ({kind}, default {default!r})", f"      {field_docs(schema)[key]}"]
 
 
+def from_command_line(schema: type[T], words: list[str]) -> T:
+    """The configuration that the words of a command line describe: at most one file, and overrides. Raises ValueError."""
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise ValueError(f"expected one configuration file and section.key=value words, got {' '.join(files)}")
+    return load(schema, files[0] if files else None, [word for word in words if "=" in word])
+
+
+def wants_help(words: list[str], about: str | None, usage: str, schema: type) -> bool:
+    """Whether the words ask for help, which is then printed: what the tool does and every key."""
+    asked = bool({"-h", "--help"} & set(words))
+    if asked:
+        print(f"{about}\n{usage}\n{describe(schema)}")
+    return asked
+
+
 def command_line(main: Callable[[list[str]], Any]) -> None:
     """Run `main` on the words of the command line; a ValueError is printed as its sentence, with exit status 2."""
     try:

@@ -40,6 +40,13 @@ class InputSpec:
             crop_mode=found["crop_mode"],
         )
 
+    @classmethod
+    def from_recipe(cls, stored: dict[str, Any], data: DataSettings) -> "InputSpec":
+        """The input that a checkpoint was trained with; what `data` sets overrides it."""
+        changes = {"crop_pct": data.crop_pct, "mean": data.mean, "std": data.std}
+        values = {**stored, **{k: v for k, v in changes.items() if v is not None}}
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
     def timm(self) -> dict[str, Any]:
         """The keywords of timm's create_transform."""
         shared = {k: getattr(self, k) for k in ("mean", "std", "crop_pct", "interpolation", "crop_mode")}

@@ -40,7 +40,9 @@ class Trainer:
         self.settings = settings
         self.folder = Path(settings.run.folder)
         self.accelerator = accelerator = Accelerator(
-            mixed_precision=settings.run.precision, log_with=settings.log.trackers or None, project_dir=self.folder
+            mixed_precision={"fp32": "no"}.get(settings.run.precision, settings.run.precision),
+            log_with=settings.log.trackers or None,
+            project_dir=self.folder,
         )
         if accelerator.is_main_process:
             prepare_folder(settings)
@@ -64,7 +66,7 @@ class Trainer:
         settings, main = self.settings, self.accelerator.is_main_process
         self.record = Record(self.folder / METRICS, self.step) if main else None
         if settings.log.trackers:
-            self.accelerator.init_trackers(settings.log.project, config=leaves(settings))
+            self.accelerator.init_trackers(settings.log.project, config={k: str(v) for k, v in leaves(settings).items()})
         batches = self.parts.train_images.train(self.plan, self.step, self.last_step)
         meter, clock = AverageMeter(), _Clock(self.step)
         steps = range(self.step, self.last_step)

@@ -120,7 +120,7 @@ class RunSettings:
     folder: where everything is written
     seed: seed of weights, order and augmentation
     resume: continue the last checkpoint of the folder, if it has one
-    precision: no (float32), bf16 or fp16
+    precision: fp32, bf16 or fp16
     compile: compile the model with torch.compile
     eval_epochs: epochs between two evaluations (the last epoch is always evaluated)
     checkpoint_epochs: epochs between two checkpoints
@@ -132,7 +132,7 @@ class RunSettings:
     folder: str = "runs/train"
     seed: int = 0
     resume: bool = False
-    precision: str = "no"
+    precision: str = "fp32"
     compile: bool = False
     eval_epochs: int = 1
     checkpoint_epochs: int = 1
@@ -141,7 +141,7 @@ class RunSettings:
     max_skipped: int = 25
 
     def __post_init__(self) -> None:
-        one_of("run.precision", self.precision, ("no", "bf16", "fp16"))
+        one_of("run.precision", self.precision, ("fp32", "bf16", "fp16"))
         positive(run__eval_epochs=self.eval_epochs, run__checkpoint_epochs=self.checkpoint_epochs, run__keep=self.keep)
 
 

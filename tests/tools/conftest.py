@@ -1,0 +1,74 @@
+"""Shared by the tests of training, evaluation and tools: tiny runs, in this process or as a user would start them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from accelerate.state import AcceleratorState
+from PIL import Image
+
+from zoo import config
+from zoo.train.settings import TrainSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {  # a ViT of 16 tokens that learns a little in a second
+    "model": {
+        "name": "vit_tiny_patch16_224",
+        "img_size": 8,
+        "kwargs": {"patch_size": 2, "embed_dim": 16, "depth": 2, "num_heads": 2, "global_pool": "avg", "class_token": False},
+    },
+    "data": {"source": "digits", "batch_size": 100, "workers": 0, "cache": True, "crop_pct": 1.0},
+    "augment": {"crop": "padded", "pad": 1, "hflip": 0.0},
+    "schedule": {"epochs": 1},
+    "log": {"every": 1},
+}
+
+
+def tiny(folder: Path, **sections: dict[str, Any]) -> TrainSettings:
+    """The settings of a tiny run in `folder` with some keys changed."""
+    return config.from_tree(TrainSettings, config.merge(config.merge(TINY, {"run": {"folder": str(folder)}}), sections))
+
+
+def start_tool(name: str, *words: str, launcher: tuple[str, ...] = (), **env: str) -> subprocess.Popen:
+    """A tool in its own process, one thread, without a GPU."""
+    fixed = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *launcher, str(ROOT / "tools" / f"{name}.py"), *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env={**os.environ, **fixed, **env}, stdout=pipe, stderr=pipe, text=True)
+
+
+def run_tool(name: str, *words: str, **kwargs: Any) -> tuple[int, str, str]:
+    """(exit status, standard output, standard error) of a tool."""
+    process = start_tool(name, *words, **kwargs)
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+@pytest.fixture(autouse=True)
+def own_precision():
+    """accelerate keeps the precision of the first run of a process; each test may choose its own."""
+    yield
+    AcceleratorState._reset_state()
+
+
+@pytest.fixture(scope="session")
+def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that writes an image folder: `make_folder({"cat": 3, "dog": 2})`, grey levels telling the images apart."""
+
+    def make(counts: dict[str, int], size: int = 12) -> Path:
+        root = tmp_path_factory.mktemp("images")
+        level = 0
+        for name, count in counts.items():
+            (root / name).mkdir()
+            for i in range(count):
+                level += 1
+                picture = np.random.default_rng(level).integers(0, 256, (size, size, 3), dtype=np.uint8)
+                Image.fromarray(picture).save(root / name / f"{i:03d}.png")
+        return root
+
+    return make

@@ -1,0 +1,184 @@
+"""Sources, transforms and batches: what is read, in which order, with which randomness, and what is refused."""
+
+import io
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny
+from PIL import Image
+
+from zoo.data import BatchPlan, CachedImages, InputSpec, LoadedImages, check_unreadable, open_source, open_sources
+from zoo.data.settings import AugmentSettings, DataSettings
+from zoo.data.transforms import check_cacheable
+from zoo.train.loop import Trainer
+
+CPU = torch.device("cpu")
+SPEC = InputSpec(size=(8, 8), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
+AUGMENT = AugmentSettings(crop="resized", jitter=0.4, auto="rand-m9-mstd0.5-inc1", erase=0.5)
+
+
+def loaded(source, seed=0, workers=0, augment=AUGMENT):
+    return LoadedImages(source, SPEC, augment, seed, CPU, workers)
+
+
+def pixels(batches):
+    return torch.cat([batch.images for batch in batches])
+
+
+# Readers
+
+
+def test_image_folder(make_folder):
+    source = open_source("folder", str(make_folder({"b": 2, "a": 3})), train=True)
+    assert len(source) == 5 and source.classes == ["a", "b"]
+    assert [source.read(i)[1] for i in range(5)] == [0, 0, 0, 1, 1]
+    assert source.read(0)[0].mode == "RGB" and source.name(3) == "b/000.png"
+
+
+def encoded(level):
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((9, 9, 3), level, np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_parquet(tmp_path, monkeypatch):
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+
+    rows = [{"image": {"bytes": encoded(i), "path": f"{i}.png"}, "label": i % 3} for i in range(6)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    source = open_source("parquet", str(tmp_path / "train.parquet"), train=True)
+    assert len(source) == 6 and len(source.classes) == 3
+    assert [source.read(i)[1] for i in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [np.asarray(source.read(i)[0])[0, 0, 0] for i in range(6)] == list(range(6))
+    assert source.name(4) == "4.png"
+    with pytest.raises(ValueError, match="has no column 'picture'; its columns are image, label"):
+        open_source("parquet", str(tmp_path / "train.parquet"), train=True, image_key="picture")
+    with pytest.raises(ValueError, match="there is no parquet file"):
+        open_source("parquet", str(tmp_path / "val.parquet"), train=True)
+
+
+def test_webdataset(tmp_path):
+    pytest.importorskip("datasets")
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"shard-{shard}.tar", "w") as tar:
+            for i in range(3):
+                for ending, data in (("png", encoded(10 * shard + i)), ("cls", str(i).encode())):
+                    info = tarfile.TarInfo(f"{shard}{i}.{ending}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    source = open_source("webdataset", str(tmp_path / "shard-*.tar"), train=True, image_key="png", label_key="cls")
+    assert len(source) == 6 and len(source.classes) == 3
+    found = sorted((int(np.asarray(source.read(i)[0])[0, 0, 0]), source.read(i)[1]) for i in range(6))
+    assert found == [(0, 0), (1, 1), (2, 2), (10, 0), (11, 1), (12, 2)]
+
+
+def test_digits_are_split_once_and_for_all():
+    train, val = (open_source("digits", "", train=flag) for flag in (True, False))
+    assert (len(train), len(val)) == (1000, 797)
+    assert not set(train.indices) & set(val.indices)
+
+
+# What is refused
+
+
+def test_empty_and_missing_folders(tmp_path):
+    with pytest.raises(ValueError, match="holds no images"):
+        open_source("folder", str(tmp_path), train=True)
+    with pytest.raises(ValueError, match="there is no image folder"):
+        open_source("folder", str(tmp_path / "none"), train=True)
+    with pytest.raises(ValueError, match="data.val is empty"):
+        open_source("folder", "", train=False)
+
+
+def test_class_counts_must_match(make_folder):
+    two, three = str(make_folder({"a": 2, "b": 2})), str(make_folder({"a": 1, "b": 1, "c": 1}))
+    with pytest.raises(ValueError, match="data.num_classes is 10, but the training set has 2 classes"):
+        open_sources(DataSettings(source="folder", train=two, val=two, num_classes=10))
+    with pytest.raises(ValueError, match="the validation set has 3 classes"):
+        open_sources(DataSettings(source="folder", train=two, val=three))
+
+
+def test_unreadable_images_are_replaced_counted_and_limited(make_folder, tmp_path, capfd):
+    root = make_folder({"a": 60, "b": 60})
+    broken = root / "a" / "007.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    source = open_source("folder", str(root), train=True)
+    for images in (loaded(source), CachedImages(source, SPEC, AugmentSettings(crop="none"), 0, CPU, 0)):
+        batches = list(images.train(BatchPlan(120, 40, seed=0), 0, 3))
+        assert sum((batch.unreadable() for batch in batches), []) == [7]
+        evaluation = list(images.evaluation(50))
+        assert sum((batch.unreadable() for batch in evaluation), []) == [7]
+    data = {"source": "folder", "train": str(root), "val": str(root), "batch_size": 40}
+    result = Trainer(tiny(tmp_path / "run", data=data)).train()
+    assert result["unreadable"] == 1 and result["images"] == 119
+    assert "skipped 1 unreadable images, such as number 7" in capfd.readouterr().out
+    (root / "b" / "003.png").write_bytes(b"not an image")
+    with pytest.raises(ValueError, match="2 of 120 images cannot be read; at most 1% may be unreadable"):
+        Trainer(tiny(tmp_path / "run2", data=data)).train()
+    check_unreadable(1, 100)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [((10, 20, 0), "the training set has only 10 images"), ((100, 10, 0, 0, 3), "cannot be shared by 3 processes with 1 parts")],
+)
+def test_impossible_batches(plan, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        BatchPlan(*plan)
+
+
+def test_the_cache_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match="switch off augment.crop: resized, augment.auto"):
+        check_cacheable(DataSettings(cache=True), AugmentSettings(auto="rand-m9"))
+
+
+# Order and randomness
+
+
+def test_each_epoch_is_a_permutation_and_shares_tile_the_batch():
+    whole = BatchPlan(100, 20, seed=3)
+    assert sorted(i for step in range(5) for i in whole.step_images(step)[1]) == list(range(100))
+    assert whole.step_images(5)[0] == 1 and not np.array_equal(whole.step_images(0)[1], whole.step_images(5)[1])
+    parts = [BatchPlan(100, 20, 3, rank, 2, 5) for rank in range(2)]
+    keys = [key for plan in parts for part in plan.keys(7, 8) for key in part]
+    assert keys == next(iter(whole.keys(7, 8)))
+
+
+def test_samples_do_not_depend_on_workers_or_where_a_run_began(make_folder):
+    source = open_source("folder", str(make_folder({"a": 12, "b": 12})), train=True)
+    plan = BatchPlan(24, 8, seed=5)
+    here = pixels(loaded(source, 5).train(plan, 0, 6))
+    assert torch.equal(here, pixels(loaded(source, 5, workers=2).train(plan, 0, 6)))
+    assert torch.equal(here[32:], pixels(loaded(source, 5).train(plan, 4, 6)))
+    assert not torch.equal(here, pixels(loaded(source, 6).train(plan, 0, 6)))
+    first, second = ({int(i): p for b in loaded(source, 5).train(plan, s, s + 3) for i, p in zip(b.index, b.images)} for s in (0, 3))
+    assert first.keys() == second.keys()
+    assert any(not torch.equal(first[i], second[i]) for i in first), "each epoch augments anew"
+
+
+def test_cached_images_do_not_depend_on_processes_and_match_the_loader():
+    source = open_source("digits", "", train=True)
+    cached = CachedImages(source, SPEC, AugmentSettings(crop="padded", pad=1), 0, CPU, 0)
+    whole = pixels(cached.train(BatchPlan(1000, 40, 0), 0, 2))
+    shares = [pixels(cached.train(BatchPlan(1000, 40, 0, rank, 2), 0, 2)) for rank in range(2)]
+    joined = torch.cat([part[20 * s : 20 * s + 20] for s in range(2) for part in shares])
+    assert torch.equal(whole, joined)
+    first = next(iter(cached.evaluation(50)))
+    same = next(iter(loaded(source).evaluation(50)))
+    torch.testing.assert_close(first.images, same.images, atol=1e-6, rtol=0)
+    assert torch.equal(first.labels, same.labels)
+
+
+def test_cached_shift_is_padding_then_cropping():
+    source = open_source("digits", "", train=True)
+    cached = CachedImages(source, SPEC, AugmentSettings(crop="padded", pad=2, hflip=0.5), 0, CPU, 0)
+    index, draws = torch.arange(30), torch.rand(30, 3)
+    found = cached.shifted(index, draws)
+    padded = torch.nn.functional.pad(cached.images[:30], (2, 2, 2, 2))
+    for i in range(30):
+        down, right = (int(draws[i, axis] * 5) for axis in (0, 1))
+        expected = padded[i, :, down : down + 8, right : right + 8]
+        assert torch.equal(found[i], expected.flip(-1) if draws[i, 2] < 0.5 else expected)

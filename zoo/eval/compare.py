@@ -1,0 +1,98 @@
+"""Evaluate several models side by side on the same images, each with its own transform."""
+
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from zoo.data import InputSpec, LoadedImages, Source, check_unreadable, open_source
+from zoo.data.progress import progress
+from zoo.data.settings import AugmentSettings, DataSettings
+from zoo.eval.accuracy import Predictions, predict
+from zoo.eval.labels import load_real_labels, numeric_classes, real_accuracy
+from zoo.eval.paired import paired_difference
+from zoo.eval.results import csv_row
+from zoo.eval.settings import EvalSettings
+from zoo.train.model import load_model
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Candidate:
+    """A model to evaluate: how it was named, the network, its input and its mixer (empty for softmax)."""
+
+    name: str
+    model: nn.Module
+    spec: InputSpec
+    mixer: str
+    num_classes: int
+
+
+def open_candidate(name: str, data: DataSettings) -> Candidate:
+    """A run folder, a .safetensors file, or a timm name with timm's weights. Raises ValueError for anything else."""
+    if timm.is_model(name.split(".")[0]) and not Path(name).exists():
+        model = timm.create_model(name, pretrained=True)
+        return Candidate(name, model, InputSpec.of(model, None, data), "", model.num_classes)
+    model, recipe = load_model(name)
+    return Candidate(name, model, InputSpec.from_recipe(recipe.input, data), recipe.mixer, recipe.num_classes)
+
+
+def open_validation(data: DataSettings) -> Source:
+    """The validation images; a folder whose sub-folders are numbers (ImageNet-V2) has those as its classes."""
+    class_map = numeric_classes(data.val) if data.source == "folder" else None
+    keys = {"image_key": data.image_key, "label_key": data.label_key}
+    return open_source(data.source, data.val, train=False, class_map=class_map, **keys)
+
+
+def compare(settings: EvalSettings) -> tuple[list[dict[str, Any]], dict[str, Predictions], list[str]]:
+    """(rows for a CSV, predictions by model, image names). The first model is what the others are compared with.
+
+    Raises ValueError for a model whose number of classes is not that of the data, and for unreadable images over 1 %.
+    """
+    if not settings.eval.models:
+        raise ValueError("say what to evaluate: eval.models=[RUN_FOLDER_OR_TIMM_NAME, ...]")
+    source = open_validation(settings.data)
+    rows: list[dict[str, Any]] = []
+    found: dict[str, Predictions] = {}
+    for name in settings.eval.models:
+        candidate = open_candidate(name, settings.data)
+        if candidate.num_classes != len(source.classes):
+            raise ValueError(f"{name} has {candidate.num_classes} classes, but the images have {len(source.classes)}")
+        found[name] = run(candidate, source, settings)
+        row = csv_row(name, candidate.mixer, candidate.model, candidate.spec, found[name])
+        rows.append(row | _extra(found, name, source, settings))
+    names = [source.name(int(i)) for i in found[settings.eval.models[0]].index]
+    return rows, found, names
+
+
+def run(candidate: Candidate, source: Source, settings: EvalSettings) -> Predictions:
+    """The predictions of one model on every readable image."""
+    options = settings.eval
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    images = LoadedImages(source, candidate.spec, AugmentSettings(), 0, device, settings.data.workers)
+    total = -(-len(source) // options.batch_size)
+    batches = progress(images.evaluation(options.batch_size), f"evaluating {candidate.name}", total)
+    autocast = partial(torch.autocast, device.type, DTYPES[options.precision]) if options.precision in DTYPES else nullcontext
+    found = predict(candidate.model.to(device), batches, autocast)
+    check_unreadable(found.unreadable, len(source))
+    return found
+
+
+def _extra(found: dict[str, Predictions], name: str, source: Source, settings: EvalSettings) -> dict[str, Any]:
+    """Columns that timm does not have: ReaL accuracy, and the paired difference to the first model."""
+    extra: dict[str, Any] = {}
+    mine, first = found[name], next(iter(found.values()))
+    if settings.eval.real_labels:
+        file = None if settings.eval.real_labels == "timm" else settings.eval.real_labels
+        names = [source.name(int(i)) for i in mine.index]
+        extra["real_top1"] = round(real_accuracy(mine.top, names, load_real_labels(file)), 3)
+    difference = asdict(paired_difference(first.correct(), mine.correct()))
+    for column, key in (("top1_diff", "difference"), ("diff_low", "low"), ("diff_high", "high")):
+        extra[column] = round(difference[key], 3)
+    return extra

@@ -1,0 +1,86 @@
+"""Pictures of an experiment: curves, accuracy bars, and the attention of one head before and after a conversion."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+COLORS = ("#30343f", "#d1495b", "#00798c", "#edae49", "#66a182", "#8d6a9f")
+
+
+@dataclass
+class Panel:
+    """One model in the picture: its name, accuracies in percent by stage, curve (images seen, top-1), attention [H, W]."""
+
+    name: str
+    bars: dict[str, float] = field(default_factory=dict)
+    curve: tuple[list[float], list[float]] = ((), ())  # type: ignore[assignment]
+    attention: np.ndarray | None = None
+
+
+def draw_experiment(panels: list[Panel], image: np.ndarray, query: tuple[float, float], title: str, file: Path) -> None:
+    """Write a PNG: curves and bars above, below the image [H, W] or [H, W, 3] and the attention of one query token per model.
+
+    query: (row, column) of the query token on the grid of the attention maps.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure = plt.figure(figsize=(11, 6.4), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=(1.25, 1))
+    left, right = top.subplots(1, 2, width_ratios=(1, 1.15))
+    _curves(left, panels)
+    _bars(right, panels)
+    _attention(bottom, panels, image, query)
+    figure.suptitle(title, fontsize=12)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def _curves(axes: Any, panels: list[Panel]) -> None:
+    for panel, color in zip(panels, COLORS, strict=False):
+        axes.plot(*panel.curve, color=color, label=panel.name, marker="o", markersize=3)
+    axes.set(xlabel="images seen", ylabel="top-1 accuracy (%)", title="Training, then fine-tuning")
+    axes.legend(frameon=False, fontsize=8)
+    _plain(axes)
+
+
+def _bars(axes: Any, panels: list[Panel]) -> None:
+    labels, values, colors = [], [], []
+    for panel, color in zip(panels, COLORS, strict=False):
+        for stage, value in panel.bars.items():
+            labels.append(f"{panel.name}\n{stage}")
+            values.append(value)
+            colors.append((color, 0.45 if stage == "zero-shot" else 1.0))
+    places = np.arange(len(values))
+    axes.bar(places, values, color=colors, width=0.72)
+    for place, value in zip(places, values, strict=True):
+        axes.text(place, value + 1, f"{value:.1f}", ha="center", fontsize=8)
+    axes.set_xticks(places, labels, fontsize=7.5)
+    axes.set(ylim=(0, 108), ylabel="top-1 accuracy (%)", title="Before and after fine-tuning")
+    _plain(axes)
+
+
+def _attention(figure: Any, panels: list[Panel], image: np.ndarray, query: tuple[float, float]) -> None:
+    shown = [panel for panel in panels if panel.attention is not None]
+    axes = figure.subplots(1, len(shown) + 1)
+    axes[0].imshow(image, cmap="gray")
+    axes[0].set_title("image and query token", fontsize=9)
+    for place, panel in zip(axes[1:], shown, strict=True):
+        assert panel.attention is not None
+        place.imshow(panel.attention, cmap="magma")
+        place.set_title(panel.name, fontsize=9)
+    grid = np.asarray(shown[0].attention).shape
+    for place, shape in zip(axes, [image.shape[:2], *[grid] * len(shown)], strict=True):
+        row, column = ((q + 0.5) * s / g - 0.5 for q, s, g in zip(query, shape, grid, strict=True))
+        place.plot(column, row, marker="s", markersize=9, markerfacecolor="none", markeredgecolor="#4cc9f0", markeredgewidth=1.8)
+        place.set_axis_off()
+
+
+def _plain(axes: Any) -> None:
+    axes.grid(alpha=0.3, axis="y")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,41 @@
+"""The keys of an evaluation."""
+
+from dataclasses import dataclass, field
+
+from zoo.config import one_of, positive
+from zoo.data.settings import DataSettings
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Which models are compared on which labels.
+
+    models: run folders, .safetensors files of these tools, or timm names (with timm's weights); the first is the one that the
+      others are compared with
+    batch_size: images at once
+    precision: fp32, bf16 or fp16
+    real_labels: also the accuracy on reassessed ImageNet labels: timm (the file that comes with timm) or a JSON file; empty for no
+    device: torch device; empty takes the accelerator if there is one
+    """
+
+    models: list[str] = field(default_factory=list)
+    batch_size: int = 256
+    precision: str = "fp32"
+    real_labels: str = ""
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        one_of("eval.precision", self.precision, ("fp32", "bf16", "fp16"))
+        positive(eval__batch_size=self.batch_size)
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """An evaluation. See the sections.
+
+    out: folder for results.csv, predictions.csv and comparison.json
+    """
+
+    data: DataSettings = field(default_factory=DataSettings)
+    eval: EvalOptions = field(default_factory=EvalOptions)
+    out: str = "runs/evaluation"
