@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 FEATURE_MAPS = ("identity", "relu", "elu1", "softmax")
@@ -33,6 +32,6 @@ def feature_grad(x: Tensor, phi: Tensor, grad: Tensor, name: str | None) -> Tens
     if name == "relu":
         return grad * (x > 0)
     if name == "elu1":
-        return torch.where(x > 0, grad, grad * phi)
+        return grad * phi.clamp(max=1)  # exp(x) below 0, where phi <= 1, and 1 above
     assert name == "softmax", name
     return phi * (grad - (grad * phi).sum(-1, keepdim=True))

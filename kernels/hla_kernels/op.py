@@ -143,9 +143,10 @@ def canonical(op: str, options: Options) -> Options:
     decay = None if options.decay == 1.0 else options.decay
     rule = options.decay_rule if op == "hla2" and decay is not None else "cascade"
     scale = None if options.scale is None else float(options.scale)
-    return options._replace(
-        decay=decay, decay_rule=rule, scale=scale, ridge=float(options.ridge), eps=float(options.eps),
-        causal=bool(options.causal), normalize=bool(options.normalize), mean_path=bool(options.mean_path),
+    # built by name: dynamo of torch 2.11 cannot return what _replace makes
+    return Options(
+        bool(options.causal), options.feature_map, bool(options.normalize), options.center, bool(options.mean_path),
+        decay, rule, float(options.ridge), scale, float(options.eps),
     )  # fmt: skip
 
 

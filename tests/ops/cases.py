@@ -55,6 +55,9 @@ def defined(op: str, options: dict[str, Any]) -> bool:
     return not (paper and (op != "hla2" or "center" in options or options.get("normalize")))
 
 
+BOTH_MODES = [(op, causal) for op in LINEAR for causal in (False, True) if not (causal and op == "polynomial")]
+
+
 def table(causal: bool, ops: tuple[str, ...] = LINEAR, names: tuple[str, ...] = tuple(OPTIONS)) -> list[tuple]:
     """(op, options) pairs with readable ids for pytest.mark.parametrize; causal ones times DECAYS."""
     import pytest

@@ -5,8 +5,7 @@ import torch
 
 import hla_kernels as hk
 from tests.ops.cases import (
-    CAUSAL,
-    LINEAR,
+    BOTH_MODES,
     assert_same,
     extra,
     l2_error,
@@ -33,11 +32,8 @@ def test_recurrence(op, options):
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (3, 3)], ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("op", LINEAR)
+@pytest.mark.parametrize(("op", "causal"), BOTH_MODES)
 def test_grouped_heads(op, causal, heads):
-    if causal and op == "polynomial":
-        pytest.skip("two-sided only")
     h, n_key = heads
     q, k, v = tokens(40, h=h, hk=n_key)
     options = {"causal": causal, "feature_map": "elu1", "normalize": True}
@@ -55,13 +51,10 @@ PRECISION = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("name", "options"), PRECISION, ids=[name for name, _ in PRECISION])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("op", LINEAR)
+@pytest.mark.parametrize(("op", "causal"), BOTH_MODES)
 def test_rounding(op, causal, name, options, dtype):
     """At most twice the error of the definition evaluated in the same dtype, forward and backward, worst of three
     seeds."""
-    if causal and op == "polynomial":
-        pytest.skip("two-sided only")
     options = {**options, "causal": causal, "scale": 1 / 197 if causal else None}
     ours, plain = [0.0] * 4, [0.0] * 4
     for seed in range(3):
@@ -96,13 +89,10 @@ def test_softmax(causal, grouped):
         assert_same(y, hk.softmax_attention(q, k, v, causal=causal, scale=scale, impl="reference"))
 
 
-@pytest.mark.parametrize("op", hk.OPS)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("op", "causal"), BOTH_MODES)
 def test_fp16_long_is_finite(op, causal):
     """fp16, N = 32768, unit normal: every two-sided operator at default scale, every causal one with the ratio
     normaliser."""
-    if (causal and op not in CAUSAL) or op == "softmax_attention":
-        pytest.skip("not a claim")
     q, k, v = tokens(32768, b=1, h=1, hk=1, d=32, dv=32, dtype=torch.float16)
     options = {"causal": True, "feature_map": "elu1", "normalize": True} if causal else {}
     y = getattr(hk, op)(q, k, v, *extra(op, 1), **options)

@@ -4,7 +4,18 @@ import pytest
 import torch
 
 import hla_kernels as hk
-from tests.ops.cases import CAUSAL, DECAYS, LINEAR, OPTIONS, assert_same, coefficients, defined, literal, table, tokens
+from tests.ops.cases import (
+    BOTH_MODES,
+    CAUSAL,
+    DECAYS,
+    OPTIONS,
+    assert_same,
+    coefficients,
+    defined,
+    literal,
+    table,
+    tokens,
+)
 
 
 def gradients(form, op, inputs, options):
@@ -46,13 +57,17 @@ def test_gradients_across_chunks(op, n):
         assert_same(a, b, 1e-9)
 
 
-@pytest.mark.parametrize("name", ["plain", "ratio_softmax", "anchored_qk", "ridge_all"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("op", LINEAR)
+CHECKED = [
+    (op, causal, name)
+    for op, causal in BOTH_MODES
+    for name in ("plain", "ratio_softmax", "anchored_qk", "ridge_all")
+    if defined(op, OPTIONS[name])
+]
+
+
+@pytest.mark.parametrize(("op", "causal", "name"), CHECKED)
 def test_gradcheck(op, causal, name):
     options = {**OPTIONS[name], "causal": causal, **(DECAYS["key_heads"] if causal else {})}
-    if not defined(op, options):
-        pytest.skip("not defined")
     inputs, options = leaves(op, options, n=4, b=1, h=4 if op == "polynomial" or causal else 2, hk=2, d=2, dv=2)
 
     def f(*xs):
