@@ -16,6 +16,7 @@ from zoo import config
 from zoo.train.settings import TrainSettings
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))  # as for `python tools/NAME.py`
 TINY = {  # a ViT of 16 tokens that learns a little in a second
     "model": {
         "name": "vit_tiny_patch16_224",

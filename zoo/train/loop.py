@@ -43,6 +43,7 @@ class Trainer:
             mixed_precision={"fp32": "no"}.get(settings.run.precision, settings.run.precision),
             log_with=settings.log.trackers or None,
             project_dir=self.folder,
+            cpu=not torch.accelerator.is_available(),  # accelerate starts several CPU processes only when told so
         )
         if accelerator.is_main_process:
             prepare_folder(settings)
