@@ -1,11 +1,16 @@
 """Result files: timm-style CSV rows, per-image predictions, and rows of docs/results/quality.json."""
 
 import csv
+import datetime
 import json
+import os
+import platform
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timm
+import torch
 from torch import nn
 
 from zoo.data.transforms import InputSpec
@@ -85,7 +90,15 @@ def quality_row(
     }
 
 
+def result_file(command: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of a file of docs/results: the rows with the command, date, hardware and versions that made them."""
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__}
+    today = datetime.date.today().isoformat()
+    return {"command": command, "date": today, "hardware": hardware, "versions": versions, "rows": rows}
+
+
 def write_json(content: Any, file: Path) -> None:
-    """Write JSON with one row of a list a line, so that a change is one line of a diff."""
+    """Write JSON, indented, making the folder if needed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content, indent=1) + "\n")
