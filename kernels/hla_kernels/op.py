@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .check_state import check_mergeable, check_state
 from .checks import (
     check_coefficients,
     check_decay_tensor,
+    check_mergeable,
     check_name,
     check_op,
     check_options,
     check_packed,
+    check_state,
     check_tensors,
 )
 from .hla.causal import causal
@@ -171,9 +172,7 @@ def run(
     return (y, state) if call.return_state else y
 
 
-def run_packed(
-    op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: str = "auto", **options: Any
-) -> Any:
+def run_packed(op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: str = "auto", **options: Any) -> Any:
     """`run` of qkv [B, N, 3, H, D]. Two-sided calls go through the packed operator, whose backward writes one
     buffer."""
     check_packed(qkv)

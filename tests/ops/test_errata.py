@@ -48,9 +48,7 @@ def test_decayed_second_order_merge():
         rho, s, c, g = b
         return a[0] * rho, rho * a[1] + s, rho * a[2] + c, rho * a[3] + g + s @ (rho * a[2])
 
-    leaves = [
-        (G, outer(k[t], k[t]), outer(q[t], v[t]), torch.zeros(5, 4, dtype=torch.float64)) for t in range(N)
-    ]
+    leaves = [(G, outer(k[t], k[t]), outer(q[t], v[t]), torch.zeros(5, 4, dtype=torch.float64)) for t in range(N)]
     left, balanced = reduce(published, leaves)[3], tree(published, leaves)[3]
     assert error(left, balanced) > 0.01
     options = {"causal": True, "decay": G, "decay_rule": "paper"}
@@ -86,9 +84,7 @@ def test_decayed_ahla_merge():
 
         return f
 
-    leaves = [
-        (G, outer(k[t], q[t]), outer(k[t], v[t]), outer(k[t], (q[t] @ k[t]) * v[t])) for t in range(N)
-    ]
+    leaves = [(G, outer(k[t], q[t]), outer(k[t], v[t]), outer(k[t], (q[t] @ k[t]) * v[t])) for t in range(N)]
     truth = literal("ahla", *x, causal=True, decay=G)[0, -1, 0]
     assert error(q[-1] @ reduce(merge(True), leaves)[3], truth) < 1e-12  # a left fold over tokens hides the error
     assert error(q[-1] @ tree(merge(True), leaves)[3], truth) > 0.01

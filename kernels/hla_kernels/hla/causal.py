@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..features import feature
-from ..layout import to_heads, to_tokens
 from ..linear.chunked import Chunks, running_sum, stage
 from ..options import Options, compute_dtype, is_paper, needs_ones
 from ..state import State
+from .layout import to_heads, to_tokens
 from .summaries import summaries
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..features import feature, feature_grad
-from ..layout import heads_view, to_heads
 from ..options import Options, compute_dtype, needs_ones
+from .layout import heads_view, to_heads
 from .moments import (
     FACTORS,
     MOMENTS,

@@ -6,12 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..check_state import check_finite
-from ..checks import check_coefficients
+from ..checks import check_coefficients, check_finite
 from ..features import feature
-from ..layout import to_heads, to_tokens
 from ..options import Options, compute_dtype
 from ..state import State
+from .layout import to_heads, to_tokens
 from .moments import mixture_weights, moments, operator_matrix, read_out, token_sums
 
 

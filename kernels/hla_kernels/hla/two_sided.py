@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..features import feature
-from ..layout import to_heads, to_tokens
 from ..options import Options, compute_dtype
 from .gradient import gradient
+from .layout import to_heads, to_tokens
 from .moments import mixture_weights, moments, operator_matrix, read_out, token_sums
 
 
