@@ -1,5 +1,5 @@
-"""Checks of what a user passes, tensors, options and states: every refusal is a ValueError of one sentence saying what was
-wrong and what is allowed."""
+"""Checks of what a user passes (tensors, options, states): every refusal is a ValueError of one sentence saying what
+was wrong and what is allowed."""
 
 from __future__ import annotations
 
