@@ -1,9 +1,10 @@
 """Convert a softmax model to a mixer: inherit every weight, write the result and the report of what was done.
 
-    python tools/convert.py model.name=deit_small_patch16_224 model.pretrained=true model.mixer=ahla out=runs/deit_small_ahla
-    python tools/convert.py model.checkpoint=runs/digits_softmax model.mixer=poly model.keep_softmax=[0] out=runs/digits_poly
+    python tools/convert.py model.name=deit_small_patch16_224 model.pretrained=true model.mixer=ahla out=runs/deit_ahla
+    python tools/convert.py model.checkpoint=runs/digits_softmax model.mixer=poly model.keep_softmax=[0] out=runs/poly
 
-The source is a timm name (with model.pretrained=true for timm's weights), a .safetensors file of timm with its model.name, or
+The source is a timm name (with model.pretrained=true for timm's weights), a .safetensors file of timm with its
+model.name, or
 anything that these tools wrote. `out` gets model.safetensors, which the other tools read, and report.json.
 """
 

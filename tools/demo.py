@@ -1,4 +1,5 @@
-"""The whole path on embedded data: train a softmax ViT, convert it, fine-tune, compare. Writes runs/demo/report.md and demo.png.
+"""The whole path on embedded data: train a softmax ViT, convert it, fine-tune, compare. Writes runs/demo/report.md
+and demo.png.
 
     python tools/demo.py
 

@@ -4,8 +4,10 @@
         eval.models=[deit_small_patch16_224.fb_in1k,runs/deit_small_ahla]
     python tools/evaluate_imagenet.py data.source=digits eval.models=[runs/digits_softmax,runs/digits_ahla]
 
-The first model is the one that the others are compared with: top1_diff and the ends diff_low, diff_high of its paired 95 %
-interval, in points. A folder with sub-folders named by class number (ImageNet-V2) is read as such. `out` gets results.csv with
+The first model is the one that the others are compared with: top1_diff and the ends diff_low, diff_high of its paired
+95 %
+interval, in points. A folder with sub-folders named by class number (ImageNet-V2) is read as such. `out` gets
+results.csv with
 timm's columns and predictions.csv with one line an image.
 """
 

@@ -1,7 +1,9 @@
-"""A quality table: the same run for several mixers and seeds, from scratch and, if asked, converted from the softmax run.
+"""A quality table: the same run for several mixers and seeds, from scratch and, if asked, converted from the softmax
+run.
 
     python tools/quality.py configs/vit/cifar10.yaml data.train=TRAIN.parquet data.val=TEST.parquet \\
-        mixers=[softmax,la,ahla,hla2] finetune=configs/vit/cifar10_finetune.yaml out=runs/cifar10 json=docs/results/quality.json
+        mixers=[softmax,la,ahla,hla2] finetune=configs/vit/cifar10_finetune.yaml out=runs/cifar10
+        json=docs/results/quality.json
 
 Words with a dot are those of train_vit.py and go into every run. A table that is interrupted continues where it was.
 """

@@ -1,7 +1,7 @@
 """Run one of timm's own scripts with our model names known to timm.
 
-    python tools/timm_run.py path/to/validate.py --model vit_ahla_small_patch16_224 --data-dir VAL
-    python tools/timm_run.py path/to/train.py --model deit_hla2_tiny_patch16_224 --data-dir DATA
+python tools/timm_run.py path/to/validate.py --model vit_ahla_small_patch16_224 --data-dir VAL
+python tools/timm_run.py path/to/train.py --model deit_hla2_tiny_patch16_224 --data-dir DATA
 """
 
 import runpy
@@ -13,13 +13,16 @@ from zoo import config
 
 
 def main(words: list[str]) -> None:
-    """Run the script `words[0]` as __main__ with the other words as its arguments. Raises ValueError if it does not exist."""
+    """Run the script `words[0]` as __main__ with the other words as its arguments. Raises ValueError if it does not
+    exist."""
     if not words or words[0] in ("-h", "--help"):
         print(f"{__doc__}\nusage: timm_run.py SCRIPT [ARGUMENTS OF THE SCRIPT]")
         return
     script = Path(words[0])
     if not script.is_file():
-        raise ValueError(f"there is no script {script}; clone pytorch-image-models and give the path of its train.py or validate.py")
+        raise ValueError(
+            f"there is no script {script}; clone pytorch-image-models and give the path of its train.py or validate.py"
+        )
     sys.argv = [str(script), *words[1:]]
     sys.path[0] = str(script.parent.resolve())  # what python itself does for a script
     runpy.run_path(str(script), run_name="__main__")

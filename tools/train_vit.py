@@ -19,7 +19,8 @@ USAGE = "usage: train_vit.py [CONFIG.yaml] [section.key=value ...]"
 
 
 def main(words: list[str]) -> dict[str, Any]:
-    """Train as the words of the command line say. Returns the result (top-1 and top-5 in percent); raises ValueError."""
+    """Train as the words of the command line say. Returns the result (top-1 and top-5 in percent); raises
+    ValueError."""
     if config.wants_help(words, __doc__, USAGE, TrainSettings):
         return {}
     result = Trainer(config.from_command_line(TrainSettings, words)).train()

@@ -1,7 +1,9 @@
 """The configuration of a run: YAML files and `section.key=value` words, checked against frozen dataclasses.
 
-The sections and their keys are in `zoo.train.settings`; here is the machinery: reading, `base:` files, overrides, type checks,
-the help text made from docstrings, and the comparison of two configurations. Every wrong input is one ValueError with one
+The sections and their keys are in `zoo.train.settings`; here is the machinery: reading, `base:` files, overrides,
+type checks,
+the help text made from docstrings, and the comparison of two configurations. Every wrong input is one ValueError with
+one
 sentence; `command_line` turns it into exit status 2 without a traceback.
 """
 
@@ -12,7 +14,6 @@ import sys
 import types
 import typing
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,8 @@ Tree = dict[str, Any]
 def load(schema: type[T], path: str | Path | None, overrides: list[str] | None = None) -> T:
     """The `schema` instance of a YAML file (None: all defaults) with `section.key=value` words applied on top.
 
-    A file may name another with `base: other.yaml` (relative to itself), whose values it changes. Raises ValueError for a
+    A file may name another with `base: other.yaml` (relative to itself), whose values it changes. Raises ValueError
+    for a
     missing or unreadable file, an unknown key (with the nearest valid one), or a value of the wrong type.
     """
     tree = read_tree(Path(path)) if path else {}
@@ -37,7 +39,8 @@ def load(schema: type[T], path: str | Path | None, overrides: list[str] | None =
 
 
 def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
-    """The nested dict of a YAML file with its `base` files merged in. Raises ValueError if a file is missing or malformed."""
+    """The nested dict of a YAML file with its `base` files merged in. Raises ValueError if a file is missing or
+    malformed."""
     if path.resolve() in seen:
         raise ValueError(f"the configuration {path} names itself as its base")
     if not path.is_file():
@@ -66,7 +69,7 @@ def merge(below: Tree, above: Tree) -> Tree:
 def from_tree(schema: type[T], tree: Tree, prefix: str = "") -> T:
     """The dataclass `schema` built from a nested dict; keys that are absent keep their defaults. Raises ValueError."""
     hints = _hints(schema)
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in hints:
             raise unknown_name("configuration key", f"{prefix}{key}", [prefix + name for name in hints])
@@ -111,7 +114,8 @@ def _flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
 
 
 def check_type(value: Any, hint: Any, name: str) -> Any:
-    """`value` as the annotated type, or a ValueError that names the key `name`. Whole numbers are accepted for floats."""
+    """`value` as the annotated type, or a ValueError that names the key `name`. Whole numbers are accepted for
+    floats."""
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for one in allowed:
         origin = typing.get_origin(one) or one
@@ -171,13 +175,13 @@ def _parse_override(schema: type, word: str) -> Tree:
         raise unknown_name("configuration section", names[0], hints)
     if len(names) == 1 and dataclasses.is_dataclass(hints[names[0]]):
         raise ValueError(f"expected {key}.KEY=VALUE with a key of the section {key!r}, got {word!r}")
+    tree: Any = value
     for name in reversed(names):
-        value = {name: value}
-    return value
+        tree = {name: tree}
+    return tree
 
 
-@cache
-def _hints(schema: type) -> dict[str, Any]:
+def _hints(schema: Any) -> dict[str, Any]:
     return typing.get_type_hints(schema)
 
 
@@ -213,7 +217,8 @@ def _describe_key(schema: type, key: str, prefix: str) -> list[str]:
 
 
 def from_command_line(schema: type[T], words: list[str]) -> T:
-    """The configuration that the words of a command line describe: at most one file, and overrides. Raises ValueError."""
+    """The configuration that the words of a command line describe: at most one file, and overrides. Raises
+    ValueError."""
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise ValueError(f"expected one configuration file and section.key=value words, got {' '.join(files)}")

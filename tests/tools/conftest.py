@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,21 @@ from PIL import Image
 from zoo import config
 from zoo.train.settings import TrainSettings
 
+os.environ.setdefault("HF_HOME", str(Path(tempfile.gettempdir()) / "hla-zoo-tests"))  # not the user's cache
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))  # as for `python tools/NAME.py`
 TINY = {  # a ViT of 16 tokens that learns a little in a second
     "model": {
         "name": "vit_tiny_patch16_224",
         "img_size": 8,
-        "kwargs": {"patch_size": 2, "embed_dim": 16, "depth": 2, "num_heads": 2, "global_pool": "avg", "class_token": False},
+        "kwargs": {
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depth": 2,
+            "num_heads": 2,
+            "global_pool": "avg",
+            "class_token": False,
+        },
     },
     "data": {"source": "digits", "batch_size": 100, "workers": 0, "cache": True, "crop_pct": 1.0},
     "augment": {"crop": "padded", "pad": 1, "hflip": 0.0},
@@ -59,7 +68,8 @@ def own_precision():
 
 @pytest.fixture(scope="session")
 def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A function that writes an image folder: `make_folder({"cat": 3, "dog": 2})`, grey levels telling the images apart."""
+    """A function that writes an image folder: `make_folder({"cat": 3, "dog": 2})`, grey levels telling the images
+    apart."""
 
     def make(counts: dict[str, int], size: int = 12) -> Path:
         root = tmp_path_factory.mktemp("images")

@@ -12,7 +12,7 @@ from zoo.data.settings import DataSettings
 from zoo.train.loop import Trainer
 from zoo.train.model import load_model
 
-TOOLS = ["train_vit", "convert", "evaluate_imagenet", "timm_run", "demo"]
+TOOLS = ["train_vit", "convert", "evaluate_imagenet", "timm_run", "demo", "quality"]
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -62,7 +62,7 @@ def test_convert_a_timm_model(tmp_path):
     assert recipe.num_classes == 1000 and recipe.keep_softmax == [0, 11]
     assert InputSpec.from_recipe(recipe.input, DataSettings()) == InputSpec.of(model, None, DataSettings())
     assert sum(row["new"] == "hla2" for row in report["rows"]) == 10
-    with pytest.raises(ValueError, match="is already converted"):
+    with pytest.raises(ValueError, match=r"is already converted"):
         convert.main([f"model.checkpoint={tmp_path}", "model.mixer=la", f"out={tmp_path}/again"])
 
 
@@ -99,7 +99,23 @@ def test_demo_with_a_tiny_budget(tmp_path):
         assert (tmp_path / "demo" / run / "config.yaml").exists() and (tmp_path / "demo" / run / "curves.png").exists()
 
 
+def test_quality_table_and_its_continuation(tmp_path):
+    import quality
+
+    short = ["schedule.epochs=1", "schedule.warmup_epochs=0", "data.batch_size=250"]
+    words = [f"{ROOT}/configs/vit/digits_softmax.yaml", f"finetune={ROOT}/configs/vit/digits_finetune.yaml", *short]
+    words += ["mixers=[softmax,la]", f"out={tmp_path}", f"json={tmp_path}/quality.json", "data.train="]
+    table = quality.main(words)
+    assert json.loads((tmp_path / "quality.json").read_text()) == table
+    assert table.keys() == {"command", "date", "hardware", "versions", "rows"} and "data.train" not in table["command"]
+    kinds = [(row["source"], row["mixer"], row["seed"]) for row in table["rows"]]
+    assert kinds == [("scratch", "softmax", 0), ("scratch", "la", 0), ("control", "softmax", 0), ("converted", "la", 0)]
+    keys = {"experiment", "data", "mixer", "options", "source", "seed", "metric", "value", "budget", "wall_s"}
+    assert all(row.keys() == keys for row in table["rows"])
+    again = quality.main(words)
+    assert [row["value"] for row in again["rows"]] == [row["value"] for row in table["rows"]]
+
+
 def test_tools_are_thin():
     for file in (ROOT / "tools").glob("*.py"):
         assert len(file.read_text().splitlines()) <= 80, file
-

@@ -51,7 +51,13 @@ def test_wrong_words_give_one_clear_sentence(word, sentence):
 
 
 def test_overrides_reach_every_type():
-    words = ["optim.lr=1e-4", "optim.clip=null", "model.kwargs.depth=6", "model.mixer_options={depthwise: v}", "data.train="]
+    words = [
+        "optim.lr=1e-4",
+        "optim.clip=null",
+        "model.kwargs.depth=6",
+        "model.mixer_options={depthwise: v}",
+        "data.train=",
+    ]
     found = config.load(TrainSettings, None, [*words, "optim.betas=[0.9, 0.95]", "model.keep_softmax=every:3"])
     assert found.optim.lr == 1e-4 and found.optim.clip is None and found.optim.betas == [0.9, 0.95]
     assert found.model.kwargs == {"depth": 6} and found.model.mixer_options == {"depthwise": "v"}
@@ -70,7 +76,7 @@ def test_base_files_and_round_trip(tmp_path):
 
 def test_bad_files(tmp_path):
     file = tmp_path / "x.yaml"
-    with pytest.raises(ValueError, match="no configuration file"):
+    with pytest.raises(ValueError, match=r"no configuration file"):
         config.load(TrainSettings, file)
     for text, sentence in [
         ("a: [", "not valid YAML"),

@@ -54,9 +54,9 @@ def test_parquet(tmp_path, monkeypatch):
     assert [source.read(i)[1] for i in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [np.asarray(source.read(i)[0])[0, 0, 0] for i in range(6)] == list(range(6))
     assert source.name(4) == "4.png"
-    with pytest.raises(ValueError, match="has no column 'picture'; its columns are image, label"):
+    with pytest.raises(ValueError, match=r"has no column 'picture'; its columns are image, label"):
         open_source("parquet", str(tmp_path / "train.parquet"), train=True, image_key="picture")
-    with pytest.raises(ValueError, match="there is no parquet file"):
+    with pytest.raises(ValueError, match=r"there is no parquet file"):
         open_source("parquet", str(tmp_path / "val.parquet"), train=True)
 
 
@@ -85,19 +85,19 @@ def test_digits_are_split_once_and_for_all():
 
 
 def test_empty_and_missing_folders(tmp_path):
-    with pytest.raises(ValueError, match="holds no images"):
+    with pytest.raises(ValueError, match=r"holds no images"):
         open_source("folder", str(tmp_path), train=True)
-    with pytest.raises(ValueError, match="there is no image folder"):
+    with pytest.raises(ValueError, match=r"there is no image folder"):
         open_source("folder", str(tmp_path / "none"), train=True)
-    with pytest.raises(ValueError, match="data.val is empty"):
+    with pytest.raises(ValueError, match=r"data.val is empty"):
         open_source("folder", "", train=False)
 
 
 def test_class_counts_must_match(make_folder):
     two, three = str(make_folder({"a": 2, "b": 2})), str(make_folder({"a": 1, "b": 1, "c": 1}))
-    with pytest.raises(ValueError, match="data.num_classes is 10, but the training set has 2 classes"):
+    with pytest.raises(ValueError, match=r"data.num_classes is 10, but the training set has 2 classes"):
         open_sources(DataSettings(source="folder", train=two, val=two, num_classes=10))
-    with pytest.raises(ValueError, match="the validation set has 3 classes"):
+    with pytest.raises(ValueError, match=r"the validation set has 3 classes"):
         open_sources(DataSettings(source="folder", train=two, val=three))
 
 
@@ -108,22 +108,25 @@ def test_unreadable_images_are_replaced_counted_and_limited(make_folder, tmp_pat
     source = open_source("folder", str(root), train=True)
     for images in (loaded(source), CachedImages(source, SPEC, AugmentSettings(crop="none"), 0, CPU, 0)):
         batches = list(images.train(BatchPlan(120, 40, seed=0), 0, 3))
-        assert sum((batch.unreadable() for batch in batches), []) == [7]
+        assert [i for batch in batches for i in batch.unreadable()] == [7]
         evaluation = list(images.evaluation(50))
-        assert sum((batch.unreadable() for batch in evaluation), []) == [7]
+        assert [i for batch in evaluation for i in batch.unreadable()] == [7]
     data = {"source": "folder", "train": str(root), "val": str(root), "batch_size": 40}
     result = Trainer(tiny(tmp_path / "run", data=data)).train()
     assert result["unreadable"] == 1 and result["images"] == 119
     assert "skipped 1 unreadable images, such as number 7" in capfd.readouterr().out
     (root / "b" / "003.png").write_bytes(b"not an image")
-    with pytest.raises(ValueError, match="2 of 120 images cannot be read; at most 1% may be unreadable"):
+    with pytest.raises(ValueError, match=r"2 of 120 images cannot be read; at most 1% may be unreadable"):
         Trainer(tiny(tmp_path / "run2", data=data)).train()
     check_unreadable(1, 100)
 
 
 @pytest.mark.parametrize(
     ("plan", "sentence"),
-    [((10, 20, 0), "the training set has only 10 images"), ((100, 10, 0, 0, 3), "cannot be shared by 3 processes with 1 parts")],
+    [
+        ((10, 20, 0), "the training set has only 10 images"),
+        ((100, 10, 0, 0, 3), "cannot be shared by 3 processes with 1 parts"),
+    ],
 )
 def test_impossible_batches(plan, sentence):
     with pytest.raises(ValueError, match=sentence):
@@ -131,7 +134,7 @@ def test_impossible_batches(plan, sentence):
 
 
 def test_the_cache_refuses_what_it_cannot_do():
-    with pytest.raises(ValueError, match="switch off augment.crop: resized, augment.auto"):
+    with pytest.raises(ValueError, match=r"switch off augment.crop: resized, augment.auto"):
         check_cacheable(DataSettings(cache=True), AugmentSettings(auto="rand-m9"))
 
 
@@ -154,7 +157,10 @@ def test_samples_do_not_depend_on_workers_or_where_a_run_began(make_folder):
     assert torch.equal(here, pixels(loaded(source, 5, workers=2).train(plan, 0, 6)))
     assert torch.equal(here[32:], pixels(loaded(source, 5).train(plan, 4, 6)))
     assert not torch.equal(here, pixels(loaded(source, 6).train(plan, 0, 6)))
-    first, second = ({int(i): p for b in loaded(source, 5).train(plan, s, s + 3) for i, p in zip(b.index, b.images)} for s in (0, 3))
+    first, second = (
+        {i: p for b in loaded(source, 5).train(plan, s, s + 3) for i, p in zip(b.index.tolist(), b.images, strict=True)}
+        for s in (0, 3)
+    )
     assert first.keys() == second.keys()
     assert any(not torch.equal(first[i], second[i]) for i in first), "each epoch augments anew"
 

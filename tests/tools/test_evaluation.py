@@ -1,4 +1,5 @@
-"""Evaluation: accuracies against independent computations, labels of ImageNet, intervals, result files, attention matrices."""
+"""Evaluation: accuracies against independent computations, labels of ImageNet, intervals, result files, attention
+matrices."""
 
 import csv
 import json
@@ -20,7 +21,7 @@ from zoo.eval.paired import paired_difference
 from zoo.eval.settings import EvalSettings
 from zoo.train.loop import Trainer
 
-SMALL = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=7)
+SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 7}
 
 
 def small_vit(**changes):
@@ -47,7 +48,7 @@ def test_accuracy_equals_an_independent_computation():
     log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     assert summary["loss"] == pytest.approx(-np.mean([log_p[i, labels[i]] for i in keep]), abs=1e-5)
     assert summary["images"] == 22 and summary["unreadable"] == 1 and list(found.index) == keep
-    with pytest.raises(ValueError, match="no images to evaluate"):
+    with pytest.raises(ValueError, match=r"no images to evaluate"):
         predict(model, [])
 
 
@@ -79,20 +80,24 @@ def test_paired_interval_covers_what_it_says():
     assert 0.93 <= inside / 600 <= 0.98
     same = paired_difference(a, a)
     assert same.difference == 0 and same.low < 0 < same.high
-    with pytest.raises(ValueError, match="the same images"):
+    with pytest.raises(ValueError, match=r"the same images"):
         paired_difference(a, a[1:])
 
 
 def test_real_labels():
     labels = load_real_labels()
     assert len(labels) == 50000 and max(map(max, filter(None, labels))) == 999
-    names = ["val/n01440764/ILSVRC2012_val_00000003.JPEG", "ILSVRC2012_val_00000001.JPEG", "ILSVRC2012_val_00000002.JPEG"]
+    names = [
+        "val/n01440764/ILSVRC2012_val_00000003.JPEG",
+        "ILSVRC2012_val_00000001.JPEG",
+        "ILSVRC2012_val_00000002.JPEG",
+    ]
     top = np.array([[5, 1], [2, 3], [9, 9]])
     assert real_accuracy(top, names, [[2, 7], [], [5]]) == 100.0
     assert real_accuracy(top, names, [[3], [], [1, 5]]) == 50.0
-    with pytest.raises(ValueError, match="not an ImageNet validation image"):
+    with pytest.raises(ValueError, match=r"not an ImageNet validation image"):
         real_accuracy(top[:1], ["cat.png"], labels)
-    with pytest.raises(ValueError, match="none of the images has ReaL labels"):
+    with pytest.raises(ValueError, match=r"none of the images has ReaL labels"):
         real_accuracy(top[2:], names[2:], [[1], [], [1]])
 
 
@@ -100,14 +105,14 @@ def test_real_labels_from_a_file(tmp_path):
     (tmp_path / "real.json").write_text("[[1], [2, 3]]")
     assert load_real_labels(str(tmp_path / "real.json")) == [[1], [2, 3]]
     (tmp_path / "real.json").write_text('{"a": 1}')
-    with pytest.raises(ValueError, match="must be a list"):
+    with pytest.raises(ValueError, match=r"must be a list"):
         load_real_labels(str(tmp_path / "real.json"))
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match=r"cannot be read"):
         load_real_labels(str(tmp_path / "none.json"))
 
 
 def test_numbered_folders_are_sorted_as_numbers(make_folder):
-    root = make_folder({name: 1 for name in ("0", "1", "2", "10", "11", "100")})
+    root = make_folder(dict.fromkeys(("0", "1", "2", "10", "11", "100"), 1))
     numbers = numeric_classes(str(root))
     assert numbers == {"0": 0, "1": 1, "2": 2, "10": 10, "11": 11, "100": 100}
     assert numeric_classes(str(make_folder({"cat": 1, "7": 1}))) is None
@@ -147,12 +152,18 @@ def test_models_side_by_side_agree_with_training(two_runs, tmp_path):
 def test_result_files(two_runs, tmp_path):
     import evaluate_imagenet
 
-    words = ["data.source=digits", "data.workers=0", f"eval.models=[{two_runs}/softmax,{two_runs}/ahla]", f"out={tmp_path}"]
+    words = [
+        "data.source=digits",
+        "data.workers=0",
+        f"eval.models=[{two_runs}/softmax,{two_runs}/ahla]",
+        f"out={tmp_path}",
+    ]
     rows = evaluate_imagenet.main(words)
     with (tmp_path / "results.csv").open() as opened:
         table = list(csv.DictReader(opened))
     assert [float(r["top1"]) for r in table] == [r["top1"] for r in rows]
-    assert list(table[0])[:9] == "model,img_size,top1,top1_err,top5,top5_err,param_count,crop_pct,interpolation".split(",")
+    timm_columns = "model img_size top1 top1_err top5 top5_err param_count crop_pct interpolation"
+    assert list(table[0])[:9] == timm_columns.split()
     with (tmp_path / "predictions.csv").open() as opened:
         lines = list(csv.reader(opened))
     assert len(lines) == 798 and len(lines[0]) == 2 + 10
@@ -161,14 +172,14 @@ def test_result_files(two_runs, tmp_path):
 
 
 def test_what_an_evaluation_refuses(two_runs, tmp_path, make_folder):
-    with pytest.raises(ValueError, match="say what to evaluate"):
+    with pytest.raises(ValueError, match=r"say what to evaluate"):
         evaluate([], tmp_path)
-    with pytest.raises(ValueError, match="there is no checkpoint"):
+    with pytest.raises(ValueError, match=r"there is no checkpoint"):
         evaluate([tmp_path / "none"], tmp_path)
     images = str(make_folder({"a": 2, "b": 2}))
-    with pytest.raises(ValueError, match="has 10 classes, but the images have 2"):
+    with pytest.raises(ValueError, match=r"has 10 classes, but the images have 2"):
         evaluate([two_runs / "ahla"], tmp_path, data={"source": "folder", "val": images})
-    with pytest.raises(ValueError, match="not an ImageNet validation image"):
+    with pytest.raises(ValueError, match=r"not an ImageNet validation image"):
         evaluate([two_runs / "ahla"], tmp_path, eval={"real_labels": "timm"})
 
 
@@ -211,7 +222,7 @@ def test_the_attention_of_a_mixer_is_what_it_applies_to_values(mixer):
 
 
 def test_attention_of_a_layer_or_head_that_is_not_there():
-    with pytest.raises(ValueError, match="unknown attention layer 5; allowed: 0, 1"):
+    with pytest.raises(ValueError, match=r"unknown attention layer 5; allowed: 0, 1"):
         attention_matrix(small_vit(), torch.randn(3, 16, 16), 5, 0)
-    with pytest.raises(ValueError, match="unknown head 3; allowed: 0, 1, 2"):
+    with pytest.raises(ValueError, match=r"unknown head 3; allowed: 0, 1, 2"):
         attention_matrix(small_vit(), torch.randn(3, 16, 16), 0, 3)

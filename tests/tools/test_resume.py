@@ -19,7 +19,11 @@ from zoo.train.record import Record, read_rows
 EVERYTHING = {  # whatever draws random numbers or keeps a state
     "augment": {"mixup": 0.4, "cutmix": 1.0, "crop": "resized", "auto": "rand-m5-inc1", "erase": 0.2, "jitter": 0.2},
     "data": {"cache": False, "workers": 1, "batch_size": 200},
-    "model": {"mixer": "ahla", "mixer_options": {"gate": True}, "kwargs": {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}},
+    "model": {
+        "mixer": "ahla",
+        "mixer_options": {"gate": True},
+        "kwargs": {"drop_path_rate": 0.2, "proj_drop_rate": 0.1},
+    },
     "optim": {"ema": 0.99, "accumulate": 2, "mixer_lr": 3.0},
     "distill": {"teacher": "source", "temperature": 2.0},
     "schedule": {"epochs": 4, "warmup_epochs": 1},
@@ -65,7 +69,10 @@ def test_sigkill_and_resume_is_bit_identical(tmp_path):
         whole, killed = (load_file(tmp_path / run / name) for run in ("whole", "killed"))
         assert whole.keys() == killed.keys()
         assert all(torch.equal(whole[k], killed[k]) for k in whole), f"killed at {kill_at}"
-    rows = [[(r["step"], r["kind"], r.get("loss"), r.get("top1")) for r in read_rows(tmp_path / run / "metrics.jsonl")] for run in ("whole", "killed")]
+    rows = [
+        [(r["step"], r["kind"], r.get("loss"), r.get("top1")) for r in read_rows(tmp_path / run / "metrics.jsonl")]
+        for run in ("whole", "killed")
+    ]
     assert rows[0] == rows[1]
     checkpoints = tmp_path / "killed" / "checkpoints"
     assert [p.name for p in list_checkpoints(checkpoints)] == ["step-00000019", "step-00000020"]
@@ -80,7 +87,7 @@ def test_a_finished_run_resumes_to_the_same_result(tmp_path):
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     Trainer(tiny(tmp_path))
-    with pytest.raises(ValueError, match="already holds a run; set run.resume=true"):
+    with pytest.raises(ValueError, match=r"already holds a run; set run.resume=true"):
         Trainer(tiny(tmp_path))
 
 
@@ -115,5 +122,5 @@ def test_the_record_drops_rows_after_the_step_and_a_torn_last_line(tmp_path):
     Record(file, step=2)
     assert [row["step"] for row in read_rows(file)] == [0, 1, 2]
     file.write_text('{"step": 1}\n{"st\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="line 2 of .* is damaged"):
+    with pytest.raises(ValueError, match=r"line 2 of .* is damaged"):
         read_rows(file)

@@ -8,16 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from conftest import TINY, run_tool, tiny
 from accelerate.state import AcceleratorState
+from conftest import TINY, run_tool, tiny
 from safetensors.torch import load_file, save_file
 from timm.utils import ModelEmaV3
 from torch import nn
 
 import zoo.train.loop as loop
 from zoo import config
-from zoo.train.losses import distillation_loss
 from zoo.train.loop import Trainer
+from zoo.train.losses import distillation_loss
 from zoo.train.model import load_model, read_recipe
 from zoo.train.optim import create_optimizer, create_schedule, parameter_groups
 from zoo.train.record import read_rows
@@ -137,7 +137,7 @@ def test_new_parameters_get_their_own_rate_and_vectors_no_decay(tmp_path):
         rates.append({g["lr_scale"]: g["lr"] for g in optimizer.param_groups})
     assert rates[0][1.0] == 0.0 and rates[10][1.0] == pytest.approx(0.05) and rates[50][1.0] == pytest.approx(0.05)
     assert all(r[10.0] == pytest.approx(10 * r[1.0]) for r in rates)
-    with pytest.raises(ValueError, match="unknown optimiser 'adamv'"):
+    with pytest.raises(ValueError, match=r"unknown optimiser 'adamv'"):
         create_optimizer(model, OptimSettings(name="adamv"))
 
 
@@ -157,14 +157,14 @@ def test_clipping_is_counted_and_non_finite_steps_are_skipped_then_refused(tmp_p
     assert result["skipped"] == 2 and result["skipped_in_a_row"] == 0
     assert all(torch.isfinite(v).all() for v in weights(tmp_path / "b").values())
     poison["left"] = 100
-    with pytest.raises(RuntimeError, match="the gradients of 3 steps in a row were not finite"):
+    with pytest.raises(RuntimeError, match=r"the gradients of 3 steps in a row were not finite"):
         Trainer(tiny(tmp_path / "c", **STEPS, run={"max_skipped": 2})).train()
 
 
 def test_a_new_parameter_without_gradient_stops_the_run(tmp_path):
     trainer = Trainer(tiny(tmp_path, model={"mixer": "la"}))
     trainer.model.blocks[0].attn.mixer.idle = nn.Parameter(torch.zeros(2))
-    with pytest.raises(RuntimeError, match="receive no gradient: blocks.0.attn.mixer.idle"):
+    with pytest.raises(RuntimeError, match=r"receive no gradient: blocks.0.attn.mixer.idle"):
         trainer.train()
 
 
@@ -183,7 +183,9 @@ def start_from(checkpoint, folder, **model):
 
 
 def test_a_softmax_checkpoint_is_inherited_in_full(softmax_run, tmp_path):
-    found = start_from(softmax_run, tmp_path, mixer="ahla", mixer_options={"depthwise": "v"}, keep_softmax=[1]).model.state_dict()
+    found = start_from(
+        softmax_run, tmp_path, mixer="ahla", mixer_options={"depthwise": "v"}, keep_softmax=[1]
+    ).model.state_dict()
     for name, value in weights(softmax_run).items():
         assert torch.equal(found[name], value)
     new = [name for name in found if name not in weights(softmax_run)]
@@ -207,7 +209,7 @@ def test_timm_weights_without_a_recipe(softmax_run, tmp_path):
     assert read_recipe(tmp_path / "timm.safetensors") is None
     found = start_from(tmp_path / "timm.safetensors", tmp_path / "run", mixer="la").model
     assert torch.equal(found.state_dict()["head.weight"], weights(softmax_run)["head.weight"])
-    with pytest.raises(ValueError, match="model.name is empty and no checkpoint says which model it is"):
+    with pytest.raises(ValueError, match=r"model.name is empty and no checkpoint says which model it is"):
         start_from(tmp_path / "timm.safetensors", tmp_path / "run2", name="")
 
 
@@ -215,18 +217,18 @@ def test_wrong_checkpoints(softmax_run, tmp_path):
     start_from(softmax_run, tmp_path / "la", mixer="la").train()
     with pytest.raises(ValueError, match=r"checkpoint of another mixer: it has model.mixer 'la', the run 'ahla'"):
         start_from(tmp_path / "la", tmp_path / "1", mixer="ahla")
-    with pytest.raises(ValueError, match="has model.mixer 'la', the run ''"):
+    with pytest.raises(ValueError, match=r"has model.mixer 'la', the run ''"):
         start_from(tmp_path / "la", tmp_path / "2")
-    with pytest.raises(ValueError, match="does not fit the model"):
+    with pytest.raises(ValueError, match=r"does not fit the model"):
         start_from(softmax_run, tmp_path / "3", kwargs={"depth": 3})
     with pytest.raises(ValueError, match=r"there is no checkpoint .*nowhere"):
         start_from(tmp_path / "nowhere", tmp_path / "4")
     truncated = tmp_path / "cut.safetensors"
     truncated.write_bytes((softmax_run / "model.safetensors").read_bytes()[:3000])
-    with pytest.raises(ValueError, match="cut.safetensors is truncated or damaged"):
+    with pytest.raises(ValueError, match=r"cut.safetensors is truncated or damaged"):
         start_from(truncated, tmp_path / "5")
     (tmp_path / "x.bin").write_bytes(b"1")
-    with pytest.raises(ValueError, match="checkpoints are .safetensors files"):
+    with pytest.raises(ValueError, match=r"checkpoints are .safetensors files"):
         start_from(tmp_path / "x.bin", tmp_path / "6")
 
 
@@ -234,7 +236,7 @@ def test_class_count_mismatch_and_a_new_head(softmax_run, tmp_path, make_folder)
     images = str(make_folder({"a": 30, "b": 30, "c": 30}))
     data = {"source": "folder", "train": images, "val": images, "batch_size": 30}
     model = {"checkpoint": str(softmax_run), "mixer": "la"}
-    with pytest.raises(ValueError, match="has 10 classes, but the data has 3; set model.new_head=true"):
+    with pytest.raises(ValueError, match=r"has 10 classes, but the data has 3; set model.new_head=true"):
         Trainer(tiny(tmp_path / "1", data=data, model=model))
     trainer = Trainer(tiny(tmp_path / "2", data=data, model={**model, "new_head": True}))
     found, source = trainer.model.state_dict(), weights(softmax_run)
@@ -246,6 +248,7 @@ def test_class_count_mismatch_and_a_new_head(softmax_run, tmp_path, make_folder)
     ("model", "sentence"),
     [
         ({"name": "vit_tiny_patch16_2244"}, "unknown timm model 'vit_tiny_patch16_2244'"),
+        ({"name": "vit_ahla_tiny_patch16_224", "kwargs": {}, "pretrained": True}, "timm has no published weights"),
         ({"mixer": "alha"}, "Did you mean 'ahla'"),
         ({"mixer": "ahla", "mixer_options": {"gat": True}}, "unknown mixer option 'gat'"),
         ({"kwargs": {"deepness": 3}}, "timm cannot build"),
@@ -258,7 +261,7 @@ def test_wrong_model_settings(tmp_path, model, sentence):
 
 def test_mixup_is_soft_targets_and_needs_even_parts(tmp_path):
     Trainer(tiny(tmp_path / "a", **STEPS, augment={"mixup": 0.8, "cutmix": 1.0})).train()
-    with pytest.raises(ValueError, match="even number of images a part, got 25"):
+    with pytest.raises(ValueError, match=r"even number of images a part, got 25"):
         Trainer(tiny(tmp_path / "b", data={"batch_size": 25}, augment={"mixup": 0.8}))
 
 
@@ -267,7 +270,9 @@ def test_bfloat16_stays_near_float32(tmp_path):
     AcceleratorState._reset_state()
     low = Trainer(tiny(tmp_path / "b", **STEPS, run={"precision": "bf16"})).train()
     assert low["loss"] == pytest.approx(base["loss"], abs=0.05)
-    assert F.cosine_similarity(weights(tmp_path / "a")["head.weight"], weights(tmp_path / "b")["head.weight"]).min() > 0.9
+    assert (
+        F.cosine_similarity(weights(tmp_path / "a")["head.weight"], weights(tmp_path / "b")["head.weight"]).min() > 0.9
+    )
 
 
 def test_tensorboard_is_written_when_asked_for(tmp_path):

@@ -14,10 +14,10 @@ Images = CachedImages | LoadedImages
 
 
 def open_sources(data: DataSettings) -> tuple[Source, Source]:
-    """The training and validation sets. Raises ValueError when their classes differ from each other or from the settings."""
-    keys = {"image_key": data.image_key, "label_key": data.label_key}
-    train = open_source(data.source, data.train, train=True, **keys)
-    val = open_source(data.source, data.val, train=False, **keys)
+    """The training and validation sets. Raises ValueError when their classes differ from each other or from the
+    settings."""
+    keys = data.image_key, data.label_key
+    train, val = open_source(data.source, data.train, True, *keys), open_source(data.source, data.val, False, *keys)
     n = len(train.classes)
     if data.num_classes not in (None, n):
         raise ValueError(f"data.num_classes is {data.num_classes}, but the training set has {n} classes")

@@ -8,12 +8,13 @@ BAD_PART = 0.01  # of the images may be unreadable
 
 
 class Batch(NamedTuple):
-    """images [B, 3, H, W] float32 and labels [B] int64 on the device; index and read [B]: the number that was wanted and the
+    """images [B, 3, H, W] float32 and labels [B] int64 on the device; index and read [B]: the number that was wanted
+    and the
     one that was read, different where an image was unreadable."""
 
     images: Tensor
     labels: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     read: Tensor
 
     def unreadable(self) -> list[int]:

@@ -43,7 +43,9 @@ class CachedImages:
         for step in range(first, last):
             _, images = plan.step_images(step)
             # drawn for the whole batch, so that the draws do not depend on the number of processes
-            draws = torch.from_numpy(np.random.default_rng((self.seed, step)).random((plan.batch_size, 3), dtype=np.float32))
+            draws = torch.from_numpy(
+                np.random.default_rng((self.seed, step)).random((plan.batch_size, 3), dtype=np.float32)
+            )
             for part in range(plan.parts):
                 where = plan.part_slice(part)
                 index = torch.from_numpy(images[where])
@@ -60,7 +62,8 @@ class CachedImages:
         return Batch(images, self.labels[index.to(self.device)], index, self.read[index])
 
     def shifted(self, index: Tensor, draws: Tensor) -> Tensor:
-        """Shifted and flipped uint8 images [B, 3, H, W]; `draws` [B, 3] in [0, 1) decide shift down, shift right, flip."""
+        """Shifted and flipped uint8 images [B, 3, H, W]; `draws` [B, 3] in [0, 1) decide shift down, shift right,
+        flip."""
         pad = self.augment.pad if self.augment.crop == "padded" else 0
         height, width = self.images.shape[-2:]
         down, right = ((draws[:, i : i + 1] * (2 * pad + 1)).long() - pad for i in (0, 1))  # [B, 1]

@@ -11,10 +11,12 @@ Key = tuple[int, int]  # (epoch, index): what decides a sample and its augmentat
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Which images each step sees. Each epoch is a fresh permutation; the images that do not fill a last batch are left out.
+    """Which images each step sees. Each epoch is a fresh permutation; the images that do not fill a last batch are
+    left out.
 
     n_images: images in the set.  batch_size: images a step, over all processes and parts.
-    rank, world: this process and their number.  parts: how many parts a process splits its share into (gradient accumulation).
+    rank, world: this process and their number.  parts: how many parts a process splits its share into (gradient
+    accumulation).
 
     A batch does not depend on `world` or `parts`: process r takes its r-th contiguous share. Raises ValueError when the
     batch cannot be shared out equally or is larger than the set.
@@ -29,10 +31,13 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         if self.batch_size > self.n_images:
-            raise ValueError(f"data.batch_size is {self.batch_size}, but the training set has only {self.n_images} images")
+            raise ValueError(
+                f"data.batch_size is {self.batch_size}, but the training set has only {self.n_images} images"
+            )
         if self.batch_size % (self.world * self.parts):
             raise ValueError(
-                f"data.batch_size {self.batch_size} cannot be shared by {self.world} processes with {self.parts} parts each"
+                f"data.batch_size {self.batch_size} cannot be shared by {self.world} processes "
+                f"with {self.parts} parts each"
             )
 
     @property

@@ -12,7 +12,8 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 def progress(items: Iterable[T], title: str, total: int | None = None, first: int = 0) -> Iterator[T]:
-    """`items`, shown on standard error: a bar on a terminal, else a line every 30 seconds. `first` of `total` are done already."""
+    """`items`, shown on standard error: a bar on a terminal, else a line every 30 seconds. `first` of `total` are
+    done already."""
     if total is None and isinstance(items, Sized):
         total = len(items)
     if sys.stderr.isatty():

@@ -25,7 +25,8 @@ def seed_everything(*numbers: int) -> None:
 class Samples(Dataset):
     """(epoch, index) -> Sample. The same key gives the same tensor in any process, in any order.
 
-    An image that cannot be read is replaced by the next readable one; the sample then has different wanted and read indices.
+    An image that cannot be read is replaced by the next readable one; the sample then has different wanted and read
+    indices.
     """
 
     def __init__(self, source: Source, transform: Transform, seed: int) -> None:

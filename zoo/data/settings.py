@@ -9,7 +9,8 @@ from zoo.config import one_of, positive
 class DataSettings:
     """The labelled images.
 
-    source: digits (1797 real scans of 8 x 8 pixels that come with scikit-learn), folder (one sub-folder a class), parquet,
+    source: digits (1797 real scans of 8 x 8 pixels that come with scikit-learn), folder (one sub-folder a class),
+      parquet,
       hf (a data set of the Hugging Face hub), webdataset (tar shards)
     train: training images: folder, parquet file or pattern, hub name, or tar pattern; empty for digits
     val: validation images, likewise (hub: `name` or `name:split`)
@@ -18,7 +19,8 @@ class DataSettings:
     num_classes: expected number of classes, an error if the data has another; none takes it from the data
     batch_size: images an optimiser step, over all processes and accumulated parts
     workers: loader processes a training process; 0 reads in the training process
-    cache: decode everything once and keep it as uint8 on the device, for small images (crop padded or none, no jitter, auto, erase)
+    cache: decode everything once and keep it as uint8 on the device, for small images (crop padded or none, no
+      jitter, auto, erase)
     crop_pct: part of the resized image that the evaluation crop keeps; none takes that of the model
     mean: mean of each channel (of values in 0 to 1) that is subtracted; none takes that of the model
     std: number that each channel is divided by; none takes that of the model

@@ -1,4 +1,5 @@
-"""Where labelled images lie: scikit-learn's digits, image folders, parquet files, Hugging Face data sets, webdataset shards.
+"""Where labelled images lie: scikit-learn's digits, image folders, parquet files, Hugging Face data sets, webdataset
+shards.
 
 Folders are read by timm; the rest by the `datasets` library, which gives every row a number, so that any order can be
 repeated and continued. It copies parquet files and shards once into its cache folder.
@@ -36,17 +37,25 @@ class Source(Protocol):
 
 
 def open_source(
-    kind: str, where: str, *, train: bool, image_key: str = "image", label_key: str = "label", class_map: dict | None = None
+    kind: str,
+    where: str,
+    train: bool,
+    image_key: str = "image",
+    label_key: str = "label",
+    class_map: dict | None = None,
 ) -> Source:
     """The images at `where`, of the kinds that `DataSettings.source` lists.
 
-    `class_map` (folder only) gives the class number of each sub-folder; without it they count up in natural order. Raises
+    `class_map` (folder only) gives the class number of each sub-folder; without it they count up in natural order.
+    Raises
     ValueError when nothing is there, or no image is in it.
     """
     if kind == "digits":
         return Digits(train)
     if not where:
-        raise ValueError(f"data.{'train' if train else 'val'} is empty: say where the images of the source {kind!r} lie")
+        raise ValueError(
+            f"data.{'train' if train else 'val'} is empty: say where the images of the source {kind!r} lie"
+        )
     if kind == "folder":
         return Folder(where, class_map)
     return Rows(_load_rows(kind, where, train), where, image_key, label_key)
@@ -57,18 +66,22 @@ def decode(raw: Any) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(raw) if isinstance(raw, bytes) else raw)
         return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises on broken files
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        Image.DecompressionBombError,
+    ) as error:  # what Pillow raises on broken files
         raise Unreadable(str(error)) from error
 
 
 class Digits:
     """1797 scans of handwritten digits, 8 x 8 grey levels, in a fixed random split (scikit-learn, from UCI)."""
 
-    classes = [str(i) for i in range(10)]
-
     def __init__(self, train: bool) -> None:
         from sklearn.datasets import load_digits
 
+        self.classes = [str(i) for i in range(10)]
         data = load_digits()
         order = np.random.RandomState(0).permutation(len(data.target))
         self.indices = order[:DIGITS_TRAIN] if train else order[DIGITS_TRAIN:]
@@ -96,7 +109,9 @@ class Folder:
         try:
             self.reader = create_reader("", root=root, class_map=class_map)
         except RuntimeError as error:
-            raise ValueError(f"the folder {root} holds no images: expected one sub-folder of image files a class") from error
+            raise ValueError(
+                f"the folder {root} holds no images: expected one sub-folder of image files a class"
+            ) from error
         numbers: dict[str, int] = self.reader.class_to_idx
         names = {number: name for name, number in numbers.items()}
         self.classes = [names.get(i, f"class {i}") for i in range(max(names) + 1)]

@@ -17,7 +17,8 @@ Transform = Callable[[Image.Image], Tensor]
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What a model wants to see: size (height, width) in pixels, mean and std of each channel, and how to resize and crop."""
+    """What a model wants to see: size (height, width) in pixels, mean and std of each channel, and how to resize and
+    crop."""
 
     size: tuple[int, int]
     mean: tuple[float, ...]
@@ -45,7 +46,8 @@ class InputSpec:
         """The input that a checkpoint was trained with; what `data` sets overrides it."""
         changes = {"crop_pct": data.crop_pct, "mean": data.mean, "std": data.std}
         values = {**stored, **{k: v for k, v in changes.items() if v is not None}}
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        lists = {k: tuple(values[k]) for k in ("size", "mean", "std")}
+        return cls(**{**values, **lists})
 
     def timm(self) -> dict[str, Any]:
         """The keywords of timm's create_transform."""
@@ -59,7 +61,8 @@ def eval_transform(spec: InputSpec, normalize: bool = True) -> Transform:
 
 
 def train_transform(spec: InputSpec, augment: AugmentSettings) -> Transform:
-    """Random crop, flip, colour, policy and erasing: image -> [3, H, W] float32. Draws from python's and torch's generators."""
+    """Random crop, flip, colour, policy and erasing: image -> [3, H, W] float32. Draws from python's and torch's
+    generators."""
     arguments: dict[str, Any] = {
         **spec.timm(),
         "is_training": True,
@@ -93,4 +96,6 @@ def check_cacheable(data: DataSettings, augment: AugmentSettings) -> None:
     if augment.crop == "resized":
         wrong.insert(0, "crop: resized")
     if wrong:
-        raise ValueError(f"data.cache allows only padded or no crop and flips; switch off augment.{', augment.'.join(wrong)}")
+        raise ValueError(
+            f"data.cache allows only padded or no crop and flips; switch off augment.{', augment.'.join(wrong)}"
+        )

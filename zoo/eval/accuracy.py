@@ -49,7 +49,8 @@ class Predictions:
 def predict(
     model: nn.Module, batches: Iterable[Batch], autocast: Callable[[], AbstractContextManager] = nullcontext
 ) -> Predictions:
-    """Run `model`, in evaluation mode and restored afterwards, over labelled batches. Raises ValueError if there are none."""
+    """Run `model`, in evaluation mode and restored afterwards, over labelled batches. Raises ValueError if there are
+    none."""
     training = model.training
     model.eval()
     parts: list[tuple[Tensor, ...]] = []

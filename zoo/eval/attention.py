@@ -1,6 +1,7 @@
 """The attention matrix that a mixer uses, whatever its form: what it does to values that are one-hot in the token.
 
-Every mixer here is linear in v, o = W(q, k) v. With v = I [N, N] the output is W itself. For softmax that is the attention map;
+Every mixer here is linear in v, o = W(q, k) v. With v = I [N, N] the output is W itself. For softmax that is the
+attention map;
 for a linear mixer it is the matrix it never forms. Only meant for pictures and tests: memory grows with N^2.
 """
 
@@ -17,9 +18,11 @@ from zoo.names import unknown_name
 
 @torch.no_grad()
 def attention_matrix(model: nn.Module, image: Tensor, layer: int, head: int) -> Tensor:
-    """The effective attention [N, N] (row: query token, column: key token) of one head of one layer on an image [3, H, W].
+    """The effective attention [N, N] (row: query token, column: key token) of one head of one layer on an image [3,
+    H, W].
 
-    Prefix tokens come first. A softmax model is read through the softmax mixer, which computes the same function. Raises
+    Prefix tokens come first. A softmax model is read through the softmax mixer, which computes the same function.
+    Raises
     ValueError when the layer or head does not exist.
     """
     if not any(isinstance(m, Site) for m in model.modules()):

@@ -18,7 +18,7 @@ from zoo.eval.labels import load_real_labels, numeric_classes, real_accuracy
 from zoo.eval.paired import paired_difference
 from zoo.eval.results import csv_row
 from zoo.eval.settings import EvalSettings
-from zoo.train.model import load_model
+from zoo.train.model import Recipe, build_host, load_model, timm_classes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,7 +37,7 @@ class Candidate:
 def open_candidate(name: str, data: DataSettings) -> Candidate:
     """A run folder, a .safetensors file, or a timm name with timm's weights. Raises ValueError for anything else."""
     if timm.is_model(name.split(".")[0]) and not Path(name).exists():
-        model = timm.create_model(name, pretrained=True)
+        model = build_host(Recipe(name, num_classes=timm_classes(name)), pretrained=True)
         return Candidate(name, model, InputSpec.of(model, None, data), "", model.num_classes)
     model, recipe = load_model(name)
     return Candidate(name, model, InputSpec.from_recipe(recipe.input, data), recipe.mixer, recipe.num_classes)
@@ -78,7 +78,9 @@ def run(candidate: Candidate, source: Source, settings: EvalSettings) -> Predict
     images = LoadedImages(source, candidate.spec, AugmentSettings(), 0, device, settings.data.workers)
     total = -(-len(source) // options.batch_size)
     batches = progress(images.evaluation(options.batch_size), f"evaluating {candidate.name}", total)
-    autocast = partial(torch.autocast, device.type, DTYPES[options.precision]) if options.precision in DTYPES else nullcontext
+    autocast = (
+        partial(torch.autocast, device.type, DTYPES[options.precision]) if options.precision in DTYPES else nullcontext
+    )
     found = predict(candidate.model.to(device), batches, autocast)
     check_unreadable(found.unreadable, len(source))
     return found

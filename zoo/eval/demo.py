@@ -25,9 +25,9 @@ def write_report(folder: Path, mixers: list[str], rows: dict[str, dict[str, Any]
     lines = [
         "# Demo: from softmax to linear attention on handwritten digits",
         "",
-        f"A softmax ViT was trained, converted, and each conversion fine-tuned for a tenth of the budget, in {seconds:.0f} s.",
-        f"Top-1 accuracy on {rows['softmax']['images']} images that were not trained on; differences to the source are paired,",
-        "with their 95 % interval, in points.",
+        f"A softmax ViT was trained, converted, and fine-tuned for a tenth of the budget ({seconds:.0f} s).",
+        f"Top-1 accuracy on {rows['softmax']['images']} images that were not trained on; differences to the source are",
+        "paired, with their 95 % interval, in points.",
         "",
         "| model | images seen | top-1 (%) | against the source |",
         "| --- | --- | --- | --- |",
@@ -37,7 +37,7 @@ def write_report(folder: Path, mixers: list[str], rows: dict[str, dict[str, Any]
     for mixer in mixers:
         lines.append(_line(f"{mixer}, zero-shot", rows[f"{mixer}_zero_shot"], _seen(folder, "softmax")))
         lines.append(_line(f"{mixer}, fine-tuned", rows[mixer], _seen(folder, "softmax", mixer)))
-    lines += ["", "![curves, accuracies and attention](demo.png)", "", *_reading(folder), ""]
+    lines += ["", "![curves, accuracies and attention](demo.png)", "", *_reading(), ""]
     (folder / "report.md").write_text("\n".join(lines))
     return folder / "report.md"
 
@@ -51,35 +51,38 @@ def _seen(folder: Path, *runs: str) -> int:
     return sum(read_rows(folder / run / "metrics.jsonl")[-1]["images_seen"] for run in runs)
 
 
-def _reading(folder: Path) -> list[str]:
+def _reading() -> list[str]:
     return [
-        f"Picture, below: what token the query (square) reads from, layer {LAYER}, head {HEAD}: softmax attention, and the matrix",
-        "that each linear mixer applies without ever forming it.",
+        f"Picture, below: the tokens read by the query (square), layer {LAYER}, head {HEAD}: softmax attention, and the",
+        "matrix that each linear mixer applies without ever forming it. Each map has its own scale.",
         "",
         "One seed of a model of 0.2 M parameters: this shows that the pipeline works, not which mixer is best.",
-        "Everything here was written by `tools/train_vit.py`, `tools/convert.py` and `tools/evaluate_imagenet.py`; each run folder",
-        "holds its configuration.",
+        "Everything was written by `tools/train_vit.py`, `tools/convert.py` and `tools/evaluate_imagenet.py`; each run",
+        "folder holds its configuration.",
     ]
 
 
 def _picture(folder: Path, mixers: list[str], rows: dict[str, dict[str, Any]]) -> None:
-    source = _curve(folder / "softmax")
-    start = source[0][-1]
-    panels = [Panel("softmax", {"source": rows["softmax"]["top1"]}, source, _map(folder / "softmax"))]
-    more = _curve(folder / "softmax_more", start)
-    panels.append(Panel("softmax+", {"control": rows["softmax_more"]["top1"]}, more))
+    top1 = {name: row["top1"] for name, row in rows.items()}
+    images, curve = _curve(folder / "softmax")
+    maps = {"softmax": _map(folder / "softmax")}
+    panels = [Panel("softmax", {"source": top1["softmax"]}, (images, curve), maps)]
+    more = _curve(folder / "softmax_more", images[-1], top1["softmax"])
+    panels.append(Panel("softmax+", {"control": top1["softmax_more"]}, more))
     for mixer in mixers:
-        first, last = rows[f"{mixer}_zero_shot"]["top1"], rows[mixer]["top1"]
-        images, top1 = _curve(folder / mixer, start)
-        curve = ([start, *images], [first, *top1])
-        panels.append(Panel(mixer, {"zero-shot": first, "fine-tuned": last}, curve, _map(folder / mixer)))
+        before = f"{mixer}_zero_shot"
+        bars = {"zero-shot": top1[before], "fine-tuned": top1[mixer]}
+        maps = {f"{mixer}, zero-shot": _map(folder / before), f"{mixer}, fine-tuned": _map(folder / mixer)}
+        panels.append(Panel(mixer, bars, _curve(folder / mixer, images[-1], top1[before]), maps))
     picture, query = _image()
     draw_experiment(panels, picture, query, "A softmax ViT, converted and fine-tuned (digits)", folder / "demo.png")
 
 
-def _curve(run: Path, after: float = 0) -> tuple[list[float], list[float]]:
+def _curve(run: Path, after: float = 0, first: float | None = None) -> tuple[list[float], list[float]]:
+    """(images seen, top-1), from `first` after `after` images."""
     rows = [row for row in read_rows(run / "metrics.jsonl") if row["kind"] == "eval"]
-    return [after + row["images_seen"] for row in rows], [row["top1"] for row in rows]
+    images, top1 = [after + row["images_seen"] for row in rows], [row["top1"] for row in rows]
+    return (images, top1) if first is None else ([after, *images], [first, *top1])
 
 
 def _image() -> tuple[np.ndarray, tuple[int, int]]:

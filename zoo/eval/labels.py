@@ -11,9 +11,11 @@ REAL_LABELS = "_info/imagenet_real_labels.json"  # inside timm.data
 
 
 def load_real_labels(file: str | None = None) -> list[list[int]]:
-    """The acceptable classes of each of the 50,000 validation images, in the order of their numbers; empty lists are not counted.
+    """The acceptable classes of each of the 50,000 validation images, in the order of their numbers; empty lists are
+    not counted.
 
-    Beyer et al., arXiv 2006.07159. `file` is a JSON list of lists; without it, the one that comes with timm is read. Raises
+    Beyer et al., arXiv 2006.07159. `file` is a JSON list of lists; without it, the one that comes with timm is read.
+    Raises
     ValueError for a file of another shape.
     """
     if file is None:
@@ -32,7 +34,8 @@ def load_real_labels(file: str | None = None) -> list[list[int]]:
 def real_accuracy(top: np.ndarray, names: list[str], labels: list[list[int]]) -> float:
     """ReaL top-1 accuracy in percent: the part of the images whose first prediction is among their acceptable classes.
 
-    top: [N, k] predictions. names: N file names `ILSVRC2012_val_00000001.JPEG`, which give the position in `labels`. Images
+    top: [N, k] predictions. names: N file names `ILSVRC2012_val_00000001.JPEG`, which give the position in `labels`.
+    Images
     without acceptable classes are left out. Raises ValueError for a name that is not of the validation set.
     """
     hits = []
@@ -50,12 +53,15 @@ def _image_number(name: str, n: int) -> int:
     stem = os.path.basename(name).rsplit(".", 1)[0]
     digits = stem.rsplit("_", 1)[-1]
     if not (stem.startswith("ILSVRC2012_val_") and digits.isdigit() and 0 < int(digits) <= n):
-        raise ValueError(f"{name} is not an ImageNet validation image (ILSVRC2012_val_00000001.JPEG), so it has no ReaL labels")
+        raise ValueError(
+            f"{name} is not an ImageNet validation image (ILSVRC2012_val_00000001.JPEG), so it has no ReaL labels"
+        )
     return int(digits) - 1
 
 
 def numeric_classes(root: str) -> dict[str, int] | None:
-    """{folder: class number} where every sub-folder of `root` is named by its class number, as in ImageNet-V2; else None.
+    """{folder: class number} where every sub-folder of `root` is named by its class number, as in ImageNet-V2; else
+    None.
 
     Sorted as text they would read 0, 1, 10, 100, ...: the number itself is the class.
     """

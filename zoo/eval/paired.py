@@ -10,7 +10,8 @@ NORMAL_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """accuracy(b) - accuracy(a) in percent, with the ends of its 95 % interval; only_a, only_b: images that one alone got right."""
+    """accuracy(b) - accuracy(a) in percent, with the ends of its 95 % interval; only_a, only_b: images that one alone
+    got right."""
 
     difference: float
     low: float
@@ -24,11 +25,14 @@ class PairedDifference:
 
 
 def paired_difference(a: np.ndarray, b: np.ndarray) -> PairedDifference:
-    """The paired 95 % interval of the difference of two proportions; a, b are bool [N], right or wrong on the same images.
+    """The paired 95 % interval of the difference of two proportions; a, b are bool [N], right or wrong on the same
+    images.
 
     The differences b - a take the values -1, 0, 1, so their mean has the standard error
-    sqrt(only_a + only_b - (only_b - only_a)^2 / N) / N (Wald's interval for matched pairs). To stay meaningful when the two
-    agree almost everywhere, half an image is added to both discordant counts (Agresti and Min, 2005). Raises ValueError for
+    sqrt(only_a + only_b - (only_b - only_a)^2 / N) / N (Wald's interval for matched pairs). To stay meaningful when
+    the two
+    agree almost everywhere, half an image is added to both discordant counts (Agresti and Min, 2005). Raises
+    ValueError for
     arrays of different length.
     """
     if a.shape != b.shape or a.ndim != 1 or not len(a):

@@ -6,21 +6,24 @@ from typing import Any
 
 import numpy as np
 
-COLORS = ("#30343f", "#d1495b", "#00798c", "#edae49", "#66a182", "#8d6a9f")
+COLORS = ("#30343f", "#8d99ae", "#00798c", "#edae49", "#d1495b", "#66a182", "#8d6a9f")
 
 
 @dataclass
 class Panel:
-    """One model in the picture: its name, accuracies in percent by stage, curve (images seen, top-1), attention [H, W]."""
+    """One model in the picture: its name, accuracies in percent by stage, curve (images seen, top-1), attention maps
+    [H, W]
+    of one query token by title."""
 
     name: str
     bars: dict[str, float] = field(default_factory=dict)
-    curve: tuple[list[float], list[float]] = ((), ())  # type: ignore[assignment]
-    attention: np.ndarray | None = None
+    curve: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    attention: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def draw_experiment(panels: list[Panel], image: np.ndarray, query: tuple[float, float], title: str, file: Path) -> None:
-    """Write a PNG: curves and bars above, below the image [H, W] or [H, W, 3] and the attention of one query token per model.
+    """Write a PNG: curves and bars above, below the image [H, W] or [H, W, 3] and the attention of one query token
+    per model.
 
     query: (row, column) of the query token on the grid of the attention maps.
     """
@@ -29,8 +32,8 @@ def draw_experiment(panels: list[Panel], image: np.ndarray, query: tuple[float, 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure = plt.figure(figsize=(11, 6.4), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=(1.25, 1))
+    figure = plt.figure(figsize=(11, 5.8), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=(1.8, 1))
     left, right = top.subplots(1, 2, width_ratios=(1, 1.15))
     _curves(left, panels)
     _bars(right, panels)
@@ -54,7 +57,7 @@ def _bars(axes: Any, panels: list[Panel]) -> None:
         for stage, value in panel.bars.items():
             labels.append(f"{panel.name}\n{stage}")
             values.append(value)
-            colors.append((color, 0.45 if stage == "zero-shot" else 1.0))
+            colors.append((color, 0.4 if stage == "zero-shot" else 1.0))
     places = np.arange(len(values))
     axes.bar(places, values, color=colors, width=0.72)
     for place, value in zip(places, values, strict=True):
@@ -65,19 +68,24 @@ def _bars(axes: Any, panels: list[Panel]) -> None:
 
 
 def _attention(figure: Any, panels: list[Panel], image: np.ndarray, query: tuple[float, float]) -> None:
-    shown = [panel for panel in panels if panel.attention is not None]
-    axes = figure.subplots(1, len(shown) + 1)
-    axes[0].imshow(image, cmap="gray")
-    axes[0].set_title("image and query token", fontsize=9)
-    for place, panel in zip(axes[1:], shown, strict=True):
-        assert panel.attention is not None
-        place.imshow(panel.attention, cmap="magma")
-        place.set_title(panel.name, fontsize=9)
-    grid = np.asarray(shown[0].attention).shape
-    for place, shape in zip(axes, [image.shape[:2], *[grid] * len(shown)], strict=True):
-        row, column = ((q + 0.5) * s / g - 0.5 for q, s, g in zip(query, shape, grid, strict=True))
-        place.plot(column, row, marker="s", markersize=9, markerfacecolor="none", markeredgecolor="#4cc9f0", markeredgewidth=1.8)
+    maps = {title: picture for panel in panels for title, picture in panel.attention.items()}
+    grid = next(iter(maps.values())).shape
+    axes = figure.subplots(1, len(maps) + 1)
+    for place, (title, picture) in zip(axes, {"image and query token": image, **maps}.items(), strict=True):
+        place.imshow(picture, cmap="gray" if picture is image else "magma")
+        place.set_title(title, fontsize=8)
+        row, column = ((q + 0.5) * s / g - 0.5 for q, s, g in zip(query, picture.shape, grid, strict=True))
+        place.plot(
+            column,
+            row,
+            marker="s",
+            markersize=6,
+            markerfacecolor="none",
+            markeredgecolor="#4cc9f0",
+            markeredgewidth=1.6,
+        )
         place.set_axis_off()
+    figure.suptitle("What the query token reads: attention of one head before (softmax) and after", fontsize=11)
 
 
 def _plain(axes: Any) -> None:

@@ -66,14 +66,24 @@ def write_predictions(found: dict[str, Predictions], names: list[str], file: Pat
     first = next(iter(found.values()))
     with file.open("w", newline="") as opened:
         writer = csv.writer(opened)
-        writer.writerow(["image", "label", *(f"{model}_top{k + 1}" for model in found for k in range(first.top.shape[1]))])
+        writer.writerow(
+            ["image", "label", *(f"{model}_top{k + 1}" for model in found for k in range(first.top.shape[1]))]
+        )
         tops = np.concatenate([p.top for p in found.values()], axis=1)
         for name, label, top in zip(names, first.labels, tops, strict=True):
             writer.writerow([name, label, *top])
 
 
 def quality_row(
-    experiment: str, data: str, mixer: str, source: str, seed: int, value: float, budget: str, wall_s: float, **options: Any
+    experiment: str,
+    data: str,
+    mixer: str,
+    source: str,
+    seed: int,
+    value: float,
+    budget: str,
+    wall_s: float,
+    **options: Any,
 ) -> dict[str, Any]:
     """A row of docs/results/quality.json. source: scratch, converted, control or teacher; value: top-1 in percent."""
     return {

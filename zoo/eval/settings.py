@@ -10,11 +10,13 @@ from zoo.data.settings import DataSettings
 class EvalOptions:
     """Which models are compared on which labels.
 
-    models: run folders, .safetensors files of these tools, or timm names (with timm's weights); the first is the one that the
+    models: run folders, .safetensors files of these tools, or timm names (with timm's weights); the first is the one
+      that the
       others are compared with
     batch_size: images at once
     precision: fp32, bf16 or fp16
-    real_labels: also the accuracy on reassessed ImageNet labels: timm (the file that comes with timm) or a JSON file; empty for no
+    real_labels: also the accuracy on reassessed ImageNet labels: timm (the file that comes with timm) or a JSON file;
+      empty for no
     device: torch device; empty takes the accelerator if there is one
     """
 

@@ -1,7 +1,8 @@
 """Checkpoints of a run: complete or absent, never half-written.
 
 A checkpoint is a folder `step-00001234` with model.safetensors, ema.safetensors (if there is an average) and state.pt
-(optimiser, gradient scaler, counters; tensors and plain values only). It is written under another name and renamed at the end.
+(optimiser, gradient scaler, counters; tensors and plain values only). It is written under another name and renamed at
+the end.
 """
 
 import os
@@ -51,7 +52,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path, model: nn.Module, ema: nn.Module | None) -> dict[str, Any]:
-    """Fill `model` and `ema` from a checkpoint and return its state. Raises ValueError when a file is missing or truncated."""
+    """Fill `model` and `ema` from a checkpoint and return its state. Raises ValueError when a file is missing or
+    truncated."""
     fill(model, read_weights(path / WEIGHTS), str(path))
     if ema is not None:
         fill(ema, read_weights(path / EMA_WEIGHTS), str(path))

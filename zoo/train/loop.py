@@ -33,7 +33,8 @@ RESULT = "result.json"
 class Trainer:
     """One run. `train` carries it out, or what is left of it, and returns its result, also written to result.json.
 
-    Raises ValueError for settings that contradict themselves, the data or a checkpoint; RuntimeError when training fails.
+    Raises ValueError for settings that contradict themselves, the data or a checkpoint; RuntimeError when training
+    fails.
     """
 
     def __init__(self, settings: TrainSettings) -> None:
@@ -63,11 +64,14 @@ class Trainer:
         self._continue(last_checkpoint(settings))
 
     def train(self) -> dict[str, Any]:
-        """Carry out the steps that are left. Returns top1 and top5 (percent), loss (nats), images_seen, seconds and more."""
+        """Carry out the steps that are left. Returns top1 and top5 (percent), loss (nats), images_seen, seconds and
+        more."""
         settings, main = self.settings, self.accelerator.is_main_process
         self.record = Record(self.folder / METRICS, self.step) if main else None
         if settings.log.trackers:
-            self.accelerator.init_trackers(settings.log.project, config={k: str(v) for k, v in leaves(settings).items()})
+            self.accelerator.init_trackers(
+                settings.log.project, config={k: str(v) for k, v in leaves(settings).items()}
+            )
         batches = self.parts.train_images.train(self.plan, self.step, self.last_step)
         meter, clock = AverageMeter(), _Clock(self.step)
         steps = range(self.step, self.last_step)
@@ -123,8 +127,8 @@ class Trainer:
         self.counts["skipped_in_a_row"] = 0 if finite else self.counts["skipped_in_a_row"] + 1
         if self.counts["skipped_in_a_row"] > self.settings.run.max_skipped:
             raise RuntimeError(
-                f"the gradients of {self.counts['skipped_in_a_row']} steps in a row were not finite, last at step {self.step} "
-                f"(run.max_skipped={self.settings.run.max_skipped}); lower optim.lr or use another precision"
+                f"the gradients of {self.counts['skipped_in_a_row']} steps in a row were not finite, last at "
+                f"step {self.step}; lower optim.lr, use another run.precision or raise run.max_skipped={self.settings.run.max_skipped}"
             )
         if self.ema and finite:
             self.ema.update(self.model, step=self.step)
@@ -139,7 +143,9 @@ class Trainer:
         new = set(batch.unreadable()) - self.bad
         if new:
             self.bad |= new
-            print(f"skipped {len(new)} unreadable images, such as number {min(new)}; {len(self.bad)} so far", flush=True)
+            print(
+                f"skipped {len(new)} unreadable images, such as number {min(new)}; {len(self.bad)} so far", flush=True
+            )
             check_unreadable(len(self.bad), self.plan.n_images)
 
     def _due(self, epochs: int) -> bool:
@@ -170,8 +176,10 @@ class Trainer:
             self.accelerator.log(numbers, step=self.step)
 
     def evaluate(self) -> dict[str, Any]:
-        """The accuracy of the model, and of its average if there is one, on the validation images (percent, loss in nats)."""
-        accelerator, row = self.accelerator, {"kind": "eval"}
+        """The accuracy of the model, and of its average if there is one, on the validation images (percent, loss in
+        nats)."""
+        accelerator = self.accelerator
+        row: dict[str, Any] = {"kind": "eval"}
         where = {"rank": accelerator.process_index, "world": accelerator.num_processes}
         models = {"": self.model} if self.ema is None else {"": self.model, "ema_": self.ema.module}
         for prefix, model in models.items():
@@ -203,7 +211,12 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.step, self.seconds, self.counts, self.bad = state["step"], state["seconds"], state["counts"], set(state["bad"])
+        self.step, self.seconds, self.counts, self.bad = (
+            state["step"],
+            state["seconds"],
+            state["counts"],
+            set(state["bad"]),
+        )
         self.accelerator.print(f"continuing {self.folder} at step {self.step} of {self.last_step}", flush=True)
 
     def _finish(self) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from zoo.train.settings import DistillSettings
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(softmax(teacher / T) || softmax(student / T)), the mean over the batch; logits [B, K] -> scalar, in float32.
+    """T^2 KL(softmax(teacher / T) || softmax(student / T)), the mean over the batch; logits [B, K] -> scalar, in
+    float32.
 
     Hinton et al., arXiv 1503.02531, section 2; T^2 keeps the size of the gradients independent of T.
     """

@@ -1,4 +1,5 @@
-"""A model and its weights on disk: one safetensors file that says in its header how to rebuild the model, mixer included."""
+"""A model and its weights on disk: one safetensors file that says in its header how to rebuild the model, mixer
+included."""
 
 import json
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +22,8 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is needed to build a model again: the timm name and keywords, the mixer and its options, the input it wants."""
+    """What is needed to build a model again: the timm name and keywords, the mixer and its options, the input it
+    wants."""
 
     name: str
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +45,8 @@ class Recipe:
 
 
 def build(recipe: Recipe, pretrained: bool = False) -> nn.Module:
-    """The model of a recipe with fresh (or timm's published) weights. Raises ValueError for an unknown name or option."""
+    """The model of a recipe with fresh (or timm's published) weights. Raises ValueError for an unknown name or
+    option."""
     return convert_model(build_host(recipe, pretrained), recipe)
 
 
@@ -56,6 +59,10 @@ def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
         return timm.create_model(
             recipe.name, pretrained=pretrained, num_classes=recipe.num_classes, **size, **recipe.kwargs
         )
+    except RuntimeError as error:
+        if pretrained and "No pretrained weights" in str(error):
+            raise ValueError(f"timm has no published weights for {recipe.name}; leave out model.pretrained") from error
+        raise
     except TypeError as error:
         raise ValueError(f"timm cannot build {recipe.name} with model.kwargs {recipe.kwargs}: {error}") from error
 
@@ -72,7 +79,8 @@ def convert_model(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 
 def weights_file(path: str | Path) -> Path:
-    """The safetensors file at `path`, which may also be a folder that holds model.safetensors. Raises ValueError if none."""
+    """The safetensors file at `path`, which may also be a folder that holds model.safetensors. Raises ValueError if
+    none."""
     file = Path(path) / WEIGHTS if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise ValueError(f"there is no checkpoint {file}")
@@ -82,7 +90,8 @@ def weights_file(path: str | Path) -> Path:
 
 
 def read_recipe(path: str | Path) -> Recipe | None:
-    """The recipe in the header of a checkpoint; None for one that was not written here. Raises ValueError if it is truncated."""
+    """The recipe in the header of a checkpoint; None for one that was not written here. Raises ValueError if it is
+    truncated."""
     file = weights_file(path)
     try:
         with safe_open(file, framework="pt") as opened:
@@ -138,7 +147,8 @@ def fill(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
 
 
 def plan(settings: ModelSettings, n_classes: int | None = None) -> tuple[Recipe, Recipe | None]:
-    """(what to build, what the checkpoint holds or None). Without `n_classes` the checkpoint or timm decides their number.
+    """(what to build, what the checkpoint holds or None). Without `n_classes` the checkpoint or timm decides their
+    number.
 
     Raises ValueError for a missing or damaged checkpoint, or when nothing names the model.
     """
@@ -150,18 +160,20 @@ def plan(settings: ModelSettings, n_classes: int | None = None) -> tuple[Recipe,
         if found is None:
             raise ValueError("model.name is empty and no checkpoint says which model it is; give model.name=TIMM_NAME")
         recipe = found.host()
-    classes = n_classes or (found.num_classes if found else _timm_classes(recipe.name))
-    options = {"mixer_options": settings.mixer_options, "keep_softmax": settings.keep_softmax}
-    return replace(recipe, num_classes=classes, mixer=settings.mixer, **options), found
+    classes = n_classes or (found.num_classes if found else timm_classes(recipe.name))
+    recipe = replace(recipe, num_classes=classes, mixer=settings.mixer, mixer_options=settings.mixer_options)
+    return replace(recipe, keep_softmax=settings.keep_softmax), found
 
 
-def _timm_classes(name: str) -> int:
+def timm_classes(name: str) -> int:
+    """The number of classes that timm's model of this name has."""
     found = timm.get_pretrained_cfg(name, allow_unregistered=True)
     return found.num_classes if found else 1000
 
 
 def start(settings: ModelSettings, n_classes: int | None = None) -> tuple[nn.Module, nn.Module, Recipe]:
-    """(model, host, recipe) to start a run with: `host` is the model before its mixers were changed, with the same weights.
+    """(model, host, recipe) to start a run with: `host` is the model before its mixers were changed, with the same
+    weights.
 
     Weights come from `settings.checkpoint`, timm or the seed. Raises ValueError for a checkpoint of another mixer or
     another number of classes, a truncated one, or wrong names.
@@ -186,7 +198,9 @@ def _check_mixer(recipe: Recipe, found: Recipe, where: str) -> None:
             raise ValueError(f"{where} is a checkpoint of another mixer: it has model.{key} {have!r}, the run {want!r}")
 
 
-def _start_weights(settings: ModelSettings, model: nn.Module, found: Recipe | None, n_classes: int) -> dict[str, Tensor]:
+def _start_weights(
+    settings: ModelSettings, model: nn.Module, found: Recipe | None, n_classes: int
+) -> dict[str, Tensor]:
     weights = read_weights(settings.checkpoint)
     if settings.new_head:
         head = tuple(f"{part}." for part in _classifiers(model))

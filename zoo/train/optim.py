@@ -57,7 +57,7 @@ def create_schedule(optimizer: Optimizer, schedule: ScheduleSettings, steps_per_
         optimizer,
         sched=schedule.name,
         num_epochs=schedule.epochs,
-        warmup_epochs=schedule.warmup_epochs,  # type: ignore[arg-type]  fractions of an epoch become steps
+        warmup_epochs=schedule.warmup_epochs,  # fractions of an epoch become steps
         warmup_lr=schedule.warmup_lr,
         min_lr=schedule.min_lr,
         step_on_epochs=False,

@@ -9,7 +9,8 @@ Row = dict[str, Any]
 
 
 class Record:
-    """Appends rows to `file`. Opened for a run that continues at step `step`, it first drops the rows after that step."""
+    """Appends rows to `file`. Opened for a run that continues at step `step`, it first drops the rows after that
+    step."""
 
     def __init__(self, file: Path, step: int = 0) -> None:
         self.file = file
@@ -25,7 +26,8 @@ class Record:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The rows of a record. A last line that was cut off by a kill is left out; a damaged line elsewhere raises ValueError."""
+    """The rows of a record. A last line that was cut off by a kill is left out; a damaged line elsewhere raises
+    ValueError."""
     lines = file.read_text().splitlines() if file.exists() else []
     rows = []
     for number, line in enumerate(lines, start=1):

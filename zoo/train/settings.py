@@ -1,4 +1,5 @@
-"""The keys of a training configuration, one frozen dataclass a section. `zoo.config` reads, checks and documents them."""
+"""The keys of a training configuration, one frozen dataclass a section. `zoo.config` reads, checks and documents
+them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,21 +8,31 @@ from zoo.config import one_of, positive
 from zoo.data.settings import AugmentSettings, DataSettings
 
 # What may change between the two halves of an interrupted run without changing its result.
-CHANGEABLE = ("run.resume", "run.folder", "run.keep", "run.checkpoint_steps", "run.checkpoint_epochs", "log", "data.workers")
+CHANGEABLE = (
+    "run.resume",
+    "run.folder",
+    "run.keep",
+    "run.checkpoint_steps",
+    "run.checkpoint_epochs",
+    "log",
+    "data.workers",
+)
 
 
 @dataclass(frozen=True)
 class ModelSettings:
     """Which timm model, where its weights come from, and which mixer stands in its attention layers.
 
-    name: timm model name, softmax (vit_small_patch16_224) or ours (vit_ahla_small_patch16_224); empty takes name, kwargs and
+    name: timm model name, softmax (vit_small_patch16_224) or ours (vit_ahla_small_patch16_224); empty takes name,
+      kwargs and
       img_size from the checkpoint
     kwargs: keywords of timm.create_model, such as {patch_size: 4, depth: 6}
     img_size: side of the square input in pixels; none keeps that of the model
     checkpoint: weights to start from, a .safetensors file or a run folder; empty for random weights
     pretrained: start from the weights that timm publishes for this name
     new_head: take every weight of the checkpoint but the classifier, whose number of classes may then differ
-    mixer: mixer put into the attention layers after loading (softmax, la, hla2, ahla, hla3, poly); empty leaves them as they are
+    mixer: mixer put into the attention layers after loading (softmax, la, hla2, ahla, hla3, poly); empty leaves them
+      as they are
     mixer_options: options of the mixer, such as {feature_map: softmax_pair, depthwise: v}
     keep_softmax: numbers of the attention layers (from 0) that stay softmax, or every:3 for each third
     """

@@ -28,7 +28,9 @@ def prepare_folder(settings: TrainSettings) -> None:
         config.save(settings, file)
         return
     if not settings.run.resume:
-        raise ValueError(f"{folder} already holds a run; set run.resume=true to continue it or choose another run.folder")
+        raise ValueError(
+            f"{folder} already holds a run; set run.resume=true to continue it or choose another run.folder"
+        )
     changed = config.differences(config.load(TrainSettings, file), settings, ignore=CHANGEABLE)
     if changed:
         raise ValueError(f"{folder} holds a run with another configuration; they differ in {', '.join(changed)}")
@@ -54,7 +56,8 @@ class Setup:
 
 
 def set_up(settings: TrainSettings, accelerator: Accelerator) -> Setup:
-    """Open the data and build model and objective on the accelerator's device. Raises ValueError for what does not fit."""
+    """Open the data and build model and objective on the accelerator's device. Raises ValueError for what does not
+    fit."""
     device = accelerator.device
     train, val = open_sources(settings.data)
     n_classes = len(train.classes)
@@ -77,7 +80,9 @@ def set_up(settings: TrainSettings, accelerator: Accelerator) -> Setup:
     return Setup(
         model=model.to(device),
         recipe=recipe,
-        objective=Classification(settings.augment.smoothing, mixup is not None, settings.distill, _teacher(settings, host)).to(device),
+        objective=Classification(
+            settings.augment.smoothing, mixup is not None, settings.distill, _teacher(settings, host)
+        ).to(device),
         mixup=mixup,
         plan=plan,
         train_images=open_images(train, *opened),
