@@ -90,3 +90,8 @@ def test_no_pickle_from_disk():
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                     safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
                     assert safe, f"{path.relative_to(ROOT)}:{node.lineno} loads without weights_only=True"
+
+
+def test_readme_tables_are_those_of_the_result_files():
+    tool = ROOT / "tools" / "readme_tables.py"
+    subprocess.run([sys.executable, str(tool), "--check"], check=True)

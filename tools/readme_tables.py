@@ -11,26 +11,21 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-GROUP = ("experiment", "data", "mixer", "source")
+GROUP = ("experiment", "data", "mixer", "source", "metric", "budget")
 MARKED = re.compile(r"(<!-- results:(\w+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
 def quality(result: dict) -> str:
-    """Rows of design `quality.json` as one line a mixer: mean over seeds, number of seeds, time."""
+    """Rows of a quality file as one line a mixer: mean over seeds with their range, and the time of a run."""
     groups: dict[tuple, list[dict]] = {}
     for row in result["rows"]:
         groups.setdefault(tuple(row[name] for name in GROUP), []).append(row)
-    lines = [
-        "| experiment | data | mixer | from | metric | mean | seeds | budget | seconds |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = [f"| {' | '.join(GROUP)} | mean (lowest to highest) | seeds | seconds |", "|---" * (len(GROUP) + 3) + "|"]
     for key, rows in groups.items():
-        mean = statistics.mean(r["value"] for r in rows)
-        wall = statistics.mean(r["wall_s"] for r in rows)
-        first = rows[0]
-        lines.append(
-            f"| {' | '.join(key)} | {first['metric']} | {mean:.2f} | {len(rows)} | {first['budget']} | {wall:.0f} |"
-        )
+        values = [row["value"] for row in rows]
+        spread = f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+        wall = statistics.mean(row["wall_s"] for row in rows)
+        lines.append(f"| {' | '.join(key)} | {spread} | {len(rows)} | {wall:.0f} |")
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     source = f"{result['hardware']}, {result['date']}, {versions}. Command: `{result['command']}`."
     return "\n".join([*lines, "", f"{source} {result.get('note', '')}".rstrip(), ""])
