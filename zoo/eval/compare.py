@@ -37,8 +37,9 @@ class Candidate:
 def open_candidate(name: str, data: DataSettings) -> Candidate:
     """A run folder, a .safetensors file, or a timm name with timm's weights. Raises ValueError for anything else."""
     if timm.is_model(name.split(".")[0]) and not Path(name).exists():
-        model = build_host(Recipe(name, num_classes=timm_classes(name)), pretrained=True)
-        return Candidate(name, model, InputSpec.of(model, None, data), "", model.num_classes)
+        recipe = Recipe(name, num_classes=timm_classes(name))
+        model = build_host(recipe, pretrained=True)
+        return Candidate(name, model, InputSpec.of(model, None, data), "", recipe.num_classes)
     model, recipe = load_model(name)
     return Candidate(name, model, InputSpec.from_recipe(recipe.input, data), recipe.mixer, recipe.num_classes)
 

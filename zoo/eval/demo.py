@@ -53,7 +53,7 @@ def _seen(folder: Path, *runs: str) -> int:
 
 def _reading() -> list[str]:
     return [
-        f"Picture, below: the tokens read by the query (square), layer {LAYER}, head {HEAD}: softmax attention, and the",
+        f"Picture, below: tokens read by the query (square), layer {LAYER}, head {HEAD}: softmax attention, and the",
         "matrix that each linear mixer applies without ever forming it. Each map has its own scale.",
         "",
         "One seed of a model of 0.2 M parameters: this shows that the pipeline works, not which mixer is best.",

@@ -127,8 +127,9 @@ class Trainer:
         self.counts["skipped_in_a_row"] = 0 if finite else self.counts["skipped_in_a_row"] + 1
         if self.counts["skipped_in_a_row"] > self.settings.run.max_skipped:
             raise RuntimeError(
-                f"the gradients of {self.counts['skipped_in_a_row']} steps in a row were not finite, last at "
-                f"step {self.step}; lower optim.lr, use another run.precision or raise run.max_skipped={self.settings.run.max_skipped}"
+                f"the gradients of {self.counts['skipped_in_a_row']} steps in a row were not finite, last at step "
+                f"{self.step}; lower optim.lr or use another run.precision (run.max_skipped allows "
+                f"{self.settings.run.max_skipped})"
             )
         if self.ema and finite:
             self.ema.update(self.model, step=self.step)
