@@ -7,10 +7,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hla_kernels import MAX_HEAD_DIM
+from hla_kernels.checks import RIDGED
 from hla_kernels.features import FEATURE_MAPS, feature
 from zoo.features import DepthwiseResidual, HeadRMSNorm, Hedgehog, OutputGate, SoftmaxPair
+from zoo.grid import check_grid
 from zoo.mixers.context import Context
-from zoo.mixers.options import MixerOptions, resolve_options
+from zoo.mixers.options import WIDENING, MixerOptions, resolve_options
+
+EPS = 1e-9  # of the ratio: a product of small features (softmax map, third order) must stay far above it
+SMALLEST_DECAY = 1e-30  # a learned logit may go anywhere, and a decay of zero has no logarithm
 
 
 class LinearMixer(nn.Module):
@@ -45,6 +51,7 @@ class LinearMixer(nn.Module):
         """
         super().__init__()
         self.options = opt = resolve_options(self.defaults, options)
+        self._check_host(head_dim)
         self.num_heads, self.head_dim = num_heads, head_dim
         heads = {"q": num_heads, "k": num_kv_heads or num_heads, "v": num_kv_heads or num_heads}
         self.scale = head_dim**-0.5 if scale is None else scale
@@ -62,6 +69,16 @@ class LinearMixer(nn.Module):
         self.norm = HeadRMSNorm(num_heads, head_dim, **dd) if opt.post_norm else nn.Identity()
         self.gate = OutputGate(dim, num_heads * head_dim, **dd) if opt.gate else None
         self.reset_parameters()
+
+    def _check_host(self, head_dim: int) -> None:
+        if self.options.ridge and self.name not in RIDGED:
+            raise ValueError(f"ridge is defined for {', '.join(RIDGED)} only, not for {self.name!r}")
+        width = head_dim * (2 if self.options.feature_map in WIDENING else 1)
+        if width > MAX_HEAD_DIM:
+            raise ValueError(
+                f"heads of {head_dim} channels have {width} features with {self.options.feature_map!r}, "
+                f"at most {MAX_HEAD_DIM} are allowed"
+            )
 
     def _feature_module(self, num_heads: int, **dd) -> nn.Module:
         if self.options.feature_map == "hedgehog":
@@ -82,27 +99,31 @@ class LinearMixer(nn.Module):
         return ", ".join([self.name, *(f"{n}={v!r}" for n, v in changed.items())])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        self._check(ctx)
+        self._check(q.shape[1], ctx)
         q, k, v = self._local(q, k, v, ctx)
-        o = self._mix(q, k, v, ctx)
+        tensors = (*self._features(q, k, ctx), v)
+        o = self._mix(*tensors)
         if self.options.scan == "both":
-            o = o + self._mix(q.flip(1), k.flip(1), v.flip(1), ctx).flip(1)
+            o = o + self._mix(*(t.flip(1) for t in tensors)).flip(1)
             if self.options.normalize or self.options.mean_path:
                 o = o / 2
         o = self.norm(o)
         return o if self.gate is None else self.gate(o, ctx.x)
 
-    def _check(self, ctx: Context) -> None:
+    def _check(self, n_tokens: int, ctx: Context) -> None:
         if ctx.mask is not None:
             raise ValueError(
                 f"the mixer {self.name!r} cannot honour an attention mask; keep softmax in this layer (keep_softmax=)"
             )
         if ctx.is_causal and not self.options.causal:
             raise ValueError(f"the host asks for causal attention: build the mixer {self.name!r} with causal=True")
-        if self.options.needs_grid and ctx.grid is None:
+        if not self.options.needs_grid:
+            return
+        if ctx.grid is None:
             raise ValueError(
                 f"the mixer {self.name!r} with depthwise or causal needs a token grid, but these tokens have none"
             )
+        check_grid(n_tokens, ctx.grid, ctx.prefix, ctx.suffix)
 
     def _local(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         tensors = {"q": q, "k": k, "v": v}
@@ -111,21 +132,33 @@ class LinearMixer(nn.Module):
             tensors[name] = part(tensors[name], ctx.grid, ctx.prefix, ctx.suffix)
         return tensors["q"], tensors["k"], tensors["v"]
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        opt = self.options
-        common = self._operator_options()
-        name = opt.feature_map
-        if name == "identity":
+    def _features(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        """What the operator reads: (q, k), or with a rotary host (q, k, rotated q, rotated k), all after phi."""
+        if self.options.feature_map == "identity":
             q = q * self.scale
         q, k = self.phi_q(q), self.phi_k(k)
-        inside = name if name in FEATURE_MAPS else "identity"
-        weights = {"center": opt.center, "mean_path": opt.mean_path}
         if ctx.rotate is None:
-            return self.operate(q, k, v, feature_map=inside, normalize=opt.normalize, **weights, **common)
-        q, k = feature(q, inside), feature(k, inside)
-        o = self.operate(ctx.rotate(q), ctx.rotate(k), v, **weights, **common)
+            return q, k
+        q, k = feature(q, self._inner_map), feature(k, self._inner_map)
+        return q, k, ctx.rotate(q), ctx.rotate(k)
+
+    @property
+    def _inner_map(self) -> str:
+        """The feature map that the operator applies itself: those that keep the width."""
+        return self.options.feature_map if self.options.feature_map in FEATURE_MAPS else "identity"
+
+    def _mix(self, q: Tensor, k: Tensor, *rotated_v: Tensor) -> Tensor:
+        """One direction. `rotated_v`: (v,) or (rotated q, rotated k, v)."""
+        opt, *rotated, v = self.options, *rotated_v
+        common = self._operator_options()
+        weights = {"center": opt.center, "mean_path": opt.mean_path, **common}
+        if not rotated:
+            ratio = {"normalize": True, "eps": EPS} if opt.normalize else {}
+            return self.operate(q, k, v, feature_map=self._inner_map, **ratio, **weights)
+        turned_q, turned_k = rotated
+        o = self.operate(turned_q, turned_k, v, **weights)
         if opt.normalize:  # of the unrotated features: a rotation would make the sum signed
-            o = o / (self.operate(q, k, torch.ones_like(v[..., :1]), **common) + 1e-6)
+            o = o / (self.operate(q, k, torch.ones_like(v[..., :1]), **common) + EPS)
         return o
 
     def _operator_options(self) -> dict[str, Any]:
@@ -133,5 +166,10 @@ class LinearMixer(nn.Module):
         if self.options.ridge:
             options["ridge"] = self.options.ridge
         if self.options.decay is not None:
-            options["decay"] = self.decay_logit.sigmoid()
+            options["decay"] = self.decay()
         return options
+
+    def decay(self) -> Tensor:
+        """The learned decay of each head, [H] in (0, 1]; in float32 at least, since bfloat16 rounds 0.999 to 1."""
+        logit = self.decay_logit if self.decay_logit.dtype == torch.float64 else self.decay_logit.float()
+        return logit.sigmoid().clamp(min=SMALLEST_DECAY)

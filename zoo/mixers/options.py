@@ -6,6 +6,7 @@ from typing import Any
 from zoo.names import unknown_name
 
 FEATURE_MAPS = ("identity", "relu", "elu1", "softmax", "softmax_pair", "hedgehog")
+WIDENING = ("softmax_pair", "hedgehog")  # twice the features
 CENTERS = (None, "k", "qk")
 SCANS = ("forward", "both")
 
@@ -25,7 +26,6 @@ class MixerOptions:
     causal: mix over the raster order of the tokens.  decay: initial value in (0, 1) of a learned decay a head, or None.
     scan: "forward", or "both" to add the pass over the reversed order (halved where weights sum to one).
     ridge: lambda of the second- and third-order key moment (HLA paper, Algorithm 1).
-    coefficients: initial c1..c4 of `poly`.
     """
 
     feature_map: str = "elu1"
@@ -41,19 +41,20 @@ class MixerOptions:
     decay: float | None = None
     scan: str = "forward"
     ridge: float = 0.0
-    coefficients: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
 
     def __post_init__(self) -> None:
+        for name in ("normalize", "mean_path", "post_norm", "gate", "causal"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self._check_depthwise()
+        if not _is_number(self.ridge) or self.ridge < 0:
+            raise ValueError(f"ridge must be a number of at least 0, got {self.ridge!r}")
         if self.feature_map not in FEATURE_MAPS:
             raise unknown_name("feature map", self.feature_map, FEATURE_MAPS)
         if self.center not in CENTERS:
             raise unknown_name("center", self.center, ("k", "qk"))
         if self.scan not in SCANS:
             raise unknown_name("scan", self.scan, SCANS)
-        if not set(self.depthwise) <= set("qkv") or len(set(self.depthwise)) != len(self.depthwise):
-            raise ValueError(f"depthwise names tensors among q, k and v, such as 'v' or 'qk', got {self.depthwise!r}")
-        if self.grid_dims not in (2, 3):
-            raise ValueError(f"grid_dims must be 2 (image) or 3 (video), got {self.grid_dims}")
         if self.normalize and self.feature_map == "identity":
             raise ValueError(
                 "normalize=True needs a non-negative feature map (relu, elu1, softmax, softmax_pair, hedgehog)"
@@ -62,14 +63,25 @@ class MixerOptions:
             raise ValueError(
                 "normalize=True excludes center and mean_path: centred weights do not sum to a positive number"
             )
-        if self.decay is not None and not (self.causal and 0 < self.decay < 1):
+        if self.decay is not None and not (self.causal and _is_number(self.decay) and 0 < self.decay < 1):
             raise ValueError(
-                f"decay needs causal=True and a value in (0, 1), got decay={self.decay}, causal={self.causal}"
+                f"decay needs causal=True and a value in (0, 1), got decay={self.decay!r}, causal={self.causal}"
             )
         if self.scan == "both" and not self.causal:
             raise ValueError("scan='both' needs causal=True: the two-sided form already sees both directions")
-        if len(self.coefficients) != 4:
-            raise ValueError(f"coefficients are the four numbers c1..c4, got {self.coefficients!r}")
+        if self.causal and not (self.normalize or self.post_norm or self.decay):
+            raise ValueError("causal without normalize grows with the position: set post_norm=True or a decay")
+
+    def _check_depthwise(self) -> None:
+        names, size = self.depthwise, self.depthwise_kernel
+        if not isinstance(names, str) or not set(names) <= set("qkv") or len(set(names)) != len(names):
+            raise ValueError(f"depthwise names tensors among q, k and v, such as 'v' or 'qk', got {names!r}")
+        if not isinstance(size, int) or size < 1 or size % 2 == 0:
+            raise ValueError(
+                f"depthwise_kernel must be a positive odd number so that the grid keeps its size, got {size!r}"
+            )
+        if self.grid_dims not in (2, 3):
+            raise ValueError(f"grid_dims must be 2 (image) or 3 (video), got {self.grid_dims!r}")
 
     @property
     def needs_grid(self) -> bool:
@@ -77,9 +89,28 @@ class MixerOptions:
         return bool(self.depthwise) or self.causal
 
 
+@dataclass(frozen=True)
+class PolynomialOptions(MixerOptions):
+    """Options of `poly`: `MixerOptions`, and coefficients, the initial c1..c4 of its orders. Raises ValueError too."""
+
+    coefficients: tuple[float, ...] = (1.0, 0.0, 0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        c = self.coefficients
+        if not isinstance(c, tuple) or len(c) != 4 or not all(map(_is_number, c)):
+            raise ValueError(f"coefficients are the four numbers c1..c4, got {c!r}")
+        if self.causal:
+            raise ValueError("poly is two-sided only; use la, hla2, ahla or hla3 with causal=True")
+        super().__post_init__()
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
 def resolve_options(defaults: MixerOptions, changes: dict[str, Any]) -> MixerOptions:
     """`defaults` with `changes`. Raises ValueError for an unknown option, with the nearest valid name."""
-    known = [f.name for f in fields(MixerOptions)]
+    known = [f.name for f in fields(defaults)]
     for name in changes:
         if name not in known:
             raise unknown_name("mixer option", name, known)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import hla_kernels
 from zoo.mixers.base import LinearMixer
-from zoo.mixers.options import MixerOptions
+from zoo.mixers.options import PolynomialOptions
 
 SMALLEST = 1e-3  # of the positive coefficients: softplus never reaches zero
 
@@ -20,17 +20,16 @@ class Polynomial(LinearMixer):
     mean(v) + q (K - mean(k))'V / N of softmax, to which the higher orders are learned residuals. With `normalize=True`
     the coefficients are kept positive (softplus), since a signed mixture can cross zero. Two-sided only.
 
-    10 N D^2 + 10 D^3 operations a head. Options: `zoo.mixers.options.MixerOptions`.
+    12 N D^2 + 8 D^3 operations a head. Options: `zoo.mixers.options.PolynomialOptions`.
     """
 
     name = "poly"
     operator = staticmethod(hla_kernels.polynomial)
-    defaults = MixerOptions(feature_map="identity", normalize=False, center="k", mean_path=True)
+    defaults = PolynomialOptions(feature_map="identity", normalize=False, center="k", mean_path=True)
+    options: PolynomialOptions
 
     def __init__(self, dim: int, num_heads: int, head_dim: int, *, device=None, dtype=None, **kwargs) -> None:
         super().__init__(dim, num_heads, head_dim, device=device, dtype=dtype, **kwargs)
-        if self.options.causal:
-            raise ValueError("poly is two-sided only; use la, hla2, ahla or hla3 with causal=True")
         self.coefficients = nn.Parameter(torch.empty(num_heads, 4, device=device, dtype=dtype))
         self._fill_coefficients()
 
@@ -40,7 +39,7 @@ class Polynomial(LinearMixer):
             self._fill_coefficients()
 
     def _fill_coefficients(self) -> None:
-        c: tuple[float, ...] = self.options.coefficients
+        c = self.options.coefficients
         if self.options.normalize:
             c = tuple(log(expm1(max(x, SMALLEST))) for x in c)  # the inverse of softplus
         with torch.no_grad():

@@ -1,0 +1,117 @@
+"""The parts of mixers with parameters away from their initial values, against formulas written out here."""
+
+import math
+
+import pytest
+import torch
+
+from zoo.mixers import Context, build_mixer
+
+B, N, H, D, C = 2, 13, 3, 4, 12
+SERIAL = ("la", "hla2", "ahla", "hla3")
+
+
+def setting(name: str, **options):
+    """A float64 mixer with random parameters, and q, k, v, ctx for it."""
+    torch.manual_seed(0)
+    mixer = build_mixer(name, C, H, D, dtype=torch.float64, **options)
+    for p in mixer.parameters():
+        torch.nn.init.normal_(p)
+    q, k, v = (torch.randn(B, N, H, D, dtype=torch.float64) for _ in range(3))
+    return mixer, q, k, v, Context(x=torch.randn(B, N, C, dtype=torch.float64), grid=(3, 4), prefix=1)
+
+
+def causal_weights(name: str, q: torch.Tensor, k: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
+    """W [B, H, N, N] of o_t = sum_j W_tj v_j with a decay gamma [H], summed token by token."""
+    a = torch.einsum("bthd,bjhd->bhtj", q, k)
+    w1, w2 = torch.zeros_like(a), torch.zeros_like(a)
+    for t in range(N):
+        for j in range(t + 1):
+            w1[..., t, j] = gamma ** (t - j) * a[..., t, j]
+            for i in range(j + 1):
+                w2[..., t, j] += gamma ** (t - i) * a[..., t, i] * a[..., j, i]
+    return {"la": w1, "ahla": w1 @ w1, "hla2": w2, "hla3": w2 @ w1}[name]
+
+
+def ratio(w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bhtj,bjhd->bthd", w / w.sum(-1, keepdim=True), v)
+
+
+@pytest.mark.parametrize("name", SERIAL)
+def test_learned_decay_is_one_number_a_head(name):
+    mixer, q, k, v, ctx = setting(name, causal=True, decay=0.9)
+    gamma = 1 / (1 + (-mixer.decay_logit.detach()).exp())
+    elu1 = torch.nn.functional.elu
+    expected = ratio(causal_weights(name, elu1(q) + 1, elu1(k) + 1, gamma), v)
+    torch.testing.assert_close(mixer(q, k, v, ctx), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_initial_decay_is_the_one_asked_for():
+    mixer = build_mixer("la", C, H, D, causal=True, decay=0.999, dtype=torch.bfloat16)
+    torch.testing.assert_close(mixer.decay(), torch.full((H,), 0.999), rtol=1e-5, atol=0)
+
+
+def test_a_runaway_decay_stays_in_range():
+    mixer, q, k, v, ctx = setting("la", causal=True, decay=0.9)
+    torch.nn.init.constant_(mixer.decay_logit, -1000.0)
+    assert torch.isfinite(mixer(q, k, v, ctx)).all()
+
+
+@pytest.mark.parametrize("name", SERIAL)
+def test_both_scans_with_a_rotation_turn_each_token_by_its_own_position(name):
+    mixer, q, k, v, ctx = setting(name, causal=True, scan="both")
+    angle = torch.linspace(0, 1.5, N, dtype=torch.float64)[None, :, None]
+
+    def rotate(x):
+        even, odd = x[..., 0::2], x[..., 1::2]
+        c, s = angle[..., None].cos(), angle[..., None].sin()
+        return torch.stack([c * even - s * odd, s * even + c * odd], -1).flatten(-2)
+
+    phi_q, phi_k = torch.nn.functional.elu(q) + 1, torch.nn.functional.elu(k) + 1
+    ones, expected = torch.ones(H, dtype=torch.float64), 0
+    for flip in (lambda x: x, lambda x: x.flip(1)):
+        num = causal_weights(name, flip(rotate(phi_q)), flip(rotate(phi_k)), ones)
+        den = causal_weights(name, flip(phi_q), flip(phi_k), ones).sum(-1, keepdim=True)
+        expected = expected + flip(torch.einsum("bhtj,bjhd->bthd", num / den, flip(v))) / 2
+    turned = Context(x=ctx.x, grid=ctx.grid, prefix=1, rotate=rotate)
+    torch.testing.assert_close(mixer(q, k, v, turned), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_hedgehog_projects_each_head_by_its_matrix():
+    mixer, q, k, v, ctx = setting("la", feature_map="hedgehog")
+
+    def phi(x, weight):
+        y = torch.stack([x[:, :, h] @ weight[h] for h in range(H)], 2)
+        return torch.cat([(s * y).exp() / (s * y).exp().sum(-1, keepdim=True) for s in (1, -1)], -1)
+
+    a = torch.einsum("bthd,bjhd->bhtj", phi(q, mixer.phi_q.weight), phi(k, mixer.phi_k.weight))
+    torch.testing.assert_close(mixer(q, k, v, ctx), ratio(a, v), rtol=1e-6, atol=1e-6)
+
+
+def test_norm_and_gate_act_on_heads_and_channels():
+    mixer, q, k, v, ctx = setting("la", post_norm=True, gate=True)
+    plain = build_mixer("la", C, H, D, dtype=torch.float64)(q, k, v, ctx)
+    rms = (plain.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    gate = 2 / (1 + (-(ctx.x @ mixer.gate.weight.T + mixer.gate.bias)).exp())
+    expected = plain / rms * mixer.norm.weight * gate.reshape(B, N, H, D)
+    torch.testing.assert_close(mixer(q, k, v, ctx), expected)
+
+
+@pytest.mark.parametrize("feature_map", ["softmax", "softmax_pair", "elu1"])
+@pytest.mark.parametrize("name", ["la", "hla2", "ahla", "hla3"])
+def test_a_ratio_mixer_averages_also_with_wide_heads(name, feature_map):
+    torch.manual_seed(1)
+    mixer = build_mixer(name, 128, 1, 128, feature_map=feature_map)
+    q, k = torch.randn(1, 197, 1, 128), torch.randn(1, 197, 1, 128)
+    ones = torch.ones_like(q)
+    o = mixer(q, k, ones, Context(x=torch.zeros(1, 197, 128)))
+    torch.testing.assert_close(o, ones, rtol=5e-3, atol=0)
+
+
+def test_positive_coefficients_weigh_the_four_orders():
+    mixer, q, k, v, ctx = setting("poly", feature_map="softmax", normalize=True, center=None, mean_path=False)
+    a = torch.einsum("bthd,bjhd->bhtj", q.softmax(-1), k.softmax(-1)) / N
+    c = (mixer.coefficients.exp() + 1).log()[:, :, None, None]
+    w = c[:, 0] * a + c[:, 1] * a @ a.mT + c[:, 2] * a @ a + c[:, 3] * a @ a.mT @ a
+    torch.testing.assert_close(mixer(q, k, v, ctx), ratio(w, v), rtol=1e-6, atol=1e-6)
+    assert math.isclose(float(c.min()), float(torch.nn.functional.softplus(mixer.coefficients).min()))
