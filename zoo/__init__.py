@@ -4,9 +4,9 @@
 turns a pretrained softmax model into one of them. `zoo.MIXERS` lists the mixers.
 """
 
-from zoo.backbones import deit, vision_transformer
+from zoo.backbones import converted, deit, vision_transformer
 from zoo.convert import convert
 from zoo.mixers import MIXERS
 
 __version__ = "0.1.0"
-__all__ = ["MIXERS", "__version__", "convert", "deit", "vision_transformer"]
+__all__ = ["MIXERS", "__version__", "convert", "converted", "deit", "vision_transformer"]

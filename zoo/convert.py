@@ -3,25 +3,26 @@
 There is one path. A registered name (`vit_ahla_tiny_patch16_224`) builds its softmax host and converts it here too.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from timm.layers import AttentionPoolLatent, is_scriptable
-from timm.models import is_model
 from torch import nn
 
-from zoo.backbones import hla_name
+from zoo.backbones import CONVERTED
 from zoo.backbones.checkpoints import no_torchscript
 from zoo.backbones.hosts import BLOCKS, MODELS, drops_patches
+from zoo.backbones.record import record_architecture
 from zoo.backbones.refusals import check_family
-from zoo.backbones.sites import SITES, Site, kv_heads
-from zoo.mixers import MIXERS, build_mixer
+from zoo.backbones.select import Keep, Layers, choose, plain_layers
+from zoo.backbones.sites import SITES, Site, attention_layers, kv_heads
+from zoo.mixers import build_mixer
 from zoo.names import unknown_name
 
-Layers = Sequence[int] | str | Mapping[str, str] | None
-Keep = Sequence[int] | str | None
+FROM_HOST = ("dim", "num_heads", "head_dim", "num_kv_heads", "scale", "attn_drop", "fused", "device", "dtype")
+STEP = ("mixer", "layers", "keep_softmax", "options")  # the keys of one recorded conversion
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,16 @@ def convert(
 
     model: a timm VisionTransformer (also distilled) or Eva, pretrained or not, or an already converted one.
     layers: block indices, a pattern of module names ("blocks.[0-5].attn"), or a mapping pattern -> mixer, which then
-        takes the place of `mixer`. None: all of them.
-    keep_softmax: block indices that are left as they are, or "every:3" for 0, 3, 6, ...
+        takes the place of `mixer` (the first pattern that matches a layer counts). None: all of them.
+    keep_softmax: layers that are left as they are: block indices, a pattern of module names, or "every:3" for the
+        blocks 0, 3, 6, ...
     options: those of the mixer, see `zoo.mixers.MixerOptions`.
 
     Weights are all inherited, new parameters lie under `.mixer.` only, and `mixer="softmax"` is the host bit for bit.
+    The model may be saved by `timm.models.save_for_hf` and reloads exactly, also after several conversions.
     Raises ValueError, and leaves the model as it was, for a family where it means nothing, an unknown mixer or option,
-    a pattern without a match, options the model cannot feed (a grid under `patch_drop_rate`), and nothing to swap.
+    an option that follows from the host (`device`), a pattern without a match of its own, options the model cannot
+    feed (a grid under `patch_drop_rate`), and nothing to swap.
     """
     report = swap(model, mixer, layers=layers, keep_softmax=keep_softmax, **options)
     print(report)
@@ -95,63 +99,63 @@ def swap(model: Any, mixer: str, *, layers: Layers = None, keep_softmax: Keep = 
     if is_scriptable():
         no_torchscript(model)
     check_family(model)
-    found = {f"blocks.{n}": m for n, m in model.blocks.named_modules() if type(m) in SITES or isinstance(m, Site)}
+    _check_options(options)
+    found = attention_layers(model)
     if not found:
         kinds = sorted({type(m).__name__ for n, m in model.blocks.named_modules() if n.endswith("attn")})
         raise ValueError(f"cannot convert attention of type {', '.join(kinds)}: it is not softmax(q k') v")
-    chosen = _choose(list(found), mixer, layers)
-    kept = _kept(list(found), keep_softmax)
-    chosen = {name: new for name, new in chosen.items() if name not in kept}
+    where, keep = plain_layers(layers, "layers"), plain_layers(keep_softmax, "keep_softmax")
+    chosen, kept = choose(list(found), mixer, where, keep)
     if not chosen:
         raise ValueError(
-            f"nothing to swap in {type(model).__name__}: {len(found)} attention layers, layers={layers!r}, "
-            f"keep_softmax={keep_softmax!r}"
+            f"nothing to swap in {type(model).__name__}: {len(found)} attention layers, layers={where!r}, "
+            f"keep_softmax={keep!r}"
         )
     mixers = {name: _build(model, found[name], new, options) for name, new in chosen.items()}
+    plain = _plain_options(options)
     rows = [_row(name, site, chosen.get(name), mixers.get(name), name in kept) for name, site in found.items()]
-    _install(model, found, chosen, mixers)
-    model.hla_config.append({"mixer": mixer, "layers": layers, "keep_softmax": keep_softmax, "options": dict(options)})
-    _record_architecture(model)
+    _install(model, found, chosen, mixers, plain)
+    model.hla_config.append({"mixer": mixer, "layers": where, "keep_softmax": keep, "options": plain})
+    record_architecture(model)
     return Report(_model_name(model), (*rows, *_pooling_rows(model)))
 
 
-def _block_index(name: str) -> int:
-    return int(name.split(".")[1])  # blocks.<index>.attn
+def replay(model: Any, conversions: Any) -> None:
+    """Apply recorded conversions, such as another model's `hla_config`, in order.
+
+    Raises ValueError when they are malformed, before the first, and for what `zoo.convert` refuses, at that one.
+    """
+    if not isinstance(conversions, Iterable) or isinstance(conversions, str | Mapping):
+        raise ValueError(f"conversions is a list of dicts with the keys {', '.join(STEP)}, got {conversions!r}")
+    steps = list(conversions)
+    for step in steps:
+        if not isinstance(step, Mapping) or not isinstance(step.get("options") or {}, Mapping) or "mixer" not in step:
+            raise ValueError(f"a conversion is a dict with the keys {', '.join(STEP)}, got {step!r}")
+        for key in step:
+            if key not in STEP:
+                raise unknown_name("key of a conversion", key, STEP)
+    if not steps:
+        raise ValueError('conversions is empty: give at least one, such as [{"mixer": "ahla"}]')
+    for step in steps:
+        options = {str(name): value for name, value in (step.get("options") or {}).items()}
+        _check_options(options)
+        swap(model, step["mixer"], layers=step.get("layers"), keep_softmax=step.get("keep_softmax"), **options)
 
 
-def _indices(names: list[str], wanted: Sequence[int], argument: str) -> set[str]:
-    depth = _block_index(names[-1]) + 1
-    for index in wanted:
-        if isinstance(index, bool) or not isinstance(index, int) or not -depth <= index < depth:
-            raise ValueError(f"{argument} lists block indices from {-depth} to {depth - 1}, got {index!r}")
-    positions = {index % depth for index in wanted}
-    return {name for name in names if _block_index(name) in positions}
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name in FROM_HOST:
+            raise ValueError(f"{name}= cannot be chosen: mixers take it from the model that is converted")
+        if name in STEP or name == "model":
+            raise ValueError(f"{name}= is an argument of the conversion, not an option of the mixer")
 
 
-def _choose(names: list[str], mixer: str, layers: Layers) -> dict[str, str]:
-    """layer -> mixer, in the order of the model."""
-    if isinstance(layers, str):
-        layers = {layers: mixer}
-    patterns = layers if isinstance(layers, Mapping) else {"*": mixer}
-    for pattern, name in patterns.items():
-        if name not in MIXERS:
-            raise unknown_name("mixer", name, MIXERS)
-        if not any(fnmatchcase(layer, pattern) for layer in names):
-            raise ValueError(f"layers={pattern!r} matches none of the attention layers {names[0]} ... {names[-1]}")
-    allowed = set(names) if layers is None or isinstance(layers, Mapping) else _indices(names, layers, "layers")
-    first = {n: next((m for p, m in patterns.items() if fnmatchcase(n, p)), None) for n in names if n in allowed}
-    return {name: new for name, new in first.items() if new is not None}
-
-
-def _kept(names: list[str], keep: Keep) -> set[str]:
-    if keep is None:
-        return set()
-    if not isinstance(keep, str):
-        return _indices(names, keep, "keep_softmax")
-    word, _, step = keep.partition(":")
-    if word != "every" or not step.isdecimal() or int(step) < 2:
-        raise ValueError(f'keep_softmax is a list of block indices or "every:<n>" with n of at least 2, got {keep!r}')
-    return {name for name in names if _block_index(name) % int(step) == 0}
+def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
+    """A copy fit for JSON, which is how options are saved with the model (tuples become lists)."""
+    try:
+        return json.loads(json.dumps(options))
+    except TypeError as error:
+        raise ValueError(f"options of a mixer must be plain numbers, text and lists, got {options!r}") from error
 
 
 def _build(model: nn.Module, attn: Any, name: str, options: dict[str, Any]) -> nn.Module:
@@ -192,9 +196,12 @@ def _pooling_rows(model: nn.Module) -> list[Row]:
     return [Row(n, "softmax", "softmax", sum(p.numel() for p in m.parameters()), 0, reason) for n, m in pools]
 
 
-def _install(model: Any, found: dict[str, Any], chosen: dict[str, str], mixers: dict[str, nn.Module]) -> None:
+def _install(
+    model: Any, found: dict[str, Any], chosen: dict[str, str], mixers: dict[str, nn.Module], options: dict[str, Any]
+) -> None:
     if type(model) in MODELS:
         checkpointing = model.grad_checkpointing
+        model.hla_base = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or ""
         model.__class__ = MODELS[type(model)]
         model.hla_config = []
         for block in model.blocks:
@@ -204,24 +211,11 @@ def _install(model: Any, found: dict[str, Any], chosen: dict[str, str], mixers: 
         site = found[name]
         if not isinstance(site, Site):
             site.__class__ = SITES[type(site)]
-        site.install(new, mixers[name].train(site.training))
+        site.install(new, mixers[name].train(site.training), options)
         site.prefix = model.num_prefix_tokens
     model.sync_grid()
 
 
 def _model_name(model: Any) -> str:
-    return (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(model).__name__
-
-
-def _record_architecture(model: Any) -> None:
-    """Let timm's hub format rebuild a converted model: its architecture is the name of what it has become."""
-    cfg = getattr(model, "pretrained_cfg", None)
-    if not cfg or len(model.hla_config) > 1:
-        return
-    done = model.hla_config[0]
-    name = hla_name(cfg.get("architecture") or "", done["mixer"])
-    if done["layers"] is None and is_model(name):
-        model.pretrained_cfg = model.default_cfg = {**cfg, "architecture": name}
-        arguments = {"mixer_options": done["options"], "keep_softmax": done["keep_softmax"]}
-        if hasattr(model, "_model_args"):  # what timm newer than 1.0.29 records of create_model
-            model._model_args = {**model._model_args, **{k: v for k, v in arguments.items() if v}}
+    name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+    return (model.hla_base if name == CONVERTED else name) or type(model).__name__

@@ -1,15 +1,17 @@
 """`zoo.convert`: what is swapped, what is kept, what is said, and what is refused."""
 
 import copy
+import itertools
 import json
 
+import numpy as np
 import pytest
 import timm
 import torch
 from tiny_models import MIXERS, NEW_IN_TIMM, image, needs_sapiens, sites, stir, tiny
 
 import zoo
-from zoo.convert import Report
+from zoo.convert import FROM_HOST, Report
 
 
 def names_of(model) -> list[str]:
@@ -90,6 +92,8 @@ def test_the_report_says_what_happened(capsys):
         ({"layers": {"blocks.0.attn": "softmax", "*": "hla3"}}, ["softmax", "hla3", "hla3", "hla3"]),
         ({"keep_softmax": [1]}, ["ahla", "host", "ahla", "ahla"]),
         ({"keep_softmax": "every:3"}, ["host", "ahla", "ahla", "host"]),
+        ({"keep_softmax": "blocks.[0-2].*"}, ["host", "host", "host", "ahla"]),
+        ({"layers": range(3), "keep_softmax": (1,)}, ["ahla", "host", "ahla", "host"]),
         ({"layers": [0, 1], "keep_softmax": [0]}, ["host", "ahla", "host", "host"]),
     ],
 )
@@ -137,8 +141,23 @@ BAD = [
     ({"mixer": "ahla", "layers": {"*": "hla4"}}, "unknown mixer 'hla4'"),
     ({"mixer": "ahla", "keep_softmax": [True]}, "keep_softmax lists block indices"),
     ({"mixer": "ahla", "keep_softmax": "every:1"}, "n of at least 2"),
-    ({"mixer": "ahla", "keep_softmax": "all"}, 'keep_softmax is a list of block indices or "every:<n>"'),
-    ({"mixer": "ahla", "keep_softmax": [0, 1]}, "nothing to swap in VisionTransformer: 2 attention layers"),
+    ({"mixer": "ahla", "keep_softmax": "all"}, "keep_softmax='all' matches none of the attention layers"),
+    ({"mixer": "ahla", "keep_softmax": 0}, "keep_softmax is a list of block indices.*got 0"),
+    ({"mixer": "ahla", "keep_softmax": {"*": "la"}}, "keep_softmax is a list of block indices"),
+    ({"mixer": "ahla", "keep_softmax": [0.0]}, "keep_softmax lists block indices from -2 to 1, got 0.0"),
+    ({"mixer": "ahla", "layers": 1}, "layers is a list of block indices, a pattern of module names or.*got 1"),
+    ({"mixer": "ahla", "layers": {"*": "la", "blocks.0.*": "hla2"}}, r"layers='blocks.0.\*' comes too late"),
+    ({"mixer": "ahla", "layers": {0: "la"}}, "layers=0 matches none"),
+    ({"mixer": ["ahla"]}, "unknown mixer"),
+    ({"mixer": "hlaa2", "layers": {"*": "la"}}, "unknown mixer 'hlaa2'"),
+    *[
+        ({"mixer": mixer, name: 1}, f"{name}= cannot be chosen: mixers take it from the model")
+        for mixer, name in itertools.product(["ahla", "softmax"], FROM_HOST)
+    ],
+    ({"mixer": "la", "ridge": 0.1}, "ridge is defined for"),
+    ({"mixer": "ahla", "layers": {"blocks.0.*": "hla2", "*": "la"}, "ridge": 0.1}, "ridge is defined for"),
+    ({"mixer": "ahla", "ridge": "much"}, "ridge must be a number"),
+    ({"mixer": "ahla", "keep_softmax": [0, 1]}, "nothing to swap in (HLA)?VisionTransformer: 2 attention layers"),
     ({"mixer": "ahla", "layers": []}, "nothing to swap"),
     ({"mixer": "ahla", "depthwise": "v", "grid_dims": 3}, "grid_dims=3 is for video"),
 ]
@@ -147,10 +166,49 @@ BAD = [
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_input_is_one_sentence_and_changes_nothing(arguments, message):
     model = tiny("vit_tiny_patch16_224")
-    before, keys = str(model), list(model.state_dict())
+    before, keys, classes = str(model), list(model.state_dict()), [type(m) for m in model.modules()]
     with pytest.raises(ValueError, match=message):
         zoo.convert(model, **arguments)
     assert str(model) == before and list(model.state_dict()) == keys and not hasattr(model, "hla_config")
+    assert [type(m) for m in model.modules()] == classes
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input_changes_nothing_in_a_converted_model(arguments, message):
+    model = tiny("vit_ahla_tiny_patch16_224", keep_softmax=[1], mixer_options={"gate": True})
+    before, done, wanted = dict(model.state_dict()), copy.deepcopy(model.hla_config), model(image())
+    parts, cfg = [id(m) for m in model.modules()], dict(model.pretrained_cfg)
+    with pytest.raises(ValueError, match=message):
+        zoo.convert(model, **arguments)
+    assert [id(m) for m in model.modules()] == parts and model.hla_config == done and model.pretrained_cfg == cfg
+    assert list(model.state_dict()) == list(before) and torch.equal(model(image()), wanted)
+
+
+def test_heads_too_wide_for_the_kernels_change_nothing():
+    model = tiny("vit_tiny_patch16_224", embed_dim=320, num_heads=1)
+    with pytest.raises(ValueError, match="at most"):
+        zoo.convert(model, "ahla")
+    assert not hasattr(model, "hla_config") and type(model.blocks[0].attn).__name__ == "Attention"
+
+
+@pytest.mark.parametrize("thing", [None, "vit_tiny_patch16_224", 3])
+def test_only_models_are_converted(thing):
+    with pytest.raises(ValueError, match=r"convert takes a model, an nn\.Module such as timm\.create_model makes, got"):
+        zoo.convert(thing)
+
+
+def test_the_record_is_a_copy_and_plain():
+    layers, options = {"blocks.0.*": "ahla"}, {"coefficients": [1.0, 0.0, 0.0, 0.5]}
+    model = tiny("vit_tiny_patch16_224", depth=4)
+    zoo.convert(model, "ahla", layers=layers)
+    zoo.convert(model, "la", layers=range(1, 3))
+    zoo.convert(model, "poly", layers=np.array([3]), **options)
+    layers["*"] = "la"
+    options["coefficients"][0] = 7.0
+    assert json.loads(json.dumps(model.hla_config)) == model.hla_config
+    assert [done["layers"] for done in model.hla_config] == [{"blocks.0.*": "ahla"}, [1, 2], [3]]
+    assert model.hla_config[-1]["options"] == {"coefficients": [1.0, 0.0, 0.0, 0.5]}
+    assert names_of(model) == ["ahla", "la", "la", "poly"]
 
 
 def test_attention_dropout_is_refused():

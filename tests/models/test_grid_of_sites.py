@@ -85,6 +85,24 @@ def test_another_number_of_tokens_is_one_sentence():
         model.blocks(torch.randn(2, 20, 32, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("name", [NAME, "vit_hla2_tiny_patch16_224"])
+@pytest.mark.parametrize("scan", ["forward", "both"])
+def test_a_causal_site_checks_its_grid(name, scan):
+    model = tiny(name, mixer_options={"causal": True, "scan": scan})
+    site, x = sites(model)[0], torch.randn(2, 17, 32)
+    assert site(x).isfinite().all()
+    site.grid = (4, 5)
+    with pytest.raises(ValueError, match="grid 4 x 5 with 1 prefix and 0 suffix tokens needs 21 tokens, got 17"):
+        site(x)
+    site.grid = None
+    with pytest.raises(ValueError, match="needs a token grid, but these tokens have none"):
+        site(x)
+    rotary = tiny("vit_small_patch16_rope_224")
+    zoo.convert(rotary, "la", causal=True)
+    with pytest.raises(ValueError, match="needs 17 tokens, got 20"):
+        sites(rotary)[0](torch.randn(2, 20, 32))
+
+
 def two_resolutions(model, checkpointing: bool):
     """Gradients of one backward pass through a wide and a tall image with the same number of tokens."""
     model.zero_grad()

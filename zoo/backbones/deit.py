@@ -19,4 +19,4 @@ BASES = (
     "deit3_base_patch16_384",
 )
 default_cfgs = untrained_cfgs(BASES)
-register_family(__name__, BASES, "_create_deit")
+register_family(__name__, BASES)

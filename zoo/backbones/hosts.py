@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from zoo.backbones.checkpoints import match_checkpoint, no_torchscript
+from zoo.backbones.record import architecture_of
 from zoo.backbones.sites import Host, Site
 from zoo.grid import Grid
 
@@ -36,12 +37,21 @@ def drops_patches(model: Any) -> bool:
 class HLAModel(Host):
     """Mixin of a converted model: grid, checkpointing, loading. The host does everything else.
 
-    `hla_config` lists the conversions that made it, each as the arguments of `zoo.convert`. `from_softmax` tells if the
-    last checkpoint it loaded was one of the softmax model.
+    `hla_config` lists the conversions that made it, each as the arguments of `zoo.convert`. `hla_base` is the name of
+    the timm model it was. `from_softmax` tells if the last checkpoint it loaded was one of the softmax model.
     """
 
     hla_config: list[dict[str, Any]]
+    hla_base: str
     from_softmax: bool = False
+
+    @property
+    def hla_args(self) -> dict[str, Any]:
+        """The arguments of `timm.create_model` that build its mixers again, next to those of its host.
+
+        timm 1.0.30 and newer record them; with an older one, save with `save_for_hf(model, folder, model_args={...})`.
+        """
+        return architecture_of(self)[1]
 
     def sync_grid(self) -> None:
         """Set the grid of a model with a fixed input size on its sites."""

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import nn
+
 from zoo.backbones.hosts import BLOCKS, MODELS
 
 WINDOWED = "its attention stays inside windows of a few hundred tokens at most, so that a linear cost gains nothing"
@@ -27,6 +29,11 @@ SUPPORTED = (
 
 def check_family(model: Any) -> None:
     """Raise ValueError, naming the family and the reason, unless `model` is one that `zoo.convert` knows."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"convert takes a model, an nn.Module such as timm.create_model makes, got {type(model).__name__} "
+            f"{str(model)[:60]!r}"
+        )
     kind = type(model)
     if kind in MODELS or kind in MODELS.values():
         return _check_blocks(model)

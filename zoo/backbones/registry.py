@@ -22,7 +22,7 @@ from timm.models import (
 from torch import nn
 
 from zoo.backbones import hla_name
-from zoo.convert import swap
+from zoo.convert import replay
 from zoo.mixers import MIXERS
 
 REGISTERED_MIXERS = tuple(name for name in MIXERS if name != "softmax")
@@ -44,36 +44,21 @@ def _base_cfg(base: str) -> PretrainedCfg:
     return cfg
 
 
-def register_family(module: str, bases: Iterable[str], creator: str) -> None:
-    """Register the names of `bases` with every mixer in the module called `module`, which holds their `default_cfgs`.
-
-    creator: the function of the base's module that its entrypoints call (`_create_vision_transformer`).
-    """
+def register_family(module: str, bases: Iterable[str]) -> None:
+    """Register the names of `bases` with every mixer in the module called `module`, which has their `default_cfgs`."""
     for base in bases:
         for mixer in REGISTERED_MIXERS:
-            create = _entrypoint(base, mixer, creator)
+            create = _entrypoint(base, mixer)
             create.__module__ = module
             setattr(sys.modules[module], create.__name__, register_model(create))
 
 
-def _entrypoint(base: str, mixer: str, creator: str) -> Callable[..., nn.Module]:
+def _entrypoint(base: str, mixer: str) -> Callable[..., nn.Module]:
     name = hla_name(base, mixer)
 
     def create(pretrained: bool = False, *, mixer_options=None, keep_softmax=None, **kwargs) -> nn.Module:
-        if kwargs.pop("use_naflex", False):
-            raise ValueError(f"{name} has no NaFlex form: linear mixers cannot honour the padding mask of mixed sizes")
-
-        def build(host_class: type[nn.Module], _variant: str, pretrained: bool, **build_kwargs) -> nn.Module:
-            def converted(**model_kwargs) -> nn.Module:
-                model = host_class(**model_kwargs)
-                swap(model, mixer, keep_softmax=keep_softmax, **(mixer_options or {}))
-                return model
-
-            return build_model_with_cfg(converted, name, pretrained, **build_kwargs)
-
-        entrypoint = model_entrypoint(base)
-        base_creator = rebind(entrypoint.__globals__[creator], build_model_with_cfg=build, _USE_NAFLEX_DEFAULT=False)
-        return rebind(entrypoint, **{creator: base_creator})(pretrained, **kwargs)
+        step = {"mixer": mixer, "keep_softmax": keep_softmax, "options": mixer_options or {}}
+        return build_converted(base, name, [step], pretrained, kwargs)
 
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f"""timm's `{base}` with the mixer `{mixer}` in the place of softmax attention.
@@ -81,6 +66,57 @@ def _entrypoint(base: str, mixer: str, creator: str) -> Callable[..., nn.Module]
     mixer_options: options of the mixer (`zoo.mixers.MixerOptions`) as a dict. keep_softmax: blocks that stay softmax,
     as in `zoo.convert`. Every other keyword is the base's. Raises ValueError for an option the mixer does not have."""
     return create
+
+
+def build_converted(base: str, name: str, conversions: Any, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    """timm's `base`, converted before its weights are loaded, as a model called `name`; `kwargs` are the base's.
+
+    Raises ValueError for what cannot be converted, and for a weights file that is missing or cannot be read.
+    """
+    if kwargs.pop("use_naflex", False):
+        raise ValueError(f"{name} has no NaFlex form: linear mixers cannot honour the padding mask of mixed sizes")
+    made = []
+
+    def build(host_class: type[nn.Module], _variant: str, pretrained: bool, **build_kwargs) -> nn.Module:
+        def converted(*args, **model_kwargs) -> nn.Module:
+            model: Any = host_class(*args, **model_kwargs)
+            replay(model, conversions)
+            made.append(base)
+            model.hla_base = base
+            return model
+
+        return _build_with_cfg()(converted, name, pretrained, **build_kwargs)
+
+    entrypoint = model_entrypoint(base)
+    creators = {n: f for n, f in entrypoint.__globals__.items() if n.startswith("_create_") and hasattr(f, "__code__")}
+    ours = {n: rebind(f, build_model_with_cfg=build, _USE_NAFLEX_DEFAULT=False) for n, f in creators.items()}
+    model = rebind(entrypoint, build_model_with_cfg=build, **ours)(pretrained, **kwargs)
+    if not made:
+        raise ValueError(f"{name} cannot be made from {base}: it is built in a way that is not known here")
+    return model
+
+
+def _build_with_cfg() -> Callable[..., nn.Module]:
+    """timm's builder, in which a weights file that cannot be read is one clear sentence."""
+    load = build_model_with_cfg.__globals__["load_pretrained"]
+    readers = ("load_state_dict", "load_state_dict_from_path")
+    guarded = {n: readable(load.__globals__[n]) for n in readers if n in load.__globals__}
+    return rebind(build_model_with_cfg, load_pretrained=rebind(load, **guarded))
+
+
+def readable(read: Callable[..., Any]) -> Callable[..., Any]:
+    """`read(path, ...)`, which raises ValueError for a file that is missing, truncated or no checkpoint."""
+
+    def guarded(path: Any, *args, **kwargs) -> Any:
+        try:
+            return read(path, *args, **kwargs)
+        except FileNotFoundError as error:
+            raise ValueError(f"there is no checkpoint {path}") from error
+        except Exception as error:  # torch, zipfile, pickle and safetensors each have errors of their own
+            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+            raise ValueError(f"the checkpoint {path} is truncated, damaged or not one of tensors: {reason}") from error
+
+    return guarded
 
 
 def rebind(function: Any, **names: Any) -> Callable[..., Any]:

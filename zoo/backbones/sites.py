@@ -34,12 +34,16 @@ class Site(Host):
 
     mixer: Any
     mixer_name: str
+    mixer_options: dict[str, Any]
     grid: Grid | None
     prefix: int
 
-    def install(self, name: str, mixer: nn.Module) -> None:
-        """Take `mixer`; a mixer other than softmax carries a tag buffer, by which its checkpoints are recognised."""
-        self.mixer_name, self.mixer = name, mixer
+    def install(self, name: str, mixer: nn.Module, options: dict[str, Any]) -> None:
+        """Take `mixer`, made with `options` (plain values, which are saved with the model).
+
+        A mixer other than softmax carries a tag buffer, by which its checkpoints are recognised.
+        """
+        self.mixer_name, self.mixer, self.mixer_options = name, mixer, dict(options)
         if name != "softmax":
             mixer.register_buffer("tag", self._tag())
 
@@ -100,6 +104,17 @@ def rotation(site: nn.Module, rope: Tensor | None, like: Tensor) -> Callable[[Te
         return torch.cat([t[:, :, :n_prefix], turned], dim=2).type_as(like).transpose(1, 2)
 
     return rotate
+
+
+def attention_layers(model: Any) -> dict[str, Any]:
+    """The attention modules of a model's blocks that are sites or can become one, by name, in order."""
+    modules = ((f"blocks.{name}", module) for name, module in model.blocks.named_modules())
+    return {name: m for name, m in modules if type(m) in SITES or isinstance(m, Site)}
+
+
+def block_index(layer: str) -> int:
+    """Number of the block in which an attention layer lies: 3 for "blocks.3.attn"."""
+    return int(layer.split(".")[1])
 
 
 def kv_heads(attn: Any) -> int:

@@ -25,4 +25,4 @@ BASES = (
     "flexivit_base",
 )
 default_cfgs = untrained_cfgs(BASES)
-register_family(__name__, BASES, "_create_vision_transformer")
+register_family(__name__, BASES)

@@ -1,0 +1,69 @@
+"""What a converted model is called and which arguments build it again, read off its live sites.
+
+timm saves `pretrained_cfg["architecture"]` and (newer than 1.0.29) the arguments of `create_model`. Both are derived
+from what the sites are now, never from the history of conversions, so that a saved model reloads as what it is.
+"""
+
+import json
+from typing import Any
+
+from timm.models import is_model
+
+from zoo.backbones import CONVERTED, hla_name
+from zoo.backbones.sites import Site, attention_layers, block_index
+
+OURS = ("mixer_options", "keep_softmax", "base", "conversions")  # arguments of create_model that timm does not have
+
+
+def live_conversions(model: Any) -> list[dict[str, Any]]:
+    """The shortest list of conversions that makes `model` from its host: one for each mixer with its options.
+
+    Layers with softmax are left out, since the host has softmax already, bit for bit.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    layers = attention_layers(model)
+    for name, site in layers.items():
+        if isinstance(site, Site) and site.mixer_name != "softmax":
+            empty = {"mixer": site.mixer_name, "layers": {}, "keep_softmax": None, "options": dict(site.mixer_options)}
+            group = groups.setdefault(json.dumps([site.mixer_name, site.mixer_options], sort_keys=True), empty)
+            group["layers"][name] = site.mixer_name
+    for group in groups.values():
+        group["layers"] = None if len(group["layers"]) == len(layers) else group["layers"]
+    return list(groups.values())
+
+
+def architecture_of(model: Any) -> tuple[str, dict[str, Any]]:
+    """(timm name, arguments) with which `timm.create_model` builds the mixers of `model`.
+
+    The base's own name when every layer is softmax; a registered name when one mixer with one set of options fits;
+    else the general name, which takes the base and a list of conversions.
+    """
+    groups = live_conversions(model)
+    if not groups:
+        return model.hla_base, {}
+    mixer, options = groups[0]["mixer"], groups[0]["options"]
+    name = hla_name(model.hla_base, mixer)
+    kept = _kept_blocks(list(attention_layers(model)), groups[0]["layers"])
+    if len(groups) > 1 or kept is None or not is_model(name):
+        return CONVERTED, {"base": model.hla_base, "conversions": groups}
+    return name, {key: value for key, value in (("mixer_options", options), ("keep_softmax", kept)) if value}
+
+
+def _kept_blocks(layers: list[str], swapped: dict[str, str] | None) -> list[int] | None:
+    """Indices of the blocks with no layer in `swapped` (None: all are); None when a block is only partly swapped."""
+    if swapped is None:
+        return []
+    kept = {block_index(name) for name in layers if name not in swapped}
+    return None if kept & {block_index(name) for name in swapped} else sorted(kept)
+
+
+def record_architecture(model: Any) -> None:
+    """Write name and arguments where timm's hub format looks for them; nothing for a model without a timm config."""
+    cfg = getattr(model, "pretrained_cfg", None)
+    if not cfg:
+        return
+    name, arguments = architecture_of(model)
+    model.pretrained_cfg = model.default_cfg = {**cfg, "architecture": name}
+    if hasattr(model, "_model_args"):  # what timm newer than 1.0.29 records of create_model
+        others = {k: v for k, v in model._model_args.items() if k not in OURS}
+        model._model_args = {**others, **arguments}
