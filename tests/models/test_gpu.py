@@ -23,7 +23,7 @@ BASE, ROTARY = "vit_tiny_patch16_224", "vit_small_patch16_rope_224"
 SIZES = {"img_size": 128, "embed_dim": 64, "depth": 3}  # 65 tokens, heads of 32 channels
 TOKENS = {"num_classes": 0, "global_pool": ""}  # the output is all tokens
 OPTIONS = [{}, {"causal": True, "decay": 0.9, "scan": "both"}, {"depthwise": "v", "gate": True, "post_norm": True}]
-TIMES = 2.0  # a mixer may lose this many times what softmax loses
+TIMES = 1.5  # a mixer may lose this many times what softmax loses; measured on an H200: 1.02 at most
 
 
 def make(mixer=None, base=BASE, **options):
@@ -109,4 +109,4 @@ def test_inductor_compiles_whole_models(mixer, options):
     found = run(torch.compile(model, fullgraph=True), DEVICE, torch.bfloat16)
     assert all(t.isfinite().all() for t in found)
     for f, w, limit in zip(found, wanted, of_softmax(), strict=True):
-        assert (f - w).norm() <= TIMES * limit * w.norm()
+        assert (f - w).norm() <= 2 * limit * w.norm()  # both sides are rounded
