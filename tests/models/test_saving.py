@@ -13,7 +13,7 @@ import zoo
 from zoo.backbones import CONVERTED
 
 BASE, OURS = "vit_tiny_patch16_224", "vit_ahla_tiny_patch16_224"
-RECORDS = timm.__version__ not in ("1.0.26", "1.0.27", "1.0.28", "1.0.29")  # the arguments of create_model
+RECORDS = hasattr(timm.models, "get_model_args")  # the arguments of `create_model` (timm 1.0.31)
 
 
 def save(model, folder, **host):

@@ -49,7 +49,7 @@ class HLAModel(Host):
     def hla_args(self) -> dict[str, Any]:
         """The arguments of `timm.create_model` that build its mixers again, next to those of its host.
 
-        timm 1.0.30 and newer record them; with an older one, save with `save_for_hf(model, folder, model_args={...})`.
+        timm 1.0.31 and newer record them; with an older one, save with `save_for_hf(model, folder, model_args={...})`.
         """
         return architecture_of(self)[1]
 

@@ -1,6 +1,6 @@
 """What a converted model is called and which arguments build it again, read off its live sites.
 
-timm saves `pretrained_cfg["architecture"]` and (newer than 1.0.29) the arguments of `create_model`. Both are derived
+timm saves `pretrained_cfg["architecture"]` and (newer than 1.0.30) the arguments of `create_model`. Both are derived
 from what the sites are now, never from the history of conversions, so that a saved model reloads as what it is.
 """
 
@@ -64,6 +64,6 @@ def record_architecture(model: Any) -> None:
         return
     name, arguments = architecture_of(model)
     model.pretrained_cfg = model.default_cfg = {**cfg, "architecture": name}
-    if hasattr(model, "_model_args"):  # what timm newer than 1.0.29 records of create_model
+    if hasattr(model, "_model_args"):  # what timm newer than 1.0.30 records of create_model
         others = {k: v for k, v in model._model_args.items() if k not in OURS}
         model._model_args = {**others, **arguments}
