@@ -9,8 +9,8 @@ alone.
 
 from .api import ahla, hla2, hla3, linear_attention, polynomial, softmax_attention
 from .features import FEATURE_MAPS
-from .hla.merge import merge
-from .hla.stream import read
+from .hla.streaming.merge import merge
+from .hla.streaming.stream import read
 from .op import Explanation, explain
 from .options import MAX_HEAD_DIM, OPS
 from .packed import (

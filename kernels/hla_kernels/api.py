@@ -7,19 +7,31 @@ Options
     causal        token t sees tokens j <= t; otherwise every token sees every token
     feature_map   None, "identity", "relu", "elu1" (elu + 1) or "softmax" (over D), applied to q and k in float32
     normalize     divide by the same form with v = 1 (plus eps); needs a non-negative feature_map, or "identity" to
-                  vouch for q and k
+                  vouch for q and k. `polynomial` divides its mixture by the mixture with v = 1: there the coefficients
+                  must be non-negative too, which is the caller's responsibility (values are not looked at)
+    eps           absolute, added to that divisor. The divisor is about s^p Sum (products of p feature scores): it is
+                  small for features of small entries (feature_map="softmax": about D^-p two-sided at order p), so take
+                  a smaller eps there, 1e-9, and less still for third order at D = 128, where D^-3 is 5e-7
     center        "k": keys minus their mean over the tokens; "qk": queries too. Causal: running, decay-weighted means
     mean_path     o = vbar + op(v - vbar), vbar the mean of v (running when causal)
     decay         gamma in (0, 1], float or tensor [H] or [Hk], differentiable, causal only: a factor gamma^(t-j) in
-                  every stage
+                  every stage. Checked after the cast to the dtype of the moments; the values of a tensor on the CPU
+                  only, elsewhere (CUDA) they are the caller's responsibility and gamma <= 0 gives NaN
     decay_rule    "cascade", or "paper" for the paper's serial second-order rule; they differ for decayed hla2 only
     ridge         lambda >= 0: S + lambda I in hla2 and hla3, R + lambda I in ahla (on the scaled moment)
     scale         factor of each moment; None is 1/N two-sided (N counts the state's tokens) and 1 causal
     state, return_state   streaming; "mergeable" also keeps what `merge` needs. state has no reference form
     impl          "auto", "torch", "reference" (N x N definition) or "triton"; an explicit one never falls back
 
-Every operator raises ValueError on wrong rank, shapes, dtypes, D > 256, N = 0, unknown names and undefined
-combinations. Source: Zhang et al., Higher-order Linear Attention, arXiv 2510.27258.
+Every operator raises ValueError on wrong rank, shapes, dtypes, devices, D > 256, N = 0, unknown names, undefined
+combinations and states that are not those of the call.
+
+Derivatives: reverse mode, once. Calls without a state are custom operators with their own backward, so that a second
+derivative (create_graph=True) raises torch's error "no autograd formula was registered", torch.func.grad and jacrev are
+refused by torch, and forward mode (torch.func.jvp, jacfwd, dual tensors) raises ValueError. return_state=True and
+impl="reference" are plain torch code and have them all.
+
+Source: Zhang et al., Higher-order Linear Attention, arXiv 2510.27258.
 """
 
 from __future__ import annotations

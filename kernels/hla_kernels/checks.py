@@ -13,19 +13,12 @@ import torch
 from torch import Tensor
 
 from .features import FEATURE_MAPS
-from .options import CENTERS, DECAY_RULES, IMPLS, MAX_HEAD_DIM, OPS, Options, needs_ones
-from .state import State, merge_obstacle, missing_summaries
+from .hla.streaming.contents import Sizes, contents
+from .options import CENTERS, DECAY_RULES, IMPLS, MAX_HEAD_DIM, OPS, Options
+from .state import State, merge_obstacle, missing_summaries, summaries_of
 
 NON_NEGATIVE_MAPS = tuple(name for name in FEATURE_MAPS if name != "identity")
 RIDGED = ("hla2", "ahla", "hla3")
-
-# rows and columns of the tensors whose shape must fit the tokens; E is Dv plus the column of ones
-SHAPES = {
-    "P": ("D", "E"), "F": ("D", "E"), "E": ("D", "E"), "C": ("D", "E"), "G": ("D", "E"),
-    "S": ("D", "D"), "R": ("D", "D"), "Qm": ("D", "D"), "sum_q": ("1", "D"), "sum_k": ("1", "D"),
-}  # fmt: skip
-
-Shape = tuple[int, int, int, int, int]  # B, Hk, G, D, Dv
 
 
 def check_name(kind: str, name: Any, allowed: Sequence[str]) -> None:
@@ -35,6 +28,11 @@ def check_name(kind: str, name: Any, allowed: Sequence[str]) -> None:
     near = difflib.get_close_matches(str(name), allowed, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"Unknown {kind} {name!r}: {hint}allowed are {', '.join(map(repr, allowed))}.")
+
+
+def is_number(x: Any) -> bool:
+    """Whether x is a real number; True and False are not."""
+    return isinstance(x, Real) and not isinstance(x, bool)
 
 
 def check_op(op: Any) -> None:
@@ -51,8 +49,7 @@ def check_tensors(q: Any, k: Any, v: Any, autocast: bool) -> None:
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}.")
         if x.dim() != 4:
             raise ValueError(f"{name} must have rank 4 [batch, tokens, heads, head dim], got shape {tuple(x.shape)}.")
-        if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
-            raise ValueError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}.")
+        _check_dtype(name, x)
         if x.device != q.device:
             raise ValueError(f"q, k and v must be on one device, got q on {q.device} and {name} on {x.device}.")
         if x.dtype != q.dtype and not autocast:
@@ -60,6 +57,11 @@ def check_tensors(q: Any, k: Any, v: Any, autocast: bool) -> None:
         if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
             raise ValueError(f"The head dimension of {name} must be between 1 and {MAX_HEAD_DIM}, got {x.shape[3]}.")
     _check_shapes(q, k, v)
+
+
+def _check_dtype(name: str, x: Tensor) -> None:
+    if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
+        raise ValueError(f"{name} must be float16, bfloat16, float32 or float64 (floating point), got {x.dtype}.")
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -93,13 +95,16 @@ def check_options(op: str, options: Options, impl: str, return_state: Any) -> No
         check_name("center", options.center, CENTERS)
     check_name("decay_rule", options.decay_rule, DECAY_RULES)
     check_name("impl", impl, IMPLS)
-    if return_state not in (False, True, "mergeable"):
+    for name in ("causal", "normalize", "mean_path"):
+        if not isinstance(getattr(options, name), bool):  # "no" and "false" are true
+            raise ValueError(f"{name} must be True or False, got {getattr(options, name)!r}.")
+    if not isinstance(return_state, bool) and return_state != "mergeable":
         raise ValueError(f'return_state must be False, True or "mergeable", got {return_state!r}.')
-    if not isinstance(options.ridge, Real) or not 0 <= options.ridge < math.inf:
+    if not is_number(options.ridge) or not 0 <= options.ridge < math.inf:
         raise ValueError(f"ridge must be a finite number >= 0, got {options.ridge!r}.")
-    if not isinstance(options.eps, Real) or not 0 <= options.eps < math.inf:
+    if not is_number(options.eps) or not 0 <= options.eps < math.inf:
         raise ValueError(f"eps must be a finite number >= 0, got {options.eps!r}.")
-    if options.scale is not None and (not isinstance(options.scale, Real) or not math.isfinite(options.scale)):
+    if options.scale is not None and (not is_number(options.scale) or not math.isfinite(options.scale)):
         raise ValueError(f"scale must be None or a finite number, got {options.scale!r}.")
     if op == "softmax_attention":
         _check_softmax(options, return_state)
@@ -148,9 +153,18 @@ def _check_normalize(options: Options) -> None:
         raise ValueError(f"normalize=True needs scale > 0, got {options.scale}.")
 
 
-def check_decay_tensor(decay: Tensor, n_heads: int, n_key_heads: int) -> None:
-    """decay [H] or [Hk], each in (0, 1]. Values are looked at on the CPU only, where that does not wait for a
-    device."""
+def check_decay(decay: float | Tensor | None, n_heads: int, n_key_heads: int, dtype: torch.dtype) -> None:
+    """A float, or a tensor [H] or [Hk]: each in (0, 1] after the cast to `dtype`, where a smaller one than its smallest
+    normal number would be 0, whose logarithm is -inf. Values of a tensor are looked at on the CPU only, where that does
+    not wait for a device, and not in a graph."""
+    smallest = torch.finfo(dtype).tiny
+    if isinstance(decay, Tensor):
+        _check_decay_tensor(decay, n_heads, n_key_heads, dtype)
+    elif decay is not None and decay < smallest:
+        raise ValueError(f"decay must be in (0, 1] and at least {smallest:.2g} in {dtype}, got {decay}.")
+
+
+def _check_decay_tensor(decay: Tensor, n_heads: int, n_key_heads: int, dtype: torch.dtype) -> None:
     if decay.dim() != 1 or decay.shape[0] not in (n_heads, n_key_heads):
         raise ValueError(
             f"decay must be a float or have shape [{n_heads}] or [{n_key_heads}], got shape {tuple(decay.shape)}."
@@ -159,21 +173,27 @@ def check_decay_tensor(decay: Tensor, n_heads: int, n_key_heads: int) -> None:
         raise ValueError(f"decay must be floating point, got {decay.dtype}.")
     if torch.compiler.is_compiling() or decay.device.type != "cpu":
         return
-    if not bool(((decay > 0) & (decay <= 1)).all()):
-        raise ValueError(f"decay must be in (0, 1] for every head, got {decay.tolist()}.")
+    cast, smallest = decay.detach().to(dtype), torch.finfo(dtype).tiny
+    if not bool(((cast >= smallest) & (cast <= 1)).all()):
+        raise ValueError(
+            f"decay must be in (0, 1] and at least {smallest:.2g} in {dtype} for every head, got {decay.tolist()}."
+        )
 
 
-def check_coefficients(coefficients: Any, n_heads: int) -> None:
-    """coefficients [H, 4], floating point."""
+def check_coefficients(coefficients: Any, n_heads: int, device: torch.device) -> None:
+    """coefficients [H, 4], floating point (any: they are cast), on the device of q."""
     if not isinstance(coefficients, Tensor) or tuple(coefficients.shape) != (n_heads, 4):
         got = tuple(coefficients.shape) if isinstance(coefficients, Tensor) else type(coefficients).__name__
         raise ValueError(f"coefficients must be a tensor of shape [heads, 4] = [{n_heads}, 4], got {got}.")
-    if not coefficients.dtype.is_floating_point:
-        raise ValueError(f"coefficients must be floating point, got {coefficients.dtype}.")
+    _check_dtype("coefficients", coefficients)
+    if coefficients.device != device:
+        raise ValueError(f"coefficients must be on the device of q, {device}, got {coefficients.device}.")
 
 
-def check_state(state: Any, op: str, options: Options, gamma: Tensor | None, shape: Shape) -> State:
-    """The unpacked state; ValueError unless it continues `op` with `options`. shape = (B, Hk, G, D, Dv)."""
+def check_state(
+    state: Any, op: str, options: Options, gamma: Tensor | None, sizes: Sizes, device: torch.device
+) -> State:
+    """The unpacked state; ValueError unless it is exactly one that `op` with `options` and these sizes returns."""
     if not isinstance(state, State):
         raise ValueError(f"state must be a State returned by {op} with return_state, got {type(state).__name__}.")
     if state.op != op:
@@ -181,8 +201,9 @@ def check_state(state: Any, op: str, options: Options, gamma: Tensor | None, sha
     for name, theirs, ours in zip(Options._fields, state.options, options, strict=True):
         if theirs != ours:
             raise ValueError(f"The state was made with {name}={theirs!r}, it cannot continue with {name}={ours!r}.")
+    check_names(state)
     state = state.unpack()
-    _check_state_shapes(state, options, shape)
+    check_contents(state, sizes, device)
     check_finite(state)
     # comparing values would wait for a device and is impossible in a graph
     if gamma is None or torch.compiler.is_compiling() or gamma.device.type != "cpu":
@@ -204,24 +225,47 @@ def check_mergeable(op: str, options: Options, state: State | None) -> None:
         )
 
 
-def _check_state_shapes(state: State, options: Options, shape: Shape) -> None:
-    batch, n_key_heads, group, d, dv = shape
-    sizes = {"D": d, "E": dv + (options.causal and needs_ones(options)), "1": 1}
-    for name, x in state.tensors.items():
-        if name not in SHAPES:
-            continue
-        rows, columns = SHAPES[name]
-        want = (batch, n_key_heads, group if x.shape[2] != 1 else 1, sizes[rows], sizes[columns])
+def check_names(state: State) -> None:
+    """Raise ValueError unless the state holds exactly the tensors of its operator and options: no name is missing and
+    none is foreign, and the summaries of `merge` are there all or not at all."""
+    some = any(name in state.tensors for name in _summary_names(state))
+    want = set(contents(state.op, state.options, Sizes(1, 1, 1, 1, 1), some))
+    if set(state.tensors) != want:
+        raise ValueError(
+            f"A state of {state.op} with these options holds the tensors {', '.join(sorted(want))}, "
+            f"got {', '.join(sorted(state.tensors)) or 'none'}."
+        )
+    if not all(isinstance(x, Tensor) for x in (state.n, *state.tensors.values())):
+        raise ValueError("The state's n and tensors must be tensors.")
+    if state.n.dim() != 0 or state.n.dtype.is_floating_point:
+        raise ValueError(f"The state's n must be a 0-d integer tensor, got {state.n.dtype} {tuple(state.n.shape)}.")
+
+
+def check_contents(state: State, sizes: Sizes, device: torch.device) -> None:
+    """Raise ValueError unless every tensor of an unpacked state has the shape these sizes give it, and its device."""
+    some = any(name in state.tensors for name in _summary_names(state))
+    for name, want in contents(state.op, state.options, sizes, some).items():
+        x = state.tensors[name]
         if tuple(x.shape) != want:
             raise ValueError(f"The state's {name} has shape {tuple(x.shape)}, these tokens need {want}.")
+    for name, x in (("n", state.n), *state.tensors.items()):
+        if x.device != device:
+            raise ValueError(f"The state's {name} is on {x.device}, the tokens are on {device}.")
+
+
+def _summary_names(state: State) -> tuple[str, ...]:
+    return summaries_of(state.op, state.options) if state.options.causal else ()
 
 
 def check_finite(state: State) -> None:
-    """Raise ValueError on NaN or Inf in a state; skipped while compiling, exporting or capturing a graph."""
+    """Raise ValueError on NaN or Inf in a state; skipped while compiling, exporting or capturing a graph. One flag for
+    all tensors, so that the host waits for a device once."""
     if torch.compiler.is_compiling():
         return
     if state.n.is_meta or (state.n.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    for name, x in state.tensors.items():
-        if not bool(torch.isfinite(x).all()):
-            raise ValueError(f"The state's {name} holds NaN or Inf: earlier tokens overflowed or were not finite.")
+    flags = torch.stack([torch.isfinite(x).all() for x in state.tensors.values()])
+    if bool(flags.all()):
+        return
+    name = list(state.tensors)[flags.tolist().index(False)]
+    raise ValueError(f"The state's {name} holds NaN or Inf: earlier tokens overflowed or were not finite.")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .checks import (
     check_coefficients,
-    check_decay_tensor,
+    check_decay,
     check_mergeable,
     check_name,
     check_op,
@@ -19,11 +19,13 @@ from .checks import (
     check_packed,
     check_state,
     check_tensors,
+    is_number,
 )
 from .hla.causal import causal
 from .hla.causal_op import causal_op
 from .hla.reference import reference as linear_reference
-from .hla.stream import stream
+from .hla.streaming.contents import Sizes
+from .hla.streaming.stream import stream
 from .hla.two_sided import two_sided, two_sided_qkvpacked
 from .options import IMPLS, Options, compute_dtype
 from .softmax.reference import reference as softmax_reference
@@ -112,23 +114,23 @@ def prepare(
         # like torch's own autocast: float64 stays
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    if isinstance(decay, Real):
-        decay = float(decay)
+    if is_number(decay):
+        decay = float(decay)  # type: ignore[arg-type]
     elif decay is not None and not isinstance(decay, Tensor):
         raise ValueError(f"decay must be None, a float or a tensor [heads], got {type(decay).__name__}.")
     kept = Options(decay="tensor" if isinstance(decay, Tensor) else decay, **options)
     check_options(op, kept, impl, return_state)
     if op == "polynomial":
-        check_coefficients(coefficients, q.shape[2])
-    if isinstance(decay, Tensor):
-        check_decay_tensor(decay, q.shape[2], k.shape[2])
+        check_coefficients(coefficients, q.shape[2], q.device)
+    check_decay(decay, q.shape[2], k.shape[2], compute_dtype(q.dtype))
     gamma = decay_heads(decay, q, k)
     kept = canonical(op, kept)
     if state is not None:
         if op == "softmax_attention":
             raise ValueError("softmax_attention has no state: state must be None.")
-        shape = (k.shape[0], k.shape[2], q.shape[2] // k.shape[2], k.shape[3], v.shape[3])
-        state = check_state(state, op, kept, gamma, shape)
+        heads = (1, 1) if gamma is None else (gamma.shape[1], gamma.shape[2])
+        sizes = Sizes(k.shape[0], k.shape[2], q.shape[2] // k.shape[2], k.shape[3], v.shape[3], heads)
+        state = check_state(state, op, kept, gamma, sizes, q.device)
     if return_state == "mergeable":
         check_mergeable(op, kept, state)
     return Call(op, q, k, v, coefficients, kept, gamma, state, return_state)
@@ -146,7 +148,7 @@ def canonical(op: str, options: Options) -> Options:
     scale = None if options.scale is None else float(options.scale)
     # built by name: dynamo of torch 2.11 cannot return what _replace makes
     return Options(
-        bool(options.causal), options.feature_map, bool(options.normalize), options.center, bool(options.mean_path),
+        options.causal, options.feature_map, options.normalize, options.center, options.mean_path,
         decay, rule, float(options.ridge), scale, float(options.eps),
     )  # fmt: skip
 
@@ -159,6 +161,18 @@ def decay_heads(decay: float | Tensor | None, q: Tensor, k: Tensor) -> Tensor | 
     if isinstance(decay, float):
         return torch.full((1, 1, 1, 1, 1), decay, dtype=dtype, device=q.device)
     return decay.to(q.device, dtype).reshape(1, k.shape[2], -1, 1, 1)
+
+
+def _refuse_forward_mode(call: Call) -> None:
+    """The custom operators have no forward-mode rule and torch would return zero tangents without a word."""
+    if torch.compiler.is_compiling():
+        return
+    for x in (call.q, call.k, call.v, call.coefficients, call.gamma):
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise ValueError(
+                f"{call.op} has no forward-mode derivative here (torch.func.jvp, jacfwd, dual tensors); use reverse "
+                'mode, or impl="reference" or return_state=True, which are plain torch code.'
+            )
 
 
 def run(
@@ -181,6 +195,7 @@ def run_packed(op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: s
     stateless = call.state is None and not call.return_state
     if op == "softmax_attention" or call.options.causal or not stateless or choose(call, impl) != "torch":
         return run(op, q, k, v, coefficients, impl, **options)
+    _refuse_forward_mode(call)
     with _plain_precision(call.q):
         return two_sided_qkvpacked(qkv.to(call.q.dtype), coefficients, op, *_two_sided_options(call.options))
 
@@ -203,6 +218,8 @@ def _torch(call: Call) -> tuple[Tensor, State | None]:
     op, q, k, v, coefficients, options, gamma, state, return_state = call
     if op == "softmax_attention":
         return sdpa(q, k, v, options.causal, options.scale), None
+    if state is None and not return_state:
+        _refuse_forward_mode(call)
     if options.causal and state is None and not return_state:
         o = options
         rest = (o.feature_map, o.normalize, o.center, o.mean_path, o.decay_rule, o.ridge, o.scale, o.eps)

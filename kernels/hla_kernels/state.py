@@ -1,13 +1,14 @@
 """The streaming state: everything an operator needs to remember about the tokens it has seen.
 
-All tensors are float32 (float64 for float64 input) in head layout [B, Hk, 1 or G, rows, columns]. E is Dv, plus one
-column for the form with v = 1 when `normalize` or `mean_path` needs it.
+All tensors are float32 (float64 for float64 input) in head layout [B, Hk, 1 or G, rows, columns]; exactly which ones,
+with which groups, says `hla.streaming.contents`. E is Dv, plus one column for the form with v = 1 when `normalize` or
+`mean_path` needs it.
 
     causal     linear P [D, E]   hla2 S [D, D], F [D, E]   ahla P, E [D, E]   hla3 S, P, F   hla2 by the paper's rule S,
                C, G
     two-sided  raw sums: linear P [D, Dv]   hla2 S, C   ahla R, P   hla3 S, Qm, P   polynomial all five
-    sums       sum_q, sum_k, sum_v (causal also sum_r, weight) [1, .] only when normaliser, mean path or centring need
-               them
+    sums       those of sum_q, sum_k, sum_v (causal also sum_r, weight) [1, .] that the operator's normaliser, mean path
+               or centring needs
     summaries  C0, R, X0, Y0, W, S0: what `merge` needs to put the segment behind another one (return_state="mergeable")
 """
 

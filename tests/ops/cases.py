@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import hla_kernels as hk
-from hla_kernels.hla.recurrent import recurrent
 from hla_kernels.hla.reference import reference
+from hla_kernels.hla.streaming.recurrent import recurrent
 from hla_kernels.op import prepare
 
 LINEAR = tuple(op for op in hk.OPS if op != "softmax_attention")

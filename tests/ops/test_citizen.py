@@ -130,6 +130,61 @@ def test_meta(op, options):
     assert y.shape == (2, 40, 4, 3) and y.device.type == "meta"
 
 
+@pytest.mark.parametrize(("op", "options"), CALLS)
+def test_empty_batch(op, options):
+    """B = 0: empty outputs and gradients, also packed and with a state; parameters get zeros."""
+    packed = torch.empty(0, 70, 3, 4, 5, requires_grad=True)
+    x = [t[:0].requires_grad_() for t in tokens(70, dtype=torch.float32)]
+    more = [c.requires_grad_() for c in extra(op, dtype=torch.float32)]
+    y = getattr(hk, op)(*x, *more, **options)
+    assert y.shape == (0, 70, 4, 3)
+    for t, g in zip((*x, *more), torch.autograd.grad(y.sum(), (*x, *more)), strict=True):
+        assert g.shape == t.shape and not bool(g.any())
+    y = getattr(hk, op + "_qkvpacked")(packed, *more, **options)
+    assert y.shape == (0, 70, 4, 5) and torch.autograd.grad(y.sum(), packed)[0].shape == packed.shape
+    if op != "softmax_attention":
+        y, state = getattr(hk, op)(*x, *more, **options, return_state=True)
+        again, _ = getattr(hk, op)(*x, *more, **options, state=state, return_state=True)
+        assert again.shape == y.shape and int(state.n) == 70
+
+
+@pytest.mark.parametrize(("op", "options"), [row for row in CALLS if row.values[0] != "softmax_attention"])
+def test_forward_mode(op, options):
+    """Never a silent zero: an error without a state, the derivative through the plain forms."""
+    x, more = tokens(9, h=2), extra(op, 2)
+    tangent = torch.randn_like(x[0])
+
+    def f(q, **kind):
+        y = getattr(hk, op)(q, *x[1:], *more, **options, **kind)
+        return y[0] if isinstance(y, tuple) else y
+
+    with pytest.raises(ValueError, match="no forward-mode derivative"):
+        torch.func.jvp(f, (x[0],), (tangent,))
+    packed, qkv = lambda qkv: getattr(hk, op + "_qkvpacked")(qkv, *more, **options), torch.stack([x[0]] * 3, 2)
+    with pytest.raises(ValueError, match="no forward-mode derivative"):
+        torch.func.jvp(packed, (qkv,), (qkv,))
+    _, slow = torch.func.jvp(lambda q: f(q, impl="reference"), (x[0],), (tangent,))
+    _, plain = torch.func.jvp(lambda q: f(q, return_state=True), (x[0],), (tangent,))
+    assert_same(plain, slow, 1e-9)
+    assert float(slow.abs().max()) > 0
+
+
+@pytest.mark.parametrize(("op", "options"), [row for row in CALLS if row.values[0] != "softmax_attention"])
+def test_double_backward(op, options):
+    """torch's own error without a state; second derivatives through the plain forms."""
+    x, more = [t.requires_grad_() for t in tokens(9)], extra(op)
+
+    def second(**kind):
+        y = getattr(hk, op)(*x, *more, **options, **kind)
+        y = y[0] if isinstance(y, tuple) else y
+        (g,) = torch.autograd.grad(y.square().sum(), x[0], create_graph=True)
+        return torch.autograd.grad(g.square().sum(), x[0])[0]
+
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        second()
+    assert_same(second(return_state=True), second(impl="reference"), 1e-9)
+
+
 @pytest.mark.parametrize("op", hk.OPS)
 def test_explain(op):
     x = (*tokens(5), *extra(op))

@@ -77,6 +77,12 @@ BAD_OPTIONS = {
     "centred_ratio": ({"normalize": True, "feature_map": "relu", "center": "k"}, "center"),
     "mean_path_ratio": ({"normalize": True, "feature_map": "relu", "mean_path": True}, "mean_path"),
     "negative_ratio": ({"normalize": True, "feature_map": "relu", "scale": -1.0}, "scale > 0"),
+    "causal_text": ({"causal": "no"}, "causal must be True or False, got 'no'"),
+    "normalize_text": ({"normalize": "false", "feature_map": "relu"}, "normalize must be True or False"),
+    "mean_path_number": ({"mean_path": 1}, "mean_path must be True or False"),
+    "return_state_number": ({"return_state": 1}, "return_state must be"),
+    "ridge_bool": ({"ridge": True}, "ridge must be"),
+    "decay_bool": ({"causal": True, "decay": True}, "decay must be None"),
     "not_a_state": ({"state": 3}, "state must be a State"),
 }
 
@@ -84,10 +90,23 @@ BAD_OPTIONS = {
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
 @pytest.mark.parametrize("op", LINEAR)
 def test_options(op, options, message):
-    if options.get("causal") and op == "polynomial":
+    if options.get("causal") is True and op == "polynomial":
         message = "two-sided only|decay"
     with pytest.raises(ValueError, match=message):
         getattr(hk, op)(*x(), *extra(op), **options)
+
+
+@pytest.mark.parametrize("op", CAUSAL)
+def test_decay_is_checked_as_it_is_used(op):
+    """1e-46 is a float64 but 0 in float32, whose logarithm is -inf; 1e-39 has lost its digits."""
+    f = getattr(hk, op)
+    low, high = [t.bfloat16() for t in x()], x()
+    for small in (1e-46, 1e-39):
+        for decay in (small, torch.tensor([0.5, small], dtype=torch.float64)):
+            with pytest.raises(ValueError, match=r"in \(0, 1\] and at least 1.2e-38 in torch.float32"):
+                f(*low, causal=True, decay=decay)
+            assert bool(torch.isfinite(f(*high, causal=True, decay=decay)).all())
+    assert bool(torch.isfinite(f(*low, causal=True, decay=1e-37)).all())
 
 
 def test_ratio_with_vouched_features():
@@ -128,8 +147,17 @@ def test_polynomial():
     for bad in (None, torch.ones(4), torch.ones(3, 4), torch.ones(4, 3), [1, 2, 3, 4]):
         with pytest.raises(ValueError, match=r"\[heads, 4\] = \[4, 4\]"):
             hk.polynomial(q, k, v, bad)
-    with pytest.raises(ValueError, match="floating point"):
-        hk.polynomial(q, k, v, torch.ones(4, 4, dtype=torch.long))
+    for dtype in (torch.long, torch.complex64, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match="floating point"):
+            hk.polynomial(q, k, v, torch.ones(4, 4).to(dtype))
+    qkv = torch.stack([q, q, q], 2)
+    with pytest.raises(ValueError, match="on the device of q, cpu, got meta"):
+        hk.polynomial(q, k, v, torch.ones(4, 4, device="meta"))
+    with pytest.raises(ValueError, match="on the device of q, cpu, got meta"):
+        hk.polynomial_qkvpacked(qkv, torch.ones(4, 4, device="meta"))
+    with pytest.raises(ValueError, match="on the device of q, cpu, got meta"):
+        _, state = hk.polynomial(q, k, v, torch.ones(4, 4), return_state=True)
+        hk.read(q, state, torch.ones(4, 4, device="meta"))
 
 
 @pytest.mark.parametrize("op", hk.OPS)

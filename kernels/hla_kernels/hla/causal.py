@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..features import feature
-from ..linear.chunked import Chunks, running_sum, stage
 from ..options import Options, compute_dtype, is_paper, needs_ones
 from ..state import State
+from .chunked import Chunks, running_sum, stage
 from .layout import to_heads, to_tokens
-from .summaries import summaries
+from .streaming.summaries import summaries
 
 
 class Pass:
@@ -124,12 +124,13 @@ def causal(
     p = Pass(qh, kh, vh, options, log_gamma, carry, bool(return_state))
     form = _paper if is_paper(op, options) else FORMS[op]
     y, inner = form(p, options.ridge)
+    y = p.chunks.join(y)  # padded tokens first go: with eps = 0 they would be 0 / 0 here and NaN in the backward
     if options.normalize:
         y = y[..., :-1] / (y[..., -1:] + options.eps)
     if options.mean_path:
-        vbar = p.mean("v", p.v)[..., :-1]
+        vbar = p.chunks.join(p.mean("v", p.v))[..., :-1]
         y = y[..., :-1] + (1 - y[..., -1:]) * vbar
-    out = to_tokens(p.chunks.join(y), q.dtype)
+    out = to_tokens(y, q.dtype)
     if not return_state:
         return out, None
     if return_state == "mergeable":

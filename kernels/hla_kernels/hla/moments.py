@@ -32,17 +32,25 @@ def is_centred(name: str, center: str | None) -> bool:
     return center == "qk" or (center == "k" and "k" in FACTORS[name])
 
 
-def needs_sums(options: Options) -> bool:
-    """Whether the plain token sums of q, k and v are needed beside the moments."""
-    return needs_ones(options) or options.center is not None
+def sum_names(op: str, options: Options) -> tuple[str, ...]:
+    """Which plain token sums are needed beside the moments: both factors of a centred moment, the partner of v in the
+    form with v = 1 otherwise, v for the mean path, q for the shift of centred queries."""
+    needed = set("v" if options.mean_path else "") | set("q" if options.center == "qk" else "")
+    for name in MOMENTS[op]:
+        a, b = FACTORS[name]
+        if is_centred(name, options.center):
+            needed |= {a, b}
+        elif needs_ones(options) and b == "v":
+            needed.add(a)
+    return tuple("sum_" + name for name in "qkv" if name in needed)
 
 
 def token_sums(op: str, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dict[str, Tensor]:
-    """Raw sums over tokens: P, S, C, R, Qm as `op` needs them, and sum_q, sum_k, sum_v [.., 1, D] when `options` do."""
+    """Raw sums over tokens: P, S, C, R, Qm as `op` needs them, and the `sum_names` among sum_q, sum_k, sum_v [.., 1,
+    D]."""
     tokens = {"q": q, "k": k, "v": v}
     sums = {name: tokens[FACTORS[name][0]].mT @ tokens[FACTORS[name][1]] for name in MOMENTS[op]}
-    if needs_sums(options):
-        sums.update({"sum_" + name: x.sum(-2, keepdim=True) for name, x in tokens.items()})
+    sums.update({name: tokens[name.removeprefix("sum_")].sum(-2, keepdim=True) for name in sum_names(op, options)})
     return sums
 
 
@@ -62,8 +70,8 @@ def moments(op: str, sums: dict[str, Tensor], n: float | Tensor, options: Option
         if centred:
             m = m - sums["sum_" + a].mT @ (sums["sum_" + b] / n)
         if ones and b == "v":
-            column = sums["sum_" + a].mT
-            m = torch.cat([m, torch.zeros_like(column) if centred else column], -1)
+            # centred tokens sum to zero
+            m = torch.cat([m, torch.zeros_like(m[..., :1]) if centred else sums["sum_" + a].mT], -1)
         out[name] = m * s
     if options.ridge:
         first = MOMENTS[op][0]  # S or R, never centred away: lambda I is added to the scaled moment

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..features import feature
 from ..options import Options, is_paper
 
 
@@ -25,7 +24,7 @@ def reference(
     normalize: W v / (W 1 + eps).  mean_path: vbar_t + sum_j W_tj (v_j - vbar_t).
     """
     group = q.shape[2] // k.shape[2]
-    q, k = feature(q, options.feature_map), feature(k, options.feature_map)
+    q, k = phi(q, options.feature_map), phi(k, options.feature_map)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     past = past_weights(q, options, gamma)
@@ -38,6 +37,20 @@ def reference(
     if options.mean_path:
         y = y + (1 - total) * (average @ v)
     return y.transpose(1, 2).contiguous()
+
+
+def phi(x: Tensor, name: str | None) -> Tensor:
+    """The feature maps written out once more, not those of the torch form: x; max(x, 0); exp(x) below 0 and x + 1
+    above; exp(x_i) / sum_i exp(x_i). [..., D] -> [..., D]."""
+    if name is None or name == "identity":
+        return x
+    if name == "relu":
+        return torch.where(x <= 0, 0, x)
+    if name == "elu1":
+        return torch.where(x <= 0, x.clamp(max=0).exp(), x + 1)
+    assert name == "softmax", name
+    e = (x - x.detach().amax(-1, keepdim=True)).exp()
+    return e / e.sum(-1, keepdim=True)
 
 
 def past_weights(q: Tensor, options: Options, gamma: Tensor | None) -> Tensor:

@@ -3,10 +3,12 @@
     LA(q, k, v)_t = q_t' H_t,    H_t = gamma H_{t-1} + k_t v_t'
 
 Inside chunk c, with H the state entering it and i the position in the chunk: o = (Gamma o (Q K')) V + gamma^(i+1) Q H.
-The states entering all chunks are one cumulative sum, or, with decay, one small lower-triangular matrix of powers of
-gamma^C times the chunks' own sums; there is no loop over tokens or chunks, and memory is linear in N. Any N: the last
-chunk is padded with zeros. Shapes: q [B, Hk, G, c, C, D], k [B, Hk, 1, c, C, D], v [B, Hk, 1 or G, c, C, Dv], states
-[B, Hk, 1 or G, D, Dv].
+The states entering all chunks are one cumulative sum of the chunks' own sums. With decay, gamma^C per chunk,
+`Chunks.decayed_sum` takes it in groups of M chunks, then over the groups' totals in groups of M, and so on: one M x M
+matrix of powers per level, log_M of the number of chunks levels, so that no matrix grows with N. There is no loop over
+tokens, chunks or groups, and time and memory are linear in N. Any N: the last chunk is padded with zeros.
+
+Shapes: q [B, Hk, G, c, C, D], k [B, Hk, 1, c, C, D], v [B, Hk, 1 or G, c, C, Dv], states [B, Hk, 1 or G, D, Dv].
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
+GROUP = 16  # M; with 64 each level would pad short sequences to more chunks than they have
 
 
 class Chunks:
@@ -31,12 +34,13 @@ class Chunks:
         self.n, self.last, self.count = n, n - (real - 1) * self.size, real + self.spare
         self.log_gamma = None if log_gamma is None else log_gamma.to(like.dtype)
         self.i = torch.arange(self.size, device=like.device)
-        self.c = torch.arange(self.count, device=like.device)
         self.within = self.power(self.i[:, None] - self.i[None, :], like)
-        self.between = None if log_gamma is None else self.power(self.size * (self.c[:, None] - self.c[None, :]), like)
 
     def power(self, exponent: Tensor, like: Tensor) -> Tensor:
-        """gamma^exponent where exponent >= 0, else 0; [a, b] -> [a, b] without decay, [1, Hk, 1 or G, a, b] with."""
+        """gamma^exponent where exponent >= 0, else 0; [a, b] -> [a, b] without decay, [1, Hk, 1 or G, a, b] with.
+
+        Large exponents underflow to 0, and so does their gradient: log gamma is finite (`checks`), never 0 * inf.
+        """
         seen = exponent >= 0
         if self.log_gamma is None:
             return seen.to(like.dtype)
@@ -55,7 +59,7 @@ class Chunks:
         padding = self.count * self.size - self.n
         if self.spare or padding:  # in this order: no branch on N inside a graph
             x = F.pad(x, (0, 0, 0, padding))
-        return x.view(*x.shape[:3], -1, self.size, x.shape[-1])
+        return x.view(*x.shape[:3], self.count, self.size, x.shape[-1])
 
     def join(self, x: Tensor) -> Tensor:
         """[B, Hk, G, c, C, D] -> [B, Hk, G, N, D]."""
@@ -67,9 +71,39 @@ class Chunks:
         if first.shape[2] != own.shape[2]:
             own, first = (x.expand(-1, -1, max(own.shape[2], first.shape[2]), -1, -1, -1) for x in (own, first))
         x = torch.cat([first, own[:, :, :, :-1]], 3)
-        if self.between is None:
+        if self.log_gamma is None:
             return x.cumsum(3)
-        return (self.between @ x.flatten(4)).unflatten(-1, x.shape[4:])
+        return self.decayed_sum(x.flatten(4), self.size, self.levels()).unflatten(-1, x.shape[4:])
+
+    def levels(self) -> int:
+        """How often groups are formed before one matrix is left, at most M wide. In a graph, which must not branch on
+        N, twice: the last matrix has N / (C M^2) = N / 16384 rows, few for every N that fits into memory."""
+        if self.spare:
+            return 2
+        levels, reach = 0, GROUP
+        while reach < self.count:
+            levels, reach = levels + 1, reach * GROUP
+        return levels
+
+    def decayed_sum(self, x: Tensor, step: int, levels: int) -> Tensor:
+        """y_c = sum_{j<=c} gamma^(step (c-j)) x_j along the last but one dimension: [B, Hk, g, c, E] -> the same shape.
+
+        y = (inside the group) + gamma^(step (i+1)) (the y of all groups before, from the groups' totals).
+        """
+        count = x.shape[3]
+        i = torch.arange(GROUP if levels else count, device=x.device)
+        inside = self.power(step * (i[:, None] - i[None, :]), x)
+        if not levels:
+            return inside @ x
+        groups = (count + GROUP - 1) // GROUP + self.spare
+        padding = groups * GROUP - count
+        if self.spare or padding:
+            x = F.pad(x, (0, 0, 0, padding))
+        y = inside.unsqueeze(-3) @ x.view(*x.shape[:3], groups, GROUP, x.shape[-1])
+        before = self.decayed_sum(y[:, :, :, :-1, -1], step * GROUP, levels - 1)  # after each group but the last
+        before = F.pad(before, (0, 0, 1, 0)).unsqueeze(-2)
+        y = y + self.power(step * (i[:, None] + 1), x).unsqueeze(-3) * before
+        return y.flatten(3, 4).narrow(3, 0, count)
 
     def leaving(self, k: Tensor, v: Tensor, entering: Tensor) -> Tensor:
         """The state after the last real token, [B, Hk, g, D, E]; padded positions of the last chunk do not count."""

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..features import feature
-from ..options import Options, is_paper, needs_ones
+from ...options import Options, is_paper, needs_ones
+from ..reference import phi
 
 
 def recurrent(
@@ -26,7 +26,7 @@ def recurrent(
     """(o [B, N, H, Dv], states per query head) for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], gamma [H]
     or None."""
     group = q.shape[2] // k.shape[2]
-    q, k = feature(q, options.feature_map), feature(k, options.feature_map)
+    q, k = phi(q, options.feature_map), phi(k, options.feature_map)
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     if needs_ones(options):
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1)

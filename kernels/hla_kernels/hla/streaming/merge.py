@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..options import Options, is_paper
-from ..state import State, log_decay, merge_obstacle, missing_summaries
+from ...checks import check_names
+from ...options import Options, is_paper
+from ...state import State, log_decay, merge_obstacle, missing_summaries
 
 UNDECAYED = ("C0", "R", "S0")
 
@@ -35,6 +36,10 @@ def merge(a: State, b: State) -> State:
     ValueError when states do not match, when b lacks its summaries, and for causal centring of higher orders, which has
     no finite merge.
     """
+    for state in (a, b):
+        if not isinstance(state, State):
+            raise ValueError(f"merge needs two States returned with return_state, got {type(state).__name__}.")
+        check_names(state)
     if a.packed and b.packed:
         return merge(a.unpack(), b.unpack()).pack()
     a, b = a.unpack(), b.unpack()

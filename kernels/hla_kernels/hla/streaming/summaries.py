@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..options import is_paper
-from ..state import State
+from ...options import is_paper
+from ...state import State
 
 
 def summaries(op: str, p, inner: dict[str, Tensor], state: State | None) -> dict[str, Tensor]:

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..checks import check_coefficients, check_finite
-from ..features import feature
-from ..options import Options, compute_dtype
-from ..state import State
-from .layout import to_heads, to_tokens
-from .moments import mixture_weights, moments, operator_matrix, read_out, token_sums
+from ...checks import check_coefficients, check_contents, check_finite, check_names
+from ...features import feature
+from ...options import Options, compute_dtype
+from ...state import State
+from ..layout import to_heads, to_tokens
+from ..moments import MOMENTS, mixture_weights, moments, operator_matrix, read_out, token_sums
+from .contents import Sizes
 
 
 def stream(
@@ -41,22 +44,34 @@ def read(q: Tensor, state: State, coefficients: Tensor | None = None) -> Tensor:
         raise ValueError(f"state must be a State returned with return_state, got {type(state).__name__}.")
     if state.options.causal:
         raise ValueError("read needs a two-sided state; a causal state is continued with state=.")
+    check_names(state)
     state = state.unpack()
-    first = next(iter(state.tensors.values()))
-    group = max(x.shape[2] for x in state.tensors.values())
-    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[0] != first.shape[0] or q.shape[3] != first.shape[3]:
+    _check_read(q, state)
+    if state.op == "polynomial":
+        check_coefficients(coefficients, q.shape[2], q.device)
+    check_finite(state)
+    n_key_heads = state.tensors[MOMENTS[state.op][0]].shape[1]
+    qh = feature(to_heads(q, n_key_heads, compute_dtype(q.dtype)), state.options.feature_map)
+    return to_tokens(_read(qh, state, coefficients, n_key_heads), q.dtype)
+
+
+def _check_read(q: Any, state: State) -> None:
+    """Raise ValueError unless q [B, M, H, D] fits the sizes of the state, and the state's tensors fit each other."""
+    # P and C know Dv, R, C and Qm know the group
+    last, first = (state.tensors[MOMENTS[state.op][i]] for i in (-1, 0))
+    wide = state.tensors.get("P", last)
+    group = max(x.shape[2] if x.dim() == 5 else 1 for x in state.tensors.values())
+    if first.dim() != 5 or wide.dim() != 5:
+        raise ValueError(f"The state's tensors must have rank 5, got {tuple(first.shape)} and {tuple(wide.shape)}.")
+    batch, n_key_heads, _, d, _ = first.shape
+    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[0] != batch or q.shape[3] != d:
         got = tuple(q.shape) if isinstance(q, Tensor) else type(q).__name__
-        raise ValueError(f"q must have shape [{first.shape[0]}, M, heads, {first.shape[3]}] for this state, got {got}.")
-    n_key_heads = first.shape[1]
-    if q.shape[2] % n_key_heads != 0 or group not in (1, q.shape[2] // n_key_heads):
+        raise ValueError(f"q must have shape [{batch}, M, heads, {d}] for this state, got {got}.")
+    if q.shape[2] == 0 or q.shape[2] % n_key_heads != 0 or group not in (1, q.shape[2] // n_key_heads):
         raise ValueError(f"q must have {n_key_heads * group} heads for this state, got {q.shape[2]}.")
     if not q.dtype.is_floating_point:
         raise ValueError(f"q must be floating point, got {q.dtype}.")
-    if state.op == "polynomial":
-        check_coefficients(coefficients, q.shape[2])
-    check_finite(state)
-    qh = feature(to_heads(q, n_key_heads, compute_dtype(q.dtype)), state.options.feature_map)
-    return to_tokens(_read(qh, state, coefficients, n_key_heads), q.dtype)
+    check_contents(state, Sizes(batch, n_key_heads, q.shape[2] // n_key_heads, d, wide.shape[4]), q.device)
 
 
 def _read(q: Tensor, state: State, coefficients: Tensor | None, n_key_heads: int) -> Tensor:

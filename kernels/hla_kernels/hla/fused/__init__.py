@@ -1,0 +1,91 @@
+"""Triton forms of the two-sided operators: o = q M with one D x Dv matrix M per head, forward and backward.
+
+    heads   one program per (batch, head), all passes in one launch          many heads, few tokens
+    split   reduce -> combine -> middle -> apply, several programs a head     few heads, many tokens, wide heads
+
+Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D),
+heads, split, middle, plan (the static table), launch. Equations in `hla_kernels.hla`; why it is built so in the kernel
+study.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import plan
+from .launch import (
+    Call,
+    Saved,
+    coefficients_grad,
+    group_sum,
+    head_backward_call,
+    head_forward_call,
+    split_backward_call,
+    split_forward_call,
+    two_step_backward_call,
+)
+from .spec import DTYPES, MAX_D, MIN_D, Spec
+
+__all__ = ["Saved", "Spec", "backward", "forward", "why_not"]
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
+    """The reason why the Triton forms cannot run this call, or None."""
+    if q.dtype not in DTYPES:
+        return f"dtype {q.dtype} is not bfloat16, float16 or float32"
+    for name, d in (("D", q.shape[3]), ("Dv", v.shape[3])):
+        if not MIN_D <= d <= MAX_D:
+            return f"{name} = {d} is outside {MIN_D}..{MAX_D}"
+    width = max(q.shape[3] * (2 if spec.feature_map == "softmax_pair" else 1), v.shape[3])
+    if q.dtype == torch.float32 and width > (64 if spec.op == "polynomial" else 96):
+        return f"the float32 weights of width {width} do not fit in shared memory"
+    if spec.feature_map == "softmax_pair" and q.shape[3] > MAX_D // 2:
+        return f"the softmax pair doubles D = {q.shape[3]} beyond {MAX_D}"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(3) != 1:
+            return f"the last dimension of {name} is not contiguous"
+    return None
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: Spec, save: bool = False
+) -> tuple[Tensor, Saved | None]:
+    """o [B, N, H, Dv] contiguous from q [B, N, H, D], k, v [B, N, Hk, .]; with `save` what the split backward needs,
+    if split."""
+    call = Call(spec, q, k, v, coefficients)
+    o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    if plan.use_heads(spec, call.w, call.bh, call.n):
+        head_forward_call(call, o)
+        return o, None
+    saved = split_forward_call(call, o)
+    return o, saved if save else None
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coefficients: Tensor | None,
+    spec: Spec,
+    outs: tuple[Tensor, Tensor, Tensor],
+    saved: Saved | None = None,
+) -> Tensor | None:
+    """Write dq, dk, dv into `outs` (any strides with contiguous last dimension); returns d coefficients [H, 4] or
+    None."""
+    call = Call(spec, q, k, v, coefficients)
+    grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
+    full = outs
+    if call.g > 1:  # per query head first, then summed over groups
+        full = (outs[0], *(call.buffer(*q.shape[:3], x.shape[3], dtype=torch.float32) for x in outs[1:]))
+    path = "split" if saved is not None else plan.backward_path(spec, call.w, call.bh, call.n)
+    if path != "split":
+        dc = None if coefficients is None else call.buffer(call.b, call.h, 1, 4)
+        (head_backward_call if path == "heads" else two_step_backward_call)(call, grad, full, dc)
+    else:
+        dc = split_backward_call(call, grad, full, saved)
+    if call.g > 1:
+        for x, out in zip(full[1:], outs[1:], strict=True):
+            group_sum(x, out, call.g)
+    return None if dc is None else coefficients_grad(call, dc)

@@ -1,0 +1,281 @@
+"""The D x D algebra of one head in registers: scaled and centred moments -> operator -> weights of the token gradients.
+
+All in float32. Blocks as in `tiles`; P, C and M are [F, V], the gradient of M comes transposed, dM' [V, F], because
+every product below then has an accumulator as it is for operand A (a transposed accumulator as operand A is a known
+miscompile, kernels.md 1.4). c = (c1, c2, c3, c4) are the coefficients of `polynomial`; the other orders use none.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import add4, axpy2, eye4, inner4, matvec, mm4, rank1, rowdot, scale4, trans4, vecmat, zeros2
+
+
+@triton.jit
+def scale_moments(
+    raw, sums, s, n, ridge, ORDER: tl.constexpr, CENTER: tl.constexpr, NORM: tl.constexpr, RIDGE: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
+):  # fmt: skip
+    """s (Sum a b' - Sum a Sum b' / n) for the moments that centring touches, s Sum a b' for the others; + ridge I on S
+    or R.
+
+    NORM centres v: the ratio of v is vbar plus the ratio of v - vbar, and without vbar nothing cancels in the tokens'
+    dtype.
+    """
+    mp, ms, mc, mr, mw = raw
+    sq, sk, sv = sums
+    z = zeros2(F1, F2)
+    kbar = axpy2(z, -1.0 / n, sk, F2)
+    qbar = axpy2(z, -1.0 / n, sq, F2)
+    if CENTER >= 1 or NORM:
+        mp = rank1(mp, kbar, sv, F2, V2) if ORDER != 2 else mp
+    if CENTER >= 1:
+        ms = rank1(ms, kbar, sk, F2, F2) if ORDER == 2 or ORDER >= 4 else ms
+        mr = rank1(mr, kbar, sq, F2, F2) if ORDER == 3 or ORDER == 5 else mr
+    if CENTER == 2 or NORM:
+        mc = rank1(mc, qbar, sv, F2, V2) if ORDER == 2 or ORDER == 5 else mc
+    if CENTER == 2:
+        mw = rank1(mw, qbar, sq, F2, F2) if ORDER >= 4 else mw
+    ms = scale4(ms, s)
+    mr = scale4(mr, s)
+    if RIDGE:
+        if ORDER == 3:
+            mr = add4(mr, eye4(ridge, F1, F2), F2, F2)
+        elif ORDER != 1:
+            ms = add4(ms, eye4(ridge, F1, F2), F2, F2)
+    return scale4(mp, s), ms, scale4(mc, s), mr, scale4(mw, s)
+
+
+@triton.jit
+def ones_moments(sums, s, CENTER: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
+    """P and C of v = 1: p1 = s Sum k and q1 = s Sum q, zero where centred."""
+    p1 = zeros2(F1, F2)
+    q1 = zeros2(F1, F2)
+    if CENTER == 0:
+        p1 = axpy2(p1, s, sums[1], F2)
+    if CENTER <= 1:
+        q1 = axpy2(q1, s, sums[0], F2)
+    return p1, q1
+
+
+@triton.jit
+def operator(m, c, ORDER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr):
+    """(M, T): M = c1 P + c2 S C + T P with T = c3 R + c4 S W."""
+    mp, ms, mc, mr, mw = m
+    t = mr
+    out = mp
+    if ORDER == 2:
+        out = mm4(ms, mc, F2, F2, V2, PREC)
+    elif ORDER == 3:
+        out = mm4(mr, mp, F2, F2, V2, PREC)
+    elif ORDER == 4:
+        t = mm4(ms, mw, F2, F2, F2, PREC)
+        out = mm4(t, mp, F2, F2, V2, PREC)
+    elif ORDER == 5:
+        t = add4(scale4(mr, c[2]), scale4(mm4(ms, mw, F2, F2, F2, PREC), c[3]), F2, F2)
+        out = add4(scale4(mp, c[0]), mm4(t, mp, F2, F2, V2, PREC), F2, V2)
+        out = add4(out, scale4(mm4(ms, mc, F2, F2, V2, PREC), c[1]), F2, V2)
+    return out, t
+
+
+@triton.jit
+def operator_ones(m, t, p1, q1, c, ORDER: tl.constexpr, F2: tl.constexpr):
+    """m1 = c1 p1 + c2 S q1 + T p1: the operator of v = 1."""
+    out = p1
+    if ORDER == 2:
+        out = vecmat(q1, m[1], F2, F2)
+    elif ORDER == 3 or ORDER == 4:
+        out = matvec(t, p1, F2, F2)
+    elif ORDER == 5:
+        out = axpy2(matvec(t, p1, F2, F2), c[0], p1, F2)
+        out = axpy2(out, c[1], vecmat(q1, m[1], F2, F2), F2)
+    return out
+
+
+@triton.jit
+def anchor(
+    m, p1, q1, sums, ORDER: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr
+):
+    """a [V] for which M - m1 a' is small when normalised: the ratio of the mean query (or of the mean key, C k / q1.k,
+    for hla2).
+
+    q M / q.m1 = a + q (M - m1 a') / q.m1 for every a. With non-negative features M is close to rank one, m1 a';
+    rounded to the dtype of the tokens that part would cancel in dq and leave its rounding error.
+    """
+    a = zeros2(V1, V2)
+    if ORDER == 2:
+        top = vecmat(sums[1], m[2], F2, V2)
+        den = tl.sum(rowdot(row1(sums[1]), row1(q1), F2))
+    else:
+        top = vecmat(sums[0], m[0], F2, V2)
+        den = tl.sum(rowdot(row1(sums[0]), row1(p1), F2))
+    return axpy2(a, tl.where(den == 0.0, 0.0, 1.0 / den), top, V2)
+
+
+@triton.jit
+def row1(x):
+    """A vector as one row."""
+    return x[0][None, :], x[1][None, :]
+
+
+@triton.jit
+def affine(
+    out, m1, sums, a, n, CENTER: tl.constexpr, MEAN: tl.constexpr, NORM: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+):  # fmt: skip
+    """(M - m1 vbar', vbar) for the mean-value path, then row - qbar M for centred queries; normalised:
+    (M - m1 a', vbar + a) with a of `anchor`."""
+    row = zeros2(V1, V2)
+    if MEAN or NORM:
+        row = axpy2(row, 1.0 / n, sums[2], V2)
+    if MEAN:
+        out = rank1(out, axpy2(zeros2(F1, F2), -1.0, m1, F2), row, F2, V2)
+    if NORM:
+        out = rank1(out, axpy2(zeros2(F1, F2), -1.0, m1, F2), a, F2, V2)
+        row = axpy2(row, 1.0, a, V2)
+    if CENTER == 2:
+        row = axpy2(row, -1.0 / n, vecmat(sums[0], out, F2, V2), V2)
+    return out, row
+
+
+@triton.jit
+def affine_grad(
+    dm, out, m1, sums, sg, n, CENTER: tl.constexpr, MEAN: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr,
+):  # fmt: skip
+    """dM' of `affine` -> (dM', dm1, row of dq, row of dv); out is the folded M, sg the sum of the output's gradient."""
+    row_q = zeros2(F1, F2)
+    row_v = zeros2(V1, V2)
+    dm1 = zeros2(F1, F2)
+    if CENTER == 2:
+        dm = rank1(dm, axpy2(row_v, -1.0 / n, sg, V2), sums[0], V2, F2)
+        row_q = axpy2(row_q, -1.0 / n, matvec(out, sg, F2, V2), F2)
+    if MEAN:
+        row_v = axpy2(row_v, 1.0 / n, sg, V2)
+        row_v = axpy2(row_v, -1.0 / n, matvec(dm, m1, V2, F2), V2)
+        dm1 = axpy2(dm1, -1.0 / n, vecmat(sums[2], dm, V2, F2), F2)
+    return dm, dm1, row_q, row_v
+
+
+@triton.jit
+def weights(
+    m, t, dm, dm1, p1, q1, c, s, ORDER: tl.constexpr, ONES: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """((WP', WS, WC', WR', WW), dc): s times the (symmetrised) gradients of the moments, and d loss / d
+    coefficients."""
+    mp, ms, mc, mr, mw = m
+    wp = dm
+    ws = ms
+    wc = dm
+    wr = ms
+    ww = ms
+    dc = (0.0, 0.0, 0.0, 0.0)
+    c1, c2, c3, c4 = c
+    if ORDER >= 3:
+        zt = mm4(mp, dm, F2, V2, F2, PREC)  # P dM'
+        if ONES:
+            zt = rank1(zt, p1, dm1, F2, F2)
+    if ORDER == 2 or ORDER == 5:
+        sd = mm4(dm, ms, V2, F2, F2, PREC)  # (S dM)'
+        ct = mm4(mc, dm, F2, V2, F2, PREC)  # C dM'
+        if ONES:
+            ct = rank1(ct, q1, dm1, F2, F2)
+        wc = scale4(sd, s)
+        ws = ct
+    if ORDER >= 4:
+        gs = mm4(mw, zt, F2, F2, F2, PREC)  # W Z'
+        hw = mm4(zt, ms, F2, F2, F2, PREC)  # Z' S
+    if ORDER == 3:
+        wr = scale4(zt, s)
+    elif ORDER == 4:
+        ws = gs
+        ww = scale4(add4(hw, trans4(hw), F2, F2), s)
+    elif ORDER == 5:
+        i0 = inner4(eye_of(zt), zt, F2, F2)
+        dc = (i0, inner4(ms, ct, F2, F2), inner4(mr, trans4(zt), F2, F2), inner4(mw, hw, F2, F2))
+        ws = add4(scale4(ct, c2), scale4(gs, c4), F2, F2)
+        ww = scale4(add4(hw, trans4(hw), F2, F2), s * c4)
+        wc = scale4(sd, s * c2)
+        wr = scale4(zt, s * c3)
+    if ORDER == 2 or ORDER >= 4:
+        ws = scale4(add4(ws, trans4(ws), F2, F2), s)
+    if ORDER >= 3:
+        wp = mm4(dm, t, V2, F2, F2, PREC)
+        if ORDER == 5:
+            wp = add4(wp, scale4(dm, c1), V2, F2)
+    return (scale4(wp, s), ws, wc, wr, ww), dc
+
+
+@triton.jit
+def eye_of(a):
+    """The identity in the blocks of a square matrix a (zero off the diagonal blocks)."""
+    i = tl.arange(0, a[0].shape[0])
+    j = tl.arange(0, a[3].shape[0])
+    one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    two = tl.where(j[:, None] == j[None, :], 1.0, 0.0)
+    return one, a[1] * 0.0, a[2] * 0.0, two
+
+
+@triton.jit
+def weight_rows(
+    w, m, t, dm1, sums, row_q, row_v, c, s, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    NORM: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+):  # fmt: skip
+    """Rows that every dq, dk, dv receives: the gradient of the column of ones, and minus the mean of each centred
+    source."""
+    row_k = zeros2(F1, F2)
+    if MEAN or NORM:
+        if CENTER == 0 and ORDER != 2:
+            row_k = axpy2(row_k, s, ones_grad_key(t, dm1, c, ORDER, F2), F2)
+        if CENTER <= 1 and (ORDER == 2 or ORDER == 5):
+            c2 = s
+            if ORDER == 5:
+                c2 = s * c[1]
+            row_q = axpy2(row_q, c2, vecmat(dm1, m[1], F2, F2), F2)
+    return centre_rows(w, sums, row_q, row_k, row_v, n, ORDER, CENTER, NORM, F2, V2)
+
+
+@triton.jit
+def ones_grad_key(t, dm1, c, ORDER: tl.constexpr, F2: tl.constexpr):
+    """d loss / d p1 = c1 dm1 + T' dm1."""
+    out = dm1
+    if ORDER == 3 or ORDER == 4:
+        out = vecmat(dm1, t, F2, F2)
+    elif ORDER == 5:
+        out = axpy2(vecmat(dm1, t, F2, F2), c[0], dm1, F2)
+    return out
+
+
+@triton.jit
+def centre_rows(
+    w, sums, row_q, row_k, row_v, n, ORDER: tl.constexpr, CENTER: tl.constexpr, NORM: tl.constexpr, F2: tl.constexpr,
+    V2: tl.constexpr,
+):  # fmt: skip
+    """rows - mean(source) W for the moments that centring touches; w = (WP', WS, WC', WR', WW).
+
+    NORM: v is centred as a source, but the ratio does not depend on vbar, so dv receives nothing.
+    """
+    sq, sk, sv = sums
+    h = -1.0 / n
+    if NORM:
+        if ORDER != 2:
+            row_k = axpy2(row_k, h, vecmat(sv, w[0], V2, F2), F2)
+        if ORDER == 2 or ORDER == 5:
+            row_q = axpy2(row_q, h, vecmat(sv, w[2], V2, F2), F2)
+    if CENTER >= 1:
+        if ORDER != 2:
+            row_k = axpy2(row_k, h, vecmat(sv, w[0], V2, F2), F2)
+            row_v = axpy2(row_v, h, matvec(w[0], sk, V2, F2), V2)
+        if ORDER == 2 or ORDER >= 4:
+            row_k = axpy2(row_k, h, vecmat(sk, w[1], F2, F2), F2)
+        if ORDER == 3 or ORDER == 5:
+            row_q = axpy2(row_q, h, matvec(w[3], sk, F2, F2), F2)
+            row_k = axpy2(row_k, h, vecmat(sq, w[3], F2, F2), F2)
+    if CENTER == 2:
+        if ORDER == 2 or ORDER == 5:
+            row_q = axpy2(row_q, h, vecmat(sv, w[2], V2, F2), F2)
+            row_v = axpy2(row_v, h, matvec(w[2], sq, V2, F2), V2)
+        if ORDER >= 4:
+            row_q = axpy2(row_q, h, vecmat(sq, w[4], F2, F2), F2)
+    return row_q, row_k, row_v

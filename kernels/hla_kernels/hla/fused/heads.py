@@ -1,0 +1,248 @@
+"""One program per (batch, head): every pass over the tokens of a head in one launch, re-reads served by the caches.
+
+For many heads of few tokens. q, k, v, o, ... are [B, N, H, .] tensors given by strides (batch, token, head) in units
+of ALIGN. Query head h reads key head h // G; gradients of k and v are written per query head (the host sums groups).
+"""
+
+import triton
+import triton.language as tl
+
+from .algebra import (
+    affine,
+    affine_grad,
+    anchor,
+    ones_moments,
+    operator,
+    operator_ones,
+    scale_moments,
+    weight_rows,
+    weights,
+)
+from .loops import read_out, sum_moments, sum_readout, write_grads
+from .tiles import axpy2, cast4, store4, store_vec, trans4, vecmat, zeros2
+
+NO_SPECIALIZE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "N", "H", "G", "scale", "ridge", "eps"]
+
+
+@triton.jit
+def at_head(ptr, strides, b, h, ALIGN: tl.constexpr):
+    """The first token of head h of batch b; 64-bit, a tensor may have more than 2**31 elements."""
+    return ptr + (b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2]) * ALIGN
+
+
+@triton.jit
+def load_coefficients(ptr, h, ORDER: tl.constexpr):
+    """(c1, c2, c3, c4) of head h; ones for the orders that have none."""
+    c = (1.0, 1.0, 1.0, 1.0)
+    if ORDER == 5:
+        p = ptr + h * 4
+        c = (
+            tl.load(p).to(tl.float32), tl.load(p + 1).to(tl.float32), tl.load(p + 2).to(tl.float32),
+            tl.load(p + 3).to(tl.float32),
+        )  # fmt: skip
+    return c
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def head_forward(
+    q, k, v, o, coefficients, qs, ks, vs, os, N, H, G, scale, ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr,
+    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, PREC: tl.constexpr, MID: tl.constexpr,
+):  # fmt: skip
+    """o = q M of one head: moments, operator, read-out."""
+    pid = tl.program_id(0)
+    b = pid // H
+    h = pid % H
+    q = at_head(q, qs, b, h, ALIGN)
+    k = at_head(k, ks, b, h // G, ALIGN)
+    v = at_head(v, vs, b, h // G, ALIGN)
+    o = at_head(o, os, b, h, ALIGN)
+    c = load_coefficients(coefficients, h, ORDER)
+    raw, sums, _, _ = sum_moments(
+        q, k, v, q, qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, qs[1] * ALIGN, 0, N, ORDER,
+        NORM or MEAN or CENTER > 0, False, True, True, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC,
+    )  # fmt: skip
+    n = N.to(tl.float32)
+    m = scale_moments(raw, sums, scale, n, ridge, ORDER, CENTER, NORM, RIDGE, F1, F2, V2)
+    out, t = operator(m, c, ORDER, F2, V2, MID)
+    m1 = zeros2(F1, F2)
+    a = zeros2(V1, V2)
+    p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
+    if NORM or MEAN:
+        m1 = operator_ones(m, t, p1, q1, c, ORDER, F2)
+    if NORM:
+        a = anchor(m, p1, q1, sums, ORDER, F1, F2, V1, V2)
+    out, row = affine(out, m1, sums, a, n, CENTER, MEAN, NORM, F1, F2, V1, V2)
+    read_out(
+        q, o, qs[1] * ALIGN, os[1] * ALIGN, 0, N, cast4(out, q.dtype.element_ty), m1, row, eps, NORM,
+        MEAN or CENTER == 2, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BO, PREC,
+    )  # fmt: skip
+
+
+@triton.jit
+def head_gradient(
+    q, k, v, g, qn, kn, vn, gn, c, N, scale, ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr,
+    MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
+    PREC: tl.constexpr, MID: tl.constexpr,
+):  # fmt: skip
+    """Everything of a head's backward before its tokens' gradients: M', m1, vbar, weights, rows (and d coefficients,
+    sums)."""
+    AFFINE: tl.constexpr = MEAN or CENTER > 0
+    raw, sums, dm, sg = sum_moments(
+        q,
+        k,
+        v,
+        g,
+        qn,
+        kn,
+        vn,
+        gn,
+        0,
+        N,
+        ORDER,
+        NORM or AFFINE,
+        not NORM,
+        True,
+        False,
+        FMAP,
+        D,
+        R1,
+        R2,
+        F1,
+        F2,
+        DV,
+        V1,
+        V2,
+        BN,
+        PREC,
+    )
+    n = N.to(tl.float32)
+    m = scale_moments(raw, sums, scale, n, ridge, ORDER, CENTER, NORM, RIDGE, F1, F2, V2)
+    out, t = operator(m, c, ORDER, F2, V2, MID)
+    m1 = zeros2(F1, F2)
+    p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
+    if NORM or MEAN:
+        m1 = operator_ones(m, t, p1, q1, c, ORDER, F2)
+    a = zeros2(V1, V2)
+    if NORM:
+        a = anchor(m, p1, q1, sums, ORDER, F1, F2, V1, V2)
+    out, vbar = affine(out, m1, sums, a, n, CENTER, MEAN, NORM, F1, F2, V1, V2)
+    dtype: tl.constexpr = q.dtype.element_ty
+    if NORM:
+        dm, dm1, sg = sum_readout(
+            q,
+            g,
+            qn,
+            gn,
+            0,
+            N,
+            cast4(out, dtype),
+            m1,
+            vbar,
+            eps,
+            True,
+            False,
+            FMAP,
+            D,
+            R1,
+            R2,
+            F1,
+            F2,
+            DV,
+            V1,
+            V2,
+            BN,
+            PREC,
+        )
+        dm1 = axpy2(dm1, -1.0, vecmat(a, dm, V2, F2), F2)
+        row_q, row_v = zeros2(F1, F2), zeros2(V1, V2)
+    else:
+        dm, dm1, row_q, row_v = affine_grad(dm, out, m1, sums, sg, n, CENTER, MEAN, F1, F2, V1, V2)
+    w, dc = weights(m, t, dm, dm1, p1, q1, c, scale, ORDER, NORM or MEAN, F2, V2, MID)
+    rows = weight_rows(w, m, t, dm1, sums, row_q, row_v, c, scale, n, ORDER, CENTER, MEAN, NORM, F1, F2, V1, V2)
+    w = (cast4(w[0], dtype), cast4(w[1], dtype), cast4(w[2], dtype), cast4(w[3], dtype), cast4(w[4], dtype))
+    return cast4(out, dtype), m1, vbar, sums, w, rows, dc
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def head_backward(
+    q, k, v, g, dq, dk, dv, coefficients, dcoefficients, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, ridge, eps,
+    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr,
+    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
+    PREC: tl.constexpr, MID: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dv (and d coefficients [B, H, 4]) of one head; the moments are recomputed, nothing was saved."""
+    pid = tl.program_id(0)
+    b = pid // H
+    h = pid % H
+    q = at_head(q, qs, b, h, ALIGN)
+    k = at_head(k, ks, b, h // G, ALIGN)
+    v = at_head(v, vs, b, h // G, ALIGN)
+    g = at_head(g, gs, b, h, ALIGN)
+    qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
+    out, m1, vbar, _, w, rows, dc = head_gradient(
+        q, k, v, g, qn, kn, vn, gn, load_coefficients(coefficients, h, ORDER), N, scale, ridge, eps, ORDER, NORM,
+        CENTER, MEAN, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, MID,
+    )  # fmt: skip
+    store_coefficients(dcoefficients, pid, dc, ORDER)
+    write_grads(
+        q, k, v, g, at_head(dq, dqs, b, h, ALIGN), at_head(dk, dks, b, h, ALIGN), at_head(dv, dvs, b, h, ALIGN), qn,
+        kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, trans4(out), m1, vbar, w, rows, eps, 0,
+        ORDER, NORM, NORM or MEAN or CENTER > 0, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BO, PREC,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_coefficients(ptr, head, dc, ORDER: tl.constexpr):
+    """d coefficients [4] of one head."""
+    if ORDER == 5:
+        tl.store(ptr + head * 4, dc[0])
+        tl.store(ptr + head * 4 + 1, dc[1])
+        tl.store(ptr + head * 4 + 2, dc[2])
+        tl.store(ptr + head * 4 + 3, dc[3])
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def head_weights(
+    q, k, v, g, state, matrix, out_weights, out_rows, coefficients, dcoefficients, qs, ks, vs, gs, N, H, G, scale,
+    ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr,
+    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
+    K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, MID: tl.constexpr,
+):  # fmt: skip
+    """`head_backward` up to its last pass, left to `split.apply_grads`: for heads whose weights and tokens do not fit
+    together."""
+    pid = tl.program_id(0)
+    b = pid // H
+    h = pid % H
+    qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
+    out, m1, vbar, _, w, rows, dc = head_gradient(
+        at_head(q, qs, b, h, ALIGN), at_head(k, ks, b, h // G, ALIGN), at_head(v, vs, b, h // G, ALIGN),
+        at_head(g, gs, b, h, ALIGN), qn, kn, vn, gn, load_coefficients(coefficients, h, ORDER), N, scale, ridge, eps,
+        ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, MID,
+    )  # fmt: skip
+    store_coefficients(dcoefficients, pid, dc, ORDER)
+    head = pid.to(tl.int64)
+    store4(matrix + head * FD * DV, out, FD, F1, F2, DV, V1, V2, DV, 1)
+    to = out_weights + head * KW
+    if ORDER != 2:
+        store4(to + WOFF[0], w[0], DV, V1, V2, FD, F1, F2, FD, 1)
+    if ORDER == 2 or ORDER >= 4:
+        store4(to + WOFF[1], w[1], FD, F1, F2, FD, F1, F2, FD, 1)
+    if ORDER == 2 or ORDER == 5:
+        store4(to + WOFF[2], w[2], DV, V1, V2, FD, F1, F2, FD, 1)
+    if ORDER == 3 or ORDER == 5:
+        store4(to + WOFF[3], w[3], FD, F1, F2, FD, F1, F2, FD, 1)
+    if ORDER >= 4:
+        store4(to + WOFF[4], w[4], FD, F1, F2, FD, F1, F2, FD, 1)
+    if NORM:
+        store_vec(state + head * K + OFF[9], vbar, DV, V1, V2)
+        store_vec(state + head * K + OFF[8], m1, FD, F1, F2)
+    if NORM or MEAN or CENTER > 0:
+        to = out_rows + head * (2 * FD + DV)
+        store_vec(to, rows[0], FD, F1, F2)
+        store_vec(to + FD, rows[1], FD, F1, F2)
+        store_vec(to + 2 * FD, rows[2], DV, V1, V2)

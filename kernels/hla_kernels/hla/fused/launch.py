@@ -1,0 +1,268 @@
+"""Host side: which kernels a call launches, in which order, with which buffers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import plan
+from .heads import head_backward, head_forward, head_weights
+from .middle import middle, middle_grads_value
+from .middle_key import middle_grads_key, sum_coefficients, sum_groups
+from .spec import ORDERS, Spec, alignment, precisions, strides, widths
+from .split import add_parts, apply, apply_grads, combine, reduce_moments, reduce_readout
+
+BLOCK = 1024
+
+
+class Layout(NamedTuple):
+    """Offsets of a head's float32 state (P, S, C, R, W, sum q, sum k, sum v, m1, anchor) and of its weights, and their
+    lengths."""
+
+    off: tuple[int, ...]
+    k: int
+    woff: tuple[int, ...]
+    kw: int
+    fd: int
+    dv: int
+
+    @property
+    def kg(self) -> int:
+        """Length of a head's dM', dm1, sum g."""
+        return self.fd * self.dv + self.fd + self.dv
+
+
+class Saved(NamedTuple):
+    """What a split forward keeps for its backward: float32 state [B * H, K] and the operator [B * H, F, V]."""
+
+    state: Tensor
+    matrix: Tensor
+
+
+def layout(spec: Spec, w: dict[str, int]) -> Layout:
+    """Sizes of the buffers of one head; only the moments that the order has take room."""
+    order, dv = ORDERS[spec.op], w["DV"]
+    fd = w["F1"] + w["F2"] if spec.feature_map == "softmax_pair" else w["D"]
+    ff, fv = fd * fd, fd * dv
+    sizes = (
+        fv * (order != 2), ff * (order == 2 or order >= 4), fv * (order in (2, 5)), ff * (order in (3, 5)),
+        ff * (order >= 4), fd, fd, dv, fd, dv,
+    )  # fmt: skip
+    off = tuple(sum(sizes[:i]) for i in range(len(sizes)))
+    return Layout(off, sum(sizes), off[:5], off[5], fd, dv)
+
+
+def pad(d: int) -> int:
+    """The next power of two, at least 16."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+class Call:
+    """One call's sizes and constexpr arguments, shared by its launches."""
+
+    def __init__(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None):
+        self.spec, self.q, self.k, self.v, self.coefficients = spec, q, k, v, coefficients
+        self.b, self.n, self.h = q.shape[:3]
+        self.bh, self.g = self.b * self.h, self.h // k.shape[2]
+        self.w = widths(spec, q.shape[3], v.shape[3])
+        self.flags = spec.flags()
+        self.prec = precisions(q.dtype)
+        self.scale = spec.scale_of(self.n)
+        self.lay = layout(spec, self.w)
+        self.ones = spec.normalize or spec.mean_path
+        self.sums = self.ones or spec.center is not None
+
+    def pick(self, *names: str) -> dict:
+        """Some of the flags."""
+        return {name: self.flags[name] for name in names}
+
+    def sizes(self) -> dict:
+        """Constexpr of a pass over tokens of the split path."""
+        return {**self.w, "FD": self.lay.fd, "OFF": self.lay.off, "K": self.lay.k, "PREC": self.prec["PREC"]}
+
+    def middle_sizes(self) -> dict:
+        """Constexpr of a D x D kernel."""
+        lay, order = self.lay, self.flags["ORDER"]
+        tiles = {name: self.w[name] for name in ("F1", "F2", "DV", "V1", "V2")}
+        if order >= 4:  # long chains of small blocks spill; one padded block does not
+            tiles |= {"F1": pad(lay.fd), "F2": 0, "V1": pad(lay.dv), "V2": 0}
+        config = plan.middle_config(max(tiles["F1"], tiles["V1"]), tiles["F2"] + tiles["V2"] > 0)
+        return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": self.prec["MID"], **config}
+
+    def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """An uninitialised tensor on the call's device."""
+        return torch.empty(shape, dtype=dtype, device=self.q.device)
+
+
+def head_forward_call(call: Call, o: Tensor) -> None:
+    """One launch: o from q, k, v."""
+    q, k, v, spec = call.q, call.k, call.v, call.spec
+    a = alignment(q, k, v, o)
+    head_forward[(call.bh,)](
+        q, k, v, o, call.coefficients, strides(q, a), strides(k, a), strides(v, a), strides(o, a), call.n, call.h,
+        call.g, call.scale, spec.ridge, spec.eps, ALIGN=a, **call.flags, **call.w, **call.prec,
+        **plan.head_config("forward", spec, call.w, q.dtype),
+    )  # fmt: skip
+
+
+def head_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], dc: Tensor | None) -> None:
+    """One launch: dq, dk, dv (per query head) and parts [B, H, 1, 4] of d coefficients."""
+    q, k, v, spec = call.q, call.k, call.v, call.spec
+    a = alignment(q, k, v, g, *outs)
+    head_backward[(call.bh,)](
+        q, k, v, g, *outs, call.coefficients, dc, strides(q, a), strides(k, a), strides(v, a), strides(g, a),
+        *(strides(x, a) for x in outs), call.n, call.h, call.g, call.scale, spec.ridge, spec.eps, ALIGN=a,
+        **call.flags, **call.w, **call.prec, **plan.head_config("backward", spec, call.w, q.dtype),
+    )  # fmt: skip
+
+
+def prepare(call: Call) -> Saved:
+    """Moments of all tokens and the operator: reduce, combine (several parts only), middle."""
+    q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
+    config = plan.reduce_config(call.spec, call.w, q.dtype)
+    parts, chunk = plan.reduce_parts(call.bh, call.n, config["BN"])
+    a = alignment(q, k, v)
+    state = call.buffer(call.bh, lay.k)
+    partial = state if parts == 1 else call.buffer(parts, call.bh, lay.k)
+    reduce_moments[(call.bh * parts,)](
+        q, k, v, partial, strides(q, a), strides(k, a), strides(v, a), call.n, call.h, call.g, parts, chunk, call.bh,
+        call.scale, spec.ridge, ALIGN=a, FINAL=parts == 1, **call.flags, **call.sizes(), **config,
+    )  # fmt: skip
+    if parts > 1:
+        blocks = -(-max(lay.fd * max(lay.fd, lay.dv), 2 * lay.fd + lay.dv) // BLOCK)
+        combine[(call.bh * blocks,)](
+            partial, state, parts, call.bh, call.scale, float(call.n), spec.ridge, SUMS=call.sums, FD=lay.fd, DV=lay.dv,
+            OFF=lay.off, K=lay.k, BLOCKS=blocks, BLOCK=BLOCK, **call.pick("ORDER", "NORM", "CENTER", "RIDGE"),
+        )  # fmt: skip
+    matrix = call.buffer(call.bh, lay.fd, lay.dv, dtype=q.dtype)
+    sizes = call.middle_sizes()
+    middle[(call.bh * -(-lay.fd // sizes["BR"]),)](
+        state,
+        matrix,
+        call.coefficients,
+        call.n,
+        call.h,
+        call.scale,
+        **call.pick("ORDER", "NORM", "CENTER", "MEAN"),
+        **sizes,
+    )
+    return Saved(state, matrix)
+
+
+def split_forward_call(call: Call, o: Tensor) -> Saved:
+    """reduce -> combine -> middle -> apply."""
+    saved = prepare(call)
+    q = call.q
+    config = plan.apply_config("forward", call.spec.op, call.w, q.dtype)
+    parts, chunk = plan.apply_parts(call.bh, call.n, config["BN"])
+    a = alignment(q, o)
+    apply[(call.bh * parts,)](
+        q, o, saved.state, saved.matrix, strides(q, a), strides(o, a), call.n, call.h, parts, chunk, call.spec.eps,
+        ALIGN=a, **call.pick("NORM", "CENTER", "MEAN", "FMAP"), **call.sizes(), **config,
+    )  # fmt: skip
+    return saved
+
+
+def readout_grad(call: Call, g: Tensor, saved: Saved) -> Tensor:
+    """dM', dm1 and sum g of every head [B * H, KG]."""
+    q, lay = call.q, call.lay
+    config = plan.reduce_config(call.spec, call.w, q.dtype)
+    parts, chunk = plan.reduce_parts(call.bh, call.n, config["BN"])
+    a = alignment(q, g)
+    grads = call.buffer(call.bh, lay.kg)
+    partial = grads if parts == 1 else call.buffer(parts, call.bh, lay.kg)
+    sums = call.spec.mean_path or call.spec.center == "qk"
+    reduce_readout[(call.bh * parts,)](
+        q, g, saved.state, saved.matrix, partial, strides(q, a), strides(g, a), call.n, call.h, parts, chunk, call.bh,
+        call.spec.eps, SUMS=sums, ALIGN=a, KG=lay.kg, **call.pick("NORM", "FMAP"), **call.sizes(), **config,
+    )  # fmt: skip
+    if parts > 1:
+        blocks = -(-lay.kg // BLOCK)
+        add_parts[(call.bh * blocks,)](partial, grads, parts, call.bh, LEN=lay.kg, K=lay.kg, BLOCKS=blocks, BLOCK=BLOCK)
+    return grads
+
+
+def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weights [B * H, KW], rows [B * H, 2 F + V] and parts [B, H, blocks, 4] of d coefficients."""
+    lay, sizes = call.lay, call.middle_sizes()
+    weights = call.buffer(call.bh, lay.kw, dtype=call.q.dtype)
+    rows = call.buffer(call.bh, 2 * lay.fd + lay.dv)
+    common = {**sizes, "WOFF": lay.woff, "KW": lay.kw, "KG": lay.kg}
+    scalars = (call.n, call.h, call.scale)
+    blocks = -(-lay.dv // sizes["BR"])
+    middle_grads_value[(call.bh * blocks,)](
+        saved.state, grads, weights, rows, call.coefficients, *scalars, **call.pick("ORDER", "CENTER", "MEAN"), **common
+    )
+    blocks = -(-lay.fd // sizes["BR"])
+    dc = None if call.coefficients is None else call.buffer(call.b, call.h, blocks, 4)
+    if ORDERS[call.spec.op] > 1 or call.sums:
+        middle_grads_key[(call.bh * blocks,)](
+            saved.state, grads, weights, rows, call.coefficients, dc, saved.matrix, *scalars,
+            **call.pick("ORDER", "NORM", "CENTER", "MEAN"), **common,
+        )  # fmt: skip
+    return weights, rows, dc
+
+
+def split_backward_call(
+    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Saved | None
+) -> Tensor | None:
+    """(moments again unless saved) -> reduce dM -> middle -> apply; returns parts of d coefficients."""
+    saved = prepare(call) if saved is None else saved
+    weights, rows, dc = middle_grads(call, readout_grad(call, g, saved), saved)
+    apply_grads_call(call, g, outs, saved, weights, rows, False)
+    return dc
+
+
+def apply_grads_call(
+    call: Call,
+    g: Tensor,
+    outs: tuple[Tensor, Tensor, Tensor],
+    saved: Saved,
+    weights: Tensor,
+    rows: Tensor,
+    rows_done: bool,
+) -> None:
+    """One launch: dq, dk, dv from the weights of every head."""
+    q, k, v, lay = call.q, call.k, call.v, call.lay
+    config = plan.apply_config("backward", call.spec.op, call.w, q.dtype)
+    parts, chunk = plan.apply_parts(call.bh, call.n, config["BN"])
+    a = alignment(q, k, v, g, *outs)
+    apply_grads[(call.bh * parts * config["ROLES"],)](
+        q, k, v, g, *outs, saved.state, saved.matrix, weights, rows, strides(q, a), strides(k, a), strides(v, a),
+        strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.g, parts, chunk, call.spec.eps, ALIGN=a,
+        WOFF=lay.woff, KW=lay.kw, ROWS_DONE=rows_done, **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP"),
+        **call.sizes(), **config,
+    )  # fmt: skip
+
+
+def two_step_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], dc: Tensor | None) -> None:
+    """Two launches, nothing saved: weights of each head by one program, then its tokens by several."""
+    q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
+    shift = lay.off[5]  # the state is its vectors only
+    call.lay = lay._replace(off=tuple(max(0, x - shift) for x in lay.off), k=lay.k - shift)
+    lay = call.lay
+    saved = Saved(call.buffer(call.bh, lay.k), call.buffer(call.bh, lay.fd, lay.dv, dtype=q.dtype))
+    weights, rows = call.buffer(call.bh, lay.kw, dtype=q.dtype), call.buffer(call.bh, 2 * lay.fd + lay.dv)
+    a = alignment(q, k, v, g)
+    head_weights[(call.bh,)](
+        q, k, v, g, *saved, weights, rows, call.coefficients, dc, strides(q, a), strides(k, a), strides(v, a),
+        strides(g, a), call.n, call.h, call.g, call.scale, spec.ridge, spec.eps, ALIGN=a, WOFF=lay.woff, KW=lay.kw,
+        MID=call.prec["MID"], **call.flags, **call.sizes(), **plan.weights_config(spec, q.dtype),
+    )  # fmt: skip
+    apply_grads_call(call, g, outs, saved, weights, rows, True)
+
+
+def coefficients_grad(call: Call, parts: Tensor) -> Tensor:
+    """d coefficients [H, 4] from parts [B, H, blocks, 4]."""
+    out = torch.empty_like(call.coefficients, memory_format=torch.contiguous_format)
+    sum_coefficients[(call.h,)](parts, out, call.b, call.h, parts.numel() // (call.bh * 4), WIDTH=128)
+    return out
+
+
+def group_sum(x: Tensor, out: Tensor, group: int) -> None:
+    """out [B, N, Hk, W] = the sum over each group of x [B, N, Hk * G, W]; both contiguous."""
+    width, block = x.shape[-1], 32
+    rows = out.numel() // width
+    sum_groups[(-(-rows // block),)](x, out, rows, group, W=width, WP=pad(width), BLOCK=block)

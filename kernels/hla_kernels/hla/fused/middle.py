@@ -1,0 +1,172 @@
+"""The D x D algebra of the split path, cut into blocks of rows so that few heads still fill the chip.
+
+Every output row depends on one row of the left factor only: M_i = c1 P_i + c2 S_i C + (c3 R_i + c4 S_i W) P, and
+likewise for the gradients (algebra.py has the same formulas on whole matrices). Tiles are BR rows high, all in float32.
+"""
+
+import triton
+import triton.language as tl
+
+from .algebra import anchor
+from .heads import load_coefficients
+from .loops import as_row
+from .tiles import axpy2, load4, load_vec, rowdot, rowmul, store_rows, store_vec, zero_rows
+
+
+@triton.jit
+def rows_of(ptr, r, BR: tl.constexpr, A, B, B1: tl.constexpr, B2: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr):
+    """Rows r..r+BR of an [A, B] matrix with strides (SA, SB) as a pair, zero outside."""
+    i = r + tl.arange(0, BR)
+    j = tl.arange(0, B1)
+    x1 = tl.load(ptr + i[:, None] * SA + j[None, :] * SB, mask=(i < A)[:, None] & (j < B)[None, :], other=0.0)
+    x2 = x1
+    if B2 > 0:
+        j2 = B1 + tl.arange(0, B2)
+        x2 = tl.load(ptr + i[:, None] * SA + j2[None, :] * SB, mask=(i < A)[:, None] & (j2 < B)[None, :], other=0.0)
+    return x1, x2
+
+
+@triton.jit
+def put_rows(ptr, r, BR: tl.constexpr, A, B, B1: tl.constexpr, B2: tl.constexpr, x):
+    """Write a pair to rows r..r+BR of a contiguous [A, B] matrix."""
+    i = r + tl.arange(0, BR)
+    store_rows(ptr, i, B, i < A, x, B, B1, B2)
+
+
+@triton.jit
+def vec(ptr, r, BR: tl.constexpr, A):
+    """Elements r..r+BR of a vector of A."""
+    i = r + tl.arange(0, BR)
+    return tl.load(ptr + i, mask=i < A, other=0.0)
+
+
+@triton.jit
+def times(x, m, BR: tl.constexpr, K2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, MID: tl.constexpr):
+    """x m for a block of rows and a matrix of four blocks."""
+    return rowmul(zero_rows(BR, B1, B2), x, m, K2, B2, MID)
+
+
+@triton.jit
+def dot_rows(x, y, D2: tl.constexpr):
+    """x y for a block of rows x and a vector y: [BR]."""
+    return rowdot(x, as_row(y), D2)
+
+
+@triton.jit
+def plus_rank1(x, a, y, D2: tl.constexpr):
+    """x + a y' for a block of rows x, a [BR] and a vector y."""
+    return axpy2(x, a[:, None], as_row(y), D2)
+
+
+@triton.jit
+def mul2(x, c, D2: tl.constexpr):
+    """c x."""
+    x2 = x[1]
+    if D2 > 0:
+        x2 = c * x[1]
+    return c * x[0], x2
+
+
+@triton.jit
+def state_anchor(
+    s, scale, ORDER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+):  # fmt: skip
+    """`algebra.anchor` of the moments of a state (normalised, so not centred)."""
+    sums = (load_vec(s + OFF[5], FD, F1, F2), load_vec(s + OFF[6], FD, F1, F2))
+    MOMENT: tl.constexpr = OFF[2] if ORDER == 2 else OFF[0]
+    m = load4(s + MOMENT, FD, F1, F2, DV, V1, V2, DV, 1)
+    return anchor((m, m, m), mul2(sums[1], scale, F2), mul2(sums[0], scale, F2), sums, ORDER, F1, F2, V1, V2)
+
+
+@triton.jit(do_not_specialize=["N", "H", "scale"])
+def middle(
+    state, matrix, coefficients, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr,
+    MEAN: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
+    V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
+):  # fmt: skip
+    """matrix [B * H, F, V] = M (mean path folded in) and, when v = 1 is needed, m1 into the state."""
+    BLOCKS: tl.constexpr = (FD + BR - 1) // BR
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    r = (tl.program_id(0) % BLOCKS) * BR
+    s = state + head * K
+    c1, c2, c3, c4 = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
+    if ORDER == 1:
+        m = rows_of(s + OFF[0], r, BR, FD, DV, V1, V2, DV, 1)
+    elif ORDER == 2:
+        t = rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1)
+        m = times(t, load4(s + OFF[2], FD, F1, F2, DV, V1, V2, DV, 1), BR, F2, V1, V2, MID)
+    else:
+        if ORDER == 3:
+            t = rows_of(s + OFF[3], r, BR, FD, FD, F1, F2, FD, 1)
+        else:
+            si = rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1)
+            t = times(si, load4(s + OFF[4], FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
+            if ORDER == 5:
+                t = axpy2(mul2(t, c4, F2), c3, rows_of(s + OFF[3], r, BR, FD, FD, F1, F2, FD, 1), F2)
+        m = times(t, load4(s + OFF[0], FD, F1, F2, DV, V1, V2, DV, 1), BR, F2, V1, V2, MID)
+        if ORDER == 5:
+            m = axpy2(m, c2, times(si, load4(s + OFF[2], FD, F1, F2, DV, V1, V2, DV, 1), BR, F2, V1, V2, MID), V2)
+            m = axpy2(m, c1, rows_of(s + OFF[0], r, BR, FD, DV, V1, V2, DV, 1), V2)
+    i = r + tl.arange(0, BR)
+    if NORM or MEAN:
+        m1 = tl.zeros([BR], tl.float32)
+        if ORDER == 2 and CENTER <= 1:
+            m1 = scale * dot_rows(t, load_vec(s + OFF[5], FD, F1, F2), F2)
+        if ORDER >= 3 and CENTER == 0:
+            m1 = scale * dot_rows(t, load_vec(s + OFF[6], FD, F1, F2), F2)
+        if (ORDER == 1 or ORDER == 5) and CENTER == 0:
+            m1 += scale * c1 * vec(s + OFF[6], r, BR, FD)
+        if ORDER == 5 and CENTER <= 1:
+            m1 += scale * c2 * dot_rows(si, load_vec(s + OFF[5], FD, F1, F2), F2)
+        tl.store(s + OFF[8] + i, m1, mask=i < FD)
+        if MEAN:
+            m = plus_rank1(m, m1 * (-1.0 / N.to(tl.float32)), load_vec(s + OFF[7], DV, V1, V2), V2)
+    if NORM:
+        a = state_anchor(s, scale, ORDER, OFF, FD, F1, F2, DV, V1, V2)
+        m = plus_rank1(m, -m1, a, V2)
+        if r == 0:
+            vbar = load_vec(s + OFF[7], DV, V1, V2)
+            store_vec(s + OFF[9], axpy2(a, 1.0 / N.to(tl.float32), vbar, V2), DV, V1, V2)
+    put_rows(matrix + head * FD * DV, r, BR, FD, DV, V1, V2, m)
+
+
+@triton.jit(do_not_specialize=["N", "H", "scale"])
+def middle_grads_value(
+    state, grads, weights, rows, coefficients, N, H, scale, ORDER: tl.constexpr, CENTER: tl.constexpr,
+    MEAN: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
+    V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr,
+    BR: tl.constexpr, MID: tl.constexpr,
+):  # fmt: skip
+    """Rows over V: WP' = s (c1 dM' + c3 dM' R + c4 dM' S W), WC' = s c2 dM' S, and the row of dv."""
+    BLOCKS: tl.constexpr = (DV + BR - 1) // BR
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    r = (tl.program_id(0) % BLOCKS) * BR
+    s = state + head * K
+    g = grads + head * KG
+    n = N.to(tl.float32)
+    c1, c2, c3, c4 = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
+    x = rows_of(g, r, BR, DV, FD, F1, F2, FD, 1)  # dM'_i
+    if CENTER == 2:
+        x = plus_rank1(x, vec(g + DV * FD + FD, r, BR, DV) * (-1.0 / n), load_vec(s + OFF[5], FD, F1, F2), F2)
+    w = weights + head * KW
+    wp = x
+    if ORDER == 2 or ORDER >= 4:
+        y = times(x, load4(s + OFF[1], FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
+        if ORDER == 2 or ORDER == 5:
+            put_rows(w + WOFF[2], r, BR, DV, FD, F1, F2, mul2(y, scale * c2, F2))
+        if ORDER >= 4:
+            wp = times(y, load4(s + OFF[4], FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
+    if ORDER == 3 or ORDER == 5:
+        z = times(x, load4(s + OFF[3], FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
+        if ORDER == 3:
+            wp = z
+        else:
+            wp = axpy2(axpy2(mul2(x, c1, F2), c3, z, F2), c4, wp, F2)
+    if ORDER != 2:
+        put_rows(w + WOFF[0], r, BR, DV, FD, F1, F2, mul2(wp, scale, F2))
+    row = tl.zeros([BR], tl.float32)
+    if MEAN:
+        row = (vec(g + DV * FD + FD, r, BR, DV) - dot_rows(x, load_vec(s + OFF[8], FD, F1, F2), F2)) / n
+    i = r + tl.arange(0, BR)
+    tl.store(rows + head * (2 * FD + DV) + 2 * FD + i, row, mask=i < DV)

@@ -1,0 +1,89 @@
+"""The static table: which path a call takes, and tiles, warps and stages of every pass. No tuning at run time."""
+
+from __future__ import annotations
+
+import torch
+
+from .spec import Spec
+
+PROGRAMS = 2 * 132  # of a reduce: two per multiprocessor of an H200
+
+
+def use_heads(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> bool:
+    """One program per head forward: heads fill the chip, tokens of a head are few, its moments fit in registers."""
+    narrow = w["F1"] <= 64 and w["F2"] == 0 and w["V1"] <= 64 and w["V2"] == 0
+    return narrow and n <= 2048 and batch_heads >= 128
+
+
+def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> str:
+    """Without saved moments: "heads" (one launch), "two_step" (weights, then tokens) or "split"."""
+    if spec.op == "polynomial" or not use_heads(spec, w, batch_heads, n):
+        return "split"
+    return "heads" if n <= 512 and spec.op != "hla3" else "two_step"
+
+
+def mapped(spec: Spec) -> bool:
+    """Whether features are computed in registers: shorter tiles then leave more programs to overlap with their
+    loads."""
+    return spec.feature_map not in (None, "identity")
+
+
+def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
+    """Tiles of `head_forward` (BN sums, BO reads out) and `head_backward`."""
+    if dtype == torch.float32:
+        return {"BN": 32, "BO": 32, "num_warps": 8, "num_stages": 2}
+    bn = 32 if mapped(spec) else 64
+    if direction == "forward":
+        return {"BN": bn, "BO": 64, "num_warps": 8 if spec.op == "polynomial" else 4, "num_stages": 3}
+    return {"BN": bn, "BO": 64, "num_warps": 4, "num_stages": 2}
+
+
+def weights_config(spec: Spec, dtype: torch.dtype) -> dict[str, int]:
+    """Tiles of `head_weights`."""
+    if dtype == torch.float32:
+        return {"BN": 32, "num_warps": 8, "num_stages": 2}
+    return {"BN": 32, "num_warps": 4, "num_stages": 3}
+
+
+def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
+    """Tiles of `reduce_moments` and `reduce_readout`."""
+    if dtype == torch.float32:
+        return {"BN": 32, "num_warps": 8, "num_stages": 2}
+    wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
+    if wide <= 80 and (mapped(spec) or (wide > 64 and spec.op == "hla3")):
+        return {"BN": 32, "num_warps": 4, "num_stages": 3}
+    return {"BN": 64, "num_warps": 8 if wide > 80 or (wide > 64 and spec.op == "polynomial") else 4, "num_stages": 3}
+
+
+def apply_config(direction: str, op: str, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
+    """Tiles of `apply` and `apply_grads`."""
+    wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 64
+    if dtype == torch.float32:
+        return {"BN": 32, "num_warps": 8, "num_stages": 1} | ({"ROLES": 2} if direction == "backward" else {})
+    if direction == "forward":
+        return {"BN": 64, "num_warps": 4, "num_stages": 3}
+    very = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
+    stages = (1 if op == "polynomial" else 3) if very else 2
+    return {"BN": 64, "num_warps": 8 if very else 4, "num_stages": stages, "ROLES": 2 if wide else 1}
+
+
+def middle_config(width: int, cut: bool) -> dict[str, int]:
+    """Rows and warps of `middle` and its gradients. Chained mma.sync products put every warp on its own 16 rows."""
+    if cut:
+        return {"BR": 32, "num_warps": 2, "num_stages": 1}
+    return {"BR": 16, "num_warps": 8 if width > 64 else 4, "num_stages": 1}
+
+
+def reduce_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
+    """(parts, tokens of a part): enough programs to fill the chip, at least 256 tokens each. A function of sizes
+    only."""
+    parts = max(1, min(-(-n // 256), round(PROGRAMS / batch_heads)))
+    chunk = -(-n // (parts * bn)) * bn
+    return -(-n // chunk), chunk
+
+
+def apply_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
+    """(parts, tokens of a part): up to 8 tiles a program while that leaves 8 programs per multiprocessor."""
+    tiles = max(1, min(8, batch_heads * -(-n // bn) // (4 * PROGRAMS)))
+    chunk = tiles * bn
+    return -(-n // chunk), chunk

@@ -1,0 +1,84 @@
+"""What a launch needs to know about a call besides its tensors: constexpr flags, tile widths, strides."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ORDERS = {"linear_attention": 1, "hla2": 2, "ahla": 3, "hla3": 4, "polynomial": 5}
+FEATURE_MAPS = {None: 0, "identity": 0, "relu": 1, "elu1": 2, "softmax": 3, "softmax_pair": 4}
+CENTERS = {None: 0, "k": 1, "qk": 2}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MIN_D, MAX_D = 16, 128
+
+
+class Spec(NamedTuple):
+    """Options of one two-sided call; the names of `hla_kernels.options.Options` plus the operator."""
+
+    op: str
+    feature_map: str | None = None
+    normalize: bool = False
+    center: str | None = None
+    mean_path: bool = False
+    ridge: float = 0.0
+    scale: float | None = None
+    eps: float = 1e-6
+
+    def flags(self) -> dict[str, int]:
+        """The constexpr flags every kernel takes."""
+        return {
+            "ORDER": ORDERS[self.op],
+            "NORM": self.normalize,
+            "CENTER": CENTERS[self.center],
+            "MEAN": self.mean_path,
+            "RIDGE": self.ridge != 0.0,
+            "FMAP": FEATURE_MAPS[self.feature_map],
+        }
+
+    def scale_of(self, n: int) -> float:
+        """s: 1/N by default."""
+        return 1.0 / n if self.scale is None else self.scale
+
+
+def split_width(d: int) -> tuple[int, int]:
+    """D = D1 + D2 with both powers of two (D2 = 0 or >= 16), the least padded columns: 72 = 64 + 16, 96 = 64 + 32, 112
+    -> 128."""
+    whole = 1 << max(4, (d - 1).bit_length())
+    half = whole // 2
+    if half < 32 or d <= half:
+        return whole, 0
+    rest = 1 << max(4, (d - half - 1).bit_length())
+    return (half, rest) if rest < half else (whole, 0)
+
+
+def widths(spec: Spec, d: int, dv: int) -> dict[str, int]:
+    """The constexpr widths every kernel takes."""
+    r1, r2 = split_width(d)
+    if spec.feature_map == "softmax_pair":
+        r1, r2 = 1 << max(4, (d - 1).bit_length()), 0
+    f1, f2 = (r1, r1) if spec.feature_map == "softmax_pair" else (r1, r2)
+    v1, v2 = split_width(dv)
+    return {"D": d, "R1": r1, "R2": r2, "F1": f1, "F2": f2, "DV": dv, "V1": v1, "V2": v2}
+
+
+def precisions(dtype: torch.dtype) -> dict[str, str]:
+    """Of token dots (float32 tokens only) and of D x D products: tf32 is enough where the result is rounded to bf16."""
+    return {"PREC": "tf32x3", "MID": "tf32" if dtype == torch.bfloat16 else "tf32x3"}
+
+
+def alignment(*tensors: Tensor) -> int:
+    """The number of elements, at most 16 bytes, that divides every stride and start of a row: loads are that wide."""
+    size = tensors[0].element_size()
+    units = 16 // size
+    for x in tensors:
+        for stride in (*x.stride()[:3], x.data_ptr() // size):
+            units = math.gcd(units, stride)
+    return units
+
+
+def strides(x: Tensor, units: int) -> tuple[int, int, int]:
+    """(batch, token, head) strides in `units` elements."""
+    return x.stride(0) // units, x.stride(1) // units, x.stride(2) // units

@@ -1,0 +1,319 @@
+"""The passes over tokens when a head is cut into several programs: reduce -> (combine) -> middle -> apply, forward and
+backward.
+
+`state` holds, per (batch, head) and in float32, the moments P [F, V], S, C [F, V], R, W [F, F] an operator needs and
+the vectors sum q, sum k [F], sum v [V], m1 [F], anchor [V]; OFF are their offsets in this order and K is the length.
+Every program writes its own partial sums, which `combine` adds in a fixed order: no atomics, the same bits every time.
+"""
+
+import triton
+import triton.language as tl
+
+from .algebra import centre_rows, scale_moments
+from .heads import at_head
+from .loops import read_out, sum_moments, sum_readout, write_grads
+from .tiles import axpy2, load4, load_vec, store4, store_vec, trans4, vecmat, zeros2
+
+NO_SPECIALIZE = [
+    "qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "N", "H", "G", "PARTS", "chunk", "heads", "scale", "ridge",
+    "eps", "n",
+]  # fmt: skip
+
+
+@triton.jit
+def place(H, PARTS):
+    """(batch, head, part) of this program; neighbouring programs read neighbouring heads of the same tokens."""
+    pid = tl.program_id(0)
+    return pid // (H * PARTS), pid % H, (pid // H) % PARTS
+
+
+@triton.jit
+def store_state(
+    state, m, sums, ORDER: tl.constexpr, SUMS: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+):  # fmt: skip
+    """Write the moments (natural orientation) and the token sums of one head."""
+    if ORDER != 2:
+        store4(state + OFF[0], m[0], FD, F1, F2, DV, V1, V2, DV, 1)
+    if ORDER == 2 or ORDER >= 4:
+        store4(state + OFF[1], m[1], FD, F1, F2, FD, F1, F2, FD, 1)
+    if ORDER == 2 or ORDER == 5:
+        store4(state + OFF[2], m[2], FD, F1, F2, DV, V1, V2, DV, 1)
+    if ORDER == 3 or ORDER == 5:
+        store4(state + OFF[3], m[3], FD, F1, F2, FD, F1, F2, FD, 1)
+    if ORDER >= 4:
+        store4(state + OFF[4], m[4], FD, F1, F2, FD, F1, F2, FD, 1)
+    if SUMS:
+        store_vec(state + OFF[5], sums[0], FD, F1, F2)
+        store_vec(state + OFF[6], sums[1], FD, F1, F2)
+        store_vec(state + OFF[7], sums[2], DV, V1, V2)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def reduce_moments(
+    q, k, v, state, qs, ks, vs, N, H, G, PARTS, chunk, heads, scale, ridge, ORDER: tl.constexpr, NORM: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr,
+    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
+    PREC: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    """Partial sums of one part of one head, state [PARTS, B * H, K]; FINAL (one part): scaled and centred at once."""
+    b, h, part = place(H, PARTS)
+    q = at_head(q, qs, b, h, ALIGN)
+    k = at_head(k, ks, b, h // G, ALIGN)
+    v = at_head(v, vs, b, h // G, ALIGN)
+    SUMS: tl.constexpr = NORM or MEAN or CENTER > 0
+    lo = part * chunk
+    hi = tl.minimum(lo + chunk, N)
+    m, sums, _, _ = sum_moments(
+        q, k, v, q, qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, qs[1] * ALIGN, lo, hi, ORDER, SUMS, False, FMAP == 0,
+        False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC,
+    )  # fmt: skip
+    if FMAP > 0:
+        m = (trans4(m[0]), m[1], trans4(m[2]), m[3], m[4])
+    if FINAL:
+        m = scale_moments(m, sums, scale, N.to(tl.float32), ridge, ORDER, CENTER, NORM, RIDGE, F1, F2, V2)
+    out = state + (part.to(tl.int64) * heads + b * H + h) * K
+    store_state(out, m, sums, ORDER, SUMS, OFF, FD, F1, F2, DV, V1, V2)
+
+
+@triton.jit
+def combine_section(
+    parts, out, step, PARTS, block, scale, n, ridge, START: tl.constexpr, LEN: tl.constexpr, COLS: tl.constexpr,
+    OA: tl.constexpr, OB: tl.constexpr, CENTRED: tl.constexpr, RIDGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[e] = scale (sum over parts - sum a[i] sum b[j] / n) + ridge [i = j] for BLOCK elements e = i COLS + j of a
+    section."""
+    e = block * BLOCK + tl.arange(0, BLOCK)
+    live = e < LEN
+    total = tl.zeros([BLOCK], tl.float32)
+    a = tl.zeros([BLOCK], tl.float32)
+    b = tl.zeros([BLOCK], tl.float32)
+    for part in range(PARTS):
+        p = parts + (tl.full([], 0, tl.int64) + part) * step
+        total += tl.load(p + START + e, mask=live, other=0.0)
+        if CENTRED:
+            a += tl.load(p + OA + e // COLS, mask=live, other=0.0)
+            b += tl.load(p + OB + e % COLS, mask=live, other=0.0)
+    if CENTRED:
+        total -= a * b / n
+    total *= scale
+    if RIDGE:
+        total += tl.where(e // COLS == e % COLS, ridge, 0.0)
+    tl.store(out + START + e, total, mask=live)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def combine(
+    parts, state, PARTS, heads, scale, n, ridge, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr,
+    RIDGE: tl.constexpr, SUMS: tl.constexpr, FD: tl.constexpr, DV: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the parts [PARTS, B * H, K] of `reduce_moments` in order; scale, centre and ridge the moments."""
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
+    p = parts + head * K
+    o = state + head * K
+    step = heads * K
+    FF: tl.constexpr = FD * FD
+    FV: tl.constexpr = FD * DV
+    KEY: tl.constexpr = CENTER >= 1
+    BOTH: tl.constexpr = CENTER == 2
+    if ORDER != 2:
+        combine_section(
+            p, o, step, PARTS, block, scale, n, ridge, OFF[0], FV, DV, OFF[6], OFF[7], KEY or NORM, False, BLOCK
+        )
+    if ORDER == 2 or ORDER >= 4:
+        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[1], FF, FD, OFF[6], OFF[6], KEY, RIDGE, BLOCK)
+    if ORDER == 2 or ORDER == 5:
+        combine_section(
+            p, o, step, PARTS, block, scale, n, ridge, OFF[2], FV, DV, OFF[5], OFF[7], BOTH or NORM, False, BLOCK
+        )
+    if ORDER == 3 or ORDER == 5:
+        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[3], FF, FD, OFF[6], OFF[5], KEY, RIDGE, BLOCK)
+    if ORDER >= 4:
+        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[4], FF, FD, OFF[5], OFF[5], BOTH, False, BLOCK)
+    if SUMS:
+        combine_section(p, o, step, PARTS, block, 1.0, n, ridge, OFF[5], 2 * FD + DV, 1, 0, 0, False, False, BLOCK)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def apply(
+    q, o, state, matrix, qs, os, N, H, PARTS, chunk, eps, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
+    K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """o = q M for one part of one head; matrix [B * H, F, V] is in the dtype of the tokens."""
+    b, h, part = place(H, PARTS)
+    head = (b * H + h).to(tl.int64)
+    state += head * K
+    lo = part * chunk
+    m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
+    m1 = zeros2(F1, F2)
+    row = zeros2(V1, V2)
+    n = N.to(tl.float32)
+    if NORM:
+        m1 = load_vec(state + OFF[8], FD, F1, F2)
+        row = load_vec(state + OFF[9], DV, V1, V2)
+    if MEAN:
+        row = axpy2(row, 1.0 / n, load_vec(state + OFF[7], DV, V1, V2), V2)
+    if CENTER == 2:
+        row = axpy2(row, -1.0 / n, vecmat(load_vec(state + OFF[5], FD, F1, F2), m, F2, V2), V2)
+    read_out(
+        at_head(q, qs, b, h, ALIGN), at_head(o, os, b, h, ALIGN), qs[1] * ALIGN, os[1] * ALIGN, lo,
+        tl.minimum(lo + chunk, N), m, m1, row, eps, NORM, MEAN or CENTER == 2, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN,
+        PREC,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def reduce_readout(
+    q, g, state, matrix, out, qs, gs, N, H, PARTS, chunk, heads, eps, NORM: tl.constexpr, SUMS: tl.constexpr,
+    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
+    K: tl.constexpr, KG: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Partial dM' [V, F], dm1 [F], sum g [V] of one part of one head -> out [PARTS, B * H, KG]."""
+    b, h, part = place(H, PARTS)
+    head = (b * H + h).to(tl.int64)
+    lo = part * chunk
+    m = zeros2(16, 0)
+    m1 = zeros2(F1, F2)
+    vbar = zeros2(V1, V2)
+    if NORM:
+        vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
+        m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
+        m1 = load_vec(state + head * K + OFF[8], FD, F1, F2)
+    dm, dm1, sg = sum_readout(
+        at_head(q, qs, b, h, ALIGN), at_head(g, gs, b, h, ALIGN), qs[1] * ALIGN, gs[1] * ALIGN, lo,
+        tl.minimum(lo + chunk, N), m, m1, vbar, eps, NORM, SUMS, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC,
+    )  # fmt: skip
+    out += (part.to(tl.int64) * heads + head) * KG
+    store4(out, dm, DV, V1, V2, FD, F1, F2, FD, 1)
+    if NORM:
+        store_vec(out + DV * FD, dm1, FD, F1, F2)
+    if SUMS:
+        store_vec(out + DV * FD + FD, sg, DV, V1, V2)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def add_parts(parts, out, PARTS, heads, LEN: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """out [B * H, K] = the sum over parts, in order, of the first LEN elements of parts [PARTS, B * H, K]."""
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
+    combine_section(
+        parts + head * K, out + head * K, heads * K, PARTS, block, 1.0, 1.0, 0.0, 0, LEN, 1, 0, 0, False, False, BLOCK
+    )
+
+
+@triton.jit
+def load_weights(
+    w, ORDER: tl.constexpr, WOFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr,
+):  # fmt: skip
+    """(WP', WS, WC', WR', WW) as far as the order has them; the others repeat one that it has."""
+    if ORDER == 2:
+        wc = load4(w + WOFF[2], DV, V1, V2, FD, F1, F2, FD, 1)
+        ws = load4(w + WOFF[1], FD, F1, F2, FD, F1, F2, FD, 1)
+        out = (wc, ws, wc, ws, ws)
+    else:
+        wp = load4(w + WOFF[0], DV, V1, V2, FD, F1, F2, FD, 1)
+        ws = wp
+        wc = wp
+        wr = wp
+        ww = wp
+        if ORDER >= 4:
+            ws = load4(w + WOFF[1], FD, F1, F2, FD, F1, F2, FD, 1)
+            ww = load4(w + WOFF[4], FD, F1, F2, FD, F1, F2, FD, 1)
+        if ORDER == 5:
+            wc = load4(w + WOFF[2], DV, V1, V2, FD, F1, F2, FD, 1)
+        if ORDER == 3 or ORDER == 5:
+            wr = load4(w + WOFF[3], FD, F1, F2, FD, F1, F2, FD, 1)
+        out = (wp, ws, wc, wr, ww)
+    return out
+
+
+@triton.jit
+def part_grads(
+    tokens, grads, tn, gn, lo, hi, n, eps, state, matrix, weights, rows, PART: tl.constexpr, ORDER: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
+    R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    FD: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr, ROWS_DONE: tl.constexpr, BN: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """Load the weights of one part of the gradients and write it for tokens lo..hi."""
+    ROW: tl.constexpr = NORM or MEAN or CENTER > 0
+    mt = trans4(load4(matrix, FD, F1, F2, DV, V1, V2, DV, 1))
+    m1 = zeros2(F1, F2)
+    vbar = zeros2(V1, V2)
+    if NORM:
+        m1 = load_vec(state + OFF[8], FD, F1, F2)
+        vbar = load_vec(state + OFF[9], DV, V1, V2)
+    w = load_weights(weights, ORDER, WOFF, FD, F1, F2, DV, V1, V2)
+    row = (zeros2(F1, F2), zeros2(F1, F2), zeros2(V1, V2))
+    if ROW:
+        row = (load_vec(rows, FD, F1, F2), load_vec(rows + FD, FD, F1, F2), load_vec(rows + 2 * FD, DV, V1, V2))
+    if (CENTER > 0 or NORM) and not ROWS_DONE:
+        sums = (
+            load_vec(state + OFF[5], FD, F1, F2),
+            load_vec(state + OFF[6], FD, F1, F2),
+            load_vec(state + OFF[7], DV, V1, V2),
+        )
+        row = centre_rows(w, sums, row[0], row[1], row[2], n, ORDER, CENTER, NORM, F2, V2)
+    write_grads(
+        tokens[0], tokens[1], tokens[2], tokens[3], grads[0], grads[1], grads[2], tn[0], tn[1], tn[2], tn[3], gn[0],
+        gn[1], gn[2], lo, hi, mt, m1, vbar, w, row, eps, PART, ORDER, NORM, ROW, FMAP, D, R1, R2, F1, F2, DV, V1, V2,
+        BN, PREC,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def apply_grads(
+    q, k, v, g, dq, dk, dv, state, matrix, weights, rows, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, PARTS, chunk, eps,
+    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, ROLES: tl.constexpr, ROWS_DONE: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dv of one part of one head from the weights [B * H, KW] of `middle_grads` at WOFF and rows
+    [B * H, 2 F + V].
+
+    ROLES = 2: neighbouring programs write dq, and dk with dv, of the same tokens: half the weights stay resident in
+    each. ROWS_DONE: `head_weights` has centred the rows already.
+    """
+    pid = tl.program_id(0) // ROLES
+    h = pid % H
+    part = (pid // H) % PARTS
+    b = pid // (H * PARTS)
+    head = (b * H + h).to(tl.int64)
+    lo = part * chunk
+    hi = tl.minimum(lo + chunk, N)
+    n = N.to(tl.float32)
+    tokens = (
+        at_head(q, qs, b, h, ALIGN), at_head(k, ks, b, h // G, ALIGN), at_head(v, vs, b, h // G, ALIGN),
+        at_head(g, gs, b, h, ALIGN),
+    )  # fmt: skip
+    grads = (at_head(dq, dqs, b, h, ALIGN), at_head(dk, dks, b, h, ALIGN), at_head(dv, dvs, b, h, ALIGN))
+    tn = (qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN)
+    gn = (dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN)
+    state += head * K
+    matrix += head * FD * DV
+    weights += head * KW
+    rows += head * (2 * FD + DV)
+    if ROLES == 1:
+        part_grads(
+            tokens, grads, tn, gn, lo, hi, n, eps, state, matrix, weights, rows, 0, ORDER, NORM, CENTER, MEAN, FMAP, D,
+            R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+        )  # fmt: skip
+    elif tl.program_id(0) % 2 == 0:
+        part_grads(
+            tokens, grads, tn, gn, lo, hi, n, eps, state, matrix, weights, rows, 1, ORDER, NORM, CENTER, MEAN, FMAP, D,
+            R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+        )  # fmt: skip
+    else:
+        part_grads(
+            tokens, grads, tn, gn, lo, hi, n, eps, state, matrix, weights, rows, 2, ORDER, NORM, CENTER, MEAN, FMAP, D,
+            R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+        )  # fmt: skip

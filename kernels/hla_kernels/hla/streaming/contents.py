@@ -1,0 +1,84 @@
+"""Which tensors a state holds, and their shapes, from the operator, its options and the sizes of the call.
+
+One table for what the operators write (`causal`, `stream`) and what `checks` accepts: a state with another set of names
+or other groups is not the state of that call, and broadcasting would hide it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...options import Options, is_paper, needs_ones
+from ...state import summaries_of
+from ..moments import FACTORS, MOMENTS, sum_names
+
+Shape = tuple[int, ...]
+
+
+class Sizes(NamedTuple):
+    """B, Hk, G, D, Dv of a call and the two head axes (1 or Hk, 1 or G) of its decay."""
+
+    batch: int
+    key_heads: int
+    group: int
+    d: int
+    dv: int
+    decay_heads: tuple[int, int] = (1, 1)
+
+
+# causal tensors: groups ("k": 1, or G with a decay per query head; "q": G; "1": 1), rows, columns. E is Dv plus the
+# column of ones; what a query enters has one entry per query head.
+CAUSAL = {
+    "P": ("k", "D", "E"), "S": ("k", "D", "D"), "F": ("q", "D", "E"), "E": ("q", "D", "E"), "C": ("q", "D", "E"),
+    "G": ("q", "D", "E"), "sum_q": ("q", "1", "D"), "sum_k": ("k", "1", "D"), "sum_v": ("k", "1", "E"),
+    "sum_r": ("q", "1", "E"), "C0": ("q", "D", "E"), "R": ("q", "D", "D"), "X0": ("q", "D", "E"),
+    "Y0": ("q", "D", "D"), "W": ("q", "D", "D"), "S0": ("1", "D", "D"),
+}  # fmt: skip
+STAGES = {"linear_attention": ("P",), "hla2": ("S", "F"), "ahla": ("P", "E"), "hla3": ("S", "P", "F")}
+PAPER_STAGES = ("S", "C", "G")
+
+
+def contents(op: str, options: Options, sizes: Sizes, summaries: bool = False) -> dict[str, Shape]:
+    """Names and shapes [B, Hk, 1 or G, rows, columns] of the tensors in a state of `op`; `summaries` adds those of a
+    mergeable causal state."""
+    if options.causal:
+        return _causal(op, options, sizes, summaries)
+    return _two_sided(op, options, sizes)
+
+
+def _causal(op: str, options: Options, sizes: Sizes, summaries: bool) -> dict[str, Shape]:
+    names = [*_causal_sums(op, options), *(PAPER_STAGES if is_paper(op, options) else STAGES[op])]
+    names += summaries_of(op, options) if summaries else ()
+    width = {"D": sizes.d, "E": sizes.dv + needs_ones(options), "1": 1}
+    groups = {"q": sizes.group, "k": sizes.decay_heads[1], "1": 1}
+    out: dict[str, Shape] = {}
+    for name in names:
+        group, rows, columns = CAUSAL[name]
+        out[name] = (sizes.batch, sizes.key_heads, groups[group], width[rows], width[columns])
+    if options.mean_path or options.center is not None:
+        out["weight"] = (1, *sizes.decay_heads, 1, 1)
+    if options.decay is not None:
+        out["gamma"] = (1, *sizes.decay_heads, 1, 1)
+    return out
+
+
+def _causal_sums(op: str, options: Options) -> list[str]:
+    """Running sums: queries and keys for centring, and what a centred stage or the mean path averages."""
+    names = ["sum_q"] if options.center == "qk" else []
+    centred = options.center is not None
+    names += ["sum_k"] if centred else []
+    names += ["sum_v"] if options.mean_path or (centred and op != "hla2") else []
+    return names + (["sum_r"] if centred and op == "ahla" else [])
+
+
+def _two_sided(op: str, options: Options, sizes: Sizes) -> dict[str, Shape]:
+    width = {"q": sizes.d, "k": sizes.d, "v": sizes.dv}
+    out: dict[str, Shape] = {}
+    for name in MOMENTS[op]:
+        a, b = FACTORS[name]
+        group = sizes.group if "q" in (a, b) else 1
+        out[name] = (sizes.batch, sizes.key_heads, group, width[a], width[b])
+    for name in sum_names(op, options):
+        token = name.removeprefix("sum_")
+        out[name] = (sizes.batch, sizes.key_heads, sizes.group if token == "q" else 1, 1, width[token])
+    return out
