@@ -21,7 +21,9 @@ def quality(result: dict) -> str:
     for row in result["rows"]:
         groups.setdefault(tuple(row[name] for name in GROUP), []).append(row)
     lines = [f"| {' | '.join(GROUP)} | mean (lowest to highest) | seeds | seconds |", "|---" * (len(GROUP) + 3) + "|"]
-    for key, rows in groups.items():
+    for key, rows in sorted(
+        groups.items(), key=lambda group: group[0][0]
+    ):  # stable: mixers stay in the order of the file
         values = [row["value"] for row in rows]
         spread = f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
         wall = statistics.mean(row["wall_s"] for row in rows)
