@@ -4,30 +4,24 @@
     split   reduce -> combine -> middle -> apply, several programs a head     few heads, many tokens, wide heads
 
 Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D),
-heads, split, middle, plan (the static table), launch. Equations in `hla_kernels.hla`; why it is built so in the kernel
-study.
+heads, split, middle, plan (the static table), launch. Equations in `hla_kernels.hla`. Triton is imported by the first
+call of `forward` or `backward`: whether a call could run is answered without it.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import plan
-from .launch import (
-    Call,
-    Saved,
-    coefficients_grad,
-    group_sum,
-    head_backward_call,
-    head_forward_call,
-    split_backward_call,
-    split_forward_call,
-    two_step_backward_call,
-)
 from .spec import DTYPES, MAX_D, MIN_D, Spec
 
-__all__ = ["Saved", "Spec", "backward", "forward", "why_not"]
+if TYPE_CHECKING:
+    from .launch import Saved
+
+__all__ = ["Spec", "backward", "forward", "why_not"]
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
@@ -53,6 +47,8 @@ def forward(
 ) -> tuple[Tensor, Saved | None]:
     """o [B, N, H, Dv] contiguous from q [B, N, H, D], k, v [B, N, Hk, .]; with `save` what the split backward needs,
     if split."""
+    from .launch import Call, head_forward_call, split_forward_call
+
     call = Call(spec, q, k, v, coefficients)
     o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     if plan.use_heads(spec, call.w, call.bh, call.n):
@@ -74,18 +70,21 @@ def backward(
 ) -> Tensor | None:
     """Write dq, dk, dv into `outs` (any strides with contiguous last dimension); returns d coefficients [H, 4] or
     None."""
-    call = Call(spec, q, k, v, coefficients)
+    from . import launch
+
+    call = launch.Call(spec, q, k, v, coefficients)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
     full = outs
     if call.g > 1:  # per query head first, then summed over groups
-        full = (outs[0], *(call.buffer(*q.shape[:3], x.shape[3], dtype=torch.float32) for x in outs[1:]))
+        dk, dv = (call.buffer(*q.shape[:3], x.shape[3], dtype=torch.float32) for x in outs[1:])
+        full = (outs[0], dk, dv)
     path = "split" if saved is not None else plan.backward_path(spec, call.w, call.bh, call.n)
     if path != "split":
         dc = None if coefficients is None else call.buffer(call.b, call.h, 1, 4)
-        (head_backward_call if path == "heads" else two_step_backward_call)(call, grad, full, dc)
+        (launch.head_backward_call if path == "heads" else launch.two_step_backward_call)(call, grad, full, dc)
     else:
-        dc = split_backward_call(call, grad, full, saved)
+        dc = launch.split_backward_call(call, grad, full, saved)
     if call.g > 1:
         for x, out in zip(full[1:], outs[1:], strict=True):
-            group_sum(x, out, call.g)
-    return None if dc is None else coefficients_grad(call, dc)
+            launch.group_sum(x, out, call.g)
+    return None if dc is None else launch.coefficients_grad(call, dc)

@@ -1,8 +1,8 @@
 """The D x D algebra of one head in registers: scaled and centred moments -> operator -> weights of the token gradients.
 
 All in float32. Blocks as in `tiles`; P, C and M are [F, V], the gradient of M comes transposed, dM' [V, F], because
-every product below then has an accumulator as it is for operand A (a transposed accumulator as operand A is a known
-miscompile, kernels.md 1.4). c = (c1, c2, c3, c4) are the coefficients of `polynomial`; the other orders use none.
+every product below then has an accumulator as it is for operand A (a transposed accumulator as operand A was
+miscompiled by Triton). c = (c1, c2, c3, c4) are the coefficients of `polynomial`; the other orders use none.
 """
 
 import triton

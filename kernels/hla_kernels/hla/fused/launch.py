@@ -256,6 +256,7 @@ def two_step_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Te
 
 def coefficients_grad(call: Call, parts: Tensor) -> Tensor:
     """d coefficients [H, 4] from parts [B, H, blocks, 4]."""
+    assert call.coefficients is not None
     out = torch.empty_like(call.coefficients, memory_format=torch.contiguous_format)
     sum_coefficients[(call.h,)](parts, out, call.b, call.h, parts.numel() // (call.bh * 4), WIDTH=128)
     return out

@@ -174,7 +174,7 @@ def outer4(acc, x, y, X2: tl.constexpr, Y2: tl.constexpr, PREC: tl.constexpr):
     """acc + x'y over the tokens of a tile, block 21 kept transposed until `outer4_end`: 64 rows make it a wgmma, 16
     would not.
 
-    Transformed tiles belong in y (kernels.md: operand A stays raw).
+    Transformed tiles belong in y (operand A stays as it was loaded).
     """
     a11, a12, a21, a22 = acc
     a11 = tl.dot(tl.trans(x[0]), y[0], a11, input_precision=PREC)

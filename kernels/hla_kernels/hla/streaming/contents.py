@@ -49,7 +49,8 @@ def contents(op: str, options: Options, sizes: Sizes, summaries: bool = False) -
 def _causal(op: str, options: Options, sizes: Sizes, summaries: bool) -> dict[str, Shape]:
     names = [*_causal_sums(op, options), *(PAPER_STAGES if is_paper(op, options) else STAGES[op])]
     names += summaries_of(op, options) if summaries else ()
-    width = {"D": sizes.d, "E": sizes.dv + needs_ones(options), "1": 1}
+    # a number: dynamo of torch 2.11 cannot add a bool to a symbolic size
+    width = {"D": sizes.d, "E": sizes.dv + (1 if needs_ones(options) else 0), "1": 1}
     groups = {"q": sizes.group, "k": sizes.decay_heads[1], "1": 1}
     out: dict[str, Shape] = {}
     for name in names:

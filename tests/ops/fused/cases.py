@@ -1,0 +1,69 @@
+"""Inputs, the float64 truth and the forced paths of the tests of the Triton forms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hla_kernels.hla import fused
+from hla_kernels.hla.fused import Spec, plan
+from hla_kernels.hla.two_sided import evaluate
+from hla_kernels.options import Options
+
+
+def truth(spec: Spec, tokens: list[Tensor], grad: Tensor, coefficients: Tensor | None) -> list[Tensor]:
+    """o, dq, dk, dv (and d coefficients) of the torch form in float64 through autograd."""
+    q, k, v = (x.detach().double().requires_grad_() for x in tokens)
+    c = None if coefficients is None else coefficients.detach().double().requires_grad_()
+    options = Options(
+        False, spec.feature_map, spec.normalize, spec.center, spec.mean_path, None, "cascade", spec.ridge, spec.scale,
+        spec.eps,
+    )  # fmt: skip
+    y = evaluate(spec.op, q, k, v, c, options)
+    return [y.detach(), *torch.autograd.grad(y, [q, k, v] + ([c] if c is not None else []), grad.double())]
+
+
+def poison(patch) -> None:
+    """Every buffer starts as NaN: what is not written is seen."""
+    empty, empty_like = torch.empty, torch.empty_like
+    patch.setattr(torch, "empty", lambda *a, **k: _nan(empty(*a, **k)))
+    patch.setattr(torch, "empty_like", lambda *a, **k: _nan(empty_like(*a, **k)))
+
+
+def _nan(x: Tensor) -> Tensor:
+    return x.fill_(float("nan")) if x.is_floating_point() else x
+
+
+def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
+    """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer."""
+    with monkeypatch.context() as patch:
+        poison(patch)
+        patch.setattr(plan, "use_heads", lambda *a: path != "split")
+        patch.setattr(plan, "backward_path", lambda *a: path)
+        outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens)
+        if packed:
+            b, n, h, d = tokens[0].shape
+            outs = torch.empty(b, n, 3, h, d, dtype=tokens[0].dtype).unbind(2)
+        o, saved = fused.forward(*tokens, coefficients, spec, save=save)
+        dc = fused.backward(grad, *tokens, coefficients, spec, outs, saved)
+    return [o, *outs] + ([] if dc is None else [dc])
+
+
+def make(spec: Spec, n: int, d: int, dv: int, heads: tuple[int, int], dtype: torch.dtype, layout: str = "packed"):
+    """tokens, the output's gradient and coefficients. Layouts: views of a packed qkv (as many key heads, D = Dv),
+    contiguous, or "strided": [B, H, N, D] seen as [B, N, H, D]."""
+    torch.manual_seed(n + d)
+    (h, hk), batch = heads, 2
+    if layout == "packed":
+        tokens = list(torch.randn(batch, n, 3, h, d).to(dtype).unbind(2))
+    else:
+        tokens = [torch.randn(batch, n, heads_, w).to(dtype) for heads_, w in ((h, d), (hk, d), (hk, dv))]
+        if layout == "strided":
+            tokens = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tokens]
+    grad = torch.randn(batch, n, h, dv).to(dtype)
+    return tokens, grad, torch.randn(h, 4) if spec.op == "polynomial" else None
+
+
+def relative_error(x: Tensor, y: Tensor) -> float:
+    """|x - y| / |y|; NaN when anything was not written."""
+    return ((x.double() - y).norm() / y.norm().clamp_min(1e-30)).item()

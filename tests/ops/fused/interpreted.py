@@ -1,0 +1,73 @@
+"""Triton forms against float64 in Triton's interpreter. Not collected: `test_interpreter` runs it in its own process.
+
+The error is that of rounding inputs of tile products and outputs once: the interpreter computes in float32.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hla_kernels.hla.fused import Spec, plan
+from tests.ops.fused.cases import make, relative_error, run, truth
+
+OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial")
+PLAIN = {}
+ANCHORED = {"center": "k", "mean_path": True}
+RELU_QK = {"center": "qk", "feature_map": "relu", "mean_path": True}
+RIDGE = {"ridge": 0.3, "center": "qk", "scale": 0.05}
+SCALE = {"scale": 0.2}
+# op, options, path, N, D, Dv, heads, dtype, layout
+HALF, FULL = torch.float16, torch.float32
+CASES = [
+    ("linear_attention", PLAIN, "heads", 37, 16, 16, (2, 2), FULL, "packed"),
+    ("linear_attention", ANCHORED, "split", 37, 40, 40, (2, 2), HALF, "packed"),
+    ("linear_attention", RELU_QK, "two_step", 37, 64, 64, (2, 2), HALF, "strided"),
+    ("linear_attention", SCALE, "split", 33, 72, 40, (2, 1), FULL, "contiguous"),
+    ("hla2", PLAIN, "split", 37, 128, 128, (1, 1), HALF, "packed"),
+    ("hla2", ANCHORED, "heads", 37, 64, 64, (2, 2), HALF, "packed"),
+    ("hla2", RELU_QK, "split", 37, 72, 72, (2, 2), FULL, "strided"),
+    ("hla2", RIDGE, "two_step", 33, 40, 40, (2, 2), FULL, "packed"),
+    ("hla2", SCALE, "split", 33, 16, 48, (4, 2), FULL, "contiguous"),
+    ("ahla", PLAIN, "two_step", 37, 64, 64, (2, 2), HALF, "packed"),
+    ("ahla", ANCHORED, "split", 37, 72, 72, (2, 2), HALF, "packed"),
+    ("ahla", RELU_QK, "heads", 37, 40, 16, (4, 2), FULL, "contiguous"),
+    ("ahla", RIDGE, "split", 33, 16, 16, (2, 2), FULL, "strided"),
+    ("hla3", PLAIN, "split", 37, 72, 72, (1, 1), HALF, "packed"),
+    ("hla3", ANCHORED, "two_step", 37, 40, 40, (2, 2), FULL, "packed"),
+    ("hla3", RELU_QK, "split", 37, 64, 64, (2, 2), HALF, "strided"),
+    ("hla3", RIDGE, "heads", 33, 16, 16, (2, 1), FULL, "contiguous"),
+    ("polynomial", PLAIN, "heads", 37, 16, 16, (2, 2), FULL, "packed"),
+    ("polynomial", RELU_QK, "split", 37, 40, 40, (2, 2), FULL, "strided"),
+]
+# largest measured: float32 1e-5, float16 5e-4 (its eps is 1e-3)
+TOLERANCE = {FULL: 3e-5, HALF: 1e-3}
+
+
+def check(got, expected, tolerance):
+    errors = [relative_error(x, y) for x, y in zip(got, expected, strict=True)]
+    assert all(e <= tolerance for e in errors), errors
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(x) for x in (c[0], *c[1].values(), c[2], c[4])))
+def test_matches_float64(monkeypatch, case):
+    op, options, path, n, d, dv, heads, dtype, layout = case
+    spec = Spec(op, **options)
+    inputs = make(spec, n, d, dv, heads, dtype, layout)
+    got = run(monkeypatch, spec, *inputs, path, save=layout != "contiguous", packed=layout == "packed")
+    check(got, truth(spec, *inputs), TOLERANCE[dtype])
+
+
+def test_several_parts_of_a_head(monkeypatch):
+    monkeypatch.setattr(plan, "reduce_parts", lambda heads, n, bn: (-(-n // 64), 64))
+    spec = Spec("hla2", center="k", mean_path=True)
+    inputs = make(spec, 197, 32, 32, (1, 1), FULL)
+    first, second = (run(monkeypatch, spec, *inputs, "split", True, True) for _ in range(2))
+    check(first, truth(spec, *inputs), TOLERANCE[FULL])
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_two_tokens(monkeypatch):
+    spec = Spec("hla3")
+    inputs = make(spec, 2, 32, 32, (2, 2), FULL)
+    check(run(monkeypatch, spec, *inputs, "heads", True, True), truth(spec, *inputs), TOLERANCE[FULL])

@@ -1,0 +1,36 @@
+"""What the Triton forms refuse, asked without importing Triton."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import hla_kernels as hk
+from hla_kernels.hla import fused
+from hla_kernels.hla.fused import Spec
+
+
+def test_why_not_names_what_is_missing():
+    q = torch.randn(1, 4, 2, 8)
+    assert "D = 8" in fused.why_not(q, q, q, Spec("hla2"))
+    q = torch.randn(1, 4, 2, 32, dtype=torch.float64)
+    assert "float64" in fused.why_not(q, q, q, Spec("hla2"))
+    q = torch.randn(1, 4, 32, 2).transpose(2, 3)
+    assert "contiguous" in fused.why_not(q, q, q, Spec("hla2"))
+    q = torch.randn(1, 4, 2, 128)
+    assert "shared memory" in fused.why_not(q, q, q, Spec("hla2"))
+    assert fused.why_not(q.bfloat16(), q.bfloat16(), q.bfloat16(), Spec("hla2")) is None
+
+
+def test_answers_without_triton():
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from hla_kernels.hla import fused
+q = torch.randn(1, 4, 2, 32)
+assert fused.why_not(q, q, q, fused.Spec("hla2")) is None
+"""
+    env = {"PYTHONPATH": str(Path(hk.__file__).parents[1]), "PATH": ""}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env=env)
