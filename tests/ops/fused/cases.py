@@ -51,9 +51,9 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
 
 def make(spec: Spec, n: int, d: int, dv: int, heads: tuple[int, int], dtype: torch.dtype, layout: str = "packed"):
     """tokens, the output's gradient and coefficients. Layouts: views of a packed qkv (as many key heads, D = Dv),
-    contiguous, or "strided": [B, H, N, D] seen as [B, N, H, D]."""
+    contiguous, or "strided": [B, H, N, D] seen as [B, N, H, D], one sequence."""
     torch.manual_seed(n + d)
-    (h, hk), batch = heads, 2
+    (h, hk), batch = heads, 1 if layout == "strided" else 2
     if layout == "packed":
         tokens = list(torch.randn(batch, n, 3, h, d).to(dtype).unbind(2))
     else:

@@ -1,0 +1,88 @@
+"""Compile for sm_90a, without a GPU, exactly what a call would launch; print one JSON line per kernel.
+
+python offline_gate.py OP B H N D      (not under TRITON_INTERPRET: interpreted functions cannot be compiled)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hla_kernels.hla import fused
+from hla_kernels.hla.fused import Spec, launch
+
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+OPTIONS = ("num_warps", "num_stages")
+TOOL = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+
+
+class Recorder:
+    """Stands in for a kernel: kernel[grid](...) is kept instead of launched."""
+
+    calls: list = []  # noqa: RUF012
+
+    def __init__(self, fn):
+        self.fn = fn
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.calls.append((self.fn, args, kwargs))
+
+
+def type_of(x):
+    """The Triton type of a launch argument."""
+    if isinstance(x, torch.Tensor):
+        return TYPES[x.dtype]
+    if isinstance(x, tuple):
+        return tuple(type_of(y) for y in x)
+    return "fp32" if isinstance(x, float) else "i32"
+
+
+def compile_call(fn, args, kwargs) -> dict:
+    """Registers, stack bytes and shared memory of one recorded launch."""
+    kwargs = dict(kwargs)
+    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+    given = dict(zip(fn.arg_names, args, strict=False))
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(fn.arg_names):
+        if name in kwargs or given[name] is None:
+            signature[name], constants[(i,)] = "constexpr", kwargs.get(name)
+            continue
+        signature[name] = type_of(given[name])
+        if isinstance(given[name], torch.Tensor):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return {"kernel": fn.__name__, "registers": int(registers), "stack": int(stack), "shared": compiled.metadata.shared}
+
+
+def main(op: str, b: int, h: int, n: int, d: int) -> None:
+    """Record a forward and a backward of packed bf16 tokens, then compile each launch."""
+    for name, kernel in vars(launch).copy().items():
+        if hasattr(kernel, "arg_names"):
+            setattr(launch, name, Recorder(kernel))
+    qkv = torch.empty(b, n, 3, h, d, dtype=torch.bfloat16, device="meta")
+    grad = torch.empty(b, n, h, d, dtype=torch.bfloat16, device="meta")
+    c = torch.empty(h, 4, device="meta") if op == "polynomial" else None
+    q, k, v = qkv.unbind(2)
+    fused.forward(q, k, v, c, Spec(op))
+    fused.backward(grad, q, k, v, c, Spec(op), torch.empty_like(qkv).unbind(2))
+    for call in Recorder.calls:
+        print(json.dumps(compile_call(*call)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

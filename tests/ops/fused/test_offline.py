@@ -1,0 +1,31 @@
+"""The static table compiles for sm_90a within registers and shared memory; no GPU needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SHARED_LIMIT = 232448  # bytes a block may use on an H100 / H200
+STACK_LIMIT = 16  # bytes; Triton 3.6 spills nothing, 3.9 spills 8 bytes in the reduce of 72 columns
+GATE = Path(__file__).with_name("offline_gate.py")
+CASES = (("hla2", 256, 6, 197, 64), ("ahla", 64, 6, 1025, 64), ("ahla", 32, 16, 1024, 72), ("hla2", 2, 12, 32760, 128))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_spills(case, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, str(GATE), *map(str, case)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert kernels
+    assert [k for k in kernels if k["stack"] > STACK_LIMIT or k["shared"] > SHARED_LIMIT] == []
