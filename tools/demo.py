@@ -21,6 +21,7 @@ from zoo.eval.demo import write_report
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "vit"
 USAGE = "usage: demo.py [key=value ...]"
+MARK = ".demo"  # in a folder that this tool made and may replace
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,11 @@ def main(words: list[str]) -> dict[str, dict[str, Any]]:
         return {}
     settings, began = config.from_command_line(DemoSettings, words), time.perf_counter()
     out = Path(settings.out)
+    if out.exists() and any(out.iterdir()) and not (out / MARK).exists():
+        raise ValueError(f"{out} holds something else than a demo, which would be deleted; choose another out=FOLDER")
     shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    (out / MARK).touch()
     short = max(1, settings.epochs // 10)
     source = f"model.checkpoint={out}/softmax"
     train_vit.main([f"{CONFIGS}/digits_softmax.yaml", f"run.folder={out}/softmax", *epochs(settings.epochs)])

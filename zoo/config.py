@@ -9,6 +9,7 @@ sentence; `command_line` turns it into exit status 2 without a traceback.
 
 import dataclasses
 import inspect
+import os
 import re
 import sys
 import types
@@ -90,7 +91,9 @@ def to_tree(config: Any) -> Tree:
 
 def save(config: Any, path: Path) -> None:
     """Write the whole configuration, defaults included, as YAML."""
-    path.write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
+    os.replace(temporary, path)
 
 
 def differences(a: Any, b: Any, ignore: tuple[str, ...] = ()) -> list[str]:

@@ -43,7 +43,7 @@ def test_errors_are_one_sentence_and_status_two(name, words, sentence):
         ("convert", ["model.name=vit_tiny_patch16_224", "model.mixer=ahla"], "out=FOLDER"),
         ("convert", ["model.mixer=ahla", "out=x"], "model.name is empty"),
         ("convert", ["model.name=swin_tiny_patch4_window7_224", "model.mixer=ahla", "out={tmp}"], "(?i)swin"),
-        ("evaluate_imagenet", ["data.source=folder", "eval.models=[a]"], "data.val is empty"),
+        ("evaluate_imagenet", ["data.source=folder", "eval.models=[a]"], "there is no checkpoint a"),
         ("demo", ["epoch=3"], "Did you mean 'epochs'"),
     ],
 )
@@ -94,6 +94,10 @@ def test_demo_with_a_tiny_budget(tmp_path):
     report = (tmp_path / "demo" / "report.md").read_text()
     for name, row in rows.items():
         assert f"| {row['top1']:.1f} |" in report, name
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(ValueError, match=r"something else than a demo"):
+        demo.main([f"out={tmp_path}"])
+    assert (tmp_path / "mine.txt").exists()
     assert (tmp_path / "demo" / "demo.png").stat().st_size > 30_000
     for run in ("softmax", "softmax_more", "ahla", "poly"):
         assert (tmp_path / "demo" / run / "config.yaml").exists() and (tmp_path / "demo" / run / "curves.png").exists()

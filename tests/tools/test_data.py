@@ -11,6 +11,7 @@ from PIL import Image
 
 from zoo.data import BatchPlan, CachedImages, InputSpec, LoadedImages, check_unreadable, open_source, open_sources
 from zoo.data.settings import AugmentSettings, DataSettings
+from zoo.data.sources import Unreadable
 from zoo.data.transforms import check_cacheable
 from zoo.train.loop import Trainer
 
@@ -113,12 +114,28 @@ def test_unreadable_images_are_replaced_counted_and_limited(make_folder, tmp_pat
         assert [i for batch in evaluation for i in batch.unreadable()] == [7]
     data = {"source": "folder", "train": str(root), "val": str(root), "batch_size": 40}
     result = Trainer(tiny(tmp_path / "run", data=data)).train()
-    assert result["unreadable"] == 1 and result["images"] == 119
+    assert result["train_unreadable"] == 1 and result["unreadable"] == 1 and result["images"] == 119
     assert "skipped 1 unreadable images, such as number 7" in capfd.readouterr().out
     (root / "b" / "003.png").write_bytes(b"not an image")
     with pytest.raises(ValueError, match=r"2 of 120 images cannot be read; at most 1% may be unreadable"):
         Trainer(tiny(tmp_path / "run2", data=data)).train()
+    sound = str(make_folder({"a": 60, "b": 60}))
+    with pytest.raises(ValueError, match=r"2 of 120 images cannot be read"):  # in the validation set
+        Trainer(tiny(tmp_path / "run3", data={**data, "train": sound})).train()
     check_unreadable(1, 100)
+
+
+def test_links_to_nothing_and_rows_without_an_image_are_unreadable(make_folder, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    root = make_folder({"a": 3, "b": 3})
+    (root / "a" / "001.png").unlink()
+    (root / "a" / "001.png").symlink_to(tmp_path / "nowhere.png")
+    with pytest.raises(Unreadable):
+        open_source("folder", str(root), train=True).read(1)
+    table = pa.table({"image": [{"bytes": encoded(3), "path": None}, {"bytes": None, "path": None}], "label": [0, 1]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(Unreadable):
+        open_source("parquet", str(tmp_path / "rows.parquet"), train=True).read(1)
 
 
 @pytest.mark.parametrize(

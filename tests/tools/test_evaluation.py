@@ -177,10 +177,20 @@ def test_what_an_evaluation_refuses(two_runs, tmp_path, make_folder):
     with pytest.raises(ValueError, match=r"there is no checkpoint"):
         evaluate([tmp_path / "none"], tmp_path)
     images = str(make_folder({"a": 2, "b": 2}))
-    with pytest.raises(ValueError, match=r"has 10 classes, but the images have 2"):
+    with pytest.raises(ValueError, match=r"has the sub-folder 'a', which is none of the classes of the model"):
         evaluate([two_runs / "ahla"], tmp_path, data={"source": "folder", "val": images})
+    with pytest.raises(ValueError, match=r"there is no checkpoint .*none"):  # before the first model is run
+        evaluate([two_runs / "ahla", tmp_path / "none"], tmp_path)
     with pytest.raises(ValueError, match=r"not an ImageNet validation image"):
         evaluate([two_runs / "ahla"], tmp_path, eval={"real_labels": "timm"})
+
+
+def test_folders_are_matched_with_the_classes_of_the_model_by_name(tmp_path, make_folder):
+    train, val = make_folder({"1": 6, "2": 6, "3": 6}), make_folder({"2": 4, "3": 4})
+    data = {"source": "folder", "train": str(train), "val": str(train), "batch_size": 6}
+    Trainer(tiny(tmp_path / "run", data=data)).train()
+    rows, found, _ = evaluate([tmp_path / "run"], tmp_path, data={"source": "folder", "val": str(val)})
+    assert rows[0]["images"] == 8 and sorted(set(found[str(tmp_path / "run")].labels)) == [1, 2]
 
 
 def test_predictions_with_fewer_than_five_classes():

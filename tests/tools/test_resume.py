@@ -25,7 +25,7 @@ EVERYTHING = {  # whatever draws random numbers or keeps a state
         "kwargs": {"drop_path_rate": 0.2, "proj_drop_rate": 0.1},
     },
     "optim": {"ema": 0.99, "accumulate": 2, "mixer_lr": 3.0},
-    "distill": {"teacher": "source", "temperature": 2.0},
+    "distill": {"temperature": 2.0},
     "schedule": {"epochs": 4, "warmup_epochs": 1},
     "run": {"checkpoint_steps": 1, "keep": 2},
 }
@@ -33,7 +33,8 @@ EVERYTHING = {  # whatever draws random numbers or keeps a state
 
 def write_config(folder: Path) -> Path:
     file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump(config.merge(TINY, EVERYTHING)))
+    teacher = {"distill": {"teacher": str(folder / "teacher")}}
+    file.write_text(yaml.safe_dump(config.merge(config.merge(TINY, EVERYTHING), teacher)))
     return file
 
 
@@ -50,6 +51,7 @@ def wait_for_step(run: Path, step: int, process) -> None:
 
 
 def test_sigkill_and_resume_is_bit_identical(tmp_path):
+    Trainer(tiny(tmp_path / "teacher")).train()
     file = write_config(tmp_path)
     status, _, err = run_tool("train_vit", str(file), f"run.folder={tmp_path}/whole")
     assert status == 0, err

@@ -128,7 +128,8 @@ def test_new_parameters_get_their_own_rate_and_vectors_no_decay(tmp_path):
         for p in group["params"]:
             name = names[id(p)]
             assert group["lr_scale"] == (10.0 if ".mixer." in name else 1.0)
-            assert group["weight_decay"] == (0.0 if p.ndim <= 1 or name == "pos_embed" else 0.3)
+            exempt = p.ndim <= 1 or name == "pos_embed" or name.endswith(".coefficients")
+            assert group["weight_decay"] == (0.0 if exempt else 0.3)
     optimizer = create_optimizer(model, optim)
     schedule = create_schedule(optimizer, ScheduleSettings(epochs=10, warmup_epochs=2, warmup_lr=0.0, min_lr=0.0), 10)
     rates = []
@@ -190,6 +191,24 @@ def test_a_softmax_checkpoint_is_inherited_in_full(softmax_run, tmp_path):
         assert torch.equal(found[name], value)
     new = [name for name in found if name not in weights(softmax_run)]
     assert new and all(name.startswith("blocks.0.attn.mixer.") for name in new)
+
+
+def test_a_teacher_is_the_trained_source_or_refused(softmax_run, tmp_path):
+    source = {"teacher": "source"}
+    trainer = Trainer(tiny(tmp_path / "a", model={"checkpoint": str(softmax_run), "mixer": "la"}, distill=source))
+    taught = trainer.parts.objective.teacher.state_dict()
+    assert all(torch.equal(taught[name], value) for name, value in weights(softmax_run).items())
+    trainer.train()
+    for folder, model, reason in (
+        ("b", {"checkpoint": str(tmp_path / "a"), "mixer": "la"}, "already converted"),
+        ("c", {"mixer": "la"}, "random weights"),
+        ("d", {"checkpoint": str(softmax_run), "new_head": True}, "classifier is new"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            Trainer(tiny(tmp_path / folder, model=model, distill=source))
+    other = {"model": {"img_size": 16}, "distill": {"teacher": str(softmax_run)}}
+    with pytest.raises(ValueError, match=r"does not fit the run: its input"):
+        Trainer(tiny(tmp_path / "e", **other))
 
 
 def test_the_result_of_a_run_rebuilds_itself(softmax_run, tmp_path):

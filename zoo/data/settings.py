@@ -42,6 +42,9 @@ class DataSettings:
     def __post_init__(self) -> None:
         one_of("data.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset"))
         positive(data__batch_size=self.batch_size)
+        for name in ("mean", "std"):
+            if getattr(self, name) is not None and len(getattr(self, name)) != 3:
+                raise ValueError(f"data.{name} is three numbers, one a colour, got {getattr(self, name)}")
         if self.workers < 0:
             raise ValueError(f"data.workers must be 0 or more, got {self.workers}")
 
@@ -77,5 +80,8 @@ class AugmentSettings:
 
     def __post_init__(self) -> None:
         one_of("augment.crop", self.crop, ("resized", "padded", "none"))
+        for name in ("hflip", "smoothing", "erase", "mix_prob"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"augment.{name} must be in [0, 1], got {getattr(self, name)}")
         if len(self.scale) != 2:
             raise ValueError(f"augment.scale is two numbers, smallest and largest area, got {self.scale}")

@@ -5,9 +5,9 @@ Folders are read by timm; the rest by the `datasets` library, which gives every 
 repeated and continued. It copies parquet files and shards once into its cache folder.
 """
 
+import glob
 import io
 import os
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -120,7 +120,10 @@ class Folder:
         return len(self.reader)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        file, label = self.reader[index]
+        try:
+            file, label = self.reader[index]
+        except OSError as error:  # a dangling link, no permission
+            raise Unreadable(str(error)) from error
         with file:
             return decode(file), label
 
@@ -155,8 +158,11 @@ class Rows:
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         row = self.rows[int(index)]
-        image = row[self.image_key]
-        return decode(image["bytes"] or image["path"]), int(row[self.label_key])
+        image = row[self.image_key] or {}
+        content = image.get("bytes") or image.get("path")
+        if content is None:
+            raise Unreadable("the row holds no image")
+        return decode(content), int(row[self.label_key])
 
     def name(self, index: int) -> str:
         return str(self.rows[int(index)][self.image_key].get("path") or index)
@@ -170,7 +176,6 @@ def _load_rows(kind: str, where: str, train: bool) -> Any:
     if kind == "hf":
         name, _, split = where.partition(":")
         return datasets.load_dataset(name, split=split or ("train" if train else "validation"))
-    pattern = Path(where)
-    if not list(pattern.parent.glob(pattern.name)):
+    if not glob.glob(where, recursive=True):
         raise ValueError(f"there is no {kind} file {where}")
     return datasets.load_dataset(kind, data_files=where, split="train")  # one unnamed split is called train

@@ -81,10 +81,10 @@ def train_transform(spec: InputSpec, augment: AugmentSettings) -> Transform:
 
 def _fixed_scale(spec: InputSpec, augment: AugmentSettings) -> Transform:
     """Resize to the input size, then shift by padding (or not) and flip: the usual choice for 32 x 32 images."""
-    resize = T.Resize(spec.size, interpolation=str_to_interp_mode(spec.interpolation))
+    resize = T.Resize(max(spec.size), interpolation=str_to_interp_mode(spec.interpolation))  # of the shorter side
     steps: list[Any] = [resize, T.CenterCrop(spec.size)]
     if augment.crop == "padded":
-        steps = [resize, T.RandomCrop(spec.size, padding=augment.pad)]
+        steps.append(T.RandomCrop(spec.size, padding=augment.pad))
     return T.Compose([*steps, T.RandomHorizontalFlip(augment.hflip)])
 
 

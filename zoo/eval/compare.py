@@ -1,5 +1,6 @@
 """Evaluate several models side by side on the same images, each with its own transform."""
 
+import os
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,13 +26,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Candidate:
-    """A model to evaluate: how it was named, the network, its input and its mixer (empty for softmax)."""
+    """A model to evaluate: how it was named, the network, its input, and the names of its classes if it knows them."""
 
     name: str
     model: nn.Module
     spec: InputSpec
-    mixer: str
     num_classes: int
+    classes: list[str]
 
 
 def open_candidate(name: str, data: DataSettings) -> Candidate:
@@ -39,16 +40,41 @@ def open_candidate(name: str, data: DataSettings) -> Candidate:
     if timm.is_model(name.split(".")[0]) and not Path(name).exists():
         recipe = Recipe(name, num_classes=timm_classes(name))
         model = build_host(recipe, pretrained=True)
-        return Candidate(name, model, InputSpec.of(model, None, data), "", recipe.num_classes)
+        return Candidate(name, model, InputSpec.of(model, None, data), recipe.num_classes, [])
     model, recipe = load_model(name)
-    return Candidate(name, model, InputSpec.from_recipe(recipe.input, data), recipe.mixer, recipe.num_classes)
+    return Candidate(name, model, InputSpec.from_recipe(recipe.input, data), recipe.num_classes, recipe.classes)
 
 
-def open_validation(data: DataSettings) -> Source:
-    """The validation images; a folder whose sub-folders are numbers (ImageNet-V2) has those as its classes."""
+def open_validation(data: DataSettings, classes: list[str]) -> Source:
+    """The validation images. Sub-folders of a folder are matched by name with the `classes` of the models, if known.
+
+    Otherwise a folder whose sub-folders are numbers (ImageNet-V2) has those as its classes. Raises ValueError for a
+    sub-folder that is none of the classes.
+    """
     class_map = numeric_classes(data.val) if data.source == "folder" else None
+    if data.source == "folder" and classes and os.path.isdir(data.val):
+        folders = {entry.name for entry in os.scandir(data.val) if entry.is_dir()}
+        if folders <= set(classes):
+            class_map = {name: number for number, name in enumerate(classes)}
+        elif class_map is None:
+            unknown = sorted(folders - set(classes))
+            raise ValueError(f"{data.val} has the sub-folder {unknown[0]!r}, which is none of the classes of the model")
     keys = {"image_key": data.image_key, "label_key": data.label_key}
     return open_source(data.source, data.val, train=False, class_map=class_map, **keys)
+
+
+def open_candidates(settings: EvalSettings) -> tuple[list[Candidate], Source]:
+    """Every model and the images, before any work is done. Raises ValueError for what does not fit together."""
+    candidates = [open_candidate(name, settings.data) for name in settings.eval.models]
+    known = [candidate.classes for candidate in candidates if candidate.classes]
+    if any(classes != known[0] for classes in known):
+        raise ValueError("the models were trained on different classes, so that they cannot be compared on one set")
+    source = open_validation(settings.data, known[0] if known else [])
+    for candidate in candidates:
+        n = len(source.classes)
+        if n > candidate.num_classes or (n < candidate.num_classes and not candidate.classes):
+            raise ValueError(f"{candidate.name} has {candidate.num_classes} classes, but the images have {n}")
+    return candidates, source
 
 
 def compare(settings: EvalSettings) -> tuple[list[dict[str, Any]], dict[str, Predictions], list[str]]:
@@ -58,15 +84,13 @@ def compare(settings: EvalSettings) -> tuple[list[dict[str, Any]], dict[str, Pre
     """
     if not settings.eval.models:
         raise ValueError("say what to evaluate: eval.models=[RUN_FOLDER_OR_TIMM_NAME, ...]")
-    source = open_validation(settings.data)
+    candidates, source = open_candidates(settings)
     rows: list[dict[str, Any]] = []
     found: dict[str, Predictions] = {}
-    for name in settings.eval.models:
-        candidate = open_candidate(name, settings.data)
-        if candidate.num_classes != len(source.classes):
-            raise ValueError(f"{name} has {candidate.num_classes} classes, but the images have {len(source.classes)}")
+    for candidate in candidates:
+        name = candidate.name
         found[name] = run(candidate, source, settings)
-        row = csv_row(name, candidate.mixer, candidate.model, candidate.spec, found[name])
+        row = csv_row(name, candidate.model, candidate.spec, found[name])
         rows.append(row | _extra(found, name, source, settings))
     names = [source.name(int(i)) for i in found[settings.eval.models[0]].index]
     return rows, found, names

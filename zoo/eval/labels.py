@@ -3,6 +3,7 @@
 import json
 import os
 import pkgutil
+import re
 from pathlib import Path
 
 import numpy as np
@@ -51,12 +52,12 @@ def real_accuracy(top: np.ndarray, names: list[str], labels: list[list[int]]) ->
 def _image_number(name: str, n: int) -> int:
     """Position in the label list of a validation image, from its file name."""
     stem = os.path.basename(name).rsplit(".", 1)[0]
-    digits = stem.rsplit("_", 1)[-1]
-    if not (stem.startswith("ILSVRC2012_val_") and digits.isdigit() and 0 < int(digits) <= n):
+    match = re.fullmatch(r"ILSVRC2012_val_(\d+)(_n\d{8})?", stem)  # some copies append the class
+    if not match or not 0 < int(match[1]) <= n:
         raise ValueError(
             f"{name} is not an ImageNet validation image (ILSVRC2012_val_00000001.JPEG), so it has no ReaL labels"
         )
-    return int(digits) - 1
+    return int(match[1]) - 1
 
 
 def numeric_classes(root: str) -> dict[str, int] | None:

@@ -13,6 +13,7 @@ import timm
 import torch
 from torch import nn
 
+from zoo.backbones.checkpoints import sites_of
 from zoo.data.transforms import InputSpec
 from zoo.eval.accuracy import Predictions
 
@@ -32,7 +33,7 @@ CSV_COLUMNS = (
 )
 
 
-def csv_row(name: str, mixer: str, model: nn.Module, spec: InputSpec, found: Predictions) -> dict[str, Any]:
+def csv_row(name: str, model: nn.Module, spec: InputSpec, found: Predictions) -> dict[str, Any]:
     """The columns of timm's results files (accuracies in percent, param_count in millions), and the mixer."""
     summary = found.summary()
     return {
@@ -45,7 +46,7 @@ def csv_row(name: str, mixer: str, model: nn.Module, spec: InputSpec, found: Pre
         "param_count": round(sum(p.numel() for p in model.parameters()) / 1e6, 2),
         "crop_pct": spec.crop_pct,
         "interpolation": spec.interpolation,
-        "mixer": mixer or "softmax",
+        "mixer": "+".join(sorted({site.mixer_name for _, site in sites_of(model)})) or "softmax",
         "images": int(summary["images"]),
         "unreadable": int(summary["unreadable"]),
     }

@@ -35,7 +35,7 @@ class EvalOptions:
 class EvalSettings:
     """An evaluation. See the sections.
 
-    out: folder for results.csv, predictions.csv and comparison.json
+    out: folder for results.csv and predictions.csv
     """
 
     data: DataSettings = field(default_factory=DataSettings)

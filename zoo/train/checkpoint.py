@@ -31,6 +31,7 @@ def save_checkpoint(
         shutil.rmtree(left)
     final = folder / f"step-{step:08d}"
     temporary = Path(tempfile.mkdtemp(prefix="writing-", dir=folder))
+    temporary.chmod(0o755)  # mkdtemp makes it private
     save_weights(model, recipe, temporary / WEIGHTS)
     if ema is not None:
         save_weights(ema, recipe, temporary / EMA_WEIGHTS)

@@ -186,7 +186,9 @@ class Trainer:
         for prefix, model in models.items():
             found = predict(model, self.parts.val_images.evaluation(self.plan.part_size, **where), accelerator.autocast)
             sums = accelerator.reduce(found.sums().to(accelerator.device), "sum")
-            row |= {prefix + key: value for key, value in found.from_sums(sums).items()}
+            values = found.from_sums(sums)
+            check_unreadable(int(values["unreadable"]), int(values["images"] + values["unreadable"]))
+            row |= {prefix + key: value for key, value in values.items()}
         return row
 
     def _save(self) -> None:
@@ -231,7 +233,7 @@ class Trainer:
             rows = read_rows(self.folder / METRICS)
             last = next(row for row in reversed(rows) if row["kind"] == "eval")
             result = {"model": self.parts.recipe.describe(), **last, "seconds": round(self.seconds, 2)}
-            result |= {**self.counts, "unreadable": len(self.bad)}
+            result |= {**self.counts, "train_unreadable": len(self.bad)}
             (self.folder / RESULT).write_text(json.dumps(result, indent=1) + "\n")
             draw_curves({self.folder.name: rows}, self.folder / "curves.png")
         self.accelerator.end_training()

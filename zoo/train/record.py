@@ -1,6 +1,7 @@
 """The record of a run: metrics.jsonl, one JSON object a line, always; trackers of accelerate when asked for."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,12 @@ class Record:
     def write(self, row: Row) -> None:
         """Append one row; it is on disk in full or not at all."""
         with self.file.open("a") as opened:
-            opened.write(json.dumps(row) + "\n")
+            opened.write(json.dumps({k: _finite(v) for k, v in row.items()}) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: such a number becomes null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_rows(file: Path) -> list[Row]:

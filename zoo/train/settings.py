@@ -1,6 +1,7 @@
 """The keys of a training configuration, one frozen dataclass a section. `zoo.config` reads, checks and documents
 them."""
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,8 @@ class OptimSettings:
 
     def __post_init__(self) -> None:
         positive(optim__lr=self.lr, optim__accumulate=self.accumulate, optim__mixer_lr=self.mixer_lr)
+        if self.clip is not None and self.clip <= 0:
+            raise ValueError(f"optim.clip must be a positive number or none, got {self.clip}")
         if not 0 <= self.ema < 1:
             raise ValueError(f"optim.ema must be in [0, 1), got {self.ema}")
 
@@ -173,6 +176,8 @@ class LogSettings:
         positive(log__every=self.every)
         for tracker in self.trackers:
             one_of("log.trackers", tracker, ("tensorboard", "wandb"))
+            if importlib.util.find_spec(tracker) is None:
+                raise ValueError(f"log.trackers names {tracker}, which is not installed: pip install {tracker}")
 
 
 @dataclass(frozen=True)

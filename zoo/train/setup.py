@@ -10,9 +10,10 @@ from torch import nn
 from zoo import config
 from zoo.data import BatchPlan, Images, InputSpec, open_images, open_sources
 from zoo.data.samples import seed_everything
+from zoo.data.settings import DataSettings
 from zoo.train.checkpoint import list_checkpoints
 from zoo.train.losses import Classification, create_mixup
-from zoo.train.model import Recipe, load_model, start
+from zoo.train.model import Recipe, load_model, read_recipe, start, timm_classes
 from zoo.train.settings import CHANGEABLE, TrainSettings
 
 
@@ -23,6 +24,8 @@ def prepare_folder(settings: TrainSettings) -> None:
     """
     folder = Path(settings.run.folder)
     file = folder / "config.yaml"
+    if not file.exists() and last_checkpoint(settings):
+        raise ValueError(f"{folder} holds checkpoints but no config.yaml: choose another run.folder")
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         config.save(settings, file)
@@ -81,7 +84,7 @@ def set_up(settings: TrainSettings, accelerator: Accelerator) -> Setup:
         model=model.to(device),
         recipe=recipe,
         objective=Classification(
-            settings.augment.smoothing, mixup is not None, settings.distill, _teacher(settings, host)
+            settings.augment.smoothing, mixup is not None, settings.distill, _teacher(settings, host, recipe)
         ).to(device),
         mixup=mixup,
         plan=plan,
@@ -90,8 +93,39 @@ def set_up(settings: TrainSettings, accelerator: Accelerator) -> Setup:
     )
 
 
-def _teacher(settings: TrainSettings, host: nn.Module) -> nn.Module | None:
+def _teacher(settings: TrainSettings, host: nn.Module, recipe: Recipe) -> nn.Module | None:
     name = settings.distill.teacher
+    if name == "source":
+        _check_source(settings, recipe.num_classes)
+        return host
     if not name:
         return None
-    return host if name == "source" else load_model(name)[0]
+    model, its = load_model(name)
+    for what, theirs, ours in (
+        ("classes", its.num_classes, recipe.num_classes),
+        (
+            "input",
+            its.input and InputSpec.from_recipe(its.input, DataSettings()),
+            InputSpec.from_recipe(recipe.input, DataSettings()),
+        ),
+    ):
+        if theirs and theirs != ours:
+            raise ValueError(f"the teacher {name} does not fit the run: its {what} {theirs}, the run's {ours}")
+    return model
+
+
+def _check_source(settings: TrainSettings, n_classes: int) -> None:
+    """The source can teach only if it has trained weights, classifier included."""
+    model = settings.model
+    found = read_recipe(model.checkpoint) if model.checkpoint else None
+    reason = ""
+    if not (model.checkpoint or model.pretrained):
+        reason = "the run starts from random weights"
+    elif found and found.mixer:
+        reason = f"{model.checkpoint} is already converted and no longer holds the softmax model"
+    elif model.new_head or (model.pretrained and n_classes != timm_classes(model.name)):
+        reason = "its classifier is new"
+    if reason:
+        raise ValueError(
+            f"distill.teacher=source has no trained source: {reason}; name the teacher's run folder instead"
+        )
