@@ -74,6 +74,11 @@ def test_webdataset(tmp_path):
     assert len(source) == 6 and len(source.classes) == 3
     found = sorted((int(np.asarray(source.read(i)[0])[0, 0, 0]), source.read(i)[1]) for i in range(6))
     assert found == [(0, 0), (1, 1), (2, 2), (10, 0), (11, 1), (12, 2)]
+    for shards in ("shard-{0..1}.tar", "shard-{0,1}.tar"):
+        where = str(tmp_path / shards)
+        assert len(open_source("webdataset", where, train=True, image_key="png", label_key="cls")) == 6
+    with pytest.raises(ValueError, match=r"there is no webdataset file"):
+        open_source("webdataset", str(tmp_path / "shard-{7..9}.tar"), train=True)
 
 
 def test_digits_are_split_once_and_for_all():

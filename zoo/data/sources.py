@@ -8,6 +8,7 @@ repeated and continued. It copies parquet files and shards once into its cache f
 import glob
 import io
 import os
+import re
 from typing import Any, Protocol
 
 import numpy as np
@@ -176,6 +177,19 @@ def _load_rows(kind: str, where: str, train: bool) -> Any:
     if kind == "hf":
         name, _, split = where.partition(":")
         return datasets.load_dataset(name, split=split or ("train" if train else "validation"))
-    if not glob.glob(where, recursive=True):
+    files = [file for pattern in _braces(where) for file in sorted(glob.glob(pattern, recursive=True))]
+    if not files:
         raise ValueError(f"there is no {kind} file {where}")
-    return datasets.load_dataset(kind, data_files=where, split="train")  # one unnamed split is called train
+    return datasets.load_dataset(kind, data_files=files, split="train")  # one unnamed split is called train
+
+
+def _braces(where: str) -> list[str]:
+    """The patterns of webdataset's notation: "shard-{000..002}.tar" is three files, "{a,b}.tar" two."""
+    match = re.search(r"\{([^{}]*)\}", where)
+    if match is None:
+        return [where]
+    first, dots, last = match[1].partition("..")
+    choices = match[1].split(",")
+    if dots and first.isdecimal() and last.isdecimal():
+        choices = [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
+    return [file for c in choices for file in _braces(where[: match.start()] + c + where[match.end() :])]
