@@ -17,6 +17,7 @@ import train_vit
 
 from zoo import config
 from zoo.eval.results import quality_row, result_file, write_json
+from zoo.train.settings import TrainSettings
 
 USAGE = "usage: quality.py CONFIG.yaml mixers=[A,B] [key=value ...] [section.key=value ...]"
 PRIVATE = ("data.train=", "data.val=")  # where a user keeps data is not part of a result
@@ -57,11 +58,12 @@ def main(words: list[str]) -> dict[str, Any]:
     def run(file: str, source: str, mixer: str, seed: int, *more: str) -> None:
         folder = f"{settings.out}/{source}_{mixer}_{seed}"
         changes = [f"run.folder={folder}", "run.resume=true", f"run.seed={seed}", *overrides, *more]
-        name = "" if mixer == "softmax" else mixer
-        result = train_vit.main([file, f"model.mixer={name}", *changes])
+        result = train_vit.main([file, f"model.mixer={'' if mixer == 'softmax' else mixer}", *changes])
         if result:
             budget, took = f"{result['epoch']:.0f} epochs", result["seconds"]
-            rows.append(quality_row(Path(file).stem, data, mixer, source, seed, result["top1"], budget, took))
+            options = config.load(TrainSettings, Path(folder) / "config.yaml").model.mixer_options
+            row = (Path(file).stem, data, mixer, options, source, seed, result["top1"], budget, took)
+            rows.append(quality_row(*row))
             write_json(result_file(command, rows), Path(settings.json))
 
     command = "python tools/quality.py " + shlex.join(w for w in words if not w.startswith(PRIVATE))

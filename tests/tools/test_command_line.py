@@ -116,6 +116,9 @@ def test_quality_table_and_its_continuation(tmp_path):
     assert kinds == [("scratch", "softmax", 0), ("scratch", "la", 0), ("control", "softmax", 0), ("converted", "la", 0)]
     keys = {"experiment", "data", "mixer", "options", "source", "seed", "metric", "value", "budget", "wall_s"}
     assert all(row.keys() == keys for row in table["rows"])
+    more = [words[0], *short, "mixers=[la]", f"out={tmp_path}/o", f"json={tmp_path}/o.json"]
+    (row,) = quality.main([*more, "model.mixer_options.feature_map=relu"])["rows"]
+    assert row["options"] == {"feature_map": "relu"}
     again = quality.main(words)
     assert [row["value"] for row in again["rows"]] == [row["value"] for row in table["rows"]]
 

@@ -79,12 +79,12 @@ def quality_row(
     experiment: str,
     data: str,
     mixer: str,
+    options: dict[str, Any],
     source: str,
     seed: int,
     value: float,
     budget: str,
     wall_s: float,
-    **options: Any,
 ) -> dict[str, Any]:
     """A row of docs/results/quality.json. source: scratch, converted, control or teacher; value: top-1 in percent."""
     return {
