@@ -1,8 +1,9 @@
-"""The one place where a call is checked and its implementation chosen: reference, torch or (not yet) triton."""
+"""The one place where a call is checked and its implementation chosen: reference, torch or triton."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from .checks import (
     check_tensors,
     is_number,
 )
+from .hla import fused
 from .hla.causal import causal
 from .hla.causal_op import causal_op
 from .hla.reference import reference as linear_reference
@@ -31,6 +33,13 @@ from .options import IMPLS, Options, compute_dtype
 from .softmax.reference import reference as softmax_reference
 from .softmax.sdpa import sdpa
 from .state import State
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+TRITON_FEATURE_MAPS = (None, "identity", "relu")
+SLOWER = {
+    "reference": "slower: it is the definition with N x N matrices",
+    "torch": "slower: it writes moments and features in float32 where the Triton form keeps tiles",
+}
 
 
 class Call(NamedTuple):
@@ -56,7 +65,25 @@ class Explanation(NamedTuple):
 
 def why_not_triton(call: Call) -> str | None:
     """The reason why no Triton form can run this call, or None when one can."""
-    return f"no Triton form of {call.op} is built yet"
+    o, device = call.options, call.q.device.type
+    if device != "cuda":
+        return f"the Triton forms run on CUDA devices, not on {device}"
+    if call.op == "softmax_attention":
+        return "softmax_attention uses torch's own kernels and has no Triton form"
+    if o.causal:
+        return "causal calls have no Triton form"
+    if call.state is not None or call.return_state:
+        return "calls with a state have no Triton form"
+    if call.q.dtype == torch.float64:
+        return "there is no Triton form in float64"
+    if call.op == "polynomial" or o.normalize or o.feature_map not in TRITON_FEATURE_MAPS:
+        what = "polynomial" if call.op == "polynomial" else "normalize=True" if o.normalize else repr(o.feature_map)
+        return f"{what}: the gradients of its Triton form are not within twice the error of the torch form yet"
+    if call.q.shape[1] == 1:
+        return "one token: the error of the Triton form is not within twice that of the torch form"
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    return fused.why_not(call.q, call.k, call.v, fused.Spec(call.op, *_two_sided_options(o)))
 
 
 def why_not_reference(call: Call) -> str | None:
@@ -97,7 +124,7 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
             why_not[name] = why_not_triton(call) or f"impl={impl!r} was asked for"
         elif name != chosen:
             why_not[name] = (why_not_reference(call) if name == "reference" else None) or (
-                f"impl={impl!r} was asked for" if impl != "auto" else "slower: it is the definition with N x N matrices"
+                f"impl={impl!r} was asked for" if impl != "auto" else SLOWER[name]
             )
     return Explanation(chosen, why_not)
 
@@ -182,7 +209,7 @@ def run(
     call = prepare(op, q, k, v, coefficients, impl=impl, **options)
     chosen = choose(call, impl)
     with _plain_precision(call.q):
-        y, state = _reference(call) if chosen == "reference" else _torch(call)
+        y, state = _reference(call) if chosen == "reference" else _kernel(call, chosen)
     return (y, state) if call.return_state else y
 
 
@@ -193,11 +220,13 @@ def run_packed(op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: s
     q, k, v = qkv.unbind(2)
     call = prepare(op, q, k, v, coefficients, impl=impl, **options)
     stateless = call.state is None and not call.return_state
-    if op == "softmax_attention" or call.options.causal or not stateless or choose(call, impl) != "torch":
+    chosen = choose(call, impl)
+    if op == "softmax_attention" or call.options.causal or not stateless or chosen == "reference":
         return run(op, q, k, v, coefficients, impl, **options)
     _refuse_forward_mode(call)
     with _plain_precision(call.q):
-        return two_sided_qkvpacked(qkv.to(call.q.dtype), coefficients, op, *_two_sided_options(call.options))
+        rest = (*_two_sided_options(call.options), chosen)
+        return two_sided_qkvpacked(qkv.to(call.q.dtype), coefficients, op, *rest)
 
 
 def _plain_precision(x: Tensor) -> contextlib.AbstractContextManager:
@@ -214,7 +243,8 @@ def _two_sided_options(options: Options) -> tuple:
     )  # fmt: skip
 
 
-def _torch(call: Call) -> tuple[Tensor, State | None]:
+def _kernel(call: Call, impl: str) -> tuple[Tensor, State | None]:
+    """The torch forms; Triton has two-sided ones only, behind the same custom operator."""
     op, q, k, v, coefficients, options, gamma, state, return_state = call
     if op == "softmax_attention":
         return sdpa(q, k, v, options.causal, options.scale), None
@@ -228,7 +258,7 @@ def _torch(call: Call) -> tuple[Tensor, State | None]:
         return causal(op, q, k, v, options, gamma, state, return_state)
     if state is not None or return_state:
         return stream(op, q, k, v, coefficients, options, state)
-    return two_sided(q, k, v, coefficients, op, *_two_sided_options(options)), None
+    return two_sided(q, k, v, coefficients, op, *_two_sided_options(options), impl), None
 
 
 def _reference(call: Call) -> tuple[Tensor, None]:

@@ -1,9 +1,9 @@
-"""The two-sided torch form: o = q M with one D x Dv matrix per head, as torch.library custom operators.
+"""The two-sided forms: o = q M with one D x Dv matrix per head, as torch.library custom operators.
 
 Two operators, `hla_kernels::two_sided` (q, k, v) and `hla_kernels::two_sided_qkvpacked` (qkv [B, N, 3, H, D], whose
-backward writes one packed gradient). Both save their inputs only and recompute the moments in the backward, which is
-written out in `gradient`. They are the seam a Triton form will share. `stream` is the same mathematics under plain
-autograd, for calls that carry a state.
+backward writes one packed gradient). Both save their inputs only and recompute the moments in the backward. Their last
+argument, chosen in `op`, is the implementation: "torch" (`evaluate`, with the backward written out in `gradient`) or
+"triton" (`fused`). `stream` is the same mathematics under plain autograd, for calls that carry a state.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..features import feature
 from ..options import Options, compute_dtype
+from . import fused
 from .gradient import gradient
 from .layout import to_heads, to_tokens
 from .moments import mixture_weights, moments, operator_matrix, read_out, token_sums
@@ -30,11 +31,34 @@ def evaluate(op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | No
     return to_tokens(read_out(qh, matrix, sums, n, options), q.dtype)
 
 
-def _options(
-    feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None,
-    eps: float,
-) -> Options:  # fmt: skip
+def _options(spec: fused.Spec) -> Options:
+    _, feature_map, normalize, center, mean_path, ridge, scale, eps = spec
     return Options(False, feature_map, normalize, center, mean_path, None, "cascade", ridge, scale, eps)
+
+
+def _rows(*tokens: Tensor) -> list[Tensor]:
+    """The Triton forms read whole rows; `op` has seen that they are, a compiler in between may choose other strides."""
+    return [x if x.stride(3) == 1 else x.contiguous() for x in tokens]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: fused.Spec, impl: str) -> Tensor:
+    # a launch needs at least one program: an empty batch takes the torch form
+    if impl != "triton" or q.shape[0] == 0:
+        return evaluate(spec.op, q, k, v, coefficients, _options(spec))
+    with torch.cuda.device_of(q):
+        q, k, v = _rows(q, k, v)
+        return fused.forward(q, k, v, coefficients, spec)[0]
+
+
+def _gradient(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: fused.Spec, impl: str, outs: tuple
+) -> Tensor:
+    if impl != "triton" or q.shape[0] == 0:
+        return gradient(spec.op, grad, q, k, v, coefficients, _options(spec), outs)
+    with torch.cuda.device_of(q):
+        q, k, v = _rows(q, k, v)
+        d_coefficients = fused.backward(grad, q, k, v, coefficients, spec, outs)
+    return q.new_empty((0,)) if d_coefficients is None else d_coefficients
 
 
 def _no_autocast(x: Tensor) -> torch.autocast:
@@ -46,11 +70,12 @@ def _no_autocast(x: Tensor) -> torch.autocast:
 def two_sided(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
+    impl: str = "torch",
 ) -> Tensor:  # fmt: skip
     """o = q M (see `hla`); arguments are checked by `op.run`. q [B, N, H, D], k, v [B, N, Hk, .] -> [B, N, H, Dv]."""
     with _no_autocast(q):
-        options = _options(feature_map, normalize, center, mean_path, ridge, scale, eps)
-        return evaluate(op, q, k, v, coefficients, options)
+        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps)
+        return _forward(q, k, v, coefficients, spec, impl)
 
 
 @two_sided.register_fake
@@ -62,12 +87,13 @@ def _(q, k, v, coefficients, *options):
 def two_sided_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None,
     normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
+    impl: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dcoefficients) of `two_sided`; the last is empty without coefficients."""
     with _no_autocast(q):
-        options = _options(feature_map, normalize, center, mean_path, ridge, scale, eps)
+        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        return dq, dk, dv, gradient(op, grad, q, k, v, coefficients, options, (dq, dk, dv))
+        return dq, dk, dv, _gradient(grad, q, k, v, coefficients, spec, impl, (dq, dk, dv))
 
 
 @two_sided_backward.register_fake
@@ -80,12 +106,13 @@ def _(grad, q, k, v, coefficients, *options):
 def two_sided_qkvpacked(
     qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
+    impl: str = "torch",
 ) -> Tensor:  # fmt: skip
     """`two_sided` of qkv [B, N, 3, H, D] -> [B, N, H, D]."""
     with _no_autocast(qkv):
-        options = _options(feature_map, normalize, center, mean_path, ridge, scale, eps)
+        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps)
         q, k, v = qkv.unbind(2)
-        return evaluate(op, q, k, v, coefficients, options)
+        return _forward(q, k, v, coefficients, spec, impl)
 
 
 @two_sided_qkvpacked.register_fake
@@ -97,13 +124,14 @@ def _(qkv, coefficients, *options):
 def two_sided_qkvpacked_backward(
     grad: Tensor, qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
+    impl: str = "torch",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dqkv [B, N, 3, H, D] in one buffer, dcoefficients) of `two_sided_qkvpacked`."""
     with _no_autocast(qkv):
-        options = _options(feature_map, normalize, center, mean_path, ridge, scale, eps)
+        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps)
         out = torch.empty_like(qkv, memory_format=torch.contiguous_format)
         q, k, v = qkv.unbind(2)
-        return out, gradient(op, grad, q, k, v, coefficients, options, out.unbind(2))
+        return out, _gradient(grad, q, k, v, coefficients, spec, impl, out.unbind(2))
 
 
 @two_sided_qkvpacked_backward.register_fake

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hla_kernels.hla.fused import Spec, plan
-from tests.ops.fused.cases import make, relative_error, run, truth
+from tests.ops.fused.cases import make, poison, relative_error, run, truth
 
 OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial")
 PLAIN = {}
@@ -71,3 +71,21 @@ def test_two_tokens(monkeypatch):
     spec = Spec("hla3")
     inputs = make(spec, 2, 32, 32, (2, 2), FULL)
     check(run(monkeypatch, spec, *inputs, "heads", True, True), truth(spec, *inputs), TOLERANCE[FULL])
+
+
+def test_through_the_custom_operators(monkeypatch):
+    """q, k, v and packed give the same bits, with gradients, from an expanded gradient; no rows."""
+    ops = torch.ops.hla_kernels
+    rest = ("ahla", None, False, "k", True, 0.0, None, 1e-6, "triton")
+    spec = Spec("ahla", center="k", mean_path=True)
+    qkv = torch.randn(2, 33, 3, 2, 16, requires_grad=True)
+    tokens = [x.detach().requires_grad_() for x in qkv.unbind(2)]
+    with monkeypatch.context() as patch:
+        poison(patch)
+        y, z = ops.two_sided(*tokens, None, *rest), ops.two_sided_qkvpacked(qkv, None, *rest)
+        y.sum().backward()
+        z.sum().backward()
+    assert torch.equal(y, z) and torch.equal(torch.stack([x.grad for x in tokens], 2), qkv.grad)
+    got = [y, *(x.grad for x in tokens)]
+    check(got, truth(spec, tokens, torch.ones_like(y), None), TOLERANCE[FULL])
+    assert ops.two_sided(*[x[:0] for x in tokens], None, *rest).shape == (0, 33, 2, 16)

@@ -1,0 +1,172 @@
+"""The Triton forms through the public operators on a CUDA device, against float64 and the torch form.
+
+Rule of the error: relative L2 against the torch form in float64, at most twice that of the torch form in the dtype of
+the call, for the output and every gradient. Every buffer of the Triton form starts as NaN.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hla_kernels as hk
+from tests.ops.fused.cases import poison, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton forms need a CUDA device: none here"),
+]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ANCHORED = {"center": "k", "mean_path": True}
+RELU_QK = {"center": "qk", "feature_map": "relu", "mean_path": True}
+RIDGE = {"ridge": 0.3, "center": "qk", "scale": 0.003}
+OPS = ("linear_attention", "hla2", "ahla", "hla3")
+# op, options, dtype, (B, H, Hk, D, Dv); 128 heads of D = 64 take the one-program forms up to N = 2048
+MANY, WIDE, ODD, GROUPED = (32, 4, 4, 64, 64), (2, 2, 2, 128, 128), (2, 2, 2, 72, 72), (2, 4, 2, 88, 64)
+CASES = [
+    *((op, {}, BF16, MANY) for op in OPS),
+    *((op, RELU_QK, BF16, MANY) for op in OPS),
+    *((op, ANCHORED, FP16, ODD) for op in OPS),
+    *((op, ANCHORED, FP32, (2, 2, 2, 40, 40)) for op in OPS),
+    *((op, RIDGE, BF16, WIDE) for op in OPS[1:]),
+    *((op, {"scale": 0.01}, BF16, GROUPED) for op in OPS),
+    ("hla2", RIDGE, FP32, MANY),
+]
+
+
+def make(n, dtype, sizes):
+    """q, k, v (views of a packed qkv where shapes allow) and the output's gradient."""
+    b, h, heads_k, d, dv = sizes
+    g = torch.Generator("cuda").manual_seed(n)
+    if h == heads_k and d == dv:
+        x = list(torch.randn(b, n, 3, h, d, generator=g, device="cuda").to(dtype).unbind(2))
+    else:
+        shapes = ((h, d), (heads_k, d), (heads_k, dv))
+        x = [torch.randn(b, n, *s, generator=g, device="cuda").to(dtype) for s in shapes]
+    return x, torch.randn(b, n, h, dv, generator=g, device="cuda").to(dtype)
+
+
+def results(op, x, grad, **options):
+    """o, dq, dk, dv."""
+    x = [t.detach().requires_grad_() for t in x]
+    y = getattr(hk, op)(*x, **options)
+    return [y.detach(), *torch.autograd.grad(y, x, grad.to(y.dtype))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{'-'.join(c[1])}-{str(c[2])[6:]}-{c[3][3]}")
+def test_error_and_bits(monkeypatch, case):
+    op, options, dtype, sizes = case
+    for n in (17, 197, 333, 1025, 4097):
+        x, grad = make(n, dtype, sizes)
+        truth = results(op, [t.double() for t in x], grad.double(), impl="torch", **options)
+        torch_form = results(op, x, grad, impl="torch", **options)
+        with monkeypatch.context() as patch:
+            poison(patch)
+            first, second = (results(op, x, grad, impl="triton", **options) for _ in range(2))
+        for name, a, b, c, t in zip(("o", "dq", "dk", "dv"), first, second, torch_form, truth, strict=True):
+            assert a.dtype == c.dtype and a.shape == c.shape
+            assert torch.equal(a, b), (n, name)
+            errors = relative_error(a, t), relative_error(c, t)
+            assert errors[0] <= 2 * errors[1], (n, name, *errors)
+
+
+@pytest.mark.parametrize("sizes", (MANY, ODD), ids=("heads", "split"))
+def test_packed(monkeypatch, sizes):
+    """One packed gradient with the bits of the three."""
+    b, h, _, d, _ = sizes
+    qkv = torch.randn(b, 197, 3, h, d, device="cuda", dtype=BF16, requires_grad=True)
+    grad = torch.randn(b, 197, h, d, device="cuda", dtype=BF16)
+    poison(monkeypatch)
+    y = hk.hla2_qkvpacked(qkv, impl="triton", **ANCHORED)
+    y.backward(grad)
+    separate = results("hla2", qkv.detach().unbind(2), grad, impl="triton", **ANCHORED)
+    assert torch.equal(y, separate[0]) and torch.equal(qkv.grad, torch.stack(separate[1:], 2))
+
+
+def test_opcheck():
+    ops, rest = torch.ops.hla_kernels, ("hla2", None, False, "k", True, 0.0, None, 1e-6, "triton")
+    x, _ = make(70, BF16, ODD)
+    torch.library.opcheck(ops.two_sided, (*[t.detach().requires_grad_() for t in x], None, *rest))
+    qkv = torch.randn(2, 70, 3, 2, 72, device="cuda", dtype=BF16, requires_grad=True)
+    torch.library.opcheck(ops.two_sided_qkvpacked, (qkv, None, *rest))
+
+
+def test_compile_and_export():
+    """One full graph with a dynamic number of tokens, with gradients; export; the bits of the eager call."""
+    x, grad = make(50, BF16, MANY)
+    compiled = torch.compile(
+        lambda *x: hk.ahla(*x, impl="triton", **ANCHORED), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for n in (50, 197):
+        x, grad = make(n, BF16, MANY)
+        x = [t.detach().requires_grad_() for t in x]
+        y = compiled(*x)
+        got = [y, *torch.autograd.grad(y, x, grad)]
+        assert all(
+            torch.equal(a, b) for a, b in zip(got, results("ahla", x, grad, impl="triton", **ANCHORED), strict=True)
+        )
+
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return hk.ahla(q, k, v, impl="triton", **ANCHORED)
+
+    n = torch.export.Dim("n", min=2, max=8192)
+    program = torch.export.export(Module(), tuple(t.detach() for t in x), dynamic_shapes=({1: n}, {1: n}, {1: n}))
+    x, _ = make(333, BF16, MANY)
+    assert torch.equal(program.module()(*x), Module()(*x))
+
+
+def test_graph_capture():
+    """A captured forward and backward replays on new inputs."""
+    x, grad = make(197, BF16, MANY)
+    x = [t.detach().requires_grad_() for t in x]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # kernels are built outside of the capture
+        torch.autograd.grad(hk.hla2(*x, impl="triton"), x, grad)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = hk.hla2(*x, impl="triton")
+        got = [y, *torch.autograd.grad(y, x, grad)]
+    new, _ = make(198, BF16, MANY)
+    with torch.no_grad():
+        for a, b in zip(x, new, strict=True):
+            a.copy_(b[:, :197])
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(got, results("hla2", x, grad, impl="triton"), strict=True))
+
+
+def test_autocast():
+    """The bits of the call on bfloat16 tensors."""
+    x, _ = make(197, FP32, MANY)
+    with torch.autocast("cuda", dtype=BF16):
+        got = hk.hla2(*x, impl="triton")
+    assert got.dtype == BF16 and torch.equal(got, hk.hla2(*[t.bfloat16() for t in x], impl="triton"))
+
+
+def test_explain_and_refusals():
+    x, _ = make(33, BF16, MANY)
+    for op in OPS:
+        assert hk.explain(op, *x).impl == "triton" and "triton" not in hk.explain(op, *x).why_not
+        assert hk.explain(op, *x, impl="torch").impl == "torch"
+    assert hk.explain("hla2", torch.stack(x, 2)).impl == "triton"
+    refused = (
+        ("softmax_attention", x, {}, "torch's own kernels"),
+        ("hla2", x, {"causal": True}, "causal"),
+        ("hla2", x, {"return_state": True}, "state"),
+        ("hla2", [t.double() for t in x], {}, "float64"),
+        ("hla2", x, {"feature_map": "elu1", "normalize": True}, "normalize=True: the gradients"),
+        ("hla2", x, {"feature_map": "softmax"}, "'softmax': the gradients"),
+        ("polynomial", [*x, torch.ones(4, 4, device="cuda")], {}, "polynomial: the gradients"),
+        ("hla2", [t[:, :1] for t in x], {}, "one token"),
+        ("hla2", [t[..., :8] for t in x], {}, "D = 8 is outside"),
+        ("hla2", [t.transpose(1, 3).contiguous().transpose(1, 3) for t in x], {}, "not contiguous"),
+    )
+    for op, inputs, options, reason in refused:
+        explained = hk.explain(op, *inputs, **options)
+        assert explained.impl == "torch" and reason in explained.why_not["triton"]
+        with pytest.raises(ValueError, match=reason):
+            getattr(hk, op)(*inputs, impl="triton", **options)
+    assert hk.hla2(*[t[:0] for t in x], impl="triton").shape == (0, 33, 4, 64)
