@@ -225,8 +225,8 @@ def run_packed(op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: s
         return run(op, q, k, v, coefficients, impl, **options)
     _refuse_forward_mode(call)
     with _plain_precision(call.q):
-        rest = (*_two_sided_options(call.options), chosen)
-        return two_sided_qkvpacked(qkv.to(call.q.dtype), coefficients, op, *rest)
+        rest = (*_two_sided_options(call.options), chosen, _needs_backward(qkv, coefficients))
+        return two_sided_qkvpacked(qkv.to(call.q.dtype), coefficients, op, *rest)[0]
 
 
 def _plain_precision(x: Tensor) -> contextlib.AbstractContextManager:
@@ -234,6 +234,11 @@ def _plain_precision(x: Tensor) -> contextlib.AbstractContextManager:
     if autocast_on(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()
+
+
+def _needs_backward(*tensors: Tensor | None) -> bool:
+    """Whether autograd will record this call."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _two_sided_options(options: Options) -> tuple:
@@ -258,7 +263,8 @@ def _kernel(call: Call, impl: str) -> tuple[Tensor, State | None]:
         return causal(op, q, k, v, options, gamma, state, return_state)
     if state is not None or return_state:
         return stream(op, q, k, v, coefficients, options, state)
-    return two_sided(q, k, v, coefficients, op, *_two_sided_options(options), impl), None
+    save = _needs_backward(q, k, v, coefficients)
+    return two_sided(q, k, v, coefficients, op, *_two_sided_options(options), impl, save)[0], None
 
 
 def _reference(call: Call) -> tuple[Tensor, None]:

@@ -1,9 +1,10 @@
 """The two-sided forms: o = q M with one D x Dv matrix per head, as torch.library custom operators.
 
 Two operators, `hla_kernels::two_sided` (q, k, v) and `hla_kernels::two_sided_qkvpacked` (qkv [B, N, 3, H, D], whose
-backward writes one packed gradient). Both save their inputs only and recompute the moments in the backward. Their last
-argument, chosen in `op`, is the implementation: "torch" (`evaluate`, with the backward written out in `gradient`) or
-"triton" (`fused`). `stream` is the same mathematics under plain autograd, for calls that carry a state.
+backward writes one packed gradient). Both return (o, saved): with the last argument `save`, what the backward would
+compute again otherwise (empty where that is cheap). `impl`, chosen in `op`, is the implementation: "torch"
+(`evaluate`, with the backward written out in `gradient`) or "triton" (`fused`). `stream` is the same mathematics under
+plain autograd, for calls that carry a state.
 """
 
 from __future__ import annotations
@@ -41,23 +42,32 @@ def _rows(*tokens: Tensor) -> list[Tensor]:
     return [x if x.stride(3) == 1 else x.contiguous() for x in tokens]
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: fused.Spec, impl: str) -> Tensor:
+def _saved(q: Tensor, k: Tensor, v: Tensor, spec: fused.Spec, impl: str, save: bool) -> Tensor:
+    """An uninitialised `saved` of the size that the forward returns."""
+    length = fused.saved_floats(q, k, v, spec) if impl == "triton" and save else 0
+    return q.new_empty((length,), dtype=torch.float32)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: fused.Spec, impl: str, save: bool
+) -> tuple[Tensor, Tensor]:
     # a launch needs at least one program: an empty batch takes the torch form
     if impl != "triton" or q.shape[0] == 0:
-        return evaluate(spec.op, q, k, v, coefficients, _options(spec))
+        return evaluate(spec.op, q, k, v, coefficients, _options(spec)), _saved(q, k, v, spec, impl, False)
     with torch.cuda.device_of(q):
         q, k, v = _rows(q, k, v)
-        return fused.forward(q, k, v, coefficients, spec)[0]
+        return fused.forward(q, k, v, coefficients, spec, save)
 
 
 def _gradient(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: fused.Spec, impl: str, outs: tuple
-) -> Tensor:
+    grad: Tensor, saved: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: fused.Spec,
+    impl: str, outs: tuple,
+) -> Tensor:  # fmt: skip
     if impl != "triton" or q.shape[0] == 0:
         return gradient(spec.op, grad, q, k, v, coefficients, _options(spec), outs)
     with torch.cuda.device_of(q):
         q, k, v = _rows(q, k, v)
-        d_coefficients = fused.backward(grad, q, k, v, coefficients, spec, outs)
+        d_coefficients = fused.backward(grad, q, k, v, coefficients, spec, outs, saved)
     return q.new_empty((0,)) if d_coefficients is None else d_coefficients
 
 
@@ -70,34 +80,35 @@ def _no_autocast(x: Tensor) -> torch.autocast:
 def two_sided(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    impl: str = "torch",
-) -> Tensor:  # fmt: skip
-    """o = q M (see `hla`); arguments are checked by `op.run`. q [B, N, H, D], k, v [B, N, Hk, .] -> [B, N, H, Dv]."""
+    impl: str = "torch", save: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o = q M (see `hla`) [B, N, H, Dv] and a float32 buffer for the backward (empty without `save`); arguments are
+    checked by `op.run`. q [B, N, H, D], k, v [B, N, Hk, .]."""
     with _no_autocast(q):
         spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps)
-        return _forward(q, k, v, coefficients, spec, impl)
+        return _forward(q, k, v, coefficients, spec, impl, save)
 
 
 @two_sided.register_fake
 def _(q, k, v, coefficients, *options):
-    return q.new_empty((*q.shape[:3], v.shape[3]))
+    return q.new_empty((*q.shape[:3], v.shape[3])), _fake_saved(q, k, v, *options)
 
 
 @torch.library.custom_op("hla_kernels::two_sided_backward", mutates_args=())
 def two_sided_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None,
-    normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    impl: str = "torch",
+    grad: Tensor, saved: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str,
+    feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None,
+    eps: float, impl: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dcoefficients) of `two_sided`; the last is empty without coefficients."""
     with _no_autocast(q):
         spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        return dq, dk, dv, _gradient(grad, q, k, v, coefficients, spec, impl, (dq, dk, dv))
+        return dq, dk, dv, _gradient(grad, saved, q, k, v, coefficients, spec, impl, (dq, dk, dv))
 
 
 @two_sided_backward.register_fake
-def _(grad, q, k, v, coefficients, *options):
+def _(grad, saved, q, k, v, coefficients, *options):
     outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return (*outs, _fake_coefficients(q, coefficients))
 
@@ -106,24 +117,24 @@ def _(grad, q, k, v, coefficients, *options):
 def two_sided_qkvpacked(
     qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    impl: str = "torch",
-) -> Tensor:  # fmt: skip
-    """`two_sided` of qkv [B, N, 3, H, D] -> [B, N, H, D]."""
+    impl: str = "torch", save: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`two_sided` of qkv [B, N, 3, H, D] -> [B, N, H, D] and the buffer."""
     with _no_autocast(qkv):
         spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps)
         q, k, v = qkv.unbind(2)
-        return _forward(q, k, v, coefficients, spec, impl)
+        return _forward(q, k, v, coefficients, spec, impl, save)
 
 
 @two_sided_qkvpacked.register_fake
 def _(qkv, coefficients, *options):
-    return qkv.new_empty((*qkv.shape[:2], *qkv.shape[3:]))
+    return qkv.new_empty((*qkv.shape[:2], *qkv.shape[3:])), _fake_saved(*qkv.unbind(2), *options)
 
 
 @torch.library.custom_op("hla_kernels::two_sided_qkvpacked_backward", mutates_args=())
 def two_sided_qkvpacked_backward(
-    grad: Tensor, qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
-    center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
+    grad: Tensor, saved: Tensor, qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None,
+    normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
     impl: str = "torch",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dqkv [B, N, 3, H, D] in one buffer, dcoefficients) of `two_sided_qkvpacked`."""
@@ -131,11 +142,11 @@ def two_sided_qkvpacked_backward(
         spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps)
         out = torch.empty_like(qkv, memory_format=torch.contiguous_format)
         q, k, v = qkv.unbind(2)
-        return out, _gradient(grad, q, k, v, coefficients, spec, impl, out.unbind(2))
+        return out, _gradient(grad, saved, q, k, v, coefficients, spec, impl, out.unbind(2))
 
 
 @two_sided_qkvpacked_backward.register_fake
-def _(grad, qkv, coefficients, *options):
+def _(grad, saved, qkv, coefficients, *options):
     out = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     return out, _fake_coefficients(qkv, coefficients)
 
@@ -144,20 +155,26 @@ def _fake_coefficients(x: Tensor, coefficients: Tensor | None) -> Tensor:
     return x.new_empty((0,)) if coefficients is None else coefficients.new_empty(coefficients.shape)
 
 
+def _fake_saved(q, k, v, op, feature_map, normalize, center, mean_path, ridge, scale, eps, impl="torch", save=False):
+    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps)
+    return _saved(q, k, v, spec, impl, save)
+
+
 def _save(n_tensors: int):
-    """setup_context that keeps the inputs and nothing else; the moments are recomputed."""
+    """setup_context that keeps the inputs and what the forward saved; gradients of the latter there are none."""
 
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:n_tensors])
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs[:n_tensors], output[1])
         ctx.options = inputs[n_tensors:]
 
     return setup_context
 
 
-def _backward(ctx, grad):
-    *tokens, coefficients = ctx.saved_tensors
+def _backward(ctx, grad, _):
+    *tokens, coefficients, saved = ctx.saved_tensors
     backward = two_sided_backward if len(tokens) == 3 else two_sided_qkvpacked_backward
-    *grads, d_coefficients = backward(grad, *tokens, coefficients, *ctx.options)
+    *grads, d_coefficients = backward(grad, saved, *tokens, coefficients, *ctx.options[:-1])
     return (*grads, None if coefficients is None else d_coefficients, *[None] * len(ctx.options))
 
 

@@ -38,7 +38,7 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer."""
     with monkeypatch.context() as patch:
         poison(patch)
-        patch.setattr(plan, "use_heads", lambda *a: path != "split")
+        patch.setattr(plan, "splits", lambda *a: int(path == "split"))
         patch.setattr(plan, "backward_path", lambda *a: path)
         outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens)
         if packed:

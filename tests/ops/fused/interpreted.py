@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
 from tests.ops.fused.cases import make, poison, relative_error, run, truth
 
@@ -73,19 +74,51 @@ def test_two_tokens(monkeypatch):
     check(run(monkeypatch, spec, *inputs, "heads", True, True), truth(spec, *inputs), TOLERANCE[FULL])
 
 
-def test_through_the_custom_operators(monkeypatch):
+@pytest.mark.parametrize("save", (False, True))
+def test_through_the_custom_operators(monkeypatch, save):
     """q, k, v and packed give the same bits, with gradients, from an expanded gradient; no rows."""
     ops = torch.ops.hla_kernels
-    rest = ("ahla", None, False, "k", True, 0.0, None, 1e-6, "triton")
+    rest = ("ahla", None, False, "k", True, 0.0, None, 1e-6, "triton", save)
     spec = Spec("ahla", center="k", mean_path=True)
     qkv = torch.randn(2, 33, 3, 2, 16, requires_grad=True)
     tokens = [x.detach().requires_grad_() for x in qkv.unbind(2)]
     with monkeypatch.context() as patch:
         poison(patch)
-        y, z = ops.two_sided(*tokens, None, *rest), ops.two_sided_qkvpacked(qkv, None, *rest)
+        y, z = ops.two_sided(*tokens, None, *rest)[0], ops.two_sided_qkvpacked(qkv, None, *rest)[0]
         y.sum().backward()
         z.sum().backward()
     assert torch.equal(y, z) and torch.equal(torch.stack([x.grad for x in tokens], 2), qkv.grad)
     got = [y, *(x.grad for x in tokens)]
     check(got, truth(spec, tokens, torch.ones_like(y), None), TOLERANCE[FULL])
-    assert ops.two_sided(*[x[:0] for x in tokens], None, *rest).shape == (0, 33, 2, 16)
+    assert ops.two_sided(*[x[:0] for x in tokens], None, *rest)[0].shape == (0, 33, 2, 16)
+
+
+def test_opcheck_with_saved_state():
+    rest = ("hla2", "elu1", True, None, False, 0.0, None, 1e-6, "triton", True)
+    x = [torch.randn(2, 19, 2, 16, requires_grad=True) for _ in range(3)]
+    torch.library.opcheck(torch.ops.hla_kernels.two_sided, (*x, None, *rest))
+    qkv = torch.randn(2, 19, 3, 2, 16, requires_grad=True)
+    torch.library.opcheck(torch.ops.hla_kernels.two_sided_qkvpacked, (qkv, None, *rest))
+
+
+@pytest.mark.parametrize("options", (("hla2", None, False), ("ahla", "elu1", True)), ids=str)
+def test_what_is_saved_has_a_size_for_every_number_of_tokens(options):
+    """One exported program for both sides of the choice of a path: sizes are formulas of B and N, not branches."""
+
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return torch.ops.hla_kernels.two_sided(
+                q, k, v, None, *options, None, False, 0.0, None, 1e-6, "triton", True
+            )
+
+    x = [torch.randn(32, 50, 4, 64) for _ in range(3)]
+    b, n = torch.export.Dim("b", min=1, max=4096), torch.export.Dim("n", min=2, max=8192)
+    program = torch.export.export(Module(), tuple(x), dynamic_shapes=({0: b, 1: n},) * 3)
+    (shape,) = [node.meta["val"].shape for node in program.graph.nodes if node.name == "q"]
+    ((_, saved),) = [node.meta["val"] for node in program.graph.nodes if "two_sided" in str(node.target)]
+    spec = Spec(*options)
+    for batch, tokens in ((32, 50), (32, 2048), (32, 2049), (31, 50)):
+        q = torch.empty(batch, tokens, 4, 64)
+        sizes = {shape[0].node.expr: batch, shape[1].node.expr: tokens}
+        expected = fused.saved_floats(q, q, q, spec)
+        assert saved.shape[0].node.expr.subs(sizes) == expected == int(tokens > 2048 or batch < 32) * expected

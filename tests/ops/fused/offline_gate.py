@@ -78,8 +78,8 @@ def main(op: str, b: int, h: int, n: int, d: int) -> None:
     grad = torch.empty(b, n, h, d, dtype=torch.bfloat16, device="meta")
     c = torch.empty(h, 4, device="meta") if op == "polynomial" else None
     q, k, v = qkv.unbind(2)
-    fused.forward(q, k, v, c, Spec(op))
-    fused.backward(grad, q, k, v, c, Spec(op), torch.empty_like(qkv).unbind(2))
+    saved = fused.forward(q, k, v, c, Spec(op))[1]
+    fused.backward(grad, q, k, v, c, Spec(op), torch.empty_like(qkv).unbind(2), saved)
     for call in Recorder.calls:
         print(json.dumps(compile_call(*call)), flush=True)
 

@@ -10,18 +10,13 @@ call of `forward` or `backward`: whether a call could run is answered without it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from . import plan
-from .spec import DTYPES, MAX_D, MIN_D, Spec
+from .spec import DTYPES, MAX_D, MIN_D, Spec, layout, widths
 
-if TYPE_CHECKING:
-    from .launch import Saved
-
-__all__ = ["Spec", "backward", "forward", "why_not"]
+__all__ = ["Spec", "backward", "forward", "saved_floats", "why_not"]
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
@@ -42,20 +37,29 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     return None
 
 
+def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> int:
+    """Length of the float32 buffer that `forward` fills for `backward`: the operators and states of the split path. A
+    function of sizes without a branch on B, N and H, so that they may be symbols."""
+    w, batch_heads = widths(spec, q.shape[3], v.shape[3]), q.shape[0] * q.shape[2]
+    split = plan.splits(w, batch_heads, q.shape[1])
+    return batch_heads * split * layout(spec, w).floats(q.dtype.itemsize)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: Spec, save: bool = False
-) -> tuple[Tensor, Saved | None]:
-    """o [B, N, H, Dv] contiguous from q [B, N, H, D], k, v [B, N, Hk, .]; with `save` what the split backward needs,
-    if split."""
+) -> tuple[Tensor, Tensor]:
+    """o [B, N, H, Dv] contiguous from q [B, N, H, D], k, v [B, N, Hk, .], and a float32 buffer for `backward`
+    (`saved_floats`; empty without `save`)."""
     from .launch import Call, head_forward_call, split_forward_call
 
     call = Call(spec, q, k, v, coefficients)
     o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    buffer = call.buffer(saved_floats(q, k, v, spec))
     if plan.use_heads(spec, call.w, call.bh, call.n):
         head_forward_call(call, o)
-        return o, None
-    saved = split_forward_call(call, o)
-    return o, saved if save else None
+    else:
+        split_forward_call(call, o, buffer)
+    return o, buffer if save else call.buffer(0)
 
 
 def backward(
@@ -66,10 +70,10 @@ def backward(
     coefficients: Tensor | None,
     spec: Spec,
     outs: tuple[Tensor, Tensor, Tensor],
-    saved: Saved | None = None,
+    saved: Tensor,
 ) -> Tensor | None:
     """Write dq, dk, dv into `outs` (any strides with contiguous last dimension); returns d coefficients [H, 4] or
-    None."""
+    None. `saved`: the buffer of `forward`, or an empty one, then the moments are summed again."""
     from . import launch
 
     call = launch.Call(spec, q, k, v, coefficients)
@@ -78,12 +82,14 @@ def backward(
     if call.g > 1:  # per query head first, then summed over groups
         dk, dv = (call.buffer(*q.shape[:3], x.shape[3], dtype=torch.float32) for x in outs[1:])
         full = (outs[0], dk, dv)
-    path = "split" if saved is not None else plan.backward_path(spec, call.w, call.bh, call.n)
+    path = plan.backward_path(spec, call.w, call.bh, call.n)
     if path != "split":
         dc = None if coefficients is None else call.buffer(call.b, call.h, 1, 4)
         (launch.head_backward_call if path == "heads" else launch.two_step_backward_call)(call, grad, full, dc)
     else:
-        dc = launch.split_backward_call(call, grad, full, saved)
+        filled = saved.numel() > 0
+        buffer = saved if filled else call.buffer(call.bh * call.lay.floats(q.dtype.itemsize))
+        dc = launch.split_backward_call(call, grad, full, buffer, filled)
     if call.g > 1:
         for x, out in zip(full[1:], outs[1:], strict=True):
             launch.group_sum(x, out, call.g)

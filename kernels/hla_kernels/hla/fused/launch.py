@@ -11,27 +11,10 @@ from . import plan
 from .heads import head_backward, head_forward, head_weights
 from .middle import middle, middle_grads_value
 from .middle_key import middle_grads_key, sum_coefficients, sum_groups
-from .spec import ORDERS, Spec, alignment, precisions, strides, widths
+from .spec import ORDERS, Spec, alignment, layout, precisions, strides, widths
 from .split import add_parts, apply, apply_grads, combine, reduce_moments, reduce_readout
 
 BLOCK = 1024
-
-
-class Layout(NamedTuple):
-    """Offsets of a head's float32 state (P, S, C, R, W, sum q, sum k, sum v, m1, anchor) and of its weights, and their
-    lengths."""
-
-    off: tuple[int, ...]
-    k: int
-    woff: tuple[int, ...]
-    kw: int
-    fd: int
-    dv: int
-
-    @property
-    def kg(self) -> int:
-        """Length of a head's dM', dm1, sum g."""
-        return self.fd * self.dv + self.fd + self.dv
 
 
 class Saved(NamedTuple):
@@ -40,18 +23,13 @@ class Saved(NamedTuple):
     state: Tensor
     matrix: Tensor
 
-
-def layout(spec: Spec, w: dict[str, int]) -> Layout:
-    """Sizes of the buffers of one head; only the moments that the order has take room."""
-    order, dv = ORDERS[spec.op], w["DV"]
-    fd = w["F1"] + w["F2"] if spec.feature_map == "softmax_pair" else w["D"]
-    ff, fv = fd * fd, fd * dv
-    sizes = (
-        fv * (order != 2), ff * (order == 2 or order >= 4), fv * (order in (2, 5)), ff * (order in (3, 5)),
-        ff * (order >= 4), fd, fd, dv, fd, dv,
-    )  # fmt: skip
-    off = tuple(sum(sizes[:i]) for i in range(len(sizes)))
-    return Layout(off, sum(sizes), off[:5], off[5], fd, dv)
+    @classmethod
+    def of(cls, buffer: Tensor, call: Call) -> Saved:
+        """The parts of a buffer of `fused.saved_floats`: the operators, then the states."""
+        lay, dtype = call.lay, call.q.dtype
+        start = call.bh * lay.matrix_floats(dtype.itemsize)
+        matrix = buffer[:start].view(dtype)[: call.bh * lay.fd * lay.dv]
+        return cls(buffer[start:].view(call.bh, lay.k), matrix.view(call.bh, lay.fd, lay.dv))
 
 
 def pad(d: int) -> int:
@@ -71,8 +49,6 @@ class Call:
         self.prec = precisions(q.dtype)
         self.scale = spec.scale_of(self.n)
         self.lay = layout(spec, self.w)
-        self.ones = spec.normalize or spec.mean_path
-        self.sums = self.ones or spec.center is not None
 
     def pick(self, *names: str) -> dict:
         """Some of the flags."""
@@ -118,13 +94,14 @@ def head_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor
     )  # fmt: skip
 
 
-def prepare(call: Call) -> Saved:
+def prepare(call: Call, buffer: Tensor) -> Saved:
     """Moments of all tokens and the operator: reduce, combine (several parts only), middle."""
+    saved = Saved.of(buffer, call)
     q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
     config = plan.reduce_config(call.spec, call.w, q.dtype)
     parts, chunk = plan.reduce_parts(call.bh, call.n, config["BN"])
     a = alignment(q, k, v)
-    state = call.buffer(call.bh, lay.k)
+    state, matrix = saved
     partial = state if parts == 1 else call.buffer(parts, call.bh, lay.k)
     reduce_moments[(call.bh * parts,)](
         q, k, v, partial, strides(q, a), strides(k, a), strides(v, a), call.n, call.h, call.g, parts, chunk, call.bh,
@@ -133,10 +110,10 @@ def prepare(call: Call) -> Saved:
     if parts > 1:
         blocks = -(-max(lay.fd * max(lay.fd, lay.dv), 2 * lay.fd + lay.dv) // BLOCK)
         combine[(call.bh * blocks,)](
-            partial, state, parts, call.bh, call.scale, float(call.n), spec.ridge, SUMS=call.sums, FD=lay.fd, DV=lay.dv,
-            OFF=lay.off, K=lay.k, BLOCKS=blocks, BLOCK=BLOCK, **call.pick("ORDER", "NORM", "CENTER", "RIDGE"),
+            partial, state, parts, call.bh, call.scale, float(call.n), spec.ridge, SUMS=call.spec.sums, FD=lay.fd,
+            DV=lay.dv, OFF=lay.off, K=lay.k, BLOCKS=blocks, BLOCK=BLOCK,
+            **call.pick("ORDER", "NORM", "CENTER", "RIDGE"),
         )  # fmt: skip
-    matrix = call.buffer(call.bh, lay.fd, lay.dv, dtype=q.dtype)
     sizes = call.middle_sizes()
     middle[(call.bh * -(-lay.fd // sizes["BR"]),)](
         state,
@@ -148,12 +125,12 @@ def prepare(call: Call) -> Saved:
         **call.pick("ORDER", "NORM", "CENTER", "MEAN"),
         **sizes,
     )
-    return Saved(state, matrix)
+    return saved
 
 
-def split_forward_call(call: Call, o: Tensor) -> Saved:
-    """reduce -> combine -> middle -> apply."""
-    saved = prepare(call)
+def split_forward_call(call: Call, o: Tensor, buffer: Tensor) -> None:
+    """reduce -> combine -> middle -> apply; the buffer keeps the state."""
+    saved = prepare(call, buffer)
     q = call.q
     config = plan.apply_config("forward", call.spec.op, call.w, q.dtype)
     parts, chunk = plan.apply_parts(call.bh, call.n, config["BN"])
@@ -162,7 +139,6 @@ def split_forward_call(call: Call, o: Tensor) -> Saved:
         q, o, saved.state, saved.matrix, strides(q, a), strides(o, a), call.n, call.h, parts, chunk, call.spec.eps,
         ALIGN=a, **call.pick("NORM", "CENTER", "MEAN", "FMAP"), **call.sizes(), **config,
     )  # fmt: skip
-    return saved
 
 
 def readout_grad(call: Call, g: Tensor, saved: Saved) -> Tensor:
@@ -197,7 +173,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     )
     blocks = -(-lay.fd // sizes["BR"])
     dc = None if call.coefficients is None else call.buffer(call.b, call.h, blocks, 4)
-    if ORDERS[call.spec.op] > 1 or call.sums:
+    if ORDERS[call.spec.op] > 1 or call.spec.sums:
         middle_grads_key[(call.bh * blocks,)](
             saved.state, grads, weights, rows, call.coefficients, dc, saved.matrix, *scalars,
             **call.pick("ORDER", "NORM", "CENTER", "MEAN"), **common,
@@ -206,10 +182,10 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
 
 
 def split_backward_call(
-    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Saved | None
+    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], buffer: Tensor, filled: bool
 ) -> Tensor | None:
-    """(moments again unless saved) -> reduce dM -> middle -> apply; returns parts of d coefficients."""
-    saved = prepare(call) if saved is None else saved
+    """(moments again unless filled) -> reduce dM -> middle -> apply; returns parts of d coefficients."""
+    saved = Saved.of(buffer, call) if filled else prepare(call, buffer)
     weights, rows, dc = middle_grads(call, readout_grad(call, g, saved), saved)
     apply_grads_call(call, g, outs, saved, weights, rows, False)
     return dc
@@ -239,10 +215,8 @@ def apply_grads_call(
 
 def two_step_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], dc: Tensor | None) -> None:
     """Two launches, nothing saved: weights of each head by one program, then its tokens by several."""
-    q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
-    shift = lay.off[5]  # the state is its vectors only
-    call.lay = lay._replace(off=tuple(max(0, x - shift) for x in lay.off), k=lay.k - shift)
-    lay = call.lay
+    q, k, v, spec = call.q, call.k, call.v, call.spec
+    call.lay = lay = call.lay.vectors()
     saved = Saved(call.buffer(call.bh, lay.k), call.buffer(call.bh, lay.fd, lay.dv, dtype=q.dtype))
     weights, rows = call.buffer(call.bh, lay.kw, dtype=q.dtype), call.buffer(call.bh, 2 * lay.fd + lay.dv)
     a = alignment(q, k, v, g)

@@ -9,10 +9,18 @@ from .spec import Spec
 PROGRAMS = 2 * 132  # of a reduce: two per multiprocessor of an H200
 
 
-def use_heads(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> bool:
-    """One program per head forward: heads fill the chip, tokens of a head are few, its moments fit in registers."""
+def splits(w: dict[str, int], batch_heads: int, n: int) -> int:
+    """1 where the forward is cut into several programs a head, 0 where one program a head fills the chip, with its
+    moments in registers. No branch on sizes: under a compiler they are symbols."""
     narrow = w["F1"] <= 64 and w["F2"] == 0 and w["V1"] <= 64 and w["V2"] == 0
-    return narrow and n <= 2048 and batch_heads >= 128
+    if not narrow:
+        return 1
+    return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 2049))
+
+
+def use_heads(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> bool:
+    """Whether the forward is one program per head."""
+    return splits(w, batch_heads, n) == 0
 
 
 def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> str:

@@ -38,6 +38,11 @@ class Spec(NamedTuple):
             "FMAP": FEATURE_MAPS[self.feature_map],
         }
 
+    @property
+    def sums(self) -> bool:
+        """Whether the sums of the tokens are needed beside the moments."""
+        return self.normalize or self.mean_path or self.center is not None
+
     def scale_of(self, n: int) -> float:
         """s: 1/N by default."""
         return 1.0 / n if self.scale is None else self.scale
@@ -62,6 +67,50 @@ def widths(spec: Spec, d: int, dv: int) -> dict[str, int]:
     f1, f2 = (r1, r1) if spec.feature_map == "softmax_pair" else (r1, r2)
     v1, v2 = split_width(dv)
     return {"D": d, "R1": r1, "R2": r2, "F1": f1, "F2": f2, "DV": dv, "V1": v1, "V2": v2}
+
+
+class Layout(NamedTuple):
+    """Offsets of a head's float32 state (P, S, C, R, W, sum q, sum k, sum v, m1, anchor) and of its weights, and their
+    lengths."""
+
+    off: tuple[int, ...]
+    k: int
+    woff: tuple[int, ...]
+    kw: int
+    fd: int
+    dv: int
+
+    @property
+    def kg(self) -> int:
+        """Length of a head's dM', dm1, sum g."""
+        return self.fd * self.dv + self.fd + self.dv
+
+    def vectors(self) -> Layout:
+        """The state without its moments."""
+        shift = self.off[5]
+        return self._replace(off=tuple(max(0, x - shift) for x in self.off), k=self.k - shift)
+
+    def floats(self, itemsize: int) -> int:
+        """Length of one head's operator and state."""
+        return self.matrix_floats(itemsize) + self.k
+
+    def matrix_floats(self, itemsize: int) -> int:
+        """Room of one operator [F, V] of tokens of `itemsize` bytes, in float32 and whole 16 bytes."""
+        return -(-self.fd * self.dv * itemsize // 16) * 4
+
+
+def layout(spec: Spec, w: dict[str, int]) -> Layout:
+    """Sizes of the buffers of one head; only what the call writes takes room."""
+    order, dv = ORDERS[spec.op], w["DV"]
+    fd = w["F1"] + w["F2"] if spec.feature_map == "softmax_pair" else w["D"]
+    ff, fv = fd * fd, fd * dv
+    sizes = (
+        fv * (order != 2), ff * (order == 2 or order >= 4), fv * (order in (2, 5)), ff * (order in (3, 5)),
+        ff * (order >= 4), fd * spec.sums, fd * spec.sums, dv * spec.sums, fd * (spec.normalize or spec.mean_path),
+        dv * spec.normalize,
+    )  # fmt: skip
+    off = tuple(sum(sizes[:i]) for i in range(len(sizes)))
+    return Layout(off, sum(sizes), off[:5], off[5], fd, dv)
 
 
 def precisions(dtype: torch.dtype) -> dict[str, str]:
