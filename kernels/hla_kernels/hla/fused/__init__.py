@@ -37,7 +37,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     return None
 
 
-def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> int:
+def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> int | torch.SymInt:
     """Length of the float32 buffer that `forward` fills for `backward`: the operators and states of the split path. A
     function of sizes without a branch on B, N and H, so that they may be symbols."""
     w, batch_heads = widths(spec, q.shape[3], v.shape[3]), q.shape[0] * q.shape[2]

@@ -67,7 +67,7 @@ class Call:
         config = plan.middle_config(max(tiles["F1"], tiles["V1"]), tiles["F2"] + tiles["V2"] > 0)
         return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": self.prec["MID"], **config}
 
-    def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def buffer(self, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised tensor on the call's device."""
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 

@@ -9,7 +9,7 @@ from .spec import Spec
 PROGRAMS = 2 * 132  # of a reduce: two per multiprocessor of an H200
 
 
-def splits(w: dict[str, int], batch_heads: int, n: int) -> int:
+def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
     """1 where the forward is cut into several programs a head, 0 where one program a head fills the chip, with its
     moments in registers. No branch on sizes: under a compiler they are symbols."""
     narrow = w["F1"] <= 64 and w["F2"] == 0 and w["V1"] <= 64 and w["V2"] == 0
@@ -20,7 +20,7 @@ def splits(w: dict[str, int], batch_heads: int, n: int) -> int:
 
 def use_heads(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> bool:
     """Whether the forward is one program per head."""
-    return splits(w, batch_heads, n) == 0
+    return not splits(w, batch_heads, n)
 
 
 def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> str:
