@@ -1,8 +1,13 @@
 """Vision models with higher-order linear attention.
 
 `import zoo` registers the timm names (`timm.create_model("vit_ahla_small_patch16_224")`). `zoo.convert(model, "ahla")`
-turns a pretrained softmax model into one of them. `zoo.MIXERS` lists the mixers.
+turns a pretrained softmax model of timm or diffusers into one of them. `zoo.MIXERS` lists the mixers.
+
+The classes of converted diffusers models are attributes too (`zoo.HLADiTTransformer2DModel`), imported when asked for:
+saved pipelines name them as ("zoo", "HLADiTTransformer2DModel") and load once `import zoo` was done.
 """
+
+from typing import Any
 
 from zoo.backbones import converted, deit, vision_transformer
 from zoo.convert import convert
@@ -10,3 +15,13 @@ from zoo.mixers import MIXERS
 
 __version__ = "0.1.0"
 __all__ = ["MIXERS", "__version__", "convert", "converted", "deit", "vision_transformer"]
+
+
+def __getattr__(name: str) -> Any:
+    """Classes of diffusers models; `ModelMixin` is what diffusers looks for in a library of models."""
+    if name == "ModelMixin" or (name.startswith("HLA") and name.endswith("Model")):
+        from zoo.backbones.diffusion import hosts
+
+        if hasattr(hosts, name):
+            return getattr(hosts, name)
+    raise AttributeError(f"module 'zoo' has no attribute {name!r}")

@@ -1,23 +1,20 @@
-"""Conversion: swap the softmax attention of a timm model for a mixer, inherit every weight, report what was done.
+"""Conversion: swap the attention of a timm or diffusers model for a mixer, inherit every weight, report what was done.
 
-There is one path. A registered name (`vit_ahla_tiny_patch16_224`) builds its softmax host and converts it here too.
+There is one path. A registered name (`vit_ahla_tiny_patch16_224`) builds its softmax host and converts it here too,
+and so does a saved diffusers model when it is loaded. What differs between the two kinds is behind `Backbone`.
 """
 
+import copy
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from timm.layers import AttentionPoolLatent, is_scriptable
 from torch import nn
 
-from zoo.backbones import CONVERTED
-from zoo.backbones.checkpoints import no_torchscript
-from zoo.backbones.hosts import BLOCKS, MODELS, drops_patches
-from zoo.backbones.record import record_architecture
-from zoo.backbones.refusals import check_family
+from zoo.backbones import Backbone, Swap
+from zoo.backbones.hosts import TIMM
 from zoo.backbones.select import Keep, Layers, choose, plain_layers
-from zoo.backbones.sites import SITES, Site, attention_layers, kv_heads
 from zoo.mixers import build_mixer
 from zoo.names import unknown_name
 
@@ -74,9 +71,10 @@ class Report:
 def convert(
     model: nn.Module, mixer: str = "ahla", *, layers: Layers = None, keep_softmax: Keep = None, **options
 ) -> Report:
-    """Swap softmax attention in `model` for `mixer`, in place; print and return the report.
+    """Swap the self-attention in `model` for `mixer`, in place; print and return the report.
 
-    model: a timm VisionTransformer (also distilled) or Eva, pretrained or not, or an already converted one.
+    model: a timm VisionTransformer (also distilled) or Eva, a transformer of diffusers (`zoo.backbones.diffusion`) or
+        a pipeline with such transformers; pretrained or not, also an already converted one.
     layers: block indices, a pattern of module names ("blocks.[0-5].attn"), or a mapping pattern -> mixer, which then
         takes the place of `mixer` (the first pattern that matches a layer counts). None: all of them.
     keep_softmax: layers that are left as they are: block indices, a pattern of module names, or "every:3" for the
@@ -84,8 +82,9 @@ def convert(
     options: those of the mixer, see `zoo.mixers.MixerOptions`.
 
     Weights are all inherited, new parameters lie under `.mixer.` only, and `mixer="softmax"` is the host bit for bit.
-    The model may be saved by `timm.models.save_for_hf` and reloads exactly, also after several conversions. A timm
-    before 1.0.31 forgets all arguments of `create_model`: give it `model_args={..., **model.hla_args}`.
+    The model is saved by `timm.models.save_for_hf`, one of diffusers by `save_pretrained`, and reloads exactly, also
+    after several conversions. A timm before 1.0.31 forgets all arguments of `create_model`: give it
+    `model_args={..., **model.hla_args}`. Give a pipeline as a whole: it notes the new class of its transformer.
     Raises ValueError, and leaves the model as it was, for a family where it means nothing, an unknown mixer or option,
     an option that follows from the host (`device`), a pattern without a match of its own, options the model cannot
     feed (a grid under `patch_drop_rate`), and nothing to swap.
@@ -97,28 +96,71 @@ def convert(
 
 def swap(model: Any, mixer: str, *, layers: Layers = None, keep_softmax: Keep = None, **options) -> Report:
     """`convert` without the printing."""
-    if is_scriptable():
-        no_torchscript(model)
-    check_family(model)
+    backbone = backbone_of(model)
+    parts = backbone.parts(model)
     _check_options(options)
-    found = attention_layers(model)
-    if not found:
-        kinds = sorted({type(m).__name__ for n, m in model.blocks.named_modules() if n.endswith("attn")})
-        raise ValueError(f"cannot convert attention of type {', '.join(kinds)}: it is not softmax(q k') v")
-    where, keep = plain_layers(layers, "layers"), plain_layers(keep_softmax, "keep_softmax")
-    chosen, kept = choose(list(found), mixer, where, keep)
+    step = {
+        "mixer": mixer,
+        "layers": plain_layers(layers, "layers"),
+        "keep_softmax": plain_layers(keep_softmax, "keep_softmax"),
+        "options": _plain_options(options),
+    }
+    plans = {name: _plan(backbone, part, step, options) for name, part in parts.items()}
+    rows = []
+    for part, (swaps, found) in plans.items():
+        backbone.install(parts[part], swaps)
+        parts[part].hla_config.append(copy.deepcopy(step))
+        backbone.record(parts[part])
+        prefix = f"{part}." if part else ""
+        rows += [replace(row, layer=prefix + row.layer) for row in found]
+    if "" not in parts:
+        backbone.record(model)
+    return Report(backbone.name(model), tuple(rows))
+
+
+def backbone_of(model: Any) -> Backbone:
+    """The kind of models that `model` belongs to. diffusers is imported only for what comes from there."""
+    if any(base.__module__.partition(".")[0] == "diffusers" for base in type(model).__mro__):
+        from zoo.backbones import diffusion
+
+        return diffusion.DIFFUSERS
+    return TIMM
+
+
+def _plan(
+    backbone: Backbone, model: Any, step: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[Swap], list[Row]]:
+    """What to put where in one model, and its rows of the report; nothing is changed yet."""
+    found = backbone.layers(model)
+    chosen, kept = choose(backbone.blocks(model), step["mixer"], step["layers"], step["keep_softmax"])
     if not chosen:
         raise ValueError(
-            f"nothing to swap in {type(model).__name__}: {len(found)} attention layers, layers={where!r}, "
-            f"keep_softmax={keep!r}"
+            f"nothing to swap in {type(model).__name__}: {len(found)} attention layers, layers={step['layers']!r}, "
+            f"keep_softmax={step['keep_softmax']!r}"
         )
-    mixers = {name: _build(model, found[name], new, options) for name, new in chosen.items()}
-    plain = _plain_options(options)
-    rows = [_row(name, site, chosen.get(name), mixers.get(name), name in kept) for name, site in found.items()]
-    _install(model, found, chosen, mixers, plain)
-    model.hla_config.append({"mixer": mixer, "layers": where, "keep_softmax": keep, "options": plain})
-    record_architecture(model)
-    return Report(_model_name(model), (*rows, *_pooling_rows(model)))
+    swaps, rows = [], []
+    for name, attn in found.items():
+        old, inherited = backbone.present(model, attn), _count(attn)
+        if name in chosen:
+            mixer = _build(backbone, model, attn, chosen[name], options)
+            swaps.append(Swap(attn, chosen[name], mixer, step["options"]))
+            rows.append(Row(name, old, chosen[name], inherited, sum(p.numel() for p in mixer.parameters())))
+        else:
+            reason = "kept by keep_softmax" if name in kept else "not selected by layers"
+            rows.append(Row(name, old, old, inherited, 0, reason))
+    for name, reason in backbone.left(model).items():
+        rows.append(Row(name, "softmax", "softmax", _count(model.get_submodule(name)), 0, reason))
+    return swaps, rows
+
+
+def _count(attn: nn.Module) -> int:
+    return sum(p.numel() for n, p in attn.named_parameters() if not n.startswith("mixer."))
+
+
+def _build(backbone: Backbone, model: Any, attn: Any, name: str, options: dict[str, Any]) -> nn.Module:
+    mixer = build_mixer(name, **{**backbone.arguments(model, attn, name), **options})
+    backbone.check(model, name, getattr(mixer, "options", None))
+    return mixer
 
 
 def replay(model: Any, conversions: Any) -> None:
@@ -157,66 +199,3 @@ def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
         return json.loads(json.dumps(options))
     except TypeError as error:
         raise ValueError(f"options of a mixer must be plain numbers, text and lists, got {options!r}") from error
-
-
-def _build(model: nn.Module, attn: Any, name: str, options: dict[str, Any]) -> nn.Module:
-    weight = attn.proj.weight
-    first = attn.qkv if attn.qkv is not None else attn.q_proj
-    sizes: dict[str, Any] = {"dim": first.in_features, "num_heads": attn.num_heads, "head_dim": attn.head_dim}
-    host: dict[str, Any] = {"num_kv_heads": kv_heads(attn), "device": weight.device, "dtype": weight.dtype}
-    if name == "softmax":
-        host |= {"attn_drop": attn.attn_drop.p, "fused": attn.fused_attn}
-    elif attn.attn_drop.p > 0:
-        raise ValueError(
-            f"attn_drop_rate={attn.attn_drop.p} drops entries of the attention matrix, which the mixer {name!r} "
-            "never forms; use proj_drop_rate or drop_path_rate"
-        )
-    mixer = build_mixer(name, **sizes, **options, **host)
-    resolved = getattr(mixer, "options", None)
-    if getattr(resolved, "grid_dims", 2) != 2:
-        raise ValueError("grid_dims=3 is for video; the tokens of an image model lie on a 2-D grid")
-    if getattr(resolved, "needs_grid", False) and drops_patches(model):
-        raise ValueError(
-            f"patch_drop_rate > 0 trains on random patches without a layout, but {name!r} with depthwise or causal "
-            "needs the token grid; set patch_drop_rate=0 or drop those options"
-        )
-    return mixer
-
-
-def _row(name: str, attn: Any, new: str | None, mixer: nn.Module | None, kept: bool) -> Row:
-    old = getattr(attn, "mixer_name", "softmax")
-    inherited = sum(p.numel() for n, p in attn.named_parameters() if not n.startswith("mixer."))
-    if new is None or mixer is None:
-        return Row(name, old, old, inherited, 0, "kept by keep_softmax" if kept else "not selected by layers")
-    return Row(name, old, new, inherited, sum(p.numel() for p in mixer.parameters()))
-
-
-def _pooling_rows(model: nn.Module) -> list[Row]:
-    reason = "pooling attention: one query an image, its cost is linear already"
-    pools = [(n, m) for n, m in model.named_modules() if isinstance(m, AttentionPoolLatent)]
-    return [Row(n, "softmax", "softmax", sum(p.numel() for p in m.parameters()), 0, reason) for n, m in pools]
-
-
-def _install(
-    model: Any, found: dict[str, Any], chosen: dict[str, str], mixers: dict[str, nn.Module], options: dict[str, Any]
-) -> None:
-    if type(model) in MODELS:
-        checkpointing = model.grad_checkpointing
-        model.hla_base = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or ""
-        model.__class__ = MODELS[type(model)]
-        model.hla_config = []
-        for block in model.blocks:
-            block.__class__ = BLOCKS[type(block)]
-        model.set_grad_checkpointing(checkpointing)
-    for name, new in chosen.items():
-        site = found[name]
-        if not isinstance(site, Site):
-            site.__class__ = SITES[type(site)]
-        site.install(new, mixers[name].train(site.training), options)
-        site.prefix = model.num_prefix_tokens
-    model.sync_grid()
-
-
-def _model_name(model: Any) -> str:
-    name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
-    return (model.hla_base if name == CONVERTED else name) or type(model).__name__

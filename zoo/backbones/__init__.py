@@ -1,11 +1,60 @@
-"""Backbones: the timm models that mixers go into.
+"""Backbones: the models that mixers go into.
 
-Sites (`sites.py`), the model that tells them their grid (`hosts.py`), their checkpoints, what a model is called
+timm: sites (`sites.py`), the model that tells them their grid (`hosts.py`), their checkpoints, what a model is called
 (`record.py`), families that are refused, and the registered names, one file a family (`vision_transformer.py`,
 `deit.py`: timm takes the family from the file name) and one name for all others (`converted.py`).
+diffusers: the folder `diffusion`, imported when first needed.
+`zoo.convert` knows both kinds through one `Backbone` each.
 """
 
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
 CONVERTED = "hla_converted"  # the registered name of models that have no name of their own
+
+
+class Swap(NamedTuple):
+    """An attention module `attn` that gets `mixer`, which is called `name` and was made with `options` (plain)."""
+
+    attn: Any
+    name: str
+    mixer: nn.Module
+    options: dict[str, Any]
+
+
+class Backbone(Protocol):
+    """What `zoo.convert` has to know about a kind of models (timm, diffusers)."""
+
+    def parts(self, model: Any) -> dict[str, Any]:
+        """The models to convert by name, "" for `model` itself. Raises ValueError for what cannot be converted."""
+
+    def name(self, model: Any) -> str:
+        """What reports call `model`."""
+
+    def layers(self, model: Any) -> dict[str, Any]:
+        """The attention modules that are sites or can become one, by name, in order."""
+
+    def blocks(self, model: Any) -> dict[str, int]:
+        """The number of the block in which each of these layers lies."""
+
+    def present(self, model: Any, attn: Any) -> str:
+        """The name of the mixer that `attn` has now."""
+
+    def arguments(self, model: Any, attn: Any, mixer: str) -> dict[str, Any]:
+        """What a mixer takes from its host. Raises ValueError if the host does what that mixer cannot."""
+
+    def check(self, model: Any, mixer: str, options: Any) -> None:
+        """Raise ValueError for resolved `options` that `model` cannot serve."""
+
+    def left(self, model: Any) -> dict[str, str]:
+        """Attention that is never swapped: the names of the modules and why."""
+
+    def install(self, model: Any, swaps: list[Swap]) -> None:
+        """Make `model` a converted one and put the mixers of `swaps` in."""
+
+    def record(self, model: Any) -> None:
+        """Write down what `model` is now where saving looks for it."""
 
 
 def hla_name(base: str, mixer: str) -> str:

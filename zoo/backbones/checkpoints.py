@@ -51,7 +51,7 @@ def match_checkpoint(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
         for name, site in sites.items()
         for key, value in site.mixer.state_dict().items()
     }
-    known = [name for name in sites if f"{prefix}{name}.proj.weight" in state_dict]
+    known = [name for name in sites if any(key.startswith(f"{prefix}{name}.") for key in state_dict)]
     if not any(".mixer." in key for key in state_dict):
         state_dict.update(own)
         return bool(known)

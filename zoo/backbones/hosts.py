@@ -8,7 +8,7 @@ A converted model gets its class from `MODELS` and its blocks from `BLOCKS`; a n
 from typing import Any
 
 import torch
-from timm.layers import PatchDropout, PatchDropoutWithIndices
+from timm.layers import AttentionPoolLatent, PatchDropout, PatchDropoutWithIndices, is_scriptable
 from timm.models._manipulate import checkpoint
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva, EvaBlock, EvaBlockPostNorm
@@ -16,9 +16,11 @@ from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBl
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from zoo.backbones import CONVERTED, Swap
 from zoo.backbones.checkpoints import match_checkpoint, no_torchscript
-from zoo.backbones.record import architecture_of
-from zoo.backbones.sites import Host, Site
+from zoo.backbones.record import architecture_of, record_architecture
+from zoo.backbones.refusals import refuse_block, refuse_family, refuse_thing
+from zoo.backbones.sites import SITES, Host, Site, attention_layers, block_index, kv_heads
 from zoo.grid import Grid
 
 
@@ -145,3 +147,87 @@ BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
     EvaBlock: HLAEvaBlock,
     EvaBlockPostNorm: HLAEvaBlockPostNorm,
 }
+
+
+class TimmBackbone:
+    """What `zoo.convert` has to know about timm models, see `zoo.backbones.Backbone`."""
+
+    def parts(self, model: Any) -> dict[str, Any]:
+        if is_scriptable():
+            no_torchscript(model)
+        refuse_thing(model)
+        known = {*MODELS, *MODELS.values()}
+        if type(model) not in known:
+            refuse_family(model, known)
+        for name, block in model.blocks.named_children():
+            if type(block) not in BLOCKS and type(block) not in BLOCKS.values():
+                refuse_block(model, f"blocks.{name}", block)
+        if not attention_layers(model):
+            kinds = sorted({type(m).__name__ for n, m in model.blocks.named_modules() if n.endswith("attn")})
+            raise ValueError(f"cannot convert attention of type {', '.join(kinds)}: it is not softmax(q k') v")
+        return {"": model}
+
+    def name(self, model: Any) -> str:
+        name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+        return (model.hla_base if name == CONVERTED else name) or type(model).__name__
+
+    def layers(self, model: Any) -> dict[str, Any]:
+        return attention_layers(model)
+
+    def blocks(self, model: Any) -> dict[str, int]:
+        return {name: block_index(name) for name in attention_layers(model)}
+
+    def present(self, model: Any, attn: Any) -> str:
+        return getattr(attn, "mixer_name", "softmax")
+
+    def arguments(self, model: Any, attn: Any, mixer: str) -> dict[str, Any]:
+        first = attn.qkv if attn.qkv is not None else attn.q_proj
+        sizes = {"dim": first.in_features, "num_heads": attn.num_heads, "head_dim": attn.head_dim}
+        weight = attn.proj.weight
+        sizes |= {"num_kv_heads": kv_heads(attn), "device": weight.device, "dtype": weight.dtype}
+        if mixer == "softmax":
+            return sizes | {"attn_drop": attn.attn_drop.p, "fused": attn.fused_attn}
+        if attn.attn_drop.p > 0:
+            raise ValueError(
+                f"attn_drop_rate={attn.attn_drop.p} drops entries of the attention matrix, which the mixer {mixer!r} "
+                "never forms; use proj_drop_rate or drop_path_rate"
+            )
+        return sizes
+
+    def check(self, model: Any, mixer: str, options: Any) -> None:
+        if getattr(options, "grid_dims", 2) != 2:
+            raise ValueError("grid_dims=3 is for video; the tokens of an image model lie on a 2-D grid")
+        if getattr(options, "needs_grid", False) and drops_patches(model):
+            raise ValueError(
+                f"patch_drop_rate > 0 trains on random patches without a layout, but {mixer!r} with depthwise or "
+                "causal needs the token grid; set patch_drop_rate=0 or drop those options"
+            )
+
+    def left(self, model: Any) -> dict[str, str]:
+        reason = "pooling attention: one query an image, its cost is linear already"
+        return {name: reason for name, m in model.named_modules() if isinstance(m, AttentionPoolLatent)}
+
+    def install(self, model: Any, swaps: list[Swap]) -> None:
+        if type(model) in MODELS:
+            self._adopt(model)
+        for attn, name, mixer, options in swaps:
+            if not isinstance(attn, Site):
+                attn.__class__ = SITES[type(attn)]
+            attn.install(name, mixer.train(attn.training), options)
+            attn.prefix = model.num_prefix_tokens
+        model.sync_grid()
+
+    def _adopt(self, model: Any) -> None:
+        checkpointing = model.grad_checkpointing
+        model.hla_base = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or ""
+        model.__class__ = MODELS[type(model)]
+        model.hla_config = []
+        for block in model.blocks:
+            block.__class__ = BLOCKS[type(block)]
+        model.set_grad_checkpointing(checkpointing)
+
+    def record(self, model: Any) -> None:
+        record_architecture(model)
+
+
+TIMM = TimmBackbone()

@@ -15,15 +15,15 @@ from zoo.backbones.sites import Site, attention_layers, block_index
 OURS = ("mixer_options", "keep_softmax", "base", "conversions")  # arguments of create_model that timm does not have
 
 
-def live_conversions(model: Any) -> list[dict[str, Any]]:
-    """The shortest list of conversions that makes `model` from its host: one for each mixer with its options.
+def live_conversions(layers: dict[str, Any], host: str | None = "softmax") -> list[dict[str, Any]]:
+    """The shortest list of conversions that makes the attention `layers` of a model from those of its host.
 
-    Layers with softmax are left out, since the host has softmax already, bit for bit.
+    One for each mixer with its options. Layers with the mixer `host` are left out, since the host has it already, bit
+    for bit (None: it has none of the mixers).
     """
     groups: dict[str, dict[str, Any]] = {}
-    layers = attention_layers(model)
     for name, site in layers.items():
-        if isinstance(site, Site) and site.mixer_name != "softmax":
+        if isinstance(site, Site) and site.mixer_name != host:
             empty = {"mixer": site.mixer_name, "layers": {}, "keep_softmax": None, "options": dict(site.mixer_options)}
             group = groups.setdefault(json.dumps([site.mixer_name, site.mixer_options], sort_keys=True), empty)
             group["layers"][name] = site.mixer_name
@@ -38,7 +38,7 @@ def architecture_of(model: Any) -> tuple[str, dict[str, Any]]:
     The base's own name when every layer is softmax; a registered name when one mixer with one set of options fits;
     else the general name, which takes the base and a list of conversions.
     """
-    groups = live_conversions(model)
+    groups = live_conversions(attention_layers(model))
     if not groups:
         return model.hla_base, {}
     mixer, options = groups[0]["mixer"], groups[0]["options"]

@@ -1,10 +1,9 @@
 """Families of timm that are not converted, and why."""
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
-
-from zoo.backbones.hosts import BLOCKS, MODELS
 
 WINDOWED = "its attention stays inside windows of a few hundred tokens at most, so that a linear cost gains nothing"
 POOLED = "its attention pools the keys or the queries, so that it is not one set of tokens that attend to each other"
@@ -23,21 +22,24 @@ REFUSED: dict[str, str] = {
     "naflexvit": "each sample of a batch has its own grid and a padding mask, which a linear mixer cannot honour",
 }
 SUPPORTED = (
-    "VisionTransformer (vit_*, deit*, deit3_*, flexivit_*, hybrids, vitamin_*) and Eva (eva02_*, dinov3, vit_*_rope_*)"
+    "VisionTransformer (vit_*, deit*, deit3_*, flexivit_*, hybrids, vitamin_*) and Eva (eva02_*, dinov3, vit_*_rope_*) "
+    "of timm, transformers of diffusers"
 )
 
 
-def check_family(model: Any) -> None:
-    """Raise ValueError, naming the family and the reason, unless `model` is one that `zoo.convert` knows."""
-    if not isinstance(model, nn.Module):
+def refuse_thing(thing: Any) -> None:
+    """Raise ValueError for what is no model at all."""
+    if not isinstance(thing, nn.Module):
         raise ValueError(
-            f"convert takes a model, an nn.Module such as timm.create_model makes, got {type(model).__name__} "
-            f"{str(model)[:60]!r}"
+            f"convert takes a model, an nn.Module such as timm.create_model makes, got {type(thing).__name__} "
+            f"{str(thing)[:60]!r}"
         )
+
+
+def refuse_family(model: nn.Module, known: Collection[type]) -> None:
+    """Raise ValueError for a model whose class is not among the `known` ones: its family and the reason."""
     kind = type(model)
-    if kind in MODELS or kind in MODELS.values():
-        return _check_blocks(model)
-    inner = next((n for n, m in model.named_modules() if n and (type(m) in MODELS or type(m) in MODELS.values())), None)
+    inner = next((n for n, m in model.named_modules() if n and type(m) in known), None)
     if inner is not None:
         raise ValueError(f"convert the model itself, not the {kind.__name__} around it: pass its submodule {inner!r}")
     family = kind.__module__.rpartition(".")[2]
@@ -45,10 +47,9 @@ def check_family(model: Any) -> None:
     raise ValueError(f"cannot convert {kind.__name__} of the family {family!r}: {reason}. Supported: {SUPPORTED}.")
 
 
-def _check_blocks(model: Any) -> None:
-    for name, block in model.blocks.named_children():
-        if type(block) not in BLOCKS and type(block) not in BLOCKS.values():
-            raise ValueError(
-                f"cannot convert {type(model).__name__} with blocks of type {type(block).__name__} (blocks.{name}): "
-                "attention and feed-forward share their projections there, so that there is no attention module to swap"
-            )
+def refuse_block(model: nn.Module, layer: str, block: nn.Module) -> None:
+    """Raise ValueError for a model with a block that is of no known class."""
+    raise ValueError(
+        f"cannot convert {type(model).__name__} with blocks of type {type(block).__name__} ({layer}): "
+        "attention and feed-forward share their projections there, so that there is no attention module to swap"
+    )

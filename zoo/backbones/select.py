@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from zoo.backbones.sites import block_index
 from zoo.mixers import MIXERS
 from zoo.names import unknown_name
 
@@ -33,11 +32,14 @@ def _integer(index: Any) -> Any:
         return index  # `_indices` says what is allowed
 
 
-def choose(names: list[str], mixer: str, layers: Plain, keep_softmax: Plain) -> tuple[dict[str, str], set[str]]:
-    """(layer -> mixer in the order of `names`, layers kept by `keep_softmax`), for the attention layers `names`.
+def choose(
+    blocks: Mapping[str, int], mixer: str, layers: Plain, keep_softmax: Plain
+) -> tuple[dict[str, str], set[str]]:
+    """(layer -> mixer in order, layers kept by `keep_softmax`), for `blocks`: attention layers and their block numbers.
 
     Raises ValueError for an unknown mixer, an index out of range, and a pattern that matches nothing of its own.
     """
+    names = list(blocks)
     if isinstance(layers, str):
         layers = {layers: mixer}
     patterns = layers if isinstance(layers, dict) else {"*": mixer}
@@ -50,20 +52,20 @@ def choose(names: list[str], mixer: str, layers: Plain, keep_softmax: Plain) -> 
         if all(layer in first for layer in matched):
             raise ValueError(f"layers={pattern!r} comes too late: earlier patterns take every layer that it matches")
         first |= {layer: name for layer in matched if layer not in first}
-    allowed = set(_indices(names, layers, "layers")) if isinstance(layers, list) else set(names)
-    kept = set(_kept(names, keep_softmax))
+    allowed = set(_indices(blocks, layers, "layers")) if isinstance(layers, list) else set(names)
+    kept = set(_kept(blocks, keep_softmax))
     return {n: first[n] for n in names if n in first and n in allowed and n not in kept}, kept
 
 
-def _kept(names: list[str], keep: Plain) -> list[str]:
+def _kept(blocks: Mapping[str, int], keep: Plain) -> list[str]:
     if not isinstance(keep, str):
-        return _indices(names, keep or [], "keep_softmax")
+        return _indices(blocks, keep or [], "keep_softmax")
     word, _, step = keep.partition(":")
     if word != "every":
-        return _matching(names, keep, "keep_softmax")
+        return _matching(list(blocks), keep, "keep_softmax")
     if not step.isdecimal() or int(step) < 2:
         raise ValueError(f'keep_softmax="every:<n>" needs a number n of at least 2, got {keep!r}')
-    return [name for name in names if block_index(name) % int(step) == 0]
+    return [name for name, block in blocks.items() if block % int(step) == 0]
 
 
 def _matching(names: list[str], pattern: Any, argument: str) -> list[str]:
@@ -73,10 +75,10 @@ def _matching(names: list[str], pattern: Any, argument: str) -> list[str]:
     return matched
 
 
-def _indices(names: list[str], wanted: Iterable[Any], argument: str) -> list[str]:
-    depth = block_index(names[-1]) + 1
+def _indices(blocks: Mapping[str, int], wanted: Iterable[Any], argument: str) -> list[str]:
+    depth = max(blocks.values()) + 1
     for index in wanted:
         if isinstance(index, bool) or not isinstance(index, int) or not -depth <= index < depth:
             raise ValueError(f"{argument} lists block indices from {-depth} to {depth - 1}, got {index!r}")
     positions = {index % depth for index in wanted}
-    return [name for name in names if block_index(name) in positions]
+    return [name for name, block in blocks.items() if block in positions]

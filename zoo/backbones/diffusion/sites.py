@@ -1,0 +1,91 @@
+"""Attention sites of diffusers models: the host's attention module with a mixer where its attention was.
+
+As in `zoo.backbones.sites` a site is a subclass of the host's attention class that overrides only `forward`: a live
+module becomes a site by a change of class, weights are inherited by identity and new parameters lie under `.mixer.`.
+Projections and norms are always called as modules, since adapters, quantisers and offloading replace or hook them.
+All q, k, v, o here are [B, N, H, D]; x is [B, N, C].
+"""
+
+from typing import Any, ClassVar
+
+from diffusers.models.attention_processor import Attention
+from torch import Tensor
+
+from zoo.backbones.checkpoints import encode_tag
+from zoo.backbones.sites import Site, split_heads
+from zoo.grid import Grid
+from zoo.mixers import Context
+
+PLAIN = ("AttnProcessor2_0", "FusedAttnProcessor2_0", "AttnProcessor", "SlicedAttnProcessor", "XFormersAttnProcessor")
+
+
+class DiffusionSite(Site):
+    """What the sites of all families share: the processors that they stand for, the fused projections, the output."""
+
+    processors: ClassVar[tuple[str, ...]] = PLAIN
+    grid: Grid | None = None
+    prefix: int = 0
+
+    @classmethod
+    def check_processor(cls, processor: Any) -> None:
+        """Raise ValueError for a processor that does more than the attention that the mixer takes the place of."""
+        kind = type(processor).__name__
+        if kind not in cls.processors:
+            raise ValueError(
+                f"{kind} does more than the self-attention that a mixer takes the place of (adapters and guidance have "
+                f"no linear form here); allowed: {', '.join(cls.processors)}"
+            )
+
+    def set_processor(self, processor: Any) -> None:
+        """Take note of a stock processor (the mixer stays); ValueError for one that does more than attention."""
+        self.check_processor(processor)
+        super().set_processor(processor)
+
+    def _tag(self) -> Tensor:
+        return encode_tag(self.mixer_name, self.mixer).to(self.to_q.weight.device)
+
+    @property
+    def fused(self) -> bool:
+        """Whether q, k and v come from one projection (`fuse_qkv_projections`)."""
+        return hasattr(self, "to_qkv") and type(self.processor).__name__.startswith("Fused")
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v as the projections return them, [B, N, H D] each: three tensors, viewed but never copied."""
+        return self.to_qkv(x).chunk(3, dim=-1) if self.fused else (self.to_q(x), self.to_k(x), self.to_v(x))
+
+    def output(self, o: Tensor) -> Tensor:
+        """[B, N, H, D] -> [B, N, C]."""
+        return self.to_out[1](self.to_out[0](o.flatten(2)))
+
+    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
+        """Raise ValueError for keyword arguments of an attention call that nothing here would read."""
+        if arguments:
+            raise ValueError(f"a converted attention layer cannot honour the argument {next(iter(arguments))!r}")
+
+
+def norm_heads(norm: Any, t: Tensor) -> Tensor:
+    """The host's norm of each head's D channels, heads first so that gradients are summed as in the host."""
+    return t if norm is None else norm(t.transpose(1, 2)).transpose(1, 2)
+
+
+class SelfAttentionSite(DiffusionSite, Attention):
+    """Site in the self-attention of DiT and PixArt: `attn1` of `BasicTransformerBlock`."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **arguments: Any,
+    ) -> Tensor:
+        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
+        self.refuse_arguments(arguments)
+        if encoder_hidden_states is not None:
+            raise ValueError("a converted layer is self-attention: encoder_hidden_states must be None")
+        x, mask = hidden_states, attention_mask
+        if mask is not None:
+            mask = self.prepare_attention_mask(mask, x.shape[1], x.shape[0]).unflatten(0, (x.shape[0], self.heads))
+        q, k, v = (split_heads(t, self.heads) for t in self.project(x))
+        q, k = norm_heads(self.norm_q, q), norm_heads(self.norm_k, k)
+        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=mask)
+        return self.output(self.mixer(q, k, v, ctx).to(q.dtype))
