@@ -1,7 +1,6 @@
-"""Parts that mixers share: feature maps with a doubled width, the depthwise position residual, the output gate.
+"""Parts that mixers share: the learned feature projection, the depthwise position residual, the output gate.
 
-Feature maps that keep the width (identity, relu, elu1, softmax) live in `hla_kernels` and are applied inside the
-operator; those here return more features than they read, so that they run before it.
+Feature maps without parameters live in `hla_kernels` and are applied inside the operator.
 
 Every part with parameters is the identity at initialisation, so that adding it to a converted model changes nothing.
 """
@@ -13,26 +12,10 @@ from torch import Tensor, nn
 from zoo.grid import Grid, split_tokens
 
 
-def softmax_pair(x: Tensor) -> Tensor:
-    """[softmax(x), softmax(-x)] over the last axis: [..., D] -> [..., 2 D], non-negative.
-
-    The feature map of Hedgehog (arXiv 2402.04347, section 4.1) without its projection. Computed in float32 at least.
-    """
-    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    return torch.cat([x.softmax(-1), (-x).softmax(-1)], dim=-1)
-
-
-class SoftmaxPair(nn.Module):
-    """The softmax pair without parameters: [B, N, H, D] -> [B, N, H, 2 D]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return softmax_pair(x).to(x.dtype)
-
-
 class Hedgehog(nn.Module):
-    """Learned feature map phi(x) = [softmax(W x), softmax(-W x)], one W [D, D] a head, W = I at first.
+    """The projection of the learned feature map phi(x) = [softmax(W x), softmax(-W x)]: x -> W x, W = I at first.
 
-    Hedgehog, arXiv 2402.04347, section 4.1. [B, N, H, D] -> [B, N, H, 2 D].
+    One W [D, D] a head. Hedgehog, arXiv 2402.04347, section 4.1. [B, N, H, D] -> [B, N, H, D].
     """
 
     def __init__(self, num_heads: int, head_dim: int, device=None, dtype=None) -> None:
@@ -45,7 +28,7 @@ class Hedgehog(nn.Module):
             self.weight.copy_(torch.eye(self.weight.shape[-1], device=self.weight.device).expand_as(self.weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        return softmax_pair(torch.einsum("bnhd,hde->bnhe", x, self.weight)).to(x.dtype)
+        return torch.einsum("bnhd,hde->bnhe", x, self.weight)
 
 
 class DepthwiseResidual(nn.Module):

@@ -5,7 +5,8 @@ Shapes: q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], any strides; Hk divid
 
 Options
     causal        token t sees tokens j <= t; otherwise every token sees every token
-    feature_map   None, "identity", "relu", "elu1" (elu + 1) or "softmax" (over D), applied to q and k in float32
+    feature_map   None, "identity", "relu", "elu1" (elu + 1), "softmax" (over D) or "softmax_pair" ([softmax(x),
+                  softmax(-x)]: 2 D features, so D <= 128), applied to q and k in float32
     normalize     divide by the same form with v = 1 (plus eps); needs a non-negative feature_map, or "identity" to
                   vouch for q and k. `polynomial` divides its mixture by the mixture with v = 1: there the coefficients
                   must be non-negative too, which is the caller's responsibility (values are not looked at)
@@ -20,6 +21,7 @@ Options
     decay_rule    "cascade", or "paper" for the paper's serial second-order rule; they differ for decayed hla2 only
     ridge         lambda >= 0: S + lambda I in hla2 and hla3, R + lambda I in ahla (on the scaled moment)
     scale         factor of each moment; None is 1/N two-sided (N counts the state's tokens) and 1 causal
+    q_scale       a factor on phi(q), 1 by default (such as D^-1/2); it costs nothing
     state, return_state   streaming; "mergeable" also keeps what `merge` needs. state has no reference form
     impl          "auto", "torch", "reference" (N x N definition) or "triton"; an explicit one never falls back
 
@@ -50,8 +52,8 @@ Result = Any
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
     center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
-    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6,
-    state: State | None = None, return_state: bool | str = False, impl: str = "auto",
+    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
+    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False, impl: str = "auto",
 ) -> Result:  # fmt: skip
     """First order: o_t = s sum_j (q_t.k_j) v_j = q_t' P, P = s sum k v'.
 
@@ -61,16 +63,16 @@ def linear_attention(
     """
     return run(
         "linear_attention", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
-        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps,
-        state=state, return_state=return_state,
+        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
+        q_scale=q_scale, eps=eps, state=state, return_state=return_state,
     )  # fmt: skip
 
 
 def hla2(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
     center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
-    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6,
-    state: State | None = None, return_state: bool | str = False, impl: str = "auto",
+    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
+    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False, impl: str = "auto",
 ) -> Result:  # fmt: skip
     """Second order, HLA2: o_t = q_t' S C, S = s sum k k', C = s sum q v', that is s^2 A A' V with A = phi(Q) phi(K)'.
 
@@ -81,16 +83,16 @@ def hla2(
     """
     return run(
         "hla2", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
-        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps,
-        state=state, return_state=return_state,
+        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
+        q_scale=q_scale, eps=eps, state=state, return_state=return_state,
     )  # fmt: skip
 
 
 def ahla(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
     center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
-    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6,
-    state: State | None = None, return_state: bool | str = False, impl: str = "auto",
+    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
+    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False, impl: str = "auto",
 ) -> Result:  # fmt: skip
     """Second order, asymmetric (AHLA): o_t = q_t' R P, R = s sum k q', P = s sum k v', that is s^2 A A V.
 
@@ -99,16 +101,16 @@ def ahla(
     """
     return run(
         "ahla", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
-        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps,
-        state=state, return_state=return_state,
+        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
+        q_scale=q_scale, eps=eps, state=state, return_state=return_state,
     )  # fmt: skip
 
 
 def hla3(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
     center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
-    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6,
-    state: State | None = None, return_state: bool | str = False, impl: str = "auto",
+    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
+    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False, impl: str = "auto",
 ) -> Result:  # fmt: skip
     """Third order, HLA3: o_t = q_t' S Qm P, S = s sum k k', Qm = s sum q q', P = s sum k v', that is s^3 A A' A V.
 
@@ -118,8 +120,8 @@ def hla3(
     """
     return run(
         "hla3", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
-        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps,
-        state=state, return_state=return_state,
+        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
+        q_scale=q_scale, eps=eps, state=state, return_state=return_state,
     )  # fmt: skip
 
 
@@ -127,8 +129,8 @@ def polynomial(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, *, causal: bool = False,
     feature_map: str | None = None, normalize: bool = False,
     center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
-    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6,
-    state: State | None = None, return_state: bool | str = False, impl: str = "auto",
+    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
+    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False, impl: str = "auto",
 ) -> Result:  # fmt: skip
     """A learned mixture of orders per head: o = q M, M = c1 P + c2 S C + c3 R P + c4 S Qm P.
 
@@ -139,16 +141,16 @@ def polynomial(
     """
     return run(
         "polynomial", q, k, v, coefficients, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
-        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps,
-        state=state, return_state=return_state,
+        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
+        q_scale=q_scale, eps=eps, state=state, return_state=return_state,
     )  # fmt: skip
 
 
 def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
     center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
-    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, eps: float = 1e-6,
-    state: State | None = None, return_state: bool | str = False, impl: str = "auto",
+    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
+    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False, impl: str = "auto",
 ) -> Result:  # fmt: skip
     """The quadratic baseline: o_t = sum_j softmax_j(s q_t.k_j) v_j, s = D^-1/2 by default.
 
@@ -157,6 +159,6 @@ def softmax_attention(
     """
     return run(
         "softmax_attention", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
-        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale, eps=eps,
-        state=state, return_state=return_state,
+        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
+        q_scale=q_scale, eps=eps, state=state, return_state=return_state,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .features import FEATURE_MAPS
+from .features import FEATURE_MAPS, feature_width
 from .hla.streaming.contents import Sizes, contents
 from .options import CENTERS, DECAY_RULES, IMPLS, MAX_HEAD_DIM, OPS, Options
 from .state import State, merge_obstacle, missing_summaries, summaries_of
@@ -80,6 +80,15 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q and k must have the same head dimension, got {q.shape[3]} and {k.shape[3]}.")
 
 
+def check_features(d: int, feature_map: str | None) -> None:
+    """Raise ValueError when a head of d channels has more than MAX_HEAD_DIM features."""
+    if feature_width(d, feature_map) > MAX_HEAD_DIM:
+        raise ValueError(
+            f"feature_map={feature_map!r} makes {feature_width(d, feature_map)} features of a head dimension of {d}, "
+            f"at most {MAX_HEAD_DIM} are allowed."
+        )
+
+
 def check_packed(qkv: Any) -> None:
     """qkv [B, N, 3, H, D]."""
     if not isinstance(qkv, Tensor) or qkv.dim() != 5 or qkv.shape[2] != 3:
@@ -106,6 +115,8 @@ def check_options(op: str, options: Options, impl: str, return_state: Any) -> No
         raise ValueError(f"eps must be a finite number >= 0, got {options.eps!r}.")
     if options.scale is not None and (not is_number(options.scale) or not math.isfinite(options.scale)):
         raise ValueError(f"scale must be None or a finite number, got {options.scale!r}.")
+    if not is_number(options.q_scale) or not math.isfinite(options.q_scale):
+        raise ValueError(f"q_scale must be a finite number, got {options.q_scale!r}.")
     if op == "softmax_attention":
         _check_softmax(options, return_state)
     else:
@@ -151,6 +162,8 @@ def _check_normalize(options: Options) -> None:
         raise ValueError("normalize=True with mean_path: normalised weights sum to one already; use one of them.")
     if options.scale is not None and options.scale <= 0:
         raise ValueError(f"normalize=True needs scale > 0, got {options.scale}.")
+    if options.q_scale <= 0:
+        raise ValueError(f"normalize=True needs q_scale > 0, got {options.q_scale}.")
 
 
 def check_decay(decay: float | Tensor | None, n_heads: int, n_key_heads: int, dtype: torch.dtype) -> None:

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from .checks import (
     check_coefficients,
     check_decay,
+    check_features,
     check_mergeable,
     check_name,
     check_op,
@@ -22,6 +23,7 @@ from .checks import (
     check_tensors,
     is_number,
 )
+from .features import feature_width
 from .hla import fused
 from .hla.causal import causal
 from .hla.causal_op import causal_op
@@ -147,6 +149,7 @@ def prepare(
         raise ValueError(f"decay must be None, a float or a tensor [heads], got {type(decay).__name__}.")
     kept = Options(decay="tensor" if isinstance(decay, Tensor) else decay, **options)
     check_options(op, kept, impl, return_state)
+    check_features(q.shape[3], kept.feature_map)
     if op == "polynomial":
         check_coefficients(coefficients, q.shape[2], q.device)
     check_decay(decay, q.shape[2], k.shape[2], compute_dtype(q.dtype))
@@ -156,7 +159,8 @@ def prepare(
         if op == "softmax_attention":
             raise ValueError("softmax_attention has no state: state must be None.")
         heads = (1, 1) if gamma is None else (gamma.shape[1], gamma.shape[2])
-        sizes = Sizes(k.shape[0], k.shape[2], q.shape[2] // k.shape[2], k.shape[3], v.shape[3], heads)
+        width = feature_width(k.shape[3], kept.feature_map)
+        sizes = Sizes(k.shape[0], k.shape[2], q.shape[2] // k.shape[2], width, v.shape[3], heads)
         state = check_state(state, op, kept, gamma, sizes, q.device)
     if return_state == "mergeable":
         check_mergeable(op, kept, state)
@@ -169,14 +173,22 @@ def autocast_on(device_type: str) -> bool:
 
 
 def canonical(op: str, options: Options) -> Options:
-    """Equal calls get equal options: decay 1.0 is None, the paper's rule differs for decayed hla2 only."""
+    """Equal calls get equal options: decay 1.0 is None, the paper's rule differs for decayed hla2 only.
+
+    A weight of order p has p queries and p scales, so that q_scale is a factor of each scale: multiplied into a number,
+    kept beside 1/N. Where lambda I takes the place of a moment of keys alone (S), it is a factor of lambda too.
+    """
     decay = None if options.decay == 1.0 else options.decay
     rule = options.decay_rule if op == "hla2" and decay is not None else "cascade"
-    scale = None if options.scale is None else float(options.scale)
+    q_scale, ridge = float(options.q_scale), float(options.ridge)
+    scale = None if options.scale is None else float(options.scale) * q_scale
+    if options.causal and scale is None:
+        scale = None if q_scale == 1.0 else q_scale
     # built by name: dynamo of torch 2.11 cannot return what _replace makes
     return Options(
         options.causal, options.feature_map, options.normalize, options.center, options.mean_path,
-        decay, rule, float(options.ridge), scale, float(options.eps),
+        decay, rule, ridge * q_scale if op in ("hla2", "hla3") else ridge, scale, float(options.eps),
+        q_scale if scale is None and not options.causal else 1.0,
     )  # fmt: skip
 
 
@@ -244,7 +256,7 @@ def _needs_backward(*tensors: Tensor | None) -> bool:
 def _two_sided_options(options: Options) -> tuple:
     return (
         options.feature_map, options.normalize, options.center, options.mean_path, options.ridge, options.scale,
-        options.eps,
+        options.eps, options.q_scale,
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ class Options(NamedTuple):
     ridge: float = 0.0
     scale: float | None = None
     eps: float = 1e-6
+    q_scale: float = 1.0
 
 
 def needs_ones(options: Options) -> bool:

@@ -28,6 +28,7 @@ class Keywords(TypedDict, total=False):
     decay_rule: str
     ridge: float
     scale: float | None
+    q_scale: float
     eps: float
     state: State | None
     return_state: bool | str

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hla_kernels.features import feature
-from zoo.features import softmax_pair
 from zoo.mixers import MIXERS, Context, build_mixer
 
 LINEAR = [name for name in MIXERS if name != "softmax"]
@@ -30,7 +29,7 @@ def make(name: str, **options):
 
 
 def phi(x: torch.Tensor, name: str) -> torch.Tensor:
-    return softmax_pair(x) if name in ("softmax_pair", "hedgehog") else feature(x, name)
+    return feature(x, "softmax_pair" if name == "hedgehog" else name)
 
 
 def weights(name: str, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -27,13 +27,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scale": {"scale": 0.3},
     "ratio_elu1": {"feature_map": "elu1", "normalize": True},
     "ratio_softmax": {"feature_map": "softmax", "normalize": True},
+    "ratio_pair": {"feature_map": "softmax_pair", "normalize": True, "q_scale": 0.4},
     "ratio_relu": {"feature_map": "relu", "normalize": True, "eps": 1e-3},
     "center_k": {"center": "k"},
     "center_qk": {"center": "qk", "feature_map": "relu"},
     "mean_path": {"mean_path": True},
     "anchored": {"center": "k", "mean_path": True},
     "anchored_qk": {"center": "qk", "mean_path": True, "scale": 0.2},
-    "ridge": {"ridge": 0.3},
+    "ridge": {"ridge": 0.3, "q_scale": 0.4},
     "ridge_all": {"ridge": 0.3, "center": "qk", "mean_path": True, "scale": 0.7},
 }
 DECAYS: dict[str, dict[str, Any]] = {

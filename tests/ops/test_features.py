@@ -15,6 +15,7 @@ EXPLICIT = {
     "relu": lambda x: torch.clamp(x, min=0),
     "elu1": lambda x: torch.nn.functional.elu(x) + 1,
     "softmax": lambda x: torch.exp(x) / torch.exp(x).sum(-1, keepdim=True),
+    "softmax_pair": lambda x: torch.cat([torch.nn.functional.softmax(y, -1) for y in (x, -x)], -1),
 }
 
 
@@ -25,8 +26,9 @@ def inputs():
 @pytest.mark.parametrize("name", hk.FEATURE_MAPS)
 def test_maps(name):
     """The torch form's map, the definition's own, and their derivatives, against torch."""
-    x, weight = inputs().requires_grad_(), inputs().flip(0)
+    x = inputs().requires_grad_()
     truth = EXPLICIT[name](x)
+    weight = torch.cat([inputs().flip(0), inputs().flip(1)], -1)[..., : truth.shape[-1]]
     d_truth = torch.autograd.grad(truth, x, weight)[0]
     for form in (feature, phi):
         y = form(x, name)
@@ -38,10 +40,11 @@ def test_maps(name):
 def test_maps_by_numbers():
     x = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
     e = math.e
-    total = 1 / e + 1 + e * e
+    total, other = 1 / e + 1 + e * e, e**3 + e * e + 1
     values = {
         "identity": [-1.0, 0.0, 2.0], "relu": [0.0, 0.0, 2.0], "elu1": [1 / e, 1.0, 3.0],
         "softmax": [1 / e / total, 1 / total, e * e / total],
+        "softmax_pair": [1 / e / total, 1 / total, e * e / total, e**3 / other, e * e / other, 1 / other],
     }  # fmt: skip
     assert set(values) == set(hk.FEATURE_MAPS)
     for name, value in values.items():

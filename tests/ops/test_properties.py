@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hla_kernels as hk
+from hla_kernels.hla.reference import phi
 from tests.ops.cases import CAUSAL, LINEAR, OPTIONS, assert_same, defined, extra, table, tokens
 
 NAMES = ("plain", "ratio_elu1", "anchored_qk", "ridge")
@@ -94,3 +95,34 @@ def test_scale_does_not_grow_with_tokens(op):
     x = tokens(20)
     y = getattr(hk, op)(*x, *extra(op))
     assert_same(getattr(hk, op)(*[torch.cat([t, t], 1) for t in x], *extra(op))[:, :20], y)
+
+
+@pytest.mark.parametrize(
+    ("op", "options"), table(False) + table(True, names=("plain", "ridge", "ridge_all", "ratio_elu1", "anchored_qk"))
+)
+def test_q_scale_is_a_factor_of_the_queries(op, options):
+    """q_scale = c is c phi(q), with gradients: written as features outside the operator, identity inside."""
+    q, k, v = tokens(20)
+    c = 0.37
+    name = options.get("feature_map")
+    inside = {**options, "q_scale": c}
+    outside = {**inside, "feature_map": "identity", "q_scale": 1.0}
+    results = []
+    for changes in (inside, outside):
+        x = [t.clone().requires_grad_() for t in (q, k, v)]
+        given = x if changes is inside else [c * phi(x[0], name), phi(x[1], name), x[2]]
+        y = getattr(hk, op)(*given, *extra(op), **changes)
+        results.append([y, *torch.autograd.grad(y, x, y.detach().cos())])
+    for ours, truth in zip(*results, strict=True):
+        assert_same(ours, truth, 1e-9)
+
+
+@pytest.mark.parametrize("op", LINEAR)
+def test_states_of_scaled_and_doubled_features(op):
+    """A state of the softmax pair holds 2 D features; a stream of segments and `read` agree with one call."""
+    x, options = tokens(20), {"feature_map": "softmax_pair", "normalize": True, "q_scale": 0.3}
+    f, more = getattr(hk, op), extra(op)
+    _, state = f(*[t[:, :8] for t in x], *more, **options, return_state=True)
+    y, state = f(*[t[:, 8:] for t in x], *more, **options, state=state, return_state=True)
+    assert_same(y, f(*x, *more, **options)[:, 8:])
+    assert_same(hk.read(x[0][:, 8:], state, *more), y)

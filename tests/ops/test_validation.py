@@ -64,6 +64,8 @@ BAD_OPTIONS = {
     "eps": ({"eps": -1.0}, "eps must be"),
     "scale": ({"scale": float("inf")}, "scale must be"),
     "scale_text": ({"scale": "big"}, "scale must be"),
+    "q_scale": ({"q_scale": float("nan")}, "q_scale must be"),
+    "negative_q_scale": ({"normalize": True, "feature_map": "relu", "q_scale": -1.0}, "q_scale > 0"),
     "two_sided_decay": ({"decay": 0.9}, "causal=True"),
     "decay_zero": ({"causal": True, "decay": 0.0}, r"\(0, 1\]"),
     "decay_large": ({"causal": True, "decay": 1.5}, r"\(0, 1\]"),
@@ -107,6 +109,13 @@ def test_decay_is_checked_as_it_is_used(op):
                 f(*low, causal=True, decay=decay)
             assert bool(torch.isfinite(f(*high, causal=True, decay=decay)).all())
     assert bool(torch.isfinite(f(*low, causal=True, decay=1e-37)).all())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_too_many_features(causal):
+    with pytest.raises(ValueError, match="makes 258 features of a head dimension of 129"):
+        hk.linear_attention(*x(d=129), feature_map="softmax_pair", causal=causal)
+    assert hk.linear_attention(*x(d=128), feature_map="softmax_pair", causal=causal).shape[1] == 6
 
 
 def test_ratio_with_vouched_features():

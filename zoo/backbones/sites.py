@@ -72,9 +72,17 @@ class Site(Host):
         mask: Tensor | None,
         is_causal: bool,
         rotate: Callable[[Tensor], Tensor] | None = None,
+        qkv: Tensor | None = None,
     ) -> Tensor:
-        """Host q/k norms, the mixer, host output norm, gate and projection: -> [B, N, C]."""
-        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, rotate=rotate, mask=mask, is_causal=is_causal)
+        """Host q/k norms, the mixer, host output norm, gate and projection: -> [B, N, C].
+
+        qkv: what q, k and v are views of, if they are.
+        """
+        plain = isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
+        ctx = Context(
+            x=x, grid=self.grid, prefix=self.prefix, rotate=rotate, mask=mask, is_causal=is_causal,
+            qkv=qkv if plain else None,
+        )  # fmt: skip
         q = self.q_norm(q.transpose(1, 2)).transpose(1, 2)  # heads first, so that gradients are summed as in the host
         k = self.k_norm(k.transpose(1, 2)).transpose(1, 2)
         o = self.mixer(q, k, v, ctx).flatten(2)
@@ -133,8 +141,9 @@ class AttentionSite(Site, Attention):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        return self.mix(q, k, v, x, attn_mask, is_causal)
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = qkv.unbind(2)
+        return self.mix(q, k, v, x, attn_mask, is_causal, qkv=qkv)
 
 
 @register_notrace_module
@@ -145,12 +154,14 @@ class AttentionRopeSite(Site, AttentionRope):
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
+        qkv = None
         if self.qkv is not None:
-            q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+            qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+            q, k, v = qkv.unbind(2)
         else:
             q = split_heads(self.q_proj(x), self.num_heads)
             k, v = (split_heads(proj(x), kv_heads(self)) for proj in (self.k_proj, self.v_proj))
-        return self.mix(q, k, v, x, attn_mask, is_causal, rotation(self, rope, v))
+        return self.mix(q, k, v, x, attn_mask, is_causal, rotation(self, rope, v), qkv)
 
 
 @register_notrace_module
@@ -161,11 +172,13 @@ class EvaAttentionSite(Site, EvaAttention):
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
+        qkv = None
         if self.qkv is not None:
-            q, k, v = self._packed(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+            qkv = self._packed(x).unflatten(-1, (3, self.num_heads, -1))
+            q, k, v = qkv.unbind(2)
         else:
             q, k, v = (split_heads(proj(x), self.num_heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        return self.mix(q, k, v, x, attn_mask, is_causal, rotation(self, rope, v))
+        return self.mix(q, k, v, x, attn_mask, is_causal, rotation(self, rope, v), qkv)
 
     def _packed(self: Any, x: Tensor) -> Tensor:
         if self.q_bias is None:

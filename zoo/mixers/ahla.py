@@ -13,3 +13,4 @@ class AHLA(LinearMixer):
 
     name = "ahla"
     operator = staticmethod(hla_kernels.ahla)
+    operator_packed = staticmethod(hla_kernels.ahla_qkvpacked)

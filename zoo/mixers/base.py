@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from hla_kernels import MAX_HEAD_DIM
 from hla_kernels.checks import RIDGED
-from hla_kernels.features import FEATURE_MAPS, feature
-from zoo.features import DepthwiseResidual, HeadRMSNorm, Hedgehog, OutputGate, SoftmaxPair
+from hla_kernels.features import feature, feature_width
+from zoo.features import DepthwiseResidual, HeadRMSNorm, Hedgehog, OutputGate
 from zoo.grid import check_grid
 from zoo.mixers.context import Context
-from zoo.mixers.options import WIDENING, MixerOptions, resolve_options
+from zoo.mixers.options import MixerOptions, resolve_options
 
 EPS = 1e-9  # of the ratio: a product of small features (softmax map, third order) must stay far above it
 SMALLEST_DECAY = 1e-30  # a learned logit may go anywhere, and a decay of zero has no logarithm
@@ -22,8 +22,9 @@ SMALLEST_DECAY = 1e-30  # a learned logit may go anywhere, and a decay of zero h
 class LinearMixer(nn.Module):
     """mixer(q, k, v, ctx) -> o with a cost linear in the number of tokens; all tensors [B, N, H, D].
 
-    A subclass sets `name`, `operator` (of `hla_kernels`) and, where they differ, `defaults`. The order of the steps:
-    depthwise residuals, feature map, rotation, operator (one or two directions), head norm, gate.
+    A subclass sets `name`, `operator` and `operator_packed` (of `hla_kernels`) and, where they differ, `defaults`. The
+    order of the steps: depthwise residuals, feature map, rotation, operator (one or two directions), head norm, gate.
+    Where nothing comes before the operator and the host has q, k, v in one tensor, the packed operator reads that one.
 
     With a rotary host, phi is applied before the rotation and the denominator is that of the unrotated features, so
     that it stays positive. Raises ValueError when the call needs what the mixer cannot do (a mask, a missing grid).
@@ -31,6 +32,7 @@ class LinearMixer(nn.Module):
 
     name: ClassVar[str]
     operator: ClassVar[Callable[..., Any]]
+    operator_packed: ClassVar[Callable[..., Any]]
     defaults: ClassVar[MixerOptions] = MixerOptions()
 
     def __init__(
@@ -73,7 +75,7 @@ class LinearMixer(nn.Module):
     def _check_host(self, head_dim: int) -> None:
         if self.options.ridge and self.name not in RIDGED:
             raise ValueError(f"ridge is defined for {', '.join(RIDGED)} only, not for {self.name!r}")
-        width = head_dim * (2 if self.options.feature_map in WIDENING else 1)
+        width = feature_width(head_dim, self._inner_map)
         if width > MAX_HEAD_DIM:
             raise ValueError(
                 f"heads of {head_dim} channels have {width} features with {self.options.feature_map!r}, "
@@ -81,18 +83,18 @@ class LinearMixer(nn.Module):
             )
 
     def _feature_module(self, num_heads: int, **dd) -> nn.Module:
-        if self.options.feature_map == "hedgehog":
-            return Hedgehog(num_heads, self.head_dim, **dd)
-        return SoftmaxPair() if self.options.feature_map == "softmax_pair" else nn.Identity()
+        learned = self.options.feature_map == "hedgehog"
+        return Hedgehog(num_heads, self.head_dim, **dd) if learned else nn.Identity()
 
     def reset_parameters(self) -> None:
         """Initialise the parameters that this module itself owns (its parts initialise theirs)."""
         if self.options.decay is not None:
             nn.init.constant_(self.decay_logit, math.log(self.options.decay / (1 - self.options.decay)))
 
-    def operate(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        """The operator on features q, k and values v; `options` are those of the `hla_kernels` signature."""
-        return self.operator(q, k, v, **options)
+    def operate(self, *tokens: Tensor, **options) -> Tensor:
+        """The operator on q, k and v, or on one packed qkv; `options` are those of the `hla_kernels` signature."""
+        operator = self.operator if len(tokens) == 3 else self.operator_packed
+        return operator(*tokens, **options)
 
     def extra_repr(self) -> str:
         changed = {n: v for n, v in vars(self.options).items() if v != getattr(MixerOptions(), n)}
@@ -100,13 +102,10 @@ class LinearMixer(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         self._check(q.shape[1], ctx)
-        q, k, v = self._local(q, k, v, ctx)
-        tensors = (*self._features(q, k, ctx), v)
-        o = self._mix(*tensors)
-        if self.options.scan == "both":
-            o = o + self._mix(*(t.flip(1) for t in tensors)).flip(1)
-            if self.options.normalize or self.options.mean_path:
-                o = o / 2
+        if ctx.qkv is not None and self._reads_packed(ctx):
+            o = self._mix(ctx.qkv)
+        else:
+            o = self._scan(*self._features(*self._local(q, k, v, ctx), ctx))
         o = self.norm(o)
         return o if self.gate is None else self.gate(o, ctx.x)
 
@@ -132,30 +131,40 @@ class LinearMixer(nn.Module):
             tensors[name] = part(tensors[name], ctx.grid, ctx.prefix, ctx.suffix)
         return tensors["q"], tensors["k"], tensors["v"]
 
-    def _features(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        """What the operator reads: (q, k), or with a rotary host (q, k, rotated q, rotated k), all after phi."""
-        if self.options.feature_map == "identity":
-            q = q * self.scale
+    def _reads_packed(self, ctx: Context) -> bool:
+        """Whether the operator reads q, k and v just as they came."""
+        opt = self.options
+        return ctx.rotate is None and not opt.depthwise and opt.feature_map != "hedgehog" and opt.scan == "forward"
+
+    def _features(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, ...]:
+        """What the operator reads: (q, k, v), or with a rotary host (phi q, phi k, rotated phi q, rotated phi k, v)."""
         q, k = self.phi_q(q), self.phi_k(k)
         if ctx.rotate is None:
-            return q, k
+            return q, k, v
         q, k = feature(q, self._inner_map), feature(k, self._inner_map)
-        return q, k, ctx.rotate(q), ctx.rotate(k)
+        return q, k, ctx.rotate(q), ctx.rotate(k), v
+
+    def _scan(self, *tensors: Tensor) -> Tensor:
+        """One direction, or both added."""
+        o = self._mix(*tensors)
+        if self.options.scan == "forward":
+            return o
+        o = o + self._mix(*(t.flip(1) for t in tensors)).flip(1)
+        return o / 2 if self.options.normalize or self.options.mean_path else o
 
     @property
     def _inner_map(self) -> str:
-        """The feature map that the operator applies itself: those that keep the width."""
-        return self.options.feature_map if self.options.feature_map in FEATURE_MAPS else "identity"
+        """The feature map that the operator applies itself."""
+        return "softmax_pair" if self.options.feature_map == "hedgehog" else self.options.feature_map
 
-    def _mix(self, q: Tensor, k: Tensor, *rotated_v: Tensor) -> Tensor:
-        """One direction. `rotated_v`: (v,) or (rotated q, rotated k, v)."""
-        opt, *rotated, v = self.options, *rotated_v
-        common = self._operator_options()
+    def _mix(self, *tensors: Tensor) -> Tensor:
+        """One direction of (qkv), (q, k, v) or (phi q, phi k, rotated phi q, rotated phi k, v)."""
+        opt, common = self.options, self._operator_options()
         weights = {"center": opt.center, "mean_path": opt.mean_path, **common}
-        if not rotated:
+        if len(tensors) < 5:
             ratio = {"normalize": True, "eps": EPS} if opt.normalize else {}
-            return self.operate(q, k, v, feature_map=self._inner_map, **ratio, **weights)
-        turned_q, turned_k = rotated
+            return self.operate(*tensors, feature_map=self._inner_map, **ratio, **weights)
+        q, k, turned_q, turned_k, v = tensors
         o = self.operate(turned_q, turned_k, v, **weights)
         if opt.normalize:  # of the unrotated features: a rotation would make the sum signed
             o = o / (self.operate(q, k, torch.ones_like(v[..., :1]), **common) + EPS)
@@ -163,6 +172,8 @@ class LinearMixer(nn.Module):
 
     def _operator_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"causal": True} if self.options.causal else {}
+        if self.options.feature_map == "identity":
+            options["q_scale"] = self.scale
         if self.options.ridge:
             options["ridge"] = self.options.ridge
         if self.options.decay is not None:

@@ -18,6 +18,8 @@ class Context:
     rotate: the host's rotary embedding as a function [B, N, H, D] -> [B, N, H, D]; None when it has none.
     mask: the host's attention mask; only softmax can honour it.
     is_causal: the host asks for causal attention.
+    qkv: the tensor [B, N, 3, H, D] that q, k and v are views of, where the host has one and changes none of them: a
+        mixer may read it in their place.
     """
 
     x: Tensor
@@ -27,3 +29,4 @@ class Context:
     rotate: Callable[[Tensor], Tensor] | None = None
     mask: Tensor | None = None
     is_causal: bool = False
+    qkv: Tensor | None = None

@@ -13,3 +13,4 @@ class HLA2(LinearMixer):
 
     name = "hla2"
     operator = staticmethod(hla_kernels.hla2)
+    operator_packed = staticmethod(hla_kernels.hla2_qkvpacked)

@@ -13,3 +13,4 @@ class HLA3(LinearMixer):
 
     name = "hla3"
     operator = staticmethod(hla_kernels.hla3)
+    operator_packed = staticmethod(hla_kernels.hla3_qkvpacked)

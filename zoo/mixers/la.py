@@ -13,3 +13,4 @@ class LinearAttention(LinearMixer):
 
     name = "la"
     operator = staticmethod(hla_kernels.linear_attention)
+    operator_packed = staticmethod(hla_kernels.linear_attention_qkvpacked)

@@ -6,7 +6,6 @@ from typing import Any
 from zoo.names import unknown_name
 
 FEATURE_MAPS = ("identity", "relu", "elu1", "softmax", "softmax_pair", "hedgehog")
-WIDENING = ("softmax_pair", "hedgehog")  # twice the features
 CENTERS = (None, "k", "qk")
 SCANS = ("forward", "both")
 

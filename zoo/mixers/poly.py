@@ -25,6 +25,7 @@ class Polynomial(LinearMixer):
 
     name = "poly"
     operator = staticmethod(hla_kernels.polynomial)
+    operator_packed = staticmethod(hla_kernels.polynomial_qkvpacked)
     defaults = PolynomialOptions(feature_map="identity", normalize=False, center="k", mean_path=True)
     options: PolynomialOptions
 
@@ -45,6 +46,6 @@ class Polynomial(LinearMixer):
         with torch.no_grad():
             self.coefficients.copy_(torch.tensor(c, device=self.coefficients.device).expand_as(self.coefficients))
 
-    def operate(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    def operate(self, *tokens: Tensor, **options) -> Tensor:
         c = F.softplus(self.coefficients) if self.options.normalize else self.coefficients
-        return super().operate(q, k, v, coefficients=c, **options)
+        return super().operate(*tokens, coefficients=c, **options)

@@ -23,6 +23,7 @@ from .moments import (
     affine,
     is_centred,
     mixture_weights,
+    moment_scale,
     moments,
     operator_matrix,
     product,
@@ -105,7 +106,7 @@ def _token_grads(
     op: str, d_moments: Grads, tokens: Grads, sums: Grads, rows: Grads, grads: Grads, n: int, options: Options
 ) -> Grads:
     """dq, dk, dv in head layout: what came through the moments added to `grads`, and one row added to every token."""
-    s = 1 / n if options.scale is None else options.scale
+    s = moment_scale(n, options)
     for name in MOMENTS[op]:
         a, b = FACTORS[name]
         d = d_moments[name] * s

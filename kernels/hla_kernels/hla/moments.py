@@ -45,6 +45,11 @@ def sum_names(op: str, options: Options) -> tuple[str, ...]:
     return tuple("sum_" + name for name in "qkv" if name in needed)
 
 
+def moment_scale(n: float | Tensor, options: Options) -> float | Tensor:
+    """s of n tokens: 1/n (times q_scale, which a number has in it already) unless it is given."""
+    return options.q_scale / n if options.scale is None else options.scale
+
+
 def token_sums(op: str, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dict[str, Tensor]:
     """Raw sums over tokens: P, S, C, R, Qm as `op` needs them, and the `sum_names` among sum_q, sum_k, sum_v [.., 1,
     D]."""
@@ -60,7 +65,7 @@ def moments(op: str, sums: dict[str, Tensor], n: float | Tensor, options: Option
     sum (a - mean a)(b - mean b)' = sum a b' - (sum a)(sum b)'/n;  sum a 1 = sum a.  Returns P [B, Hk, 1, D, Dv (+1)]
                                                                    and so on.
     """
-    s = 1 / n if options.scale is None else options.scale
+    s = moment_scale(n, options)
     ones = needs_ones(options)
     out = {}
     for name in MOMENTS[op]:

@@ -41,13 +41,15 @@ def reference(
 
 def phi(x: Tensor, name: str | None) -> Tensor:
     """The feature maps written out once more, not those of the torch form: x; max(x, 0); exp(x) below 0 and x + 1
-    above; exp(x_i) / sum_i exp(x_i). [..., D] -> [..., D]."""
+    above; exp(x_i) / sum_i exp(x_i); that of x and of -x side by side. [..., D] -> [..., D], the pair [..., 2 D]."""
     if name is None or name == "identity":
         return x
     if name == "relu":
         return torch.where(x <= 0, 0, x)
     if name == "elu1":
         return torch.where(x <= 0, x.clamp(max=0).exp(), x + 1)
+    if name == "softmax_pair":
+        return torch.cat([phi(x, "softmax"), phi(-x, "softmax")], -1)
     assert name == "softmax", name
     e = (x - x.detach().amax(-1, keepdim=True)).exp()
     return e / e.sum(-1, keepdim=True)
@@ -79,7 +81,7 @@ def two_sided_weights(
         k = k - average @ k
     if options.center == "qk":
         q = q - average @ q
-    s = 1 / q.shape[2] if options.scale is None else options.scale
+    s = options.q_scale / q.shape[2] if options.scale is None else options.scale
     a = s * (q @ k.mT)
     qq = s * (q @ q.mT)
     forms = {

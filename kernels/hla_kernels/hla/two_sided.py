@@ -33,8 +33,8 @@ def evaluate(op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | No
 
 
 def _options(spec: fused.Spec) -> Options:
-    _, feature_map, normalize, center, mean_path, ridge, scale, eps = spec
-    return Options(False, feature_map, normalize, center, mean_path, None, "cascade", ridge, scale, eps)
+    _, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale = spec
+    return Options(False, feature_map, normalize, center, mean_path, None, "cascade", ridge, scale, eps, q_scale)
 
 
 def _rows(*tokens: Tensor) -> list[Tensor]:
@@ -80,12 +80,12 @@ def _no_autocast(x: Tensor) -> torch.autocast:
 def two_sided(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    impl: str = "torch", save: bool = False,
+    q_scale: float = 1.0, impl: str = "torch", save: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o = q M (see `hla`) [B, N, H, Dv] and a float32 buffer for the backward (empty without `save`); arguments are
     checked by `op.run`. q [B, N, H, D], k, v [B, N, Hk, .]."""
     with _no_autocast(q):
-        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps)
+        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
         return _forward(q, k, v, coefficients, spec, impl, save)
 
 
@@ -98,11 +98,11 @@ def _(q, k, v, coefficients, *options):
 def two_sided_backward(
     grad: Tensor, saved: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str,
     feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None,
-    eps: float, impl: str = "torch",
+    eps: float, q_scale: float = 1.0, impl: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dcoefficients) of `two_sided`; the last is empty without coefficients."""
     with _no_autocast(q):
-        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps)
+        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         return dq, dk, dv, _gradient(grad, saved, q, k, v, coefficients, spec, impl, (dq, dk, dv))
 
@@ -117,11 +117,11 @@ def _(grad, saved, q, k, v, coefficients, *options):
 def two_sided_qkvpacked(
     qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    impl: str = "torch", save: bool = False,
+    q_scale: float = 1.0, impl: str = "torch", save: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`two_sided` of qkv [B, N, 3, H, D] -> [B, N, H, D] and the buffer."""
     with _no_autocast(qkv):
-        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps)
+        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
         q, k, v = qkv.unbind(2)
         return _forward(q, k, v, coefficients, spec, impl, save)
 
@@ -135,11 +135,11 @@ def _(qkv, coefficients, *options):
 def two_sided_qkvpacked_backward(
     grad: Tensor, saved: Tensor, qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None,
     normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    impl: str = "torch",
+    q_scale: float = 1.0, impl: str = "torch",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dqkv [B, N, 3, H, D] in one buffer, dcoefficients) of `two_sided_qkvpacked`."""
     with _no_autocast(qkv):
-        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps)
+        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
         out = torch.empty_like(qkv, memory_format=torch.contiguous_format)
         q, k, v = qkv.unbind(2)
         return out, _gradient(grad, saved, q, k, v, coefficients, spec, impl, out.unbind(2))
@@ -155,8 +155,10 @@ def _fake_coefficients(x: Tensor, coefficients: Tensor | None) -> Tensor:
     return x.new_empty((0,)) if coefficients is None else coefficients.new_empty(coefficients.shape)
 
 
-def _fake_saved(q, k, v, op, feature_map, normalize, center, mean_path, ridge, scale, eps, impl="torch", save=False):
-    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps)
+def _fake_saved(
+    q, k, v, op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale=1.0, impl="torch", save=False
+):
+    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
     return _saved(q, k, v, spec, impl, save)
 
 

@@ -78,7 +78,7 @@ def test_two_tokens(monkeypatch):
 def test_through_the_custom_operators(monkeypatch, save):
     """q, k, v and packed give the same bits, with gradients, from an expanded gradient; no rows."""
     ops = torch.ops.hla_kernels
-    rest = ("ahla", None, False, "k", True, 0.0, None, 1e-6, "triton", save)
+    rest = ("ahla", None, False, "k", True, 0.0, None, 1e-6, 1.0, "triton", save)
     spec = Spec("ahla", center="k", mean_path=True)
     qkv = torch.randn(2, 33, 3, 2, 16, requires_grad=True)
     tokens = [x.detach().requires_grad_() for x in qkv.unbind(2)]
@@ -94,7 +94,7 @@ def test_through_the_custom_operators(monkeypatch, save):
 
 
 def test_opcheck_with_saved_state():
-    rest = ("hla2", "elu1", True, None, False, 0.0, None, 1e-6, "triton", True)
+    rest = ("hla2", "elu1", True, None, False, 0.0, None, 1e-6, 1.0, "triton", True)
     x = [torch.randn(2, 19, 2, 16, requires_grad=True) for _ in range(3)]
     torch.library.opcheck(torch.ops.hla_kernels.two_sided, (*x, None, *rest))
     qkv = torch.randn(2, 19, 3, 2, 16, requires_grad=True)
@@ -108,7 +108,7 @@ def test_what_is_saved_has_a_size_for_every_number_of_tokens(options):
     class Module(torch.nn.Module):
         def forward(self, q, k, v):
             return torch.ops.hla_kernels.two_sided(
-                q, k, v, None, *options, None, False, 0.0, None, 1e-6, "triton", True
+                q, k, v, None, *options, None, False, 0.0, None, 1e-6, 1.0, "triton", True
             )
 
     x = [torch.randn(32, 50, 4, 64) for _ in range(3)]

@@ -85,7 +85,7 @@ def test_packed(monkeypatch, sizes):
 
 
 def test_opcheck():
-    ops, rest = torch.ops.hla_kernels, ("hla2", None, False, "k", True, 0.0, None, 1e-6, "triton", True)
+    ops, rest = torch.ops.hla_kernels, ("hla2", None, False, "k", True, 0.0, None, 1e-6, 1.0, "triton", True)
     x, _ = make(70, BF16, ODD)
     torch.library.opcheck(ops.two_sided, (*[t.detach().requires_grad_() for t in x], None, *rest))
     qkv = torch.randn(2, 70, 3, 2, 72, device="cuda", dtype=BF16, requires_grad=True)

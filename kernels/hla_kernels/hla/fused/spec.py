@@ -26,6 +26,7 @@ class Spec(NamedTuple):
     ridge: float = 0.0
     scale: float | None = None
     eps: float = 1e-6
+    q_scale: float = 1.0
 
     def flags(self) -> dict[str, int]:
         """The constexpr flags every kernel takes."""
@@ -44,8 +45,8 @@ class Spec(NamedTuple):
         return self.normalize or self.mean_path or self.center is not None
 
     def scale_of(self, n: int) -> float:
-        """s: 1/N by default."""
-        return 1.0 / n if self.scale is None else self.scale
+        """s: q_scale / N by default."""
+        return self.q_scale / n if self.scale is None else self.scale
 
 
 def split_width(d: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...checks import check_coefficients, check_contents, check_finite, check_names
-from ...features import feature
+from ...features import feature, feature_width
 from ...options import Options, compute_dtype
 from ...state import State
 from ..layout import to_heads, to_tokens
@@ -63,7 +63,8 @@ def _check_read(q: Any, state: State) -> None:
     group = max(x.shape[2] if x.dim() == 5 else 1 for x in state.tensors.values())
     if first.dim() != 5 or wide.dim() != 5:
         raise ValueError(f"The state's tensors must have rank 5, got {tuple(first.shape)} and {tuple(wide.shape)}.")
-    batch, n_key_heads, _, d, _ = first.shape
+    batch, n_key_heads, _, width, _ = first.shape
+    d = width // feature_width(1, state.options.feature_map)
     if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[0] != batch or q.shape[3] != d:
         got = tuple(q.shape) if isinstance(q, Tensor) else type(q).__name__
         raise ValueError(f"q must have shape [{batch}, M, heads, {d}] for this state, got {got}.")
@@ -71,7 +72,7 @@ def _check_read(q: Any, state: State) -> None:
         raise ValueError(f"q must have {n_key_heads * group} heads for this state, got {q.shape[2]}.")
     if not q.dtype.is_floating_point:
         raise ValueError(f"q must be floating point, got {q.dtype}.")
-    check_contents(state, Sizes(batch, n_key_heads, q.shape[2] // n_key_heads, d, wide.shape[4]), q.device)
+    check_contents(state, Sizes(batch, n_key_heads, q.shape[2] // n_key_heads, width, wide.shape[4]), q.device)
 
 
 def _read(q: Tensor, state: State, coefficients: Tensor | None, n_key_heads: int) -> Tensor:
