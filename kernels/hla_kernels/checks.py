@@ -113,9 +113,9 @@ def check_options(op: str, options: Options, impl: str, return_state: Any) -> No
         raise ValueError(f"ridge must be a finite number >= 0, got {options.ridge!r}.")
     if not is_number(options.eps) or not 0 <= options.eps < math.inf:
         raise ValueError(f"eps must be a finite number >= 0, got {options.eps!r}.")
-    if options.scale is not None and (not is_number(options.scale) or not math.isfinite(options.scale)):
+    if options.scale is not None and (not is_number(options.scale) or not -math.inf < options.scale < math.inf):
         raise ValueError(f"scale must be None or a finite number, got {options.scale!r}.")
-    if not is_number(options.q_scale) or not math.isfinite(options.q_scale):
+    if not is_number(options.q_scale) or not -math.inf < options.q_scale < math.inf:
         raise ValueError(f"q_scale must be a finite number, got {options.q_scale!r}.")
     if op == "softmax_attention":
         _check_softmax(options, return_state)

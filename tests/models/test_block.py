@@ -38,7 +38,7 @@ def tokens(n: int, device: str = "cpu", batch: int = 2, seed: int = 0) -> torch.
 def results(block, x, f=None) -> list[torch.Tensor]:
     """Output and all gradients of one pass."""
     block.zero_grad()
-    y = (f or block)(x)
+    y = (block if f is None else f)(x)
     weights = [x, *block.parameters()]
     return [y.detach(), *torch.autograd.grad(y, weights, y.detach().float().cos().to(y.dtype), allow_unused=True)]
 
@@ -70,7 +70,7 @@ def test_one_graph_for_every_number_of_tokens(mixer, device):
 def test_export_with_any_number_of_tokens(mixer):
     block = make_block(mixer).eval()
     n, b = torch.export.Dim("n", min=2, max=8192), torch.export.Dim("b", min=1, max=64)
-    program = torch.export.export(block, (tokens(50).detach(),), dynamic_shapes=({0: b, 1: n},)).module()
+    program = torch.export.export(block, (tokens(50).detach(),), dynamic_shapes={"args": ({0: b, 1: n},)}).module()
     for count, batch in ((2, 3), (64, 1), (197, 2)):
         x = tokens(count, batch=batch).detach()
         torch.testing.assert_close(program(x), block(x), rtol=1e-5, atol=1e-5)

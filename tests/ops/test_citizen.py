@@ -14,7 +14,8 @@ from tests.ops.cases import CAUSAL, LINEAR, assert_same, extra, l2_error, tokens
 
 MODES = {
     "two_sided": {},
-    "two_sided_anchored": {"center": "qk", "mean_path": True},
+    "two_sided_anchored": {"center": "qk", "mean_path": True, "q_scale": 0.3},
+    "two_sided_scaled": {"scale": 0.2, "q_scale": 0.3},
     "causal": {"causal": True, "feature_map": "elu1", "normalize": True},
     "causal_decay": {"causal": True, "decay": 0.9},
 }
