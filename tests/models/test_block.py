@@ -146,6 +146,7 @@ def test_cuda_graph_of_forward_and_backward(mixer):
 def test_attention_runs_our_kernels_only(mixer):
     """Between the projections, forward and backward: Triton forms, and no cast, copy or transpose beside them."""
     import triton
+
     from hla_kernels.hla.fused import heads, launch, middle, middle_key, split
 
     ours = {
