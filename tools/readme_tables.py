@@ -10,9 +10,11 @@ import statistics
 import sys
 from pathlib import Path
 
+from zoo.eval.speed import report
+
 ROOT = Path(__file__).resolve().parents[1]
 GROUP = ("experiment", "data", "mixer", "source", "metric", "budget")
-MARKED = re.compile(r"(<!-- results:(\w+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
 def quality(result: dict) -> str:
@@ -28,12 +30,22 @@ def quality(result: dict) -> str:
         spread = f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
         wall = statistics.mean(row["wall_s"] for row in rows)
         lines.append(f"| {' | '.join(key)} | {spread} | {len(rows)} | {wall:.0f} |")
+    return "\n".join(lines)
+
+
+RENDER = {"quality": quality, "kernels-h200": report.kernels, "models-h200": report.models}
+
+
+def block(name: str) -> str:
+    """Picture, table and origin of a result file; a sentence while there is no such file."""
+    file = ROOT / "docs" / "results" / f"{name}.json"
+    if not file.is_file():
+        return f"`python tools/benchmark.py {name.partition('-')[0]}` was not run yet.\n"
+    result = json.loads(file.read_text())
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     source = f"{result['hardware']}, {result['date']}, {versions}. Command: `{result['command']}`."
-    return "\n".join([*lines, "", f"{source} {result.get('note', '')}".rstrip(), ""])
-
-
-RENDER = {"quality": quality}
+    picture = f"![{name}](docs/{name}.png)\n\n" if (ROOT / "docs" / f"{name}.png").is_file() else ""
+    return f"{picture}{RENDER[name](result)}\n\n{source} {result.get('note', '')}".rstrip() + "\n"
 
 
 def main() -> int:
@@ -45,8 +57,7 @@ def main() -> int:
     old = readme.read_text()
 
     def fill(match: re.Match) -> str:
-        result = json.loads((ROOT / "docs" / "results" / f"{match[2]}.json").read_text())
-        return match[1] + RENDER[match[2]](result) + match[3]
+        return match[1] + block(match[2]) + match[3]
 
     new = MARKED.sub(fill, old)
     if args.check:

@@ -12,7 +12,7 @@ from zoo.data.settings import DataSettings
 from zoo.train.loop import Trainer
 from zoo.train.model import load_model
 
-TOOLS = ["train_vit", "convert", "evaluate_imagenet", "timm_run", "demo", "quality"]
+TOOLS = ["train_vit", "convert", "evaluate_imagenet", "timm_run", "demo", "quality", "benchmark"]
 
 
 @pytest.mark.parametrize("name", TOOLS)

@@ -1,0 +1,249 @@
+"""Speed: floors in closed form, the plain formulas against the definitions, rows, tables, pictures, refusals."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import run_tool
+from PIL import Image
+
+import hla_kernels
+from zoo.eval.speed import check as checking
+from zoo.eval.speed import formulas, kernels, models, peers, pictures, report, rows
+from zoo.eval.speed.profile import part_of
+from zoo.eval.speed.shapes import OPS, PASSES, SHAPES, floor_bytes, floor_us
+
+RATE = 4.27e12  # bytes per second of a copy; the floors below were worked out by hand for it
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "both"),
+    [
+        ("vit224", 36, 100),
+        ("vit512", 47, 130),
+        ("dit256", 35, 97),
+        ("dit512", 71, 194),
+        ("tokens16k", 126, 346),
+        ("wan480p", 189, 519),
+    ],
+)
+def test_floor_of_the_first_order(name, forward, both):
+    shape = SHAPES[name]
+    assert round(floor_us(shape, "linear_attention", "forward", RATE)) == forward
+    assert round(floor_us(shape, "linear_attention", "forward_backward", RATE)) == both
+
+
+def test_higher_orders_read_twice_where_heads_are_long():
+    for shape in SHAPES.values():
+        t = shape.b * shape.h * shape.n * shape.d * 2
+        for op in ("hla2", "ahla", "hla3", "polynomial"):
+            assert floor_bytes(shape, op, "forward") == (5 if shape.n >= 16384 else 4) * t
+            assert floor_bytes(shape, op, "forward_backward") == (14 if shape.n >= 16384 else 11) * t
+        assert floor_bytes(shape, "softmax_attention", "forward_backward") == 11 * t
+
+
+@pytest.mark.parametrize("options", peers.OPTIONS.values(), ids=peers.OPTIONS)
+@pytest.mark.parametrize("op", OPS)
+def test_plain_formulas_are_the_definitions(op, options):
+    q, k, v = torch.randn(3, 2, 7, 3, 5, dtype=torch.float64)
+    c = torch.rand(3, 4, dtype=torch.float64) if op == "polynomial" else None
+    given = (q, k, v) if c is None else (q, k, v, c)
+    wanted = getattr(hla_kernels, op)(*given, impl="reference", **options)
+    found = formulas.plain(op, *(x.transpose(1, 2) for x in (q, k, v)), c, **options).transpose(1, 2)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_plain_softmax_and_causal_sums(monkeypatch):
+    monkeypatch.setattr(formulas, "CHUNK", 4)
+    q, k, v = torch.randn(3, 1, 2, 10, 3, dtype=torch.float64).requires_grad_()
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(formulas.softmax(q, k, v), wanted)
+    ours, theirs = (torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (formulas.softmax(q, k, v), wanted))
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(formulas.causal(q, k, v), (q @ k.mT).tril() @ v)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """One shape small enough for a CPU."""
+    monkeypatch.setitem(SHAPES, "vit224", SHAPES["vit224"]._replace(b=2, h=2, n=9, d=8))
+
+
+@pytest.mark.parametrize("impl", ["ours", "eager"])
+@pytest.mark.parametrize("op", OPS)
+def test_a_case_is_compared_with_float64(op, impl, small):
+    case = peers.Case("vit224", op, impl, tuple(peers.OPTIONS["elu1_ratio"].items()))
+    found = checking.check(case, "cpu")
+    assert found.problem is None and found.ran == ("torch" if impl == "ours" else None)
+    assert 1e-4 < found.rel_err["forward"] < 1e-2 and 1e-4 < found.rel_err["forward_backward"] < 0.2, found
+
+
+def test_a_wrong_case_is_not_timed(small, monkeypatch):
+    monkeypatch.setitem(peers.MAKERS, "eager", lambda op, options: lambda qkv, c: 1.1 * qkv[:, :, 2])
+    found = checking.check(peers.Case("vit224", "ahla", "eager"), "cpu")
+    assert found.problem is not None and found.problem.startswith("wrong: relative error")
+    monkeypatch.setitem(peers.MAKERS, "eager", lambda op, options: lambda qkv, c: qkv[:, :, 2] * float("nan"))
+    assert checking.check(peers.Case("vit224", "ahla", "eager"), "cpu").problem is not None
+
+
+def test_one_head_in_many_is_enough_to_fail(small):
+    """The last head of the last image is among those compared: where offsets overflow, it is the one that is wrong."""
+    case = peers.Case("vit224", "ahla", "eager")
+    qkv, grad = checking.inputs("vit224", 0, "cpu")
+    o = peers.make(case)(qkv, None)
+    (found,) = torch.autograd.grad(o, qkv, grad)
+    with torch.no_grad():
+        found[-1, :, 1, -1] = 0
+    forward, backward = checking.errors(case, qkv, o, grad, found, None)
+    assert forward < 2e-2 and backward > 0.3
+
+
+def test_selection_of_cases():
+    found = peers.cases(["vit224"], ["ahla", "hla2"], ["ours", "sdpa_cudnn", "compiled", "fla"], peers.OPTIONS)
+    count = [sum(case.impl == impl for case in found) for impl in ("ours", "sdpa_cudnn", "compiled", "fla")]
+    assert count == [6, 1, 2, 1]
+
+
+def test_absent_packages_are_one_line(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert peers.missing("fla") == "fla: the package fla is not installed"
+    assert peers.missing("ours") is None
+
+
+def test_parts_of_a_step():
+    assert part_of(["aten::bmm", "hla_kernels::two_sided", "MlpBlock"]) == "attention"
+    assert part_of(["aten::_flash_attention_backward", "ScaledDotProductFlashAttentionBackward0"]) == "attention"
+    assert part_of(["aten::addmm", "aten::linear"]) == "matmul"
+    assert part_of(["aten::mul"]) == "rest"
+
+
+def kernel_fixture() -> dict:
+    """Rows with round made-up numbers; no measurement."""
+    made = []
+    for shape in SHAPES.values():
+        head = {"shape": shape.sizes, "rel_err": 0.001, "first_s": 1.0, "copy_tb_s": 4.0, "timer": "graph"}
+        for which, us in (("forward", 10.0), ("forward_backward", 20.0)):
+            tail = {**head, "pass": which, "floor_us": us / 2, "peak_mib": 1.0}
+            for name, slower in (("identity", 1), ("elu1_ratio", 1.1), ("center_mean", 1.5)):
+                for op in OPS:
+                    made.append({"op": op, "impl": "ours", "options": peers.OPTIONS[name], "us": us * slower, **tail})
+            made.append({"op": "softmax_attention", "impl": "sdpa_cudnn", "options": {}, "us": us * 6, **tail})
+    return {"hardware": "made up", "versions": {}, "date": "2000-01-01", "command": "none", "rows": made, "failed": []}
+
+
+def model_fixture() -> dict:
+    """Rows with round made-up numbers; no measurement."""
+    made = []
+    for setup in models.setups(models.ModelSettings()):
+        speed = {"softmax": 100, "ahla": 150, "hla2": 90}[setup.mixer] * (2 if setup.compiled else 1)
+        rest = {"tokens": 10, "batch": 4, "per_second": speed, "ms": 1.0, "peak_mib": 7, "device_ms": 1.0}
+        made.append({**setup._asdict(), **rest, "shares": {"attention": 0.25, "matmul": 0.5, "rest": 0.25}})
+    return {"hardware": "made up", "versions": {}, "date": "2000-01-01", "command": "none", "rows": made, "failed": []}
+
+
+def test_kernel_table():
+    lines = report.kernels(kernel_fixture()).splitlines()
+    (line,) = (line for line in lines if line.startswith("| ViT-S 224 | ahla"))
+    # half the floor is less than 0.70 and 0.60; six times cuDNN's is more than 4.5
+    wanted = ["10 (0.50 miss 0.7)", "20 (0.50 miss 0.6)", "6.00 pass 4.5", "x 1.10 pass", "x 1.50 miss"]
+    assert [cell.strip() for cell in line.split("|")[3:8]] == wanted
+    assert "| sdpa_cudnn softmax_attention | 60 / 120 |" in "\n".join(lines)
+
+
+def test_model_table():
+    text = report.models(model_fixture())
+    (line,) = (line for line in text.splitlines() if line.startswith("| vit_small | 512 | 10 | 4 | train"))
+    cells = [cell.strip() for cell in line.split("|")[6:9]]
+    assert cells[0] == "200, 7, 25 %, compiled"
+    assert cells[1] == "300 (x 1.50 pass 1.3), 7, 25 %, compiled"
+    assert cells[2] == "180 (x 0.90 miss 1.3), 7, 25 %, compiled"
+
+
+@pytest.mark.parametrize(("draw", "made"), [("draw_kernels", kernel_fixture), ("draw_models", model_fixture)])
+def test_pictures(draw, made, tmp_path):
+    getattr(pictures, draw)(made(), tmp_path / "docs" / "a.png")
+    assert min(Image.open(tmp_path / "docs" / "a.png").size) > 400
+
+
+def test_rows_of_two_runs_are_merged(tmp_path):
+    file = tmp_path / "r.json"
+    row = {"op": "ahla", "impl": "ours", "shape": [1, 2, 3, 4], "options": {}, "pass": "forward", "us": 1.0}
+    other = row | {"pass": "forward_backward", "us": 3.0}
+    first = rows.start(file, "first", {"triton": "1"})
+    for each in (row, other):
+        rows.add(first, each, rows.KERNEL_KEY, file)
+    second = rows.start(file, "second", {"triton": "1", "diffusers": "2"})
+    rows.add(second, row | {"us": 2.0}, rows.KERNEL_KEY, file)
+    found = json.loads(file.read_text())
+    assert [r["us"] for r in found["rows"]] == [2.0, 3.0] and found["command"] == "first; second"
+    assert found["versions"]["diffusers"] == "2" and [p.name for p in tmp_path.iterdir()] == ["r.json"]
+    failure = {name: row[name] for name in ("op", "impl", "shape", "options")} | {"reason": "broken"}
+    rows.add(second, failure, rows.KERNEL_KEY, file)
+    assert json.loads(file.read_text())["rows"] == [] and "broken" in report.failures(second)
+    rows.add(second, row, rows.KERNEL_KEY, file)
+    assert json.loads(file.read_text())["failed"] == []
+    with pytest.raises(ValueError, match=r"was made with triton 1, not 2; name another"):
+        rows.start(file, "third", {"triton": "2"})
+    file.write_text("[]")
+    with pytest.raises(ValueError, match="is not a result file"):
+        rows.start(file, "third", {})
+
+
+def test_row_form():
+    case = peers.Case("vit224", "ahla", "ours", tuple(peers.OPTIONS["elu1_ratio"].items()))
+    checked = checking.Checked({"forward": 0.0012345, "forward_backward": 0.002}, dict.fromkeys(PASSES, 1.5), "triton")
+    measured = {"pass": "forward", "us": 50.0, "timer": "graph", "peak_mib": 3.0}
+    row = kernels.case_row(case) | kernels.kernel_values(case, checked, 4.27e12, measured)
+    assert {"op", "impl", "shape", "options", "pass", "us", "floor_us", "rel_err"} <= row.keys()
+    assert row["shape"] == [256, 6, 197, 64] and row["options"] == {"feature_map": "elu1", "normalize": True}
+    assert row["floor_us"] == 36.28 and row["rel_err"] == 0.00123 and row["ran"] == "triton"
+
+
+def test_command_leaves_out_where_results_are_kept():
+    words = ["kernels", "shapes=[vit224]", "json=/somewhere/a.json", "picture=a.png"]
+    assert rows.command_of(words) == "python tools/benchmark.py kernels 'shapes=[vit224]'"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["kernels"], "kernels measures a CUDA GPU, and torch sees none here"),
+        (["models"], "models measures a CUDA GPU, and torch sees none here"),
+        (["kernels", "shapes=[vit22]"], "unknown shape 'vit22'"),
+        (["models", "sizes=[100]"], r"sizes must be among \[224, 256, 512, 1024\], got 100"),
+        (["kernel"], "unknown benchmark 'kernel'; allowed: kernels, models. Did you mean 'kernels'?"),
+    ],
+)
+def test_what_is_refused(words, sentence, monkeypatch):
+    import benchmark
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=sentence):
+        benchmark.main(words)
+
+
+def test_without_a_gpu_it_says_so_in_one_sentence():
+    status, _, err = run_tool("benchmark", "kernels")
+    assert status == 2 and err.strip() == "error: kernels measures a CUDA GPU, and torch sees none here"
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="workers must be at least 1"):
+        replace(kernels.KernelSettings(), workers=0)
+    with pytest.raises(ValueError, match="unknown mixer 'alha'"):
+        models.ModelSettings(mixers=["alha"])
+
+
+def test_tables_of_the_readme(tmp_path, monkeypatch):
+    import readme_tables
+
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "docs" / "results" / "kernels-h200.json").write_text(json.dumps(kernel_fixture()))
+    marks = "<!-- results:kernels-h200 -->\n<!-- /results -->\n<!-- results:models-h200 -->\n<!-- /results -->\n"
+    (tmp_path / "README.md").write_text(marks)
+    monkeypatch.setattr(readme_tables, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["readme_tables.py"])
+    assert readme_tables.main() == 0
+    text = (tmp_path / "README.md").read_text()
+    assert "| ViT-S 224 | ahla |" in text and "`python tools/benchmark.py models` was not run yet." in text

@@ -1,0 +1,70 @@
+"""The operators written as a user of torch writes them: the eager peer in bfloat16, and the truth in float64.
+
+Independent of `hla_kernels` except for its symbols: P = K'V / N, S = K'K / N, C = Q'V / N, R = K'Q / N, Qm = Q'Q / N.
+All tensors here are [B, H, N, D].
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK = 1024
+
+
+def plain(
+    op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None = None, *, feature_map: str | None = None,
+    normalize: bool = False, center: str | None = None, mean_path: bool = False, eps: float = 1e-6,
+) -> Tensor:  # fmt: skip
+    """o = q M of a two-sided operator; coefficients [H, 4] belong to polynomial. Maps: None, "elu1"."""
+    if feature_map == "elu1":
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+    if center == "k":
+        k = k - k.mean(-2, keepdim=True)
+    mean = v.mean(-2, keepdim=True) if mean_path else None
+    if mean is not None:
+        v = v - mean
+    n = q.shape[-2]
+    o = q @ _matrix(op, q, k, coefficients, lambda x: x.mT @ v / n)
+    if normalize:
+        o = o / (q @ _matrix(op, q, k, coefficients, lambda x: x.mean(-2, keepdim=True).mT) + eps)
+    return o if mean is None else o + mean
+
+
+def _matrix(op: str, q: Tensor, k: Tensor, c: Tensor | None, with_values: Callable[[Tensor], Tensor]) -> Tensor:
+    """M of one order, or of their mixture; `with_values(x)` is the moment of x with v (or with ones)."""
+    n = q.shape[-2]
+    if op == "linear_attention":
+        return with_values(k)
+    if op == "hla2":
+        return (k.mT @ k / n) @ with_values(q)
+    if op == "ahla":
+        return (k.mT @ q / n) @ with_values(k)
+    if op == "hla3":
+        return (k.mT @ k / n) @ ((q.mT @ q / n) @ with_values(k))
+    assert c is not None, "polynomial needs coefficients"
+    s, p = k.mT @ k / n, with_values(k)
+    orders = (p, s @ with_values(q), (k.mT @ q / n) @ p, s @ ((q.mT @ q / n) @ p))
+    weights = c.to(q.dtype)[:, :, None, None]
+    return sum(weights[:, i] * order for i, order in enumerate(orders))  # type: ignore[return-value]
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k' / sqrt(D)) v, a chunk of queries at a time, recomputed in the backward: N x N is never stored."""
+
+    def rows(part: Tensor) -> Tensor:
+        return (part @ k.mT * part.shape[-1] ** -0.5).softmax(-1) @ v
+
+    return torch.cat([checkpoint(rows, part, use_reentrant=False) for part in q.split(CHUNK, -2)], -2)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """o_t = sum_{j <= t} (q_t . k_j) v_j, chunk by chunk with the state K'V of the tokens before."""
+    state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+    out = []
+    for a, b, c in zip(*(x.split(CHUNK, -2) for x in (q, k, v)), strict=True):
+        out.append(a @ state + (a @ b.mT).tril() @ c)
+        state = state + b.mT @ c
+    return torch.cat(out, -2)

@@ -1,0 +1,246 @@
+"""The model table: whole models, inference and training steps, softmax against linear mixers.
+
+The same for all mixers: batch sizes, bfloat16 weights for inference, float32 weights under bfloat16 autocast with a
+fused AdamW for training, and, where compiled, every block compiled by itself (the blocks share one compilation).
+Weights and inputs are random.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+import zoo
+from zoo.eval.speed import rows
+from zoo.eval.speed.kernels import need_gpu, package_versions
+from zoo.eval.speed.profile import shares
+from zoo.names import unknown_name
+
+MODES = ("infer", "train")
+MIXERS = ("softmax", "ahla", "hla2")
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+SECONDS, WARM_UP = 1.5, 3
+
+
+class Family(NamedTuple):
+    """A model of the table. build: (mixer, pixels) -> model on the current device; blocks: its attribute;
+    batch: images a step, by pixels."""
+
+    build: Callable[[str, int], nn.Module]
+    inputs: Callable[[int, int], dict[str, Tensor]]
+    blocks: str
+    tokens: Callable[[int], int]
+    batch: dict[int, int]
+
+
+def _vit(mixer: str, size: int) -> nn.Module:
+    name = "vit_small_patch16_224" if mixer == "softmax" else f"vit_{mixer}_small_patch16_224"
+    return timm.create_model(name, img_size=size)
+
+
+def _vit_inputs(batch: int, size: int) -> dict[str, Tensor]:
+    images = torch.randn(batch, 3, size, size, device="cuda")
+    return {"x": images, "target": torch.randint(1000, (batch,), device="cuda")}
+
+
+def _dit(mixer: str, size: int) -> nn.Module:
+    from diffusers import DiTTransformer2DModel
+
+    model: Any = DiTTransformer2DModel(num_layers=28, sample_size=size // 8, out_channels=8)
+    if mixer != "softmax":
+        zoo.convert(model, mixer=mixer)
+    return model
+
+
+def _dit_inputs(batch: int, size: int) -> dict[str, Tensor]:
+    latent = size // 8
+    return {
+        "hidden_states": torch.randn(batch, 4, latent, latent, device="cuda"),
+        "timestep": torch.randint(1000, (batch,), device="cuda"),
+        "class_labels": torch.randint(1000, (batch,), device="cuda"),
+        "target": torch.randn(batch, 8, latent, latent, device="cuda"),
+    }
+
+
+MODELS = {
+    "vit_small": Family(_vit, _vit_inputs, "blocks", lambda size: (size // 16) ** 2 + 1, {224: 256, 512: 64, 1024: 16}),
+    "dit_xl2": Family(
+        _dit, _dit_inputs, "transformer_blocks", lambda size: (size // 16) ** 2, {256: 64, 512: 16, 1024: 4}
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which part of the model table to measure; the rows are merged into the file.
+
+    models: of vit_small (timm, patches of 16) and dit_xl2 (diffusers, latents of an eighth, patches of 2)
+    sizes: pixels of a side; empty for all (224, 512, 1024 for ViT and 256, 512, 1024 for DiT)
+    modes: infer, train
+    mixers: softmax, and mixers of the zoo with their defaults
+    compiled: without and with torch.compile
+    json: result file to add to
+    picture: PNG to draw from the whole file
+    """
+
+    models: list[str] = field(default_factory=lambda: list(MODELS))
+    sizes: list[int] = field(default_factory=list)
+    modes: list[str] = field(default_factory=lambda: list(MODES))
+    mixers: list[str] = field(default_factory=lambda: list(MIXERS))
+    compiled: list[bool] = field(default_factory=lambda: [False, True])
+    json: str = "docs/results/models-h200.json"
+    picture: str = "docs/models-h200.png"
+
+    def __post_init__(self) -> None:
+        for key, allowed in {"models": MODELS, "modes": MODES, "mixers": zoo.mixers.MIXERS}.items():
+            for name in getattr(self, key):
+                if name not in allowed:
+                    raise unknown_name(key.removesuffix("s"), name, allowed)
+        known = {size for name in self.models for size in MODELS[name].batch}
+        if wrong := set(self.sizes) - known:
+            raise ValueError(f"sizes must be among {sorted(known)}, got {min(wrong)}")
+
+
+class Setup(NamedTuple):
+    """One row to measure."""
+
+    model: str
+    size: int
+    mode: str
+    mixer: str
+    compiled: bool
+
+
+def setups(settings: ModelSettings) -> list[Setup]:
+    """Every row of the selection."""
+    return [
+        Setup(model, size, mode, mixer, compiled)
+        for model in settings.models
+        for size in MODELS[model].batch
+        if not settings.sizes or size in settings.sizes
+        for mode in settings.modes
+        for mixer in settings.mixers
+        for compiled in settings.compiled
+    ]
+
+
+def run(settings: ModelSettings, command: str) -> dict[str, Any]:
+    """Measure the selection and return the whole file. Raises ValueError without a GPU."""
+    need_gpu("models")
+    file, todo = Path(settings.json), setups(settings)
+    content = rows.start(file, command, package_versions("triton", "diffusers"))
+    backends: dict[tuple, str] = {}
+    for setup in tqdm(todo, desc="models", mininterval=5):
+        head = {**setup._asdict(), "tokens": MODELS[setup.model].tokens(setup.size)}
+        try:
+            row = head | measure(setup, backends)
+        except Exception as error:  # an extra package or a mixer that fails is a result, and the others still run
+            row = head | {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+            print(f"not timed: {' '.join(map(str, setup))}: {row['reason']}")
+        rows.add(content, row, rows.MODEL_KEY, file)
+    return content
+
+
+def measure(setup: Setup, backends: dict[tuple, str]) -> dict[str, Any]:
+    """Time, memory and shares of one row; softmax takes the faster of cuDNN and flash, found before compiling."""
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+    family = MODELS[setup.model]
+    if setup.mixer != "softmax":
+        with stepping(setup, None) as step:
+            return values(step, family.batch[setup.size])
+    case = (setup.model, setup.size, setup.mode)
+    if case not in backends or not setup.compiled:
+        found = {}
+        for name in BACKENDS:
+            with stepping(setup._replace(compiled=False), name) as step:
+                found[name] = values(step, family.batch[setup.size])
+        backends[case] = min(found, key=lambda name: found[name]["ms"])
+        if not setup.compiled:
+            each = {name: row["ms"] for name, row in found.items()}
+            return found[backends[case]] | {"backend": backends[case], "backends_ms": each}
+    with stepping(setup, backends[case]) as step:
+        return values(step, family.batch[setup.size]) | {"backend": backends[case]}
+
+
+@contextlib.contextmanager
+def stepping(setup: Setup, backend: str | None) -> Iterator[Callable[[], None]]:
+    """A function that runs one step of the model, under an SDPA backend if one is named."""
+    family = MODELS[setup.model]
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = family.build(setup.mixer, setup.size)
+    batch = family.inputs(family.batch[setup.size], setup.size)
+    target = batch.pop("target")
+    if setup.compiled:
+        for block in getattr(model, family.blocks):
+            block.compile(dynamic=False)
+    step = _inference(model, batch) if setup.mode == "infer" else _training(model, batch, target)
+    with sdpa_kernel(BACKENDS[backend]) if backend else contextlib.nullcontext():
+        yield step
+
+
+def _inference(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], None]:
+    model.eval().bfloat16()
+    batch = {name: x.bfloat16() if x.is_floating_point() else x for name, x in batch.items()}
+
+    @torch.inference_mode()
+    def step() -> None:
+        model(**batch)
+
+    return step
+
+
+def _training(model: nn.Module, batch: dict[str, Tensor], target: Tensor) -> Callable[[], None]:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            out = model(**batch)
+            out = out if isinstance(out, Tensor) else out.sample
+            loss = F.mse_loss(out, target) if target.is_floating_point() else F.cross_entropy(out, target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def values(step: Callable[[], None], batch: int) -> dict[str, Any]:
+    """The measured keys of a row: images per second and ms of a step (wall clock of many steps in a row), peak memory
+    in MiB with weights and optimizer, device time of a step in ms and its shares."""
+    for _ in range(WARM_UP):
+        step()
+    _, once = _elapsed(step, 1)
+    torch.cuda.reset_peak_memory_stats()
+    n, total = _elapsed(step, max(3, min(100, int(SECONDS * 1e3 / once))))
+    peak = torch.cuda.max_memory_allocated() / 2**20
+    device_ms, parts = shares(step)
+    return {
+        "batch": batch,
+        "per_second": round(batch * n / total * 1e3, 1),
+        "ms": round(total / n, 3),
+        "peak_mib": round(peak),
+        "device_ms": round(device_ms, 3),
+        "shares": {name: round(share, 4) for name, share in parts.items()},
+    }
+
+
+def _elapsed(step: Callable[[], None], n: int) -> tuple[int, float]:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(n):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return n, start.elapsed_time(end)

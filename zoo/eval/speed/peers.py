@@ -1,0 +1,146 @@
+"""Who is timed: each takes one packed qkv [B, N, 3, H, D] and returns [B, N, H, D]; its gradient is one packed tensor.
+
+Copies that a peer makes for its own layout count against it.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import hla_kernels
+from zoo.eval.speed.formulas import causal, plain, softmax
+from zoo.eval.speed.shapes import SHAPES
+
+Call = Callable[[Tensor, Tensor | None], Tensor]  # (qkv, coefficients [H, 4] or None) -> o
+OPTIONS: dict[str, dict[str, Any]] = {
+    "identity": {},
+    "elu1_ratio": {"feature_map": "elu1", "normalize": True},
+    "center_mean": {"center": "k", "mean_path": True},
+}
+PACKAGES = {"fla": "fla.ops.linear_attn", "flash_bla": "flash_bla.ops.simple_la.fused"}
+
+
+class Case(NamedTuple):
+    """One line of the table. options: those of the operator, in the words of `hla_kernels`."""
+
+    shape: str
+    op: str
+    impl: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def title(self) -> str:
+        """For the reader of a progress bar."""
+        return " ".join([self.shape, self.impl, self.op, *(f"{k}={v}" for k, v in self.options)])
+
+
+def cases(shapes: Iterable[str], ops: Iterable[str], impls: Iterable[str], options: Iterable[str]) -> list[Case]:
+    """Every case of the selection. Softmax and causal peers have one operator, whatever `ops` says."""
+    out = []
+    for shape in shapes:
+        for impl in impls:
+            if impl.startswith("sdpa"):
+                out.append(Case(shape, "softmax_attention", impl))
+            elif impl == "fla":
+                out.append(Case(shape, "linear_attention", impl, (("causal", True),)))
+            elif impl == "flash_bla":
+                out.append(Case(shape, "linear_attention", impl))
+            else:
+                chosen = [o for o in options if impl != "compiled" or o == "identity"]
+                out += [Case(shape, op, impl, tuple(OPTIONS[o].items())) for op in ops for o in chosen]
+    return out
+
+
+def missing(impl: str) -> str | None:
+    """The sentence that says which package a peer lacks, or None."""
+    package = PACKAGES.get(impl)
+    if package and not importlib.util.find_spec(package.partition(".")[0]):
+        return f"{impl}: the package {package.partition('.')[0]} is not installed"
+    return None
+
+
+def make(case: Case) -> Call:
+    """The function that is timed."""
+    return MAKERS[case.impl](case.op, dict(case.options))
+
+
+def coefficients(case: Case, device: str) -> Tensor | None:
+    """Coefficients [H, 4] of the polynomial, which needs a gradient for them too; None for other operators."""
+    if case.op != "polynomial":
+        return None
+    row = torch.tensor([1.0, 0.5, 0.25, 0.125], device=device)
+    return row.repeat(SHAPES[case.shape].h, 1).requires_grad_()
+
+
+def truth(case: Case, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Tensor:
+    """What the case must compute, in the dtype of q, k, v [1, H, N, D]."""
+    options = dict(case.options)
+    if case.op == "softmax_attention":
+        return softmax(q, k, v)
+    return causal(q, k, v) if options.pop("causal", False) else plain(case.op, q, k, v, c, **options)
+
+
+def _ours(op: str, options: dict[str, Any]) -> Call:
+    packed = getattr(hla_kernels, f"{op}_qkvpacked")
+    if op == "polynomial":
+        return lambda qkv, c: packed(qkv, c, **options)
+    return lambda qkv, c: packed(qkv, **options)
+
+
+def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    return q, k, v
+
+
+def _eager(op: str, options: dict[str, Any]) -> Call:
+    def call(qkv: Tensor, c: Tensor | None) -> Tensor:
+        q, k, v = _heads(qkv)
+        return plain(op, q, k, v, c, **options).transpose(1, 2).contiguous()
+
+    return call
+
+
+def _compiled(op: str, options: dict[str, Any]) -> Call:
+    torch._dynamo.reset()  # each case is compiled for its own shape, as a user with one resolution would have it
+    return torch.compile(_eager(op, options), dynamic=False)
+
+
+def _sdpa(backend: SDPBackend, op: str, options: dict[str, Any]) -> Call:
+    def call(qkv: Tensor, c: Tensor | None) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*_heads(qkv)).transpose(1, 2).contiguous()
+
+    return call
+
+
+def _fla(op: str, options: dict[str, Any]) -> Call:
+    chunk = importlib.import_module(PACKAGES["fla"]).chunk_linear_attn
+    return lambda qkv, c: chunk(*qkv.unbind(2), scale=1.0, normalize=False)[0]
+
+
+def _flash_bla(op: str, options: dict[str, Any]) -> Call:
+    simple = importlib.import_module(PACKAGES["flash_bla"]).simple_la
+
+    def call(qkv: Tensor, c: Tensor | None) -> Tensor:
+        q, k, v = (x.contiguous() for x in _heads(qkv))
+        return simple(q, k, v, scale=1 / q.shape[2]).transpose(1, 2).contiguous()
+
+    return call
+
+
+MAKERS: dict[str, Callable[[str, dict[str, Any]], Call]] = {
+    "ours": _ours,
+    "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+    "eager": _eager,
+    "compiled": _compiled,
+    "fla": _fla,
+    "flash_bla": _flash_bla,
+}

@@ -1,0 +1,86 @@
+"""Pictures of the speed tables: fraction of the floor by shape and operator, images per second by resolution."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib import pyplot as plt
+
+from zoo.eval.pictures import COLORS
+from zoo.eval.speed.shapes import OPS, PASSES, SHAPES
+
+Row = dict[str, Any]
+
+
+def draw_kernels(result: Row, file: Path) -> None:
+    """Bars: fraction of the memory floor of our operators with identity map; ticks: the targets; dots: SDPA cuDNN."""
+    matplotlib.use("Agg")
+    figure, panels = plt.subplots(len(PASSES), 1, figsize=(11, 6.5), layout="constrained", sharex=True)
+    for axes, which in zip(panels, PASSES, strict=True):
+        width = 0.8 / len(OPS)
+        for place, op in enumerate(OPS):
+            values = [_fraction(result["rows"], shape.sizes, op, "ours", which) for shape in SHAPES.values()]
+            where = [i + (place - (len(OPS) - 1) / 2) * width for i in range(len(SHAPES))]
+            axes.bar(where, [v or 0 for v in values], 0.9 * width, color=COLORS[place], label=op)
+        for i, shape in enumerate(SHAPES.values()):
+            target = getattr(shape.targets, which)
+            axes.plot(
+                [i - 0.42, i + 0.42], [target, target], color="black", lw=1, ls=":", label=None if i else "target"
+            )
+            cudnn = _fraction(result["rows"], shape.sizes, "softmax_attention", "sdpa_cudnn", which)
+            if cudnn:
+                label = None if i else "softmax, SDPA cuDNN (floor 4T / 11T)"
+                axes.plot([i - 0.45], [cudnn], marker="D", color="black", ls="", markersize=5, label=label)
+        axes.axhline(1, color="black", lw=0.8)
+        axes.set(ylabel="fraction of the memory floor", title=which.replace("_", " + "), ylim=(0, 1.08))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xticks(range(len(SHAPES)), [f"{s.title}\n{s.b} x {s.h} x {s.n} x {s.d}" for s in SHAPES.values()])
+    panels[0].legend(frameon=False, fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.12))
+    figure.suptitle(
+        f"Two-sided operators in bfloat16, packed qkv to packed gradient, {result['hardware']}", fontsize=11
+    )
+    _save(figure, file)
+
+
+def _fraction(rows: list[Row], sizes: list[int], op: str, impl: str, which: str) -> float | None:
+    for row in rows:
+        if (row["shape"], row["op"], row["impl"], row["options"], row["pass"]) == (sizes, op, impl, {}, which):
+            return row["floor_us"] / row["us"]
+    return None
+
+
+def draw_models(result: Row, file: Path) -> None:
+    """Lines: images per second against pixels a side, a panel for each model and mode; dashed: not compiled."""
+    matplotlib.use("Agg")
+    rows = result["rows"]
+    models = sorted({row["model"] for row in rows}, reverse=True)
+    modes = sorted({row["mode"] for row in rows})
+    mixers = list(dict.fromkeys(row["mixer"] for row in rows))
+    figure, panels = plt.subplots(
+        len(models), len(modes), figsize=(5 * len(modes), 3.6 * len(models)), layout="constrained", squeeze=False
+    )
+    for line, model in zip(panels, models, strict=True):
+        for axes, mode in zip(line, modes, strict=True):
+            for mixer, color in zip(mixers, COLORS, strict=False):
+                for compiled in (True, False):
+                    key = (model, mode, mixer, compiled)
+                    chosen = [r for r in rows if (r["model"], r["mode"], r["mixer"], r["compiled"]) == key]
+                    points = sorted((row["size"], row["per_second"]) for row in chosen)
+                    style = {"color": color, "ls": "-" if compiled else "--", "marker": "o", "markersize": 4}
+                    label = f"{mixer}, {'compiled' if compiled else 'eager'}"
+                    axes.plot([p[0] for p in points], [p[1] for p in points], label=label, **style)
+            sizes = sorted({row["size"] for row in rows if row["model"] == model})
+            axes.set(xscale="log", yscale="log", title=f"{model}, {mode}", xlabel="pixels a side", ylabel="images / s")
+            axes.set_xticks(sizes, [str(size) for size in sizes])
+            axes.set_xticks([], minor=True)
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].legend(frameon=False, fontsize=8)
+    figure.suptitle(f"bfloat16, random weights, {result['hardware']}", fontsize=11)
+    _save(figure, file)
+
+
+def _save(figure: Any, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,140 @@
+"""Result files as tables in Markdown: what the command prints and what the README shows."""
+
+import statistics
+from typing import Any
+
+from zoo.eval.speed.shapes import OPS, PASSES, SHAPES, SLOWDOWN, Shape
+
+Row = dict[str, Any]
+TRAIN_TARGETS = {224: 1.0, 512: 1.3, 1024: 2.5}  # times softmax, ViT-S training
+
+
+def kernels(result: Row) -> str:
+    """Our operators by shape, then every peer by shape, then how it was measured."""
+    found = {_place(row): row for row in result["rows"]}
+    parts = [_ours(found), _peers(result["rows"]), _measured(result)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _place(row: Row) -> tuple:
+    return (tuple(row["shape"]), row["op"], row["impl"], tuple(sorted(row["options"].items())), row["pass"])
+
+
+def _ours(found: dict[tuple, Row]) -> str:
+    head = ["shape", "op", "forward us (of floor)", "forward+backward us (of floor)", "times cuDNN, f+b"]
+    head += ["elu1+ratio, f+b", "centred, f+b", "error f / b", "peak MiB f+b", "first call s"]
+    lines = []
+    for shape in SHAPES.values():
+        for op in OPS:
+            plain = {which: found.get((tuple(shape.sizes), op, "ours", (), which)) for which in PASSES}
+            if any(plain.values()):
+                lines.append(_line(shape, op, plain, found))
+    return _table(head, lines) if lines else ""
+
+
+def _line(shape: Shape, op: str, plain: dict[str, Row | None], found: dict[tuple, Row]) -> list[str]:
+    sizes = tuple(shape.sizes)
+    both = plain["forward_backward"]
+    cells = [shape.title, op]
+    for which in PASSES:
+        row = plain[which]
+        if row is None:
+            cells.append("-")
+            continue
+        fraction = row["floor_us"] / row["us"]
+        cells.append(f"{row['us']:.0f} ({_verdict(fraction, getattr(shape.targets, which))})")
+    cudnn = found.get((sizes, "softmax_attention", "sdpa_cudnn", (), "forward_backward"))
+    cells.append(_verdict(cudnn["us"] / both["us"], shape.targets.times_cudnn) if both and cudnn else "-")
+    for options in ((("feature_map", "elu1"), ("normalize", True)), (("center", "k"), ("mean_path", True))):
+        other = found.get((sizes, op, "ours", options, "forward_backward"))
+        if both is None or other is None:
+            cells.append("-")
+            continue
+        slower = other["us"] / both["us"]
+        cells.append(f"x {slower:.2f} {'pass' if slower <= SLOWDOWN else 'miss'}")
+    rows = [row for row in plain.values() if row]
+    cells.append(" / ".join(f"{row['rel_err']:.1e}" for row in rows))
+    cells.append(f"{both['peak_mib']:.0f}" if both else "-")
+    cells.append(f"{max(row['first_s'] for row in rows):.1f}")
+    return cells
+
+
+def _verdict(value: float, target: float) -> str:
+    return f"{value:.2f} {'pass' if value >= target else 'miss'} {target:g}"
+
+
+def _peers(rows: list[Row]) -> str:
+    columns = list(dict.fromkeys((row["impl"], row["op"], _words(row)) for row in rows if row["impl"] != "ours"))
+    if not columns:
+        return ""
+    by_place: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        by_place.setdefault((row["impl"], row["op"], _words(row), tuple(row["shape"])), {})[row["pass"]] = row
+    shapes = [shape for shape in SHAPES.values() if any(place[3] == tuple(shape.sizes) for place in by_place)]
+    lines = []
+    for column in columns:
+        cells = [" ".join(word for word in column if word)]
+        for shape in shapes:
+            passes = by_place.get((*column, tuple(shape.sizes)), {})
+            cells.append(" / ".join(f"{passes[w]['us']:.0f}" if w in passes else "-" for w in PASSES))
+        lines.append(cells)
+    return _table(["peer: us, forward / forward+backward", *(shape.title for shape in shapes)], lines)
+
+
+def _words(row: Row) -> str:
+    return ", ".join(f"{name}={value}" for name, value in row["options"].items())
+
+
+def models(result: Row) -> str:
+    """One line a model, size and mode: each mixer at its best of eager and compiled, against softmax at its best."""
+    mixers = list(dict.fromkeys(row["mixer"] for row in result["rows"]))
+    head = ["model", "pixels", "tokens", "batch", "mode"]
+    head += [f"{mixer}: images/s, peak MiB, attention share" for mixer in mixers]
+    cases = dict.fromkeys((row["model"], row["size"], row["tokens"], row["mode"]) for row in result["rows"])
+    lines = []
+    for case in sorted(cases, key=lambda case: (case[0] != "vit_small", case[0], case[3], case[1])):
+        model, size, tokens, mode = case
+        rows = [row for row in result["rows"] if (row["model"], row["size"], row["mode"]) == (model, size, mode)]
+        best = {
+            m: max(of, key=lambda r: r["per_second"]) for m in mixers if (of := [r for r in rows if r["mixer"] == m])
+        }
+        cells = [model, str(size), str(tokens), str(rows[0]["batch"]), mode]
+        for mixer in mixers:
+            cells.append(_model_cell(best[mixer], best.get("softmax")) if mixer in best else "-")
+        lines.append(cells)
+    return f"{_table(head, lines)}\n\n{failures(result)}".rstrip()
+
+
+def _model_cell(row: Row, softmax: Row | None) -> str:
+    text = f"{row['per_second']:.0f}"
+    if softmax is not None and row is not softmax:
+        times = row["per_second"] / softmax["per_second"]
+        target = TRAIN_TARGETS[row["size"]] if (row["model"], row["mode"]) == ("vit_small", "train") else None
+        text += f" (x {times:.2f})" if target is None else f" (x {_verdict(times, target)})"
+    how = "compiled" if row["compiled"] else "eager"
+    return f"{text}, {row['peak_mib']}, {100 * row['shares']['attention']:.0f} %, {how}"
+
+
+def _measured(result: Row) -> str:
+    rows = result["rows"]
+    timers = sorted({row["timer"] for row in rows})
+    rate = statistics.median(row["copy_tb_s"] for row in rows)
+    worst = max(row["rel_err"] for row in rows)
+    text = f"Timed by {' and '.join(timers)}; copy {rate:.2f} TB/s; worst error against float64 {worst:.1e}."
+    return text + failures(result)
+
+
+def failures(result: Row) -> str:
+    """What could not be timed, with the reasons."""
+    out = ""
+    for row in result.get("failed", []):
+        words = [str(row[name]) for name in ("model", "size", "mode", "shape", "impl", "mixer", "op") if name in row]
+        out += f" Not timed: {' '.join(words)}: {row['reason']}."
+    return out
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *lines])
+
+
+TEXT = {"kernels": kernels, "models": models}

@@ -1,0 +1,62 @@
+"""The six shapes, the fewest bytes an operator can move on each, and the speed that counts as done."""
+
+from typing import NamedTuple
+
+PASSES = ("forward", "forward_backward")
+OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial")
+
+
+class Targets(NamedTuple):
+    """Least fraction of the floor, by pass, and how many times faster than SDPA with cuDNN forward+backward must be."""
+
+    forward: float
+    forward_backward: float
+    times_cudnn: float
+
+
+class Shape(NamedTuple):
+    """A shape of q, k and v, [B, N, H, D] in bfloat16. long: whether a head's tokens are too many to stay on chip."""
+
+    title: str
+    b: int
+    h: int
+    n: int
+    d: int
+    long: bool
+    targets: Targets
+
+    @property
+    def sizes(self) -> list[int]:
+        """[B, H, N, D], as result files write it."""
+        return [self.b, self.h, self.n, self.d]
+
+    @property
+    def token_bytes(self) -> int:
+        """T = 2 B H N D: bytes of one of q, k, v, o."""
+        return 2 * self.b * self.h * self.n * self.d
+
+
+SHAPES = {
+    "vit224": Shape("ViT-S 224", 256, 6, 197, 64, False, Targets(0.70, 0.60, 4.5)),
+    "vit512": Shape("ViT-S 512", 64, 6, 1025, 64, False, Targets(0.75, 0.65, 8)),
+    "dit256": Shape("DiT-XL 256", 64, 16, 256, 72, False, Targets(0.60, 0.50, 3.8)),
+    "dit512": Shape("DiT-XL 512", 32, 16, 1024, 72, False, Targets(0.60, 0.50, 6.5)),
+    "tokens16k": Shape("16k tokens", 4, 16, 16384, 64, True, Targets(0.85, 0.70, 55)),
+    "wan480p": Shape("Wan 480p", 2, 12, 32760, 128, True, Targets(0.75, 0.65, 85)),
+}
+SLOWDOWN = 1.15  # of a feature map with its normaliser, or of centring, over the plain form
+
+
+def floor_bytes(shape: Shape, op: str, which: str) -> int:
+    """The fewest bytes of a pass: 4 T forward (q, k, v, o), 11 T with the backward (q, k, v, do and three gradients).
+
+    The higher orders read q a second time once the moments are known, and k, v again in the backward: 5 T and 14 T
+    where a head's tokens do not stay on chip.
+    """
+    again = shape.long and op in OPS and op != "linear_attention"
+    return shape.token_bytes * {"forward": 5 if again else 4, "forward_backward": 14 if again else 11}[which]
+
+
+def floor_us(shape: Shape, op: str, which: str, bytes_per_s: float) -> float:
+    """The time in microseconds of the fewest bytes at a copy rate that counts bytes read and written."""
+    return floor_bytes(shape, op, which) / bytes_per_s * 1e6
