@@ -23,6 +23,11 @@ Options
     scale         factor of each moment; None is 1/N two-sided (N counts the state's tokens) and 1 causal
     q_scale       a factor on phi(q), 1 by default (such as D^-1/2); it costs nothing
     state, return_state   streaming; "mergeable" also keeps what `merge` needs. state has no reference form
+    key_padding_mask   [B, N] bool, True for a real token, two-sided without state. The others are neither read nor
+                  written: they enter no moment, N counts the real ones, their outputs and gradients are 0
+    cu_seqlens    [S + 1] int32 from 0 to N: B = 1, and the tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 are sequence
+                  i, each as if it were alone; two-sided without state. max_seqlen: the length of the longest (or
+                  more). On CUDA their values are the caller's responsibility
     impl          "auto", "torch", "reference" (N x N definition) or "triton"; an explicit one never falls back
 
 Every operator raises ValueError on wrong rank, shapes, dtypes, devices, D > 256, N = 0, unknown names, undefined
@@ -53,7 +58,9 @@ def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
     center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
     decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
-    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False, impl: str = "auto",
+    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False,
+    key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    impl: str = "auto",
 ) -> Result:  # fmt: skip
     """First order: o_t = s sum_j (q_t.k_j) v_j = q_t' P, P = s sum k v'.
 
@@ -64,7 +71,8 @@ def linear_attention(
     return run(
         "linear_attention", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
         center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
-        q_scale=q_scale, eps=eps, state=state, return_state=return_state,
+        q_scale=q_scale, eps=eps, state=state, return_state=return_state, key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
     )  # fmt: skip
 
 
@@ -72,7 +80,9 @@ def hla2(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
     center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
     decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
-    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False, impl: str = "auto",
+    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False,
+    key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    impl: str = "auto",
 ) -> Result:  # fmt: skip
     """Second order, HLA2: o_t = q_t' S C, S = s sum k k', C = s sum q v', that is s^2 A A' V with A = phi(Q) phi(K)'.
 
@@ -84,7 +94,8 @@ def hla2(
     return run(
         "hla2", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
         center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
-        q_scale=q_scale, eps=eps, state=state, return_state=return_state,
+        q_scale=q_scale, eps=eps, state=state, return_state=return_state, key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
     )  # fmt: skip
 
 
@@ -92,7 +103,9 @@ def ahla(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
     center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
     decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
-    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False, impl: str = "auto",
+    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False,
+    key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    impl: str = "auto",
 ) -> Result:  # fmt: skip
     """Second order, asymmetric (AHLA): o_t = q_t' R P, R = s sum k q', P = s sum k v', that is s^2 A A V.
 
@@ -102,7 +115,8 @@ def ahla(
     return run(
         "ahla", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
         center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
-        q_scale=q_scale, eps=eps, state=state, return_state=return_state,
+        q_scale=q_scale, eps=eps, state=state, return_state=return_state, key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
     )  # fmt: skip
 
 
@@ -110,7 +124,9 @@ def hla3(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
     center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
     decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
-    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False, impl: str = "auto",
+    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False,
+    key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    impl: str = "auto",
 ) -> Result:  # fmt: skip
     """Third order, HLA3: o_t = q_t' S Qm P, S = s sum k k', Qm = s sum q q', P = s sum k v', that is s^3 A A' A V.
 
@@ -121,7 +137,8 @@ def hla3(
     return run(
         "hla3", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
         center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
-        q_scale=q_scale, eps=eps, state=state, return_state=return_state,
+        q_scale=q_scale, eps=eps, state=state, return_state=return_state, key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
     )  # fmt: skip
 
 
@@ -130,7 +147,9 @@ def polynomial(
     feature_map: str | None = None, normalize: bool = False,
     center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
     decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
-    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False, impl: str = "auto",
+    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False,
+    key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    impl: str = "auto",
 ) -> Result:  # fmt: skip
     """A learned mixture of orders per head: o = q M, M = c1 P + c2 S C + c3 R P + c4 S Qm P.
 
@@ -142,7 +161,8 @@ def polynomial(
     return run(
         "polynomial", q, k, v, coefficients, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
         center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
-        q_scale=q_scale, eps=eps, state=state, return_state=return_state,
+        q_scale=q_scale, eps=eps, state=state, return_state=return_state, key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
     )  # fmt: skip
 
 
@@ -150,7 +170,9 @@ def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
     center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
     decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
-    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False, impl: str = "auto",
+    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False,
+    key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    impl: str = "auto",
 ) -> Result:  # fmt: skip
     """The quadratic baseline: o_t = sum_j softmax_j(s q_t.k_j) v_j, s = D^-1/2 by default.
 
@@ -160,5 +182,6 @@ def softmax_attention(
     return run(
         "softmax_attention", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
         center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
-        q_scale=q_scale, eps=eps, state=state, return_state=return_state,
+        q_scale=q_scale, eps=eps, state=state, return_state=return_state, key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
     )  # fmt: skip

@@ -96,6 +96,58 @@ def check_packed(qkv: Any) -> None:
         raise ValueError(f"qkv must have shape [batch, tokens, 3, heads, head dim], got {got}.")
 
 
+def check_sequences(q: Tensor, mask: Any, cu_seqlens: Any, max_seqlen: Any) -> None:
+    """key_padding_mask [B, N] bool, or cu_seqlens [S + 1] int32 of a batch of one with max_seqlen; values are looked at
+    on the CPU only, where that does not wait for a device, and not in a graph."""
+    if mask is not None and cu_seqlens is not None:
+        raise ValueError("key_padding_mask and cu_seqlens both say what a sequence is; use one of them.")
+    if mask is not None:
+        _check_ragged("key_padding_mask", mask, torch.bool, q)
+        if tuple(mask.shape) != tuple(q.shape[:2]):
+            want = list(q.shape[:2])
+            raise ValueError(f"key_padding_mask must have shape [batch, tokens] = {want}, got {tuple(mask.shape)}.")
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"max_seqlen needs cu_seqlens, got max_seqlen={max_seqlen!r} alone.")
+        return
+    _check_ragged("cu_seqlens", cu_seqlens, torch.int32, q)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape [sequences + 1], got {tuple(cu_seqlens.shape)}.")
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs tokens packed in a batch of one, got a batch of {q.shape[0]}.")
+    if not isinstance(max_seqlen, int | torch.SymInt) or isinstance(max_seqlen, bool) or max_seqlen < 1:
+        raise ValueError(f"max_seqlen must be the length of the longest sequence, at least 1, got {max_seqlen!r}.")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_lengths(cu_seqlens, max_seqlen, q.shape[1])
+
+
+def _check_ragged(name: str, x: Any, dtype: torch.dtype, q: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dtype != dtype:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be a tensor of {dtype}, got {got}.")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}.")
+
+
+def _check_lengths(cu_seqlens: Tensor, max_seqlen: int, n_tokens: int) -> None:
+    lengths = cu_seqlens.diff()
+    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != n_tokens or int(lengths.min()) < 0:
+        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, {n_tokens}, got {cu_seqlens.tolist()}.")
+    if int(lengths.max()) > max_seqlen:
+        raise ValueError(f"max_seqlen must be at least the longest sequence, {int(lengths.max())}, got {max_seqlen}.")
+
+
+def check_whole_sequences(causal: bool, state: bool) -> None:
+    """Raise ValueError for what key_padding_mask and cu_seqlens do not go with."""
+    if causal:
+        raise ValueError(
+            "key_padding_mask and cu_seqlens need causal=False: a causal token never sees what comes after it, so pad "
+            "at the end, with one row of the batch a sequence."
+        )
+    if state:
+        raise ValueError("key_padding_mask and cu_seqlens do not go with a state, which counts every token.")
+
+
 def check_options(op: str, options: Options, impl: str, return_state: Any) -> None:
     """Names, numbers and combinations of options that `op` does not define."""
     if options.feature_map is not None:

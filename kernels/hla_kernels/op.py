@@ -19,8 +19,10 @@ from .checks import (
     check_op,
     check_options,
     check_packed,
+    check_sequences,
     check_state,
     check_tensors,
+    check_whole_sequences,
     is_number,
 )
 from .features import feature_width
@@ -32,12 +34,15 @@ from .hla.streaming.contents import Sizes
 from .hla.streaming.stream import stream
 from .hla.two_sided import two_sided, two_sided_qkvpacked
 from .options import IMPLS, Options, compute_dtype
+from .sequences import Sequences, live_rows, pack, unpack
 from .softmax.reference import reference as softmax_reference
 from .softmax.sdpa import sdpa
 from .state import State
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 TRITON_FEATURE_MAPS = (None, "identity", "relu")
+# what a call takes beside tokens and `Options`
+BESIDE = ("coefficients", "state", "return_state", "key_padding_mask", "cu_seqlens", "max_seqlen")
 SLOWER = {
     "reference": "slower: it is the definition with N x N matrices",
     "torch": "slower: it writes moments and features in float32 where the Triton form keeps tiles",
@@ -56,6 +61,7 @@ class Call(NamedTuple):
     gamma: Tensor | None
     state: State | None
     return_state: bool | str
+    sequences: Sequences
 
 
 class Explanation(NamedTuple):
@@ -76,6 +82,8 @@ def why_not_triton(call: Call) -> str | None:
         return "causal calls have no Triton form"
     if call.state is not None or call.return_state:
         return "calls with a state have no Triton form"
+    if call.sequences.mask is not None or call.sequences.cu_seqlens is not None:
+        return "calls with key_padding_mask or cu_seqlens have no Triton form"
     if call.q.dtype == torch.float64:
         return "there is no Triton form in float64"
     if call.op == "polynomial" or o.normalize or o.feature_map not in TRITON_FEATURE_MAPS:
@@ -117,7 +125,7 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
         check_packed(inputs[0])
         inputs = (*inputs[0].unbind(2), *inputs[1:])
     for name in options:
-        check_name("option", name, (*Options._fields, "state", "return_state", "coefficients"))
+        check_name("option", name, (*Options._fields, *BESIDE))
     call = prepare(op, *inputs, impl=impl, **options)
     chosen = choose(call, impl)
     why_not = {}
@@ -133,7 +141,9 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
 
 def prepare(
     op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None = None, *, impl: str = "auto",
-    state: State | None = None, return_state: bool | str = False, decay: float | Tensor | None = None, **options: Any,
+    state: State | None = None, return_state: bool | str = False, decay: float | Tensor | None = None,
+    key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    **options: Any,
 ) -> Call:  # fmt: skip
     """Check a call and bring it to canonical form (autocast applied, decay 1.0 is no decay, float options are
     floats)."""
@@ -154,6 +164,9 @@ def prepare(
         check_coefficients(coefficients, q.shape[2], q.device)
     check_decay(decay, q.shape[2], k.shape[2], compute_dtype(q.dtype))
     gamma = decay_heads(decay, q, k)
+    check_sequences(q, key_padding_mask, cu_seqlens, max_seqlen)
+    if key_padding_mask is not None or cu_seqlens is not None:
+        check_whole_sequences(kept.causal, state is not None or bool(return_state))
     kept = canonical(op, kept)
     if state is not None:
         if op == "softmax_attention":
@@ -164,7 +177,8 @@ def prepare(
         state = check_state(state, op, kept, gamma, sizes, q.device)
     if return_state == "mergeable":
         check_mergeable(op, kept, state)
-    return Call(op, q, k, v, coefficients, kept, gamma, state, return_state)
+    sequences = Sequences(key_padding_mask, cu_seqlens, max_seqlen or 0)
+    return Call(op, q, k, v, coefficients, kept, gamma, state, return_state, sequences)
 
 
 def autocast_on(device_type: str) -> bool:
@@ -237,7 +251,7 @@ def run_packed(op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: s
         return run(op, q, k, v, coefficients, impl, **options)
     _refuse_forward_mode(call)
     with _plain_precision(call.q):
-        rest = (*_two_sided_options(call.options), chosen, _needs_backward(qkv, coefficients))
+        rest = (*_two_sided_options(call.options), chosen, _needs_backward(qkv, coefficients), *call.sequences)
         return two_sided_qkvpacked(qkv.to(call.q.dtype), coefficients, op, *rest)[0]
 
 
@@ -262,9 +276,9 @@ def _two_sided_options(options: Options) -> tuple:
 
 def _kernel(call: Call, impl: str) -> tuple[Tensor, State | None]:
     """The torch forms; Triton has two-sided ones only, behind the same custom operator."""
-    op, q, k, v, coefficients, options, gamma, state, return_state = call
+    op, q, k, v, coefficients, options, gamma, state, return_state, sequences = call
     if op == "softmax_attention":
-        return sdpa(q, k, v, options.causal, options.scale), None
+        return _softmax(call), None
     if state is None and not return_state:
         _refuse_forward_mode(call)
     if options.causal and state is None and not return_state:
@@ -276,16 +290,32 @@ def _kernel(call: Call, impl: str) -> tuple[Tensor, State | None]:
     if state is not None or return_state:
         return stream(op, q, k, v, coefficients, options, state)
     save = _needs_backward(q, k, v, coefficients)
-    return two_sided(q, k, v, coefficients, op, *_two_sided_options(options), impl, save)[0], None
+    return two_sided(q, k, v, coefficients, op, *_two_sided_options(options), impl, save, *sequences)[0], None
+
+
+def _softmax(call: Call) -> Tensor:
+    q, k, v, (mask, cu_seqlens, max_seqlen) = call.q, call.k, call.v, call.sequences
+    if cu_seqlens is None:
+        return sdpa(q, k, v, call.options.causal, call.options.scale, mask)
+    padded = (unpack(x, cu_seqlens, max_seqlen) for x in (q, k, v))
+    y = sdpa(*padded, call.options.causal, call.options.scale, live_rows(cu_seqlens, max_seqlen))
+    return pack(y, cu_seqlens, q.shape[1])
 
 
 def _reference(call: Call) -> tuple[Tensor, None]:
     dtype = compute_dtype(call.q.dtype)
-    q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
+    tokens = [x.to(dtype) for x in (call.q, call.k, call.v)]
+    if call.sequences.cu_seqlens is None:
+        return _definition(call, *tokens, call.sequences.mask).to(call.q.dtype), None
+    lengths = call.sequences.cu_seqlens.diff().tolist()
+    alone = [_definition(call, *part, None) for part in zip(*(x.split(lengths, 1) for x in tokens), strict=True)]
+    return torch.cat(alone, 1).to(call.q.dtype), None
+
+
+def _definition(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if call.op == "softmax_attention":
-        return softmax_reference(q, k, v, call.options.causal, call.options.scale).to(call.q.dtype), None
+        return softmax_reference(q, k, v, call.options.causal, call.options.scale, mask)
     gamma = None
     if call.gamma is not None:  # one per query head
         gamma = call.gamma.expand(1, k.shape[2], q.shape[2] // k.shape[2], 1, 1).flatten()
-    y = linear_reference(call.op, q, k, v, call.options, gamma, call.coefficients)
-    return y.to(call.q.dtype), None
+    return linear_reference(call.op, q, k, v, call.options, gamma, call.coefficients, mask)

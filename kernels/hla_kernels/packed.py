@@ -32,6 +32,9 @@ class Keywords(TypedDict, total=False):
     eps: float
     state: State | None
     return_state: bool | str
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    max_seqlen: int | None
     impl: str
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..features import feature, feature_grad
 from ..options import Options, compute_dtype, needs_ones
-from .layout import heads_view, to_heads
+from ..sequences import counts
+from .layout import heads_view, live_heads, to_heads
 from .moments import (
     FACTORS,
     MOMENTS,
@@ -35,35 +36,41 @@ Grads = dict[str, Tensor]
 
 
 def gradient(
-    op: str, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: Options, outs: tuple
-) -> Tensor:
-    """Write dq, dk, dv into `outs` (any strides) and return d coefficients (empty without)."""
-    n_key_heads, dtype, n = k.shape[2], compute_dtype(q.dtype), q.shape[1]
-    raw = {name: to_heads(x, n_key_heads, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
-    dy = to_heads(grad, n_key_heads, dtype)
-    tokens = {name: feature(x, options.feature_map if name != "v" else None) for name, x in raw.items()}
+    op: str, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: Options, outs: tuple,
+    mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Write dq, dk, dv into `outs` (any strides), zeros for tokens outside `mask` [B, N], and return d coefficients
+    (empty without)."""
+    n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
+    n = q.shape[1] if mask is None else counts(mask, dtype)
+    raw = {name: live_heads(to_heads(x, n_key_heads, dtype), mask) for name, x in (("q", q), ("k", k), ("v", v))}
+    dy = live_heads(to_heads(grad, n_key_heads, dtype), mask)
+    maps = {"q": options.feature_map, "k": options.feature_map, "v": None}
+    tokens = {name: live_heads(feature(x, maps[name]), mask) for name, x in raw.items()}
     sums = token_sums(op, tokens["q"], tokens["k"], tokens["v"], options)
     m = moments(op, sums, n, options)
     weights = None if coefficients is None else mixture_weights(coefficients, n_key_heads, dtype)
     matrix = operator_matrix(op, m, weights)
 
-    read = _ratio_grad if options.normalize else _affine_grad
-    d_matrix, dq, rows = read(dy, tokens["q"], matrix, sums, n, options)
+    if options.normalize:
+        d_matrix, dq, rows = _ratio_grad(dy, tokens["q"], matrix, options, mask)
+    else:
+        d_matrix, dq, rows = _affine_grad(dy, tokens["q"], matrix, sums, n, options)
     d_moments, d_weights = _mixture_grad(op, m, weights, d_matrix)
     grads = _token_grads(op, d_moments, tokens, sums, rows, {"q": dq}, n, options)
     for name, out in zip("qkv", outs, strict=True):
-        phi_grad = feature_grad(raw[name], tokens[name], grads[name], options.feature_map if name != "v" else None)
-        heads_view(out, n_key_heads).copy_(phi_grad)
+        phi_grad = feature_grad(raw[name], tokens[name], grads[name], maps[name])
+        heads_view(out, n_key_heads).copy_(live_heads(phi_grad, mask))
     if coefficients is None:
         return q.new_empty((0,))
     return torch.stack(d_weights, -1).flatten(0, 1).to(coefficients.dtype)
 
 
 def _ratio_grad(
-    dy: Tensor, q: Tensor, matrix: Tensor, sums: Grads, n: int, options: Options
+    dy: Tensor, q: Tensor, matrix: Tensor, options: Options, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Grads]:
     """o = (q M_v) / (q M_1 + eps) -> (dM, dq, no rows)."""
-    inverse = 1 / (q @ matrix[..., -1:] + options.eps)
+    inverse = live_heads(1 / (q @ matrix[..., -1:] + options.eps), mask)
     dy = dy * inverse
     d_total = -(dy * (q @ matrix[..., :-1] * inverse)).sum(-1, keepdim=True)
     d_matrix = torch.cat([q.mT @ dy, q.mT @ d_total], -1)
@@ -71,7 +78,7 @@ def _ratio_grad(
 
 
 def _affine_grad(
-    dy: Tensor, q: Tensor, matrix: Tensor, sums: Grads, n: int, options: Options
+    dy: Tensor, q: Tensor, matrix: Tensor, sums: Grads, n: int | Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Grads]:
     """o = q M + b of `moments.affine` -> (dM, dq, rows that every token's gradient receives)."""
     folded, _ = affine(matrix, sums, n, options)
@@ -103,7 +110,7 @@ def _mixture_grad(op: str, m: Grads, weights: list[Tensor] | None, grad: Tensor)
 
 
 def _token_grads(
-    op: str, d_moments: Grads, tokens: Grads, sums: Grads, rows: Grads, grads: Grads, n: int, options: Options
+    op: str, d_moments: Grads, tokens: Grads, sums: Grads, rows: Grads, grads: Grads, n: int | Tensor, options: Options
 ) -> Grads:
     """dq, dk, dv in head layout: what came through the moments added to `grads`, and one row added to every token."""
     s = moment_scale(n, options)

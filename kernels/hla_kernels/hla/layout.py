@@ -25,3 +25,8 @@ def to_tokens(y: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, Hk, G, N, D] -> [B, N, Hk * G, D], contiguous, in `dtype`."""
     view = y.permute(0, 3, 1, 2, 4)
     return torch.empty(view.shape, dtype=dtype, device=y.device).copy_(view).flatten(2, 3)
+
+
+def live_heads(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x [B, Hk, G, N, .] with zeros at the tokens that `mask` [B, N] takes out."""
+    return x if mask is None else x.where(mask[:, None, None, :, None], 0)

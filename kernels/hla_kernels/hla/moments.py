@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..options import Options, needs_ones
+from .layout import live_heads
 
 # moment -> the two token tensors it sums over
 FACTORS = {"P": ("k", "v"), "S": ("k", "k"), "C": ("q", "v"), "R": ("k", "q"), "Qm": ("q", "q")}
@@ -125,16 +126,19 @@ def operator_matrix(op: str, m: dict[str, Tensor], weights: list[Tensor] | None)
     return total
 
 
-def read_out(q: Tensor, matrix: Tensor, sums: dict[str, Tensor], n: float | Tensor, options: Options) -> Tensor:
+def read_out(
+    q: Tensor, matrix: Tensor, sums: dict[str, Tensor], n: float | Tensor, options: Options, mask: Tensor | None = None
+) -> Tensor:
     """o [B, Hk, G, N, Dv] = q M, with the ratio normaliser or the rank-one corrections of centring and mean path.
 
     normalize: (q M_v) / (q M_1 + eps).  mean_path: M = M_v - M_1 vbar', o = q M + vbar.  center="qk": o - qbar M.
+    Tokens outside `mask` [B, N] get zeros.
     """
     if options.normalize:
-        return (q @ matrix[..., :-1]) / (q @ matrix[..., -1:] + options.eps)
+        return live_heads((q @ matrix[..., :-1]) / (q @ matrix[..., -1:] + options.eps), mask)
     matrix, row = affine(matrix, sums, n, options)
     y = q @ matrix
-    return y if row is None else y + row
+    return y if row is None else live_heads(y + row, mask)
 
 
 def affine(

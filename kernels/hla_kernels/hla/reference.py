@@ -12,28 +12,32 @@ import torch
 from torch import Tensor
 
 from ..options import Options, is_paper
+from ..sequences import real
 
 
 def reference(
     op: str, q: Tensor, k: Tensor, v: Tensor, options: Options, gamma: Tensor | None = None,
-    coefficients: Tensor | None = None,
+    coefficients: Tensor | None = None, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """o_t = sum_j W_tj v_j for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv].
 
     gamma is a decay per query head [H], coefficients [H, 4] belong to `polynomial`.
     normalize: W v / (W 1 + eps).  mean_path: vbar_t + sum_j W_tj (v_j - vbar_t).
+    mask [B, N]: rows and columns of W, of A and of what averages are zero at the tokens that are not real.
     """
     group = q.shape[2] // k.shape[2]
+    q, k, v = (real(x, mask) for x in (q, k, v))
     q, k = phi(q, options.feature_map), phi(k, options.feature_map)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    past = past_weights(q, options, gamma)
-    average = past / past.sum(-1, keepdim=True)
+    past = past_weights(q, options, gamma, mask)
+    average = past / past.sum(-1, keepdim=True).clamp(min=1 if mask is not None else 0)
     weights = causal_weights if options.causal else two_sided_weights
     w = weights(op, q, k, past, average, options, gamma, coefficients)
     y, total = w @ v, w.sum(-1, keepdim=True)
     if options.normalize:
         y = y / (total + options.eps)
+    y = real(y.transpose(1, 2), mask).transpose(1, 2)
     if options.mean_path:
         y = y + (1 - total) * (average @ v)
     return y.transpose(1, 2).contiguous()
@@ -55,9 +59,12 @@ def phi(x: Tensor, name: str | None) -> Tensor:
     return e / e.sum(-1, keepdim=True)
 
 
-def past_weights(q: Tensor, options: Options, gamma: Tensor | None) -> Tensor:
-    """Gamma [H or 1, N, N]: how much of token j token t sees before any product of queries and keys."""
+def past_weights(q: Tensor, options: Options, gamma: Tensor | None, mask: Tensor | None) -> Tensor:
+    """Gamma [H or 1, N, N]: how much of token j token t sees before any product of queries and keys. With a mask [B, 1,
+    N, N], 1 where both are real."""
     n = q.shape[2]
+    if mask is not None:
+        return (mask[:, None, :, None] & mask[:, None, None, :]).to(q.dtype)
     ones = torch.ones(1, n, n, dtype=q.dtype, device=q.device)
     if not options.causal:
         return ones
@@ -81,9 +88,13 @@ def two_sided_weights(
         k = k - average @ k
     if options.center == "qk":
         q = q - average @ q
-    s = options.q_scale / q.shape[2] if options.scale is None else options.scale
-    a = s * (q @ k.mT)
-    qq = s * (q @ q.mT)
+    s = (
+        options.q_scale / past.sum((-2, -1), keepdim=True).sqrt().clamp(min=1)
+        if options.scale is None
+        else options.scale
+    )
+    a = s * past * (q @ k.mT)
+    qq = s * past * (q @ q.mT)
     forms = {
         "linear_attention": lambda: a,
         "hla2": lambda: a @ a.mT + options.ridge * qq,

@@ -3,7 +3,8 @@
 Two operators, `hla_kernels::two_sided` (q, k, v) and `hla_kernels::two_sided_qkvpacked` (qkv [B, N, 3, H, D], whose
 backward writes one packed gradient). Both return (o, saved): with the last argument `save`, what the backward would
 compute again otherwise (empty where that is cheap). `impl`, chosen in `op`, is the implementation: "torch"
-(`evaluate`, with the backward written out in `gradient`) or "triton" (`fused`). `stream` is the same mathematics under
+(`evaluate`, with the backward written out in `gradient`) or "triton" (`fused`). `mask`, or `cu_seqlens` with
+`max_seqlen`, say which tokens are a sequence (`sequences`). `stream` is the same mathematics under
 plain autograd, for calls that carry a state.
 """
 
@@ -14,22 +15,53 @@ from torch import Tensor
 
 from ..features import feature
 from ..options import Options, compute_dtype
+from ..sequences import Sequences, counts, live_rows, pack, unpack
 from . import fused
 from .gradient import gradient
-from .layout import to_heads, to_tokens
+from .layout import live_heads, to_heads, to_tokens
 from .moments import mixture_weights, moments, operator_matrix, read_out, token_sums
 
 
-def evaluate(op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: Options) -> Tensor:
-    """q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> o [B, N, H, Dv] in the dtype of q."""
+def evaluate(
+    op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: Options, mask: Tensor | None = None
+) -> Tensor:
+    """q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> o [B, N, H, Dv] in the dtype of q. Tokens outside `mask`
+    [B, N] enter no moment and get zeros."""
     n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
-    qh, kh, vh = (to_heads(x, n_key_heads, dtype) for x in (q, k, v))
-    qh, kh = feature(qh, options.feature_map), feature(kh, options.feature_map)
+    qh, kh, vh = (live_heads(to_heads(x, n_key_heads, dtype), mask) for x in (q, k, v))
+    qh, kh = (live_heads(feature(x, options.feature_map), mask) for x in (qh, kh))
     sums = token_sums(op, qh, kh, vh, options)
     weights = None if coefficients is None else mixture_weights(coefficients, n_key_heads, dtype)
-    n = q.shape[1]
+    n = q.shape[1] if mask is None else counts(mask, dtype)
     matrix = operator_matrix(op, moments(op, sums, n, options), weights)
-    return to_tokens(read_out(qh, matrix, sums, n, options), q.dtype)
+    return to_tokens(read_out(qh, matrix, sums, n, options, mask), q.dtype)
+
+
+def _evaluate(
+    spec: fused.Spec, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, seqs: Sequences
+) -> Tensor:
+    if seqs.cu_seqlens is None:
+        return evaluate(spec.op, q, k, v, coefficients, _options(spec), seqs.mask)
+    cu, length = seqs.cu_seqlens, seqs.max_seqlen
+    padded = [unpack(x, cu, length) for x in (q, k, v)]
+    o = evaluate(spec.op, *padded, coefficients, _options(spec), live_rows(cu, length))
+    return pack(o, cu, q.shape[1])
+
+
+def _evaluate_gradient(
+    spec: fused.Spec, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, seqs: Sequences,
+    outs: tuple,
+) -> Tensor:  # fmt: skip
+    if seqs.cu_seqlens is None:
+        return gradient(spec.op, grad, q, k, v, coefficients, _options(spec), outs, seqs.mask)
+    cu, length = seqs.cu_seqlens, seqs.max_seqlen
+    padded = [unpack(x, cu, length) for x in (grad, q, k, v)]
+    grads = tuple(torch.empty_like(x) for x in padded[1:])
+    live = live_rows(cu, length)
+    d_coefficients = gradient(spec.op, *padded, coefficients, _options(spec), grads, live)
+    for x, out in zip(grads, outs, strict=True):
+        out.copy_(pack(x, cu, q.shape[1]))
+    return d_coefficients
 
 
 def _options(spec: fused.Spec) -> Options:
@@ -49,11 +81,12 @@ def _saved(q: Tensor, k: Tensor, v: Tensor, spec: fused.Spec, impl: str, save: b
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: fused.Spec, impl: str, save: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: fused.Spec, impl: str, save: bool,
+    seqs: Sequences,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     # a launch needs at least one program: an empty batch takes the torch form
     if impl != "triton" or q.shape[0] == 0:
-        return evaluate(spec.op, q, k, v, coefficients, _options(spec)), _saved(q, k, v, spec, impl, False)
+        return _evaluate(spec, q, k, v, coefficients, seqs), _saved(q, k, v, spec, impl, False)
     with torch.cuda.device_of(q):
         q, k, v = _rows(q, k, v)
         return fused.forward(q, k, v, coefficients, spec, save)
@@ -61,10 +94,10 @@ def _forward(
 
 def _gradient(
     grad: Tensor, saved: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: fused.Spec,
-    impl: str, outs: tuple,
+    impl: str, outs: tuple, seqs: Sequences,
 ) -> Tensor:  # fmt: skip
     if impl != "triton" or q.shape[0] == 0:
-        return gradient(spec.op, grad, q, k, v, coefficients, _options(spec), outs)
+        return _evaluate_gradient(spec, grad, q, k, v, coefficients, seqs, outs)
     with torch.cuda.device_of(q):
         q, k, v = _rows(q, k, v)
         d_coefficients = fused.backward(grad, q, k, v, coefficients, spec, outs, saved)
@@ -80,13 +113,14 @@ def _no_autocast(x: Tensor) -> torch.autocast:
 def two_sided(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    q_scale: float = 1.0, impl: str = "torch", save: bool = False,
+    q_scale: float = 1.0, impl: str = "torch", save: bool = False, mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o = q M (see `hla`) [B, N, H, Dv] and a float32 buffer for the backward (empty without `save`); arguments are
     checked by `op.run`. q [B, N, H, D], k, v [B, N, Hk, .]."""
     with _no_autocast(q):
         spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
-        return _forward(q, k, v, coefficients, spec, impl, save)
+        return _forward(q, k, v, coefficients, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
 
 
 @two_sided.register_fake
@@ -98,13 +132,15 @@ def _(q, k, v, coefficients, *options):
 def two_sided_backward(
     grad: Tensor, saved: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str,
     feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None,
-    eps: float, q_scale: float = 1.0, impl: str = "torch",
+    eps: float, q_scale: float = 1.0, impl: str = "torch", mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dcoefficients) of `two_sided`; the last is empty without coefficients."""
     with _no_autocast(q):
         spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
+        seqs = Sequences(mask, cu_seqlens, max_seqlen)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        return dq, dk, dv, _gradient(grad, saved, q, k, v, coefficients, spec, impl, (dq, dk, dv))
+        return dq, dk, dv, _gradient(grad, saved, q, k, v, coefficients, spec, impl, (dq, dk, dv), seqs)
 
 
 @two_sided_backward.register_fake
@@ -117,13 +153,14 @@ def _(grad, saved, q, k, v, coefficients, *options):
 def two_sided_qkvpacked(
     qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    q_scale: float = 1.0, impl: str = "torch", save: bool = False,
+    q_scale: float = 1.0, impl: str = "torch", save: bool = False, mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`two_sided` of qkv [B, N, 3, H, D] -> [B, N, H, D] and the buffer."""
     with _no_autocast(qkv):
         spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
         q, k, v = qkv.unbind(2)
-        return _forward(q, k, v, coefficients, spec, impl, save)
+        return _forward(q, k, v, coefficients, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
 
 
 @two_sided_qkvpacked.register_fake
@@ -135,14 +172,16 @@ def _(qkv, coefficients, *options):
 def two_sided_qkvpacked_backward(
     grad: Tensor, saved: Tensor, qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None,
     normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    q_scale: float = 1.0, impl: str = "torch",
+    q_scale: float = 1.0, impl: str = "torch", mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dqkv [B, N, 3, H, D] in one buffer, dcoefficients) of `two_sided_qkvpacked`."""
     with _no_autocast(qkv):
         spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
+        seqs = Sequences(mask, cu_seqlens, max_seqlen)
         out = torch.empty_like(qkv, memory_format=torch.contiguous_format)
         q, k, v = qkv.unbind(2)
-        return out, _gradient(grad, saved, q, k, v, coefficients, spec, impl, out.unbind(2))
+        return out, _gradient(grad, saved, q, k, v, coefficients, spec, impl, out.unbind(2), seqs)
 
 
 @two_sided_qkvpacked_backward.register_fake
@@ -156,8 +195,9 @@ def _fake_coefficients(x: Tensor, coefficients: Tensor | None) -> Tensor:
 
 
 def _fake_saved(
-    q, k, v, op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale=1.0, impl="torch", save=False
-):
+    q, k, v, op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale=1.0, impl="torch", save=False,
+    mask=None, cu_seqlens=None, max_seqlen=0,
+):  # fmt: skip
     spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
     return _saved(q, k, v, spec, impl, save)
 
@@ -166,18 +206,20 @@ def _save(n_tensors: int):
     """setup_context that keeps the inputs and what the forward saved; gradients of the latter there are none."""
 
     def setup_context(ctx, inputs, output):
+        *options, _, mask, cu_seqlens, ctx.max_seqlen = inputs[n_tensors:]
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*inputs[:n_tensors], output[1])
-        ctx.options = inputs[n_tensors:]
+        ctx.save_for_backward(*inputs[:n_tensors], output[1], mask, cu_seqlens)
+        ctx.options = options
 
     return setup_context
 
 
 def _backward(ctx, grad, _):
-    *tokens, coefficients, saved = ctx.saved_tensors
+    *tokens, coefficients, saved, mask, cu_seqlens = ctx.saved_tensors
     backward = two_sided_backward if len(tokens) == 3 else two_sided_qkvpacked_backward
-    *grads, d_coefficients = backward(grad, saved, *tokens, coefficients, *ctx.options[:-1])
-    return (*grads, None if coefficients is None else d_coefficients, *[None] * len(ctx.options))
+    sequences = (mask, cu_seqlens, ctx.max_seqlen)
+    *grads, d_coefficients = backward(grad, saved, *tokens, coefficients, *ctx.options, *sequences)
+    return (*grads, None if coefficients is None else d_coefficients, *[None] * (len(ctx.options) + 4))
 
 
 two_sided.register_autograd(_backward, setup_context=_save(4))

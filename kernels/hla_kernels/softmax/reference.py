@@ -5,14 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..sequences import real
 
-def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    """o_t = sum_j softmax_j(s q_t.k_j) v_j, s = D^-1/2 by default. q [B, N, H, D] -> [B, N, H, Dv]."""
+
+def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None = None) -> Tensor:
+    """o_t = sum_j softmax_j(s q_t.k_j) v_j, s = D^-1/2 by default. q [B, N, H, D] -> [B, N, H, Dv]. The sum runs over
+    the tokens of `mask` [B, N]; the others get zeros."""
     group = q.shape[2] // k.shape[2]
+    q, k, v = (real(x, mask) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(1, 2).contiguous()
+    weights = scores.softmax(-1)
+    if mask is not None:
+        weights = (scores - scores.amax(-1, keepdim=True)).exp() * mask[:, None, None, :]
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+    return real((weights @ v).transpose(1, 2), mask).contiguous()

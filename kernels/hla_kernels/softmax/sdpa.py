@@ -5,10 +5,14 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..sequences import real
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    """o = softmax(s q k') v, tensors [B, N, H, D]; fewer key heads are handled inside the kernel."""
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None = None) -> Tensor:
+    """o = softmax(s q k') v, tensors [B, N, H, D]; fewer key heads are handled inside the kernel. Tokens outside `mask`
+    [B, N] are neither read nor written."""
     grouped = True if q.shape[2] != k.shape[2] else False  # noqa: SIM210 (a bool, also where sizes are symbols)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return y.transpose(1, 2).contiguous()
+    q, k, v = (real(x, mask).transpose(1, 2) for x in (q, k, v))
+    seen = None if mask is None else (mask | ~mask.any(1, keepdim=True))[:, None, None]  # never an empty softmax
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return real(y.transpose(1, 2), mask).contiguous()

@@ -1,0 +1,53 @@
+"""Which tokens of a call belong to one sequence: a padding mask, or sequences packed behind each other.
+
+    key_padding_mask [B, N] bool   True for a real token; the others are neither read nor written
+    cu_seqlens [S + 1] int32       sequence i is the tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of a batch of one
+
+Packed sequences become padded ones by `unpack` and packed again by `pack`: the torch forms know one kind only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sequences(NamedTuple):
+    """The sequences of a call: a mask, or cu_seqlens with the length of the longest sequence."""
+
+    mask: Tensor | None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int = 0
+
+
+def live_rows(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """Which rows of the padded sequences are tokens, [S, max_seqlen] bool."""
+    lengths = cu_seqlens.diff()
+    return torch.arange(max_seqlen, device=cu_seqlens.device) < lengths[:, None]
+
+
+def unpack(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """Packed [1, T, ...] -> padded [S, max_seqlen, ...]; rows that are no tokens repeat some other row."""
+    rows = cu_seqlens[:-1, None].long() + torch.arange(max_seqlen, device=cu_seqlens.device)
+    return x[0][rows.clamp(max=x.shape[1] - 1)]
+
+
+def pack(y: Tensor, cu_seqlens: Tensor, n_tokens: int) -> Tensor:
+    """Padded [S, max_seqlen, ...] -> packed [1, T, ...], the tokens of all sequences."""
+    token = torch.arange(n_tokens, device=cu_seqlens.device)
+    ends = cu_seqlens[1:].long().contiguous()
+    sequence = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
+    row = (token - cu_seqlens.long()[sequence]).clamp(max=y.shape[1] - 1)
+    return y[sequence, row][None]
+
+
+def counts(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Number of real tokens of each sequence, at least 1, [B, 1, 1, 1, 1]; a sequence without any has zero moments."""
+    return mask.sum(1).clamp(min=1).to(dtype)[:, None, None, None, None]
+
+
+def real(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x [B, N, ...] with zeros at padded tokens, whatever was there (NaN too)."""
+    return x if mask is None else x.where(mask.unflatten(1, (-1, *[1] * (x.dim() - 2))), 0)
