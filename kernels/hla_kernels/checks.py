@@ -118,7 +118,7 @@ def check_sequences(q: Tensor, mask: Any, cu_seqlens: Any, max_seqlen: Any) -> N
     if not isinstance(max_seqlen, int | torch.SymInt) or isinstance(max_seqlen, bool) or max_seqlen < 1:
         raise ValueError(f"max_seqlen must be the length of the longest sequence, at least 1, got {max_seqlen!r}.")
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_lengths(cu_seqlens, max_seqlen, q.shape[1])
+        _check_lengths(cu_seqlens, int(max_seqlen), q.shape[1])
 
 
 def _check_ragged(name: str, x: Any, dtype: torch.dtype, q: Tensor) -> None:

@@ -297,18 +297,19 @@ def _softmax(call: Call) -> Tensor:
     q, k, v, (mask, cu_seqlens, max_seqlen) = call.q, call.k, call.v, call.sequences
     if cu_seqlens is None:
         return sdpa(q, k, v, call.options.causal, call.options.scale, mask)
-    padded = (unpack(x, cu_seqlens, max_seqlen) for x in (q, k, v))
-    y = sdpa(*padded, call.options.causal, call.options.scale, live_rows(cu_seqlens, max_seqlen))
+    q_rows, k_rows, v_rows = (unpack(x, cu_seqlens, max_seqlen) for x in (q, k, v))
+    y = sdpa(q_rows, k_rows, v_rows, call.options.causal, call.options.scale, live_rows(cu_seqlens, max_seqlen))
     return pack(y, cu_seqlens, q.shape[1])
 
 
 def _reference(call: Call) -> tuple[Tensor, None]:
     dtype = compute_dtype(call.q.dtype)
-    tokens = [x.to(dtype) for x in (call.q, call.k, call.v)]
+    q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
     if call.sequences.cu_seqlens is None:
-        return _definition(call, *tokens, call.sequences.mask).to(call.q.dtype), None
+        return _definition(call, q, k, v, call.sequences.mask).to(call.q.dtype), None
     lengths = call.sequences.cu_seqlens.diff().tolist()
-    alone = [_definition(call, *part, None) for part in zip(*(x.split(lengths, 1) for x in tokens), strict=True)]
+    each = zip(*(x.split(lengths, 1) for x in (q, k, v)), strict=True)
+    alone = [_definition(call, qs, ks, vs, None) for qs, ks, vs in each]
     return torch.cat(alone, 1).to(call.q.dtype), None
 
 

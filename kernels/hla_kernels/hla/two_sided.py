@@ -43,8 +43,8 @@ def _evaluate(
     if seqs.cu_seqlens is None:
         return evaluate(spec.op, q, k, v, coefficients, _options(spec), seqs.mask)
     cu, length = seqs.cu_seqlens, seqs.max_seqlen
-    padded = [unpack(x, cu, length) for x in (q, k, v)]
-    o = evaluate(spec.op, *padded, coefficients, _options(spec), live_rows(cu, length))
+    qp, kp, vp = (unpack(x, cu, length) for x in (q, k, v))
+    o = evaluate(spec.op, qp, kp, vp, coefficients, _options(spec), live_rows(cu, length))
     return pack(o, cu, q.shape[1])
 
 
@@ -55,10 +55,10 @@ def _evaluate_gradient(
     if seqs.cu_seqlens is None:
         return gradient(spec.op, grad, q, k, v, coefficients, _options(spec), outs, seqs.mask)
     cu, length = seqs.cu_seqlens, seqs.max_seqlen
-    padded = [unpack(x, cu, length) for x in (grad, q, k, v)]
-    grads = tuple(torch.empty_like(x) for x in padded[1:])
+    dy, qp, kp, vp = (unpack(x, cu, length) for x in (grad, q, k, v))
+    grads = tuple(torch.empty_like(x) for x in (qp, kp, vp))
     live = live_rows(cu, length)
-    d_coefficients = gradient(spec.op, *padded, coefficients, _options(spec), grads, live)
+    d_coefficients = gradient(spec.op, dy, qp, kp, vp, coefficients, _options(spec), grads, live)
     for x, out in zip(grads, outs, strict=True):
         out.copy_(pack(x, cu, q.shape[1]))
     return d_coefficients
