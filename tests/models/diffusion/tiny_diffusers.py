@@ -33,12 +33,76 @@ def dit_inputs(size: int = 8, batch: int = 2) -> dict[str, Any]:
     }
 
 
+def text_inputs(channels: int = 4, size: int = 8, batch: int = 2) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(batch, channels, size, size + 4),
+        "encoder_hidden_states": noise(batch, 5, 24, seed=2),
+        "timestep": torch.arange(batch) * 100 + 7,
+    }
+
+
+def pixart_inputs(size: int = 8, batch: int = 2) -> dict[str, Any]:
+    mask = torch.ones(batch, 5)
+    mask[0, 3:] = 0
+    return {**text_inputs(4, size, batch), "encoder_attention_mask": mask, "added_cond_kwargs": {}}
+
+
+def sd3_inputs(size: int = 8, batch: int = 2) -> dict[str, Any]:
+    return {**text_inputs(4, size, batch), "pooled_projections": noise(batch, 20, seed=3)}
+
+
+def wan_inputs(size: int = 8, batch: int = 2) -> dict[str, Any]:
+    return {**text_inputs(4, size, batch), "hidden_states": noise(batch, 4, 3, size, size + 4)}
+
+
+def wan_i2v_inputs(size: int = 8, batch: int = 2) -> dict[str, Any]:
+    inputs = wan_inputs(size, batch)
+    text = {"encoder_hidden_states": noise(batch, 512, 24, seed=2)}  # the length that the host expects beside an image
+    return {**inputs, **text, "encoder_hidden_states_image": noise(batch, 7, 12, seed=3)}
+
+
+def flux_inputs(size: int = 8, batch: int = 2) -> dict[str, Any]:
+    rows, columns = size // 2, size // 2 + 2
+    ids = torch.cartesian_prod(torch.arange(1), torch.arange(rows), torch.arange(columns))
+    return {
+        **sd3_inputs(size, batch),
+        "hidden_states": noise(batch, rows * columns, 4),
+        "timestep": torch.linspace(0.1, 0.9, batch),
+        "img_ids": ids.float(),
+        "txt_ids": torch.zeros(5, 3),
+    }
+
+
+WAN = {**SIZES, "in_channels": 4, "out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 48}
+MMDIT = {**SIZES, "in_channels": 4, "joint_attention_dim": 24, "pooled_projection_dim": 20}
+PIXART = {**SIZES, "out_channels": 8, "sample_size": 8, "cross_attention_dim": 32, "caption_channels": 24}
+SANA = {
+    **SIZES,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 16,
+    "cross_attention_dim": 32,
+    "caption_channels": 24,
+    "sample_size": 8,
+    "patch_size": 2,
+}
+SD3 = {**MMDIT, "sample_size": 8, "caption_projection_dim": 32, "out_channels": 4, "pos_embed_max_size": 12}
+
 CASES = {
     "dit": Case(
         "DiTTransformer2DModel",
         {**SIZES, "out_channels": 8, "sample_size": 8, "num_embeds_ada_norm": 10, "norm_num_groups": 4},
         dit_inputs,
     ),
+    "pixart": Case("PixArtTransformer2DModel", {**PIXART, "norm_num_groups": 4}, pixart_inputs),
+    "sana": Case("SanaTransformer2DModel", SANA, text_inputs),
+    "sana-qk-norm": Case("SanaTransformer2DModel", {**SANA, "qk_norm": "rms_norm_across_heads"}, text_inputs),
+    "wan": Case("WanTransformer3DModel", WAN, wan_inputs),
+    "wan-i2v": Case("WanTransformer3DModel", {**WAN, "image_dim": 12, "added_kv_proj_dim": 32}, wan_i2v_inputs),
+    "sd3": Case("SD3Transformer2DModel", SD3, sd3_inputs),
+    "sd35": Case("SD3Transformer2DModel", {**SD3, "dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}, sd3_inputs),
+    "flux": Case("FluxTransformer2DModel", {**MMDIT, "num_single_layers": 2, "axes_dims_rope": (4, 6, 6)}, flux_inputs),
 }
 
 

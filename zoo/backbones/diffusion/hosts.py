@@ -15,13 +15,22 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from diffusers import DiTTransformer2DModel, ModelMixin  # noqa: F401  ModelMixin: see `zoo.__getattr__`
+from diffusers import (
+    DiTTransformer2DModel,
+    FluxTransformer2DModel,
+    ModelMixin,  # noqa: F401  see `zoo.__getattr__`
+    PixArtTransformer2DModel,
+    SanaTransformer2DModel,
+    SD3Transformer2DModel,
+    WanTransformer3DModel,
+)
 from diffusers.loaders import PeftAdapterMixin
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zoo.backbones.checkpoints import match_checkpoint
-from zoo.backbones.diffusion.sites import DiffusionSite, SelfAttentionSite
+from zoo.backbones.diffusion.joint import FluxSite, SD3Site
+from zoo.backbones.diffusion.sites import DiffusionSite, SanaSite, SelfAttentionSite, WanSite
 from zoo.backbones.sites import Host
 from zoo.grid import Grid
 
@@ -35,8 +44,7 @@ def set_layout(module: nn.Module, grid: Grid | None, prefix: int = 0) -> None:
     """
     for site in module.modules():
         if isinstance(site, DiffusionSite):
-            needs_grid = getattr(getattr(site.mixer, "options", None), "needs_grid", False)
-            site.grid, site.prefix = (grid if needs_grid else None), prefix
+            site.grid, site.prefix = (grid if site.needs_grid else None), prefix
 
 
 def checkpoint_block(block: Callable[..., Any], *args: Any) -> Any:
@@ -153,6 +161,59 @@ class HLADiTTransformer2DModel(HLADiffusionModel, PeftAdapterMixin, DiTTransform
     _repeated_blocks: ClassVar = ["BasicTransformerBlock"]
 
 
+class HLAPixArtTransformer2DModel(HLADiffusionModel, PeftAdapterMixin, PixArtTransformer2DModel):
+    """PixArt alpha and sigma: images from text, by cross-attention."""
+
+    host = PixArtTransformer2DModel
+    _repeated_blocks: ClassVar = ["BasicTransformerBlock"]
+
+
+class HLASanaTransformer2DModel(HLADiffusionModel, SanaTransformer2DModel):
+    """Sana: images from text, by cross-attention; its self-attention is linear already."""
+
+    host = SanaTransformer2DModel
+    _repeated_blocks: ClassVar = ["SanaTransformerBlock"]
+
+
+class HLAWanTransformer3DModel(HLADiffusionModel, WanTransformer3DModel):
+    """Wan 2.1 and 2.2: video from text or an image, by cross-attention."""
+
+    host = WanTransformer3DModel
+    grid_dims = 3
+
+
+class HLASD3Transformer2DModel(HLADiffusionModel, SD3Transformer2DModel):
+    """Stable Diffusion 3 and 3.5: images from text, by joint attention."""
+
+    host = SD3Transformer2DModel
+    _repeated_blocks: ClassVar = ["JointTransformerBlock"]
+
+
+class HLAFluxTransformer2DModel(HLADiffusionModel, FluxTransformer2DModel):
+    """Flux: images from text, by joint attention. The grid is read off `img_ids`, only when a mixer needs it."""
+
+    host = FluxTransformer2DModel
+
+    def layout(self, arguments: dict[str, Any]) -> tuple[Grid | None, int]:
+        needed = any(isinstance(m, DiffusionSite) and m.needs_grid for m in self.modules())
+        grid = grid_of_ids(arguments["img_ids"]) if needed else None
+        return grid, arguments["encoder_hidden_states"].shape[1]
+
+
+def grid_of_ids(ids: Tensor) -> Grid:
+    """(H, W) of the positions (image, row, column) [N, 3] of one image in raster order; ValueError for others."""
+    ids = (ids[0] if ids.ndim == 3 else ids).detach().round().long().cpu()
+    first, size = ids[0], ids[-1] - ids[0] + 1
+    rows, columns = int(size[1]), int(size[2])
+    raster = torch.cartesian_prod(torch.arange(1), torch.arange(rows), torch.arange(columns))
+    if len(ids) != rows * columns or not torch.equal(ids, first + raster):
+        raise ValueError(
+            "img_ids are not the raster of one image (several images have no common grid), but a mixer with depthwise "
+            "or causal needs the token grid; convert without those options"
+        )
+    return rows, columns
+
+
 class Family(NamedTuple):
     """A family of models: its converted class, and its attention: pattern of module names -> class of the site."""
 
@@ -164,6 +225,21 @@ class Family(NamedTuple):
 
 FAMILIES: dict[type, Family] = {
     DiTTransformer2DModel: Family(HLADiTTransformer2DModel, {"transformer_blocks.*.attn1": SelfAttentionSite}),
+    PixArtTransformer2DModel: Family(
+        HLAPixArtTransformer2DModel, {"transformer_blocks.*.attn1": SelfAttentionSite}, "transformer_blocks.*.attn2"
+    ),
+    SanaTransformer2DModel: Family(
+        HLASanaTransformer2DModel, {"transformer_blocks.*.attn1": SanaSite}, "transformer_blocks.*.attn2", "la"
+    ),
+    WanTransformer3DModel: Family(HLAWanTransformer3DModel, {"blocks.*.attn1": WanSite}, "blocks.*.attn2"),
+    SD3Transformer2DModel: Family(
+        HLASD3Transformer2DModel,
+        {"transformer_blocks.*.attn": SD3Site, "transformer_blocks.*.attn2": SelfAttentionSite},
+    ),
+    FluxTransformer2DModel: Family(
+        HLAFluxTransformer2DModel,
+        {"transformer_blocks.*.attn": FluxSite, "single_transformer_blocks.*.attn": FluxSite},
+    ),
 }
 
 

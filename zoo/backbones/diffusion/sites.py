@@ -6,9 +6,12 @@ Projections and norms are always called as modules, since adapters, quantisers a
 All q, k, v, o here are [B, N, H, D]; x is [B, N, C].
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from diffusers.models.attention_processor import Attention
+from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor
 
 from zoo.backbones.checkpoints import encode_tag
@@ -17,6 +20,7 @@ from zoo.grid import Grid
 from zoo.mixers import Context
 
 PLAIN = ("AttnProcessor2_0", "FusedAttnProcessor2_0", "AttnProcessor", "SlicedAttnProcessor", "XFormersAttnProcessor")
+JOINT = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0", "XFormersJointAttnProcessor")
 
 
 class DiffusionSite(Site):
@@ -40,6 +44,11 @@ class DiffusionSite(Site):
         """Take note of a stock processor (the mixer stays); ValueError for one that does more than attention."""
         self.check_processor(processor)
         super().set_processor(processor)
+
+    @property
+    def needs_grid(self) -> bool:
+        """Whether the mixer's result depends on where the tokens lie."""
+        return getattr(getattr(self.mixer, "options", None), "needs_grid", False)
 
     def _tag(self) -> Tensor:
         return encode_tag(self.mixer_name, self.mixer).to(self.to_q.weight.device)
@@ -69,7 +78,9 @@ def norm_heads(norm: Any, t: Tensor) -> Tensor:
 
 
 class SelfAttentionSite(DiffusionSite, Attention):
-    """Site in the self-attention of DiT and PixArt: `attn1` of `BasicTransformerBlock`."""
+    """Site in the self-attention of DiT and PixArt (`attn1`) and in the second attention of SD3.5 (`attn2`)."""
+
+    processors = (*PLAIN, *JOINT)
 
     def forward(
         self,
@@ -80,8 +91,7 @@ class SelfAttentionSite(DiffusionSite, Attention):
     ) -> Tensor:
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
         self.refuse_arguments(arguments)
-        if encoder_hidden_states is not None:
-            raise ValueError("a converted layer is self-attention: encoder_hidden_states must be None")
+        refuse_cross(encoder_hidden_states)
         x, mask = hidden_states, attention_mask
         if mask is not None:
             mask = self.prepare_attention_mask(mask, x.shape[1], x.shape[0]).unflatten(0, (x.shape[0], self.heads))
@@ -89,3 +99,76 @@ class SelfAttentionSite(DiffusionSite, Attention):
         q, k = norm_heads(self.norm_q, q), norm_heads(self.norm_k, k)
         ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=mask)
         return self.output(self.mixer(q, k, v, ctx).to(q.dtype))
+
+
+class SanaSite(DiffusionSite, Attention):
+    """Site in the self-attention of Sana (`attn1`), which is linear already; norms of q and k are over all heads."""
+
+    processors = ("SanaLinearAttnProcessor2_0",)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **arguments: Any,
+    ) -> Tensor:
+        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
+        self.refuse_arguments(arguments)
+        refuse_cross(encoder_hidden_states)
+        q, k, v = self.project(hidden_states)
+        q = q if self.norm_q is None else self.norm_q(q)
+        k = k if self.norm_k is None else self.norm_k(k)
+        ctx = Context(x=hidden_states, grid=self.grid, prefix=self.prefix, mask=attention_mask)
+        o = self.output(self.mixer(*(split_heads(t, self.heads) for t in (q, k, v)), ctx).to(hidden_states.dtype))
+        return o.clip(-65504, 65504) if o.dtype == torch.float16 else o
+
+
+class WanSite(DiffusionSite, WanAttention):
+    """Site in the self-attention of Wan (`attn1`): norms of q and k over all heads, rotary embedding in 3-D."""
+
+    processors = ("WanAttnProcessor",)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+        **arguments: Any,
+    ) -> Tensor:
+        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
+        self.refuse_arguments(arguments)
+        refuse_cross(encoder_hidden_states)
+        q, k, v = self.project(hidden_states)
+        q, k, v = (split_heads(t, self.heads) for t in (self.norm_q(q), self.norm_k(k), v))
+        rotate = wan_rotation(rotary_emb, q.shape[-1])
+        ctx = Context(x=hidden_states, grid=self.grid, prefix=self.prefix, mask=attention_mask, rotate=rotate)
+        return self.output(self.mixer(q, k, v, ctx).type_as(q))
+
+    @property
+    def fused(self) -> bool:
+        return self.fused_projections
+
+
+def wan_rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Callable[[Tensor], Tensor] | None:
+    """Wan's rotary embedding (cos, sin) [1, N, 1, D] as a function [B, N, H, W] -> [B, N, H, W]; None without.
+
+    W is `width` = D or a multiple of it (feature maps that widen): each D channels are rotated alike.
+    """
+    if rotary is None:
+        return None
+    cos, sin = rotary[0][..., 0::2].unsqueeze(-2), rotary[1][..., 1::2].unsqueeze(-2)  # [1, N, 1, 1, D / 2]
+
+    def rotate(t: Tensor) -> Tensor:
+        even, odd = t.unflatten(-1, (-1, width // 2, 2)).unbind(-1)
+        turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+        return turned.flatten(-3).type_as(t)
+
+    return rotate
+
+
+def refuse_cross(encoder_hidden_states: Tensor | None) -> None:
+    """Raise ValueError when a self-attention is given other tokens to attend to."""
+    if encoder_hidden_states is not None:
+        raise ValueError("a converted layer is self-attention: encoder_hidden_states must be None")
