@@ -41,9 +41,9 @@ def test_the_mass_survives_half_precision(dtype):
     assert (join_text(*halves).double() - wanted).abs().max() < 0.01
 
 
-@pytest.mark.parametrize(("sigma", "error"), [(0.5, 0.02), (1.5, 0.1), (6.0, 3.0)])
+@pytest.mark.parametrize(("sigma", "error"), [(0.5, 0.02), (1.5, 0.1), (8.0, 4.0)])
 def test_the_mass_of_gaussian_keys(sigma, error):
-    """Against the sum itself; beyond sqrt(2 log N) = 4.1 the Gaussian formula alone is off by more than six."""
+    """Against the sum itself; beyond sqrt(2 log N) = 4.1 the Gaussian formula alone is off by more than seven."""
     n, width = 4096, 64
     q = torch.nn.functional.normalize(noise(1, 50, 1, width), dim=-1)
     k = sigma * noise(1, n, 1, width, seed=2) + 0.3
@@ -51,7 +51,7 @@ def test_the_mass_of_gaussian_keys(sigma, error):
     found = image_mass(q, k, 1.0)
     assert (found - true).abs().mean() < error
     gaussian = math.log(n) + (q * k.mean(1, keepdim=True)).sum(-1, keepdim=True) + sigma**2 / 2
-    assert sigma < 4.1 or (gaussian - true).abs().mean() > 6
+    assert sigma < 4.1 or (gaussian - true).abs().mean() > 7
 
 
 def test_the_mass_has_finite_gradients_at_constant_keys():
