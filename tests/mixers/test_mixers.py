@@ -231,6 +231,9 @@ def test_calls_a_mixer_cannot_serve_raise():
     n = q.shape[1]
     with pytest.raises(ValueError, match="cannot honour an attention mask"):
         make("la")(q, k, v, Context(x=ctx.x, grid=GRID, prefix=PREFIX, mask=torch.ones(n, n, dtype=torch.bool)))
+    padded = Context(x=ctx.x, grid=GRID, prefix=PREFIX, key_padding_mask=torch.ones(2, n, dtype=torch.bool))
+    with pytest.raises(ValueError, match="cannot honour a padding mask"):
+        make("la", causal=True)(q, k, v, padded)
     with pytest.raises(ValueError, match="causal=True"):
         make("la")(q, k, v, Context(x=ctx.x, grid=GRID, prefix=PREFIX, is_causal=True))
     with pytest.raises(ValueError, match="needs a token grid"):
@@ -239,6 +242,43 @@ def test_calls_a_mixer_cannot_serve_raise():
         make("la", depthwise="v")(q, k, v, Context(x=ctx.x, grid=(5, 5), prefix=PREFIX))
     with pytest.raises(ValueError, match="needs 26 tokens, got 21"):
         make("la", causal=True)(q, k, v, Context(x=ctx.x, grid=(5, 5), prefix=PREFIX))
+
+
+MASKED = {
+    "ratio": {"feature_map": "elu1", "normalize": True, "center": None, "mean_path": False},
+    "anchored": {"feature_map": "identity", "normalize": False, "center": "k", "mean_path": True},
+    "learned": {"feature_map": "hedgehog", "normalize": True, "post_norm": True, "center": None, "mean_path": False},
+}
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("options", MASKED.values(), ids=MASKED)
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_padded_sample_is_the_sample_alone(name, options, rotated):
+    q, k, v, ctx = inputs(14)
+    mixer = make(name, **options)
+    mask = torch.ones(q.shape[:2], dtype=torch.bool)
+    mask[0, 13:] = False
+    turn = (lambda t: t * torch.tensor([-1.0, 2.0]).repeat(t.shape[-1] // 2)) if rotated else None
+    for packed in (False, True):
+        qkv = torch.stack([q, k, v], 2) if packed else None
+        found = mixer(q, k, v, Context(x=ctx.x, rotate=turn, qkv=qkv, key_padding_mask=mask))
+        for i, n in ((0, 13), (1, 21)):
+            part = [t[i : i + 1, :n] for t in (q, k, v)]
+            wanted = mixer(*part, Context(x=ctx.x[i : i + 1, :n], rotate=turn))
+            torch.testing.assert_close(found[i : i + 1, :n], wanted, rtol=1e-9, atol=1e-9)
+        assert not bool(found[0, 13:].any())
+
+
+def test_softmax_hides_padded_keys():
+    q, k, v, ctx = inputs(15)
+    mask = torch.ones(q.shape[:2], dtype=torch.bool)
+    mask[0, 13:] = False
+    for fused in (True, False):
+        mixer = make("softmax", fused=fused)
+        found = mixer(q, k, v, Context(x=ctx.x, key_padding_mask=mask))
+        wanted = mixer(*(t[:1, :13] for t in (q, k, v)), Context(x=ctx.x[:1, :13]))
+        torch.testing.assert_close(found[:1, :13], wanted)
 
 
 def test_options_survive_json():

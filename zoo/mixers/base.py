@@ -103,9 +103,9 @@ class LinearMixer(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         self._check(q.shape[1], ctx)
         if ctx.qkv is not None and self._reads_packed(ctx):
-            o = self._mix(ctx.qkv)
+            o = self._mix(ctx.key_padding_mask, ctx.qkv)
         else:
-            o = self._scan(*self._features(*self._local(q, k, v, ctx), ctx))
+            o = self._scan(ctx.key_padding_mask, *self._features(*self._local(q, k, v, ctx), ctx))
         o = self.norm(o)
         return o if self.gate is None else self.gate(o, ctx.x)
 
@@ -114,6 +114,8 @@ class LinearMixer(nn.Module):
             raise ValueError(
                 f"the mixer {self.name!r} cannot honour an attention mask; keep softmax in this layer (keep_softmax=)"
             )
+        if ctx.key_padding_mask is not None and self.options.causal:
+            raise ValueError(f"the mixer {self.name!r} with causal=True cannot honour a padding mask: pad at the end")
         if ctx.is_causal and not self.options.causal:
             raise ValueError(f"the host asks for causal attention: build the mixer {self.name!r} with causal=True")
         if not self.options.needs_grid:
@@ -144,12 +146,12 @@ class LinearMixer(nn.Module):
         q, k = feature(q, self._inner_map), feature(k, self._inner_map)
         return q, k, ctx.rotate(q), ctx.rotate(k), v
 
-    def _scan(self, *tensors: Tensor) -> Tensor:
+    def _scan(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
         """One direction, or both added."""
-        o = self._mix(*tensors)
+        o = self._mix(mask, *tensors)
         if self.options.scan == "forward":
             return o
-        o = o + self._mix(*(t.flip(1) for t in tensors)).flip(1)
+        o = o + self._mix(mask, *(t.flip(1) for t in tensors)).flip(1)
         return o / 2 if self.options.normalize or self.options.mean_path else o
 
     @property
@@ -157,9 +159,10 @@ class LinearMixer(nn.Module):
         """The feature map that the operator applies itself."""
         return "softmax_pair" if self.options.feature_map == "hedgehog" else self.options.feature_map
 
-    def _mix(self, *tensors: Tensor) -> Tensor:
-        """One direction of (qkv), (q, k, v) or (phi q, phi k, rotated phi q, rotated phi k, v)."""
-        opt, common = self.options, self._operator_options()
+    def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
+        """One direction of (qkv), (q, k, v) or (phi q, phi k, rotated phi q, rotated phi k, v); mask [B, N] of real
+        tokens."""
+        opt, common = self.options, {**self._operator_options(), "key_padding_mask": mask}
         weights = {"center": opt.center, "mean_path": opt.mean_path, **common}
         if len(tensors) < 5:
             ratio = {"normalize": True, "eps": EPS} if opt.normalize else {}

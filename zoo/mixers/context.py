@@ -16,7 +16,9 @@ class Context:
     grid: (H, W) or (T, H, W) of the patch tokens; None when the tokens have no layout (a random subset, mixed sizes).
     prefix, suffix: tokens before and after the patches (class, register, text).
     rotate: the host's rotary embedding as a function [B, N, H, D] -> [B, N, H, D]; None when it has none.
-    mask: the host's attention mask; only softmax can honour it.
+    mask: the host's attention mask, of any shape that it broadcasts to [B, H, N, N]; only softmax can honour it.
+    key_padding_mask: [B, N] bool, True for a real token; every mixer that is not causal honours it. A host gives this
+        one or `mask`. Padded tokens get zeros from a linear mixer and something from softmax, as in the host.
     is_causal: the host asks for causal attention.
     qkv: the tensor [B, N, 3, H, D] that q, k and v are views of, where the host has one and changes none of them: a
         mixer may read it in their place.
@@ -30,3 +32,4 @@ class Context:
     mask: Tensor | None = None
     is_causal: bool = False
     qkv: Tensor | None = None
+    key_padding_mask: Tensor | None = None

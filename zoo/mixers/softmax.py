@@ -45,18 +45,18 @@ class Softmax(nn.Module):
             k, v = (x.repeat_interleave(self.groups, dim=2) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, N, D]
         drop = self.attn_drop if self.training else 0.0
+        mask = ctx.mask if ctx.key_padding_mask is None else ctx.key_padding_mask[:, None, None]
         if not self.fused:
-            return self._explicit(q, k, v, ctx, drop).transpose(1, 2)
+            return self._explicit(q, k, v, mask, ctx.is_causal, drop).transpose(1, 2)
         o = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=ctx.mask, dropout_p=drop, is_causal=ctx.is_causal, scale=self.scale
+            q, k, v, attn_mask=mask, dropout_p=drop, is_causal=ctx.is_causal, scale=self.scale
         )
         return o.transpose(1, 2)
 
-    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, drop: float) -> Tensor:
+    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, drop: float) -> Tensor:
         """The same with the [B, H, N, N] matrix, as hosts without fused attention compute it."""
         scores = q * (q.shape[-1] ** -0.5 if self.scale is None else self.scale) @ k.transpose(-2, -1)
-        mask = ctx.mask
-        if ctx.is_causal:
+        if is_causal:
             scores = scores + scores.new_full(scores.shape[-2:], float("-inf")).triu_(1)
         elif mask is not None and mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask, float("-inf"))
