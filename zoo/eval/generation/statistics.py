@@ -1,0 +1,161 @@
+"""Mean and covariance of features, accumulated in float64, added up over processes, and kept in safetensors files."""
+
+import json
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+FORMAT = "hla_zoo_statistics"
+
+
+@dataclass
+class Gaussian:
+    """n samples (None if a file does not say), their mean [D] and unbiased covariance [D, D], float64."""
+
+    mean: Tensor
+    covariance: Tensor
+    n: int | None
+
+
+class Moments:
+    """Number, mean [D] and scatter matrix sum (x - mean)(x - mean)' [D, D] of the features seen so far.
+
+    float64, merged batch by batch as in Chan, Golub and LeVeque (1983): no difference of large sums, so that features
+    with a mean far from zero lose no digits.
+    """
+
+    def __init__(self, dim: int, device: torch.device | str = "cpu") -> None:
+        self.n = 0
+        self.mean = torch.zeros(dim, dtype=torch.float64, device=device)
+        self.scatter = torch.zeros(dim, dim, dtype=torch.float64, device=device)
+
+    def update(self, features: Tensor) -> None:
+        """Add a batch [B, D]."""
+        x = features.to(self.mean.device, torch.float64)
+        total = self.n + len(x)
+        shift = x.mean(0) - self.mean
+        x = x - x.mean(0)
+        self.scatter += x.T @ x + (self.n * len(x) / total) * torch.outer(shift, shift)
+        self.mean += (len(x) / total) * shift
+        self.n = total
+
+    def reduced(self) -> "Moments":
+        """Those of all processes together, on each of them; the same object when torch.distributed is not in use."""
+        if not dist.is_initialized():
+            return self
+        whole = Moments(len(self.mean), self.mean.device)
+        first = torch.cat([self.mean.new_tensor([self.n]), self.n * self.mean])
+        dist.all_reduce(first)
+        whole.n, whole.mean = int(first[0]), first[1:] / first[0]
+        shift = self.mean - whole.mean
+        whole.scatter = self.scatter + self.n * torch.outer(shift, shift)
+        dist.all_reduce(whole.scatter)
+        return whole
+
+    def gaussian(self) -> Gaussian:
+        """Mean and covariance. Raises ValueError for fewer than two samples and for features that are not finite."""
+        if self.n < 2:
+            raise ValueError(f"a covariance needs at least two images, got {self.n}")
+        if not (torch.isfinite(self.mean).all() and torch.isfinite(self.scatter).all()):
+            raise ValueError("the extractor returned features that are infinite or not a number")
+        return Gaussian(self.mean.cpu(), (self.scatter / (self.n - 1)).cpu(), self.n)
+
+
+@dataclass
+class Statistics:
+    """What is known of a set of images.
+
+    images: where they came from.  image_size: [height, width] in pixels, empty if unknown.  extractor: see
+    `ExtractorIdentity`, empty if unknown.  pool, spatial: of the pooled and of the spatial features.  features [K, D]
+    float32: those of a subset, for KID, precision and recall.
+    """
+
+    images: str
+    image_size: list[int]
+    extractor: dict[str, Any]
+    pool: Gaussian
+    spatial: Gaussian | None = None
+    features: Tensor | None = None
+    crop: str = "none"
+    file: str = ""
+    warnings: list[str] = field(default_factory=list)
+
+    def save(self, file: str | Path) -> None:
+        """Write a safetensors file: the tensors, and in the header everything that they depend on."""
+        tensors = {"mu": self.pool.mean, "sigma": self.pool.covariance}
+        if self.spatial:
+            tensors |= {"mu_s": self.spatial.mean, "sigma_s": self.spatial.covariance}
+        if self.features is not None:
+            tensors["features"] = self.features
+        about = {
+            "images": self.images,
+            "image_size": self.image_size,
+            "extractor": self.extractor,
+            "n": self.pool.n,
+            "crop": self.crop,
+        }
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata={FORMAT: json.dumps(about)})
+
+
+def load_statistics(file: str | Path) -> Statistics:
+    """The statistics in a .safetensors file written by `Statistics.save`, or in an .npz with mu and sigma (ADM).
+
+    An .npz does not say how it was made: its `extractor` is empty. Raises ValueError for a file of another kind.
+    """
+    return _from_npz(str(file)) if str(file).endswith(".npz") else _from_safetensors(str(file))
+
+
+def _from_safetensors(file: str) -> Statistics:
+    if not Path(file).is_file():
+        raise ValueError(f"there is no statistics file {file}")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            header = (opened.metadata() or {}).get(FORMAT)
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  not a dict
+    except SafetensorError as error:
+        raise ValueError(f"the statistics {file} are truncated or damaged: {error}") from error
+    if header is None:
+        raise ValueError(f"{file} holds no statistics of images: make them with fid.save")
+    about = json.loads(header)
+    n = about.pop("n")
+    spatial = Gaussian(tensors["mu_s"], tensors["sigma_s"], n) if "mu_s" in tensors else None
+    pool = Gaussian(tensors["mu"], tensors["sigma"], n)
+    return Statistics(**about, pool=pool, spatial=spatial, features=tensors.get("features"), file=file)
+
+
+def _from_npz(file: str) -> Statistics:
+    with np.load(file, allow_pickle=False) as arrays:
+        found = {k: torch.from_numpy(arrays[k]).double() for k in ("mu", "sigma", "mu_s", "sigma_s") if k in arrays}
+    for mean, covariance in (("mu", "sigma"), ("mu_s", "sigma_s")):
+        shapes = [list(found[k].shape) for k in (mean, covariance) if k in found]
+        if shapes and (len(shapes) < 2 or shapes[1] != shapes[0] * 2):
+            raise ValueError(f"{file} must hold {mean} [D] and {covariance} [D, D], got {shapes}")
+    spatial = Gaussian(found["mu_s"], found["sigma_s"], None) if "mu_s" in found else None
+    return Statistics(file, [], {}, Gaussian(found["mu"], found["sigma"], None), spatial, file=file)
+
+
+def holds_statistics(where: Any) -> bool:
+    """Whether `where` is a file of statistics: .safetensors, or an .npz with the array mu."""
+    if not isinstance(where, str | Path):
+        return False
+    if not str(where).endswith(".npz"):
+        return str(where).endswith(".safetensors")
+    return "mu" in array_names(where)
+
+
+def array_names(file: str | Path) -> list[str]:
+    """The names of the arrays in an .npz file. Raises ValueError when it cannot be read."""
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            return list(arrays.files)
+    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{file} is not a readable .npz file: {error}") from error
