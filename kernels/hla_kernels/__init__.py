@@ -9,6 +9,7 @@ alone.
 
 from .api import ahla, hla2, hla3, linear_attention, polynomial, softmax_attention
 from .features import FEATURE_MAPS
+from .hla import flops as _flops  # noqa: F401  registers the formulas
 from .hla.streaming.merge import merge
 from .hla.streaming.stream import read
 from .op import Explanation, explain

@@ -1,0 +1,90 @@
+"""Floating-point operations of the two-sided custom operators, for torch.utils.flop_counter.FlopCounterMode.
+
+Counted are the matrix products, a multiplication and an addition each: those over the tokens (moments, read-out) and
+those of D x D matrices. The backward counts the moments and products that it forms again. Padding counts as tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from ..features import feature_width
+from . import two_sided  # noqa: F401  registers the operators
+from .moments import FACTORS, MOMENTS
+
+# products of a D x D by a D x Dv matrix, forward and backward (which forms those of the forward again)
+PRODUCTS = {
+    "linear_attention": (0, 0), "hla2": (1, 3), "ahla": (1, 3), "hla3": (2, 7), "polynomial": (4, 17),
+}  # fmt: skip
+Shape = tuple[int, ...]
+
+
+class Sizes:
+    """B, N, H, Hk, F (features), Dv and the number of sequences of one call."""
+
+    def __init__(
+        self, q: Shape, k: Shape, v: Shape, op: str, feature_map: str | None, cu_seqlens: Shape | None
+    ) -> None:
+        self.tokens, self.sequences = q[0] * q[1], q[0] if cu_seqlens is None else cu_seqlens[0] - 1
+        self.h, self.hk, self.dv, self.op = q[2], k[2], v[3], op
+        self.f = feature_width(q[3], feature_map)
+
+    def moment(self, name: str) -> int:
+        """One pass over the tokens that forms a moment, or that multiplies tokens by its gradient."""
+        a, b = FACTORS[name]
+        heads = self.h if "q" in (a, b) else self.hk
+        return 2 * self.tokens * heads * self.f * (self.dv if b == "v" else self.f)
+
+    def products(self, backward: bool) -> int:
+        """The operator matrices, or their gradients."""
+        return 2 * PRODUCTS[self.op][backward] * self.sequences * self.h * self.f * self.f * self.dv
+
+    def read_out(self) -> int:
+        """Queries times the operator."""
+        return 2 * self.tokens * self.h * self.f * self.dv
+
+    def forward(self) -> int:
+        """Moments, products, read-out."""
+        return sum(map(self.moment, MOMENTS[self.op])) + self.products(False) + self.read_out()
+
+    def backward(self) -> int:
+        """Moments again; the read-out and each moment of two different tokens have two gradients."""
+        tokens = sum(self.moment(name) * (1 + len(set(FACTORS[name]))) for name in MOMENTS[self.op])
+        return tokens + self.products(True) + 2 * self.read_out()
+
+
+def _sizes(tokens: tuple[Shape, ...], op: str, options: tuple, at: int) -> Sizes:
+    """`at`: the place of cu_seqlens among the arguments after the operator's name."""
+    q, k, v = tokens if len(tokens) == 3 else ((*tokens[0][:2], *tokens[0][3:]),) * 3
+    return Sizes(q, k, v, op, options[0], options[at] if len(options) > at else None)
+
+
+@register_flop_formula(torch.ops.hla_kernels.two_sided)
+def two_sided_flops(q: Shape, k: Shape, v: Shape, _, op: str, *options: Any, out_shape: Any = None) -> int:
+    """Forward from q, k, v."""
+    return _sizes((q, k, v), op, options, 11).forward()
+
+
+@register_flop_formula(torch.ops.hla_kernels.two_sided_qkvpacked)
+def two_sided_qkvpacked_flops(qkv: Shape, _, op: str, *options: Any, out_shape: Any = None) -> int:
+    """Forward from qkv."""
+    return _sizes((qkv,), op, options, 11).forward()
+
+
+@register_flop_formula(torch.ops.hla_kernels.two_sided_backward)
+def two_sided_backward_flops(
+    grad: Shape, saved: Shape, q: Shape, k: Shape, v: Shape, _, op: str, *options: Any, out_shape: Any = None
+) -> int:
+    """Backward to q, k, v."""
+    return _sizes((q, k, v), op, options, 10).backward()
+
+
+@register_flop_formula(torch.ops.hla_kernels.two_sided_qkvpacked_backward)
+def two_sided_qkvpacked_backward_flops(
+    grad: Shape, saved: Shape, qkv: Shape, _, op: str, *options: Any, out_shape: Any = None
+) -> int:
+    """Backward to qkv."""
+    return _sizes((qkv,), op, options, 10).backward()
