@@ -43,6 +43,9 @@ def check(case: Case, device: str = "cuda") -> Checked:
     except Exception as error:  # a peer that fails is a result, and the others still run
         sentence = " ".join(str(error).split())[:200]
         return Checked({}, {}, problem=f"{type(error).__name__}: {sentence}")
+    finally:
+        if device == "cuda":
+            torch.cuda.empty_cache()  # the processes of the pool share one memory
 
 
 def _check(case: Case, device: str) -> Checked:

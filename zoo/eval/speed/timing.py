@@ -31,7 +31,7 @@ def measure(calls: Calls) -> Timing:
     """The time of a call in a rotation over `calls`, which must have run before."""
     kept: list[Any] = [None] * len(calls)
     estimate = statistics.median(_event_times(calls, kept)[-len(calls) :])
-    rounds = max(1, min(20, round(GRAPH_US / (estimate * len(calls)))))
+    rounds = max(1, min(60 // len(calls), round(GRAPH_US / (estimate * len(calls)))))
     try:
         graph = _capture(calls, rounds, kept)
     except RuntimeError:
