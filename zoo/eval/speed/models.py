@@ -6,7 +6,7 @@ Weights and inputs are random.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 import zoo
+from zoo.convert import swap
 from zoo.eval.speed import rows
 from zoo.eval.speed.kernels import need_gpu, package_versions
 from zoo.eval.speed.profile import shares
@@ -27,7 +28,7 @@ from zoo.names import unknown_name
 MODES = ("infer", "train")
 MIXERS = ("softmax", "ahla", "hla2")
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-SECONDS, WARM_UP = 1.5, 3
+SECONDS, WARM_UP = 1.0, 3
 
 
 class Family(NamedTuple):
@@ -56,7 +57,7 @@ def _dit(mixer: str, size: int) -> nn.Module:
 
     model: Any = DiTTransformer2DModel(num_layers=28, sample_size=size // 8, out_channels=8)
     if mixer != "softmax":
-        zoo.convert(model, mixer=mixer)
+        swap(model, mixer)
     return model
 
 
@@ -137,7 +138,8 @@ def run(settings: ModelSettings, command: str) -> dict[str, Any]:
     need_gpu("models")
     file, todo = Path(settings.json), setups(settings)
     content = rows.start(file, command, package_versions("triton", "diffusers"))
-    backends: dict[tuple, str] = {}
+    backends: dict[tuple, dict[str, Any]] = {}
+    shares(lambda: torch.ones(8, device="cuda").add_(1))  # the profiler takes its time once
     for setup in tqdm(todo, desc="models", mininterval=5):
         head = {**setup._asdict(), "tokens": MODELS[setup.model].tokens(setup.size)}
         try:
@@ -149,31 +151,35 @@ def run(settings: ModelSettings, command: str) -> dict[str, Any]:
     return content
 
 
-def measure(setup: Setup, backends: dict[tuple, str]) -> dict[str, Any]:
-    """Time, memory and shares of one row; softmax takes the faster of cuDNN and flash, found before compiling."""
+def measure(setup: Setup, known: dict[tuple, dict[str, Any]]) -> dict[str, Any]:
+    """Time, memory and shares of one row; softmax runs on the faster of cuDNN and flash, `known` if found before."""
     torch._dynamo.reset()
     torch.cuda.empty_cache()
-    family = MODELS[setup.model]
-    if setup.mixer != "softmax":
-        with stepping(setup, None) as step:
-            return values(step, family.batch[setup.size])
-    case = (setup.model, setup.size, setup.mode)
-    if case not in backends or not setup.compiled:
-        found = {}
-        for name in BACKENDS:
-            with stepping(setup._replace(compiled=False), name) as step:
-                found[name] = values(step, family.batch[setup.size])
-        backends[case] = min(found, key=lambda name: found[name]["ms"])
-        if not setup.compiled:
-            each = {name: row["ms"] for name, row in found.items()}
-            return found[backends[case]] | {"backend": backends[case], "backends_ms": each}
-    with stepping(setup, backends[case]) as step:
-        return values(step, family.batch[setup.size]) | {"backend": backends[case]}
+    batch, extra = MODELS[setup.model].batch[setup.size], {}
+    if setup.mixer == "softmax":
+        case = (setup.model, setup.size, setup.mode)
+        if case not in known:
+            known[case] = faster_backend(setup._replace(compiled=False), batch)
+        extra = known[case]
+    step = make_step(setup)
+    with sdpa_kernel(BACKENDS[extra["backend"]]) if extra else contextlib.nullcontext():
+        found = speed(step, batch)
+        device_ms, parts = shares(step)
+    where = {"device_ms": round(device_ms, 3), "shares": {name: round(share, 4) for name, share in parts.items()}}
+    return found | where | extra
 
 
-@contextlib.contextmanager
-def stepping(setup: Setup, backend: str | None) -> Iterator[Callable[[], None]]:
-    """A function that runs one step of the model, under an SDPA backend if one is named."""
+def faster_backend(setup: Setup, batch: int) -> dict[str, Any]:
+    """The faster SDPA backend, and the ms of a step without compilation on each."""
+    step, found = make_step(setup), {}
+    for name, backend in BACKENDS.items():
+        with sdpa_kernel(backend):
+            found[name] = speed(step, batch)["ms"]
+    return {"backend": min(found, key=lambda name: found[name]), "backends_ms": found}
+
+
+def make_step(setup: Setup) -> Callable[[], None]:
+    """A function that runs one step of a new model."""
     family = MODELS[setup.model]
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -183,9 +189,7 @@ def stepping(setup: Setup, backend: str | None) -> Iterator[Callable[[], None]]:
     if setup.compiled:
         for block in getattr(model, family.blocks):
             block.compile(dynamic=False)
-    step = _inference(model, batch) if setup.mode == "infer" else _training(model, batch, target)
-    with sdpa_kernel(BACKENDS[backend]) if backend else contextlib.nullcontext():
-        yield step
+    return _inference(model, batch) if setup.mode == "infer" else _training(model, batch, target)
 
 
 def _inference(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], None]:
@@ -215,27 +219,26 @@ def _training(model: nn.Module, batch: dict[str, Tensor], target: Tensor) -> Cal
     return step
 
 
-def values(step: Callable[[], None], batch: int) -> dict[str, Any]:
-    """The measured keys of a row: images per second and ms of a step (wall clock of many steps in a row), peak memory
-    in MiB with weights and optimizer, device time of a step in ms and its shares."""
+def speed(step: Callable[[], None], batch: int) -> dict[str, Any]:
+    """Images per second and ms of a step (wall clock of many steps in a row), and the most memory in MiB, weights and
+    optimizer included."""
     for _ in range(WARM_UP):
         step()
-    _, once = _elapsed(step, 1)
+    once = _elapsed(step, 1)
     torch.cuda.reset_peak_memory_stats()
-    n, total = _elapsed(step, max(3, min(100, int(SECONDS * 1e3 / once))))
+    n = max(3, min(100, int(SECONDS * 1e3 / once)))
+    total = _elapsed(step, n)
     peak = torch.cuda.max_memory_allocated() / 2**20
-    device_ms, parts = shares(step)
     return {
         "batch": batch,
         "per_second": round(batch * n / total * 1e3, 1),
         "ms": round(total / n, 3),
         "peak_mib": round(peak),
-        "device_ms": round(device_ms, 3),
-        "shares": {name: round(share, 4) for name, share in parts.items()},
     }
 
 
-def _elapsed(step: Callable[[], None], n: int) -> tuple[int, float]:
+def _elapsed(step: Callable[[], None], n: int) -> float:
+    """Milliseconds of n steps in a row."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
@@ -243,4 +246,4 @@ def _elapsed(step: Callable[[], None], n: int) -> tuple[int, float]:
         step()
     end.record()
     torch.cuda.synchronize()
-    return n, start.elapsed_time(end)
+    return start.elapsed_time(end)

@@ -22,6 +22,7 @@ def draw_kernels(result: Row, file: Path) -> None:
             values = [_fraction(result["rows"], shape.sizes, op, "ours", which) for shape in SHAPES.values()]
             where = [i + (place - (len(OPS) - 1) / 2) * width for i in range(len(SHAPES))]
             axes.bar(where, [v or 0 for v in values], 0.9 * width, color=COLORS[place], label=op)
+        legend = "softmax, SDPA cuDNN (floor 4 T / 11 T)"
         for i, shape in enumerate(SHAPES.values()):
             target = getattr(shape.targets, which)
             axes.plot(
@@ -29,8 +30,8 @@ def draw_kernels(result: Row, file: Path) -> None:
             )
             cudnn = _fraction(result["rows"], shape.sizes, "softmax_attention", "sdpa_cudnn", which)
             if cudnn:
-                label = None if i else "softmax, SDPA cuDNN (floor 4T / 11T)"
-                axes.plot([i - 0.45], [cudnn], marker="D", color="black", ls="", markersize=5, label=label)
+                axes.plot([i - 0.45], [cudnn], marker="D", color="black", ls="", markersize=5, label=legend)
+                legend = ""
         axes.axhline(1, color="black", lw=0.8)
         axes.set(ylabel="fraction of the memory floor", title=which.replace("_", " + "), ylim=(0, 1.08))
         axes.spines[["top", "right"]].set_visible(False)

@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 PARTS = ("attention", "matmul", "rest")
 ATTENTION = ("scaleddotproduct", "hlakernels::")
 MATMUL = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution")
-STEPS = 2
 
 
 def part_of(names: Iterable[str]) -> str:
@@ -25,18 +24,17 @@ def part_of(names: Iterable[str]) -> str:
     return "matmul" if any(name.startswith(MATMUL) for name in plain) else "rest"
 
 
-def shares(step: Callable[[], None]) -> tuple[float, dict[str, float]]:
+def shares(step: Callable[[], Any]) -> tuple[float, dict[str, float]]:
     """Device time of a step in ms, and the share of each of PARTS in it."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
-        for _ in range(STEPS):
-            step()
+        step()
         torch.cuda.synchronize()
     us: Counter[str] = Counter()
     for event in record.events() or ():
         if event.kernels:
             us[part_of(_calls(event))] += sum(kernel.duration for kernel in event.kernels)
     total = sum(us.values())
-    return total / STEPS / 1e3, {part: us[part] / total for part in PARTS}
+    return total / 1e3, {part: us[part] / total for part in PARTS}
 
 
 def _calls(event: Any) -> list[str]:
