@@ -133,6 +133,7 @@ def timed(todo: list[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
                     each()
                 peak, timing = peak_mib(calls[0]), measure(calls)
                 values = {"us": round(timing.us, 2), "timer": timing.timer, "peak_mib": round(peak, 1)}
+                values["launched_us"] = round(timing.launched_us, 2)
                 if SHAPES[shape].token_bytes < L2_BYTES:
                     values["warm_us"] = round(measure(calls[:1]).us, 2)
                 yield case, {"pass": which} | values
@@ -157,9 +158,12 @@ def case_row(case: Case) -> dict[str, Any]:
 
 
 def kernel_values(case: Case, checked: Checked, rate: float, values: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a row that were measured: `us` device time, floor_us at this run's copy rate, rel_err against
-    float64 (of the gradient with the backward), first_s seconds of the first call in a run that starts with
-    empty compiler caches (shapes that share kernels compile them once)."""
+    """The keys of a row that were measured.
+
+    us: device time of a call; launched_us: without a graph; warm_us: on one set of inputs. floor_us: at the copy rate
+    of this run. rel_err: against float64, with the backward that of the gradient. first_s: seconds of the first call
+    in a run that starts with empty compiler caches (shapes that share kernels compile them once).
+    """
     if "reason" in values:
         return values
     which = values["pass"]

@@ -8,15 +8,19 @@ from typing import Any, NamedTuple
 import torch
 
 Calls = Sequence[Callable[[], Any]]  # the same work, each on its own set of inputs
-SECONDS = 0.12  # of a measurement
+SECONDS = 0.1  # of a measurement
 GRAPH_US = 4000  # a graph this long hides the microseconds between replays
 
 
 class Timing(NamedTuple):
-    """Microseconds of one call. timer: "graph" or "events" (which include the time the host takes to launch)."""
+    """Microseconds of one call. timer: "graph" (device time), or "events" where a call cannot be captured.
+
+    launched_us: median of events around calls that the host launches one by one, waits for the host included.
+    """
 
     us: float
     timer: str
+    launched_us: float
 
 
 def copy_rate(gib: float = 2) -> float:
@@ -30,17 +34,20 @@ def copy_rate(gib: float = 2) -> float:
 def measure(calls: Calls) -> Timing:
     """The time of a call in a rotation over `calls`, which must have run before."""
     kept: list[Any] = [None] * len(calls)
-    estimate = statistics.median(_event_times(calls, kept)[-len(calls) :])
+    once = statistics.median(_event_times(calls, kept))
+    estimate = statistics.median(_event_times([*calls] * _repeats(once * len(calls)), kept))
     rounds = max(1, min(60 // len(calls), round(GRAPH_US / (estimate * len(calls)))))
+    random = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = random.clone_state()
     try:
         graph = _capture(calls, rounds, kept)
     except RuntimeError:
         torch.cuda.synchronize()
-        repeats = _repeats(estimate * len(calls))
-        return Timing(statistics.median(_event_times([*calls] * repeats, kept)), "events")
+        random.graphsafe_set_state(before)  # the failed capture leaves it waiting for its end
+        return Timing(estimate, "events", estimate)
     n = rounds * len(calls)
     times = _event_times([graph.replay] * (_repeats(estimate * n) + 1))[1:]
-    return Timing(statistics.median(times) / n, "graph")
+    return Timing(statistics.median(times) / n, "graph", estimate)
 
 
 def peak_mib(call: Callable[[], Any]) -> float:
@@ -55,7 +62,7 @@ def peak_mib(call: Callable[[], Any]) -> float:
 
 
 def _repeats(us: float) -> int:
-    return max(3, min(50, int(SECONDS * 1e6 / us)))
+    return max(2, min(30, int(SECONDS * 1e6 / us)))
 
 
 def _capture(calls: Calls, rounds: int, kept: list[Any]) -> torch.cuda.CUDAGraph:
