@@ -12,10 +12,9 @@ that they depend on: compare two scores only when their cards agree.
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-
 from zoo import config
 from zoo.eval.generation.evaluate import reference_statistics, score
+from zoo.eval.generation.extract import processes
 from zoo.eval.generation.extractors import open_extractor
 from zoo.eval.generation.settings import FidSettings, with_device
 from zoo.eval.generation.statistics import holds_statistics
@@ -29,7 +28,7 @@ def main(words: list[str]) -> dict[str, Any]:
     if config.wants_help(words, __doc__, USAGE, FidSettings):
         return {}
     settings = config.from_command_line(FidSettings, words)
-    state = PartialState()
+    state = processes()
     options = with_device(settings.fid, state.device)
     if not options.reference or not (options.samples or options.save):
         raise ValueError(

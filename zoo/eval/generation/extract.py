@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch import Tensor
 
 from zoo.data.progress import progress
@@ -25,6 +26,11 @@ class Extracted:
     statistics: Statistics
     features: Tensor
     logits: Tensor | None
+
+
+def processes() -> PartialState:
+    """accelerate's view of the processes of this run; also of several on CPUs, which it takes for one unless told."""
+    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from zoo.config import positive
+from zoo.config import one_of, positive
 
 
 @dataclass(frozen=True)
@@ -59,3 +59,60 @@ class FidSettings:
 def with_device(options: FidOptions, device: object) -> FidOptions:
     """`options` with `device` filled in where it is empty."""
     return replace(options, device=options.device or str(device))
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Which model makes which images, and how.
+
+    model: folder (or hub name) of a diffusers pipeline or of a bare transformer, converted or not
+    base: for a bare transformer: the pipeline with its VAE, text encoders and scheduler; empty for models of pixels
+    count: number of images
+    batch_size: images at once in a process; no image depends on it
+    seed: image i is made with the seed + i
+    scheduler: class name of diffusers, such as DDPMScheduler; empty takes that of the model
+    scheduler_options: changes of its configuration, such as {variance_type: learned_range}
+    steps: denoising steps
+    guidance: scale s in u + s (c - u); 1 for none; none takes the default of the pipeline, 1 for classes
+    guidance_channels: only the first channels are guided (DiT's own scripts: 3 of its 4); none for all
+    labels: random, balanced, or a list of classes that is repeated
+    prompts: text file with one prompt a line, for text-to-image pipelines
+    size: pixels, height and width; none takes those of the model
+    precision: fp32, bf16 or fp16
+    device: torch device; empty takes the accelerator if there is one
+    """
+
+    model: str = ""
+    base: str = ""
+    count: int = 50_000
+    batch_size: int = 50
+    seed: int = 0
+    scheduler: str = ""
+    scheduler_options: dict = field(default_factory=dict)
+    steps: int = 50
+    guidance: float | None = None
+    guidance_channels: int | None = None
+    labels: list[int] | str = "random"
+    prompts: str = ""
+    size: int | None = None
+    precision: str = "fp32"
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        one_of("sample.precision", self.precision, ("fp32", "bf16", "fp16"))
+        if isinstance(self.labels, str):
+            one_of("sample.labels", self.labels, ("random", "balanced"))
+        elif not self.labels:
+            raise ValueError("sample.labels is an empty list; say random, balanced or which classes")
+        positive(sample__count=self.count, sample__batch_size=self.batch_size, sample__steps=self.steps)
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """A sampling run. See the section.
+
+    out: SAMPLES.npz (layout of ADM) or a folder for PNG files
+    """
+
+    sample: SampleOptions = field(default_factory=SampleOptions)
+    out: str = ""

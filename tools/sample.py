@@ -1,0 +1,32 @@
+"""Images of a diffusion model, converted or not, to an .npz in the layout of ADM or a folder of PNG files.
+
+    python tools/sample.py sample.model=facebook/DiT-XL-2-256 sample.scheduler=DDPMScheduler sample.steps=250 \\
+        'sample.scheduler_options={variance_type: learned_range}' sample.guidance=1.5 out=dit.npz
+    python tools/sample.py sample.model=runs/pixel_dit sample.count=10000 sample.labels=balanced out=samples.npz
+    accelerate launch tools/sample.py sample.model=PIXART sample.prompts=captions.txt sample.size=512 out=FOLDER
+
+Image i depends on the seed + i alone: not on the batch, nor on the number of GPUs (up to the rounding of the device).
+An interrupted run continues when it is started again. OUT.json says how the images were made.
+"""
+
+from zoo import config
+from zoo.eval.generation.extract import processes
+from zoo.eval.generation.sampling import run
+from zoo.eval.generation.settings import SampleSettings
+
+USAGE = "usage: sample.py [CONFIG.yaml] sample.model=FOLDER out=SAMPLES.npz [sample.key=value ...]"
+
+
+def main(words: list[str]) -> int:
+    """Sample as the words of the command line say. Returns the number of new images here; raises ValueError."""
+    if config.wants_help(words, __doc__, USAGE, SampleSettings):
+        return 0
+    settings = config.from_command_line(SampleSettings, words)
+    made = run(settings, " ".join(["python tools/sample.py", *words]))
+    if processes().is_main_process:
+        print(f"wrote {settings.out} ({settings.sample.count} images)")
+    return made
+
+
+if __name__ == "__main__":
+    config.command_line(main)

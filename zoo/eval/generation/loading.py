@@ -1,0 +1,164 @@
+"""Diffusion models from folders or the Hugging Face hub: whole pipelines, bare transformers, and their schedulers.
+
+`open_model` is the one way in, for original models of diffusers and for those that were converted here.
+"""
+
+import difflib
+import inspect
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import ConfigMixin, DiffusionPipeline, DiTTransformer2DModel, ModelMixin, SchedulerMixin
+
+import zoo
+from zoo.names import unknown_name
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SCHEDULER_FOLDER = "scheduler"
+
+
+@dataclass
+class Opened:
+    """A model that can be sampled: a class-conditional transformer with the VAE of its latents (None: it makes
+    pixels) and its scheduler (None: not known), or a text-to-image pipeline."""
+
+    name: str
+    transformer: Any
+    vae: Any = None
+    scheduler: Any = None
+    pipeline: Any = None
+
+
+def open_model(where: str, base: str = "", precision: str = "fp32", device: torch.device | str = "cpu") -> Opened:
+    """The model at `where`: a pipeline, or a bare transformer; then `base` is the pipeline that has the rest of it.
+
+    Raises ValueError for what makes no images: an unknown pipeline class, a video model, a transformer that needs a
+    text encoder or a VAE and has none.
+    """
+    dtype = DTYPES[precision]
+    if _config(where, DiffusionPipeline) is not None:
+        if base:
+            raise ValueError(f"{where} is a whole pipeline; sample.base is for bare transformers")
+        return _whole(where, dtype, device, {})
+    if _config(where, DiTTransformer2DModel) is None:
+        raise ValueError(
+            f"there is no diffusion model {where!r}: expected a folder of diffusers, or a hub name that can be reached"
+        )
+    transformer = load_transformer(where, dtype)
+    if base:
+        return _whole(base, dtype, device, {"transformer": transformer})
+    name = type(transformer).__name__
+    if not isinstance(transformer, DiTTransformer2DModel):
+        raise ValueError(f"{name} needs the rest of its pipeline: give it with sample.base=PIPELINE")
+    if transformer.config["in_channels"] not in (1, 3):
+        channels = transformer.config["in_channels"]
+        raise ValueError(f"{where} makes latents of {channels} channels: give the pipeline with its VAE as sample.base")
+    return Opened(name, transformer.to(device), scheduler=_stored_scheduler(where))
+
+
+def load_transformer(where: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The transformer in a folder of diffusers, of diffusers' class or of the converted class of the same folder.
+
+    Raises ValueError for a class that neither knows, and for video models.
+    """
+    name = (_config(where, DiTTransformer2DModel) or {}).get("_class_name", "")
+    kind = getattr(zoo, name, None) or getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
+        raise unknown_name("model class", name, _classes(ModelMixin, "Transformer2DModel"))
+    if "3D" in name:
+        raise ValueError(f"{name} makes videos, but images are due here")
+    loaded: Any = kind
+    return loaded.from_pretrained(where, torch_dtype=dtype)
+
+
+def _whole(where: str, dtype: torch.dtype, device: Any, parts: dict[str, Any]) -> Opened:
+    config = _config(where, DiffusionPipeline)
+    if config is None:
+        raise ValueError(f"there is no pipeline {where!r}: expected a folder (or hub name) with model_index.json")
+    name = config.get("_class_name", "")
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, DiffusionPipeline)):
+        raise unknown_name("pipeline class", name, _classes(DiffusionPipeline, "Pipeline", near=name))
+    _check_makes_images(kind)
+    pipe: Any = DiffusionPipeline.from_pretrained(where, torch_dtype=dtype, **parts).to(device)
+    pipe.set_progress_bar_config(disable=True)
+    classes = "class_labels" in inspect.signature(kind.__call__).parameters
+    transformer = getattr(pipe, "transformer", None)
+    return Opened(name, transformer, getattr(pipe, "vae", None), pipe.scheduler, None if classes else pipe)
+
+
+def _check_makes_images(kind: Any) -> None:
+    wanted = inspect.signature(kind.__call__).parameters
+    if "num_frames" in wanted or "video_length" in wanted:
+        raise ValueError(f"{kind.__name__} makes videos, but images are due here")
+    if not {"class_labels", "prompt"} & set(wanted):
+        raise ValueError(f"{kind.__name__} takes neither class labels nor a prompt, so it cannot be sampled here")
+    if "image" in wanted:
+        raise ValueError(f"{kind.__name__} changes an image that it is given, so it cannot be sampled here")
+
+
+def _config(where: str, kind: Any, **place: str) -> dict[str, Any] | None:
+    """The configuration of a pipeline, model or scheduler in a folder or on the hub; None where there is none."""
+    if not os.path.isdir(where) and (where.count("/") != 1 or where.startswith((".", "/"))):
+        return None
+    try:
+        found: Any = kind.load_config(where, **place)
+    except OSError:
+        return None
+    return dict(found)
+
+
+def _classes(base: type, ending: str, near: str = "") -> list[str]:
+    """Names of diffusers' classes; those that make images, and the closest few when there are many."""
+    names = [n for n in dir(diffusers) if n.endswith(ending)]
+    return difflib.get_close_matches(near, names, n=5, cutoff=0) if near else names
+
+
+# Schedulers
+
+
+def _stored_scheduler(where: str) -> Any:
+    config = _config(where, diffusers.DDPMScheduler, subfolder=SCHEDULER_FOLDER)
+    return None if config is None else _scheduler_class(config["_class_name"]).from_config(config)
+
+
+def _scheduler_class(name: str) -> Any:
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, SchedulerMixin) and hasattr(kind, "step")):
+        raise unknown_name("scheduler", name, [n for n in dir(diffusers) if n.endswith("Scheduler")])
+    return kind
+
+
+def open_scheduler(name: str, options: dict[str, Any], own: Any) -> Any:
+    """The scheduler of diffusers called `name` (empty: the model's `own`), with `options` over its configuration.
+
+    Raises ValueError for unknown names and options, and for a scheduler of another process than the model was trained
+    for, as far as diffusers knows.
+    """
+    if not name and own is None:
+        raise ValueError("the model does not say which scheduler it was trained with: give sample.scheduler")
+    kind = _scheduler_class(name) if name else type(own)
+    known = [p for p in inspect.signature(kind.__init__).parameters if p != "self"]
+    for key in options:
+        if key not in known:
+            raise unknown_name(f"option of {kind.__name__}", key, known)
+    if own is None:
+        return kind(**options)
+    fitting = {type(own).__name__, *(c.__name__ for c in own.compatibles)}
+    if type(own).__name__.startswith("FlowMatch"):
+        fitting |= {n for n in dir(diffusers) if n.startswith("FlowMatch") and n.endswith("Scheduler")}
+    if kind.__name__ not in fitting:
+        raise ValueError(
+            f"{kind.__name__} cannot sample a model of {type(own).__name__}; allowed: {', '.join(sorted(fitting))}"
+        )
+    return kind.from_config(own.config, **options)
+
+
+def config_of(part: ConfigMixin) -> dict[str, Any]:
+    """The configuration of a part of diffusers as plain JSON values, without private entries."""
+    found = {k: v for k, v in dict(part.config).items() if not k.startswith("_")}
+    return json.loads(json.dumps(found, default=str))

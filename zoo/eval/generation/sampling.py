@@ -1,0 +1,69 @@
+"""A sampling run: the model, the images that are still missing, shared out over the processes."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo.data.progress import progress
+from zoo.eval.generation.evaluate import environment
+from zoo.eval.generation.extract import processes
+from zoo.eval.generation.loading import open_model, open_scheduler
+from zoo.eval.generation.outputs import open_output
+from zoo.eval.generation.samplers import ClassSampler, Sampler, TextSampler
+from zoo.eval.generation.settings import SampleOptions, SampleSettings
+
+FREE = ("count", "batch_size", "device")  # they change no image
+
+
+def open_sampler(options: SampleOptions, device: torch.device | str) -> Sampler:
+    """The sampler of a model folder. Raises ValueError for what does not fit together."""
+    found = open_model(options.model, options.base, options.precision, device)
+    scheduler = open_scheduler(options.scheduler, options.scheduler_options, found.scheduler)
+    shared: dict[str, Any] = {"steps": options.steps, "seed": options.seed, "size": options.size}
+    if options.guidance is not None:
+        shared["guidance"] = options.guidance
+    if found.pipeline is None:
+        if options.prompts:
+            raise ValueError(f"{found.name} is class-conditional: sample.prompts is for text-to-image pipelines")
+        shared |= {"labels": options.labels, "guidance_channels": options.guidance_channels}
+        return ClassSampler(found.transformer, scheduler, found.vae, **shared)
+    if options.guidance_channels is not None:
+        raise ValueError(f"sample.guidance_channels is for class-conditional models, {found.name} is none")
+    found.pipeline.scheduler = scheduler
+    return TextSampler(found.pipeline, read_prompts(options.prompts), **shared)
+
+
+def read_prompts(file: str) -> list[str]:
+    """The lines of a text file that are not empty. Raises ValueError for a missing file."""
+    if not file:
+        return []
+    if not Path(file).is_file():
+        raise ValueError(f"there is no file of prompts {file!r}")
+    return [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
+
+
+def run(settings: SampleSettings, command: str) -> int:
+    """Sample what is missing in `settings.out`. Returns how many images this process made; raises ValueError."""
+    options, state = settings.sample, processes()
+    if not options.model or not settings.out:
+        raise ValueError("say what to sample and where to: sample.model=FOLDER out=SAMPLES.npz")
+    output = open_output(settings.out)
+    sampler = open_sampler(options, options.device or state.device)
+    chosen = {k: v for k, v in asdict(options).items() if k not in (*FREE, "model", "base")}
+    card = {"sampling": chosen | sampler.about(), "model": options.model, "count": options.count, "command": command}
+    output.check(card)
+    missing = output.missing(options.count)
+    state.wait_for_everyone()
+    if missing and state.is_main_process:
+        output.start(card | environment())
+    state.wait_for_everyone()
+    starts = range(0, len(missing), options.batch_size)
+    shares = [missing[i : i + options.batch_size] for i in starts][state.process_index :: state.num_processes]
+    for numbers in progress(shares, "sampling"):
+        output.write(numbers, sampler(numbers))
+    state.wait_for_everyone()
+    if state.is_main_process:
+        output.finish(options.count, sampler.labels(range(options.count)))
+    return sum(len(numbers) for numbers in shares)
