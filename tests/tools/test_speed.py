@@ -10,7 +10,7 @@ from PIL import Image
 
 import hla_kernels
 from zoo.eval.speed import check as checking
-from zoo.eval.speed import formulas, kernels, models, peers, pictures, report, rows
+from zoo.eval.speed import formulas, kernels, models, peers, pictures, report, rows, timing
 from zoo.eval.speed.profile import part_of
 from zoo.eval.speed.shapes import OPS, PASSES, SHAPES, floor_bytes, floor_us
 
@@ -97,6 +97,40 @@ def test_one_head_in_many_is_enough_to_fail(small):
         found[-1, :, 1, -1] = 0
     forward, backward = checking.errors(case, qkv, o, grad, found, None)
     assert forward < 2e-2 and backward > 0.3
+
+
+class Clock:
+    """Stands for a GPU: a call takes 100 us in a graph and 130 us launched by the host."""
+
+    def __init__(self, monkeypatch, capture):
+        self.restored = False
+        random = type("Random", (), {"clone_state": lambda _: "before", "graphsafe_set_state": self.restore})()
+        for name, value in {"default_generators": [random], "current_device": lambda: 0, "synchronize": int}.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(timing, "_event_times", self.times)
+        monkeypatch.setattr(timing, "_capture", capture)
+
+    def restore(self, state):
+        self.restored = state == "before"
+
+    def times(self, calls, kept=None):
+        return [130.0 if kept is not None else 100.0 * call() for call in calls]
+
+
+def test_a_call_is_a_part_of_a_replay(monkeypatch):
+    def capture(calls, rounds, kept):
+        return type("Graph", (), {"replay": staticmethod(lambda: rounds * len(calls))})
+
+    clock = Clock(monkeypatch, capture)
+    assert timing.measure([lambda: 1] * 3) == (100.0, "graph", 130.0) and not clock.restored
+
+
+def test_a_call_that_cannot_be_captured_is_timed_by_events(monkeypatch):
+    def capture(calls, rounds, kept):
+        raise RuntimeError("no capture")
+
+    clock = Clock(monkeypatch, capture)
+    assert timing.measure([lambda: 1] * 3) == (130.0, "events", 130.0) and clock.restored
 
 
 def test_selection_of_cases():
