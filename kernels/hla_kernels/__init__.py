@@ -11,6 +11,7 @@ from .api import ahla, hla2, hla3, linear_attention, polynomial, softmax_attenti
 from .features import FEATURE_MAPS
 from .hla import flops as _flops  # noqa: F401  registers the formulas
 from .hla.streaming.merge import merge
+from .hla.streaming.sharded import sharded
 from .hla.streaming.stream import read
 from .op import Explanation, explain
 from .options import MAX_HEAD_DIM, OPS
@@ -43,6 +44,7 @@ __all__ = [
     "polynomial",
     "polynomial_qkvpacked",
     "read",
+    "sharded",
     "softmax_attention",
     "softmax_attention_qkvpacked",
 ]

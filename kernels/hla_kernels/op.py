@@ -234,7 +234,7 @@ def run(
     """Check, choose and run one call; the body of every public operator."""
     call = prepare(op, q, k, v, coefficients, impl=impl, **options)
     chosen = choose(call, impl)
-    with _plain_precision(call.q):
+    with plain_precision(call.q):
         y, state = _reference(call) if chosen == "reference" else _kernel(call, chosen)
     return (y, state) if call.return_state else y
 
@@ -250,12 +250,12 @@ def run_packed(op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: s
     if op == "softmax_attention" or call.options.causal or not stateless or chosen == "reference":
         return run(op, q, k, v, coefficients, impl, **options)
     _refuse_forward_mode(call)
-    with _plain_precision(call.q):
+    with plain_precision(call.q):
         rest = (*_two_sided_options(call.options), chosen, _needs_backward(qkv, coefficients), *call.sequences)
         return two_sided_qkvpacked(qkv.to(call.q.dtype), coefficients, op, *rest)[0]
 
 
-def _plain_precision(x: Tensor) -> contextlib.AbstractContextManager:
+def plain_precision(x: Tensor) -> contextlib.AbstractContextManager:
     """Autocast off inside: tensors are cast already and moments stay in float32."""
     if autocast_on(x.device.type):
         return torch.autocast(x.device.type, enabled=False)

@@ -29,8 +29,9 @@ class DiffusersBackbone:
             return self._parts_of_pipeline(model)
         if family_of(model) is None:
             raise _unknown(model)
-        found = self.layers(model)
-        for name, attn in found.items():
+        if getattr(model, "_parallel_config", None) is not None:
+            raise ValueError(f"convert {type(model).__name__} before enable_parallelism: its tokens are spread already")
+        for name, attn in self.layers(model).items():
             if not isinstance(attn, DiffusionSite):
                 self._site_class(model, name).check_processor(attn.processor)
         return {"": model}

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zoo.backbones.checkpoints import match_checkpoint
 from zoo.backbones.diffusion.joint import FluxSite, SD3Site
+from zoo.backbones.diffusion.parallel import check_parallelism, spread
 from zoo.backbones.diffusion.sites import DiffusionSite, SanaSite, SelfAttentionSite, WanSite
 from zoo.backbones.sites import Host
 from zoo.grid import Grid
@@ -75,6 +76,7 @@ class HLADiffusionModel(Host):
 
     host: ClassVar[Any]
     grid_dims: ClassVar[int] = 2
+    splits_tokens: ClassVar[bool] = False  # whether the host's context parallelism splits the image tokens alone
     hla_config: list[dict[str, Any]]
     from_softmax: bool = False
     _skip_layerwise_casting_patterns: ClassVar[Any]
@@ -149,6 +151,12 @@ class HLADiffusionModel(Host):
         run = gradient_checkpointing_func or checkpoint_block
         super().enable_gradient_checkpointing(functools.partial(on_its_layout, run))
 
+    def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
+        """Spread the model over several devices as diffusers does; ValueError where a mixer would not be exact."""
+        check_parallelism(self, config, self.splits_tokens and cp_plan is None)
+        super().enable_parallelism(config=config, cp_plan=cp_plan)
+        spread(self)
+
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         self.from_softmax = match_checkpoint(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -180,6 +188,7 @@ class HLAWanTransformer3DModel(HLADiffusionModel, WanTransformer3DModel):
 
     host = WanTransformer3DModel
     grid_dims = 3
+    splits_tokens = True
 
 
 class HLASD3Transformer2DModel(HLADiffusionModel, SD3Transformer2DModel):

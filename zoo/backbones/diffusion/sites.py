@@ -140,6 +140,8 @@ class WanSite(DiffusionSite, WanAttention):
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
         self.refuse_arguments(arguments)
         refuse_cross(encoder_hidden_states)
+        if self.mixer_name == "softmax" and self.processor._parallel_config is not None:
+            return super().forward(hidden_states, None, attention_mask, rotary_emb)  # these tokens are not all of them
         q, k, v = self.project(hidden_states)
         q, k, v = (split_heads(t, self.heads) for t in (self.norm_q(q), self.norm_k(k), v))
         rotate = wan_rotation(rotary_emb, q.shape[-1])

@@ -1,0 +1,77 @@
+"""Two-sided calls whose tokens are spread over the ranks of a process group (context parallelism).
+
+Two-sided sums over tokens are a commutative monoid: each rank sums over its own tokens, one all-reduce adds the sums
+(D x D numbers a head for each moment, however many tokens there are), and each rank reads its own queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...features import feature
+from ...op import plain_precision, prepare
+from ...options import compute_dtype
+from ..layout import to_heads, to_tokens
+from ..moments import mixture_weights, moments, operator_matrix, read_out, token_sums
+
+
+class _AddRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks. Every rank reads it, so that its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def sharded(
+    op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, coefficients: Tensor | None = None, **options: Any
+) -> Tensor:
+    """o of this rank's tokens, [B, N, H, Dv], as if `op` had seen the tokens of all ranks of `group`.
+
+    op: a two-sided operator or its name. q [B, N, H, D], k, v [B, N, Hk, .]: this rank's tokens, N may differ between
+    ranks. options: those of the operator; one rank's must be every rank's, and so must `coefficients` [H, 4]. All
+    ranks call this, in the forward pass and in the backward pass. Derivatives are those of the sum of all ranks'
+    losses; that of `coefficients` is this rank's part.
+    Raises ValueError as the operator, and for causal, masked, stateful and softmax calls, which are no sums.
+    """
+    name = getattr(op, "__name__", op)
+    call = prepare(name, q, k, v, coefficients, **options)
+    masked = call.sequences.mask is not None or call.sequences.cu_seqlens is not None
+    if name == "softmax_attention" or call.options.causal or masked or call.state is not None or call.return_state:
+        raise ValueError(
+            f"tokens can be spread over ranks for two-sided linear operators without mask and state, not for this "
+            f"call of {name}."
+        )
+    with plain_precision(call.q):
+        return _evaluate(call, group)
+
+
+def _evaluate(call: Any, group: Any) -> Tensor:
+    dtype, n_key_heads = compute_dtype(call.q.dtype), call.k.shape[2]
+    q, k, v = (to_heads(x, n_key_heads, dtype) for x in (call.q, call.k, call.v))
+    q, k = feature(q, call.options.feature_map), feature(k, call.options.feature_map)
+    sums, n = _total(token_sums(call.op, q, k, v, call.options), q.shape[-2], group)
+    weights = None if call.coefficients is None else mixture_weights(call.coefficients, n_key_heads, dtype)
+    matrix = operator_matrix(call.op, moments(call.op, sums, n, call.options), weights)
+    return to_tokens(read_out(q, matrix, sums, n, call.options), call.q.dtype)
+
+
+def _total(sums: dict[str, Tensor], n: int, group: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """The sums and the number of tokens of all ranks, added in one message."""
+    parts = [*sums.values(), next(iter(sums.values())).new_full((1,), n)]
+    flat = _AddRanks.apply(torch.cat([x.flatten() for x in parts]), group)
+    *totals, count = flat.split([x.numel() for x in parts])
+    return {name: x.view(sums[name].shape) for name, x in zip(sums, totals, strict=True)}, count[0]
