@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+PROJECTIONS = ("proj.weight", "to_q.weight")  # of timm, of diffusers: a checkpoint with one of them holds the layer
 UNSEEN_OPTIONS = ("feature_map", "normalize", "center", "mean_path", "causal", "scan", "ridge")
 
 
@@ -51,7 +52,7 @@ def match_checkpoint(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
         for name, site in sites.items()
         for key, value in site.mixer.state_dict().items()
     }
-    known = [name for name in sites if any(key.startswith(f"{prefix}{name}.") for key in state_dict)]
+    known = [name for name in sites if any(f"{prefix}{name}.{first}" in state_dict for first in PROJECTIONS)]
     if not any(".mixer." in key for key in state_dict):
         state_dict.update(own)
         return bool(known)

@@ -39,12 +39,16 @@ def refuse_thing(thing: Any) -> None:
 def refuse_family(model: nn.Module, known: Collection[type]) -> None:
     """Raise ValueError for a model whose class is not among the `known` ones: its family and the reason."""
     kind = type(model)
-    inner = next((n for n, m in model.named_modules() if n and type(m) in known), None)
+    inner = next((n for n, m in model.named_modules() if n and (type(m) in known or _of_diffusers(m))), None)
     if inner is not None:
         raise ValueError(f"convert the model itself, not the {kind.__name__} around it: pass its submodule {inner!r}")
     family = kind.__module__.rpartition(".")[2]
     reason = REFUSED.get(family, "it is not a plain vision transformer with global attention that is known here")
     raise ValueError(f"cannot convert {kind.__name__} of the family {family!r}: {reason}. Supported: {SUPPORTED}.")
+
+
+def _of_diffusers(model: nn.Module) -> bool:
+    return any(b.__name__ == "ModelMixin" and b.__module__.startswith("diffusers.") for b in type(model).__mro__)
 
 
 def refuse_block(model: nn.Module, layer: str, block: nn.Module) -> None:

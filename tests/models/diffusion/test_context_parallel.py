@@ -127,8 +127,8 @@ def test_wan_on_two_gpus(tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "config", "message"),
     [
-        ("wan", {"depthwise": "v"}, ContextParallelConfig(ulysses_degree=2), "need the neighbours of a token"),
-        ("wan", {"causal": True}, ContextParallelConfig(ring_degree=2), "need the neighbours of a token"),
+        ("wan", {"depthwise": "v"}, ContextParallelConfig(ulysses_degree=2), "needs the neighbours of a token"),
+        ("wan", {"causal": True}, ContextParallelConfig(ring_degree=2), "needs the neighbours of a token"),
         ("flux", {}, ContextParallelConfig(ulysses_degree=2), "exact for converted models of Wan only"),
         ("dit", {}, ContextParallelConfig(ulysses_degree=2), "exact for converted models of Wan only"),
         ("flux", {}, TensorParallelConfig(tp_degree=2), "would split the heads"),

@@ -45,3 +45,93 @@ def test_two_resolutions_in_one_backward_with_checkpointing(name):
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
     assert all(torch.equal(gradients[1][n], g) for n, g in gradients[0].items())
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("dit", {"layers": [0, -1]}, ["ahla", "", "ahla"]),
+        ("pixart", {"layers": "transformer_blocks.[01].*"}, ["ahla", "ahla", ""]),
+        ("sana", {"keep_softmax": [1]}, ["ahla", "", "ahla"]),
+        ("wan", {"layers": {"blocks.0.*": "la", "*": "hla2"}}, ["la", "hla2", "hla2"]),
+        ("sd35", {"layers": [1]}, ["", "", "ahla", "ahla", ""]),
+        ("sd35", {"layers": "*.attn2"}, ["", "ahla", "", "ahla", ""]),
+        ("flux", {"layers": [2, 3]}, ["", "", "ahla", "ahla", ""]),
+        ("flux", {"keep_softmax": "single_*"}, ["ahla", "ahla", "ahla", "", ""]),
+        ("flux", {"keep_softmax": "every:2"}, ["", "ahla", "", "ahla", ""]),
+    ],
+)
+def test_layers_and_keep_softmax(name, arguments, expected):
+    model = host(name)
+    report = zoo.convert(model, "ahla", **arguments)
+    rows = [row for row in report.rows if "cross" not in row.reason]
+    assert [getattr(model.get_submodule(row.layer), "mixer_name", "") for row in rows] == expected
+    assert run(model, inputs(name)).isfinite().all()
+
+
+def test_the_report_names_host_and_cross_attention():
+    report = zoo.convert(host("wan"), "ahla", depthwise="v", keep_softmax=[0])
+    assert report.model == "WanTransformer3DModel" and len(report.swapped) == 2
+    assert [row.layer for row in report.skipped] == ["blocks.0.attn1", *(f"blocks.{i}.attn2" for i in range(3))]
+    assert report.skipped[-1].reason.startswith("cross-attention")
+    assert report.added == 2 * 32 * (27 + 1)  # 3 x 3 x 3 filters, since the grid of a video is 3-D
+
+
+BAD = [
+    ("dit", {"mixer": "hlaa2"}, "unknown mixer 'hlaa2'.*Did you mean 'hla2'"),
+    ("dit", {"mixer": "la", "layers": [3]}, "layers lists block indices from -3 to 2, got 3"),
+    ("flux", {"mixer": "la", "layers": [5]}, "layers lists block indices from -5 to 4, got 5"),
+    ("wan", {"mixer": "la", "layers": "blocks.*.attn2"}, "matches none of the attention layers blocks.0.attn1"),
+    ("wan", {"mixer": "la", "grid_dims": 2}, "WanTransformer3DModel lie on a 3-D grid"),
+    ("dit", {"mixer": "la", "depthwise": "v", "grid_dims": 3}, "DiTTransformer2DModel lie on a 2-D grid"),
+    ("sd3", {"mixer": "la", "device": "cpu"}, "device= cannot be chosen"),
+    ("sana", {"mixer": "la", "keep_softmax": [0, 1, 2]}, "nothing to swap in SanaTransformer2DModel"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), BAD)
+def test_bad_input_is_one_sentence_and_changes_nothing(name, arguments, message):
+    model = host(name)
+    classes, keys, config = [type(m) for m in model.modules()], list(model.state_dict()), dict(model.config)
+    with pytest.raises(ValueError, match=message):
+        zoo.convert(model, **arguments)
+    assert [type(m) for m in model.modules()] == classes and list(model.state_dict()) == keys
+    assert dict(model.config) == config
+
+
+def test_masks_of_image_tokens_need_softmax():
+    mask = torch.ones(2, 24)
+    mask[:, -4:] = 0
+    kept = host("pixart")
+    wanted = run(host("pixart"), {**inputs("pixart"), "attention_mask": mask})
+    zoo.convert(kept, "softmax")
+    assert torch.equal(run(kept, {**inputs("pixart"), "attention_mask": mask}), wanted)
+    with pytest.raises(ValueError, match="cannot honour an attention mask"):
+        run(converted("pixart", "ahla"), {**inputs("pixart"), "attention_mask": mask})
+
+
+def test_wrapped_models_are_named():
+    with pytest.raises(ValueError, match="pass its submodule 'module'"):
+        zoo.convert(torch.nn.DataParallel(host("dit")))
+    with pytest.raises(ValueError, match="pass its submodule '_orig_mod'"):
+        zoo.convert(torch.compile(host("dit")))
+
+
+def test_checkpointing_survives_conversion():
+    model = host("dit")
+    model.enable_gradient_checkpointing()
+    zoo.convert(model, "ahla", depthwise="v")
+    loss = sum(run(model, inputs("dit", size=size)).square().mean() for size in (8, 12))
+    loss.backward()
+    assert model.is_gradient_checkpointing and all(s.to_q.weight.grad.isfinite().all() for s in sites(model))
+    model.disable_gradient_checkpointing()
+    assert not model.is_gradient_checkpointing
+
+
+def test_the_grid_reaches_the_mixers():
+    grids = {}
+    for name, wanted in (("pixart", (4, 6)), ("sana", (4, 6)), ("wan", (3, 4, 6)), ("sd3", (4, 6)), ("flux", (4, 6))):
+        model = converted(name, "ahla", depthwise="v")
+        run(model, inputs(name))
+        grids[name] = ({site.grid for site in sites(model)}, {wanted})
+    assert all(found == wanted for found, wanted in grids.values()), grids

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_diffusers import CASES, converted, host, inputs, run
+from tiny_diffusers import CASES, converted, host, inputs, run, sites
 
 import zoo
 
@@ -19,6 +19,48 @@ def test_save_and_load(name, options, tmp_path):
     again = type(model).from_pretrained(tmp_path)
     assert again.config == model.config or dict(again.config)["conversions"] == model.config.conversions
     assert not any(t.is_meta for t in [*again.parameters(), *again.buffers()]) and same(model, again, name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shards_and_variants(name, tmp_path):
+    model = converted(name, "poly", gate=True, coefficients=(1.0, 0.5, 0.0, 0.0))
+    model.save_pretrained(tmp_path / "shards", max_shard_size="100KB", variant="bf16")
+    assert len(list((tmp_path / "shards").glob("*bf16*.safetensors"))) > 1
+    assert same(model, type(model).from_pretrained(tmp_path / "shards", variant="bf16"), name)
+    half = type(model).from_pretrained(tmp_path / "shards", variant="bf16", torch_dtype=torch.bfloat16)
+    mixer = sites(half)[0].mixer
+    assert mixer.gate.weight.dtype == torch.bfloat16 and mixer.tag.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_layer_comes_back_as_it_was(name, tmp_path):
+    model = converted(name, "ahla", keep_softmax=[0], gate=True)
+    layers = [row.layer for row in zoo.convert(model, "softmax", layers=[1]).swapped]
+    zoo.convert(model, "hla3", layers=[-1], feature_map="relu")
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert same(model, again, name)
+    if name.startswith("sana"):  # whose own attention is linear, so that softmax is a conversion too
+        assert all(again.get_submodule(layer).mixer_name == "softmax" for layer in layers)
+    zoo.convert(again, "softmax")
+    again.save_pretrained(tmp_path)
+    assert same(again, type(model).from_pretrained(tmp_path), name)
+
+
+def test_the_config_alone_builds_the_mixers():
+    model = converted("wan", "ahla", depthwise="v", keep_softmax="every:2")
+    again = type(model).from_config(model.config)
+    again.load_state_dict(model.state_dict())
+    assert same(model, again, "wan") and not again.from_softmax
+    assert again.config.conversions == model.config.conversions
+
+
+def test_weights_of_the_host_and_of_another_mixer():
+    model = converted("dit", "ahla")
+    model.load_state_dict(host("dit").state_dict())
+    assert model.from_softmax
+    with pytest.raises(ValueError, match=r"was made with the mixer 'la' in transformer_blocks.0.attn1, but the model"):
+        model.load_state_dict(converted("dit", "la").state_dict())
 
 
 @pytest.mark.parametrize("name", CASES)

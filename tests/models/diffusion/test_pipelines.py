@@ -52,9 +52,7 @@ def pipeline(name: str) -> tuple[diffusers.DiffusionPipeline, dict]:
         return pipe, {**prompt, **mask, **size, "negative_prompt": None, "use_resolution_binning": False}
     if name == "sd3":
         two = text("text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
-        pipe = diffusers.StableDiffusion3Pipeline(
-            transformer=host(name), vae=vae(), scheduler=flow, **no_text, **two
-        )
+        pipe = diffusers.StableDiffusion3Pipeline(transformer=host(name), vae=vae(), scheduler=flow, **no_text, **two)
         negative = {"negative_pooled_prompt_embeds": noise(1, 20, seed=6)}
         return pipe, {**prompt, **pooled, **negative, **size}
     if name == "flux":

@@ -9,6 +9,7 @@ from typing import Any
 
 import hla_kernels
 from zoo.backbones.diffusion.sites import DiffusionSite
+from zoo.mixers import LinearMixer
 
 
 def check_parallelism(model: Any, config: Any, splits_tokens: bool) -> None:
@@ -26,10 +27,11 @@ def check_parallelism(model: Any, config: Any, splits_tokens: bool) -> None:
         )
     for name in names:
         site = model.get_submodule(name)
-        if site.needs_grid:
+        linear = any(isinstance(m, LinearMixer) for m in site.modules())
+        if site.needs_grid or not (linear or site.mixer_name == "softmax"):
             raise ValueError(
-                f"the mixer {site.mixer_name!r} of {name} has depthwise or causal, which need the neighbours of a "
-                "token on other devices; context parallelism is exact for two-sided mixers without them"
+                f"the mixer {site.mixer_name!r} of {name} needs the neighbours of a token (depthwise, causal) "
+                "from other devices; context parallelism is exact for two-sided mixers without them"
             )
 
 
@@ -39,9 +41,9 @@ def spread(model: Any) -> None:
     if parallel is None:
         return
     group = parallel._flattened_mesh.get_group()
-    for site in model.modules():
-        if isinstance(site, DiffusionSite) and site.mixer_name != "softmax":
-            site.mixer.operator = partial(hla_kernels.sharded, type(site.mixer).operator, group=group)
+    for mixer in model.modules():
+        if isinstance(mixer, LinearMixer):
+            mixer.operator = partial(hla_kernels.sharded, type(mixer).operator, group=group)
 
 
 def _part(config: Any, kind: str, name: str) -> Any:
