@@ -43,7 +43,7 @@ def spread(model: Any) -> None:
     group = parallel._flattened_mesh.get_group()
     for mixer in model.modules():
         if isinstance(mixer, LinearMixer):
-            mixer.operator = partial(hla_kernels.sharded, type(mixer).operator, group=group)
+            vars(mixer)["operator"] = partial(hla_kernels.sharded, type(mixer).operator, group=group)
 
 
 def _part(config: Any, kind: str, name: str) -> Any:
