@@ -158,3 +158,8 @@ def sites(model: nn.Module) -> list[Any]:
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the gradients by name."""
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Assert equality up to rounding in float32."""
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
