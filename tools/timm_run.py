@@ -2,10 +2,14 @@
 
 python tools/timm_run.py path/to/validate.py --model vit_ahla_small_patch16_224 --data-dir VAL
 python tools/timm_run.py path/to/train.py --model deit_hla2_tiny_patch16_224 --data-dir DATA
+
+TorchScript (--torchscript) is refused by our models; --torchcompile works. timm's policies of the form rand-m9 fail with
+Pillow 13 in timm's own scripts ("bits must be between ..."): add -mmax9 to the policy.
 """
 
 import runpy
 import sys
+import traceback
 from pathlib import Path
 
 import zoo  # noqa: F401  registers the names
@@ -25,7 +29,11 @@ def main(words: list[str]) -> None:
         )
     sys.argv = [str(script), *words[1:]]
     sys.path[0] = str(script.parent.resolve())  # what python itself does for a script
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except ValueError:  # of the script: not a mistake in our arguments, so it keeps its traceback
+        traceback.print_exc()
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -148,8 +148,8 @@ def test_clipping_is_counted_and_non_finite_steps_are_skipped_then_refused(tmp_p
     poison = {"left": 2}
     original = Trainer._loss
 
-    def loss(self, batch, meter):
-        value = original(self, batch, meter)
+    def loss(self, batch):
+        value = original(self, batch)
         poison["left"] -= 1
         return value * float("nan") if poison["left"] >= 0 else value
 

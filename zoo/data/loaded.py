@@ -35,24 +35,35 @@ class LoadedImages:
     ) -> None:
         self.source, self.spec, self.augment, self.seed = source, spec, augment, seed
         self.device, self.workers = device, workers
+        self._evaluation: tuple[tuple[int, ...], DataLoader] | None = None
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Batch]:
         """The parts of the steps [first, last) that the plan gives to this process, augmented."""
-        return self._load(train_transform(self.spec, self.augment), _Parts(plan, first, last))
+        return self._read(self._loader(train_transform(self.spec, self.augment), _Parts(plan, first, last)))
 
     def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Every image of this process once, in order, without augmentation."""
+        """Every image of this process once, in order, without augmentation. The loader processes of the last call go
+        on."""
+        share = batch_size, rank, world
+        if self._evaluation is None or self._evaluation[0] != share:
+            self._evaluation = share, self._evaluation_loader(*share)
+        return self._read(self._evaluation[1])
+
+    def _evaluation_loader(self, batch_size: int, rank: int, world: int) -> DataLoader:
         keys = [(0, i) for i in range(rank, len(self.source), world)]
         blocks = [keys[i : i + batch_size] for i in range(0, len(keys), batch_size)]
-        return self._load(eval_transform(self.spec), blocks)
+        return self._loader(eval_transform(self.spec), blocks, persistent=self.workers > 0)
 
-    def _load(self, transform: Any, keys: Any) -> Iterator[Batch]:
-        loader = DataLoader(
+    def _loader(self, transform: Any, keys: Any, persistent: bool = False) -> DataLoader:
+        return DataLoader(
             Samples(self.source, transform, self.seed),
             batch_sampler=keys,
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
+            persistent_workers=persistent,
         )
+
+    def _read(self, loader: DataLoader) -> Iterator[Batch]:
         for images, labels, index, read in loader:
             to = {"device": self.device, "non_blocking": True}
             yield Batch(images.to(**to), labels.to(**to), index, read)

@@ -1,10 +1,11 @@
 """From a decoded image to the tensor that a model reads: timm's transforms with our settings."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 from timm.data import create_transform, resolve_data_config
 from timm.data.transforms import str_to_interp_mode
 from torch import Tensor, nn
@@ -74,9 +75,23 @@ def train_transform(spec: InputSpec, augment: AugmentSettings) -> Transform:
         "re_mode": "pixel",
     }
     first, second, last = create_transform(**arguments, separate=True)
+    _keep_a_bit(second)
     if augment.crop != "resized":
         first = _fixed_scale(spec, augment)
     return T.Compose([first, second, last])
+
+
+def _keep_a_bit(policies: T.Compose) -> None:
+    """At its highest level timm asks for 0 bits of posterisation (a black image), which Pillow refuses from 13 on."""
+    for policy in policies.transforms:
+        operations = [*getattr(policy, "ops", []), *itertools.chain(*getattr(policy, "policy", []))]
+        for operation in operations:
+            if operation.name.startswith("Posterize"):
+                operation.aug_fn = _posterize
+
+
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    return ImageOps.posterize(image, max(bits, 1))
 
 
 def _fixed_scale(spec: InputSpec, augment: AugmentSettings) -> Transform:

@@ -45,24 +45,43 @@ class Predictions:
         return self.from_sums(self.sums())
 
 
-@torch.no_grad()
-def predict(
-    model: nn.Module, batches: Iterable[Batch], autocast: Callable[[], AbstractContextManager] = nullcontext
-) -> Predictions:
+Autocast = Callable[[], AbstractContextManager]
+
+
+def predict(model: nn.Module, batches: Iterable[Batch], autocast: Autocast = nullcontext) -> Predictions:
     """Run `model`, in evaluation mode and restored afterwards, over labelled batches. Raises ValueError if there are
     none."""
-    training = model.training
-    model.eval()
-    parts: list[tuple[Tensor, ...]] = []
+    return predict_all({"": model}, batches, autocast)[""]
+
+
+@torch.no_grad()
+def predict_all(
+    models: dict[str, nn.Module], batches: Iterable[Batch], autocast: Autocast = nullcontext
+) -> dict[str, Predictions]:
+    """`predict` of several models by name, which see the same batches, read once."""
+    training = {name: model.training for name, model in models.items()}
+    parts: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in models}
+    for model in models.values():
+        model.eval()
     for batch in batches:
-        with autocast():
-            logits = model(batch.images).float()
-        loss = F.cross_entropy(logits, batch.labels, reduction="none")
-        top = logits.topk(min(TOP, logits.shape[1]), dim=1).indices
-        parts.append((top.cpu(), batch.labels.cpu(), batch.index, batch.read, loss.cpu()))
-    model.train(training)
+        for name, model in models.items():
+            parts[name].append(_predict_batch(model, batch, autocast))
+    for name, model in models.items():
+        model.train(training[name])
+    return {name: _join(found) for name, found in parts.items()}
+
+
+def _predict_batch(model: nn.Module, batch: Batch, autocast: Autocast) -> tuple[Tensor, ...]:
+    with autocast():
+        logits = model(batch.images).float()
+    loss = F.cross_entropy(logits, batch.labels, reduction="none")
+    top = logits.topk(min(TOP, logits.shape[1]), dim=1).indices
+    return top, batch.labels, batch.index, batch.read, loss
+
+
+def _join(parts: list[tuple[Tensor, ...]]) -> Predictions:
     if not parts:
         raise ValueError("there are no images to evaluate")
-    top, labels, index, read, losses = (torch.cat(column).numpy() for column in zip(*parts, strict=True))
+    top, labels, index, read, losses = (torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True))
     good = index == read
     return Predictions(top[good], labels[good], index[good], losses[good], int((~good).sum()))

@@ -16,6 +16,7 @@ from torch import nn
 from zoo.backbones.checkpoints import sites_of
 from zoo.data.transforms import InputSpec
 from zoo.eval.accuracy import Predictions
+from zoo.train.record import replacing
 
 CSV_COLUMNS = (
     "model",
@@ -110,6 +111,7 @@ def result_file(command: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_json(content: Any, file: Path) -> None:
-    """Write JSON, indented, making the folder if needed."""
+    """Write JSON, indented, making the folder if needed; the file is complete or as it was."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    with replacing(file) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")

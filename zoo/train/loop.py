@@ -16,14 +16,15 @@ from zoo.config import leaves
 from zoo.data import Batch, check_unreadable
 from zoo.data.progress import progress
 from zoo.data.samples import seed_everything
-from zoo.eval.accuracy import predict
+from zoo.eval.accuracy import predict_all
 from zoo.train.checkpoint import load_checkpoint, save_checkpoint
 from zoo.train.curves import draw_curves
 from zoo.train.model import WEIGHTS, save_weights
 from zoo.train.optim import create_optimizer, create_schedule, new_parameters
-from zoo.train.record import Record, read_rows
+from zoo.train.record import Record, read_rows, replacing
 from zoo.train.settings import TrainSettings
 from zoo.train.setup import last_checkpoint, prepare_folder, set_up
+from zoo.train.update import Updater
 
 METRICS = "metrics.jsonl"
 EMA_FILE = "model_ema.safetensors"
@@ -40,26 +41,22 @@ class Trainer:
     def __init__(self, settings: TrainSettings) -> None:
         self.settings = settings
         self.folder = Path(settings.run.folder)
-        self.accelerator = accelerator = Accelerator(
-            mixed_precision={"fp32": "no"}.get(settings.run.precision, settings.run.precision),
-            log_with=settings.log.trackers or None,
-            project_dir=self.folder,
-            cpu=not torch.accelerator.is_available(),  # accelerate starts several CPU processes only when told so
-        )
+        self.accelerator = accelerator = _accelerator(settings)
         if accelerator.is_main_process:
             prepare_folder(settings)
         accelerator.wait_for_everyone()
         self.parts = parts = set_up(settings, accelerator)
         self.model, self.plan = parts.model, parts.plan
         optim = settings.optim
-        self.ema = ModelEmaV3(self.model, decay=optim.ema, use_warmup=optim.ema_warmup) if optim.ema else None
+        self.ema = ema = ModelEmaV3(self.model, decay=optim.ema, use_warmup=optim.ema_warmup) if optim.ema else None
         optimizer = create_optimizer(self.model, optim)
         self.schedule = create_schedule(optimizer, settings.schedule, self.plan.steps_per_epoch)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         self.forward = torch.compile(self.wrapped) if settings.run.compile else self.wrapped
+        self.update = Updater(accelerator, self.model, self.optimizer, ema, optim.clip, settings.run.max_skipped)
+        self.meter = AverageMeter()  # of the loss, since the last line of the record
         self.last_step = settings.schedule.epochs * self.plan.steps_per_epoch
         self.step, self.seconds = 0, 0.0
-        self.counts = {"skipped": 0, "skipped_in_a_row": 0, "clipped": 0}
         self.bad: set[int] = set()
         self._continue(last_checkpoint(settings))
 
@@ -73,14 +70,15 @@ class Trainer:
                 settings.log.project, config={k: str(v) for k, v in leaves(settings).items()}
             )
         batches = self.parts.train_images.train(self.plan, self.step, self.last_step)
-        meter, clock = AverageMeter(), _Clock(self.step)
+        clock = _Clock(self.step)
         steps = range(self.step, self.last_step)
         self.wrapped.train()
         for _ in progress(steps, f"training {self.folder.name}", self.last_step, self.step) if main else steps:
-            norm = self._train_step(batches, meter)
+            self._train_step(batches)
             if self.step % settings.log.every == 0 or self.step == self.last_step:
-                self._write(self._training_row(meter, norm, clock.images_per_second(self.step, self.plan.batch_size)))
-                meter.reset()
+                self.update.settle(self.step)  # waits for the device, so that the clock stops after the work
+                self._write(self._training_row(clock.images_per_second(self.step, self.plan.batch_size)))
+                self.meter.reset()
                 self.seconds += clock.restart(self.step)
             if self._due(settings.run.eval_epochs):
                 self._write(self.evaluate())
@@ -90,8 +88,8 @@ class Trainer:
                 self._save()
         return self._finish()
 
-    def _train_step(self, batches: Iterator[Batch], meter: AverageMeter) -> float:
-        """Forward and backward over the parts of one step, then the update. Returns the gradient norm."""
+    def _train_step(self, batches: Iterator[Batch]) -> None:
+        """Forward and backward over the parts of one step, then the update."""
         self.schedule.step_update(self.step)
         for part in range(self.plan.parts):
             batch = next(batches)
@@ -100,40 +98,20 @@ class Trainer:
             seed_everything(self.settings.run.seed, self.step, self.accelerator.process_index, part)
             last = part == self.plan.parts - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
-                self.accelerator.backward(self._loss(batch, meter) / self.plan.parts)
+                self.accelerator.backward(self._loss(batch) / self.plan.parts)
         if self.step == 0:
             self._check_gradients()
-        return self._update()
+        self.step += 1
+        self.update(self.step)
 
-    def _loss(self, batch: Batch, meter: AverageMeter) -> torch.Tensor:
+    def _loss(self, batch: Batch) -> torch.Tensor:
         images, targets = batch.images, batch.labels
         if self.parts.mixup:
             images, targets = self.parts.mixup(images, targets)
         with self.accelerator.autocast():
             loss, cross_entropy = self.parts.objective(self.forward(images), targets, images)
-        meter.update(cross_entropy.detach(), len(images))
+        self.meter.update(cross_entropy.detach(), len(images))
         return loss
-
-    def _update(self) -> float:
-        limit = self.settings.optim.clip
-        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit or math.inf))
-        finite = math.isfinite(norm)
-        if finite or self.accelerator.scaler is not None:  # the scaler skips by itself and lowers its factor
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.step += 1
-        self.counts["clipped"] += int(limit is not None and finite and norm > limit)
-        self.counts["skipped"] += int(not finite)
-        self.counts["skipped_in_a_row"] = 0 if finite else self.counts["skipped_in_a_row"] + 1
-        if self.counts["skipped_in_a_row"] > self.settings.run.max_skipped:
-            raise RuntimeError(
-                f"the gradients of {self.counts['skipped_in_a_row']} steps in a row were not finite, last at step "
-                f"{self.step}; lower optim.lr or use another run.precision (run.max_skipped allows "
-                f"{self.settings.run.max_skipped})"
-            )
-        if self.ema and finite:
-            self.ema.update(self.model, step=self.step)
-        return norm
 
     def _check_gradients(self) -> None:
         idle = [name for name, p in new_parameters(self.model).items() if p.requires_grad and p.grad is None]
@@ -153,18 +131,23 @@ class Trainer:
         """Whether the step just done ends an epoch whose number is a multiple of `epochs`, or the run."""
         return self.step % (epochs * self.plan.steps_per_epoch) == 0 or self.step == self.last_step
 
-    def _training_row(self, meter: AverageMeter, norm: float, speed: float) -> dict[str, Any]:
-        loss = self.accelerator.reduce(torch.as_tensor(meter.avg, device=self.accelerator.device), "mean")
+    def _training_row(self, speed: float) -> dict[str, Any]:
+        norm, counts = self.update.norm, self.update.counts
         return {
             "kind": "train",
-            "loss": float(loss),
+            "loss": self._loss_sum() / self.meter.count,
             "lr": max(group["lr"] for group in self.optimizer.param_groups),
             "grad_norm": norm if math.isfinite(norm) else None,
-            "clipped_part": self.counts["clipped"] / self.step,
-            "skipped": self.counts["skipped"],
+            "clipped_part": counts["clipped"] / self.step,
+            "skipped": counts["skipped"],
             "unreadable": len(self.bad),
             "images_per_second": speed,
         }
+
+    def _loss_sum(self) -> float:
+        """The sum that the meter holds, the mean over processes."""
+        total = torch.as_tensor(self.meter.sum, device=self.accelerator.device, dtype=torch.float32)
+        return float(self.accelerator.reduce(total, "mean"))
 
     def _write(self, row: dict[str, Any]) -> None:
         images = self.step * self.plan.batch_size
@@ -183,8 +166,8 @@ class Trainer:
         row: dict[str, Any] = {"kind": "eval"}
         where = {"rank": accelerator.process_index, "world": accelerator.num_processes}
         models = {"": self.model} if self.ema is None else {"": self.model, "ema_": self.ema.module}
-        for prefix, model in models.items():
-            found = predict(model, self.parts.val_images.evaluation(self.plan.part_size, **where), accelerator.autocast)
+        batches = self.parts.val_images.evaluation(self.plan.part_size, **where)
+        for prefix, found in predict_all(models, batches, accelerator.autocast).items():
             sums = accelerator.reduce(found.sums().to(accelerator.device), "sum")
             values = found.from_sums(sums)
             check_unreadable(int(values["unreadable"]), int(values["images"] + values["unreadable"]))
@@ -192,6 +175,8 @@ class Trainer:
         return row
 
     def _save(self) -> None:
+        self.update.settle(self.step)
+        loss_sum = self._loss_sum()
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
@@ -200,7 +185,8 @@ class Trainer:
                 "scaler": scaler.state_dict() if scaler is not None else None,
                 "step": self.step,
                 "seconds": self.seconds,
-                "counts": self.counts,
+                "counts": self.update.counts,
+                "loss": [loss_sum, self.meter.count],
                 "bad": sorted(self.bad),
             }
             ema = self.ema.module if self.ema else None
@@ -214,12 +200,10 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.step, self.seconds, self.counts, self.bad = (
-            state["step"],
-            state["seconds"],
-            state["counts"],
-            set(state["bad"]),
-        )
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.bad, self.update.counts = set(state["bad"]), state["counts"]
+        total, self.meter.count = state["loss"]
+        self.meter.sum = torch.tensor(total, device=self.accelerator.device)
         self.accelerator.print(f"continuing {self.folder} at step {self.step} of {self.last_step}", flush=True)
 
     def _finish(self) -> dict[str, Any]:
@@ -233,11 +217,24 @@ class Trainer:
             rows = read_rows(self.folder / METRICS)
             last = next(row for row in reversed(rows) if row["kind"] == "eval")
             result = {"model": self.parts.recipe.describe(), **last, "seconds": round(self.seconds, 2)}
-            result |= {**self.counts, "train_unreadable": len(self.bad)}
-            (self.folder / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+            result |= {**self.update.counts, "train_unreadable": len(self.bad)}
+            with replacing(self.folder / RESULT) as temporary:
+                temporary.write_text(json.dumps(result, indent=1) + "\n")
             draw_curves({self.folder.name: rows}, self.folder / "curves.png")
         self.accelerator.end_training()
         return result
+
+
+def _accelerator(settings: TrainSettings) -> Accelerator:
+    on_cpu = not torch.accelerator.is_available()
+    if on_cpu and settings.run.precision == "fp16":  # accelerate would train in float32 without a word
+        raise ValueError("run.precision=fp16 needs a GPU, and there is none here; use bf16 or fp32")
+    return Accelerator(
+        mixed_precision={"fp32": "no"}.get(settings.run.precision, settings.run.precision),
+        log_with=settings.log.trackers or None,
+        project_dir=Path(settings.run.folder),
+        cpu=on_cpu,  # accelerate starts several CPU processes only when told so
+    )
 
 
 class _Clock:

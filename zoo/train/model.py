@@ -2,6 +2,7 @@
 included."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import timm
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from zoo.convert import swap
 from zoo.names import unknown_name
+from zoo.train.record import replacing
 from zoo.train.settings import ModelSettings
 
 NEW = ".mixer."  # in the names of all parameters that a mixer adds to its host
@@ -112,9 +115,10 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def save_weights(model: nn.Module, recipe: Recipe, file: Path) -> None:
-    """Write the weights of `model` with `recipe` in the header."""
+    """Write the weights of `model` with `recipe` in the header; the file is complete or as it was."""
     tensors = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
-    save_file(tensors, file, metadata={HEADER: json.dumps(asdict(recipe)), "format": "pt"})
+    with replacing(file) as temporary:
+        save_file(tensors, temporary, metadata={HEADER: json.dumps(asdict(recipe)), "format": "pt"})
 
 
 def load_model(path: str | Path) -> tuple[nn.Module, Recipe]:
@@ -159,7 +163,7 @@ def plan(settings: ModelSettings, n_classes: int | None = None) -> tuple[Recipe,
     if not settings.name:
         if found is None:
             raise ValueError("model.name is empty and no checkpoint says which model it is; give model.name=TIMM_NAME")
-        recipe = found.host()
+        recipe = found.host() if settings.img_size is None else replace(found.host(), img_size=settings.img_size)
     classes = n_classes or (found.num_classes if found else timm_classes(recipe.name))
     recipe = replace(recipe, num_classes=classes, mixer=settings.mixer, mixer_options=settings.mixer_options)
     return replace(recipe, keep_softmax=settings.keep_softmax), found
@@ -175,7 +179,7 @@ def start(settings: ModelSettings, n_classes: int | None = None) -> tuple[nn.Mod
     """(model, host, recipe) to start a run with: `host` is the model before its mixers were changed, with the same
     weights.
 
-    Weights come from `settings.checkpoint`, timm or the seed. Raises ValueError for a checkpoint of another mixer or
+    Positions of a checkpoint of another image size are interpolated. Weights come from `settings.checkpoint`, timm or the seed. Raises ValueError for a checkpoint of another mixer or
     another number of classes, a truncated one, or wrong names.
     """
     recipe, found = plan(settings, n_classes)
@@ -201,7 +205,7 @@ def _check_mixer(recipe: Recipe, found: Recipe, where: str) -> None:
 def _start_weights(
     settings: ModelSettings, model: nn.Module, found: Recipe | None, n_classes: int
 ) -> dict[str, Tensor]:
-    weights = read_weights(settings.checkpoint)
+    weights = _resampled(read_weights(settings.checkpoint), model)
     if settings.new_head:
         head = tuple(f"{part}." for part in _classifiers(model))
         own = model.state_dict()
@@ -212,6 +216,23 @@ def _start_weights(
             "set model.new_head=true to start with a new classifier"
         )
     return weights
+
+
+def _resampled(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Absolute positions [1, tokens, C] of a square grid interpolated to the grid of the model, as timm does.
+
+    Whatever else does not fit is left for `fill` to name.
+    """
+    have, want = weights.get("pos_embed"), model.state_dict().get("pos_embed")
+    if have is None or want is None or have.shape == want.shape or have.shape[-1] != want.shape[-1]:
+        return weights
+    prefix = 0 if getattr(model, "no_embed_class", False) else model.num_prefix_tokens
+    side = math.isqrt(have.shape[1] - prefix)
+    if side**2 != have.shape[1] - prefix:
+        return weights
+    grid = model.patch_embed.grid_size  # type: ignore[union-attr]
+    print(f"positions interpolated from {side} x {side} to {grid[0]} x {grid[1]}", flush=True)
+    return {**weights, "pos_embed": resample_abs_pos_embed(have, list(grid), num_prefix_tokens=prefix)}  # type: ignore[arg-type]
 
 
 def _classifiers(model: nn.Module) -> list[str]:

@@ -1,13 +1,15 @@
 """Optimiser and schedule from timm, with a learning-rate factor for the new parameters of mixers."""
 
+import inspect
 from typing import Any
 
+import timm
 from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from zoo.names import unknown_name
 from zoo.train.model import NEW
@@ -45,24 +47,43 @@ def parameter_groups(model: nn.Module, optim: OptimSettings) -> list[dict[str, A
 
 
 def create_optimizer(model: nn.Module, optim: OptimSettings) -> Optimizer:
-    """The timm optimiser of this name. Raises ValueError for an unknown one."""
+    """The timm optimiser of this name, fused where that lets it skip a step on the device (`Updater`).
+
+    Raises ValueError for an unknown name.
+    """
     if optim.name not in list_optimizers():
         raise unknown_name("optimiser", optim.name, list_optimizers(exclude_filters=["bnb*", "fused*", "apex*"]))
-    betas = {"betas": tuple(optim.betas)} if get_optimizer_info(optim.name).has_betas else {}
+    info = get_optimizer_info(optim.name)
+    more: dict[str, Any] = {"betas": tuple(optim.betas)} if info.has_betas else {}
+    if info.opt_class in (Adam, AdamW):  # torch's fused SGD leaves its momentum undefined when it skips its first step
+        more["fused"] = True
     groups = parameter_groups(model, optim)
-    return create_optimizer_v2(groups, opt=optim.name, lr=optim.lr, weight_decay=optim.weight_decay, **betas)
+    return create_optimizer_v2(groups, opt=optim.name, lr=optim.lr, weight_decay=optim.weight_decay, **more)
 
 
 def create_schedule(optimizer: Optimizer, schedule: ScheduleSettings, steps_per_epoch: int) -> Scheduler:
-    """The timm schedule, in steps: call `step_update(step)` before each step."""
+    """The timm schedule, in steps: call `step_update(step)` before each step. Raises ValueError if timm is too old for
+    it."""
+    name, more = schedule.name, {}
+    if name == "constant":  # which older timm has not
+        name, more = "step", {"decay_epochs": 1.0, "decay_rate": 1.0}
+    elif name == "step":
+        more = {"decay_epochs": schedule.decay_epochs, "decay_rate": schedule.decay_rate}
+    elif name == "poly":
+        more = {"decay_rate": schedule.power}  # timm's name for the exponent
+    elif name == "wsd":
+        if "stable_timescale" not in inspect.signature(create_scheduler_v2).parameters:
+            raise ValueError(f"schedule.name=wsd needs a newer timm than {timm.__version__}: pip install -U timm")
+        more = {"decay_epochs": schedule.decay_epochs}
     scheduler, _ = create_scheduler_v2(
         optimizer,
-        sched=schedule.name,
+        sched=name,
         num_epochs=schedule.epochs,
         warmup_epochs=schedule.warmup_epochs,  # fractions of an epoch become steps
         warmup_lr=schedule.warmup_lr,
         min_lr=schedule.min_lr,
         step_on_epochs=False,
         updates_per_epoch=steps_per_epoch,
+        **more,
     )
     return scheduler

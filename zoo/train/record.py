@@ -1,12 +1,28 @@
-"""The record of a run: metrics.jsonl, one JSON object a line, always; trackers of accelerate when asked for."""
+"""The files of a run: metrics.jsonl, one JSON object a line, always; and whole files, written in full or not at all."""
 
+import contextlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+
+
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A temporary path beside `file`, which becomes `file` when the block ends: a reader, or whoever looks after a kill,
+    finds the old file or the new one."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        yield temporary
+        with temporary.open("rb") as opened:
+            os.fsync(opened.fileno())
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class Record:
@@ -16,9 +32,8 @@ class Record:
     def __init__(self, file: Path, step: int = 0) -> None:
         self.file = file
         kept = [row for row in read_rows(file) if row["step"] <= step] if step else []
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(temporary, file)
+        with replacing(file) as temporary:
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, row: Row) -> None:
         """Append one row; it is on disk in full or not at all."""

@@ -24,11 +24,11 @@ CHANGEABLE = (
 class ModelSettings:
     """Which timm model, where its weights come from, and which mixer stands in its attention layers.
 
-    name: timm model name, softmax (vit_small_patch16_224) or ours (vit_ahla_small_patch16_224); empty takes name,
-      kwargs and
-      img_size from the checkpoint
+    name: timm model name, softmax (vit_small_patch16_224) or ours (vit_ahla_small_patch16_224); empty takes name and
+      kwargs from the checkpoint
     kwargs: keywords of timm.create_model, such as {patch_size: 4, depth: 6}
-    img_size: side of the square input in pixels; none keeps that of the model
+    img_size: side of the square input in pixels (positions of a checkpoint are interpolated to it); none keeps that
+      of the checkpoint or the model
     checkpoint: weights to start from, a .safetensors file or a run folder; empty for random weights
     pretrained: start from the weights that timm publishes for this name
     new_head: take every weight of the checkpoint but the classifier, whose number of classes may then differ
@@ -88,11 +88,15 @@ class OptimSettings:
 class ScheduleSettings:
     """The learning rate over the run, updated every step.
 
-    name: timm schedule: cosine, constant, poly, tanh, step, wsd
+    name: timm schedule: cosine, constant, poly, tanh, step, or with timm 1.0.31 wsd (warm up, stay, decay)
     epochs: passes over the training images
     warmup_epochs: passes with a linearly growing rate, part of `epochs`
     min_lr: learning rate at the end
     warmup_lr: learning rate at the start of the warm-up
+    decay_epochs: passes between two decays (step); passes of the final decay, or below 1 its part of the run (wsd,
+      where none is 0.2)
+    decay_rate: factor on the rate at each decay (step)
+    power: exponent of the decay, 1 for a straight line (poly)
     """
 
     name: str = "cosine"
@@ -100,10 +104,20 @@ class ScheduleSettings:
     warmup_epochs: float = 0.0
     min_lr: float = 1e-6
     warmup_lr: float = 1e-6
+    decay_epochs: float | None = None
+    decay_rate: float = 0.1
+    power: float = 1.0
 
     def __post_init__(self) -> None:
         one_of("schedule.name", self.name, ("cosine", "constant", "poly", "tanh", "step", "wsd"))
-        positive(schedule__epochs=self.epochs)
+        positive(schedule__epochs=self.epochs, schedule__decay_rate=self.decay_rate, schedule__power=self.power)
+        for key, users in (("decay_epochs", ("step", "wsd")), ("decay_rate", ("step",)), ("power", ("poly",))):
+            if getattr(self, key) != type(self).__dataclass_fields__[key].default and self.name not in users:
+                raise ValueError(f"schedule.{key} is for schedule.name={' or '.join(users)}, not {self.name}")
+        if self.name == "step" and self.decay_epochs is None:
+            raise ValueError("schedule.name=step needs schedule.decay_epochs, the passes between two decays")
+        if self.decay_epochs is not None and self.decay_epochs <= 0:
+            raise ValueError(f"schedule.decay_epochs must be positive, got {self.decay_epochs}")
         if not 0 <= self.warmup_epochs < self.epochs:
             raise ValueError(f"schedule.warmup_epochs must be in [0, {self.epochs}), got {self.warmup_epochs}")
 

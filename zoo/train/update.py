@@ -1,0 +1,78 @@
+"""The update of the weights after a backward pass: clip, skip what is not finite, average, and count."""
+
+import math
+
+import torch
+from accelerate import Accelerator
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Updater:
+    """One optimiser step a call, without waiting for the device where the optimiser can skip a step by itself.
+
+    A step whose gradient norm is not finite changes neither weights nor optimiser state. torch's fused Adam and AdamW
+    read that from the device; other optimisers are told by the host, which waits for the norm. In fp16 accelerate's
+    scaler decides the same and lowers its factor. The learning rate and the average of the weights go by steps,
+    skipped ones included: in those the weights stayed as they were.
+
+    norm: gradient norm of the last step that `settle` has read.  counts: of those steps, how many were skipped, skipped
+    in a row up to the last one, and clipped.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Optimizer,
+        ema: ModelEmaV3 | None,
+        clip: float | None,
+        max_skipped: int,
+    ) -> None:
+        self.accelerator, self.model, self.optimizer, self.ema = accelerator, model, optimizer, ema
+        self.clip, self.max_skipped = clip, max_skipped
+        self.inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        self.skips_on_device = getattr(self.inner, "_step_supports_amp_scaling", False)
+        self.norm = math.nan
+        self.counts = {"skipped": 0, "skipped_in_a_row": 0, "clipped": 0}
+        self._unread: list[Tensor] = []
+
+    def __call__(self, step: int) -> None:
+        """The update of step `step`, counted from 1. Raises RuntimeError as `settle` does."""
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip or math.inf).detach()
+        self._unread.append(norm)
+        if self.accelerator.scaler is not None:
+            self.optimizer.step()
+        elif self.skips_on_device:
+            self.inner.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+            self.inner.grad_scale = None  # type: ignore[attr-defined]
+            self.optimizer.step()
+        else:
+            self.settle(step)
+            if math.isfinite(self.norm):
+                self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.ema:
+            self.ema.update(self.model, step=step)
+
+    def settle(self, step: int) -> None:
+        """Read the norms of the steps up to `step` and count them.
+
+        Raises RuntimeError when more than `max_skipped` steps in a row were skipped.
+        """
+        if not self._unread:
+            return
+        norms = torch.stack(self._unread).tolist()
+        self._unread.clear()
+        for at, norm in enumerate(norms, start=step - len(norms) + 1):
+            finite = math.isfinite(norm)
+            self.norm = norm
+            self.counts["clipped"] += int(self.clip is not None and finite and norm > self.clip)
+            self.counts["skipped"] += int(not finite)
+            self.counts["skipped_in_a_row"] = 0 if finite else self.counts["skipped_in_a_row"] + 1
+            if self.counts["skipped_in_a_row"] > self.max_skipped:
+                raise RuntimeError(
+                    f"the gradients of {self.counts['skipped_in_a_row']} steps in a row were not finite, last at step "
+                    f"{at}; lower optim.lr or use another run.precision (run.max_skipped allows {self.max_skipped})"
+                )
