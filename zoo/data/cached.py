@@ -49,17 +49,19 @@ class CachedImages:
             for part in range(plan.parts):
                 where = plan.part_slice(part)
                 index = torch.from_numpy(images[where])
-                pixels = self.shifted(index.to(self.device), draws[where].to(self.device))
-                yield self._batch(pixels, index)
+                yield self._batch(self.shifted(self._there(index), self._there(draws[where])), index)
 
     def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Every image of this process once, in order, without augmentation."""
         for index in torch.arange(rank, len(self.labels), world).split(batch_size):
-            yield self._batch(self.images[index.to(self.device)], index)
+            yield self._batch(self.images[self._there(index)], index)
 
     def _batch(self, pixels: Tensor, index: Tensor) -> Batch:
         images = (pixels.float() / 255 - self.mean) / self.std
-        return Batch(images, self.labels[index.to(self.device)], index, self.read[index])
+        return Batch(images, self.labels[self._there(index)], index, self.read[index])
+
+    def _there(self, small: Tensor) -> Tensor:
+        return small.to(self.device, non_blocking=True)  # without waiting for the work that is queued there
 
     def shifted(self, index: Tensor, draws: Tensor) -> Tensor:
         """Shifted and flipped uint8 images [B, 3, H, W]; `draws` [B, 3] in [0, 1) decide shift down, shift right,
