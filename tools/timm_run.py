@@ -3,8 +3,8 @@
 python tools/timm_run.py path/to/validate.py --model vit_ahla_small_patch16_224 --data-dir VAL
 python tools/timm_run.py path/to/train.py --model deit_hla2_tiny_patch16_224 --data-dir DATA
 
-TorchScript (--torchscript) is refused by our models; --torchcompile works. timm's policies of the form rand-m9 fail with
-Pillow 13 in timm's own scripts ("bits must be between ..."): add -mmax9 to the policy.
+TorchScript (--torchscript) is refused by our models; --torchcompile works. timm's policies of the form rand-m9 fail
+with Pillow 13 in timm's own scripts ("bits must be between ..."): add -mmax9 to the policy.
 """
 
 import runpy

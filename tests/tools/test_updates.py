@@ -58,7 +58,12 @@ def test_a_skipped_step_changes_nothing_and_is_counted(tmp_path, monkeypatch, op
         update(self, step)
         states.append(
             {k: v.clone() for k, v in self.model.state_dict().items()}
-            | {f"{i}.{k}": v.clone() for i, s in enumerate(self.inner.state.values()) for k, v in s.items() if "step" in k}
+            | {
+                f"{i}.{k}": v.clone()
+                for i, s in enumerate(self.inner.state.values())
+                for k, v in s.items()
+                if "step" in k
+            }
         )
 
     monkeypatch.setattr(Updater, "__call__", record)
@@ -160,7 +165,11 @@ def test_the_loss_of_a_line_spans_an_interruption(tmp_path, monkeypatch):
             Trainer(tiny(tmp_path / "cut", **settings)).train()
     Trainer(tiny(tmp_path / "cut", **{**settings, "run": {"checkpoint_steps": 3, "resume": True}})).train()
     losses = [
-        [(r["step"], r["loss"], r["grad_norm"]) for r in read_rows(tmp_path / run / "metrics.jsonl") if r["kind"] == "train"]
+        [
+            (r["step"], r["loss"], r["grad_norm"])
+            for r in read_rows(tmp_path / run / "metrics.jsonl")
+            if r["kind"] == "train"
+        ]
         for run in ("whole", "cut")
     ]
     assert losses[0] == losses[1] and [row[0] for row in losses[0]] == [4, 8, 10]

@@ -21,7 +21,7 @@ def open_sources(data: DataSettings) -> tuple[Source, Source]:
     n = len(train.classes)
     if data.num_classes not in (None, n):
         raise ValueError(f"data.num_classes is {data.num_classes}, but the training set has {n} classes")
-    named = data.source == "folder" and train.classes != val.classes
+    named = train.named and val.named and train.classes != val.classes
     if named or len(val.classes) > n:
         raise ValueError(f"the validation set has {len(val.classes)} classes that are not the {n} of the training set")
     return train, val

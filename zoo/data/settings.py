@@ -11,9 +11,10 @@ class DataSettings:
 
     source: digits (1797 real scans of 8 x 8 pixels that come with scikit-learn), folder (one sub-folder a class),
       parquet,
-      hf (a data set of the Hugging Face hub), webdataset (tar shards)
+      hf (a data set of the Hugging Face hub or a local folder of one), webdataset (tar shards)
     train: training images: folder, parquet file or pattern, hub name, or tar pattern; empty for digits
-    val: validation images, likewise (hub: `name` or `name:split`)
+    val: validation images, likewise. hf: `name` or `name:split`, by default the splits train and validation; it is
+      downloaded once into the cache of the datasets library, not streamed
     image_key: column or file ending that holds the image (parquet, hf, webdataset)
     label_key: column or file ending that holds the class number (parquet, hf, webdataset)
     num_classes: expected number of classes, an error if the data has another; none takes it from the data

@@ -22,9 +22,13 @@ class Unreadable(Exception):
 
 
 class Source(Protocol):
-    """A numbered set of labelled images."""
+    """A numbered set of labelled images.
+
+    classes: name of each class number.  named: whether the names come with the data, so that two sets must agree.
+    """
 
     classes: list[str]
+    named: bool
 
     def __len__(self) -> int: ...
 
@@ -79,6 +83,8 @@ def decode(raw: Any) -> Image.Image:
 class Digits:
     """1797 scans of handwritten digits, 8 x 8 grey levels, in a fixed random split (scikit-learn, from UCI)."""
 
+    named = True
+
     def __init__(self, train: bool) -> None:
         from sklearn.datasets import load_digits
 
@@ -101,6 +107,8 @@ class Digits:
 
 class Folder:
     """One sub-folder a class, read by timm's reader (natural order of the sub-folder names = class numbers)."""
+
+    named = True
 
     def __init__(self, root: str, class_map: dict | None = None) -> None:
         from timm.data.readers import create_reader
@@ -146,7 +154,8 @@ class Rows:
         self.rows = rows.cast_column(image_key, datasets.Image(decode=False))  # we decode, to count what cannot be read
         self.image_key, self.label_key = image_key, label_key
         feature = rows.features[label_key]
-        if isinstance(feature, datasets.ClassLabel):
+        self.named = isinstance(feature, datasets.ClassLabel)
+        if self.named:
             self.classes = list(feature.names)
         else:
             labels = np.asarray(rows[label_key][:])
@@ -176,7 +185,11 @@ def _load_rows(kind: str, where: str, train: bool) -> Any:
         raise ValueError(f"the source {kind!r} needs the package datasets: pip install 'hla-zoo[eval]'") from error
     if kind == "hf":
         name, _, split = where.partition(":")
-        return datasets.load_dataset(name, split=split or ("train" if train else "validation"))
+        try:
+            return datasets.load_dataset(name, split=split or ("train" if train else "validation"))
+        except (OSError, ValueError) as error:  # not there, not reachable, no such split
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the data set {where} cannot be loaded: {reason}") from error
     files = [file for pattern in _braces(where) for file in sorted(glob.glob(pattern, recursive=True))]
     if not files:
         raise ValueError(f"there is no {kind} file {where}")

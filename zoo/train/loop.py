@@ -23,7 +23,7 @@ from zoo.train.model import WEIGHTS, save_weights
 from zoo.train.optim import create_optimizer, create_schedule, new_parameters
 from zoo.train.record import Record, read_rows, replacing
 from zoo.train.settings import TrainSettings
-from zoo.train.setup import last_checkpoint, prepare_folder, set_up
+from zoo.train.setup import begin_folder, check_folder, last_checkpoint, set_up
 from zoo.train.update import Updater
 
 METRICS = "metrics.jsonl"
@@ -43,7 +43,7 @@ class Trainer:
         self.folder = Path(settings.run.folder)
         self.accelerator = accelerator = _accelerator(settings)
         if accelerator.is_main_process:
-            prepare_folder(settings)
+            check_folder(settings)
         accelerator.wait_for_everyone()
         self.parts = parts = set_up(settings, accelerator)
         self.model, self.plan = parts.model, parts.plan
@@ -59,6 +59,8 @@ class Trainer:
         self.step, self.seconds = 0, 0.0
         self.bad: set[int] = set()
         self._continue(last_checkpoint(settings))
+        if accelerator.is_main_process:
+            begin_folder(settings)
 
     def train(self) -> dict[str, Any]:
         """Carry out the steps that are left. Returns top1 and top5 (percent), loss (nats), images_seen, seconds and

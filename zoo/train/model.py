@@ -179,8 +179,9 @@ def start(settings: ModelSettings, n_classes: int | None = None) -> tuple[nn.Mod
     """(model, host, recipe) to start a run with: `host` is the model before its mixers were changed, with the same
     weights.
 
-    Positions of a checkpoint of another image size are interpolated. Weights come from `settings.checkpoint`, timm or the seed. Raises ValueError for a checkpoint of another mixer or
-    another number of classes, a truncated one, or wrong names.
+    Weights come from `settings.checkpoint`, timm or the seed; positions of a checkpoint of another image size are
+    interpolated. Raises ValueError for a checkpoint of another mixer or another number of classes, a truncated one, or
+    wrong names.
     """
     recipe, found = plan(settings, n_classes)
     host = build_host(recipe, settings.pretrained)
@@ -218,7 +219,7 @@ def _start_weights(
     return weights
 
 
-def _resampled(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def _resampled(weights: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """Absolute positions [1, tokens, C] of a square grid interpolated to the grid of the model, as timm does.
 
     Whatever else does not fit is left for `fill` to name.
@@ -230,9 +231,9 @@ def _resampled(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor
     side = math.isqrt(have.shape[1] - prefix)
     if side**2 != have.shape[1] - prefix:
         return weights
-    grid = model.patch_embed.grid_size  # type: ignore[union-attr]
+    grid = model.patch_embed.grid_size
     print(f"positions interpolated from {side} x {side} to {grid[0]} x {grid[1]}", flush=True)
-    return {**weights, "pos_embed": resample_abs_pos_embed(have, list(grid), num_prefix_tokens=prefix)}  # type: ignore[arg-type]
+    return {**weights, "pos_embed": resample_abs_pos_embed(have, list(grid), num_prefix_tokens=prefix)}
 
 
 def _classifiers(model: nn.Module) -> list[str]:

@@ -64,7 +64,7 @@ def create_optimizer(model: nn.Module, optim: OptimSettings) -> Optimizer:
 def create_schedule(optimizer: Optimizer, schedule: ScheduleSettings, steps_per_epoch: int) -> Scheduler:
     """The timm schedule, in steps: call `step_update(step)` before each step. Raises ValueError if timm is too old for
     it."""
-    name, more = schedule.name, {}
+    name, more = schedule.name, dict[str, Any]()
     if name == "constant":  # which older timm has not
         name, more = "step", {"decay_epochs": 1.0, "decay_rate": 1.0}
     elif name == "step":

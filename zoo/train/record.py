@@ -13,8 +13,8 @@ Row = dict[str, Any]
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """A temporary path beside `file`, which becomes `file` when the block ends: a reader, or whoever looks after a kill,
-    finds the old file or the new one."""
+    """A temporary path beside `file`, which becomes `file` when the block ends: also after a kill there is the old file
+    or the new one."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         yield temporary

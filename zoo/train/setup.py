@@ -16,19 +16,17 @@ from zoo.train.losses import Classification, create_mixup
 from zoo.train.model import Recipe, load_model, read_recipe, start, timm_classes
 from zoo.train.settings import CHANGEABLE, TrainSettings
 
+CONFIG = "config.yaml"
 
-def prepare_folder(settings: TrainSettings) -> None:
-    """Write the configuration of a new run into `run.folder`.
 
-    Raises ValueError when the folder holds a run and `run.resume` is not set, or one with another configuration.
-    """
+def check_folder(settings: TrainSettings) -> None:
+    """Raise ValueError when `run.folder` holds a run and `run.resume` is not set, or one with another
+    configuration."""
     folder = Path(settings.run.folder)
-    file = folder / "config.yaml"
+    file = folder / CONFIG
     if not file.exists() and last_checkpoint(settings):
-        raise ValueError(f"{folder} holds checkpoints but no config.yaml: choose another run.folder")
+        raise ValueError(f"{folder} holds checkpoints but no {CONFIG}: choose another run.folder")
     if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        config.save(settings, file)
         return
     if not settings.run.resume:
         raise ValueError(
@@ -37,6 +35,14 @@ def prepare_folder(settings: TrainSettings) -> None:
     changed = config.differences(config.load(TrainSettings, file), settings, ignore=CHANGEABLE)
     if changed:
         raise ValueError(f"{folder} holds a run with another configuration; they differ in {', '.join(changed)}")
+
+
+def begin_folder(settings: TrainSettings) -> None:
+    """Write the configuration of a new run, once everything it names was found."""
+    file = Path(settings.run.folder) / CONFIG
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        config.save(settings, file)
 
 
 def last_checkpoint(settings: TrainSettings) -> Path | None:

@@ -1,6 +1,7 @@
 """The update of the weights after a backward pass: clip, skip what is not finite, average, and count."""
 
 import math
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -32,7 +33,7 @@ class Updater:
     ) -> None:
         self.accelerator, self.model, self.optimizer, self.ema = accelerator, model, optimizer, ema
         self.clip, self.max_skipped = clip, max_skipped
-        self.inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        self.inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         self.skips_on_device = getattr(self.inner, "_step_supports_amp_scaling", False)
         self.norm = math.nan
         self.counts = {"skipped": 0, "skipped_in_a_row": 0, "clipped": 0}
@@ -45,8 +46,8 @@ class Updater:
         if self.accelerator.scaler is not None:
             self.optimizer.step()
         elif self.skips_on_device:
-            self.inner.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
-            self.inner.grad_scale = None  # type: ignore[attr-defined]
+            self.inner.found_inf = (~torch.isfinite(norm)).float()
+            self.inner.grad_scale = None
             self.optimizer.step()
         else:
             self.settle(step)
