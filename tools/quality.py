@@ -6,41 +6,23 @@ run.
         json=docs/results/quality.json
 
 Words with a dot are those of train_vit.py and go into every run. A table that is interrupted continues where it was.
+Several processes may share the work, each with its own json; `quality.py merge=[A.json,B.json] json=ALL.json` joins
+them. Conversions start from the softmax run of their seed in `out`, which must be there.
 """
 
 import shlex
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import train_vit
 
 from zoo import config
-from zoo.eval.results import quality_row, result_file, write_json
+from zoo.eval.results import merge_results, quality_row, result_file, write_json
+from zoo.eval.settings import QualitySettings
 from zoo.train.settings import TrainSettings
 
 USAGE = "usage: quality.py CONFIG.yaml mixers=[A,B] [key=value ...] [section.key=value ...]"
-PRIVATE = ("data.train=", "data.val=")  # where a user keeps data is not part of a result
-
-
-@dataclass(frozen=True)
-class QualitySettings:
-    """Which runs make the table.
-
-    mixers: mixers to train from scratch (softmax first: it is the control, and the source of conversions)
-    seeds: seeds of every run
-    finetune: configuration of the fine-tuning of converted models; empty for none
-    data: name of the data in the table; empty takes the name of the configuration
-    out: folder of the runs
-    json: file to write the table to
-    """
-
-    mixers: list[str] = field(default_factory=lambda: ["softmax", "la", "ahla", "hla2"])
-    seeds: list[int] = field(default_factory=lambda: [0])
-    finetune: str = ""
-    data: str = ""
-    out: str = "runs/quality"
-    json: str = "runs/quality/quality.json"
+PRIVATE = ("data.train=", "data.val=", "json=")  # where a user keeps things is not part of a result
 
 
 def main(words: list[str]) -> dict[str, Any]:
@@ -49,6 +31,10 @@ def main(words: list[str]) -> dict[str, Any]:
         return {}
     own = [word for word in words if "=" in word and "." not in word.partition("=")[0]]
     settings, shared = config.from_command_line(QualitySettings, own), [word for word in words if word not in own]
+    if settings.merge:
+        result = merge_results([Path(file) for file in settings.merge])
+        write_json(result, Path(settings.json))
+        return result
     files = [word for word in shared if "=" not in word]
     if len(files) != 1:
         raise ValueError(f"expected one configuration file, got {files}")

@@ -12,6 +12,46 @@ from zoo.data.settings import DataSettings
 from zoo.train.loop import Trainer
 from zoo.train.model import load_model
 
+TIMM_SCRIPT = """
+import sys, torch
+from argparse import Namespace
+from timm.models import create_model, load_checkpoint, resume_checkpoint
+from timm.optim import create_optimizer_v2
+from timm.utils import CheckpointSaver, ModelEmaV2
+
+NAME = "deit_hla2_tiny_patch16_224"
+# as train.py calls it: every keyword that a user did not set is None or its neutral value
+KEYWORDS = dict(pretrained=False, in_chans=3, num_classes=3, drop_rate=0.0, drop_path_rate=None, drop_block_rate=None,
+    global_pool=None, bn_momentum=None, bn_eps=None, scriptable=False, checkpoint_path="", img_size=32, depth=2)
+
+
+def build():
+    model = create_model(NAME, **KEYWORDS)
+    return model, create_optimizer_v2(model, opt="adamw", lr=1e-3), ModelEmaV2(model, decay=0.5)
+
+
+def step(model, optimizer, average):
+    model(images).logsumexp(1).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    average.update(model)
+
+
+images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+model, optimizer, average = build()
+step(model, optimizer, average)
+args = Namespace(model=NAME)
+CheckpointSaver(model, optimizer, args, average, checkpoint_dir=sys.argv[1]).save_checkpoint(0, metric=1.0)
+again, its_optimizer, its_average = build()
+file = sys.argv[1] + "/last.pth.tar"
+epoch = resume_checkpoint(again, file, optimizer=its_optimizer, log_info=False)
+load_checkpoint(its_average.module, file, use_ema=True)
+for parts in ((model, optimizer, average), (again, its_optimizer, its_average)):
+    step(*parts)
+for a, b in ((model, again), (average.module, its_average.module)):
+    assert all(torch.equal(p, q) for p, q in zip(a.state_dict().values(), b.state_dict().values()))
+print("resumed at epoch", epoch)
+"""
 TOOLS = ["train_vit", "convert", "evaluate_imagenet", "timm_run", "demo", "quality", "benchmark"]
 
 
@@ -86,6 +126,17 @@ def test_timm_scripts_know_our_names(tmp_path):
     assert (status, out.strip()) == (0, f"True ['--model', 'x'] {tmp_path}"), err
 
 
+def test_timm_scripts_train_save_and_resume_our_models(tmp_path):
+    """What timm's train.py does with a model, without its arguments and data."""
+    script = tmp_path / "train.py"
+    script.write_text(TIMM_SCRIPT)
+    status, out, err = run_tool("timm_run", str(script), str(tmp_path))
+    assert (status, out.strip()) == (0, "resumed at epoch 1"), err
+    script.write_text("raise ValueError('of the script')\n")
+    status, _, err = run_tool("timm_run", str(script))
+    assert status == 1 and "Traceback" in err and err.strip().endswith("ValueError: of the script")
+
+
 def test_demo_with_a_tiny_budget(tmp_path):
     import demo
 
@@ -121,6 +172,44 @@ def test_quality_table_and_its_continuation(tmp_path):
     assert row["options"] == {"feature_map": "relu"}
     again = quality.main(words)
     assert [row["value"] for row in again["rows"]] == [row["value"] for row in table["rows"]]
+
+
+def test_quality_files_of_several_processes_are_joined(tmp_path):
+    import quality
+
+    def write(name, seed, mixer, value, **changes):
+        row = {"experiment": "e", "data": "d", "mixer": mixer, "options": {}, "source": "scratch", "seed": seed}
+        row |= {"metric": "top1", "value": value, "budget": "1 epochs", "wall_s": 2.0}
+        command = f"python tools/quality.py e.yaml 'mixers=[{mixer}]' 'seeds=[{seed}]' out=o"
+        file = {"command": command, "date": f"2026-01-0{seed + 1}", "hardware": "h", "versions": {"torch": "2"}}
+        (tmp_path / name).write_text(json.dumps({**file, "rows": [row], **changes}))
+
+    def merge(*names):
+        files = ",".join(str(tmp_path / name) for name in names)
+        return quality.main([f"merge=[{files}]", f"json={tmp_path}/all.json"])
+
+    write("a.json", 0, "la", 50.0)
+    write("b.json", 1, "la", 51.0)
+    write("c.json", 0, "hla2", 52.0)
+    table = merge("a.json", "b.json", "c.json", "a.json")
+    assert json.loads((tmp_path / "all.json").read_text()) == table and table["date"] == "2026-01-02"
+    assert [(r["mixer"], r["seed"], r["value"]) for r in table["rows"]] == [
+        ("la", 0, 50),
+        ("la", 1, 51),
+        ("hla2", 0, 52),
+    ]
+    assert table["command"] == "python tools/quality.py e.yaml 'mixers=[la]|[hla2]' 'seeds=[0]|[1]' out=o"
+    write("d.json", 0, "la", 49.0)
+    write("e.json", 3, "la", 49.0, hardware="other")
+    (tmp_path / "f.json").write_text('{"rows": [')
+    for names, sentence in (
+        (("a.json", "d.json"), "different results for the run"),
+        (("a.json", "e.json"), "their hardware differ"),
+        (("a.json", "f.json"), "f.json is damaged"),
+        (("none.json",), "there is no result file"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            merge(*names)
 
 
 def test_tools_are_thin():

@@ -1,4 +1,4 @@
-"""The keys of an evaluation."""
+"""The keys of an evaluation and of a quality table."""
 
 from dataclasses import dataclass, field
 
@@ -41,3 +41,25 @@ class EvalSettings:
     data: DataSettings = field(default_factory=DataSettings)
     eval: EvalOptions = field(default_factory=EvalOptions)
     out: str = "runs/evaluation"
+
+
+@dataclass(frozen=True)
+class QualitySettings:
+    """Which runs make the table.
+
+    mixers: mixers to train from scratch (softmax first: it is the control, and the source of conversions)
+    seeds: seeds of every run
+    finetune: configuration of the fine-tuning of converted models; empty for none
+    data: name of the data in the table; empty takes the name of the configuration
+    out: folder of the runs
+    json: file to write the table to
+    merge: files of other calls to join into `json`, instead of running
+    """
+
+    mixers: list[str] = field(default_factory=lambda: ["softmax", "la", "ahla", "hla2"])
+    seeds: list[int] = field(default_factory=lambda: [0])
+    finetune: str = ""
+    data: str = ""
+    out: str = "runs/quality"
+    json: str = "runs/quality/quality.json"
+    merge: list[str] = field(default_factory=list)
