@@ -1,6 +1,6 @@
 """Training on GPUs: fp16 with the scaler's skipped steps, steps that do not wait for the device, two GPUs as one.
 
-Run with `pytest -m gpu tests/tools/test_gpu.py`.
+Run with `pytest -m gpu tests/tools/training`.
 """
 
 import itertools
