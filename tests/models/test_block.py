@@ -150,6 +150,7 @@ def test_attention_runs_our_kernels_only(mixer):
     """Between the projections, forward and backward: Triton forms, and no cast, copy or transpose beside them."""
     import triton
 
+    import hla_kernels
     from hla_kernels.hla.fused import heads, launch, middle, middle_key, split
 
     ours = {
@@ -161,6 +162,10 @@ def test_attention_runs_our_kernels_only(mixer):
     options = {"feature_map": "identity", "normalize": False}
     mixer = make_block(mixer, "cuda", **options).attn.mixer
     qkv = torch.randn(2, 197, 3, 2, WIDTH // 2, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    name = mixer.operator.__name__
+    chosen = hla_kernels.explain(name, qkv, *mixer.parameters(), feature_map="identity")
+    if chosen.impl != "triton":
+        pytest.skip(chosen.why_not["triton"])
     ctx = zoo.mixers.Context(x=qkv, qkv=qkv)
     grad = torch.randn(2, 197, 2, WIDTH // 2, device="cuda", dtype=torch.bfloat16)
 

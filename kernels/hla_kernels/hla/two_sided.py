@@ -208,6 +208,7 @@ def _save(n_tensors: int):
     def setup_context(ctx, inputs, output):
         *options, _, mask, cu_seqlens, ctx.max_seqlen = inputs[n_tensors:]
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # or a buffer of zeros as large as `saved` is filled
         ctx.save_for_backward(*inputs[:n_tensors], output[1], mask, cu_seqlens)
         ctx.options = options
 
