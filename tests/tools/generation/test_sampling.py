@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_tool, start_tool
-from diffusers import DDIMScheduler, DDPMScheduler, DiTPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    DiTPipeline,
+    DiTTransformer2DModel,
+    FlowMatchEulerDiscreteScheduler,
+)
 from PIL import Image
+from small_images import noise_images, small_extractor
 from tiny_diffusion import tiny_dit, tiny_pipeline, tiny_pixels, tiny_text_pipeline, tiny_vae
 
+import zoo
 from zoo import config
+from zoo.eval.generation import FidOptions, score
 from zoo.eval.generation.loading import open_model, open_scheduler
 from zoo.eval.generation.outputs import open_output
 from zoo.eval.generation.samplers import ClassSampler, batches, check_resolution, to_uint8
@@ -213,6 +222,36 @@ def test_a_bare_transformer_with_the_rest_of_a_pipeline(tmp_path):
         open_model(f"{base}/transformer")
     with pytest.raises(ValueError, match=r"sample\.base is for bare transformers"):
         open_model(base, base=base)
+
+
+def test_converted_models_are_loaded_with_their_mixers(tmp_path):
+    source = tiny_pixels(tmp_path / "softmax")
+    model = DiTTransformer2DModel.from_pretrained(source)
+    zoo.convert(model, mixer="ahla")
+    model.save_pretrained(tmp_path / "ahla")
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.save_pretrained(tmp_path / "ahla" / "scheduler")
+    options = {"steps": 3, "guidance": 2.0, "seed": 1}
+    loaded = open_sampler(SampleOptions(model=f"{tmp_path}/ahla", **options), "cpu")
+    assert torch.equal(loaded(range(3)), ClassSampler(model, scheduler, **options)(range(3)))
+    assert difference(loaded(range(3)), open_sampler(SampleOptions(model=source, **options), "cpu")(range(3))) > 1
+    about = loaded.about()
+    assert about["model"] == "HLADiTTransformer2DModel" and "ahla" in json.dumps(about["config"])
+
+
+def test_a_score_of_live_images_is_that_of_the_file(tmp_path):
+    pytest.importorskip("torch_fidelity", reason="it comes with hla-zoo[eval]")
+    folder = tiny_pixels(tmp_path / "model")
+    run(settings(tmp_path / "x.npz", model=folder, count=20, batch_size=20), "")
+    sampler = open_sampler(SampleOptions(model=folder, steps=3), "cpu")
+    reference = [noise_images(30, 0)]
+    with pytest.warns(UserWarning, match="biased upwards"):
+        file, live = (
+            score(samples, reference, small_extractor(), FidOptions(workers=0))
+            for samples in (str(tmp_path / "x.npz"), batches(sampler, 20, 20))
+        )
+    assert live["scores"]["fid"] == pytest.approx(file["scores"]["fid"], rel=1e-6)
+    assert file["samples"]["card"]["sampling"]["steps"] == 3 and live["samples"]["card"] is None
 
 
 def test_text_to_image_pipelines(tmp_path):

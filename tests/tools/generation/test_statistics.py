@@ -9,9 +9,9 @@ import torch
 from conftest import run_tool, tiny
 from PIL import Image
 from safetensors.torch import save_file
-from small_images import noise_images, save_npz, small_extractor
+from small_images import SmallNetwork, noise_images, save_npz, small_extractor
 
-from zoo.eval.generation import FidOptions, load_statistics, reference_statistics, score
+from zoo.eval.generation import FidOptions, ModuleExtractor, load_statistics, reference_statistics, score
 from zoo.eval.generation.extract import extract
 from zoo.eval.generation.images import center_crop, open_images
 from zoo.train.loop import Trainer
@@ -73,6 +73,34 @@ def test_saved_statistics_give_the_same_scores(tmp_path):
         for where in (reference, str(tmp_path / "stats.safetensors"))
     )
     assert one == other and one["kid"] is not None
+
+
+class WithPlaces(ModuleExtractor):
+    """The small network with two pixels as its spatial features."""
+
+    def forward(self, images):
+        return super().forward(images)._replace(spatial=images[:, 0, 2, :2].float())
+
+
+def test_sfid_is_the_distance_of_the_spatial_features(tmp_path):
+    images, reference = noise_images(60, 0), noise_images(70, 1, spread=20)
+    extractor = WithPlaces(SmallNetwork(), "places")
+    reference_statistics([reference], extractor, PLAIN).save(tmp_path / "stats.safetensors")
+    places = [x[:, 0, 2, :2].double().numpy() for x in (images, reference)]
+    means, covariances = [p.mean(0) for p in places], [np.cov(p, rowvar=False) for p in places]
+    values = np.linalg.eigvals(covariances[0] @ covariances[1])
+    expected = ((means[0] - means[1]) ** 2).sum() + np.trace(sum(covariances)) - 2 * np.sqrt(values).sum()
+    for where in ([reference], str(tmp_path / "stats.safetensors")):
+        assert score([images], where, extractor, PLAIN)["scores"]["sfid"] == pytest.approx(expected, rel=1e-9)
+    np.savez(
+        tmp_path / "adm.npz",
+        mu=np.zeros(6),
+        sigma=np.eye(6),
+        mu_s=means[1],
+        sigma_s=covariances[1],
+    )
+    named = WithPlaces(SmallNetwork(), "inception")
+    assert score([images], str(tmp_path / "adm.npz"), named, PLAIN)["scores"]["sfid"] == pytest.approx(expected)
 
 
 def test_the_npz_of_adm_is_taken_for_inception_statistics(tmp_path):

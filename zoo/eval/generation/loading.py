@@ -86,6 +86,8 @@ def _whole(where: str, dtype: torch.dtype, device: Any, parts: dict[str, Any]) -
     _check_makes_images(kind)
     pipe: Any = DiffusionPipeline.from_pretrained(where, torch_dtype=dtype, **parts).to(device)
     pipe.set_progress_bar_config(disable=True)
+    if not {"transformer", "unet"} & set(pipe.components):
+        raise ValueError(f"{name} has neither a transformer nor a U-Net, so it cannot be sampled here")
     classes = "class_labels" in inspect.signature(kind.__call__).parameters
     transformer = getattr(pipe, "transformer", None)
     return Opened(name, transformer, getattr(pipe, "vae", None), pipe.scheduler, None if classes else pipe)

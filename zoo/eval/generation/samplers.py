@@ -14,6 +14,10 @@ from torch import Tensor
 from zoo.eval.generation.extractors import weights_hash
 from zoo.eval.generation.loading import config_of
 
+UNWANTED = (  # in pipelines: another size than was asked for; prompts changed by packages that may be there or not
+    "use_resolution_binning",
+    "clean_caption",
+)
 LEARNED = ("learned", "learned_range")
 
 
@@ -158,12 +162,14 @@ class TextSampler:
         if not prompts:
             raise ValueError(f"{type(pipeline).__name__} needs prompts: sample.prompts=FILE with one a line")
         self.pipeline, self.prompts, self.steps, self.seed, self.size = pipeline, prompts, steps, seed, size
+        self.denoiser = getattr(pipeline, "transformer", None) or pipeline.unet
         parameters = inspect.signature(pipeline.__call__).parameters
         self.guidance = parameters["guidance_scale"].default if guidance is None else guidance
-        self.fixed = {"use_resolution_binning": False} if "use_resolution_binning" in parameters else {}
+        self.fixed = {name: False for name in UNWANTED if name in parameters}
         if size is not None:
             packed = 2 if "Flux" in type(pipeline).__name__ else 1  # its latents are packed two by two
-            check_resolution(size, packed * pipeline.transformer.config.patch_size, pipeline.vae_scale_factor)
+            patch = self.denoiser.config.get("patch_size") or 1
+            check_resolution(size, packed * patch, pipeline.vae_scale_factor)
         longest = parameters.get("max_sequence_length")
         check_prompts(pipeline, prompts, longest.default if longest else None)
 
@@ -188,10 +194,11 @@ class TextSampler:
 
     def about(self) -> dict[str, Any]:
         return {
-            **describe(self.pipeline.transformer, self.pipeline.scheduler),
+            **describe(self.denoiser, self.pipeline.scheduler),
             "pipeline": type(self.pipeline).__name__,
             "steps": self.steps,
             "guidance": self.guidance,
+            "fixed": self.fixed,
             "prompts": len(self.prompts),
             "prompts_sha256": hashlib.sha256("\n".join(self.prompts).encode()).hexdigest(),
             "size": self.size,
