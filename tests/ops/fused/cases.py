@@ -35,11 +35,16 @@ def _nan(x: Tensor) -> Tensor:
 
 
 def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
-    """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer."""
+    """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
+    "whole" is "split" with the D x D algebra of a head in one program."""
     with monkeypatch.context() as patch:
         poison(patch)
-        patch.setattr(plan, "splits", lambda *a: int(path == "split"))
-        patch.setattr(plan, "backward_path", lambda *a: path)
+        split = path in ("split", "whole")
+        for name in ("splits", "saves"):
+            patch.setattr(plan, name, lambda *a: int(split))
+        patch.setattr(plan, "backward_path", lambda *a: "split" if split else path)
+        if path == "whole":
+            patch.setattr(plan, "PROGRAMS", 2)
         outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens)
         if packed:
             b, n, h, d = tokens[0].shape

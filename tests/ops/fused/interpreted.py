@@ -30,16 +30,19 @@ CASES = [
     ("hla2", RELU_QK, "split", 37, 72, 72, (2, 2), FULL, "strided"),
     ("hla2", RIDGE, "two_step", 33, 40, 40, (2, 2), FULL, "packed"),
     ("hla2", SCALE, "split", 33, 16, 48, (4, 2), FULL, "contiguous"),
+    ("hla2", PLAIN, "heads", 37, 72, 72, (1, 1), HALF, "packed"),
+    ("hla2", ANCHORED, "whole", 37, 72, 72, (1, 1), HALF, "packed"),
     ("ahla", PLAIN, "two_step", 37, 64, 64, (2, 2), HALF, "packed"),
     ("ahla", ANCHORED, "split", 37, 72, 72, (2, 2), HALF, "packed"),
     ("ahla", RELU_QK, "heads", 37, 40, 16, (4, 2), FULL, "contiguous"),
     ("ahla", RIDGE, "split", 33, 16, 16, (2, 2), FULL, "strided"),
-    ("hla3", PLAIN, "split", 37, 72, 72, (1, 1), HALF, "packed"),
+    ("hla3", PLAIN, "whole", 37, 72, 72, (1, 1), HALF, "packed"),
     ("hla3", ANCHORED, "two_step", 37, 40, 40, (2, 2), FULL, "packed"),
     ("hla3", RELU_QK, "split", 37, 64, 64, (2, 2), HALF, "strided"),
     ("hla3", RIDGE, "heads", 33, 16, 16, (2, 1), FULL, "contiguous"),
     ("polynomial", PLAIN, "heads", 37, 16, 16, (2, 2), FULL, "packed"),
     ("polynomial", RELU_QK, "split", 37, 40, 40, (2, 2), FULL, "strided"),
+    ("polynomial", RELU_QK, "whole", 33, 72, 72, (1, 1), FULL, "packed"),
 ]
 # largest measured: float32 1e-5, float16 5e-4 (its eps is 1e-3)
 TOLERANCE = {FULL: 3e-5, HALF: 1e-3}

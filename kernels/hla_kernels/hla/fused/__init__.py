@@ -41,8 +41,8 @@ def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> int | torch.Sym
     """Length of the float32 buffer that `forward` fills for `backward`: the operators and states of the split path. A
     function of sizes without a branch on B, N and H, so that they may be symbols."""
     w, batch_heads = widths(spec, q.shape[3], v.shape[3]), q.shape[0] * q.shape[2]
-    split = plan.splits(w, batch_heads, q.shape[1])
-    return batch_heads * split * layout(spec, w).floats(q.dtype.itemsize)
+    kept = plan.saves(spec, w, batch_heads, q.shape[1])
+    return batch_heads * kept * layout(spec, w).floats(q.dtype.itemsize)
 
 
 def forward(
@@ -54,11 +54,11 @@ def forward(
 
     call = Call(spec, q, k, v, coefficients)
     o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    buffer = call.buffer(saved_floats(q, k, v, spec))
-    if plan.use_heads(spec, call.w, call.bh, call.n):
+    if plan.use_heads(spec, call.w, call.bh, call.n, save):
         head_forward_call(call, o)
-    else:
-        split_forward_call(call, o, buffer)
+        return o, call.buffer(0)
+    buffer = call.buffer(saved_floats(q, k, v, spec))
+    split_forward_call(call, o, buffer)
     return o, buffer if save else call.buffer(0)
 
 

@@ -28,14 +28,14 @@ def scale_moments(
     kbar = axpy2(z, -1.0 / n, sk, F2)
     qbar = axpy2(z, -1.0 / n, sq, F2)
     if CENTER >= 1 or NORM:
-        mp = rank1(mp, kbar, sv, F2, V2) if ORDER != 2 else mp
+        mp = rank1(mp, kbar, sv, F2, V2) if ORDER != 2 and ORDER != 6 else mp
     if CENTER >= 1:
-        ms = rank1(ms, kbar, sk, F2, F2) if ORDER == 2 or ORDER >= 4 else ms
-        mr = rank1(mr, kbar, sq, F2, F2) if ORDER == 3 or ORDER == 5 else mr
+        ms = rank1(ms, kbar, sk, F2, F2) if ORDER == 2 or ORDER == 4 or ORDER == 5 else ms
+        mr = rank1(mr, kbar, sq, F2, F2) if ORDER == 3 or ORDER >= 5 else mr
     if CENTER == 2 or NORM:
-        mc = rank1(mc, qbar, sv, F2, V2) if ORDER == 2 or ORDER == 5 else mc
+        mc = rank1(mc, qbar, sv, F2, V2) if ORDER == 2 or ORDER >= 5 else mc
     if CENTER == 2:
-        mw = rank1(mw, qbar, sq, F2, F2) if ORDER >= 4 else mw
+        mw = rank1(mw, qbar, sq, F2, F2) if ORDER == 4 or ORDER == 5 else mw
     ms = scale4(ms, s)
     mr = scale4(mr, s)
     if RIDGE:

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import plan
 from .heads import head_backward, head_forward, head_weights
 from .middle import middle, middle_grads_value
-from .middle_key import middle_grads_key, sum_coefficients, sum_groups
+from .middle_key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
 from .spec import ORDERS, Spec, alignment, layout, precisions, strides, widths
 from .split import add_parts, apply, apply_grads, combine, reduce_moments, reduce_readout
 
@@ -49,6 +49,8 @@ class Call:
         self.prec = precisions(q.dtype)
         self.scale = spec.scale_of(self.n)
         self.lay = layout(spec, self.w)
+        # products with C read dM along V, the others dM' along F
+        self.turned = spec.op in ("hla2", "polynomial")
 
     def pick(self, *names: str) -> dict:
         """Some of the flags."""
@@ -60,11 +62,9 @@ class Call:
 
     def middle_sizes(self) -> dict:
         """Constexpr of a D x D kernel."""
-        lay, order = self.lay, self.flags["ORDER"]
+        lay = self.lay
         tiles = {name: self.w[name] for name in ("F1", "F2", "DV", "V1", "V2")}
-        if order >= 4:  # long chains of small blocks spill; one padded block does not
-            tiles |= {"F1": pad(lay.fd), "F2": 0, "V1": pad(lay.dv), "V2": 0}
-        config = plan.middle_config(max(tiles["F1"], tiles["V1"]), tiles["F2"] + tiles["V2"] > 0)
+        config = plan.middle_config(self.w, max(lay.fd, lay.dv), self.bh)
         return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": self.prec["MID"], **config}
 
     def buffer(self, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -103,9 +103,10 @@ def prepare(call: Call, buffer: Tensor) -> Saved:
     a = alignment(q, k, v)
     state, matrix = saved
     partial = state if parts == 1 else call.buffer(parts, call.bh, lay.k)
-    reduce_moments[(call.bh * parts,)](
+    roles = plan.reduce_roles(call.spec, call.w)
+    reduce_moments[(call.bh * parts * roles,)](
         q, k, v, partial, strides(q, a), strides(k, a), strides(v, a), call.n, call.h, call.g, parts, chunk, call.bh,
-        call.scale, spec.ridge, ALIGN=a, FINAL=parts == 1, **call.flags, **call.sizes(), **config,
+        call.scale, spec.ridge, ALIGN=a, FINAL=parts == 1, ROLES=roles, **call.flags, **call.sizes(), **config,
     )  # fmt: skip
     if parts > 1:
         blocks = -(-max(lay.fd * max(lay.fd, lay.dv), 2 * lay.fd + lay.dv) // BLOCK)
@@ -133,7 +134,7 @@ def split_forward_call(call: Call, o: Tensor, buffer: Tensor) -> None:
     saved = prepare(call, buffer)
     q = call.q
     config = plan.apply_config("forward", call.spec.op, call.w, q.dtype)
-    parts, chunk = plan.apply_parts(call.bh, call.n, config["BN"])
+    parts, chunk = plan.apply_parts(call.w, call.bh, call.n, config["BN"])
     a = alignment(q, o)
     apply[(call.bh * parts,)](
         q, o, saved.state, saved.matrix, strides(q, a), strides(o, a), call.n, call.h, parts, chunk, call.spec.eps,
@@ -142,7 +143,7 @@ def split_forward_call(call: Call, o: Tensor, buffer: Tensor) -> None:
 
 
 def readout_grad(call: Call, g: Tensor, saved: Saved) -> Tensor:
-    """dM', dm1 and sum g of every head [B * H, KG]."""
+    """dM, dm1 and sum g of every head [B * H, KG]."""
     q, lay = call.q, call.lay
     config = plan.reduce_config(call.spec, call.w, q.dtype)
     parts, chunk = plan.reduce_parts(call.bh, call.n, config["BN"])
@@ -152,7 +153,8 @@ def readout_grad(call: Call, g: Tensor, saved: Saved) -> Tensor:
     sums = call.spec.mean_path or call.spec.center == "qk"
     reduce_readout[(call.bh * parts,)](
         q, g, saved.state, saved.matrix, partial, strides(q, a), strides(g, a), call.n, call.h, parts, chunk, call.bh,
-        call.spec.eps, SUMS=sums, ALIGN=a, KG=lay.kg, **call.pick("NORM", "FMAP"), **call.sizes(), **config,
+        call.spec.eps, SUMS=sums, ALIGN=a, KG=lay.kg, TURNED=call.turned, **call.pick("NORM", "FMAP"),
+        **call.sizes(), **config,
     )  # fmt: skip
     if parts > 1:
         blocks = -(-lay.kg // BLOCK)
@@ -165,7 +167,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     lay, sizes = call.lay, call.middle_sizes()
     weights = call.buffer(call.bh, lay.kw, dtype=call.q.dtype)
     rows = call.buffer(call.bh, 2 * lay.fd + lay.dv)
-    common = {**sizes, "WOFF": lay.woff, "KW": lay.kw, "KG": lay.kg}
+    common = {**sizes, "WOFF": lay.woff, "KW": lay.kw, "KG": lay.kg, "TURNED": call.turned}
     scalars = (call.n, call.h, call.scale)
     blocks = -(-lay.dv // sizes["BR"])
     middle_grads_value[(call.bh * blocks,)](
@@ -173,11 +175,19 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     )
     blocks = -(-lay.fd // sizes["BR"])
     dc = None if call.coefficients is None else call.buffer(call.b, call.h, blocks, 4)
-    if ORDERS[call.spec.op] > 1 or call.spec.sums:
+    # d coefficients are sums that nearly cancel
+    exact = call.prec["MID"] if call.coefficients is None else call.prec["PREC"]
+    common |= {"EXACT": exact, **call.pick("ORDER", "NORM", "CENTER", "MEAN")}
+    order = ORDERS[call.spec.op]
+    cross = call.buffer(call.bh, lay.fd, lay.fd) if order >= 4 else None
+    if order > 1 or call.spec.sums:
         middle_grads_key[(call.bh * blocks,)](
-            saved.state, grads, weights, rows, call.coefficients, dc, saved.matrix, *scalars,
-            **call.pick("ORDER", "NORM", "CENTER", "MEAN"), **common,
-        )  # fmt: skip
+            saved.state, grads, weights, rows, call.coefficients, dc, saved.matrix, cross, *scalars, **common
+        )
+    if order >= 4:
+        middle_grads_pair[(call.bh * blocks * 2,)](
+            saved.state, grads, weights, call.coefficients, dc, cross, *scalars, **common
+        )
     return weights, rows, dc
 
 
@@ -203,7 +213,7 @@ def apply_grads_call(
     """One launch: dq, dk, dv from the weights of every head."""
     q, k, v, lay = call.q, call.k, call.v, call.lay
     config = plan.apply_config("backward", call.spec.op, call.w, q.dtype)
-    parts, chunk = plan.apply_parts(call.bh, call.n, config["BN"])
+    parts, chunk = plan.apply_parts(call.w, call.bh, call.n, config["BN"])
     a = alignment(q, k, v, g, *outs)
     apply_grads[(call.bh * parts * config["ROLES"],)](
         q, k, v, g, *outs, saved.state, saved.matrix, weights, rows, strides(q, a), strides(k, a), strides(v, a),

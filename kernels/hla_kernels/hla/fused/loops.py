@@ -18,6 +18,7 @@ from .maps import load_features, phi, phi_grad
 from .tiles import (
     axpy2,
     load_rows,
+    load_tail,
     outer4,
     outer4_begin,
     outer4_end,
@@ -74,27 +75,29 @@ def as_row(x):
 
 
 @triton.jit
-def outer_or_trans(acc, a, b, A2: tl.constexpr, B2: tl.constexpr, NATURAL: tl.constexpr, PREC: tl.constexpr):
+def outer_or_trans(
+    acc, a, b, tail, A2: tl.constexpr, B2: tl.constexpr, NATURAL: tl.constexpr, TAIL: tl.constexpr, PREC: tl.constexpr
+):
     """acc + a'b, or acc + b'a when not NATURAL, so that a transformed tile a is operand B."""
     if NATURAL:
-        out = outer4(acc, a, b, A2, B2, PREC)
+        out = outer4(acc, a, b, tail, A2, B2, TAIL, PREC)
     else:
-        out = outer4(acc, b, a, B2, A2, PREC)
+        out = outer4(acc, b, a, tail, B2, A2, False, PREC)
     return out
 
 
 @triton.jit
 def begin(
     A1: tl.constexpr, A2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, NEEDED: tl.constexpr, NATURAL: tl.constexpr,
-    SQUARE: tl.constexpr,
+    SQUARE: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """The accumulator of outer_or_trans, or of square4."""
     if not NEEDED:
         out = zeros4(1, 0, 1, 0)
     elif NATURAL:
-        out = outer4_begin(A1, A2, B1, B2, SQUARE)
+        out = outer4_begin(A1, A2, B1, B2, SQUARE, TAIL)
     else:
-        out = outer4_begin(B1, B2, A1, A2, SQUARE)
+        out = outer4_begin(B1, B2, A1, A2, SQUARE, False)
     return out
 
 
@@ -116,14 +119,20 @@ def sum_moments(
 ):  # fmt: skip
     """(P, S, C, R, W), (sum q, sum k, sum v), dM', sum g over tokens lo..hi; P and C transposed unless NATURAL.
 
-    ONCE: k and v are not read again; let q stay in L2 instead.
+    ONCE: k and v are not read again; let q stay in L2 instead. ORDER 6: C and R, what `polynomial` has beyond hla3.
     """
-    mp = begin(F1, F2, V1, V2, ORDER != 2, NATURAL, False)
-    ms = begin(F1, F2, F1, F2, ORDER == 2 or ORDER >= 4, True, True)
-    mc = begin(F1, F2, V1, V2, ORDER == 2 or ORDER == 5, NATURAL, False)
-    mr = begin(F1, F2, F1, F2, ORDER == 3 or ORDER == 5, True, False)
-    mw = begin(F1, F2, F1, F2, ORDER >= 4, True, True)
-    dm = begin(V1, V2, F1, F2, GRAD, True, False)
+    HAS_P: tl.constexpr = ORDER != 2 and ORDER != 6
+    HAS_S: tl.constexpr = ORDER == 2 or ORDER == 4 or ORDER == 5
+    HAS_C: tl.constexpr = ORDER == 2 or ORDER >= 5
+    HAS_R: tl.constexpr = ORDER == 3 or ORDER >= 5
+    HAS_W: tl.constexpr = ORDER == 4 or ORDER == 5
+    TAIL: tl.constexpr = FMAP == 0 and F2 > 0 and V2 > 0 and F1 >= 64 and V1 >= 64
+    mp = begin(F1, F2, V1, V2, HAS_P, NATURAL, False, TAIL)
+    ms = begin(F1, F2, F1, F2, HAS_S, True, True, TAIL)
+    mc = begin(F1, F2, V1, V2, HAS_C, NATURAL, False, TAIL)
+    mr = begin(F1, F2, F1, F2, HAS_R, True, False, TAIL)
+    mw = begin(F1, F2, F1, F2, HAS_W, True, True, TAIL)
+    dm = begin(V1, V2, F1, F2, GRAD, True, False, TAIL)
     sq = begin_sum(BN, F1, F2, SUMS)
     sk = begin_sum(BN, F1, F2, SUMS)
     sv = begin_sum(BN, V1, V2, SUMS)
@@ -135,30 +144,39 @@ def sum_moments(
         fk = load_features(k + (zero + start) * kn, i, kn, live, FMAP, D, R1, R2, ONCE)
         tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, ONCE)
         fq = load_features(q + (zero + start) * qn, i, qn, live, FMAP, D, R1, R2, False)
-        if ORDER != 2:
-            mp = outer_or_trans(mp, fk, tv, F2, V2, NATURAL, PREC)
-        if ORDER == 2 or ORDER >= 4:
-            ms = square4(ms, fk, F2, PREC)
-        if ORDER == 2 or ORDER == 5:
-            mc = outer_or_trans(mc, fq, tv, F2, V2, NATURAL, PREC)
-        if ORDER == 3 or ORDER == 5:
-            mr = outer4(mr, fk, fq, F2, F2, PREC)
-        if ORDER >= 4:
-            mw = square4(mw, fq, F2, PREC)
+        ek = i
+        eq = i
+        if TAIL and (HAS_P or HAS_S or HAS_R):
+            ek = load_tail(k + (zero + start) * kn, i, kn, live, D, R1)
+        if TAIL and (HAS_C or HAS_W):
+            eq = load_tail(q + (zero + start) * qn, i, qn, live, D, R1)
+        if HAS_P:
+            mp = outer_or_trans(mp, fk, tv, ek, F2, V2, NATURAL, TAIL, PREC)
+        if HAS_S:
+            ms = square4(ms, fk, ek, F2, TAIL, PREC)
+        if HAS_C:
+            mc = outer_or_trans(mc, fq, tv, eq, F2, V2, NATURAL, TAIL, PREC)
+        if HAS_R:
+            mr = outer4(mr, fk, fq, ek, F2, F2, TAIL, PREC)
+        if HAS_W:
+            mw = square4(mw, fq, eq, F2, TAIL, PREC)
         if SUMS:
             sq = add_sum(sq, fq, F2)
             sk = add_sum(sk, fk, F2)
             sv = add_sum(sv, tv, V2)
         if GRAD:
             tg = load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False)
-            dm = outer4(dm, tg, fq, V2, F2, PREC)
+            eg = i
+            if TAIL:
+                eg = load_tail(g + (zero + start) * gn, i, gn, live, DV, V1)
+            dm = outer4(dm, tg, fq, eg, V2, F2, TAIL, PREC)
             if SUMS:
                 sg = add_sum(sg, tg, V2)
-    mp = end(mp, F2, V2, ORDER != 2, NATURAL)
-    ms = end(ms, F2, F2, ORDER == 2 or ORDER >= 4, True)
-    mc = end(mc, F2, V2, ORDER == 2 or ORDER == 5, NATURAL)
-    mr = end(mr, F2, F2, ORDER == 3 or ORDER == 5, True)
-    mw = end(mw, F2, F2, ORDER >= 4, True)
+    mp = end(mp, F2, V2, HAS_P, NATURAL)
+    ms = end(ms, F2, F2, HAS_S, True)
+    mc = end(mc, F2, V2, HAS_C, NATURAL)
+    mr = end(mr, F2, F2, HAS_R, True)
+    mw = end(mw, F2, F2, HAS_W, True)
     sums = (end_sum(sq, F1, F2, SUMS), end_sum(sk, F1, F2, SUMS), end_sum(sv, V1, V2, SUMS))
     return (mp, ms, mc, mr, mw), sums, end(dm, V2, F2, GRAD, True), end_sum(sg, V1, V2, SUMS and GRAD)
 
@@ -171,7 +189,8 @@ def sum_readout(
 ):  # fmt: skip
     """dM' [V, F], dm1 [F], sum g [V] over tokens lo..hi. NORM: g enters divided by the denominator, m [F, V], m1 and
     vbar are read."""
-    dm = begin(V1, V2, F1, F2, True, True, False)
+    TAIL: tl.constexpr = FMAP == 0 and not NORM and F2 > 0 and V2 > 0 and F1 >= 64 and V1 >= 64
+    dm = begin(V1, V2, F1, F2, True, True, False, TAIL)
     dm1 = begin_sum(BN, F1, F2, NORM)
     sg = begin_sum(BN, V1, V2, SUMS)
     i = tl.arange(0, BN)
@@ -186,7 +205,10 @@ def sum_readout(
             total = (eps * rowdot(tg, as_row(vbar), V2) - rowdot(tg, y, V2)) * inverse * inverse
             dm1 = add_sum(dm1, (fq[0].to(tl.float32) * total[:, None], fq[1].to(tl.float32) * total[:, None]), F2)
             fq = ((fq[0] * inverse[:, None]).to(tg[0].dtype), (fq[1] * inverse[:, None]).to(tg[0].dtype))
-        dm = outer4(dm, tg, fq, V2, F2, PREC)
+        eg = i
+        if TAIL:
+            eg = load_tail(g + (zero + start) * gn, i, gn, live, DV, V1)
+        dm = outer4(dm, tg, fq, eg, V2, F2, TAIL, PREC)
         if SUMS:
             sg = add_sum(sg, tg, V2)
     return end(dm, V2, F2, True, True), end_sum(dm1, F1, F2, NORM), end_sum(sg, V1, V2, SUMS)
@@ -247,7 +269,7 @@ def write_grads(
     """dq = read-out + k WR + q WW + v WC', dk = k WS + q WR' + v WP', dv = k WP + q WC, plus rows; w = (WP', WS, WC',
     WR', WW).
 
-    PART 0: all three, 1: dq, 2: dk and dv (what a part does not use is not loaded).
+    PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv (what a part does not use is not loaded).
     """
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
@@ -261,7 +283,7 @@ def write_grads(
         tg = load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False)
         fq = phi(rq, live, FMAP, D, R1, R2)
         fk = phi(rk, live, FMAP, D, R1, R2)
-        if PART != 1:
+        if PART == 0 or PART == 2 or PART == 4:
             gv = zero_rows(BN, V1, V2)
             if ORDER != 2:
                 gv = rowmul(gv, fk, trans4(w[0]), F2, V2, PREC)
@@ -270,6 +292,7 @@ def write_grads(
             if ROW:
                 gv = axpy2(gv, 1.0, as_row(rows[2]), V2)
             store_rows(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
+        if PART == 0 or PART == 2 or PART == 3:
             gk = zero_rows(BN, F1, F2)
             if ORDER != 2:
                 gk = rowmul(gk, tv, w[0], V2, F2, PREC)
@@ -280,7 +303,7 @@ def write_grads(
             if ROW:
                 gk = axpy2(gk, 1.0, as_row(rows[1]), F2)
             store_rows(dk + (zero + start) * dkn, i, dkn, live, phi_grad(rk, gk, live, FMAP, D, R1, R2), D, R1, R2)
-        if PART != 2:
+        if PART < 2:
             gq = query_grad(fq, tg, live, mt, m1, vbar, eps, NORM, F1, F2, V2, BN, PREC)
             if ORDER == 2 or ORDER == 5:
                 gq = rowmul(gq, tv, w[2], V2, F2, PREC)

@@ -47,6 +47,13 @@ def times(x, m, BR: tl.constexpr, K2: tl.constexpr, B1: tl.constexpr, B2: tl.con
 
 
 @triton.jit
+def load_symmetric(ptr, A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr):
+    """A symmetric [A, A] matrix as the right factor of a tf32 product, read along the rows of its transpose: the
+    tensor cores want it so in shared memory."""
+    return load4(ptr, A, A1, A2, A, A1, A2, 1, A)
+
+
+@triton.jit
 def dot_rows(x, y, D2: tl.constexpr):
     """x y for a block of rows x and a vector y: [BR]."""
     return rowdot(x, as_row(y), D2)
@@ -101,7 +108,7 @@ def middle(
             t = rows_of(s + OFF[3], r, BR, FD, FD, F1, F2, FD, 1)
         else:
             si = rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1)
-            t = times(si, load4(s + OFF[4], FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
+            t = times(si, load_symmetric(s + OFF[4], FD, F1, F2), BR, F2, F1, F2, MID)
             if ORDER == 5:
                 t = axpy2(mul2(t, c4, F2), c3, rows_of(s + OFF[3], r, BR, FD, FD, F1, F2, FD, 1), F2)
         m = times(t, load4(s + OFF[0], FD, F1, F2, DV, V1, V2, DV, 1), BR, F2, V1, V2, MID)
@@ -136,7 +143,7 @@ def middle_grads_value(
     state, grads, weights, rows, coefficients, N, H, scale, ORDER: tl.constexpr, CENTER: tl.constexpr,
     MEAN: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
     V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr,
-    BR: tl.constexpr, MID: tl.constexpr,
+    BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows over V: WP' = s (c1 dM' + c3 dM' R + c4 dM' S W), WC' = s c2 dM' S, and the row of dv."""
     BLOCKS: tl.constexpr = (DV + BR - 1) // BR
@@ -146,17 +153,17 @@ def middle_grads_value(
     g = grads + head * KG
     n = N.to(tl.float32)
     c1, c2, c3, c4 = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
-    x = rows_of(g, r, BR, DV, FD, F1, F2, FD, 1)  # dM'_i
+    x = rows_of(g, r, BR, DV, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)  # dM'_i
     if CENTER == 2:
         x = plus_rank1(x, vec(g + DV * FD + FD, r, BR, DV) * (-1.0 / n), load_vec(s + OFF[5], FD, F1, F2), F2)
     w = weights + head * KW
     wp = x
     if ORDER == 2 or ORDER >= 4:
-        y = times(x, load4(s + OFF[1], FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
+        y = times(x, load_symmetric(s + OFF[1], FD, F1, F2), BR, F2, F1, F2, MID)
         if ORDER == 2 or ORDER == 5:
             put_rows(w + WOFF[2], r, BR, DV, FD, F1, F2, mul2(y, scale * c2, F2))
         if ORDER >= 4:
-            wp = times(y, load4(s + OFF[4], FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
+            wp = times(y, load_symmetric(s + OFF[4], FD, F1, F2), BR, F2, F1, F2, MID)
     if ORDER == 3 or ORDER == 5:
         z = times(x, load4(s + OFF[3], FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
         if ORDER == 3:

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from .heads import load_coefficients
-from .middle import dot_rows, mul2, plus_rank1, put_rows, rows_of, state_anchor, times, vec
-from .tiles import axpy2, load4, load_vec, rank1, rowdot, trans4, vecmat, zeros2
+from .middle import dot_rows, load_symmetric, mul2, plus_rank1, put_rows, rows_of, state_anchor, times, vec
+from .tiles import axpy2, load4, load_vec, rank1, rowdot, rowmul, vecmat, zeros2
 
 
 @triton.jit
@@ -15,11 +15,9 @@ def ones_grads(
     OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
     V2: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """(d1, d1_i, p1, p1_i, q1, q1_i): the gradient of m1, and P and C of v = 1 where not centred; _i are rows
-    r..r+BR."""
+    """(d1, d1_i, p1_i, q1, q1_i): the gradient of m1, and P and C of v = 1 where not centred; _i are rows r..r+BR."""
     d1 = zeros2(F1, F2)
     d1i = tl.zeros([BR], tl.float32)
-    p1 = d1
     p1i = d1i
     q1 = d1
     q1i = d1i
@@ -32,31 +30,11 @@ def ones_grads(
         d1 = mul2(vecmat(sv, dmt, V2, F2), -1.0 / n, F2)
         d1i = dot_rows(x, sv, V2) * (-1.0 / n)
     if (NORM or MEAN) and CENTER == 0:
-        p1 = mul2(load_vec(s + OFF[6], FD, F1, F2), scale, F2)
         p1i = scale * vec(s + OFF[6], r, BR, FD)
     if (NORM or MEAN) and CENTER <= 1:
         q1 = mul2(load_vec(s + OFF[5], FD, F1, F2), scale, F2)
         q1i = scale * vec(s + OFF[5], r, BR, FD)
-    return d1, d1i, p1, p1i, q1, q1i
-
-
-@triton.jit
-def third_order(
-    s, x, dmt, pi, zt, d1, d1i, p1, r, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
-):  # fmt: skip
-    """Rows of (dS + dS', dW + dW', dM P', Z'S) for M = S W P: dS = dM P' W, dW = S dM P', Z = dM P'."""
-    pt = load4(s + OFF[0], DV, V1, V2, FD, F1, F2, 1, DV)
-    z = plus_rank1(times(x, pt, BR, V2, F1, F2, MID), d1i, p1, F2)
-    wi = rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1)
-    ds = times(z, load4(s + OFF[4], FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
-    wip = times(wi, load4(s + OFF[0], FD, F1, F2, DV, V1, V2, DV, 1), BR, F2, V1, V2, MID)
-    ds = axpy2(ds, 1.0, plus_rank1(times(wip, dmt, BR, V2, F1, F2, MID), dot_rows(wi, p1, F2), d1, F2), F2)
-    si = rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1)
-    h = times(zt, load4(s + OFF[1], FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
-    sdm = times(si, trans4(dmt), BR, F2, V1, V2, MID)
-    dw = plus_rank1(times(sdm, pt, BR, V2, F1, F2, MID), dot_rows(si, d1, F2), p1, F2)
-    return ds, axpy2(dw, 1.0, h, F2), z, h
+    return d1, d1i, p1i, q1, q1i
 
 
 @triton.jit
@@ -78,19 +56,51 @@ def token_rows(
         if CENTER == 0 and (ORDER == 3 or ORDER == 5):
             row_k += scale * c[2] * dot_rows(rows_of(s + OFF[3], r, BR, FD, FD, F1, F2, 1, FD), d1, F2)
         if CENTER == 0 and ORDER >= 4:
-            sd = vecmat(d1, load4(s + OFF[1], FD, F1, F2, FD, F1, F2, FD, 1), F2, F2)
+            sd = vecmat(d1, load_symmetric(s + OFF[1], FD, F1, F2), F2, F2)
             row_k += scale * c[3] * dot_rows(rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1), sd, F2)
     return row_q, row_k
 
 
+@triton.jit
+def readout_rows(
+    s, g, r, n, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Rows r..r+BR of dM, and dM' whole. TURNED: dM [F, V] is stored, not dM' [V, F]."""
+    SV: tl.constexpr = 1 if TURNED else FD
+    SF: tl.constexpr = DV if TURNED else 1
+    x = rows_of(g, r, BR, FD, DV, V1, V2, SF, SV)
+    dmt = load4(g, DV, V1, V2, FD, F1, F2, SV, SF)
+    if CENTER == 2:
+        sg = mul2(load_vec(g + DV * FD + FD, DV, V1, V2), -1.0 / n, V2)
+        x = plus_rank1(x, vec(s + OFF[5], r, BR, FD), sg, V2)
+        dmt = rank1(dmt, sg, load_vec(s + OFF[5], FD, F1, F2), V2, F2)
+    return x, dmt
+
+
+@triton.jit
+def query_moment_grad(
+    s, x, dmt, d1, d1i, q1, q1i, r, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Rows of C dM' and of C dM' + dM C'."""
+    ci = rows_of(s + OFF[2], r, BR, FD, DV, V1, V2, DV, 1)
+    ct = plus_rank1(times(ci, dmt, BR, V2, F1, F2, EXACT), q1i, d1, F2)
+    full = load4(s + OFF[2], DV, V1, V2, FD, F1, F2, 1, DV)
+    return ct, rowmul(plus_rank1(ct, d1i, q1, F2), x, full, V2, F2, MID)
+
+
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle_grads_key(
-    state, grads, weights, rows, coefficients, dcoefficients, matrix, N, H, scale, ORDER: tl.constexpr,
+    state, grads, weights, rows, coefficients, dcoefficients, matrix, cross, N, H, scale, ORDER: tl.constexpr,
     NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr,
-    KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
+    KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, EXACT: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Rows over F: WS, WR', WW (symmetrised, times s), the rows of dq and dk, and a part of d coefficients."""
+    """Rows over F: WR', WS of hla2, the rows of dq and dk, and Z' = P dM' (cross [B * H, F, F], float32) where
+    `middle_grads_pair` follows. EXACT: the precision of the products that d coefficients sum."""
     BLOCKS: tl.constexpr = (FD + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     r = (tl.program_id(0) % BLOCKS) * BR
@@ -98,51 +108,25 @@ def middle_grads_key(
     g = grads + head * KG
     n = N.to(tl.float32)
     c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
-    x = rows_of(g, r, BR, FD, DV, V1, V2, 1, FD)  # dM_i [BR, V]
-    dmt = load4(g, DV, V1, V2, FD, F1, F2, FD, 1)  # dM' [V, F]
-    if CENTER == 2:
-        sg = mul2(load_vec(g + DV * FD + FD, DV, V1, V2), -1.0 / n, V2)
-        x = plus_rank1(x, vec(s + OFF[5], r, BR, FD), sg, V2)
-        dmt = rank1(dmt, sg, load_vec(s + OFF[5], FD, F1, F2), V2, F2)
-    d1, d1i, p1, p1i, q1, q1i = ones_grads(
+    x, dmt = readout_rows(s, g, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, TURNED)
+    d1, d1i, p1i, q1, q1i = ones_grads(
         g, s, x, dmt, r, n, scale, ORDER, NORM, CENTER, MEAN, OFF, FD, F1, F2, DV, V1, V2, BR
     )
     w = weights + head * KW
-    e0 = 0.0
-    e1 = 0.0
-    e2 = 0.0
-    e3 = 0.0
+    if ORDER == 2:
+        _, ds = query_moment_grad(s, x, dmt, d1, d1i, q1, q1i, r, OFF, FD, F1, F2, DV, V1, V2, BR, MID, MID)
+        put_rows(w + WOFF[1], r, BR, FD, FD, F1, F2, mul2(ds, scale, F2))
     if ORDER >= 3:
         pi = rows_of(s + OFF[0], r, BR, FD, DV, V1, V2, DV, 1)
-        zt = plus_rank1(times(pi, dmt, BR, V2, F1, F2, MID), p1i, d1, F2)  # (P dM')_i
-    if ORDER == 3 or ORDER == 5:
-        put_rows(w + WOFF[3], r, BR, FD, FD, F1, F2, mul2(zt, scale * c[2], F2))
-    if ORDER >= 4:
-        ds, dw, z, h = third_order(s, x, dmt, pi, zt, d1, d1i, p1, r, OFF, FD, F1, F2, DV, V1, V2, BR, MID)
-        put_rows(w + WOFF[4], r, BR, FD, FD, F1, F2, mul2(dw, scale * c[3], F2))
-        ds = mul2(ds, c[3], F2)
-    if ORDER == 5:
-        e0 = tl.sum(rowdot(pi, x, V2)) + tl.sum(p1i * d1i)
-        e2 = tl.sum(rowdot(rows_of(s + OFF[3], r, BR, FD, FD, F1, F2, FD, 1), z, F2))
-        e3 = tl.sum(rowdot(rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1), h, F2))
-    if ORDER == 2 or ORDER == 5:
-        ci = rows_of(s + OFF[2], r, BR, FD, DV, V1, V2, DV, 1)
-        ct = plus_rank1(times(ci, dmt, BR, V2, F1, F2, MID), q1i, d1, F2)  # (C dM')_i
-        full = load4(s + OFF[2], DV, V1, V2, FD, F1, F2, 1, DV)
-        y = axpy2(ct, 1.0, plus_rank1(times(x, full, BR, V2, F1, F2, MID), d1i, q1, F2), F2)
-        if ORDER == 2:
-            ds = y
-        else:
-            ds = axpy2(ds, c[1], y, F2)
-            e1 = tl.sum(rowdot(rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1), ct, F2))
-    if ORDER == 2 or ORDER >= 4:
-        put_rows(w + WOFF[1], r, BR, FD, FD, F1, F2, mul2(ds, scale, F2))
-    if ORDER == 5:
-        p = dcoefficients + (head * BLOCKS + tl.program_id(0) % BLOCKS) * 4
-        tl.store(p, e0)
-        tl.store(p + 1, e1)
-        tl.store(p + 2, e2)
-        tl.store(p + 3, e3)
+        zt = plus_rank1(times(pi, dmt, BR, V2, F1, F2, EXACT), p1i, d1, F2)
+        if ORDER >= 4:
+            put_rows(cross + head * FD * FD, r, BR, FD, FD, F1, F2, zt)
+        if ORDER == 3 or ORDER == 5:
+            put_rows(w + WOFF[3], r, BR, FD, FD, F1, F2, mul2(zt, scale * c[2], F2))
+        if ORDER == 5:
+            p = dcoefficients + (head * BLOCKS + tl.program_id(0) % BLOCKS) * 4
+            tl.store(p, tl.sum(rowdot(pi, x, V2)) + tl.sum(p1i * d1i))
+            tl.store(p + 2, tl.sum(rowdot(rows_of(s + OFF[3], r, BR, FD, FD, F1, F2, 1, FD), zt, F2)))
     mi = x
     if CENTER == 2:
         mi = rows_of(matrix + head * FD * DV, r, BR, FD, DV, V1, V2, DV, 1)
@@ -153,6 +137,55 @@ def middle_grads_key(
     o = rows + head * (2 * FD + DV)
     tl.store(o + i, row_q, mask=i < FD)
     tl.store(o + FD + i, row_k, mask=i < FD)
+
+
+@triton.jit(do_not_specialize=["N", "H", "scale"])
+def middle_grads_pair(
+    state, grads, weights, coefficients, dcoefficients, cross, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
+    KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, EXACT: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """Rows over F of WS and WW for M = S W P, by two programs: s (W Z' + Z W) and s (Z' S + S Z), Z' = P dM' in
+    `cross`.
+
+    polynomial: c4 times these, plus c2 (C dM' + dM C') in WS. S and W are symmetric.
+    """
+    BLOCKS: tl.constexpr = (FD + BR - 1) // BR
+    block = (tl.program_id(0) // 2) % BLOCKS
+    head = (tl.program_id(0) // (2 * BLOCKS)).to(tl.int64)
+    r = block * BR
+    s = state + head * K
+    w = weights + head * KW
+    z = cross + head * FD * FD
+    c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
+    if tl.program_id(0) % 2 == 0:
+        zti = rows_of(z, r, BR, FD, FD, F1, F2, FD, 1)
+        dw = times(zti, load_symmetric(s + OFF[1], FD, F1, F2), BR, F2, F1, F2, EXACT)
+        if ORDER == 5:
+            e = rowdot(rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1), dw, F2)
+            tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 3, tl.sum(e))
+        si = rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1)
+        dw = rowmul(dw, si, load4(z, FD, F1, F2, FD, F1, F2, 1, FD), F2, F2, MID)
+        put_rows(w + WOFF[4], r, BR, FD, FD, F1, F2, mul2(dw, scale * c[3], F2))
+    else:
+        wi = rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1)
+        ds = times(wi, load4(z, FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
+        zi = rows_of(z, r, BR, FD, FD, F1, F2, 1, FD)
+        ds = mul2(rowmul(ds, zi, load_symmetric(s + OFF[4], FD, F1, F2), F2, F2, MID), c[3], F2)
+        if ORDER == 5:
+            g = grads + head * KG
+            n = N.to(tl.float32)
+            x, dmt = readout_rows(s, g, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, TURNED)
+            d1, d1i, _, q1, q1i = ones_grads(
+                g, s, x, dmt, r, n, scale, ORDER, NORM, CENTER, MEAN, OFF, FD, F1, F2, DV, V1, V2, BR
+            )
+            ct, y = query_moment_grad(s, x, dmt, d1, d1i, q1, q1i, r, OFF, FD, F1, F2, DV, V1, V2, BR, MID, EXACT)
+            e = rowdot(rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1), ct, F2)
+            tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 1, tl.sum(e))
+            ds = axpy2(ds, c[1], y, F2)
+        put_rows(w + WOFF[1], r, BR, FD, FD, F1, F2, mul2(ds, scale, F2))
 
 
 @triton.jit(do_not_specialize=["B", "H", "BLOCKS"])

@@ -18,14 +18,26 @@ def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
     return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 2049))
 
 
-def use_heads(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> bool:
-    """Whether the forward is one program per head."""
-    return not splits(w, batch_heads, n)
+def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
+    """1 where a forward that is asked to keeps its moments for the backward. No branch on sizes, as in `splits`."""
+    return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
+
+
+def use_heads(spec: Spec, w: dict[str, int], batch_heads: int, n: int, save: bool) -> bool:
+    """Whether the forward is one program per head. Two-part widths keep less in registers, so only plain calls do, and
+    they keep nothing for a backward, which is faster from saved moments."""
+    if save and saves(spec, w, batch_heads, n):
+        return False
+    if not splits(w, batch_heads, n):
+        return True
+    cut = w["F1"] == w["V1"] == 64 and 0 < w["F2"] <= 16 and 0 < w["V2"] <= 16
+    plain = spec.op != "polynomial" and not mapped(spec) and not spec.sums
+    return cut and plain and batch_heads >= 128 and n <= 2048
 
 
 def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> str:
     """Without saved moments: "heads" (one launch), "two_step" (weights, then tokens) or "split"."""
-    if spec.op == "polynomial" or not use_heads(spec, w, batch_heads, n):
+    if saves(spec, w, batch_heads, n):
         return "split"
     return "heads" if n <= 512 and spec.op != "hla3" else "two_step"
 
@@ -40,7 +52,7 @@ def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtyp
     """Tiles of `head_forward` (BN sums, BO reads out) and `head_backward`."""
     if dtype == torch.float32:
         return {"BN": 32, "BO": 32, "num_warps": 8, "num_stages": 2}
-    bn = 32 if mapped(spec) else 64
+    bn = 32 if mapped(spec) or w["F2"] > 0 else 64
     if direction == "forward":
         return {"BN": bn, "BO": 64, "num_warps": 8 if spec.op == "polynomial" else 4, "num_stages": 3}
     return {"BN": bn, "BO": 64, "num_warps": 4, "num_stages": 2}
@@ -58,9 +70,16 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 2}
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
-    if wide <= 80 and (mapped(spec) or (wide > 64 and spec.op == "hla3")):
-        return {"BN": 32, "num_warps": 4, "num_stages": 3}
-    return {"BN": 64, "num_warps": 8 if wide > 80 or (wide > 64 and spec.op == "polynomial") else 4, "num_stages": 3}
+    if wide > 80:
+        return {"BN": 64, "num_warps": 8, "num_stages": 3}
+    if spec.op == "polynomial" and wide > 64:
+        return {"BN": 64, "num_warps": 4, "num_stages": 2}
+    return {"BN": 32 if mapped(spec) or wide > 64 else 64, "num_warps": 4, "num_stages": 3}
+
+
+def reduce_roles(spec: Spec, w: dict[str, int]) -> int:
+    """2 where the five moments of `polynomial` do not fit in the registers of one program."""
+    return 2 if spec.op == "polynomial" and max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 64 else 1
 
 
 def apply_config(direction: str, op: str, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
@@ -71,15 +90,20 @@ def apply_config(direction: str, op: str, w: dict[str, int], dtype: torch.dtype)
     if direction == "forward":
         return {"BN": 64, "num_warps": 4, "num_stages": 3}
     very = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
-    stages = (1 if op == "polynomial" else 3) if very else 2
-    return {"BN": 64, "num_warps": 8 if very else 4, "num_stages": stages, "ROLES": 2 if wide else 1}
+    third = op in ("hla3", "polynomial")
+    stages = (1 if op == "polynomial" else 3) if very else (3 if op == "hla3" and not wide else 2)
+    return {"BN": 64, "num_warps": 8 if very else 4, "num_stages": stages, "ROLES": 2 if wide or third else 1}
 
 
-def middle_config(width: int, cut: bool) -> dict[str, int]:
-    """Rows and warps of `middle` and its gradients. Chained mma.sync products put every warp on its own 16 rows."""
-    if cut:
+def middle_config(w: dict[str, int], rows: int, batch_heads: int) -> dict[str, int]:
+    """Rows of a block and warps of `middle` and its gradients: a head at once where heads fill the chip."""
+    tile = max(w["F1"], w["V1"])
+    if batch_heads >= PROGRAMS // 2 and tile <= 64:
+        block = 128 if rows > 64 else tile
+        return {"BR": block, "num_warps": 8 if block * tile > 4096 else 4, "num_stages": 1}
+    if w["F2"] + w["V2"] > 0:
         return {"BR": 32, "num_warps": 2, "num_stages": 1}
-    return {"BR": 16, "num_warps": 8 if width > 64 else 4, "num_stages": 1}
+    return {"BR": 16, "num_warps": 8 if tile > 64 else 4, "num_stages": 1}
 
 
 def reduce_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
@@ -90,8 +114,10 @@ def reduce_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
     return -(-n // chunk), chunk
 
 
-def apply_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
-    """(parts, tokens of a part): up to 8 tiles a program while that leaves 8 programs per multiprocessor."""
-    tiles = max(1, min(8, batch_heads * -(-n // bn) // (4 * PROGRAMS)))
+def apply_parts(w: dict[str, int], batch_heads: int, n: int, bn: int) -> tuple[int, int]:
+    """(parts, tokens of a part): up to 8 tiles a program while that leaves 8 programs per multiprocessor; 16 for the
+    large weights of wide heads, 3 where rows do not start on cache lines and more of them have to be under way."""
+    most = 3 if w["F2"] + w["V2"] > 0 else 16 if max(w["F1"], w["V1"]) > 64 else 8
+    tiles = max(1, min(most, batch_heads * -(-n // bn) // (4 * PROGRAMS)))
     chunk = tiles * bn
     return -(-n // chunk), chunk

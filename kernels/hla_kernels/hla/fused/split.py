@@ -33,15 +33,15 @@ def store_state(
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
     """Write the moments (natural orientation) and the token sums of one head."""
-    if ORDER != 2:
+    if ORDER != 2 and ORDER != 6:
         store4(state + OFF[0], m[0], FD, F1, F2, DV, V1, V2, DV, 1)
-    if ORDER == 2 or ORDER >= 4:
+    if ORDER == 2 or ORDER == 4 or ORDER == 5:
         store4(state + OFF[1], m[1], FD, F1, F2, FD, F1, F2, FD, 1)
-    if ORDER == 2 or ORDER == 5:
+    if ORDER == 2 or ORDER >= 5:
         store4(state + OFF[2], m[2], FD, F1, F2, DV, V1, V2, DV, 1)
-    if ORDER == 3 or ORDER == 5:
+    if ORDER == 3 or ORDER >= 5:
         store4(state + OFF[3], m[3], FD, F1, F2, FD, F1, F2, FD, 1)
-    if ORDER >= 4:
+    if ORDER == 4 or ORDER == 5:
         store4(state + OFF[4], m[4], FD, F1, F2, FD, F1, F2, FD, 1)
     if SUMS:
         store_vec(state + OFF[5], sums[0], FD, F1, F2)
@@ -55,26 +55,59 @@ def reduce_moments(
     CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr,
     D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr, FINAL: tl.constexpr,
+    PREC: tl.constexpr, FINAL: tl.constexpr, ROLES: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of one part of one head, state [PARTS, B * H, K]; FINAL (one part): scaled and centred at once."""
-    b, h, part = place(H, PARTS)
+    """Partial sums of one part of one head, state [PARTS, B * H, K]; FINAL (one part): scaled and centred at once.
+
+    ROLES = 2 (polynomial): neighbouring programs sum P, S, W and C, R of the same tokens.
+    """
+    pid = tl.program_id(0) // ROLES
+    b = pid // (H * PARTS)
+    h = pid % H
+    part = (pid // H) % PARTS
     q = at_head(q, qs, b, h, ALIGN)
     k = at_head(k, ks, b, h // G, ALIGN)
     v = at_head(v, vs, b, h // G, ALIGN)
-    SUMS: tl.constexpr = NORM or MEAN or CENTER > 0
+    out = state + (part.to(tl.int64) * heads + b * H + h) * K
     lo = part * chunk
     hi = tl.minimum(lo + chunk, N)
+    n = N.to(tl.float32)
+    tn = (qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN)
+    SUMS: tl.constexpr = NORM or MEAN or CENTER > 0
+    if ROLES == 1:
+        part_moments(
+            q, k, v, tn, out, lo, hi, n, scale, ridge, ORDER, SUMS, NORM, CENTER, RIDGE, FMAP, D, R1, R2, F1, F2, DV,
+            V1, V2, FD, OFF, BN, PREC, FINAL,
+        )  # fmt: skip
+    elif tl.program_id(0) % 2 == 0:
+        part_moments(
+            q, k, v, tn, out, lo, hi, n, scale, ridge, 4, SUMS, NORM, CENTER, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1,
+            V2, FD, OFF, BN, PREC, FINAL,
+        )  # fmt: skip
+    else:
+        part_moments(
+            q, k, v, tn, out, lo, hi, n, scale, ridge, 6, SUMS and FINAL, NORM, CENTER, RIDGE, FMAP, D, R1, R2, F1, F2,
+            DV, V1, V2, FD, OFF, BN, PREC, FINAL,
+        )  # fmt: skip
+
+
+@triton.jit
+def part_moments(
+    q, k, v, tn, out, lo, hi, n, scale, ridge, ORDER: tl.constexpr, SUMS: tl.constexpr, NORM: tl.constexpr,
+    CENTER: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
+    OFF: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    """Sum the moments of one order over tokens lo..hi and write them."""
     m, sums, _, _ = sum_moments(
-        q, k, v, q, qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, qs[1] * ALIGN, lo, hi, ORDER, SUMS, False, FMAP == 0,
-        False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC,
+        q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, SUMS, False, FMAP == 0, False, FMAP, D, R1, R2, F1, F2,
+        DV, V1, V2, BN, PREC,
     )  # fmt: skip
     if FMAP > 0:
         m = (trans4(m[0]), m[1], trans4(m[2]), m[3], m[4])
     if FINAL:
-        m = scale_moments(m, sums, scale, N.to(tl.float32), ridge, ORDER, CENTER, NORM, RIDGE, F1, F2, V2)
-    out = state + (part.to(tl.int64) * heads + b * H + h) * K
-    store_state(out, m, sums, ORDER, SUMS, OFF, FD, F1, F2, DV, V1, V2)
+        m = scale_moments(m, sums, scale, n, ridge, ORDER, CENTER, NORM, RIDGE, F1, F2, V2)
+    store_state(out, m, sums, ORDER, SUMS and ORDER != 6, OFF, FD, F1, F2, DV, V1, V2)
 
 
 @triton.jit
@@ -172,9 +205,9 @@ def reduce_readout(
     q, g, state, matrix, out, qs, gs, N, H, PARTS, chunk, heads, eps, NORM: tl.constexpr, SUMS: tl.constexpr,
     FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
-    K: tl.constexpr, KG: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    K: tl.constexpr, KG: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Partial dM' [V, F], dm1 [F], sum g [V] of one part of one head -> out [PARTS, B * H, KG]."""
+    """Partial dM' [V, F] (TURNED: dM [F, V]), dm1 [F], sum g [V] of one part of one head -> out [PARTS, B * H, KG]."""
     b, h, part = place(H, PARTS)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
@@ -190,7 +223,7 @@ def reduce_readout(
         tl.minimum(lo + chunk, N), m, m1, vbar, eps, NORM, SUMS, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC,
     )  # fmt: skip
     out += (part.to(tl.int64) * heads + head) * KG
-    store4(out, dm, DV, V1, V2, FD, F1, F2, FD, 1)
+    store4(out, dm, DV, V1, V2, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)
     if NORM:
         store_vec(out + DV * FD, dm1, FD, F1, F2)
     if SUMS:
@@ -281,7 +314,7 @@ def apply_grads(
     [B * H, 2 F + V].
 
     ROLES = 2: neighbouring programs write dq, and dk with dv, of the same tokens: half the weights stay resident in
-    each. ROWS_DONE: `head_weights` has centred the rows already.
+    each. ROLES = 3: dq, dk and dv. ROWS_DONE: `head_weights` has centred the rows already.
     """
     pid = tl.program_id(0) // ROLES
     h = pid % H
@@ -307,13 +340,18 @@ def apply_grads(
             tokens, grads, tn, gn, lo, hi, n, eps, state, matrix, weights, rows, 0, ORDER, NORM, CENTER, MEAN, FMAP, D,
             R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
         )  # fmt: skip
-    elif tl.program_id(0) % 2 == 0:
+    elif tl.program_id(0) % ROLES == 0:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, eps, state, matrix, weights, rows, 1, ORDER, NORM, CENTER, MEAN, FMAP, D,
             R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
         )  # fmt: skip
+    elif tl.program_id(0) % ROLES == 1:
+        part_grads(
+            tokens, grads, tn, gn, lo, hi, n, eps, state, matrix, weights, rows, ROLES, ORDER, NORM, CENTER, MEAN, FMAP,
+            D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+        )  # fmt: skip
     else:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, eps, state, matrix, weights, rows, 2, ORDER, NORM, CENTER, MEAN, FMAP, D,
+            tokens, grads, tn, gn, lo, hi, n, eps, state, matrix, weights, rows, 4, ORDER, NORM, CENTER, MEAN, FMAP, D,
             R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
         )  # fmt: skip

@@ -52,16 +52,9 @@ def store_rows(ptr, i, stride, live, x, D: tl.constexpr, D1: tl.constexpr, D2: t
 
 @triton.jit
 def load_block(
-    ptr,
-    A0: tl.constexpr,
-    A1: tl.constexpr,
-    B0: tl.constexpr,
-    B1: tl.constexpr,
-    A,
-    B,
-    SA: tl.constexpr,
+    ptr, A0: tl.constexpr, A1: tl.constexpr, B0: tl.constexpr, B1: tl.constexpr, A, B, SA: tl.constexpr,
     SB: tl.constexpr,
-):
+):  # fmt: skip
     """Block [A0:A0+A1, B0:B0+B1] of an [A, B] matrix with strides (SA, SB), zero outside."""
     i = A0 + tl.arange(0, A1)
     j = B0 + tl.arange(0, B1)
@@ -89,23 +82,14 @@ def load4(
 
 @triton.jit
 def store_block(
-    ptr,
-    x,
-    A0: tl.constexpr,
-    A1: tl.constexpr,
-    B0: tl.constexpr,
-    B1: tl.constexpr,
-    A,
-    B,
-    SA: tl.constexpr,
+    ptr, x, A0: tl.constexpr, A1: tl.constexpr, B0: tl.constexpr, B1: tl.constexpr, A, B, SA: tl.constexpr,
     SB: tl.constexpr,
-):
+):  # fmt: skip
     """Inverse of load_block."""
     i = A0 + tl.arange(0, A1)
     j = B0 + tl.arange(0, B1)
-    tl.store(
-        ptr + i[:, None] * SA + j[None, :] * SB, x.to(ptr.dtype.element_ty), mask=(i < A)[:, None] & (j < B)[None, :]
-    )
+    keep = (i < A)[:, None] & (j < B)[None, :]
+    tl.store(ptr + i[:, None] * SA + j[None, :] * SB, x.to(ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -170,9 +154,16 @@ def zeros2(D1: tl.constexpr, D2: tl.constexpr):
 
 
 @triton.jit
-def outer4(acc, x, y, X2: tl.constexpr, Y2: tl.constexpr, PREC: tl.constexpr):
+def load_tail(ptr, i, stride, live, D: tl.constexpr, D1: tl.constexpr):
+    """Columns D1..D of rows i in 64 columns: the second part of a tile where a product wants 64 rows of it."""
+    c = D1 + tl.arange(0, 64)
+    return tl.load(ptr + i[:, None] * stride + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0)
+
+
+@triton.jit
+def outer4(acc, x, y, tail, X2: tl.constexpr, Y2: tl.constexpr, TAIL: tl.constexpr, PREC: tl.constexpr):
     """acc + x'y over the tokens of a tile, block 21 kept transposed until `outer4_end`: 64 rows make it a wgmma, 16
-    would not.
+    would not. TAIL: block 22 likewise from `load_tail` of x, its rows folded by `outer4_end`.
 
     Transformed tiles belong in y (operand A stays as it was loaded).
     """
@@ -183,19 +174,29 @@ def outer4(acc, x, y, X2: tl.constexpr, Y2: tl.constexpr, PREC: tl.constexpr):
     if X2 > 0:
         a21 = tl.dot(tl.trans(y[0]), x[1], a21, input_precision=PREC)
     if X2 > 0 and Y2 > 0:
-        a22 = tl.dot(tl.trans(x[1] + 0.0), y[1] + 0.0, a22, input_precision=PREC)  # + 0.0: see square4
+        a22 = corner(a22, x, y, tail, TAIL, PREC)
     return a11, a12, a21, a22
 
 
 @triton.jit
-def square4(acc, x, X2: tl.constexpr, PREC: tl.constexpr):
+def corner(acc, x, y, tail, TAIL: tl.constexpr, PREC: tl.constexpr):
+    """acc + x2'y2."""
+    if TAIL:
+        acc = tl.dot(tl.trans(tail), y[1], acc, input_precision=PREC)
+    else:
+        # + 0.0: one load in two operand layouts would not be pipelined, and 16 columns cost nothing to copy
+        acc = tl.dot(tl.trans(x[1] + 0.0), y[1] + 0.0, acc, input_precision=PREC)
+    return acc
+
+
+@triton.jit
+def square4(acc, x, tail, X2: tl.constexpr, TAIL: tl.constexpr, PREC: tl.constexpr):
     """acc + x'x; block 21 is the transpose of block 12 and not computed."""
     a11, a12, _, a22 = acc
     a11 = tl.dot(tl.trans(x[0]), x[0], a11, input_precision=PREC)
     if X2 > 0:
         a12 = tl.dot(tl.trans(x[0]), x[1], a12, input_precision=PREC)
-        # + 0.0: one load in two operand layouts would not be pipelined, and 16 columns cost nothing to copy
-        a22 = tl.dot(tl.trans(x[1] + 0.0), x[1] + 0.0, a22, input_precision=PREC)
+        a22 = corner(a22, x, x, tail, TAIL, PREC)
     return a11, a12, a12, a22
 
 
@@ -203,15 +204,22 @@ def square4(acc, x, X2: tl.constexpr, PREC: tl.constexpr):
 def outer4_end(acc, X2: tl.constexpr):
     """The matrix that `outer4` or `square4` summed."""
     a21 = acc[2]
+    a22 = acc[3]
     if X2 > 0:
         a21 = tl.trans(acc[2])
-    return acc[0], acc[1], a21, acc[3]
+        if acc[3].shape[0] > X2:
+            a22 = tl.sum(tl.reshape(acc[3], [acc[3].shape[0] // X2, X2, acc[3].shape[1]]), 0)
+    return acc[0], acc[1], a21, a22
 
 
 @triton.jit
-def outer4_begin(A1: tl.constexpr, A2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, SQUARE: tl.constexpr):
+def outer4_begin(
+    A1: tl.constexpr, A2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, SQUARE: tl.constexpr, TAIL: tl.constexpr
+):
     """The zero accumulator of `outer4`, or of `square4`."""
     m11, m12, m21, m22 = zeros4(A1, A2, B1, B2)
+    if TAIL and A2 > 0 and B2 > 0:
+        m22 = tl.zeros([64, B2], tl.float32)
     if SQUARE:
         m21 = m12
     elif A2 > 0:
