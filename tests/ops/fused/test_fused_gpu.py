@@ -24,8 +24,10 @@ RIDGE = {"ridge": 0.3, "center": "qk", "scale": 0.003}
 OPS = ("linear_attention", "hla2", "ahla", "hla3")
 # op, options, dtype, (B, H, Hk, D, Dv); 128 heads of D = 64 take the one-program forms up to N = 2048
 MANY, WIDE, ODD, GROUPED = (32, 4, 4, 64, 64), (2, 2, 2, 128, 128), (2, 2, 2, 72, 72), (2, 4, 2, 88, 64)
+MANY_ODD = (16, 12, 12, 72, 72)  # the D x D algebra of a head in one program
 CASES = [
     *((op, {}, BF16, MANY) for op in OPS),
+    *((op, {}, BF16, MANY_ODD) for op in OPS),
     *((op, RELU_QK, BF16, MANY) for op in OPS),
     *((op, ANCHORED, FP16, ODD) for op in OPS),
     *((op, ANCHORED, FP32, (2, 2, 2, 40, 40)) for op in OPS),
@@ -69,6 +71,19 @@ def test_error_and_bits(monkeypatch, case):
             assert torch.equal(a, b), (n, name)
             errors = relative_error(a, t), relative_error(c, t)
             assert errors[0] <= 2 * errors[1], (n, name, *errors)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_inference(monkeypatch, op):
+    """Without gradients D = 72 takes the one-program form too."""
+    for n in (17, 333, 1025):
+        x, _ = make(n, BF16, MANY_ODD)
+        truth, torch_form = (getattr(hk, op)(*y, impl="torch") for y in ([t.double() for t in x], x))
+        with monkeypatch.context() as patch:
+            poison(patch)
+            first, second = (getattr(hk, op)(*x, impl="triton") for _ in range(2))
+        assert torch.equal(first, second)
+        assert relative_error(first, truth) <= 2 * relative_error(torch_form, truth)
 
 
 @pytest.mark.parametrize("sizes", (MANY, ODD), ids=("heads", "split"))
