@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zoo.eval.generation.extract import Extracted, extract
+from zoo.eval.generation.extract import Extracted, extract, rank_and_world
 from zoo.eval.generation.extractors import INCEPTION, Extractor
 from zoo.eval.generation.images import open_images
 from zoo.eval.generation.scores import (
@@ -122,7 +122,7 @@ def _card(
     for name in ("kid", "precision_recall", "inception_score"):
         one = details.get(name, {})
         scores |= {k: one.pop(k) for k in VALUES if k in one}
-    for note in notes:
+    for note in notes if rank_and_world()[0] == 0 else []:
         warnings.warn(note, stacklevel=3)
     about = {key: _describe(one) for key, one in (("samples", samples), ("reference", reference))}
     about["samples"]["card"] = _neighbour(path)
