@@ -83,6 +83,12 @@ def test_errors_are_one_sentence_and_status_two(name, words, sentence):
         ("convert", ["model.name=vit_tiny_patch16_224", "model.mixer=ahla"], "out=FOLDER"),
         ("convert", ["model.mixer=ahla", "out=x"], "model.name is empty"),
         ("convert", ["model.name=swin_tiny_patch4_window7_224", "model.mixer=ahla", "out={tmp}"], "(?i)swin"),
+        ("convert", ["diffusers={tmp}", "model.mixer=la", "out={tmp}"], "there is no diffusers model"),
+        (
+            "convert",
+            ["diffusers={tmp}", "model.name=a", "model.mixer=la", "out={tmp}"],
+            "goes with mixer, mixer_options",
+        ),
         ("evaluate_imagenet", ["data.source=folder", "eval.models=[a]"], "there is no checkpoint a"),
         ("demo", ["epoch=3"], "Did you mean 'epochs'"),
     ],

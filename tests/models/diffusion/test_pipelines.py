@@ -10,6 +10,7 @@ import torch
 from tiny_diffusers import CASES, build, host, noise
 
 import zoo
+from zoo.backbones.diffusion.folders import convert_folder
 
 SMALL_VAE = {
     "block_out_channels": (8,),
@@ -131,3 +132,29 @@ def test_other_denoisers_are_refused(kind):
     thing = diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()) if kind == "pipeline" else unet
     with pytest.raises(ValueError, match=r"cannot convert UNet2DModel.*Supported: DiTTransformer2DModel, Flux"):
         zoo.convert(thing)
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "transformer"])
+def test_folders_are_converted(kind, tmp_path):
+    pipe, arguments = pipeline("dit")
+    saved = pipe if kind == "pipeline" else pipe.transformer
+    saved.save_pretrained(tmp_path / "softmax")
+    report = convert_folder(str(tmp_path / "softmax"), tmp_path / "ahla", "ahla", keep_softmax=[0], gate=True)
+    assert len(report.swapped) == 2
+    zoo.convert(pipe, "ahla", keep_softmax=[0], gate=True)
+    if kind == "pipeline":
+        again = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "ahla")
+    else:
+        again = pipeline("dit")[0]
+        again.register_modules(transformer=zoo.HLADiTTransformer2DModel.from_pretrained(tmp_path / "ahla"))
+    assert torch.equal(image(again, arguments), image(pipe, arguments))
+    more = convert_folder(str(tmp_path / "ahla"), tmp_path / "half", "la", "bf16", layers=[0])
+    assert [row.new for row in more.rows] == ["la", "ahla", "ahla"]
+
+
+def test_folders_that_hold_no_model_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="there is no diffusers model"):
+        convert_folder(str(tmp_path), tmp_path / "out", "ahla")
+    (tmp_path / "config.json").write_text('{"_class_name": "DiTTransformer3DModel"}')
+    with pytest.raises(ValueError, match=r"unknown model class 'DiTTransformer3DModel'.*mean 'DiTTransformer2DModel'"):
+        convert_folder(str(tmp_path), tmp_path / "out", "ahla")
