@@ -8,14 +8,9 @@ from accelerate import cpu_offload
 from diffusers.models.attention_processor import AttnProcessor2_0, PAGIdentitySelfAttnProcessor2_0
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from diffusers.training_utils import EMAModel
-from tiny_diffusers import CASES, close, converted, gradients, host, inputs, noise, run, sites
+from tiny_diffusers import CASES, cast, close, converted, gradients, host, inputs, noise, run, sites
 
 import zoo
-
-
-def cast(arguments: dict, dtype: torch.dtype) -> dict:
-    floats = {k: v.to(dtype) for k, v in arguments.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-    return {**arguments, **floats}
 
 
 @pytest.mark.parametrize("name", ["dit", "sana", "wan", "sd35", "flux"])

@@ -163,3 +163,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """Assert equality up to rounding in float32."""
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def cast(arguments: dict, dtype: torch.dtype) -> dict:
+    """The arguments of a forward pass with floating-point tensors in `dtype`."""
+    floats = {k: v.to(dtype) for k, v in arguments.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    return {**arguments, **floats}

@@ -1,0 +1,103 @@
+"""Converted diffusers models on a GPU: bit equality, DiT-XL/2, Inductor, offloading."""
+
+import copy
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+from test_pipelines import image, pipeline, vae
+from tiny_diffusers import CASES, build, cast, close, converted, gradients, host, inputs, noise, run
+
+import zoo
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def on_gpu(arguments: dict, dtype: torch.dtype = torch.float32) -> dict:
+    return {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in cast(arguments, dtype).items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("sana")])
+def test_softmax_is_the_host(name, dtype):
+    wanted = host(name).to("cuda", dtype)
+    model = copy.deepcopy(wanted)
+    zoo.convert(model, "softmax")
+    assert torch.equal(run(model, on_gpu(inputs(name), dtype)), run(wanted, on_gpu(inputs(name), dtype)))
+
+
+@pytest.mark.parametrize("mixer", ["la", "ahla"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_result_is_that_of_the_cpu(name, mixer):
+    model = converted(name, mixer, gate=True, depthwise="v")
+    wanted = run(model, inputs(name))
+    wanted.square().mean().backward()
+    theirs = gradients(model)
+    model = model.cuda()
+    model.zero_grad()
+    found = run(model, on_gpu(inputs(name)))
+    torch.testing.assert_close(found.cpu(), wanted, rtol=2e-3, atol=2e-3)
+    found.square().mean().backward()
+    for n, g in gradients(model).items():
+        assert (g.cpu() - theirs[n]).norm() <= 5e-3 * theirs[n].norm() + 1e-5, n
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_dit_xl_2_in_bfloat16(size):
+    """Output and gradients against float32, with checkpointing; evaluation mode, since training drops labels."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = DiTTransformer2DModel(sample_size=size, out_channels=8, num_embeds_ada_norm=1000).eval()
+    zoo.convert(model, "ahla", depthwise="v", gate=True)
+    labels = {"timestep": torch.tensor([3, 800]), "class_labels": torch.tensor([1, 2])}
+    arguments = on_gpu({"hidden_states": noise(2, 4, size, size), **labels})
+    model.enable_gradient_checkpointing()
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model.zero_grad()
+        o = run(model.to(dtype), cast(arguments, dtype)).float()
+        o.square().mean().backward()
+        results.append((o.detach(), {n: g.float() for n, g in gradients(model).items() if ".attn1." in n}))
+    (exact, theirs), (found, grads) = results
+    assert (found - exact).norm() < 0.05 * exact.norm()
+    assert len(grads) == 28 * 12
+    for n, g in grads.items():
+        assert g.isfinite().all() and (g - theirs[n]).norm() <= 0.15 * theirs[n].norm() + 1e-6, n
+
+
+@pytest.mark.parametrize("name", ["dit", "wan", "flux"])
+def test_blocks_compile_with_inductor(name):
+    model = converted(name, "ahla", gate=True, depthwise="v").cuda()
+    wanted = run(model, on_gpu(inputs(name)))
+    wanted.square().mean().backward()
+    theirs = gradients(model)
+    model.zero_grad()
+    torch._dynamo.reset()
+    model.compile_repeated_blocks(fullgraph=True)
+    found = run(model, on_gpu(inputs(name)))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    found.square().mean().backward()
+    for n, g in gradients(model).items():
+        assert (g - theirs[n]).norm() <= 5e-3 * theirs[n].norm() + 1e-5, n
+
+
+def test_pipelines_offload_to_the_cpu():
+    transformer = build(CASES["dit"], num_embeds_ada_norm=1000)
+    pipe = DiTPipeline(transformer, vae(), DDIMScheduler())
+    zoo.convert(pipe, "poly", gate=True, depthwise="v")
+    arguments = pipeline("dit")[1]
+    wanted = image(pipe.to("cuda"), arguments)
+    for enable in (pipe.enable_model_cpu_offload, pipe.enable_sequential_cpu_offload):
+        pipe.to("cpu")
+        enable()
+        assert torch.equal(image(pipe, arguments), wanted)
+        pipe.remove_all_hooks()
+
+
+@pytest.mark.parametrize("name", ["pixart", "wan", "sd35", "flux"])
+def test_group_offload(name):
+    model = converted(name, "poly", gate=True, depthwise="v")
+    with torch.no_grad():
+        wanted = run(copy.deepcopy(model).cuda(), on_gpu(inputs(name)))
+        model.enable_group_offload(torch.device("cuda"), offload_type="leaf_level")
+        close(run(model, on_gpu(inputs(name))), wanted)
