@@ -57,12 +57,15 @@ def test_dit_xl_2_in_bfloat16(size):
         model.zero_grad()
         o = run(model.to(dtype), cast(arguments, dtype)).float()
         o.square().mean().backward()
-        results.append((o.detach(), {n: g.float() for n, g in gradients(model).items() if ".attn1." in n}))
-    (exact, theirs), (found, grads) = results
+        grads = {n: g.float() for n, g in gradients(model).items() if ".attn1." in n}
+        results.append((o.detach(), grads))
+    (exact, theirs), (found, ours) = results
     assert (found - exact).norm() < 0.05 * exact.norm()
-    assert len(grads) == 28 * 12
-    for n, g in grads.items():
-        assert g.isfinite().all() and (g - theirs[n]).norm() <= 0.15 * theirs[n].norm() + 1e-6, n
+    assert len(ours) == 28 * 12 and all(g.isfinite().all() and g.any() for g in ours.values())
+    kinds = {n.split(".attn1.")[1] for n in ours}
+    for kind in kinds:
+        a, b = (torch.stack([g for n, g in grads.items() if n.endswith(kind)]) for grads in (ours, theirs))
+        assert (a - b).norm() < 0.1 * b.norm(), kind
 
 
 @pytest.mark.parametrize("name", ["dit", "wan", "flux"])
