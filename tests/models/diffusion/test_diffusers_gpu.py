@@ -62,10 +62,11 @@ def test_dit_xl_2_in_bfloat16(size):
     (exact, theirs), (found, ours) = results
     assert (found - exact).norm() < 0.05 * exact.norm()
     assert len(ours) == 28 * 12 and all(g.isfinite().all() and g.any() for g in ours.values())
-    kinds = {n.split(".attn1.")[1] for n in ours}
-    for kind in kinds:
+    errors = {}
+    for kind in {n.split(".attn1.")[1] for n in ours}:
         a, b = (torch.stack([g for n, g in grads.items() if n.endswith(kind)]) for grads in (ours, theirs))
-        assert (a - b).norm() < 0.1 * b.norm(), kind
+        errors[kind] = ((a - b).norm() / b.norm()).item()
+    assert max(errors.values()) < 0.1, errors
 
 
 @pytest.mark.parametrize("name", ["dit", "wan", "flux"])
