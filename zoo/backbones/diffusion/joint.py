@@ -104,8 +104,9 @@ class JointSite(DiffusionSite):
             return (o[:, n:], o[:, :n]) if text_first else (o[:, : o.shape[1] - n], o[:, o.shape[1] - n :])
         turn_text, turn = (rotation(rows, image[0].shape[-1]) for rows in split_rows(rotary, n, text_first))
         o = self.mixer(*image, replace(ctx, rotate=turn)).to(image[0].dtype)
-        q, k = (turn(t) if turn else t for t in image[:2])
-        text_q, text_k = (turn_text(t) if turn_text else t for t in text[:2])
+        q, k, text_q, text_k = *image[:2], *text[:2]
+        if turn is not None and turn_text is not None:
+            q, k, text_q, text_k = turn(q), turn(k), turn_text(text_q), turn_text(text_k)
         text_o = attend(text_q, torch.cat([text_k, k], dim=1), torch.cat([text[2], image[2]], dim=1))
         return join_text(q, k, o, text_k, text[2]), text_o
 
