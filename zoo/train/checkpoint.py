@@ -16,25 +16,69 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.train.model import WEIGHTS, Recipe, fill, read_weights, save_weights
+from zoo import config
+from zoo.train.model import WEIGHTS, fill, read_weights, save_tensors
+from zoo.train.settings import CHANGEABLE
 
 EMA_WEIGHTS = "ema.safetensors"
 STATE = "state.pt"
+CONFIG = "config.yaml"
+
+
+def check_folder(settings: Any) -> None:
+    """Raise ValueError when `run.folder` holds a run and `run.resume` is not set, or one with another
+    configuration."""
+    folder = Path(settings.run.folder)
+    file = folder / CONFIG
+    if not file.exists() and last_checkpoint(settings):
+        raise ValueError(f"{folder} holds checkpoints but no {CONFIG}: choose another run.folder")
+    if not file.exists():
+        return
+    if not settings.run.resume:
+        raise ValueError(
+            f"{folder} already holds a run; set run.resume=true to continue it or choose another run.folder"
+        )
+    changed = config.differences(config.load(type(settings), file), settings, ignore=CHANGEABLE)
+    if changed:
+        raise ValueError(f"{folder} holds a run with another configuration; they differ in {', '.join(changed)}")
+
+
+def begin_folder(settings: Any) -> None:
+    """Write the configuration of a new run, once everything it names was found."""
+    file = Path(settings.run.folder) / CONFIG
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        config.save(settings, file)
+
+
+def last_checkpoint(settings: Any) -> Path | None:
+    """The newest checkpoint to continue from, or None for a run that begins."""
+    found = list_checkpoints(Path(settings.run.folder) / "checkpoints")
+    return found[-1] if found else None
 
 
 def save_checkpoint(
-    folder: Path, step: int, model: nn.Module, ema: nn.Module | None, recipe: Recipe, state: dict[str, Any], keep: int
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    ema: nn.Module | None,
+    header: dict[str, str],
+    state: dict[str, Any],
+    keep: int,
 ) -> Path:
-    """Write the checkpoint of a step into `folder` and delete all but the newest `keep`. Returns its path."""
+    """Write the checkpoint of a step into `folder` and delete all but the newest `keep`. Returns its path.
+
+    header: of the files of weights.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob("writing-*"):  # by a run that was killed
         shutil.rmtree(left)
     final = folder / f"step-{step:08d}"
     temporary = Path(tempfile.mkdtemp(prefix="writing-", dir=folder))
     temporary.chmod(0o755)  # mkdtemp makes it private
-    save_weights(model, recipe, temporary / WEIGHTS)
+    save_tensors(model.state_dict(), header, temporary / WEIGHTS)
     if ema is not None:
-        save_weights(ema, recipe, temporary / EMA_WEIGHTS)
+        save_tensors(ema.state_dict(), header, temporary / EMA_WEIGHTS)
     torch.save(state, temporary / STATE)
     for file in temporary.iterdir():
         _sync(file)

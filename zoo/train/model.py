@@ -114,11 +114,21 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"the checkpoint {file} is truncated or damaged: {error}") from error
 
 
+def header_of(recipe: Recipe) -> dict[str, str]:
+    """The header of a file of weights, from which `read_recipe` gets the recipe again."""
+    return {HEADER: json.dumps(asdict(recipe)), "format": "pt"}
+
+
+def save_tensors(tensors: dict[str, Tensor], header: dict[str, str], file: Path) -> None:
+    """Write tensors as a safetensors file that is complete or as it was."""
+    kept = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    with replacing(file) as temporary:
+        save_file(kept, temporary, metadata=header)
+
+
 def save_weights(model: nn.Module, recipe: Recipe, file: Path) -> None:
     """Write the weights of `model` with `recipe` in the header; the file is complete or as it was."""
-    tensors = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
-    with replacing(file) as temporary:
-        save_file(tensors, temporary, metadata={HEADER: json.dumps(asdict(recipe)), "format": "pt"})
+    save_tensors(model.state_dict(), header_of(recipe), file)
 
 
 def load_model(path: str | Path) -> tuple[nn.Module, Recipe]:

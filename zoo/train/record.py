@@ -1,4 +1,4 @@
-"""The files of a run: metrics.jsonl, one JSON object a line, always; and whole files, written in full or not at all."""
+"""The files of a run: metrics.jsonl, one JSON object a line, always; curves; and files written in full or not at all."""
 
 import contextlib
 import json
@@ -58,3 +58,26 @@ def read_rows(file: Path) -> list[Row]:
             if number < len(lines):
                 raise ValueError(f"line {number} of {file} is damaged") from error
     return rows
+
+
+def draw_curves(runs: dict[str, list[Row]], file: Path, key: str = "top1", title: str = "top-1 accuracy (%)") -> None:
+    """Loss and the evaluation called `key` over images seen, one line a run (named by its key), as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for name, rows in runs.items():
+        train = [row for row in rows if row["kind"] == "train"]
+        found = [row for row in rows if row["kind"] == "eval"]
+        left.plot([r["images_seen"] for r in train], [r["loss"] for r in train], label=name)
+        right.plot([r["images_seen"] for r in found], [r[key] for r in found], label=name, marker=".")
+    left.set(xlabel="images seen", ylabel="training loss")
+    right.set(xlabel="images seen", ylabel=title)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    right.legend(frameon=False, fontsize=8)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)

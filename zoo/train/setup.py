@@ -1,54 +1,17 @@
-"""What a run needs before its first step: its folder, data, model, objective, in this order."""
+"""What a classification run needs before its first step: data, model, objective, in this order."""
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from accelerate import Accelerator
 from timm.data import Mixup
 from torch import nn
 
-from zoo import config
 from zoo.data import BatchPlan, Images, InputSpec, open_images, open_sources
 from zoo.data.samples import seed_everything
 from zoo.data.settings import DataSettings
-from zoo.train.checkpoint import list_checkpoints
 from zoo.train.losses import Classification, create_mixup
 from zoo.train.model import Recipe, load_model, read_recipe, start, timm_classes
-from zoo.train.settings import CHANGEABLE, TrainSettings
-
-CONFIG = "config.yaml"
-
-
-def check_folder(settings: TrainSettings) -> None:
-    """Raise ValueError when `run.folder` holds a run and `run.resume` is not set, or one with another
-    configuration."""
-    folder = Path(settings.run.folder)
-    file = folder / CONFIG
-    if not file.exists() and last_checkpoint(settings):
-        raise ValueError(f"{folder} holds checkpoints but no {CONFIG}: choose another run.folder")
-    if not file.exists():
-        return
-    if not settings.run.resume:
-        raise ValueError(
-            f"{folder} already holds a run; set run.resume=true to continue it or choose another run.folder"
-        )
-    changed = config.differences(config.load(TrainSettings, file), settings, ignore=CHANGEABLE)
-    if changed:
-        raise ValueError(f"{folder} holds a run with another configuration; they differ in {', '.join(changed)}")
-
-
-def begin_folder(settings: TrainSettings) -> None:
-    """Write the configuration of a new run, once everything it names was found."""
-    file = Path(settings.run.folder) / CONFIG
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        config.save(settings, file)
-
-
-def last_checkpoint(settings: TrainSettings) -> Path | None:
-    """The newest checkpoint to continue from, or None for a run that begins."""
-    found = list_checkpoints(Path(settings.run.folder) / "checkpoints")
-    return found[-1] if found else None
+from zoo.train.settings import TrainSettings
 
 
 @dataclass

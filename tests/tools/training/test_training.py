@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from timm.utils import ModelEmaV3
 from torch import nn
 
-import zoo.train.loop as loop
 from zoo import config
 from zoo.train.loop import Trainer
 from zoo.train.losses import distillation_loss
@@ -79,7 +78,7 @@ def test_average_of_weights_is_the_recurrence_and_a_loadable_file(tmp_path, monk
         update(self, model, step)
         seen.append({k: v.clone() for k, v in model.state_dict().items()})
 
-    monkeypatch.setattr(loop.ModelEmaV3, "update", record)
+    monkeypatch.setattr(ModelEmaV3, "update", record)
     Trainer(tiny(tmp_path, **STEPS, optim={"ema": 0.9, "ema_warmup": False})).train()
     expected = copy.deepcopy(seen[0])  # the first update copies
     for state in seen[1:]:
@@ -146,14 +145,14 @@ def test_clipping_is_counted_and_non_finite_steps_are_skipped_then_refused(tmp_p
     result = Trainer(tiny(tmp_path / "a", **STEPS, optim={"clip": 1e-6})).train()
     assert result["clipped"] == 5
     poison = {"left": 2}
-    original = Trainer._loss
+    original = Trainer.loss
 
     def loss(self, batch):
         value = original(self, batch)
         poison["left"] -= 1
         return value * float("nan") if poison["left"] >= 0 else value
 
-    monkeypatch.setattr(Trainer, "_loss", loss)
+    monkeypatch.setattr(Trainer, "loss", loss)
     result = Trainer(tiny(tmp_path / "b", **STEPS)).train()
     assert result["skipped"] == 2 and result["skipped_in_a_row"] == 0
     assert all(torch.isfinite(v).all() for v in weights(tmp_path / "b").values())

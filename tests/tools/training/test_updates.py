@@ -27,9 +27,9 @@ STEPS = {"schedule": {"epochs": 1}, "data": {"batch_size": 100}}  # 10 steps
 
 def poison(monkeypatch, steps):
     """Make the loss of these steps (counted from 0) not a number."""
-    original = Trainer._loss
+    original = Trainer.loss
     monkeypatch.setattr(
-        Trainer, "_loss", lambda self, batch: original(self, batch) * (float("nan") if self.step in steps else 1.0)
+        Trainer, "loss", lambda self, batch: original(self, batch) * (float("nan") if self.step in steps else 1.0)
     )
 
 

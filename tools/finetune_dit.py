@@ -1,0 +1,34 @@
+"""Train a class-conditional diffusion transformer, from scratch or from a softmax checkpoint, with any mixer.
+
+    python tools/finetune_dit.py configs/dit/digits.yaml
+    python tools/finetune_dit.py configs/dit/digits_finetune.yaml model.checkpoint=runs/digits_dit model.mixer=ahla
+    accelerate launch tools/finetune_dit.py configs/dit/dit_xl_256_finetune.yaml data.train=LATENTS data.val=VAL_LATENTS
+
+On pixels (small images) or on latents of tools/extract_latents.py. Several processes: start it with `accelerate launch`
+(DDP, FSDP2 or DeepSpeed as its configuration says) or `torchrun`. Continue an interrupted run with run.resume=true;
+`--dry-run` does one step of everything in a folder of its own. The last line of the output is the result as JSON, also
+in result.json of the run folder.
+"""
+
+import json
+from typing import Any
+
+from zoo import config
+from zoo.train.diffusion.loop import DiffusionRun
+from zoo.train.diffusion.settings import DiffusionSettings
+
+USAGE = "usage: finetune_dit.py [--dry-run] [CONFIG.yaml] [section.key=value ...]"
+
+
+def main(words: list[str]) -> dict[str, Any]:
+    """Train as the words of the command line say. Returns the result (validation losses); raises ValueError."""
+    if config.wants_help(words, __doc__, USAGE, DiffusionSettings):
+        return {}
+    result = DiffusionRun(config.from_command_line(DiffusionSettings, words)).train()
+    if result:
+        print(json.dumps(result), flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    config.command_line(main)

@@ -1,0 +1,81 @@
+"""Batches of cached latents, read from memory-mapped shards."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from zoo.data.latents.manifest import NULL, open_tensors, read_manifest, shard_name
+from zoo.data.plan import BatchPlan
+
+LABELS = "class_labels"  # the name of the argument of the model
+
+
+class Clean(NamedTuple):
+    """Clean samples: x0 [B, C, H, W] float32, the conditions by the name of the model's argument, and their numbers;
+    `bad` are those of images that could not be read and were replaced."""
+
+    x0: Tensor
+    condition: dict[str, Tensor]
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    bad: list[int]
+
+    def unreadable(self) -> list[int]:
+        """The numbers of the images that could not be read."""
+        return self.bad
+
+
+class Latents:
+    """A complete folder of latents as a set of samples.
+
+    Raises ValueError for latents of another VAE than `vae` (if given), and for flips that were not stored.
+    """
+
+    def __init__(self, folder: str, vae: str, hflip: float, seed: int, device: torch.device) -> None:
+        self.manifest = manifest = read_manifest(folder)
+        if vae and manifest.vae != vae:
+            raise ValueError(f"the latents {folder} are of another VAE: {manifest.vae}, the run's is {vae}")
+        if hflip and not manifest.flip:
+            raise ValueError(f"{folder} holds no latents of mirrored images: set data.hflip=0 or extract them")
+        self.hflip, self.seed, self.device = hflip, seed, device
+        self.starts = np.cumsum([0, *manifest.shards])
+        self.shards = [open_tensors(Path(folder) / shard_name(i)) for i in range(len(manifest.shards))]
+        self.names = [k for k in self.shards[0].keys() if k not in ("latents", "flipped")]  # noqa: SIM118
+        self.null = {k: v.to(device) for k, v in load_file(Path(folder) / NULL).items()} if manifest.text else {}
+        if manifest.classes:
+            self.null = {LABELS: torch.tensor(len(manifest.classes), device=device)}
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Clean]:
+        """The parts of the steps [first, last) that the plan gives to this process, some of them mirrored."""
+        for step in range(first, last):
+            _, numbers = plan.step_images(step)
+            mirrored = np.random.default_rng((self.seed, step)).random(plan.batch_size) < self.hflip
+            for part in range(plan.parts):
+                where = plan.part_slice(part)
+                yield self._read(numbers[where], mirrored[where])
+
+    def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Clean]:
+        """Every sample of this process once, in order, not mirrored."""
+        numbers = np.arange(rank, len(self), world)
+        for start in range(0, len(numbers), batch_size):
+            part = numbers[start : start + batch_size]
+            yield self._read(part, np.zeros(len(part), bool))
+
+    def _read(self, numbers: np.ndarray, mirrored: np.ndarray) -> Clean:
+        rows = [self._row(int(n), bool(m)) for n, m in zip(numbers, mirrored, strict=True)]
+        x0 = torch.stack([row["latents"] for row in rows]).float().to(self.device)
+        condition = {k: torch.stack([row[k] for row in rows]).to(self.device) for k in self.names}
+        return Clean(x0, condition, torch.from_numpy(numbers), [])
+
+    def _row(self, number: int, mirrored: bool) -> dict[str, Tensor]:
+        at = int(np.searchsorted(self.starts, number, side="right")) - 1
+        shard, row = self.shards[at], number - int(self.starts[at])
+        latents = shard.get_slice("flipped" if mirrored else "latents")[row]
+        return {"latents": latents, **{k: shard.get_slice(k)[row] for k in self.names}}

@@ -1,0 +1,290 @@
+"""The training core: what every run does, whatever it trains. A kind of run says what its model, batches and loss are.
+
+From scratch and from a checkpoint are one path, and so are one process and several (accelerate). Everything that a step
+draws is a function of (seed, step, process, part), so that an interrupted run continues bit for bit.
+"""
+
+import contextlib
+import json
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import AverageMeter, ModelEmaV3
+from torch import Tensor, nn
+
+from zoo.config import leaves
+from zoo.data import BatchPlan, check_unreadable
+from zoo.data.progress import progress
+from zoo.data.samples import seed_everything
+from zoo.train.checkpoint import begin_folder, check_folder, last_checkpoint, load_checkpoint, save_checkpoint
+from zoo.train.optim import create_optimizer, new_parameters
+from zoo.train.record import Record, draw_curves, read_rows, replacing
+from zoo.train.update import Updater
+
+METRICS = "metrics.jsonl"
+RESULT = "result.json"
+
+
+class Run(ABC):
+    """One run. `train` carries it out, or what is left of it, and returns its result, also written to result.json.
+
+    settings: with the sections optim, run and log.  model: what is trained, on the device, also its attributes after
+    `accelerator.prepare`.  plan: which samples each step sees.  last_step: number of steps.  metric: the key of the
+    evaluation that the curves show, and what it is.
+
+    Raises ValueError for settings that contradict themselves, the data or a checkpoint; RuntimeError when training
+    fails.
+    """
+
+    model: nn.Module
+    plan: BatchPlan
+    last_step: int
+    metric: tuple[str, str]
+    header: dict[str, str]  # of the weights in checkpoints
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self.folder = Path(settings.run.folder)
+        self.accelerator = accelerator = _accelerator(settings)
+        if accelerator.is_main_process:
+            check_folder(settings)
+        accelerator.wait_for_everyone()
+        self.set_up()
+        optim = settings.optim
+        self.ema = ema = ModelEmaV3(self.model, decay=optim.ema, use_warmup=optim.ema_warmup) if optim.ema else None
+        optimizer = create_optimizer(self.model, optim)
+        self.schedule = self.create_schedule(optimizer)
+        self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
+        self.forward = self.compiled() if settings.run.compile else self.wrapped
+        self.update = Updater(accelerator, self.model, self.optimizer, ema, optim.clip, settings.run.max_skipped)
+        self.meters: dict[str, AverageMeter] = {}  # of the losses, since the last line of the record
+        self.step, self.seconds = 0, 0.0
+        self.bad: set[int] = set()
+        self._continue(last_checkpoint(settings))
+        if accelerator.is_main_process:
+            begin_folder(settings)
+            self.begin()
+
+    # What a kind of run says
+
+    @abstractmethod
+    def set_up(self) -> None:
+        """Set model (on the device), plan, last_step, metric and header. Raises ValueError for what does not fit."""
+
+    def begin(self) -> None:  # noqa: B027  most have nothing to add
+        """Write into the folder of a run that begins or continues, on the main process."""
+
+    @abstractmethod
+    def create_schedule(self, optimizer: torch.optim.Optimizer) -> Scheduler:
+        """The learning rate, in steps."""
+
+    @abstractmethod
+    def batches(self, first: int, last: int) -> Iterator[Any]:
+        """The parts of the steps [first, last) for this process; each can tell which of its samples are unreadable."""
+
+    @abstractmethod
+    def loss(self, batch: Any) -> Tensor:
+        """The loss of one part, a scalar; `note` the numbers that the record shall show."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, Any]:
+        """The row of an evaluation, kind "eval"."""
+
+    @abstractmethod
+    def due(self, what: str) -> bool:
+        """Whether the step just done is followed by an "eval" or a "checkpoint". The last one is, by both."""
+
+    @abstractmethod
+    def save(self) -> str:
+        """Write the final weights, each file or folder complete or not at all; returns what the model is."""
+
+    def show(self) -> None:  # noqa: B027  most have nothing to show
+        """Show what the run can do by now, if it is time to."""
+
+    def compiled(self) -> Any:
+        """The model for training, compiled."""
+        return torch.compile(self.wrapped)
+
+    # What every run does
+
+    @property
+    def main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def train(self) -> dict[str, Any]:
+        """Carry out the steps that are left. Returns the last evaluation with images_seen, seconds and more."""
+        settings = self.settings
+        self.record = Record(self.folder / METRICS, self.step) if self.main else None
+        if settings.log.trackers:
+            self.accelerator.init_trackers(
+                settings.log.project, config={k: str(v) for k, v in leaves(settings).items()}
+            )
+        batches = self.batches(self.step, self.last_step)
+        clock = _Clock(self.step)
+        steps = range(self.step, self.last_step)
+        self.wrapped.train()
+        for _ in progress(steps, f"training {self.folder.name}", self.last_step, self.step) if self.main else steps:
+            self._train_step(batches)
+            if self.step % settings.log.every == 0 or self.step == self.last_step:
+                self.update.settle(self.step)  # waits for the device, so that the clock stops after the work
+                self.write(self._training_row(clock.images_per_second(self.step, self.plan.batch_size)))
+                self.meters.clear()
+                self.seconds += clock.restart(self.step)
+            if self.due("eval"):
+                self.write(self.evaluate())
+                self.seconds += clock.restart(self.step)
+            self.show()
+            if self.due("checkpoint"):
+                self._save_checkpoint()
+        return self._finish()
+
+    def _train_step(self, batches: Iterator[Any]) -> None:
+        """Forward and backward over the parts of one step, then the update."""
+        self.schedule.step_update(self.step)
+        for part in range(self.plan.parts):
+            batch = next(batches)
+            self._note_unreadable(batch)
+            # after the batch was read: reading in this process draws from the same generators
+            seed_everything(self.settings.run.seed, self.step, self.accelerator.process_index, part)
+            last = part == self.plan.parts - 1
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
+                self.accelerator.backward(self.loss(batch) / self.plan.parts)
+        if self.step == 0:
+            self._check_gradients()
+        self.step += 1
+        self.update(self.step)
+
+    def note(self, name: str, value: Tensor, n: int) -> None:
+        """Let the mean `value` of n samples flow into the record of the losses."""
+        self.meters.setdefault(name, AverageMeter()).update(value.detach(), n)
+
+    def _check_gradients(self) -> None:
+        idle = [name for name, p in new_parameters(self.model).items() if p.requires_grad and p.grad is None]
+        if idle:
+            raise RuntimeError(f"these new parameters receive no gradient: {', '.join(idle)}")
+
+    def _note_unreadable(self, batch: Any) -> None:
+        new = set(batch.unreadable()) - self.bad
+        if new:
+            self.bad |= new
+            print(
+                f"skipped {len(new)} unreadable images, such as number {min(new)}; {len(self.bad)} so far", flush=True
+            )
+            check_unreadable(len(self.bad), self.plan.n_images)
+
+    def _training_row(self, speed: float) -> dict[str, Any]:
+        norm, counts = self.update.norm, self.update.counts
+        return {
+            "kind": "train",
+            **{name: total / count for name, (total, count) in self._totals().items()},
+            "lr": max(group["lr"] for group in self.optimizer.param_groups),
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "clipped_part": counts["clipped"] / self.step,
+            "skipped": counts["skipped"],
+            "unreadable": len(self.bad),
+            "images_per_second": speed,
+        }
+
+    def _totals(self) -> dict[str, tuple[float, int]]:
+        """(sum, the mean over processes; number of samples) of each meter."""
+        out = {}
+        for name, meter in self.meters.items():
+            total = torch.as_tensor(meter.sum, device=self.accelerator.device, dtype=torch.float32)
+            out[name] = float(self.accelerator.reduce(total, "mean")), meter.count
+        return out
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Add a row to the record and the trackers."""
+        images = self.step * self.plan.batch_size
+        row = {"step": self.step, "epoch": self.step / self.plan.steps_per_epoch, "images_seen": images, **row}
+        if self.record is None:
+            return
+        self.record.write(row)
+        if self.settings.log.trackers:
+            numbers = {f"{row['kind']}/{k}": v for k, v in row.items() if isinstance(v, (int, float))}
+            self.accelerator.log(numbers, step=self.step)
+
+    def _save_checkpoint(self) -> None:
+        self.update.settle(self.step)
+        totals = self._totals()
+        self.accelerator.wait_for_everyone()
+        if self.main:
+            scaler = self.accelerator.scaler
+            state = {
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": scaler.state_dict() if scaler is not None else None,
+                "step": self.step,
+                "seconds": self.seconds,
+                "counts": self.update.counts,
+                "meters": {name: list(total) for name, total in totals.items()},
+                "bad": sorted(self.bad),
+            }
+            ema = self.ema.module if self.ema else None
+            where, keep = self.folder / "checkpoints", self.settings.run.keep
+            save_checkpoint(where, self.step, self.model, ema, self.header, state, keep)
+
+    def _continue(self, checkpoint: Path | None) -> None:
+        if checkpoint is None:
+            return
+        state = load_checkpoint(checkpoint, self.model, self.ema.module if self.ema else None)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.bad, self.update.counts = set(state["bad"]), state["counts"]
+        for name, (total, count) in state["meters"].items():
+            self.meters[name] = meter = AverageMeter()
+            meter.sum, meter.count = torch.tensor(total, device=self.accelerator.device), count
+        self.accelerator.print(f"continuing {self.folder} at step {self.step} of {self.last_step}", flush=True)
+
+    def _finish(self) -> dict[str, Any]:
+        """Write the final weights, the curves and the result."""
+        self.accelerator.wait_for_everyone()
+        result: dict[str, Any] = {}
+        if self.main:
+            about = self.save()
+            rows = read_rows(self.folder / METRICS)
+            last = next(row for row in reversed(rows) if row["kind"] == "eval")
+            result = {"model": about, **last, "seconds": round(self.seconds, 2)}
+            result |= {**self.update.counts, "train_unreadable": len(self.bad)}
+            with replacing(self.folder / RESULT) as temporary:
+                temporary.write_text(json.dumps(result, indent=1) + "\n")
+            draw_curves({self.folder.name: rows}, self.folder / "curves.png", *self.metric)
+        self.accelerator.end_training()
+        return result
+
+
+def _accelerator(settings: Any) -> Accelerator:
+    on_cpu = not torch.accelerator.is_available()
+    if on_cpu and settings.run.precision == "fp16":  # accelerate would train in float32 without a word
+        raise ValueError("run.precision=fp16 needs a GPU, and there is none here; use bf16 or fp32")
+    return Accelerator(
+        mixed_precision={"fp32": "no"}.get(settings.run.precision, settings.run.precision),
+        log_with=settings.log.trackers or None,
+        project_dir=Path(settings.run.folder),
+        cpu=on_cpu,  # accelerate starts several CPU processes only when told so
+    )
+
+
+class _Clock:
+    """Time since the last restart."""
+
+    def __init__(self, step: int) -> None:
+        self.restart(step)
+
+    def images_per_second(self, step: int, batch_size: int) -> float:
+        return (step - self.step) * batch_size / (time.perf_counter() - self.began)
+
+    def restart(self, step: int) -> float:
+        """Seconds since the last restart."""
+        now = time.perf_counter()
+        passed = now - getattr(self, "began", now)
+        self.began, self.step = now, step
+        return passed

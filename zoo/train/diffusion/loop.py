@@ -1,0 +1,237 @@
+"""A diffusion run: class-conditional or text-to-image, from scratch or from a checkpoint, on the training core."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.scheduler.scheduler import Scheduler
+from torch import Tensor
+
+from zoo.data import BatchPlan
+from zoo.data.latents.reading import LABELS, Clean
+from zoo.data.samples import seed_everything
+from zoo.eval.results import write_json
+from zoo.train.core import Run
+from zoo.train.diffusion import model as models
+from zoo.train.diffusion.data import Samples, open_samples
+from zoo.train.diffusion.model import AVERAGE, PART, Wanted
+from zoo.train.diffusion.noising import create_objective
+from zoo.train.diffusion.samples import extra_arguments, fixed_noise, predict, sample, save_grid
+from zoo.train.diffusion.settings import DiffusionSettings
+from zoo.train.diffusion.teacher import Teacher
+from zoo.train.optim import create_schedule
+from zoo.train.record import replacing
+from zoo.train.settings import ScheduleSettings
+
+SAMPLES = "samples"
+ABOUT = "input.json"  # what the model was trained on
+ADAPTERS = "adapters.safetensors"
+
+
+class DiffusionRun(Run):
+    """One run of `DiffusionSettings`; see `Run`. The folder gets the model and its average as folders of diffusers,
+    the scheduler that samples from them, the grids and the record."""
+
+    settings: DiffusionSettings
+    metric = ("val_loss", "validation loss")
+
+    def set_up(self) -> None:
+        settings, accelerator = self.settings, self.accelerator
+        data = settings.data
+        self.samples: Samples = open_samples(data, settings.run.seed, accelerator.device)
+        self.objective = create_objective(settings.objective)
+        self.plan = BatchPlan(
+            n_images=self.samples.n_train,
+            batch_size=data.batch_size,
+            seed=settings.run.seed,
+            rank=accelerator.process_index,
+            world=accelerator.num_processes,
+            parts=settings.optim.accumulate,
+        )
+        self.last_step = settings.schedule.steps
+        channels, size, _ = self.samples.shape
+        classes = len(self.samples.classes) or None
+        wanted = Wanted(channels, channels * self.objective.outputs, size, classes)
+        self._check_source()
+        seed_everything(settings.run.seed)
+        model, host = models.start(settings.model, wanted)
+        if settings.lora.rank:
+            models.add_adapters(model, settings.lora.rank, settings.lora.alpha, settings.lora.targets)
+        if settings.model.checkpointing:
+            model.enable_gradient_checkpointing()
+        self.model: Any = model.to(accelerator.device)
+        self.teacher = self._teacher(host, wanted)
+        self.extra = extra_arguments(model)
+        self.header = {"format": "pt"}
+
+    def begin(self) -> None:
+        write_json(self.samples.about, self.folder / ABOUT)
+
+    def _check_source(self) -> None:
+        """A checkpoint of a run must have been trained on the same kind of data."""
+        source = Path(self.settings.model.checkpoint)
+        file = next((f / ABOUT for f in (source, source.parent) if (f / ABOUT).is_file()), None)
+        if not self.settings.model.checkpoint or file is None:
+            return
+        theirs, ours = json.loads(file.read_text()), self.samples.about
+        for key, what in (("space", "space"), ("vae", "VAE"), ("classes", "classes")):
+            if theirs.get(key) != ours.get(key):
+                raise ValueError(
+                    f"{source} was trained with another {what}: {theirs.get(key)!r}, the data has {ours.get(key)!r}"
+                )
+
+    def _teacher(self, host: Any, wanted: Wanted) -> Teacher | None:
+        settings = self.settings
+        name = settings.distill.teacher
+        if not name:
+            return None
+        if name == "source":
+            if not settings.model.checkpoint:
+                raise ValueError("distill.teacher=source has no trained source: the run starts from random weights")
+            if host is None:
+                raise ValueError(
+                    f"distill.teacher=source has no softmax source: {settings.model.checkpoint} is converted already; "
+                    "name the teacher's run folder instead"
+                )
+        else:
+            host = models.load_transformer(name)
+            models.check(host, wanted, f"the teacher {name}")
+        return Teacher(host.to(self.accelerator.device), self.model, settings.distill)
+
+    def create_schedule(self, optimizer: torch.optim.Optimizer) -> Scheduler:
+        given = self.settings.schedule
+        rates = {"warmup_lr": given.warmup_lr, "min_lr": given.min_lr}
+        one_step_an_epoch = ScheduleSettings(given.name, given.steps, given.warmup_steps, **rates)
+        return create_schedule(optimizer, one_step_an_epoch, 1)
+
+    def compiled(self) -> Any:
+        """Block by block: one compilation serves all blocks, and grids and validation go on uncompiled."""
+        for model in (self.model, self.teacher.model) if self.teacher else (self.model,):
+            for block in model.transformer_blocks:
+                block.compile()
+        return self.wrapped
+
+    def batches(self, first: int, last: int) -> Iterator[Clean]:
+        return self.samples.train(self.plan, first, last)
+
+    def loss(self, batch: Clean) -> Tensor:
+        x0, n = batch.x0, len(batch.x0)
+        noise, t = torch.randn_like(x0), self.objective.draw(n, x0.device)
+        condition = self._dropped(batch.condition, torch.rand(n, device=x0.device) < self.settings.data.drop)
+        inputs = self.objective.noised(x0, noise, t), self.objective.timestep(t), condition, self.extra
+        with self.accelerator.autocast():
+            if self.teacher is None:
+                output = predict(self.forward, *inputs)
+            else:
+                with self.teacher.listen():
+                    output = predict(self.forward, *inputs)
+                added = self.teacher.losses(output, x0.shape[1], lambda model: predict(model, *inputs))
+        losses = self.objective.losses(output, x0, noise, t)
+        total = losses.loss.mean()
+        self.note("loss", losses.mse.mean(), n)
+        if losses.loss is not losses.mse:
+            self.note("bound", (losses.loss - losses.mse).mean(), n)
+        if self.teacher is not None:
+            for name, (weight, value) in added.items():
+                self.note(name, value, n)
+                total = total + weight * value
+        return total
+
+    def _dropped(self, condition: dict[str, Tensor], where: Tensor) -> dict[str, Tensor]:
+        """The conditions with those of the samples in `where` [B] replaced by none."""
+        null = self.samples.null
+        return {
+            k: torch.where(where.view(-1, *[1] * (v.ndim - 1)), null[k].to(v.dtype), v) for k, v in condition.items()
+        }
+
+    def due(self, what: str) -> bool:
+        run = self.settings.run
+        every = run.eval_steps if what == "eval" else run.checkpoint_steps
+        return self.step % every == 0 or self.step == self.last_step
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Any]:
+        """The squared error of noise or velocity on validation samples, of the model and of its average, at times and
+        with noise that depend on the sample's number only."""
+        accelerator, row = self.accelerator, {"kind": "eval"}
+        n = min(self.settings.data.val_images or self.samples.n_val, self.samples.n_val)
+        totals = {prefix: torch.zeros(2, device=accelerator.device, dtype=torch.float64) for prefix in self._models()}
+        where = accelerator.process_index, accelerator.num_processes
+        for batch in self.samples.evaluation(self.plan.part_size, *where):
+            keep = (batch.index < n).to(batch.x0.device)
+            if not keep.any():
+                break
+            found = self._validation_errors(batch)
+            for prefix, errors in found.items():
+                totals[prefix] += torch.stack([errors[keep].double().sum(), keep.sum()])
+        for prefix, total in totals.items():
+            summed = accelerator.reduce(total, "sum")
+            row[f"{prefix}val_loss"] = float(summed[0] / summed[1])
+        return {**row, "val_images": n}
+
+    def _models(self) -> dict[str, Any]:
+        return {"": self.model} if self.ema is None else {"": self.model, "ema_": self.ema.module}
+
+    def _validation_errors(self, batch: Clean) -> dict[str, Tensor]:
+        x0, seed = batch.x0, self.settings.run.seed
+        noise = torch.cat([fixed_noise(1, x0.shape[1:], int(i) + (seed + 1) * 10**7) for i in batch.index]).to(x0)
+        # the golden ratio spreads the times of any first n samples evenly
+        t = self.objective.spread((batch.index.double() * 0.6180339887498949 % 1).float()).to(x0.device)
+        inputs = self.objective.noised(x0, noise, t), self.objective.timestep(t), batch.condition, self.extra
+        out = {}
+        for prefix, model in self._models().items():
+            training = model.training
+            model.eval()
+            with self.accelerator.autocast():
+                output = predict(model, *inputs)
+            model.train(training)
+            out[prefix] = self.objective.losses(output, x0, noise, t).mse
+        return out
+
+    def show(self) -> None:
+        every = self.settings.sample.every
+        if every and self.main and (self.step % every == 0 or self.step == self.last_step):
+            self.draw_samples()
+
+    def draw_samples(self) -> None:
+        """Write the grid of this step, and show it to the trackers."""
+        settings = self.settings.sample
+        device = self.accelerator.device
+        model: Any = self.ema.module if self.ema else self.model
+        noise = fixed_noise(settings.count, self.samples.shape, self.settings.run.seed).to(device)
+        condition = self._fixed_conditions(settings.count)
+        training = model.training
+        model.eval()
+        with self.accelerator.autocast():
+            scheduler, null = self.objective.scheduler(), self.samples.null
+            x = sample(model, scheduler, noise, condition, null, settings.steps, settings.guidance)
+        model.train(training)
+        grid = save_grid(self.samples.pictures(x), self.folder / SAMPLES / f"step-{self.step:08d}.png")
+        for tracker in self.accelerator.trackers:
+            tracker.log_images({"samples": grid[None]}, step=self.step)
+
+    def _fixed_conditions(self, n: int) -> dict[str, Tensor]:
+        """Every class in turn, or the prompts of the first validation samples."""
+        if self.samples.classes:
+            return {LABELS: torch.arange(n, device=self.accelerator.device) % len(self.samples.classes)}
+        parts: list[dict[str, Tensor]] = []
+        for batch in self.samples.evaluation(1, 0, 1):
+            parts.append(batch.condition)
+            if len(parts) == n:
+                break
+        return {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
+
+    def save(self) -> str:
+        from safetensors.torch import save_file
+
+        models.save_transformer(models.merged(self.model), self.folder / PART)
+        if self.ema:
+            models.save_transformer(models.merged(self.ema.module), self.folder / AVERAGE)
+        if self.settings.lora.rank:
+            with replacing(self.folder / ADAPTERS) as temporary:
+                save_file({k: v.cpu().contiguous() for k, v in models.adapter_weights(self.model).items()}, temporary)
+        self.objective.scheduler().save_pretrained(self.folder / "scheduler")
+        mixer = self.settings.model.mixer
+        return f"{type(self.model).__name__} with the mixer {mixer}" if mixer else type(self.model).__name__

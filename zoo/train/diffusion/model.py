@@ -1,0 +1,231 @@
+"""The transformer of a run: built or loaded, converted at the start, adapted, saved as a folder of diffusers."""
+
+import copy
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diffusers
+import torch
+from torch import nn
+
+import zoo
+from zoo.convert import backbone_of, swap
+from zoo.names import unknown_name
+from zoo.train.diffusion.settings import KINDS, DenoiserSettings
+
+PART = "transformer"  # the folder of the model in a run and in a pipeline
+AVERAGE = "transformer_ema"
+
+
+class Wanted(NamedTuple):
+    """What data and objective ask of a model: channels of input and output, side of the input, number of classes (None
+    for prompts)."""
+
+    channels: int
+    outputs: int
+    size: int
+    classes: int | None
+
+
+def start(settings: DenoiserSettings, wanted: Wanted) -> tuple[Any, Any]:
+    """(model, host) to start a run with: `host` is the model before its mixers were changed, None if it has some.
+
+    Raises ValueError for a checkpoint with other channels or another number of classes, a size that the patches do not
+    divide, and for a mixer on a checkpoint that has been converted to another one.
+    """
+    model = _loaded(settings) if settings.checkpoint else _fresh(settings, wanted)
+    check(model, wanted, settings.checkpoint or f"model.kind={settings.kind}")
+    without_label_dropout(model)
+    if hasattr(model, "hla_config"):
+        _check_mixer(model, settings)
+        return model, None
+    host = copy.deepcopy(model)
+    if settings.mixer:
+        swap(model, settings.mixer, keep_softmax=settings.keep_softmax or None, **settings.mixer_options)
+    return model, host
+
+
+def _loaded(settings: DenoiserSettings) -> Any:
+    model = load_transformer(settings.checkpoint)
+    for key, value in settings.kwargs.items():
+        if model.config.get(key) != value:
+            raise ValueError(f"{settings.checkpoint} has {key}={model.config.get(key)!r}, model.kwargs say {value!r}")
+    return model
+
+
+def _check_mixer(model: Any, settings: DenoiserSettings) -> None:
+    """A converted checkpoint goes on as it is: the settings must ask for nothing, or for what it has."""
+    if not settings.mixer:
+        return
+    have = model.config.conversions
+    step = {"mixer": settings.mixer, "keep_softmax": settings.keep_softmax, "options": settings.mixer_options}
+    want = [{k: v for k, v in step.items() if v}]
+    if [dict(s) for s in have] != want:
+        raise ValueError(
+            f"{settings.checkpoint} is converted already, by {json.dumps(have)}; "
+            "leave model.mixer empty to go on with it"
+        )
+
+
+def load_transformer(where: str | Path) -> Any:
+    """The transformer in a folder (of a run, a pipeline, or its own) or on the hub, in float32. Raises ValueError."""
+    path = Path(where)
+    if not path.is_dir():
+        return _from(str(where), {})
+    if (path / PART).is_dir():
+        path = path / PART
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} holds no transformer: expected config.json of diffusers or a folder {PART}")
+    return _from(str(path), {})
+
+
+def _from(where: str, more: dict[str, Any]) -> Any:
+    try:
+        config = diffusers.DiTTransformer2DModel.load_config(where, **more)
+    except OSError as error:
+        if not more and not Path(where).is_dir():
+            return _from(where, {"subfolder": PART})  # a pipeline on the hub
+        raise ValueError(f"there is no checkpoint {where}: {str(error).splitlines()[0]}") from error
+    name = config["_class_name"]
+    home: Any = zoo if name.startswith("HLA") else diffusers
+    allowed = [*KINDS.values(), *(f"HLA{kind}" for kind in KINDS.values())]
+    if name not in allowed:
+        raise unknown_name("class of a transformer", name, allowed)
+    try:
+        return getattr(home, name).from_pretrained(where, **more, torch_dtype=torch.float32)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"the checkpoint {where} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _fresh(settings: DenoiserSettings, wanted: Wanted) -> Any:
+    cls = getattr(diffusers, KINDS[settings.kind])
+    given = {"in_channels": wanted.channels, "out_channels": wanted.outputs, "sample_size": wanted.size}
+    if settings.kind == "dit":
+        given["num_embeds_ada_norm"] = wanted.classes or 0
+    twice = sorted(given.keys() & settings.kwargs.keys())
+    if twice:
+        raise ValueError(f"model.kwargs must not give {', '.join(twice)}: the data and the objective say it")
+    patch = settings.kwargs.get("patch_size", 2)
+    if wanted.size % patch:
+        raise ValueError(_not_divisible(wanted.size, patch))
+    try:
+        model = cls(**given, **settings.kwargs)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(f"diffusers cannot build {cls.__name__} with {settings.kwargs}: {error}") from error
+    if settings.kind == "dit":
+        initialise(model)
+    return model
+
+
+def _not_divisible(size: int, patch: int) -> str:
+    return f"inputs of {size} x {size} are not divisible by the patch size {patch}"
+
+
+def initialise(model: nn.Module) -> None:
+    """The initialisation of DiT (arXiv 2212.09748, section 3.2, and its code): blocks begin as the identity."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1))
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+            if name.endswith(("norm1.linear", "proj_out_1", "proj_out_2")):
+                nn.init.zeros_(module.weight)
+            elif ".timestep_embedder." in name:
+                nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+def check(model: Any, wanted: Wanted, name: str) -> None:
+    """Raise ValueError if the model does not fit the data or the objective."""
+    config = model.config
+    if wanted.size % config.patch_size:
+        raise ValueError(_not_divisible(wanted.size, config.patch_size))
+    if config.in_channels != wanted.channels:
+        raise ValueError(f"{name} takes {config.in_channels} channels, but the data has {wanted.channels}")
+    outputs = config.out_channels or config.in_channels
+    if outputs != wanted.outputs:
+        raise ValueError(
+            f"{name} returns {outputs} channels for {wanted.channels}, but the objective needs {wanted.outputs}: "
+            "objective.kind=ddpm learns the variance too, flow does not"
+        )
+    classes = getattr(config, "num_embeds_ada_norm", None) if hasattr(model, "pos_embed") and _by_class(model) else None
+    if classes != wanted.classes:
+        ours = "prompts" if classes is None else f"{classes} classes"
+        theirs = "prompts" if wanted.classes is None else f"{wanted.classes} classes"
+        raise ValueError(f"{name} is a model of {ours}, but the data has {theirs}")
+    if _by_class(model) and config.sample_size != wanted.size:
+        raise ValueError(f"{name} is a model of inputs {config.sample_size} wide, but the data is {wanted.size} wide")
+
+
+def _by_class(model: Any) -> bool:
+    return isinstance(model, diffusers.DiTTransformer2DModel)
+
+
+def without_label_dropout(model: nn.Module) -> None:
+    """Labels are dropped by the run, once for the whole model: DiT of diffusers would drop them in each block anew."""
+    for module in model.modules():
+        if isinstance(module, diffusers.models.embeddings.LabelEmbedding):
+            module.dropout_prob = 0.0
+
+
+def attention_layers(model: Any) -> dict[str, nn.Module]:
+    """The self-attention modules of a model by name, converted or not."""
+    return backbone_of(model).layers(model)
+
+
+def save_transformer(model: Any, folder: Path) -> None:
+    """Write the model as a folder that `from_pretrained` of diffusers reads; the folder is complete or as it was."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    temporary.chmod(0o755)  # mkdtemp makes it private
+    try:
+        model.save_pretrained(temporary)
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+# Low-rank adapters
+
+
+def add_adapters(model: nn.Module, rank: int, alpha: float, targets: list[str]) -> None:
+    """Freeze every weight but the new ones of mixers, and give the linear layers that `targets` name an adapter.
+
+    Raises ValueError without the package peft, and for targets that no layer of the model has.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ValueError("lora.rank needs the package peft: pip install 'hla-zoo[diffusion]'") from error
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise ValueError(f"lora.targets {targets} name no linear layer of {type(model).__name__}") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".mixer." in name or "lora_" in name)
+
+
+def merged(model: nn.Module) -> Any:
+    """A copy of the model with its adapters added into the weights, ready to be saved; the model itself without any."""
+    layers = [name for name, m in model.named_modules() if hasattr(m, "lora_A")]
+    if not layers:
+        return model
+    model = copy.deepcopy(model)
+    for name in layers:
+        layer: Any = model.get_submodule(name)
+        layer.merge()
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, layer.base_layer)
+    return model.requires_grad_(True)
+
+
+def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of the adapters and of the new parameters of mixers, by name."""
+    return {k: v for k, v in model.state_dict().items() if "lora_" in k or ".mixer." in k}

@@ -1,0 +1,69 @@
+"""Grids of samples while a run goes on: fixed noise and conditions, a scheduler of diffusers."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from zoo.train.record import replacing
+
+
+def fixed_noise(n: int, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Noise [n, *shape]; that of number i depends on seed and i only."""
+    return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed + i)) for i in range(n)])
+
+
+def extra_arguments(model: Any) -> dict[str, Any]:
+    """Arguments that a model wants beside its input, time and conditions."""
+    if type(model).__name__.endswith("PixArtTransformer2DModel"):
+        return {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
+    return {}
+
+
+def predict(model: Any, x: Tensor, timestep: Tensor, condition: dict[str, Tensor], extra: dict[str, Any]) -> Tensor:
+    """The output of a denoiser of any kind, [B, outputs C, H, W]."""
+    return model(hidden_states=x, timestep=timestep, **condition, **extra, return_dict=False)[0]
+
+
+@torch.no_grad()
+def sample(
+    model: Any,
+    scheduler: Any,
+    noise: Tensor,
+    condition: dict[str, Tensor],
+    null: dict[str, Tensor],
+    steps: int,
+    guidance: float,
+) -> Tensor:
+    """Samples [B, C, H, W] from noise of that shape: `steps` steps with guidance u + s (c - u) on all channels."""
+    scheduler.set_timesteps(steps, device=noise.device)
+    extra, x, n = extra_arguments(model), noise, len(noise)
+    without = {k: v.expand(n, *v.shape) for k, v in null.items()}
+    both = {k: torch.cat([condition[k], without[k].to(condition[k])]) for k in condition}
+    for t in scheduler.timesteps:
+        if guidance == 1.0:
+            out = predict(model, x, t.expand(n), condition, extra)[:, : x.shape[1]].float()
+        else:
+            c, u = predict(model, x.repeat(2, 1, 1, 1), t.expand(2 * n), both, extra)[:, : x.shape[1]].float().chunk(2)
+            out = u + guidance * (c - u)
+        x = scheduler.step(out, t, x, return_dict=False)[0]
+    return x
+
+
+def save_grid(images: Tensor, file: Path) -> np.ndarray:
+    """uint8 images [n, 3, H, W] as a PNG, as square as possible; returned as [rows H, columns W, 3]."""
+    n, _, height, width = images.shape
+    columns = math.ceil(math.sqrt(n))
+    rows = math.ceil(n / columns)
+    grid = np.full((rows * height, columns * width, 3), 255, np.uint8)
+    for i, image in enumerate(images.permute(0, 2, 3, 1).cpu().numpy()):
+        row, column = divmod(i, columns)
+        grid[row * height : (row + 1) * height, column * width : (column + 1) * width] = image
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as temporary:
+        Image.fromarray(grid).save(temporary, format="PNG")
+    return grid

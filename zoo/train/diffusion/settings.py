@@ -1,0 +1,230 @@
+"""The keys of the configuration of a diffusion run, one frozen dataclass a section."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from zoo.config import one_of, positive
+from zoo.train.settings import LogSettings, OptimSettings
+
+KINDS = {  # name -> class of diffusers
+    "dit": "DiTTransformer2DModel",
+    "pixart": "PixArtTransformer2DModel",
+    "sana": "SanaTransformer2DModel",
+    "sd3": "SD3Transformer2DModel",
+}
+
+
+@dataclass(frozen=True)
+class DenoiserSettings:
+    """Which transformer of diffusers, where its weights come from, and which mixer stands in its self-attention.
+
+    kind: dit (class labels), pixart, sana or sd3 (text); only for a model from scratch, a checkpoint says what it is
+    kwargs: arguments of the diffusers class, such as {num_layers: 8}; channels, size and classes come from the data;
+      a checkpoint must agree with them
+    checkpoint: run folder, folder of a pipeline or of its transformer, or name on the hub; empty for random weights
+    mixer: mixer put into the self-attention after loading (la, hla2, ahla, hla3, poly, softmax); empty leaves it
+    mixer_options: options of the mixer, such as {depthwise: v}
+    keep_softmax: numbers of the blocks (from 0) that stay softmax, or every:3 for each third
+    checkpointing: recompute each block in the backward pass, to save memory
+    """
+
+    kind: str = "dit"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    checkpoint: str = ""
+    mixer: str = ""
+    mixer_options: dict[str, Any] = field(default_factory=dict)
+    keep_softmax: list[int] | str = field(default_factory=list)
+    checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("model.kind", self.kind, tuple(KINDS))
+
+
+@dataclass(frozen=True)
+class DiffusionDataSettings:
+    """What is generated: labelled images as they are, or latents (with labels or prompts) of tools/extract_latents.py.
+
+    source: digits, folder, parquet, hf, webdataset (pixels, see tools/train_vit.py) or latents
+    train: training images or folder of latents; empty for digits
+    val: the same for the validation loss
+    image_key: column or file ending that holds the image (parquet, hf, webdataset)
+    label_key: column or file ending that holds the class number (parquet, hf, webdataset)
+    img_size: side of the square images in pixels; none for latents, whose manifest says it
+    vae: VAE that the latents must come from; empty takes the one that the manifest names
+    batch_size: images an optimiser step, over all processes and accumulated parts
+    workers: loader processes a training process; 0 reads in the training process
+    cache: decode all images once and keep them as uint8 on the device
+    hflip: probability of a horizontal flip (of latents: only where flipped ones were stored)
+    drop: probability that a sample is trained without its label or prompt, for classifier-free guidance
+    val_images: how many validation images give the validation loss; 0 for all
+    """
+
+    source: str = "digits"
+    train: str = ""
+    val: str = ""
+    image_key: str = "image"
+    label_key: str = "label"
+    img_size: int | None = None
+    vae: str = ""
+    batch_size: int = 128
+    workers: int = 4
+    cache: bool = False
+    hflip: float = 0.5
+    drop: float = 0.1
+    val_images: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("data.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset", "latents"))
+        positive(data__batch_size=self.batch_size)
+        for name in ("hflip", "drop"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"data.{name} must be in [0, 1], got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """What the model learns.
+
+    kind: flow (flow matching) or ddpm (noise and learned variance with the variational bound, as DiT)
+    t_mean: mean of the logit-normal times of flow matching
+    t_std: their standard deviation
+    shift: factor that moves the times of flow matching towards noise, for large images (3 for SD3 and Sana)
+    """
+
+    kind: str = "flow"
+    t_mean: float = 0.0
+    t_std: float = 1.0
+    shift: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of("objective.kind", self.kind, ("flow", "ddpm"))
+        positive(objective__t_std=self.t_std, objective__shift=self.shift)
+
+
+@dataclass(frozen=True)
+class TeacherSettings:
+    """Learning from a teacher beside the data. Each weight multiplies a loss that is added to that of the data.
+
+    teacher: source (the model before its mixers were changed), or what model.checkpoint may be; empty for none
+    output: weight of the squared distance to the teacher's noise or velocity
+    variance: the same for its variance (ddpm)
+    attention: weight of the squared distance between attention outputs, block by block, over their power
+    """
+
+    teacher: str = ""
+    output: float = 0.5
+    variance: float = 0.05
+    attention: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("output", "variance", "attention"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"distill.{name} must be 0 or more, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Low-rank adapters (peft) instead of all weights; the new parameters of mixers are trained in full.
+
+    rank: rank of the adapters; 0 trains every weight
+    alpha: scale of the adapters, times 1 / rank
+    targets: endings of the names of the linear layers that get one
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: list[str] = field(default_factory=lambda: ["to_q", "to_k", "to_v", "to_out.0"])
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The learning rate over the run, updated every step.
+
+    name: timm schedule: cosine, constant, tanh
+    steps: optimiser steps of the run
+    warmup_steps: steps with a linearly growing rate, part of `steps`
+    min_lr: learning rate at the end
+    warmup_lr: learning rate at the start of the warm-up
+    """
+
+    name: str = "constant"
+    steps: int = 1000
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+    warmup_lr: float = 1e-6
+
+    def __post_init__(self) -> None:
+        one_of("schedule.name", self.name, ("cosine", "constant", "tanh"))
+        positive(schedule__steps=self.steps)
+        if not 0 <= self.warmup_steps < self.steps:
+            raise ValueError(f"schedule.warmup_steps must be in [0, {self.steps}), got {self.warmup_steps}")
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """The grid of samples, from the average of the weights if there is one, with fixed noise and labels.
+
+    every: steps between two grids (the end of the run always has one); 0 for none
+    count: images in the grid
+    steps: steps of the sampler
+    guidance: scale s of classifier-free guidance, u + s (c - u); 1 for none
+    """
+
+    every: int = 0
+    count: int = 40
+    steps: int = 50
+    guidance: float = 1.5
+
+    def __post_init__(self) -> None:
+        positive(sample__count=self.count, sample__steps=self.steps)
+
+
+@dataclass(frozen=True)
+class StepRunSettings:
+    """Where and how the run happens.
+
+    folder: where everything is written
+    seed: seed of weights, order, noise
+    resume: continue the last checkpoint of the folder, if it has one
+    precision: fp32, bf16 or fp16
+    compile: compile the blocks of the model with torch.compile
+    eval_steps: steps between two validation losses (the last step always has one)
+    checkpoint_steps: steps between two checkpoints (the last step always has one)
+    keep: how many checkpoints stay
+    max_skipped: steps in a row whose gradients may be non-finite (they are skipped) before the run stops
+    """
+
+    folder: str = "runs/diffusion"
+    seed: int = 0
+    resume: bool = False
+    precision: str = "fp32"
+    compile: bool = False
+    eval_steps: int = 1000
+    checkpoint_steps: int = 1000
+    keep: int = 2
+    max_skipped: int = 25
+
+    def __post_init__(self) -> None:
+        one_of("run.precision", self.precision, ("fp32", "bf16", "fp16"))
+        numbers = {"run__eval_steps": self.eval_steps, "run__checkpoint_steps": self.checkpoint_steps}
+        positive(**numbers, run__keep=self.keep)
+
+
+@dataclass(frozen=True)
+class DiffusionSettings:
+    """A diffusion run. See the sections."""
+
+    model: DenoiserSettings = field(default_factory=DenoiserSettings)
+    data: DiffusionDataSettings = field(default_factory=DiffusionDataSettings)
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    distill: TeacherSettings = field(default_factory=TeacherSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    schedule: StepSettings = field(default_factory=StepSettings)
+    sample: SampleSettings = field(default_factory=SampleSettings)
+    run: StepRunSettings = field(default_factory=StepRunSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+
+    def __post_init__(self) -> None:
+        if self.run.compile and self.distill.teacher and self.distill.attention:
+            raise ValueError("distill.attention reads inside the blocks, which run.compile closes; leave one out")
