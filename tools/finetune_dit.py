@@ -15,6 +15,7 @@ from typing import Any
 
 from zoo import config
 from zoo.train.diffusion.loop import DiffusionRun
+from zoo.train.diffusion.rehearsal import rehearse
 from zoo.train.diffusion.settings import DiffusionSettings
 
 USAGE = "usage: finetune_dit.py [--dry-run] [CONFIG.yaml] [section.key=value ...]"
@@ -24,7 +25,9 @@ def main(words: list[str]) -> dict[str, Any]:
     """Train as the words of the command line say. Returns the result (validation losses); raises ValueError."""
     if config.wants_help(words, __doc__, USAGE, DiffusionSettings):
         return {}
-    result = DiffusionRun(config.from_command_line(DiffusionSettings, words)).train()
+    dry = "--dry-run" in words
+    settings = config.from_command_line(DiffusionSettings, [word for word in words if word != "--dry-run"])
+    result = rehearse(settings) if dry else DiffusionRun(settings).train()
     if result:
         print(json.dumps(result), flush=True)
     return result

@@ -1,4 +1,4 @@
-"""The files of a run: metrics.jsonl, one JSON object a line, always; curves; and files written in full or not at all."""
+"""The files of a run: metrics.jsonl, one JSON object a line, always; curves; files written in full or not at all."""
 
 import contextlib
 import json

@@ -27,8 +27,8 @@ class Manifest:
 
     vae: name or path of the VAE.  scaling, shift: stored = (z - shift) * scaling.  posterior: mean or sample.  shape:
     [C, H, W] of one latent.  dtype: of the stored latents.  flip: whether mirrored images were encoded too.
-    image_size: side of the images in pixels.  classes: names, empty for prompts.  text: name or path of the text encoders, with
-    `max_length` tokens a prompt; empty for labels.  shards: samples in each shard.
+    image_size: side of the images in pixels.  classes: names, empty for prompts.  text: name or path of the text
+    encoders, with `max_length` tokens a prompt; empty for labels.  shards: samples in each shard.
     """
 
     vae: str
@@ -73,7 +73,7 @@ class Writer:
         self.done = self._present()
 
     def _present(self) -> list[int]:
-        sizes = []
+        sizes: list[int] = []
         while (file := self.folder / shard_name(len(sizes))).is_file():
             with open_tensors(file) as opened:
                 sizes.append(opened.get_slice("latents").get_shape()[0])

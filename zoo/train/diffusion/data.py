@@ -58,7 +58,8 @@ class PixelSamples:
         spec = InputSpec((size, size), (0.5,) * 3, (0.5,) * 3, 1.0)
         augment = AugmentSettings(crop="none", hflip=data.hflip)
         train, val = open_sources(settings)
-        self.shape, self.classes = (3, size, size), list(train.classes)
+        self.shape: tuple[int, ...] = (3, size, size)
+        self.classes = list(train.classes)
         self.null = {LABELS: torch.tensor(len(self.classes), device=device)}
         self.about = {"space": "pixels", "image_size": size, "classes": self.classes}
         self.n_train, self.n_val = len(train), len(val)

@@ -108,7 +108,8 @@ class DiffusionRun(Run):
 
     def compiled(self) -> Any:
         """Block by block: one compilation serves all blocks, and grids and validation go on uncompiled."""
-        for model in (self.model, self.teacher.model) if self.teacher else (self.model,):
+        all_models: list[Any] = [self.model] + ([self.teacher.model] if self.teacher else [])
+        for model in all_models:
             for block in model.transformer_blocks:
                 block.compile()
         return self.wrapped
@@ -155,7 +156,8 @@ class DiffusionRun(Run):
     def evaluate(self) -> dict[str, Any]:
         """The squared error of noise or velocity on validation samples, of the model and of its average, at times and
         with noise that depend on the sample's number only."""
-        accelerator, row = self.accelerator, {"kind": "eval"}
+        accelerator = self.accelerator
+        row: dict[str, Any] = {"kind": "eval"}
         n = min(self.settings.data.val_images or self.samples.n_val, self.samples.n_val)
         totals = {prefix: torch.zeros(2, device=accelerator.device, dtype=torch.float64) for prefix in self._models()}
         where = accelerator.process_index, accelerator.num_processes
@@ -197,20 +199,26 @@ class DiffusionRun(Run):
 
     def draw_samples(self) -> None:
         """Write the grid of this step, and show it to the trackers."""
+        images = self.generate(self.settings.sample.count)
+        grid = save_grid(images, self.folder / SAMPLES / f"step-{self.step:08d}.png")
+        for tracker in self.accelerator.trackers:
+            tracker.log_images({"samples": grid[None]}, step=self.step)
+
+    def generate(self, n: int) -> Tensor:
+        """n uint8 images [n, 3, H, W] of the average of the weights, or the model if there is none; always the same
+        noise and conditions."""
         settings = self.settings.sample
         device = self.accelerator.device
         model: Any = self.ema.module if self.ema else self.model
-        noise = fixed_noise(settings.count, self.samples.shape, self.settings.run.seed).to(device)
-        condition = self._fixed_conditions(settings.count)
+        noise = fixed_noise(n, self.samples.shape, self.settings.run.seed).to(device)
+        condition = self._fixed_conditions(n)
         training = model.training
         model.eval()
         with self.accelerator.autocast():
             scheduler, null = self.objective.scheduler(), self.samples.null
             x = sample(model, scheduler, noise, condition, null, settings.steps, settings.guidance)
         model.train(training)
-        grid = save_grid(self.samples.pictures(x), self.folder / SAMPLES / f"step-{self.step:08d}.png")
-        for tracker in self.accelerator.trackers:
-            tracker.log_images({"samples": grid[None]}, step=self.step)
+        return self.samples.pictures(x)
 
     def _fixed_conditions(self, n: int) -> dict[str, Tensor]:
         """Every class in turn, or the prompts of the first validation samples."""

@@ -113,7 +113,8 @@ class DDPM:
     def scheduler(self) -> Any:
         from diffusers import DDIMScheduler
 
-        return DDIMScheduler(STEPS, 1e-4, 0.02, "linear", clip_sample=False, set_alpha_to_one=False)
+        # from the last step, pure noise, down to the data itself
+        return DDIMScheduler(STEPS, 1e-4, 0.02, "linear", clip_sample=False, timestep_spacing="trailing")
 
 
 def log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:

@@ -1,0 +1,191 @@
+"""Diffusion runs: from scratch, from a checkpoint, with a teacher, with adapters; what they write and what they log."""
+
+import copy
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_runs import tiny
+
+import zoo
+from zoo.train.diffusion.loop import DiffusionRun
+from zoo.train.diffusion.model import attention_layers, initialise, load_transformer
+from zoo.train.diffusion.rehearsal import rehearse
+from zoo.train.diffusion.teacher import Tap, relative_distance
+from zoo.train.record import read_rows
+
+
+@pytest.fixture(scope="module")
+def softmax_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("softmax")
+    steps = {"schedule": {"steps": 40}, "run": {"eval_steps": 20, "checkpoint_steps": 40}}
+    DiffusionRun(tiny(folder, **steps, sample={"every": 40})).train()
+    return folder
+
+
+def converted(source, folder, mixer="la", **sections):
+    model = {"checkpoint": str(source), "mixer": mixer}
+    return DiffusionRun(tiny(folder, model={"kwargs": {}, **model}, **sections))
+
+
+def rows(folder, kind):
+    return [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == kind]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_fresh_dit_begins_as_the_identity_and_learns(softmax_run):
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8, "sample_size": 8}
+    model = diffusers.DiTTransformer2DModel(in_channels=3, num_embeds_ada_norm=10, norm_num_groups=4, **sizes)
+    initialise(model)
+    x = torch.randn(2, 16, 16)
+    t, y = torch.tensor([3, 900]), torch.tensor([1, 2])
+    assert torch.equal(model.transformer_blocks[1](x, timestep=t, class_labels=y), x)
+    assert model(torch.randn(2, 3, 8, 8), t, y).sample.abs().max() == 0
+    losses = [row["val_loss"] for row in rows(softmax_run, "eval")]
+    assert losses[1] < losses[0] < 1.6
+    assert rows(softmax_run, "train")[-1]["loss"] < 0.75 * rows(softmax_run, "train")[0]["loss"]
+
+
+def test_the_run_folder_holds_models_that_diffusers_loads(softmax_run):
+    raw = diffusers.DiTTransformer2DModel.from_pretrained(softmax_run / "transformer")
+    average = diffusers.DiTTransformer2DModel.from_pretrained(softmax_run / "transformer_ema")
+    assert not same(raw.state_dict(), average.state_dict())
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(softmax_run / "scheduler")
+    assert scheduler.config.shift == 1.0
+    assert {"config.yaml", "metrics.jsonl", "result.json", "input.json", "curves.png"} <= {
+        p.name for p in softmax_run.iterdir()
+    }
+    grid = np.asarray(Image.open(softmax_run / "samples" / "step-00000040.png"))
+    assert grid.shape == (16, 16, 3) and grid.std() > 0
+
+
+def test_labels_are_dropped_for_the_whole_model(softmax_run, tmp_path):
+    run = converted(softmax_run, tmp_path, data={"drop": 1.0})
+    seen = []
+    for block in run.model.transformer_blocks:
+        block.norm1.emb.class_embedder.register_forward_hook(lambda m, args, out: seen.append((args[0].clone(), out)))
+    batch = next(run.batches(0, 1))
+    run.wrapped.train()
+    run.loss(batch)
+    table = run.model.transformer_blocks[0].norm1.emb.class_embedder.embedding_table.weight
+    assert all((labels == 10).all() for labels, _ in seen)
+    assert torch.equal(seen[0][1][0], table[10])
+
+
+def test_a_softmax_checkpoint_is_inherited_in_full_and_goes_on(softmax_run, tmp_path):
+    options = {"mixer_options": {"depthwise": "v"}, "keep_softmax": [1]}
+    run = DiffusionRun(
+        tiny(
+            tmp_path,
+            model={"kwargs": {}, "checkpoint": str(softmax_run), "mixer": "ahla", **options},
+            optim={"mixer_lr": 5},
+        )
+    )
+    source = load_transformer(softmax_run).state_dict()
+    found = run.model.state_dict()
+    assert all(torch.equal(found[k], v) for k, v in source.items())
+    new = [k for k in found if k not in source]
+    assert new and all(k.startswith("transformer_blocks.0.attn1.mixer.") for k in new)
+    assert {g["lr_scale"] for g in run.optimizer.param_groups} == {1.0, 5.0}
+    run.train()
+    again = zoo.HLADiTTransformer2DModel.from_pretrained(tmp_path / "transformer")
+    assert same(again.state_dict(), run.model.state_dict())
+    goes_on = DiffusionRun(tiny(tmp_path / "on", model={"kwargs": {}, "checkpoint": str(tmp_path)}))
+    assert same(goes_on.model.state_dict(), again.state_dict())
+
+
+def test_the_validation_loss_depends_on_neither_batches_nor_steps(softmax_run, tmp_path):
+    found = []
+    for size in (20, 7):
+        run = converted(softmax_run, tmp_path / str(size), data={"batch_size": size})
+        found.append(run.evaluate()["val_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_teacher_is_learned_from(softmax_run, tmp_path):
+    """The loss of the data is a constant offset here: what falls is the distance to the teacher."""
+    distill = {"teacher": "source", "output": 20.0, "attention": 5.0}
+    run = converted(softmax_run, tmp_path, distill=distill, schedule={"steps": 25}, optim={"lr": 3e-3})
+    run.train()
+    train = rows(tmp_path, "train")
+    early, late = (np.mean([[r["distill"], r["attention"]] for r in part], axis=0) for part in (train[:4], train[-4:]))
+    assert (late < 0.8 * early).all(), (early, late)
+    source = load_transformer(softmax_run).state_dict()
+    assert same(run.teacher.model.state_dict(), source)
+
+
+def test_attention_distance_is_between_the_outputs_of_the_layers(softmax_run):
+    model = load_transformer(softmax_run)
+    other = copy.deepcopy(model)
+    zoo.convert(other, "la")
+    names = list(attention_layers(model))
+    assert names == ["transformer_blocks.0.attn1", "transformer_blocks.1.attn1"]
+    with Tap(model, names) as ours, Tap(other, names) as theirs:
+        for one in (model, other):
+            one(torch.randn(2, 3, 8, 8), torch.tensor([5, 9]), torch.tensor([0, 1]))
+    assert ours.found.keys() == theirs.found.keys() == set(names)
+    assert ours.found[names[0]].shape == (2, 16, 16)
+    wanted = torch.randn(3, 4)
+    assert float(relative_distance(torch.zeros(3, 4), wanted)) == pytest.approx(1.0)
+    assert float(relative_distance(wanted * 3, wanted)) == pytest.approx(4.0)
+
+
+def test_ddpm_learns_variance_and_logs_the_bound(tmp_path):
+    DiffusionRun(tiny(tmp_path, objective={"kind": "ddpm"}, sample={"every": 6})).train()
+    train = rows(tmp_path, "train")
+    assert all(np.isfinite(r["bound"]) and r["bound"] > 0 for r in train)
+    model = load_transformer(tmp_path)
+    assert model.config.out_channels == 6 and (tmp_path / "samples" / "step-00000006.png").is_file()
+
+
+def test_gradient_checkpointing_changes_nothing(softmax_run, tmp_path):
+    distill = {"teacher": "source", "attention": 0.5}
+    models = []
+    for on in (False, True):
+        model = {"kwargs": {}, "checkpoint": str(softmax_run), "mixer": "la", "checkpointing": on}
+        run = DiffusionRun(tiny(tmp_path / str(on), model=model, distill=distill))
+        run.train()
+        models.append(run.model.state_dict())
+    assert all(torch.allclose(models[1][k], v, atol=1e-6) for k, v in models[0].items())
+
+
+def test_a_mixer_without_gradient_stops_the_run(softmax_run, tmp_path):
+    run = converted(softmax_run, tmp_path)
+    run.model.transformer_blocks[0].attn1.mixer.idle = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(RuntimeError, match=r"receive no gradient: transformer_blocks.0.attn1.mixer.idle"):
+        run.train()
+
+
+def test_adapters_train_few_weights_and_the_saved_model_has_them_merged(softmax_run, tmp_path):
+    pytest.importorskip("peft")
+    run = converted(softmax_run, tmp_path, lora={"rank": 2}, optim={"lr": 0.05})
+    run.model.transformer_blocks[0].attn1.mixer  # noqa: B018
+    trained = [n for n, p in run.model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in n for n in trained)
+    before = {k: v.clone() for k, v in run.model.state_dict().items() if "lora_" not in k}
+    run.train()
+    after = run.model.state_dict()
+    assert all(torch.equal(after[k], v) for k, v in before.items())
+    saved = zoo.HLADiTTransformer2DModel.from_pretrained(tmp_path / "transformer").eval()
+    inputs = torch.randn(2, 3, 8, 8), torch.tensor([5, 9]), torch.tensor([0, 1])
+    with torch.no_grad():
+        wanted = run.model.eval()(*inputs).sample
+        assert torch.allclose(saved(*inputs).sample, wanted, atol=1e-5)
+        assert not torch.allclose(load_transformer(softmax_run).eval()(*inputs).sample, wanted, atol=1e-3)
+    assert (tmp_path / "adapters.safetensors").is_file()
+
+
+def test_a_dry_run_does_everything_once(softmax_run, tmp_path):
+    model = {"kwargs": {}, "checkpoint": str(softmax_run), "mixer": "hla2"}
+    found = rehearse(tiny(tmp_path / "run", model=model, distill={"teacher": "source"}))
+    assert found["step"] == 1 and found["frechet_of_pixels"] > 0
+    folder = tmp_path / "run-dry-run"
+    assert not (tmp_path / "run").exists() and (folder / "samples" / "step-00000001.png").is_file()
+    assert (folder / "transformer_ema" / "config.json").is_file()
+    rehearse(tiny(tmp_path / "run", model=model))  # a second time in the same place

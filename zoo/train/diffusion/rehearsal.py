@@ -1,0 +1,62 @@
+"""A dry run: one step of everything that a diffusion run does, so that nothing fails for the first time at night."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import PartialState
+from torch import Tensor
+
+from zoo.eval.generation.scores import frechet_distance
+from zoo.eval.generation.statistics import Moments
+from zoo.train.diffusion.loop import DiffusionRun
+from zoo.train.diffusion.settings import DiffusionSettings
+
+IMAGES = 16  # generated and scored
+
+
+def rehearse(settings: DiffusionSettings) -> dict[str, Any]:
+    """Train, validate, sample, save, resume and score once, in the folder `run.folder`-dry-run, which it empties first.
+
+    Returns the result of the run with `frechet_of_pixels`, the Frechet distance of a few generated and validation images
+    in the mean colours of their quarters: a number that only says that scoring works.
+    """
+    folder = Path(f"{settings.run.folder}-dry-run")
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    if state.is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)
+    state.wait_for_everyone()
+    changes = {
+        "run": replace(settings.run, folder=str(folder), eval_steps=1, checkpoint_steps=1, resume=False),
+        "schedule": replace(settings.schedule, steps=1, warmup_steps=0),
+        "sample": replace(settings.sample, every=1, count=min(settings.sample.count, 4), steps=2),
+        "data": replace(settings.data, val_images=IMAGES),
+    }
+    once = replace(settings, **changes)
+    DiffusionRun(once).train()
+    again = DiffusionRun(replace(once, run=replace(once.run, resume=True)))
+    result = again.train()
+    if result:
+        result["frechet_of_pixels"] = _distance(again)
+    return result
+
+
+def _distance(run: DiffusionRun) -> float:
+    real = []
+    for batch in run.samples.evaluation(1, 0, 1):
+        real.append(_colours(run.samples.pictures(batch.x0)))
+        if len(real) == IMAGES:
+            break
+    moments = [Moments(12), Moments(12)]
+    for features in real:
+        moments[0].update(features)
+    moments[1].update(_colours(run.generate(IMAGES)))
+    return frechet_distance(moments[0].gaussian(), moments[1].gaussian())
+
+
+def _colours(images: Tensor) -> Tensor:
+    """uint8 images [B, 3, H, W] -> [B, 12] in [0, 1]."""
+    return F.adaptive_avg_pool2d(images.cpu().float() / 255, 2).flatten(1)
