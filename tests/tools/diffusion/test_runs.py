@@ -111,7 +111,7 @@ def test_the_validation_loss_depends_on_neither_batches_nor_steps(softmax_run, t
 def test_a_teacher_is_learned_from(softmax_run, tmp_path):
     """The loss of the data is a constant offset here: what falls is the distance to the teacher."""
     distill = {"teacher": "source", "output": 20.0, "attention": 5.0}
-    run = converted(softmax_run, tmp_path, distill=distill, schedule={"steps": 25}, optim={"lr": 3e-3})
+    run = converted(softmax_run, tmp_path, distill=distill, schedule={"steps": 16}, optim={"lr": 5e-3})
     run.train()
     train = rows(tmp_path, "train")
     early, late = (np.mean([[r["distill"], r["attention"]] for r in part], axis=0) for part in (train[:4], train[-4:]))

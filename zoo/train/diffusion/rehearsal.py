@@ -21,15 +21,15 @@ IMAGES = 16  # generated and scored
 def rehearse(settings: DiffusionSettings) -> dict[str, Any]:
     """Train, validate, sample, save, resume and score once, in the folder `run.folder`-dry-run, which it empties first.
 
-    Returns the result of the run with `frechet_of_pixels`, the Frechet distance of a few generated and validation images
-    in the mean colours of their quarters: a number that only says that scoring works.
+    Returns the result of the run with `frechet_of_pixels`, the Frechet distance of a few generated and validation
+    images in the mean colours of their quarters: a number that only says that scoring works.
     """
     folder = Path(f"{settings.run.folder}-dry-run")
     state = PartialState(cpu=not torch.accelerator.is_available())
     if state.is_main_process:
         shutil.rmtree(folder, ignore_errors=True)
     state.wait_for_everyone()
-    changes = {
+    changes: dict[str, Any] = {
         "run": replace(settings.run, folder=str(folder), eval_steps=1, checkpoint_steps=1, resume=False),
         "schedule": replace(settings.schedule, steps=1, warmup_steps=0),
         "sample": replace(settings.sample, every=1, count=min(settings.sample.count, 4), steps=2),

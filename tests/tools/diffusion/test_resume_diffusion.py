@@ -1,0 +1,92 @@
+"""Interrupted diffusion runs: killed at any step and continued, they end with the same weights, bit for bit."""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import run_tool, start_tool
+from safetensors.torch import load_file
+from tiny_runs import tiny, tree
+
+from zoo.train.diffusion.loop import DiffusionRun
+from zoo.train.record import read_rows
+
+EVERYTHING = {  # whatever draws random numbers or keeps a state
+    "objective": {"kind": "ddpm"},
+    "data": {"hflip": 0.5, "drop": 0.3},
+    "optim": {"accumulate": 2, "mixer_lr": 3.0},
+    "distill": {"teacher": "source", "attention": 0.5},
+    "schedule": {"name": "cosine", "steps": 8, "warmup_steps": 2},
+    "sample": {"every": 4},
+    "run": {"checkpoint_steps": 1, "eval_steps": 4},
+}
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def wait_for_step(run: Path, step: int, process) -> None:
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            if any(row["step"] >= step for row in read_rows(run / "metrics.jsonl")):
+                return
+        except ValueError:
+            pass  # the file is being replaced
+        time.sleep(0.005)
+    pytest.fail(f"the run never reached step {step}: {process.communicate()}")
+
+
+def test_sigkill_and_resume_is_bit_identical(tmp_path):
+    source = tiny(tmp_path / "source", objective={"kind": "ddpm"}, schedule={"steps": 2})
+    DiffusionRun(source).train()
+    model = {"checkpoint": str(tmp_path / "source"), "mixer": "ahla", "mixer_options": {"gate": True}}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(tree(tmp_path, **EVERYTHING, model={"kwargs": {}, **model})))
+    status, _, err = run_tool("finetune_dit", str(file), f"run.folder={tmp_path}/whole")
+    assert status == 0, err
+    rng = random.Random(time.time_ns())
+    kill_at = rng.randrange(1, 7)
+    process = start_tool("finetune_dit", str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
+    wait_for_step(tmp_path / "killed", kill_at, process)
+    time.sleep(rng.random() * 0.3)  # anywhere inside a step, also while a checkpoint is written
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "killed" / "transformer").exists()
+    status, out, err = run_tool("finetune_dit", str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
+    assert status == 0, err
+    assert "continuing" in out, kill_at
+    for name in ("transformer", "transformer_ema"):
+        whole, killed = (load_file(tmp_path / run / name / WEIGHTS) for run in ("whole", "killed"))
+        assert whole.keys() == killed.keys()
+        assert all(torch.equal(whole[k], killed[k]) for k in whole), f"killed at {kill_at}"
+    grids = [(tmp_path / run / "samples" / "step-00000008.png").read_bytes() for run in ("whole", "killed")]
+    assert grids[0] == grids[1]
+    found = [
+        [{k: v for k, v in row.items() if k != "images_per_second"} for row in read_rows(tmp_path / run / "metrics.jsonl")]
+        for run in ("whole", "killed")
+    ]
+    assert found[0] == found[1]
+
+
+def test_resuming_with_another_configuration_names_the_keys(tmp_path):
+    DiffusionRun(tiny(tmp_path))
+    changed = {"objective": {"t_mean": 0.5}, "data": {"drop": 0.2}}
+    with pytest.raises(ValueError, match=r"another configuration; they differ in data.drop, objective.t_mean$"):
+        DiffusionRun(tiny(tmp_path, run={"resume": True}, **changed))
+    with pytest.raises(ValueError, match=r"already holds a run; set run.resume=true"):
+        DiffusionRun(tiny(tmp_path))
+
+
+def test_two_processes_share_a_run(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(tree(tmp_path / "two", schedule={"steps": 2}, sample={"every": 2})))
+    two = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
+    status, out, err = run_tool("finetune_dit", str(file), launcher=two)
+    assert status == 0, err
+    assert out.count("{") == 1, "only the first process reports"
+    one = DiffusionRun(tiny(tmp_path / "one", model={"kwargs": {}, "checkpoint": str(tmp_path / "two")}))
+    last = [row for row in read_rows(tmp_path / "two" / "metrics.jsonl") if row["kind"] == "eval"][-1]
+    assert one.evaluate()["val_loss"] == pytest.approx(last["val_loss"], rel=1e-4)
