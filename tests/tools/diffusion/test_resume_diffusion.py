@@ -65,7 +65,10 @@ def test_sigkill_and_resume_is_bit_identical(tmp_path):
     grids = [(tmp_path / run / "samples" / "step-00000008.png").read_bytes() for run in ("whole", "killed")]
     assert grids[0] == grids[1]
     found = [
-        [{k: v for k, v in row.items() if k != "images_per_second"} for row in read_rows(tmp_path / run / "metrics.jsonl")]
+        [
+            {k: v for k, v in row.items() if k != "images_per_second"}
+            for row in read_rows(tmp_path / run / "metrics.jsonl")
+        ]
         for run in ("whole", "killed")
     ]
     assert found[0] == found[1]
