@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "kernels/hla_kernels": {"torch", "triton", "hla_kernels"},
     "zoo": {
         *("hla_kernels", "zoo", "torch", "timm", "diffusers", "accelerate", "torchvision", "einops", "safetensors"),
-        *("numpy", "yaml", "tqdm", "matplotlib", "sklearn", "datasets", "webdataset", "PIL"),
+        *("numpy", "yaml", "tqdm", "matplotlib", "sklearn", "datasets", "webdataset", "PIL", "peft"),
         "torch_fidelity",
     },
 }

@@ -63,7 +63,7 @@ def open_source(
         )
     if kind == "folder":
         return Folder(where, class_map)
-    return Rows(_load_rows(kind, where, train), where, image_key, label_key)
+    return Rows(load_rows(kind, where, train), where, image_key, label_key)
 
 
 def decode(raw: Any) -> Image.Image:
@@ -178,7 +178,11 @@ class Rows:
         return str(self.rows[int(index)][self.image_key].get("path") or index)
 
 
-def _load_rows(kind: str, where: str, train: bool) -> Any:
+def load_rows(kind: str, where: str, train: bool) -> Any:
+    """The rows of parquet files, a Hugging Face data set or webdataset shards, as the `datasets` library reads them.
+
+    Raises ValueError when the library or the files are missing.
+    """
     try:
         import datasets
     except ImportError as error:

@@ -2,8 +2,8 @@
 
 manifest.json: how everything was made; written last, so that a folder with it is complete.
 plan.json: the same without the shards; written first.
-shard-00000.safetensors: latents [n, C, H, W]; flipped, the same of mirrored images, if asked for; class_labels [n] or
-the embeddings of prompts, under the names of the model's arguments.
+shard-00000.safetensors: index [n], the numbers of the images; latents [n, C, H, W]; flipped, the same of mirrored
+images, if asked for; class_labels [n] or the embeddings of prompts, under the names of the model's arguments.
 null.safetensors: the embeddings of the empty prompt (text only).
 """
 
@@ -28,7 +28,7 @@ class Manifest:
     vae: name or path of the VAE.  scaling, shift: stored = (z - shift) * scaling.  posterior: mean or sample.  shape:
     [C, H, W] of one latent.  dtype: of the stored latents.  flip: whether mirrored images were encoded too.
     image_size: side of the images in pixels.  classes: names, empty for prompts.  text: name or path of the text
-    encoders, with `max_length` tokens a prompt; empty for labels.  shards: samples in each shard.
+    encoders, with `max_length` tokens a prompt; empty for labels.  images: where they lay.  shards: samples in each.
     """
 
     vae: str
@@ -42,6 +42,7 @@ class Manifest:
     classes: list[str] = field(default_factory=list)
     text: str = ""
     max_length: int = 0
+    images: str = ""
     shards: list[int] = field(default_factory=list)
 
 
@@ -53,7 +54,8 @@ def shard_name(number: int) -> str:
 class Writer:
     """Writes shards into a folder, each complete or absent, and the manifest at the end.
 
-    Opened again after an interruption, `done` holds the sizes of the shards that are there. Raises ValueError when the
+    Opened again after an interruption, `done` holds the sizes of the shards that are there, and `next_number` is the
+    first image that is in none of them. Raises ValueError when the
     folder was begun with another plan, or is no folder of latents.
     """
 
@@ -70,19 +72,18 @@ class Writer:
                 raise ValueError(f"{folder} was begun with another {', '.join(wrong)}: choose another folder")
         else:
             _write_json(asdict(plan), file)
-        self.done = self._present()
-
-    def _present(self) -> list[int]:
-        sizes: list[int] = []
-        while (file := self.folder / shard_name(len(sizes))).is_file():
-            with open_tensors(file) as opened:
-                sizes.append(opened.get_slice("latents").get_shape()[0])
-        return sizes
+        self.done: list[int] = []
+        self.next_number = 0
+        while (shard := folder / shard_name(len(self.done))).is_file():
+            with open_tensors(shard) as opened:
+                numbers = opened.get_tensor("index")
+            self.done.append(len(numbers))
+            self.next_number = int(numbers[-1]) + 1
 
     def write(self, tensors: dict[str, Tensor]) -> None:
-        """Add a shard: tensors [n, ...] by name, `latents` among them."""
+        """Add a shard: tensors [n, ...] by name, among them `latents` and the numbers of the images, `index`."""
         _save(tensors, self.folder / shard_name(len(self.done)))
-        self.done.append(len(tensors["latents"]))
+        self.done.append(len(tensors["index"]))
 
     def write_null(self, tensors: dict[str, Tensor]) -> None:
         """The embeddings of the empty prompt, without a batch dimension."""

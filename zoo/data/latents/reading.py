@@ -44,7 +44,7 @@ class Latents:
         self.hflip, self.seed, self.device = hflip, seed, device
         self.starts = np.cumsum([0, *manifest.shards])
         self.shards = [open_tensors(Path(folder) / shard_name(i)) for i in range(len(manifest.shards))]
-        self.names = [k for k in self.shards[0].keys() if k not in ("latents", "flipped")]  # noqa: SIM118
+        self.names = [k for k in self.shards[0].keys() if k not in ("latents", "flipped", "index")]  # noqa: SIM118
         self.null = {k: v.to(device) for k, v in load_file(Path(folder) / NULL).items()} if manifest.text else {}
         if manifest.classes:
             self.null = {LABELS: torch.tensor(len(manifest.classes), device=device)}

@@ -18,7 +18,7 @@ from zoo.train.diffusion import model as models
 from zoo.train.diffusion.data import Samples, open_samples
 from zoo.train.diffusion.model import AVERAGE, PART, Wanted
 from zoo.train.diffusion.noising import create_objective
-from zoo.train.diffusion.samples import extra_arguments, fixed_noise, predict, sample, save_grid
+from zoo.train.diffusion.samples import fixed_noise, manner_of, predict, sample, save_grid
 from zoo.train.diffusion.settings import DiffusionSettings
 from zoo.train.diffusion.teacher import Teacher
 from zoo.train.optim import create_schedule
@@ -63,7 +63,7 @@ class DiffusionRun(Run):
             model.enable_gradient_checkpointing()
         self.model: Any = model.to(accelerator.device)
         self.teacher = self._teacher(host, wanted)
-        self.extra = extra_arguments(model)
+        self.manner = manner_of(model)
         self.header = {"format": "pt"}
 
     def begin(self) -> None:
@@ -121,7 +121,7 @@ class DiffusionRun(Run):
         x0, n = batch.x0, len(batch.x0)
         noise, t = torch.randn_like(x0), self.objective.draw(n, x0.device)
         condition = self._dropped(batch.condition, torch.rand(n, device=x0.device) < self.settings.data.drop)
-        inputs = self.objective.noised(x0, noise, t), self.objective.timestep(t), condition, self.extra
+        inputs = self.objective.noised(x0, noise, t), self.objective.timestep(t), condition, self.manner
         with self.accelerator.autocast():
             if self.teacher is None:
                 output = predict(self.forward, *inputs)
@@ -181,7 +181,7 @@ class DiffusionRun(Run):
         noise = torch.cat([fixed_noise(1, x0.shape[1:], int(i) + (seed + 1) * 10**7) for i in batch.index]).to(x0)
         # the golden ratio spreads the times of any first n samples evenly
         t = self.objective.spread((batch.index.double() * 0.6180339887498949 % 1).float()).to(x0.device)
-        inputs = self.objective.noised(x0, noise, t), self.objective.timestep(t), batch.condition, self.extra
+        inputs = self.objective.noised(x0, noise, t), self.objective.timestep(t), batch.condition, self.manner
         out = {}
         for prefix, model in self._models().items():
             training = model.training
@@ -221,7 +221,7 @@ class DiffusionRun(Run):
         return self.samples.pictures(x)
 
     def _fixed_conditions(self, n: int) -> dict[str, Tensor]:
-        """Every class in turn, or the prompts of the first validation samples."""
+        """Every class in turn, or the prompts of the first validation samples, from the start again if they end."""
         if self.samples.classes:
             return {LABELS: torch.arange(n, device=self.accelerator.device) % len(self.samples.classes)}
         parts: list[dict[str, Tensor]] = []
@@ -229,7 +229,8 @@ class DiffusionRun(Run):
             parts.append(batch.condition)
             if len(parts) == n:
                 break
-        return {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
+        turn = torch.arange(n) % len(parts)
+        return {k: torch.cat([part[k] for part in parts])[turn.to(v.device)] for k, v in parts[0].items()}
 
     def save(self) -> str:
         from safetensors.torch import save_file

@@ -1,6 +1,7 @@
 """The transformer of a run: built or loaded, converted at the start, adapted, saved as a folder of diffusers."""
 
 import copy
+import inspect
 import json
 import shutil
 import tempfile
@@ -108,7 +109,7 @@ def _fresh(settings: DenoiserSettings, wanted: Wanted) -> Any:
     twice = sorted(given.keys() & settings.kwargs.keys())
     if twice:
         raise ValueError(f"model.kwargs must not give {', '.join(twice)}: the data and the objective say it")
-    patch = settings.kwargs.get("patch_size", 2)
+    patch = settings.kwargs.get("patch_size", inspect.signature(cls.__init__).parameters["patch_size"].default)
     if wanted.size % patch:
         raise ValueError(_not_divisible(wanted.size, patch))
     try:
@@ -152,7 +153,7 @@ def check(model: Any, wanted: Wanted, name: str) -> None:
             f"{name} returns {outputs} channels for {wanted.channels}, but the objective needs {wanted.outputs}: "
             "objective.kind=ddpm learns the variance too, flow does not"
         )
-    classes = getattr(config, "num_embeds_ada_norm", None) if hasattr(model, "pos_embed") and _by_class(model) else None
+    classes = config.num_embeds_ada_norm if _by_class(model) else None
     if classes != wanted.classes:
         ours = "prompts" if classes is None else f"{classes} classes"
         theirs = "prompts" if wanted.classes is None else f"{wanted.classes} classes"

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,16 +17,25 @@ def fixed_noise(n: int, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed + i)) for i in range(n)])
 
 
-def extra_arguments(model: Any) -> dict[str, Any]:
-    """Arguments that a model wants beside its input, time and conditions."""
-    if type(model).__name__.endswith("PixArtTransformer2DModel"):
-        return {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
-    return {}
+class Manner(NamedTuple):
+    """How a kind of denoisers is called: arguments beside input, time and conditions, and a factor on the time."""
+
+    extra: dict[str, Any]
+    time_factor: float
 
 
-def predict(model: Any, x: Tensor, timestep: Tensor, condition: dict[str, Tensor], extra: dict[str, Any]) -> Tensor:
+def manner_of(model: Any) -> Manner:
+    """How `model`, not wrapped, is called."""
+    pixart = type(model).__name__.endswith("PixArtTransformer2DModel")
+    extra = {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}} if pixart else {}
+    return Manner(extra, getattr(model.config, "timestep_scale", 1.0))
+
+
+def predict(model: Any, x: Tensor, timestep: Tensor, condition: dict[str, Tensor], manner: Manner) -> Tensor:
     """The output of a denoiser of any kind, [B, outputs C, H, W]."""
-    return model(hidden_states=x, timestep=timestep, **condition, **extra, return_dict=False)[0]
+    if manner.time_factor != 1.0:
+        timestep = timestep * manner.time_factor
+    return model(hidden_states=x, timestep=timestep, **condition, **manner.extra, return_dict=False)[0]
 
 
 @torch.no_grad()
@@ -41,14 +50,14 @@ def sample(
 ) -> Tensor:
     """Samples [B, C, H, W] from noise of that shape: `steps` steps with guidance u + s (c - u) on all channels."""
     scheduler.set_timesteps(steps, device=noise.device)
-    extra, x, n = extra_arguments(model), noise, len(noise)
+    manner, x, n = manner_of(model), noise, len(noise)
     without = {k: v.expand(n, *v.shape) for k, v in null.items()}
     both = {k: torch.cat([condition[k], without[k].to(condition[k])]) for k in condition}
     for t in scheduler.timesteps:
         if guidance == 1.0:
-            out = predict(model, x, t.expand(n), condition, extra)[:, : x.shape[1]].float()
+            out = predict(model, x, t.expand(n), condition, manner)[:, : x.shape[1]].float()
         else:
-            c, u = predict(model, x.repeat(2, 1, 1, 1), t.expand(2 * n), both, extra)[:, : x.shape[1]].float().chunk(2)
+            c, u = predict(model, x.repeat(2, 1, 1, 1), t.expand(2 * n), both, manner)[:, : x.shape[1]].float().chunk(2)
             out = u + guidance * (c - u)
         x = scheduler.step(out, t, x, return_dict=False)[0]
     return x

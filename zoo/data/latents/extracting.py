@@ -1,0 +1,157 @@
+"""The extraction: images (and captions) in, shards out; an interrupted one goes on after its last complete shard."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms.functional import to_tensor
+
+from zoo.data.batch import check_unreadable
+from zoo.data.latents.encoders import Prompts, encode_images, load_vae, scaling_of
+from zoo.data.latents.manifest import Manifest, Writer
+from zoo.data.latents.settings import EncodeSettings, ExtractSettings, ImageSettings
+from zoo.data.progress import progress
+from zoo.data.sources import Unreadable, decode, load_rows, open_source
+from zoo.eval.generation.images import center_crop
+
+Item = tuple[int, Tensor, Any]  # number, image [3, H, W] in [-1, 1], label or caption
+
+
+class Pictures(Dataset):
+    """Numbered images, cut and resized, with class number or caption; None for those that cannot be read."""
+
+    def __init__(self, settings: ImageSettings) -> None:
+        self.settings, keys = settings, (settings.image_key, settings.label_key)
+        self.classes: list[str] = []
+        if settings.text_key:
+            self.rows = _captioned(settings)
+        else:
+            train = settings.where != "val"
+            self.source = open_source(settings.source, settings.where, train, *keys)
+            self.classes = list(self.source.classes)
+
+    def __len__(self) -> int:
+        return len(self.rows if self.settings.text_key else self.source)
+
+    def __getitem__(self, number: int) -> Item | None:
+        try:
+            image, about = self._read(number)
+        except Unreadable:
+            return None
+        return number, to_tensor(center_crop(image, self.settings.img_size)) * 2 - 1, about
+
+    def _read(self, number: int) -> tuple[Any, Any]:
+        if not self.settings.text_key:
+            return self.source.read(number)
+        row = self.rows[number]
+        image = row[self.settings.image_key] or {}
+        content = image.get("bytes") or image.get("path")
+        if content is None:
+            raise Unreadable("the row holds no image")
+        return decode(content), str(row[self.settings.text_key])
+
+
+def _captioned(settings: ImageSettings) -> Any:
+    import datasets
+
+    rows = load_rows(settings.source, settings.where, True)
+    for key in (settings.image_key, settings.text_key):
+        if key not in rows.column_names:
+            raise ValueError(f"{settings.where} has no column {key!r}; its columns are {', '.join(rows.column_names)}")
+    return rows.cast_column(settings.image_key, datasets.Image(decode=False))
+
+
+def extract(settings: ExtractSettings) -> Manifest:
+    """Carry out an extraction, or what is left of it; returns the manifest.
+
+    Raises ValueError for what is missing, for a folder begun with other settings, and when over 1 % of the images
+    cannot be read.
+    """
+    encode, images = settings.encode, settings.images
+    if not (settings.out and encode.vae and bool(encode.text) == bool(images.text_key)):
+        need = "out=FOLDER encode.vae=VAE, and encode.text=PIPELINE with images.text_key=COLUMN or neither"
+        raise ValueError(f"an extraction needs {need}")
+    device = encode.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    pictures, vae = Pictures(images), load_vae(encode.vae).to(device)
+    prompts = Prompts(encode.text, encode.max_length, encode.truncate, device) if encode.text else None
+    writer = Writer(Path(settings.out), _plan(settings, vae, pictures))
+    first = writer.next_number
+    if prompts and first == 0:
+        null = prompts([""])
+        writer.write_null({k: v[0].to(_dtype(encode, v)).cpu() for k, v in null.items()})
+    waiting: list[dict[str, Tensor]] = []
+    for batch in progress(_batches(pictures, first, encode, images), "encoding", _count(len(pictures) - first, encode)):
+        if batch:
+            waiting.append(_encoded(batch, vae, prompts, encode, device))
+        while sum(len(part["index"]) for part in waiting) >= encode.shard:
+            waiting = _write(writer, waiting, encode.shard)
+    if waiting:
+        _write(writer, waiting, encode.shard)
+    check_unreadable(len(pictures) - sum(writer.done), len(pictures))
+    return writer.finish()
+
+
+def _plan(settings: ExtractSettings, vae: Any, pictures: Pictures) -> Manifest:
+    encode, size = settings.encode, settings.images.img_size
+    ratio = 2 ** (len(vae.config.block_out_channels) - 1) if hasattr(vae.config, "block_out_channels") else None
+    ratio = ratio or int(vae.spatial_compression_ratio)
+    if size % ratio:
+        raise ValueError(f"images.img_size={size} is not divisible by {ratio}, the step of the VAE {encode.vae}")
+    scaling, shift = scaling_of(vae)
+    return Manifest(
+        vae=encode.vae,
+        scaling=scaling,
+        shift=shift,
+        posterior=encode.posterior,
+        shape=[vae.config.latent_channels, size // ratio, size // ratio],
+        dtype=encode.dtype,
+        flip=encode.flip,
+        image_size=size,
+        classes=pictures.classes,
+        text=encode.text,
+        max_length=encode.max_length if encode.text else 0,
+        images=settings.images.where or settings.images.source,
+    )
+
+
+def _batches(pictures: Pictures, first: int, encode: EncodeSettings, images: ImageSettings) -> Iterator[list[Item]]:
+    numbers = list(range(first, len(pictures)))
+    parts = [numbers[i : i + encode.batch_size] for i in range(0, len(numbers), encode.batch_size)]
+    loader: Any = DataLoader(pictures, batch_sampler=parts, num_workers=images.workers, collate_fn=_readable)
+    yield from loader
+
+
+def _readable(items: list[Item | None]) -> list[Item]:
+    return [item for item in items if item is not None]
+
+
+def _count(n: int, encode: EncodeSettings) -> int:
+    return -(-n // encode.batch_size)
+
+
+def _dtype(encode: EncodeSettings, tensor: Tensor) -> torch.dtype:
+    """Masks and numbers keep their type."""
+    return getattr(torch, encode.dtype) if tensor.is_floating_point() else tensor.dtype
+
+
+def _encoded(
+    batch: list[Item], vae: Any, prompts: Prompts | None, encode: EncodeSettings, device: str
+) -> dict[str, Tensor]:
+    numbers, images, about = (list(column) for column in zip(*batch, strict=True))
+    x = torch.stack(images).to(device)
+    out = {"latents": encode_images(vae, x, numbers, encode.posterior, encode.seed)}
+    if encode.flip:
+        out["flipped"] = encode_images(vae, x.flip(-1), numbers, encode.posterior, encode.seed + 1)
+    out |= prompts(about) if prompts else {"class_labels": torch.tensor(about)}
+    out = {k: v.to(_dtype(encode, v)).cpu() for k, v in out.items()}
+    return {**out, "index": torch.tensor(numbers)}
+
+
+def _write(writer: Writer, waiting: list[dict[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
+    """Write the first `size` samples; returns the rest."""
+    whole = {k: torch.cat([part[k] for part in waiting]) for k in waiting[0]}
+    writer.write({k: v[:size] for k, v in whole.items()})
+    return [{k: v[size:] for k, v in whole.items()}] if len(whole["index"]) > size else []

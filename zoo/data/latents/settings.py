@@ -1,0 +1,80 @@
+"""The keys of an extraction of latents and prompt embeddings."""
+
+from dataclasses import dataclass, field
+
+from zoo.config import one_of, positive
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """The images, with class numbers or with captions.
+
+    source: digits, folder, parquet, hf or webdataset, see tools/train_vit.py
+    where: folder, parquet file or pattern, hub name, or tar pattern; train or val for digits
+    image_key: column or file ending that holds the image (parquet, hf, webdataset)
+    label_key: column or file ending that holds the class number
+    text_key: column or file ending that holds the caption; empty for class numbers
+    img_size: side of the square in pixels to which images are cut and resized, as ADM and DiT do
+    workers: loader processes
+    """
+
+    source: str = "folder"
+    where: str = ""
+    image_key: str = "image"
+    label_key: str = "label"
+    text_key: str = ""
+    img_size: int = 256
+    workers: int = 4
+
+    def __post_init__(self) -> None:
+        one_of("images.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset"))
+        positive(images__img_size=self.img_size)
+        if self.text_key and self.source in ("digits", "folder"):
+            raise ValueError(f"images.text_key needs columns, which the source {self.source!r} has not")
+
+
+@dataclass(frozen=True)
+class EncodeSettings:
+    """How they are encoded.
+
+    vae: folder or hub name of the VAE, or of a pipeline with one
+    text: folder or hub name of a pipeline (PixArt, Sana, SD3) whose text encoders read the captions
+    max_length: tokens a caption, padded to this length
+    truncate: cut captions that are longer, instead of refusing them
+    posterior: mean, or sample (one draw for each image, by its number)
+    flip: encode the mirrored images too
+    dtype: of the stored tensors: float16, bfloat16 or float32
+    batch_size: images encoded at once
+    shard: samples in a file
+    device: torch device; empty takes the accelerator if there is one
+    seed: seed of the draws
+    """
+
+    vae: str = ""
+    text: str = ""
+    max_length: int = 300
+    truncate: bool = False
+    posterior: str = "sample"
+    flip: bool = False
+    dtype: str = "float16"
+    batch_size: int = 32
+    shard: int = 4096
+    device: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("encode.posterior", self.posterior, ("mean", "sample"))
+        one_of("encode.dtype", self.dtype, ("float16", "bfloat16", "float32"))
+        positive(encode__batch_size=self.batch_size, encode__shard=self.shard, encode__max_length=self.max_length)
+
+
+@dataclass(frozen=True)
+class ExtractSettings:
+    """An extraction. See the sections.
+
+    out: folder for the latents
+    """
+
+    images: ImageSettings = field(default_factory=ImageSettings)
+    encode: EncodeSettings = field(default_factory=EncodeSettings)
+    out: str = ""
