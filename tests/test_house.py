@@ -94,5 +94,5 @@ def test_no_pickle_from_disk():
 
 
 def test_readme_tables_are_those_of_the_result_files():
-    tool = ROOT / "tools" / "readme_tables.py"
+    tool = ROOT / "docs" / "readme_tables.py"
     subprocess.run([sys.executable, str(tool), "--check"], check=True)

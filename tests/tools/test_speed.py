@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import run_tool
+from conftest import ROOT, run_tool
 from PIL import Image
 
 import hla_kernels
@@ -270,6 +270,7 @@ def test_settings_are_checked():
 
 
 def test_tables_of_the_readme(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
     import readme_tables
 
     (tmp_path / "docs" / "results").mkdir(parents=True)

@@ -12,10 +12,10 @@ from conftest import run_tool
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_runs import tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 import zoo.data.latents.extracting as extracting
-from tokenizers import Tokenizer, models, pre_tokenizers
 from zoo.data.latents import Latents, read_manifest
 from zoo.data.plan import BatchPlan
 from zoo.train.diffusion.loop import DiffusionRun
@@ -279,7 +279,7 @@ def test_latents_of_another_vae(classes, vae, tmp_path):
 
 
 def test_latents_without_flips_or_with_a_size(classes, vae, tmp_path):
-    images, out = classes
+    images = classes[0]
     plain = tmp_path / "plain"
     extract_latents.main([w for w in words(images, vae, plain) if "flip" not in w])
     data = {"source": "latents", "train": str(plain), "val": str(plain), "batch_size": 10, "hflip": 0.5}

@@ -56,7 +56,7 @@ def test_the_run_folder_holds_models_that_diffusers_loads(softmax_run):
     raw = diffusers.DiTTransformer2DModel.from_pretrained(softmax_run / "transformer")
     average = diffusers.DiTTransformer2DModel.from_pretrained(softmax_run / "transformer_ema")
     assert not same(raw.state_dict(), average.state_dict())
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(softmax_run / "scheduler")
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(softmax_run / "transformer" / "scheduler")
     assert scheduler.config.shift == 1.0
     assert {"config.yaml", "metrics.jsonl", "result.json", "input.json", "curves.png"} <= {
         p.name for p in softmax_run.iterdir()

@@ -235,12 +235,12 @@ class DiffusionRun(Run):
     def save(self) -> str:
         from safetensors.torch import save_file
 
-        models.save_transformer(models.merged(self.model), self.folder / PART)
+        scheduler = self.objective.scheduler()
+        models.save_transformer(models.merged(self.model), self.folder / PART, scheduler)
         if self.ema:
-            models.save_transformer(models.merged(self.ema.module), self.folder / AVERAGE)
+            models.save_transformer(models.merged(self.ema.module), self.folder / AVERAGE, scheduler)
         if self.settings.lora.rank:
             with replacing(self.folder / ADAPTERS) as temporary:
                 save_file({k: v.cpu().contiguous() for k, v in models.adapter_weights(self.model).items()}, temporary)
-        self.objective.scheduler().save_pretrained(self.folder / "scheduler")
         mixer = self.settings.model.mixer
         return f"{type(self.model).__name__} with the mixer {mixer}" if mixer else type(self.model).__name__

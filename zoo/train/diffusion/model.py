@@ -178,13 +178,15 @@ def attention_layers(model: Any) -> dict[str, nn.Module]:
     return backbone_of(model).layers(model)
 
 
-def save_transformer(model: Any, folder: Path) -> None:
-    """Write the model as a folder that `from_pretrained` of diffusers reads; the folder is complete or as it was."""
+def save_transformer(model: Any, folder: Path, scheduler: Any) -> None:
+    """Write the model as a folder that `from_pretrained` of diffusers reads, with the scheduler that samples from it in
+    `folder`/scheduler, where tools/sample.py finds it. The folder is complete or as it was."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     temporary.chmod(0o755)  # mkdtemp makes it private
     try:
         model.save_pretrained(temporary)
+        scheduler.save_pretrained(temporary / "scheduler")
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)
