@@ -1,6 +1,8 @@
 """Compile for sm_90a, without a GPU, exactly what a call would launch; print one JSON line per kernel.
 
-python offline_gate.py OP B H N D      (not under TRITON_INTERPRET: interpreted functions cannot be compiled)
+python offline_gate.py OP OPTIONS B H N D      (OPTIONS: JSON of the fields of a Spec)
+
+Not under TRITON_INTERPRET: interpreted functions cannot be compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, launch
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOL = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 
 
@@ -69,7 +71,7 @@ def compile_call(fn, args, kwargs) -> dict:
     return {"kernel": fn.__name__, "registers": int(registers), "stack": int(stack), "shared": compiled.metadata.shared}
 
 
-def main(op: str, b: int, h: int, n: int, d: int) -> None:
+def main(op: str, options: str, b: int, h: int, n: int, d: int) -> None:
     """Record a forward and a backward of packed bf16 tokens, then compile each launch."""
     for name, kernel in vars(launch).copy().items():
         if hasattr(kernel, "arg_names"):
@@ -78,11 +80,12 @@ def main(op: str, b: int, h: int, n: int, d: int) -> None:
     grad = torch.empty(b, n, h, d, dtype=torch.bfloat16, device="meta")
     c = torch.empty(h, 4, device="meta") if op == "polynomial" else None
     q, k, v = qkv.unbind(2)
-    saved = fused.forward(q, k, v, c, Spec(op))[1]
-    fused.backward(grad, q, k, v, c, Spec(op), torch.empty_like(qkv).unbind(2), saved)
+    spec = Spec(op, **json.loads(options))
+    saved = fused.forward(q, k, v, c, spec, save=True)[1]
+    fused.backward(grad, q, k, v, c, spec, torch.empty_like(qkv).unbind(2), saved)
     for call in Recorder.calls:
         print(json.dumps(compile_call(*call)), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

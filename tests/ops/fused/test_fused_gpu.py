@@ -21,6 +21,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ANCHORED = {"center": "k", "mean_path": True}
 RELU_QK = {"center": "qk", "feature_map": "relu", "mean_path": True}
 RIDGE = {"ridge": 0.3, "center": "qk", "scale": 0.003}
+RATIO = {"feature_map": "elu1", "normalize": True}
+RATIO_RELU = {"feature_map": "relu", "normalize": True}
+ELU = {"feature_map": "elu1"}
 OPS = ("linear_attention", "hla2", "ahla", "hla3")
 # op, options, dtype, (B, H, Hk, D, Dv); 128 heads of D = 64 take the one-program forms up to N = 2048
 MANY, WIDE, ODD, GROUPED = (32, 4, 4, 64, 64), (2, 2, 2, 128, 128), (2, 2, 2, 72, 72), (2, 4, 2, 88, 64)
@@ -34,6 +37,10 @@ CASES = [
     *((op, RIDGE, BF16, WIDE) for op in OPS[1:]),
     *((op, {"scale": 0.01}, BF16, GROUPED) for op in OPS),
     ("hla2", RIDGE, FP32, MANY),
+    *((op, RATIO, dtype, sizes) for op in OPS for dtype in (BF16, FP16) for sizes in (MANY, ODD)),
+    *((op, RATIO, BF16, WIDE) for op in OPS),
+    *((op, RATIO, BF16, GROUPED) for op in OPS),
+    *((op, options, BF16, MANY) for op in OPS for options in (RATIO_RELU, ELU)),
 ]
 
 
@@ -165,6 +172,7 @@ def test_explain_and_refusals():
     x, _ = make(33, BF16, MANY)
     for op in OPS:
         assert hk.explain(op, *x).impl == "triton" and "triton" not in hk.explain(op, *x).why_not
+        assert hk.explain(op, *x, **RATIO).impl == "triton"
         assert hk.explain(op, *x, impl="torch").impl == "torch"
     assert hk.explain("hla2", torch.stack(x, 2)).impl == "triton"
     refused = (
@@ -172,7 +180,8 @@ def test_explain_and_refusals():
         ("hla2", x, {"causal": True}, "causal"),
         ("hla2", x, {"return_state": True}, "state"),
         ("hla2", [t.double() for t in x], {}, "float64"),
-        ("hla2", x, {"feature_map": "elu1", "normalize": True}, "normalize=True: the gradients"),
+        ("hla2", [t.float() for t in x], RATIO, "float32 with normalize=True or 'elu1': the gradients"),
+        ("hla2", x, {**ELU, **ANCHORED}, "'elu1' with center or mean_path: the gradients"),
         ("hla2", x, {"feature_map": "softmax"}, "'softmax': the gradients"),
         ("polynomial", [*x, torch.ones(4, 4, device="cuda")], {}, "polynomial: the gradients"),
         ("hla2", [t[:, :1] for t in x], {}, "one token"),

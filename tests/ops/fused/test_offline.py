@@ -15,10 +15,17 @@ pytest.importorskip("triton")
 SHARED_LIMIT = 232448  # bytes a block may use on an H100 / H200
 STACK_LIMIT = 16  # bytes; Triton 3.6 spills nothing, 3.9 spills 8 bytes in the reduce of 72 columns
 GATE = Path(__file__).with_name("offline_gate.py")
+PLAIN, RATIO = "{}", '{"feature_map": "elu1", "normalize": true}'
 CASES = (
-    ("hla2", 256, 6, 197, 64), ("ahla", 64, 6, 1025, 64), ("ahla", 32, 16, 1024, 72), ("hla2", 2, 12, 32760, 128),
-    ("hla3", 2, 12, 32760, 128), ("hla3", 64, 16, 256, 72),
-)  # fmt: skip
+    ("hla2", PLAIN, 256, 6, 197, 64),
+    ("ahla", PLAIN, 64, 6, 1025, 64),
+    ("ahla", PLAIN, 32, 16, 1024, 72),
+    ("hla2", PLAIN, 2, 12, 32760, 128),
+    ("hla3", PLAIN, 2, 12, 32760, 128),
+    ("hla3", PLAIN, 64, 16, 256, 72),
+    ("ahla", RATIO, 64, 6, 1025, 64),
+    ("ahla", RATIO, 4, 16, 16384, 64),
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

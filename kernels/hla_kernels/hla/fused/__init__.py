@@ -38,11 +38,13 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
 
 
 def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> int | torch.SymInt:
-    """Length of the float32 buffer that `forward` fills for `backward`: the operators and states of the split path. A
-    function of sizes without a branch on B, N and H, so that they may be symbols."""
+    """Length of the float32 buffer that `forward` fills for `backward`: operators and states of the split path, the
+    operators and their vectors of normalised heads. A function of sizes without a branch on B, N and H, so that they
+    may be symbols."""
     w, batch_heads = widths(spec, q.shape[3], v.shape[3]), q.shape[0] * q.shape[2]
-    kept = plan.saves(spec, w, batch_heads, q.shape[1])
-    return batch_heads * kept * layout(spec, w).floats(q.dtype.itemsize)
+    kept, lay, size = plan.saves(spec, w, batch_heads, q.shape[1]), layout(spec, w), q.dtype.itemsize
+    whole = lay.vectors().floats(size) if spec.normalize else 0
+    return batch_heads * (whole + kept * (lay.floats(size) - whole))
 
 
 def forward(
@@ -54,11 +56,12 @@ def forward(
 
     call = Call(spec, q, k, v, coefficients)
     o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    if plan.use_heads(spec, call.w, call.bh, call.n, save):
-        head_forward_call(call, o)
-        return o, call.buffer(0)
-    buffer = call.buffer(saved_floats(q, k, v, spec))
-    split_forward_call(call, o, buffer)
+    split = not plan.use_heads(spec, call.w, call.bh, call.n, save)
+    buffer = call.buffer(saved_floats(q, k, v, spec) if save or split else 0)
+    if split:
+        split_forward_call(call, o, buffer, save)
+    else:
+        head_forward_call(call, o, buffer)
     return o, buffer if save else call.buffer(0)
 
 
@@ -85,7 +88,9 @@ def backward(
     path = plan.backward_path(spec, call.w, call.bh, call.n)
     if path != "split":
         dc = None if coefficients is None else call.buffer(call.b, call.h, 1, 4)
-        (launch.head_backward_call if path == "heads" else launch.two_step_backward_call)(call, grad, full, dc)
+        if spec.normalize and saved.numel() == 0:
+            saved = forward(q, k, v, coefficients, spec, save=True)[1]
+        (launch.head_backward_call if path == "heads" else launch.two_step_backward_call)(call, grad, full, dc, saved)
     else:
         filled = saved.numel() > 0
         buffer = saved if filled else call.buffer(call.bh * call.lay.floats(q.dtype.itemsize))

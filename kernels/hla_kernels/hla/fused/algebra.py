@@ -8,7 +8,22 @@ miscompiled by Triton). c = (c1, c2, c3, c4) are the coefficients of `polynomial
 import triton
 import triton.language as tl
 
-from .tiles import add4, axpy2, eye4, inner4, matvec, mm4, rank1, rowdot, scale4, trans4, vecmat, zeros2
+from .tiles import (
+    add4,
+    axpy2,
+    cast4,
+    eye4,
+    inner4,
+    matvec,
+    mm4,
+    power_of_two,
+    rank1,
+    rowdot,
+    scale4,
+    trans4,
+    vecmat,
+    zeros2,
+)
 
 
 @triton.jit
@@ -59,21 +74,28 @@ def ones_moments(sums, s, CENTER: tl.constexpr, F1: tl.constexpr, F2: tl.constex
 
 
 @triton.jit
+def left_factor(m, c, ORDER: tl.constexpr, F2: tl.constexpr, PREC: tl.constexpr):
+    """T = c3 R + c4 S W."""
+    t = m[3]
+    if ORDER >= 4:
+        t = mm4(m[1], m[4], F2, F2, F2, PREC)
+    if ORDER == 5:
+        t = add4(scale4(m[3], c[2]), scale4(t, c[3]), F2, F2)
+    return t
+
+
+@triton.jit
 def operator(m, c, ORDER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr):
-    """(M, T): M = c1 P + c2 S C + T P with T = c3 R + c4 S W."""
-    mp, ms, mc, mr, mw = m
-    t = mr
+    """(M, T): M = c1 P + c2 S C + T P with T of left_factor."""
+    mp, ms, mc, _, _ = m
+    t = left_factor(m, c, ORDER, F2, PREC)
     out = mp
     if ORDER == 2:
         out = mm4(ms, mc, F2, F2, V2, PREC)
-    elif ORDER == 3:
-        out = mm4(mr, mp, F2, F2, V2, PREC)
-    elif ORDER == 4:
-        t = mm4(ms, mw, F2, F2, F2, PREC)
+    elif ORDER >= 3:
         out = mm4(t, mp, F2, F2, V2, PREC)
-    elif ORDER == 5:
-        t = add4(scale4(mr, c[2]), scale4(mm4(ms, mw, F2, F2, F2, PREC), c[3]), F2, F2)
-        out = add4(scale4(mp, c[0]), mm4(t, mp, F2, F2, V2, PREC), F2, V2)
+    if ORDER == 5:
+        out = add4(scale4(mp, c[0]), out, F2, V2)
         out = add4(out, scale4(mm4(ms, mc, F2, F2, V2, PREC), c[1]), F2, V2)
     return out, t
 
@@ -96,19 +118,19 @@ def operator_ones(m, t, p1, q1, c, ORDER: tl.constexpr, F2: tl.constexpr):
 def anchor(
     m, p1, q1, sums, ORDER: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr
 ):
-    """a [V] for which M - m1 a' is small when normalised: the ratio of the mean query (or of the mean key, C k / q1.k,
-    for hla2).
+    """a [V] for which M - m1 a' is small when normalised: the ratio P k / p1.k of the mean key (C q / q1.q of the mean
+    query for hla2).
 
     q M / q.m1 = a + q (M - m1 a') / q.m1 for every a. With non-negative features M is close to rank one, m1 a';
     rounded to the dtype of the tokens that part would cancel in dq and leave its rounding error.
     """
     a = zeros2(V1, V2)
     if ORDER == 2:
-        top = vecmat(sums[1], m[2], F2, V2)
-        den = tl.sum(rowdot(row1(sums[1]), row1(q1), F2))
+        top = vecmat(sums[0], m[2], F2, V2)
+        den = tl.sum(rowdot(row1(sums[0]), row1(q1), F2))
     else:
-        top = vecmat(sums[0], m[0], F2, V2)
-        den = tl.sum(rowdot(row1(sums[0]), row1(p1), F2))
+        top = vecmat(sums[1], m[0], F2, V2)
+        den = tl.sum(rowdot(row1(sums[1]), row1(p1), F2))
     return axpy2(a, tl.where(den == 0.0, 0.0, 1.0 / den), top, V2)
 
 
@@ -218,6 +240,47 @@ def eye_of(a):
 
 
 @triton.jit
+def largest(a, A2: tl.constexpr, B2: tl.constexpr):
+    """The largest |a|."""
+    x = tl.max(tl.abs(a[0]))
+    if B2 > 0:
+        x = tl.maximum(x, tl.max(tl.abs(a[1])))
+    if A2 > 0:
+        x = tl.maximum(x, tl.max(tl.abs(a[2])))
+    if A2 > 0 and B2 > 0:
+        x = tl.maximum(x, tl.max(tl.abs(a[3])))
+    return x
+
+
+@triton.jit
+def cast_weights(w, ORDER: tl.constexpr, dtype: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
+    """(w / unit in the dtype of the tokens, unit): float16 has no exponents for weights of 1 / N and less, a unit per
+    head does."""
+    unit = 1.0
+    if dtype == tl.float16:
+        big = 0.0
+        if ORDER != 2:
+            big = tl.maximum(big, largest(w[0], V2, F2))
+        if ORDER == 2 or ORDER >= 4:
+            big = tl.maximum(big, largest(w[1], F2, F2))
+        if ORDER == 2 or ORDER == 5:
+            big = tl.maximum(big, largest(w[2], V2, F2))
+        if ORDER == 3 or ORDER == 5:
+            big = tl.maximum(big, largest(w[3], F2, F2))
+        if ORDER >= 4:
+            big = tl.maximum(big, largest(w[4], F2, F2))
+        unit = power_of_two(big)
+        w = scale5(w, 1.0 / unit)
+    return (cast4(w[0], dtype), cast4(w[1], dtype), cast4(w[2], dtype), cast4(w[3], dtype), cast4(w[4], dtype)), unit
+
+
+@triton.jit
+def scale5(w, c):
+    """c times every matrix."""
+    return scale4(w[0], c), scale4(w[1], c), scale4(w[2], c), scale4(w[3], c), scale4(w[4], c)
+
+
+@triton.jit
 def weight_rows(
     w, m, t, dm1, sums, row_q, row_v, c, s, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
     NORM: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
@@ -233,7 +296,7 @@ def weight_rows(
             if ORDER == 5:
                 c2 = s * c[1]
             row_q = axpy2(row_q, c2, vecmat(dm1, m[1], F2, F2), F2)
-    return centre_rows(w, sums, row_q, row_k, row_v, n, ORDER, CENTER, NORM, F2, V2)
+    return centre_rows(w, sums, row_q, row_k, row_v, n, ORDER, CENTER, F2, V2)
 
 
 @triton.jit
@@ -249,20 +312,11 @@ def ones_grad_key(t, dm1, c, ORDER: tl.constexpr, F2: tl.constexpr):
 
 @triton.jit
 def centre_rows(
-    w, sums, row_q, row_k, row_v, n, ORDER: tl.constexpr, CENTER: tl.constexpr, NORM: tl.constexpr, F2: tl.constexpr,
-    V2: tl.constexpr,
-):  # fmt: skip
-    """rows - mean(source) W for the moments that centring touches; w = (WP', WS, WC', WR', WW).
-
-    NORM: v is centred as a source, but the ratio does not depend on vbar, so dv receives nothing.
-    """
+    w, sums, row_q, row_k, row_v, n, ORDER: tl.constexpr, CENTER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr
+):
+    """rows - mean(source) W for the moments that centring touches; w = (WP', WS, WC', WR', WW)."""
     sq, sk, sv = sums
     h = -1.0 / n
-    if NORM:
-        if ORDER != 2:
-            row_k = axpy2(row_k, h, vecmat(sv, w[0], V2, F2), F2)
-        if ORDER == 2 or ORDER == 5:
-            row_q = axpy2(row_q, h, vecmat(sv, w[2], V2, F2), F2)
     if CENTER >= 1:
         if ORDER != 2:
             row_k = axpy2(row_k, h, vecmat(sv, w[0], V2, F2), F2)

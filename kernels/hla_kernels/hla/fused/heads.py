@@ -11,6 +11,8 @@ from .algebra import (
     affine,
     affine_grad,
     anchor,
+    cast_weights,
+    left_factor,
     ones_moments,
     operator,
     operator_ones,
@@ -18,8 +20,8 @@ from .algebra import (
     weight_rows,
     weights,
 )
-from .loops import read_out, sum_moments, sum_readout, write_grads
-from .tiles import axpy2, cast4, store4, store_vec, trans4, vecmat, zeros2
+from .loops import read_out, sum_features, sum_moments, write_grads
+from .tiles import axpy2, cast4, load4, load_vec, store4, store_vec, trans4, vecmat, zeros2, zeros4
 
 NO_SPECIALIZE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "N", "H", "G", "scale", "ridge", "eps"]
 
@@ -45,12 +47,14 @@ def load_coefficients(ptr, h, ORDER: tl.constexpr):
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def head_forward(
-    q, k, v, o, coefficients, qs, ks, vs, os, N, H, G, scale, ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, PREC: tl.constexpr, MID: tl.constexpr,
+    q, k, v, o, state, matrix, coefficients, qs, ks, vs, os, N, H, G, scale, ridge, eps, ORDER: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    MID: tl.constexpr,
 ):  # fmt: skip
-    """o = q M of one head: moments, operator, read-out."""
+    """o = q M of one head: moments, operator, read-out. SAVE: the operator and its vectors, for `head_gradient`."""
     pid = tl.program_id(0)
     b = pid // H
     h = pid % H
@@ -59,122 +63,119 @@ def head_forward(
     v = at_head(v, vs, b, h // G, ALIGN)
     o = at_head(o, os, b, h, ALIGN)
     c = load_coefficients(coefficients, h, ORDER)
-    raw, sums, _, _ = sum_moments(
-        q, k, v, q, qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, qs[1] * ALIGN, 0, N, ORDER,
-        NORM or MEAN or CENTER > 0, False, True, True, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC,
-    )  # fmt: skip
+    qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
+    m1 = zeros2(F1, F2)
+    a = zeros2(V1, V2)
+    SUMS: tl.constexpr = NORM or MEAN or CENTER > 0
+    dtype: tl.constexpr = q.dtype.element_ty
+    if FMAP == 0 and not NORM:
+        raw, sums, _, _ = sum_moments(
+            q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMS, False, True, D, F1, F2, DV, V1, V2, BN, PREC
+        )
+    else:
+        REST: tl.constexpr = NORM and ORDER == 1 and dtype != tl.float32
+        raw, sums, _, _, _ = sum_features(
+            q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), m1, a, eps, ORDER, True, SUMS, REST, False, NORM,
+            FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+        )  # fmt: skip
     n = N.to(tl.float32)
     m = scale_moments(raw, sums, scale, n, ridge, ORDER, CENTER, NORM, RIDGE, F1, F2, V2)
     out, t = operator(m, c, ORDER, F2, V2, MID)
-    m1 = zeros2(F1, F2)
-    a = zeros2(V1, V2)
     p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
     if NORM or MEAN:
         m1 = operator_ones(m, t, p1, q1, c, ORDER, F2)
     if NORM:
         a = anchor(m, p1, q1, sums, ORDER, F1, F2, V1, V2)
     out, row = affine(out, m1, sums, a, n, CENTER, MEAN, NORM, F1, F2, V1, V2)
+    out = cast4(out, dtype)
+    if SAVE:
+        store4(matrix + pid.to(tl.int64) * FD * DV, out, FD, F1, F2, DV, V1, V2, DV, 1)
+        to = state + pid.to(tl.int64) * K
+        store_vec(to + OFF[5], sums[0], FD, F1, F2)
+        store_vec(to + OFF[6], sums[1], FD, F1, F2)
+        store_vec(to + OFF[7], sums[2], DV, V1, V2)
+        store_vec(to + OFF[8], m1, FD, F1, F2)
+        store_vec(to + OFF[9], row, DV, V1, V2)
     read_out(
-        q, o, qs[1] * ALIGN, os[1] * ALIGN, 0, N, cast4(out, q.dtype.element_ty), m1, row, eps, NORM,
-        MEAN or CENTER == 2, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BO, PREC,
+        q, o, qn, os[1] * ALIGN, 0, N, out, m1, row, eps, NORM, MEAN or CENTER == 2, FMAP, D, R1, R2, F1, F2, DV, V1,
+        V2, BO, PREC,
     )  # fmt: skip
 
 
 @triton.jit
 def head_gradient(
-    q, k, v, g, qn, kn, vn, gn, c, N, scale, ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr,
-    MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
+    q, k, v, g, state, matrix, head, qn, kn, vn, gn, c, N, scale, ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr,
+    R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
+    V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     PREC: tl.constexpr, MID: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a head's backward before its tokens' gradients: M', m1, vbar, weights, rows (and d coefficients,
-    sums)."""
-    AFFINE: tl.constexpr = MEAN or CENTER > 0
-    raw, sums, dm, sg = sum_moments(
-        q,
-        k,
-        v,
-        g,
-        qn,
-        kn,
-        vn,
-        gn,
-        0,
-        N,
-        ORDER,
-        NORM or AFFINE,
-        not NORM,
-        True,
-        False,
-        FMAP,
-        D,
-        R1,
-        R2,
-        F1,
-        F2,
-        DV,
-        V1,
-        V2,
-        BN,
-        PREC,
-    )
-    n = N.to(tl.float32)
-    m = scale_moments(raw, sums, scale, n, ridge, ORDER, CENTER, NORM, RIDGE, F1, F2, V2)
-    out, t = operator(m, c, ORDER, F2, V2, MID)
-    m1 = zeros2(F1, F2)
-    p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
-    if NORM or MEAN:
-        m1 = operator_ones(m, t, p1, q1, c, ORDER, F2)
-    a = zeros2(V1, V2)
-    if NORM:
-        a = anchor(m, p1, q1, sums, ORDER, F1, F2, V1, V2)
-    out, vbar = affine(out, m1, sums, a, n, CENTER, MEAN, NORM, F1, F2, V1, V2)
+    """Everything of a head's backward before its tokens' gradients: M (folded), m1, vbar, weights, rows, d
+    coefficients.
+
+    NORM: M, m1, vbar are those that the forward saved at `matrix` and `state`, so that one pass over the tokens gives
+    the gradient of M and the moments; otherwise the moments give M.
+    """
+    SUMS: tl.constexpr = NORM or MEAN or CENTER > 0
     dtype: tl.constexpr = q.dtype.element_ty
+    n = N.to(tl.float32)
+    m1 = zeros2(F1, F2)
+    vbar = zeros2(V1, V2)
+    a = vbar
     if NORM:
-        dm, dm1, sg = sum_readout(
-            q,
-            g,
-            qn,
-            gn,
-            0,
-            N,
-            cast4(out, dtype),
-            m1,
-            vbar,
-            eps,
-            True,
-            False,
-            FMAP,
-            D,
-            R1,
-            R2,
-            F1,
-            F2,
-            DV,
-            V1,
-            V2,
-            BN,
-            PREC,
+        state += head * K
+        out = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
+        m1 = load_vec(state + OFF[8], FD, F1, F2)
+        vbar = load_vec(state + OFF[9], DV, V1, V2)
+        REST: tl.constexpr = dtype != tl.float32
+        raw, sums, dm, dm1, _ = sum_features(
+            q, k, v, g, qn, kn, vn, gn, 0, N, out, m1, vbar, eps, ORDER, ORDER > 1, True, REST, True, True, FMAP, D,
+            R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+        )  # fmt: skip
+        sv = load_vec(state + OFF[7], DV, V1, V2)
+        if ORDER == 1:
+            sums = (sums[0], load_vec(state + OFF[6], FD, F1, F2), sv)
+        else:
+            sums = (sums[0], sums[1], sv)
+        a = axpy2(vbar, -1.0 / n, sv, V2)
+    elif FMAP == 0:
+        raw, sums, dm, sg = sum_moments(
+            q, k, v, g, qn, kn, vn, gn, 0, N, ORDER, SUMS, True, False, D, F1, F2, DV, V1, V2, BN, PREC
         )
-        dm1 = axpy2(dm1, -1.0, vecmat(a, dm, V2, F2), F2)
-        row_q, row_v = zeros2(F1, F2), zeros2(V1, V2)
     else:
+        raw, sums, dm, _, sg = sum_features(
+            q, k, v, g, qn, kn, vn, gn, 0, N, zeros4(1, 0, 1, 0), m1, vbar, eps, ORDER, True, SUMS, False, True,
+            False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+        )  # fmt: skip
+    m = scale_moments(raw, sums, scale, n, ridge, ORDER, CENTER, NORM, RIDGE, F1, F2, V2)
+    p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
+    row_q, row_v = zeros2(F1, F2), zeros2(V1, V2)
+    if NORM:
+        t = left_factor(m, c, ORDER, F2, MID)
+        dm1 = axpy2(dm1, -1.0, vecmat(a, dm, V2, F2), F2)
+    else:
+        out, t = operator(m, c, ORDER, F2, V2, MID)
+        if MEAN:
+            m1 = operator_ones(m, t, p1, q1, c, ORDER, F2)
+        out, vbar = affine(out, m1, sums, a, n, CENTER, MEAN, NORM, F1, F2, V1, V2)
         dm, dm1, row_q, row_v = affine_grad(dm, out, m1, sums, sg, n, CENTER, MEAN, F1, F2, V1, V2)
     w, dc = weights(m, t, dm, dm1, p1, q1, c, scale, ORDER, NORM or MEAN, F2, V2, MID)
+    if NORM:  # v is centred as a source of dk and dq, but the ratio does not depend on its mean
+        dm1 = axpy2(dm1, -1.0 / n, vecmat(sv, dm, V2, F2), F2)
     rows = weight_rows(w, m, t, dm1, sums, row_q, row_v, c, scale, n, ORDER, CENTER, MEAN, NORM, F1, F2, V1, V2)
-    w = (cast4(w[0], dtype), cast4(w[1], dtype), cast4(w[2], dtype), cast4(w[3], dtype), cast4(w[4], dtype))
-    return cast4(out, dtype), m1, vbar, sums, w, rows, dc
+    return cast4(out, dtype), m1, vbar, w, rows, dc
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def head_backward(
-    q, k, v, g, dq, dk, dv, coefficients, dcoefficients, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, ridge, eps,
-    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr,
-    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
-    PREC: tl.constexpr, MID: tl.constexpr,
+    q, k, v, g, state, matrix, out_rows, dq, dk, dv, coefficients, dcoefficients, qs, ks, vs, gs, dqs, dks, dvs, N, H,
+    G, scale, ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
+    OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    MID: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv (and d coefficients [B, H, 4]) of one head; the moments are recomputed, nothing was saved."""
+    """dq, dk, dv (and d coefficients [B, H, 4]) of one head; the moments are summed again."""
     pid = tl.program_id(0)
     b = pid // H
     h = pid % H
@@ -183,15 +184,25 @@ def head_backward(
     v = at_head(v, vs, b, h // G, ALIGN)
     g = at_head(g, gs, b, h, ALIGN)
     qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
-    out, m1, vbar, _, w, rows, dc = head_gradient(
-        q, k, v, g, qn, kn, vn, gn, load_coefficients(coefficients, h, ORDER), N, scale, ridge, eps, ORDER, NORM,
-        CENTER, MEAN, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, MID,
+    head = pid.to(tl.int64)
+    out, m1, vbar, w, rows, dc = head_gradient(
+        q, k, v, g, state, matrix, head, qn, kn, vn, gn, load_coefficients(coefficients, h, ORDER), N,
+        scale, ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, K, BN,
+        STAGES, PREC, MID,
     )  # fmt: skip
     store_coefficients(dcoefficients, pid, dc, ORDER)
+    if NORM:
+        out_rows += head * (2 * FD + DV)
+        store_vec(out_rows, rows[0], FD, F1, F2)
+        store_vec(out_rows + FD, rows[1], FD, F1, F2)
+        tl.debug_barrier()  # every thread reads what others wrote
+        rows = (out_rows, out_rows + FD, out_rows)
+        m1, vbar = state + head * K + OFF[8], state + head * K + OFF[9]
+    w, unit = cast_weights(w, ORDER, q.dtype.element_ty, F2, V2)
     write_grads(
-        q, k, v, g, at_head(dq, dqs, b, h, ALIGN), at_head(dk, dks, b, h, ALIGN), at_head(dv, dvs, b, h, ALIGN), qn,
-        kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, trans4(out), m1, vbar, w, rows, eps, 0,
-        ORDER, NORM, NORM or MEAN or CENTER > 0, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BO, PREC,
+        q, k, v, g, at_head(dq, dqs, b, h, ALIGN), at_head(dk, dks, b, h, ALIGN), at_head(dv, dvs, b, h, ALIGN), qn, kn,
+        vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, trans4(out), m1, vbar, w, unit, rows, eps, 0,
+        ORDER, NORM, MEAN or CENTER > 0, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, BO, PREC,
     )  # fmt: skip
 
 
@@ -211,7 +222,8 @@ def head_weights(
     ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr,
     FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
-    K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, MID: tl.constexpr,
+    K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    MID: tl.constexpr,
 ):  # fmt: skip
     """`head_backward` up to its last pass, left to `split.apply_grads`: for heads whose weights and tokens do not fit
     together."""
@@ -219,14 +231,16 @@ def head_weights(
     b = pid // H
     h = pid % H
     qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
-    out, m1, vbar, _, w, rows, dc = head_gradient(
+    head = pid.to(tl.int64)
+    out, _, _, w, rows, dc = head_gradient(
         at_head(q, qs, b, h, ALIGN), at_head(k, ks, b, h // G, ALIGN), at_head(v, vs, b, h // G, ALIGN),
-        at_head(g, gs, b, h, ALIGN), qn, kn, vn, gn, load_coefficients(coefficients, h, ORDER), N, scale, ridge, eps,
-        ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, MID,
+        at_head(g, gs, b, h, ALIGN), state, matrix, head, qn, kn, vn, gn,
+        load_coefficients(coefficients, h, ORDER), N, scale, ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1,
+        R2, F1, F2, DV, V1, V2, FD, OFF, K, BN, STAGES, PREC, MID,
     )  # fmt: skip
     store_coefficients(dcoefficients, pid, dc, ORDER)
-    head = pid.to(tl.int64)
-    store4(matrix + head * FD * DV, out, FD, F1, F2, DV, V1, V2, DV, 1)
+    if not NORM:
+        store4(matrix + head * FD * DV, out, FD, F1, F2, DV, V1, V2, DV, 1)
     to = out_weights + head * KW
     if ORDER != 2:
         store4(to + WOFF[0], w[0], DV, V1, V2, FD, F1, F2, FD, 1)
@@ -238,9 +252,6 @@ def head_weights(
         store4(to + WOFF[3], w[3], FD, F1, F2, FD, F1, F2, FD, 1)
     if ORDER >= 4:
         store4(to + WOFF[4], w[4], FD, F1, F2, FD, F1, F2, FD, 1)
-    if NORM:
-        store_vec(state + head * K + OFF[9], vbar, DV, V1, V2)
-        store_vec(state + head * K + OFF[8], m1, FD, F1, F2)
     if NORM or MEAN or CENTER > 0:
         to = out_rows + head * (2 * FD + DV)
         store_vec(to, rows[0], FD, F1, F2)

@@ -20,8 +20,8 @@ BLOCK = 1024
 class Saved(NamedTuple):
     """What a split forward keeps for its backward: float32 state [B * H, K] and the operator [B * H, F, V]."""
 
-    state: Tensor
-    matrix: Tensor
+    state: Tensor | None
+    matrix: Tensor | None
 
     @classmethod
     def of(cls, buffer: Tensor, call: Call) -> Saved:
@@ -37,6 +37,11 @@ def pad(d: int) -> int:
     return max(16, 1 << (d - 1).bit_length())
 
 
+def staged(config: dict[str, int]) -> dict[str, int]:
+    """The tiles of a pass of sums, which needs its number of stages inside too."""
+    return {**config, "STAGES": config["num_stages"]}
+
+
 class Call:
     """One call's sizes and constexpr arguments, shared by its launches."""
 
@@ -48,6 +53,8 @@ class Call:
         self.flags = spec.flags()
         self.prec = precisions(q.dtype)
         self.scale = spec.scale_of(self.n)
+        # float16 weights are cast where they are used, in units of a power of two
+        self.weights_dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
         self.lay = layout(spec, self.w)
         # products with C read dM along V, the others dM' along F
         self.turned = spec.op in ("hla2", "polynomial")
@@ -72,33 +79,43 @@ class Call:
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
 
-def head_forward_call(call: Call, o: Tensor) -> None:
-    """One launch: o from q, k, v."""
+def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
+    """One launch: o from q, k, v; normalised, the operators and vectors too unless `saved` is empty."""
     q, k, v, spec = call.q, call.k, call.v, call.spec
+    call.lay = call.lay.vectors()
+    save = saved.numel() > 0
+    to = Saved.of(saved, call) if save else Saved(None, None)
     a = alignment(q, k, v, o)
     head_forward[(call.bh,)](
-        q, k, v, o, call.coefficients, strides(q, a), strides(k, a), strides(v, a), strides(o, a), call.n, call.h,
-        call.g, call.scale, spec.ridge, spec.eps, ALIGN=a, **call.flags, **call.w, **call.prec,
-        **plan.head_config("forward", spec, call.w, q.dtype),
+        q, k, v, o, *to, call.coefficients, strides(q, a), strides(k, a), strides(v, a), strides(o, a), call.n, call.h,
+        call.g, call.scale, spec.ridge, spec.eps, ALIGN=a, SAVE=save, MID=call.prec["MID"], **call.flags,
+        **call.sizes(), **staged(plan.head_config("forward", spec, call.w, q.dtype)),
     )  # fmt: skip
 
 
-def head_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], dc: Tensor | None) -> None:
+def head_backward_call(
+    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], dc: Tensor | None, saved: Tensor
+) -> None:
     """One launch: dq, dk, dv (per query head) and parts [B, H, 1, 4] of d coefficients."""
     q, k, v, spec = call.q, call.k, call.v, call.spec
+    call.lay = call.lay.vectors()
+    of = Saved.of(saved, call) if spec.normalize else Saved(None, None)
+    rows = call.buffer(call.bh, 2 * call.lay.fd + call.lay.dv) if spec.normalize else None
     a = alignment(q, k, v, g, *outs)
     head_backward[(call.bh,)](
-        q, k, v, g, *outs, call.coefficients, dc, strides(q, a), strides(k, a), strides(v, a), strides(g, a),
+        q, k, v, g, *of, rows, *outs, call.coefficients, dc, strides(q, a), strides(k, a), strides(v, a), strides(g, a),
         *(strides(x, a) for x in outs), call.n, call.h, call.g, call.scale, spec.ridge, spec.eps, ALIGN=a,
-        **call.flags, **call.w, **call.prec, **plan.head_config("backward", spec, call.w, q.dtype),
+        MID=call.prec["MID"], **call.flags, **call.sizes(),
+        **staged(plan.head_config("backward", spec, call.w, q.dtype)),
     )  # fmt: skip
 
 
-def prepare(call: Call, buffer: Tensor) -> Saved:
-    """Moments of all tokens and the operator: reduce, combine (several parts only), middle."""
+def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
+    """Moments of all tokens and the operator: reduce, combine (several parts only), middle. `rest`: for a backward."""
     saved = Saved.of(buffer, call)
     q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
     config = plan.reduce_config(call.spec, call.w, q.dtype)
+    rest = spec.normalize and q.dtype != torch.float32 and (rest or ORDERS[spec.op] == 1)
     parts, chunk = plan.reduce_parts(call.bh, call.n, config["BN"])
     a = alignment(q, k, v)
     state, matrix = saved
@@ -106,7 +123,8 @@ def prepare(call: Call, buffer: Tensor) -> Saved:
     roles = plan.reduce_roles(call.spec, call.w)
     reduce_moments[(call.bh * parts * roles,)](
         q, k, v, partial, strides(q, a), strides(k, a), strides(v, a), call.n, call.h, call.g, parts, chunk, call.bh,
-        call.scale, spec.ridge, ALIGN=a, FINAL=parts == 1, ROLES=roles, **call.flags, **call.sizes(), **config,
+        call.scale, spec.ridge, ALIGN=a, REST=rest, FINAL=parts == 1, ROLES=roles, **call.flags, **call.sizes(),
+        **staged(config),
     )  # fmt: skip
     if parts > 1:
         blocks = -(-max(lay.fd * max(lay.fd, lay.dv), 2 * lay.fd + lay.dv) // BLOCK)
@@ -129,9 +147,9 @@ def prepare(call: Call, buffer: Tensor) -> Saved:
     return saved
 
 
-def split_forward_call(call: Call, o: Tensor, buffer: Tensor) -> None:
-    """reduce -> combine -> middle -> apply; the buffer keeps the state."""
-    saved = prepare(call, buffer)
+def split_forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool) -> None:
+    """reduce -> combine -> middle -> apply; the buffer keeps the state, for a backward with `save`."""
+    saved = prepare(call, buffer, save)
     q = call.q
     config = plan.apply_config("forward", call.spec.op, call.w, q.dtype)
     parts, chunk = plan.apply_parts(call.w, call.bh, call.n, config["BN"])
@@ -153,8 +171,8 @@ def readout_grad(call: Call, g: Tensor, saved: Saved) -> Tensor:
     sums = call.spec.mean_path or call.spec.center == "qk"
     reduce_readout[(call.bh * parts,)](
         q, g, saved.state, saved.matrix, partial, strides(q, a), strides(g, a), call.n, call.h, parts, chunk, call.bh,
-        call.spec.eps, SUMS=sums, ALIGN=a, KG=lay.kg, TURNED=call.turned, **call.pick("NORM", "FMAP"),
-        **call.sizes(), **config,
+        call.spec.eps, SUMS=sums, ALIGN=a, KG=lay.kg, TURNED=call.turned, **call.pick("ORDER", "NORM", "FMAP"),
+        **call.sizes(), **staged(config),
     )  # fmt: skip
     if parts > 1:
         blocks = -(-lay.kg // BLOCK)
@@ -165,7 +183,7 @@ def readout_grad(call: Call, g: Tensor, saved: Saved) -> Tensor:
 def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor | None]:
     """Weights [B * H, KW], rows [B * H, 2 F + V] and parts [B, H, blocks, 4] of d coefficients."""
     lay, sizes = call.lay, call.middle_sizes()
-    weights = call.buffer(call.bh, lay.kw, dtype=call.q.dtype)
+    weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     rows = call.buffer(call.bh, 2 * lay.fd + lay.dv)
     common = {**sizes, "WOFF": lay.woff, "KW": lay.kw, "KG": lay.kg, "TURNED": call.turned}
     scalars = (call.n, call.h, call.scale)
@@ -195,7 +213,7 @@ def split_backward_call(
     call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], buffer: Tensor, filled: bool
 ) -> Tensor | None:
     """(moments again unless filled) -> reduce dM -> middle -> apply; returns parts of d coefficients."""
-    saved = Saved.of(buffer, call) if filled else prepare(call, buffer)
+    saved = Saved.of(buffer, call) if filled else prepare(call, buffer, True)
     weights, rows, dc = middle_grads(call, readout_grad(call, g, saved), saved)
     apply_grads_call(call, g, outs, saved, weights, rows, False)
     return dc
@@ -223,19 +241,24 @@ def apply_grads_call(
     )  # fmt: skip
 
 
-def two_step_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], dc: Tensor | None) -> None:
-    """Two launches, nothing saved: weights of each head by one program, then its tokens by several."""
+def two_step_backward_call(
+    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], dc: Tensor | None, saved: Tensor
+) -> None:
+    """Two launches: weights of each head by one program, then its tokens by several."""
     q, k, v, spec = call.q, call.k, call.v, call.spec
     call.lay = lay = call.lay.vectors()
-    saved = Saved(call.buffer(call.bh, lay.k), call.buffer(call.bh, lay.fd, lay.dv, dtype=q.dtype))
-    weights, rows = call.buffer(call.bh, lay.kw, dtype=q.dtype), call.buffer(call.bh, 2 * lay.fd + lay.dv)
+    if not spec.normalize:
+        saved = call.buffer(call.bh * lay.floats(q.dtype.itemsize))
+    of = Saved.of(saved, call)
+    weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
+    rows = call.buffer(call.bh, 2 * lay.fd + lay.dv)
     a = alignment(q, k, v, g)
     head_weights[(call.bh,)](
-        q, k, v, g, *saved, weights, rows, call.coefficients, dc, strides(q, a), strides(k, a), strides(v, a),
+        q, k, v, g, *of, weights, rows, call.coefficients, dc, strides(q, a), strides(k, a), strides(v, a),
         strides(g, a), call.n, call.h, call.g, call.scale, spec.ridge, spec.eps, ALIGN=a, WOFF=lay.woff, KW=lay.kw,
-        MID=call.prec["MID"], **call.flags, **call.sizes(), **plan.weights_config(spec, q.dtype),
+        MID=call.prec["MID"], **call.flags, **call.sizes(), **staged(plan.weights_config(spec, q.dtype)),
     )  # fmt: skip
-    apply_grads_call(call, g, outs, saved, weights, rows, True)
+    apply_grads_call(call, g, outs, of, weights, rows, True)
 
 
 def coefficients_grad(call: Call, parts: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ def masked_softmax(x1, x2, live, D: tl.constexpr, R1: tl.constexpr, R2: tl.const
 
 @triton.jit
 def elu1(x, live, C0: tl.constexpr, CN: tl.constexpr, D: tl.constexpr):
-    """elu(x) + 1 on columns C0..C0+CN; exp sees x <= 0 only, so it cannot overflow."""
-    y = tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
+    """elu(x) + 1 on columns C0..C0+CN; the exponential sees x <= 0 only, so it cannot overflow."""
+    y = tl.maximum(x, 0.0) + tl.exp2(tl.minimum(x, 0.0) * 1.4426950408889634)
     keep = live[:, None]
     if C0 + CN > D:
         keep = keep & (C0 + tl.arange(0, CN) < D)[None, :]
@@ -70,32 +70,49 @@ def phi(x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.c
     if FMAP > 0:
         f1, f2 = phi32(x, live, FMAP, D, R1, R2)
         y1 = f1.to(x[0].dtype)
-        y2 = f2.to(x[0].dtype)
+        y2 = y1
+        if R2 > 0 or FMAP == 4:
+            y2 = f2.to(x[0].dtype)
     return y1, y2
 
 
 @triton.jit
-def phi_grad(x, g, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
-    """d loss / d x as a raw pair, from the raw pair x and g = d loss / d phi(x) in float32."""
+def phi_and_rest(x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
+    """(phi in float32, rounded to the dtype of the tokens, what the rounding left)."""
+    f1, f2 = phi32(x, live, FMAP, D, R1, R2)
+    dtype: tl.constexpr = x[0].dtype
+    h1 = f1.to(dtype)
+    l1 = (f1 - h1.to(tl.float32)).to(dtype)
+    h2 = h1
+    l2 = l1
+    if R2 > 0 or FMAP == 4:
+        h2 = f2.to(dtype)
+        l2 = (f2 - h2.to(tl.float32)).to(dtype)
+    return (f1, f2), (h1, h2), (l1, l2)
+
+
+@triton.jit
+def phi_grad(f, g, FMAP: tl.constexpr, R2: tl.constexpr):
+    """d loss / d x as a raw pair, from f = phi(x) and g = d loss / d phi(x) in float32."""
+    f1 = f[0].to(tl.float32)
+    f2 = f[1].to(tl.float32)
     g1 = g[0]
     g2 = g[1]
     if FMAP == 1:
-        g1 = tl.where(x[0] > 0, g1, 0.0)
+        g1 = tl.where(f1 > 0, g1, 0.0)
         if R2 > 0:
-            g2 = tl.where(x[1] > 0, g2, 0.0)
-    elif FMAP == 2:
-        g1 = tl.where(x[0] > 0, g1, g1 * tl.exp(tl.minimum(x[0].to(tl.float32), 0.0)))
+            g2 = tl.where(f2 > 0, g2, 0.0)
+    elif FMAP == 2:  # the derivative is exp(x) = phi below 0, where phi <= 1, and 1 above
+        g1 = g1 * tl.minimum(f1, 1.0)
         if R2 > 0:
-            g2 = tl.where(x[1] > 0, g2, g2 * tl.exp(tl.minimum(x[1].to(tl.float32), 0.0)))
+            g2 = g2 * tl.minimum(f2, 1.0)
     elif FMAP == 3:
-        f1, f2 = phi32(x, live, FMAP, D, R1, R2)
         mean = tl.sum(g1 * f1, 1)
         if R2 > 0:
             mean += tl.sum(g2 * f2, 1)
             g2 = f2 * (g2 - mean[:, None])
         g1 = f1 * (g1 - mean[:, None])
     elif FMAP == 4:
-        f1, f2 = phi32(x, live, FMAP, D, R1, R2)
         plus = f1 * (g1 - tl.sum(g1 * f1, 1)[:, None])
         g1 = plus - f2 * (g2 - tl.sum(g2 * f2, 1)[:, None])
     return g1, g2

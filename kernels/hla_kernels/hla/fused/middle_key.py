@@ -130,6 +130,10 @@ def middle_grads_key(
     mi = x
     if CENTER == 2:
         mi = rows_of(matrix + head * FD * DV, r, BR, FD, DV, V1, V2, DV, 1)
+    if NORM:  # v is centred as a source of dk and dq, but the ratio does not depend on its mean
+        mean = load_vec(s + OFF[7], DV, V1, V2)
+        d1 = axpy2(d1, -1.0 / n, vecmat(mean, dmt, V2, F2), F2)
+        d1i -= dot_rows(x, mean, V2) / n
     row_q, row_k = token_rows(
         s, g, mi, d1, d1i, r, n, scale, c, NORM, CENTER, MEAN, ORDER, OFF, FD, F1, F2, DV, V1, V2, BR
     )

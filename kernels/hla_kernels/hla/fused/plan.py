@@ -36,15 +36,14 @@ def use_heads(spec: Spec, w: dict[str, int], batch_heads: int, n: int, save: boo
 
 
 def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> str:
-    """Without saved moments: "heads" (one launch), "two_step" (weights, then tokens) or "split"."""
+    """After a forward of one program per head: "heads" (one launch), "two_step" (weights, then tokens) or "split"."""
     if saves(spec, w, batch_heads, n):
         return "split"
-    return "heads" if n <= 512 and spec.op != "hla3" else "two_step"
+    return "heads" if n <= 512 and spec.op != "hla3" and not (mapped(spec) or spec.normalize) else "two_step"
 
 
 def mapped(spec: Spec) -> bool:
-    """Whether features are computed in registers: shorter tiles then leave more programs to overlap with their
-    loads."""
+    """Whether features are computed in registers."""
     return spec.feature_map not in (None, "identity")
 
 
@@ -52,6 +51,8 @@ def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtyp
     """Tiles of `head_forward` (BN sums, BO reads out) and `head_backward`."""
     if dtype == torch.float32:
         return {"BN": 32, "BO": 32, "num_warps": 8, "num_stages": 2}
+    if direction == "forward" and mapped(spec) and spec.op != "polynomial":
+        return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
     bn = 32 if mapped(spec) or w["F2"] > 0 else 64
     if direction == "forward":
         return {"BN": bn, "BO": 64, "num_warps": 8 if spec.op == "polynomial" else 4, "num_stages": 3}
@@ -62,6 +63,8 @@ def weights_config(spec: Spec, dtype: torch.dtype) -> dict[str, int]:
     """Tiles of `head_weights`."""
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 2}
+    if mapped(spec) or spec.normalize:
+        return {"BN": 64, "num_warps": 8, "num_stages": 2}
     return {"BN": 32, "num_warps": 4, "num_stages": 3}
 
 
@@ -70,6 +73,8 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 2}
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
+    if mapped(spec) and spec.op != "polynomial":
+        return {"BN": 64 if wide <= 64 else 32, "num_warps": 4 if wide <= 64 else 8, "num_stages": 3}
     if wide > 80:
         return {"BN": 64, "num_warps": 8, "num_stages": 3}
     if spec.op == "polynomial" and wide > 64:

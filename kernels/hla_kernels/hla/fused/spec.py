@@ -105,10 +105,11 @@ def layout(spec: Spec, w: dict[str, int]) -> Layout:
     order, dv = ORDERS[spec.op], w["DV"]
     fd = w["F1"] + w["F2"] if spec.feature_map == "softmax_pair" else w["D"]
     ff, fv = fd * fd, fd * dv
+    # int: torch 2.11 cannot multiply a symbol by a bool
+    sums, ones = int(spec.sums), int(spec.normalize or spec.mean_path)
     sizes = (
-        fv * (order != 2), ff * (order == 2 or order >= 4), fv * (order in (2, 5)), ff * (order in (3, 5)),
-        ff * (order >= 4), fd * spec.sums, fd * spec.sums, dv * spec.sums, fd * (spec.normalize or spec.mean_path),
-        dv * spec.normalize,
+        fv * int(order != 2), ff * int(order == 2 or order >= 4), fv * int(order in (2, 5)), ff * int(order in (3, 5)),
+        ff * int(order >= 4), fd * sums, fd * sums, dv * sums, fd * ones, dv * int(spec.normalize),
     )  # fmt: skip
     off = tuple(sum(sizes[:i]) for i in range(len(sizes)))
     return Layout(off, sum(sizes), off[:5], off[5], fd, dv)

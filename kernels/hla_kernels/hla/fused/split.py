@@ -9,10 +9,10 @@ Every program writes its own partial sums, which `combine` adds in a fixed order
 import triton
 import triton.language as tl
 
-from .algebra import centre_rows, scale_moments
+from .algebra import cast_weights, centre_rows, scale_moments
 from .heads import at_head
-from .loops import read_out, sum_moments, sum_readout, write_grads
-from .tiles import axpy2, load4, load_vec, store4, store_vec, trans4, vecmat, zeros2
+from .loops import read_out, sum_features, sum_gradient, sum_moments, write_grads
+from .tiles import axpy2, load4, load_vec, store4, store_vec, trans4, vecmat, zeros2, zeros4
 
 NO_SPECIALIZE = [
     "qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "N", "H", "G", "PARTS", "chunk", "heads", "scale", "ridge",
@@ -55,11 +55,12 @@ def reduce_moments(
     CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr,
     D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr, FINAL: tl.constexpr, ROLES: tl.constexpr,
+    STAGES: tl.constexpr, PREC: tl.constexpr, REST: tl.constexpr, FINAL: tl.constexpr, ROLES: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of one part of one head, state [PARTS, B * H, K]; FINAL (one part): scaled and centred at once.
 
-    ROLES = 2 (polynomial): neighbouring programs sum P, S, W and C, R of the same tokens.
+    REST: sums of features to twice their digits, which gradients of the normalised form need. ROLES = 2 (polynomial):
+    neighbouring programs sum P, S, W and C, R of the same tokens.
     """
     pid = tl.program_id(0) // ROLES
     b = pid // (H * PARTS)
@@ -77,17 +78,17 @@ def reduce_moments(
     if ROLES == 1:
         part_moments(
             q, k, v, tn, out, lo, hi, n, scale, ridge, ORDER, SUMS, NORM, CENTER, RIDGE, FMAP, D, R1, R2, F1, F2, DV,
-            V1, V2, FD, OFF, BN, PREC, FINAL,
+            V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
         )  # fmt: skip
     elif tl.program_id(0) % 2 == 0:
         part_moments(
             q, k, v, tn, out, lo, hi, n, scale, ridge, 4, SUMS, NORM, CENTER, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1,
-            V2, FD, OFF, BN, PREC, FINAL,
+            V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
         )  # fmt: skip
     else:
         part_moments(
             q, k, v, tn, out, lo, hi, n, scale, ridge, 6, SUMS and FINAL, NORM, CENTER, RIDGE, FMAP, D, R1, R2, F1, F2,
-            DV, V1, V2, FD, OFF, BN, PREC, FINAL,
+            DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
         )  # fmt: skip
 
 
@@ -96,15 +97,19 @@ def part_moments(
     q, k, v, tn, out, lo, hi, n, scale, ridge, ORDER: tl.constexpr, SUMS: tl.constexpr, NORM: tl.constexpr,
     CENTER: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
-    OFF: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, FINAL: tl.constexpr,
+    OFF: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr, REST: tl.constexpr,
+    FINAL: tl.constexpr,
 ):  # fmt: skip
     """Sum the moments of one order over tokens lo..hi and write them."""
-    m, sums, _, _ = sum_moments(
-        q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, SUMS, False, FMAP == 0, False, FMAP, D, R1, R2, F1, F2,
-        DV, V1, V2, BN, PREC,
-    )  # fmt: skip
-    if FMAP > 0:
-        m = (trans4(m[0]), m[1], trans4(m[2]), m[3], m[4])
+    if FMAP == 0 and not NORM:
+        m, sums, _, _ = sum_moments(
+            q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, SUMS, False, False, D, F1, F2, DV, V1, V2, BN, PREC
+        )
+    else:
+        m, sums, _, _, _ = sum_features(
+            q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, zeros4(1, 0, 1, 0), zeros2(F1, F2), zeros2(V1, V2), 0.0,
+            ORDER, True, SUMS, REST, False, NORM, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+        )  # fmt: skip
     if FINAL:
         m = scale_moments(m, sums, scale, n, ridge, ORDER, CENTER, NORM, RIDGE, F1, F2, V2)
     store_state(out, m, sums, ORDER, SUMS and ORDER != 6, OFF, FD, F1, F2, DV, V1, V2)
@@ -202,10 +207,11 @@ def apply(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def reduce_readout(
-    q, g, state, matrix, out, qs, gs, N, H, PARTS, chunk, heads, eps, NORM: tl.constexpr, SUMS: tl.constexpr,
-    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
-    K: tl.constexpr, KG: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, TURNED: tl.constexpr,
+    q, g, state, matrix, out, qs, gs, N, H, PARTS, chunk, heads, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
+    SUMS: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
+    OFF: tl.constexpr, K: tl.constexpr, KG: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """Partial dM' [V, F] (TURNED: dM [F, V]), dm1 [F], sum g [V] of one part of one head -> out [PARTS, B * H, KG]."""
     b, h, part = place(H, PARTS)
@@ -218,10 +224,17 @@ def reduce_readout(
         vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
         m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
         m1 = load_vec(state + head * K + OFF[8], FD, F1, F2)
-    dm, dm1, sg = sum_readout(
-        at_head(q, qs, b, h, ALIGN), at_head(g, gs, b, h, ALIGN), qs[1] * ALIGN, gs[1] * ALIGN, lo,
-        tl.minimum(lo + chunk, N), m, m1, vbar, eps, NORM, SUMS, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC,
-    )  # fmt: skip
+    q = at_head(q, qs, b, h, ALIGN)
+    g = at_head(g, gs, b, h, ALIGN)
+    qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
+    hi = tl.minimum(lo + chunk, N)
+    if FMAP == 0 and not NORM:
+        dm, sg = sum_gradient(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
+    else:
+        _, _, dm, dm1, sg = sum_features(
+            q, q, g, g, qn, qn, gn, gn, lo, hi, m, m1, vbar, eps, ORDER, False, SUMS, False, True, NORM, FMAP, D, R1,
+            R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+        )  # fmt: skip
     out += (part.to(tl.int64) * heads + head) * KG
     store4(out, dm, DV, V1, V2, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)
     if NORM:
@@ -276,28 +289,29 @@ def part_grads(
     PREC: tl.constexpr,
 ):  # fmt: skip
     """Load the weights of one part of the gradients and write it for tokens lo..hi."""
-    ROW: tl.constexpr = NORM or MEAN or CENTER > 0
+    ROW: tl.constexpr = MEAN or CENTER > 0
     mt = trans4(load4(matrix, FD, F1, F2, DV, V1, V2, DV, 1))
-    m1 = zeros2(F1, F2)
-    vbar = zeros2(V1, V2)
-    if NORM:
-        m1 = load_vec(state + OFF[8], FD, F1, F2)
-        vbar = load_vec(state + OFF[9], DV, V1, V2)
     w = load_weights(weights, ORDER, WOFF, FD, F1, F2, DV, V1, V2)
-    row = (zeros2(F1, F2), zeros2(F1, F2), zeros2(V1, V2))
-    if ROW:
+    m1 = state + OFF[8]
+    vbar = state + OFF[9]
+    if NORM:
+        row = (rows, rows + FD, rows + 2 * FD)
+    elif ROW:
         row = (load_vec(rows, FD, F1, F2), load_vec(rows + FD, FD, F1, F2), load_vec(rows + 2 * FD, DV, V1, V2))
-    if (CENTER > 0 or NORM) and not ROWS_DONE:
+    else:
+        row = (zeros2(F1, F2), zeros2(F1, F2), zeros2(V1, V2))
+    if CENTER > 0 and not ROWS_DONE:
         sums = (
             load_vec(state + OFF[5], FD, F1, F2),
             load_vec(state + OFF[6], FD, F1, F2),
             load_vec(state + OFF[7], DV, V1, V2),
         )
-        row = centre_rows(w, sums, row[0], row[1], row[2], n, ORDER, CENTER, NORM, F2, V2)
+        row = centre_rows(w, sums, row[0], row[1], row[2], n, ORDER, CENTER, F2, V2)
+    w, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
     write_grads(
         tokens[0], tokens[1], tokens[2], tokens[3], grads[0], grads[1], grads[2], tn[0], tn[1], tn[2], tn[3], gn[0],
-        gn[1], gn[2], lo, hi, mt, m1, vbar, w, row, eps, PART, ORDER, NORM, ROW, FMAP, D, R1, R2, F1, F2, DV, V1, V2,
-        BN, PREC,
+        gn[1], gn[2], lo, hi, mt, m1, vbar, w, unit, row, eps, PART, ORDER, NORM, ROW, FMAP, D, R1, R2, F1, F2, DV, V1,
+        V2, FD, BN, PREC,
     )  # fmt: skip
 
 

@@ -1,0 +1,17 @@
+"""The four passes over the tokens of one head. Every kernel is one or more of them around the D x D algebra of one
+head.
+
+q, k, v, g, o point at the first token of the head; strides are in elements. phi(q), phi(k) have width F = F1 + F2, v
+and g V = V1 + V2.
+
+    sum_moments   P = Sum k v'  S = Sum k k'  C = Sum q v'  R = Sum k q'  W = Sum q q', token sums, and dM' = Sum g q'
+    sum_features  the same of phi(q) and phi(k), and dm1 and dM' through the division of the normalised form
+    sum_gradient  dM' = Sum g q' alone
+    read_out      o = q M + row, or q M / (q.m1 + eps)
+    write_grads   dq, dk, dv from the weights of `algebra.weights`
+"""
+
+from .sums import sum_features, sum_gradient, sum_moments
+from .writes import as_row, read_out, write_grads
+
+__all__ = ["as_row", "read_out", "sum_features", "sum_gradient", "sum_moments", "write_grads"]

@@ -1,0 +1,139 @@
+"""The passes that write the output and the gradients of the tokens of a head."""
+
+import triton
+import triton.language as tl
+
+from ..maps import load_features, phi, phi_grad
+from ..tiles import (
+    axpy2,
+    load_rows,
+    load_vec,
+    rowdot,
+    rowmul,
+    store_rows,
+    trans4,
+    zero_rows,
+)  # fmt: skip
+
+
+@triton.jit
+def as_row(x):
+    """A vector as one row of a token tile."""
+    return x[0][None, :], x[1][None, :]
+
+
+@triton.jit
+def read_out(
+    q, o, qn, on, lo, hi, m, m1, row, eps, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr,
+    R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
+    V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Write o = q m (+ row) or, with den = q.m1 + eps, q m / den + vbar (1 - eps / den) for tokens lo..hi.
+
+    Last tile first: it is the one still in L2. m is the operator of v - vbar when normalised and row is vbar.
+    """
+    i = tl.arange(0, BN)
+    zero = tl.full([], 0, tl.int64)
+    tiles = tl.cdiv(hi - lo, BN)
+    for t in range(tiles):
+        start = lo + (tiles - 1 - t) * BN
+        live = start + i < hi
+        fq = load_features(q + (zero + start) * qn, i, qn, live, FMAP, D, R1, R2, False)
+        y = rowmul(zero_rows(BN, V1, V2), fq, m, F2, V2, PREC)
+        if NORM:
+            inverse = 1.0 / tl.where(live, rowdot(fq, as_row(m1), F2) + eps, 1.0)
+            y = (y[0] * inverse[:, None], y[1] * inverse[:, None])
+            y = axpy2(y, (1.0 - eps * inverse)[:, None], as_row(row), V2)
+        elif ROW:
+            y = axpy2(y, 1.0, as_row(row), V2)
+        store_rows(o + (zero + start) * on, i, on, live, y, DV, V1, V2)
+
+
+@triton.jit
+def in_units(x, unit, D2: tl.constexpr):
+    """x unit; a unit of 1.0 is a constant and costs nothing."""
+    x2 = x[1]
+    if D2 > 0:
+        x2 = x[1] * unit
+    return x[0] * unit, x2
+
+
+@triton.jit
+def ratio_grad(fq, g, gm, live, m1, vbar, eps, F2: tl.constexpr, V2: tl.constexpr):
+    """The read-out's part of dq when normalised, from gm = g m': (gm - m1 (q.gm - eps g.vbar) / den) / den."""
+    inverse = 1.0 / tl.where(live, rowdot(fq, as_row(m1), F2) + eps, 1.0)
+    total = (eps * rowdot(g, as_row(vbar), V2) - rowdot(fq, gm, F2)) * inverse * inverse
+    d1 = gm[0] * inverse[:, None] + total[:, None] * m1[0][None, :]
+    d2 = d1
+    if F2 > 0:
+        d2 = gm[1] * inverse[:, None] + total[:, None] * m1[1][None, :]
+    return d1, d2
+
+
+@triton.jit
+def write_grads(
+    q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, lo, hi, mt, m1, vbar, w, unit, rows, eps, PART: tl.constexpr,
+    ORDER: tl.constexpr, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
+    R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    FD: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dq = read-out + k WR + q WW + v WC', dk = k WS + q WR' + v WP', dv = k WP + q WC, plus rows; w = (WP', WS, WC',
+    WR', WW) in units of `unit`.
+
+    m1, vbar and the rows of dq and dk are pointers when NORM: read once a tile they hold no registers.
+
+    PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv (what a part does not use is not loaded).
+    """
+    i = tl.arange(0, BN)
+    zero = tl.full([], 0, tl.int64)
+    tiles = tl.cdiv(hi - lo, BN)
+    for t in range(tiles):
+        start = lo + (tiles - 1 - t) * BN
+        live = start + i < hi
+        rq = load_rows(q + (zero + start) * qn, i, qn, live, D, R1, R2, False)
+        rk = load_rows(k + (zero + start) * kn, i, kn, live, D, R1, R2, False)
+        tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
+        tg = load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False)
+        fq = phi(rq, live, FMAP, D, R1, R2)
+        fk = phi(rk, live, FMAP, D, R1, R2)
+        if PART == 0 or PART == 2 or PART == 4:
+            gv = zero_rows(BN, V1, V2)
+            if ORDER != 2:
+                gv = rowmul(gv, fk, trans4(w[0]), F2, V2, PREC)
+            if ORDER == 2 or ORDER == 5:
+                gv = rowmul(gv, fq, trans4(w[2]), F2, V2, PREC)
+            gv = in_units(gv, unit, V2)
+            if ROW and not NORM:
+                gv = axpy2(gv, 1.0, as_row(rows[2]), V2)
+            store_rows(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
+        if PART == 0 or PART == 2 or PART == 3:
+            gk = zero_rows(BN, F1, F2)
+            if ORDER != 2:
+                gk = rowmul(gk, tv, w[0], V2, F2, PREC)
+            if ORDER == 2 or ORDER >= 4:
+                gk = rowmul(gk, fk, w[1], F2, F2, PREC)
+            if ORDER == 3 or ORDER == 5:
+                gk = rowmul(gk, fq, w[3], F2, F2, PREC)
+            gk = in_units(gk, unit, F2)
+            if NORM:
+                gk = axpy2(gk, 1.0, as_row(load_vec(rows[1], FD, F1, F2)), F2)
+            elif ROW:
+                gk = axpy2(gk, 1.0, as_row(rows[1]), F2)
+            store_rows(dk + (zero + start) * dkn, i, dkn, live, phi_grad(fk, gk, FMAP, R2), D, R1, R2)
+        if PART < 2:
+            gq = rowmul(zero_rows(BN, F1, F2), tg, mt, V2, F2, PREC)
+            if NORM:
+                gq = ratio_grad(fq, tg, gq, live, load_vec(m1, FD, F1, F2), load_vec(vbar, DV, V1, V2), eps, F2, V2)
+            gq = in_units(gq, 1.0 / unit, F2)
+            if ORDER == 2 or ORDER == 5:
+                gq = rowmul(gq, tv, w[2], V2, F2, PREC)
+            if ORDER == 3 or ORDER == 5:
+                gq = rowmul(gq, fk, trans4(w[3]), F2, F2, PREC)
+            if ORDER >= 4:
+                gq = rowmul(gq, fq, w[4], F2, F2, PREC)
+            gq = in_units(gq, unit, F2)
+            if NORM:
+                gq = axpy2(gq, 1.0, as_row(load_vec(rows[0], FD, F1, F2)), F2)
+            elif ROW:
+                gq = axpy2(gq, 1.0, as_row(rows[0]), F2)
+            store_rows(dq + (zero + start) * dqn, i, dqn, live, phi_grad(fq, gq, FMAP, R2), D, R1, R2)
