@@ -84,7 +84,7 @@ def convert(
     Weights are all inherited, new parameters lie under `.mixer.` only, and `mixer="softmax"` is the host bit for bit.
     The model is saved by `timm.models.save_for_hf`, one of diffusers by `save_pretrained`, and reloads exactly, also
     after several conversions. A timm before 1.0.31 forgets all arguments of `create_model`: give it
-    `model_args={..., **model.hla_args}`. Give a pipeline as a whole: it notes the new class of its transformer.
+    `model_args={..., **model.hla_args}`.
     Raises ValueError, and leaves the model as it was, for a family where it means nothing, an unknown mixer or option,
     an option that follows from the host (`device`), a pattern without a match of its own, options the model cannot
     feed (a grid under `patch_drop_rate`), and nothing to swap.

@@ -92,6 +92,16 @@ def test_a_saved_pipeline_makes_the_same_image(name, tmp_path):
     assert type(again.transformer) is type(pipe.transformer) and torch.equal(image(again, arguments), made)
 
 
+def test_a_pipeline_whose_transformer_was_converted_alone(tmp_path):
+    pipe, arguments = pipeline("dit")
+    zoo.convert(pipe.transformer, "ahla")
+    pipe.save_pretrained(tmp_path, variant="fp32", max_shard_size="50KB")
+    assert len(list((tmp_path / "transformer").glob("*fp32*.safetensors"))) > 1
+    again = diffusers.DiffusionPipeline.from_pretrained(tmp_path, variant="fp32")
+    assert isinstance(again.transformer, zoo.HLADiTTransformer2DModel)
+    assert torch.equal(image(again, arguments), image(pipe, arguments))
+
+
 def test_a_new_process_needs_import_zoo_alone(tmp_path):
     pipe, arguments = pipeline("dit")
     zoo.convert(pipe, "ahla", gate=True)

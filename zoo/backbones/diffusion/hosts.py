@@ -11,6 +11,7 @@ forward pass again before it recomputes, so that two resolutions in one backward
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,13 +19,14 @@ import torch
 from diffusers import (
     DiTTransformer2DModel,
     FluxTransformer2DModel,
-    ModelMixin,  # noqa: F401  see `zoo.__getattr__`
+    ModelMixin,
     PixArtTransformer2DModel,
     SanaTransformer2DModel,
     SD3Transformer2DModel,
     WanTransformer3DModel,
 )
 from diffusers.loaders import PeftAdapterMixin
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -133,6 +135,13 @@ class HLADiffusionModel(Host):
         model = cls.host.from_pretrained(path, **kwargs)
         replay(model, conversions)
         return model
+
+    @functools.wraps(ModelMixin.save_pretrained)
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        caller = sys._getframe(1).f_locals.get("self")
+        if isinstance(caller, DiffusionPipeline):  # it noted the host's class if the model was converted inside it
+            caller.register_modules(**{name: part for name, part in caller.components.items() if part is self})
+        super().save_pretrained(*args, **kwargs)
 
     def layout(self, arguments: dict[str, Any]) -> tuple[Grid | None, int]:
         """(grid, number of leading text tokens) of a forward pass with these arguments."""
