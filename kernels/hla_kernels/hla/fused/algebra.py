@@ -8,6 +8,7 @@ miscompiled by Triton). c = (c1, c2, c3, c4) are the coefficients of `polynomial
 import triton
 import triton.language as tl
 
+from .maps import power_of_two
 from .tiles import (
     add4,
     axpy2,
@@ -16,7 +17,6 @@ from .tiles import (
     inner4,
     matvec,
     mm4,
-    power_of_two,
     rank1,
     rowdot,
     scale4,

@@ -124,3 +124,9 @@ def load_features(
 ):
     """phi of rows i; ONCE as in load_rows."""
     return phi(load_rows(ptr, i, stride, live, D, R1, R2, ONCE), live, FMAP, D, R1, R2)
+
+
+@triton.jit
+def power_of_two(x):
+    """The power of two at or just below x > 0 (for x = 0 the smallest normal one)."""
+    return tl.exp2(tl.floor(tl.log2(tl.maximum(x, 1.2e-38))))

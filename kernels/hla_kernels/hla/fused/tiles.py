@@ -396,9 +396,3 @@ def eye4(c, D1: tl.constexpr, D2: tl.constexpr):
         m21 = tl.zeros([D2, D1], tl.float32)
         m22 = tl.where(j[:, None] == j[None, :], c, 0.0)
     return z, m12, m21, m22
-
-
-@triton.jit
-def power_of_two(x):
-    """The power of two at or just below x > 0 (for x = 0 the smallest normal one)."""
-    return tl.exp2(tl.floor(tl.log2(tl.maximum(x, 1.2e-38))))

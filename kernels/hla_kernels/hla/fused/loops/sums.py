@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..maps import phi_and_rest
+from ..maps import phi_and_rest, power_of_two
 from ..tiles import (
     add4,
     load_rows,
@@ -11,7 +11,6 @@ from ..tiles import (
     outer4,
     outer4_begin,
     outer4_end,
-    power_of_two,
     rowdot,
     rowmul,
     scale4,
