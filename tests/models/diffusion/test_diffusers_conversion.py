@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_diffusers import CASES, converted, host, inputs, run, sites
+from tiny_diffusers import CASES, converted, host, inputs, noise, run, sites
 
 import zoo
 from zoo.backbones.registry import REGISTERED_MIXERS
@@ -99,15 +99,27 @@ def test_bad_input_is_one_sentence_and_changes_nothing(name, arguments, message)
     assert dict(model.config) == config
 
 
-def test_masks_of_image_tokens_need_softmax():
+def test_softmax_honours_every_mask_as_the_host():
     mask = torch.ones(2, 24)
     mask[:, -4:] = 0
     kept = host("pixart")
     wanted = run(host("pixart"), {**inputs("pixart"), "attention_mask": mask})
     zoo.convert(kept, "softmax")
     assert torch.equal(run(kept, {**inputs("pixart"), "attention_mask": mask}), wanted)
+
+
+@pytest.mark.parametrize("mixer", REGISTERED_MIXERS)
+def test_padded_keys_are_not_read(mixer):
+    """A layer with padding gives the real tokens what it gives without the padded ones."""
+    site = sites(converted("pixart", mixer, gate=True))[0]
+    x = noise(2, 12, 32)
+    bias = torch.zeros(2, 1, 12)
+    bias[..., 9:] = -10000.0
+    torch.testing.assert_close(site(x, attention_mask=bias)[:, :9], site(x[:, :9]))
+    with pytest.raises(ValueError, match="not other biases"):
+        site(x, attention_mask=bias / 1000)
     with pytest.raises(ValueError, match="cannot honour an attention mask"):
-        run(converted("pixart", "ahla"), {**inputs("pixart"), "attention_mask": mask})
+        site(x, attention_mask=bias.expand(2, 12, 12))
 
 
 def test_wrapped_models_are_named():

@@ -72,6 +72,14 @@ class DiffusionSite(Site):
             raise ValueError(f"a converted attention layer cannot honour the argument {next(iter(arguments))!r}")
 
 
+def real_keys(bias: Tensor) -> Tensor:
+    """[B, 1, N], 0 for a real key and -10000 for padding, as [B, N] bool. Raises ValueError for other values."""
+    real = bias[:, 0] == 0
+    if not torch.compiler.is_compiling() and not (real | (bias[:, 0] < -9000)).all():
+        raise ValueError("a linear mixer honours an attention mask of 0 (real) and -10000 (padding), not other biases")
+    return real
+
+
 def norm_heads(norm: Any, t: Tensor) -> Tensor:
     """The host's norm of each head's D channels, heads first so that gradients are summed as in the host."""
     return t if norm is None else norm(t.transpose(1, 2)).transpose(1, 2)
@@ -89,15 +97,18 @@ class SelfAttentionSite(DiffusionSite, Attention):
         attention_mask: Tensor | None = None,
         **arguments: Any,
     ) -> Tensor:
-        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
+        """[B, N, C] -> [B, N, C]. attention_mask: a bias on the scores; every two-sided mixer honours [B, 1, N], padding.
+        Raises ValueError for any other that the mixer cannot honour, and for unknown arguments."""
         self.refuse_arguments(arguments)
         refuse_cross(encoder_hidden_states)
-        x, mask = hidden_states, attention_mask
+        x, mask, padding = hidden_states, attention_mask, None
+        if mask is not None and self.mixer_name != "softmax" and mask.shape[1] == 1:
+            mask, padding = None, real_keys(mask)
         if mask is not None:
             mask = self.prepare_attention_mask(mask, x.shape[1], x.shape[0]).unflatten(0, (x.shape[0], self.heads))
         q, k, v = (split_heads(t, self.heads) for t in self.project(x))
         q, k = norm_heads(self.norm_q, q), norm_heads(self.norm_k, k)
-        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=mask)
+        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=mask, key_padding_mask=padding)
         return self.output(self.mixer(q, k, v, ctx).to(q.dtype))
 
 
