@@ -10,6 +10,7 @@ alone.
 from .api import ahla, hla2, hla3, linear_attention, polynomial, softmax_attention
 from .features import FEATURE_MAPS
 from .hla import flops as _flops  # noqa: F401  registers the formulas
+from .hla.fused.plan import set_batch_invariant
 from .hla.streaming.merge import merge
 from .hla.streaming.sharded import sharded
 from .hla.streaming.stream import read
@@ -44,6 +45,7 @@ __all__ = [
     "polynomial",
     "polynomial_qkvpacked",
     "read",
+    "set_batch_invariant",
     "sharded",
     "softmax_attention",
     "softmax_attention_qkvpacked",

@@ -83,8 +83,6 @@ def why_not_triton(call: Call) -> str | None:
         return "causal calls have no Triton form"
     if call.state is not None or call.return_state:
         return "calls with a state have no Triton form"
-    if call.sequences.mask is not None or call.sequences.cu_seqlens is not None:
-        return "calls with key_padding_mask or cu_seqlens have no Triton form"
     if call.q.dtype == torch.float64:
         return "there is no Triton form in float64"
     inexact = _inexact_in_triton(call)

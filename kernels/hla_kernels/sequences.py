@@ -17,9 +17,35 @@ from torch import Tensor
 class Sequences(NamedTuple):
     """The sequences of a call: a mask, or cu_seqlens with the length of the longest sequence."""
 
-    mask: Tensor | None
+    mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
     max_seqlen: int = 0
+
+    def sizes(self, q: Tensor) -> tuple[int, int, int]:
+        """(sequences, tokens of the longest one, heads) of q [B, N, H, D]."""
+        if self.cu_seqlens is None:
+            return q.shape[0], q.shape[1], q.shape[2]
+        return self.cu_seqlens.shape[0] - 1, self.max_seqlen, q.shape[2]
+
+    def tables(self, heads: int, scale: float | None, q_scale: float) -> tuple[Tensor | None, ...]:
+        """What a kernel needs to know: (first token, length) [S, 2] int64 of packed sequences, (number of real tokens,
+        scale of a moment) [B * H, 2] float32, which tokens are real [B, N] uint8. None where it does not apply."""
+        if self.mask is None and self.cu_seqlens is None:
+            return None, None, None
+        spans, keep = None, None
+        if self.cu_seqlens is not None:
+            lengths = self.cu_seqlens.diff()
+            spans = torch.stack([self.cu_seqlens[:-1], lengths], 1).long()
+        else:
+            assert self.mask is not None
+            keep = self.mask.contiguous().view(torch.uint8)
+            lengths = keep.sum(1)
+        n = lengths.clamp(min=1).float()
+        s = q_scale / n if scale is None else torch.full_like(n, scale)
+        return spans, torch.stack([n, s], 1)[:, None].repeat(1, heads, 1), keep
+
+
+WHOLE = Sequences()  # every token of a batch row is one sequence
 
 
 def live_rows(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:

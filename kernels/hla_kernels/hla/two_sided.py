@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..features import feature
 from ..options import Options, compute_dtype
-from ..sequences import Sequences, counts, live_rows, pack, unpack
+from ..sequences import WHOLE, Sequences, counts, live_rows, pack, unpack
 from . import fused
 from .gradient import gradient
 from .layout import live_heads, to_heads, to_tokens
@@ -74,9 +74,9 @@ def _rows(*tokens: Tensor) -> list[Tensor]:
     return [x if x.stride(3) == 1 else x.contiguous() for x in tokens]
 
 
-def _saved(q: Tensor, k: Tensor, v: Tensor, spec: fused.Spec, impl: str, save: bool) -> Tensor:
+def _saved(q: Tensor, k: Tensor, v: Tensor, spec: fused.Spec, impl: str, save: bool, seqs: Sequences = WHOLE) -> Tensor:
     """An uninitialised `saved` of the size that the forward returns."""
-    length = fused.saved_floats(q, k, v, spec) if impl == "triton" and save else 0
+    length = fused.saved_floats(q, k, v, spec, seqs) if impl == "triton" and save else 0
     return q.new_empty((length,), dtype=torch.float32)
 
 
@@ -89,7 +89,7 @@ def _forward(
         return _evaluate(spec, q, k, v, coefficients, seqs), _saved(q, k, v, spec, impl, False)
     with torch.cuda.device_of(q):
         q, k, v = _rows(q, k, v)
-        return fused.forward(q, k, v, coefficients, spec, save)
+        return fused.forward(q, k, v, coefficients, spec, save, seqs)
 
 
 def _gradient(
@@ -100,8 +100,14 @@ def _gradient(
         return _evaluate_gradient(spec, grad, q, k, v, coefficients, seqs, outs)
     with torch.cuda.device_of(q):
         q, k, v = _rows(q, k, v)
-        d_coefficients = fused.backward(grad, q, k, v, coefficients, spec, outs, saved)
+        d_coefficients = fused.backward(grad, q, k, v, coefficients, spec, outs, saved, seqs)
     return q.new_empty((0,)) if d_coefficients is None else d_coefficients
+
+
+def _gradient_of(x: Tensor, seqs: Sequences, impl: str) -> Tensor:
+    """Room for the gradient of x; the Triton forms do not write that of padded tokens."""
+    new = torch.zeros_like if seqs.mask is not None and impl == "triton" else torch.empty_like
+    return new(x, memory_format=torch.contiguous_format)
 
 
 def _no_autocast(x: Tensor) -> torch.autocast:
@@ -139,7 +145,7 @@ def two_sided_backward(
     with _no_autocast(q):
         spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
         seqs = Sequences(mask, cu_seqlens, max_seqlen)
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dq, dk, dv = (_gradient_of(x, seqs, impl) for x in (q, k, v))
         return dq, dk, dv, _gradient(grad, saved, q, k, v, coefficients, spec, impl, (dq, dk, dv), seqs)
 
 
@@ -179,7 +185,7 @@ def two_sided_qkvpacked_backward(
     with _no_autocast(qkv):
         spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
         seqs = Sequences(mask, cu_seqlens, max_seqlen)
-        out = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+        out = _gradient_of(qkv, seqs, impl)
         q, k, v = qkv.unbind(2)
         return out, _gradient(grad, saved, q, k, v, coefficients, spec, impl, out.unbind(2), seqs)
 
@@ -199,7 +205,7 @@ def _fake_saved(
     mask=None, cu_seqlens=None, max_seqlen=0,
 ):  # fmt: skip
     spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
-    return _saved(q, k, v, spec, impl, save)
+    return _saved(q, k, v, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
 
 
 def _save(n_tensors: int):

@@ -140,3 +140,80 @@ def test_what_is_saved_has_a_size_for_every_number_of_tokens(options):
         expected = fused.saved_floats(q, q, q, spec)
         assert saved.shape[0].node.expr.subs(sizes) == expected
         assert (expected > 2 * batch * 4 * 64 * 64) == (tokens > 2048 or batch < 32)
+
+
+RAGGED = [
+    ("linear_attention", {"feature_map": "elu1", "normalize": True}, "heads", (2, 2), FULL),
+    ("linear_attention", ANCHORED, "split", (4, 2), HALF),
+    ("hla2", RELU_QK, "heads", (2, 2), FULL),
+    ("hla2", {"feature_map": "elu1", "normalize": True}, "split", (2, 1), FULL),
+    ("ahla", ANCHORED, "two_step", (2, 2), FULL),
+    ("ahla", RIDGE, "split", (2, 2), HALF),
+    ("hla3", PLAIN, "split", (2, 2), FULL),
+    ("hla3", RELU_QK, "heads", (2, 2), HALF),
+    ("polynomial", ANCHORED, "split", (2, 2), FULL),
+    ("polynomial", {"feature_map": "elu1", "normalize": True}, "split", (2, 2), FULL),
+]
+
+
+@pytest.mark.parametrize("kind", ("mask", "packed"))
+@pytest.mark.parametrize("case", RAGGED, ids=lambda c: "-".join(str(x) for x in (c[0], *c[1].values(), c[2])))
+def test_sequences(monkeypatch, case, kind):
+    """Padded and packed sequences against the torch form in float64; padding holds NaN, and gets zeros."""
+    op, options, path, heads, dtype = case
+    options = {"feature_map": None, "normalize": False, "center": None, "mean_path": False, "ridge": 0.0,
+               "scale": None, "eps": 1e-6, "q_scale": 0.7, **options}  # fmt: skip
+    tokens, grad, c = make(Spec(op), 75, 16, 16, heads, dtype, "contiguous")
+    c = None if c is None else c.abs()
+    mask = torch.rand(2, 75, generator=torch.Generator().manual_seed(1)) < 0.6
+    mask[1, 40:] = False
+    ragged = {"mask": mask}
+    if kind == "packed":
+        cu = torch.tensor([0, 3, 3, 68, 75], dtype=torch.int32)
+        ragged = {"cu_seqlens": cu, "max_seqlen": 66}
+        tokens, grad = [t[:1] for t in tokens], grad[:1]
+    else:
+        for t in (*tokens, grad):
+            t[~mask] = float("nan")
+    results = []
+    for impl, kept in (("triton", dtype), ("torch", torch.float64)):
+        x = [t.detach().to(kept).requires_grad_() for t in tokens] + ([] if c is None else [c.clone().requires_grad_()])
+        with monkeypatch.context() as patch:
+            if impl == "triton":
+                poison(patch)
+                for name in ("splits", "saves"):
+                    patch.setattr(plan, name, lambda *a: int(path == "split"))
+                patch.setattr(plan, "backward_path", lambda *a: path)
+                patch.setattr(plan, "reduce_parts", lambda heads, n, bn: (-(-n // 32), 32))
+            more = (c if c is None else x[3], op, *options.values(), impl, True)
+            y = torch.ops.hla_kernels.two_sided(*x[:3], *more, **ragged)[0]
+            results.append([y, *torch.autograd.grad(y, x, grad.to(kept))])
+    check(*results, TOLERANCE[dtype])
+    assert all(bool(t.isfinite().all()) for t in results[0])
+    if kind == "mask":
+        assert not any(bool(t[~mask].any()) for t in results[0][:4])
+
+
+@pytest.mark.parametrize("on", (True, False))
+def test_a_sample_does_not_see_the_batch(monkeypatch, on):
+    """With a plan that depends on B * H: the same bits alone and in a batch if and only if it was asked for."""
+    monkeypatch.setattr(plan, "reduce_parts", lambda heads, n, bn: (2, 64) if heads % 8 == 0 else (4, 32))
+    spec = Spec("ahla", center="k", mean_path=True)
+    tokens, grad, _ = make(spec, 100, 16, 16, (4, 4), FULL, "contiguous")
+    results = []
+    plan.set_batch_invariant(on)
+    try:
+        for rows in (slice(0, 2), slice(1, 2)):
+            x = [t[rows] for t in tokens]
+            outs = tuple(torch.empty_like(t) for t in x)
+            o, saved = fused.forward(*x, None, spec, save=True)
+            fused.backward(grad[rows], *x, None, spec, outs, saved)
+            results.append(torch.stack([t[-1] for t in (o, *outs)]))
+    finally:
+        plan.set_batch_invariant(False)
+    assert torch.equal(*results) == on
+
+
+def test_batch_invariance_is_true_or_false():
+    with pytest.raises(ValueError, match="takes True or False, got 1"):
+        plan.set_batch_invariant(1)

@@ -1,6 +1,6 @@
 """Compile for sm_90a, without a GPU, exactly what a call would launch; print one JSON line per kernel.
 
-python offline_gate.py OP OPTIONS B H N D      (OPTIONS: JSON of the fields of a Spec)
+python offline_gate.py OP OPTIONS B H N D [mask | packed]    (OPTIONS: JSON of the fields of a Spec)
 
 Not under TRITON_INTERPRET: interpreted functions cannot be compiled.
 """
@@ -21,8 +21,11 @@ from triton.compiler import ASTSource
 
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, launch
+from hla_kernels.sequences import Sequences
 
-TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8",
+}  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOL = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 
@@ -43,6 +46,8 @@ def type_of(x):
     """The Triton type of a launch argument."""
     if isinstance(x, torch.Tensor):
         return TYPES[x.dtype]
+    if x is None:
+        return "constexpr"
     if isinstance(x, tuple):
         return tuple(type_of(y) for y in x)
     return "fp32" if isinstance(x, float) else "i32"
@@ -59,6 +64,8 @@ def compile_call(fn, args, kwargs) -> dict:
             signature[name], constants[(i,)] = "constexpr", kwargs.get(name)
             continue
         signature[name] = type_of(given[name])
+        if isinstance(given[name], tuple):
+            constants |= {(i, j): None for j, x in enumerate(given[name]) if x is None}
         if isinstance(given[name], torch.Tensor):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn, signature, constants, attributes)
@@ -71,21 +78,31 @@ def compile_call(fn, args, kwargs) -> dict:
     return {"kernel": fn.__name__, "registers": int(registers), "stack": int(stack), "shared": compiled.metadata.shared}
 
 
-def main(op: str, options: str, b: int, h: int, n: int, d: int) -> None:
+def sequences_of(kind: str, b: int, n: int) -> Sequences:
+    """Those of a call: "" all tokens, "mask" or "packed" (then B sequences behind each other)."""
+    if kind == "mask":
+        return Sequences(torch.empty(b, n, dtype=torch.bool, device="meta"))
+    if kind == "packed":
+        return Sequences(None, torch.empty(b + 1, dtype=torch.int32, device="meta"), n)
+    return Sequences()
+
+
+def main(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> None:
     """Record a forward and a backward of packed bf16 tokens, then compile each launch."""
     for name, kernel in vars(launch).copy().items():
         if hasattr(kernel, "arg_names"):
             setattr(launch, name, Recorder(kernel))
-    qkv = torch.empty(b, n, 3, h, d, dtype=torch.bfloat16, device="meta")
-    grad = torch.empty(b, n, h, d, dtype=torch.bfloat16, device="meta")
+    rows = (1, b * n) if kind == "packed" else (b, n)
+    qkv = torch.empty(*rows, 3, h, d, dtype=torch.bfloat16, device="meta")
+    grad = torch.empty(*rows, h, d, dtype=torch.bfloat16, device="meta")
     c = torch.empty(h, 4, device="meta") if op == "polynomial" else None
     q, k, v = qkv.unbind(2)
-    spec = Spec(op, **json.loads(options))
-    saved = fused.forward(q, k, v, c, spec, save=True)[1]
-    fused.backward(grad, q, k, v, c, spec, torch.empty_like(qkv).unbind(2), saved)
+    spec, seqs = Spec(op, **json.loads(options)), sequences_of(kind, b, n)
+    saved = fused.forward(q, k, v, c, spec, True, seqs)[1]
+    fused.backward(grad, q, k, v, c, spec, torch.empty_like(qkv).unbind(2), saved, seqs)
     for call in Recorder.calls:
         print(json.dumps(compile_call(*call)), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:7]), *sys.argv[7:])

@@ -25,6 +25,9 @@ CASES = (
     ("hla3", PLAIN, 64, 16, 256, 72),
     ("ahla", RATIO, 64, 6, 1025, 64),
     ("ahla", RATIO, 4, 16, 16384, 64),
+    ("hla2", PLAIN, 256, 6, 197, 64, "mask"),
+    ("ahla", RATIO, 8, 16, 1024, 72, "mask"),
+    ("ahla", PLAIN, 32, 16, 1024, 72, "packed"),
 )
 
 

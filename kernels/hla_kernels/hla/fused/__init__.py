@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...sequences import WHOLE, Sequences
 from . import plan
 from .spec import DTYPES, MAX_D, MIN_D, Spec, layout, widths
 
@@ -37,27 +38,35 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     return None
 
 
-def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> int | torch.SymInt:
+def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE) -> int | torch.SymInt:
     """Length of the float32 buffer that `forward` fills for `backward`: operators and states of the split path, the
     operators and their vectors of normalised heads. A function of sizes without a branch on B, N and H, so that they
     may be symbols."""
-    w, batch_heads = widths(spec, q.shape[3], v.shape[3]), q.shape[0] * q.shape[2]
-    kept, lay, size = plan.saves(spec, w, batch_heads, q.shape[1]), layout(spec, w), q.dtype.itemsize
+    w, (batch, n, heads) = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q)
+    batch_heads = batch * heads
+    kept, lay, size = plan.saves(spec, w, plan.planned(batch_heads), n), layout(spec, w), q.dtype.itemsize
     whole = lay.vectors().floats(size) if spec.normalize else 0
     return batch_heads * (whole + kept * (lay.floats(size) - whole))
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: Spec, save: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coefficients: Tensor | None,
+    spec: Spec,
+    save: bool = False,
+    seqs: Sequences = WHOLE,
 ) -> tuple[Tensor, Tensor]:
     """o [B, N, H, Dv] contiguous from q [B, N, H, D], k, v [B, N, Hk, .], and a float32 buffer for `backward`
     (`saved_floats`; empty without `save`)."""
     from .launch import Call, head_forward_call, split_forward_call
 
-    call = Call(spec, q, k, v, coefficients)
-    o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    split = not plan.use_heads(spec, call.w, call.bh, call.n, save)
-    buffer = call.buffer(saved_floats(q, k, v, spec) if save or split else 0)
+    call = Call(spec, q, k, v, coefficients, seqs)
+    new = torch.empty if seqs.mask is None else torch.zeros  # padded tokens are not written
+    o = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    split = not plan.use_heads(spec, call.w, call.planned, call.most, save)
+    buffer = call.buffer(saved_floats(q, k, v, spec, seqs) if save or split else 0)
     if split:
         split_forward_call(call, o, buffer, save)
     else:
@@ -74,22 +83,25 @@ def backward(
     spec: Spec,
     outs: tuple[Tensor, Tensor, Tensor],
     saved: Tensor,
+    seqs: Sequences = WHOLE,
 ) -> Tensor | None:
     """Write dq, dk, dv into `outs` (any strides with contiguous last dimension); returns d coefficients [H, 4] or
     None. `saved`: the buffer of `forward`, or an empty one, then the moments are summed again."""
     from . import launch
 
-    call = launch.Call(spec, q, k, v, coefficients)
+    call = launch.Call(spec, q, k, v, coefficients, seqs)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
     full = outs
     if call.g > 1:  # per query head first, then summed over groups
         dk, dv = (call.buffer(*q.shape[:3], x.shape[3], dtype=torch.float32) for x in outs[1:])
+        if seqs.mask is not None:
+            dk.zero_(), dv.zero_()
         full = (outs[0], dk, dv)
-    path = plan.backward_path(spec, call.w, call.bh, call.n)
+    path = plan.backward_path(spec, call.w, call.planned, call.most)
     if path != "split":
         dc = None if coefficients is None else call.buffer(call.b, call.h, 1, 4)
         if spec.normalize and saved.numel() == 0:
-            saved = forward(q, k, v, coefficients, spec, save=True)[1]
+            saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
         (launch.head_backward_call if path == "heads" else launch.two_step_backward_call)(call, grad, full, dc, saved)
     else:
         filled = saved.numel() > 0

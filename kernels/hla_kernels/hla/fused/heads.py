@@ -20,16 +20,16 @@ from .algebra import (
     weight_rows,
     weights,
 )
-from .loops import read_out, sum_features, sum_moments, write_grads
+from .loops import read_out, span, sum_features, sum_moments, write_grads
 from .tiles import axpy2, cast4, load4, load_vec, store4, store_vec, trans4, vecmat, zeros2, zeros4
 
 NO_SPECIALIZE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "N", "H", "G", "scale", "ridge", "eps"]
 
 
 @triton.jit
-def at_head(ptr, strides, b, h, ALIGN: tl.constexpr):
-    """The first token of head h of batch b; 64-bit, a tensor may have more than 2**31 elements."""
-    return ptr + (b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2]) * ALIGN
+def at_head(ptr, strides, at, h, ALIGN: tl.constexpr):
+    """Head h of token `at` = (batch, token); 64-bit, a tensor may have more than 2**31 elements."""
+    return ptr + (at[0].to(tl.int64) * strides[0] + at[1] * strides[1] + h.to(tl.int64) * strides[2]) * ALIGN
 
 
 @triton.jit
@@ -58,10 +58,11 @@ def head_forward(
     pid = tl.program_id(0)
     b = pid // H
     h = pid % H
-    q = at_head(q, qs, b, h, ALIGN)
-    k = at_head(k, ks, b, h // G, ALIGN)
-    v = at_head(v, vs, b, h // G, ALIGN)
-    o = at_head(o, os, b, h, ALIGN)
+    at, N, scale = span(N, b, pid, scale)
+    q = at_head(q, qs, at, h, ALIGN)
+    k = at_head(k, ks, at, h // G, ALIGN)
+    v = at_head(v, vs, at, h // G, ALIGN)
+    o = at_head(o, os, at, h, ALIGN)
     c = load_coefficients(coefficients, h, ORDER)
     qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
     m1 = zeros2(F1, F2)
@@ -78,7 +79,7 @@ def head_forward(
             q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), m1, a, eps, ORDER, True, SUMS, REST, False, NORM,
             FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
         )  # fmt: skip
-    n = N.to(tl.float32)
+    n = N[1]
     m = scale_moments(raw, sums, scale, n, ridge, ORDER, CENTER, NORM, RIDGE, F1, F2, V2)
     out, t = operator(m, c, ORDER, F2, V2, MID)
     p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
@@ -118,7 +119,7 @@ def head_gradient(
     """
     SUMS: tl.constexpr = NORM or MEAN or CENTER > 0
     dtype: tl.constexpr = q.dtype.element_ty
-    n = N.to(tl.float32)
+    n = N[1]
     m1 = zeros2(F1, F2)
     vbar = zeros2(V1, V2)
     a = vbar
@@ -179,10 +180,11 @@ def head_backward(
     pid = tl.program_id(0)
     b = pid // H
     h = pid % H
-    q = at_head(q, qs, b, h, ALIGN)
-    k = at_head(k, ks, b, h // G, ALIGN)
-    v = at_head(v, vs, b, h // G, ALIGN)
-    g = at_head(g, gs, b, h, ALIGN)
+    at, N, scale = span(N, b, pid, scale)
+    q = at_head(q, qs, at, h, ALIGN)
+    k = at_head(k, ks, at, h // G, ALIGN)
+    v = at_head(v, vs, at, h // G, ALIGN)
+    g = at_head(g, gs, at, h, ALIGN)
     qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
     head = pid.to(tl.int64)
     out, m1, vbar, w, rows, dc = head_gradient(
@@ -200,8 +202,8 @@ def head_backward(
         m1, vbar = state + head * K + OFF[8], state + head * K + OFF[9]
     w, unit = cast_weights(w, ORDER, q.dtype.element_ty, F2, V2)
     write_grads(
-        q, k, v, g, at_head(dq, dqs, b, h, ALIGN), at_head(dk, dks, b, h, ALIGN), at_head(dv, dvs, b, h, ALIGN), qn, kn,
-        vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, trans4(out), m1, vbar, w, unit, rows, eps, 0,
+        q, k, v, g, at_head(dq, dqs, at, h, ALIGN), at_head(dk, dks, at, h, ALIGN), at_head(dv, dvs, at, h, ALIGN), qn,
+        kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, trans4(out), m1, vbar, w, unit, rows, eps, 0,
         ORDER, NORM, MEAN or CENTER > 0, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, BO, PREC,
     )  # fmt: skip
 
@@ -230,11 +232,12 @@ def head_weights(
     pid = tl.program_id(0)
     b = pid // H
     h = pid % H
+    at, N, scale = span(N, b, pid, scale)
     qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
     head = pid.to(tl.int64)
     out, _, _, w, rows, dc = head_gradient(
-        at_head(q, qs, b, h, ALIGN), at_head(k, ks, b, h // G, ALIGN), at_head(v, vs, b, h // G, ALIGN),
-        at_head(g, gs, b, h, ALIGN), state, matrix, head, qn, kn, vn, gn,
+        at_head(q, qs, at, h, ALIGN), at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN),
+        at_head(g, gs, at, h, ALIGN), state, matrix, head, qn, kn, vn, gn,
         load_coefficients(coefficients, h, ORDER), N, scale, ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1,
         R2, F1, F2, DV, V1, V2, FD, OFF, K, BN, STAGES, PREC, MID,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...sequences import WHOLE, Sequences
 from . import plan
 from .heads import head_backward, head_forward, head_weights
 from .middle import middle, middle_grads_value
@@ -45,14 +46,19 @@ def staged(config: dict[str, int]) -> dict[str, int]:
 class Call:
     """One call's sizes and constexpr arguments, shared by its launches."""
 
-    def __init__(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None):
+    def __init__(
+        self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, seqs: Sequences = WHOLE
+    ):
         self.spec, self.q, self.k, self.v, self.coefficients = spec, q, k, v, coefficients
-        self.b, self.n, self.h = q.shape[:3]
+        self.b, self.most, self.h = seqs.sizes(q)
+        # tokens of the longest sequence and what `loops.span` reads of the others
+        self.n = (self.most, *seqs.tables(self.h, spec.scale, spec.q_scale))
         self.bh, self.g = self.b * self.h, self.h // k.shape[2]
+        self.planned = plan.planned(self.bh)
         self.w = widths(spec, q.shape[3], v.shape[3])
         self.flags = spec.flags()
         self.prec = precisions(q.dtype)
-        self.scale = spec.scale_of(self.n)
+        self.scale = spec.scale_of(self.most)
         # float16 weights are cast where they are used, in units of a power of two
         self.weights_dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
         self.lay = layout(spec, self.w)
@@ -71,7 +77,7 @@ class Call:
         """Constexpr of a D x D kernel."""
         lay = self.lay
         tiles = {name: self.w[name] for name in ("F1", "F2", "DV", "V1", "V2")}
-        config = plan.middle_config(self.w, max(lay.fd, lay.dv), self.bh)
+        config = plan.middle_config(self.w, max(lay.fd, lay.dv), self.planned)
         return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": self.prec["MID"], **config}
 
     def buffer(self, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -116,7 +122,7 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
     q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
     config = plan.reduce_config(call.spec, call.w, q.dtype)
     rest = spec.normalize and q.dtype != torch.float32 and (rest or ORDERS[spec.op] == 1)
-    parts, chunk = plan.reduce_parts(call.bh, call.n, config["BN"])
+    parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     a = alignment(q, k, v)
     state, matrix = saved
     partial = state if parts == 1 else call.buffer(parts, call.bh, lay.k)
@@ -129,7 +135,7 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
     if parts > 1:
         blocks = -(-max(lay.fd * max(lay.fd, lay.dv), 2 * lay.fd + lay.dv) // BLOCK)
         combine[(call.bh * blocks,)](
-            partial, state, parts, call.bh, call.scale, float(call.n), spec.ridge, SUMS=call.spec.sums, FD=lay.fd,
+            partial, state, parts, call.bh, call.scale, call.n, spec.ridge, SUMS=call.spec.sums, FD=lay.fd,
             DV=lay.dv, OFF=lay.off, K=lay.k, BLOCKS=blocks, BLOCK=BLOCK,
             **call.pick("ORDER", "NORM", "CENTER", "RIDGE"),
         )  # fmt: skip
@@ -152,7 +158,7 @@ def split_forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool) -> Non
     saved = prepare(call, buffer, save)
     q = call.q
     config = plan.apply_config("forward", call.spec.op, call.w, q.dtype)
-    parts, chunk = plan.apply_parts(call.w, call.bh, call.n, config["BN"])
+    parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     a = alignment(q, o)
     apply[(call.bh * parts,)](
         q, o, saved.state, saved.matrix, strides(q, a), strides(o, a), call.n, call.h, parts, chunk, call.spec.eps,
@@ -164,7 +170,7 @@ def readout_grad(call: Call, g: Tensor, saved: Saved) -> Tensor:
     """dM, dm1 and sum g of every head [B * H, KG]."""
     q, lay = call.q, call.lay
     config = plan.reduce_config(call.spec, call.w, q.dtype)
-    parts, chunk = plan.reduce_parts(call.bh, call.n, config["BN"])
+    parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     a = alignment(q, g)
     grads = call.buffer(call.bh, lay.kg)
     partial = grads if parts == 1 else call.buffer(parts, call.bh, lay.kg)
@@ -231,7 +237,7 @@ def apply_grads_call(
     """One launch: dq, dk, dv from the weights of every head."""
     q, k, v, lay = call.q, call.k, call.v, call.lay
     config = plan.apply_config("backward", call.spec.op, call.w, q.dtype)
-    parts, chunk = plan.apply_parts(call.w, call.bh, call.n, config["BN"])
+    parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     a = alignment(q, k, v, g, *outs)
     apply_grads[(call.bh * parts * config["ROLES"],)](
         q, k, v, g, *outs, saved.state, saved.matrix, weights, rows, strides(q, a), strides(k, a), strides(v, a),

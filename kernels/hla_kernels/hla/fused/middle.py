@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .algebra import anchor
 from .heads import load_coefficients
-from .loops import as_row
+from .loops import as_row, means
 from .tiles import axpy2, load4, load_vec, rowdot, rowmul, store_rows, store_vec, zero_rows
 
 
@@ -95,6 +95,7 @@ def middle(
     """matrix [B * H, F, V] = M (mean path folded in) and, when v = 1 is needed, m1 into the state."""
     BLOCKS: tl.constexpr = (FD + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    n, scale = means(N, head, scale)
     r = (tl.program_id(0) % BLOCKS) * BR
     s = state + head * K
     c1, c2, c3, c4 = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
@@ -128,13 +129,13 @@ def middle(
             m1 += scale * c2 * dot_rows(si, load_vec(s + OFF[5], FD, F1, F2), F2)
         tl.store(s + OFF[8] + i, m1, mask=i < FD)
         if MEAN:
-            m = plus_rank1(m, m1 * (-1.0 / N.to(tl.float32)), load_vec(s + OFF[7], DV, V1, V2), V2)
+            m = plus_rank1(m, m1 * (-1.0 / n), load_vec(s + OFF[7], DV, V1, V2), V2)
     if NORM:
         a = state_anchor(s, scale, ORDER, OFF, FD, F1, F2, DV, V1, V2)
         m = plus_rank1(m, -m1, a, V2)
         if r == 0:
             vbar = load_vec(s + OFF[7], DV, V1, V2)
-            store_vec(s + OFF[9], axpy2(a, 1.0 / N.to(tl.float32), vbar, V2), DV, V1, V2)
+            store_vec(s + OFF[9], axpy2(a, 1.0 / n, vbar, V2), DV, V1, V2)
     put_rows(matrix + head * FD * DV, r, BR, FD, DV, V1, V2, m)
 
 
@@ -148,10 +149,10 @@ def middle_grads_value(
     """Rows over V: WP' = s (c1 dM' + c3 dM' R + c4 dM' S W), WC' = s c2 dM' S, and the row of dv."""
     BLOCKS: tl.constexpr = (DV + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    n, scale = means(N, head, scale)
     r = (tl.program_id(0) % BLOCKS) * BR
     s = state + head * K
     g = grads + head * KG
-    n = N.to(tl.float32)
     c1, c2, c3, c4 = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     x = rows_of(g, r, BR, DV, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)  # dM'_i
     if CENTER == 2:

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from .heads import load_coefficients
+from .loops import means
 from .middle import dot_rows, load_symmetric, mul2, plus_rank1, put_rows, rows_of, state_anchor, times, vec
 from .tiles import axpy2, load4, load_vec, rank1, rowdot, rowmul, vecmat, zeros2
 
@@ -103,10 +104,10 @@ def middle_grads_key(
     `middle_grads_pair` follows. EXACT: the precision of the products that d coefficients sum."""
     BLOCKS: tl.constexpr = (FD + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    n, scale = means(N, head, scale)
     r = (tl.program_id(0) % BLOCKS) * BR
     s = state + head * K
     g = grads + head * KG
-    n = N.to(tl.float32)
     c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     x, dmt = readout_rows(s, g, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, TURNED)
     d1, d1i, p1i, q1, q1i = ones_grads(
@@ -159,6 +160,7 @@ def middle_grads_pair(
     BLOCKS: tl.constexpr = (FD + BR - 1) // BR
     block = (tl.program_id(0) // 2) % BLOCKS
     head = (tl.program_id(0) // (2 * BLOCKS)).to(tl.int64)
+    n, scale = means(N, head, scale)
     r = block * BR
     s = state + head * K
     w = weights + head * KW
@@ -180,7 +182,6 @@ def middle_grads_pair(
         ds = mul2(rowmul(ds, zi, load_symmetric(s + OFF[4], FD, F1, F2), F2, F2, MID), c[3], F2)
         if ORDER == 5:
             g = grads + head * KG
-            n = N.to(tl.float32)
             x, dmt = readout_rows(s, g, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, TURNED)
             d1, d1i, _, q1, q1i = ones_grads(
                 g, s, x, dmt, r, n, scale, ORDER, NORM, CENTER, MEAN, OFF, FD, F1, F2, DV, V1, V2, BR

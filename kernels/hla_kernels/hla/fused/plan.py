@@ -7,6 +7,23 @@ import torch
 from .spec import Spec
 
 PROGRAMS = 2 * 132  # of a reduce: two per multiprocessor of an H200
+INVARIANT = {"on": False}
+
+
+def set_batch_invariant(on: bool) -> None:
+    """Whether the Triton forms give a sample the same bits whatever the batch around it; off at first.
+
+    On, a plan is made for 64 heads whatever B and H are, which costs speed where they are many or few. It holds for the
+    process, forward and backward: set it before the first call, and before anything is compiled or captured.
+    """
+    if not isinstance(on, bool):
+        raise ValueError(f"set_batch_invariant takes True or False, got {on!r}.")
+    INVARIANT["on"] = on
+
+
+def planned(batch_heads: int) -> int:
+    """The number of (batch, head) pairs a plan is made for."""
+    return 64 if INVARIANT["on"] else batch_heads
 
 
 def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:

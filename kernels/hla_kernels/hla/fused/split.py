@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .algebra import cast_weights, centre_rows, scale_moments
 from .heads import at_head
-from .loops import read_out, sum_features, sum_gradient, sum_moments, write_grads
+from .loops import means, read_out, span, sum_features, sum_gradient, sum_moments, upto, write_grads
 from .tiles import axpy2, load4, load_vec, store4, store_vec, trans4, vecmat, zeros2, zeros4
 
 NO_SPECIALIZE = [
@@ -66,13 +66,14 @@ def reduce_moments(
     b = pid // (H * PARTS)
     h = pid % H
     part = (pid // H) % PARTS
-    q = at_head(q, qs, b, h, ALIGN)
-    k = at_head(k, ks, b, h // G, ALIGN)
-    v = at_head(v, vs, b, h // G, ALIGN)
+    at, N, scale = span(N, b, b * H + h, scale)
+    q = at_head(q, qs, at, h, ALIGN)
+    k = at_head(k, ks, at, h // G, ALIGN)
+    v = at_head(v, vs, at, h // G, ALIGN)
     out = state + (part.to(tl.int64) * heads + b * H + h) * K
     lo = part * chunk
-    hi = tl.minimum(lo + chunk, N)
-    n = N.to(tl.float32)
+    hi = upto(lo + chunk, N)
+    n = N[1]
     tn = (qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN)
     SUMS: tl.constexpr = NORM or MEAN or CENTER > 0
     if ROLES == 1:
@@ -150,6 +151,7 @@ def combine(
     """Add the parts [PARTS, B * H, K] of `reduce_moments` in order; scale, centre and ridge the moments."""
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
+    n, scale = means(n, head, scale)
     p = parts + head * K
     o = state + head * K
     step = heads * K
@@ -184,13 +186,14 @@ def apply(
 ):  # fmt: skip
     """o = q M for one part of one head; matrix [B * H, F, V] is in the dtype of the tokens."""
     b, h, part = place(H, PARTS)
+    at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
     state += head * K
     lo = part * chunk
     m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
     m1 = zeros2(F1, F2)
     row = zeros2(V1, V2)
-    n = N.to(tl.float32)
+    n = N[1]
     if NORM:
         m1 = load_vec(state + OFF[8], FD, F1, F2)
         row = load_vec(state + OFF[9], DV, V1, V2)
@@ -199,8 +202,8 @@ def apply(
     if CENTER == 2:
         row = axpy2(row, -1.0 / n, vecmat(load_vec(state + OFF[5], FD, F1, F2), m, F2, V2), V2)
     read_out(
-        at_head(q, qs, b, h, ALIGN), at_head(o, os, b, h, ALIGN), qs[1] * ALIGN, os[1] * ALIGN, lo,
-        tl.minimum(lo + chunk, N), m, m1, row, eps, NORM, MEAN or CENTER == 2, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN,
+        at_head(q, qs, at, h, ALIGN), at_head(o, os, at, h, ALIGN), qs[1] * ALIGN, os[1] * ALIGN, lo,
+        upto(lo + chunk, N), m, m1, row, eps, NORM, MEAN or CENTER == 2, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN,
         PREC,
     )  # fmt: skip
 
@@ -215,6 +218,7 @@ def reduce_readout(
 ):  # fmt: skip
     """Partial dM' [V, F] (TURNED: dM [F, V]), dm1 [F], sum g [V] of one part of one head -> out [PARTS, B * H, KG]."""
     b, h, part = place(H, PARTS)
+    at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
     m = zeros2(16, 0)
@@ -224,10 +228,10 @@ def reduce_readout(
         vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
         m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
         m1 = load_vec(state + head * K + OFF[8], FD, F1, F2)
-    q = at_head(q, qs, b, h, ALIGN)
-    g = at_head(g, gs, b, h, ALIGN)
+    q = at_head(q, qs, at, h, ALIGN)
+    g = at_head(g, gs, at, h, ALIGN)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
-    hi = tl.minimum(lo + chunk, N)
+    hi = upto(lo + chunk, N)
     if FMAP == 0 and not NORM:
         dm, sg = sum_gradient(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
     else:
@@ -334,15 +338,16 @@ def apply_grads(
     h = pid % H
     part = (pid // H) % PARTS
     b = pid // (H * PARTS)
+    at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
-    hi = tl.minimum(lo + chunk, N)
-    n = N.to(tl.float32)
+    hi = upto(lo + chunk, N)
+    n = N[1]
     tokens = (
-        at_head(q, qs, b, h, ALIGN), at_head(k, ks, b, h // G, ALIGN), at_head(v, vs, b, h // G, ALIGN),
-        at_head(g, gs, b, h, ALIGN),
+        at_head(q, qs, at, h, ALIGN), at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN),
+        at_head(g, gs, at, h, ALIGN),
     )  # fmt: skip
-    grads = (at_head(dq, dqs, b, h, ALIGN), at_head(dk, dks, b, h, ALIGN), at_head(dv, dvs, b, h, ALIGN))
+    grads = (at_head(dq, dqs, at, h, ALIGN), at_head(dk, dks, at, h, ALIGN), at_head(dv, dvs, at, h, ALIGN))
     tn = (qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN)
     gn = (dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN)
     state += head * K

@@ -11,7 +11,8 @@ and g V = V1 + V2.
     write_grads   dq, dk, dv from the weights of `algebra.weights`
 """
 
+from .extent import means, span, upto
 from .sums import sum_features, sum_gradient, sum_moments
 from .writes import as_row, read_out, write_grads
 
-__all__ = ["as_row", "read_out", "sum_features", "sum_gradient", "sum_moments", "write_grads"]
+__all__ = ["as_row", "means", "read_out", "span", "sum_features", "sum_gradient", "sum_moments", "upto", "write_grads"]

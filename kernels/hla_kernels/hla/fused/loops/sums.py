@@ -19,6 +19,7 @@ from ..tiles import (
     zeros2,
     zeros4,
 )  # fmt: skip
+from .extent import alive
 from .writes import as_row
 
 
@@ -153,8 +154,8 @@ def sum_moments(
     sg = begin_sum(16, BN, V1, V2, SUMS and GRAD)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
-    for start in range(lo, hi, BN):
-        live = start + i < hi
+    for start in range(lo, hi[0], BN):
+        live = alive(start + i, hi)
         tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, ONCE)
         tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, ONCE)
         tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
@@ -192,8 +193,8 @@ def sum_gradient(
     sg = begin_sum(16, BN, V1, V2, SUMS)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
-    for start in range(lo, hi, BN):
-        live = start + i < hi
+    for start in range(lo, hi[0], BN):
+        live = alive(start + i, hi)
         tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
         tg = load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False)
         eg = i
@@ -275,10 +276,10 @@ def sum_features(
     tg = tv
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
-    tiles = tl.cdiv(hi - lo, BN)
+    tiles = tl.cdiv(hi[0] - lo, BN)
     for t in tl.range(0, tiles + 1, num_stages=STAGES):
         start = lo + t * BN
-        live = start + i < hi
+        live = alive(start + i, hi)
         if QUERIES:
             xq = load_rows(q + (zero + start) * qn, i, qn, live, D, R1, R2, False)
         if MOMENTS:
@@ -293,7 +294,9 @@ def sum_features(
             xg = load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False)
             dq = hq
         if DIVIDE:
-            over, total = divide(hq, lq, tg, (start - BN + i < hi) & (t > 0), m, m1, vbar, eps, LOW, V1, V2, F2, PREC)
+            over, total = divide(
+                hq, lq, tg, alive(tl.maximum(start - BN + i, 0), hi) & (t > 0), m, m1, vbar, eps, LOW, V1, V2, F2, PREC
+            )
             dm1 = add_sum(dm1, (over[0] * total[:, None], over[1] * total[:, None]), F2)
             over = (over[0] * unit, over[1] * unit)
             dq = (over[0].to(dtype), over[1].to(dtype))

@@ -14,6 +14,7 @@ from ..tiles import (
     trans4,
     zero_rows,
 )  # fmt: skip
+from .extent import alive
 
 
 @triton.jit
@@ -34,10 +35,10 @@ def read_out(
     """
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
-    tiles = tl.cdiv(hi - lo, BN)
+    tiles = tl.cdiv(hi[0] - lo, BN)
     for t in range(tiles):
         start = lo + (tiles - 1 - t) * BN
-        live = start + i < hi
+        live = alive(start + i, hi)
         fq = load_features(q + (zero + start) * qn, i, qn, live, FMAP, D, R1, R2, False)
         y = rowmul(zero_rows(BN, V1, V2), fq, m, F2, V2, PREC)
         if NORM:
@@ -86,10 +87,10 @@ def write_grads(
     """
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
-    tiles = tl.cdiv(hi - lo, BN)
+    tiles = tl.cdiv(hi[0] - lo, BN)
     for t in range(tiles):
         start = lo + (tiles - 1 - t) * BN
-        live = start + i < hi
+        live = alive(start + i, hi)
         rq = load_rows(q + (zero + start) * qn, i, qn, live, D, R1, R2, False)
         rk = load_rows(k + (zero + start) * kn, i, kn, live, D, R1, R2, False)
         tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)

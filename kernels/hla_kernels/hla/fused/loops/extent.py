@@ -1,0 +1,48 @@
+"""Which tokens are those of a sequence: padding masks and sequences packed behind each other."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def span(N, b, head, scale):
+    """Of one (batch, head): its (batch, first token), its tokens (how many, how many are real and, under a mask, which
+    ones), the scale of its moments. N = (most tokens, spans, counts, keep): `sequences.Sequences.tables`."""
+    at = (b, 0)
+    n, s = means(N, head, scale)
+    many = (N[0], n)
+    if N[1] is not None:  # sequences packed behind each other
+        at = (b * 0, tl.load(N[1] + 2 * b))
+        many = (tl.load(N[1] + 2 * b + 1).to(tl.int32), n)
+    if N[3] is not None:
+        many = (N[0], n, N[3] + b.to(tl.int64) * N[0])  # type: ignore[assignment]
+    return at, many, s
+
+
+@triton.jit
+def means(N, head, scale):
+    """(number of real tokens, scale of a moment) of one (batch, head); counts [B * H, 2] when sequences differ."""
+    n = N[0].to(tl.float32)
+    s = scale
+    if N[2] is not None:
+        n = tl.load(N[2] + 2 * head)
+        s = tl.load(N[2] + 2 * head + 1)
+    return n, s
+
+
+@triton.jit
+def alive(i, N):
+    """Which of the tokens i are real."""
+    live = i < N[0]
+    if len(N) == 3:
+        live = live & (tl.load(N[2] + i, mask=live, other=0) != 0)
+    return live
+
+
+@triton.jit
+def upto(hi, N):
+    """The tokens below hi."""
+    out = (tl.minimum(hi, N[0]), N[1])
+    if len(N) == 3:
+        out = (tl.minimum(hi, N[0]), N[1], N[2])  # type: ignore[assignment]
+    return out

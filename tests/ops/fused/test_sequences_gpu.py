@@ -1,0 +1,116 @@
+"""Padded and packed sequences in the Triton forms on a CUDA device: error, bits, padding, graphs, other batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hla_kernels as hk
+from tests.ops.fused.cases import poison, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton forms need a CUDA device: none here"),
+]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ANCHORED = {"center": "k", "mean_path": True}
+RELU_QK = {"center": "qk", "feature_map": "relu", "mean_path": True, "q_scale": 0.3}
+RATIO = {"feature_map": "elu1", "normalize": True, "eps": 1e-9}
+OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial")
+# (B, H, Hk, D, Dv): 128 heads of D = 64 take the one-program forms, the others are split
+MANY, ODD = (32, 4, 4, 64, 64), (3, 4, 2, 72, 72)
+CASES = [
+    *((op, ANCHORED, BF16, MANY) for op in OPS),
+    *((op, RELU_QK, FP16, ODD) for op in OPS),
+    *((op, RATIO, BF16, sizes) for op in OPS for sizes in (MANY, ODD)),
+    ("hla2", {"ridge": 0.3, "center": "qk"}, FP32, (3, 2, 2, 40, 40)),
+]
+
+
+def make(n, dtype, sizes, kind):
+    """Tokens, the output's gradient, and the sequences: a random mask, or as many packed ones, empty ones too."""
+    b, h, heads_k, d, dv = sizes
+    g = torch.Generator("cuda").manual_seed(n)
+    lengths = torch.randint(0, n + 1, (b,), generator=g, device="cuda")
+    lengths[0] = n
+    rows = (b, n) if kind == "mask" else (1, int(lengths.sum()))
+    tokens = [
+        torch.randn(*rows, *s, generator=g, device="cuda").to(dtype) for s in ((h, d), (heads_k, d), (heads_k, dv))
+    ]
+    grad = torch.randn(*rows, h, dv, generator=g, device="cuda").to(dtype)
+    if kind == "mask":
+        order = torch.rand(b, n, generator=g, device="cuda").argsort(1)
+        return tokens, grad, {"key_padding_mask": order < lengths[:, None]}
+    cu = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    return tokens, grad, {"cu_seqlens": cu, "max_seqlen": n}
+
+
+def results(op, x, grad, **options):
+    """o, dq, dk, dv."""
+    x = [t.detach().requires_grad_() for t in x]
+    more = ()
+    if op == "polynomial":
+        more = (torch.rand(x[0].shape[2], 4, generator=torch.Generator().manual_seed(0)).cuda().to(x[0].dtype),)
+    y = getattr(hk, op)(*x, *more, **options)
+    return [y.detach(), *torch.autograd.grad(y, x, grad.to(y.dtype))]
+
+
+@pytest.mark.parametrize("kind", ("mask", "packed"))
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{'-'.join(c[1])}-{str(c[2])[6:]}-{c[3][3]}")
+def test_error_and_bits(monkeypatch, case, kind):
+    op, options, dtype, sizes = case
+    x, grad, ragged = make(197, dtype, sizes, kind)
+    reason = hk.explain(
+        op, *x, *([torch.ones(x[0].shape[2], 4, device="cuda")] if op == "polynomial" else []), **options
+    )
+    if reason.impl != "triton":
+        pytest.skip(reason.why_not["triton"])
+    options = {**options, **ragged}
+    truth = results(op, [t.double() for t in x], grad.double(), impl="torch", **options)
+    torch_form = results(op, x, grad, impl="torch", **options)
+    if kind == "mask":
+        for t in (*x, grad):
+            t[~ragged["key_padding_mask"]] = float("nan")
+    with monkeypatch.context() as patch:
+        poison(patch)
+        first, second = (results(op, x, grad, impl="triton", **options) for _ in range(2))
+    for name, a, b, c, t in zip(("o", "dq", "dk", "dv"), first, second, torch_form, truth, strict=True):
+        assert torch.equal(a, b), name
+        errors = relative_error(a, t), relative_error(c, t)
+        assert errors[0] <= 2 * errors[1], (name, *errors)
+        if kind == "mask":
+            assert not bool(a[~ragged["key_padding_mask"]].any())
+
+
+def test_packed_qkv_of_packed_sequences():
+    cu = torch.tensor([0, 100, 197], device="cuda", dtype=torch.int32)
+    qkv = torch.randn(1, 197, 3, 2, 64, device="cuda", dtype=BF16, requires_grad=True)
+    grad = torch.randn(1, 197, 2, 64, device="cuda", dtype=BF16)
+    ragged = {"cu_seqlens": cu, "max_seqlen": 100, "impl": "triton"}
+    hk.hla2_qkvpacked(qkv, **ANCHORED, **ragged).backward(grad)
+    separate = results("hla2", qkv.detach().unbind(2), grad, **ANCHORED, **ragged)
+    assert torch.equal(qkv.grad, torch.stack(separate[1:], 2))
+
+
+@pytest.mark.parametrize("kind", ("mask", "packed"))
+def test_graph_capture(kind):
+    """Lengths may change between replays."""
+    x, grad, ragged = make(197, BF16, MANY, "mask")
+    name = "key_padding_mask"
+    other = ragged[name].roll(1, 0)
+    if kind == "packed":
+        x, grad, name = [t[:1] for t in x], grad[:1], "cu_seqlens"
+        ragged = {name: torch.tensor([0, 50, 197], device="cuda", dtype=torch.int32), "max_seqlen": 197}
+        other = torch.tensor([0, 100, 197], device="cuda", dtype=torch.int32)
+    x = [t.requires_grad_() for t in x]
+    f = lambda: [y := hk.ahla(*x, impl="triton", **ANCHORED, **ragged), *torch.autograd.grad(y, x, grad)]  # noqa: E731
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        f()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = f()
+    ragged[name].copy_(other)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, f(), strict=True))
