@@ -13,7 +13,9 @@ import pytest
 pytest.importorskip("triton")
 
 SHARED_LIMIT = 232448  # bytes a block may use on an H100 / H200
-STACK_LIMIT = 16  # bytes; Triton 3.6 spills nothing, 3.9 spills 8 bytes in the reduce of 72 columns
+STACK_LIMIT = (
+    32  # bytes; the sums of features spill 16 with Triton 3.6 and 32 with 3.9, which still beats twice the warps
+)
 GATE = Path(__file__).with_name("offline_gate.py")
 PLAIN, RATIO = "{}", '{"feature_map": "elu1", "normalize": true}'
 CASES = (
