@@ -97,13 +97,14 @@ class SelfAttentionSite(DiffusionSite, Attention):
         attention_mask: Tensor | None = None,
         **arguments: Any,
     ) -> Tensor:
-        """[B, N, C] -> [B, N, C]. attention_mask: a bias on the scores; every two-sided mixer honours [B, 1, N], padding.
+        """[B, N, C] -> [B, N, C]. attention_mask: a bias on the scores; two-sided mixers honour [B, 1, N], padding.
         Raises ValueError for any other that the mixer cannot honour, and for unknown arguments."""
         self.refuse_arguments(arguments)
         refuse_cross(encoder_hidden_states)
-        x, mask, padding = hidden_states, attention_mask, None
+        x, mask = hidden_states, attention_mask
+        padding = None
         if mask is not None and self.mixer_name != "softmax" and mask.shape[1] == 1:
-            mask, padding = None, real_keys(mask)
+            padding, mask = real_keys(mask), None
         if mask is not None:
             mask = self.prepare_attention_mask(mask, x.shape[1], x.shape[0]).unflatten(0, (x.shape[0], self.heads))
         q, k, v = (split_heads(t, self.heads) for t in self.project(x))
