@@ -241,7 +241,16 @@ def test_what_cannot_be_compared(tmp_path):
 # The tool
 
 
-def test_tool_scores_in_two_processes_as_in_one(tmp_path, monkeypatch):
+@pytest.fixture
+def one_thread():
+    """As in the processes that the tests start: the features are float32, and their sums depend on the threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_tool_scores_in_two_processes_as_in_one(tmp_path, monkeypatch, one_thread):
     monkeypatch.setattr(sys, "argv", ["evaluate_fid.py"])
     import evaluate_fid
 
