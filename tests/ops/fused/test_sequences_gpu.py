@@ -23,7 +23,7 @@ CASES = [
     *((op, ANCHORED, BF16, MANY) for op in OPS),
     *((op, RELU_QK, FP16, ODD) for op in OPS),
     *((op, RATIO, BF16, sizes) for op in OPS for sizes in (MANY, ODD)),
-    ("hla2", {"ridge": 0.3, "center": "qk"}, FP32, (3, 2, 2, 40, 40)),
+    ("ahla", {"ridge": 0.3, "center": "qk"}, FP32, (3, 2, 2, 40, 40)),
 ]
 
 
