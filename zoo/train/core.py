@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import AverageMeter, ModelEmaV3
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from zoo.train.record import Record, draw_curves, read_rows, replacing
 from zoo.train.update import Updater
 
 METRICS = "metrics.jsonl"
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 RESULT = "result.json"
 
 
@@ -265,12 +266,18 @@ def _accelerator(settings: Any) -> Accelerator:
     on_cpu = not torch.accelerator.is_available()
     if on_cpu and settings.run.precision == "fp16":  # accelerate would train in float32 without a word
         raise ValueError("run.precision=fp16 needs a GPU, and there is none here; use bf16 or fp32")
-    return Accelerator(
+    accelerator = Accelerator(
         mixed_precision={"fp32": "no"}.get(settings.run.precision, settings.run.precision),
         log_with=settings.log.trackers or None,
         project_dir=Path(settings.run.folder),
         cpu=on_cpu,  # accelerate starts several CPU processes only when told so
     )
+    if accelerator.distributed_type in SHARDED:
+        raise ValueError(
+            f"accelerate is configured for {accelerator.distributed_type.value}, which shards the weights; checkpoints "
+            "and averages need whole copies: use several processes without it (DDP)"
+        )
+    return accelerator
 
 
 class _Clock:

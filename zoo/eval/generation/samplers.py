@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -84,7 +84,6 @@ class ClassSampler:
         self.learned = scheduler.config.get("variance_type") in LEARNED
         if self.learned and transformer.out_channels != 2 * self.channels:
             raise ValueError(f"the model learned no variance, but the scheduler has {scheduler.config.variance_type!r}")
-        self.takes_generator = "generator" in inspect.signature(scheduler.step).parameters
 
     def labels(self, numbers: Sequence[int]) -> list[int]:
         if isinstance(self.choice, list):
@@ -101,13 +100,7 @@ class ClassSampler:
         with _evaluating(model), only_own_noise(type(self.scheduler).__name__, model.device):
             x = randn_tensor(shape, generators, model.device, torch.float32)
             labels = torch.tensor(self.labels(numbers), device=model.device)
-            self.scheduler.set_timesteps(self.steps, device=model.device)
-            x = x * getattr(self.scheduler, "init_noise_sigma", 1.0)  # flow matching has none, and no scaled input
-            scaled = getattr(self.scheduler, "scale_model_input", lambda x, t: x)
-            noise = {"generator": generators} if self.takes_generator else {}
-            for t in self.scheduler.timesteps:
-                found = self._predict(scaled(x, t), t, labels)
-                x = self.scheduler.step(found, t, x, **noise).prev_sample
+            x = denoise(self.scheduler, x, self.steps, lambda x, t: self._predict(x, t, labels), generators)
             return to_uint8(self._decode(x))
 
     def _predict(self, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
@@ -141,6 +134,27 @@ class ClassSampler:
             "labels": self.choice,
             "size": self.size,
         }
+
+
+def denoise(
+    scheduler: Any,
+    x: Tensor,
+    steps: int,
+    predict: Callable[[Tensor, Tensor], Tensor],
+    generators: list[torch.Generator] | None = None,
+) -> Tensor:
+    """From noise x [B, C, H, W] to a sample: `steps` steps of a scheduler of diffusers.
+
+    predict: (input, time, a scalar) -> what the scheduler wants.  generators: one a sample, for schedulers that draw.
+    """
+    scheduler.set_timesteps(steps, device=x.device)
+    x = x * getattr(scheduler, "init_noise_sigma", 1.0)  # flow matching has none, and no scaled input
+    scaled = getattr(scheduler, "scale_model_input", lambda x, t: x)
+    draws = generators is not None and "generator" in inspect.signature(scheduler.step).parameters
+    noise = {"generator": generators} if draws else {}
+    for t in scheduler.timesteps:
+        x = scheduler.step(predict(scaled(x, t), t), t, x, **noise).prev_sample
+    return x
 
 
 class TextSampler:

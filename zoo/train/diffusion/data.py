@@ -1,7 +1,6 @@
 """The samples of a diffusion run: pixels or cached latents, with labels or prompts, and how they become pictures."""
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +10,7 @@ from zoo.data import BatchPlan, Images, InputSpec, open_images, open_sources
 from zoo.data.latents import Latents
 from zoo.data.latents.reading import LABELS, Clean
 from zoo.data.settings import AugmentSettings, DataSettings
+from zoo.eval.generation.samplers import to_uint8
 from zoo.train.diffusion.settings import DiffusionDataSettings
 
 
@@ -80,11 +80,6 @@ def _clean(batch: Any) -> Clean:
     return Clean(batch.images, {LABELS: batch.labels}, batch.index, batch.unreadable())
 
 
-def to_uint8(x: Tensor) -> Tensor:
-    """Images in [-1, 1] as uint8, rounded."""
-    return ((x.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-
-
 class LatentSamples:
     """Cached latents; the VAE is loaded when the first picture is wanted."""
 
@@ -118,9 +113,4 @@ class LatentSamples:
         if self.vae is None:
             self.vae = load_vae(self.manifest.vae).to(self.device)
         z = x.float() / self.manifest.scaling + self.manifest.shift
-        return to_uint8(torch.cat([self.vae.decode(part[None]).sample for part in z]))
-
-
-def first_samples(samples: Samples, n: int) -> list[Clean]:
-    """The first n validation samples, each in a batch of its own."""
-    return list(islice(samples.evaluation(1, 0, 1), n))
+        return to_uint8(torch.cat([self.vae.decode(part[None]).sample for part in z]))  # one by one: large images

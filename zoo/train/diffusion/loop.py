@@ -218,7 +218,7 @@ class DiffusionRun(Run):
             scheduler, null = self.objective.scheduler(), self.samples.null
             x = sample(model, scheduler, noise, condition, null, settings.steps, settings.guidance)
         model.train(training)
-        return self.samples.pictures(x)
+        return self.samples.pictures(torch.nan_to_num(x))  # a model that diverges is shown, not refused
 
     def _fixed_conditions(self, n: int) -> dict[str, Tensor]:
         """Every class in turn, or the prompts of the first validation samples, from the start again if they end."""

@@ -9,12 +9,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from zoo.eval.generation.samplers import denoise, seeded
 from zoo.train.record import replacing
 
 
 def fixed_noise(n: int, shape: tuple[int, ...], seed: int) -> Tensor:
     """Noise [n, *shape]; that of number i depends on seed and i only."""
-    return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed + i)) for i in range(n)])
+    return torch.stack([torch.randn(shape, generator=generator) for generator in seeded(seed, range(n))])
 
 
 class Manner(NamedTuple):
@@ -49,18 +50,17 @@ def sample(
     guidance: float,
 ) -> Tensor:
     """Samples [B, C, H, W] from noise of that shape: `steps` steps with guidance u + s (c - u) on all channels."""
-    scheduler.set_timesteps(steps, device=noise.device)
-    manner, x, n = manner_of(model), noise, len(noise)
+    manner, n = manner_of(model), len(noise)
     without = {k: v.expand(n, *v.shape) for k, v in null.items()}
     both = {k: torch.cat([condition[k], without[k].to(condition[k])]) for k in condition}
-    for t in scheduler.timesteps:
+
+    def guided(x: Tensor, t: Tensor) -> Tensor:
         if guidance == 1.0:
-            out = predict(model, x, t.expand(n), condition, manner)[:, : x.shape[1]].float()
-        else:
-            c, u = predict(model, x.repeat(2, 1, 1, 1), t.expand(2 * n), both, manner)[:, : x.shape[1]].float().chunk(2)
-            out = u + guidance * (c - u)
-        x = scheduler.step(out, t, x, return_dict=False)[0]
-    return x
+            return predict(model, x, t.expand(n), condition, manner)[:, : x.shape[1]].float()
+        c, u = predict(model, x.repeat(2, 1, 1, 1), t.expand(2 * n), both, manner)[:, : x.shape[1]].float().chunk(2)
+        return u + guidance * (c - u)
+
+    return denoise(scheduler, noise, steps, guided)
 
 
 def save_grid(images: Tensor, file: Path) -> np.ndarray:
