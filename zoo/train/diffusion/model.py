@@ -197,7 +197,7 @@ def save_transformer(model: Any, folder: Path, scheduler: Any) -> None:
 # Low-rank adapters
 
 
-def add_adapters(model: nn.Module, rank: int, alpha: float, targets: list[str]) -> None:
+def add_adapters(model: nn.Module, rank: int, alpha: int, targets: list[str]) -> None:
     """Freeze every weight but the new ones of mixers, and give the linear layers that `targets` name an adapter.
 
     Raises ValueError without the package peft, and for targets that no layer of the model has.

@@ -132,7 +132,7 @@ class LoraSettings:
     """
 
     rank: int = 0
-    alpha: float = 16.0
+    alpha: int = 16
     targets: list[str] = field(default_factory=lambda: ["to_q", "to_k", "to_v", "to_out.0"])
 
 
