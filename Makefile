@@ -15,7 +15,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 pytest: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 demo: $(STAMP)
 	$(BIN)/python tools/demo.py
