@@ -8,10 +8,12 @@ from tests.ops.cases import (
     BOTH_MODES,
     CAUSAL,
     DECAYS,
+    LINEAR,
     OPTIONS,
     assert_same,
     coefficients,
     defined,
+    extra,
     literal,
     table,
     tokens,
@@ -122,3 +124,27 @@ def test_gradients_through_state(op, causal):
     ours, truth = (torch.autograd.grad(y.square().sum(), inputs) for y in (last, whole))
     for a, b in zip(ours, truth, strict=True):
         assert_same(a, b)
+
+
+class Constant(torch.autograd.Function):
+    """x -> x whose backward says that there is no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("op", LINEAR)
+def test_an_output_without_gradient(op, causal):
+    """Nothing flows back, no error, and what flows on other ways arrives."""
+    if causal and op == "polynomial":
+        return
+    x = [t.requires_grad_() for t in tokens(9)]
+    y = Constant.apply(getattr(hk, op)(*x, *extra(op), causal=causal))
+    (y.sum() + 3 * x[0].sum()).backward()
+    assert bool((x[0].grad == 3).all()) and all(t.grad is None or not bool(t.grad.any()) for t in x[1:])

@@ -222,6 +222,8 @@ def _save(n_tensors: int):
 
 
 def _backward(ctx, grad, _):
+    if grad is None:  # the output has no gradient: neither have the inputs
+        return (None,) * len(ctx.needs_input_grad)
     *tokens, coefficients, saved, mask, cu_seqlens = ctx.saved_tensors
     backward = two_sided_backward if len(tokens) == 3 else two_sided_qkvpacked_backward
     sequences = (mask, cu_seqlens, ctx.max_seqlen)
