@@ -80,6 +80,17 @@ def test_packed_sequences_are_each_alone(op, options, impl):
         assert_same(ours[-1], d_more, 1e-9)
 
 
+@pytest.mark.parametrize("impl", FORMS)
+def test_scores_far_below_those_of_the_padding(impl):
+    """Padded keys have score 0: next to -2000 the real ones must not vanish, whatever the dtype."""
+    q, k, v = tokens(12, b=1)
+    q, k, mask = -40 * q.abs(), 40 * k.abs(), torch.arange(12)[None] < 8
+    truth = call("softmax_attention", [t[:, :8] for t in (q, k, v)], {})
+    ours = call("softmax_attention", [q, k, v], {"key_padding_mask": mask, "impl": impl})
+    for a, b in zip(ours, truth, strict=True):
+        assert_same(a[:, :8].contiguous(), b, 1e-9)
+
+
 @pytest.mark.parametrize("op", hk.OPS)
 def test_packed_qkv(op):
     """qkv in one tensor gives the bits of q, k, v, with one packed gradient, under a mask and of packed sequences."""

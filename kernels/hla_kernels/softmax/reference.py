@@ -19,8 +19,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
-    weights = scores.softmax(-1)
-    if mask is not None:
-        weights = (scores - scores.amax(-1, keepdim=True)).exp() * mask[:, None, None, :]
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
-    return real((weights @ v).transpose(1, 2), mask).contiguous()
+    if mask is not None:  # a sample without real tokens has no row that is read
+        hidden = ~mask & mask.any(1, keepdim=True)
+        scores = scores.masked_fill(hidden[:, None, None, :], float("-inf"))
+    return real((scores.softmax(-1) @ v).transpose(1, 2), mask).contiguous()
