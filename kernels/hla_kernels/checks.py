@@ -245,8 +245,13 @@ def _check_decay_tensor(decay: Tensor, n_heads: int, n_key_heads: int, dtype: to
         )
 
 
-def check_coefficients(coefficients: Any, n_heads: int, device: torch.device) -> None:
-    """coefficients [H, 4], floating point (any: they are cast), on the device of q."""
+def check_coefficients(op: str, coefficients: Any, n_heads: int, device: torch.device) -> None:
+    """coefficients [H, 4] of `polynomial`, floating point (any: they are cast), on the device of q; no other operator
+    takes them."""
+    if op != "polynomial":
+        if coefficients is not None:
+            raise ValueError(f"coefficients belong to polynomial, {op} takes none.")
+        return
     if not isinstance(coefficients, Tensor) or tuple(coefficients.shape) != (n_heads, 4):
         got = tuple(coefficients.shape) if isinstance(coefficients, Tensor) else type(coefficients).__name__
         raise ValueError(f"coefficients must be a tensor of shape [heads, 4] = [{n_heads}, 4], got {got}.")

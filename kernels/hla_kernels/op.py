@@ -105,7 +105,7 @@ def _inexact_in_triton(call: Call) -> str | None:
     if o.feature_map == "elu1" and (o.center is not None or o.mean_path):
         return "'elu1' with center or mean_path"
     if o.normalize and o.feature_map not in ("relu", "elu1"):
-        return "normalize=True without a feature_map"
+        return "normalize=True with feature_map='identity'"
     if call.q.dtype == torch.float32 and (o.normalize or o.feature_map == "elu1" or call.op in ("hla2", "hla3")):
         return "float32 with normalize=True or 'elu1', or of hla2 or hla3"
     return None
@@ -139,8 +139,6 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:
         check_packed(inputs[0])
         inputs = (*inputs[0].unbind(2), *inputs[1:])
-    for name in options:
-        check_name("option", name, (*Options._fields, *BESIDE))
     call = prepare(op, *inputs, impl=impl, **options)
     chosen = choose(call, impl)
     why_not = {}
@@ -162,6 +160,8 @@ def prepare(
 ) -> Call:  # fmt: skip
     """Check a call and bring it to canonical form (autocast applied, decay 1.0 is no decay, float options are
     floats)."""
+    for name in options:
+        check_name("option", name, (*Options._fields, *BESIDE))
     autocast = isinstance(q, Tensor) and autocast_on(q.device.type)
     check_tensors(q, k, v, autocast)
     if autocast:
@@ -175,8 +175,7 @@ def prepare(
     kept = Options(decay="tensor" if isinstance(decay, Tensor) else decay, **options)
     check_options(op, kept, impl, return_state)
     check_features(q.shape[3], kept.feature_map)
-    if op == "polynomial":
-        check_coefficients(coefficients, q.shape[2], q.device)
+    check_coefficients(op, coefficients, q.shape[2], q.device)
     check_decay(decay, q.shape[2], k.shape[2], compute_dtype(q.dtype))
     gamma = decay_heads(decay, q, k)
     check_sequences(q, key_padding_mask, cu_seqlens, max_seqlen)

@@ -177,6 +177,34 @@ def test_packed(op):
             f(bad, *extra(op))
 
 
+def test_coefficients_of_another_operator():
+    """No call takes what it would not use."""
+    q, k, v = x()
+    _, state = hk.hla2(q, k, v, return_state=True)
+    c = torch.ones(4, 4)
+    for call in (
+        lambda: hk.hla2_qkvpacked(torch.stack([q, q, q], 2), coefficients=c),
+        lambda: hk.explain("hla2", q, k, v, c),
+        lambda: hk.sharded("hla2", q, k, v, group=None, coefficients=c),
+        lambda: hk.read(q, state, c),
+    ):
+        with pytest.raises(ValueError, match="coefficients belong to polynomial, hla2 takes none"):
+            call()
+
+
+def test_names_of_calls_without_a_signature():
+    q, k, v = x()
+    with pytest.raises(ValueError, match="did you mean 'normalize'"):
+        hk.ahla_qkvpacked(torch.stack([q, q, q], 2), normalise=True)
+    with pytest.raises(ValueError, match="did you mean 'normalize'"):
+        hk.sharded("ahla", q, k, v, group=None, normalise=True)
+    with pytest.raises(ValueError, match="did you mean 'ahla'"):
+        hk.sharded("alha", q, k, v, group=None)
+    for impl in ("reference", "triton"):
+        with pytest.raises(ValueError, match=f'impl="{impl}" cannot run tokens spread over ranks'):
+            hk.sharded("ahla", q, k, v, group=None, impl=impl)
+
+
 def test_names():
     with pytest.raises(ValueError, match="did you mean 'hla2'"):
         hk.explain("hla22", *x())

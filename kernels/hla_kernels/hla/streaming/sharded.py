@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...checks import check_op
 from ...features import feature
 from ...op import plain_precision, prepare
 from ...options import compute_dtype
@@ -45,9 +46,13 @@ def sharded(
     ranks. options: those of the operator; one rank's must be every rank's, and so must `coefficients` [H, 4]. All
     ranks call this, in the forward pass and in the backward pass. Derivatives are those of the sum of all ranks'
     losses; that of `coefficients` is this rank's part.
-    Raises ValueError as the operator, and for causal, masked, stateful and softmax calls, which are no sums.
+    Raises ValueError as the operator, for causal, masked, stateful and softmax calls, which are no sums, and for an
+    impl other than "auto" and "torch".
     """
     name = getattr(op, "__name__", op)
+    check_op(name)
+    if options.get("impl") in ("reference", "triton"):
+        raise ValueError(f'impl="{options["impl"]}" cannot run tokens spread over ranks; use impl="auto".')
     call = prepare(name, q, k, v, coefficients, **options)
     masked = call.sequences.mask is not None or call.sequences.cu_seqlens is not None
     if name == "softmax_attention" or call.options.causal or masked or call.state is not None or call.return_state:

@@ -47,8 +47,7 @@ def read(q: Tensor, state: State, coefficients: Tensor | None = None) -> Tensor:
     check_names(state)
     state = state.unpack()
     _check_read(q, state)
-    if state.op == "polynomial":
-        check_coefficients(coefficients, q.shape[2], q.device)
+    check_coefficients(state.op, coefficients, q.shape[2], q.device)
     check_finite(state)
     n_key_heads = state.tensors[MOMENTS[state.op][0]].shape[1]
     qh = feature(to_heads(q, n_key_heads, compute_dtype(q.dtype)), state.options.feature_map)
