@@ -176,8 +176,9 @@ def softmax_attention(
 ) -> Result:  # fmt: skip
     """The quadratic baseline: o_t = sum_j softmax_j(s q_t.k_j) v_j, s = D^-1/2 by default.
 
-    Shapes as `linear_attention`. Takes causal and scale; any other option raises ValueError. impl="torch" is torch's
-    scaled_dot_product_attention. Vaswani et al., arXiv 1706.03762, Eq 1.
+    Shapes as `linear_attention`. Takes causal, scale, key_padding_mask and cu_seqlens with max_seqlen; any other
+    option raises ValueError. impl="torch" is torch's scaled_dot_product_attention. Vaswani et al., arXiv 1706.03762,
+    Eq 1.
     """
     return run(
         "softmax_attention", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,

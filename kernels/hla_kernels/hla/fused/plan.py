@@ -13,7 +13,8 @@ INVARIANT = {"on": False}
 def set_batch_invariant(on: bool) -> None:
     """Whether the Triton forms give a sample the same bits whatever the batch around it; off at first.
 
-    On, a plan is made for 64 heads whatever B and H are, which costs speed where they are many or few. It holds for the
+    On, a plan is made for 64 heads whatever B and H are, which costs speed where they are many or few. It depends on N,
+    padding included, or on max_seqlen still: packed sequences keep their bits under one max_seqlen. It holds for the
     process, forward and backward: set it before the first call, and before anything is compiled or captured.
     """
     if not isinstance(on, bool):

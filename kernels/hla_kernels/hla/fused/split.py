@@ -154,7 +154,7 @@ def combine(
     n, scale = means(n, head, scale)
     p = parts + head * K
     o = state + head * K
-    step = heads * K
+    step = heads.to(tl.int64) * K
     FF: tl.constexpr = FD * FD
     FV: tl.constexpr = FD * DV
     KEY: tl.constexpr = CENTER >= 1
@@ -253,8 +253,9 @@ def add_parts(parts, out, PARTS, heads, LEN: tl.constexpr, K: tl.constexpr, BLOC
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     combine_section(
-        parts + head * K, out + head * K, heads * K, PARTS, block, 1.0, 1.0, 0.0, 0, LEN, 1, 0, 0, False, False, BLOCK
-    )
+        parts + head * K, out + head * K, heads.to(tl.int64) * K, PARTS, block, 1.0, 1.0, 0.0, 0, LEN, 1, 0, 0, False,
+        False, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -1,5 +1,4 @@
-"""The four passes over the tokens of one head. Every kernel is one or more of them around the D x D algebra of one
-head.
+"""The passes over the tokens of one head. Every kernel is one or more of them around the D x D algebra of one head.
 
 q, k, v, g, o point at the first token of the head; strides are in elements. phi(q), phi(k) have width F = F1 + F2, v
 and g V = V1 + V2.
