@@ -2,7 +2,7 @@
 
     python tools/sample.py sample.model=facebook/DiT-XL-2-256 sample.scheduler=DDPMScheduler sample.steps=250 \\
         'sample.scheduler_options={variance_type: learned_range}' sample.guidance=1.5 out=dit.npz
-    python tools/sample.py sample.model=runs/pixel_dit sample.count=10000 sample.labels=balanced out=samples.npz
+    python tools/sample.py sample.model=runs/digits_dit/transformer_ema sample.labels=balanced out=samples.npz
     accelerate launch tools/sample.py sample.model=PIXART sample.prompts=captions.txt sample.size=512 out=FOLDER
 
 Image i depends on the seed + i alone: not on the batch, nor on the number of GPUs (up to the rounding of the device).
