@@ -110,6 +110,8 @@ def test_an_interrupted_extraction_goes_on(classes, vae, tmp_path, monkeypatch):
     monkeypatch.setattr(extracting, "encode_images", encode)
     with pytest.raises(ValueError, match=r"was begun with another flip"):
         extract_latents.main([w for w in words(images, vae, tmp_path / "out") if w != "encode.flip=true"])
+    with pytest.raises(ValueError, match=r"was begun with another keys, seed"):
+        extract_latents.main(words(images, vae, tmp_path / "out", "encode.seed=1", "images.label_key=fine_label"))
     extract_latents.main(words(images, vae, tmp_path / "out"))
     for i in range(4):
         name = f"shard-{i:05d}.safetensors"

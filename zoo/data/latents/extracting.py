@@ -114,6 +114,9 @@ def _plan(settings: ExtractSettings, vae: Any, pictures: Pictures) -> Manifest:
         text=encode.text,
         max_length=encode.max_length if encode.text else 0,
         images=settings.images.where or settings.images.source,
+        keys=[settings.images.image_key, settings.images.text_key or settings.images.label_key],
+        seed=encode.seed,
+        truncate=encode.truncate,
     )
 
 

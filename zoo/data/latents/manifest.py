@@ -28,7 +28,8 @@ class Manifest:
     vae: name or path of the VAE.  scaling, shift: stored = (z - shift) * scaling.  posterior: mean or sample.  shape:
     [C, H, W] of one latent.  dtype: of the stored latents.  flip: whether mirrored images were encoded too.
     image_size: side of the images in pixels.  classes: names, empty for prompts.  text: name or path of the text
-    encoders, with `max_length` tokens a prompt; empty for labels.  images: where they lay.  shards: samples in each.
+    encoders, with `max_length` tokens a prompt; empty for labels.  images: where they lay.  keys: the columns they came
+    from.  seed: of the draws.  truncate: whether long prompts were cut.  shards: samples in each.
     """
 
     vae: str
@@ -43,6 +44,9 @@ class Manifest:
     text: str = ""
     max_length: int = 0
     images: str = ""
+    keys: list[str] = field(default_factory=list)
+    seed: int = 0
+    truncate: bool = False
     shards: list[int] = field(default_factory=list)
 
 
