@@ -12,6 +12,7 @@ from zoo.train.diffusion.model import load_transformer
 from zoo.train.diffusion.settings import DiffusionSettings
 
 CONFIGS = [file for folder in ("dit", "t2i") for file in sorted((ROOT / "configs" / folder).rglob("*.yaml"))]
+WITH_RESOLUTION = {"use_additional_conditions": True, "cross_attention_dim": 16, "caption_channels": 8}
 PUBLISHED = {"s": (384, 12), "b": (768, 12), "l": (1024, 24), "xl": (1152, 28)}  # arXiv 2212.09748, table 1
 
 
@@ -59,6 +60,11 @@ def saved(tmp_path_factory):
         ({"model": {"checkpoint": "nowhere"}}, r"there is no checkpoint nowhere"),
         ({"distill": {"teacher": "source"}}, r"no trained source: the run starts from random weights"),
         ({"distill": {"teacher": "nowhere"}}, r"there is no checkpoint nowhere"),
+        ({"optim": {"layer_decay": 0.75}}, r"optim.layer_decay is for image classifiers"),
+        (
+            {"objective": {"kind": "ddpm"}, "model": {"kind": "pixart", "kwargs": WITH_RESOLUTION}},
+            r"model.kind=pixart also reads the resolution",
+        ),
         ({"data": {"drop": 1.5}}, r"data.drop must be in \[0, 1\]"),
         ({"data": {"batch_size": 2000}}, r"the training set has only 1000 images"),
         ({"schedule": {"warmup_steps": 9}}, r"schedule.warmup_steps must be in \[0, 6\)"),

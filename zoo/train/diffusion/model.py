@@ -153,6 +153,11 @@ def check(model: Any, wanted: Wanted, name: str) -> None:
             f"{name} returns {outputs} channels for {wanted.channels}, but the objective needs {wanted.outputs}: "
             "objective.kind=ddpm learns the variance too, flow does not"
         )
+    if getattr(model, "use_additional_conditions", False):  # PixArt-alpha at 1024 pixels
+        raise ValueError(
+            f"{name} also reads the resolution and aspect ratio of each image, which samples do not tell; allowed: "
+            "models with use_additional_conditions=false, such as PixArt-Sigma"
+        )
     classes = config.num_embeds_ada_norm if _by_class(model) else None
     if classes != wanted.classes:
         ours = "prompts" if classes is None else f"{classes} classes"

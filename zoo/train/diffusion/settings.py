@@ -226,5 +226,7 @@ class DiffusionSettings:
     log: LogSettings = field(default_factory=LogSettings)
 
     def __post_init__(self) -> None:
+        if self.optim.layer_decay:
+            raise ValueError("optim.layer_decay is for image classifiers: diffusion runs have one rate")
         if self.run.compile and self.distill.teacher and self.distill.attention:
             raise ValueError("distill.attention reads inside the blocks, which run.compile closes; leave one out")
