@@ -9,7 +9,6 @@ model.name, anything that these tools wrote, or a pipeline or transformer of dif
 report.json and model.safetensors, which the other tools read; of a diffusers source, what diffusers saves.
 """
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from zoo import config
 from zoo.convert import Report, swap
 from zoo.data import InputSpec
 from zoo.data.settings import DataSettings
-from zoo.train.model import WEIGHTS, plan, save_weights, start
+from zoo.eval.results import write_json
+from zoo.train.model import WEIGHTS, keep_source, plan, save_weights, start
 from zoo.train.settings import ModelSettings
 
 USAGE = "usage: convert.py [CONFIG.yaml] model.mixer=NAME out=FOLDER [model.key=value ...]"
@@ -46,8 +46,9 @@ def main(words: list[str]) -> dict[str, Any]:
     settings = config.from_command_line(ConvertSettings, words)
     if not settings.out or not settings.model.mixer:
         raise ValueError("say which mixer and where to write the result: model.mixer=NAME out=FOLDER")
+    keep_source(settings.diffusers or settings.model.checkpoint, Path(settings.out))
     report = (from_diffusers if settings.diffusers else from_timm)(settings, Path(settings.out))
-    (Path(settings.out) / "report.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+    write_json(report.to_dict(), Path(settings.out) / "report.json")
     print(f"{report}\nwrote {settings.out}")
     return report.to_dict()
 
@@ -70,7 +71,6 @@ def from_timm(settings: ConvertSettings, out: Path) -> Report:
         raise ValueError(f"{settings.model.checkpoint} is already converted: {found.describe()}")
     _, model, _ = start(replace(settings.model, mixer=""))  # the host: converted below, with a report
     report = swap(model, recipe.mixer, keep_softmax=recipe.keep_softmax or None, **recipe.mixer_options)
-    out.mkdir(parents=True, exist_ok=True)
     wanted = found.input if found else asdict(InputSpec.of(model, recipe.img_size, DataSettings()))
     save_weights(model, replace(recipe, input=wanted, classes=found.classes if found else []), out / WEIGHTS)
     return report

@@ -83,10 +83,10 @@ def test_errors_are_one_sentence_and_status_two(name, words, sentence):
         ("convert", ["model.name=vit_tiny_patch16_224", "model.mixer=ahla"], "out=FOLDER"),
         ("convert", ["model.mixer=ahla", "out=x"], "model.name is empty"),
         ("convert", ["model.name=swin_tiny_patch4_window7_224", "model.mixer=ahla", "out={tmp}"], "(?i)swin"),
-        ("convert", ["diffusers={tmp}", "model.mixer=la", "out={tmp}"], "there is no diffusers model"),
+        ("convert", ["diffusers={tmp}", "model.mixer=la", "out={tmp}/out"], "there is no diffusers model"),
         (
             "convert",
-            ["diffusers={tmp}", "model.name=a", "model.mixer=la", "out={tmp}"],
+            ["diffusers={tmp}", "model.name=a", "model.mixer=la", "out={tmp}/out"],
             "goes with mixer, mixer_options",
         ),
         ("evaluate_imagenet", ["data.source=folder", "eval.models=[a]"], "there is no checkpoint a"),
@@ -110,6 +110,14 @@ def test_convert_a_timm_model(tmp_path):
     assert sum(row["new"] == "hla2" for row in report["rows"]) == 10
     with pytest.raises(ValueError, match=r"is already converted"):
         convert.main([f"model.checkpoint={tmp_path}", "model.mixer=la", f"out={tmp_path}/again"])
+
+
+@pytest.mark.parametrize("source", ["model.checkpoint={0}", "model.checkpoint={0}/model.safetensors", "diffusers={0}"])
+def test_convert_does_not_replace_its_source(source, tmp_path):
+    import convert
+
+    with pytest.raises(ValueError, match="is the source, whose softmax weights would be lost"):
+        convert.main([source.format(tmp_path), "model.mixer=la", f"out={tmp_path}/"])
 
 
 def test_convert_a_run_keeps_its_weights_and_input(tmp_path):

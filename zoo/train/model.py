@@ -120,7 +120,8 @@ def header_of(recipe: Recipe) -> dict[str, str]:
 
 
 def save_tensors(tensors: dict[str, Tensor], header: dict[str, str], file: Path) -> None:
-    """Write tensors as a safetensors file that is complete or as it was."""
+    """Write tensors as a safetensors file that is complete or as it was, making its folder if needed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     kept = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
     with replacing(file) as temporary:
         save_file(kept, temporary, metadata=header)
@@ -129,6 +130,14 @@ def save_tensors(tensors: dict[str, Tensor], header: dict[str, str], file: Path)
 def save_weights(model: nn.Module, recipe: Recipe, file: Path) -> None:
     """Write the weights of `model` with `recipe` in the header; the file is complete or as it was."""
     save_tensors(model.state_dict(), header_of(recipe), file)
+
+
+def keep_source(source: str, folder: Path) -> None:
+    """Raise ValueError when what is written into `folder` would take the place of `source`, a folder, file or hub
+    name."""
+    folder = folder.resolve()
+    if source and Path(source).resolve() in (folder, folder / WEIGHTS):
+        raise ValueError(f"out={folder} is the source, whose softmax weights would be lost: choose another folder")
 
 
 def load_model(path: str | Path) -> tuple[nn.Module, Recipe]:
