@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_tool, start_tool
+from conftest import run_tool, start_tool
 from diffusers import (
     DDIMScheduler,
     DDPMScheduler,
@@ -21,13 +21,13 @@ from small_images import noise_images, small_extractor
 from tiny_diffusion import tiny_dit, tiny_pipeline, tiny_pixels, tiny_text_pipeline, tiny_vae
 
 import zoo
-from zoo import config
 from zoo.eval.generation import FidOptions, score
 from zoo.eval.generation.loading import open_model, open_scheduler
 from zoo.eval.generation.outputs import open_output
 from zoo.eval.generation.samplers import ClassSampler, batches, check_resolution, to_uint8
 from zoo.eval.generation.sampling import open_sampler, run
 from zoo.eval.generation.settings import SampleOptions, SampleSettings
+from zoo.train.diffusion.model import save_transformer
 
 
 def difference(a, b):
@@ -186,6 +186,8 @@ def test_a_run_continues_where_it_stopped(out, tmp_path):
             run(settings(place, model=folder, count=10), "")
     else:
         assert len(list(place.glob("*.png"))) == 9
+    with pytest.raises(ValueError, match="already holds images up to number 9: ask for at least as many"):
+        run(settings(place, model=folder, count=8), "")
     with pytest.raises(ValueError, match="made in another way; they differ in guidance, seed"):
         run(settings(place, model=folder, count=9, seed=1, guidance=3.0), "")
 
@@ -222,6 +224,22 @@ def test_a_bare_transformer_with_the_rest_of_a_pipeline(tmp_path):
         open_model(f"{base}/transformer")
     with pytest.raises(ValueError, match=r"sample\.base is for bare transformers"):
         open_model(base, base=base)
+    with pytest.raises(ValueError, match=r"did you mean '.*pipe2/transformer_ema'"):
+        tiny_dit(4).save_pretrained(tmp_path / "pipe2" / "transformer_ema")
+        open_model(f"{tmp_path}/pipe2")
+
+
+def test_a_trained_transformer_is_sampled_by_its_own_scheduler(tmp_path):
+    """A model of flow matching with the VAE of a pipeline of DDPM."""
+    base, tuned = tiny_pipeline(tmp_path / "pipe"), tmp_path / "run" / "transformer_ema"
+    model, own = tiny_dit(4), FlowMatchEulerDiscreteScheduler(shift=2.0)
+    save_transformer(model, tuned, own)
+    opened = open_model(str(tuned), base)
+    found = open_sampler(SampleOptions(model=str(tuned), base=base, steps=3, labels=[5]), "cpu")([0])
+    expected = ClassSampler(model, own, opened.vae, steps=3, labels=[5])([0])
+    assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match="DDIMScheduler cannot sample a model of FlowMatchEulerDiscreteScheduler"):
+        open_sampler(SampleOptions(model=str(tuned), base=base, scheduler="DDIMScheduler"), "cpu")
 
 
 def test_converted_models_are_loaded_with_their_mixers(tmp_path):
@@ -367,32 +385,3 @@ def test_resolutions():
         ValueError, match=r"a positive multiple of 16 \(the patch 2 of latents 8 times smaller\), got 250"
     ):
         check_resolution(250, 2, 8)
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ([], "say what to sample and where to"),
-        (["sample.model=a", "out=a.zip"], "out must be an .npz file or a folder"),
-        (["sample.labels=evenly", "out=a"], "unknown sample.labels 'evenly'; allowed: balanced, random"),
-        (["sample.labels=[]"], "is an empty list"),
-        (["sample.step=3"], "Did you mean 'sample.steps'"),
-    ],
-)
-def test_words_that_the_tool_refuses(words, sentence):
-    import sample
-
-    with pytest.raises(ValueError, match=sentence):
-        sample.main(words)
-
-
-def test_help(capsys):
-    import sample
-
-    assert sample.main(["--help"]) == 0
-    assert "sample.guidance_channels (int or none, default None)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "generation").glob("*.yaml")), ids=lambda p: p.stem)
-def test_shipped_configurations(path):
-    assert config.load(SampleSettings, path).sample.model and path.read_text().startswith("#")

@@ -7,7 +7,7 @@ import difflib
 import inspect
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import diffusers
@@ -19,6 +19,7 @@ from zoo.names import unknown_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULER_FOLDER = "scheduler"
+IN_A_RUN = ("transformer_ema", "transformer")  # where tools/finetune_dit.py leaves models
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Opened:
 def open_model(where: str, base: str = "", precision: str = "fp32", device: torch.device | str = "cpu") -> Opened:
     """The model at `where`: a pipeline, or a bare transformer; then `base` is the pipeline that has the rest of it.
 
+    A transformer that holds the scheduler it was trained with keeps it: the one of `base` may be of another process.
     Raises ValueError for what makes no images: an unknown pipeline class, a video model, a transformer that needs a
     text encoder or a VAE and has none.
     """
@@ -45,12 +47,15 @@ def open_model(where: str, base: str = "", precision: str = "fp32", device: torc
             raise ValueError(f"{where} is a whole pipeline; sample.base is for bare transformers")
         return _whole(where, dtype, device, {})
     if _config(where, DiTTransformer2DModel) is None:
+        inside = next((f"{where}/{name}" for name in IN_A_RUN if os.path.isfile(f"{where}/{name}/config.json")), "")
         raise ValueError(
             f"there is no diffusion model {where!r}: expected a folder of diffusers, or a hub name that can be reached"
+            + (f"; did you mean {inside!r}?" if inside else "")
         )
     transformer = load_transformer(where, dtype)
     if base:
-        return _whole(base, dtype, device, {"transformer": transformer})
+        whole = _whole(base, dtype, device, {"transformer": transformer})
+        return replace(whole, scheduler=_stored_scheduler(where) or whole.scheduler)
     name = type(transformer).__name__
     if not isinstance(transformer, DiTTransformer2DModel):
         raise ValueError(f"{name} needs the rest of its pipeline: give it with sample.base=PIPELINE")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zoo.eval.generation.images import Npz
 from zoo.eval.results import write_json
+from zoo.train.record import replacing
 
 
 class Output:
@@ -44,8 +45,11 @@ class Output:
         write_json(card, self.card)
 
     def missing(self, count: int) -> list[int]:
-        """The numbers below `count` that are not there yet."""
+        """The numbers below `count` that are not there yet. Raises ValueError when there are others than those."""
         there = set(self.numbers())
+        more = max(there, default=-1) + 1
+        if more > count:
+            raise ValueError(f"{self.path} already holds images up to number {more}: ask for at least as many")
         return [i for i in range(count) if i not in there]
 
     def numbers(self) -> Iterator[int]:
@@ -81,7 +85,8 @@ class PngFolder(Output):
     def finish(self, count: int, labels: list[int] | None) -> None:
         if labels is not None:
             lines = [f"{i:06d}.png,{label}\n" for i, label in enumerate(labels)]
-            (self.path / "labels.csv").write_text("file,label\n" + "".join(lines))
+            with replacing(self.path / "labels.csv") as temporary:
+                temporary.write_text("file,label\n" + "".join(lines))
 
 
 class NpzFile(Output):

@@ -66,7 +66,8 @@ class SampleOptions:
     """Which model makes which images, and how.
 
     model: folder (or hub name) of a diffusers pipeline or of a bare transformer, converted or not
-    base: for a bare transformer: the pipeline with its VAE, text encoders and scheduler; empty for models of pixels
+    base: for a bare transformer: the pipeline with its VAE, text encoders, and scheduler if the transformer holds none;
+      empty for models of pixels
     count: number of images
     batch_size: images at once in a process; no image depends on it
     seed: image i is made with the seed + i

@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zoo.train.record import replacing
+
 FORMAT = "hla_zoo_statistics"
 
 
@@ -103,7 +105,8 @@ class Statistics:
             "crop": self.crop,
         }
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata={FORMAT: json.dumps(about)})
+        with replacing(Path(file)) as temporary:
+            save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, metadata={FORMAT: json.dumps(about)})
 
 
 def load_statistics(file: str | Path) -> Statistics:
