@@ -58,7 +58,7 @@ def write_csv(rows: list[dict[str, Any]], file: Path) -> None:
     """Write rows under the header of `CSV_COLUMNS`; further keys become further columns."""
     columns = [*CSV_COLUMNS, *(k for k in rows[0] if k not in CSV_COLUMNS)]
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w", newline="") as opened:
+    with replacing(file) as temporary, temporary.open("w", newline="") as opened:
         writer = csv.DictWriter(opened, columns)
         writer.writeheader()
         writer.writerows(rows)
@@ -67,7 +67,7 @@ def write_csv(rows: list[dict[str, Any]], file: Path) -> None:
 def write_predictions(found: dict[str, Predictions], names: list[str], file: Path) -> None:
     """One line an image: name, label, and for each model its five classes. Every model has seen the same images."""
     first = next(iter(found.values()))
-    with file.open("w", newline="") as opened:
+    with replacing(file) as temporary, temporary.open("w", newline="") as opened:
         writer = csv.writer(opened)
         writer.writerow(
             ["image", "label", *(f"{model}_top{k + 1}" for model in found for k in range(first.top.shape[1]))]
