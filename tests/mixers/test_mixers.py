@@ -270,6 +270,23 @@ def test_a_padded_sample_is_the_sample_alone(name, options, rotated):
         assert not bool(found[0, 13:].any())
 
 
+@pytest.mark.parametrize("depthwise", ["v", "qk"])
+def test_padding_is_beyond_the_border_of_the_grid(depthwise):
+    """A grid whose last row is padding is the grid without it, whatever stands there."""
+    q, k, v, ctx = inputs(16)
+    mixer = make("ahla", depthwise=depthwise)
+    for p in mixer.parameters():
+        torch.nn.init.normal_(p)
+    n = PREFIX + (GRID[0] - 1) * GRID[1]
+    mask = torch.arange(q.shape[1]).expand(2, -1) < n
+    wanted = mixer(*(t[:, :n] for t in (q, k, v)), Context(x=ctx.x, grid=(GRID[0] - 1, GRID[1]), prefix=PREFIX))
+    for t in (q, k, v):
+        t[:, n:] = float("nan")
+    found = mixer(q, k, v, Context(x=ctx.x, grid=GRID, prefix=PREFIX, key_padding_mask=mask))
+    torch.testing.assert_close(found[:, :n], wanted, rtol=1e-9, atol=1e-9)
+    assert not bool(found[:, n:].any())
+
+
 def test_softmax_hides_padded_keys():
     q, k, v, ctx = inputs(15)
     mask = torch.ones(q.shape[:2], dtype=torch.bool)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hla_kernels import MAX_HEAD_DIM
 from hla_kernels.checks import RIDGED
 from hla_kernels.features import feature, feature_width
+from hla_kernels.sequences import real
 from zoo.features import DepthwiseResidual, HeadRMSNorm, Hedgehog, OutputGate
 from zoo.grid import check_grid
 from zoo.mixers.context import Context
@@ -130,7 +131,8 @@ class LinearMixer(nn.Module):
         tensors = {"q": q, "k": k, "v": v}
         for name, part in self.depthwise.items():
             assert ctx.grid is not None
-            tensors[name] = part(tensors[name], ctx.grid, ctx.prefix, ctx.suffix)
+            seen = real(tensors[name], ctx.key_padding_mask)  # padding is like what lies beyond the border
+            tensors[name] = part(seen, ctx.grid, ctx.prefix, ctx.suffix)
         return tensors["q"], tensors["k"], tensors["v"]
 
     def _reads_packed(self, ctx: Context) -> bool:
