@@ -39,6 +39,7 @@ CASES = [
     ("hla3", RATIO, "two_step", 37, 64, 64, (2, 2), HALF, "packed"),
     ("hla3", RATIO, "split", 37, 40, 40, (2, 2), FULL, "packed"),
     ("polynomial", RATIO, "split", 37, 40, 40, (2, 2), FULL, "packed"),
+    ("polynomial", RATIO, "split", 60, 72, 72, (2, 2), FULL, "packed"),
     ("hla2", PLAIN, "split", 37, 128, 128, (1, 1), HALF, "packed"),
     ("hla2", ANCHORED, "heads", 37, 64, 64, (2, 2), HALF, "packed"),
     ("hla2", RELU_QK, "split", 37, 72, 72, (2, 2), FULL, "strided"),

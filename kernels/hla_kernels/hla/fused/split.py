@@ -83,8 +83,8 @@ def reduce_moments(
         )  # fmt: skip
     elif tl.program_id(0) % 2 == 0:
         part_moments(
-            q, k, v, tn, out, lo, hi, n, scale, ridge, 4, SUMS, NORM, CENTER, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1,
-            V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
+            q, k, v, tn, out, lo, hi, n, scale, ridge, 4, 2 if SUMS else 0, NORM, CENTER, RIDGE, FMAP, D, R1, R2, F1,
+            F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
         )  # fmt: skip
     else:
         part_moments(

@@ -236,7 +236,8 @@ def sum_features(
 ):  # fmt: skip
     """((P, S, C, R, W), (sum q, sum k, sum v), dM', dm1, sum g) of phi(q), phi(k), v, g over tokens lo..hi.
 
-    MOMENTS: the moments (sums with SUMS). REST: P and C of features to twice the digits of the dtype of the tokens.
+    MOMENTS: the moments (with SUMS = 1 the sums that the order needs, 2 all).
+    REST: P and C of features to twice the digits of the dtype of the tokens.
     GRAD: dM' = Sum g q' (sum g with SUMS); NORM with the read-out's division, then m [F, V], m1 and vbar are read and
     only the sums of what has a rest are taken, the forward has the others.
 
@@ -253,7 +254,7 @@ def sum_features(
     mm = begin_moments(ORDER, F1, F2, V1, V2, MOMENTS, False)
     dm = begin(V1, V2, F1, F2, GRAD, False, False)
     dm1 = begin_sum(32, BN, F1, F2, DIVIDE)
-    SUM_Q: tl.constexpr = MOMENTS and SUMS and QUERIES and (not NORM or ORDER == 2 or ORDER >= 5)
+    SUM_Q: tl.constexpr = MOMENTS and SUMS and QUERIES and (not NORM or ORDER == 2 or ORDER >= 5 or SUMS == 2)
     SUM_K: tl.constexpr = MOMENTS and SUMS and (not NORM or ORDER != 2)
     SUM_V: tl.constexpr = MOMENTS and SUMS and not DIVIDE
     SUM_G: tl.constexpr = GRAD and SUMS and not DIVIDE
