@@ -1,25 +1,22 @@
-"""The whole path on embedded data: train a softmax ViT, convert it, fine-tune, compare. Writes runs/demo/report.md
-and demo.png.
+"""The whole path on embedded data: train, convert, fine-tune and compare, a ViT that classifies and a DiT that draws.
+Writes report.md, demo.png and demo_dit.png into runs/demo.
 
     python tools/demo.py
 
-Every step is a call of another tool with a configuration of configs/vit, as a user would make it.
+Every step is a call of another tool with a configuration of configs/, as a user would make it.
 """
 
+import importlib
 import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import convert
-import evaluate_imagenet
-import train_vit
-
 from zoo import config
-from zoo.eval.demo import write_report
+from zoo.eval.demo import DIT, dit_commands, score_command, vit_commands, write_digits, write_report
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "vit"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 USAGE = "usage: demo.py [key=value ...]"
 MARK = ".demo"  # in a folder that this tool made and may replace
 
@@ -29,17 +26,21 @@ class DemoSettings:
     """Size of the demo.
 
     out: folder of everything; its runs are replaced
-    mixers: mixers to convert to
-    epochs: epochs of the softmax model; each fine-tuning takes a tenth
+    mixers: mixers to convert the ViT to (the DiT: to ahla)
+    epochs: epochs of the softmax ViT; each fine-tuning takes a tenth
+    steps: steps of the softmax DiT; each fine-tuning takes a tenth
+    samples: images that each DiT makes for its Frechet distance
     """
 
     out: str = "runs/demo"
     mixers: list[str] = field(default_factory=lambda: ["ahla", "la", "poly"])
     epochs: int = 40
+    steps: int = 1200
+    samples: int = 500
 
 
 def main(words: list[str]) -> dict[str, dict[str, Any]]:
-    """Run the demo. Returns the evaluation row of each run by its name; raises ValueError."""
+    """Run the demo. Returns the evaluation row or the card of scores of each run by its name; raises ValueError."""
     if config.wants_help(words, __doc__, USAGE, DemoSettings):
         return {}
     settings, began = config.from_command_line(DemoSettings, words), time.perf_counter()
@@ -49,26 +50,25 @@ def main(words: list[str]) -> dict[str, dict[str, Any]]:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     (out / MARK).touch()
-    short = max(1, settings.epochs // 10)
-    source = f"model.checkpoint={out}/softmax"
-    train_vit.main([f"{CONFIGS}/digits_softmax.yaml", f"run.folder={out}/softmax", *epochs(settings.epochs)])
-    for mixer in settings.mixers:
-        convert.main([source, f"model.mixer={mixer}", f"out={out}/{mixer}_zero_shot"])
-    for mixer, name in [("", "softmax_more"), *((mixer, mixer) for mixer in settings.mixers)]:
-        words = [source, f"model.mixer={mixer}", f"run.folder={out}/{name}", *epochs(short)]
-        train_vit.main([f"{CONFIGS}/digits_finetune.yaml", *words])
+    write_digits(out)
+    for command in vit_commands(out, CONFIGS, settings.mixers, settings.epochs):
+        run(*command)
     names = ["softmax", "softmax_more", *(n for m in settings.mixers for n in (f"{m}_zero_shot", m))]
     models = ",".join(f"{out}/{name}" for name in names)
-    found = evaluate_imagenet.main(["data.source=digits", "data.workers=0", f"eval.models=[{models}]", f"out={out}"])
+    found = run("evaluate_imagenet", ["data.source=digits", "data.workers=0", f"eval.models=[{models}]", f"out={out}"])
     rows = dict(zip(names, found, strict=True))
-    report = write_report(out, settings.mixers, rows, time.perf_counter() - began)
-    print(f"\n{report.read_text()}\nwrote {report} and {out}/demo.png")
-    return rows
+    for command in dit_commands(out, CONFIGS, settings.steps, settings.samples):
+        run(*command)
+    cards = {name: run(*score_command(out, name)) for name in DIT}
+    report = write_report(out, settings.mixers, rows, cards, time.perf_counter() - began)
+    print(f"\n{report.read_text()}\nwrote {report}, {out}/demo.png and {out}/demo_dit.png")
+    return rows | cards
 
 
-def epochs(number: int) -> list[str]:
-    """The words that set the length of a run and of its warm-up (a tenth)."""
-    return [f"schedule.epochs={number}", f"schedule.warmup_epochs={number / 10}"]
+def run(tool: str, words: list[str]) -> Any:
+    """Call another tool with the words of a command line. Returns what its `main` returns."""
+    print(f"\n$ python tools/{tool}.py {' '.join(words)}", flush=True)
+    return importlib.import_module(tool).main(words)
 
 
 if __name__ == "__main__":

@@ -152,19 +152,26 @@ def test_timm_scripts_train_save_and_resume_our_models(tmp_path):
 
 
 def test_demo_with_a_tiny_budget(tmp_path):
+    pytest.importorskip("torch_fidelity", reason="it comes with hla-zoo[eval]")
     import demo
 
-    rows = demo.main([f"out={tmp_path}/demo", "epochs=1", "mixers=[ahla,poly]"])
-    assert list(rows) == ["softmax", "softmax_more", "ahla_zero_shot", "ahla", "poly_zero_shot", "poly"]
+    short = ["epochs=1", "mixers=[ahla,poly]", "steps=4", "samples=100"]
+    rows = demo.main([f"out={tmp_path}/demo", *short])
+    classifiers = ["softmax", "softmax_more", "ahla_zero_shot", "ahla", "poly_zero_shot", "poly"]
+    assert list(rows) == [*classifiers, "dit", "dit_more", "dit_zero_shot", "dit_ahla"]
     report = (tmp_path / "demo" / "report.md").read_text()
     for name, row in rows.items():
-        assert f"| {row['top1']:.1f} |" in report, name
+        number = f"{row['top1']:.1f}" if name in classifiers else f"{row['scores']['fid']:.2f}"
+        assert f"| {number} |" in report, name
+        if name not in classifiers:
+            assert (row["samples"]["n"], row["reference"]["n"], row["extractor"]["dim"]) == (100, 797, 64)
     (tmp_path / "mine.txt").touch()
     with pytest.raises(ValueError, match=r"something else than a demo"):
         demo.main([f"out={tmp_path}"])
     assert (tmp_path / "mine.txt").exists()
     assert (tmp_path / "demo" / "demo.png").stat().st_size > 30_000
-    for run in ("softmax", "softmax_more", "ahla", "poly"):
+    assert (tmp_path / "demo" / "demo_dit.png").stat().st_size > 30_000
+    for run in ("softmax", "softmax_more", "ahla", "poly", "dit", "dit_more", "dit_ahla"):
         assert (tmp_path / "demo" / run / "config.yaml").exists() and (tmp_path / "demo" / run / "curves.png").exists()
 
 

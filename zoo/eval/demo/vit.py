@@ -1,4 +1,4 @@
-"""The report of the demo: what was measured, as Markdown and a picture, from the files that the tools wrote."""
+"""The classification part of the demo: its commands, its lines of the report, and its picture."""
 
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,31 @@ from zoo.train.model import load_model
 from zoo.train.record import read_rows
 
 LAYER, HEAD, IMAGE = 1, 0, 3  # of the picture
+Command = tuple[str, list[str]]
 
 
-def write_report(folder: Path, mixers: list[str], rows: dict[str, dict[str, Any]], seconds: float) -> Path:
-    """Write report.md and demo.png into `folder`. `rows` are the results of the evaluation tool by run folder name.
+def vit_commands(out: Path, configs: Path, mixers: list[str], epochs: int) -> list[Command]:
+    """(tool, words) of training a softmax ViT for `epochs`, its conversions, and fine-tuning for a tenth."""
+    source, short = f"model.checkpoint={out}/softmax", max(1, epochs // 10)
+    commands = [("train_vit", [f"{configs}/vit/digits_softmax.yaml", f"run.folder={out}/softmax", *_length(epochs)])]
+    for mixer in mixers:
+        commands.append(("convert", [source, f"model.mixer={mixer}", f"out={out}/{mixer}_zero_shot"]))
+    for mixer, name in [("", "softmax_more"), *((mixer, mixer) for mixer in mixers)]:
+        words = [source, f"model.mixer={mixer}", f"run.folder={out}/{name}", *_length(short)]
+        commands.append(("train_vit", [f"{configs}/vit/digits_finetune.yaml", *words]))
+    return commands
 
-    Run folders are softmax (the source), softmax_more (the control), and for each mixer NAME_zero_shot and NAME.
-    """
-    _picture(folder, mixers, rows)
+
+def _length(epochs: int) -> list[str]:
+    return [f"schedule.epochs={epochs}", f"schedule.warmup_epochs={epochs / 10}"]
+
+
+def vit_lines(folder: Path, mixers: list[str], rows: dict[str, dict[str, Any]]) -> list[str]:
+    """The section of the report. `rows`: results of the evaluation tool by run folder."""
     lines = [
-        "# Demo: from softmax to linear attention on handwritten digits",
+        "## A classifier, converted",
         "",
-        f"A softmax ViT was trained, converted, and fine-tuned for a tenth of the budget ({seconds:.0f} s).",
+        "A softmax ViT was trained, converted, and fine-tuned for a tenth of the budget.",
         f"Top-1 accuracy on {rows['softmax']['images']} images that were not trained on; differences to the source are",
         "paired, with their 95 % interval, in points.",
         "",
@@ -37,9 +50,7 @@ def write_report(folder: Path, mixers: list[str], rows: dict[str, dict[str, Any]
     for mixer in mixers:
         lines.append(_line(f"{mixer}, zero-shot", rows[f"{mixer}_zero_shot"], _seen(folder, "softmax")))
         lines.append(_line(f"{mixer}, fine-tuned", rows[mixer], _seen(folder, "softmax", mixer)))
-    lines += ["", "![curves, accuracies and attention](demo.png)", "", *_reading(), ""]
-    (folder / "report.md").write_text("\n".join(lines))
-    return folder / "report.md"
+    return [*lines, "", "![curves, accuracies and attention](demo.png)", "", *_reading(), ""]
 
 
 def _line(name: str, row: dict[str, Any], seen: int) -> str:
@@ -55,14 +66,11 @@ def _reading() -> list[str]:
     return [
         f"Picture, below: tokens read by the query (square), layer {LAYER}, head {HEAD}: softmax attention, and the",
         "matrix that each linear mixer applies without ever forming it. Each map has its own scale.",
-        "",
-        "One seed of a model of 0.2 M parameters: this shows that the pipeline works, not which mixer is best.",
-        "Everything was written by `tools/train_vit.py`, `tools/convert.py` and `tools/evaluate_imagenet.py`; each run",
-        "folder holds its configuration.",
     ]
 
 
-def _picture(folder: Path, mixers: list[str], rows: dict[str, dict[str, Any]]) -> None:
+def draw_vit(folder: Path, mixers: list[str], rows: dict[str, dict[str, Any]]) -> None:
+    """demo.png: curves, accuracies, and what one query token reads."""
     top1 = {name: row["top1"] for name, row in rows.items()}
     images, curve = _curve(folder / "softmax")
     maps = {"softmax": _map(folder / "softmax")}
