@@ -6,6 +6,7 @@ for a linear mixer it is the matrix it never forms. Only meant for pictures and 
 """
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def attention_matrix(model: nn.Module, image: Tensor, layer: int, head: int) -> 
     with _recorded(mixer) as calls:
         model.eval()(image[None])
     q, k, v, ctx = calls[0]
+    ctx = replace(ctx, qkv=None)  # the mixer is to read the values that follow
     if not 0 <= head < v.shape[2]:
         raise unknown_name("head", head, [str(i) for i in range(v.shape[2])])
     n, dv = v.shape[1], v.shape[3]

@@ -72,7 +72,9 @@ class Writer:
         if file.is_file():
             begun = json.loads(file.read_text())
             wrong = sorted(k for k, v in asdict(plan).items() if begun.get(k) != v)
-            if wrong:
+            if not (folder / shard_name(0)).is_file():  # nothing was made by the other plan
+                _write_json(asdict(plan), file)
+            elif wrong:
                 raise ValueError(f"{folder} was begun with another {', '.join(wrong)}: choose another folder")
         else:
             _write_json(asdict(plan), file)
