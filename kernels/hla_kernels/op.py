@@ -40,7 +40,6 @@ from .softmax.sdpa import sdpa
 from .state import State
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-PLAIN_MAPS = (None, "identity")
 TRITON_FEATURE_MAPS = (None, "identity", "relu", "elu1")
 # what a call takes beside tokens and `Options`
 BESIDE = ("coefficients", "state", "return_state", "key_padding_mask", "cu_seqlens", "max_seqlen")
@@ -98,8 +97,8 @@ def why_not_triton(call: Call) -> str | None:
 def _inexact_in_triton(call: Call) -> str | None:
     """What keeps the errors of a call's Triton form from being within twice those of the torch form, or None."""
     o = call.options
-    if call.op == "polynomial" and (call.q.dtype == torch.float32 or o.normalize or o.feature_map not in PLAIN_MAPS):
-        return "polynomial in float32, with normalize=True or a feature map"
+    if call.op == "polynomial":
+        return "polynomial"
     if o.feature_map not in TRITON_FEATURE_MAPS:
         return repr(o.feature_map)
     if o.feature_map == "elu1" and (o.center is not None or o.mean_path):
