@@ -3,11 +3,20 @@
     import hla_kernels as hk
     o = hk.ahla(q, k, v, feature_map="elu1", normalize=True)     q [B, N, H, D], k, v [B, N, Hk, .] -> [B, N, H, Dv]
 
-Operators: `api` (signature, options), `packed` (qkv in one tensor). Symbols and equations: `hla`. Depends on torch
-alone.
+Operators: `api` (signature, options), `api.packed` (qkv in one tensor), `api.blocks` (blocks of a grid). Symbols and
+equations: `hla`, `blockmix`. Depends on torch alone.
 """
 
 from .api import ahla, hla2, hla3, linear_attention, polynomial, softmax_attention
+from .api.blocks import mhla
+from .api.packed import (
+    ahla_qkvpacked,
+    hla2_qkvpacked,
+    hla3_qkvpacked,
+    linear_attention_qkvpacked,
+    polynomial_qkvpacked,
+    softmax_attention_qkvpacked,
+)
 from .features import FEATURE_MAPS
 from .hla import flops as _flops  # noqa: F401  registers the formulas
 from .hla.fused.plan import set_batch_invariant
@@ -16,14 +25,6 @@ from .hla.streaming.sharded import sharded
 from .hla.streaming.stream import read
 from .op import Explanation, explain
 from .options import MAX_HEAD_DIM, OPS
-from .packed import (
-    ahla_qkvpacked,
-    hla2_qkvpacked,
-    hla3_qkvpacked,
-    linear_attention_qkvpacked,
-    polynomial_qkvpacked,
-    softmax_attention_qkvpacked,
-)
 from .state import State
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_qkvpacked",
     "merge",
+    "mhla",
     "polynomial",
     "polynomial_qkvpacked",
     "read",

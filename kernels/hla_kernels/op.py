@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .blockmix import call as block_call
+from .blockmix.operator import flat, mhla_op
+from .blockmix.reference import reference as block_reference
 from .checks import (
     check_coefficients,
     check_decay,
@@ -71,11 +74,14 @@ class Explanation(NamedTuple):
     why_not: dict[str, str]
 
 
-def why_not_triton(call: Call) -> str | None:
+def why_not_triton(call: Call | block_call.BlockCall) -> str | None:
     """The reason why no Triton form can run this call, or None when one can."""
-    o, device = call.options, call.q.device.type
+    device = call.q.device.type
     if device != "cuda":
         return f"the Triton forms run on CUDA devices, not on {device}"
+    if isinstance(call, block_call.BlockCall):
+        return "mhla has no Triton form"
+    o = call.options
     if call.op == "softmax_attention":
         return "softmax_attention uses torch's own kernels and has no Triton form"
     if o.causal:
@@ -110,14 +116,16 @@ def _inexact_in_triton(call: Call) -> str | None:
     return None
 
 
-def why_not_reference(call: Call) -> str | None:
+def why_not_reference(call: Call | block_call.BlockCall) -> str | None:
     """The reason why the reference cannot run this call, or None."""
+    if isinstance(call, block_call.BlockCall):
+        return None
     if call.state is not None or call.return_state:
         return "the reference is an N x N matrix and has no state"
     return None
 
 
-def choose(call: Call, impl: str) -> str:
+def choose(call: Call | block_call.BlockCall, impl: str) -> str:
     """The implementation of a call. An explicit `impl` never falls back: ValueError with the reason instead."""
     if impl == "auto":
         return "triton" if why_not_triton(call) is None else "torch"
@@ -130,15 +138,20 @@ def choose(call: Call, impl: str) -> str:
 def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Explanation:
     """Which implementation `op(*inputs, **options)` would run, and why not the others; nothing is computed.
 
-    op: a name of OPS. inputs: q, k, v (and coefficients for polynomial), or one packed qkv. Raises ValueError as the
-    call would.
+    op: a name of OPS, or "mhla". inputs: q, k, v (and coefficients for polynomial, mixing for mhla), or one packed qkv.
+    Raises ValueError as the call would.
     """
-    check_op(getattr(op, "__name__", op))
     op = getattr(op, "__name__", op)
+    if op == "mhla":
+        return _explained(prepare_blocks(*inputs, impl=impl, **options), impl)
+    check_op(op)
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:
         check_packed(inputs[0])
         inputs = (*inputs[0].unbind(2), *inputs[1:])
-    call = prepare(op, *inputs, impl=impl, **options)
+    return _explained(prepare(op, *inputs, impl=impl, **options), impl)
+
+
+def _explained(call: Call | block_call.BlockCall, impl: str) -> Explanation:
     chosen = choose(call, impl)
     why_not = {}
     for name in IMPLS[1:]:
@@ -229,14 +242,14 @@ def decay_heads(decay: float | Tensor | None, q: Tensor, k: Tensor) -> Tensor | 
     return decay.to(q.device, dtype).reshape(1, k.shape[2], -1, 1, 1)
 
 
-def _refuse_forward_mode(call: Call) -> None:
+def _refuse_forward_mode(op: str, *tensors: Tensor | None) -> None:
     """The custom operators have no forward-mode rule and torch would return zero tangents without a word."""
     if torch.compiler.is_compiling():
         return
-    for x in (call.q, call.k, call.v, call.coefficients, call.gamma):
+    for x in tensors:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise ValueError(
-                f"{call.op} has no forward-mode derivative here (torch.func.jvp, jacfwd, dual tensors); use reverse "
+                f"{op} has no forward-mode derivative here (torch.func.jvp, jacfwd, dual tensors); use reverse "
                 'mode, or impl="reference" or return_state=True, which are plain torch code.'
             )
 
@@ -262,10 +275,32 @@ def run_packed(op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: s
     chosen = choose(call, impl)
     if op == "softmax_attention" or call.options.causal or not stateless or chosen == "reference":
         return run(op, q, k, v, coefficients, impl, **options)
-    _refuse_forward_mode(call)
+    _refuse_forward_mode(op, qkv, call.coefficients, call.gamma)
     with plain_precision(call.q):
         rest = (*_two_sided_options(call.options), chosen, _needs_backward(qkv, coefficients), *call.sequences)
         return two_sided_qkvpacked(qkv.to(call.q.dtype), coefficients, op, *rest)[0]
+
+
+def prepare_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, **options: Any) -> block_call.BlockCall:
+    """The checked call of `mhla`."""
+    device = q.device.type if isinstance(q, Tensor) else "meta"
+    return block_call.prepare(
+        q, k, v, mixing, dtype=torch.get_autocast_dtype(device) if autocast_on(device) else None, **options
+    )
+
+
+def run_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, impl: str = "auto", **options: Any) -> Tensor:
+    """Check, choose and run one call of `mhla`."""
+    call = prepare_blocks(q, k, v, mixing, impl=impl, **options)
+    chosen = choose(call, impl)
+    q, k, v, mixing, kept, mask, rotary = call
+    with plain_precision(q):
+        if chosen == "reference":
+            wide = [t.to(compute_dtype(q.dtype)) for t in (q, k, v, mixing)]
+            return block_reference(wide[0], wide[1], wide[2], wide[3], kept, mask, rotary).to(q.dtype)
+        _refuse_forward_mode("mhla", q, k, v, mixing)
+        save = _needs_backward(q, k, v, mixing)
+        return mhla_op(q, k, v, mixing, mask, *(rotary or (None, None)), *flat(kept), chosen, save)[0]
 
 
 def plain_precision(x: Tensor) -> contextlib.AbstractContextManager:
@@ -293,7 +328,7 @@ def _kernel(call: Call, impl: str) -> tuple[Tensor, State | None]:
     if op == "softmax_attention":
         return _softmax(call), None
     if state is None and not return_state:
-        _refuse_forward_mode(call)
+        _refuse_forward_mode(op, q, k, v, coefficients, gamma)
     if options.causal and state is None and not return_state:
         o = options
         rest = (o.feature_map, o.normalize, o.center, o.mean_path, o.decay_rule, o.ridge, o.scale, o.eps)

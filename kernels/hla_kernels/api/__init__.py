@@ -1,4 +1,5 @@
-"""The public operators. One signature for all of them; `hla/__init__.py` has the symbols.
+"""The public operators. One signature for all here; `packed` has them for one qkv, `blocks` those that mix blocks.
+`hla/__init__.py` has the symbols.
 
 Shapes: q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], any strides; Hk divides H and query head h reads key head h
 // (H // Hk). Returns o [B, N, H, Dv], contiguous, in the dtype of q, or (o, state) with return_state.
@@ -47,8 +48,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .op import run
-from .state import State
+from ..op import run
+from ..state import State
 
 # o, or (o, state) with return_state; not a union, which every caller would have to narrow
 Result = Any

@@ -11,9 +11,9 @@ from typing import TypedDict, Unpack
 
 from torch import Tensor
 
-from .api import Result
-from .op import run_packed
-from .state import State
+from ..op import run_packed
+from ..state import State
+from . import Result
 
 
 class Keywords(TypedDict, total=False):

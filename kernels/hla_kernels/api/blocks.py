@@ -1,0 +1,52 @@
+"""The public operator that mixes blocks of tokens; `blockmix/__init__.py` has the symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..op import run_blocks
+
+
+def mhla(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *, grid: Sequence[int], blocks: Sequence[int],
+    feature_map: str | None = "relu", normalize: bool = True, order: str = "la", causal: bool = False, prefix: int = 0,
+    token_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None, rotary_half: bool = False,
+    scale: float | None = None, q_scale: float = 1.0, eps: float = 1e-6, impl: str = "auto",
+) -> Tensor:  # fmt: skip
+    """Block mixing: each block of queries reads its own mixture of the moments of all blocks of tokens.
+
+    o_t = q_t' P~_i / (q_t' z~_i + eps) for t in block i, P~_i = Sum_b m_ib s Sum_{j in b} k_j v_j', z~ the same with
+    v = 1; the divisor only with normalize. order="ahla": q_t' R~_i P~_i, "hla2": q_t' S~_i C~_i (`blockmix`).
+
+    q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] in raster order -> [B, N, H, Dv]; N = prefix + prod(grid).
+
+    mixing        [M, M] or [H, M, M], row = block of the query, any values (with normalize: no negative ones, which is
+                  the caller's responsibility); differentiable
+    grid, blocks  lengths of the axes, (H, W), (T, H, W) or (N,), and the number of blocks along each; where they do not
+                  divide, sizes differ by one along an axis
+    prefix        tokens before the grid (class, register, text): block 0, so that M = 1 + prod(blocks)
+    order         "la", "ahla" or "hla2"
+    causal        token t sees tokens j <= t, also inside its block; order "la" only. Blocks must be runs of tokens: cut
+                  along the first axis alone. The grid says where blocks begin: fewer tokens than it holds are allowed,
+                  and the first ones do not depend on how many follow. Frames that see themselves and the past whole are
+                  not causal here, but a mixing that is zero for the blocks of later frames
+    token_mask    [B, N] bool, True for a real token, two-sided only. The others are neither read nor written: they
+                  enter no moment, N of the scale counts the real ones, their outputs and gradients are 0
+    rotary        (cos, sin), each [N, D / 2] or [N, H, D / 2]: phi(q) and phi(k) are turned by them in the numerator;
+                  the divisor is that of the unturned ones, which stays positive. Channels (2i, 2i + 1) are a pair, or
+                  with rotary_half (i, i + D / 2); where phi widens, each D features are turned alike. No gradient
+    feature_map, normalize, eps, q_scale, impl   as in `api`
+    scale         factor of each moment; None is M / N two-sided, a mean if the rows of mixing sum to one (uniform
+                  mixing 1 / M is `linear_attention`, `ahla`, `hla2`), and 1 causal
+
+    Raises ValueError for wrong shapes, dtypes, devices, names, and undefined combinations. Reverse mode once, as in
+    `api`. First order: MHLA, token-level multi-head linear attention, o_i = q (Sum_b m_ib S_b) / (q . Sum_b m_ib z_b);
+    the denominator is the paper's, not that of its released code.
+    """
+    return run_blocks(
+        q, k, v, mixing, impl=impl, grid=grid, blocks=blocks, feature_map=feature_map, normalize=normalize, order=order,
+        causal=causal, prefix=prefix, token_mask=token_mask, rotary=rotary, rotary_half=rotary_half, scale=scale,
+        q_scale=q_scale, eps=eps,
+    )  # fmt: skip

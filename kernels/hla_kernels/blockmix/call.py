@@ -1,0 +1,143 @@
+"""Checks of a block-mixing call, each refusal a ValueError of one sentence, and the call in canonical form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import check_features, check_name, check_sequences, check_tensors, is_number
+from ..features import FEATURE_MAPS
+from ..options import IMPLS
+from .layout import Layout
+from .options import ORDERS, BlockOptions
+
+BESIDE = ("grid", "blocks", "prefix", "token_mask", "rotary")  # what a call takes beside tokens and `BlockOptions`
+
+
+class BlockCall(NamedTuple):
+    """A checked call: tensors cast for autocast, options in canonical form."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mixing: Tensor
+    options: BlockOptions
+    mask: Tensor | None
+    rotary: tuple[Tensor, Tensor] | None
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *, grid: Sequence[int], blocks: Sequence[int], prefix: int = 0,
+    token_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None, impl: str = "auto",
+    dtype: torch.dtype | None = None, **options: Any,
+) -> BlockCall:  # fmt: skip
+    """Check a call. dtype: that of autocast, to which tokens are cast (float64 stays), or None."""
+    for name in options:
+        check_name("option", name, (*BlockOptions._fields[1:], *BESIDE))
+    check_tensors(q, k, v, dtype is not None)
+    if dtype is not None:
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    check_name("impl", impl, IMPLS)
+    layout = check_layout(grid, blocks, prefix)
+    kept = BlockOptions(layout, **options)
+    _check_options(kept)
+    check_features(q.shape[3], kept.feature_map)
+    _check_tokens(q.shape[1], kept)
+    check_mixing(mixing, layout, q)
+    check_sequences(q, token_mask, None, None)
+    if token_mask is not None and kept.causal:
+        raise ValueError("token_mask needs causal=False: a causal token never sees what comes after it.")
+    _check_rotary(rotary, q, kept)
+    return BlockCall(q, k, v, mixing, kept, token_mask, None if rotary is None else (rotary[0], rotary[1]))
+
+
+def check_layout(grid: Any, blocks: Any, prefix: Any) -> Layout:
+    """A grid with a number of blocks for each axis, from 1 to its length; ValueError otherwise."""
+    for name, x in (("grid", grid), ("blocks", blocks)):
+        if not isinstance(x, Sequence) or not x or not all(_is_count(n) and n >= 1 for n in x):
+            raise ValueError(f"{name} must be one positive integer for each axis, such as (16, 16), got {x!r}.")
+    if len(grid) != len(blocks):
+        raise ValueError(f"grid and blocks must have one number for each axis, got {tuple(grid)} and {tuple(blocks)}.")
+    for length, m in zip(grid, blocks, strict=True):
+        if m > length:
+            raise ValueError(
+                f"An axis cannot have more blocks than tokens: blocks {tuple(blocks)}, grid {tuple(grid)}."
+            )
+    if not _is_count(prefix) or prefix < 0:
+        raise ValueError(f"prefix must be the number of tokens before the grid, at least 0, got {prefix!r}.")
+    return Layout(tuple(map(int, grid)), tuple(map(int, blocks)), int(prefix))
+
+
+def _is_count(x: Any) -> bool:
+    return isinstance(x, int | torch.SymInt) and not isinstance(x, bool)
+
+
+def _check_options(o: BlockOptions) -> None:
+    check_name("order", o.order, ORDERS)
+    if o.feature_map is not None:
+        check_name("feature_map", o.feature_map, FEATURE_MAPS)
+    for name in ("normalize", "causal", "rotary_half"):
+        if not isinstance(getattr(o, name), bool):
+            raise ValueError(f"{name} must be True or False, got {getattr(o, name)!r}.")
+    if o.causal and o.order != "la":
+        raise ValueError(f"causal needs order='la': a causal mixture of {o.order!r} is not defined.")
+    if o.causal and any(m > 1 for m in o.layout.blocks[1:]):
+        raise ValueError(
+            "causal needs blocks that are runs of the raster order, cut along the first axis alone, "
+            f"got blocks {o.layout.blocks}."
+        )
+    if o.normalize and o.feature_map is None:
+        raise ValueError(
+            "normalize=True with signed q and k divides by a signed sum; choose a non-negative feature_map, or "
+            'feature_map="identity" if q and k are non-negative already.'
+        )
+    if o.scale is not None and (not is_number(o.scale) or not math.isfinite(o.scale)):
+        raise ValueError(f"scale must be None or a finite number, got {o.scale!r}.")
+    if not is_number(o.q_scale) or not math.isfinite(o.q_scale):
+        raise ValueError(f"q_scale must be a finite number, got {o.q_scale!r}.")
+    if not is_number(o.eps) or not 0 <= o.eps < math.inf:
+        raise ValueError(f"eps must be a finite number >= 0, got {o.eps!r}.")
+    if o.normalize and (o.q_scale <= 0 or (o.scale is not None and o.scale <= 0)):
+        raise ValueError(f"normalize=True needs scale > 0 and q_scale > 0, got {o.scale} and {o.q_scale}.")
+
+
+def _check_tokens(n: int, o: BlockOptions) -> None:
+    want, layout = o.layout.n_tokens, o.layout
+    if n != want and not (o.causal and n < want):
+        more = " or fewer" if o.causal else ""
+        raise ValueError(
+            f"The grid {layout.grid} with {layout.prefix} prefix tokens needs {want} tokens{more}, got {n}."
+        )
+
+
+def check_mixing(mixing: Any, layout: Layout, q: Tensor) -> None:
+    """mixing [M, M] or [H, M, M], floating point (any: it is cast), on the device of q. Values are not looked at."""
+    m, h = layout.n_blocks, q.shape[2]
+    if not isinstance(mixing, Tensor) or tuple(mixing.shape) not in ((m, m), (h, m, m)):
+        got = tuple(mixing.shape) if isinstance(mixing, Tensor) else type(mixing).__name__
+        also = " (one block is the prefix)" if layout.prefix else ""
+        raise ValueError(f"mixing must have shape [{m}, {m}] or [{h}, {m}, {m}]{also}, got {got}.")
+    if not mixing.dtype.is_floating_point or mixing.dtype.itemsize < 2:
+        raise ValueError(f"mixing must be floating point of 16 bits or more, got {mixing.dtype}.")
+    if mixing.device != q.device:
+        raise ValueError(f"mixing must be on the device of q, {q.device}, got {mixing.device}.")
+
+
+def _check_rotary(rotary: Any, q: Tensor, o: BlockOptions) -> None:
+    if rotary is None:
+        return
+    n, h, d = q.shape[1], q.shape[2], q.shape[3]
+    shapes = ((n, d // 2), (n, h, d // 2))
+    if not isinstance(rotary, Sequence) or len(rotary) != 2 or not all(isinstance(t, Tensor) for t in rotary):
+        raise ValueError("rotary must be two tensors, cos and sin.")
+    if d % 2 or any(tuple(t.shape) not in shapes for t in rotary) or rotary[0].shape != rotary[1].shape:
+        raise ValueError(
+            f"rotary must be cos and sin of shape {list(shapes[0])} or {list(shapes[1])} (an even head dimension), "
+            f"got {[list(t.shape) for t in rotary]} for head dimension {d}."
+        )
+    if any(t.device != q.device or not t.dtype.is_floating_point for t in rotary):
+        raise ValueError(f"rotary must be floating point on the device of q, {q.device}.")

@@ -1,0 +1,77 @@
+"""Which token lies in which block: balanced boxes of a grid, with the tokens before the grid as a block of their own.
+
+An axis of L positions is cut into m blocks: block i is the positions floor(i L / m) .. floor((i+1) L / m) - 1, so that
+sizes differ by one at most, and a position p lies in block ((p + 1) m - 1) // L. Blocks are numbered in raster order,
+behind the block 0 of the prefix tokens if there are any.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """A grid (any number of axes, last one fastest), the number of blocks along each axis, the tokens before it."""
+
+    grid: tuple[int, ...]
+    blocks: tuple[int, ...]
+    prefix: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """prefix + prod(grid)."""
+        return self.prefix + math.prod(self.grid)
+
+    @property
+    def n_blocks(self) -> int:
+        """M: blocks of the grid, and one of the prefix tokens."""
+        return math.prod(self.blocks) + (self.prefix > 0)
+
+    @property
+    def widest(self) -> int:
+        """Number of tokens of the largest block."""
+        return max(self.prefix, math.prod(-(-length // m) for length, m in zip(self.grid, self.blocks, strict=True)))
+
+    def starts(self, axis: int) -> list[int]:
+        """First positions of the blocks along an axis, and the length of the axis."""
+        length, m = self.grid[axis], self.blocks[axis]
+        return [i * length // m for i in range(m + 1)]
+
+
+def block_of(position: int | Tensor, length: int, m: int) -> int | Tensor:
+    """The block in which a position of an axis lies, cut into m."""
+    return ((position + 1) * m - 1) // length
+
+
+def block_table(layout: Layout, device: torch.device | None = None) -> Tensor:
+    """The block of each token, int64 [N]."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for length, m in zip(layout.grid, layout.blocks, strict=True):
+        along = block_of(torch.arange(length, device=device), length, m)
+        index = index[..., None] * m + along
+    first = torch.zeros(layout.prefix, dtype=torch.int64, device=device)
+    return torch.cat([first, index.flatten() + (layout.prefix > 0)])
+
+
+@functools.lru_cache(maxsize=64)
+def block_slots(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(tokens, places): the tokens of each block, int64 [M, W], W being the widest one, N behind the last token of a
+    narrower block; and where each token went, int64 [N], an index into [M * W]."""
+    with torch.inference_mode(False):  # or autograd could not use what a call without gradients leaves here
+        blocks = block_table(layout, device)
+        order = blocks.argsort(stable=True)
+        sizes = blocks.bincount(minlength=layout.n_blocks)
+        first = sizes.cumsum(0) - sizes
+        width, n = layout.widest, layout.n_tokens
+        sorted_blocks = blocks[order]
+        place = sorted_blocks * width + torch.arange(n, device=device) - first[sorted_blocks]
+        tokens = torch.full((layout.n_blocks * width,), n, dtype=torch.int64, device=device)
+        tokens[place] = order
+        places = torch.empty_like(place)
+        places[order] = place
+        return tokens.unflatten(0, (layout.n_blocks, width)), places
