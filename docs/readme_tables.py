@@ -33,7 +33,12 @@ def quality(result: dict) -> str:
     return "\n".join(lines)
 
 
-RENDER = {"quality": quality, "kernels-h200": report.kernels, "models-h200": report.models}
+RENDER = {
+    "quality": quality,
+    "kernels-h200": report.kernels,
+    "models-h200": report.models,
+    "video-h200": report.video,
+}
 
 
 def block(name: str) -> str:

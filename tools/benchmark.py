@@ -1,46 +1,78 @@
-"""Speed on one GPU: the operators against their peers, and whole models against softmax.
+"""Tables: speed on one GPU of the operators against their peers and of whole models against softmax, and quality.
 
-    python tools/benchmark.py kernels
     python tools/benchmark.py kernels shapes=[vit224,dit256] impls=[ours,sdpa_cudnn] options=[identity]
     python tools/benchmark.py models models=[vit_small] sizes=[224,512]
+    python tools/benchmark.py video models=[wan_1.3b] modes=[infer,train] 'mixers=[softmax,ahla,ahla every:3]'
+    python tools/benchmark.py quality configs/vit/cifar10.yaml data.train=TRAIN.parquet data.val=TEST.parquet \\
+        mixers=[softmax,la,ahla,hla2] finetune=configs/vit/cifar10_finetune.yaml out=runs/cifar10
 
-Rows are merged into the result file as they come, so that a table can be measured in parts; then the table is printed
-and the picture drawn from the whole file.
+Speed: rows are merged into the result file as they come, so that a table can be measured in parts; then the table is
+printed and the picture drawn from the whole file. Quality: the same run of train_vit.py for several mixers and seeds;
+words with a dot are those of train_vit.py. An interrupted table continues; several processes may share the work, each
+with its own json, and `quality merge=[A.json,B.json] json=ALL.json` joins them.
 """
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from zoo import config
+from zoo.eval.results import merge_results, write_json
+from zoo.eval.settings import QualitySettings
 from zoo.eval.speed import kernels, models, pictures, report
 from zoo.eval.speed.rows import command_of
 from zoo.names import unknown_name
+from zoo.train.loop import train_table
 
-USAGE = "usage: benchmark.py kernels|models [key=value ...]"
-SCHEMAS = {"kernels": kernels.KernelSettings, "models": models.ModelSettings}
+USAGE = "usage: benchmark.py kernels|models|video [key=value ...] or quality CONFIG.yaml mixers=[A,B] [key=value ...]"
+SPEED = {
+    "kernels": (kernels.KernelSettings, kernels.run, pictures.draw_kernels),
+    "models": (models.ModelSettings, models.run, pictures.draw_models),
+    "video": (models.VideoSettings, models.run, pictures.draw_video),
+}
+SCHEMAS: dict[str, type] = {name: row[0] for name, row in SPEED.items()} | {"quality": QualitySettings}
+PRIVATE = ("data.train=", "data.val=", "json=")  # no part of a result
 
 
 def main(words: list[str]) -> dict[str, Any]:
     """Measure what the words select. Returns the content of the result file; raises ValueError."""
     if not words or words[0] in ("-h", "--help"):
-        print(f"{__doc__}\n{USAGE}")
-        for name, schema in SCHEMAS.items():
-            print(f"\n{name}{config.describe(schema)}")
+        print(__doc__, USAGE, *(f"\n{name}{config.describe(schema)}" for name, schema in SCHEMAS.items()), sep="\n")
         return {}
-    what, rest = words[0], words[1:]
+    what, *rest = words
     if what not in SCHEMAS:
         raise unknown_name("benchmark", what, SCHEMAS)
     if config.wants_help(rest, __doc__, USAGE, SCHEMAS[what]):
         return {}
-    settings = config.from_command_line(SCHEMAS[what], rest)
-    result = {"kernels": kernels, "models": models}[what].run(settings, command_of(words))
+    return quality(rest) if what == "quality" else speed(what, rest)
+
+
+def speed(what: str, words: list[str]) -> dict[str, Any]:
+    """Measure, draw and print a table of speed. Returns the content of the result file; raises ValueError."""
+    schema, measure, draw = SPEED[what]
+    settings: Any = config.from_command_line(schema, words)
+    result = measure(settings, command_of([what, *words]))
     if not result["rows"]:
         raise ValueError(f"nothing could be timed.{report.failures(result)}")
-    draw = {"kernels": pictures.draw_kernels, "models": pictures.draw_models}[what]
     draw(result, Path(settings.picture))
     print(report.TEXT[what](result))
     return result
+
+
+def quality(words: list[str]) -> dict[str, Any]:
+    """Run what is missing of a table, or join tables. Returns the content of the result file; raises ValueError."""
+    own = [word for word in words if "=" in word and "." not in word.partition("=")[0]]
+    settings, shared = config.from_command_line(QualitySettings, own), [word for word in words if word not in own]
+    if settings.merge:
+        result = merge_results([Path(file) for file in settings.merge])
+        write_json(result, Path(settings.json))
+        return result
+    files = [word for word in shared if "=" not in word]
+    if len(files) != 1:
+        raise ValueError(f"expected one configuration file, got {files}")
+    command = "python tools/benchmark.py quality " + shlex.join(w for w in words if not w.startswith(PRIVATE))
+    return train_table(settings, files[0], [word for word in shared if "=" in word], command)
 
 
 if __name__ == "__main__":

@@ -189,10 +189,12 @@ def _hints(schema: Any) -> dict[str, Any]:
 
 
 def field_docs(schema: type) -> dict[str, str]:
-    """What each field means, from the `name: meaning` lines of the dataclass docstring (continuations are indented)."""
+    """What each field means, from the `name: meaning` lines of the docstrings of a dataclass and of those that it
+    extends (continuations are indented)."""
     docs: dict[str, str] = {}
     name = ""
-    for line in inspect.cleandoc(schema.__doc__ or "").splitlines():
+    texts = [inspect.cleandoc(cls.__doc__ or "") for cls in reversed(schema.__mro__[:-1])]
+    for line in "\n".join(texts).splitlines():
         if match := re.match(r"(\w+): (.*)", line):
             name, text = match.groups()
             docs[name] = text

@@ -52,7 +52,7 @@ for a, b in ((model, again), (average.module, its_average.module)):
     assert all(torch.equal(p, q) for p, q in zip(a.state_dict().values(), b.state_dict().values()))
 print("resumed at epoch", epoch)
 """
-TOOLS = ["train_vit", "convert", "evaluate_imagenet", "timm_run", "demo", "quality", "benchmark"]
+TOOLS = ["train_vit", "convert", "evaluate_imagenet", "timm_run", "demo", "benchmark"]
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -176,12 +176,12 @@ def test_demo_with_a_tiny_budget(tmp_path):
 
 
 def test_quality_table_and_its_continuation(tmp_path):
-    import quality
+    from benchmark import quality
 
     short = ["schedule.epochs=1", "schedule.warmup_epochs=0", "data.batch_size=250"]
     words = [f"{ROOT}/configs/vit/digits_softmax.yaml", f"finetune={ROOT}/configs/vit/digits_finetune.yaml", *short]
     words += ["mixers=[softmax,la]", f"out={tmp_path}", f"json={tmp_path}/quality.json", "data.train="]
-    table = quality.main(words)
+    table = quality(words)
     assert json.loads((tmp_path / "quality.json").read_text()) == table
     assert table.keys() == {"command", "date", "hardware", "versions", "rows"} and "data.train" not in table["command"]
     kinds = [(row["source"], row["mixer"], row["seed"]) for row in table["rows"]]
@@ -189,25 +189,25 @@ def test_quality_table_and_its_continuation(tmp_path):
     keys = {"experiment", "data", "mixer", "options", "source", "seed", "metric", "value", "budget", "wall_s"}
     assert all(row.keys() == keys for row in table["rows"])
     more = [words[0], *short, "mixers=[la]", f"out={tmp_path}/o", f"json={tmp_path}/o.json"]
-    (row,) = quality.main([*more, "model.mixer_options.feature_map=relu"])["rows"]
+    (row,) = quality([*more, "model.mixer_options.feature_map=relu"])["rows"]
     assert row["options"] == {"feature_map": "relu"}
-    again = quality.main(words)
+    again = quality(words)
     assert [row["value"] for row in again["rows"]] == [row["value"] for row in table["rows"]]
 
 
 def test_quality_files_of_several_processes_are_joined(tmp_path):
-    import quality
+    from benchmark import quality
 
     def write(name, seed, mixer, value, **changes):
         row = {"experiment": "e", "data": "d", "mixer": mixer, "options": {}, "source": "scratch", "seed": seed}
         row |= {"metric": "top1", "value": value, "budget": "1 epochs", "wall_s": 2.0}
-        command = f"python tools/quality.py e.yaml 'mixers=[{mixer}]' 'seeds=[{seed}]' out=o"
+        command = f"python tools/benchmark.py quality e.yaml 'mixers=[{mixer}]' 'seeds=[{seed}]' out=o"
         file = {"command": command, "date": f"2026-01-0{seed + 1}", "hardware": "h", "versions": {"torch": "2"}}
         (tmp_path / name).write_text(json.dumps({**file, "rows": [row], **changes}))
 
     def merge(*names):
         files = ",".join(str(tmp_path / name) for name in names)
-        return quality.main([f"merge=[{files}]", f"json={tmp_path}/all.json"])
+        return quality([f"merge=[{files}]", f"json={tmp_path}/all.json"])
 
     write("a.json", 0, "la", 50.0)
     write("b.json", 1, "la", 51.0)
@@ -219,7 +219,7 @@ def test_quality_files_of_several_processes_are_joined(tmp_path):
         ("la", 1, 51),
         ("hla2", 0, 52),
     ]
-    assert table["command"] == "python tools/quality.py e.yaml 'mixers=[la]|[hla2]' 'seeds=[0]|[1]' out=o"
+    assert table["command"] == "python tools/benchmark.py quality e.yaml 'mixers=[la]|[hla2]' 'seeds=[0]|[1]' out=o"
     write("d.json", 0, "la", 49.0)
     write("e.json", 3, "la", 49.0, hardware="other")
     (tmp_path / "f.json").write_text('{"rows": [')

@@ -194,7 +194,40 @@ def test_model_table():
     assert cells[2] == "180 (x 0.90 miss 1.3), 7, 25 %, compiled"
 
 
-@pytest.mark.parametrize(("draw", "made"), [("draw_kernels", kernel_fixture), ("draw_models", model_fixture)])
+def video_fixture() -> dict:
+    """Rows with round made-up numbers; no measurement."""
+    made = []
+    for setup in models.setups(models.VideoSettings(modes=["infer", "train"])):
+        ms = {"softmax": 480.0, "ahla every:3": 300.0, "ahla": 200.0, "la": 160.0}[setup.mixer]
+        rest = {"tokens": 32760, "batch": 1, "per_second": 1000 / ms, "ms": ms, "peak_mib": 7, "device_ms": ms}
+        made.append({**setup._asdict(), **rest, "shares": {"attention": 0.25, "matmul": 0.5, "rest": 0.25}})
+    return {**model_fixture(), "rows": made}
+
+
+def test_video_table():
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.video(video_fixture()).splitlines()]
+    times = {(line[0], line[4], line[5]): line[7] for line in lines[2:]}
+    assert times["wan_1.3b", "infer", "ahla"] == "2.40 pass 2.4"
+    assert times["wan_1.3b", "infer", "ahla every:3"] == "1.60 miss 1.7"
+    assert times["wan_1.3b", "infer", "la"] == "3.00" and times["wan_1.3b", "train", "ahla"] == "2.40"
+    assert times["wan_1.3b", "infer", "softmax"] == ""
+    assert {line[1] for line in lines[2:]} == {"480", "1024", "2048"}
+
+
+def test_wan_has_its_published_size():
+    with torch.device("meta"):
+        model = models.MODELS["wan_1.3b"].build("ahla every:3", 480)
+    names = [block.attn1.mixer_name if hasattr(block.attn1, "mixer_name") else "softmax" for block in model.blocks]
+    assert names == ["softmax" if i % 3 == 0 else "ahla" for i in range(30)]
+    assert sum(p.numel() for p in model.parameters()) == 1_418_996_800  # of Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+    assert models.MODELS["wan_1.3b"].tokens(480) == 21 * 30 * 52 == 32760
+    assert models.MODELS["pixart_sigma"].tokens(2048) == 128 * 128
+
+
+@pytest.mark.parametrize(
+    ("draw", "made"),
+    [("draw_kernels", kernel_fixture), ("draw_models", model_fixture), ("draw_video", video_fixture)],
+)
 def test_pictures(draw, made, tmp_path):
     getattr(pictures, draw)(made(), tmp_path / "docs" / "a.png")
     assert min(Image.open(tmp_path / "docs" / "a.png").size) > 400
@@ -246,7 +279,7 @@ def test_command_leaves_out_where_results_are_kept():
         (["models"], "models measures a CUDA GPU, and torch sees none here"),
         (["kernels", "shapes=[vit22]"], "unknown shape 'vit22'"),
         (["models", "sizes=[100]"], r"sizes must be among \[224, 256, 512, 1024\], got 100"),
-        (["kernel"], "unknown benchmark 'kernel'; allowed: kernels, models. Did you mean 'kernels'?"),
+        (["kernel"], "unknown benchmark 'kernel'; allowed: kernels, models, quality, video. Did you mean 'kernels'?"),
     ],
 )
 def test_what_is_refused(words, sentence, monkeypatch):

@@ -17,6 +17,7 @@ from zoo.mixers.context import Context
 from zoo.mixers.options import MixerOptions, resolve_options
 
 EPS = 1e-9  # of the ratio: a product of small features (softmax map, third order) must stay far above it
+ONES = 16  # columns of ones in a denominator of its own: the fewest that a Triton form reads
 SMALLEST_DECAY = 1e-30  # a learned logit may go anywhere, and a decay of zero has no logarithm
 
 
@@ -172,7 +173,8 @@ class LinearMixer(nn.Module):
         q, k, turned_q, turned_k, v = tensors
         o = self.operate(turned_q, turned_k, v, **weights)
         if opt.normalize:  # of the unrotated features: a rotation would make the sum signed
-            o = o / (self.operate(q, k, torch.ones_like(v[..., :1]), **common) + EPS)
+            ones = v.new_ones(ONES).expand(*v.shape[:-1], ONES)
+            o = o / (self.operate(q, k, ones, **common)[..., :1] + EPS)
         return o
 
     def _operator_options(self) -> dict[str, Any]:

@@ -1,13 +1,17 @@
-"""A classification run: an image model on labelled images, on the training core."""
+"""A classification run: an image model on labelled images, on the training core; and tables of such runs."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from timm.scheduler.scheduler import Scheduler
 
+from zoo import config
 from zoo.data import Batch, check_unreadable
 from zoo.eval.accuracy import predict_all
+from zoo.eval.results import quality_row, result_file, write_json
+from zoo.eval.settings import QualitySettings
 from zoo.train.core import Run
 from zoo.train.model import WEIGHTS, header_of, save_weights
 from zoo.train.optim import create_schedule
@@ -71,3 +75,32 @@ class Trainer(Run):
         if self.ema:
             save_weights(self.ema.module, recipe, self.folder / EMA_FILE)
         return recipe.describe()
+
+
+def train_table(settings: QualitySettings, file: str, changes: list[str], command: str) -> dict[str, Any]:
+    """The same run for several mixers and seeds, from scratch and, if asked, converted from the softmax run of its
+    seed: what is missing is run, and the file of rows written after each.
+
+    file: configuration of the runs.  changes: words for every run. Conversions start from the softmax run in
+    `settings.out`, which must be there. Raises ValueError.
+    """
+    data, rows = settings.data or Path(file).stem, list[dict[str, Any]]()
+
+    def run(file: str, source: str, mixer: str, seed: int, *more: str) -> None:
+        folder = f"{settings.out}/{source}_{mixer}_{seed}"
+        words = [f"run.folder={folder}", "run.resume=true", f"run.seed={seed}", *changes, *more]
+        words.insert(0, f"model.mixer={'' if mixer == 'softmax' else mixer}")
+        result = Trainer(config.load(TrainSettings, file, words)).train()
+        if result:
+            budget, took = f"{result['epoch']:.0f} epochs", result["seconds"]
+            options = config.load(TrainSettings, Path(folder) / "config.yaml").model.mixer_options
+            rows.append(quality_row(Path(file).stem, data, mixer, options, source, seed, result["top1"], budget, took))
+            write_json(result_file(command, rows), Path(settings.json))
+
+    for seed in settings.seeds:
+        for mixer in settings.mixers:
+            run(file, "scratch", mixer, seed)
+        for mixer in settings.mixers if settings.finetune else []:
+            kind = "control" if mixer == "softmax" else "converted"
+            run(settings.finetune, kind, mixer, seed, f"model.checkpoint={settings.out}/scratch_softmax_{seed}")
+    return result_file(command, rows)

@@ -1,8 +1,8 @@
-"""The model table: whole models, inference and training steps, softmax against linear mixers.
+"""The model tables: whole models, inference and training steps, softmax against linear mixers.
 
 The same for all mixers: batch sizes, bfloat16 weights for inference, float32 weights under bfloat16 autocast with a
 fused AdamW for training, and, where compiled, every block compiled by itself (the blocks share one compilation).
-Weights and inputs are random.
+Weights and inputs are random. A mixer with a pattern behind it, such as "ahla every:3", keeps softmax in these blocks.
 """
 
 import contextlib
@@ -29,11 +29,12 @@ MODES = ("infer", "train")
 MIXERS = ("softmax", "ahla", "hla2")
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 SECONDS, WARM_UP = 1.0, 3
+WAN_FRAMES, WAN_WIDTH = 21, 832  # latent frames of 81, and pixels a line
 
 
 class Family(NamedTuple):
     """A model of the table. build: (mixer, pixels) -> model on the current device; blocks: its attribute;
-    batch: images a step, by pixels."""
+    batch: samples a step, by pixels."""
 
     build: Callable[[str, int], nn.Module]
     inputs: Callable[[int, int], dict[str, Tensor]]
@@ -52,13 +53,17 @@ def _vit_inputs(batch: int, size: int) -> dict[str, Tensor]:
     return {"x": images, "target": torch.randint(1000, (batch,), device="cuda")}
 
 
+def _converted(model: Any, mixer: str) -> nn.Module:
+    name, _, keep = mixer.partition(" ")
+    if name != "softmax":
+        swap(model, name, keep_softmax=keep or None)
+    return model
+
+
 def _dit(mixer: str, size: int) -> nn.Module:
     from diffusers import DiTTransformer2DModel
 
-    model: Any = DiTTransformer2DModel(num_layers=28, sample_size=size // 8, out_channels=8)
-    if mixer != "softmax":
-        swap(model, mixer)
-    return model
+    return _converted(DiTTransformer2DModel(num_layers=28, sample_size=size // 8, out_channels=8), mixer)
 
 
 def _dit_inputs(batch: int, size: int) -> dict[str, Tensor]:
@@ -71,10 +76,46 @@ def _dit_inputs(batch: int, size: int) -> dict[str, Tensor]:
     }
 
 
+def _pixart(mixer: str, size: int) -> nn.Module:
+    from diffusers import PixArtTransformer2DModel
+
+    sizes: dict[str, Any] = {"sample_size": size // 8, "caption_channels": 4096, "use_additional_conditions": False}
+    return _converted(PixArtTransformer2DModel(**sizes), mixer)
+
+
+def _pixart_inputs(batch: int, size: int) -> dict[str, Tensor]:
+    inputs = _dit_inputs(batch, size)
+    del inputs["class_labels"]
+    return inputs | {"encoder_hidden_states": torch.randn(batch, 300, 4096, device="cuda")}
+
+
+def _wan(mixer: str, size: int) -> nn.Module:
+    from diffusers import WanTransformer3DModel
+
+    sizes: dict[str, Any] = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # Wan2.1-T2V-1.3B
+    model: Any = _converted(WanTransformer3DModel(**sizes), mixer)
+    model.enable_gradient_checkpointing()
+    return model
+
+
+def _wan_inputs(batch: int, size: int) -> dict[str, Tensor]:
+    video = batch, 16, WAN_FRAMES, size // 8, WAN_WIDTH // 8
+    return {
+        "hidden_states": torch.randn(*video, device="cuda"),
+        "timestep": torch.randint(1000, (batch,), device="cuda"),
+        "encoder_hidden_states": torch.randn(batch, 512, 4096, device="cuda"),
+        "target": torch.randn(*video, device="cuda"),
+    }
+
+
 MODELS = {
     "vit_small": Family(_vit, _vit_inputs, "blocks", lambda size: (size // 16) ** 2 + 1, {224: 256, 512: 64, 1024: 16}),
     "dit_xl2": Family(
         _dit, _dit_inputs, "transformer_blocks", lambda size: (size // 16) ** 2, {256: 64, 512: 16, 1024: 4}
+    ),
+    "pixart_sigma": Family(_pixart, _pixart_inputs, "transformer_blocks", lambda size: (size // 16) ** 2, {2048: 1}),
+    "wan_1.3b": Family(
+        _wan, _wan_inputs, "blocks", lambda size: WAN_FRAMES * (size // 16) * (WAN_WIDTH // 16), {480: 1}
     ),
 }
 
@@ -83,16 +124,17 @@ MODELS = {
 class ModelSettings:
     """Which part of the model table to measure; the rows are merged into the file.
 
-    models: of vit_small (timm, patches of 16) and dit_xl2 (diffusers, latents of an eighth, patches of 2)
-    sizes: pixels of a side; empty for all (224, 512, 1024 for ViT and 256, 512, 1024 for DiT)
+    models: of vit_small (timm, patches of 16), and of diffusers, with latents of an eighth and patches of 2: dit_xl2,
+      pixart_sigma and wan_1.3b (81 frames, 832 pixels wide, trained with gradient checkpointing)
+    sizes: pixels of a side; empty for all (ViT 224, 512, 1024; DiT 256, 512, 1024; PixArt 2048; Wan 480 high)
     modes: infer, train
-    mixers: softmax, and mixers of the zoo with their defaults
+    mixers: softmax, and mixers of the zoo with their defaults; "ahla every:3" keeps softmax in each third block
     compiled: without and with torch.compile
     json: result file to add to
     picture: PNG to draw from the whole file
     """
 
-    models: list[str] = field(default_factory=lambda: list(MODELS))
+    models: list[str] = field(default_factory=lambda: ["vit_small", "dit_xl2"])
     sizes: list[int] = field(default_factory=list)
     modes: list[str] = field(default_factory=lambda: list(MODES))
     mixers: list[str] = field(default_factory=lambda: list(MIXERS))
@@ -102,12 +144,26 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         for key, allowed in {"models": MODELS, "modes": MODES, "mixers": zoo.mixers.MIXERS}.items():
-            for name in getattr(self, key):
+            for word in getattr(self, key):
+                name = word.partition(" ")[0] if key == "mixers" else word
                 if name not in allowed:
                     raise unknown_name(key.removesuffix("s"), name, allowed)
         known = {size for name in self.models for size in MODELS[name].batch}
         if wrong := set(self.sizes) - known:
             raise ValueError(f"sizes must be among {sorted(known)}, got {min(wrong)}")
+
+
+@dataclass(frozen=True)
+class VideoSettings(ModelSettings):
+    """Which part of the table of large models to measure, Wan2.1-1.3B first; keys as in `models`."""
+
+    models: list[str] = field(default_factory=lambda: ["wan_1.3b", "dit_xl2", "pixart_sigma"])
+    sizes: list[int] = field(default_factory=lambda: [480, 1024, 2048])
+    modes: list[str] = field(default_factory=lambda: ["infer"])
+    mixers: list[str] = field(default_factory=lambda: ["softmax", "ahla every:3", "ahla", "la"])
+    compiled: list[bool] = field(default_factory=lambda: [True])
+    json: str = "docs/results/video-h200.json"
+    picture: str = "docs/video-h200.png"
 
 
 class Setup(NamedTuple):
@@ -220,13 +276,14 @@ def _training(model: nn.Module, batch: dict[str, Tensor], target: Tensor) -> Cal
 
 
 def speed(step: Callable[[], None], batch: int) -> dict[str, Any]:
-    """Images per second and ms of a step (wall clock of many steps in a row), and the most memory in MiB, weights and
+    """Samples per second and ms of a step (wall clock of many steps in a row), and the most memory in MiB, weights and
     optimizer included."""
-    for _ in range(WARM_UP):
-        step()
+    step()
     once = _elapsed(step, 1)
+    for _ in range(WARM_UP if once < SECONDS * 1e3 else 0):
+        step()
     torch.cuda.reset_peak_memory_stats()
-    n = max(3, min(100, int(SECONDS * 1e3 / once)))
+    n = max(2, min(100, int(SECONDS * 1e3 / once)))
     total = _elapsed(step, n)
     peak = torch.cuda.max_memory_allocated() / 2**20
     return {

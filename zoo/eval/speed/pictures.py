@@ -1,4 +1,5 @@
-"""Pictures of the speed tables: fraction of the floor by shape and operator, images per second by resolution."""
+"""Pictures of the speed tables: fraction of the floor by shape and operator, images per second by resolution, and
+times softmax of large models."""
 
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,32 @@ def draw_models(result: Row, file: Path) -> None:
             axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].legend(frameon=False, fontsize=8)
     figure.suptitle(f"bfloat16, random weights, {result['hardware']}", fontsize=11)
+    _save(figure, file)
+
+
+def draw_video(result: Row, file: Path) -> None:
+    """Bars: how many times faster than softmax a step is, a group for each model and mode, with its milliseconds."""
+    matplotlib.use("Agg")
+    rows = [row for row in result["rows"] if row["compiled"]]
+    cases = list(dict.fromkeys((row["model"], row["size"], row["mode"]) for row in rows))
+    mixers = list(dict.fromkeys(row["mixer"] for row in rows))
+    figure, axes = plt.subplots(figsize=(2.4 + 2.6 * len(cases), 4), layout="constrained")
+    width = 0.85 / len(mixers)
+    for place, (mixer, color) in enumerate(zip(mixers, COLORS, strict=False)):
+        label: str | None = mixer
+        for i, case in enumerate(cases):
+            ms = {r["mixer"]: r["ms"] for r in rows if (r["model"], r["size"], r["mode"]) == case}
+            if mixer not in ms or "softmax" not in ms:
+                continue
+            where, times = i + (place - (len(mixers) - 1) / 2) * width, ms["softmax"] / ms[mixer]
+            axes.bar(where, times, 0.92 * width, color=color, label=label)
+            axes.text(where, times, f"{ms[mixer]:.0f}", ha="center", va="bottom", fontsize=7)
+            label = None
+    axes.axhline(1, color="black", lw=0.8)
+    axes.set_xticks(range(len(cases)), [f"{model}\n{size} px, {mode}" for model, size, mode in cases], fontsize=8)
+    axes.set(ylabel="times softmax (ms on the bars)", title=f"One step, compiled, bfloat16, {result['hardware']}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
     _save(figure, file)
 
 

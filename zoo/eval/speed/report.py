@@ -7,6 +7,7 @@ from zoo.eval.speed.shapes import OPS, PASSES, SHAPES, SLOWDOWN, Shape
 
 Row = dict[str, Any]
 TRAIN_TARGETS = {224: 1.0, 512: 1.3, 1024: 2.5}  # times softmax, ViT-S training
+WAN_TARGETS = {"mhla": 2.4, "ahla": 2.4, "mhla every:3": 1.7, "ahla every:3": 1.7}  # times softmax, one denoising step
 
 
 def kernels(result: Row) -> str:
@@ -115,6 +116,25 @@ def _model_cell(row: Row, softmax: Row | None) -> str:
     return f"{text}, {row['peak_mib']}, {100 * row['shares']['attention']:.0f} %, {how}"
 
 
+def video(result: Row) -> str:
+    """One line a model, mode and mixer: ms of a step against softmax, memory, share of the attention operators."""
+    head = ["model", "pixels", "tokens", "batch", "mode", "mixer", "ms", "times softmax", "peak MiB"]
+    head += ["attention share", "softmax backend"]
+    lines = []
+    for row in sorted(result["rows"], key=lambda row: (row["model"] != "wan_1.3b", row["model"], row["mode"])):
+        place = ("model", "size", "mode", "compiled")
+        peers = [r for r in result["rows"] if r["mixer"] == "softmax" and all(r[k] == row[k] for k in place)]
+        times = f"{peers[0]['ms'] / row['ms']:.2f}" if peers and row["mixer"] != "softmax" else ""
+        target = WAN_TARGETS.get(row["mixer"]) if (row["model"], row["mode"]) == ("wan_1.3b", "infer") else None
+        if times and target:
+            times = _verdict(float(times), target)
+        cells = [row["model"], str(row["size"]), str(row["tokens"]), str(row["batch"]), row["mode"], row["mixer"]]
+        cells[-1] += "" if row["compiled"] else ", eager"
+        share = f"{100 * row['shares']['attention']:.0f} %"
+        lines.append([*cells, f"{row['ms']:.1f}", times, str(row["peak_mib"]), share, row.get("backend", "")])
+    return f"{_table(head, lines)}\n\n{failures(result)}".rstrip()
+
+
 def _measured(result: Row) -> str:
     rows = result["rows"]
     timers = sorted({row["timer"] for row in rows})
@@ -137,4 +157,4 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *lines])
 
 
-TEXT = {"kernels": kernels, "models": models}
+TEXT = {"kernels": kernels, "models": models, "video": video}
