@@ -17,6 +17,7 @@ from .api.packed import (
     polynomial_qkvpacked,
     softmax_attention_qkvpacked,
 )
+from .blockmix import flops as _block_flops  # noqa: F401  registers the formulas
 from .features import FEATURE_MAPS
 from .hla import flops as _flops  # noqa: F401  registers the formulas
 from .hla.fused.plan import set_batch_invariant

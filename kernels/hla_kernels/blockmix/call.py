@@ -69,7 +69,7 @@ def check_layout(grid: Any, blocks: Any, prefix: Any) -> Layout:
             )
     if not _is_count(prefix) or prefix < 0:
         raise ValueError(f"prefix must be the number of tokens before the grid, at least 0, got {prefix!r}.")
-    return Layout(tuple(map(int, grid)), tuple(map(int, blocks)), int(prefix))
+    return Layout(tuple(grid), tuple(blocks), prefix)  # whole numbers may be symbols of a compiler
 
 
 def _is_count(x: Any) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .gradient import gradient
 from .layout import Layout
 from .options import BlockOptions
 from .torch_form import evaluate
@@ -63,12 +64,8 @@ def mhla_backward(
     """(dq, dk, dv, dmixing) of `mhla`."""
     options = _options(order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> Tensor:
-        return evaluate(q, k, v, mixing, options, mask, _rotary(cos, sin))
-
     with torch.autocast(q.device.type, enabled=False):
-        grads = torch.func.vjp(forward, q, k, v, mixing)[1](grad)
-    return tuple(x.contiguous() for x in grads)
+        return gradient(grad, q, k, v, mixing, options, mask, _rotary(cos, sin))
 
 
 @mhla_backward.register_fake

@@ -6,6 +6,8 @@ zeros where a block is narrower than the widest, W. Plain differentiable torch c
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,32 @@ from .layout import Layout, block_slots
 from .options import BlockOptions
 
 
+class Prepared(NamedTuple):
+    """A call in head layout: q, k, v as given, phi(q), phi(k), the same turned (None without rotation), m, s."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    phi_q: Tensor
+    phi_k: Tensor
+    turned: tuple[Tensor, Tensor] | None
+    m: Tensor
+    s: float | Tensor
+
+
+def prepare_heads(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: BlockOptions, mask: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None,
+) -> Prepared:  # fmt: skip
+    """Tokens in the dtype of moments; those outside `mask` are zeros, behind the feature map too."""
+    n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
+    qh, kh, vh = (live_heads(to_heads(x, n_key_heads, dtype), mask) for x in (q, k, v))
+    pq, pk = (live_heads(feature(x, options.feature_map), mask) for x in (qh, kh))
+    turned = None if rotary is None else tuple(rotate(x, *rotary, options.rotary_half) for x in (pq, pk))
+    m, s = mixing_heads(mixing, n_key_heads, dtype), scale_of(options, q.shape[1], mask, qh)
+    return Prepared(qh, kh, vh, pq, pk, turned, m, s)  # type: ignore[arg-type]
+
+
 def evaluate(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: BlockOptions, mask: Tensor | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
@@ -26,26 +54,25 @@ def evaluate(
 
     Tokens outside `mask` [B, N] enter no moment and get zeros.
     """
-    n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
-    qh, kh, vh = (live_heads(to_heads(x, n_key_heads, dtype), mask) for x in (q, k, v))
-    qh, kh = (live_heads(feature(x, options.feature_map), mask) for x in (qh, kh))
-    m = mixing_heads(mixing, n_key_heads, dtype)
-    s = scale_of(options, q.shape[1], mask, qh)
-    if not options.normalize or rotary is None:
-        if rotary is not None:
-            qh, kh = (rotate(x, *rotary, options.rotary_half) for x in (qh, kh))
-        ones = [torch.ones_like(vh[..., :1])] if options.normalize else []
-        y = weigh(qh, kh, torch.cat([vh, *ones], -1), m, s, options)
-        y, total = (y[..., :-1], y[..., -1:]) if options.normalize else (y, None)
+    p = prepare_heads(q, k, v, mixing, options, mask, rotary)
+    y, total = numerator(p, mask, options)
+    return to_tokens(live_heads(y if total is None else y / total, mask), q.dtype)
+
+
+def numerator(p: Prepared, mask: Tensor | None, options: BlockOptions) -> tuple[Tensor, Tensor | None]:
+    """(W v, the divisor W 1 + eps or None), [B, Hk, G, N, Dv] and [B, Hk, G, N, 1]; one pass for both where they have
+    the same weights."""
+    if not options.normalize:
+        return weigh(*(p.turned or (p.phi_q, p.phi_k)), p.v, p.m, p.s, options), None
+    ones = torch.ones_like(p.v[..., :1])
+    if p.turned is None:
+        y, total = weigh(p.phi_q, p.phi_k, torch.cat([p.v, ones], -1), p.m, p.s, options).split((p.v.shape[-1], 1), -1)
     else:
-        total = weigh(qh, kh, torch.ones_like(vh[..., :1]), m, s, options)
-        qh, kh = (rotate(x, *rotary, options.rotary_half) for x in (qh, kh))
-        y = weigh(qh, kh, vh, m, s, options)
-    if total is not None:
-        if mask is not None:
-            total = total.where(mask[:, None, None, :, None], 1)  # or 0 / 0 with eps = 0
-        y = y / (total + options.eps)
-    return to_tokens(live_heads(y, mask), q.dtype)
+        y = weigh(*p.turned, p.v, p.m, p.s, options)
+        total = weigh(p.phi_q, p.phi_k, ones, p.m, p.s, options)
+    if mask is not None:
+        total = total.where(mask[:, None, None, :, None], 1)  # or 0 / 0 with eps = 0
+    return y, total + options.eps
 
 
 def mixing_heads(mixing: Tensor, n_key_heads: int, dtype: torch.dtype) -> Tensor:
@@ -86,41 +113,57 @@ def _table(t: Tensor, x: Tensor) -> Tensor:
 
 def weigh(q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tensor, options: BlockOptions) -> Tensor:
     """W v [B, Hk, G, N, E] of features q, k and values v, without the ratio."""
-    if options.causal:
-        return _causal(q, k, v, m, s, options)
-    tokens, places = block_slots(options.layout, q.device)
-    qb, kb, vb = (gather(x, tokens) for x in (q, k, v))
-    if options.order == "la":
-        operator = mix(kb.mT @ vb * s, m)
-    elif options.order == "ahla":
-        operator = mix(kb.mT @ qb * s, m) @ mix(kb.mT @ vb * s, m)
-    else:
-        operator = mix(kb.mT @ kb * s, m) @ mix(qb.mT @ vb * s, m)
-    return (qb @ operator).flatten(-3, -2)[..., places, :]
+    blocks = Blocks(options, q)
+    form = causal_blocks if options.causal else two_sided_blocks
+    qb, kb, vb = (blocks.cut(x) for x in (q, k, v))
+    return blocks.join(form(qb, kb, vb, blocks.mixing(m), s, options.order))
 
 
-def gather(x: Tensor, tokens: Tensor) -> Tensor:
-    """[.., N, F] -> blocks [.., M, W, F] of the tokens [M, W], zeros where there is none (index N and beyond)."""
-    n = x.shape[-2]
-    return F.pad(x, (0, 0, 0, 1))[..., tokens.clamp(max=n), :]
+class Blocks:
+    """The way from tokens to the blocks that they touch, and back."""
+
+    def __init__(self, options: BlockOptions, q: Tensor) -> None:
+        tokens, places = block_slots(options.layout, q.device)
+        self.n = q.shape[-2]
+        self.count = used_blocks(options.layout, self.n) if options.causal else len(tokens)
+        self.tokens, self.places = tokens[: self.count].clamp(max=self.n), places[: self.n]
+
+    def cut(self, x: Tensor) -> Tensor:
+        """[.., N, F] -> [.., M, W, F], zeros where a block has no token."""
+        return F.pad(x, (0, 0, 0, 1))[..., self.tokens, :]
+
+    def join(self, y: Tensor) -> Tensor:
+        """[.., M, W, F] -> [.., N, F]."""
+        return y.flatten(-3, -2)[..., self.places, :]
+
+    def mixing(self, m: Tensor) -> Tensor:
+        """The rows and columns of m that these blocks have."""
+        return m[..., : self.count, : self.count]
+
+
+def two_sided_blocks(q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tensor, order: str) -> Tensor:
+    """Blocks [.., M, W, .] -> [.., M, W, E]: q P~, q R~ P~ or q S~ C~."""
+    if order == "la":
+        return q @ mix(k.mT @ v * s, m)
+    if order == "ahla":
+        return q @ (mix(k.mT @ q * s, m) @ mix(k.mT @ v * s, m))
+    return q @ (mix(k.mT @ k * s, m) @ mix(q.mT @ v * s, m))
+
+
+def causal_blocks(q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tensor, order: str) -> Tensor:
+    """o_t = s q_t' Sum_{b < i} m_ib P_b + s m_ii Sum_{j <= t, j in block i} (q_t.k_j) v_j."""
+    q = q * s
+    return q @ mix(k.mT @ v, m.tril(-1)) + own(m) * ((q @ k.mT).tril() @ v)
+
+
+def own(m: Tensor) -> Tensor:
+    """m_ii [.., M, 1, 1]."""
+    return m.diagonal(dim1=-2, dim2=-1)[..., None, None]
 
 
 def mix(moments: Tensor, m: Tensor) -> Tensor:
     """Sum_b m_ib moments_b: [B, Hk, 1 or G, M, F, E] and [1 or Hk, 1 or G, M, M] -> [B, Hk, 1 or G, M, F, E]."""
     return (m @ moments.flatten(-2)).unflatten(-1, moments.shape[-2:])
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tensor, options: BlockOptions) -> Tensor:
-    """o_t = s q_t' Sum_{b < i} m_ib P_b + s m_ii Sum_{j <= t, j in block i} (q_t.k_j) v_j."""
-    tokens, places = block_slots(options.layout, q.device)
-    n = q.shape[-2]
-    used = used_blocks(options.layout, n)
-    tokens, m = tokens[:used], m[..., :used, :used]
-    qb, kb, vb = (gather(x, tokens) for x in (q * s, k, v))
-    before = qb @ mix(kb.mT @ vb, m.tril(-1))
-    own = m.diagonal(dim1=-2, dim2=-1)[..., None, None]
-    y = before + own * ((qb @ kb.mT).tril() @ vb)
-    return y.flatten(-3, -2)[..., places[:n], :]
 
 
 def used_blocks(layout: Layout, n: int) -> int:

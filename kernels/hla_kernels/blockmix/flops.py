@@ -1,0 +1,56 @@
+"""Floating-point operations of block mixing, for torch.utils.flop_counter.FlopCounterMode.
+
+Counted are the matrix products, a multiplication and an addition each: moments, their mixing, products of mixed
+moments, read-out. The backward counts what it forms again. The read-out of the divisor and rotations are left
+out, narrower blocks count as they are. The causal form has the scores and values inside a block besides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from ..features import feature_width
+from . import operator  # noqa: F401  registers the operators
+from .layout import Layout
+
+Shape = tuple[int, ...]
+# moments of each order: (of queries, width is Dv) in the order of the product
+MOMENTS = {"la": ((False, True),), "ahla": ((True, False), (False, True)), "hla2": ((False, False), (True, True))}
+
+
+def _parts(q: Shape, k: Shape, v: Shape, mixing: Shape, options: tuple) -> dict[str, int]:
+    """Operations of each part of the forward."""
+    order, grid, blocks, prefix, feature_map = options[:5]
+    causal, layout = options[6], Layout(tuple(grid), tuple(blocks), prefix)
+    b, n, h, hk, dv, m = q[0], q[1], q[2], k[2], v[3], layout.n_blocks
+    f = feature_width(q[3], feature_map)
+    parts = {"moments": 0, "mix": 0, "product": 0, "read": 2 * b * n * h * f * dv, "inside": 0}
+    for of_queries, of_values in MOMENTS[order]:
+        heads, size = h if of_queries else hk, f * (dv if of_values else f)
+        parts["moments"] += 2 * b * n * heads * size
+        parts["mix"] += 2 * b * m * m * (heads if len(mixing) == 2 else h) * size
+    if order != "la":
+        parts["product"] = 2 * b * m * h * f * f * dv
+    if causal:
+        parts["inside"] = 2 * b * n * h * layout.widest * (f + dv)
+    return parts
+
+
+@register_flop_formula(torch.ops.hla_kernels.mhla)
+def mhla_flops(q: Shape, k: Shape, v: Shape, mixing: Shape, *options: Any, out_shape: Any = None) -> int:
+    """Forward."""
+    return sum(_parts(q, k, v, mixing, options[3:]).values())
+
+
+@register_flop_formula(torch.ops.hla_kernels.mhla_backward)
+def mhla_backward_flops(
+    grad: Shape, saved: Shape, q: Shape, k: Shape, v: Shape, mixing: Shape, *options: Any, out_shape: Any = None
+) -> int:
+    """Backward: what the forward does up to the read-out again, and two products for each product of it, but one for
+    the symmetric k k'."""
+    parts, order = _parts(q, k, v, mixing, options[3:]), options[3]
+    symmetric = 2 * k[0] * k[1] * k[2] * feature_width(k[3], options[7]) ** 2 if order == "hla2" else 0
+    return 3 * sum(parts.values()) - parts["read"] - symmetric

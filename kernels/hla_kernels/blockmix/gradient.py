@@ -1,0 +1,123 @@
+"""The backward of the torch form, written out: blocks and moments are formed again, nothing but the inputs was kept.
+
+With O_i the operator of block i (P~_i, R~_i P~_i or S~_i C~_i) and dO_i = Sum_t q_t dy_t' over its tokens:
+
+    dq = dy O'                                                      and through the moments of queries
+    la     dP~ = dO                                                 dk = v dP'               dv = k dP
+    ahla   dR~ = dO P~'   dP~ = R~' dO      dq += k dR              dk = q dR' + v dP'       dv = k dP
+    hla2   dS~ = dO C~'   dC~ = S~' dO      dq += v dC'             dk = k (dS + dS')        dv = q dC
+    dP_b = s Sum_i m_ib dP~_i (and so for R, S, C)                  dm_ib = <dP~_i, P_b> summed over the moments
+
+The ratio o = y / z: dy = do / z, dz = -(do . o) / z; dz is the gradient of one more column of y.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..features import feature_grad
+from ..hla.layout import live_heads, to_heads, to_tokens
+from .options import BlockOptions
+from .torch_form import Blocks, Prepared, mix, numerator, own, prepare_heads, rotate
+
+Grads = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def gradient(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: BlockOptions, mask: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None,
+) -> Grads:  # fmt: skip
+    """(dq, dk, dv, dmixing) of `torch_form.evaluate`, in the shapes and dtypes of the inputs; grad [B, N, H, Dv]."""
+    p = prepare_heads(q, k, v, mixing, options, mask, rotary)
+    g = live_heads(to_heads(grad, k.shape[2], p.v.dtype), mask)
+    dq, dk, dv, dm = _of_numerator(g, p, mask, options, rotary)
+    dq, dk = (live_heads(feature_grad(*x, options.feature_map), mask) for x in ((p.q, p.phi_q, dq), (p.k, p.phi_k, dk)))
+    dm = dm.flatten(0, 1).to(mixing.dtype)
+    tokens = (to_tokens(live_heads(d, mask), q.dtype) for d in (dq, dk, dv))
+    return (*tokens, dm[0] if mixing.dim() == 2 else dm)  # type: ignore[return-value]
+
+
+def _of_numerator(
+    g: Tensor, p: Prepared, mask: Tensor | None, options: BlockOptions, rotary: tuple[Tensor, Tensor] | None
+) -> Grads:
+    """Gradients of phi(q), phi(k), v and m from that of the output."""
+    turned = p.turned or (p.phi_q, p.phi_k)
+    if not options.normalize:
+        return _turn_back(_weigh_grad(g, *turned, p.v, p, options), options, rotary)
+    y, total = numerator(p, mask, options)
+    assert total is not None
+    dy = g / total
+    dz = -(dy * (y / total)).sum(-1, keepdim=True)
+    ones = torch.ones_like(p.v[..., :1])
+    if rotary is None:
+        grads = _weigh_grad(torch.cat([dy, dz], -1), *turned, torch.cat([p.v, ones], -1), p, options)
+        return grads[0], grads[1], grads[2][..., :-1], grads[3]
+    first = _turn_back(_weigh_grad(dy, *turned, p.v, p, options), options, rotary)
+    second = _weigh_grad(dz, p.phi_q, p.phi_k, ones, p, options)
+    return first[0] + second[0], first[1] + second[1], first[2], first[3] + second[3]
+
+
+def _turn_back(grads: Grads, options: BlockOptions, rotary: tuple[Tensor, Tensor] | None) -> Grads:
+    """Through the rotation, whose transpose is that by the opposite angles."""
+    if rotary is None:
+        return grads
+    dq, dk = (rotate(d, rotary[0], -rotary[1], options.rotary_half) for d in grads[:2])
+    return dq, dk, grads[2], grads[3]
+
+
+def _weigh_grad(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Prepared, options: BlockOptions) -> Grads:
+    """(dq, dk, dv, dm) of `torch_form.weigh`; each has the groups and heads of what it is the gradient of."""
+    blocks = Blocks(options, q)
+    dyb, qb, kb, vb = (blocks.cut(x) for x in (dy, q, k, v))
+    back = _causal_grad if options.causal else _two_sided_grad
+    *grads, dm = back(dyb, qb, kb, vb, blocks.mixing(p.m), p.s, options.order)
+    dq, dk, dv = (_sum_to(blocks.join(d), x) for d, x in zip(grads, (q, p.phi_k, v), strict=True))
+    full = torch.zeros_like(p.m)
+    full[..., : blocks.count, : blocks.count] = _sum_to(dm.sum(0), full)
+    return dq, dk, dv, full
+
+
+def _sum_to(x: Tensor, like: Tensor) -> Tensor:
+    """Sum over the heads, or the query heads of a group, that `like` has but once."""
+    for dim in range(x.dim() - 2):
+        if like.shape[dim] == 1 and x.shape[dim] > 1:
+            x = x.sum(dim, keepdim=True)
+    return x
+
+
+def _mix_grad(d_mixed: Tensor, moments: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """(gradient of the moments, of m [B, Hk, G, M, M]) from that of the mixed moments."""
+    return mix(d_mixed, m.mT), d_mixed.flatten(-2) @ moments.flatten(-2).mT
+
+
+def _two_sided_grad(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tensor, order: str
+) -> tuple[Tensor, ...]:
+    d_operator = q.mT @ dy
+    if order == "la":
+        moment = k.mT @ v * s
+        d, dm = _mix_grad(d_operator, moment, m)
+        return dy @ mix(moment, m).mT, v @ (d * s).mT, k @ (d * s), dm
+    a, b = (k.mT @ q * s, k.mT @ v * s) if order == "ahla" else (k.mT @ k * s, q.mT @ v * s)
+    mixed_a, mixed_b = mix(a, m), mix(b, m)
+    da, dm_a = _mix_grad(d_operator @ mixed_b.mT, a, m)
+    db, dm_b = _mix_grad(mixed_a.mT @ d_operator, b, m)
+    da, db, dm = da * s, db * s, dm_a + dm_b
+    dq = dy @ (mixed_a @ mixed_b).mT
+    if order == "ahla":
+        return dq + k @ da, q @ da.mT + v @ db.mT, k @ db, dm
+    return dq + v @ db.mT, k @ (da + da.mT), q @ db, dm
+
+
+def _causal_grad(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tensor, order: str
+) -> tuple[Tensor, ...]:
+    q = q * s
+    before, inside, moment = m.tril(-1), (q @ k.mT).tril(), k.mT @ v
+    d, dm = _mix_grad(q.mT @ dy, moment, before)
+    d_inside = own(m) * (dy @ v.mT).tril()
+    d_own = (dy * (inside @ v)).sum((-2, -1))
+    dq = dy @ mix(moment, before).mT + d_inside @ k
+    dv = k @ d + own(m) * (inside.mT @ dy)
+    return dq * s, v @ d.mT + d_inside.mT @ q, dv, dm.tril(-1) + torch.diag_embed(d_own)
