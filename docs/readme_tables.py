@@ -33,12 +33,33 @@ def quality(result: dict) -> str:
     return "\n".join(lines)
 
 
+def diffusion(result: dict) -> str:
+    """Rows of a diffusion file as one line an arm, one column a metric; below them the distances of the test images."""
+    metrics = list(dict.fromkeys(row["metric"] for row in result["rows"]))
+    arms: dict[tuple, dict[str, float]] = {}
+    for row in result["rows"]:
+        arms.setdefault((row["mixer"], row["source"], row["budget"], f"{row['wall_s']:.0f}"), {})[row["metric"]] = row[
+            "value"
+        ]
+    lines = [f"| mixer | source | budget | seconds | {' | '.join(metrics)} |", "|---" * (len(metrics) + 4) + "|"]
+    for about, values in arms.items():
+        lines.append(f"| {' | '.join(about)} | {' | '.join(f'{values[m]:.4g}' for m in metrics)} |")
+    floor = " | ".join(f"{result['floor'][m]:.4g}" if m in result["floor"] else "-" for m in metrics)
+    return "\n".join([*lines, f"| - | test images | - | - | {floor} |"])
+
+
 RENDER = {
     "quality": quality,
+    "dit-cifar10": diffusion,
     "kernels-h200": report.kernels,
     "models-h200": report.models,
     "video-h200": report.video,
 }
+
+
+def command(text: str) -> str:
+    """A command as part of a sentence; several lines of them as a block of their own."""
+    return f"Commands:\n\n```\n{text}\n```\n\n" if "\n" in text else f"Command: `{text}`. "
 
 
 def block(name: str) -> str:
@@ -48,9 +69,9 @@ def block(name: str) -> str:
         return f"`python tools/benchmark.py {name.partition('-')[0]}` was not run yet.\n"
     result = json.loads(file.read_text())
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    source = f"{result['hardware']}, {result['date']}, {versions}. Command: `{result['command']}`."
+    source = f"{result['hardware']}, {result['date']}, {versions}. {command(result['command'])}"
     picture = f"![{name}](docs/{name}.png)\n\n" if (ROOT / "docs" / f"{name}.png").is_file() else ""
-    return f"{picture}{RENDER[name](result)}\n\n{source} {result.get('note', '')}".rstrip() + "\n"
+    return f"{picture}{RENDER[name](result)}\n\n{source}{result.get('note', '')}".rstrip() + "\n"
 
 
 def main() -> int:
