@@ -48,7 +48,6 @@ def main(words: list[str]) -> dict[str, Any]:
         raise ValueError("say which mixer and where to write the result: model.mixer=NAME out=FOLDER")
     keep_source(settings.diffusers or settings.model.checkpoint, Path(settings.out))
     report = (from_diffusers if settings.diffusers else from_timm)(settings, Path(settings.out))
-    write_json(report.to_dict(), Path(settings.out) / "report.json")
     print(f"{report}\nwrote {settings.out}")
     return report.to_dict()
 
@@ -73,6 +72,7 @@ def from_timm(settings: ConvertSettings, out: Path) -> Report:
     report = swap(model, recipe.mixer, keep_softmax=recipe.keep_softmax or None, **recipe.mixer_options)
     wanted = found.input if found else asdict(InputSpec.of(model, recipe.img_size, DataSettings()))
     save_weights(model, replace(recipe, input=wanted, classes=found.classes if found else []), out / WEIGHTS)
+    write_json(report.to_dict(), out / "report.json")
     return report
 
 

@@ -148,6 +148,11 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:
         check_packed(inputs[0])
         inputs = (*inputs[0].unbind(2), *inputs[1:])
+    if len(inputs) not in (3, 4):
+        raise ValueError(
+            f"explain needs the tensors of the call, q, k, v (and coefficients for polynomial) or one packed qkv of "
+            f"rank 5, got {len(inputs)}."
+        )
     return _explained(prepare(op, *inputs, impl=impl, **options), impl)
 
 

@@ -265,3 +265,9 @@ def test_read():
     _, mixed = hk.polynomial(q, k, v, *extra("polynomial"), return_state=True)
     with pytest.raises(ValueError, match="coefficients"):
         hk.read(q, mixed)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_explain_needs_the_tensors_of_a_call(count):
+    with pytest.raises(ValueError, match=rf"needs the tensors of the call, q, k, v .*got {count}\."):
+        hk.explain("hla2", *[torch.zeros(1, 4, 2, 8)] * count)

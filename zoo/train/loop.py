@@ -13,12 +13,10 @@ from zoo.eval.accuracy import predict_all
 from zoo.eval.results import quality_row, result_file, write_json
 from zoo.eval.settings import QualitySettings
 from zoo.train.core import Run
-from zoo.train.model import WEIGHTS, header_of, save_weights
+from zoo.train.model import AVERAGE, WEIGHTS, header_of, save_weights
 from zoo.train.optim import create_schedule
 from zoo.train.settings import TrainSettings
 from zoo.train.setup import set_up
-
-EMA_FILE = "model_ema.safetensors"
 
 
 class Trainer(Run):
@@ -73,7 +71,7 @@ class Trainer(Run):
         recipe = self.parts.recipe
         save_weights(self.model, recipe, self.folder / WEIGHTS)
         if self.ema:
-            save_weights(self.ema.module, recipe, self.folder / EMA_FILE)
+            save_weights(self.ema.module, recipe, self.folder / AVERAGE)
         return recipe.describe()
 
 

@@ -21,6 +21,7 @@ from zoo.train.settings import ModelSettings
 NEW = ".mixer."  # in the names of all parameters that a mixer adds to its host
 HEADER = "hla_zoo"  # the key of the safetensors header that holds a Recipe as JSON
 WEIGHTS = "model.safetensors"
+AVERAGE = "model_ema.safetensors"
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,12 @@ def convert_model(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 
 def weights_file(path: str | Path) -> Path:
-    """The safetensors file at `path`, which may also be a folder that holds model.safetensors. Raises ValueError if
-    none."""
-    file = Path(path) / WEIGHTS if Path(path).is_dir() else Path(path)
+    """The safetensors file at `path`, which may also be a folder: of the average of the weights if it holds one, else
+    model.safetensors. Raises ValueError if none."""
+    file = Path(path)
+    if file.is_dir():
+        average = file / AVERAGE
+        file = average if average.is_file() else file / WEIGHTS
     if not file.is_file():
         raise ValueError(f"there is no checkpoint {file}")
     if file.suffix != ".safetensors":
@@ -105,8 +109,13 @@ def read_recipe(path: str | Path) -> Recipe | None:
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, on the CPU. Raises ValueError if the file is truncated."""
+    """The tensors of a checkpoint, on the CPU; says so when they are the average of a run. Raises ValueError if the
+    file is truncated."""
     file = weights_file(path)
+    if Path(path) != file and file.name == AVERAGE:
+        print(
+            f"{path}: the average of the weights is taken, {file} (name {WEIGHTS} there for the last ones)", flush=True
+        )
     try:
         with safe_open(file, framework="pt") as opened:
             return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  not a dict
@@ -138,6 +147,8 @@ def keep_source(source: str, folder: Path) -> None:
     folder = folder.resolve()
     if source and Path(source).resolve() in (folder, folder / WEIGHTS):
         raise ValueError(f"out={folder} is the source, whose softmax weights would be lost: choose another folder")
+    if (folder / AVERAGE).is_file():
+        raise ValueError(f"out={folder} holds a run with an average of its weights: choose another folder")
 
 
 def load_model(path: str | Path) -> tuple[nn.Module, Recipe]:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,20 @@ def replacing(file: Path) -> Iterator[Path]:
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder`, which takes its place, files that are not written anew included, when the
+    block ends. After a kill `folder` is the old or the new one; between two renames it is missing, but never half."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
+        new = Path(beside) / "new"  # not the temporary folder itself, which is private
+        new.mkdir()
+        yield new
+        if folder.exists():
+            folder.rename(Path(beside) / "old")
+        new.rename(folder)
 
 
 class Record:

@@ -29,7 +29,8 @@ class ModelSettings:
     kwargs: keywords of timm.create_model, such as {patch_size: 4, depth: 6}
     img_size: side of the square input in pixels (positions of a checkpoint are interpolated to it); none keeps that
       of the checkpoint or the model
-    checkpoint: weights to start from, a .safetensors file or a run folder; empty for random weights
+    checkpoint: weights to start from, a .safetensors file or a run folder (the average of its weights, if it kept one);
+      empty for random weights
     pretrained: start from the weights that timm publishes for this name
     new_head: take every weight of the checkpoint but the classifier, whose number of classes may then differ
     mixer: mixer put into the attention layers after loading (softmax, la, hla2, ahla, hla3, poly); empty leaves them

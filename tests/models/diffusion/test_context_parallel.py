@@ -37,11 +37,11 @@ def tokens() -> list[torch.Tensor]:
     return [noise(*shape, seed=seed).double() for seed, shape in enumerate(shapes)]
 
 
-def operate(op: str, group: Any = None) -> dict[str, torch.Tensor]:
-    """o and the gradients of one operator, of this rank's tokens (7 and 5) if there is a group."""
+def operate(op: str, group: Any = None, shares: tuple[int, int] = (7, 5)) -> dict[str, torch.Tensor]:
+    """o and the gradients of one operator, of this rank's tokens (the rank's share) if there is a group."""
     q, k, v, grad = tokens()
     if group is not None:
-        q, k, v, grad = (t.split([7, 5], dim=1)[dist.get_rank()] for t in (q, k, v, grad))
+        q, k, v, grad = (t.split(shares, dim=1)[dist.get_rank()] for t in (q, k, v, grad))
     leaves = {n: t.clone().requires_grad_() for n, t in zip("qkv", (q, k, v), strict=True)}
     if op == "polynomial":
         leaves["coefficients"] = noise(4, 4, seed=5).double().requires_grad_()
@@ -74,6 +74,7 @@ def work(rank: int, port: int, device: str, folder: str) -> None:
     found = {f"video {mixer}": video(mixer, device, spread=True) for mixer in MODELS}
     if device == "cpu":
         found |= {op: operate(op, dist.group.WORLD) for op in OPERATORS}
+        found |= {f"{op} on one": operate(op, dist.group.WORLD, (12, 0)) for op in OPERATORS}
     torch.save({name: {n: t.cpu() for n, t in tensors.items()} for name, tensors in found.items()}, f"{folder}/{rank}")
     dist.destroy_process_group()
 
@@ -91,11 +92,12 @@ def ranks(tmp_path_factory):
     return on_two_ranks("cpu", tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.parametrize("where", ["", " on one"], ids=["both have tokens", "one has none"])
 @pytest.mark.parametrize("op", OPERATORS)
-def test_an_operator_sees_the_tokens_of_all_ranks(ranks, op):
+def test_an_operator_sees_the_tokens_of_all_ranks(ranks, op, where):
     wanted = operate(op)
     for name, whole in wanted.items():
-        parts = [rank[op][name] for rank in ranks]
+        parts = [rank[op + where][name] for rank in ranks]
         found = sum(parts) if name == "coefficients" else torch.cat(parts, dim=1)
         torch.testing.assert_close(found, whole)
 

@@ -1,6 +1,8 @@
 """Pipelines: converted as a whole, saved and loaded by diffusers with bit-equal images."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -160,6 +162,32 @@ def test_folders_are_converted(kind, tmp_path):
     assert torch.equal(image(again, arguments), image(pipe, arguments))
     more = convert_folder(str(tmp_path / "ahla"), tmp_path / "half", "la", "bf16", layers=[0])
     assert [row.new for row in more.rows] == ["la", "ahla", "ahla"]
+
+
+def test_a_converted_folder_is_complete_or_as_it_was(tmp_path, monkeypatch):
+    source, out = tmp_path / "softmax", tmp_path / "out"
+    build(CASES["dit"]).save_pretrained(source, max_shard_size="20KB")
+    diffusers.FlowMatchEulerDiscreteScheduler(shift=2.0).save_pretrained(source / "scheduler")
+    convert_folder(str(source), out, "ahla")
+    assert json.loads((out / "report.json").read_text())["model"] == "DiTTransformer2DModel"
+    assert diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(out / "scheduler").config.shift == 2.0
+    (out / "diffusion_pytorch_model-00009-of-00009.safetensors").write_bytes(b"of an earlier conversion")
+    before = {f: f.read_bytes() for f in out.rglob("*") if f.is_file()}
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copytree", lambda *names: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            convert_folder(str(source), out, "la")
+    assert {f: f.read_bytes() for f in out.rglob("*") if f.is_file()} == before
+    convert_folder(str(source), out, "la")
+    assert [f.name for f in out.glob("*.safetensors")] == ["diffusion_pytorch_model.safetensors"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["out", "softmax"]
+    for wrong, sentence in (
+        (tmp_path, "holds the source, which would be lost"),
+        (source / "scheduler", "is no earlier conversion"),
+        (source / "config.json", "is a file: choose a folder"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            convert_folder(str(source), wrong, "la")
 
 
 def test_folders_that_hold_no_model_are_refused(tmp_path):

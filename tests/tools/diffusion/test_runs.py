@@ -78,7 +78,7 @@ def test_labels_are_dropped_for_the_whole_model(softmax_run, tmp_path):
     assert torch.equal(seen[0][1][0], table[10])
 
 
-def test_a_softmax_checkpoint_is_inherited_in_full_and_goes_on(softmax_run, tmp_path):
+def test_a_softmax_checkpoint_is_inherited_in_full_and_goes_on(softmax_run, tmp_path, capsys):
     options = {"mixer_options": {"depthwise": "v"}, "keep_softmax": [1]}
     run = DiffusionRun(
         tiny(
@@ -96,8 +96,10 @@ def test_a_softmax_checkpoint_is_inherited_in_full_and_goes_on(softmax_run, tmp_
     run.train()
     again = zoo.HLADiTTransformer2DModel.from_pretrained(tmp_path / "transformer")
     assert same(again.state_dict(), run.model.state_dict())
-    goes_on = DiffusionRun(tiny(tmp_path / "on", model={"kwargs": {}, "checkpoint": str(tmp_path)}))
-    assert same(goes_on.model.state_dict(), again.state_dict())
+    for where, weights in ((tmp_path, run.ema.module), (tmp_path / "transformer", run.model)):  # its average by default
+        goes_on = DiffusionRun(tiny(tmp_path / f"on {where.name}", model={"kwargs": {}, "checkpoint": str(where)}))
+        assert same(goes_on.model.state_dict(), weights.state_dict())
+    assert f"{tmp_path}: the average of the weights is taken" in capsys.readouterr().out
 
 
 def test_the_validation_loss_depends_on_neither_batches_nor_steps(softmax_run, tmp_path):

@@ -9,7 +9,9 @@ from tiny_runs import tiny
 from zoo import config
 from zoo.train.diffusion.loop import DiffusionRun
 from zoo.train.diffusion.model import load_transformer
-from zoo.train.diffusion.settings import DiffusionSettings
+from zoo.train.diffusion.noising import create_objective
+from zoo.train.diffusion.schedulers import scheduler_to_save
+from zoo.train.diffusion.settings import DiffusionSettings, ObjectiveSettings
 
 CONFIGS = [file for folder in ("dit", "t2i") for file in sorted((ROOT / "configs" / folder).rglob("*.yaml"))]
 WITH_RESOLUTION = {"use_additional_conditions": True, "cross_attention_dim": 16, "caption_channels": 8}
@@ -129,3 +131,24 @@ def test_the_tool_says_one_sentence():
     assert status == 0 and "objective.kind" in out and "--dry-run" in out
     status, _, err = run_tool("finetune_t2i", "data.source=digits")
     assert status == 2 and "prompts come with latents" in err
+
+
+def test_the_scheduler_of_the_source_is_saved_if_it_samples_what_is_trained(tmp_path):
+    def saved(kind, **own):
+        name, config = next(iter(own.items()))
+        getattr(diffusers, name)(**config).save_pretrained(tmp_path / "scheduler")
+        settings = ObjectiveSettings(kind, shift=5.0)
+        return scheduler_to_save(str(tmp_path), create_objective(settings), settings)
+
+    flow = saved("flow", FlowMatchEulerDiscreteScheduler={"shift": 3.0})
+    assert flow.config.shift == 3.0
+    sana = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    assert type(saved("flow", DPMSolverMultistepScheduler=sana)).__name__ == "DPMSolverMultistepScheduler"
+    pixart = {"beta_start": 1e-4, "solver_order": 2}
+    assert type(saved("ddpm", DPMSolverMultistepScheduler=pixart)).__name__ == "DPMSolverMultistepScheduler"
+    assert type(saved("ddpm", DPMSolverMultistepScheduler=sana)).__name__ == "DDIMScheduler"
+    assert type(saved("ddpm", DDIMScheduler={"beta_start": 1e-3})).__name__ == "DDIMScheduler"
+    assert saved("ddpm", DDIMScheduler={"beta_start": 1e-3}).config.beta_start == 1e-4
+    assert saved("flow", DDIMScheduler={}).config.shift == 5.0
+    settings = ObjectiveSettings("flow", shift=5.0)
+    assert scheduler_to_save("", create_objective(settings), settings).config.shift == 5.0

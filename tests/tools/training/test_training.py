@@ -70,7 +70,7 @@ def test_a_student_that_learns_only_from_its_teacher_gets_closer_to_it(tmp_path)
     assert distance() < 0.7 * before
 
 
-def test_average_of_weights_is_the_recurrence_and_a_loadable_file(tmp_path, monkeypatch):
+def test_average_of_weights_is_the_recurrence_and_a_loadable_file(tmp_path, monkeypatch, capsys):
     seen = []
     update = ModelEmaV3.update
 
@@ -85,7 +85,9 @@ def test_average_of_weights_is_the_recurrence_and_a_loadable_file(tmp_path, monk
         expected = {k: 0.9 * expected[k] + 0.1 * state[k] for k in state}
     assert len(seen) == 5
     assert largest_difference(expected, weights(tmp_path, "model_ema.safetensors")) < 1e-6
-    model, recipe = load_model(tmp_path / "model_ema.safetensors")
+    model, recipe = load_model(tmp_path)  # of a run that kept an average, that average
+    assert largest_difference(model.state_dict(), weights(tmp_path, "model_ema.safetensors")) == 0
+    assert "the average of the weights is taken" in capsys.readouterr().out
     assert recipe.input["size"] == [8, 8] and model.num_classes == 10
     row = [r for r in read_rows(tmp_path / "metrics.jsonl") if r["kind"] == "eval"][-1]
     assert 0 <= row["ema_top1"] <= 100

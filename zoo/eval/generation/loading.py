@@ -55,14 +55,14 @@ def open_model(where: str, base: str = "", precision: str = "fp32", device: torc
     transformer = load_transformer(where, dtype)
     if base:
         whole = _whole(base, dtype, device, {"transformer": transformer})
-        return replace(whole, scheduler=_stored_scheduler(where) or whole.scheduler)
+        return replace(whole, scheduler=stored_scheduler(where) or whole.scheduler)
     name = type(transformer).__name__
     if not isinstance(transformer, DiTTransformer2DModel):
         raise ValueError(f"{name} needs the rest of its pipeline: give it with sample.base=PIPELINE")
     if transformer.config["in_channels"] not in (1, 3):
         channels = transformer.config["in_channels"]
         raise ValueError(f"{where} makes latents of {channels} channels: give the pipeline with its VAE as sample.base")
-    return Opened(name, transformer.to(device), scheduler=_stored_scheduler(where))
+    return Opened(name, transformer.to(device), scheduler=stored_scheduler(where))
 
 
 def load_transformer(where: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -128,7 +128,9 @@ def _classes(base: type, ending: str, near: str = "") -> list[str]:
 # Schedulers
 
 
-def _stored_scheduler(where: str) -> Any:
+def stored_scheduler(where: str) -> Any:
+    """The scheduler in a folder (or hub repository) of a model or pipeline; None where there is none. Raises ValueError
+    for a class that diffusers does not have."""
     config = _config(where, diffusers.DDPMScheduler, subfolder=SCHEDULER_FOLDER)
     return None if config is None else _scheduler_class(config["_class_name"]).from_config(config)
 

@@ -111,9 +111,7 @@ class ClassSampler:
         found = self.transformer(x, timestep=t.expand(len(x)), class_labels=labels).sample.float()
         if self.guidance != 1:
             given, free = found.chunk(2)
-            k = self.guided
-            guided = free[:, :k] + self.guidance * (given[:, :k] - free[:, :k])
-            found = torch.cat([guided, given[:, k:]], dim=1)
+            found = guide(given, free, self.guidance, self.guided)
         return found if self.learned else found[:, : self.channels]
 
     def _decode(self, x: Tensor) -> Tensor:
@@ -134,6 +132,15 @@ class ClassSampler:
             "labels": self.choice,
             "size": self.size,
         }
+
+
+def guide(given: Tensor, free: Tensor, guidance: float, channels: int) -> Tensor:
+    """Classifier-free guidance u + s (c - u) of the first `channels` of [B, C, H, W]; the others are those of `given`.
+
+    given: c, with the condition.  free: u, without.
+    """
+    c, u = given[:, :channels], free[:, :channels]
+    return torch.cat([u + guidance * (c - u), given[:, channels:]], dim=1)
 
 
 def denoise(

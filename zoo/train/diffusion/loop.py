@@ -19,6 +19,7 @@ from zoo.train.diffusion.data import Samples, open_samples
 from zoo.train.diffusion.model import AVERAGE, PART, Wanted
 from zoo.train.diffusion.noising import create_objective
 from zoo.train.diffusion.samples import fixed_noise, manner_of, predict, sample, save_grid
+from zoo.train.diffusion.schedulers import scheduler_to_save
 from zoo.train.diffusion.settings import DiffusionSettings
 from zoo.train.diffusion.teacher import Teacher
 from zoo.train.optim import create_schedule
@@ -235,12 +236,13 @@ class DiffusionRun(Run):
     def save(self) -> str:
         from safetensors.torch import save_file
 
-        scheduler = self.objective.scheduler()
+        settings = self.settings
+        scheduler = scheduler_to_save(settings.model.checkpoint, self.objective, settings.objective)
         models.save_transformer(models.merged(self.model), self.folder / PART, scheduler)
         if self.ema:
             models.save_transformer(models.merged(self.ema.module), self.folder / AVERAGE, scheduler)
-        if self.settings.lora.rank:
+        if settings.lora.rank:
             with replacing(self.folder / ADAPTERS) as temporary:
                 save_file({k: v.cpu().contiguous() for k, v in models.adapter_weights(self.model).items()}, temporary)
-        mixer = self.settings.model.mixer
+        mixer = settings.model.mixer
         return f"{type(self.model).__name__} with the mixer {mixer}" if mixer else type(self.model).__name__

@@ -3,8 +3,6 @@
 import copy
 import inspect
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +14,7 @@ import zoo
 from zoo.convert import backbone_of, swap
 from zoo.names import unknown_name
 from zoo.train.diffusion.settings import KINDS, DenoiserSettings
+from zoo.train.record import replacing_folder
 
 PART = "transformer"  # the folder of the model in a run and in a pipeline
 AVERAGE = "transformer_ema"
@@ -72,11 +71,15 @@ def _check_mixer(model: Any, settings: DenoiserSettings) -> None:
 
 
 def load_transformer(where: str | Path) -> Any:
-    """The transformer in a folder (of a run, a pipeline, or its own) or on the hub, in float32. Raises ValueError."""
+    """The transformer in a folder (of a run, a pipeline, or its own) or on the hub, in float32. Of a run that kept an
+    average of its weights that average, which is said. Raises ValueError."""
     path = Path(where)
     if not path.is_dir():
         return _from(str(where), {})
-    if (path / PART).is_dir():
+    if (path / AVERAGE).is_dir():
+        path = path / AVERAGE
+        print(f"{where}: the average of the weights is taken, {path} (name {path.with_name(PART)} for the last ones)")
+    elif (path / PART).is_dir():
         path = path / PART
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} holds no transformer: expected config.json of diffusers or a folder {PART}")
@@ -186,17 +189,9 @@ def attention_layers(model: Any) -> dict[str, nn.Module]:
 def save_transformer(model: Any, folder: Path, scheduler: Any) -> None:
     """Write the model as a folder that `from_pretrained` of diffusers reads, with the scheduler that samples from it in
     `folder`/scheduler, where tools/sample.py finds it. The folder is complete or as it was."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    temporary.chmod(0o755)  # mkdtemp makes it private
-    try:
+    with replacing_folder(folder) as temporary:
         model.save_pretrained(temporary)
         scheduler.save_pretrained(temporary / "scheduler")
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 # Low-rank adapters

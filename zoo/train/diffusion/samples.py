@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from zoo.eval.generation.samplers import denoise, seeded
+from zoo.eval.generation.samplers import denoise, guide, seeded
 from zoo.train.record import replacing
 
 
@@ -58,7 +58,7 @@ def sample(
         if guidance == 1.0:
             return predict(model, x, t.expand(n), condition, manner)[:, : x.shape[1]].float()
         c, u = predict(model, x.repeat(2, 1, 1, 1), t.expand(2 * n), both, manner)[:, : x.shape[1]].float().chunk(2)
-        return u + guidance * (c - u)
+        return guide(c, u, guidance, x.shape[1])
 
     return denoise(scheduler, noise, steps, guided)
 

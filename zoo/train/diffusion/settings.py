@@ -21,7 +21,8 @@ class DenoiserSettings:
     kind: dit (class labels), pixart, sana or sd3 (text); only for a model from scratch, a checkpoint says what it is
     kwargs: arguments of the diffusers class, such as {num_layers: 8}; channels, size and classes come from the data;
       a checkpoint must agree with them
-    checkpoint: run folder, folder of a pipeline or of its transformer, or name on the hub; empty for random weights
+    checkpoint: run folder (the average of its weights, if it kept one), folder of a pipeline or of its transformer, or
+      name on the hub; empty for random weights
     mixer: mixer put into the self-attention after loading (la, hla2, ahla, hla3, poly, softmax); empty leaves it
     mixer_options: options of the mixer, such as {depthwise: v}
     keep_softmax: numbers of the blocks (from 0) that stay softmax, or every:3 for each third

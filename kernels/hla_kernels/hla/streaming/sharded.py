@@ -43,8 +43,8 @@ def sharded(
     """o of this rank's tokens, [B, N, H, Dv], as if `op` had seen the tokens of all ranks of `group`.
 
     op: a two-sided operator or its name. q [B, N, H, D], k, v [B, N, Hk, .]: this rank's tokens, N may differ between
-    ranks. options: those of the operator; one rank's must be every rank's, and so must `coefficients` [H, 4]. All
-    ranks call this, in the forward pass and in the backward pass. Derivatives are those of the sum of all ranks'
+    ranks and be 0. options: those of the operator; one rank's must be every rank's, and so must `coefficients` [H, 4].
+    All ranks call this, in the forward pass and in the backward pass. Derivatives are those of the sum of all ranks'
     losses; that of `coefficients` is this rank's part.
     Raises ValueError as the operator, for causal, masked, stateful and softmax calls, which are no sums, and for an
     impl other than "auto" and "torch".
@@ -53,7 +53,7 @@ def sharded(
     check_op(name)
     if options.get("impl") in ("reference", "triton"):
         raise ValueError(f'impl="{options["impl"]}" cannot run tokens spread over ranks; use impl="auto".')
-    call = prepare(name, q, k, v, coefficients, **options)
+    call = _prepare(name, q, k, v, coefficients, options)
     masked = call.sequences.mask is not None or call.sequences.cu_seqlens is not None
     if name == "softmax_attention" or call.options.causal or masked or call.state is not None or call.return_state:
         raise ValueError(
@@ -62,6 +62,17 @@ def sharded(
         )
     with plain_precision(call.q):
         return _evaluate(call, group)
+
+
+def _prepare(name: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: dict[str, Any]) -> Any:
+    """The checked call. A rank without tokens takes part in the sum, or the others would wait for it for ever: its call
+    is checked with one token and carried out with none."""
+    if not all(isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] == 0 for x in (q, k, v)):
+        return prepare(name, q, k, v, coefficients, **options)
+    one, two, three = (x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in (q, k, v))
+    call = prepare(name, one, two, three, coefficients, **options)
+    q, k, v = (x.to(checked.dtype) for x, checked in zip((q, k, v), (call.q, call.k, call.v), strict=True))
+    return call._replace(q=q, k=k, v=v)
 
 
 def _evaluate(call: Any, group: Any) -> Tensor:
