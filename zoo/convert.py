@@ -18,13 +18,17 @@ from zoo.backbones.select import Keep, Layers, choose, plain_layers
 from zoo.mixers import build_mixer
 from zoo.names import unknown_name
 
-FROM_HOST = ("dim", "num_heads", "head_dim", "num_kv_heads", "scale", "attn_drop", "fused", "device", "dtype")
+FROM_HOST = (
+    *("dim", "num_heads", "head_dim", "num_kv_heads", "scale", "attn_drop", "fused", "device", "dtype"),
+    *("grid", "prefix"),
+)
 STEP = ("mixer", "layers", "keep_softmax", "options")  # the keys of one recorded conversion
 
 
 @dataclass(frozen=True)
 class Row:
-    """One attention layer: its mixer before and after, the parameters it kept and got, and why it stayed if it did."""
+    """One attention layer: its mixer before and after, the parameters it kept and got, why it stayed if it did, and the
+    blocks of its tokens if the mixer has blocks."""
 
     layer: str
     old: str
@@ -32,6 +36,7 @@ class Row:
     kept: int
     added: int
     reason: str = ""
+    blocks: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,14 @@ class Report:
         return {"model": self.model, "rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        head = ("layer", "old", "new", "inherited", "added", "skipped because")
-        cells = [head] + [(r.layer, r.old, r.new, f"{r.kept:,}", f"{r.added:,}", r.reason) for r in self.rows]
+        head = ("layer", "old", "new", "inherited", "added", "blocks", "skipped because")
+        cells = [head] + [(r.layer, r.old, r.new, f"{r.kept:,}", f"{r.added:,}", r.blocks, r.reason) for r in self.rows]
         widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+        if not any(r.blocks for r in self.rows):
+            widths[head.index("blocks")] = 0
         lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width).rstrip()
+            for row in cells
         ]
         total = f"{len(self.swapped)} of {len(self.rows)} attention layers swapped, {self.added:,} new parameters"
         return "\n".join([f"{self.model}: {total}", *lines])
@@ -143,8 +151,9 @@ def _plan(
         old, inherited = backbone.present(model, attn), _count(attn)
         if name in chosen:
             mixer = _build(backbone, model, attn, chosen[name], options)
-            swaps.append(Swap(attn, chosen[name], mixer, step["options"]))
-            rows.append(Row(name, old, chosen[name], inherited, sum(p.numel() for p in mixer.parameters())))
+            swaps.append(Swap(attn, chosen[name], mixer, {**step["options"], **getattr(mixer, "chosen", {})}))
+            added, blocks = sum(p.numel() for p in mixer.parameters()), getattr(mixer, "layout", "")
+            rows.append(Row(name, old, chosen[name], inherited, added, blocks=blocks))
         else:
             reason = "kept by keep_softmax" if name in kept else "not selected by layers"
             rows.append(Row(name, old, old, inherited, 0, reason))

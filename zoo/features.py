@@ -52,14 +52,30 @@ class DepthwiseResidual(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, grid: Grid, prefix: int = 0, suffix: int = 0) -> Tensor:
+        first, patches, last = split_tokens(x, grid, prefix, suffix)
+        return torch.cat([first, patches + self.convolve(patches, grid), last], dim=1)
+
+    def convolve(self, patches: Tensor, grid: Grid) -> Tensor:
+        """The convolution alone, of the patch tokens [B, prod(grid), H, D]."""
         if len(grid) != self.dims:
             raise ValueError(f"this mixer was built for {self.dims}-D grids (option grid_dims), got the grid {grid}")
-        first, patches, last = split_tokens(x, grid, prefix, suffix)
         image = patches.flatten(2).transpose(1, 2).unflatten(2, grid)  # [B, H*D, *grid]
         conv = F.conv2d if self.dims == 2 else F.conv3d
         local = conv(image, self.weight, self.bias, padding=self.weight.shape[-1] // 2, groups=len(self.weight))
-        local = local.flatten(2).transpose(1, 2).unflatten(2, x.shape[2:])
-        return torch.cat([first, patches + local.to(x.dtype), last], dim=1)
+        return local.flatten(2).transpose(1, 2).unflatten(2, patches.shape[2:]).to(patches.dtype)
+
+
+class LocalValues(DepthwiseResidual):
+    """o + depthwise_conv(v) over the token grid, zero-initialised: LePE (CSWin, arXiv 2107.00652, Eq 7).
+
+    o [B, N, H, D] are the mixed values, v [B, N, Hk, D] those before mixing, each for H / Hk heads of o. Prefix and
+    suffix tokens pass. Raises ValueError as `DepthwiseResidual`.
+    """
+
+    def forward(self, o: Tensor, v: Tensor, grid: Grid, prefix: int = 0, suffix: int = 0) -> Tensor:  # type: ignore[override]
+        _, patches, _ = split_tokens(v, grid, prefix, suffix)
+        local = self.convolve(patches, grid).repeat_interleave(o.shape[2] // v.shape[2], dim=2)
+        return o + F.pad(local, (0, 0, 0, 0, prefix, suffix)).to(o.dtype)
 
 
 class OutputGate(nn.Linear):

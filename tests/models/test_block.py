@@ -3,7 +3,7 @@ autocast, CUDA graphs; and around the attention: the packed operator reads the p
 
 import pytest
 import torch
-from tiny_models import MIXERS, gradients, image, tiny
+from tiny_models import GRIDLESS, gradients, image, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -56,7 +56,7 @@ def assert_close(found, wanted):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", GRIDLESS)
 def test_one_graph_for_every_number_of_tokens(mixer, device):
     block = make_block(mixer, device)
     counter = CompileCounterWithBackend("aot_eager" if device == "cpu" else "inductor")
@@ -69,7 +69,7 @@ def test_one_graph_for_every_number_of_tokens(mixer, device):
     assert len(frames) == 1
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", GRIDLESS)
 def test_export_with_any_number_of_tokens(mixer):
     block = make_block(mixer).eval()
     n, b = torch.export.Dim("n", min=2, max=8192), torch.export.Dim("b", min=1, max=64)
@@ -105,7 +105,7 @@ def test_activation_checkpointing(reentrant, compiled, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", GRIDLESS)
 def test_autocast_gives_the_bits_of_the_cast_attention(mixer, device):
     """Under autocast the operator sees the projection's bfloat16 and nothing else changes."""
     block = make_block(mixer, device).float()
@@ -124,7 +124,7 @@ def test_autocast_gives_the_bits_of_the_cast_attention(mixer, device):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: graphs are captured there only")
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", GRIDLESS)
 def test_cuda_graph_of_forward_and_backward(mixer):
     block = make_block(mixer, "cuda")
     x, other = tokens(197, "cuda"), tokens(197, "cuda", seed=1)
@@ -145,7 +145,7 @@ def test_cuda_graph_of_forward_and_backward(mixer):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: only there kernels have names")
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", GRIDLESS)
 def test_attention_runs_our_kernels_only(mixer):
     """Between the projections, forward and backward: Triton forms, and no cast, copy or transpose beside them."""
     import triton
@@ -205,7 +205,7 @@ def attention(model, name="blocks.0.attn"):
 
 
 @pytest.mark.parametrize("options", [{}, {"feature_map": "softmax_pair"}, {"feature_map": "identity"}])
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", GRIDLESS)
 def test_an_attention_layer_copies_nothing(mixer, options):
     if options.get("feature_map") == "identity":
         options = {**options, "normalize": False}
@@ -248,7 +248,7 @@ def test_normed_queries_are_read_apart():
     assert recorder.count("two_sided") == 2 and recorder.count("two_sided_qkvpacked") == 0
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", GRIDLESS)
 def test_models_are_the_same_packed_and_apart(mixer, monkeypatch):
     """Bit for bit in the torch form, gradients of all parameters too, and the same state dict."""
     model = tiny(PLAIN)

@@ -55,6 +55,20 @@ SEQUENCES = [  # first model, conversions, name, arguments that are saved, mixer
     (BASE, [("ahla", {"feature_map": "relu"}), ("ahla", {})], OURS, {}, ["ahla"] * 2),
     (BASE, [("ahla", {}), ("la", {"layers": [1], "depthwise": "v"})], CONVERTED, None, ["ahla", "la"]),
     (OURS, [("ahla", {"layers": [0], "mean_path": True, "normalize": False})], CONVERTED, None, ["ahla"] * 2),
+    (
+        BASE,
+        [("mhla", {"lepe": 3})],
+        "vit_mhla_tiny_patch16_224",
+        {"mixer_options": {"lepe": 3, "blocks": [2, 2]}},
+        None,
+    ),
+    (
+        BASE,
+        [("mhla2", {"mixing": "fixed", "blocks": [2, 4]}), ("la", {"layers": [0]})],
+        CONVERTED,
+        None,
+        ["la", "mhla2"],
+    ),
     (BASE, [("poly", {"coefficients": (1.0, 0.5, 0.0, 0.0)}), ("hla3", {"layers": [0]})], CONVERTED, None, None),
 ]
 
@@ -189,3 +203,29 @@ def test_an_unreadable_folder_is_one_sentence(tmp_path):
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(ValueError, match=f"checkpoint {tmp_path} is truncated, damaged or not one of tensors"):
         timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+
+
+def test_blocks_are_those_of_the_size_at_conversion(tmp_path):
+    """A saved model of blocks keeps them at another size, and says which checkpoint has others."""
+    model = tiny(BASE)
+    zoo.convert(model, "mhla")
+    save(model, tmp_path)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, img_size=2 * SIZE)
+    assert [s.mixer.blocks for s in sites(again)] == [(2, 2)] * 2 == [s.mixer.blocks for s in sites(model)]
+    assert again(image(height=2 * SIZE, width=2 * SIZE)).isfinite().all()
+    other = tiny(BASE)
+    zoo.convert(other, "mhla", blocks=[4, 1])
+    with pytest.warns(UserWarning, match=r"blocks=\[2, 2\] \(here \[4, 1\]\)"):
+        other.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["vit_mhla_tiny_patch16_224", "deit_mhla2_tiny_distilled_patch16_224"])
+def test_a_distance_form_at_two_sizes(name):
+    """Weights that are a function of distance load at a size with more blocks."""
+    options = {"mixer_options": {"mixing": "distance", "per_head": True}}
+    small, large = tiny(name, **options), tiny(name, img_size=2 * SIZE, seed=1, **options)
+    assert [m.mixer.blocks for m in (*sites(small), *sites(large))] == [(2, 2)] * 4
+    huge = tiny(name, img_size=4 * SIZE, **options)
+    assert sites(huge)[0].mixer.blocks == (4, 4)
+    huge.load_state_dict({k: v for k, v in small.state_dict().items() if "pos_embed" not in k}, strict=False)
+    assert huge(image(height=4 * SIZE, width=4 * SIZE)).isfinite().all()

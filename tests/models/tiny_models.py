@@ -13,6 +13,7 @@ needs_sapiens = pytest.mark.skipif(not timm.is_model(NEW_IN_TIMM), reason=f"this
 SIZE = 64
 NARROW = {"embed_dim": 32, "num_heads": 2, "depth": 2, "num_classes": 5}
 MIXERS = REGISTERED_MIXERS
+GRIDLESS = tuple(m for m in MIXERS if not m.startswith("mhla"))  # those that need no grid of tokens
 GRID_OPTIONS = {"depthwise": "v"}
 
 

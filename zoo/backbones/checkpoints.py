@@ -15,7 +15,18 @@ import torch
 from torch import Tensor, nn
 
 PROJECTIONS = ("proj.weight", "to_q.weight")  # of timm, of diffusers: a checkpoint with one of them holds the layer
-UNSEEN_OPTIONS = ("feature_map", "normalize", "center", "mean_path", "causal", "scan", "ridge")
+UNSEEN_OPTIONS = (
+    "feature_map",
+    "normalize",
+    "center",
+    "mean_path",
+    "causal",
+    "scan",
+    "ridge",
+    "order",
+    "blocks",
+    "mixing",
+)
 
 
 def encode_tag(name: str, mixer: nn.Module) -> Tensor:

@@ -22,6 +22,7 @@ from zoo.backbones.record import architecture_of, record_architecture
 from zoo.backbones.refusals import refuse_block, refuse_family, refuse_thing
 from zoo.backbones.sites import SITES, Host, Site, attention_layers, block_index, kv_heads
 from zoo.grid import Grid
+from zoo.mixers import MIXERS
 
 
 def set_grid(module: nn.Module, grid: Grid | None) -> None:
@@ -185,6 +186,8 @@ class TimmBackbone:
         sizes = {"dim": first.in_features, "num_heads": attn.num_heads, "head_dim": attn.head_dim}
         weight = attn.proj.weight
         sizes |= {"num_kv_heads": kv_heads(attn), "device": weight.device, "dtype": weight.dtype}
+        if getattr(MIXERS[mixer], "needs_layout", False):
+            sizes |= {"grid": tuple(model.patch_embed.grid_size), "prefix": model.num_prefix_tokens}
         if mixer == "softmax":
             return sizes | {"attn_drop": attn.attn_drop.p, "fused": attn.fused_attn}
         if attn.attn_drop.p > 0:
@@ -199,8 +202,8 @@ class TimmBackbone:
             raise ValueError("grid_dims=3 is for video; the tokens of an image model lie on a 2-D grid")
         if getattr(options, "needs_grid", False) and drops_patches(model):
             raise ValueError(
-                f"patch_drop_rate > 0 trains on random patches without a layout, but {mixer!r} with depthwise or "
-                "causal needs the token grid; set patch_drop_rate=0 or drop those options"
+                f"patch_drop_rate > 0 trains on random patches without a layout, but {mixer!r} (it mixes blocks, or "
+                "has depthwise, lepe or causal) needs the token grid; set patch_drop_rate=0 or drop those options"
             )
 
     def left(self, model: Any) -> dict[str, str]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zoo.backbones.checkpoints import encode_tag, no_torchscript
 from zoo.grid import Grid
 from zoo.mixers import Context
+from zoo.mixers.context import Rotation
 
 # A mixin stands in front of a host class and uses its attributes, which a type checker cannot know.
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Site(Host):
     __prepare_scriptable__ = no_torchscript
 
 
-def rotation(site: nn.Module, rope: Tensor | None, like: Tensor) -> Callable[[Tensor], Tensor] | None:
+def rotation(site: Any, rope: Tensor | None, like: Tensor) -> Rotation | None:
     """The host's rotary embedding as a function [B, N, H, W] -> [B, N, H, W]; None without `rope`.
 
     Prefix tokens are left alone. W is the head width D or a multiple of it (feature maps that widen): each D channels
@@ -111,7 +112,21 @@ def rotation(site: nn.Module, rope: Tensor | None, like: Tensor) -> Callable[[Te
         turned = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return torch.cat([t[:, :, :n_prefix], turned], dim=2).type_as(like).transpose(1, 2)
 
-    return rotate
+    def tables() -> tuple[Tensor, Tensor]:
+        sin, cos = (t[..., : width // 2] if half else t[..., ::2] for t in rope.chunk(2, -1))
+        return _table(cos, n_prefix, 1), _table(sin, n_prefix, 0)
+
+    return Rotation(rotate, tables, half)
+
+
+def _table(t: Tensor, n_prefix: int, value: int) -> Tensor:
+    """What timm broadcasts over [B, H, N, D / 2] as [N, D / 2] or [N, H, D / 2], with `value` for the prefix tokens."""
+    while t.ndim > 2 and t.shape[0] == 1:
+        t = t[0]
+    if t.ndim > 3:
+        raise ValueError("this mixer needs one rotary embedding for all samples of a batch, but each has its own")
+    t = t.transpose(0, 1) if t.ndim == 3 else t
+    return torch.cat([t.new_full((n_prefix, *t.shape[1:]), value), t])
 
 
 def attention_layers(model: Any) -> dict[str, Any]:

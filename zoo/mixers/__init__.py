@@ -12,6 +12,7 @@ from zoo.mixers.context import Context
 from zoo.mixers.hla2 import HLA2
 from zoo.mixers.hla3 import HLA3
 from zoo.mixers.la import LinearAttention
+from zoo.mixers.mhla import BlockMixer, SecondOrderBlockMixer
 from zoo.mixers.options import MixerOptions
 from zoo.mixers.poly import Polynomial
 from zoo.mixers.softmax import Softmax
@@ -24,13 +25,16 @@ MIXERS: dict[str, type[nn.Module]] = {
     "ahla": AHLA,
     "hla3": HLA3,
     "poly": Polynomial,
+    "mhla": BlockMixer,
+    "mhla2": SecondOrderBlockMixer,
 }
 
 
 def build_mixer(name: str, dim: int, num_heads: int, head_dim: int, **options) -> nn.Module:
     """The mixer called `name` for hidden width `dim` and `num_heads` heads of `head_dim` channels.
 
-    `options` are those of the mixer (`MixerOptions`), and `scale`, `device`, `dtype`. Raises ValueError for an unknown
+    `options` are those of the mixer (`MixerOptions`), and `scale`, `device`, `dtype`; `grid` and `prefix` of the host
+    for a mixer with `needs_layout`. Raises ValueError for an unknown
     name or option, with the nearest valid one.
     """
     if name not in MIXERS:

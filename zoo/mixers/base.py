@@ -11,7 +11,7 @@ from hla_kernels import MAX_HEAD_DIM
 from hla_kernels.checks import RIDGED
 from hla_kernels.features import feature, feature_width
 from hla_kernels.sequences import real
-from zoo.features import DepthwiseResidual, HeadRMSNorm, Hedgehog, OutputGate
+from zoo.features import DepthwiseResidual, HeadRMSNorm, Hedgehog, LocalValues, OutputGate
 from zoo.grid import check_grid
 from zoo.mixers.context import Context
 from zoo.mixers.options import MixerOptions, resolve_options
@@ -25,7 +25,8 @@ class LinearMixer(nn.Module):
     """mixer(q, k, v, ctx) -> o with a cost linear in the number of tokens; all tensors [B, N, H, D].
 
     A subclass sets `name`, `operator` and `operator_packed` (of `hla_kernels`) and, where they differ, `defaults`. The
-    order of the steps: depthwise residuals, feature map, rotation, operator (one or two directions), head norm, gate.
+    order of the steps: depthwise residuals, feature map, rotation, operator (one or two directions), head norm, local
+    values, gate.
     Where nothing comes before the operator and the host has q, k, v in one tensor, the packed operator reads that one.
 
     With a rotary host, phi is applied before the rotation and the denominator is that of the unrotated features, so
@@ -71,6 +72,7 @@ class LinearMixer(nn.Module):
         if opt.decay is not None:
             self.decay_logit = nn.Parameter(torch.empty(num_heads, **dd))
         self.norm = HeadRMSNorm(num_heads, head_dim, **dd) if opt.post_norm else nn.Identity()
+        self.lepe = LocalValues(heads["v"] * head_dim, opt.lepe, opt.grid_dims, **dd) if opt.lepe else None
         self.gate = OutputGate(dim, num_heads * head_dim, **dd) if opt.gate else None
         self.reset_parameters()
 
@@ -104,12 +106,18 @@ class LinearMixer(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         self._check(q.shape[1], ctx)
-        if ctx.qkv is not None and self._reads_packed(ctx):
-            o = self._mix(ctx.key_padding_mask, ctx.qkv)
-        else:
-            o = self._scan(ctx.key_padding_mask, *self._features(*self._local(q, k, v, ctx), ctx))
-        o = self.norm(o)
+        o = self.norm(self._core(q, k, v, ctx))
+        if self.lepe is not None:
+            assert ctx.grid is not None
+            o = self.lepe(o, real(v, ctx.key_padding_mask), ctx.grid, ctx.prefix, ctx.suffix)
+            o = real(o, ctx.key_padding_mask)
         return o if self.gate is None else self.gate(o, ctx.x)
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+        """The operator and what comes before it."""
+        if ctx.qkv is not None and self._reads_packed(ctx):
+            return self._mix(ctx.key_padding_mask, ctx.qkv)
+        return self._scan(ctx.key_padding_mask, *self._features(*self._local(q, k, v, ctx), ctx))
 
     def _check(self, n_tokens: int, ctx: Context) -> None:
         if ctx.mask is not None:
@@ -124,9 +132,13 @@ class LinearMixer(nn.Module):
             return
         if ctx.grid is None:
             raise ValueError(
-                f"the mixer {self.name!r} with depthwise or causal needs a token grid, but these tokens have none"
+                f"the mixer {self.name!r} with {self._why_grid()} needs a token grid, but these tokens have none"
             )
         check_grid(n_tokens, ctx.grid, ctx.prefix, ctx.suffix)
+
+    def _why_grid(self) -> str:
+        opt = self.options
+        return "depthwise or lepe" if opt.depthwise or opt.lepe else "causal" if opt.causal else "its blocks"
 
     def _local(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         tensors = {"q": q, "k": k, "v": v}

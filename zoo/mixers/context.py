@@ -9,13 +9,31 @@ from zoo.grid import Grid
 
 
 @dataclass(frozen=True)
+class Rotation:
+    """A host's rotary embedding.
+
+    turn: what the host does to a tensor, [B, N, H, D] -> [B, N, H, D]; calling the rotation calls it.
+    tables: the same as (cos, sin), [N, D / 2] or [N, H, D / 2] each, 1 and 0 for tokens that are not turned.
+    half: whether channels (i, i + D / 2) are a pair, rather than (2i, 2i + 1).
+    """
+
+    turn: Callable[[Tensor], Tensor]
+    tables: Callable[[], tuple[Tensor, Tensor]]
+    half: bool = False
+
+    def __call__(self, t: Tensor) -> Tensor:
+        return self.turn(t)
+
+
+@dataclass(frozen=True)
 class Context:
     """The surroundings of one attention call.
 
     x: hidden states [B, N, C] that enter the attention (gates read them).
     grid: (H, W) or (T, H, W) of the patch tokens; None when the tokens have no layout (a random subset, mixed sizes).
     prefix, suffix: tokens before and after the patches (class, register, text).
-    rotate: the host's rotary embedding as a function [B, N, H, D] -> [B, N, H, D]; None when it has none.
+    rotate: the host's rotary embedding, a function [B, N, H, D] -> [B, N, H, D] (hosts give a `Rotation`); None when it
+        has none.
     mask: the host's attention mask, of any shape that it broadcasts to [B, H, N, N]; only softmax can honour it.
     key_padding_mask: [B, N] bool, True for a real token; every mixer that is not causal honours it. A host gives this
         one or `mask`. Padded tokens get zeros from a linear mixer and something from softmax, as in the host.

@@ -8,6 +8,9 @@ from zoo.names import unknown_name
 FEATURE_MAPS = ("identity", "relu", "elu1", "softmax", "softmax_pair", "hedgehog")
 CENTERS = (None, "k", "qk")
 SCANS = ("forward", "both")
+BLOCK_ORDERS = ("la", "ahla", "hla2")
+MIXINGS = ("softmax", "project", "distance", "fixed")
+PRIORS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class MixerOptions:
     post_norm: RMSNorm of each head after the mixer.
     depthwise: which of q, k, v get a depthwise convolution over the grid, e.g. "v" or "qk"; "" for none.
     depthwise_kernel: its odd kernel size.  grid_dims: 2 for images, 3 for video.
+    lepe: odd kernel size of a depthwise convolution of v over the grid that is added to the output; 0 for none.
     gate: multiply the output by a gate computed from the hidden states.
     causal: mix over the raster order of the tokens.  decay: initial value in (0, 1) of a learned decay a head, or None.
     scan: "forward", or "both" to add the pass over the reversed order (halved where weights sum to one).
@@ -34,6 +38,7 @@ class MixerOptions:
     post_norm: bool = False
     depthwise: str = ""
     depthwise_kernel: int = 3
+    lepe: int = 0
     grid_dims: int = 2
     gate: bool = False
     causal: bool = False
@@ -79,13 +84,15 @@ class MixerOptions:
             raise ValueError(
                 f"depthwise_kernel must be a positive odd number so that the grid keeps its size, got {size!r}"
             )
+        if not isinstance(self.lepe, int) or self.lepe < 0 or (self.lepe and self.lepe % 2 == 0):
+            raise ValueError(f"lepe must be an odd kernel size, or 0 for none, got {self.lepe!r}")
         if self.grid_dims not in (2, 3):
             raise ValueError(f"grid_dims must be 2 (image) or 3 (video), got {self.grid_dims!r}")
 
     @property
     def needs_grid(self) -> bool:
         """Whether the result depends on where the tokens lie."""
-        return bool(self.depthwise) or self.causal
+        return bool(self.depthwise) or self.lepe > 0 or self.causal
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,47 @@ class PolynomialOptions(MixerOptions):
         super().__post_init__()
 
 
+@dataclass(frozen=True)
+class BlockOptions(MixerOptions):
+    """Options of `mhla` and `mhla2`: `MixerOptions` without centring, mean path, decay, ridge and scan, and
+
+    order: "la", "ahla" or "hla2" (`hla_kernels.mhla`).
+    blocks: blocks along each axis of the grid, such as (4, 4); None: chosen for the grid of the host.
+    mixing: "softmax", "project", "distance" or "fixed" (`zoo.mixers.mixing.BlockMixing`).
+    prior: "linear", "cos", "exp", "gaussian", "local" or "uniform", what the mixing is at first.
+    per_head: one mixing matrix for each head in the place of one for all.
+    """
+
+    order: str = "la"
+    blocks: tuple[int, ...] | None = None
+    mixing: str = "softmax"
+    prior: str = "linear"
+    per_head: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("order", BLOCK_ORDERS), ("mixing", MIXINGS), ("prior", PRIORS)):
+            if getattr(self, name) not in allowed:
+                raise unknown_name(name, getattr(self, name), allowed)
+        b = self.blocks
+        if b is not None and not (isinstance(b, tuple) and b and all(type(m) is int and m >= 1 for m in b)):
+            raise ValueError(f"blocks are positive integers, one for each axis, such as [4, 4], got {b!r}")
+        if not isinstance(self.per_head, bool) or (self.per_head and self.mixing == "fixed"):
+            raise ValueError(f"per_head must be True or False, and False for mixing='fixed', got {self.per_head!r}")
+        for name in ("center", "mean_path", "decay", "ridge"):
+            if getattr(self, name):
+                raise ValueError(f"block mixing has no {name}, got {name}={getattr(self, name)!r}")
+        if self.scan != "forward":
+            raise ValueError("block mixing has one direction, scan must be 'forward'")
+        if self.causal and self.order != "la":
+            raise ValueError(f"causal block mixing is of order 'la', got order={self.order!r}")
+        super().__post_init__()
+
+    @property
+    def needs_grid(self) -> bool:
+        """Always."""
+        return True
+
+
 def _is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool)
 
@@ -113,6 +161,6 @@ def resolve_options(defaults: MixerOptions, changes: dict[str, Any]) -> MixerOpt
     for name in changes:
         if name not in known:
             raise unknown_name("mixer option", name, known)
-    if isinstance(changes.get("coefficients"), list):  # YAML and JSON have no tuples
-        changes = {**changes, "coefficients": tuple(changes["coefficients"])}
+    lists = {name: tuple(x) for name, x in changes.items() if isinstance(x, list)}  # YAML and JSON have no tuples
+    changes = {**changes, **lists}
     return replace(defaults, **changes)

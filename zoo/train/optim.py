@@ -27,8 +27,8 @@ def parameter_groups(model: nn.Module, optim: OptimSettings) -> list[dict[str, A
     `lr_scale` of a group is what timm's schedules multiply the rate with.
     """
     kept = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
-    # the mixture of orders is a gain of each head, though it is stored as [H, 4]
-    kept |= {name for name in new_parameters(model) if name.endswith(".coefficients")}
+    # gains of heads and of blocks, though they are stored as matrices: the mixtures of orders and of blocks
+    kept |= {name for name in new_parameters(model) if name.endswith(".coefficients") or ".mixing." in name}
     if optim.layer_decay:
         groups = param_groups_layer_decay(
             model, weight_decay=optim.weight_decay, no_weight_decay_list=kept, layer_decay=optim.layer_decay

@@ -38,6 +38,7 @@ class Updater:
         self.norm = math.nan
         self.counts = {"skipped": 0, "skipped_in_a_row": 0, "clipped": 0}
         self._unread: list[Tensor] = []
+        self._projected: list[Any] = [m for m in model.modules() if hasattr(m, "project_")]
 
     def __call__(self, step: int) -> None:
         """The update of step `step`, counted from 1. Raises RuntimeError as `settle` does."""
@@ -54,6 +55,8 @@ class Updater:
             if math.isfinite(self.norm):
                 self.optimizer.step()
         self.optimizer.zero_grad()
+        for module in self._projected:  # onto the values that its weights may have
+            module.project_()
         if self.ema:
             self.ema.update(self.model, step=step)
 

@@ -139,5 +139,7 @@ def _check_rotary(rotary: Any, q: Tensor, o: BlockOptions) -> None:
             f"rotary must be cos and sin of shape {list(shapes[0])} or {list(shapes[1])} (an even head dimension), "
             f"got {[list(t.shape) for t in rotary]} for head dimension {d}."
         )
+    if torch.is_grad_enabled() and any(t.requires_grad for t in rotary):
+        raise ValueError("rotary has no gradient: turn phi(q) and phi(k) outside, or give detached tables.")
     if any(t.device != q.device or not t.dtype.is_floating_point for t in rotary):
         raise ValueError(f"rotary must be floating point on the device of q, {q.device}.")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_diffusers import CASES, converted, host, inputs, run, sites
+from tiny_diffusers import CASES, blocks_for, converted, host, inputs, run, sites
 
 import zoo
 
@@ -76,3 +76,19 @@ def test_a_folder_of_the_host_is_converted_on_loading(name, tmp_path):
     wanted.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is converted already"):
         cls.from_pretrained(tmp_path, conversions=[{"mixer": "la"}])
+
+
+@pytest.mark.parametrize("name", ["dit", "pixart", "sana", "wan"])
+@pytest.mark.parametrize("mixer", ["mhla", "mhla2"])
+def test_blocks_are_saved(name, mixer, tmp_path):
+    model = converted(name, mixer, **blocks_for(name, mixer), lepe=3, keep_softmax=[1])
+    blocks = [1, 2, 2] if name == "wan" else [2, 2]
+    assert model.config.conversions[0]["options"] == {"lepe": 3, "blocks": blocks}
+    model.save_pretrained(tmp_path)
+    assert same(model, type(model).from_pretrained(tmp_path), name)
+    assert run(model, inputs(name, size=12)).isfinite().all() and not same(model, host(name), name)
+
+
+def test_blocks_for_the_usual_size_of_a_video():
+    report = zoo.convert(host("wan"), "mhla")
+    assert {row.blocks for row in report.swapped} == {"3x3x13 of 21x30x52"} and "3x3x13 of 21x30x52" in str(report)

@@ -135,6 +135,12 @@ def _host(name: str) -> Any:
     return build(CASES[name])
 
 
+def blocks_for(name: str, mixer: str) -> dict[str, Any]:
+    """Options of a mixer of blocks where the model does not say what grid it is for, which is a large one then."""
+    blocks = {"wan": [1, 2, 2], "wan-i2v": [1, 2, 2], "flux": [2, 2]}
+    return {"blocks": blocks[name]} if mixer.startswith("mhla") and name in blocks else {}
+
+
 def host(name: str) -> Any:
     """A copy of the unconverted tiny model called `name`."""
     return copy.deepcopy(_host(name))

@@ -193,6 +193,7 @@ BAD = {
     "causal_blocks": ({"causal": True}, "runs of the raster order"),
     "causal_order": ({"causal": True, "blocks": (5, 1), "order": "ahla"}, "causal needs order='la'"),
     "rotary": ({"rotary": (torch.ones(35, 2), torch.ones(35, 2))}, "rotary must be cos and sin of shape"),
+    "learned": ({"rotary": (torch.ones(35, 3, requires_grad=True), torch.ones(35, 3))}, "rotary has no gradient"),
     "one_table": ({"rotary": torch.ones(2, 35, 3)}, "rotary must be two tensors"),
 }
 

@@ -98,6 +98,20 @@ def test_too_many_skipped_steps_name_the_step_also_when_read_late(tmp_path, monk
         Trainer(settings).train()
 
 
+@pytest.mark.parametrize("mixing", ["project", "softmax"])
+def test_weights_are_projected_after_each_step_and_not_decayed(tmp_path, mixing):
+    """A rate far too high for weights that are learned as they are: only those that say so are clipped to [0, 1]."""
+    model = {"mixer": "mhla", "mixer_options": {"mixing": mixing, "blocks": [2, 2]}}
+    trainer = Trainer(tiny(tmp_path, **STEPS, model=model, optim={"lr": 1.0, "weight_decay": 0.1, "ema": 0.5}))
+    weights = [p for n, p in trainer.model.named_parameters() if ".mixing." in n]
+    groups = [g for g in trainer.optimizer.param_groups for p in g["params"] if any(p is w for w in weights)]
+    assert len(weights) == 2 and all(g["weight_decay"] == 0 for g in groups)
+    before = [w.detach().clone() for w in weights]
+    trainer.train()
+    inside = [bool(((w >= 0) & (w <= 1)).all()) for w in weights]
+    assert inside == [mixing == "project"] * 2 and not any(map(torch.equal, before, weights))
+
+
 def test_fp16_is_refused_without_a_gpu(tmp_path):
     if torch.accelerator.is_available():
         pytest.skip("there is a GPU here")

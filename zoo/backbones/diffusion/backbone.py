@@ -10,6 +10,8 @@ from zoo.backbones import Swap
 from zoo.backbones.diffusion.hosts import FAMILIES, Family, adopt, conversions_of
 from zoo.backbones.diffusion.sites import DiffusionSite
 from zoo.backbones.record import live_conversions
+from zoo.grid import Grid
+from zoo.mixers import MIXERS
 
 CONVERTED = {family.converted: host for host, family in FAMILIES.items()}
 COMPUTE_TYPES = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
@@ -71,6 +73,8 @@ class DiffusersBackbone:
         dim, width = attn.to_q.in_features, attn.to_q.out_features
         sizes = {"dim": dim, "num_heads": attn.heads, "head_dim": width // attn.heads, "dtype": weight.dtype}
         sizes |= {"device": weight.device, "num_kv_heads": attn.to_k.out_features * attn.heads // width}
+        if getattr(MIXERS[mixer], "needs_layout", False):
+            sizes["grid"] = self._usual_grid(model)
         return sizes if mixer == "softmax" else sizes | {"grid_dims": self._grid_dims(model)}
 
     def check(self, model: Any, mixer: str, options: Any) -> None:
@@ -104,6 +108,11 @@ class DiffusersBackbone:
         family = family_of(model)
         assert family is not None
         return family
+
+    def _usual_grid(self, model: Any) -> Grid:
+        """The token grid at the size that the model was made for, for which blocks are chosen."""
+        family, size = self._family(model), model.config.get("sample_size")
+        return family.grid or (size // model.config.patch_size,) * 2
 
     def _grid_dims(self, model: Any) -> int:
         return self._family(model).converted.grid_dims  # type: ignore[attr-defined]

@@ -233,12 +233,16 @@ def grid_of_ids(ids: Tensor) -> Grid:
 
 
 class Family(NamedTuple):
-    """A family of models: its converted class, and its attention: pattern of module names -> class of the site."""
+    """A family of models: its converted class, and its attention: pattern of module names -> class of the site.
+
+    grid: that of its usual size, where the configuration of a model does not say it.
+    """
 
     converted: type
     sites: dict[str, type]
     left: str = ""  # pattern of the attention modules that stay
     mixer: str = "softmax"  # what the host has
+    grid: Grid | None = None
 
 
 FAMILIES: dict[type, Family] = {
@@ -249,7 +253,9 @@ FAMILIES: dict[type, Family] = {
     SanaTransformer2DModel: Family(
         HLASanaTransformer2DModel, {"transformer_blocks.*.attn1": SanaSite}, "transformer_blocks.*.attn2", "la"
     ),
-    WanTransformer3DModel: Family(HLAWanTransformer3DModel, {"blocks.*.attn1": WanSite}, "blocks.*.attn2"),
+    WanTransformer3DModel: Family(
+        HLAWanTransformer3DModel, {"blocks.*.attn1": WanSite}, "blocks.*.attn2", grid=(21, 30, 52)
+    ),  # 81 frames of 480 x 832
     SD3Transformer2DModel: Family(
         HLASD3Transformer2DModel,
         {"transformer_blocks.*.attn": SD3Site, "transformer_blocks.*.attn2": SelfAttentionSite},
@@ -257,6 +263,7 @@ FAMILIES: dict[type, Family] = {
     FluxTransformer2DModel: Family(
         HLAFluxTransformer2DModel,
         {"transformer_blocks.*.attn": FluxSite, "single_transformer_blocks.*.attn": FluxSite},
+        grid=(64, 64),  # 1024 x 1024
     ),
 }
 

@@ -12,7 +12,6 @@ scores (`image_mass`), which two moments of the keys give. MM-EDiT (arXiv 2503.1
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import Tensor
 from zoo.backbones.diffusion.sites import DiffusionSite, norm_heads
 from zoo.backbones.sites import split_heads
 from zoo.mixers import Context
+from zoo.mixers.context import Rotation
 
 Tokens = tuple[Tensor, Tensor, Tensor]  # q, k, v [B, N, H, D]
 EXTRA = 8  # channels added to a head, a multiple of 8 as the fast kernels want
@@ -119,7 +119,7 @@ def split_rows(rotary: tuple[Tensor, Tensor] | None, n: int, text_first: bool) -
     return (first, last) if text_first else (last, first)
 
 
-def rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Callable[[Tensor], Tensor] | None:
+def rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Rotation | None:
     """A rotary embedding (cos, sin) [N, D] as a function [B, N, H, W] -> [B, N, H, W]; None without `rotary`.
 
     W is `width` = D or a multiple of it (feature maps that widen): each D channels are rotated alike. Channels 2 i and
@@ -135,7 +135,7 @@ def rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Callable[[Tens
         turned = torch.stack([-odd, even], dim=-1).flatten(-2)
         return (parts.float() * cos + turned.float() * sin).to(t.dtype).flatten(-2)
 
-    return rotate
+    return Rotation(rotate, lambda: (rotary[0][:, ::2], rotary[1][:, ::2]))
 
 
 class SD3Site(JointSite, Attention):

@@ -6,7 +6,6 @@ Projections and norms are always called as modules, since adapters, quantisers a
 All q, k, v, o here are [B, N, H, D]; x is [B, N, C].
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +17,7 @@ from zoo.backbones.checkpoints import encode_tag
 from zoo.backbones.sites import Site, split_heads
 from zoo.grid import Grid
 from zoo.mixers import Context
+from zoo.mixers.context import Rotation
 
 PLAIN = ("AttnProcessor2_0", "FusedAttnProcessor2_0", "AttnProcessor", "SlicedAttnProcessor", "XFormersAttnProcessor")
 JOINT = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0", "XFormersJointAttnProcessor")
@@ -165,7 +165,7 @@ class WanSite(DiffusionSite, WanAttention):
         return self.fused_projections
 
 
-def wan_rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Callable[[Tensor], Tensor] | None:
+def wan_rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Rotation | None:
     """Wan's rotary embedding (cos, sin) [1, N, 1, D] as a function [B, N, H, W] -> [B, N, H, W]; None without.
 
     W is `width` = D or a multiple of it (feature maps that widen): each D channels are rotated alike.
@@ -179,7 +179,7 @@ def wan_rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Callable[[
         turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
         return turned.flatten(-3).type_as(t)
 
-    return rotate
+    return Rotation(rotate, lambda: (cos[0, :, 0, 0], sin[0, :, 0, 0]))
 
 
 def refuse_cross(encoder_hidden_states: Tensor | None) -> None:

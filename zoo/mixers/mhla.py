@@ -1,0 +1,117 @@
+"""Block mixing (MHLA): each block of queries reads its own mixture of the moments of all blocks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import hla_kernels
+from hla_kernels.features import feature
+from zoo.grid import Grid
+from zoo.mixers.base import EPS, LinearMixer
+from zoo.mixers.context import Context, Rotation
+from zoo.mixers.mixing import BlockMixing, choose_blocks
+from zoo.mixers.options import BlockOptions
+
+
+class BlockMixer(LinearMixer):
+    """o_t = q (Sum_b m_ib P_b) / (q . Sum_b m_ib z_b) for the tokens t of block i, P_b = K_b'V_b, z_b = K_b'1.
+
+    MHLA (token-level multi-head linear attention), in the paper's form: the denominator is of the token's own query.
+    order="ahla" and "hla2" mix two moments of each block and read their product. The mixing matrix is learned (option
+    `mixing`), a locality prior at first. The tokens need a grid, (H, W) or (T, H, W); blocks that do not divide it
+    differ by one token along an axis; class and register tokens are a block of their own. Without `blocks`, they are
+    chosen for the grid of the host (`zoo.mixers.mixing.choose_blocks`), and with mixing="distance" for that of a call.
+
+    4 N D^2 + 2 M^2 D^2 operations a head for M blocks, first order. Options: `zoo.mixers.options.BlockOptions`.
+    """
+
+    name = "mhla"
+    operator = staticmethod(hla_kernels.mhla)
+    defaults = BlockOptions()
+    options: BlockOptions
+    needs_layout = True
+
+    def __init__(
+        self, dim: int, num_heads: int, head_dim: int, *, grid: Grid | None = None, prefix: int = 0, device=None,
+        dtype=None, **kwargs,
+    ) -> None:  # fmt: skip
+        """grid: that of the host, for which blocks are chosen.  prefix: its number of class and register tokens.
+
+        Raises ValueError without blocks and without a grid.
+        """
+        super().__init__(dim, num_heads, head_dim, device=device, dtype=dtype, **kwargs)
+        opt = self.options
+        if opt.blocks is None and grid is None:
+            raise ValueError(f"the mixer {self.name!r} needs blocks=, such as [4, 4]: its host has no grid of its own")
+        self.grid, self.prefix = grid, prefix
+        self.blocks = opt.blocks or choose_blocks(tuple(grid or ()), opt.causal)
+        if opt.mixing != "distance":
+            self.options = replace(opt, blocks=self.blocks)
+        if len(self.blocks) != opt.grid_dims:
+            raise ValueError(f"blocks={list(self.blocks)} must have one number for each of {opt.grid_dims} axes")
+        if opt.causal and any(m > 1 for m in self.blocks[1:]):
+            raise ValueError(f"causal needs blocks along the first axis alone, such as [4, 1], got {list(self.blocks)}")
+        heads = num_heads if opt.per_head else None
+        self.mixing = BlockMixing(
+            opt.mixing, opt.prior, self.blocks, prefix > 0, heads, opt.causal, device=device, dtype=dtype
+        )
+
+    @property
+    def chosen(self) -> dict[str, list[int]]:
+        """The options that were taken from the host, as they are saved with a model."""
+        return {"blocks": list(self.blocks)} if self.options.blocks else {}
+
+    @property
+    def layout(self) -> str:
+        """The blocks in words, for reports."""
+        return "x".join(map(str, self.blocks)) + (" of " + "x".join(map(str, self.grid)) if self.grid else "")
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+        opt = self.options
+        q, k, v = self._local(q, k, v, ctx)
+        grid = ctx.grid
+        assert grid is not None
+        if (ctx.prefix > 0) != self.mixing.prefix or ctx.suffix:
+            raise ValueError(
+                f"the mixer {self.name!r} was built for {self.prefix} prefix tokens before the grid and none "
+                f"behind it, not for {ctx.prefix} and {ctx.suffix}"
+            )
+        blocks = opt.blocks or choose_blocks(grid, opt.causal)
+        self._check_blocks(grid, blocks)
+        where = {
+            "mixing": self.mixing(blocks), "grid": grid, "blocks": blocks, "prefix": ctx.prefix, "order": opt.order,
+            "causal": opt.causal, "token_mask": ctx.key_padding_mask,
+        }  # fmt: skip
+        if opt.feature_map == "identity":
+            where["q_scale"] = self.scale
+        ratio = {"feature_map": self._inner_map, "normalize": opt.normalize, "eps": EPS}
+        q, k = self.phi_q(q), self.phi_k(k)
+        if ctx.rotate is None:
+            return self.operate(q, k, v, **where, **ratio)
+        tables = ctx.rotate.tables() if isinstance(ctx.rotate, Rotation) else None
+        if tables is not None and not tables[0].requires_grad:
+            return self.operate(q, k, v, rotary=tables, rotary_half=ctx.rotate.half, **where, **ratio)
+        return self._turned(q, k, v, ctx.rotate, where)
+
+    def _turned(self, q: Tensor, k: Tensor, v: Tensor, rotate: Callable[[Tensor], Tensor], where: dict) -> Tensor:
+        """The same with a learned rotary embedding, through which the operator has no gradient."""
+        q, k = feature(q, self._inner_map), feature(k, self._inner_map)
+        where |= {"feature_map": None, "normalize": False}
+        o = self.operate(rotate(q), rotate(k), v, **where)
+        return o / (self.operate(q, k, torch.ones_like(v[..., :1]), **where) + EPS) if self.options.normalize else o
+
+    def _check_blocks(self, grid: Grid, blocks: Grid) -> None:
+        if len(grid) != len(blocks) or any(m > n for m, n in zip(blocks, grid, strict=True)):
+            raise ValueError(
+                f"the tokens lie on the grid {grid}, which cannot be cut into the blocks {blocks} of the mixer "
+                f"{self.name!r}; convert with blocks={list(choose_blocks(grid, self.options.causal))}"
+            )
+
+
+class SecondOrderBlockMixer(BlockMixer):
+    """`mhla` with order="hla2": each block of queries reads (Sum_b m_ib K_b'K_b)(Sum_b m_ib Q_b'V_b)."""
+
+    name = "mhla2"
+    defaults = BlockOptions(order="hla2")

@@ -1,0 +1,173 @@
+"""The mixing matrix of block mixing: its prior, its parameters, and the choice of blocks.
+
+Row i says how block i of queries weighs the blocks of tokens; every row sums to one at first. Block 0 is the prefix
+(class, register tokens), if there is one: it weighs all blocks alike, and each other block gives it 1 / M.
+"""
+
+import functools
+import itertools
+import math
+
+import torch
+from torch import Tensor, nn
+
+from zoo.grid import Grid
+
+SMALLEST = 1e-4  # of a prior weight inside a softmax, where zero would stay zero
+KNOTS = 16  # of a function of distance
+DECAY = 3.0  # of "exp", in blocks
+NEAR = 1.5  # of "local", in blocks
+
+
+@torch.compiler.assume_constant_result  # a search that a compiler should not trace
+@functools.lru_cache(maxsize=64)
+def choose_blocks(grid: Grid, causal: bool = False) -> Grid:
+    """Blocks along each axis of a grid of N tokens: M blocks with M^2 <= N, nearly cubes, of equal sizes.
+
+    Fewest sum of log(longest / shortest side) and log(sqrt(N) / M), then the smaller first term. Layouts that divide
+    the grid count first; the others, with sides that differ by one token, where those leave M below sqrt(N) / 4. A
+    causal mixer cuts the first axis alone. MHLA proposes M^2 <= N, and M = 16 for 16 x 16 and 32 x 32 tokens.
+    """
+    limit = math.isqrt(math.prod(grid))
+    lengths = (grid[0], *(1 for _ in grid[1:])) if causal else grid
+    even = [[m for m in range(1, n + 1) if n % m == 0] for n in lengths]
+    best = _best(grid, even, limit, causal)
+    if math.prod(best) >= limit / 4:
+        return best
+    return _best(grid, [list(range(1, min(n, limit) + 1)) for n in lengths], limit, causal)
+
+
+def _best(grid: Grid, counts: list[list[int]], limit: int, causal: bool) -> Grid:
+    layouts = [blocks for blocks in itertools.product(*counts) if math.prod(blocks) <= max(limit, 1)]
+
+    def cost(blocks: Grid) -> tuple[float, float]:
+        sides = [n / m for n, m in zip(grid, blocks, strict=True) if n > 1]
+        spread = 0.0 if causal or not sides else math.log(max(sides) / min(sides))
+        return round(spread + math.log(limit / math.prod(blocks)), 9), spread
+
+    return min(layouts, key=cost)
+
+
+def distances(blocks: Grid) -> Tensor:
+    """Distances between the centres of blocks, in blocks (spacing one along every axis), [M, M] float64."""
+    centres = torch.cartesian_prod(*(torch.arange(m, dtype=torch.float64) for m in blocks)).reshape(-1, len(blocks))
+    return (centres[:, None] - centres[None]).square().sum(-1).sqrt()
+
+
+def weight(prior: str, distance: Tensor, farthest: Tensor) -> Tensor:
+    """The unnormalised prior weight of a block at a distance (in blocks), `farthest` being that of the row's farthest.
+
+    linear 1 - d / max; cos cos(pi/4 d / max); exp exp(-d / 3); gaussian exp(-d^2 / (2 (max / 3)^2)); local [d <= 1.5];
+    uniform 1. MHLA's locality initialisations; their own code takes the maximum over all rows and normalises columns.
+    """
+    relative = distance / farthest.clamp(min=1e-9)
+    return {
+        "linear": lambda: 1 - relative,
+        "cos": lambda: (math.pi / 4 * relative).cos(),
+        "exp": lambda: (-distance / DECAY).exp(),
+        "gaussian": lambda: (-4.5 * relative.square()).exp(),
+        "local": lambda: (distance <= NEAR).to(distance.dtype),
+        "uniform": lambda: torch.ones_like(distance),
+    }[prior]()
+
+
+def prior_matrix(prior: str, blocks: Grid, prefix: bool, causal: bool = False) -> Tensor:
+    """[M, M] float64 with rows that sum to one; with `causal`, over the blocks up to the row's own."""
+    d = distances(blocks)
+    w = weight(prior, d, d.amax(-1, keepdim=True))
+    if prefix:
+        m = len(w) + 1
+        w = torch.cat([(w.sum(-1, keepdim=True) / (m - 1)), w], 1)  # 1 / M of the row that results
+        w = torch.cat([torch.ones(1, m, dtype=w.dtype), w])
+    w = w.tril() if causal else w
+    return w / w.sum(-1, keepdim=True)
+
+
+class BlockMixing(nn.Module):
+    """The mixing matrix [M, M], or [H, M, M] with `num_heads`, and where it comes from (`kind`).
+
+    softmax: a softmax over each row of learned logits, at first the logarithm of the prior.
+    project: learned weights, at first the prior, which `project_` clips to [0, 1] after every step of the optimiser, as
+        MHLA does. Rows need not sum to one then.
+    distance: a softmax over learned logits that are a function of the distance between the centres of two blocks alone,
+        piecewise linear with 16 knots up to the diagonal of the grid, both measured in parts of the grid. It serves any
+        number of blocks.
+    fixed: the prior, nothing is learned.
+    """
+
+    def __init__(
+        self, kind: str, prior: str, blocks: Grid, prefix: bool, num_heads: int | None = None, causal: bool = False,
+        device=None, dtype=None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.matrix: Tensor
+        self.kind, self.prior, self.blocks, self.prefix, self.causal = kind, prior, tuple(blocks), prefix, causal
+        m = math.prod(blocks) + prefix
+        heads = () if num_heads is None else (num_heads,)
+        if kind == "fixed":
+            self.register_buffer("matrix", torch.empty(m, m, device=device, dtype=dtype))
+        elif kind == "distance":
+            self.knots = nn.Parameter(torch.empty(*heads, KNOTS, device=device, dtype=dtype))
+            if prefix:  # logits of (prefix, prefix), of the grid for the prefix, of the prefix for the grid
+                self.prefix_logits = nn.Parameter(torch.empty(*heads, 3, device=device, dtype=dtype))
+        else:
+            self.weight = nn.Parameter(torch.empty(*heads, m, m, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            if self.kind == "distance":
+                self._reset_knots()
+                return
+            prior = prior_matrix(self.prior, self.blocks, self.prefix, self.causal)
+            if self.kind == "fixed":
+                self.matrix.copy_(prior)
+            else:
+                prior = prior.clamp(min=SMALLEST).log() if self.kind == "softmax" else prior
+                self.weight.copy_(prior.to(self.weight).expand_as(self.weight))
+
+    def _reset_knots(self) -> None:
+        """The prior as a function of distance; the prefix at the mean weight of a row in the middle."""
+        diagonal = math.dist([0] * len(self.blocks), [m - 1 for m in self.blocks])
+        x = torch.linspace(0, 1, KNOTS, dtype=torch.float64) * diagonal
+        w = weight(self.prior, x, x[-1]).clamp(min=SMALLEST)
+        self.knots.copy_(w.log().to(self.knots).expand_as(self.knots))
+        if self.prefix:
+            self.prefix_logits.zero_()
+            self.prefix_logits[..., 1] = w.mean().log().item()
+
+    def project_(self) -> None:
+        """Clip weights that are learned as they are to [0, 1]; the training core calls this after each step."""
+        if self.kind == "project":
+            with torch.no_grad():
+                self.weight.clamp_(0, 1)
+
+    def forward(self, blocks: Grid | None = None) -> Tensor:
+        """The matrix for `blocks` (only kind "distance" knows others than its own), in float32 at least."""
+        if self.kind == "fixed":
+            return self.matrix
+        w = self._logits(tuple(blocks or self.blocks)) if self.kind == "distance" else self.weight
+        w = w if w.dtype == torch.float64 else w.float()
+        if self.causal:
+            w = w.masked_fill(torch.ones_like(w, dtype=torch.bool).triu(1), 0 if self.kind == "project" else -math.inf)
+        return w if self.kind == "project" else w.softmax(-1)
+
+    def _logits(self, blocks: Grid) -> Tensor:
+        """[.., M, M] between the two knots next to each distance, which is relative to the diagonal of the grid."""
+        # in blocks of `self.blocks`, whatever the number of blocks, so that a distance is the same part of the image
+        scale = [m / n for m, n in zip(self.blocks, blocks, strict=True)]
+        parts = [torch.arange(n, device=self.knots.device) * s for n, s in zip(blocks, scale, strict=True)]
+        centres = torch.cartesian_prod(*parts).reshape(-1, len(blocks))
+        d = (centres[:, None] - centres[None]).square().sum(-1).sqrt()
+        diagonal = math.dist([0] * len(blocks), [m - 1 for m in self.blocks])
+        place = (d * ((KNOTS - 1) / max(diagonal, 1e-9))).clamp(max=KNOTS - 1)
+        low = place.floor().clamp(max=KNOTS - 2).long()
+        part = (place - low).to(self.knots.dtype)
+        logits = torch.lerp(self.knots[..., low], self.knots[..., low + 1], part)
+        if not self.prefix:
+            return logits
+        own, of_grid, of_prefix = self.prefix_logits.unbind(-1)
+        m = logits.shape[-1]
+        first = torch.cat([own[..., None], of_prefix[..., None].expand(*own.shape, m)], -1)
+        column = of_grid[..., None, None].expand(*own.shape, m, 1)
+        return torch.cat([first[..., None, :], torch.cat([column, logits], -1)], -2)
