@@ -90,8 +90,7 @@ class BlockMixer(LinearMixer):
         q, k = self.phi_q(q), self.phi_k(k)
         if ctx.rotate is None:
             return self.operate(q, k, v, **where, **ratio)
-        tables = ctx.rotate.tables() if isinstance(ctx.rotate, Rotation) else None
-        if tables is not None and not tables[0].requires_grad:
+        if isinstance(ctx.rotate, Rotation) and not (tables := ctx.rotate.tables())[0].requires_grad:
             return self.operate(q, k, v, rotary=tables, rotary_half=ctx.rotate.half, **where, **ratio)
         return self._turned(q, k, v, ctx.rotate, where)
 
