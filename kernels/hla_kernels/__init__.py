@@ -18,6 +18,7 @@ from .api.packed import (
     softmax_attention_qkvpacked,
 )
 from .blockmix import flops as _block_flops  # noqa: F401  registers the formulas
+from .blockmix.streaming import BlockState
 from .features import FEATURE_MAPS
 from .hla import flops as _flops  # noqa: F401  registers the formulas
 from .hla.fused.plan import set_batch_invariant
@@ -32,6 +33,7 @@ __all__ = [
     "FEATURE_MAPS",
     "MAX_HEAD_DIM",
     "OPS",
+    "BlockState",
     "Explanation",
     "State",
     "ahla",

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from .blockmix import call as block_call
 from .blockmix.operator import flat, mhla_op
 from .blockmix.reference import reference as block_reference
+from .blockmix.streaming import stream as block_stream
 from .checks import (
     check_coefficients,
     check_decay,
@@ -79,6 +80,8 @@ def why_not_triton(call: Call | block_call.BlockCall) -> str | None:
     device = call.q.device.type
     if device != "cuda":
         return f"the Triton forms run on CUDA devices, not on {device}"
+    if call.state is not None or call.return_state:
+        return "calls with a state have no Triton form"
     if isinstance(call, block_call.BlockCall):
         return "mhla has no Triton form"
     o = call.options
@@ -86,8 +89,6 @@ def why_not_triton(call: Call | block_call.BlockCall) -> str | None:
         return "softmax_attention uses torch's own kernels and has no Triton form"
     if o.causal:
         return "causal calls have no Triton form"
-    if call.state is not None or call.return_state:
-        return "calls with a state have no Triton form"
     if call.q.dtype == torch.float64:
         return "there is no Triton form in float64"
     inexact = _inexact_in_triton(call)
@@ -118,8 +119,6 @@ def _inexact_in_triton(call: Call) -> str | None:
 
 def why_not_reference(call: Call | block_call.BlockCall) -> str | None:
     """The reason why the reference cannot run this call, or None."""
-    if isinstance(call, block_call.BlockCall):
-        return None
     if call.state is not None or call.return_state:
         return "the reference is an N x N matrix and has no state"
     return None
@@ -294,12 +293,15 @@ def prepare_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, **options: A
     )
 
 
-def run_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, impl: str = "auto", **options: Any) -> Tensor:
+def run_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, impl: str = "auto", **options: Any) -> Any:
     """Check, choose and run one call of `mhla`."""
     call = prepare_blocks(q, k, v, mixing, impl=impl, **options)
     chosen = choose(call, impl)
-    q, k, v, mixing, kept, mask, rotary = call
+    q, k, v, mixing, kept, mask, rotary, state, return_state = call
     with plain_precision(q):
+        if state is not None or return_state:
+            y, state = block_stream(q, k, v, mixing, kept, rotary, state)
+            return (y, state) if return_state else y
         if chosen == "reference":
             wide = [t.to(compute_dtype(q.dtype)) for t in (q, k, v, mixing)]
             return block_reference(wide[0], wide[1], wide[2], wide[3], kept, mask, rotary).to(q.dtype)

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..blockmix.streaming import BlockState
 from ..op import run_blocks
+from . import Result
 
 
 def mhla(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *, grid: Sequence[int], blocks: Sequence[int],
     feature_map: str | None = "relu", normalize: bool = True, order: str = "la", causal: bool = False, prefix: int = 0,
     token_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None, rotary_half: bool = False,
-    scale: float | None = None, q_scale: float = 1.0, eps: float = 1e-6, impl: str = "auto",
-) -> Tensor:  # fmt: skip
+    scale: float | None = None, q_scale: float = 1.0, eps: float = 1e-6, state: BlockState | None = None,
+    return_state: bool = False, impl: str = "auto",
+) -> Result:  # fmt: skip
     """Block mixing: each block of queries reads its own mixture of the moments of all blocks of tokens.
 
     o_t = q_t' P~_i / (q_t' z~_i + eps) for t in block i, P~_i = Sum_b m_ib s Sum_{j in b} k_j v_j', z~ the same with
@@ -41,6 +44,12 @@ def mhla(
     scale         factor of each moment; None is M / N two-sided, a mean if the rows of mixing sum to one (uniform
                   mixing 1 / M is `linear_attention`, `ahla`, `hla2`), and 1 causal
 
+    state, return_state   causal only: the result is (o, state), and a later call continues with the tokens that
+                  follow, one or many. The state holds the moments of all blocks, M F Dv numbers a head (and M F with
+                  normalize), since each block weighs them anew; a token costs M F Dv. rotary is that of the tokens
+                  given. Beyond the grid, continue with a longer one whose first blocks are the same: (64 M,) in M
+                  blocks. F is the number of features, D or 2 D
+
     Raises ValueError for wrong shapes, dtypes, devices, names, and undefined combinations. Reverse mode once, as in
     `api`. First order: MHLA, token-level multi-head linear attention, o_i = q (Sum_b m_ib S_b) / (q . Sum_b m_ib z_b);
     the denominator is the paper's, not that of its released code.
@@ -48,5 +57,5 @@ def mhla(
     return run_blocks(
         q, k, v, mixing, impl=impl, grid=grid, blocks=blocks, feature_map=feature_map, normalize=normalize, order=order,
         causal=causal, prefix=prefix, token_mask=token_mask, rotary=rotary, rotary_half=rotary_half, scale=scale,
-        q_scale=q_scale, eps=eps,
+        q_scale=q_scale, eps=eps, state=state, return_state=return_state,
     )  # fmt: skip

@@ -14,8 +14,17 @@ from ..features import FEATURE_MAPS
 from ..options import IMPLS
 from .layout import Layout
 from .options import ORDERS, BlockOptions
+from .streaming import BlockState, check_state
 
-BESIDE = ("grid", "blocks", "prefix", "token_mask", "rotary")  # what a call takes beside tokens and `BlockOptions`
+BESIDE = (
+    "grid",
+    "blocks",
+    "prefix",
+    "token_mask",
+    "rotary",
+    "state",
+    "return_state",
+)  # what a call takes beside tokens and `BlockOptions`
 
 
 class BlockCall(NamedTuple):
@@ -28,12 +37,14 @@ class BlockCall(NamedTuple):
     options: BlockOptions
     mask: Tensor | None
     rotary: tuple[Tensor, Tensor] | None
+    state: BlockState | None = None
+    return_state: bool = False
 
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *, grid: Sequence[int], blocks: Sequence[int], prefix: int = 0,
     token_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None, impl: str = "auto",
-    dtype: torch.dtype | None = None, **options: Any,
+    state: BlockState | None = None, return_state: bool = False, dtype: torch.dtype | None = None, **options: Any,
 ) -> BlockCall:  # fmt: skip
     """Check a call. dtype: that of autocast, to which tokens are cast (float64 stays), or None."""
     for name in options:
@@ -46,13 +57,20 @@ def prepare(
     kept = BlockOptions(layout, **options)
     _check_options(kept)
     check_features(q.shape[3], kept.feature_map)
+    if not isinstance(return_state, bool):
+        raise ValueError(f"return_state must be True or False, got {return_state!r}.")
+    if (return_state or state is not None) and not kept.causal:
+        raise ValueError("state and return_state need causal=True: two-sided tokens are all there at once.")
     _check_tokens(q.shape[1], kept)
     check_mixing(mixing, layout, q)
     check_sequences(q, token_mask, None, None)
     if token_mask is not None and kept.causal:
         raise ValueError("token_mask needs causal=False: a causal token never sees what comes after it.")
     _check_rotary(rotary, q, kept)
-    return BlockCall(q, k, v, mixing, kept, token_mask, None if rotary is None else (rotary[0], rotary[1]))
+    if state is not None:
+        check_state(state, kept, k, v)
+    tables = None if rotary is None else (rotary[0], rotary[1])
+    return BlockCall(q, k, v, mixing, kept, token_mask, tables, state, return_state)
 
 
 def check_layout(grid: Any, blocks: Any, prefix: Any) -> Layout:

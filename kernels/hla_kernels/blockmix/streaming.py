@@ -1,0 +1,141 @@
+"""Causal block mixing with a state: any sequence in any pieces gives what the parallel form gives of the whole.
+
+A query weighs the blocks before it by its own row of the mixing matrix, so the state is the moments of every block so
+far, M D Dv numbers a head (and M D with the ratio): it grows with the blocks, not with the tokens, and is no D x Dv
+matrix as for `linear_attention`. One token costs one row of the mixture, M D Dv. Plain differentiable torch code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..hla.layout import to_tokens
+from .layout import Layout, block_slots, block_table
+from .options import BlockOptions
+from .torch_form import Prepared, mix, own, prepare_heads
+
+
+@dataclass(eq=False)
+class BlockState:
+    """State of causal `mhla` after `n` tokens (a 0-d integer tensor, so that decoding does not recompile).
+
+    tensors: P [B, Hk, 1, M, F, Dv], the moment of each block of the layout, zeros for those to come; with the ratio
+    also z [B, Hk, 1, M, F, 1] (1 is G where the rotary tables differ by head). float32, float64 for float64 tokens.
+    """
+
+    options: BlockOptions
+    n: Tensor
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def detach(self) -> BlockState:
+        """The same numbers without their history."""
+        return replace(self, tensors={name: x.detach() for name, x in self.tensors.items()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the tensors."""
+        return sum(x.numel() * x.element_size() for x in self.tensors.values())
+
+
+def check_state(state: object, options: BlockOptions, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless `state` is one that a call with these options and sizes continues."""
+    if not isinstance(state, BlockState):
+        raise ValueError(f"state must be a BlockState returned by mhla with return_state, got {type(state).__name__}.")
+    if state.options._replace(layout=options.layout) != options:
+        raise ValueError(f"The state was made with {state.options}, it cannot continue {options}.")
+    old, new = _starts(state.options.layout), _starts(options.layout)
+    if old[:-1] != new[: len(old) - 1] or (len(old) == len(new) and old[-1] > new[-1]):
+        raise ValueError(
+            f"The state has blocks of the layout {tuple(state.options.layout)}, which do not begin where those of "
+            f"{tuple(options.layout)} do."
+        )
+    shape = state.tensors["P"].shape
+    if (shape[0], shape[1], shape[-1]) != (k.shape[0], k.shape[2], v.shape[3]):
+        raise ValueError(f"The state's P has shape {tuple(shape)}, which is not that of these tokens.")
+    if torch.compiler.is_compiling() or state.n.device.type != "cpu":
+        return
+    if int(state.n) + k.shape[1] > options.layout.n_tokens:
+        raise ValueError(
+            f"The grid {options.layout.grid} holds {options.layout.n_tokens} tokens, the state has {int(state.n)} and "
+            f"{k.shape[1]} more came; give a longer grid with as many more blocks, and a mixing for them."
+        )
+
+
+def _starts(layout: Layout) -> list[int]:
+    """First token of each block that is a run of tokens, and the end."""
+    row = (layout.n_tokens - layout.prefix) // layout.grid[0]
+    return [0] * (layout.prefix > 0) + [layout.prefix + row * start for start in layout.starts(0)]
+
+
+def stream(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: BlockOptions, rotary: tuple[Tensor, Tensor] | None,
+    state: BlockState | None,
+) -> tuple[Tensor, BlockState]:  # fmt: skip
+    """(o [B, m, H, Dv], state) of m tokens behind those of `state`; rotary tables are those of these tokens."""
+    p = prepare_heads(q, k, v, mixing, options, None, rotary)
+    n = torch.zeros((), dtype=torch.int64, device=q.device) if state is None else state.n
+    place = Place(options.layout, n, q.shape[1])
+    before = {} if state is None else {name: _grow(x, options.layout.n_blocks) for name, x in state.tensors.items()}
+    y, moment = place.step(p, *(p.turned or (p.phi_q, p.phi_k)), p.v, before.get("P"))
+    after = {"P": moment}
+    if options.normalize:
+        total, after["z"] = place.step(p, p.phi_q, p.phi_k, torch.ones_like(p.v[..., :1]), before.get("z"))
+        y = y / (total + options.eps)
+    return to_tokens(y, q.dtype), BlockState(options, n + q.shape[1], after)
+
+
+def _grow(x: Tensor, n_blocks: int) -> Tensor:
+    """Zeros for the blocks that a longer layout has besides."""
+    return torch.cat([x, x.new_zeros((*x.shape[:-3], n_blocks - x.shape[-3], *x.shape[-2:]))], -3)
+
+
+class Place:
+    """Where m tokens behind n others lie; n is a tensor, m a number."""
+
+    def __init__(self, layout: Layout, n: Tensor, m: int) -> None:
+        self.layout, self.m = layout, m
+        self.index = n + torch.arange(m, device=n.device)
+
+    def step(self, p: Prepared, q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(W v without the ratio, moments after these tokens) of features q, k [B, Hk, G, m, F], v [B, Hk, 1, m, E]."""
+        if before is None:
+            sizes = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2])
+            before = v.new_zeros((*sizes, self.layout.n_blocks, k.shape[-1], v.shape[-1]))
+        return (self._one if self.m == 1 else self._many)(p.m, q * p.s, k, v, before)
+
+    def _one(self, m: Tensor, q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        block = block_table(self.layout, q.device)[self.index]  # [1]
+        after = before.index_add(-3, block, (k.mT @ v)[..., None, :, :])
+        operator = (m.index_select(-2, block) @ after.flatten(-2)).unflatten(-1, after.shape[-2:])
+        return q @ operator.squeeze(-3), after
+
+    def _many(self, m: Tensor, q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """q P_before of the own block and the blocks before it, and the tokens among themselves."""
+        places = block_slots(self.layout, q.device)[1][self.index]
+        q, k, v = (self._cut(x, places) for x in (q, k, v))
+        new = k.mT @ v
+        earlier = mix(before + new, m.tril(-1)) + own(m) * before
+        y = q @ earlier + own(m) * ((q @ k.mT).tril() @ v)
+        return y.flatten(-3, -2)[..., places, :], before + new
+
+    def _cut(self, x: Tensor, places: Tensor) -> Tensor:
+        """[.., m, F] -> all blocks of the layout [.., M, W, F], zeros where there is none of these tokens."""
+        n_blocks, width = self.layout.n_blocks, self.layout.widest
+        blocks = x.new_zeros((*x.shape[:-2], n_blocks * width, x.shape[-1])).index_copy(-2, places, x)
+        return blocks.unflatten(-2, (n_blocks, width))
+
+
+def _flatten(state: BlockState) -> tuple[list[Tensor], tuple]:
+    return [state.n, *state.tensors.values()], (state.options, tuple(state.tensors))
+
+
+def _unflatten(leaves, context) -> BlockState:
+    n, *tensors = leaves
+    return BlockState(context[0], n, dict(zip(context[1], tensors, strict=True)))
+
+
+pytree.register_pytree_node(BlockState, _flatten, _unflatten, serialized_type_name="hla_kernels.BlockState")
