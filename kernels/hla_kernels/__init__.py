@@ -3,8 +3,8 @@
     import hla_kernels as hk
     o = hk.ahla(q, k, v, feature_map="elu1", normalize=True)     q [B, N, H, D], k, v [B, N, Hk, .] -> [B, N, H, Dv]
 
-Operators: `api` (signature, options), `api.packed` (qkv in one tensor), `api.blocks` (blocks of a grid). Symbols and
-equations: `hla`, `blockmix`. Depends on torch alone.
+Operators: `api` (signature, options), `api.packed` (qkv in one tensor), `api.blocks` (blocks of a grid),
+`api.taylor` (expansion of softmax). Symbols and equations: `hla`, `blockmix`, `softmax.taylor`. Depends on torch alone.
 """
 
 from .api import ahla, hla2, hla3, linear_attention, polynomial, softmax_attention
@@ -17,6 +17,7 @@ from .api.packed import (
     polynomial_qkvpacked,
     softmax_attention_qkvpacked,
 )
+from .api.taylor import taylor2
 from .blockmix import flops as _block_flops  # noqa: F401  registers the formulas
 from .blockmix.streaming import BlockState
 from .features import FEATURE_MAPS
@@ -54,4 +55,5 @@ __all__ = [
     "sharded",
     "softmax_attention",
     "softmax_attention_qkvpacked",
+    "taylor2",
 ]

@@ -41,6 +41,9 @@ from .options import IMPLS, Options, compute_dtype
 from .sequences import Sequences, live_rows, pack, unpack
 from .softmax.reference import reference as softmax_reference
 from .softmax.sdpa import sdpa
+from .softmax.taylor import call as taylor_call
+from .softmax.taylor.operator import taylor2_op
+from .softmax.taylor.reference import definition as taylor_definition
 from .state import State
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -68,6 +71,9 @@ class Call(NamedTuple):
     sequences: Sequences
 
 
+AnyCall = Call | block_call.BlockCall | taylor_call.TaylorCall
+
+
 class Explanation(NamedTuple):
     """What `explain` returns: the implementation that would run and, for the others, why they would not."""
 
@@ -75,11 +81,13 @@ class Explanation(NamedTuple):
     why_not: dict[str, str]
 
 
-def why_not_triton(call: Call | block_call.BlockCall) -> str | None:
+def why_not_triton(call: AnyCall) -> str | None:
     """The reason why no Triton form can run this call, or None when one can."""
     device = call.q.device.type
     if device != "cuda":
         return f"the Triton forms run on CUDA devices, not on {device}"
+    if isinstance(call, taylor_call.TaylorCall):
+        return "taylor2 has no Triton form"
     if call.state is not None or call.return_state:
         return "calls with a state have no Triton form"
     if isinstance(call, block_call.BlockCall):
@@ -117,14 +125,16 @@ def _inexact_in_triton(call: Call) -> str | None:
     return None
 
 
-def why_not_reference(call: Call | block_call.BlockCall) -> str | None:
+def why_not_reference(call: AnyCall) -> str | None:
     """The reason why the reference cannot run this call, or None."""
+    if isinstance(call, taylor_call.TaylorCall):
+        return None
     if call.state is not None or call.return_state:
         return "the reference is an N x N matrix and has no state"
     return None
 
 
-def choose(call: Call | block_call.BlockCall, impl: str) -> str:
+def choose(call: AnyCall, impl: str) -> str:
     """The implementation of a call. An explicit `impl` never falls back: ValueError with the reason instead."""
     if impl == "auto":
         return "triton" if why_not_triton(call) is None else "torch"
@@ -137,12 +147,14 @@ def choose(call: Call | block_call.BlockCall, impl: str) -> str:
 def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Explanation:
     """Which implementation `op(*inputs, **options)` would run, and why not the others; nothing is computed.
 
-    op: a name of OPS, or "mhla". inputs: q, k, v (and coefficients for polynomial, mixing for mhla), or one packed qkv.
-    Raises ValueError as the call would.
+    op: a name of OPS, "mhla" or "taylor2". inputs: q, k, v (and coefficients for polynomial and taylor2, mixing for
+    mhla), or one packed qkv. Raises ValueError as the call would.
     """
     op = getattr(op, "__name__", op)
     if op == "mhla":
         return _explained(prepare_blocks(*inputs, impl=impl, **options), impl)
+    if op == "taylor2":
+        return _explained(prepare_taylor(*inputs, impl=impl, **options), impl)
     check_op(op)
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:
         check_packed(inputs[0])
@@ -155,7 +167,7 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
     return _explained(prepare(op, *inputs, impl=impl, **options), impl)
 
 
-def _explained(call: Call | block_call.BlockCall, impl: str) -> Explanation:
+def _explained(call: AnyCall, impl: str) -> Explanation:
     chosen = choose(call, impl)
     why_not = {}
     for name in IMPLS[1:]:
@@ -285,12 +297,9 @@ def run_packed(op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: s
         return two_sided_qkvpacked(qkv.to(call.q.dtype), coefficients, op, *rest)[0]
 
 
-def prepare_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, **options: Any) -> block_call.BlockCall:
+def prepare_blocks(q: Tensor, *inputs: Tensor, **options: Any) -> block_call.BlockCall:
     """The checked call of `mhla`."""
-    device = q.device.type if isinstance(q, Tensor) else "meta"
-    return block_call.prepare(
-        q, k, v, mixing, dtype=torch.get_autocast_dtype(device) if autocast_on(device) else None, **options
-    )
+    return block_call.prepare(q, *inputs, dtype=_autocast_dtype(q), **options)
 
 
 def run_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, impl: str = "auto", **options: Any) -> Any:
@@ -308,6 +317,27 @@ def run_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, impl: str = "aut
         _refuse_forward_mode("mhla", q, k, v, mixing)
         save = _needs_backward(q, k, v, mixing)
         return mhla_op(q, k, v, mixing, mask, *(rotary or (None, None)), *flat(kept), chosen, save)[0]
+
+
+def prepare_taylor(q: Tensor, *inputs: Tensor, **options: Any) -> taylor_call.TaylorCall:
+    """The checked call of `taylor2`."""
+    return taylor_call.prepare(q, *inputs, dtype=_autocast_dtype(q), **options)
+
+
+def run_taylor(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, impl: str = "auto", **options: Any) -> Tensor:
+    """Check, choose and run one call of `taylor2`."""
+    call = prepare_taylor(q, k, v, coefficients, impl=impl, **options)
+    with plain_precision(call.q):
+        if choose(call, impl) == "reference":
+            return taylor_definition(call)
+        _refuse_forward_mode("taylor2", *call[:6])
+        return taylor2_op(*call)
+
+
+def _autocast_dtype(q: Any) -> torch.dtype | None:
+    """The type to which autocast wants tokens cast, or None."""
+    device = q.device.type if isinstance(q, Tensor) else "meta"
+    return torch.get_autocast_dtype(device) if autocast_on(device) else None
 
 
 def plain_precision(x: Tensor) -> contextlib.AbstractContextManager:

@@ -1,5 +1,5 @@
-"""The public operators. One signature for all here; `packed` has them for one qkv, `blocks` those that mix blocks.
-`hla/__init__.py` has the symbols.
+"""The public operators. One signature for all here; `packed` has them for one qkv, `blocks` those that mix blocks,
+`taylor` the expansion of softmax. `hla/__init__.py` has the symbols.
 
 Shapes: q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], any strides; Hk divides H and query head h reads key head h
 // (H // Hk). Returns o [B, N, H, Dv], contiguous, in the dtype of q, or (o, state) with return_state.

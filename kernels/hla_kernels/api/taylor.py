@@ -1,0 +1,32 @@
+"""The public operator of second-order Taylor attention; `softmax/taylor/__init__.py` has the symbols."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..op import run_taylor
+
+
+def taylor2(
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, *, narrow: tuple[Tensor, Tensor] | None = None,
+    normalize: bool = True, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
+) -> Tensor:  # fmt: skip
+    """Softmax attention to second order around uniform weights: o_t = vbar + mean_j w_tj (v_j - vbar) / z_t.
+
+    w_tj = c1 s_tj + c2 r_tj^2 / 2, s_tj = q_scale q_t.(k_j - kbar), r = s; z_t = 1 + c2 mean_j r_tj^2 / 2 with
+    normalize, else 1. q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv], two-sided.
+
+    coefficients  [H, 2], (c1, c2) of each head; (1, 1) with normalize is the average with the weights 1 + s + s^2 / 2.
+                  c2 >= 0 with normalize is the caller's responsibility; differentiable
+    narrow        (q2 [B, N, H, R], k2 [B, N, Hk, R]): r_tj = q_scale q2_t.(k2_j - mean k2), so that the state has
+                  R (R + 1) / 2 x Dv numbers in the place of D (D + 1) / 2 x Dv
+    q_scale       the scale of softmax, such as D^-1/2
+    key_padding_mask, impl   as in `api`
+
+    Raises ValueError for wrong shapes, dtypes, devices and names. Reverse mode once, as in `api`. The expansion with
+    its cross products as features: Arora et al., arXiv 2402.18668, section 4.1 (there without centring, causal).
+    """
+    return run_taylor(
+        q, k, v, coefficients, narrow=narrow, normalize=normalize, q_scale=q_scale, key_padding_mask=key_padding_mask,
+        impl=impl,
+    )  # fmt: skip

@@ -1,0 +1,76 @@
+"""Checks of a call of second-order Taylor attention; each refusal is a ValueError of one sentence."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...checks import check_name, check_sequences, check_tensors, is_number
+from ...options import IMPLS
+
+
+class TaylorCall(NamedTuple):
+    """A checked call: tensors cast for autocast."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    coefficients: Tensor
+    q2: Tensor | None
+    k2: Tensor | None
+    mask: Tensor | None
+    normalize: bool
+    q_scale: float
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, *, narrow: tuple[Tensor, Tensor] | None = None,
+    normalize: bool = True, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> TaylorCall:  # fmt: skip
+    """Check a call. dtype: that of autocast, to which tokens are cast (float64 stays), or None."""
+    check_tensors(q, k, v, dtype is not None)
+    _check_coefficients(coefficients, q)
+    if narrow is not None:
+        _check_narrow(narrow, q, k, v, dtype is not None)
+    if dtype is not None:
+        q, k, v = (_cast(x, dtype) for x in (q, k, v))
+        narrow = None if narrow is None else (_cast(narrow[0], dtype), _cast(narrow[1], dtype))
+    q2, k2 = narrow if narrow is not None else (None, None)
+    check_name("impl", impl, IMPLS)
+    if not isinstance(normalize, bool):
+        raise ValueError(f"normalize must be True or False, got {normalize!r}.")
+    if not is_number(q_scale) or not -math.inf < q_scale < math.inf:
+        raise ValueError(f"q_scale must be a finite number, got {q_scale!r}.")
+    check_sequences(q, key_padding_mask, None, None)
+    return TaylorCall(q, k, v, coefficients, q2, k2, key_padding_mask, normalize, float(q_scale))
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == torch.float64 else x.to(dtype)
+
+
+def _check_coefficients(c: Any, q: Tensor) -> None:
+    heads = q.shape[2]
+    if not isinstance(c, Tensor) or tuple(c.shape) != (heads, 2):
+        got = tuple(c.shape) if isinstance(c, Tensor) else type(c).__name__
+        raise ValueError(f"coefficients must be a tensor of shape [heads, 2] = [{heads}, 2], got {got}.")
+    if not c.dtype.is_floating_point or c.dtype.itemsize < 2:
+        raise ValueError(f"coefficients must be floating point of 16 bits or more, got {c.dtype}.")
+    if c.device != q.device:
+        raise ValueError(f"coefficients must be on the device of q, {q.device}, got {c.device}.")
+
+
+def _check_narrow(narrow: Any, q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
+    if not isinstance(narrow, tuple) or len(narrow) != 2 or not all(isinstance(t, Tensor) for t in narrow):
+        raise ValueError("narrow must be two tensors, the queries and keys of the degree-2 term.")
+    q2, k2 = narrow
+    check_tensors(q2, k2, v, autocast)
+    if q2.shape[:3] != q.shape[:3] or k2.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            "narrow must have the batch, tokens and heads of q and k, "
+            f"got {tuple(q2.shape)} and {tuple(k2.shape)} for {tuple(q.shape)} and {tuple(k.shape)}."
+        )
