@@ -92,6 +92,45 @@ class OutputGate(nn.Linear):
         return o * (2 * super().forward(x).sigmoid()).unflatten(-1, o.shape[2:])
 
 
+class HeadGains(nn.Module):
+    """Three numbers a head, neutral at first: gain and shift of o -> gain o + shift mean(v), and a temperature.
+
+    gain, shift [H], temperature [Hk], by which queries and keys of that group are multiplied before a feature map.
+    o [B, N, H, D], v [B, N, Hk, D]; the mean is over the tokens of mask [B, N], and the others keep their zeros.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, device=None, dtype=None) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.gain = nn.Parameter(torch.ones(num_heads, **dd))
+        self.shift = nn.Parameter(torch.zeros(num_heads, **dd))
+        self.temperature = nn.Parameter(torch.ones(num_kv_heads, **dd))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+        nn.init.zeros_(self.shift)
+        nn.init.ones_(self.temperature)
+
+    def warm(self, x: Tensor) -> Tensor:
+        """q or k [B, N, H or Hk, D] times the temperature of its group."""
+        t = self.temperature.repeat_interleave(x.shape[2] // len(self.temperature))
+        return x * t[:, None].to(x.dtype)
+
+    def forward(self, o: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        mean = mean_value(v, mask).repeat_interleave(o.shape[2] // v.shape[2], dim=2)
+        out = (o * self.gain[:, None] + mean * self.shift[:, None]).to(o.dtype)
+        return out if mask is None else out.where(mask[:, :, None, None], 0)
+
+
+def mean_value(v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The mean of v [B, N, Hk, D] over the tokens of mask [B, N], [B, 1, Hk, D], summed in float32 at least."""
+    v = v.to(torch.promote_types(v.dtype, torch.float32))
+    if mask is None:
+        return v.mean(1, keepdim=True)
+    live = mask[:, :, None, None]
+    return v.where(live, 0).sum(1, keepdim=True) / live.sum(1, keepdim=True).clamp(min=1)
+
+
 class HeadRMSNorm(nn.Module):
     """RMSNorm over D of each head, with one gain per head and channel: [B, N, H, D] -> [B, N, H, D]."""
 

@@ -205,7 +205,7 @@ def attention(model, name="blocks.0.attn"):
 
 
 @pytest.mark.parametrize("options", [{}, {"feature_map": "softmax_pair"}, {"feature_map": "identity"}])
-@pytest.mark.parametrize("mixer", GRIDLESS)
+@pytest.mark.parametrize("mixer", [name for name in GRIDLESS if name != "taylor2"])  # which reads q, k and v apart
 def test_an_attention_layer_copies_nothing(mixer, options):
     if options.get("feature_map") == "identity":
         options = {**options, "normalize": False}

@@ -6,16 +6,15 @@ adds only its own parameters. A new mixer is one file here and one row in `MIXER
 
 from torch import nn
 
-from zoo.mixers.ahla import AHLA
 from zoo.mixers.base import LinearMixer
 from zoo.mixers.context import Context
-from zoo.mixers.hla2 import HLA2
-from zoo.mixers.hla3 import HLA3
+from zoo.mixers.hla import AHLA, HLA2, HLA3
 from zoo.mixers.la import LinearAttention
 from zoo.mixers.mhla import BlockMixer, SecondOrderBlockMixer
 from zoo.mixers.options import MixerOptions
 from zoo.mixers.poly import Polynomial
 from zoo.mixers.softmax import Softmax
+from zoo.mixers.taylor2 import Taylor2
 from zoo.names import unknown_name
 
 MIXERS: dict[str, type[nn.Module]] = {
@@ -27,6 +26,7 @@ MIXERS: dict[str, type[nn.Module]] = {
     "poly": Polynomial,
     "mhla": BlockMixer,
     "mhla2": SecondOrderBlockMixer,
+    "taylor2": Taylor2,
 }
 
 

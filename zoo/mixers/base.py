@@ -11,7 +11,7 @@ from hla_kernels import MAX_HEAD_DIM
 from hla_kernels.checks import RIDGED
 from hla_kernels.features import feature, feature_width
 from hla_kernels.sequences import real
-from zoo.features import DepthwiseResidual, HeadRMSNorm, Hedgehog, LocalValues, OutputGate
+from zoo.features import DepthwiseResidual, HeadGains, HeadRMSNorm, Hedgehog, LocalValues, OutputGate
 from zoo.grid import check_grid
 from zoo.mixers.context import Context
 from zoo.mixers.options import MixerOptions, resolve_options
@@ -25,8 +25,8 @@ class LinearMixer(nn.Module):
     """mixer(q, k, v, ctx) -> o with a cost linear in the number of tokens; all tensors [B, N, H, D].
 
     A subclass sets `name`, `operator` and `operator_packed` (of `hla_kernels`) and, where they differ, `defaults`. The
-    order of the steps: depthwise residuals, feature map, rotation, operator (one or two directions), head norm, local
-    values, gate.
+    order of the steps: depthwise residuals, feature map, rotation, operator (one or two directions), head norm, gains,
+    local values, gate.
     Where nothing comes before the operator and the host has q, k, v in one tensor, the packed operator reads that one.
 
     With a rotary host, phi is applied before the rotation and the denominator is that of the unrotated features, so
@@ -72,6 +72,7 @@ class LinearMixer(nn.Module):
         if opt.decay is not None:
             self.decay_logit = nn.Parameter(torch.empty(num_heads, **dd))
         self.norm = HeadRMSNorm(num_heads, head_dim, **dd) if opt.post_norm else nn.Identity()
+        self.gains = HeadGains(num_heads, heads["v"], **dd) if opt.gains else None
         self.lepe = LocalValues(heads["v"] * head_dim, opt.lepe, opt.grid_dims, **dd) if opt.lepe else None
         self.gate = OutputGate(dim, num_heads * head_dim, **dd) if opt.gate else None
         self.reset_parameters()
@@ -107,6 +108,8 @@ class LinearMixer(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         self._check(q.shape[1], ctx)
         o = self.norm(self._core(q, k, v, ctx))
+        if self.gains is not None:
+            o = self.gains(o, v, ctx.key_padding_mask)
         if self.lepe is not None:
             assert ctx.grid is not None
             o = self.lepe(o, real(v, ctx.key_padding_mask), ctx.grid, ctx.prefix, ctx.suffix)
@@ -151,15 +154,28 @@ class LinearMixer(nn.Module):
     def _reads_packed(self, ctx: Context) -> bool:
         """Whether the operator reads q, k and v just as they came."""
         opt = self.options
-        return ctx.rotate is None and not opt.depthwise and opt.feature_map != "hedgehog" and opt.scan == "forward"
+        plain = opt.feature_map != "hedgehog" and not self._warms
+        return ctx.rotate is None and not opt.depthwise and plain and opt.scan == "forward"
+
+    @property
+    def _warms(self) -> bool:
+        """Whether the feature map has a temperature: with the identity it would be one more gain."""
+        return self.options.gains and self.options.feature_map != "identity"
 
     def _features(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         """What the operator reads: (q, k, v), or with a rotary host (phi q, phi k, rotated phi q, rotated phi k, v)."""
-        q, k = self.phi_q(q), self.phi_k(k)
+        q, k = self._projected(q, k)
         if ctx.rotate is None:
             return q, k, v
         q, k = feature(q, self._inner_map), feature(k, self._inner_map)
         return q, k, ctx.rotate(q), ctx.rotate(k), v
+
+    def _projected(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k as the feature map of the operator gets them: with their temperature, through a learned map."""
+        if self._warms:
+            assert self.gains is not None
+            q, k = self.gains.warm(q), self.gains.warm(k)
+        return self.phi_q(q), self.phi_k(k)
 
     def _scan(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
         """One direction, or both added."""

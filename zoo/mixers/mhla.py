@@ -87,7 +87,7 @@ class BlockMixer(LinearMixer):
         if opt.feature_map == "identity":
             where["q_scale"] = self.scale
         ratio = {"feature_map": self._inner_map, "normalize": opt.normalize, "eps": EPS}
-        q, k = self.phi_q(q), self.phi_k(k)
+        q, k = self._projected(q, k)
         if ctx.rotate is None:
             return self.operate(q, k, v, **where, **ratio)
         if isinstance(ctx.rotate, Rotation) and not (tables := ctx.rotate.tables())[0].requires_grad:

@@ -29,6 +29,8 @@ class MixerOptions:
     causal: mix over the raster order of the tokens.  decay: initial value in (0, 1) of a learned decay a head, or None.
     scan: "forward", or "both" to add the pass over the reversed order (halved where weights sum to one).
     ridge: lambda of the second- and third-order key moment (HLA paper, Algorithm 1).
+    gains: learned numbers of each head, neutral at first: o -> gain o + shift mean(v), and phi of q and k times a
+        temperature (where phi is not the identity). `zoo.pipeline.calibrate` solves for them.
     """
 
     feature_map: str = "elu1"
@@ -45,9 +47,10 @@ class MixerOptions:
     decay: float | None = None
     scan: str = "forward"
     ridge: float = 0.0
+    gains: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("normalize", "mean_path", "post_norm", "gate", "causal"):
+        for name in ("normalize", "mean_path", "post_norm", "gate", "causal", "gains"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_depthwise()
@@ -59,14 +62,7 @@ class MixerOptions:
             raise unknown_name("center", self.center, ("k", "qk"))
         if self.scan not in SCANS:
             raise unknown_name("scan", self.scan, SCANS)
-        if self.normalize and self.feature_map == "identity":
-            raise ValueError(
-                "normalize=True needs a non-negative feature map (relu, elu1, softmax, softmax_pair, hedgehog)"
-            )
-        if self.normalize and (self.center or self.mean_path):
-            raise ValueError(
-                "normalize=True excludes center and mean_path: centred weights do not sum to a positive number"
-            )
+        self._check_normalize()
         if self.decay is not None and not (self.causal and _is_number(self.decay) and 0 < self.decay < 1):
             raise ValueError(
                 f"decay needs causal=True and a value in (0, 1), got decay={self.decay!r}, causal={self.causal}"
@@ -75,6 +71,18 @@ class MixerOptions:
             raise ValueError("scan='both' needs causal=True: the two-sided form already sees both directions")
         if self.causal and not (self.normalize or self.post_norm or self.decay):
             raise ValueError("causal without normalize grows with the position: set post_norm=True or a decay")
+        if self.causal and self.gains:
+            raise ValueError("gains adds the mean value of all tokens, which causal=True must not see")
+
+    def _check_normalize(self) -> None:
+        if self.normalize and self.feature_map == "identity":
+            raise ValueError(
+                "normalize=True needs a non-negative feature map (relu, elu1, softmax, softmax_pair, hedgehog)"
+            )
+        if self.normalize and (self.center or self.mean_path):
+            raise ValueError(
+                "normalize=True excludes center and mean_path: centred weights do not sum to a positive number"
+            )
 
     def _check_depthwise(self) -> None:
         names, size = self.depthwise, self.depthwise_kernel
@@ -149,6 +157,36 @@ class BlockOptions(MixerOptions):
     def needs_grid(self) -> bool:
         """Always."""
         return True
+
+
+@dataclass(frozen=True)
+class TaylorOptions(MixerOptions):
+    """Options of `taylor2`: `MixerOptions` without another feature map, centring or causality, and
+
+    coefficients: the initial c1, c2 of the two terms of the expansion.
+    width: channels of a head that the degree-2 term reads, through one learned projection of q and one of k; None for
+        all of them as they are. Raises ValueError too.
+    """
+
+    coefficients: tuple[float, ...] = (1.0, 1.0)
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        c = self.coefficients
+        if not isinstance(c, tuple) or len(c) != 2 or not all(map(_is_number, c)):
+            raise ValueError(f"coefficients are the two numbers c1, c2, got {c!r}")
+        if self.width is not None and (not isinstance(self.width, int) or self.width < 1):
+            raise ValueError(f"width must be a positive number of channels or None, got {self.width!r}")
+        if self.causal:
+            raise ValueError("taylor2 is two-sided only; use la, hla2, ahla or hla3 with causal=True")
+        super().__post_init__()
+
+    def _check_normalize(self) -> None:
+        if self.feature_map != "identity" or self.center != "k" or self.mean_path is not True:
+            raise ValueError(
+                "taylor2 expands softmax around its mean value: feature_map='identity', center='k' and mean_path=True "
+                f"are fixed, got {self.feature_map!r}, {self.center!r} and {self.mean_path}"
+            )
 
 
 def _is_number(x: Any) -> bool:

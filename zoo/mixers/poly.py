@@ -1,7 +1,5 @@
 """A learned mixture of the four orders, per head."""
 
-from math import expm1, log
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,11 +38,13 @@ class Polynomial(LinearMixer):
             self._fill_coefficients()
 
     def _fill_coefficients(self) -> None:
-        c = self.options.coefficients
-        if self.options.normalize:
-            c = tuple(log(expm1(max(x, SMALLEST))) for x in c)  # the inverse of softplus
-        with torch.no_grad():
-            self.coefficients.copy_(torch.tensor(c, device=self.coefficients.device).expand_as(self.coefficients))
+        c = torch.tensor(self.options.coefficients, device=self.coefficients.device, dtype=torch.float64)
+        self.set_coefficients(c.expand_as(self.coefficients))
+
+    @torch.no_grad()
+    def set_coefficients(self, c: Tensor) -> None:
+        """Take c1..c4 [H, 4]; with `normalize` at least `SMALLEST` each."""
+        self.coefficients.copy_(c.clamp(min=SMALLEST).expm1().log() if self.options.normalize else c)
 
     def operate(self, *tokens: Tensor, **options) -> Tensor:
         c = F.softplus(self.coefficients) if self.options.normalize else self.coefficients

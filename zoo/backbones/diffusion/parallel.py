@@ -28,6 +28,11 @@ def check_parallelism(model: Any, config: Any, splits_tokens: bool) -> None:
     for name in names:
         site = model.get_submodule(name)
         linear = any(isinstance(m, LinearMixer) for m in site.modules())
+        if getattr(getattr(site.mixer, "options", None), "gains", False) or site.mixer_name == "taylor2":
+            raise ValueError(
+                f"the mixer of {name} averages values over all tokens itself (gains, taylor2); context parallelism is "
+                "exact for two-sided mixers without them"
+            )
         if site.needs_grid or not (linear or site.mixer_name == "softmax"):
             raise ValueError(
                 f"the mixer {site.mixer_name!r} of {name} needs the neighbours of a token (depthwise, causal) "

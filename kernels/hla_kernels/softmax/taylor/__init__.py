@@ -17,5 +17,6 @@ Two orders of the products, one result (`torch_form`):
 The cheaper one runs: by state from about N = 2,100 on at R = D = Dv = 64 and 180 with R = 16.
 
 The feature x -> (1, x, x x' / sqrt 2) of exp's expansion is that of Arora et al., Based, arXiv 2402.18668, section 4.1;
-centred keys and the mean-value path are what `zoo` adds at conversion. Reading order: reference, torch_form, operator.
+centred keys and the mean-value path are what `zoo` adds at conversion. Reading order: reference, torch_form,
+gradient, operator.
 """

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .torch_form import by_state, evaluate, gradient, multiplications
+from .gradient import gradient
+from .torch_form import by_state, evaluate, multiplications
 
 Shape = tuple[int, ...]
 

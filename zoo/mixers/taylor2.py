@@ -1,0 +1,85 @@
+"""Softmax attention to second order, linear in the number of tokens."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hla_kernels
+from zoo.mixers.base import LinearMixer
+from zoo.mixers.options import TaylorOptions
+
+SMALLEST = 1e-3  # of a positive coefficient: softplus never reaches zero
+
+
+class Taylor2(LinearMixer):
+    """mean(v) + (c1 mean_j s_tj (v_j - mean v) + c2 mean_j s_tj^2 / 2 (v_j - mean v)) / (1 + c2 mean_j s_tj^2 / 2).
+
+    s_tj = scale q_t.(k_j - mean k), learned c [H, 2]: with c = (1, 1) the average with the weights 1 + s + s^2 / 2,
+    softmax to second order around uniform weights (without `normalize` the divisor is left out). With `normalize` c2
+    is kept positive (softplus). `width` < D: the degree-2 term reads q and k through learned projections [D, width],
+    at first the first channels; `zoo.pipeline.calibrate` sets the best ones for the data. Two-sided only.
+
+    State and cost a head, D = Dv = 64: 2080 x 64 numbers and 274,000 multiplications a token; width 16: 136 x 64 and
+    26,000; `la` has 64 x 64 and 8,200. For few tokens N the N x N weights are cheaper and are taken: 128 N.
+    Options: `zoo.mixers.options.TaylorOptions`. The expansion: hla_kernels.softmax.taylor, after arXiv 2402.18668.
+    """
+
+    name = "taylor2"
+    operator = staticmethod(hla_kernels.taylor2)
+    defaults = TaylorOptions(feature_map="identity", normalize=True, center="k", mean_path=True)
+    options: TaylorOptions
+
+    def __init__(
+        self, dim: int, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None, device=None, dtype=None,
+        **kwargs,
+    ) -> None:  # fmt: skip
+        dd = {"device": device, "dtype": dtype}
+        super().__init__(dim, num_heads, head_dim, num_kv_heads=num_kv_heads, **dd, **kwargs)
+        r = self.options.width
+        if r is not None and r > head_dim:
+            raise ValueError(f"width must be at most the {head_dim} channels of a head, got {r}")
+        self.coefficients = nn.Parameter(torch.empty(num_heads, 2, **dd))
+        if r is not None:
+            self.narrow_q = nn.Parameter(torch.empty(num_heads, head_dim, r, **dd))
+            self.narrow_k = nn.Parameter(torch.empty(num_kv_heads or num_heads, head_dim, r, **dd))
+        self._fill()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "coefficients"):
+            self._fill()
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        c = torch.tensor(self.options.coefficients, device=self.coefficients.device, dtype=torch.float64)
+        self.set_coefficients(c.expand_as(self.coefficients))
+        if self.options.width is not None:
+            for p in (self.narrow_q, self.narrow_k):
+                p.copy_(torch.eye(*p.shape[1:], device=p.device).expand_as(p))
+
+    @torch.no_grad()
+    def set_coefficients(self, c: Tensor) -> None:
+        """Take c1, c2 [H, 2]; with `normalize` at least `SMALLEST` for c2."""
+        second = c[:, 1]
+        if self.options.normalize:
+            second = second.clamp(min=SMALLEST).expm1().log()  # the inverse of softplus
+        self.coefficients.copy_(torch.stack([c[:, 0], second], 1))
+
+    def _reads_packed(self, ctx: Any) -> bool:
+        return False
+
+    def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
+        """(q, k, v), or with a rotary host (q, k, rotated q, rotated k, v): the expansion is of the rotated scores."""
+        q, k, v = tensors[-3:]
+        first, second = self.coefficients.unbind(1)
+        c = torch.stack([first, F.softplus(second) if self.options.normalize else second], 1)
+        narrow = None
+        if self.options.width is not None:
+            parts = ((q, self.narrow_q), (k, self.narrow_k))
+            q2, k2 = (torch.einsum("bnhd,hdr->bnhr", t, p.to(t.dtype)) for t, p in parts)
+            narrow = (q2, k2)
+        return self.operator(
+            q, k, v, c, narrow=narrow, normalize=self.options.normalize, q_scale=self.scale, key_padding_mask=mask
+        )
