@@ -30,7 +30,7 @@ class MixerOptions:
     scan: "forward", or "both" to add the pass over the reversed order (halved where weights sum to one).
     ridge: lambda of the second- and third-order key moment (HLA paper, Algorithm 1).
     gains: learned numbers of each head, neutral at first: o -> gain o + shift mean(v), and phi of q and k times a
-        temperature (where phi is not the identity). `zoo.pipeline.calibrate` solves for them.
+        temperature (where phi is not the identity). `zoo.convert.calibrate` solves for them.
     """
 
     feature_map: str = "elu1"

@@ -1,0 +1,57 @@
+"""Least squares of each head on a few candidate terms, from normal equations summed over batches in float64."""
+
+import torch
+from torch import Tensor
+
+SMALLEST = 1e-12  # eigenvalue of the normalised equations, relative to the largest, below which a direction is left out
+
+
+class NormalEquations:
+    """min_w sum |o - sum_k w_k x_k|^2 for each head, over tokens, channels and batches; the columns are normalised.
+
+    gram [H, K + 1, K + 1]: products of the K terms and, last, the target.  centred: the same of the tokens minus their
+    mean over the sequence, the part that mixing makes.
+    """
+
+    def __init__(self, heads: int, terms: int) -> None:
+        self.gram = torch.zeros(heads, terms + 1, terms + 1, dtype=torch.float64)
+        self.centred = torch.zeros_like(self.gram)
+
+    def add(self, terms: Tensor, target: Tensor) -> None:
+        """terms [K, B, N, H, D], target [B, N, H, D]."""
+        x = torch.cat([terms.double(), target.double()[None]])
+        self.gram += _products(x)
+        self.centred += _products(x - x.mean(2, keepdim=True))
+
+    def solve(self) -> Tensor:
+        """w [H, K], the solution of least norm (of the normalised columns) where terms are dependent."""
+        a, b = self.gram[:, :-1, :-1], self.gram[:, :-1, -1]
+        size = a.diagonal(dim1=1, dim2=2).sqrt()
+        inverse = torch.where(size > 0, 1 / size, 0)
+        values, vectors = torch.linalg.eigh(a * inverse[:, :, None] * inverse[:, None, :])
+        kept = values > SMALLEST * values.amax(-1, keepdim=True)
+        scaled = torch.where(kept, 1 / values, 0) * (vectors.mT @ (b * inverse)[:, :, None])[..., 0]
+        return (vectors @ scaled[:, :, None])[..., 0] * inverse
+
+    def errors(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum |o - sum_k w_k x_k|^2, sum |o|^2) of each head, [H] each."""
+        return _errors(self.gram, weights)
+
+    def centred_errors(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """`errors` of the part without the token mean."""
+        return _errors(self.centred, weights)
+
+
+def _products(x: Tensor) -> Tensor:
+    x = x.permute(3, 0, 1, 2, 4).flatten(2)  # [H, K + 1, B N D]
+    return (x @ x.mT).cpu()
+
+
+def _errors(gram: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    w = torch.cat([-weights, torch.ones_like(weights[:, :1])], 1)
+    return (w[:, None] @ gram @ w[:, :, None])[:, 0, 0].clamp(min=0), gram[:, -1, -1]
+
+
+def r_squared(errors: Tensor, powers: Tensor) -> Tensor:
+    """1 - error / power, elementwise; 1 where there is nothing to explain."""
+    return torch.where(powers > 0, 1 - errors / powers, 1.0)

@@ -1,0 +1,145 @@
+"""The terms of which calibration makes the output of a head, for each kind of mixer, and where the solution goes.
+
+A kind has a few trials of what does not enter linearly (a temperature, the c2 in a divisor); for each of them the
+output of a head is a sum of terms with weights to be solved for. The terms are read off the mixer itself, so that
+whatever stands around its operator (depthwise residuals, rotation) is in them.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zoo.features import mean_value
+from zoo.mixers import LinearMixer
+from zoo.mixers.poly import Polynomial
+from zoo.mixers.taylor2 import Taylor2
+
+TEMPERATURES = (0.5, 2**-0.5, 1.0, 2**0.5, 2.0, 2**1.5, 4.0)
+SECONDS = (0.125, 0.25, 0.5, 1.0, 2.0)  # c2 of a normalised expansion
+
+
+class Terms(Protocol):
+    """How one kind of mixer is calibrated."""
+
+    trials: tuple[float, ...]
+
+    def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
+        """The terms [K, B, N, H, D] at a trial; the last one is the mean value. tokens: the mixer's arguments."""
+
+    def write(self, trials: Tensor, weights: Tensor) -> None:
+        """Give the mixer the chosen trial [H] and weights [H, K] of each head."""
+
+
+def terms_of(mixer: Any, name: str) -> Terms:
+    """The terms of a mixer. Raises ValueError for one whose output cannot be solved for."""
+    if not isinstance(mixer, LinearMixer) or mixer.gains is None:
+        raise ValueError(
+            f"calibration writes into the gains of each head, and {name} has none: convert with gains=True"
+        )
+    opt = mixer.options
+    if isinstance(mixer, Taylor2) and not opt.post_norm:
+        return TaylorTerms(mixer)
+    if isinstance(mixer, Polynomial) and not opt.post_norm and not opt.normalize:
+        return OrderTerms(mixer)
+    return OutputTerms(mixer)
+
+
+def _mean(mixer: Any, tokens: tuple[Any, ...]) -> Tensor:
+    """The mean value [B, N, H, D] of each head's tokens."""
+    q, _, v, ctx = tokens
+    mean = mean_value(v, ctx.key_padding_mask).repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+    mean = mean.expand(-1, q.shape[1], -1, -1)
+    return mean if ctx.key_padding_mask is None else mean.where(ctx.key_padding_mask[:, :, None, None], 0)
+
+
+class OutputTerms:
+    """Any mixer: its output and the mean value, at each temperature of its feature map."""
+
+    def __init__(self, mixer: LinearMixer) -> None:
+        self.mixer = mixer
+        self.trials: tuple[float, ...] = (1.0,) if mixer.options.feature_map == "identity" else TEMPERATURES
+
+    def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
+        assert self.mixer.gains is not None
+        self.mixer.gains.reset_parameters()
+        with torch.no_grad():
+            self.mixer.gains.temperature.fill_(trial)
+        return torch.stack([self.mixer(*tokens).float(), _mean(self.mixer, tokens).float()])
+
+    def write(self, trials: Tensor, weights: Tensor) -> None:
+        gains = self.mixer.gains
+        assert gains is not None
+        with torch.no_grad():
+            groups = trials.unflatten(0, (len(gains.temperature), -1))
+            gains.temperature.copy_(groups.mean(1))
+            gains.gain.copy_(weights[:, 0])
+            gains.shift.copy_(weights[:, -1])
+
+
+class OrderTerms:
+    """`poly`: each of its four orders, and the mean value."""
+
+    def __init__(self, mixer: Polynomial) -> None:
+        self.mixer = mixer
+        self.trials: tuple[float, ...] = (1.0,) if mixer.options.feature_map == "identity" else TEMPERATURES
+
+    def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
+        mixer, gains = self.mixer, self.mixer.gains
+        assert gains is not None
+        gains.reset_parameters()
+        with torch.no_grad():
+            gains.temperature.fill_(trial)
+        mean, unit = _mean(mixer, tokens).float(), torch.eye(4, device=mixer.coefficients.device)
+        around = mean if mixer.options.mean_path else torch.zeros_like(mean)
+        found = []
+        for c in unit:
+            mixer.set_coefficients(c.expand_as(mixer.coefficients))
+            found.append(mixer(*tokens).float() - around)
+        return torch.stack([*found, mean])
+
+    def write(self, trials: Tensor, weights: Tensor) -> None:
+        gains = self.mixer.gains
+        assert gains is not None
+        gains.reset_parameters()
+        self.mixer.set_coefficients(weights[:, :4].to(self.mixer.coefficients))
+        with torch.no_grad():
+            groups = trials.unflatten(0, (len(gains.temperature), -1))
+            gains.temperature.copy_(groups.mean(1))
+            gains.shift.copy_(weights[:, 4] - float(self.mixer.options.mean_path))
+
+
+class TaylorTerms:
+    """`taylor2`: both terms of the expansion, divided by what the trial's c2 makes of the divisor, and the mean."""
+
+    def __init__(self, mixer: Taylor2) -> None:
+        self.mixer = mixer
+        self.trials: tuple[float, ...] = SECONDS if mixer.options.normalize else (1.0,)
+
+    def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
+        mixer = self.mixer
+        assert mixer.gains is not None
+        mixer.gains.reset_parameters()
+        mean, found = _mean(mixer, tokens).float(), []
+        for c1 in (0.0, 1.0):
+            mixer.set_coefficients(torch.tensor([c1, trial]).expand_as(mixer.coefficients).to(mixer.coefficients))
+            found.append(mixer(*tokens).float() - mean)
+        return torch.stack([found[1] - found[0], found[0], mean])
+
+    def write(self, trials: Tensor, weights: Tensor) -> None:
+        """o = w1 X1 + w2 X2 + w3 mean with X the divided terms: gain w2, c1 = w1 / w2, c2 that of the trial. A w2 near
+        zero is moved away from it, which changes the output by a thousandth of its first term."""
+        gains = self.mixer.gains
+        assert gains is not None
+        first, second, mean = weights.unbind(1)
+        if self.mixer.options.normalize:
+            least = (1e-3 * first.abs()).clamp(min=1e-6)
+            gain = torch.where(second.abs() > least, second, least)
+            c = torch.stack([first / gain, trials.to(weights)], 1)
+        else:
+            gain, c = torch.ones_like(first), torch.stack([first, second], 1)
+        with torch.no_grad():
+            gains.reset_parameters()
+            self.mixer.set_coefficients(c.to(self.mixer.coefficients))
+            gains.gain.copy_(gain)
+            gains.shift.copy_(mean - gain)
