@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from .hla.reference import reference as linear_reference
 from .hla.streaming.contents import Sizes
 from .hla.streaming.stream import stream
 from .hla.two_sided import two_sided, two_sided_qkvpacked
-from .options import IMPLS, Options, compute_dtype
+from .options import IMPLS, Options, autocast_dtype, autocast_on, compute_dtype, plain_precision
 from .sequences import Sequences, live_rows, pack, unpack
 from .softmax.reference import reference as softmax_reference
 from .softmax.sdpa import sdpa
@@ -223,11 +222,6 @@ def prepare(
     return Call(op, q, k, v, coefficients, kept, gamma, state, return_state, sequences)
 
 
-def autocast_on(device_type: str) -> bool:
-    """Whether autocast is on for a kind of device; torch refuses the question for meta tensors."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
 def canonical(op: str, options: Options) -> Options:
     """Equal calls get equal options: decay 1.0 is None, the paper's rule differs for decayed hla2 only.
 
@@ -299,7 +293,7 @@ def run_packed(op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: s
 
 def prepare_blocks(q: Tensor, *inputs: Tensor, **options: Any) -> block_call.BlockCall:
     """The checked call of `mhla`."""
-    return block_call.prepare(q, *inputs, dtype=_autocast_dtype(q), **options)
+    return block_call.prepare(q, *inputs, dtype=autocast_dtype(q), **options)
 
 
 def run_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, impl: str = "auto", **options: Any) -> Any:
@@ -321,7 +315,7 @@ def run_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, impl: str = "aut
 
 def prepare_taylor(q: Tensor, *inputs: Tensor, **options: Any) -> taylor_call.TaylorCall:
     """The checked call of `taylor2`."""
-    return taylor_call.prepare(q, *inputs, dtype=_autocast_dtype(q), **options)
+    return taylor_call.prepare(q, *inputs, dtype=autocast_dtype(q), **options)
 
 
 def run_taylor(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, impl: str = "auto", **options: Any) -> Tensor:
@@ -332,19 +326,6 @@ def run_taylor(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, impl: str 
             return taylor_definition(call)
         _refuse_forward_mode("taylor2", *call[:6])
         return taylor2_op(*call)
-
-
-def _autocast_dtype(q: Any) -> torch.dtype | None:
-    """The type to which autocast wants tokens cast, or None."""
-    device = q.device.type if isinstance(q, Tensor) else "meta"
-    return torch.get_autocast_dtype(device) if autocast_on(device) else None
-
-
-def plain_precision(x: Tensor) -> contextlib.AbstractContextManager:
-    """Autocast off inside: tensors are cast already and moments stay in float32."""
-    if autocast_on(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
-    return contextlib.nullcontext()
 
 
 def _needs_backward(*tensors: Tensor | None) -> bool:

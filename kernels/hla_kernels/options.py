@@ -6,9 +6,11 @@ stored in a `State` and kept as a constant by torch.compile.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 # Every operator, in the order of reading. `softmax_attention` is the quadratic baseline.
 OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial", "softmax_attention")
@@ -47,3 +49,21 @@ def is_paper(op: str, options: Options) -> bool:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Moments and their products are float32, float64 for float64 input."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def autocast_on(device_type: str) -> bool:
+    """Whether autocast is on for a kind of device; torch refuses the question for meta tensors."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def autocast_dtype(q: Any) -> torch.dtype | None:
+    """The type to which autocast wants tokens cast, or None."""
+    device = q.device.type if isinstance(q, Tensor) else "meta"
+    return torch.get_autocast_dtype(device) if autocast_on(device) else None
+
+
+def plain_precision(x: Tensor) -> contextlib.AbstractContextManager:
+    """Autocast off inside: tensors are cast already and moments stay in float32."""
+    if autocast_on(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()

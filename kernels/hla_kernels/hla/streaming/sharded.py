@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...checks import check_op
 from ...features import feature
-from ...op import plain_precision, prepare
-from ...options import compute_dtype
+from ...op import prepare
+from ...options import compute_dtype, plain_precision
 from ..layout import to_heads, to_tokens
 from ..moments import mixture_weights, moments, operator_matrix, read_out, token_sums
 
