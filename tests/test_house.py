@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "zoo": {
         *("hla_kernels", "zoo", "torch", "timm", "diffusers", "accelerate", "torchvision", "einops", "safetensors"),
         *("numpy", "yaml", "tqdm", "matplotlib", "sklearn", "datasets", "webdataset", "PIL", "peft"),
-        "torch_fidelity",
+        *("torch_fidelity", "av"),
     },
 }
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from zoo import config
 from zoo.eval.generation.evaluate import reference_statistics, score
-from zoo.eval.generation.extract import processes
 from zoo.eval.generation.extractors import open_extractor
+from zoo.eval.generation.extractors.extract import processes
 from zoo.eval.generation.settings import FidSettings, with_device
 from zoo.eval.generation.statistics import holds_statistics
 from zoo.eval.results import write_json

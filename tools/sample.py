@@ -1,16 +1,19 @@
-"""Images of a diffusion model, converted or not, to an .npz in the layout of ADM or a folder of PNG files.
+"""Images or videos of a diffusion model, converted or not: an .npz in the layout of ADM, a folder of PNG or mp4 files.
 
     python tools/sample.py sample.model=facebook/DiT-XL-2-256 sample.scheduler=DDPMScheduler sample.steps=250 \\
         'sample.scheduler_options={variance_type: learned_range}' sample.guidance=1.5 out=dit.npz
     python tools/sample.py sample.model=runs/digits_dit/transformer_ema sample.labels=balanced out=samples.npz
     accelerate launch tools/sample.py sample.model=PIXART sample.prompts=captions.txt sample.size=512 out=FOLDER
+    python tools/sample.py sample.model=runs/wan_ahla/transformer_ema sample.base=Wan-AI/Wan2.1-T2V-1.3B-Diffusers \\
+        sample.prompts=captions.txt sample.size=480 sample.width=832 sample.frames=81 out=VIDEOS
 
 Image i depends on the seed + i alone: not on the batch, nor on the number of GPUs (up to the rounding of the device).
-An interrupted run continues when it is started again. OUT.json says how the images were made.
+An interrupted run continues when it is started again. OUT.json says how they were made. Videos: mp4 files and a PNG,
+contact-sheet.png, with the first 16, a line each.
 """
 
 from zoo import config
-from zoo.eval.generation.extract import processes
+from zoo.eval.generation.extractors.extract import processes
 from zoo.eval.generation.sampling import run
 from zoo.eval.generation.settings import SampleSettings
 
@@ -24,7 +27,7 @@ def main(words: list[str]) -> int:
     settings = config.from_command_line(SampleSettings, words)
     made = run(settings, " ".join(["python tools/sample.py", *words]))
     if processes().is_main_process:
-        print(f"wrote {settings.out} ({settings.sample.count} images)")
+        print(f"wrote {settings.out} ({settings.sample.count} samples)")
     return made
 
 

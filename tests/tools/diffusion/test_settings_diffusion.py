@@ -13,7 +13,7 @@ from zoo.train.diffusion.noising import create_objective
 from zoo.train.diffusion.schedulers import scheduler_to_save
 from zoo.train.diffusion.settings import DiffusionSettings, ObjectiveSettings
 
-CONFIGS = [file for folder in ("dit", "t2i") for file in sorted((ROOT / "configs" / folder).rglob("*.yaml"))]
+CONFIGS = [file for folder in ("dit", "t2i", "video") for file in sorted((ROOT / "configs" / folder).rglob("*.yaml"))]
 WITH_RESOLUTION = {"use_additional_conditions": True, "cross_attention_dim": 16, "caption_channels": 8}
 PUBLISHED = {"s": (384, 12), "b": (768, 12), "l": (1024, 24), "xl": (1152, 28)}  # arXiv 2212.09748, table 1
 
@@ -21,7 +21,7 @@ PUBLISHED = {"s": (384, 12), "b": (768, 12), "l": (1024, 24), "xl": (1152, 28)} 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_shipped_configurations_hold(file):
     settings = config.load(DiffusionSettings, file)
-    assert "ecipe" in file.read_text() or file.stem.startswith(("digits", "cifar10"))
+    assert "ecipe" in file.read_text() or file.stem.startswith(("digits", "cifar10", "moving_digits"))
     size = file.stem.split("_")[0]
     if file.parent.name == "imagenet" and not settings.model.checkpoint:
         with torch.device("meta"):

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from small_images import SmallNetwork, noise_images, save_npz, small_extractor
 
 from zoo.eval.generation import FidOptions, ModuleExtractor, load_statistics, reference_statistics, score
-from zoo.eval.generation.extract import extract
+from zoo.eval.generation.extractors.extract import extract
 from zoo.eval.generation.images import center_crop, open_images
 from zoo.train.loop import Trainer
 

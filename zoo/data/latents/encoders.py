@@ -1,9 +1,15 @@
 """Encoders of images and prompts: VAEs, and the text encoders of pipelines."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
+
+WAN = ("WanPipeline", "WanImageToVideoPipeline")
+IMAGE_LATENTS = "image_latents"  # what a model from image to video reads beside the noise, channel by channel
 
 
 def load_vae(where: str) -> Any:
@@ -25,14 +31,61 @@ def load_vae(where: str) -> Any:
     raise ValueError(f"there is no VAE {where!r}: {reason}")
 
 
-def scaling_of(vae: Any) -> tuple[float, float]:
+Scaling = float | list[float]  # one number, or one a channel
+
+
+def scaling_of(vae: Any) -> tuple[Scaling, Scaling]:
     """(scaling, shift) of a VAE: the transformer reads (z - shift) * scaling."""
+    if "latents_mean" in vae.config and not hasattr(vae.config, "scaling_factor"):  # Wan: one a channel
+        return [1 / s for s in vae.config.latents_std], list(vae.config.latents_mean)
     return float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
+
+
+def scaled(z: Tensor, scaling: Scaling, shift: Scaling) -> Tensor:
+    """(z - shift) * scaling of latents z [B, C, ...]."""
+    return (z - _channels(shift, z)) * _channels(scaling, z)
+
+
+def unscaled(x: Tensor, scaling: Scaling, shift: Scaling) -> Tensor:
+    """What `scaled` made x of."""
+    return x / _channels(scaling, x) + _channels(shift, x)
+
+
+def _channels(value: Scaling, z: Tensor) -> Tensor:
+    return torch.as_tensor(value, device=z.device, dtype=z.dtype).view(-1, *[1] * (z.ndim - 2))
+
+
+def latent_shape(vae: Any, pixels: tuple[int, ...], name: str) -> list[int]:
+    """[C, h, w] of the latent of an image (H, W), [C, t, h, w] of a clip (T, H, W). Raises ValueError for sizes that
+    the VAE called `name` does not divide."""
+    config = vae.config
+    if len(pixels) == 3:
+        if not hasattr(vae, "temperal_downsample"):
+            raise ValueError(f"{name} is a VAE of images, but the data are videos: give the VAE of Wan")
+        in_time, in_space = 2 ** sum(vae.temperal_downsample), 2 ** len(vae.temperal_downsample)
+        frames, *sides = pixels
+        if (frames - 1) % in_time:
+            raise ValueError(f"images.frames must be {in_time} n + 1 for the VAE {name}, got {frames}")
+        _check_sides(sides, in_space, name)
+        return [config.z_dim, (frames - 1) // in_time + 1, *(side // in_space for side in sides)]
+    if hasattr(vae, "temperal_downsample"):
+        raise ValueError(f"{name} is a VAE of videos, but the data are images")
+    step = 2 ** (len(config.block_out_channels) - 1) if hasattr(config, "block_out_channels") else None
+    step = step or int(vae.spatial_compression_ratio)
+    _check_sides(pixels, step, name)
+    return [config.latent_channels, *(side // step for side in pixels)]
+
+
+def _check_sides(sides: Sequence[int], step: int, name: str) -> None:
+    for key, side in zip(("img_size", "width"), sides, strict=True):
+        if side % step:
+            raise ValueError(f"images.{key}={side} is not divisible by {step}, the step of the VAE {name}")
 
 
 @torch.no_grad()
 def encode_images(vae: Any, images: Tensor, numbers: list[int], posterior: str, seed: int) -> Tensor:
-    """Images [B, 3, H, W] in [-1, 1] -> scaled latents [B, C, h, w]; a draw depends on seed and number only."""
+    """Images [B, 3, H, W] or clips [B, 3, T, H, W] in [-1, 1] -> scaled latents [B, C, ...]; a draw depends on seed and
+    number only."""
     found = vae.encode(images)
     if hasattr(found, "latent_dist"):
         mean, deviation = found.latent_dist.mean, found.latent_dist.std
@@ -42,8 +95,19 @@ def encode_images(vae: Any, images: Tensor, numbers: list[int], posterior: str, 
             z = mean + deviation * torch.stack(draws).to(mean)
     else:  # a deterministic autoencoder
         z = found.latent
-    scaling, shift = scaling_of(vae)
-    return (z - shift) * scaling
+    return scaled(z, *scaling_of(vae))
+
+
+@torch.no_grad()
+def encode_first_frames(vae: Any, clips: Tensor) -> Tensor:
+    """What Wan from image to video reads beside the noise, [B, 4 + C, t, h, w]: which of the four frames of a latent
+    are given (only the first of all), and the latents of the clip with every other frame grey (0)."""
+    given = torch.zeros_like(clips)
+    given[:, :, 0] = clips[:, :, 0]
+    z = scaled(vae.encode(given).latent_dist.mean, *scaling_of(vae))
+    mask = torch.zeros_like(z[:, :1]).repeat(1, 2 ** sum(vae.temperal_downsample), 1, 1, 1)
+    mask[:, :, 0] = 1  # the first latent is the first frame alone
+    return torch.cat([mask, z], dim=1)
 
 
 def _generator(seed: int, number: int) -> torch.Generator:
@@ -60,11 +124,13 @@ class Prompts:
         from diffusers import DiffusionPipeline
 
         try:
-            self.pipe = DiffusionPipeline.from_pretrained(where, transformer=None, vae=None)
+            parts = DiffusionPipeline.load_config(where)
+            unused = {name: None for name in parts if name.startswith(("transformer", "vae"))}
+            self.pipe = DiffusionPipeline.from_pretrained(where, **unused)
         except OSError as error:
             raise ValueError(f"there is no pipeline {where!r}: {str(error).splitlines()[0]}") from error
         self.kind = type(self.pipe).__name__
-        allowed = ("PixArtAlphaPipeline", "PixArtSigmaPipeline", "SanaPipeline", "StableDiffusion3Pipeline")
+        allowed = ("PixArtAlphaPipeline", "PixArtSigmaPipeline", "SanaPipeline", "StableDiffusion3Pipeline", *WAN)
         if self.kind not in allowed:
             raise ValueError(f"{where} is a {self.kind}; prompts are encoded by one of {', '.join(allowed)}")
         self.max_length, self.truncate = max_length, truncate
@@ -86,7 +152,24 @@ class Prompts:
             found = self.pipe.encode_prompt(prompts, None, None, **options)
             return {"encoder_hidden_states": found[0], "pooled_projections": found[2]}
         found = self.pipe.encode_prompt(prompts, **options)
+        if self.kind in WAN:  # no mask: padding is zeros
+            return {"encoder_hidden_states": found[0]}
         return {"encoder_hidden_states": found[0], "encoder_attention_mask": found[1]}
+
+    @property
+    def reads_first_frame(self) -> bool:
+        """Whether the pipeline makes videos from an image."""
+        return self.kind == WAN[1]
+
+    @torch.no_grad()
+    def first_frames(self, clips: Tensor) -> dict[str, Tensor]:
+        """What the transformer reads of the first frames of clips [B, 3, T, H, W] beside their latents: the image
+        encoder's tokens, where the pipeline has one (Wan 2.1)."""
+        if self.pipe.image_encoder is None:
+            return {}
+        images = ((clips[:, :, 0] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu()
+        found = self.pipe.encode_image([Image.fromarray(np.asarray(image)) for image in images])
+        return {"encoder_hidden_states_image": found}
 
     def _check(self, prompts: list[str]) -> None:
         if self.truncate:

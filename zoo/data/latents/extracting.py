@@ -1,4 +1,5 @@
-"""The extraction: images (and captions) in, shards out; an interrupted one goes on after its last complete shard."""
+"""The extraction: images or clips (and captions) in, shards out; an interrupted one goes on after its last complete
+shard."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,22 +11,35 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import to_tensor
 
 from zoo.data.batch import check_unreadable
-from zoo.data.latents.encoders import Prompts, encode_images, load_vae, scaling_of
+from zoo.data.latents.encoders import (
+    IMAGE_LATENTS,
+    Prompts,
+    encode_first_frames,
+    encode_images,
+    latent_shape,
+    load_vae,
+    scaling_of,
+)
 from zoo.data.latents.manifest import Manifest, Writer
-from zoo.data.latents.settings import EncodeSettings, ExtractSettings, ImageSettings
+from zoo.data.latents.settings import VIDEOS, EncodeSettings, ExtractSettings, ImageSettings
 from zoo.data.progress import progress
 from zoo.data.sources import Unreadable, decode, load_rows, open_source
+from zoo.data.video.clips import Clips, ClipShape
+from zoo.data.video.digits import MovingDigits
 from zoo.eval.generation.images import center_crop
 
-Item = tuple[int, Tensor, Any]  # number, image [3, H, W] in [-1, 1], label or caption
+Item = tuple[int, Tensor, Any]  # number, image [3, H, W] or clip [3, T, H, W] in [-1, 1], label or caption
 
 
 class Pictures(Dataset):
     """Numbered images, cut and resized, with class number or caption; None for those that cannot be read."""
 
+    fps = 0.0
+
     def __init__(self, settings: ImageSettings) -> None:
         self.settings, keys = settings, (settings.image_key, settings.label_key)
         self.classes: list[str] = []
+        self.pixels: tuple[int, ...] = (settings.img_size, settings.img_size)
         if settings.text_key:
             self.rows = _captioned(settings)
         else:
@@ -54,6 +68,30 @@ class Pictures(Dataset):
         return decode(content), str(row[self.settings.text_key])
 
 
+class Videos(Dataset):
+    """Numbered clips with class number or caption; None for those that cannot be read."""
+
+    def __init__(self, settings: ImageSettings) -> None:
+        self.pixels: tuple[int, ...] = (settings.frames, settings.img_size, settings.width or settings.img_size)
+        shape = ClipShape(*self.pixels, settings.stride, settings.step)
+        self.clips: Clips | MovingDigits
+        if settings.source == "videos":
+            self.clips = Clips(settings.where, shape, settings.text_key)
+        else:
+            self.clips = MovingDigits(settings.where != "val", shape, settings.clips)
+        self.classes, self.fps = list(self.clips.classes), self.clips.fps
+
+    def __len__(self) -> int:
+        return len(self.clips)
+
+    def __getitem__(self, number: int) -> Item | None:
+        try:
+            clip, about = self.clips.read(number)
+        except Unreadable:
+            return None
+        return number, clip.float() / 127.5 - 1, about
+
+
 def _captioned(settings: ImageSettings) -> Any:
     import datasets
 
@@ -75,8 +113,11 @@ def extract(settings: ExtractSettings) -> Manifest:
         need = "out=FOLDER encode.vae=VAE, and encode.text=PIPELINE with images.text_key=COLUMN or neither"
         raise ValueError(f"an extraction needs {need}")
     device = encode.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    pictures, vae = Pictures(images), load_vae(encode.vae).to(device)
+    pictures = Videos(images) if images.source in VIDEOS else Pictures(images)
+    vae = load_vae(encode.vae).to(device)
     prompts = Prompts(encode.text, encode.max_length, encode.truncate, device) if encode.text else None
+    if prompts and prompts.reads_first_frame and encode.flip:
+        raise ValueError("encode.flip mirrors clips, but not the first frames that this pipeline starts from")
     writer = Writer(Path(settings.out), _plan(settings, vae, pictures))
     first = writer.next_number
     if prompts and first == 0:
@@ -94,33 +135,35 @@ def extract(settings: ExtractSettings) -> Manifest:
     return writer.finish()
 
 
-def _plan(settings: ExtractSettings, vae: Any, pictures: Pictures) -> Manifest:
-    encode, size = settings.encode, settings.images.img_size
-    ratio = 2 ** (len(vae.config.block_out_channels) - 1) if hasattr(vae.config, "block_out_channels") else None
-    ratio = ratio or int(vae.spatial_compression_ratio)
-    if size % ratio:
-        raise ValueError(f"images.img_size={size} is not divisible by {ratio}, the step of the VAE {encode.vae}")
+def _plan(settings: ExtractSettings, vae: Any, pictures: Pictures | Videos) -> Manifest:
+    encode, images = settings.encode, settings.images
     scaling, shift = scaling_of(vae)
+    clips = isinstance(pictures, Videos)
     return Manifest(
         vae=encode.vae,
         scaling=scaling,
         shift=shift,
         posterior=encode.posterior,
-        shape=[vae.config.latent_channels, size // ratio, size // ratio],
+        shape=latent_shape(vae, pictures.pixels, encode.vae),
         dtype=encode.dtype,
         flip=encode.flip,
-        image_size=size,
+        image_size=list(pictures.pixels) if clips else images.img_size,
         classes=pictures.classes,
         text=encode.text,
         max_length=encode.max_length if encode.text else 0,
-        images=settings.images.where or settings.images.source,
-        keys=[settings.images.image_key, settings.images.text_key or settings.images.label_key],
+        images=images.where or images.source,
+        keys=[images.image_key, images.text_key or images.label_key],
         seed=encode.seed,
         truncate=encode.truncate,
+        fps=pictures.fps,
+        stride=images.stride if clips else 0,
+        step=images.step if clips else 0,
     )
 
 
-def _batches(pictures: Pictures, first: int, encode: EncodeSettings, images: ImageSettings) -> Iterator[list[Item]]:
+def _batches(
+    pictures: Pictures | Videos, first: int, encode: EncodeSettings, images: ImageSettings
+) -> Iterator[list[Item]]:
     numbers = list(range(first, len(pictures)))
     parts = [numbers[i : i + encode.batch_size] for i in range(0, len(numbers), encode.batch_size)]
     loader: Any = DataLoader(pictures, batch_sampler=parts, num_workers=images.workers, collate_fn=_readable)
@@ -149,6 +192,8 @@ def _encoded(
     if encode.flip:
         out["flipped"] = encode_images(vae, x.flip(-1), numbers, encode.posterior, encode.seed + 1)
     out |= prompts(about) if prompts else {"class_labels": torch.tensor(about)}
+    if prompts and prompts.reads_first_frame:
+        out |= {IMAGE_LATENTS: encode_first_frames(vae, x), **prompts.first_frames(x)}
     out = {k: v.to(_dtype(encode, v)).cpu() for k, v in out.items()}
     return {**out, "index": torch.tensor(numbers)}
 

@@ -2,8 +2,9 @@
 
 manifest.json: how everything was made; written last, so that a folder with it is complete.
 plan.json: the same without the shards; written first.
-shard-00000.safetensors: index [n], the numbers of the images; latents [n, C, H, W]; flipped, the same of mirrored
-images, if asked for; class_labels [n] or the embeddings of prompts, under the names of the model's arguments.
+shard-00000.safetensors: index [n], the numbers of the images; latents [n, C, H, W], of clips [n, C, T, H, W]; flipped,
+the same of mirrored images, if asked for; class_labels [n] or the embeddings of prompts, under the names of the model's
+arguments; of clips for a model from image to video, what it reads of the first frame.
 null.safetensors: the embeddings of the empty prompt (text only).
 """
 
@@ -25,21 +26,23 @@ MANIFEST, PLAN, NULL = "manifest.json", "plan.json", "null.safetensors"
 class Manifest:
     """How latents were made.
 
-    vae: name or path of the VAE.  scaling, shift: stored = (z - shift) * scaling.  posterior: mean or sample.  shape:
-    [C, H, W] of one latent.  dtype: of the stored latents.  flip: whether mirrored images were encoded too.
-    image_size: side of the images in pixels.  classes: names, empty for prompts.  text: name or path of the text
-    encoders, with `max_length` tokens a prompt; empty for labels.  images: where they lay.  keys: the columns they came
-    from.  seed: of the draws.  truncate: whether long prompts were cut.  shards: samples in each.
+    vae: name or path of the VAE. scaling, shift: stored = (z - shift) * scaling, numbers or one a channel.
+    posterior: mean or sample. shape: [C, H, W] of one latent, [C, T, H, W] of a clip. dtype: of the stored latents.
+    flip: whether mirrored images were encoded too. image_size: side of the images in pixels, of clips [frames,
+    height, width]. fps: frames a second of clips. stride, step: how clips were cut out. classes: names, empty for
+    prompts. text: name or path of the text encoders, with `max_length` tokens a prompt; empty for labels. images:
+    where they lay. keys: the columns they came from. seed: of the draws. truncate: whether long prompts were cut.
+    shards: samples in each.
     """
 
     vae: str
-    scaling: float
-    shift: float
+    scaling: float | list[float]
+    shift: float | list[float]
     posterior: str
     shape: list[int]
     dtype: str
     flip: bool
-    image_size: int
+    image_size: int | list[int]
     classes: list[str] = field(default_factory=list)
     text: str = ""
     max_length: int = 0
@@ -47,6 +50,9 @@ class Manifest:
     keys: list[str] = field(default_factory=list)
     seed: int = 0
     truncate: bool = False
+    fps: float = 0.0
+    stride: int = 0
+    step: int = 0
     shards: list[int] = field(default_factory=list)
 
 

@@ -16,8 +16,8 @@ LABELS = "class_labels"  # the name of the argument of the model
 
 
 class Clean(NamedTuple):
-    """Clean samples: x0 [B, C, H, W] float32, the conditions by the name of the model's argument, and their numbers;
-    `bad` are those of images that could not be read and were replaced."""
+    """Clean samples: x0 [B, C, H, W] or [B, C, T, H, W] float32, the conditions by the name of the model's argument,
+    and their numbers; `bad` are those of images that could not be read and were replaced."""
 
     x0: Tensor
     condition: dict[str, Tensor]
@@ -51,6 +51,10 @@ class Latents:
 
     def __len__(self) -> int:
         return int(self.starts[-1])
+
+    def channels(self, name: str) -> int:
+        """Channels of the tensors called `name`; 0 if there are none."""
+        return self.shards[0].get_slice(name).get_shape()[1] if name in self.names else 0
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Clean]:
         """The parts of the steps [first, last) that the plan gives to this process, some of them mirrored."""

@@ -4,17 +4,25 @@ from dataclasses import dataclass, field
 
 from zoo.config import one_of, positive
 
+VIDEOS = ("videos", "moving_digits")  # sources of clips
+
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """The images, with class numbers or with captions.
+    """The images or videos, with class numbers or with captions.
 
-    source: digits, folder, parquet, hf or webdataset, see tools/train_vit.py
-    where: folder, parquet file or pattern, hub name, or tar pattern; train or val for digits
+    source: digits, folder, parquet, hf or webdataset (images, see tools/train_vit.py), videos (folder of mp4 files) or
+      moving_digits
+    where: folder, parquet file or pattern, hub name, or tar pattern; train or val for digits and moving_digits
     image_key: column or file ending that holds the image (parquet, hf, webdataset)
     label_key: column or file ending that holds the class number
-    text_key: column or file ending that holds the caption; empty for class numbers
-    img_size: side of the square in pixels to which images are cut and resized, as ADM and DiT do
+    text_key: column or file ending that holds the caption (videos: column of metadata.csv); empty for class numbers
+    img_size: side of the square in pixels to which images are cut and resized, as ADM and DiT do; height of videos
+    width: width of videos; none for squares
+    frames: frames of a clip (Wan: 4 n + 1)
+    stride: every so many frames of a video one is taken
+    step: frames of a video between the starts of two clips; 0 for clips that do not overlap
+    clips: number of clips of moving_digits
     workers: loader processes
     """
 
@@ -24,13 +32,20 @@ class ImageSettings:
     label_key: str = "label"
     text_key: str = ""
     img_size: int = 256
+    width: int | None = None
+    frames: int = 81
+    stride: int = 1
+    step: int = 0
+    clips: int = 1000
     workers: int = 4
 
     def __post_init__(self) -> None:
-        one_of("images.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset"))
-        positive(images__img_size=self.img_size)
-        if self.text_key and self.source in ("digits", "folder"):
+        one_of("images.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset", *VIDEOS))
+        positive(images__img_size=self.img_size, images__frames=self.frames, images__stride=self.stride)
+        if self.text_key and self.source in ("digits", "folder", "moving_digits"):
             raise ValueError(f"images.text_key needs columns, which the source {self.source!r} has not")
+        if self.width is not None and self.source not in VIDEOS:
+            raise ValueError("images.width is for videos; images are cut to squares of img_size")
 
 
 @dataclass(frozen=True)
@@ -38,8 +53,9 @@ class EncodeSettings:
     """How they are encoded.
 
     vae: folder or hub name of the VAE, or of a pipeline with one
-    text: folder or hub name of a pipeline (PixArt, Sana, SD3) whose text encoders read the captions
-    max_length: tokens a caption, padded to this length
+    text: folder or hub name of a pipeline (PixArt, Sana, SD3, Wan) whose text encoders read the captions; one from
+      image to video (Wan I2V) also gets the first frame of each clip, as it reads it
+    max_length: tokens a caption, padded to this length (Wan: 512)
     truncate: cut captions that are longer, instead of refusing them
     posterior: mean, or sample (one draw for each image, by its number)
     flip: encode the mirrored images too

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from zoo.eval.generation.extract import Extracted, extract, rank_and_world
 from zoo.eval.generation.extractors import INCEPTION, Extractor
+from zoo.eval.generation.extractors.extract import Extracted, extract, rank_and_world
 from zoo.eval.generation.images import open_images
 from zoo.eval.generation.scores import (
     extrapolate,

@@ -7,7 +7,8 @@ import difflib
 import inspect
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -25,21 +26,25 @@ IN_A_RUN = ("transformer_ema", "transformer")  # where tools/finetune_dit.py lea
 @dataclass
 class Opened:
     """A model that can be sampled: a class-conditional transformer with the VAE of its latents (None: it makes
-    pixels) and its scheduler (None: not known), or a text-to-image pipeline."""
+    pixels) and its scheduler (None: not known), or a pipeline from text.
+
+    video: empty for what makes images; of a bare video transformer, what its run noted of the data.
+    """
 
     name: str
     transformer: Any
     vae: Any = None
     scheduler: Any = None
     pipeline: Any = None
+    video: dict[str, Any] = field(default_factory=dict)
 
 
 def open_model(where: str, base: str = "", precision: str = "fp32", device: torch.device | str = "cpu") -> Opened:
     """The model at `where`: a pipeline, or a bare transformer; then `base` is the pipeline that has the rest of it.
 
     A transformer that holds the scheduler it was trained with keeps it: the one of `base` may be of another process.
-    Raises ValueError for what makes no images: an unknown pipeline class, a video model, a transformer that needs a
-    text encoder or a VAE and has none.
+    Raises ValueError for what cannot be sampled: an unknown pipeline class, a transformer that needs a text encoder or
+    a VAE and has none, a video transformer without the notes of its run.
     """
     dtype = DTYPES[precision]
     if _config(where, DiffusionPipeline) is not None:
@@ -57,6 +62,9 @@ def open_model(where: str, base: str = "", precision: str = "fp32", device: torc
         whole = _whole(base, dtype, device, {"transformer": transformer})
         return replace(whole, scheduler=stored_scheduler(where) or whole.scheduler)
     name = type(transformer).__name__
+    if "text_dim" in transformer.config:
+        video = _notes(where, name)
+        return Opened(name, transformer.to(device), scheduler=stored_scheduler(where), video=video)
     if not isinstance(transformer, DiTTransformer2DModel):
         raise ValueError(f"{name} needs the rest of its pipeline: give it with sample.base=PIPELINE")
     if transformer.config["in_channels"] not in (1, 3):
@@ -68,14 +76,14 @@ def open_model(where: str, base: str = "", precision: str = "fp32", device: torc
 def load_transformer(where: str, dtype: torch.dtype = torch.float32) -> Any:
     """The transformer in a folder of diffusers, of diffusers' class or of the converted class of the same folder.
 
-    Raises ValueError for a class that neither knows, and for video models.
+    Raises ValueError for a class that neither knows, and for other video models than Wan.
     """
     name = (_config(where, DiTTransformer2DModel) or {}).get("_class_name", "")
     kind = getattr(zoo, name, None) or getattr(diffusers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
         raise unknown_name("model class", name, _classes(ModelMixin, "Transformer2DModel"))
-    if "3D" in name:
-        raise ValueError(f"{name} makes videos, but images are due here")
+    if "3D" in name and "Wan" not in name:
+        raise ValueError(f"{name} makes videos; those of Wan can be sampled here, no others")
     loaded: Any = kind
     return loaded.from_pretrained(where, torch_dtype=dtype)
 
@@ -88,23 +96,37 @@ def _whole(where: str, dtype: torch.dtype, device: Any, parts: dict[str, Any]) -
     kind = getattr(diffusers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, DiffusionPipeline)):
         raise unknown_name("pipeline class", name, _classes(DiffusionPipeline, "Pipeline", near=name))
-    _check_makes_images(kind)
+    _check_kind(kind)
+    video = "num_frames" in inspect.signature(kind.__call__).parameters
     pipe: Any = DiffusionPipeline.from_pretrained(where, torch_dtype=dtype, **parts).to(device)
+    if video:
+        pipe.vae.float()  # as its publishers say
     pipe.set_progress_bar_config(disable=True)
     if not {"transformer", "unet"} & set(pipe.components):
         raise ValueError(f"{name} has neither a transformer nor a U-Net, so it cannot be sampled here")
     classes = "class_labels" in inspect.signature(kind.__call__).parameters
     transformer = getattr(pipe, "transformer", None)
-    return Opened(name, transformer, getattr(pipe, "vae", None), pipe.scheduler, None if classes else pipe)
+    notes = {"pipeline": name} if video else {}
+    return Opened(name, transformer, getattr(pipe, "vae", None), pipe.scheduler, None if classes else pipe, notes)
 
 
-def _check_makes_images(kind: Any) -> None:
+def _notes(where: str, name: str) -> dict[str, Any]:
+    """What the run that trained a bare video transformer noted of its data."""
+    file = Path(where).parent / "input.json"
+    notes = json.loads(file.read_text()) if file.is_file() else {}
+    if not notes.get("classes"):
+        why = "it was trained on prompts" if notes else f"there is no {file} of the run that trained it on classes"
+        raise ValueError(f"{name} needs the rest of its pipeline ({why}): give it with sample.base=PIPELINE")
+    return notes
+
+
+def _check_kind(kind: Any) -> None:
     wanted = inspect.signature(kind.__call__).parameters
-    if "num_frames" in wanted or "video_length" in wanted:
-        raise ValueError(f"{kind.__name__} makes videos, but images are due here")
+    if "video_length" in wanted or ("num_frames" in wanted and not kind.__name__.startswith("Wan")):
+        raise ValueError(f"{kind.__name__} makes videos; those of Wan can be sampled here, no others")
     if not {"class_labels", "prompt"} & set(wanted):
         raise ValueError(f"{kind.__name__} takes neither class labels nor a prompt, so it cannot be sampled here")
-    if "image" in wanted:
+    if "image" in wanted and kind.__name__ != "WanImageToVideoPipeline":
         raise ValueError(f"{kind.__name__} changes an image that it is given, so it cannot be sampled here")
 
 

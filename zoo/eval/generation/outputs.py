@@ -68,8 +68,10 @@ class Output:
 class PngFolder(Output):
     """000000.png, 000001.png, ... and labels.csv."""
 
+    ending = ".png"
+
     def numbers(self) -> Iterator[int]:
-        return (int(file.stem) for file in self.path.glob("*.png") if file.stem.isdecimal())
+        return (int(file.stem) for file in self.path.glob(f"*{self.ending}") if file.stem.isdecimal())
 
     def start(self, card: dict[str, Any]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -84,7 +86,7 @@ class PngFolder(Output):
 
     def finish(self, count: int, labels: list[int] | None) -> None:
         if labels is not None:
-            lines = [f"{i:06d}.png,{label}\n" for i, label in enumerate(labels)]
+            lines = [f"{i:06d}{self.ending},{label}\n" for i, label in enumerate(labels)]
             with replacing(self.path / "labels.csv") as temporary:
                 temporary.write_text("file,label\n" + "".join(lines))
 

@@ -22,10 +22,12 @@ LEARNED = ("learned", "learned_range")
 
 
 class Sampler(Protocol):
-    """Makes the images of any list of numbers."""
+    """Makes the images, or videos, of any list of numbers. fps: frames a second of videos, 0 for images."""
+
+    fps: float
 
     def __call__(self, numbers: Sequence[int]) -> Tensor:
-        """uint8 [B, 3, H, W] on the CPU."""
+        """uint8 [B, 3, H, W], videos [B, 3, T, H, W], on the CPU."""
         ...
 
     def labels(self, numbers: Sequence[int]) -> list[int] | None:
@@ -54,6 +56,8 @@ class ClassSampler:
     Raises ValueError for a resolution that the patches do not divide and for labels that the model does not have.
     """
 
+    fps = 0.0
+
     def __init__(
         self,
         transformer: Any,
@@ -74,16 +78,20 @@ class ClassSampler:
         self.guided = self.channels if guidance_channels is None else guidance_channels
         if not 1 <= self.guided <= self.channels:
             raise ValueError(f"guidance_channels must be in [1, {self.channels}], got {guidance_channels}")
-        wrong = [x for x in labels if not 0 <= x < self.classes] if isinstance(labels, list) else []
-        if wrong:
-            raise ValueError(f"the model has the classes 0 to {self.classes - 1}, got the label {wrong[0]}")
+        self.check_labels()
         factor = 1 if vae is None else 2 ** (len(vae.config.block_out_channels) - 1)
         self.size = config.sample_size * factor if size is None else size
         check_resolution(self.size, config.patch_size, factor)
-        self.side = self.size // factor
+        self.shape: tuple[int, ...] = (self.channels, self.size // factor, self.size // factor)
         self.learned = scheduler.config.get("variance_type") in LEARNED
         if self.learned and transformer.out_channels != 2 * self.channels:
             raise ValueError(f"the model learned no variance, but the scheduler has {scheduler.config.variance_type!r}")
+
+    def check_labels(self) -> None:
+        """Raise ValueError for labels that the model does not have."""
+        wrong = [x for x in self.choice if not 0 <= x < self.classes] if isinstance(self.choice, list) else []
+        if wrong:
+            raise ValueError(f"the model has the classes 0 to {self.classes - 1}, got the label {wrong[0]}")
 
     def labels(self, numbers: Sequence[int]) -> list[int]:
         if isinstance(self.choice, list):
@@ -96,7 +104,7 @@ class ClassSampler:
     def __call__(self, numbers: Sequence[int]) -> Tensor:
         model = self.transformer
         generators = seeded(self.seed, numbers)
-        shape = (len(numbers), self.channels, self.side, self.side)
+        shape = (len(numbers), *self.shape)
         with _evaluating(model), only_own_noise(type(self.scheduler).__name__, model.device):
             x = randn_tensor(shape, generators, model.device, torch.float32)
             labels = torch.tensor(self.labels(numbers), device=model.device)
@@ -108,11 +116,14 @@ class ClassSampler:
         x = x.to(self.transformer.dtype)
         if self.guidance != 1:
             x, labels = torch.cat([x, x]), torch.cat([labels, torch.full_like(labels, self.classes)])
-        found = self.transformer(x, timestep=t.expand(len(x)), class_labels=labels).sample.float()
+        found = self.transformer(x, timestep=t.expand(len(x)), **self._condition(labels)).sample.float()
         if self.guidance != 1:
             given, free = found.chunk(2)
             found = guide(given, free, self.guidance, self.guided)
         return found if self.learned else found[:, : self.channels]
+
+    def _condition(self, labels: Tensor) -> dict[str, Tensor]:
+        return {"class_labels": labels}
 
     def _decode(self, x: Tensor) -> Tensor:
         """Pixels in -1 to 1."""
@@ -122,6 +133,10 @@ class ClassSampler:
         return self.vae.decode(latents.to(self.vae.dtype)).sample
 
     def about(self) -> dict[str, Any]:
+        return self.described() | {"size": self.size}
+
+    def described(self) -> dict[str, Any]:
+        """What the images depend on, but the size."""
         return {
             **describe(self.transformer, self.scheduler),
             "vae_sha256": None if self.vae is None else weights_hash(self.vae),
@@ -130,7 +145,6 @@ class ClassSampler:
             "guided_channels": f"the first {self.guided} of {self.channels}",
             "learned_variance": self.learned,
             "labels": self.choice,
-            "size": self.size,
         }
 
 
@@ -150,7 +164,7 @@ def denoise(
     predict: Callable[[Tensor, Tensor], Tensor],
     generators: list[torch.Generator] | None = None,
 ) -> Tensor:
-    """From noise x [B, C, H, W] to a sample: `steps` steps of a scheduler of diffusers.
+    """From noise x [B, C, ...] to a sample: `steps` steps of a scheduler of diffusers.
 
     predict: (input, time, a scalar) -> what the scheduler wants.  generators: one a sample, for schedulers that draw.
     """
@@ -170,6 +184,8 @@ class TextSampler:
     Raises ValueError for no prompts, text longer than every text encoder reads, or a resolution that does not fit.
     """
 
+    fps = 0.0
+
     def __init__(
         self,
         pipeline: Any,
@@ -180,11 +196,11 @@ class TextSampler:
         seed: int = 0,
         size: int | None = None,
     ) -> None:
+        self.parameters = parameters = inspect.signature(pipeline.__call__).parameters
         if not prompts:
             raise ValueError(f"{type(pipeline).__name__} needs prompts: sample.prompts=FILE with one a line")
         self.pipeline, self.prompts, self.steps, self.seed, self.size = pipeline, prompts, steps, seed, size
         self.denoiser = getattr(pipeline, "transformer", None) or pipeline.unet
-        parameters = inspect.signature(pipeline.__call__).parameters
         self.guidance = parameters["guidance_scale"].default if guidance is None else guidance
         self.fixed = {name: False for name in UNWANTED if name in parameters}
         if size is not None:
@@ -232,14 +248,14 @@ def seeded(seed: int, numbers: Sequence[int]) -> list[torch.Generator]:
 
 
 def to_uint8(x: Tensor) -> Tensor:
-    """[B, 3, H, W] uint8 on the CPU of pixels in -1 to 1 [B, 1 or 3, H, W], rounded as in ADM.
+    """[B, 3, ...] uint8 on the CPU of pixels in -1 to 1 [B, 1 or 3, ...], rounded as in ADM.
 
     Raises ValueError for pixels that are infinite or not a number.
     """
     if not torch.isfinite(x).all():
         raise ValueError("the model made images that are infinite or not a number: try another precision or more steps")
     x = (x.float() * 127.5 + 128).clamp(0, 255).to(torch.uint8).cpu()
-    return x.expand(-1, 3, -1, -1)
+    return x.expand(-1, 3, *x.shape[2:])
 
 
 def check_resolution(size: int, patch: int, factor: int = 1) -> None:

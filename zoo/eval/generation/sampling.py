@@ -8,11 +8,12 @@ import torch
 
 from zoo.data.progress import progress
 from zoo.eval.generation.evaluate import environment
-from zoo.eval.generation.extract import processes
+from zoo.eval.generation.extractors.extract import processes
 from zoo.eval.generation.loading import open_model, open_scheduler
 from zoo.eval.generation.outputs import open_output
 from zoo.eval.generation.samplers import ClassSampler, Sampler, TextSampler
 from zoo.eval.generation.settings import SampleOptions, SampleSettings
+from zoo.eval.generation.videos import ClassVideoSampler, Mp4Folder, VideoSampler
 
 FREE = ("count", "batch_size", "device")  # they change no image
 
@@ -24,6 +25,16 @@ def open_sampler(options: SampleOptions, device: torch.device | str) -> Sampler:
     shared: dict[str, Any] = {"steps": options.steps, "seed": options.seed, "size": options.size}
     if options.guidance is not None:
         shared["guidance"] = options.guidance
+    sides = {"width": options.width, "frames": options.frames}
+    if found.video:
+        shared |= sides
+        if found.pipeline is not None:
+            found.pipeline.scheduler = scheduler
+            return VideoSampler(found.pipeline, read_prompts(options.prompts), images=options.images, **shared)
+        return ClassVideoSampler(found.transformer, scheduler, found.video, labels=options.labels, **shared)
+    for key, value in {**sides, "images": options.images}.items():
+        if value:
+            raise ValueError(f"sample.{key} is for videos, but {found.name} makes images")
     if found.pipeline is None:
         if options.prompts:
             raise ValueError(f"{found.name} is class-conditional: sample.prompts is for text-to-image pipelines")
@@ -45,12 +56,14 @@ def read_prompts(file: str) -> list[str]:
 
 
 def run(settings: SampleSettings, command: str) -> int:
-    """Sample what is missing in `settings.out`. Returns how many images this process made; raises ValueError."""
+    """Sample what is missing in `settings.out`. Returns how many samples this process made; raises ValueError."""
     options, state = settings.sample, processes()
     if not options.model or not settings.out:
         raise ValueError("say what to sample and where to: sample.model=FOLDER out=SAMPLES.npz")
     output = open_output(settings.out)
     sampler = open_sampler(options, options.device or state.device)
+    if sampler.fps:
+        output = Mp4Folder(settings.out, sampler.fps)
     chosen = {k: v for k, v in asdict(options).items() if k not in (*FREE, "model", "base")}
     card = {"sampling": chosen | sampler.about(), "model": options.model, "count": options.count, "command": command}
     output.check(card)

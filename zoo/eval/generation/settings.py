@@ -77,8 +77,11 @@ class SampleOptions:
     guidance: scale s in u + s (c - u); 1 for none; none takes the default of the pipeline, 1 for classes
     guidance_channels: only the first channels are guided (DiT's own scripts: 3 of its 4); none for all
     labels: random, balanced, or a list of classes that is repeated
-    prompts: text file with one prompt a line, for text-to-image pipelines
+    prompts: text file with one prompt a line, for pipelines from text
+    images: folder of first frames, for pipelines from image to video
     size: pixels, height and width; none takes those of the model
+    width: width of videos; none for squares
+    frames: frames of videos; none takes those of the model
     precision: fp32, bf16 or fp16
     device: torch device; empty takes the accelerator if there is one
     """
@@ -95,7 +98,10 @@ class SampleOptions:
     guidance_channels: int | None = None
     labels: list[int] | str = "random"
     prompts: str = ""
+    images: str | None = None
     size: int | None = None
+    width: int | None = None
+    frames: int | None = None
     precision: str = "fp32"
     device: str = ""
 
@@ -112,7 +118,7 @@ class SampleOptions:
 class SampleSettings:
     """A sampling run. See the section.
 
-    out: SAMPLES.npz (layout of ADM) or a folder for PNG files
+    out: SAMPLES.npz (layout of ADM) or a folder for PNG files; of videos a folder for mp4 files
     """
 
     sample: SampleOptions = field(default_factory=SampleOptions)

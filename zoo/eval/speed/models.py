@@ -6,6 +6,7 @@ Weights and inputs are random. A mixer with a pattern behind it, such as "ahla e
 """
 
 import contextlib
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,7 +149,7 @@ class ModelSettings:
                 name = word.partition(" ")[0] if key == "mixers" else word
                 if name not in allowed:
                     raise unknown_name(key.removesuffix("s"), name, allowed)
-        known = {size for name in self.models for size in MODELS[name].batch}
+        known = {size for family in MODELS.values() for size in family.batch}
         if wrong := set(self.sizes) - known:
             raise ValueError(f"sizes must be among {sorted(known)}, got {min(wrong)}")
 
@@ -210,6 +211,7 @@ def run(settings: ModelSettings, command: str) -> dict[str, Any]:
 def measure(setup: Setup, known: dict[tuple, dict[str, Any]]) -> dict[str, Any]:
     """Time, memory and shares of one row; softmax runs on the faster of cuDNN and flash, `known` if found before."""
     torch._dynamo.reset()
+    gc.collect()  # the model before is in cycles, and would count as memory of this one
     torch.cuda.empty_cache()
     batch, extra = MODELS[setup.model].batch[setup.size], {}
     if setup.mixer == "softmax":

@@ -131,7 +131,8 @@ def video(result: Row) -> str:
         cells = [row["model"], str(row["size"]), str(row["tokens"]), str(row["batch"]), row["mode"], row["mixer"]]
         cells[-1] += "" if row["compiled"] else ", eager"
         share = f"{100 * row['shares']['attention']:.0f} %"
-        lines.append([*cells, f"{row['ms']:.1f}", times, str(row["peak_mib"]), share, row.get("backend", "")])
+        peak = "-" if row["peak_mib"] is None else str(row["peak_mib"])
+        lines.append([*cells, f"{row['ms']:.1f}", times, peak, share, row.get("backend", "")])
     return f"{_table(head, lines)}\n\n{failures(result)}".rstrip()
 
 

@@ -8,20 +8,24 @@ from torch import Tensor
 
 from zoo.data import BatchPlan, Images, InputSpec, open_images, open_sources
 from zoo.data.latents import Latents
+from zoo.data.latents.encoders import IMAGE_LATENTS
 from zoo.data.latents.reading import LABELS, Clean
 from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.eval.generation.samplers import to_uint8
-from zoo.train.diffusion.settings import DiffusionDataSettings
+from zoo.train.diffusion.clips import ClipSamples
+from zoo.train.diffusion.settings import VIDEOS, DiffusionDataSettings
 
 
 class Samples(Protocol):
     """Training and validation samples.
 
-    shape: [C, H, W].  classes: their names, empty for prompts.  null: the condition that stands for none.  about: what
+    shape: [C, H, W], of clips [C, T, H, W].  beside: channels that the model reads beside those (of a first frame).
+    classes: their names, empty for prompts.  null: the condition that stands for none.  about: what
     a later run or a sampler has to know of them.
     """
 
     shape: tuple[int, ...]
+    beside: int
     classes: list[str]
     null: dict[str, Tensor]
     about: dict[str, Any]
@@ -35,18 +39,22 @@ class Samples(Protocol):
         """Every validation sample of this process once."""
 
     def pictures(self, x: Tensor) -> Tensor:
-        """Samples [B, C, H, W] as uint8 images [B, 3, height, width]."""
+        """Samples [B, *shape] as uint8 images [B, 3, height, width] or clips [B, 3, frames, height, width]."""
 
 
 def open_samples(data: DiffusionDataSettings, seed: int, device: torch.device) -> Samples:
     """The samples that the settings describe. Raises ValueError for what is missing or does not fit."""
     if data.source == "latents":
         return LatentSamples(data, seed, device)
+    if data.source in VIDEOS:
+        return ClipSamples(data, seed, device)
     return PixelSamples(data, seed, device)
 
 
 class PixelSamples:
     """Images in [-1, 1]."""
+
+    beside = 0
 
     def __init__(self, data: DiffusionDataSettings, seed: int, device: torch.device) -> None:
         if data.img_size is None:
@@ -95,9 +103,10 @@ class LatentSamples:
                 raise ValueError(f"the latents {data.val} and {data.train} were made with another {key}")
         self.manifest, self.device = manifest, device
         self.shape, self.classes, self.null = tuple(manifest.shape), manifest.classes, self.train_set.null
-        keys = ("vae", "scaling", "shift", "image_size", "classes", "text", "max_length")
+        keys = ("vae", "scaling", "shift", "image_size", "fps", "classes", "text", "max_length")
         self.about = {"space": "latents", **{k: getattr(manifest, k) for k in keys}}
         self.n_train, self.n_val = len(self.train_set), len(self.val_set)
+        self.beside = self.train_set.channels(IMAGE_LATENTS)
         self.vae: Any = None
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Clean]:
@@ -108,9 +117,9 @@ class LatentSamples:
 
     @torch.no_grad()
     def pictures(self, x: Tensor) -> Tensor:
-        from zoo.data.latents.encoders import load_vae
+        from zoo.data.latents.encoders import load_vae, unscaled
 
         if self.vae is None:
             self.vae = load_vae(self.manifest.vae).to(self.device)
-        z = x.float() / self.manifest.scaling + self.manifest.shift
-        return to_uint8(torch.cat([self.vae.decode(part[None]).sample for part in z]))  # one by one: large images
+        z = unscaled(x.float(), self.manifest.scaling, self.manifest.shift)
+        return to_uint8(torch.cat([self.vae.decode(part[None]).sample for part in z]))  # one by one: they are large

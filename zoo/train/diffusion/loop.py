@@ -12,12 +12,14 @@ from torch import Tensor
 from zoo.data import BatchPlan
 from zoo.data.latents.reading import LABELS, Clean
 from zoo.data.samples import seed_everything
+from zoo.data.video.files import write_video
+from zoo.eval.generation.videos import grid_video, save_sheet
 from zoo.eval.results import write_json
 from zoo.train.core import Run
 from zoo.train.diffusion import model as models
 from zoo.train.diffusion.data import Samples, open_samples
 from zoo.train.diffusion.model import AVERAGE, PART, Wanted
-from zoo.train.diffusion.noising import create_objective
+from zoo.train.diffusion.noising import create_objective, each
 from zoo.train.diffusion.samples import fixed_noise, manner_of, predict, sample, save_grid
 from zoo.train.diffusion.schedulers import scheduler_to_save
 from zoo.train.diffusion.settings import DiffusionSettings
@@ -52,9 +54,9 @@ class DiffusionRun(Run):
             parts=settings.optim.accumulate,
         )
         self.last_step = settings.schedule.steps
-        channels, size, _ = self.samples.shape
+        channels, *size = self.samples.shape
         classes = len(self.samples.classes) or None
-        wanted = Wanted(channels, channels * self.objective.outputs, size, classes)
+        wanted = Wanted(channels, channels * self.objective.outputs, tuple(size), classes, self.samples.beside)
         self._check_source()
         seed_everything(settings.run.seed)
         model, host = models.start(settings.model, wanted)
@@ -111,7 +113,7 @@ class DiffusionRun(Run):
         """Block by block: one compilation serves all blocks, and grids and validation go on uncompiled."""
         all_models: list[Any] = [self.model] + ([self.teacher.model] if self.teacher else [])
         for model in all_models:
-            for block in model.transformer_blocks:
+            for block in models.blocks(model):
                 block.compile()
         return self.wrapped
 
@@ -144,9 +146,8 @@ class DiffusionRun(Run):
     def _dropped(self, condition: dict[str, Tensor], where: Tensor) -> dict[str, Tensor]:
         """The conditions with those of the samples in `where` [B] replaced by none."""
         null = self.samples.null
-        return {
-            k: torch.where(where.view(-1, *[1] * (v.ndim - 1)), null[k].to(v.dtype), v) for k, v in condition.items()
-        }
+        dropped = {k: torch.where(each(where, v), null[k].to(v), v) for k, v in condition.items() if k in null}
+        return {**condition, **dropped}
 
     def due(self, what: str) -> bool:
         run = self.settings.run
@@ -201,13 +202,18 @@ class DiffusionRun(Run):
     def draw_samples(self) -> None:
         """Write the grid of this step, and show it to the trackers."""
         images = self.generate(self.settings.sample.count)
-        grid = save_grid(images, self.folder / SAMPLES / f"step-{self.step:08d}.png")
+        file = self.folder / SAMPLES / f"step-{self.step:08d}.png"
+        if images.ndim == 5:
+            write_video(grid_video(images), file.with_suffix(".mp4"), self.samples.about["fps"])
+            grid = save_sheet(images, file)
+        else:
+            grid = save_grid(images, file)
         for tracker in self.accelerator.trackers:
             tracker.log_images({"samples": grid[None]}, step=self.step)
 
     def generate(self, n: int) -> Tensor:
-        """n uint8 images [n, 3, H, W] of the average of the weights, or the model if there is none; always the same
-        noise and conditions."""
+        """n uint8 images [n, 3, H, W] or clips [n, 3, T, H, W] of the average of the weights, or the model if there is
+        none; always the same noise and conditions."""
         settings = self.settings.sample
         device = self.accelerator.device
         model: Any = self.ema.module if self.ema else self.model

@@ -12,6 +12,7 @@ from torch import nn
 
 import zoo
 from zoo.convert import backbone_of, swap
+from zoo.eval.generation.videos import reads_class_tokens
 from zoo.names import unknown_name
 from zoo.train.diffusion.settings import KINDS, DenoiserSettings
 from zoo.train.record import replacing_folder
@@ -21,13 +22,14 @@ AVERAGE = "transformer_ema"
 
 
 class Wanted(NamedTuple):
-    """What data and objective ask of a model: channels of input and output, side of the input, number of classes (None
-    for prompts)."""
+    """What data and objective ask of a model: channels of what it denoises and of the output, size of the input (H, W)
+    or (T, H, W), number of classes (None for prompts), channels of the input beside those (image to video)."""
 
     channels: int
     outputs: int
-    size: int
+    size: tuple[int, ...]
     classes: int | None
+    beside: int = 0
 
 
 def start(settings: DenoiserSettings, wanted: Wanted) -> tuple[Any, Any]:
@@ -106,15 +108,18 @@ def _from(where: str, more: dict[str, Any]) -> Any:
 
 def _fresh(settings: DenoiserSettings, wanted: Wanted) -> Any:
     cls = getattr(diffusers, KINDS[settings.kind])
-    given = {"in_channels": wanted.channels, "out_channels": wanted.outputs, "sample_size": wanted.size}
+    given = {"in_channels": wanted.channels + wanted.beside, "out_channels": wanted.outputs}
+    if settings.kind == "wan":
+        given |= {} if wanted.classes is None else {"text_dim": wanted.classes}
+    else:
+        given["sample_size"] = wanted.size[-1]
     if settings.kind == "dit":
         given["num_embeds_ada_norm"] = wanted.classes or 0
     twice = sorted(given.keys() & settings.kwargs.keys())
     if twice:
         raise ValueError(f"model.kwargs must not give {', '.join(twice)}: the data and the objective say it")
     patch = settings.kwargs.get("patch_size", inspect.signature(cls.__init__).parameters["patch_size"].default)
-    if wanted.size % patch:
-        raise ValueError(_not_divisible(wanted.size, patch))
+    _check_size(wanted.size, patch, cls.__name__)
     try:
         model = cls(**given, **settings.kwargs)
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -124,8 +129,18 @@ def _fresh(settings: DenoiserSettings, wanted: Wanted) -> Any:
     return model
 
 
-def _not_divisible(size: int, patch: int) -> str:
-    return f"inputs of {size} x {size} are not divisible by the patch size {patch}"
+def _check_size(size: tuple[int, ...], patch: Any, name: str) -> None:
+    """Raise ValueError unless inputs of this size are whole patches, a number or one a dimension."""
+    dimensions = 2 if isinstance(patch, int) else len(patch)
+    if len(size) != dimensions:
+        makes, data = (("videos", "images"), ("images", "videos"))[dimensions == 2]
+        raise ValueError(f"{name} makes {makes}, but the data are {data}")
+    each = (patch,) * dimensions if isinstance(patch, int) else tuple(patch)
+    if any(n % p for n, p in zip(size, each, strict=True)):
+        words = [" x ".join(map(str, x)) for x in (size, each)]
+        raise ValueError(
+            f"inputs of {words[0]} are not divisible by the patch size {patch if each == patch else words[1]}"
+        )
 
 
 def initialise(model: nn.Module) -> None:
@@ -146,10 +161,12 @@ def initialise(model: nn.Module) -> None:
 def check(model: Any, wanted: Wanted, name: str) -> None:
     """Raise ValueError if the model does not fit the data or the objective."""
     config = model.config
-    if wanted.size % config.patch_size:
-        raise ValueError(_not_divisible(wanted.size, config.patch_size))
-    if config.in_channels != wanted.channels:
-        raise ValueError(f"{name} takes {config.in_channels} channels, but the data has {wanted.channels}")
+    _check_size(wanted.size, config.patch_size, name)
+    if config.in_channels != wanted.channels + wanted.beside:
+        has = f"{wanted.channels + wanted.beside}" + (
+            f", {wanted.beside} of them of the first frame" * bool(wanted.beside)
+        )
+        raise ValueError(f"{name} takes {config.in_channels} channels, but the data has {has}")
     outputs = config.out_channels or config.in_channels
     if outputs != wanted.outputs:
         raise ValueError(
@@ -161,13 +178,21 @@ def check(model: Any, wanted: Wanted, name: str) -> None:
             f"{name} also reads the resolution and aspect ratio of each image, which samples do not tell; allowed: "
             "models with use_additional_conditions=false, such as PixArt-Sigma"
         )
+    if reads_class_tokens(model) and wanted.classes is not None:
+        if config.text_dim != wanted.classes:
+            raise ValueError(
+                f"{name} reads tokens of {config.text_dim} numbers, but the data has {wanted.classes} classes: a "
+                "class is one token with as many numbers as there are classes (or extract prompts with encode.text)"
+            )
+        return
     classes = config.num_embeds_ada_norm if _by_class(model) else None
     if classes != wanted.classes:
         ours = "prompts" if classes is None else f"{classes} classes"
         theirs = "prompts" if wanted.classes is None else f"{wanted.classes} classes"
         raise ValueError(f"{name} is a model of {ours}, but the data has {theirs}")
-    if _by_class(model) and config.sample_size != wanted.size:
-        raise ValueError(f"{name} is a model of inputs {config.sample_size} wide, but the data is {wanted.size} wide")
+    if _by_class(model) and config.sample_size != wanted.size[-1]:
+        wide = f"{wanted.size[-1]} wide"
+        raise ValueError(f"{name} is a model of inputs {config.sample_size} wide, but the data is {wide}")
 
 
 def _by_class(model: Any) -> bool:
@@ -179,6 +204,11 @@ def without_label_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, diffusers.models.embeddings.LabelEmbedding):
             module.dropout_prob = 0.0
+
+
+def blocks(model: Any) -> Any:
+    """The transformer blocks of a model."""
+    return model.blocks if hasattr(model, "blocks") else model.transformer_blocks
 
 
 def attention_layers(model: Any) -> dict[str, nn.Module]:

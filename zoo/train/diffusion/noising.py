@@ -1,8 +1,8 @@
 """What a denoiser is trained on: DDPM with learned variance, and flow matching.
 
-x0 is clean data [B, C, H, W], noise of the same shape; t [B] is the time of each sample: a step number for DDPM, a
-number in (0, 1) for flow matching. Signs and time steps are those of diffusers' schedulers, which sample from the
-trained models.
+x0 is clean data [B, C, H, W] or [B, C, T, H, W], noise of the same shape; t [B] is the time of each sample: a step
+number for DDPM, a number in (0, 1) for flow matching. Signs and time steps are those of diffusers' schedulers, which
+sample from the trained models.
 """
 
 import math
@@ -41,7 +41,7 @@ class Objective(Protocol):
         """What the model is told of t."""
 
     def losses(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> Losses:
-        """The losses of an output [B, outputs C, H, W]."""
+        """The losses of an output [B, outputs C, ...]."""
 
     def scheduler(self) -> Any:
         """The scheduler of diffusers that samples."""
@@ -83,7 +83,7 @@ class DDPM:
         return (where * STEPS).long()
 
     def _at(self, name: str, t: Tensor, x: Tensor) -> Tensor:
-        return self.table[name].to(x.device)[t].float().view(-1, 1, 1, 1)
+        return each(self.table[name].to(x.device)[t].float(), x)
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         return self._at("signal", t, x0) * x0 + self._at("noise", t, x0) * noise
@@ -107,7 +107,7 @@ class DDPM:
         true = self._at("from_start", t, x0) * x0 + self._at("from_now", t, x0) * xt
         gap = low - log_variance
         kl = 0.5 * (gap.exp() - gap - 1 + (true - mean).square() * (-log_variance).exp())
-        nats = torch.where((t == 0).view(-1, 1, 1, 1), -log_likelihood(x0, mean, 0.5 * log_variance), kl)
+        nats = torch.where(each(t == 0, x0), -log_likelihood(x0, mean, 0.5 * log_variance), kl)
         return nats.flatten(1).mean(1) / math.log(2)
 
     def scheduler(self) -> Any:
@@ -115,6 +115,11 @@ class DDPM:
 
         # from the last step, pure noise, down to the data itself
         return DDIMScheduler(STEPS, 1e-4, 0.02, "linear", clip_sample=False, timestep_spacing="trailing")
+
+
+def each(values: Tensor, x: Tensor) -> Tensor:
+    """One value a sample [B] so that it multiplies x [B, ...]."""
+    return values.view(-1, *[1] * (x.ndim - 1))
 
 
 def log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
@@ -149,7 +154,7 @@ class FlowMatching:
         return self.shift * t / (1 + (self.shift - 1) * t)
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        return torch.lerp(x0, noise, t.view(-1, 1, 1, 1).to(x0))
+        return torch.lerp(x0, noise, each(t, x0).to(x0))
 
     def timestep(self, t: Tensor) -> Tensor:
         return t * STEPS

@@ -58,5 +58,6 @@ def _distance(run: DiffusionRun) -> float:
 
 
 def _colours(images: Tensor) -> Tensor:
-    """uint8 images [B, 3, H, W] -> [B, 12] in [0, 1]."""
+    """uint8 images [B, 3, H, W], or first frames of clips [B, 3, T, H, W] -> [B, 12] in [0, 1]."""
+    images = images[:, :, 0] if images.ndim == 5 else images
     return F.adaptive_avg_pool2d(images.cpu().float() / 255, 2).flatten(1)

@@ -9,7 +9,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from zoo.data.latents.encoders import IMAGE_LATENTS
+from zoo.data.latents.reading import LABELS
 from zoo.eval.generation.samplers import denoise, guide, seeded
+from zoo.eval.generation.videos import class_tokens, reads_class_tokens
 from zoo.train.record import replacing
 
 
@@ -19,23 +22,31 @@ def fixed_noise(n: int, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 class Manner(NamedTuple):
-    """How a kind of denoisers is called: arguments beside input, time and conditions, and a factor on the time."""
+    """How a kind of denoisers is called: arguments beside input, time and conditions, a factor on the time, and whether
+    a class is given as a token."""
 
     extra: dict[str, Any]
     time_factor: float
+    class_tokens: int = 0
 
 
 def manner_of(model: Any) -> Manner:
     """How `model`, not wrapped, is called."""
     pixart = type(model).__name__.endswith("PixArtTransformer2DModel")
     extra = {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}} if pixart else {}
-    return Manner(extra, getattr(model.config, "timestep_scale", 1.0))
+    tokens = model.config.text_dim if reads_class_tokens(model) else 0
+    return Manner(extra, getattr(model.config, "timestep_scale", 1.0), tokens)
 
 
 def predict(model: Any, x: Tensor, timestep: Tensor, condition: dict[str, Tensor], manner: Manner) -> Tensor:
-    """The output of a denoiser of any kind, [B, outputs C, H, W]."""
+    """The output of a denoiser of any kind, [B, outputs C, ...]."""
     if manner.time_factor != 1.0:
         timestep = timestep * manner.time_factor
+    condition = dict(condition)
+    if manner.class_tokens and LABELS in condition:
+        condition["encoder_hidden_states"] = class_tokens(condition.pop(LABELS), manner.class_tokens)
+    if IMAGE_LATENTS in condition:
+        x = torch.cat([x, condition.pop(IMAGE_LATENTS).to(x)], dim=1)
     return model(hidden_states=x, timestep=timestep, **condition, **manner.extra, return_dict=False)[0]
 
 
@@ -49,15 +60,16 @@ def sample(
     steps: int,
     guidance: float,
 ) -> Tensor:
-    """Samples [B, C, H, W] from noise of that shape: `steps` steps with guidance u + s (c - u) on all channels."""
+    """Samples [B, C, ...] from noise of that shape: `steps` steps with guidance u + s (c - u) on all channels.
+    Conditions that have no null (a first frame) are kept in u."""
     manner, n = manner_of(model), len(noise)
-    without = {k: v.expand(n, *v.shape) for k, v in null.items()}
+    without = condition | {k: v.expand(n, *v.shape) for k, v in null.items()}
     both = {k: torch.cat([condition[k], without[k].to(condition[k])]) for k in condition}
 
     def guided(x: Tensor, t: Tensor) -> Tensor:
         if guidance == 1.0:
             return predict(model, x, t.expand(n), condition, manner)[:, : x.shape[1]].float()
-        c, u = predict(model, x.repeat(2, 1, 1, 1), t.expand(2 * n), both, manner)[:, : x.shape[1]].float().chunk(2)
+        c, u = predict(model, torch.cat([x, x]), t.expand(2 * n), both, manner)[:, : x.shape[1]].float().chunk(2)
         return guide(c, u, guidance, x.shape[1])
 
     return denoise(scheduler, noise, steps, guided)

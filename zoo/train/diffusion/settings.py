@@ -11,14 +11,17 @@ KINDS = {  # name -> class of diffusers
     "pixart": "PixArtTransformer2DModel",
     "sana": "SanaTransformer2DModel",
     "sd3": "SD3Transformer2DModel",
+    "wan": "WanTransformer3DModel",
 }
+VIDEOS = ("videos", "moving_digits")  # sources of clips
 
 
 @dataclass(frozen=True)
 class DenoiserSettings:
     """Which transformer of diffusers, where its weights come from, and which mixer stands in its self-attention.
 
-    kind: dit (class labels), pixart, sana or sd3 (text); only for a model from scratch, a checkpoint says what it is
+    kind: dit (class labels), pixart, sana or sd3 (text), wan (videos; text, or a class as its only token); only for a
+      model from scratch, a checkpoint says what it is
     kwargs: arguments of the diffusers class, such as {num_layers: 8}; channels, size and classes come from the data;
       a checkpoint must agree with them
     checkpoint: run folder (the average of its weights, if it kept one), folder of a pipeline or of its transformer, or
@@ -44,14 +47,20 @@ class DenoiserSettings:
 
 @dataclass(frozen=True)
 class DiffusionDataSettings:
-    """What is generated: labelled images as they are, or latents (with labels or prompts) of tools/extract_latents.py.
+    """What is generated: labelled images or videos as they are, or the latents of tools/extract_latents.py.
 
-    source: digits, folder, parquet, hf, webdataset (pixels, see tools/train_vit.py) or latents
-    train: training images or folder of latents; empty for digits
+    source: digits, folder, parquet, hf, webdataset (pixels, see tools/train_vit.py), videos (a folder of mp4 files, in
+      sub-folders by class), moving_digits, or latents
+    train: training images or folder of latents; empty for digits and moving_digits
     val: the same for the validation loss
     image_key: column or file ending that holds the image (parquet, hf, webdataset)
     label_key: column or file ending that holds the class number (parquet, hf, webdataset)
-    img_size: side of the square images in pixels; none for latents, whose manifest says it
+    img_size: side of the square images in pixels, height of videos; none for latents, whose manifest says it
+    width: width of videos; none for squares
+    frames: frames of a clip of videos
+    stride: every so many frames of a video one is taken
+    step: frames of a video between the starts of two clips; 0 for clips that do not overlap
+    clips: number of training clips of moving_digits; a fifth as many for validation
     vae: VAE that the latents must come from; empty takes the one that the manifest names
     batch_size: images an optimiser step, over all processes and accumulated parts
     workers: loader processes a training process; 0 reads in the training process
@@ -67,6 +76,11 @@ class DiffusionDataSettings:
     image_key: str = "image"
     label_key: str = "label"
     img_size: int | None = None
+    width: int | None = None
+    frames: int = 16
+    stride: int = 1
+    step: int = 0
+    clips: int = 1000
     vae: str = ""
     batch_size: int = 128
     workers: int = 4
@@ -76,8 +90,11 @@ class DiffusionDataSettings:
     val_images: int = 0
 
     def __post_init__(self) -> None:
-        one_of("data.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset", "latents"))
-        positive(data__batch_size=self.batch_size)
+        one_of("data.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset", *VIDEOS, "latents"))
+        positive(data__batch_size=self.batch_size, data__frames=self.frames, data__stride=self.stride)
+        positive(data__clips=self.clips)
+        if self.width is not None and self.source not in VIDEOS:
+            raise ValueError("data.width is for videos; images are squares of img_size")
         for name in ("hflip", "drop"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"data.{name} must be in [0, 1], got {getattr(self, name)}")

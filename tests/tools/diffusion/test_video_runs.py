@@ -1,0 +1,231 @@
+"""Video runs: moving digits in pixels and in latents, from scratch, converted with teachers, sampled to mp4."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image
+from tiny_video import SIZES, WORDS, clips_on_disk, tiny_pipeline, tiny_wan
+
+import zoo
+from zoo import config
+from zoo.data.video.files import about, read_frames
+from zoo.eval.generation.videos import class_tokens, contact_sheet, grid_video
+from zoo.train.diffusion.loop import DiffusionRun
+from zoo.train.diffusion.noising import FlowMatching
+from zoo.train.diffusion.samples import manner_of, predict
+from zoo.train.diffusion.settings import DiffusionSettings
+from zoo.train.record import read_rows
+
+PIXELS = {
+    "model": {"kind": "wan", "kwargs": {**SIZES, "patch_size": [1, 4, 4]}},
+    "data": {"source": "moving_digits", "img_size": 8, "frames": 4, "clips": 20, "batch_size": 5, "hflip": 0.5},
+    "optim": {"lr": 3e-3, "weight_decay": 0.0, "ema": 0.9},
+    "schedule": {"steps": 6},
+    "sample": {"every": 6, "count": 3, "steps": 2},
+    "run": {"eval_steps": 3, "checkpoint_steps": 3},
+    "log": {"every": 1},
+}
+
+
+def settings(folder, model=None, **sections):
+    tree = config.merge({**PIXELS, "model": model or PIXELS["model"]}, {"run": {"folder": str(folder)}})
+    return config.from_tree(DiffusionSettings, config.merge(tree, sections))
+
+
+def words(tree, prefix=""):
+    """A nested dict as words of a command line."""
+    out = []
+    for key, value in tree.items():
+        nested = isinstance(value, dict) and key != "kwargs"
+        out += words(value, f"{prefix}{key}.") if nested else [f"{prefix}{key}={value}"]
+    return out
+
+
+@pytest.fixture(scope="module")
+def pixel_run(tmp_path_factory):
+    """A softmax run on the pixels of moving digits, by the tool and its shipped configuration, made tiny."""
+    import finetune_video
+
+    folder = tmp_path_factory.mktemp("run")
+    changes = config.merge(PIXELS, {"run": {"folder": str(folder)}})
+    result = finetune_video.main(
+        [f"{ROOT}/configs/video/moving_digits.yaml", *words(changes), "schedule.warmup_steps=0"]
+    )
+    assert result["step"] == 6 and result["model"] == "WanTransformer3DModel"
+    return folder
+
+
+def sampled(out, **options):
+    import sample
+
+    sample.main([*(f"sample.{k}={v}" for k, v in options.items()), f"out={out}"])
+
+
+def test_a_pixel_run_leaves_videos_and_its_sampler_makes_more(pixel_run, tmp_path):
+    grid = read_frames(pixel_run / "samples" / "step-00000006.mp4", range(4))
+    assert grid.shape == (4, 16, 16, 3)  # three clips of 8 x 8, two a line
+    assert np.asarray(Image.open(pixel_run / "samples" / "step-00000006.png")).shape == (24, 32, 3)
+    model = {"model": pixel_run / "transformer_ema", "count": 3, "steps": 2, "guidance": 2.0, "labels": "balanced"}
+    sampled(tmp_path / "a", **model, batch_size=3)
+    sampled(tmp_path / "b", **model, batch_size=1)
+    for i in range(3):
+        a, b = (read_frames(tmp_path / name / f"00000{i}.mp4", range(4)).astype(int) for name in "ab")
+        assert a.shape == (4, 8, 8, 3) and np.abs(a - b).max() <= 4  # the same noise and class, other rounding, H.264
+    assert about(tmp_path / "a" / "000000.mp4").fps == 8
+    assert np.asarray(Image.open(tmp_path / "a" / "contact-sheet.png")).shape == (24, 32, 3)
+    assert (tmp_path / "a" / "labels.csv").read_text().splitlines()[3] == "000002.mp4,2"
+    (tmp_path / "a" / "000001.mp4").unlink()
+    sampled(tmp_path / "a", **model)  # goes on
+    assert (tmp_path / "a" / "000001.mp4").is_file()
+    sampled(tmp_path / "c", **(model | {"size": 12, "width": 16, "frames": 6, "count": 1}))
+    assert read_frames(tmp_path / "c" / "000000.mp4", range(6)).shape == (6, 12, 16, 3)
+
+
+def test_a_pixel_run_is_converted_learns_from_its_teacher_and_continues(pixel_run, tmp_path):
+    model = {"checkpoint": str(pixel_run), "mixer": "ahla", "keep_softmax": "every:3"}
+    distill = {"teacher": "source", "output": 5.0, "attention": 5.0}
+    run = DiffusionRun(settings(tmp_path, model=model, distill=distill, schedule={"steps": 12}, sample={"every": 0}))
+    names = [getattr(block.attn1, "mixer_name", "softmax") for block in run.model.blocks]
+    assert names == ["softmax", "ahla", "ahla", "softmax"]
+    run.train()
+    train = [row for row in read_rows(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
+    early, late = ([row["attention"] for row in part] for part in (train[:3], train[-3:]))
+    assert np.mean(late) < 0.7 * np.mean(early) and all(row["distill"] > 0 for row in train)
+    whole = zoo.HLAWanTransformer3DModel.from_pretrained(tmp_path / "transformer").state_dict()
+    half = settings(tmp_path / "half", model=model, distill=distill, schedule={"steps": 12}, sample={"every": 0})
+    first = DiffusionRun(half)
+    first.last_step = 6
+    first.train()
+    again = DiffusionRun(
+        config.from_tree(DiffusionSettings, config.merge(config.to_tree(half), {"run": {"resume": True}}))
+    )
+    assert again.step == 6
+    again.train()
+    assert all(torch.equal(again.model.state_dict()[k], v) for k, v in whole.items())
+
+
+def test_mp4_to_latents_to_a_converted_wan_to_mp4(tmp_path):
+    import extract_latents
+    import finetune_video
+
+    pipe = tiny_pipeline(tmp_path / "wan")
+    for part, count in (("train", 6), ("val", 3)):
+        where = clips_on_disk(tmp_path / "clips" / part, part == "train", count)
+        clips = {"images": {"source": "videos", "where": where, "text_key": "text", "img_size": 16, "frames": 5}}
+        encode = {"encode": {"vae": pipe, "text": pipe, "max_length": 8, "batch_size": 3, "dtype": "float32"}}
+        extract_latents.main([*words(clips | encode), "images.workers=0", f"out={tmp_path}/latents/{part}"])
+    folder = tmp_path / "run"
+    changes = words({
+        "model": {"checkpoint": pipe, "mixer": "la"},
+        "data": {part: f"{tmp_path}/latents/{part}" for part in ("train", "val")} | {"batch_size": 2, "val_images": 3},
+        "optim": {"accumulate": 1},
+        "schedule": {"steps": 2, "warmup_steps": 1},
+        "sample": {"every": 2, "count": 2, "steps": 1},
+        "run": {"folder": folder, "precision": "fp32", "eval_steps": 2, "checkpoint_steps": 2},
+    })  # fmt: skip
+    finetune_video.main([f"{ROOT}/configs/video/wan_1.3b_hybrid.yaml", *changes])  # checkpointing, both teachers
+    (row,) = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "eval"]
+    assert np.isfinite(row["val_loss"]) and (folder / "samples" / "step-00000002.mp4").is_file()
+    (tmp_path / "prompts.txt").write_text("3\n7\n")
+    model = {"model": folder / "transformer", "base": pipe, "prompts": tmp_path / "prompts.txt", "count": 2, "steps": 1}
+    sampled(tmp_path / "videos", **model, size=16, frames=5)
+    videos = [read_frames(tmp_path / "videos" / f"00000{i}.mp4", range(5)) for i in range(2)]
+    assert videos[0].shape == (5, 16, 16, 3) and not np.array_equal(*videos)
+    with pytest.raises(ValueError, match=r"sample.frames must be 4 n \+ 1, got 6"):
+        sampled(tmp_path / "x", **model, size=16, frames=6)
+    with pytest.raises(ValueError, match=r"needs the rest of its pipeline \(it was trained on prompts\)"):
+        sampled(tmp_path / "x", model=folder / "transformer", count=1)
+    with pytest.raises(ValueError, match="videos go into a folder of mp4 files"):
+        sampled(tmp_path / "x.npz", **model, size=16, frames=5)
+
+
+def test_image_to_video_trains_and_samples(tmp_path):
+    import extract_latents
+
+    pipe = tiny_pipeline(tmp_path / "wan", from_image=True)
+    where = clips_on_disk(tmp_path / "clips", True, 4)
+    clips = {"images": {"source": "videos", "where": where, "text_key": "text", "img_size": 16, "frames": 5}}
+    encode = {"encode": {"vae": pipe, "text": pipe, "max_length": 8, "dtype": "float32"}}
+    extract_latents.main([*words(clips | encode), "images.workers=0", f"out={tmp_path}/latents"])
+    data = {"source": "latents", "img_size": None, "train": f"{tmp_path}/latents", "val": f"{tmp_path}/latents"}
+    model = {"checkpoint": pipe, "mixer": "ahla"}
+    run = DiffusionRun(settings(tmp_path / "run", model=model, data=data | {"hflip": 0.0, "batch_size": 2}))
+    batch = next(run.batches(0, 1))
+    seen = []
+    run.model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True)
+    run.loss(batch)
+    assert seen[0].shape == (2, 12, 2, 2, 2) and torch.equal(seen[0][:, 4:], batch.condition["image_latents"])
+    run.train()
+    (tmp_path / "frames").mkdir()
+    Image.fromarray(np.full((20, 20, 3), 200, np.uint8)).save(tmp_path / "frames" / "a.png")
+    (tmp_path / "prompts.txt").write_text("3\n")
+    model = {"model": tmp_path / "run" / "transformer", "base": pipe, "prompts": tmp_path / "prompts.txt", "count": 1}
+    shape = {"steps": 1, "size": 16, "frames": 5}
+    sampled(tmp_path / "videos", **model, **shape, images=tmp_path / "frames")
+    assert about(tmp_path / "videos" / "000000.mp4")[:3] == (5, 16, 16)
+    with pytest.raises(ValueError, match=r"WanImageToVideoPipeline needs sample.images=FOLDER"):
+        sampled(tmp_path / "x", **model, **shape)
+
+
+def test_a_class_is_a_row_of_the_projection():
+    """The first layer that reads text gives class c the c-th column of its weights, and no class the bias alone."""
+    model = tiny_wan(text_dim=10)
+    linear = model.condition_embedder.text_embedder.linear_1
+    found = linear(class_tokens(torch.tensor([4, 10]), 10))[:, 0]
+    torch.testing.assert_close(found, torch.stack([linear.weight[:, 4] + linear.bias, linear.bias]))
+    x, t = torch.randn(1, 4, 2, 4, 4), torch.tensor([500.0])
+    tokens = {"encoder_hidden_states": class_tokens(torch.tensor([4]), 10)}
+    wanted = model(hidden_states=x, timestep=t, **tokens).sample
+    torch.testing.assert_close(predict(model, x, t, {"class_labels": torch.tensor([4])}, manner_of(model)), wanted)
+
+
+def test_flow_matching_of_clips_is_that_of_their_frames():
+    objective, x0 = FlowMatching(shift=3.0), torch.randn(2, 3, 4, 5, 5)
+    noise, output, t = torch.randn_like(x0), torch.randn_like(x0), torch.tensor([0.2, 0.9])
+    for frame in range(4):
+        one = [x[:, :, frame] for x in (x0, noise)]
+        torch.testing.assert_close(objective.noised(x0, noise, t)[:, :, frame], objective.noised(*one, t))
+    each = [objective.losses(output[:, :, i], x0[:, :, i], noise[:, :, i], t).mse for i in range(4)]
+    torch.testing.assert_close(objective.losses(output, x0, noise, t).mse, torch.stack(each).mean(0))
+
+
+def test_sheets_and_grids_show_every_clip():
+    clips = torch.zeros(3, 3, 9, 2, 4, dtype=torch.uint8)
+    clips += torch.arange(3).view(3, 1, 1, 1, 1).to(torch.uint8) * 100 + torch.arange(9).view(9, 1, 1).to(torch.uint8)
+    sheet = contact_sheet(clips)
+    assert sheet.shape == (6, 32, 3) and sheet[4, :, 0].tolist() == [
+        200 + i for i in (0, 1, 2, 3, 5, 6, 7, 8) for _ in range(4)
+    ]
+    grid = grid_video(clips)
+    assert grid.shape == (9, 4, 8, 3)
+    assert grid[7, :, :, 1].tolist() == [[7] * 4 + [107] * 4] * 2 + [[207] * 4 + [255] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"data": {"img_size": 9}}, r"inputs of 4 x 9 x 9 are not divisible by the patch size 1 x 4 x 4"),
+        ({"data": {"source": "digits", "img_size": 8}}, r"WanTransformer3DModel makes videos, but the data are images"),
+        ({"model": {"kind": "dit", "kwargs": {}}}, r"DiTTransformer2DModel makes images, but the data are videos"),
+        ({"model": {"kind": "wan", "kwargs": {"text_dim": 3}}}, r"model.kwargs must not give text_dim"),
+        ({"data": {"source": "videos", "train": "nowhere"}}, r"data.train must be a folder of videos, got 'nowhere'"),
+        ({"data": {"source": "digits", "width": 8}}, r"data.width is for videos"),
+    ],
+)  # fmt: skip
+def test_wrong_settings(tmp_path, sections, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        DiffusionRun(settings(tmp_path, **sections))
+
+
+def test_a_model_of_text_does_not_read_classes(tmp_path):
+    tiny_wan(in_channels=3, out_channels=3, patch_size=(1, 4, 4)).save_pretrained(tmp_path / "text")
+    model = {"checkpoint": str(tmp_path / "text")}
+    with pytest.raises(ValueError, match=rf"reads tokens of {WORDS} numbers, but the data has 10 classes"):
+        DiffusionRun(settings(tmp_path / "run", model=model))
+
+
+def test_other_video_models_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"_class_name": "LatteTransformer3DModel"}')
+    with pytest.raises(ValueError, match=r"LatteTransformer3DModel makes videos; those of Wan can be sampled here"):
+        sampled(tmp_path / "x", model=tmp_path)

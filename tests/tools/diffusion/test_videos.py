@@ -1,0 +1,169 @@
+"""Videos on disk, clips out of them, moving digits, and the latents of clips."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_video import SHAPE, clips_on_disk, tiny_pipeline, tiny_vae
+from torchvision.transforms.functional import center_crop, resize
+
+from zoo import config
+from zoo.data.latents import Latents
+from zoo.data.latents.encoders import encode_first_frames, latent_shape, scaled, scaling_of, unscaled
+from zoo.data.latents.extracting import extract
+from zoo.data.latents.settings import ExtractSettings
+from zoo.data.sources import Unreadable
+from zoo.data.video import Clips, ClipShape, MovingDigits, read_frames, write_video
+from zoo.data.video.clips import cover
+from zoo.data.video.files import about
+
+
+def moving_bar(frames: int, height: int = 32, width: int = 48) -> np.ndarray:
+    """Frame t has the grey level 8 t, and a white bar that moves: no two frames are alike."""
+    video = np.zeros((frames, height, width, 3), np.uint8)
+    for t, frame in enumerate(video):
+        frame[:] = 8 * t
+        frame[:, 2 * t : 2 * t + 8] = 255
+    return video
+
+
+def test_a_video_comes_back_frame_by_frame(tmp_path):
+    video = moving_bar(20)
+    write_video(video, tmp_path / "a.mp4", 12.5)
+    assert about(tmp_path / "a.mp4") == (20, 32, 48, 12.5)
+    numbers = [0, 3, 4, 19]
+    found = read_frames(tmp_path / "a.mp4", numbers).astype(float)
+    error = np.abs(found - video[numbers]).mean(axis=(1, 2, 3))
+    assert (error < 3).all(), error  # neighbours differ by 8 in all but the bar
+    write_video(video[:, :31, :47], tmp_path / "odd.mp4", 8)
+    assert read_frames(tmp_path / "odd.mp4", [5]).shape == (1, 32, 48, 3)
+    with pytest.raises(Unreadable, match="ends before its frame 20"):
+        read_frames(tmp_path / "a.mp4", [20])
+
+
+def test_clips_are_windows_of_the_files(tmp_path):
+    for name, frames in (("a/one.mp4", 20), ("b/two.mp4", 11), ("b/short.mp4", 6)):
+        write_video(moving_bar(frames), tmp_path / name, 10)
+    shape = ClipShape(frames=4, height=32, width=48, stride=2)  # 7 frames of the file
+    clips = Clips(str(tmp_path), shape)
+    assert clips.classes == ["a", "b"] and clips.fps == 5
+    assert [(file.stem, start) for file, start in clips.starts] == [("one", 0), ("one", 7), ("two", 0)]
+    clip, label = clips.read(1)
+    assert label == 0 and clip.shape == (3, 4, 32, 48)
+    assert clip[0, :, 0, -1].float().sub(torch.tensor([56.0, 72.0, 88.0, 104.0])).abs().max() < 8
+    assert len(Clips(str(tmp_path), shape._replace(step=1))) == 14 + 5
+    with pytest.raises(ValueError, match=r"every video in .* is shorter than a clip, 61 frames"):
+        Clips(str(tmp_path), ClipShape(61, 8, 8))
+
+
+def test_frames_cover_the_clip(tmp_path):
+    video = np.random.default_rng(0).integers(0, 255, (2, 40, 60, 3), dtype=np.uint8)
+    assert torch.equal(cover(video, 40, 60), torch.from_numpy(video).permute(3, 0, 1, 2))
+    found = cover(video, 20, 24)
+    wanted = center_crop(resize(torch.from_numpy(video).permute(0, 3, 1, 2), [20, 30], antialias=True), [20, 24])
+    assert found.shape == (3, 2, 20, 24)
+    assert found.float().sub(wanted.transpose(0, 1).float()).abs().mean() < 12  # bicubic, theirs bilinear: noise
+    grey = cover(np.full((1, 30, 30, 3), 77, np.uint8), 16, 32)
+    assert grey.shape == (3, 1, 16, 32) and (grey == 77).all()
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        (None, r"images.text_key=text needs .*metadata.csv with the columns file_name and text"),
+        ("file_name,caption\n00000.mp4,a\n", r"metadata.csv has no column 'text'; its columns are file_name, caption"),
+        ("file_name,text\n00000.mp4,a\n", r"metadata.csv has no text for 00001.mp4"),
+    ],
+)
+def test_captions_are_needed_for_every_video(tmp_path, table, sentence):
+    folder = clips_on_disk(tmp_path, True, 2)
+    (folder / "metadata.csv").unlink()
+    if table:
+        (folder / "metadata.csv").write_text(table)
+    with pytest.raises(ValueError, match=sentence):
+        Clips(str(folder), SHAPE, "text")
+
+
+def test_digits_move_and_stay_on_the_canvas():
+    clips = MovingDigits(True, ClipShape(frames=30, height=32, width=48), 5)
+    again = MovingDigits(True, ClipShape(frames=30, height=32, width=48), 5)
+    for number in range(5):
+        clip, label = clips.read(number)
+        other, its_label = again.read(number)
+        assert torch.equal(clip, other) and label == its_label
+        mass = clip[0].flatten(1).sum(1)
+        assert (mass == mass[0]).all() and mass[0] > 0  # the whole digit, in every frame
+        assert (clip[0, 1:] != clip[0, :-1]).flatten(1).any(1).all()
+    assert not torch.equal(MovingDigits(False, clips.shape, 5).read(0)[0], clips.read(0)[0])
+
+
+def extraction(folder, pipeline, out, **sections):
+    tree = {
+        "images": {"source": "videos", "where": str(folder), "text_key": "text", "img_size": 16, "frames": 5,
+                   "workers": 0},
+        "encode": {"vae": pipeline, "text": pipeline, "max_length": 8, "batch_size": 2, "shard": 2, "dtype": "float32",
+                   "posterior": "mean"},
+        "out": str(out),
+    }  # fmt: skip
+    return config.from_tree(ExtractSettings, config.merge(tree, sections))
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    return tiny_pipeline(tmp_path_factory.mktemp("wan"))
+
+
+def test_latents_of_clips_are_those_of_wan(tmp_path, pipeline):
+    """Against the formula of the pipeline of diffusers: (z - mean) / deviation, channel by channel."""
+    folder = clips_on_disk(tmp_path / "clips", True, 5)
+    (folder / "00003.mp4").write_bytes(b"no video")
+    with pytest.raises(ValueError, match="1 of 5 images cannot be read"):
+        extract(extraction(folder, pipeline, tmp_path / "bad"))
+    (folder / "00003.mp4").unlink()
+    manifest = extract(extraction(folder, pipeline, tmp_path / "latents"))
+    assert manifest.shape == [4, 2, 2, 2] and manifest.image_size == [5, 16, 16] and manifest.fps == 8
+    assert manifest.shards == [2, 2]
+    latents = Latents(str(tmp_path / "latents"), "", 0.0, 0, torch.device("cpu"))
+    batch = next(latents.evaluation(4))
+    vae, clips = tiny_vae(), Clips(str(folder), SHAPE, "text")
+    x = torch.stack([clips.read(i)[0] for i in range(4)]).float() / 127.5 - 1
+    with torch.no_grad():
+        z = vae.encode(x).latent_dist.mean
+    mean, deviation = (torch.tensor(v).view(1, 4, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
+    torch.testing.assert_close(batch.x0, (z - mean) / deviation)
+    torch.testing.assert_close(unscaled(scaled(z, *scaling_of(vae)), *scaling_of(vae)), z)
+    assert batch.condition["encoder_hidden_states"].shape == (4, 8, 16)
+    assert latents.null["encoder_hidden_states"].shape == (8, 16)
+
+
+def test_first_frames_are_those_of_the_pipeline(tmp_path):
+    """Against `prepare_latents` of the pipeline of diffusers."""
+    import diffusers
+
+    where = tiny_pipeline(tmp_path / "pipe", from_image=True)
+    folder = clips_on_disk(tmp_path / "clips", True, 2)
+    manifest = extract(extraction(folder, where, tmp_path / "latents"))
+    latents = Latents(str(tmp_path / "latents"), "", 0.0, 0, torch.device("cpu"))
+    found = next(latents.evaluation(2)).condition["image_latents"]
+    assert latents.channels("image_latents") == 8 and manifest.shape == [4, 2, 2, 2]
+    pipe = diffusers.WanImageToVideoPipeline.from_pretrained(where)
+    clips = Clips(str(folder), SHAPE, "text")
+    x = torch.stack([clips.read(i)[0] for i in range(2)]).float() / 127.5 - 1
+    for i in range(2):
+        _, wanted = pipe.prepare_latents(x[i : i + 1, :, 0], 1, 4, 16, 16, 5, torch.float32, torch.device("cpu"))
+        torch.testing.assert_close(found[i : i + 1], wanted)
+    torch.testing.assert_close(encode_first_frames(pipe.vae, x), found)
+    with pytest.raises(ValueError, match=r"encode.flip mirrors clips, but not the first frames"):
+        extract(extraction(folder, where, tmp_path / "flipped", encode={"flip": True}))
+
+
+@pytest.mark.parametrize(
+    ("pixels", "sentence"),
+    [
+        ((6, 16, 16), r"images.frames must be 4 n \+ 1 for the VAE wan, got 6"),
+        ((5, 16, 20), r"images.width=20 is not divisible by 8, the step of the VAE wan"),
+        ((16, 16), r"wan is a VAE of videos, but the data are images"),
+    ],
+)
+def test_sizes_that_the_vae_does_not_take(pixels, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        latent_shape(tiny_vae(), pixels, "wan")

@@ -1,0 +1,62 @@
+"""A tiny Wan: pipelines with random weights that make clips of 5 frames of 16 x 16 pixels, and clips on disk."""
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+
+from zoo.data.video import ClipShape, MovingDigits
+from zoo.data.video.digits import write_moving_digits
+
+SHAPE = ClipShape(frames=5, height=16, width=16)
+SIZES = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 4, "ffn_dim": 16, "freq_dim": 8}
+WORDS = 16  # channels of the text encoder
+
+
+def tiny_wan(channels: int = 4, seed: int = 0, **changes: Any) -> diffusers.WanTransformer3DModel:
+    """A transformer whose text and times make a difference."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        sizes = SIZES | {"in_channels": channels, "out_channels": 4, "text_dim": WORDS} | changes
+        model = diffusers.WanTransformer3DModel(**sizes)
+        for parameter in model.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def tiny_vae() -> diffusers.AutoencoderKLWan:
+    """Latents of 4 channels, a quarter as long and an eighth as wide."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        spread = {"latents_mean": [0.1, -0.2, 0.0, 0.3], "latents_std": [0.5, 1.0, 2.0, 1.5]}
+        vae = diffusers.AutoencoderKLWan(base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **spread)
+    return vae.eval()
+
+
+def tiny_pipeline(folder: Path, from_image: bool = False) -> str:
+    """A pipeline from text (or also an image, like Wan 2.2: without an image encoder) that reads one-letter words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+    words = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {character: 3 + i for i, character in enumerate("0123456789ab")}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        sizes = UMT5Config(vocab_size=32, d_model=WORDS, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+        encoder = UMT5EncoderModel(sizes).eval()
+    kind = diffusers.WanImageToVideoPipeline if from_image else diffusers.WanPipeline
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    transformer = tiny_wan(12 if from_image else 4)
+    kind(tokenizer, encoder, tiny_vae(), scheduler, transformer=transformer).save_pretrained(folder)
+    return str(folder)
+
+
+def clips_on_disk(folder: Path, train: bool, count: int) -> Path:
+    """mp4 files of moving digits with metadata.csv."""
+    write_moving_digits(folder, MovingDigits(train, SHAPE, count))
+    return folder

@@ -1,0 +1,117 @@
+"""Clips of equal shape out of a folder of videos: numbered, so that an order can be repeated and continued."""
+
+import csv
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zoo.data.sources import Unreadable
+from zoo.data.video.files import VIDEO_FILES, about, read_frames
+
+CAPTIONS = "metadata.csv"  # with the column file_name, the layout of the Hugging Face folders of videos
+
+
+class ClipShape(NamedTuple):
+    """T frames of height x width pixels; every `stride`-th frame of the file is one of them, and the next clip of a
+    file begins `step` frames of the file later (0: where the last one ends)."""
+
+    frames: int
+    height: int
+    width: int
+    stride: int = 1
+    step: int = 0
+
+    @property
+    def span(self) -> int:
+        """Frames of the file from the first to the last of a clip."""
+        return (self.frames - 1) * self.stride + 1
+
+
+class NumberedClips(Protocol):
+    """Clips with numbers from 0. classes: names, empty for captions.  fps: frames a second of a clip."""
+
+    classes: list[str]
+    fps: float
+
+    def __len__(self) -> int: ...
+
+    def read(self, number: int) -> tuple[Tensor, Any]:
+        """uint8 [3, T, H, W] and the class number or the caption. Raises Unreadable."""
+
+
+class Clips:
+    """All clips of the videos below a folder, in the order of their paths.
+
+    The class of a video is the folder it lies in (one class if there are no sub-folders); with `text_key`, that column
+    of metadata.csv is its caption. Videos that are too short give no clip. Raises ValueError when there is no clip, and
+    for a video without a caption.
+    """
+
+    def __init__(self, root: str, shape: ClipShape, text_key: str = "") -> None:
+        self.shape = shape
+        folder = Path(root)
+        files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in VIDEO_FILES)
+        if not files:
+            raise ValueError(
+                f"there are no videos ({', '.join(VIDEO_FILES)}) in {root or 'the folder: none was given'}"
+            )
+        self.captions = _captions(folder, files, text_key) if text_key else {}
+        names = sorted({file.parent.relative_to(folder).as_posix() for file in files})
+        self.classes = [] if text_key else [folder.name if name == "." else name for name in names]
+        self.number = {folder / name: i for i, name in enumerate(names)}
+        self.starts: list[tuple[Path, int]] = []
+        rates = []
+        for file in files:
+            try:
+                found = about(file)
+            except Unreadable:
+                self.starts.append((file, 0))  # read and counted as unreadable
+                continue
+            rates.append(found.fps)
+            last, step = found.frames - shape.span, shape.step or shape.span
+            self.starts += [(file, start) for start in range(0, last + 1, step)]
+        if not self.starts:
+            raise ValueError(f"every video in {root} is shorter than a clip, {shape.span} frames")
+        self.fps = (sorted(rates)[len(rates) // 2] if rates else 0) / shape.stride or 8.0
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def read(self, number: int) -> tuple[Tensor, Any]:
+        file, start = self.starts[number]
+        shape = self.shape
+        frames = read_frames(file, range(start, start + shape.span, shape.stride))
+        about = self.captions[file] if self.captions else self.number[file.parent]
+        return cover(frames, shape.height, shape.width), about
+
+
+def cover(frames: np.ndarray, height: int, width: int) -> Tensor:
+    """uint8 frames [T, h, w, 3], resized (antialiased) to cover height x width, the middle cut out: [3, T, H, W]."""
+    x = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    scale = max(height / x.shape[2], width / x.shape[3])
+    size = max(height, round(x.shape[2] * scale)), max(width, round(x.shape[3] * scale))
+    if size != tuple(x.shape[2:]):
+        x = F.interpolate(x.float(), size, mode="bicubic", antialias=True).round().clamp(0, 255).to(torch.uint8)
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    return x[:, :, top : top + height, left : left + width].transpose(0, 1).contiguous()
+
+
+def _captions(folder: Path, files: list[Path], key: str) -> dict[Path, str]:
+    table = folder / CAPTIONS
+    if not table.is_file():
+        raise ValueError(f"images.text_key={key} needs {table} with the columns file_name and {key}")
+    with table.open(newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    columns = list(rows[0]) if rows else []
+    for name in ("file_name", key):
+        if name not in columns:
+            raise ValueError(f"{table} has no column {name!r}; its columns are {', '.join(columns)}")
+    found = {folder / row["file_name"]: row[key] for row in rows}
+    missing = [file for file in files if not found.get(file)]
+    if missing:
+        raise ValueError(f"{table} has no {key} for {missing[0].relative_to(folder)}")
+    return found

@@ -1,0 +1,70 @@
+"""Moving digits: scans of handwritten digits that cross a dark canvas and bounce off its edges.
+
+After Srivastava et al., arXiv 1502.04681, with one digit of scikit-learn's set, so that a clip has a class.
+"""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zoo.data.sources import Digits
+from zoo.data.video.clips import CAPTIONS, ClipShape
+from zoo.data.video.files import write_video
+
+SPEED = 0.06  # of the canvas a frame
+
+
+class MovingDigits:
+    """Numbered clips of one moving digit; clip i is a function of the set, i and the shape alone.
+
+    train: whether the digits are those of the training set.  count: number of clips.
+    """
+
+    fps = 8.0
+
+    def __init__(self, train: bool, shape: ClipShape, count: int) -> None:
+        self.digits, self.shape, self.count, self.train = Digits(train), shape, count, train
+        self.classes = self.digits.classes
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, number: int) -> tuple[Tensor, int]:
+        """uint8 [3, T, H, W] and the digit."""
+        draws = np.random.default_rng((int(self.train), number))
+        image, label = self.digits.read(int(draws.integers(len(self.digits))))
+        height, width = self.shape.height, self.shape.width
+        side = max(8, min(height, width) // 2)
+        digit = np.asarray(image.resize((side, side)))
+        room = np.array([height - side, width - side])
+        angle = draws.uniform(0, 2 * np.pi)
+        velocity = np.array([np.sin(angle), np.cos(angle)]) * SPEED * self.shape.stride * (height, width)
+        place = draws.uniform(0, 1, 2) * room
+        frames = np.zeros((self.shape.frames, height, width, 3), np.uint8)
+        for frame in frames:
+            top, left = (place.round().astype(int)).tolist()
+            frame[top : top + side, left : left + side] = digit
+            place, velocity = _bounce(place + velocity, velocity, room)
+        return torch.from_numpy(frames).permute(3, 0, 1, 2).contiguous(), label
+
+
+def _bounce(place: np.ndarray, velocity: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Reflect what left the room [0, room]."""
+    velocity = np.where((place < 0) | (place > room), -velocity, velocity)
+    place = np.where(place < 0, -place, np.where(place > room, 2 * room - place, place))
+    return place.clip(0, room), velocity
+
+
+def write_moving_digits(folder: Path, clips: MovingDigits) -> None:
+    """The clips as mp4 files in `folder`, with metadata.csv whose column `text` is the name of the digit."""
+    rows = []
+    for number in range(len(clips)):
+        video, label = clips.read(number)
+        file = f"{number:05d}.mp4"
+        write_video(video.permute(1, 2, 3, 0).numpy(), folder / file, clips.fps)
+        rows.append((file, clips.classes[label]))
+    with (folder / CAPTIONS).open("w", newline="") as opened:
+        csv.writer(opened).writerows([("file_name", "text"), *rows])
