@@ -26,7 +26,7 @@ COLUMNS, ROWS = 8, 16  # most frames a clip, and clips, on a contact sheet
 
 def reads_class_tokens(transformer: Any) -> bool:
     """Whether a transformer has no embedding of classes but reads tokens, one of which can be a class."""
-    return "text_dim" in transformer.config
+    return getattr(transformer.config, "text_dim", None) is not None
 
 
 def class_tokens(labels: Tensor, classes: int) -> Tensor:
