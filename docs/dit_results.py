@@ -19,7 +19,7 @@ WORDS = "data.train=TRAIN.parquet data.val=TEST.parquet data.workers=4"
 DIT = f"python tools/finetune_dit.py configs/dit/cifar10{{}}.yaml {WORDS} data.batch_size=256 schedule.steps="
 SAMPLE = "sample.count=10000 sample.labels=balanced sample.guidance=1.5 sample.steps=50 sample.precision=bf16"
 COMMAND = f"""python tools/train_vit.py configs/vit/cifar10.yaml {WORDS} run.folder=runs/features
-python tools/train_vit.py configs/generation/cifar10_features.yaml {WORDS} run.folder=runs/resnet
+python tools/train_vit.py configs/features/cifar10_resnet18.yaml {WORDS} run.folder=runs/resnet
 {DIT.format("")}5000 schedule.warmup_steps=250 sample.every=2500 run.eval_steps=500
 for ARM in "control model.mixer= distill.teacher=" "la model.mixer=la" "ahla model.mixer=ahla"; do set -- $ARM
   {DIT.format("_finetune")}500 schedule.warmup_steps=25 run.eval_steps=100 $2 $3 run.folder=runs/cifar10_dit_$1

@@ -274,8 +274,8 @@ def _accelerator(settings: Any) -> Accelerator:
     )
     if accelerator.distributed_type in SHARDED:
         raise ValueError(
-            f"accelerate is configured for {accelerator.distributed_type.value}, which shards the weights; checkpoints "
-            "and averages need whole copies: use several processes without it (DDP)"
+            f"accelerate is configured for {accelerator.distributed_type.value}, which shards the weights; averages, "
+            "checkpoints and grids need whole copies: use several processes without it (DDP)"
         )
     return accelerator
 

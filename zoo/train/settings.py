@@ -143,17 +143,14 @@ class DistillSettings:
 
 
 @dataclass(frozen=True)
-class RunSettings:
-    """Where and how the run happens.
+class RunBasics:
+    """Where and how any run happens.
 
     folder: where everything is written
-    seed: seed of weights, order and augmentation
+    seed: seed of weights, order, augmentation and noise
     resume: continue the last checkpoint of the folder, if it has one
     precision: fp32, bf16 or fp16
-    compile: compile the model with torch.compile
-    eval_epochs: epochs between two evaluations (the last epoch is always evaluated)
-    checkpoint_epochs: epochs between two checkpoints
-    checkpoint_steps: steps between two checkpoints as well; 0 for none
+    compile: compile the model with torch.compile, a diffusion model block by block
     keep: how many checkpoints stay
     max_skipped: steps in a row whose gradients may be non-finite (they are skipped) before the run stops
     """
@@ -163,15 +160,30 @@ class RunSettings:
     resume: bool = False
     precision: str = "fp32"
     compile: bool = False
-    eval_epochs: int = 1
-    checkpoint_epochs: int = 1
-    checkpoint_steps: int = 0
     keep: int = 2
     max_skipped: int = 25
 
     def __post_init__(self) -> None:
         one_of("run.precision", self.precision, ("fp32", "bf16", "fp16"))
-        positive(run__eval_epochs=self.eval_epochs, run__checkpoint_epochs=self.checkpoint_epochs, run__keep=self.keep)
+        positive(run__keep=self.keep)
+
+
+@dataclass(frozen=True)
+class RunSettings(RunBasics):
+    """A run by epochs.
+
+    eval_epochs: epochs between two evaluations (the last epoch is always evaluated)
+    checkpoint_epochs: epochs between two checkpoints
+    checkpoint_steps: steps between two checkpoints as well; 0 for none
+    """
+
+    eval_epochs: int = 1
+    checkpoint_epochs: int = 1
+    checkpoint_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(run__eval_epochs=self.eval_epochs, run__checkpoint_epochs=self.checkpoint_epochs)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ Options
                   written: they enter no moment, N counts the real ones, their outputs and gradients are 0
     cu_seqlens    [S + 1] int32 from 0 to N: B = 1, and the tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 are sequence
                   i, each as if it were alone; two-sided without state. max_seqlen: the length of the longest (or
-                  more). On CUDA their values are the caller's responsibility
+                  more). On CUDA their values are the caller's responsibility. Memory: the torch form lays the tokens
+                  out as S x max_seqlen rows, up to S times the N tokens where one sequence is long and the others are
+                  short; the Triton forms read them where they lie
     impl          "auto", "torch", "reference" (N x N definition) or "triton"; an explicit one never falls back
 
 Every operator raises ValueError on wrong rank, shapes, dtypes, devices, D > 256, N = 0, unknown names, undefined

@@ -123,7 +123,7 @@ def test_wan_on_two_gpus(tmp_path):
     found = on_two_ranks("cuda", tmp_path)
     for mixer in MODELS:
         wanted = {name: t.cpu() for name, t in video(mixer, "cuda").items()}
-        same_video(found, mixer, wanted, 2e-3)
+        same_video(found, mixer, wanted, 5e-5)  # on two H200: outputs 5e-7 apart, gradients 2e-5 (poly)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,23 @@ import json
 import datasets
 import diffusers
 import extract_latents
+import finetune_t2i
 import numpy as np
 import pytest
+import sample
 import torch
 from conftest import run_tool
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_runs import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
 
 import zoo.data.latents.extracting as extracting
 from zoo.data.latents import Latents, read_manifest
@@ -229,37 +237,50 @@ def test_text_to_image_models_are_trained_and_sampled(prompts, tmp_path, kind):
     assert type(load_transformer(folder)).__name__.startswith("HLA")
 
 
-def test_the_tool_runs_with_joint_attention(vae, make_folder, tmp_path):
-    """SD3, whose text encoders are not built here: embeddings as they would lie in the shards."""
-    from zoo.data.latents import Manifest, Writer
+def tiny_sd3(folder, vae):
+    """An SD3 pipeline: two text encoders of CLIP of width 8, T5 of width 24 in place of both."""
+    torch.manual_seed(0)
+    small = {"vocab_size": 40, "hidden_size": 8, "intermediate_size": 8, "projection_dim": 10}
+    clip = CLIPTextConfig(**small, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=20)
+    t5 = T5Config(vocab_size=40, d_model=24, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    width = {"joint_attention_dim": 24, "pooled_projection_dim": 20, "caption_projection_dim": 16}
+    sizes = {**SMALL, **width, "in_channels": 4, "out_channels": 4, "sample_size": 8, "pos_embed_max_size": 8}
+    diffusers.StableDiffusion3Pipeline(
+        transformer=diffusers.SD3Transformer2DModel(**sizes),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=2.5),
+        vae=diffusers.AutoencoderKL.from_pretrained(vae),
+        **{f"text_encoder{n}": CLIPTextModelWithProjection(clip).eval() for n in ("", "_2")},
+        **{f"tokenizer{n}": tiny_tokenizer() for n in ("", "_2", "_3")},
+        text_encoder_3=T5EncoderModel(t5).eval(),
+    ).save_pretrained(folder)
+    return folder
 
-    plan = Manifest(str(vae), 0.5, 0.1, "mean", [4, 8, 8], "float32", False, 16, [], "SD3", 5)
-    writer = Writer(tmp_path / "latents", plan)
-    torch.manual_seed(0)
-    text = {"encoder_hidden_states": torch.randn(9, 5, 24), "pooled_projections": torch.randn(9, 20)}
-    writer.write({"latents": torch.randn(9, 4, 8, 8), "index": torch.arange(9), **text})
-    writer.write_null({k: v[0] for k, v in text.items()})
-    writer.finish()
-    torch.manual_seed(0)
-    sizes = {**SMALL, "joint_attention_dim": 24, "pooled_projection_dim": 20, "caption_projection_dim": 16}
-    model = diffusers.SD3Transformer2DModel(**sizes, in_channels=4, out_channels=4, sample_size=8, pos_embed_max_size=8)
-    model.save_pretrained(tmp_path / "sd3" / "transformer")
-    status, out, err = run_tool(
-        "finetune_t2i",
-        "--dry-run",
-        "data.source=latents",
-        f"data.train={tmp_path}/latents",
-        f"data.val={tmp_path}/latents",
-        "data.batch_size=4",
-        "data.hflip=0.0",
-        f"model.checkpoint={tmp_path}/sd3",
-        "model.mixer=la",
-        "distill.teacher=source",
-        "distill.attention=0.5",
-        f"run.folder={tmp_path}/run",
-    )
+
+def test_sd3_from_images_to_samples(captioned, vae, tmp_path):
+    """Prompts encoded, transformer converted and trained by the tool, sampled in the pipeline it came from."""
+    pipeline, latents, run = tiny_sd3(tmp_path / "sd3", vae), tmp_path / "latents", tmp_path / "run"
+    extract_latents.main([w for w in prompt_words(captioned, pipeline, latents) if w != "encode.flip=true"])
+    pipe = diffusers.DiffusionPipeline.from_pretrained(pipeline)
+    wanted = pipe.encode_prompt("a photo of cat", None, None, do_classifier_free_guidance=False, max_sequence_length=6)
+    shard = load_file(latents / "shard-00000.safetensors")
+    assert torch.allclose(shard["encoder_hidden_states"][1], wanted[0][0], atol=1e-5)
+    assert torch.allclose(shard["pooled_projections"][1], wanted[2][0], atol=1e-5)
+    data = ["source=latents", f"train={latents}", f"val={latents}", "batch_size=4", "hflip=0.0"]
+    steps = ["schedule.steps=2", "sample.count=2", "sample.steps=2", "optim.ema=0.5", f"run.folder={run}"]
+    model = [f"model.checkpoint={pipeline}", "model.mixer=la", "distill.teacher=source", "distill.attention=0.5"]
+    words = [*(f"data.{word}" for word in data), *steps, *model]
+    status, out, err = run_tool("finetune_t2i", "--dry-run", *words)
     assert status == 0, err
     assert json.loads(out.splitlines()[-1])["step"] == 1
+    assert finetune_t2i.main(words)["step"] == 2
+    tuned = run / "transformer_ema"
+    assert diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(tuned / "scheduler").config.shift == 2.5
+    (tmp_path / "prompts.txt").write_text("a photo of cat\na photo of dog\n")
+    options = ["count=4", "steps=2", "size=16", "batch_size=3", f"prompts={tmp_path}/prompts.txt"]
+    for name, words in (("base", [f"model={pipeline}"]), ("tuned", [f"model={tuned}", f"base={pipeline}"])):
+        assert sample.main([*(f"sample.{w}" for w in (*options, *words)), f"out={tmp_path}/{name}.npz"]) == 4
+    images = [np.load(tmp_path / f"{name}.npz")["arr_0"] for name in ("base", "tuned")]
+    assert images[1].shape == (4, 16, 16, 3) and (images[0] != images[1]).any()
 
 
 # Bad input
@@ -317,6 +338,7 @@ def test_text_that_is_too_long(captioned, pipeline, tmp_path):
         (["encode.posterior=mode"], r"unknown encode.posterior 'mode'"),
     ],
 )
-def test_wrong_extractions(classes, vae, tmp_path, more, sentence):
+def test_wrong_extractions(classes, vae, tmp_path, monkeypatch, more, sentence):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # without, retries take most of a minute
     with pytest.raises(ValueError, match=sentence):
         extract_latents.main([*words(classes[0], vae, tmp_path / "out"), *more])

@@ -101,4 +101,4 @@ def test_two_processes_share_a_run(tmp_path):
     assert out.count("{") == 1, "only the first process reports"
     one = DiffusionRun(tiny(tmp_path / "one", model={"kwargs": {}, "checkpoint": str(tmp_path / "two")}))
     last = [row for row in read_rows(tmp_path / "two" / "metrics.jsonl") if row["kind"] == "eval"][-1]
-    assert one.evaluate()["val_loss"] == pytest.approx(last["val_loss"], rel=1e-4)
+    assert one.evaluate()["val_loss"] == pytest.approx(last["ema_val_loss"], rel=1e-4)

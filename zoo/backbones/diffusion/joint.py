@@ -151,7 +151,7 @@ class SD3Site(JointSite, Attention):
         **arguments: Any,
     ) -> tuple[Tensor, Tensor]:
         """[B, N, C] and text [B, M, C] -> the same. Raises ValueError for a mask and unknown arguments."""
-        self.refuse_arguments(arguments)
+        self.refuse(arguments)
         if attention_mask is not None or encoder_hidden_states is None:
             raise ValueError("the joint attention of SD3 takes text tokens and no attention mask")
         text_x = encoder_hidden_states
@@ -184,7 +184,7 @@ class FluxSite(JointSite, FluxAttention):
         **arguments: Any,
     ) -> Any:
         """[B, N, C] (and text [B, M, C]) -> the same. Raises ValueError for a mask that the mixer cannot honour."""
-        self.refuse_arguments(arguments)
+        self.refuse(arguments)
         x, text_x = hidden_states, encoder_hidden_states
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.project(x))
         tokens = self.norm_q(q), self.norm_k(k), v

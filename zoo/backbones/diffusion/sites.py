@@ -66,10 +66,13 @@ class DiffusionSite(Site):
         """[B, N, H, D] -> [B, N, C]."""
         return self.to_out[1](self.to_out[0](o.flatten(2)))
 
-    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
-        """Raise ValueError for keyword arguments of an attention call that nothing here would read."""
+    def refuse(self, arguments: dict[str, Any], encoder_hidden_states: Tensor | None = None) -> None:
+        """Raise ValueError for keyword arguments of an attention call that nothing here would read, and when a
+        self-attention is given other tokens to attend to."""
         if arguments:
             raise ValueError(f"a converted attention layer cannot honour the argument {next(iter(arguments))!r}")
+        if encoder_hidden_states is not None:
+            raise ValueError("a converted layer is self-attention: encoder_hidden_states must be None")
 
 
 def real_keys(bias: Tensor) -> Tensor:
@@ -85,10 +88,8 @@ def norm_heads(norm: Any, t: Tensor) -> Tensor:
     return t if norm is None else norm(t.transpose(1, 2)).transpose(1, 2)
 
 
-class SelfAttentionSite(DiffusionSite, Attention):
-    """Site in the self-attention of DiT and PixArt (`attn1`) and in the second attention of SD3.5 (`attn2`)."""
-
-    processors = (*PLAIN, *JOINT)
+class LoneSite(DiffusionSite):
+    """Site in a self-attention that is called with a mask at most."""
 
     def forward(
         self,
@@ -97,11 +98,23 @@ class SelfAttentionSite(DiffusionSite, Attention):
         attention_mask: Tensor | None = None,
         **arguments: Any,
     ) -> Tensor:
-        """[B, N, C] -> [B, N, C]. attention_mask: a bias on the scores; two-sided mixers honour [B, 1, N], padding.
-        Raises ValueError for any other that the mixer cannot honour, and for unknown arguments."""
-        self.refuse_arguments(arguments)
-        refuse_cross(encoder_hidden_states)
-        x, mask = hidden_states, attention_mask
+        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
+        self.refuse(arguments, encoder_hidden_states)
+        return self.attend(hidden_states, attention_mask)
+
+    def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, N, C] -> [B, N, C]."""
+        raise NotImplementedError
+
+
+class SelfAttentionSite(LoneSite, Attention):
+    """Site in the self-attention of DiT and PixArt (`attn1`) and in the second attention of SD3.5 (`attn2`)."""
+
+    processors = (*PLAIN, *JOINT)
+
+    def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, N, C] -> [B, N, C]. mask: a bias on the scores; two-sided mixers honour [B, 1, N], padding. Raises
+        ValueError for any other that the mixer cannot honour."""
         padding = None
         if mask is not None and self.mixer_name != "softmax" and mask.shape[1] == 1:
             padding, mask = real_keys(mask), None
@@ -113,26 +126,18 @@ class SelfAttentionSite(DiffusionSite, Attention):
         return self.output(self.mixer(q, k, v, ctx).to(q.dtype))
 
 
-class SanaSite(DiffusionSite, Attention):
+class SanaSite(LoneSite, Attention):
     """Site in the self-attention of Sana (`attn1`), which is linear already; norms of q and k are over all heads."""
 
     processors = ("SanaLinearAttnProcessor2_0",)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **arguments: Any,
-    ) -> Tensor:
-        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
-        self.refuse_arguments(arguments)
-        refuse_cross(encoder_hidden_states)
-        q, k, v = self.project(hidden_states)
+    def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, N, C] -> [B, N, C]."""
+        q, k, v = self.project(x)
         q = q if self.norm_q is None else self.norm_q(q)
         k = k if self.norm_k is None else self.norm_k(k)
-        ctx = Context(x=hidden_states, grid=self.grid, prefix=self.prefix, mask=attention_mask)
-        o = self.output(self.mixer(*(split_heads(t, self.heads) for t in (q, k, v)), ctx).to(hidden_states.dtype))
+        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=mask)
+        o = self.output(self.mixer(*(split_heads(t, self.heads) for t in (q, k, v)), ctx).to(x.dtype))
         return o.clip(-65504, 65504) if o.dtype == torch.float16 else o
 
 
@@ -150,8 +155,7 @@ class WanSite(DiffusionSite, WanAttention):
         **arguments: Any,
     ) -> Tensor:
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
-        self.refuse_arguments(arguments)
-        refuse_cross(encoder_hidden_states)
+        self.refuse(arguments, encoder_hidden_states)
         if self.mixer_name == "softmax" and self.processor._parallel_config is not None:
             return super().forward(hidden_states, None, attention_mask, rotary_emb)  # these tokens are not all of them
         q, k, v = self.project(hidden_states)
@@ -180,9 +184,3 @@ def wan_rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Rotation |
         return turned.flatten(-3).type_as(t)
 
     return Rotation(rotate, lambda: (cos[0, :, 0, 0], sin[0, :, 0, 0]))
-
-
-def refuse_cross(encoder_hidden_states: Tensor | None) -> None:
-    """Raise ValueError when a self-attention is given other tokens to attend to."""
-    if encoder_hidden_states is not None:
-        raise ValueError("a converted layer is self-attention: encoder_hidden_states must be None")

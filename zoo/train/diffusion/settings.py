@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zoo.config import one_of, positive
-from zoo.train.settings import LogSettings, OptimSettings
+from zoo.train.settings import LogSettings, OptimSettings, RunBasics
 
 KINDS = {  # name -> class of diffusers
     "dit": "DiTTransformer2DModel",
@@ -199,34 +199,20 @@ class SampleSettings:
 
 
 @dataclass(frozen=True)
-class StepRunSettings:
-    """Where and how the run happens.
+class StepRunSettings(RunBasics):
+    """A run by steps.
 
-    folder: where everything is written
-    seed: seed of weights, order, noise
-    resume: continue the last checkpoint of the folder, if it has one
-    precision: fp32, bf16 or fp16
-    compile: compile the blocks of the model with torch.compile
     eval_steps: steps between two validation losses (the last step always has one)
     checkpoint_steps: steps between two checkpoints (the last step always has one)
-    keep: how many checkpoints stay
-    max_skipped: steps in a row whose gradients may be non-finite (they are skipped) before the run stops
     """
 
     folder: str = "runs/diffusion"
-    seed: int = 0
-    resume: bool = False
-    precision: str = "fp32"
-    compile: bool = False
     eval_steps: int = 1000
     checkpoint_steps: int = 1000
-    keep: int = 2
-    max_skipped: int = 25
 
     def __post_init__(self) -> None:
-        one_of("run.precision", self.precision, ("fp32", "bf16", "fp16"))
-        numbers = {"run__eval_steps": self.eval_steps, "run__checkpoint_steps": self.checkpoint_steps}
-        positive(**numbers, run__keep=self.keep)
+        super().__post_init__()
+        positive(run__eval_steps=self.eval_steps, run__checkpoint_steps=self.checkpoint_steps)
 
 
 @dataclass(frozen=True)
