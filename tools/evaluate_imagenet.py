@@ -3,30 +3,44 @@
     python tools/evaluate_imagenet.py data.source=folder data.val=IMAGENET/val eval.real_labels=timm \\
         eval.models=[deit_small_patch16_224.fb_in1k,runs/deit_small_ahla]
     python tools/evaluate_imagenet.py data.source=digits eval.models=[runs/digits_softmax,runs/digits_ahla]
+    python tools/evaluate_imagenet.py attention data.source=digits eval.models=[runs/digits_softmax,runs/digits_mhla]
 
 The first model is the one that the others are compared with: top1_diff and the ends diff_low, diff_high of its paired
-95 %
-interval, in points. A folder with sub-folders named by class number (ImageNet-V2) is read as such. `out` gets
-results.csv with
-timm's columns and predictions.csv with one line an image.
+95 % interval, in points. A folder with sub-folders named by class number (ImageNet-V2) is read as such. `out` gets
+results.csv with timm's columns and predictions.csv with one line an image.
+
+`attention` looks inside: rank, effective rank and entropy of what each head of each layer does to the tokens, for any
+mixer, as attention.csv and attention.png, and maps of what query tokens read, as maps_<n>.png of model n.
 """
 
 from pathlib import Path
 from typing import Any
 
 from zoo import config
+from zoo.eval.attention.probes import ProbeSettings, probe, table
 from zoo.eval.compare import compare
 from zoo.eval.results import write_csv, write_predictions
 from zoo.eval.settings import EvalSettings
 
-USAGE = "usage: evaluate_imagenet.py [CONFIG.yaml] eval.models=[A,B] data.val=WHERE [section.key=value ...]"
+USAGE = "usage: evaluate_imagenet.py [attention] [CONFIG.yaml] eval.models=[A,B] data.val=WHERE [section.key=value ...]"
 
 
 def main(words: list[str]) -> list[dict[str, Any]]:
-    """Evaluate as the words of the command line say. Returns one row a model; raises ValueError."""
-    if config.wants_help(words, __doc__, USAGE, EvalSettings):
+    """Evaluate as the words of the command line say. Returns one row a model, or a head; raises ValueError."""
+    inside = words[:1] == ["attention"]
+    words = words[inside:]
+    if config.wants_help(words, __doc__, USAGE, ProbeSettings if inside else EvalSettings):
         return []
-    settings = config.from_command_line(EvalSettings, words)
+    if inside:
+        looked = config.from_command_line(ProbeSettings, words)
+        found = probe(looked)
+        print(table(found), f"wrote {looked.out}/attention.csv, attention.png and maps_<n>.png", sep="\n")
+        return found
+    return accuracy(config.from_command_line(EvalSettings, words))
+
+
+def accuracy(settings: EvalSettings) -> list[dict[str, Any]]:
+    """Accuracies of the models, printed and written. Returns one row a model; raises ValueError."""
     rows, found, names = compare(settings)
     out = Path(settings.out)
     write_csv(rows, out / "results.csv")

@@ -1,5 +1,4 @@
-"""Evaluation: accuracies against independent computations, labels of ImageNet, intervals, result files, attention
-matrices."""
+"""Evaluation: accuracies against independent computations, labels of ImageNet, intervals, result files."""
 
 import csv
 import json
@@ -11,10 +10,8 @@ import torch
 from conftest import tiny
 
 from zoo import config
-from zoo.convert import convert
 from zoo.data import Batch
 from zoo.eval.accuracy import Predictions, predict
-from zoo.eval.attention import attention_matrix
 from zoo.eval.compare import compare
 from zoo.eval.labels import load_real_labels, numeric_classes, real_accuracy
 from zoo.eval.paired import paired_difference
@@ -196,43 +193,3 @@ def test_folders_are_matched_with_the_classes_of_the_model_by_name(tmp_path, mak
 def test_predictions_with_fewer_than_five_classes():
     found = Predictions(np.array([[0, 1], [1, 0]]), np.array([1, 1]), np.arange(2), np.zeros(2), 0)
     assert found.summary()["top1"] == 50.0 and found.summary()["top5"] == 100.0
-
-
-# Effective attention
-
-
-def test_the_attention_of_softmax_is_softmax():
-    model = small_vit()
-    image = torch.randn(3, 16, 16)
-    attn = model.blocks[1].attn
-    seen = []
-    handle = attn.register_forward_pre_hook(lambda _, x: seen.append(x[0]))
-    model(image[None])
-    handle.remove()
-    q, k, _ = attn.qkv(seen[0]).reshape(1, 17, 3, 3, 8).permute(2, 0, 3, 1, 4)
-    expected = (q @ k.transpose(-1, -2) * attn.scale).softmax(-1)[0, 2]
-    torch.testing.assert_close(attention_matrix(model, image, 1, 2), expected, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("mixer", ["la", "hla2", "ahla", "hla3", "poly"])
-def test_the_attention_of_a_mixer_is_what_it_applies_to_values(mixer):
-    model = small_vit()
-    convert(model, mixer)
-    image = torch.randn(3, 16, 16)
-    site = model.blocks[0].attn
-    seen = []
-    handle = site.mixer.register_forward_hook(lambda _, inputs, output: seen.append((inputs[2], output)))
-    model(image[None])
-    handle.remove()
-    v, o = seen[0]
-    matrix = attention_matrix(model, image, 0, 1)
-    assert matrix.shape == (17, 17)
-    torch.testing.assert_close(matrix @ v[0, :, 1], o[0, :, 1], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(matrix.sum(1), torch.ones(17), atol=1e-3, rtol=0)  # both defaults keep constants
-
-
-def test_attention_of_a_layer_or_head_that_is_not_there():
-    with pytest.raises(ValueError, match=r"unknown attention layer 5; allowed: 0, 1"):
-        attention_matrix(small_vit(), torch.randn(3, 16, 16), 5, 0)
-    with pytest.raises(ValueError, match=r"unknown head 3; allowed: 0, 1, 2"):
-        attention_matrix(small_vit(), torch.randn(3, 16, 16), 0, 3)

@@ -1,0 +1,80 @@
+"""Pictures of effective attention: rank and entropy over the layers, and the maps of query tokens."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zoo.eval.pictures import COLORS
+from zoo.train.record import replacing
+
+
+class Maps(NamedTuple):
+    """What query tokens read in one layer: title, the image, and a map [H, W] for each (row, column)."""
+
+    title: str
+    image: Any
+    rows: dict[tuple[int, int], np.ndarray]
+
+
+def draw_profile(rows: list[dict[str, Any]], file: Path) -> None:
+    """Write a PNG: rank, effective rank and entropy by layer, mean over heads as a line, from least to greatest as
+    a band."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    titles = {"rank": "rank", "effective_rank": "effective rank", "entropy": "entropy (nats)"}
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    for place, (name, title) in zip(axes, titles.items(), strict=True):
+        for number, model in enumerate(models):
+            layers = sorted({row["layer"] for row in rows if row["model"] == model})
+            heads = [[r[name] for r in rows if (r["model"], r["layer"]) == (model, layer)] for layer in layers]
+            color = COLORS[number % len(COLORS)]
+            place.plot(layers, [np.mean(h) for h in heads], color=color, marker="o", markersize=3, label=model)
+            place.fill_between(layers, [min(h) for h in heads], [max(h) for h in heads], color=color, alpha=0.15)
+        place.set(xlabel="layer", title=title)
+        place.grid(alpha=0.3)
+    axes[0].legend(frameon=False, fontsize=7)
+    _save(figure, file)
+
+
+def draw_maps(maps: list[Maps], title: str, file: Path) -> None:
+    """Write a PNG: a row for each query token, the image with that token and what it reads in each layer."""
+    if not maps:
+        return
+    plt = _pyplot()
+    queries = list(maps[0].rows)
+    shape = (len(queries), len(maps) + 1)
+    figure, axes = plt.subplots(*shape, figsize=(1.7 * shape[1], 1.9 * shape[0]), layout="constrained", squeeze=False)
+    for line, query in zip(axes, queries, strict=True):
+        line[0].imshow(maps[0].image, cmap="gray")
+        line[0].set_title(f"query {query[0]}:{query[1]}", fontsize=8)
+        _mark(line[0], query, maps[0].rows[query].shape, np.asarray(maps[0].image).shape)
+        for place, found in zip(line[1:], maps, strict=True):
+            place.imshow(found.rows[query], cmap="magma")
+            place.set_title(found.title, fontsize=8)
+            _mark(place, query, found.rows[query].shape, found.rows[query].shape)
+    for place in axes.flat:
+        place.set_axis_off()
+    figure.suptitle(title, fontsize=10)
+    _save(figure, file)
+
+
+def _mark(axes: Any, query: tuple[int, int], grid: tuple[int, ...], pixels: tuple[int, ...]) -> None:
+    row, column = ((q + 0.5) * s / g - 0.5 for q, s, g in zip(query, pixels, grid, strict=False))
+    style = {"markerfacecolor": "none", "markeredgecolor": "#4cc9f0", "markeredgewidth": 1.4}
+    axes.plot(column, row, marker="s", markersize=6, **style)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, file: Path) -> None:
+    with replacing(file) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
+    _pyplot().close(figure)

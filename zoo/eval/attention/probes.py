@@ -1,0 +1,148 @@
+"""Rank and entropy of effective attention, per layer and head, and the maps of chosen query tokens."""
+
+import csv
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.config import positive
+from zoo.data import Source
+from zoo.data.transforms import eval_transform
+from zoo.eval.attention import Attention, attentions
+from zoo.eval.attention.pictures import Maps, draw_maps, draw_profile
+from zoo.eval.compare import Candidate, open_candidates
+from zoo.eval.settings import EvalSettings
+from zoo.train.record import replacing
+
+MEASURES = ("rank", "effective_rank", "entropy")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What is measured and drawn.
+
+    images: how many of the first images the measures are means over; the maps are of the first one
+    layers: layers to measure; empty for all
+    queries: query tokens of the maps, each [row, column] on the token grid; empty takes the centre and a corner
+    """
+
+    images: int = 4
+    layers: list[int] = field(default_factory=list)
+    queries: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        positive(attention__images=self.images)
+
+
+@dataclass(frozen=True)
+class ProbeSettings(EvalSettings):
+    """A look at the attention of models. See the sections.
+
+    out: folder for attention.csv, attention.png and maps_<n>.png
+    """
+
+    attention: AttentionOptions = field(default_factory=AttentionOptions)
+    out: str = "runs/attention"
+
+
+def measures(weights: Tensor) -> dict[str, Tensor]:
+    """Each [H], of W [H, N, N].
+
+    rank: singular values above N times float32's epsilon times the largest one.  effective_rank: exp of the entropy of
+    the singular values as parts of their sum (Roy and Vetterli, The effective rank, 2007, Definition 1).  entropy: mean
+    over the query tokens of the entropy in nats of |W| as parts of its row sum; log N for a mean over all tokens.
+    """
+    w = weights.double()
+    values = torch.linalg.svdvals(w)
+    tolerance = w.shape[-1] * torch.finfo(torch.float32).eps * values[:, :1]
+    rows = w.abs() / w.abs().sum(-1, keepdim=True).clamp(min=torch.finfo(w.dtype).tiny)
+    parts = values / values.sum(-1, keepdim=True).clamp(min=torch.finfo(w.dtype).tiny)
+    return {
+        "rank": (values > tolerance).sum(-1).double(),
+        "effective_rank": torch.special.entr(parts).sum(-1).exp(),
+        "entropy": torch.special.entr(rows).sum(-1).mean(-1),
+    }
+
+
+def probe(settings: ProbeSettings) -> list[Row]:
+    """Measure and draw what the settings say. Returns the rows of attention.csv: model, layer, mixer, head, tokens and
+    measures. Raises ValueError for what cannot be evaluated and for queries off the grid."""
+    if not settings.eval.models:
+        raise ValueError("say what to look at: eval.models=[RUN_FOLDER_OR_TIMM_NAME, ...]")
+    candidates, source = open_candidates(settings)
+    out, rows = Path(settings.out), []
+    out.mkdir(parents=True, exist_ok=True)
+    for number, candidate in enumerate(candidates):
+        found, maps = _probe_model(candidate, source, settings)
+        rows += found
+        draw_maps(maps, candidate.name, out / f"maps_{number}.png")
+    draw_profile(rows, out / "attention.png")
+    _write(rows, out / "attention.csv")
+    return rows
+
+
+def _probe_model(candidate: Candidate, source: Source, settings: ProbeSettings) -> tuple[list[Row], list[Maps]]:
+    options, totals, rows, maps = settings.attention, dict[tuple, Tensor](), dict[tuple, Row](), list[Maps]()
+    device = torch.device(settings.eval.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model, n = candidate.model.to(device).eval(), min(options.images, len(source))
+    for index in range(n):
+        picture = source.read(index)[0]
+        image = eval_transform(candidate.spec)(picture).to(device)
+        for found in attentions(model, lambda image=image: model(image[None]), options.layers or None):  # type: ignore[misc]
+            for name, value in measures(found.weights).items():
+                key = (found.layer, name)
+                totals[key] = totals.get(key, torch.zeros_like(value)) + value / n
+            rows[(found.layer,)] = {"mixer": found.mixer, "tokens": found.weights.shape[-1]}
+            if index == 0 and found.grid is not None:
+                maps.append(_maps(found, options.queries, picture))
+    out = []
+    for (layer,), row in rows.items():
+        for head in range(len(totals[layer, MEASURES[0]])):
+            numbers = {name: round(float(totals[layer, name][head]), 3) for name in MEASURES}
+            out.append({"model": candidate.name, "layer": layer, "head": head, **row, **numbers})
+    return out, maps
+
+
+def _maps(found: Attention, queries: list[list[int]], picture: Any) -> Maps:
+    """The mean over the heads of what each query token reads, on the grid."""
+    grid = found.grid
+    assert grid is not None
+    places = [_place(query, grid) for query in queries or [[grid[0] // 2, grid[1] // 2], [0, 0]]]
+    mean = found.weights.mean(0)[found.prefix :, found.prefix :].cpu()
+    rows = {place: mean[place[0] * grid[1] + place[1]].reshape(grid).numpy() for place in places}
+    return Maps(f"layer {found.layer}, {found.mixer}", picture, rows)
+
+
+def _place(query: list[int], grid: tuple[int, ...]) -> tuple[int, int]:
+    if len(query) != 2:
+        raise ValueError(f"attention.queries are pairs [row, column], such as [[7, 7]], got {query!r}")
+    row, column = query
+    if not (0 <= row < grid[0] and 0 <= column < grid[1]):
+        raise ValueError(f"attention.queries: {query!r} lies off the token grid {grid[0]} x {grid[1]}")
+    return row, column
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text, means over the heads of each layer."""
+    lines = [f"{'model':40} {'layer':>5} {'mixer':10} {'tokens':>6} {'rank':>8} {'effective':>9} {'entropy':>8}"]
+    layers: dict[tuple, list[Row]] = {}
+    for row in rows:
+        layers.setdefault((row["model"], row["layer"]), []).append(row)
+    for (model, layer), heads in layers.items():
+        rank, effective, entropy = (sum(row[name] for row in heads) / len(heads) for name in MEASURES)
+        lines.append(
+            f"{model[-40:]:40} {layer:5} {heads[0]['mixer']:10} {heads[0]['tokens']:6} {rank:8.1f} {effective:9.1f} "
+            f"{entropy:8.3f}"
+        )
+    return "\n".join(lines)
+
+
+def _write(rows: list[Row], file: Path) -> None:
+    with replacing(file) as temporary, temporary.open("w", newline="") as opened:
+        writer = csv.DictWriter(opened, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
