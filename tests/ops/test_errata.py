@@ -137,10 +137,7 @@ def test_mhla_denominator():
         difference = (outputs(changed, released) - outputs(q, released)).abs().amax(-1)
         difference[0, 2] = 0
         assert bool((difference > 1e-6).any()) == leaks
-    # with one block and its query alone both agree with our ratio of first order
-    mix = torch.ones(1, 1, dtype=torch.float64)
-    q, k, v = q[:1], k[:1], v[:1]
-    ours = hk.linear_attention(
-        *[t[:, :, None] for t in (q, k, v)], feature_map="identity", normalize=True, scale=1.0, eps=0.0
-    )
-    assert error(outputs(q, released=False), ours[:, :, 0]) < 1e-12
+    x = [t.reshape(1, blocks * width, 1, d) for t in (q, k, v)]
+    ours = hk.mhla(*x, mix, grid=(blocks * width,), blocks=(blocks,), feature_map="identity", eps=0.0)
+    assert error(ours.reshape(blocks, width, d), outputs(q, released=False)) < 1e-12
+    assert error(ours.reshape(blocks, width, d), outputs(q, released=True)) > 0.1

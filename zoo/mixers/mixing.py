@@ -20,7 +20,6 @@ NEAR = 1.5  # of "local", in blocks
 
 
 @torch.compiler.assume_constant_result  # a search that a compiler should not trace
-@functools.lru_cache(maxsize=64)
 def choose_blocks(grid: Grid, causal: bool = False) -> Grid:
     """Blocks along each axis of a grid of N tokens: M blocks with M^2 <= N, nearly cubes, of equal sizes.
 
@@ -28,6 +27,11 @@ def choose_blocks(grid: Grid, causal: bool = False) -> Grid:
     the grid count first; the others, with sides that differ by one token, where those leave M below sqrt(N) / 4. A
     causal mixer cuts the first axis alone. MHLA proposes M^2 <= N, and M = 16 for 16 x 16 and 32 x 32 tokens.
     """
+    return _chosen(tuple(grid), causal)
+
+
+@functools.lru_cache(maxsize=64)
+def _chosen(grid: Grid, causal: bool) -> Grid:
     limit = math.isqrt(math.prod(grid))
     lengths = (grid[0], *(1 for _ in grid[1:])) if causal else grid
     even = [[m for m in range(1, n + 1) if n % m == 0] for n in lengths]

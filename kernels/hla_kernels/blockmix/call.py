@@ -113,9 +113,9 @@ def _check_options(o: BlockOptions) -> None:
             "normalize=True with signed q and k divides by a signed sum; choose a non-negative feature_map, or "
             'feature_map="identity" if q and k are non-negative already.'
         )
-    if o.scale is not None and (not is_number(o.scale) or not math.isfinite(o.scale)):
+    if o.scale is not None and (not is_number(o.scale) or not -math.inf < o.scale < math.inf):
         raise ValueError(f"scale must be None or a finite number, got {o.scale!r}.")
-    if not is_number(o.q_scale) or not math.isfinite(o.q_scale):
+    if not is_number(o.q_scale) or not -math.inf < o.q_scale < math.inf:
         raise ValueError(f"q_scale must be a finite number, got {o.q_scale!r}.")
     if not is_number(o.eps) or not 0 <= o.eps < math.inf:
         raise ValueError(f"eps must be a finite number >= 0, got {o.eps!r}.")

@@ -171,6 +171,21 @@ def test_rank_of_the_weights(layout):
     assert int(torch.linalg.matrix_rank(w)) == min(d, n)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_frames_that_see_themselves_and_the_past(order):
+    """Autoregressive frames are a mixing without the blocks of later frames: those change nothing before them."""
+    layout = {"grid": (3, 4, 5), "blocks": (3, 2, 2)}
+    q, k, v, m = inputs(layout)
+    frame = torch.arange(12) // 4
+    m = m * (frame[:, None] >= frame)
+    whole = hk.mhla(q, k, v, m, **layout, **RATIO, order=order)
+    changed = [torch.cat([t[:, :40], 3 * t[:, 40:]], 1) for t in (q, k, v)]
+    assert torch.equal(hk.mhla(*changed, m, **layout, **RATIO, order=order)[:, :40], whole[:, :40])
+    assert float((hk.mhla(*changed, m, **layout, **RATIO, order=order)[:, 40:] - whole[:, 40:]).abs().max()) > 1e-3
+    first = hk.mhla(*(t[:, :20] for t in (q, k, v)), m[:4, :4], grid=(1, 4, 5), blocks=(1, 2, 2), order=order, **RATIO)
+    assert_same(whole[:, :20], first, 1e-5)  # as if alone, but for eps beside another scale
+
+
 @pytest.mark.parametrize("poison", [float("nan"), 1e30])
 @pytest.mark.parametrize("order", ORDERS)
 def test_masked_tokens_are_not_read(order, poison):
