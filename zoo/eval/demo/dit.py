@@ -32,8 +32,8 @@ def dit_commands(out: Path, configs: Path, steps: int, samples: int) -> list[Com
     commands.append(("finetune_dit", [*fine, "model.mixer=", "distill.teacher=", f"run.folder={out}/dit_more"]))
     commands.append(("finetune_dit", [*fine, f"model.mixer={MIXER}", f"run.folder={out}/dit_ahla"]))
     for name in DIT:
-        words = [f"sample.model={out}/{name}/transformer_ema", "sample.scheduler=FlowMatchEulerDiscreteScheduler"]
-        words += [f"sample.count={samples}", "sample.steps=25", "sample.labels=balanced"]
+        words = [f"sample.model={out}/{name}/transformer_ema", f"sample.count={samples}"]
+        words += ["sample.steps=25", "sample.labels=balanced"]
         commands.append(("sample", [*words, f"out={out}/{name}/samples.npz"]))
     return commands
 
