@@ -10,7 +10,7 @@ The first model is the one that the others are compared with: top1_diff and the 
 results.csv with timm's columns and predictions.csv with one line an image.
 
 `attention` looks inside: rank, effective rank and entropy of what each head of each layer does to the tokens, for any
-mixer, as attention.csv and attention.png, and maps of what query tokens read, as maps_<n>.png of model n.
+mixer, as attention.csv and attention.png, and what query tokens read, as maps.csv and maps_<n>.png of model n.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ def main(words: list[str]) -> list[dict[str, Any]]:
     if inside:
         looked = config.from_command_line(ProbeSettings, words)
         found = probe(looked)
-        print(table(found), f"wrote {looked.out}/attention.csv, attention.png and maps_<n>.png", sep="\n")
+        print(table(found), f"wrote {looked.out}/attention.csv, maps.csv, attention.png and maps_<n>.png", sep="\n")
         return found
     return accuracy(config.from_command_line(EvalSettings, words))
 

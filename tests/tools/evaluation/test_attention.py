@@ -109,6 +109,10 @@ def test_the_command(tmp_path):
     assert len(rows) == len(written) == 2 * 2 * 2  # models, layers, heads
     assert [row["mixer"] for row in written] == ["softmax"] * 4 + ["mhla"] * 4
     assert all(float(row["rank"]) <= 16 and 0 < float(row["entropy"]) <= math.log(16) + 1e-3 for row in written)
+    cells = list(csv.DictReader((tmp_path / "out" / "maps.csv").open()))
+    assert len(cells) == 2 * 2 * 16 and {(c["query_row"], c["query_column"]) for c in cells} == {("0", "3")}
+    softmax = sum(float(c["weight"]) for c in cells[:16])
+    assert softmax == pytest.approx(1, abs=1e-4)  # no prefix tokens here: the patches get all
     for name in ("attention.png", "maps_0.png", "maps_1.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
     for query, sentence in (("4,0", r"\[4, 0\] lies off the token grid 4 x 4"), ("1", "are pairs")):

@@ -10,9 +10,10 @@ from zoo.train.record import replacing
 
 
 class Maps(NamedTuple):
-    """What query tokens read in one layer: title, the image, and a map [H, W] for each (row, column)."""
+    """What query tokens read in one layer: its mixer, the image, and a map [H, W] for each (row, column)."""
 
-    title: str
+    layer: int
+    mixer: str
     image: Any
     rows: dict[tuple[int, int], np.ndarray]
 
@@ -51,7 +52,7 @@ def draw_maps(maps: list[Maps], title: str, file: Path) -> None:
         _mark(line[0], query, maps[0].rows[query].shape, np.asarray(maps[0].image).shape)
         for place, found in zip(line[1:], maps, strict=True):
             place.imshow(found.rows[query], cmap="magma")
-            place.set_title(found.title, fontsize=8)
+            place.set_title(f"layer {found.layer}, {found.mixer}", fontsize=8)
             _mark(place, query, found.rows[query].shape, found.rows[query].shape)
     for place in axes.flat:
         place.set_axis_off()

@@ -1,10 +1,12 @@
 """Rank and entropy of effective attention, per layer and head, and the maps of chosen query tokens."""
 
 import csv
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ class AttentionOptions:
 class ProbeSettings(EvalSettings):
     """A look at the attention of models. See the sections.
 
-    out: folder for attention.csv, attention.png and maps_<n>.png
+    out: folder for attention.csv, attention.png, maps.csv and maps_<n>.png
     """
 
     attention: AttentionOptions = field(default_factory=AttentionOptions)
@@ -74,14 +76,16 @@ def probe(settings: ProbeSettings) -> list[Row]:
     if not settings.eval.models:
         raise ValueError("say what to look at: eval.models=[RUN_FOLDER_OR_TIMM_NAME, ...]")
     candidates, source = open_candidates(settings)
-    out, rows = Path(settings.out), []
+    out, rows, cells = Path(settings.out), list[Row](), list[Row]()
     out.mkdir(parents=True, exist_ok=True)
     for number, candidate in enumerate(candidates):
         found, maps = _probe_model(candidate, source, settings)
         rows += found
+        cells += [{"model": candidate.name, **cell} for one in maps for cell in _cells(one)]
         draw_maps(maps, candidate.name, out / f"maps_{number}.png")
     draw_profile(rows, out / "attention.png")
     _write(rows, out / "attention.csv")
+    _write(cells, out / "maps.csv")
     return rows
 
 
@@ -114,7 +118,15 @@ def _maps(found: Attention, queries: list[list[int]], picture: Any) -> Maps:
     places = [_place(query, grid) for query in queries or [[grid[0] // 2, grid[1] // 2], [0, 0]]]
     mean = found.weights.mean(0)[found.prefix :, found.prefix :].cpu()
     rows = {place: mean[place[0] * grid[1] + place[1]].reshape(grid).numpy() for place in places}
-    return Maps(f"layer {found.layer}, {found.mixer}", picture, rows)
+    return Maps(found.layer, found.mixer, picture, rows)
+
+
+def _cells(maps: Maps) -> Iterator[Row]:
+    """A row for each token of the grid that a query token reads, with the weight."""
+    for query, weights in maps.rows.items():
+        for (row, column), weight in np.ndenumerate(weights):
+            where = {"query_row": query[0], "query_column": query[1], "row": row, "column": column}
+            yield {"layer": maps.layer, **where, "weight": float(f"{weight:.6g}")}
 
 
 def _place(query: list[int], grid: tuple[int, ...]) -> tuple[int, int]:
@@ -143,6 +155,6 @@ def table(rows: list[Row]) -> str:
 
 def _write(rows: list[Row], file: Path) -> None:
     with replacing(file) as temporary, temporary.open("w", newline="") as opened:
-        writer = csv.DictWriter(opened, list(rows[0]))
+        writer = csv.DictWriter(opened, list(rows[0]) if rows else ["model"])
         writer.writeheader()
         writer.writerows(rows)
