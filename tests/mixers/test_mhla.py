@@ -77,6 +77,15 @@ def test_every_kind_starts_at_the_prior(kind, prior):
         )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixing_made_on_meta_is_filled_later(kind):
+    with torch.device("meta"):
+        mixing = BlockMixing(kind, "exp", (2, 3), True, 3 if kind != "fixed" else None)
+    mixing = mixing.to_empty(device="cpu")
+    mixing.reset_parameters()
+    torch.testing.assert_close(mixing(), BlockMixing(kind, "exp", (2, 3), True, 3 if kind != "fixed" else None)())
+
+
 def test_priors_by_hand():
     """On three blocks in a row, from the formulas of the paper: row-wise maximum, row-wise sum."""
     half = math.cos(math.pi / 8)

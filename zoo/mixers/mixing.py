@@ -133,7 +133,7 @@ class BlockMixing(nn.Module):
     def _reset_knots(self) -> None:
         """The prior as a function of distance; the prefix at the mean weight of a row in the middle."""
         diagonal = math.dist([0] * len(self.blocks), [m - 1 for m in self.blocks])
-        x = torch.linspace(0, 1, KNOTS, dtype=torch.float64) * diagonal
+        x = torch.linspace(0, 1, KNOTS, dtype=torch.float64, device="cpu") * diagonal  # also where meta is the default
         w = weight(self.prior, x, x[-1]).clamp(min=SMALLEST)
         self.knots.copy_(w.log().to(self.knots).expand_as(self.knots))
         if self.prefix:
