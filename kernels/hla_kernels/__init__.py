@@ -8,7 +8,7 @@ Operators: `api` (signature, options), `api.packed` (qkv in one tensor), `api.bl
 """
 
 from .api import ahla, hla2, hla3, linear_attention, polynomial, softmax_attention
-from .api.blocks import mhla
+from .api.blocks import mhla, mhla_qkvpacked
 from .api.packed import (
     ahla_qkvpacked,
     hla2_qkvpacked,
@@ -48,6 +48,7 @@ __all__ = [
     "linear_attention_qkvpacked",
     "merge",
     "mhla",
+    "mhla_qkvpacked",
     "polynomial",
     "polynomial_qkvpacked",
     "read",

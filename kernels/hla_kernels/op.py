@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .blockmix import call as block_call
-from .blockmix.operator import flat, mhla_op
+from .blockmix import fused as block_fused
+from .blockmix.operator import flat, mhla_op, mhla_packed_op
 from .blockmix.reference import reference as block_reference
 from .blockmix.streaming import stream as block_stream
 from .checks import (
@@ -89,8 +90,10 @@ def why_not_triton(call: AnyCall) -> str | None:
         return "taylor2 has no Triton form"
     if call.state is not None or call.return_state:
         return "calls with a state have no Triton form"
+    if not HAS_TRITON:
+        return "Triton is not installed"
     if isinstance(call, block_call.BlockCall):
-        return "mhla has no Triton form"
+        return block_fused.why_not(call.q, call.k, call.v, call.options, call.rotary)
     o = call.options
     if call.op == "softmax_attention":
         return "softmax_attention uses torch's own kernels and has no Triton form"
@@ -103,8 +106,6 @@ def why_not_triton(call: AnyCall) -> str | None:
         return f"{inexact}: the errors of its Triton form are not within twice the error of the torch form yet"
     if call.q.shape[1] == 1:
         return "one token: the error of the Triton form is not within twice that of the torch form"
-    if not HAS_TRITON:
-        return "Triton is not installed"
     return fused.why_not(call.q, call.k, call.v, fused.Spec(call.op, *_two_sided_options(o)))
 
 
@@ -150,14 +151,15 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
     mhla), or one packed qkv. Raises ValueError as the call would.
     """
     op = getattr(op, "__name__", op)
-    if op == "mhla":
-        return _explained(prepare_blocks(*inputs, impl=impl, **options), impl)
     if op == "taylor2":
         return _explained(prepare_taylor(*inputs, impl=impl, **options), impl)
-    check_op(op)
+    if op != "mhla":
+        check_op(op)
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:
         check_packed(inputs[0])
         inputs = (*inputs[0].unbind(2), *inputs[1:])
+    if op == "mhla":
+        return _explained(prepare_blocks(*inputs, impl=impl, **options), impl)
     if len(inputs) not in (3, 4):
         raise ValueError(
             f"explain needs the tensors of the call, q, k, v (and coefficients for polynomial) or one packed qkv of "
@@ -296,9 +298,9 @@ def prepare_blocks(q: Tensor, *inputs: Tensor, **options: Any) -> block_call.Blo
     return block_call.prepare(q, *inputs, dtype=autocast_dtype(q), **options)
 
 
-def run_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, impl: str = "auto", **options: Any) -> Any:
-    """Check, choose and run one call of `mhla`."""
-    call = prepare_blocks(q, k, v, mixing, impl=impl, **options)
+def run_blocks(tokens: tuple[Tensor, ...], mixing: Tensor, impl: str = "auto", **options: Any) -> Any:
+    """Check, choose and run one call of `mhla`; tokens (q, k, v), or (qkv,) whose gradient is one packed tensor."""
+    call = prepare_blocks(*(tokens if len(tokens) == 3 else tokens[0].unbind(2)), mixing, impl=impl, **options)
     chosen = choose(call, impl)
     q, k, v, mixing, kept, mask, rotary, state, return_state = call
     with plain_precision(q):
@@ -309,8 +311,8 @@ def run_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, impl: str = "aut
             wide = [t.to(compute_dtype(q.dtype)) for t in (q, k, v, mixing)]
             return block_reference(wide[0], wide[1], wide[2], wide[3], kept, mask, rotary).to(q.dtype)
         _refuse_forward_mode("mhla", q, k, v, mixing)
-        save = _needs_backward(q, k, v, mixing)
-        return mhla_op(q, k, v, mixing, mask, *(rotary or (None, None)), *flat(kept), chosen, save)[0]
+        rest = (mixing, mask, *(rotary or (None, None)), *flat(kept), chosen, _needs_backward(q, k, v, mixing))
+        return mhla_op(q, k, v, *rest)[0] if len(tokens) == 3 else mhla_packed_op(tokens[0].to(q.dtype), *rest)[0]
 
 
 def prepare_taylor(q: Tensor, *inputs: Tensor, **options: Any) -> taylor_call.TaylorCall:

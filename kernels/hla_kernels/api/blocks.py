@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Required, TypedDict, Unpack
 
 from torch import Tensor
 
 from ..blockmix.streaming import BlockState
+from ..checks import check_packed
 from ..op import run_blocks
 from . import Result
 
@@ -55,7 +57,34 @@ def mhla(
     the denominator is the paper's, not that of its released code.
     """
     return run_blocks(
-        q, k, v, mixing, impl=impl, grid=grid, blocks=blocks, feature_map=feature_map, normalize=normalize, order=order,
-        causal=causal, prefix=prefix, token_mask=token_mask, rotary=rotary, rotary_half=rotary_half, scale=scale,
-        q_scale=q_scale, eps=eps, state=state, return_state=return_state,
+        (q, k, v), mixing, impl=impl, grid=grid, blocks=blocks, feature_map=feature_map, normalize=normalize,
+        order=order, causal=causal, prefix=prefix, token_mask=token_mask, rotary=rotary, rotary_half=rotary_half,
+        scale=scale, q_scale=q_scale, eps=eps, state=state, return_state=return_state,
     )  # fmt: skip
+
+
+class Keywords(TypedDict, total=False):
+    """Keyword options of `mhla`."""
+
+    grid: Required[Sequence[int]]
+    blocks: Required[Sequence[int]]
+    feature_map: str | None
+    normalize: bool
+    order: str
+    causal: bool
+    prefix: int
+    token_mask: Tensor | None
+    rotary: tuple[Tensor, Tensor] | None
+    rotary_half: bool
+    scale: float | None
+    q_scale: float
+    eps: float
+    state: BlockState | None
+    return_state: bool
+    impl: str
+
+
+def mhla_qkvpacked(qkv: Tensor, mixing: Tensor, **options: Unpack[Keywords]) -> Result:
+    """`mhla` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' Sum_b m_ib P_b, its gradient one packed tensor."""
+    check_packed(qkv)
+    return run_blocks((qkv,), mixing, **options)

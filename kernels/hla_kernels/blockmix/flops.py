@@ -54,3 +54,19 @@ def mhla_backward_flops(
     parts, order = _parts(q, k, v, mixing, options[3:]), options[3]
     symmetric = 2 * k[0] * k[1] * k[2] * feature_width(k[3], options[7]) ** 2 if order == "hla2" else 0
     return 3 * sum(parts.values()) - parts["read"] - symmetric
+
+
+@register_flop_formula(torch.ops.hla_kernels.mhla_qkvpacked)
+def packed_flops(qkv: Shape, mixing: Shape, *options: Any, out_shape: Any = None) -> int:
+    """Forward of qkv [B, N, 3, H, D]."""
+    x = (*qkv[:2], *qkv[3:])
+    return mhla_flops(x, x, x, mixing, *options)
+
+
+@register_flop_formula(torch.ops.hla_kernels.mhla_qkvpacked_backward)
+def packed_backward_flops(
+    grad: Shape, saved: Shape, qkv: Shape, mixing: Shape, *options: Any, out_shape: Any = None
+) -> int:
+    """Backward of qkv [B, N, 3, H, D]."""
+    x = (*qkv[:2], *qkv[3:])
+    return mhla_backward_flops(grad, saved, x, x, x, mixing, *options)

@@ -1,17 +1,20 @@
-"""Block mixing as a torch.library custom operator, `hla_kernels::mhla`.
+"""Block mixing as torch.library custom operators: `hla_kernels::mhla` (q, k, v) and `hla_kernels::mhla_qkvpacked` (qkv
+[B, N, 3, H, D], whose backward writes one packed gradient).
 
-It returns (o, saved): with `save`, what the backward would compute again otherwise (empty in the torch form, which
+They return (o, saved): with `save`, what the backward would compute again otherwise (empty in the torch form, which
 saves its inputs only and forms blocks and moments again). `impl`, chosen in `op`, is the implementation: "torch"
-(`torch_form`) or "triton" (`fused`).
+(`torch_form`, backward in `gradient`) or "triton" (`fused`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import fused
 from .gradient import gradient
 from .layout import Layout
 from .options import BlockOptions
@@ -36,6 +39,34 @@ def _rotary(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor] | N
     return None if cos is None or sin is None else (cos, sin)
 
 
+def _in_triton(impl: str, q: Tensor) -> bool:
+    """A launch needs at least one program: an empty batch takes the torch form."""
+    return impl == "triton" and q.shape[0] != 0
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The Triton form reads whole rows; `op` has seen that they are, a compiler in between may choose other strides."""
+    x, y, z = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
+    return x, y, z
+
+
+def _saved(q: Tensor, v: Tensor, options: BlockOptions, impl: str, save: bool) -> Tensor:
+    """An uninitialised `saved` of the size that the forward returns."""
+    length = fused.saved_floats(q, v, options) if save and impl == "triton" else 0
+    return q.new_empty((length,), dtype=torch.float32)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None,
+    options: BlockOptions, impl: str, save: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if _in_triton(impl, q):
+        with torch.cuda.device_of(q):
+            return fused.forward(*_rows(q, k, v), mixing, options, mask, save)
+    with torch.autocast(q.device.type, enabled=False):
+        return evaluate(q, k, v, mixing, options, mask, rotary), _saved(q, v, options, impl, False)
+
+
 @torch.library.custom_op("hla_kernels::mhla", mutates_args=())
 def mhla_op(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, mask: Tensor | None, cos: Tensor | None, sin: Tensor | None,
@@ -45,13 +76,13 @@ def mhla_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o (see `blockmix`) [B, N, H, Dv] and a buffer for the backward; arguments are checked by `call.prepare`."""
     options = _options(order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half)
-    with torch.autocast(q.device.type, enabled=False):
-        return evaluate(q, k, v, mixing, options, mask, _rotary(cos, sin)), q.new_empty((0,), dtype=torch.float32)
+    return _forward(q, k, v, mixing, mask, _rotary(cos, sin), options, impl, save)
 
 
 @mhla_op.register_fake
-def _(q, k, v, mixing, *options):
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((0,), dtype=torch.float32)
+def _(q, k, v, mixing, mask, cos, sin, *rest):
+    *options, impl, save = rest if len(rest) == 13 else (*rest, *("torch", False)[len(rest) - 11 :])
+    return q.new_empty((*q.shape[:3], v.shape[3])), _saved(q, v, _options(*options), impl, save)
 
 
 @torch.library.custom_op("hla_kernels::mhla_backward", mutates_args=())
@@ -63,7 +94,11 @@ def mhla_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dmixing) of `mhla`."""
     options = _options(order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half)
-
+    if _in_triton(impl, q):
+        dq, dk, dv = (_room(x, mask) for x in (q, k, v))
+        with torch.cuda.device_of(q):
+            dm = fused.backward(grad, *_rows(q, k, v), mixing, options, mask, (dq, dk, dv), saved)
+        return dq, dk, dv, dm
     with torch.autocast(q.device.type, enabled=False):
         return gradient(grad, q, k, v, mixing, options, mask, _rotary(cos, sin))
 
@@ -73,19 +108,75 @@ def _(grad, saved, q, k, v, mixing, *options):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, mixing))
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:7], output[1])
-    ctx.options = inputs[7:-1]
+@torch.library.custom_op("hla_kernels::mhla_qkvpacked", mutates_args=())
+def mhla_packed_op(
+    qkv: Tensor, mixing: Tensor, mask: Tensor | None, cos: Tensor | None, sin: Tensor | None, order: str,
+    grid: Sequence[int], blocks: Sequence[int], prefix: int, feature_map: str | None, normalize: bool, causal: bool,
+    scale: float | None, q_scale: float, eps: float, rotary_half: bool, impl: str = "torch", save: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`mhla` of qkv [B, N, 3, H, D]."""
+    options = _options(order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half)
+    q, k, v = qkv.unbind(2)
+    return _forward(q, k, v, mixing, mask, _rotary(cos, sin), options, impl, save)
 
 
-def _backward(ctx, grad, _):
-    if grad is None:
-        return (None,) * len(ctx.needs_input_grad)
-    *tensors, saved = ctx.saved_tensors
-    grads = mhla_backward(grad, saved, *tensors, *ctx.options)
-    return (*grads, *[None] * (len(ctx.needs_input_grad) - 4))
+@mhla_packed_op.register_fake
+def _(qkv, mixing, mask, cos, sin, *rest):
+    *options, impl, save = rest if len(rest) == 13 else (*rest, *("torch", False)[len(rest) - 11 :])
+    q, _, v = qkv.unbind(2)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), _saved(q, v, _options(*options), impl, save)
 
 
-mhla_op.register_autograd(_backward, setup_context=_setup_context)
+@torch.library.custom_op("hla_kernels::mhla_qkvpacked_backward", mutates_args=())
+def mhla_packed_backward(
+    grad: Tensor, saved: Tensor, qkv: Tensor, mixing: Tensor, mask: Tensor | None, cos: Tensor | None,
+    sin: Tensor | None, order: str, grid: Sequence[int], blocks: Sequence[int], prefix: int, feature_map: str | None,
+    normalize: bool, causal: bool, scale: float | None, q_scale: float, eps: float, rotary_half: bool,
+    impl: str = "torch",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(dqkv, dmixing) of `mhla_qkvpacked`: one buffer that dq, dk and dv are written into."""
+    options = _options(order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half)
+    q, k, v = qkv.unbind(2)
+    if _in_triton(impl, q):
+        packed = _room(qkv, mask)
+        dq, dk, dv = packed.unbind(2)
+        with torch.cuda.device_of(q):
+            dm = fused.backward(grad, *_rows(q, k, v), mixing, options, mask, (dq, dk, dv), saved)
+        return packed, dm
+    with torch.autocast(q.device.type, enabled=False):
+        *grads, dm = gradient(grad, q, k, v, mixing, options, mask, _rotary(cos, sin))
+    return torch.stack(grads, 2), dm
+
+
+@mhla_packed_backward.register_fake
+def _(grad, saved, qkv, mixing, *options):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (qkv, mixing))
+
+
+def _room(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Room for the gradient of x; the Triton form does not write that of padded tokens."""
+    new = torch.empty_like if mask is None else torch.zeros_like
+    return new(x, memory_format=torch.contiguous_format)
+
+
+def _derivative(forward: Any, backward: Any, tensors: int) -> None:
+    """Register `backward` as the gradient of `forward`, whose first `tensors` arguments are tensors or None."""
+
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:tensors], output[1])
+        ctx.options = inputs[tensors:-1]
+
+    def gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple:
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        *given, saved = ctx.saved_tensors
+        grads = backward(grad, saved, *given, *ctx.options)
+        return (*grads, *[None] * (len(ctx.needs_input_grad) - len(grads)))
+
+    forward.register_autograd(gradients, setup_context=setup_context)
+
+
+_derivative(mhla_op, mhla_backward, 7)
+_derivative(mhla_packed_op, mhla_packed_backward, 5)

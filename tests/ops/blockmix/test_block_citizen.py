@@ -173,6 +173,26 @@ def test_flops(order, heads):
     assert counted(lambda: torch.autograd.grad(y.sum(), x)) == back > inside
 
 
+@pytest.mark.parametrize("order", [*ORDERS, "causal"])
+def test_packed(order):
+    """qkv in one tensor: the values, gradients, operations and refusals of the three."""
+    layout = {"grid": (12,), "blocks": (4,)} if order == "causal" else {"grid": (3, 4), "blocks": (2, 2)}
+    options = {"order": "la", "causal": True} if order == "causal" else {"order": order}
+    q, k, v, m = inputs(layout, hk=4, dv=6)
+    qkv = torch.stack((q, k, v), 2).requires_grad_()
+    x = [t.requires_grad_() for t in (*qkv.detach().unbind(2), m)]
+    y, z = hk.mhla(*x, **layout, **options), hk.mhla_qkvpacked(qkv, m, **layout, **options)
+    grads, packed = torch.autograd.grad(y.sum(), x), torch.autograd.grad(z.sum(), (qkv, m))
+    torch.testing.assert_close((y, torch.stack(grads[:3], 2), grads[3]), (z, *packed))
+    three = counted(lambda: torch.autograd.grad(hk.mhla(*x, **layout, **options).sum(), x))
+    one = counted(lambda: torch.autograd.grad(hk.mhla_qkvpacked(qkv, m, **layout, **options).sum(), (qkv, m)))
+    assert one == three > 0
+    assert hk.explain("mhla", qkv, m, **layout, **options).impl == "torch"
+    torch.testing.assert_close(hk.mhla_qkvpacked(qkv, m, **layout, **options, impl="reference"), z)
+    with pytest.raises(ValueError, match="qkv must have shape"):
+        hk.mhla_qkvpacked(q, m, **layout, **options)
+
+
 BAD = {
     "mixing": ({"mixing": torch.ones(5, 5)}, r"mixing must have shape \[6, 6\] or \[4, 6, 6\], got \(5, 5\)"),
     "integers": ({"mixing": torch.ones(6, 6, dtype=torch.int64)}, "mixing must be floating point"),

@@ -1,0 +1,82 @@
+"""Where the tokens of a block lie, computed from the grid: no table, no copy in block order.
+
+GEO = (prefix, T, H, W, mt, mh, mw): tokens before the grid, lengths of three axes, blocks along each (axes that a grid
+lacks have length and blocks 1). An axis of L positions is cut at floor(i L / m), as in `layout`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place(BH, M):
+    """(head of the batch, block, part) of this program: neighbouring programs read neighbouring heads of the same
+    tokens."""
+    pid = tl.program_id(0)
+    return pid % BH, (pid // BH) % M, pid // (BH * M)
+
+
+@triton.jit
+def box(GEO, block):
+    """(tokens, first token, rows, columns, tokens of a plane, tokens of a line) of a block."""
+    prefix, t, h, w, mt, mh, mw = GEO
+    c = block - (prefix > 0).to(tl.int32)
+    i = tl.maximum(c, 0)
+    iw = i % mw
+    ih = (i // mw) % mh
+    it = i // (mw * mh)
+    t0 = it * t // mt
+    h0 = ih * h // mh
+    w0 = iw * w // mw
+    rows = (ih + 1) * h // mh - h0
+    columns = (iw + 1) * w // mw - w0
+    count = ((it + 1) * t // mt - t0) * rows * columns
+    first = prefix + (t0 * h + h0) * w + w0
+    before = c < 0  # the prefix is one line
+    return (
+        tl.where(before, prefix, count), tl.where(before, 0, first), tl.where(before, 1, rows),
+        tl.where(before, prefix, columns), h * w, w,
+    )  # fmt: skip
+
+
+@triton.jit
+def token(j, b):
+    """The tokens [BN], 64-bit, at places j of a block."""
+    line = ((j.to(tl.float32) + 0.5) * (1.0 / b[3])).to(tl.int32)  # j // columns, exact for j < 2**21
+    plane = ((line.to(tl.float32) + 0.5) * (1.0 / b[2])).to(tl.int32)
+    return (b[1] + (j - line * b[3]) + (line - plane * b[2]) * b[5]).to(tl.int64) + plane.to(tl.int64) * b[4]
+
+
+@triton.jit
+def tile(start, hi, b, keep, BN: tl.constexpr):
+    """(tokens, which of them are read) of a tile of BN places; keep: bytes of the real tokens of this batch or None."""
+    j = start + tl.arange(0, BN)
+    live = j < hi
+    tokens = token(j, b)
+    if keep is not None:
+        live = live & (tl.load(keep + tokens, mask=live, other=0) != 0)
+    return tokens, live
+
+
+@triton.jit
+def at_head(ptr, strides, bh, H, ALIGN: tl.constexpr):
+    """Token 0 of one head."""
+    return ptr + ((bh // H).to(tl.int64) * strides[0] + (bh % H).to(tl.int64) * strides[2]) * ALIGN
+
+
+@triton.jit
+def keep_of(keep, bh, H, N):
+    """The bytes of the real tokens of the batch of a head, or None."""
+    out = keep
+    if keep is not None:
+        out = keep + (bh // H).to(tl.int64) * N
+    return out
+
+
+@triton.jit
+def scale_of(scales, scale, bh, H):
+    """s of the batch of a head: one number, or [B] where sequences differ."""
+    s = scale
+    if scales is not None:
+        s = tl.load(scales + bh // H)
+    return s

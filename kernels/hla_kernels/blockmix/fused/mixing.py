@@ -1,0 +1,143 @@
+"""The mixing matrix at work: X~_i = Sum_b m_ib X_b over the moments of all blocks, and the gradient of m.
+
+X is [M, B * H, C] (C = V F of the matrices, F of the vectors), the moments' own layout: rows of one block lie
+B * H * C apart, so that nothing is copied. m is padded to [H or 1, 2, MP, MP] first: the moments' dtype, then what
+rounding to it left, so that only the moments themselves are rounded.
+"""
+
+import triton
+import triton.language as tl
+
+NO_SPECIALIZE = ["ms", "BH", "H", "B", "M", "PARTS", "step", "first", "chunk", "count", "scale"]
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def pad_mixing(m, out, ms, M, MP: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr):
+    """m (TURNED: m') of one head -> out [heads, 2, MP, MP], zero outside M x M."""
+    head = tl.program_id(0)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i = e // MP
+    j = e % MP
+    if TURNED:
+        at = j * ms[1] + i * ms[2]
+    else:
+        at = i * ms[1] + j * ms[2]
+    x = tl.load(m + head * ms[0] + at, mask=(i < M) & (j < M), other=0.0).to(tl.float32)
+    high = x.to(out.dtype.element_ty)
+    out += head * 2 * MP * MP + e
+    tl.store(out, high)
+    tl.store(out + MP * MP, (x - high.to(tl.float32)).to(out.dtype.element_ty))
+
+
+@triton.jit
+def load_mixing(m, row, BM: tl.constexpr, MP: tl.constexpr, K0: tl.constexpr, K: tl.constexpr):
+    """Rows row.. and columns K0..K0+K of the padded m."""
+    i = row * BM + tl.arange(0, BM)
+    return tl.load(m + i[:, None] * MP + (K0 + tl.arange(0, K))[None, :])
+
+
+@triton.jit
+def load_columns(x, c, M, step, K0: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+    """Columns c of the blocks K0..K0+K."""
+    b = K0 + tl.arange(0, K)
+    return tl.load(x + b[:, None] * step + c[None, :], mask=(b < M)[:, None] & (c < C)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def mix(
+    m, x, out, BH, H, M, chunk, C: tl.constexpr, TILES: tl.constexpr, PER_HEAD: tl.constexpr, MP: tl.constexpr,
+    BM: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out_i = Sum_b m_ib x_b for BM rows i and a run of `chunk` tiles of columns of one head: m stays, x goes by."""
+    pid = tl.program_id(0)
+    row = pid % TILES  # neighbours read the same columns
+    bh = (pid // TILES) % BH
+    part = pid // (TILES * BH)
+    if PER_HEAD:
+        m += (bh % H) * 2 * MP * MP
+    h1 = load_mixing(m, row, BM, MP, 0, K1)
+    l1 = load_mixing(m + MP * MP, row, BM, MP, 0, K1)
+    if K2 > 0:
+        h2 = load_mixing(m, row, BM, MP, K1, K2)
+        l2 = load_mixing(m + MP * MP, row, BM, MP, K1, K2)
+    step = BH.to(tl.int64) * C
+    x += bh.to(tl.int64) * C
+    i = row * BM + tl.arange(0, BM)
+    out += bh.to(tl.int64) * C + i[:, None] * step
+    for t in tl.range(part * chunk, tl.minimum((part + 1) * chunk, tl.cdiv(C, BC)), num_stages=STAGES):
+        c = t * BC + tl.arange(0, BC)
+        x1 = load_columns(x, c, M, step, 0, K1, C)
+        acc = tl.dot(h1, x1)
+        acc = tl.dot(l1, x1, acc)
+        if K2 > 0:
+            x2 = load_columns(x, c, M, step, K1, K2, C)
+            acc = tl.dot(h2, x2, acc)
+            acc = tl.dot(l2, x2, acc)
+        tl.store(out + c[None, :], acc.to(out.dtype.element_ty), mask=(i < M)[:, None] & (c < C)[None, :])
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def mix_exact(
+    m, x, out, BH, H, M, C: tl.constexpr, TILES: tl.constexpr, PER_HEAD: tl.constexpr, MP: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """`mix` of float32 moments, one tile of columns a program."""
+    pid = tl.program_id(0)
+    row = pid % TILES
+    bh = (pid // TILES) % BH
+    c = (pid // (TILES * BH)) * BC + tl.arange(0, BC)
+    i = row * BM + tl.arange(0, BM)
+    if PER_HEAD:
+        m += (bh % H) * 2 * MP * MP
+    step = BH.to(tl.int64) * C
+    x += bh.to(tl.int64) * C + c[None, :]
+    acc = tl.zeros([BM, BC], tl.float32)
+    for start in range(0, M, BK):
+        b = start + tl.arange(0, BK)
+        tx = tl.load(x + b[:, None] * step, mask=(b < M)[:, None] & (c < C)[None, :], other=0.0)
+        acc = tl.dot(tl.load(m + i[:, None] * MP + b[None, :]), tx, acc, input_precision=PREC)
+    to = out + bh.to(tl.int64) * C + i[:, None] * step + c[None, :]
+    tl.store(to, acc, mask=(i < M)[:, None] & (c < C)[None, :])
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def mixing_grads(
+    dx, x, out, BH, B, H, M, PARTS, chunk, step, first, C: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr,
+    BC: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Partial dm_ib = Sum dx~_i x_b over a run of `chunk` tiles of columns of one head -> out [H, B, step, M, M], at
+    `first` + its part."""
+    pid = tl.program_id(0)
+    i = (pid % TILES) * BM + tl.arange(0, BM)
+    j = ((pid // TILES) % TILES) * BM + tl.arange(0, BM)
+    pid = pid // (TILES * TILES)
+    part = pid % PARTS
+    bh = pid // PARTS
+    row = BH.to(tl.int64) * C
+    acc = tl.zeros([BM, BM], tl.float32)
+    cc = tl.arange(0, BC)
+    dx += bh.to(tl.int64) * C + i[:, None] * row
+    x += bh.to(tl.int64) * C + j[:, None] * row
+    for tile in range(part * chunk, tl.minimum((part + 1) * chunk, tl.cdiv(C, BC))):
+        c = tile * BC + cc
+        inside = (c < C)[None, :]
+        ta = tl.load(dx + c[None, :], mask=inside & (i < M)[:, None], other=0.0)
+        tb = tl.load(x + c[None, :], mask=inside & (j < M)[:, None], other=0.0)
+        acc = tl.dot(ta, tl.trans(tb), acc, input_precision=PREC)
+    to = out + (((bh % H) * B + bh // H).to(tl.int64) * step + first + part) * M * M
+    tl.store(to + i[:, None] * M + j[None, :], acc, mask=(i < M)[:, None] & (j < M)[None, :])
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def sum_parts(parts, out, count, step, scale, BP: tl.constexpr, BE: tl.constexpr):
+    """out [groups, step] = scale times the sum over `count` parts [groups, count, step], in a fixed order."""
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    group = tl.program_id(1).to(tl.int64)
+    parts += group * count * step + e[None, :]
+    p = tl.arange(0, BP)
+    acc = tl.zeros([BP, BE], tl.float32)
+    for start in range(0, count, BP):
+        at = start + p
+        keep = (at < count)[:, None] & (e < step)[None, :]
+        acc += tl.load(parts + at[:, None].to(tl.int64) * step, mask=keep, other=0.0)
+    tl.store(out + group * step + e, (tl.sum(acc, 0) * scale).to(out.dtype.element_ty), mask=e < step)

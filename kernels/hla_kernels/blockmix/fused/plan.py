@@ -1,0 +1,114 @@
+"""The static table: tiles, warps and stages of every pass, and into how many programs it is cut. No tuning at run time.
+
+The entries of float32 tokens are for the interpreter, in which sums are exact enough to test the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...hla.fused.plan import PROGRAMS
+from ...hla.fused.spec import split_width
+
+Config = dict[str, int]
+
+
+def wide(w: dict[str, int]) -> int:
+    """Columns of the wider of the two tiles."""
+    return max(w["F1"] + w["F2"], w["V1"] + w["V2"])
+
+
+def reduce_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, ratio: bool = False) -> Config:
+    """Tiles of `reduce_moments`; ROWS of a tile are what the warps hold at once, 16 bytes a thread."""
+    if ratio and dtype != torch.float32:
+        config = {"BN": 32, "num_warps": 4 if wide(w) in (64, 128) else 8, "num_stages": 3}
+    elif dtype == torch.float32:
+        config = {"BN": 32, "num_warps": 8, "num_stages": 2}
+    elif wide(w) <= 64:
+        config = {"BN": 32, "num_warps": 4, "num_stages": 3}
+    elif wide(w) == 128:
+        config = {"BN": 64 if normalize else 32, "num_warps": 4, "num_stages": 3 if normalize else 4}
+    else:
+        config = {"BN": 64, "num_warps": 8, "num_stages": 3}
+    rows = config["num_warps"] * 32 * (16 // dtype.itemsize) // w["F1"]
+    return {**config, "ROWS": max(1, min(rows, config["BN"]))}
+
+
+def one_pass(w: dict[str, int], normalize: bool, dtype: torch.dtype) -> bool:
+    """Whether dq and the gradients of the mixed moments fit in the registers of one pass."""
+    return not normalize or (wide(w) <= 64 and dtype != torch.float32)
+
+
+def query_config(w: dict[str, int], dtype: torch.dtype, normalize: bool) -> Config:
+    """Tiles of `query_grads`."""
+    if dtype == torch.float32:
+        return {"BN": 32, "num_warps": 8, "num_stages": 1}
+    if wide(w) > 80:
+        return {"BN": 64, "num_warps": 8, "num_stages": 3}
+    return {"BN": 64, "num_warps": 4, "num_stages": 1 if normalize else 2}
+
+
+def apply_config(w: dict[str, int], dtype: torch.dtype) -> Config:
+    """Tiles of `read_out` and `key_grads`."""
+    if dtype == torch.float32:
+        return {"BN": 32, "num_warps": 8, "num_stages": 1}
+    return {"BN": 64, "num_warps": 4, "num_stages": 2}
+
+
+def padded(m: int) -> int:
+    """MP: rows of the padded mixing matrix, whole tiles of rows."""
+    rows = mix_rows(m, torch.bfloat16)
+    return max(-(-m // rows) * rows, sum(split_width(m)))
+
+
+def mix_rows(m: int, dtype: torch.dtype) -> int:
+    """Rows of a tile of `mix`: all, or 64 where they and the columns do not fit together."""
+    whole = max(16, 1 << (m - 1).bit_length())
+    return min(whole, 128 if dtype != torch.float32 and m <= 128 else 64)
+
+
+def mix_config(m: int, dtype: torch.dtype) -> Config:
+    """Tiles of `mix`."""
+    k1, k2 = split_width(m)
+    rows = mix_rows(m, dtype)
+    if dtype == torch.float32:
+        return {"BM": rows, "BK": min(rows, 32), "BC": 32, "num_warps": 4, "num_stages": 2}
+    columns = 64 if m > 128 else 128
+    return {"BM": rows, "K1": k1, "K2": k2, "BC": columns, "num_warps": 8 if rows > 64 else 4, "num_stages": 3}
+
+
+def mix_parts(heads: int, tiles: int, columns: int, bc: int) -> tuple[int, int]:
+    """(parts, tiles of columns of a part) of `mix`: four programs a multiprocessor."""
+    whole = -(-columns // bc)
+    parts = max(1, min(whole, round(2 * PROGRAMS / (heads * tiles))))
+    chunk = -(-whole // parts)
+    return -(-whole // chunk), chunk
+
+
+def grads_config(m: int, dtype: torch.dtype) -> Config:
+    """Tiles of `mixing_grads`."""
+    bm = min(mix_rows(m, dtype), 64)
+    columns = 32 if dtype == torch.float32 else 64 if bm > 16 else 256
+    return {"BM": bm, "BC": columns, "num_warps": 4 if bm > 16 else 2, "num_stages": 3}
+
+
+def reduce_parts(programs: int, widest: int, bn: int) -> tuple[int, int]:
+    """(parts, tokens of a part) of a pass whose parts are added behind it: enough programs to fill the chip."""
+    parts = max(1, min(-(-widest // 256), PROGRAMS // programs))
+    chunk = -(-widest // (parts * bn)) * bn
+    return -(-widest // chunk), chunk
+
+
+def apply_parts(programs: int, widest: int, bn: int) -> tuple[int, int]:
+    """(parts, tokens of a part) of a pass that only writes: up to 8 tiles a program while the chip is full."""
+    tiles = max(1, min(8, programs * -(-widest // bn) // (4 * PROGRAMS)))
+    chunk = tiles * bn
+    return -(-widest // chunk), chunk
+
+
+def column_parts(heads: int, tiles: int, columns: int, bc: int) -> tuple[int, int]:
+    """(parts, tiles of columns of a part) of the sums of `mixing_grads`."""
+    whole = -(-columns // bc)
+    parts = max(1, min(-(-whole // 4), round(2 * PROGRAMS / (heads * tiles))))
+    chunk = -(-whole // parts)
+    return -(-whole // chunk), chunk

@@ -1,0 +1,61 @@
+"""Inputs and forced calls of the tests of the Triton form of block mixing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hla_kernels.blockmix import fused
+from hla_kernels.blockmix.gradient import gradient
+from hla_kernels.blockmix.layout import Layout
+from hla_kernels.blockmix.options import BlockOptions
+from hla_kernels.blockmix.torch_form import evaluate
+from tests.ops.fused.cases import poison
+
+NAMES = ("o", "dq", "dk", "dv", "dmixing")
+
+
+def options_of(grid, blocks, prefix=0, **options) -> BlockOptions:
+    """Options of a call over a grid."""
+    return BlockOptions(Layout(grid, blocks, prefix), **options)
+
+
+def make(o: BlockOptions, sizes, dtype, *, device="cpu", layout="packed", heads=False, mask=False, mean=0.0):
+    """(q, k, v, mixing), the output's gradient and a mask or None; sizes (B, H, D, Dv). Values have a mean. Layouts:
+    views of a packed qkv, or "strided": [B, H, N, D] seen as [B, N, H, D]."""
+    (b, h, d, dv), n, m = sizes, o.layout.n_tokens, o.layout.n_blocks
+    g = torch.Generator(device).manual_seed(n + d)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, device=device)
+
+    if layout == "packed" and d == dv:
+        q, k, v = draw(b, n, 3, h, d).to(dtype).unbind(2)
+        v += mean
+    else:
+        q, k, v = ((draw(b, h, n, w) + more).to(dtype).transpose(1, 2) for w, more in ((d, 0), (d, 0), (dv, mean)))
+    mixing = torch.rand((h, m, m) if heads else (m, m), generator=g, device=device)
+    keep = torch.rand(b, n, generator=g, device=device) < 0.7 if mask else None
+    grad = draw(b, n, h, dv).to(dtype)
+    if keep is not None:
+        for x in (q, k, v, grad):
+            x[~keep] = float("nan")
+    return (q, k, v, mixing), grad, keep
+
+
+def torch_form(o: BlockOptions, tensors, grad, mask, dtype) -> list[Tensor]:
+    """o, dq, dk, dv, dmixing of the torch form in a dtype; mixing is at least float32."""
+    x = [t.to(dtype) for t in tensors[:3]]
+    x.append(tensors[3].to(torch.float64 if dtype == torch.float64 else torch.float32))
+    return [evaluate(*x, o, mask), *gradient(grad.to(dtype), *x, o, mask, None)]
+
+
+def triton_form(monkeypatch, o: BlockOptions, tensors, grad, mask) -> list[Tensor]:
+    """The same of the Triton form; every buffer starts as NaN."""
+    with monkeypatch.context() as patch:
+        poison(patch)
+        y, saved = fused.forward(*tensors, o, mask, save=True)
+        new = torch.zeros if mask is not None else torch.empty
+        outs = tuple(new(x.shape, dtype=x.dtype, device=x.device) for x in tensors[:3])
+        dm = fused.backward(grad, *tensors, o, mask, outs, saved)
+    return [y, *outs, dm]

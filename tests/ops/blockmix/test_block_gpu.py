@@ -1,0 +1,118 @@
+"""Block mixing in Triton through the public operator on a CUDA device, against float64 and the torch form.
+
+Rule of the error: relative L2 against the torch form in float64, at most twice that of the torch form in the dtype of
+the call, for o, dq, dk, dv and, when mixing has that dtype too, d mixing (of a float32 mixing the torch form gives it
+exactly, the Triton form from moments and operators rounded to the dtype of the tokens). Every buffer of the Triton form
+starts as NaN.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hla_kernels as hk
+from tests.ops.blockmix.fused_cases import NAMES, make, options_of, torch_form, triton_form
+from tests.ops.fused.cases import poison, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton form needs a CUDA device: none here"),
+]
+
+BF16, FP16 = torch.bfloat16, torch.float16
+PLAIN, BARE = {"feature_map": None, "normalize": False}, {"normalize": False}
+# grid, blocks, prefix, options, (B, H, D, Dv), dtype, inputs
+CASES = [
+    ((7, 9), (2, 3), 1, {}, (2, 2, 32, 32), BF16, {}),
+    ((21, 30, 50), (7, 3, 5), 0, {}, (1, 2, 128, 128), BF16, {}),
+    ((21, 30, 52), (3, 5, 10), 0, BARE, (1, 2, 128, 128), BF16, {"mean": 1.0}),
+    ((32, 33), (4, 5), 3, {}, (2, 4, 64, 64), BF16, {"heads": True, "mean": 1.0}),
+    ((32, 32), (4, 4), 0, PLAIN, (4, 6, 64, 64), BF16, {"layout": "strided"}),
+    ((32, 33), (4, 5), 0, {}, (2, 4, 72, 72), BF16, {"mean": 1.0}),
+    ((1000,), (3,), 0, PLAIN, (2, 2, 64, 48), BF16, {"mask": True}),
+    ((64, 64), (1, 2), 0, {}, (1, 1, 128, 128), BF16, {"mean": 1.0}),
+    ((200,), (200,), 0, {}, (2, 2, 64, 64), BF16, {}),
+    ((37, 41), (3, 4), 5, {}, (2, 2, 72, 72), FP16, {"heads": True, "mask": True}),
+    ((37, 41), (3, 4), 5, PLAIN, (2, 2, 64, 64), FP16, {}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(x) for x in (c[0], *c[3].values(), c[4][2], c[5])))
+def test_error_and_bits(monkeypatch, case):
+    grid, blocks, prefix, options, sizes, dtype, more = case
+    o = options_of(grid, blocks, prefix, **options)
+    tensors, grad, mask = make(o, sizes, dtype, device="cuda", **more)
+    truth, plain = (torch_form(o, tensors, grad, mask, x) for x in (torch.float64, dtype))
+    plain[4] = plain[4].to(dtype)
+    first, second = (triton_form(monkeypatch, o, tensors, grad, mask) for _ in range(2))
+    for name, a, b, c, t in zip(NAMES, first, second, plain, truth, strict=True):
+        assert torch.equal(a, b), name
+        errors = relative_error(a, t), relative_error(c, t)
+        assert errors[0] <= 2 * errors[1], (name, *errors)
+    if mask is not None:
+        assert not any(bool(x[~mask].any()) for x in first[:4])
+
+
+def call(tensors, **options):
+    """o, dq, dk, dv, dmixing of the public operator; the gradient is ones."""
+    x = [t.detach().requires_grad_() for t in tensors]
+    y = hk.mhla(*x, **options)
+    return [y.detach(), *torch.autograd.grad(y.sum(), x)]
+
+
+WHERE = {"grid": (16, 17), "blocks": (3, 4), "prefix": 2}
+
+
+def test_packed_compile_autocast_and_capture(monkeypatch):
+    """One packed gradient, a full graph, autocast and a replay have the bits of the plain call."""
+    o = options_of(*WHERE.values())
+    tensors, _, _ = make(o, (2, 4, 64, 64), BF16, device="cuda")
+    expected = call(tensors, impl="triton", **WHERE)
+    assert hk.explain("mhla", *tensors, **WHERE).impl == "triton"
+    qkv, mixing = torch.stack(tensors[:3], 2).requires_grad_(), tensors[3].clone().requires_grad_()
+    with monkeypatch.context() as patch:
+        poison(patch)
+        y = hk.mhla_qkvpacked(qkv, mixing, **WHERE)
+        y.sum().backward()
+    found = [y, *qkv.grad.unbind(2), mixing.grad]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    compiled = torch.compile(lambda *x: hk.mhla(*x, **WHERE), fullgraph=True, backend="aot_eager")
+    x = [t.detach().requires_grad_() for t in tensors]
+    y = compiled(*x)
+    found = [y, *torch.autograd.grad(y.sum(), x)]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with torch.autocast("cuda", dtype=BF16):
+        assert torch.equal(hk.mhla(*[t.float() for t in tensors[:3]], tensors[3], **WHERE), expected[0])
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    x = [t.detach().requires_grad_() for t in tensors]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # autograd's nodes belong to the stream of their first use
+        torch.autograd.grad(hk.mhla(*x, **WHERE).sum(), x)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        y = hk.mhla(*x, **WHERE)
+        found = [y, *torch.autograd.grad(y.sum(), x)]
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_opcheck():
+    o = options_of(*WHERE.values())
+    (q, k, v, mixing), _, _ = make(o, (2, 2, 32, 32), BF16, device="cuda")
+    rest = (None, None, None, "la", [16, 17], [3, 4], 2, "relu", True, False, None, 1.0, 1e-6, False, "triton", True)
+    tensors = [t.detach().requires_grad_() for t in (q, k, v, mixing)]
+    torch.library.opcheck(torch.ops.hla_kernels.mhla, (*tensors, *rest))
+
+
+def test_refusals():
+    o = options_of(*WHERE.values())
+    (q, k, v, mixing), _, _ = make(o, (1, 2, 32, 32), BF16, device="cuda")
+    for x, options, reason in (
+        ((q, k, v), {"order": "hla2"}, "'hla2'"), ((q, k, v), {"feature_map": "elu1"}, "'elu1'"),
+        ((q.float(), k.float(), v.float()), {}, "float32"),
+    ):  # fmt: skip
+        explained = hk.explain("mhla", *x, mixing, **WHERE, **options)
+        assert explained.impl == "torch" and reason in explained.why_not["triton"]
+        with pytest.raises(ValueError, match=reason):
+            hk.mhla(*x, mixing, impl="triton", **WHERE, **options)
