@@ -1,6 +1,7 @@
 """Speed: floors in closed form, the plain formulas against the definitions, rows, tables, pictures, refusals."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,18 @@ def test_plain_formulas_are_the_definitions(op, options):
     given = (q, k, v) if c is None else (q, k, v, c)
     wanted = getattr(hla_kernels, op)(*given, impl="reference", **options)
     found = formulas.plain(op, *(x.transpose(1, 2) for x in (q, k, v)), c, **options).transpose(1, 2)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("grid", "blocks"), [((4, 6), (2, 3)), ((3, 5, 4), (2, 2, 3))], ids=["even", "odd"])
+def test_mixed_formula_is_the_definition(grid, blocks, normalize):
+    q, k, v = torch.randn(3, 2, math.prod(grid), 3, 5, dtype=torch.float64)
+    mixing = formulas.locality(blocks).double()
+    torch.testing.assert_close(mixing.sum(1), torch.ones(math.prod(blocks), dtype=torch.float64))
+    options = {"grid": grid, "blocks": blocks, "feature_map": "relu", "normalize": normalize}
+    wanted = hla_kernels.mhla(q, k, v, mixing, impl="reference", **options)
+    found = formulas.mixed(*(x.transpose(1, 2) for x in (q, k, v)), mixing, **options).transpose(1, 2)
     torch.testing.assert_close(found, wanted)
 
 
@@ -136,7 +149,11 @@ def test_a_call_that_cannot_be_captured_is_timed_by_events(monkeypatch):
 def test_selection_of_cases():
     found = peers.cases(["vit224"], ["ahla", "hla2"], ["ours", "sdpa_cudnn", "compiled", "fla"], peers.OPTIONS)
     count = [sum(case.impl == impl for case in found) for impl in ("ours", "sdpa_cudnn", "compiled", "fla")]
-    assert count == [6, 1, 2, 1]
+    assert count == [10, 1, 2, 1]
+    found = peers.cases(["vit224", "wan800"], ["mhla"], ["ours", "eager"], ["identity", "relu"])
+    assert [(case.shape, case.impl, dict(case.options)["blocks"]) for case in found] == [
+        ("wan800", impl, blocks) for impl in ("ours", "eager") for blocks in ((7, 3, 5), (3, 5, 10))
+    ]
 
 
 def test_absent_packages_are_one_line(monkeypatch):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import hla_kernels
 from zoo.eval.speed.peers import Case, coefficients, make, truth
-from zoo.eval.speed.shapes import SHAPES
+from zoo.eval.speed.shapes import ALL_SHAPES
 
 # Relative errors at which a time means nothing. Plain torch in bfloat16 loses 2e-3 to 1e-2, but up to a tenth in the
 # gradient of a ratio, which is a small difference of large sums; a wrong sign or a missing term gives about one.
@@ -27,7 +27,7 @@ class Checked(NamedTuple):
 
 def inputs(shape: str, seed: int, device: str) -> tuple[Tensor, Tensor]:
     """Random qkv [B, N, 3, H, D] that wants a gradient, and a gradient of o [B, N, H, D]."""
-    b, h, n, d = SHAPES[shape].sizes
+    b, h, n, d = ALL_SHAPES[shape].sizes
     generator = torch.Generator(device).manual_seed(seed)
     qkv, grad = (
         torch.randn(*size, generator=generator, device=device, dtype=torch.bfloat16)
@@ -79,7 +79,9 @@ def errors(case: Case, qkv: Tensor, o: Tensor, grad: Tensor, found: Tensor, c: T
     squares = torch.zeros(2, 4, dtype=torch.float64, device=qkv.device)  # (difference, truth) x (o, dq, dk, dv)
     for i, j in dict.fromkeys([(0, 0), (b // 2, h // 2), (b - 1, h - 1)]):
         q, k, v = (qkv[i, :, t, j].detach().double()[None, None].requires_grad_() for t in range(3))
-        exact = truth(case, q, k, v, None if c is None else c[j : j + 1].detach().double())
+        # coefficients are of heads, a mixing matrix of all
+        own = None if c is None else (c if case.op == "mhla" else c[j : j + 1]).detach().double()
+        exact = truth(case, q, k, v, own)
         wanted = [exact, *torch.autograd.grad(exact, (q, k, v), grad[i, :, j].double()[None, None])]
         got = [o[i, :, j], *found[i, :, :, j].unbind(1)]
         for place, (x, y) in enumerate(zip(got, wanted, strict=True)):

@@ -4,7 +4,10 @@ Independent of `hla_kernels` except for its symbols: P = K'V / N, S = K'K / N, C
 All tensors here are [B, H, N, D].
 """
 
+import functools
+import math
 from collections.abc import Callable
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +21,9 @@ def plain(
     op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None = None, *, feature_map: str | None = None,
     normalize: bool = False, center: str | None = None, mean_path: bool = False, eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
-    """o = q M of a two-sided operator; coefficients [H, 4] belong to polynomial. Maps: None, "elu1"."""
+    """o = q M of a two-sided operator; coefficients [H, 4] belong to polynomial. Maps: None, "relu", "elu1"."""
+    if feature_map == "relu":
+        q, k = q.relu(), k.relu()
     if feature_map == "elu1":
         q, k = F.elu(q) + 1, F.elu(k) + 1
     if center == "k":
@@ -68,3 +73,43 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out.append(a @ state + (a @ b.mT).tril() @ c)
         state = state + b.mT @ c
     return torch.cat(out, -2)
+
+
+def mixed(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *, grid: tuple[int, ...], blocks: tuple[int, ...],
+    feature_map: str = "relu", normalize: bool = True, eps: float = 1e-6,
+) -> Tensor:  # fmt: skip
+    """MHLA in the paper's form: tokens in block order, K_b'V_b of each block, their mixtures, o = q S~ / (q.z~);
+    without the ratio times M / N. Blocks that are narrower than the widest are filled with zeros."""
+    assert feature_map == "relu"
+    order, back = _blocks(tuple(grid), tuple(blocks), q.device)
+    n, m = q.shape[-2], mixing.to(q.dtype)
+    if any(length % cuts for length, cuts in zip(grid, blocks, strict=True)):
+        q, k, v = (F.pad(x, (0, 0, 0, 1)) for x in (q, k, v))
+    q, k, v = (x[..., order, :] for x in (q.relu(), k.relu(), v))
+    moments = torch.einsum("ib,...bde->...ide", m, k.mT @ v)
+    o = q @ moments
+    if normalize:
+        o = o / (q @ (m @ k.sum(-2))[..., None] + eps * n / len(m))  # eps belongs to means
+    else:
+        o = o * (len(m) / n)
+    return o.flatten(-3, -2)[..., back, :]
+
+
+@functools.lru_cache
+def _blocks(grid: tuple[int, ...], blocks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens of each block [M, W], N behind the last one of a narrow block, and the place of each token."""
+    cuts = [[range(i * n // m, (i + 1) * n // m) for i in range(m)] for n, m in zip(grid, blocks, strict=True)]
+    numbers = torch.arange(math.prod(grid)).reshape(grid)
+    lists = [numbers[torch.meshgrid(*map(torch.tensor, box), indexing="ij")].flatten() for box in product(*cuts)]
+    order = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True, padding_value=len(numbers.flatten()))
+    return order.to(device), order.flatten().argsort(stable=True)[: numbers.numel()].to(device)
+
+
+def locality(blocks: tuple[int, ...]) -> Tensor:
+    """The paper's linear initialisation of the mixing matrix: 1 - distance of the blocks over the largest one of the
+    row, rows that sum to one."""
+    places = torch.tensor(list(product(*map(range, blocks))), dtype=torch.float32)
+    distance = torch.cdist(places, places)
+    near = 1 - distance / distance.amax(1, keepdim=True)
+    return near / near.sum(1, keepdim=True)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from zoo.eval.speed import rows
 from zoo.eval.speed.check import Checked, check, inputs
 from zoo.eval.speed.peers import OPTIONS, Call, Case, cases, coefficients, make, missing
-from zoo.eval.speed.shapes import OPS, PASSES, SHAPES, floor_us
+from zoo.eval.speed.shapes import ALL_SHAPES, OPS, PASSES, SHAPES, floor_us
 from zoo.eval.speed.timing import copy_rate, measure, peak_mib
 from zoo.names import unknown_name
 
@@ -32,10 +32,11 @@ L2_BYTES = 60e6  # of an H200: smaller tensors are also timed with a single set,
 class KernelSettings:
     """Which part of the operator table to measure; the rows are merged into the file.
 
-    shapes: of vit224, vit512, dit256, dit512, tokens16k, wan480p
-    ops: two-sided operators; softmax and causal peers have one each, which is timed whatever is named here
+    shapes: of vit224, vit512, dit256, dit512, tokens16k, wan480p; wan800 and dits512 (with wan480p those of mhla)
+    ops: two-sided operators, mhla; softmax and causal peers have one each, which is timed whatever is named here
     impls: ours and the peers
-    options: identity (unnormalised), elu1_ratio, center_mean (centred keys and mean-value path)
+    options: identity (unnormalised), elu1_ratio, center_mean (centred keys and mean-value path), relu,
+        relu_ratio (those of mhla)
     workers: processes that compile and check at once
     json: result file to add to
     picture: PNG to draw from the whole file
@@ -44,13 +45,13 @@ class KernelSettings:
     shapes: list[str] = field(default_factory=lambda: list(SHAPES))
     ops: list[str] = field(default_factory=lambda: list(OPS))
     impls: list[str] = field(default_factory=lambda: list(IMPLS))
-    options: list[str] = field(default_factory=lambda: list(OPTIONS))
+    options: list[str] = field(default_factory=lambda: ["identity", "elu1_ratio", "center_mean"])
     workers: int = 8
     json: str = "docs/results/kernels-h200.json"
     picture: str = "docs/kernels-h200.png"
 
     def __post_init__(self) -> None:
-        known = {"shapes": SHAPES, "ops": OPS, "impls": IMPLS, "options": OPTIONS}
+        known = {"shapes": ALL_SHAPES, "ops": (*OPS, "mhla"), "impls": IMPLS, "options": OPTIONS}
         for key, allowed in known.items():
             for name in getattr(self, key):
                 if name not in allowed:
@@ -134,7 +135,7 @@ def timed(todo: list[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
                 peak, timing = peak_mib(calls[0]), measure(calls)
                 values = {"us": round(timing.us, 2), "timer": timing.timer, "peak_mib": round(peak, 1)}
                 values["launched_us"] = round(timing.launched_us, 2)
-                if SHAPES[shape].token_bytes < L2_BYTES:
+                if ALL_SHAPES[shape].token_bytes < L2_BYTES:
                     values["warm_us"] = round(measure(calls[:1]).us, 2)
                 yield case, {"pass": which} | values
             except RuntimeError as error:
@@ -153,7 +154,7 @@ def one_pass(which: str, call: Call, qkv: torch.Tensor, c: torch.Tensor | None, 
 
 def case_row(case: Case) -> dict[str, Any]:
     """The keys of a row that say what was run."""
-    options, sizes = dict(case.options), SHAPES[case.shape].sizes
+    options, sizes = dict(case.options), ALL_SHAPES[case.shape].sizes
     return {"op": case.op, "impl": case.impl, "shape": sizes, "options": options}
 
 
@@ -168,7 +169,7 @@ def kernel_values(case: Case, checked: Checked, rate: float, values: dict[str, A
         return values
     which = values["pass"]
     measured = {
-        "floor_us": round(floor_us(SHAPES[case.shape], case.op, which, rate), 2),
+        "floor_us": round(floor_us(ALL_SHAPES[case.shape], case.op, which, rate), 2),
         "rel_err": float(f"{checked.rel_err[which]:.3g}"),
         "first_s": checked.first_s[which],
         "copy_tb_s": round(rate / 1e12, 3),

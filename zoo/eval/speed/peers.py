@@ -15,14 +15,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hla_kernels
-from zoo.eval.speed.formulas import causal, plain, softmax
-from zoo.eval.speed.shapes import SHAPES
+from zoo.eval.speed.formulas import causal, locality, mixed, plain, softmax
+from zoo.eval.speed.shapes import ALL_SHAPES, GRIDS
 
-Call = Callable[[Tensor, Tensor | None], Tensor]  # (qkv, coefficients [H, 4] or None) -> o
+Call = Callable[[Tensor, Tensor | None], Tensor]  # (qkv, `coefficients` of the case) -> o
 OPTIONS: dict[str, dict[str, Any]] = {
     "identity": {},
     "elu1_ratio": {"feature_map": "elu1", "normalize": True},
     "center_mean": {"center": "k", "mean_path": True},
+    "relu": {"feature_map": "relu", "normalize": False},
+    "relu_ratio": {"feature_map": "relu", "normalize": True},
 }
 PACKAGES = {"fla": "fla.ops.linear_attn", "flash_bla": "flash_bla.ops.simple_la.fused"}
 
@@ -54,8 +56,18 @@ def cases(shapes: Iterable[str], ops: Iterable[str], impls: Iterable[str], optio
                 out.append(Case(shape, "linear_attention", impl))
             else:
                 chosen = [o for o in options if impl != "compiled" or o == "identity"]
-                out += [Case(shape, op, impl, tuple(OPTIONS[o].items())) for op in ops for o in chosen]
+                plain_ops = [op for op in ops if op != "mhla"]
+                out += [Case(shape, op, impl, tuple(OPTIONS[o].items())) for op in plain_ops for o in chosen]
+                if "mhla" in ops:
+                    out += _mixed_cases(shape, impl, [o for o in chosen if o.startswith("relu")])
     return out
+
+
+def _mixed_cases(shape: str, impl: str, options: list[str]) -> list[Case]:
+    """`mhla` for each way to cut the grid of a shape; none where a shape has no grid."""
+    grid, cuts = GRIDS.get(shape, ((), ()))
+    where = [{"grid": grid, "blocks": blocks} for blocks in cuts]
+    return [Case(shape, "mhla", impl, tuple((OPTIONS[o] | w).items())) for w in where for o in options]
 
 
 def missing(impl: str) -> str | None:
@@ -72,11 +84,14 @@ def make(case: Case) -> Call:
 
 
 def coefficients(case: Case, device: str) -> Tensor | None:
-    """Coefficients [H, 4] of the polynomial, which needs a gradient for them too; None for other operators."""
+    """Coefficients [H, 4] of the polynomial, the mixing matrix [M, M] of mhla, which need a gradient too; None for the
+    other operators."""
+    if case.op == "mhla":
+        return locality(dict(case.options)["blocks"]).to(device).requires_grad_()
     if case.op != "polynomial":
         return None
     row = torch.tensor([1.0, 0.5, 0.25, 0.125], device=device)
-    return row.repeat(SHAPES[case.shape].h, 1).requires_grad_()
+    return row.repeat(ALL_SHAPES[case.shape].h, 1).requires_grad_()
 
 
 def truth(case: Case, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Tensor:
@@ -84,12 +99,15 @@ def truth(case: Case, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Tens
     options = dict(case.options)
     if case.op == "softmax_attention":
         return softmax(q, k, v)
+    if case.op == "mhla":
+        assert c is not None
+        return mixed(q, k, v, c, **options)
     return causal(q, k, v) if options.pop("causal", False) else plain(case.op, q, k, v, c, **options)
 
 
 def _ours(op: str, options: dict[str, Any]) -> Call:
     packed = getattr(hla_kernels, f"{op}_qkvpacked")
-    if op == "polynomial":
+    if op in ("polynomial", "mhla"):
         return lambda qkv, c: packed(qkv, c, **options)
     return lambda qkv, c: packed(qkv, **options)
 
@@ -102,6 +120,9 @@ def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _eager(op: str, options: dict[str, Any]) -> Call:
     def call(qkv: Tensor, c: Tensor | None) -> Tensor:
         q, k, v = _heads(qkv)
+        if op == "mhla":
+            assert c is not None
+            return mixed(q, k, v, c, **options).transpose(1, 2).contiguous()
         return plain(op, q, k, v, c, **options).transpose(1, 2).contiguous()
 
     return call

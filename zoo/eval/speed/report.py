@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from zoo.eval.speed.shapes import OPS, PASSES, SHAPES, SLOWDOWN, Shape
+from zoo.eval.speed.shapes import ALL_SHAPES, MIXED_TARGETS, OPS, PASSES, SHAPES, SLOWDOWN, Shape
 
 Row = dict[str, Any]
 TRAIN_TARGETS = {224: 1.0, 512: 1.3, 1024: 2.5}  # times softmax, ViT-S training
@@ -13,12 +13,17 @@ WAN_TARGETS = {"mhla": 2.4, "ahla": 2.4, "mhla every:3": 1.7, "ahla every:3": 1.
 def kernels(result: Row) -> str:
     """Our operators by shape, then every peer by shape, then how it was measured."""
     found = {_place(row): row for row in result["rows"]}
-    parts = [_ours(found), _peers(result["rows"]), _measured(result)]
+    parts = [_ours(found), _mixed(result["rows"], found), _peers(result["rows"]), _measured(result)]
     return "\n\n".join(part for part in parts if part)
 
 
 def _place(row: Row) -> tuple:
-    return (tuple(row["shape"]), row["op"], row["impl"], tuple(sorted(row["options"].items())), row["pass"])
+    return (tuple(row["shape"]), row["op"], row["impl"], _key(row["options"]), row["pass"])
+
+
+def _key(options: Row) -> tuple:
+    """Options as a key: lists of a file and tuples of a program are the same."""
+    return tuple(sorted((k, tuple(v) if isinstance(v, list | tuple) else v) for k, v in options.items()))
 
 
 def _ours(found: dict[tuple, Row]) -> str:
@@ -34,6 +39,7 @@ def _ours(found: dict[tuple, Row]) -> str:
 
 
 def _line(shape: Shape, op: str, plain: dict[str, Row | None], found: dict[tuple, Row]) -> list[str]:
+    assert shape.targets is not None
     sizes = tuple(shape.sizes)
     both = plain["forward_backward"]
     cells = [shape.title, op]
@@ -60,18 +66,52 @@ def _line(shape: Shape, op: str, plain: dict[str, Row | None], found: dict[tuple
     return cells
 
 
+def _mixed(rows: list[Row], found: dict[tuple, Row]) -> str:
+    """`mhla`: forward and backward beside `linear_attention` of the same options, eager torch and cuDNN."""
+    head = ["shape", "blocks", "options", "forward us", "forward+backward us", "times linear_attention"]
+    head += ["faster than eager", "faster than cuDNN", "error f / b", "peak MiB f+b"]
+    lines = []
+    for row in rows:
+        if (row["op"], row["impl"], row["pass"]) != ("mhla", "ours", "forward_backward"):
+            continue
+        name = next(name for name, shape in ALL_SHAPES.items() if shape.sizes == list(row["shape"]))
+        sizes, options, target = tuple(row["shape"]), _key(row["options"]), MIXED_TARGETS[name]
+        kept = _key({k: v for k, v in row["options"].items() if k not in ("grid", "blocks")})
+        forward = found.get((sizes, "mhla", "ours", options, "forward"))
+        linear = found.get((sizes, "linear_attention", "ours", kept, "forward_backward"))
+        eager = found.get((sizes, "mhla", "eager", options, "forward_backward"))
+        cudnn = found.get((sizes, "softmax_attention", "sdpa_cudnn", (), "forward_backward"))
+        most = "-" if linear is None else f"{row['us'] / linear['us']:.2f}"
+        if linear is not None:
+            most += f" {'pass' if row['us'] <= target.times_linear * linear['us'] else 'miss'} {target.times_linear:g}"
+        cells = [ALL_SHAPES[name].title, "x".join(map(str, row["options"]["blocks"]))]
+        cells += ["relu, ratio" if row["options"]["normalize"] else "relu", f"{forward['us']:.0f}" if forward else "-"]
+        cells += [f"{row['us']:.0f}", most, _times(eager, row, target.times_eager)]
+        errors = " / ".join(f"{x['rel_err']:.1e}" for x in (forward, row) if x)
+        lines.append([*cells, _times(cudnn, row, target.times_cudnn), errors, f"{row['peak_mib']:.0f}"])
+    return _table(head, lines) if lines else ""
+
+
+def _times(peer: Row | None, row: Row, target: float | None) -> str:
+    if peer is None:
+        return "-"
+    value = peer["us"] / row["us"]
+    return f"{value:.1f}" if target is None else _verdict(value, target)
+
+
 def _verdict(value: float, target: float) -> str:
     return f"{value:.2f} {'pass' if value >= target else 'miss'} {target:g}"
 
 
 def _peers(rows: list[Row]) -> str:
+    rows = [row for row in rows if row["op"] != "mhla"]  # those are in the table of `_mixed`
     columns = list(dict.fromkeys((row["impl"], row["op"], _words(row)) for row in rows if row["impl"] != "ours"))
     if not columns:
         return ""
     by_place: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         by_place.setdefault((row["impl"], row["op"], _words(row), tuple(row["shape"])), {})[row["pass"]] = row
-    shapes = [shape for shape in SHAPES.values() if any(place[3] == tuple(shape.sizes) for place in by_place)]
+    shapes = [shape for shape in ALL_SHAPES.values() if any(place[3] == tuple(shape.sizes) for place in by_place)]
     lines = []
     for column in columns:
         cells = [" ".join(word for word in column if word)]

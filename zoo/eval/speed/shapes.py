@@ -1,4 +1,4 @@
-"""The six shapes, the fewest bytes an operator can move on each, and the speed that counts as done."""
+"""The shapes, the fewest bytes an operator can move on each, and the speed that counts as done."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     n: int
     d: int
     long: bool
-    targets: Targets
+    targets: Targets | None = None
 
     @property
     def sizes(self) -> list[int]:
@@ -43,6 +43,32 @@ SHAPES = {
     "dit512": Shape("DiT-XL 512", 32, 16, 1024, 72, False, Targets(0.60, 0.50, 6.5)),
     "tokens16k": Shape("16k tokens", 4, 16, 16384, 64, True, Targets(0.85, 0.70, 55)),
     "wan480p": Shape("Wan 480p", 2, 12, 32760, 128, True, Targets(0.75, 0.65, 85)),
+}
+# `mhla` alone: shape -> its grid, and the blocks along each axis
+GRIDS = {
+    "wan800": ((21, 30, 50), ((7, 3, 5), (3, 5, 10))),
+    "wan480p": ((21, 30, 52), ((7, 3, 5), (3, 5, 10))),
+    "dits512": ((32, 32), ((4, 4),)),
+}
+ALL_SHAPES = SHAPES | {
+    "wan800": Shape("Wan 480x800", 2, 12, 31500, 128, True),
+    "dits512": Shape("DiT-S 512", 32, 6, 1024, 64, False),
+}
+
+
+class MixedTargets(NamedTuple):
+    """Forward and backward of `mhla`: at most so many times `linear_attention` of the same options; at least so many
+    times faster than the paper's formulation in eager torch, and than SDPA with cuDNN."""
+
+    times_linear: float
+    times_eager: float | None = None
+    times_cudnn: float | None = None
+
+
+MIXED_TARGETS = {
+    "wan800": MixedTargets(1.6, 8, 50),
+    "wan480p": MixedTargets(1.6, 8, 50),
+    "dits512": MixedTargets(1.8),
 }
 SLOWDOWN = 1.15  # of a feature map with its normaliser, or of centring, over the plain form
 
