@@ -34,7 +34,8 @@ def quality(result: dict) -> str:
 
 
 def diffusion(result: dict) -> str:
-    """Rows of a diffusion file as one line an arm, one column a metric; below them the distances of the test images."""
+    """Rows of a diffusion file as one line an arm, one column a metric; below them the distances of the test images, if
+    there are scores."""
     metrics = list(dict.fromkeys(row["metric"] for row in result["rows"]))
     arms: dict[tuple, dict[str, float]] = {}
     for row in result["rows"]:
@@ -44,8 +45,10 @@ def diffusion(result: dict) -> str:
     lines = [f"| mixer | source | budget | seconds | {' | '.join(metrics)} |", "|---" * (len(metrics) + 4) + "|"]
     for about, values in arms.items():
         lines.append(f"| {' | '.join(about)} | {' | '.join(f'{values[m]:.4g}' for m in metrics)} |")
-    floor = " | ".join(f"{result['floor'][m]:.4g}" if m in result["floor"] else "-" for m in metrics)
-    return "\n".join([*lines, f"| - | test images | - | - | {floor} |"])
+    if "floor" in result:
+        floor = " | ".join(f"{result['floor'][m]:.4g}" if m in result["floor"] else "-" for m in metrics)
+        lines.append(f"| - | test images | - | - | {floor} |")
+    return "\n".join(lines)
 
 
 RENDER = {
@@ -54,6 +57,7 @@ RENDER = {
     "kernels-h200": report.kernels,
     "models-h200": report.models,
     "video-h200": report.video,
+    "video-clips": diffusion,
 }
 
 

@@ -21,7 +21,7 @@ PUBLISHED = {"s": (384, 12), "b": (768, 12), "l": (1024, 24), "xl": (1152, 28)} 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_shipped_configurations_hold(file):
     settings = config.load(DiffusionSettings, file)
-    assert "ecipe" in file.read_text() or file.stem.startswith(("digits", "cifar10", "moving_digits"))
+    assert "ecipe" in file.read_text() or file.stem.startswith(("digits", "cifar10", "moving_digits", "clips"))
     size = file.stem.split("_")[0]
     if file.parent.name == "imagenet" and not settings.model.checkpoint:
         with torch.device("meta"):

@@ -13,6 +13,7 @@ from zoo.data.video.files import about, read_frames
 from zoo.eval.generation.videos import class_tokens, contact_sheet, grid_video
 from zoo.train.diffusion.loop import DiffusionRun
 from zoo.train.diffusion.noising import FlowMatching
+from zoo.train.diffusion.rehearsal import rehearse
 from zoo.train.diffusion.samples import manner_of, predict
 from zoo.train.diffusion.settings import DiffusionSettings
 from zoo.train.record import read_rows
@@ -105,6 +106,14 @@ def test_a_pixel_run_is_converted_learns_from_its_teacher_and_continues(pixel_ru
     assert all(torch.equal(again.model.state_dict()[k], v) for k, v in whole.items())
 
 
+def test_a_dry_run_does_everything_once(pixel_run, tmp_path):
+    model = {"checkpoint": str(pixel_run), "mixer": "mhla", "mixer_options": {"blocks": [2, 1, 2]}}
+    found = rehearse(settings(tmp_path / "run", model=model, distill={"teacher": "source"}))
+    assert found["step"] == 1 and found["frechet_of_pixels"] > 0
+    folder = tmp_path / "run-dry-run"
+    assert (folder / "samples" / "step-00000001.mp4").is_file() and (folder / "transformer_ema").is_dir()
+
+
 def test_mp4_to_latents_to_a_converted_wan_to_mp4(tmp_path):
     import extract_latents
     import finetune_video
@@ -138,6 +147,28 @@ def test_mp4_to_latents_to_a_converted_wan_to_mp4(tmp_path):
         sampled(tmp_path / "x", model=folder / "transformer", count=1)
     with pytest.raises(ValueError, match="videos go into a folder of mp4 files"):
         sampled(tmp_path / "x.npz", **model, size=16, frames=5)
+
+
+def test_classes_in_latents_are_sampled_with_the_vae_of_the_run(tmp_path):
+    import extract_latents
+
+    pipe = tiny_pipeline(tmp_path / "wan")
+    for part in ("train", "val"):
+        clips = {
+            "images": {"source": "moving_digits", "where": part, "clips": 4, "img_size": 16, "width": 32, "frames": 5}
+        }
+        encode = {"encode": {"vae": pipe, "dtype": "float32"}}
+        extract_latents.main([*words(clips | encode), "images.workers=0", f"out={tmp_path}/{part}"])
+    data = {"source": "latents", "img_size": None, "train": f"{tmp_path}/train", "val": f"{tmp_path}/val", "hflip": 0.0}
+    run = settings(
+        tmp_path / "run", model={"kind": "wan", "kwargs": SIZES}, data=data | {"batch_size": 2}, schedule={"steps": 1}
+    )
+    DiffusionRun(run).train()
+    sampled(tmp_path / "videos", model=tmp_path / "run" / "transformer", count=2, steps=1, labels="balanced")
+    assert about(tmp_path / "videos" / "000001.mp4") == (5, 16, 32, 8.0)
+    other = {"kind": "dit", "kwargs": {"num_layers": 1}}
+    with pytest.raises(ValueError, match="DiTTransformer2DModel makes images, but the data are videos"):
+        DiffusionRun(settings(tmp_path / "x", model=other, data=data | {"batch_size": 2}))
 
 
 def test_image_to_video_trains_and_samples(tmp_path):

@@ -29,6 +29,7 @@ from zoo.names import unknown_name
 MODES = ("infer", "train")
 MIXERS = ("softmax", "ahla", "hla2")
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+VIDEO_MIXERS = ("softmax", "ahla every:3", "ahla", "mhla every:3", "mhla", "la")
 SECONDS, WARM_UP = 1.0, 3
 WAN_FRAMES, WAN_WIDTH = 21, 832  # latent frames of 81, and pixels a line
 
@@ -54,10 +55,10 @@ def _vit_inputs(batch: int, size: int) -> dict[str, Tensor]:
     return {"x": images, "target": torch.randint(1000, (batch,), device="cuda")}
 
 
-def _converted(model: Any, mixer: str) -> nn.Module:
+def _converted(model: Any, mixer: str, **blocks: Any) -> nn.Module:
     name, _, keep = mixer.partition(" ")
     if name != "softmax":
-        swap(model, name, keep_softmax=keep or None)
+        swap(model, name, keep_softmax=keep or None, **(blocks if name == "mhla" else {}))
     return model
 
 
@@ -94,7 +95,7 @@ def _wan(mixer: str, size: int) -> nn.Module:
     from diffusers import WanTransformer3DModel
 
     sizes: dict[str, Any] = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # Wan2.1-T2V-1.3B
-    model: Any = _converted(WanTransformer3DModel(**sizes), mixer)
+    model: Any = _converted(WanTransformer3DModel(**sizes), mixer, blocks=[3, 5, 10])  # of MHLA's release
     model.enable_gradient_checkpointing()
     return model
 
@@ -161,7 +162,7 @@ class VideoSettings(ModelSettings):
     models: list[str] = field(default_factory=lambda: ["wan_1.3b", "dit_xl2", "pixart_sigma"])
     sizes: list[int] = field(default_factory=lambda: [480, 1024, 2048])
     modes: list[str] = field(default_factory=lambda: ["infer"])
-    mixers: list[str] = field(default_factory=lambda: ["softmax", "ahla every:3", "ahla", "la"])
+    mixers: list[str] = field(default_factory=lambda: list(VIDEO_MIXERS))
     compiled: list[bool] = field(default_factory=lambda: [True])
     json: str = "docs/results/video-h200.json"
     picture: str = "docs/video-h200.png"

@@ -137,10 +137,9 @@ def _check_size(size: tuple[int, ...], patch: Any, name: str) -> None:
         raise ValueError(f"{name} makes {makes}, but the data are {data}")
     each = (patch,) * dimensions if isinstance(patch, int) else tuple(patch)
     if any(n % p for n, p in zip(size, each, strict=True)):
-        words = [" x ".join(map(str, x)) for x in (size, each)]
-        raise ValueError(
-            f"inputs of {words[0]} are not divisible by the patch size {patch if each == patch else words[1]}"
-        )
+        data, step = (" x ".join(map(str, n)) for n in (size, each))
+        whole = patch if isinstance(patch, int) else step
+        raise ValueError(f"inputs of {data} are not divisible by the patch size {whole}")
 
 
 def initialise(model: nn.Module) -> None:
