@@ -136,6 +136,22 @@ def end_moments(m, ORDER: tl.constexpr, F2: tl.constexpr, NEEDED: tl.constexpr):
 
 
 @triton.jit
+def add_gradient(
+    dm, sg, g, tq, i, gn, live, SUMS: tl.constexpr, TAIL: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """(dm + g q', sg + g) for a tile of queries and the gradients g of its outputs."""
+    tg = load_rows(g, i, gn, live, DV, V1, V2, False)
+    eg = i
+    if TAIL:
+        eg = load_tail(g, i, gn, live, DV, V1)
+    dm = outer4(dm, tg, tq, eg, V2, F2, TAIL, PREC)
+    if SUMS:
+        sg = add_sum(sg, tg, V2)
+    return dm, sg
+
+
+@triton.jit
 def sum_moments(
     q, k, v, g, qn, kn, vn, gn, lo, hi, ORDER: tl.constexpr, SUMS: tl.constexpr, GRAD: tl.constexpr,
     ONCE: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
@@ -171,13 +187,7 @@ def sum_moments(
             sk = add_sum(sk, tk, F2)
             sv = add_sum(sv, tv, V2)
         if GRAD:
-            tg = load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False)
-            eg = i
-            if TAIL:
-                eg = load_tail(g + (zero + start) * gn, i, gn, live, DV, V1)
-            dm = outer4(dm, tg, tq, eg, V2, F2, TAIL, PREC)
-            if SUMS:
-                sg = add_sum(sg, tg, V2)
+            dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, i, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
     sums = (end_sum(sq, F1, F2, SUMS), end_sum(sk, F1, F2, SUMS), end_sum(sv, V1, V2, SUMS))
     return end_moments(m, ORDER, F2, True), sums, end(dm, V2, GRAD), end_sum(sg, V1, V2, SUMS and GRAD)
 
@@ -196,13 +206,7 @@ def sum_gradient(
     for start in range(lo, hi[0], BN):
         live = alive(start + i, hi)
         tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
-        tg = load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False)
-        eg = i
-        if TAIL:
-            eg = load_tail(g + (zero + start) * gn, i, gn, live, DV, V1)
-        dm = outer4(dm, tg, tq, eg, V2, F2, TAIL, PREC)
-        if SUMS:
-            sg = add_sum(sg, tg, V2)
+        dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, i, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
     return end(dm, V2, True), end_sum(sg, V1, V2, SUMS)
 
 

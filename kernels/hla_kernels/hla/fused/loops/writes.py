@@ -60,6 +60,16 @@ def in_units(x, unit, D2: tl.constexpr):
 
 
 @triton.jit
+def add_row(x, row, POINTER: tl.constexpr, ROW: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
+    """x + a row of F columns for every token, which is a POINTER when normalised; x alone without one."""
+    if POINTER:
+        x = axpy2(x, 1.0, as_row(load_vec(row, FD, F1, F2)), F2)
+    elif ROW:
+        x = axpy2(x, 1.0, as_row(row), F2)
+    return x
+
+
+@triton.jit
 def ratio_grad(fq, g, gm, live, m1, vbar, eps, F2: tl.constexpr, V2: tl.constexpr):
     """The read-out's part of dq when normalised, from gm = g m': (gm - m1 (q.gm - eps g.vbar) / den) / den."""
     inverse = 1.0 / tl.where(live, rowdot(fq, as_row(m1), F2) + eps, 1.0)
@@ -115,12 +125,8 @@ def write_grads(
                 gk = rowmul(gk, fk, w[1], F2, F2, PREC)
             if ORDER == 3 or ORDER == 5:
                 gk = rowmul(gk, fq, w[3], F2, F2, PREC)
-            gk = in_units(gk, unit, F2)
-            if NORM:
-                gk = axpy2(gk, 1.0, as_row(load_vec(rows[1], FD, F1, F2)), F2)
-            elif ROW:
-                gk = axpy2(gk, 1.0, as_row(rows[1]), F2)
-            store_rows(dk + (zero + start) * dkn, i, dkn, live, phi_grad(fk, gk, FMAP, R2), D, R1, R2)
+            gk = phi_grad(fk, add_row(in_units(gk, unit, F2), rows[1], NORM, ROW, FD, F1, F2), FMAP, R2)
+            store_rows(dk + (zero + start) * dkn, i, dkn, live, gk, D, R1, R2)
         if PART < 2:
             gq = rowmul(zero_rows(BN, F1, F2), tg, mt, V2, F2, PREC)
             if NORM:
@@ -132,9 +138,5 @@ def write_grads(
                 gq = rowmul(gq, fk, trans4(w[3]), F2, F2, PREC)
             if ORDER >= 4:
                 gq = rowmul(gq, fq, w[4], F2, F2, PREC)
-            gq = in_units(gq, unit, F2)
-            if NORM:
-                gq = axpy2(gq, 1.0, as_row(load_vec(rows[0], FD, F1, F2)), F2)
-            elif ROW:
-                gq = axpy2(gq, 1.0, as_row(rows[0]), F2)
-            store_rows(dq + (zero + start) * dqn, i, dqn, live, phi_grad(fq, gq, FMAP, R2), D, R1, R2)
+            gq = phi_grad(fq, add_row(in_units(gq, unit, F2), rows[0], NORM, ROW, FD, F1, F2), FMAP, R2)
+            store_rows(dq + (zero + start) * dqn, i, dqn, live, gq, D, R1, R2)
