@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.mixers import MIXERS, Context, build_mixer
 
-LINEAR = [name for name in MIXERS if name not in ("softmax", "mhla", "mhla2", "taylor2")]  # they have no packed form
+LINEAR = [name for name in MIXERS if name not in ("softmax", "mhla", "mhla2", "taylor2")]  # that need no blocks
 DIM, HEADS, HEAD_DIM, GRID, PREFIX = 24, 3, 8, (4, 5), 1
 ANCHORED = {"feature_map": "identity", "normalize": False, "center": "k", "mean_path": True}
 PLAIN = {"center": None, "mean_path": False}
@@ -56,6 +56,16 @@ def call(mixer, qkv, x, packed: bool):
         o = mixer(*qkv.unbind(2), ctx)
     o.backward(o.detach().cos())
     return [o, qkv.grad, *(p.grad for p in mixer.parameters())], recorder.ours()
+
+
+@pytest.mark.parametrize("name", ["mhla", "mhla2"])
+def test_blocks_are_read_from_the_packed_tensor(name):
+    setup = setting(name, torch.float64, blocks=[2, 2], prefix=PREFIX)
+    packed, ran = call(*setup, packed=True)
+    separate, before = call(*setup, packed=False)
+    assert ran == ["mhla_qkvpacked"] and before == ["mhla"]
+    for a, b in zip(packed, separate, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -29,6 +29,7 @@ class BlockMixer(LinearMixer):
 
     name = "mhla"
     operator = staticmethod(hla_kernels.mhla)
+    operator_packed = staticmethod(hla_kernels.mhla_qkvpacked)
     defaults = BlockOptions()
     options: BlockOptions
     needs_layout = True
@@ -87,6 +88,8 @@ class BlockMixer(LinearMixer):
         if opt.feature_map == "identity":
             where["q_scale"] = self.scale
         ratio = {"feature_map": self._inner_map, "normalize": opt.normalize, "eps": EPS}
+        if ctx.qkv is not None and self._reads_packed(ctx):
+            return self.operate(ctx.qkv, **where, **ratio)
         q, k = self._projected(q, k)
         if ctx.rotate is None:
             return self.operate(q, k, v, **where, **ratio)
