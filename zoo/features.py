@@ -93,26 +93,40 @@ class OutputGate(nn.Linear):
 
 
 class HeadGains(nn.Module):
-    """Three numbers a head, neutral at first: gain and shift of o -> gain o + shift mean(v), and a temperature.
+    """Numbers of each head, neutral at first: gain and shift of o -> gain o + shift mean(v), and if there is a feature
+    map its temperature.
 
-    gain, shift [H], temperature [Hk], by which queries and keys of that group are multiplied before a feature map.
+    gain, shift [H], temperature [groups], by which queries and keys of a group are multiplied before the map.
     o [B, N, H, D], v [B, N, Hk, D]; the mean is over the tokens of mask [B, N], and the others keep their zeros.
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, device=None, dtype=None) -> None:
+    def __init__(self, num_heads: int, groups: int | None, device=None, dtype=None) -> None:
+        """groups: number of temperatures; None: there is no feature map."""
         super().__init__()
         dd = {"device": device, "dtype": dtype}
         self.gain = nn.Parameter(torch.ones(num_heads, **dd))
         self.shift = nn.Parameter(torch.zeros(num_heads, **dd))
-        self.temperature = nn.Parameter(torch.ones(num_kv_heads, **dd))
+        self.temperature = None if groups is None else nn.Parameter(torch.ones(groups, **dd))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.gain)
         nn.init.zeros_(self.shift)
-        nn.init.ones_(self.temperature)
+        if self.temperature is not None:
+            nn.init.ones_(self.temperature)
+
+    @torch.no_grad()
+    def set(self, gain: Tensor | float, shift: Tensor | float, temperature: Tensor | float = 1.0) -> None:
+        """Take numbers [H]; the temperature of a group is the mean of those of its heads."""
+        for parameter, value in ((self.gain, gain), (self.shift, shift)):
+            parameter.copy_(torch.as_tensor(value, device=parameter.device))
+        if self.temperature is not None:
+            t = torch.as_tensor(temperature, device=self.gain.device).expand_as(self.gain)
+            self.temperature.copy_(t.to(torch.float64).unflatten(0, (len(self.temperature), -1)).mean(1))
 
     def warm(self, x: Tensor) -> Tensor:
-        """q or k [B, N, H or Hk, D] times the temperature of its group."""
+        """q or k [B, N, H or Hk, D] times the temperature of its group; x itself without a temperature."""
+        if self.temperature is None:
+            return x
         t = self.temperature.repeat_interleave(x.shape[2] // len(self.temperature))
         return x * t[:, None].to(x.dtype)
 

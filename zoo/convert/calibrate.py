@@ -77,7 +77,7 @@ class _Layer:
         self.name, self.site, self.terms = name, site, terms
         self.equations: dict[float, NormalEquations] = {}
         self.shifts = torch.zeros(2, dtype=torch.float64)
-        self.calls, self.power, self.largest = 0, 0.0, 0.0
+        self.calls, self.groups, self.largest = 0, 1, 0.0
 
     def add(self, call: Call) -> None:
         tokens = tokens_of(self.name, self.site, call)
@@ -87,7 +87,7 @@ class _Layer:
             columns = self.terms.columns(trial, tokens)
             found = self.equations.setdefault(trial, NormalEquations(q.shape[2], len(columns)))
             found.add(columns, wanted)
-        self.calls += 1
+        self.calls, self.groups = self.calls + 1, k.shape[2]
         self.shifts += torch.tensor([_shift(k), _shift(q)], dtype=torch.float64)
         self.largest = max(self.largest, float(wanted.abs().max()))
 
@@ -96,7 +96,7 @@ class _Layer:
         trials = list(self.equations)
         weights = torch.stack([self.equations[t].solve() for t in trials])  # [T, H, K]
         errors, powers = _each(self.equations, weights, "errors")
-        groups = self.site.mixer.gains.temperature.shape[0]
+        groups = self.groups
         best = errors.unflatten(1, (groups, -1)).sum(2).argmin(0).repeat_interleave(errors.shape[1] // groups)
         head = torch.arange(errors.shape[1])
         chosen = torch.tensor(trials, dtype=torch.float64)[best]

@@ -62,19 +62,12 @@ class OutputTerms:
 
     def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
         assert self.mixer.gains is not None
-        self.mixer.gains.reset_parameters()
-        with torch.no_grad():
-            self.mixer.gains.temperature.fill_(trial)
+        self.mixer.gains.set(1.0, 0.0, trial)
         return torch.stack([self.mixer(*tokens).float(), _mean(self.mixer, tokens).float()])
 
     def write(self, trials: Tensor, weights: Tensor) -> None:
-        gains = self.mixer.gains
-        assert gains is not None
-        with torch.no_grad():
-            groups = trials.unflatten(0, (len(gains.temperature), -1))
-            gains.temperature.copy_(groups.mean(1))
-            gains.gain.copy_(weights[:, 0])
-            gains.shift.copy_(weights[:, -1])
+        assert self.mixer.gains is not None
+        self.mixer.gains.set(weights[:, 0], weights[:, -1], trials)
 
 
 class OrderTerms:
@@ -85,11 +78,9 @@ class OrderTerms:
         self.trials: tuple[float, ...] = (1.0,) if mixer.options.feature_map == "identity" else TEMPERATURES
 
     def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
-        mixer, gains = self.mixer, self.mixer.gains
-        assert gains is not None
-        gains.reset_parameters()
-        with torch.no_grad():
-            gains.temperature.fill_(trial)
+        mixer = self.mixer
+        assert mixer.gains is not None
+        mixer.gains.set(1.0, 0.0, trial)
         mean, unit = _mean(mixer, tokens).float(), torch.eye(4, device=mixer.coefficients.device)
         around = mean if mixer.options.mean_path else torch.zeros_like(mean)
         found = []
@@ -99,14 +90,9 @@ class OrderTerms:
         return torch.stack([*found, mean])
 
     def write(self, trials: Tensor, weights: Tensor) -> None:
-        gains = self.mixer.gains
-        assert gains is not None
-        gains.reset_parameters()
+        assert self.mixer.gains is not None
         self.mixer.set_coefficients(weights[:, :4].to(self.mixer.coefficients))
-        with torch.no_grad():
-            groups = trials.unflatten(0, (len(gains.temperature), -1))
-            gains.temperature.copy_(groups.mean(1))
-            gains.shift.copy_(weights[:, 4] - float(self.mixer.options.mean_path))
+        self.mixer.gains.set(1.0, weights[:, 4] - float(self.mixer.options.mean_path), trials)
 
 
 class TaylorTerms:
@@ -119,7 +105,7 @@ class TaylorTerms:
     def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
         mixer = self.mixer
         assert mixer.gains is not None
-        mixer.gains.reset_parameters()
+        mixer.gains.set(1.0, 0.0)
         mean, found = _mean(mixer, tokens).float(), []
         for c1 in (0.0, 1.0):
             mixer.set_coefficients(torch.tensor([c1, trial]).expand_as(mixer.coefficients).to(mixer.coefficients))
@@ -129,8 +115,7 @@ class TaylorTerms:
     def write(self, trials: Tensor, weights: Tensor) -> None:
         """o = w1 X1 + w2 X2 + w3 mean with X the divided terms: gain w2, c1 = w1 / w2, c2 that of the trial. A w2 near
         zero is moved away from it, which changes the output by a thousandth of its first term."""
-        gains = self.mixer.gains
-        assert gains is not None
+        assert self.mixer.gains is not None
         first, second, mean = weights.unbind(1)
         if self.mixer.options.normalize:
             least = (1e-3 * first.abs()).clamp(min=1e-6)
@@ -138,8 +123,5 @@ class TaylorTerms:
             c = torch.stack([first / gain, trials.to(weights)], 1)
         else:
             gain, c = torch.ones_like(first), torch.stack([first, second], 1)
-        with torch.no_grad():
-            gains.reset_parameters()
-            self.mixer.set_coefficients(c.to(self.mixer.coefficients))
-            gains.gain.copy_(gain)
-            gains.shift.copy_(mean - gain)
+        self.mixer.set_coefficients(c.to(self.mixer.coefficients))
+        self.mixer.gains.set(gain, mean - gain)

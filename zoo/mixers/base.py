@@ -72,7 +72,8 @@ class LinearMixer(nn.Module):
         if opt.decay is not None:
             self.decay_logit = nn.Parameter(torch.empty(num_heads, **dd))
         self.norm = HeadRMSNorm(num_heads, head_dim, **dd) if opt.post_norm else nn.Identity()
-        self.gains = HeadGains(num_heads, heads["v"], **dd) if opt.gains else None
+        groups = None if opt.feature_map == "identity" else heads["k"]
+        self.gains = HeadGains(num_heads, groups, **dd) if opt.gains else None
         self.lepe = LocalValues(heads["v"] * head_dim, opt.lepe, opt.grid_dims, **dd) if opt.lepe else None
         self.gate = OutputGate(dim, num_heads * head_dim, **dd) if opt.gate else None
         self.reset_parameters()

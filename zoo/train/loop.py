@@ -41,10 +41,15 @@ class Trainer(Run):
         images, targets = batch.images, batch.labels
         if self.parts.mixup:
             images, targets = self.parts.mixup(images, targets)
+        objective = self.parts.objective
         with self.accelerator.autocast():
-            loss, cross_entropy = self.parts.objective(self.forward(images), targets, images)
-        self.note("loss", cross_entropy, len(images))
-        return loss
+            with objective.listen():
+                logits = self.forward(images)
+            losses = objective(logits, targets, images)
+        total = losses.pop("total")
+        for name, value in losses.items():
+            self.note(name, value, len(images))
+        return total
 
     def due(self, what: str) -> bool:
         run, step = self.settings.run, self.step

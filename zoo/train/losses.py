@@ -1,11 +1,15 @@
 """The training loss: cross-entropy with soft targets, and distillation from the class probabilities of a teacher."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 
+from zoo.convert.match import AttentionMatch
 from zoo.data.settings import AugmentSettings
 from zoo.train.settings import DistillSettings
 
@@ -35,25 +39,38 @@ def create_mixup(augment: AugmentSettings, num_classes: int) -> Mixup | None:
 
 
 class Classification(nn.Module):
-    """(logits [B, K], targets [B] or [B, K], images [B, 3, H, W]) -> (loss, targets' cross-entropy), both scalars.
+    """(logits [B, K], targets [B] or [B, K], images [B, 3, H, W]) -> losses by name; "total" is minimised.
 
-    With a teacher the loss is (1 - alpha) CE + alpha T^2 KL(teacher || student); the teacher sees the same images.
+    With a teacher it is (1 - alpha) CE + alpha T^2 KL(teacher || student), and with `distill.attention` that times the
+    distance of attention outputs (`AttentionMatch`) as well; the teacher sees the same images.
     """
 
-    def __init__(self, smoothing: float, mixed: bool, distill: DistillSettings, teacher: nn.Module | None) -> None:
+    def __init__(
+        self, smoothing: float, mixed: bool, distill: DistillSettings, teacher: nn.Module | None, student: nn.Module
+    ) -> None:
         super().__init__()
         self.criterion = SoftTargetCrossEntropy() if mixed else LabelSmoothingCrossEntropy(smoothing)
         self.distill = distill
         self.teacher = teacher
+        self.match: AttentionMatch | None = None
         if teacher is not None:
             teacher.eval().requires_grad_(False)
+            self.match = AttentionMatch(student, teacher) if distill.attention else None
 
-    def forward(self, logits: Tensor, targets: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+    def listen(self, which: str = "student") -> AbstractContextManager[Any]:
+        """A context around the student's forward pass."""
+        return nullcontext() if self.match is None else self.match.listen(which)
+
+    def forward(self, logits: Tensor, targets: Tensor, images: Tensor) -> dict[str, Tensor]:
         cross_entropy = self.criterion(logits.float(), targets)
         if self.teacher is None:
-            return cross_entropy, cross_entropy
-        with torch.no_grad():
+            return {"total": cross_entropy, "loss": cross_entropy}
+        with torch.no_grad(), self.listen("teacher"):
             wanted = self.teacher(images)
-        loss = distillation_loss(logits, wanted, self.distill.temperature)
+        distance = distillation_loss(logits, wanted, self.distill.temperature)
         alpha = self.distill.alpha
-        return (1 - alpha) * cross_entropy + alpha * loss, cross_entropy
+        found = {"total": (1 - alpha) * cross_entropy + alpha * distance, "loss": cross_entropy}
+        if self.match is None:
+            return found
+        attention = self.match.loss()
+        return {**found, "total": found["total"] + self.distill.attention * attention, "attention": attention}

@@ -11,6 +11,7 @@ from timm.scheduler.scheduler import Scheduler
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from zoo.convert.calls import layers_of
 from zoo.names import unknown_name
 from zoo.train.model import NEW
 from zoo.train.settings import OptimSettings, ScheduleSettings
@@ -21,8 +22,14 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if NEW in name}
 
 
+def attention_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """All parameters of the self-attention layers."""
+    return [p for layer in layers_of(model).values() for p in layer.parameters()]
+
+
 def parameter_groups(model: nn.Module, optim: OptimSettings) -> list[dict[str, Any]]:
-    """timm's groups (weight decay of matrices only, layer decay), each split into old and new parameters.
+    """timm's groups (weight decay of matrices only, layer decay), each split into new parameters of mixers, inherited
+    ones of attention layers, and the rest.
 
     `lr_scale` of a group is what timm's schedules multiply the rate with.
     """
@@ -35,12 +42,13 @@ def parameter_groups(model: nn.Module, optim: OptimSettings) -> list[dict[str, A
         )
     else:
         groups = param_groups_weight_decay(model, weight_decay=optim.weight_decay, no_weight_decay_list=kept)
-    new = {id(p) for p in new_parameters(model).values()}
+    factors = {id(p): optim.attention_lr for p in attention_parameters(model)} if optim.attention_lr != 1 else {}
+    factors |= {id(p): optim.mixer_lr for p in new_parameters(model).values()}
     out = []
     for group in groups:
-        for is_new in (False, True):
-            parameters = [p for p in group["params"] if (id(p) in new) == is_new]
-            scale = group.get("lr_scale", 1.0) * (optim.mixer_lr if is_new else 1.0)
+        for factor in sorted({factors.get(id(p), 1.0) for p in group["params"]}):
+            parameters = [p for p in group["params"] if factors.get(id(p), 1.0) == factor]
+            scale = group.get("lr_scale", 1.0) * factor
             if parameters:
                 out.append({"params": parameters, "weight_decay": group["weight_decay"], "lr_scale": scale})
     return out

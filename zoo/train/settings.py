@@ -60,6 +60,7 @@ class OptimSettings:
     betas: betas of Adam-like optimisers
     layer_decay: factor on the learning rate a layer, from the head down; none for one rate
     mixer_lr: factor on the learning rate of the new parameters of mixers
+    attention_lr: factor on that of the inherited parameters of attention layers
     clip: largest gradient norm; none for no clipping
     accumulate: parts into which a process splits its share of a batch
     ema: decay of the moving average of the weights; 0 for none
@@ -72,6 +73,7 @@ class OptimSettings:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     layer_decay: float | None = None
     mixer_lr: float = 1.0
+    attention_lr: float = 1.0
     clip: float | None = 1.0
     accumulate: int = 1
     ema: float = 0.0
@@ -79,6 +81,7 @@ class OptimSettings:
 
     def __post_init__(self) -> None:
         positive(optim__lr=self.lr, optim__accumulate=self.accumulate, optim__mixer_lr=self.mixer_lr)
+        positive(optim__attention_lr=self.attention_lr)
         if self.clip is not None and self.clip <= 0:
             raise ValueError(f"optim.clip must be a positive number or none, got {self.clip}")
         if not 0 <= self.ema < 1:
@@ -130,14 +133,18 @@ class DistillSettings:
     teacher: source (the model before its mixers were changed), a .safetensors file or a run folder; empty for none
     alpha: weight of the teacher in the loss, 0 to 1
     temperature: T, the softening of both distributions
+    attention: weight of the squared distance between attention outputs, layer by layer, over their power; 0 for none
     """
 
     teacher: str = ""
     alpha: float = 0.5
     temperature: float = 1.0
+    attention: float = 0.0
 
     def __post_init__(self) -> None:
         positive(distill__temperature=self.temperature)
+        if self.attention < 0:
+            raise ValueError(f"distill.attention must be 0 or more, got {self.attention}")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"distill.alpha must be in [0, 1], got {self.alpha}")
 
@@ -219,3 +226,7 @@ class TrainSettings:
     distill: DistillSettings = field(default_factory=DistillSettings)
     run: RunSettings = field(default_factory=RunSettings)
     log: LogSettings = field(default_factory=LogSettings)
+
+    def __post_init__(self) -> None:
+        if self.run.compile and self.distill.teacher and self.distill.attention:
+            raise ValueError("distill.attention reads inside the blocks, which run.compile closes; leave one out")

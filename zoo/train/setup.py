@@ -49,12 +49,13 @@ def set_up(settings: TrainSettings, accelerator: Accelerator) -> Setup:
     spec = InputSpec.of(model, recipe.img_size, settings.data)
     recipe = replace(recipe, input=asdict(spec), classes=list(train.classes))
     opened = (spec, settings.data, settings.augment, settings.run.seed, device)
+    model, teacher = model.to(device), _teacher(settings, host, recipe)
     return Setup(
-        model=model.to(device),
+        model=model,
         recipe=recipe,
-        objective=Classification(
-            settings.augment.smoothing, mixup is not None, settings.distill, _teacher(settings, host, recipe)
-        ).to(device),
+        objective=Classification(settings.augment.smoothing, mixup is not None, settings.distill, teacher, model).to(
+            device
+        ),
         mixup=mixup,
         plan=plan,
         train_images=open_images(train, *opened),

@@ -10,10 +10,10 @@ from PIL import Image
 from tiny_runs import tiny
 
 import zoo
+from zoo.convert.match import AttentionMatch, relative_distance
 from zoo.train.diffusion.loop import DiffusionRun
 from zoo.train.diffusion.model import attention_layers, initialise, load_transformer
 from zoo.train.diffusion.rehearsal import rehearse
-from zoo.train.diffusion.teacher import Tap, relative_distance
 from zoo.train.record import read_rows
 
 
@@ -128,11 +128,15 @@ def test_attention_distance_is_between_the_outputs_of_the_layers(softmax_run):
     zoo.convert(other, "la")
     names = list(attention_layers(model))
     assert names == ["transformer_blocks.0.attn1", "transformer_blocks.1.attn1"]
-    with Tap(model, names) as ours, Tap(other, names) as theirs:
-        for one in (model, other):
+    match = AttentionMatch(other, model)
+    assert match.names == names
+    for which, one in (("student", other), ("teacher", model)):
+        with match.listen(which):
             one(torch.randn(2, 3, 8, 8), torch.tensor([5, 9]), torch.tensor([0, 1]))
-    assert ours.found.keys() == theirs.found.keys() == set(names)
-    assert ours.found[names[0]].shape == (2, 16, 16)
+    assert match.found["student"][names[0]].output.shape == (2, 16, 16)
+    each = [match.found[w][n].output for n in names for w in ("student", "teacher")]
+    by_hand = [((a - b) ** 2).mean() / (b**2).mean() for a, b in zip(each[::2], each[1::2], strict=True)]
+    torch.testing.assert_close(match.loss(), torch.stack(by_hand).mean())
     wanted = torch.randn(3, 4)
     assert float(relative_distance(torch.zeros(3, 4), wanted)) == pytest.approx(1.0)
     assert float(relative_distance(wanted * 3, wanted)) == pytest.approx(4.0)

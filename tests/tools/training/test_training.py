@@ -121,14 +121,14 @@ def test_two_processes_equal_one(tmp_path):
 
 def test_new_parameters_get_their_own_rate_and_vectors_no_decay(tmp_path):
     model = Trainer(tiny(tmp_path, model={"mixer": "poly", "mixer_options": {"gate": True}})).model
-    optim = OptimSettings(lr=0.1, mixer_lr=10.0, weight_decay=0.3)
+    optim = OptimSettings(lr=0.1, mixer_lr=10.0, attention_lr=2.0, weight_decay=0.3)
     groups = parameter_groups(model, optim)
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
     names = {id(p): n for n, p in model.named_parameters()}
     for group in groups:
         for p in group["params"]:
             name = names[id(p)]
-            assert group["lr_scale"] == (10.0 if ".mixer." in name else 1.0)
+            assert group["lr_scale"] == (10.0 if ".mixer." in name else 2.0 if ".attn." in name else 1.0)
             exempt = p.ndim <= 1 or name == "pos_embed" or name.endswith(".coefficients")
             assert group["weight_decay"] == (0.0 if exempt else 0.3)
     optimizer = create_optimizer(model, optim)
@@ -210,6 +210,19 @@ def test_a_teacher_is_the_trained_source_or_refused(softmax_run, tmp_path):
     other = {"model": {"img_size": 16}, "distill": {"teacher": str(softmax_run)}}
     with pytest.raises(ValueError, match=r"does not fit the run: its input"):
         Trainer(tiny(tmp_path / "e", **other))
+
+
+def test_attention_outputs_are_learned_from_the_teacher(softmax_run, tmp_path):
+    distill = {"teacher": "source", "alpha": 0.0, "attention": 1.0}
+    model = {"checkpoint": str(softmax_run), "mixer": "la"}
+    trainer = Trainer(tiny(tmp_path / "a", model=model, distill=distill, schedule={"epochs": 3}))
+    trainer.train()
+    found = [row["attention"] for row in read_rows(tmp_path / "a" / "metrics.jsonl") if row["kind"] == "train"]
+    assert np.mean(found[-4:]) < 0.8 * np.mean(found[:4])
+    with pytest.raises(ValueError, match=r"the model has none: set model.mixer"):
+        Trainer(tiny(tmp_path / "b", model={"checkpoint": str(softmax_run)}, distill=distill))
+    with pytest.raises(ValueError, match=r"which run.compile closes"):
+        tiny(tmp_path / "c", distill=distill, run={"compile": True})
 
 
 def test_the_result_of_a_run_rebuilds_itself(softmax_run, tmp_path):

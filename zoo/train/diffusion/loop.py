@@ -120,11 +120,16 @@ class DiffusionRun(Run):
     def batches(self, first: int, last: int) -> Iterator[Clean]:
         return self.samples.train(self.plan, first, last)
 
-    def loss(self, batch: Clean) -> Tensor:
+    def draw(self, batch: Clean) -> tuple[Any, tuple[Tensor, Tensor]]:
+        """(what `predict` takes after the model, (noise, t)) of a batch, with some conditions dropped."""
         x0, n = batch.x0, len(batch.x0)
         noise, t = torch.randn_like(x0), self.objective.draw(n, x0.device)
         condition = self._dropped(batch.condition, torch.rand(n, device=x0.device) < self.settings.data.drop)
-        inputs = self.objective.noised(x0, noise, t), self.objective.timestep(t), condition, self.manner
+        return (self.objective.noised(x0, noise, t), self.objective.timestep(t), condition, self.manner), (noise, t)
+
+    def loss(self, batch: Clean) -> Tensor:
+        x0, n = batch.x0, len(batch.x0)
+        inputs, (noise, t) = self.draw(batch)
         with self.accelerator.autocast():
             if self.teacher is None:
                 output = predict(self.forward, *inputs)
