@@ -1,0 +1,92 @@
+"""Predicted time of attention layers at any number of tokens, from the measured tables of the operators.
+
+The tables (`docs/results/kernels-h200.json`, shipped with the package) hold times at a few shapes. A linear operator
+costs the same for each token, head and channel; softmax costs that much more for each further token: time over
+B H N D is a + b N. Both are fitted to the rows of the smallest relative error; nothing else is known about the device.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+FILE = "kernels-h200.json"
+PLACES = (Path(__file__).parents[1] / FILE, Path(__file__).parents[2] / "docs" / "results" / FILE)
+OPERATORS = {  # mixer -> operator of the table
+    "la": "linear_attention", "ahla": "ahla", "hla2": "hla2", "hla3": "hla3", "poly": "polynomial",
+}  # fmt: skip
+NANO = 1e3  # ns in a us
+
+
+class Prediction(NamedTuple):
+    """Times of one attention operator call in us, forward, and the number of tokens from which the mixer is faster
+    (None: unknown or never)."""
+
+    softmax_us: float
+    mixer_us: float | None
+    break_even: int | None
+
+    @property
+    def times_faster(self) -> float | None:
+        return None if self.mixer_us is None else self.softmax_us / self.mixer_us
+
+
+@cache
+def table() -> dict[str, Any]:
+    """The measured table. Raises ValueError when it is not there."""
+    for place in PLACES:
+        if place.is_file():
+            return json.loads(place.read_text())
+    raise ValueError(f"there is no table of measured times, {FILE}: reinstall the package or run from a checkout")
+
+
+def predict(mixer: str, options: dict[str, Any], batch: int, heads: int, tokens: int, width: int) -> Prediction:
+    """For q, k, v [batch, tokens, heads, width]; a mixer without measured rows has no time."""
+    a, b = softmax_cost()
+    size = batch * heads * tokens * width / NANO
+    soft = size * (a + b * tokens)
+    cost = linear_cost(mixer, bool(options.get("normalize", mixer not in ("poly",))))
+    if cost is None:
+        return Prediction(soft, None, None)
+    even = None if cost <= a else round((cost - a) / b)
+    return Prediction(soft, size * cost, even if even is not None else 1)
+
+
+@cache
+def softmax_cost() -> tuple[float, float]:
+    """(a, b) in ns: time = B H N D (a + b N), of the faster backend of torch at each shape."""
+    best: dict[tuple[int, ...], float] = {}
+    for row in _rows("softmax_attention"):
+        shape = tuple(row["shape"])
+        best[shape] = min(row["us"], best.get(shape, float("inf")))
+    each = np.array([[shape[2], us * NANO / np.prod([float(s) for s in shape])] for shape, us in best.items()])
+    tokens, cost = each.T
+    weights = 1 / cost  # relative errors
+    design = np.stack([weights, tokens * weights], 1)
+    (a, b), *_ = np.linalg.lstsq(design, np.ones_like(cost), rcond=None)
+    return max(float(a), 0.0), float(b)
+
+
+@cache
+def linear_cost(mixer: str, normalize: bool) -> float | None:
+    """ns for each token, head and channel: the median over the measured shapes. None: the table has no such rows."""
+    if mixer not in OPERATORS:
+        return None
+    found = [
+        row["us"] * NANO / np.prod([float(s) for s in row["shape"]])
+        for row in _rows(OPERATORS[mixer])
+        if row["impl"] == "ours" and bool(row["options"].get("normalize")) == normalize
+    ]
+    return float(np.median(found)) if found else None
+
+
+def _rows(op: str) -> list[dict[str, Any]]:
+    return [row for row in table()["rows"] if row["op"] == op and row["pass"] == "forward" and row.get("us")]
+
+
+def about() -> str:
+    """Hardware and date of the table."""
+    found = table()
+    return f"{found['hardware']}, {found['date']}, torch {found['versions']['torch']}"
