@@ -1,0 +1,40 @@
+"""The transfer of a diffusion model: see `zoo.convert.transfer`."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zoo.convert.transfer import Transferring, check_share
+from zoo.data.latents.reading import Clean
+from zoo.train.diffusion.loop import DiffusionRun
+from zoo.train.diffusion.samples import predict
+from zoo.train.diffusion.settings import DiffusionSettings
+
+
+@dataclass(frozen=True)
+class DiffusionTransferSettings(DiffusionSettings):
+    """A transfer of a diffusion model. See the sections.
+
+    student_share: last part of the run in which layers see the student's own hidden states
+    """
+
+    student_share: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share(self.student_share)
+
+
+class DiffusionTransfer(Transferring, DiffusionRun):
+    """A run of `DiffusionTransferSettings`, with the random times, noise and dropped conditions of training."""
+
+    settings: DiffusionTransferSettings
+
+    def set_up(self) -> None:
+        super().set_up()
+        self.prepare_transfer(self.teacher and self.teacher.model)
+
+    def loss(self, batch: Clean) -> Tensor:
+        assert self.teacher is not None
+        inputs, _ = self.draw(batch)
+        return self.transfer_loss(self.teacher.model, lambda model: predict(model, *inputs), len(batch.x0))
