@@ -1,0 +1,85 @@
+"""What is said and measured of single layers: inspection, predicted times, sensitivity, choices of softmax layers."""
+
+import copy
+
+import pytest
+import torch
+from tiny_pairs import KINDS, inputs, pair
+
+from zoo.convert import speed, swap
+from zoo.convert.calibrate import calibrate
+from zoo.convert.calls import forward, layers_of
+from zoo.convert.inspection import inspect
+from zoo.convert.sensitivity import Choice, Sensitivity, choices, counts, pareto, ranking, sensitivities
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("vit", 17), ("dit", 16), ("sd3", 16)])
+def test_inspection_says_what_a_conversion_would_do(kind, tokens):
+    model = KINDS[kind]()
+    rows = inspect(model, inputs(kind)[0], "ahla", keep_softmax=[1])
+    report = swap(copy.deepcopy(model), "ahla", keep_softmax=[1])
+    assert [(r.layer, r.before, r.after, r.reason) for r in rows] == [
+        (r.layer, r.old, r.new, r.reason) for r in report.rows
+    ]
+    assert {r.tokens for r in rows} == {tokens} and {r.heads for r in rows} == {2}
+    assert rows[0].mixer_us > 0 and rows[0].softmax_us > 0
+    assert all(not hasattr(layer, "mixer") for layer in layers_of(model).values())  # nothing was changed
+    with pytest.raises(ValueError, match="matches none of the attention layers"):
+        inspect(model, inputs(kind)[0], "ahla", keep_softmax="nothing.*")
+
+
+def test_predicted_times_are_near_the_measured_ones_and_meet_where_they_say():
+    rows = [r for r in speed.table()["rows"] if r["pass"] == "forward" and r["op"] == "softmax_attention"]
+    best = {}
+    for r in rows:
+        best[tuple(r["shape"])] = min(r["us"], best.get(tuple(r["shape"]), 1e30))
+    for (b, h, n, d), us in best.items():
+        assert 0.5 < speed.predict("ahla", {}, b, h, n, d).softmax_us / us < 2
+    for mixer in ("la", "ahla", "hla2"):
+        even = speed.predict(mixer, {}, 1, 1, 64, 64).break_even
+        there = speed.predict(mixer, {}, 1, 1, even, 64)
+        assert there.times_faster == pytest.approx(1, rel=0.01)
+        assert speed.predict(mixer, {}, 1, 1, 16 * even, 64).times_faster > 4
+    assert speed.predict("taylor2", {}, 1, 1, 64, 64).mixer_us is None
+
+
+@pytest.mark.parametrize("kind", ["vit", "dit"])
+def test_sensitivity_is_that_of_a_model_with_one_converted_layer(kind):
+    teacher, student, batches = pair(kind, "la")
+    calibrate(student, teacher, batches)
+    found = {row.layer: row for row in sensitivities(student, teacher, batches)}
+    for name in found:
+        one = copy.deepcopy(teacher)
+        swap(one, "la", layers=name, gains=True)
+        weights = student.state_dict()
+        one.load_state_dict({k: weights[k] for k in one.state_dict()})
+        with torch.no_grad():
+            pairs = [(forward(one.eval(), x), forward(teacher, x)) for x in batches]
+        if kind == "vit":
+            by_hand = [(y.softmax(-1) * (y.log_softmax(-1) - x.log_softmax(-1))).sum(-1).mean() for x, y in pairs]
+        else:
+            by_hand = [(x - y).square().sum() / y.square().sum() for x, y in pairs]
+        assert found[name].distance == pytest.approx(float(sum(by_hand)) / len(by_hand), rel=1e-3)
+        assert found[name].softmax_ms > 0 and found[name].mixer_ms > 0
+
+
+def test_choices_go_from_all_converted_to_none():
+    teacher, student, batches = pair("vit", "la")
+    rows = [Sensitivity("blocks.0.attn", 0.1, 2.0, 1.0), Sensitivity("blocks.1.attn", 0.3, 9.0, 1.0)]
+    found = choices(student, teacher, batches, rows)
+    assert [len(c.kept) for c in found] == [0, 1, 1, 2]
+    assert {tuple(c.kept) for c in found if len(c.kept) == 1} == {("blocks.0.attn",), ("blocks.1.attn",)}
+    assert found[-1].distance == pytest.approx(0, abs=1e-6) and found[-1].agreement == 1
+    assert [c.attention_ms for c in (found[0], found[-1])] == [2.0, 11.0]
+    with torch.no_grad():
+        x, y = (torch.cat([forward(m, b) for b in batches]) for m in (student, teacher))
+    by_hand = (y.softmax(-1) * (y.log_softmax(-1) - x.log_softmax(-1))).sum(-1).mean()
+    assert found[0].distance == pytest.approx(float(by_hand), rel=1e-3)
+
+
+def test_order_front_and_numbers():
+    rows = [Sensitivity("a", 0.1, 2.0, 1.0), Sensitivity("b", 0.3, 9.0, 1.0), Sensitivity("c", 0.01, 1.0, 1.5)]
+    assert ranking(rows) == ["c", "a", "b"]  # c saves no time; a changes more for each millisecond than b
+    made = [Choice([], 0.5, None, 1.0), Choice(["a"], 0.6, None, 2.0), Choice(["b"], 0.2, None, 3.0)]
+    assert [c.kept for c in pareto(made)] == [[], ["b"]]
+    assert counts(5) == [0, 1, 2, 4, 5] and counts(1) == [0, 1]
