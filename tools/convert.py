@@ -1,27 +1,30 @@
 """Convert a softmax model to a mixer: inherit every weight, write the result and the report of what was done.
 
     python tools/convert.py model.name=deit_small_patch16_224 model.pretrained=true model.mixer=ahla out=runs/deit_ahla
-    python tools/convert.py model.checkpoint=runs/digits_softmax model.mixer=poly model.keep_softmax=[0] out=runs/poly
     python tools/convert.py diffusers=facebook/DiT-XL-2-256 model.mixer=ahla model.keep_softmax=every:4 out=runs/dit
+    python tools/convert.py recipe configs/recipes/digits_vit.yaml source=runs/digits_softmax out=runs/digits_recipe
 
 The source is a timm name (with model.pretrained=true for timm's weights), a .safetensors file of timm with its
 model.name, anything that these tools wrote, or a pipeline or transformer of diffusers (folder or hub name). `out` gets
 report.json and model.safetensors, which the other tools read; of a diffusers source, what diffusers saves.
+
+`recipe` carries out all stages: inspect, convert, calibrate, transfer, fine-tune, controls, evaluate; stages=[inspect]
+and so on for some. Each writes JSON, Markdown and a picture into `out`; an interrupted recipe goes on where it was.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zoo import config
-from zoo.convert import Report, swap
-from zoo.data import InputSpec
-from zoo.data.settings import DataSettings
-from zoo.eval.results import write_json
-from zoo.train.model import WEIGHTS, keep_source, plan, save_weights, start
+from zoo.convert import Report
+from zoo.convert.pipeline.plain import from_timm
+from zoo.convert.pipeline.recipe import run_recipe
+from zoo.convert.pipeline.settings import RecipeSettings, from_words
+from zoo.train.model import keep_source
 from zoo.train.settings import ModelSettings
 
-USAGE = "usage: convert.py [CONFIG.yaml] model.mixer=NAME out=FOLDER [model.key=value ...]"
+USAGE = "usage: convert.py [recipe] [CONFIG.yaml] [key=value ...] [section.key=value ...]"
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,21 @@ class ConvertSettings:
 
 def main(words: list[str]) -> dict[str, Any]:
     """Convert as the words of the command line say. Returns the report; raises ValueError."""
-    if config.wants_help(words, __doc__, USAGE, ConvertSettings):
+    recipe = words[:1] == ["recipe"]
+    if config.wants_help(words, __doc__, USAGE, RecipeSettings if recipe else ConvertSettings):
         return {}
+    if recipe:
+        return run_recipe(from_words(words[1:]))
     settings = config.from_command_line(ConvertSettings, words)
     if not settings.out or not settings.model.mixer:
         raise ValueError("say which mixer and where to write the result: model.mixer=NAME out=FOLDER")
     keep_source(settings.diffusers or settings.model.checkpoint, Path(settings.out))
-    report = (from_diffusers if settings.diffusers else from_timm)(settings, Path(settings.out))
+    report = from_diffusers(settings) if settings.diffusers else from_timm(settings.model, Path(settings.out))
     print(f"{report}\nwrote {settings.out}")
     return report.to_dict()
 
 
-def from_diffusers(settings: ConvertSettings, out: Path) -> Report:
+def from_diffusers(settings: ConvertSettings) -> Report:
     """Convert a pipeline or transformer of diffusers. Raises ValueError, also for keys of timm models."""
     from zoo.backbones.diffusion.folders import convert_folder
 
@@ -60,20 +66,7 @@ def from_diffusers(settings: ConvertSettings, out: Path) -> Report:
     if m != ModelSettings(mixer=m.mixer, mixer_options=m.mixer_options, keep_softmax=m.keep_softmax):
         raise ValueError("diffusers= goes with mixer, mixer_options and keep_softmax, with no other model.* key")
     arguments = {"keep_softmax": m.keep_softmax or None, **m.mixer_options}
-    return convert_folder(settings.diffusers, out, m.mixer, settings.precision, **arguments)
-
-
-def from_timm(settings: ConvertSettings, out: Path) -> Report:
-    """Convert a timm model. Raises ValueError."""
-    recipe, found = plan(settings.model)
-    if found and found.mixer:
-        raise ValueError(f"{settings.model.checkpoint} is already converted: {found.describe()}")
-    _, model, _ = start(replace(settings.model, mixer=""))  # the host: converted below, with a report
-    report = swap(model, recipe.mixer, keep_softmax=recipe.keep_softmax or None, **recipe.mixer_options)
-    wanted = found.input if found else asdict(InputSpec.of(model, recipe.img_size, DataSettings()))
-    save_weights(model, replace(recipe, input=wanted, classes=found.classes if found else []), out / WEIGHTS)
-    write_json(report.to_dict(), out / "report.json")
-    return report
+    return convert_folder(settings.diffusers, Path(settings.out), m.mixer, settings.precision, **arguments)
 
 
 if __name__ == "__main__":

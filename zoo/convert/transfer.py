@@ -60,6 +60,8 @@ class Transferring:
             raise ValueError("a transfer needs the softmax model: set distill.teacher to its run folder")
         if self.accelerator.num_processes > 1:
             raise ValueError("a transfer calls the layers one by one, which does not add gradients over processes: one")
+        if self.settings.run.compile:
+            raise ValueError("a transfer calls the layers one by one, which run.compile closes: leave it out")
         train_attention_only(self.model)
         self.laid_out = False
 

@@ -1,0 +1,183 @@
+"""Transfer and whole recipes on tiny runs of the digits, an image model and a diffusion transformer."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.tools.conftest import ROOT, TINY
+from tests.tools.diffusion.tiny_runs import TINY as DENOISER
+from tests.tools.diffusion.tiny_runs import tiny as denoiser_run
+from zoo import config
+from zoo.config import merge
+from zoo.convert.pipeline.recipe import run_recipe
+from zoo.convert.pipeline.settings import from_words
+from zoo.convert.transfer import ImageTransfer, ImageTransferSettings, attention_distances
+from zoo.mixers import build_mixer
+from zoo.train.core import Run
+from zoo.train.diffusion.loop import DiffusionRun
+from zoo.train.diffusion.settings import DiffusionSettings
+from zoo.train.loop import Trainer
+from zoo.train.record import read_rows
+from zoo.train.settings import TrainSettings
+
+IMAGE = merge(  # learns two thirds of the digits in a few seconds
+    TINY, {"model": {"kwargs": {"embed_dim": 48}}, "data": {"batch_size": 50, "mean": [0.5] * 3, "std": [0.5] * 3}}
+)
+
+
+@pytest.fixture(scope="module")
+def image_source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("image")
+    more = {"schedule": {"epochs": 20, "warmup_epochs": 1}, "optim": {"lr": 6e-3}, "log": {"every": 50}}
+    tree = merge(merge(IMAGE, more), {"run": {"folder": str(folder), "eval_epochs": 20, "checkpoint_epochs": 20}})
+    assert Trainer(config.from_tree(TrainSettings, tree)).train()["top1"] > 50
+    return folder
+
+
+@pytest.fixture(scope="module")
+def denoiser_source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("denoiser")
+    DiffusionRun(denoiser_run(folder, schedule={"steps": 40}, run={"eval_steps": 40, "checkpoint_steps": 40})).train()
+    return folder
+
+
+def stop_at(monkeypatch, step):
+    """Make the next run fail before this step, counted from 0."""
+    original = Run._train_step
+
+    def limited(self, batches):
+        if self.step == step:
+            raise KeyboardInterrupt
+        original(self, batches)
+
+    monkeypatch.setattr(Run, "_train_step", limited)
+
+
+def transfer(source, folder, **sections):
+    more = {"model": {"checkpoint": str(source), "mixer": "poly"}, "distill": {"teacher": str(source)}}
+    tree = merge(merge(IMAGE, more), {"run": {"folder": str(folder), "checkpoint_steps": 5}, **sections})
+    return ImageTransfer(config.from_tree(ImageTransferSettings, merge(tree, {"optim": {"lr": 3e-3}})))
+
+
+def test_transfer_brings_every_layer_nearer_and_touches_nothing_else(image_source, tmp_path):
+    run = transfer(image_source, tmp_path / "run", schedule={"epochs": 2}, student_share=0.2)
+    teacher = run.parts.objective.teacher
+    images = next(run.parts.val_images.evaluation(64)).images
+    before = {k: v.clone() for k, v in run.model.state_dict().items()}
+    with torch.no_grad():
+        first = attention_distances(run.model.eval(), teacher, lambda m: m(images))
+    run.train()
+    with torch.no_grad():
+        last = attention_distances(run.model.eval(), teacher, lambda m: m(images))
+    assert first.keys() == {"blocks.0.attn", "blocks.1.attn"}
+    assert all(last[name] < 0.9 * first[name] for name in first), (first, last)
+    moved = {k for k, v in run.model.state_dict().items() if not torch.equal(v, before[k])}
+    assert moved and all(".attn." in name for name in moved)
+
+
+def test_a_layer_gets_no_gradient_from_another(image_source, tmp_path):
+    run = transfer(image_source, tmp_path)
+    images = next(run.parts.val_images.evaluation(8)).images
+    for own in (False, True):
+        found = attention_distances(run.model, run.parts.objective.teacher, lambda m: m(images), own)
+        grads = torch.autograd.grad(
+            found["blocks.1.attn"], list(run.model.blocks[0].attn.parameters()), allow_unused=True
+        )
+        assert all(g is None for g in grads)
+
+
+def test_an_interrupted_transfer_goes_on_bit_for_bit(image_source, tmp_path, monkeypatch):
+    transfer(image_source, tmp_path / "whole").train()
+    with monkeypatch.context() as m:
+        stop_at(m, 7)
+        with pytest.raises(KeyboardInterrupt):
+            transfer(image_source, tmp_path / "cut").train()
+    tree = {"run": {"resume": True, "folder": str(tmp_path / "cut"), "checkpoint_steps": 5}}
+    transfer(image_source, tmp_path / "cut", **tree).train()
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def recipe(source, finetune, out, *words):
+    return from_words([f"source={source}", f"finetune={finetune}", f"out={out}", "batch=32", "inputs=64", *words])
+
+
+def test_a_recipe_of_an_image_model_is_killed_and_goes_on(image_source, tmp_path, monkeypatch):
+    changes = {"model": {"name": "", "kwargs": {}, "img_size": None, "checkpoint": str(image_source)}}
+    changes |= {"schedule": {"epochs": 2}, "optim": {"lr": 2e-3}, "distill": {"teacher": "source"}}
+    file, out = tmp_path / "finetune.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump({**IMAGE, **changes}))
+    settings = recipe(image_source, file, out, "mixer=poly", "transfer=0.5", "run.checkpoint_steps=5")
+    assert settings.changes == ["run.checkpoint_steps=5"]
+    with monkeypatch.context() as m:
+        stop_at(m, 12)  # in the transfer of 20 steps
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(settings)
+    done = {name: (out / f"{name}.json").read_bytes() for name in ("inspect", "convert", "calibrate")}
+    assert not (out / "transfer.json").exists()
+    found = run_recipe(settings)
+    assert all((out / f"{name}.json").read_bytes() == content for name, content in done.items())
+    assert read_rows(out / "transfer" / "metrics.jsonl")[-1]["step"] == 20
+    value = {row["model"]: row["value"] for row in found["evaluate"]["rows"]}
+    assert value.keys() == {"source", "converted", "calibrated", "transfer", "finetune", "control", "floor"}
+    assert value["calibrated"] > value["converted"] + 5  # no training in between
+    assert value["finetune"] > value["floor"]
+    assert found["transfer"]["length"] == 1 and found["finetune"]["result"]["epoch"] == 1
+    by_hand = (value["finetune"] - value["floor"]) / (value["control"] - value["floor"])
+    assert found["evaluate"]["recovery"] == pytest.approx(by_hand)
+    for name in ("calibrate", "transfer", "evaluate"):
+        assert (out / f"{name}.md").stat().st_size > 100 and (out / f"{name}.png").stat().st_size > 1000
+    assert len((out / "pareto.csv").read_text().splitlines()) == 1 + len(found["calibrate"]["choices"])
+    assert all(text in (out / "report.md").read_text() for text in ("Recovery", "## calibrate", "transferred"))
+    with pytest.raises(ValueError, match=r"they differ in mixer"):
+        run_recipe(recipe(image_source, file, out, "mixer=la", "transfer=0.5", "run.checkpoint_steps=5"))
+
+
+def test_a_recipe_of_a_denoiser_keeps_the_most_sensitive_block(denoiser_source, tmp_path):
+    file = tmp_path / "finetune.yaml"
+    file.write_text(yaml.safe_dump({**DENOISER, "model": {"checkpoint": str(denoiser_source)}}))
+    words = ["mixer=taylor2", "mixer_options={width: 4}", "keep_softmax=auto:1", "sample.every=0", "transfer=0.5"]
+    found = run_recipe(recipe(denoiser_source, file, tmp_path / "out", *words))
+    alone = {row["layer"]: row["distance"] for row in found["calibrate"]["rows"]}
+    worst = max(alone, key=alone.get)
+    assert found["calibrate"]["keep_softmax"] == [int(worst.split(".")[1])]
+    assert [row["layer"] for row in found["transfer"]["rows"]] == [name for name in alone if name != worst]
+    saved = json.loads((tmp_path / "out" / "finetune" / "transformer" / "config.json").read_text())
+    assert saved["conversions"][0]["mixer"] == "taylor2" and worst not in saved["conversions"][0]["layers"]
+    value = {row["model"]: row["value"] for row in found["evaluate"]["rows"]}
+    assert value.keys() >= {"source", "calibrated", "finetune", "control", "floor"}
+    assert all(0 < v < 10 for v in value.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["finetune=x.yaml"], r"say what to convert: source=RUN_FOLDER"),
+        (["source=nowhere"], r"say how to fine-tune"),
+        (["stages=[calibrat]"], r"Did you mean 'calibrate'"),
+        (["keep_softmax=auto:two"], r"auto:<n> needs a number"),
+        (["transfer=1.5"], r"at least 0 and below 1"),
+        (["mixr=la"], r"Did you mean 'mixer'"),
+    ],
+)
+def test_recipes_that_cannot_be_run_say_why(words, sentence, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        run_recipe(from_words([*words, f"out={tmp_path}"]))
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "recipes").glob("*.yaml")), ids=lambda f: f.stem)
+def test_shipped_recipes_are_valid(file):
+    found = from_words([str(file)])
+    schema = DiffusionSettings if "dit" in file.stem else TrainSettings
+    config.load(schema, ROOT / found.finetune, found.changes)
+    assert build_mixer(found.mixer, 128, 2, 64, gains=True, **found.mixer_options).gains is not None
+
+
+def test_stages_have_an_order(image_source, tmp_path):
+    file = tmp_path / "finetune.yaml"
+    file.write_text(yaml.safe_dump(IMAGE))
+    with pytest.raises(ValueError, match=r"the stage calibrate comes first"):
+        run_recipe(recipe(image_source, file, tmp_path / "out", "stages=[transfer]"))
