@@ -56,7 +56,7 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
 
 def make(spec: Spec, n: int, d: int, dv: int, heads: tuple[int, int], dtype: torch.dtype, layout: str = "packed"):
     """tokens, the output's gradient and coefficients. Layouts: views of a packed qkv (as many key heads, D = Dv),
-    contiguous, or "strided": [B, H, N, D] seen as [B, N, H, D], one sequence."""
+    contiguous, "strided": [B, H, N, D] seen as [B, N, H, D], one sequence, or "ones": contiguous, v one number."""
     torch.manual_seed(n + d)
     (h, hk), batch = heads, 1 if layout == "strided" else 2
     if layout == "packed":
@@ -65,6 +65,8 @@ def make(spec: Spec, n: int, d: int, dv: int, heads: tuple[int, int], dtype: tor
         tokens = [torch.randn(batch, n, heads_, w).to(dtype) for heads_, w in ((h, d), (hk, d), (hk, dv))]
         if layout == "strided":
             tokens = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tokens]
+        if layout == "ones":  # the denominator behind a rotary embedding
+            tokens[2] = torch.ones(dv, dtype=dtype).expand(batch, n, hk, dv)
     grad = torch.randn(batch, n, h, dv).to(dtype)
     return tokens, grad, torch.randn(h, 4) if spec.op == "polynomial" else None
 

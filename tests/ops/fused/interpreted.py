@@ -55,6 +55,8 @@ CASES = [
     ("hla3", ANCHORED, "two_step", 37, 40, 40, (2, 2), FULL, "packed"),
     ("hla3", RELU_QK, "split", 37, 64, 64, (2, 2), HALF, "strided"),
     ("hla3", RIDGE, "heads", 33, 16, 16, (2, 1), FULL, "contiguous"),
+    ("linear_attention", PLAIN, "split", 37, 128, 16, (2, 2), HALF, "ones"),
+    ("ahla", PLAIN, "split", 37, 128, 16, (1, 1), HALF, "ones"),
     ("polynomial", PLAIN, "heads", 37, 16, 16, (2, 2), FULL, "packed"),
     ("polynomial", RELU_QK, "split", 37, 40, 40, (2, 2), FULL, "strided"),
     ("polynomial", RELU_QK, "whole", 33, 72, 72, (1, 1), FULL, "packed"),
