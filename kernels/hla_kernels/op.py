@@ -47,7 +47,6 @@ from .softmax.taylor.reference import definition as taylor_definition
 from .state import State
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-TRITON_FEATURE_MAPS = (None, "identity", "relu", "elu1")
 # what a call takes beside tokens and `Options`
 BESIDE = ("coefficients", "state", "return_state", "key_padding_mask", "cu_seqlens", "max_seqlen")
 SLOWER = {
@@ -101,28 +100,9 @@ def why_not_triton(call: AnyCall) -> str | None:
         return "causal calls have no Triton form"
     if call.q.dtype == torch.float64:
         return "there is no Triton form in float64"
-    inexact = _inexact_in_triton(call)
-    if inexact is not None:
-        return f"{inexact}: the errors of its Triton form are not within twice the error of the torch form yet"
     if call.q.shape[1] == 1:
-        return "one token: the error of the Triton form is not within twice that of the torch form"
+        return "calls of one token have no Triton form: there are no sums over tokens"
     return fused.why_not(call.q, call.k, call.v, fused.Spec(call.op, *_two_sided_options(o)))
-
-
-def _inexact_in_triton(call: Call) -> str | None:
-    """What keeps the errors of a call's Triton form from being within twice those of the torch form, or None."""
-    o = call.options
-    if call.op == "polynomial":
-        return "polynomial"
-    if o.feature_map not in TRITON_FEATURE_MAPS:
-        return repr(o.feature_map)
-    if o.feature_map == "elu1" and (o.center is not None or o.mean_path):
-        return "'elu1' with center or mean_path"
-    if o.normalize and o.feature_map not in ("relu", "elu1"):
-        return "normalize=True with feature_map='identity'"
-    if call.q.dtype == torch.float32 and (o.normalize or o.feature_map == "elu1" or call.op in ("hla2", "hla3")):
-        return "float32 with normalize=True or 'elu1', or of hla2 or hla3"
-    return None
 
 
 def why_not_reference(call: AnyCall) -> str | None:

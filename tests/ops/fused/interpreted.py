@@ -20,6 +20,11 @@ RIDGE = {"ridge": 0.3, "center": "qk", "scale": 0.05}
 SCALE = {"scale": 0.2}
 RATIO = {"feature_map": "elu1", "normalize": True}
 RATIO_SOFTMAX = {"feature_map": "softmax", "normalize": True}
+RATIO_PAIR = {"feature_map": "softmax_pair", "normalize": True}
+ELU = {"feature_map": "elu1"}
+ELU_ANCHORED, ELU_MEAN, ELU_QK = {**ELU, **ANCHORED}, {**ELU, "mean_path": True}, {**ELU, "center": "qk"}
+SOFTMAX = {"feature_map": "softmax"}
+SOFTMAX_ANCHORED, PAIR_QK = {**SOFTMAX, **ANCHORED}, {"feature_map": "softmax_pair", "center": "qk"}
 # op, options, path, N, D, Dv, heads, dtype, layout
 HALF, FULL = torch.float16, torch.float32
 CASES = [
@@ -60,6 +65,23 @@ CASES = [
     ("polynomial", PLAIN, "heads", 37, 16, 16, (2, 2), FULL, "packed"),
     ("polynomial", RELU_QK, "split", 37, 40, 40, (2, 2), FULL, "strided"),
     ("polynomial", RELU_QK, "whole", 33, 72, 72, (1, 1), FULL, "packed"),
+    # features shifted where something is centred, softmaxes centred along their features
+    ("linear_attention", ELU_MEAN, "heads", 37, 40, 40, (2, 2), FULL, "packed"),
+    ("hla2", ELU_MEAN, "split", 37, 72, 72, (2, 2), HALF, "packed"),
+    ("hla2", ELU_ANCHORED, "two_step", 70, 40, 40, (2, 1), FULL, "contiguous"),
+    ("ahla", ELU_ANCHORED, "split", 70, 64, 64, (2, 2), HALF, "packed"),
+    ("ahla", ELU_QK, "two_step", 37, 40, 40, (2, 2), FULL, "strided"),
+    ("hla3", ELU_QK, "split", 37, 72, 72, (1, 1), HALF, "packed"),
+    ("hla3", ELU_MEAN, "heads", 37, 40, 40, (2, 2), FULL, "packed"),
+    ("hla2", {**SOFTMAX, "scale": 2.0}, "split", 37, 72, 72, (2, 2), HALF, "packed"),
+    ("ahla", SOFTMAX, "heads", 37, 40, 40, (2, 2), FULL, "packed"),
+    ("hla3", SOFTMAX_ANCHORED, "two_step", 37, 72, 72, (1, 1), FULL, "packed"),
+    ("ahla", PAIR_QK, "split", 37, 40, 40, (2, 1), FULL, "contiguous"),
+    ("hla2", RATIO_PAIR, "split", 37, 40, 40, (2, 2), HALF, "packed"),
+    ("hla3", RATIO_PAIR, "two_step", 37, 32, 32, (2, 2), HALF, "packed"),
+    ("polynomial", PLAIN, "split", 37, 40, 40, (2, 2), HALF, "packed"),
+    ("polynomial", ELU_ANCHORED, "split", 60, 40, 40, (2, 2), HALF, "packed"),
+    ("polynomial", RATIO_SOFTMAX, "split", 37, 40, 40, (2, 2), FULL, "packed"),
 ]
 # largest measured: float32 1e-5, float16 5e-4 (its eps is 1e-3)
 TOLERANCE = {FULL: 3e-5, HALF: 1e-3}
@@ -154,6 +176,8 @@ RAGGED = [
     ("ahla", RIDGE, "split", (2, 2), HALF),
     ("hla3", PLAIN, "split", (2, 2), FULL),
     ("hla3", RELU_QK, "heads", (2, 2), HALF),
+    ("ahla", ELU_ANCHORED, "split", (2, 2), HALF),
+    ("hla2", SOFTMAX, "two_step", (2, 2), FULL),
     ("polynomial", ANCHORED, "split", (2, 2), FULL),
     ("polynomial", {"feature_map": "elu1", "normalize": True}, "split", (2, 2), FULL),
 ]

@@ -17,6 +17,7 @@ STACK_LIMIT = 16  # bytes; Triton 3.6 spills nothing in the plain forms, 3.9 spi
 GATE = Path(__file__).with_name("offline_gate.py")
 SPILLS = pytest.mark.xfail(reason="an open fault: the ratio spills over 16 bytes of registers", strict=False)
 PLAIN, RATIO = "{}", '{"feature_map": "elu1", "normalize": true}'
+ELU_ANCHORED = '{"feature_map": "elu1", "center": "k", "mean_path": true}'
 CASES = (
     ("hla2", PLAIN, 256, 6, 197, 64),
     ("ahla", PLAIN, 64, 6, 1025, 64),
@@ -26,6 +27,9 @@ CASES = (
     ("hla3", PLAIN, 64, 16, 256, 72),
     ("ahla", RATIO, 64, 6, 1025, 64),
     pytest.param(("ahla", RATIO, 4, 16, 16384, 64), marks=SPILLS),
+    ("hla2", ELU_ANCHORED, 2, 2, 4097, 72),
+    ("ahla", ELU_ANCHORED, 64, 6, 1025, 64),
+    ("polynomial", PLAIN, 256, 6, 197, 64),
     ("hla2", PLAIN, 256, 6, 197, 64, "mask"),
     pytest.param(("ahla", RATIO, 8, 16, 1024, 72, "mask"), marks=SPILLS),
     ("ahla", PLAIN, 32, 16, 1024, 72, "packed"),

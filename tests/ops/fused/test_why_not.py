@@ -20,7 +20,10 @@ def test_why_not_names_what_is_missing():
     assert "contiguous" in fused.why_not(q, q, q, Spec("hla2"))
     q = torch.randn(1, 4, 2, 128)
     assert "shared memory" in fused.why_not(q, q, q, Spec("hla2"))
-    assert fused.why_not(q.bfloat16(), q.bfloat16(), q.bfloat16(), Spec("hla2")) is None
+    q = q.bfloat16()
+    assert "registers" in fused.why_not(q, q, q, Spec("polynomial"))
+    for options in ({}, {"feature_map": "softmax", "center": "k"}, {"feature_map": "elu1", "mean_path": True}):
+        assert fused.why_not(q, q, q, Spec("hla2", **options)) is None
 
 
 def test_answers_without_triton():

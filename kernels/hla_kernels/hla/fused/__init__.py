@@ -28,7 +28,9 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
         if not MIN_D <= d <= MAX_D:
             return f"{name} = {d} is outside {MIN_D}..{MAX_D}"
     width = max(q.shape[3] * (2 if spec.feature_map == "softmax_pair" else 1), v.shape[3])
-    if q.dtype == torch.float32 and width > (64 if spec.op == "polynomial" else 96):
+    if spec.op == "polynomial" and width > 64:
+        return f"the float32 sums of polynomial of width {width} do not fit in registers"
+    if q.dtype == torch.float32 and width > 96:
         return f"the float32 weights of width {width} do not fit in shared memory"
     if spec.feature_map == "softmax_pair" and q.shape[3] > MAX_D // 2:
         return f"the softmax pair doubles D = {q.shape[3]} beyond {MAX_D}"
@@ -44,7 +46,8 @@ def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = 
     may be symbols."""
     w, (batch, n, heads) = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q)
     batch_heads = batch * heads
-    kept, lay, size = plan.saves(spec, w, plan.planned(batch_heads), n), layout(spec, w), q.dtype.itemsize
+    kept, lay = plan.saves(spec, w, plan.planned(batch_heads), n), layout(spec, w)
+    size = spec.matrix_dtype(q.dtype).itemsize
     whole = lay.vectors().floats(size) if spec.normalize else 0
     return batch_heads * (whole + kept * (lay.floats(size) - whole))
 
@@ -105,7 +108,7 @@ def backward(
         (launch.head_backward_call if path == "heads" else launch.two_step_backward_call)(call, grad, full, dc, saved)
     else:
         filled = saved.numel() > 0
-        buffer = saved if filled else call.buffer(call.bh * call.lay.floats(q.dtype.itemsize))
+        buffer = saved if filled else call.buffer(call.bh * call.lay.floats(call.matrix_dtype.itemsize))
         dc = launch.split_backward_call(call, grad, full, buffer, filled)
     if call.g > 1:
         for x, out in zip(full[1:], outs[1:], strict=True):

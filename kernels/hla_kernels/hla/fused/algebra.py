@@ -14,7 +14,6 @@ from .tiles import (
     axpy2,
     cast4,
     eye4,
-    inner4,
     matvec,
     mm4,
     rank1,
@@ -28,26 +27,25 @@ from .tiles import (
 
 @triton.jit
 def scale_moments(
-    raw, sums, s, n, ridge, ORDER: tl.constexpr, CENTER: tl.constexpr, NORM: tl.constexpr, RIDGE: tl.constexpr,
+    raw, sums, s, n, ridge, ORDER: tl.constexpr, CENTER: tl.constexpr, ONES: tl.constexpr, RIDGE: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
     """s (Sum a b' - Sum a Sum b' / n) for the moments that centring touches, s Sum a b' for the others; + ridge I on S
     or R.
 
-    NORM centres v: the ratio of v is vbar plus the ratio of v - vbar, and without vbar nothing cancels in the tokens'
-    dtype.
+    ONES centres v: the ratio, or the mean path, of v is vbar plus that of v - vbar, and without vbar nothing cancels.
     """
     mp, ms, mc, mr, mw = raw
     sq, sk, sv = sums
     z = zeros2(F1, F2)
     kbar = axpy2(z, -1.0 / n, sk, F2)
     qbar = axpy2(z, -1.0 / n, sq, F2)
-    if CENTER >= 1 or NORM:
+    if CENTER >= 1 or ONES:
         mp = rank1(mp, kbar, sv, F2, V2) if ORDER != 2 and ORDER != 6 else mp
     if CENTER >= 1:
         ms = rank1(ms, kbar, sk, F2, F2) if ORDER == 2 or ORDER == 4 or ORDER == 5 else ms
         mr = rank1(mr, kbar, sq, F2, F2) if ORDER == 3 or ORDER >= 5 else mr
-    if CENTER == 2 or NORM:
+    if CENTER == 2 or ONES:
         mc = rank1(mc, qbar, sv, F2, V2) if ORDER == 2 or ORDER >= 5 else mc
     if CENTER == 2:
         mw = rank1(mw, qbar, sq, F2, F2) if ORDER == 4 or ORDER == 5 else mw
@@ -143,40 +141,46 @@ def row1(x):
 @triton.jit
 def affine(
     out, m1, sums, a, n, CENTER: tl.constexpr, MEAN: tl.constexpr, NORM: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """(M - m1 vbar', vbar) for the mean-value path, then row - qbar M for centred queries; normalised:
-    (M - m1 a', vbar + a) with a of `anchor`."""
+    """(M, vbar) for the mean-value path, then row - qbar M for centred queries, + SHIFT 1'M for shifted ones;
+    normalised: (M - m1 a', vbar + a) with a of `anchor`."""
     row = zeros2(V1, V2)
     if MEAN or NORM:
         row = axpy2(row, 1.0 / n, sums[2], V2)
-    if MEAN:
-        out = rank1(out, axpy2(zeros2(F1, F2), -1.0, m1, F2), row, F2, V2)
     if NORM:
         out = rank1(out, axpy2(zeros2(F1, F2), -1.0, m1, F2), a, F2, V2)
         row = axpy2(row, 1.0, a, V2)
-    if CENTER == 2:
-        row = axpy2(row, -1.0 / n, vecmat(sums[0], out, F2, V2), V2)
+    if CENTER == 2 or SHIFT > 0:
+        row = axpy2(row, 1.0, vecmat(source(sums[0], n, CENTER == 2, SHIFT, F1, F2), out, F2, V2), V2)
     return out, row
 
 
 @triton.jit
+def source(s, n, CENTRED: tl.constexpr, SHIFT: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
+    """What a read-out of features adds to each of them: what they were shifted by, minus their mean s / n."""
+    x = zeros2(F1, F2)
+    if SHIFT > 0:
+        x = (x[0] + SHIFT, x[1] + SHIFT)
+    if CENTRED:
+        x = axpy2(x, -1.0 / n, s, F2)
+    return x
+
+
+@triton.jit
 def affine_grad(
-    dm, out, m1, sums, sg, n, CENTER: tl.constexpr, MEAN: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    dm, out, sums, sg, n, CENTER: tl.constexpr, MEAN: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
-    """dM' of `affine` -> (dM', dm1, row of dq, row of dv); out is the folded M, sg the sum of the output's gradient."""
+    """dM' of `affine` -> (dM', row of dq, row of dv); sg the sum of the output's gradient."""
     row_q = zeros2(F1, F2)
     row_v = zeros2(V1, V2)
-    dm1 = zeros2(F1, F2)
     if CENTER == 2:
         dm = rank1(dm, axpy2(row_v, -1.0 / n, sg, V2), sums[0], V2, F2)
         row_q = axpy2(row_q, -1.0 / n, matvec(out, sg, F2, V2), F2)
     if MEAN:
         row_v = axpy2(row_v, 1.0 / n, sg, V2)
-        row_v = axpy2(row_v, -1.0 / n, matvec(dm, m1, V2, F2), V2)
-        dm1 = axpy2(dm1, -1.0 / n, vecmat(sums[2], dm, V2, F2), F2)
-    return dm, dm1, row_q, row_v
+    return dm, row_q, row_v
 
 
 @triton.jit
@@ -227,6 +231,19 @@ def weights(
         if ORDER == 5:
             wp = add4(wp, scale4(dm, c1), V2, F2)
     return (scale4(wp, s), ws, wc, wr, ww), dc
+
+
+@triton.jit
+def inner4(a, b, A2: tl.constexpr, B2: tl.constexpr):
+    """sum of a * b over all elements."""
+    s = tl.sum(a[0] * b[0])
+    if B2 > 0:
+        s += tl.sum(a[1] * b[1])
+    if A2 > 0:
+        s += tl.sum(a[2] * b[2])
+    if A2 > 0 and B2 > 0:
+        s += tl.sum(a[3] * b[3])
+    return s
 
 
 @triton.jit
@@ -283,12 +300,12 @@ def scale5(w, c):
 @triton.jit
 def weight_rows(
     w, m, t, dm1, sums, row_q, row_v, c, s, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    NORM: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    NORM: tl.constexpr, SHIFT: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
     """Rows that every dq, dk, dv receives: the gradient of the column of ones, and minus the mean of each centred
     source."""
     row_k = zeros2(F1, F2)
-    if MEAN or NORM:
+    if NORM:
         if CENTER == 0 and ORDER != 2:
             row_k = axpy2(row_k, s, ones_grad_key(t, dm1, c, ORDER, F2), F2)
         if CENTER <= 1 and (ORDER == 2 or ORDER == 5):
@@ -296,7 +313,7 @@ def weight_rows(
             if ORDER == 5:
                 c2 = s * c[1]
             row_q = axpy2(row_q, c2, vecmat(dm1, m[1], F2, F2), F2)
-    return centre_rows(w, sums, row_q, row_k, row_v, n, ORDER, CENTER, F2, V2)
+    return centre_rows(w, sums, row_q, row_k, row_v, n, ORDER, CENTER, MEAN, SHIFT, F1, F2, V2)
 
 
 @triton.jit
@@ -312,24 +329,32 @@ def ones_grad_key(t, dm1, c, ORDER: tl.constexpr, F2: tl.constexpr):
 
 @triton.jit
 def centre_rows(
-    w, sums, row_q, row_k, row_v, n, ORDER: tl.constexpr, CENTER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr
-):
-    """rows - mean(source) W for the moments that centring touches; w = (WP', WS, WC', WR', WW)."""
+    w, sums, row_q, row_k, row_v, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    SHIFT: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
+):  # fmt: skip
+    """rows + `source` W: minus the mean of what a moment centres (MEAN: v, in P and C), and the shift of the features;
+    w = (WP', WS, WC', WR', WW)."""
     sq, sk, sv = sums
     h = -1.0 / n
-    if CENTER >= 1:
-        if ORDER != 2:
-            row_k = axpy2(row_k, h, vecmat(sv, w[0], V2, F2), F2)
-            row_v = axpy2(row_v, h, matvec(w[0], sk, V2, F2), V2)
+    P: tl.constexpr = CENTER >= 1 or MEAN
+    C: tl.constexpr = CENTER == 2 or MEAN
+    if ORDER != 2 and (P or SHIFT > 0):
+        row_v = axpy2(row_v, 1.0, matvec(w[0], source(sk, n, P, 0.0 if P else SHIFT, F1, F2), V2, F2), V2)
+    if ORDER != 2 and P:
+        row_k = axpy2(row_k, h, vecmat(sv, w[0], V2, F2), F2)
+    if CENTER >= 1 or SHIFT > 0:
+        K: tl.constexpr = 0.0 if CENTER >= 1 else SHIFT
+        k = source(sk, n, CENTER >= 1, K, F1, F2)
         if ORDER == 2 or ORDER >= 4:
-            row_k = axpy2(row_k, h, vecmat(sk, w[1], F2, F2), F2)
+            row_k = axpy2(row_k, 1.0, vecmat(k, w[1], F2, F2), F2)
         if ORDER == 3 or ORDER == 5:
-            row_q = axpy2(row_q, h, matvec(w[3], sk, F2, F2), F2)
-            row_k = axpy2(row_k, h, vecmat(sq, w[3], F2, F2), F2)
-    if CENTER == 2:
-        if ORDER == 2 or ORDER == 5:
-            row_q = axpy2(row_q, h, vecmat(sv, w[2], V2, F2), F2)
-            row_v = axpy2(row_v, h, matvec(w[2], sq, V2, F2), V2)
-        if ORDER >= 4:
-            row_q = axpy2(row_q, h, vecmat(sq, w[4], F2, F2), F2)
+            row_q = axpy2(row_q, 1.0, matvec(w[3], k, F2, F2), F2)
+            row_k = axpy2(row_k, 1.0, vecmat(source(sq, n, CENTER >= 1, K, F1, F2), w[3], F2, F2), F2)
+    if (ORDER == 2 or ORDER == 5) and (C or SHIFT > 0):
+        row_v = axpy2(row_v, 1.0, matvec(w[2], source(sq, n, C, 0.0 if C else SHIFT, F1, F2), V2, F2), V2)
+    if (ORDER == 2 or ORDER == 5) and C:
+        row_q = axpy2(row_q, h, vecmat(sv, w[2], V2, F2), F2)
+    if ORDER >= 4 and (CENTER == 2 or SHIFT > 0):
+        W: tl.constexpr = 0.0 if CENTER == 2 else SHIFT
+        row_q = axpy2(row_q, 1.0, vecmat(source(sq, n, CENTER == 2, W, F1, F2), w[4], F2, F2), F2)
     return row_q, row_k, row_v

@@ -21,6 +21,7 @@ from .algebra import (
     weights,
 )
 from .loops import read_out, span, sum_features, sum_moments, write_grads
+from .maps import centre_columns, centre_softmax, shift_of, unshift, unshift_grad
 from .tiles import axpy2, cast4, load4, load_vec, store4, store_vec, trans4, vecmat, zeros2, zeros4
 
 NO_SPECIALIZE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "N", "H", "G", "scale", "ridge", "eps"]
@@ -69,25 +70,29 @@ def head_forward(
     a = zeros2(V1, V2)
     SUMS: tl.constexpr = NORM or MEAN or CENTER > 0
     dtype: tl.constexpr = q.dtype.element_ty
+    SHIFT: tl.constexpr = shift_of(FMAP, CENTER, NORM, D)
+    ROW: tl.constexpr = MEAN or CENTER == 2 or SHIFT > 0
     if FMAP == 0 and not NORM:
         raw, sums, _, _ = sum_moments(
             q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMS, False, True, D, F1, F2, DV, V1, V2, BN, PREC
         )
     else:
-        REST: tl.constexpr = NORM and ORDER == 1 and dtype != tl.float32
+        DIGITS: tl.constexpr = 2 if not NORM and (FMAP == 3 or FMAP == 4) and dtype != tl.float32 else 0
+        REST: tl.constexpr = 1 if NORM and ORDER == 1 and dtype != tl.float32 else DIGITS
         raw, sums, _, _, _ = sum_features(
             q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), m1, a, eps, ORDER, True, SUMS, REST, False, NORM,
             FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
         )  # fmt: skip
     n = N[1]
-    m = scale_moments(raw, sums, scale, n, ridge, ORDER, CENTER, NORM, RIDGE, F1, F2, V2)
+    if FMAP == 5:
+        raw = unshift(raw, sums, n, ORDER, CENTER, MEAN, D, F1, F2, V2)
+    m = scale_moments(raw, sums, scale, n, ridge, ORDER, CENTER, NORM or MEAN, RIDGE, F1, F2, V2)
     out, t = operator(m, c, ORDER, F2, V2, MID)
     p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
-    if NORM or MEAN:
-        m1 = operator_ones(m, t, p1, q1, c, ORDER, F2)
     if NORM:
+        m1 = operator_ones(m, t, p1, q1, c, ORDER, F2)
         a = anchor(m, p1, q1, sums, ORDER, F1, F2, V1, V2)
-    out, row = affine(out, m1, sums, a, n, CENTER, MEAN, NORM, F1, F2, V1, V2)
+    out, row = affine(out, m1, sums, a, n, CENTER, MEAN, NORM, F1, F2, V1, V2, SHIFT)
     out = cast4(out, dtype)
     if SAVE:
         store4(matrix + pid.to(tl.int64) * FD * DV, out, FD, F1, F2, DV, V1, V2, DV, 1)
@@ -98,8 +103,7 @@ def head_forward(
         store_vec(to + OFF[8], m1, FD, F1, F2)
         store_vec(to + OFF[9], row, DV, V1, V2)
     read_out(
-        q, o, qn, os[1] * ALIGN, 0, N, out, m1, row, eps, NORM, MEAN or CENTER == 2, FMAP, D, R1, R2, F1, F2, DV, V1,
-        V2, BO, PREC,
+        q, o, qn, os[1] * ALIGN, 0, N, out, m1, row, eps, NORM, ROW, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BO, PREC,
     )  # fmt: skip
 
 
@@ -128,7 +132,7 @@ def head_gradient(
         out = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
         m1 = load_vec(state + OFF[8], FD, F1, F2)
         vbar = load_vec(state + OFF[9], DV, V1, V2)
-        REST: tl.constexpr = dtype != tl.float32
+        REST: tl.constexpr = 0 if dtype == tl.float32 else 2 if FMAP == 3 or FMAP == 4 else 1
         raw, sums, dm, dm1, _ = sum_features(
             q, k, v, g, qn, kn, vn, gn, 0, N, out, m1, vbar, eps, ORDER, ORDER > 1, True, REST, True, True, FMAP, D,
             R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
@@ -144,27 +148,34 @@ def head_gradient(
             q, k, v, g, qn, kn, vn, gn, 0, N, ORDER, SUMS, True, False, D, F1, F2, DV, V1, V2, BN, PREC
         )
     else:
+        DIGITS: tl.constexpr = 2 if (FMAP == 3 or FMAP == 4) and dtype != tl.float32 else 0
         raw, sums, dm, _, sg = sum_features(
-            q, k, v, g, qn, kn, vn, gn, 0, N, zeros4(1, 0, 1, 0), m1, vbar, eps, ORDER, True, SUMS, False, True,
+            q, k, v, g, qn, kn, vn, gn, 0, N, zeros4(1, 0, 1, 0), m1, vbar, eps, ORDER, True, SUMS, DIGITS, True,
             False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
         )  # fmt: skip
-    m = scale_moments(raw, sums, scale, n, ridge, ORDER, CENTER, NORM, RIDGE, F1, F2, V2)
+        if FMAP == 5:
+            raw = unshift(raw, sums, n, ORDER, CENTER, MEAN, D, F1, F2, V2)
+            if CENTER < 2:
+                dm = unshift_grad(dm, sg, D, F1, F2, V2)
+    m = scale_moments(raw, sums, scale, n, ridge, ORDER, CENTER, NORM or MEAN, RIDGE, F1, F2, V2)
     p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
     row_q, row_v = zeros2(F1, F2), zeros2(V1, V2)
     if NORM:
         t = left_factor(m, c, ORDER, F2, MID)
         dm1 = axpy2(dm1, -1.0, vecmat(a, dm, V2, F2), F2)
     else:
+        dm1 = m1
         out, t = operator(m, c, ORDER, F2, V2, MID)
-        if MEAN:
-            m1 = operator_ones(m, t, p1, q1, c, ORDER, F2)
-        out, vbar = affine(out, m1, sums, a, n, CENTER, MEAN, NORM, F1, F2, V1, V2)
-        dm, dm1, row_q, row_v = affine_grad(dm, out, m1, sums, sg, n, CENTER, MEAN, F1, F2, V1, V2)
-    w, dc = weights(m, t, dm, dm1, p1, q1, c, scale, ORDER, NORM or MEAN, F2, V2, MID)
+        out, vbar = affine(out, m1, sums, a, n, CENTER, MEAN, NORM, F1, F2, V1, V2, 0.0)
+        dm, row_q, row_v = affine_grad(dm, out, sums, sg, n, CENTER, MEAN, F1, F2, V1, V2)
+    w, dc = weights(m, t, dm, dm1, p1, q1, c, scale, ORDER, NORM, F2, V2, MID)
     if NORM:  # v is centred as a source of dk and dq, but the ratio does not depend on its mean
         dm1 = axpy2(dm1, -1.0 / n, vecmat(sv, dm, V2, F2), F2)
-    rows = weight_rows(w, m, t, dm1, sums, row_q, row_v, c, scale, n, ORDER, CENTER, MEAN, NORM, F1, F2, V1, V2)
-    return cast4(out, dtype), m1, vbar, w, rows, dc
+    SHIFT: tl.constexpr = 1.0 if FMAP == 5 else 0.0
+    rows = weight_rows(
+        w, m, t, dm1, sums, row_q, row_v, c, scale, n, ORDER, CENTER, MEAN, NORM, SHIFT, F1, F2, V1, V2
+    )
+    return out, m1, vbar, w, rows, dc
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -200,10 +211,17 @@ def head_backward(
         tl.debug_barrier()  # every thread reads what others wrote
         rows = (out_rows, out_rows + FD, out_rows)
         m1, vbar = state + head * K + OFF[8], state + head * K + OFF[9]
+    more = rows
+    mt = trans4(out)
+    if FMAP == 3 or FMAP == 4:
+        w, more = centre_softmax(w, ORDER, NORM, FMAP, D, F1, F2, V1, V2)
+        if not NORM:
+            mt, _ = centre_columns(mt, FMAP, D, V2, F2)
+    mt = cast4(mt, q.dtype.element_ty)
     w, unit = cast_weights(w, ORDER, q.dtype.element_ty, F2, V2)
     write_grads(
         q, k, v, g, at_head(dq, dqs, at, h, ALIGN), at_head(dk, dks, at, h, ALIGN), at_head(dv, dvs, at, h, ALIGN), qn,
-        kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, trans4(out), m1, vbar, w, unit, rows, eps, 0,
+        kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, mt, m1, vbar, w, unit, rows, more, eps, 0,
         ORDER, NORM, MEAN or CENTER > 0, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, BO, PREC,
     )  # fmt: skip
 

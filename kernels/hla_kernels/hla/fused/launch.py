@@ -12,7 +12,7 @@ from . import plan
 from .heads import head_backward, head_forward, head_weights
 from .middle import middle, middle_grads_value
 from .middle_key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
-from .spec import ORDERS, Spec, alignment, layout, precisions, strides, widths
+from .spec import ORDERS, Spec, alignment, layout, strides, widths
 from .split import add_parts, apply, apply_grads, combine, reduce_moments, reduce_readout
 
 BLOCK = 1024
@@ -27,7 +27,7 @@ class Saved(NamedTuple):
     @classmethod
     def of(cls, buffer: Tensor, call: Call) -> Saved:
         """The parts of a buffer of `fused.saved_floats`: the operators, then the states."""
-        lay, dtype = call.lay, call.q.dtype
+        lay, dtype = call.lay, call.matrix_dtype
         start = call.bh * lay.matrix_floats(dtype.itemsize)
         matrix = buffer[:start].view(dtype)[: call.bh * lay.fd * lay.dv]
         return cls(buffer[start:].view(call.bh, lay.k), matrix.view(call.bh, lay.fd, lay.dv))
@@ -49,6 +49,8 @@ class Call:
     def __init__(
         self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, seqs: Sequences = WHOLE
     ):
+        if q.dtype == torch.float16:
+            spec = spec.in_range(q.shape[3])
         self.spec, self.q, self.k, self.v, self.coefficients = spec, q, k, v, coefficients
         self.b, self.most, self.h = seqs.sizes(q)
         # tokens of the longest sequence and what `loops.span` reads of the others
@@ -57,10 +59,13 @@ class Call:
         self.planned = plan.planned(self.bh)
         self.w = widths(spec, q.shape[3], v.shape[3])
         self.flags = spec.flags()
-        self.prec = precisions(q.dtype)
+        self.prec = spec.precisions(q.dtype)
         self.scale = spec.scale_of(self.most)
-        # float16 weights are cast where they are used, in units of a power of two
-        self.weights_dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
+        # float16 weights are cast where they are used, in units of a power of two; those that rows are taken of there
+        # after that
+        late = q.dtype == torch.float16 or spec.shifted or spec.softmax
+        self.weights_dtype = torch.float32 if late else q.dtype
+        self.matrix_dtype = spec.matrix_dtype(q.dtype)
         self.lay = layout(spec, self.w)
         # products with C read dM along V, the others dM' along F
         self.turned = spec.op in ("hla2", "polynomial")
@@ -77,7 +82,7 @@ class Call:
         """Constexpr of a D x D kernel."""
         lay = self.lay
         tiles = {name: self.w[name] for name in ("F1", "F2", "DV", "V1", "V2")}
-        config = plan.middle_config(self.w, max(lay.fd, lay.dv), self.planned)
+        config = plan.middle_config(self.w, max(lay.fd, lay.dv), self.planned, self.prec["MID"])
         return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": self.prec["MID"], **config}
 
     def buffer(self, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -121,7 +126,7 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
     saved = Saved.of(buffer, call)
     q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
     config = plan.reduce_config(call.spec, call.w, q.dtype)
-    rest = spec.normalize and q.dtype != torch.float32 and (rest or ORDERS[spec.op] == 1)
+    digits = spec.digits(q.dtype, rest)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     a = alignment(q, k, v)
     state, matrix = saved
@@ -129,7 +134,7 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
     roles = plan.reduce_roles(call.spec, call.w)
     reduce_moments[(call.bh * parts * roles,)](
         q, k, v, partial, strides(q, a), strides(k, a), strides(v, a), call.n, call.h, call.g, parts, chunk, call.bh,
-        call.scale, spec.ridge, ALIGN=a, REST=rest, FINAL=parts == 1, ROLES=roles, **call.flags, **call.sizes(),
+        call.scale, spec.ridge, ALIGN=a, REST=digits, FINAL=parts == 1, ROLES=roles, **call.flags, **call.sizes(),
         **staged(config),
     )  # fmt: skip
     if parts > 1:
@@ -137,7 +142,8 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
         combine[(call.bh * blocks,)](
             partial, state, parts, call.bh, call.scale, call.n, spec.ridge, SUMS=call.spec.sums, FD=lay.fd,
             DV=lay.dv, OFF=lay.off, K=lay.k, BLOCKS=blocks, BLOCK=BLOCK,
-            **call.pick("ORDER", "NORM", "CENTER", "RIDGE"),
+            ONES=spec.normalize or spec.mean_path,
+            **call.pick("ORDER", "CENTER", "RIDGE"),
         )  # fmt: skip
     sizes = call.middle_sizes()
     middle[(call.bh * -(-lay.fd // sizes["BR"]),)](
@@ -157,7 +163,7 @@ def split_forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool) -> Non
     """reduce -> combine -> middle -> apply; the buffer keeps the state, for a backward with `save`."""
     saved = prepare(call, buffer, save)
     q = call.q
-    config = plan.apply_config("forward", call.spec.op, call.w, q.dtype)
+    config = plan.apply_config("forward", call.spec, call.w, q.dtype)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     a = alignment(q, o)
     apply[(call.bh * parts,)](
@@ -174,10 +180,11 @@ def readout_grad(call: Call, g: Tensor, saved: Saved) -> Tensor:
     a = alignment(q, g)
     grads = call.buffer(call.bh, lay.kg)
     partial = grads if parts == 1 else call.buffer(parts, call.bh, lay.kg)
-    sums = call.spec.mean_path or call.spec.center == "qk"
+    sums = call.spec.mean_path or call.spec.center == "qk" or call.spec.shifted
     reduce_readout[(call.bh * parts,)](
         q, g, saved.state, saved.matrix, partial, strides(q, a), strides(g, a), call.n, call.h, parts, chunk, call.bh,
-        call.spec.eps, SUMS=sums, ALIGN=a, KG=lay.kg, TURNED=call.turned, **call.pick("ORDER", "NORM", "FMAP"),
+        call.spec.eps, SUMS=sums, ALIGN=a, KG=lay.kg, TURNED=call.turned,
+        REST=call.spec.digits(q.dtype, True), **call.pick("ORDER", "NORM", "CENTER", "FMAP"),
         **call.sizes(), **staged(config),
     )  # fmt: skip
     if parts > 1:
@@ -236,7 +243,7 @@ def apply_grads_call(
 ) -> None:
     """One launch: dq, dk, dv from the weights of every head."""
     q, k, v, lay = call.q, call.k, call.v, call.lay
-    config = plan.apply_config("backward", call.spec.op, call.w, q.dtype)
+    config = plan.apply_config("backward", call.spec, call.w, q.dtype)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     a = alignment(q, k, v, g, *outs)
     apply_grads[(call.bh * parts * config["ROLES"],)](
@@ -254,7 +261,7 @@ def two_step_backward_call(
     q, k, v, spec = call.q, call.k, call.v, call.spec
     call.lay = lay = call.lay.vectors()
     if not spec.normalize:
-        saved = call.buffer(call.bh * lay.floats(q.dtype.itemsize))
+        saved = call.buffer(call.bh * lay.floats(call.matrix_dtype.itemsize))
     of = Saved.of(saved, call)
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     rows = call.buffer(call.bh, 2 * lay.fd + lay.dv)

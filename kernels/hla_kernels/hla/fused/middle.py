@@ -92,7 +92,7 @@ def middle(
     MEAN: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
     V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
 ):  # fmt: skip
-    """matrix [B * H, F, V] = M (mean path folded in) and, when v = 1 is needed, m1 into the state."""
+    """matrix [B * H, F, V] = M and, when normalised, m1 into the state."""
     BLOCKS: tl.constexpr = (FD + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     n, scale = means(N, head, scale)
@@ -117,20 +117,17 @@ def middle(
             m = axpy2(m, c2, times(si, load4(s + OFF[2], FD, F1, F2, DV, V1, V2, DV, 1), BR, F2, V1, V2, MID), V2)
             m = axpy2(m, c1, rows_of(s + OFF[0], r, BR, FD, DV, V1, V2, DV, 1), V2)
     i = r + tl.arange(0, BR)
-    if NORM or MEAN:
+    if NORM:
         m1 = tl.zeros([BR], tl.float32)
-        if ORDER == 2 and CENTER <= 1:
+        if ORDER == 2:
             m1 = scale * dot_rows(t, load_vec(s + OFF[5], FD, F1, F2), F2)
-        if ORDER >= 3 and CENTER == 0:
+        if ORDER >= 3:
             m1 = scale * dot_rows(t, load_vec(s + OFF[6], FD, F1, F2), F2)
-        if (ORDER == 1 or ORDER == 5) and CENTER == 0:
+        if (ORDER == 1 or ORDER == 5):
             m1 += scale * c1 * vec(s + OFF[6], r, BR, FD)
-        if ORDER == 5 and CENTER <= 1:
+        if ORDER == 5:
             m1 += scale * c2 * dot_rows(si, load_vec(s + OFF[5], FD, F1, F2), F2)
         tl.store(s + OFF[8] + i, m1, mask=i < FD)
-        if MEAN:
-            m = plus_rank1(m, m1 * (-1.0 / n), load_vec(s + OFF[7], DV, V1, V2), V2)
-    if NORM:
         a = state_anchor(s, scale, ORDER, OFF, FD, F1, F2, DV, V1, V2)
         m = plus_rank1(m, -m1, a, V2)
         if r == 0:
@@ -175,6 +172,6 @@ def middle_grads_value(
         put_rows(w + WOFF[0], r, BR, DV, FD, F1, F2, mul2(wp, scale, F2))
     row = tl.zeros([BR], tl.float32)
     if MEAN:
-        row = (vec(g + DV * FD + FD, r, BR, DV) - dot_rows(x, load_vec(s + OFF[8], FD, F1, F2), F2)) / n
+        row = vec(g + DV * FD + FD, r, BR, DV) / n
     i = r + tl.arange(0, BR)
     tl.store(rows + head * (2 * FD + DV) + 2 * FD + i, row, mask=i < DV)

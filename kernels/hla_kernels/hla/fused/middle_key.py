@@ -16,7 +16,7 @@ def ones_grads(
     OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
     V2: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """(d1, d1_i, p1_i, q1, q1_i): the gradient of m1, and P and C of v = 1 where not centred; _i are rows r..r+BR."""
+    """(d1, d1_i, p1_i, q1, q1_i): the gradient of m1 , and P and C of v = 1; _i are rows r..r+BR."""
     d1 = zeros2(F1, F2)
     d1i = tl.zeros([BR], tl.float32)
     p1i = d1i
@@ -26,13 +26,7 @@ def ones_grads(
         a = state_anchor(s, scale, ORDER, OFF, FD, F1, F2, DV, V1, V2)
         d1 = axpy2(load_vec(g + DV * FD, FD, F1, F2), -1.0, vecmat(a, dmt, V2, F2), F2)
         d1i = vec(g + DV * FD, r, BR, FD) - dot_rows(x, a, V2)
-    elif MEAN:
-        sv = load_vec(s + OFF[7], DV, V1, V2)
-        d1 = mul2(vecmat(sv, dmt, V2, F2), -1.0 / n, F2)
-        d1i = dot_rows(x, sv, V2) * (-1.0 / n)
-    if (NORM or MEAN) and CENTER == 0:
         p1i = scale * vec(s + OFF[6], r, BR, FD)
-    if (NORM or MEAN) and CENTER <= 1:
         q1 = mul2(load_vec(s + OFF[5], FD, F1, F2), scale, F2)
         q1i = scale * vec(s + OFF[5], r, BR, FD)
     return d1, d1i, p1i, q1, q1i
@@ -49,7 +43,7 @@ def token_rows(
     row_k = tl.zeros([BR], tl.float32)
     if CENTER == 2:
         row_q -= dot_rows(mi, load_vec(g + DV * FD + FD, DV, V1, V2), V2) / n
-    if NORM or MEAN:
+    if NORM:
         if CENTER <= 1 and (ORDER == 2 or ORDER == 5):
             row_q += scale * c[1] * dot_rows(rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1), d1, F2)
         if CENTER == 0 and (ORDER == 1 or ORDER == 5):

@@ -70,6 +70,8 @@ def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtyp
     if dtype == torch.float32:
         return {"BN": 32, "BO": 32, "num_warps": 8, "num_stages": 2}
     if direction == "forward" and mapped(spec) and spec.op != "polynomial":
+        if spec.shifted or (spec.softmax and not spec.normalize):
+            return {"BN": 32, "BO": 64, "num_warps": 8, "num_stages": 2}
         return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
     bn = 32 if mapped(spec) or w["F2"] > 0 else 64
     if direction == "forward":
@@ -88,24 +90,22 @@ def weights_config(spec: Spec, dtype: torch.dtype) -> dict[str, int]:
 
 def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
     """Tiles of `reduce_moments` and `reduce_readout`."""
-    if dtype == torch.float32:
+    if dtype == torch.float32 or spec.softmax or spec.op == "polynomial":
         return {"BN": 32, "num_warps": 8, "num_stages": 2}
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
-    if mapped(spec) and spec.op != "polynomial":
+    if mapped(spec):
         return {"BN": 64 if wide <= 64 else 32, "num_warps": 4 if wide <= 64 else 8, "num_stages": 3}
     if wide > 80:
         return {"BN": 64, "num_warps": 8, "num_stages": 3}
-    if spec.op == "polynomial" and wide > 64:
-        return {"BN": 64, "num_warps": 4, "num_stages": 2}
-    return {"BN": 32 if mapped(spec) or wide > 64 else 64, "num_warps": 4, "num_stages": 3}
+    return {"BN": 32 if wide > 64 else 64, "num_warps": 4, "num_stages": 3}
 
 
 def reduce_roles(spec: Spec, w: dict[str, int]) -> int:
     """2 where the five moments of `polynomial` do not fit in the registers of one program."""
-    return 2 if spec.op == "polynomial" and max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 64 else 1
+    return 2 if spec.op == "polynomial" else 1
 
 
-def apply_config(direction: str, op: str, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
+def apply_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
     """Tiles of `apply` and `apply_grads`."""
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 64
     if dtype == torch.float32:
@@ -113,14 +113,17 @@ def apply_config(direction: str, op: str, w: dict[str, int], dtype: torch.dtype)
     if direction == "forward":
         return {"BN": 64, "num_warps": 4, "num_stages": 3}
     very = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
-    third = op in ("hla3", "polynomial")
-    stages = (1 if op == "polynomial" else 3) if very else (3 if op == "hla3" and not wide else 2)
-    return {"BN": 64, "num_warps": 8 if very else 4, "num_stages": stages, "ROLES": 2 if wide or third else 1}
+    third = spec.op in ("hla3", "polynomial")
+    stages = (1 if spec.op == "polynomial" else 3) if very else (3 if spec.op == "hla3" and not wide else 2)
+    warps = 8 if very or spec.shifted or spec.softmax else 4
+    return {"BN": 64, "num_warps": warps, "num_stages": stages, "ROLES": 2 if wide or third else 1}
 
 
-def middle_config(w: dict[str, int], rows: int, batch_heads: int) -> dict[str, int]:
+def middle_config(w: dict[str, int], rows: int, batch_heads: int, precision: str) -> dict[str, int]:
     """Rows of a block and warps of `middle` and its gradients: a head at once where heads fill the chip."""
     tile = max(w["F1"], w["V1"])
+    if precision != "tf32":
+        return {"BR": 16, "num_warps": 8, "num_stages": 1}
     if batch_heads >= PROGRAMS // 2 and tile <= 64:
         block = 128 if rows > 64 else tile
         return {"BR": block, "num_warps": 8 if block * tile > 4096 else 4, "num_stages": 1}

@@ -36,8 +36,54 @@ class Spec(NamedTuple):
             "CENTER": CENTERS[self.center],
             "MEAN": self.mean_path,
             "RIDGE": self.ridge != 0.0,
-            "FMAP": FEATURE_MAPS[self.feature_map],
+            "FMAP": 5 if self.shifted else FEATURE_MAPS[self.feature_map],
         }
+
+    @property
+    def shifted(self) -> bool:
+        """Whether the kernels compute with phi - 1: `maps`, map 5."""
+        return self.feature_map == "elu1" and (self.mean_path or self.center is not None)
+
+    @property
+    def softmax(self) -> bool:
+        """Whether the features are softmaxes."""
+        return self.feature_map in ("softmax", "softmax_pair")
+
+    def matrix_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which operators are stored for tokens of `dtype`: unrounded where means are taken of them, or
+        the gradient of coefficients."""
+        late = (self.softmax and not self.normalize) or (self.op == "polynomial" and self.normalize)
+        return torch.float32 if late else dtype
+
+    def precisions(self, dtype: torch.dtype) -> dict[str, str]:
+        """`precisions` of this call. The gradient of coefficients is as exact as torch's in float32, and so are float32
+        tokens where errors of tf32x3 add up; what softmaxes have in common cancels."""
+        sums_up = self.op in ("hla2", "hla3") or self.normalize or self.feature_map not in (None, "identity", "relu")
+        if self.op == "polynomial" or (dtype == torch.float32 and sums_up):
+            return {"PREC": "ieee", "MID": "ieee"}
+        return precisions(dtype) | ({"MID": "tf32x3"} if self.softmax else {})
+
+    def in_range(self, d: int) -> Spec:
+        """The same ratio with an operator of normal float16 numbers: softmaxes are about 1 / D, a ratio of S W P has
+        D**-5 above and below; D**2 in each moment leaves D at most."""
+        if not (self.softmax and self.normalize and self.op in ("hla2", "ahla", "hla3")):
+            return self
+        up, order = float(d * d), 3 if self.op == "hla3" else 2
+        scale = None if self.scale is None else self.scale * up
+        return self._replace(
+            scale=scale, q_scale=self.q_scale * up, ridge=self.ridge * up, eps=self.eps * up**order
+        )
+
+    def digits(self, dtype: torch.dtype, backward: bool) -> int:
+        """How exact sums of features are: REST of `sum_features`. Highest for the gradient of coefficients, which
+        torch has in float32, then for features whose mean cancels."""
+        if dtype == torch.float32:
+            return 0
+        if self.op == "polynomial" and backward:
+            return 3
+        if self.softmax and (backward or not self.normalize):
+            return 2
+        return int(self.normalize and (backward or self.op == "linear_attention"))
 
     @property
     def sums(self) -> bool:
@@ -106,7 +152,7 @@ def layout(spec: Spec, w: dict[str, int]) -> Layout:
     fd = w["F1"] + w["F2"] if spec.feature_map == "softmax_pair" else w["D"]
     ff, fv = fd * fd, fd * dv
     # int: torch 2.11 cannot multiply a symbol by a bool
-    sums, ones = int(spec.sums), int(spec.normalize or spec.mean_path)
+    sums, ones = int(spec.sums), int(spec.normalize)
     sizes = (
         fv * int(order != 2), ff * int(order == 2 or order >= 4), fv * int(order in (2, 5)), ff * int(order in (3, 5)),
         ff * int(order >= 4), fd * sums, fd * sums, dv * sums, fd * ones, dv * int(spec.normalize),

@@ -9,10 +9,11 @@ Every program writes its own partial sums, which `combine` adds in a fixed order
 import triton
 import triton.language as tl
 
-from .algebra import cast_weights, centre_rows, scale_moments
+from .algebra import cast_weights, centre_rows, scale_moments, source
 from .heads import at_head
 from .loops import means, read_out, span, sum_features, sum_gradient, sum_moments, upto, write_grads
-from .tiles import axpy2, load4, load_vec, store4, store_vec, trans4, vecmat, zeros2, zeros4
+from .maps import centre_columns, centre_softmax, shift_of, unshift, unshift_grad
+from .tiles import axpy2, cast4, load4, load_vec, store4, store_vec, trans4, vecmat, zeros2, zeros4
 
 NO_SPECIALIZE = [
     "qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "N", "H", "G", "PARTS", "chunk", "heads", "scale", "ridge",
@@ -78,31 +79,31 @@ def reduce_moments(
     SUMS: tl.constexpr = NORM or MEAN or CENTER > 0
     if ROLES == 1:
         part_moments(
-            q, k, v, tn, out, lo, hi, n, scale, ridge, ORDER, SUMS, NORM, CENTER, RIDGE, FMAP, D, R1, R2, F1, F2, DV,
-            V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
+            q, k, v, tn, out, lo, hi, n, scale, ridge, ORDER, SUMS, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1, R2, F1, F2,
+            DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
         )  # fmt: skip
     elif tl.program_id(0) % 2 == 0:
         part_moments(
-            q, k, v, tn, out, lo, hi, n, scale, ridge, 4, 2 if SUMS else 0, NORM, CENTER, RIDGE, FMAP, D, R1, R2, F1,
-            F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
+            q, k, v, tn, out, lo, hi, n, scale, ridge, 4, 2 if SUMS else 0, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1, R2,
+            F1, F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
         )  # fmt: skip
     else:
         part_moments(
-            q, k, v, tn, out, lo, hi, n, scale, ridge, 6, SUMS and FINAL, NORM, CENTER, RIDGE, FMAP, D, R1, R2, F1, F2,
-            DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
+            q, k, v, tn, out, lo, hi, n, scale, ridge, 6, SUMS and (FINAL or FMAP == 5), NORM, CENTER, MEAN, RIDGE,
+            FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
         )  # fmt: skip
 
 
 @triton.jit
 def part_moments(
     q, k, v, tn, out, lo, hi, n, scale, ridge, ORDER: tl.constexpr, SUMS: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
-    OFF: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr, REST: tl.constexpr,
-    FINAL: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr,
+    R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
+    V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    REST: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     """Sum the moments of one order over tokens lo..hi and write them."""
-    if FMAP == 0 and not NORM:
+    if FMAP == 0 and not NORM and REST == 0:
         m, sums, _, _ = sum_moments(
             q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, SUMS, False, False, D, F1, F2, DV, V1, V2, BN, PREC
         )
@@ -111,8 +112,10 @@ def part_moments(
             q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, zeros4(1, 0, 1, 0), zeros2(F1, F2), zeros2(V1, V2), 0.0,
             ORDER, True, SUMS, REST, False, NORM, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
         )  # fmt: skip
+    if FMAP == 5:  # what the number of tokens adds, the first part adds for all
+        m = unshift(m, sums, tl.where(lo == 0, n, 0.0), ORDER, CENTER, MEAN, D, F1, F2, V2)
     if FINAL:
-        m = scale_moments(m, sums, scale, n, ridge, ORDER, CENTER, NORM, RIDGE, F1, F2, V2)
+        m = scale_moments(m, sums, scale, n, ridge, ORDER, CENTER, NORM or MEAN, RIDGE, F1, F2, V2)
     store_state(out, m, sums, ORDER, SUMS and ORDER != 6, OFF, FD, F1, F2, DV, V1, V2)
 
 
@@ -144,7 +147,7 @@ def combine_section(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def combine(
-    parts, state, PARTS, heads, scale, n, ridge, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr,
+    parts, state, PARTS, heads, scale, n, ridge, ORDER: tl.constexpr, ONES: tl.constexpr, CENTER: tl.constexpr,
     RIDGE: tl.constexpr, SUMS: tl.constexpr, FD: tl.constexpr, DV: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -161,13 +164,13 @@ def combine(
     BOTH: tl.constexpr = CENTER == 2
     if ORDER != 2:
         combine_section(
-            p, o, step, PARTS, block, scale, n, ridge, OFF[0], FV, DV, OFF[6], OFF[7], KEY or NORM, False, BLOCK
+            p, o, step, PARTS, block, scale, n, ridge, OFF[0], FV, DV, OFF[6], OFF[7], KEY or ONES, False, BLOCK
         )
     if ORDER == 2 or ORDER >= 4:
         combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[1], FF, FD, OFF[6], OFF[6], KEY, RIDGE, BLOCK)
     if ORDER == 2 or ORDER == 5:
         combine_section(
-            p, o, step, PARTS, block, scale, n, ridge, OFF[2], FV, DV, OFF[5], OFF[7], BOTH or NORM, False, BLOCK
+            p, o, step, PARTS, block, scale, n, ridge, OFF[2], FV, DV, OFF[5], OFF[7], BOTH or ONES, False, BLOCK
         )
     if ORDER == 3 or ORDER == 5:
         combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[3], FF, FD, OFF[6], OFF[5], KEY, RIDGE, BLOCK)
@@ -193,18 +196,23 @@ def apply(
     m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
     m1 = zeros2(F1, F2)
     row = zeros2(V1, V2)
+    SHIFT: tl.constexpr = shift_of(FMAP, CENTER, NORM, D)
+    ROW: tl.constexpr = MEAN or CENTER == 2 or SHIFT > 0
     n = N[1]
     if NORM:
         m1 = load_vec(state + OFF[8], FD, F1, F2)
         row = load_vec(state + OFF[9], DV, V1, V2)
     if MEAN:
         row = axpy2(row, 1.0 / n, load_vec(state + OFF[7], DV, V1, V2), V2)
-    if CENTER == 2:
-        row = axpy2(row, -1.0 / n, vecmat(load_vec(state + OFF[5], FD, F1, F2), m, F2, V2), V2)
+    if CENTER == 2 or SHIFT > 0:
+        sq = m1
+        if CENTER == 2:
+            sq = load_vec(state + OFF[5], FD, F1, F2)
+        row = axpy2(row, 1.0, vecmat(source(sq, n, CENTER == 2, SHIFT, F1, F2), m, F2, V2), V2)
     read_out(
         at_head(q, qs, at, h, ALIGN), at_head(o, os, at, h, ALIGN), qs[1] * ALIGN, os[1] * ALIGN, lo,
-        upto(lo + chunk, N), m, m1, row, eps, NORM, MEAN or CENTER == 2, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN,
-        PREC,
+        upto(lo + chunk, N), cast4(m, q.dtype.element_ty), m1, row, eps, NORM, ROW, FMAP, D, R1, R2, F1, F2, DV, V1,
+        V2, BN, PREC,
     )  # fmt: skip
 
 
@@ -214,7 +222,7 @@ def reduce_readout(
     SUMS: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
     OFF: tl.constexpr, K: tl.constexpr, KG: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
-    TURNED: tl.constexpr,
+    CENTER: tl.constexpr, TURNED: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Partial dM' [V, F] (TURNED: dM [F, V]), dm1 [F], sum g [V] of one part of one head -> out [PARTS, B * H, KG]."""
     b, h, part = place(H, PARTS)
@@ -227,18 +235,21 @@ def reduce_readout(
     if NORM:
         vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
         m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
+        m = cast4(m, tl.float32 if REST == 3 else q.dtype.element_ty)
         m1 = load_vec(state + head * K + OFF[8], FD, F1, F2)
     q = at_head(q, qs, at, h, ALIGN)
     g = at_head(g, gs, at, h, ALIGN)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
     hi = upto(lo + chunk, N)
-    if FMAP == 0 and not NORM:
+    if FMAP == 0 and not NORM and REST == 0:
         dm, sg = sum_gradient(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
     else:
         _, _, dm, dm1, sg = sum_features(
-            q, q, g, g, qn, qn, gn, gn, lo, hi, m, m1, vbar, eps, ORDER, False, SUMS, False, True, NORM, FMAP, D, R1,
+            q, q, g, g, qn, qn, gn, gn, lo, hi, m, m1, vbar, eps, ORDER, False, SUMS, REST, True, NORM, FMAP, D, R1,
             R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
         )  # fmt: skip
+    if FMAP == 5 and CENTER < 2:
+        dm = unshift_grad(dm, sg, D, F1, F2, V2)
     out += (part.to(tl.int64) * heads + head) * KG
     store4(out, dm, DV, V1, V2, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)
     if NORM:
@@ -305,18 +316,25 @@ def part_grads(
         row = (load_vec(rows, FD, F1, F2), load_vec(rows + FD, FD, F1, F2), load_vec(rows + 2 * FD, DV, V1, V2))
     else:
         row = (zeros2(F1, F2), zeros2(F1, F2), zeros2(V1, V2))
-    if CENTER > 0 and not ROWS_DONE:
+    if (ROW or FMAP == 5) and not NORM and not ROWS_DONE:
         sums = (
             load_vec(state + OFF[5], FD, F1, F2),
             load_vec(state + OFF[6], FD, F1, F2),
             load_vec(state + OFF[7], DV, V1, V2),
         )
-        row = centre_rows(w, sums, row[0], row[1], row[2], n, ORDER, CENTER, F2, V2)
+        SHIFT: tl.constexpr = 1.0 if FMAP == 5 else 0.0
+        row = centre_rows(w, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, SHIFT, F1, F2, V2)
+    more = row
+    if FMAP == 3 or FMAP == 4:
+        w, more = centre_softmax(w, ORDER, NORM, FMAP, D, F1, F2, V1, V2)
+        if not NORM:
+            mt, _ = centre_columns(mt, FMAP, D, V2, F2)
+    mt = cast4(mt, tokens[0].dtype.element_ty)
     w, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
     write_grads(
         tokens[0], tokens[1], tokens[2], tokens[3], grads[0], grads[1], grads[2], tn[0], tn[1], tn[2], tn[3], gn[0],
-        gn[1], gn[2], lo, hi, mt, m1, vbar, w, unit, row, eps, PART, ORDER, NORM, ROW, FMAP, D, R1, R2, F1, F2, DV, V1,
-        V2, FD, BN, PREC,
+        gn[1], gn[2], lo, hi, mt, m1, vbar, w, unit, row, more, eps, PART, ORDER, NORM, ROW, FMAP, D, R1, R2, F1, F2,
+        DV, V1, V2, FD, BN, PREC,
     )  # fmt: skip
 
 

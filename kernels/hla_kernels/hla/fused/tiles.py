@@ -161,6 +161,17 @@ def load_tail(ptr, i, stride, live, D: tl.constexpr, D1: tl.constexpr):
 
 
 @triton.jit
+def add_dot(a, b, acc, PREC: tl.constexpr):
+    """acc + a b; "ieee": tensor cores, which cut off what they add to, only add up the tile."""
+    if PREC == "ieee":
+        # a number that is not 0 keeps the sum from being folded into the product; it has no other meaning here
+        acc = acc + tl.dot(a, b, input_precision=PREC, max_num_imprecise_acc=16)
+    else:
+        acc = tl.dot(a, b, acc, input_precision=PREC)
+    return acc
+
+
+@triton.jit
 def outer4(acc, x, y, tail, X2: tl.constexpr, Y2: tl.constexpr, TAIL: tl.constexpr, PREC: tl.constexpr):
     """acc + x'y over the tokens of a tile, block 21 kept transposed until `outer4_end`: 64 rows make it a wgmma, 16
     would not. TAIL: block 22 likewise from `load_tail` of x, its rows folded by `outer4_end`.
@@ -168,11 +179,11 @@ def outer4(acc, x, y, tail, X2: tl.constexpr, Y2: tl.constexpr, TAIL: tl.constex
     Transformed tiles belong in y (operand A stays as it was loaded).
     """
     a11, a12, a21, a22 = acc
-    a11 = tl.dot(tl.trans(x[0]), y[0], a11, input_precision=PREC)
+    a11 = add_dot(tl.trans(x[0]), y[0], a11, PREC)
     if Y2 > 0:
-        a12 = tl.dot(tl.trans(x[0]), y[1], a12, input_precision=PREC)
+        a12 = add_dot(tl.trans(x[0]), y[1], a12, PREC)
     if X2 > 0:
-        a21 = tl.dot(tl.trans(y[0]), x[1], a21, input_precision=PREC)
+        a21 = add_dot(tl.trans(y[0]), x[1], a21, PREC)
     if X2 > 0 and Y2 > 0:
         a22 = corner(a22, x, y, tail, TAIL, PREC)
     return a11, a12, a21, a22
@@ -182,10 +193,10 @@ def outer4(acc, x, y, tail, X2: tl.constexpr, Y2: tl.constexpr, TAIL: tl.constex
 def corner(acc, x, y, tail, TAIL: tl.constexpr, PREC: tl.constexpr):
     """acc + x2'y2."""
     if TAIL:
-        acc = tl.dot(tl.trans(tail), y[1], acc, input_precision=PREC)
+        acc = add_dot(tl.trans(tail), y[1], acc, PREC)
     else:
         # + 0.0: one load in two operand layouts would not be pipelined, and 16 columns cost nothing to copy
-        acc = tl.dot(tl.trans(x[1] + 0.0), y[1] + 0.0, acc, input_precision=PREC)
+        acc = add_dot(tl.trans(x[1] + 0.0), y[1] + 0.0, acc, PREC)
     return acc
 
 
@@ -193,9 +204,9 @@ def corner(acc, x, y, tail, TAIL: tl.constexpr, PREC: tl.constexpr):
 def square4(acc, x, tail, X2: tl.constexpr, TAIL: tl.constexpr, PREC: tl.constexpr):
     """acc + x'x; block 21 is the transpose of block 12 and not computed."""
     a11, a12, _, a22 = acc
-    a11 = tl.dot(tl.trans(x[0]), x[0], a11, input_precision=PREC)
+    a11 = add_dot(tl.trans(x[0]), x[0], a11, PREC)
     if X2 > 0:
-        a12 = tl.dot(tl.trans(x[0]), x[1], a12, input_precision=PREC)
+        a12 = add_dot(tl.trans(x[0]), x[1], a12, PREC)
         a22 = corner(a22, x, x, tail, TAIL, PREC)
     return a11, a12, a12, a22
 
@@ -367,19 +378,6 @@ def rowdot(x, y, D2: tl.constexpr):
     if D2 > 0:
         d += tl.sum(x[1].to(tl.float32) * y[1], 1)
     return d
-
-
-@triton.jit
-def inner4(a, b, A2: tl.constexpr, B2: tl.constexpr):
-    """sum of a * b over all elements."""
-    s = tl.sum(a[0] * b[0])
-    if B2 > 0:
-        s += tl.sum(a[1] * b[1])
-    if A2 > 0:
-        s += tl.sum(a[2] * b[2])
-    if A2 > 0 and B2 > 0:
-        s += tl.sum(a[3] * b[3])
-    return s
 
 
 @triton.jit

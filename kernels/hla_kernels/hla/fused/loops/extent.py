@@ -22,7 +22,7 @@ def span(N, b, head, scale):
 @triton.jit
 def means(N, head, scale):
     """(number of real tokens, scale of a moment) of one (batch, head); counts [B * H, 2] when sequences differ."""
-    n = N[0].to(tl.float32)
+    n = tl.full([], 1.0, tl.float32) * N[0]  # 1 token is a constant, which has no .to
     s = scale
     if N[2] is not None:
         n = tl.load(N[2] + 2 * head)

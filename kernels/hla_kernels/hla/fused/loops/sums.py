@@ -6,6 +6,7 @@ import triton.language as tl
 from ..maps import phi_and_rest, power_of_two
 from ..tiles import (
     add4,
+    add_dot,
     load_rows,
     load_tail,
     outer4,
@@ -126,6 +127,34 @@ def add_moments(
 
 
 @triton.jit
+def square_rest(acc, x, y, X2: tl.constexpr, PREC: tl.constexpr):
+    """acc + x y' + y x' over the tokens of a tile, as far as `square4` computes it."""
+    a11, a12, _, a22 = acc
+    a11 = add_dot(tl.trans(x[0]), y[0], a11, PREC)
+    a11 = add_dot(tl.trans(y[0]), x[0], a11, PREC)
+    if X2 > 0:
+        a12 = add_dot(tl.trans(x[0]), y[1], a12, PREC)
+        a12 = add_dot(tl.trans(y[0]), x[1], a12, PREC)
+        a22 = add_dot(tl.trans(x[1] + 0.0), y[1] + 0.0, a22, PREC)
+        a22 = add_dot(tl.trans(y[1] + 0.0), x[1] + 0.0, a22, PREC)
+    return a11, a12, a12, a22
+
+
+@triton.jit
+def add_rests(m, fq, fk, rq, rk, i, ORDER: tl.constexpr, F2: tl.constexpr, PREC: tl.constexpr):
+    """S, R, W + what the features' rests add."""
+    mp, ms, mc, mr, mw = m
+    if ORDER == 2 or ORDER == 4 or ORDER == 5:
+        ms = square_rest(ms, fk, rk, F2, PREC)
+    if ORDER == 3 or ORDER >= 5:
+        mr = outer4(mr, fk, rq, i, F2, F2, False, PREC)
+        mr = outer4(mr, rk, fq, i, F2, F2, False, PREC)
+    if ORDER == 4 or ORDER == 5:
+        mw = square_rest(mw, fq, rq, F2, PREC)
+    return mp, ms, mc, mr, mw
+
+
+@triton.jit
 def end_moments(m, ORDER: tl.constexpr, F2: tl.constexpr, NEEDED: tl.constexpr):
     """(P, S, C, R, W)."""
     mp = end(m[0], F2, NEEDED and ORDER != 2 and ORDER != 6)
@@ -231,6 +260,14 @@ def divide(
 
 
 @triton.jit
+def in_full(x, FULL: tl.constexpr):
+    """A token tile, in float32 if FULL."""
+    if FULL:
+        x = (x[0].to(tl.float32), x[1].to(tl.float32))
+    return x
+
+
+@triton.jit
 def sum_features(
     q, k, v, g, qn, kn, vn, gn, lo, hi, m, m1, vbar, eps, ORDER: tl.constexpr, MOMENTS: tl.constexpr,
     SUMS: tl.constexpr, REST: tl.constexpr, GRAD: tl.constexpr, NORM: tl.constexpr, FMAP: tl.constexpr,
@@ -241,7 +278,8 @@ def sum_features(
     """((P, S, C, R, W), (sum q, sum k, sum v), dM', dm1, sum g) of phi(q), phi(k), v, g over tokens lo..hi.
 
     MOMENTS: the moments (with SUMS = 1 the sums that the order needs, 2 all).
-    REST: P and C of features to twice the digits of the dtype of the tokens.
+    REST: P and C of features to twice the digits of the dtype of the tokens; 2: every moment, and dM; 3: as operands in
+    float32.
     GRAD: dM' = Sum g q' (sum g with SUMS); NORM with the read-out's division, then m [F, V], m1 and vbar are read and
     only the sums of what has a rest are taken, the forward has the others.
 
@@ -251,7 +289,8 @@ def sum_features(
     """
     DIVIDE: tl.constexpr = GRAD and NORM
     QUERIES: tl.constexpr = GRAD or ORDER != 1 or not NORM
-    dtype: tl.constexpr = q.dtype.element_ty
+    FULL: tl.constexpr = REST == 3
+    dtype: tl.constexpr = tl.float32 if FULL else q.dtype.element_ty
     unit = 1.0
     if DIVIDE and dtype == tl.float16:  # 1 / den of a higher order is too small for float16
         unit = power_of_two(tl.sum(rowdot(as_row(m1), as_row((m1[0] * 0.0 + 1.0, m1[1] * 0.0 + 1.0)), F2)))
@@ -262,10 +301,13 @@ def sum_features(
     SUM_K: tl.constexpr = MOMENTS and SUMS and (not NORM or ORDER != 2)
     SUM_V: tl.constexpr = MOMENTS and SUMS and not DIVIDE
     SUM_G: tl.constexpr = GRAD and SUMS and not DIVIDE
-    REST_K: tl.constexpr = MOMENTS and REST and ORDER != 2 and ORDER != 6
-    REST_Q: tl.constexpr = MOMENTS and REST and (ORDER == 2 or ORDER >= 5)
-    REST_M: tl.constexpr = DIVIDE and ORDER == 1 and dtype != tl.float32  # dM is the only moment that dk sees
-    LOW: tl.constexpr = REST_Q or REST_M
+    ALL: tl.constexpr = REST == 2
+    REST_K: tl.constexpr = MOMENTS and REST > 0 and not FULL and ORDER != 2 and ORDER != 6
+    REST_Q: tl.constexpr = MOMENTS and REST > 0 and not FULL and (ORDER == 2 or ORDER >= 5)
+    # of the first order dM is the only moment that dk sees
+    REST_M: tl.constexpr = GRAD and (ALL or (DIVIDE and ORDER == 1 and dtype != tl.float32))
+    LOW: tl.constexpr = REST_Q or REST_M or (ALL and QUERIES)
+    LOW_K: tl.constexpr = REST_K or (ALL and MOMENTS)
     rm = begin(V1, V2, F1, F2, REST_M, False, False)
     rp = begin(F1, F2, V1, V2, REST_K, False, False)
     rc = begin(F1, F2, V1, V2, REST_Q, False, False)
@@ -286,17 +328,19 @@ def sum_features(
         start = lo + t * BN
         live = alive(start + i, hi)
         if QUERIES:
-            xq = load_rows(q + (zero + start) * qn, i, qn, live, D, R1, R2, False)
+            xq = in_full(load_rows(q + (zero + start) * qn, i, qn, live, D, R1, R2, False), FULL)
         if MOMENTS:
-            xk = load_rows(k + (zero + start) * kn, i, kn, live, D, R1, R2, False)
-            xv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
+            xk = in_full(load_rows(k + (zero + start) * kn, i, kn, live, D, R1, R2, False), FULL)
+            xv = in_full(load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False), FULL)
             mm = add_moments(mm, hq, hk, tv, i, i, ORDER, F2, V2, False, PREC)
+            if ALL:
+                mm = add_rests(mm, hq, hk, lq, rk, i, ORDER, F2, PREC)
         if REST_K:
             rp = outer4(rp, rk, tv, i, F2, V2, False, PREC)
         if REST_Q:
             rc = outer4(rc, lq, tv, i, F2, V2, False, PREC)
         if GRAD:
-            xg = load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False)
+            xg = in_full(load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False), FULL)
             dq = hq
         if DIVIDE:
             over, total = divide(
@@ -308,8 +352,11 @@ def sum_features(
         if GRAD:
             dm = outer4(dm, tg, dq, i, V2, F2, False, PREC)
         if REST_M:
-            over = (over[0] - dq[0].to(tl.float32), over[1] - dq[1].to(tl.float32))
-            rm = outer4(rm, tg, (over[0].to(dtype), over[1].to(dtype)), i, V2, F2, False, PREC)
+            rest_q = lq
+            if DIVIDE:
+                over = (over[0] - dq[0].to(tl.float32), over[1] - dq[1].to(tl.float32))
+                rest_q = (over[0].to(dtype), over[1].to(dtype))
+            rm = outer4(rm, tg, rest_q, i, V2, F2, False, PREC)
         if QUERIES:
             fq, hq, rest = phi_and_rest(xq, live, FMAP, D, R1, R2)
             if LOW:
@@ -317,14 +364,14 @@ def sum_features(
         if MOMENTS:
             fk, hk, lk = phi_and_rest(xk, live, FMAP, D, R1, R2)
             tv = xv
-        if REST_K:
+        if LOW_K:
             rk = lk
         if SUM_K:
-            sk = add_sum(sk, fk if REST_K else hk, F2)
+            sk = add_sum(sk, fk if LOW_K else hk, F2)
         if SUM_V:
             sv = add_sum(sv, tv, V2)
         if SUM_Q:
-            sq = add_sum(sq, fq if REST_Q else hq, F2)
+            sq = add_sum(sq, fq if LOW else hq, F2)
         if GRAD:
             tg = xg
         if SUM_G:

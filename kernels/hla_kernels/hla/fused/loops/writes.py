@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..maps import load_features, phi, phi_grad
+from ..maps import load_features, phi, phi32, phi_grad
 from ..tiles import (
     axpy2,
     load_rows,
@@ -33,13 +33,14 @@ def read_out(
 
     Last tile first: it is the one still in L2. m is the operator of v - vbar when normalised and row is vbar.
     """
+    MAP: tl.constexpr = FMAP + 3 if (FMAP == 3 or FMAP == 4) and not NORM else FMAP
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
     for t in range(tiles):
         start = lo + (tiles - 1 - t) * BN
         live = alive(start + i, hi)
-        fq = load_features(q + (zero + start) * qn, i, qn, live, FMAP, D, R1, R2, False)
+        fq = load_features(q + (zero + start) * qn, i, qn, live, MAP, D, R1, R2, False)
         y = rowmul(zero_rows(BN, V1, V2), fq, m, F2, V2, PREC)
         if NORM:
             inverse = 1.0 / tl.where(live, rowdot(fq, as_row(m1), F2) + eps, 1.0)
@@ -83,18 +84,21 @@ def ratio_grad(fq, g, gm, live, m1, vbar, eps, F2: tl.constexpr, V2: tl.constexp
 
 @triton.jit
 def write_grads(
-    q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, lo, hi, mt, m1, vbar, w, unit, rows, eps, PART: tl.constexpr,
-    ORDER: tl.constexpr, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
-    R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    FD: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, lo, hi, mt, m1, vbar, w, unit, rows, more, eps,
+    PART: tl.constexpr, ORDER: tl.constexpr, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
+    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq = read-out + k WR + q WW + v WC', dk = k WS + q WR' + v WP', dv = k WP + q WC, plus rows; w = (WP', WS, WC',
     WR', WW) in units of `unit`.
 
-    m1, vbar and the rows of dq and dk are pointers when NORM: read once a tile they hold no registers.
+    m1, vbar and the rows of dq and dk are pointers when NORM: read once a tile they hold no registers. more: rows of
+    `algebra.centre_softmax`.
 
     PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv (what a part does not use is not loaded).
     """
+    SOFTMAX: tl.constexpr = FMAP == 3 or FMAP == 4
+    MAP: tl.constexpr = FMAP + 3 if SOFTMAX and not NORM else FMAP
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
@@ -105,8 +109,8 @@ def write_grads(
         rk = load_rows(k + (zero + start) * kn, i, kn, live, D, R1, R2, False)
         tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
         tg = load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False)
-        fq = phi(rq, live, FMAP, D, R1, R2)
-        fk = phi(rk, live, FMAP, D, R1, R2)
+        fq = phi(rq, live, MAP, D, R1, R2)
+        fk = phi(rk, live, MAP, D, R1, R2)
         if PART == 0 or PART == 2 or PART == 4:
             gv = zero_rows(BN, V1, V2)
             if ORDER != 2:
@@ -116,6 +120,8 @@ def write_grads(
             gv = in_units(gv, unit, V2)
             if ROW and not NORM:
                 gv = axpy2(gv, 1.0, as_row(rows[2]), V2)
+            if SOFTMAX:
+                gv = axpy2(gv, 1.0, as_row(more[2]), V2)
             store_rows(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
         if PART == 0 or PART == 2 or PART == 3:
             gk = zero_rows(BN, F1, F2)
@@ -125,8 +131,11 @@ def write_grads(
                 gk = rowmul(gk, fk, w[1], F2, F2, PREC)
             if ORDER == 3 or ORDER == 5:
                 gk = rowmul(gk, fq, w[3], F2, F2, PREC)
-            gk = phi_grad(fk, add_row(in_units(gk, unit, F2), rows[1], NORM, ROW, FD, F1, F2), FMAP, R2)
-            store_rows(dk + (zero + start) * dkn, i, dkn, live, gk, D, R1, R2)
+            gk = add_row(in_units(gk, unit, F2), rows[1], NORM, ROW, FD, F1, F2)
+            if SOFTMAX:
+                gk = axpy2(gk, 1.0, as_row(more[1]), F2)
+            pk = phi32(rk, live, FMAP, D, R1, R2) if SOFTMAX else fk
+            store_rows(dk + (zero + start) * dkn, i, dkn, live, phi_grad(pk, gk, FMAP, R2), D, R1, R2)
         if PART < 2:
             gq = rowmul(zero_rows(BN, F1, F2), tg, mt, V2, F2, PREC)
             if NORM:
@@ -138,5 +147,8 @@ def write_grads(
                 gq = rowmul(gq, fk, trans4(w[3]), F2, F2, PREC)
             if ORDER >= 4:
                 gq = rowmul(gq, fq, w[4], F2, F2, PREC)
-            gq = phi_grad(fq, add_row(in_units(gq, unit, F2), rows[0], NORM, ROW, FD, F1, F2), FMAP, R2)
-            store_rows(dq + (zero + start) * dqn, i, dqn, live, gq, D, R1, R2)
+            gq = add_row(in_units(gq, unit, F2), rows[0], NORM, ROW, FD, F1, F2)
+            if SOFTMAX:
+                gq = axpy2(gq, 1.0, as_row(more[0]), F2)
+            pq = phi32(rq, live, FMAP, D, R1, R2) if SOFTMAX else fq
+            store_rows(dq + (zero + start) * dqn, i, dqn, live, phi_grad(pq, gq, FMAP, R2), D, R1, R2)
