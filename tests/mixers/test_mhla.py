@@ -200,6 +200,9 @@ def test_projection_clips():
         mixing.weight[0] = torch.tensor([-0.5, 0.3, 1.5, 1.0])
     mixing.project_()
     assert mixing.weight[0].tolist() == pytest.approx([0, 0.3, 1, 1])
+    with torch.no_grad():
+        mixing.weight[0, 0] = -1  # by a loop without the projection
+    assert float(mixing()[0, 0]) == 0
     learned = BlockMixing("softmax", "linear", (2, 2), False)
     before = learned.weight.clone()
     learned.project_()

@@ -90,12 +90,13 @@ def prior_matrix(prior: str, blocks: Grid, prefix: bool, causal: bool = False) -
 class BlockMixing(nn.Module):
     """The mixing matrix [M, M], or [H, M, M] with `num_heads`, and where it comes from (`kind`).
 
-    softmax: a softmax over each row of learned logits, at first the logarithm of the prior.
+    softmax: a softmax over each row of M times the learned numbers, at first that of the logarithm of the prior. With
+        the factor a step of the optimiser changes a weight of 1 / M by about as much as it does in "project".
     project: learned weights, at first the prior, which `project_` clips to [0, 1] after every step of the optimiser, as
-        MHLA does. Rows need not sum to one then.
-    distance: a softmax over learned logits that are a function of the distance between the centres of two blocks alone,
-        piecewise linear with 16 knots up to the diagonal of the grid, both measured in parts of the grid. It serves any
-        number of blocks.
+        MHLA does. Rows need not sum to one then. What a training loop without that step makes negative counts as 0.
+    distance: a softmax over 16 times learned numbers that are a function of the distance between the centres of two
+        blocks alone, piecewise linear with 16 knots up to the diagonal of the grid, both measured in parts of the grid.
+        It serves any number of blocks.
     fixed: the prior, nothing is learned.
     """
 
@@ -107,6 +108,7 @@ class BlockMixing(nn.Module):
         self.matrix: Tensor
         self.kind, self.prior, self.blocks, self.prefix, self.causal = kind, prior, tuple(blocks), prefix, causal
         m = math.prod(blocks) + prefix
+        self.gain = KNOTS if kind == "distance" else m  # a function of distance is the same for all M
         heads = () if num_heads is None else (num_heads,)
         if kind == "fixed":
             self.register_buffer("matrix", torch.empty(m, m, device=device, dtype=dtype))
@@ -127,7 +129,7 @@ class BlockMixing(nn.Module):
             if self.kind == "fixed":
                 self.matrix.copy_(prior)
             else:
-                prior = prior.clamp(min=SMALLEST).log() if self.kind == "softmax" else prior
+                prior = prior.clamp(min=SMALLEST).log() / self.gain if self.kind == "softmax" else prior
                 self.weight.copy_(prior.to(self.weight).expand_as(self.weight))
 
     def _reset_knots(self) -> None:
@@ -135,10 +137,10 @@ class BlockMixing(nn.Module):
         diagonal = math.dist([0] * len(self.blocks), [m - 1 for m in self.blocks])
         x = torch.linspace(0, 1, KNOTS, dtype=torch.float64, device="cpu") * diagonal  # also where meta is the default
         w = weight(self.prior, x, x[-1]).clamp(min=SMALLEST)
-        self.knots.copy_(w.log().to(self.knots).expand_as(self.knots))
+        self.knots.copy_((w.log() / self.gain).to(self.knots).expand_as(self.knots))
         if self.prefix:
             self.prefix_logits.zero_()
-            self.prefix_logits[..., 1] = w.mean().log().item()
+            self.prefix_logits[..., 1] = w.mean().log().item() / self.gain
 
     def project_(self) -> None:
         """Clip weights that are learned as they are to [0, 1]; the training core calls this after each step."""
@@ -154,7 +156,7 @@ class BlockMixing(nn.Module):
         w = w if w.dtype == torch.float64 else w.float()
         if self.causal:
             w = w.masked_fill(torch.ones_like(w, dtype=torch.bool).triu(1), 0 if self.kind == "project" else -math.inf)
-        return w if self.kind == "project" else w.softmax(-1)
+        return w.clamp(min=0) if self.kind == "project" else (self.gain * w).softmax(-1)
 
     def _logits(self, blocks: Grid) -> Tensor:
         """[.., M, M] between the two knots next to each distance, which is relative to the diagonal of the grid."""

@@ -129,8 +129,9 @@ def test_wan_on_two_gpus(tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "config", "message"),
     [
-        ("wan", {"depthwise": "v"}, ContextParallelConfig(ulysses_degree=2), "needs the neighbours of a token"),
-        ("wan", {"causal": True}, ContextParallelConfig(ring_degree=2), "needs the neighbours of a token"),
+        ("wan", {"depthwise": "v"}, ContextParallelConfig(ulysses_degree=2), "needs other tokens by their place"),
+        ("wan", {"lepe": 3}, ContextParallelConfig(ring_degree=2), "needs other tokens by their place"),
+        ("wan", {"causal": True}, ContextParallelConfig(ring_degree=2), "needs other tokens by their place"),
         ("flux", {}, ContextParallelConfig(ulysses_degree=2), "exact for converted models of Wan only"),
         ("dit", {}, ContextParallelConfig(ulysses_degree=2), "exact for converted models of Wan only"),
         ("flux", {}, TensorParallelConfig(tp_degree=2), "would split the heads"),

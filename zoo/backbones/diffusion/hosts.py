@@ -227,7 +227,7 @@ def grid_of_ids(ids: Tensor) -> Grid:
     if len(ids) != rows * columns or not torch.equal(ids, first + raster):
         raise ValueError(
             "img_ids are not the raster of one image (several images have no common grid), but a mixer with depthwise "
-            "or causal needs the token grid; convert without those options"
+            "or causal, or of blocks, needs the token grid; convert without those options"
         )
     return rows, columns
 
