@@ -16,25 +16,36 @@ from tests.ops.blockmix.fused_cases import options_of
 from tests.ops.fused.offline_gate import Recorder, compile_call
 
 
-def main(feature_map: str, normalize: str, b: str, h: str, grid: str, blocks: str, d: str) -> None:
-    """Record a forward and a backward of packed tokens, then compile each launch once."""
-    for name, kernel in vars(launch).copy().items():
-        if hasattr(kernel, "arg_names"):
+def record(o, b: int, h: int, d: int) -> list:
+    """(kernel, arguments, keywords) of each launch of a forward and a backward of packed tokens."""
+    kernels = {name: kernel for name, kernel in vars(launch).items() if hasattr(kernel, "arg_names")}
+    Recorder.calls = []
+    n, m = o.layout.n_tokens, o.layout.n_blocks
+    qkv = torch.empty(b, n, 3, h, d, dtype=torch.bfloat16, device="meta")
+    grad, mixing = torch.empty_like(qkv[:, :, 0]), torch.empty(m, m, device="meta")
+    try:
+        for name, kernel in kernels.items():
             setattr(launch, name, Recorder(kernel))
+        saved = fused.forward(*qkv.unbind(2), mixing, o, None, True)[1]
+        fused.backward(grad, *qkv.unbind(2), mixing, o, None, torch.empty_like(qkv).unbind(2), saved)
+    finally:
+        for name, kernel in kernels.items():
+            setattr(launch, name, kernel)
+    return Recorder.calls
+
+
+def key(fn, args, kwargs) -> str:
+    """What is compiled anew when it changes: types and constants (numbers of a launch are not looked at)."""
+    types = [x.dtype if isinstance(x, torch.Tensor) else None if x is None else type(x) for x in args]
+    return f"{fn.__name__} {types} {sorted(kwargs.items(), key=str)}"
+
+
+def main(feature_map: str, normalize: str, b: str, h: str, grid: str, blocks: str, d: str) -> None:
+    """Compile each launch once."""
     sizes = (tuple(map(int, x.split(","))) for x in (grid, blocks))
     o = options_of(*sizes, feature_map=feature_map, normalize=normalize == "1")
-    n, m = o.layout.n_tokens, o.layout.n_blocks
-    qkv = torch.empty(int(b), n, 3, int(h), int(d), dtype=torch.bfloat16, device="meta")
-    grad, mixing = torch.empty_like(qkv[:, :, 0]), torch.empty(m, m, device="meta")
-    saved = fused.forward(*qkv.unbind(2), mixing, o, None, True)[1]
-    fused.backward(grad, *qkv.unbind(2), mixing, o, None, torch.empty_like(qkv).unbind(2), saved)
-    seen = set()
-    for fn, args, kwargs in Recorder.calls:
-        types = [x.dtype for x in args if isinstance(x, torch.Tensor)]
-        key = f"{fn.__name__} {types} {sorted(kwargs.items(), key=str)}"
-        if key not in seen:
-            seen.add(key)
-            print(json.dumps(compile_call(fn, args, kwargs)), flush=True)
+    for call in {key(*call): call for call in record(o, int(b), int(h), int(d))}.values():
+        print(json.dumps(compile_call(*call)), flush=True)
 
 
 if __name__ == "__main__":

@@ -42,3 +42,20 @@ def test_no_spills(case, tmp_path):
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(kernels) >= 8
     assert [k for k in kernels if k["stack"] > STACK_LIMIT or k["shared"] > SHARED_LIMIT] == []
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_another_number_of_tokens_compiles_nothing(normalize):
+    """The same kernels for two grids in as many blocks: numbers that are specialised on would show as constants."""
+    from hla_kernels.blockmix.fused import mixing, tokens
+    from tests.ops.blockmix.block_gate import key, record
+    from tests.ops.blockmix.fused_cases import options_of
+
+    found = []
+    for grid in ((21, 30, 50), (9, 31, 17), (21, 30, 52)):
+        calls = record(options_of(grid, (7, 3, 5), normalize=normalize), 2, 12, 128)
+        found.append({key(*call) for call in calls})
+        for fn, args, _ in calls:
+            numbers = [name for name, x in zip(fn.arg_names, args, strict=False) if isinstance(x, int | tuple)]
+            assert set(numbers) <= {*mixing.NO_SPECIALIZE, *tokens.NO_SPECIALIZE}, fn.__name__
+    assert found[0] == found[1] == found[2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ...hla.fused.spec import alignment, precisions, strides
@@ -76,14 +75,14 @@ def anchor_of(call: Call, out: Tensor | None) -> None:
         call.v, call.keep, partial, strides(call.v, a), call.n, call.h, call.bh, chunk, 1.0 / call.n, ALIGN=a,
         **{name: call.w[name] for name in ("DV", "V1", "V2")}, BN=bn, num_warps=4, num_stages=3,
     )  # fmt: skip
-    add(partial, out, 1, parts, call.bh * call.dv)
+    add(partial, out, 1, parts, call.bh * call.dv, 32)
 
 
-def add(parts: Tensor, out: Tensor, groups: int, count: int, step: int, scale: float = 1.0) -> None:
-    """out [groups, step] = scale times the sum over `count` parts [groups, count, step]."""
-    bp = min(512, triton.next_power_of_2(count))
-    be = max(32, 4096 // bp)
-    sum_parts[(-(-step // be), groups)](parts, out, count, step, scale, BP=bp, BE=be, num_warps=8)
+def add(parts: Tensor, out: Tensor, groups: int, count: int, step: int, rows: int) -> None:
+    """out [groups, step] = the sum over `count` parts [groups, count, step], `rows` of them at a time: a constant of
+    the caller, or another number of tokens would be another kernel."""
+    columns = max(32, 4096 // rows)
+    sum_parts[(-(-step // columns), groups)](parts, out, count, step, BP=rows, BE=columns, num_warps=8)
 
 
 def summed(call: Call, parts: int, launch, out: Moments) -> None:
@@ -95,9 +94,9 @@ def summed(call: Call, parts: int, launch, out: Moments) -> None:
     partial = call.buffer(parts, matrix)
     vector = None if out.vector is None else call.buffer(parts, call.programs * call.d)
     launch(partial, vector)
-    add(partial, out.matrix, 1, parts, matrix)
+    add(partial, out.matrix, 1, parts, matrix, 8)
     if vector is not None and out.vector is not None:
-        add(vector, out.vector, 1, parts, call.programs * call.d)
+        add(vector, out.vector, 1, parts, call.programs * call.d, 8)
 
 
 def local_moments(call: Call, anchor: Tensor | None, out: Moments) -> None:
@@ -262,5 +261,5 @@ def mixing_call(call: Call, dy: Moments, x: Moments) -> Tensor:
         first += parts
     out = torch.empty_like(call.mixing, memory_format=torch.contiguous_format)
     groups = call.h if call.mixing.dim() == 3 else 1
-    add(partial, out, groups, call.bh * step // groups, call.m * call.m)
+    add(partial, out, groups, call.bh * step // groups, call.m * call.m, 512)
     return out

@@ -8,7 +8,7 @@ rounding to it left, so that only the moments themselves are rounded.
 import triton
 import triton.language as tl
 
-NO_SPECIALIZE = ["ms", "BH", "H", "B", "M", "PARTS", "step", "first", "chunk", "count", "scale"]
+NO_SPECIALIZE = ["ms", "BH", "H", "B", "M", "PARTS", "step", "first", "chunk", "count"]
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -129,8 +129,8 @@ def mixing_grads(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def sum_parts(parts, out, count, step, scale, BP: tl.constexpr, BE: tl.constexpr):
-    """out [groups, step] = scale times the sum over `count` parts [groups, count, step], in a fixed order."""
+def sum_parts(parts, out, count, step, BP: tl.constexpr, BE: tl.constexpr):
+    """out [groups, step] = the sum over `count` parts [groups, count, step], in a fixed order."""
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     group = tl.program_id(1).to(tl.int64)
     parts += group * count * step + e[None, :]
@@ -140,4 +140,4 @@ def sum_parts(parts, out, count, step, scale, BP: tl.constexpr, BE: tl.constexpr
         at = start + p
         keep = (at < count)[:, None] & (e < step)[None, :]
         acc += tl.load(parts + at[:, None].to(tl.int64) * step, mask=keep, other=0.0)
-    tl.store(out + group * step + e, (tl.sum(acc, 0) * scale).to(out.dtype.element_ty), mask=e < step)
+    tl.store(out + group * step + e, tl.sum(acc, 0).to(out.dtype.element_ty), mask=e < step)
