@@ -1,5 +1,7 @@
 """Calibration against least squares written out, its report, and what it does to a model."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -140,7 +142,9 @@ def test_refusals():
         calibrate(student, teacher, batches)
     with pytest.raises(ValueError, match="has no converted attention layer"):
         calibrate(teacher, teacher, batches)
-    teacher, student, _ = pair("vit", "la")
+    teacher, student, batches = pair("vit", "la")
+    with pytest.raises(ValueError, match="of the teacher is 'la', not softmax"):
+        calibrate(student, copy.deepcopy(student), batches)
     with pytest.raises(ValueError, match="at least one batch"):
         calibrate(student, teacher, [])
     with pytest.raises(ValueError, match="not the model that was converted"):

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.convert.calls import Call, Inputs, Pair, mixer_inputs
+from zoo.convert import backbone_of
+from zoo.convert.calls import Call, Inputs, Pair, layers_of, mixer_inputs
 from zoo.convert.solve import NormalEquations, r_squared
 from zoo.convert.terms import Terms, terms_of
 from zoo.mixers import build_mixer
@@ -52,9 +53,10 @@ def calibrate(student: Any, teacher: Any, inputs: Iterable[Inputs]) -> list[Cali
 
     student: a model after `zoo.convert(..., gains=True)`, timm or diffusers.  teacher: the softmax model that it was.
     inputs: batches, gone through once (twice where a degree-2 term has a width of its own).
-    Raises ValueError for layers without gains, a teacher that is another model, and inputs that are empty.
+    Raises ValueError for layers without gains, a teacher that is another model or not softmax, and no inputs.
     """
     pair = Pair(teacher, student)
+    _check_softmax(pair)
     terms = {name: terms_of(layer.mixer, name) for name, layer in pair.layers.items()}
     batches = list(inputs)
     if not batches:
@@ -68,6 +70,16 @@ def calibrate(student: Any, teacher: Any, inputs: Iterable[Inputs]) -> list[Cali
         for name, layer in layers.items():
             layer.add(calls[name])
     return [layer.finish() for layer in layers.values()]
+
+
+def _check_softmax(pair: Pair) -> None:
+    backbone, layers = backbone_of(pair.teacher), layers_of(pair.teacher)
+    for name in pair.layers:
+        present = backbone.present(pair.teacher, layers[name])
+        if present != "softmax":
+            raise ValueError(
+                f"{name} of the teacher is {present!r}, not softmax: there is no softmax output to explain"
+            )
 
 
 class _Layer:

@@ -256,9 +256,10 @@ class Diffusion(Kind):
         return DiffusionTransfer(from_tree(DiffusionTransferSettings, tree)).train()
 
     def evaluate(self, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
-        found = {}
+        run, found = self._opened(self.recipe.source), {}
         for name, folder in folders.items():
-            row = self._opened(str(folder)).evaluate()
+            run.model = self.load(folder).to(run.accelerator.device)
+            row = run.evaluate()
             found[name] = {"value": row["val_loss"], "images": row["val_images"]}
         return found
 
