@@ -4,11 +4,12 @@ import json
 import math
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 
 from hla_kernels.features import feature
-from zoo.mixers import Context, build_mixer
+from zoo.mixers import MIXERS, Context, build_mixer
 from zoo.mixers.context import Rotation
 from zoo.mixers.mixing import BlockMixing, choose_blocks, distances, prior_matrix
 
@@ -185,6 +186,23 @@ def test_a_distance_form_serves_every_grid():
     smooth = BlockMixing("distance", "exp", (2, 1), False, dtype=torch.float64)
     coarse, fine = smooth(), smooth((8, 1))
     torch.testing.assert_close(fine[:4, 4:].sum(-1).mean(), coarse[0, 1], rtol=0.2, atol=0)
+
+
+def test_a_distance_form_does_not_know_its_host():
+    """The same knots in models of two sizes are the same matrix: logits of the distance over the grid's diagonal."""
+    hosts = (2, 3), (8, 6)
+    small, large = (BlockMixing("distance", "linear", blocks, False, dtype=torch.float64) for blocks in hosts)
+    large.load_state_dict(small.state_dict())
+    for blocks in ((2, 3), (5, 4), (8, 6)):
+        x = distances(blocks).numpy() / math.hypot(*blocks)
+        logits = np.interp(x, np.linspace(0, 1, len(small.knots)), small.knots.detach().numpy())
+        for mixing in (small, large):
+            torch.testing.assert_close(mixing(blocks), torch.from_numpy(small.gain * logits).softmax(-1))
+
+
+@pytest.mark.parametrize("mixer", ["mhla", "mhla2", "poly", "taylor2", "la"])
+def test_a_mixer_prints_the_options_that_were_changed(mixer):
+    assert "gains=True" in repr(MIXERS[mixer](8, 2, 4, gains=True, **({"grid": (4, 4)} if "mhla" in mixer else {})))
 
 
 def test_matrices_serve_other_grids_with_their_blocks():

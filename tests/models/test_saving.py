@@ -219,6 +219,29 @@ def test_blocks_are_those_of_the_size_at_conversion(tmp_path):
         other.load_state_dict(model.state_dict())
 
 
+@pytest.mark.parametrize("general", [False, True])
+@pytest.mark.parametrize("options", [{}, {"mixing": "distance"}, {"mixing": "fixed", "prior": "local"}])
+def test_a_created_model_of_blocks_runs_at_another_size(options, general, tmp_path):
+    """Saved by timm, loaded at twice the size: what the model itself gives there. The blocks that were chosen at the
+    first size, or the function of distance, are part of what is saved."""
+    step = {"base": BASE, "conversions": [{"mixer": "mhla", "options": options}]}
+    model = tiny(CONVERTED, **step) if general else tiny("vit_mhla_tiny_patch16_224", mixer_options=options)
+    reload(model, tmp_path)
+    large = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, img_size=4 * SIZE).eval()
+    model.set_input_size(4 * SIZE)
+    if options.get("mixing") == "distance":
+        assert [s.mixer.blocks for s in sites(large)] == [(4, 4)] * 2
+    x = image(height=4 * SIZE, width=4 * SIZE)
+    assert torch.equal(large(x), model.eval()(x))
+
+
+def test_more_blocks_than_tokens_are_refused_at_conversion():
+    model = tiny(BASE)
+    with pytest.raises(ValueError, match=r"blocks=\[9, 1\] are more than the tokens of the grid"):
+        zoo.convert(model, "mhla", blocks=[9, 1])
+    assert not sites(model)
+
+
 @pytest.mark.parametrize("name", ["vit_mhla_tiny_patch16_224", "deit_mhla2_tiny_distilled_patch16_224"])
 def test_a_distance_form_at_two_sizes(name):
     """Weights that are a function of distance load at a size with more blocks."""

@@ -18,7 +18,7 @@ from torch.fx import Proxy
 
 from zoo.backbones import CONVERTED, Swap
 from zoo.backbones.checkpoints import match_checkpoint, no_torchscript
-from zoo.backbones.record import architecture_of, record_architecture
+from zoo.backbones.record import architecture_of, record_architecture, recorded_arguments
 from zoo.backbones.refusals import refuse_block, refuse_family, refuse_thing
 from zoo.backbones.sites import SITES, Host, Site, attention_layers, block_index, kv_heads
 from zoo.grid import Grid
@@ -55,6 +55,18 @@ class HLAModel(Host):
         timm 1.0.31 and newer record them; with an older one, save with `save_for_hf(model, folder, model_args={...})`.
         """
         return architecture_of(self)[1]
+
+    @property
+    def _model_args(self) -> dict[str, Any]:
+        """What timm 1.0.31 and newer save as the arguments of `create_model`: those they recorded, with our own ones as
+        the sites are now. Raises AttributeError for a model of an older timm."""
+        if "_model_args" not in self.__dict__:
+            raise AttributeError("this timm records no arguments of create_model")
+        return recorded_arguments(self, self.__dict__["_model_args"])
+
+    @_model_args.setter
+    def _model_args(self, arguments: dict[str, Any]) -> None:
+        self.__dict__["_model_args"] = arguments
 
     def sync_grid(self) -> None:
         """Set the grid of a model with a fixed input size on its sites."""
@@ -205,6 +217,9 @@ class TimmBackbone:
                 f"patch_drop_rate > 0 trains on random patches without a layout, but {mixer!r} (it mixes blocks, or "
                 "has depthwise, lepe or causal) needs the token grid; set patch_drop_rate=0 or drop those options"
             )
+        blocks, grid = getattr(options, "blocks", None), tuple(model.patch_embed.grid_size)
+        if blocks and not model.dynamic_img_size and any(m > n for m, n in zip(blocks, grid, strict=True)):
+            raise ValueError(f"blocks={list(blocks)} are more than the tokens of the grid {grid} along an axis")
 
     def left(self, model: Any) -> dict[str, str]:
         reason = "pooling attention: one query an image, its cost is linear already"

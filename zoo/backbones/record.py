@@ -57,13 +57,18 @@ def _kept_blocks(layers: list[str], swapped: dict[str, str] | None) -> list[int]
     return None if kept & {block_index(name) for name in swapped} else sorted(kept)
 
 
+def recorded_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """`given`, the arguments of `create_model`, with those that say what the sites of `model` are now: what was chosen
+    for a host (the blocks of a mixer) holds at every size at which the model is loaded again."""
+    name, ours = architecture_of(model)
+    if name != CONVERTED and model.pretrained_cfg["architecture"] == CONVERTED:  # created by the general name
+        groups = live_conversions(attention_layers(model))
+        ours = {"base": model.hla_base, "conversions": groups or given["conversions"]}
+    return {**{k: v for k, v in given.items() if k not in OURS}, **ours}
+
+
 def record_architecture(model: Any) -> None:
-    """Write name and arguments where timm's hub format looks for them; nothing for a model without a timm config."""
+    """Write the name where timm's hub format looks for it; nothing for a model without a timm config."""
     cfg = getattr(model, "pretrained_cfg", None)
-    if not cfg:
-        return
-    name, arguments = architecture_of(model)
-    model.pretrained_cfg = model.default_cfg = {**cfg, "architecture": name}
-    if hasattr(model, "_model_args"):  # what timm newer than 1.0.30 records of create_model
-        others = {k: v for k, v in model._model_args.items() if k not in OURS}
-        model._model_args = {**others, **arguments}
+    if cfg:
+        model.pretrained_cfg = model.default_cfg = {**cfg, "architecture": architecture_of(model)[0]}

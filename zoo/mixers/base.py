@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -103,8 +104,8 @@ class LinearMixer(nn.Module):
         return operator(*tokens, **options)
 
     def extra_repr(self) -> str:
-        changed = {n: v for n, v in vars(self.options).items() if v != getattr(MixerOptions(), n)}
-        return ", ".join([self.name, *(f"{n}={v!r}" for n, v in changed.items())])
+        options = ((f, getattr(self.options, f.name)) for f in fields(self.options))
+        return ", ".join([self.name, *(f"{f.name}={value!r}" for f, value in options if value != f.default)])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         self._check(q.shape[1], ctx)

@@ -58,6 +58,11 @@ def distances(blocks: Grid) -> Tensor:
     return (centres[:, None] - centres[None]).square().sum(-1).sqrt()
 
 
+def diagonal(blocks: Grid) -> float:
+    """The diagonal of the grid in blocks, over the axes that are cut."""
+    return math.hypot(*(m for m in blocks if m > 1)) or 1.0
+
+
 def weight(prior: str, distance: Tensor, farthest: Tensor) -> Tensor:
     """The unnormalised prior weight of a block at a distance (in blocks), `farthest` being that of the row's farthest.
 
@@ -96,7 +101,7 @@ class BlockMixing(nn.Module):
         MHLA does. Rows need not sum to one then. What a training loop without that step makes negative counts as 0.
     distance: a softmax over 16 times learned numbers that are a function of the distance between the centres of two
         blocks alone, piecewise linear with 16 knots up to the diagonal of the grid, both measured in parts of the grid.
-        It serves any number of blocks.
+        It serves any number of blocks; `blocks` only says in which of them the prior is measured.
     fixed: the prior, nothing is learned.
     """
 
@@ -134,9 +139,9 @@ class BlockMixing(nn.Module):
 
     def _reset_knots(self) -> None:
         """The prior as a function of distance; the prefix at the mean weight of a row in the middle."""
-        diagonal = math.dist([0] * len(self.blocks), [m - 1 for m in self.blocks])
-        x = torch.linspace(0, 1, KNOTS, dtype=torch.float64, device="cpu") * diagonal  # also where meta is the default
-        w = weight(self.prior, x, x[-1]).clamp(min=SMALLEST)
+        x = torch.linspace(0, 1, KNOTS, dtype=torch.float64, device="cpu")  # also where meta is the default
+        farthest = x.new_tensor(math.hypot(*(m - 1 for m in self.blocks)))
+        w = weight(self.prior, x * diagonal(self.blocks), farthest).clamp(min=SMALLEST)
         self.knots.copy_((w.log() / self.gain).to(self.knots).expand_as(self.knots))
         if self.prefix:
             self.prefix_logits.zero_()
@@ -159,14 +164,12 @@ class BlockMixing(nn.Module):
         return w.clamp(min=0) if self.kind == "project" else (self.gain * w).softmax(-1)
 
     def _logits(self, blocks: Grid) -> Tensor:
-        """[.., M, M] between the two knots next to each distance, which is relative to the diagonal of the grid."""
-        # in blocks of `self.blocks`, whatever the number of blocks, so that a distance is the same part of the image
-        scale = [m / n for m, n in zip(self.blocks, blocks, strict=True)]
-        parts = [torch.arange(n, device=self.knots.device) * s for n, s in zip(blocks, scale, strict=True)]
+        """[.., M, M] between the two knots next to each distance, in parts of the diagonal of the grid."""
+        dtype = torch.promote_types(self.knots.dtype, torch.float32)
+        parts = [torch.arange(n, device=self.knots.device, dtype=dtype) for n in blocks]
         centres = torch.cartesian_prod(*parts).reshape(-1, len(blocks))
         d = (centres[:, None] - centres[None]).square().sum(-1).sqrt()
-        diagonal = math.dist([0] * len(blocks), [m - 1 for m in self.blocks])
-        place = (d * ((KNOTS - 1) / max(diagonal, 1e-9))).clamp(max=KNOTS - 1)
+        place = d * ((KNOTS - 1) / diagonal(blocks))
         low = place.floor().clamp(max=KNOTS - 2).long()
         part = (place - low).to(self.knots.dtype)
         logits = torch.lerp(self.knots[..., low], self.knots[..., low + 1], part)
