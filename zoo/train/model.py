@@ -14,6 +14,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from zoo.convert import swap
+from zoo.mixers.mhla import BlockMixer
 from zoo.names import unknown_name
 from zoo.train.record import replacing
 from zoo.train.settings import ModelSettings
@@ -80,6 +81,12 @@ def convert_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     if recipe.mixer:
         swap(model, recipe.mixer, keep_softmax=recipe.keep_softmax or None, **recipe.mixer_options)
     return model
+
+
+def with_chosen(model: nn.Module, recipe: Recipe) -> Recipe:
+    """The recipe of a converted `model`, with what its mixers took from the host (blocks), for use at another size."""
+    chosen = next((m.chosen for m in model.modules() if isinstance(m, BlockMixer)), {})
+    return replace(recipe, mixer_options={**recipe.mixer_options, **chosen})
 
 
 def weights_file(path: str | Path) -> Path:
@@ -195,7 +202,10 @@ def plan(settings: ModelSettings, n_classes: int | None = None) -> tuple[Recipe,
             raise ValueError("model.name is empty and no checkpoint says which model it is; give model.name=TIMM_NAME")
         recipe = found.host() if settings.img_size is None else replace(found.host(), img_size=settings.img_size)
     classes = n_classes or (found.num_classes if found else timm_classes(recipe.name))
-    recipe = replace(recipe, num_classes=classes, mixer=settings.mixer, mixer_options=settings.mixer_options)
+    options = settings.mixer_options
+    if found and found.mixer == settings.mixer and "blocks" in found.mixer_options:  # at another image size too
+        options = {"blocks": found.mixer_options["blocks"], **options}
+    recipe = replace(recipe, num_classes=classes, mixer=settings.mixer, mixer_options=options)
     return replace(recipe, keep_softmax=settings.keep_softmax), found
 
 
@@ -223,7 +233,7 @@ def start(settings: ModelSettings, n_classes: int | None = None) -> tuple[nn.Mod
     if found and found.mixer:
         _check_mixer(recipe, found, settings.checkpoint)
         fill(model, _start_weights(settings, model, found, recipe.num_classes), settings.checkpoint)
-    return model, host, recipe
+    return model, host, with_chosen(model, recipe)
 
 
 def _check_mixer(recipe: Recipe, found: Recipe, where: str) -> None:

@@ -194,6 +194,20 @@ def test_a_softmax_checkpoint_is_inherited_in_full(softmax_run, tmp_path):
     assert new and all(name.startswith("blocks.0.attn.mixer.") for name in new)
 
 
+def test_a_run_with_blocks_goes_on_at_another_size(softmax_run, tmp_path):
+    """The blocks that were chosen at the first size are part of the checkpoint, so its matrices fit at the second."""
+    first = start_from(softmax_run, tmp_path / "a", mixer="mhla")
+    first.train()
+    _, recipe = load_model(tmp_path / "a")
+    found = first.model.blocks[0].attn.mixer
+    assert recipe.mixer_options == {"blocks": list(found.blocks)}
+    more = {"name": "", "kwargs": {}, "img_size": 40, "mixer": "mhla"}
+    second = start_from(tmp_path / "a", tmp_path / "b", **more).model.blocks[0].attn
+    assert second.grid != first.model.blocks[0].attn.grid and torch.equal(second.mixer.mixing(), found.mixing())
+    with pytest.raises(ValueError, match=r"another mixer: it has model.mixer_options \{'blocks'"):
+        start_from(tmp_path / "a", tmp_path / "c", **more, mixer_options={"blocks": [1, 1]})
+
+
 def test_a_teacher_is_the_trained_source_or_refused(softmax_run, tmp_path):
     source = {"teacher": "source"}
     trainer = Trainer(tiny(tmp_path / "a", model={"checkpoint": str(softmax_run), "mixer": "la"}, distill=source))
