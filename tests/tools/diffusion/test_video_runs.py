@@ -114,6 +114,21 @@ def test_a_dry_run_does_everything_once(pixel_run, tmp_path):
     assert (folder / "samples" / "step-00000001.mp4").is_file() and (folder / "transformer_ema").is_dir()
 
 
+def test_blocks_are_chosen_for_the_clips(tmp_path):
+    """Clips of 4 frames of 8 x 8 pixels are 4 x 2 x 2 tokens; a run goes on from such a checkpoint, named or not."""
+    model = PIXELS["model"] | {"mixer": "mhla"}
+    run = DiffusionRun(settings(tmp_path / "a", model, schedule={"steps": 1, "warmup_steps": 0}))
+    mixer = run.model.blocks[0].attn1.mixer
+    assert mixer.blocks == (2, 1, 1)
+    run.train()
+    for folder, more in (("b", {"mixer": "mhla"}), ("c", {})):
+        source = {"checkpoint": str(tmp_path / "a"), **more}
+        assert DiffusionRun(settings(tmp_path / folder, source)).model.blocks[0].attn1.mixer.blocks == mixer.blocks
+    other = {"checkpoint": str(tmp_path / "a"), "mixer": "mhla", "mixer_options": {"blocks": [1, 2, 2]}}
+    with pytest.raises(ValueError, match=r"is converted already"):
+        DiffusionRun(settings(tmp_path / "d", other))
+
+
 def test_mp4_to_latents_to_a_converted_wan_to_mp4(tmp_path):
     import extract_latents
     import finetune_video
@@ -242,6 +257,7 @@ def test_sheets_and_grids_show_every_clip():
         ({"model": {"kind": "wan", "kwargs": {"text_dim": 3}}}, r"model.kwargs must not give text_dim"),
         ({"data": {"source": "videos", "train": "nowhere"}}, r"data.train must be a folder of videos, got 'nowhere'"),
         ({"data": {"source": "digits", "width": 8}}, r"data.width is for videos"),
+        ({"data": {"step": -1}}, r"data.step and data.width must not be negative, got -1 and None"),
     ],
 )  # fmt: skip
 def test_wrong_settings(tmp_path, sections, sentence):

@@ -1,5 +1,7 @@
 """Videos on disk, clips out of them, moving digits, and the latents of clips."""
 
+import struct
+
 import numpy as np
 import pytest
 import torch
@@ -38,6 +40,21 @@ def test_a_video_comes_back_frame_by_frame(tmp_path):
     assert read_frames(tmp_path / "odd.mp4", [5]).shape == (1, 32, 48, 3)
     with pytest.raises(Unreadable, match="ends before its frame 20"):
         read_frames(tmp_path / "a.mp4", [20])
+
+
+def test_a_portrait_of_a_phone_stands_upright(tmp_path):
+    """The display matrix of the track says: a quarter turn clockwise."""
+    frames = np.zeros((3, 16, 32, 3), np.uint8)
+    frames[:, :8, :16] = 255  # top left, which becomes top right
+    write_video(frames, tmp_path / "a.mp4", 8)
+    stored = (tmp_path / "a.mp4").read_bytes()
+    as_stored, turned = (65536, 0, 0, 0, 65536, 0, 0, 0), (0, 65536, 0, -65536, 0, 0, 0, 0)
+    matrices = [struct.pack(">9i", *m, 1 << 30) for m in (as_stored, turned)]
+    track = stored.index(matrices[0], stored.index(b"tkhd"))
+    (tmp_path / "b.mp4").write_bytes(stored[:track] + matrices[1] + stored[track + 36 :])
+    (found,) = read_frames(tmp_path / "b.mp4", [1])
+    assert found.shape == (32, 16, 3)
+    assert found[:14, 10:].min() > 200 and found[:14, :6].max() < 50 and found[18:].max() < 50
 
 
 def test_clips_are_windows_of_the_files(tmp_path):

@@ -44,6 +44,8 @@ class ImageSettings:
         positive(images__img_size=self.img_size, images__frames=self.frames, images__stride=self.stride)
         if self.text_key and self.source in ("digits", "folder", "moving_digits"):
             raise ValueError(f"images.text_key needs columns, which the source {self.source!r} has not")
+        if self.step < 0 or (self.width is not None and self.width < 1):
+            raise ValueError(f"images.step and images.width must not be negative, got {self.step} and {self.width}")
         if self.width is not None and self.source not in VIDEOS:
             raise ValueError("images.width is for videos; images are cut to squares of img_size")
 

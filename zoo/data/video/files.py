@@ -14,7 +14,8 @@ VIDEO_FILES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 
 
 class About(NamedTuple):
-    """What a file says of its first video stream; frames is exact, counted where the file does not say it."""
+    """What a file says of its first video stream, as it is stored; frames is exact, counted where the file does not say
+    it."""
 
     frames: int
     height: int
@@ -33,17 +34,23 @@ def about(file: str | Path) -> About:
 def read_frames(file: str | Path, numbers: Iterable[int]) -> np.ndarray:
     """The frames with these numbers (from 0, growing), uint8 [T, H, W, 3]. Raises Unreadable if one is not there.
 
-    Frames are counted from the start of the file, so that no key frame or time stamp can shift them.
+    Frames are counted from the start of the file, so that no key frame or time stamp can shift them, and turned as the
+    file says.
     """
     wanted = list(numbers)
     found: list[np.ndarray] = []
     with _Opened(file) as (container, stream):
         for number, frame in enumerate(container.decode(stream)):
             if number == wanted[len(found)]:
-                found.append(frame.to_ndarray(format="rgb24"))
+                found.append(_upright(frame))
                 if len(found) == len(wanted):
                     return np.stack(found)
     raise Unreadable(f"{file} ends before its frame {wanted[len(found)]}")
+
+
+def _upright(frame: Any) -> np.ndarray:
+    """[H, W, 3] as players show it: phones store portraits lying, with a note by how much to turn them."""
+    return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))  # both counter-clockwise
 
 
 def read_video(file: str | Path) -> np.ndarray:

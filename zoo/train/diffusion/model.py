@@ -13,6 +13,8 @@ from torch import nn
 import zoo
 from zoo.convert import backbone_of, swap
 from zoo.eval.generation.videos import reads_class_tokens
+from zoo.mixers import MIXERS
+from zoo.mixers.mixing import choose_blocks
 from zoo.names import unknown_name
 from zoo.train.diffusion.settings import KINDS, DenoiserSettings
 from zoo.train.record import replacing_folder
@@ -46,8 +48,21 @@ def start(settings: DenoiserSettings, wanted: Wanted) -> tuple[Any, Any]:
         return model, None
     host = copy.deepcopy(model)
     if settings.mixer:
-        swap(model, settings.mixer, keep_softmax=settings.keep_softmax or None, **settings.mixer_options)
+        swap(model, settings.mixer, keep_softmax=settings.keep_softmax or None, **_options(model, settings, wanted))
     return model, host
+
+
+def _options(model: Any, settings: DenoiserSettings, wanted: Wanted) -> dict[str, Any]:
+    """The options of the mixer; blocks that are not given are those for the grid of the data, which a video model does
+    not know."""
+    options = settings.mixer_options
+    chooses = getattr(MIXERS.get(settings.mixer), "needs_layout", False) and options.get("mixing") != "distance"
+    if not chooses or "blocks" in options:
+        return options
+    patch = model.config.patch_size
+    patches = patch if isinstance(patch, list | tuple) else [patch] * len(wanted.size)
+    grid = tuple(n // p for n, p in zip(wanted.size, patches, strict=True))
+    return {**options, "blocks": list(choose_blocks(grid, bool(options.get("causal"))))}
 
 
 def _loaded(settings: DenoiserSettings) -> Any:
@@ -62,10 +77,12 @@ def _check_mixer(model: Any, settings: DenoiserSettings) -> None:
     """A converted checkpoint goes on as it is: the settings must ask for nothing, or for what it has."""
     if not settings.mixer:
         return
-    have = model.config.conversions
-    step = {"mixer": settings.mixer, "keep_softmax": settings.keep_softmax, "options": settings.mixer_options}
-    want = [{k: v for k, v in step.items() if v}]
-    if [dict(s) for s in have] != want:
+    have = [dict(step) for step in model.config.conversions]
+    options = settings.mixer_options
+    if have and "blocks" in (theirs := have[0].get("options", {})):
+        options = {"blocks": theirs["blocks"], **options}  # chosen at the conversion, if they were not given
+    step = {"mixer": settings.mixer, "keep_softmax": settings.keep_softmax, "options": options}
+    if have != [{k: v for k, v in step.items() if v}]:
         raise ValueError(
             f"{settings.checkpoint} is converted already, by {json.dumps(have)}; "
             "leave model.mixer empty to go on with it"

@@ -26,8 +26,8 @@ class DenoiserSettings:
       a checkpoint must agree with them
     checkpoint: run folder (the average of its weights, if it kept one), folder of a pipeline or of its transformer, or
       name on the hub; empty for random weights
-    mixer: mixer put into the self-attention after loading (la, hla2, ahla, hla3, poly, taylor2, softmax); empty
-      leaves it
+    mixer: mixer put into the self-attention after loading (la, hla2, ahla, hla3, mhla, mhla2, poly, taylor2, softmax);
+      empty leaves it
     mixer_options: options of the mixer, such as {depthwise: v}
     keep_softmax: numbers of the blocks (from 0) that stay softmax, or every:3 for each third
     checkpointing: recompute each block in the backward pass, to save memory
@@ -93,6 +93,8 @@ class DiffusionDataSettings:
         one_of("data.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset", *VIDEOS, "latents"))
         positive(data__batch_size=self.batch_size, data__frames=self.frames, data__stride=self.stride)
         positive(data__clips=self.clips)
+        if self.step < 0 or (self.width is not None and self.width < 1):
+            raise ValueError(f"data.step and data.width must not be negative, got {self.step} and {self.width}")
         if self.width is not None and self.source not in VIDEOS:
             raise ValueError("data.width is for videos; images are squares of img_size")
         for name in ("hflip", "drop"):
