@@ -100,6 +100,12 @@ def test_captions_are_needed_for_every_video(tmp_path, table, sentence):
         Clips(str(folder), SHAPE, "text")
 
 
+def test_captions_of_a_spreadsheet_are_read(tmp_path):
+    folder = clips_on_disk(tmp_path, True, 1)
+    (folder / "metadata.csv").write_text("file_name,text\r\n00000.mp4,\u00e9t\u00e9\r\n", encoding="utf-8-sig")
+    assert Clips(str(folder), SHAPE, "text").read(0)[1] == "\u00e9t\u00e9"
+
+
 def test_digits_move_and_stay_on_the_canvas():
     clips = MovingDigits(True, ClipShape(frames=30, height=32, width=48), 5)
     again = MovingDigits(True, ClipShape(frames=30, height=32, width=48), 5)

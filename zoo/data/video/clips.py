@@ -104,7 +104,7 @@ def _captions(folder: Path, files: list[Path], key: str) -> dict[Path, str]:
     table = folder / CAPTIONS
     if not table.is_file():
         raise ValueError(f"images.text_key={key} needs {table} with the columns file_name and {key}")
-    with table.open(newline="") as opened:
+    with table.open(newline="", encoding="utf-8-sig") as opened:  # spreadsheets write a byte order mark first
         rows = list(csv.DictReader(opened))
     columns = list(rows[0]) if rows else []
     for name in ("file_name", key):
