@@ -137,7 +137,7 @@ def test_mp4_to_latents_to_a_converted_wan_to_mp4(tmp_path):
     for part, count in (("train", 6), ("val", 3)):
         where = clips_on_disk(tmp_path / "clips" / part, part == "train", count)
         clips = {"images": {"source": "videos", "where": where, "text_key": "text", "img_size": 16, "frames": 5}}
-        encode = {"encode": {"vae": pipe, "text": pipe, "max_length": 8, "batch_size": 3, "dtype": "float32"}}
+        encode = {"encode": {"vae": pipe, "text": pipe, "max_length": 8, "batch_size": 3}}  # float16, the default
         extract_latents.main([*words(clips | encode), "images.workers=0", f"out={tmp_path}/latents/{part}"])
     folder = tmp_path / "run"
     changes = words({

@@ -16,8 +16,8 @@ LABELS = "class_labels"  # the name of the argument of the model
 
 
 class Clean(NamedTuple):
-    """Clean samples: x0 [B, C, H, W] or [B, C, T, H, W] float32, the conditions by the name of the model's argument,
-    and their numbers; `bad` are those of images that could not be read and were replaced."""
+    """Clean samples: x0 [B, C, H, W] or [B, C, T, H, W], the conditions by the name of the model's argument (float32,
+    as x0, or integers), and their numbers; `bad` are those of images that could not be read and were replaced."""
 
     x0: Tensor
     condition: dict[str, Tensor]
@@ -74,9 +74,13 @@ class Latents:
 
     def _read(self, numbers: np.ndarray, mirrored: np.ndarray) -> Clean:
         rows = [self._row(int(n), bool(m)) for n, m in zip(numbers, mirrored, strict=True)]
-        x0 = torch.stack([row["latents"] for row in rows]).float().to(self.device)
-        condition = {k: torch.stack([row[k] for row in rows]).to(self.device) for k in self.names}
-        return Clean(x0, condition, torch.from_numpy(numbers), [])
+        read = {k: self._batch([row[k] for row in rows]) for k in ("latents", *self.names)}
+        return Clean(read.pop("latents"), read, torch.from_numpy(numbers), [])
+
+    def _batch(self, parts: list[Tensor]) -> Tensor:
+        """Stacked on the device; numbers stored in 16 bits as float32, which a model outside autocast wants."""
+        whole = torch.stack(parts).to(self.device)
+        return whole.float() if whole.is_floating_point() else whole
 
     def _row(self, number: int, mirrored: bool) -> dict[str, Tensor]:
         at = int(np.searchsorted(self.starts, number, side="right")) - 1
