@@ -172,9 +172,7 @@ def head_gradient(
     if NORM:  # v is centred as a source of dk and dq, but the ratio does not depend on its mean
         dm1 = axpy2(dm1, -1.0 / n, vecmat(sv, dm, V2, F2), F2)
     SHIFT: tl.constexpr = 1.0 if FMAP == 5 else 0.0
-    rows = weight_rows(
-        w, m, t, dm1, sums, row_q, row_v, c, scale, n, ORDER, CENTER, MEAN, NORM, SHIFT, F1, F2, V1, V2
-    )
+    rows = weight_rows(w, m, t, dm1, sums, row_q, row_v, c, scale, n, ORDER, CENTER, MEAN, NORM, SHIFT, F1, F2, V1, V2)
     return out, m1, vbar, w, rows, dc
 
 

@@ -123,7 +123,7 @@ def middle(
             m1 = scale * dot_rows(t, load_vec(s + OFF[5], FD, F1, F2), F2)
         if ORDER >= 3:
             m1 = scale * dot_rows(t, load_vec(s + OFF[6], FD, F1, F2), F2)
-        if (ORDER == 1 or ORDER == 5):
+        if ORDER == 1 or ORDER == 5:
             m1 += scale * c1 * vec(s + OFF[6], r, BR, FD)
         if ORDER == 5:
             m1 += scale * c2 * dot_rows(si, load_vec(s + OFF[5], FD, F1, F2), F2)

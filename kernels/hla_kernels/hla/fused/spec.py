@@ -70,9 +70,7 @@ class Spec(NamedTuple):
             return self
         up, order = float(d * d), 3 if self.op == "hla3" else 2
         scale = None if self.scale is None else self.scale * up
-        return self._replace(
-            scale=scale, q_scale=self.q_scale * up, ridge=self.ridge * up, eps=self.eps * up**order
-        )
+        return self._replace(scale=scale, q_scale=self.q_scale * up, ridge=self.ridge * up, eps=self.eps * up**order)
 
     def digits(self, dtype: torch.dtype, backward: bool) -> int:
         """How exact sums of features are: REST of `sum_features`. Highest for the gradient of coefficients, which
