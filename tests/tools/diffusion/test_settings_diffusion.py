@@ -72,7 +72,8 @@ def saved(tmp_path_factory):
         ({"schedule": {"warmup_steps": 9}}, r"schedule.warmup_steps must be in \[0, 6\)"),
     ],
 )
-def test_wrong_settings(tmp_path, sections, sentence):
+def test_wrong_settings(tmp_path, monkeypatch, sections, sentence):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # without, retries take most of a minute
     with pytest.raises(ValueError, match=sentence) as caught:
         DiffusionRun(tiny(tmp_path / "run", **sections))
     assert "\n" not in str(caught.value)
