@@ -56,7 +56,8 @@ def build(recipe: Recipe, pretrained: bool = False) -> nn.Module:
 
 
 def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
-    """The timm model of a recipe, before `convert_model`. Raises ValueError for an unknown name or a bad keyword."""
+    """The timm model of a recipe, before `convert_model`. Raises ValueError for an unknown name, a bad keyword or
+    weights out of reach."""
     if not timm.is_model(recipe.name):
         raise unknown_name("timm model", recipe.name, _similar_models(recipe.name))
     size = {} if recipe.img_size is None else {"img_size": recipe.img_size}
@@ -68,6 +69,8 @@ def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
         if pretrained and "No pretrained weights" in str(error):
             raise ValueError(f"timm has no published weights for {recipe.name}; leave out model.pretrained") from error
         raise
+    except OSError as error:  # what huggingface_hub raises is one
+        raise ValueError(f"timm cannot load the weights of {recipe.name}: {str(error).splitlines()[0]}") from error
     except TypeError as error:
         raise ValueError(f"timm cannot build {recipe.name} with model.kwargs {recipe.kwargs}: {error}") from error
 

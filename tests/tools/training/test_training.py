@@ -296,12 +296,15 @@ def test_class_count_mismatch_and_a_new_head(softmax_run, tmp_path, make_folder)
     [
         ({"name": "vit_tiny_patch16_2244"}, "unknown timm model 'vit_tiny_patch16_2244'"),
         ({"name": "vit_ahla_tiny_patch16_224", "kwargs": {}, "pretrained": True}, "timm has no published weights"),
+        ({"name": "vit_tiny_patch16_224.augreg_in21k", "kwargs": {}, "pretrained": True}, "cannot load the weights of"),
         ({"mixer": "alha"}, "Did you mean 'ahla'"),
         ({"mixer": "ahla", "mixer_options": {"gat": True}}, "unknown mixer option 'gat'"),
         ({"kwargs": {"deepness": 3}}, "timm cannot build"),
     ],
 )
-def test_wrong_model_settings(tmp_path, model, sentence):
+def test_wrong_model_settings(tmp_path, monkeypatch, model, sentence):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     with pytest.raises(ValueError, match=sentence):
         Trainer(tiny(tmp_path, model=model))
 

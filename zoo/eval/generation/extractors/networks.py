@@ -185,7 +185,7 @@ def timm_extractor(name: str, weights: str = "") -> ModuleExtractor:
         raise ValueError(f"there is no weights file {weights!r} for the extractor")
     try:
         network = timm.create_model(name, pretrained=True, num_classes=0, **size, **overlay)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:  # OSError: what huggingface_hub raises
         raise ValueError(f"timm cannot give {name} its weights: {str(error).splitlines()[0]}") from error
     spec = resolve_data_config(size, model=network)
     height, width = spec["input_size"][1:]
