@@ -34,7 +34,9 @@ def attentions(model: nn.Module, run: Callable[[], Any], layers: list[int] | Non
     """The effective attention of every layer, or of some, in a forward pass `run()` of `model`, of its first sample.
 
     A softmax timm model is read through the softmax mixer, which computes the same function. W leaves out the norm and
-    the gate behind a mixer. Raises ValueError for a layer that does not exist.
+    the gate behind a mixer, and its columns are seen through the depthwise convolution of one channel each where
+    there is one of v (`depthwise`, `lepe`): W v is not the output then. Raises ValueError for a layer that does
+    not exist.
     """
     if not any(isinstance(m, Site) for m in model.modules()):
         swap(model, "softmax")
