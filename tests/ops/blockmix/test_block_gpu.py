@@ -1,9 +1,9 @@
 """Block mixing in Triton through the public operator on a CUDA device, against float64 and the torch form.
 
 Rule of the error: relative L2 against the torch form in float64, at most twice that of the torch form in the dtype of
-the call, for o, dq, dk, dv and, when mixing has that dtype too, d mixing (of a float32 mixing the torch form gives it
-exactly, the Triton form from moments and operators rounded to the dtype of the tokens). Every buffer of the Triton form
-starts as NaN.
+the call. o, dq, dk, dv keep it. d mixing of a float32 mixing does not, which is an open fault: the Triton form takes
+it from moments and operators rounded to the dtype of the tokens. Against that rounding it is held to the rule here, so
+that it grows no worse. Every buffer of the Triton form starts as NaN.
 """
 
 from __future__ import annotations
@@ -52,6 +52,15 @@ def test_error_and_bits(monkeypatch, case):
         assert errors[0] <= 2 * errors[1], (name, *errors)
     if mask is not None:
         assert not any(bool(x[~mask].any()) for x in first[:4])
+
+
+@pytest.mark.xfail(strict=True, reason="16-bit moments: d mixing in float32 is off by 1e-3")
+def test_error_of_float32_mixing(monkeypatch):
+    o = options_of((32, 32), (4, 4), 0)
+    tensors, grad, mask = make(o, (2, 4, 64, 64), BF16, device="cuda")
+    truth, plain = (torch_form(o, tensors, grad, mask, x)[4] for x in (torch.float64, BF16))
+    found = triton_form(monkeypatch, o, tensors, grad, mask)[4]
+    assert relative_error(found, truth) <= 2 * relative_error(plain, truth)
 
 
 def call(tensors, **options):
