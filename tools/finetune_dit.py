@@ -9,27 +9,17 @@ launch` or `torchrun`. Continue an interrupted run with run.resume=true; `--dry-
 folder of its own. The last line of the output is the result as JSON, also in result.json of the run folder.
 """
 
-import json
 from typing import Any
 
 from zoo import config
-from zoo.train.diffusion.loop import DiffusionRun
-from zoo.train.diffusion.rehearsal import rehearse
-from zoo.train.diffusion.settings import DiffusionSettings
+from zoo.train.diffusion.rehearsal import carry_out
 
 USAGE = "usage: finetune_dit.py [--dry-run] [CONFIG.yaml] [section.key=value ...]"
 
 
 def main(words: list[str]) -> dict[str, Any]:
     """Train as the words of the command line say. Returns the result (validation losses); raises ValueError."""
-    if config.wants_help(words, __doc__, USAGE, DiffusionSettings):
-        return {}
-    dry = "--dry-run" in words
-    settings = config.from_command_line(DiffusionSettings, [word for word in words if word != "--dry-run"])
-    result = rehearse(settings) if dry else DiffusionRun(settings).train()
-    if result:
-        print(json.dumps(result), flush=True)
-    return result
+    return carry_out(words, __doc__, USAGE)
 
 
 if __name__ == "__main__":

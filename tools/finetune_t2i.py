@@ -7,29 +7,24 @@ The core and the keys are those of tools/finetune_dit.py; losses beside that of 
 softmax teacher's output and, block by block, to what its attention returns. `--dry-run` does one step of everything.
 """
 
-import json
 from typing import Any
 
 from zoo import config
-from zoo.train.diffusion.loop import DiffusionRun
-from zoo.train.diffusion.rehearsal import rehearse
+from zoo.train.diffusion.rehearsal import carry_out
 from zoo.train.diffusion.settings import DiffusionSettings
 
 USAGE = "usage: finetune_t2i.py [--dry-run] CONFIG.yaml data.train=LATENTS data.val=LATENTS [section.key=value ...]"
 
 
-def main(words: list[str]) -> dict[str, Any]:
-    """Train as the words of the command line say. Returns the result (validation losses); raises ValueError."""
-    if config.wants_help(words, __doc__, USAGE, DiffusionSettings):
-        return {}
-    dry = "--dry-run" in words
-    settings = config.from_command_line(DiffusionSettings, [word for word in words if word != "--dry-run"])
+def check(settings: DiffusionSettings) -> None:
+    """Raise ValueError for data that this tool does not read."""
     if settings.data.source != "latents":
         raise ValueError(f"data.source is {settings.data.source!r}: prompts come with latents, from extract_latents.py")
-    result = rehearse(settings) if dry else DiffusionRun(settings).train()
-    if result:
-        print(json.dumps(result), flush=True)
-    return result
+
+
+def main(words: list[str]) -> dict[str, Any]:
+    """Train as the words of the command line say. Returns the result (validation losses); raises ValueError."""
+    return carry_out(words, __doc__, USAGE, check)
 
 
 if __name__ == "__main__":

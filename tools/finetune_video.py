@@ -9,29 +9,24 @@ tools/finetune_dit.py; `model.keep_softmax=every:3` converts two layers of three
 as mp4 and contact sheets. `--dry-run` does one step of everything; run.resume=true continues an interrupted run.
 """
 
-import json
 from typing import Any
 
 from zoo import config
-from zoo.train.diffusion.loop import DiffusionRun
-from zoo.train.diffusion.rehearsal import rehearse
+from zoo.train.diffusion.rehearsal import carry_out
 from zoo.train.diffusion.settings import VIDEOS, DiffusionSettings
 
 USAGE = "usage: finetune_video.py [--dry-run] CONFIG.yaml [section.key=value ...]"
 
 
-def main(words: list[str]) -> dict[str, Any]:
-    """Train as the words of the command line say. Returns the result (validation losses); raises ValueError."""
-    if config.wants_help(words, __doc__, USAGE, DiffusionSettings):
-        return {}
-    dry = "--dry-run" in words
-    settings = config.from_command_line(DiffusionSettings, [word for word in words if word != "--dry-run"])
+def check(settings: DiffusionSettings) -> None:
+    """Raise ValueError for data that this tool does not read."""
     if settings.data.source not in (*VIDEOS, "latents"):
         raise ValueError(f"data.source is {settings.data.source!r}; allowed for videos: {', '.join(VIDEOS)}, latents")
-    result = rehearse(settings) if dry else DiffusionRun(settings).train()
-    if result:
-        print(json.dumps(result), flush=True)
-    return result
+
+
+def main(words: list[str]) -> dict[str, Any]:
+    """Train as the words of the command line say. Returns the result (validation losses); raises ValueError."""
+    return carry_out(words, __doc__, USAGE, check)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from zoo.data.settings import DataSettings
 from zoo.eval.compare import compare
 from zoo.eval.settings import EvalOptions, EvalSettings
 from zoo.train.loop import Trainer
-from zoo.train.model import WEIGHTS, load_model, read_recipe, save_weights, start
+from zoo.train.model import WEIGHTS, load_model, read_recipe, save_weights, start, with_chosen
 from zoo.train.settings import ModelSettings, TrainSettings
 from zoo.train.setup import set_up
 
@@ -49,16 +49,8 @@ class Kind(ABC):
         """The settings of a fine-tuning."""
 
     @abstractmethod
-    def source(self) -> Any:
-        """The softmax model."""
-
-    @abstractmethod
     def inputs(self) -> list[Inputs]:
         """Inputs for calibration, from the training set."""
-
-    @abstractmethod
-    def convert(self, keep: Any) -> Any:
-        """The source, converted, with the blocks `keep` (numbers, a word, nothing) left softmax."""
 
     @abstractmethod
     def save(self, model: Any, keep: Any, folder: Path) -> None:
@@ -83,6 +75,16 @@ class Kind(ABC):
     @abstractmethod
     def evaluate(self, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
         """A row for each model, with "value", in `metric`."""
+
+    def source(self) -> Any:
+        """The softmax model."""
+        return self.load(Path(self.recipe.source))
+
+    def convert(self, keep: Any) -> Any:
+        """The source, converted, with the blocks `keep` (numbers, a word, nothing) left softmax."""
+        model = self.source()
+        swap(model, self.recipe.mixer, keep_softmax=keep or None, **self.options())
+        return model
 
     def budget(self) -> int:
         """The length of the fine-tuning: epochs or steps."""
@@ -126,9 +128,6 @@ class Images(Kind):
     def schema(self) -> type:
         return TrainSettings
 
-    def source(self) -> Any:
-        return load_model(self.recipe.source)[0]
-
     def inputs(self) -> list[Inputs]:
         from accelerate import Accelerator
 
@@ -143,16 +142,11 @@ class Images(Kind):
                 break
         return found
 
-    def convert(self, keep: Any) -> Any:
-        model = self.source()
-        swap(model, self.recipe.mixer, keep_softmax=keep or None, **self.options())
-        return model
-
     def save(self, model: Any, keep: Any, folder: Path) -> None:
         recipe = read_recipe(self.recipe.source)
         assert recipe is not None
-        new = {"mixer": self.recipe.mixer, "mixer_options": self.options(), "keep_softmax": keep}
-        save_weights(model, type(recipe)(**{**asdict(recipe), **new}), folder / WEIGHTS)
+        recipe = replace(recipe, mixer=self.recipe.mixer, mixer_options=self.options(), keep_softmax=keep)
+        save_weights(model, with_chosen(model, recipe), folder / WEIGHTS)
 
     def load(self, folder: Path) -> Any:
         return load_model(folder)[0]
@@ -198,9 +192,6 @@ class Diffusion(Kind):
 
         return DiffusionSettings
 
-    def source(self) -> Any:
-        return self.load(Path(self.recipe.source))
-
     def load(self, folder: Path) -> Any:
         from zoo.train.diffusion.model import load_transformer
 
@@ -229,11 +220,6 @@ class Diffusion(Kind):
             if left <= 0:
                 break
         return found
-
-    def convert(self, keep: Any) -> Any:
-        model = self.source()
-        swap(model, self.recipe.mixer, keep_softmax=keep or None, **self.options())
-        return model
 
     def save(self, model: Any, keep: Any, folder: Path) -> None:
         from zoo.train.diffusion.model import PART, save_transformer

@@ -1,6 +1,9 @@
-"""A dry run: one step of everything that a diffusion run does, so that nothing fails for the first time at night."""
+"""A diffusion run as its tools start it, or a dry run: one step of everything that the run does, so that nothing fails
+for the first time at night."""
 
+import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,32 @@ import torch.nn.functional as F
 from accelerate import PartialState
 from torch import Tensor
 
+from zoo import config
 from zoo.eval.generation.scores import frechet_distance
 from zoo.eval.generation.statistics import Moments
 from zoo.train.diffusion.loop import DiffusionRun
 from zoo.train.diffusion.settings import DiffusionSettings
 
 IMAGES = 16  # generated and scored
+
+
+def carry_out(
+    words: list[str], text: str | None, usage: str, check: Callable[[DiffusionSettings], None] | None = None
+) -> dict[str, Any]:
+    """What the words of a tool's command line ask for: help (`text`, `usage`), a run, or its rehearsal (`--dry-run`).
+
+    check: refuses, by ValueError, settings that the tool does not take. Prints the result as JSON and returns it
+    (validation losses). Raises ValueError for settings that do not hold.
+    """
+    if config.wants_help(words, text, usage, DiffusionSettings):
+        return {}
+    settings = config.from_command_line(DiffusionSettings, [word for word in words if word != "--dry-run"])
+    if check:
+        check(settings)
+    result = rehearse(settings) if "--dry-run" in words else DiffusionRun(settings).train()
+    if result:
+        print(json.dumps(result), flush=True)
+    return result
 
 
 def rehearse(settings: DiffusionSettings) -> dict[str, Any]:
