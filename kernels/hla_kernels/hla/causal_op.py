@@ -7,6 +7,9 @@ seam a Triton form will share.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -22,8 +25,7 @@ def _options(
     return Options(True, feature_map, normalize, center, mean_path, kind, decay_rule, ridge, scale, eps)
 
 
-@torch.library.custom_op("hla_kernels::causal", mutates_args=())
-def causal_op(
+def evaluate(
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, decay_rule: str, ridge: float, scale: float | None, eps: float,
 ) -> Tensor:  # fmt: skip
@@ -33,13 +35,27 @@ def causal_op(
         return causal(op, q, k, v, options, gamma, None, False)[0]
 
 
+causal_op = torch.library.custom_op("hla_kernels::causal", evaluate, mutates_args=())
+
+
 @causal_op.register_fake
 def _(q, k, v, gamma, *options):
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
-@torch.library.custom_op("hla_kernels::causal_backward", mutates_args=())
-def causal_backward(
+@contextmanager
+def _transforms() -> Iterator[None]:
+    """torch.func inside of an operator that a TorchDispatchMode has intercepted (FlopCounterMode, selective
+    checkpointing): behind it the keys of torch.func are excluded, and a vjp would stop at its own wrappers."""
+    c, keys = torch._C, torch._C.DispatchKey
+    excluded = c._dispatch_tls_local_exclude_set()
+    for key in (keys.FuncTorchDynamicLayerBackMode, keys.FuncTorchGradWrapper, keys.FuncTorchDynamicLayerFrontMode):
+        excluded = excluded.remove(key)
+    with c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), excluded):
+        yield
+
+
+def gradient(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, gamma_grad: bool, op: str,
     feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, decay_rule: str,
     ridge: float, scale: float | None, eps: float,
@@ -51,10 +67,13 @@ def causal_backward(
     def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = gamma) -> Tensor:
         return causal(op, q, k, v, options, g, None, False)[0]
 
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), _transforms():
         grads = torch.func.vjp(forward, *primals)[1](grad)
     grads = tuple(x.contiguous() for x in grads)
     return grads if gamma_grad else (*grads, q.new_empty((0,)))
+
+
+causal_backward = torch.library.custom_op("hla_kernels::causal_backward", gradient, mutates_args=())
 
 
 @causal_backward.register_fake

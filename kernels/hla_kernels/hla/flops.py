@@ -1,18 +1,22 @@
-"""Floating-point operations of the two-sided custom operators, for torch.utils.flop_counter.FlopCounterMode.
+"""Floating-point operations of the custom operators, for torch.utils.flop_counter.FlopCounterMode.
 
 Counted are the matrix products, a multiplication and an addition each: those over the tokens (moments, read-out) and
 those of D x D matrices. The backward counts the moments and products that it forms again. Padding counts as tokens.
+The products of the causal form, whose chunks and levels depend on N, are counted by running it on fake tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from ..features import feature_width
 from . import two_sided  # noqa: F401  registers the operators
+from .causal_op import evaluate, gradient
 from .moments import FACTORS, MOMENTS
 
 # products of a D x D by a D x Dv matrix, forward and backward (which forms those of the forward again)
@@ -88,3 +92,22 @@ def two_sided_qkvpacked_backward_flops(
 ) -> int:
     """Backward to qkv."""
     return _sizes((qkv,), op, options, 10).backward()
+
+
+def _products(run: Callable[..., Any], *inputs: Any) -> int:
+    """What `run` multiplies, of shapes in place of tensors."""
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        run(*(torch.empty(x) if isinstance(x, torch.Size) else x for x in inputs))
+    return counter.get_total_flops()
+
+
+@register_flop_formula(torch.ops.hla_kernels.causal)
+def causal_flops(*inputs: Any, out_shape: Any = None) -> int:
+    """Forward from q, k, v."""
+    return _products(evaluate, *inputs)
+
+
+@register_flop_formula(torch.ops.hla_kernels.causal_backward)
+def causal_backward_flops(*inputs: Any, out_shape: Any = None) -> int:
+    """The stages again, and the backward through them."""
+    return _products(gradient, *inputs)

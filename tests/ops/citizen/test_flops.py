@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import hla_kernels as hk
+from hla_kernels.hla.causal import causal
 from hla_kernels.hla.gradient import gradient
 from hla_kernels.hla.two_sided import evaluate
 from hla_kernels.options import Options
@@ -48,6 +49,24 @@ def test_packed_and_grouped(op):
     cu = torch.tensor([0, 20, 60], dtype=torch.int32)
     products = {"linear_attention": 0, "hla2": 1, "ahla": 1, "hla3": 2, "polynomial": 4}[op] * 2 * 4 * 8**3
     assert counted(lambda: f(*x, *more, cu_seqlens=cu, max_seqlen=40)) == plain + products
+
+
+@pytest.mark.parametrize("decay", (None, 0.9))
+@pytest.mark.parametrize("op", ("linear_attention", "hla2", "ahla", "hla3"))
+def test_causal(op, decay):
+    """The products of the stages and, for the backward, of the stages and their gradients; which are right there."""
+    x = [t.requires_grad_() for t in tokens(70, h=4, hk=2, d=8, dv=6)]
+    gamma = None if decay is None else x[0].new_full((1,) * 5, decay)
+    options = Options(True, decay=decay)
+    f = lambda: causal(op, *x, options, gamma, None, False)[0]  # noqa: E731
+    g = lambda: getattr(hk, op)(*x, causal=True, decay=decay)  # noqa: E731
+    assert counted(g) == counted(f) > 0
+    expected, found = [], []
+    both = counted(lambda: expected.extend(torch.autograd.grad(f().sum(), x)))
+    y = g()
+    assert counted(lambda: found.extend(torch.autograd.grad(y.sum(), x))) == both
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_linear_cost():
