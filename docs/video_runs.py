@@ -1,13 +1,17 @@
 """The small video run of the README: softmax on real clips, then its control and its conversions, in one table.
 
-    python docs/video_runs.py CLIPS/train CLIPS/val [section.key=value for every run]
+    python docs/video_runs.py VIDEOS [section.key=value for every run]
 
-Each folder has a sub-folder of mp4 files a class. Writes docs/results/video-clips.json, docs/video-clips.png (generated
-samples) and docs/video-clips-curves.png. Runs lie in runs/clips; those that are finished there are not repeated.
+Every video of the folder is a class: its first three fifths are for training, the rest for validation, both written small
+into runs/clips/data. Writes docs/results/video-clips.json, docs/video-clips.png (generated samples) and
+docs/video-clips-curves.png. Runs lie in runs/clips; those that are finished there are not repeated. The runs after the
+first go side by side, which their seconds include.
 """
 
 import shlex
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import matplotlib
@@ -15,6 +19,8 @@ import numpy as np
 from PIL import Image
 
 from zoo import config
+from zoo.data.video.clips import cover
+from zoo.data.video.files import VIDEO_FILES, about, read_video, write_video
 from zoo.eval.results import quality_row, result_file, write_json
 from zoo.train.diffusion.loop import DiffusionRun
 from zoo.train.diffusion.settings import DiffusionSettings
@@ -22,14 +28,28 @@ from zoo.train.record import draw_curves, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs/clips")
-BLOCKS = "model.mixer_options={blocks: [2, 2, 3]}"
+SIZE, SHARE = (96, 160), 3 / 5  # pixels of the cut videos, and the part of each for training
 KINDS = {  # name -> words of the fine-tuning
     "control": ["model.mixer=", "distill.teacher="],
     "ahla every:3": ["model.mixer=ahla", "model.keep_softmax=every:3"],
     "ahla": ["model.mixer=ahla"],
     "la": ["model.mixer=la"],
-    "mhla": ["model.mixer=mhla", BLOCKS],
+    "mhla": ["model.mixer=mhla"],
 }
+
+
+def cut(videos: Path) -> list[str]:
+    """The words that name the folders of training and validation videos, made out of `videos` where they are missing."""
+    folders = {part: RUNS / "data" / part for part in ("train", "val")}
+    for file in sorted(p for p in videos.iterdir() if p.suffix.lower() in VIDEO_FILES):
+        parts = {part: folder / file.stem / f"{file.stem}.mp4" for part, folder in folders.items()}
+        if all(part.is_file() for part in parts.values()):
+            continue
+        frames = cover(read_video(file), *SIZE).permute(1, 2, 3, 0).numpy()
+        middle = round(len(frames) * SHARE)
+        write_video(frames[:middle], parts["train"], about(file).fps)
+        write_video(frames[middle:], parts["val"], about(file).fps)
+    return [f"data.{part}={folder}" for part, folder in folders.items()]
 
 
 def train(name: str, file: str, words: list[str]) -> dict:
@@ -68,14 +88,15 @@ def draw(results: dict[str, dict], file: Path) -> None:
 
 def main(words: list[str]) -> None:
     """Run what is missing and write the table and the pictures."""
-    train_folder, val_folder, *more = words
-    shared = [f"data.train={train_folder}", f"data.val={val_folder}", *more]
+    videos, *more = words
+    shared = [*cut(Path(videos)), *more]
     results = {"softmax": train("softmax", "clips.yaml", shared)}
-    command = "python docs/video_runs.py CLIPS/train CLIPS/val " + shlex.join(more)
-    for name, own in KINDS.items():
-        results[name] = train(name, "clips_finetune.yaml", [*shared, *own])
-        rows = [row(kind, result) for kind, result in results.items()]
-        write_json(result_file(command.strip(), rows), ROOT / "docs" / "results" / "video-clips.json")
+    with ProcessPoolExecutor(len(KINDS), get_context("spawn")) as pool:
+        runs = {k: pool.submit(train, k, "clips_finetune.yaml", [*shared, *own]) for k, own in KINDS.items()}
+        results |= {name: run.result() for name, run in runs.items()}
+    command = " ".join(["python docs/video_runs.py VIDEOS", shlex.join(more)]).strip()
+    rows = [row(kind, result) for kind, result in results.items()]
+    write_json(result_file(command, rows), ROOT / "docs" / "results" / "video-clips.json")
     draw(results, ROOT / "docs" / "video-clips.png")
     tuned = {name: read_rows(result["folder"] / "metrics.jsonl") for name, result in results.items() if name in KINDS}
     draw_curves(tuned, ROOT / "docs" / "video-clips-curves.png", "ema_val_loss", "validation loss")

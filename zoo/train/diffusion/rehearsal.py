@@ -19,7 +19,7 @@ from zoo.eval.generation.statistics import Moments
 from zoo.train.diffusion.loop import DiffusionRun
 from zoo.train.diffusion.settings import DiffusionSettings
 
-IMAGES = 16  # generated and scored
+IMAGES, VIDEOS = 16, 2  # generated and scored
 
 
 def carry_out(
@@ -68,15 +68,16 @@ def rehearse(settings: DiffusionSettings) -> dict[str, Any]:
 
 
 def _distance(run: DiffusionRun) -> float:
-    real = []
+    real: list[Tensor] = []
+    count = VIDEOS if len(run.samples.shape) == 4 else IMAGES
     for batch in run.samples.evaluation(1, 0, 1):
         real.append(_colours(run.samples.pictures(batch.x0)))
-        if len(real) == IMAGES:
+        if len(real) == count:
             break
     moments = [Moments(12), Moments(12)]
     for features in real:
         moments[0].update(features)
-    moments[1].update(_colours(run.generate(IMAGES)))
+    moments[1].update(_colours(run.generate(count)))
     return frechet_distance(moments[0].gaussian(), moments[1].gaussian())
 
 
