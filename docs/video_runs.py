@@ -2,8 +2,8 @@
 
     python docs/video_runs.py VIDEOS [section.key=value for every run]
 
-Every video of the folder is a class: its first three fifths are for training, the rest for validation, both written small
-into runs/clips/data. Writes docs/results/video-clips.json, docs/video-clips.png (generated samples) and
+Every video of the folder is a class: its first three fifths are for training, the rest for validation, both written
+small into runs/clips/data. Writes docs/results/video-clips.json, docs/video-clips.png (generated samples) and
 docs/video-clips-curves.png. Runs lie in runs/clips; those that are finished there are not repeated. The runs after the
 first go side by side, which their seconds include.
 """
@@ -39,7 +39,7 @@ KINDS = {  # name -> words of the fine-tuning
 
 
 def cut(videos: Path) -> list[str]:
-    """The words that name the folders of training and validation videos, made out of `videos` where they are missing."""
+    """The words that name the folders of training and validation videos, made out of `videos` where missing."""
     folders = {part: RUNS / "data" / part for part in ("train", "val")}
     for file in sorted(p for p in videos.iterdir() if p.suffix.lower() in VIDEO_FILES):
         parts = {part: folder / file.stem / f"{file.stem}.mp4" for part, folder in folders.items()}

@@ -12,8 +12,9 @@ as mp4 and contact sheets. `--dry-run` does one step of everything; run.resume=t
 from typing import Any
 
 from zoo import config
+from zoo.data.latents.settings import VIDEOS
 from zoo.train.diffusion.rehearsal import carry_out
-from zoo.train.diffusion.settings import VIDEOS, DiffusionSettings
+from zoo.train.diffusion.settings import DiffusionSettings
 
 USAGE = "usage: finetune_video.py [--dry-run] CONFIG.yaml [section.key=value ...]"
 

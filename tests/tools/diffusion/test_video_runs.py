@@ -186,22 +186,31 @@ def test_classes_in_latents_are_sampled_with_the_vae_of_the_run(tmp_path):
         DiffusionRun(settings(tmp_path / "x", model=other, data=data | {"batch_size": 2}))
 
 
-def test_image_to_video_trains_and_samples(tmp_path):
+@pytest.mark.parametrize("eye", [False, True], ids=["wan-2.2", "wan-2.1"])
+def test_image_to_video_trains_and_samples(tmp_path, eye):
+    """eye: the pipeline has an image encoder, whose tokens of the first frame the model reads too."""
     import extract_latents
 
-    pipe = tiny_pipeline(tmp_path / "wan", from_image=True)
+    pipe = tiny_pipeline(tmp_path / "wan", from_image=True, eye=eye)
     where = clips_on_disk(tmp_path / "clips", True, 4)
     clips = {"images": {"source": "videos", "where": where, "text_key": "text", "img_size": 16, "frames": 5}}
-    encode = {"encode": {"vae": pipe, "text": pipe, "max_length": 8, "dtype": "float32"}}
+    encode = {"encode": {"vae": pipe, "text": pipe, "max_length": 512 if eye else 8, "dtype": "float32"}}
     extract_latents.main([*words(clips | encode), "images.workers=0", f"out={tmp_path}/latents"])
     data = {"source": "latents", "img_size": None, "train": f"{tmp_path}/latents", "val": f"{tmp_path}/latents"}
+    data |= {"hflip": 0.0, "batch_size": 2}
     model = {"checkpoint": pipe, "mixer": "ahla"}
-    run = DiffusionRun(settings(tmp_path / "run", model=model, data=data | {"hflip": 0.0, "batch_size": 2}))
+    run = DiffusionRun(settings(tmp_path / "run", model=model, data=data))
     batch = next(run.batches(0, 1))
     seen = []
-    run.model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True)
+    run.model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
     run.loss(batch)
-    assert seen[0].shape == (2, 12, 2, 2, 2) and torch.equal(seen[0][:, 4:], batch.condition["image_latents"])
+    x = seen[0]["hidden_states"]
+    assert x.shape == (2, 12, 2, 2, 2) and torch.equal(x[:, 4:], batch.condition["image_latents"])
+    if eye:  # and they change the output
+        tokens = seen[0]["encoder_hidden_states_image"]
+        assert torch.equal(tokens, batch.condition["encoder_hidden_states_image"])
+        others = seen[0] | {"encoder_hidden_states_image": tokens.flip(2)}
+        assert not torch.allclose(run.model(**seen[0])[0], run.model(**others)[0])
     run.train()
     (tmp_path / "frames").mkdir()
     Image.fromarray(np.full((20, 20, 3), 200, np.uint8)).save(tmp_path / "frames" / "a.png")
@@ -212,6 +221,10 @@ def test_image_to_video_trains_and_samples(tmp_path):
     assert about(tmp_path / "videos" / "000000.mp4")[:3] == (5, 16, 16)
     with pytest.raises(ValueError, match=r"WanImageToVideoPipeline needs sample.images=FOLDER"):
         sampled(tmp_path / "x", **model, **shape)
+    tiny_wan(12, **({} if eye else {"image_dim": 12, "added_kv_proj_dim": 16})).save_pretrained(tmp_path / "other")
+    other = settings(tmp_path / "y", model={"checkpoint": str(tmp_path / "other")}, data=data)
+    with pytest.raises(ValueError, match="reads no tokens of an image" if eye else "reads the tokens of an image"):
+        DiffusionRun(other)
 
 
 def test_a_class_is_a_row_of_the_projection():
@@ -257,6 +270,8 @@ def test_sheets_and_grids_show_every_clip():
         ({"model": {"kind": "wan", "kwargs": {"text_dim": 3}}}, r"model.kwargs must not give text_dim"),
         ({"data": {"source": "videos", "train": "nowhere"}}, r"data.train must be a folder of videos, got 'nowhere'"),
         ({"data": {"source": "digits", "width": 8}}, r"data.width is for videos"),
+        ({"data": {"fps": 16.0}}, r"data.fps is for files of videos, not for the source 'moving_digits'"),
+        ({"data": {"fps": -1.0}}, r"data.fps must not be negative, got -1"),
         ({"data": {"step": -1}}, r"data.step and data.width must not be negative, got -1 and None"),
     ],
 )  # fmt: skip

@@ -1,10 +1,13 @@
 """Videos on disk, clips out of them, moving digits, and the latents of clips."""
 
 import struct
+from fractions import Fraction
 
+import diffusers
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tiny_video import SHAPE, clips_on_disk, tiny_pipeline, tiny_vae
 from torchvision.transforms.functional import center_crop, resize
 
@@ -14,17 +17,17 @@ from zoo.data.latents.encoders import encode_first_frames, latent_shape, scaled,
 from zoo.data.latents.extracting import extract
 from zoo.data.latents.settings import ExtractSettings
 from zoo.data.sources import Unreadable
-from zoo.data.video import Clips, ClipShape, MovingDigits, read_frames, write_video
+from zoo.data.video import Clips, ClipShape, MovingDigits, files, read_frames, write_video
 from zoo.data.video.clips import cover
-from zoo.data.video.files import about
+from zoo.data.video.files import about, read_video
 
 
 def moving_bar(frames: int, height: int = 32, width: int = 48) -> np.ndarray:
-    """Frame t has the grey level 8 t, and a white bar that moves: no two frames are alike."""
+    """Frame t has the grey level 8 t (mod 256), and a white bar that moves: no two frames are alike."""
     video = np.zeros((frames, height, width, 3), np.uint8)
     for t, frame in enumerate(video):
-        frame[:] = 8 * t
-        frame[:, 2 * t : 2 * t + 8] = 255
+        frame[:] = 8 * t % 256
+        frame[:, 2 * t % width : 2 * t % width + 8] = 255
     return video
 
 
@@ -40,6 +43,65 @@ def test_a_video_comes_back_frame_by_frame(tmp_path):
     assert read_frames(tmp_path / "odd.mp4", [5]).shape == (1, 32, 48, 3)
     with pytest.raises(Unreadable, match="ends before its frame 20"):
         read_frames(tmp_path / "a.mp4", [20])
+
+
+def write_stream(file, times, codec="libx264", **options):
+    """Frames at these times, in ticks of 1 / 24 s, in groups of 12 with frames that point both ways."""
+    av = pytest.importorskip("av")
+    tick = Fraction(1, 24)
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream(codec, rate=24)
+        stream.height, stream.width, stream.pix_fmt, stream.codec_context.time_base = 32, 48, "yuv420p", tick
+        stream.options = {"g": "12", "bf": "2", **options}
+        packets = []
+        for time, picture in zip(times, moving_bar(len(times)), strict=True):
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            frame.pts, frame.time_base = time, tick
+            packets += stream.encode(frame)
+        for packet in [*packets, *stream.encode(None)]:
+            container.mux(packet)
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "options", "most"),
+    [
+        ("a.mp4", "libx264", {}, 16),
+        ("a.mp4", "libx264", {"x264-params": "open-gop=1"}, 16),
+        ("a.mkv", "libx264", {}, 16),
+        ("a.avi", "mpeg4", {}, 80),  # times of an avi file with such frames lie beside those of its index
+    ],
+)
+def test_a_clip_is_decoded_from_its_key_frame(tmp_path, monkeypatch, name, codec, options, most):
+    """Bit for bit the frames of the whole file; no more of it is decoded than the group around them."""
+    write_stream(tmp_path / name, range(60), codec, **options)
+    whole, count, decoded = read_video(tmp_path / name), [0], files._decoded
+    monkeypatch.setattr(files, "_decoded", lambda *opened: (count.append(1) or f for f in decoded(*opened)))
+    for number in (0, 1, 2, 11, 12, 13, 29, 35, 36, 47, 57, 58):
+        count.clear()
+        assert np.array_equal(read_frames(tmp_path / name, [number, number + 1]), whole[number : number + 2]), number
+        assert len(count) <= most
+    with pytest.raises(Unreadable, match="ends before its frame 60"):
+        read_frames(tmp_path / name, [58, 60])
+
+
+def test_a_video_is_read_at_another_rate(tmp_path):
+    """16 frames a second of a file of 24, and a file whose frames come at irregular times."""
+    write_stream(tmp_path / "even.mp4", range(30))
+    whole = read_video(tmp_path / "even.mp4")
+    shown = [int(n * 1.5) for n in range(20)]  # the frame that has begun by n / 16 s
+    assert np.array_equal(read_frames(tmp_path / "even.mp4", range(20), 16), whole[shown])
+    assert np.array_equal(read_frames(tmp_path / "even.mp4", range(4, 8), 48), whole[[2, 2, 3, 3]])
+    times = [0, 1, 4, 6, 7, 12, 13, 20, 22, 23]
+    write_stream(tmp_path / "odd.mp4", times)
+    whole = read_video(tmp_path / "odd.mp4")
+    shown = [max(i for i, t in enumerate(times) if t <= 2 * n) for n in range(12)]
+    assert np.array_equal(read_frames(tmp_path / "odd.mp4", range(12), 12), whole[shown])
+    assert np.array_equal(read_frames(tmp_path / "odd.mp4", range(9, 12), 12), whole[shown[9:]])
+    clips = Clips(str(tmp_path), ClipShape(frames=4, height=32, width=48, stride=2, fps=16))
+    assert clips.fps == 8 and [(file.stem, start) for file, start in clips.starts] == [
+        ("even", 0), ("even", 7), ("odd", 0), ("odd", 7),
+    ]  # fmt: skip
+    assert torch.equal(clips.read(1)[0], cover(read_frames(tmp_path / "even.mp4", [7, 9, 11, 13], 16), 32, 48))
 
 
 def test_a_portrait_of_a_phone_stands_upright(tmp_path):
@@ -159,14 +221,15 @@ def test_latents_of_clips_are_those_of_wan(tmp_path, pipeline):
 
 
 def test_first_frames_are_those_of_the_pipeline(tmp_path):
-    """Against `prepare_latents` of the pipeline of diffusers."""
-    import diffusers
-
-    where = tiny_pipeline(tmp_path / "pipe", from_image=True)
+    """Against `prepare_latents` and `encode_image` of the pipeline of diffusers."""
+    where = tiny_pipeline(tmp_path / "pipe", from_image=True, eye=True)
     folder = clips_on_disk(tmp_path / "clips", True, 2)
-    manifest = extract(extraction(folder, where, tmp_path / "latents"))
+    with pytest.raises(ValueError, match=r"before 512 of text, no more and no fewer: set encode.max_length=512, got 8"):
+        extract(extraction(folder, where, tmp_path / "latents"))
+    manifest = extract(extraction(folder, where, tmp_path / "latents", encode={"max_length": 512}))
     latents = Latents(str(tmp_path / "latents"), "", 0.0, 0, torch.device("cpu"))
-    found = next(latents.evaluation(2)).condition["image_latents"]
+    condition = next(latents.evaluation(2)).condition
+    found, tokens = condition["image_latents"], condition["encoder_hidden_states_image"]
     assert latents.channels("image_latents") == 8 and manifest.shape == [4, 2, 2, 2]
     pipe = diffusers.WanImageToVideoPipeline.from_pretrained(where)
     clips = Clips(str(folder), SHAPE, "text")
@@ -174,9 +237,26 @@ def test_first_frames_are_those_of_the_pipeline(tmp_path):
     for i in range(2):
         _, wanted = pipe.prepare_latents(x[i : i + 1, :, 0], 1, 4, 16, 16, 5, torch.float32, torch.device("cpu"))
         torch.testing.assert_close(found[i : i + 1], wanted)
+        first = Image.fromarray(clips.read(i)[0][:, 0].permute(1, 2, 0).numpy())
+        torch.testing.assert_close(tokens[i : i + 1], pipe.encode_image(first, torch.device("cpu")))
+    assert tokens.shape == (2, 5, 12) and not torch.equal(*tokens)
     torch.testing.assert_close(encode_first_frames(pipe.vae, x), found)
     with pytest.raises(ValueError, match=r"encode.flip mirrors clips, but not the first frames"):
-        extract(extraction(folder, where, tmp_path / "flipped", encode={"flip": True}))
+        extract(extraction(folder, where, tmp_path / "flipped", encode={"flip": True, "max_length": 512}))
+    own_time = diffusers.WanImageToVideoPipeline.from_pretrained(where)
+    own_time.register_to_config(expand_timesteps=True)
+    own_time.save_pretrained(tmp_path / "own")
+    with pytest.raises(ValueError, match="gives the first frame a time of its own"):
+        extract(extraction(folder, str(tmp_path / "own"), tmp_path / "x", encode={"max_length": 512}))
+
+
+def test_the_vae_of_wan_2_2_halves_the_sides_once_more():
+    twelve = {"in_channels": 12, "out_channels": 12, "patch_size": 2, "is_residual": True, "scale_factor_spatial": 16}
+    vae = diffusers.AutoencoderKLWan(base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **twelve)
+    z = vae.encode(torch.zeros(1, 3, 5, 32, 48)).latent_dist.mean
+    assert latent_shape(vae, (5, 32, 48), "wan") == list(z.shape[1:]) == [4, 2, 2, 3]
+    with pytest.raises(ValueError, match=r"images.img_size=24 is not divisible by 16"):
+        latent_shape(vae, (5, 24, 48), "wan")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from zoo.data.video.digits import write_moving_digits
 SHAPE = ClipShape(frames=5, height=16, width=16)
 SIZES = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 4, "ffn_dim": 16, "freq_dim": 8}
 WORDS = 16  # channels of the text encoder
+EYE = 12  # and of the image encoder
 
 
 def tiny_wan(channels: int = 4, seed: int = 0, **changes: Any) -> diffusers.WanTransformer3DModel:
@@ -34,8 +35,9 @@ def tiny_vae() -> diffusers.AutoencoderKLWan:
     return vae.eval()
 
 
-def tiny_pipeline(folder: Path, from_image: bool = False) -> str:
-    """A pipeline from text (or also an image, like Wan 2.2: without an image encoder) that reads one-letter words."""
+def tiny_pipeline(folder: Path, from_image: bool = False, eye: bool = False) -> str:
+    """A pipeline from text (or also an image, like Wan 2.2, or with an image encoder, `eye`, like Wan 2.1) that reads
+    one-letter words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
@@ -51,9 +53,26 @@ def tiny_pipeline(folder: Path, from_image: bool = False) -> str:
         encoder = UMT5EncoderModel(sizes).eval()
     kind = diffusers.WanImageToVideoPipeline if from_image else diffusers.WanPipeline
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-    transformer = tiny_wan(12 if from_image else 4)
-    kind(tokenizer, encoder, tiny_vae(), scheduler, transformer=transformer).save_pretrained(folder)
+    sees = {"image_dim": EYE, "added_kv_proj_dim": 16} if eye else {}
+    transformer = tiny_wan(12 if from_image else 4, **sees)
+    more = _eye() if eye else {}
+    kind(tokenizer, encoder, tiny_vae(), scheduler, transformer=transformer, **more).save_pretrained(folder)
     return str(folder)
+
+
+def _eye() -> dict[str, Any]:
+    """An image encoder of 5 tokens, and what it wants done to an image."""
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+    sizes = {"hidden_size": EYE, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        encoder = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=8, patch_size=4)).eval()
+    square = {"height": 8, "width": 8}
+    return {
+        "image_encoder": encoder,
+        "image_processor": CLIPImageProcessor(size={"shortest_edge": 8}, crop_size=square),
+    }
 
 
 def clips_on_disk(folder: Path, train: bool, count: int) -> Path:

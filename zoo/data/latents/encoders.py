@@ -10,6 +10,8 @@ from torch import Tensor
 
 WAN = ("WanPipeline", "WanImageToVideoPipeline")
 IMAGE_LATENTS = "image_latents"  # what a model from image to video reads beside the noise, channel by channel
+IMAGE_TOKENS = "encoder_hidden_states_image"  # and, with an image encoder (Wan 2.1), before the tokens of text
+TEXT_TOKENS = 512  # how many of text such a model takes for granted
 
 
 def load_vae(where: str) -> Any:
@@ -62,7 +64,7 @@ def latent_shape(vae: Any, pixels: tuple[int, ...], name: str) -> list[int]:
     if len(pixels) == 3:
         if not hasattr(vae, "temperal_downsample"):
             raise ValueError(f"{name} is a VAE of images, but the data are videos: give the VAE of Wan")
-        in_time, in_space = 2 ** sum(vae.temperal_downsample), 2 ** len(vae.temperal_downsample)
+        in_time, in_space = video_factors(vae)
         frames, *sides = pixels
         if (frames - 1) % in_time:
             raise ValueError(f"images.frames must be {in_time} n + 1 for the VAE {name}, got {frames}")
@@ -74,6 +76,12 @@ def latent_shape(vae: Any, pixels: tuple[int, ...], name: str) -> list[int]:
     step = step or int(vae.spatial_compression_ratio)
     _check_sides(pixels, step, name)
     return [config.latent_channels, *(side // step for side in pixels)]
+
+
+def video_factors(vae: Any) -> tuple[int, int]:
+    """Frames and pixels a side for one latent of a VAE of videos (whose first latent is the first frame alone); that of
+    Wan 2.2 puts 2 x 2 pixels together before anything else."""
+    return 2 ** sum(vae.temperal_downsample), 2 ** len(vae.temperal_downsample) * (vae.config.patch_size or 1)
 
 
 def _check_sides(sides: Sequence[int], step: int, name: str) -> None:
@@ -105,7 +113,7 @@ def encode_first_frames(vae: Any, clips: Tensor) -> Tensor:
     given = torch.zeros_like(clips)
     given[:, :, 0] = clips[:, :, 0]
     z = scaled(vae.encode(given).latent_dist.mean, *scaling_of(vae))
-    mask = torch.zeros_like(z[:, :1]).repeat(1, 2 ** sum(vae.temperal_downsample), 1, 1, 1)
+    mask = torch.zeros_like(z[:, :1]).repeat(1, video_factors(vae)[0], 1, 1, 1)
     mask[:, :, 0] = 1  # the first latent is the first frame alone
     return torch.cat([mask, z], dim=1)
 
@@ -133,6 +141,11 @@ class Prompts:
         allowed = ("PixArtAlphaPipeline", "PixArtSigmaPipeline", "SanaPipeline", "StableDiffusion3Pipeline", *WAN)
         if self.kind not in allowed:
             raise ValueError(f"{where} is a {self.kind}; prompts are encoded by one of {', '.join(allowed)}")
+        if self.reads_first_frame and self.pipe.config.get("expand_timesteps"):
+            raise ValueError(
+                f"{where} gives the first frame a time of its own, which training here does not; allowed: models from "
+                "image to video that read it in channels beside the noise (Wan 2.1, Wan 2.2 A14B)"
+            )
         self.max_length, self.truncate = max_length, truncate
         # SD3 reads prompts with CLIP too, which cuts them at its own length by design
         self.tokenizer = getattr(self.pipe, "tokenizer_3", None) or self.pipe.tokenizer
@@ -140,6 +153,11 @@ class Prompts:
         if max_length > limit:
             raise ValueError(
                 f"encode.max_length is {max_length}, but the text encoder of {where} allows {limit} tokens"
+            )
+        if self.sees and max_length != TEXT_TOKENS:
+            raise ValueError(
+                f"{where} reads the tokens of an image before {TEXT_TOKENS} of text, no more and no fewer: set "
+                f"encode.max_length={TEXT_TOKENS}, got {max_length}"
             )
         self.pipe.to(device)
 
@@ -161,15 +179,20 @@ class Prompts:
         """Whether the pipeline makes videos from an image."""
         return self.kind == WAN[1]
 
+    @property
+    def sees(self) -> bool:
+        """Whether the first frame is also read by an image encoder."""
+        return self.reads_first_frame and self.pipe.image_encoder is not None
+
     @torch.no_grad()
     def first_frames(self, clips: Tensor) -> dict[str, Tensor]:
         """What the transformer reads of the first frames of clips [B, 3, T, H, W] beside their latents: the image
         encoder's tokens, where the pipeline has one (Wan 2.1)."""
-        if self.pipe.image_encoder is None:
+        if not self.sees:
             return {}
         images = ((clips[:, :, 0] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu()
         found = self.pipe.encode_image([Image.fromarray(np.asarray(image)) for image in images])
-        return {"encoder_hidden_states_image": found}
+        return {IMAGE_TOKENS: found}
 
     def _check(self, prompts: list[str]) -> None:
         if self.truncate:

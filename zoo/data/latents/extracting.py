@@ -73,7 +73,7 @@ class Videos(Dataset):
 
     def __init__(self, settings: ImageSettings) -> None:
         self.pixels: tuple[int, ...] = (settings.frames, settings.img_size, settings.width or settings.img_size)
-        shape = ClipShape(*self.pixels, settings.stride, settings.step)
+        shape = ClipShape(*self.pixels, settings.stride, settings.step, settings.fps)
         self.clips: Clips | MovingDigits
         if settings.source == "videos":
             self.clips = Clips(settings.where, shape, settings.text_key)

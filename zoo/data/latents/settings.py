@@ -7,6 +7,14 @@ from zoo.config import one_of, positive
 VIDEOS = ("videos", "moving_digits")  # sources of clips
 
 
+def check_rate(section: str, fps: float, source: str) -> None:
+    """Raise ValueError for a frame rate that is negative, or given for what is no file."""
+    if fps < 0:
+        raise ValueError(f"{section}.fps must not be negative, got {fps}")
+    if fps and source != "videos":
+        raise ValueError(f"{section}.fps is for files of videos, not for the source {source!r}")
+
+
 @dataclass(frozen=True)
 class ImageSettings:
     """The images or videos, with class numbers or with captions.
@@ -20,6 +28,7 @@ class ImageSettings:
     img_size: side of the square in pixels to which images are cut and resized, as ADM and DiT do; height of videos
     width: width of videos; none for squares
     frames: frames of a clip (Wan: 4 n + 1)
+    fps: frames a second at which videos are read, repeating or leaving out frames (Wan: 16); 0 for their own
     stride: every so many frames of a video one is taken
     step: frames of a video between the starts of two clips; 0 for clips that do not overlap
     clips: number of clips of moving_digits
@@ -34,6 +43,7 @@ class ImageSettings:
     img_size: int = 256
     width: int | None = None
     frames: int = 81
+    fps: float = 0.0
     stride: int = 1
     step: int = 0
     clips: int = 1000
@@ -48,6 +58,7 @@ class ImageSettings:
             raise ValueError(f"images.step and images.width must not be negative, got {self.step} and {self.width}")
         if self.width is not None and self.source not in VIDEOS:
             raise ValueError("images.width is for videos; images are cut to squares of img_size")
+        check_rate("images", self.fps, self.source)
 
 
 @dataclass(frozen=True)

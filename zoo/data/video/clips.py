@@ -17,13 +17,15 @@ CAPTIONS = "metadata.csv"  # with the column file_name, the layout of the Huggin
 
 class ClipShape(NamedTuple):
     """T frames of height x width pixels; every `stride`-th frame of the file is one of them, and the next clip of a
-    file begins `step` frames of the file later (0: where the last one ends)."""
+    file begins `step` frames of the file later (0: where the last one ends). Frames of the file are counted as if it
+    were played at `fps` frames a second (0: at its own rate)."""
 
     frames: int
     height: int
     width: int
     stride: int = 1
     step: int = 0
+    fps: float = 0.0
 
     @property
     def span(self) -> int:
@@ -71,9 +73,10 @@ class Clips:
             except Unreadable:
                 self.starts.append((file, 0))  # read and counted as unreadable
                 continue
-            rates.append(found.fps)
-            last, step = found.frames - shape.span, shape.step or shape.span
-            self.starts += [(file, start) for start in range(0, last + 1, step)]
+            rate = shape.fps or found.fps
+            rates.append(rate)
+            frames = int(found.frames * rate / found.fps + 1e-6)  # a whole number may come out a hair smaller
+            self.starts += [(file, i) for i in range(0, frames - shape.span + 1, shape.step or shape.span)]
         if not self.starts:
             raise ValueError(f"every video in {root} is shorter than a clip, {shape.span} frames")
         self.fps = (sorted(rates)[len(rates) // 2] if rates else 0) / shape.stride or 8.0
@@ -84,7 +87,7 @@ class Clips:
     def read(self, number: int) -> tuple[Tensor, Any]:
         file, start = self.starts[number]
         shape = self.shape
-        frames = read_frames(file, range(start, start + shape.span, shape.stride))
+        frames = read_frames(file, range(start, start + shape.span, shape.stride), shape.fps)
         about = self.captions[file] if self.captions else self.number[file.parent]
         return cover(frames, shape.height, shape.width), about
 

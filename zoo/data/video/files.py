@@ -1,5 +1,6 @@
 """Video files, through PyAV (the libraries of FFmpeg)."""
 
+import math
 from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
@@ -11,11 +12,11 @@ from zoo.data.sources import Unreadable
 from zoo.train.record import replacing
 
 VIDEO_FILES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
+BACK = (0.0, 12.0, math.inf)  # seconds to look back for a key frame: frames of open groups lie before their own
 
 
 class About(NamedTuple):
-    """What a file says of its first video stream, as it is stored; frames is exact, counted where the file does not say
-    it."""
+    """What a file says of its first video stream, as it is stored; frames: at its rate, fps, the mean of the whole."""
 
     frames: int
     height: int
@@ -24,28 +25,83 @@ class About(NamedTuple):
 
 
 def about(file: str | Path) -> About:
-    """Size of a video. Raises Unreadable."""
+    """Size of a video, from its head alone where that says it. Raises Unreadable."""
     with _Opened(file) as (container, stream):
-        frames = stream.frames or sum(1 for _ in container.decode(stream))
-        codec = stream.codec_context
-        return About(frames, codec.height, codec.width, float(stream.average_rate or 0))
+        codec, fps = stream.codec_context, _rate(stream, file)
+        frames = (
+            stream.frames or round(_seconds(container, stream) * fps) or sum(1 for _ in _decoded(container, stream))
+        )
+        return About(frames, codec.height, codec.width, fps)
 
 
-def read_frames(file: str | Path, numbers: Iterable[int]) -> np.ndarray:
-    """The frames with these numbers (from 0, growing), uint8 [T, H, W, 3]. Raises Unreadable if one is not there.
+def read_frames(file: str | Path, numbers: Iterable[int], fps: float = 0.0) -> np.ndarray:
+    """The frames with these numbers (from 0, growing) of the video played at `fps` frames a second (0: its own mean
+    rate), uint8 [T, H, W, 3]: number n is what a player shows n / fps seconds after the first frame, turned as the file
+    says. Raises Unreadable if the video ends before.
 
-    Frames are counted from the start of the file, so that no key frame or time stamp can shift them, and turned as the
-    file says.
+    Decodes from the key frame before the first number, so that the clips of a file cost as much as the file.
     """
     wanted = list(numbers)
+    for back in BACK:
+        with _Opened(file) as (container, stream):
+            rate = _rate(stream, file)
+            found = _shown(container, stream, [n / (fps or rate) for n in wanted], rate, back)
+        if found is not None:
+            break
+    assert found is not None  # the last time it read from the start
+    if len(found) < len(wanted):
+        raise Unreadable(f"{file} ends before its frame {wanted[len(found)]}")
+    return np.stack(found)
+
+
+def _shown(container: Any, stream: Any, times: list[float], rate: float, back: float) -> list[np.ndarray] | None:
+    """The frames that are shown at `times` [s after the first frame], as many as there are, decoded from the key frame
+    `back` seconds before; None if decoding did not begin before the first of them."""
     found: list[np.ndarray] = []
-    with _Opened(file) as (container, stream):
-        for number, frame in enumerate(container.decode(stream)):
-            if number == wanted[len(found)]:
-                found.append(_upright(frame))
-                if len(found) == len(wanted):
-                    return np.stack(found)
-    raise Unreadable(f"{file} ends before its frame {wanted[len(found)]}")
+    frames = iter(_decoded(container, stream))
+    before = next(frames, None)
+    if before is None:
+        return found
+    origin, midway = before.pts, times[0] - back > 1 / rate
+    if midway and origin is None:
+        return None
+    if midway:
+        container.seek(round((times[0] - back) / stream.time_base) + origin, stream=stream)
+        frames, before = iter(_decoded(container, stream)), None
+    clock, slack = 0.0, 0.25 / rate  # time stamps are rounded to ticks
+    for number, frame in enumerate(frames, start=1):
+        if frame.pts is None and midway:
+            return None
+        now = number / rate if origin is None or frame.pts is None else float((frame.pts - origin) * stream.time_base)
+        while now > times[len(found)] + slack:
+            if before is None:
+                return None
+            found.append(_upright(before))
+            if len(found) == len(times):
+                return found
+        before, clock = frame, now
+    while before is not None and len(found) < len(times) and times[len(found)] < clock + 1 / rate - slack:
+        found.append(_upright(before))
+    return found if before is not None else None
+
+
+def _decoded(container: Any, stream: Any) -> Iterable[Any]:
+    """The frames from where the container stands, in the order in which they are shown."""
+    return container.decode(stream)
+
+
+def _rate(stream: Any, file: str | Path) -> float:
+    rate = stream.average_rate or stream.guessed_rate
+    if not rate:
+        raise Unreadable(f"{file} does not say its frame rate")
+    return float(rate)
+
+
+def _seconds(container: Any, stream: Any) -> float:
+    """Length as the stream or the container says it; 0 if they do not."""
+    if stream.duration:
+        return float(stream.duration * stream.time_base)
+    return (container.duration or 0) / 1e6
 
 
 def _upright(frame: Any) -> np.ndarray:
@@ -55,7 +111,11 @@ def _upright(frame: Any) -> np.ndarray:
 
 def read_video(file: str | Path) -> np.ndarray:
     """Every frame, uint8 [T, H, W, 3]. Raises Unreadable."""
-    return read_frames(file, range(about(file).frames))
+    with _Opened(file) as (container, stream):
+        found = [_upright(frame) for frame in _decoded(container, stream)]
+    if not found:
+        raise Unreadable(f"{file} has no frames")
+    return np.stack(found)
 
 
 def write_video(frames: np.ndarray, file: Path, fps: float) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from zoo.data.latents.encoders import load_vae, unscaled
+from zoo.data.latents.encoders import load_vae, unscaled, video_factors
 from zoo.data.sources import decode
 from zoo.data.video.clips import cover
 from zoo.data.video.files import read_video, write_video
@@ -116,7 +116,7 @@ class ClassVideoSampler(ClassSampler):
         given = (frames, size, width)
         self.pixels = tuple(new or old for new, old in zip(given, about["image_size"], strict=True))
         self.vae = load_vae(about["vae"]).to(transformer.device) if about["space"] == "latents" else None
-        time, space = (1, 1) if self.vae is None else _factors(self.vae)
+        time, space = (1, 1) if self.vae is None else video_factors(self.vae)
         check_video(self.pixels, config.patch_size, time, space)
         self.shape = (self.channels, (self.pixels[0] - 1) // time + 1, *(n // space for n in self.pixels[1:]))
 
@@ -202,10 +202,6 @@ def check_video(pixels: Sequence[int], patch: Sequence[int], time: int, space: i
         raise ValueError(f"sample.frames must be {rule}, got {frames}")
     for side, one in zip(sides, patch[1:], strict=True):
         check_resolution(side, one, space)
-
-
-def _factors(vae: Any) -> tuple[int, int]:
-    return 2 ** sum(vae.temperal_downsample), 2 ** len(vae.temperal_downsample)
 
 
 def _first_frames(folder: Path) -> list[Path]:

@@ -29,11 +29,11 @@ class ClipSamples:
     def __init__(self, data: DiffusionDataSettings, seed: int, device: torch.device) -> None:
         if data.img_size is None:
             raise ValueError("data.img_size is empty: say how many pixels high the videos shall be")
-        shape = ClipShape(data.frames, data.img_size, data.width or data.img_size, data.stride, data.step)
+        shape = ClipShape(data.frames, data.img_size, data.width or data.img_size, data.stride, data.step, data.fps)
         train, val = (_open(data, shape, which) for which in ("train", "val"))
         if train.classes != val.classes and len(train.classes) > 1:
             raise ValueError(f"the videos {data.val} have other classes than {data.train}")
-        self.beside = 0
+        self.beside, self.sees = 0, False
         self.hflip, self.seed, self.device = data.hflip, seed, device
         self.shape: tuple[int, ...] = (3, *shape[:3])
         self.classes = list(train.classes)

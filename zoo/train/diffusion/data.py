@@ -8,24 +8,26 @@ from torch import Tensor
 
 from zoo.data import BatchPlan, Images, InputSpec, open_images, open_sources
 from zoo.data.latents import Latents
-from zoo.data.latents.encoders import IMAGE_LATENTS
+from zoo.data.latents.encoders import IMAGE_LATENTS, IMAGE_TOKENS
 from zoo.data.latents.reading import LABELS, Clean
+from zoo.data.latents.settings import VIDEOS
 from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.eval.generation.samplers import to_uint8
 from zoo.train.diffusion.clips import ClipSamples
-from zoo.train.diffusion.settings import VIDEOS, DiffusionDataSettings
+from zoo.train.diffusion.settings import DiffusionDataSettings
 
 
 class Samples(Protocol):
     """Training and validation samples.
 
     shape: [C, H, W], of clips [C, T, H, W].  beside: channels that the model reads beside those (of a first frame).
-    classes: their names, empty for prompts.  null: the condition that stands for none.  about: what
-    a later run or a sampler has to know of them.
+    sees: whether it reads tokens of an image encoder too.  classes: their names, empty for prompts.  null: the
+    condition that stands for none.  about: what a later run or a sampler has to know of them.
     """
 
     shape: tuple[int, ...]
     beside: int
+    sees: bool
     classes: list[str]
     null: dict[str, Tensor]
     about: dict[str, Any]
@@ -54,7 +56,7 @@ def open_samples(data: DiffusionDataSettings, seed: int, device: torch.device) -
 class PixelSamples:
     """Images in [-1, 1]."""
 
-    beside = 0
+    beside, sees = 0, False
 
     def __init__(self, data: DiffusionDataSettings, seed: int, device: torch.device) -> None:
         if data.img_size is None:
@@ -106,7 +108,7 @@ class LatentSamples:
         keys = ("vae", "scaling", "shift", "image_size", "fps", "classes", "text", "max_length")
         self.about = {"space": "latents", **{k: getattr(manifest, k) for k in keys}}
         self.n_train, self.n_val = len(self.train_set), len(self.val_set)
-        self.beside = self.train_set.channels(IMAGE_LATENTS)
+        self.beside, self.sees = self.train_set.channels(IMAGE_LATENTS), IMAGE_TOKENS in self.train_set.names
         self.vae: Any = None
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Clean]:

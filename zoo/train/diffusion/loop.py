@@ -56,7 +56,8 @@ class DiffusionRun(Run):
         self.last_step = settings.schedule.steps
         channels, *size = self.samples.shape
         classes = len(self.samples.classes) or None
-        wanted = Wanted(channels, channels * self.objective.outputs, tuple(size), classes, self.samples.beside)
+        given = self.samples.beside, self.samples.sees
+        wanted = Wanted(channels, channels * self.objective.outputs, tuple(size), classes, *given)
         self._check_source()
         seed_everything(settings.run.seed)
         model, host = models.start(settings.model, wanted)

@@ -25,13 +25,15 @@ AVERAGE = "transformer_ema"
 
 class Wanted(NamedTuple):
     """What data and objective ask of a model: channels of what it denoises and of the output, size of the input (H, W)
-    or (T, H, W), number of classes (None for prompts), channels of the input beside those (image to video)."""
+    or (T, H, W), number of classes (None for prompts), channels of the input beside those (image to video), and whether
+    tokens of an image encoder come with them."""
 
     channels: int
     outputs: int
     size: tuple[int, ...]
     classes: int | None
     beside: int = 0
+    sees: bool = False
 
 
 def start(settings: DenoiserSettings, wanted: Wanted) -> tuple[Any, Any]:
@@ -183,6 +185,12 @@ def check(model: Any, wanted: Wanted, name: str) -> None:
             f", {wanted.beside} of them of the first frame" * bool(wanted.beside)
         )
         raise ValueError(f"{name} takes {config.in_channels} channels, but the data has {has}")
+    if wanted.sees != bool(getattr(config, "image_dim", None)):
+        which = "no" if wanted.sees else "the"
+        raise ValueError(
+            f"{name} reads {which} tokens of an image encoder, but the data has {'some' if wanted.sees else 'none'}: "
+            "extract with encode.text= the pipeline of this model"
+        )
     outputs = config.out_channels or config.in_channels
     if outputs != wanted.outputs:
         raise ValueError(

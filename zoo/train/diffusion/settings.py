@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zoo.config import one_of, positive
+from zoo.data.latents.settings import VIDEOS, check_rate
 from zoo.train.settings import LogSettings, OptimSettings, RunBasics
 
 KINDS = {  # name -> class of diffusers
@@ -13,7 +14,6 @@ KINDS = {  # name -> class of diffusers
     "sd3": "SD3Transformer2DModel",
     "wan": "WanTransformer3DModel",
 }
-VIDEOS = ("videos", "moving_digits")  # sources of clips
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class DiffusionDataSettings:
     img_size: side of the square images in pixels, height of videos; none for latents, whose manifest says it
     width: width of videos; none for squares
     frames: frames of a clip of videos
+    fps: frames a second at which videos are read, repeating or leaving out frames; 0 for their own
     stride: every so many frames of a video one is taken
     step: frames of a video between the starts of two clips; 0 for clips that do not overlap
     clips: number of training clips of moving_digits; a fifth as many for validation
@@ -78,6 +79,7 @@ class DiffusionDataSettings:
     img_size: int | None = None
     width: int | None = None
     frames: int = 16
+    fps: float = 0.0
     stride: int = 1
     step: int = 0
     clips: int = 1000
@@ -97,6 +99,7 @@ class DiffusionDataSettings:
             raise ValueError(f"data.step and data.width must not be negative, got {self.step} and {self.width}")
         if self.width is not None and self.source not in VIDEOS:
             raise ValueError("data.width is for videos; images are squares of img_size")
+        check_rate("data", self.fps, self.source)
         for name in ("hflip", "drop"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"data.{name} must be in [0, 1], got {getattr(self, name)}")
