@@ -182,3 +182,75 @@ def test_patch_dropout_with_a_global_mixer(dynamic):
     rotary = tiny("vit_small_patch16_rope_224", patch_drop_rate=0.5)
     zoo.convert(rotary, "ahla")
     assert rotary.train()(image()).isfinite().all()
+
+
+NAFLEX = "naflexvit_base_patch16_gap"
+GRIDS = ((3, 4), (5, 2), (2, 2))  # of the samples of a padded batch
+
+
+def padded(grids=GRIDS, length: int = 14, channels: int = 768) -> dict:
+    """A batch as timm's NaFlex loader makes it; padding holds large numbers."""
+    g = torch.Generator().manual_seed(0)
+    patches = torch.randn(len(grids), length, channels, generator=g, dtype=torch.float64)
+    coord, valid = torch.zeros(len(grids), length, 2, dtype=torch.long), torch.zeros(len(grids), length).bool()
+    for i, (h, w) in enumerate(grids):
+        coord[i, : h * w] = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), -1).flatten(
+            0, 1
+        )
+        valid[i, : h * w] = True
+    patches[~valid] = 1e3
+    return {"patches": patches, "patch_coord": coord, "patch_valid": valid}
+
+
+def naflex(mixer="ahla", seed=0, checkpointing=False, **changes):
+    model = tiny(NAFLEX, seed, img_size=None, **changes).double()
+    zoo.convert(model, mixer)
+    model.set_grad_checkpointing(checkpointing)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("mixer", "changes"),
+    [("ahla", {}), ("poly", {"reg_tokens": 2}), ("hla2", {"rope_type": "axial"}), ("la", {"rope_type": "mixed"})],
+)
+def test_padded_samples_are_computed_alone(mixer, changes):
+    """Each sample of a padded batch is what it is without padding, and so is its gradient."""
+    model, batch = naflex(mixer, **changes), padded()
+    y = model(batch)
+    for i, (h, w) in enumerate(GRIDS):
+        alone = {key: x[i : i + 1, : h * w] for key, x in batch.items()}
+        assert torch.allclose(model(alone)[0], y[i], atol=1e-10)
+    y.square().sum().backward()
+    expected, alone = gradients(model), naflex(mixer, **changes)
+    for i, (h, w) in enumerate(GRIDS):
+        alone({key: x[i : i + 1, : h * w] for key, x in batch.items()}).square().sum().backward()
+    for name, found in gradients(alone).items():
+        assert torch.allclose(found, expected[name], atol=1e-8), name
+
+
+def test_padded_batches_with_softmax_and_checkpointing():
+    """All softmax: the host bit for bit. Some softmax layers: as alone. Checkpointed: the same gradients."""
+    host, batch = tiny(NAFLEX, img_size=None).double(), padded()
+    assert torch.equal(naflex("softmax")(batch), host(batch))
+    mixed = tiny(NAFLEX, img_size=None).double()
+    zoo.convert(mixed, "ahla", keep_softmax=[0])
+    assert torch.allclose(mixed({k: x[:1, :12] for k, x in batch.items()})[0], mixed(batch)[0], atol=1e-10)
+    zoo.convert(mixed, "softmax", layers=[1])
+    assert torch.equal(mixed(batch), host(batch))
+    plain, saved = naflex(), naflex(checkpointing=True)
+    for model in (plain, saved):
+        model(batch).square().sum().backward()
+    for name, g in gradients(plain).items():
+        assert torch.equal(g, gradients(saved)[name]), name
+
+
+def test_naflex_grids():
+    """Images of one size have a grid, padded batches none; a mask of one's own is refused."""
+    model = tiny(NAFLEX, img_size=None).double()
+    zoo.convert(model, "ahla", **GRID_OPTIONS)
+    assert model(image(height=96, width=32).double()).isfinite().all() and grids(model) == {(6, 2)}
+    with pytest.raises(ValueError, match="needs a token grid, but these tokens have none"):
+        model(padded())
+    with pytest.raises(ValueError, match="mark the padding with patch_valid"):
+        naflex()({**padded(), "attn_mask": torch.zeros(3, 1, 14, 14, dtype=torch.float64)})
+    assert tiny("naflexvit_mhla_base_patch16_gap", img_size=None)(image()).isfinite().all()

@@ -12,6 +12,7 @@ from timm.layers import AttentionPoolLatent, PatchDropout, PatchDropoutWithIndic
 from timm.models._manipulate import checkpoint
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva, EvaBlock, EvaBlockPostNorm
+from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
 from torch.fx import Proxy
@@ -37,8 +38,18 @@ def drops_patches(model: Any) -> bool:
     return isinstance(getattr(model, "patch_drop", None), PatchDropout | PatchDropoutWithIndices)
 
 
+def usual_grid(model: Any, mixer: str) -> Grid:
+    """The grid for which a mixer chooses its blocks: that of the input size, or of a NaFlexViT's positions."""
+    grid = model.embeds.pos_embed_grid_size if isinstance(model, NaFlexVit) else model.patch_embed.grid_size
+    if grid is None:
+        raise ValueError(
+            f"{mixer!r} needs a token grid, but this model has neither an input size nor learned positions"
+        )
+    return tuple(grid)
+
+
 class HLAModel(Host):
-    """Mixin of a converted model: grid, checkpointing, loading. The host does everything else.
+    """Mixin of a converted model: checkpointing, loading, name. The host does everything else.
 
     `hla_config` lists the conversions that made it, each as the arguments of `zoo.convert`. `hla_base` is the name of
     the timm model it was. `from_softmax` tells if the last checkpoint it loaded was one of the softmax model.
@@ -68,20 +79,6 @@ class HLAModel(Host):
     def _model_args(self, arguments: dict[str, Any]) -> None:
         self.__dict__["_model_args"] = arguments
 
-    def sync_grid(self) -> None:
-        """Set the grid of a model with a fixed input size on its sites."""
-        set_grid(self.blocks, None if drops_patches(self) else tuple(self.patch_embed.grid_size))
-
-    def set_input_size(self, *args, **kwargs) -> None:
-        super().set_input_size(*args, **kwargs)
-        self.sync_grid()
-
-    def _pos_embed(self, x: Tensor) -> Any:
-        if self.dynamic_img_size and not drops_patches(self):
-            traced = isinstance(x, Proxy)  # torch.fx: the traced graph has no sizes to give to the sites
-            set_grid(self.blocks, None if traced else (x.shape[1], x.shape[2]))  # x [B, H, W, C]
-        return super()._pos_embed(x)
-
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Checkpoint each block. `self.grad_checkpointing` stays False: the host would checkpoint without the grid."""
         super().set_grad_checkpointing(enable)
@@ -94,6 +91,51 @@ class HLAModel(Host):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     __prepare_scriptable__ = no_torchscript
+
+
+class GridModel(HLAModel):
+    """A converted model whose input size is fixed, or which all images of a batch share."""
+
+    def sync_grid(self) -> None:
+        """Set the grid of the fixed input size on the sites."""
+        set_grid(self.blocks, None if drops_patches(self) else tuple(self.patch_embed.grid_size))
+
+    def set_input_size(self, *args, **kwargs) -> None:
+        super().set_input_size(*args, **kwargs)
+        self.sync_grid()
+
+    def _pos_embed(self, x: Tensor) -> Any:
+        if self.dynamic_img_size and not drops_patches(self):
+            traced = isinstance(x, Proxy)  # torch.fx: the traced graph has no sizes to give to the sites
+            set_grid(self.blocks, None if traced else (x.shape[1], x.shape[2]))  # x [B, H, W, C]
+        return super()._pos_embed(x)
+
+
+class HLANaFlexVit(HLAModel, NaFlexVit):
+    """NaFlexViT: images of one size, or samples that are padded to one length, each with a grid of its own.
+
+    Linear mixers honour the padding as a mask of keys. In padded batches the tokens have no layout.
+    """
+
+    use_key_only_attn_mask: bool
+
+    def sync_grid(self) -> None:
+        """Ask for masks of keys alone, [B, 1, 1, N], which linear mixers can honour; each forward sets the grid."""
+        for site in self._sites():
+            site.key_masks = site.mixer_name != "softmax"
+        host = self.__dict__.setdefault("host_key_only", self.use_key_only_attn_mask)
+        self.use_key_only_attn_mask = host or any(site.key_masks for site in self._sites())
+        set_grid(self.blocks, None)
+
+    def _sites(self) -> list[Site]:
+        return [m for m in self.blocks.modules() if isinstance(m, Site)]
+
+    def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> Any:
+        if attn_mask is not None and any(site.key_masks for site in self._sites()):
+            raise ValueError("linear mixers cannot honour attn_mask; mark the padding with patch_valid")
+        plain = patch_coord is None and not isinstance(x, Proxy) and not drops_patches(self)
+        set_grid(self.blocks, tuple(self.embeds.dynamic_feat_size(tuple(x.shape[-2:]))) if plain else None)
+        return super()._forward_embeds(x, patch_coord, patch_valid, attn_mask)
 
 
 class HLABlock(Host):
@@ -116,15 +158,15 @@ class HLABlock(Host):
         return checkpoint(run, *args, **kwargs)
 
 
-class HLAVisionTransformer(HLAModel, VisionTransformer):
+class HLAVisionTransformer(GridModel, VisionTransformer):
     """ViT, DeiT, DeiT-III, FlexiViT, DINOv2, hybrids, ViTamin."""
 
 
-class HLAVisionTransformerDistilled(HLAModel, VisionTransformerDistilled):
+class HLAVisionTransformerDistilled(GridModel, VisionTransformerDistilled):
     """DeiT with a distillation token."""
 
 
-class HLAEva(HLAModel, Eva):
+class HLAEva(GridModel, Eva):
     """EVA, EVA-02, DINOv3, Perception Encoder, RoPE ViTs."""
 
 
@@ -152,6 +194,7 @@ MODELS: dict[type[nn.Module], type[nn.Module]] = {
     VisionTransformer: HLAVisionTransformer,
     VisionTransformerDistilled: HLAVisionTransformerDistilled,
     Eva: HLAEva,
+    NaFlexVit: HLANaFlexVit,
 }
 BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
     Block: HLAViTBlock,
@@ -199,7 +242,7 @@ class TimmBackbone:
         weight = attn.proj.weight
         sizes |= {"num_kv_heads": kv_heads(attn), "device": weight.device, "dtype": weight.dtype}
         if getattr(MIXERS[mixer], "needs_layout", False):
-            sizes |= {"grid": tuple(model.patch_embed.grid_size), "prefix": model.num_prefix_tokens}
+            sizes |= {"grid": usual_grid(model, mixer), "prefix": model.num_prefix_tokens}
         if mixer == "softmax":
             return sizes | {"attn_drop": attn.attn_drop.p, "fused": attn.fused_attn}
         if attn.attn_drop.p > 0:
@@ -217,8 +260,11 @@ class TimmBackbone:
                 f"patch_drop_rate > 0 trains on random patches without a layout, but {mixer!r} (it mixes blocks, or "
                 "has depthwise, lepe or causal) needs the token grid; set patch_drop_rate=0 or drop those options"
             )
-        blocks, grid = getattr(options, "blocks", None), tuple(model.patch_embed.grid_size)
-        if blocks and not model.dynamic_img_size and any(m > n for m, n in zip(blocks, grid, strict=True)):
+        blocks = getattr(options, "blocks", None)
+        if not blocks or getattr(model, "dynamic_img_size", True):
+            return
+        grid = tuple(model.patch_embed.grid_size)
+        if any(m > n for m, n in zip(blocks, grid, strict=True)):
             raise ValueError(f"blocks={list(blocks)} are more than the tokens of the grid {grid} along an axis")
 
     def left(self, model: Any) -> dict[str, str]:

@@ -19,11 +19,10 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(["beit", "levit", "efficientformer", "efficientformer_v2"], BIASED),
     **dict.fromkeys(["vision_transformer_relpos", "vision_transformer_sam"], BIASED),
     **dict.fromkeys(["cait", "volo", "convit", "tnt", "crossvit"], SPECIAL),
-    "naflexvit": "each sample of a batch has its own grid and a padding mask, which a linear mixer cannot honour",
 }
 SUPPORTED = (
-    "VisionTransformer (vit_*, deit*, deit3_*, flexivit_*, hybrids, vitamin_*) and Eva (eva02_*, dinov3, vit_*_rope_*) "
-    "of timm, transformers of diffusers"
+    "VisionTransformer (vit_*, deit*, deit3_*, flexivit_*, hybrids, vitamin_*), Eva (eva02_*, dinov3, vit_*_rope_*) "
+    "and NaFlexVit (naflexvit_*) of timm, transformers of diffusers"
 )
 
 

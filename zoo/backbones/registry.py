@@ -74,7 +74,7 @@ def build_converted(base: str, name: str, conversions: Any, pretrained: bool, kw
     Raises ValueError for what cannot be converted, and for a weights file that is missing or cannot be read.
     """
     if kwargs.pop("use_naflex", False):
-        raise ValueError(f"{name} has no NaFlex form: linear mixers cannot honour the padding mask of mixed sizes")
+        raise ValueError(f"{name} has no NaFlex form: create a naflexvit_* model, or convert a live one")
     made = []
 
     def build(host_class: type[nn.Module], _variant: str, pretrained: bool, **build_kwargs) -> nn.Module:

@@ -30,7 +30,8 @@ else:
 class Site(Host):
     """What a site adds to its host: a mixer, the grid of the patch tokens, the number of prefix tokens before them.
 
-    `grid` is None when the tokens have no layout. The model (`zoo.backbones.hosts`) keeps it up to date.
+    `grid` is None when the tokens have no layout. The model (`zoo.backbones.hosts`) keeps it up to date. `key_masks`:
+    the masks of this host are of keys alone, [B, 1, 1, N], added to the scores, 0 where a token is real.
     """
 
     mixer: Any
@@ -38,6 +39,7 @@ class Site(Host):
     mixer_options: dict[str, Any]
     grid: Grid | None
     prefix: int
+    key_masks: bool = False
 
     def install(self, name: str, mixer: nn.Module, options: dict[str, Any]) -> None:
         """Take `mixer`, made with `options` (plain values, which are saved with the model).
@@ -80,9 +82,12 @@ class Site(Host):
         qkv: what q, k and v are views of, if they are.
         """
         plain = isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
+        keys = None
+        if self.key_masks and mask is not None:
+            keys, mask = mask[:, 0, 0] == 0, None
         ctx = Context(
             x=x, grid=self.grid, prefix=self.prefix, rotate=rotate, mask=mask, is_causal=is_causal,
-            qkv=qkv if plain else None,
+            qkv=qkv if plain else None, key_padding_mask=keys,
         )  # fmt: skip
         q = self.q_norm(q.transpose(1, 2)).transpose(1, 2)  # heads first, so that gradients are summed as in the host
         k = self.k_norm(k.transpose(1, 2)).transpose(1, 2)

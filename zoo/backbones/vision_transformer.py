@@ -1,4 +1,4 @@
-"""Registered names of the ViT family, among them FlexiViT, DINOv2 and ViTs with register tokens.
+"""Registered names of the ViT family, among them FlexiViT, NaFlexViT, DINOv2 and ViTs with register tokens.
 
 `vit_<mixer>_tiny_patch16_224` and so on; timm reads the family from this file's name.
 """
@@ -23,6 +23,9 @@ BASES = (
     "vit_medium_patch16_reg4_gap_256",
     "flexivit_small",
     "flexivit_base",
+    "naflexvit_base_patch16_gap",
+    "naflexvit_base_patch16_siglip",
+    "naflexvit_so150m2_patch16_reg1_gap",
 )
 default_cfgs = untrained_cfgs(BASES)
 register_family(__name__, BASES)
