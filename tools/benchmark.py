@@ -4,12 +4,12 @@
     python tools/benchmark.py models models=[vit_small] sizes=[224,512]
     python tools/benchmark.py video models=[wan_1.3b] modes=[infer,train] 'mixers=[softmax,ahla,ahla every:3]'
     python tools/benchmark.py quality configs/vit/cifar10.yaml data.train=TRAIN.parquet data.val=TEST.parquet \\
-        mixers=[softmax,la,ahla,hla2] finetune=configs/vit/cifar10_finetune.yaml out=runs/cifar10
+        'mixers=[softmax,la,mhla mixing=project depthwise=v]' out=runs/cifar10
 
 Speed: rows are merged into the result file as they come, so that a table can be measured in parts; then the table is
-printed and the picture drawn from the whole file. Quality: the same run of train_vit.py for several mixers and seeds;
-words with a dot are those of train_vit.py. An interrupted table continues; several processes may share the work, each
-with its own json, and `quality merge=[A.json,B.json] json=ALL.json` joins them.
+printed and the picture drawn from the whole file. Quality: the same run of train_vit.py for several mixers and seeds,
+or their conversion by recipe=RECIPE.yaml; words with a dot are those of train_vit.py. An interrupted table continues;
+several processes may share the work, each with its own json, and `quality merge=[A.json,B.json] json=ALL.json` joins.
 """
 
 import shlex
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from zoo import config
+from zoo.convert.pipeline.table import quality_table
 from zoo.eval.results import merge_results, write_json
 from zoo.eval.settings import QualitySettings
 from zoo.eval.speed import kernels, models, pictures, report
 from zoo.eval.speed.rows import command_of
 from zoo.names import unknown_name
-from zoo.train.loop import train_table
 
 USAGE = "usage: benchmark.py kernels|models|video [key=value ...] or quality CONFIG.yaml mixers=[A,B] [key=value ...]"
 SPEED = {
@@ -72,7 +72,7 @@ def quality(words: list[str]) -> dict[str, Any]:
     if len(files) != 1:
         raise ValueError(f"expected one configuration file, got {files}")
     command = "python tools/benchmark.py quality " + shlex.join(w for w in words if not w.startswith(PRIVATE))
-    return train_table(settings, files[0], [word for word in shared if "=" in word], command)
+    return quality_table(settings, files[0], [word for word in shared if "=" in word], command)
 
 
 if __name__ == "__main__":

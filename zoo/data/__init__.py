@@ -1,5 +1,7 @@
 """Labelled images: where they lie (sources), in which order (plan), and how they become batches (loaded, cached)."""
 
+from functools import lru_cache
+
 import torch
 
 from zoo.data.batch import Batch, check_unreadable
@@ -7,17 +9,29 @@ from zoo.data.cached import CachedImages
 from zoo.data.loaded import LoadedImages
 from zoo.data.plan import BatchPlan
 from zoo.data.settings import AugmentSettings, DataSettings
-from zoo.data.sources import Source, open_source
+from zoo.data.sources import Part, Source, open_source
 from zoo.data.transforms import InputSpec, check_cacheable
 
 Images = CachedImages | LoadedImages
 
 
+@lru_cache(maxsize=4)
+def _kept_open(kind: str, where: str, train: bool, image_key: str, label_key: str, holdout: int) -> Source:
+    """A source that stays open, so that runs of one process decode it once (`cached.decoded`); of a training set with
+    held-out images, those if `train` is false."""
+    if not holdout:
+        return open_source(kind, where, train, image_key, label_key)
+    whole = open_source(kind, where, True, image_key, label_key)
+    first = len(whole) - holdout
+    if first <= 0:
+        raise ValueError(f"data.holdout is {holdout}, but the training set has only {len(whole)} images")
+    return Part(whole, 0, first) if train else Part(whole, first, len(whole))
+
+
 def open_sources(data: DataSettings) -> tuple[Source, Source]:
     """The training and validation sets. Raises ValueError when their classes differ from each other or from the
     settings."""
-    keys = data.image_key, data.label_key
-    train, val = open_source(data.source, data.train, True, *keys), open_source(data.source, data.val, False, *keys)
+    train, val = _open(data, True), validation_source(data)
     n = len(train.classes)
     if data.num_classes not in (None, n):
         raise ValueError(f"data.num_classes is {data.num_classes}, but the training set has {n} classes")
@@ -25,6 +39,17 @@ def open_sources(data: DataSettings) -> tuple[Source, Source]:
     if named or len(val.classes) > n:
         raise ValueError(f"the validation set has {len(val.classes)} classes that are not the {n} of the training set")
     return train, val
+
+
+def validation_source(data: DataSettings) -> Source:
+    """The validation set alone: held-out training images if there are any. Raises ValueError when nothing is there."""
+    return _open(data, False)
+
+
+def _open(data: DataSettings, train: bool) -> Source:
+    opened = _kept_open if data.cache else _kept_open.__wrapped__
+    where = data.train if train or data.holdout else data.val
+    return opened(data.source, where, train, data.image_key, data.label_key, data.holdout)
 
 
 def open_images(
@@ -48,4 +73,5 @@ __all__ = [
     "open_images",
     "open_source",
     "open_sources",
+    "validation_source",
 ]

@@ -1,9 +1,13 @@
-"""Small images kept decoded on the device, with shift and flip as one gather: the loader is never the bottleneck."""
+"""Small images kept decoded on the device and augmented there, a batch at once: the loader is never the bottleneck."""
 
+import math
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -16,6 +20,18 @@ from zoo.data.sources import Source
 from zoo.data.transforms import InputSpec, eval_transform
 
 DECODE_BATCH = 256
+RATIOS = 3 / 4, 4 / 3  # of the sides of a resized crop, as torchvision's
+
+
+@lru_cache(maxsize=4)
+def decoded(source: Any, spec: InputSpec, workers: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(uint8 images [N, 3, H, W], labels [N], number that was read [N]) of a source, on the CPU, once a process."""
+    samples = Samples(source, eval_transform(spec, normalize=False), 0)  # which draws nothing
+    keys = [(0, i) for i in range(len(source))]
+    blocks = [keys[i : i + DECODE_BATCH] for i in range(0, len(keys), DECODE_BATCH)]
+    loader = DataLoader(samples, batch_sampler=blocks, num_workers=workers if len(blocks) > 8 else 0)
+    images, labels, _, read = (torch.cat(c) for c in zip(*progress(loader, "decoding images"), strict=True))
+    return images, labels, read
 
 
 class CachedImages:
@@ -27,12 +43,7 @@ class CachedImages:
     def __init__(
         self, source: Source, spec: InputSpec, augment: AugmentSettings, seed: int, device: torch.device, workers: int
     ) -> None:
-        samples = Samples(source, eval_transform(spec, normalize=False), seed)
-        keys = [(0, i) for i in range(len(source))]
-        blocks = [keys[i : i + DECODE_BATCH] for i in range(0, len(keys), DECODE_BATCH)]
-        loader = DataLoader(samples, batch_sampler=blocks, num_workers=workers if len(blocks) > 8 else 0)
-        parts = list(progress(loader, "decoding images"))
-        images, labels, _, read = (torch.cat(column) for column in zip(*parts, strict=True))
+        images, labels, read = decoded(source, spec, workers)
         self.images, self.labels, self.read = images.to(device), labels.to(device), read
         self.augment, self.seed, self.device = augment, seed, device
         self.mean = torch.tensor(spec.mean, device=device).view(3, 1, 1)
@@ -40,16 +51,17 @@ class CachedImages:
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Batch]:
         """The parts of the steps [first, last) that the plan gives to this process, augmented."""
+        augmented, width = (self.resized, 5) if self.augment.crop == "resized" else (self.shifted, 3)
         for step in range(first, last):
             _, images = plan.step_images(step)
             # drawn for the whole batch, so that the draws do not depend on the number of processes
             draws = torch.from_numpy(
-                np.random.default_rng((self.seed, step)).random((plan.batch_size, 3), dtype=np.float32)
+                np.random.default_rng((self.seed, step)).random((plan.batch_size, width), dtype=np.float32)
             )
             for part in range(plan.parts):
                 where = plan.part_slice(part)
                 index = torch.from_numpy(images[where])
-                yield self._batch(self.shifted(self._there(index), self._there(draws[where])), index)
+                yield self._batch(augmented(self._there(index), self._there(draws[where])), index)
 
     def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Every image of this process once, in order, without augmentation."""
@@ -76,3 +88,22 @@ class CachedImages:
         rows, columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
         pixels = self.images[index[:, None, None], :, rows[:, :, None], columns[:, None, :]]  # [B, H, W, 3]
         return (pixels * inside[..., None]).permute(0, 3, 1, 2)
+
+    def resized(self, index: Tensor, draws: Tensor) -> Tensor:
+        """Random parts of the images, resized to the whole (bilinear) and flipped, float32 [B, 3, H, W] in 0 to 255.
+
+        `draws` [B, 5] in [0, 1) decide area, ratio of the sides, place down, place right, flip: as torchvision's
+        RandomResizedCrop, but that a part which does not fit is cut to the image instead of drawn again.
+        """
+        area, ratio, down, right, flip = draws.unbind(1)
+        low, high = self.augment.scale
+        least, most = (math.log(r) for r in RATIOS)
+        area, ratio = low + (high - low) * area, torch.exp(least + (most - least) * ratio)
+        width, height = (area * ratio).sqrt().clamp(max=1), (area / ratio).sqrt().clamp(max=1)  # parts of the sides
+        turn = torch.where(flip < self.augment.hflip, -1.0, 1.0)
+        centre_x, centre_y = (1 - width) * (2 * right - 1), (1 - height) * (2 * down - 1)
+        zero = torch.zeros_like(width)
+        rows = torch.stack([width * turn, zero, centre_x, zero, height, centre_y], 1).view(-1, 2, 3)
+        pixels = self.images[index].float()
+        where = F.affine_grid(rows, list(pixels.shape), align_corners=False)
+        return F.grid_sample(pixels, where, padding_mode="border", align_corners=False)

@@ -20,8 +20,10 @@ class DataSettings:
     num_classes: expected number of classes, an error if the data has another; none takes it from the data
     batch_size: images an optimiser step, over all processes and accumulated parts
     workers: loader processes a training process; 0 reads in the training process
-    cache: decode everything once and keep it as uint8 on the device, for small images (crop padded or none, no
-      jitter, auto, erase)
+    cache: decode everything once a process and keep it as uint8 on the device, for small images (no jitter, auto,
+      erase)
+    holdout: last images of the training set that are not trained on, but take the place of `val`: for choices, which
+      must not be made on the validation images; 0 for none
     crop_pct: part of the resized image that the evaluation crop keeps; none takes that of the model
     mean: mean of each channel (of values in 0 to 1) that is subtracted; none takes that of the model
     std: number that each channel is divided by; none takes that of the model
@@ -36,6 +38,7 @@ class DataSettings:
     batch_size: int = 128
     workers: int = 4
     cache: bool = False
+    holdout: int = 0
     crop_pct: float | None = None
     mean: list[float] | None = None
     std: list[float] | None = None
@@ -46,6 +49,8 @@ class DataSettings:
         for name in ("mean", "std"):
             if getattr(self, name) is not None and len(getattr(self, name)) != 3:
                 raise ValueError(f"data.{name} is three numbers, one a colour, got {getattr(self, name)}")
+        if self.holdout < 0:
+            raise ValueError(f"data.holdout must be 0 or more, got {self.holdout}")
         if self.workers < 0:
             raise ValueError(f"data.workers must be 0 or more, got {self.workers}")
 

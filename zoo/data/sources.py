@@ -178,6 +178,23 @@ class Rows:
         return str(self.rows[int(index)][self.image_key].get("path") or index)
 
 
+class Part:
+    """The images [first, last) of another source."""
+
+    def __init__(self, source: Source, first: int, last: int) -> None:
+        self.source, self.first, self.last = source, first, last
+        self.classes, self.named = source.classes, source.named
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return self.source.read(self.first + index)
+
+    def name(self, index: int) -> str:
+        return self.source.name(self.first + index)
+
+
 def load_rows(kind: str, where: str, train: bool) -> Any:
     """The rows of parquet files, a Hugging Face data set or webdataset shards, as the `datasets` library reads them.
 

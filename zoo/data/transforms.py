@@ -108,9 +108,5 @@ def check_cacheable(data: DataSettings, augment: AugmentSettings) -> None:
     if not data.cache:
         return
     wrong = [k for k in ("jitter", "auto", "erase") if getattr(augment, k)]
-    if augment.crop == "resized":
-        wrong.insert(0, "crop: resized")
     if wrong:
-        raise ValueError(
-            f"data.cache allows only padded or no crop and flips; switch off augment.{', augment.'.join(wrong)}"
-        )
+        raise ValueError(f"data.cache allows only crops and flips; switch off augment.{', augment.'.join(wrong)}")

@@ -11,7 +11,7 @@ import timm
 import torch
 from torch import nn
 
-from zoo.data import InputSpec, LoadedImages, Source, check_unreadable, open_source
+from zoo.data import CachedImages, InputSpec, LoadedImages, Source, check_unreadable, open_source, validation_source
 from zoo.data.progress import progress
 from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.eval.accuracy import Predictions, predict
@@ -51,6 +51,8 @@ def open_validation(data: DataSettings, classes: list[str]) -> Source:
     Otherwise a folder whose sub-folders are numbers (ImageNet-V2) has those as its classes. Raises ValueError for a
     sub-folder that is none of the classes.
     """
+    if data.cache or data.holdout:
+        return validation_source(data)
     class_map = numeric_classes(data.val) if data.source == "folder" else None
     if data.source == "folder" and classes and os.path.isdir(data.val):
         folders = {entry.name for entry in os.scandir(data.val) if entry.is_dir()}
@@ -100,7 +102,8 @@ def run(candidate: Candidate, source: Source, settings: EvalSettings) -> Predict
     """The predictions of one model on every readable image."""
     options = settings.eval
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    images = LoadedImages(source, candidate.spec, AugmentSettings(), 0, device, settings.data.workers)
+    kind = CachedImages if settings.data.cache else LoadedImages
+    images = kind(source, candidate.spec, AugmentSettings(), 0, device, settings.data.workers)
     total = -(-len(source) // options.batch_size)
     batches = progress(images.evaluation(options.batch_size), f"evaluating {candidate.name}", total)
     autocast = (

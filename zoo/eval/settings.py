@@ -1,6 +1,9 @@
 """The keys of an evaluation and of a quality table."""
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
 
 from zoo.config import one_of, positive
 from zoo.data.settings import DataSettings
@@ -47,9 +50,10 @@ class EvalSettings:
 class QualitySettings:
     """Which runs make the table.
 
-    mixers: mixers to train from scratch (softmax first: it is the control, and the source of conversions)
+    mixers: mixers, each with its options, such as "mhla mixing=project depthwise=v" (softmax alone is the source of
+      conversions)
     seeds: seeds of every run
-    finetune: configuration of the fine-tuning of converted models; empty for none
+    recipe: recipe by which the softmax run of each seed is converted to the mixers; empty to train them from scratch
     data: name of the data in the table; empty takes the name of the configuration
     out: folder of the runs
     json: file to write the table to
@@ -58,8 +62,24 @@ class QualitySettings:
 
     mixers: list[str] = field(default_factory=lambda: ["softmax", "la", "ahla", "hla2"])
     seeds: list[int] = field(default_factory=lambda: [0])
-    finetune: str = ""
+    recipe: str = ""
     data: str = ""
     out: str = "runs/quality"
     json: str = "runs/quality/quality.json"
     merge: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for mixer in self.mixers:
+            arm(mixer)
+
+
+def arm(words: str) -> tuple[str, dict[str, Any]]:
+    """(mixer, options) of its words. Raises ValueError for a word without a value."""
+    mixer, *options = words.split()
+    found = {}
+    for word in options:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"expected a mixer and its options, such as 'mhla mixing=project', got {words!r}")
+        found[key] = yaml.safe_load(value)
+    return mixer, found

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from hla_kernels import MAX_HEAD_DIM
 from hla_kernels.checks import RIDGED
 from hla_kernels.features import feature, feature_width
-from hla_kernels.sequences import real
-from zoo.features import DepthwiseResidual, HeadGains, HeadRMSNorm, Hedgehog, LocalValues, OutputGate
-from zoo.grid import check_grid
+from zoo.features import HeadGains, HeadRMSNorm, Hedgehog, OutputGate
 from zoo.mixers.context import Context
+from zoo.mixers.local import Local
 from zoo.mixers.options import MixerOptions, resolve_options
 
 EPS = 1e-9  # of the ratio: a product of small features (softmax map, third order) must stay far above it
@@ -22,7 +21,7 @@ ONES = 16  # columns of ones in a denominator of its own: the fewest that a Trit
 SMALLEST_DECAY = 1e-30  # a learned logit may go anywhere, and a decay of zero has no logarithm
 
 
-class LinearMixer(nn.Module):
+class LinearMixer(Local):
     """mixer(q, k, v, ctx) -> o with a cost linear in the number of tokens; all tensors [B, N, H, D].
 
     A subclass sets `name`, `operator` and `operator_packed` (of `hla_kernels`) and, where they differ, `defaults`. The
@@ -62,12 +61,7 @@ class LinearMixer(nn.Module):
         heads = {"q": num_heads, "k": num_kv_heads or num_heads, "v": num_kv_heads or num_heads}
         self.scale = head_dim**-0.5 if scale is None else scale
         dd = {"device": device, "dtype": dtype}
-        self.depthwise = nn.ModuleDict(
-            {
-                t: DepthwiseResidual(heads[t] * head_dim, opt.depthwise_kernel, opt.grid_dims, **dd)
-                for t in opt.depthwise
-            }
-        )
+        self.build_depthwise(heads, head_dim, **dd)
         self.phi_q = self._feature_module(heads["q"], **dd)
         self.phi_k = self._feature_module(heads["k"], **dd)
         if opt.decay is not None:
@@ -75,7 +69,7 @@ class LinearMixer(nn.Module):
         self.norm = HeadRMSNorm(num_heads, head_dim, **dd) if opt.post_norm else nn.Identity()
         groups = None if opt.feature_map == "identity" else heads["k"]
         self.gains = HeadGains(num_heads, groups, **dd) if opt.gains else None
-        self.lepe = LocalValues(heads["v"] * head_dim, opt.lepe, opt.grid_dims, **dd) if opt.lepe else None
+        self.build_lepe(heads["v"] * head_dim, **dd)
         self.gate = OutputGate(dim, num_heads * head_dim, **dd) if opt.gate else None
         self.reset_parameters()
 
@@ -112,17 +106,14 @@ class LinearMixer(nn.Module):
         o = self.norm(self._core(q, k, v, ctx))
         if self.gains is not None:
             o = self.gains(o, v, ctx.key_padding_mask)
-        if self.lepe is not None:
-            assert ctx.grid is not None
-            o = self.lepe(o, real(v, ctx.key_padding_mask), ctx.grid, ctx.prefix, ctx.suffix)
-            o = real(o, ctx.key_padding_mask)
+        o = self.with_lepe(o, v, ctx)
         return o if self.gate is None else self.gate(o, ctx.x)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         """The operator and what comes before it."""
         if ctx.qkv is not None and self._reads_packed(ctx):
             return self._mix(ctx.key_padding_mask, ctx.qkv)
-        return self._scan(ctx.key_padding_mask, *self._features(*self._local(q, k, v, ctx), ctx))
+        return self._scan(ctx.key_padding_mask, *self._features(*self.convolved(q, k, v, ctx), ctx))
 
     def _check(self, n_tokens: int, ctx: Context) -> None:
         if ctx.mask is not None:
@@ -133,25 +124,7 @@ class LinearMixer(nn.Module):
             raise ValueError(f"the mixer {self.name!r} with causal=True cannot honour a padding mask: pad at the end")
         if ctx.is_causal and not self.options.causal:
             raise ValueError(f"the host asks for causal attention: build the mixer {self.name!r} with causal=True")
-        if not self.options.needs_grid:
-            return
-        if ctx.grid is None:
-            raise ValueError(
-                f"the mixer {self.name!r} with {self._why_grid()} needs a token grid, but these tokens have none"
-            )
-        check_grid(n_tokens, ctx.grid, ctx.prefix, ctx.suffix)
-
-    def _why_grid(self) -> str:
-        opt = self.options
-        return "depthwise or lepe" if opt.depthwise or opt.lepe else "causal" if opt.causal else "its blocks"
-
-    def _local(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        tensors = {"q": q, "k": k, "v": v}
-        for name, part in self.depthwise.items():
-            assert ctx.grid is not None
-            seen = real(tensors[name], ctx.key_padding_mask)  # padding is like what lies beyond the border
-            tensors[name] = part(seen, ctx.grid, ctx.prefix, ctx.suffix)
-        return tensors["q"], tensors["k"], tensors["v"]
+        self.check_grid(n_tokens, ctx)
 
     def _reads_packed(self, ctx: Context) -> bool:
         """Whether the operator reads q, k and v just as they came."""

@@ -71,7 +71,7 @@ class BlockMixer(LinearMixer):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         opt = self.options
-        q, k, v = self._local(q, k, v, ctx)
+        q, k, v = self.convolved(q, k, v, ctx)
         grid = ctx.grid
         assert grid is not None
         if (ctx.prefix > 0) != self.mixing.prefix or ctx.suffix:

@@ -14,17 +14,49 @@ PRIORS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
 
 
 @dataclass(frozen=True)
-class MixerOptions:
-    """Options of a linear mixer. Raises ValueError for a value that is not allowed or a pair that contradicts itself.
+class LocalOptions:
+    """Options that every mixer has, softmax included: depthwise convolutions over the token grid, so that mixers can
+    be compared with the same ones. Raises ValueError for a value that is not allowed.
+
+    depthwise: which of q, k, v get a depthwise convolution over the grid, e.g. "v" or "qk"; "" for none.
+    depthwise_kernel: its odd kernel size.  grid_dims: 2 for images, 3 for video.
+    lepe: odd kernel size of a depthwise convolution of v over the grid that is added to the output; 0 for none.
+    """
+
+    depthwise: str = ""
+    depthwise_kernel: int = 3
+    lepe: int = 0
+    grid_dims: int = 2
+
+    def __post_init__(self) -> None:
+        names, size = self.depthwise, self.depthwise_kernel
+        if not isinstance(names, str) or not set(names) <= set("qkv") or len(set(names)) != len(names):
+            raise ValueError(f"depthwise names tensors among q, k and v, such as 'v' or 'qk', got {names!r}")
+        if not isinstance(size, int) or size < 1 or size % 2 == 0:
+            raise ValueError(
+                f"depthwise_kernel must be a positive odd number so that the grid keeps its size, got {size!r}"
+            )
+        if not isinstance(self.lepe, int) or self.lepe < 0 or (self.lepe and self.lepe % 2 == 0):
+            raise ValueError(f"lepe must be an odd kernel size, or 0 for none, got {self.lepe!r}")
+        if self.grid_dims not in (2, 3):
+            raise ValueError(f"grid_dims must be 2 (image) or 3 (video), got {self.grid_dims!r}")
+
+    @property
+    def needs_grid(self) -> bool:
+        """Whether the result depends on where the tokens lie."""
+        return bool(self.depthwise) or self.lepe > 0
+
+
+@dataclass(frozen=True)
+class MixerOptions(LocalOptions):
+    """Options of a linear mixer: `LocalOptions`, and those below. Raises ValueError for a value that is not allowed or
+    a pair that contradicts itself.
 
     feature_map: phi of q and k. `softmax_pair` and `hedgehog` double the feature width.
     normalize: divide by the same form with v = 1 (needs a non-negative feature map).
     center: centre phi(k) ("k") or phi(q) and phi(k) ("qk") over the tokens.
     mean_path: o = mean(v) + mixer(v - mean(v)).
     post_norm: RMSNorm of each head after the mixer.
-    depthwise: which of q, k, v get a depthwise convolution over the grid, e.g. "v" or "qk"; "" for none.
-    depthwise_kernel: its odd kernel size.  grid_dims: 2 for images, 3 for video.
-    lepe: odd kernel size of a depthwise convolution of v over the grid that is added to the output; 0 for none.
     gate: multiply the output by a gate computed from the hidden states.
     causal: mix over the raster order of the tokens.  decay: initial value in (0, 1) of a learned decay a head, or None.
     scan: "forward", or "both" to add the pass over the reversed order (halved where weights sum to one).
@@ -38,10 +70,6 @@ class MixerOptions:
     center: str | None = None
     mean_path: bool = False
     post_norm: bool = False
-    depthwise: str = ""
-    depthwise_kernel: int = 3
-    lepe: int = 0
-    grid_dims: int = 2
     gate: bool = False
     causal: bool = False
     decay: float | None = None
@@ -53,7 +81,7 @@ class MixerOptions:
         for name in ("normalize", "mean_path", "post_norm", "gate", "causal", "gains"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        self._check_depthwise()
+        super().__post_init__()
         if not _is_number(self.ridge) or self.ridge < 0:
             raise ValueError(f"ridge must be a number of at least 0, got {self.ridge!r}")
         if self.feature_map not in FEATURE_MAPS:
@@ -84,23 +112,10 @@ class MixerOptions:
                 "normalize=True excludes center and mean_path: centred weights do not sum to a positive number"
             )
 
-    def _check_depthwise(self) -> None:
-        names, size = self.depthwise, self.depthwise_kernel
-        if not isinstance(names, str) or not set(names) <= set("qkv") or len(set(names)) != len(names):
-            raise ValueError(f"depthwise names tensors among q, k and v, such as 'v' or 'qk', got {names!r}")
-        if not isinstance(size, int) or size < 1 or size % 2 == 0:
-            raise ValueError(
-                f"depthwise_kernel must be a positive odd number so that the grid keeps its size, got {size!r}"
-            )
-        if not isinstance(self.lepe, int) or self.lepe < 0 or (self.lepe and self.lepe % 2 == 0):
-            raise ValueError(f"lepe must be an odd kernel size, or 0 for none, got {self.lepe!r}")
-        if self.grid_dims not in (2, 3):
-            raise ValueError(f"grid_dims must be 2 (image) or 3 (video), got {self.grid_dims!r}")
-
     @property
     def needs_grid(self) -> bool:
         """Whether the result depends on where the tokens lie."""
-        return bool(self.depthwise) or self.lepe > 0 or self.causal
+        return super().needs_grid or self.causal
 
 
 @dataclass(frozen=True)
@@ -193,12 +208,12 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool)
 
 
-def resolve_options(defaults: MixerOptions, changes: dict[str, Any]) -> MixerOptions:
+def resolve_options(defaults: Any, changes: dict[str, Any], kind: str = "mixer") -> Any:
     """`defaults` with `changes`. Raises ValueError for an unknown option, with the nearest valid name."""
     known = [f.name for f in fields(defaults)]
     for name in changes:
         if name not in known:
-            raise unknown_name("mixer option", name, known)
+            raise unknown_name(f"{kind} option", name, known)
     lists = {name: tuple(x) for name, x in changes.items() if isinstance(x, list)}  # YAML and JSON have no tuples
     changes = {**changes, **lists}
     return replace(defaults, **changes)

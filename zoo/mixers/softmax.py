@@ -2,16 +2,18 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from zoo.mixers.context import Context
-from zoo.names import unknown_name
+from zoo.mixers.local import Local
+from zoo.mixers.options import LocalOptions, resolve_options
 
 
-class Softmax(nn.Module):
+class Softmax(Local):
     """o = softmax(q k' scale) v, [B, N, H, D] -> [B, N, H, D]; cost 4 N^2 D a head.
 
-    The one mixer that honours attention masks. It takes no options: raises ValueError for any.
+    The one mixer that honours attention masks. Its options are `zoo.mixers.options.LocalOptions`: raises ValueError for
+    others, and for a missing grid.
     """
 
     name = "softmax"
@@ -31,14 +33,22 @@ class Softmax(nn.Module):
         **options,
     ) -> None:
         super().__init__()
-        for option in options:
-            raise unknown_name("softmax option", option, ("attn_drop", "fused", "num_kv_heads", "scale"))
+        self.options = resolve_options(LocalOptions(), options, "softmax")
+        heads, dd = {"q": num_heads, "k": num_kv_heads or num_heads}, {"device": device, "dtype": dtype}
+        heads["v"] = heads["k"]
+        self.build_depthwise(heads, head_dim, **dd)
+        self.build_lepe(heads["v"] * head_dim, **dd)
         self.scale = scale
-        self.groups = num_heads // (num_kv_heads or num_heads)
+        self.groups = num_heads // heads["k"]
         self.attn_drop = attn_drop
         self.fused = fused
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+        self.check_grid(q.shape[1], ctx)
+        o = self._attend(*self.convolved(q, k, v, ctx), ctx)
+        return self.with_lepe(o, v, ctx)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         if ctx.rotate is not None:
             q, k = ctx.rotate(q), ctx.rotate(k)
         if self.groups > 1:  # after the rotation, as in the hosts, so that gradients are summed alike

@@ -1,17 +1,13 @@
-"""A classification run: an image model on labelled images, on the training core; and tables of such runs."""
+"""A classification run: an image model on labelled images, on the training core."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from timm.scheduler.scheduler import Scheduler
 
-from zoo import config
 from zoo.data import Batch, check_unreadable
 from zoo.eval.accuracy import predict_all
-from zoo.eval.results import quality_row, result_file, write_json
-from zoo.eval.settings import QualitySettings
 from zoo.train.core import Run
 from zoo.train.model import AVERAGE, WEIGHTS, header_of, save_weights
 from zoo.train.optim import create_schedule
@@ -33,6 +29,13 @@ class Trainer(Run):
 
     def create_schedule(self, optimizer: torch.optim.Optimizer) -> Scheduler:
         return create_schedule(optimizer, self.settings.schedule, self.plan.steps_per_epoch)
+
+    def compiled(self) -> Any:
+        """Block by block: one compilation serves all blocks, also those of the next run of the process."""
+        for model in (self.model, self.parts.objective.teacher):
+            for block in getattr(model, "blocks", ()):
+                block.compile()
+        return self.wrapped
 
     def batches(self, first: int, last: int) -> Iterator[Batch]:
         return self.parts.train_images.train(self.plan, first, last)
@@ -65,7 +68,9 @@ class Trainer(Run):
         where = {"rank": accelerator.process_index, "world": accelerator.num_processes}
         models = {"": self.model} if self.ema is None else {"": self.model, "ema_": self.ema.module}
         batches = self.parts.val_images.evaluation(self.plan.part_size, **where)
-        for prefix, found in predict_all(models, batches, accelerator.autocast).items():
+        with torch.compiler.set_stance("force_eager"):  # once an epoch, of other sizes: not worth a compilation
+            predictions = predict_all(models, batches, accelerator.autocast)
+        for prefix, found in predictions.items():
             sums = accelerator.reduce(found.sums().to(accelerator.device), "sum")
             values = found.from_sums(sums)
             check_unreadable(int(values["unreadable"]), int(values["images"] + values["unreadable"]))
@@ -78,32 +83,3 @@ class Trainer(Run):
         if self.ema:
             save_weights(self.ema.module, recipe, self.folder / AVERAGE)
         return recipe.describe()
-
-
-def train_table(settings: QualitySettings, file: str, changes: list[str], command: str) -> dict[str, Any]:
-    """The same run for several mixers and seeds, from scratch and, if asked, converted from the softmax run of its
-    seed: what is missing is run, and the file of rows written after each.
-
-    file: configuration of the runs.  changes: words for every run. Conversions start from the softmax run in
-    `settings.out`, which must be there. Raises ValueError.
-    """
-    data, rows = settings.data or Path(file).stem, list[dict[str, Any]]()
-
-    def run(file: str, source: str, mixer: str, seed: int, *more: str) -> None:
-        folder = f"{settings.out}/{source}_{mixer}_{seed}"
-        words = [f"run.folder={folder}", "run.resume=true", f"run.seed={seed}", *changes, *more]
-        words.insert(0, f"model.mixer={'' if mixer == 'softmax' else mixer}")
-        result = Trainer(config.load(TrainSettings, file, words)).train()
-        if result:
-            budget, took = f"{result['epoch']:.0f} epochs", result["seconds"]
-            options = config.load(TrainSettings, Path(folder) / "config.yaml").model.mixer_options
-            rows.append(quality_row(Path(file).stem, data, mixer, options, source, seed, result["top1"], budget, took))
-            write_json(result_file(command, rows), Path(settings.json))
-
-    for seed in settings.seeds:
-        for mixer in settings.mixers:
-            run(file, "scratch", mixer, seed)
-        for mixer in settings.mixers if settings.finetune else []:
-            kind = "control" if mixer == "softmax" else "converted"
-            run(settings.finetune, kind, mixer, seed, f"model.checkpoint={settings.out}/scratch_softmax_{seed}")
-    return result_file(command, rows)

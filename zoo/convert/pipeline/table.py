@@ -1,0 +1,87 @@
+"""The quality table: mixers from scratch, or converted by a recipe from the softmax run of their seed."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zoo import config
+from zoo.convert.pipeline.recipe import run_recipe
+from zoo.convert.pipeline.settings import RecipeSettings
+from zoo.eval.results import quality_row, result_file, write_json
+from zoo.eval.settings import QualitySettings, arm
+from zoo.train.loop import Trainer
+from zoo.train.settings import TrainSettings
+
+Row = dict[str, Any]
+STAGES = {  # model of a recipe -> (source, metric) of its row
+    "source": ("teacher", "top1"),
+    "converted": ("converted", "top1 after conversion"),
+    "calibrated": ("converted", "top1 after calibration"),
+    "transfer": ("converted", "top1 after transfer"),
+    "finetune": ("converted", "top1"),
+    "control": ("control", "top1"),
+    "floor": ("floor", "top1"),
+}
+
+
+def quality_table(settings: QualitySettings, file: str, changes: list[str], command: str) -> dict[str, Any]:
+    """Carry out what is missing of a table, seed by seed, and write the file of rows after each run.
+
+    file: configuration of the runs from scratch.  changes: words for every run. Conversions start from the softmax
+    runs in `settings.out`, which must be there. Raises ValueError.
+    """
+    rows: list[Row] = []
+    runs = _conversions if settings.recipe else _from_scratch
+    for seed in settings.seeds:
+        for mixer in settings.mixers:
+            rows += runs(settings, file, changes, mixer, seed)
+            write_json(result_file(command, rows), Path(settings.json))
+    return result_file(command, rows)
+
+
+def folder(out: str, mixer: str, seed: int) -> str:
+    """Where the run of a mixer and its options lies."""
+    return f"{out}/{re.sub(r'[^a-z0-9]+', '_', mixer.lower())}_{seed}"
+
+
+def _from_scratch(settings: QualitySettings, file: str, changes: list[str], mixer: str, seed: int) -> Iterator[Row]:
+    name, options = arm(mixer)
+    own = {"mixer": "" if mixer == "softmax" else name, "mixer_options": options}
+    run = {"folder": folder(settings.out, mixer, seed), "resume": True, "seed": seed}
+    tree = config.merge(config.to_tree(config.load(TrainSettings, file, changes)), {"model": own, "run": run})
+    result = Trainer(config.from_tree(TrainSettings, tree)).train()
+    if result:
+        about = Path(file).stem, settings.data or Path(file).stem, name, options, "scratch", seed
+        yield quality_row(*about, result["top1"], f"{result['epoch']:.0f} epochs", result["seconds"])
+
+
+def _conversions(settings: QualitySettings, file: str, changes: list[str], mixer: str, seed: int) -> Iterator[Row]:
+    name, options = arm(mixer)
+    keep = options.pop("keep_softmax", [])
+    own = {
+        "source": folder(settings.out, "softmax", seed), "mixer": name, "mixer_options": options,
+        "keep_softmax": keep, "out": folder(f"{settings.out}/{Path(settings.recipe).stem}", mixer, seed),
+    }  # fmt: skip
+    given = config.load(RecipeSettings, settings.recipe)
+    more = {"changes": [*given.changes, *changes, f"run.seed={seed}"], **own}
+    recipe = config.from_tree(RecipeSettings, config.merge(config.to_tree(given), more))
+    found = run_recipe(recipe)
+    shown = {**options, **({"keep_softmax": keep} if keep else {})}
+    budget = config.load(TrainSettings, recipe.finetune, recipe.changes).schedule.epochs
+    for row in found["evaluate"]["rows"]:
+        source, metric = STAGES[row["model"]]
+        ours = ("softmax", dict[str, Any]()) if source in ("teacher", "control") else (name, shown)
+        epochs = budget if metric == "top1" and source != "teacher" else 0
+        seconds = _seconds(found, row["model"])
+        about = Path(settings.recipe).stem, settings.data or Path(file).stem, *ours
+        yield quality_row(*about, source, seed, row["value"], f"{epochs} epochs", seconds) | {"metric": metric}
+
+
+def _seconds(found: dict[str, Any], model: str) -> float:
+    """Time of the training that a model took, the transfer included."""
+    stage = found["controls"] if model in ("control", "floor") else found
+    if model not in ("transfer", "finetune", "control", "floor"):
+        return 0.0
+    runs = [stage[model]] if stage is not found else [found[n]["result"] for n in ("transfer", "finetune")]
+    return sum(run["seconds"] for run in runs)
