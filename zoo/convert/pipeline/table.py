@@ -80,8 +80,7 @@ def _conversions(settings: QualitySettings, file: str, changes: list[str], mixer
 
 def _seconds(found: dict[str, Any], model: str) -> float:
     """Time of the training that a model took, the transfer included."""
-    stage = found["controls"] if model in ("control", "floor") else found
-    if model not in ("transfer", "finetune", "control", "floor"):
-        return 0.0
-    runs = [stage[model]] if stage is not found else [found[n]["result"] for n in ("transfer", "finetune")]
-    return sum(run["seconds"] for run in runs)
+    if model in ("control", "floor"):
+        return found["controls"][model]["seconds"]
+    stages = {"transfer": ["transfer"], "finetune": ["transfer", "finetune"]}.get(model, [])
+    return sum(found[stage].get("result", {"seconds": 0.0})["seconds"] for stage in stages)
