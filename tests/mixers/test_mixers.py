@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from hla_kernels.features import feature
 from zoo.mixers import MIXERS, Context, build_mixer
@@ -176,7 +177,8 @@ def test_ridge_adds_lambda_to_the_key_moment():
 
 @pytest.mark.parametrize("name", list(MIXERS))
 def test_reset_parameters_restores_a_model_built_on_meta(name):
-    options = {} if name == "softmax" else {"depthwise": "v", "lepe": 3, "gate": True, "post_norm": True}
+    options = {"depthwise": "v", "lepe": 3}
+    options |= {} if name == "softmax" else {"gate": True, "post_norm": True}
     options |= {"blocks": [2, 2], "prefix": PREFIX} if name.startswith("mhla") else {}
     mixer = build_mixer(name, DIM, HEADS, HEAD_DIM, device="meta", dtype=torch.float64, **options).to_empty(
         device="cpu"
@@ -186,6 +188,29 @@ def test_reset_parameters_restores_a_model_built_on_meta(name):
             module.reset_parameters()
     q, k, v, ctx = inputs(12)
     torch.testing.assert_close(mixer(q, k, v, ctx), make(name, **options)(q, k, v, ctx), rtol=0, atol=0)
+
+
+def test_softmax_has_the_depthwise_options_of_the_others():
+    q, k, v, ctx = inputs(14)
+    mixer, other = (make(name, depthwise="qv", lepe=3) for name in ("softmax", "la"))
+    torch.testing.assert_close(mixer(q, k, v, ctx), make("softmax")(q, k, v, ctx), rtol=0, atol=0)  # zero at first
+    with torch.no_grad():
+        for mine, its in zip(mixer.parameters(), other.parameters(), strict=True):
+            mine.copy_(its.normal_(std=0.3))
+    local = [part.weight[:, 0] for part in (mixer.depthwise["q"], mixer.depthwise["v"], mixer.lepe)]
+    around = [F.pad(t[:, PREFIX:].unflatten(1, ctx.grid).flatten(3), (0, 0, 1, 1, 1, 1)) for t in (q, v, v)]
+    h, w = ctx.grid
+    moved = [
+        sum(x[:, i : i + h, j : j + w] * c[:, i, j] for i in range(3) for j in range(3)).flatten(1, 2)
+        for x, c in zip(around, local, strict=True)
+    ]
+    biases = (mixer.depthwise["q"].bias, mixer.depthwise["v"].bias, mixer.lepe.bias)
+    moved = [(m + b).unflatten(2, (HEADS, HEAD_DIM)) for m, b in zip(moved, biases, strict=True)]
+    moved = [F.pad(m, (0, 0, 0, 0, PREFIX, 0)) for m in moved]
+    wanted = make("softmax")(q + moved[0], k, v + moved[1], ctx) + moved[2]
+    torch.testing.assert_close(mixer(q, k, v, ctx), wanted)
+    with pytest.raises(ValueError, match="needs a token grid"):
+        mixer(q, k, v, Context(x=ctx.x))
 
 
 BAD_OPTIONS = [

@@ -179,20 +179,30 @@ def test_quality_table_and_its_continuation(tmp_path):
     from benchmark import quality
 
     short = ["schedule.epochs=1", "schedule.warmup_epochs=0", "data.batch_size=250"]
-    words = [f"{ROOT}/configs/vit/digits_softmax.yaml", f"finetune={ROOT}/configs/vit/digits_finetune.yaml", *short]
-    words += ["mixers=[softmax,la]", f"out={tmp_path}", f"json={tmp_path}/quality.json", "data.train="]
-    table = quality(words)
+    words = [f"{ROOT}/configs/vit/digits_softmax.yaml", *short, f"out={tmp_path}", "data.train="]
+    scratch = [*words, "mixers=[softmax,softmax depthwise=v]", f"json={tmp_path}/quality.json"]
+    table = quality(scratch)
     assert json.loads((tmp_path / "quality.json").read_text()) == table
     assert table.keys() == {"command", "date", "hardware", "versions", "rows"} and "data.train" not in table["command"]
-    kinds = [(row["source"], row["mixer"], row["seed"]) for row in table["rows"]]
-    assert kinds == [("scratch", "softmax", 0), ("scratch", "la", 0), ("control", "softmax", 0), ("converted", "la", 0)]
+    assert [(r["mixer"], r["options"]) for r in table["rows"]] == [("softmax", {}), ("softmax", {"depthwise": "v"})]
     keys = {"experiment", "data", "mixer", "options", "source", "seed", "metric", "value", "budget", "wall_s"}
-    assert all(row.keys() == keys for row in table["rows"])
+    assert all(row.keys() == keys and row["source"] == "scratch" for row in table["rows"])
+    again = quality(scratch)
+    assert [row["value"] for row in again["rows"]] == [row["value"] for row in table["rows"]]
+    recipe = tmp_path / "recipe.yaml"
+    finetune = f"{ROOT}/configs/vit/digits_finetune.yaml"
+    recipe.write_text(f"{{source: x, finetune: {finetune}, inputs: 50, transfer: 0.0}}")
+    converted = [*words, f"recipe={recipe}", "mixers=[la keep_softmax=auto:1]", f"json={tmp_path}/converted.json"]
+    rows = quality(converted)["rows"]
+    assert rows[0]["value"] == table["rows"][0]["value"], "the source is the softmax run of the seed"
+    kinds = ["teacher", "converted", "converted", "converted", "control", "floor"]
+    assert [row["source"] for row in rows] == kinds and all(row.keys() == keys for row in rows)
+    assert [row["metric"] for row in rows if row["budget"] == "1 epochs"] == ["top1"] * 3
     more = [words[0], *short, "mixers=[la]", f"out={tmp_path}/o", f"json={tmp_path}/o.json"]
     (row,) = quality([*more, "model.mixer_options.feature_map=relu"])["rows"]
     assert row["options"] == {"feature_map": "relu"}
-    again = quality(words)
-    assert [row["value"] for row in again["rows"]] == [row["value"] for row in table["rows"]]
+    with pytest.raises(ValueError, match=r"such as 'mhla mixing=project'"):
+        quality([words[0], "mixers=[mhla project]"])
 
 
 def test_quality_files_of_several_processes_are_joined(tmp_path):

@@ -156,8 +156,19 @@ def test_impossible_batches(plan, sentence):
 
 
 def test_the_cache_refuses_what_it_cannot_do():
-    with pytest.raises(ValueError, match=r"switch off augment.crop: resized, augment.auto"):
-        check_cacheable(DataSettings(cache=True), AugmentSettings(auto="rand-m9"))
+    with pytest.raises(ValueError, match=r"switch off augment.auto, augment.erase"):
+        check_cacheable(DataSettings(cache=True), AugmentSettings(auto="rand-m9", erase=0.1))
+
+
+def test_held_out_images_are_the_last_of_the_training_set():
+    whole = open_source("digits", "", train=True)
+    for cache in (False, True):
+        train, val = open_sources(DataSettings(holdout=300, cache=cache))
+        assert (len(train), len(val)) == (700, 300) and val.classes == whole.classes
+        assert val.name(0) == whole.name(700) and val.read(5)[1] == whole.read(705)[1]
+        assert train.read(699)[1] == whole.read(699)[1]
+    with pytest.raises(ValueError, match=r"has only 1000 images"):
+        open_sources(DataSettings(holdout=1000))
 
 
 # Order and randomness
@@ -210,3 +221,23 @@ def test_cached_shift_is_padding_then_cropping():
         down, right = (int(draws[i, axis] * 5) for axis in (0, 1))
         expected = padded[i, :, down : down + 8, right : right + 8]
         assert torch.equal(found[i], expected.flip(-1) if draws[i, 2] < 0.5 else expected)
+
+
+def test_cached_resized_crop_is_a_part_of_the_image_resized():
+    source = open_source("digits", "", train=True)
+    cached = CachedImages(source, SPEC, AugmentSettings(crop="resized", scale=[0.25, 1.0], hflip=0.5), 0, CPU, 0)
+    whole = cached.images[:6].float()
+    index, middle = (
+        torch.arange(6),
+        torch.tensor([0.999999, 0.5, 0.5, 0.5, 0.9]).expand(6, 5),
+    )  # area, ratio, place, flip
+    torch.testing.assert_close(cached.resized(index, middle), whole, atol=1e-3, rtol=1e-3)
+    mirrored = middle.clone()
+    mirrored[:, 4] = 0.1
+    torch.testing.assert_close(cached.resized(index, mirrored), whole.flip(-1), atol=1e-3, rtol=1e-3)
+    corner = torch.tensor([0.0, 0.5, 0.0, 1.0, 0.9]).expand(6, 5)  # the upper right quarter
+    wanted = torch.nn.functional.interpolate(whole[:, :, :4, 4:], size=(8, 8), mode="bilinear", align_corners=False)
+    found = cached.resized(index, corner)
+    torch.testing.assert_close(found[:, :, 1:-1, 1:-1], wanted[:, :, 1:-1, 1:-1], atol=1e-3, rtol=1e-3)
+    drawn = next(cached.train(BatchPlan(1000, 40, 0), 0, 1)).images
+    assert drawn.shape == (40, 3, 8, 8) and drawn.min() >= -1 and drawn.max() <= 1

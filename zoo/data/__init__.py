@@ -1,11 +1,9 @@
 """Labelled images: where they lie (sources), in which order (plan), and how they become batches (loaded, cached)."""
 
-from functools import lru_cache
-
 import torch
 
 from zoo.data.batch import Batch, check_unreadable
-from zoo.data.cached import CachedImages
+from zoo.data.cached import CachedImages, kept, kept_open
 from zoo.data.loaded import LoadedImages
 from zoo.data.plan import BatchPlan
 from zoo.data.settings import AugmentSettings, DataSettings
@@ -13,19 +11,6 @@ from zoo.data.sources import Part, Source, open_source
 from zoo.data.transforms import InputSpec, check_cacheable
 
 Images = CachedImages | LoadedImages
-
-
-@lru_cache(maxsize=4)
-def _kept_open(kind: str, where: str, train: bool, image_key: str, label_key: str, holdout: int) -> Source:
-    """A source that stays open, so that runs of one process decode it once (`cached.decoded`); of a training set with
-    held-out images, those if `train` is false."""
-    if not holdout:
-        return open_source(kind, where, train, image_key, label_key)
-    whole = open_source(kind, where, True, image_key, label_key)
-    first = len(whole) - holdout
-    if first <= 0:
-        raise ValueError(f"data.holdout is {holdout}, but the training set has only {len(whole)} images")
-    return Part(whole, 0, first) if train else Part(whole, first, len(whole))
 
 
 def open_sources(data: DataSettings) -> tuple[Source, Source]:
@@ -47,9 +32,15 @@ def validation_source(data: DataSettings) -> Source:
 
 
 def _open(data: DataSettings, train: bool) -> Source:
-    opened = _kept_open if data.cache else _kept_open.__wrapped__
     where = data.train if train or data.holdout else data.val
-    return opened(data.source, where, train, data.image_key, data.label_key, data.holdout)
+    given = data.source, where, train or data.holdout > 0, data.image_key, data.label_key
+    whole = kept(given, lambda: open_source(*given)) if data.cache else open_source(*given)
+    if not data.holdout:
+        return whole
+    first = len(whole) - data.holdout
+    if first <= 0:
+        raise ValueError(f"data.holdout is {data.holdout}, but the training set has only {len(whole)} images")
+    return Part(whole, 0, first) if train else Part(whole, first, len(whole))
 
 
 def open_images(
@@ -70,6 +61,7 @@ __all__ = [
     "LoadedImages",
     "Source",
     "check_unreadable",
+    "kept_open",
     "open_images",
     "open_source",
     "open_sources",

@@ -1,8 +1,8 @@
 """Small images kept decoded on the device and augmented there, a batch at once: the loader is never the bottleneck."""
 
 import math
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,31 @@ DECODE_BATCH = 256
 RATIOS = 3 / 4, 4 / 3  # of the sides of a resized crop, as torchvision's
 
 
-@lru_cache(maxsize=4)
-def decoded(source: Any, spec: InputSpec, workers: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(uint8 images [N, 3, H, W], labels [N], number that was read [N]) of a source, on the CPU, once a process."""
+_kept: dict[Any, Any] | None = None  # what `kept_open` keeps
+
+
+@contextmanager
+def kept_open() -> Iterator[None]:
+    """Within it sources with `data.cache` stay open and decoded, for many runs on the same files in one process."""
+    global _kept
+    _kept = {}
+    try:
+        yield
+    finally:
+        _kept = None
+
+
+def kept(key: Any, make: Callable[[], Any]) -> Any:
+    """What `make` makes, once for each key within `kept_open`."""
+    if _kept is None:
+        return make()
+    if key not in _kept:
+        _kept[key] = make()
+    return _kept[key]
+
+
+def decoded(source: Source, spec: InputSpec, workers: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(uint8 images [N, 3, H, W], labels [N], number that was read [N]) of a source, on the CPU."""
     samples = Samples(source, eval_transform(spec, normalize=False), 0)  # which draws nothing
     keys = [(0, i) for i in range(len(source))]
     blocks = [keys[i : i + DECODE_BATCH] for i in range(0, len(keys), DECODE_BATCH)]
@@ -43,7 +65,7 @@ class CachedImages:
     def __init__(
         self, source: Source, spec: InputSpec, augment: AugmentSettings, seed: int, device: torch.device, workers: int
     ) -> None:
-        images, labels, read = decoded(source, spec, workers)
+        images, labels, read = kept((source, spec), lambda: decoded(source, spec, workers))
         self.images, self.labels, self.read = images.to(device), labels.to(device), read
         self.augment, self.seed, self.device = augment, seed, device
         self.mean = torch.tensor(spec.mean, device=device).view(3, 1, 1)

@@ -9,6 +9,7 @@ import glob
 import io
 import os
 import re
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,8 +28,11 @@ class Source(Protocol):
     classes: name of each class number.  named: whether the names come with the data, so that two sets must agree.
     """
 
-    classes: list[str]
-    named: bool
+    @property
+    def classes(self) -> list[str]: ...
+
+    @property
+    def named(self) -> bool: ...
 
     def __len__(self) -> int: ...
 
@@ -178,12 +182,21 @@ class Rows:
         return str(self.rows[int(index)][self.image_key].get("path") or index)
 
 
+@dataclass(frozen=True)
 class Part:
     """The images [first, last) of another source."""
 
-    def __init__(self, source: Source, first: int, last: int) -> None:
-        self.source, self.first, self.last = source, first, last
-        self.classes, self.named = source.classes, source.named
+    source: Source
+    first: int
+    last: int
+
+    @property
+    def classes(self) -> list[str]:
+        return self.source.classes
+
+    @property
+    def named(self) -> bool:
+        return self.source.named
 
     def __len__(self) -> int:
         return self.last - self.first

@@ -1,5 +1,6 @@
 """The quality table: mixers from scratch, or converted by a recipe from the softmax run of their seed."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from zoo import config
 from zoo.convert.pipeline.recipe import run_recipe
 from zoo.convert.pipeline.settings import RecipeSettings
+from zoo.data import kept_open
 from zoo.eval.results import quality_row, result_file, write_json
 from zoo.eval.settings import QualitySettings, arm
 from zoo.train.loop import Trainer
@@ -33,8 +35,8 @@ def quality_table(settings: QualitySettings, file: str, changes: list[str], comm
     """
     rows: list[Row] = []
     runs = _conversions if settings.recipe else _from_scratch
-    for seed in settings.seeds:
-        for mixer in settings.mixers:
+    with kept_open():
+        for seed, mixer in itertools.product(settings.seeds, settings.mixers):
             rows += runs(settings, file, changes, mixer, seed)
             write_json(result_file(command, rows), Path(settings.json))
     return result_file(command, rows)
@@ -50,6 +52,7 @@ def _from_scratch(settings: QualitySettings, file: str, changes: list[str], mixe
     own = {"mixer": "" if mixer == "softmax" else name, "mixer_options": options}
     run = {"folder": folder(settings.out, mixer, seed), "resume": True, "seed": seed}
     tree = config.merge(config.to_tree(config.load(TrainSettings, file, changes)), {"model": own, "run": run})
+    options = tree["model"]["mixer_options"]  # those of `changes` too
     result = Trainer(config.from_tree(TrainSettings, tree)).train()
     if result:
         about = Path(file).stem, settings.data or Path(file).stem, name, options, "scratch", seed
