@@ -168,7 +168,10 @@ def test_recipes_that_cannot_be_run_say_why(words, sentence, tmp_path):
         run_recipe(from_words([*words, f"out={tmp_path}"]))
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "recipes").glob("*.yaml")), ids=lambda f: f.stem)
+RECIPES = sorted([*(ROOT / "configs").glob("recipes/*.yaml"), *(ROOT / "configs").glob("experiments/*_convert.yaml")])
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda f: f.stem)
 def test_shipped_recipes_are_valid(file):
     found = from_words([str(file)])
     schema = DiffusionSettings if "dit" in file.stem else TrainSettings

@@ -11,6 +11,7 @@ from zoo.eval.settings import EvalSettings
 from zoo.train.settings import TrainSettings
 
 CONFIGS = sorted((ROOT / "configs" / "vit").glob("*.yaml"))
+CONFIGS += sorted(f for f in (ROOT / "configs" / "experiments").glob("*.yaml") if not f.stem.endswith("_convert"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
