@@ -283,8 +283,8 @@ def test_video_without_denominator():
 
 def test_causal_blocks_do_not_see_the_future():
     q, k, v, ctx = inputs(9)
-    for kind in KINDS:
-        mixer = make(causal=True, blocks=[2, 1], mixing=kind)
+    for order, kind in [*(("la", kind) for kind in KINDS), ("ahla", "softmax"), ("hla2", "softmax")]:
+        mixer = make(causal=True, blocks=[2, 1], mixing=kind, order=order)
         whole = mixer(q, k, v, ctx)
         changed = [t.clone() for t in (q, k, v)]
         for t in changed:
@@ -322,7 +322,6 @@ BAD = [
     ({"mixing": "fixed", "per_head": True}, "per_head must be"),
     ({"center": "k", "normalize": False}, "block mixing has no center"),
     ({"ridge": 0.1}, "block mixing has no ridge"),
-    ({"causal": True, "order": "ahla"}, "causal block mixing is of order 'la'"),
     ({"causal": True}, "blocks along the first axis alone"),
     ({"causal": True, "blocks": [2, 1], "scan": "both"}, "one direction"),
     ({"feature_map": "identity"}, "non-negative feature map"),

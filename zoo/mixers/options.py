@@ -164,8 +164,6 @@ class BlockOptions(MixerOptions):
                 raise ValueError(f"block mixing has no {name}, got {name}={getattr(self, name)!r}")
         if self.scan != "forward":
             raise ValueError("block mixing has one direction, scan must be 'forward'")
-        if self.causal and self.order != "la":
-            raise ValueError(f"causal block mixing is of order 'la', got order={self.order!r}")
         super().__post_init__()
 
     @property

@@ -33,10 +33,10 @@ def mhla(
                   divide, sizes differ by one along an axis
     prefix        tokens before the grid (class, register, text): block 0, so that M = 1 + prod(blocks)
     order         "la", "ahla" or "hla2"
-    causal        token t sees tokens j <= t, also inside its block; order "la" only. Blocks must be runs of tokens: cut
-                  along the first axis alone. The grid says where blocks begin: fewer tokens than it holds are allowed,
-                  and the first ones do not depend on how many follow. Frames that see themselves and the past whole are
-                  not causal here, but a mixing that is zero for the blocks of later frames
+    causal        token t sees tokens j <= t, also inside its block and in every product of an order. Blocks must be
+                  runs of tokens: cut along the first axis alone. The grid says where blocks begin: fewer tokens than it
+                  holds are allowed, and the first ones do not depend on how many follow. Frames that see themselves and
+                  the past whole are not causal here, but a mixing that is zero for the blocks of later frames
     token_mask    [B, N] bool, True for a real token, two-sided only. The others are neither read nor written: they
                   enter no moment, N of the scale counts the real ones, their outputs and gradients are 0
     rotary        (cos, sin), each [N, D / 2] or [N, H, D / 2]: phi(q) and phi(k) are turned by them in the numerator;
@@ -47,10 +47,10 @@ def mhla(
                   mixing 1 / M is `linear_attention`, `ahla`, `hla2`), and 1 causal
 
     state, return_state   causal only: the result is (o, state), and a later call continues with the tokens that
-                  follow, one or many. The state holds the moments of all blocks, M F Dv numbers a head (and M F with
-                  normalize), since each block weighs them anew; a token costs M F Dv. rotary is that of the tokens
-                  given. Beyond the grid, continue with a longer one whose first blocks are the same: (64 M,) in M
-                  blocks. F is the number of features, D or 2 D
+                  follow, one or many. The state holds the moments of all blocks, since each block weighs them anew:
+                  M F Dv numbers a head, M (F^2 + 2 F Dv) for "ahla" and "hla2", with normalize those of Dv = 1 too; a
+                  token costs M F Dv, or M F^2 Dv. rotary is that of the tokens given. Beyond the grid, continue with a
+                  longer one whose first blocks are the same: (64 M,) in M blocks. F is the number of features, D or 2 D
 
     Raises ValueError for wrong shapes, dtypes, devices, names, and undefined combinations. Reverse mode once, as in
     `api`. First order: MHLA, token-level multi-head linear attention, o_i = q (Sum_b m_ib S_b) / (q . Sum_b m_ib z_b);

@@ -12,8 +12,8 @@ The default scale makes a mean of each moment: with uniform mixing, m_ib = 1 / M
 sum over all tokens, whatever the sizes of the blocks, which is two-sided `linear_attention`, `ahla` or `hla2`. So a row
 of m that sums to one keeps the scale of a mean.
 
-Reading order: layout (which token lies in which block), reference (the definition), torch_form, gradient, fused (the
-Triton form of first order), operator (custom operators), streaming (causal blocks with a state). First order is MHLA:
-o_i = q (Sum_b m_ib S_b) / (q . Sum_b m_ib z_b), with the query's own row in the denominator, not what the released
-code divides by (tests/ops/test_errata.py). The higher orders are ours.
+Reading order: layout (which token lies in which block), reference (the definition), torch_form, causal, gradient,
+fused (the Triton form of first order), operator (custom operators), streaming (causal blocks with a state). First order
+is MHLA: o_i = q (Sum_b m_ib S_b) / (q . Sum_b m_ib z_b), with the query's own row in the denominator, not what the
+released code divides by (tests/ops/test_errata.py). The higher orders are ours.
 """

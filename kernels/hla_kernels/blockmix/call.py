@@ -101,8 +101,6 @@ def _check_options(o: BlockOptions) -> None:
     for name in ("normalize", "causal", "rotary_half"):
         if not isinstance(getattr(o, name), bool):
             raise ValueError(f"{name} must be True or False, got {getattr(o, name)!r}.")
-    if o.causal and o.order != "la":
-        raise ValueError(f"causal needs order='la': a causal mixture of {o.order!r} is not defined.")
     if o.causal and any(m > 1 for m in o.layout.blocks[1:]):
         raise ValueError(
             "causal needs blocks that are runs of the raster order, cut along the first axis alone, "

@@ -7,6 +7,7 @@ out, narrower blocks count as they are. The causal form has the scores and value
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,25 @@ from .layout import Layout
 Shape = tuple[int, ...]
 # moments of each order: (of queries, width is Dv) in the order of the product
 MOMENTS = {"la": ((False, True),), "ahla": ((True, False), (False, True)), "hla2": ((False, False), (True, True))}
+
+
+# causal higher orders: how often each product of these sizes is formed, forward and backward
+# (n tokens, w of a block, m blocks, f features, e = Dv)
+CAUSAL = {
+    "ahla": ({"nwf": 1, "nwe": 2, "nff": 1, "nfe": 5, "mmfe": 2, "mffe": 1, "mmffe": 1},
+             {"nwf": 3, "nwe": 6, "nff": 3, "nfe": 11, "mmfe": 6, "mmffe": 4}),
+    "hla2": ({"nwf": 3, "nwe": 1, "nff": 3, "nfe": 3, "mmff": 1, "mmfe": 1, "mffe": 1, "mmffe": 1},
+             {"nwf": 9, "nwe": 3, "nff": 5, "nfe": 8, "mmff": 3, "mmfe": 3, "mmffe": 4}),
+}  # fmt: skip
+
+
+def _causal(q: Shape, v: Shape, options: tuple, backward: bool) -> int:
+    """Operations of a causal higher order, as if keys had as many heads as queries."""
+    order, grid, blocks, prefix, feature_map = options[:5]
+    layout = Layout(tuple(grid), tuple(blocks), prefix)
+    size = {"n": q[1], "w": layout.widest, "m": layout.n_blocks, "f": feature_width(q[3], feature_map), "e": v[3]}
+    counts = CAUSAL[order][backward]
+    return 2 * q[0] * q[2] * sum(n * math.prod(size[x] for x in name) for name, n in counts.items())
 
 
 def _parts(q: Shape, k: Shape, v: Shape, mixing: Shape, options: tuple) -> dict[str, int]:
@@ -42,6 +62,8 @@ def _parts(q: Shape, k: Shape, v: Shape, mixing: Shape, options: tuple) -> dict[
 @register_flop_formula(torch.ops.hla_kernels.mhla)
 def mhla_flops(q: Shape, k: Shape, v: Shape, mixing: Shape, *options: Any, out_shape: Any = None) -> int:
     """Forward."""
+    if options[9] and options[3] != "la":
+        return _causal(q, v, options[3:], False)
     return sum(_parts(q, k, v, mixing, options[3:]).values())
 
 
@@ -51,6 +73,8 @@ def mhla_backward_flops(
 ) -> int:
     """Backward: what the forward does up to the read-out again, and two products for each product of it, but one for
     the symmetric k k'."""
+    if options[9] and options[3] != "la":
+        return _causal(q, v, options[3:], True)
     parts, order = _parts(q, k, v, mixing, options[3:]), options[3]
     symmetric = 2 * k[0] * k[1] * k[2] * feature_width(k[3], options[7]) ** 2 if order == "hla2" else 0
     return 3 * sum(parts.values()) - parts["read"] - symmetric

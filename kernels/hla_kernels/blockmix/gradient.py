@@ -18,8 +18,10 @@ from torch import Tensor
 
 from ..features import feature_grad
 from ..hla.layout import live_heads, to_heads, to_tokens
+from . import causal
+from .causal import mix, mix_grad
 from .options import BlockOptions
-from .torch_form import Blocks, Prepared, mix, numerator, own, prepare_heads, rotate
+from .torch_form import Blocks, Prepared, numerator, prepare_heads, rotate
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -70,8 +72,11 @@ def _weigh_grad(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Prepared, option
     """(dq, dk, dv, dm) of `torch_form.weigh`; each has the groups and heads of what it is the gradient of."""
     blocks = Blocks(options, q)
     dyb, qb, kb, vb = (blocks.cut(x) for x in (dy, q, k, v))
-    back = _causal_grad if options.causal else _two_sided_grad
-    *grads, dm = back(dyb, qb, kb, vb, blocks.mixing(p.m), p.s, options.order)
+    if options.causal:
+        dqb, *grads, dm = causal.gradient(dyb, qb * p.s, kb, vb, blocks.mixing(p.m), options.order)
+        grads = [dqb * p.s, *grads]
+    else:
+        *grads, dm = _two_sided_grad(dyb, qb, kb, vb, blocks.mixing(p.m), p.s, options.order)
     dq, dk, dv = (_sum_to(blocks.join(d), x) for d, x in zip(grads, (q, p.phi_k, v), strict=True))
     full = torch.zeros_like(p.m)
     full[..., : blocks.count, : blocks.count] = _sum_to(dm.sum(0), full)
@@ -86,38 +91,20 @@ def _sum_to(x: Tensor, like: Tensor) -> Tensor:
     return x
 
 
-def _mix_grad(d_mixed: Tensor, moments: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of the moments, of m [B, Hk, G, M, M]) from that of the mixed moments."""
-    return mix(d_mixed, m.mT), d_mixed.flatten(-2) @ moments.flatten(-2).mT
-
-
 def _two_sided_grad(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tensor, order: str
 ) -> tuple[Tensor, ...]:
     d_operator = q.mT @ dy
     if order == "la":
         moment = k.mT @ v * s
-        d, dm = _mix_grad(d_operator, moment, m)
+        d, dm = mix_grad(d_operator, moment, m)
         return dy @ mix(moment, m).mT, v @ (d * s).mT, k @ (d * s), dm
     a, b = (k.mT @ q * s, k.mT @ v * s) if order == "ahla" else (k.mT @ k * s, q.mT @ v * s)
     mixed_a, mixed_b = mix(a, m), mix(b, m)
-    da, dm_a = _mix_grad(d_operator @ mixed_b.mT, a, m)
-    db, dm_b = _mix_grad(mixed_a.mT @ d_operator, b, m)
+    da, dm_a = mix_grad(d_operator @ mixed_b.mT, a, m)
+    db, dm_b = mix_grad(mixed_a.mT @ d_operator, b, m)
     da, db, dm = da * s, db * s, dm_a + dm_b
     dq = dy @ (mixed_a @ mixed_b).mT
     if order == "ahla":
         return dq + k @ da, q @ da.mT + v @ db.mT, k @ db, dm
     return dq + v @ db.mT, k @ (da + da.mT), q @ db, dm
-
-
-def _causal_grad(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tensor, order: str
-) -> tuple[Tensor, ...]:
-    q = q * s
-    before, inside, moment = m.tril(-1), (q @ k.mT).tril(), k.mT @ v
-    d, dm = _mix_grad(q.mT @ dy, moment, before)
-    d_inside = own(m) * (dy @ v.mT).tril()
-    d_own = (dy * (inside @ v)).sum((-2, -1))
-    dq = dy @ mix(moment, before).mT + d_inside @ k
-    dv = k @ d + own(m) * (inside.mT @ dy)
-    return dq * s, v @ d.mT + d_inside.mT @ q, dv, dm.tril(-1) + torch.diag_embed(d_own)

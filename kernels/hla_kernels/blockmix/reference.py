@@ -3,7 +3,7 @@
 Slow and quadratic on purpose. A = phi(Q) phi(K)', m_tj = mixing[b(t), b(j)], s the scale of a moment:
 
     la    W = s m o A             ahla  W = s^2 m o ((m o A) A)           hla2  W = s^2 m o ((m o A) A')
-    causal (la)  W = s [j <= t] m o A
+    causal: each A in its place keeps j <= t only, and so does W
 
 since q_t' (Sum_i m_ti k_i q_i') (Sum_j m_tj k_j v_j') = Sum_j m_tj Sum_i m_ti A_ti A_ij v_j. Evaluated in the dtype of
 its inputs. First order: MHLA in the paper's form; the others mix the moments of `hla` in the same way.
@@ -48,7 +48,7 @@ def weights(q: Tensor, k: Tensor, mixing: Tensor, options: BlockOptions, mask: T
     if mask is not None:
         m = m * (mask[:, None, :, None] & mask[:, None, None, :])
     if options.causal:
-        return scale_of(options, n, mask, a) * (m * a).tril()
+        m, a = m.tril(), a.tril()
     s = scale_of(options, n, mask, a)
     if options.order == "la":
         return s * m * a

@@ -1,12 +1,14 @@
 """Causal block mixing with a state: any sequence in any pieces gives what the parallel form gives of the whole.
 
 A query weighs the blocks before it by its own row of the mixing matrix, so the state is the moments of every block so
-far, M D Dv numbers a head (and M D with the ratio): it grows with the blocks, not with the tokens, and is no D x Dv
-matrix as for `linear_attention`. One token costs one row of the mixture, M D Dv. Plain differentiable torch code.
+far (`causal`), M D Dv numbers a head for first order and M (D^2 + 2 D Dv) for the others: it grows with the blocks, not
+with the tokens, and is no D x Dv matrix as for `linear_attention`. With the ratio there are as many again with Dv = 1.
+One token costs one row of the mixture, M D Dv, or M D^2 Dv. Plain differentiable torch code.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,17 +16,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..hla.layout import to_tokens
+from . import causal
 from .layout import Layout, block_slots, block_table
 from .options import BlockOptions
-from .torch_form import Prepared, mix, own, prepare_heads
+from .torch_form import Prepared, prepare_heads
 
 
 @dataclass(eq=False)
 class BlockState:
     """State of causal `mhla` after `n` tokens (a 0-d integer tensor, so that decoding does not recompile).
 
-    tensors: P [B, Hk, 1, M, F, Dv], the moment of each block of the layout, zeros for those to come; with the ratio
-    also z [B, Hk, 1, M, F, 1] (1 is G where the rotary tables differ by head). float32, float64 for float64 tokens.
+    tensors: the moments [B, Hk, 1 or G, M, F, F or Dv] of each block of the layout, zeros for those to come, by their
+    names in `causal` (P for first order); with the ratio also those of v = 1, by the names with a z before them.
+    float32, float64 for float64 tokens.
     """
 
     options: BlockOptions
@@ -53,9 +57,9 @@ def check_state(state: object, options: BlockOptions, k: Tensor, v: Tensor) -> N
             f"The state has blocks of the layout {tuple(state.options.layout)}, which do not begin where those of "
             f"{tuple(options.layout)} do."
         )
-    shape = state.tensors["P"].shape
+    shape = state.tensors[causal.MOMENTS[options.order][-1]].shape
     if (shape[0], shape[1], shape[-1]) != (k.shape[0], k.shape[2], v.shape[3]):
-        raise ValueError(f"The state's P has shape {tuple(shape)}, which is not that of these tokens.")
+        raise ValueError(f"The state's last moment has shape {tuple(shape)}, which is not that of these tokens.")
     if torch.compiler.is_compiling() or state.n.device.type != "cpu":
         return
     if int(state.n) + k.shape[1] > options.layout.n_tokens:
@@ -78,13 +82,15 @@ def stream(
     """(o [B, m, H, Dv], state) of m tokens behind those of `state`; rotary tables are those of these tokens."""
     p = prepare_heads(q, k, v, mixing, options, None, rotary)
     n = torch.zeros((), dtype=torch.int64, device=q.device) if state is None else state.n
-    place = Place(options.layout, n, q.shape[1])
+    place = Place(options, n, q.shape[1])
     before = {} if state is None else {name: _grow(x, options.layout.n_blocks) for name, x in state.tensors.items()}
-    y, moment = place.step(p, *(p.turned or (p.phi_q, p.phi_k)), p.v, before.get("P"))
-    after = {"P": moment}
+    names = causal.MOMENTS[options.order]
+    y, moments = place.step(p, *(p.turned or (p.phi_q, p.phi_k)), p.v, [before[name] for name in names if before])
+    after = dict(zip(names, moments, strict=True))
     if options.normalize:
-        total, after["z"] = place.step(p, p.phi_q, p.phi_k, torch.ones_like(p.v[..., :1]), before.get("z"))
-        y = y / (total + options.eps)
+        ones, names = torch.ones_like(p.v[..., :1]), tuple(f"z{name}" for name in names)
+        total, moments = place.step(p, p.phi_q, p.phi_k, ones, [before[name] for name in names if before])
+        y, after = y / (total + options.eps), after | dict(zip(names, moments, strict=True))
     return to_tokens(y, q.dtype), BlockState(options, n + q.shape[1], after)
 
 
@@ -96,31 +102,24 @@ def _grow(x: Tensor, n_blocks: int) -> Tensor:
 class Place:
     """Where m tokens behind n others lie; n is a tensor, m a number."""
 
-    def __init__(self, layout: Layout, n: Tensor, m: int) -> None:
-        self.layout, self.m = layout, m
+    def __init__(self, options: BlockOptions, n: Tensor, m: int) -> None:
+        self.layout, self.order, self.m = options.layout, options.order, m
         self.index = n + torch.arange(m, device=n.device)
 
-    def step(self, p: Prepared, q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(W v without the ratio, moments after these tokens) of features q, k [B, Hk, G, m, F], v [B, Hk, 1, m, E]."""
-        if before is None:
-            sizes = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2])
-            before = v.new_zeros((*sizes, self.layout.n_blocks, k.shape[-1], v.shape[-1]))
-        return (self._one if self.m == 1 else self._many)(p.m, q * p.s, k, v, before)
-
-    def _one(self, m: Tensor, q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        block = block_table(self.layout, q.device)[self.index]  # [1]
-        after = before.index_add(-3, block, (k.mT @ v)[..., None, :, :])
-        operator = (m.index_select(-2, block) @ after.flatten(-2)).unflatten(-1, after.shape[-2:])
-        return q @ operator.squeeze(-3), after
-
-    def _many(self, m: Tensor, q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """q P_before of the own block and the blocks before it, and the tokens among themselves."""
-        places = block_slots(self.layout, q.device)[1][self.index]
-        q, k, v = (self._cut(x, places) for x in (q, k, v))
-        new = k.mT @ v
-        earlier = mix(before + new, m.tril(-1)) + own(m) * before
-        y = q @ earlier + own(m) * ((q @ k.mT).tril() @ v)
-        return y.flatten(-3, -2)[..., places, :], before + new
+    def step(
+        self, p: Prepared, q: Tensor, k: Tensor, v: Tensor, before: Sequence[Tensor]
+    ) -> tuple[Tensor, causal.Moments]:
+        """(W v without the ratio, moments after these tokens) of features q, k [B, Hk, G, m, F], v [B, Hk, 1, m, E];
+        before: moments, none at the start."""
+        order = self.order
+        moments = tuple(before) or causal.no_moments(q, k, v, self.layout.n_blocks, order)
+        if self.m == 1:
+            block = block_table(self.layout, q.device)[self.index]
+            return causal.one(q * p.s, k, v, p.m, order, moments, block)
+        where = block_slots(self.layout, q.device)[1][self.index]
+        q, k, v = (self._cut(x, where) for x in (q * p.s, k, v))
+        y, after = causal.step(q, k, v, p.m, order, moments)
+        return y.flatten(-3, -2)[..., where, :], after
 
     def _cut(self, x: Tensor, places: Tensor) -> Tensor:
         """[.., m, F] -> all blocks of the layout [.., M, W, F], zeros where there is none of these tokens."""

@@ -16,6 +16,8 @@ from ..features import feature
 from ..hla.layout import live_heads, to_heads, to_tokens
 from ..options import compute_dtype
 from ..sequences import counts
+from . import causal
+from .causal import mix
 from .layout import Layout, block_slots
 from .options import BlockOptions
 
@@ -113,10 +115,13 @@ def _table(t: Tensor, x: Tensor) -> Tensor:
 
 def weigh(q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tensor, options: BlockOptions) -> Tensor:
     """W v [B, Hk, G, N, E] of features q, k and values v, without the ratio."""
-    blocks = Blocks(options, q)
-    form = causal_blocks if options.causal else two_sided_blocks
+    blocks, order = Blocks(options, q), options.order
     qb, kb, vb = (blocks.cut(x) for x in (q, k, v))
-    return blocks.join(form(qb, kb, vb, blocks.mixing(m), s, options.order))
+    if options.causal:
+        y, _ = causal.step(qb * s, kb, vb, blocks.mixing(m), order, causal.no_moments(q, k, v, blocks.count, order))
+    else:
+        y = two_sided_blocks(qb, kb, vb, blocks.mixing(m), s, order)
+    return blocks.join(y)
 
 
 class Blocks:
@@ -148,22 +153,6 @@ def two_sided_blocks(q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tens
     if order == "ahla":
         return q @ (mix(k.mT @ q * s, m) @ mix(k.mT @ v * s, m))
     return q @ (mix(k.mT @ k * s, m) @ mix(q.mT @ v * s, m))
-
-
-def causal_blocks(q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tensor, order: str) -> Tensor:
-    """o_t = s q_t' Sum_{b < i} m_ib P_b + s m_ii Sum_{j <= t, j in block i} (q_t.k_j) v_j."""
-    q = q * s
-    return q @ mix(k.mT @ v, m.tril(-1)) + own(m) * ((q @ k.mT).tril() @ v)
-
-
-def own(m: Tensor) -> Tensor:
-    """m_ii [.., M, 1, 1]."""
-    return m.diagonal(dim1=-2, dim2=-1)[..., None, None]
-
-
-def mix(moments: Tensor, m: Tensor) -> Tensor:
-    """Sum_b m_ib moments_b: [B, Hk, 1 or G, M, F, E] and [1 or Hk, 1 or G, M, M] -> [B, Hk, 1 or G, M, F, E]."""
-    return (m @ moments.flatten(-2)).unflatten(-1, moments.shape[-2:])
 
 
 def used_blocks(layout: Layout, n: int) -> int:

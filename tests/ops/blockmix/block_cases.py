@@ -86,7 +86,9 @@ ALL = [
     for b, options in OPTIONS.items()
 ]
 CAUSAL = [
-    pytest.param(layout, options, id=f"{a}-{b}")
+    pytest.param(layout, {**options, "order": order}, id=f"{order}-{a}-{b}")
+    for order in ORDERS
     for a, layout in CAUSAL_LAYOUTS.items()
     for b, options in OPTIONS.items()
+    if order == "la" or b in ("elu1", "plain")
 ]

@@ -159,12 +159,12 @@ def counted(f) -> int:
 
 
 @pytest.mark.parametrize("heads", [False, True])
-@pytest.mark.parametrize("order", [*ORDERS, "causal"])
+@pytest.mark.parametrize("order", [*ORDERS, "causal la", "causal ahla", "causal hla2"])
 def test_flops(order, heads):
     """The formulas are the products that run, forward and backward, without the column of the divisor."""
     layout = {"grid": (6, 4), "blocks": (3, 1)}
     x = [t.requires_grad_() for t in inputs(layout, heads, h=3, hk=3, d=5, dv=4)]
-    kind = {"causal": True} if order == "causal" else {"order": order}
+    kind = {"order": order.split()[-1], "causal": order.startswith("causal")}
     call = prepare_blocks(*x, **layout, **kind, normalize=False)
     inside = counted(lambda: evaluate(*x, call.options))
     back = counted(lambda: gradient(torch.ones_like(x[2]), *x, call.options, None, None))
@@ -214,7 +214,6 @@ BAD = {
     "mask": ({"token_mask": torch.ones(2, 34, dtype=torch.bool)}, r"shape \[batch, tokens\] = \[2, 35\]"),
     "impl": ({"impl": "tritn"}, "did you mean 'triton'"),
     "causal_blocks": ({"causal": True}, "runs of the raster order"),
-    "causal_order": ({"causal": True, "blocks": (5, 1), "order": "ahla"}, "causal needs order='la'"),
     "rotary": ({"rotary": (torch.ones(35, 2), torch.ones(35, 2))}, "rotary must be cos and sin of shape"),
     "learned": ({"rotary": (torch.ones(35, 3, requires_grad=True), torch.ones(35, 3))}, "rotary has no gradient"),
     "one_table": ({"rotary": torch.ones(2, 35, 3)}, "rotary must be two tensors"),

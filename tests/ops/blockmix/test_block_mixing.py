@@ -134,11 +134,34 @@ def test_uniform_mixing_is_no_mixing(order, layout):
             assert_same(found, op(q, k, v, **options, key_padding_mask=mask))
 
 
-def test_uniform_causal_mixing_is_causal_linear_attention():
-    layout = CAUSAL_LAYOUTS["uneven"]
+@pytest.mark.parametrize("order", ORDERS)
+def test_uniform_causal_mixing_is_no_mixing(order):
+    layout, op = CAUSAL_LAYOUTS["uneven"], hk.linear_attention if order == "la" else getattr(hk, order)
     q, k, v, m = inputs(layout)
-    found = hk.mhla(q, k, v, torch.ones_like(m), **layout, **RATIO, causal=True)
-    assert_same(found, hk.linear_attention(q, k, v, causal=True, normalize=True, **RATIO))
+    found = hk.mhla(q, k, v, torch.ones_like(m), **layout, **RATIO, order=order, causal=True)
+    assert_same(found, op(q, k, v, causal=True, normalize=True, **RATIO))
+
+
+@pytest.mark.parametrize("order", ["ahla", "hla2"])
+def test_causal_orders_token_by_token(order):
+    """The sums over pairs of tokens j <= i <= t (hla2: i <= j <= t), written as loops."""
+    layout = {"grid": (7,), "blocks": (3,)}
+    q, k, v, m = inputs(layout, b=1, h=1, hk=1)
+    found = hk.mhla(q, k, v, m, **layout, order=order, causal=True, feature_map=None, normalize=False)[0, :, 0]
+    q, k, v = (x[0, :, 0] for x in (q, k, v))
+    block = [i for i, tokens in enumerate(blocks_by_hand(layout)) for _ in tokens]
+    for t in range(7):
+        wanted = torch.zeros_like(v[0])
+        for i in range(t + 1):
+            for j in range(t + 1):
+                if order == "ahla" and j <= i:
+                    inner = q[i] @ k[j]
+                elif order == "hla2" and i <= j:
+                    inner = q[j] @ k[i]
+                else:
+                    continue
+                wanted += m[block[t], block[i]] * m[block[t], block[j]] * (q[t] @ k[i]) * inner * v[j]
+        assert_same(found[t], wanted)
 
 
 @pytest.mark.parametrize("order", ORDERS)

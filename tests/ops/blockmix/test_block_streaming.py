@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils import _pytree as pytree
 
 import hla_kernels as hk
-from tests.ops.blockmix.block_cases import CAUSAL, CAUSAL_LAYOUTS, angles, inputs, sizes
+from tests.ops.blockmix.block_cases import CAUSAL, CAUSAL_LAYOUTS, ORDERS, angles, inputs, sizes
 from tests.ops.cases import assert_same
 
 UNEVEN = CAUSAL_LAYOUTS["uneven"]
@@ -39,12 +39,13 @@ def test_pieces_are_the_whole(layout, options, lengths):
         whole = hk.mhla(*x, m, **layout, **options, causal=True, rotary=rotary)
         found, state = in_pieces(x, m, [b - a for a, b in itertools.pairwise(starts)], rotary, **layout, **options)
         assert_same(found, whole)
-        assert int(state.n) == n and state.tensors["P"].shape[3] == sizes(layout)[1]
+        assert int(state.n) == n and all(x.shape[3] == sizes(layout)[1] for x in state.tensors.values())
 
 
-def test_gradients_flow_through_a_state():
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_flow_through_a_state(order):
     x = [t.requires_grad_() for t in inputs(UNEVEN)]
-    options = {**UNEVEN, "feature_map": "elu1"}
+    options = {**UNEVEN, "feature_map": "elu1", "order": order}
     y, _ = in_pieces(x[:3], x[3], [4, 1, 15, 5], **options)
     whole = hk.mhla(*x, **options, causal=True)
     for a, b in zip(*(torch.autograd.grad(o.square().sum(), x) for o in (y, whole)), strict=True):
@@ -63,21 +64,33 @@ def test_a_longer_grid_continues():
         in_pieces([t[:, :1] for t in x], m, [1], state=state, **long)
 
 
-def test_compiled_decoding_is_one_graph():
+@pytest.mark.parametrize("order", ORDERS)
+def test_compiled_decoding_is_one_graph(order):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     *x, m = inputs(UNEVEN)
-    whole = hk.mhla(*x, m, **UNEVEN, causal=True)
+    options = {**UNEVEN, "order": order, "causal": True}
+    whole = hk.mhla(*x, m, **options)
     step = torch.compile(
-        lambda q, k, v, state: hk.mhla(q, k, v, m, **UNEVEN, causal=True, state=state, return_state=True),
+        lambda q, k, v, state: hk.mhla(q, k, v, m, **options, state=state, return_state=True),
         fullgraph=True,
         backend=counter,
     )
-    _, state = hk.mhla(*(t[:, :9] for t in x), m, **UNEVEN, causal=True, return_state=True)
+    _, state = hk.mhla(*(t[:, :9] for t in x), m, **options, return_state=True)
     for i in range(9, 18):
         y, state = step(*(t[:, i : i + 1] for t in x), state)
         assert_same(y, whole[:, i : i + 1])
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("order", ["ahla", "hla2"])
+def test_state_of_the_higher_orders(order):
+    *x, m = inputs(UNEVEN)
+    _, state = hk.mhla(*x, m, **UNEVEN, causal=True, order=order, return_state=True)
+    names = ("R", "P", "E") if order == "ahla" else ("S", "C", "E")
+    assert list(state.tensors) == [*names, *(f"z{name}" for name in names)]
+    with pytest.raises(ValueError, match="it cannot continue"):
+        hk.mhla(*x, m, **UNEVEN, causal=True, state=state)
 
 
 def test_what_a_state_is():
@@ -85,7 +98,7 @@ def test_what_a_state_is():
     y, state = hk.mhla(*x, m, **UNEVEN, causal=True, return_state=True)
     assert y.dtype == torch.bfloat16 and {name: t.dtype for name, t in state.tensors.items()} == {
         "P": torch.float32,
-        "z": torch.float32,
+        "zP": torch.float32,
     }
     b, hk_, blocks, d, dv = 2, 2, 6, 6, 3
     assert state.nbytes == 4 * b * hk_ * blocks * d * (dv + 1)
