@@ -149,7 +149,7 @@ class Images(Kind):
         save_weights(model, with_chosen(model, recipe), folder / WEIGHTS)
 
     def load(self, folder: Path) -> Any:
-        return load_model(folder)[0]
+        return load_model(folder)[0].to(_device())
 
     def continued(self, folder: Path, keep: Any) -> Tree:
         options = {"mixer": self.recipe.mixer, "mixer_options": self.options(), "keep_softmax": keep}
@@ -169,6 +169,11 @@ class Images(Kind):
         data = from_tree(TrainSettings, self.tree).data
         rows, _, _ = compare(EvalSettings(data, EvalOptions(list(files.values()))))
         return {n: {"value": row["top1"], **row} for n, row in zip(files, rows, strict=True)}
+
+
+def _device() -> torch.device:
+    """Where the runs are, and so their batches: the accelerator, if there is one."""
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 _PLAIN = {"mixup": 0.0, "cutmix": 0.0}
@@ -195,7 +200,7 @@ class Diffusion(Kind):
     def load(self, folder: Path) -> Any:
         from zoo.train.diffusion.model import load_transformer
 
-        return load_transformer(folder)
+        return load_transformer(folder).to(_device())
 
     def _opened(self, folder: str) -> Any:
         """A run, not begun, of the model in `folder`: it knows data, objective and validation."""
@@ -244,7 +249,7 @@ class Diffusion(Kind):
     def evaluate(self, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
         run, found = self._opened(self.recipe.source), {}
         for name, folder in folders.items():
-            run.model = self.load(folder).to(run.accelerator.device)
+            run.model = self.load(folder)
             row = run.evaluate()
             found[name] = {"value": row["val_loss"], "images": row["val_images"]}
         return found
