@@ -173,7 +173,8 @@ class Images(Kind):
 
 def _device() -> torch.device:
     """Where the runs are, and so their batches: the accelerator, if there is one."""
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device("cpu")
 
 
 _PLAIN = {"mixup": 0.0, "cutmix": 0.0}

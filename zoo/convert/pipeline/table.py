@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zoo import config
 from zoo.convert.pipeline.recipe import run_recipe
 from zoo.convert.pipeline.settings import RecipeSettings
@@ -37,6 +39,7 @@ def quality_table(settings: QualitySettings, file: str, changes: list[str], comm
     runs = _conversions if settings.recipe else _from_scratch
     with kept_open():
         for seed, mixer in itertools.product(settings.seeds, settings.mixers):
+            torch.compiler.reset()  # it compiles blocks of one class only so often
             rows += runs(settings, file, changes, mixer, seed)
             write_json(result_file(command, rows), Path(settings.json))
     return result_file(command, rows)
