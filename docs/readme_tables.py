@@ -1,6 +1,7 @@
-"""Write the tables of README.md from docs/results/NAME.json, between `<!-- results:NAME -->` and `<!-- /results -->`.
+"""Write the tables of README.md and docs/experiments.md from docs/results/NAME.json, between the lines
+`<!-- results:NAME -->` and `<!-- /results -->`.
 
-With --check: exit 1 if the README does not hold the tables that the files give (a test runs this).
+With --check: exit 1 if they do not hold the tables that the files give (a test runs this).
 """
 
 import argparse
@@ -13,24 +14,107 @@ from pathlib import Path
 from zoo.eval.speed import report
 
 ROOT = Path(__file__).resolve().parents[1]
-GROUP = ("experiment", "data", "mixer", "source", "metric", "budget")
 MARKED = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
 def quality(result: dict) -> str:
-    """Rows of a quality file as one line a mixer: mean over seeds with their range, and the time of a run."""
-    groups: dict[tuple, list[dict]] = {}
-    for row in result["rows"]:
-        groups.setdefault(tuple(row[name] for name in GROUP), []).append(row)
-    lines = [f"| {' | '.join(GROUP)} | mean (lowest to highest) | seeds | seconds |", "|---" * (len(GROUP) + 3) + "|"]
-    for key, rows in sorted(
-        groups.items(), key=lambda group: group[0][0]
-    ):  # stable: mixers stay in the order of the file
-        values = [row["value"] for row in rows]
-        spread = f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-        wall = statistics.mean(row["wall_s"] for row in rows)
-        lines.append(f"| {' | '.join(key)} | {spread} | {len(rows)} | {wall:.0f} |")
+    """The tables of the quality file without the choices on held-out images."""
+    return experiments({"rows": [row for row in result["rows"] if "held out" not in row["data"]]})
+
+
+def experiments(result: dict) -> str:
+    """All rows of the quality file: from scratch one line a mixer, converted one line a mixer with its stages."""
+    scratch = [row for row in result["rows"] if row["source"] == "scratch"]
+    converted = [row for row in result["rows"] if row["source"] != "scratch"]
+    return "\n\n".join(table(rows) for rows, table in ((scratch, from_scratch), (converted, conversions)) if rows)
+
+
+def named(row: dict) -> str:
+    """A mixer with its options."""
+    return " ".join([row["mixer"], *(f"{k}={str(v).replace(' ', '')}" for k, v in row["options"].items())])
+
+
+def grouped(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
+    """Rows with the same mixer, options and these columns, in the order of the file."""
+    return grouped_by([row | {"named": named(row)} for row in rows], *names, "named")
+
+
+def spread(values: list[float]) -> str:
+    """Mean, and the range if there are several."""
+    mean = f"{statistics.mean(values):.2f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.2f} to {max(values):.2f})"
+
+
+def differences(rows: list[dict], others: list[dict]) -> str:
+    """Mean difference to the run of the same seed, and the range."""
+    other = {row["seed"]: row["value"] for row in others}
+    found = [row["value"] - other[row["seed"]] for row in rows if row["seed"] in other]
+    return spread(found) if found else "-"
+
+
+def from_scratch(rows: list[dict]) -> str:
+    """One line a mixer: top-1, and the difference to softmax with the same depthwise options, seed by seed."""
+    head = ["experiment", "data", "budget", "mixer", "top-1 (%)", "against softmax", "against la", "seeds", "seconds"]
+    groups = grouped(rows, "experiment", "data", "budget")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for key, runs in sorted(groups.items(), key=lambda group: group[0][:3]):  # stable: as in the file
+        local = "".join(f" {k}={v}" for k, v in runs[0]["options"].items() if k in ("depthwise", "lepe"))
+        against = [differences(runs, groups.get((*key[:3], name + local), [])) for name in ("softmax", "la")]
+        cells = [*key, spread([r["value"] for r in runs]), *against, str(len(runs)), mean_seconds(runs)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def mean_seconds(rows: list[dict]) -> str:
+    """Mean time of the runs."""
+    return f"{statistics.mean(row['wall_s'] for row in rows):.0f}"
+
+
+def conversions(rows: list[dict]) -> str:
+    """One line a mixer: top-1 at each stage, the gap to softmax with the same further budget (control), and recovery,
+    (converted - floor) / (control - floor) with the floor from random attention weights; seed by seed, then means."""
+    stages = {m: f"top1 after {m}" for m in ("conversion", "calibration", "transfer")}
+    head = ["experiment", "data", "budget", "mixer", *(f"after {m}" for m in stages), "top-1 (%)", "against control"]
+    head += ["floor", "recovery", "seeds", "seconds"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for place, inside in grouped_by(rows, "experiment", "data").items():
+        tuned = [row for row in inside if row["metric"] == "top1"]
+        controls = [row for row in tuned if row["source"] == "control"]
+        for key, runs in grouped([r for r in tuned if r["source"] == "converted"], "budget").items():
+            mine = [row for row in inside if named(row) == key[-1]]
+            floors = [row for row in mine if row["source"] == "floor"]
+            early = [[r["value"] for r in mine if r["metric"] == name] for name in stages.values()]
+            cells = [*place, *key, *(spread(values) if values else "-" for values in early)]
+            cells += [spread([r["value"] for r in runs]), differences(runs, controls)]
+            cells += [spread([r["value"] for r in floors]) if floors else "-", recovery(runs, controls, floors)]
+            lines.append(f"| {' | '.join([*cells, str(len(runs)), mean_seconds(runs)])} |")
+        for key, runs in grouped(
+            [r for r in tuned if r["source"] in ("teacher", "control")], "source", "budget"
+        ).items():
+            values = spread(list({row["seed"]: row["value"] for row in runs}.values()))
+            seeds = str(len({row["seed"] for row in runs}))
+            cells = [*place, key[1], f"softmax ({key[0]})", "-", "-", "-", values, "-", "-", "-", seeds]
+            lines.append(f"| {' | '.join([*cells, mean_seconds(runs)])} |")
+    return "\n".join(lines)
+
+
+def grouped_by(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
+    """Rows with the same values in these columns, in the order of the file."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
+
+
+def recovery(runs: list[dict], controls: list[dict], floors: list[dict]) -> str:
+    """The mean over seeds of (converted - floor) / (control - floor)."""
+    control, floor = ({row["seed"]: row["value"] for row in rows} for rows in (controls, floors))
+    found = [
+        (row["value"] - floor[row["seed"]]) / (control[row["seed"]] - floor[row["seed"]])
+        for row in runs
+        if row["seed"] in floor and control.get(row["seed"], floor[row["seed"]]) != floor[row["seed"]]
+    ]
+    return f"{statistics.mean(found):.3f}" if found else "-"
 
 
 def diffusion(result: dict) -> str:
@@ -53,6 +137,7 @@ def diffusion(result: dict) -> str:
 
 RENDER = {
     "quality": quality,
+    "quality-all": experiments,
     "dit-cifar10": diffusion,
     "kernels-h200": report.kernels,
     "models-h200": report.models,
@@ -68,7 +153,7 @@ def command(text: str) -> str:
 
 def block(name: str) -> str:
     """Picture, table and origin of a result file; a sentence while there is no such file."""
-    file = ROOT / "docs" / "results" / f"{name}.json"
+    file = ROOT / "docs" / "results" / f"{name.removesuffix('-all')}.json"
     if not file.is_file():
         return f"`python tools/benchmark.py {name.partition('-')[0]}` was not run yet.\n"
     result = json.loads(file.read_text())
@@ -79,21 +164,22 @@ def block(name: str) -> str:
 
 
 def main() -> int:
-    """Rewrite (or with --check compare) the marked parts of README.md."""
+    """Rewrite (or with --check compare) the marked parts of the files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    readme = ROOT / "README.md"
-    old = readme.read_text()
 
     def fill(match: re.Match) -> str:
         return match[1] + block(match[2]) + match[3]
 
-    new = MARKED.sub(fill, old)
-    if args.check:
-        return int(new != old)
-    readme.write_text(new)
-    return 0
+    changed = 0
+    for file in (ROOT / "README.md", ROOT / "docs" / "experiments.md"):
+        old = file.read_text()
+        new = MARKED.sub(fill, old)
+        changed |= new != old
+        if not args.check:
+            file.write_text(new)
+    return int(changed and args.check)
 
 
 if __name__ == "__main__":

@@ -56,9 +56,10 @@ def _from_scratch(settings: QualitySettings, file: str, changes: list[str], mixe
     run = {"folder": folder(settings.out, mixer, seed), "resume": True, "seed": seed}
     tree = config.merge(config.to_tree(config.load(TrainSettings, file, changes)), {"model": own, "run": run})
     options = tree["model"]["mixer_options"]  # those of `changes` too
-    result = Trainer(config.from_tree(TrainSettings, tree)).train()
+    run_settings = config.from_tree(TrainSettings, tree)
+    result = Trainer(run_settings).train()
     if result:
-        about = Path(file).stem, settings.data or Path(file).stem, name, options, "scratch", seed
+        about = *_about(settings, file, file, run_settings), name, options, "scratch", seed
         yield quality_row(*about, result["top1"], f"{result['epoch']:.0f} epochs", result["seconds"])
 
 
@@ -74,14 +75,20 @@ def _conversions(settings: QualitySettings, file: str, changes: list[str], mixer
     recipe = config.from_tree(RecipeSettings, config.merge(config.to_tree(given), more))
     found = run_recipe(recipe)
     shown = {**options, **({"keep_softmax": keep} if keep else {})}
-    budget = config.load(TrainSettings, recipe.finetune, recipe.changes).schedule.epochs
+    tuning = config.load(TrainSettings, recipe.finetune, recipe.changes)
+    about = _about(settings, settings.recipe, file, tuning)
     for row in found["evaluate"]["rows"]:
         source, metric = STAGES[row["model"]]
         ours = ("softmax", dict[str, Any]()) if source in ("teacher", "control") else (name, shown)
-        epochs = budget if metric == "top1" and source != "teacher" else 0
-        seconds = _seconds(found, row["model"])
-        about = Path(settings.recipe).stem, settings.data or Path(file).stem, *ours
-        yield quality_row(*about, source, seed, row["value"], f"{epochs} epochs", seconds) | {"metric": metric}
+        epochs = tuning.schedule.epochs if metric == "top1" and source != "teacher" else 0
+        budget, seconds = f"{epochs} epochs", _seconds(found, row["model"])
+        yield quality_row(*about, *ours, source, seed, row["value"], budget, seconds) | {"metric": metric}
+
+
+def _about(settings: QualitySettings, experiment: str, file: str, run: TrainSettings) -> tuple[str, str]:
+    """Names of the experiment and of the data, which say so where the images are held-out ones."""
+    data, holdout = settings.data or Path(file).stem, run.data.holdout
+    return Path(experiment).stem, f"{data}, {holdout} held out" if holdout else data
 
 
 def _seconds(found: dict[str, Any], model: str) -> float:

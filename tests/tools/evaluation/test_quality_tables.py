@@ -1,0 +1,63 @@
+"""The tables of mixers from scratch and of conversions, against numbers worked out by hand."""
+
+import runpy
+
+from tests.tools.conftest import ROOT
+
+TABLES = runpy.run_path(str(ROOT / "docs" / "readme_tables.py"))
+
+
+def row(mixer, source, seed, value, metric="top1", **options):
+    about = {"experiment": "e", "data": "d", "budget": "2 epochs" if metric == "top1" else "0 epochs", "wall_s": 3.0}
+    return {
+        "mixer": mixer,
+        "source": source,
+        "seed": seed,
+        "value": value,
+        "metric": metric,
+        "options": options,
+        **about,
+    }
+
+
+def cells(text, which):
+    (line,) = [line for line in text.splitlines() if which in line]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_mixers_are_compared_with_the_softmax_of_their_seed_and_depthwise_options():
+    rows = [row("softmax", "scratch", 0, 60.0), row("softmax", "scratch", 1, 64.0), row("la", "scratch", 0, 58.0)]
+    rows += [row("softmax", "scratch", 0, 70.0, depthwise="v"), row("ahla", "scratch", 0, 71.0, depthwise="v")]
+    rows += [row("mhla", "scratch", 0, 61.0, mixing="project"), row("mhla", "scratch", 1, 66.0, mixing="project")]
+    text = TABLES["experiments"]({"rows": rows})
+    assert cells(text, "mhla")[3:] == [
+        "mhla mixing=project",
+        "63.50 (61.00 to 66.00)",
+        "1.50 (1.00 to 2.00)",
+        "3.00",
+        "2",
+        "3",
+    ]
+    assert cells(text, "ahla")[3:] == ["ahla depthwise=v", "71.00", "1.00", "-", "1", "3"]
+
+
+def test_recovery_is_the_mean_over_seeds_and_held_out_rows_stay_out_of_the_short_table():
+    rows = [row("softmax", "control", s, c) for s, c in ((0, 80.0), (1, 90.0))]
+    rows += [row("la", "floor", s, f) for s, f in ((0, 60.0), (1, 50.0))]
+    rows += [row("la", "converted", s, v) for s, v in ((0, 78.0), (1, 90.0))]
+    rows += [row("la", "converted", 0, 20.0, "top1 after calibration")]
+    found = cells(TABLES["experiments"]({"rows": rows}), "| la |")
+    assert found[4:] == [
+        "-",
+        "20.00",
+        "-",
+        "84.00 (78.00 to 90.00)",
+        "-1.00 (-2.00 to 0.00)",
+        "55.00 (50.00 to 60.00)",
+        "0.950",
+        "2",
+        "3",
+    ]
+    for each in rows:
+        each["data"] = "d, 500 held out"
+    assert TABLES["quality"]({"rows": rows}) == ""
