@@ -18,11 +18,13 @@ from .api.packed import (
     softmax_attention_qkvpacked,
 )
 from .api.taylor import taylor2
+from .api.tuning import tune
 from .blockmix import flops as _block_flops  # noqa: F401  registers the formulas
 from .blockmix.streaming import BlockState
 from .features import FEATURE_MAPS
 from .hla import flops as _flops  # noqa: F401  registers the formulas
 from .hla.fused.plan import set_batch_invariant
+from .hla.fused.plan.tuning import Tuned, set_tuning
 from .hla.streaming.merge import merge
 from .hla.streaming.sharded import sharded
 from .hla.streaming.stream import read
@@ -37,6 +39,7 @@ __all__ = [
     "BlockState",
     "Explanation",
     "State",
+    "Tuned",
     "ahla",
     "ahla_qkvpacked",
     "explain",
@@ -53,8 +56,10 @@ __all__ = [
     "polynomial_qkvpacked",
     "read",
     "set_batch_invariant",
+    "set_tuning",
     "sharded",
     "softmax_attention",
     "softmax_attention_qkvpacked",
     "taylor2",
+    "tune",
 ]

@@ -100,8 +100,6 @@ def why_not_triton(call: AnyCall) -> str | None:
         return "causal calls have no Triton form"
     if call.q.dtype == torch.float64:
         return "there is no Triton form in float64"
-    if call.q.shape[1] == 1:
-        return "calls of one token have no Triton form: there are no sums over tokens"
     return fused.why_not(call.q, call.k, call.v, fused.Spec(call.op, *_two_sided_options(o)))
 
 

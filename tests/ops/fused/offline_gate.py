@@ -42,14 +42,19 @@ class Recorder:
         return lambda *args, **kwargs: self.calls.append((self.fn, args, kwargs))
 
 
+def constant(x) -> bool:
+    """Whether an element of a tuple is compiled into the kernel."""
+    return x is None or (isinstance(x, int) and x == 1)
+
+
 def type_of(x):
     """The Triton type of a launch argument."""
     if isinstance(x, torch.Tensor):
         return TYPES[x.dtype]
     if x is None:
         return "constexpr"
-    if isinstance(x, tuple):
-        return tuple(type_of(y) for y in x)
+    if isinstance(x, tuple):  # Triton takes a 1 in a tuple for a constant, whatever do_not_specialize says
+        return tuple("constexpr" if constant(y) else type_of(y) for y in x)
     return "fp32" if isinstance(x, float) else "i32"
 
 
@@ -65,7 +70,7 @@ def compile_call(fn, args, kwargs) -> dict:
             continue
         signature[name] = type_of(given[name])
         if isinstance(given[name], tuple):
-            constants |= {(i, j): None for j, x in enumerate(given[name]) if x is None}
+            constants |= {(i, j): x for j, x in enumerate(given[name]) if constant(x)}
         if isinstance(given[name], torch.Tensor):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn, signature, constants, attributes)

@@ -97,6 +97,28 @@ def test_error_and_bits(monkeypatch, case):
             assert errors[0] <= 2 * errors[1], (n, name, *errors)
 
 
+@pytest.mark.parametrize("sizes", (MANY, MANY_ODD, FEW), ids=("heads", "split_72", "split_64"))
+@pytest.mark.parametrize("op", OPS)
+def test_one_token(monkeypatch, op, sizes):
+    """The rule of the error. A ratio of one token is v: where the truth is zero, no more than the rounding of terms as
+    large as those without the ratio."""
+    x, grad = make(1, BF16, sizes)
+    whole = results(op, [t.double() for t in x], grad.double(), impl="torch", feature_map="elu1")
+    for options in ({}, ELU, RATIO):
+        truth = results(op, [t.double() for t in x], grad.double(), impl="torch", **options)
+        torch_form = results(op, x, grad, impl="torch", **options)
+        with monkeypatch.context() as patch:
+            poison(patch)
+            first, second = (results(op, x, grad, impl="triton", **options) for _ in range(2))
+        for name, a, b, c, t, w in zip(("o", "dq", "dk", "dv"), first, second, torch_form, truth, whole, strict=True):
+            assert torch.equal(a, b), name
+            if t.norm() > 1e-3 * w.norm():
+                errors = relative_error(a, t), relative_error(c, t)
+                assert errors[0] <= 2 * errors[1], (name, options, *errors)
+            else:
+                assert (a.double() - t).norm() <= 2**-8 * w.norm(), (name, options)
+
+
 POLYNOMIALS = [
     *(({}, dtype, (8, 16, 16, d, d)) for dtype in (BF16, FP16) for d in (32, 64)),
     ({}, FP32, (2, 16, 16, 64, 64)),
@@ -146,6 +168,27 @@ def test_packed(monkeypatch, sizes):
     y.backward(grad)
     separate = results("hla2", qkv.detach().unbind(2), grad, impl="triton", **ANCHORED)
     assert torch.equal(y, separate[0]) and torch.equal(qkv.grad, torch.stack(separate[1:], 2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "samples"), (((2, 131072, 64, 128), 1), ((70000, 3, 2, 16), 1000)), ids=("tokens", "heads")
+)
+@pytest.mark.parametrize("op", OPS)
+def test_large_tensors(op, sizes, samples):
+    """The last head of the last samples, of 2**31 elements in each of q, k, v (addresses) and of 140000 heads
+    (grids)."""
+    b, n, h, d = sizes
+    qkv = torch.randn(b, n, 3, h, d, device="cuda", dtype=BF16).requires_grad_()
+    y = getattr(hk, f"{op}_qkvpacked")(qkv, impl="triton", **ANCHORED)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    x, own = [t.detach() for t in qkv[-samples:, :, :, -1:].unbind(2)], grad[-samples:, :, -1:]
+    truth = results(op, [t.double() for t in x], own.double(), impl="torch", **ANCHORED)
+    torch_form = results(op, x, own, impl="torch", **ANCHORED)
+    found = [y[-samples:, :, -1:], *qkv.grad[-samples:, :, :, -1:].unbind(2)]
+    for name, a, c, t in zip(("o", "dq", "dk", "dv"), found, torch_form, truth, strict=True):
+        errors = relative_error(a, t), relative_error(c, t)
+        assert errors[0] <= 2 * errors[1], (name, *errors)
 
 
 def test_opcheck():
@@ -224,7 +267,7 @@ def test_explain_and_refusals():
         ("hla2", x, {"return_state": True}, "state"),
         ("hla2", [t.double() for t in x], {}, "float64"),
         ("polynomial", [*make(33, BF16, ODD)[0], torch.ones(2, 4, device="cuda")], {}, "do not fit in registers"),
-        ("hla2", [t[:, :1] for t in x], {}, "one token"),
+        ("hla2", [t[:, :1] for t in x], ANCHORED, "one token, centred"),
         ("hla2", [t[..., :8] for t in x], {}, "D = 8 is outside"),
         ("hla2", [t.transpose(1, 3).contiguous().transpose(1, 3) for t in x], {}, "not contiguous"),
     )

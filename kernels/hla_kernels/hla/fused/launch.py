@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from . import plan
 from .heads import head_backward, head_forward, head_weights
 from .middle import middle, middle_grads_value
 from .middle_key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
+from .plan.tuning import STATE
 from .spec import ORDERS, Spec, alignment, layout, strides, widths
 from .split import add_parts, apply, apply_grads, combine, reduce_moments, reduce_readout
 
@@ -70,6 +72,10 @@ class Call:
         # products with C read dM along V, the others dM' along F
         self.turned = spec.op in ("hla2", "polynomial")
 
+    def tiles(self, kernel: str, entry: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
+        """Tiles, warps and stages of a kernel: `entry(*args)` of the static table, or measured ones."""
+        return STATE.choose(kernel, self, entry, *args)
+
     def pick(self, *names: str) -> dict:
         """Some of the flags."""
         return {name: self.flags[name] for name in names}
@@ -82,7 +88,7 @@ class Call:
         """Constexpr of a D x D kernel."""
         lay = self.lay
         tiles = {name: self.w[name] for name in ("F1", "F2", "DV", "V1", "V2")}
-        config = plan.middle_config(self.w, max(lay.fd, lay.dv), self.planned, self.prec["MID"])
+        config = self.tiles("middle", plan.middle_config, self.w, max(lay.fd, lay.dv), self.planned, self.prec["MID"])
         return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": self.prec["MID"], **config}
 
     def buffer(self, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -100,7 +106,7 @@ def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     head_forward[(call.bh,)](
         q, k, v, o, *to, call.coefficients, strides(q, a), strides(k, a), strides(v, a), strides(o, a), call.n, call.h,
         call.g, call.scale, spec.ridge, spec.eps, ALIGN=a, SAVE=save, MID=call.prec["MID"], **call.flags,
-        **call.sizes(), **staged(plan.head_config("forward", spec, call.w, q.dtype)),
+        **call.sizes(), **staged(call.tiles("head_forward", plan.head_config, "forward", spec, call.w, q.dtype)),
     )  # fmt: skip
 
 
@@ -117,7 +123,7 @@ def head_backward_call(
         q, k, v, g, *of, rows, *outs, call.coefficients, dc, strides(q, a), strides(k, a), strides(v, a), strides(g, a),
         *(strides(x, a) for x in outs), call.n, call.h, call.g, call.scale, spec.ridge, spec.eps, ALIGN=a,
         MID=call.prec["MID"], **call.flags, **call.sizes(),
-        **staged(plan.head_config("backward", spec, call.w, q.dtype)),
+        **staged(call.tiles("head_backward", plan.head_config, "backward", spec, call.w, q.dtype)),
     )  # fmt: skip
 
 
@@ -125,7 +131,7 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
     """Moments of all tokens and the operator: reduce, combine (several parts only), middle. `rest`: for a backward."""
     saved = Saved.of(buffer, call)
     q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
-    config = plan.reduce_config(call.spec, call.w, q.dtype)
+    config = call.tiles("reduce_moments", plan.reduce_config, call.spec, call.w, q.dtype)
     digits = spec.digits(q.dtype, rest)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     a = alignment(q, k, v)
@@ -163,7 +169,7 @@ def split_forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool) -> Non
     """reduce -> combine -> middle -> apply; the buffer keeps the state, for a backward with `save`."""
     saved = prepare(call, buffer, save)
     q = call.q
-    config = plan.apply_config("forward", call.spec, call.w, q.dtype)
+    config = call.tiles("apply", plan.apply_config, "forward", call.spec, call.w, q.dtype)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     a = alignment(q, o)
     apply[(call.bh * parts,)](
@@ -175,7 +181,7 @@ def split_forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool) -> Non
 def readout_grad(call: Call, g: Tensor, saved: Saved) -> Tensor:
     """dM, dm1 and sum g of every head [B * H, KG]."""
     q, lay = call.q, call.lay
-    config = plan.reduce_config(call.spec, call.w, q.dtype)
+    config = call.tiles("reduce_readout", plan.reduce_config, call.spec, call.w, q.dtype)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     a = alignment(q, g)
     grads = call.buffer(call.bh, lay.kg)
@@ -243,7 +249,7 @@ def apply_grads_call(
 ) -> None:
     """One launch: dq, dk, dv from the weights of every head."""
     q, k, v, lay = call.q, call.k, call.v, call.lay
-    config = plan.apply_config("backward", call.spec, call.w, q.dtype)
+    config = call.tiles("apply_grads", plan.apply_config, "backward", call.spec, call.w, q.dtype)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     a = alignment(q, k, v, g, *outs)
     apply_grads[(call.bh * parts * config["ROLES"],)](
@@ -269,7 +275,8 @@ def two_step_backward_call(
     head_weights[(call.bh,)](
         q, k, v, g, *of, weights, rows, call.coefficients, dc, strides(q, a), strides(k, a), strides(v, a),
         strides(g, a), call.n, call.h, call.g, call.scale, spec.ridge, spec.eps, ALIGN=a, WOFF=lay.woff, KW=lay.kw,
-        MID=call.prec["MID"], **call.flags, **call.sizes(), **staged(plan.weights_config(spec, q.dtype)),
+        MID=call.prec["MID"], **call.flags, **call.sizes(),
+        **staged(call.tiles("head_weights", plan.weights_config, spec, q.dtype)),
     )  # fmt: skip
     apply_grads_call(call, g, outs, of, weights, rows, True)
 

@@ -1,10 +1,11 @@
-"""The static table: which path a call takes, and tiles, warps and stages of every pass. No tuning at run time."""
+"""The static table: which path a call takes, and tiles, warps and stages of every pass. `tuning` replaces entries, on
+request only."""
 
 from __future__ import annotations
 
 import torch
 
-from .spec import Spec
+from ..spec import Spec
 
 PROGRAMS = 2 * 132  # of a reduce: two per multiprocessor of an H200
 INVARIANT = {"on": False}
