@@ -187,7 +187,7 @@ def extraction(folder, pipeline, out, **sections):
         "images": {"source": "videos", "where": str(folder), "text_key": "text", "img_size": 16, "frames": 5,
                    "workers": 0},
         "encode": {"vae": pipeline, "text": pipeline, "max_length": 8, "batch_size": 2, "shard": 2, "dtype": "float32",
-                   "posterior": "mean"},
+                   "posterior": "mean", "device": "cpu"},
         "out": str(out),
     }  # fmt: skip
     return config.from_tree(ExtractSettings, config.merge(tree, sections))
