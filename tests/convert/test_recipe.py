@@ -101,6 +101,9 @@ def test_an_interrupted_transfer_goes_on_bit_for_bit(image_source, tmp_path, mon
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
+MORE = ["run.checkpoint_steps=5", "run.precision=bf16"]  # not what accelerate takes of itself
+
+
 def recipe(source, finetune, out, *words):
     return from_words([f"source={source}", f"finetune={finetune}", f"out={out}", "batch=32", "inputs=64", *words])
 
@@ -110,8 +113,8 @@ def test_a_recipe_of_an_image_model_is_killed_and_goes_on(image_source, tmp_path
     changes |= {"schedule": {"epochs": 2}, "optim": {"lr": 2e-3}, "distill": {"teacher": "source"}}
     file, out = tmp_path / "finetune.yaml", tmp_path / "out"
     file.write_text(yaml.safe_dump({**IMAGE, **changes}))
-    settings = recipe(image_source, file, out, "mixer=poly", "transfer=0.5", "run.checkpoint_steps=5")
-    assert settings.changes == ["run.checkpoint_steps=5"]
+    settings = recipe(image_source, file, out, "mixer=poly", "transfer=0.5", *MORE)
+    assert settings.changes == MORE
     with monkeypatch.context() as m:
         stop_at(m, 12)  # in the transfer of 20 steps
         with pytest.raises(KeyboardInterrupt):
@@ -133,7 +136,7 @@ def test_a_recipe_of_an_image_model_is_killed_and_goes_on(image_source, tmp_path
     assert len((out / "pareto.csv").read_text().splitlines()) == 1 + len(found["calibrate"]["choices"])
     assert all(text in (out / "report.md").read_text() for text in ("Recovery", "## calibrate", "transferred"))
     with pytest.raises(ValueError, match=r"they differ in mixer"):
-        run_recipe(recipe(image_source, file, out, "mixer=la", "transfer=0.5", "run.checkpoint_steps=5"))
+        run_recipe(recipe(image_source, file, out, "mixer=la", "transfer=0.5", *MORE))
 
 
 def test_a_recipe_of_a_denoiser_keeps_the_most_sensitive_block(denoiser_source, tmp_path):

@@ -53,7 +53,7 @@ class Run(ABC):
     def __init__(self, settings: Any) -> None:
         self.settings = settings
         self.folder = Path(settings.run.folder)
-        self.accelerator = accelerator = _accelerator(settings)
+        self.accelerator = accelerator = create_accelerator(settings)
         if accelerator.is_main_process:
             check_folder(settings)
         accelerator.wait_for_everyone()
@@ -262,7 +262,8 @@ class Run(ABC):
         return result
 
 
-def _accelerator(settings: Any) -> Accelerator:
+def create_accelerator(settings: Any) -> Accelerator:
+    """The devices and the precision of a run. Raises ValueError for what they cannot do."""
     on_cpu = not torch.accelerator.is_available()
     if on_cpu and settings.run.precision == "fp16":  # accelerate would train in float32 without a word
         raise ValueError("run.precision=fp16 needs a GPU, and there is none here; use bf16 or fp32")

@@ -20,6 +20,7 @@ from zoo.data.samples import seed_everything
 from zoo.data.settings import DataSettings
 from zoo.eval.compare import compare
 from zoo.eval.settings import EvalOptions, EvalSettings
+from zoo.train.core import create_accelerator
 from zoo.train.loop import Trainer
 from zoo.train.model import WEIGHTS, load_model, read_recipe, save_weights, start, with_chosen
 from zoo.train.settings import ModelSettings, TrainSettings
@@ -129,10 +130,9 @@ class Images(Kind):
         return TrainSettings
 
     def inputs(self) -> list[Inputs]:
-        from accelerate import Accelerator
-
         tree = self.settings({"model": _host(self.recipe.source), "distill": {"teacher": ""}, "augment": _PLAIN})
-        parts = set_up(from_tree(TrainSettings, tree), Accelerator(cpu=not torch.accelerator.is_available()))
+        settings = from_tree(TrainSettings, tree)
+        parts = set_up(settings, create_accelerator(settings))
         found: list[Inputs] = []
         left = self.recipe.inputs
         for batch in parts.train_images.evaluation(self.recipe.batch):
