@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from tests.tools.conftest import ROOT, TINY
+from tests.tools.conftest import ROOT, TINY, own_precision  # noqa: F401  for each test here too
 from tests.tools.diffusion.tiny_runs import TINY as DENOISER
 from tests.tools.diffusion.tiny_runs import tiny as denoiser_run
 from zoo import config
@@ -34,6 +35,7 @@ def image_source(tmp_path_factory):
     more = {"schedule": {"epochs": 20, "warmup_epochs": 1}, "optim": {"lr": 6e-3}, "log": {"every": 50}}
     tree = merge(merge(IMAGE, more), {"run": {"folder": str(folder), "eval_epochs": 20, "checkpoint_epochs": 20}})
     assert Trainer(config.from_tree(TrainSettings, tree)).train()["top1"] > 50
+    AcceleratorState._reset_state()
     return folder
 
 
