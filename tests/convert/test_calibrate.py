@@ -1,6 +1,7 @@
 """Calibration against least squares written out, its report, and what it does to a model."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -60,10 +61,42 @@ def test_poly_takes_numpys_least_squares_of_the_definition(kind):
             assert report[name].heads[head] == pytest.approx(1 - left, abs=1e-5)
 
 
+def neighbours(v, prefix, width):
+    """v [B, N, H, D] at each place of a kernel over its square grid, zeros beyond it, [width^2, B, N, H, D]."""
+    side, r = math.isqrt(v.shape[1] - prefix), width // 2
+    image = torch.nn.functional.pad(v[:, prefix:].permute(0, 2, 3, 1).unflatten(-1, (side, side)), [r] * 4)
+    moved = [image[..., y : y + side, x : x + side] for y in range(width) for x in range(width)]
+    tokens = [torch.nn.functional.pad(m.flatten(-2), (prefix, 0)).permute(0, 3, 1, 2) for m in moved]
+    return torch.stack(tokens)
+
+
+@pytest.mark.parametrize(("kind", "prefix"), [("vit", 1), ("dit", 0)])
+def test_local_values_take_numpys_least_squares_of_the_neighbours(kind, prefix):
+    teacher, student, batches = pair(kind, "taylor2", normalize=False, lepe=3)
+    report = {row.layer: row for row in calibrate(student, teacher, batches)}
+    for name, layer in Pair(teacher, student).layers.items():
+        q, k, v = tokens_of_layer(teacher, student, batches, name)
+        n, scale = q.shape[1], q.shape[-1] ** -0.5
+        s = torch.einsum("bnhd,bmhd->bhnm", q * scale, k - k.mean(1, keepdim=True))
+        mean = v.mean(1, keepdim=True)
+        terms = [torch.einsum("bhnm,bmhd->bnhd", w / n, v - mean) for w in (s, s.square() / 2)]
+        x = torch.cat([torch.stack([*terms, mean.expand_as(v)]), neighbours(v, prefix, 3)])
+        wanted = softmax(q, k, v)
+        kernels = layer.mixer.lepe.weight.detach().flatten(1).unflatten(0, (q.shape[2], -1))  # [H, D, places]
+        for head in range(q.shape[2]):
+            target = wanted[:, :, head].flatten().numpy()
+            w, *_ = np.linalg.lstsq(columns(x, head), target, rcond=None)
+            np.testing.assert_allclose(kernels[head], np.tile(w[3:], (kernels.shape[1], 1)), rtol=2e-3, atol=2e-4)
+            left = np.square(target - columns(x, head) @ w).sum() / np.square(target).sum()
+            assert report[name].heads[head] == pytest.approx(1 - left, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("mixer", "options"),
     [
         ("la", {}),
+        ("la", {"lepe": 3}),
+        ("taylor2", {"lepe": 3}),
         ("la", {"feature_map": "softmax_pair"}),
         ("ahla", ANCHORED),
         ("hla2", ANCHORED),

@@ -25,18 +25,25 @@ class Terms(Protocol):
     trials: tuple[float, ...]
 
     def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
-        """The terms [K, B, N, H, D] at a trial; the last one is the mean value. tokens: the mixer's arguments."""
+        """The terms [K, B, N, H, D] at a trial; of all but `LocalTerms` the last one is the mean value.
+        tokens: the mixer's arguments."""
 
     def write(self, trials: Tensor, weights: Tensor) -> None:
         """Give the mixer the chosen trial [H] and weights [H, K] of each head."""
 
 
 def terms_of(mixer: Any, name: str) -> Terms:
-    """The terms of a mixer. Raises ValueError for one whose output cannot be solved for."""
+    """The terms of a mixer, with those of its local values if it has some. Raises ValueError for one whose output
+    cannot be solved for."""
     if not isinstance(mixer, LinearMixer) or mixer.gains is None:
         raise ValueError(
             f"calibration writes into the gains of each head, and {name} has none: convert with gains=True"
         )
+    terms = _global_terms(mixer)
+    return terms if mixer.lepe is None else LocalTerms(terms, mixer)
+
+
+def _global_terms(mixer: LinearMixer) -> Terms:
     opt = mixer.options
     if isinstance(mixer, Taylor2) and not opt.post_norm:
         return TaylorTerms(mixer)
@@ -125,3 +132,36 @@ class TaylorTerms:
             gain, c = torch.ones_like(first), torch.stack([first, second], 1)
         self.mixer.set_coefficients(c.to(self.mixer.coefficients))
         self.mixer.gains.set(gain, mean - gain)
+
+
+class LocalTerms:
+    """Other terms, then the values at each place of the kernel of `lepe`: the part of attention that looks at the same
+    neighbours whatever the content. All channels of a head begin with the same kernel."""
+
+    def __init__(self, others: Terms, mixer: LinearMixer) -> None:
+        self.others, self.mixer, self.trials = others, mixer, others.trials
+
+    @property
+    def kernel(self) -> Tensor:
+        """[channels of v, places], a view of the weights."""
+        assert self.mixer.lepe is not None
+        return self.mixer.lepe.weight.data.flatten(1)
+
+    def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
+        q, _, v, ctx = tokens
+        kernel, nothing = self.kernel.zero_(), torch.zeros_like(q, dtype=torch.float32)
+        found = list(self.others.columns(trial, tokens))
+        for place in kernel.mT:
+            place.fill_(1)
+            found.append(self.mixer.with_lepe(nothing, v.float(), ctx))
+            place.zero_()
+        return torch.stack(found)
+
+    def write(self, trials: Tensor, weights: Tensor) -> None:
+        """Heads that share values get the mean of their kernels."""
+        kernel = self.kernel
+        others, local = weights.split([weights.shape[1] - kernel.shape[1], kernel.shape[1]], 1)
+        self.others.write(trials, others)
+        heads = len(kernel) // self.mixer.head_dim
+        local = local.unflatten(0, (heads, -1)).mean(1)  # [heads of v, places]
+        kernel.copy_(local.repeat_interleave(self.mixer.head_dim, dim=0))
