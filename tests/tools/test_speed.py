@@ -55,14 +55,15 @@ def test_plain_formulas_are_the_definitions(op, options):
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("options", peers.MIXED_OPTIONS.values(), ids=peers.MIXED_OPTIONS)
 @pytest.mark.parametrize(("grid", "blocks"), [((4, 6), (2, 3)), ((3, 5, 4), (2, 2, 3))], ids=["even", "odd"])
-def test_mixed_formula_is_the_definition(grid, blocks, normalize):
-    q, k, v = torch.randn(3, 2, math.prod(grid), 3, 5, dtype=torch.float64)
+def test_mixed_formula_is_the_definition(grid, blocks, options):
+    q, k, v = torch.randn(3, 2, math.prod(grid), 3, 6, dtype=torch.float64)
     mixing = formulas.locality(blocks).double()
     torch.testing.assert_close(mixing.sum(1), torch.ones(math.prod(blocks), dtype=torch.float64))
-    options = {"grid": grid, "blocks": blocks, "feature_map": "relu", "normalize": normalize}
-    wanted = hla_kernels.mhla(q, k, v, mixing, impl="reference", **options)
+    options = options | {"grid": grid, "blocks": blocks}
+    given = peers.of_operator(options, torch.stack((q, k, v), 2))
+    wanted = hla_kernels.mhla(q, k, v, mixing, impl="reference", **given)
     found = formulas.mixed(*(x.transpose(1, 2) for x in (q, k, v)), mixing, **options).transpose(1, 2)
     torch.testing.assert_close(found, wanted)
 

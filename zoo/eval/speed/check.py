@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import hla_kernels
-from zoo.eval.speed.peers import Case, coefficients, make, truth
+from zoo.eval.speed.peers import Case, coefficients, make, of_operator, truth
 from zoo.eval.speed.shapes import ALL_SHAPES
 
 # Relative errors at which a time means nothing. Plain torch in bfloat16 loses 2e-3 to 1e-2, but up to a tenth in the
@@ -65,7 +65,7 @@ def _check(case: Case, device: str) -> Checked:
     forward, backward = errors(case, qkv, o, grad, found, c)
     options = dict(case.options)
     given = (qkv,) if c is None else (qkv, c)
-    ran = hla_kernels.explain(case.op, *given, **options).impl if case.impl == "ours" else None
+    ran = hla_kernels.explain(case.op, *given, **of_operator(options, qkv)).impl if case.impl == "ours" else None
     problem = None
     if not (forward < WRONG_OUTPUT and backward < WRONG_GRADIENT):
         problem = f"wrong: relative error {forward:.1e} of o, {backward:.1e} of the gradient against float64"

@@ -77,23 +77,50 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def mixed(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *, grid: tuple[int, ...], blocks: tuple[int, ...],
-    feature_map: str = "relu", normalize: bool = True, eps: float = 1e-6,
+    feature_map: str = "relu", normalize: bool = True, eps: float = 1e-6, order: str = "la", rotary: bool = False,
+    moments: str = "",
 ) -> Tensor:  # fmt: skip
-    """MHLA in the paper's form: tokens in block order, K_b'V_b of each block, their mixtures, o = q S~ / (q.z~);
-    without the ratio times M / N. Blocks that are narrower than the widest are filled with zeros."""
-    assert feature_map == "relu"
-    order, back = _blocks(tuple(grid), tuple(blocks), q.device)
+    """MHLA in the paper's form: tokens in block order, K_b'V_b of each block, their mixtures, o = q S~ / (q.z~), q and
+    k in S~ turned by `angles` (rotary); without the ratio times M / N. The higher orders mix two moments of each block.
+    Blocks that are narrower than the widest are filled with zeros. moments: read by ours alone."""
+    assert feature_map == "relu" and (order == "la" or not normalize)
+    places, back = _blocks(tuple(grid), tuple(blocks), q.device)
     n, m = q.shape[-2], mixing.to(q.dtype)
+    q, k = q.relu(), k.relu()
+    tokens = [q, k, v, *(turned(x, *angles(n, q.shape[-1], q.device)) for x in (q, k) if rotary)]
     if any(length % cuts for length, cuts in zip(grid, blocks, strict=True)):
-        q, k, v = (F.pad(x, (0, 0, 0, 1)) for x in (q, k, v))
-    q, k, v = (x[..., order, :] for x in (q.relu(), k.relu(), v))
-    moments = torch.einsum("ib,...bde->...ide", m, k.mT @ v)
-    o = q @ moments
+        tokens = [F.pad(x, (0, 0, 0, 1)) for x in tokens]
+    q, k, v, *rest = (x[..., places, :] for x in tokens)
+    turned_q, turned_k = rest or (q, k)
+
+    def mix(moments: Tensor) -> Tensor:
+        return torch.einsum("ib,...bde->...ide", m, moments)
+
+    if order == "la":
+        o = turned_q @ mix(turned_k.mT @ v)
+    elif order == "ahla":
+        o = turned_q @ (mix(turned_k.mT @ turned_q) @ mix(turned_k.mT @ v))
+    else:
+        o = turned_q @ (mix(turned_k.mT @ turned_k) @ mix(turned_q.mT @ v))
     if normalize:
         o = o / (q @ (m @ k.sum(-2))[..., None] + eps * n / len(m))  # eps belongs to means
     else:
-        o = o * (len(m) / n)
+        o = o * (len(m) / n) ** (1 if order == "la" else 2)
     return o.flatten(-3, -2)[..., back, :]
+
+
+@functools.lru_cache
+def angles(n: int, d: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(cos, sin) [N, D / 2] of a rotary embedding of the places 0 .. N - 1, base 10000."""
+    places = torch.arange(n, device=device, dtype=torch.float64)
+    x = places[:, None] * 10000.0 ** -torch.linspace(0, 1, d // 2, device=device, dtype=torch.float64)
+    return x.cos().float(), x.sin().float()
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Channels (2i, 2i + 1) of x turned, in float32 at least."""
+    even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2).to(x.dtype)
 
 
 @functools.lru_cache

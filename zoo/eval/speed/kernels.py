@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from zoo.eval.speed import rows
 from zoo.eval.speed.check import Checked, check, inputs
-from zoo.eval.speed.peers import OPTIONS, Call, Case, cases, coefficients, make, missing
+from zoo.eval.speed.peers import MIXED_OPTIONS, OPTIONS, Call, Case, cases, coefficients, make, missing
 from zoo.eval.speed.shapes import ALL_SHAPES, OPS, PASSES, SHAPES, floor_us
 from zoo.eval.speed.timing import copy_rate, measure, peak_mib
 from zoo.names import unknown_name
@@ -36,7 +36,7 @@ class KernelSettings:
     ops: two-sided operators, mhla; softmax and causal peers have one each, which is timed whatever is named here
     impls: ours and the peers
     options: identity (unnormalised), elu1_ratio, center_mean (centred keys and mean-value path), relu,
-        relu_ratio (those of mhla)
+        relu_ratio; of mhla alone: relu, relu_ratio, float32 (moments), rotary, rotary_ratio, order_ahla, order_hla2
     workers: processes that compile and check at once
     json: result file to add to
     picture: PNG to draw from the whole file
@@ -51,7 +51,7 @@ class KernelSettings:
     picture: str = "docs/kernels-h200.png"
 
     def __post_init__(self) -> None:
-        known = {"shapes": ALL_SHAPES, "ops": (*OPS, "mhla"), "impls": IMPLS, "options": OPTIONS}
+        known = {"shapes": ALL_SHAPES, "ops": (*OPS, "mhla"), "impls": IMPLS, "options": OPTIONS | MIXED_OPTIONS}
         for key, allowed in known.items():
             for name in getattr(self, key):
                 if name not in allowed:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hla_kernels
-from zoo.eval.speed.formulas import causal, locality, mixed, plain, softmax
+from zoo.eval.speed.formulas import angles, causal, locality, mixed, plain, softmax
 from zoo.eval.speed.shapes import ALL_SHAPES, GRIDS
 
 Call = Callable[[Tensor, Tensor | None], Tensor]  # (qkv, `coefficients` of the case) -> o
@@ -25,6 +25,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "center_mean": {"center": "k", "mean_path": True},
     "relu": {"feature_map": "relu", "normalize": False},
     "relu_ratio": {"feature_map": "relu", "normalize": True},
+}
+# of mhla alone; rotary: tables of `formulas.angles`
+MIXED_OPTIONS: dict[str, dict[str, Any]] = {
+    "relu": OPTIONS["relu"],
+    "relu_ratio": OPTIONS["relu_ratio"],
+    "float32": OPTIONS["relu_ratio"] | {"moments": "float32"},
+    "rotary": OPTIONS["relu"] | {"rotary": True},
+    "rotary_ratio": OPTIONS["relu_ratio"] | {"rotary": True},
+    "order_ahla": OPTIONS["relu"] | {"order": "ahla"},
+    "order_hla2": OPTIONS["relu"] | {"order": "hla2"},
 }
 PACKAGES = {"fla": "fla.ops.linear_attn", "flash_bla": "flash_bla.ops.simple_la.fused"}
 
@@ -55,11 +65,11 @@ def cases(shapes: Iterable[str], ops: Iterable[str], impls: Iterable[str], optio
             elif impl == "flash_bla":
                 out.append(Case(shape, "linear_attention", impl))
             else:
-                chosen = [o for o in options if impl != "compiled" or o == "identity"]
+                chosen = [o for o in options if o in OPTIONS and (impl != "compiled" or o == "identity")]
                 plain_ops = [op for op in ops if op != "mhla"]
                 out += [Case(shape, op, impl, tuple(OPTIONS[o].items())) for op in plain_ops for o in chosen]
-                if "mhla" in ops:
-                    out += _mixed_cases(shape, impl, [o for o in chosen if o.startswith("relu")])
+                if "mhla" in ops and impl != "compiled":
+                    out += _mixed_cases(shape, impl, [o for o in options if o in MIXED_OPTIONS])
     return out
 
 
@@ -67,7 +77,7 @@ def _mixed_cases(shape: str, impl: str, options: list[str]) -> list[Case]:
     """`mhla` for each way to cut the grid of a shape; none where a shape has no grid."""
     grid, cuts = GRIDS.get(shape, ((), ()))
     where = [{"grid": grid, "blocks": blocks} for blocks in cuts]
-    return [Case(shape, "mhla", impl, tuple((OPTIONS[o] | w).items())) for w in where for o in options]
+    return [Case(shape, "mhla", impl, tuple((MIXED_OPTIONS[o] | w).items())) for w in where for o in options]
 
 
 def missing(impl: str) -> str | None:
@@ -105,9 +115,18 @@ def truth(case: Case, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Tens
     return causal(q, k, v) if options.pop("causal", False) else plain(case.op, q, k, v, c, **options)
 
 
+def of_operator(options: dict[str, Any], qkv: Tensor) -> dict[str, Any]:
+    """The options of a case as the operator takes them: its rotary tables are tensors."""
+    if not options.get("rotary"):
+        return options
+    return options | {"rotary": angles(qkv.shape[1], qkv.shape[4], qkv.device)}
+
+
 def _ours(op: str, options: dict[str, Any]) -> Call:
     packed = getattr(hla_kernels, f"{op}_qkvpacked")
-    if op in ("polynomial", "mhla"):
+    if op == "mhla":
+        return lambda qkv, c: packed(qkv, c, **of_operator(options, qkv))
+    if op == "polynomial":
         return lambda qkv, c: packed(qkv, c, **options)
     return lambda qkv, c: packed(qkv, **options)
 
