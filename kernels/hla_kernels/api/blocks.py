@@ -17,8 +17,8 @@ def mhla(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *, grid: Sequence[int], blocks: Sequence[int],
     feature_map: str | None = "relu", normalize: bool = True, order: str = "la", causal: bool = False, prefix: int = 0,
     token_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None, rotary_half: bool = False,
-    scale: float | None = None, q_scale: float = 1.0, eps: float = 1e-6, state: BlockState | None = None,
-    return_state: bool = False, impl: str = "auto",
+    scale: float | None = None, q_scale: float = 1.0, eps: float = 1e-6, moments: str = "bfloat16",
+    state: BlockState | None = None, return_state: bool = False, impl: str = "auto",
 ) -> Result:  # fmt: skip
     """Block mixing: each block of queries reads its own mixture of the moments of all blocks of tokens.
 
@@ -45,6 +45,10 @@ def mhla(
     feature_map, normalize, eps, q_scale, impl   as in `api`
     scale         factor of each moment; None is M / N two-sided, a mean if the rows of mixing sum to one (uniform
                   mixing 1 / M is `linear_attention`, `ahla`, `hla2`), and 1 causal
+    moments       how the Triton form keeps the moments of bfloat16 tokens, and how exact the gradient of mixing is:
+                  "bfloat16" (half the memory; d mixing is off by 1e-3) or "float32" (d mixing has the digits of
+                  float32, at more time). Moments of other tokens, of higher orders and (without rotary) of the ratio
+                  of elu1 are kept in float32 either way, those of the other forms always (float64 for float64)
 
     state, return_state   causal only: the result is (o, state), and a later call continues with the tokens that
                   follow, one or many. The state holds the moments of all blocks, since each block weighs them anew:
@@ -59,7 +63,7 @@ def mhla(
     return run_blocks(
         (q, k, v), mixing, impl=impl, grid=grid, blocks=blocks, feature_map=feature_map, normalize=normalize,
         order=order, causal=causal, prefix=prefix, token_mask=token_mask, rotary=rotary, rotary_half=rotary_half,
-        scale=scale, q_scale=q_scale, eps=eps, state=state, return_state=return_state,
+        scale=scale, q_scale=q_scale, eps=eps, moments=moments, state=state, return_state=return_state,
     )  # fmt: skip
 
 
@@ -79,6 +83,7 @@ class Keywords(TypedDict, total=False):
     scale: float | None
     q_scale: float
     eps: float
+    moments: str
     state: BlockState | None
     return_state: bool
     impl: str

@@ -13,7 +13,7 @@ sum over all tokens, whatever the sizes of the blocks, which is two-sided `linea
 of m that sums to one keeps the scale of a mean.
 
 Reading order: layout (which token lies in which block), reference (the definition), torch_form, causal, gradient,
-fused (the Triton form of first order), operator (custom operators), streaming (causal blocks with a state). First order
-is MHLA: o_i = q (Sum_b m_ib S_b) / (q . Sum_b m_ib z_b), with the query's own row in the denominator, not what the
-released code divides by (tests/ops/test_errata.py). The higher orders are ours.
+fused (the Triton form), operator (custom operators), streaming (causal blocks with a state). First order is MHLA:
+o_i = q (Sum_b m_ib S_b) / (q . Sum_b m_ib z_b), with the query's own row in the denominator, not what the released
+code divides by (tests/ops/test_errata.py). The higher orders are ours.
 """

@@ -13,7 +13,7 @@ from ..checks import check_features, check_name, check_sequences, check_tensors,
 from ..features import FEATURE_MAPS
 from ..options import IMPLS
 from .layout import Layout
-from .options import ORDERS, BlockOptions
+from .options import MOMENTS, ORDERS, BlockOptions
 from .streaming import BlockState, check_state
 
 BESIDE = (
@@ -96,6 +96,7 @@ def _is_count(x: Any) -> bool:
 
 def _check_options(o: BlockOptions) -> None:
     check_name("order", o.order, ORDERS)
+    check_name("moments", o.moments, MOMENTS)
     if o.feature_map is not None:
         check_name("feature_map", o.feature_map, FEATURE_MAPS)
     for name in ("normalize", "causal", "rotary_half"):

@@ -23,10 +23,10 @@ from .torch_form import evaluate
 
 def _options(
     order: str, grid: Sequence[int], blocks: Sequence[int], prefix: int, feature_map: str | None, normalize: bool,
-    causal: bool, scale: float | None, q_scale: float, eps: float, rotary_half: bool,
+    causal: bool, scale: float | None, q_scale: float, eps: float, rotary_half: bool, moments: str,
 ) -> BlockOptions:  # fmt: skip
     layout = Layout(tuple(grid), tuple(blocks), prefix)
-    return BlockOptions(layout, order, feature_map, normalize, causal, scale, q_scale, eps, rotary_half)
+    return BlockOptions(layout, order, feature_map, normalize, causal, scale, q_scale, eps, rotary_half, moments)
 
 
 def flat(options: BlockOptions) -> tuple:
@@ -50,9 +50,9 @@ def _rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x, y, z
 
 
-def _saved(q: Tensor, v: Tensor, options: BlockOptions, impl: str, save: bool) -> Tensor:
+def _saved(q: Tensor, v: Tensor, options: BlockOptions, impl: str, save: bool, turned: bool) -> Tensor:
     """An uninitialised `saved` of the size that the forward returns."""
-    length = fused.saved_floats(q, v, options) if save and impl == "triton" else 0
+    length = fused.saved_floats(q, v, options, turned) if save and impl == "triton" else 0
     return q.new_empty((length,), dtype=torch.float32)
 
 
@@ -62,27 +62,29 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if _in_triton(impl, q):
         with torch.cuda.device_of(q):
-            return fused.forward(*_rows(q, k, v), mixing, options, mask, save)
+            return fused.forward(*_rows(q, k, v), mixing, options, mask, rotary, save)
     with torch.autocast(q.device.type, enabled=False):
-        return evaluate(q, k, v, mixing, options, mask, rotary), _saved(q, v, options, impl, False)
+        return evaluate(q, k, v, mixing, options, mask, rotary), _saved(q, v, options, impl, False, False)
 
 
 @torch.library.custom_op("hla_kernels::mhla", mutates_args=())
 def mhla_op(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, mask: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     order: str, grid: Sequence[int], blocks: Sequence[int], prefix: int, feature_map: str | None, normalize: bool,
-    causal: bool, scale: float | None, q_scale: float, eps: float, rotary_half: bool, impl: str = "torch",
-    save: bool = False,
+    causal: bool, scale: float | None, q_scale: float, eps: float, rotary_half: bool, moments: str,
+    impl: str = "torch", save: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o (see `blockmix`) [B, N, H, Dv] and a buffer for the backward; arguments are checked by `call.prepare`."""
-    options = _options(order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half)
+    options = _options(
+        order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half, moments
+    )
     return _forward(q, k, v, mixing, mask, _rotary(cos, sin), options, impl, save)
 
 
 @mhla_op.register_fake
 def _(q, k, v, mixing, mask, cos, sin, *rest):
-    *options, impl, save = rest if len(rest) == 13 else (*rest, *("torch", False)[len(rest) - 11 :])
-    return q.new_empty((*q.shape[:3], v.shape[3])), _saved(q, v, _options(*options), impl, save)
+    *options, impl, save = rest if len(rest) == 14 else (*rest, *("torch", False)[len(rest) - 12 :])
+    return q.new_empty((*q.shape[:3], v.shape[3])), _saved(q, v, _options(*options), impl, save, cos is not None)
 
 
 @torch.library.custom_op("hla_kernels::mhla_backward", mutates_args=())
@@ -90,14 +92,17 @@ def mhla_backward(
     grad: Tensor, saved: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, mask: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, order: str, grid: Sequence[int], blocks: Sequence[int], prefix: int,
     feature_map: str | None, normalize: bool, causal: bool, scale: float | None, q_scale: float, eps: float,
-    rotary_half: bool, impl: str = "torch",
+    rotary_half: bool, moments: str, impl: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dmixing) of `mhla`."""
-    options = _options(order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half)
+    options = _options(
+        order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half, moments
+    )
     if _in_triton(impl, q):
         dq, dk, dv = (_room(x, mask) for x in (q, k, v))
         with torch.cuda.device_of(q):
-            dm = fused.backward(grad, *_rows(q, k, v), mixing, options, mask, (dq, dk, dv), saved)
+            turns = _rotary(cos, sin)
+            dm = fused.backward(grad, *_rows(q, k, v), mixing, options, mask, turns, (dq, dk, dv), saved)
         return dq, dk, dv, dm
     with torch.autocast(q.device.type, enabled=False):
         return gradient(grad, q, k, v, mixing, options, mask, _rotary(cos, sin))
@@ -112,19 +117,24 @@ def _(grad, saved, q, k, v, mixing, *options):
 def mhla_packed_op(
     qkv: Tensor, mixing: Tensor, mask: Tensor | None, cos: Tensor | None, sin: Tensor | None, order: str,
     grid: Sequence[int], blocks: Sequence[int], prefix: int, feature_map: str | None, normalize: bool, causal: bool,
-    scale: float | None, q_scale: float, eps: float, rotary_half: bool, impl: str = "torch", save: bool = False,
+    scale: float | None, q_scale: float, eps: float, rotary_half: bool, moments: str, impl: str = "torch",
+    save: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`mhla` of qkv [B, N, 3, H, D]."""
-    options = _options(order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half)
+    options = _options(
+        order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half, moments
+    )
     q, k, v = qkv.unbind(2)
     return _forward(q, k, v, mixing, mask, _rotary(cos, sin), options, impl, save)
 
 
 @mhla_packed_op.register_fake
 def _(qkv, mixing, mask, cos, sin, *rest):
-    *options, impl, save = rest if len(rest) == 13 else (*rest, *("torch", False)[len(rest) - 11 :])
+    *options, impl, save = rest if len(rest) == 14 else (*rest, *("torch", False)[len(rest) - 12 :])
     q, _, v = qkv.unbind(2)
-    return torch.empty_like(q, memory_format=torch.contiguous_format), _saved(q, v, _options(*options), impl, save)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), _saved(
+        q, v, _options(*options), impl, save, cos is not None
+    )
 
 
 @torch.library.custom_op("hla_kernels::mhla_qkvpacked_backward", mutates_args=())
@@ -132,16 +142,19 @@ def mhla_packed_backward(
     grad: Tensor, saved: Tensor, qkv: Tensor, mixing: Tensor, mask: Tensor | None, cos: Tensor | None,
     sin: Tensor | None, order: str, grid: Sequence[int], blocks: Sequence[int], prefix: int, feature_map: str | None,
     normalize: bool, causal: bool, scale: float | None, q_scale: float, eps: float, rotary_half: bool,
-    impl: str = "torch",
+    moments: str, impl: str = "torch",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dqkv, dmixing) of `mhla_qkvpacked`: one buffer that dq, dk and dv are written into."""
-    options = _options(order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half)
+    options = _options(
+        order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half, moments
+    )
     q, k, v = qkv.unbind(2)
     if _in_triton(impl, q):
         packed = _room(qkv, mask)
         dq, dk, dv = packed.unbind(2)
         with torch.cuda.device_of(q):
-            dm = fused.backward(grad, *_rows(q, k, v), mixing, options, mask, (dq, dk, dv), saved)
+            turns = _rotary(cos, sin)
+            dm = fused.backward(grad, *_rows(q, k, v), mixing, options, mask, turns, (dq, dk, dv), saved)
         return packed, dm
     with torch.autocast(q.device.type, enabled=False):
         *grads, dm = gradient(grad, q, k, v, mixing, options, mask, _rotary(cos, sin))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from .layout import Layout
 
 ORDERS = ("la", "ahla", "hla2")
+MOMENTS = ("bfloat16", "float32")
 
 
 class BlockOptions(NamedTuple):
@@ -21,3 +22,4 @@ class BlockOptions(NamedTuple):
     q_scale: float = 1.0
     eps: float = 1e-6
     rotary_half: bool = False
+    moments: str = "bfloat16"

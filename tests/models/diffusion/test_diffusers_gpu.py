@@ -1,13 +1,17 @@
-"""Converted diffusers models on a GPU: bit equality, DiT-XL/2, Inductor, offloading."""
+"""Converted diffusers models on a GPU: bit equality, DiT-XL/2, Inductor, offloading, Wan in Triton."""
 
 import copy
+import math
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel, WanTransformer3DModel
 from test_pipelines import image, pipeline, vae
 from tiny_diffusers import CASES, build, cast, close, converted, gradients, host, inputs, noise, run
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import hla_kernels
 import zoo
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -105,3 +109,48 @@ def test_group_offload(name):
         wanted = run(copy.deepcopy(model).cuda(), on_gpu(inputs(name)))
         model.enable_group_offload(torch.device("cuda"), offload_type="leaf_level")
         close(run(model, on_gpu(inputs(name))), wanted)
+
+
+class Copies(TorchDispatchMode):
+    """Names of the operators that return a float32 tensor of at least `numel` elements."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.found = numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        leaves = [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        if func is torch.ops.hla_kernels.mhla.default:
+            leaves = leaves[:1]  # the other is what is saved of moments, which are of blocks
+        if any(x.dtype == torch.float32 and x.numel() >= self.numel for x in leaves):
+            self.found.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("options", [{"feature_map": "relu"}, {"feature_map": "relu", "normalize": False}, {}], ids=str)
+def test_wan_mixes_blocks_in_triton(monkeypatch, options):
+    """A converted self-attention of Wan 2.1 1.3B in bfloat16: rotation and feature map in the kernels, and no operator
+    returns a float32 tensor of the size of its tokens."""
+    torch.manual_seed(0)
+    grid, b = (5, 12, 20), 2
+    with torch.device("cuda"):
+        model = WanTransformer3DModel(num_layers=1, num_attention_heads=12, ffn_dim=64, text_dim=64)
+        zoo.convert(model, "mhla", blocks=[5, 3, 5], **options)
+        x = torch.randn(b, math.prod(grid), 1536, dtype=torch.bfloat16, requires_grad=True)
+        turns = model.rope(torch.empty(b, 16, grid[0], 2 * grid[1], 2 * grid[2]))
+    site, calls = model.blocks[0].attn1.to(torch.bfloat16), []
+    site.grid = grid
+    operator = type(site.mixer).operator
+    monkeypatch.setattr(
+        type(site.mixer), "operator",
+        staticmethod(lambda *t, **o: calls.append(hla_kernels.explain("mhla", *t, **o)) or operator(*t, **o)),
+    )  # fmt: skip
+    site(x, rotary_emb=turns).sum().backward()  # compiles
+    with profile(activities=[ProfilerActivity.CUDA]) as seen, Copies(x.numel()) as copies:
+        site(x, rotary_emb=turns).square().mean().backward()
+        torch.cuda.synchronize()
+    assert [call.impl for call in calls] == ["triton"] * 2
+    kernels = {event.key for event in seen.key_averages()}
+    assert {"reduce_moments", "mixing_grads", "read_out", "key_grads"} <= kernels
+    assert copies.found == []

@@ -1,6 +1,6 @@
 """Compile for sm_90a, without a GPU, what a bfloat16 call of block mixing launches; one JSON line per kernel.
 
-python block_gate.py MAP NORMALIZE B H GRID BLOCKS D
+python block_gate.py OPTIONS B H GRID BLOCKS D [rotary]    (OPTIONS: JSON of those of `mhla`)
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from tests.ops.blockmix.fused_cases import options_of
 from tests.ops.fused.offline_gate import Recorder, compile_call
 
 
-def record(o, b: int, h: int, d: int) -> list:
+def record(o, b: int, h: int, d: int, rotary: bool = False) -> list:
     """(kernel, arguments, keywords) of each launch of a forward and a backward of packed tokens."""
     kernels = {name: kernel for name, kernel in vars(launch).items() if hasattr(kernel, "arg_names")}
     Recorder.calls = []
     n, m = o.layout.n_tokens, o.layout.n_blocks
     qkv = torch.empty(b, n, 3, h, d, dtype=torch.bfloat16, device="meta")
     grad, mixing = torch.empty_like(qkv[:, :, 0]), torch.empty(m, m, device="meta")
+    turns = tuple(torch.empty(n, d // 2, device="meta") for _ in range(2)) if rotary else None
     try:
         for name, kernel in kernels.items():
             setattr(launch, name, Recorder(kernel))
-        saved = fused.forward(*qkv.unbind(2), mixing, o, None, True)[1]
-        fused.backward(grad, *qkv.unbind(2), mixing, o, None, torch.empty_like(qkv).unbind(2), saved)
+        saved = fused.forward(*qkv.unbind(2), mixing, o, None, turns, True)[1]
+        fused.backward(grad, *qkv.unbind(2), mixing, o, None, turns, torch.empty_like(qkv).unbind(2), saved)
     finally:
         for name, kernel in kernels.items():
             setattr(launch, name, kernel)
@@ -40,11 +41,11 @@ def key(fn, args, kwargs) -> str:
     return f"{fn.__name__} {types} {sorted(kwargs.items(), key=str)}"
 
 
-def main(feature_map: str, normalize: str, b: str, h: str, grid: str, blocks: str, d: str) -> None:
+def main(options: str, b: str, h: str, grid: str, blocks: str, d: str, kind: str = "") -> None:
     """Compile each launch once."""
     sizes = (tuple(map(int, x.split(","))) for x in (grid, blocks))
-    o = options_of(*sizes, feature_map=feature_map, normalize=normalize == "1")
-    for call in {key(*call): call for call in record(o, int(b), int(h), int(d))}.values():
+    o = options_of(*sizes, **json.loads(options))
+    for call in {key(*call): call for call in record(o, int(b), int(h), int(d), kind == "rotary")}.values():
         print(json.dumps(compile_call(*call)), flush=True)
 
 

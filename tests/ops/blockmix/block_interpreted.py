@@ -9,25 +9,33 @@ import torch
 import hla_kernels as hk
 from hla_kernels.blockmix import fused
 from hla_kernels.blockmix.fused import plan
-from tests.ops.blockmix.fused_cases import make, options_of, torch_form, triton_form
+from tests.ops.blockmix.fused_cases import angles_of, make, options_of, torch_form, triton_form
 from tests.ops.fused.cases import poison, relative_error
 
 HALF, FULL = torch.float16, torch.float32
 PLAIN, BARE = {"feature_map": None, "normalize": False}, {"normalize": False}
-# grid, blocks, prefix, options, (B, H, D, Dv), dtype, inputs
+EXACT = {"moments": "float32"}
+# grid, blocks, prefix, options, (B, H, D, Dv), dtype, inputs ("turned": with rotary tables)
 CASES = [
     ((5, 7), (2, 1), 1, {}, (2, 1, 16, 16), FULL, {}),
     ((3, 4, 5), (2, 2, 1), 0, BARE, (1, 1, 32, 32), HALF, {"mask": True}),
     ((3, 4, 5), (1, 1, 3), 3, {**PLAIN, "scale": 0.2}, (1, 1, 32, 48), FULL, {"layout": "strided"}),
     ((37,), (2,), 0, {}, (1, 2, 40, 40), HALF, {"mask": True, "heads": True, "mean": 1.0}),
     ((5, 6), (2, 1), 0, {}, (1, 1, 72, 72), HALF, {"mean": 1.0}),
+    ((5, 6), (2, 1), 1, {"feature_map": "elu1"}, (1, 1, 16, 16), HALF, {"turned": True, "mask": True}),
+    ((5, 6), (1, 2), 0, {"rotary_half": True, **EXACT}, (1, 2, 16, 16), HALF, {"turned": True, "group": 2}),
+    ((5, 6), (2, 1), 1, {"order": "ahla"}, (1, 2, 16, 16), HALF, {"heads": True, "group": 2}),
+    ((5, 6), (2, 1), 0, {**BARE, "order": "ahla"}, (1, 1, 16, 16), FULL, {"turned": True}),
+    ((5, 6), (2, 1), 0, {"order": "hla2"}, (1, 1, 16, 48), HALF, {"mask": True, "mean": 1.0}),
+    ((5, 6), (2, 1), 1, {**BARE, "order": "hla2", "feature_map": "elu1"}, (1, 1, 16, 16), FULL, {"turned": True}),
 ]
 # largest measured: float32 3e-7, float16 4e-4 (its eps is 1e-3)
 TOLERANCE = {FULL: 1e-6, HALF: 8e-4}
 
 
-def check(o, got, tensors, grad, mask, tolerance):
-    errors = [relative_error(x, y) for x, y in zip(got, torch_form(o, tensors, grad, mask, torch.float64), strict=True)]
+def check(o, got, tensors, grad, mask, tolerance, rotary=None):
+    truth = torch_form(o, tensors, grad, mask, torch.float64, rotary)
+    errors = [relative_error(x, y) for x, y in zip(got, truth, strict=True)]
     assert all(e <= tolerance for e in errors), errors
 
 
@@ -35,9 +43,13 @@ def check(o, got, tensors, grad, mask, tolerance):
 def test_matches_float64(monkeypatch, case):
     grid, blocks, prefix, options, sizes, dtype, more = case
     o = options_of(grid, blocks, prefix, **options)
-    tensors, grad, mask = make(o, sizes, dtype, **more)
-    got = triton_form(monkeypatch, o, tensors, grad, mask)
-    check(o, got, tensors, grad, mask, TOLERANCE[dtype])
+    rotary = angles_of(o, sizes) if more.get("turned") else None
+    tensors, grad, mask = make(o, sizes, dtype, **{name: x for name, x in more.items() if name != "turned"})
+    got = triton_form(monkeypatch, o, tensors, grad, mask, rotary)
+    check(o, got, tensors, grad, mask, TOLERANCE[dtype], rotary)
+    if o.moments == "float32":
+        exact = torch_form(o, tensors, grad, mask, torch.float64, rotary)[4]
+        assert relative_error(got[4], exact) <= 3e-6  # measured 1.3e-6
     if mask is not None:
         assert not any(bool(x[~mask].any()) for x in got[:4])
 
@@ -62,7 +74,8 @@ def test_more_blocks_than_a_tile(monkeypatch):
 def test_through_the_custom_operators(monkeypatch):
     """q, k, v and packed give the same bits, with gradients, from an expanded gradient, saved or not; no rows."""
     ops = torch.ops.hla_kernels
-    rest = (None, None, None, "la", [4, 5], [1, 2], 1, "relu", True, False, None, 1.0, 1e-6, False, "triton")
+    where = (None, None, None, "la", [4, 5], [1, 2], 1)
+    rest = (*where, "relu", True, False, None, 1.0, 1e-6, False, "bfloat16", "triton")
     qkv = torch.randn(1, 21, 3, 2, 16, requires_grad=True)
     mixing = [torch.rand(3, 3).requires_grad_() for _ in range(2)]
     mixing[1].data.copy_(mixing[0].data)
@@ -82,16 +95,17 @@ def test_why_not():
     """What the Triton form refuses, in words."""
     o = options_of((4, 5), (2, 2))
     q = torch.randn(1, 20, 2, 32, dtype=HALF)
-    assert fused.why_not(q, q, q, o, None) is None
+    for x, rotary in ((q, None), (q.float(), None), (q, (q, q))):
+        assert fused.why_not(x, x[:, :, :1], x[:, :, :1], o, rotary) is None
     refused = (
-        (q.float(), o, "float32"), (q[..., :8], o, "D = 8"), (q, o._replace(order="ahla"), "'ahla'"),
-        (q, o._replace(causal=True), "causal"), (q, o._replace(feature_map="softmax"), "'softmax'"),
-        (q, o._replace(feature_map="elu1"), "'elu1'"), (q, options_of((500,), (300,)), "300 blocks"),
+        (q.double(), o, "float64"), (q[..., :8], o, "D = 8"), (q, o._replace(causal=True), "causal"),
+        (q, o._replace(feature_map="softmax"), "'softmax'"), (q, options_of((2000,), (1200,)), "1200 blocks"),
         (q.transpose(1, 3).contiguous().transpose(1, 3), o, "not contiguous"),
     )  # fmt: skip
     for x, options, reason in refused:
         assert reason in fused.why_not(x, x, x, options, None)
-    assert "rotary" in fused.why_not(q, q, q, o, (q, q))
-    assert "share a key head" in fused.why_not(q, q[:, :, :1], q[:, :, :1], o, None)
+    assert "ratio of order 'ahla'" in fused.why_not(q, q, q, o._replace(order="ahla"), (q, q))
+    wide = torch.randn(1, 20, 2, 48)
+    assert "no power of two" in fused.why_not(wide, wide, wide, o._replace(rotary_half=True), (q, q))
     explained = hk.explain("mhla", q, q, q, torch.ones(4, 4), grid=(4, 5), blocks=(2, 2))
     assert explained.impl == "torch" and "CUDA" in explained.why_not["triton"]

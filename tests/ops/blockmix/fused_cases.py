@@ -20,20 +20,21 @@ def options_of(grid, blocks, prefix=0, **options) -> BlockOptions:
     return BlockOptions(Layout(grid, blocks, prefix), **options)
 
 
-def make(o: BlockOptions, sizes, dtype, *, device="cpu", layout="packed", heads=False, mask=False, mean=0.0):
-    """(q, k, v, mixing), the output's gradient and a mask or None; sizes (B, H, D, Dv). Values have a mean. Layouts:
-    views of a packed qkv, or "strided": [B, H, N, D] seen as [B, N, H, D]."""
+def make(o: BlockOptions, sizes, dtype, *, device="cpu", layout="packed", heads=False, mask=False, mean=0.0, group=1):
+    """(q, k, v, mixing), the output's gradient and a mask or None; sizes (B, H, D, Dv), `group` heads share a key head.
+    Values have a mean. Layouts: views of a packed qkv, or "strided": [B, H, N, D] seen as [B, N, H, D]."""
     (b, h, d, dv), n, m = sizes, o.layout.n_tokens, o.layout.n_blocks
     g = torch.Generator(device).manual_seed(n + d)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, device=device)
 
-    if layout == "packed" and d == dv:
+    if layout == "packed" and d == dv and group == 1:
         q, k, v = draw(b, n, 3, h, d).to(dtype).unbind(2)
         v += mean
     else:
-        q, k, v = ((draw(b, h, n, w) + more).to(dtype).transpose(1, 2) for w, more in ((d, 0), (d, 0), (dv, mean)))
+        parts = ((h, d, 0), (h // group, d, 0), (h // group, dv, mean))
+        q, k, v = ((draw(b, heads_, n, w) + more).to(dtype).transpose(1, 2) for heads_, w, more in parts)
     mixing = torch.rand((h, m, m) if heads else (m, m), generator=g, device=device)
     keep = torch.rand(b, n, generator=g, device=device) < 0.7 if mask else None
     grad = draw(b, n, h, dv).to(dtype)
@@ -43,19 +44,27 @@ def make(o: BlockOptions, sizes, dtype, *, device="cpu", layout="packed", heads=
     return (q, k, v, mixing), grad, keep
 
 
-def torch_form(o: BlockOptions, tensors, grad, mask, dtype) -> list[Tensor]:
+def angles_of(o: BlockOptions, sizes, device="cpu", per_head=False) -> tuple[Tensor, Tensor]:
+    """Rotary tables (cos, sin), [N, D / 2] or [N, H, D / 2]."""
+    (_, h, d, _), n = sizes, o.layout.n_tokens
+    g = torch.Generator(device).manual_seed(n)
+    angles = 6 * torch.rand(*((n, h) if per_head else (n,)), d // 2, generator=g, device=device)
+    return angles.cos(), angles.sin()
+
+
+def torch_form(o: BlockOptions, tensors, grad, mask, dtype, rotary=None) -> list[Tensor]:
     """o, dq, dk, dv, dmixing of the torch form in a dtype; mixing is at least float32."""
     x = [t.to(dtype) for t in tensors[:3]]
     x.append(tensors[3].to(torch.float64 if dtype == torch.float64 else torch.float32))
-    return [evaluate(*x, o, mask), *gradient(grad.to(dtype), *x, o, mask, None)]
+    return [evaluate(*x, o, mask, rotary), *gradient(grad.to(dtype), *x, o, mask, rotary)]
 
 
-def triton_form(monkeypatch, o: BlockOptions, tensors, grad, mask) -> list[Tensor]:
+def triton_form(monkeypatch, o: BlockOptions, tensors, grad, mask, rotary=None) -> list[Tensor]:
     """The same of the Triton form; every buffer starts as NaN."""
     with monkeypatch.context() as patch:
         poison(patch)
-        y, saved = fused.forward(*tensors, o, mask, save=True)
+        y, saved = fused.forward(*tensors, o, mask, rotary, save=True)
         new = torch.zeros if mask is not None else torch.empty
         outs = tuple(new(x.shape, dtype=x.dtype, device=x.device) for x in tensors[:3])
-        dm = fused.backward(grad, *tensors, o, mask, outs, saved)
+        dm = fused.backward(grad, *tensors, o, mask, rotary, outs, saved)
     return [y, *outs, dm]

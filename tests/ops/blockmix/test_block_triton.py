@@ -13,12 +13,16 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 SHARED_LIMIT = 232448  # bytes a block may use on an H100 / H200
 STACK_LIMIT = 16  # bytes; none of them spilt by Triton 3.6, 3.9 spills 8 in `sum_values`
-# feature map, normalize, B, H, grid, blocks, D: Wan2.1 at 480p, DiT-S/2 at 512, an odd width
+WAN, DIT = ("2", "12", "21,30,50", "7,3,5", "128"), ("32", "6", "32,32", "4,4", "64")
+# options, B, H, grid, blocks, D, tables: Wan2.1 at 480p, DiT-S/2 at 512, an odd width
 COMPILED = (
-    ("relu", "1", "2", "12", "21,30,50", "7,3,5", "128"),
-    ("identity", "0", "2", "12", "21,30,52", "3,5,10", "128"),
-    ("relu", "1", "32", "6", "32,32", "4,4", "64"),
-    ("relu", "1", "8", "16", "32,32", "4,4", "72"),
+    ("{}", *WAN),
+    ("{}", *WAN, "rotary"),
+    ('{"normalize": false, "feature_map": null}', "2", "12", "21,30,52", "3,5,10", "128"),
+    ("{}", *DIT),
+    ('{"order": "hla2", "feature_map": "elu1"}', *DIT),
+    ('{"order": "ahla", "normalize": false}', *WAN, "rotary"),
+    ("{}", "8", "16", "32,32", "4,4", "72"),
 )
 
 

@@ -4,113 +4,134 @@ import triton
 import triton.language as tl
 
 from ...hla.fused.loops.writes import as_row
-from ...hla.fused.maps import phi, phi_grad
-from ...hla.fused.tiles import axpy2, load_rows, load_vec, rowmul, store_rows, trans4, vecmat, zero_rows
+from ...hla.fused.maps import phi_grad
+from ...hla.fused.tiles import axpy2, load_rows, load_vec, store_rows, trans4, vecmat, zero_rows
+from .features import add_rows, angles_at, digits, features, rounded, turn
 from .geometry import at_head, box, keep_of, place, scale_of, tile
-from .tokens import NO_SPECIALIZE, load_operator, ratio_grad, times
+from .tokens import NO_SPECIALIZE, add_vector, by_operator, load_anchor, load_operator, times, total_grad
 from .vectors import columns, times_vector
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def read_out(
-    q, o, inverses, keep, anchor, mixed, mixed_vector, qs, os, GEO, N, H, BH, M, chunk, eps, NORM: tl.constexpr,
-    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    q, o, inverses, keep, anchor, shift, cos, sin, mixed, mixed_vector, qs, os, GEO, N, H, BH, M, HT, chunk, eps,
+    NORM: tl.constexpr, FMAP: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """o = phi(q) P~ of the query's block; NORM: over den = phi(q).z~ + eps, with the anchor put back: + a (1 - eps /
-    den); 1 / den [B * H, N] is kept for the backward."""
+    """o = phi(q) P~ of the query's block, phi turned; NORM: over den = phi(q).z~ + eps, which is not, with the anchor
+    put back: + a (1 - eps / den); 1 / den [B * H, N] is kept for the backward."""
     bh, block, part = place(BH, M)
     b = box(GEO, block)
-    q = at_head(q, qs, bh, H, ALIGN)
-    o = at_head(o, os, bh, H, ALIGN)
+    q = at_head(q, qs, bh, H, 1, ALIGN)
+    o = at_head(o, os, bh, H, 1, ALIGN)
     keep = keep_of(keep, bh, H, N)
+    cos = angles_at(cos, bh, H, HT, D)
+    sin = angles_at(sin, bh, H, HT, D)
     at = (block * BH + bh).to(tl.int64)
     dtype: tl.constexpr = q.dtype.element_ty
-    w, unit = load_operator(mixed + at * D * DV, dtype, D, F1, F2, DV, V1, V2)
-    w = trans4(w)
+    w, unit = load_operator(mixed + at * D * DV, dtype, 1, D, F1, F2, DV, V1, V2)
+    wt = trans4(w[0])
     if NORM:
-        z = columns(load_vec(mixed_vector + at * D, D, F1, F2), dtype, F2)
-        a = anchor + bh * DV
+        z = columns(load_vec(mixed_vector + at * D, D, F1, F2), tl.float32 if rounded(FMAP, 0) else dtype, F2, EXACT)
         inverses += bh.to(tl.int64) * N
     hi = tl.minimum((part + 1) * chunk, b[0])
     for start in range(part * chunk, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
-        fq = phi(load_rows(q, tokens, qs[1] * ALIGN, live, D, F1, F2, False), live, FMAP, D, F1, F2)
-        y = rowmul(zero_rows(BN, V1, V2), fq, w, F2, V2, PREC)
+        raw = load_rows(q, tokens, qs[1] * ALIGN, live, D, F1, F2, False)
+        f, t = features(raw, cos, sin, tokens, live, HT, FMAP, TURN, D, F1, F2)
+        y = add_rows(zero_rows(BN, V1, V2), t, wt, dtype, digits(dtype, rounded(FMAP, TURN), False), F2, V2, PREC)
         factor = unit
         if NORM:
-            inverse = 1.0 / tl.where(live, times_vector(fq, z, F2) + eps, 1.0)
+            inverse = 1.0 / tl.where(live, times_vector(f, z, F2) + eps, 1.0)
             tl.store(inverses + tokens, inverse, mask=live)
             factor = (inverse * unit)[:, None]
         y = times(y, factor, V2)
-        if NORM:
-            y = axpy2(y, (1.0 - eps * inverse)[:, None], as_row(load_vec(a, DV, V1, V2)), V2)
+        if NORM and TURN == 0:
+            y = axpy2(y, (1.0 - eps * inverse)[:, None], as_row(load_anchor(anchor, shift, bh, at, DV, V1, V2)), V2)
         store_rows(o, tokens, os[1] * ALIGN, live, y, DV, V1, V2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def query_rows(
-    q, g, dq, inverses, totals, keep, anchor, mixed, mixed_vector, qs, gs, dqs, GEO, N, H, BH, M, chunk, eps,
-    NORM: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    q, g, dq, inverses, totals, keep, anchor, shift, cos, sin, mixed, mixed_vector, qs, gs, dqs, GEO, N, H, BH, M, HT,
+    chunk, eps, NORM: tl.constexpr, FMAP: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq of the ratio, and d loss / d den [B * H, N], which the sums over queries need."""
+    """Of the ratio: d loss / d den [B * H, N], which the sums over queries need, and dq unless it is None."""
     bh, block, part = place(BH, M)
     b = box(GEO, block)
-    q = at_head(q, qs, bh, H, ALIGN)
-    g = at_head(g, gs, bh, H, ALIGN)
-    dq = at_head(dq, dqs, bh, H, ALIGN)
+    q = at_head(q, qs, bh, H, 1, ALIGN)
+    g = at_head(g, gs, bh, H, 1, ALIGN)
     keep = keep_of(keep, bh, H, N)
+    cos = angles_at(cos, bh, H, HT, D)
+    sin = angles_at(sin, bh, H, HT, D)
     dtype: tl.constexpr = q.dtype.element_ty
+    ANCHOR: tl.constexpr = TURN == 0
+    DIGITS: tl.constexpr = digits(dtype, EXACT, EXACT)
     at = (block * BH + bh).to(tl.int64)
-    w, unit = load_operator(mixed + at * D * DV, dtype, D, F1, F2, DV, V1, V2)
-    z = mixed_vector + at * D
-    a = columns(load_vec(anchor + bh * DV, DV, V1, V2), dtype, V2)
+    w, unit = load_operator(mixed + at * D * DV, dtype, DIGITS, D, F1, F2, DV, V1, V2)
+    a = anchor
+    if ANCHOR:
+        a = columns(load_anchor(anchor, shift, bh, at, DV, V1, V2), dtype, V2, EXACT)
     inverses += bh.to(tl.int64) * N
     totals += bh.to(tl.int64) * N
     hi = tl.minimum((part + 1) * chunk, b[0])
     for start in range(part * chunk, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
         tg = load_rows(g, tokens, gs[1] * ALIGN, live, DV, V1, V2, False)
-        fq = phi(load_rows(q, tokens, qs[1] * ALIGN, live, D, F1, F2, False), live, FMAP, D, F1, F2)
-        gq = times(rowmul(zero_rows(BN, F1, F2), tg, w, V2, F2, PREC), unit, F2)
+        raw = load_rows(q, tokens, qs[1] * ALIGN, live, D, F1, F2, False)
+        f, t = features(raw, cos, sin, tokens, live, HT, FMAP, TURN, D, F1, F2)
+        gt = times(by_operator(tg, w, DIGITS, V2, F1, F2, PREC), unit, F2)
         inverse = tl.load(inverses + tokens, mask=live, other=0.0)
-        gq, total = ratio_grad(fq, tg, gq, inverse, z, a, eps, D, F1, F2, V2)
+        total = total_grad(t, tg, gt, inverse, a, eps, ANCHOR, F2, V2)
         tl.store(totals + tokens, total, mask=live)
-        store_rows(dq, tokens, dqs[1] * ALIGN, live, phi_grad(fq, gq, FMAP, F2), D, F1, F2)
+        if dq is not None:
+            gq = turn(times(gt, inverse[:, None], F2), cos, sin, tokens, live, HT, True, TURN, D, F1, F2)
+            gq = add_vector(gq, total, mixed_vector + at * D, D, F1, F2)
+            to = at_head(dq, dqs, bh, H, 1, ALIGN)
+            store_rows(to, tokens, dqs[1] * ALIGN, live, phi_grad(f, gq, FMAP, F2), D, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def key_grads(
-    k, v, dk, dv, keep, scales, anchor, matrix, vector, ks, vs, dks, dvs, GEO, N, H, BH, M, chunk, scale,
-    NORM: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    k, v, dk, dv, keep, scales, anchor, cos, sin, matrix, vector, ks, vs, dks, dvs, GEO, N, H, BH, M, G, HT, chunk,
+    scale, NORM: tl.constexpr, FMAP: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dv = s phi(k) dP and dk = s (v dP' (NORM: + dz - anchor dP')) of the key's block."""
+    """dv = s phi(k) dP and dk = s (v dP' (NORM: + dz - anchor dP')) of the key's block, phi and dP turned."""
     bh, block, part = place(BH, M)
     b = box(GEO, block)
-    k = at_head(k, ks, bh, H, ALIGN)
-    v = at_head(v, vs, bh, H, ALIGN)
-    dk = at_head(dk, dks, bh, H, ALIGN)
-    dv = at_head(dv, dvs, bh, H, ALIGN)
+    k = at_head(k, ks, bh, H, G, ALIGN)
+    v = at_head(v, vs, bh, H, G, ALIGN)
+    dk = at_head(dk, dks, bh, H, 1, ALIGN)
+    dv = at_head(dv, dvs, bh, H, 1, ALIGN)
     keep = keep_of(keep, bh, H, N)
+    cos = angles_at(cos, bh, H, HT, D)
+    sin = angles_at(sin, bh, H, HT, D)
     at = (block * BH + bh).to(tl.int64)
-    w, unit = load_operator(matrix + at * D * DV, k.dtype.element_ty, D, F1, F2, DV, V1, V2)
+    dtype: tl.constexpr = k.dtype.element_ty
+    DIGITS: tl.constexpr = digits(dtype, rounded(FMAP, TURN), False)
+    w, unit = load_operator(matrix + at * D * DV, dtype, 1, D, F1, F2, DV, V1, V2)
     s = scale_of(scales, scale, bh, H)
     if NORM:
-        back = vecmat(load_vec(anchor + bh * DV, DV, V1, V2), w, V2, F2)
         row = load_vec(vector + at * D, D, F1, F2)
-        row = axpy2(row, -unit, back, F2)
+        if TURN == 0:
+            back = vecmat(load_vec(anchor + bh * DV, DV, V1, V2), w[0], V2, F2)
+            row = axpy2(row, -unit, back, F2)
     hi = tl.minimum((part + 1) * chunk, b[0])
     for start in range(part * chunk, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
         tv = load_rows(v, tokens, vs[1] * ALIGN, live, DV, V1, V2, False)
-        fk = phi(load_rows(k, tokens, ks[1] * ALIGN, live, D, F1, F2, False), live, FMAP, D, F1, F2)
-        gv = rowmul(zero_rows(BN, V1, V2), fk, trans4(w), F2, V2, PREC)
+        raw = load_rows(k, tokens, ks[1] * ALIGN, live, D, F1, F2, False)
+        f, t = features(raw, cos, sin, tokens, live, HT, FMAP, TURN, D, F1, F2)
+        gv = add_rows(zero_rows(BN, V1, V2), t, trans4(w[0]), dtype, DIGITS, F2, V2, PREC)
         gv = times(gv, s * unit, V2)
         store_rows(dv, tokens, dvs[1] * ALIGN, live, gv, DV, V1, V2)
-        gk = rowmul(zero_rows(BN, F1, F2), tv, w, V2, F2, PREC)
-        gk = times(gk, s * unit, F2)
+        gk = times(by_operator(tv, w, 1, V2, F1, F2, PREC), s * unit, F2)
+        gk = turn(gk, cos, sin, tokens, live, HT, True, TURN, D, F1, F2)
         if NORM:
             gk = axpy2(gk, s, as_row(row), F2)
-        store_rows(dk, tokens, dks[1] * ALIGN, live, phi_grad(fk, gk, FMAP, F2), D, F1, F2)
+        store_rows(dk, tokens, dks[1] * ALIGN, live, phi_grad(f, gk, FMAP, F2), D, F1, F2)

@@ -7,32 +7,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...hla.fused.spec import alignment, precisions, strides
+from ...hla.fused.launch import group_sum
+from ...hla.fused.spec import alignment, strides
 from ..options import BlockOptions
 from . import plan
 from .apply import key_grads, query_rows, read_out
-from .mixing import mix, mix_exact, mixing_grads, pad_mixing, sum_parts
+from .mixing import mix, mix_long, mixing_grads, pad_mixing, sum_parts
+from .orders.grads import key_products, query_products
+from .orders.middle import left_grads, operators, right_grads
 from .reduce import query_grads, reduce_moments, sum_values
-from .spec import Moments, Sizes, flags, geometry, moments_dtype, widths
+from .spec import Moments, Sizes, flags, geometry, moments_dtype, precision, product_precision, widths
 
 BLOCK = 1024
+Rotary = tuple[Tensor, Tensor] | None
 
 
 class Call:
     """One call's sizes and constexpr arguments, shared by its launches."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, o: BlockOptions, mask: Tensor | None):
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, o: BlockOptions, mask: Tensor | None, rotary: Rotary
+    ) -> None:
         self.q, self.k, self.v, self.mixing, self.o = q, k, v, mixing, o
         self.b, self.n, self.h, self.d = q.shape
-        self.dv = v.shape[3]
+        self.dv, self.group = v.shape[3], self.h // k.shape[2]
         self.bh, self.m = self.b * self.h, o.layout.n_blocks
-        self.geo, self.w, self.flags = geometry(o.layout), widths(self.d, self.dv), flags(o)
-        self.size = Sizes.of(o, self.n, self.d, self.dv, q.dtype)
-        self.dtype = moments_dtype(q.dtype)
-        self.prec = precisions(q.dtype)["PREC"]
+        self.geo, self.w, self.flags = geometry(o.layout), widths(self.d, self.dv), flags(o, rotary)
+        self.dtype = moments_dtype(q.dtype, o, rotary is not None)
+        self.size = Sizes.of(o, self.n, self.d, self.dv, self.dtype)
+        self.prec, self.mid = precision(q.dtype, o), product_precision(q.dtype, o)
         self.programs = self.m * self.bh
         self.keep = None if mask is None else mask.contiguous().view(torch.uint8)
         self.scale, self.scales = self.scaling(mask)
+        # float32 and contiguous, so that a row of angles is one load
+        self.angles = (None, None) if rotary is None else tuple(x.float().contiguous() for x in rotary)
+        self.ht = 1 if rotary is None or rotary[0].dim() == 2 else self.h
 
     def scaling(self, mask: Tensor | None) -> tuple[float, Tensor | None]:
         """s, and where sequences differ that of each batch, [B]."""
@@ -48,9 +57,13 @@ class Call:
 
     def moments(self, buffer: Tensor | None = None) -> Moments:
         """Room for moments, new or at the start of a buffer."""
-        if buffer is None:
-            buffer = self.buffer(self.bh * (self.size.matrix + self.size.vector))
+        buffer = self.buffer(self.bh * self.size.moments) if buffer is None else buffer
         return Moments.of(buffer, self.bh, self.size, self.dtype)
+
+    def operators(self) -> Moments:
+        """Room for the operators of a higher order, or for their gradients."""
+        size = self.size._replace(left=0)
+        return Moments.of(self.buffer(self.bh * size.moments), self.bh, size, self.dtype)
 
     def sizes(self) -> tuple:
         """GEO, N, H, B H, M."""
@@ -60,11 +73,17 @@ class Call:
         """Constexpr of a pass over tokens."""
         return {**self.flags, **self.w, "PREC": self.prec}
 
+    @property
+    def digits(self) -> int:
+        """How many numbers of the dtype of the tokens a feature is."""
+        rounded = self.flags["FMAP"] > 1 or self.flags["TURN"]
+        return (3 if self.flags["EXACT"] else 2) if rounded and self.q.dtype != torch.float32 else 1
+
 
 def anchor_of(call: Call, out: Tensor | None) -> None:
     """The mean of v of each head. Ratios of v are the anchor plus the ratio of v - anchor, which is small where v is
     alike everywhere: what is rounded is then not what cancels in dq and dk."""
-    if out is None:
+    if out is None or call.flags["TURN"]:  # turned, the weights of v are not those of the divisor
         return
     bn = 32 if call.q.dtype == torch.float32 else 64
     chunk = 1024
@@ -72,8 +91,8 @@ def anchor_of(call: Call, out: Tensor | None) -> None:
     partial = call.buffer(parts, call.bh, call.dv)
     a = alignment(call.v)
     sum_values[(call.bh * parts,)](
-        call.v, call.keep, partial, strides(call.v, a), call.n, call.h, call.bh, chunk, 1.0 / call.n, ALIGN=a,
-        **{name: call.w[name] for name in ("DV", "V1", "V2")}, BN=bn, num_warps=4, num_stages=3,
+        call.v, call.keep, partial, strides(call.v, a), call.n, call.h, call.bh, call.group, chunk, 1.0 / call.n,
+        ALIGN=a, **{name: call.w[name] for name in ("DV", "V1", "V2")}, BN=bn, num_warps=4, num_stages=3,
     )  # fmt: skip
     add(partial, out, 1, parts, call.bh * call.dv, 32)
 
@@ -85,33 +104,57 @@ def add(parts: Tensor, out: Tensor, groups: int, count: int, step: int, rows: in
     sum_parts[(-(-step // columns), groups)](parts, out, count, step, BP=rows, BE=columns, num_warps=8)
 
 
-def summed(call: Call, parts: int, launch, out: Moments) -> None:
-    """Let `launch(matrix, vector)` write moments: straight into `out`, or in float32 parts that are added."""
-    if parts == 1:
-        launch(out.matrix, out.vector)
-        return
-    matrix = call.programs * call.d * call.dv
-    partial = call.buffer(parts, matrix)
-    vector = None if out.vector is None else call.buffer(parts, call.programs * call.d)
-    launch(partial, vector)
-    add(partial, out.matrix, 1, parts, matrix, 8)
-    if vector is not None and out.vector is not None:
-        add(vector, out.vector, 1, parts, call.programs * call.d, 8)
+class Source(NamedTuple):
+    """What `sum_over` multiplies: x with features, of which `group` heads share one, and y; pair: y has features too;
+    ratio: 1 / den and d loss / d den."""
+
+    x: Tensor
+    group: int
+    y: Tensor
+    y_group: int
+    pair: bool = False
+    ratio: tuple[Tensor, Tensor] | None = None
+
+
+def sum_over(call: Call, s: Source, anchor: Tensor | None, matrix: Tensor, vector: Tensor | None, local: bool) -> None:
+    """Sums of y phi(x)' of every block, and with `vector` the sums of phi(x); `local`: times s."""
+    w = call.w if not s.pair else {**call.w, "DV": call.w["D"], "V1": call.w["F1"], "V2": call.w["F2"]}
+    ratio = s.ratio is not None
+    digits = 3 if call.flags["EXACT"] else call.digits * (1 + s.pair)
+    config = plan.reduce_config(w, call.q.dtype, vector is not None, ratio, digits)
+    parts, chunk = plan.reduce_parts(call.programs, call.o.layout.widest, config["BN"])
+    a = alignment(s.x, s.y)
+    size, flags = call.programs * w["D"] * w["DV"], {**call.token_flags(), **w, "NORM": vector is not None}
+    to, to_vector = matrix, vector
+    if parts > 1:  # float32 parts are added behind it
+        to = call.buffer(parts, size)
+        to_vector = None if vector is None else call.buffer(parts, call.programs * call.d)
+    reduce_moments[(call.programs * parts,)](
+        s.x, s.y, call.keep, call.scales if local else None, anchor, *(s.ratio or (None, None)), *call.angles, to,
+        to_vector, strides(s.x, a), strides(s.y, a), *call.sizes(), s.group, s.y_group, call.ht, chunk,
+        call.scale if local else 1.0, ALIGN=a, RATIO=ratio, PAIR=s.pair, **flags, **config,
+    )  # fmt: skip
+    added(call, to, to_vector, matrix, vector, parts, size)
+
+
+def added(
+    call: Call, to: Tensor, to_vector: Tensor | None, matrix: Tensor, vector: Tensor | None, parts: int, size: int
+) -> None:
+    """Moments from their parts."""
+    if parts > 1:
+        add(to, matrix, 1, parts, size, 8)
+        if vector is not None and to_vector is not None:
+            add(to_vector, vector, 1, parts, call.programs * call.d, 8)
 
 
 def local_moments(call: Call, anchor: Tensor | None, out: Moments) -> None:
-    """P' and z of every block."""
-    config = plan.reduce_config(call.w, call.q.dtype, call.o.normalize)
-    parts, chunk = plan.reduce_parts(call.programs, call.o.layout.widest, config["BN"])
-    a = alignment(call.k, call.v)
-
-    def launch(matrix: Tensor, vector: Tensor | None) -> None:
-        reduce_moments[(call.programs * parts,)](
-            call.k, call.v, call.keep, call.scales, anchor, None, None, matrix, vector, strides(call.k, a),
-            strides(call.v, a), *call.sizes(), chunk, call.scale, ALIGN=a, RATIO=False, **call.token_flags(), **config,
-        )  # fmt: skip
-
-    summed(call, parts, launch, out)
+    """P' and z, of order hla2 C' and the sums of phi(q), and the left factor, R' or S."""
+    q, k, v, g = call.q, call.k, call.v, call.group
+    source = Source(q, 1, v, g) if call.o.order == "hla2" else Source(k, g, v, g)
+    sum_over(call, source, anchor, out.matrix, out.vector, True)
+    if out.left is not None:
+        source = Source(k, g, k, g, True) if call.o.order == "hla2" else Source(k, g, q, 1, True)
+        sum_over(call, source, None, out.left, None, True)
 
 
 def mixed(call: Call, x: Moments, out: Moments, turned: bool) -> None:
@@ -119,9 +162,7 @@ def mixed(call: Call, x: Moments, out: Moments, turned: bool) -> None:
     mixing, per_head = call.mixing, call.mixing.dim() == 3
     heads = call.h if per_head else 1
     ms = (mixing.stride(0) if per_head else 0, *mixing.stride()[-2:])
-    for part, to, columns in ((x.matrix, out.matrix, call.d * call.dv), (x.vector, out.vector, call.d)):
-        if part is None or to is None:
-            continue
+    for (part, columns), (to, _) in zip(x.columns(call.d, call.dv), out.columns(call.d, call.dv), strict=True):
         config, mp = plan.mix_config(call.m, part.dtype), plan.padded(call.m)
         padded = call.buffer(heads, 2, mp, mp, dtype=part.dtype)
         pad_mixing[(heads, -(-mp * mp // BLOCK))](
@@ -130,8 +171,8 @@ def mixed(call: Call, x: Moments, out: Moments, turned: bool) -> None:
         tiles = -(-call.m // config["BM"])
         common = {"C": columns, "TILES": tiles, "PER_HEAD": per_head, "MP": mp, **config}
         args = (padded, part, to, call.bh, call.h, call.m)
-        if part.dtype == torch.float32:
-            mix_exact[(tiles * call.bh * -(-columns // config["BC"]),)](*args, PREC="tf32x3", **common)
+        if "BK" in config:
+            mix_long[(tiles * call.bh * -(-columns // config["BC"]),)](*args, PREC="tf32x3", **common)
         else:
             parts, chunk = plan.mix_parts(call.bh, tiles, columns, config["BC"])
             mix[(tiles * call.bh * parts,)](*args, chunk, STAGES=config["num_stages"], **common)
@@ -149,7 +190,7 @@ class Saved(NamedTuple):
     @classmethod
     def of(cls, call: Call, buffer: Tensor) -> Saved:
         """The parts of a buffer of `saved_floats`."""
-        one = call.bh * (call.size.matrix + call.size.vector)
+        one = call.bh * call.size.moments
         local, mixed = call.moments(buffer), call.moments(buffer[one:])
         if not call.o.normalize:
             return cls(local, mixed, None, None)
@@ -158,99 +199,190 @@ class Saved(NamedTuple):
 
 
 def forward_call(call: Call, out: Tensor, buffer: Tensor) -> None:
-    """anchor -> reduce -> mix -> read; the buffer keeps what the backward reads."""
+    """anchor -> reduce -> mix -> (multiply) -> read; the buffer keeps what the backward reads."""
     saved = Saved.of(call, buffer)
     anchor_of(call, saved.anchor)
     local_moments(call, saved.anchor, saved.local)
     mixed(call, saved.local, saved.mixed, False)
-    read_call(call, out, saved)
+    read_call(call, out, operator_of(call, saved.mixed), saved)
 
 
-def read_call(call: Call, out: Tensor, saved: Saved) -> None:
-    """o from the mixed moments."""
-    _, y, anchor, inverses = saved
-    config = plan.apply_config(call.w, call.q.dtype)
+class Operator(NamedTuple):
+    """What each block of queries reads, matrix and vector as in `Moments`, and of a ratio of a higher order what it
+    was shifted by, [M, B * H, V]."""
+
+    matrix: Tensor
+    vector: Tensor | None
+    shift: Tensor | None = None
+
+
+def operator_of(call: Call, x: Moments) -> Operator:
+    """The mixed moment, or the product of two."""
+    if x.left is None:
+        return Operator(x.matrix, x.vector)
+    room = call.operators()
+    shift = None if room.vector is None else call.buffer(call.programs * call.dv)
+    out = Operator(room.matrix, room.vector, shift)
+    grid, common = plan.product_grid(call.w["DV"], call.programs, call.q.dtype)
+    operators[grid](x.matrix, x.vector, x.left, *out, **call.w, PREC=call.mid, **common)
+    return out
+
+
+def read_call(call: Call, out: Tensor, y: Operator, saved: Saved) -> None:
+    """o from the operators."""
+    config = plan.apply_config(call.w, call.q.dtype, call.digits)
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
     a = alignment(call.q, out)
     read_out[(call.programs * parts,)](
-        call.q, out, inverses, call.keep, anchor, y.matrix, y.vector, strides(call.q, a), strides(out, a),
-        *call.sizes(), chunk, call.o.eps, ALIGN=a, **call.token_flags(), **config,
+        call.q, out, saved.inverses, call.keep, saved.anchor, y.shift, *call.angles, y.matrix, y.vector,
+        strides(call.q, a), strides(out, a), *call.sizes(), call.ht, chunk, call.o.eps, ALIGN=a, **call.token_flags(),
+        **config,
     )  # fmt: skip
 
 
-def backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], buffer: Tensor) -> Tensor:
-    """dq with the gradients of mixed moments -> mix with m' -> dk, dv; returns d mixing."""
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+def backward_call(call: Call, g: Tensor, outs: Grads, buffer: Tensor) -> Tensor:
+    """Gradients of the operators (with dq in first order) -> of mixed moments -> mix with m' -> those of tokens;
+    returns d mixing."""
     saved = Saved.of(call, buffer)
+    room = outs if call.group == 1 else (outs[0], *head_grads(call))
     dy, dx = call.moments(), call.moments()
-    query_call(call, g, outs[0], saved, dy)
-    mixed(call, dy, dx, True)
-    key_call(call, outs, dx, saved.anchor)
+    if call.o.order == "la":
+        query_call(call, g, room[0], operator_of(call, saved.mixed), saved, dy)
+        mixed(call, dy, dx, True)
+        key_call(call, room, dx, saved.anchor)
+    else:
+        operator, d_operator = operator_of(call, saved.mixed), call.operators()
+        totals = query_call(call, g, None, operator, saved, d_operator)
+        factor_grads(call, saved.mixed, operator.shift, d_operator, dy)
+        mixed(call, dy, dx, True)
+        product_call(call, g, room, operator, dx, saved, totals)
+    if call.group > 1:
+        for part, out in zip(room[1:], outs[1:], strict=True):
+            group_sum(part, out, call.group)
     return mixing_call(call, dy, saved.local)
 
 
-def query_call(call: Call, g: Tensor, dq: Tensor, saved: Saved, dy: Moments) -> None:
-    """dq and the gradients of the mixed moments, in one pass over the tokens or two."""
-    if plan.one_pass(call.w, call.o.normalize, call.q.dtype):
-        query_both_call(call, g, dq, saved, dy)
-        return
-    _, y, anchor, inverses = saved
-    totals = call.buffer(call.bh, call.n)
-    config = plan.apply_config(call.w, call.q.dtype)
+def head_grads(call: Call) -> tuple[Tensor, Tensor]:
+    """Room for the gradients that each query head has of its k and v; padded tokens are not written."""
+    new = torch.empty if call.keep is None else torch.zeros
+    k, v = (new((call.b, call.n, call.h, w), dtype=torch.float32, device=call.q.device) for w in (call.d, call.dv))
+    return k, v
+
+
+def query_call(call: Call, g: Tensor, dq: Tensor | None, y: Operator, saved: Saved, dy: Moments) -> Tensor | None:
+    """The gradients of the operators y and, unless it is None, dq, in one pass over the tokens or two; returns
+    d loss / d den, if it was written."""
+    if dq is not None and plan.one_pass(call.w, call.o.normalize, call.q.dtype, call.digits):
+        query_both_call(call, g, dq, y, saved, dy)
+        return None
+    ratio, totals = None, None
+    if call.o.normalize:
+        assert saved.inverses is not None
+        totals = call.buffer(call.bh, call.n)
+        ratio = (saved.inverses, totals)
+        totals_call(call, g, dq, y, saved, totals)
+    sum_over(call, Source(call.q, 1, g, 1, ratio=ratio), None, dy.matrix, dy.vector, False)
+    return totals
+
+
+def totals_call(call: Call, g: Tensor, dq: Tensor | None, y: Operator, saved: Saved, totals: Tensor) -> None:
+    """d loss / d den of the ratio, and dq unless it is None."""
+    config = plan.apply_config(call.w, call.q.dtype, call.digits)
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
-    a = alignment(call.q, g, dq)
+    rows = [call.q, g] if dq is None else [call.q, g, dq]
+    a = alignment(*rows)
     query_rows[(call.programs * parts,)](
-        call.q, g, dq, inverses, totals, call.keep, anchor, y.matrix, y.vector, strides(call.q, a), strides(g, a),
-        strides(dq, a), *call.sizes(), chunk, call.o.eps, ALIGN=a, **call.token_flags(), **config,
+        call.q, g, dq, saved.inverses, totals, call.keep, saved.anchor, y.shift, *call.angles, y.matrix,
+        y.vector, strides(call.q, a), strides(g, a), strides(rows[-1], a), *call.sizes(), call.ht, chunk, call.o.eps,
+        ALIGN=a, **call.token_flags(), **config,
     )  # fmt: skip
-    config = plan.reduce_config(call.w, call.q.dtype, call.o.normalize, ratio=True)
-    parts, chunk = plan.reduce_parts(call.programs, call.o.layout.widest, config["BN"])
-
-    def launch(matrix: Tensor, vector: Tensor | None) -> None:
-        reduce_moments[(call.programs * parts,)](
-            call.q, g, call.keep, None, None, inverses, totals, matrix, vector, strides(call.q, a), strides(g, a),
-            *call.sizes(), chunk, 1.0, ALIGN=a, RATIO=True, **call.token_flags(), **config,
-        )  # fmt: skip
-
-    summed(call, parts, launch, dy)
 
 
-def query_both_call(call: Call, g: Tensor, dq: Tensor, saved: Saved, dy: Moments) -> None:
+def query_both_call(call: Call, g: Tensor, dq: Tensor, y: Operator, saved: Saved, dy: Moments) -> None:
     """dq and the gradients of the mixed moments in one pass."""
-    _, y, anchor, inverses = saved
-    config = plan.query_config(call.w, call.q.dtype, call.o.normalize)
+    config = plan.query_config(call.w, call.q.dtype, call.o.normalize, call.digits)
     parts, chunk = plan.reduce_parts(call.programs, call.o.layout.widest, config["BN"])
     a = alignment(call.q, g, dq)
+    size, to, to_vector = call.programs * call.d * call.dv, dy.matrix, dy.vector
+    if parts > 1:
+        to = call.buffer(parts, size)
+        to_vector = None if dy.vector is None else call.buffer(parts, call.programs * call.d)
+    query_grads[(call.programs * parts,)](
+        call.q, g, dq, saved.inverses, call.keep, saved.anchor, *call.angles, y.matrix, y.vector, to, to_vector,
+        strides(call.q, a), strides(g, a), strides(dq, a), *call.sizes(), call.ht, chunk, call.o.eps, ALIGN=a,
+        **call.token_flags(), **config,
+    )  # fmt: skip
+    added(call, to, to_vector, dy.matrix, dy.vector, parts, size)
 
-    def launch(matrix: Tensor, vector: Tensor | None) -> None:
-        query_grads[(call.programs * parts,)](
-            call.q, g, dq, inverses, call.keep, anchor, y.matrix, y.vector, matrix, vector, strides(call.q, a),
-            strides(g, a), strides(dq, a), *call.sizes(), chunk, call.o.eps, ALIGN=a, **call.token_flags(), **config,
-        )  # fmt: skip
 
-    summed(call, parts, launch, dy)
-
-
-def key_call(call: Call, outs: tuple[Tensor, Tensor, Tensor], dx: Moments, anchor: Tensor | None) -> None:
-    """dk and dv from the gradients of the local moments."""
-    config = plan.apply_config(call.w, call.q.dtype)
+def key_call(call: Call, outs: Grads, dx: Moments, anchor: Tensor | None) -> None:
+    """dk and dv of first order from the gradients of the local moments."""
+    config = plan.apply_config(call.w, call.q.dtype, call.digits)
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
     a = alignment(call.k, call.v, *outs[1:])
     key_grads[(call.programs * parts,)](
-        call.k, call.v, *outs[1:], call.keep, call.scales, anchor, dx.matrix, dx.vector, strides(call.k, a),
-        strides(call.v, a), strides(outs[1], a), strides(outs[2], a), *call.sizes(), chunk, call.scale, ALIGN=a,
-        **call.token_flags(), **config,
+        call.k, call.v, *outs[1:], call.keep, call.scales, anchor, *call.angles, dx.matrix, dx.vector,
+        strides(call.k, a), strides(call.v, a), strides(outs[1], a), strides(outs[2], a), *call.sizes(), call.group,
+        call.ht, chunk, call.scale, ALIGN=a, **call.token_flags(), **config,
     )  # fmt: skip
 
 
+def factor_grads(call: Call, x: Moments, shift: Tensor | None, d_operator: Moments, dy: Moments) -> None:
+    """The gradients of the mixed factors of each operator from its own."""
+    for kernel, height, outs in (
+        (right_grads, call.w["DV"], (dy.matrix, dy.vector)), (left_grads, call.w["D"], (dy.left,)),
+    ):  # fmt: skip
+        grid, common = plan.product_grid(height, call.programs, call.q.dtype)
+        kernel[grid](
+            x.matrix,
+            x.vector,
+            x.left,
+            d_operator.matrix,
+            d_operator.vector,
+            shift,
+            *outs,
+            **call.w,
+            PREC=call.mid,
+            **common,
+        )
+
+
+def product_call(
+    call: Call, g: Tensor, outs: Grads, y: Operator, dx: Moments, saved: Saved, totals: Tensor | None
+) -> None:
+    """dq, then dk and dv of a higher order: what the read-out and the gradients of the local moments give."""
+    q, k, v, hla2 = call.q, call.k, call.v, call.o.order == "hla2"
+    config = plan.apply_config(call.w, call.q.dtype, call.digits, 2)
+    parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
+    ratio, grid, flags = (saved.inverses, totals), (call.programs * parts,), {**call.token_flags(), **config}
+    other = v if hla2 else k
+    a = alignment(q, g, other, outs[0])
+    query_products[grid](
+        q, g, other, outs[0], *ratio, call.keep, call.scales, saved.anchor, *call.angles, y.matrix, y.vector,
+        dx.matrix, dx.vector, dx.left, *(strides(x, a) for x in (q, g, other, outs[0])), *call.sizes(), call.group,
+        call.ht, chunk, call.scale, HLA2=hla2, ALIGN=a, **flags,
+    )  # fmt: skip
+    a = alignment(q, k, v, *outs[1:])
+    for part in plan.key_passes(call.w, call.digits):
+        key_products[grid](
+            q, k, v, *outs[1:], call.keep, call.scales, saved.anchor, *call.angles, dx.matrix, dx.vector, dx.left,
+            *(strides(x, a) for x in (q, k, v, *outs[1:])), *call.sizes(), call.group, call.ht, chunk, call.scale,
+            PART=part, HLA2=hla2, ALIGN=a, **flags,
+        )  # fmt: skip
+
+
 def mixing_call(call: Call, dy: Moments, x: Moments) -> Tensor:
-    """d mixing_ib = <dP~_i, P_b> + <dz~_i, z_b>."""
+    """d mixing_ib = <dX~_i, X_b> summed over the moments."""
     works = []
-    for one, other, columns in ((dy.matrix, x.matrix, call.d * call.dv), (dy.vector, x.vector, call.d)):
-        if one is not None:
-            config = plan.grads_config(call.m, one.dtype)
-            tiles = -(-call.m // config["BM"])
-            cut = plan.column_parts(call.bh, tiles**2, columns, config["BC"])
-            works.append((one, other, columns, config, tiles, *cut))
+    both = zip(dy.columns(call.d, call.dv), x.columns(call.d, call.dv), strict=True)
+    for (one, columns), (other, _) in both:
+        config = plan.grads_config(call.m, one.dtype)
+        tiles = -(-call.m // config["BM"])
+        cut = plan.column_parts(call.bh, tiles**2, columns, config["BC"])
+        works.append((one, other, columns, config, tiles, *cut))
     step, first = sum(work[5] for work in works), 0
     partial = call.buffer(call.bh * step, call.m, call.m)
     for one, other, columns, config, tiles, parts, chunk in works:

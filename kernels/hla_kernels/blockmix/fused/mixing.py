@@ -77,11 +77,11 @@ def mix(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def mix_exact(
+def mix_long(
     m, x, out, BH, H, M, C: tl.constexpr, TILES: tl.constexpr, PER_HEAD: tl.constexpr, MP: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """`mix` of float32 moments, one tile of columns a program."""
+    """`mix` of float32 moments, or of more blocks than `mix` holds: one tile of columns a program, m goes by too."""
     pid = tl.program_id(0)
     row = pid % TILES
     bh = (pid // TILES) % BH
@@ -95,9 +95,21 @@ def mix_exact(
     for start in range(0, M, BK):
         b = start + tl.arange(0, BK)
         tx = tl.load(x + b[:, None] * step, mask=(b < M)[:, None] & (c < C)[None, :], other=0.0)
-        acc = tl.dot(tl.load(m + i[:, None] * MP + b[None, :]), tx, acc, input_precision=PREC)
+        at = m + i[:, None] * MP + b[None, :]
+        if x.dtype.element_ty == tl.float32:
+            acc = add_tile(acc, tl.load(at), tx, PREC)
+        else:
+            acc = tl.dot(tl.load(at), tx, acc)
+            acc = tl.dot(tl.load(at + MP * MP), tx, acc)
     to = out + bh.to(tl.int64) * C + i[:, None] * step + c[None, :]
-    tl.store(to, acc, mask=(i < M)[:, None] & (c < C)[None, :])
+    tl.store(to, acc.to(out.dtype.element_ty), mask=(i < M)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def add_tile(acc, a, b, PREC: tl.constexpr):
+    """acc + a b: tensor cores, which cut off what they add to, only add up the tile."""
+    # a number that is not 0 keeps the sum from being folded into the product; it has no other meaning here
+    return acc + tl.dot(a, b, input_precision=PREC, max_num_imprecise_acc=16)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -123,7 +135,7 @@ def mixing_grads(
         inside = (c < C)[None, :]
         ta = tl.load(dx + c[None, :], mask=inside & (i < M)[:, None], other=0.0)
         tb = tl.load(x + c[None, :], mask=inside & (j < M)[:, None], other=0.0)
-        acc = tl.dot(ta, tl.trans(tb), acc, input_precision=PREC)
+        acc = add_tile(acc, ta, tl.trans(tb), PREC)
     to = out + (((bh % H) * B + bh // H).to(tl.int64) * step + first + part) * M * M
     tl.store(to + i[:, None] * M + j[None, :], acc, mask=(i < M)[:, None] & (j < M)[None, :])
 

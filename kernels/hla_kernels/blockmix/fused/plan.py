@@ -18,9 +18,12 @@ def wide(w: dict[str, int]) -> int:
     return max(w["F1"] + w["F2"], w["V1"] + w["V2"])
 
 
-def reduce_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, ratio: bool = False) -> Config:
-    """Tiles of `reduce_moments`; ROWS of a tile are what the warps hold at once, 16 bytes a thread."""
-    if ratio and dtype != torch.float32:
+def reduce_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, ratio: bool, digits: int) -> Config:
+    """Tiles of `reduce_moments`; ROWS of a tile are what the warps hold at once, 16 bytes a thread. digits: those of
+    features, of both operands."""
+    if digits > 2:
+        config = {"BN": 32, "num_warps": 8, "num_stages": 2}
+    elif (ratio or digits > 1) and dtype != torch.float32:
         config = {"BN": 32, "num_warps": 4 if wide(w) in (64, 128) else 8, "num_stages": 3}
     elif dtype == torch.float32:
         config = {"BN": 32, "num_warps": 8, "num_stages": 2}
@@ -34,25 +37,32 @@ def reduce_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, ratio:
     return {**config, "ROWS": max(1, min(rows, config["BN"]))}
 
 
-def one_pass(w: dict[str, int], normalize: bool, dtype: torch.dtype) -> bool:
+def one_pass(w: dict[str, int], normalize: bool, dtype: torch.dtype, digits: int) -> bool:
     """Whether dq and the gradients of the mixed moments fit in the registers of one pass."""
-    return not normalize or (wide(w) <= 64 and dtype != torch.float32)
+    return not normalize or (wide(w) <= 64 and dtype != torch.float32 and digits == 1)
 
 
-def query_config(w: dict[str, int], dtype: torch.dtype, normalize: bool) -> Config:
+def query_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, digits: int) -> Config:
     """Tiles of `query_grads`."""
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 1}
     if wide(w) > 80:
-        return {"BN": 64, "num_warps": 8, "num_stages": 3}
+        return {"BN": 32 if digits > 1 else 64, "num_warps": 8, "num_stages": 2 if digits > 1 else 3}
     return {"BN": 64, "num_warps": 4, "num_stages": 1 if normalize else 2}
 
 
-def apply_config(w: dict[str, int], dtype: torch.dtype) -> Config:
-    """Tiles of `read_out` and `key_grads`."""
+def apply_config(w: dict[str, int], dtype: torch.dtype, digits: int, products: int = 1) -> Config:
+    """Tiles of the passes that write rows; products: matrices that a token is multiplied by."""
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 1}
+    if wide(w) > 64 and (digits > 1 or products > 1):
+        return {"BN": 64, "num_warps": 8, "num_stages": 2 if products == 1 else 1}
     return {"BN": 64, "num_warps": 4, "num_stages": 2}
+
+
+def key_passes(w: dict[str, int], digits: int) -> tuple[int, ...]:
+    """PARTs of `key_products`: dv and dk in one pass, or one after the other where their operands do not fit."""
+    return (1, 2) if wide(w) > 64 and digits > 1 else (0,)
 
 
 def padded(m: int) -> int:
@@ -71,10 +81,16 @@ def mix_config(m: int, dtype: torch.dtype) -> Config:
     """Tiles of `mix`."""
     k1, k2 = split_width(m)
     rows = mix_rows(m, dtype)
-    if dtype == torch.float32:
+    if dtype == torch.float32 or m > 256:
         return {"BM": rows, "BK": min(rows, 32), "BC": 32, "num_warps": 4, "num_stages": 2}
     columns = 64 if m > 128 else 128
     return {"BM": rows, "K1": k1, "K2": k2, "BC": columns, "num_warps": 8 if rows > 64 else 4, "num_stages": 3}
+
+
+def product_grid(rows: int, programs: int, dtype: torch.dtype) -> tuple[tuple[int], Config]:
+    """(Grid, tiles) of the products of moments, cut into blocks of their rows."""
+    br = min(64, max(16, 1 << (rows - 1).bit_length()))
+    return (programs * -(-rows // br),), {"BR": br, "num_warps": 4, "num_stages": 1}
 
 
 def mix_parts(heads: int, tiles: int, columns: int, bc: int) -> tuple[int, int]:

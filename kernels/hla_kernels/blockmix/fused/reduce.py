@@ -8,37 +8,35 @@ import triton
 import triton.language as tl
 
 from ...hla.fused.loops.sums import add_sum, begin_sum, end_sum
-from ...hla.fused.maps import phi, phi_grad
+from ...hla.fused.maps import phi_grad
 from ...hla.fused.tiles import (
     axpy2,
     load_rows,
     load_vec,
-    outer4,
     outer4_begin,
     outer4_end,
     rank1,
-    rowmul,
     scale4,
     store4,
     store_rows,
     store_vec,
-    zero_rows,
     zeros2,
 )
+from .features import add_outer, angles_at, cast2, digits, features, rest, rounded, turn
 from .geometry import at_head, box, keep_of, place, scale_of, tile
-from .tokens import NO_SPECIALIZE, load_operator, low_digits, ratio_grad, times
+from .tokens import NO_SPECIALIZE, add_vector, by_operator, load_operator, times, total_grad
 from .vectors import add_weighted, begin_weighted, columns, end_weighted
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def sum_values(
-    v, keep, out, vs, N, H, BH, chunk, scale, ALIGN: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
+    v, keep, out, vs, N, H, BH, G, chunk, scale, ALIGN: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
     V2: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """scale times the sum of v over a run of tokens -> out [parts, B * H, V]."""
     bh = tl.program_id(0) % BH
     part = tl.program_id(0) // BH
-    v = at_head(v, vs, bh, H, ALIGN)
+    v = at_head(v, vs, bh, H, G, ALIGN)
     keep = keep_of(keep, bh, H, N)
     s = begin_sum(16, BN, V1, V2, True)
     for start in range(part * chunk, tl.minimum((part + 1) * chunk, N), BN):
@@ -53,23 +51,27 @@ def sum_values(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def reduce_moments(
-    k, v, keep, scales, anchor, inverses, totals, matrix, vector, ks, vs, GEO, N, H, BH, M, chunk, scale,
-    NORM: tl.constexpr, RATIO: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
-    ROWS: tl.constexpr, PREC: tl.constexpr,
+    k, v, keep, scales, anchor, inverses, totals, cos, sin, matrix, vector, ks, vs, GEO, N, H, BH, M, G, GV, HT, chunk,
+    scale, NORM: tl.constexpr, RATIO: tl.constexpr, PAIR: tl.constexpr, FMAP: tl.constexpr, TURN: tl.constexpr,
+    EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """P' = s Sum v phi(k)' [parts, M, B * H, V, F] of each block; NORM: of v - anchor, and z = s Sum phi(k).
+    """P' = s Sum v phi(k)' [parts, M, B * H, V, F] of each block, phi turned; NORM: of v - anchor (unless turned), and
+    z = s Sum phi(k), which is not. G heads share k, GV share v. PAIR: of phi(v), also turned.
 
     RATIO: the gradients of the mixed moments, of q and do in the places of k and v: Sum do phi(q)' / den, to twice the
     digits of the quotient, and Sum phi(q) total.
     """
     bh, block, part = place(BH, M)
     b = box(GEO, block)
-    k = at_head(k, ks, bh, H, ALIGN)
-    v = at_head(v, vs, bh, H, ALIGN)
+    k = at_head(k, ks, bh, H, G, ALIGN)
+    v = at_head(v, vs, bh, H, GV, ALIGN)
     keep = keep_of(keep, bh, H, N)
+    cos = angles_at(cos, bh, H, HT, D)
+    sin = angles_at(sin, bh, H, HT, D)
     kn, vn = ks[1] * ALIGN, vs[1] * ALIGN
     dtype: tl.constexpr = k.dtype.element_ty
+    DIGITS: tl.constexpr = digits(dtype, RATIO or rounded(FMAP, TURN), EXACT)
     acc = outer4_begin(V1, V2, F1, F2, False, False)
     z = begin_sum(ROWS, BN, F1, F2, NORM)
     if RATIO:
@@ -79,24 +81,31 @@ def reduce_moments(
     for start in range(part * chunk, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
         tv = load_rows(v, tokens, vn, live, DV, V1, V2, False)
-        fk = phi(load_rows(k, tokens, kn, live, D, F1, F2, False), live, FMAP, D, F1, F2)
+        raw = load_rows(k, tokens, kn, live, D, F1, F2, False)
+        f, t = features(raw, cos, sin, tokens, live, HT, FMAP, TURN, D, F1, F2)
         if RATIO:
             total = tl.load(totals + tokens, mask=live, other=0.0)
-            z = add_sum(z, times(fk, total[:, None], F2), F2)
-            over = times(fk, tl.load(inverses + tokens, mask=live, other=0.0)[:, None], F2)
-            fk = (over[0].to(dtype), over[1].to(dtype))
-            if dtype != tl.float32:
-                acc = outer4(acc, tv, low_digits(over, fk, dtype, F2), live, V2, F2, False, PREC)
+            z = add_sum(z, times(f, total[:, None], F2), F2)
+            t = times(t, tl.load(inverses + tokens, mask=live, other=0.0)[:, None], F2)
         elif NORM:
-            z = add_sum(z, fk, F2)
-        acc = outer4(acc, tv, fk, live, V2, F2, False, PREC)
+            z = add_sum(z, f, F2)
+        if PAIR:
+            _, wide = features(tv, cos, sin, tokens, live, HT, FMAP, TURN, DV, V1, V2)
+            tv = cast2(wide, dtype, V2)
+            if DIGITS > 1:
+                low = rest(wide, tv, V2)
+                tl2 = cast2(low, dtype, V2)
+                if DIGITS > 2:
+                    acc = add_outer(acc, cast2(rest(low, tl2, V2), dtype, V2), t, live, dtype, 1, V2, F2, PREC)
+                acc = add_outer(acc, tl2, t, live, dtype, DIGITS - 1, V2, F2, PREC)
+        acc = add_outer(acc, tv, t, live, dtype, DIGITS, V2, F2, PREC)
     s = scale_of(scales, scale, bh, H)
     p = scale4(outer4_end(acc, V2), s)
     pid = tl.program_id(0).to(tl.int64)
     if NORM:
         total = axpy2(zeros2(F1, F2), s, end_sum(z, F1, F2, True), F2)
         store_vec(vector + pid * D, total, D, F1, F2)
-    if NORM and not RATIO:
+    if NORM and not RATIO and TURN == 0:
         minus = axpy2(zeros2(V1, V2), -1.0, load_vec(anchor + bh * DV, DV, V1, V2), V2)
         p = rank1(p, minus, total, V2, F2)
     store4(matrix + pid * D * DV, p, DV, V1, V2, D, F1, F2, D, 1)
@@ -104,45 +113,53 @@ def reduce_moments(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def query_grads(
-    q, g, dq, inverses, keep, anchor, mixed, mixed_vector, matrix, vector, qs, gs, dqs, GEO, N, H, BH, M, chunk, eps,
-    NORM: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    q, g, dq, inverses, keep, anchor, cos, sin, mixed, mixed_vector, matrix, vector, qs, gs, dqs, GEO, N, H, BH,
+    M, HT, chunk, eps, NORM: tl.constexpr, FMAP: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
+    V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq, and the gradients of the mixed moments: dP~' = Sum do phi(q)' (of the ratio: do phi(q)' / den, to twice the
     digits of the quotient), dz~."""
     bh, block, part = place(BH, M)
     b = box(GEO, block)
-    q = at_head(q, qs, bh, H, ALIGN)
-    g = at_head(g, gs, bh, H, ALIGN)
-    dq = at_head(dq, dqs, bh, H, ALIGN)
+    q = at_head(q, qs, bh, H, 1, ALIGN)
+    g = at_head(g, gs, bh, H, 1, ALIGN)
+    dq = at_head(dq, dqs, bh, H, 1, ALIGN)
     keep = keep_of(keep, bh, H, N)
+    cos = angles_at(cos, bh, H, HT, D)
+    sin = angles_at(sin, bh, H, HT, D)
     qn, gn, dqn = qs[1] * ALIGN, gs[1] * ALIGN, dqs[1] * ALIGN
     dtype: tl.constexpr = q.dtype.element_ty
+    ftype: tl.constexpr = tl.float32 if rounded(FMAP, 0) else dtype
+    DIGITS: tl.constexpr = digits(dtype, NORM or rounded(FMAP, TURN), EXACT)
     at = (block * BH + bh).to(tl.int64)
-    w, unit = load_operator(mixed + at * D * DV, dtype, D, F1, F2, DV, V1, V2)
+    OF_P: tl.constexpr = digits(dtype, NORM and EXACT, EXACT)
+    w, unit = load_operator(mixed + at * D * DV, dtype, OF_P, D, F1, F2, DV, V1, V2)
+    a = anchor
+    if NORM and TURN == 0:
+        a = columns(load_vec(anchor + bh * DV, DV, V1, V2), dtype, V2, EXACT)
     if NORM:
-        z = mixed_vector + at * D
-        a = columns(load_vec(anchor + bh * DV, DV, V1, V2), dtype, V2)
         inverses += bh.to(tl.int64) * N
     acc = outer4_begin(V1, V2, F1, F2, False, False)
-    dz = begin_weighted(dtype, BN, F1, F2, NORM)
+    dz = begin_weighted(ftype, BN, F1, F2, NORM)
     hi = tl.minimum((part + 1) * chunk, b[0])
     for start in range(part * chunk, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
         tg = load_rows(g, tokens, gn, live, DV, V1, V2, False)
-        fq = phi(load_rows(q, tokens, qn, live, D, F1, F2, False), live, FMAP, D, F1, F2)
-        gq = times(rowmul(zero_rows(BN, F1, F2), tg, w, V2, F2, PREC), unit, F2)
+        raw = load_rows(q, tokens, qn, live, D, F1, F2, False)
+        f, t = features(raw, cos, sin, tokens, live, HT, FMAP, TURN, D, F1, F2)
+        gt = times(by_operator(tg, w, OF_P, V2, F1, F2, PREC), unit, F2)
         if NORM:
             inverse = tl.load(inverses + tokens, mask=live, other=0.0)
-            gq, total = ratio_grad(fq, tg, gq, inverse, z, a, eps, D, F1, F2, V2)
-        store_rows(dq, tokens, dqn, live, phi_grad(fq, gq, FMAP, F2), D, F1, F2)
+            total = total_grad(t, tg, gt, inverse, a, eps, TURN == 0, F2, V2)
+            dz = add_weighted(dz, f, total, F2, EXACT)
+            gt = times(gt, inverse[:, None], F2)
+            t = times(t, inverse[:, None], F2)
+        gq = turn(gt, cos, sin, tokens, live, HT, True, TURN, D, F1, F2)
         if NORM:
-            dz = add_weighted(dz, fq, total, F2)
-            over = times(fq, inverse[:, None], F2)
-            fq = (over[0].to(dtype), over[1].to(dtype))
-            if dtype != tl.float32:
-                acc = outer4(acc, tg, low_digits(over, fq, dtype, F2), live, V2, F2, False, PREC)
-        acc = outer4(acc, tg, fq, live, V2, F2, False, PREC)
+            gq = add_vector(gq, total, mixed_vector + at * D, D, F1, F2)
+        store_rows(dq, tokens, dqn, live, phi_grad(f, gq, FMAP, F2), D, F1, F2)
+        acc = add_outer(acc, tg, t, live, dtype, DIGITS, V2, F2, PREC)
     pid = tl.program_id(0).to(tl.int64)
     store4(matrix + pid * D * DV, outer4_end(acc, V2), DV, V1, V2, D, F1, F2, D, 1)
     if NORM:

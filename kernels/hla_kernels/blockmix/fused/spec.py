@@ -7,30 +7,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...hla.fused.spec import FEATURE_MAPS, MAX_D, MIN_D, split_width
+from ...hla.fused.spec import DTYPES, FEATURE_MAPS, MAX_D, MIN_D, split_width
 from ..layout import Layout
 from ..options import BlockOptions
 
-MAPS = (None, "identity", "relu")
+MAPS = (None, "identity", "relu", "elu1")
 INEXACT = "the errors of its Triton form are not within twice those of the torch form"
-MAX_BLOCKS = 256
+MAX_BLOCKS = 1024
 MAX_TOKENS = 2**20  # of a block: places in it are divided in float32
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, o: BlockOptions, rotary: object) -> str | None:
     """The reason why the Triton form cannot run this call, or None."""
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype {q.dtype}: {INEXACT}"
-    if o.order != "la":
-        return f"order {o.order!r} has no Triton form yet"
+    if q.dtype not in DTYPES:
+        return f"there is no Triton form in {q.dtype}"
     if o.causal:
         return "causal calls have no Triton form"
-    if rotary is not None:
-        return "rotary tables have no Triton form yet"
+    if rotary is not None and o.normalize and o.order != "la":
+        return f"rotary tables with a ratio of order {o.order!r} have no Triton form: it has moments of its own"
+    if rotary is not None and o.rotary_half and q.shape[3] & (q.shape[3] - 1):
+        return f"rotary_half with D = {q.shape[3]}, which is no power of two, has no Triton form"
     if o.feature_map not in MAPS:
         return f"feature_map {o.feature_map!r}: {INEXACT}"
-    if k.shape[2] != q.shape[2]:
-        return "several query heads share a key head"
     if len(o.layout.grid) > 3:
         return f"a grid of {len(o.layout.grid)} axes"
     if o.layout.n_blocks > MAX_BLOCKS:
@@ -58,48 +56,78 @@ def widths(d: int, dv: int) -> dict[str, int]:
     return {"D": d, "F1": f1, "F2": f2, "DV": dv, "V1": v1, "V2": v2}
 
 
-def flags(o: BlockOptions) -> dict[str, int]:
+def flags(o: BlockOptions, rotary: object) -> dict[str, int]:
     """The constexpr flags of the passes over tokens."""
-    return {"NORM": o.normalize, "FMAP": FEATURE_MAPS[o.feature_map]}
+    turn = 0 if rotary is None else 1 + o.rotary_half
+    return {"NORM": o.normalize, "FMAP": FEATURE_MAPS[o.feature_map], "TURN": turn, "EXACT": o.moments == "float32"}
 
 
-def moments_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Moments of bfloat16 tokens are rounded to bfloat16: products round them anyway, and they are moved five times."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+def moments_dtype(dtype: torch.dtype, o: BlockOptions, turned: bool) -> torch.dtype:
+    """Moments of bfloat16 tokens may be rounded to bfloat16: products round them anyway, and they are moved five times.
+    Not those of a product of two, which is rounded itself, nor of a ratio of elu + 1 whose features are not turned: its
+    dq is small beside them."""
+    cancels = o.feature_map == "elu1" and o.normalize and not turned
+    rounded = dtype == torch.bfloat16 and o.moments == "bfloat16" and o.order == "la" and not cancels
+    return torch.bfloat16 if rounded else torch.float32
+
+
+def precision(dtype: torch.dtype, o: BlockOptions) -> str:
+    """Of products of tokens: sums of tiles in float32 ("ieee") where the result is to be as exact as that."""
+    return "ieee" if dtype == torch.float32 or o.moments == "float32" else "tf32x3"
+
+
+def product_precision(dtype: torch.dtype, o: BlockOptions) -> str:
+    """Of products of two moments: tf32 is enough where the result is rounded to bfloat16."""
+    return "tf32" if dtype == torch.bfloat16 and o.moments == "bfloat16" else "ieee"
 
 
 class Sizes(NamedTuple):
-    """Floats of one (batch, head) in a buffer of moments: a matrix of each block, a vector of each block, the anchor,
-    1 / den of each token."""
+    """Floats of one (batch, head) in a buffer of moments: of each block a matrix, a vector (of the ratio) and the left
+    factor of a higher order; the anchor, 1 / den of each token."""
 
     matrix: int
     vector: int
+    left: int
     anchor: int
     inverses: int | torch.SymInt
 
     @classmethod
     def of(cls, o: BlockOptions, n: int | torch.SymInt, d: int, dv: int, dtype: torch.dtype) -> Sizes:
-        """Whole 16 bytes each."""
-        m, size = o.layout.n_blocks, moments_dtype(dtype).itemsize
-        vectors = o.normalize * 1
+        """Whole 16 bytes each; dtype: that of moments."""
+        m, size = o.layout.n_blocks, dtype.itemsize
+        vectors, lefts = o.normalize * 1, (o.order != "la") * 1
         tokens = n if o.normalize else 0
-        return cls(-(-m * d * dv * size // 16) * 4, -(-m * d // 4) * 4 * vectors, -(-dv // 4) * 4 * vectors, tokens)
+        return cls(
+            -(-m * d * dv * size // 16) * 4, -(-m * d // 4) * 4 * vectors, -(-m * d * d // 4) * 4 * lefts,
+            -(-dv // 4) * 4 * vectors, tokens,
+        )  # fmt: skip
+
+    @property
+    def moments(self) -> int:
+        """Of one set of moments."""
+        return self.matrix + self.vector + self.left
 
     @property
     def saved(self) -> int | torch.SymInt:
         """Local and mixed moments, the anchor, 1 / den."""
-        return 2 * (self.matrix + self.vector) + self.anchor + self.inverses
+        return 2 * self.moments + self.anchor + self.inverses
 
 
 class Moments(NamedTuple):
-    """Matrices [M, B * H, V, F] and, for the ratio, vectors [M, B * H, F] float32 of every block."""
+    """Of every block: matrices [M, B * H, V, F] (P', C', an operator); for the ratio vectors [M, B * H, F] in float32;
+    of a higher order the left factors [M, B * H, F, F] (R', S)."""
 
     matrix: Tensor
     vector: Tensor | None
+    left: Tensor | None
 
     @classmethod
     def of(cls, buffer: Tensor, heads: int, size: Sizes, dtype: torch.dtype) -> Moments:
-        """The first `heads * (matrix + vector)` floats of a buffer."""
-        cut = heads * size.matrix
-        vector = buffer[cut : cut + heads * size.vector] if size.vector else None
-        return cls(buffer[:cut].view(dtype), vector)
+        """The first `heads * size.moments` floats of a buffer."""
+        matrix, vector, left = buffer[: heads * size.moments].split([heads * x for x in size[:3]])
+        return cls(matrix.view(dtype), vector if size.vector else None, left if size.left else None)
+
+    def columns(self, d: int, dv: int) -> list[tuple[Tensor, int]]:
+        """Each of them with its numbers a block and head."""
+        sizes = zip(self, (d * dv, d, d * d), strict=True)
+        return [(x, c) for x, c in sizes if x is not None]

@@ -6,24 +6,65 @@ import triton.language as tl
 from ...hla.fused.algebra import largest
 from ...hla.fused.loops.writes import as_row
 from ...hla.fused.maps import power_of_two
-from ...hla.fused.tiles import axpy2, cast4, load4, load_vec, rowdot, scale4
+from ...hla.fused.tiles import axpy2, cast4, load4, load_vec, rowdot, rowmul, scale4, zero_rows
 from .vectors import times_vector
 
-NO_SPECIALIZE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "GEO", "N", "H", "BH", "M", "chunk", "scale", "eps"]
+NO_SPECIALIZE = [
+    "qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "GEO", "N", "H", "BH", "M", "G", "GV", "HT", "chunk", "scale",
+    "eps",
+]  # fmt: skip
 
 
 @triton.jit
 def load_operator(
-    ptr, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr,
+    ptr, dtype: tl.constexpr, DIGITS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
-    """(P' [V, F] in the dtype of the tokens, its unit): float16 lacks the exponents of moments, a unit has them."""
+    """(P' [V, F] in `DIGITS` numbers of the dtype of the tokens, its unit): float16 lacks the exponents of moments, a
+    unit has them."""
     m = load4(ptr, DV, V1, V2, D, F1, F2, D, 1)
     unit = 1.0
     if dtype == tl.float16:
         unit = power_of_two(largest(m, V2, F2))
         m = scale4(m, 1.0 / unit)
-    return cast4(m, dtype), unit
+    high = cast4(m, dtype)
+    low = high
+    lowest = high
+    if DIGITS > 1:
+        m = rest4(m, high)
+        low = cast4(m, dtype)
+    if DIGITS > 2:
+        lowest = cast4(rest4(m, low), dtype)
+    return (high, low, lowest), unit
+
+
+@triton.jit
+def rest4(m, high):
+    """A matrix minus its rounding."""
+    return (
+        m[0] - high[0].to(tl.float32), m[1] - high[1].to(tl.float32), m[2] - high[2].to(tl.float32),
+        m[3] - high[3].to(tl.float32),
+    )  # fmt: skip
+
+
+@triton.jit
+def by_operator(x, w, DIGITS: tl.constexpr, K2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, PREC: tl.constexpr):
+    """x w for a tile of tokens and a `load_operator`, in its units."""
+    y = zero_rows(x[0].shape[0], B1, B2)
+    if DIGITS > 2:
+        y = rowmul(y, x, w[2], K2, B2, PREC)
+    if DIGITS > 1:
+        y = rowmul(y, x, w[1], K2, B2, PREC)
+    return rowmul(y, x, w[0], K2, B2, PREC)
+
+
+@triton.jit
+def load_anchor(anchor, shift, bh, at, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr):
+    """What was taken from v of a head, and from the operator of a block (shift, or None)."""
+    a = load_vec(anchor + bh * DV, DV, V1, V2)
+    if shift is not None:
+        a = axpy2(a, 1.0, load_vec(shift + at * DV, DV, V1, V2), V2)
+    return a
 
 
 @triton.jit
@@ -36,19 +77,17 @@ def times(x, factor, D2: tl.constexpr):
 
 
 @triton.jit
-def low_digits(x, high, dtype: tl.constexpr, D2: tl.constexpr):
-    """What rounding x to `high` left, in the dtype of the tokens."""
-    l1 = (x[0] - high[0].to(tl.float32)).to(dtype)
-    l2 = l1
-    if D2 > 0:
-        l2 = (x[1] - high[1].to(tl.float32)).to(dtype)
-    return l1, l2
+def total_grad(
+    t, tg, gt, inverse, a, eps, ANCHOR: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr
+):  # fmt: skip
+    """d loss / d den of a tile from gt = do P~' of turned features t, 1 / den and the anchor in `columns`."""
+    total = -rowdot(gt, t, F2)
+    if ANCHOR:
+        total += eps * times_vector(tg, a, V2)
+    return total * inverse * inverse
 
 
 @triton.jit
-def ratio_grad(fq, tg, gq, inverse, z, a, eps, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
-    """(d loss / d phi(q), d loss / d den) of a tile from gq = do P~', 1 / den, z~ at a pointer, `columns` of the
-    anchor."""
-    total = (eps * times_vector(tg, a, V2) - rowdot(fq, gq, F2)) * inverse * inverse
-    gq = times(gq, inverse[:, None], F2)
-    return axpy2(gq, total[:, None], as_row(load_vec(z, D, F1, F2)), F2), total
+def add_vector(x, factor, ptr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
+    """x + factor [BN] times the vector at a pointer."""
+    return axpy2(x, factor[:, None], as_row(load_vec(ptr, D, F1, F2)), F2)

@@ -1,7 +1,7 @@
 """Sums and products with one vector by the matrix units, instead of by reductions across threads.
 
-bfloat16 tokens: a float32 vector is two columns, its rounding and what that left. float32 tokens, and float16, which
-lacks the exponents: elementwise.
+bfloat16 features: a float32 vector is two columns, its rounding and what that left, or three (EXACT). float32 features,
+and float16, which lacks the exponents: elementwise.
 """
 
 import triton
@@ -13,24 +13,27 @@ from ...hla.fused.tiles import rowdot
 
 
 @triton.jit
-def column(x, dtype: tl.constexpr):
-    """x [K] as a matrix [K, 16] of `dtype` whose rows sum to x."""
-    high = x.to(dtype)
-    low = (x - high.to(tl.float32)).to(dtype)
+def column(x, EXACT: tl.constexpr):
+    """x [K] as a bfloat16 matrix [K, 16] whose rows sum to x."""
+    high = x.to(tl.bfloat16)
+    left = x - high.to(tl.float32)
+    low = left.to(tl.bfloat16)
     c = tl.arange(0, 16)[None, :]
-    zero = tl.zeros([x.shape[0], 16], dtype)
+    zero = tl.zeros([x.shape[0], 16], tl.bfloat16)
+    if EXACT:
+        zero = tl.where(c == 2, (left - low.to(tl.float32)).to(tl.bfloat16)[:, None], zero)
     return tl.where(c == 0, high[:, None], tl.where(c == 1, low[:, None], zero))
 
 
 @triton.jit
-def columns(x, dtype: tl.constexpr, D2: tl.constexpr):
-    """`column` of both parts of a vector, or the vector."""
+def columns(x, dtype: tl.constexpr, D2: tl.constexpr, EXACT: tl.constexpr):
+    """`column` of both parts of a vector, or the vector; dtype: that of the features that it meets."""
     out = x
     if dtype == tl.bfloat16:
-        c1 = column(x[0], dtype)
+        c1 = column(x[0], EXACT)
         c2 = c1
         if D2 > 0:
-            c2 = column(x[1], dtype)
+            c2 = column(x[1], EXACT)
         out = (c1, c2)
     return out
 
@@ -55,10 +58,10 @@ def begin_weighted(dtype: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: 
 
 
 @triton.jit
-def add_weighted(s, x, w, D2: tl.constexpr):
+def add_weighted(s, x, w, D2: tl.constexpr, EXACT: tl.constexpr):
     """s + the sum of w [BN] (float32) times the tokens of a tile."""
     if x[0].dtype == tl.bfloat16:
-        row = tl.trans(column(w, tl.bfloat16))
+        row = tl.trans(column(w, EXACT))
         s2 = s[1]
         if D2 > 0:
             s2 = tl.dot(row, x[1], s[1])

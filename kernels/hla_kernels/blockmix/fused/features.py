@@ -1,0 +1,140 @@
+"""Features of a token tile, turned by the rotary tables, and products with them to more digits than a token has.
+
+identity and relu of a token are as exact as the token. elu + 1 and turned features are float32 numbers: they enter a
+product as their rounding to the dtype of the tokens and what that left, two digits, or three where the gradient of the
+mixing matrix is wanted as exact as its own float32. TURN: 0 no rotation, 1 channels (2i, 2i + 1), 2 (i, i + D / 2).
+"""
+
+import triton
+import triton.language as tl
+
+from ...hla.fused.maps import phi, phi32
+from ...hla.fused.tiles import outer4, rowmul
+
+
+@triton.constexpr_function
+def rounded(FMAP, TURN):
+    """Whether features are no numbers of the dtype of the tokens."""
+    return FMAP > 1 or TURN > 0
+
+
+@triton.constexpr_function
+def digits(dtype, FLOATS, EXACT):
+    """How many numbers of `dtype` stand for an operand in float32 (FLOATS), or for one that is a token."""
+    if dtype == tl.float32 or not FLOATS:
+        return 1
+    return 3 if EXACT else 2
+
+
+@triton.jit
+def angles_at(x, bh, H, HT, D: tl.constexpr):
+    """One head of a table [N, HT, D / 2], HT 1 or H."""
+    out = x
+    if x is not None:
+        out = x + bh % H % HT * (D // 2)
+    return out
+
+
+@triton.jit
+def load_angles(ptr, tokens, live, HT, AGAIN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """D / 2 numbers of each token as the halves of a pair. AGAIN: for the second time in a tile, from the cache:
+    another policy makes it another load, or the first would hold its registers in between."""
+    POLICY: tl.constexpr = "" if AGAIN else "evict_last"
+    at = ptr + tokens[:, None] * (HT * (D // 2))
+    c1 = tl.arange(0, D1 // 2)
+    x1 = tl.load(at + c1[None, :], mask=live[:, None] & (c1 < D // 2)[None, :], other=0.0, eviction_policy=POLICY)
+    x2 = x1
+    if D2 > 0:
+        c2 = D1 // 2 + tl.arange(0, D2 // 2)
+        x2 = tl.load(at + c2[None, :], mask=live[:, None] & (c2 < D // 2)[None, :], other=0.0, eviction_policy=POLICY)
+    return x1, x2
+
+
+@triton.jit
+def turn_part(x, c, s, TURN: tl.constexpr):
+    """One part of a tile, in float32."""
+    BN: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    if TURN == 1:
+        a, b = tl.split(tl.reshape(x, [BN, WIDTH // 2, 2]))
+    else:
+        a, b = tl.split(tl.permute(tl.reshape(x, [BN, 2, WIDTH // 2]), (0, 2, 1)))
+    y = tl.join(a * c - b * s, b * c + a * s)
+    if TURN == 2:
+        y = tl.permute(y, (0, 2, 1))
+    return tl.reshape(y, [BN, WIDTH])
+
+
+@triton.jit
+def turn(x, cos, sin, tokens, live, HT, BACK: tl.constexpr, TURN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
+    D2: tl.constexpr,
+):  # fmt: skip
+    """A tile turned by the angles of its tokens, in float32; BACK: by the opposite ones. TURN 0: the tile."""
+    out = x
+    if TURN > 0:
+        c = load_angles(cos, tokens, live, HT, BACK, D, D1, D2)
+        s = load_angles(sin, tokens, live, HT, BACK, D, D1, D2)
+        sign = -1.0 if BACK else 1.0
+        y1 = turn_part(x[0].to(tl.float32), c[0], sign * s[0], TURN)
+        y2 = y1
+        if D2 > 0:
+            y2 = turn_part(x[1].to(tl.float32), c[1], sign * s[1], TURN)
+        out = (y1, y2)
+    return out
+
+
+@triton.jit
+def features(
+    x, cos, sin, tokens, live, HT, FMAP: tl.constexpr, TURN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr,
+):  # fmt: skip
+    """(phi, phi turned) of a raw tile: in its dtype where that is exact, in float32 otherwise."""
+    if rounded(FMAP, 0):
+        f = phi32(x, live, FMAP, D, F1, F2)
+    else:
+        f = phi(x, live, FMAP, D, F1, F2)
+    return f, turn(f, cos, sin, tokens, live, HT, False, TURN, D, F1, F2)
+
+
+@triton.jit
+def cast2(x, dtype: tl.constexpr, D2: tl.constexpr):
+    """A tile in another dtype."""
+    x2 = x[1]
+    if D2 > 0:
+        x2 = x[1].to(dtype)
+    return x[0].to(dtype), x2
+
+
+@triton.jit
+def rest(x, high, D2: tl.constexpr):
+    """x minus its rounding, in float32."""
+    x2 = x[1]
+    if D2 > 0:
+        x2 = x[1] - high[1].to(tl.float32)
+    return x[0] - high[0].to(tl.float32), x2
+
+
+@triton.jit
+def add_outer(
+    acc, x, y, live, dtype: tl.constexpr, DIGITS: tl.constexpr, X2: tl.constexpr, Y2: tl.constexpr, PREC: tl.constexpr
+):  # fmt: skip
+    """acc + x'y over the tokens of a tile, x of `dtype`, y of it or in `DIGITS` digits."""
+    high = cast2(y, dtype, Y2)
+    if DIGITS > 1:
+        left = rest(y, high, Y2)
+        low = cast2(left, dtype, Y2)
+        if DIGITS > 2:
+            acc = outer4(acc, x, cast2(rest(left, low, Y2), dtype, Y2), live, X2, Y2, False, PREC)
+        acc = outer4(acc, x, low, live, X2, Y2, False, PREC)
+    return outer4(acc, x, high, live, X2, Y2, False, PREC)
+
+
+@triton.jit
+def add_rows(
+    acc, x, m, dtype: tl.constexpr, DIGITS: tl.constexpr, K2: tl.constexpr, B2: tl.constexpr, PREC: tl.constexpr
+):  # fmt: skip
+    """acc + x m for a tile x in `DIGITS` (1 or 2) digits."""
+    high = cast2(x, dtype, K2)
+    if DIGITS > 1:
+        acc = rowmul(acc, cast2(rest(x, high, K2), dtype, K2), m, K2, B2, PREC)
+    return rowmul(acc, high, m, K2, B2, PREC)
