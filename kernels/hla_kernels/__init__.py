@@ -17,7 +17,7 @@ from .api.packed import (
     polynomial_qkvpacked,
     softmax_attention_qkvpacked,
 )
-from .api.taylor import taylor2
+from .api.taylor import taylor2, taylor2_qkvpacked
 from .api.tuning import tune
 from .blockmix import flops as _block_flops  # noqa: F401  registers the formulas
 from .blockmix.streaming import BlockState
@@ -30,6 +30,7 @@ from .hla.streaming.sharded import sharded
 from .hla.streaming.stream import read
 from .op import Explanation, explain
 from .options import MAX_HEAD_DIM, OPS
+from .softmax.taylor import flops as _taylor_flops  # noqa: F401  registers the formulas
 from .state import State
 
 __all__ = [
@@ -61,5 +62,6 @@ __all__ = [
     "softmax_attention",
     "softmax_attention_qkvpacked",
     "taylor2",
+    "taylor2_qkvpacked",
     "tune",
 ]

@@ -42,7 +42,8 @@ from .sequences import Sequences, live_rows, pack, unpack
 from .softmax.reference import reference as softmax_reference
 from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call
-from .softmax.taylor.operator import taylor2_op
+from .softmax.taylor import fused as taylor_fused
+from .softmax.taylor.operator import taylor2_op, taylor2_packed_op
 from .softmax.taylor.reference import definition as taylor_definition
 from .state import State
 
@@ -85,12 +86,12 @@ def why_not_triton(call: AnyCall) -> str | None:
     device = call.q.device.type
     if device != "cuda":
         return f"the Triton forms run on CUDA devices, not on {device}"
-    if isinstance(call, taylor_call.TaylorCall):
-        return "taylor2 has no Triton form"
-    if call.state is not None or call.return_state:
-        return "calls with a state have no Triton form"
     if not HAS_TRITON:
         return "Triton is not installed"
+    if isinstance(call, taylor_call.TaylorCall):
+        return taylor_fused.why_not(call.q, call.k, call.v, call.q2 is not None)
+    if call.state is not None or call.return_state:
+        return "calls with a state have no Triton form"
     if isinstance(call, block_call.BlockCall):
         return block_fused.why_not(call.q, call.k, call.v, call.options, call.rotary)
     o = call.options
@@ -129,15 +130,14 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
     mhla), or one packed qkv. Raises ValueError as the call would.
     """
     op = getattr(op, "__name__", op)
-    if op == "taylor2":
-        return _explained(prepare_taylor(*inputs, impl=impl, **options), impl)
-    if op != "mhla":
+    if op not in ("mhla", "taylor2"):
         check_op(op)
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:
         check_packed(inputs[0])
         inputs = (*inputs[0].unbind(2), *inputs[1:])
-    if op == "mhla":
-        return _explained(prepare_blocks(*inputs, impl=impl, **options), impl)
+    if op in ("mhla", "taylor2"):
+        own = prepare_blocks if op == "mhla" else prepare_taylor
+        return _explained(own(*inputs, impl=impl, **options), impl)
     if len(inputs) not in (3, 4):
         raise ValueError(
             f"explain needs the tensors of the call, q, k, v (and coefficients for polynomial) or one packed qkv of "
@@ -298,14 +298,20 @@ def prepare_taylor(q: Tensor, *inputs: Tensor, **options: Any) -> taylor_call.Ta
     return taylor_call.prepare(q, *inputs, dtype=autocast_dtype(q), **options)
 
 
-def run_taylor(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, impl: str = "auto", **options: Any) -> Tensor:
-    """Check, choose and run one call of `taylor2`."""
+def run_taylor(tokens: tuple[Tensor, ...], coefficients: Tensor, impl: str = "auto", **options: Any) -> Tensor:
+    """Check, choose and run one call of `taylor2`; tokens (q, k, v), or (qkv,) whose gradient is one packed tensor."""
+    q, k, v = tokens if len(tokens) == 3 else tokens[0].unbind(2)
     call = prepare_taylor(q, k, v, coefficients, impl=impl, **options)
+    chosen = choose(call, impl)
     with plain_precision(call.q):
-        if choose(call, impl) == "reference":
+        if chosen == "reference":
             return taylor_definition(call)
         _refuse_forward_mode("taylor2", *call[:6])
-        return taylor2_op(*call)
+        save = _needs_backward(*call[:6])
+        if len(tokens) == 3:
+            return taylor2_op(*call, chosen, save)[0]
+        rest = (call.mask, call.normalize, call.q_scale, chosen, save)
+        return taylor2_packed_op(tokens[0].to(call.q.dtype), call.coefficients, *rest)[0]
 
 
 def _needs_backward(*tensors: Tensor | None) -> bool:

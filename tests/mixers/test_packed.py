@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.mixers import MIXERS, Context, build_mixer
 
-LINEAR = [name for name in MIXERS if name not in ("softmax", "mhla", "mhla2", "taylor2")]  # that need no blocks
+LINEAR = [name for name in MIXERS if name not in ("softmax", "mhla", "mhla2", "taylor2")]  # of one operator family
 DIM, HEADS, HEAD_DIM, GRID, PREFIX = 24, 3, 8, (4, 5), 1
 ANCHORED = {"feature_map": "identity", "normalize": False, "center": "k", "mean_path": True}
 PLAIN = {"center": None, "mean_path": False}
@@ -58,12 +58,14 @@ def call(mixer, qkv, x, packed: bool):
     return [o, qkv.grad, *(p.grad for p in mixer.parameters())], recorder.ours()
 
 
-@pytest.mark.parametrize("name", ["mhla", "mhla2"])
-def test_blocks_are_read_from_the_packed_tensor(name):
-    setup = setting(name, torch.float64, blocks=[2, 2], prefix=PREFIX)
+@pytest.mark.parametrize("name", ["mhla", "mhla2", "taylor2"])
+def test_other_operators_read_the_packed_tensor(name):
+    own = "taylor2" if name == "taylor2" else "mhla"
+    options = {} if name == "taylor2" else {"blocks": [2, 2], "prefix": PREFIX}
+    setup = setting(name, torch.float64, **options)
     packed, ran = call(*setup, packed=True)
     separate, before = call(*setup, packed=False)
-    assert ran == ["mhla_qkvpacked"] and before == ["mhla"]
+    assert ran == [f"{own}_qkvpacked"] and before == [own]
     for a, b in zip(packed, separate, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -89,6 +91,11 @@ def test_what_changes_q_k_or_v_reads_them_apart(options):
     assert ran == before and "two_sided_qkvpacked" not in ran
     for a, b in zip(packed, separate, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_a_narrow_pair_is_read_apart():
+    _, ran = call(*setting("taylor2", torch.float64, width=3), packed=True)
+    assert ran == ["taylor2"]
 
 
 def test_a_rotated_call_reads_them_apart():

@@ -152,10 +152,11 @@ def test_attention_runs_our_kernels_only(mixer):
 
     import hla_kernels
     from hla_kernels.hla.fused import heads, launch, middle, middle_key, split
+    from hla_kernels.softmax.taylor.fused import launch as taylor
 
     ours = {
         f.fn.__name__
-        for module in (heads, launch, middle, middle_key, split)
+        for module in (heads, launch, middle, middle_key, split, taylor)
         for f in vars(module).values()
         if isinstance(f, triton.JITFunction)
     }
@@ -163,7 +164,8 @@ def test_attention_runs_our_kernels_only(mixer):
     mixer = make_block(mixer, "cuda", **options).attn.mixer
     qkv = torch.randn(2, 197, 3, 2, WIDTH // 2, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     name = mixer.operator.__name__
-    chosen = hla_kernels.explain(name, qkv, *mixer.parameters(), feature_map="identity")
+    mapped = {} if name == "taylor2" else {"feature_map": "identity"}
+    chosen = hla_kernels.explain(name, qkv, *mixer.parameters(), **mapped)
     if chosen.impl != "triton":
         pytest.skip(chosen.why_not["triton"])
     ctx = zoo.mixers.Context(x=qkv, qkv=qkv)
@@ -205,7 +207,7 @@ def attention(model, name="blocks.0.attn"):
 
 
 @pytest.mark.parametrize("options", [{}, {"feature_map": "softmax_pair"}, {"feature_map": "identity"}])
-@pytest.mark.parametrize("mixer", [name for name in GRIDLESS if name != "taylor2"])  # which reads q, k and v apart
+@pytest.mark.parametrize("mixer", [name for name in GRIDLESS if name != "taylor2"])  # test_packed has it
 def test_an_attention_layer_copies_nothing(mixer, options):
     if options.get("feature_map") == "identity":
         options = {**options, "normalize": False}

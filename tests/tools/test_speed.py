@@ -68,6 +68,15 @@ def test_mixed_formula_is_the_definition(grid, blocks, options):
     torch.testing.assert_close(found, wanted)
 
 
+def test_taylor_formula_is_the_definition(monkeypatch):
+    monkeypatch.setattr(formulas, "CHUNK", 4)
+    q, k, v = torch.randn(3, 2, 7, 3, 5, dtype=torch.float64)
+    c = torch.rand(3, 2, dtype=torch.float64)
+    wanted = hla_kernels.taylor2(q, k, v, c, q_scale=5**-0.5, impl="reference")
+    found = formulas.taylor(*(x.transpose(1, 2) for x in (q, k, v)), c).transpose(1, 2)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_plain_softmax_and_causal_sums(monkeypatch):
     monkeypatch.setattr(formulas, "CHUNK", 4)
     q, k, v = torch.randn(3, 1, 2, 10, 3, dtype=torch.float64).requires_grad_()
@@ -85,9 +94,10 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize("impl", ["ours", "eager"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, "taylor2"])
 def test_a_case_is_compared_with_float64(op, impl, small):
-    case = peers.Case("vit224", op, impl, tuple(peers.OPTIONS["elu1_ratio"].items()))
+    options = {} if op == "taylor2" else peers.OPTIONS["elu1_ratio"]
+    case = peers.Case("vit224", op, impl, tuple(options.items()))
     found = checking.check(case, "cpu")
     assert found.problem is None and found.ran == ("torch" if impl == "ours" else None)
     assert 1e-4 < found.rel_err["forward"] < 1e-2 and 1e-4 < found.rel_err["forward_backward"] < 0.2, found
@@ -155,6 +165,7 @@ def test_selection_of_cases():
     assert [(case.shape, case.impl, dict(case.options)["blocks"]) for case in found] == [
         ("wan800", impl, blocks) for impl in ("ours", "eager") for blocks in ((7, 3, 5), (3, 5, 10))
     ]
+    assert peers.cases(["dits512"], ["taylor2"], ["ours"], peers.OPTIONS) == [peers.Case("dits512", "taylor2", "ours")]
 
 
 def test_absent_packages_are_one_line(monkeypatch):

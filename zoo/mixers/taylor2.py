@@ -28,6 +28,7 @@ class Taylor2(LinearMixer):
 
     name = "taylor2"
     operator = staticmethod(hla_kernels.taylor2)
+    operator_packed = staticmethod(hla_kernels.taylor2_qkvpacked)
     defaults = TaylorOptions(feature_map="identity", normalize=True, center="k", mean_path=True)
     options: TaylorOptions
 
@@ -68,18 +69,24 @@ class Taylor2(LinearMixer):
         self.coefficients.copy_(torch.stack([c[:, 0], second], 1))
 
     def _reads_packed(self, ctx: Any) -> bool:
-        return False
+        return super()._reads_packed(ctx) and self.options.width is None
 
     def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
-        """(q, k, v), or with a rotary host (q, k, rotated q, rotated k, v): the expansion is of the rotated scores."""
+        """(qkv), (q, k, v), or with a rotary host (q, k, rotated q, rotated k, v): the expansion is of the rotated
+        scores."""
+        options: dict[str, Any] = {"normalize": self.options.normalize, "q_scale": self.scale, "key_padding_mask": mask}
+        if len(tensors) == 1:
+            return self.operator_packed(*tensors, self._operator_coefficients(), **options)
         q, k, v = tensors[-3:]
-        first, second = self.coefficients.unbind(1)
-        c = torch.stack([first, F.softplus(second) if self.options.normalize else second], 1)
-        narrow = None
         if self.options.width is not None:
             parts = ((q, self.narrow_q), (k, self.narrow_k))
             q2, k2 = (torch.einsum("bnhd,hdr->bnhr", t, p.to(t.dtype)) for t, p in parts)
-            narrow = (q2, k2)
-        return self.operator(
-            q, k, v, c, narrow=narrow, normalize=self.options.normalize, q_scale=self.scale, key_padding_mask=mask
-        )
+            options["narrow"] = (q2, k2)
+        return self.operator(q, k, v, self._operator_coefficients(), **options)
+
+    def _operator_coefficients(self) -> Tensor:
+        """c1, c2 [H, 2] as the operator takes them."""
+        if not self.options.normalize:
+            return self.coefficients
+        first, second = self.coefficients.unbind(1)
+        return torch.stack([first, F.softplus(second)], 1)

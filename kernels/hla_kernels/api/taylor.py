@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TypedDict, Unpack
+
 from torch import Tensor
 
+from ..checks import check_packed
 from ..op import run_taylor
 
 
@@ -27,6 +30,21 @@ def taylor2(
     its cross products as features: Arora et al., arXiv 2402.18668, section 4.1 (there without centring, causal).
     """
     return run_taylor(
-        q, k, v, coefficients, narrow=narrow, normalize=normalize, q_scale=q_scale, key_padding_mask=key_padding_mask,
-        impl=impl,
+        (q, k, v), coefficients, narrow=narrow, normalize=normalize, q_scale=q_scale, impl=impl,
+        key_padding_mask=key_padding_mask,
     )  # fmt: skip
+
+
+class Keywords(TypedDict, total=False):
+    """Keyword options of `taylor2`, without a narrow pair."""
+
+    normalize: bool
+    q_scale: float
+    key_padding_mask: Tensor | None
+    impl: str
+
+
+def taylor2_qkvpacked(qkv: Tensor, coefficients: Tensor, **options: Unpack[Keywords]) -> Tensor:
+    """`taylor2` of qkv [B, N, 3, H, D] -> [B, N, H, D], its gradient one packed tensor."""
+    check_packed(qkv)
+    return run_taylor((qkv,), coefficients, **options)

@@ -65,6 +65,19 @@ def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([checkpoint(rows, part, use_reentrant=False) for part in q.split(CHUNK, -2)], -2)
 
 
+def taylor(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor) -> Tensor:
+    """The average of v with the weights 1 + c1 s + c2 s^2 / 2, s = q.(k - mean k) / sqrt(D), c [H, 2]; in chunks as in
+    `softmax`."""
+    k, c = k - k.mean(-2, keepdim=True), coefficients.to(q.dtype)[:, :, None, None]
+
+    def rows(part: Tensor) -> Tensor:
+        s = part @ k.mT * part.shape[-1] ** -0.5
+        w = 1 + s * (c[:, 0] + c[:, 1] * s / 2)
+        return w @ v / w.sum(-1, keepdim=True)
+
+    return torch.cat([checkpoint(rows, part, use_reentrant=False) for part in q.split(CHUNK, -2)], -2)
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """o_t = sum_{j <= t} (q_t . k_j) v_j, chunk by chunk with the state K'V of the tokens before."""
     state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])

@@ -33,7 +33,7 @@ class KernelSettings:
     """Which part of the operator table to measure; the rows are merged into the file.
 
     shapes: of vit224, vit512, dit256, dit512, tokens16k, wan480p; wan800 and dits512 (with wan480p those of mhla)
-    ops: two-sided operators, mhla; softmax and causal peers have one each, which is timed whatever is named here
+    ops: two-sided operators, mhla, taylor2; softmax and causal peers have one each, timed whatever is named here
     impls: ours and the peers
     options: identity (unnormalised), elu1_ratio, center_mean (centred keys and mean-value path), relu,
         relu_ratio; of mhla alone: relu, relu_ratio, float32 (moments), rotary, rotary_ratio, order_ahla, order_hla2
@@ -51,7 +51,8 @@ class KernelSettings:
     picture: str = "docs/kernels-h200.png"
 
     def __post_init__(self) -> None:
-        known = {"shapes": ALL_SHAPES, "ops": (*OPS, "mhla"), "impls": IMPLS, "options": OPTIONS | MIXED_OPTIONS}
+        ops = (*OPS, "mhla", "taylor2")
+        known = {"shapes": ALL_SHAPES, "ops": ops, "impls": IMPLS, "options": OPTIONS | MIXED_OPTIONS}
         for key, allowed in known.items():
             for name in getattr(self, key):
                 if name not in allowed:

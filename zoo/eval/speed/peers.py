@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hla_kernels
-from zoo.eval.speed.formulas import angles, causal, locality, mixed, plain, softmax
+from zoo.eval.speed.formulas import angles, causal, locality, mixed, plain, softmax, taylor
 from zoo.eval.speed.shapes import ALL_SHAPES, GRIDS
 
 Call = Callable[[Tensor, Tensor | None], Tensor]  # (qkv, `coefficients` of the case) -> o
@@ -66,10 +66,12 @@ def cases(shapes: Iterable[str], ops: Iterable[str], impls: Iterable[str], optio
                 out.append(Case(shape, "linear_attention", impl))
             else:
                 chosen = [o for o in options if o in OPTIONS and (impl != "compiled" or o == "identity")]
-                plain_ops = [op for op in ops if op != "mhla"]
+                plain_ops = [op for op in ops if op not in ("mhla", "taylor2")]
                 out += [Case(shape, op, impl, tuple(OPTIONS[o].items())) for op in plain_ops for o in chosen]
                 if "mhla" in ops and impl != "compiled":
                     out += _mixed_cases(shape, impl, [o for o in options if o in MIXED_OPTIONS])
+                if "taylor2" in ops:
+                    out.append(Case(shape, "taylor2", impl))
     return out
 
 
@@ -94,10 +96,12 @@ def make(case: Case) -> Call:
 
 
 def coefficients(case: Case, device: str) -> Tensor | None:
-    """Coefficients [H, 4] of the polynomial, the mixing matrix [M, M] of mhla, which need a gradient too; None for the
-    other operators."""
+    """Coefficients [H, 4] of the polynomial and [H, 2] of taylor2, the mixing matrix [M, M] of mhla, which need a
+    gradient too; None for the other operators."""
     if case.op == "mhla":
         return locality(dict(case.options)["blocks"]).to(device).requires_grad_()
+    if case.op == "taylor2":
+        return torch.ones(ALL_SHAPES[case.shape].h, 2, device=device).requires_grad_()
     if case.op != "polynomial":
         return None
     row = torch.tensor([1.0, 0.5, 0.25, 0.125], device=device)
@@ -112,6 +116,9 @@ def truth(case: Case, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Tens
     if case.op == "mhla":
         assert c is not None
         return mixed(q, k, v, c, **options)
+    if case.op == "taylor2":
+        assert c is not None
+        return taylor(q, k, v, c)
     return causal(q, k, v) if options.pop("causal", False) else plain(case.op, q, k, v, c, **options)
 
 
@@ -124,6 +131,8 @@ def of_operator(options: dict[str, Any], qkv: Tensor) -> dict[str, Any]:
 
 def _ours(op: str, options: dict[str, Any]) -> Call:
     packed = getattr(hla_kernels, f"{op}_qkvpacked")
+    if op == "taylor2":
+        return lambda qkv, c: packed(qkv, c, q_scale=qkv.shape[-1] ** -0.5)
     if op == "mhla":
         return lambda qkv, c: packed(qkv, c, **of_operator(options, qkv))
     if op == "polynomial":
@@ -142,6 +151,9 @@ def _eager(op: str, options: dict[str, Any]) -> Call:
         if op == "mhla":
             assert c is not None
             return mixed(q, k, v, c, **options).transpose(1, 2).contiguous()
+        if op == "taylor2":
+            assert c is not None
+            return taylor(q, k, v, c).transpose(1, 2).contiguous()
         return plain(op, q, k, v, c, **options).transpose(1, 2).contiguous()
 
     return call

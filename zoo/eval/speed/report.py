@@ -13,7 +13,7 @@ WAN_TARGETS = {"mhla": 2.4, "ahla": 2.4, "mhla every:3": 1.7, "ahla every:3": 1.
 def kernels(result: Row) -> str:
     """Our operators by shape, then every peer by shape, then how it was measured."""
     found = {_place(row): row for row in result["rows"]}
-    parts = [_ours(found), _mixed(result["rows"], found), _peers(result["rows"]), _measured(result)]
+    parts = [_ours(found), _mixed(result["rows"], found), _taylor(found), _peers(result["rows"]), _measured(result)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -92,6 +92,26 @@ def _mixed(rows: list[Row], found: dict[tuple, Row]) -> str:
         cells += [f"{row['us']:.0f}", most, _times(eager, row, target.times_eager)]
         errors = " / ".join(f"{x['rel_err']:.1e}" for x in (forward, row) if x)
         lines.append([*cells, _times(cudnn, row, target.times_cudnn), errors, f"{row['peak_mib']:.0f}"])
+    return _table(head, lines) if lines else ""
+
+
+def _taylor(found: dict[tuple, Row]) -> str:
+    """`taylor2` beside softmax of the two backends of torch; targets: no slower than flash, 1.3 times cuDNN."""
+    head = ["shape", "taylor2: forward us", "times flash", "times cuDNN", "forward+backward us", "times flash"]
+    head += ["times cuDNN", "error f / b", "peak MiB f+b"]
+    lines = []
+    for shape in ALL_SHAPES.values():
+        sizes = tuple(shape.sizes)
+        rows = [found.get((sizes, "taylor2", "ours", (), which)) for which in PASSES]
+        if rows[0] is None or rows[1] is None:
+            continue
+        cells = [shape.title]
+        for which, row in zip(PASSES, rows, strict=True):
+            assert row is not None
+            flash, cudnn = (found.get((sizes, "softmax_attention", f"sdpa_{p}", (), which)) for p in ("flash", "cudnn"))
+            cells += [f"{row['us']:.0f}", _times(flash, row, 1.0), _times(cudnn, row, 0.77)]
+        errors = " / ".join(f"{row['rel_err']:.1e}" for row in rows if row)
+        lines.append([*cells, errors, f"{rows[1]['peak_mib']:.0f}"])
     return _table(head, lines) if lines else ""
 
 

@@ -1,7 +1,9 @@
-"""Second-order Taylor attention as a torch.library custom operator, `hla_kernels::taylor2`, and its cost.
+"""Second-order Taylor attention as torch.library custom operators: `hla_kernels::taylor2` (q, k, v) and
+`hla_kernels::taylor2_qkvpacked` (qkv [B, N, 3, H, D], whose backward writes one packed gradient).
 
-The operator keeps its inputs for the backward and forms everything else again, so that neither pass stores what grows
-with N^2 or with the number of features.
+They return (o, saved): with `save`, what the backward of the Triton form needs of the forward. The torch form keeps its
+inputs only and forms everything else again; neither stores what grows with N^2 or with the number of features. `impl`,
+chosen in `op`, is the implementation: "torch" (`torch_form`, backward in `gradient`) or "triton" (`fused`).
 """
 
 from __future__ import annotations
@@ -10,35 +12,75 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from . import fused
 from .gradient import gradient
-from .torch_form import by_state, evaluate, multiplications
+from .torch_form import evaluate
 
-Shape = tuple[int, ...]
+
+def _in_triton(impl: str, q: Tensor) -> bool:
+    """A launch needs at least one program: an empty batch takes the torch form."""
+    return impl == "triton" and q.shape[0] != 0
+
+
+def _rows(*tokens: Tensor) -> list[Tensor]:
+    """The Triton form reads whole rows; `op` has seen that they are, a compiler in between may choose other strides."""
+    return [x if x.stride(3) == 1 else x.contiguous() for x in tokens]
+
+
+def _saved(q: Tensor, k: Tensor, v: Tensor, normalize: bool, impl: str, save: bool) -> Tensor:
+    """An uninitialised `saved` of the size that the forward returns."""
+    length = fused.saved_floats(q, k, v, normalize) if save and impl == "triton" else 0
+    return q.new_empty((length,), dtype=torch.float32)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, narrow: tuple[Tensor | None, Tensor | None],
+    mask: Tensor | None, normalize: bool, q_scale: float, impl: str, save: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if _in_triton(impl, q):
+        q, k, v = _rows(q, k, v)
+        with torch.cuda.device_of(q):
+            return fused.forward(q, k, v, coefficients, mask, normalize, q_scale, save)
+    with torch.autocast(q.device.type, enabled=False):
+        o = evaluate(q, k, v, coefficients, *narrow, mask, normalize, q_scale)
+    return o, _saved(q, k, v, normalize, impl, False)
+
+
+def _fused_gradient(
+    grad: Tensor, o: Tensor | None, saved: Tensor, tokens: tuple[Tensor, ...], outs: tuple[Tensor, ...],
+    coefficients: Tensor, mask: Tensor | None, normalize: bool, q_scale: float,
+) -> Tensor:  # fmt: skip
+    q, k, v = _rows(*tokens)
+    dq, dk, dv = outs
+    with torch.cuda.device_of(q):
+        return fused.backward(grad, o, q, k, v, coefficients, mask, normalize, q_scale, (dq, dk, dv), saved)
 
 
 @torch.library.custom_op("hla_kernels::taylor2", mutates_args=())
 def taylor2_op(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, q2: Tensor | None, k2: Tensor | None, mask: Tensor | None,
-    normalize: bool, q_scale: float,
-) -> Tensor:  # fmt: skip
-    """o (see `taylor`) [B, N, H, Dv]; arguments are checked by `call.prepare`."""
-    with torch.autocast(q.device.type, enabled=False):
-        return evaluate(q, k, v, coefficients, q2, k2, mask, normalize, q_scale)
+    normalize: bool, q_scale: float, impl: str = "torch", save: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o (see `taylor`) [B, N, H, Dv] and a buffer for the backward; arguments are checked by `call.prepare`."""
+    return _forward(q, k, v, coefficients, (q2, k2), mask, normalize, q_scale, impl, save)
 
 
 @taylor2_op.register_fake
-def _(q, k, v, *rest):
-    return q.new_empty((*q.shape[:3], v.shape[3]))
+def _(q, k, v, coefficients, q2, k2, mask, normalize, q_scale, impl="torch", save=False):
+    return q.new_empty((*q.shape[:3], v.shape[3])), _saved(q, k, v, normalize, impl, save)
 
 
 @torch.library.custom_op("hla_kernels::taylor2_backward", mutates_args=())
 def taylor2_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, q2: Tensor | None, k2: Tensor | None,
-    mask: Tensor | None, normalize: bool, q_scale: float,
+    grad: Tensor, o: Tensor | None, saved: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor,
+    q2: Tensor | None, k2: Tensor | None, mask: Tensor | None, normalize: bool, q_scale: float, impl: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dcoefficients, dq2, dk2) of `taylor2`; the last two are empty without a narrow pair."""
+    if _in_triton(impl, q):
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dc = _fused_gradient(grad, o, saved, (q, k, v), (dq, dk, dv), coefficients, mask, normalize, q_scale)
+        return dq, dk, dv, dc, q.new_empty((0,)), q.new_empty((0,))
     with torch.autocast(q.device.type, enabled=False):
         found = gradient(grad, q, k, v, coefficients, q2, k2, mask, normalize, q_scale)
     dq, dk, dv, dc, dq2, dk2 = (q.new_empty((0,)) if x is None else x for x in found)
@@ -46,45 +88,70 @@ def taylor2_backward(
 
 
 @taylor2_backward.register_fake
-def _(grad, q, k, v, coefficients, q2, k2, *rest):
+def _(grad, o, saved, q, k, v, coefficients, q2, k2, *rest):
     tensors = (q, k, v, coefficients, q2, k2)
     return tuple(q.new_empty((0,)) if x is None else x.new_empty(x.shape) for x in tensors)
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:7])
-    ctx.options = inputs[7:]
+@torch.library.custom_op("hla_kernels::taylor2_qkvpacked", mutates_args=())
+def taylor2_packed_op(
+    qkv: Tensor, coefficients: Tensor, mask: Tensor | None, normalize: bool, q_scale: float, impl: str = "torch",
+    save: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`taylor2` of qkv [B, N, 3, H, D], without a narrow pair."""
+    q, k, v = qkv.unbind(2)
+    return _forward(q, k, v, coefficients, (None, None), mask, normalize, q_scale, impl, save)
 
 
-def _backward(ctx, grad):
-    if grad is None:
-        return (None,) * 9
-    tensors = ctx.saved_tensors
-    *grads, dq2, dk2 = taylor2_backward(grad, *tensors, *ctx.options)
-    narrow = (None, None) if tensors[4] is None else (dq2, dk2)
-    return (*grads, *narrow, None, None, None)
+@taylor2_packed_op.register_fake
+def _(qkv, coefficients, mask, normalize, q_scale, impl="torch", save=False):
+    q, k, v = qkv.unbind(2)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), _saved(q, k, v, normalize, impl, save)
 
 
-taylor2_op.register_autograd(_backward, setup_context=_setup_context)
+@torch.library.custom_op("hla_kernels::taylor2_qkvpacked_backward", mutates_args=())
+def taylor2_packed_backward(
+    grad: Tensor, o: Tensor | None, saved: Tensor, qkv: Tensor, coefficients: Tensor, mask: Tensor | None,
+    normalize: bool, q_scale: float, impl: str = "torch",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(dqkv, dcoefficients) of `taylor2_qkvpacked`: one buffer that dq, dk and dv are written into."""
+    q, k, v = qkv.unbind(2)
+    if _in_triton(impl, q):
+        packed = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+        rest = (coefficients, mask, normalize, q_scale)
+        return packed, _fused_gradient(grad, o, saved, (q, k, v), packed.unbind(2), *rest)
+    with torch.autocast(q.device.type, enabled=False):
+        dq, dk, dv, dc, *_ = gradient(grad, q, k, v, coefficients, None, None, mask, normalize, q_scale)
+    assert dq is not None and dk is not None and dv is not None and dc is not None
+    return torch.stack((dq, dk, dv), 2), dc
 
 
-def _products(q: Shape, v: Shape, q2: Shape | None) -> int:
-    """Operations of one pass, a multiplication and an addition each."""
-    b, n, h, d = q
-    r = 0 if q2 is None else q2[3]
-    return 2 * b * n * h * multiplications(n, d, r, v[3], by_state(n, d, r, v[3]))
+@taylor2_packed_backward.register_fake
+def _(grad, o, saved, qkv, coefficients, *rest):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (qkv, coefficients))
 
 
-@register_flop_formula(torch.ops.hla_kernels.taylor2)
-def taylor2_flops(q: Shape, k: Shape, v: Shape, _, q2: Shape | None, *rest: Any, out_shape: Any = None) -> int:
-    """Forward; grouped keys count as if each query head had its own."""
-    return _products(q, v, q2)
+def _derivative(forward: Any, backward: Any, tensors: int) -> None:
+    """Register `backward` as the gradient of `forward`, whose first `tensors` arguments are tensors or None, followed
+    by normalize, q_scale, impl and save."""
+
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        normalize, _, impl, _ = ctx.options = inputs[tensors:]
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        o = output[0] if impl == "triton" and normalize else None  # the others do not read it
+        ctx.save_for_backward(o, output[1], *inputs[:tensors])
+
+    def gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple:
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        grads = backward(grad, *ctx.saved_tensors, *ctx.options[:3])
+        if len(grads) > 4 and ctx.saved_tensors[6] is None:
+            grads = grads[:4]  # there is no narrow pair
+        return (*grads, *[None] * (len(ctx.needs_input_grad) - len(grads)))
+
+    forward.register_autograd(gradients, setup_context=setup_context)
 
 
-@register_flop_formula(torch.ops.hla_kernels.taylor2_backward)
-def taylor2_backward_flops(
-    grad: Shape, q: Shape, k: Shape, v: Shape, _, q2: Shape | None, *rest: Any, out_shape: Any = None
-) -> int:
-    """Backward: the forward again, and two products for each of its products."""
-    return 3 * _products(q, v, q2)
+_derivative(taylor2_op, taylor2_backward, 7)
+_derivative(taylor2_packed_op, taylor2_packed_backward, 3)

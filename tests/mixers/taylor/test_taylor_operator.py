@@ -110,6 +110,37 @@ def test_both_orders_are_chosen_by_their_cost():
     assert flops(64, 32) == 4 * flops(32, 32)  # by tokens: quadratic
 
 
+def test_packed():
+    """qkv in one tensor: the values, gradients and operations of the three."""
+    qkv = torch.stack(setting(n_key=4, d=5, dv=5)[:3], 2).requires_grad_()
+    c = setting()[3].requires_grad_()
+    x = [t.requires_grad_() for t in (*qkv.detach().unbind(2), c)]
+    found = []
+    for f, inputs in ((lambda: hk.taylor2(*x), x), (lambda: hk.taylor2_qkvpacked(qkv, c), (qkv, c))):
+        with FlopCounterMode(display=False) as counter:
+            y = f()
+            found.append([y, *torch.autograd.grad(y.sum(), inputs), counter.get_total_flops()])
+    (y, dq, dk, dv, dc, flops), (z, dqkv, dcp, same) = found
+    torch.testing.assert_close((y, torch.stack((dq, dk, dv), 2), dc), (z, dqkv, dcp), rtol=0, atol=0)
+    assert flops == same > 0
+    assert hk.explain("taylor2", qkv, c).impl == "torch"
+    with pytest.raises(ValueError, match="qkv must have shape"):
+        hk.taylor2_qkvpacked(x[0], c)
+
+
+def test_operations_of_the_triton_form():
+    """A forward has two products of N x N weights, a backward seven."""
+    q = torch.empty(2, 300, 4, 32, device="meta")
+    c = torch.empty(4, 2, device="meta")
+    ops = torch.ops.hla_kernels
+    with FlopCounterMode(display=False) as counter:
+        o, saved = ops.taylor2(q, q, q, c, None, None, None, True, 0.2, "triton", True)
+        forward = counter.get_total_flops()
+        ops.taylor2_backward(o, o, saved, q, q, q, c, None, None, None, True, 0.2, "triton")
+    product = 2 * 2 * 4 * 300 * 300 * 32
+    assert forward == 2 * product and counter.get_total_flops() - forward == 7 * product
+
+
 @pytest.mark.parametrize("r", [None, 3])
 def test_citizen(r):
     """opcheck, compile with changing N, autocast, meta tensors."""
@@ -135,7 +166,7 @@ def test_explain_and_refusals():
     assert hk.explain("taylor2", q, k, v, c).impl == "torch"
     assert_same(hk.taylor2(q, k, v, c, narrow=narrow, impl="reference"), hk.taylor2(q, k, v, c, narrow=narrow))
     for change, sentence in (
-        ({"impl": "triton"}, "taylor2 has no Triton form|run on CUDA"),
+        ({"impl": "triton"}, "run on CUDA devices"),
         ({"q_scale": float("nan")}, "q_scale must be a finite number"),
         ({"normalize": 1}, "normalize must be True or False"),
         ({"narrow": (q[:, :5, :, :2], k[..., :2])}, "same number of tokens|narrow must have"),

@@ -1,0 +1,129 @@
+"""The totals of keys and values, and the output."""
+
+import triton
+import triton.language as tl
+
+from ....hla.fused.loops.sums import add_sum, begin_sum, end_sum
+from ....hla.fused.loops.writes import as_row
+from ....hla.fused.tiles import axpy2, rowdot, store_vec, zero_rows
+from .tokens import (
+    NO_SPECIALIZE,
+    add_weighted,
+    at_head,
+    factors,
+    lane_sums,
+    live_at,
+    load_at,
+    mean,
+    padded,
+    place,
+    products,
+    real_tokens,
+    rounded_off,
+    store_at,
+    times,
+)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def sum_tokens(
+    k, v, keep, totals, ks, vs, N, H, NORM: tl.constexpr, W: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, PARTS: tl.constexpr,
+    BN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The sums of keys and, without the ratio, values, and the number of real tokens, of a part of the tokens of a key
+    head -> totals [B * H, PARTS, W]; H key heads."""
+    pid = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    b = pid // H
+    k = at_head(k, ks, b, pid % H, ALIGN)
+    v = at_head(v, vs, b, pid % H, ALIGN)
+    chunk = (N + PARTS * BN - 1) // (PARTS * BN) * BN
+    total = begin_sum(ROWS, BN, F1, F2, True)
+    values = begin_sum(ROWS, BN, V1, V2, not NORM)
+    n = tl.zeros([BN], tl.float32)
+    for start in range(part * chunk, tl.minimum((part + 1) * chunk, N), BN):
+        live = live_at(keep, b, start, N, BN)
+        n += live.to(tl.float32)
+        total = add_sum(total, load_at(k, start, ks[1] * ALIGN, live, D, F1, F2), F2)
+        if not NORM:
+            values = add_sum(values, load_at(v, start, vs[1] * ALIGN, live, DV, V1, V2), V2)
+    totals += tl.program_id(0).to(tl.int64) * W
+    store_vec(totals, end_sum(total, F1, F2, True), D, F1, F2)
+    if not NORM:
+        store_vec(totals + D, end_sum(values, V1, V2, True), DV, V1, V2)
+    filler = D if NORM else D + DV
+    at = filler + tl.arange(0, 4)
+    tl.store(totals + at, tl.sum(n, 0) + tl.zeros([4], tl.float32), mask=at < W)
+
+
+@triton.jit
+def add_keys(
+    acc, total, tq, shift, a, b, k, v, start, kn, vn, keep, batch, N, MASK: tl.constexpr, UNIT: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of keys to the sums of (1 + w) v and of x^2. MASK: some of its tokens may not be real."""
+    live = live_at(keep, batch, start, N, BN)
+    tk = load_at(k, start, kn, live, D, F1, F2)
+    tv = load_at(v, start, vn, live, DV, V1, V2)
+    x = products(tq, tk, F2) - shift[:, None]
+    if MASK:
+        x = tl.where(live[None, :], x, 0.0)
+    weight = UNIT + x * (a * UNIT + b * (0.5 * UNIT) * x)
+    return add_weighted(acc, weight.to(tv[0].dtype), tv, V2), total + lane_sums(x * x)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def read_out(
+    q, k, v, o, rest, c, keep, totals, rows, qs, ks, vs, os, N, H, G, blocks, scale, NORM: tl.constexpr,
+    W: tl.constexpr, UNIT: tl.constexpr, SAVE: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, PARTS: tl.constexpr, PEEL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """o of a tile of queries. SAVE: q.kbar and the mean of x^2 of each -> rows [2, B * H, padded(N)], and with NORM
+    what rounding took from o -> rest, laid out as o."""
+    bh, tile = place(blocks)
+    batch = bh // H
+    h = bh % H
+    key_head = h // G
+    totals += (batch * (H // G) + key_head).to(tl.int64) * (PARTS * W)
+    n = real_tokens(totals, PARTS, W)
+    k = at_head(k, ks, batch, key_head, ALIGN)
+    v = at_head(v, vs, batch, key_head, ALIGN)
+    first = tile * BM
+    i = first + tl.arange(0, BM)
+    live = live_at(keep, batch, first, N, BM)
+    tq = load_at(at_head(q, qs, batch, h, ALIGN), first, qs[1] * ALIGN, live, D, F1, F2)
+    shift = rowdot(tq, as_row(mean(totals, n, PARTS, W, D, F1, F2)), F2)
+    a, b = factors(c, h, scale)
+    acc, total = zero_rows(BM, V1, V2), tl.zeros([BM, 4], tl.float32)
+    kn, vn = ks[1] * ALIGN, vs[1] * ALIGN
+    whole = N // BN * BN if PEEL else 0
+    if PEEL:
+        for start in range(0, whole, BN):
+            acc, total = add_keys(
+                acc, total, tq, shift, a, b, k, v, start, kn, vn, keep, batch, N, keep is not None, UNIT, D, F1, F2,
+                DV, V1, V2, BN,
+            )  # fmt: skip
+    for start in range(whole, N, BN):
+        acc, total = add_keys(
+            acc, total, tq, shift, a, b, k, v, start, kn, vn, keep, batch, N, True, UNIT, D, F1, F2, DV, V1, V2, BN
+        )
+    square = tl.sum(total, 1) / n
+    if NORM:
+        y = times(acc, 1.0 / (UNIT * n * (1.0 + 0.5 * b * square)), V2)
+    else:
+        y = times(acc, tl.full([BM], 1.0, tl.float32) / (UNIT * n), V2)
+        y = axpy2(y, (-0.5 * b * square)[:, None], as_row(mean(totals + D, n, PARTS, W, DV, V1, V2)), V2)
+    y = times(y, live.to(tl.float32), V2)
+    on = os[1] * ALIGN
+    store_at(at_head(o, os, batch, h, ALIGN), first, on, i < N, y, DV, V1, V2)
+    if SAVE:
+        BH = tl.num_programs(0) // blocks
+        at = bh.to(tl.int64) * padded(N) + i
+        tl.store(rows + at, shift, mask=i < padded(N))
+        tl.store(rows + BH.to(tl.int64) * padded(N) + at, square, mask=i < padded(N))
+    if SAVE and NORM:
+        y = rounded_off(y, o.dtype.element_ty, V2)
+        store_at(at_head(rest, os, batch, h, ALIGN), first, on, i < N, y, DV, V1, V2)

@@ -1,0 +1,44 @@
+"""The static table: tiles, warps and stages of every pass. No tuning at run time, and nothing depends on the batch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def width(w: dict[str, int]) -> int:
+    """Columns of the wider of q and v, padding included."""
+    return max(w["F1"] + w["F2"], w["V1"] + w["V2"])
+
+
+def parts(n: int | torch.SymInt) -> int | torch.SymInt:
+    """Programs that sum the tokens of a head: 1, or 4 from 513 tokens on. No branch on sizes: under a compiler they are
+    symbols."""
+    return 1 + 3 * torch.sym_min(1, n // 513)
+
+
+def peeled(n: int, config: dict[str, int]) -> dict[str, int]:
+    """A config, with PEEL: whether whole tiles of keys have a loop of their own, without masks. Where few tiles and a
+    part of one make a head, starting a second loop costs more than masks."""
+    return {**config, "PEEL": n % config["BN"] == 0 or n > 512}
+
+
+def read_config(w: dict[str, int]) -> dict[str, int]:
+    """Of `read_out`; 64 or 128 queries (BM)."""
+    if width(w) > 80:
+        return {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 3}
+    narrow = {"maxnreg": 96} if width(w) <= 64 else {}
+    return {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 3, **narrow}
+
+
+def query_config(w: dict[str, int]) -> dict[str, int]:
+    """Of `query_grads`; 64 or 128 queries (BM)."""
+    if width(w) > 80:
+        return {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 3}
+    return {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 128 if width(w) <= 64 else 168}
+
+
+def key_config(w: dict[str, int]) -> dict[str, int]:
+    """Of `key_grads`; at most 64 queries (BM) at a time, which is what the buffer is padded to."""
+    if width(w) <= 64:
+        return {"BM": 32, "BN": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
+    return {"BM": 64 if width(w) <= 80 else 32, "BN": 64, "num_warps": 4, "num_stages": 3}

@@ -1,0 +1,65 @@
+"""Inputs and forced calls of the tests of the Triton form of second-order Taylor attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hla_kernels.softmax.taylor import fused
+from hla_kernels.softmax.taylor.gradient import gradient
+from hla_kernels.softmax.taylor.torch_form import evaluate
+from tests.ops.fused.cases import poison
+
+NAMES = ("o", "dq", "dk", "dv", "dcoefficients")
+
+
+def make(n, sizes, dtype, *, device="cpu", layout="packed", mask=False, mean=1.0, size=1.0, kept=torch.float32):
+    """(q, k, v, coefficients), the output's gradient and a mask or None; sizes (B, H, Hk, D, Dv). Keys and values have
+    a common mean, scores the given size; padding holds NaN. Layouts: views of a packed qkv where shapes allow, or
+    "strided": [B, H, N, D] seen as [B, N, H, D]."""
+    b, h, hk, d, dv = sizes
+    g = torch.Generator(device).manual_seed(n + d)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, device=device)
+
+    if layout == "packed" and (h, d) == (hk, dv):
+        qkv = draw(b, n, 3, h, d)
+        qkv[:, :, 0] *= size
+        qkv[:, :, 1:] += mean
+        q, k, v = qkv.to(dtype).unbind(2)
+    else:
+        q, k, v = (
+            (scale * (draw(b, heads, n, w) + more)).to(dtype).transpose(1, 2)
+            for heads, w, more, scale in ((h, d, 0, size), (hk, d, mean, 1), (hk, dv, mean, 1))
+        )
+    c = (torch.rand(h, 2, generator=g, device=device) + 0.3).to(kept)
+    c[0] = torch.tensor([1.0, 0.0])
+    grad = draw(b, n, h, dv).to(dtype)
+    keep = None
+    if mask:
+        keep = torch.rand(b, n, generator=g, device=device) < 0.7
+        keep[-1] = False  # a sequence without tokens
+        for x in (q, k, v, grad):
+            x[~keep] = float("nan")
+    return (q, k, v, c), grad, keep
+
+
+def torch_form(tensors, grad, mask, normalize, scale, dtype) -> list[Tensor]:
+    """o, dq, dk, dv, dcoefficients of the torch form in a dtype; coefficients are at least float32."""
+    q, k, v = (t.to(dtype) for t in tensors[:3])
+    c = tensors[3].to(torch.float64 if dtype == torch.float64 else torch.float32)
+    rest = (c, None, None, mask, normalize, scale)
+    dq, dk, dv, dc, *_ = gradient(grad.to(dtype), q, k, v, *rest)
+    assert dq is not None and dk is not None and dv is not None and dc is not None
+    return [evaluate(q, k, v, *rest), dq, dk, dv, dc]
+
+
+def triton_form(monkeypatch, tensors, grad, mask, normalize, scale) -> list[Tensor]:
+    """The same of the Triton form; every buffer starts as NaN."""
+    with monkeypatch.context() as patch:
+        poison(patch)
+        o, saved = fused.forward(*tensors, mask, normalize, scale, True)
+        outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[:3])
+        dc = fused.backward(grad, o, *tensors, mask, normalize, scale, outs, saved)
+    return [o, *outs, dc]

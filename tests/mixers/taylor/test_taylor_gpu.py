@@ -1,0 +1,109 @@
+"""Taylor attention in Triton through the public operator on a CUDA device, against float64 and the torch form.
+
+Rule of the error: relative L2 against the torch form in float64, at most twice that of the torch form in the dtype of
+the call, for the output and every gradient of tokens. The gradient of the coefficients is a sum in float32 in both
+forms, in another order: at most 1e-5. Every buffer of the Triton form starts as NaN.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hla_kernels as hk
+from tests.mixers.taylor.taylor_cases import NAMES, make, torch_form, triton_form
+from tests.ops.fused.cases import poison, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton form needs a CUDA device: none here"),
+]
+
+BF16, FP16 = torch.bfloat16, torch.float16
+# N, (B, H, Hk, D, Dv), normalize, inputs
+CASES = [
+    *((n, (2, 2, 2, d, d), True, {}) for d in (16, 32, 64, 72, 80, 96, 128) for n in (37, 197, 1024)),
+    *((n, (2, 2, 2, d, d), False, {}) for d in (40, 64, 72) for n in (197, 1000)),
+    *((300, (2, 2, 2, d, d), True, {"mask": True}) for d in (32, 64, 72, 128)),
+    (300, (2, 6, 2, 64, 32), True, {}),
+    (300, (2, 6, 2, 72, 128), False, {"mask": True}),
+    (256, (2, 4, 4, 64, 64), True, {"layout": "strided", "kept": BF16}),
+    (256, (2, 4, 4, 64, 64), True, {"size": 8.0, "mean": 3.0}),
+    (1, (2, 2, 2, 64, 64), True, {}),
+    (4097, (1, 2, 2, 64, 64), True, {}),
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(x) for x in (c[0], *c[1], c[2], *c[3])))
+def test_error_and_bits(monkeypatch, case, dtype):
+    n, sizes, normalize, more = case
+    tensors, grad, mask = make(n, sizes, dtype, device="cuda", **more)
+    scale = sizes[3] ** -0.5
+    truth, plain = (torch_form(tensors, grad, mask, normalize, scale, x) for x in (torch.float64, dtype))
+    first, second = (triton_form(monkeypatch, tensors, grad, mask, normalize, scale) for _ in range(2))
+    for name, a, b, c, t in zip(NAMES, first, second, plain, truth, strict=True):
+        assert torch.equal(a, b), name
+        if not bool(t.any()):  # the gradients of a single query and key
+            assert float(a.abs().max()) <= 1e-6, name
+            continue
+        limit = 2 * relative_error(c, t) if name != "dcoefficients" else max(1e-5, torch.finfo(a.dtype).eps)
+        assert relative_error(a, t) <= limit, (name, relative_error(a, t), limit)
+    if mask is not None:
+        assert not any(bool(x[~mask].any()) for x in first[:4])
+
+
+def call(tensors, **options):
+    """o, dq, dk, dv, dcoefficients of the public operator; the gradient is ones."""
+    x = [t.detach().requires_grad_() for t in tensors]
+    y = hk.taylor2(*x, q_scale=0.125, **options)
+    return [y.detach(), *torch.autograd.grad(y.sum(), x)]
+
+
+def test_packed_compile_autocast_and_capture(monkeypatch):
+    """One packed gradient, a full graph, autocast and a replay have the bits of the plain call."""
+    tensors, _, _ = make(274, (2, 4, 4, 64, 64), BF16, device="cuda")
+    expected = call(tensors, impl="triton")
+    assert hk.explain("taylor2", *tensors).impl == "triton"
+    qkv, c = torch.stack(tensors[:3], 2).requires_grad_(), tensors[3].clone().requires_grad_()
+    with monkeypatch.context() as patch:
+        poison(patch)
+        y = hk.taylor2_qkvpacked(qkv, c, q_scale=0.125)
+        y.sum().backward()
+    found = [y, *qkv.grad.unbind(2), c.grad]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    compiled = torch.compile(lambda *x: hk.taylor2(*x, q_scale=0.125), fullgraph=True, backend="aot_eager")
+    x = [t.detach().requires_grad_() for t in tensors]
+    y = compiled(*x)
+    found = [y, *torch.autograd.grad(y.sum(), x)]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with torch.autocast("cuda", dtype=BF16):
+        assert torch.equal(hk.taylor2(*[t.float() for t in tensors[:3]], tensors[3], q_scale=0.125), expected[0])
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    x = [t.detach().requires_grad_() for t in tensors]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # autograd's nodes belong to the stream of their first use
+        torch.autograd.grad(hk.taylor2(*x, q_scale=0.125).sum(), x)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        y = hk.taylor2(*x, q_scale=0.125)
+        found = [y, *torch.autograd.grad(y.sum(), x)]
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_opcheck():
+    tensors, _, _ = make(70, (2, 2, 2, 32, 32), BF16, device="cuda")
+    x = [t.detach().requires_grad_() for t in tensors]
+    torch.library.opcheck(torch.ops.hla_kernels.taylor2, (*x, None, None, None, True, 0.2, "triton", True))
+
+
+def test_refusals():
+    (q, k, v, c), _, _ = make(40, (1, 2, 2, 32, 32), BF16, device="cuda")
+    for x, options, reason in (
+        ((q.float(), k.float(), v.float()), {}, "float32"), ((q, k, v), {"narrow": (q, k)}, "narrow pair"),
+    ):  # fmt: skip
+        explained = hk.explain("taylor2", *x, c, **options)
+        assert explained.impl == "torch" and reason in explained.why_not["triton"]
+        with pytest.raises(ValueError, match=reason):
+            hk.taylor2(*x, c, impl="triton", **options)
