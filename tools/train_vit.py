@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from zoo import config
+from zoo.train.core.processes import part
 from zoo.train.loop import Trainer
 from zoo.train.settings import TrainSettings
 
@@ -24,6 +25,7 @@ def main(words: list[str]) -> dict[str, Any]:
     if config.wants_help(words, __doc__, USAGE, TrainSettings):
         return {}
     result = Trainer(config.from_command_line(TrainSettings, words)).train()
+    part()
     if result:
         print(json.dumps(result), flush=True)
     return result

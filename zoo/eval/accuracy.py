@@ -58,7 +58,8 @@ def predict(model: nn.Module, batches: Iterable[Batch], autocast: Autocast = nul
 def predict_all(
     models: dict[str, nn.Module], batches: Iterable[Batch], autocast: Autocast = nullcontext
 ) -> dict[str, Predictions]:
-    """`predict` of several models by name, which see the same batches, read once."""
+    """`predict` of several models by name, which see the same batches, read once. An image that comes again does not
+    count again."""
     training = {name: model.training for name, model in models.items()}
     parts: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in models}
     for model in models.values():
@@ -82,6 +83,8 @@ def _predict_batch(model: nn.Module, batch: Batch, autocast: Autocast) -> tuple[
 def _join(parts: list[tuple[Tensor, ...]]) -> Predictions:
     if not parts:
         raise ValueError("there are no images to evaluate")
-    top, labels, index, read, losses = (torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True))
+    columns = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
+    once = np.unique(columns[2], return_index=True)[1]
+    top, labels, index, read, losses = (column[once] for column in columns)
     good = index == read
     return Predictions(top[good], labels[good], index[good], losses[good], int((~good).sum()))

@@ -9,6 +9,7 @@ from timm.scheduler.scheduler import Scheduler
 from zoo.data import Batch, check_unreadable
 from zoo.eval.accuracy import predict_all
 from zoo.train.core import Run
+from zoo.train.core.sharding import in_step
 from zoo.train.model import AVERAGE, WEIGHTS, header_of, save_weights
 from zoo.train.optim import create_schedule
 from zoo.train.settings import TrainSettings
@@ -67,7 +68,9 @@ class Trainer(Run):
         row: dict[str, Any] = {"kind": "eval"}
         where = {"rank": accelerator.process_index, "world": accelerator.num_processes}
         models = {"": self.model} if self.ema is None else {"": self.model, "ema_": self.ema.module}
+        share = -(-self.parts.n_val // accelerator.num_processes)  # the largest
         batches = self.parts.val_images.evaluation(self.plan.part_size, **where)
+        batches = in_step(batches, -(-share // self.plan.part_size))
         with torch.compiler.set_stance("force_eager"):  # once an epoch, of other sizes: not worth a compilation
             predictions = predict_all(models, batches, accelerator.autocast)
         for prefix, found in predictions.items():
@@ -79,7 +82,9 @@ class Trainer(Run):
 
     def save(self) -> str:
         recipe = self.parts.recipe
-        save_weights(self.model, recipe, self.folder / WEIGHTS)
-        if self.ema:
-            save_weights(self.ema.module, recipe, self.folder / AVERAGE)
+        models = {WEIGHTS: self.model} | ({AVERAGE: self.ema.module} if self.ema else {})
+        for file, model in models.items():
+            found = self.whole(model)
+            if self.main:
+                save_weights(found, recipe, self.folder / file)
         return recipe.describe()

@@ -54,7 +54,6 @@ class Classification(nn.Module):
         self.teacher = teacher
         self.match: AttentionMatch | None = None
         if teacher is not None:
-            teacher.eval().requires_grad_(False)
             self.match = AttentionMatch(student, teacher) if distill.attention else None
 
     def listen(self, which: str = "student") -> AbstractContextManager[Any]:

@@ -9,6 +9,7 @@ from torch import nn
 from zoo.data import BatchPlan, Images, InputSpec, open_images, open_sources
 from zoo.data.samples import seed_everything
 from zoo.data.settings import DataSettings
+from zoo.train.core.processes import place_of, placed
 from zoo.train.losses import Classification, create_mixup
 from zoo.train.model import Recipe, load_model, read_recipe, start, timm_classes
 from zoo.train.settings import TrainSettings
@@ -25,6 +26,7 @@ class Setup:
     plan: BatchPlan
     train_images: Images
     val_images: Images
+    n_val: int
 
 
 def set_up(settings: TrainSettings, accelerator: Accelerator) -> Setup:
@@ -49,7 +51,9 @@ def set_up(settings: TrainSettings, accelerator: Accelerator) -> Setup:
     spec = InputSpec.of(model, recipe.img_size, settings.data)
     recipe = replace(recipe, input=asdict(spec), classes=list(train.classes))
     opened = (spec, settings.data, settings.augment, settings.run.seed, device)
-    model, teacher = model.to(device), _teacher(settings, host, recipe)
+    model, teacher = model.to(place_of(accelerator)), _teacher(settings, host, recipe)
+    if teacher is not None:
+        teacher = placed(accelerator, teacher.eval().requires_grad_(False))
     return Setup(
         model=model,
         recipe=recipe,
@@ -60,6 +64,7 @@ def set_up(settings: TrainSettings, accelerator: Accelerator) -> Setup:
         plan=plan,
         train_images=open_images(train, *opened),
         val_images=open_images(val, *opened),
+        n_val=len(val),
     )
 
 

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate import DistributedType
 from conftest import run_tool, start_tool
 from safetensors.torch import load_file
 from tiny_runs import tiny, tree
 
-import zoo.train.core as core
 from zoo.train.diffusion.loop import DiffusionRun
 from zoo.train.record import read_rows
 
@@ -82,13 +80,6 @@ def test_resuming_with_another_configuration_names_the_keys(tmp_path):
     with pytest.raises(ValueError, match=r"another configuration; they differ in data.drop, objective.t_mean$"):
         DiffusionRun(tiny(tmp_path, run={"resume": True}, **changed))
     with pytest.raises(ValueError, match=r"already holds a run; set run.resume=true"):
-        DiffusionRun(tiny(tmp_path))
-
-
-def test_sharded_weights_are_refused(tmp_path, monkeypatch):
-    """FSDP and DeepSpeed need accelerators: here the kind that this machine has stands for them."""
-    monkeypatch.setattr(core, "SHARDED", (DistributedType.NO,))
-    with pytest.raises(ValueError, match=r"accelerate is configured for NO, which shards the weights"):
         DiffusionRun(tiny(tmp_path))
 
 

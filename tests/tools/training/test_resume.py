@@ -12,7 +12,7 @@ from conftest import TINY, run_tool, start_tool, tiny
 from safetensors.torch import load_file
 
 from zoo import config
-from zoo.train.checkpoint import list_checkpoints
+from zoo.train.core.checkpoint import list_checkpoints
 from zoo.train.loop import Trainer
 from zoo.train.record import Record, read_rows
 

@@ -14,12 +14,12 @@ from zoo.data import LoadedImages, open_source
 from zoo.data.settings import AugmentSettings
 from zoo.data.sources import Digits
 from zoo.data.transforms import InputSpec, train_transform
+from zoo.train.core.update import Updater
 from zoo.train.loop import Trainer
 from zoo.train.model import Recipe, build, save_weights
 from zoo.train.optim import create_schedule
 from zoo.train.record import read_rows
 from zoo.train.settings import ScheduleSettings
-from zoo.train.update import Updater
 
 SPEC = InputSpec(size=(8, 8), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
 STEPS = {"schedule": {"epochs": 1}, "data": {"batch_size": 100}}  # 10 steps

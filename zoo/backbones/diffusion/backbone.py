@@ -5,6 +5,7 @@ from typing import Any
 from diffusers import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from zoo.backbones import Swap
 from zoo.backbones.diffusion.hosts import FAMILIES, Family, adopt, conversions_of
@@ -19,8 +20,10 @@ COMPUTE_TYPES = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.floa
 
 def family_of(model: Any) -> Family | None:
     """The family of a model, converted or not; None for a model that is not known here."""
-    kind = CONVERTED.get(type(model), type(model))
-    return FAMILIES.get(kind)
+    kind = type(model)
+    if isinstance(model, FSDPModule):  # whose class lies before the model's own
+        kind = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
+    return FAMILIES.get(CONVERTED.get(kind, kind))
 
 
 class DiffusersBackbone:

@@ -16,6 +16,8 @@ from zoo.data.video.files import write_video
 from zoo.eval.generation.videos import grid_video, save_sheet
 from zoo.eval.results import write_json
 from zoo.train.core import Run
+from zoo.train.core.processes import place_of, placed
+from zoo.train.core.sharding import in_step
 from zoo.train.diffusion import model as models
 from zoo.train.diffusion.data import Samples, open_samples
 from zoo.train.diffusion.model import AVERAGE, PART, Wanted
@@ -65,7 +67,7 @@ class DiffusionRun(Run):
             models.add_adapters(model, settings.lora.rank, settings.lora.alpha, settings.lora.targets)
         if settings.model.checkpointing:
             model.enable_gradient_checkpointing()
-        self.model: Any = model.to(accelerator.device)
+        self.model: Any = model.to(place_of(accelerator))
         self.teacher = self._teacher(host, wanted)
         self.manner = manner_of(model)
         self.header = {"format": "pt"}
@@ -102,7 +104,8 @@ class DiffusionRun(Run):
         else:
             host = models.load_transformer(name)
             models.check(host, wanted, f"the teacher {name}")
-        return Teacher(host.to(self.accelerator.device), self.model, settings.distill)
+        host = placed(self.accelerator, host.eval().requires_grad_(False))
+        return Teacher(host, self.model, settings.distill)
 
     def create_schedule(self, optimizer: torch.optim.Optimizer) -> Scheduler:
         given = self.settings.schedule
@@ -169,10 +172,11 @@ class DiffusionRun(Run):
         n = min(self.settings.data.val_images or self.samples.n_val, self.samples.n_val)
         totals = {prefix: torch.zeros(2, device=accelerator.device, dtype=torch.float64) for prefix in self._models()}
         where = accelerator.process_index, accelerator.num_processes
-        for batch in self.samples.evaluation(self.plan.part_size, *where):
-            keep = (batch.index < n).to(batch.x0.device)
-            if not keep.any():
-                break
+        share = -(-n // accelerator.num_processes)  # the largest
+        before = None
+        for batch in in_step(self.samples.evaluation(self.plan.part_size, *where), -(-share // self.plan.part_size)):
+            new, before = batch is not before, batch
+            keep = ((batch.index < n) & new).to(batch.x0.device)
             found = self._validation_errors(batch)
             for prefix, errors in found.items():
                 totals[prefix] += torch.stack([errors[keep].double().sum(), keep.sum()])
@@ -202,12 +206,14 @@ class DiffusionRun(Run):
 
     def show(self) -> None:
         every = self.settings.sample.every
-        if every and self.main and (self.step % every == 0 or self.step == self.last_step):
+        if every and (self.step % every == 0 or self.step == self.last_step):
             self.draw_samples()
 
     def draw_samples(self) -> None:
         """Write the grid of this step, and show it to the trackers."""
         images = self.generate(self.settings.sample.count)
+        if not self.main:
+            return
         file = self.folder / SAMPLES / f"step-{self.step:08d}.png"
         if images.ndim == 5:
             write_video(grid_video(images), file.with_suffix(".mp4"), self.samples.about["fps"])
@@ -250,11 +256,13 @@ class DiffusionRun(Run):
 
         settings = self.settings
         scheduler = scheduler_to_save(settings.model.checkpoint, self.objective, settings.objective)
-        models.save_transformer(models.merged(self.model), self.folder / PART, scheduler)
-        if self.ema:
-            models.save_transformer(models.merged(self.ema.module), self.folder / AVERAGE, scheduler)
-        if settings.lora.rank:
-            with replacing(self.folder / ADAPTERS) as temporary:
-                save_file({k: v.cpu().contiguous() for k, v in models.adapter_weights(self.model).items()}, temporary)
-        mixer = settings.model.mixer
-        return f"{type(self.model).__name__} with the mixer {mixer}" if mixer else type(self.model).__name__
+        parts = {PART: self.model} | ({AVERAGE: self.ema.module} if self.ema else {})
+        for part, model in parts.items():
+            found = self.whole(model)
+            if self.main:
+                models.save_transformer(models.merged(found), self.folder / part, scheduler)
+            if self.main and settings.lora.rank and part == PART:
+                with replacing(self.folder / ADAPTERS) as temporary:
+                    save_file({k: v.cpu().contiguous() for k, v in models.adapter_weights(found).items()}, temporary)
+        mixer, name = settings.model.mixer, type(found).__name__
+        return f"{name} with the mixer {mixer}" if mixer else name

@@ -16,6 +16,7 @@ from torch import Tensor
 from zoo import config
 from zoo.eval.generation.scores import frechet_distance
 from zoo.eval.generation.statistics import Moments
+from zoo.train.core.processes import part
 from zoo.train.diffusion.loop import DiffusionRun
 from zoo.train.diffusion.settings import DiffusionSettings
 
@@ -36,6 +37,7 @@ def carry_out(
     if check:
         check(settings)
     result = rehearse(settings) if "--dry-run" in words else DiffusionRun(settings).train()
+    part()
     if result:
         print(json.dumps(result), flush=True)
     return result
@@ -62,9 +64,8 @@ def rehearse(settings: DiffusionSettings) -> dict[str, Any]:
     DiffusionRun(once).train()
     again = DiffusionRun(replace(once, run=replace(once.run, resume=True)))
     result = again.train()
-    if result:
-        result["frechet_of_pixels"] = _distance(again)
-    return result
+    distance = _distance(again)  # on every process: they may share the weights
+    return {**result, "frechet_of_pixels": distance} if result else {}
 
 
 def _distance(run: DiffusionRun) -> float:

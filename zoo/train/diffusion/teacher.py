@@ -20,7 +20,7 @@ class Teacher:
     """
 
     def __init__(self, model: nn.Module, student: nn.Module, settings: TeacherSettings) -> None:
-        self.model, self.settings = model.eval().requires_grad_(False), settings
+        self.model, self.settings = model, settings
         self.match = AttentionMatch(student, model) if settings.attention else None
 
     def listen(self, which: str = "student") -> Any:

@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from zoo.train.core.sharding import Average
 
 
 class Updater:
@@ -27,7 +29,7 @@ class Updater:
         accelerator: Accelerator,
         model: nn.Module,
         optimizer: Optimizer,
-        ema: ModelEmaV3 | None,
+        ema: Average | None,
         clip: float | None,
         max_skipped: int,
     ) -> None:
@@ -43,6 +45,7 @@ class Updater:
     def __call__(self, step: int) -> None:
         """The update of step `step`, counted from 1. Raises RuntimeError as `settle` does."""
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip or math.inf).detach()
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._unread.append(norm)
         if self.accelerator.scaler is not None:
             self.optimizer.step()

@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
 from timm.scheduler.scheduler import Scheduler
-from timm.utils import AverageMeter, ModelEmaV3
+from timm.utils import AverageMeter
 from torch import Tensor, nn
 
 from zoo.config import leaves
 from zoo.data import BatchPlan, check_unreadable
 from zoo.data.progress import progress
 from zoo.data.samples import seed_everything
-from zoo.train.checkpoint import begin_folder, check_folder, last_checkpoint, load_checkpoint, save_checkpoint
+from zoo.train.core.checkpoint import begin_folder, check_folder, last_checkpoint, load_checkpoint, save_checkpoint
+from zoo.train.core.processes import create_accelerator, is_sharding, placed, prepare
+from zoo.train.core.sharding import Average, blank, gathered, spread_states, whole
+from zoo.train.core.update import Updater
 from zoo.train.optim import create_optimizer, new_parameters
 from zoo.train.record import Record, draw_curves, read_rows, replacing
-from zoo.train.update import Updater
 
 METRICS = "metrics.jsonl"
-SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 RESULT = "result.json"
 
 
@@ -59,10 +59,13 @@ class Run(ABC):
         accelerator.wait_for_everyone()
         self.set_up()
         optim = settings.optim
-        self.ema = ema = ModelEmaV3(self.model, decay=optim.ema, use_warmup=optim.ema_warmup) if optim.ema else None
+        self.form = blank(self.model) if is_sharding(accelerator) else None
+        self.ema = ema = Average(self.model, decay=optim.ema, use_warmup=optim.ema_warmup) if optim.ema else None
         optimizer = create_optimizer(self.model, optim)
         self.schedule = self.create_schedule(optimizer)
-        self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
+        self.wrapped, self.optimizer = prepare(accelerator, self.model, optimizer)
+        if ema:
+            placed(accelerator, ema.module)
         self.forward = self.compiled() if settings.run.compile else self.wrapped
         self.update = Updater(accelerator, self.model, self.optimizer, ema, optim.clip, settings.run.max_skipped)
         self.meters: dict[str, AverageMeter] = {}  # of the losses, since the last line of the record
@@ -77,7 +80,8 @@ class Run(ABC):
 
     @abstractmethod
     def set_up(self) -> None:
-        """Set model (on the device), plan, last_step, metric and header. Raises ValueError for what does not fit."""
+        """Set model (at `place_of` the accelerator), plan, last_step, metric and header. Raises ValueError for what
+        does not fit."""
 
     def begin(self) -> None:  # noqa: B027  most have nothing to add
         """Write into the folder of a run that begins or continues, on the main process."""
@@ -104,10 +108,11 @@ class Run(ABC):
 
     @abstractmethod
     def save(self) -> str:
-        """Write the final weights, each file or folder complete or not at all; returns what the model is."""
+        """Write the final weights (`whole`) on the main process, each file or folder complete or not at all; returns
+        what the model is."""
 
     def show(self) -> None:  # noqa: B027  most have nothing to show
-        """Show what the run can do by now, if it is time to."""
+        """Show what the run can do by now, if it is time to; on every process, since they may share the weights."""
 
     def compiled(self) -> Any:
         """The model for training, compiled."""
@@ -161,6 +166,10 @@ class Run(ABC):
             self._check_gradients()
         self.step += 1
         self.update(self.step)
+
+    def whole(self, model: nn.Module) -> nn.Module:
+        """The model, or its average, with all weights, for the main process to save. Every process."""
+        return model if self.form is None else whole(model, self.form, self.main)
 
     def note(self, name: str, value: Tensor, n: int) -> None:
         """Let the mean `value` of n samples flow into the record of the losses."""
@@ -216,10 +225,13 @@ class Run(ABC):
         self.update.settle(self.step)
         totals = self._totals()
         self.accelerator.wait_for_everyone()
+        weights = gathered(self.model.state_dict(), self.main)
+        average = gathered(self.ema.module.state_dict(), self.main) if self.ema else None
+        optimizer = gathered(self.optimizer.state_dict(), self.main)
         if self.main:
             scaler = self.accelerator.scaler
             state = {
-                "optimizer": self.optimizer.state_dict(),
+                "optimizer": optimizer,
                 "scaler": scaler.state_dict() if scaler is not None else None,
                 "step": self.step,
                 "seconds": self.seconds,
@@ -227,15 +239,14 @@ class Run(ABC):
                 "meters": {name: list(total) for name, total in totals.items()},
                 "bad": sorted(self.bad),
             }
-            ema = self.ema.module if self.ema else None
             where, keep = self.folder / "checkpoints", self.settings.run.keep
-            save_checkpoint(where, self.step, self.model, ema, self.header, state, keep)
+            save_checkpoint(where, self.step, weights, average, self.header, state, keep)
 
     def _continue(self, checkpoint: Path | None) -> None:
         if checkpoint is None:
             return
         state = load_checkpoint(checkpoint, self.model, self.ema.module if self.ema else None)
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(spread_states(state["optimizer"], self.optimizer))
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.step, self.seconds = state["step"], state["seconds"]
@@ -249,8 +260,8 @@ class Run(ABC):
         """Write the final weights, the curves and the result."""
         self.accelerator.wait_for_everyone()
         result: dict[str, Any] = {}
+        about = self.save()
         if self.main:
-            about = self.save()
             rows = read_rows(self.folder / METRICS)
             last = next(row for row in reversed(rows) if row["kind"] == "eval")
             result = {"model": about, **last, "seconds": round(self.seconds, 2)}
@@ -258,27 +269,9 @@ class Run(ABC):
             with replacing(self.folder / RESULT) as temporary:
                 temporary.write_text(json.dumps(result, indent=1) + "\n")
             draw_curves({self.folder.name: rows}, self.folder / "curves.png", *self.metric)
-        self.accelerator.end_training()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
         return result
-
-
-def create_accelerator(settings: Any) -> Accelerator:
-    """The devices and the precision of a run. Raises ValueError for what they cannot do."""
-    on_cpu = not torch.accelerator.is_available()
-    if on_cpu and settings.run.precision == "fp16":  # accelerate would train in float32 without a word
-        raise ValueError("run.precision=fp16 needs a GPU, and there is none here; use bf16 or fp32")
-    accelerator = Accelerator(
-        mixed_precision={"fp32": "no"}.get(settings.run.precision, settings.run.precision),
-        log_with=settings.log.trackers or None,
-        project_dir=Path(settings.run.folder),
-        cpu=on_cpu,  # accelerate starts several CPU processes only when told so
-    )
-    if accelerator.distributed_type in SHARDED:
-        raise ValueError(
-            f"accelerate is configured for {accelerator.distributed_type.value}, which shards the weights; averages, "
-            "checkpoints and grids need whole copies: use several processes without it (DDP)"
-        )
-    return accelerator
 
 
 class _Clock:

@@ -14,9 +14,10 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zoo import config
+from zoo.train.core.sharding import spread
 from zoo.train.model import WEIGHTS, fill, read_weights, save_tensors
 from zoo.train.settings import CHANGEABLE
 
@@ -60,15 +61,15 @@ def last_checkpoint(settings: Any) -> Path | None:
 def save_checkpoint(
     folder: Path,
     step: int,
-    model: nn.Module,
-    ema: nn.Module | None,
+    weights: dict[str, Tensor],
+    average: dict[str, Tensor] | None,
     header: dict[str, str],
     state: dict[str, Any],
     keep: int,
 ) -> Path:
     """Write the checkpoint of a step into `folder` and delete all but the newest `keep`. Returns its path.
 
-    header: of the files of weights.
+    weights, average: the state dicts of the model and of its average, whole.  header: of the files of weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob("writing-*"):  # by a run that was killed
@@ -76,9 +77,9 @@ def save_checkpoint(
     final = folder / f"step-{step:08d}"
     temporary = Path(tempfile.mkdtemp(prefix="writing-", dir=folder))
     temporary.chmod(0o755)  # mkdtemp makes it private
-    save_tensors(model.state_dict(), header, temporary / WEIGHTS)
-    if ema is not None:
-        save_tensors(ema.state_dict(), header, temporary / EMA_WEIGHTS)
+    save_tensors(weights, header, temporary / WEIGHTS)
+    if average is not None:
+        save_tensors(average, header, temporary / EMA_WEIGHTS)
     torch.save(state, temporary / STATE)
     for file in temporary.iterdir():
         _sync(file)
@@ -99,9 +100,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def load_checkpoint(path: Path, model: nn.Module, ema: nn.Module | None) -> dict[str, Any]:
     """Fill `model` and `ema` from a checkpoint and return its state. Raises ValueError when a file is missing or
     truncated."""
-    fill(model, read_weights(path / WEIGHTS), str(path))
-    if ema is not None:
-        fill(ema, read_weights(path / EMA_WEIGHTS), str(path))
+    for part, name in ((model, WEIGHTS), (ema, EMA_WEIGHTS)):
+        if part is not None:
+            weights, own = read_weights(path / name), part.state_dict()
+            fill(part, {k: spread(v, own.get(k)) for k, v in weights.items()}, str(path))
     file = path / STATE
     try:
         return torch.load(file, map_location="cpu", weights_only=True)

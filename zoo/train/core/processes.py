@@ -1,0 +1,98 @@
+"""The processes of a run and how they share the weights: accelerate's choice (one process, DDP or FSDP2), checked."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from zoo.convert.calls import layers_of
+
+SHARDED = DistributedType.FSDP
+REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+# classes of modules which the model also calls from outside of the block that they are part of
+CALLED_ALONE = ("CombinedTimestepLabelEmbeddings",)  # of DiT's first block, for the output
+
+
+def create_accelerator(settings: Any) -> Accelerator:
+    """The accelerator of a run with the sections run and log. Raises ValueError for what does not go together."""
+    on_cpu = not torch.accelerator.is_available()
+    if on_cpu and settings.run.precision == "fp16":  # accelerate would train in float32 without a word
+        raise ValueError("run.precision=fp16 needs a GPU, and there is none here; use bf16 or fp32")
+    accelerator = Accelerator(
+        mixed_precision={"fp32": "no"}.get(settings.run.precision, settings.run.precision),
+        log_with=settings.log.trackers or None,
+        project_dir=Path(settings.run.folder),
+        cpu=on_cpu,  # accelerate starts several CPU processes only when told so
+    )
+    if accelerator.distributed_type in REFUSED:
+        raise ValueError(
+            f"accelerate is configured for {accelerator.distributed_type.value}; allowed are FSDP with "
+            "fsdp_version: 2, and several processes without either (DDP)"
+        )
+    if accelerator.distributed_type == SHARDED:
+        _check_sharding(settings, accelerator)
+    return accelerator
+
+
+def _check_sharding(settings: Any, accelerator: Accelerator) -> None:
+    if not accelerator.is_fsdp2:
+        raise ValueError("accelerate is configured for FSDP 1; set fsdp_version: 2 in its configuration")
+    if settings.run.precision == "fp16":
+        raise ValueError("run.precision=fp16 does not go with sharded weights (FSDP2): use bf16 or fp32")
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.activation_checkpointing:
+        raise ValueError(
+            "accelerate is configured for FSDP with fsdp_activation_checkpointing, which loses the token grid; use "
+            "model.checkpointing=true of a diffusion run instead"
+        )
+    # As under DDP: float32 weights and sums of gradients, and autocast says what is computed in bf16. accelerate's
+    # own policy would cast the inputs too, and a time of 999 is 1000 in bf16.
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    plugin.cpu_ram_efficient_loading = False  # each process has the weights by now, and buffers beside them
+
+
+def part() -> None:
+    """End the group of the processes, after the last run in them."""
+    PartialState().destroy_process_group()
+
+
+def is_sharding(accelerator: Accelerator) -> bool:
+    """Whether each process holds a part of the weights only."""
+    return accelerator.distributed_type == SHARDED
+
+
+def place_of(accelerator: Accelerator) -> torch.device:
+    """Where a model is put before it is prepared or sharded: the device, unless sharding moves it there part by
+    part."""
+    return torch.device("cpu") if is_sharding(accelerator) else accelerator.device
+
+
+def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """The model and its optimiser, ready for several processes."""
+    _name_units(accelerator, model)
+    return accelerator.prepare(model, optimizer)
+
+
+def placed(accelerator: Accelerator, model: nn.Module) -> Any:
+    """A model that has no optimiser (average, teacher) on the device, sharded if the trained model is."""
+    if not is_sharding(accelerator):
+        return model.to(accelerator.device)
+    _name_units(accelerator, model)
+    return fsdp2_prepare_model(accelerator, model)
+
+
+def _name_units(accelerator: Accelerator, model: nn.Module) -> None:
+    """Tell accelerate which modules are gathered at once, if its configuration leaves that open: the blocks around
+    self-attention."""
+    if not is_sharding(accelerator):
+        return
+    plugin = accelerator.state.fsdp_plugin
+    if not hasattr(plugin, "named_by_user"):
+        plugin.named_by_user = plugin.transformer_cls_names_to_wrap
+    blocks = {type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in layers_of(model)}
+    alone = {type(module).__name__ for module in model.modules()} & set(CALLED_ALONE)
+    plugin.transformer_cls_names_to_wrap = sorted({*(plugin.named_by_user or blocks), *alone})
