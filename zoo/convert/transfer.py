@@ -53,6 +53,7 @@ class Transferring:
     step: int
     last_step: int
     note: Callable[..., None]
+    autocast: Callable[[], Any]
 
     def prepare_transfer(self, teacher: Any) -> None:
         """Raises ValueError without a teacher, a converted layer, or on several processes."""
@@ -72,7 +73,7 @@ class Transferring:
                 run(self.model)
             self.laid_out = True
         own = self.step >= round((1 - self.settings.student_share) * self.last_step)
-        with self.accelerator.autocast():
+        with self.autocast():
             found = attention_distances(self.model, teacher, run, own)
         for name, value in found.items():
             self.note(f"distance/{name}", value, n)

@@ -46,7 +46,7 @@ class Trainer(Run):
         if self.parts.mixup:
             images, targets = self.parts.mixup(images, targets)
         objective = self.parts.objective
-        with self.accelerator.autocast():
+        with self.autocast():
             with objective.listen():
                 logits = self.forward(images)
             losses = objective(logits, targets, images)
@@ -72,7 +72,7 @@ class Trainer(Run):
         batches = self.parts.val_images.evaluation(self.plan.part_size, **where)
         batches = in_step(batches, -(-share // self.plan.part_size))
         with torch.compiler.set_stance("force_eager"):  # once an epoch, of other sizes: not worth a compilation
-            predictions = predict_all(models, batches, accelerator.autocast)
+            predictions = predict_all(models, batches, self.autocast)
         for prefix, found in predictions.items():
             sums = accelerator.reduce(found.sums().to(accelerator.device), "sum")
             values = found.from_sums(sums)

@@ -15,7 +15,7 @@ import torch
 import yaml
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from conftest import tiny
 
 from zoo.config import from_tree
@@ -37,10 +37,26 @@ class Job:
 
     kind: str
     tree: dict[str, Any]
-    sharded: bool = True
+    by: str = "fsdp2"  # or ddp, zero1, zero2
     stop: int | None = None
     poison: list[int] = field(default_factory=list)  # steps
     rehearsed: bool = False
+
+
+def with_zero(stage: int):
+    def init(self, *arguments, **keywords):
+        INIT(self, *arguments, **keywords)
+        plugin = DeepSpeedPlugin(zero_stage=stage)
+        _configure("DEEPSPEED", deepspeed_plugins=plugin)
+        plugin.select(_from_accelerator_state=True)
+
+    return init
+
+
+def _configure(kind: str, **more) -> None:
+    AcceleratorState._shared_state.update(more)
+    for state in (PartialState, AcceleratorState):
+        state._shared_state["distributed_type"] = DistributedType[kind]
 
 
 def with_fsdp2(self, *arguments, **keywords):
@@ -48,9 +64,10 @@ def with_fsdp2(self, *arguments, **keywords):
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     if self.mixed_precision != "no":
         plugin.set_mixed_precision(self.mixed_precision)
-    AcceleratorState._shared_state["fsdp_plugin"] = plugin
-    for state in (PartialState, AcceleratorState):
-        state._shared_state["distributed_type"] = DistributedType.FSDP
+    _configure("FSDP", fsdp_plugin=plugin)
+
+
+BY = {"ddp": INIT, "fsdp2": with_fsdp2, "zero1": with_zero(1), "zero2": with_zero(2)}
 
 
 def carry_out(job: Job) -> None:
@@ -104,7 +121,8 @@ if __name__ == "__main__":
         AcceleratorState._reset_state()
         if PartialState._shared_state:
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
-        Accelerator.__init__ = with_fsdp2 if job.sharded else INIT
+        Accelerator.__init__ = BY[job.by]
         carry_out(job)
+    Accelerator.__init__ = with_fsdp2
     compare_families(folder)
     part()

@@ -62,19 +62,19 @@ def runs(tmp_path_factory):
             tree = config.merge(tree, change)
         jobs.append({"kind": kind, "tree": tree, **job})
 
-    add("diffusion", "source", [DIFFUSION, {"model": {**HOST, "mixer": "", "mixer_options": {}}}], sharded=False)
+    add("diffusion", "source", [DIFFUSION, {"model": {**HOST, "mixer": "", "mixer_options": {}}}], by="ddp")
     jobs[-1]["tree"] |= {"distill": {}, "schedule": {"steps": 2}, "sample": {}}
     start = [DIFFUSION, {"model": {"checkpoint": str(folder / "source")}}]
     lora = [*start, {"lora": {"rank": 2}, "run": {"precision": "bf16"}}]
-    for name, sharded in (("ddp", False), ("fsdp", True)):
-        add("diffusion", name, start, sharded=sharded, poison=[2])
-        add("diffusion", f"{name}_lora", lora, sharded=sharded)
+    for name, by in (("ddp", "ddp"), ("fsdp", "fsdp2")):
+        add("diffusion", name, start, by=by, poison=[2])
+        add("diffusion", f"{name}_lora", lora, by=by)
     add("diffusion", "cut", start, stop=5, poison=[2])
     add("diffusion", "cut", [*start, {"run": {"resume": True}}])
     add("diffusion", "rehearsal", start, rehearsed=True)
-    add("image", "image", [], sharded=False)
-    for name, sharded in (("image_ddp", False), ("image_fsdp", True)):
-        add("image", name, [IMAGE, {"model": {"checkpoint": str(folder / "image")}}], sharded=sharded)
+    add("image", "image", [], by="ddp")
+    for name, by in (("image_ddp", "ddp"), ("image_fsdp", "fsdp2")):
+        add("image", name, [IMAGE, {"model": {"checkpoint": str(folder / "image")}}], by=by)
     (folder / "jobs.yaml").write_text(yaml.safe_dump(jobs))
     places = [ROOT, ROOT / "kernels", ROOT / "tests/tools", ROOT / "tests/models/diffusion"]
     fixed = {"PYTHONPATH": os.pathsep.join(map(str, places)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -168,7 +168,7 @@ def test_every_family_of_diffusers_is_the_same_in_parts(runs):
         ("FSDP", {"fsdp_version": 1}, "fp32", r"configured for FSDP 1; set fsdp_version: 2"),
         ("FSDP", {"activation_checkpointing": True}, "fp32", r"fsdp_activation_checkpointing, which loses the token"),
         ("FSDP", {}, "fp16", r"run.precision=fp16 does not go with sharded weights \(FSDP2\): use bf16 or fp32"),
-        ("MEGATRON_LM", {}, "fp32", r"configured for MEGATRON_LM; allowed are FSDP with fsdp_version: 2, and several"),
+        ("MEGATRON_LM", {}, "fp32", r"configured for Megatron-LM; allowed are FSDP with fsdp_version: 2, DeepSpeed"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch, kind, plugin, precision, sentence):

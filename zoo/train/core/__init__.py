@@ -4,7 +4,6 @@ From scratch and from a checkpoint are one path, and so are one process and seve
 draws is a function of (seed, step, process, part), so that an interrupted run continues bit for bit.
 """
 
-import contextlib
 import json
 import math
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import AverageMeter
 from torch import Tensor, nn
@@ -24,9 +24,10 @@ from zoo.data.progress import progress
 from zoo.data.samples import seed_everything
 from zoo.train.core.checkpoint import begin_folder, check_folder, last_checkpoint, load_checkpoint, save_checkpoint
 from zoo.train.core.processes import create_accelerator, is_sharding, placed, prepare
-from zoo.train.core.sharding import Average, blank, gathered, spread_states, whole
+from zoo.train.core.sharding import Average, blank, gathered, whole
 from zoo.train.core.update import Updater
-from zoo.train.optim import create_optimizer, new_parameters
+from zoo.train.core.zero import ZeroUpdater
+from zoo.train.optim import create_optimizer
 from zoo.train.record import Record, draw_curves, read_rows, replacing
 
 METRICS = "metrics.jsonl"
@@ -67,7 +68,9 @@ class Run(ABC):
         if ema:
             placed(accelerator, ema.module)
         self.forward = self.compiled() if settings.run.compile else self.wrapped
-        self.update = Updater(accelerator, self.model, self.optimizer, ema, optim.clip, settings.run.max_skipped)
+        updater = ZeroUpdater if accelerator.distributed_type == DistributedType.DEEPSPEED else Updater
+        limits = optim.clip, settings.run.max_skipped
+        self.update = updater(accelerator, self.model, self.wrapped, self.optimizer, ema, *limits)
         self.meters: dict[str, AverageMeter] = {}  # of the losses, since the last line of the record
         self.step, self.seconds = 0, 0.0
         self.bad: set[int] = set()
@@ -160,12 +163,17 @@ class Run(ABC):
             # after the batch was read: reading in this process draws from the same generators
             seed_everything(self.settings.run.seed, self.step, self.accelerator.process_index, part)
             last = part == self.plan.parts - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
-                self.accelerator.backward(self.loss(batch) / self.plan.parts)
-        if self.step == 0:
-            self._check_gradients()
+            self.update.backward(self.loss(batch) / self.plan.parts, last)
+        if self.step == 0 and (idle := self.update.idle()):
+            raise RuntimeError(f"these new parameters receive no gradient: {', '.join(idle)}")
         self.step += 1
         self.update(self.step)
+
+    def autocast(self) -> torch.autocast:
+        """The context in which models compute, of run.precision."""
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings.run.precision)
+        keep = not is_sharding(self.accelerator)  # the weights of all blocks in 16 bits, until the context ends
+        return torch.autocast(self.accelerator.device.type, dtype, dtype is not None, keep)
 
     def whole(self, model: nn.Module) -> nn.Module:
         """The model, or its average, with all weights, for the main process to save. Every process."""
@@ -174,11 +182,6 @@ class Run(ABC):
     def note(self, name: str, value: Tensor, n: int) -> None:
         """Let the mean `value` of n samples flow into the record of the losses."""
         self.meters.setdefault(name, AverageMeter()).update(value.detach(), n)
-
-    def _check_gradients(self) -> None:
-        idle = [name for name, p in new_parameters(self.model).items() if p.requires_grad and p.grad is None]
-        if idle:
-            raise RuntimeError(f"these new parameters receive no gradient: {', '.join(idle)}")
 
     def _note_unreadable(self, batch: Any) -> None:
         new = set(batch.unreadable()) - self.bad
@@ -227,7 +230,7 @@ class Run(ABC):
         self.accelerator.wait_for_everyone()
         weights = gathered(self.model.state_dict(), self.main)
         average = gathered(self.ema.module.state_dict(), self.main) if self.ema else None
-        optimizer = gathered(self.optimizer.state_dict(), self.main)
+        optimizer = self.update.states(self.main)
         if self.main:
             scaler = self.accelerator.scaler
             state = {
@@ -246,7 +249,7 @@ class Run(ABC):
         if checkpoint is None:
             return
         state = load_checkpoint(checkpoint, self.model, self.ema.module if self.ema else None)
-        self.optimizer.load_state_dict(spread_states(state["optimizer"], self.optimizer))
+        self.update.load(state["optimizer"])
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.step, self.seconds = state["step"], state["seconds"]

@@ -1,4 +1,4 @@
-"""The processes of a run and how they share the weights: accelerate's choice (one process, DDP or FSDP2), checked."""
+"""The processes of a run and what each holds, as accelerate is configured: one process, DDP, FSDP2 or DeepSpeed."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zoo.convert.calls import layers_of
+from zoo.train.core.zero import configure
 
 SHARDED = DistributedType.FSDP
-REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 # classes of modules which the model also calls from outside of the block that they are part of
 CALLED_ALONE = ("CombinedTimestepLabelEmbeddings",)  # of DiT's first block, for the output
 
@@ -28,11 +28,13 @@ def create_accelerator(settings: Any) -> Accelerator:
         project_dir=Path(settings.run.folder),
         cpu=on_cpu,  # accelerate starts several CPU processes only when told so
     )
-    if accelerator.distributed_type in REFUSED:
+    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
         raise ValueError(
-            f"accelerate is configured for {accelerator.distributed_type.value}; allowed are FSDP with "
-            "fsdp_version: 2, and several processes without either (DDP)"
+            "accelerate is configured for Megatron-LM; allowed are FSDP with fsdp_version: 2, DeepSpeed with ZeRO 1 or "
+            "2, and several processes without any (DDP)"
         )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        configure(settings, accelerator)
     if accelerator.distributed_type == SHARDED:
         _check_sharding(settings, accelerator)
     return accelerator

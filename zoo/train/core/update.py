@@ -1,5 +1,6 @@
-"""The update of the weights after a backward pass: clip, skip what is not finite, average, and count."""
+"""From the loss to new weights: gradients, clipped; what is not finite is skipped, averaged, counted, saved."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zoo.train.core.sharding import Average
+from zoo.train.core.sharding import Average, gathered, spread_states
+from zoo.train.optim import new_parameters
 
 
 class Updater:
@@ -20,20 +22,22 @@ class Updater:
     scaler decides the same and lowers its factor. The learning rate and the average of the weights go by steps,
     skipped ones included: in those the weights stayed as they were.
 
-    norm: gradient norm of the last step that `settle` has read.  counts: of those steps, how many were skipped, skipped
-    in a row up to the last one, and clipped.
+    wrapped: the model as accelerate prepared it.  norm: gradient norm of the last step that `settle` has read.
+    counts: of those steps, how many were skipped, skipped in a row up to the last one, and clipped.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
         model: nn.Module,
+        wrapped: Any,
         optimizer: Optimizer,
         ema: Average | None,
         clip: float | None,
         max_skipped: int,
     ) -> None:
-        self.accelerator, self.model, self.optimizer, self.ema = accelerator, model, optimizer, ema
+        self.accelerator, self.model, self.wrapped = accelerator, model, wrapped
+        self.optimizer, self.ema = optimizer, ema
         self.clip, self.max_skipped = clip, max_skipped
         self.inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         self.skips_on_device = getattr(self.inner, "_step_supports_amp_scaling", False)
@@ -42,8 +46,25 @@ class Updater:
         self._unread: list[Tensor] = []
         self._projected: list[Any] = [m for m in model.modules() if hasattr(m, "project_")]
 
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradients of one part of a step, the last one or not."""
+        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
+            self.accelerator.backward(loss)
+
+    def idle(self) -> list[str]:
+        """The new parameters of mixers that have no gradient after the backward passes of a step."""
+        return [name for name, p in new_parameters(self.model).items() if p.requires_grad and p.grad is None]
+
     def __call__(self, step: int) -> None:
         """The update of step `step`, counted from 1. Raises RuntimeError as `settle` does."""
+        self.advance(step)
+        for module in self._projected:  # onto the values that its weights may have
+            module.project_()
+        if self.ema:
+            self.ema.update(self.model, step=step)
+
+    def advance(self, step: int) -> None:
+        """Clip, then change the weights or not."""
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip or math.inf).detach()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._unread.append(norm)
@@ -58,10 +79,6 @@ class Updater:
             if math.isfinite(self.norm):
                 self.optimizer.step()
         self.optimizer.zero_grad()
-        for module in self._projected:  # onto the values that its weights may have
-            module.project_()
-        if self.ema:
-            self.ema.update(self.model, step=step)
 
     def settle(self, step: int) -> None:
         """Read the norms of the steps up to `step` and count them.
@@ -83,3 +100,11 @@ class Updater:
                     f"the gradients of {self.counts['skipped_in_a_row']} steps in a row were not finite, last at step "
                     f"{at}; lower optim.lr or use another run.precision (run.max_skipped allows {self.max_skipped})"
                 )
+
+    def states(self, keep: bool) -> dict[str, Any]:
+        """The state of the optimiser, whole; see `gathered`. Every process."""
+        return gathered(self.optimizer.state_dict(), keep)
+
+    def load(self, states: dict[str, Any]) -> None:
+        """Go on from weights that were loaded and this state of the optimiser."""
+        self.optimizer.load_state_dict(spread_states(states, self.optimizer))

@@ -134,7 +134,7 @@ class DiffusionRun(Run):
     def loss(self, batch: Clean) -> Tensor:
         x0, n = batch.x0, len(batch.x0)
         inputs, (noise, t) = self.draw(batch)
-        with self.accelerator.autocast():
+        with self.autocast():
             if self.teacher is None:
                 output = predict(self.forward, *inputs)
             else:
@@ -198,7 +198,7 @@ class DiffusionRun(Run):
         for prefix, model in self._models().items():
             training = model.training
             model.eval()
-            with self.accelerator.autocast():
+            with self.autocast():
                 output = predict(model, *inputs)
             model.train(training)
             out[prefix] = self.objective.losses(output, x0, noise, t).mse
@@ -233,7 +233,7 @@ class DiffusionRun(Run):
         condition = self._fixed_conditions(n)
         training = model.training
         model.eval()
-        with self.accelerator.autocast():
+        with self.autocast():
             scheduler, null = self.objective.scheduler(), self.samples.null
             x = sample(model, scheduler, noise, condition, null, settings.steps, settings.guidance)
         model.train(training)
