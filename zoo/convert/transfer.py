@@ -82,15 +82,9 @@ class Transferring:
         return total.sum()
 
 
-def check_share(share: float) -> None:
-    """Raise ValueError for a part of a run that is none."""
-    if not 0 <= share <= 1:
-        raise ValueError(f"student_share is a part of the run, between 0 and 1, got {share}")
-
-
 @dataclass(frozen=True)
-class ImageTransferSettings(TrainSettings):
-    """A transfer of an image model. See the sections.
+class TransferShare:
+    """What a transfer has beside the settings of a run.
 
     student_share: last part of the run in which layers see the student's own hidden states
     """
@@ -98,8 +92,14 @@ class ImageTransferSettings(TrainSettings):
     student_share: float = 0.2
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_share(self.student_share)
+        super().__post_init__()  # type: ignore[misc]
+        if not 0 <= self.student_share <= 1:
+            raise ValueError(f"student_share is a part of the run, between 0 and 1, got {self.student_share}")
+
+
+@dataclass(frozen=True)
+class ImageTransferSettings(TransferShare, TrainSettings):
+    """A transfer of an image model. See the sections."""
 
 
 class ImageTransfer(Transferring, Trainer):

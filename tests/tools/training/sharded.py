@@ -46,7 +46,7 @@ class Job:
 def with_zero(stage: int):
     def init(self, *arguments, **keywords):
         INIT(self, *arguments, **keywords)
-        plugin = DeepSpeedPlugin(zero_stage=stage)
+        self.deepspeed_engine_wrapped, plugin = None, DeepSpeedPlugin(zero_stage=stage)
         _configure("DEEPSPEED", deepspeed_plugins=plugin)
         plugin.select(_from_accelerator_state=True)
 

@@ -1,9 +1,11 @@
 """FSDP2: two processes that each hold a part of the weights end where two that hold all of them end (DDP)."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +28,7 @@ from zoo.train.diffusion.settings import DiffusionSettings
 from zoo.train.record import read_rows
 
 HERE = Path(__file__).parent
+DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 DIFFUSION = {  # whatever the processes must agree on
     "model": {"mixer": "mhla", "mixer_options": {"mixing": "project", "blocks": [2, 2], "gate": True}},
     "distill": {"teacher": "source", "attention": 0.5},
@@ -72,12 +75,17 @@ def runs(tmp_path_factory):
     add("diffusion", "cut", start, stop=5, poison=[2])
     add("diffusion", "cut", [*start, {"run": {"resume": True}}])
     add("diffusion", "rehearsal", start, rehearsed=True)
+    for name in ("zero1", "zero2") if DEEPSPEED else ():
+        add("diffusion", name, start, by=name, poison=[2])
+        add("diffusion", f"{name}_cut", start, by=name, stop=5, poison=[2])
+        add("diffusion", f"{name}_cut", [*start, {"run": {"resume": True}}], by=name)
     add("image", "image", [], by="ddp")
     for name, by in (("image_ddp", "ddp"), ("image_fsdp", "fsdp2")):
         add("image", name, [IMAGE, {"model": {"checkpoint": str(folder / "image")}}], by=by)
     (folder / "jobs.yaml").write_text(yaml.safe_dump(jobs))
     places = [ROOT, ROOT / "kernels", ROOT / "tests/tools", ROOT / "tests/models/diffusion"]
-    fixed = {"PYTHONPATH": os.pathsep.join(map(str, places)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    fixed = {"PYTHONPATH": os.pathsep.join([*map(str, places), *sys.path]), **cpu}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     done = subprocess.run(
         [*command, str(HERE / "sharded.py"), str(folder)], env={**os.environ, **fixed}, capture_output=True, text=True
@@ -112,6 +120,19 @@ def test_parts_of_the_weights_train_as_whole_ones(runs, files, a, b):
 
 def test_every_image_for_validation_counts_once(runs):
     assert json.loads((runs / "image_fsdp" / "result.json").read_text())["images"] == 797
+
+
+@pytest.mark.skipif(not DEEPSPEED, reason="deepspeed is not installed: ZeRO is not checked here")
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_zero_trains_as_ddp_and_resumes_bit_identically(runs, name):
+    for file in DIFFUSERS:
+        assert difference(runs, file, "ddp", name) < 2e-7, file
+        assert difference(runs, file, name, f"{name}_cut") == 0, file
+    last = [[row for row in rows(runs / run) if row["kind"] == "train"][-1] for run in ("ddp", name)]
+    assert all(last[0][k] == last[1][k] for k in ("skipped", "clipped_part"))
+    settings = config.from_tree(DiffusionSettings, config.read_tree(runs / name / "config.yaml"))
+    with pytest.raises(ValueError, match=r"the checkpoint was made by DeepSpeed, in flat parts; continue it as it was"):
+        DiffusionRun(replace(settings, run=replace(settings.run, resume=True)))
 
 
 def test_a_step_that_is_bad_in_one_process_is_skipped_in_all_and_clipping_is_counted(runs):
@@ -162,20 +183,30 @@ def test_every_family_of_diffusers_is_the_same_in_parts(runs):
     assert all(output < 1e-6 and gradient < 1e-6 for output, gradient in found.values()), found
 
 
-@pytest.mark.parametrize(
-    ("kind", "plugin", "precision", "sentence"),
-    [
-        ("FSDP", {"fsdp_version": 1}, "fp32", r"configured for FSDP 1; set fsdp_version: 2"),
-        ("FSDP", {"activation_checkpointing": True}, "fp32", r"fsdp_activation_checkpointing, which loses the token"),
-        ("FSDP", {}, "fp16", r"run.precision=fp16 does not go with sharded weights \(FSDP2\): use bf16 or fp32"),
-        ("MEGATRON_LM", {}, "fp32", r"configured for Megatron-LM; allowed are FSDP with fsdp_version: 2, DeepSpeed"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch, kind, plugin, precision, sentence):
-    plugin = FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **plugin})
-    state = SimpleNamespace(fsdp_plugin=plugin)
-    configured = {"distributed_type": DistributedType[kind], "is_fsdp2": plugin.fsdp_version == 2, "state": state}
+REFUSALS = {
+    r"configured for FSDP 1; set fsdp_version: 2": ("FSDP", {"fsdp_version": 1}, {}),
+    r"fsdp_activation_checkpointing, which loses the token": ("FSDP", {"activation_checkpointing": True}, {}),
+    r"run.precision=fp16 does not go with sharded weights \(FSDP2\): use bf16": ("FSDP", {}, {"precision": "fp16"}),
+    r"configured for Megatron-LM; allowed are FSDP with fsdp_version: 2, DeepSpeed": ("MEGATRON_LM", {}, {}),
+    r"DeepSpeed with ZeRO 3; allowed are ZeRO 1 and 2 without offloading, or FSDP": ("DEEPSPEED", {"stage": 3}, {}),
+    r"DeepSpeed with offloading; allowed are ZeRO 1 and 2": ("DEEPSPEED", {"stage": 2, "offload": True}, {}),
+    r"run.compile does not go with DeepSpeed: leave it out": ("DEEPSPEED", {"stage": 2}, {"compile": True}),
+    r"run.precision=fp16 does not go with DeepSpeed: ": ("DEEPSPEED", {"stage": 1}, {"precision": "fp16"}),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSALS)
+def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch, sentence):
+    kind, plugin, run = REFUSALS[sentence]
+    if kind == "DEEPSPEED":
+        asked = {"zero_optimization": {"stage": plugin["stage"]}}
+        offloads = SimpleNamespace(is_offload=lambda: "offload" in plugin)
+        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=asked, hf_ds_config=offloads))
+    else:
+        state = SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **plugin}))
+    version_2 = plugin.get("fsdp_version") != 1
+    configured = {"distributed_type": DistributedType[kind], "is_fsdp2": version_2, "state": state}
     monkeypatch.setattr(processes, "Accelerator", lambda **_: SimpleNamespace(**configured))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     with pytest.raises(ValueError, match=sentence):
-        create_accelerator(tiny(tmp_path, run={"precision": precision}))
+        create_accelerator(tiny(tmp_path, run=run))

@@ -106,5 +106,10 @@ class Updater:
         return gathered(self.optimizer.state_dict(), keep)
 
     def load(self, states: dict[str, Any]) -> None:
-        """Go on from weights that were loaded and this state of the optimiser."""
+        """Go on from weights that were loaded and this state of the optimiser. Raises ValueError for one that DeepSpeed
+        saved."""
+        groups = states["param_groups"], self.inner.param_groups
+        theirs, ours = ([len(group["params"]) for group in found] for found in groups)
+        if theirs != ours:
+            raise ValueError("the checkpoint was made by DeepSpeed, in flat parts; continue it as it was made")
         self.optimizer.load_state_dict(spread_states(states, self.optimizer))

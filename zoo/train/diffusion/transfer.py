@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zoo.convert.transfer import Transferring, check_share
+from zoo.convert.transfer import Transferring, TransferShare
 from zoo.data.latents.reading import Clean
 from zoo.train.diffusion.loop import DiffusionRun
 from zoo.train.diffusion.samples import predict
@@ -12,17 +12,8 @@ from zoo.train.diffusion.settings import DiffusionSettings
 
 
 @dataclass(frozen=True)
-class DiffusionTransferSettings(DiffusionSettings):
-    """A transfer of a diffusion model. See the sections.
-
-    student_share: last part of the run in which layers see the student's own hidden states
-    """
-
-    student_share: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_share(self.student_share)
+class DiffusionTransferSettings(TransferShare, DiffusionSettings):
+    """A transfer of a diffusion model. See the sections."""
 
 
 class DiffusionTransfer(Transferring, DiffusionRun):
