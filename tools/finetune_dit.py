@@ -4,9 +4,10 @@
     python tools/finetune_dit.py configs/dit/digits_finetune.yaml model.checkpoint=runs/digits_dit model.mixer=ahla
     accelerate launch tools/finetune_dit.py configs/dit/imagenet/xl_256_finetune.yaml data.train=TRAIN data.val=VAL
 
-On pixels (small images) or on latents of tools/extract_latents.py. Several processes (DDP): start it with `accelerate
-launch` or `torchrun`. Continue an interrupted run with run.resume=true; `--dry-run` does one step of everything in a
-folder of its own. The last line of the output is the result as JSON, also in result.json of the run folder.
+On pixels (small images) or on latents of tools/extract_latents.py. Several processes: start it with `accelerate
+launch` (DDP, FSDP2 or DeepSpeed, see configs/accelerate) or `torchrun`. Continue an interrupted run with
+run.resume=true; `--dry-run` does one step of everything in a folder of its own. The last line of the output is the
+result as JSON, also in result.json of the run folder.
 """
 
 from typing import Any

@@ -4,8 +4,9 @@
     python tools/train_vit.py configs/vit/digits_finetune.yaml model.checkpoint=runs/digits_softmax model.mixer=ahla
     accelerate launch tools/train_vit.py configs/vit/imagenet_deit_small.yaml data.train=TRAIN data.val=VAL
 
-Several processes: start it with `accelerate launch` or `torchrun`. Continue an interrupted run with run.resume=true.
-The last line of the output is the result as JSON, also in result.json of the run folder.
+Several processes: start it with `accelerate launch` (DDP, FSDP2 or DeepSpeed, see configs/accelerate) or `torchrun`.
+Continue an interrupted run with run.resume=true. The last line of the output is the result as JSON, also in result.json
+of the run folder.
 """
 
 import json

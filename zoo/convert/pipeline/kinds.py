@@ -20,7 +20,7 @@ from zoo.data.samples import seed_everything
 from zoo.data.settings import DataSettings
 from zoo.eval.compare import compare
 from zoo.eval.settings import EvalOptions, EvalSettings
-from zoo.train.core import create_accelerator
+from zoo.train.core.processes import create_accelerator
 from zoo.train.loop import Trainer
 from zoo.train.model import WEIGHTS, load_model, read_recipe, save_weights, start, with_chosen
 from zoo.train.settings import ModelSettings, TrainSettings

@@ -23,7 +23,7 @@ from zoo.data import BatchPlan, check_unreadable
 from zoo.data.progress import progress
 from zoo.data.samples import seed_everything
 from zoo.train.core.checkpoint import begin_folder, check_folder, last_checkpoint, load_checkpoint, save_checkpoint
-from zoo.train.core.processes import create_accelerator, is_sharding, placed, prepare
+from zoo.train.core.processes import create_accelerator, placed, prepare
 from zoo.train.core.sharding import Average, blank, gathered, whole
 from zoo.train.core.update import Updater
 from zoo.train.core.zero import ZeroUpdater
@@ -60,7 +60,7 @@ class Run(ABC):
         accelerator.wait_for_everyone()
         self.set_up()
         optim = settings.optim
-        self.form = blank(self.model) if is_sharding(accelerator) else None
+        self.form = blank(self.model) if accelerator.is_fsdp2 else None
         self.ema = ema = Average(self.model, decay=optim.ema, use_warmup=optim.ema_warmup) if optim.ema else None
         optimizer = create_optimizer(self.model, optim)
         self.schedule = self.create_schedule(optimizer)
@@ -172,7 +172,7 @@ class Run(ABC):
     def autocast(self) -> torch.autocast:
         """The context in which models compute, of run.precision."""
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings.run.precision)
-        keep = not is_sharding(self.accelerator)  # the weights of all blocks in 16 bits, until the context ends
+        keep = not self.accelerator.is_fsdp2  # the weights of all blocks in 16 bits, until the context ends
         return torch.autocast(self.accelerator.device.type, dtype, dtype is not None, keep)
 
     def whole(self, model: nn.Module) -> nn.Module:

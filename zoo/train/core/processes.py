@@ -12,7 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from zoo.convert.calls import layers_of
 from zoo.train.core.zero import configure
 
-SHARDED = DistributedType.FSDP
 # classes of modules which the model also calls from outside of the block that they are part of
 CALLED_ALONE = ("CombinedTimestepLabelEmbeddings",)  # of DiT's first block, for the output
 
@@ -35,7 +34,7 @@ def create_accelerator(settings: Any) -> Accelerator:
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         configure(settings, accelerator)
-    if accelerator.distributed_type == SHARDED:
+    if accelerator.distributed_type == DistributedType.FSDP:
         _check_sharding(settings, accelerator)
     return accelerator
 
@@ -62,15 +61,10 @@ def part() -> None:
     PartialState().destroy_process_group()
 
 
-def is_sharding(accelerator: Accelerator) -> bool:
-    """Whether each process holds a part of the weights only."""
-    return accelerator.distributed_type == SHARDED
-
-
 def place_of(accelerator: Accelerator) -> torch.device:
     """Where a model is put before it is prepared or sharded: the device, unless sharding moves it there part by
     part."""
-    return torch.device("cpu") if is_sharding(accelerator) else accelerator.device
+    return torch.device("cpu") if accelerator.is_fsdp2 else accelerator.device
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
@@ -81,7 +75,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
 
 def placed(accelerator: Accelerator, model: nn.Module) -> Any:
     """A model that has no optimiser (average, teacher) on the device, sharded if the trained model is."""
-    if not is_sharding(accelerator):
+    if not accelerator.is_fsdp2:
         return model.to(accelerator.device)
     _name_units(accelerator, model)
     return fsdp2_prepare_model(accelerator, model)
@@ -90,11 +84,12 @@ def placed(accelerator: Accelerator, model: nn.Module) -> Any:
 def _name_units(accelerator: Accelerator, model: nn.Module) -> None:
     """Tell accelerate which modules are gathered at once, if its configuration leaves that open: the blocks around
     self-attention."""
-    if not is_sharding(accelerator):
+    if not accelerator.is_fsdp2:
         return
     plugin = accelerator.state.fsdp_plugin
     if not hasattr(plugin, "named_by_user"):
         plugin.named_by_user = plugin.transformer_cls_names_to_wrap
-    blocks = {type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in layers_of(model)}
+    layers = layers_of(model) if hasattr(model, "blocks") or hasattr(model, "transformer_blocks") else {}
+    blocks = {type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in layers}
     alone = {type(module).__name__ for module in model.modules()} & set(CALLED_ALONE)
     plugin.transformer_cls_names_to_wrap = sorted({*(plugin.named_by_user or blocks), *alone})

@@ -48,7 +48,9 @@ class Updater:
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradients of one part of a step, the last one or not."""
-        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
+        # parts of weights want parts of gradients: whole ones would be kept from one part of the step to the next
+        wait = not last and not self.accelerator.is_fsdp2
+        with self.accelerator.no_sync(self.wrapped) if wait else contextlib.nullcontext():
             self.accelerator.backward(loss)
 
     def idle(self) -> list[str]:
