@@ -17,14 +17,18 @@ import zoo
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
-    """A DiT that learned variances, for latents of 8 x 8, and the VAE of images of 16 x 16."""
+    """A DiT that learned variances, for latents of 8 x 8, and the VAE of images of 16 x 16, in files as old as those of
+    the hub: the class of the transformer has another name there, the weights are no safetensors."""
     torch.manual_seed(0)
     sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "norm_num_groups": 4}
     dit = DiTTransformer2DModel(**sizes, in_channels=4, out_channels=8, sample_size=8, num_embeds_ada_norm=3)
     blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
     vae = AutoencoderKL(block_out_channels=[8, 8], norm_num_groups=4, latent_channels=4, **blocks)
     folder = tmp_path_factory.mktemp("hub") / "dit"
-    DiTPipeline(dit, vae, DDIMScheduler(clip_sample=False)).save_pretrained(folder)
+    DiTPipeline(dit, vae, DDIMScheduler(clip_sample=False)).save_pretrained(folder, safe_serialization=False)
+    for file in (folder / "model_index.json", folder / "transformer" / "config.json"):
+        text = file.read_text().replace("DiTTransformer2DModel", "Transformer2DModel")
+        file.write_text(text.replace('"activation_fn"', '"use_linear_projection": false,\n  "activation_fn"'))
     return folder
 
 

@@ -21,6 +21,7 @@ from zoo.train.record import replacing_folder
 
 PART = "transformer"  # the folder of the model in a run and in a pipeline
 AVERAGE = "transformer_ema"
+FORMER = "Transformer2DModel"  # of DiT and PixArt, in their files on the hub; diffusers tells them apart
 
 
 class Wanted(NamedTuple):
@@ -117,12 +118,15 @@ def _from(where: str, more: dict[str, Any]) -> Any:
     name = config["_class_name"]
     home: Any = zoo if name.startswith("HLA") else diffusers
     allowed = [*KINDS.values(), *(f"HLA{kind}" for kind in KINDS.values())]
-    if name not in allowed:
+    if name not in [*allowed, FORMER]:
         raise unknown_name("class of a transformer", name, allowed)
     try:
-        return getattr(home, name).from_pretrained(where, **more, torch_dtype=torch.float32)
+        model = getattr(home, name).from_pretrained(where, **more, torch_dtype=torch.float32)
     except (OSError, RuntimeError) as error:
         raise ValueError(f"the checkpoint {where} cannot be read: {str(error).splitlines()[0]}") from error
+    if type(model).__name__ not in allowed:
+        raise unknown_name("class of a transformer", type(model).__name__, allowed)
+    return model
 
 
 def _fresh(settings: DenoiserSettings, wanted: Wanted) -> Any:
