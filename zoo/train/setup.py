@@ -57,9 +57,7 @@ def set_up(settings: TrainSettings, accelerator: Accelerator) -> Setup:
     return Setup(
         model=model,
         recipe=recipe,
-        objective=Classification(settings.augment.smoothing, mixup is not None, settings.distill, teacher, model).to(
-            device
-        ),
+        objective=Classification(settings.augment.smoothing, mixup is not None, settings.distill, teacher, model),
         mixup=mixup,
         plan=plan,
         train_images=open_images(train, *opened),

@@ -186,6 +186,8 @@ def test_every_family_of_diffusers_is_the_same_in_parts(runs):
 REFUSALS = {
     r"configured for FSDP 1; set fsdp_version: 2": ("FSDP", {"fsdp_version": 1}, {}),
     r"fsdp_activation_checkpointing, which loses the token": ("FSDP", {"activation_checkpointing": True}, {}),
+    r"FSDP with fsdp_offload_params: true; only false is supported": ("FSDP", {"cpu_offload": True}, {}),
+    r"SIZE_BASED_WRAP, which cuts blocks apart": ("FSDP", {"auto_wrap_policy": "size_based_wrap"}, {}),
     r"run.precision=fp16 does not go with sharded weights \(FSDP2\): use bf16": ("FSDP", {}, {"precision": "fp16"}),
     r"configured for Megatron-LM; allowed are FSDP with fsdp_version: 2, DeepSpeed": ("MEGATRON_LM", {}, {}),
     r"DeepSpeed with ZeRO 3; allowed are ZeRO 1 and 2 without offloading, or FSDP": ("DEEPSPEED", {"stage": 3}, {}),

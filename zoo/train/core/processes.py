@@ -7,7 +7,8 @@ import torch
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from zoo.convert.calls import layers_of
 from zoo.train.core.zero import configure
@@ -49,6 +50,13 @@ def _check_sharding(settings: Any, accelerator: Accelerator) -> None:
         raise ValueError(
             "accelerate is configured for FSDP with fsdp_activation_checkpointing, which loses the token grid; use "
             "model.checkpointing=true of a diffusion run instead"
+        )
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise ValueError("accelerate is configured for FSDP with fsdp_offload_params: true; only false is supported")
+    if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+        raise ValueError(
+            "accelerate is configured for FSDP with SIZE_BASED_WRAP, which cuts blocks apart; allowed are "
+            "TRANSFORMER_BASED_WRAP and NO_WRAP"
         )
     # As under DDP: float32 weights and sums of gradients, and autocast says what is computed in bf16. accelerate's
     # own policy would cast the inputs too, and a time of 999 is 1000 in bf16.
