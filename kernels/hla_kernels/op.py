@@ -113,10 +113,17 @@ def why_not_reference(call: AnyCall) -> str | None:
     return None
 
 
+def slower_in_triton(call: AnyCall) -> str | None:
+    """The reason why a Triton form that can run this call is not the fastest one, or None."""
+    if isinstance(call, taylor_call.TaylorCall) and taylor_fused.too_many(call.q, call.v):
+        return f"slower: {call.q.shape[1]} tokens are faster by state, which the torch form has"
+    return None
+
+
 def choose(call: AnyCall, impl: str) -> str:
     """The implementation of a call. An explicit `impl` never falls back: ValueError with the reason instead."""
     if impl == "auto":
-        return "triton" if why_not_triton(call) is None else "torch"
+        return "triton" if why_not_triton(call) is None and slower_in_triton(call) is None else "torch"
     reason = {"triton": why_not_triton, "reference": why_not_reference, "torch": lambda call: None}[impl](call)
     if reason is not None:
         raise ValueError(f'impl="{impl}" cannot run here: {reason}; use impl="auto".')
@@ -151,7 +158,8 @@ def _explained(call: AnyCall, impl: str) -> Explanation:
     why_not = {}
     for name in IMPLS[1:]:
         if name == "triton" and chosen != name:
-            why_not[name] = why_not_triton(call) or f"impl={impl!r} was asked for"
+            slower = slower_in_triton(call) if impl == "auto" else None
+            why_not[name] = why_not_triton(call) or slower or f"impl={impl!r} was asked for"
         elif name != chosen:
             why_not[name] = (why_not_reference(call) if name == "reference" else None) or (
                 f"impl={impl!r} was asked for" if impl != "auto" else SLOWER[name]

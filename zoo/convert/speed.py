@@ -2,7 +2,8 @@
 
 The tables (`docs/results/kernels-h200.json`, shipped with the package) hold times at a few shapes. A linear operator
 costs the same for each token, head and channel; softmax costs that much more for each further token: time over
-B H N D is a + b N. Both are fitted to the rows of the smallest relative error; nothing else is known about the device.
+B H N D is a + b N, and so does `taylor2`. Both are fitted to the rows of the smallest relative error; nothing else is
+known about the device.
 """
 
 import json
@@ -44,9 +45,14 @@ def table() -> dict[str, Any]:
 
 def predict(mixer: str, options: dict[str, Any], batch: int, heads: int, tokens: int, width: int) -> Prediction:
     """For q, k, v [batch, tokens, heads, width]; a mixer without measured rows has no time."""
-    a, b = softmax_cost()
+    softmax = quadratic_cost("softmax_attention")
+    assert softmax is not None, "the table has no rows of softmax"
+    a, b = softmax
     size = batch * heads * tokens * width / NANO
     soft = size * (a + b * tokens)
+    if mixer == "taylor2":
+        own = None if options.get("width") else quadratic_cost("taylor2")
+        return Prediction(soft, None if own is None else size * (own[0] + own[1] * tokens), None)
     cost = linear_cost(mixer, bool(options.get("normalize", mixer not in ("poly",))))
     if cost is None:
         return Prediction(soft, None, None)
@@ -55,12 +61,15 @@ def predict(mixer: str, options: dict[str, Any], batch: int, heads: int, tokens:
 
 
 @cache
-def softmax_cost() -> tuple[float, float]:
-    """(a, b) in ns: time = B H N D (a + b N), of the faster backend of torch at each shape."""
+def quadratic_cost(op: str) -> tuple[float, float] | None:
+    """(a, b) in ns: time = B H N D (a + b N), of the fastest implementation at each shape. None: the table has no
+    rows."""
     best: dict[tuple[int, ...], float] = {}
-    for row in _rows("softmax_attention"):
+    for row in _rows(op):
         shape = tuple(row["shape"])
         best[shape] = min(row["us"], best.get(shape, float("inf")))
+    if not best:
+        return None
     each = np.array([[shape[2], us * NANO / np.prod([float(s) for s in shape])] for shape, us in best.items()])
     tokens, cost = each.T
     weights = 1 / cost  # relative errors

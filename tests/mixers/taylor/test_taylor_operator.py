@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import hla_kernels as hk
+from hla_kernels.op import prepare_taylor, slower_in_triton
 from hla_kernels.softmax.taylor import torch_form
 from hla_kernels.softmax.taylor.reference import reference
 from tests.ops.cases import assert_same, l2_error, tokens
@@ -159,6 +160,14 @@ def test_citizen(r):
     assert y.dtype == torch.bfloat16
     meta = hk.taylor2(*(t.to("meta") for t in (q, k, v, c)))
     assert meta.shape == y.shape and meta.is_meta
+
+
+def test_very_many_tokens_go_by_state():
+    """Where the Triton form can run: its time is quadratic."""
+    for n, slower in ((163_840, False), (163_841, True)):
+        q = torch.empty(1, n, 1, 64, dtype=torch.bfloat16, device="meta")
+        reason = slower_in_triton(prepare_taylor(q, q, q, torch.empty(1, 2, device="meta")))
+        assert (reason is not None) == slower and (not slower or "faster by state" in reason)
 
 
 def test_explain_and_refusals():

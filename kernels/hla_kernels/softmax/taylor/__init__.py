@@ -14,9 +14,12 @@ Two orders of the products, one result (`torch_form`):
     by tokens  the weights of a block of queries at a time, N (D + R + Dv) multiplications a token
     by state   F(x) = [x, x_a x_b (a <= b)], one moment mean_j F(k_j) [nu_j, 1]: about (D + R (R + 1) / 2) 2 Dv a token,
                linear in N; R the width of the degree-2 pair
-The cheaper one runs: by state from about N = 2,100 on at R = D = Dv = 64 and 180 with R = 16.
+In torch the one with fewer multiplications runs: by state from about N = 2,100 on at R = D = Dv = 64 and 180 with
+R = 16. `fused`, the Triton form in bfloat16 and float16, goes by tokens and never writes the weights; on an H200 it is
+faster than both up to about 160,000 tokens at D = 64 (`fused.plan.too_many`), and `auto` takes it until then. It has no
+narrow pair.
 
 The feature x -> (1, x, x x' / sqrt 2) of exp's expansion is that of Arora et al., Based, arXiv 2402.18668, section 4.1;
 centred keys and the mean-value path are what `zoo` adds at conversion. Reading order: reference, torch_form,
-gradient, operator.
+gradient, operator, fused.
 """

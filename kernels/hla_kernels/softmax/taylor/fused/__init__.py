@@ -13,9 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .plan import too_many
 from .spec import buffer_sizes, why_not
 
-__all__ = ["backward", "forward", "saved_floats", "why_not"]
+__all__ = ["backward", "forward", "saved_floats", "too_many", "why_not"]
 
 
 def saved_floats(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> int | torch.SymInt:
