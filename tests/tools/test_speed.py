@@ -342,6 +342,7 @@ def test_tables_of_the_readme(tmp_path, monkeypatch):
     (tmp_path / "docs" / "results" / "kernels-h200.json").write_text(json.dumps(kernel_fixture()))
     marks = "<!-- results:kernels-h200 -->\n<!-- /results -->\n<!-- results:models-h200 -->\n<!-- /results -->\n"
     (tmp_path / "README.md").write_text(marks)
+    (tmp_path / "docs" / "experiments.md").write_text("")
     monkeypatch.setattr(readme_tables, "ROOT", tmp_path)
     monkeypatch.setattr("sys.argv", ["readme_tables.py"])
     assert readme_tables.main() == 0
