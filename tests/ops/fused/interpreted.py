@@ -113,6 +113,15 @@ def test_several_parts_of_a_head(monkeypatch):
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize(("options", "d"), [(PLAIN, 40), (RELU_QK, 72), (RATIO, 32)])
+def test_exact_products_of_bfloat16(monkeypatch, options, d):
+    """Those of bfloat16, which the interpreter lacks, on float32 tokens: d coefficients to the digits of float32."""
+    monkeypatch.setattr(plan, "precisions", lambda *a: {"PREC": "ieee", "MID": "tf32", "EXACT": "blocks"})
+    spec = Spec("polynomial", **options)
+    inputs = make(spec, 20, d, d, (1, 1), FULL)
+    check(run(monkeypatch, spec, *inputs, "split", True, True), truth(spec, *inputs), TOLERANCE[FULL])
+
+
 @pytest.mark.parametrize("n", (1, 2))
 @pytest.mark.parametrize("path", ("heads", "split"))
 def test_one_and_two_tokens(monkeypatch, n, path):

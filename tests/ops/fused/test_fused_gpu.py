@@ -121,8 +121,10 @@ def test_one_token(monkeypatch, op, sizes):
 
 POLYNOMIALS = [
     *(({}, dtype, (8, 16, 16, d, d)) for dtype in (BF16, FP16) for d in (32, 64)),
+    *(({}, BF16, sizes) for sizes in (MANY, MANY_ODD, ODD, WIDE, GROUPED, (2, 4, 4, 96, 96), (2, 4, 4, 112, 112))),
     ({}, FP32, (2, 16, 16, 64, 64)),
     *((options, BF16, (8, 16, 16, 64, 64)) for options in (ANCHORED, RELU_QK, RATIO, ELU_CENTRED[0])),
+    (ANCHORED, BF16, ODD),
 ]
 
 

@@ -30,7 +30,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     if q.shape[1] == 1 and (spec.center is not None or spec.mean_path):
         return "one token, centred, is zero: of rank-one corrections only rounding would be left"
     width = max(q.shape[3] * (2 if spec.feature_map == "softmax_pair" else 1), v.shape[3])
-    if spec.op == "polynomial" and width > 64:
+    mapped = spec.normalize or spec.feature_map not in (None, "identity")
+    if spec.op == "polynomial" and width > 64 and (mapped or q.dtype != torch.bfloat16):
         return f"the float32 sums of polynomial of width {width} do not fit in registers"
     if q.dtype == torch.float32 and width > 96:
         return f"the float32 weights of width {width} do not fit in shared memory"

@@ -61,7 +61,7 @@ class Call:
         self.planned = plan.planned(self.bh)
         self.w = widths(spec, q.shape[3], v.shape[3])
         self.flags = spec.flags()
-        self.prec = spec.precisions(q.dtype)
+        self.prec = plan.precisions(spec, self.w, q.dtype)
         self.scale = spec.scale_of(self.most)
         # float16 weights are cast where they are used, in units of a power of two; those that rows are taken of there
         # after that
@@ -88,7 +88,7 @@ class Call:
         """Constexpr of a D x D kernel."""
         lay = self.lay
         tiles = {name: self.w[name] for name in ("F1", "F2", "DV", "V1", "V2")}
-        config = self.tiles("middle", plan.middle_config, self.w, max(lay.fd, lay.dv), self.planned, self.prec["MID"])
+        config = self.tiles("middle", plan.middle_config, self.w, max(lay.fd, lay.dv), self.planned, self.prec)
         return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": self.prec["MID"], **config}
 
     def buffer(self, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -137,7 +137,7 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
     a = alignment(q, k, v)
     state, matrix = saved
     partial = state if parts == 1 else call.buffer(parts, call.bh, lay.k)
-    roles = plan.reduce_roles(call.spec, call.w)
+    roles = plan.reduce_roles(call.spec, call.w, q.dtype)
     reduce_moments[(call.bh * parts * roles,)](
         q, k, v, partial, strides(q, a), strides(k, a), strides(v, a), call.n, call.h, call.g, parts, chunk, call.bh,
         call.scale, spec.ridge, ALIGN=a, REST=digits, FINAL=parts == 1, ROLES=roles, **call.flags, **call.sizes(),
@@ -212,9 +212,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     )
     blocks = -(-lay.fd // sizes["BR"])
     dc = None if call.coefficients is None else call.buffer(call.b, call.h, blocks, 4)
-    # d coefficients are sums that nearly cancel
-    exact = call.prec["MID"] if call.coefficients is None else call.prec["PREC"]
-    common |= {"EXACT": exact, **call.pick("ORDER", "NORM", "CENTER", "MEAN")}
+    common |= {"EXACT": call.prec["EXACT"], **call.pick("ORDER", "NORM", "CENTER", "MEAN")}
     order = ORDERS[call.spec.op]
     cross = call.buffer(call.bh, lay.fd, lay.fd) if order >= 4 else None
     if order > 1 or call.spec.sums:

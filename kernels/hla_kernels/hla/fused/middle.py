@@ -7,10 +7,13 @@ likewise for the gradients (algebra.py has the same formulas on whole matrices).
 import triton
 import triton.language as tl
 
+from . import spec
 from .algebra import anchor
 from .heads import load_coefficients
 from .loops import as_row, means
 from .tiles import axpy2, load4, load_vec, rowdot, rowmul, store_rows, store_vec, zero_rows
+
+SPLIT = tl.constexpr(spec.SPLIT)
 
 
 @triton.jit
@@ -44,6 +47,33 @@ def vec(ptr, r, BR: tl.constexpr, A):
 def times(x, m, BR: tl.constexpr, K2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, MID: tl.constexpr):
     """x m for a block of rows and a matrix of four blocks."""
     return rowmul(zero_rows(BR, B1, B2), x, m, K2, B2, MID)
+
+
+@triton.jit
+def times_exact(
+    x, m, r, BR: tl.constexpr, A, K: tl.constexpr, B: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
+    XA: tl.constexpr, XK: tl.constexpr, MK: tl.constexpr, MB: tl.constexpr,
+):  # fmt: skip
+    """Rows r..r+BR of X M, X [A, K] with strides (XA, XK) and M [K, B] with strides (MK, MB), to the digits of float32.
+
+    Three bf16 a number, and a sum of its own for each block of 16: tensor cores cut off what they add to.
+    """
+    i = r + tl.arange(0, BR)
+    j = tl.arange(0, B1)
+    o1 = tl.zeros([BR, B1], tl.float32)
+    o2 = o1
+    if B2 > 0:
+        o2 = tl.zeros([BR, B2], tl.float32)
+    for start in range(0, K, 16):
+        e = start + tl.arange(0, 16)
+        y = tl.load(x + i[:, None] * XA + e[None, :] * XK, mask=(i < A)[:, None] & (e < K)[None, :], other=0.0)
+        n1 = tl.load(m + e[:, None] * MK + j[None, :] * MB, mask=(e < K)[:, None] & (j < B)[None, :], other=0.0)
+        o1 = o1 + tl.dot(y, n1, input_precision=SPLIT, max_num_imprecise_acc=16)  # as in `add_dot`
+        if B2 > 0:
+            j2 = B1 + tl.arange(0, B2)
+            n2 = tl.load(m + e[:, None] * MK + j2[None, :] * MB, mask=(e < K)[:, None] & (j2 < B)[None, :], other=0.0)
+            o2 = o2 + tl.dot(y, n2, input_precision=SPLIT, max_num_imprecise_acc=16)
+    return o1, o2
 
 
 @triton.jit

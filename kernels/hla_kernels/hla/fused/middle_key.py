@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .heads import load_coefficients
 from .loops import means
-from .middle import dot_rows, load_symmetric, mul2, plus_rank1, put_rows, rows_of, state_anchor, times, vec
+from .middle import dot_rows, load_symmetric, mul2, plus_rank1, put_rows, rows_of, state_anchor, times, times_exact, vec
 from .tiles import axpy2, load4, load_vec, rank1, rowdot, rowmul, vecmat, zeros2
 
 
@@ -74,14 +74,34 @@ def readout_rows(
 
 
 @triton.jit
+def times_readout(
+    a, s, g, r, ai, dmt, n, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, EXACT: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """Rows r..r+BR of A dM' for a moment A [F, V] in memory, ai its rows; dM' as `readout_rows` gives it."""
+    if EXACT == "blocks":
+        SV: tl.constexpr = 1 if TURNED else FD
+        SF: tl.constexpr = DV if TURNED else 1
+        out = times_exact(a, g, r, BR, FD, DV, FD, F1, F2, DV, 1, SV, SF)
+        if CENTER == 2:
+            shift = dot_rows(ai, load_vec(g + DV * FD + FD, DV, V1, V2), V2) * (-1.0 / n)
+            out = plus_rank1(out, shift, load_vec(s + OFF[5], FD, F1, F2), F2)
+    else:
+        out = times(ai, dmt, BR, V2, F1, F2, EXACT)
+    return out
+
+
+@triton.jit
 def query_moment_grad(
-    s, x, dmt, d1, d1i, q1, q1i, r, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
-    EXACT: tl.constexpr,
+    s, g, x, dmt, d1, d1i, q1, q1i, r, n, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
+    EXACT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows of C dM' and of C dM' + dM C'."""
     ci = rows_of(s + OFF[2], r, BR, FD, DV, V1, V2, DV, 1)
-    ct = plus_rank1(times(ci, dmt, BR, V2, F1, F2, EXACT), q1i, d1, F2)
+    ct = times_readout(s + OFF[2], s, g, r, ci, dmt, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, EXACT, TURNED)
+    ct = plus_rank1(ct, q1i, d1, F2)
     full = load4(s + OFF[2], DV, V1, V2, FD, F1, F2, 1, DV)
     return ct, rowmul(plus_rank1(ct, d1i, q1, F2), x, full, V2, F2, MID)
 
@@ -109,11 +129,14 @@ def middle_grads_key(
     )
     w = weights + head * KW
     if ORDER == 2:
-        _, ds = query_moment_grad(s, x, dmt, d1, d1i, q1, q1i, r, OFF, FD, F1, F2, DV, V1, V2, BR, MID, MID)
+        _, ds = query_moment_grad(
+            s, g, x, dmt, d1, d1i, q1, q1i, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, MID, TURNED
+        )
         put_rows(w + WOFF[1], r, BR, FD, FD, F1, F2, mul2(ds, scale, F2))
     if ORDER >= 3:
         pi = rows_of(s + OFF[0], r, BR, FD, DV, V1, V2, DV, 1)
-        zt = plus_rank1(times(pi, dmt, BR, V2, F1, F2, EXACT), p1i, d1, F2)
+        zt = times_readout(s + OFF[0], s, g, r, pi, dmt, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, EXACT, TURNED)
+        zt = plus_rank1(zt, p1i, d1, F2)
         if ORDER >= 4:
             put_rows(cross + head * FD * FD, r, BR, FD, FD, F1, F2, zt)
         if ORDER == 3 or ORDER == 5:
@@ -161,8 +184,11 @@ def middle_grads_pair(
     z = cross + head * FD * FD
     c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     if tl.program_id(0) % 2 == 0:
-        zti = rows_of(z, r, BR, FD, FD, F1, F2, FD, 1)
-        dw = times(zti, load_symmetric(s + OFF[1], FD, F1, F2), BR, F2, F1, F2, EXACT)
+        if EXACT == "blocks":
+            dw = times_exact(z, s + OFF[1], r, BR, FD, FD, FD, F1, F2, FD, 1, 1, FD)
+        else:
+            zti = rows_of(z, r, BR, FD, FD, F1, F2, FD, 1)
+            dw = times(zti, load_symmetric(s + OFF[1], FD, F1, F2), BR, F2, F1, F2, EXACT)
         if ORDER == 5:
             e = rowdot(rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1), dw, F2)
             tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 3, tl.sum(e))
@@ -180,7 +206,9 @@ def middle_grads_pair(
             d1, d1i, _, q1, q1i = ones_grads(
                 g, s, x, dmt, r, n, scale, ORDER, NORM, CENTER, MEAN, OFF, FD, F1, F2, DV, V1, V2, BR
             )
-            ct, y = query_moment_grad(s, x, dmt, d1, d1i, q1, q1i, r, OFF, FD, F1, F2, DV, V1, V2, BR, MID, EXACT)
+            ct, y = query_moment_grad(
+                s, g, x, dmt, d1, d1i, q1, q1i, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, EXACT, TURNED
+            )
             e = rowdot(rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1), ct, F2)
             tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 1, tl.sum(e))
             ds = axpy2(ds, c[1], y, F2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ FEATURE_MAPS = {None: 0, "identity": 0, "relu": 1, "elu1": 2, "softmax": 3, "sof
 CENTERS = {None: 0, "k": 1, "qk": 2}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_D, MAX_D = 16, 128
+# products of float32 to its digits, three bf16 a number on tensor cores; Triton's interpreter does not know the name
+SPLIT = "ieee" if os.environ.get("TRITON_INTERPRET") == "1" else "bf16x6"
 
 
 class Spec(NamedTuple):
@@ -56,10 +59,11 @@ class Spec(NamedTuple):
         return torch.float32 if late else dtype
 
     def precisions(self, dtype: torch.dtype) -> dict[str, str]:
-        """`precisions` of this call. The gradient of coefficients is as exact as torch's in float32, and so are float32
-        tokens where errors of tf32x3 add up; what softmaxes have in common cancels."""
+        """`precisions` of this call. Float32 tokens are as exact as torch's where errors of tf32x3 add up; what
+        softmaxes have in common cancels."""
         sums_up = self.op in ("hla2", "hla3") or self.normalize or self.feature_map not in (None, "identity", "relu")
-        if self.op == "polynomial" or (dtype == torch.float32 and sums_up):
+        coefficients = self.op == "polynomial" and dtype != torch.bfloat16  # `plan.precisions` has those of bfloat16
+        if coefficients or (dtype == torch.float32 and sums_up):
             return {"PREC": "ieee", "MID": "ieee"}
         return precisions(dtype) | ({"MID": "tf32x3"} if self.softmax else {})
 
@@ -78,7 +82,8 @@ class Spec(NamedTuple):
         if dtype == torch.float32:
             return 0
         if self.op == "polynomial" and backward:
-            return 3
+            plain = dtype == torch.bfloat16 and not self.normalize and self.feature_map in (None, "identity")
+            return 0 if plain else 3
         if self.softmax and (backward or not self.normalize):
             return 2
         return int(self.normalize and (backward or self.op == "linear_attention"))

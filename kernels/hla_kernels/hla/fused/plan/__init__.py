@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..spec import Spec
+from ..spec import SPLIT, Spec
 
 PROGRAMS = 2 * 132  # of a reduce: two per multiprocessor of an H200
 INVARIANT = {"on": False}
@@ -91,19 +91,20 @@ def weights_config(spec: Spec, dtype: torch.dtype) -> dict[str, int]:
 
 def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
     """Tiles of `reduce_moments` and `reduce_readout`."""
-    if dtype == torch.float32 or spec.softmax or spec.op == "polynomial":
+    if dtype == torch.float32 or spec.softmax or (spec.op == "polynomial" and spec.digits(dtype, True) > 0):
         return {"BN": 32, "num_warps": 8, "num_stages": 2}
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
     if mapped(spec):
         return {"BN": 64 if wide <= 64 else 32, "num_warps": 4 if wide <= 64 else 8, "num_stages": 3}
-    if wide > 80:
+    if wide > 80 or spec.op == "polynomial":
         return {"BN": 64, "num_warps": 8, "num_stages": 3}
     return {"BN": 32 if wide > 64 else 64, "num_warps": 4, "num_stages": 3}
 
 
-def reduce_roles(spec: Spec, w: dict[str, int]) -> int:
+def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
     """2 where the five moments of `polynomial` do not fit in the registers of one program."""
-    return 2 if spec.op == "polynomial" else 1
+    fits = w["F1"] + w["F2"] <= 64 and w["V1"] + w["V2"] <= 64
+    return 1 if spec.op != "polynomial" or (fits and dtype == torch.bfloat16 and not spec.digits(dtype, True)) else 2
 
 
 def apply_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
@@ -115,22 +116,38 @@ def apply_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dty
         return {"BN": 64, "num_warps": 4, "num_stages": 3}
     very = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
     third = spec.op in ("hla3", "polynomial")
-    stages = (1 if spec.op == "polynomial" else 3) if very else (3 if spec.op == "hla3" and not wide else 2)
+    if very and spec.op == "polynomial":
+        return {"BN": 32, "num_warps": 4, "num_stages": 1, "ROLES": 2}
+    stages = 3 if very or (spec.op == "hla3" and not wide) else 2
     warps = 8 if very or spec.shifted or spec.softmax else 4
     return {"BN": 64, "num_warps": warps, "num_stages": stages, "ROLES": 2 if wide or third else 1}
 
 
-def middle_config(w: dict[str, int], rows: int, batch_heads: int, precision: str) -> dict[str, int]:
+def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, str]:
+    """`Spec.precisions` and EXACT, of the products that the gradient of coefficients sums: "blocks" for
+    `middle.times_exact`.
+
+    That gradient nearly cancels, so it has the digits of float32. A ratio takes it of the operator itself.
+    """
+    prec = spec.precisions(dtype)
+    if spec.op != "polynomial" or dtype != torch.bfloat16:
+        return prec | {"EXACT": prec["MID"]}
+    whole = SPLIT if w["F2"] + w["V2"] == 0 else "ieee"
+    return {"PREC": "ieee", "MID": whole if spec.normalize else prec["MID"], "EXACT": "blocks"}
+
+
+def middle_config(w: dict[str, int], rows: int, batch_heads: int, prec: dict[str, str]) -> dict[str, int]:
     """Rows of a block and warps of `middle` and its gradients: a head at once where heads fill the chip."""
     tile = max(w["F1"], w["V1"])
-    if precision != "tf32":
+    if prec["MID"] in ("tf32x3", "ieee"):
         return {"BR": 16, "num_warps": 8, "num_stages": 1}
     if batch_heads >= PROGRAMS // 2 and tile <= 64:
         block = 128 if rows > 64 else tile
         return {"BR": block, "num_warps": 8 if block * tile > 4096 else 4, "num_stages": 1}
     if w["F2"] + w["V2"] > 0:
-        return {"BR": 32, "num_warps": 2, "num_stages": 1}
-    return {"BR": 16, "num_warps": 8 if tile > 64 else 4, "num_stages": 1}
+        exact = prec["EXACT"] == "blocks"
+        return {"BR": 16, "num_warps": 4, "num_stages": 1} if exact else {"BR": 32, "num_warps": 2, "num_stages": 1}
+    return {"BR": 16, "num_warps": 8 if tile > 64 or prec["MID"] == SPLIT else 4, "num_stages": 1}
 
 
 def reduce_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
