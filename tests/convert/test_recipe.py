@@ -141,6 +141,17 @@ def test_a_recipe_of_an_image_model_is_killed_and_goes_on(image_source, tmp_path
         run_recipe(recipe(image_source, file, out, "mixer=la", "transfer=0.5", *MORE))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="models and batches share the accelerator: none here")
+def test_a_recipe_runs_where_the_accelerator_is(image_source, tmp_path):
+    changes = {"model": {"name": "", "kwargs": {}, "img_size": None}, "schedule": {"epochs": 2}, "optim": {"lr": 2e-3}}
+    file = tmp_path / "finetune.yaml"
+    file.write_text(yaml.safe_dump({**IMAGE, **changes}))
+    found = run_recipe(recipe(image_source, file, tmp_path / "out", "mixer=taylor2", "transfer=0.5", *MORE))
+    value = {row["model"]: row["value"] for row in found["evaluate"]["rows"]}
+    assert value["calibrated"] > value["converted"] + 5 and value["finetune"] > value["floor"]
+
+
 def test_a_recipe_of_a_denoiser_keeps_the_most_sensitive_block(denoiser_source, tmp_path):
     file = tmp_path / "finetune.yaml"
     file.write_text(yaml.safe_dump({**DENOISER, "model": {"checkpoint": str(denoiser_source)}}))
