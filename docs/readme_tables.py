@@ -138,6 +138,7 @@ def diffusion(result: dict) -> str:
 RENDER = {
     "quality": quality,
     "quality-all": experiments,
+    "quality-digits": experiments,
     "dit-cifar10": diffusion,
     "kernels-h200": report.kernels,
     "models-h200": report.models,

@@ -72,7 +72,7 @@ def _conversions(settings: QualitySettings, file: str, changes: list[str], mixer
     }  # fmt: skip
     given = config.load(RecipeSettings, settings.recipe)
     more = {"changes": [*given.changes, *changes, f"run.seed={seed}"], **own}
-    recipe = config.from_tree(RecipeSettings, config.merge(config.to_tree(given), more))
+    recipe = config.from_tree(RecipeSettings, {**config.to_tree(given), **more})  # not the options of another mixer
     found = run_recipe(recipe)
     shown = {**options, **({"keep_softmax": keep} if keep else {})}
     tuning = config.load(TrainSettings, recipe.finetune, recipe.changes)
