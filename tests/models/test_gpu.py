@@ -5,10 +5,12 @@ relative errors of the output tokens and of the attention gradients, on the GPU 
 same weights and images.
 """
 
+import copy
 import functools
 
 import pytest
 import torch
+from test_grid_of_sites import padded
 from tiny_models import MIXERS, image, tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -111,3 +113,23 @@ def test_inductor_compiles_whole_models(mixer, options):
     assert all(t.isfinite().all() for t in found)
     for f, w, limit in zip(found, wanted, of_softmax(), strict=True):
         assert (f - w).norm() <= 2 * limit * w.norm()  # both sides are rounded
+
+
+def naflex_error(mixer: str) -> float:
+    """Relative error in bfloat16 of a padded batch, against float32 on the CPU."""
+    model = tiny("naflexvit_base_patch16_gap", embed_dim=128, num_heads=2, depth=3, num_classes=64)
+    zoo.convert(model, mixer)
+    batch = padded(length=16)
+    batch["patches"] = batch["patches"].where(batch["patch_valid"][..., None], 0).bfloat16()
+    model = model.bfloat16().eval()
+    found = copy.deepcopy(model).to(DEVICE)({k: x.to(DEVICE) for k, x in batch.items()}).float().cpu()
+    exact = model.float()({**batch, "patches": batch["patches"].float()})
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("mixer", ["la", "ahla", "hla2", "poly"])
+def test_padded_batches_are_as_exact_as_softmax(mixer):
+    """NaFlexViT, whose padding is a mask of keys in the fused kernels."""
+    found, yardstick = naflex_error(mixer), naflex_error("softmax")
+    print(f"NaFlex {mixer}: {found:.2e} (softmax {yardstick:.2e})")
+    assert found <= TIMES * yardstick

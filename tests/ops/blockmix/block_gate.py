@@ -13,7 +13,7 @@ import torch
 from hla_kernels.blockmix import fused
 from hla_kernels.blockmix.fused import launch
 from tests.ops.blockmix.fused_cases import options_of
-from tests.ops.fused.offline_gate import Recorder, compile_call
+from tests.ops.fused.offline_gate import Recorder, compile_call, key
 
 
 def record(o, b: int, h: int, d: int, rotary: bool = False) -> list:
@@ -33,12 +33,6 @@ def record(o, b: int, h: int, d: int, rotary: bool = False) -> list:
         for name, kernel in kernels.items():
             setattr(launch, name, kernel)
     return Recorder.calls
-
-
-def key(fn, args, kwargs) -> str:
-    """What is compiled anew when it changes: types and constants (numbers of a launch are not looked at)."""
-    types = [x.dtype if isinstance(x, torch.Tensor) else None if x is None else type(x) for x in args]
-    return f"{fn.__name__} {types} {sorted(kwargs.items(), key=str)}"
 
 
 def main(options: str, b: str, h: str, grid: str, blocks: str, d: str, kind: str = "") -> None:

@@ -26,7 +26,7 @@ from hla_kernels.sequences import Sequences
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 TOOL = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 
 
@@ -92,20 +92,43 @@ def sequences_of(kind: str, b: int, n: int) -> Sequences:
     return Sequences()
 
 
-def main(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> None:
-    """Record a forward and a backward of packed bf16 tokens, then compile each launch."""
-    for name, kernel in vars(launch).copy().items():
-        if hasattr(kernel, "arg_names"):
-            setattr(launch, name, Recorder(kernel))
+def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> list:
+    """(kernel, arguments, keywords) of each launch of a forward and a backward of packed bf16 tokens."""
+    kernels = {name: kernel for name, kernel in vars(launch).items() if hasattr(kernel, "arg_names")}
+    Recorder.calls = []
     rows = (1, b * n) if kind == "packed" else (b, n)
     qkv = torch.empty(*rows, 3, h, d, dtype=torch.bfloat16, device="meta")
     grad = torch.empty(*rows, h, d, dtype=torch.bfloat16, device="meta")
     c = torch.empty(h, 4, device="meta") if op == "polynomial" else None
     q, k, v = qkv.unbind(2)
     spec, seqs = Spec(op, **json.loads(options)), sequences_of(kind, b, n)
-    saved = fused.forward(q, k, v, c, spec, True, seqs)[1]
-    fused.backward(grad, q, k, v, c, spec, torch.empty_like(qkv).unbind(2), saved, seqs)
-    for call in Recorder.calls:
+    try:
+        for name, kernel in kernels.items():
+            setattr(launch, name, Recorder(kernel))
+        saved = fused.forward(q, k, v, c, spec, True, seqs)[1]
+        fused.backward(grad, q, k, v, c, spec, torch.empty_like(qkv).unbind(2), saved, seqs)
+    finally:
+        for name, kernel in kernels.items():
+            setattr(launch, name, kernel)
+    return Recorder.calls
+
+
+def key(fn, args, kwargs) -> str:
+    """What makes Triton compile a launch: constants, types, and of numbers in tuples whether they are 1 or multiples of
+    16 (those outside are in do_not_specialize: asserted)."""
+    free = {fn.arg_names[i] if isinstance(i, int) else i for i in fn.do_not_specialize}
+    numbers = {name for name, x in zip(fn.arg_names, args, strict=False) if isinstance(x, int)}
+    assert numbers <= free, numbers - free
+    in_tuples = [
+        [(y == 1, y % 16 == 0) if isinstance(y, int) else None for y in x] if isinstance(x, tuple) else None
+        for x in args
+    ]
+    return f"{fn.__name__} {[type_of(x) for x in args]} {in_tuples} {sorted(kwargs.items(), key=str)}"
+
+
+def main(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> None:
+    """Compile each launch."""
+    for call in record(op, options, b, h, n, d, kind):
         print(json.dumps(compile_call(*call)), flush=True)
 
 

@@ -226,6 +226,24 @@ def test_compile_and_export():
     assert torch.equal(program.module()(*x), Module()(*x))
 
 
+@pytest.mark.parametrize("sizes", ((32, 4, 197, 64), (2, 4, 1025, 72)), ids=("heads", "split"))
+@pytest.mark.parametrize("options", ({}, RATIO, ANCHORED), ids=str)
+def test_only_our_kernels_run(sizes, options):
+    """No copy, cast, fill or transposition around them: packed qkv in, packed gradient out."""
+    from hla_kernels.hla.fused import launch
+
+    b, h, n, d = sizes
+    qkv = torch.randn(b, n, 3, h, d, device="cuda", dtype=BF16).requires_grad_()
+    grad = torch.randn(b, n, h, d, device="cuda", dtype=BF16)
+    ours = {name for name, kernel in vars(launch).items() if hasattr(kernel, "arg_names")}
+    torch.autograd.grad(hk.hla2_qkvpacked(qkv, impl="triton", **options), qkv, grad)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.autograd.grad(hk.hla2_qkvpacked(qkv, impl="triton", **options), qkv, grad)
+        torch.cuda.synchronize()
+    found = {event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA}
+    assert found and found <= ours, found - ours
+
+
 def test_graph_capture():
     """A captured forward and backward replays on new inputs."""
     x, grad = make(197, BF16, MANY)

@@ -51,3 +51,13 @@ def test_no_spills(case, tmp_path):
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert kernels
     assert [k for k in kernels if k["stack"] > STACK_LIMIT or k["shared"] > SHARED_LIMIT] == []
+
+
+@pytest.mark.parametrize(("heads", "kind"), ((128, ""), (3, ""), (3, "mask"), (3, "packed")))
+@pytest.mark.parametrize(("op", "options"), (("ahla", PLAIN), ("polynomial", RATIO), ("hla2", ELU_ANCHORED)))
+def test_another_number_of_tokens_compiles_nothing(op, options, heads, kind):
+    """On one path, for any N (with 3 heads of 64 channels a batch stride is a multiple of 16 for even N only)."""
+    from tests.ops.fused.offline_gate import key, record
+
+    found = [{key(*call) for call in record(op, options, 1, heads, n, 64, kind)} for n in (197, 240, 222, 129)]
+    assert found[0] and all(keys == found[0] for keys in found)

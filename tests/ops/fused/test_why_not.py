@@ -21,7 +21,8 @@ def test_why_not_names_what_is_missing():
     q = torch.randn(1, 4, 2, 128)
     assert "shared memory" in fused.why_not(q, q, q, Spec("hla2"))
     q = q.bfloat16()
-    assert "registers" in fused.why_not(q, q, q, Spec("polynomial"))
+    assert "registers" in fused.why_not(q, q, q, Spec("polynomial", feature_map="elu1"))
+    assert fused.why_not(q, q, q, Spec("polynomial")) is None
     assert "one token" in fused.why_not(*[q[:, :1]] * 3, Spec("hla2", center="k"))
     assert fused.why_not(*[q[:, :1]] * 3, Spec("hla2", feature_map="elu1", normalize=True)) is None
     for options in ({}, {"feature_map": "softmax", "center": "k"}, {"feature_map": "elu1", "mean_path": True}):

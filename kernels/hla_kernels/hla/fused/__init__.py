@@ -27,6 +27,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     for name, d in (("D", q.shape[3]), ("Dv", v.shape[3])):
         if not MIN_D <= d <= MAX_D:
             return f"{name} = {d} is outside {MIN_D}..{MAX_D}"
+    if q.shape[1] > 2**24:
+        return f"N = {q.shape[1]} is more than {2**24}: it is counted in float32"
     if q.shape[1] == 1 and (spec.center is not None or spec.mean_path):
         return "one token, centred, is zero: of rank-one corrections only rounding would be left"
     width = max(q.shape[3] * (2 if spec.feature_map == "softmax_pair" else 1), v.shape[3])

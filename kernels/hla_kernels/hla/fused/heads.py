@@ -29,8 +29,9 @@ NO_SPECIALIZE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "N", "H", "G
 
 @triton.jit
 def at_head(ptr, strides, at, h, ALIGN: tl.constexpr):
-    """Head h of token `at` = (batch, token); 64-bit, a tensor may have more than 2**31 elements."""
-    return ptr + (at[0].to(tl.int64) * strides[0] + at[1] * strides[1] + h.to(tl.int64) * strides[2]) * ALIGN
+    """Head h of token `at` = (batch, token), by strides of `spec.strides`; 64-bit, a tensor may have more than 2**31
+    elements."""
+    return ptr + (at[0].to(tl.int64) * (strides[0] // 2) + at[1] * strides[1] + h.to(tl.int64) * strides[2]) * ALIGN
 
 
 @triton.jit

@@ -55,8 +55,9 @@ class Call:
             spec = spec.in_range(q.shape[3])
         self.spec, self.q, self.k, self.v, self.coefficients = spec, q, k, v, coefficients
         self.b, self.most, self.h = seqs.sizes(q)
-        # tokens of the longest sequence and what `loops.span` reads of the others
-        self.n = (self.most, *seqs.tables(self.h, spec.scale, spec.q_scale))
+        # tokens of the longest sequence and what `loops.span` reads of the others; a float, because Triton compiles
+        # anew for integers in tuples that are 1 or multiples of 16
+        self.n = (float(self.most), *seqs.tables(self.h, spec.scale, spec.q_scale))
         self.bh, self.g = self.b * self.h, self.h // k.shape[2]
         self.planned = plan.planned(self.bh)
         self.w = widths(spec, q.shape[3], v.shape[3])
@@ -216,8 +217,19 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     order = ORDERS[call.spec.op]
     cross = call.buffer(call.bh, lay.fd, lay.fd) if order >= 4 else None
     if order > 1 or call.spec.sums:
+        # a fused sum is another one in each of the threads that share it, and they all write it
         middle_grads_key[(call.bh * blocks,)](
-            saved.state, grads, weights, rows, call.coefficients, dc, saved.matrix, cross, *scalars, **common
+            saved.state,
+            grads,
+            weights,
+            rows,
+            call.coefficients,
+            dc,
+            saved.matrix,
+            cross,
+            *scalars,
+            **common,
+            enable_fp_fusion=call.coefficients is not None,
         )
     if order >= 4:
         middle_grads_pair[(call.bh * blocks * 2,)](

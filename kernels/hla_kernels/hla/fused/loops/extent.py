@@ -10,19 +10,20 @@ def span(N, b, head, scale):
     ones), the scale of its moments. N = (most tokens, spans, counts, keep): `sequences.Sequences.tables`."""
     at = (b, 0)
     n, s = means(N, head, scale)
-    many = (N[0], n)
+    most = (tl.full([], 0.0, tl.float32) + N[0]).to(tl.int32)
+    many = (most, n)
     if N[1] is not None:  # sequences packed behind each other
         at = (b * 0, tl.load(N[1] + 2 * b))
         many = (tl.load(N[1] + 2 * b + 1).to(tl.int32), n)
     if N[3] is not None:
-        many = (N[0], n, N[3] + b.to(tl.int64) * N[0])  # type: ignore[assignment]
+        many = (most, n, N[3] + b.to(tl.int64) * most)  # type: ignore[assignment]
     return at, many, s
 
 
 @triton.jit
 def means(N, head, scale):
     """(number of real tokens, scale of a moment) of one (batch, head); counts [B * H, 2] when sequences differ."""
-    n = tl.full([], 1.0, tl.float32) * N[0]  # 1 token is a constant, which has no .to
+    n = tl.full([], 0.0, tl.float32) + N[0]  # in the interpreter it is a number of Python
     s = scale
     if N[2] is not None:
         n = tl.load(N[2] + 2 * head)

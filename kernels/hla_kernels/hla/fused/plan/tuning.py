@@ -115,7 +115,7 @@ def shipped(entry: Callable[..., Config], args: tuple[Any, ...]) -> list[Config]
     specs = SPECS if any(isinstance(x, Spec) for x in args) else SPECS[:1]
     for spec in specs:
         for w in WIDTHS:
-            given = [spec if isinstance(x, Spec) else w if isinstance(x, dict) else x for x in args]
+            given = [spec if isinstance(x, Spec) else w if isinstance(x, dict) and "F1" in x else x for x in args]
             config = entry(*given)
             if config not in found:
                 found.append(config)

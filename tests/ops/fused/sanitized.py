@@ -1,0 +1,112 @@
+"""Every Triton kernel at least once, on small shapes: the program that `test_sanitizer` runs under compute-sanitizer.
+
+python sanitized.py hla | blockmix    prints the kernels that ran, one a line
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from hla_kernels.blockmix.fused import launch as block_launch
+from hla_kernels.hla.fused import Spec, launch
+from hla_kernels.hla.two_sided import two_sided, two_sided_backward
+from tests.ops.blockmix import fused_cases
+from tests.ops.fused import cases
+
+DEVICE, BF16, FP16 = "cuda", torch.bfloat16, torch.float16
+RATIO, ANCHORED = {"feature_map": "elu1", "normalize": True}, {"center": "k", "mean_path": True}
+SOFTMAX = {"feature_map": "softmax_pair", "center": "qk"}
+# op, options, path, N, D, Dv, (heads, key heads)
+WHOLE = (
+    ("ahla", {}, "heads", 70, 64, 64, (2, 2)),
+    ("hla2", {}, "two_step", 70, 72, 72, (2, 2)),
+    ("linear_attention", RATIO, "heads", 70, 64, 64, (2, 2)),
+    ("ahla", RATIO, "two_step", 37, 40, 40, (2, 2)),
+    ("hla3", RATIO, "split", 600, 72, 72, (2, 2)),
+    ("polynomial", ANCHORED, "split", 600, 40, 40, (4, 2)),
+    ("hla2", SOFTMAX, "split", 37, 32, 48, (2, 2)),
+    ("ahla", {}, "split", 1, 128, 128, (1, 1)),
+)
+# options, grid, blocks, prefix, (B, H, D, Dv), dtype, keywords of `fused_cases.make` (and turned: rotary tables)
+BLOCKS = (
+    ({}, (12, 13), (2, 3), 3, (2, 2, 72, 72), BF16, {"mask": True}),
+    ({}, (32, 33), (1, 1), 0, (1, 2, 64, 64), FP16, {}),
+    ({"feature_map": None, "normalize": False}, (32, 32), (4, 4), 0, (1, 2, 128, 128), BF16, {}),
+    ({"order": "ahla"}, (12, 13), (2, 3), 1, (2, 2, 64, 64), BF16, {"turned": True, "group": 2}),
+    ({"order": "hla2", "feature_map": "elu1"}, (12, 13), (2, 1), 0, (1, 2, 40, 48), BF16, {"mask": True}),
+)
+
+
+def watch(module: ModuleType, ran: set[str]) -> set[str]:
+    """Note which kernels of a launch module run, by name; returns all there are."""
+    kernels = {name: kernel for name, kernel in vars(module).items() if hasattr(kernel, "arg_names")}
+    for name, kernel in kernels.items():
+        setattr(module, name, Noted(name, kernel, ran))
+    return set(kernels)
+
+
+class Noted:
+    """A kernel that adds its name to `ran` when it is launched."""
+
+    def __init__(self, name: str, kernel, ran: set[str]):
+        self.name, self.kernel, self.ran = name, kernel, ran
+
+    def __getitem__(self, grid):
+        self.ran.add(self.name)
+        return self.kernel[grid]
+
+
+def finite(*tensors: torch.Tensor) -> None:
+    """Buffers start as NaN: what is not written is seen."""
+    assert all(bool(x.isfinite().all()) for x in tensors)
+
+
+def whole(patch: pytest.MonkeyPatch) -> None:
+    """The two-sided operators on their paths."""
+    for op, options, path, n, d, dv, heads in WHOLE:
+        same = d == dv and heads[0] == heads[1]
+        inputs = cases.make(Spec(op, **options), n, d, dv, heads, BF16, "packed" if same else "contiguous")
+        finite(*cases.run(patch, Spec(op, **options), *inputs, path, True, False))
+
+
+def ragged() -> None:
+    """Padded and packed sequences, some without tokens."""
+    options = ("elu1", True, None, False, 0.0, None, 1e-6, 1.0, "triton")
+    mask = torch.arange(75) < torch.tensor([[75], [0], [33]])
+    cu = torch.tensor([0, 3, 3, 68, 75], dtype=torch.int32)
+    for rows, where in (((3, 75), (mask, None, 0)), ((1, 75), (None, cu, 66))):
+        q, k, v, grad = (torch.randn(*rows, 2, 40).to(BF16) for _ in range(4))
+        o, saved = two_sided(q, k, v, None, "ahla", *options, True, *where)
+        finite(o, *two_sided_backward(grad, saved, q, k, v, None, "ahla", *options, *where))
+
+
+def blocks(patch: pytest.MonkeyPatch) -> None:
+    """Block mixing."""
+    for options, grid, cuts, prefix, sizes, dtype, more in BLOCKS:
+        o = fused_cases.options_of(grid, cuts, prefix, **options)
+        rotary = fused_cases.angles_of(o, sizes, DEVICE) if more.get("turned") else None
+        more = {name: x for name, x in more.items() if name != "turned"}
+        finite(*fused_cases.triton_form(patch, o, *fused_cases.make(o, sizes, dtype, device=DEVICE, **more), rotary))
+
+
+def main(family: str) -> None:
+    """Run one family; fails if a kernel did not run."""
+    torch.set_default_device(DEVICE)
+    ran, patch = set[str](), pytest.MonkeyPatch()
+    known = watch({"hla": launch, "blockmix": block_launch}[family], ran)
+    if family == "hla":
+        whole(patch)
+        ragged()
+    else:
+        blocks(patch)
+    torch.cuda.synchronize()
+    assert ran == known, sorted(known ^ ran)
+    print(*sorted(ran), sep="\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
