@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
-from conftest import TINY, run_tool, tiny
+from conftest import ROOT, TINY, run_tool, tiny
 from safetensors.torch import load_file
 
 from zoo import config
@@ -160,3 +160,26 @@ def test_two_gpus_equal_two_parts_on_one(tmp_path, precision):
     for weights in ("model", "model_ema"):
         a, b = (load_file(tmp_path / name / f"{weights}.safetensors") for name in runs)
         assert max(float((a[k].double() - b[k].double()).abs().max()) for k in a) < tolerance
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="fewer than two GPUs: sharded weights are not checked on them"
+)
+def test_sharded_weights_on_two_gpus_end_where_whole_ones_do(tmp_path):
+    """As a user starts them, with the configuration for FSDP2 that lies in configs/accelerate."""
+    file = tmp_path / "run.yaml"
+    more = {"model": {"mixer": "ahla"}, "optim": {"ema": 0.9, "accumulate": 2}, "run": {"precision": "bf16"}}
+    file.write_text(yaml.safe_dump(config.merge(TINY, more)))
+    fsdp2 = ("--config_file", str(ROOT / "configs/accelerate/fsdp2.yaml"), "--main_process_port", "0")
+    launchers = {
+        "whole": ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"),
+        "parts": ("-m", "accelerate.commands.launch", *fsdp2),
+    }
+    for name, launcher in launchers.items():
+        words = [str(file), f"run.folder={tmp_path}/{name}"]
+        status, _, err = run_tool("train_vit", *words, launcher=launcher, CUDA_VISIBLE_DEVICES="0,1")
+        assert status == 0, err
+    for weights in ("model", "model_ema"):
+        a, b = (load_file(tmp_path / name / f"{weights}.safetensors") for name in launchers)
+        assert a.keys() == b.keys()
+        assert max(float((a[k].double() - b[k].double()).abs().max()) for k in a) < 1e-5  # a step is 1e-3
