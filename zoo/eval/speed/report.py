@@ -75,23 +75,25 @@ def _mixed(rows: list[Row], found: dict[tuple, Row]) -> str:
         if (row["op"], row["impl"], row["pass"]) != ("mhla", "ours", "forward_backward"):
             continue
         name = next(name for name, shape in ALL_SHAPES.items() if shape.sizes == list(row["shape"]))
-        sizes, options, target = tuple(row["shape"]), _key(row["options"]), MIXED_TARGETS[name]
+        sizes, options = tuple(row["shape"]), _key(row["options"])
+        # the targets are those of the plain call
+        target = MIXED_TARGETS[name] if len(row["options"]) == 4 else None
         plain = _key({k: row["options"][k] for k in ("feature_map", "normalize")})
         forward = found.get((sizes, "mhla", "ours", options, "forward"))
         linear = found.get((sizes, "linear_attention", "ours", plain, "forward_backward"))
         eager = found.get((sizes, "mhla", "eager", options, "forward_backward"))
         cudnn = found.get((sizes, "softmax_attention", "sdpa_cudnn", (), "forward_backward"))
         most = "-" if linear is None else f"{row['us'] / linear['us']:.2f}"
-        if linear is not None and len(row["options"]) == 4:  # the targets are those of the plain call
+        if linear is not None and target is not None:
             most += f" {'pass' if row['us'] <= target.times_linear * linear['us'] else 'miss'} {target.times_linear:g}"
         cells = [ALL_SHAPES[name].title, "x".join(map(str, row["options"]["blocks"]))]
         kept = {k: v for k, v in row["options"].items() if k not in ("grid", "blocks", "feature_map", "normalize")}
         words = ["relu", *(["ratio"] if row["options"]["normalize"] else [])]
         words += [k if v is True else f"{k} {v}" for k, v in kept.items()]
         cells += [", ".join(words), f"{forward['us']:.0f}" if forward else "-"]
-        cells += [f"{row['us']:.0f}", most, _times(eager, row, target.times_eager)]
+        cells += [f"{row['us']:.0f}", most, _times(eager, row, target and target.times_eager)]
         errors = " / ".join(f"{x['rel_err']:.1e}" for x in (forward, row) if x)
-        lines.append([*cells, _times(cudnn, row, target.times_cudnn), errors, f"{row['peak_mib']:.0f}"])
+        lines.append([*cells, _times(cudnn, row, target and target.times_cudnn), errors, f"{row['peak_mib']:.0f}"])
     return _table(head, lines) if lines else ""
 
 
