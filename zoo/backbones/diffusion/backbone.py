@@ -78,7 +78,7 @@ class DiffusersBackbone:
         sizes |= {"device": weight.device, "num_kv_heads": attn.to_k.out_features * attn.heads // width}
         if getattr(MIXERS[mixer], "needs_layout", False):
             sizes["grid"] = self._usual_grid(model)
-        return sizes if mixer == "softmax" else sizes | {"grid_dims": self._grid_dims(model)}
+        return sizes | {"grid_dims": self._grid_dims(model)}
 
     def check(self, model: Any, mixer: str, options: Any) -> None:
         wanted = self._grid_dims(model)
