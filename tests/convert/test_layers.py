@@ -63,6 +63,18 @@ def test_sensitivity_is_that_of_a_model_with_one_converted_layer(kind):
         assert found[name].softmax_ms > 0 and found[name].mixer_ms > 0
 
 
+def test_layers_are_timed_in_the_precision_of_the_runs_and_compared_in_their_own():
+    teacher, student, batches = pair("vit", "la")
+    seen = {name: set() for name in ("blocks.0.attn", "blocks.1.attn")}
+    for name, layer in layers_of(student).items():
+        layer.register_forward_hook(lambda _, __, output, name=name: seen[name].add(output.dtype))
+    plain = [row.distance for row in sensitivities(student, teacher, batches)]
+    assert set().union(*seen.values()) == {torch.float32}
+    timed = sensitivities(student, teacher, batches, lambda: torch.autocast("cpu", torch.bfloat16))
+    assert [row.distance for row in timed] == plain
+    assert all(dtypes == {torch.float32, torch.bfloat16} for dtypes in seen.values())
+
+
 def test_choices_go_from_all_converted_to_none():
     teacher, student, batches = pair("vit", "la")
     rows = [Sensitivity("blocks.0.attn", 0.1, 2.0, 1.0), Sensitivity("blocks.1.attn", 0.3, 9.0, 1.0)]

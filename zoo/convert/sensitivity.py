@@ -6,6 +6,7 @@ arguments (`calls.replaced`): a model with those layers converted, without a cop
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -54,8 +55,14 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 
 @torch.no_grad()
-def sensitivities(student: Any, teacher: Any, inputs: Sequence[Inputs]) -> list[Sensitivity]:
-    """Each converted layer alone, in the order of the model. Raises ValueError as `Pair`."""
+def sensitivities(
+    student: Any, teacher: Any, inputs: Sequence[Inputs], timed_in: Callable[[], AbstractContextManager] = nullcontext
+) -> list[Sensitivity]:
+    """Each converted layer alone, in the order of the model. Raises ValueError as `Pair`.
+
+    timed_in: the context in which the layers are timed, such as the autocast that they will run in: the distances are
+        those of the weights as they are.
+    """
     pair = Pair(teacher, student)
     outputs = [pair.calls(batch)[0] for batch in inputs]
     found = []
@@ -64,7 +71,8 @@ def sensitivities(student: Any, teacher: Any, inputs: Sequence[Inputs]) -> list[
             apart = [distance(forward(teacher, x), y) for x, y in zip(inputs, outputs, strict=True)]
         call = pair.calls(inputs[0])[1][name]
         original = teacher.get_submodule(name)
-        times = [1e3 * median_seconds(partial(call.repeat, m)) for m in (original, layer)]
+        with timed_in():
+            times = [1e3 * median_seconds(partial(call.repeat, m)) for m in (original, layer)]
         found.append(Sensitivity(name, sum(apart) / len(apart), times[0], times[1]))
     return found
 

@@ -106,6 +106,11 @@ class Kind(ABC):
             found = merge(found, tree)
         return found
 
+    def autocast(self) -> torch.autocast:
+        """The context of the precision of the runs."""
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.tree["run"]["precision"])
+        return torch.autocast(_device().type, dtype, dtype is not None)
+
     def random_attention(self, model: Any) -> None:
         """New random weights for the converted attention layers, from the seed of the runs."""
         seed_everything(self.tree["run"]["seed"])

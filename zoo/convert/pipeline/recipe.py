@@ -93,7 +93,7 @@ def calibrate_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content
     keep: Any = recipe.keep_softmax if auto is None else []
     student = kind.convert(keep)
     rows = calibrate(student, teacher, inputs)
-    alone = sensitivities(student, teacher, inputs)
+    alone = sensitivities(student, teacher, inputs, kind.autocast)
     tried = choices(student, teacher, inputs, alone)
     blocks = backbone_of(teacher).blocks(teacher)
     ranked = [blocks[name] for name in by_distance(alone)]
@@ -189,7 +189,8 @@ def evaluate_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
     rows = kind.evaluate(folders)
     value = {name: row["value"] for name, row in rows.items()}
     batch = kind.inputs()[0]
-    times = {name: _milliseconds(kind.load(folders[name]), batch) for name in ("source", "finetune") if name in folders}
+    with kind.autocast():
+        times = {n: _milliseconds(kind.load(folders[n]), batch) for n in ("source", "finetune") if n in folders}
     named = [{**row, "model": name, "what": MODELS.get(name, "softmax (source)")} for name, row in rows.items()]
     return {"rows": named, "metric": kind.metric, "recovery": recovery(value), "forward_ms": times}
 

@@ -133,7 +133,8 @@ def evaluate_lines(content: Content) -> list[str]:
     if content["recovery"] is not None:
         lines += ["", f"Recovery (fine-tuned - floor) / (control - floor) = {content['recovery']:.3f}, one seed."]
     times = [f"{name} {ms:.2f} ms" for name, ms in content["forward_ms"].items()]
-    return [*lines, "", f"One forward pass of a calibration batch on this machine: {', '.join(times)}."]
+    note = "One forward pass of a calibration batch on this machine, in the precision of the runs"
+    return [*lines, "", f"{note}: {', '.join(times)}."]
 
 
 LINES = {
