@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 DIGITS_TRAIN = 1000  # of 1797; the rest is the validation set
+UNNAMED = "class {}"  # name of a class of which only the number is known
 
 
 class Unreadable(Exception):
@@ -68,6 +69,14 @@ def open_source(
     if kind == "folder":
         return Folder(where, class_map)
     return Rows(load_rows(kind, where, train), where, image_key, label_key)
+
+
+def same_classes(ours: list[str], theirs: list[str]) -> bool:
+    """Whether two lists of classes can be the same: as many, and alike where both have names."""
+    if len(ours) != len(theirs):
+        return False
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return all(a == b or UNNAMED.format(i) in (a, b) for i, (a, b) in pairs)
 
 
 def decode(raw: Any) -> Image.Image:
@@ -127,7 +136,7 @@ class Folder:
             ) from error
         numbers: dict[str, int] = self.reader.class_to_idx
         names = {number: name for name, number in numbers.items()}
-        self.classes = [names.get(i, f"class {i}") for i in range(max(names) + 1)]
+        self.classes = [names.get(i, UNNAMED.format(i)) for i in range(max(names) + 1)]
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -165,7 +174,7 @@ class Rows:
             labels = np.asarray(rows[label_key][:])
             if labels.dtype.kind not in "iu" or labels.min() < 0:
                 raise ValueError(f"the column {label_key!r} of {where} must hold class numbers from 0, got {feature}")
-            self.classes = [f"class {i}" for i in range(int(labels.max()) + 1)]
+            self.classes = [UNNAMED.format(i) for i in range(int(labels.max()) + 1)]
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -5,6 +5,7 @@ import copy
 import diffusers
 import numpy as np
 import pytest
+import sample
 import torch
 from PIL import Image
 from tiny_runs import tiny
@@ -195,3 +196,19 @@ def test_a_dry_run_does_everything_once(softmax_run, tmp_path):
     assert not (tmp_path / "run").exists() and (folder / "samples" / "step-00000001.png").is_file()
     assert (folder / "transformer_ema" / "config.json").is_file()
     rehearse(tiny(tmp_path / "run", model=model))  # a second time in the same place
+
+
+def test_samples_of_the_teacher_are_data_for_a_conversion(softmax_run, tmp_path):
+    options = ["sample.labels=balanced", "sample.steps=2", f"sample.model={softmax_run}/transformer_ema"]
+    sample.main([*options, "sample.count=40", f"out={tmp_path}/train"])
+    sample.main([*options, "sample.count=20", "sample.seed=1000", f"out={tmp_path}/val"])
+    data = {"source": "hf", "train": f"{tmp_path}/train", "val": f"{tmp_path}/val:train", "val_images": 0}
+    run = converted(softmax_run, tmp_path / "run", data=data, distill={"teacher": "source"}, schedule={"steps": 2})
+    batches = list(run.samples.evaluation(20, 0, 1))
+    assert batches[0].condition["class_labels"].tolist() == [i % 10 for i in range(20)]
+    wanted = np.stack([np.asarray(Image.open(f"{tmp_path}/val/{i:06d}.png")) for i in range(20)])
+    assert np.abs((batches[0].x0.permute(0, 2, 3, 1).numpy() + 1) * 127.5 - wanted).max() < 1e-3
+    assert run.train()["step"] == 2
+    wrong = {**data, "source": "folder", "train": str(tmp_path), "val": str(tmp_path)}
+    with pytest.raises(ValueError, match="was trained with another classes"):
+        converted(softmax_run, tmp_path / "wrong", data=wrong)

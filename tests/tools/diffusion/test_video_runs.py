@@ -75,7 +75,7 @@ def test_a_pixel_run_leaves_videos_and_its_sampler_makes_more(pixel_run, tmp_pat
         assert a.shape == (4, 8, 8, 3) and np.abs(a - b).max() <= 4  # the same noise and class, other rounding, H.264
     assert about(tmp_path / "a" / "000000.mp4").fps == 8
     assert np.asarray(Image.open(tmp_path / "a" / "contact-sheet.png")).shape == (24, 32, 3)
-    assert (tmp_path / "a" / "labels.csv").read_text().splitlines()[3] == "000002.mp4,2"
+    assert (tmp_path / "a" / "metadata.csv").read_text().splitlines()[3] == "000002.mp4,2"
     (tmp_path / "a" / "000001.mp4").unlink()
     sampled(tmp_path / "a", **model)  # goes on
     assert (tmp_path / "a" / "000001.mp4").is_file()

@@ -21,6 +21,8 @@ from small_images import noise_images, small_extractor
 from tiny_diffusion import tiny_dit, tiny_pipeline, tiny_pixels, tiny_text_pipeline, tiny_vae
 
 import zoo
+from zoo.data.latents.extracting import Pictures
+from zoo.data.latents.settings import ImageSettings
 from zoo.eval.generation import FidOptions, score
 from zoo.eval.generation.loading import open_model, open_scheduler
 from zoo.eval.generation.outputs import open_output
@@ -157,8 +159,8 @@ def test_png_folder_holds_the_same_images_and_a_card(tmp_path):
     files = sorted((tmp_path / "samples").glob("*.png"))
     assert [f.name for f in files] == [f"{i:06d}.png" for i in range(7)]
     assert np.array_equal(np.stack([np.asarray(Image.open(f)) for f in files]), arrays["arr_0"])
-    rows = (tmp_path / "samples" / "labels.csv").read_text().splitlines()
-    assert rows[0] == "file,label" and [int(r.split(",")[1]) for r in rows[1:]] == arrays["arr_1"].tolist()
+    rows = (tmp_path / "samples" / "metadata.csv").read_text().splitlines()
+    assert rows[0] == "file_name,label" and [int(r.split(",")[1]) for r in rows[1:]] == arrays["arr_1"].tolist()
     one, other = (json.loads((tmp_path / f"samples{end}.json").read_text()) for end in ("", ".npz"))
     assert one == other and one["sampling"]["scheduler"] == "FlowMatchEulerDiscreteScheduler"
     assert one["sampling"]["guided_channels"] == "the first 3 of 3" and len(one["sampling"]["sha256"]) == 64
@@ -280,7 +282,11 @@ def test_text_to_image_pipelines(tmp_path):
     whole = sampler(range(4))
     assert whole.shape == (4, 3, 16, 16) and difference(whole[[0]], whole[[3]]) > 3  # one prompt, other noise
     assert difference(whole, torch.cat([sampler([i]) for i in range(4)])) <= 1
-    assert sampler.about()["guidance"] == 4.5 and sampler.labels([0]) is None
+    assert sampler.about()["guidance"] == 4.5 and sampler.labels([4, 0]) == ["d e", "a b c"]
+    run(settings(tmp_path / "made", **options, count=4), "")  # a data set for tools/extract_latents.py
+    made = Pictures(ImageSettings(source="hf", where=f"{tmp_path}/made", text_key="text", img_size=16))
+    assert [made[i][2] for i in range(4)] == sampler.labels(range(4))
+    assert difference(((made[3][1] + 1) * 127.5).round(), whole[3]) <= 1
     bare = open_sampler(SampleOptions(**options | {"model": f"{folder}/transformer", "base": folder}), "cpu")
     assert torch.equal(bare([1]), sampler([1]))
     (tmp_path / "long.txt").write_text("a\n" + "b " * 20)

@@ -1,5 +1,6 @@
 """Where sampled images go: an .npz in the layout of ADM, or a folder of PNG files. Both can be continued."""
 
+import csv
 import json
 import os
 import shutil
@@ -60,13 +61,13 @@ class Output:
         """Add images, uint8 [B, 3, H, W]. What is there after a crash is whole."""
         raise NotImplementedError
 
-    def finish(self, count: int, labels: list[int] | None) -> None:
-        """Put the images together, in order."""
+    def finish(self, labels: list[int] | list[str], column: str) -> None:
+        """Put the images together, in order, with what they were made for: the column "label" or "text"."""
         raise NotImplementedError
 
 
 class PngFolder(Output):
-    """000000.png, 000001.png, ... and labels.csv."""
+    """000000.png, 000001.png, ... and metadata.csv (file_name, and label or text), a data set for `datasets`."""
 
     ending = ".png"
 
@@ -84,11 +85,12 @@ class PngFolder(Output):
             Image.fromarray(image.permute(1, 2, 0).numpy()).save(temporary, format="PNG")
             os.replace(temporary, file)
 
-    def finish(self, count: int, labels: list[int] | None) -> None:
-        if labels is not None:
-            lines = [f"{i:06d}{self.ending},{label}\n" for i, label in enumerate(labels)]
-            with replacing(self.path / "labels.csv") as temporary:
-                temporary.write_text("file,label\n" + "".join(lines))
+    def finish(self, labels: list[int] | list[str], column: str) -> None:
+        table = self.path / "metadata.csv"
+        with replacing(table) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow(("file_name", column))
+            rows.writerows((f"{i:06d}{self.ending}", label) for i, label in enumerate(labels))
 
 
 class NpzFile(Output):
@@ -122,7 +124,7 @@ class NpzFile(Output):
             np.savez(opened, numbers=np.array(numbers), images=images.permute(0, 2, 3, 1).numpy())
         os.replace(file.with_suffix(".tmp"), file)
 
-    def finish(self, count: int, labels: list[int] | None) -> None:
+    def finish(self, labels: list[int] | list[str], column: str) -> None:
         if self.path.is_file():
             return
         temporary = self.path.with_suffix(".tmp")
@@ -130,12 +132,12 @@ class NpzFile(Output):
             rows = self._rows()
             first = next(rows)
             with archive.open("arr_0.npy", "w", force_zip64=True) as stream:
-                header = {"descr": "|u1", "fortran_order": False, "shape": (count, *first.shape)}
+                header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *first.shape)}
                 np.lib.format.write_array_header_1_0(stream, header)
                 stream.write(first.tobytes())
-                for _, row in zip(range(count - 1), rows, strict=False):
+                for _, row in zip(labels[1:], rows, strict=False):
                     stream.write(row.tobytes())
-            if labels is not None:
+            if column == "label":
                 with archive.open("arr_1.npy", "w") as stream:
                     np.lib.format.write_array(stream, np.array(labels, dtype=np.int64))
         os.replace(temporary, self.path)

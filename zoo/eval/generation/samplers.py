@@ -22,16 +22,18 @@ LEARNED = ("learned", "learned_range")
 
 
 class Sampler(Protocol):
-    """Makes the images, or videos, of any list of numbers. fps: frames a second of videos, 0 for images."""
+    """Makes the images, or videos, of any list of numbers. fps: frames a second of videos, 0 for images.  column: what
+    `labels` returns, "label" or "text"."""
 
     fps: float
+    column: str
 
     def __call__(self, numbers: Sequence[int]) -> Tensor:
         """uint8 [B, 3, H, W], videos [B, 3, T, H, W], on the CPU."""
         ...
 
-    def labels(self, numbers: Sequence[int]) -> list[int] | None:
-        """The classes of these images; None for a model without classes."""
+    def labels(self, numbers: Sequence[int]) -> list[int] | list[str]:
+        """The classes of these images, or their prompts."""
         ...
 
     def about(self) -> dict[str, Any]:
@@ -56,7 +58,7 @@ class ClassSampler:
     Raises ValueError for a resolution that the patches do not divide and for labels that the model does not have.
     """
 
-    fps = 0.0
+    fps, column = 0.0, "label"
 
     def __init__(
         self,
@@ -184,7 +186,7 @@ class TextSampler:
     Raises ValueError for no prompts, text longer than every text encoder reads, or a resolution that does not fit.
     """
 
-    fps = 0.0
+    fps, column = 0.0, "text"
 
     def __init__(
         self,
@@ -210,15 +212,15 @@ class TextSampler:
         longest = parameters.get("max_sequence_length")
         check_prompts(pipeline, prompts, longest.default if longest else None)
 
-    def labels(self, numbers: Sequence[int]) -> None:
-        return None
+    def labels(self, numbers: Sequence[int]) -> list[str]:
+        return [self.prompts[i % len(self.prompts)] for i in numbers]
 
     @torch.no_grad()
     def __call__(self, numbers: Sequence[int]) -> Tensor:
         pipe = self.pipeline
         with only_own_noise(type(pipe.scheduler).__name__, pipe.device):
             found = pipe(
-                prompt=[self.prompts[i % len(self.prompts)] for i in numbers],
+                prompt=self.labels(numbers),
                 generator=seeded(self.seed, numbers),
                 num_inference_steps=self.steps,
                 guidance_scale=self.guidance,

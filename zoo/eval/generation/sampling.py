@@ -78,5 +78,5 @@ def run(settings: SampleSettings, command: str) -> int:
         output.write(numbers, sampler(numbers))
     state.wait_for_everyone()
     if state.is_main_process:
-        output.finish(options.count, sampler.labels(range(options.count)))
+        output.finish(sampler.labels(range(options.count)), sampler.column)
     return sum(len(numbers) for numbers in shares)

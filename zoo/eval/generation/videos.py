@@ -63,7 +63,7 @@ def grid_video(clips: Tensor) -> np.ndarray:
 
 
 class Mp4Folder(PngFolder):
-    """000000.mp4, 000001.mp4, ..., labels.csv, and the contact sheet of the first clips."""
+    """000000.mp4, 000001.mp4, ..., metadata.csv, and the contact sheet of the first clips."""
 
     ending = ".mp4"
 
@@ -77,8 +77,8 @@ class Mp4Folder(PngFolder):
         for number, clip in zip(numbers, images, strict=True):
             write_video(clip.permute(1, 2, 3, 0).numpy(), self.path / f"{number:06d}{self.ending}", self.fps)
 
-    def finish(self, count: int, labels: list[int] | None) -> None:
-        super().finish(count, labels)
+    def finish(self, labels: list[int] | list[str], column: str) -> None:
+        super().finish(labels, column)
         first = sorted(self.path.glob(f"*{self.ending}"))[:ROWS]
         clips = [torch.from_numpy(read_video(file)).permute(3, 0, 1, 2) for file in first]
         save_sheet(torch.stack(clips), self.path / SHEET)

@@ -12,6 +12,7 @@ from torch import Tensor
 from zoo.data import BatchPlan
 from zoo.data.latents.reading import LABELS, Clean
 from zoo.data.samples import seed_everything
+from zoo.data.sources import same_classes
 from zoo.data.video.files import write_video
 from zoo.eval.generation.videos import grid_video, save_sheet
 from zoo.eval.results import write_json
@@ -83,10 +84,9 @@ class DiffusionRun(Run):
             return
         theirs, ours = json.loads(file.read_text()), self.samples.about
         for key, what in (("space", "space"), ("vae", "VAE"), ("classes", "classes")):
-            if theirs.get(key) != ours.get(key):
-                raise ValueError(
-                    f"{source} was trained with another {what}: {theirs.get(key)!r}, the data has {ours.get(key)!r}"
-                )
+            there, here = theirs.get(key), ours.get(key)
+            if there != here and not (key == "classes" and there and here and same_classes(here, there)):
+                raise ValueError(f"{source} was trained with another {what}: {there!r}, the data has {here!r}")
 
     def _teacher(self, host: Any, wanted: Wanted) -> Teacher | None:
         settings = self.settings
