@@ -9,6 +9,7 @@ first go side by side, which their seconds include.
 """
 
 import shlex
+import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -24,7 +25,7 @@ from zoo.data.video.files import VIDEO_FILES, about, read_video, write_video
 from zoo.eval.results import quality_row, result_file, write_json
 from zoo.train.diffusion.loop import DiffusionRun
 from zoo.train.diffusion.settings import DiffusionSettings
-from zoo.train.record import draw_curves, read_rows
+from zoo.train.record import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs/clips")
@@ -61,13 +62,17 @@ def train(name: str, file: str, words: list[str]) -> dict:
     return DiffusionRun(settings).train() | {"folder": folder}
 
 
-def row(name: str, result: dict) -> dict:
-    """A row of the table: the validation loss of the average of the weights."""
+def rows_of(name: str, result: dict) -> list[dict]:
+    """Rows of the table: the mean loss of the last fifth of the steps, and the validation loss of the average of the
+    weights."""
+    logged = read_rows(result["folder"] / "metrics.jsonl")
+    last = [row["loss"] for row in logged if row["kind"] == "train" and row["step"] > 0.8 * result["step"]]
     source = {"softmax": "scratch", "control": "control"}.get(name, "converted")
     mixer = "softmax" if source != "converted" else name
     budget = f"{result['step']} steps"
     made = quality_row("clips", "video-clips", mixer, {}, source, 0, 0.0, budget, result["seconds"])
-    return made | {"metric": "validation loss", "value": round(result["ema_val_loss"], 4)}
+    values = {"training loss": statistics.mean(last), "validation loss": result["ema_val_loss"]}
+    return [made | {"metric": metric, "value": round(value, 4)} for metric, value in values.items()]
 
 
 def draw(results: dict[str, dict], file: Path) -> None:
@@ -75,13 +80,34 @@ def draw(results: dict[str, dict], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(-(-len(results) // 2), 2, figsize=(11, 5), layout="constrained")
+    figure, panels = plt.subplots(-(-len(results) // 2), 2, figsize=(11, 7), layout="constrained")
     for axes in panels.flat:
         axes.axis("off")
     for axes, (name, result) in zip(panels.flat, results.items(), strict=False):
         sheet = sorted((result["folder"] / "samples").glob("*.png"))[-1]
         axes.imshow(np.asarray(Image.open(sheet)))
         axes.set_title(f"{name}, validation loss {result['ema_val_loss']:.3f}", fontsize=9)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def draw_losses(results: dict[str, dict], file: Path) -> None:
+    """Left the losses of softmax from scratch, right the validation losses of what was made of it."""
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for name, result in results.items():
+        logged = read_rows(result["folder"] / "metrics.jsonl")
+        train, found = ([row for row in logged if row["kind"] == kind] for kind in ("train", "eval"))
+        if name == "softmax":
+            left.plot([r["step"] for r in train], [r["loss"] for r in train], label="training")
+        axes, label = (left, "validation") if name == "softmax" else (right, name)
+        axes.plot([r["step"] for r in found], [r["ema_val_loss"] for r in found], label=label, marker=".")
+    right.axhline(results["softmax"]["ema_val_loss"], color="grey", linestyle=":", label="softmax before")
+    for axes, title in ((left, "softmax from scratch: loss"), (right, "fine-tuned: validation loss")):
+        axes.set(xlabel="steps", ylabel=title, yscale="log")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(frameon=False, fontsize=8)
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
@@ -95,11 +121,10 @@ def main(words: list[str]) -> None:
         runs = {k: pool.submit(train, k, "clips_finetune.yaml", [*shared, *own]) for k, own in KINDS.items()}
         results |= {name: run.result() for name, run in runs.items()}
     command = " ".join(["python docs/video_runs.py VIDEOS", shlex.join(more)]).strip()
-    rows = [row(kind, result) for kind, result in results.items()]
+    rows = [row for name, result in results.items() for row in rows_of(name, result)]
     write_json(result_file(command, rows), ROOT / "docs" / "results" / "video-clips.json")
     draw(results, ROOT / "docs" / "video-clips.png")
-    tuned = {name: read_rows(result["folder"] / "metrics.jsonl") for name, result in results.items() if name in KINDS}
-    draw_curves(tuned, ROOT / "docs" / "video-clips-curves.png", "ema_val_loss", "validation loss")
+    draw_losses(results, ROOT / "docs" / "video-clips-curves.png")
 
 
 if __name__ == "__main__":
