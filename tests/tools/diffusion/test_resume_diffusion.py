@@ -4,6 +4,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ import yaml
 from conftest import run_tool, start_tool
 from safetensors.torch import load_file
 from tiny_runs import tiny, tree
+from tiny_video import SIZES
 
+from zoo import config
 from zoo.train.diffusion.loop import DiffusionRun
+from zoo.train.diffusion.settings import DiffusionSettings
 from zoo.train.record import read_rows
 
-EVERYTHING = {  # whatever draws random numbers or keeps a state
+EVERYTHING: dict[str, Any] = {  # whatever draws random numbers or keeps a state
     "objective": {"kind": "ddpm"},
     "data": {"hflip": 0.5, "drop": 0.3},
     "optim": {"accumulate": 2, "mixer_lr": 3.0},
@@ -24,6 +28,8 @@ EVERYTHING = {  # whatever draws random numbers or keeps a state
     "sample": {"every": 4},
     "run": {"checkpoint_steps": 1, "eval_steps": 4},
 }
+CLIPS = {"source": "moving_digits", "frames": 4, "clips": 40, **EVERYTHING["data"]}
+WAN = {"kind": "wan", "kwargs": {**SIZES, "patch_size": [1, 2, 2]}}
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
@@ -39,23 +45,31 @@ def wait_for_step(run: Path, step: int, process) -> None:
     pytest.fail(f"the run never reached step {step}: {process.communicate()}")
 
 
-def test_sigkill_and_resume_is_bit_identical(tmp_path):
-    source = tiny(tmp_path / "source", objective={"kind": "ddpm"}, schedule={"steps": 2})
-    DiffusionRun(source).train()
+@pytest.mark.parametrize(
+    ("tool", "sections", "keep"),
+    [
+        ("finetune_dit", {"objective": {"kind": "ddpm"}}, []),
+        ("finetune_video", {"model": WAN, "data": CLIPS, "objective": {"kind": "flow"}}, "every:2"),
+    ],
+)
+def test_sigkill_and_resume_is_bit_identical(tmp_path, tool, sections, keep):
+    source = tree(tmp_path / "source", **sections, schedule={"steps": 2})
+    DiffusionRun(config.from_tree(DiffusionSettings, source)).train()
     model = {"checkpoint": str(tmp_path / "source"), "mixer": "ahla", "mixer_options": {"gate": True}}
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(tree(tmp_path, **EVERYTHING, model={"kwargs": {}, **model})))
-    status, _, err = run_tool("finetune_dit", str(file), f"run.folder={tmp_path}/whole")
+    model = {**sections.get("model", {}), **model, "keep_softmax": keep}
+    file.write_text(yaml.safe_dump(tree(tmp_path, **EVERYTHING | sections | {"model": model})))
+    status, _, err = run_tool(tool, str(file), f"run.folder={tmp_path}/whole")
     assert status == 0, err
     rng = random.Random(time.time_ns())
     kill_at = rng.randrange(2, 6)
-    process = start_tool("finetune_dit", str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
+    process = start_tool(tool, str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
     wait_for_step(tmp_path / "killed", kill_at, process)
     time.sleep(rng.random() * 0.1)  # anywhere inside a step, also while a checkpoint is written
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (tmp_path / "killed" / "transformer").exists()
-    status, out, err = run_tool("finetune_dit", str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
+    status, out, err = run_tool(tool, str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
     assert status == 0, err
     assert "continuing" in out, kill_at
     for name in ("transformer", "transformer_ema"):

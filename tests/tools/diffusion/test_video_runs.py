@@ -114,6 +114,24 @@ def test_a_dry_run_does_everything_once(pixel_run, tmp_path):
     assert (folder / "samples" / "step-00000001.mp4").is_file() and (folder / "transformer_ema").is_dir()
 
 
+def test_only_training_is_compiled(tmp_path, monkeypatch):
+    """Validation and samples, of other sizes and without gradients, compile nothing."""
+    graphs, compiled = [], torch.nn.Module.compile
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled(module, backend=backend))
+    model = PIXELS["model"] | {"mixer": "ahla"}
+    run = DiffusionRun(settings(tmp_path, model, schedule={"steps": 1}, run={"compile": True}, optim={"ema": 0.0}))
+    run.loss(next(run.batches(0, 1)))
+    trained = len(graphs)
+    assert trained > 0
+    assert np.isfinite(run.evaluate()["val_loss"]) and run.generate(2).shape == (2, 3, 4, 8, 8)
+    assert len(graphs) == trained
+
+
 def test_blocks_are_chosen_for_the_clips(tmp_path):
     """Clips of 4 frames of 8 x 8 pixels are 4 x 2 x 2 tokens; a run goes on from such a checkpoint, named or not."""
     model = PIXELS["model"] | {"mixer": "mhla"}

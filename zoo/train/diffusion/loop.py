@@ -164,6 +164,7 @@ class DiffusionRun(Run):
         return self.step % every == 0 or self.step == self.last_step
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # now and then, of other sizes: not worth a compilation
     def evaluate(self) -> dict[str, Any]:
         """The squared error of noise or velocity on validation samples, of the model and of its average, at times and
         with noise that depend on the sample's number only."""
@@ -223,6 +224,7 @@ class DiffusionRun(Run):
         for tracker in self.accelerator.trackers:
             tracker.log_images({"samples": grid[None]}, step=self.step)
 
+    @torch.compiler.set_stance("force_eager")
     def generate(self, n: int) -> Tensor:
         """n uint8 images [n, 3, H, W] or clips [n, 3, T, H, W] of the average of the weights, or the model if there is
         none; always the same noise and conditions."""
