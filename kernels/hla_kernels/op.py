@@ -39,6 +39,9 @@ from .hla.streaming.stream import stream
 from .hla.two_sided import two_sided, two_sided_qkvpacked
 from .options import IMPLS, Options, autocast_dtype, autocast_on, compute_dtype, plain_precision
 from .sequences import Sequences, live_rows, pack, unpack
+from .softmax.multipole import call as multipole_call
+from .softmax.multipole.reference import definition as multipole_definition
+from .softmax.multipole.torch_form import evaluate as multipole_torch
 from .softmax.reference import reference as softmax_reference
 from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call
@@ -71,7 +74,7 @@ class Call(NamedTuple):
     sequences: Sequences
 
 
-AnyCall = Call | block_call.BlockCall | taylor_call.TaylorCall
+AnyCall = Call | block_call.BlockCall | taylor_call.TaylorCall | multipole_call.MultipoleCall
 
 
 class Explanation(NamedTuple):
@@ -88,6 +91,8 @@ def why_not_triton(call: AnyCall) -> str | None:
         return f"the Triton forms run on CUDA devices, not on {device}"
     if not HAS_TRITON:
         return "Triton is not installed"
+    if isinstance(call, multipole_call.MultipoleCall):
+        return "multipole has no Triton form"
     if isinstance(call, taylor_call.TaylorCall):
         return taylor_fused.why_not(call.q, call.k, call.v, call.q2 is not None)
     if call.state is not None or call.return_state:
@@ -106,7 +111,7 @@ def why_not_triton(call: AnyCall) -> str | None:
 
 def why_not_reference(call: AnyCall) -> str | None:
     """The reason why the reference cannot run this call, or None."""
-    if isinstance(call, taylor_call.TaylorCall):
+    if isinstance(call, taylor_call.TaylorCall | multipole_call.MultipoleCall):
         return None
     if call.state is not None or call.return_state:
         return "the reference is an N x N matrix and has no state"
@@ -320,6 +325,13 @@ def run_taylor(tokens: tuple[Tensor, ...], coefficients: Tensor, impl: str = "au
             return taylor2_op(*call, chosen, save)[0]
         rest = (call.mask, call.normalize, call.q_scale, chosen, save)
         return taylor2_packed_op(tokens[0].to(call.q.dtype), call.coefficients, *rest)[0]
+
+
+def run_multipole(q: Tensor, k: Tensor, v: Tensor, impl: str = "auto", **options: Any) -> Tensor:
+    """Check, choose and run one call of `multipole`."""
+    call = multipole_call.prepare(q, k, v, impl=impl, dtype=autocast_dtype(q), **options)
+    with plain_precision(call.q):
+        return multipole_definition(call) if choose(call, impl) == "reference" else multipole_torch(call)
 
 
 def _needs_backward(*tensors: Tensor | None) -> bool:

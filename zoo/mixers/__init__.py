@@ -8,9 +8,9 @@ from torch import nn
 
 from zoo.mixers.base import LinearMixer
 from zoo.mixers.context import Context
-from zoo.mixers.hla import AHLA, HLA2, HLA3
-from zoo.mixers.la import LinearAttention
+from zoo.mixers.hla import AHLA, HLA2, HLA3, LinearAttention
 from zoo.mixers.mhla import BlockMixer, SecondOrderBlockMixer
+from zoo.mixers.multipole import Multipole
 from zoo.mixers.options import MixerOptions
 from zoo.mixers.poly import Polynomial
 from zoo.mixers.softmax import Softmax
@@ -27,6 +27,7 @@ MIXERS: dict[str, type[nn.Module]] = {
     "mhla": BlockMixer,
     "mhla2": SecondOrderBlockMixer,
     "taylor2": Taylor2,
+    "multipole": Multipole,
 }
 
 

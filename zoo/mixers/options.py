@@ -155,9 +155,7 @@ class BlockOptions(MixerOptions):
         for name, allowed in (("order", BLOCK_ORDERS), ("mixing", MIXINGS), ("prior", PRIORS)):
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
-        b = self.blocks
-        if b is not None and not (isinstance(b, tuple) and b and all(type(m) is int and m >= 1 for m in b)):
-            raise ValueError(f"blocks are positive integers, one for each axis, such as [4, 4], got {b!r}")
+        check_blocks(self.blocks)
         if not isinstance(self.per_head, bool) or (self.per_head and self.mixing == "fixed"):
             raise ValueError(f"per_head must be True or False, and False for mixing='fixed', got {self.per_head!r}")
         for name in ("center", "mean_path", "decay", "ridge"):
@@ -201,6 +199,49 @@ class TaylorOptions(MixerOptions):
                 "taylor2 expands softmax around its mean value: feature_map='identity', center='k' and mean_path=True "
                 f"are fixed, got {self.feature_map!r}, {self.center!r} and {self.mean_path}"
             )
+
+
+@dataclass(frozen=True)
+class MultipoleOptions(MixerOptions):
+    """Options of `multipole`: `MixerOptions` without a feature map, centring, mean path and causality, and
+
+    blocks: blocks along each axis of the grid, such as (4, 4); None: chosen for the grid of the host.
+    radius: tokens at most so far along every axis of the grid are near, and exact.
+    degree: of the expansion of the others around the mean key of their block, 0 or 1. Raises ValueError too.
+    """
+
+    blocks: tuple[int, ...] | None = None
+    radius: int = 2
+    degree: int = 1
+
+    def __post_init__(self) -> None:
+        check_blocks(self.blocks)
+        if type(self.radius) is not int or self.radius < 0:
+            raise ValueError(f"radius must be a number of tokens of at least 0, got {self.radius!r}")
+        if type(self.degree) is not int or self.degree not in (0, 1):
+            raise ValueError(f"degree must be 0 or 1, got {self.degree!r}")
+        if self.causal:
+            raise ValueError("multipole is two-sided only; use la, hla2, ahla, hla3 or mhla with causal=True")
+        super().__post_init__()
+
+    def _check_normalize(self) -> None:
+        if self.feature_map != "identity" or self.center or self.mean_path or self.normalize is not True:
+            raise ValueError(
+                "multipole averages with positive sums of weights near those of softmax: feature_map='identity', "
+                f"normalize=True, center=None and mean_path=False are fixed, got {self.feature_map!r}, "
+                f"{self.normalize}, {self.center!r} and {self.mean_path}"
+            )
+
+    @property
+    def needs_grid(self) -> bool:
+        """Always."""
+        return True
+
+
+def check_blocks(b: Any) -> None:
+    """Raise ValueError unless b is None or a positive number of blocks for each axis."""
+    if b is not None and not (isinstance(b, tuple) and b and all(type(m) is int and m >= 1 for m in b)):
+        raise ValueError(f"blocks are positive integers, one for each axis, such as [4, 4], got {b!r}")
 
 
 def _is_number(x: Any) -> bool:

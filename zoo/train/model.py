@@ -14,7 +14,6 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from zoo.convert import swap
-from zoo.mixers.mhla import BlockMixer
 from zoo.names import unknown_name
 from zoo.train.record import replacing
 from zoo.train.settings import ModelSettings
@@ -88,7 +87,8 @@ def convert_model(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 def with_chosen(model: nn.Module, recipe: Recipe) -> Recipe:
     """The recipe of a converted `model`, with what its mixers took from the host (blocks), for use at another size."""
-    chosen = next((m.chosen for m in model.modules() if isinstance(m, BlockMixer)), {})
+    blocks: Any = (m for m in model.modules() if getattr(m, "needs_layout", False))
+    chosen: dict[str, Any] = next((m.chosen for m in blocks), {})
     return replace(recipe, mixer_options={**recipe.mixer_options, **chosen})
 
 

@@ -1,0 +1,37 @@
+"""The public operator of multipole attention; `softmax/multipole/__init__.py` has the symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..op import run_multipole
+
+
+def multipole(
+    q: Tensor, k: Tensor, v: Tensor, *, grid: Sequence[int], blocks: Sequence[int], radius: int = 2, degree: int = 1,
+    prefix: int = 0, suffix: int = 0, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
+) -> Tensor:  # fmt: skip
+    """Softmax attention, exact for near tokens and expanded around the mean key of each block for the others.
+
+    o_t = sum_j w_tj v_j / sum_j w_tj, s_tj = q_scale q_t.k_j, a_tb the mean of s_tj over the tokens of block b;
+    w_tj = exp(s_tj) where j is near to t, else exp(a_tb) (1 + s_tj - a_tb) for j in block b. The divisor is positive.
+    q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv], two-sided.
+
+    grid, blocks  the token grid (raster order, last axis fastest), any number of axes; blocks along each of them, which
+                  differ by one token where they do not divide it
+    radius        near: at most so far along every axis of the grid; at least as far as the grid is long, it is softmax
+    degree        1, or 0 for weights exp(a_tb): each block is one token with the mean value then
+    prefix, suffix  tokens before and after the grid (class, text): near to all
+    q_scale       the scale of softmax, such as D^-1/2
+    key_padding_mask   as in `api`
+    impl          "auto", "torch" or "reference" (N x N definition)
+
+    Raises ValueError for wrong shapes, dtypes, devices and names. Plain torch code with all derivatives. Near field and
+    expansions of the far field: Greengard and Rokhlin, J. Comput. Phys. 73, 1987.
+    """
+    return run_multipole(
+        q, k, v, grid=grid, blocks=blocks, radius=radius, degree=degree, prefix=prefix, suffix=suffix, q_scale=q_scale,
+        impl=impl, key_padding_mask=key_padding_mask,
+    )  # fmt: skip

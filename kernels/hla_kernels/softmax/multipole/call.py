@@ -1,0 +1,57 @@
+"""Checks of a call of multipole attention; each refusal is a ValueError of one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...blockmix.call import check_layout
+from ...checks import check_name, check_sequences, check_tensors, is_number
+from ...options import IMPLS
+from .layout import Field
+
+DEGREES = (0, 1)
+
+
+class MultipoleCall(NamedTuple):
+    """A checked call: tensors cast for autocast."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    field: Field
+    degree: int
+    q_scale: float
+    mask: Tensor | None
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, *, grid: Sequence[int], blocks: Sequence[int], radius: int = 2, degree: int = 1,
+    prefix: int = 0, suffix: int = 0, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> MultipoleCall:  # fmt: skip
+    """Check a call. dtype: that of autocast, to which tokens are cast (float64 stays), or None."""
+    check_tensors(q, k, v, dtype is not None)
+    if dtype is not None:
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    check_name("impl", impl, IMPLS)
+    layout = check_layout(grid, blocks, 0)
+    for name, x in (("prefix", prefix), ("suffix", suffix), ("radius", radius)):
+        if not isinstance(x, int | torch.SymInt) or isinstance(x, bool) or x < 0:
+            raise ValueError(f"{name} must be a number of tokens of at least 0, got {x!r}.")
+    if degree not in DEGREES or isinstance(degree, bool):
+        raise ValueError(f"degree must be 0 or 1, got {degree!r}.")
+    if not is_number(q_scale) or not -math.inf < q_scale < math.inf:
+        raise ValueError(f"q_scale must be a finite number, got {q_scale!r}.")
+    field = Field(layout, prefix, suffix, radius)
+    if q.shape[1] != field.n_grid + field.n_outer:
+        raise ValueError(
+            f"The grid {layout.grid} with {prefix} prefix and {suffix} suffix tokens needs "
+            f"{field.n_grid + field.n_outer} tokens, got {q.shape[1]}."
+        )
+    check_sequences(q, key_padding_mask, None, None)
+    return MultipoleCall(q, k, v, field, degree, float(q_scale), key_padding_mask)

@@ -1,0 +1,99 @@
+"""Where the tokens lie: blocks of the grid, the slots of their tokens, and what is near.
+
+Every table is arithmetic on ranges, so that a compiler can trace it for any grid. An axis of L positions is cut into m
+blocks as in `blockmix.layout`; a block has W slots along the axis, the last ones empty in a narrower block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...blockmix.layout import Layout, block_table
+
+
+class Field(NamedTuple):
+    """A grid cut into blocks (`blocks.prefix` is 0), the tokens before and after it, and the radius of what is near."""
+
+    layout: Layout
+    prefix: int
+    suffix: int
+    radius: int
+
+    @property
+    def n_grid(self) -> int:
+        """Tokens of the grid."""
+        return self.layout.n_tokens
+
+    @property
+    def n_outer(self) -> int:
+        """Tokens that are not on the grid."""
+        return self.prefix + self.suffix
+
+
+class Slots(NamedTuple):
+    """The tokens of the grid by blocks; N stands for no token.
+
+    tokens: [M, W], the token in each slot.  places: [N], the slot of each token, an index into [M * W].
+    halo: [M, V], the tokens of each block and of all that are near to one of them.  near: [M, W, V] bool, which of the
+    halo are near to a slot's token.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    halo: Tensor
+    near: Tensor
+
+
+def membership(layout: Layout, like: Tensor) -> Tensor:
+    """[N, M], one where a token lies in a block."""
+    blocks = block_table(layout, like.device)
+    return (blocks[:, None] == torch.arange(layout.n_blocks, device=like.device)).to(like.dtype)
+
+
+def near(grid: tuple[int, ...], radius: int, device: torch.device) -> Tensor:
+    """[N, N] bool: tokens that differ by at most `radius` along every axis."""
+    found = torch.ones(1, 1, dtype=torch.bool, device=device)
+    for length in grid:
+        x = torch.arange(length, device=device)
+        along = (x[:, None] - x).abs() <= radius
+        n = found.shape[0]
+        found = (found[:, None, :, None] & along[None, :, None, :]).reshape(n * length, n * length)
+    return found
+
+
+def slots(layout: Layout, radius: int, device: torch.device) -> Slots:
+    """The tables of a grid."""
+    tokens = halo = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    block = slot = torch.zeros(1, dtype=torch.int64, device=device)
+    pairs = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+    kept, there = torch.ones_like(tokens, dtype=torch.bool), torch.ones_like(halo, dtype=torch.bool)
+    for length, m in zip(layout.grid, layout.blocks, strict=True):
+        index, width = torch.arange(m + 1, device=device) * length // m, -(-length // m)
+        first, last = index[:-1, None], index[1:, None]
+        own = first + torch.arange(width, device=device)
+        around = first - radius + torch.arange(width + 2 * radius, device=device)
+        tokens = _outer(tokens * length, own, torch.add)
+        kept = _outer(kept, own < last, torch.logical_and)
+        halo = _outer(halo * length, around, torch.add)
+        there = _outer(there, (around >= 0) & (around < length), torch.logical_and)
+        pairs = _outer(pairs, (own[:, :, None] - around[:, None]).abs() <= radius, torch.logical_and)
+        x = torch.arange(length, device=device)
+        along = ((x + 1) * m - 1) // length
+        block = (block[:, None] * m + along).flatten()
+        slot = (slot[:, None] * width + (x - index[along])).flatten()
+    n = math.prod(layout.grid)
+    places = block * tokens.shape[1] + slot
+    return Slots(tokens.where(kept, n), places, halo.where(there, n), pairs & there[:, None])
+
+
+def _outer(a: Tensor, b: Tensor, combine) -> Tensor:
+    """[I, J, ..] and [K, L, ..] -> [I K, J L, ..], every pair combined, the axes of b fastest."""
+    for axis in range(a.dim()):
+        a, b = a.unsqueeze(2 * axis + 1), b.unsqueeze(2 * axis)
+    pairs = combine(a, b)
+    sizes = [x * y for x, y in zip(pairs.shape[::2], pairs.shape[1::2], strict=True)]
+    return pairs.reshape(sizes)

@@ -1,0 +1,45 @@
+"""The literal definition of multipole attention with its N x N weights; slow on purpose, true in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...options import compute_dtype
+from ...sequences import real
+from .call import MultipoleCall
+from .layout import Field, membership, near
+
+
+def definition(call: MultipoleCall) -> Tensor:
+    """`reference` of a checked call, evaluated in float32 at least, in the dtype of its queries."""
+    q, k, v = (x.to(compute_dtype(call.q.dtype)) for x in call[:3])
+    return reference(q, k, v, call.field, call.degree, call.q_scale, call.mask).to(call.q.dtype)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, field: Field, degree: int, q_scale: float, mask: Tensor | None = None
+) -> Tensor:
+    """o_t of `multipole`, q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv], in the dtype of q."""
+    group = q.shape[2] // k.shape[2]
+    live = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask
+    k, v = (real(x, mask).repeat_interleave(group, dim=2) for x in (k, v))
+    s = q_scale * torch.einsum("bihd,bjhd->bhij", real(q, mask), k)
+    first, last = field.prefix, field.prefix + field.n_grid
+    outer = torch.ones(s.shape[-1], dtype=torch.bool, device=q.device)
+    outer[first:last] = False
+    exact = outer[:, None] | outer
+    exact[first:last, first:last] = near(field.layout.grid, field.radius, q.device)
+    anchor = s.clone()
+    for block in membership(field.layout, q).mT.bool():
+        tokens = first + block.nonzero()[:, 0]
+        weight = live[:, None, None, tokens].to(s.dtype)
+        mean = (s[..., tokens] * weight).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp(min=1)
+        anchor[..., tokens] = mean.expand(*mean.shape[:-1], len(tokens))
+    power = torch.where(exact, s, anchor).masked_fill(~live[:, None, None], float("-inf"))
+    largest = power.amax(-1, keepdim=True)
+    w = (power - largest.where(largest.isfinite(), 0)).exp()
+    if degree:
+        w = w * torch.where(exact, 1, 1 + s - anchor)
+    o = torch.einsum("bhij,bjhd->bihd", w / w.sum(-1, keepdim=True), v)
+    return real(o, mask).contiguous()
