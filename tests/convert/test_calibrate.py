@@ -104,6 +104,7 @@ def test_local_values_take_numpys_least_squares_of_the_neighbours(kind, prefix):
         ("taylor2", {}),
         ("taylor2", {"normalize": False}),
         ("taylor2", {"width": 4}),
+        ("multipole", {"blocks": [2, 2], "radius": 0, "lepe": 3}),
     ],
 )
 @pytest.mark.parametrize("kind", ["vit", "dit", "sd3"])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hla_kernels.features import feature
 from zoo.mixers import MIXERS, Context, build_mixer
 
-OWN_TESTS = ("softmax", "mhla", "mhla2", "taylor2")
+OWN_TESTS = ("softmax", "mhla", "mhla2", "taylor2", "multipole")
 LINEAR = [name for name in MIXERS if name not in OWN_TESTS]
 SERIAL = [name for name in LINEAR if name != "poly"]
 DIM, HEADS, HEAD_DIM, GRID, PREFIX = 24, 3, 8, (4, 5), 1
@@ -179,7 +179,7 @@ def test_ridge_adds_lambda_to_the_key_moment():
 def test_reset_parameters_restores_a_model_built_on_meta(name):
     options = {"depthwise": "v", "lepe": 3}
     options |= {} if name == "softmax" else {"gate": True, "post_norm": True}
-    options |= {"blocks": [2, 2], "prefix": PREFIX} if name.startswith("mhla") else {}
+    options |= {"blocks": [2, 2], "prefix": PREFIX} if hasattr(MIXERS[name], "needs_layout") else {}
     mixer = build_mixer(name, DIM, HEADS, HEAD_DIM, device="meta", dtype=torch.float64, **options).to_empty(
         device="cpu"
     )

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.mixers import MIXERS, Context, build_mixer
 
-LINEAR = [name for name in MIXERS if name not in ("softmax", "mhla", "mhla2", "taylor2")]  # of one operator family
+LINEAR = [name for name in MIXERS if name not in ("softmax", "mhla", "mhla2", "taylor2", "multipole")]  # one family
 DIM, HEADS, HEAD_DIM, GRID, PREFIX = 24, 3, 8, (4, 5), 1
 ANCHORED = {"feature_map": "identity", "normalize": False, "center": "k", "mean_path": True}
 PLAIN = {"center": None, "mean_path": False}

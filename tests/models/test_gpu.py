@@ -25,7 +25,13 @@ BASE, ROTARY = "vit_tiny_patch16_224", "vit_small_patch16_rope_224"
 SIZES = {"img_size": 128, "embed_dim": 64, "depth": 3}  # 65 tokens, heads of 32 channels
 TOKENS = {"num_classes": 0, "global_pool": ""}  # the output is all tokens
 OPTIONS = [{}, {"causal": True, "decay": 0.9, "scan": "both"}, {"depthwise": "v", "gate": True, "post_norm": True}]
-NO_DECAY = {"poly": "two-sided only", "taylor2": "two-sided only", "mhla": "no decay", "mhla2": "no decay"}
+NO_DECAY = {
+    "poly": "two-sided only",
+    "taylor2": "two-sided only",
+    "multipole": "two-sided only",
+    "mhla": "no decay",
+    "mhla2": "no decay",
+}
 TIMES = 1.5  # a mixer may lose this many times what softmax loses; measured on an H200: 1.02 at most
 
 

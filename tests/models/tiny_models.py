@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 import zoo  # noqa: F401  registers the names
 from zoo.backbones.registry import REGISTERED_MIXERS
+from zoo.mixers import MIXERS as CLASSES
 
 NEW_IN_TIMM = "vit_base_patch16_sapiens2"  # the one model with grouped queries
 needs_sapiens = pytest.mark.skipif(not timm.is_model(NEW_IN_TIMM), reason=f"this timm has no {NEW_IN_TIMM}")
 SIZE = 64
 NARROW = {"embed_dim": 32, "num_heads": 2, "depth": 2, "num_classes": 5}
 MIXERS = REGISTERED_MIXERS
-GRIDLESS = tuple(m for m in MIXERS if not m.startswith("mhla"))  # those that need no grid of tokens
+GRIDLESS = tuple(m for m in MIXERS if not hasattr(CLASSES[m], "needs_layout"))  # those that need no grid of tokens
 GRID_OPTIONS = {"depthwise": "v"}
 
 

@@ -79,7 +79,7 @@ def test_a_folder_of_the_host_is_converted_on_loading(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dit", "pixart", "sana", "wan"])
-@pytest.mark.parametrize("mixer", ["mhla", "mhla2"])
+@pytest.mark.parametrize("mixer", ["mhla", "mhla2", "multipole"])
 def test_blocks_are_saved(name, mixer, tmp_path):
     model = converted(name, mixer, **blocks_for(name, mixer), lepe=3, keep_softmax=[1])
     blocks = [1, 2, 2] if name == "wan" else [2, 2]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
+from zoo.mixers import MIXERS
 
 SIZES = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 3}
 
@@ -138,7 +139,7 @@ def _host(name: str) -> Any:
 def blocks_for(name: str, mixer: str) -> dict[str, Any]:
     """Options of a mixer of blocks where the model does not say what grid it is for, which is a large one then."""
     blocks = {"wan": [1, 2, 2], "wan-i2v": [1, 2, 2], "flux": [2, 2]}
-    return {"blocks": blocks[name]} if mixer.startswith("mhla") and name in blocks else {}
+    return {"blocks": blocks[name]} if hasattr(MIXERS[mixer], "needs_layout") and name in blocks else {}
 
 
 def host(name: str) -> Any:
