@@ -138,17 +138,17 @@ def choose(call: AnyCall, impl: str) -> str:
 def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Explanation:
     """Which implementation `op(*inputs, **options)` would run, and why not the others; nothing is computed.
 
-    op: a name of OPS, "mhla" or "taylor2". inputs: q, k, v (and coefficients for polynomial and taylor2, mixing for
-    mhla), or one packed qkv. Raises ValueError as the call would.
+    op: a name of OPS, "mhla", "taylor2" or "multipole". inputs: q, k, v (and coefficients for polynomial and
+    taylor2, mixing for mhla), or one packed qkv. Raises ValueError as the call would.
     """
     op = getattr(op, "__name__", op)
-    if op not in ("mhla", "taylor2"):
+    own = {"mhla": prepare_blocks, "taylor2": prepare_taylor, "multipole": prepare_multipole}.get(op)
+    if own is None:
         check_op(op)
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:
         check_packed(inputs[0])
         inputs = (*inputs[0].unbind(2), *inputs[1:])
-    if op in ("mhla", "taylor2"):
-        own = prepare_blocks if op == "mhla" else prepare_taylor
+    if own is not None:
         return _explained(own(*inputs, impl=impl, **options), impl)
     if len(inputs) not in (3, 4):
         raise ValueError(
@@ -327,9 +327,14 @@ def run_taylor(tokens: tuple[Tensor, ...], coefficients: Tensor, impl: str = "au
         return taylor2_packed_op(tokens[0].to(call.q.dtype), call.coefficients, *rest)[0]
 
 
+def prepare_multipole(q: Tensor, *inputs: Tensor, **options: Any) -> multipole_call.MultipoleCall:
+    """The checked call of `multipole`."""
+    return multipole_call.prepare(q, *inputs, dtype=autocast_dtype(q), **options)
+
+
 def run_multipole(q: Tensor, k: Tensor, v: Tensor, impl: str = "auto", **options: Any) -> Tensor:
     """Check, choose and run one call of `multipole`."""
-    call = multipole_call.prepare(q, k, v, impl=impl, dtype=autocast_dtype(q), **options)
+    call = prepare_multipole(q, k, v, impl=impl, **options)
     with plain_precision(call.q):
         return multipole_definition(call) if choose(call, impl) == "reference" else multipole_torch(call)
 

@@ -5,17 +5,30 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import hla_kernels as hk
+from hla_kernels.softmax.multipole import by_blocks, torch_form
+from hla_kernels.softmax.multipole.call import prepare
 from tests.ops.cases import assert_same, l2_error, tokens
 from zoo.mixers import Context, build_mixer
 
 CASES = {  # grid, blocks, radius, prefix, suffix
     "uneven": ((6, 7), (2, 3), 1, 2, 1),
-    "video": ((4, 5, 6), (2, 2, 2), 1, 0, 3),
+    "video": ((3, 3, 4), (2, 1, 2), 1, 0, 3),
     "itself": ((5, 4), (2, 2), 0, 1, 0),
     "line": ((11,), (3,), 2, 0, 0),
 }
+
+
+FORMS = {"by tokens": False, "by blocks": True}
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS)
+def form(request, monkeypatch):
+    """One order of the products, one block of queries at a time."""
+    monkeypatch.setattr(torch_form, "linear", lambda call: request.param)
+    monkeypatch.setattr(by_blocks, "BLOCK", 1)
 
 
 def setting(grid, prefix, suffix, h=4, hk=2, d=6, dv=3, dtype=torch.float64, seed=0):
@@ -48,12 +61,13 @@ def by_hand(q, k, v, *, grid, blocks, radius, prefix, suffix, degree, q_scale):
         for j in on_grid if i in on_grid else ():
             if max(abs(x - y) for x, y in zip(places[i - prefix], places[j - prefix], strict=True)) > radius:
                 a = s[:, same[block[j - prefix]]].mean(1)
-                w[:, j] = a.exp() * (1 + degree * (s[:, j] - a))
+                r = s[:, j] - a
+                w[:, j] = a.exp() * sum(r**p / math.factorial(p) for p in range(degree + 1))
         out[:, i, h] = (w[..., None] * v[:, :, h // group]).sum(1) / w.sum(1, keepdim=True)
     return out
 
 
-@pytest.mark.parametrize("degree", [0, 1])
+@pytest.mark.parametrize("degree", [0, 1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_the_definition_by_hand(case, degree):
     x = setting(*(CASES[case][i] for i in (0, 3, 4)))
@@ -61,9 +75,9 @@ def test_the_definition_by_hand(case, degree):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("degree", [0, 1])
+@pytest.mark.parametrize("degree", [0, 1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_definition_and_gradients(case, degree, masked):
+def test_definition_and_gradients(form, case, degree, masked):
     x = [t.requires_grad_() for t in setting(*(CASES[case][i] for i in (0, 3, 4)))]
     n = x[0].shape[1]
     more = {**options(case, degree), "key_padding_mask": mask_of(n, (n, n // 2)) if masked else None}
@@ -76,13 +90,13 @@ def test_definition_and_gradients(case, degree, masked):
 
 
 @pytest.mark.parametrize("near", [{"radius": 7, "blocks": (2, 2)}, {"radius": 0, "blocks": (7, 6)}])
-def test_all_near_or_blocks_of_one_token_are_softmax(near):
+def test_all_near_or_blocks_of_one_token_are_softmax(form, near):
     q, k, v = setting((7, 6), 1, 2)
     y = hk.multipole(q, k, v, grid=(7, 6), prefix=1, suffix=2, q_scale=0.7, **near)
     assert_same(y, hk.softmax_attention(q, k, v, scale=0.7))
 
 
-@pytest.mark.parametrize("degree", [0, 1])
+@pytest.mark.parametrize("degree", [0, 1, 2])
 def test_the_error_to_softmax_is_of_the_next_order(degree):
     q, k, v = setting((8, 8), 0, 0)
     error = []
@@ -92,17 +106,46 @@ def test_the_error_to_softmax_is_of_the_next_order(degree):
     assert 0.8 * 2 ** (degree + 1) < error[0] / error[1] < 1.2 * 2 ** (degree + 1)
 
 
-def test_scores_of_any_size_give_an_average():
+def test_scores_of_any_size_give_an_average(form):
     """The divisor is positive and nothing overflows where softmax is one token alone."""
-    q, k, v = setting((8, 8), 1, 0, dtype=torch.float32)
     more = {"grid": (8, 8), "blocks": (2, 2), "prefix": 1}
+    q, k, v = setting((8, 8), 1, 0)
+    assert_same(hk.multipole(100 * q, k, torch.ones_like(v), **more), torch.ones(2, 65, 4, 3).double())
+    q, k, v = (t.float().requires_grad_() for t in (q, k, v))
     y = hk.multipole(100 * q, k, v, **more)
-    assert y.isfinite().all()
-    torch.testing.assert_close(hk.multipole(100 * q, k, torch.ones_like(v), **more), torch.ones_like(y))
+    assert all(t.isfinite().all() for t in (y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
+
+
+def test_the_form_with_fewer_products_runs():
+    """Linear in the number of tokens of a large grid; as many products as the formula says."""
+    found = {}
+    for n, form in ((8, "tokens"), (32, "blocks"), (64, "blocks")):
+        q, k, v = setting((n, n), 0, 0, h=1, hk=1, d=16, dv=16, dtype=torch.float32)
+        more = {"grid": (n, n), "blocks": (4, 4), "radius": 1}
+        call = prepare(q, k, v, **more)
+        assert torch_form.linear(call) == (form == "blocks")
+        with FlopCounterMode(display=False) as counter:
+            hk.multipole(q, k, v, **more)
+        found[n] = counter.get_total_flops() / (2 * q.shape[0] * n * n)
+    cost = by_blocks.multiplications(call.field, 16, 16, 1)
+    assert cost < found[64] < 1.3 * cost
+
+
+def test_explain_and_compile():
+    """One graph, of the form by blocks, forward and backward."""
+    more = {"grid": (24, 24), "blocks": (4, 4), "radius": 1}
+    compiled = torch.compile(lambda *x: hk.multipole(*x, **more), backend="aot_eager", fullgraph=True)
+    x = [t.requires_grad_() for t in setting((24, 24), 0, 0, h=1, hk=1)]
+    assert torch_form.linear(prepare(*x, **more)) and hk.explain("multipole", *x, **more).impl == "torch"
+    y, wanted = compiled(*x), hk.multipole(*x, **more)
+    assert_same(y, wanted)
+    sums = [torch.autograd.grad(t.square().sum(), x) for t in (y, wanted)]
+    for a, b in zip(*sums, strict=True):
+        assert_same(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_rounding(dtype):
+def test_rounding(form, dtype):
     """At most twice the error of the definition in the same dtype, forward and backward, worst of three seeds."""
     more, ours, plain = options("uneven"), [0.0] * 4, [0.0] * 4
     for seed in range(3):
@@ -120,13 +163,16 @@ def grads(impl, x, more):
     return [y.detach(), *torch.autograd.grad(y.double().square().sum(), x)]
 
 
-def test_what_is_padded_is_not_read():
+def test_what_is_padded_is_not_read(form):
     q, k, v = setting((6, 7), 2, 1)
     more, mask = options("uneven"), mask_of(45, (45, 20))
     y = hk.multipole(q, k, v, **more, key_padding_mask=mask)
     broken = [torch.where(mask[..., None, None], t, math.nan) for t in (q, k, v)]
     assert_same(hk.multipole(*broken, **more, key_padding_mask=mask), y)
     assert not y[1, 20:].any()
+    x = [t.requires_grad_() for t in (q, k, v)]
+    y = hk.multipole(*x, **more, key_padding_mask=mask_of(45, (45, 0)))
+    assert not y[1].any() and all(t.isfinite().all() for t in torch.autograd.grad(y.square().sum(), x))
 
 
 def test_a_mixer_is_the_operator_on_rotated_tokens():
@@ -145,7 +191,7 @@ def test_a_mixer_is_the_operator_on_rotated_tokens():
         ({"blocks": [2, 0]}, "blocks are positive integers"),
         ({"blocks": [2]}, "one number for each of 2 axes"),
         ({"radius": -1}, "radius must be a number of tokens of at least 0, got -1"),
-        ({"degree": 2}, "degree must be 0 or 1, got 2"),
+        ({"degree": 3}, "degree must be 0, 1 or 2, got 3"),
         ({"feature_map": "relu"}, "feature_map='identity', normalize=True"),
         ({"causal": True}, "two-sided only"),
         ({"radios": 1}, "radius"),
@@ -161,9 +207,10 @@ def test_bad_options(options, sentence):
     [
         ({"grid": (6, 6)}, "needs 39 tokens, got 45"),
         ({"blocks": (7, 7)}, "more blocks than tokens"),
-        ({"degree": True}, "degree must be 0 or 1"),
+        ({"degree": True}, "degree must be 0, 1 or 2"),
         ({"radius": 1.5}, "radius must be a number of tokens"),
         ({"impl": "triton"}, "cannot run here"),
+        ({"impl": "fast"}, "impl"),
         ({"q_scale": math.inf}, "q_scale must be a finite number"),
     ],
 )

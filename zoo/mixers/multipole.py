@@ -20,7 +20,8 @@ class Multipole(LinearMixer):
     divide it differ by one token along an axis. Without `blocks`, they are chosen for the grid of the host
     (`zoo.mixers.mixing.choose_blocks`).
 
-    A head of a token, M blocks: M (D + Dv) + M D Dv multiplications with degree 1, and the near ones.
+    A token's multiplications a head: M (D + Dv) + M D Dv for M blocks with degree 1, M D (D + 3) / 2 Dv in the place of
+    M D Dv with degree 2, and the near ones.
     Options: `zoo.mixers.options.MultipoleOptions`. The operator: hla_kernels.softmax.multipole.
     """
 

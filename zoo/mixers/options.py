@@ -207,7 +207,7 @@ class MultipoleOptions(MixerOptions):
 
     blocks: blocks along each axis of the grid, such as (4, 4); None: chosen for the grid of the host.
     radius: tokens at most so far along every axis of the grid are near, and exact.
-    degree: of the expansion of the others around the mean key of their block, 0 or 1. Raises ValueError too.
+    degree: of the expansion of the others around the mean key of their block, 0, 1 or 2. Raises ValueError too.
     """
 
     blocks: tuple[int, ...] | None = None
@@ -218,8 +218,8 @@ class MultipoleOptions(MixerOptions):
         check_blocks(self.blocks)
         if type(self.radius) is not int or self.radius < 0:
             raise ValueError(f"radius must be a number of tokens of at least 0, got {self.radius!r}")
-        if type(self.degree) is not int or self.degree not in (0, 1):
-            raise ValueError(f"degree must be 0 or 1, got {self.degree!r}")
+        if type(self.degree) is not int or self.degree not in (0, 1, 2):
+            raise ValueError(f"degree must be 0, 1 or 2, got {self.degree!r}")
         if self.causal:
             raise ValueError("multipole is two-sided only; use la, hla2, ahla, hla3 or mhla with causal=True")
         super().__post_init__()

@@ -22,7 +22,8 @@ def multipole(
     grid, blocks  the token grid (raster order, last axis fastest), any number of axes; blocks along each of them, which
                   differ by one token where they do not divide it
     radius        near: at most so far along every axis of the grid; at least as far as the grid is long, it is softmax
-    degree        1, or 0 for weights exp(a_tb): each block is one token with the mean value then
+    degree        1 as above; 0: far weights exp(a_tb), each block is one token with the mean value then; 2: exp(a_tb)
+                  times one more term, (s_tj - a_tb)^2 / 2, with a state of about M D^2 / 2 x Dv
     prefix, suffix  tokens before and after the grid (class, text): near to all
     q_scale       the scale of softmax, such as D^-1/2
     key_padding_mask   as in `api`

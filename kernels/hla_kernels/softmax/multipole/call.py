@@ -14,7 +14,7 @@ from ...checks import check_name, check_sequences, check_tensors, is_number
 from ...options import IMPLS
 from .layout import Field
 
-DEGREES = (0, 1)
+DEGREES = (0, 1, 2)
 
 
 class MultipoleCall(NamedTuple):
@@ -44,7 +44,7 @@ def prepare(
         if not isinstance(x, int | torch.SymInt) or isinstance(x, bool) or x < 0:
             raise ValueError(f"{name} must be a number of tokens of at least 0, got {x!r}.")
     if degree not in DEGREES or isinstance(degree, bool):
-        raise ValueError(f"degree must be 0 or 1, got {degree!r}.")
+        raise ValueError(f"degree must be 0, 1 or 2, got {degree!r}.")
     if not is_number(q_scale) or not -math.inf < q_scale < math.inf:
         raise ValueError(f"q_scale must be a finite number, got {q_scale!r}.")
     field = Field(layout, prefix, suffix, radius)

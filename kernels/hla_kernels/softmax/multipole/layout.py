@@ -74,13 +74,14 @@ def slots(layout: Layout, radius: int, device: torch.device) -> Slots:
     for length, m in zip(layout.grid, layout.blocks, strict=True):
         index, width = torch.arange(m + 1, device=device) * length // m, -(-length // m)
         first, last = index[:-1, None], index[1:, None]
+        reach = min(radius, length - 1)
         own = first + torch.arange(width, device=device)
-        around = first - radius + torch.arange(width + 2 * radius, device=device)
+        around = first - reach + torch.arange(width + 2 * reach, device=device)
         tokens = _outer(tokens * length, own, torch.add)
         kept = _outer(kept, own < last, torch.logical_and)
         halo = _outer(halo * length, around, torch.add)
         there = _outer(there, (around >= 0) & (around < length), torch.logical_and)
-        pairs = _outer(pairs, (own[:, :, None] - around[:, None]).abs() <= radius, torch.logical_and)
+        pairs = _outer(pairs, (own[:, :, None] - around[:, None]).abs() <= reach, torch.logical_and)
         x = torch.arange(length, device=device)
         along = ((x + 1) * m - 1) // length
         block = (block[:, None] * m + along).flatten()

@@ -40,6 +40,7 @@ def reference(
     largest = power.amax(-1, keepdim=True)
     w = (power - largest.where(largest.isfinite(), 0)).exp()
     if degree:
-        w = w * torch.where(exact, 1, 1 + s - anchor)
+        r = s - anchor
+        w = w * torch.where(exact, 1, 1 + r if degree == 1 else 1 + r + r**2 / 2)
     o = torch.einsum("bhij,bjhd->bihd", w / w.sum(-1, keepdim=True), v)
     return real(o, mask).contiguous()

@@ -1,0 +1,149 @@
+"""Multipole attention linear in the number of tokens: one moment of each block, and the near tokens of each block.
+
+The far field is read for all blocks, the near one among them, and what the exact weights of near tokens have more than
+their expanded ones is added: exp(s) - exp(a) (1 + r) >= 0 for each. Queries of a block share the keys around it. Memory
+beside inputs and outputs is the tokens around every block and what some blocks of queries need, at most `BLOCK`
+numbers or those of one block; with gradients, it is formed again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..taylor.torch_form import features
+from .heads import SMALLEST, Heads, anchors_of, largest, sizes
+from .layout import Field, Slots, slots
+
+BLOCK = 2**25  # numbers that some blocks of queries need at once
+
+
+class Far(NamedTuple):
+    """The blocks of the grid, then every other token as a block of its own, M + P in all.
+
+    anchors [B, H, M + P, D] mean keys; sums [B, H, M + P, Dv] of values; n [.., M + P, 1] real tokens; moments
+    [B, H, M, F, Dv + 1] sums of f(k - mean k) [v, 1]', f the features of the degree, without the 1 for degree 1, where
+    it would sum to zero.
+    """
+
+    anchors: Tensor
+    sums: Tensor
+    n: Tensor
+    moments: Tensor
+
+
+class Near(NamedTuple):
+    """Of each block: its queries [B, H, M, W, D], the keys around it, their blocks' mean keys and values
+    [B, H, M, V, .], and which of these are near to a query, [.., M, W, V]."""
+
+    q: Tensor
+    k: Tensor
+    anchors: Tensor
+    v: Tensor
+    near: Tensor
+
+
+def by_blocks(x: Heads, field: Field, degree: int) -> Tensor:
+    """o [B, H, N, Dv]."""
+    table = slots(field.layout, field.radius, x.q.device)
+    far, near = fields(x, field, table, degree)
+    m, width = table.tokens.shape
+    numbers = x.q.shape[0] * x.q.shape[1] * width * (m * width_of(x.q.shape[-1], degree) + 3 * table.halo.shape[1])
+    step = max(1, BLOCK // numbers)
+    parts = []
+    for i in range(0, m, step):
+        some = [t.narrow(-3, i, min(step, m - i)) for t in near]
+        if step < m:
+            parts.append(checkpoint(read, *some, *far, degree, use_reentrant=False))
+        else:
+            parts.append(read(*some, *far, degree))
+    o = torch.cat(parts, 2).flatten(2, 3).index_select(-2, table.places)
+    if not field.n_outer:
+        return o
+    first, last = softmax(outer(x.q, field), x).split([field.prefix, field.suffix], -2)
+    return torch.cat([first, o, last], -2)
+
+
+def fields(x: Heads, field: Field, table: Slots, degree: int) -> tuple[Far, Near]:
+    """What the queries read."""
+    q, k, v = (t.narrow(-2, field.prefix, field.n_grid) for t in x[:3])
+    anchors = anchors_of(x, field)
+    weight, n = sizes(x, field)
+    near, alone = table.near, x.k.new_ones(field.n_outer, 1)
+    full = (table.tokens < field.n_grid)[..., None]
+    if x.live is not None:
+        live = x.live.narrow(-2, field.prefix, field.n_grid)
+        near, full = near & rows(live, table.halo).mT, rows(live, table.tokens)
+        alone = outer(x.live, field).to(x.k.dtype)
+    values = rows(v, table.tokens)
+    sums = torch.cat([values.sum(-2), outer(x.v, field)], -2)
+    if degree == 2:
+        values = torch.cat([values, full.to(values.dtype).expand(*values.shape[:-1], 1)], -1)
+    moments = terms(rows(k, table.tokens) - anchors[..., None, :], degree).mT @ values
+    far = Far(torch.cat([anchors, outer(x.k, field)], -2), sums, torch.cat([n, alone], -2), moments)
+    around = (rows(t, table.halo) for t in (k, weight @ anchors, v))
+    return far, Near(rows(q, table.tokens), *around, near)
+
+
+def terms(x: Tensor, degree: int) -> Tensor:
+    """f(x) with f(q).f(r) the terms of exp(q.r) from the first to the one of `degree`; nothing for degree 0."""
+    return features(x, None) if degree == 2 else x[..., : degree * x.shape[-1]]
+
+
+def width_of(d: int, degree: int) -> int:
+    """Number of these features."""
+    return d + d * (d + 1) // 2 if degree == 2 else degree * d
+
+
+def rows(x: Tensor, index: Tensor) -> Tensor:
+    """The rows [.., I, J, D] of x [.., N, D] that an index [I, J] names; zeros for N."""
+    more = torch.cat([x, torch.zeros_like(x[..., :1, :])], -2)
+    return more.index_select(-2, index.flatten()).unflatten(-2, index.shape)
+
+
+def outer(x: Tensor, field: Field) -> Tensor:
+    """The tokens before and after the grid, [.., P, D]."""
+    first, _, last = x.split([field.prefix, field.n_grid, field.suffix], -2)
+    return torch.cat([first, last], -2)
+
+
+def read(
+    q: Tensor, k: Tensor, anchors: Tensor, v: Tensor, near: Tensor, blocks: Tensor, sums: Tensor, n: Tensor,
+    moments: Tensor, degree: int,
+) -> Tensor:  # fmt: skip
+    """o [B, H, C, W, Dv] of the queries of some blocks; `Near` of these blocks, then `Far`."""
+    flat = q.flatten(2, 3)
+    power = (flat @ blocks.mT).masked_fill((n == 0).mT, float("-inf"))
+    expanded, rest = (q @ anchors.mT).masked_fill(~near, float("-inf")), q @ (k - anchors).mT
+    top = largest(power, (expanded + rest).flatten(2, 3))
+    p, high = (power - top).exp(), top.unflatten(2, q.shape[2:4])
+    polynomial = (1.0, 1 + rest, 1 + rest + rest.square() / 2)[degree]
+    more = (expanded + rest - high).exp() - (expanded - high).exp() * polynomial
+    o, z = p @ sums + (more @ v).flatten(2, 3), p @ n + more.sum(-1, keepdim=True).flatten(2, 3)
+    if degree:
+        f = (p[..., : moments.shape[2], None] * terms(flat, degree)[..., None, :]).flatten(-2) @ moments.flatten(2, 3)
+        o = o + f[..., : v.shape[-1]]
+        z = z + f[..., v.shape[-1] :].sum(-1, keepdim=True)  # empty for degree 1: these terms sum to zero
+    z = z.clamp(min=SMALLEST)
+    return (o / z).unflatten(2, q.shape[2:4])
+
+
+def softmax(q: Tensor, x: Heads) -> Tensor:
+    """Exact attention of the queries that are not on the grid, [B, H, P, Dv]."""
+    power = q @ x.k.mT
+    if x.live is not None:
+        power = power.masked_fill(~x.live.mT, float("-inf"))
+    w = (power - largest(power)).exp()
+    return (w @ x.v) / w.sum(-1, keepdim=True).clamp(min=SMALLEST)
+
+
+def multiplications(field: Field, d: int, dv: int, degree: int) -> int:
+    """Multiplications of a head for each token of the grid."""
+    m, near = field.layout.n_blocks + field.n_outer, 1
+    for length, blocks in zip(field.layout.grid, field.layout.blocks, strict=True):
+        near *= min(length, -(-length // blocks) + 2 * field.radius)
+    far = width_of(d, degree) * field.layout.n_blocks * (dv + (degree == 2))
+    return m * (d + dv) + far + near * (2 * d + dv)
