@@ -45,8 +45,9 @@ def tiny(folder: Path, **sections: dict[str, Any]) -> TrainSettings:
 
 
 def start_tool(name: str, *words: str, launcher: tuple[str, ...] = (), **env: str) -> subprocess.Popen:
-    """A tool in its own process, one thread, without a GPU."""
-    fixed = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    """A tool in its own process with the packages of this one, one thread, without a GPU."""
+    places = [str(ROOT), str(ROOT / "kernels"), *filter(None, sys.path)]
+    fixed = {"PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, *launcher, str(ROOT / "tools" / f"{name}.py"), *words]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env={**os.environ, **fixed, **env}, stdout=pipe, stderr=pipe, text=True)
