@@ -1,13 +1,12 @@
 """The configuration of a run: YAML files and `section.key=value` words, checked against frozen dataclasses.
 
 The sections and their keys are in `zoo.train.settings`; here is the machinery: reading, `base:` files, overrides,
-type checks,
-the help text made from docstrings, and the comparison of two configurations. Every wrong input is one ValueError with
-one
-sentence; `command_line` turns it into exit status 2 without a traceback.
+type checks, the help text made from docstrings, and the comparison of two configurations. Every wrong input is one
+ValueError with one sentence; `command_line` turns it into exit status 2 without a traceback.
 """
 
 import dataclasses
+import errno
 import inspect
 import os
 import re
@@ -239,9 +238,15 @@ def wants_help(words: list[str], about: str | None, usage: str, schema: type) ->
 
 
 def command_line(main: Callable[[list[str]], Any]) -> None:
-    """Run `main` on the words of the command line; a ValueError is printed as its sentence, with exit status 2."""
+    """Run `main` on the words of the command line; a ValueError is printed as its sentence, with exit status 2, and so
+    is what the file system refuses (a folder that cannot be made, a full disk)."""
     try:
         main(sys.argv[1:])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise
+        print(f"error: {error.filename or 'the disk'} cannot be used: {error.strerror}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -7,8 +7,10 @@ import torch
 from conftest import ROOT, run_tool, tiny
 from safetensors.torch import load_file
 
+from zoo import config
 from zoo.data import InputSpec
 from zoo.data.settings import DataSettings
+from zoo.names import unknown_name
 from zoo.train.loop import Trainer
 from zoo.train.model import load_model
 
@@ -75,6 +77,19 @@ def test_errors_are_one_sentence_and_status_two(name, words, sentence):
     status, _, err = run_tool(name, *words)
     assert status == 2
     assert err.strip().splitlines()[-1].startswith(sentence) and "Traceback" not in err
+
+
+def test_what_the_file_system_refuses_is_a_sentence(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stopped:
+        config.command_line(lambda words: (tmp_path / "file" / "folder").mkdir())
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/file/folder cannot be used: Not a directory\n"
+
+
+def test_of_many_names_the_nearest_are_listed():
+    sentence = str(unknown_name("model", "vit_42O", [f"vit_{i}" for i in range(1000)]))
+    assert sentence.startswith("unknown model 'vit_42O'; allowed: 1000 names such as vit_42") and len(sentence) < 120
 
 
 @pytest.mark.parametrize(

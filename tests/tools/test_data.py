@@ -59,6 +59,9 @@ def test_parquet(tmp_path, monkeypatch):
         open_source("parquet", str(tmp_path / "train.parquet"), train=True, image_key="picture")
     with pytest.raises(ValueError, match=r"there is no parquet file"):
         open_source("parquet", str(tmp_path / "val.parquet"), train=True)
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"cut.parquet cannot be read as parquet: Parquet file size is 4 bytes"):
+        open_source("parquet", str(tmp_path / "cut.parquet"), train=True)
 
 
 def test_webdataset(tmp_path):

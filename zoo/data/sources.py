@@ -236,7 +236,11 @@ def load_rows(kind: str, where: str, train: bool) -> Any:
     files = [file for pattern in _braces(where) for file in sorted(glob.glob(pattern, recursive=True))]
     if not files:
         raise ValueError(f"there is no {kind} file {where}")
-    return datasets.load_dataset(kind, data_files=files, split="train")  # one unnamed split is called train
+    try:
+        return datasets.load_dataset(kind, data_files=files, split="train")  # one unnamed split is called train
+    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(f"{where} cannot be read as {kind}: {reason}") from error
 
 
 def _braces(where: str) -> list[str]:

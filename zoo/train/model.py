@@ -58,7 +58,7 @@ def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
     """The timm model of a recipe, before `convert_model`. Raises ValueError for an unknown name, a bad keyword or
     weights out of reach."""
     if not timm.is_model(recipe.name):
-        raise unknown_name("timm model", recipe.name, _similar_models(recipe.name))
+        raise unknown_name("timm model", recipe.name, timm.list_models())
     size = {} if recipe.img_size is None else {"img_size": recipe.img_size}
     try:
         return timm.create_model(
@@ -72,10 +72,6 @@ def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
         raise ValueError(f"timm cannot load the weights of {recipe.name}: {str(error).splitlines()[0]}") from error
     except TypeError as error:
         raise ValueError(f"timm cannot build {recipe.name} with model.kwargs {recipe.kwargs}: {error}") from error
-
-
-def _similar_models(name: str) -> list[str]:
-    return timm.list_models(name.split("_")[0] + "*") or ["vit_small_patch16_224", "deit_small_patch16_224"]
 
 
 def convert_model(model: nn.Module, recipe: Recipe) -> nn.Module:

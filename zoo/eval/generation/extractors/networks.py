@@ -219,6 +219,5 @@ def open_extractor(name: str, weights: str = "") -> Extractor:
             )
         return Inception(weights)
     if not timm.is_model(name.split(".")[0]):
-        near = [INCEPTION, *timm.list_models(name.split("_")[0] + "*")[:20], "vit_large_patch14_dinov2"]
-        raise unknown_name("extractor (or run folder)", name, near)
+        raise unknown_name("extractor (or run folder)", name, [INCEPTION, *timm.list_models()])
     return timm_extractor(name, weights)
