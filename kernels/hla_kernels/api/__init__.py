@@ -33,6 +33,10 @@ Options
                   short; the Triton forms read them where they lie
     impl          "auto", "torch", "reference" (N x N definition) or "triton"; an explicit one never falls back
 
+Defaults: causal=False, feature_map=None, normalize=False, eps=1e-6, center=None, mean_path=False, decay=None,
+decay_rule="cascade", ridge=0, scale=None, q_scale=1, state=None, return_state=False, no mask and one sequence a row of
+the batch, impl="auto".
+
 Every operator raises ValueError on wrong rank, shapes, dtypes, devices, D > 256, N = 0, unknown names, undefined
 combinations and states that are not those of the call.
 
@@ -46,7 +50,7 @@ Source: Zhang et al., Higher-order Linear Attention, arXiv 2510.27258.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -57,36 +61,39 @@ from ..state import State
 Result = Any
 
 
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
-    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
-    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
-    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False,
-    key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-    impl: str = "auto",
-) -> Result:  # fmt: skip
+class Keywords(TypedDict, total=False):
+    """Keyword options of every operator; meaning and defaults above."""
+
+    causal: bool
+    feature_map: str | None
+    normalize: bool
+    center: str | None
+    mean_path: bool
+    decay: float | Tensor | None
+    decay_rule: str
+    ridge: float
+    scale: float | None
+    q_scale: float
+    eps: float
+    state: State | None
+    return_state: bool | str
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    max_seqlen: int | None
+    impl: str
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result:
     """First order: o_t = s sum_j (q_t.k_j) v_j = q_t' P, P = s sum k v'.
 
     Causal: o_t = s sum_{j<=t} gamma^(t-j) (q_t.k_j) v_j; state P [D, Dv]. q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk,
     Dv] -> [B, N, H, Dv]; options and errors in the module's docstring; ridge is not defined. Katharopoulos et al.,
     arXiv 2006.16236, Eq 5.
     """
-    return run(
-        "linear_attention", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
-        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
-        q_scale=q_scale, eps=eps, state=state, return_state=return_state, key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-    )  # fmt: skip
+    return run("linear_attention", q, k, v, **options)
 
 
-def hla2(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
-    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
-    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
-    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False,
-    key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-    impl: str = "auto",
-) -> Result:  # fmt: skip
+def hla2(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result:
     """Second order, HLA2: o_t = q_t' S C, S = s sum k k', C = s sum q v', that is s^2 A A' V with A = phi(Q) phi(K)'.
 
     Causal: o = LA(q, LA(q, k, k), v); state S [D, D], F [D, Dv]; decay_rule="paper": S = gS + kk', C = gC + qv',
@@ -94,66 +101,29 @@ def hla2(
     docstring. Zhang et al., arXiv 2510.27258, HLA2 := (A A') V masked as in Theorem 3.1; without decay equal to its Eq
     4.1 recurrence.
     """
-    return run(
-        "hla2", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
-        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
-        q_scale=q_scale, eps=eps, state=state, return_state=return_state, key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-    )  # fmt: skip
+    return run("hla2", q, k, v, **options)
 
 
-def ahla(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
-    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
-    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
-    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False,
-    key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-    impl: str = "auto",
-) -> Result:  # fmt: skip
+def ahla(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result:
     """Second order, asymmetric (AHLA): o_t = q_t' R P, R = s sum k q', P = s sum k v', that is s^2 A A V.
 
     Causal: o = LA(q, k, LA(q, k, v)); state P, E [D, Dv]. Shapes as `linear_attention`; options and errors in the
     module's docstring. Zhang et al., arXiv 2510.27258, AHLA := A A V, Theorem 6.1.
     """
-    return run(
-        "ahla", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
-        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
-        q_scale=q_scale, eps=eps, state=state, return_state=return_state, key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-    )  # fmt: skip
+    return run("ahla", q, k, v, **options)
 
 
-def hla3(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
-    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
-    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
-    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False,
-    key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-    impl: str = "auto",
-) -> Result:  # fmt: skip
+def hla3(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result:
     """Third order, HLA3: o_t = q_t' S Qm P, S = s sum k k', Qm = s sum q q', P = s sum k v', that is s^3 A A' A V.
 
     Causal: o = LA(q, LA(q, k, k), LA(q, k, v)), the strictly causal third order; state S [D, D], P, F [D, Dv]. Shapes
     as `linear_attention`; options and errors in the module's docstring. Zhang et al., arXiv 2510.27258, HLA3 := (A A'
     A) V; its Theorem 7.1 drops terms (tests/ops/test_errata.py).
     """
-    return run(
-        "hla3", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
-        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
-        q_scale=q_scale, eps=eps, state=state, return_state=return_state, key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-    )  # fmt: skip
+    return run("hla3", q, k, v, **options)
 
 
-def polynomial(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, *, causal: bool = False,
-    feature_map: str | None = None, normalize: bool = False,
-    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
-    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
-    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False,
-    key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-    impl: str = "auto",
-) -> Result:  # fmt: skip
+def polynomial(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, **options: Unpack[Keywords]) -> Result:
     """A learned mixture of orders per head: o = q M, M = c1 P + c2 S C + c3 R P + c4 S Qm P.
 
     coefficients [H, 4] = (c1, c2, c3, c4) of A, A A', A A, A A' A. One D x Dv matrix per head: mixing orders costs
@@ -161,31 +131,14 @@ def polynomial(
     term is the first-order Taylor expansion of softmax attention. Shapes as `linear_attention`; options and errors in
     the module's docstring. Orders as in Zhang et al., arXiv 2510.27258.
     """
-    return run(
-        "polynomial", q, k, v, coefficients, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
-        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
-        q_scale=q_scale, eps=eps, state=state, return_state=return_state, key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-    )  # fmt: skip
+    return run("polynomial", q, k, v, coefficients, **options)
 
 
-def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str | None = None, normalize: bool = False,
-    center: str | None = None, mean_path: bool = False, decay: float | Tensor | None = None,
-    decay_rule: str = "cascade", ridge: float = 0.0, scale: float | None = None, q_scale: float = 1.0,
-    eps: float = 1e-6, state: State | None = None, return_state: bool | str = False,
-    key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-    impl: str = "auto",
-) -> Result:  # fmt: skip
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result:
     """The quadratic baseline: o_t = sum_j softmax_j(s q_t.k_j) v_j, s = D^-1/2 by default.
 
     Shapes as `linear_attention`. Takes causal, scale, key_padding_mask and cu_seqlens with max_seqlen; any other
     option raises ValueError. impl="torch" is torch's scaled_dot_product_attention. Vaswani et al., arXiv 1706.03762,
     Eq 1.
     """
-    return run(
-        "softmax_attention", q, k, v, impl=impl, causal=causal, feature_map=feature_map, normalize=normalize,
-        center=center, mean_path=mean_path, decay=decay, decay_rule=decay_rule, ridge=ridge, scale=scale,
-        q_scale=q_scale, eps=eps, state=state, return_state=return_state, key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-    )  # fmt: skip
+    return run("softmax_attention", q, k, v, **options)

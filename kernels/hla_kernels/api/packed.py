@@ -7,35 +7,12 @@ ValueError.
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from torch import Tensor
 
 from ..op import run_packed
-from ..state import State
-from . import Result
-
-
-class Keywords(TypedDict, total=False):
-    """Keyword options of every operator; meaning and defaults in `api`."""
-
-    causal: bool
-    feature_map: str | None
-    normalize: bool
-    center: str | None
-    mean_path: bool
-    decay: float | Tensor | None
-    decay_rule: str
-    ridge: float
-    scale: float | None
-    q_scale: float
-    eps: float
-    state: State | None
-    return_state: bool | str
-    key_padding_mask: Tensor | None
-    cu_seqlens: Tensor | None
-    max_seqlen: int | None
-    impl: str
+from . import Keywords, Result
 
 
 def linear_attention_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
