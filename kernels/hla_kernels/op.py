@@ -142,7 +142,7 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
     taylor2, mixing for mhla), or one packed qkv. Raises ValueError as the call would.
     """
     op = getattr(op, "__name__", op)
-    own = {"mhla": prepare_blocks, "taylor2": prepare_taylor, "multipole": prepare_multipole}.get(op)
+    own: Any = {"mhla": prepare_blocks, "taylor2": prepare_taylor, "multipole": prepare_multipole}.get(op)
     if own is None:
         check_op(op)
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:

@@ -52,14 +52,14 @@ def by_blocks(x: Heads, field: Field, degree: int) -> Tensor:
     far, near = fields(x, field, table, degree)
     m, width = table.tokens.shape
     numbers = x.q.shape[0] * x.q.shape[1] * width * (m * width_of(x.q.shape[-1], degree) + 3 * table.halo.shape[1])
-    step = max(1, BLOCK // numbers)
+    step = m if torch.compiler.is_compiling() else max(1, BLOCK // numbers)  # a compiler chooses what it keeps
     parts = []
     for i in range(0, m, step):
-        some = [t.narrow(-3, i, min(step, m - i)) for t in near]
+        some = Near._make(t.narrow(-3, i, min(step, m - i)) for t in near)
         if step < m:
-            parts.append(checkpoint(read, *some, *far, degree, use_reentrant=False))
+            parts.append(checkpoint(read, some, far, degree, use_reentrant=False))
         else:
-            parts.append(read(*some, *far, degree))
+            parts.append(read(some, far, degree))
     o = torch.cat(parts, 2).flatten(2, 3).index_select(-2, table.places)
     if not field.n_outer:
         return o
@@ -84,8 +84,8 @@ def fields(x: Heads, field: Field, table: Slots, degree: int) -> tuple[Far, Near
         values = torch.cat([values, full.to(values.dtype).expand(*values.shape[:-1], 1)], -1)
     moments = terms(rows(k, table.tokens) - anchors[..., None, :], degree).mT @ values
     far = Far(torch.cat([anchors, outer(x.k, field)], -2), sums, torch.cat([n, alone], -2), moments)
-    around = (rows(t, table.halo) for t in (k, weight @ anchors, v))
-    return far, Near(rows(q, table.tokens), *around, near)
+    around, centres, theirs = (rows(t, table.halo) for t in (k, weight @ anchors, v))
+    return far, Near(rows(q, table.tokens), around, centres, theirs, near)
 
 
 def terms(x: Tensor, degree: int) -> Tensor:
@@ -110,11 +110,10 @@ def outer(x: Tensor, field: Field) -> Tensor:
     return torch.cat([first, last], -2)
 
 
-def read(
-    q: Tensor, k: Tensor, anchors: Tensor, v: Tensor, near: Tensor, blocks: Tensor, sums: Tensor, n: Tensor,
-    moments: Tensor, degree: int,
-) -> Tensor:  # fmt: skip
-    """o [B, H, C, W, Dv] of the queries of some blocks; `Near` of these blocks, then `Far`."""
+def read(tokens: Near, far: Far, degree: int) -> Tensor:
+    """o [B, H, C, W, Dv] of the queries of some blocks."""
+    q, k, anchors, v, near = tokens
+    blocks, sums, n, moments = far
     flat = q.flatten(2, 3)
     power = (flat @ blocks.mT).masked_fill((n == 0).mT, float("-inf"))
     expanded, rest = (q @ anchors.mT).masked_fill(~near, float("-inf")), q @ (k - anchors).mT
