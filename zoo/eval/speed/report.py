@@ -17,6 +17,38 @@ def kernels(result: Row) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def main_kernels(result: Row) -> str:
+    """Of `kernels` what has a target: our operators forward and backward, one line each, `mhla` and `taylor2`."""
+    found = {_place(row): row for row in result["rows"]}
+    plain = [row for row in result["rows"] if len(row["options"]) <= 4]
+    parts = [_by_operator(found), _mixed(plain, found), _taylor(found), _measured(result)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _by_operator(found: dict[tuple, Row]) -> str:
+    """Forward and backward, plain options, one column a shape; softmax first."""
+    which = "forward_backward"
+    shapes = [
+        shape
+        for shape in SHAPES.values()
+        if any((tuple(shape.sizes), op, "ours", (), which) in found for op in OPS) and shape.targets is not None
+    ]
+    softmax = [found.get((tuple(shape.sizes), "softmax_attention", "sdpa_cudnn", (), which)) for shape in shapes]
+    lines = [["softmax, cuDNN", *("-" if row is None else f"{row['us']:.0f}" for row in softmax)]]
+    for op in OPS:
+        cells = [op]
+        for shape, peer in zip(shapes, softmax, strict=True):
+            row = found.get((tuple(shape.sizes), op, "ours", (), which))
+            if row is None or shape.targets is None:
+                cells.append("-")
+                continue
+            floor = _verdict(row["floor_us"] / row["us"], getattr(shape.targets, which))
+            cells.append(f"{row['us']:.0f} ({_times(peer, row, shape.targets.times_cudnn)}; {floor})")
+        lines.append(cells)
+    head = ["forward+backward us (times cuDNN; of floor)", *(shape.title for shape in shapes)]
+    return _table(head, lines) if shapes else ""
+
+
 def _place(row: Row) -> tuple:
     return (tuple(row["shape"]), row["op"], row["impl"], _key(row["options"]), row["pass"])
 
