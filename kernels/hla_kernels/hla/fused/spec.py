@@ -58,15 +58,6 @@ class Spec(NamedTuple):
         late = (self.softmax and not self.normalize) or (self.op == "polynomial" and self.normalize)
         return torch.float32 if late else dtype
 
-    def precisions(self, dtype: torch.dtype) -> dict[str, str]:
-        """`precisions` of this call. Float32 tokens are as exact as torch's where errors of tf32x3 add up; what
-        softmaxes have in common cancels."""
-        sums_up = self.op in ("hla2", "hla3") or self.normalize or self.feature_map not in (None, "identity", "relu")
-        coefficients = self.op == "polynomial" and dtype != torch.bfloat16  # `plan.precisions` has those of bfloat16
-        if coefficients or (dtype == torch.float32 and sums_up):
-            return {"PREC": "ieee", "MID": "ieee"}
-        return precisions(dtype) | ({"MID": "tf32x3"} if self.softmax else {})
-
     def in_range(self, d: int) -> Spec:
         """The same ratio with an operator of normal float16 numbers: softmaxes are about 1 / D, a ratio of S W P has
         D**-5 above and below; D**2 in each moment leaves D at most."""
@@ -162,11 +153,6 @@ def layout(spec: Spec, w: dict[str, int]) -> Layout:
     )  # fmt: skip
     off = tuple(sum(sizes[:i]) for i in range(len(sizes)))
     return Layout(off, sum(sizes), off[:5], off[5], fd, dv)
-
-
-def precisions(dtype: torch.dtype) -> dict[str, str]:
-    """Of token dots (float32 tokens only) and of D x D products: tf32 is enough where the result is rounded to bf16."""
-    return {"PREC": "tf32x3", "MID": "tf32" if dtype == torch.bfloat16 else "tf32x3"}
 
 
 def alignment(*tensors: Tensor) -> int:

@@ -124,16 +124,23 @@ def apply_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dty
 
 
 def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, str]:
-    """`Spec.precisions` and EXACT, of the products that the gradient of coefficients sums: "blocks" for
-    `middle.times_exact`.
+    """How products are multiplied: PREC those of token tiles (without "ieee", of float32 tokens only), MID those of
+    D x D matrices, EXACT those that the gradient of coefficients sums ("blocks": `middle.times_exact`).
 
-    That gradient nearly cancels, so it has the digits of float32. A ratio takes it of the operator itself.
+    tf32 is enough where the result is rounded to bf16; what softmaxes have in common cancels. Float32 tokens are as
+    exact as torch's where errors of tf32x3 add up. The gradient of coefficients nearly cancels, so it has the digits of
+    float32, on tensor cores where tokens are bf16; a ratio takes it of the operator itself. `Spec.digits` has the
+    digits of the operands.
     """
-    prec = spec.precisions(dtype)
-    if spec.op != "polynomial" or dtype != torch.bfloat16:
-        return prec | {"EXACT": prec["MID"]}
-    whole = SPLIT if w["F2"] + w["V2"] == 0 else "ieee"
-    return {"PREC": "ieee", "MID": whole if spec.normalize else prec["MID"], "EXACT": "blocks"}
+    polynomial, bf16 = spec.op == "polynomial", dtype == torch.bfloat16
+    sums_up = spec.op in ("hla2", "hla3") or spec.normalize or spec.feature_map not in (None, "identity", "relu")
+    if (polynomial and not bf16) or (sums_up and dtype == torch.float32):
+        return {"PREC": "ieee", "MID": "ieee", "EXACT": "ieee"}
+    mid = "tf32" if bf16 and not spec.softmax else "tf32x3"
+    if polynomial:
+        whole = SPLIT if w["F2"] + w["V2"] == 0 else "ieee"
+        return {"PREC": "ieee", "MID": whole if spec.normalize else mid, "EXACT": "blocks"}
+    return {"PREC": "tf32x3", "MID": mid, "EXACT": mid}
 
 
 def middle_config(w: dict[str, int], rows: int, batch_heads: int, prec: dict[str, str]) -> dict[str, int]:
