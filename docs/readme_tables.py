@@ -1,5 +1,5 @@
 """Write the tables of README.md and docs/experiments.md from docs/results/NAME.json, between the lines
-`<!-- results:NAME -->` and `<!-- /results -->`.
+`<!-- results:NAME -->` and `<!-- /results -->`, and draw docs/results/quality.png.
 
 With --check: exit 1 if they do not hold the tables that the files give (a test runs this).
 """
@@ -11,6 +11,7 @@ import statistics
 import sys
 from pathlib import Path
 
+from zoo.eval.pictures import draw_quality
 from zoo.eval.speed import report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,7 +162,8 @@ def block(name: str) -> str:
     result = json.loads(file.read_text())
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     source = f"{result['hardware']}, {result['date']}, {versions}. {command(result['command'])}"
-    picture = f"![{name}](docs/{name}.png)\n\n" if (ROOT / "docs" / f"{name}.png").is_file() else ""
+    drawn = [file for file in (f"docs/{name}.png", f"docs/results/{name}.png") if (ROOT / file).is_file()]
+    picture = "".join(f"![{name}]({file})\n\n" for file in drawn)
     return f"{picture}{RENDER[name](result)}\n\n{source}{result.get('note', '')}".rstrip() + "\n"
 
 
@@ -174,6 +176,9 @@ def main() -> int:
     def fill(match: re.Match) -> str:
         return match[1] + block(match[2]) + match[3]
 
+    results = ROOT / "docs" / "results"
+    if not args.check and (results / "quality.json").is_file():
+        draw_quality(json.loads((results / "quality.json").read_text()), results / "quality.png")
     changed = 0
     for file in (ROOT / "README.md", ROOT / "docs" / "experiments.md"):
         old = file.read_text()

@@ -2,7 +2,10 @@
 
 import runpy
 
+from PIL import Image
+
 from tests.tools.conftest import ROOT
+from zoo.eval import pictures
 
 TABLES = runpy.run_path(str(ROOT / "docs" / "readme_tables.py"))
 
@@ -61,3 +64,22 @@ def test_recovery_is_the_mean_over_seeds_and_held_out_rows_stay_out_of_the_short
     for each in rows:
         each["data"] = "d, 500 held out"
     assert TABLES["quality"]({"rows": rows}) == ""
+
+
+def test_the_picture_has_a_panel_for_each_experiment_and_counts_the_layers_kept(tmp_path, monkeypatch):
+    rows = [row("softmax", "scratch", 0, 60.0), row("la", "scratch", 0, 58.0)]
+    for keep, value in ((None, 55.0), ("auto:2", 57.0), ([0, 1, 3], 59.0)):
+        options = {} if keep is None else {"keep_softmax": keep}
+        rows += [row("la", "converted", 0, value, **options)]
+        rows += [row("la", "converted", 0, value - 9, "top1 after calibration", **options)]
+    rows += [row("softmax", "control", 0, 61.0)]
+    held_out = [each | {"data": "d, 9 held out", "experiment": "choices"} for each in rows]
+    seen = []
+    monkeypatch.setattr(pictures, "_plain", seen.append)
+    pictures.draw_quality({"rows": rows + held_out}, tmp_path / "quality.png")
+    assert Image.open(tmp_path / "quality.png").format == "PNG"
+    (kept,) = seen
+    assert [list(line.get_ydata()) for line in kept.lines] == [[55.0, 57.0, 59.0], [61.0, 61.0]]
+    assert list(kept.lines[0].get_xdata()) == [0, 2, 3]
+    panels = [axes.get_title() for axes in kept.figure.figure.get_axes()]
+    assert panels == ["e, from scratch", "e", "what keeping softmax layers gives"]
