@@ -171,6 +171,7 @@ def test_selection_of_cases():
 def test_absent_packages_are_one_line(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     assert peers.missing("fla") == "fla: the package fla is not installed"
+    assert peers.missing("flash_bla").endswith("checkout of fla-org/flash-bidirectional-linear-attention)")
     assert peers.missing("ours") is None
 
 

@@ -37,6 +37,7 @@ MIXED_OPTIONS: dict[str, dict[str, Any]] = {
     "order_hla2": OPTIONS["relu"] | {"order": "hla2"},
 }
 PACKAGES = {"fla": "fla.ops.linear_attn", "flash_bla": "flash_bla.ops.simple_la.fused"}
+CHECKOUTS = {"flash_bla": "fla-org/flash-bidirectional-linear-attention"}  # on no package index, without a licence file
 
 
 class Case(NamedTuple):
@@ -86,7 +87,8 @@ def missing(impl: str) -> str | None:
     """The sentence that says which package a peer lacks, or None."""
     package = PACKAGES.get(impl)
     if package and not importlib.util.find_spec(package.partition(".")[0]):
-        return f"{impl}: the package {package.partition('.')[0]} is not installed"
+        checkout = f" (on no package index: it needs a checkout of {CHECKOUTS[impl]})" if impl in CHECKOUTS else ""
+        return f"{impl}: the package {package.partition('.')[0]} is not installed{checkout}"
     return None
 
 
