@@ -33,8 +33,8 @@ class ModelSettings:
       empty for random weights
     pretrained: start from the weights that timm publishes for this name
     new_head: take every weight of the checkpoint but the classifier, whose number of classes may then differ
-    mixer: mixer put into the attention layers after loading (softmax, la, hla2, ahla, hla3, poly, taylor2); empty
-      leaves them as they are
+    mixer: mixer put into the attention layers after loading (softmax, la, hla2, ahla, hla3, poly, taylor2,
+      multipole); empty leaves them as they are
     mixer_options: options of the mixer, such as {feature_map: softmax_pair, depthwise: v}
     keep_softmax: numbers of the attention layers (from 0) that stay softmax, or every:3 for each third
     """

@@ -26,8 +26,8 @@ class DenoiserSettings:
       a checkpoint must agree with them
     checkpoint: run folder (the average of its weights, if it kept one), folder of a pipeline or of its transformer, or
       name on the hub; empty for random weights
-    mixer: mixer put into the self-attention after loading (la, hla2, ahla, hla3, mhla, mhla2, poly, taylor2, softmax);
-      empty leaves it
+    mixer: mixer put into the self-attention after loading (la, hla2, ahla, hla3, mhla, mhla2, poly, taylor2,
+      multipole, softmax); empty leaves it
     mixer_options: options of the mixer, such as {depthwise: v}
     keep_softmax: numbers of the blocks (from 0) that stay softmax, or every:3 for each third
     checkpointing: recompute each block in the backward pass, to save memory
