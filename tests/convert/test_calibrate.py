@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import timm
 import torch
 from tiny_pairs import inputs, pair
 
@@ -183,3 +184,8 @@ def test_refusals():
         calibrate(student, teacher, [])
     with pytest.raises(ValueError, match="not the model that was converted"):
         calibrate(student, pair("dit", "la")[0], inputs("vit"))
+    deeper = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=9, embed_dim=48, num_heads=3)
+    with pytest.raises(ValueError, match=r"student has no layer blocks.*not the model that was converted"):
+        calibrate(student, deeper, batches)
+    with pytest.raises(ValueError, match="a tensor, or a dict of a model's keywords, got str"):
+        calibrate(student, teacher, ["images"])

@@ -122,9 +122,10 @@ class Pair:
     def __init__(self, teacher: Any, student: Any) -> None:
         self.teacher, self.student = teacher.eval(), student.eval()
         self.layers = converted(student)
-        missing = self.layers.keys() - layers_of(teacher).keys()
-        if missing:
-            raise ValueError(f"the teacher has no layer {min(missing)}: it is not the model that was converted")
+        own, other = layers_of(student).keys(), layers_of(teacher).keys()
+        if own != other:
+            where, name = ("teacher has no", min(own - other)) if own - other else ("student has no", min(other - own))
+            raise ValueError(f"the {where} layer {name}: the teacher is not the model that was converted")
         self._shape: Any = None
 
     @torch.no_grad()
@@ -138,6 +139,9 @@ class Pair:
     @torch.no_grad()
     def lay_out(self, inputs: Inputs) -> None:
         """Let the student's layers know the token grid of these inputs: its forward pass tells them."""
+        if not isinstance(inputs, Tensor | Mapping):
+            kind = type(inputs).__name__
+            raise ValueError(f"each batch of inputs must be a tensor, or a dict of a model's keywords, got {kind}")
         tensor = inputs if isinstance(inputs, Tensor) else next(v for v in inputs.values() if isinstance(v, Tensor))
         if tensor.shape[1:] != self._shape:
             self._shape = tensor.shape[1:]
