@@ -66,6 +66,18 @@ class BatchPlan:
             for part in range(self.parts):
                 yield [(epoch, int(i)) for i in images[self.part_slice(part)]]
 
+    def mirrored(
+        self, first_step: int, last_step: int, seed: int, hflip: float
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(image numbers, which of them are mirrored: bool) [part_size] of the same parts; hflip: the probability,
+        drawn for each step from (seed, step)."""
+        for step in range(first_step, last_step):
+            _, images = self.step_images(step)
+            mirrored = np.random.default_rng((seed, step)).random(self.batch_size) < hflip
+            for part in range(self.parts):
+                where = self.part_slice(part)
+                yield images[where], mirrored[where]
+
 
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, n: int) -> np.ndarray:

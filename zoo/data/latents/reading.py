@@ -58,12 +58,8 @@ class Latents:
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Clean]:
         """The parts of the steps [first, last) that the plan gives to this process, some of them mirrored."""
-        for step in range(first, last):
-            _, numbers = plan.step_images(step)
-            mirrored = np.random.default_rng((self.seed, step)).random(plan.batch_size) < self.hflip
-            for part in range(plan.parts):
-                where = plan.part_slice(part)
-                yield self._read(numbers[where], mirrored[where])
+        for numbers, mirrored in plan.mirrored(first, last, self.seed, self.hflip):
+            yield self._read(numbers, mirrored)
 
     def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Clean]:
         """Every sample of this process once, in order, not mirrored."""

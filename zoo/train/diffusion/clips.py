@@ -45,14 +45,10 @@ class ClipSamples:
         self.n_train, self.n_val = len(self.train_clips), len(self.val_clips)
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Clean]:
-        for step in range(first, last):
-            _, numbers = plan.step_images(step)
-            mirrored = np.random.default_rng((self.seed, step)).random(plan.batch_size) < self.hflip
-            for part in range(plan.parts):
-                where = plan.part_slice(part)
-                batch = self._batch(self.train_clips, self.train_labels, numbers[where])
-                flip = torch.from_numpy(mirrored[where]).to(self.device).view(-1, 1, 1, 1, 1)
-                yield batch._replace(x0=torch.where(flip, batch.x0.flip(-1), batch.x0))
+        for numbers, mirrored in plan.mirrored(first, last, self.seed, self.hflip):
+            batch = self._batch(self.train_clips, self.train_labels, numbers)
+            flip = torch.from_numpy(mirrored).to(self.device).view(-1, 1, 1, 1, 1)
+            yield batch._replace(x0=torch.where(flip, batch.x0.flip(-1), batch.x0))
 
     def evaluation(self, batch_size: int, rank: int, world: int) -> Iterator[Clean]:
         numbers = np.arange(rank, self.n_val, world)
