@@ -35,6 +35,7 @@ CASES = [
     ("linear_attention", ANCHORED, "split", 37, 40, 40, (2, 2), HALF, "packed"),
     ("linear_attention", RELU_QK, "two_step", 37, 64, 64, (2, 2), HALF, "strided"),
     ("linear_attention", SCALE, "split", 33, 72, 40, (2, 1), FULL, "contiguous"),
+    ("linear_attention", PLAIN, "split", 37, 128, 128, (1, 1), FULL, "strided"),
     ("linear_attention", RATIO, "heads", 37, 64, 64, (2, 2), HALF, "packed"),
     ("linear_attention", RATIO, "split", 37, 40, 40, (2, 2), FULL, "strided"),
     ("hla2", RATIO, "heads", 70, 64, 64, (2, 2), HALF, "packed"),

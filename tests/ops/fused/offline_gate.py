@@ -1,6 +1,6 @@
 """Compile for sm_90a, without a GPU, exactly what a call would launch; print one JSON line per kernel.
 
-python offline_gate.py OP OPTIONS B H N D [mask | packed]    (OPTIONS: JSON of the fields of a Spec)
+python offline_gate.py OP OPTIONS B H N D [mask | packed | float32]    (OPTIONS: JSON of the fields of a Spec)
 
 Not under TRITON_INTERPRET: interpreted functions cannot be compiled.
 """
@@ -93,12 +93,13 @@ def sequences_of(kind: str, b: int, n: int) -> Sequences:
 
 
 def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> list:
-    """(kernel, arguments, keywords) of each launch of a forward and a backward of packed bf16 tokens."""
+    """(kernel, arguments, keywords) of each launch of a forward and a backward of packed tokens, bf16 unless `kind`."""
     kernels = {name: kernel for name, kernel in vars(launch).items() if hasattr(kernel, "arg_names")}
     Recorder.calls = []
     rows = (1, b * n) if kind == "packed" else (b, n)
-    qkv = torch.empty(*rows, 3, h, d, dtype=torch.bfloat16, device="meta")
-    grad = torch.empty(*rows, h, d, dtype=torch.bfloat16, device="meta")
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    qkv = torch.empty(*rows, 3, h, d, dtype=dtype, device="meta")
+    grad = torch.empty(*rows, h, d, dtype=dtype, device="meta")
     c = torch.empty(h, 4, device="meta") if op == "polynomial" else None
     q, k, v = qkv.unbind(2)
     spec, seqs = Spec(op, **json.loads(options)), sequences_of(kind, b, n)

@@ -37,6 +37,7 @@ CASES = (
     ("hla2", PLAIN, 256, 6, 197, 64, "mask"),
     pytest.param(("ahla", RATIO, 8, 16, 1024, 72, "mask"), marks=SPILLS),
     ("ahla", PLAIN, 32, 16, 1024, 72, "packed"),
+    ("linear_attention", PLAIN, 2, 12, 4096, 128, "float32"),
 )
 
 

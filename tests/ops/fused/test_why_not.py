@@ -20,6 +20,8 @@ def test_why_not_names_what_is_missing():
     assert "contiguous" in fused.why_not(q, q, q, Spec("hla2"))
     q = torch.randn(1, 4, 2, 128)
     assert "shared memory" in fused.why_not(q, q, q, Spec("hla2"))
+    assert "shared memory" in fused.why_not(q, q, q, Spec("linear_attention", center="k"))
+    assert fused.why_not(q, q, q, Spec("linear_attention", feature_map="identity")) is None
     q = q.bfloat16()
     assert "registers" in fused.why_not(q, q, q, Spec("polynomial", feature_map="elu1"))
     assert fused.why_not(q, q, q, Spec("polynomial")) is None

@@ -35,8 +35,9 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     mapped = spec.normalize or spec.feature_map not in (None, "identity")
     if spec.op == "polynomial" and width > 64 and (mapped or q.dtype != torch.bfloat16):
         return f"the float32 sums of polynomial of width {width} do not fit in registers"
-    if q.dtype == torch.float32 and width > 96:
-        return f"the float32 weights of width {width} do not fit in shared memory"
+    plain = spec.op == "linear_attention" and not spec.sums and spec.feature_map in (None, "identity")
+    if q.dtype == torch.float32 and width > 96 and not plain:
+        return f"the float32 weights of width {width} fit in shared memory for plain linear_attention only"
     if spec.feature_map == "softmax_pair" and q.shape[3] > MAX_D // 2:
         return f"the softmax pair doubles D = {q.shape[3]} beyond {MAX_D}"
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -91,9 +91,9 @@ def weights_config(spec: Spec, dtype: torch.dtype) -> dict[str, int]:
 
 def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
     """Tiles of `reduce_moments` and `reduce_readout`."""
-    if dtype == torch.float32 or spec.softmax or (spec.op == "polynomial" and spec.digits(dtype, True) > 0):
-        return {"BN": 32, "num_warps": 8, "num_stages": 2}
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
+    if dtype == torch.float32 or spec.softmax or (spec.op == "polynomial" and spec.digits(dtype, True) > 0):
+        return {"BN": 16 if dtype == torch.float32 and wide > 96 else 32, "num_warps": 8, "num_stages": 2}
     if mapped(spec):
         return {"BN": 64 if wide <= 64 else 32, "num_warps": 4 if wide <= 64 else 8, "num_stages": 3}
     if wide > 80 or spec.op == "polynomial":
@@ -111,7 +111,9 @@ def apply_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dty
     """Tiles of `apply` and `apply_grads`."""
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 64
     if dtype == torch.float32:
-        return {"BN": 32, "num_warps": 8, "num_stages": 1} | ({"ROLES": 2} if direction == "backward" else {})
+        fits = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) <= 96  # two weights of 128 do not, in shared memory
+        config = {"BN": 32 if fits or direction == "forward" else 16, "num_warps": 8, "num_stages": 1}
+        return config | ({"ROLES": 2 if fits else 3} if direction == "backward" else {})
     if direction == "forward":
         return {"BN": 64, "num_warps": 4, "num_stages": 3}
     very = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
