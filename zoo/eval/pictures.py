@@ -160,18 +160,23 @@ def _conversions(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
 
 
 def _kept(axes: Any, rows: list[dict[str, Any]]) -> None:
-    tuned = [row for row in rows if row["metric"] == "top1" and row["source"] == "converted"]
+    control = {row["seed"]: row["value"] for row in rows if row["source"] == "control"}
+    gaps = [
+        row | {"value": row["value"] - control[row["seed"]]}
+        for row in rows
+        if row["metric"] == "top1" and row["source"] == "converted"
+    ]
     lines: dict[str, dict[int, float]] = {}
-    for n in sorted({_layers_kept(row) for row in tuned}):
-        mine = _by_mixer([row for row in tuned if _layers_kept(row) == n], ("keep_softmax",))
+    for n in sorted({_layers_kept(row) for row in gaps}):
+        mine = _by_mixer([row for row in gaps if _layers_kept(row) == n], ("keep_softmax",))
         for name, values in mine.items():
             lines.setdefault(name, {})[n] = float(np.mean(values))
     lines = {name: points for name, points in lines.items() if len(points) > 1}
     for color, (name, points) in zip(COLORS[2:], lines.items(), strict=False):
         axes.plot(list(points), list(points.values()), marker="o", color=color, label=name)
     axes.set_xticks(sorted({n for points in lines.values() for n in points}))
-    axes.axhline(_control(rows), color="gray", linestyle="--", label="all of them")
-    axes.set(xlabel="softmax layers kept", ylabel="top-1 (%)", title="what keeping softmax layers gives")
+    axes.axhline(0, color="gray", linestyle="--", label="all of them")
+    axes.set(xlabel="softmax layers kept", ylabel="points to the control", title="what keeping softmax layers gives")
     axes.legend(fontsize=7, loc="lower right")
     _plain(axes)
 
