@@ -40,8 +40,7 @@ from .hla.two_sided import two_sided, two_sided_qkvpacked
 from .options import IMPLS, Options, autocast_dtype, autocast_on, compute_dtype, plain_precision
 from .sequences import Sequences, live_rows, pack, unpack
 from .softmax.multipole import call as multipole_call
-from .softmax.multipole.reference import definition as multipole_definition
-from .softmax.multipole.torch_form import evaluate as multipole_torch
+from .softmax.multipole import forms as multipole_forms
 from .softmax.reference import reference as softmax_reference
 from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call
@@ -92,7 +91,7 @@ def why_not_triton(call: AnyCall) -> str | None:
     if not HAS_TRITON:
         return "Triton is not installed"
     if isinstance(call, multipole_call.MultipoleCall):
-        return "multipole has no Triton form"
+        return multipole_forms.why_not(call)
     if isinstance(call, taylor_call.TaylorCall):
         return taylor_fused.why_not(call.q, call.k, call.v, call.q2 is not None)
     if call.state is not None or call.return_state:
@@ -120,6 +119,8 @@ def why_not_reference(call: AnyCall) -> str | None:
 
 def slower_in_triton(call: AnyCall) -> str | None:
     """The reason why a Triton form that can run this call is not the fastest one, or None."""
+    if isinstance(call, multipole_call.MultipoleCall):
+        return multipole_forms.slower(call)
     if isinstance(call, taylor_call.TaylorCall) and taylor_fused.too_many(call.q, call.v):
         return f"slower: {call.q.shape[1]} tokens are faster by state, which the torch form has"
     return None
@@ -142,7 +143,7 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
     taylor2, mixing for mhla), or one packed qkv. Raises ValueError as the call would.
     """
     op = getattr(op, "__name__", op)
-    own: Any = {"mhla": prepare_blocks, "taylor2": prepare_taylor, "multipole": prepare_multipole}.get(op)
+    own: Any = {"mhla": prepare_blocks, "taylor2": prepare_taylor, "multipole": multipole_call.prepare}.get(op)
     if own is None:
         check_op(op)
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:
@@ -327,16 +328,14 @@ def run_taylor(tokens: tuple[Tensor, ...], coefficients: Tensor, impl: str = "au
         return taylor2_packed_op(tokens[0].to(call.q.dtype), call.coefficients, *rest)[0]
 
 
-def prepare_multipole(q: Tensor, *inputs: Tensor, **options: Any) -> multipole_call.MultipoleCall:
-    """The checked call of `multipole`."""
-    return multipole_call.prepare(q, *inputs, dtype=autocast_dtype(q), **options)
-
-
 def run_multipole(q: Tensor, k: Tensor, v: Tensor, impl: str = "auto", **options: Any) -> Tensor:
     """Check, choose and run one call of `multipole`."""
-    call = prepare_multipole(q, k, v, impl=impl, **options)
+    call = multipole_call.prepare(q, k, v, impl=impl, **options)
+    chosen = choose(call, impl)
+    if chosen == "triton":
+        _refuse_forward_mode("multipole", q, k, v)
     with plain_precision(call.q):
-        return multipole_definition(call) if choose(call, impl) == "reference" else multipole_torch(call)
+        return multipole_forms.FORMS[chosen](call)
 
 
 def _needs_backward(*tensors: Tensor | None) -> bool:

@@ -26,11 +26,12 @@ def multipole(
                   times one more term, (s_tj - a_tb)^2 / 2, with a state of about M D^2 / 2 x Dv
     prefix, suffix  tokens before and after the grid (class, text): near to all
     q_scale       the scale of softmax, such as D^-1/2
-    key_padding_mask   as in `api`
-    impl          "auto", "torch" or "reference" (N x N definition)
+    key_padding_mask   as in `api`; it has no Triton form
+    impl          as in `api`
 
-    Raises ValueError for wrong shapes, dtypes, devices and names. Plain torch code with all derivatives. Near field and
-    expansions of the far field: Greengard and Rokhlin, J. Comput. Phys. 73, 1987.
+    Raises ValueError for wrong shapes, dtypes, devices and names. The Triton form has reverse mode, once; the others
+    are plain torch code with all derivatives. Near field and expansions of the far field: Greengard and Rokhlin, J.
+    Comput. Phys. 73, 1987.
     """
     return run_multipole(
         q, k, v, grid=grid, blocks=blocks, radius=radius, degree=degree, prefix=prefix, suffix=suffix, q_scale=q_scale,

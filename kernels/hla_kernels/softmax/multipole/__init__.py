@@ -19,6 +19,7 @@ Two orders of the products, one result (`torch_form`); D = Dv, M blocks, V token
     by tokens  the weights of all pairs, 3 N D multiplications a token
     by blocks  2 M D + M D^2 (degree 1; about M D^3 / 2 for degree 2) + 3 V D a token, linear in N for fixed M, but for
                V, which is at least N / M: from about N = 500 on at D = 64 with 4 x 4 blocks, radius 2, degree 1
-In torch the one with fewer multiplications runs. There is no Triton form. Reading order: reference, layout, heads,
-by_tokens, by_blocks, torch_form.
+In torch the one with fewer multiplications runs. `fused`, the Triton form in bfloat16 and float16, goes by tokens and
+never writes the weights; `auto` takes it up to 32,768 tokens (`forms`). Reading order: reference, layout, heads,
+by_tokens, by_blocks, torch_form, fused, forms.
 """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...blockmix.call import check_layout
 from ...checks import check_name, check_sequences, check_tensors, is_number
-from ...options import IMPLS
+from ...options import IMPLS, autocast_dtype
 from .layout import Field
 
 DEGREES = (0, 1, 2)
@@ -32,9 +32,9 @@ class MultipoleCall(NamedTuple):
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, *, grid: Sequence[int], blocks: Sequence[int], radius: int = 2, degree: int = 1,
     prefix: int = 0, suffix: int = 0, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
-    dtype: torch.dtype | None = None,
 ) -> MultipoleCall:  # fmt: skip
-    """Check a call. dtype: that of autocast, to which tokens are cast (float64 stays), or None."""
+    """Check a call. Autocast casts tokens (float64 stays)."""
+    dtype = autocast_dtype(q)
     check_tensors(q, k, v, dtype is not None)
     if dtype is not None:
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))

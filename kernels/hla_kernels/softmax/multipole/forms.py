@@ -1,0 +1,21 @@
+"""The implementations of a checked call of multipole attention, by name, and which of them is the fastest."""
+
+from __future__ import annotations
+
+from . import fused
+from .call import MultipoleCall
+from .fused import why_not
+from .reference import definition
+from .torch_form import evaluate, linear
+
+FORMS = {"reference": definition, "torch": evaluate, "triton": fused.evaluate}
+MANY = 32768  # tokens from which on the form by blocks is taken where it has fewer products: an estimate
+
+__all__ = ["FORMS", "slower", "why_not"]
+
+
+def slower(call: MultipoleCall) -> str | None:
+    """The reason why a Triton form that can run this call is not the fastest one, or None."""
+    if call.q.shape[1] >= MANY and linear(call):
+        return f"slower: {call.q.shape[1]} tokens are faster by blocks, which the torch form has"
+    return None
