@@ -3,104 +3,167 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from zoo import config
+from zoo.convert.pipeline.settings import RecipeSettings
 from zoo.eval.results import write_json
 from zoo.train.diffusion.settings import DiffusionSettings
+from zoo.train.diffusion.transfer import DiffusionTransferSettings
 from zoo.train.record import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "dit-cifar10"
-ARMS = {"source": "scratch", "control": "control", "la": "converted", "ahla": "converted"}
+SOURCE = Path("runs/cifar10_dit")
+OTHERS = Path("runs/dit")  # ARM-SEED: the control, and recipes
 SPACES = {"features": "ViT", "resnet": "ResNet-18"}
 SCORES = {"fid": "Frechet", "kid": "KID"}
-WORDS = "data.train=TRAIN.parquet data.val=TEST.parquet data.workers=4"
-DIT = f"python tools/finetune_dit.py configs/dit/cifar10{{}}.yaml {WORDS} data.batch_size=256 schedule.steps="
+DATA = "data.train=TRAIN.parquet data.val=TEST.parquet data.workers=6"
+TENTH = "data.batch_size=256 schedule.steps=500 schedule.warmup_steps=25 sample.every=0 run.compile=false"
+TRAIN = "python tools/finetune_dit.py configs/dit/cifar10"
+RECIPE = f"python tools/convert.py recipe configs/experiments/dit_cifar10_{{}}.yaml {DATA}"
 SAMPLE = "sample.count=10000 sample.labels=balanced sample.guidance=1.5 sample.steps=50 sample.precision=bf16"
-COMMAND = f"""python tools/train_vit.py configs/vit/cifar10.yaml {WORDS} run.folder=runs/features
-python tools/train_vit.py configs/features/cifar10_resnet18.yaml {WORDS} run.folder=runs/resnet
-{DIT.format("")}5000 schedule.warmup_steps=250 sample.every=2500 run.eval_steps=500
-for ARM in "control model.mixer= distill.teacher=" "la model.mixer=la" "ahla model.mixer=ahla"; do set -- $ARM
-  {DIT.format("_finetune")}500 schedule.warmup_steps=25 run.eval_steps=100 $2 $3 run.folder=runs/cifar10_dit_$1
-done
-for X in features resnet; do python tools/evaluate_fid.py fid.extractor=runs/$X \
-fid.reference=TRAIN.parquet fid.save=runs/$X.safetensors; done
-for RUN in cifar10_dit cifar10_dit_control cifar10_dit_la cifar10_dit_ahla; do
-  python tools/sample.py sample.model=runs/$RUN/transformer_ema {SAMPLE} out=runs/$RUN.npz
-done
+COMMAND = f"""python tools/train_vit.py configs/vit/cifar10.yaml {DATA} run.folder=runs/features
+python tools/train_vit.py configs/features/cifar10_resnet18.yaml {DATA} run.folder=runs/resnet
+{TRAIN}.yaml {DATA} data.batch_size=256 schedule.steps=5000 schedule.warmup_steps=250 sample.every=0
+{TRAIN}_finetune.yaml {DATA} {TENTH} model.mixer= distill.teacher= run.folder=runs/dit/control-0
+for M in la ahla; do {TRAIN}_finetune.yaml {DATA} {TENTH} model.mixer=$M run.folder=runs/dit/$M-0; done
+{RECIPE.format("convert")} out=runs/dit/multipole-0
+{RECIPE.format("taylor2")} keep_softmax=auto:4 out=runs/dit/taylor2_softmax4-0
+{RECIPE.format("taylor2")} transfer=0.2 optim.lr=6.0e-4 distill.output=4.0 out=runs/dit/taylor2-0
 for X in features resnet; do
-  for RUN in cifar10_dit cifar10_dit_control cifar10_dit_la cifar10_dit_ahla; do python tools/evaluate_fid.py \
-fid.extractor=runs/$X fid.samples=runs/$RUN.npz fid.reference=runs/$X.safetensors out=runs/$RUN.$X.json; done
+  python tools/evaluate_fid.py fid.extractor=runs/$X fid.reference=TRAIN.parquet fid.save=runs/$X.safetensors
   python tools/evaluate_fid.py fid.extractor=runs/$X fid.samples=TEST.parquet fid.reference=runs/$X.safetensors \
-out=runs/floor.$X.json
+out=runs/scores/floor.$X.json
+done
+for RUN in ../cifar10_dit control-0 la-0 ahla-0; do
+  N=$(basename $RUN); python tools/sample.py sample.model=runs/dit/$RUN/transformer_ema {SAMPLE} out=runs/scores/$N.npz
+  for X in features resnet; do python tools/evaluate_fid.py fid.extractor=runs/$X fid.samples=runs/scores/$N.npz \
+fid.reference=runs/$X.safetensors out=runs/scores/$N.$X.json; done
 done
 python docs/dit_results.py"""
 
 
-def folder(arm: str) -> Path:
-    return Path("runs") / ("cifar10_dit" if arm == "source" else f"cifar10_dit_{arm}")
+class Arm(NamedTuple):
+    """One run: mixer, options, source, seed, steps, batch size, seconds, and the validation losses of the average as
+    (images seen, loss)."""
+
+    mixer: str
+    options: dict[str, Any]
+    source: str
+    seed: int
+    steps: int
+    batch: int
+    seconds: float
+    curve: list[tuple[int, float]]
+
+
+def trained(folder: Path) -> Arm:
+    """A run of tools/finetune_dit.py, or a transfer."""
+    schema = DiffusionTransferSettings if folder.name == "transfer" else DiffusionSettings
+    settings = config.load(schema, folder / "config.yaml")
+    result = json.loads((folder / "result.json").read_text())
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "eval"]
+    curve = [(row["images_seen"], row.get("ema_val_loss", row["val_loss"])) for row in rows]
+    source = "control" if settings.model.checkpoint else "scratch"
+    about = settings.run.seed, result["step"], settings.data.batch_size, result["seconds"], curve
+    return Arm("softmax", {}, source, *about)
+
+
+def converted(folder: Path) -> Arm:
+    """A recipe: transfer, if it has one, and fine-tuning."""
+    recipe = config.load(RecipeSettings, folder / "recipe.yaml")
+    keep = json.loads((folder / "calibrate.json").read_text())["keep_softmax"]
+    parts = [trained(folder / part) for part in ("transfer", "finetune") if (folder / part).is_dir()]
+    last, begun = parts[-1], sum(part.steps * part.batch for part in parts[:-1])
+    curve = [part.curve[-1] for part in parts[:-1]] + [(begun + images, loss) for images, loss in last.curve]
+    options = recipe.mixer_options | ({"keep_softmax": keep} if keep else {})
+    steps, seconds = (sum(getattr(part, name) for part in parts) for name in ("steps", "seconds"))
+    return Arm(recipe.mixer, options, "converted", last.seed, steps, last.batch, round(seconds, 2), curve)
+
+
+def arms() -> dict[str, Arm]:
+    """Every run, by name; the first is the source."""
+    folders = [SOURCE, *sorted(OTHERS.iterdir())]
+    return {f.name: (converted if (f / "recipe.yaml").is_file() else trained)(f) for f in folders}
 
 
 def scores(name: str) -> dict[str, float]:
-    """The scores of a run, or of the test images (`floor`), in both feature spaces."""
-    cards = {title: json.loads(Path(f"runs/{name}.{x}.json").read_text()) for x, title in SPACES.items()}
+    """The scores of a run, or of the test images (`floor`), in both feature spaces; none where it was not sampled."""
+    if not all(Path(f"runs/scores/{name}.{x}.json").is_file() for x in SPACES):
+        return {}
+    cards = {title: json.loads(Path(f"runs/scores/{name}.{x}.json").read_text()) for x, title in SPACES.items()}
     return {f"{what} {title}": card["scores"][key] for title, card in cards.items() for key, what in SCORES.items()}
 
 
-def rows(arm: str, source: str) -> list[dict[str, Any]]:
-    """The rows of one arm: validation loss of the average, distances in both spaces."""
-    settings = config.load(DiffusionSettings, folder(arm) / "config.yaml")
-    result = json.loads((folder(arm) / "result.json").read_text())
-    values = {"validation loss": result["ema_val_loss"], **scores(folder(arm).name)}
-    shared = {
-        "experiment": "cifar10_dit",
-        "data": "cifar10-jpeg75",
-        "mixer": settings.model.mixer or "softmax",
-        "options": settings.model.mixer_options,
-        "source": source,
-        "seed": settings.run.seed,
-    }
-    budget = {"budget": f"{result['step']} steps of {settings.data.batch_size}", "wall_s": result["seconds"]}
-    return [{**shared, "metric": metric, "value": round(value, 4), **budget} for metric, value in values.items()]
+def rows(name: str, arm: Arm) -> list[dict[str, Any]]:
+    """The rows of one run: validation loss of the average, distances in both spaces if it was sampled."""
+    values = {"validation loss": arm.curve[-1][1], **scores(name)}
+    shared = {"experiment": "cifar10_dit", "data": "cifar10-jpeg75", "mixer": arm.mixer, "options": arm.options}
+    shared |= {"source": arm.source, "seed": arm.seed}
+    budget = {"budget": f"{arm.steps} steps of {arm.batch}", "wall_s": arm.seconds}
+    return [{**shared, "metric": metric, "value": round(value, 5), **budget} for metric, value in values.items()]
 
 
-def draw(curves: dict[str, list[tuple[int, float]]], file: Path) -> None:
-    """Validation losses at fixed (t, noise), the fine-tuned arms behind their source, and the last grid of each."""
+def kind(row: dict[str, Any]) -> tuple[str, str, str]:
+    """What tells the arm of a row from others."""
+    return row["mixer"], json.dumps(row["options"], sort_keys=True), row["source"]
+
+
+def draw(found: dict[str, Arm], file: Path) -> None:
+    """Validation losses at fixed (t, noise) of the runs behind their source, and samples where there are some."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure = plt.figure(figsize=(11, 3.6), layout="constrained")
-    (one, two) = figure.subfigures(1, 2, width_ratios=(1, 1.7))
-    left, grids = one.subplots(), two.subplots(2, 2).flat
-    for arm, points in curves.items():
-        left.plot(*zip(*points, strict=True), marker=".", label=arm)
+    shown = [name for name in found if Path(f"runs/scores/{name}.npz").is_file()]
+    figure = plt.figure(figsize=(11, 3.8), layout="constrained")
+    (one, two) = figure.subfigures(1, 2, width_ratios=(1, 1.4))
+    left, grids = one.subplots(), two.subplots(1, len(shown)).flat
+    before = found[SOURCE.name].curve
+    for name, arm in found.items():
+        points = before[-2:] if name == SOURCE.name else [(before[-1][0] + n, loss) for n, loss in arm.curve]
+        left.plot(*zip(*points, strict=True), marker=".", label=named(name))
     left.set(xlabel="images seen", ylabel="validation loss, fixed times and noise")
+    left.set_ylim(0.1728, 0.1795)
     left.legend(frameon=False, fontsize=8)
-    for axes, arm in zip(grids, ARMS, strict=True):
-        axes.imshow(plt.imread(max(folder(arm).glob("samples/*.png")))[:160])  # five of each class
-        axes.set(title=arm, xticks=[], yticks=[])
+    for axes, name in zip(grids, shown, strict=True):
+        axes.imshow(grid(Path(f"runs/scores/{name}.npz")))
+        axes.set(title=named(name), xticks=[], yticks=[])
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
 
+def named(folder: str) -> str:
+    return folder.removesuffix("-0").replace("_softmax4", ", 4 softmax blocks").replace(SOURCE.name, "source")
+
+
+def grid(file: Path) -> np.ndarray:
+    """The first five samples of each class, a column a class."""
+    with np.load(file, allow_pickle=False) as arrays:
+        images, labels = arrays["arr_0"], arrays["arr_1"]
+    columns = [np.concatenate(images[labels == label][:5]) for label in range(10)]
+    return np.concatenate(columns, axis=1)
+
+
 def main() -> int:
     """Collect, write, draw."""
-    found = [row for arm, source in ARMS.items() for row in rows(arm, source)]
-    one = json.loads(Path("runs/floor.resnet.json").read_text())
+    found = arms()
+    one = json.loads(Path("runs/scores/floor.resnet.json").read_text())
     floor = {name: round(value, 4) for name, value in scores("floor").items()}
-    records = {arm: [r for r in read_rows(folder(arm) / "metrics.jsonl") if r["kind"] == "eval"] for arm in ARMS}
-    begun = {arm: 0 if arm == "source" else records["source"][-1]["images_seen"] for arm in ARMS}
-    curves = {arm: [(begun[arm] + r["images_seen"], r["ema_val_loss"]) for r in records[arm]] for arm in ARMS}
     accuracy = {x: json.loads(Path(f"runs/{x}/result.json").read_text())["top1"] for x in SPACES}
     file = ROOT / "docs" / "results" / f"{NAME}.json"
     about = {key: one[key] for key in ("date", "hardware", "versions")}
-    kept = {"note": json.loads(file.read_text()).get("note", "")} if file.is_file() else {}
-    extra = {"floor": floor, "extractor_top1": accuracy, "curves": curves}
-    write_json({"command": COMMAND, **about, **kept, **extra, "rows": found}, file)
-    draw(curves, ROOT / "docs" / f"{NAME}.png")
+    old = json.loads(file.read_text()) if file.is_file() else {"rows": []}
+    extra = {"floor": floor, "extractor_top1": accuracy, "curves": {name: arm.curve for name, arm in found.items()}}
+    lines = [row for name, arm in found.items() if name != SOURCE.name or scores(name) for row in rows(name, arm)]
+    lines += [row for row in old["rows"] if kind(row) not in map(kind, lines)]  # of arms that were not run again
+    lines.sort(key=lambda row: ("scratch", "control", "converted").index(row["source"]))
+    write_json({"command": COMMAND, **about, "note": old.get("note", ""), **extra, "rows": lines}, file)
+    draw(found, ROOT / "docs" / f"{NAME}.png")
     return 0
 
 

@@ -119,21 +119,37 @@ def recovery(runs: list[dict], controls: list[dict], floors: list[dict]) -> str:
 
 
 def diffusion(result: dict) -> str:
-    """Rows of a diffusion file as one line an arm, one column a metric; below them the distances of the test images, if
-    there are scores."""
+    """Rows of a diffusion file as one line an arm, one column a metric, with the means over its seeds and their ranges;
+    Frechet distances also over those of the control. Below them the distances of the test images, if there are
+    scores."""
     metrics = list(dict.fromkeys(row["metric"] for row in result["rows"]))
-    arms: dict[tuple, dict[str, float]] = {}
-    for row in result["rows"]:
-        arms.setdefault((row["mixer"], row["source"], row["budget"], f"{row['wall_s']:.0f}"), {})[row["metric"]] = row[
-            "value"
-        ]
-    lines = [f"| mixer | source | budget | seconds | {' | '.join(metrics)} |", "|---" * (len(metrics) + 4) + "|"]
-    for about, values in arms.items():
-        lines.append(f"| {' | '.join(about)} | {' | '.join(f'{values[m]:.4g}' for m in metrics)} |")
+    arms = grouped(result["rows"], "source", "budget")
+    control = [row for row in result["rows"] if row["source"] == "control"]
+    controls = {m: [row["value"] for row in control if row["metric"] == m] for m in metrics}
+    head = ["mixer", "source", "budget", "seeds", "seconds", *metrics]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for (source, budget, name), runs in arms.items():
+        by_metric = {m: [row["value"] for row in runs if row["metric"] == m] for m in metrics}
+        cells = [distances(m, by_metric[m], controls[m] if source == "converted" else []) for m in metrics]
+        seconds = statistics.mean(row["wall_s"] for row in runs)
+        about = [name, source, budget, str(len({row["seed"] for row in runs})), f"{seconds:.0f}"]
+        lines.append(f"| {' | '.join(about + cells)} |")
     if "floor" in result:
         floor = " | ".join(f"{result['floor'][m]:.4g}" if m in result["floor"] else "-" for m in metrics)
-        lines.append(f"| - | test images | - | - | {floor} |")
+        lines.append(f"| - | test images | - | - | - | {floor} |")
     return "\n".join(lines)
+
+
+def distances(metric: str, values: list[float], control: list[float]) -> str:
+    """Mean, range if there are several, and of a Frechet distance how many times the mean of the control it is."""
+    if not values:
+        return "-"
+    text = f"{statistics.mean(values):.4g}"
+    if len(values) > 1:
+        text += f" ({min(values):.4g} to {max(values):.4g})"
+    if control and metric.startswith("Frechet"):
+        text += f", x {statistics.mean(values) / statistics.mean(control):.2f}"
+    return text
 
 
 RENDER = {
