@@ -43,10 +43,12 @@ def load_angles(ptr, tokens, live, HT, AGAIN: tl.constexpr, D: tl.constexpr, D1:
     at = ptr + tokens[:, None] * (HT * (D // 2))
     c1 = tl.arange(0, D1 // 2)
     x1 = tl.load(at + c1[None, :], mask=live[:, None] & (c1 < D // 2)[None, :], other=0.0, eviction_policy=POLICY)
+    x1 = x1.to(tl.float32)
     x2 = x1
     if D2 > 0:
         c2 = D1 // 2 + tl.arange(0, D2 // 2)
         x2 = tl.load(at + c2[None, :], mask=live[:, None] & (c2 < D // 2)[None, :], other=0.0, eviction_policy=POLICY)
+        x2 = x2.to(tl.float32)
     return x1, x2
 
 
