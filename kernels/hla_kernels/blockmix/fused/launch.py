@@ -16,7 +16,7 @@ from .mixing import mix, mix_long, mixing_grads, pad_mixing, sum_parts
 from .orders.grads import key_products, query_products
 from .orders.middle import left_grads, operators, right_grads
 from .reduce import query_grads, reduce_moments, sum_values
-from .spec import Moments, Sizes, flags, geometry, moments_dtype, precision, product_precision, widths
+from .spec import Moments, Sizes, flags, geometry, moment_precisions, moments_dtype, precision, widths
 
 BLOCK = 1024
 Rotary = tuple[Tensor, Tensor] | None
@@ -35,7 +35,7 @@ class Call:
         self.geo, self.w, self.flags = geometry(o.layout), widths(self.d, self.dv), flags(o, rotary)
         self.dtype = moments_dtype(q.dtype, o, rotary is not None)
         self.size = Sizes.of(o, self.n, self.d, self.dv, self.dtype)
-        self.prec, self.mid = precision(q.dtype, o), product_precision(q.dtype, o)
+        self.prec, (self.mix, self.mid) = precision(q.dtype, o), moment_precisions(q.dtype, o)
         self.programs = self.m * self.bh
         self.keep = None if mask is None else mask.contiguous().view(torch.uint8)
         self.scale, self.scales = self.scaling(mask)
@@ -174,7 +174,7 @@ def mixed(call: Call, x: Moments, out: Moments, turned: bool) -> None:
         common = {"C": columns, "TILES": tiles, "PER_HEAD": per_head, "MP": mp, **config}
         args = (padded, part, to, call.bh, call.h, call.m)
         if "BK" in config:
-            mix_long[(tiles * call.bh * -(-columns // config["BC"]),)](*args, PREC="tf32x3", **common)
+            mix_long[(tiles * call.bh * -(-columns // config["BC"]),)](*args, PREC=call.mix, **common)
         else:
             parts, chunk = plan.mix_parts(call.bh, tiles, columns, config["BC"])
             mix[(tiles * call.bh * parts,)](*args, chunk, STAGES=config["num_stages"], **common)
@@ -390,7 +390,7 @@ def mixing_call(call: Call, dy: Moments, x: Moments) -> Tensor:
     for one, other, columns, config, tiles, parts, chunk in works:
         mixing_grads[(tiles * tiles * parts * call.bh,)](
             one, other, partial, call.bh, call.b, call.h, call.m, parts, chunk, step, first, C=columns, TILES=tiles,
-            PREC="tf32x3", **config,
+            PREC=call.mix, **config,
         )  # fmt: skip
         first += parts
     out = torch.empty_like(call.mixing, memory_format=torch.contiguous_format)

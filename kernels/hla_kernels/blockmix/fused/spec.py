@@ -76,9 +76,10 @@ def precision(dtype: torch.dtype, o: BlockOptions) -> str:
     return "ieee" if dtype == torch.float32 or o.moments == "float32" else "tf32x3"
 
 
-def product_precision(dtype: torch.dtype, o: BlockOptions) -> str:
-    """Of products of two moments: tf32 is enough where the result is rounded to bfloat16."""
-    return "tf32" if dtype == torch.bfloat16 and o.moments == "bfloat16" else "ieee"
+def moment_precisions(dtype: torch.dtype, o: BlockOptions) -> tuple[str, str]:
+    """Of the mixing of float32 moments, and of products of two of them: tf32 is enough where the result is rounded to
+    bfloat16, since what it rounds is summed over blocks and features."""
+    return ("tf32", "tf32") if dtype == torch.bfloat16 and o.moments == "bfloat16" else ("tf32x3", "ieee")
 
 
 class Sizes(NamedTuple):
