@@ -137,6 +137,17 @@ def add_rows(
 ):  # fmt: skip
     """acc + x m for a tile x in `DIGITS` (1 or 2) digits."""
     high = cast2(x, dtype, K2)
+    out = rowmul(acc, high, m, K2, B2, PREC)
     if DIGITS > 1:
-        acc = rowmul(acc, cast2(rest(x, high, K2), dtype, K2), m, K2, B2, PREC)
-    return rowmul(acc, high, m, K2, B2, PREC)
+        low = cast2(rest(x, high, K2), dtype, K2)
+        # a number that is not 0 keeps this sum from being folded into the product, whose layout would be another
+        o1 = out[0] + tl.dot(low[0], m[0], input_precision=PREC, max_num_imprecise_acc=16)
+        o2 = out[1]
+        if K2 > 0:
+            o1 += tl.dot(low[1], m[2], input_precision=PREC, max_num_imprecise_acc=16)
+        if B2 > 0:
+            o2 = out[1] + tl.dot(low[0], m[1], input_precision=PREC, max_num_imprecise_acc=16)
+            if K2 > 0:
+                o2 += tl.dot(low[1], m[3], input_precision=PREC, max_num_imprecise_acc=16)
+        out = (o1, o2)
+    return out
