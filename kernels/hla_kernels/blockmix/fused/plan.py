@@ -82,7 +82,7 @@ def mix_config(m: int, dtype: torch.dtype) -> Config:
     k1, k2 = split_width(m)
     rows = mix_rows(m, dtype)
     if dtype == torch.float32 or m > 256:
-        return {"BM": rows, "BK": min(rows, 32), "BC": 32, "num_warps": 4, "num_stages": 2}
+        return {"BM": rows, "BK": min(rows, 32), "BC": 64, "num_warps": 4, "num_stages": 3}
     columns = 64 if m > 128 else 128
     return {"BM": rows, "K1": k1, "K2": k2, "BC": columns, "num_warps": 8 if rows > 64 else 4, "num_stages": 3}
 
