@@ -225,7 +225,7 @@ def operator_of(call: Call, x: Moments) -> Operator:
     room = call.operators()
     shift = None if room.vector is None else call.buffer(call.programs * call.dv)
     out = Operator(room.matrix, room.vector, shift)
-    grid, common = plan.product_grid(call.w["DV"], call.programs, call.q.dtype)
+    grid, common = plan.product_grid(call.w, call.w["DV"], call.programs)
     operators[grid](x.matrix, x.vector, x.left, *out, **call.w, PREC=call.mid, **common)
     return out
 
@@ -337,7 +337,7 @@ def factor_grads(call: Call, x: Moments, shift: Tensor | None, d_operator: Momen
     for kernel, height, outs in (
         (right_grads, call.w["DV"], (dy.matrix, dy.vector)), (left_grads, call.w["D"], (dy.left,)),
     ):  # fmt: skip
-        grid, common = plan.product_grid(height, call.programs, call.q.dtype)
+        grid, common = plan.product_grid(call.w, height, call.programs)
         kernel[grid](
             x.matrix,
             x.vector,

@@ -87,10 +87,10 @@ def mix_config(m: int, dtype: torch.dtype) -> Config:
     return {"BM": rows, "K1": k1, "K2": k2, "BC": columns, "num_warps": 8 if rows > 64 else 4, "num_stages": 3}
 
 
-def product_grid(rows: int, programs: int, dtype: torch.dtype) -> tuple[tuple[int], Config]:
+def product_grid(w: dict[str, int], rows: int, programs: int) -> tuple[tuple[int], Config]:
     """(Grid, tiles) of the products of moments, cut into blocks of their rows."""
     br = min(64, max(16, 1 << (rows - 1).bit_length()))
-    return (programs * -(-rows // br),), {"BR": br, "num_warps": 4, "num_stages": 1}
+    return (programs * -(-rows // br),), {"BR": br, "num_warps": 8 if wide(w) > 64 else 4, "num_stages": 1}
 
 
 def mix_parts(heads: int, tiles: int, columns: int, bc: int) -> tuple[int, int]:
