@@ -24,6 +24,8 @@ CASES = [
     ((5, 6), (2, 1), 0, {}, (1, 1, 72, 72), HALF, {"mean": 1.0}),
     ((5, 6), (2, 1), 1, {"feature_map": "elu1"}, (1, 1, 16, 16), HALF, {"turned": True, "mask": True}),
     ((5, 6), (1, 2), 0, {"rotary_half": True, **EXACT}, (1, 2, 16, 16), HALF, {"turned": True, "group": 2}),
+    ((5, 6), (2, 1), 1, {"feature_map": "softmax"}, (1, 2, 40, 16), HALF, {"mask": True, "mean": 1.0}),
+    ((5, 6), (2, 1), 0, {"feature_map": "softmax", **BARE}, (1, 1, 16, 16), FULL, {"turned": True, "mean": 1.0}),
     ((5, 6), (2, 1), 1, {"order": "ahla"}, (1, 2, 16, 16), HALF, {"heads": True, "group": 2}),
     ((5, 6), (2, 1), 0, {**BARE, "order": "ahla"}, (1, 1, 16, 16), FULL, {"turned": True}),
     ((5, 6), (2, 1), 0, {"order": "hla2"}, (1, 1, 16, 48), HALF, {"mask": True, "mean": 1.0}),
@@ -99,7 +101,7 @@ def test_why_not():
         assert fused.why_not(x, x[:, :, :1], x[:, :, :1], o, rotary) is None
     refused = (
         (q.double(), o, "float64"), (q[..., :8], o, "D = 8"), (q, o._replace(causal=True), "causal"),
-        (q, o._replace(feature_map="softmax"), "'softmax'"), (q, options_of((2000,), (1200,)), "1200 blocks"),
+        (q, o._replace(feature_map="softmax_pair"), "'softmax_pair'"), (q, options_of((2000,), (1200,)), "1200 blocks"),
         (q.transpose(1, 3).contiguous().transpose(1, 3), o, "not contiguous"),
     )  # fmt: skip
     for x, options, reason in refused:

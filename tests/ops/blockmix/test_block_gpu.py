@@ -22,6 +22,7 @@ pytestmark = [
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN, BARE, ELU1 = {"feature_map": None, "normalize": False}, {"normalize": False}, {"feature_map": "elu1"}
+SOFTMAX = {"feature_map": "softmax"}
 EXACT, AHLA, HLA2 = {"moments": "float32"}, {"order": "ahla"}, {"order": "hla2"}
 WAN = ((21, 30, 50), (7, 3, 5), 0)
 # grid, blocks, prefix, options, (B, H, D, Dv), dtype, inputs ("turned": rotary tables, of one or of all heads)
@@ -48,6 +49,11 @@ CASES = [
     ((32, 33), (4, 5), 3, ELU1, (2, 4, 64, 64), BF16, {"mean": 1.0}),
     ((32, 33), (4, 5), 3, {**ELU1, **BARE}, (2, 2, 72, 72), BF16, {}),
     (*WAN, ELU1, (1, 2, 128, 128), BF16, {}),
+    ((32, 33), (4, 5), 3, SOFTMAX, (2, 4, 64, 64), BF16, {"mean": 1.0}),
+    (*WAN, {**SOFTMAX, **BARE}, (1, 2, 128, 128), BF16, {"turned": "one"}),
+    ((32, 33), (4, 5), 0, {**SOFTMAX, **BARE}, (2, 2, 72, 72), BF16, {"mean": 1.0}),
+    ((32, 33), (4, 5), 0, SOFTMAX, (1, 2, 72, 72), FP16, {"mask": True, "group": 2, "mean": 1.0}),
+    (*WAN, {**SOFTMAX, **EXACT}, (1, 2, 128, 128), BF16, {"turned": "one"}),
     ((32, 32), (4, 4), 0, EXACT, (2, 4, 64, 64), BF16, {}),
     (*WAN, {**EXACT, **ELU1}, (1, 2, 128, 128), BF16, {}),
     ((32, 33), (4, 5), 3, {**EXACT, **BARE}, (2, 4, 72, 72), BF16, {"turned": "one", "mean": 1.0}),
@@ -148,7 +154,7 @@ def test_refusals():
     tables = tuple(torch.ones(q.shape[1], 16, device="cuda") for _ in range(2))
     for x, options, reason in (
         ((q, k, v), {"order": "hla2", "rotary": tables}, "moments of its own"),
-        ((q, k, v), {"feature_map": "softmax"}, "'softmax'"), ((q.double(), k.double(), v.double()), {}, "float64"),
+        ((q, k, v), {"feature_map": "softmax_pair"}, "'softmax_pair'"), ((q.double(), k.double(), v.double()), {}, "float64"),
     ):  # fmt: skip
         explained = hk.explain("mhla", *x, mixing, **WHERE, **options)
         assert explained.impl == "torch" and reason in explained.why_not["triton"]

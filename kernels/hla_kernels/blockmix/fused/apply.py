@@ -6,7 +6,7 @@ import triton.language as tl
 from ...hla.fused.loops.writes import as_row
 from ...hla.fused.maps import phi_grad
 from ...hla.fused.tiles import axpy2, load_rows, load_vec, store_rows, trans4, vecmat, zero_rows
-from .features import add_rows, angles_at, digits, features, rounded, turn
+from .features import add_rows, angles_at, digits, features, gradient_digits, rounded, turn
 from .geometry import at_head, box, keep_of, place, scale_of, tile
 from .tokens import NO_SPECIALIZE, add_vector, by_operator, load_anchor, load_operator, times, total_grad
 from .vectors import columns, times_vector
@@ -69,7 +69,7 @@ def query_rows(
     sin = angles_at(sin, bh, H, HT, D)
     dtype: tl.constexpr = q.dtype.element_ty
     ANCHOR: tl.constexpr = TURN == 0
-    DIGITS: tl.constexpr = digits(dtype, EXACT, EXACT)
+    DIGITS: tl.constexpr = gradient_digits(dtype, FMAP, EXACT)
     at = (block * BH + bh).to(tl.int64)
     w, unit = load_operator(mixed + at * D * DV, dtype, DIGITS, D, F1, F2, DV, V1, V2)
     a = anchor
@@ -114,12 +114,16 @@ def key_grads(
     at = (block * BH + bh).to(tl.int64)
     dtype: tl.constexpr = k.dtype.element_ty
     DIGITS: tl.constexpr = digits(dtype, rounded(FMAP, TURN), False)
-    w, unit = load_operator(matrix + at * D * DV, dtype, 1, D, F1, F2, DV, V1, V2)
+    OF_P: tl.constexpr = gradient_digits(dtype, FMAP, False)
+    w, unit = load_operator(matrix + at * D * DV, dtype, OF_P, D, F1, F2, DV, V1, V2)
     s = scale_of(scales, scale, bh, H)
     if NORM:
         row = load_vec(vector + at * D, D, F1, F2)
         if TURN == 0:
-            back = vecmat(load_vec(anchor + bh * DV, DV, V1, V2), w[0], V2, F2)
+            a = load_vec(anchor + bh * DV, DV, V1, V2)
+            back = vecmat(a, w[0], V2, F2)
+            if OF_P > 1:
+                back = axpy2(back, 1.0, vecmat(a, w[1], V2, F2), F2)
             row = axpy2(row, -unit, back, F2)
     hi = tl.minimum((part + 1) * chunk, b[0])
     for start in range(part * chunk, hi, BN):
@@ -130,7 +134,7 @@ def key_grads(
         gv = add_rows(zero_rows(BN, V1, V2), t, trans4(w[0]), dtype, DIGITS, F2, V2, PREC)
         gv = times(gv, s * unit, V2)
         store_rows(dv, tokens, dvs[1] * ALIGN, live, gv, DV, V1, V2)
-        gk = times(by_operator(tv, w, 1, V2, F1, F2, PREC), s * unit, F2)
+        gk = times(by_operator(tv, w, OF_P, V2, F1, F2, PREC), s * unit, F2)
         gk = turn(gk, cos, sin, tokens, live, HT, True, TURN, D, F1, F2)
         if NORM:
             gk = axpy2(gk, s, as_row(row), F2)

@@ -26,6 +26,13 @@ def digits(dtype, FLOATS, EXACT):
     return 3 if EXACT else 2
 
 
+@triton.constexpr_function
+def gradient_digits(dtype, FMAP, EXACT):
+    """The same of an operator that a gradient of features is read from. The Jacobian of a softmax annihilates what the
+    gradients of all features of a token have in common, and one digit would leave its rounding error."""
+    return digits(dtype, EXACT or FMAP == 3, EXACT)
+
+
 @triton.jit
 def angles_at(x, bh, H, HT, D: tl.constexpr):
     """One head of a table [N, HT, D / 2], HT 1 or H."""

@@ -22,7 +22,7 @@ from ...hla.fused.tiles import (
     store_vec,
     zeros2,
 )
-from .features import add_outer, angles_at, cast2, digits, features, rest, rounded, turn
+from .features import add_outer, angles_at, cast2, digits, features, gradient_digits, rest, rounded, turn
 from .geometry import at_head, box, keep_of, place, scale_of, tile
 from .tokens import NO_SPECIALIZE, add_vector, by_operator, load_operator, times, total_grad
 from .vectors import add_weighted, begin_weighted, columns, end_weighted
@@ -133,7 +133,7 @@ def query_grads(
     ftype: tl.constexpr = tl.float32 if rounded(FMAP, 0) else dtype
     DIGITS: tl.constexpr = digits(dtype, NORM or rounded(FMAP, TURN), EXACT)
     at = (block * BH + bh).to(tl.int64)
-    OF_P: tl.constexpr = digits(dtype, NORM and EXACT, EXACT)
+    OF_P: tl.constexpr = gradient_digits(dtype, FMAP, NORM and EXACT)
     w, unit = load_operator(mixed + at * D * DV, dtype, OF_P, D, F1, F2, DV, V1, V2)
     a = anchor
     if NORM and TURN == 0:

@@ -11,8 +11,7 @@ from ...hla.fused.spec import DTYPES, FEATURE_MAPS, MAX_D, MIN_D, split_width
 from ..layout import Layout
 from ..options import BlockOptions
 
-MAPS = (None, "identity", "relu", "elu1")
-INEXACT = "the errors of its Triton form are not within twice those of the torch form"
+MAPS = (None, "identity", "relu", "elu1", "softmax")
 MAX_BLOCKS = 1024
 MAX_TOKENS = 2**20  # of a block: places in it are divided in float32
 
@@ -28,7 +27,9 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, o: BlockOptions, rotary: object) ->
     if rotary is not None and o.rotary_half and q.shape[3] & (q.shape[3] - 1):
         return f"rotary_half with D = {q.shape[3]}, which is no power of two, has no Triton form"
     if o.feature_map not in MAPS:
-        return f"feature_map {o.feature_map!r}: {INEXACT}"
+        return f"feature_map {o.feature_map!r} has no Triton form: its features are two of a channel"
+    if o.feature_map == "softmax" and o.order != "la":
+        return f"feature_map 'softmax' of order {o.order!r} has no Triton form"
     if len(o.layout.grid) > 3:
         return f"a grid of {len(o.layout.grid)} axes"
     if o.layout.n_blocks > MAX_BLOCKS:
@@ -64,9 +65,9 @@ def flags(o: BlockOptions, rotary: object) -> dict[str, int]:
 
 def moments_dtype(dtype: torch.dtype, o: BlockOptions, turned: bool) -> torch.dtype:
     """Moments of bfloat16 tokens may be rounded to bfloat16: products round them anyway, and they are moved five times.
-    Not those of a product of two, which is rounded itself, nor of a ratio of elu + 1 whose features are not turned: its
-    dq is small beside them."""
-    cancels = o.feature_map == "elu1" and o.normalize and not turned
+    Not those of a product of two, which is rounded itself, nor of a ratio of elu + 1 whose features are not turned, nor
+    of a softmax: their gradients are small beside them."""
+    cancels = o.feature_map == "softmax" or (o.feature_map == "elu1" and o.normalize and not turned)
     rounded = dtype == torch.bfloat16 and o.moments == "bfloat16" and o.order == "la" and not cancels
     return torch.bfloat16 if rounded else torch.float32
 
@@ -78,8 +79,9 @@ def precision(dtype: torch.dtype, o: BlockOptions) -> str:
 
 def moment_precisions(dtype: torch.dtype, o: BlockOptions) -> tuple[str, str]:
     """Of the mixing of float32 moments, and of products of two of them: tf32 is enough where the result is rounded to
-    bfloat16, since what it rounds is summed over blocks and features."""
-    return ("tf32", "tf32") if dtype == torch.bfloat16 and o.moments == "bfloat16" else ("tf32x3", "ieee")
+    bfloat16, since what it rounds is summed over blocks and features, unless most of the sum cancels."""
+    rounded = dtype == torch.bfloat16 and o.moments == "bfloat16" and o.feature_map != "softmax"
+    return ("tf32", "tf32") if rounded else ("tf32x3", "ieee")
 
 
 class Sizes(NamedTuple):
