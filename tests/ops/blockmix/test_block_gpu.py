@@ -154,7 +154,8 @@ def test_refusals():
     tables = tuple(torch.ones(q.shape[1], 16, device="cuda") for _ in range(2))
     for x, options, reason in (
         ((q, k, v), {"order": "hla2", "rotary": tables}, "moments of its own"),
-        ((q, k, v), {"feature_map": "softmax_pair"}, "'softmax_pair'"), ((q.double(), k.double(), v.double()), {}, "float64"),
+        ((q, k, v), {"feature_map": "softmax_pair"}, "'softmax_pair'"),
+        ((q.double(), k.double(), v.double()), {}, "float64"),
     ):  # fmt: skip
         explained = hk.explain("mhla", *x, mixing, **WHERE, **options)
         assert explained.impl == "torch" and reason in explained.why_not["triton"]
