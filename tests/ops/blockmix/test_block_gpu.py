@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hla_kernels as hk
+from hla_kernels.blockmix import fused
 from tests.ops.blockmix.fused_cases import NAMES, angles_of, make, options_of, torch_form, triton_form
 from tests.ops.fused.cases import poison, relative_error
 
@@ -38,6 +39,12 @@ CASES = [
     ((200,), (200,), 0, {}, (2, 2, 64, 64), BF16, {}),
     ((37, 41), (3, 4), 5, {}, (2, 2, 72, 72), FP16, {"heads": True, "mask": True}),
     ((37, 41), (3, 4), 5, PLAIN, (2, 2, 64, 64), FP16, {}),
+    ((14, 14), (2, 7), 1, {}, (4, 6, 64, 64), BF16, {"mean": 1.0}),
+    ((14, 14), (7, 2), 1, ELU1, (2, 4, 64, 64), BF16, {"heads": True, "mean": 1.0}),
+    ((16, 16), (4, 4), 0, BARE, (2, 4, 72, 72), BF16, {"mask": True}),
+    ((16, 16), (4, 4), 0, ELU1, (2, 4, 72, 48), BF16, {"group": 2}),
+    ((20, 20), (5, 4), 0, PLAIN, (1, 2, 128, 128), BF16, {"layout": "strided"}),
+    ((12, 12), (3, 4), 0, SOFTMAX, (1, 4, 128, 128), BF16, {"mean": 1.0}),
     ((600,), (600,), 0, {}, (1, 4, 64, 64), BF16, {"group": 2, "mean": 1.0}),
     ((32, 33), (4, 5), 3, {}, (2, 4, 64, 64), FP32, {}),
     ((32, 33), (4, 5), 3, {**AHLA, **ELU1}, (1, 2, 64, 64), FP32, {}),
@@ -106,34 +113,37 @@ def call(tensors, **options):
 WHERE = {"grid": (16, 17), "blocks": (3, 4), "prefix": 2}
 
 
-def test_packed_compile_autocast_and_capture(monkeypatch):
+@pytest.mark.parametrize("grid", [(16, 17), (24, 25)], ids=["pairs", "blocks"])
+def test_packed_compile_autocast_and_capture(monkeypatch, grid):
     """One packed gradient, a full graph, autocast and a replay have the bits of the plain call."""
-    o = options_of(*WHERE.values())
+    where = {"grid": grid, "blocks": (3, 4), "prefix": 2}
+    o = options_of(*where.values())
+    assert fused.by_pairs(torch.empty(1, 1, 1, 64, dtype=BF16), torch.empty(1, 1, 1, 64), o, False) == (grid[0] < 20)
     tensors, _, _ = make(o, (2, 4, 64, 64), BF16, device="cuda")
-    expected = call(tensors, impl="triton", **WHERE)
-    assert hk.explain("mhla", *tensors, **WHERE).impl == "triton"
+    expected = call(tensors, impl="triton", **where)
+    assert hk.explain("mhla", *tensors, **where).impl == "triton"
     qkv, mixing = torch.stack(tensors[:3], 2).requires_grad_(), tensors[3].clone().requires_grad_()
     with monkeypatch.context() as patch:
         poison(patch)
-        y = hk.mhla_qkvpacked(qkv, mixing, **WHERE)
+        y = hk.mhla_qkvpacked(qkv, mixing, **where)
         y.sum().backward()
     found = [y, *qkv.grad.unbind(2), mixing.grad]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    compiled = torch.compile(lambda *x: hk.mhla(*x, **WHERE), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda *x: hk.mhla(*x, **where), fullgraph=True, backend="aot_eager")
     x = [t.detach().requires_grad_() for t in tensors]
     y = compiled(*x)
     found = [y, *torch.autograd.grad(y.sum(), x)]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with torch.autocast("cuda", dtype=BF16):
-        assert torch.equal(hk.mhla(*[t.float() for t in tensors[:3]], tensors[3], **WHERE), expected[0])
+        assert torch.equal(hk.mhla(*[t.float() for t in tensors[:3]], tensors[3], **where), expected[0])
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     x = [t.detach().requires_grad_() for t in tensors]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # autograd's nodes belong to the stream of their first use
-        torch.autograd.grad(hk.mhla(*x, **WHERE).sum(), x)
+        torch.autograd.grad(hk.mhla(*x, **where).sum(), x)
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph):
-        y = hk.mhla(*x, **WHERE)
+        y = hk.mhla(*x, **where)
         found = [y, *torch.autograd.grad(y.sum(), x)]
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -24,7 +24,8 @@ from hla_kernels.hla.fused import Spec, launch
 from hla_kernels.sequences import Sequences
 
 TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8",
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32",
+    torch.uint8: "*u8",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 TOOL = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")

@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 
 from ..options import BlockOptions
-from .spec import Sizes, moments_dtype, why_not
+from .spec import Sizes, by_pairs, moments_dtype, why_not
 
 __all__ = ["backward", "forward", "saved_floats", "why_not"]
 
 
 def saved_floats(q: Tensor, v: Tensor, o: BlockOptions, turned: bool) -> int | torch.SymInt:
     """Length of the float32 buffer that `forward` fills for `backward`; turned: with rotary tables."""
+    if by_pairs(q, v, o, turned):
+        return 0
     dtype = moments_dtype(q.dtype, o, turned)
     return q.shape[0] * q.shape[2] * Sizes.of(o, q.shape[1], q.shape[3], v.shape[3], dtype).saved
 
@@ -37,10 +39,14 @@ def forward(
     """o [B, N, H, Dv] contiguous from q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], and a buffer for `backward`
     (empty without `save`)."""
     from .launch import Call, forward_call
+    from .pairs import launch as pairs
 
     call = Call(q, k, v, mixing, o, mask, rotary)
     new = torch.empty if mask is None else torch.zeros  # padded tokens are not written
     out = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    if by_pairs(q, v, o, rotary is not None):
+        pairs.forward_call(call, out)
+        return out, call.buffer(0)
     buffer = call.buffer(saved_floats(q, v, o, rotary is not None))
     forward_call(call, out, buffer)
     return out, buffer if save else call.buffer(0)
@@ -53,8 +59,12 @@ def backward(
     """Write dq, dk, dv into `outs` (any strides with contiguous last dimension) from the buffer of `forward`, or
     an empty one, then the moments are summed again; returns d mixing."""
     from .launch import Call, backward_call
+    from .pairs import launch as pairs
 
+    grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
+    call = Call(q, k, v, mixing, o, mask, rotary)
+    if by_pairs(q, v, o, rotary is not None):
+        return pairs.backward_call(call, grad, outs)
     if saved.numel() == 0:
         saved = forward(q, k, v, mixing, o, mask, rotary, save=True)[1]
-    grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
-    return backward_call(Call(q, k, v, mixing, o, mask, rotary), grad, outs, saved)
+    return backward_call(call, grad, outs, saved)

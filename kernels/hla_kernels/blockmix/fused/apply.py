@@ -8,8 +8,17 @@ from ...hla.fused.maps import phi_grad
 from ...hla.fused.tiles import axpy2, load_rows, load_vec, store_rows, trans4, vecmat, zero_rows
 from .features import add_rows, angles_at, digits, features, gradient_digits, rounded, turn
 from .geometry import at_head, box, keep_of, place, scale_of, tile
-from .tokens import NO_SPECIALIZE, add_vector, by_operator, load_anchor, load_operator, times, total_grad
-from .vectors import columns, times_vector
+from .tokens import (
+    NO_SPECIALIZE,
+    add_vector,
+    by_operator,
+    columns,
+    load_anchor,
+    load_operator,
+    times,
+    times_vector,
+    total_grad,
+)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)

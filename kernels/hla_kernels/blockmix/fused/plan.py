@@ -77,6 +77,13 @@ def mix_rows(m: int, dtype: torch.dtype) -> int:
     return min(whole, 128 if dtype != torch.float32 and m <= 128 else 64)
 
 
+def pair_config(w: dict[str, int], digits: int, keys: bool = False) -> Config:
+    """Tiles of the form by pairs: BM queries and BN keys, of which one stays and the other goes by."""
+    goes_by = 32 if digits > 1 or wide(w) > 64 else 64
+    tiles = {"BM": goes_by, "BN": 64} if keys else {"BM": 64, "BN": goes_by}
+    return {**tiles, "num_warps": 4 if wide(w) <= 64 else 8, "num_stages": 2}
+
+
 def mix_config(m: int, dtype: torch.dtype) -> Config:
     """Tiles of `mix`."""
     k1, k2 = split_width(m)

@@ -24,8 +24,18 @@ from ...hla.fused.tiles import (
 )
 from .features import add_outer, angles_at, cast2, digits, features, gradient_digits, rest, rounded, turn
 from .geometry import at_head, box, keep_of, place, scale_of, tile
-from .tokens import NO_SPECIALIZE, add_vector, by_operator, load_operator, times, total_grad
-from .vectors import add_weighted, begin_weighted, columns, end_weighted
+from .tokens import (
+    NO_SPECIALIZE,
+    add_vector,
+    add_weighted,
+    begin_weighted,
+    by_operator,
+    columns,
+    end_weighted,
+    load_operator,
+    times,
+    total_grad,
+)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
