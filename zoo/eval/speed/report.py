@@ -109,7 +109,7 @@ def _mixed(rows: list[Row], found: dict[tuple, Row]) -> str:
         name = next(name for name, shape in ALL_SHAPES.items() if shape.sizes == list(row["shape"]))
         sizes, options = tuple(row["shape"]), _key(row["options"])
         # the targets are those of the plain call
-        target = MIXED_TARGETS[name] if len(row["options"]) == 4 else None
+        target = MIXED_TARGETS.get(name) if len(row["options"]) == 4 else None
         plain = _key({k: row["options"][k] for k in ("feature_map", "normalize")})
         forward = found.get((sizes, "mhla", "ours", options, "forward"))
         linear = found.get((sizes, "linear_attention", "ours", plain, "forward_backward"))

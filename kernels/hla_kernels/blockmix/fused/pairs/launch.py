@@ -22,7 +22,7 @@ def blocks_of(call: Call) -> Tensor:
 def mixing_strides(call: Call) -> tuple[int, int, int]:
     """(head, row, column) strides of m."""
     first = call.mixing.stride(0) if call.mixing.dim() == 3 else 0
-    return (first, *call.mixing.stride()[-2:])
+    return first, call.mixing.stride(-2), call.mixing.stride(-1)
 
 
 def flags(call: Call) -> dict:
