@@ -11,6 +11,25 @@ from ...hla.fused.plan import PROGRAMS
 from ...hla.fused.spec import split_width
 
 Config = dict[str, int]
+# of bfloat16 heads of 128 channels on an H200: tokens (of `mix`: columns) of a tile, warps, stages, and of `grads` rows
+WIDE = {
+    "reduce": (32, 4, 4),
+    "reduce_norm": (64, 4, 3),
+    "reduce_two": (32, 4, 3),  # features in two digits
+    "query": (64, 8, 3),
+    "query_two": (32, 8, 2),
+    "apply": (64, 4, 2),
+    "apply_two": (64, 8, 2),
+    "mix": (128, 8, 3),
+    "mix_many": (64, 4, 3),  # more than 128 blocks
+    "grads": (64, 4, 3, 64),
+}
+
+
+def tile(name: str) -> Config:
+    """An entry of WIDE."""
+    bn, warps, stages = WIDE[name]
+    return {"BN": bn, "num_warps": warps, "num_stages": stages}
 
 
 def wide(w: dict[str, int]) -> int:
@@ -23,14 +42,14 @@ def reduce_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, ratio:
     features, of both operands."""
     if digits > 2:
         config = {"BN": 32, "num_warps": 8, "num_stages": 2}
+    elif wide(w) == 128 and dtype != torch.float32:
+        config = tile("reduce_two" if ratio or digits > 1 else "reduce_norm" if normalize else "reduce")
     elif (ratio or digits > 1) and dtype != torch.float32:
-        config = {"BN": 32, "num_warps": 4 if wide(w) in (64, 128) else 8, "num_stages": 3}
+        config = {"BN": 32, "num_warps": 4 if wide(w) == 64 else 8, "num_stages": 3}
     elif dtype == torch.float32:
         config = {"BN": 32, "num_warps": 8, "num_stages": 2}
     elif wide(w) <= 64:
         config = {"BN": 32, "num_warps": 4, "num_stages": 3}
-    elif wide(w) == 128:
-        config = {"BN": 64 if normalize else 32, "num_warps": 4, "num_stages": 3 if normalize else 4}
     else:
         config = {"BN": 64, "num_warps": 8, "num_stages": 3}
     rows = config["num_warps"] * 32 * (16 // dtype.itemsize) // w["F1"]
@@ -47,7 +66,7 @@ def query_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, digits:
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 1}
     if wide(w) > 80:
-        return {"BN": 32 if digits > 1 else 64, "num_warps": 8, "num_stages": 2 if digits > 1 else 3}
+        return tile("query_two" if digits > 1 else "query")
     return {"BN": 64, "num_warps": 4, "num_stages": 1 if normalize else 2}
 
 
@@ -55,9 +74,11 @@ def apply_config(w: dict[str, int], dtype: torch.dtype, digits: int, products: i
     """Tiles of the passes that write rows; products: matrices that a token is multiplied by."""
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 1}
-    if wide(w) > 64 and (digits > 1 or products > 1):
-        return {"BN": 64, "num_warps": 8, "num_stages": 2 if products == 1 else 1}
-    return {"BN": 64, "num_warps": 4, "num_stages": 2}
+    if wide(w) > 64 and products > 1:
+        return {"BN": 64, "num_warps": 8, "num_stages": 1}
+    if wide(w) == 128:
+        return tile("apply_two" if digits > 1 else "apply")
+    return {"BN": 64, "num_warps": 8 if wide(w) > 64 and digits > 1 else 4, "num_stages": 2}
 
 
 def key_passes(w: dict[str, int], digits: int) -> tuple[int, ...]:
@@ -79,7 +100,7 @@ def mix_rows(m: int, dtype: torch.dtype) -> int:
 
 def pair_config(w: dict[str, int], digits: int, keys: bool = False) -> Config:
     """Tiles of the form by pairs: BM queries and BN keys, of which one stays and the other goes by."""
-    goes_by = 32 if digits > 1 or wide(w) > 64 else 64
+    goes_by = 32 if keys or digits > 1 or wide(w) > 64 else 64
     tiles = {"BM": goes_by, "BN": 64} if keys else {"BM": 64, "BN": goes_by}
     return {**tiles, "num_warps": 4 if wide(w) <= 64 else 8, "num_stages": 2}
 
@@ -90,8 +111,9 @@ def mix_config(m: int, dtype: torch.dtype) -> Config:
     rows = mix_rows(m, dtype)
     if dtype == torch.float32 or m > 256:
         return {"BM": rows, "BK": min(rows, 32), "BC": 64, "num_warps": 4, "num_stages": 3}
-    columns = 64 if m > 128 else 128
-    return {"BM": rows, "K1": k1, "K2": k2, "BC": columns, "num_warps": 8 if rows > 64 else 4, "num_stages": 3}
+    columns, warps, stages = WIDE["mix_many" if m > 128 else "mix"]
+    warps = warps if rows > 64 or m > 128 else 4
+    return {"BM": rows, "K1": k1, "K2": k2, "BC": columns, "num_warps": warps, "num_stages": stages}
 
 
 def product_grid(w: dict[str, int], rows: int, programs: int) -> tuple[tuple[int], Config]:
@@ -110,6 +132,9 @@ def mix_parts(heads: int, tiles: int, columns: int, bc: int) -> tuple[int, int]:
 
 def grads_config(m: int, dtype: torch.dtype) -> Config:
     """Tiles of `mixing_grads`."""
+    if m > 64 and dtype != torch.float32:
+        columns, warps, stages, rows = WIDE["grads"]
+        return {"BM": rows, "BC": columns, "num_warps": warps, "num_stages": stages}
     bm = min(mix_rows(m, dtype), 64)
     columns = 32 if dtype == torch.float32 else 64 if bm > 16 else 256
     return {"BM": bm, "BC": columns, "num_warps": 4 if bm > 16 else 2, "num_stages": 3}
