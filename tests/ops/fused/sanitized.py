@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hla_kernels.blockmix.fused import launch as block_launch
+from hla_kernels.blockmix.fused.pairs import launch as pair_launch
 from hla_kernels.hla.fused import Spec, launch
 from hla_kernels.hla.two_sided import two_sided, two_sided_backward
 from tests.ops.blockmix import fused_cases
@@ -33,7 +34,8 @@ WHOLE = (
 )
 # options, grid, blocks, prefix, (B, H, D, Dv), dtype, keywords of `fused_cases.make` (and turned: rotary tables)
 BLOCKS = (
-    ({}, (12, 13), (2, 3), 3, (2, 2, 72, 72), BF16, {"mask": True}),
+    ({}, (20, 21), (2, 3), 3, (2, 2, 72, 72), BF16, {"mask": True}),
+    ({}, (12, 13), (2, 3), 3, (2, 2, 72, 72), BF16, {"mask": True}),  # by pairs
     ({}, (32, 33), (1, 1), 0, (1, 2, 64, 64), FP16, {}),
     ({"feature_map": None, "normalize": False}, (32, 32), (4, 4), 0, (1, 2, 128, 128), BF16, {}),
     ({"order": "ahla"}, (12, 13), (2, 3), 1, (2, 2, 64, 64), BF16, {"turned": True, "group": 2}),
@@ -97,7 +99,8 @@ def main(family: str) -> None:
     """Run one family; fails if a kernel did not run."""
     torch.set_default_device(DEVICE)
     ran, patch = set[str](), pytest.MonkeyPatch()
-    known = watch({"hla": launch, "blockmix": block_launch}[family], ran)
+    modules = {"hla": [launch], "blockmix": [block_launch, pair_launch]}[family]
+    known = set().union(*(watch(module, ran) for module in modules))
     if family == "hla":
         whole(patch)
         ragged()

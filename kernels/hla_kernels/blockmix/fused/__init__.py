@@ -3,14 +3,14 @@
     forward   (mean of v) -> moments of each block -> X~ = m X -> (product of two) -> o
     backward  (operators) -> their gradients, dq -> those of X~ -> m' of them -> dk, dv; d mixing
 
-Reading order: spec (what it runs, buffers), geometry (tokens of a block), tokens and vectors (vocabulary), features
-(rotary tables, digits), reduce, mixing, apply, orders (`ahla`, `hla2`), plan (the static table), launch. Tiles and
-feature maps are those of `hla.fused`. Triton is imported by the first call.
+Reading order: spec (what it runs, buffers), geometry (tokens of a block), tokens (vocabulary), features (rotary tables,
+digits), reduce, mixing, apply, orders (`ahla`, `hla2`), pairs (few tokens in small blocks), plan (the static table),
+launch. Tiles and feature maps are those of `hla.fused`. Triton is imported by the first call.
 
 Rounded to the dtype of the tokens are: local and mixed moments of first order (`spec.moments_dtype` says which not),
-operators, outputs. The mixing matrix and features are not, and ratios of v are taken of v minus its mean. On an H200 o,
-dq, dk and dv of bfloat16 tokens are off by at most 1.9 times the error of the torch form, which is that of rounding the
-output.
+operators, outputs, and by pairs the weights. The mixing matrix and features are not, rotary tables of bfloat16 tokens
+are read in float16, and ratios of v are taken of v minus its mean. On an H200 o, dq, dk and dv of bfloat16 tokens are
+off by at most 1.9 times the error of the torch form, which is that of rounding the output.
 """
 
 from __future__ import annotations
