@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hla_kernels.features.rms_norm import rms_norm
 from zoo.grid import Grid, split_tokens
 
 
@@ -158,3 +159,21 @@ class HeadRMSNorm(nn.Module):
 
     def forward(self, o: Tensor) -> Tensor:
         return F.rms_norm(o, o.shape[-1:], eps=self.eps) * self.weight
+
+
+class TokenRMSNorm(nn.RMSNorm):
+    """nn.RMSNorm over the channels of a token, which under autocast forms no float32 tensors: a live module becomes one
+    by a change of class, and back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
+
+
+def norm_tokens(norm: nn.Module, ours: bool) -> None:
+    """Make a plain nn.RMSNorm with weights a `TokenRMSNorm`, or one of these plain again; other modules are left."""
+    plain = type(norm) is nn.RMSNorm and norm.weight is not None and norm.eps is not None and norm.weight.dim() == 1
+    if plain and ours:
+        norm.__class__ = TokenRMSNorm
+    elif type(norm) is TokenRMSNorm and not ours:
+        norm.__class__ = nn.RMSNorm  # type: ignore[assignment]

@@ -6,6 +6,7 @@ from tiny_diffusers import CASES, blocks_for, converted, host, inputs, noise, ru
 
 import zoo
 from zoo.backbones.registry import REGISTERED_MIXERS
+from zoo.features import TokenRMSNorm
 from zoo.mixers import MIXERS
 
 
@@ -24,6 +25,23 @@ def test_every_weight_is_inherited_by_identity_and_gets_a_gradient(name, mixer):
     y.square().sum().backward()
     missing = [n for n, p in after.items() if p.grad is None]
     assert y.isfinite().all() and not [n for n in missing if ".mixer." in n or ".to_" in n]
+
+
+def test_norms_of_wan_are_those_of_the_host_beside_softmax():
+    """Beside another mixer the same weights are normalised by `TokenRMSNorm`, to the same values."""
+    model = host("wan")
+    keys = list(model.state_dict())
+    kinds = []
+    for mixer in ("la", "softmax", "la"):
+        zoo.convert(model, mixer)
+        norms = [norm for site in sites(model) for norm in (site.norm_q, site.norm_k)]
+        kinds.append({type(norm) for norm in norms})
+    assert kinds == [{TokenRMSNorm}, {torch.nn.RMSNorm}, {TokenRMSNorm}]
+    assert [key for key in model.state_dict() if ".mixer." not in key] == keys
+    found = run(model, inputs("wan"))
+    for norm in norms:
+        norm.__class__ = torch.nn.RMSNorm
+    assert torch.equal(run(model, inputs("wan")), found)
 
 
 @pytest.mark.parametrize("name", CASES)

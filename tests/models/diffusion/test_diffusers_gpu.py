@@ -128,10 +128,11 @@ class Copies(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("options", [{"feature_map": "relu"}, {"feature_map": "relu", "normalize": False}, {}], ids=str)
-def test_wan_mixes_blocks_in_triton(monkeypatch, options):
-    """A converted self-attention of Wan 2.1 1.3B in bfloat16: rotation and feature map in the kernels, and no operator
-    returns a float32 tensor of the size of its tokens."""
+def test_wan_mixes_blocks_in_triton(monkeypatch, options, autocast):
+    """A converted self-attention of Wan 2.1 1.3B, bfloat16 or float32 weights under autocast: norms, rotation and
+    feature map in kernels, and no operator returns a float32 tensor of the size of its tokens."""
     torch.manual_seed(0)
     grid, b = (5, 12, 20), 2
     with torch.device("cuda"):
@@ -139,18 +140,21 @@ def test_wan_mixes_blocks_in_triton(monkeypatch, options):
         zoo.convert(model, "mhla", blocks=[5, 3, 5], **options)
         x = torch.randn(b, math.prod(grid), 1536, dtype=torch.bfloat16, requires_grad=True)
         turns = model.rope(torch.empty(b, 16, grid[0], 2 * grid[1], 2 * grid[2]))
-    site, calls = model.blocks[0].attn1.to(torch.bfloat16), []
+    site, calls = model.blocks[0].attn1.to(torch.float32 if autocast else torch.bfloat16), []
     site.grid = grid
     operator = type(site.mixer).operator
     monkeypatch.setattr(
         type(site.mixer), "operator",
         staticmethod(lambda *t, **o: calls.append(hla_kernels.explain("mhla", *t, **o)) or operator(*t, **o)),
     )  # fmt: skip
-    site(x, rotary_emb=turns).sum().backward()  # compiles
-    with profile(activities=[ProfilerActivity.CUDA]) as seen, Copies(x.numel()) as copies:
-        site(x, rotary_emb=turns).square().mean().backward()
-        torch.cuda.synchronize()
+    grad = torch.randn_like(x)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        site(x, rotary_emb=turns).backward(grad)  # compiles
+        with profile(activities=[ProfilerActivity.CUDA]) as seen, Copies(x.numel()) as copies:
+            site(x, rotary_emb=turns).backward(grad)
+            torch.cuda.synchronize()
     assert [call.impl for call in calls] == ["triton"] * 2
     kernels = {event.key for event in seen.key_averages()}
     assert {"reduce_moments", "mixing_grads", "read_out", "key_grads"} <= kernels
+    assert ({"norm_rows", "norm_grads"} <= kernels) == autocast
     assert copies.found == []

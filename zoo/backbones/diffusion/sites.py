@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zoo.backbones.checkpoints import encode_tag
 from zoo.backbones.sites import Site, split_heads
+from zoo.features import norm_tokens
 from zoo.grid import Grid
 from zoo.mixers import Context
 from zoo.mixers.context import Rotation
@@ -145,6 +146,12 @@ class WanSite(DiffusionSite, WanAttention):
     """Site in the self-attention of Wan (`attn1`): norms of q and k over all heads, rotary embedding in 3-D."""
 
     processors = ("WanAttnProcessor",)
+
+    def install(self, name: str, mixer: Any, options: dict[str, Any]) -> None:
+        """As everywhere; beside a mixer of ours the norms form no float32 tensors under autocast."""
+        super().install(name, mixer, options)
+        for norm in (self.norm_q, self.norm_k):
+            norm_tokens(norm, name != "softmax")
 
     def forward(
         self,
