@@ -26,7 +26,8 @@ PLAIN, BARE, ELU1 = {"feature_map": None, "normalize": False}, {"normalize": Fal
 SOFTMAX = {"feature_map": "softmax"}
 EXACT, AHLA, HLA2 = {"moments": "float32"}, {"order": "ahla"}, {"order": "hla2"}
 WAN = ((21, 30, 50), (7, 3, 5), 0)
-# grid, blocks, prefix, options, (B, H, D, Dv), dtype, inputs ("turned": rotary tables, of one or of all heads)
+# grid, blocks, prefix, options, (B, H, D, Dv), dtype, inputs ("turned": rotary tables, of one or of all heads; "pairs":
+# the form for few tokens)
 CASES = [
     ((7, 9), (2, 3), 1, {}, (2, 2, 32, 32), BF16, {}),
     ((21, 30, 50), (7, 3, 5), 0, {}, (1, 2, 128, 128), BF16, {}),
@@ -39,12 +40,12 @@ CASES = [
     ((200,), (200,), 0, {}, (2, 2, 64, 64), BF16, {}),
     ((37, 41), (3, 4), 5, {}, (2, 2, 72, 72), FP16, {"heads": True, "mask": True}),
     ((37, 41), (3, 4), 5, PLAIN, (2, 2, 64, 64), FP16, {}),
-    ((14, 14), (2, 7), 1, {}, (4, 6, 64, 64), BF16, {"mean": 1.0}),
-    ((14, 14), (7, 2), 1, ELU1, (2, 4, 64, 64), BF16, {"heads": True, "mean": 1.0}),
-    ((16, 16), (4, 4), 0, BARE, (2, 4, 72, 72), BF16, {"mask": True}),
-    ((16, 16), (4, 4), 0, ELU1, (2, 4, 72, 48), BF16, {"group": 2}),
-    ((20, 20), (5, 4), 0, PLAIN, (1, 2, 128, 128), BF16, {"layout": "strided"}),
-    ((12, 12), (3, 4), 0, SOFTMAX, (1, 4, 128, 128), BF16, {"mean": 1.0}),
+    ((14, 14), (2, 7), 1, {}, (4, 6, 64, 64), BF16, {"mean": 1.0, "pairs": True}),
+    ((14, 14), (7, 2), 1, ELU1, (2, 4, 64, 64), BF16, {"heads": True, "mean": 1.0, "pairs": True}),
+    ((16, 16), (4, 4), 0, BARE, (2, 4, 72, 72), BF16, {"mask": True, "pairs": True}),
+    ((16, 16), (4, 4), 0, ELU1, (2, 4, 72, 48), BF16, {"group": 2, "pairs": True}),
+    ((20, 20), (5, 4), 0, PLAIN, (1, 2, 128, 128), BF16, {"layout": "strided", "pairs": True}),
+    ((12, 12), (3, 4), 0, SOFTMAX, (1, 4, 128, 128), BF16, {"mean": 1.0, "pairs": True}),
     ((600,), (600,), 0, {}, (1, 4, 64, 64), BF16, {"group": 2, "mean": 1.0}),
     ((32, 33), (4, 5), 3, {}, (2, 4, 64, 64), FP32, {}),
     ((32, 33), (4, 5), 3, {**AHLA, **ELU1}, (1, 2, 64, 64), FP32, {}),
@@ -89,7 +90,8 @@ def test_error_and_bits(monkeypatch, case):
     grid, blocks, prefix, options, sizes, dtype, more = case
     o, turned = options_of(grid, blocks, prefix, **options), more.get("turned")
     rotary = angles_of(o, sizes, "cuda", turned == "all") if turned else None
-    more = {name: x for name, x in more.items() if name != "turned"}
+    monkeypatch.setattr(fused, "by_pairs", lambda *a: "pairs" in case[-1])
+    more = {name: x for name, x in more.items() if name not in ("turned", "pairs")}
     tensors, grad, mask = make(o, sizes, dtype, device="cuda", **more)
     truth, plain = (torch_form(o, tensors, grad, mask, x, rotary) for x in (torch.float64, dtype))
     if o.moments != "float32":
@@ -113,37 +115,36 @@ def call(tensors, **options):
 WHERE = {"grid": (16, 17), "blocks": (3, 4), "prefix": 2}
 
 
-@pytest.mark.parametrize("grid", [(16, 17), (24, 25)], ids=["pairs", "blocks"])
-def test_packed_compile_autocast_and_capture(monkeypatch, grid):
+@pytest.mark.parametrize("pairs", [False, True])
+def test_packed_compile_autocast_and_capture(monkeypatch, pairs):
     """One packed gradient, a full graph, autocast and a replay have the bits of the plain call."""
-    where = {"grid": grid, "blocks": (3, 4), "prefix": 2}
-    o = options_of(*where.values())
-    assert fused.by_pairs(torch.empty(1, 1, 1, 64, dtype=BF16), torch.empty(1, 1, 1, 64), o, False) == (grid[0] < 20)
+    monkeypatch.setattr(fused, "by_pairs", lambda *a: pairs)
+    o = options_of(*WHERE.values())
     tensors, _, _ = make(o, (2, 4, 64, 64), BF16, device="cuda")
-    expected = call(tensors, impl="triton", **where)
-    assert hk.explain("mhla", *tensors, **where).impl == "triton"
+    expected = call(tensors, impl="triton", **WHERE)
+    assert hk.explain("mhla", *tensors, **WHERE).impl == "triton"
     qkv, mixing = torch.stack(tensors[:3], 2).requires_grad_(), tensors[3].clone().requires_grad_()
     with monkeypatch.context() as patch:
         poison(patch)
-        y = hk.mhla_qkvpacked(qkv, mixing, **where)
+        y = hk.mhla_qkvpacked(qkv, mixing, **WHERE)
         y.sum().backward()
     found = [y, *qkv.grad.unbind(2), mixing.grad]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    compiled = torch.compile(lambda *x: hk.mhla(*x, **where), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda *x: hk.mhla(*x, **WHERE), fullgraph=True, backend="aot_eager")
     x = [t.detach().requires_grad_() for t in tensors]
     y = compiled(*x)
     found = [y, *torch.autograd.grad(y.sum(), x)]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with torch.autocast("cuda", dtype=BF16):
-        assert torch.equal(hk.mhla(*[t.float() for t in tensors[:3]], tensors[3], **where), expected[0])
+        assert torch.equal(hk.mhla(*[t.float() for t in tensors[:3]], tensors[3], **WHERE), expected[0])
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     x = [t.detach().requires_grad_() for t in tensors]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # autograd's nodes belong to the stream of their first use
-        torch.autograd.grad(hk.mhla(*x, **where).sum(), x)
+        torch.autograd.grad(hk.mhla(*x, **WHERE).sum(), x)
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph):
-        y = hk.mhla(*x, **where)
+        y = hk.mhla(*x, **WHERE)
         found = [y, *torch.autograd.grad(y.sum(), x)]
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -13,7 +13,9 @@ from ..options import BlockOptions
 
 MAPS = (None, "identity", "relu", "elu1", "softmax")
 MAX_BLOCKS = 1024
-PAIR_TOKENS, PAIR_BLOCKS, PAIR_RATE = 1024, 64, 100  # of `by_pairs`
+# of `by_pairs`. The rate is an estimate, not measured: half of what 18 N^2 D operations at 1e14 a second and 20 M D^2
+# bytes of moments at 4.2e12 a second give
+PAIR_BLOCKS, PAIR_RATE = 64, 10
 MAX_TOKENS = 2**20  # of a block: places in it are divided in float32
 
 
@@ -50,7 +52,7 @@ def by_pairs(q: Tensor, v: Tensor, o: BlockOptions, turned: bool) -> bool:
     """Whether a call goes by pairs of tokens: few of them, in blocks so small that their moments cost more."""
     n, m = o.layout.n_tokens, o.layout.n_blocks
     plain = o.order == "la" and not turned and q.dtype == torch.bfloat16 and o.moments == "bfloat16"
-    return plain and n <= PAIR_TOKENS and m <= PAIR_BLOCKS and n * n <= PAIR_RATE * m * max(q.shape[3], v.shape[3])
+    return plain and m <= PAIR_BLOCKS and n * n <= PAIR_RATE * m * max(q.shape[3], v.shape[3])
 
 
 def geometry(layout: Layout) -> tuple[int, ...]:
