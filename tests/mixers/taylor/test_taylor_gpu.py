@@ -1,8 +1,8 @@
 """Taylor attention in Triton through the public operator on a CUDA device, against float64 and the torch form.
 
 Rule of the error: relative L2 against the torch form in float64, at most twice that of the torch form in the dtype of
-the call, for the output and every gradient of tokens. The gradient of the coefficients is a sum in float32 in both
-forms, in another order: at most 1e-5. Every buffer of the Triton form starts as NaN.
+the call, for the output and every gradient. That of the coefficients is two sums in float32 a head, and each a matter
+of luck: hence many heads. Every buffer of the Triton form starts as NaN.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ pytestmark = [
 BF16, FP16 = torch.bfloat16, torch.float16
 # N, (B, H, Hk, D, Dv), normalize, inputs
 CASES = [
-    *((n, (2, 2, 2, d, d), True, {}) for d in (16, 32, 64, 72, 80, 96, 128) for n in (37, 197, 1024)),
-    *((n, (2, 2, 2, d, d), False, {}) for d in (40, 64, 72) for n in (197, 1000)),
-    *((300, (2, 2, 2, d, d), True, {"mask": True}) for d in (32, 64, 72, 128)),
-    (300, (2, 6, 2, 64, 32), True, {}),
-    (300, (2, 6, 2, 72, 128), False, {"mask": True}),
-    (256, (2, 4, 4, 64, 64), True, {"layout": "strided", "kept": BF16}),
-    (256, (2, 4, 4, 64, 64), True, {"size": 8.0, "mean": 3.0}),
+    *((n, (2, 16, 16, d, d), True, {}) for d in (16, 32, 64, 72, 80, 96, 128) for n in (37, 197, 1024)),
+    *((n, (2, 16, 16, d, d), False, {}) for d in (40, 64, 72) for n in (197, 1000)),
+    *((300, (2, 16, 16, d, d), True, {"mask": True}) for d in (32, 64, 72, 128)),
+    (300, (2, 18, 6, 64, 32), True, {}),
+    (300, (2, 18, 6, 72, 128), False, {"mask": True}),
+    (256, (2, 16, 16, 64, 64), True, {"layout": "strided", "kept": BF16}),
+    (256, (2, 16, 16, 64, 64), True, {"size": 8.0, "mean": 3.0}),
     (1, (2, 2, 2, 64, 64), True, {}),
-    (4097, (1, 2, 2, 64, 64), True, {}),
+    (4097, (1, 16, 16, 64, 64), True, {}),
 ]
 
 
@@ -47,7 +47,7 @@ def test_error_and_bits(monkeypatch, case, dtype):
         if not bool(t.any()):  # the gradients of a single query and key
             assert float(a.abs().max()) <= 1e-6, name
             continue
-        limit = 2 * relative_error(c, t) if name != "dcoefficients" else max(1e-5, torch.finfo(a.dtype).eps)
+        limit = 2 * relative_error(c.to(a.dtype), t)
         assert relative_error(a, t) <= limit, (name, relative_error(a, t), limit)
     if mask is not None:
         assert not any(bool(x[~mask].any()) for x in first[:4])

@@ -108,11 +108,12 @@ def query_grads(
         )  # fmt: skip
     total, product = tl.sum(sums[0], 1), tl.sum(sums[1], 1)
     squares, rounded = tl.sum(sums[2], 1), tl.sum(sums[3], 1)
-    if NORM:  # weights sum u to zero: what is left is the rounding of g.o
+    off = total / n  # the sum of u (NORM: weighted) is zero: what is left is the rounding of delta, the same for all keys
+    if NORM:
         off = (total + a * product + 0.5 * b * squares) * inverse / n
-        total -= n * off
-        squares -= n * off * square
-        delta += off
+    total -= n * off
+    squares -= n * off * square
+    delta += off
     acc = axpy2(acc, -rounded[:, None], as_row(mean(totals, n, PARTS, W, D, F1, F2)), F2)
     acc = times(acc, live.to(tl.float32) / n, F2)
     store_at(at_head(dq, dqs, batch, h, ALIGN), start, dqs[1] * ALIGN, inside, acc, D, F1, F2)
