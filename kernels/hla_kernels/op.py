@@ -93,7 +93,7 @@ def why_not_triton(call: AnyCall) -> str | None:
     if isinstance(call, multipole_call.MultipoleCall):
         return multipole_forms.why_not(call)
     if isinstance(call, taylor_call.TaylorCall):
-        return taylor_fused.why_not(call.q, call.k, call.v, call.q2 is not None)
+        return taylor_fused.why_not(call.q, call.k, call.v, call.q2, call.k2)
     if call.state is not None or call.return_state:
         return "calls with a state have no Triton form"
     if isinstance(call, block_call.BlockCall):

@@ -10,13 +10,15 @@ from hla_kernels.softmax.taylor.gradient import gradient
 from hla_kernels.softmax.taylor.torch_form import evaluate
 from tests.ops.fused.cases import poison
 
-NAMES = ("o", "dq", "dk", "dv", "dcoefficients")
+NAMES = ("o", "dq", "dk", "dv", "dcoefficients", "dq2", "dk2")
 
 
-def make(n, sizes, dtype, *, device="cpu", layout="packed", mask=False, mean=1.0, size=1.0, kept=torch.float32):
-    """(q, k, v, coefficients), the output's gradient and a mask or None; sizes (B, H, Hk, D, Dv). Keys and values have
-    a common mean, scores the given size; padding holds NaN. Layouts: views of a packed qkv where shapes allow, or
-    "strided": [B, H, N, D] seen as [B, N, H, D]."""
+def make(
+    n, sizes, dtype, *, device="cpu", layout="packed", mask=False, mean=1.0, size=1.0, kept=torch.float32, r=0
+):  # fmt: skip
+    """(q, k, v, coefficients, q2, k2), the output's gradient and a mask or None; sizes (B, H, Hk, D, Dv), r: R of the
+    narrow pair (0: q2 and k2 are None). Keys and values have a common mean, scores the given size; padding holds NaN.
+    Layouts: views of a packed qkv where shapes allow, or "strided": [B, H, N, D] seen as [B, N, H, D]."""
     b, h, hk, d, dv = sizes
     g = torch.Generator(device).manual_seed(n + d)
 
@@ -35,24 +37,28 @@ def make(n, sizes, dtype, *, device="cpu", layout="packed", mask=False, mean=1.0
         )
     c = (torch.rand(h, 2, generator=g, device=device) + 0.3).to(kept)
     c[0] = torch.tensor([1.0, 0.0])
+    narrow = [None, None]
+    if r:
+        narrow = [draw(b, n, h, r).to(dtype), (draw(b, n, hk, r) + mean).to(dtype)]
     grad = draw(b, n, h, dv).to(dtype)
     keep = None
     if mask:
         keep = torch.rand(b, n, generator=g, device=device) < 0.7
         keep[-1] = False  # a sequence without tokens
-        for x in (q, k, v, grad):
-            x[~keep] = float("nan")
-    return (q, k, v, c), grad, keep
+        for x in (q, k, v, grad, *narrow):
+            if x is not None:
+                x[~keep] = float("nan")
+    return (q, k, v, c, *narrow), grad, keep
 
 
 def torch_form(tensors, grad, mask, normalize, scale, dtype) -> list[Tensor]:
-    """o, dq, dk, dv, dcoefficients of the torch form in a dtype; coefficients are at least float32."""
-    q, k, v = (t.to(dtype) for t in tensors[:3])
+    """o, dq, dk, dv, dcoefficients and, with a narrow pair, dq2 and dk2 of the torch form in a dtype; coefficients are
+    at least float32."""
+    q, k, v, c, q2, k2 = (None if t is None else t.to(dtype) for t in tensors)
     c = tensors[3].to(torch.float64 if dtype == torch.float64 else torch.float32)
-    rest = (c, None, None, mask, normalize, scale)
-    dq, dk, dv, dc, *_ = gradient(grad.to(dtype), q, k, v, *rest)
-    assert dq is not None and dk is not None and dv is not None and dc is not None
-    return [evaluate(q, k, v, *rest), dq, dk, dv, dc]
+    inputs = (q, k, v, c, q2, k2, mask, normalize, scale)
+    found = [evaluate(*inputs), *gradient(grad.to(dtype), *inputs)]
+    return [x for x in found if x is not None]
 
 
 def triton_form(monkeypatch, tensors, grad, mask, normalize, scale) -> list[Tensor]:
@@ -60,6 +66,7 @@ def triton_form(monkeypatch, tensors, grad, mask, normalize, scale) -> list[Tens
     with monkeypatch.context() as patch:
         poison(patch)
         o, saved = fused.forward(*tensors, mask, normalize, scale, True)
-        outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[:3])
+        q, k, v, _, *narrow = tensors
+        outs = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, *narrow)]
         dc = fused.backward(grad, o, *tensors, mask, normalize, scale, outs, saved)
-    return [o, *outs, dc]
+    return [x for x in (o, *outs[:3], dc, *outs[3:]) if x is not None]

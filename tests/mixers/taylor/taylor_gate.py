@@ -1,6 +1,6 @@
 """Compile for sm_90a, without a GPU, what a bfloat16 call of Taylor attention launches; one JSON line per kernel.
 
-python taylor_gate.py NORMALIZE B H N D
+python taylor_gate.py NORMALIZE B H N D R    (R: of the narrow pair, or 0)
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from hla_kernels.softmax.taylor.fused import launch
 from tests.ops.fused.offline_gate import Recorder, compile_call
 
 
-def record(normalize: bool, b: int, h: int, n: int, d: int) -> list:
+def record(normalize: bool, b: int, h: int, n: int, d: int, r: int = 0) -> list:
     """(kernel, arguments, keywords) of each launch of a forward and a backward of packed tokens."""
     kernels = {name: kernel for name, kernel in vars(launch).items() if hasattr(kernel, "arg_names")}
     Recorder.calls = []
     qkv = torch.empty(b, n, 3, h, d, dtype=torch.bfloat16, device="meta")
-    rest = (torch.empty(h, 2, device="meta"), None, normalize, 0.125)
+    q2 = k2 = qkv.new_empty(b, n, h, r) if r else None
+    rest = (torch.empty(h, 2, device="meta"), q2, k2, None, normalize, 0.125)
     try:
         for name, kernel in kernels.items():
             setattr(launch, name, Recorder(kernel))
         o, saved = fused.forward(*qkv.unbind(2), *rest, True)
-        fused.backward(torch.empty_like(o), o, *qkv.unbind(2), *rest, torch.empty_like(qkv).unbind(2), saved)
+        fused.backward(torch.empty_like(o), o, *qkv.unbind(2), *rest, (*torch.empty_like(qkv).unbind(2), q2, k2), saved)
     finally:
         for name, kernel in kernels.items():
             setattr(launch, name, kernel)

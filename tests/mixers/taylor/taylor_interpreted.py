@@ -22,6 +22,9 @@ CASES = [
     (64, (1, 2, 2, 64, 64), HALF, True, {"size": 8.0, "mean": 0.0}),
     (70, (1, 1, 1, 64, 64), HALF, False, {}),
     (1, (1, 1, 1, 16, 16), FULL, True, {}),
+    (37, (2, 4, 2, 32, 16), FULL, True, {"r": 16, "mask": True}),
+    (70, (1, 2, 1, 40, 40), FULL, False, {"r": 9}),
+    (70, (1, 1, 1, 72, 72), HALF, True, {"r": 24}),
 ]
 # largest measured: float32 1e-6, float16 5e-4 (its eps is 1e-3)
 TOLERANCE = {FULL: 2e-6, HALF: 1e-3}
@@ -61,6 +64,8 @@ def test_through_the_custom_operators(monkeypatch):
     empty = ops.taylor2(*[x[:0] for x in tokens], c[0], None, None, None, True, 0.3, "triton", True)
     assert empty[0].shape == (0, 21, 2, 16)
     torch.library.opcheck(ops.taylor2_qkvpacked, (qkv, c[0], None, True, 0.3, "triton", True))
+    narrow = [x.detach()[..., 2:7].clone().requires_grad_() for x in tokens[:2]]
+    torch.library.opcheck(ops.taylor2, (*tokens, c[0], *narrow, None, True, 0.3, "triton", True))
     y, saved = ops.taylor2(*tokens, c[0], None, None, None, False, 0.3, "triton", True)
     assert not torch.equal(y, z) and bool(saved.isfinite().all())
     torch.autograd.grad(y.sum(), tokens)  # without the ratio o is not kept
@@ -69,10 +74,12 @@ def test_through_the_custom_operators(monkeypatch):
 def test_why_not():
     """What the Triton form refuses, in words."""
     q = torch.randn(1, 20, 2, 32, dtype=HALF)
-    assert fused.why_not(q, q, q, False) is None
+    assert fused.why_not(q, q, q, None, None) is None
     refused = ((q.float(), "float32"), (q[..., :8], "D = 8"), (q.mT.contiguous().mT, "not contiguous"))
     for x, reason in refused:
-        assert reason in fused.why_not(x, x, x, False)
-    assert "narrow" in fused.why_not(q, q, q, True)
+        assert reason in fused.why_not(x, x, x, None, None)
+    wide = torch.cat((q, q), 3)
+    assert "R = 64 is outside 1..D = 32" in fused.why_not(q, q, q, wide, wide)
+    assert fused.why_not(q, q, q, q[..., :5], q[..., :5]) is None
     explained = hk.explain("taylor2", q, q, q, torch.ones(2, 2))
     assert explained.impl == "torch" and "CUDA" in explained.why_not["triton"]

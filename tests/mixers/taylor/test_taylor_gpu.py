@@ -31,6 +31,10 @@ CASES = [
     (256, (2, 16, 16, 64, 64), True, {"size": 8.0, "mean": 3.0}),
     (1, (2, 2, 2, 64, 64), True, {}),
     (4097, (1, 16, 16, 64, 64), True, {}),
+    *((n, (2, 16, 16, d, d), True, {"r": 16}) for d in (32, 64, 128) for n in (197, 1024)),
+    (300, (2, 16, 16, 72, 72), True, {"r": 24, "mask": True}),
+    (300, (2, 18, 6, 64, 32), False, {"r": 9}),
+    (1, (2, 2, 2, 64, 64), True, {"r": 16}),
 ]
 
 
@@ -50,7 +54,7 @@ def test_error_and_bits(monkeypatch, case, dtype):
         limit = 2 * relative_error(c.to(a.dtype), t)
         assert relative_error(a, t) <= limit, (name, relative_error(a, t), limit)
     if mask is not None:
-        assert not any(bool(x[~mask].any()) for x in first[:4])
+        assert not any(bool(x[~mask].any()) for x in (*first[:4], *first[5:]))
 
 
 def call(tensors, **options):
@@ -62,7 +66,7 @@ def call(tensors, **options):
 
 def test_packed_compile_autocast_and_capture(monkeypatch):
     """One packed gradient, a full graph, autocast and a replay have the bits of the plain call."""
-    tensors, _, _ = make(274, (2, 4, 4, 64, 64), BF16, device="cuda")
+    (*tensors, _, _), _, _ = make(274, (2, 4, 4, 64, 64), BF16, device="cuda")
     expected = call(tensors, impl="triton")
     assert hk.explain("taylor2", *tensors).impl == "triton"
     qkv, c = torch.stack(tensors[:3], 2).requires_grad_(), tensors[3].clone().requires_grad_()
@@ -93,16 +97,18 @@ def test_packed_compile_autocast_and_capture(monkeypatch):
 
 
 def test_opcheck():
-    tensors, _, _ = make(70, (2, 2, 2, 32, 32), BF16, device="cuda")
-    x = [t.detach().requires_grad_() for t in tensors]
-    torch.library.opcheck(torch.ops.hla_kernels.taylor2, (*x, None, None, None, True, 0.2, "triton", True))
+    for r in (0, 16):
+        tensors, _, _ = make(70, (2, 2, 2, 32, 32), BF16, device="cuda", r=r)
+        x = [None if t is None else t.detach().requires_grad_() for t in tensors]
+        torch.library.opcheck(torch.ops.hla_kernels.taylor2, (*x, None, True, 0.2, "triton", True))
 
 
 def test_refusals():
-    (q, k, v, c), _, _ = make(40, (1, 2, 2, 32, 32), BF16, device="cuda")
+    (q, k, v, c, _, _), _, _ = make(40, (1, 2, 2, 32, 32), BF16, device="cuda")
     for x, options, reason in (
-        ((q.float(), k.float(), v.float()), {}, "float32"), ((q, k, v), {"narrow": (q, k)}, "narrow pair"),
-    ):  # fmt: skip
+        ((q.float(), k.float(), v.float()), {}, "float32"),
+        ((q, k, v), {"narrow": (torch.cat((q, q), 3), torch.cat((k, k), 3))}, "narrow pair"),
+    ):
         explained = hk.explain("taylor2", *x, c, **options)
         assert explained.impl == "torch" and reason in explained.why_not["triton"]
         with pytest.raises(ValueError, match=reason):

@@ -8,6 +8,7 @@ chosen in `op`, is the implementation: "torch" (`torch_form`, backward in `gradi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,44 +18,48 @@ from . import fused
 from .gradient import gradient
 from .torch_form import evaluate
 
+Narrow = tuple[Tensor | None, Tensor | None]
+Tokens = Sequence[Tensor | None]
+
 
 def _in_triton(impl: str, q: Tensor) -> bool:
     """A launch needs at least one program: an empty batch takes the torch form."""
     return impl == "triton" and q.shape[0] != 0
 
 
-def _rows(*tokens: Tensor) -> list[Tensor]:
-    """The Triton form reads whole rows; `op` has seen that they are, a compiler in between may choose other strides."""
-    return [x if x.stride(3) == 1 else x.contiguous() for x in tokens]
+def _rows(x: Any) -> Any:
+    """The Triton form reads whole rows; `op` has seen that they are, a compiler in between may choose other strides.
+    None, which is no tensor, stays."""
+    return x if x is None or x.stride(3) == 1 else x.contiguous()
 
 
-def _saved(q: Tensor, k: Tensor, v: Tensor, normalize: bool, impl: str, save: bool) -> Tensor:
+def _saved(q: Tensor, k: Tensor, v: Tensor, q2: Tensor | None, normalize: bool, impl: str, save: bool) -> Tensor:
     """An uninitialised `saved` of the size that the forward returns."""
-    length = fused.saved_floats(q, k, v, normalize) if save and impl == "triton" else 0
+    length = fused.saved_floats(q, k, v, q2, normalize) if save and impl == "triton" else 0
     return q.new_empty((length,), dtype=torch.float32)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, narrow: tuple[Tensor | None, Tensor | None],
-    mask: Tensor | None, normalize: bool, q_scale: float, impl: str, save: bool,
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, narrow: Narrow, mask: Tensor | None, normalize: bool,
+    q_scale: float, impl: str, save: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if _in_triton(impl, q):
-        q, k, v = _rows(q, k, v)
+        q, k, v, q2, k2 = (_rows(x) for x in (q, k, v, *narrow))
         with torch.cuda.device_of(q):
-            return fused.forward(q, k, v, coefficients, mask, normalize, q_scale, save)
+            return fused.forward(q, k, v, coefficients, q2, k2, mask, normalize, q_scale, save)
     with torch.autocast(q.device.type, enabled=False):
         o = evaluate(q, k, v, coefficients, *narrow, mask, normalize, q_scale)
-    return o, _saved(q, k, v, normalize, impl, False)
+    return o, _saved(q, k, v, narrow[0], normalize, impl, False)
 
 
 def _fused_gradient(
-    grad: Tensor, o: Tensor | None, saved: Tensor, tokens: tuple[Tensor, ...], outs: tuple[Tensor, ...],
-    coefficients: Tensor, mask: Tensor | None, normalize: bool, q_scale: float,
+    grad: Tensor, o: Tensor | None, saved: Tensor, tokens: Tokens, outs: Tokens, coefficients: Tensor,
+    mask: Tensor | None, normalize: bool, q_scale: float,
 ) -> Tensor:  # fmt: skip
-    q, k, v = _rows(*tokens)
-    dq, dk, dv = outs
+    """Write the gradients of the tokens q, k, v, q2 and k2 into `outs`; returns d coefficients."""
+    q, k, v, q2, k2 = (_rows(x) for x in tokens)
     with torch.cuda.device_of(q):
-        return fused.backward(grad, o, q, k, v, coefficients, mask, normalize, q_scale, (dq, dk, dv), saved)
+        return fused.backward(grad, o, q, k, v, coefficients, q2, k2, mask, normalize, q_scale, outs, saved)
 
 
 @torch.library.custom_op("hla_kernels::taylor2", mutates_args=())
@@ -68,7 +73,7 @@ def taylor2_op(
 
 @taylor2_op.register_fake
 def _(q, k, v, coefficients, q2, k2, mask, normalize, q_scale, impl="torch", save=False):
-    return q.new_empty((*q.shape[:3], v.shape[3])), _saved(q, k, v, normalize, impl, save)
+    return q.new_empty((*q.shape[:3], v.shape[3])), _saved(q, k, v, q2, normalize, impl, save)
 
 
 @torch.library.custom_op("hla_kernels::taylor2_backward", mutates_args=())
@@ -78,11 +83,13 @@ def taylor2_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dcoefficients, dq2, dk2) of `taylor2`; the last two are empty without a narrow pair."""
     if _in_triton(impl, q):
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        dc = _fused_gradient(grad, o, saved, (q, k, v), (dq, dk, dv), coefficients, mask, normalize, q_scale)
-        return dq, dk, dv, dc, q.new_empty((0,)), q.new_empty((0,))
-    with torch.autocast(q.device.type, enabled=False):
-        found = gradient(grad, q, k, v, coefficients, q2, k2, mask, normalize, q_scale)
+        tokens = (q, k, v, q2, k2)
+        outs = [None if x is None else x.new_empty(x.shape) for x in tokens]
+        dc = _fused_gradient(grad, o, saved, tokens, outs, coefficients, mask, normalize, q_scale)
+        found = [*outs[:3], dc, *outs[3:]]
+    else:
+        with torch.autocast(q.device.type, enabled=False):
+            found = gradient(grad, q, k, v, coefficients, q2, k2, mask, normalize, q_scale)
     dq, dk, dv, dc, dq2, dk2 = (q.new_empty((0,)) if x is None else x for x in found)
     return dq, dk, dv, dc, dq2, dk2
 
@@ -106,7 +113,7 @@ def taylor2_packed_op(
 @taylor2_packed_op.register_fake
 def _(qkv, coefficients, mask, normalize, q_scale, impl="torch", save=False):
     q, k, v = qkv.unbind(2)
-    return torch.empty_like(q, memory_format=torch.contiguous_format), _saved(q, k, v, normalize, impl, save)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), _saved(q, k, v, None, normalize, impl, save)
 
 
 @torch.library.custom_op("hla_kernels::taylor2_qkvpacked_backward", mutates_args=())
@@ -119,7 +126,8 @@ def taylor2_packed_backward(
     if _in_triton(impl, q):
         packed = torch.empty_like(qkv, memory_format=torch.contiguous_format)
         rest = (coefficients, mask, normalize, q_scale)
-        return packed, _fused_gradient(grad, o, saved, (q, k, v), packed.unbind(2), *rest)
+        tokens, outs = (q, k, v, None, None), (*packed.unbind(2), None, None)
+        return packed, _fused_gradient(grad, o, saved, tokens, outs, *rest)
     with torch.autocast(q.device.type, enabled=False):
         dq, dk, dv, dc, *_ = gradient(grad, q, k, v, coefficients, None, None, mask, normalize, q_scale)
     assert dq is not None and dk is not None and dv is not None and dc is not None

@@ -1,7 +1,7 @@
 """Triton form of second-order Taylor attention by tokens: the N x N weights exist a tile at a time.
 
-    forward   means of keys (and values) -> o, with q.kbar and 1 / z of each query
-    backward  dq, d c -> dk, dv
+    forward   means of keys (and values) -> o, with q.kbar and the mean of y^2 of each query
+    backward  dq, dq2, d c -> dk, dk2, dv
 
 Nothing is an exponential or a maximum, so that a tile costs a product and a few multiplications a weight; the ratio is
 sum_j (1 + w_tj) v_j / sum_j (1 + w_tj), since the first-order weights of centred keys sum to zero. Sums have one order:
@@ -9,6 +9,8 @@ the same bits every time. Reading order: tokens, output, grads, plan, launch. Tr
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,36 +21,39 @@ from .spec import buffer_sizes, why_not
 __all__ = ["backward", "forward", "saved_floats", "too_many", "why_not"]
 
 
-def saved_floats(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> int | torch.SymInt:
+def saved_floats(q: Tensor, k: Tensor, v: Tensor, q2: Tensor | None, normalize: bool) -> int | torch.SymInt:
     """Length of the float32 buffer that `forward` fills for `backward`."""
-    return sum(buffer_sizes(q, k, v, normalize, True))
+    return sum(buffer_sizes(q, k, v, q2, normalize, True))
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, mask: Tensor | None, normalize: bool, q_scale: float,
-    save: bool,
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, q2: Tensor | None, k2: Tensor | None, mask: Tensor | None,
+    normalize: bool, q_scale: float, save: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o [B, N, H, Dv] contiguous from q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], and a buffer for `backward`
-    (empty without `save`)."""
+    """o [B, N, H, Dv] contiguous from q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] and the narrow pair
+    q2 [B, N, H, R], k2 [B, N, Hk, R], if any, and a buffer for `backward` (empty without `save`)."""
     from .launch import Call, forward_call
 
     o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    call = Call(q, k, v, coefficients, mask, normalize, q_scale)
-    buffer = call.buffer(sum(buffer_sizes(q, k, v, normalize, save)))
+    call = Call(q, k, v, coefficients, q2, k2, mask, normalize, q_scale)
+    buffer = call.buffer(sum(buffer_sizes(q, k, v, q2, normalize, save)))
     forward_call(call, o, buffer, save)
     return o, buffer if save else buffer.new_empty(0)
 
 
 def backward(
-    grad: Tensor, o: Tensor | None, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, mask: Tensor | None,
-    normalize: bool, q_scale: float, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor,
+    grad: Tensor, o: Tensor | None, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, q2: Tensor | None,
+    k2: Tensor | None, mask: Tensor | None, normalize: bool, q_scale: float, outs: Sequence[Tensor | None],
+    saved: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Write dq, dk, dv into `outs` (any strides with contiguous last dimension) from o (None without the ratio)
-    and the buffer of `forward`, formed again if empty; returns d coefficients."""
+    """Write dq, dk, dv, dq2 and dk2 (the last two None without a narrow pair) into `outs` (any strides with contiguous
+    last dimension) from o (None without the ratio) and the buffer of `forward`, formed again if empty; returns
+    d coefficients."""
     from .launch import Call, backward_call
 
+    inputs = (q, k, v, coefficients, q2, k2, mask, normalize, q_scale)
     if saved.numel() == 0:
-        o, saved = forward(q, k, v, coefficients, mask, normalize, q_scale, True)
+        o, saved = forward(*inputs, True)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
     o = grad if o is None else o  # read with the ratio only
-    return backward_call(Call(q, k, v, coefficients, mask, normalize, q_scale), grad, o, outs, saved)
+    return backward_call(Call(*inputs), grad, o, outs, saved)

@@ -33,15 +33,16 @@ def read_config(w: dict[str, int]) -> dict[str, int]:
     """Of `read_out`; 64 or 128 queries (BM)."""
     if width(w) > 80:
         return {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 3}
-    narrow = {"maxnreg": 96} if width(w) <= 64 else {}
-    return {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 3, **narrow}
+    few = {"maxnreg": 96} if width(w) <= 64 and w["R"] == 0 else {}
+    return {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 3, **few}
 
 
 def query_config(w: dict[str, int]) -> dict[str, int]:
     """Of `query_grads`; 64 or 128 queries (BM)."""
     if width(w) > 80:
         return {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 3}
-    return {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 128 if width(w) <= 64 else 168}
+    few = width(w) <= 64 and w["R"] == 0
+    return {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 128 if few else 168}
 
 
 def key_config(w: dict[str, int]) -> dict[str, int]:

@@ -1,15 +1,20 @@
 """What the passes share: places of heads and tiles, and the products of token tiles that are pairs (`hla.fused.tiles`).
 
-x_ij = q_i.k_j - q_i.kbar are the centred products before the scale; a = c1 scale and b = c2 scale^2, so that the weight
-is w = a x + b x^2 / 2 and its derivative a + b x.
+x_ij = q_i.k_j - q_i.kbar are the centred products before the scale and y_ij those of the narrow pair (R > 0; without
+one, R = 0, y = x and nothing of it is computed); a = c1 scale and b = c2 scale^2, so that the weight is
+w = a x + b y^2 / 2 and its derivatives a and b y.
 """
 
 import triton
 import triton.language as tl
 
-from ....hla.fused.tiles import load_rows, load_vec, store_rows
+from ....hla.fused.loops.writes import as_row
+from ....hla.fused.tiles import axpy2, load_rows, load_vec, store_rows
 
-NO_SPECIALIZE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "N", "H", "G", "scale", "blocks", "count"]
+NO_SPECIALIZE = [
+    "qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "q2s", "k2s", "dq2s", "dk2s", "N", "H", "G", "scale", "blocks",
+    "count",
+]  # fmt: skip
 
 
 @triton.jit
@@ -85,6 +90,16 @@ def add_weighted(acc, w, x, D2: tl.constexpr):
 
 
 @triton.jit
+def weights(one, first, half, x, y, R: tl.constexpr):
+    """one + first x + half y^2."""
+    if R > 0:
+        w = one + first * x + half * (y * y)
+    else:
+        w = one + x * (first + half * x)
+    return w
+
+
+@triton.jit
 def sum_vectors(ptr, count, step, ROWS: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
     """The sum of `count` vectors of D numbers, `step` apart, as a pair; ROWS of them at a time."""
     r = tl.arange(0, ROWS)
@@ -154,3 +169,20 @@ def row_dots(x, y, D2: tl.constexpr):
     if D2 > 0:
         d += tl.sum(x[1].to(tl.float32) * y[1].to(tl.float32), 1)
     return d
+
+
+@triton.jit
+def centred(x, row, D2: tl.constexpr):
+    """A token tile less a vector, rounded once."""
+    y = axpy2((x[0].to(tl.float32), x[1].to(tl.float32)), -1.0, as_row(row), D2)
+    return y[0].to(x[0].dtype), y[1].to(x[1].dtype)
+
+
+@triton.jit
+def weighted_sum(x, w, D2: tl.constexpr):
+    """sum_i w_i x_i of a token tile, a pair of vectors."""
+    y1 = tl.sum(x[0].to(tl.float32) * w[:, None], 0)
+    y2 = y1
+    if D2 > 0:
+        y2 = tl.sum(x[1].to(tl.float32) * w[:, None], 0)
+    return y1, y2
