@@ -1,17 +1,14 @@
 """The Triton form of block mixing without a GPU: interpreted, in a process of its own, and compiled for sm_90a."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.ops.fused.children import check_compiled, check_interpreted
+
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
-SHARED_LIMIT = 232448  # bytes a block may use on an H100 / H200
 STACK_LIMIT = 16  # bytes; none of them spilt by Triton 3.6, 3.9 spills 8 in `sum_values`
 WAN, DIT = ("2", "12", "21,30,50", "7,3,5", "128"), ("32", "6", "32,32", "4,4", "64")
 # options, B, H, grid, blocks, D, tables: Wan2.1 at 480p, DiT-S/2 at 512, an odd width
@@ -27,26 +24,13 @@ COMPILED = (
 )
 
 
-def run(command, **environment):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE.parents[2], timeout=600)
-
-
 def test_interpreted():
-    """`block_interpreted.py` under TRITON_INTERPRET=1, on the CPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
-    done = run([*command, str(HERE / "block_interpreted.py")], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    check_interpreted(HERE / "block_interpreted.py")
 
 
 @pytest.mark.parametrize("case", COMPILED, ids=lambda c: "-".join(c))
 def test_no_spills(case, tmp_path):
-    command = [sys.executable, str(HERE / "block_gate.py"), *case]
-    done = run(command, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) >= 5
-    assert [k for k in kernels if k["stack"] > STACK_LIMIT or k["shared"] > SHARED_LIMIT] == []
+    check_compiled(STACK_LIMIT, 5, tmp_path, HERE / "block_gate.py", *case)
 
 
 WAN_GRIDS, FEW = ((21, 30, 50), (9, 31, 17), (21, 30, 52)), ((9, 11), (8, 13), (10, 12))

@@ -1,21 +1,13 @@
-"""The Triton forms in Triton's interpreter, on any machine; their own process, because Triton reads the switch once."""
+"""The Triton forms in Triton's interpreter, on any machine."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+from tests.ops.fused.children import check_interpreted
 
-CASES = Path(__file__).with_name("interpreted.py")
+pytest.importorskip("triton")
 
 
 def test_interpreted():
-    """`interpreted.py` under TRITON_INTERPRET=1, on the CPU."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(CASES)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=CASES.parents[3])
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    check_interpreted(Path(__file__).with_name("interpreted.py"))

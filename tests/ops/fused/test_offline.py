@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.ops.fused.children import check_compiled
+
 pytest.importorskip("triton")
 
-SHARED_LIMIT = 232448  # bytes a block may use on an H100 / H200
 STACK_LIMIT = 16  # bytes; Triton 3.6 spills nothing in the plain forms, 3.9 spills 8 in the reduce of 72 columns
 GATE = Path(__file__).with_name("offline_gate.py")
 SPILLS = pytest.mark.xfail(
@@ -43,15 +40,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_spills(case, tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, str(GATE), *map(str, case)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert kernels
-    assert [k for k in kernels if k["stack"] > STACK_LIMIT or k["shared"] > SHARED_LIMIT] == []
+    check_compiled(STACK_LIMIT, 1, tmp_path, GATE, *case)
 
 
 @pytest.mark.parametrize(("heads", "kind"), ((128, ""), (3, ""), (3, "mask"), (3, "packed")))

@@ -120,17 +120,12 @@ def query_grads(
     acc, acc2, sums = zero_rows(BM, F1, F2), zero_rows(BM, R1, R2), (zero, zero, zero, zero, zero, zero)
     kn, vn = ks[1] * ALIGN, vs[1] * ALIGN
     whole = N // BN * BN if PEEL else 0
-    if PEEL:
-        for j in range(0, whole, BN):
+    for last in tl.static_range(1 - PEEL, 2):
+        for j in range(whole if last else 0, N if last else whole, BN):
             acc, acc2, sums = add_keys(
                 acc, acc2, sums, tq, tq2, tg, shift, shift2, delta, a * inverse, b * inverse, k, k2, v, j, kn, k2n, vn,
-                keep, batch, N, keep is not None, D, F1, F2, R, R1, R2, DV, V1, V2, BN,
+                keep, batch, N, last or keep is not None, D, F1, F2, R, R1, R2, DV, V1, V2, BN,
             )  # fmt: skip
-    for j in range(whole, N, BN):
-        acc, acc2, sums = add_keys(
-            acc, acc2, sums, tq, tq2, tg, shift, shift2, delta, a * inverse, b * inverse, k, k2, v, j, kn, k2n, vn,
-            keep, batch, N, True, D, F1, F2, R, R1, R2, DV, V1, V2, BN,
-        )  # fmt: skip
     total, product = tl.sum(sums[0], 1), tl.sum(sums[1], 1)
     squares, rounded = tl.sum(sums[2], 1), tl.sum(sums[4], 1)
     off = total / n  # u (NORM: weighted) sums to zero: what is left is the rounding of delta, the same for all keys

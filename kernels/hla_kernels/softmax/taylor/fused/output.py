@@ -119,17 +119,12 @@ def read_out(
     acc, total = zero_rows(BM, V1, V2), tl.zeros([BM, 4], tl.float32)
     kn, vn = ks[1] * ALIGN, vs[1] * ALIGN
     whole = N // BN * BN if PEEL else 0
-    if PEEL:
-        for start in range(0, whole, BN):
+    for last in tl.static_range(1 - PEEL, 2):
+        for start in range(whole if last else 0, N if last else whole, BN):
             acc, total = add_keys(
                 acc, total, tq, tq2, shift, shift2, a, b, k, k2, v, start, kn, k2n, vn, keep, batch, N,
-                keep is not None, UNIT, D, F1, F2, R, R1, R2, DV, V1, V2, BN,
+                last or keep is not None, UNIT, D, F1, F2, R, R1, R2, DV, V1, V2, BN,
             )  # fmt: skip
-    for start in range(whole, N, BN):
-        acc, total = add_keys(
-            acc, total, tq, tq2, shift, shift2, a, b, k, k2, v, start, kn, k2n, vn, keep, batch, N, True, UNIT, D, F1,
-            F2, R, R1, R2, DV, V1, V2, BN,
-        )  # fmt: skip
     square = tl.sum(total, 1) / n
     if NORM:
         y = times(acc, 1.0 / (UNIT * n * (1.0 + 0.5 * b * square)), V2)
