@@ -67,11 +67,12 @@ def sum_tokens(
 
 @triton.jit
 def add_keys(
-    acc, total, tq, tq2, shift, shift2, a, b, k, k2, v, start, kn, k2n, vn, keep, batch, N, MASK: tl.constexpr,
-    UNIT: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, R: tl.constexpr, R1: tl.constexpr,
-    R2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
+    acc, sums, tq, tq2, shift, shift2, a, b, k, k2, v, start, kn, k2n, vn, keep, batch, N, MASK: tl.constexpr,
+    UNIT: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, R: tl.constexpr,
+    R1: tl.constexpr, R2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of keys to the sums of (1 + w) v and of y^2. MASK: some of its tokens may not be real."""
+    """Add a tile of keys to the sums of (1 + w) v and of y^2, with SAVE of x and y. MASK: some of its tokens may not
+    be real."""
     live = live_at(keep, batch, start, N, BN)
     tk = load_at(k, start, kn, live, D, F1, F2)
     tv = load_at(v, start, vn, live, DV, V1, V2)
@@ -84,7 +85,12 @@ def add_keys(
         if MASK:
             y = tl.where(live[None, :], y, 0.0)
     weight = weights(UNIT, a * UNIT, b * (0.5 * UNIT), x, y, R)
-    return add_weighted(acc, weight.to(tv[0].dtype), tv, V2), total + lane_sums(y * y)
+    squares, x_sum, y_sum = sums[0] + lane_sums(y * y), sums[1], sums[2]
+    if SAVE:
+        x_sum += lane_sums(x)
+        if R > 0:
+            y_sum += lane_sums(y)
+    return add_weighted(acc, weight.to(tv[0].dtype), tv, V2), (squares, x_sum, y_sum)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -95,7 +101,11 @@ def read_out(
     V1: tl.constexpr, V2: tl.constexpr, PARTS: tl.constexpr, PEEL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """o of a tile of queries. SAVE: q.kbar, the mean of y^2 and, with R, q2.k2bar of each -> rows [2 or 3, B * H,
-    padded(N)], and with NORM what rounding took from o -> rest, laid out as o."""
+    padded(N)], and with NORM what rounding took from o -> rest, laid out as o.
+
+    Tensor cores cut off what q.k has beyond float32, always towards zero: the mean of x, which is zero, tells how much
+    of it a query has for all keys alike, and goes to its q.kbar.
+    """
     bh, tile = place(blocks)
     batch = bh // H
     h = bh % H
@@ -116,16 +126,17 @@ def read_out(
         tq2 = load_at(at_head(q2, q2s, batch, h, ALIGN), first, q2s[1] * ALIGN, live, R, R1, R2)
         shift2 = rowdot(tq2, as_row(mean(totals + D, n, PARTS, W, R, R1, R2)), R2)
     a, b = factors(c, h, scale)
-    acc, total = zero_rows(BM, V1, V2), tl.zeros([BM, 4], tl.float32)
+    zero = tl.zeros([BM, 4], tl.float32)
+    acc, sums = zero_rows(BM, V1, V2), (zero, zero, zero)
     kn, vn = ks[1] * ALIGN, vs[1] * ALIGN
     whole = N // BN * BN if PEEL else 0
     for last in tl.static_range(1 - PEEL, 2):
         for start in range(whole if last else 0, N if last else whole, BN):
-            acc, total = add_keys(
-                acc, total, tq, tq2, shift, shift2, a, b, k, k2, v, start, kn, k2n, vn, keep, batch, N,
-                last or keep is not None, UNIT, D, F1, F2, R, R1, R2, DV, V1, V2, BN,
+            acc, sums = add_keys(
+                acc, sums, tq, tq2, shift, shift2, a, b, k, k2, v, start, kn, k2n, vn, keep, batch, N,
+                last or keep is not None, UNIT, SAVE, D, F1, F2, R, R1, R2, DV, V1, V2, BN,
             )  # fmt: skip
-    square = tl.sum(total, 1) / n
+    square = tl.sum(sums[0], 1) / n
     if NORM:
         y = times(acc, 1.0 / (UNIT * n * (1.0 + 0.5 * b * square)), V2)
     else:
@@ -137,9 +148,10 @@ def read_out(
     if SAVE:
         BH = tl.num_programs(0) // blocks
         at = bh.to(tl.int64) * padded(N) + i
-        tl.store(rows + at, shift, mask=i < padded(N))
+        tl.store(rows + at, shift + tl.sum(sums[1], 1) / n, mask=i < padded(N))
         tl.store(rows + BH.to(tl.int64) * padded(N) + at, square, mask=i < padded(N))
         if R > 0:
+            shift2 += tl.sum(sums[2], 1) / n
             tl.store(rows + 2 * BH.to(tl.int64) * padded(N) + at, shift2, mask=i < padded(N))
     if SAVE and NORM:
         y = rounded_off(y, o.dtype.element_ty, V2)
