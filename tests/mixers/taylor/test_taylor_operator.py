@@ -129,17 +129,20 @@ def test_packed():
         hk.taylor2_qkvpacked(x[0], c)
 
 
-def test_operations_of_the_triton_form():
-    """A forward has two products of N x N weights, a backward seven."""
+@pytest.mark.parametrize("r", [0, 8])
+def test_operations_of_the_triton_form(r):
+    """A forward has two products of N x N weights, a backward seven; a narrow pair one more and four more."""
     q = torch.empty(2, 300, 4, 32, device="meta")
+    narrow = (q[..., :r], q[..., :r]) if r else (None, None)
     c = torch.empty(4, 2, device="meta")
     ops = torch.ops.hla_kernels
     with FlopCounterMode(display=False) as counter:
-        o, saved = ops.taylor2(q, q, q, c, None, None, None, True, 0.2, "triton", True)
+        o, saved = ops.taylor2(q, q, q, c, *narrow, None, True, 0.2, "triton", True)
         forward = counter.get_total_flops()
-        ops.taylor2_backward(o, o, saved, q, q, q, c, None, None, None, True, 0.2, "triton")
-    product = 2 * 2 * 4 * 300 * 300 * 32
-    assert forward == 2 * product and counter.get_total_flops() - forward == 7 * product
+        ops.taylor2_backward(o, o, saved, q, q, q, c, *narrow, None, True, 0.2, "triton")
+    channel = 2 * 2 * 4 * 300 * 300
+    assert forward == channel * (2 * 32 + r)
+    assert counter.get_total_flops() - forward == channel * (7 * 32 + 4 * r)
 
 
 @pytest.mark.parametrize("r", [None, 3])

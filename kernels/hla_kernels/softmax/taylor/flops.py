@@ -25,9 +25,10 @@ def _forward(q: Shape, v: Shape, q2: Shape | None, impl: str) -> int:
 
 def _backward(q: Shape, v: Shape, q2: Shape | None, impl: str) -> int:
     """The torch form: the forward again, and two products for each of its products. The Triton form by tokens: scores
-    and g v' twice, and a product each for dq, dk and dv."""
+    and g v' twice, and a product each for dq, dk, dv and those of the narrow pair."""
     b, n, h, d = q
-    return 3 * _forward(q, v, q2, impl) if impl == "torch" else 2 * b * n * h * n * (4 * d + 3 * v[3])
+    r = 0 if q2 is None else q2[3]
+    return 3 * _forward(q, v, q2, impl) if impl == "torch" else 2 * b * n * h * n * (4 * (d + r) + 3 * v[3])
 
 
 def _impl(options: tuple, at: int) -> str:
