@@ -121,7 +121,7 @@ def slower_in_triton(call: AnyCall) -> str | None:
     """The reason why a Triton form that can run this call is not the fastest one, or None."""
     if isinstance(call, multipole_call.MultipoleCall):
         return multipole_forms.slower(call)
-    if isinstance(call, taylor_call.TaylorCall) and taylor_fused.too_many(call.q, call.v):
+    if isinstance(call, taylor_call.TaylorCall) and taylor_fused.too_many(call.q, call.v, call.q2):
         return f"slower: {call.q.shape[1]} tokens are faster by state, which the torch form has"
     return None
 

@@ -165,11 +165,13 @@ def test_citizen(r):
     assert meta.shape == y.shape and meta.is_meta
 
 
-def test_very_many_tokens_go_by_state():
-    """Where the Triton form can run: its time is quadratic."""
-    for n, slower in ((163_840, False), (163_841, True)):
+@pytest.mark.parametrize(("r", "most"), [(0, 163_840), (16, 15_283)])
+def test_very_many_tokens_go_by_state(r, most):
+    """Where the Triton form can run: its time is quadratic, and a narrow pair makes the state smaller."""
+    for n, slower in ((most, False), (most + 1, True)):
         q = torch.empty(1, n, 1, 64, dtype=torch.bfloat16, device="meta")
-        reason = slower_in_triton(prepare_taylor(q, q, q, torch.empty(1, 2, device="meta")))
+        narrow = (q[..., :r], q[..., :r]) if r else None
+        reason = slower_in_triton(prepare_taylor(q, q, q, torch.empty(1, 2, device="meta"), narrow=narrow))
         assert (reason is not None) == slower and (not slower or "faster by state" in reason)
 
 

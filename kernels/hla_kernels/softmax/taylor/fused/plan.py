@@ -6,10 +6,15 @@ import torch
 from torch import Tensor
 
 
-def too_many(q: Tensor, v: Tensor) -> bool:
-    """Whether so many tokens are faster by state in torch: its time is linear in N, ours quadratic. On an H200 they
-    would meet at N = 162,000 for D = 64 and 265,000 for D = 128, from forward and backward at 16,384 tokens."""
-    return q.shape[1] > 2560 * max(q.shape[3], v.shape[3])
+def too_many(q: Tensor, v: Tensor, q2: Tensor | None) -> bool:
+    """Whether so many tokens are faster by state in torch: its time is linear in N and in its features,
+    D + R (R + 1) / 2 (R = D without a narrow pair), ours quadratic in N. On an H200 they would meet at N = 162,000 for
+    D = 64 and 265,000 for D = 128, from forward and backward at 16,384 tokens; with R = 16 they met at 10,600 to 15,800
+    for D = 64 and 11,300 for D = 128 (beside other work on the same GPU)."""
+    d = q.shape[3]
+    r = d if q2 is None else q2.shape[3]
+    features = d + r * (r + 1) // 2
+    return q.shape[1] * (d + d * (d + 1) // 2) > 2560 * max(d, v.shape[3]) * features
 
 
 def width(w: dict[str, int]) -> int:
