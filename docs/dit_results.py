@@ -31,8 +31,8 @@ python tools/train_vit.py configs/features/cifar10_resnet18.yaml {DATA} run.fold
 {TRAIN}_finetune.yaml {DATA} {TENTH} model.mixer= distill.teacher= run.folder=runs/dit/control-0
 for M in la ahla; do {TRAIN}_finetune.yaml {DATA} {TENTH} model.mixer=$M run.folder=runs/dit/$M-0; done
 {RECIPE.format("convert")} out=runs/dit/multipole-0
-{RECIPE.format("taylor2")} keep_softmax=auto:4 out=runs/dit/taylor2_softmax4-0
-{RECIPE.format("taylor2")} transfer=0.2 optim.lr=6.0e-4 distill.output=4.0 out=runs/dit/taylor2-0
+{RECIPE.format("taylor2_convert")} keep_softmax=auto:4 out=runs/dit/taylor2_softmax4-0
+{RECIPE.format("taylor2_convert")} transfer=0.2 optim.lr=6.0e-4 distill.output=4.0 out=runs/dit/taylor2-0
 for X in features resnet; do
   python tools/evaluate_fid.py fid.extractor=runs/$X fid.reference=TRAIN.parquet fid.save=runs/$X.safetensors
   python tools/evaluate_fid.py fid.extractor=runs/$X fid.samples=TEST.parquet fid.reference=runs/$X.safetensors \
