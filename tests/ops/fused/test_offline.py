@@ -13,7 +13,9 @@ pytest.importorskip("triton")
 STACK_LIMIT = 16  # bytes; Triton 3.6 spills nothing in the plain forms, 3.9 spills 8 in the reduce of 72 columns
 GATE = Path(__file__).with_name("offline_gate.py")
 SPILLS = pytest.mark.xfail(
-    reason="an open fault: ratios, and sums of polynomial of width 128, spill over 16 bytes of registers", strict=False
+    reason="an open fault: the backward of a ratio spills with 4 warps, which is faster than 8 without; sums of"
+    " polynomial of width 128 spill too",
+    strict=False,
 )
 PLAIN, RATIO = "{}", '{"feature_map": "elu1", "normalize": true}'
 ELU_ANCHORED = '{"feature_map": "elu1", "center": "k", "mean_path": true}'
@@ -24,8 +26,8 @@ CASES = (
     ("hla2", PLAIN, 2, 12, 32760, 128),
     ("hla3", PLAIN, 2, 12, 32760, 128),
     ("hla3", PLAIN, 64, 16, 256, 72),
-    ("ahla", RATIO, 64, 6, 1025, 64),
-    pytest.param(("ahla", RATIO, 4, 16, 16384, 64), marks=SPILLS),
+    pytest.param(("ahla", RATIO, 64, 6, 1025, 64), marks=SPILLS),
+    ("ahla", RATIO, 4, 16, 16384, 64),
     ("hla2", ELU_ANCHORED, 2, 2, 4097, 72),
     ("ahla", ELU_ANCHORED, 64, 6, 1025, 64),
     ("polynomial", PLAIN, 256, 6, 197, 64),

@@ -3,12 +3,17 @@
     heads   one program per (batch, head), all passes in one launch          many heads, few tokens
     split   reduce -> combine -> middle -> apply, several programs a head     few heads, many tokens, wide heads
 
+Features of relu and elu1 are computed once, by the pass of the forward that sums them, and kept for the backward in the
+dtype of the tokens (not for `polynomial` and not in float32): twice the bytes of q, instead of three evaluations.
+
 Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D),
 heads, split, middle, plan (the static table), launch. Equations in `hla_kernels.hla`. Triton is imported by the first
 call of `forward` or `backward`: whether a call could run is answered without it.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -50,12 +55,30 @@ def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = 
     """Length of the float32 buffer that `forward` fills for `backward`: operators and states of the split path, the
     operators and their vectors of normalised heads. A function of sizes without a branch on B, N and H, so that they
     may be symbols."""
+    features = feature_floats(q, k) if spec.keeps(q.dtype) else 0
+    return operator_floats(q, v, spec, seqs) + features
+
+
+def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
+    """Room of operators and states in that buffer, whole 16 bytes."""
     w, (batch, n, heads) = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q)
     batch_heads = batch * heads
     kept, lay = plan.saves(spec, w, plan.planned(batch_heads), n), layout(spec, w)
     size = spec.matrix_dtype(q.dtype).itemsize
     whole = lay.vectors().floats(size) if spec.normalize else 0
-    return batch_heads * (whole + kept * (lay.floats(size) - whole))
+    return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
+
+
+def feature_floats(*tokens: Tensor) -> int | torch.SymInt:
+    """Room of the features of q and of k behind them, each whole 16 bytes."""
+    return sum(-(-math.prod(x.shape) * x.element_size() // 16) * 4 for x in tokens)
+
+
+def features_of(buffer: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """phi(q) [B, N, H, D] and phi(k) [B, N, Hk, D] at the end of that buffer, contiguous."""
+    parts = buffer[buffer.numel() - feature_floats(q, k) :].split([feature_floats(q), feature_floats(k)])
+    fq, fk = (x.view(q.dtype)[: y.numel()].view(y.shape) for x, y in zip(parts, (q, k), strict=True))
+    return fq, fk
 
 
 def forward(
@@ -75,11 +98,15 @@ def forward(
     new = torch.empty if seqs.mask is None else torch.zeros  # padded tokens are not written
     o = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     split = not plan.use_heads(spec, call.w, call.planned, call.most, save)
-    buffer = call.buffer(saved_floats(q, k, v, spec, seqs) if save or split else 0)
-    if split:
-        split_forward_call(call, o, buffer, save)
+    if save:
+        buffer = call.buffer(saved_floats(q, k, v, spec, seqs))
     else:
-        head_forward_call(call, o, buffer)
+        buffer = call.buffer(operator_floats(q, v, spec, seqs) if split else 0)
+    features = features_of(buffer, q, k) if save and spec.keeps(q.dtype) else (None, None)
+    if split:
+        split_forward_call(call, o, buffer, save, features)
+    else:
+        head_forward_call(call, o, buffer, features)
     return o, buffer if save else call.buffer(0)
 
 
@@ -95,9 +122,15 @@ def backward(
     seqs: Sequences = WHOLE,
 ) -> Tensor | None:
     """Write dq, dk, dv into `outs` (any strides with contiguous last dimension); returns d coefficients [H, 4] or
-    None. `saved`: the buffer of `forward`, or an empty one, then the moments are summed again."""
+    None. `saved`: the buffer of `forward`, or an empty one, then what it would hold is computed again."""
     from . import launch
 
+    if saved.numel() == 0 and (spec.normalize or spec.keeps(q.dtype)):
+        saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
+    if spec.keeps(q.dtype):
+        q, k = features_of(saved, q, k)
+        saved = saved[: saved.numel() - feature_floats(q, k)]
+        spec = spec.of_features()
     call = launch.Call(spec, q, k, v, coefficients, seqs)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
     full = outs
@@ -109,8 +142,6 @@ def backward(
     path = plan.backward_path(spec, call.w, call.planned, call.most)
     if path != "split":
         dc = None if coefficients is None else call.buffer(call.b, call.h, 1, 4)
-        if spec.normalize and saved.numel() == 0:
-            saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
         (launch.head_backward_call if path == "heads" else launch.two_step_backward_call)(call, grad, full, dc, saved)
     else:
         filled = saved.numel() > 0

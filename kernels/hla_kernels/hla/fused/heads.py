@@ -20,11 +20,23 @@ from .algebra import (
     weight_rows,
     weights,
 )
-from .loops import read_out, span, sum_features, sum_moments, write_grads
-from .maps import centre_columns, centre_softmax, shift_of, unshift, unshift_grad
+from .loops import longest, ratio_base, read_out, span, sum_features, sum_moments, sum_ratio, write_grads
+from .maps import (
+    centre_columns,
+    centre_softmax,
+    is_plain,
+    is_shifted,
+    kept,
+    shift_of,
+    unshift,
+    unshift_grad,
+    unshift_sums,
+)
 from .tiles import axpy2, cast4, load4, load_vec, store4, store_vec, trans4, vecmat, zeros2, zeros4
 
-NO_SPECIALIZE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "N", "H", "G", "scale", "ridge", "eps"]
+NO_SPECIALIZE = [
+    "qs", "ks", "vs", "os", "gs", "fqs", "fks", "dqs", "dks", "dvs", "N", "H", "G", "scale", "ridge", "eps",
+]  # fmt: skip
 
 
 @triton.jit
@@ -49,14 +61,15 @@ def load_coefficients(ptr, h, ORDER: tl.constexpr):
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def head_forward(
-    q, k, v, o, state, matrix, coefficients, qs, ks, vs, os, N, H, G, scale, ridge, eps, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
-    MID: tl.constexpr,
+    q, k, v, o, state, matrix, fq, fk, coefficients, qs, ks, vs, os, fqs, fks, N, H, G, scale, ridge, eps,
+    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr,
+    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
+    K: tl.constexpr, SAVE: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr,
+    PREC: tl.constexpr, MID: tl.constexpr,
 ):  # fmt: skip
-    """o = q M of one head: moments, operator, read-out. SAVE: the operator and its vectors, for `head_gradient`."""
+    """o = q M of one head: moments, operator, read-out. SAVE: the operator and its vectors, for `head_gradient`. KEEP:
+    the features fq, fk, which the read-out reads too."""
     pid = tl.program_id(0)
     b = pid // H
     h = pid % H
@@ -69,25 +82,31 @@ def head_forward(
     qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
     m1 = zeros2(F1, F2)
     a = zeros2(V1, V2)
-    SUMS: tl.constexpr = NORM or MEAN or CENTER > 0
+    SUMS: tl.constexpr = NORM or MEAN or CENTER > 0 or is_shifted(FMAP)
     dtype: tl.constexpr = q.dtype.element_ty
-    SHIFT: tl.constexpr = shift_of(FMAP, CENTER, NORM, D)
+    SHIFT: tl.constexpr = 0.0 if NORM else shift_of(FMAP, CENTER, NORM, D)
     ROW: tl.constexpr = MEAN or CENTER == 2 or SHIFT > 0
-    if FMAP == 0 and not NORM:
+    keep = (q, k, 0, 0)
+    if KEEP:
+        fq = at_head(fq, fqs, at, h, ALIGN)
+        keep = (fq, at_head(fk, fks, at, h // G, ALIGN), fqs[1] * ALIGN, fks[1] * ALIGN)
+    if FMAP == 0:
         raw, sums, _, _ = sum_moments(
             q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMS, False, True, D, F1, F2, DV, V1, V2, BN, PREC
         )
     else:
-        DIGITS: tl.constexpr = 2 if not NORM and (FMAP == 3 or FMAP == 4) and dtype != tl.float32 else 0
-        REST: tl.constexpr = 1 if NORM and ORDER == 1 and dtype != tl.float32 else DIGITS
+        SOFTMAX: tl.constexpr = (FMAP == 3 or FMAP == 4) and dtype != tl.float32
+        REST: tl.constexpr = (1 if ORDER == 1 else 0) if NORM else 2
         raw, sums, _, _, _ = sum_features(
-            q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), m1, a, eps, ORDER, True, SUMS, REST, False, NORM,
-            FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+            q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), m1, a, eps, keep, (q, 0), ORDER, True, SUMS,
+            REST if SOFTMAX else 0, False, NORM, KEEP, False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
         )  # fmt: skip
     n = N[1]
     if FMAP == 5:
-        raw = unshift(raw, sums, n, ORDER, CENTER, MEAN, D, F1, F2, V2)
+        raw = unshift(raw, sums, n, ORDER, CENTER, MEAN or NORM, D, F1, F2, V2)
     m = scale_moments(raw, sums, scale, n, ridge, ORDER, CENTER, NORM or MEAN, RIDGE, F1, F2, V2)
+    if FMAP == 5 and NORM:
+        sums = unshift_sums(sums, n, D, F1, F2)
     out, t = operator(m, c, ORDER, F2, V2, MID)
     p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
     if NORM:
@@ -103,26 +122,37 @@ def head_forward(
         store_vec(to + OFF[7], sums[2], DV, V1, V2)
         store_vec(to + OFF[8], m1, FD, F1, F2)
         store_vec(to + OFF[9], row, DV, V1, V2)
-    read_out(
-        q, o, qn, os[1] * ALIGN, 0, N, out, m1, row, eps, NORM, ROW, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BO, PREC,
-    )  # fmt: skip
+    base = row
+    if NORM:
+        base, eps = ratio_base(out, m1, row, eps, D, is_shifted(FMAP), F1, F2, V2)
+    if KEEP:
+        tl.debug_barrier()  # every thread reads what others wrote
+        read_out(
+            fq, o, keep[2], os[1] * ALIGN, 0, N, out, m1, row, base, eps, NORM, ROW, kept(FMAP), D, R1, R2, F1, F2, DV,
+            V1, V2, BO, PREC,
+        )  # fmt: skip
+    else:
+        read_out(
+            q, o, qn, os[1] * ALIGN, 0, N, out, m1, row, base, eps, NORM, ROW, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BO,
+            PREC,
+        )  # fmt: skip
 
 
 @triton.jit
 def head_gradient(
-    q, k, v, g, state, matrix, head, qn, kn, vn, gn, c, N, scale, ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr,
-    R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    PREC: tl.constexpr, MID: tl.constexpr,
+    q, k, v, g, state, matrix, ratio, head, qn, kn, vn, gn, c, N, scale, ridge, eps, ORDER: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr,
+    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, PREC: tl.constexpr, MID: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a head's backward before its tokens' gradients: M (folded), m1, vbar, weights, rows, d
-    coefficients.
+    """Everything of a head's backward before its tokens' gradients: M (folded), weights, rows, d coefficients and,
+    normalised, what goes to ratio = (pointer, room of a row).
 
     NORM: M, m1, vbar are those that the forward saved at `matrix` and `state`, so that one pass over the tokens gives
     the gradient of M and the moments; otherwise the moments give M.
     """
-    SUMS: tl.constexpr = NORM or MEAN or CENTER > 0
+    SUMS: tl.constexpr = NORM or MEAN or CENTER > 0 or is_shifted(FMAP)
     dtype: tl.constexpr = q.dtype.element_ty
     n = N[1]
     m1 = zeros2(F1, F2)
@@ -133,32 +163,41 @@ def head_gradient(
         out = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
         m1 = load_vec(state + OFF[8], FD, F1, F2)
         vbar = load_vec(state + OFF[9], DV, V1, V2)
-        REST: tl.constexpr = 0 if dtype == tl.float32 else 2 if FMAP == 3 or FMAP == 4 else 1
-        raw, sums, dm, dm1, _ = sum_features(
-            q, k, v, g, qn, kn, vn, gn, 0, N, out, m1, vbar, eps, ORDER, ORDER > 1, True, REST, True, True, FMAP, D,
-            R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
-        )  # fmt: skip
         sv = load_vec(state + OFF[7], DV, V1, V2)
-        if ORDER == 1:
-            sums = (sums[0], load_vec(state + OFF[6], FD, F1, F2), sv)
+        if is_plain(FMAP):
+            raw, dm, dm1 = sum_ratio(
+                q, k, v, g, qn, kn, vn, gn, 0, N, out, m1, vbar, eps, ratio, ORDER, ORDER > 1, FMAP, D, F1, F2, DV, V1,
+                V2, BN, PREC,
+            )  # fmt: skip
+            sums = (load_vec(state + OFF[5], FD, F1, F2), load_vec(state + OFF[6], FD, F1, F2), sv)
         else:
-            sums = (sums[0], sums[1], sv)
+            REST: tl.constexpr = 0 if dtype == tl.float32 else 2 if FMAP == 3 or FMAP == 4 else 1
+            raw, sums, dm, dm1, _ = sum_features(
+                q, k, v, g, qn, kn, vn, gn, 0, N, out, m1, vbar, eps, (q, k, 0, 0), ratio, ORDER, ORDER > 1, True,
+                REST, True, True, False, False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+            )  # fmt: skip
+            sums = (sums[0], load_vec(state + OFF[6], FD, F1, F2) if ORDER == 1 else sums[1], sv)
         a = axpy2(vbar, -1.0 / n, sv, V2)
-    elif FMAP == 0:
+    elif is_plain(FMAP):
         raw, sums, dm, sg = sum_moments(
             q, k, v, g, qn, kn, vn, gn, 0, N, ORDER, SUMS, True, False, D, F1, F2, DV, V1, V2, BN, PREC
         )
     else:
         DIGITS: tl.constexpr = 2 if (FMAP == 3 or FMAP == 4) and dtype != tl.float32 else 0
         raw, sums, dm, _, sg = sum_features(
-            q, k, v, g, qn, kn, vn, gn, 0, N, zeros4(1, 0, 1, 0), m1, vbar, eps, ORDER, True, SUMS, DIGITS, True,
-            False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+            q, k, v, g, qn, kn, vn, gn, 0, N, zeros4(1, 0, 1, 0), m1, vbar, eps, (q, k, 0, 0), ratio, ORDER, True,
+            SUMS, DIGITS, True, False, False, False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
         )  # fmt: skip
-        if FMAP == 5:
-            raw = unshift(raw, sums, n, ORDER, CENTER, MEAN, D, F1, F2, V2)
-            if CENTER < 2:
-                dm = unshift_grad(dm, sg, D, F1, F2, V2)
-    m = scale_moments(raw, sums, scale, n, ridge, ORDER, CENTER, NORM or MEAN, RIDGE, F1, F2, V2)
+    if is_shifted(FMAP) and NORM:
+        raw = unshift(raw, unshift_sums(sums, -n, D, F1, F2), n, ORDER, CENTER, True, D, F1, F2, V2)
+    elif is_shifted(FMAP):
+        raw = unshift(raw, sums, n, ORDER, CENTER, MEAN, D, F1, F2, V2)
+        if CENTER < 2:
+            dm = unshift_grad(dm, sg, D, F1, F2, V2)
+    centred = sums
+    if is_shifted(FMAP) and NORM:
+        centred = unshift_sums(sums, -n, D, F1, F2)
+    m = scale_moments(raw, centred, scale, n, ridge, ORDER, CENTER, NORM or MEAN, RIDGE, F1, F2, V2)
     p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
     row_q, row_v = zeros2(F1, F2), zeros2(V1, V2)
     if NORM:
@@ -172,15 +211,24 @@ def head_gradient(
     w, dc = weights(m, t, dm, dm1, p1, q1, c, scale, ORDER, NORM, F2, V2, MID)
     if NORM:  # v is centred as a source of dk and dq, but the ratio does not depend on its mean
         dm1 = axpy2(dm1, -1.0 / n, vecmat(sv, dm, V2, F2), F2)
-    SHIFT: tl.constexpr = 1.0 if FMAP == 5 else 0.0
+    SHIFT: tl.constexpr = 1.0 if is_shifted(FMAP) else 0.0
     rows = weight_rows(w, m, t, dm1, sums, row_q, row_v, c, scale, n, ORDER, CENTER, MEAN, NORM, SHIFT, F1, F2, V1, V2)
-    return out, m1, vbar, w, rows, dc
+    return out, w, rows, dc
+
+
+@triton.jit
+def ratio_of(ratio, head, most, NORM: tl.constexpr):
+    """(1 / den and d loss / d den of a head's tokens, the room of either) of a buffer [B * H, 2, most]."""
+    out = (most, most)
+    if NORM:
+        out = (ratio + head * 2 * most, most)
+    return out
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def head_backward(
-    q, k, v, g, state, matrix, out_rows, dq, dk, dv, coefficients, dcoefficients, qs, ks, vs, gs, dqs, dks, dvs, N, H,
-    G, scale, ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    q, k, v, g, state, matrix, ratio, out_rows, dq, dk, dv, coefficients, dcoefficients, qs, ks, vs, gs, dqs, dks, dvs,
+    N, H, G, scale, ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
     RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
     OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
@@ -190,6 +238,7 @@ def head_backward(
     pid = tl.program_id(0)
     b = pid // H
     h = pid % H
+    most = longest(N)
     at, N, scale = span(N, b, pid, scale)
     q = at_head(q, qs, at, h, ALIGN)
     k = at_head(k, ks, at, h // G, ALIGN)
@@ -197,9 +246,10 @@ def head_backward(
     g = at_head(g, gs, at, h, ALIGN)
     qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
     head = pid.to(tl.int64)
-    out, m1, vbar, w, rows, dc = head_gradient(
-        q, k, v, g, state, matrix, head, qn, kn, vn, gn, load_coefficients(coefficients, h, ORDER), N,
-        scale, ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, K, BN,
+    ratio = ratio_of(ratio, head, most, NORM)
+    out, w, rows, dc = head_gradient(
+        q, k, v, g, state, matrix, ratio, head, qn, kn, vn, gn, load_coefficients(coefficients, h, ORDER), N, scale,
+        ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, K, BN,
         STAGES, PREC, MID,
     )  # fmt: skip
     store_coefficients(dcoefficients, pid, dc, ORDER)
@@ -207,9 +257,12 @@ def head_backward(
         out_rows += head * (2 * FD + DV)
         store_vec(out_rows, rows[0], FD, F1, F2)
         store_vec(out_rows + FD, rows[1], FD, F1, F2)
+        store_vec(out_rows + 2 * FD, rows[2], DV, V1, V2)
         tl.debug_barrier()  # every thread reads what others wrote
-        rows = (out_rows, out_rows + FD, out_rows)
-        m1, vbar = state + head * K + OFF[8], state + head * K + OFF[9]
+        rows = (out_rows, out_rows + FD, out_rows + 2 * FD)
+    m1 = state
+    if NORM:
+        m1 = state + head * K + OFF[8]
     more = rows
     mt = trans4(out)
     if FMAP == 3 or FMAP == 4:
@@ -220,8 +273,8 @@ def head_backward(
     w, unit = cast_weights(w, ORDER, q.dtype.element_ty, F2, V2)
     write_grads(
         q, k, v, g, at_head(dq, dqs, at, h, ALIGN), at_head(dk, dks, at, h, ALIGN), at_head(dv, dvs, at, h, ALIGN), qn,
-        kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, mt, m1, vbar, w, unit, rows, more, eps, 0,
-        ORDER, NORM, MEAN or CENTER > 0, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, BO, PREC,
+        kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, mt, m1, ratio, w, unit, rows, more, 0, ORDER,
+        NORM, MEAN or CENTER > 0 or is_shifted(FMAP), FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, BO, PREC,
     )  # fmt: skip
 
 
@@ -237,24 +290,25 @@ def store_coefficients(ptr, head, dc, ORDER: tl.constexpr):
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def head_weights(
-    q, k, v, g, state, matrix, out_weights, out_rows, coefficients, dcoefficients, qs, ks, vs, gs, N, H, G, scale,
-    ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr,
-    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
-    K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
-    MID: tl.constexpr,
+    q, k, v, g, state, matrix, ratio, out_weights, out_rows, coefficients, dcoefficients, qs, ks, vs, gs, N, H, G,
+    scale, ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
+    OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    PREC: tl.constexpr, MID: tl.constexpr,
 ):  # fmt: skip
     """`head_backward` up to its last pass, left to `split.apply_grads`: for heads whose weights and tokens do not fit
     together."""
     pid = tl.program_id(0)
     b = pid // H
     h = pid % H
+    most = longest(N)
     at, N, scale = span(N, b, pid, scale)
     qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
     head = pid.to(tl.int64)
-    out, _, _, w, rows, dc = head_gradient(
+    out, w, rows, dc = head_gradient(
         at_head(q, qs, at, h, ALIGN), at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN),
-        at_head(g, gs, at, h, ALIGN), state, matrix, head, qn, kn, vn, gn,
+        at_head(g, gs, at, h, ALIGN), state, matrix, ratio_of(ratio, head, most, NORM), head, qn, kn, vn, gn,
         load_coefficients(coefficients, h, ORDER), N, scale, ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1,
         R2, F1, F2, DV, V1, V2, FD, OFF, K, BN, STAGES, PREC, MID,
     )  # fmt: skip
@@ -272,7 +326,7 @@ def head_weights(
         store4(to + WOFF[3], w[3], FD, F1, F2, FD, F1, F2, FD, 1)
     if ORDER >= 4:
         store4(to + WOFF[4], w[4], FD, F1, F2, FD, F1, F2, FD, 1)
-    if NORM or MEAN or CENTER > 0:
+    if NORM or MEAN or CENTER > 0 or is_shifted(FMAP):
         to = out_rows + head * (2 * FD + DV)
         store_vec(to, rows[0], FD, F1, F2)
         store_vec(to + FD, rows[1], FD, F1, F2)

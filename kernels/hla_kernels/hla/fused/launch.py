@@ -11,13 +11,15 @@ from torch import Tensor
 from ...sequences import WHOLE, Sequences
 from . import plan
 from .heads import head_backward, head_forward, head_weights
+from .loops.parts import add_parts, combine
 from .middle import middle, middle_grads_value
 from .middle_key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
 from .plan.tuning import STATE
 from .spec import ORDERS, Spec, alignment, layout, strides, widths
-from .split import add_parts, apply, apply_grads, combine, reduce_moments, reduce_readout
+from .split import apply, apply_grads, reduce_moments, reduce_readout
 
 BLOCK = 1024
+Features = tuple[Tensor | None, Tensor | None]  # phi(q) and phi(k) (less their shift) that a forward keeps, or none
 
 
 class Saved(NamedTuple):
@@ -32,12 +34,18 @@ class Saved(NamedTuple):
         lay, dtype = call.lay, call.matrix_dtype
         start = call.bh * lay.matrix_floats(dtype.itemsize)
         matrix = buffer[:start].view(dtype)[: call.bh * lay.fd * lay.dv]
-        return cls(buffer[start:].view(call.bh, lay.k), matrix.view(call.bh, lay.fd, lay.dv))
+        return cls(buffer[start : start + call.bh * lay.k].view(call.bh, lay.k), matrix.view(call.bh, lay.fd, lay.dv))
 
 
 def pad(d: int) -> int:
     """The next power of two, at least 16."""
     return max(16, 1 << (d - 1).bit_length())
+
+
+def unfused(call: Call) -> dict[str, bool]:
+    """Of kernels that compute the anchor: a fused sum is another one in each of the threads that share it, and they all
+    write it."""
+    return {"enable_fp_fusion": False} if call.spec.normalize else {}
 
 
 def staged(config: dict[str, int]) -> dict[str, int]:
@@ -53,7 +61,7 @@ class Call:
     ):
         if q.dtype == torch.float16:
             spec = spec.in_range(q.shape[3])
-        self.spec, self.q, self.k, self.v, self.coefficients = spec, q, k, v, coefficients
+        self.spec, self.q, self.k, self.v, self.coefficients, self.seqs = spec, q, k, v, coefficients, seqs
         self.b, self.most, self.h = seqs.sizes(q)
         # tokens of the longest sequence and what `loops.span` reads of the others; a float, because Triton compiles
         # anew for integers in tuples that are 1 or multiples of 16
@@ -61,12 +69,13 @@ class Call:
         self.bh, self.g = self.b * self.h, self.h // k.shape[2]
         self.planned = plan.planned(self.bh)
         self.w = widths(spec, q.shape[3], v.shape[3])
-        self.flags = spec.flags()
+        self.flags = spec.flags(q.dtype)
         self.prec = plan.precisions(spec, self.w, q.dtype)
         self.scale = spec.scale_of(self.most)
         # float16 weights are cast where they are used, in units of a power of two; those that rows are taken of there
         # after that
-        late = q.dtype == torch.float16 or spec.shifted or spec.softmax
+        self.shifted = spec.shifted(q.dtype)
+        late = q.dtype == torch.float16 or (self.shifted and not spec.normalize) or spec.softmax
         self.weights_dtype = torch.float32 if late else q.dtype
         self.matrix_dtype = spec.matrix_dtype(q.dtype)
         self.lay = layout(spec, self.w)
@@ -92,21 +101,33 @@ class Call:
         config = self.tiles("middle", plan.middle_config, self.w, max(lay.fd, lay.dv), self.planned, self.prec)
         return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": self.prec["MID"], **config}
 
+    def ratio(self) -> Tensor | None:
+        """What the backward of the normalised form keeps of every token [B * H, 2, N]."""
+        return self.buffer(self.bh, 2, self.most) if self.spec.normalize else None
+
     def buffer(self, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised tensor on the call's device."""
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
 
-def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
-    """One launch: o from q, k, v; normalised, the operators and vectors too unless `saved` is empty."""
+def feature_strides(features: Features, a: int) -> tuple:
+    """Those of both, zeros of none."""
+    return tuple((0, 0, 0) if x is None else strides(x, a) for x in features)
+
+
+def head_forward_call(call: Call, o: Tensor, saved: Tensor, features: Features) -> None:
+    """One launch: o from q, k, v; normalised, the operators and vectors too unless `saved` is empty; `features` if
+    there are any."""
     q, k, v, spec = call.q, call.k, call.v, call.spec
     call.lay = call.lay.vectors()
-    save = saved.numel() > 0
+    save = saved.numel() > 0 and spec.normalize
     to = Saved.of(saved, call) if save else Saved(None, None)
-    a = alignment(q, k, v, o)
+    kept = [x for x in features if x is not None]
+    a = alignment(q, k, v, o, *kept)
     head_forward[(call.bh,)](
-        q, k, v, o, *to, call.coefficients, strides(q, a), strides(k, a), strides(v, a), strides(o, a), call.n, call.h,
-        call.g, call.scale, spec.ridge, spec.eps, ALIGN=a, SAVE=save, MID=call.prec["MID"], **call.flags,
+        q, k, v, o, *to, *features, call.coefficients, strides(q, a), strides(k, a), strides(v, a), strides(o, a),
+        *feature_strides(features, a), call.n, call.h, call.g, call.scale, spec.ridge, spec.eps, ALIGN=a, SAVE=save,
+        KEEP=len(kept) > 0, MID=call.prec["MID"], **call.flags,
         **call.sizes(), **staged(call.tiles("head_forward", plan.head_config, "forward", spec, call.w, q.dtype)),
     )  # fmt: skip
 
@@ -121,36 +142,37 @@ def head_backward_call(
     rows = call.buffer(call.bh, 2 * call.lay.fd + call.lay.dv) if spec.normalize else None
     a = alignment(q, k, v, g, *outs)
     head_backward[(call.bh,)](
-        q, k, v, g, *of, rows, *outs, call.coefficients, dc, strides(q, a), strides(k, a), strides(v, a), strides(g, a),
-        *(strides(x, a) for x in outs), call.n, call.h, call.g, call.scale, spec.ridge, spec.eps, ALIGN=a,
-        MID=call.prec["MID"], **call.flags, **call.sizes(),
+        q, k, v, g, *of, call.ratio(), rows, *outs, call.coefficients, dc, strides(q, a), strides(k, a),
+        strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.g, call.scale, spec.ridge,
+        spec.eps, ALIGN=a, MID=call.prec["MID"], **call.flags, **call.sizes(),
         **staged(call.tiles("head_backward", plan.head_config, "backward", spec, call.w, q.dtype)),
     )  # fmt: skip
 
 
-def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
+def prepare(call: Call, buffer: Tensor, rest: bool, features: Features = (None, None)) -> Saved:
     """Moments of all tokens and the operator: reduce, combine (several parts only), middle. `rest`: for a backward."""
     saved = Saved.of(buffer, call)
     q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
     config = call.tiles("reduce_moments", plan.reduce_config, call.spec, call.w, q.dtype)
     digits = spec.digits(q.dtype, rest)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
-    a = alignment(q, k, v)
+    kept = [x for x in features if x is not None]
+    a = alignment(q, k, v, *kept)
     state, matrix = saved
     partial = state if parts == 1 else call.buffer(parts, call.bh, lay.k)
     roles = plan.reduce_roles(call.spec, call.w, q.dtype)
     reduce_moments[(call.bh * parts * roles,)](
-        q, k, v, partial, strides(q, a), strides(k, a), strides(v, a), call.n, call.h, call.g, parts, chunk, call.bh,
-        call.scale, spec.ridge, ALIGN=a, REST=digits, FINAL=parts == 1, ROLES=roles, **call.flags, **call.sizes(),
-        **staged(config),
+        q, k, v, partial, *features, strides(q, a), strides(k, a), strides(v, a), *feature_strides(features, a), call.n,
+        call.h, call.g, parts, chunk, call.bh, call.scale, spec.ridge, ALIGN=a, REST=digits, FINAL=parts == 1,
+        ROLES=roles, KEEP=len(kept) > 0, **call.flags, **call.sizes(), **staged(config), **unfused(call),
     )  # fmt: skip
     if parts > 1:
         blocks = -(-max(lay.fd * max(lay.fd, lay.dv), 2 * lay.fd + lay.dv) // BLOCK)
         combine[(call.bh * blocks,)](
-            partial, state, parts, call.bh, call.scale, call.n, spec.ridge, SUMS=call.spec.sums, FD=lay.fd,
+            partial, state, parts, call.bh, call.scale, call.n, spec.ridge, SUMS=spec.sums or call.shifted, FD=lay.fd,
             DV=lay.dv, OFF=lay.off, K=lay.k, BLOCKS=blocks, BLOCK=BLOCK,
             ONES=spec.normalize or spec.mean_path,
-            **call.pick("ORDER", "CENTER", "RIDGE"),
+            **call.pick("ORDER", "NORM", "CENTER", "FMAP", "RIDGE"),
         )  # fmt: skip
     sizes = call.middle_sizes()
     middle[(call.bh * -(-lay.fd // sizes["BR"]),)](
@@ -162,13 +184,18 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
         call.scale,
         **call.pick("ORDER", "NORM", "CENTER", "MEAN"),
         **sizes,
+        ANCHORED=parts == 1 and roles == 1,
+        **unfused(call),
     )
     return saved
 
 
-def split_forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool) -> None:
+def split_forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool, features: Features) -> None:
     """reduce -> combine -> middle -> apply; the buffer keeps the state, for a backward with `save`."""
-    saved = prepare(call, buffer, save)
+    saved = prepare(call, buffer, save, features)
+    fq, fk = features
+    if fq is not None and fk is not None:
+        call = Call(call.spec.of_features(), fq, fk, call.v, call.coefficients, call.seqs)
     q = call.q
     config = call.tiles("apply", plan.apply_config, "forward", call.spec, call.w, q.dtype)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
@@ -179,20 +206,20 @@ def split_forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool) -> Non
     )  # fmt: skip
 
 
-def readout_grad(call: Call, g: Tensor, saved: Saved) -> Tensor:
-    """dM, dm1 and sum g of every head [B * H, KG]."""
+def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> Tensor:
+    """dM, dm1 and sum g of every head [B * H, KG]; fills `ratio`."""
     q, lay = call.q, call.lay
-    config = call.tiles("reduce_readout", plan.reduce_config, call.spec, call.w, q.dtype)
+    config = call.tiles("reduce_readout", plan.readout_config, call.spec, call.w, q.dtype)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     a = alignment(q, g)
     grads = call.buffer(call.bh, lay.kg)
     partial = grads if parts == 1 else call.buffer(parts, call.bh, lay.kg)
-    sums = call.spec.mean_path or call.spec.center == "qk" or call.spec.shifted
+    sums = call.spec.mean_path or call.spec.center == "qk" or call.shifted
     reduce_readout[(call.bh * parts,)](
-        q, g, saved.state, saved.matrix, partial, strides(q, a), strides(g, a), call.n, call.h, parts, chunk, call.bh,
-        call.spec.eps, SUMS=sums, ALIGN=a, KG=lay.kg, TURNED=call.turned,
-        REST=call.spec.digits(q.dtype, True), **call.pick("ORDER", "NORM", "CENTER", "FMAP"),
-        **call.sizes(), **staged(config),
+        q, g, saved.state, saved.matrix, ratio, partial, strides(q, a), strides(g, a), call.n, call.h, parts, chunk,
+        call.bh, call.spec.eps, SUMS=sums, ALIGN=a, KG=lay.kg, TURNED=call.turned,
+        REST=call.spec.digits(q.dtype, True), **call.pick("ORDER", "NORM", "CENTER", "FMAP"), **call.sizes(),
+        **staged(config),
     )  # fmt: skip
     if parts > 1:
         blocks = -(-lay.kg // BLOCK)
@@ -209,11 +236,12 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     scalars = (call.n, call.h, call.scale)
     blocks = -(-lay.dv // sizes["BR"])
     middle_grads_value[(call.bh * blocks,)](
-        saved.state, grads, weights, rows, call.coefficients, *scalars, **call.pick("ORDER", "CENTER", "MEAN"), **common
-    )
+        saved.state, grads, weights, rows, call.coefficients, *scalars,
+        **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP"), **common,
+    )  # fmt: skip
     blocks = -(-lay.fd // sizes["BR"])
     dc = None if call.coefficients is None else call.buffer(call.b, call.h, blocks, 4)
-    common |= {"EXACT": call.prec["EXACT"], **call.pick("ORDER", "NORM", "CENTER", "MEAN")}
+    common |= {"EXACT": call.prec["EXACT"], **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP")}
     order = ORDERS[call.spec.op]
     cross = call.buffer(call.bh, lay.fd, lay.fd) if order >= 4 else None
     if order > 1 or call.spec.sums:
@@ -233,7 +261,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
         )
     if order >= 4:
         middle_grads_pair[(call.bh * blocks * 2,)](
-            saved.state, grads, weights, call.coefficients, dc, cross, *scalars, **common
+            saved.state, grads, weights, rows, call.coefficients, dc, cross, *scalars, **common
         )
     return weights, rows, dc
 
@@ -243,8 +271,9 @@ def split_backward_call(
 ) -> Tensor | None:
     """(moments again unless filled) -> reduce dM -> middle -> apply; returns parts of d coefficients."""
     saved = Saved.of(buffer, call) if filled else prepare(call, buffer, True)
-    weights, rows, dc = middle_grads(call, readout_grad(call, g, saved), saved)
-    apply_grads_call(call, g, outs, saved, weights, rows, False)
+    ratio = call.ratio()
+    weights, rows, dc = middle_grads(call, readout_grad(call, g, saved, ratio), saved)
+    apply_grads_call(call, g, outs, saved, ratio, weights, rows, False)
     return dc
 
 
@@ -253,6 +282,7 @@ def apply_grads_call(
     g: Tensor,
     outs: tuple[Tensor, Tensor, Tensor],
     saved: Saved,
+    ratio: Tensor | None,
     weights: Tensor,
     rows: Tensor,
     rows_done: bool,
@@ -263,8 +293,8 @@ def apply_grads_call(
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     a = alignment(q, k, v, g, *outs)
     apply_grads[(call.bh * parts * config["ROLES"],)](
-        q, k, v, g, *outs, saved.state, saved.matrix, weights, rows, strides(q, a), strides(k, a), strides(v, a),
-        strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.g, parts, chunk, call.spec.eps, ALIGN=a,
+        q, k, v, g, *outs, saved.state, saved.matrix, ratio, weights, rows, strides(q, a), strides(k, a),
+        strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.g, parts, chunk, ALIGN=a,
         WOFF=lay.woff, KW=lay.kw, ROWS_DONE=rows_done, **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP"),
         **call.sizes(), **config,
     )  # fmt: skip
@@ -280,15 +310,15 @@ def two_step_backward_call(
         saved = call.buffer(call.bh * lay.floats(call.matrix_dtype.itemsize))
     of = Saved.of(saved, call)
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
-    rows = call.buffer(call.bh, 2 * lay.fd + lay.dv)
+    rows, ratio = call.buffer(call.bh, 2 * lay.fd + lay.dv), call.ratio()
     a = alignment(q, k, v, g)
     head_weights[(call.bh,)](
-        q, k, v, g, *of, weights, rows, call.coefficients, dc, strides(q, a), strides(k, a), strides(v, a),
+        q, k, v, g, *of, ratio, weights, rows, call.coefficients, dc, strides(q, a), strides(k, a), strides(v, a),
         strides(g, a), call.n, call.h, call.g, call.scale, spec.ridge, spec.eps, ALIGN=a, WOFF=lay.woff, KW=lay.kw,
         MID=call.prec["MID"], **call.flags, **call.sizes(),
         **staged(call.tiles("head_weights", plan.weights_config, spec, q.dtype)),
     )  # fmt: skip
-    apply_grads_call(call, g, outs, of, weights, rows, True)
+    apply_grads_call(call, g, outs, of, ratio, weights, rows, True)
 
 
 def coefficients_grad(call: Call, parts: Tensor) -> Tensor:

@@ -2,10 +2,11 @@
 
 0 identity, 1 relu, 2 elu + 1, 3 softmax over D, 4 the softmax pair [softmax(x), softmax(-x)]: the raw tile has R1
 columns (R2 = 0) and the features are the two halves of a pair of width R1 each. 5 elu, that is elu + 1 shifted by 1:
-where features or values are centred what is common to all tokens cancels, and its rounding error would be left;
-`unshift` and one row per read-out put the 1 back where nothing is centred. 6, 7: 3 and 4 less their mean 1 / D, in
-unnormalised read-outs. Evaluated in float32, returned in the dtype of the tokens, because the features are operands of
-matrix products. Dead rows and columns give zero features: they must not reach a sum.
+elu is exact above 0 and small below, so that rounding it costs less, and what is common to all tokens does not cancel
+where features or values are centred; `unshift` and one row per read-out put the 1 back where nothing is centred. 6, 7:
+3 and 4 less their mean 1 / D, in unnormalised read-outs. 8, 9: the tokens are features of 5 and 1 already, which the
+forward kept for the backward. Evaluated in float32, returned in the dtype of the tokens, because the features are
+operands of matrix products. Dead rows and columns give zero features: they must not reach a sum.
 """
 
 import triton
@@ -45,14 +46,32 @@ def elu1(x, live, C0: tl.constexpr, CN: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def elu(x):
-    """elu(x), 0 at 0."""
-    return tl.where(x > 0, x, tl.exp2(tl.minimum(x, 0.0) * 1.4426950408889634) - 1.0)
+    """elu(x), 0 at 0: exp(x) - 1 is at least x."""
+    return tl.maximum(x, tl.minimum(tl.exp2(x * 1.4426950408889634), 1.0) - 1.0)
+
+
+@triton.constexpr_function
+def is_plain(FMAP):
+    """Whether tokens are used as they are."""
+    return FMAP in (0, 8, 9)
+
+
+@triton.constexpr_function
+def is_shifted(FMAP):
+    """Whether the kernels compute with phi - 1."""
+    return FMAP in (5, 8)
+
+
+@triton.constexpr_function
+def kept(FMAP):
+    """The map of the features that a pass with this one wrote."""
+    return {1: 9, 5: 8}[FMAP]
 
 
 @triton.constexpr_function
 def shift_of(FMAP, CENTER, NORM, D):
     """What features are more than those of `read_out` and of the sums that its row is made of."""
-    if FMAP == 5:
+    if FMAP in (5, 8):
         return 0.0 if CENTER == 2 else 1.0
     return 1.0 / D if FMAP in (3, 4) and not NORM else 0.0
 
@@ -69,19 +88,19 @@ def ones2(D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def unshift(
-    m, sums, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
+    m, sums, n, ORDER: tl.constexpr, CENTER: tl.constexpr, ONES: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
     """(P, S, C, R, W) of phi = f + 1 from those of f over n tokens, where they are not centred: Sum (f + 1)(g + 1)' =
-    Sum f g' + 1 Sum g' + (Sum f + n 1) 1'. A centred moment is the same of both."""
+    Sum f g' + 1 Sum g' + (Sum f + n 1) 1'. A centred moment (ONES: v is) is the same of both."""
     mp, ms, mc, mr, mw = m
     sq, sk, sv = sums
     one = ones2(D, F1, F2)
     q = axpy2(sq, n, one, F2)
     k = axpy2(sk, n, one, F2)
-    if CENTER == 0 and not MEAN and ORDER != 2 and ORDER != 6:
+    if CENTER == 0 and not ONES and ORDER != 2 and ORDER != 6:
         mp = rank1(mp, one, sv, F2, V2)
-    if CENTER <= 1 and not MEAN and (ORDER == 2 or ORDER >= 5):
+    if CENTER <= 1 and not ONES and (ORDER == 2 or ORDER >= 5):
         mc = rank1(mc, one, sv, F2, V2)
     if CENTER == 0 and (ORDER == 2 or ORDER == 4 or ORDER == 5):
         ms = rank1(rank1(ms, one, sk, F2, F2), k, one, F2, F2)
@@ -90,6 +109,13 @@ def unshift(
     if CENTER <= 1 and (ORDER == 4 or ORDER == 5):
         mw = rank1(rank1(mw, one, sq, F2, F2), q, one, F2, F2)
     return mp, ms, mc, mr, mw
+
+
+@triton.jit
+def unshift_sums(sums, n, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
+    """(sum q, sum k, sum v) of phi = f + 1 from those of f over n tokens."""
+    one = ones2(D, F1, F2)
+    return axpy2(sums[0], n, one, F2), axpy2(sums[1], n, one, F2), sums[2]
 
 
 @triton.jit
@@ -136,7 +162,7 @@ def phi(x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.c
     """Features of a raw pair in the dtype of the tokens."""
     y1 = x[0]
     y2 = x[1]
-    if FMAP > 0:
+    if not is_plain(FMAP):
         f1, f2 = phi32(x, live, FMAP, D, R1, R2)
         y1 = f1.to(x[0].dtype)
         y2 = y1
@@ -167,7 +193,7 @@ def phi_grad(f, g, FMAP: tl.constexpr, R2: tl.constexpr):
     f2 = f[1].to(tl.float32)
     g1 = g[0]
     g2 = g[1]
-    if FMAP == 1:
+    if FMAP == 1 or FMAP == 9:
         g1 = tl.where(f1 > 0, g1, 0.0)
         if R2 > 0:
             g2 = tl.where(f2 > 0, g2, 0.0)
@@ -175,7 +201,7 @@ def phi_grad(f, g, FMAP: tl.constexpr, R2: tl.constexpr):
         g1 = g1 * tl.minimum(f1, 1.0)
         if R2 > 0:
             g2 = g2 * tl.minimum(f2, 1.0)
-    elif FMAP == 5:
+    elif FMAP == 5 or FMAP == 8:
         g1 = g1 * tl.minimum(f1 + 1.0, 1.0)
         if R2 > 0:
             g2 = g2 * tl.minimum(f2 + 1.0, 1.0)

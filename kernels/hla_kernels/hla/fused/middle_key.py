@@ -5,9 +5,21 @@ import triton
 import triton.language as tl
 
 from .heads import load_coefficients
-from .loops import means
-from .middle import dot_rows, load_symmetric, mul2, plus_rank1, put_rows, rows_of, state_anchor, times, times_exact, vec
-from .tiles import axpy2, load4, load_vec, rank1, rowdot, rowmul, vecmat, zeros2
+from .loops import as_row, means
+from .maps import is_shifted, ones2
+from .middle import (
+    dot_rows,
+    load_symmetric,
+    mul2,
+    plus_rank1,
+    put_rows,
+    row_sums,
+    rows_of,
+    times,
+    times_exact,
+    vec,
+)
+from .tiles import axpy2, load4, load_vec, rank1, rowdot, rowmul, store_vec, vecmat, zeros2
 
 
 @triton.jit
@@ -23,13 +35,26 @@ def ones_grads(
     q1 = d1
     q1i = d1i
     if NORM:
-        a = state_anchor(s, scale, ORDER, OFF, FD, F1, F2, DV, V1, V2)
-        d1 = axpy2(load_vec(g + DV * FD, FD, F1, F2), -1.0, vecmat(a, dmt, V2, F2), F2)
-        d1i = vec(g + DV * FD, r, BR, FD) - dot_rows(x, a, V2)
+        d1 = load_vec(g + DV * FD, FD, F1, F2)
+        d1i = vec(g + DV * FD, r, BR, FD)
         p1i = scale * vec(s + OFF[6], r, BR, FD)
         q1 = mul2(load_vec(s + OFF[5], FD, F1, F2), scale, F2)
         q1i = scale * vec(s + OFF[5], r, BR, FD)
     return d1, d1i, p1i, q1, q1i
+
+
+@triton.jit
+def dot_columns(ptr, x, r, BR: tl.constexpr, A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr):
+    """Elements r..r+BR of x'm for a contiguous [A, A] matrix m, read along its rows."""
+    j = r + tl.arange(0, BR)
+    i = tl.arange(0, A1)
+    m1 = tl.load(ptr + i[:, None] * A + j[None, :], mask=(i < A)[:, None] & (j < A)[None, :], other=0.0)
+    out = tl.sum(m1 * x[0][:, None], 0)
+    if A2 > 0:
+        i2 = A1 + tl.arange(0, A2)
+        m2 = tl.load(ptr + i2[:, None] * A + j[None, :], mask=(i2 < A)[:, None] & (j < A)[None, :], other=0.0)
+        out += tl.sum(m2 * x[1][:, None], 0)
+    return out
 
 
 @triton.jit
@@ -49,7 +74,7 @@ def token_rows(
         if CENTER == 0 and (ORDER == 1 or ORDER == 5):
             row_k += scale * c[0] * d1i
         if CENTER == 0 and (ORDER == 3 or ORDER == 5):
-            row_k += scale * c[2] * dot_rows(rows_of(s + OFF[3], r, BR, FD, FD, F1, F2, 1, FD), d1, F2)
+            row_k += scale * c[2] * dot_columns(s + OFF[3], d1, r, BR, FD, F1, F2)
         if CENTER == 0 and ORDER >= 4:
             sd = vecmat(d1, load_symmetric(s + OFF[1], FD, F1, F2), F2, F2)
             row_k += scale * c[3] * dot_rows(rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1), sd, F2)
@@ -109,10 +134,10 @@ def query_moment_grad(
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle_grads_key(
     state, grads, weights, rows, coefficients, dcoefficients, matrix, cross, N, H, scale, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr,
-    KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, EXACT: tl.constexpr,
-    TURNED: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, FD: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr,
+    K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
+    EXACT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows over F: WR', WS of hla2, the rows of dq and dk, and Z' = P dM' (cross [B * H, F, F], float32) where
     `middle_grads_pair` follows. EXACT: the precision of the products that d coefficients sum."""
@@ -128,11 +153,16 @@ def middle_grads_key(
         g, s, x, dmt, r, n, scale, ORDER, NORM, CENTER, MEAN, OFF, FD, F1, F2, DV, V1, V2, BR
     )
     w = weights + head * KW
+    SHIFTED: tl.constexpr = NORM and is_shifted(FMAP)  # the others' rows are added by `apply_grads`
+    shift_q = tl.zeros([BR], tl.float32)
+    shift_k = shift_q
+    columns = zeros2(F1, F2)
     if ORDER == 2:
         _, ds = query_moment_grad(
             s, g, x, dmt, d1, d1i, q1, q1i, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, MID, TURNED
         )
         put_rows(w + WOFF[1], r, BR, FD, FD, F1, F2, mul2(ds, scale, F2))
+        shift_k = scale * row_sums(ds, F2)
     if ORDER >= 3:
         pi = rows_of(s + OFF[0], r, BR, FD, DV, V1, V2, DV, 1)
         zt = times_readout(s + OFF[0], s, g, r, pi, dmt, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, EXACT, TURNED)
@@ -141,6 +171,15 @@ def middle_grads_key(
             put_rows(cross + head * FD * FD, r, BR, FD, FD, F1, F2, zt)
         if ORDER == 3 or ORDER == 5:
             put_rows(w + WOFF[3], r, BR, FD, FD, F1, F2, mul2(zt, scale * c[2], F2))
+        if SHIFTED and (ORDER == 3 or ORDER == 5):
+            shift_q = scale * c[2] * row_sums(zt, F2)
+            if BLOCKS == 1:
+                columns = (scale * c[2] * tl.sum(zt[0], 0), scale * c[2] * tl.sum(zt[1], 0))
+            else:
+                one = ones2(FD, F1, F2)
+                ones_p = vecmat(one, load4(s + OFF[0], FD, F1, F2, DV, V1, V2, DV, 1), F2, V2)
+                p1 = scale * tl.sum(rowdot(as_row(load_vec(s + OFF[6], FD, F1, F2)), as_row(one), F2))
+                shift_k = scale * c[2] * (dot_rows(x, ones_p, V2) + p1 * d1i)
         if ORDER == 5:
             p = dcoefficients + (head * BLOCKS + tl.program_id(0) % BLOCKS) * 4
             tl.store(p, tl.sum(rowdot(pi, x, V2)) + tl.sum(p1i * d1i))
@@ -149,25 +188,37 @@ def middle_grads_key(
     if CENTER == 2:
         mi = rows_of(matrix + head * FD * DV, r, BR, FD, DV, V1, V2, DV, 1)
     if NORM:  # v is centred as a source of dk and dq, but the ratio does not depend on its mean
-        mean = load_vec(s + OFF[7], DV, V1, V2)
-        d1 = axpy2(d1, -1.0 / n, vecmat(mean, dmt, V2, F2), F2)
-        d1i -= dot_rows(x, mean, V2) / n
+        d1 = load_vec(g + DV * FD + FD, FD, F1, F2)
+        d1i = vec(g + DV * FD + FD, r, BR, FD)
     row_q, row_k = token_rows(
         s, g, mi, d1, d1i, r, n, scale, c, NORM, CENTER, MEAN, ORDER, OFF, FD, F1, F2, DV, V1, V2, BR
     )
+    if SHIFTED:
+        row_q += shift_q
+        row_k += shift_k
     i = r + tl.arange(0, BR)
     o = rows + head * (2 * FD + DV)
     tl.store(o + i, row_q, mask=i < FD)
     tl.store(o + FD + i, row_k, mask=i < FD)
+    if SHIFTED and BLOCKS == 1 and (ORDER == 3 or ORDER == 5):
+        tl.debug_barrier()  # every thread reads what others wrote
+        store_vec(o + FD, axpy2(load_vec(o + FD, FD, F1, F2), 1.0, columns, F2), FD, F1, F2)
+
+
+@triton.jit
+def add_row(row, r, x, c, BR: tl.constexpr, FD: tl.constexpr, F2: tl.constexpr):
+    """row[r : r + BR] += c times the row sums of x."""
+    i = r + tl.arange(0, BR)
+    tl.store(row + i, tl.load(row + i, mask=i < FD) + c * row_sums(x, F2), mask=i < FD)
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle_grads_pair(
-    state, grads, weights, coefficients, dcoefficients, cross, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
-    KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, EXACT: tl.constexpr,
-    TURNED: tl.constexpr,
+    state, grads, weights, rows, coefficients, dcoefficients, cross, N, H, scale, ORDER: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, FD: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr,
+    K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
+    EXACT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows over F of WS and WW for M = S W P, by two programs: s (W Z' + Z W) and s (Z' S + S Z), Z' = P dM' in
     `cross`.
@@ -182,6 +233,8 @@ def middle_grads_pair(
     s = state + head * K
     w = weights + head * KW
     z = cross + head * FD * FD
+    rows += head * (2 * FD + DV)
+    SHIFTED: tl.constexpr = NORM and is_shifted(FMAP)
     c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     if tl.program_id(0) % 2 == 0:
         if EXACT == "blocks":
@@ -195,6 +248,8 @@ def middle_grads_pair(
         si = rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1)
         dw = rowmul(dw, si, load4(z, FD, F1, F2, FD, F1, F2, 1, FD), F2, F2, MID)
         put_rows(w + WOFF[4], r, BR, FD, FD, F1, F2, mul2(dw, scale * c[3], F2))
+        if SHIFTED:
+            add_row(rows, r, dw, scale * c[3], BR, FD, F2)
     else:
         wi = rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1)
         ds = times(wi, load4(z, FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
@@ -213,6 +268,8 @@ def middle_grads_pair(
             tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 1, tl.sum(e))
             ds = axpy2(ds, c[1], y, F2)
         put_rows(w + WOFF[1], r, BR, FD, FD, F1, F2, mul2(ds, scale, F2))
+        if SHIFTED:
+            add_row(rows + FD, r, ds, scale, BR, FD, F2)
 
 
 @triton.jit(do_not_specialize=["B", "H", "BLOCKS"])

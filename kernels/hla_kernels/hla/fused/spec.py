@@ -11,6 +11,7 @@ from torch import Tensor
 
 ORDERS = {"linear_attention": 1, "hla2": 2, "ahla": 3, "hla3": 4, "polynomial": 5}
 FEATURE_MAPS = {None: 0, "identity": 0, "relu": 1, "elu1": 2, "softmax": 3, "softmax_pair": 4}
+KEPT_MAPS = {"kept_elu1": 8, "kept_relu": 9}  # the tokens are features already: `Spec.of_features`
 CENTERS = {None: 0, "k": 1, "qk": 2}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_D, MAX_D = 16, 128
@@ -31,7 +32,7 @@ class Spec(NamedTuple):
     eps: float = 1e-6
     q_scale: float = 1.0
 
-    def flags(self) -> dict[str, int]:
+    def flags(self, dtype: torch.dtype) -> dict[str, int]:
         """The constexpr flags every kernel takes."""
         return {
             "ORDER": ORDERS[self.op],
@@ -39,13 +40,27 @@ class Spec(NamedTuple):
             "CENTER": CENTERS[self.center],
             "MEAN": self.mean_path,
             "RIDGE": self.ridge != 0.0,
-            "FMAP": 5 if self.shifted else FEATURE_MAPS[self.feature_map],
+            "FMAP": 5 if self.shifted(dtype) and not self.kept else (FEATURE_MAPS | KEPT_MAPS)[self.feature_map],
         }
 
+    def keeps(self, dtype: torch.dtype) -> bool:
+        """Whether a forward keeps the features of q and k for the backward, which then transforms nothing: of maps
+        whose derivative is a function of the rounded feature, of elu + 1 less 1."""
+        return self.feature_map in ("relu", "elu1") and self.op != "polynomial" and dtype != torch.float32
+
     @property
-    def shifted(self) -> bool:
-        """Whether the kernels compute with phi - 1: `maps`, map 5."""
-        return self.feature_map == "elu1" and (self.mean_path or self.center is not None)
+    def kept(self) -> bool:
+        """Whether q and k are features that a forward kept."""
+        return self.feature_map in KEPT_MAPS
+
+    def of_features(self) -> Spec:
+        """The same operator of features that were kept."""
+        return self._replace(feature_map=f"kept_{self.feature_map}")
+
+    def shifted(self, dtype: torch.dtype) -> bool:
+        """Whether the kernels compute with phi - 1: `maps`, maps 5 and 8."""
+        centred = self.feature_map == "elu1" and (self.mean_path or self.center is not None)
+        return centred or self.feature_map == "kept_elu1" or (self.feature_map == "elu1" and self.keeps(dtype))
 
     @property
     def softmax(self) -> bool:
@@ -77,7 +92,8 @@ class Spec(NamedTuple):
             return 0 if plain else 3
         if self.softmax and (backward or not self.normalize):
             return 2
-        return int(self.normalize and (backward or self.op == "linear_attention"))
+        rounded = self.normalize and not (self.kept or self.keeps(dtype) or self.feature_map == "identity")
+        return int(rounded and (backward or self.op == "linear_attention"))
 
     @property
     def sums(self) -> bool:
@@ -123,8 +139,8 @@ class Layout(NamedTuple):
 
     @property
     def kg(self) -> int:
-        """Length of a head's dM', dm1, sum g."""
-        return self.fd * self.dv + self.fd + self.dv
+        """Length of a head's dM' and sum g behind room for F, or dM' and, of a ratio, its two gradients of m1."""
+        return self.fd * self.dv + self.fd + max(self.fd, self.dv)
 
     def vectors(self) -> Layout:
         """The state without its moments."""
@@ -146,7 +162,8 @@ def layout(spec: Spec, w: dict[str, int]) -> Layout:
     fd = w["F1"] + w["F2"] if spec.feature_map == "softmax_pair" else w["D"]
     ff, fv = fd * fd, fd * dv
     # int: torch 2.11 cannot multiply a symbol by a bool
-    sums, ones = int(spec.sums), int(spec.normalize)
+    sums = int(spec.sums or spec.feature_map in ("elu1", "kept_elu1"))  # of a shift too
+    ones = int(spec.normalize)
     sizes = (
         fv * int(order != 2), ff * int(order == 2 or order >= 4), fv * int(order in (2, 5)), ff * int(order in (3, 5)),
         ff * int(order >= 4), fd * sums, fd * sums, dv * sums, fd * ones, dv * int(spec.normalize),

@@ -9,15 +9,35 @@ Every program writes its own partial sums, which `combine` adds in a fixed order
 import triton
 import triton.language as tl
 
-from .algebra import cast_weights, centre_rows, scale_moments, source
-from .heads import at_head
-from .loops import means, read_out, span, sum_features, sum_gradient, sum_moments, upto, write_grads
-from .maps import centre_columns, centre_softmax, shift_of, unshift, unshift_grad
+from .algebra import anchor, cast_weights, centre_rows, ones_moments, scale_moments, source
+from .heads import at_head, ratio_of
+from .loops import (
+    longest,
+    ratio_base,
+    read_out,
+    span,
+    sum_features,
+    sum_gradient,
+    sum_moments,
+    sum_ratio,
+    upto,
+    write_grads,
+)
+from .maps import (
+    centre_columns,
+    centre_softmax,
+    is_plain,
+    is_shifted,
+    shift_of,
+    unshift,
+    unshift_grad,
+    unshift_sums,
+)
 from .tiles import axpy2, cast4, load4, load_vec, store4, store_vec, trans4, vecmat, zeros2, zeros4
 
 NO_SPECIALIZE = [
-    "qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "N", "H", "G", "PARTS", "chunk", "heads", "scale", "ridge",
-    "eps", "n",
+    "qs", "ks", "vs", "os", "gs", "fqs", "fks", "dqs", "dks", "dvs", "N", "H", "G", "PARTS", "chunk", "heads", "scale",
+    "ridge", "eps",
 ]  # fmt: skip
 
 
@@ -52,16 +72,17 @@ def store_state(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def reduce_moments(
-    q, k, v, state, qs, ks, vs, N, H, G, PARTS, chunk, heads, scale, ridge, ORDER: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, PREC: tl.constexpr, REST: tl.constexpr, FINAL: tl.constexpr, ROLES: tl.constexpr,
+    q, k, v, state, fq, fk, qs, ks, vs, fqs, fks, N, H, G, PARTS, chunk, heads, scale, ridge, ORDER: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, KEEP: tl.constexpr, RIDGE: tl.constexpr,
+    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
+    K: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr, REST: tl.constexpr,
+    FINAL: tl.constexpr, ROLES: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of one part of one head, state [PARTS, B * H, K]; FINAL (one part): scaled and centred at once.
 
     REST: sums of features to twice their digits, which gradients of the normalised form need. ROLES = 2 (polynomial):
-    neighbouring programs sum P, S, W and C, R of the same tokens.
+    neighbouring programs sum P, S, W and C, R of the same tokens. KEEP: the features go to fq, fk.
     """
     pid = tl.program_id(0) // ROLES
     b = pid // (H * PARTS)
@@ -76,108 +97,57 @@ def reduce_moments(
     hi = upto(lo + chunk, N)
     n = N[1]
     tn = (qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN)
-    SUMS: tl.constexpr = NORM or MEAN or CENTER > 0
+    SUMS: tl.constexpr = NORM or MEAN or CENTER > 0 or is_shifted(FMAP)
+    keep = (q, k, 0, 0)
+    if KEEP:
+        keep = (at_head(fq, fqs, at, h, ALIGN), at_head(fk, fks, at, h // G, ALIGN), fqs[1] * ALIGN, fks[1] * ALIGN)
     if ROLES == 1:
         part_moments(
-            q, k, v, tn, out, lo, hi, n, scale, ridge, ORDER, SUMS, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1, R2, F1, F2,
-            DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
+            q, k, v, tn, out, keep, lo, hi, n, scale, ridge, ORDER, SUMS, NORM, CENTER, MEAN, KEEP, RIDGE, FMAP, D, R1,
+            R2, F1, F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
         )  # fmt: skip
     elif tl.program_id(0) % 2 == 0:
         part_moments(
-            q, k, v, tn, out, lo, hi, n, scale, ridge, 4, 2 if SUMS else 0, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1, R2,
-            F1, F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
+            q, k, v, tn, out, keep, lo, hi, n, scale, ridge, 4, 2 if SUMS else 0, NORM, CENTER, MEAN, False, RIDGE,
+            FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
         )  # fmt: skip
     else:
         part_moments(
-            q, k, v, tn, out, lo, hi, n, scale, ridge, 6, SUMS and (FINAL or FMAP == 5), NORM, CENTER, MEAN, RIDGE,
-            FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
+            q, k, v, tn, out, keep, lo, hi, n, scale, ridge, 6, SUMS and (FINAL or FMAP == 5), NORM, CENTER, MEAN,
+            False, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
         )  # fmt: skip
 
 
 @triton.jit
 def part_moments(
-    q, k, v, tn, out, lo, hi, n, scale, ridge, ORDER: tl.constexpr, SUMS: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr,
-    R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
-    REST: tl.constexpr, FINAL: tl.constexpr,
+    q, k, v, tn, out, keep, lo, hi, n, scale, ridge, ORDER: tl.constexpr, SUMS: tl.constexpr, NORM: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, KEEP: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr,
+    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    PREC: tl.constexpr, REST: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     """Sum the moments of one order over tokens lo..hi and write them."""
-    if FMAP == 0 and not NORM and REST == 0:
+    if FMAP == 0 and REST == 0:
         m, sums, _, _ = sum_moments(
             q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, SUMS, False, False, D, F1, F2, DV, V1, V2, BN, PREC
         )
     else:
         m, sums, _, _, _ = sum_features(
             q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, zeros4(1, 0, 1, 0), zeros2(F1, F2), zeros2(V1, V2), 0.0,
-            ORDER, True, SUMS, REST, False, NORM, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+            keep, (q, 0), ORDER, True, SUMS, REST, False, NORM, KEEP, True, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN,
+            PREC, STAGES,
         )  # fmt: skip
     if FMAP == 5:  # what the number of tokens adds, the first part adds for all
-        m = unshift(m, sums, tl.where(lo == 0, n, 0.0), ORDER, CENTER, MEAN, D, F1, F2, V2)
+        m = unshift(m, sums, tl.where(lo == 0, n, 0.0), ORDER, CENTER, MEAN or NORM, D, F1, F2, V2)
     if FINAL:
         m = scale_moments(m, sums, scale, n, ridge, ORDER, CENTER, NORM or MEAN, RIDGE, F1, F2, V2)
+    if FINAL and NORM and FMAP == 5:
+        sums = unshift_sums(sums, n, D, F1, F2)
     store_state(out, m, sums, ORDER, SUMS and ORDER != 6, OFF, FD, F1, F2, DV, V1, V2)
-
-
-@triton.jit
-def combine_section(
-    parts, out, step, PARTS, block, scale, n, ridge, START: tl.constexpr, LEN: tl.constexpr, COLS: tl.constexpr,
-    OA: tl.constexpr, OB: tl.constexpr, CENTRED: tl.constexpr, RIDGE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """out[e] = scale (sum over parts - sum a[i] sum b[j] / n) + ridge [i = j] for BLOCK elements e = i COLS + j of a
-    section."""
-    e = block * BLOCK + tl.arange(0, BLOCK)
-    live = e < LEN
-    total = tl.zeros([BLOCK], tl.float32)
-    a = tl.zeros([BLOCK], tl.float32)
-    b = tl.zeros([BLOCK], tl.float32)
-    for part in range(PARTS):
-        p = parts + (tl.full([], 0, tl.int64) + part) * step
-        total += tl.load(p + START + e, mask=live, other=0.0)
-        if CENTRED:
-            a += tl.load(p + OA + e // COLS, mask=live, other=0.0)
-            b += tl.load(p + OB + e % COLS, mask=live, other=0.0)
-    if CENTRED:
-        total -= a * b / n
-    total *= scale
-    if RIDGE:
-        total += tl.where(e // COLS == e % COLS, ridge, 0.0)
-    tl.store(out + START + e, total, mask=live)
-
-
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def combine(
-    parts, state, PARTS, heads, scale, n, ridge, ORDER: tl.constexpr, ONES: tl.constexpr, CENTER: tl.constexpr,
-    RIDGE: tl.constexpr, SUMS: tl.constexpr, FD: tl.constexpr, DV: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add the parts [PARTS, B * H, K] of `reduce_moments` in order; scale, centre and ridge the moments."""
-    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    block = tl.program_id(0) % BLOCKS
-    n, scale = means(n, head, scale)
-    p = parts + head * K
-    o = state + head * K
-    step = heads.to(tl.int64) * K
-    FF: tl.constexpr = FD * FD
-    FV: tl.constexpr = FD * DV
-    KEY: tl.constexpr = CENTER >= 1
-    BOTH: tl.constexpr = CENTER == 2
-    if ORDER != 2:
-        combine_section(
-            p, o, step, PARTS, block, scale, n, ridge, OFF[0], FV, DV, OFF[6], OFF[7], KEY or ONES, False, BLOCK
-        )
-    if ORDER == 2 or ORDER >= 4:
-        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[1], FF, FD, OFF[6], OFF[6], KEY, RIDGE, BLOCK)
-    if ORDER == 2 or ORDER == 5:
-        combine_section(
-            p, o, step, PARTS, block, scale, n, ridge, OFF[2], FV, DV, OFF[5], OFF[7], BOTH or ONES, False, BLOCK
-        )
-    if ORDER == 3 or ORDER == 5:
-        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[3], FF, FD, OFF[6], OFF[5], KEY, RIDGE, BLOCK)
-    if ORDER >= 4:
-        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[4], FF, FD, OFF[5], OFF[5], BOTH, False, BLOCK)
-    if SUMS:
-        combine_section(p, o, step, PARTS, block, 1.0, n, ridge, OFF[5], 2 * FD + DV, 1, 0, 0, False, False, BLOCK)
+    if FINAL and NORM and ORDER < 5:
+        p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
+        row = axpy2(anchor(m, p1, q1, sums, ORDER, F1, F2, V1, V2), 1.0 / n, sums[2], V2)
+        store_vec(out + OFF[9], row, DV, V1, V2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -196,7 +166,7 @@ def apply(
     m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
     m1 = zeros2(F1, F2)
     row = zeros2(V1, V2)
-    SHIFT: tl.constexpr = shift_of(FMAP, CENTER, NORM, D)
+    SHIFT: tl.constexpr = 0.0 if NORM else shift_of(FMAP, CENTER, NORM, D)
     ROW: tl.constexpr = MEAN or CENTER == 2 or SHIFT > 0
     n = N[1]
     if NORM:
@@ -209,23 +179,28 @@ def apply(
         if CENTER == 2:
             sq = load_vec(state + OFF[5], FD, F1, F2)
         row = axpy2(row, 1.0, vecmat(source(sq, n, CENTER == 2, SHIFT, F1, F2), m, F2, V2), V2)
+    base = row
+    if NORM:
+        base, eps = ratio_base(m, m1, row, eps, D, is_shifted(FMAP), F1, F2, V2)
     read_out(
         at_head(q, qs, at, h, ALIGN), at_head(o, os, at, h, ALIGN), qs[1] * ALIGN, os[1] * ALIGN, lo,
-        upto(lo + chunk, N), cast4(m, q.dtype.element_ty), m1, row, eps, NORM, ROW, FMAP, D, R1, R2, F1, F2, DV, V1,
-        V2, BN, PREC,
+        upto(lo + chunk, N), cast4(m, q.dtype.element_ty), m1, row, base, eps, NORM, ROW, FMAP, D, R1, R2, F1, F2, DV,
+        V1, V2, BN, PREC,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def reduce_readout(
-    q, g, state, matrix, out, qs, gs, N, H, PARTS, chunk, heads, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
+    q, g, state, matrix, ratio, out, qs, gs, N, H, PARTS, chunk, heads, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
     SUMS: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
     OFF: tl.constexpr, K: tl.constexpr, KG: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
     CENTER: tl.constexpr, TURNED: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Partial dM' [V, F] (TURNED: dM [F, V]), dm1 [F], sum g [V] of one part of one head -> out [PARTS, B * H, KG]."""
+    """Partial dM' [V, F] (TURNED: dM [F, V]) and sum g [V] of one part of one head -> out [PARTS, B * H, KG];
+    normalised, the gradients of m1 [F] with and without the mean value instead of sum g, and ratio [B * H, 2, N]."""
     b, h, part = place(H, PARTS)
+    most = longest(N)
     at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
@@ -241,32 +216,32 @@ def reduce_readout(
     g = at_head(g, gs, at, h, ALIGN)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
     hi = upto(lo + chunk, N)
-    if FMAP == 0 and not NORM and REST == 0:
+    ratio = ratio_of(ratio, head, most, NORM)
+    sg = vbar
+    if is_plain(FMAP) and not NORM and REST == 0:
         dm, sg = sum_gradient(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
+    elif is_plain(FMAP) and REST == 0:
+        _, dm, dm1 = sum_ratio(
+            q, q, g, g, qn, qn, gn, gn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, FMAP, D, F1, F2, DV, V1, V2, BN,
+            PREC,
+        )  # fmt: skip
     else:
         _, _, dm, dm1, sg = sum_features(
-            q, q, g, g, qn, qn, gn, gn, lo, hi, m, m1, vbar, eps, ORDER, False, SUMS, REST, True, NORM, FMAP, D, R1,
-            R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+            q, q, g, g, qn, qn, gn, gn, lo, hi, m, m1, vbar, eps, (q, q, 0, 0), ratio, ORDER, False, SUMS, REST,
+            True, NORM, False, False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
         )  # fmt: skip
-    if FMAP == 5 and CENTER < 2:
+    if is_shifted(FMAP) and not NORM and CENTER < 2:
         dm = unshift_grad(dm, sg, D, F1, F2, V2)
     out += (part.to(tl.int64) * heads + head) * KG
     store4(out, dm, DV, V1, V2, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)
-    if NORM:
-        store_vec(out + DV * FD, dm1, FD, F1, F2)
-    if SUMS:
+    if NORM:  # what m1 has through the anchor a = vbar - mean v of M too; here, where dM' is at hand
+        vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
+        centred = axpy2(dm1, -1.0, vecmat(vbar, dm, V2, F2), F2)
+        mean = load_vec(state + head * K + OFF[7], DV, V1, V2)
+        store_vec(out + DV * FD, axpy2(centred, 1.0 / N[1], vecmat(mean, dm, V2, F2), F2), FD, F1, F2)
+        store_vec(out + DV * FD + FD, centred, FD, F1, F2)
+    if SUMS and not NORM:
         store_vec(out + DV * FD + FD, sg, DV, V1, V2)
-
-
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def add_parts(parts, out, PARTS, heads, LEN: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """out [B * H, K] = the sum over parts, in order, of the first LEN elements of parts [PARTS, B * H, K]."""
-    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    block = tl.program_id(0) % BLOCKS
-    combine_section(
-        parts + head * K, out + head * K, heads.to(tl.int64) * K, PARTS, block, 1.0, 1.0, 0.0, 0, LEN, 1, 0, 0, False,
-        False, BLOCK,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -298,31 +273,31 @@ def load_weights(
 
 @triton.jit
 def part_grads(
-    tokens, grads, tn, gn, lo, hi, n, eps, state, matrix, weights, rows, PART: tl.constexpr, ORDER: tl.constexpr,
+    tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, PART: tl.constexpr, ORDER: tl.constexpr,
     NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
     R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     FD: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr, ROWS_DONE: tl.constexpr, BN: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
     """Load the weights of one part of the gradients and write it for tokens lo..hi."""
-    ROW: tl.constexpr = MEAN or CENTER > 0
+    ROW: tl.constexpr = MEAN or CENTER > 0 or is_shifted(FMAP)
+    FILLED: tl.constexpr = MEAN or CENTER > 0 or ROWS_DONE
     mt = trans4(load4(matrix, FD, F1, F2, DV, V1, V2, DV, 1))
     w = load_weights(weights, ORDER, WOFF, FD, F1, F2, DV, V1, V2)
     m1 = state + OFF[8]
-    vbar = state + OFF[9]
     if NORM:
         row = (rows, rows + FD, rows + 2 * FD)
-    elif ROW:
+    elif ROW and FILLED:
         row = (load_vec(rows, FD, F1, F2), load_vec(rows + FD, FD, F1, F2), load_vec(rows + 2 * FD, DV, V1, V2))
     else:
         row = (zeros2(F1, F2), zeros2(F1, F2), zeros2(V1, V2))
-    if (ROW or FMAP == 5) and not NORM and not ROWS_DONE:
+    if ROW and not NORM and not ROWS_DONE:
         sums = (
             load_vec(state + OFF[5], FD, F1, F2),
             load_vec(state + OFF[6], FD, F1, F2),
             load_vec(state + OFF[7], DV, V1, V2),
         )
-        SHIFT: tl.constexpr = 1.0 if FMAP == 5 else 0.0
+        SHIFT: tl.constexpr = 1.0 if is_shifted(FMAP) else 0.0
         row = centre_rows(w, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, SHIFT, F1, F2, V2)
     more = row
     if FMAP == 3 or FMAP == 4:
@@ -333,14 +308,14 @@ def part_grads(
     w, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
     write_grads(
         tokens[0], tokens[1], tokens[2], tokens[3], grads[0], grads[1], grads[2], tn[0], tn[1], tn[2], tn[3], gn[0],
-        gn[1], gn[2], lo, hi, mt, m1, vbar, w, unit, row, more, eps, PART, ORDER, NORM, ROW, FMAP, D, R1, R2, F1, F2,
+        gn[1], gn[2], lo, hi, mt, m1, ratio, w, unit, row, more, PART, ORDER, NORM, ROW, FMAP, D, R1, R2, F1, F2,
         DV, V1, V2, FD, BN, PREC,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def apply_grads(
-    q, k, v, g, dq, dk, dv, state, matrix, weights, rows, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, PARTS, chunk, eps,
+    q, k, v, g, dq, dk, dv, state, matrix, ratio, weights, rows, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, PARTS, chunk,
     ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
     ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
@@ -357,8 +332,10 @@ def apply_grads(
     h = pid % H
     part = (pid // H) % PARTS
     b = pid // (H * PARTS)
+    most = longest(N)
     at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
+    ratio = ratio_of(ratio, head, most, NORM)
     lo = part * chunk
     hi = upto(lo + chunk, N)
     n = N[1]
@@ -375,21 +352,21 @@ def apply_grads(
     rows += head * (2 * FD + DV)
     if ROLES == 1:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, eps, state, matrix, weights, rows, 0, ORDER, NORM, CENTER, MEAN, FMAP, D,
-            R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 0, ORDER, NORM, CENTER, MEAN, FMAP,
+            D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 0:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, eps, state, matrix, weights, rows, 1, ORDER, NORM, CENTER, MEAN, FMAP, D,
-            R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 1, ORDER, NORM, CENTER, MEAN, FMAP,
+            D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 1:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, eps, state, matrix, weights, rows, ROLES, ORDER, NORM, CENTER, MEAN, FMAP,
-            D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, ROLES, ORDER, NORM, CENTER, MEAN,
+            FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
         )  # fmt: skip
     else:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, eps, state, matrix, weights, rows, 4, ORDER, NORM, CENTER, MEAN, FMAP, D,
-            R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 4, ORDER, NORM, CENTER, MEAN, FMAP,
+            D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
         )  # fmt: skip

@@ -5,12 +5,18 @@ import triton.language as tl
 
 
 @triton.jit
+def longest(N):
+    """Tokens of the longest sequence."""
+    return (tl.full([], 0.0, tl.float32) + N[0]).to(tl.int32)  # in the interpreter N[0] is a number of Python
+
+
+@triton.jit
 def span(N, b, head, scale):
     """Of one (batch, head): its (batch, first token), its tokens (how many, how many are real and, under a mask, which
     ones), the scale of its moments. N = (most tokens, spans, counts, keep): `sequences.Sequences.tables`."""
     at = (b, 0)
     n, s = means(N, head, scale)
-    most = (tl.full([], 0.0, tl.float32) + N[0]).to(tl.int32)
+    most = longest(N)
     many = (most, n)
     if N[1] is not None:  # sequences packed behind each other
         at = (b * 0, tl.load(N[1] + 2 * b))

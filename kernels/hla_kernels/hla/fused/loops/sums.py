@@ -1,37 +1,10 @@
-"""The passes that sum over the tokens of a head."""
+"""The passes that sum over the tokens of a head as they are."""
 
 import triton
 import triton.language as tl
 
-from ..maps import phi_and_rest, power_of_two
-from ..tiles import (
-    add4,
-    add_dot,
-    load_rows,
-    load_tail,
-    outer4,
-    outer4_begin,
-    outer4_end,
-    rowdot,
-    rowmul,
-    scale4,
-    square4,
-    zero_rows,
-    zeros2,
-    zeros4,
-)  # fmt: skip
+from ..tiles import add_dot, load_rows, load_tail, outer4, outer4_begin, outer4_end, square4, zeros2, zeros4
 from .extent import alive
-from .writes import as_row
-
-
-@triton.jit
-def zero_tile(BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr):
-    """A pair of zero token tiles."""
-    x1 = tl.zeros([BN, D1], dtype)
-    x2 = x1
-    if D2 > 0:
-        x2 = tl.zeros([BN, D2], dtype)
-    return x1, x2
 
 
 @triton.jit
@@ -67,6 +40,44 @@ def end_sum(s, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
         if D2 > 0:
             s2 = tl.sum(s[1], 0)
         out = (tl.sum(s[0], 0), s2)
+    return out
+
+
+@triton.jit
+def begin_total(dtype: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
+    """The accumulator of add_total for tiles of BN tokens of a dtype."""
+    s1, s2 = begin_sum(32, BN, D1, D2, NEEDED)
+    if NEEDED and dtype != tl.float32:
+        s1 = tl.zeros([D1, 16], tl.float32)
+    return s1, s2
+
+
+@triton.jit
+def add_total(s, x, D2: tl.constexpr):
+    """s + the tokens of a tile that is an operand of products too: the tensor cores, which are idle, multiply it by
+    ones. float32 tokens, and the narrow second part, elementwise."""
+    if x[0].dtype == tl.float32:
+        out = add_sum(s, x, D2)
+    else:
+        s2 = s[1]
+        if D2 > 0:
+            s2 = s[1] + x[1].to(tl.float32)
+        ones = tl.full([x[0].shape[0], 16], 0.0625, x[0].dtype)
+        out = (tl.dot(tl.trans(x[0]), ones, s[0]), s2)
+    return out
+
+
+@triton.jit
+def end_total(s, dtype: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
+    """The vector that add_total summed (zero when not needed)."""
+    out = zeros2(D1, D2)
+    if NEEDED and dtype == tl.float32:
+        out = end_sum(s, D1, D2, NEEDED)
+    elif NEEDED:
+        s2 = out[1]
+        if D2 > 0:
+            s2 = tl.sum(s[1], 0)
+        out = (tl.sum(s[0], 1), s2)
     return out
 
 
@@ -176,7 +187,7 @@ def add_gradient(
         eg = load_tail(g, i, gn, live, DV, V1)
     dm = outer4(dm, tg, tq, eg, V2, F2, TAIL, PREC)
     if SUMS:
-        sg = add_sum(sg, tg, V2)
+        sg = add_total(sg, tg, V2)
     return dm, sg
 
 
@@ -191,12 +202,13 @@ def sum_moments(
     ONCE: k and v are not read again; let q stay in L2 instead.
     """
     TAIL: tl.constexpr = F2 > 0 and V2 > 0 and F1 >= 64 and V1 >= 64
+    dtype: tl.constexpr = q.dtype.element_ty
     m = begin_moments(ORDER, F1, F2, V1, V2, True, TAIL)
     dm = begin(V1, V2, F1, F2, GRAD, False, TAIL)
-    sq = begin_sum(16, BN, F1, F2, SUMS)
-    sk = begin_sum(16, BN, F1, F2, SUMS)
-    sv = begin_sum(16, BN, V1, V2, SUMS)
-    sg = begin_sum(16, BN, V1, V2, SUMS and GRAD)
+    sq = begin_total(dtype, BN, F1, F2, SUMS)
+    sk = begin_total(dtype, BN, F1, F2, SUMS)
+    sv = begin_total(dtype, BN, V1, V2, SUMS)
+    sg = begin_total(dtype, BN, V1, V2, SUMS and GRAD)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     for start in range(lo, hi[0], BN):
@@ -212,13 +224,13 @@ def sum_moments(
             eq = load_tail(q + (zero + start) * qn, i, qn, live, D, F1)
         m = add_moments(m, tq, tk, tv, eq, ek, ORDER, F2, V2, TAIL, PREC)
         if SUMS:
-            sq = add_sum(sq, tq, F2)
-            sk = add_sum(sk, tk, F2)
-            sv = add_sum(sv, tv, V2)
+            sq = add_total(sq, tq, F2)
+            sk = add_total(sk, tk, F2)
+            sv = add_total(sv, tv, V2)
         if GRAD:
             dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, i, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
-    sums = (end_sum(sq, F1, F2, SUMS), end_sum(sk, F1, F2, SUMS), end_sum(sv, V1, V2, SUMS))
-    return end_moments(m, ORDER, F2, True), sums, end(dm, V2, GRAD), end_sum(sg, V1, V2, SUMS and GRAD)
+    sums = (end_total(sq, dtype, F1, F2, SUMS), end_total(sk, dtype, F1, F2, SUMS), end_total(sv, dtype, V1, V2, SUMS))
+    return end_moments(m, ORDER, F2, True), sums, end(dm, V2, GRAD), end_total(sg, dtype, V1, V2, SUMS and GRAD)
 
 
 @triton.jit
@@ -229,167 +241,11 @@ def sum_gradient(
     """dM' [V, F] and sum g [V] over tokens lo..hi of the tokens as they are."""
     TAIL: tl.constexpr = F2 > 0 and V2 > 0 and F1 >= 64 and V1 >= 64
     dm = begin(V1, V2, F1, F2, True, False, TAIL)
-    sg = begin_sum(16, BN, V1, V2, SUMS)
+    sg = begin_total(q.dtype.element_ty, BN, V1, V2, SUMS)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     for start in range(lo, hi[0], BN):
         live = alive(start + i, hi)
         tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
         dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, i, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
-    return end(dm, V2, True), end_sum(sg, V1, V2, SUMS)
-
-
-@triton.jit
-def divide(
-    hq, lq, tg, live, m, m1, vbar, eps, LOW: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, F2: tl.constexpr,
-    PREC: tl.constexpr,
-):  # fmt: skip
-    """Of o = q m / den + ...: q / den and d loss / d den times den, for a tile of queries hq (LOW: hq + lq)."""
-    y = rowmul(zero_rows(hq[0].shape[0], V1, V2), hq, m, F2, V2, PREC)
-    f1 = hq[0].to(tl.float32)
-    f2 = hq[1].to(tl.float32)
-    if LOW:
-        f1 += lq[0].to(tl.float32)
-    if LOW and F2 > 0:
-        f2 += lq[1].to(tl.float32)
-    inverse = 1.0 / tl.where(live, rowdot((f1, f2), as_row(m1), F2) + eps, 1.0)
-    total = eps * rowdot(tg, as_row(vbar), V2) - rowdot(tg, y, V2)
-    # a gather ends the layout of the product, which would draw the tile and its feature map into a second computation
-    total = tl.gather(total, tl.arange(0, total.shape[0]), 0) * inverse
-    return (f1 * inverse[:, None], f2 * inverse[:, None]), total
-
-
-@triton.jit
-def in_full(x, FULL: tl.constexpr):
-    """A token tile, in float32 if FULL."""
-    if FULL:
-        x = (x[0].to(tl.float32), x[1].to(tl.float32))
-    return x
-
-
-@triton.jit
-def sum_features(
-    q, k, v, g, qn, kn, vn, gn, lo, hi, m, m1, vbar, eps, ORDER: tl.constexpr, MOMENTS: tl.constexpr,
-    SUMS: tl.constexpr, REST: tl.constexpr, GRAD: tl.constexpr, NORM: tl.constexpr, FMAP: tl.constexpr,
-    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """((P, S, C, R, W), (sum q, sum k, sum v), dM', dm1, sum g) of phi(q), phi(k), v, g over tokens lo..hi.
-
-    MOMENTS: the moments (with SUMS = 1 the sums that the order needs, 2 all).
-    REST: P and C of features to twice the digits of the dtype of the tokens; 2: every moment, and dM; 3: as operands in
-    float32.
-    GRAD: dM' = Sum g q' (sum g with SUMS); NORM with the read-out's division, then m [F, V], m1 and vbar are read and
-    only the sums of what has a rest are taken, the forward has the others.
-
-    One turn transforms a tile and multiplies the tile before: a carried tile is an operand in shared memory, where one
-    transformed in the same turn would be taken apart in registers. The first product and the last transform are of
-    zeros, without a branch, which would keep the loads from being pipelined.
-    """
-    DIVIDE: tl.constexpr = GRAD and NORM
-    QUERIES: tl.constexpr = GRAD or ORDER != 1 or not NORM
-    FULL: tl.constexpr = REST == 3
-    dtype: tl.constexpr = tl.float32 if FULL else q.dtype.element_ty
-    unit = 1.0
-    if DIVIDE and dtype == tl.float16:  # 1 / den of a higher order is too small for float16
-        unit = power_of_two(tl.sum(rowdot(as_row(m1), as_row((m1[0] * 0.0 + 1.0, m1[1] * 0.0 + 1.0)), F2)))
-    mm = begin_moments(ORDER, F1, F2, V1, V2, MOMENTS, False)
-    dm = begin(V1, V2, F1, F2, GRAD, False, False)
-    dm1 = begin_sum(32, BN, F1, F2, DIVIDE)
-    SUM_Q: tl.constexpr = MOMENTS and SUMS and QUERIES and (not NORM or ORDER == 2 or ORDER >= 5 or SUMS == 2)
-    SUM_K: tl.constexpr = MOMENTS and SUMS and (not NORM or ORDER != 2)
-    SUM_V: tl.constexpr = MOMENTS and SUMS and not DIVIDE
-    SUM_G: tl.constexpr = GRAD and SUMS and not DIVIDE
-    ALL: tl.constexpr = REST == 2
-    REST_K: tl.constexpr = MOMENTS and REST > 0 and not FULL and ORDER != 2 and ORDER != 6
-    REST_Q: tl.constexpr = MOMENTS and REST > 0 and not FULL and (ORDER == 2 or ORDER >= 5)
-    # of the first order dM is the only moment that dk sees
-    REST_M: tl.constexpr = GRAD and (ALL or (DIVIDE and ORDER == 1 and dtype != tl.float32))
-    LOW: tl.constexpr = REST_Q or REST_M or (ALL and QUERIES)
-    LOW_K: tl.constexpr = REST_K or (ALL and MOMENTS)
-    rm = begin(V1, V2, F1, F2, REST_M, False, False)
-    rp = begin(F1, F2, V1, V2, REST_K, False, False)
-    rc = begin(F1, F2, V1, V2, REST_Q, False, False)
-    sq = begin_sum(32, BN, F1, F2, SUM_Q)
-    sk = begin_sum(32, BN, F1, F2, SUM_K)
-    sv = begin_sum(32, BN, V1, V2, SUM_V)
-    sg = begin_sum(32, BN, V1, V2, SUM_G)
-    hq = zero_tile(BN, F1, F2, dtype)
-    hk = hq
-    rk = hq
-    lq = hq
-    tv = zero_tile(BN, V1, V2, dtype)
-    tg = tv
-    i = tl.arange(0, BN)
-    zero = tl.full([], 0, tl.int64)
-    tiles = tl.cdiv(hi[0] - lo, BN)
-    for t in tl.range(0, tiles + 1, num_stages=STAGES):
-        start = lo + t * BN
-        live = alive(start + i, hi)
-        if QUERIES:
-            xq = in_full(load_rows(q + (zero + start) * qn, i, qn, live, D, R1, R2, False), FULL)
-        if MOMENTS:
-            xk = in_full(load_rows(k + (zero + start) * kn, i, kn, live, D, R1, R2, False), FULL)
-            xv = in_full(load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False), FULL)
-            mm = add_moments(mm, hq, hk, tv, i, i, ORDER, F2, V2, False, PREC)
-            if ALL:
-                mm = add_rests(mm, hq, hk, lq, rk, i, ORDER, F2, PREC)
-        if REST_K:
-            rp = outer4(rp, rk, tv, i, F2, V2, False, PREC)
-        if REST_Q:
-            rc = outer4(rc, lq, tv, i, F2, V2, False, PREC)
-        if GRAD:
-            xg = in_full(load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False), FULL)
-            dq = hq
-        if DIVIDE:
-            over, total = divide(
-                hq, lq, tg, alive(tl.maximum(start - BN + i, 0), hi) & (t > 0), m, m1, vbar, eps, LOW, V1, V2, F2, PREC
-            )
-            dm1 = add_sum(dm1, (over[0] * total[:, None], over[1] * total[:, None]), F2)
-            over = (over[0] * unit, over[1] * unit)
-            dq = (over[0].to(dtype), over[1].to(dtype))
-        if GRAD:
-            dm = outer4(dm, tg, dq, i, V2, F2, False, PREC)
-        if REST_M:
-            rest_q = lq
-            if DIVIDE:
-                over = (over[0] - dq[0].to(tl.float32), over[1] - dq[1].to(tl.float32))
-                rest_q = (over[0].to(dtype), over[1].to(dtype))
-            rm = outer4(rm, tg, rest_q, i, V2, F2, False, PREC)
-        if QUERIES:
-            fq, hq, rest = phi_and_rest(xq, live, FMAP, D, R1, R2)
-            if LOW:
-                lq = rest
-        if MOMENTS:
-            fk, hk, lk = phi_and_rest(xk, live, FMAP, D, R1, R2)
-            tv = xv
-        if LOW_K:
-            rk = lk
-        if SUM_K:
-            sk = add_sum(sk, fk if LOW_K else hk, F2)
-        if SUM_V:
-            sv = add_sum(sv, tv, V2)
-        if SUM_Q:
-            sq = add_sum(sq, fq if LOW else hq, F2)
-        if GRAD:
-            tg = xg
-        if SUM_G:
-            sg = add_sum(sg, tg, V2)
-    dm = end(dm, V2, GRAD)
-    if REST_M:
-        dm = add4(dm, end(rm, V2, True), V2, F2)
-    mp, ms, mc, mr, mw = end_moments(mm, ORDER, F2, MOMENTS)
-    if REST_K:
-        mp = add4(mp, end(rp, F2, True), F2, V2)
-    if REST_Q:
-        mc = add4(mc, end(rc, F2, True), F2, V2)
-    sums = (
-        end_sum(sq, F1, F2, SUM_Q),
-        end_sum(sk, F1, F2, SUM_K),
-        end_sum(sv, V1, V2, SUM_V),
-    )
-    return (
-        (mp, ms, mc, mr, mw), sums, scale4(dm, 1.0 / unit), end_sum(dm1, F1, F2, DIVIDE),
-        end_sum(sg, V1, V2, SUM_G),
-    )  # fmt: skip
+    return end(dm, V2, True), end_total(sg, q.dtype.element_ty, V1, V2, SUMS)

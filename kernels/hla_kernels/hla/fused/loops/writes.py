@@ -3,36 +3,33 @@
 import triton
 import triton.language as tl
 
-from ..maps import load_features, phi, phi32, phi_grad
+from ..maps import is_shifted, load_features, phi, phi32, phi_grad
 from ..tiles import (
     axpy2,
     load_rows,
     load_vec,
-    rowdot,
     rowmul,
     store_rows,
     trans4,
     zero_rows,
 )  # fmt: skip
 from .extent import alive
-
-
-@triton.jit
-def as_row(x):
-    """A vector as one row of a token tile."""
-    return x[0][None, :], x[1][None, :]
+from .vectors import as_row, columns, times_vector
 
 
 @triton.jit
 def read_out(
-    q, o, qn, on, lo, hi, m, m1, row, eps, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr,
-    R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    q, o, qn, on, lo, hi, m, m1, row, base, eps, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
+    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Write o = q m (+ row) or, with den = q.m1 + eps, q m / den + vbar (1 - eps / den) for tokens lo..hi.
+    """Write o = q m (+ row) or, normalised, (q m + base) / (q.m1 + eps) + row for tokens lo..hi (`ratio_base`).
 
-    Last tile first: it is the one still in L2. m is the operator of v - vbar when normalised and row is vbar.
+    Last tile first: it is the one still in L2.
     """
+    cols = m1
+    if NORM:
+        cols = columns(m1, q.dtype.element_ty, F2)
     MAP: tl.constexpr = FMAP + 3 if (FMAP == 3 or FMAP == 4) and not NORM else FMAP
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
@@ -43,9 +40,9 @@ def read_out(
         fq = load_features(q + (zero + start) * qn, i, qn, live, MAP, D, R1, R2, False)
         y = rowmul(zero_rows(BN, V1, V2), fq, m, F2, V2, PREC)
         if NORM:
-            inverse = 1.0 / tl.where(live, rowdot(fq, as_row(m1), F2) + eps, 1.0)
-            y = (y[0] * inverse[:, None], y[1] * inverse[:, None])
-            y = axpy2(y, (1.0 - eps * inverse)[:, None], as_row(row), V2)
+            inverse = 1.0 / tl.where(live, times_vector(fq, cols, F2) + eps, 1.0)
+            y = axpy2(y, 1.0, as_row(base), V2)
+            y = axpy2(as_row(row), inverse[:, None], y, V2)
         elif ROW:
             y = axpy2(y, 1.0, as_row(row), V2)
         store_rows(o + (zero + start) * on, i, on, live, y, DV, V1, V2)
@@ -71,20 +68,8 @@ def add_row(x, row, POINTER: tl.constexpr, ROW: tl.constexpr, FD: tl.constexpr, 
 
 
 @triton.jit
-def ratio_grad(fq, g, gm, live, m1, vbar, eps, F2: tl.constexpr, V2: tl.constexpr):
-    """The read-out's part of dq when normalised, from gm = g m': (gm - m1 (q.gm - eps g.vbar) / den) / den."""
-    inverse = 1.0 / tl.where(live, rowdot(fq, as_row(m1), F2) + eps, 1.0)
-    total = (eps * rowdot(g, as_row(vbar), V2) - rowdot(fq, gm, F2)) * inverse * inverse
-    d1 = gm[0] * inverse[:, None] + total[:, None] * m1[0][None, :]
-    d2 = d1
-    if F2 > 0:
-        d2 = gm[1] * inverse[:, None] + total[:, None] * m1[1][None, :]
-    return d1, d2
-
-
-@triton.jit
 def write_grads(
-    q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, lo, hi, mt, m1, vbar, w, unit, rows, more, eps,
+    q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, lo, hi, mt, m1, ratio, w, unit, rows, more,
     PART: tl.constexpr, ORDER: tl.constexpr, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
     D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
@@ -92,8 +77,8 @@ def write_grads(
     """dq = read-out + k WR + q WW + v WC', dk = k WS + q WR' + v WP', dv = k WP + q WC, plus rows; w = (WP', WS, WC',
     WR', WW) in units of `unit`.
 
-    m1, vbar and the rows of dq and dk are pointers when NORM: read once a tile they hold no registers. more: rows of
-    `algebra.centre_softmax`.
+    NORM: 1 / den and d loss / d den of every token are read from ratio = (pointer, room of a row); m1 and the rows are
+    pointers then: read once a tile they hold no registers. more: rows of `algebra.centre_softmax`.
 
     PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv (what a part does not use is not loaded).
     """
@@ -118,8 +103,8 @@ def write_grads(
             if ORDER == 2 or ORDER == 5:
                 gv = rowmul(gv, fq, trans4(w[2]), F2, V2, PREC)
             gv = in_units(gv, unit, V2)
-            if ROW and not NORM:
-                gv = axpy2(gv, 1.0, as_row(rows[2]), V2)
+            if not NORM or is_shifted(FMAP):
+                gv = add_row(gv, rows[2], NORM, ROW, DV, V1, V2)
             if SOFTMAX:
                 gv = axpy2(gv, 1.0, as_row(more[2]), V2)
             store_rows(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
@@ -139,7 +124,9 @@ def write_grads(
         if PART < 2:
             gq = rowmul(zero_rows(BN, F1, F2), tg, mt, V2, F2, PREC)
             if NORM:
-                gq = ratio_grad(fq, tg, gq, live, load_vec(m1, FD, F1, F2), load_vec(vbar, DV, V1, V2), eps, F2, V2)
+                inverse = tl.load(ratio[0] + start + i, mask=live, other=0.0)[:, None]
+                total = tl.load(ratio[0] + ratio[1] + start + i, mask=live, other=0.0)[:, None]
+                gq = axpy2((gq[0] * inverse, gq[1] * inverse), total, as_row(load_vec(m1, FD, F1, F2)), F2)
             gq = in_units(gq, 1.0 / unit, F2)
             if ORDER == 2 or ORDER == 5:
                 gq = rowmul(gq, tv, w[2], V2, F2, PREC)

@@ -58,12 +58,12 @@ def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> st
     """After a forward of one program per head: "heads" (one launch), "two_step" (weights, then tokens) or "split"."""
     if saves(spec, w, batch_heads, n):
         return "split"
-    return "heads" if n <= 512 and spec.op != "hla3" and not (mapped(spec) or spec.normalize) else "two_step"
+    return "heads" if n <= 512 and spec.op != "hla3" and not mapped(spec) else "two_step"
 
 
 def mapped(spec: Spec) -> bool:
     """Whether features are computed in registers."""
-    return spec.feature_map not in (None, "identity")
+    return spec.feature_map not in (None, "identity") and not spec.kept
 
 
 def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
@@ -71,7 +71,7 @@ def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtyp
     if dtype == torch.float32:
         return {"BN": 32, "BO": 32, "num_warps": 8, "num_stages": 2}
     if direction == "forward" and mapped(spec) and spec.op != "polynomial":
-        if spec.shifted or (spec.softmax and not spec.normalize):
+        if (spec.shifted(dtype) and not spec.normalize) or (spec.softmax and not spec.normalize):
             return {"BN": 32, "BO": 64, "num_warps": 8, "num_stages": 2}
         return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
     bn = 32 if mapped(spec) or w["F2"] > 0 else 64
@@ -85,20 +85,31 @@ def weights_config(spec: Spec, dtype: torch.dtype) -> dict[str, int]:
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 2}
     if mapped(spec) or spec.normalize:
-        return {"BN": 64, "num_warps": 8, "num_stages": 2}
+        return {"BN": 64, "num_warps": 8 if mapped(spec) else 4, "num_stages": 2}
     return {"BN": 32, "num_warps": 4, "num_stages": 3}
 
 
 def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
-    """Tiles of `reduce_moments` and `reduce_readout`."""
+    """Tiles of `reduce_moments`, and of `reduce_readout` without a normaliser."""
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
     if dtype == torch.float32 or spec.softmax or (spec.op == "polynomial" and spec.digits(dtype, True) > 0):
         return {"BN": 16 if dtype == torch.float32 and wide > 96 else 32, "num_warps": 8, "num_stages": 2}
     if mapped(spec):
-        return {"BN": 64 if wide <= 64 else 32, "num_warps": 4 if wide <= 64 else 8, "num_stages": 3}
+        few = wide <= 64 or (wide <= 80 and spec.normalize)
+        return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 3}
     if wide > 80 or spec.op == "polynomial":
         return {"BN": 64, "num_warps": 8, "num_stages": 3}
     return {"BN": 32 if wide > 64 else 64, "num_warps": 4, "num_stages": 3}
+
+
+def readout_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
+    """Tiles of `reduce_readout`."""
+    if not spec.normalize or mapped(spec) or spec.op == "polynomial" or dtype == torch.float32:
+        return reduce_config(spec, w, dtype)
+    wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
+    if wide > 80:
+        return {"BN": 32, "num_warps": 8, "num_stages": 3}
+    return {"BN": 64, "num_warps": 4, "num_stages": 2}
 
 
 def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
@@ -121,7 +132,7 @@ def apply_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dty
     if very and spec.op == "polynomial":
         return {"BN": 32, "num_warps": 4, "num_stages": 1, "ROLES": 2}
     stages = 3 if very or (spec.op == "hla3" and not wide) else 2
-    warps = 8 if very or spec.shifted or spec.softmax else 4
+    warps = 8 if very or (spec.shifted(dtype) and not spec.kept) or spec.softmax else 4
     return {"BN": 64, "num_warps": warps, "num_stages": stages, "ROLES": 2 if wide or third else 1}
 
 

@@ -1,0 +1,236 @@
+"""The pass that sums over features, transformed on their way."""
+
+import triton
+import triton.language as tl
+
+from ..maps import is_shifted, phi_and_rest, power_of_two
+from ..tiles import add4, load_rows, outer4, rowdot, rowmul, scale4, store_rows, trans4, zero_rows
+from .extent import alive
+from .sums import (
+    add_moments,
+    add_rests,
+    add_sum,
+    add_total,
+    begin,
+    begin_moments,
+    begin_sum,
+    begin_total,
+    end,
+    end_moments,
+    end_sum,
+    end_total,
+)
+from .vectors import as_row
+
+
+@triton.jit
+def zero_tile(BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr):
+    """A pair of zero token tiles."""
+    x1 = tl.zeros([BN, D1], dtype)
+    x2 = x1
+    if D2 > 0:
+        x2 = tl.zeros([BN, D2], dtype)
+    return x1, x2
+
+
+@triton.jit
+def ones_column(x, live, C: tl.constexpr):
+    """A tile of tokens with ones in column C."""
+    return tl.where((tl.arange(0, x.shape[1]) == C)[None, :] & live[:, None], 1.0, x).to(x.dtype)
+
+
+@triton.jit
+def column_of(m, C: tl.constexpr):
+    """Column C of the second half of a matrix, without its own element."""
+    i = tl.arange(0, m[3].shape[0])
+    x1 = tl.sum(tl.where((tl.arange(0, m[1].shape[1]) == C)[None, :], m[1], 0.0), 1)
+    x2 = tl.sum(tl.where((i == C)[None, :] & (i != C)[:, None], m[3], 0.0), 1)
+    return x1, x2
+
+
+@triton.jit
+def divide(
+    hq, lq, tg, live, m, m1, vbar, eps, LOW: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, F2: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """Of o = q m / den + ...: q / den, d loss / d den times den, 1 / den, for a tile of queries hq (LOW: hq + lq)."""
+    y = rowmul(zero_rows(hq[0].shape[0], V1, V2), hq, m, F2, V2, PREC)
+    f1 = hq[0].to(tl.float32)
+    f2 = hq[1].to(tl.float32)
+    if LOW:
+        f1 += lq[0].to(tl.float32)
+    if LOW and F2 > 0:
+        f2 += lq[1].to(tl.float32)
+    inverse = 1.0 / tl.where(live, rowdot((f1, f2), as_row(m1), F2) + eps, 1.0)
+    total = eps * rowdot(tg, as_row(vbar), V2) - rowdot(tg, y, V2)
+    # a gather ends the layout of the product, which would draw the tile and its feature map into a second computation
+    total = tl.gather(total, tl.arange(0, total.shape[0]), 0) * inverse
+    return (f1 * inverse[:, None], f2 * inverse[:, None]), total, inverse
+
+
+@triton.jit
+def in_full(x, FULL: tl.constexpr):
+    """A token tile, in float32 if FULL."""
+    if FULL:
+        x = (x[0].to(tl.float32), x[1].to(tl.float32))
+    return x
+
+
+@triton.jit
+def sum_features(
+    q, k, v, g, qn, kn, vn, gn, lo, hi, m, m1, vbar, eps, keep, ratio, ORDER: tl.constexpr, MOMENTS: tl.constexpr,
+    SUMS: tl.constexpr, REST: tl.constexpr, GRAD: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
+    SPARE: tl.constexpr,
+    FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """((P, S, C, R, W), (sum q, sum k, sum v), dM', dm1, sum g) of phi(q), phi(k), v, g over tokens lo..hi.
+
+    MOMENTS: the moments (with SUMS = 1 the sums that the order needs, 2 all).
+    REST: P and C of features to twice the digits of the dtype of the tokens; 2: every moment, and dM; 3: as operands in
+    float32.
+    GRAD: dM' = Sum g q' (sum g with SUMS); NORM with the read-out's division, then m [F, V], m1 and vbar are read and
+    only the sums of what has a rest are taken, the forward has the others; 1 / den and d loss / d den of every token
+    go to ratio = (pointer, room of a row), two rows.
+    KEEP: the features are written too, keep = (of q, of k, strides of a token); heads of a group write the same.
+
+    SPARE: nothing reads the moments beyond D, so that a column of ones beside the features can give sums.
+
+    One turn transforms a tile and multiplies the tile before: a carried tile is an operand in shared memory, where one
+    transformed in the same turn would be taken apart in registers; v and g are loaded a turn late instead. The first
+    product and the last transform are of zeros, without a branch, which would keep the loads from being pipelined.
+    """
+    DIVIDE: tl.constexpr = GRAD and NORM
+    SHIFT: tl.constexpr = is_shifted(FMAP)
+    QUERIES: tl.constexpr = GRAD or ORDER != 1 or not NORM or KEEP
+    FULL: tl.constexpr = REST == 3
+    dtype: tl.constexpr = tl.float32 if FULL else q.dtype.element_ty
+    unit = 1.0
+    if DIVIDE and dtype == tl.float16:  # 1 / den of a higher order is too small for float16
+        unit = power_of_two(tl.sum(rowdot(as_row(m1), as_row((m1[0] * 0.0 + 1.0, m1[1] * 0.0 + 1.0)), F2)))
+    mm = begin_moments(ORDER, F1, F2, V1, V2, MOMENTS, False)
+    dm = begin(V1, V2, F1, F2, GRAD, False, False)
+    dm1 = begin_sum(32, BN, F1, F2, DIVIDE)
+    SUM_Q: tl.constexpr = MOMENTS and SUMS and (not NORM or ORDER == 2 or (3 if SHIFT else 5) <= ORDER or SUMS == 2)
+    SUM_K: tl.constexpr = MOMENTS and SUMS and (not NORM or SHIFT or ORDER != 2)
+    SUM_V: tl.constexpr = MOMENTS and SUMS and not DIVIDE
+    SUM_G: tl.constexpr = GRAD and SUMS and not DIVIDE
+    ALL: tl.constexpr = REST == 2
+    REST_K: tl.constexpr = MOMENTS and REST > 0 and not FULL and ORDER != 2 and ORDER != 6
+    REST_Q: tl.constexpr = MOMENTS and REST > 0 and not FULL and (ORDER == 2 or ORDER >= 5)
+    # of the first order dM is the only moment that dk sees
+    REST_M: tl.constexpr = GRAD and (ALL or (DIVIDE and ORDER == 1 and dtype != tl.float32))
+    LOW: tl.constexpr = REST_Q or REST_M or (ALL and QUERIES)
+    LOW_K: tl.constexpr = REST_K or (ALL and MOMENTS)
+    rm = begin(V1, V2, F1, F2, REST_M, False, False)
+    rp = begin(F1, F2, V1, V2, REST_K, False, False)
+    rc = begin(F1, F2, V1, V2, REST_Q, False, False)
+    # sums of features with their rests are elementwise
+    EXACT_Q: tl.constexpr = tl.float32 if LOW else dtype
+    EXACT_K: tl.constexpr = tl.float32 if LOW_K else dtype
+    ONES: tl.constexpr = SPARE and F2 > 0 and F1 + F2 > D and not LOW and not LOW_K and dtype != tl.float32
+    CROSS: tl.constexpr = ORDER == 3 or ORDER >= 5
+    DOT_Q: tl.constexpr = SUM_Q and not (ONES and ORDER > 2)
+    DOT_K: tl.constexpr = SUM_K and not (ONES and ORDER > 1)
+    DOT_V: tl.constexpr = SUM_V and not ONES
+    sq = begin_total(EXACT_Q, BN, F1, F2, DOT_Q)
+    sk = begin_total(EXACT_K, BN, F1, F2, DOT_K)
+    sv = begin_total(dtype, BN, V1, V2, DOT_V)
+    sg = begin_total(dtype, BN, V1, V2, SUM_G)
+    hq = zero_tile(BN, F1, F2, dtype)
+    hk = hq
+    rk = hq
+    lq = hq
+    tv = zero_tile(BN, V1, V2, dtype)
+    i = tl.arange(0, BN)
+    zero = tl.full([], 0, tl.int64)
+    tiles = tl.cdiv(hi[0] - lo, BN)
+    for t in tl.range(0, tiles + 1, num_stages=STAGES):
+        start = lo + t * BN
+        live = alive(start + i, hi)
+        late = start - BN
+        there = alive(tl.maximum(late + i, 0), hi) & (t > 0)
+        if QUERIES:
+            xq = in_full(load_rows(q + (zero + start) * qn, i, qn, live, D, R1, R2, False), FULL)
+        if DOT_Q and not LOW:
+            sq = add_total(sq, hq, F2)
+        if DOT_K and not LOW_K:
+            sk = add_total(sk, hk, F2)
+        if MOMENTS:
+            xk = in_full(load_rows(k + (zero + start) * kn, i, kn, live, D, R1, R2, False), FULL)
+            if FULL:  # the float32 sums of five moments leave no registers for the other way
+                xv = in_full(load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False), FULL)
+            else:
+                tv = load_rows(v + (zero + late) * vn, i, vn, there, DV, V1, V2, False)
+            mm = add_moments(mm, hq, hk, tv, i, i, ORDER, F2, V2, False, PREC)
+            if ALL:
+                mm = add_rests(mm, hq, hk, lq, rk, i, ORDER, F2, PREC)
+        if DOT_V:
+            sv = add_total(sv, tv, V2)
+        if REST_K:
+            rp = outer4(rp, rk, tv, i, F2, V2, False, PREC)
+        if REST_Q:
+            rc = outer4(rc, lq, tv, i, F2, V2, False, PREC)
+        if GRAD:
+            tg = in_full(load_rows(g + (zero + late) * gn, i, gn, there, DV, V1, V2, False), FULL)
+            dq = hq
+        if DIVIDE:
+            over, total, inverse = divide(hq, lq, tg, there, m, m1, vbar, eps, LOW, V1, V2, F2, PREC)
+            tl.store(ratio[0] + late + i, inverse, mask=there)
+            tl.store(ratio[0] + ratio[1] + late + i, total * inverse, mask=there)
+            dm1 = add_sum(dm1, (over[0] * total[:, None], over[1] * total[:, None]), F2)
+            over = (over[0] * unit, over[1] * unit)
+            dq = (over[0].to(dtype), over[1].to(dtype))
+        if GRAD:
+            dm = outer4(dm, tg, dq, i, V2, F2, False, PREC)
+        if REST_M:
+            rest_q = lq
+            if DIVIDE:
+                over = (over[0] - dq[0].to(tl.float32), over[1] - dq[1].to(tl.float32))
+                rest_q = (over[0].to(dtype), over[1].to(dtype))
+            rm = outer4(rm, tg, rest_q, i, V2, F2, False, PREC)
+        if QUERIES:
+            fq, hq, rest = phi_and_rest(xq, live, FMAP, D, R1, R2)
+            if LOW:
+                lq = rest
+        if MOMENTS:
+            fk, hk, lk = phi_and_rest(xk, live, FMAP, D, R1, R2)
+        if MOMENTS and FULL:
+            tv = xv
+        if KEEP:
+            store_rows(keep[0] + (zero + start) * keep[2], i, keep[2], live, hq, D, R1, R2)
+            store_rows(keep[1] + (zero + start) * keep[3], i, keep[3], live, hk, D, R1, R2)
+        if ONES:
+            hq = (hq[0], ones_column(hq[1], live, D - F1))
+            hk = (hk[0], ones_column(hk[1], live, D - F1))
+        if LOW_K:
+            rk = lk
+        if SUM_K and LOW_K:
+            sk = add_total(sk, fk, F2)
+        if SUM_Q and LOW:
+            sq = add_total(sq, fq, F2)
+        if SUM_G:
+            sg = add_total(sg, tg, V2)
+    dm = end(dm, V2, GRAD)
+    if REST_M:
+        dm = add4(dm, end(rm, V2, True), V2, F2)
+    mp, ms, mc, mr, mw = end_moments(mm, ORDER, F2, MOMENTS)
+    if REST_K:
+        mp = add4(mp, end(rp, F2, True), F2, V2)
+    if REST_Q:
+        mc = add4(mc, end(rc, F2, True), F2, V2)
+    sq = end_total(sq, EXACT_Q, F1, F2, DOT_Q)
+    sk = end_total(sk, EXACT_K, F1, F2, DOT_K)
+    sv = end_total(sv, dtype, V1, V2, DOT_V)
+    if ONES and SUM_V:
+        sv = column_of(trans4(mc if ORDER == 2 or ORDER == 6 else mp), D - F1)
+    if ONES and SUM_K and ORDER > 1:
+        sk = column_of(mr if CROSS else ms, D - F1)
+    if ONES and SUM_Q and ORDER > 2:
+        sq = column_of(trans4(mr) if CROSS else mw, D - F1)
+    sums = (sq, sk, sv)
+    return (
+        (mp, ms, mc, mr, mw), sums, scale4(dm, 1.0 / unit), end_sum(dm1, F1, F2, DIVIDE),
+        end_total(sg, dtype, V1, V2, SUM_G),
+    )  # fmt: skip

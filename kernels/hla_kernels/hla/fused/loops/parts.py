@@ -1,0 +1,88 @@
+"""Sums over the parts of a head, in order: no atomics, the same bits every time."""
+
+import triton
+import triton.language as tl
+
+from ..maps import is_shifted
+from .extent import means
+
+NO_SPECIALIZE = ["N", "PARTS", "heads", "scale", "ridge", "n"]
+
+
+@triton.jit
+def combine_section(
+    parts, out, step, PARTS, block, scale, n, ridge, START: tl.constexpr, LEN: tl.constexpr, COLS: tl.constexpr,
+    OA: tl.constexpr, OB: tl.constexpr, CENTRED: tl.constexpr, RIDGE: tl.constexpr, SHIFTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[e] = scale (sum over parts - sum a[i] sum b[j] / n) + ridge [i = j] for BLOCK elements e = i COLS + j of a
+    section; SHIFTED elements have n added."""
+    e = block * BLOCK + tl.arange(0, BLOCK)
+    live = e < LEN
+    total = tl.zeros([BLOCK], tl.float32)
+    a = tl.zeros([BLOCK], tl.float32)
+    b = tl.zeros([BLOCK], tl.float32)
+    for part in range(PARTS):
+        p = parts + (tl.full([], 0, tl.int64) + part) * step
+        total += tl.load(p + START + e, mask=live, other=0.0)
+        if CENTRED:
+            a += tl.load(p + OA + e // COLS, mask=live, other=0.0)
+            b += tl.load(p + OB + e % COLS, mask=live, other=0.0)
+    if CENTRED:
+        total -= a * b / n
+    total *= scale
+    if RIDGE:
+        total += tl.where(e // COLS == e % COLS, ridge, 0.0)
+    total += tl.where(e < SHIFTED, n, 0.0)
+    tl.store(out + START + e, total, mask=live)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def combine(
+    parts, state, PARTS, heads, scale, n, ridge, ORDER: tl.constexpr, ONES: tl.constexpr, CENTER: tl.constexpr,
+    NORM: tl.constexpr, FMAP: tl.constexpr, RIDGE: tl.constexpr, SUMS: tl.constexpr, FD: tl.constexpr,
+    DV: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the parts [PARTS, B * H, K] of `reduce_moments` in order; scale, centre and ridge the moments."""
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
+    n, scale = means(n, head, scale)
+    p = parts + head * K
+    o = state + head * K
+    step = heads.to(tl.int64) * K
+    FF: tl.constexpr = FD * FD
+    FV: tl.constexpr = FD * DV
+    KEY: tl.constexpr = CENTER >= 1
+    BOTH: tl.constexpr = CENTER == 2
+    if ORDER != 2:
+        combine_section(
+            p, o, step, PARTS, block, scale, n, ridge, OFF[0], FV, DV, OFF[6], OFF[7], KEY or ONES, False, 0, BLOCK
+        )
+    if ORDER == 2 or ORDER >= 4:
+        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[1], FF, FD, OFF[6], OFF[6], KEY, RIDGE, 0, BLOCK)
+    if ORDER == 2 or ORDER == 5:
+        combine_section(
+            p, o, step, PARTS, block, scale, n, ridge, OFF[2], FV, DV, OFF[5], OFF[7], BOTH or ONES, False, 0, BLOCK
+        )
+    if ORDER == 3 or ORDER == 5:
+        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[3], FF, FD, OFF[6], OFF[5], KEY, RIDGE, 0, BLOCK)
+    if ORDER >= 4:
+        combine_section(
+            p, o, step, PARTS, block, scale, n, ridge, OFF[4], FF, FD, OFF[5], OFF[5], BOTH, False, 0, BLOCK
+        )
+    if SUMS:
+        MORE: tl.constexpr = 2 * FD if NORM and is_shifted(FMAP) else 0
+        combine_section(
+            p, o, step, PARTS, block, 1.0, n, ridge, OFF[5], 2 * FD + DV, 1, 0, 0, False, False, MORE, BLOCK
+        )
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def add_parts(parts, out, PARTS, heads, LEN: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """out [B * H, K] = the sum over parts, in order, of the first LEN elements of parts [PARTS, B * H, K]."""
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
+    combine_section(
+        parts + head * K, out + head * K, heads.to(tl.int64) * K, PARTS, block, 1.0, 1.0, 0.0, 0, LEN, 1, 0, 0, False,
+        False, 0, BLOCK,
+    )  # fmt: skip

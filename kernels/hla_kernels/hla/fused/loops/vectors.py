@@ -1,0 +1,52 @@
+"""Sums and products with one vector by the matrix units, instead of by reductions across threads.
+
+bfloat16 tokens: a float32 vector is two columns, its rounding and what that left. float32 tokens, and float16, which
+lacks the exponents: elementwise.
+"""
+
+import triton
+import triton.language as tl
+
+from ..tiles import rowdot
+
+
+@triton.jit
+def as_row(x):
+    """A vector as one row of a token tile."""
+    return x[0][None, :], x[1][None, :]
+
+
+@triton.jit
+def column(x, dtype: tl.constexpr):
+    """x [K] as a matrix [K, 16] of `dtype` whose rows sum to x."""
+    high = x.to(dtype)
+    low = (x - high.to(tl.float32)).to(dtype)
+    c = tl.arange(0, 16)[None, :]
+    zero = tl.zeros([x.shape[0], 16], dtype)
+    return tl.where(c == 0, high[:, None], tl.where(c == 1, low[:, None], zero))
+
+
+@triton.jit
+def columns(x, dtype: tl.constexpr, D2: tl.constexpr):
+    """`column` of both parts of a vector, or the vector."""
+    out = x
+    if dtype == tl.bfloat16:
+        c1 = column(x[0], dtype)
+        c2 = c1
+        if D2 > 0:
+            c2 = column(x[1], dtype)
+        out = (c1, c2)
+    return out
+
+
+@triton.jit
+def times_vector(x, c, D2: tl.constexpr):
+    """The product of each token of a tile with the vector of `columns`, [BN] in float32."""
+    if x[0].dtype == tl.bfloat16:
+        y = tl.dot(x[0], c[0])
+        if D2 > 0:
+            y = tl.dot(x[1], c[1], y)
+        out = tl.sum(y, 1)
+    else:
+        out = rowdot(x, as_row(c), D2)
+    return out
