@@ -5,10 +5,6 @@ bfloat16, for the output and every gradient. On an H200 it was at most 6.3e-3 he
 """
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +14,7 @@ from hla_kernels.op import why_not_triton
 from hla_kernels.softmax.multipole.call import prepare
 from hla_kernels.softmax.multipole.reference import reference
 from tests.ops.cases import l2_error
+from tests.ops.fused.children import check_interpreted
 
 TIMES = 2
 CASES = {  # grid, blocks, radius, prefix, suffix
@@ -78,14 +75,9 @@ def literal(more):
 
 
 def test_interpreted():
-    """The same in float32 under TRITON_INTERPRET=1, on the CPU: this file as a program."""
+    """The same in float32: this file as a program."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, __file__]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2], timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    check_interpreted(__file__)
 
 
 def interpreted() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.fused.children import check_compiled, check_interpreted
+from tests.ops.fused.children import PYTEST, check_compiled, check_interpreted
 
 pytest.importorskip("triton")
 
@@ -18,7 +18,7 @@ COMPILED = (
 
 
 def test_interpreted():
-    check_interpreted(HERE / "taylor_interpreted.py")
+    check_interpreted(*PYTEST, HERE / "taylor_interpreted.py")
 
 
 @pytest.mark.parametrize("case", COMPILED, ids=lambda c: "-".join(c))

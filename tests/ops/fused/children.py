@@ -14,6 +14,7 @@ import pytest
 
 SHARED_LIMIT = 232448  # bytes a block may use on an H100 / H200
 ROOT = Path(__file__).parents[3]
+PYTEST = ("-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider")
 OLD_INTERPRETER = "only 0-dimensional arrays can be converted to Python scalars"
 
 
@@ -25,13 +26,12 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT, timeout=600)
 
 
-def check_interpreted(cases: Path) -> None:
-    """The tests of a file pass under TRITON_INTERPRET=1, on the CPU."""
+def check_interpreted(*command: object) -> None:
+    """python COMMAND ends well under TRITON_INTERPRET=1, on the CPU."""
     import triton
 
-    switches = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = run("-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", cases, **switches)
-    if done.returncode and OLD_INTERPRETER in done.stdout:
+    done = run(*command, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    if done.returncode and OLD_INTERPRETER in done.stdout + done.stderr:
         versions = f"Triton {triton.__version__} with NumPy {np.__version__}"
         pytest.skip(f"the interpreter of {versions} cannot run loops; NumPy below 2.4 or a newer Triton can")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.fused.children import check_interpreted
+from tests.ops.fused.children import PYTEST, check_interpreted
 
 pytest.importorskip("triton")
 
 
 def test_interpreted():
-    check_interpreted(Path(__file__).with_name("interpreted.py"))
+    check_interpreted(*PYTEST, Path(__file__).with_name("interpreted.py"))
