@@ -23,9 +23,9 @@ class Timing(NamedTuple):
     launched_us: float
 
 
-def copy_rate(gib: float = 2) -> float:
-    """Bytes per second, read and written, of a device-to-device copy."""
-    source = torch.randint(0, 255, (int(gib * 2**30),), dtype=torch.uint8, device="cuda")
+def copy_rate() -> float:
+    """Bytes per second, read and written, of a device-to-device copy of 2 GiB."""
+    source = torch.randint(0, 255, (2 * 2**30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     times = _event_times([lambda: target.copy_(source)] * 20)
     return 2 * source.numel() / (statistics.median(times[5:]) * 1e-6)
