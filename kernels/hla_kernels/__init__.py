@@ -32,6 +32,7 @@ from .hla.streaming.sharded import sharded
 from .hla.streaming.stream import read
 from .op import Explanation, explain
 from .options import MAX_HEAD_DIM, OPS
+from .softmax.multipole.fused import flops as _multipole_flops  # noqa: F401  registers the formulas
 from .softmax.taylor import flops as _taylor_flops  # noqa: F401  registers the formulas
 from .state import State
 
