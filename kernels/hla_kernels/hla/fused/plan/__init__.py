@@ -93,7 +93,11 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str
     """Tiles of `reduce_moments`, and of `reduce_readout` without a normaliser."""
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
     if dtype == torch.float32 or spec.softmax or (spec.op == "polynomial" and spec.digits(dtype, True) > 0):
-        return {"BN": 16 if dtype == torch.float32 and wide > 96 else 32, "num_warps": 8, "num_stages": 2}
+        return {
+            "BN": 16 if dtype == torch.float32 and wide > 96 and not spec.softmax else 32,
+            "num_warps": 8,
+            "num_stages": 2,
+        }
     if mapped(spec):
         few = wide <= 64 or (wide <= 80 and spec.normalize)
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 3}
@@ -122,7 +126,8 @@ def apply_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dty
     """Tiles of `apply` and `apply_grads`."""
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 64
     if dtype == torch.float32:
-        fits = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) <= 96  # two weights of 128 do not, in shared memory
+        # two weights of 128 do not fit in shared memory; those of a softmax pair are at most 96 wide
+        fits = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) <= 96 or spec.softmax
         config = {"BN": 32 if fits or direction == "forward" else 16, "num_warps": 8, "num_stages": 1}
         return config | ({"ROLES": 2 if fits else 3} if direction == "backward" else {})
     if direction == "forward":
