@@ -131,7 +131,7 @@ def test_the_hash_is_that_of_the_weights():
     [
         ("inception", "needs fid.weights=FILE"),
         ("inceptoin", "unknown extractor .* Did you mean 'inception'"),
-        ("vit_large_patch14_dinov3", "Did you mean 'vit_large_patch14_dinov2'"),
+        ("vit_large_patch14_dinvo2", "Did you mean 'vit_large_patch14_dinov2'"),
     ],
 )
 def test_unknown_extractors(name, sentence):
