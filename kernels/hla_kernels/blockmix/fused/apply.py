@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...hla.fused.loops.writes import as_row
+from ...hla.fused.loops.vectors import as_row, columns, times_vector
 from ...hla.fused.maps import phi_grad
 from ...hla.fused.tiles import axpy2, load_rows, load_vec, store_rows, trans4, vecmat, zero_rows
 from .features import add_rows, angles_at, digits, features, gradient_digits, rounded, turn
@@ -12,11 +12,9 @@ from .tokens import (
     NO_SPECIALIZE,
     add_vector,
     by_operator,
-    columns,
     load_anchor,
     load_operator,
     times,
-    times_vector,
     total_grad,
 )
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ...hla.fused.loops.sums import add_sum, begin_sum, end_sum
+from ...hla.fused.loops.vectors import columns
 from ...hla.fused.maps import phi_grad
 from ...hla.fused.tiles import (
     axpy2,
@@ -30,7 +31,6 @@ from .tokens import (
     add_weighted,
     begin_weighted,
     by_operator,
-    columns,
     end_weighted,
     load_operator,
     times,

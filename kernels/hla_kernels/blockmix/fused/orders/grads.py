@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ....hla.fused.algebra import largest
-from ....hla.fused.loops.writes import as_row
+from ....hla.fused.loops.vectors import as_row
 from ....hla.fused.maps import phi_grad, power_of_two
 from ....hla.fused.tiles import (
     add4,

@@ -1,7 +1,7 @@
 """Sums and products with one vector by the matrix units, instead of by reductions across threads.
 
-bfloat16 tokens: a float32 vector is two columns, its rounding and what that left. float32 tokens, and float16, which
-lacks the exponents: elementwise.
+bfloat16 tokens: a float32 vector is two columns, its rounding and what that left, or three (EXACT). float32 tokens, and
+float16, which lacks the exponents: elementwise.
 """
 
 import triton
@@ -17,24 +17,27 @@ def as_row(x):
 
 
 @triton.jit
-def column(x, dtype: tl.constexpr):
+def column(x, dtype: tl.constexpr, EXACT: tl.constexpr = False):
     """x [K] as a matrix [K, 16] of `dtype` whose rows sum to x."""
     high = x.to(dtype)
-    low = (x - high.to(tl.float32)).to(dtype)
+    left = x - high.to(tl.float32)
+    low = left.to(dtype)
     c = tl.arange(0, 16)[None, :]
     zero = tl.zeros([x.shape[0], 16], dtype)
+    if EXACT:
+        zero = tl.where(c == 2, (left - low.to(tl.float32)).to(dtype)[:, None], zero)
     return tl.where(c == 0, high[:, None], tl.where(c == 1, low[:, None], zero))
 
 
 @triton.jit
-def columns(x, dtype: tl.constexpr, D2: tl.constexpr):
-    """`column` of both parts of a vector, or the vector."""
+def columns(x, dtype: tl.constexpr, D2: tl.constexpr, EXACT: tl.constexpr = False):
+    """`column` of both parts of a vector, or the vector; dtype: that of the features that it meets."""
     out = x
     if dtype == tl.bfloat16:
-        c1 = column(x[0], dtype)
+        c1 = column(x[0], dtype, EXACT)
         c2 = c1
         if D2 > 0:
-            c2 = column(x[1], dtype)
+            c2 = column(x[1], dtype, EXACT)
         out = (c1, c2)
     return out
 
