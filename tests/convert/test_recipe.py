@@ -169,6 +169,33 @@ def test_a_recipe_of_a_denoiser_keeps_the_most_sensitive_block(denoiser_source, 
     assert all(0 < v < 10 for v in value.values())
 
 
+def test_a_recipe_of_a_denoiser_with_multipole_is_killed_and_goes_on(denoiser_source, tmp_path, monkeypatch):
+    file, out = tmp_path / "finetune.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump({**DENOISER, "model": {"checkpoint": str(denoiser_source)}}))
+    words = ["mixer=multipole", "mixer_options={blocks: [2, 2], radius: 1}", "sample.every=0", "transfer=0.34"]
+    settings = recipe(denoiser_source, file, out, *words)
+    with monkeypatch.context() as m:
+        stop_at(m, 3)  # of 4 end to end, after the transfer of 2
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(settings)
+    done = {name: (out / f"{name}.json").read_bytes() for name in ("inspect", "convert", "calibrate", "transfer")}
+    assert not (out / "finetune.json").exists()
+    found = run_recipe(settings)
+    assert all((out / f"{name}.json").read_bytes() == content for name, content in done.items())
+    sites = found["inspect"]["rows"]
+    assert [(row["tokens"], row["heads"], row["after"]) for row in sites] == [(16, 2, "multipole")] * 2
+    assert min(row["r2"] for row in found["calibrate"]["rows"]) > 0.9  # near softmax with nothing trained
+    assert found["transfer"]["length"] == 2 and found["finetune"]["result"]["step"] == 4
+    value = {row["model"]: row["value"] for row in found["evaluate"]["rows"]}
+    assert value.keys() == {"source", "converted", "calibrated", "transfer", "finetune", "control", "floor"}
+    assert value["calibrated"] == pytest.approx(value["source"], rel=5e-3)
+    by_hand = (value["finetune"] - value["floor"]) / (value["control"] - value["floor"])
+    assert found["evaluate"]["recovery"] == pytest.approx(by_hand)
+    assert found["evaluate"]["forward_ms"].keys() == {"source", "finetune"}
+    assert all((out / f"{name}.png").stat().st_size > 1000 for name in ("calibrate", "transfer", "evaluate"))
+    assert "## evaluate" in (out / "report.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

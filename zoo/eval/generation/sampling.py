@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from zoo.data.progress import progress
 from zoo.eval.generation.evaluate import environment
 from zoo.eval.generation.extractors.extract import processes
 from zoo.eval.generation.loading import open_model, open_scheduler
 from zoo.eval.generation.outputs import open_output
-from zoo.eval.generation.samplers import ClassSampler, Sampler, TextSampler
+from zoo.eval.generation.samplers import ClassSampler, Sampler, TextSampler, denoiser_of
 from zoo.eval.generation.settings import SampleOptions, SampleSettings
 from zoo.eval.generation.videos import ClassVideoSampler, Mp4Folder, VideoSampler
 
@@ -22,6 +23,8 @@ def open_sampler(options: SampleOptions, device: torch.device | str) -> Sampler:
     """The sampler of a model folder. Raises ValueError for what does not fit together."""
     found = open_model(options.model, options.base, options.precision, device)
     scheduler = open_scheduler(options.scheduler, options.scheduler_options, found.scheduler)
+    if options.compile:
+        compile_blocks(found.transformer if found.pipeline is None else denoiser_of(found.pipeline))
     shared: dict[str, Any] = {"steps": options.steps, "seed": options.seed, "size": options.size}
     if options.guidance is not None:
         shared["guidance"] = options.guidance
@@ -44,6 +47,18 @@ def open_sampler(options: SampleOptions, device: torch.device | str) -> Sampler:
         raise ValueError(f"sample.guidance_channels is for class-conditional models, {found.name} is none")
     found.pipeline.scheduler = scheduler
     return TextSampler(found.pipeline, read_prompts(options.prompts), **shared)
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile the blocks of a transformer (the members of its lists) in place: one compilation serves all of a kind.
+
+    Raises ValueError for a model without lists of blocks.
+    """
+    blocks = [block for part in model.children() if isinstance(part, nn.ModuleList) for block in part]
+    if not blocks:
+        raise ValueError(f"sample.compile compiles blocks, and {type(model).__name__} has no list of them")
+    for block in blocks:
+        block.compile()
 
 
 def read_prompts(file: str) -> list[str]:

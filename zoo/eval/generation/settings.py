@@ -83,6 +83,7 @@ class SampleOptions:
     width: width of videos; none for squares
     frames: frames of videos; none takes those of the model
     precision: fp32, bf16 or fp16
+    compile: compile the blocks of the transformer; images change by rounding
     device: torch device; empty takes the accelerator if there is one
     """
 
@@ -103,6 +104,7 @@ class SampleOptions:
     width: int | None = None
     frames: int | None = None
     precision: str = "fp32"
+    compile: bool = False
     device: str = ""
 
     def __post_init__(self) -> None:
