@@ -205,6 +205,7 @@ def test_a_recipe_of_a_denoiser_with_multipole_is_killed_and_goes_on(denoiser_so
         (["keep_softmax=auto:two"], r"auto:<n> needs a number"),
         (["transfer=1.5"], r"at least 0 and below 1"),
         (["mixr=la"], r"Did you mean 'mixer'"),
+        (["distill.teacher="], r"distill.teacher cannot be changed in a recipe, whose key source sets it"),
     ],
 )
 def test_recipes_that_cannot_be_run_say_why(words, sentence, tmp_path):

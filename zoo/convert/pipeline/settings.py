@@ -6,6 +6,13 @@ from typing import Any
 from zoo.config import Tree, load, one_of, positive
 from zoo.names import unknown_name
 
+SAID = {  # keys of a fine-tuning that the recipe sets -> its key for them
+    "model.mixer": "mixer",
+    "model.mixer_options": "mixer_options",
+    "model.keep_softmax": "keep_softmax",
+    "model.checkpoint": "source",
+    "distill.teacher": "source",
+}
 STAGES = ("inspect", "convert", "calibrate", "transfer", "finetune", "controls", "evaluate")
 
 
@@ -17,7 +24,8 @@ class RecipeSettings:
       whose published weights are taken, or of a diffusion model on the hub
     finetune: configuration of the fine-tuning (of tools/train_vit.py or tools/finetune_dit.py); its length is the
       budget of transfer and fine-tuning together, and of each control
-    changes: section.key=value words that change this configuration
+    changes: section.key=value words that change this configuration, but what the recipe says itself (the mixer, the
+      checkpoint, the teacher, which is the source)
     mixer: mixer put into the attention layers
     mixer_options: options of the mixer; gains=true is added, which calibration needs
     keep_softmax: numbers of the blocks that stay softmax, every:3 for each third, or auto:2 for the two that are worth
@@ -49,6 +57,9 @@ class RecipeSettings:
     def __post_init__(self) -> None:
         for stage in self.stages:
             one_of("stages", stage, STAGES)
+        for key in (word.partition("=")[0] for word in self.changes):
+            if key in SAID:
+                raise ValueError(f"{key} cannot be changed in a recipe, whose key {SAID[key]} sets it")
         positive(inputs=self.inputs, batch=self.batch, transfer_lr=self.transfer_lr)
         if not 0 <= self.transfer < 1:
             raise ValueError(f"transfer is a part of the budget, at least 0 and below 1, got {self.transfer}")
