@@ -7,9 +7,8 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel, WanTransformer3DModel
 from test_pipelines import image, pipeline, vae
-from tiny_diffusers import CASES, build, cast, close, converted, gradients, host, inputs, noise, run
+from tiny_diffusers import CASES, Copies, build, cast, close, converted, gradients, host, inputs, noise, run
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hla_kernels
 import zoo
@@ -109,23 +108,6 @@ def test_group_offload(name):
         wanted = run(copy.deepcopy(model).cuda(), on_gpu(inputs(name)))
         model.enable_group_offload(torch.device("cuda"), offload_type="leaf_level")
         close(run(model, on_gpu(inputs(name))), wanted)
-
-
-class Copies(TorchDispatchMode):
-    """Names of the operators that return a float32 tensor of at least `numel` elements."""
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.numel, self.found = numel, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        leaves = [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
-        if func is torch.ops.hla_kernels.mhla.default:
-            leaves = leaves[:1]  # the other is what is saved of moments, which are of blocks
-        if any(x.dtype == torch.float32 and x.numel() >= self.numel for x in leaves):
-            self.found.append(str(func))
-        return out
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import diffusers
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from zoo.mixers import MIXERS
@@ -176,3 +177,20 @@ def cast(arguments: dict, dtype: torch.dtype) -> dict:
     """The arguments of a forward pass with floating-point tensors in `dtype`."""
     floats = {k: v.to(dtype) for k, v in arguments.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
     return {**arguments, **floats}
+
+
+class Copies(TorchDispatchMode):
+    """Names of the operators that return a float32 tensor of at least `numel` elements."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.found = numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        leaves = [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        if func is torch.ops.hla_kernels.mhla.default:
+            leaves = leaves[:1]  # the other is what is saved of moments, which are of blocks
+        if any(x.dtype == torch.float32 and x.numel() >= self.numel for x in leaves):
+            self.found.append(str(func))
+        return out
