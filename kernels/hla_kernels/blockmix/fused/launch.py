@@ -75,6 +75,10 @@ class Call:
         """Constexpr of a pass over tokens."""
         return {**self.flags, **self.w, "PREC": self.prec}
 
+    def rows_config(self, name: str) -> dict[str, int]:
+        """Tiles of a pass that writes rows."""
+        return plan.apply_config(self.w, self.q.dtype, name, self.o.normalize, self.digits)
+
     @property
     def digits(self) -> int:
         """How many numbers of the dtype of the tokens a feature is."""
@@ -232,7 +236,7 @@ def operator_of(call: Call, x: Moments) -> Operator:
 
 def read_call(call: Call, out: Tensor, y: Operator, saved: Saved) -> None:
     """o from the operators."""
-    config = plan.apply_config(call.w, call.q.dtype, call.digits)
+    config = call.rows_config("read")
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
     a = alignment(call.q, out)
     read_out[(call.programs * parts,)](
@@ -292,7 +296,7 @@ def query_call(call: Call, g: Tensor, dq: Tensor | None, y: Operator, saved: Sav
 
 def totals_call(call: Call, g: Tensor, dq: Tensor | None, y: Operator, saved: Saved, totals: Tensor) -> None:
     """d loss / d den of the ratio, and dq unless it is None."""
-    config = plan.apply_config(call.w, call.q.dtype, call.digits)
+    config = call.rows_config("rows")
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
     rows = [call.q, g] if dq is None else [call.q, g, dq]
     a = alignment(*rows)
@@ -322,7 +326,7 @@ def query_both_call(call: Call, g: Tensor, dq: Tensor, y: Operator, saved: Saved
 
 def key_call(call: Call, outs: Grads, dx: Moments, anchor: Tensor | None) -> None:
     """dk and dv of first order from the gradients of the local moments."""
-    config = plan.apply_config(call.w, call.q.dtype, call.digits)
+    config = call.rows_config("key")
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
     a = alignment(call.k, call.v, *outs[1:])
     key_grads[(call.programs * parts,)](
@@ -339,17 +343,9 @@ def factor_grads(call: Call, x: Moments, shift: Tensor | None, d_operator: Momen
     ):  # fmt: skip
         grid, common = plan.product_grid(call.w, height, call.programs)
         kernel[grid](
-            x.matrix,
-            x.vector,
-            x.left,
-            d_operator.matrix,
-            d_operator.vector,
-            shift,
-            *outs,
-            **call.w,
-            PREC=call.mid,
+            x.matrix, x.vector, x.left, d_operator.matrix, d_operator.vector, shift, *outs, **call.w, PREC=call.mid,
             **common,
-        )
+        )  # fmt: skip
 
 
 def product_call(
@@ -357,7 +353,7 @@ def product_call(
 ) -> None:
     """dq, then dk and dv of a higher order: what the read-out and the gradients of the local moments give."""
     q, k, v, hla2 = call.q, call.k, call.v, call.o.order == "hla2"
-    config = plan.apply_config(call.w, call.q.dtype, call.digits, 2)
+    config = call.rows_config("products")
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
     ratio, grid, flags = (saved.inverses, totals), (call.programs * parts,), {**call.token_flags(), **config}
     other = v if hla2 else k

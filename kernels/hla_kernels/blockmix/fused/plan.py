@@ -11,25 +11,69 @@ from ...hla.fused.plan import PROGRAMS
 from ...hla.fused.spec import split_width
 
 Config = dict[str, int]
-# of bfloat16 heads of 128 channels on an H200: tokens (of `mix`: columns) of a tile, warps, stages, and of `grads` rows
-WIDE = {
-    "reduce": (32, 4, 4),
-    "reduce_norm": (64, 4, 3),
-    "reduce_two": (32, 4, 3),  # features in two digits
-    "query": (64, 8, 3),
-    "query_two": (32, 8, 2),
-    "apply": (64, 4, 2),
-    "apply_two": (64, 8, 2),
+# of 16-bit tokens on an H200, by the columns of the wider tile: tokens of a tile, warps, stages and, if it is limited,
+# registers of a thread. _norm: with a ratio, _ratio: gradients of one, _two: features in two digits, _products: two
+# matrices that a token is multiplied by
+TABLE: dict[int, dict[str, tuple[int, ...]]] = {
+    64: {
+        "reduce": (32, 4, 3),
+        "reduce_norm": (32, 4, 3),
+        "reduce_ratio": (32, 4, 3),
+        "reduce_two": (32, 4, 3),
+        "query": (64, 4, 2),
+        "query_norm": (64, 4, 1),
+        "query_two": (64, 4, 2),
+        "read": (64, 4, 2),
+        "read_norm": (64, 4, 2),
+        "read_two": (64, 4, 2),
+        "rows": (64, 4, 2),
+        "rows_two": (64, 4, 2),
+        "key": (64, 4, 2),
+        "key_norm": (64, 4, 2),
+        "key_two": (64, 4, 2),
+        "products": (64, 4, 2),
+    },
+    80: {
+        "reduce": (64, 8, 3),
+        "reduce_norm": (64, 8, 3),
+        "reduce_ratio": (32, 8, 3),
+        "reduce_two": (32, 8, 3),
+        "query": (64, 4, 2),
+        "query_two": (64, 4, 2),
+        "read": (64, 4, 2),
+        "read_norm": (64, 4, 2),
+        "read_two": (64, 8, 2),
+        "rows": (64, 4, 2),
+        "rows_two": (64, 8, 2),
+        "key": (64, 4, 2),
+        "key_norm": (64, 4, 2),
+        "key_two": (64, 8, 2),
+        "products": (64, 8, 1),
+    },
+    128: {
+        "reduce": (32, 4, 4),
+        "reduce_norm": (64, 4, 3),
+        "reduce_ratio": (32, 4, 3),
+        "reduce_two": (32, 4, 3),
+        "query": (64, 8, 3),
+        "query_two": (32, 8, 2),
+        "read": (64, 4, 2),
+        "read_norm": (64, 4, 2),
+        "read_two": (64, 8, 2),
+        "rows": (64, 4, 2),
+        "rows_two": (64, 8, 2),
+        "key": (64, 4, 2),
+        "key_norm": (64, 4, 2),
+        "key_two": (64, 8, 2),
+        "products": (64, 8, 1),
+    },
+}
+# columns of a tile (of `grads` rows too), warps, stages
+MIX = {
     "mix": (128, 8, 3),
     "mix_many": (64, 4, 3),  # more than 128 blocks
     "grads": (64, 4, 3, 64),
 }
-
-
-def tile(name: str) -> Config:
-    """An entry of WIDE."""
-    bn, warps, stages = WIDE[name]
-    return {"BN": bn, "num_warps": warps, "num_stages": stages}
 
 
 def wide(w: dict[str, int]) -> int:
@@ -37,21 +81,20 @@ def wide(w: dict[str, int]) -> int:
     return max(w["F1"] + w["F2"], w["V1"] + w["V2"])
 
 
+def tile(w: dict[str, int], name: str) -> Config:
+    """An entry of TABLE."""
+    bn, warps, stages, *registers = TABLE[min(x for x in TABLE if wide(w) <= x)][name]
+    return {"BN": bn, "num_warps": warps, "num_stages": stages, **({"maxnreg": registers[0]} if registers else {})}
+
+
 def reduce_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, ratio: bool, digits: int) -> Config:
     """Tiles of `reduce_moments`; ROWS of a tile are what the warps hold at once, 16 bytes a thread. digits: those of
     features, of both operands."""
-    if digits > 2:
+    if digits > 2 or dtype == torch.float32:
         config = {"BN": 32, "num_warps": 8, "num_stages": 2}
-    elif wide(w) == 128 and dtype != torch.float32:
-        config = tile("reduce_two" if ratio or digits > 1 else "reduce_norm" if normalize else "reduce")
-    elif (ratio or digits > 1) and dtype != torch.float32:
-        config = {"BN": 32, "num_warps": 4 if wide(w) == 64 else 8, "num_stages": 3}
-    elif dtype == torch.float32:
-        config = {"BN": 32, "num_warps": 8, "num_stages": 2}
-    elif wide(w) <= 64:
-        config = {"BN": 32, "num_warps": 4, "num_stages": 3}
     else:
-        config = {"BN": 64, "num_warps": 8, "num_stages": 3}
+        kind = "_two" if digits > 1 else "_ratio" if ratio else "_norm" if normalize else ""
+        config = tile(w, "reduce" + kind)
     rows = config["num_warps"] * 32 * (16 // dtype.itemsize) // w["F1"]
     return {**config, "ROWS": max(1, min(rows, config["BN"]))}
 
@@ -65,20 +108,15 @@ def query_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, digits:
     """Tiles of `query_grads`."""
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 1}
-    if wide(w) > 80:
-        return tile("query_two" if digits > 1 else "query")
-    return {"BN": 64, "num_warps": 4, "num_stages": 1 if normalize else 2}
+    return tile(w, "query" + ("_two" if digits > 1 else "_norm" if normalize else ""))
 
 
-def apply_config(w: dict[str, int], dtype: torch.dtype, digits: int, products: int = 1) -> Config:
-    """Tiles of the passes that write rows; products: matrices that a token is multiplied by."""
+def apply_config(w: dict[str, int], dtype: torch.dtype, name: str, normalize: bool, digits: int) -> Config:
+    """Tiles of a pass that writes rows: "read", "rows", "key", or "products" of the higher orders."""
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 1}
-    if wide(w) > 64 and products > 1:
-        return {"BN": 64, "num_warps": 8, "num_stages": 1}
-    if wide(w) == 128:
-        return tile("apply_two" if digits > 1 else "apply")
-    return {"BN": 64, "num_warps": 8 if wide(w) > 64 and digits > 1 else 4, "num_stages": 2}
+    kind = "" if name == "products" else "_two" if digits > 1 else "_norm" if normalize and name != "rows" else ""
+    return tile(w, name + kind)
 
 
 def key_passes(w: dict[str, int], digits: int) -> tuple[int, ...]:
@@ -111,7 +149,7 @@ def mix_config(m: int, dtype: torch.dtype) -> Config:
     rows = mix_rows(m, dtype)
     if dtype == torch.float32 or m > 256:
         return {"BM": rows, "BK": min(rows, 32), "BC": 64, "num_warps": 4, "num_stages": 3}
-    columns, warps, stages = WIDE["mix_many" if m > 128 else "mix"]
+    columns, warps, stages = MIX["mix_many" if m > 128 else "mix"]
     warps = warps if rows > 64 or m > 128 else 4
     return {"BM": rows, "K1": k1, "K2": k2, "BC": columns, "num_warps": warps, "num_stages": stages}
 
@@ -133,7 +171,7 @@ def mix_parts(heads: int, tiles: int, columns: int, bc: int) -> tuple[int, int]:
 def grads_config(m: int, dtype: torch.dtype) -> Config:
     """Tiles of `mixing_grads`."""
     if m > 64 and dtype != torch.float32:
-        columns, warps, stages, rows = WIDE["grads"]
+        columns, warps, stages, rows = MIX["grads"]
         return {"BM": rows, "BC": columns, "num_warps": warps, "num_stages": stages}
     bm = min(mix_rows(m, dtype), 64)
     columns = 32 if dtype == torch.float32 else 64 if bm > 16 else 256
