@@ -1,7 +1,6 @@
 """Block mixing (MHLA): each block of queries reads its own mixture of the moments of all blocks."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,13 +8,13 @@ from torch import Tensor
 import hla_kernels
 from hla_kernels.features import feature
 from zoo.grid import Grid
-from zoo.mixers.base import EPS, LinearMixer
+from zoo.mixers.base import EPS
 from zoo.mixers.context import Context, Rotation
-from zoo.mixers.mixing import BlockMixing, choose_blocks
+from zoo.mixers.mixing import BlockedMixer, BlockMixing, choose_blocks
 from zoo.mixers.options import BlockOptions
 
 
-class BlockMixer(LinearMixer):
+class BlockMixer(BlockedMixer):
     """o_t = q (Sum_b m_ib P_b) / (q . Sum_b m_ib z_b) for the tokens t of block i, P_b = K_b'V_b, z_b = K_b'1.
 
     MHLA (token-level multi-head linear attention), in the paper's form: the denominator is of the token's own query.
@@ -32,26 +31,14 @@ class BlockMixer(LinearMixer):
     operator_packed = staticmethod(hla_kernels.mhla_qkvpacked)
     defaults = BlockOptions()
     options: BlockOptions
-    needs_layout = True
 
     def __init__(
         self, dim: int, num_heads: int, head_dim: int, *, grid: Grid | None = None, prefix: int = 0, device=None,
         dtype=None, **kwargs,
     ) -> None:  # fmt: skip
-        """grid: that of the host, for which blocks are chosen.  prefix: its number of class and register tokens.
-
-        Raises ValueError without blocks and without a grid.
-        """
-        super().__init__(dim, num_heads, head_dim, device=device, dtype=dtype, **kwargs)
+        """Raises ValueError also for causal blocks along another axis than the first."""
+        super().__init__(dim, num_heads, head_dim, grid=grid, prefix=prefix, device=device, dtype=dtype, **kwargs)
         opt = self.options
-        if opt.blocks is None and grid is None:
-            raise ValueError(f"the mixer {self.name!r} needs blocks=, such as [4, 4]: its host has no grid of its own")
-        self.grid, self.prefix = grid, prefix
-        self.blocks = opt.blocks or choose_blocks(tuple(grid or ()), opt.causal)
-        if opt.mixing != "distance":
-            self.options = replace(opt, blocks=self.blocks)
-        if len(self.blocks) != opt.grid_dims:
-            raise ValueError(f"blocks={list(self.blocks)} must have one number for each of {opt.grid_dims} axes")
         if opt.causal and any(m > 1 for m in self.blocks[1:]):
             raise ValueError(f"causal needs blocks along the first axis alone, such as [4, 1], got {list(self.blocks)}")
         heads = num_heads if opt.per_head else None
@@ -60,14 +47,8 @@ class BlockMixer(LinearMixer):
         )
 
     @property
-    def chosen(self) -> dict[str, list[int]]:
-        """The options that were taken from the host, as they are saved with a model."""
-        return {"blocks": list(self.blocks)} if self.options.blocks else {}
-
-    @property
-    def layout(self) -> str:
-        """The blocks in words, for reports."""
-        return "x".join(map(str, self.blocks)) + (" of " + "x".join(map(str, self.grid)) if self.grid else "")
+    def follows_grid(self) -> bool:
+        return self.options.mixing == "distance"
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         opt = self.options
@@ -80,7 +61,7 @@ class BlockMixer(LinearMixer):
                 f"behind it, not for {ctx.prefix} and {ctx.suffix}"
             )
         blocks = opt.blocks or choose_blocks(grid, opt.causal)
-        self._check_blocks(grid, blocks)
+        self.check_blocks(grid, blocks)
         where = {
             "mixing": self.mixing(blocks), "grid": grid, "blocks": blocks, "prefix": ctx.prefix, "order": opt.order,
             "causal": opt.causal, "token_mask": ctx.key_padding_mask,
@@ -103,13 +84,6 @@ class BlockMixer(LinearMixer):
         where |= {"feature_map": None, "normalize": False}
         o = self.operate(rotate(q), rotate(k), v, **where)
         return o / (self.operate(q, k, torch.ones_like(v[..., :1]), **where) + EPS) if self.options.normalize else o
-
-    def _check_blocks(self, grid: Grid, blocks: Grid) -> None:
-        if len(grid) != len(blocks) or any(m > n for m, n in zip(blocks, grid, strict=True)):
-            raise ValueError(
-                f"the tokens lie on the grid {grid}, which cannot be cut into the blocks {blocks} of the mixer "
-                f"{self.name!r}; convert with blocks={list(choose_blocks(grid, self.options.causal))}"
-            )
 
 
 class SecondOrderBlockMixer(BlockMixer):

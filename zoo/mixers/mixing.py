@@ -1,4 +1,4 @@
-"""The mixing matrix of block mixing: its prior, its parameters, and the choice of blocks.
+"""Blocks of the grid: their choice, what mixers with blocks share, and the mixing matrix with its prior.
 
 Row i says how block i of queries weighs the blocks of tokens; every row sums to one at first. Block 0 is the prefix
 (class, register tokens), if there is one: it weighs all blocks alike, and each other block gives it 1 / M.
@@ -7,11 +7,14 @@ Row i says how block i of queries weighs the blocks of tokens; every row sums to
 import functools
 import itertools
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from zoo.grid import Grid
+from zoo.mixers.base import LinearMixer
+from zoo.mixers.options import BlockOptions, MultipoleOptions
 
 SMALLEST = 1e-4  # of a prior weight inside a softmax, where zero would stay zero
 KNOTS = 16  # of a function of distance
@@ -50,6 +53,55 @@ def _best(grid: Grid, counts: list[list[int]], limit: int, causal: bool) -> Grid
         return round(spread + math.log(limit / math.prod(blocks)), 9), spread
 
     return min(layouts, key=cost)
+
+
+class BlockedMixer(LinearMixer):
+    """A mixer that cuts the token grid, (H, W) or (T, H, W), into blocks; those that do not divide it differ by one
+    token along an axis. Without the option `blocks`, they are chosen for the grid of the host (`choose_blocks`)."""
+
+    needs_layout = True
+    options: BlockOptions | MultipoleOptions
+
+    def __init__(
+        self, dim: int, num_heads: int, head_dim: int, *, grid: Grid | None = None, prefix: int = 0, **kwargs
+    ) -> None:
+        """grid: that of the host, for which blocks are chosen.  prefix: its number of class and register tokens.
+
+        Raises ValueError without blocks and without a grid.
+        """
+        super().__init__(dim, num_heads, head_dim, **kwargs)
+        opt = self.options
+        if opt.blocks is None and grid is None:
+            raise ValueError(f"the mixer {self.name!r} needs blocks=, such as [4, 4]: its host has no grid of its own")
+        self.grid, self.prefix = grid, prefix
+        self.blocks = opt.blocks or choose_blocks(tuple(grid or ()), opt.causal)
+        if not self.follows_grid:
+            self.options = replace(opt, blocks=self.blocks)
+        if len(self.blocks) != opt.grid_dims:
+            raise ValueError(f"blocks={list(self.blocks)} must have one number for each of {opt.grid_dims} axes")
+
+    @property
+    def follows_grid(self) -> bool:
+        """Whether blocks that were not given are those of each call's grid."""
+        return False
+
+    @property
+    def chosen(self) -> dict[str, list[int]]:
+        """The options that were taken from the host, as they are saved with a model."""
+        return {"blocks": list(self.blocks)} if self.options.blocks else {}
+
+    @property
+    def layout(self) -> str:
+        """The blocks in words, for reports."""
+        return "x".join(map(str, self.blocks)) + (" of " + "x".join(map(str, self.grid)) if self.grid else "")
+
+    def check_blocks(self, grid: Grid, blocks: Grid) -> None:
+        """Raise ValueError if the grid of a call cannot be cut so."""
+        if len(grid) != len(blocks) or any(m > n for m, n in zip(blocks, grid, strict=True)):
+            raise ValueError(
+                f"the tokens lie on the grid {grid}, which cannot be cut into the blocks {blocks} of the mixer "
+                f"{self.name!r}; convert with blocks={list(choose_blocks(grid, self.options.causal))}"
+            )
 
 
 def distances(blocks: Grid) -> Tensor:
