@@ -61,6 +61,25 @@ def torch_form(tensors, grad, mask, normalize, scale, dtype) -> list[Tensor]:
     return [x for x in found if x is not None]
 
 
+def terms_of_coefficients(tensors, grad, scale) -> Tensor:
+    """[B, H, N, N, 2] in float64, what sums to the gradient of the coefficients over B and both N: r u s and
+    r u s^2 / 2, s scores, u = g.(v - o), r = 1 / divisor (`fused.grads`). Ratio without a narrow pair or a mask."""
+    q, k, v, c = (t.double() for t in tensors[:4])
+    c1, c2 = (x[:, None, None] for x in c.unbind(1))
+    s = scale * torch.einsum("bihd,bjhd->bhij", q, k - k.mean(1, keepdim=True))
+    w = 1 + c1 * s + c2 * s**2 / 2
+    r = 1 / w.mean(-1, keepdim=True)
+    o = torch.einsum("bhij,bjhd->bihd", w * r / k.shape[1], v)
+    u = torch.einsum("bihd,bjhd->bhij", grad.double(), v) - torch.einsum("bihd,bihd->bhi", grad.double(), o)[..., None]
+    return torch.stack([r * u * s, r * u * s**2 / 2], -1) / k.shape[1]
+
+
+def rounding_of_terms(tensors, grad, scale) -> float:
+    """How far rounding each of these terms once to float32 may move the gradient, relative L2."""
+    terms = terms_of_coefficients(tensors, grad, scale)
+    return float(2**-24 * terms.abs().sum((0, 2, 3)).norm() / terms.sum((0, 2, 3)).norm())
+
+
 def triton_form(monkeypatch, tensors, grad, mask, normalize, scale) -> list[Tensor]:
     """The same of the Triton form; every buffer starts as NaN."""
     with monkeypatch.context() as patch:

@@ -6,8 +6,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hla_kernels as hk
 from hla_kernels.op import prepare_taylor, slower_in_triton
-from hla_kernels.softmax.taylor import torch_form
+from hla_kernels.softmax.taylor import torch_form as forms
 from hla_kernels.softmax.taylor.reference import reference
+from tests.mixers.taylor.taylor_cases import make, rounding_of_terms, terms_of_coefficients, torch_form
 from tests.ops.cases import assert_same, l2_error, tokens
 
 FORMS = {"by state": True, "by tokens": False}
@@ -16,8 +17,8 @@ FORMS = {"by state": True, "by tokens": False}
 @pytest.fixture(params=FORMS.values(), ids=FORMS)
 def form(request, monkeypatch):
     """One order of the products, in blocks of a few tokens."""
-    monkeypatch.setattr(torch_form, "by_state", lambda *sizes: request.param)
-    monkeypatch.setattr(torch_form, "BLOCK", 1)
+    monkeypatch.setattr(forms, "by_state", lambda *sizes: request.param)
+    monkeypatch.setattr(forms, "BLOCK", 1)
     return request.param
 
 
@@ -48,6 +49,14 @@ def test_definition_and_gradients(form, normalize, r, masked):
     weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
     for a, b in zip(torch.autograd.grad(y, inputs, weights), torch.autograd.grad(wanted, inputs, weights), strict=True):
         assert_same(a, b)
+
+
+def test_terms_of_the_gradient_of_the_coefficients():
+    """What tests on a GPU take for its terms sums to it; at scores of 8 float32 is within what rounding each moves."""
+    tensors, grad, _ = make(60, (2, 4, 4, 16, 16), torch.float32, size=8.0, mean=3.0)
+    truth, plain = (torch_form(tensors, grad, None, True, 0.25, x)[4] for x in (torch.float64, torch.float32))
+    assert_same(terms_of_coefficients(tensors, grad, 0.25).sum((0, 2, 3)), truth)
+    assert l2_error(plain, truth) < rounding_of_terms(tensors, grad, 0.25)
 
 
 def test_the_ratio_is_the_average_with_taylor_weights():
@@ -95,15 +104,15 @@ def _grads(f, inputs):
 
 
 def test_both_orders_are_chosen_by_their_cost():
-    assert not torch_form.by_state(197, 64, 0, 64) and torch_form.by_state(4096, 64, 0, 64)
-    assert torch_form.by_state(197, 64, 16, 64)
+    assert not forms.by_state(197, 64, 0, 64) and forms.by_state(4096, 64, 0, 64)
+    assert forms.by_state(197, 64, 16, 64)
 
     def flops(n: int, d: int) -> int:
         q, k, v, c, _ = setting(n, d=d, dv=d, n_key=4, dtype=torch.float32)
         with FlopCounterMode(display=False) as outside:
             hk.taylor2(q, k, v, c)
         with FlopCounterMode(display=False) as inside:
-            torch_form.evaluate(q, k, v, c, None, None, None, True, 1.0)
+            forms.evaluate(q, k, v, c, None, None, None, True, 1.0)
         assert outside.get_total_flops() == inside.get_total_flops()
         return outside.get_total_flops()
 
