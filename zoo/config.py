@@ -28,9 +28,9 @@ Tree = dict[str, Any]
 def load(schema: type[T], path: str | Path | None, overrides: list[str] | None = None) -> T:
     """The `schema` instance of a YAML file (None: all defaults) with `section.key=value` words applied on top.
 
-    A file may name another with `base: other.yaml` (relative to itself), whose values it changes. Raises ValueError
-    for a
-    missing or unreadable file, an unknown key (with the nearest valid one), or a value of the wrong type.
+    A file may name another with `base: other.yaml` (relative to itself), whose values it changes; dicts are merged key
+    by key, and `{}` empties one. Raises ValueError for a missing or unreadable file, an unknown key (with the nearest
+    valid one), or a value of the wrong type.
     """
     tree = read_tree(Path(path)) if path else {}
     for word in overrides or []:
@@ -58,10 +58,10 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """`below` with the values of `above`, dict by dict."""
+    """`below` with the values of `above`, dict by dict; an empty one takes the place of what is below."""
     out = dict(below)
     for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        both = bool(value) and isinstance(value, dict) and isinstance(out.get(key), dict)
         out[key] = merge(out[key], value) if both else value
     return out
 

@@ -75,6 +75,20 @@ def test_base_files_and_round_trip(tmp_path):
     assert config.load(TrainSettings, tmp_path / "saved.yaml") == found
 
 
+def test_an_empty_dict_takes_the_place_of_a_full_one(tmp_path):
+    """On the command line and in a file with a base; words after it fill it again."""
+    (tmp_path / "base.yaml").write_text("model: {mixer: mhla, mixer_options: {blocks: [4, 4], lepe: 5}}\n")
+    (tmp_path / "child.yaml").write_text("base: base.yaml\nmodel: {mixer_options: {}}\n")
+
+    def found(*words, file="base.yaml"):
+        return config.load(TrainSettings, tmp_path / file, list(words)).model
+
+    assert found("model.mixer_options={lepe: 3}").mixer_options == {"blocks": [4, 4], "lepe": 3}
+    assert found("model.mixer_options={}") == found(file="child.yaml")
+    assert found("model.mixer_options={}").mixer_options == {} and found("model.mixer_options={}").mixer == "mhla"
+    assert found("model.mixer_options={}", "model.mixer_options.lepe=3").mixer_options == {"lepe": 3}
+
+
 def test_bad_files(tmp_path):
     file = tmp_path / "x.yaml"
     with pytest.raises(ValueError, match=r"no configuration file"):

@@ -52,7 +52,7 @@ def folder(out: str, mixer: str, seed: int) -> str:
 
 def _from_scratch(settings: QualitySettings, file: str, changes: list[str], mixer: str, seed: int) -> Iterator[Row]:
     name, options = arm(mixer)
-    own = {"mixer": "" if mixer == "softmax" else name, "mixer_options": options}
+    own = {"mixer": "" if mixer == "softmax" else name} | ({"mixer_options": options} if options else {})
     run = {"folder": folder(settings.out, mixer, seed), "resume": True, "seed": seed}
     tree = config.merge(config.to_tree(config.load(TrainSettings, file, changes)), {"model": own, "run": run})
     options = tree["model"]["mixer_options"]  # those of `changes` too
