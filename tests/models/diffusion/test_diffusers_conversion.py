@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
 from tiny_diffusers import CASES, blocks_for, converted, host, inputs, noise, run, sites
 
 import zoo
+from zoo.backbones.diffusion.sites import ltx_rotation
 from zoo.backbones.registry import REGISTERED_MIXERS
 from zoo.features import TokenRMSNorm
 from zoo.mixers import MIXERS
@@ -159,9 +161,40 @@ def test_checkpointing_survives_conversion():
     assert not model.is_gradient_checkpointing
 
 
+def test_ltx_with_coordinates_of_each_token_has_no_grid():
+    """They are what frames, height and width stand for; a mixer that needs the grid says so."""
+    arguments = inputs("ltx")
+    sizes = [arguments.pop(key) for key in ("num_frames", "height", "width")]
+    places = torch.cartesian_prod(*(torch.arange(n) for n in sizes)).T.float()  # [3, N]
+    scale = torch.tensor(arguments.pop("rope_interpolation_scale"))[:, None]
+    arguments["video_coords"] = (places * scale).expand(2, -1, -1)
+    for options, ok in (({}, True), ({"depthwise": "v"}, False)):
+        model = converted("ltx", "ahla", **options)
+        if ok:
+            torch.testing.assert_close(run(model, arguments), run(model, inputs("ltx")))
+        else:
+            with pytest.raises(ValueError, match="grid"):
+                run(model, arguments)
+
+
+def test_the_tables_of_ltx_turn_as_its_rotation():
+    """(cos, sin) [N, H, D / 2] of channels (2i, 2i + 1), which operators read, against the host's own function."""
+    model, t = host("ltx"), noise(2, 24, 2, 16)
+    rotary = model.rope(t, 2, 3, 4, (0.3, 32, 32))
+    cos, sin = ltx_rotation(rotary, 2, True).tables()
+    even, odd = t.unflatten(-1, (-1, 2)).unbind(-1)
+    by_tables = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+    wanted = apply_rotary_emb(t.flatten(2), rotary).unflatten(2, (2, 16))
+    torch.testing.assert_close(by_tables, wanted)
+    assert torch.equal(ltx_rotation(rotary, 2, False)(t), wanted)
+    twice = ltx_rotation(rotary, 2, True)(torch.cat([t, -t], -1))  # feature maps that widen
+    assert torch.equal(twice, torch.cat([wanted, -wanted], -1))
+
+
 def test_the_grid_reaches_the_mixers():
     grids = {}
-    for name, wanted in (("pixart", (4, 6)), ("sana", (4, 6)), ("wan", (3, 4, 6)), ("sd3", (4, 6)), ("flux", (4, 6))):
+    flat, deep = ("pixart", "sana", "sd3", "flux"), ("wan", "ltx")
+    for name, wanted in [*((name, (4, 6)) for name in flat), *((name, (3, 4, 6)) for name in deep)]:
         model = converted(name, "ahla", depthwise="v")
         run(model, inputs(name))
         grids[name] = ({site.grid for site in sites(model)}, {wanted})

@@ -63,6 +63,19 @@ def wan_i2v_inputs(size: int = 8, batch: int = 2) -> dict[str, Any]:
     return {**inputs, **text, "encoder_hidden_states_image": noise(batch, 7, 12, seed=3)}
 
 
+def ltx_inputs(size: int = 8, batch: int = 2) -> dict[str, Any]:
+    grid = {"num_frames": 3, "height": size // 2, "width": size // 2 + 2}
+    mask = torch.ones(batch, 5)
+    mask[0, 3:] = 0
+    return {
+        **text_inputs(4, size, batch),
+        **grid,
+        "hidden_states": noise(batch, grid["num_frames"] * grid["height"] * grid["width"], 4),
+        "encoder_attention_mask": mask,
+        "rope_interpolation_scale": (0.3, 32, 32),
+    }
+
+
 def flux_inputs(size: int = 8, batch: int = 2) -> dict[str, Any]:
     rows, columns = size // 2, size // 2 + 2
     ids = torch.cartesian_prod(torch.arange(1), torch.arange(rows), torch.arange(columns))
@@ -76,6 +89,7 @@ def flux_inputs(size: int = 8, batch: int = 2) -> dict[str, Any]:
 
 
 WAN = {**SIZES, "in_channels": 4, "out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 48}
+LTX = {**SIZES, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 32, "caption_channels": 24}
 MMDIT = {**SIZES, "in_channels": 4, "joint_attention_dim": 24, "pooled_projection_dim": 20}
 PIXART = {**SIZES, "out_channels": 8, "sample_size": 8, "cross_attention_dim": 32, "caption_channels": 24}
 SANA = {
@@ -102,6 +116,7 @@ CASES = {
     "sana-qk-norm": Case("SanaTransformer2DModel", {**SANA, "qk_norm": "rms_norm_across_heads"}, text_inputs),
     "wan": Case("WanTransformer3DModel", WAN, wan_inputs),
     "wan-i2v": Case("WanTransformer3DModel", {**WAN, "image_dim": 12, "added_kv_proj_dim": 32}, wan_i2v_inputs),
+    "ltx": Case("LTXVideoTransformer3DModel", LTX, ltx_inputs),
     "sd3": Case("SD3Transformer2DModel", SD3, sd3_inputs),
     "sd35": Case("SD3Transformer2DModel", {**SD3, "dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}, sd3_inputs),
     "flux": Case("FluxTransformer2DModel", {**MMDIT, "num_single_layers": 2, "axes_dims_rope": (4, 6, 6)}, flux_inputs),
@@ -139,7 +154,7 @@ def _host(name: str) -> Any:
 
 def blocks_for(name: str, mixer: str) -> dict[str, Any]:
     """Options of a mixer of blocks where the model does not say what grid it is for, which is a large one then."""
-    blocks = {"wan": [1, 2, 2], "wan-i2v": [1, 2, 2], "flux": [2, 2]}
+    blocks = {"wan": [1, 2, 2], "wan-i2v": [1, 2, 2], "ltx": [1, 2, 2], "flux": [2, 2]}
     return {"blocks": blocks[name]} if hasattr(MIXERS[mixer], "needs_layout") and name in blocks else {}
 
 

@@ -19,6 +19,7 @@ import torch
 from diffusers import (
     DiTTransformer2DModel,
     FluxTransformer2DModel,
+    LTXVideoTransformer3DModel,
     ModelMixin,
     PixArtTransformer2DModel,
     SanaTransformer2DModel,
@@ -33,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo.backbones.checkpoints import match_checkpoint
 from zoo.backbones.diffusion.joint import FluxSite, SD3Site
 from zoo.backbones.diffusion.parallel import check_parallelism, spread
-from zoo.backbones.diffusion.sites import DiffusionSite, SanaSite, SelfAttentionSite, WanSite
+from zoo.backbones.diffusion.sites import DiffusionSite, LTXSite, SanaSite, SelfAttentionSite, WanSite
 from zoo.backbones.sites import Host
 from zoo.grid import Grid
 
@@ -200,6 +201,18 @@ class HLAWanTransformer3DModel(HLADiffusionModel, WanTransformer3DModel):
     splits_tokens = True
 
 
+class HLALTXVideoTransformer3DModel(HLADiffusionModel, LTXVideoTransformer3DModel):
+    """LTX-Video: video from text or an image, by cross-attention. Its tokens come as a sequence, whose grid is known
+    where a call says frames, height and width, and not where it gives the coordinates of each token."""
+
+    host = LTXVideoTransformer3DModel
+    grid_dims = 3
+
+    def layout(self, arguments: dict[str, Any]) -> tuple[Grid | None, int]:
+        sizes: Any = tuple(arguments.get(name) for name in ("num_frames", "height", "width"))
+        return (None if arguments.get("video_coords") is not None or None in sizes else sizes), 0
+
+
 class HLASD3Transformer2DModel(HLADiffusionModel, SD3Transformer2DModel):
     """Stable Diffusion 3 and 3.5: images from text, by joint attention."""
 
@@ -256,6 +269,12 @@ FAMILIES: dict[type, Family] = {
     WanTransformer3DModel: Family(
         HLAWanTransformer3DModel, {"blocks.*.attn1": WanSite}, "blocks.*.attn2", grid=(21, 30, 52)
     ),  # 81 frames of 480 x 832
+    LTXVideoTransformer3DModel: Family(
+        HLALTXVideoTransformer3DModel,
+        {"transformer_blocks.*.attn1": LTXSite},
+        "transformer_blocks.*.attn2",
+        grid=(16, 16, 24),
+    ),  # 121 frames of 512 x 768
     SD3Transformer2DModel: Family(
         HLASD3Transformer2DModel,
         {"transformer_blocks.*.attn": SD3Site, "transformer_blocks.*.attn2": SelfAttentionSite},

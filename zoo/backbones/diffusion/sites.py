@@ -6,10 +6,12 @@ Projections and norms are always called as modules, since adapters, quantisers a
 All q, k, v, o here are [B, N, H, D]; x is [B, N, C].
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from diffusers.models.attention_processor import Attention
+from diffusers.models.transformers.transformer_ltx import LTXAttention
 from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor
 
@@ -191,3 +193,45 @@ def wan_rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Rotation |
         return turned.flatten(-3).type_as(t)
 
     return Rotation(rotate, lambda: (cos[0, :, 0, 0], sin[0, :, 0, 0]))
+
+
+class LTXSite(DiffusionSite, LTXAttention):
+    """Site in the self-attention of LTX-Video (`attn1`): norms of q and k over all heads, a rotary embedding whose
+    frequencies go on from head to head."""
+
+    processors = ("LTXVideoAttnProcessor",)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        **arguments: Any,
+    ) -> Tensor:
+        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
+        self.refuse(arguments, encoder_hidden_states)
+        q, k, v = self.project(hidden_states)
+        q, k, v = (split_heads(t, self.heads) for t in (self.norm_q(q), self.norm_k(k), v))
+        rotate = ltx_rotation(image_rotary_emb, self.heads, self.grid is not None)
+        ctx = Context(x=hidden_states, grid=self.grid, prefix=self.prefix, mask=attention_mask, rotate=rotate)
+        return self.output(self.mixer(q, k, v, ctx).to(q.dtype))
+
+
+def ltx_rotation(rotary: tuple[Tensor, Tensor] | None, heads: int, alike: bool) -> Callable[[Tensor], Tensor] | None:
+    """LTX-Video's rotary embedding (cos, sin) [B, N, H D] as a function [B, N, H, W] -> [B, N, H, W]; None without.
+
+    W is D or a multiple of it, as in `wan_rotation`.  alike: whether it is the same for all samples of the batch, as on
+    a grid; then it has tables.
+    """
+    if rotary is None:
+        return None
+    cos, sin = (t.unflatten(-1, (heads, 1, -1)) for t in rotary)  # [B, N, H, 1, D]
+
+    def rotate(t: Tensor) -> Tensor:
+        x = t.unflatten(-1, (-1, cos.shape[-1]))
+        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([-odd, even], dim=-1).flatten(-2)
+        return (x.float() * cos + turned.float() * sin).to(t.dtype).flatten(-2)
+
+    return Rotation(rotate, lambda: (cos[0, :, :, 0, 0::2], sin[0, :, :, 0, 0::2])) if alike else rotate
