@@ -56,6 +56,8 @@ class Trainer(Run):
         return total
 
     def due(self, what: str) -> bool:
+        if what == "samples":
+            return False
         run, step = self.settings.run, self.step
         epochs = run.eval_epochs if what == "eval" else run.checkpoint_epochs
         by_steps = what == "checkpoint" and run.checkpoint_steps and step % run.checkpoint_steps == 0
@@ -65,7 +67,7 @@ class Trainer(Run):
         """The accuracy of the model, and of its average if there is one, on the validation images (percent, loss in
         nats)."""
         accelerator = self.accelerator
-        row: dict[str, Any] = {"kind": "eval"}
+        row: dict[str, Any] = {}
         where = {"rank": accelerator.process_index, "world": accelerator.num_processes}
         models = {"": self.model} if self.ema is None else {"": self.model, "ema_": self.ema.module}
         share = -(-self.parts.n_val // accelerator.num_processes)  # the largest

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from zoo import config
 from zoo.train.core import processes
 from zoo.train.core.checkpoint import list_checkpoints
+from zoo.train.core.clock import MEASURED
 from zoo.train.core.processes import create_accelerator
 from zoo.train.diffusion.loop import DiffusionRun
 from zoo.train.diffusion.model import load_transformer
@@ -102,7 +103,7 @@ def difference(runs, file, a, b):
 
 
 def rows(folder):
-    return [{k: v for k, v in row.items() if k != "images_per_second"} for row in read_rows(folder / "metrics.jsonl")]
+    return [{k: v for k, v in row.items() if k not in MEASURED} for row in read_rows(folder / "metrics.jsonl")]
 
 
 @pytest.mark.parametrize(

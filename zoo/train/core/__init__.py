@@ -6,9 +6,8 @@ draws is a function of (seed, step, process, part), so that an interrupted run c
 
 import json
 import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from zoo.data import BatchPlan, check_unreadable
 from zoo.data.progress import progress
 from zoo.data.samples import seed_everything
 from zoo.train.core.checkpoint import begin_folder, check_folder, last_checkpoint, load_checkpoint, save_checkpoint
+from zoo.train.core.clock import Clock
 from zoo.train.core.processes import create_accelerator, placed, prepare
 from zoo.train.core.sharding import Average, blank, gathered, whole
 from zoo.train.core.update import Updater
@@ -107,7 +107,8 @@ class Run(ABC):
 
     @abstractmethod
     def due(self, what: str) -> bool:
-        """Whether the step just done is followed by an "eval" or a "checkpoint". The last one is, by both."""
+        """Whether the step just done is followed by an "eval", by "samples" or by a "checkpoint". The last one is, by
+        the first and the third."""
 
     @abstractmethod
     def save(self) -> str:
@@ -115,7 +116,7 @@ class Run(ABC):
         what the model is."""
 
     def show(self) -> None:  # noqa: B027  most have nothing to show
-        """Show what the run can do by now, if it is time to; on every process, since they may share the weights."""
+        """Show what the run can do by now; on every process, since they may share the weights."""
 
     def compiled(self) -> Any:
         """The model for training, compiled."""
@@ -136,23 +137,28 @@ class Run(ABC):
                 settings.log.project, config={k: str(v) for k, v in leaves(settings).items()}
             )
         batches = self.batches(self.step, self.last_step)
-        clock = _Clock(self.step)
+        clock = Clock(self.accelerator.device, self.step)
+        beside = {"eval": self.evaluate, "samples": self.show, "checkpoint": self._save_checkpoint}
         steps = range(self.step, self.last_step)
         self.wrapped.train()
         for _ in progress(steps, f"training {self.folder.name}", self.last_step, self.step) if self.main else steps:
             self._train_step(batches)
             if self.step % settings.log.every == 0 or self.step == self.last_step:
                 self.update.settle(self.step)  # waits for the device, so that the clock stops after the work
-                self.write(self._training_row(clock.images_per_second(self.step, self.plan.batch_size)))
+                self.write(self._training_row(*clock.lap(self.step)))
                 self.meters.clear()
-                self.seconds += clock.restart(self.step)
-            if self.due("eval"):
-                self.write(self.evaluate())
-                self.seconds += clock.restart(self.step)
-            self.show()
-            if self.due("checkpoint"):
-                self._save_checkpoint()
+            for kind, work in beside.items():
+                if self.due(kind):
+                    self._do_beside(kind, work, clock)
         return self._finish()
+
+    def _do_beside(self, kind: str, work: Callable[[], dict[str, Any] | None], clock: Clock) -> None:
+        """Work of this kind, and the row of what it found and took."""
+        self.update.settle(self.step)  # steps that the device has not done yet are training
+        with clock.beside() as took:
+            found = work()
+        self.seconds += took["seconds"]
+        self.write({"kind": kind, **(found or {}), **took})
 
     def _train_step(self, batches: Iterator[Any]) -> None:
         """Forward and backward over the parts of one step, then the update."""
@@ -192,7 +198,8 @@ class Run(ABC):
             )
             check_unreadable(len(self.bad), self.plan.n_images)
 
-    def _training_row(self, speed: float) -> dict[str, Any]:
+    def _training_row(self, steps: int, seconds: float, memory: dict[str, float]) -> dict[str, Any]:
+        self.seconds += seconds
         norm, counts = self.update.norm, self.update.counts
         return {
             "kind": "train",
@@ -202,7 +209,9 @@ class Run(ABC):
             "clipped_part": counts["clipped"] / self.step,
             "skipped": counts["skipped"],
             "unreadable": len(self.bad),
-            "images_per_second": speed,
+            "images_per_second": steps * self.plan.batch_size / seconds,
+            "seconds_per_step": seconds / steps,
+            **memory,
         }
 
     def _totals(self) -> dict[str, tuple[float, int]]:
@@ -268,6 +277,8 @@ class Run(ABC):
             rows = read_rows(self.folder / METRICS)
             last = next(row for row in reversed(rows) if row["kind"] == "eval")
             result = {"model": about, **last, "seconds": round(self.seconds, 2)}
+            if "peak_mib" in last:
+                result["peak_mib"] = max(row["peak_mib"] for row in rows if "peak_mib" in row)
             result |= {**self.update.counts, "train_unreadable": len(self.bad)}
             with replacing(self.folder / RESULT) as temporary:
                 temporary.write_text(json.dumps(result, indent=1) + "\n")
@@ -275,20 +286,3 @@ class Run(ABC):
         for tracker in self.accelerator.trackers:
             tracker.finish()
         return result
-
-
-class _Clock:
-    """Time since the last restart."""
-
-    def __init__(self, step: int) -> None:
-        self.restart(step)
-
-    def images_per_second(self, step: int, batch_size: int) -> float:
-        return (step - self.step) * batch_size / (time.perf_counter() - self.began)
-
-    def restart(self, step: int) -> float:
-        """Seconds since the last restart."""
-        now = time.perf_counter()
-        passed = now - getattr(self, "began", now)
-        self.began, self.step = now, step
-        return passed
