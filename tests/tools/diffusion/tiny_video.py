@@ -35,9 +35,9 @@ def tiny_vae() -> diffusers.AutoencoderKLWan:
     return vae.eval()
 
 
-def tiny_pipeline(folder: Path, from_image: bool = False, eye: bool = False) -> str:
+def tiny_pipeline(folder: Path, from_image: bool = False, eye: bool = False, boundary: float | None = None) -> str:
     """A pipeline from text (or also an image, like Wan 2.2, or with an image encoder, `eye`, like Wan 2.1) that reads
-    one-letter words."""
+    one-letter words. boundary: with a second transformer, for times below it, like Wan 2.2 A14B."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
@@ -56,6 +56,8 @@ def tiny_pipeline(folder: Path, from_image: bool = False, eye: bool = False) -> 
     sees = {"image_dim": EYE, "added_kv_proj_dim": 16} if eye else {}
     transformer = tiny_wan(12 if from_image else 4, **sees)
     more = _eye() if eye else {}
+    if boundary is not None:
+        more |= {"transformer_2": tiny_wan(12 if from_image else 4, seed=9), "boundary_ratio": boundary}
     kind(tokenizer, encoder, tiny_vae(), scheduler, transformer=transformer, **more).save_pretrained(folder)
     return str(folder)
 

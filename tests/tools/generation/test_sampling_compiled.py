@@ -3,11 +3,13 @@
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from test_sampling import settings
 from tiny_diffusion import tiny_dit, tiny_text_pipeline
 from torch import nn
 
 import zoo
-from zoo.eval.generation.sampling import compile_blocks, open_sampler
+from zoo.eval.generation.loading import compile_blocks
+from zoo.eval.generation.sampling import open_sampler, run
 from zoo.eval.generation.settings import SampleOptions
 from zoo.train.diffusion.model import save_transformer
 
@@ -49,6 +51,17 @@ def test_the_transformer_of_a_pipeline_from_text_is_compiled(graphs, tmp_path):
     (tmp_path / "prompts.txt").write_text("a b c\n")
     options = SampleOptions(model=folder, prompts=str(tmp_path / "prompts.txt"), steps=1, size=16, compile=True)
     assert open_sampler(options, "cpu")(range(1)).shape == (1, 3, 16, 16) and graphs
+
+
+def test_blocks_that_are_alike_share_a_compilation_and_the_card_says_so(graphs, tmp_path):
+    model = tiny_dit(num_layers=6)
+    zoo.convert(model, mixer="ahla", keep_softmax="every:2")
+    save_transformer(model, tmp_path / "model", FlowMatchEulerDiscreteScheduler())
+    sample = {"model": str(tmp_path / "model"), "count": 3, "steps": 2}
+    run(settings(tmp_path / "a.npz", **sample, compile=True), "command")
+    assert len(graphs) == 3, "the first block, whose input has other strides, converted ones, softmax ones"
+    with pytest.raises(ValueError, match=r"made in another way; they differ in compile$"):
+        run(settings(tmp_path / "a.npz", **(sample | {"count": 4})), "command")
 
 
 def test_a_model_without_blocks_is_refused():

@@ -9,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 WAN = ("WanPipeline", "WanImageToVideoPipeline")
+READ = ("PixArtAlphaPipeline", "PixArtSigmaPipeline", "SanaPipeline", "StableDiffusion3Pipeline", *WAN)
 IMAGE_LATENTS = "image_latents"  # what a model from image to video reads beside the noise, channel by channel
 IMAGE_TOKENS = "encoder_hidden_states_image"  # and, with an image encoder (Wan 2.1), before the tokens of text
 TEXT_TOKENS = 512  # how many of text such a model takes for granted
@@ -129,18 +130,18 @@ class Prompts:
     """
 
     def __init__(self, where: str, max_length: int, truncate: bool, device: str) -> None:
-        from diffusers import DiffusionPipeline
+        import diffusers
 
         try:
-            parts = DiffusionPipeline.load_config(where)
+            parts = diffusers.DiffusionPipeline.load_config(where)
+            self.kind = parts["_class_name"]
+            if self.kind not in READ:
+                raise ValueError(f"{where} is a {self.kind}; prompts are encoded by one of {', '.join(READ)}")
             unused = {name: None for name in parts if name.startswith(("transformer", "vae"))}
-            self.pipe = DiffusionPipeline.from_pretrained(where, **unused)
+            # by its own class: DiffusionPipeline of diffusers 0.42 would load Wan's transformers nevertheless
+            self.pipe = getattr(diffusers, self.kind).from_pretrained(where, **unused)
         except OSError as error:
             raise ValueError(f"there is no pipeline {where!r}: {str(error).splitlines()[0]}") from error
-        self.kind = type(self.pipe).__name__
-        allowed = ("PixArtAlphaPipeline", "PixArtSigmaPipeline", "SanaPipeline", "StableDiffusion3Pipeline", *WAN)
-        if self.kind not in allowed:
-            raise ValueError(f"{where} is a {self.kind}; prompts are encoded by one of {', '.join(allowed)}")
         if self.reads_first_frame and self.pipe.config.get("expand_timesteps"):
             raise ValueError(
                 f"{where} gives the first frame a time of its own, which training here does not; allowed: models from "

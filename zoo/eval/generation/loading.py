@@ -14,12 +14,14 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import ConfigMixin, DiffusionPipeline, DiTTransformer2DModel, ModelMixin, SchedulerMixin
+from torch import nn
 
 import zoo
 from zoo.names import unknown_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULER_FOLDER = "scheduler"
+DENOISERS = ("transformer", "transformer_2", "unet")
 IN_A_RUN = ("transformer_ema", "transformer")  # where tools/finetune_dit.py leaves models
 
 
@@ -38,19 +40,31 @@ class Opened:
     pipeline: Any = None
     video: dict[str, Any] = field(default_factory=dict)
 
+    def denoisers(self) -> list[Any]:
+        """The transformer (or U-Net), and a second one for the later times, if there is one."""
+        parts = self.pipeline.components if self.pipeline else {"transformer": self.transformer}
+        return [parts[name] for name in DENOISERS if parts.get(name) is not None]
 
-def open_model(where: str, base: str = "", precision: str = "fp32", device: torch.device | str = "cpu") -> Opened:
+
+def open_model(
+    where: str, base: str = "", precision: str = "fp32", device: torch.device | str = "cpu", second: str = ""
+) -> Opened:
     """The model at `where`: a pipeline, or a bare transformer; then `base` is the pipeline that has the rest of it.
+    second: takes the place of the second transformer of the pipeline, that of the times near the data (Wan 2.2 A14B).
 
     A transformer that holds the scheduler it was trained with keeps it: the one of `base` may be of another process.
     Raises ValueError for what cannot be sampled: an unknown pipeline class, a transformer that needs a text encoder or
     a VAE and has none, a video transformer without the notes of its run.
     """
     dtype = DTYPES[precision]
-    if _config(where, DiffusionPipeline) is not None:
+    whole = _config(where, DiffusionPipeline) is not None
+    if second and boundary_of(where if whole else base) is None:
+        raise ValueError(f"{where if whole else base or where} has no second transformer: leave sample.model_2 out")
+    parts = {"transformer_2": load_transformer(second, dtype)} if second else {}
+    if whole:
         if base:
             raise ValueError(f"{where} is a whole pipeline; sample.base is for bare transformers")
-        return _whole(where, dtype, device, {})
+        return _whole(where, dtype, device, parts)
     if _config(where, DiTTransformer2DModel) is None:
         inside = next((f"{where}/{name}" for name in IN_A_RUN if os.path.isfile(f"{where}/{name}/config.json")), "")
         raise ValueError(
@@ -59,8 +73,8 @@ def open_model(where: str, base: str = "", precision: str = "fp32", device: torc
         )
     transformer = load_transformer(where, dtype)
     if base:
-        whole = _whole(base, dtype, device, {"transformer": transformer})
-        return replace(whole, scheduler=stored_scheduler(where) or whole.scheduler)
+        found = _whole(base, dtype, device, {"transformer": transformer} | parts)
+        return replace(found, scheduler=stored_scheduler(where) or found.scheduler)
     name = type(transformer).__name__
     if "text_dim" in transformer.config:
         video = _notes(where, name)
@@ -88,6 +102,18 @@ def load_transformer(where: str, dtype: torch.dtype = torch.float32) -> Any:
     return loaded.from_pretrained(where, torch_dtype=dtype)
 
 
+def compile_blocks(model: nn.Module) -> None:
+    """Compile the blocks of a transformer (the members of its lists) in place: one compilation serves all of a kind.
+
+    Raises ValueError for a model without lists of blocks.
+    """
+    blocks = [block for part in model.children() if isinstance(part, nn.ModuleList) for block in part]
+    if not blocks:
+        raise ValueError(f"sample.compile compiles blocks, and {type(model).__name__} has no list of them")
+    for block in blocks:
+        block.compile()
+
+
 def _whole(where: str, dtype: torch.dtype, device: Any, parts: dict[str, Any]) -> Opened:
     config = _config(where, DiffusionPipeline)
     if config is None:
@@ -98,9 +124,11 @@ def _whole(where: str, dtype: torch.dtype, device: Any, parts: dict[str, Any]) -
         raise unknown_name("pipeline class", name, _classes(DiffusionPipeline, "Pipeline", near=name))
     _check_kind(kind)
     video = "num_frames" in inspect.signature(kind.__call__).parameters
-    pipe: Any = DiffusionPipeline.from_pretrained(where, torch_dtype=dtype, **parts).to(device)
-    if video:
-        pipe.vae.float()  # as its publishers say
+    # not DiffusionPipeline, which in diffusers 0.42 passes over given parts that are optional (Wan's transformer)
+    own: Any = kind
+    # the VAE of videos in float32, as its publishers say
+    dtypes = {"vae": torch.float32, "default": dtype} if video else dtype
+    pipe = own.from_pretrained(where, torch_dtype=dtypes, **parts).to(device)
     pipe.set_progress_bar_config(disable=True)
     if not {"transformer", "unet"} & set(pipe.components):
         raise ValueError(f"{name} has neither a transformer nor a U-Net, so it cannot be sampled here")
@@ -145,6 +173,14 @@ def _classes(base: type, ending: str, near: str = "") -> list[str]:
     """Names of diffusers' classes; those that make images, and the closest few when there are many."""
     names = [n for n in dir(diffusers) if n.endswith(ending)]
     return difflib.get_close_matches(near, names, n=5, cutoff=0) if near else names
+
+
+def boundary_of(where: str) -> float | None:
+    """Of a pipeline with two transformers (Wan 2.2 A14B) the time, of 0 (data) to 1 (noise), from which on the first
+    denoises, and below which `transformer_2` does; None for others."""
+    config = _config(where, DiffusionPipeline) or {}
+    two = (config.get("transformer_2") or [None])[0] is not None
+    return config.get("boundary_ratio") if two else None
 
 
 # Schedulers

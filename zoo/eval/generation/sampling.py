@@ -5,26 +5,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from zoo.data.progress import progress
 from zoo.eval.generation.evaluate import environment
 from zoo.eval.generation.extractors.extract import processes
-from zoo.eval.generation.loading import open_model, open_scheduler
+from zoo.eval.generation.loading import compile_blocks, open_model, open_scheduler
 from zoo.eval.generation.outputs import open_output
-from zoo.eval.generation.samplers import ClassSampler, Sampler, TextSampler, denoiser_of
+from zoo.eval.generation.samplers import ClassSampler, Sampler, TextSampler
 from zoo.eval.generation.settings import SampleOptions, SampleSettings
 from zoo.eval.generation.videos import ClassVideoSampler, Mp4Folder, VideoSampler
+from zoo.train.core.clock import Clock
 
 FREE = ("count", "batch_size", "device")  # they change no image
 
 
 def open_sampler(options: SampleOptions, device: torch.device | str) -> Sampler:
     """The sampler of a model folder. Raises ValueError for what does not fit together."""
-    found = open_model(options.model, options.base, options.precision, device)
+    found = open_model(options.model, options.base, options.precision, device, options.model_2)
     scheduler = open_scheduler(options.scheduler, options.scheduler_options, found.scheduler)
     if options.compile:
-        compile_blocks(found.transformer if found.pipeline is None else denoiser_of(found.pipeline))
+        for model in found.denoisers():
+            compile_blocks(model)
     shared: dict[str, Any] = {"steps": options.steps, "seed": options.seed, "size": options.size}
     if options.guidance is not None:
         shared["guidance"] = options.guidance
@@ -49,18 +50,6 @@ def open_sampler(options: SampleOptions, device: torch.device | str) -> Sampler:
     return TextSampler(found.pipeline, read_prompts(options.prompts), **shared)
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """Compile the blocks of a transformer (the members of its lists) in place: one compilation serves all of a kind.
-
-    Raises ValueError for a model without lists of blocks.
-    """
-    blocks = [block for part in model.children() if isinstance(part, nn.ModuleList) for block in part]
-    if not blocks:
-        raise ValueError(f"sample.compile compiles blocks, and {type(model).__name__} has no list of them")
-    for block in blocks:
-        block.compile()
-
-
 def read_prompts(file: str) -> list[str]:
     """The lines of a text file that are not empty. Raises ValueError for a missing file."""
     if not file:
@@ -79,7 +68,7 @@ def run(settings: SampleSettings, command: str) -> int:
     sampler = open_sampler(options, options.device or state.device)
     if sampler.fps:
         output = Mp4Folder(settings.out, sampler.fps)
-    chosen = {k: v for k, v in asdict(options).items() if k not in (*FREE, "model", "base")}
+    chosen = {k: v for k, v in asdict(options).items() if k not in (*FREE, "model", "base", "model_2")}
     card = {"sampling": chosen | sampler.about(), "model": options.model, "count": options.count, "command": command}
     output.check(card)
     missing = output.missing(options.count)
@@ -89,9 +78,14 @@ def run(settings: SampleSettings, command: str) -> int:
     state.wait_for_everyone()
     starts = range(0, len(missing), options.batch_size)
     shares = [missing[i : i + options.batch_size] for i in starts][state.process_index :: state.num_processes]
+    clock = Clock(torch.device(options.device or state.device), 0)
     for numbers in progress(shares, "sampling"):
         output.write(numbers, sampler(numbers))
+    made, seconds, memory = clock.lap(sum(len(numbers) for numbers in shares))
     state.wait_for_everyone()
     if state.is_main_process:
+        if made:
+            most = "".join(f", at most {mib} MiB of the GPU's memory" for mib in memory.values())
+            print(f"{made} samples in {seconds:.1f} s, {seconds / made:.3f} s each{most}", flush=True)
         output.finish(sampler.labels(range(options.count)), sampler.column)
-    return sum(len(numbers) for numbers in shares)
+    return made

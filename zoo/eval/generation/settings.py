@@ -68,6 +68,8 @@ class SampleOptions:
     model: folder (or hub name) of a diffusers pipeline or of a bare transformer, converted or not
     base: for a bare transformer: the pipeline with its VAE, text encoders, and scheduler if the transformer holds none;
       empty for models of pixels
+    model_2: transformer for the times near the data, of a pipeline with two (Wan 2.2 A14B); empty takes that of the
+      pipeline
     count: number of images
     batch_size: images at once in a process; no image depends on it
     seed: image i is made with the seed + i
@@ -89,6 +91,7 @@ class SampleOptions:
 
     model: str = ""
     base: str = ""
+    model_2: str = ""
     count: int = 50_000
     batch_size: int = 50
     seed: int = 0

@@ -16,7 +16,15 @@ from zoo.data.video.clips import cover
 from zoo.data.video.files import read_video, write_video
 from zoo.eval.generation.images import IMAGE_FILES
 from zoo.eval.generation.outputs import PngFolder
-from zoo.eval.generation.samplers import ClassSampler, TextSampler, check_resolution, only_own_noise, seeded, to_uint8
+from zoo.eval.generation.samplers import (
+    ClassSampler,
+    TextSampler,
+    check_resolution,
+    describe,
+    only_own_noise,
+    seeded,
+    to_uint8,
+)
 from zoo.train.record import replacing
 
 WAN_FPS = 16.0  # of the videos that Wan was trained on
@@ -191,6 +199,9 @@ class VideoSampler(TextSampler):
 
     def about(self) -> dict[str, Any]:
         more = {"size": list(self.pixels), "fps": self.fps, "first_frames": len(self.images)}
+        second = getattr(self.pipeline, "transformer_2", None)
+        if second is not None:
+            more["second"] = describe(second, self.pipeline.scheduler)
         return super().about() | more
 
 

@@ -1,8 +1,6 @@
 """A diffusion run: class-conditional or text-to-image, from scratch or from a checkpoint, on the training core."""
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from zoo.data.latents.reading import LABELS, Clean
 from zoo.data.samples import seed_everything
 from zoo.data.sources import same_classes
 from zoo.data.video.files import write_video
+from zoo.eval.generation.loading import compile_blocks
 from zoo.eval.generation.videos import grid_video, save_sheet
 from zoo.eval.results import write_json
 from zoo.train.core import Run
@@ -22,7 +21,7 @@ from zoo.train.core.sharding import in_step
 from zoo.train.diffusion import model as models
 from zoo.train.diffusion.data import Samples, open_samples
 from zoo.train.diffusion.model import AVERAGE, PART, Wanted
-from zoo.train.diffusion.noising import create_objective, each
+from zoo.train.diffusion.noising import ALL, create_objective, each
 from zoo.train.diffusion.samples import fixed_noise, manner_of, predict, sample, save_grid
 from zoo.train.diffusion.schedulers import scheduler_to_save
 from zoo.train.diffusion.settings import DiffusionSettings
@@ -32,7 +31,6 @@ from zoo.train.record import replacing
 from zoo.train.settings import ScheduleSettings
 
 SAMPLES = "samples"
-ABOUT = "input.json"  # what the model was trained on
 ADAPTERS = "adapters.safetensors"
 
 
@@ -47,7 +45,13 @@ class DiffusionRun(Run):
         settings, accelerator = self.settings, self.accelerator
         data = settings.data
         self.samples: Samples = open_samples(data, settings.run.seed, accelerator.device)
-        self.objective = create_objective(settings.objective)
+        self.times = models.times_of(settings.model)
+        if self.times != ALL and settings.sample.every:
+            raise ValueError(
+                f"the model denoises only the times {self.times[0]} to {self.times[1]}, so that it draws no samples "
+                "alone: set sample.every=0, and sample both transformers with tools/sample.py"
+            )
+        self.objective = create_objective(settings.objective, self.times)
         self.plan = BatchPlan(
             n_images=self.samples.n_train,
             batch_size=data.batch_size,
@@ -74,15 +78,15 @@ class DiffusionRun(Run):
         self.header = {"format": "pt"}
 
     def begin(self) -> None:
-        write_json(self.samples.about, self.folder / ABOUT)
+        times = {} if self.times == ALL else {"times": self.times}
+        write_json(self.samples.about | times, self.folder / models.ABOUT)
 
     def _check_source(self) -> None:
         """A checkpoint of a run must have been trained on the same kind of data."""
-        source = Path(self.settings.model.checkpoint)
-        file = next((f / ABOUT for f in (source, source.parent) if (f / ABOUT).is_file()), None)
-        if not self.settings.model.checkpoint or file is None:
+        source, ours = self.settings.model.checkpoint, self.samples.about
+        theirs = models.notes_of(source)
+        if not theirs:
             return
-        theirs, ours = json.loads(file.read_text()), self.samples.about
         for key, what in (("space", "space"), ("vae", "VAE"), ("classes", "classes")):
             there, here = theirs.get(key), ours.get(key)
             if there != here and not (key == "classes" and there and here and same_classes(here, there)):
@@ -102,7 +106,7 @@ class DiffusionRun(Run):
                     "name the teacher's run folder instead"
                 )
         else:
-            host = models.load_transformer(name)
+            host = models.load_transformer(name, settings.model.part)
             models.check(host, wanted, f"the teacher {name}")
         host = placed(self.accelerator, host.eval().requires_grad_(False))
         return Teacher(host, self.model, settings.distill)
@@ -117,8 +121,7 @@ class DiffusionRun(Run):
         """Block by block: one compilation serves all blocks, and grids and validation go on uncompiled."""
         all_models: list[Any] = [self.model] + ([self.teacher.model] if self.teacher else [])
         for model in all_models:
-            for block in models.blocks(model):
-                block.compile()
+            compile_blocks(model)
         return self.wrapped
 
     def batches(self, first: int, last: int) -> Iterator[Clean]:
@@ -159,9 +162,9 @@ class DiffusionRun(Run):
         return {**condition, **dropped}
 
     def due(self, what: str) -> bool:
-        run = self.settings.run
-        every = run.eval_steps if what == "eval" else run.checkpoint_steps
-        return self.step % every == 0 or self.step == self.last_step
+        run, sample = self.settings.run, self.settings.sample
+        every = {"eval": run.eval_steps, "samples": sample.every, "checkpoint": run.checkpoint_steps}[what]
+        return every > 0 and (self.step % every == 0 or self.step == self.last_step)
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # now and then, of other sizes: not worth a compilation
@@ -169,7 +172,7 @@ class DiffusionRun(Run):
         """The squared error of noise or velocity on validation samples, of the model and of its average, at times and
         with noise that depend on the sample's number only."""
         accelerator = self.accelerator
-        row: dict[str, Any] = {"kind": "eval"}
+        row: dict[str, Any] = {}
         n = min(self.settings.data.val_images or self.samples.n_val, self.samples.n_val)
         totals = {prefix: torch.zeros(2, device=accelerator.device, dtype=torch.float64) for prefix in self._models()}
         where = accelerator.process_index, accelerator.num_processes
@@ -206,11 +209,6 @@ class DiffusionRun(Run):
         return out
 
     def show(self) -> None:
-        every = self.settings.sample.every
-        if every and (self.step % every == 0 or self.step == self.last_step):
-            self.draw_samples()
-
-    def draw_samples(self) -> None:
         """Write the grid of this step, and show it to the trackers."""
         images = self.generate(self.settings.sample.count)
         if not self.main:

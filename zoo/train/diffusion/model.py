@@ -12,15 +12,18 @@ from torch import nn
 
 import zoo
 from zoo.convert import backbone_of, swap
+from zoo.eval.generation.loading import boundary_of
 from zoo.eval.generation.videos import reads_class_tokens
 from zoo.mixers import MIXERS
 from zoo.mixers.mixing import choose_blocks
 from zoo.names import unknown_name
+from zoo.train.diffusion.noising import ALL, Times
 from zoo.train.diffusion.settings import KINDS, DenoiserSettings
 from zoo.train.record import replacing_folder
 
-PART = "transformer"  # the folder of the model in a run and in a pipeline
+PART = "transformer"  # the folder of the model in a run and, unless settings name another, in a pipeline
 AVERAGE = "transformer_ema"
+ABOUT = "input.json"  # in the folder of a run: what the model was trained on
 FORMER = "Transformer2DModel"  # of DiT and PixArt, in their files on the hub; diffusers tells them apart
 
 
@@ -68,8 +71,32 @@ def _options(model: Any, settings: DenoiserSettings, wanted: Wanted) -> dict[str
     return {**options, "blocks": list(choose_blocks(grid, bool(options.get("causal"))))}
 
 
+def notes_of(checkpoint: str) -> dict[str, Any]:
+    """What the run that trained a checkpoint noted of its data; empty for other checkpoints."""
+    source = Path(checkpoint)
+    file = next((f / ABOUT for f in (source, source.parent) if checkpoint and (f / ABOUT).is_file()), None)
+    return json.loads(file.read_text()) if file else {}
+
+
+def times_of(settings: DenoiserSettings) -> Times:
+    """The times which the model that a run starts with denoises: all, or those of one of two transformers of a pipeline
+    (Wan 2.2 A14B: `boundary_ratio`), or of a run that trained it.
+
+    Raises ValueError for `model.part=transformer_2` of a checkpoint without two.
+    """
+    if noted := notes_of(settings.checkpoint).get("times"):
+        return tuple(noted)
+    path, part = Path(settings.checkpoint), settings.part
+    alone = bool(settings.checkpoint) and (path / "config.json").is_file()  # in the pipeline's folder or not
+    boundary = boundary_of(str(path.parent) if alone else settings.checkpoint)
+    part = path.name if alone and boundary is not None else part
+    if boundary is None and part != PART:
+        raise ValueError(f"{settings.checkpoint or 'a model from scratch'} has no {part}: leave model.part out")
+    return ALL if boundary is None else (boundary, 1.0) if part == PART else (0.0, boundary)
+
+
 def _loaded(settings: DenoiserSettings) -> Any:
-    model = load_transformer(settings.checkpoint)
+    model = load_transformer(settings.checkpoint, settings.part)
     for key, value in settings.kwargs.items():
         if model.config.get(key) != value:
             raise ValueError(f"{settings.checkpoint} has {key}={model.config.get(key)!r}, model.kwargs say {value!r}")
@@ -92,28 +119,28 @@ def _check_mixer(model: Any, settings: DenoiserSettings) -> None:
         )
 
 
-def load_transformer(where: str | Path) -> Any:
+def load_transformer(where: str | Path, part: str = PART) -> Any:
     """The transformer in a folder (of a run, a pipeline, or its own) or on the hub, in float32. Of a run that kept an
-    average of its weights that average, which is said. Raises ValueError."""
+    average of its weights that average, which is said; of a pipeline that called `part`. Raises ValueError."""
     path = Path(where)
     if not path.is_dir():
-        return _from(str(where), {})
+        return _from(str(where), {}, part)
     if (path / AVERAGE).is_dir():
         path = path / AVERAGE
         print(f"{where}: the average of the weights is taken, {path} (name {path.with_name(PART)} for the last ones)")
-    elif (path / PART).is_dir():
-        path = path / PART
+    elif (path / part).is_dir():
+        path = path / part
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path} holds no transformer: expected config.json of diffusers or a folder {PART}")
-    return _from(str(path), {})
+        raise ValueError(f"{path} holds no transformer: expected config.json of diffusers or a folder {part}")
+    return _from(str(path), {}, part)
 
 
-def _from(where: str, more: dict[str, Any]) -> Any:
+def _from(where: str, more: dict[str, Any], part: str) -> Any:
     try:
         config = diffusers.DiTTransformer2DModel.load_config(where, **more)
     except OSError as error:
         if not more and not Path(where).is_dir():
-            return _from(where, {"subfolder": PART})  # a pipeline on the hub
+            return _from(where, {"subfolder": part}, part)  # a pipeline on the hub
         raise ValueError(f"there is no checkpoint {where}: {str(error).splitlines()[0]}") from error
     name = config["_class_name"]
     home: Any = zoo if name.startswith("HLA") else diffusers
@@ -232,11 +259,6 @@ def without_label_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, diffusers.models.embeddings.LabelEmbedding):
             module.dropout_prob = 0.0
-
-
-def blocks(model: Any) -> Any:
-    """The transformer blocks of a model."""
-    return model.blocks if hasattr(model, "blocks") else model.transformer_blocks
 
 
 def attention_layers(model: Any) -> dict[str, nn.Module]:

@@ -47,9 +47,17 @@ class Objective(Protocol):
         """The scheduler of diffusers that samples."""
 
 
-def create_objective(settings: ObjectiveSettings) -> Objective:
-    """The objective of these settings."""
-    return DDPM() if settings.kind == "ddpm" else FlowMatching(settings.t_mean, settings.t_std, settings.shift)
+Times = tuple[float, float]  # from, to; 0 is data, 1 noise
+ALL: Times = (0.0, 1.0)
+
+
+def create_objective(settings: ObjectiveSettings, times: Times = ALL) -> Objective:
+    """The objective of these settings, on a part of the times. Raises ValueError for a part of those of DDPM."""
+    if settings.kind == "ddpm" and times != ALL:
+        raise ValueError(f"the model denoises the times {times} of flow matching: set objective.kind=flow")
+    if settings.kind == "ddpm":
+        return DDPM()
+    return FlowMatching(settings.t_mean, settings.t_std, settings.shift, times)
 
 
 class DDPM:
@@ -137,18 +145,30 @@ class FlowMatching:
 
     t is logit-normal (Esser et al., arXiv 2403.03206, section 3.1), then shifted for resolution (eq. 23 there):
     t' = s t / (1 + (s - 1) t).
+
+    times: the only shifted times that are drawn, with the densities which they have among all.
     """
 
     outputs = 1
 
-    def __init__(self, mean: float = 0.0, deviation: float = 1.0, shift: float = 1.0) -> None:
+    def __init__(self, mean: float = 0.0, deviation: float = 1.0, shift: float = 1.0, times: Times = ALL) -> None:
         self.mean, self.deviation, self.shift = mean, deviation, shift
+        self.whole = times == ALL
+        self.low, self.high = (t / (shift - (shift - 1) * t) for t in times)  # before the shift
 
     def draw(self, n: int, device: torch.device) -> Tensor:
-        return self._shifted((torch.randn(n, device=device) * self.deviation + self.mean).sigmoid())
+        z = torch.randn(n, device=device)
+        z = z if self.whole else self._truncated(z)
+        return self._shifted((z * self.deviation + self.mean).sigmoid())
+
+    def _truncated(self, z: Tensor) -> Tensor:
+        """Normal numbers between those of the first and the last time, by the quantiles of normal ones."""
+        ends = torch.tensor([self.low, self.high], dtype=torch.float64, device=z.device).logit()
+        low, high = torch.special.ndtr((ends - self.mean) / self.deviation)
+        return torch.special.ndtri(low + (high - low) * torch.special.ndtr(z.double())).to(z.dtype)
 
     def spread(self, where: Tensor) -> Tensor:
-        return self._shifted(where)
+        return self._shifted(self.low + (self.high - self.low) * where)
 
     def _shifted(self, t: Tensor) -> Tensor:
         return self.shift * t / (1 + (self.shift - 1) * t)

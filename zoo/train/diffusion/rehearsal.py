@@ -18,6 +18,8 @@ from zoo.eval.generation.scores import frechet_distance
 from zoo.eval.generation.statistics import Moments
 from zoo.train.core.processes import part
 from zoo.train.diffusion.loop import DiffusionRun
+from zoo.train.diffusion.model import times_of
+from zoo.train.diffusion.noising import ALL
 from zoo.train.diffusion.settings import DiffusionSettings
 
 IMAGES, VIDEOS = 16, 2  # generated and scored
@@ -54,10 +56,11 @@ def rehearse(settings: DiffusionSettings) -> dict[str, Any]:
     if state.is_main_process:
         shutil.rmtree(folder, ignore_errors=True)
     state.wait_for_everyone()
+    sample, whole = settings.sample, times_of(settings.model) == ALL
     changes: dict[str, Any] = {
         "run": replace(settings.run, folder=str(folder), eval_steps=1, checkpoint_steps=1, resume=False),
         "schedule": replace(settings.schedule, steps=1, warmup_steps=0),
-        "sample": replace(settings.sample, every=1, count=min(settings.sample.count, 4), steps=2),
+        "sample": replace(sample, every=int(whole), count=min(sample.count, 4), steps=2),
         "data": replace(settings.data, val_images=IMAGES),
     }
     once = replace(settings, **changes)

@@ -26,6 +26,8 @@ class DenoiserSettings:
       a checkpoint must agree with them
     checkpoint: run folder (the average of its weights, if it kept one), folder of a pipeline or of its transformer, or
       name on the hub; empty for random weights
+    part: of a pipeline with two transformers (Wan 2.2 A14B) the one to train, on the times that it denoises:
+      transformer (from noise on) or transformer_2 (to the data)
     mixer: mixer put into the self-attention after loading (la, hla2, ahla, hla3, mhla, mhla2, poly, taylor2,
       multipole, softmax); empty leaves it
     mixer_options: options of the mixer, such as {depthwise: v}
@@ -36,6 +38,7 @@ class DenoiserSettings:
     kind: str = "dit"
     kwargs: dict[str, Any] = field(default_factory=dict)
     checkpoint: str = ""
+    part: str = "transformer"
     mixer: str = ""
     mixer_options: dict[str, Any] = field(default_factory=dict)
     keep_softmax: list[int] | str = field(default_factory=list)
@@ -43,6 +46,7 @@ class DenoiserSettings:
 
     def __post_init__(self) -> None:
         one_of("model.kind", self.kind, tuple(KINDS))
+        one_of("model.part", self.part, ("transformer", "transformer_2"))
 
 
 @dataclass(frozen=True)
