@@ -14,6 +14,7 @@ from ..tiles import (
     zero_rows,
 )  # fmt: skip
 from .extent import alive
+from .stores import store_tokens
 from .vectors import as_row, columns, times_vector
 
 
@@ -45,7 +46,7 @@ def read_out(
             y = axpy2(as_row(row), inverse[:, None], y, V2)
         elif ROW:
             y = axpy2(y, 1.0, as_row(row), V2)
-        store_rows(o + (zero + start) * on, i, on, live, y, DV, V1, V2)
+        store_tokens(o + (zero + start) * on, i, on, live, y, DV, V1, V2)
 
 
 @triton.jit
@@ -68,6 +69,15 @@ def add_row(x, row, POINTER: tl.constexpr, ROW: tl.constexpr, FD: tl.constexpr, 
 
 
 @triton.jit
+def put(ptr, i, stride, live, x, ALONE: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """`store_tokens` where a program writes nothing else: several gradients leave no registers for whole rows."""
+    if ALONE:
+        store_tokens(ptr, i, stride, live, x, D, D1, D2)
+    else:
+        store_rows(ptr, i, stride, live, x, D, D1, D2)
+
+
+@triton.jit
 def write_grads(
     q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, lo, hi, mt, m1, ratio, w, unit, rows, more,
     PART: tl.constexpr, ORDER: tl.constexpr, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
@@ -84,6 +94,7 @@ def write_grads(
     """
     SOFTMAX: tl.constexpr = FMAP == 3 or FMAP == 4
     MAP: tl.constexpr = FMAP + 3 if SOFTMAX and not NORM else FMAP
+    ALONE: tl.constexpr = PART == 1 or PART >= 3
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
@@ -107,7 +118,7 @@ def write_grads(
                 gv = add_row(gv, rows[2], NORM, ROW, DV, V1, V2)
             if SOFTMAX:
                 gv = axpy2(gv, 1.0, as_row(more[2]), V2)
-            store_rows(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
+            put(dv + (zero + start) * dvn, i, dvn, live, gv, ALONE, DV, V1, V2)
         if PART == 0 or PART == 2 or PART == 3:
             gk = zero_rows(BN, F1, F2)
             if ORDER != 2:
@@ -120,7 +131,7 @@ def write_grads(
             if SOFTMAX:
                 gk = axpy2(gk, 1.0, as_row(more[1]), F2)
             pk = phi32(rk, live, FMAP, D, R1, R2) if SOFTMAX else fk
-            store_rows(dk + (zero + start) * dkn, i, dkn, live, phi_grad(pk, gk, FMAP, R2), D, R1, R2)
+            put(dk + (zero + start) * dkn, i, dkn, live, phi_grad(pk, gk, FMAP, R2), ALONE, D, R1, R2)
         if PART < 2:
             gq = rowmul(zero_rows(BN, F1, F2), tg, mt, V2, F2, PREC)
             if NORM:
@@ -138,4 +149,4 @@ def write_grads(
             if SOFTMAX:
                 gq = axpy2(gq, 1.0, as_row(more[0]), F2)
             pq = phi32(rq, live, FMAP, D, R1, R2) if SOFTMAX else fq
-            store_rows(dq + (zero + start) * dqn, i, dqn, live, phi_grad(pq, gq, FMAP, R2), D, R1, R2)
+            put(dq + (zero + start) * dqn, i, dqn, live, phi_grad(pq, gq, FMAP, R2), ALONE, D, R1, R2)

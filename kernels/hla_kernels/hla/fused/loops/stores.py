@@ -1,0 +1,22 @@
+"""How a tile of tokens is written."""
+
+import triton
+import triton.language as tl
+
+from ..tiles import store_rows
+
+
+@triton.jit
+def store_tokens(ptr, i, stride, live, x, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """`store_rows` of tokens. Rows that end in half a sector of 32 bytes are written by one instruction: memory pays
+    for every half, and two blocks of columns write twice as many."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    if D2 > 0 and D % 16 > 0 and dtype != tl.float32:
+        BN: tl.constexpr = x[0].shape[0]
+        x2 = tl.broadcast_to(x[1].to(dtype)[:, None, :], [BN, D1 // D2, D2])  # what is beyond D is not written
+        whole = tl.join(x[0].to(dtype), tl.reshape(x2, [BN, D1]))
+        whole = tl.reshape(tl.permute(whole, (0, 2, 1)), [BN, 2 * D1])
+        c = tl.arange(0, 2 * D1)
+        tl.store(ptr + i[:, None] * stride + c[None, :], whole, mask=live[:, None] & (c < D)[None, :])
+    else:
+        store_rows(ptr, i, stride, live, x, D, D1, D2)
