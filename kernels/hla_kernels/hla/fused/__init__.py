@@ -63,7 +63,7 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     """Room of operators and states in that buffer, whole 16 bytes."""
     w, (batch, n, heads) = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q)
     batch_heads = batch * heads
-    kept, lay = plan.saves(spec, w, plan.planned(batch_heads), n), layout(spec, w)
+    kept, lay = plan.saves(spec, w, plan.planned(batch_heads), n, q.dtype), layout(spec, w)
     size = spec.matrix_dtype(q.dtype).itemsize
     whole = lay.vectors().floats(size) if spec.normalize else 0
     return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
@@ -97,7 +97,7 @@ def forward(
     call = Call(spec, q, k, v, coefficients, seqs)
     new = torch.empty if seqs.mask is None else torch.zeros  # padded tokens are not written
     o = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    split = not plan.use_heads(spec, call.w, call.planned, call.most, save)
+    split = not plan.use_heads(spec, call.w, call.planned, call.most, q.dtype, save)
     if save:
         buffer = call.buffer(saved_floats(q, k, v, spec, seqs))
     else:
@@ -139,7 +139,7 @@ def backward(
         if seqs.mask is not None:
             dk.zero_(), dv.zero_()
         full = (outs[0], dk, dv)
-    path = plan.backward_path(spec, call.w, call.planned, call.most)
+    path = plan.backward_path(spec, call.w, call.planned, call.most, q.dtype)
     if path != "split":
         dc = None if coefficients is None else call.buffer(call.b, call.h, 1, 4)
         (launch.head_backward_call if path == "heads" else launch.two_step_backward_call)(call, grad, full, dc, saved)

@@ -28,35 +28,49 @@ def planned(batch_heads: int) -> int:
     return 64 if INVARIANT["on"] else batch_heads
 
 
+def narrow(w: dict[str, int]) -> bool:
+    """Whether a matrix is one block of at most 64 x 64."""
+    return w["F1"] <= 64 and w["F2"] == 0 and w["V1"] <= 64 and w["V2"] == 0
+
+
+def cut(w: dict[str, int]) -> bool:
+    """Whether channels are 64 and up to 16 more."""
+    return w["F1"] == w["V1"] == 64 and 0 < w["F2"] <= 16 and 0 < w["V2"] <= 16
+
+
+def plain(spec: Spec) -> bool:
+    """Whether moments are those of the tokens as they are, and nothing else is summed."""
+    return not (mapped(spec) or spec.kept or spec.sums)
+
+
 def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
     """1 where the forward is cut into several programs a head, 0 where one program a head fills the chip, with its
     moments in registers. No branch on sizes: under a compiler they are symbols."""
-    narrow = w["F1"] <= 64 and w["F2"] == 0 and w["V1"] <= 64 and w["V2"] == 0
-    if not narrow:
+    if not narrow(w):
         return 1
     return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 2049))
 
 
-def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
+def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype) -> int | torch.SymInt:
     """1 where a forward that is asked to keeps its moments for the backward. No branch on sizes, as in `splits`."""
+    if spec.op == "linear_attention" and plain(spec) and (narrow(w) or cut(w)) and dtype != torch.float32:
+        return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513))
     return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
 
 
-def use_heads(spec: Spec, w: dict[str, int], batch_heads: int, n: int, save: bool) -> bool:
+def use_heads(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, save: bool) -> bool:
     """Whether the forward is one program per head. Two-part widths keep less in registers, so only plain calls do, and
     they keep nothing for a backward, which is faster from saved moments."""
-    if save and saves(spec, w, batch_heads, n):
+    if save and saves(spec, w, batch_heads, n, dtype):
         return False
     if not splits(w, batch_heads, n):
         return True
-    cut = w["F1"] == w["V1"] == 64 and 0 < w["F2"] <= 16 and 0 < w["V2"] <= 16
-    plain = spec.op != "polynomial" and not mapped(spec) and not spec.sums
-    return cut and plain and batch_heads >= 128 and n <= 2048
+    return cut(w) and spec.op != "polynomial" and plain(spec) and batch_heads >= 128 and n <= 2048
 
 
-def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> str:
+def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype) -> str:
     """After a forward of one program per head: "heads" (one launch), "two_step" (weights, then tokens) or "split"."""
-    if saves(spec, w, batch_heads, n):
+    if saves(spec, w, batch_heads, n, dtype):
         return "split"
     return "heads" if n <= 512 and spec.op != "hla3" and not mapped(spec) else "two_step"
 
@@ -74,10 +88,13 @@ def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtyp
         if (spec.shifted(dtype) and not spec.normalize) or (spec.softmax and not spec.normalize):
             return {"BN": 32, "BO": 64, "num_warps": 8, "num_stages": 2}
         return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
-    bn = 32 if mapped(spec) or w["F2"] > 0 else 64
+    once = spec.op == "linear_attention" and plain(spec)
+    bn = 32 if mapped(spec) or (w["F2"] > 0 and not once) else 64
+    if direction == "forward" and plain(spec) and spec.op != "polynomial":
+        return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3 if w["F2"] > 0 else 4}
     if direction == "forward":
         return {"BN": bn, "BO": 64, "num_warps": 8 if spec.op == "polynomial" else 4, "num_stages": 3}
-    return {"BN": bn, "BO": 64, "num_warps": 4, "num_stages": 2}
+    return {"BN": bn, "BO": 64, "num_warps": 4, "num_stages": 3 if once and w["F2"] == 0 else 2}
 
 
 def weights_config(spec: Spec, dtype: torch.dtype) -> dict[str, int]:
@@ -86,7 +103,9 @@ def weights_config(spec: Spec, dtype: torch.dtype) -> dict[str, int]:
         return {"BN": 32, "num_warps": 8, "num_stages": 2}
     if mapped(spec) or spec.normalize:
         return {"BN": 64, "num_warps": 8 if mapped(spec) else 4, "num_stages": 2}
-    return {"BN": 32, "num_warps": 4, "num_stages": 3}
+    if spec.op == "hla3" and plain(spec):
+        return {"BN": 64, "num_warps": 4, "num_stages": 3}
+    return {"BN": 32, "num_warps": 4, "num_stages": 3} | ({"maxnreg": 168} if plain(spec) else {})
 
 
 def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
@@ -101,6 +120,8 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str
     if mapped(spec):
         few = wide <= 64 or (wide <= 80 and spec.normalize)
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 3}
+    if spec.op == "polynomial" and wide > 64 and plain(spec):
+        return {"BN": 32, "num_warps": 8 if wide > 80 else 4, "num_stages": 3}
     if wide > 80 or spec.op == "polynomial":
         return {"BN": 64, "num_warps": 8, "num_stages": 3}
     return {"BN": 32 if wide > 64 else 64, "num_warps": 4, "num_stages": 3}
@@ -135,10 +156,15 @@ def apply_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dty
     very = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
     third = spec.op in ("hla3", "polynomial")
     if very and spec.op == "polynomial":
-        return {"BN": 32, "num_warps": 4, "num_stages": 1, "ROLES": 2}
-    stages = 3 if very or (spec.op == "hla3" and not wide) else 2
+        few = not plain(spec)
+        return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 1 if few else 3, "ROLES": 2}
+    once = plain(spec) and spec.op != "polynomial"
+    stages = 3 if very or (not wide and (once or spec.op == "hla3")) else 2
     warps = 8 if very or (spec.shifted(dtype) and not spec.kept) or spec.softmax else 4
-    return {"BN": 64, "num_warps": warps, "num_stages": stages, "ROLES": 2 if wide or third else 1}
+    roles = 3 if once and cut(w) and not third else 2 if wide or third or once else 1
+    # three programs a multiprocessor
+    more = {"maxnreg": 168} if once and cut(w) and third else {}
+    return {"BN": 64, "num_warps": warps, "num_stages": stages, "ROLES": roles, **more}
 
 
 def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, str]:
@@ -166,11 +192,13 @@ def middle_config(w: dict[str, int], rows: int, batch_heads: int, prec: dict[str
     tile = max(w["F1"], w["V1"])
     if prec["MID"] in ("tf32x3", "ieee"):
         return {"BR": 16, "num_warps": 8, "num_stages": 1}
+    exact = prec["EXACT"] == "blocks"
+    if batch_heads >= PROGRAMS // 2 and tile <= 64 and exact and w["F2"] + w["V2"] > 0:
+        return {"BR": 64, "num_warps": 4, "num_stages": 1}
     if batch_heads >= PROGRAMS // 2 and tile <= 64:
         block = 128 if rows > 64 else tile
         return {"BR": block, "num_warps": 8 if block * tile > 4096 else 4, "num_stages": 1}
     if w["F2"] + w["V2"] > 0:
-        exact = prec["EXACT"] == "blocks"
         return {"BR": 16, "num_warps": 4, "num_stages": 1} if exact else {"BR": 32, "num_warps": 2, "num_stages": 1}
     return {"BR": 16, "num_warps": 8 if tile > 64 or prec["MID"] == SPLIT else 4, "num_stages": 1}
 
@@ -185,8 +213,10 @@ def reduce_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
 
 def apply_parts(w: dict[str, int], batch_heads: int, n: int, bn: int) -> tuple[int, int]:
     """(parts, tokens of a part): up to 8 tiles a program while that leaves 8 programs per multiprocessor; 16 for the
-    large weights of wide heads, 3 where rows do not start on cache lines and more of them have to be under way."""
-    most = 3 if w["F2"] + w["V2"] > 0 else 16 if max(w["F1"], w["V1"]) > 64 else 8
-    tiles = max(1, min(most, batch_heads * -(-n // bn) // (4 * PROGRAMS)))
+    large weights of wide heads, 3 where rows do not start on cache lines and more of them have to be under way, or a
+    head of 4 at once."""
+    total, half = -(-n // bn), w["F2"] + w["V2"] > 0
+    most = (4 if total == 4 else 3) if half else 16 if max(w["F1"], w["V1"]) > 64 else 8
+    tiles = max(1, min(most, (batch_heads * total + 2 * PROGRAMS * half) // (4 * PROGRAMS)))
     chunk = tiles * bn
     return -(-n // chunk), chunk
