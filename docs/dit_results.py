@@ -22,27 +22,34 @@ SPACES = {"features": "ViT", "resnet": "ResNet-18"}
 SCORES = {"fid": "Frechet", "kid": "KID"}
 DATA = "data.train=TRAIN.parquet data.val=TEST.parquet data.workers=6"
 TENTH = "data.batch_size=256 schedule.steps=500 schedule.warmup_steps=25 sample.every=0 run.compile=false"
+AGAIN = "control-0.sampling1"  # the same model, other noise
 TRAIN = "python tools/finetune_dit.py configs/dit/cifar10"
 RECIPE = f"python tools/convert.py recipe configs/experiments/dit_cifar10_{{}}.yaml {DATA}"
-SAMPLE = "sample.count=10000 sample.labels=balanced sample.guidance=1.5 sample.steps=50 sample.precision=bf16"
+SAMPLE = "sample.count=5000 sample.labels=balanced sample.guidance=1.5 sample.steps=50 \
+sample.precision=bf16 sample.compile=true sample.batch_size=1000"
 COMMAND = f"""python tools/train_vit.py configs/vit/cifar10.yaml {DATA} run.folder=runs/features
 python tools/train_vit.py configs/features/cifar10_resnet18.yaml {DATA} run.folder=runs/resnet
 {TRAIN}.yaml {DATA} data.batch_size=256 schedule.steps=5000 schedule.warmup_steps=250 sample.every=0
-{TRAIN}_finetune.yaml {DATA} {TENTH} model.mixer= distill.teacher= run.folder=runs/dit/control-0
 for M in la ahla; do {TRAIN}_finetune.yaml {DATA} {TENTH} model.mixer=$M run.folder=runs/dit/$M-0; done
-{RECIPE.format("convert")} out=runs/dit/multipole-0
 {RECIPE.format("taylor2_convert")} keep_softmax=auto:4 out=runs/dit/taylor2_softmax4-0
 {RECIPE.format("taylor2_convert")} transfer=0.2 optim.lr=6.0e-4 distill.output=4.0 out=runs/dit/taylor2-0
+{TRAIN}_finetune.yaml {DATA} {TENTH} model.mixer= distill.teacher= run.folder=runs/dit/control-0
+{RECIPE.format("convert")} out=runs/dit/multipole-0
+{RECIPE.format("convert")} 'mixer_options={{degree: 0}}' out=runs/dit/multipole_degree0-0
+{RECIPE.format("convert")} 'mixer_options={{degree: 0, radius: 3}}' out=runs/dit/multipole_radius3_degree0-0
 for X in features resnet; do
   python tools/evaluate_fid.py fid.extractor=runs/$X fid.reference=TRAIN.parquet fid.save=runs/$X.safetensors
   python tools/evaluate_fid.py fid.extractor=runs/$X fid.samples=TEST.parquet fid.reference=runs/$X.safetensors \
 out=runs/scores/floor.$X.json
 done
-for RUN in ../cifar10_dit control-0 la-0 ahla-0; do
-  N=$(basename $RUN); python tools/sample.py sample.model=runs/dit/$RUN/transformer_ema {SAMPLE} out=runs/scores/$N.npz
-  for X in features resnet; do python tools/evaluate_fid.py fid.extractor=runs/$X fid.samples=runs/scores/$N.npz \
-fid.reference=runs/$X.safetensors out=runs/scores/$N.$X.json; done
-done
+score() {{
+  python tools/sample.py sample.model=$1/transformer_ema {SAMPLE} sample.seed=$3 out=runs/scores/$2.npz
+  for X in features resnet; do python tools/evaluate_fid.py fid.extractor=runs/$X fid.samples=runs/scores/$2.npz \
+fid.reference=runs/$X.safetensors out=runs/scores/$2.$X.json; done
+}}
+score runs/dit/control-0 control-0 0
+score runs/dit/multipole-0/finetune multipole-0 0
+score runs/dit/control-0 {AGAIN} 1000000
 python docs/dit_results.py"""
 
 
@@ -112,20 +119,20 @@ def kind(row: dict[str, Any]) -> tuple[str, str, str]:
     return row["mixer"], json.dumps(row["options"], sort_keys=True), row["source"]
 
 
-def draw(found: dict[str, Arm], file: Path) -> None:
+def draw(curves: dict[str, list[tuple[int, float]]], file: Path) -> None:
     """Validation losses at fixed (t, noise) of the runs behind their source, and samples where there are some."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    shown = [name for name in found if Path(f"runs/scores/{name}.npz").is_file()]
-    figure = plt.figure(figsize=(11, 3.8), layout="constrained")
-    (one, two) = figure.subfigures(1, 2, width_ratios=(1, 1.4))
-    left, grids = one.subplots(), two.subplots(1, len(shown)).flat
-    before = found[SOURCE.name].curve
-    for name, arm in found.items():
-        points = before[-2:] if name == SOURCE.name else [(before[-1][0] + n, loss) for n, loss in arm.curve]
+    shown = [name for name in curves if Path(f"runs/scores/{name}.npz").is_file()]
+    figure = plt.figure(figsize=(11, 5), layout="constrained")
+    (one, two) = figure.subfigures(1, 2, width_ratios=(1.4, 1))
+    left, grids = one.subplots(), two.subplots(len(shown), 1).flat
+    before = curves[SOURCE.name]
+    for name, curve in curves.items():
+        points = before[-2:] if name == SOURCE.name else [(before[-1][0] + n, loss) for n, loss in curve]
         left.plot(*zip(*points, strict=True), marker=".", label=named(name))
     left.set(xlabel="images seen", ylabel="validation loss, fixed times and noise")
     left.set_ylim(0.1728, 0.1795)
@@ -138,7 +145,16 @@ def draw(found: dict[str, Arm], file: Path) -> None:
 
 
 def named(folder: str) -> str:
-    return folder.removesuffix("-0").replace("_softmax4", ", 4 softmax blocks").replace(SOURCE.name, "source")
+    words = {
+        "-0": "",
+        "_softmax": ", softmax blocks: ",
+        "_radius3": ", radius 3",
+        "_degree0": ", degree 0",
+        SOURCE.name: "source",
+    }
+    for old, new in words.items():
+        folder = folder.replace(old, new)
+    return folder
 
 
 def grid(file: Path) -> np.ndarray:
@@ -158,12 +174,14 @@ def main() -> int:
     file = ROOT / "docs" / "results" / f"{NAME}.json"
     about = {key: one[key] for key in ("date", "hardware", "versions")}
     old = json.loads(file.read_text()) if file.is_file() else {"rows": []}
-    extra = {"floor": floor, "extractor_top1": accuracy, "curves": {name: arm.curve for name, arm in found.items()}}
+    first = {name: arm.curve for name, arm in found.items() if name.endswith(("-0", SOURCE.name))}
+    curves = old.get("curves", {}) | first
+    extra = {"floor": floor, "extractor_top1": accuracy, AGAIN: scores(AGAIN), "curves": curves}
     lines = [row for name, arm in found.items() if name != SOURCE.name or scores(name) for row in rows(name, arm)]
     lines += [row for row in old["rows"] if kind(row) not in map(kind, lines)]  # of arms that were not run again
     lines.sort(key=lambda row: ("scratch", "control", "converted").index(row["source"]))
     write_json({"command": COMMAND, **about, "note": old.get("note", ""), **extra, "rows": lines}, file)
-    draw(found, ROOT / "docs" / f"{NAME}.png")
+    draw(curves, ROOT / "docs" / f"{NAME}.png")
     return 0
 
 

@@ -106,15 +106,15 @@ def draw_quality(result: dict[str, Any], file: Path) -> None:
     rows = [row for row in result["rows"] if "held out" not in row["data"]]
     scratch = _experiments([row for row in rows if row["source"] == "scratch"])
     recipes = _experiments([row for row in rows if row["metric"] == "top1 after calibration"])
-    figure = plt.figure(figsize=(12, 6.6), layout="constrained")
-    top, bottom = figure.subfigures(2, 1)
+    figure = plt.figure(figsize=(12, 3.3 * (1 + len(recipes))), layout="constrained")
+    top, *others = figure.subfigures(1 + len(recipes), 1, squeeze=False)[:, 0]
     for axes, (name, mine) in zip(top.subplots(1, len(scratch), squeeze=False)[0], scratch.items(), strict=True):
         _dots(axes, mine, f"{name}, from scratch")
-    panels = bottom.subplots(1, 2 * len(recipes), squeeze=False)[0]
-    for i, name in enumerate(recipes):
+    for part, name in zip(others, recipes, strict=True):
+        left, right = part.subplots(1, 2)
         inside = [row for row in rows if row["experiment"] == name]
-        _conversions(panels[2 * i], inside, name)
-        _kept(panels[2 * i + 1], inside)
+        _conversions(left, inside, name)
+        _kept(right, inside)
     figure.savefig(file, dpi=130)
     plt.close(figure)
 
