@@ -22,6 +22,7 @@ ELU_ANCHORED = '{"feature_map": "elu1", "center": "k", "mean_path": true}'
 CASES = (
     ("hla2", PLAIN, 256, 6, 197, 64),
     ("ahla", PLAIN, 64, 6, 1025, 64),
+    ("linear_attention", PLAIN, 64, 16, 256, 72),
     ("ahla", PLAIN, 32, 16, 1024, 72),
     ("hla2", PLAIN, 2, 12, 32760, 128),
     ("hla3", PLAIN, 2, 12, 32760, 128),
