@@ -140,6 +140,19 @@ def diffusion(result: dict) -> str:
     return "\n".join(lines)
 
 
+def finetuning(result: dict) -> str:
+    """One line a run: seconds and memory of a step, against softmax without a teacher."""
+    head = ["mixer", "teacher", "seconds a step", "times softmax", "peak GiB"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    (softmax,) = [row for row in result["rows"] if row["mixer"] == "softmax"]
+    for row in result["rows"]:
+        times = f"{softmax['seconds_per_step'] / row['seconds_per_step']:.2f}" if row is not softmax else ""
+        cells = [row["mixer"], "softmax" if row["teacher"] else "-", f"{row['seconds_per_step']:.2f}", times]
+        cells.append(f"{row['peak_mib'] / 1024:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def distances(metric: str, values: list[float], control: list[float]) -> str:
     """Mean, range if there are several, and of a Frechet distance how many times the mean of the control it is."""
     if not values:
@@ -162,6 +175,7 @@ RENDER = {
     "models-h200": report.models,
     "video-h200": report.video,
     "video-clips": diffusion,
+    "wan-finetuning": finetuning,
 }
 
 
