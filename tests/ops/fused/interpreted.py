@@ -43,6 +43,8 @@ CASES = [
     ("hla2", RATIO, "two_step", 37, 40, 40, (2, 2), FULL, "contiguous"),
     ("hla2", RATIO, "split", 37, 72, 72, (2, 2), HALF, "packed"),
     ("linear_attention", RATIO, "split", 37, 72, 72, (2, 2), HALF, "packed"),
+    ("linear_attention", RATIO, "heads", 37, 72, 72, (2, 2), HALF, "packed"),
+    ("linear_attention", {**RATIO, "eps": 0.5}, "split", 70, 128, 128, (1, 1), HALF, "strided"),
     ("hla3", RATIO, "split", 37, 72, 72, (1, 1), HALF, "packed"),
     ("ahla", RATIO, "heads", 70, 32, 32, (2, 2), FULL, "packed"),
     ("ahla", RATIO, "two_step", 70, 64, 64, (2, 2), HALF, "packed"),
@@ -189,7 +191,7 @@ def test_what_is_saved_has_a_size_for_every_number_of_tokens(options):
 
 
 RAGGED = [
-    ("linear_attention", {"feature_map": "elu1", "normalize": True}, "heads", (2, 2), FULL),
+    ("linear_attention", {"feature_map": "elu1", "normalize": True}, "heads", (2, 2), HALF),
     ("linear_attention", ANCHORED, "split", (4, 2), HALF),
     ("hla2", RELU_QK, "heads", (2, 2), FULL),
     ("hla2", {"feature_map": "elu1", "normalize": True}, "split", (2, 1), FULL),

@@ -26,6 +26,8 @@ WHOLE = (
     ("ahla", {}, "heads", 70, 64, 64, (2, 2)),
     ("hla2", {}, "two_step", 70, 72, 72, (2, 2)),
     ("linear_attention", RATIO, "heads", 70, 64, 64, (2, 2)),
+    ("linear_attention", RATIO, "split", 600, 72, 72, (2, 2)),
+    ("linear_attention", RATIO, "split", 300, 128, 128, (1, 1)),
     ("ahla", RATIO, "two_step", 37, 40, 40, (2, 2)),
     ("hla3", RATIO, "split", 600, 72, 72, (2, 2)),
     ("polynomial", ANCHORED, "split", 600, 40, 40, (4, 2)),

@@ -29,6 +29,8 @@ CASES = (
     ("hla3", PLAIN, 64, 16, 256, 72),
     pytest.param(("ahla", RATIO, 64, 6, 1025, 64), marks=SPILLS),
     ("ahla", RATIO, 4, 16, 16384, 64),
+    ("linear_attention", RATIO, 4, 16, 16384, 64),
+    pytest.param(("linear_attention", RATIO, 32, 16, 1024, 72), marks=SPILLS),
     ("hla2", ELU_ANCHORED, 2, 2, 4097, 72),
     ("ahla", ELU_ANCHORED, 64, 6, 1025, 64),
     ("polynomial", PLAIN, 256, 6, 197, 64),
@@ -47,7 +49,9 @@ def test_no_spills(case, tmp_path):
 
 
 @pytest.mark.parametrize(("heads", "kind"), ((128, ""), (3, ""), (3, "mask"), (3, "packed")))
-@pytest.mark.parametrize(("op", "options"), (("ahla", PLAIN), ("polynomial", RATIO), ("hla2", ELU_ANCHORED)))
+@pytest.mark.parametrize(
+    ("op", "options"), (("ahla", PLAIN), ("linear_attention", RATIO), ("polynomial", RATIO), ("hla2", ELU_ANCHORED))
+)
 def test_another_number_of_tokens_compiles_nothing(op, options, heads, kind):
     """On one path, for any N (with 3 heads of 64 channels a batch stride is a multiple of 16 for even N only)."""
     from tests.ops.fused.offline_gate import key, record

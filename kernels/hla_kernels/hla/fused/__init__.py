@@ -4,7 +4,8 @@
     split   reduce -> combine -> middle -> apply, several programs a head     few heads, many tokens, wide heads
 
 Features of relu and elu1 are computed once, by the pass of the forward that sums them, and kept for the backward in the
-dtype of the tokens (not for `polynomial` and not in float32): twice the bytes of q, instead of three evaluations.
+dtype of the tokens (not for `polynomial` and not in float32): twice the bytes of q, instead of three evaluations. A
+ratio of first order keeps nothing: each direction reads every token once (`loops.first`).
 
 Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D),
 heads, split, middle, plan (the static table), launch. Equations in `hla_kernels.hla`. Triton is imported by the first
@@ -140,7 +141,11 @@ def backward(
             dk.zero_(), dv.zero_()
         full = (outs[0], dk, dv)
     path = plan.backward_path(spec, call.w, call.planned, call.most, q.dtype)
-    if path != "split":
+    if spec.alone(q.dtype):
+        call.lay = call.lay if path == "split" else call.lay.vectors()
+        launch.first_backward_call(call, grad, full, saved)
+        dc = None
+    elif path != "split":
         dc = None if coefficients is None else call.buffer(call.b, call.h, 1, 4)
         (launch.head_backward_call if path == "heads" else launch.two_step_backward_call)(call, grad, full, dc, saved)
     else:

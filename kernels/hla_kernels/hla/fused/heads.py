@@ -20,13 +20,14 @@ from .algebra import (
     weight_rows,
     weights,
 )
-from .loops import longest, ratio_base, read_out, span, sum_features, sum_moments, sum_ratio, write_grads
+from .loops import longest, ratio_base, read_out, span, sum_features, sum_keys, sum_moments, sum_ratio, write_grads
 from .maps import (
     centre_columns,
     centre_softmax,
     is_plain,
     is_shifted,
     kept,
+    keys_alone,
     shift_of,
     unshift,
     unshift_grad,
@@ -94,6 +95,9 @@ def head_forward(
         raw, sums, _, _ = sum_moments(
             q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMS, False, True, D, F1, F2, DV, V1, V2, BN, PREC
         )
+    elif keys_alone(ORDER, NORM, CENTER, MEAN, FMAP) and dtype != tl.float32:
+        mp, sk, sv = sum_keys(k, v, kn, vn, 0, N, FMAP, D, F1, F2, DV, V1, V2, BN, PREC)
+        raw, sums = (mp, mp, mp, mp, mp), (sk, sk, sv)
     else:
         SOFTMAX: tl.constexpr = (FMAP == 3 or FMAP == 4) and dtype != tl.float32
         REST: tl.constexpr = (1 if ORDER == 1 else 0) if NORM else 2
@@ -166,8 +170,8 @@ def head_gradient(
         sv = load_vec(state + OFF[7], DV, V1, V2)
         if is_plain(FMAP):
             raw, dm, dm1 = sum_ratio(
-                q, k, v, g, qn, kn, vn, gn, 0, N, out, m1, vbar, eps, ratio, ORDER, ORDER > 1, FMAP, D, F1, F2, DV, V1,
-                V2, BN, PREC,
+                q, k, v, g, q, qn, kn, vn, gn, qn, 0, N, out, m1, vbar, eps, ratio, ORDER, ORDER > 1, False, FMAP, D,
+                F1, F2, DV, V1, V2, BN, PREC,
             )  # fmt: skip
             sums = (load_vec(state + OFF[5], FD, F1, F2), load_vec(state + OFF[6], FD, F1, F2), sv)
         else:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...sequences import WHOLE, Sequences
 from . import plan
 from .heads import head_backward, head_forward, head_weights
+from .loops.first import key_grads, query_grads
 from .loops.parts import add_parts, combine
 from .middle import middle, middle_grads_value
 from .middle_key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
@@ -218,8 +219,8 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
     reduce_readout[(call.bh * parts,)](
         q, g, saved.state, saved.matrix, ratio, partial, strides(q, a), strides(g, a), call.n, call.h, parts, chunk,
         call.bh, call.spec.eps, SUMS=sums, ALIGN=a, KG=lay.kg, TURNED=call.turned,
-        REST=call.spec.digits(q.dtype, True), **call.pick("ORDER", "NORM", "CENTER", "FMAP"), **call.sizes(),
-        **staged(config),
+        REST=call.spec.digits(q.dtype, True), **call.pick("ORDER", "NORM", "CENTER", "FMAP"),
+        **call.sizes() | plan.readout_widths(call.spec, call.w), **staged(config),
     )  # fmt: skip
     if parts > 1:
         blocks = -(-lay.kg // BLOCK)
@@ -319,6 +320,31 @@ def two_step_backward_call(
         **staged(call.tiles("head_weights", plan.weights_config, spec, q.dtype)),
     )  # fmt: skip
     apply_grads_call(call, g, outs, of, ratio, weights, rows, True)
+
+
+def first_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], buffer: Tensor) -> None:
+    """Two launches, and a sum over parts of heads: `loops.first`."""
+    q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
+    saved, length = Saved.of(buffer, call), lay.fd * lay.dv + lay.fd
+    config = call.tiles("query_grads", plan.query_config, call.w)
+    parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
+    a = alignment(q, g, outs[0])
+    grads = call.buffer(call.bh, length)
+    partial = grads if parts == 1 else call.buffer(parts, call.bh, length)
+    query_grads[(call.bh * parts,)](
+        q, g, outs[0], saved.state, saved.matrix, partial, strides(q, a), strides(g, a), strides(outs[0], a), call.n,
+        call.h, parts, chunk, call.bh, spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes(), **config,
+    )  # fmt: skip
+    if parts > 1:
+        blocks = -(-length // BLOCK)
+        add_parts[(call.bh * blocks,)](partial, grads, parts, call.bh, LEN=length, K=length, BLOCKS=blocks, BLOCK=BLOCK)
+    config = call.tiles("key_grads", plan.key_config, call.w)
+    parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
+    a = alignment(k, v, *outs[1:])
+    key_grads[(call.bh * parts,)](
+        k, v, *outs[1:], saved.state, grads, strides(k, a), strides(v, a), *(strides(x, a) for x in outs[1:]), call.n,
+        call.h, call.g, parts, chunk, call.scale, ALIGN=a, **call.pick("FMAP"), **call.sizes(), **config,
+    )  # fmt: skip
 
 
 def coefficients_grad(call: Call, parts: Tensor) -> Tensor:

@@ -63,6 +63,12 @@ def is_shifted(FMAP):
 
 
 @triton.constexpr_function
+def keys_alone(ORDER, NORM, CENTER, MEAN, FMAP):
+    """Whether a forward sums transformed keys only: a ratio of first order."""
+    return ORDER == 1 and NORM and CENTER == 0 and not MEAN and FMAP in (1, 5)
+
+
+@triton.constexpr_function
 def kept(FMAP):
     """The map of the features that a pass with this one wrote."""
     return {1: 9, 5: 8}[FMAP]

@@ -46,7 +46,15 @@ class Spec(NamedTuple):
     def keeps(self, dtype: torch.dtype) -> bool:
         """Whether a forward keeps the features of q and k for the backward, which then transforms nothing: of maps
         whose derivative is a function of the rounded feature, of elu + 1 less 1."""
-        return self.feature_map in ("relu", "elu1") and self.op != "polynomial" and dtype != torch.float32
+        mapped = self.feature_map in ("relu", "elu1") and self.op != "polynomial" and dtype != torch.float32
+        return mapped and not self.alone(dtype)
+
+    def alone(self, dtype: torch.dtype) -> bool:
+        """Whether a call is a ratio of first order, whose backward is `loops.first`: every token is read once a
+        direction, nothing is worth keeping."""
+        plain = self.center is None and not self.mean_path and not self.kept
+        first = self.op == "linear_attention" and self.normalize and dtype != torch.float32
+        return first and plain and not self.softmax
 
     @property
     def kept(self) -> bool:
@@ -59,8 +67,9 @@ class Spec(NamedTuple):
 
     def shifted(self, dtype: torch.dtype) -> bool:
         """Whether the kernels compute with phi - 1: `maps`, maps 5 and 8."""
-        centred = self.feature_map == "elu1" and (self.mean_path or self.center is not None)
-        return centred or self.feature_map == "kept_elu1" or (self.feature_map == "elu1" and self.keeps(dtype))
+        centred = self.mean_path or self.center is not None
+        elu1 = self.feature_map == "elu1" and (centred or self.keeps(dtype) or self.alone(dtype))
+        return elu1 or self.feature_map == "kept_elu1"
 
     @property
     def softmax(self) -> bool:
@@ -92,7 +101,8 @@ class Spec(NamedTuple):
             return 0 if plain else 3
         if self.softmax and (backward or not self.normalize):
             return 2
-        rounded = self.normalize and not (self.kept or self.keeps(dtype) or self.feature_map == "identity")
+        once = self.kept or self.keeps(dtype) or self.alone(dtype)
+        rounded = self.normalize and not (once or self.feature_map == "identity")
         return int(rounded and (backward or self.op == "linear_attention"))
 
     @property

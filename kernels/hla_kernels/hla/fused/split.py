@@ -18,6 +18,7 @@ from .loops import (
     span,
     sum_features,
     sum_gradient,
+    sum_keys,
     sum_moments,
     sum_ratio,
     upto,
@@ -28,6 +29,7 @@ from .maps import (
     centre_softmax,
     is_plain,
     is_shifted,
+    keys_alone,
     shift_of,
     unshift,
     unshift_grad,
@@ -131,6 +133,9 @@ def part_moments(
         m, sums, _, _ = sum_moments(
             q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, SUMS, False, False, D, F1, F2, DV, V1, V2, BN, PREC
         )
+    elif keys_alone(ORDER, NORM, CENTER, MEAN, FMAP) and k.dtype.element_ty != tl.float32:
+        mp, sk, sv = sum_keys(k, v, tn[1], tn[2], lo, hi, FMAP, D, F1, F2, DV, V1, V2, BN, PREC)
+        m, sums = (mp, mp, mp, mp, mp), (sk, sk, sv)
     else:
         m, sums, _, _, _ = sum_features(
             q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, zeros4(1, 0, 1, 0), zeros2(F1, F2), zeros2(V1, V2), 0.0,
@@ -222,8 +227,8 @@ def reduce_readout(
         dm, sg = sum_gradient(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
     elif is_plain(FMAP) and REST == 0:
         _, dm, dm1 = sum_ratio(
-            q, q, g, g, qn, qn, gn, gn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, FMAP, D, F1, F2, DV, V1, V2, BN,
-            PREC,
+            q, q, g, g, q, qn, qn, gn, gn, qn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, False, FMAP, D, F1, F2,
+            DV, V1, V2, BN, PREC,
         )  # fmt: skip
     else:
         _, _, dm, dm1, sg = sum_features(

@@ -5,6 +5,7 @@ and g V = V1 + V2.
 
     sum_moments   P = Sum k v'  S = Sum k k'  C = Sum q v'  R = Sum k q'  W = Sum q q', token sums, and dM' = Sum g q'
     sum_features  the same of phi(q) and phi(k), and dm1 and dM' through the division of the normalised form
+    sum_keys      P and the token sums of phi(k) and v alone
     sum_gradient  dM' = Sum g q' alone
     sum_ratio     dm1 and dM' through the division, of tokens as they are
     read_out      o = q M + row, or q M / (q.m1 + eps)
@@ -12,13 +13,13 @@ and g V = V1 + V2.
 """
 
 from .extent import longest, means, span, upto
-from .features import sum_features
+from .features import sum_features, sum_keys
 from .ratio import ratio_base, sum_ratio
 from .sums import sum_gradient, sum_moments
 from .vectors import as_row
 from .writes import read_out, write_grads
 
 __all__ = [
-    "as_row", "longest", "means", "ratio_base", "read_out", "span", "sum_features", "sum_gradient", "sum_moments",
-    "sum_ratio", "upto", "write_grads",
+    "as_row", "longest", "means", "ratio_base", "read_out", "span", "sum_features", "sum_gradient", "sum_keys",
+    "sum_moments", "sum_ratio", "upto", "write_grads",
 ]  # fmt: skip

@@ -3,9 +3,11 @@
 import triton
 import triton.language as tl
 
-from ..maps import is_shifted, phi_and_rest, power_of_two
-from ..tiles import add4, load_rows, outer4, rowdot, rowmul, scale4, store_rows, trans4, zero_rows
+from ..maps import is_shifted, phi, phi_and_rest, power_of_two
+from ..tiles import add4, load_rows, outer4, rowdot, rowmul, scale4, trans4, zero_rows
 from .extent import alive
+from .ratio import add_outer, begin_outer, end_outer
+from .stores import store_tokens
 from .sums import (
     add_moments,
     add_rests,
@@ -74,6 +76,31 @@ def in_full(x, FULL: tl.constexpr):
     if FULL:
         x = (x[0].to(tl.float32), x[1].to(tl.float32))
     return x
+
+
+@triton.jit
+def sum_keys(
+    k, v, kn, vn, lo, hi, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """(P = Sum phi(k) v', sum phi(k), sum v) over tokens lo..hi: all that a ratio of first order needs. P' = v' phi(k)
+    is what is summed, so that the transformed tile is operand B."""
+    dtype: tl.constexpr = k.dtype.element_ty
+    mp = begin_outer(V1, V2, F1, F2)
+    sk = begin_sum(32, BN, F1, F2, True)
+    sv = begin_total(dtype, BN, V1, V2, True)
+    i = tl.arange(0, BN)
+    zero = tl.full([], 0, tl.int64)
+    for start in range(lo, hi[0], BN):
+        live = alive(start + i, hi)
+        tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
+        tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
+        fk = phi(tk, live, FMAP, D, F1, F2)
+        mp = add_outer(mp, tv, fk, V2, F2, PREC)
+        sk = add_sum(sk, fk, F2)
+        sv = add_total(sv, tv, V2)
+    mp = trans4(end_outer(mp, V2))
+    return mp, end_sum(sk, F1, F2, True), end_total(sv, dtype, V1, V2, True)
 
 
 @triton.jit
@@ -199,8 +226,8 @@ def sum_features(
         if MOMENTS and FULL:
             tv = xv
         if KEEP:
-            store_rows(keep[0] + (zero + start) * keep[2], i, keep[2], live, hq, D, R1, R2)
-            store_rows(keep[1] + (zero + start) * keep[3], i, keep[3], live, hk, D, R1, R2)
+            store_tokens(keep[0] + (zero + start) * keep[2], i, keep[2], live, hq, D, R1, R2)
+            store_tokens(keep[1] + (zero + start) * keep[3], i, keep[3], live, hk, D, R1, R2)
         if ONES:
             hq = (hq[0], ones_column(hq[1], live, D - F1))
             hk = (hk[0], ones_column(hk[1], live, D - F1))

@@ -3,10 +3,23 @@
 import triton
 import triton.language as tl
 
-from ..maps import is_shifted, ones2, power_of_two
-from ..tiles import add_dot, axpy2, load_rows, rank1, rowdot, rowmul, scale4, zero_rows, zeros4
+from ..maps import is_shifted, ones2, phi32, phi_grad, power_of_two
+from ..tiles import (
+    add_dot,
+    axpy2,
+    load_rows,
+    rank1,
+    rowdot,
+    rowmul,
+    scale4,
+    trans4,
+    zero_rows,
+    zeros2,
+    zeros4,
+)
 from .extent import alive
-from .sums import add_moments, add_sum, begin_moments, begin_sum, end_moments, end_sum
+from .stores import store_tokens
+from .sums import add_moments, add_total, begin_moments, begin_total, end_moments, end_total
 from .vectors import as_row, columns, times_vector
 
 
@@ -33,138 +46,221 @@ def ratio_base(
 
 
 @triton.jit
-def weight_rows(x, y, unit, dtype: tl.constexpr):
-    """Two vectors [BN] as rows 0, 1 and 2, 3 of a matrix [16, BN] in units of 1 / unit: a rounding, and its rest.
-
-    Rows, not columns: Triton 3.6 gives a tile of 16 columns that is computed in a loop a wrong place in the shared
-    memory of a wgmma, while 16 rows make it a product of registers. `add_outer` is cut for the same reason.
-    """
-    r = tl.arange(0, 16)[:, None]
-    w = tl.where(r < 2, (x * unit)[None, :], tl.where(r < 4, (y * unit)[None, :], 0.0))
-    high = w.to(dtype)
-    low = (w - high.to(tl.float32)).to(dtype)
-    return tl.where(r % 2 == 0, high, low)
-
-
-@triton.jit
-def begin_weighted(dtype: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
-    """The accumulator of `add_weighted`."""
-    out = begin_sum(16, 16 if dtype != tl.float32 else BN, D1, D2, NEEDED)
-    return out
-
-
-@triton.jit
-def add_weighted(s, x, w, rows, D2: tl.constexpr):
-    """s + the sum of w [BN] times the tokens of a tile; of 16-bit tokens `weight_rows` times the tile."""
-    if x[0].dtype == tl.float32:
-        x2 = x[1]
-        if D2 > 0:
-            x2 = x[1] * w[:, None]
-        out = add_sum(s, (x[0] * w[:, None], x2), D2)
-    else:
-        s2 = s[1]
-        if D2 > 0:
-            s2 = tl.dot(rows, x[1], s[1])
-        out = (tl.dot(rows, x[0], s[0]), s2)
-    return out
-
-
-@triton.jit
-def end_weighted(s, FIRST: tl.constexpr, unit, dtype: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """The vector that `add_weighted` summed with rows FIRST and FIRST + 1."""
-    if dtype == tl.float32:
-        out = end_sum(s, D1, D2, True)
-    else:
-        r = tl.arange(0, 16)[:, None]
-        keep = (r >= FIRST) & (r < FIRST + 2)
-        s1 = tl.sum(tl.where(keep, s[0], 0.0), 0) / unit
-        s2 = s1
-        if D2 > 0:
-            s2 = tl.sum(tl.where(keep, s[1], 0.0), 0) / unit
-        out = (s1, s2)
-    return out
-
-
-@triton.jit
 def begin_outer(V1: tl.constexpr, V2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
     """The accumulator of `add_outer`."""
     m11, m12, m21, m22 = zeros4(V1, V2, F1, F2)
-    if F2 > 0:
-        m12 = tl.zeros([F2, V1], tl.float32)
+    if V2 > 0:
+        m21 = tl.zeros([F1, V2], tl.float32)
     return m11, m12, m21, m22
 
 
 @triton.jit
 def add_outer(acc, x, y, X2: tl.constexpr, Y2: tl.constexpr, PREC: tl.constexpr):
-    """acc + x'y over the tokens of a tile, block 12 kept transposed: y is computed in the loop."""
+    """acc + x'y over the tokens of a tile, block 21 kept transposed: y is computed in the loop."""
     a11, a12, a21, a22 = acc
     a11 = add_dot(tl.trans(x[0]), y[0], a11, PREC)
     if Y2 > 0:
-        a12 = add_dot(tl.trans(y[1]), x[0], a12, PREC)
+        a12 = add_dot(tl.trans(x[0]), y[1], a12, PREC)
     if X2 > 0:
-        a21 = add_dot(tl.trans(x[1] + 0.0), y[0], a21, PREC)
+        a21 = add_dot(tl.trans(y[0]), x[1], a21, PREC)
     if X2 > 0 and Y2 > 0:
         a22 = add_dot(tl.trans(x[1] + 0.0), y[1] + 0.0, a22, PREC)
     return a11, a12, a21, a22
 
 
 @triton.jit
-def end_outer(acc, Y2: tl.constexpr):
+def end_outer(acc, X2: tl.constexpr):
     """The matrix that `add_outer` summed."""
-    a12 = acc[1]
-    if Y2 > 0:
-        a12 = tl.trans(acc[1])
-    return acc[0], a12, acc[2], acc[3]
+    a21 = acc[2]
+    if X2 > 0:
+        a21 = tl.trans(acc[2])
+    return acc[0], acc[1], a21, acc[3]
+
+
+@triton.jit
+def column_of(m, C: tl.constexpr):
+    """Column C of a block."""
+    return tl.sum(tl.where((tl.arange(0, m.shape[1]) == C)[None, :], m, 0.0), 1)
+
+
+@triton.jit
+def begin_pairs(BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """The accumulator of `add_pairs`."""
+    x2 = tl.zeros([1], tl.float32)
+    if D2 > 0:
+        x2 = tl.zeros([BN // 16, 8, D2], tl.float32)
+    return tl.zeros([BN // 16, 8, D1], tl.float32), x2
+
+
+@triton.jit
+def pairs(x):
+    """Rows 8 apart added: those that one thread holds of a product on tensor cores."""
+    return tl.sum(tl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1]]), 1)
+
+
+@triton.jit
+def add_pairs(s, w, x, D2: tl.constexpr):
+    """s + w x for a tile of tokens x and a number w of each: their sum without an exchange of threads."""
+    s2 = s[1]
+    if D2 > 0:
+        s2 = s[1] + pairs(x[1] * w[:, None])
+    return s[0] + pairs(x[0] * w[:, None]), s2
+
+
+@triton.jit
+def end_pairs(s, D1: tl.constexpr, D2: tl.constexpr):
+    """The vector that `add_pairs` summed."""
+    s2 = zeros2(D1, D2)[1]
+    if D2 > 0:
+        s2 = tl.sum(tl.sum(s[1], 1), 0)
+    return tl.sum(tl.sum(s[0], 1), 0), s2
+
+
+@triton.constexpr_function
+def spare(D, F1, F2, dtype):
+    """Whether two padding columns of a tile of D channels are free, which then carry a vector along: `with_row`."""
+    return F2 > 0 and F1 + F2 >= D + 2 and dtype == tl.bfloat16
+
+
+@triton.jit
+def with_row(mt, x, D: tl.constexpr, F1: tl.constexpr, V2: tl.constexpr):
+    """M' with x [V] in its columns D (its rounding) and D + 1 (what that left)."""
+    c = tl.arange(0, mt[1].shape[1])[None, :] - (D - F1)
+    high = x[0].to(mt[1].dtype)
+    low = (x[0] - high.to(tl.float32)).to(mt[1].dtype)
+    m12 = tl.where(c == 0, high[:, None], tl.where(c == 1, low[:, None], mt[1]))
+    m22 = mt[3]
+    if V2 > 0:
+        high = x[1].to(mt[1].dtype)
+        low = (x[1] - high.to(tl.float32)).to(mt[1].dtype)
+        m22 = tl.where(c == 0, high[:, None], tl.where(c == 1, low[:, None], mt[3]))
+    return mt[0], m12, mt[2], m22
+
+
+@triton.jit
+def readout_columns(mt, x, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
+    """(M', `columns` of x) for `pull`; where columns are spare x is in M' alone."""
+    cols = 0.0
+    if spare(D, F1, F2, dtype):
+        mt = with_row(mt, x, D, F1, V2)
+    else:
+        cols = columns(x, dtype, V2)
+    return mt, cols
+
+
+@triton.jit
+def pull(
+    f, g, mt, live, m1, cols, eps, SHIFTED: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    V2: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """(phi, 1 / den, d loss / d den times den) of a tile of queries with features f (phi - 1 if SHIFTED) and gradients
+    g of their outputs; mt and cols: `readout_columns` of M' and eps row.
+
+    g.y = phi.r with r = g M', so that all of it is elementwise in the layout of r.
+    """
+    SPARE: tl.constexpr = spare(D, F1, F2, g[0].dtype)
+    r1 = part_product(g, mt[0], mt[2], V2, PREC)
+    f1 = f[0] + 0.0 * r1  # in the layout of the product, the only one in which sums of rows are near
+    f2 = f[1]
+    if SHIFTED:
+        f1 += 1.0 if F1 <= D else as_row(ones2(D, F1, F2))[0]
+    den = tl.sum(f1 * m1[0], 1) + eps
+    y = tl.sum(f1 * r1, 1)
+    if F2 > 0:
+        r2 = part_product(g, mt[1], mt[3], V2, PREC)
+        f2 = f[1] + 0.0 * r2
+        c = tl.arange(0, F2)[None, :] - (D - F1)
+        if SHIFTED:
+            f2 += tl.where(c < 0, 1.0, 0.0)
+        den += tl.sum(f2 * m1[1], 1)
+        if SPARE:
+            y += tl.sum(tl.where((c == 0) | (c == 1), -r2, f2 * r2), 1)
+        else:
+            y += tl.sum(f2 * r2, 1)
+    inverse = tl.where(live, 1.0 / den, 0.0)
+    if not SPARE:
+        y -= times_vector(g, cols, V2)
+    return (f1, f2), inverse, -y * inverse
+
+
+@triton.jit
+def part_product(x, m1, m2, K2: tl.constexpr, PREC: tl.constexpr):
+    """x m for one of the two parts of the columns of m."""
+    out = tl.dot(x[0], m1, input_precision=PREC)
+    if K2 > 0:
+        out = tl.dot(x[1], m2, out, input_precision=PREC)
+    return out
 
 
 @triton.jit
 def sum_ratio(
-    q, k, v, g, qn, kn, vn, gn, lo, hi, m, m1, row, eps, ratio, ORDER: tl.constexpr, MOMENTS: tl.constexpr,
-    FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    q, k, v, g, dq, qn, kn, vn, gn, dqn, lo, hi, m, m1, row, eps, ratio, ORDER: tl.constexpr, MOMENTS: tl.constexpr,
+    WRITE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """(P, S, C, R, W) with MOMENTS, dM' = Sum g (phi(q) / den)', dm1 = Sum (d loss / d den) phi(q) over tokens lo..hi
-    of features; 1 / den and d loss / d den of every token go to ratio = (pointer, room of a row), two rows.
+    """(P, S, C, R, W) with MOMENTS, dM' = Sum g (phi(q) / den)', dm1 = Sum (d loss / d den) phi(q) over tokens lo..hi.
+
+    Everything of a query is elementwise beside r = M g, whose rows are those of dq: den = phi(q).m1, g.y = phi(q).r.
+    WRITE: dq = (r - (g.o) m1) / den phi'(q), all of it where M is of keys alone; otherwise 1 / den and
+    d loss / d den of every token go to ratio = (pointer, room of a row), two rows.
+
+    What all queries have in common is taken off phi(q) / den before it is rounded: c = 1 / 1'm1, that of phi(q) = 1.
     """
     SHIFTED: tl.constexpr = is_shifted(FMAP)
     dtype: tl.constexpr = q.dtype.element_ty
+    one = ones2(D, F1, F2)
     unit = 1.0
     if dtype == tl.float16:  # 1 / den of a higher order is too small for float16
-        unit = power_of_two(tl.sum(rowdot(as_row(m1), as_row(ones2(D, F1, F2)), F2)))
-    base, eps = ratio_base(m, m1, row, eps, D, SHIFTED, F1, F2, V2)
-    cols = columns(m1, dtype, F2)
+        unit = power_of_two(tl.sum(rowdot(as_row((tl.abs(m1[0]), tl.abs(m1[1]))), as_row(one), F2)))
+    c = 0.0
+    if SHIFTED:
+        at_one = tl.sum(rowdot(as_row(one), as_row(m1), F2)) + eps
+        c = tl.where(at_one == 0.0, 0.0, 1.0 / at_one)
+    SPARE: tl.constexpr = spare(D, F1, F2, dtype)
+    mt, cols = readout_columns(trans4(m), (row[0] * eps, row[1] * eps), dtype, D, F1, F2, V2)
+    column = tl.arange(0, one[1].shape[0])[None, :] - (D - F1)
     mm = begin_moments(ORDER, F1, F2, V1, V2, MOMENTS, False)
     dm = begin_outer(V1, V2, F1, F2)
-    dm1 = begin_weighted(dtype, BN, F1, F2, True)
-    sg = begin_weighted(dtype, BN, V1, V2, SHIFTED)
+    dm1 = begin_pairs(BN, F1, F2)
+    sg = begin_total(dtype, BN, V1, V2, SHIFTED and not SPARE)
     sd = tl.zeros([BN], tl.float32)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     for start in range(lo, hi[0], BN):
         live = alive(start + i, hi)
-        tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
         tg = load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False)
+        tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
         if MOMENTS:
             tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
             tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
             mm = add_moments(mm, tq, tk, tv, i, i, ORDER, F2, V2, False, PREC)
-        y = axpy2(rowmul(zero_rows(BN, V1, V2), tq, m, F2, V2, PREC), 1.0, as_row(base), V2)
-        inverse = tl.where(live, 1.0 / (times_vector(tq, cols, F2) + eps), 0.0)
-        d = -rowdot(tg, y, V2) * inverse * inverse
-        tl.store(ratio[0] + start + i, inverse, mask=live)
-        tl.store(ratio[0] + ratio[1] + start + i, d, mask=live)
-        each = (inverse * unit)[:, None]
-        over = ((tq[0].to(tl.float32) * each).to(dtype), (tq[1].to(tl.float32) * each).to(dtype))
+        f = phi32(tq, live, FMAP, D, F1, F2)
+        f, inverse, d = pull(f, tg, mt, live, as_row(m1), cols, eps, SHIFTED, D, F1, F2, V2, PREC)
+        if WRITE:
+            gq = rowmul(axpy2(zero_rows(BN, F1, F2), d[:, None], as_row(m1), F2), tg, mt, V2, F2, PREC)
+            gq = phi_grad(f, (gq[0] * inverse[:, None], gq[1] * inverse[:, None]), 2 if SHIFTED else FMAP, F2)
+            store_tokens(dq + (zero + start) * dqn, i, dqn, live, gq, D, F1, F2)
+        else:
+            tl.store(ratio[0] + start + i, inverse, mask=live)
+            tl.store(ratio[0] + ratio[1] + start + i, d * inverse, mask=live)
+        over = (f[0] * inverse[:, None] - c * one[0][None, :], f[1] * inverse[:, None] - c * one[1][None, :])
+        dm1 = add_pairs(dm1, d, over, F2)
+        over = ((over[0] * unit).to(dtype), (over[1] * unit).to(dtype))
+        if SHIFTED and SPARE:  # a column of ones sums g
+            over = (over[0], tl.where(column == 0, 1.0, over[1]).to(dtype))
         dm = add_outer(dm, tg, over, V2, F2, PREC)
-        rows = weight_rows(d, inverse, unit, dtype)
-        dm1 = add_weighted(dm1, tq, d, rows, F2)
+        if SHIFTED and not SPARE:
+            sg = add_total(sg, tg, V2)
         if SHIFTED:
-            sg = add_weighted(sg, tg, inverse, rows, V2)
             sd += d
-    dm = scale4(end_outer(dm, F2), 1.0 / unit)
-    dm1 = end_weighted(dm1, 0, unit, dtype, F1, F2)
+    dm = scale4(end_outer(dm, V2), 1.0 / unit)
+    dm1 = end_pairs(dm1, F1, F2)
     if SHIFTED:
-        one = ones2(D, F1, F2)
-        dm = rank1(dm, end_weighted(sg, 2, unit, dtype, V1, V2), one, V2, F2)
-        dm1 = axpy2(dm1, tl.sum(sd), one, F2)
+        if SPARE:
+            total = (column_of(dm[1], D - F1), column_of(dm[3], D - F1))
+            dm = (dm[0], tl.where(column == 0, 0.0, dm[1]), dm[2], tl.where(column == 0, 0.0, dm[3]))
+        else:
+            total = end_total(sg, dtype, V1, V2, True)
+        dm = rank1(dm, (total[0] * c, total[1] * c), one, V2, F2)
+        dm1 = axpy2(dm1, tl.sum(sd) * c, one, F2)
     return end_moments(mm, ORDER, F2, MOMENTS), dm, dm1

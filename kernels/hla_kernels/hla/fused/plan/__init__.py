@@ -46,8 +46,11 @@ def plain(spec: Spec) -> bool:
 def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
     """1 where the forward is cut into several programs a head, 0 where one program a head fills the chip, with its
     moments in registers. No branch on sizes: under a compiler they are symbols."""
-    if not narrow(w):
-        return 1
+    return few_heads(batch_heads, n) if narrow(w) else 1
+
+
+def few_heads(batch_heads: int, n: int) -> int | torch.SymInt:
+    """1 where one program a head does not fill the chip."""
     return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 2049))
 
 
@@ -55,6 +58,8 @@ def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
     """1 where a forward that is asked to keeps its moments for the backward. No branch on sizes, as in `splits`."""
     if spec.op == "linear_attention" and plain(spec) and (narrow(w) or cut(w)) and dtype != torch.float32:
         return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513))
+    if spec.alone(dtype) and cut(w):
+        return few_heads(batch_heads, n)
     return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
 
 
@@ -63,7 +68,7 @@ def use_heads(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: to
     they keep nothing for a backward, which is faster from saved moments."""
     if save and saves(spec, w, batch_heads, n, dtype):
         return False
-    if not splits(w, batch_heads, n):
+    if not splits(w, batch_heads, n) or (spec.alone(dtype) and cut(w) and not few_heads(batch_heads, n)):
         return True
     return cut(w) and spec.op != "polynomial" and plain(spec) and batch_heads >= 128 and n <= 2048
 
@@ -87,6 +92,8 @@ def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtyp
     if direction == "forward" and mapped(spec) and spec.op != "polynomial":
         if (spec.shifted(dtype) and not spec.normalize) or (spec.softmax and not spec.normalize):
             return {"BN": 32, "BO": 64, "num_warps": 8, "num_stages": 2}
+        if spec.alone(dtype) and w["F2"] > 0:
+            return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3}
         return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
     once = spec.op == "linear_attention" and plain(spec)
     bn = 32 if mapped(spec) or (w["F2"] > 0 and not once) else 64
@@ -117,6 +124,8 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str
             "num_warps": 8,
             "num_stages": 2,
         }
+    if spec.alone(dtype) and mapped(spec):
+        return {"BN": 32 if w["F2"] > 0 else 64, "num_warps": 8 if wide > 80 else 4, "num_stages": 3}
     if mapped(spec):
         few = wide <= 64 or (wide <= 80 and spec.normalize)
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 3}
@@ -133,8 +142,27 @@ def readout_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[st
         return reduce_config(spec, w, dtype)
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
     if wide > 80:
-        return {"BN": 32, "num_warps": 8, "num_stages": 3}
-    return {"BN": 64, "num_warps": 4, "num_stages": 2}
+        return {"BN": 128, "num_warps": 8, "num_stages": 2}
+    return {"BN": 64, "num_warps": 4, "num_stages": 3}
+
+
+def readout_widths(spec: Spec, w: dict[str, int]) -> dict[str, int]:
+    """Widths of queries in a `reduce_readout` that divides: 128 channels in two halves, one of which is in registers at
+    a time."""
+    halves = spec.normalize and not mapped(spec) and w["F1"] == 128
+    return {"R1": 64, "R2": 64, "F1": 64, "F2": 64} if halves else {}
+
+
+def query_config(w: dict[str, int]) -> dict[str, int]:
+    """Tiles of `query_grads`."""
+    if max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80:
+        return {"BN": 128, "num_warps": 8, "num_stages": 2}
+    return {"BN": 64, "num_warps": 4, "num_stages": 3}
+
+
+def key_config(w: dict[str, int]) -> dict[str, int]:
+    """Tiles of `key_grads`."""
+    return {"BN": 64, "num_warps": 8 if max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80 else 4, "num_stages": 3}
 
 
 def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
