@@ -77,6 +77,10 @@ CASES = [
     ("polynomial", PLAIN, "heads", 37, 16, 16, (2, 2), FULL, "packed"),
     ("polynomial", RELU_QK, "split", 37, 40, 40, (2, 2), FULL, "strided"),
     ("polynomial", RELU_QK, "whole", 33, 72, 72, (1, 1), FULL, "packed"),
+    # float16 factors; in use for bfloat16 tokens
+    ("hla2", PLAIN, "halves", 37, 72, 72, (2, 2), HALF, "packed"),
+    ("ahla", {"ridge": 0.3}, "halves", 70, 72, 72, (2, 1), HALF, "contiguous"),
+    ("hla3", SCALE, "halves", 70, 64, 64, (1, 1), HALF, "packed"),
     # features shifted where something is centred, softmaxes centred along their features
     ("linear_attention", ELU_MEAN, "heads", 37, 40, 40, (2, 2), FULL, "packed"),
     ("hla2", ELU_MEAN, "split", 37, 72, 72, (2, 2), HALF, "packed"),

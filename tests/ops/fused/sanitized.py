@@ -25,6 +25,7 @@ SOFTMAX = {"feature_map": "softmax_pair", "center": "qk"}
 WHOLE = (
     ("ahla", {}, "heads", 70, 64, 64, (2, 2)),
     ("hla2", {}, "two_step", 70, 72, 72, (2, 2)),
+    ("hla3", {}, "halves", 70, 64, 64, (2, 2)),
     ("linear_attention", RATIO, "heads", 70, 64, 64, (2, 2)),
     ("linear_attention", RATIO, "split", 600, 72, 72, (2, 2)),
     ("linear_attention", RATIO, "split", 300, 128, 128, (1, 1)),

@@ -27,6 +27,8 @@ CASES = (
     ("hla2", PLAIN, 2, 12, 32760, 128),
     ("hla3", PLAIN, 2, 12, 32760, 128),
     ("hla3", PLAIN, 64, 16, 256, 72),
+    ("hla2", PLAIN, 64, 16, 256, 72),
+    ("hla3", PLAIN, 256, 6, 197, 64),
     pytest.param(("ahla", RATIO, 64, 6, 1025, 64), marks=SPILLS),
     ("ahla", RATIO, 4, 16, 16384, 64),
     ("linear_attention", RATIO, 4, 16, 16384, 64),

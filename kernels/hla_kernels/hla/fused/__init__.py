@@ -8,8 +8,9 @@ dtype of the tokens (not for `polynomial` and not in float32): twice the bytes o
 ratio of first order keeps nothing: each direction reads every token once (`loops.first`).
 
 Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D),
-heads, split, middle, plan (the static table), launch. Equations in `hla_kernels.hla`. Triton is imported by the first
-call of `forward` or `backward`: whether a call could run is answered without it.
+heads (heads.plain: the backward of higher orders without options), split, middle, plan (the static table), launch.
+Equations in `hla_kernels.hla`. Triton is imported by the first call of `forward` or `backward`: whether a call could
+run is answered without it.
 """
 
 from __future__ import annotations
@@ -145,6 +146,9 @@ def backward(
         call.lay = call.lay if path == "split" else call.lay.vectors()
         launch.first_backward_call(call, grad, full, saved)
         dc = None
+    elif path == "halves":
+        dc = None
+        launch.plain_backward_call(call, grad, full)
     elif path != "split":
         dc = None if coefficients is None else call.buffer(call.b, call.h, 1, 4)
         (launch.head_backward_call if path == "heads" else launch.two_step_backward_call)(call, grad, full, dc, saved)

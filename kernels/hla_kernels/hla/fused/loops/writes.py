@@ -83,6 +83,7 @@ def write_grads(
     PART: tl.constexpr, ORDER: tl.constexpr, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
     D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """dq = read-out + k WR + q WW + v WC', dk = k WS + q WR' + v WP', dv = k WP + q WC, plus rows; w = (WP', WS, WC',
     WR', WW) in units of `unit`.
@@ -90,7 +91,8 @@ def write_grads(
     NORM: 1 / den and d loss / d den of every token are read from ratio = (pointer, room of a row); m1 and the rows are
     pointers then: read once a tile they hold no registers. more: rows of `algebra.centre_softmax`.
 
-    PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv (what a part does not use is not loaded).
+    PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv (what a part does not use is not loaded). STAGES: of the loop,
+    if not those of the kernel.
     """
     SOFTMAX: tl.constexpr = FMAP == 3 or FMAP == 4
     MAP: tl.constexpr = FMAP + 3 if SOFTMAX and not NORM else FMAP
@@ -98,7 +100,7 @@ def write_grads(
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
-    for t in range(tiles):
+    for t in tl.range(tiles, num_stages=STAGES):
         start = lo + (tiles - 1 - t) * BN
         live = alive(start + i, hi)
         rq = load_rows(q + (zero + start) * qn, i, qn, live, D, R1, R2, False)

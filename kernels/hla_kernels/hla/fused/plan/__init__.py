@@ -43,6 +43,13 @@ def plain(spec: Spec) -> bool:
     return not (mapped(spec) or spec.kept or spec.sums)
 
 
+def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> bool:
+    """Whether one program can do everything of a head's backward, with float16 factors (`heads.halves`) whose products
+    fit in registers and whose results are rounded to bf16."""
+    fits = w["F1"] == w["V1"] == 64 and (narrow(w) or (cut(w) and spec.op != "hla3"))
+    return fits and spec.op in ("hla2", "ahla", "hla3") and plain(spec) and dtype == torch.bfloat16
+
+
 def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
     """1 where the forward is cut into several programs a head, 0 where one program a head fills the chip, with its
     moments in registers. No branch on sizes: under a compiler they are symbols."""
@@ -60,6 +67,8 @@ def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
         return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513))
     if spec.alone(dtype) and cut(w):
         return few_heads(batch_heads, n)
+    if cut(w) and halved(spec, w, dtype):
+        return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513))
     return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
 
 
@@ -74,9 +83,12 @@ def use_heads(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: to
 
 
 def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype) -> str:
-    """After a forward of one program per head: "heads" (one launch), "two_step" (weights, then tokens) or "split"."""
+    """After a forward of one program per head: "heads" or "halves" (one launch), "two_step" (weights, then tokens) or
+    "split"."""
     if saves(spec, w, batch_heads, n, dtype):
         return "split"
+    if n <= 512 and halved(spec, w, dtype):
+        return "halves"
     return "heads" if n <= 512 and spec.op != "hla3" and not mapped(spec) else "two_step"
 
 
@@ -248,3 +260,9 @@ def apply_parts(w: dict[str, int], batch_heads: int, n: int, bn: int) -> tuple[i
     tiles = max(1, min(most, (batch_heads * total + 2 * PROGRAMS * half) // (4 * PROGRAMS)))
     chunk = tiles * bn
     return -(-n // chunk), chunk
+
+
+def plain_config(w: dict[str, int]) -> dict[str, int]:
+    """Tiles of `plain_backward`."""
+    wide = w["F2"] + w["V2"] > 0
+    return {"BN": 32 if wide else 64, "BO": 64, "num_warps": 4, "num_stages": 3, "LOOPS": 2 if wide else 1}

@@ -7,7 +7,7 @@ of ALIGN. Query head h reads key head h // G; gradients of k and v are written p
 import triton
 import triton.language as tl
 
-from .algebra import (
+from ..algebra import (
     affine,
     affine_grad,
     anchor,
@@ -20,8 +20,8 @@ from .algebra import (
     weight_rows,
     weights,
 )
-from .loops import longest, ratio_base, read_out, span, sum_features, sum_keys, sum_moments, sum_ratio, write_grads
-from .maps import (
+from ..loops import longest, ratio_base, read_out, span, sum_features, sum_keys, sum_moments, sum_ratio, write_grads
+from ..maps import (
     centre_columns,
     centre_softmax,
     is_plain,
@@ -33,7 +33,7 @@ from .maps import (
     unshift_grad,
     unshift_sums,
 )
-from .tiles import axpy2, cast4, load4, load_vec, store4, store_vec, trans4, vecmat, zeros2, zeros4
+from ..tiles import axpy2, cast4, load4, load_vec, store4, store_vec, trans4, vecmat, zeros2, zeros4
 
 NO_SPECIALIZE = [
     "qs", "ks", "vs", "os", "gs", "fqs", "fks", "dqs", "dks", "dvs", "N", "H", "G", "scale", "ridge", "eps",
