@@ -51,8 +51,8 @@ def tiny_pixels(folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
-def tiny_text_pipeline(folder: Path) -> str:
-    """A PixArt pipeline that reads at most 16 of 26 one-letter words."""
+def letters(length: int = 16) -> tuple[Any, Any]:
+    """A tokenizer of 26 one-letter words, at most `length` of them, and a text encoder of 16 channels."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
@@ -60,12 +60,20 @@ def tiny_text_pipeline(folder: Path) -> str:
     plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=16
+        tokenizer_object=plain, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=length
     )
     with torch.random.fork_rng():
         torch.manual_seed(2)
         encoder = T5EncoderModel(T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    return tokenizer, encoder.eval()
+
+
+def tiny_text_pipeline(folder: Path) -> str:
+    """A PixArt pipeline that reads at most 16 of 26 one-letter words."""
+    tokenizer, encoder = letters()
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
         sizes = SHAPE | {"in_channels": 4, "out_channels": 8, "cross_attention_dim": 16, "caption_channels": 16}
         transformer = PixArtTransformer2DModel(**sizes, use_additional_conditions=False)
-    PixArtAlphaPipeline(tokenizer, encoder.eval(), tiny_vae(), transformer, DDIMScheduler()).save_pretrained(folder)
+    PixArtAlphaPipeline(tokenizer, encoder, tiny_vae(), transformer, DDIMScheduler()).save_pretrained(folder)
     return str(folder)

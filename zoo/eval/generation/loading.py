@@ -21,6 +21,7 @@ from zoo.names import unknown_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULER_FOLDER = "scheduler"
+VIDEOS = ("Wan", "LTXPipeline", "LTXVideo")  # so begin the names of what makes videos and can be sampled
 DENOISERS = ("transformer", "transformer_2", "unet")
 IN_A_RUN = ("transformer_ema", "transformer")  # where tools/finetune_dit.py leaves models
 
@@ -96,8 +97,8 @@ def load_transformer(where: str, dtype: torch.dtype = torch.float32) -> Any:
     kind = getattr(zoo, name, None) or getattr(diffusers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
         raise unknown_name("model class", name, _classes(ModelMixin, "Transformer2DModel"))
-    if "3D" in name and "Wan" not in name:
-        raise ValueError(f"{name} makes videos; those of Wan can be sampled here, no others")
+    if "3D" in name and not name.removeprefix("HLA").startswith(VIDEOS):
+        raise ValueError(f"{name} makes videos; those of Wan and LTX-Video can be sampled here, no others")
     loaded: Any = kind
     return loaded.from_pretrained(where, torch_dtype=dtype)
 
@@ -126,8 +127,8 @@ def _whole(where: str, dtype: torch.dtype, device: Any, parts: dict[str, Any]) -
     video = "num_frames" in inspect.signature(kind.__call__).parameters
     # not DiffusionPipeline, which in diffusers 0.42 passes over given parts that are optional (Wan's transformer)
     own: Any = kind
-    # the VAE of videos in float32, as its publishers say
-    dtypes = {"vae": torch.float32, "default": dtype} if video else dtype
+    # Wan's VAE in float32, as its publishers say
+    dtypes = {"vae": torch.float32, "default": dtype} if name.startswith("Wan") else dtype
     pipe = own.from_pretrained(where, torch_dtype=dtypes, **parts).to(device)
     pipe.set_progress_bar_config(disable=True)
     if not {"transformer", "unet"} & set(pipe.components):
@@ -150,8 +151,8 @@ def _notes(where: str, name: str) -> dict[str, Any]:
 
 def _check_kind(kind: Any) -> None:
     wanted = inspect.signature(kind.__call__).parameters
-    if "video_length" in wanted or ("num_frames" in wanted and not kind.__name__.startswith("Wan")):
-        raise ValueError(f"{kind.__name__} makes videos; those of Wan can be sampled here, no others")
+    if "video_length" in wanted or ("num_frames" in wanted and not kind.__name__.startswith(VIDEOS)):
+        raise ValueError(f"{kind.__name__} makes videos; those of Wan and LTX-Video can be sampled here, no others")
     if not {"class_labels", "prompt"} & set(wanted):
         raise ValueError(f"{kind.__name__} takes neither class labels nor a prompt, so it cannot be sampled here")
     if "image" in wanted and kind.__name__ != "WanImageToVideoPipeline":

@@ -148,8 +148,6 @@ class VideoSampler(TextSampler):
     of the pipeline. Raises ValueError as `TextSampler`, and for images that are missing or not wanted.
     """
 
-    fps = WAN_FPS
-
     def __init__(
         self,
         pipeline: Any,
@@ -164,8 +162,9 @@ class VideoSampler(TextSampler):
         super().__init__(pipeline, prompts, **shared)
         given = {"num_frames": frames, "height": size, "width": width if width or not size else size}
         self.pixels = tuple(n or self.parameters[name].default for name, n in given.items())
-        factors = pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial
-        check_video(self.pixels, self.denoiser.config.patch_size, *factors)
+        rate = self.parameters.get("frame_rate")  # which LTX-Video is told
+        self.fps = float(rate.default) if rate else WAN_FPS
+        check_video(self.pixels, *units(pipeline))
         wants = "image" in self.parameters
         if wants != bool(images):
             need = "sample.images=FOLDER, the first frames" if wants else "no sample.images"
@@ -203,6 +202,15 @@ class VideoSampler(TextSampler):
         if second is not None:
             more["second"] = describe(second, self.pipeline.scheduler)
         return super().about() | more
+
+
+def units(pipeline: Any) -> tuple[list[int], int, int]:
+    """Patch (T, H, W) of the transformer, and frames and pixels a side for one latent, of a pipeline of videos."""
+    config = pipeline.transformer.config
+    if isinstance(config.patch_size, int):  # LTX-Video
+        ratios = pipeline.vae_temporal_compression_ratio, pipeline.vae_spatial_compression_ratio
+        return [config.patch_size_t, config.patch_size, config.patch_size], *ratios
+    return list(config.patch_size), pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial
 
 
 def check_video(pixels: Sequence[int], patch: Sequence[int], time: int, space: int) -> None:
