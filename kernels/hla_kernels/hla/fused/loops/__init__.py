@@ -7,7 +7,7 @@ and g V = V1 + V2.
     sum_features  the same of phi(q) and phi(k), and dm1 and dM' through the division of the normalised form
     sum_keys      P and the token sums of phi(k) and v alone
     sum_gradient  dM' = Sum g q' alone
-    sum_ratio     dm1 and dM' through the division, of tokens as they are
+    sum_ratio     dm1 and dM' through the division, and dq of the first order
     read_out      o = q M + row, or q M / (q.m1 + eps)
     write_grads   dq, dk, dv from the weights of `algebra.weights`
 """

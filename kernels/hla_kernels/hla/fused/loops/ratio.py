@@ -1,4 +1,4 @@
-"""The pass that sums the gradients of a ratio over tokens as they are."""
+"""The pass that sums the gradients of a ratio, beside the one product that it divides."""
 
 import triton
 import triton.language as tl
