@@ -3,6 +3,7 @@
 import csv
 import math
 
+import diffusers
 import pytest
 import timm
 import torch
@@ -49,6 +50,22 @@ def test_the_attention_of_a_mixer_is_what_it_applies_to_values(mixer):
     assert matrix.shape == (17, 17)
     torch.testing.assert_close(matrix @ v[0, :, 1], o[0, :, 1], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(matrix.sum(1), torch.ones(17), atol=1e-3, rtol=0)  # both defaults keep constants
+
+
+@pytest.mark.parametrize("options", [{"mixer": "la"}, {"mixer": "mhla", "blocks": [1, 2, 2]}], ids=lambda o: o["mixer"])
+def test_the_attention_of_a_video_transformer_is_what_its_mixers_apply(options):
+    """With a rotary embedding in the numerator alone, so that rows need not sum to one."""
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "ffn_dim": 32, "text_dim": 8}
+    model = diffusers.WanTransformer3DModel(in_channels=4, out_channels=4, freq_dim=16, **sizes).eval()
+    convert(model, **options)
+    seen = []
+    model.blocks[1].attn1.mixer.register_forward_hook(lambda _, inputs, output: seen.append((inputs[2], output)))
+    x, t, text = torch.randn(1, 4, 3, 8, 12), torch.tensor([300.0]), torch.randn(1, 5, 8)
+    found = list(attentions(model, lambda: model(x, t, text)))
+    v, o = seen[0]
+    assert [one.weights.shape for one in found] == [(2, 72, 72)] * 2
+    torch.testing.assert_close((found[1].weights @ v[0].transpose(0, 1)).transpose(0, 1), o[0], atol=1e-5, rtol=1e-4)
 
 
 def test_attention_of_a_layer_or_head_that_is_not_there():
