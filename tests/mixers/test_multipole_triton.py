@@ -5,7 +5,6 @@ same tokens, evaluated in float32, for the output and every gradient.
 """
 
 import json
-import math
 import sys
 from contextlib import nullcontext
 
@@ -13,65 +12,77 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import hla_kernels as hk
 from hla_kernels.op import why_not_triton
 from hla_kernels.softmax.multipole.call import prepare
-from hla_kernels.softmax.multipole.fused.launch import multipole_op
+from hla_kernels.softmax.multipole.fused import plan
+from hla_kernels.softmax.multipole.fused.operator import multipole_op
+from tests.mixers.multipole_cases import CASES, POOLED, grads, impl, setting
 from tests.ops.cases import l2_error
+from tests.ops.fused.cases import poison
 from tests.ops.fused.children import check_compiled, check_interpreted
 
 TIMES = 2
 SPREAD = pytest.mark.xfail(
-    reason="an open fault: keys minus anchors are rounded to bfloat16, which scores of a large spread amplify; on an "
-    "H200 some gradients there had more than twice the torch form's error",
+    reason="an open fault: with blocks of 2 x 2 tokens, exact within one, scores of spread 3 and 16 channels had 2.2 "
+    "to 2.9 times the error on an H200: mean keys of blocks that are read token by token are rounded to bfloat16",
     strict=False,
 )
-STACK_LIMIT = 8  # bytes of a thread
-CASES = {  # grid, blocks, radius, prefix, suffix
-    "square": ((16, 16), (4, 4), 2, 1, 0),
-    "small blocks": ((16, 16), (8, 8), 1, 0, 0),
-    "uneven": ((9, 11), (3, 4), 1, 2, 3),
-    "video": ((4, 5, 6), (2, 2, 2), 1, 0, 3),
-    "line": ((50,), (5,), 3, 0, 0),
-}
+STACK_LIMIT = 24  # bytes of a thread
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton form needs a CUDA device: none here")
 
 
-def setting(case, d, dtype, device, size=1.0):
-    grid, blocks, radius, prefix, suffix = CASES[case]
-    g = torch.Generator().manual_seed(0)
-    n = math.prod(grid) + prefix + suffix
-    q, k, v, grad = (torch.randn(2, n, heads, d, generator=g) for heads in (4, 2, 2, 4))
-    tokens = [t.to(device, dtype) for t in (size * q, k + 0.5, v)]
-    places = {"grid": grid, "blocks": blocks, "radius": radius, "prefix": prefix, "suffix": suffix}
-    return tokens, grad.to(device), {**places, "q_scale": d**-0.5}
-
-
-def grads(tokens, grad, run):
-    x = [t.detach().clone().requires_grad_() for t in tokens]
-    y = run(*x)
-    return [y.detach(), *torch.autograd.grad((y * grad.to(y)).sum(), x)]
-
-
-def impl(name, more):
-    return lambda *x: hk.multipole(*x, **more, impl=name)
+@pytest.fixture(autouse=True)
+def fresh_plans():
+    plan._plan.cache_clear()
+    yield
+    plan._plan.cache_clear()
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("size", [1.0, pytest.param(3.0, marks=SPREAD)])
-@pytest.mark.parametrize("d", [16, 32, 64, 128])
+@pytest.mark.parametrize("size", [1.0, 3.0])
+@pytest.mark.parametrize("d", [16, 64, 72, 128])
 @pytest.mark.parametrize("degree", [0, 1, 2])
-@pytest.mark.parametrize("case", CASES)
-def test_error_and_bits(case, degree, d, size):
+@pytest.mark.parametrize("case", [*CASES, *POOLED])
+def test_error_and_bits(request, monkeypatch, case, degree, d, size):
+    if case == "small blocks" and size > 1 and degree:
+        request.applymarker(SPREAD)
+    monkeypatch.setattr(plan, "pools", lambda p: case in POOLED and p.degree < 2)
     tokens, grad, more = setting(case, d, torch.bfloat16, "cuda", size)
     more["degree"] = degree
-    first, second = (grads(tokens, grad, impl("triton", more)) for _ in range(2))
+    with monkeypatch.context() as patch:
+        poison(patch)
+        first, second = (grads(tokens, grad, impl("triton", more)) for _ in range(2))
     plain = grads(tokens, grad, impl("reference", more))
     truth = grads([t.double() for t in tokens], grad, impl("reference", more))
     for a, b, c, t in zip(first, second, plain, truth, strict=True):
         assert torch.equal(a, b)
         assert l2_error(a, t) <= TIMES * l2_error(c, t)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("degree", [0, 1])
+def test_opcheck_compile_and_capture(monkeypatch, degree):
+    """Pooled: a full graph and a replay have the bits of the plain call."""
+    monkeypatch.setattr(plan, "pools", lambda p: True)
+    tokens, grad, more = setting("far", 64, torch.bfloat16, "cuda")
+    run = impl("triton", {**more, "degree": degree})
+    expected = grads(tokens, grad, run)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(a, b) for a, b in zip(grads(tokens, grad, compiled), expected, strict=True))
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        grads(tokens, grad, run)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        found = grads(tokens, grad, run)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    x = [t.repeat_interleave(4 // t.shape[2], 2).requires_grad_() for t in tokens]
+    where = ([1, *more["grid"]], [1, *more["blocks"]], [more["prefix"], more["suffix"]], more["radius"], degree, 0.125)
+    torch.library.opcheck(torch.ops.hla_kernels.multipole, (*x, *where), rtol=2e-2, atol=2e-2)
 
 
 def test_interpreted():
@@ -83,20 +94,22 @@ def test_interpreted():
 def test_no_spills(tmp_path):
     """What a call with heads of 64 launches, compiled for sm_90a."""
     pytest.importorskip("triton")
-    check_compiled(STACK_LIMIT, 3, tmp_path, __file__, "compiled")
+    check_compiled(STACK_LIMIT, 9, tmp_path, __file__, "compiled")
 
 
 def compiled() -> None:
-    from hla_kernels.softmax.multipole.fused import kernels, launch
+    from hla_kernels.softmax.multipole.fused import launch, operator
     from tests.ops.fused.offline_gate import Recorder, compile_call
 
     torch.cuda.device_of = lambda x: nullcontext()  # what is compiled for is not here
-    for name in ("output", "for_queries", "for_keys"):
-        setattr(kernels, name, Recorder(getattr(kernels, name)))
+    plan.pools = lambda p: True
+    for name, kernel in vars(launch).copy().items():
+        if hasattr(kernel, "arg_names"):
+            setattr(launch, name, Recorder(kernel))
     q = torch.empty(2, 256, 3, 64, dtype=torch.bfloat16, device="meta")
-    rest = (torch.empty(3, 256, dtype=torch.int32, device="meta"), 2, 1, 0.125)
-    o, top = launch.multipole_op._init_fn(q, q, q, q, *rest)
-    launch.multipole_backward._init_fn(o, q, q, q, q, rest[0], o, top, *rest[1:])
+    where = ([1, 16, 16], [1, 8, 8], [0, 0], 2, 1, 0.125)
+    outputs = operator.multipole_op._init_fn(q, q, q, *where)
+    operator.multipole_backward._init_fn(q, q, q, q, *outputs, *where)
     for call in Recorder.calls:
         print(json.dumps(compile_call(*call)))
 
@@ -104,24 +117,49 @@ def compiled() -> None:
 def interpreted() -> None:
     from hla_kernels.softmax.multipole import fused
 
-    for case, degree in (("uneven", 0), ("uneven", 1), ("uneven", 2), ("video", 1), ("line", 2)):
+    pooled = (("far line", 0), ("far line", 1), ("far cube", 0))
+    cases = (*pooled, ("uneven", 0), ("uneven", 1), ("uneven", 2), ("line", 2))
+    for case, degree in cases:
+        plan.pools = lambda p, pooled=case in POOLED: pooled
         tokens, grad, more = setting(case, 16, torch.float32, "cpu")
+        tokens, grad = [t[:1, :, : t.shape[2] // 2] for t in tokens], grad[:1, :, :2]
         more["degree"] = degree
-        found = grads([t[:1] for t in tokens], grad[:1], lambda *x, m=more: fused.evaluate(prepare(*x, **m)))
-        truth = grads([t[:1].double() for t in tokens], grad[:1], impl("reference", more))
+        found = grads(tokens, grad, lambda *x, m=more: fused.evaluate(prepare(*x, **m)))
+        truth = grads([t.double() for t in tokens], grad, impl("reference", more))
         for a, t in zip(found, truth, strict=True):
             assert l2_error(a, t) < 1e-6, (case, degree, l2_error(a, t))
 
 
-def test_operations_and_shapes_are_known_without_a_device():
-    """Three products of all pairs forward, eleven backward: the operator on tensors without memory."""
-    x = [torch.empty(2, 50, 3, 16, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(4)]
-    with FlopCounterMode(display=False) as counter:
-        o, top = multipole_op(*x, torch.empty(3, 50, dtype=torch.int32, device="meta"), 1, 1, 0.25)
-        forward = counter.get_total_flops()
-        found = torch.autograd.grad(o.sum(), x)
-    assert [t.shape for t in (o, *found)] == [x[0].shape] * 5 and top.shape == (2, 3, 50)
-    assert (forward, counter.get_total_flops()) == (2 * 3 * 2 * 3 * 50 * 50 * 16, 2 * 14 * 2 * 3 * 50 * 50 * 16)
+@pytest.mark.parametrize("degree", [0, 1, 2])
+def test_operations_and_shapes_are_known_without_a_device(monkeypatch, degree):
+    """All pairs, three products forward, eleven backward: blocks so few that none is pooled. Or pooled: those that
+    queries in patches of 64 and 32 read one by one, counted here from their definition, and the blocks."""
+    monkeypatch.setattr(plan, "POOLED", (0, 1))
+    for n, m, radius in ((50, 3, 20), (4000, 20, 5)):
+        d, pooled = 16, degree < 2 and n == 4000
+        x = [torch.empty(2, n, 3, d, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3)]
+        with FlopCounterMode(display=False) as counter:
+            o, top, means, *_ = multipole_op(*x, [1, 1, n], [1, 1, m], [0, 0], radius, degree, 0.25)
+            forward = counter.get_total_flops()
+            found = torch.autograd.grad(o.sum(), x)
+        assert [t.shape for t in (o, *found)] == [x[0].shape] * 4 and top.shape == (2, 3, n)
+        assert means.shape == (2, 2, 3, m, d)
+        wide, narrow = (read_one_by_one(n, m, radius, patch) if pooled else n * n for patch in (64, 32))
+        far = ((3, 9), (3 + d, 9 + 3 * d), (0, 0))[degree] if pooled else (0, 0)
+        moments = n * d if degree == 1 and pooled else 0
+        products = 3 * wide + far[0] * n * m + moments, 5 * wide + 6 * narrow + far[1] * n * m + 3 * moments
+        assert (forward, counter.get_total_flops()) == (12 * d * products[0], 12 * d * sum(products))
+
+
+def read_one_by_one(n, m, radius, patch):
+    """Pairs of a query of a line and a key in a block that something near to the query's patch lies in."""
+    block = [next(b for b in range(m) if (b + 1) * n // m > j) for j in range(n)]
+    pairs = 0
+    for first in range(0, n, patch):
+        queries = range(first, min(first + patch, n))
+        near = {block[j] for j in range(max(first - radius, 0), min(queries[-1] + radius + 1, n))}
+        pairs += len(queries) * sum(b in near for b in block)
+    return pairs
 
 
 def test_what_triton_does_not_have():
@@ -131,7 +169,11 @@ def test_what_triton_does_not_have():
     (q, k, v), _, more = setting("square", 16, torch.bfloat16, "cpu")
     assert why_not(prepare(q, k, v, **more)) is None and "CUDA" in why_not_triton(prepare(q, k, v, **more))
     assert "bfloat16" in why_not(prepare(q.float(), k.float(), v.float(), **more))
-    assert "16, 32" in why_not(prepare(q[..., :9], k[..., :9], v[..., :9], **more))
+    assert "multiple of 8" in why_not(prepare(q[..., :9], k[..., :9], v[..., :9], **more))
+    many = [x.new_zeros(1).expand(2**14, *x.shape[1:]) for x in (q, k, v)]
+    assert "fewer than 65536 heads" in why_not(prepare(*many, **more))
+    line = [x.new_zeros(1).expand(1, 2**15, 1, 16) for x in (q, k, v)]
+    assert "positions times blocks" in why_not(prepare(*line, grid=(2**15,), blocks=(2**7,)))
     mask = torch.ones(q.shape[:2], dtype=torch.bool)
     assert "key_padding_mask" in why_not(prepare(q, k, v, **more, key_padding_mask=mask))
 

@@ -1,6 +1,6 @@
 """Every Triton kernel at least once, on small shapes: the program that `test_sanitizer` runs under compute-sanitizer.
 
-python sanitized.py hla | blockmix    prints the kernels that ran, one a line
+python sanitized.py hla | blockmix | taylor | multipole    prints the kernels that ran, one a line
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from hla_kernels.blockmix.fused import launch as block_launch
 from hla_kernels.blockmix.fused.pairs import launch as pair_launch
 from hla_kernels.hla.fused import Spec, launch
 from hla_kernels.hla.two_sided import two_sided, two_sided_backward
+from hla_kernels.softmax.multipole.fused import launch as multipole_launch
+from hla_kernels.softmax.multipole.fused import plan as multipole_plan
+from hla_kernels.softmax.taylor.fused import launch as taylor_launch
+from tests.mixers import multipole_cases
+from tests.mixers.taylor import taylor_cases
 from tests.ops.blockmix import fused_cases
 from tests.ops.fused import cases
 
@@ -44,6 +49,14 @@ BLOCKS = (
     ({"order": "ahla"}, (12, 13), (2, 3), 1, (2, 2, 64, 64), BF16, {"turned": True, "group": 2}),
     ({"order": "hla2", "feature_map": "elu1"}, (12, 13), (2, 1), 0, (1, 2, 40, 48), BF16, {"mask": True}),
 )
+# N, (B, H, Hk, D, Dv), normalize, inputs
+TAYLORS = (
+    (70, (2, 2, 2, 64, 64), True, {"mask": True}),
+    (37, (2, 4, 2, 72, 40), False, {}),
+    (130, (1, 2, 2, 64, 64), True, {"r": 16, "mask": True}),
+)
+# case, degree, channels
+MULTIPOLES = (("uneven", 2, 64), ("video", 1, 72), ("far line", 0, 64), ("far line", 1, 72), ("far video", 1, 64))
 
 
 def watch(module: ModuleType, ran: set[str]) -> set[str]:
@@ -98,17 +111,37 @@ def blocks(patch: pytest.MonkeyPatch) -> None:
         finite(*fused_cases.triton_form(patch, o, *fused_cases.make(o, sizes, dtype, device=DEVICE, **more), rotary))
 
 
+def taylor(patch: pytest.MonkeyPatch) -> None:
+    """Second-order Taylor attention; sequences without tokens, too."""
+    for n, sizes, normalize, more in TAYLORS:
+        inputs = taylor_cases.make(n, sizes, BF16, device=DEVICE, **more)
+        finite(*taylor_cases.triton_form(patch, *inputs, normalize, 0.125))
+
+
+def multipole(patch: pytest.MonkeyPatch) -> None:
+    """Multipole attention, with pooled blocks or without."""
+    for case, degree, d in MULTIPOLES:
+        patch.setattr(multipole_plan, "pools", lambda plan, pooled=case in multipole_cases.POOLED: pooled)
+        tokens, grad, more = multipole_cases.setting(case, d, BF16, DEVICE)
+        with patch.context() as poisoned:
+            cases.poison(poisoned)
+            finite(*multipole_cases.grads(tokens, grad, multipole_cases.impl("triton", {**more, "degree": degree})))
+
+
 def main(family: str) -> None:
     """Run one family; fails if a kernel did not run."""
     torch.set_default_device(DEVICE)
     ran, patch = set[str](), pytest.MonkeyPatch()
-    modules = {"hla": [launch], "blockmix": [block_launch, pair_launch]}[family]
+    modules = {
+        "hla": [launch], "blockmix": [block_launch, pair_launch], "taylor": [taylor_launch],
+        "multipole": [multipole_launch],
+    }[family]  # fmt: skip
     known = set().union(*(watch(module, ran) for module in modules))
     if family == "hla":
         whole(patch)
         ragged()
     else:
-        blocks(patch)
+        {"blockmix": blocks, "taylor": taylor, "multipole": multipole}[family](patch)
     torch.cuda.synchronize()
     assert ran == known, sorted(known ^ ran)
     print(*sorted(ran), sep="\n")

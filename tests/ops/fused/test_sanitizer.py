@@ -22,7 +22,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
-@pytest.mark.parametrize("family", ("hla", "blockmix"))
+@pytest.mark.parametrize("family", ("hla", "blockmix", "taylor", "multipole"))
 def test_clean(family, tool):
     assert SANITIZER is not None
     # each tensor is memory of its own, so that what is beside it belongs to nobody

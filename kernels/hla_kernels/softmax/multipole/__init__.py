@@ -15,11 +15,13 @@ is not near is the expansion of softmax around uniform weights, that of `softmax
 The split into an exact near field and expansions of far groups is the fast multipole method's (Greengard and Rokhlin,
 J. Comput. Phys. 73, 1987).
 
-Two orders of the products, one result (`torch_form`); D = Dv, M blocks, V tokens around a block within the radius:
+Two orders of the products, one result; D = Dv, M blocks, V tokens around a block within the radius:
     by tokens  the weights of all pairs, 3 N D multiplications a token
     by blocks  2 M D + M D^2 (degree 1; about M D^3 / 2 for degree 2) + 3 V D a token, linear in N for fixed M, but for
                V, which is at least N / M: from about N = 500 on at D = 64 with 4 x 4 blocks, radius 2, degree 1
-In torch the one with fewer multiplications runs. `fused`, the Triton form in bfloat16 and float16, goes by tokens and
-never writes the weights; `auto` takes it up to 32,768 tokens (`forms`). Reading order: reference, layout, heads,
-by_tokens, by_blocks, torch_form, fused, forms.
+In torch (`torch_form`) and in `fused`, the Triton form in bfloat16 and float16, which never writes the weights, the one
+with fewer multiplications runs; in Triton by blocks only with degree 1 (`fused.plan.pools`), and where it reads all
+keys of more than 32,768 tokens, `auto` takes torch's (`forms`).
+
+Reading order: reference, layout, heads, by_tokens, by_blocks, torch_form, fused, forms.
 """

@@ -1,7 +1,11 @@
-"""Triton form of multipole attention by tokens: the N x N weights exist a tile at a time, as in flash attention.
+"""Triton form of multipole attention: the weights exist a tile at a time, as in flash attention.
 
-A tile costs two products for its scores, q.A with the mean keys of blocks and q.C with what keys have more, and one for
-its values. Reading order: kernels, launch. Triton is imported by the first call.
+A tile of queries is a box of the grid. It reads the keys of the blocks that its neighbourhood touches one by one (two
+products for the scores with keys and with mean keys, one for values) and every other block as one key, its mean, with
+the weight of its tokens; of degree 1, also the moment of the block, D x D. Linear in N where the number of blocks is
+fixed. Else all keys are read one by one: with degree 2, and where that is cheaper (`plan.pools`).
+
+Reading order: geometry, tiles, forward, moments, backward, plan, launch, operator. The first call imports Triton.
 """
 
 from __future__ import annotations
@@ -10,11 +14,13 @@ import torch
 from torch import Tensor
 
 from ..call import MultipoleCall
-from ..heads import anchors_of, to_layout
-from ..layout import membership
-from .launch import multipole_op
+from ..layout import Field
+from .operator import multipole_op
+from .plan import plan_of
 
-WIDTHS = (16, 32, 64, 128)
+WIDEST = 128
+LARGEST = 2**22  # of `geometry.quotient`
+HEADS = 2**16  # of a grid's second axis
 
 
 def why_not(call: MultipoleCall) -> str | None:
@@ -24,32 +30,36 @@ def why_not(call: MultipoleCall) -> str | None:
         return f"the Triton form of multipole is for bfloat16 and float16, not {q.dtype}"
     if call.mask is not None:
         return "the Triton form of multipole has no key_padding_mask"
-    if q.shape[3] != v.shape[3] or q.shape[3] not in WIDTHS:
-        return f"the Triton form of multipole needs heads of {WIDTHS} channels, got {q.shape[3]} and {v.shape[3]}"
-    if len(call.field.layout.grid) > 3:
+    if q.shape[3] != v.shape[3] or q.shape[3] % 8 or q.shape[3] > WIDEST:
+        return (
+            f"the Triton form of multipole needs heads of a multiple of 8 channels, at most {WIDEST}, got "
+            f"{q.shape[3]} and {v.shape[3]}"
+        )
+    grid, blocks = call.field.layout[:2]
+    if len(grid) > 3:
         return "the Triton form of multipole is for grids of up to three axes"
+    if q.shape[0] * q.shape[2] >= HEADS:
+        return f"the Triton form of multipole is for fewer than {HEADS} heads of a batch, got {q.shape[0] * q.shape[2]}"
+    if max(q.shape[1], *(length * m for length, m in zip(grid, blocks, strict=True))) >= LARGEST:
+        return f"the Triton form of multipole is for fewer than {LARGEST} tokens, and positions times blocks of an axis"
     return None
 
 
 def evaluate(call: MultipoleCall) -> Tensor:
-    """o [B, N, H, D]; scores are around the rounded mean keys, where the expansion is as good."""
+    """o [B, N, H, D]."""
     q, k, v, field, degree, scale, _ = call
     group = q.shape[2] // k.shape[2]
     if group > 1:
         k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
-    anchors = membership(field.layout, k.float()) @ anchors_of(to_layout(call._replace(k=k, v=v)), field)
-    first, last = field.prefix, field.prefix + field.n_grid
-    a = torch.cat([k[:, :first], anchors.transpose(1, 2).to(k.dtype), k[:, last:]], 1)
-    return multipole_op(q, a, k - a, v, places(call), field.radius, degree, scale)[0]
+    return multipole_op(q, k, v, *places(field), field.radius, degree, scale)[0]
 
 
-def places(call: MultipoleCall) -> Tensor:
-    """[3, N] int32: the place of each token along the axes of the grid, -1 for tokens that are not on it."""
-    field = call.field
-    index = torch.arange(call.q.shape[1], device=call.q.device) - field.prefix
-    found, inside = [], (index >= 0) & (index < field.n_grid)
-    for length in reversed(field.layout.grid):
-        found.append(torch.where(inside, index % length, -1))
-        index = index // length
-    found += [torch.zeros_like(index)] * (3 - len(found))
-    return torch.stack(found).int()
+def reads_all(call: MultipoleCall) -> bool:
+    """Whether no block is pooled: quadratic in the number of tokens."""
+    return plan_of(*places(call.field), call.field.radius, call.degree, call.q.shape[3]).whole
+
+
+def places(field: Field) -> tuple[list[int], list[int], list[int]]:
+    """Grid and blocks of three axes, tokens before and after the grid."""
+    ones = [1] * (3 - len(field.layout.grid))
+    return [*ones, *field.layout.grid], [*ones, *field.layout.blocks], [field.prefix, field.suffix]

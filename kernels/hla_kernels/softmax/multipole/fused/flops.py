@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from . import launch  # noqa: F401  registers the operators
+from . import operator  # noqa: F401  registers the operators
+from .plan import Plan, plan_of
 
 Shape = tuple[int, ...]
 
 
-def _products(q: Shape, count: int) -> int:
-    """So many products of all pairs of tokens."""
-    b, n, h, d = q
-    return 2 * count * b * h * n * n * d
+def _operations(q: Shape, products: int) -> int:
+    """Of so many products of D channels in each head."""
+    return 2 * q[0] * q[2] * q[3] * products
+
+
+def _far(p: Plan, pooled: int, moments: int) -> int:
+    """`pooled` products of each query with each pooled block, `moments` with each moment."""
+    products = pooled + moments * p.moments * p.channels
+    return 0 if p.whole else math.prod(p.grid) * p.n_blocks * products
+
+
+def _within(p: Plan, count: int) -> int:
+    """`count` products of each token with the moment of its block."""
+    return count * p.moments * math.prod(p.grid) * p.channels
 
 
 @register_flop_formula(torch.ops.hla_kernels.multipole)
-def multipole_flops(q: Shape, *rest: Any, out_shape: Any = None) -> int:
-    """q.A, q.C and the weighted values."""
-    return _products(q, 3)
+def multipole_flops(q: Shape, k: Shape, v: Shape, *where: Any, out_shape: Any = None) -> int:
+    """Scores with keys and with mean keys, and values; of pooled blocks, mean keys have two products."""
+    grid, blocks, outer, radius, degree, _ = where
+    p = plan_of(grid, blocks, outer, radius, degree, q[3])
+    return _operations(q, 3 * p.pairs(p.tiles.output.patch) + _far(p, 3, 1) + _within(p, 1))
 
 
 @register_flop_formula(torch.ops.hla_kernels.multipole_backward)
 def multipole_backward_flops(grad: Shape, q: Shape, *rest: Any, out_shape: Any = None) -> int:
-    """Scores (two products) and g v' twice; two products for dq, one each for da, dc and dv."""
-    return _products(q, 11)
+    """Scores (two products) and g v' twice; two products for dq, one each for dk, the gradient of mean keys and dv."""
+    *_, grid, blocks, outer, radius, degree, _ = rest
+    p = plan_of(grid, blocks, outer, radius, degree, q[3])
+    near = 5 * p.pairs(p.tiles.for_queries.patch) + 6 * p.pairs(p.tiles.for_keys.other)
+    return _operations(q, near + _far(p, 4, 1) + _far(p, 5, 2) + _within(p, 3))

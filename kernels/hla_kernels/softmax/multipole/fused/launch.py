@@ -1,90 +1,147 @@
-"""Launches of the kernels, and the operator that autograd sees."""
+"""Which kernels a call launches, in which order, with which buffers."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-BI, BJ, WARPS, STAGES = 64, 64, 4, 2
-KEYS = (32, 64, 4, 2)  # the same of the pass over keys
+from .backward import for_blocks, for_keys, for_queries, spread
+from .forward import output, pool
+from .moments import for_moments, spread_moments, sum_moments
+from .plan import Tiles, patch_of, plan_of
+
+ROWS = 16  # tokens of a block at a time, in sums
+LOG2 = math.log(2)
+Tokens = tuple[Tensor, Tensor, Tensor]
 
 
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    return x.stride(0), x.stride(1), x.stride(2)
+class Call:
+    """What the launches of a call share; `where`: grid, blocks, outer tokens."""
+
+    def __init__(
+        self, grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int, degree: int, scale: float,
+        shape: Sequence[int],
+    ):  # fmt: skip
+        b, _, self.h, d = shape
+        self.plan = plan_of(grid, blocks, outer, radius, degree, d)
+        self.heads, self.where = b * self.h, (tuple(grid), tuple(blocks), tuple(outer))
+        self.numbers = (radius, self.h, scale / LOG2, scale)
+        self.sizes = {"D": d, "DP": self.plan.width}
+
+    def reading(self, tiles: Tiles) -> tuple[tuple[int, int], dict[str, int]]:
+        """(programs, keywords) of a pass that reads keys one by one."""
+        p = self.plan
+        constants = {"DEGREE": p.degree, "ALL": p.whole, **p.place(tiles.patch)}
+        return (p.count(tiles.patch), self.heads), {**constants, **tiles.launch}
+
+    def asking(self, tiles: Tiles) -> dict[str, int]:
+        """Keywords of a pass over all queries, in patches as `for_keys` has them: each pair of query and block is in
+        one of the two."""
+        return {**self.plan.place(self.plan.tiles.for_keys.other), **tiles.launch}
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 else x.contiguous()
+def _strides(*tensors: Tensor) -> tuple[tuple[int, int, int], ...]:
+    return tuple((x.stride(0), x.stride(1), x.stride(2)) for x in tensors)
 
 
-@torch.library.custom_op("hla_kernels::multipole", mutates_args=())
-def multipole_op(
-    q: Tensor, a: Tensor, c: Tensor, v: Tensor, pos: Tensor, radius: int, degree: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """(o [B, N, H, D], logarithm of the divisor [B, H, N]); q, a, c, v [B, N, H, D]."""
-    from .kernels import output
-
-    q, v, a, c = _rows(q), _rows(v), a.contiguous(), c.contiguous()
-    b, n, h, d = q.shape
-    o, top = q.new_empty(q.shape), q.new_empty((b, h, n), dtype=torch.float32)
-    grid = (-(-n // BI), b * h)
-    if b:
-        with torch.cuda.device_of(q):
-            output[grid](
-                q, a, c, v, o, top, pos, *_strides(q), *_strides(a), *_strides(v), n, h, scale, radius,
-                DEGREE=degree, D=d, BI=BI, BJ=BJ, num_warps=WARPS, num_stages=STAGES,
-            )  # fmt: skip
-    return o, top
+def forward(c: Call, tokens: Tokens, o: Tensor, top: Tensor, mean: Tensor, value: Tensor, count: Tensor) -> None:
+    """Write o and what the backward needs."""
+    q, k, v = tokens
+    anchors, tiles = tuple(mean), c.plan.tiles.output
+    pool[(c.plan.n_blocks, c.heads)](
+        k, v, *anchors, value, count, *_strides(k, v), *c.where, c.h, **c.sizes, BW=ROWS, num_warps=1
+    )
+    moments = _moments(c, k, v, anchors)
+    grid, constants = c.reading(tiles)
+    output[grid](
+        q, k, v, *anchors, value, moments, count, o, top, *_strides(q, k, v, o), *c.where, *c.numbers, **constants,
+        BJ=tiles.other, BM=tiles.blocks,
+    )  # fmt: skip
 
 
-@multipole_op.register_fake
-def _(q, a, c, v, pos, radius, degree, scale):
-    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+def _moments(c: Call, k: Tensor, v: Tensor, anchors: tuple[Tensor, ...]) -> Tensor | None:
+    """P [B, H, M, D, D] of pooled blocks of degree 1."""
+    if not c.plan.moments:
+        return None
+    b, _, h, d = k.shape
+    tiles = c.plan.tiles.of_moments
+    found = torch.empty((b, h, c.plan.n_blocks, d, d), dtype=k.dtype, device=k.device)
+    sum_moments[(c.plan.n_blocks, c.heads)](
+        k, v, *anchors, found, *_strides(k, v), *c.where, c.h, **c.sizes, BW=tiles.other, **tiles.launch
+    )
+    return found
 
 
-@torch.library.custom_op("hla_kernels::multipole_backward", mutates_args=())
-def multipole_backward(
-    grad: Tensor, q: Tensor, a: Tensor, c: Tensor, v: Tensor, pos: Tensor, o: Tensor, top: Tensor, radius: int,
-    degree: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, da, dc, dv)."""
-    from .kernels import for_keys, for_queries
-
-    q, v, a, c, grad = _rows(q), _rows(v), a.contiguous(), c.contiguous(), grad.contiguous()
-    b, n, h, d = q.shape
-    dq, da, dc, dv = (x.new_empty(q.shape) for x in (q, a, c, v))
-    delta = torch.empty_like(top)
-    places = (*_strides(q), *_strides(a), *_strides(v), n, h, scale, radius)
-    if b:
-        with torch.cuda.device_of(q):
-            for_queries[(-(-n // BI), b * h)](
-                q, a, c, v, o, grad, top, delta, dq, pos, *places,
-                DEGREE=degree, D=d, BI=BI, BJ=BJ, num_warps=WARPS, num_stages=STAGES,
-            )  # fmt: skip
-            for_keys[(-(-n // KEYS[1]), b * h)](
-                q, a, c, v, grad, top, delta, da, dc, dv, pos, *places,
-                DEGREE=degree, D=d, BI=KEYS[0], BJ=KEYS[1], num_warps=KEYS[2], num_stages=KEYS[3],
-            )  # fmt: skip
-    return dq, da, dc, dv
-
-
-@multipole_backward.register_fake
-def _(grad, q, a, c, v, *rest):
-    return tuple(x.new_empty(q.shape) for x in (q, a, c, v))
-
-
-def _setup(ctx, inputs, output):
-    *tensors, ctx.radius, ctx.degree, ctx.scale = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _gradients(ctx, grad, _):
-    if grad is None:
-        return (None,) * 8
-    found = multipole_backward(grad, *ctx.saved_tensors, ctx.radius, ctx.degree, ctx.scale)
-    return (*found, None, None, None, None)
+def backward(
+    c: Call, grad: Tensor, tokens: Tokens, o: Tensor, top: Tensor, mean: Tensor, value: Tensor, count: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
+    """Write dq, dk and dv."""
+    q, k, v = tokens
+    p, anchors = c.plan, tuple(mean)
+    moments, delta = _moments(c, k, v, anchors), torch.empty_like(top)
+    by_key, by_mean = torch.empty_like(dk, dtype=torch.float32), torch.empty_like(dk)
+    tiles = p.tiles.for_queries
+    grid, constants = c.reading(tiles)
+    for_queries[grid](
+        q, k, v, *anchors, value, moments, count, o, grad, top, delta, dq, *_strides(q, k, v, o, grad, dq), *c.where,
+        *c.numbers, **constants, BJ=tiles.other, BM=tiles.blocks,
+    )  # fmt: skip
+    d_mean = d_value = d_moments = None
+    if not p.whole:
+        d_mean, d_value = _for_blocks(c, q, grad, anchors, value, count, top, delta)
+        if moments is not None:
+            more, d_moments = _for_moments(c, q, grad, anchors, moments, top)
+            d_mean += more
+    values = dv if d_moments is None else torch.empty_like(dv, dtype=torch.float32)
+    grid, constants = c.reading(p.tiles.for_keys)
+    qt, qy, qx = patch_of(p.grid, p.tiles.for_keys.other)
+    for_keys[grid](
+        q, k, v, mean, count, grad, top, delta, d_value, by_key, by_mean, values, *_strides(q, k, v, grad, dv),
+        *c.where, *c.numbers, **constants, QT=qt, QY=qy, QX=qx,
+    )  # fmt: skip
+    if d_moments is not None:
+        tiles = p.tiles.of_moments
+        spread_moments[(p.n_blocks, c.heads)](
+            k, v, *anchors, value, d_moments, by_key, values, *_strides(k, v), *c.where, c.h, **c.sizes, BW=tiles.other,
+            **tiles.launch,
+        )  # fmt: skip
+        dv.copy_(values)
+    spread[(p.n_blocks + -(-p.outer // ROWS), c.heads)](
+        by_key, by_mean, d_mean, dk, *_strides(dk), *c.where, c.h, ALL=p.whole, **c.sizes, BW=ROWS, num_warps=1
+    )
 
 
-multipole_op.register_autograd(_gradients, setup_context=_setup)
+def _for_blocks(c: Call, q, grad, anchors, value, count, top, delta) -> tuple[Tensor, Tensor]:
+    """Gradients of the mean keys and values of pooled blocks, float32."""
+    tiles = c.plan.tiles.for_blocks
+    rows = -(-c.plan.n_blocks // tiles.blocks)
+    splits = c.plan.splits(c.heads * rows)
+    found = [_parts(splits, value.shape, value) for _ in range(2)]
+    for_blocks[(rows, c.heads, splits)](
+        q, *anchors, value, count, grad, top, delta, *found, *_strides(q, grad), *c.where, *c.numbers, splits,
+        **c.asking(tiles), BM=tiles.blocks,
+    )  # fmt: skip
+    return _added(found[0]), _added(found[1])
+
+
+def _for_moments(c: Call, q, grad, anchors, moments, top) -> tuple[Tensor, Tensor]:
+    """Gradients of the mean keys, by the moments' part of o, and of the moments, float32."""
+    splits = c.plan.splits(c.heads * c.plan.n_blocks)
+    found = [_parts(splits, shape, moments) for shape in (moments.shape[:4], moments.shape)]
+    for_moments[(c.plan.n_blocks, c.heads, splits)](
+        q, *anchors, moments, grad, top, *found, *_strides(q, grad), *c.where, *c.numbers, splits,
+        **c.asking(c.plan.tiles.for_moments),
+    )  # fmt: skip
+    return _added(found[0]), _added(found[1])
+
+
+def _parts(splits: int, shape: torch.Size, like: Tensor) -> Tensor:
+    return torch.empty((splits, *shape), dtype=torch.float32, device=like.device)
+
+
+def _added(parts: Tensor) -> Tensor:
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0)

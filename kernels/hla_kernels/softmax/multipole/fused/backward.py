@@ -1,0 +1,233 @@
+"""Gradients. dq of a tile of queries; those of pooled keys and values; those of a tile of keys, with what the mean key
+of its block takes from each; and what a block's mean key and value hand to its tokens.
+
+With w_ij the weights over the divisor and u_ij = w_ij (g_i.v_j - delta_i), delta_i = g_i.o_i, the gradient of log w_ij.
+"""
+
+import triton
+import triton.language as tl
+
+from .forward import FREE
+from .geometry import (
+    EVERYWHERE,
+    block_at,
+    block_of,
+    box_of,
+    in_box,
+    inverses,
+    is_near,
+    is_touched,
+    patches,
+    start_of,
+    tile_of,
+    touched,
+)
+from .moments import add_moment_queries
+from .tiles import anchored, factors, load, of_head, products, store, weighted
+
+FREE = [*FREE, "gs", "dqs", "dks", "dvs", "splits"]
+
+
+@triton.jit(do_not_specialize=FREE)
+def for_queries(
+    Q, K, V, A, LOW, E, P, COUNT, O, G, TOP, DELTA, DQ, qs, ks, vs, os, gs, dqs, grid, blocks, outer, radius, heads,
+    factor, scale, DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr,
+    PY: tl.constexpr, PX: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """dq and DELTA of a tile of queries."""
+    patch, bh = tl.program_id(0), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    n_grid, total = grid[0] * grid[1] * grid[2], blocks[0] * blocks[1] * blocks[2]
+    row, inside, place, on_grid = tile_of(patch, grid, outer, PT, PY, PX)
+    near = touched(patch, on_grid, grid, blocks, radius, ALL, PT, PY, PX)
+    reach = tl.where(on_grid, radius, EVERYWHERE)
+    first, size = box_of(near, grid, blocks)
+    per_size, per_length = inverses(size), inverses(grid)
+    K, V = of_head(K, ks, b, h), of_head(V, vs, b, h)
+    A += bh.to(tl.int64) * total * D
+    E += bh.to(tl.int64) * total * D
+    if not ALL:
+        LOW += bh.to(tl.int64) * total * D
+    if P is not None:
+        P += bh.to(tl.int64) * total * D * D
+    at_row = bh.to(tl.int64) * (n_grid + outer[0] + outer[1]) + row
+    q = load(of_head(Q, qs, b, h), row, qs[1], inside, D, DP)
+    g = load(of_head(G, gs, b, h), row, gs[1], inside, D, DP)
+    o = load(of_head(O, os, b, h), row, os[1], inside, D, DP)
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    tl.store(DELTA + at_row, delta, inside)
+    top = tl.load(TOP + at_row, inside, other=0.0)
+    dq = tl.zeros([PT * PY * PX, DP], tl.float32)
+    for start in range(0, size[0] * size[1] * size[2] + outer[0] + outer[1], BJ):
+        e = start + tl.arange(0, BJ)
+        theirs, there, at, is_outer = in_box(e, first, size, per_size, grid, outer, PT)
+        block = block_at(at, is_outer, per_length, blocks, PT)
+        k, v = load(K, theirs, ks[1], there, D, DP), load(V, theirs, vs[1], there, D, DP)
+        mean = load(A, block, D, there, D, DP)
+        s, a = products(q, k) * factor, products(q, mean) * factor
+        exponent, _, by_s, by_a = factors(s, a, is_near(place, at, reach, PT) | is_outer[None, :], DEGREE)
+        u = tl.exp2(tl.where(there[None, :], exponent - top[:, None], -float("inf")))
+        u = u * (products(g, v) - delta[:, None]) * scale
+        dq = weighted(dq, u * by_s, k)
+        dq = weighted(dq, u * by_a, mean)
+    if not ALL:
+        for start in range(0, tl.where(on_grid, total, 0), BM):
+            m = start + tl.arange(0, BM)
+            bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
+            there = m < total
+            mean, a = anchored(q, A, LOW, m, there, D, DP)
+            count = tl.where(
+                is_touched(near, bt, by, bx), -float("inf"), tl.load(COUNT + m, there, other=-float("inf"))
+            )
+            u = tl.exp2(a * factor + count[None, :] - top[:, None])
+            u = u * (products(g, load(E, m, D, there, D, DP)) - delta[:, None]) * scale
+            dq = weighted(dq, u, mean)
+        if P is not None:
+            dq = add_moment_queries(dq, q, g, top, A, LOW, P, near, blocks, on_grid, factor, scale, D, DP)
+    store(of_head(DQ, dqs, b, h), row, dqs[1], inside, dq, D, DP)
+
+
+@triton.jit(do_not_specialize=FREE)
+def for_blocks(
+    Q, A, LOW, E, COUNT, G, TOP, DELTA, DA, DE, qs, gs, grid, blocks, outer, radius, heads, factor, scale, splits,
+    D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """DA, DE [splits, B H, M, D]: gradients of pooled keys and values by a part of the queries, of a tile of blocks."""
+    tile, bh, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h = bh // heads, bh % heads
+    n, total = grid[0] * grid[1] * grid[2] + outer[0] + outer[1], blocks[0] * blocks[1] * blocks[2]
+    m = tile * BM + tl.arange(0, BM)
+    bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
+    there = m < total
+    base = bh.to(tl.int64) * total * D
+    mean, value = load(A + base, m, D, there, D, DP), load(E + base, m, D, there, D, DP)
+    low = load(LOW + base, m, D, there, D, DP)
+    count = tl.load(COUNT + m, there, other=-float("inf"))
+    Q, G = of_head(Q, qs, b, h), of_head(G, gs, b, h)
+    nt, ny, nx = patches(grid, PT, PY, PX)
+    each = tl.cdiv(nt * ny * nx, splits)
+    da, de = tl.zeros([BM, DP], tl.float32), tl.zeros([BM, DP], tl.float32)
+    for patch in range(part * each, tl.minimum((part + 1) * each, nt * ny * nx)):
+        row, inside, _, on_grid = tile_of(patch, grid, outer, PT, PY, PX)
+        near = touched(patch, on_grid, grid, blocks, radius, False, PT, PY, PX)
+        q, g = load(Q, row, qs[1], inside, D, DP), load(G, row, gs[1], inside, D, DP)
+        top = tl.load(TOP + bh.to(tl.int64) * n + row, inside, other=float("inf"))
+        delta = tl.load(DELTA + bh.to(tl.int64) * n + row, inside, other=0.0)
+        weight = tl.where(is_touched(near, bt, by, bx), -float("inf"), count)
+        a = products(mean, q)
+        a += products(low, q)
+        u = tl.exp2(a * factor + weight[:, None] - top[None, :])
+        de = weighted(de, u, g)
+        u = u * (products(value, g) - delta[None, :]) * scale
+        da = weighted(da, u, q)
+    base += part.to(tl.int64) * tl.num_programs(1) * total * D
+    store(DA + base, m, D, there, da, D, DP)
+    store(DE + base, m, D, there, de, D, DP)
+
+
+@triton.jit
+def patches_along(first, last, length, m, size, radius, ALL: tl.constexpr):
+    """First patch along an axis whose neighbourhood may touch a block from `first` to `last`, and how many do."""
+    if ALL:
+        lowest, highest = first * 0, first * 0 + length - 1
+    else:
+        lowest = tl.maximum(start_of(first, length, m) - radius, 0)
+        highest = tl.minimum(start_of(last + 1, length, m) - 1 + radius, length - 1)
+    return lowest // size, highest // size - lowest // size + 1
+
+
+@triton.jit(do_not_specialize=FREE)
+def for_keys(
+    Q, K, V, A, COUNT, G, TOP, DELTA, DE, DK, DA, DV, qs, ks, vs, gs, dvs, grid, blocks, outer, radius, heads, factor,
+    scale, DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr,
+    PY: tl.constexpr, PX: tl.constexpr, QT: tl.constexpr, QY: tl.constexpr, QX: tl.constexpr,
+):  # fmt: skip
+    """dv of a tile PT x PY x PX of keys; DK, DA [B, N, H, D]: its gradients by scores with keys and with mean keys.
+    Queries come in patches of QT x QY x QX."""
+    tile, bh = tl.program_id(0), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    n, total = grid[0] * grid[1] * grid[2] + outer[0] + outer[1], blocks[0] * blocks[1] * blocks[2]
+    theirs, there, at, on_grid = tile_of(tile, grid, outer, PT, PY, PX)
+    bt, by, bx = (
+        block_of(at[0], grid[0], blocks[0]),
+        block_of(at[1], grid[1], blocks[1]),
+        block_of(at[2], grid[2], blocks[2]),
+    )
+    block = tl.where(on_grid, (bt * blocks[1] + by) * blocks[2] + bx, 0)
+    own = touched(tile, on_grid, grid, blocks, 0, ALL, PT, PY, PX)
+    k = load(of_head(K, ks, b, h), theirs, ks[1], there, D, DP)
+    v = load(of_head(V, vs, b, h), theirs, vs[1], there, D, DP)
+    base = bh.to(tl.int64) * total * D
+    mean = load(A + base, block, D, there, D, DP)
+    dk, da = tl.zeros([PT * PY * PX, DP], tl.float32), tl.zeros([PT * PY * PX, DP], tl.float32)
+    if ALL:
+        dv = tl.zeros([PT * PY * PX, DP], tl.float32)
+    else:
+        count = tl.load(COUNT + block, there, other=0.0)
+        share = tl.where(on_grid, tl.exp2(-count), 0.0)  # outer tokens are in no block
+        dv = load(DE + base, block, D, there, D, DP) * share[:, None]
+    ft, ct = patches_along(own[0][0], own[0][1], grid[0], blocks[0], QT, radius, ALL)
+    fy, cy = patches_along(own[1][0], own[1][1], grid[1], blocks[1], QY, radius, ALL)
+    fx, cx = patches_along(own[2][0], own[2][1], grid[2], blocks[2], QX, radius, ALL)
+    nt, ny, nx = patches(grid, QT, QY, QX)
+    near_patches = ct * cy * cx
+    Q, G = of_head(Q, qs, b, h), of_head(G, gs, b, h)
+    for i in range(near_patches + tl.cdiv(outer[0] + outer[1], QT * QY * QX)):
+        patch = ((ft + i // (cy * cx)) * ny + fy + i // cx % cy) * nx + fx + i % cx
+        patch = tl.where(i < near_patches, patch, nt * ny * nx + i - near_patches)
+        row, inside, place, q_on_grid = tile_of(patch, grid, outer, QT, QY, QX)
+        near = touched(patch, q_on_grid, grid, blocks, radius, ALL, QT, QY, QX)
+        live = there & (is_touched(near, bt, by, bx) | (on_grid == 0))
+        reach = tl.where(q_on_grid, tl.where(on_grid, radius, EVERYWHERE), EVERYWHERE)
+        q, g = load(Q, row, qs[1], inside, D, DP), load(G, row, gs[1], inside, D, DP)
+        top = tl.load(TOP + bh.to(tl.int64) * n + row, inside, other=float("inf"))
+        delta = tl.load(DELTA + bh.to(tl.int64) * n + row, inside, other=0.0)
+        s, a = products(k, q) * factor, products(mean, q) * factor
+        exponent, f, by_s, by_a = factors(s, a, is_near(at, place, reach, PT), DEGREE)
+        u = tl.exp2(tl.where(live[:, None], exponent - top[None, :], -float("inf")))
+        dv = weighted(dv, u * f, g)
+        u = u * (products(v, g) - delta[None, :]) * scale
+        dk = weighted(dk, u * by_s, q)
+        da = weighted(da, u * by_a, q)
+    own_rows = ((b.to(tl.int64) * n) * heads + h) * D
+    store(DK + own_rows, theirs, heads * D, there, dk, D, DP)
+    store(DA + own_rows, theirs, heads * D, there, da, D, DP)
+    store(of_head(DV, dvs, b, h), theirs, dvs[1], there, dv, D, DP)
+
+
+@triton.jit(do_not_specialize=FREE)
+def spread(
+    DK, DA, POOLED, OUT, dks, grid, blocks, outer, heads,
+    ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """dk = DK + the mean of the gradients of mean keys over its block; behind the blocks, the outer tokens."""
+    m, bh = tl.program_id(0), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    n, total = grid[0] * grid[1] * grid[2] + outer[0] + outer[1], blocks[0] * blocks[1] * blocks[2]
+    bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
+    first, size = box_of(((bt, bt), (by, by), (bx, bx)), grid, blocks)
+    per_size = inverses(size)
+    width = size[0] * size[1] * size[2]
+    own_rows = ((b.to(tl.int64) * n) * heads + h) * D
+    OUT = of_head(OUT, dks, b, h)
+    if m < total:
+        da = tl.zeros([BW, DP], tl.float32)
+        for start in range(0, width, BW):
+            e = start + tl.arange(0, BW)
+            row, _, _, _ = in_box(e, first, size, per_size, grid, outer, 0)
+            da += load(DA + own_rows, row, heads * D, e < width, D, DP).to(tl.float32)
+        more = tl.sum(da, 0)
+        if not ALL:
+            d = tl.arange(0, DP)
+            more += tl.load(POOLED + (bh.to(tl.int64) * total + m) * D + d, d < D, other=0.0)
+        more = more / width
+        for start in range(0, width, BW):
+            e = start + tl.arange(0, BW)
+            row, _, _, _ = in_box(e, first, size, per_size, grid, outer, 0)
+            x = load(DK + own_rows, row, heads * D, e < width, D, DP)
+            store(OUT, row, dks[1], e < width, x + more[None, :], D, DP)
+    else:
+        e = (m - total) * BW + tl.arange(0, BW)
+        row = tl.where(e < outer[0], e, e + grid[0] * grid[1] * grid[2])
+        x = load(DK + own_rows, row, heads * D, e < outer[0] + outer[1], D, DP)
+        store(OUT, row, dks[1], e < outer[0] + outer[1], x, D, DP)

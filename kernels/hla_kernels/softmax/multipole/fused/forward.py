@@ -1,0 +1,101 @@
+"""Mean keys and values of blocks, and the output."""
+
+import triton
+import triton.language as tl
+
+from .geometry import EVERYWHERE, block_at, box_of, in_box, inverses, is_near, is_touched, tile_of, touched
+from .moments import add_moments
+from .tiles import anchored, factors, load, of_head, products, store, weighted
+
+FREE = ["ks", "vs", "qs", "os", "grid", "blocks", "outer", "radius", "heads", "factor", "scale"]
+
+
+@triton.jit(do_not_specialize=FREE)
+def pool(
+    K, V, A, LOW, E, COUNT, ks, vs, grid, blocks, outer, heads,
+    D: tl.constexpr, DP: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """A, E [B H, M, D]: mean key and mean value of each block; LOW: what rounding took from A; COUNT [M]: logarithm (2)
+    of its number of tokens."""
+    m, bh = tl.program_id(0), tl.program_id(1)
+    total = blocks[0] * blocks[1] * blocks[2]
+    bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
+    near = (bt, bt), (by, by), (bx, bx)
+    first, size = box_of(near, grid, blocks)
+    n, per_size = size[0] * size[1] * size[2], inverses(size)
+    K, V = of_head(K, ks, bh // heads, bh % heads), of_head(V, vs, bh // heads, bh % heads)
+    k, v = tl.zeros([BW, DP], tl.float32), tl.zeros([BW, DP], tl.float32)
+    for start in range(0, n, BW):
+        e = start + tl.arange(0, BW)
+        row, _, _, _ = in_box(e, first, size, per_size, grid, outer, 0)
+        k += load(K, row, ks[1], e < n, D, DP).to(tl.float32)
+        v += load(V, row, vs[1], e < n, D, DP).to(tl.float32)
+    d = tl.arange(0, DP)
+    at = (bh.to(tl.int64) * total + m) * D + d
+    mean = tl.sum(k, 0) / n
+    tl.store(A + at, mean.to(A.dtype.element_ty), d < D)
+    tl.store(LOW + at, (mean - mean.to(A.dtype.element_ty).to(tl.float32)).to(A.dtype.element_ty), d < D)
+    tl.store(E + at, (tl.sum(v, 0) / n).to(E.dtype.element_ty), d < D)
+    tl.store(COUNT + m, tl.log2(n * 1.0), bh == 0)
+
+
+@triton.jit
+def online(top, z, o, exponent, f, v):
+    """A tile of keys more: largest exponent, divisor and sum of values so far."""
+    higher = tl.maximum(top, tl.max(exponent, 1))
+    w = tl.exp2(exponent - higher[:, None]) * f
+    shrink = tl.exp2(top - higher)
+    return higher, z * shrink + tl.sum(w, 1), weighted(o * shrink[:, None], w, v)
+
+
+@triton.jit(do_not_specialize=FREE)
+def output(
+    Q, K, V, A, LOW, E, P, COUNT, O, TOP, qs, ks, vs, os, grid, blocks, outer, radius, heads, factor, scale,
+    DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr, PY: tl.constexpr,
+    PX: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """o and TOP [B H, N] = logarithm of the divisor, of a tile of queries."""
+    patch, bh = tl.program_id(0), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    n_grid, total = grid[0] * grid[1] * grid[2], blocks[0] * blocks[1] * blocks[2]
+    row, inside, place, on_grid = tile_of(patch, grid, outer, PT, PY, PX)
+    near = touched(patch, on_grid, grid, blocks, radius, ALL, PT, PY, PX)
+    reach = tl.where(on_grid, radius, EVERYWHERE)
+    first, size = box_of(near, grid, blocks)
+    per_size, per_length = inverses(size), inverses(grid)
+    K, V = of_head(K, ks, b, h), of_head(V, vs, b, h)
+    A += bh.to(tl.int64) * total * D
+    E += bh.to(tl.int64) * total * D
+    if not ALL:
+        LOW += bh.to(tl.int64) * total * D
+    if P is not None:
+        P += bh.to(tl.int64) * total * D * D
+    q = load(of_head(Q, qs, b, h), row, qs[1], inside, D, DP)
+    top = tl.full([PT * PY * PX], -float("inf"), tl.float32)
+    z = tl.zeros([PT * PY * PX], tl.float32)
+    o = tl.zeros([PT * PY * PX, DP], tl.float32)
+    for start in range(0, size[0] * size[1] * size[2] + outer[0] + outer[1], BJ):
+        e = start + tl.arange(0, BJ)
+        theirs, there, at, is_outer = in_box(e, first, size, per_size, grid, outer, PT)
+        block = block_at(at, is_outer, per_length, blocks, PT)
+        k, v = load(K, theirs, ks[1], there, D, DP), load(V, theirs, vs[1], there, D, DP)
+        s = products(q, k) * factor
+        a = products(q, load(A, block, D, there, D, DP)) * factor
+        exponent, f, _, _ = factors(s, a, is_near(place, at, reach, PT) | is_outer[None, :], DEGREE)
+        exponent = tl.where(there[None, :], exponent, -float("inf"))
+        top, z, o = online(top, z, o, exponent, f, v)
+    if not ALL:
+        for start in range(0, tl.where(on_grid, total, 0), BM):
+            m = start + tl.arange(0, BM)
+            bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
+            there = m < total
+            _, a = anchored(q, A, LOW, m, there, D, DP)
+            count = tl.where(
+                is_touched(near, bt, by, bx), -float("inf"), tl.load(COUNT + m, there, other=-float("inf"))
+            )
+            top, z, o = online(top, z, o, a * factor + count[None, :], 1.0, load(E, m, D, there, D, DP))
+        if P is not None:
+            o = add_moments(o, q, top, A, LOW, P, near, blocks, on_grid, factor, scale, D, DP)
+    o = o / z[:, None]
+    store(of_head(O, os, b, h), row, os[1], inside, o, D, DP)
+    tl.store(TOP + bh.to(tl.int64) * (n_grid + outer[0] + outer[1]) + row, top + tl.log2(z), inside)

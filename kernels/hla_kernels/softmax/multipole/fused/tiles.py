@@ -1,0 +1,69 @@
+"""Tiles of tokens and blocks, their scores and weights. Scores are in units of log 2: weights are powers of 2."""
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load(ptr, row, stride, inside, D: tl.constexpr, DP: tl.constexpr):
+    """Rows of D channels as [., DP], zeros where there is none."""
+    d = tl.arange(0, DP)
+    at = ptr + row.to(tl.int64)[:, None] * stride + d[None, :]
+    return tl.load(at, inside[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store(ptr, row, stride, inside, x, D: tl.constexpr, DP: tl.constexpr):
+    """Inverse of `load`."""
+    d = tl.arange(0, DP)
+    at = ptr + row.to(tl.int64)[:, None] * stride + d[None, :]
+    tl.store(at, x.to(ptr.dtype.element_ty), inside[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def products(x, y):
+    """x_i.y_j, [I, J]."""
+    return tl.dot(x, tl.trans(y), input_precision="ieee")
+
+
+@triton.jit
+def anchored(q, A, LOW, m, there, D: tl.constexpr, DP: tl.constexpr):
+    """(mean keys of blocks, products of queries with them, [I, M]): A and LOW, what rounding took from it."""
+    mean = load(A, m, D, there, D, DP)
+    a = products(q, mean)
+    a += products(q, load(LOW, m, D, there, D, DP))
+    return mean, a
+
+
+@triton.jit
+def weighted(acc, w, x):
+    """acc + w x."""
+    return tl.dot(w.to(x.dtype), x, acc, input_precision="ieee")
+
+
+@triton.jit
+def factors(s, a, near, DEGREE: tl.constexpr):
+    """(exponent, factor f of the power, its slopes by s and by a) of a tile of scores with keys and with anchors."""
+    exponent = tl.where(near, s, a)
+    r = (s - a) * LN2
+    if DEGREE == 0:
+        f = tl.full(s.shape, 1.0, tl.float32)
+        by_s = tl.where(near, 1.0, 0.0)
+        by_a = 1.0 - by_s
+    elif DEGREE == 1:
+        f = tl.where(near, 1.0, 1 + r)
+        by_s = tl.full(s.shape, 1.0, tl.float32)
+        by_a = tl.where(near, 0.0, r)
+    else:
+        f = tl.where(near, 1.0, 1 + r + r * r * 0.5)
+        by_s = tl.where(near, 1.0, 1 + r)
+        by_a = tl.where(near, 0.0, r * r * 0.5)
+    return exponent, f, by_s, by_a
+
+
+@triton.jit
+def of_head(ptr, strides, b, h):
+    """Token 0 of a head; strides of the batch, a token, a head."""
+    return ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2]
