@@ -65,10 +65,15 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     """Room of operators and states in that buffer, whole 16 bytes."""
     w, (batch, n, heads) = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q)
     batch_heads = batch * heads
-    kept, lay = plan.saves(spec, w, plan.planned(batch_heads), n, q.dtype), layout(spec, w)
+    kept, lay = plan.saves(spec, w, plan.planned(batch_heads), n, q.dtype, own_keys(q, v, seqs)), layout(spec, w)
     size = spec.matrix_dtype(q.dtype).itemsize
     whole = lay.vectors().floats(size) if spec.normalize else 0
     return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
+
+
+def own_keys(q: Tensor, v: Tensor, seqs: Sequences) -> bool:
+    """Whether every token is real and every head has its own keys."""
+    return seqs.mask is None and seqs.cu_seqlens is None and q.shape[2] == v.shape[2]
 
 
 def feature_floats(*tokens: Tensor) -> int | torch.SymInt:
@@ -99,7 +104,7 @@ def forward(
     call = Call(spec, q, k, v, coefficients, seqs)
     new = torch.empty if seqs.mask is None else torch.zeros  # padded tokens are not written
     o = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    split = not plan.use_heads(spec, call.w, call.planned, call.most, q.dtype, save)
+    split = not plan.use_heads(spec, call.w, call.planned, call.most, q.dtype, own_keys(q, v, seqs), save)
     if save:
         buffer = call.buffer(saved_floats(q, k, v, spec, seqs))
     else:
@@ -141,7 +146,7 @@ def backward(
         if seqs.mask is not None:
             dk.zero_(), dv.zero_()
         full = (outs[0], dk, dv)
-    path = plan.backward_path(spec, call.w, call.planned, call.most, q.dtype)
+    path = plan.backward_path(spec, call.w, call.planned, call.most, q.dtype, own_keys(q, v, seqs))
     if spec.alone(q.dtype):
         call.lay = call.lay if path == "split" else call.lay.vectors()
         launch.first_backward_call(call, grad, full, saved)

@@ -43,11 +43,13 @@ def plain(spec: Spec) -> bool:
     return not (mapped(spec) or spec.kept or spec.sums)
 
 
-def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> bool:
+def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
     """Whether one program can do everything of a head's backward, with float16 factors (`heads.halves`) whose products
-    fit in registers and whose results are rounded to bf16."""
-    fits = w["F1"] == w["V1"] == 64 and (narrow(w) or (cut(w) and spec.op != "hla3"))
-    return fits and spec.op in ("hla2", "ahla", "hla3") and plain(spec) and dtype == torch.bfloat16
+    fit in registers and whose results are rounded to bf16. `own`: every token is real and every head has its own keys.
+    Exactly what ran on a GPU: kernels that fill the registers are where assemblers go wrong."""
+    fits = w["D"] == w["DV"] and (w["D"] == 64 or (w["D"] == 72 and spec.op != "hla3"))
+    order = spec.op in ("hla2", "ahla", "hla3") and plain(spec) and spec.ridge == 0
+    return own and fits and order and dtype == torch.bfloat16
 
 
 def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
@@ -61,33 +63,35 @@ def few_heads(batch_heads: int, n: int) -> int | torch.SymInt:
     return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 2049))
 
 
-def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype) -> int | torch.SymInt:
+def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
     """1 where a forward that is asked to keeps its moments for the backward. No branch on sizes, as in `splits`."""
     if spec.op == "linear_attention" and plain(spec) and (narrow(w) or cut(w)) and dtype != torch.float32:
         return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513))
     if spec.alone(dtype) and cut(w):
         return few_heads(batch_heads, n)
-    if cut(w) and halved(spec, w, dtype):
+    if cut(w) and halved(spec, w, dtype, own):
         return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513))
     return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
 
 
-def use_heads(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, save: bool) -> bool:
+def use_heads(
+    spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool, save: bool
+) -> bool:
     """Whether the forward is one program per head. Two-part widths keep less in registers, so only plain calls do, and
     they keep nothing for a backward, which is faster from saved moments."""
-    if save and saves(spec, w, batch_heads, n, dtype):
+    if save and saves(spec, w, batch_heads, n, dtype, own):
         return False
     if not splits(w, batch_heads, n) or (spec.alone(dtype) and cut(w) and not few_heads(batch_heads, n)):
         return True
     return cut(w) and spec.op != "polynomial" and plain(spec) and batch_heads >= 128 and n <= 2048
 
 
-def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype) -> str:
+def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> str:
     """After a forward of one program per head: "heads" or "halves" (one launch), "two_step" (weights, then tokens) or
     "split"."""
-    if saves(spec, w, batch_heads, n, dtype):
+    if saves(spec, w, batch_heads, n, dtype, own):
         return "split"
-    if n <= 512 and halved(spec, w, dtype):
+    if n <= 512 and halved(spec, w, dtype, own):
         return "halves"
     return "heads" if n <= 512 and spec.op != "hla3" and not mapped(spec) else "two_step"
 
