@@ -33,8 +33,8 @@ def read_out(
     q = at_head(q, qs, bh, H, 1, ALIGN)
     o = at_head(o, os, bh, H, 1, ALIGN)
     keep = keep_of(keep, bh, H, N)
-    cos = angles_at(cos, bh, H, HT, D)
-    sin = angles_at(sin, bh, H, HT, D)
+    cos = angles_at(cos, bh, H, HT, 0, D)
+    sin = angles_at(sin, bh, H, HT, 0, D)
     at = (block * BH + bh).to(tl.int64)
     dtype: tl.constexpr = q.dtype.element_ty
     w, unit = load_operator(mixed + at * D * DV, dtype, 1, D, F1, F2, DV, V1, V2)
@@ -72,8 +72,8 @@ def query_rows(
     q = at_head(q, qs, bh, H, 1, ALIGN)
     g = at_head(g, gs, bh, H, 1, ALIGN)
     keep = keep_of(keep, bh, H, N)
-    cos = angles_at(cos, bh, H, HT, D)
-    sin = angles_at(sin, bh, H, HT, D)
+    cos = angles_at(cos, bh, H, HT, 0, D)
+    sin = angles_at(sin, bh, H, HT, 0, D)
     dtype: tl.constexpr = q.dtype.element_ty
     ANCHOR: tl.constexpr = TURN == 0
     DIGITS: tl.constexpr = gradient_digits(dtype, FMAP, EXACT)
@@ -116,8 +116,8 @@ def key_grads(
     dk = at_head(dk, dks, bh, H, 1, ALIGN)
     dv = at_head(dv, dvs, bh, H, 1, ALIGN)
     keep = keep_of(keep, bh, H, N)
-    cos = angles_at(cos, bh, H, HT, D)
-    sin = angles_at(sin, bh, H, HT, D)
+    cos = angles_at(cos, bh, H, HT, 0, D)
+    sin = angles_at(sin, bh, H, HT, 0, D)
     at = (block * BH + bh).to(tl.int64)
     dtype: tl.constexpr = k.dtype.element_ty
     DIGITS: tl.constexpr = digits(dtype, rounded(FMAP, TURN), False)

@@ -34,11 +34,11 @@ def gradient_digits(dtype, FMAP, EXACT):
 
 
 @triton.jit
-def angles_at(x, bh, H, HT, D: tl.constexpr):
-    """One head of a table [N, HT, D / 2], HT 1 or H."""
+def angles_at(x, bh, H, HT, first, D: tl.constexpr):
+    """One head of a table [N, HT, D / 2], HT 1 or H, from its channel `first`."""
     out = x
     if x is not None:
-        out = x + bh % H % HT * (D // 2)
+        out = x + bh % H % HT * (D // 2) + first // 2
     return out
 
 

@@ -9,10 +9,10 @@ import triton.language as tl
 
 
 @triton.jit
-def place(BH, M):
+def place(BH, M, SPLIT: tl.constexpr = 1):
     """(head of the batch, block, part) of this program: neighbouring programs read neighbouring heads of the same
-    tokens."""
-    pid = tl.program_id(0)
+    tokens; the SPLIT programs that share tokens are next to each other."""
+    pid = tl.program_id(0) // SPLIT
     return pid % BH, (pid // BH) % M, pid // (BH * M)
 
 

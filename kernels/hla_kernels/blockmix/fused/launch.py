@@ -33,6 +33,7 @@ class Call:
         self.dv, self.group = v.shape[3], self.h // k.shape[2]
         self.bh, self.m = self.b * self.h, o.layout.n_blocks
         self.geo, self.w, self.flags = geometry(o.layout), widths(self.d, self.dv), flags(o, rotary)
+        self.whole = o.feature_map == "softmax" or self.flags["TURN"] > 1  # a feature needs both halves of a head
         self.dtype = moments_dtype(q.dtype, o, rotary is not None)
         self.size = Sizes.of(o, self.n, self.d, self.dv, self.dtype)
         self.prec, (self.mix, self.mid) = precision(q.dtype, o), moment_precisions(q.dtype, o)
@@ -128,14 +129,16 @@ def sum_over(call: Call, s: Source, anchor: Tensor | None, matrix: Tensor, vecto
     ratio = s.ratio is not None
     digits = 3 if call.flags["EXACT"] else call.digits * (1 + s.pair)
     config = plan.reduce_config(w, call.q.dtype, vector is not None, ratio, digits)
+    size = call.programs * w["D"] * w["DV"]
+    w, config = plan.divided(w, config, call.whole or s.pair)
     parts, chunk = plan.reduce_parts(call.programs, call.o.layout.widest, config["BN"])
     a = alignment(s.x, s.y)
-    size, flags = call.programs * w["D"] * w["DV"], {**call.token_flags(), **w, "NORM": vector is not None}
+    flags = {**call.token_flags(), **w, "NORM": vector is not None, "ROWS": plan.rows_at_once(w, call.q.dtype, config)}
     to, to_vector = matrix, vector
     if parts > 1:  # float32 parts are added behind it
         to = call.buffer(parts, size)
         to_vector = None if vector is None else call.buffer(parts, call.programs * call.d)
-    reduce_moments[(call.programs * parts,)](
+    reduce_moments[(call.programs * parts * config["SPLIT"],)](
         s.x, s.y, call.keep, call.scales if local else None, anchor, *(s.ratio or (None, None)), *call.angles, to,
         to_vector, strides(s.x, a), strides(s.y, a), *call.sizes(), s.group, s.y_group, call.ht, chunk,
         call.scale if local else 1.0, ALIGN=a, RATIO=ratio, PAIR=s.pair, **flags, **config,
@@ -310,16 +313,17 @@ def totals_call(call: Call, g: Tensor, dq: Tensor | None, y: Operator, saved: Sa
 def query_both_call(call: Call, g: Tensor, dq: Tensor, y: Operator, saved: Saved, dy: Moments) -> None:
     """dq and the gradients of the mixed moments in one pass."""
     config = plan.query_config(call.w, call.q.dtype, call.o.normalize, call.digits)
+    w, config = plan.divided(call.w, config, call.whole or call.o.normalize)
     parts, chunk = plan.reduce_parts(call.programs, call.o.layout.widest, config["BN"])
     a = alignment(call.q, g, dq)
     size, to, to_vector = call.programs * call.d * call.dv, dy.matrix, dy.vector
     if parts > 1:
         to = call.buffer(parts, size)
         to_vector = None if dy.vector is None else call.buffer(parts, call.programs * call.d)
-    query_grads[(call.programs * parts,)](
+    query_grads[(call.programs * parts * config["SPLIT"],)](
         call.q, g, dq, saved.inverses, call.keep, saved.anchor, *call.angles, y.matrix, y.vector, to, to_vector,
         strides(call.q, a), strides(g, a), strides(dq, a), *call.sizes(), call.ht, chunk, call.o.eps, ALIGN=a,
-        **call.token_flags(), **config,
+        **{**call.token_flags(), **w}, **config,
     )  # fmt: skip
     added(call, to, to_vector, dy.matrix, dy.vector, parts, size)
 

@@ -11,9 +11,9 @@ from ...hla.fused.plan import PROGRAMS
 from ...hla.fused.spec import split_width
 
 Config = dict[str, int]
-# of 16-bit tokens on an H200, by the columns of the wider tile: tokens of a tile, warps, stages and, if it is limited,
-# registers of a thread. _norm: with a ratio, _ratio: gradients of one, _two: features in two digits, _products: two
-# matrices that a token is multiplied by
+# of 16-bit tokens on an H200, by the columns of the wider tile: tokens of a tile, warps, stages and, where they are
+# limited, programs that divide the features of a head among them (1: none) and registers of a thread. _norm: with a
+# ratio, _ratio: gradients of one, _two: features in two digits, products: two matrices that a token is multiplied by
 TABLE: dict[int, dict[str, tuple[int, ...]]] = {
     64: {
         "reduce": (32, 4, 3),
@@ -26,6 +26,7 @@ TABLE: dict[int, dict[str, tuple[int, ...]]] = {
         "read": (64, 4, 2),
         "read_norm": (64, 4, 2),
         "read_two": (64, 4, 2),
+        "read_norm_two": (64, 4, 2),
         "rows": (64, 4, 2),
         "rows_two": (64, 4, 2),
         "key": (64, 4, 2),
@@ -43,6 +44,7 @@ TABLE: dict[int, dict[str, tuple[int, ...]]] = {
         "read": (64, 4, 2),
         "read_norm": (64, 4, 2),
         "read_two": (64, 8, 2),
+        "read_norm_two": (64, 8, 2),
         "rows": (64, 4, 2),
         "rows_two": (64, 8, 2),
         "key": (64, 4, 2),
@@ -55,16 +57,17 @@ TABLE: dict[int, dict[str, tuple[int, ...]]] = {
         "reduce_norm": (64, 4, 3),
         "reduce_ratio": (32, 4, 3),
         "reduce_two": (32, 4, 3),
-        "query": (64, 8, 3),
-        "query_two": (32, 8, 2),
-        "read": (64, 4, 2),
-        "read_norm": (64, 4, 2),
-        "read_two": (64, 8, 2),
+        "query": (64, 4, 3, 2),
+        "query_two": (64, 4, 2, 2),
+        "read": (64, 8, 3),
+        "read_norm": (64, 4, 2, 1, 168),
+        "read_two": (64, 4, 1),
+        "read_norm_two": (64, 8, 2),
         "rows": (64, 4, 2),
         "rows_two": (64, 8, 2),
         "key": (64, 4, 2),
         "key_norm": (64, 4, 2),
-        "key_two": (64, 8, 2),
+        "key_two": (64, 8, 3),
         "products": (64, 8, 1),
     },
 }
@@ -83,20 +86,34 @@ def wide(w: dict[str, int]) -> int:
 
 def tile(w: dict[str, int], name: str) -> Config:
     """An entry of TABLE."""
-    bn, warps, stages, *registers = TABLE[min(x for x in TABLE if wide(w) <= x)][name]
-    return {"BN": bn, "num_warps": warps, "num_stages": stages, **({"maxnreg": registers[0]} if registers else {})}
+    bn, warps, stages, *more = TABLE[min(x for x in TABLE if wide(w) <= x)][name]
+    registers = {"maxnreg": more[1]} if len(more) > 1 else {}
+    return {"BN": bn, "num_warps": warps, "num_stages": stages, "SPLIT": more[0] if more else 1, **registers}
+
+
+def divided(w: dict[str, int], config: Config, whole: bool) -> tuple[dict[str, int], Config]:
+    """(widths of one program, tiles) of a pass whose programs divide the features of a head. Those that are needed
+    `whole`, or are no power of two, are left to one program with as many warps."""
+    split = config["SPLIT"]
+    if split > 1 and (whole or w["D"] != w["F1"]):
+        return w, {**config, "SPLIT": 1, "num_warps": min(8, config["num_warps"] * split)}
+    return {**w, "D": w["D"] // split, "F1": w["F1"] // split}, config
 
 
 def reduce_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, ratio: bool, digits: int) -> Config:
-    """Tiles of `reduce_moments`; ROWS of a tile are what the warps hold at once, 16 bytes a thread. digits: those of
-    features, of both operands."""
+    """Tiles of `reduce_moments`. digits: those of features, of both operands."""
     if digits > 2 or dtype == torch.float32:
-        config = {"BN": 32, "num_warps": 8, "num_stages": 2}
+        config = {"BN": 32, "num_warps": 8, "num_stages": 2, "SPLIT": 1}
     else:
         kind = "_two" if digits > 1 else "_ratio" if ratio else "_norm" if normalize else ""
         config = tile(w, "reduce" + kind)
+    return config
+
+
+def rows_at_once(w: dict[str, int], dtype: torch.dtype, config: Config) -> int:
+    """Rows of a tile that the warps hold at once, 16 bytes a thread."""
     rows = config["num_warps"] * 32 * (16 // dtype.itemsize) // w["F1"]
-    return {**config, "ROWS": max(1, min(rows, config["BN"]))}
+    return max(1, min(rows, config["BN"]))
 
 
 def one_pass(w: dict[str, int], normalize: bool, dtype: torch.dtype, digits: int) -> bool:
@@ -107,7 +124,7 @@ def one_pass(w: dict[str, int], normalize: bool, dtype: torch.dtype, digits: int
 def query_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, digits: int) -> Config:
     """Tiles of `query_grads`."""
     if dtype == torch.float32:
-        return {"BN": 32, "num_warps": 8, "num_stages": 1}
+        return {"BN": 32, "num_warps": 8, "num_stages": 1, "SPLIT": 1}
     return tile(w, "query" + ("_two" if digits > 1 else "_norm" if normalize else ""))
 
 
@@ -115,8 +132,11 @@ def apply_config(w: dict[str, int], dtype: torch.dtype, name: str, normalize: bo
     """Tiles of a pass that writes rows: "read", "rows", "key", or "products" of the higher orders."""
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 1}
-    kind = "" if name == "products" else "_two" if digits > 1 else "_norm" if normalize and name != "rows" else ""
-    return tile(w, name + kind)
+    norm = "_norm" if normalize and (name == "read" or (name == "key" and digits == 1)) else ""
+    two = "_two" if name != "products" and digits > 1 else ""
+    config = tile(w, name + norm + two)
+    del config["SPLIT"]
+    return config
 
 
 def key_passes(w: dict[str, int], digits: int) -> tuple[int, ...]:

@@ -64,21 +64,23 @@ def reduce_moments(
     k, v, keep, scales, anchor, inverses, totals, cos, sin, matrix, vector, ks, vs, GEO, N, H, BH, M, G, GV, HT, chunk,
     scale, NORM: tl.constexpr, RATIO: tl.constexpr, PAIR: tl.constexpr, FMAP: tl.constexpr, TURN: tl.constexpr,
     EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, PREC: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """P' = s Sum v phi(k)' [parts, M, B * H, V, F] of each block, phi turned; NORM: of v - anchor (unless turned), and
     z = s Sum phi(k), which is not. G heads share k, GV share v. PAIR: of phi(v), also turned.
 
     RATIO: the gradients of the mixed moments, of q and do in the places of k and v: Sum do phi(q)' / den, to twice the
-    digits of the quotient, and Sum phi(q) total.
+    digits of the quotient, and Sum phi(q) total. SPLIT: programs among which the features of a head are divided; D, F1
+    and F2 are those of one.
     """
-    bh, block, part = place(BH, M)
+    bh, block, part = place(BH, M, SPLIT)
+    first = tl.program_id(0) % SPLIT * D
     b = box(GEO, block)
-    k = at_head(k, ks, bh, H, G, ALIGN)
+    k = at_head(k, ks, bh, H, G, ALIGN) + first
     v = at_head(v, vs, bh, H, GV, ALIGN)
     keep = keep_of(keep, bh, H, N)
-    cos = angles_at(cos, bh, H, HT, D)
-    sin = angles_at(sin, bh, H, HT, D)
+    cos = angles_at(cos, bh, H, HT, first, D * SPLIT)
+    sin = angles_at(sin, bh, H, HT, first, D * SPLIT)
     kn, vn = ks[1] * ALIGN, vs[1] * ALIGN
     dtype: tl.constexpr = k.dtype.element_ty
     DIGITS: tl.constexpr = digits(dtype, RATIO or rounded(FMAP, TURN), EXACT)
@@ -92,7 +94,7 @@ def reduce_moments(
         tokens, live = tile(start, hi, b, keep, BN)
         tv = load_rows(v, tokens, vn, live, DV, V1, V2, False)
         raw = load_rows(k, tokens, kn, live, D, F1, F2, False)
-        f, t = features(raw, cos, sin, tokens, live, HT, FMAP, TURN, D, F1, F2)
+        f, t = features(raw, cos, sin, tokens, live, HT * SPLIT, FMAP, TURN, D, F1, F2)
         if RATIO:
             total = tl.load(totals + tokens, mask=live, other=0.0)
             z = add_sum(z, times(f, total[:, None], F2), F2)
@@ -111,14 +113,14 @@ def reduce_moments(
         acc = add_outer(acc, tv, t, live, dtype, DIGITS, V2, F2, PREC)
     s = scale_of(scales, scale, bh, H)
     p = scale4(outer4_end(acc, V2), s)
-    pid = tl.program_id(0).to(tl.int64)
+    pid = (tl.program_id(0) // SPLIT).to(tl.int64)
     if NORM:
         total = axpy2(zeros2(F1, F2), s, end_sum(z, F1, F2, True), F2)
-        store_vec(vector + pid * D, total, D, F1, F2)
+        store_vec(vector + pid * D * SPLIT + first, total, D, F1, F2)
     if NORM and not RATIO and TURN == 0:
         minus = axpy2(zeros2(V1, V2), -1.0, load_vec(anchor + bh * DV, DV, V1, V2), V2)
         p = rank1(p, minus, total, V2, F2)
-    store4(matrix + pid * D * DV, p, DV, V1, V2, D, F1, F2, D, 1)
+    store4(matrix + pid * D * SPLIT * DV + first, p, DV, V1, V2, D, F1, F2, D * SPLIT, 1)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -126,25 +128,26 @@ def query_grads(
     q, g, dq, inverses, keep, anchor, cos, sin, mixed, mixed_vector, matrix, vector, qs, gs, dqs, GEO, N, H, BH,
     M, HT, chunk, eps, NORM: tl.constexpr, FMAP: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr,
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    V2: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq, and the gradients of the mixed moments: dP~' = Sum do phi(q)' (of the ratio: do phi(q)' / den, to twice the
-    digits of the quotient), dz~."""
-    bh, block, part = place(BH, M)
+    digits of the quotient), dz~. SPLIT as in `reduce_moments`; the ratio needs all features of a token, 1."""
+    bh, block, part = place(BH, M, SPLIT)
+    first = tl.program_id(0) % SPLIT * D
     b = box(GEO, block)
-    q = at_head(q, qs, bh, H, 1, ALIGN)
+    q = at_head(q, qs, bh, H, 1, ALIGN) + first
     g = at_head(g, gs, bh, H, 1, ALIGN)
-    dq = at_head(dq, dqs, bh, H, 1, ALIGN)
+    dq = at_head(dq, dqs, bh, H, 1, ALIGN) + first
     keep = keep_of(keep, bh, H, N)
-    cos = angles_at(cos, bh, H, HT, D)
-    sin = angles_at(sin, bh, H, HT, D)
+    cos = angles_at(cos, bh, H, HT, first, D * SPLIT)
+    sin = angles_at(sin, bh, H, HT, first, D * SPLIT)
     qn, gn, dqn = qs[1] * ALIGN, gs[1] * ALIGN, dqs[1] * ALIGN
     dtype: tl.constexpr = q.dtype.element_ty
     ftype: tl.constexpr = tl.float32 if rounded(FMAP, 0) else dtype
     DIGITS: tl.constexpr = digits(dtype, NORM or rounded(FMAP, TURN), EXACT)
     at = (block * BH + bh).to(tl.int64)
     OF_P: tl.constexpr = gradient_digits(dtype, FMAP, NORM and EXACT)
-    w, unit = load_operator(mixed + at * D * DV, dtype, OF_P, D, F1, F2, DV, V1, V2)
+    w, unit = load_operator(mixed + at * D * SPLIT * DV + first, dtype, OF_P, D, F1, F2, DV, V1, V2, SPLIT)
     a = anchor
     if NORM and TURN == 0:
         a = columns(load_vec(anchor + bh * DV, DV, V1, V2), dtype, V2, EXACT)
@@ -157,7 +160,7 @@ def query_grads(
         tokens, live = tile(start, hi, b, keep, BN)
         tg = load_rows(g, tokens, gn, live, DV, V1, V2, False)
         raw = load_rows(q, tokens, qn, live, D, F1, F2, False)
-        f, t = features(raw, cos, sin, tokens, live, HT, FMAP, TURN, D, F1, F2)
+        f, t = features(raw, cos, sin, tokens, live, HT * SPLIT, FMAP, TURN, D, F1, F2)
         gt = times(by_operator(tg, w, OF_P, V2, F1, F2, PREC), unit, F2)
         if NORM:
             inverse = tl.load(inverses + tokens, mask=live, other=0.0)
@@ -165,12 +168,12 @@ def query_grads(
             dz = add_weighted(dz, f, total, F2, EXACT)
             gt = times(gt, inverse[:, None], F2)
             t = times(t, inverse[:, None], F2)
-        gq = turn(gt, cos, sin, tokens, live, HT, True, TURN, D, F1, F2)
+        gq = turn(gt, cos, sin, tokens, live, HT * SPLIT, True, TURN, D, F1, F2)
         if NORM:
             gq = add_vector(gq, total, mixed_vector + at * D, D, F1, F2)
         store_rows(dq, tokens, dqn, live, phi_grad(f, gq, FMAP, F2), D, F1, F2)
         acc = add_outer(acc, tg, t, live, dtype, DIGITS, V2, F2, PREC)
-    pid = tl.program_id(0).to(tl.int64)
-    store4(matrix + pid * D * DV, outer4_end(acc, V2), DV, V1, V2, D, F1, F2, D, 1)
+    pid = (tl.program_id(0) // SPLIT).to(tl.int64)
+    store4(matrix + pid * D * SPLIT * DV + first, outer4_end(acc, V2), DV, V1, V2, D, F1, F2, D * SPLIT, 1)
     if NORM:
         store_vec(vector + pid * D, end_weighted(dz, F1, F2, True), D, F1, F2)

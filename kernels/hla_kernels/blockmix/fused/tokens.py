@@ -22,11 +22,11 @@ NO_SPECIALIZE = [
 @triton.jit
 def load_operator(
     ptr, dtype: tl.constexpr, DIGITS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, SPLIT: tl.constexpr = 1,
 ):  # fmt: skip
     """(P' [V, F] in `DIGITS` numbers of the dtype of the tokens, its unit): float16 lacks the exponents of moments, a
-    unit has them."""
-    m = load4(ptr, DV, V1, V2, D, F1, F2, D, 1)
+    unit has them. Rows are SPLIT D apart."""
+    m = load4(ptr, DV, V1, V2, D, F1, F2, D * SPLIT, 1)
     unit = 1.0
     if dtype == tl.float16:
         unit = power_of_two(largest(m, V2, F2))

@@ -76,8 +76,8 @@ def query_products(
     other = at_head(other, vs, bh, H, G, ALIGN)
     dq = at_head(dq, dqs, bh, H, 1, ALIGN)
     keep = keep_of(keep, bh, H, N)
-    cos = angles_at(cos, bh, H, HT, D)
-    sin = angles_at(sin, bh, H, HT, D)
+    cos = angles_at(cos, bh, H, HT, 0, D)
+    sin = angles_at(sin, bh, H, HT, 0, D)
     dtype: tl.constexpr = q.dtype.element_ty
     DIGITS: tl.constexpr = digits(dtype, rounded(FMAP, TURN), False)
     at = (block * BH + bh).to(tl.int64)
@@ -138,8 +138,8 @@ def key_products(
     dk = at_head(dk, dks, bh, H, 1, ALIGN)
     dv = at_head(dv, dvs, bh, H, 1, ALIGN)
     keep = keep_of(keep, bh, H, N)
-    cos = angles_at(cos, bh, H, HT, D)
-    sin = angles_at(sin, bh, H, HT, D)
+    cos = angles_at(cos, bh, H, HT, 0, D)
+    sin = angles_at(sin, bh, H, HT, 0, D)
     dtype: tl.constexpr = k.dtype.element_ty
     DIGITS: tl.constexpr = digits(dtype, rounded(FMAP, TURN), False)
     at = (block * BH + bh).to(tl.int64)
