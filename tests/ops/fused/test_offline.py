@@ -17,7 +17,9 @@ SPILLS = pytest.mark.xfail(
     " polynomial of width 128 spill too",
     strict=False,
 )
-NEWER = pytest.mark.xfail(reason="an open fault: Triton 3.9 spills 56 bytes, 3.6 none", strict=False)
+NEWER = pytest.mark.xfail(
+    reason="an open fault: Triton 3.9 spills (hla2 56 bytes, the sums of polynomial 80), 3.6 does not", strict=False
+)
 PLAIN, RATIO = "{}", '{"feature_map": "elu1", "normalize": true}'
 ELU_ANCHORED = '{"feature_map": "elu1", "center": "k", "mean_path": true}'
 CASES = (
@@ -37,7 +39,7 @@ CASES = (
     ("hla2", ELU_ANCHORED, 2, 2, 4097, 72),
     ("ahla", ELU_ANCHORED, 64, 6, 1025, 64),
     ("polynomial", PLAIN, 256, 6, 197, 64),
-    ("polynomial", PLAIN, 64, 16, 256, 72),
+    pytest.param(("polynomial", PLAIN, 64, 16, 256, 72), marks=NEWER),
     pytest.param(("polynomial", PLAIN, 2, 12, 32760, 128), marks=SPILLS),
     ("hla2", PLAIN, 256, 6, 197, 64, "mask"),
     pytest.param(("ahla", RATIO, 8, 16, 1024, 72, "mask"), marks=SPILLS),

@@ -236,7 +236,7 @@ def test_validation_keeps_its_loader_processes():
 
 @pytest.mark.parametrize("class_token", [False, True])
 def test_positions_are_interpolated_to_another_image_size(tmp_path, class_token, capsys):
-    kwargs = {"class_token": True, "global_pool": "token"} if class_token else {}
+    kwargs = {"class_token": class_token, "global_pool": "token" if class_token else "avg"}
     Trainer(tiny(tmp_path / "small", model={"kwargs": kwargs})).train()
     model = {"name": "", "kwargs": {}, "checkpoint": str(tmp_path / "small"), "img_size": 16, "mixer": "la"}
     trainer = Trainer(tiny(tmp_path / "large", model=model))
