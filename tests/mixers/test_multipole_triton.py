@@ -27,7 +27,8 @@ SPREAD = pytest.mark.xfail(
     "to 2.9 times the error on an H200: mean keys of blocks that are read token by token are rounded to bfloat16",
     strict=False,
 )
-STACK_LIMIT = 24  # bytes of a thread
+STACK_LIMIT = 8  # bytes of a thread
+SPILLS = pytest.mark.xfail(reason="an open fault: the gradients of keys spill 24 bytes", strict=False)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton form needs a CUDA device: none here")
 
 
@@ -91,13 +92,14 @@ def test_interpreted():
     check_interpreted(__file__, "interpreted")
 
 
-def test_no_spills(tmp_path):
-    """What a call with heads of 64 launches, compiled for sm_90a."""
+@pytest.mark.parametrize("which", ["all but", pytest.param("only", marks=SPILLS)])
+def test_no_spills(tmp_path, which):
+    """What a call with heads of 64 launches, compiled for sm_90a; the gradients of keys apart."""
     pytest.importorskip("triton")
-    check_compiled(STACK_LIMIT, 9, tmp_path, __file__, "compiled")
+    check_compiled(STACK_LIMIT, 1 if which == "only" else 9, tmp_path, __file__, "compiled", which)
 
 
-def compiled() -> None:
+def compiled(which: str) -> None:
     from hla_kernels.softmax.multipole.fused import launch, operator
     from tests.ops.fused.offline_gate import Recorder, compile_call
 
@@ -110,8 +112,9 @@ def compiled() -> None:
     where = ([1, 16, 16], [1, 8, 8], [0, 0], 2, 1, 0.125)
     outputs = operator.multipole_op._init_fn(q, q, q, *where)
     operator.multipole_backward._init_fn(q, q, q, q, *outputs, *where)
-    for call in Recorder.calls:
-        print(json.dumps(compile_call(*call)))
+    for fn, *call in Recorder.calls:
+        if (fn.__name__ == "for_keys") == (which == "only"):
+            print(json.dumps(compile_call(fn, *call)))
 
 
 def interpreted() -> None:
@@ -179,4 +182,4 @@ def test_what_triton_does_not_have():
 
 
 if __name__ == "__main__":
-    {"interpreted": interpreted, "compiled": compiled}[sys.argv[1]]()
+    {"interpreted": interpreted, "compiled": compiled}[sys.argv[1]](*sys.argv[2:])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.ops.fused.children import check_compiled
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 STACK_LIMIT = 16  # bytes; Triton 3.6 spills nothing in the plain forms, 3.9 spills 8 in the reduce of 72 columns
 GATE = Path(__file__).with_name("offline_gate.py")
@@ -18,7 +18,9 @@ SPILLS = pytest.mark.xfail(
     strict=False,
 )
 NEWER = pytest.mark.xfail(
-    reason="an open fault: Triton 3.9 spills (hla2 56 bytes, the sums of polynomial 80), 3.6 does not", strict=False
+    not triton.__version__.startswith("3.6"),
+    reason="an open fault: Triton 3.9 spills (hla2 56 bytes, the sums of polynomial 80), 3.6 does not",
+    strict=False,
 )
 PLAIN, RATIO = "{}", '{"feature_map": "elu1", "normalize": true}'
 ELU_ANCHORED = '{"feature_map": "elu1", "center": "k", "mean_path": true}'
