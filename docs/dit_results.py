@@ -1,4 +1,4 @@
-"""Write docs/results/dit-cifar10.json and docs/dit-cifar10.png from the runs and scores of COMMAND, in this folder."""
+"""Write results/dit-cifar10.json and pictures/dit-cifar10.png of docs from the runs and scores of COMMAND, here."""
 
 import json
 import sys
@@ -181,7 +181,7 @@ def main() -> int:
     lines += [row for row in old["rows"] if kind(row) not in map(kind, lines)]  # of arms that were not run again
     lines.sort(key=lambda row: ("scratch", "control", "converted").index(row["source"]))
     write_json({"command": COMMAND, **about, "note": old.get("note", ""), **extra, "rows": lines}, file)
-    draw(curves, ROOT / "docs" / f"{NAME}.png")
+    draw(curves, ROOT / "docs" / "pictures" / f"{NAME}.png")
     return 0
 
 

@@ -1,5 +1,5 @@
-"""Write the tables of README.md and docs/experiments.md from docs/results/NAME.json, between the lines
-`<!-- results:NAME -->` and `<!-- /results -->`, and draw docs/results/quality.png.
+"""Write the tables of README.md and docs/*.md from docs/results/NAME.json, between the lines
+`<!-- results:NAME -->` and `<!-- /results -->`, and draw docs/pictures/quality.png.
 
 With --check: exit 1 if they do not hold the tables that the files give (a test runs this).
 """
@@ -171,6 +171,7 @@ RENDER = {
     "quality-digits": experiments,
     "dit-cifar10": diffusion,
     "kernels-h200": report.main_kernels,
+    "kernels-h200-short": report.two_sided,
     "kernels-h200-all": report.kernels,
     "models-h200": report.models,
     "video-h200": report.video,
@@ -184,17 +185,27 @@ def command(text: str) -> str:
     return f"Commands:\n\n```\n{text}\n```\n\n" if "\n" in text else f"Command: `{text}`. "
 
 
-def block(name: str) -> str:
-    """Picture, table and origin of a result file; a sentence while there is no such file."""
-    file = ROOT / "docs" / "results" / f"{name.removesuffix('-all')}.json"
+def block(name: str, folder: Path) -> str:
+    """Picture, table and origin of a result file, in a document of this folder; a sentence while there is no such
+    file. Names that end in -short: without the commands and the note."""
+    stem = re.sub("-(all|short)$", "", name)
+    file = ROOT / "docs" / "results" / f"{stem}.json"
     if not file.is_file():
         return f"`python tools/benchmark.py {name.partition('-')[0]}` was not run yet.\n"
     result = json.loads(file.read_text())
+    picture = ROOT / "docs" / "pictures" / f"{stem}.png"
+    drawn = picture.is_file() and not name.endswith("-all")
+    head = f"![{stem}]({picture.relative_to(folder)})\n\n" if drawn else ""
+    return f"{head}{RENDER[name](result)}\n\n{origin(result, name.endswith('-short'))}".rstrip() + "\n"
+
+
+def origin(result: dict, short: bool) -> str:
+    """Hardware, date and versions; the commands and the note unless they are told elsewhere."""
+    where = f"{result['hardware']}, {result['date']}"
+    if short:
+        return f"{where}."
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    source = f"{result['hardware']}, {result['date']}, {versions}. {command(result['command'])}"
-    drawn = [file for file in (f"docs/{name}.png", f"docs/results/{name}.png") if (ROOT / file).is_file()]
-    picture = "".join(f"![{name}]({file})\n\n" for file in drawn)
-    return f"{picture}{RENDER[name](result)}\n\n{source}{result.get('note', '')}".rstrip() + "\n"
+    return f"{where}, {versions}. {command(result['command'])}{result.get('note', '')}"
 
 
 def main() -> int:
@@ -203,16 +214,13 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
 
-    def fill(match: re.Match) -> str:
-        return match[1] + block(match[2]) + match[3]
-
-    results = ROOT / "docs" / "results"
-    if not args.check and (results / "quality.json").is_file():
-        draw_quality(json.loads((results / "quality.json").read_text()), results / "quality.png")
+    docs = ROOT / "docs"
+    if not args.check and (docs / "results" / "quality.json").is_file():
+        draw_quality(json.loads((docs / "results" / "quality.json").read_text()), docs / "pictures" / "quality.png")
     changed = 0
-    for file in (ROOT / "README.md", ROOT / "docs" / "experiments.md"):
+    for file in (ROOT / "README.md", *sorted(docs.glob("*.md"))):
         old = file.read_text()
-        new = MARKED.sub(fill, old)
+        new = MARKED.sub(lambda m, folder=file.parent: m[1] + block(m[2], folder) + m[3], old)
         changed |= new != old
         if not args.check:
             file.write_text(new)

@@ -1,11 +1,11 @@
-"""The small video run of the README: softmax on real clips, then its control and its conversions, in one table.
+"""The small video run of measurements.md: softmax on real clips, then its control and its conversions, in one table.
 
     python docs/video_runs.py VIDEOS [section.key=value for every run]
 
 Every video of the folder is a class: its first three fifths are for training, the rest for validation, both written
-small into runs/clips/data. Writes docs/results/video-clips.json, docs/video-clips.png (generated samples) and
-docs/video-clips-curves.png. Runs lie in runs/clips; those that are finished there are not repeated. The runs after the
-first go side by side, which their seconds include.
+small into runs/clips/data. Writes docs/results/video-clips.json, docs/pictures/video-clips.png (generated samples) and
+docs/pictures/video-clips-curves.png. Runs lie in runs/clips; those that are finished there are not repeated. The runs
+after the first go side by side, which their seconds include.
 """
 
 import shlex
@@ -124,8 +124,8 @@ def main(words: list[str]) -> None:
     command = " ".join(["python docs/video_runs.py VIDEOS", shlex.join(more)]).strip()
     rows = [row for name, result in results.items() for row in rows_of(name, result)]
     write_json(result_file(command, rows), ROOT / "docs" / "results" / "video-clips.json")
-    draw(results, ROOT / "docs" / "video-clips.png")
-    draw_losses(results, ROOT / "docs" / "video-clips-curves.png")
+    draw(results, ROOT / "docs" / "pictures" / "video-clips.png")
+    draw_losses(results, ROOT / "docs" / "pictures" / "video-clips-curves.png")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class KernelSettings:
     options: list[str] = field(default_factory=lambda: ["identity", "elu1_ratio", "center_mean"])
     workers: int = 8
     json: str = "docs/results/kernels-h200.json"
-    picture: str = "docs/kernels-h200.png"
+    picture: str = "docs/pictures/kernels-h200.png"
 
     def __post_init__(self) -> None:
         ops = (*OPS, "mhla", "taylor2")

@@ -142,7 +142,7 @@ class ModelSettings:
     mixers: list[str] = field(default_factory=lambda: list(MIXERS))
     compiled: list[bool] = field(default_factory=lambda: [False, True])
     json: str = "docs/results/models-h200.json"
-    picture: str = "docs/models-h200.png"
+    picture: str = "docs/pictures/models-h200.png"
 
     def __post_init__(self) -> None:
         for key, allowed in {"models": MODELS, "modes": MODES, "mixers": zoo.mixers.MIXERS}.items():
@@ -165,7 +165,7 @@ class VideoSettings(ModelSettings):
     mixers: list[str] = field(default_factory=lambda: list(VIDEO_MIXERS))
     compiled: list[bool] = field(default_factory=lambda: [True])
     json: str = "docs/results/video-h200.json"
-    picture: str = "docs/video-h200.png"
+    picture: str = "docs/pictures/video-h200.png"
 
 
 class Setup(NamedTuple):

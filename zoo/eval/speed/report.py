@@ -25,6 +25,11 @@ def main_kernels(result: Row) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def two_sided(result: Row) -> str:
+    """Of `kernels` our two-sided operators forward and backward, one line each, beside softmax."""
+    return _by_operator({_place(row): row for row in result["rows"]})
+
+
 def _by_operator(found: dict[tuple, Row]) -> str:
     """Forward and backward, plain options, one column a shape; softmax first."""
     which = "forward_backward"
