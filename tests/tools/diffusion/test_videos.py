@@ -146,6 +146,23 @@ def test_frames_cover_the_clip(tmp_path):
     assert grey.shape == (3, 1, 16, 32) and (grey == 77).all()
 
 
+def test_random_crops_depend_on_the_seed_and_the_number_of_a_clip(tmp_path):
+    """A clip is one window of all its frames, any window, the same in every extraction with that seed."""
+    write_video(np.random.default_rng(0).integers(0, 255, (24, 16, 40, 3), dtype=np.uint8), tmp_path / "a.mp4", 10)
+    shape, frames = ClipShape(frames=1, height=16, width=32), read_frames(tmp_path / "a.mp4", range(24))
+    found = []
+    for seed in (0, 0, 1):
+        clips = Clips(str(tmp_path), shape, crop_seed=seed)
+        windows = frames.shape[2] - 32 + 1
+        whole = [[cover(f[None, :, left : left + 32], 16, 32) for left in range(windows)] for f in frames]
+        lefts = [[torch.equal(clips.read(i)[0], w) for w in whole[i]].index(True) for i in reversed(range(24))]
+        found.append(lefts[::-1])
+    assert found[0] == found[1] != found[2] and set(found[0] + found[2]) == set(range(9))
+    two = Clips(str(tmp_path), shape._replace(frames=2), crop_seed=0).read(3)[0]
+    left = found[0][3]
+    assert torch.equal(two, torch.from_numpy(frames[6:8, :, left : left + 32]).permute(3, 0, 1, 2))
+
+
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
@@ -219,6 +236,22 @@ def test_latents_of_clips_are_those_of_wan(tmp_path, pipeline):
     torch.testing.assert_close(unscaled(scaled(z, *scaling_of(vae)), *scaling_of(vae)), z)
     assert batch.condition["encoder_hidden_states"].shape == (4, 8, 16)
     assert latents.null["encoder_hidden_states"].shape == (8, 16)
+
+
+def test_latents_of_random_crops(tmp_path, pipeline):
+    write_video(moving_bar(20), tmp_path / "clips" / "a.mp4", 10)
+    more = {"images": {"text_key": "", "crop": "random"}, "encode": {"text": "", "seed": 3}}
+    manifest = extract(extraction(tmp_path / "clips", pipeline, tmp_path / "latents", **more))
+    assert manifest.crop == "random" and sum(manifest.shards) == 4
+    x0 = next(Latents(str(tmp_path / "latents"), "", 0.0, 0, torch.device("cpu")).evaluation(4)).x0
+    vae, clips = tiny_vae(), Clips(str(tmp_path / "clips"), SHAPE, crop_seed=3)
+    x = torch.stack([clips.read(i)[0] for i in range(4)]).float() / 127.5 - 1
+    with torch.no_grad():
+        torch.testing.assert_close(x0, scaled(vae.encode(x).latent_dist.mean, *scaling_of(vae)))
+    with pytest.raises(ValueError, match="was begun with another crop"):
+        extract(extraction(tmp_path / "clips", pipeline, tmp_path / "latents", **{**more, "images": {"text_key": ""}}))
+    with pytest.raises(ValueError, match=r"images.crop=random is for files of videos, not for the source 'folder'"):
+        extraction(tmp_path, pipeline, tmp_path / "x", images={"source": "folder", "text_key": "", "crop": "random"})
 
 
 def test_first_frames_are_those_of_the_pipeline(tmp_path):

@@ -71,12 +71,12 @@ class Pictures(Dataset):
 class Videos(Dataset):
     """Numbered clips with class number or caption; None for those that cannot be read."""
 
-    def __init__(self, settings: ImageSettings) -> None:
+    def __init__(self, settings: ImageSettings, seed: int) -> None:
         self.pixels: tuple[int, ...] = (settings.frames, settings.img_size, settings.width or settings.img_size)
         shape = ClipShape(*self.pixels, settings.stride, settings.step, settings.fps)
         self.clips: Clips | MovingDigits
         if settings.source == "videos":
-            self.clips = Clips(settings.where, shape, settings.text_key)
+            self.clips = Clips(settings.where, shape, settings.text_key, seed if settings.crop == "random" else None)
         else:
             self.clips = MovingDigits(settings.where != "val", shape, settings.clips)
         self.classes, self.fps = list(self.clips.classes), self.clips.fps
@@ -113,7 +113,7 @@ def extract(settings: ExtractSettings) -> Manifest:
         need = "out=FOLDER encode.vae=VAE, and encode.text=PIPELINE with images.text_key=COLUMN or neither"
         raise ValueError(f"an extraction needs {need}")
     device = encode.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    pictures = Videos(images) if images.source in VIDEOS else Pictures(images)
+    pictures = Videos(images, encode.seed) if images.source in VIDEOS else Pictures(images)
     vae = load_vae(encode.vae).to(device)
     prompts = Prompts(encode.text, encode.max_length, encode.truncate, device) if encode.text else None
     if prompts and prompts.reads_first_frame and encode.flip:
@@ -158,6 +158,7 @@ def _plan(settings: ExtractSettings, vae: Any, pictures: Pictures | Videos) -> M
         fps=pictures.fps,
         stride=images.stride if clips else 0,
         step=images.step if clips else 0,
+        crop=images.crop,
     )
 
 

@@ -29,10 +29,10 @@ class Manifest:
     vae: name or path of the VAE. scaling, shift: stored = (z - shift) * scaling, numbers or one a channel.
     posterior: mean or sample. shape: [C, H, W] of one latent, [C, T, H, W] of a clip. dtype: of the stored latents.
     flip: whether mirrored images were encoded too. image_size: side of the images in pixels, of clips [frames,
-    height, width]. fps: frames a second of clips. stride, step: how clips were cut out. classes: names, empty for
-    prompts. text: name or path of the text encoders, with `max_length` tokens a prompt; empty for labels. images:
-    where they lay. keys: the columns they came from. seed: of the draws. truncate: whether long prompts were cut.
-    shards: samples in each.
+    height, width]. fps: frames a second of clips. stride, step: how clips were cut out of files. crop: which part of
+    their frames. classes: names, empty for prompts. text: name or path of the text encoders, with `max_length` tokens a
+    prompt; empty for labels. images: where they lay. keys: the columns they came from. seed: of the draws. truncate:
+    whether long prompts were cut. shards: samples in each.
     """
 
     vae: str
@@ -53,6 +53,7 @@ class Manifest:
     fps: float = 0.0
     stride: int = 0
     step: int = 0
+    crop: str = "center"
     shards: list[int] = field(default_factory=list)
 
 

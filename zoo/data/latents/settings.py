@@ -27,6 +27,8 @@ class ImageSettings:
     text_key: column or file ending that holds the caption (videos: column of metadata.csv); empty for class numbers
     img_size: side of the square in pixels to which images are cut and resized, as ADM and DiT do; height of videos
     width: width of videos; none for squares
+    crop: what is cut off videos of other proportions: center keeps the middle, random a place of each clip by its
+      number and encode.seed
     frames: frames of a clip (Wan: 4 n + 1)
     fps: frames a second at which videos are read, repeating or leaving out frames (Wan: 16); 0 for their own
     stride: every so many frames of a video one is taken
@@ -42,6 +44,7 @@ class ImageSettings:
     text_key: str = ""
     img_size: int = 256
     width: int | None = None
+    crop: str = "center"
     frames: int = 81
     fps: float = 0.0
     stride: int = 1
@@ -58,6 +61,9 @@ class ImageSettings:
             raise ValueError(f"images.step and images.width must not be negative, got {self.step} and {self.width}")
         if self.width is not None and self.source not in VIDEOS:
             raise ValueError("images.width is for videos; images are cut to squares of img_size")
+        one_of("images.crop", self.crop, ("center", "random"))
+        if self.crop == "random" and self.source != "videos":
+            raise ValueError(f"images.crop=random is for files of videos, not for the source {self.source!r}")
         check_rate("images", self.fps, self.source)
 
 

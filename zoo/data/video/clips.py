@@ -49,12 +49,13 @@ class Clips:
     """All clips of the videos below a folder, in the order of their paths.
 
     The class of a video is the folder it lies in (one class if there are no sub-folders); with `text_key`, that column
-    of metadata.csv is its caption. Videos that are too short give no clip. Raises ValueError when there is no clip, and
-    for a video without a caption.
+    of metadata.csv is its caption. Videos that are too short give no clip. crop_seed: each clip is cut out where the
+    seed and its number say, in the place of the middle. Raises ValueError when there is no clip, and for a video
+    without a caption.
     """
 
-    def __init__(self, root: str, shape: ClipShape, text_key: str = "") -> None:
-        self.shape = shape
+    def __init__(self, root: str, shape: ClipShape, text_key: str = "", crop_seed: int | None = None) -> None:
+        self.shape, self.crop_seed = shape, crop_seed
         folder = Path(root)
         files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in VIDEO_FILES)
         if not files:
@@ -89,17 +90,20 @@ class Clips:
         shape = self.shape
         frames = read_frames(file, range(start, start + shape.span, shape.stride), shape.fps)
         about = self.captions[file] if self.captions else self.number[file.parent]
-        return cover(frames, shape.height, shape.width), about
+        draws = None if self.crop_seed is None else np.random.default_rng((self.crop_seed, number))
+        return cover(frames, shape.height, shape.width, draws), about
 
 
-def cover(frames: np.ndarray, height: int, width: int) -> Tensor:
-    """uint8 frames [T, h, w, 3], resized (antialiased) to cover height x width, the middle cut out: [3, T, H, W]."""
+def cover(frames: np.ndarray, height: int, width: int, draws: np.random.Generator | None = None) -> Tensor:
+    """uint8 frames [T, h, w, 3], resized (antialiased) to cover height x width: [3, T, H, W]. What is too much of one
+    side is cut off, the same of all frames: half at either end, or as `draws` says."""
     x = torch.from_numpy(frames).permute(0, 3, 1, 2)
     scale = max(height / x.shape[2], width / x.shape[3])
     size = max(height, round(x.shape[2] * scale)), max(width, round(x.shape[3] * scale))
     if size != tuple(x.shape[2:]):
         x = F.interpolate(x.float(), size, mode="bicubic", antialias=True).round().clamp(0, 255).to(torch.uint8)
-    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    room = size[0] - height, size[1] - width
+    top, left = (n // 2 if draws is None else int(draws.integers(n + 1)) for n in room)
     return x[:, :, top : top + height, left : left + width].transpose(0, 1).contiguous()
 
 
