@@ -2,119 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
-from ...sequences import WHOLE, Sequences
-from . import plan
-from .heads import head_backward, head_forward, head_weights
-from .heads.plain import plain_backward
-from .loops.first import key_grads, query_grads
-from .loops.parts import add_parts, combine
-from .middle import middle, middle_grads_value
-from .middle_key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
-from .plan.tuning import STATE
-from .spec import ORDERS, Spec, alignment, layout, strides, widths
-from .split import apply, apply_grads, reduce_moments, reduce_readout
-
-BLOCK = 1024
-Features = tuple[Tensor | None, Tensor | None]  # phi(q) and phi(k) (less their shift) that a forward keeps, or none
-
-
-class Saved(NamedTuple):
-    """What a split forward keeps for its backward: float32 state [B * H, K] and the operator [B * H, F, V]."""
-
-    state: Tensor | None
-    matrix: Tensor | None
-
-    @classmethod
-    def of(cls, buffer: Tensor, call: Call) -> Saved:
-        """The parts of a buffer of `fused.saved_floats`: the operators, then the states."""
-        lay, dtype = call.lay, call.matrix_dtype
-        start = call.bh * lay.matrix_floats(dtype.itemsize)
-        matrix = buffer[:start].view(dtype)[: call.bh * lay.fd * lay.dv]
-        return cls(buffer[start : start + call.bh * lay.k].view(call.bh, lay.k), matrix.view(call.bh, lay.fd, lay.dv))
-
-
-def pad(d: int) -> int:
-    """The next power of two, at least 16."""
-    return max(16, 1 << (d - 1).bit_length())
-
-
-def unfused(call: Call) -> dict[str, bool]:
-    """Of kernels that compute the anchor: a fused sum is another one in each of the threads that share it, and they all
-    write it."""
-    return {"enable_fp_fusion": False} if call.spec.normalize else {}
-
-
-def staged(config: dict[str, int]) -> dict[str, int]:
-    """The tiles of a pass of sums, which needs its number of stages inside too."""
-    return {**config, "STAGES": config["num_stages"]}
-
-
-class Call:
-    """One call's sizes and constexpr arguments, shared by its launches."""
-
-    def __init__(
-        self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, seqs: Sequences = WHOLE
-    ):
-        if q.dtype == torch.float16:
-            spec = spec.in_range(q.shape[3])
-        self.spec, self.q, self.k, self.v, self.coefficients, self.seqs = spec, q, k, v, coefficients, seqs
-        self.b, self.most, self.h = seqs.sizes(q)
-        # tokens of the longest sequence and what `loops.span` reads of the others; a float, because Triton compiles
-        # anew for integers in tuples that are 1 or multiples of 16
-        self.n = (float(self.most), *seqs.tables(self.h, spec.scale, spec.q_scale))
-        self.bh, self.g = self.b * self.h, self.h // k.shape[2]
-        self.planned = plan.planned(self.bh)
-        self.w = widths(spec, q.shape[3], v.shape[3])
-        self.flags = spec.flags(q.dtype)
-        self.prec = plan.precisions(spec, self.w, q.dtype)
-        self.scale = spec.scale_of(self.most)
-        # float16 weights are cast where they are used, in units of a power of two; those that rows are taken of there
-        # after that
-        self.shifted = spec.shifted(q.dtype)
-        late = q.dtype == torch.float16 or (self.shifted and not spec.normalize) or spec.softmax
-        self.weights_dtype = torch.float32 if late else q.dtype
-        self.matrix_dtype = spec.matrix_dtype(q.dtype)
-        self.lay = layout(spec, self.w)
-        # products with C read dM along V, the others dM' along F
-        self.turned = spec.op in ("hla2", "polynomial")
-
-    def tiles(self, kernel: str, entry: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
-        """Tiles, warps and stages of a kernel: `entry(*args)` of the static table, or measured ones."""
-        return STATE.choose(kernel, self, entry, *args)
-
-    def pick(self, *names: str) -> dict:
-        """Some of the flags."""
-        return {name: self.flags[name] for name in names}
-
-    def sizes(self) -> dict:
-        """Constexpr of a pass over tokens of the split path."""
-        return {**self.w, "FD": self.lay.fd, "OFF": self.lay.off, "K": self.lay.k, "PREC": self.prec["PREC"]}
-
-    def middle_sizes(self) -> dict:
-        """Constexpr of a D x D kernel."""
-        lay = self.lay
-        tiles = {name: self.w[name] for name in ("F1", "F2", "DV", "V1", "V2")}
-        config = self.tiles("middle", plan.middle_config, self.w, max(lay.fd, lay.dv), self.planned, self.prec)
-        return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": self.prec["MID"], **config}
-
-    def ratio(self) -> Tensor | None:
-        """What the backward of the normalised form keeps of every token [B * H, 2, N]."""
-        return self.buffer(self.bh, 2, self.most) if self.spec.normalize else None
-
-    def buffer(self, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised tensor on the call's device."""
-        return torch.empty(shape, dtype=dtype, device=self.q.device)
-
-
-def feature_strides(features: Features, a: int) -> tuple:
-    """Those of both, zeros of none."""
-    return tuple((0, 0, 0) if x is None else strides(x, a) for x in features)
+from .. import plan
+from ..heads import head_backward, head_forward, head_weights
+from ..heads.plain import plain_backward
+from ..loops.first import key_grads, query_grads
+from ..loops.parts import add_parts, combine
+from ..middle import middle, middle_grads_value
+from ..middle_key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
+from ..spec import ORDERS, alignment, strides
+from ..split import apply, apply_grads, reduce_moments, reduce_readout
+from .call import BLOCK, Call, Features, Saved, feature_strides, pad, staged, unfused
 
 
 def head_forward_call(call: Call, o: Tensor, saved: Tensor, features: Features) -> None:
