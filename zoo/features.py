@@ -1,4 +1,4 @@
-"""Parts that mixers share: the learned feature projection, the depthwise position residual, the output gate.
+"""Parts that mixers share: the learned parts of feature maps, the depthwise position residual, the output gate.
 
 Feature maps without parameters live in `hla_kernels` and are applied inside the operator.
 
@@ -30,6 +30,34 @@ class Hedgehog(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum("bnhd,hde->bnhe", x, self.weight)
+
+
+class Power(nn.Module):
+    """The learned power in front of relu: x -> |y| y^p / |y^p| with y = relu(x), one p a head in (1, 5), 3 at first.
+
+    The focused function of FLatten Transformer (arXiv 2308.00442), which turns features towards their largest and keeps
+    their length; p = 1 + 4 sigmoid(weight) as PolaFormer (arXiv 2501.15061) learns it. [B, N, H, D] -> [B, N, H, D].
+    """
+
+    def __init__(self, num_heads: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    @property
+    def power(self) -> Tensor:
+        """p of each head, [H] in float32 at least."""
+        return 1 + 4 * self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)).sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.relu().to(torch.promote_types(x.dtype, torch.float32))
+        top = y.amax(-1, keepdim=True)
+        part = y / top.clamp(min=torch.finfo(y.dtype).tiny)  # in [0, 1]: a power of it never overflows
+        raised = part ** self.power[:, None]
+        lengths = [z.square().sum(-1, keepdim=True).clamp(min=1) for z in (part, raised)]  # below 1 for zeros only
+        return (raised * top * (lengths[0] / lengths[1]).sqrt()).to(x.dtype)
 
 
 class DepthwiseResidual(nn.Module):

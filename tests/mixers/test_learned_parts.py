@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from zoo.features import Power
 from zoo.mixers import Context, build_mixer
 
 B, N, H, D, C = 2, 13, 3, 4, 12
@@ -86,6 +87,37 @@ def test_hedgehog_projects_each_head_by_its_matrix():
 
     a = torch.einsum("bthd,bjhd->bhtj", phi(q, mixer.phi_q.weight), phi(k, mixer.phi_k.weight))
     torch.testing.assert_close(mixer(q, k, v, ctx), ratio(a, v), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["la", "ahla"])
+def test_power_turns_the_positive_parts_of_each_head_and_keeps_their_length(name):
+    mixer, q, k, v, ctx = setting(name, feature_map="power")
+    k[:, 3] = -k[:, 3].abs()  # a token without a positive part
+
+    def phi(x, weight):
+        out = torch.zeros_like(x)
+        for h in range(H):
+            y = x[:, :, h].clamp(min=0)
+            raised = y ** (1 + 4 / (1 + (-weight[h]).exp()))
+            out[:, :, h] = (y.norm(dim=-1) / raised.norm(dim=-1)).nan_to_num(0)[..., None] * raised
+        return out
+
+    a = torch.einsum("bthd,bjhd->bhtj", phi(q, mixer.phi_q.weight), phi(k, mixer.phi_k.weight))
+    w = a if name == "la" else a @ a / N
+    expected = ratio(w, v).nan_to_num(0)  # a query without a positive part gets nothing
+    torch.testing.assert_close(mixer(q, k, v, ctx), expected, rtol=1e-6, atol=1e-6)
+    mixer(q.requires_grad_(), k.requires_grad_(), v, ctx).square().sum().backward()
+    for x in (q, k, mixer.phi_q.weight, mixer.phi_k.weight):
+        assert x.grad.isfinite().all() and x.grad.abs().max() > 0
+
+
+def test_power_starts_at_three_and_does_not_overflow():
+    part = Power(2)
+    torch.testing.assert_close(part.power, torch.full((2,), 3.0))
+    x = torch.tensor([6e4, 3e4, -1.0]).half().expand(1, 1, 2, 3)
+    y = x.double().clamp(min=0)
+    expected = y**3 * (y.norm(dim=-1) / (y**3).norm(dim=-1))[..., None]
+    torch.testing.assert_close(part(x), expected.half(), rtol=1e-3, atol=0)
 
 
 def test_norm_and_gate_act_on_heads_and_channels():

@@ -69,6 +69,40 @@ def test_anchored_form_is_the_definition(name):
     torch.testing.assert_close(mixer(q, k, v, ctx), mean + apply(w, v - mean), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("form", ["ratio", "anchored", "rotary"])
+@pytest.mark.parametrize("name", ["ahla", "hla2", "hla3"])
+def test_annealing_goes_from_first_order_to_the_mixer(name, form):
+    q, k, v, ctx = inputs(9)
+    anchored = {"feature_map": "identity", "normalize": False, "center": "k", "mean_path": True}
+    options = anchored if form == "anchored" else {}
+    if form == "rotary":
+        ctx = Context(x=ctx.x, grid=GRID, prefix=PREFIX, rotate=lambda t: t.roll(1, -1))
+    mixer, plain, first = make(name, **options), make(name, **options), make("la", **options)
+    device = torch.device("cpu")
+    mixer.anneal(0.0, 2.0, device)
+    scale = 2.0 if form == "anchored" else 1.0
+    mean = v.mean(1, keepdim=True) if form == "anchored" else 0
+    torch.testing.assert_close(mixer(q, k, v, ctx) - mean, scale * (first(q, k, v, ctx) - mean), rtol=1e-6, atol=1e-6)
+    mixer.anneal(0.25, 2.0, device)
+    if form == "ratio":
+        a = weights("la", phi(q, "elu1"), phi(k, "elu1"))
+        w = 1.5 * a + 0.25 * weights(name, phi(q, "elu1"), phi(k, "elu1"))
+        torch.testing.assert_close(
+            mixer(q, k, v, ctx), apply(w / w.sum(-1, keepdim=True), v), rtol=EPS_EFFECT, atol=EPS_EFFECT
+        )
+    if name == "ahla" and form != "anchored":  # lambda = 2 * 0.75 / 0.25
+        torch.testing.assert_close(mixer(q, k, v, ctx), make(name, ridge=6.0)(q, k, v, ctx), rtol=1e-6, atol=1e-6)
+    assert not mixer.state_dict()
+    mixer.anneal(1.0, 2.0, device)
+    torch.testing.assert_close(mixer(q, k, v, ctx), plain(q, k, v, ctx), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"ridge": 0.5}])
+def test_what_cannot_be_annealed_says_so(options):
+    with pytest.raises(ValueError, match="annealed two-sided and to no ridge of its own"):
+        make("ahla", **options).anneal(0.5, 1.0, torch.device("cpu"))
+
+
 def test_the_anchored_form_is_the_first_order_of_softmax():
     q, k, v, ctx = inputs(2)
     soft, anchor = make("softmax"), make("poly")

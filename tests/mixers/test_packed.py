@@ -19,6 +19,7 @@ OPTIONS = {
 CHANGED = {
     "depthwise": {"depthwise": "k"},
     "hedgehog": {"feature_map": "hedgehog"},
+    "power": {"feature_map": "power"},
     "both": {"causal": True, "scan": "both"},
 }
 
@@ -66,6 +67,15 @@ def test_other_operators_read_the_packed_tensor(name):
     packed, ran = call(*setup, packed=True)
     separate, before = call(*setup, packed=False)
     assert ran == [f"{own}_qkvpacked"] and before == [own]
+    for a, b in zip(packed, separate, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_annealed_mixer_reads_the_packed_tensor_too():
+    mixer, qkv, x = setting("ahla", torch.float64)
+    mixer.anneal(0.5, 8.0, torch.device("cpu"))
+    (packed, ran), (separate, before) = (call(mixer, qkv, x, packed=p) for p in (True, False))
+    assert len(ran) == len(before) == 1 and ran != before
     for a, b in zip(packed, separate, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -36,7 +36,7 @@ def test_every_weight_is_inherited_by_identity(name, mixer):
     assert y.isfinite().all() and all(p.grad is not None for n, p in after.items() if "mask" not in n)
 
 
-@pytest.mark.parametrize("feature_map", ["relu", "softmax", "softmax_pair", "hedgehog"])
+@pytest.mark.parametrize("feature_map", ["relu", "softmax", "softmax_pair", "hedgehog", "power"])
 @pytest.mark.parametrize("name", ["vit_small_patch16_rope_224", pytest.param(NEW_IN_TIMM, marks=needs_sapiens)])
 def test_feature_maps_under_rotation(name, feature_map):
     extra = {"num_kv_heads": 1} if "sapiens" in name else {}

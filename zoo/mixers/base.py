@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from hla_kernels import MAX_HEAD_DIM
 from hla_kernels.checks import RIDGED
 from hla_kernels.features import feature, feature_width
-from zoo.features import HeadGains, HeadRMSNorm, Hedgehog, OutputGate
+from zoo.features import HeadGains, HeadRMSNorm, Hedgehog, OutputGate, Power
 from zoo.mixers.context import Context
 from zoo.mixers.local import Local
 from zoo.mixers.options import MixerOptions, resolve_options
 
+LEARNED_MAPS = {"hedgehog": "softmax_pair", "power": "relu"}  # what of them the operator applies itself
 EPS = 1e-9  # of the ratio: a product of small features (softmax map, third order) must stay far above it
 ONES = 16  # columns of ones in a denominator of its own: the fewest that a Triton form reads
 SMALLEST_DECAY = 1e-30  # a learned logit may go anywhere, and a decay of zero has no logarithm
@@ -84,8 +85,9 @@ class LinearMixer(Local):
             )
 
     def _feature_module(self, num_heads: int, **dd) -> nn.Module:
-        learned = self.options.feature_map == "hedgehog"
-        return Hedgehog(num_heads, self.head_dim, **dd) if learned else nn.Identity()
+        if self.options.feature_map == "hedgehog":
+            return Hedgehog(num_heads, self.head_dim, **dd)
+        return Power(num_heads, **dd) if self.options.feature_map == "power" else nn.Identity()
 
     def reset_parameters(self) -> None:
         """Initialise the parameters that this module itself owns (its parts initialise theirs)."""
@@ -129,7 +131,7 @@ class LinearMixer(Local):
     def _reads_packed(self, ctx: Context) -> bool:
         """Whether the operator reads q, k and v just as they came."""
         opt = self.options
-        plain = opt.feature_map != "hedgehog" and not self._warms
+        plain = opt.feature_map not in LEARNED_MAPS and not self._warms
         return ctx.rotate is None and not opt.depthwise and plain and opt.scan == "forward"
 
     @property
@@ -163,7 +165,7 @@ class LinearMixer(Local):
     @property
     def _inner_map(self) -> str:
         """The feature map that the operator applies itself."""
-        return "softmax_pair" if self.options.feature_map == "hedgehog" else self.options.feature_map
+        return LEARNED_MAPS.get(self.options.feature_map, self.options.feature_map)
 
     def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
         """One direction of (qkv), (q, k, v) or (phi q, phi k, rotated phi q, rotated phi k, v); mask [B, N] of real

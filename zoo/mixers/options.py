@@ -5,7 +5,7 @@ from typing import Any
 
 from zoo.names import unknown_name
 
-FEATURE_MAPS = ("identity", "relu", "elu1", "softmax", "softmax_pair", "hedgehog")
+FEATURE_MAPS = ("identity", "relu", "elu1", "softmax", "softmax_pair", "hedgehog", "power")
 CENTERS = (None, "k", "qk")
 SCANS = ("forward", "both")
 BLOCK_ORDERS = ("la", "ahla", "hla2")
@@ -52,7 +52,8 @@ class MixerOptions(LocalOptions):
     """Options of a linear mixer: `LocalOptions`, and those below. Raises ValueError for a value that is not allowed or
     a pair that contradicts itself.
 
-    feature_map: phi of q and k. `softmax_pair` and `hedgehog` double the feature width.
+    feature_map: phi of q and k. `softmax_pair` and `hedgehog` double the feature width, `hedgehog` and
+        `power` have learned parts (`zoo.features`).
     normalize: divide by the same form with v = 1 (needs a non-negative feature map).
     center: centre phi(k) ("k") or phi(q) and phi(k) ("qk") over the tokens.
     mean_path: o = mean(v) + mixer(v - mean(v)).
@@ -105,7 +106,7 @@ class MixerOptions(LocalOptions):
     def _check_normalize(self) -> None:
         if self.normalize and self.feature_map == "identity":
             raise ValueError(
-                "normalize=True needs a non-negative feature map (relu, elu1, softmax, softmax_pair, hedgehog)"
+                "normalize=True needs a non-negative feature map (relu, elu1, softmax, softmax_pair, hedgehog, power)"
             )
         if self.normalize and (self.center or self.mean_path):
             raise ValueError(

@@ -65,6 +65,8 @@ class OptimSettings:
     accumulate: parts into which a process splits its share of a batch
     ema: decay of the moving average of the weights; 0 for none
     ema_warmup: let the decay grow from 0 to `ema`, needed by short runs
+    anneal: part of the steps over which layers of hla2, ahla and hla3 go from first order to their own; 0 for none
+    ridge: the lambda of ahla (A A + lambda A) halfway there; the same factor on A for hla2 and hla3
     """
 
     name: str = "adamw"
@@ -78,10 +80,14 @@ class OptimSettings:
     accumulate: int = 1
     ema: float = 0.0
     ema_warmup: bool = True
+    anneal: float = 0.0
+    ridge: float = 1.0
 
     def __post_init__(self) -> None:
         positive(optim__lr=self.lr, optim__accumulate=self.accumulate, optim__mixer_lr=self.mixer_lr)
-        positive(optim__attention_lr=self.attention_lr)
+        positive(optim__attention_lr=self.attention_lr, optim__ridge=self.ridge)
+        if not 0 <= self.anneal < 1:
+            raise ValueError(f"optim.anneal is a part of the steps, at least 0 and below 1, got {self.anneal}")
         if self.clip is not None and self.clip <= 0:
             raise ValueError(f"optim.clip must be a positive number or none, got {self.clip}")
         if not 0 <= self.ema < 1:

@@ -24,7 +24,7 @@ EVERYTHING = {  # whatever draws random numbers or keeps a state
         "mixer_options": {"gate": True},
         "kwargs": {"drop_path_rate": 0.2, "proj_drop_rate": 0.1},
     },
-    "optim": {"ema": 0.99, "accumulate": 2, "mixer_lr": 3.0},
+    "optim": {"ema": 0.99, "accumulate": 2, "mixer_lr": 3.0, "anneal": 0.6},
     "distill": {"temperature": 2.0},
     "schedule": {"epochs": 4, "warmup_epochs": 1},
     "run": {"checkpoint_steps": 1, "keep": 2},

@@ -14,6 +14,7 @@ from zoo.data import LoadedImages, open_source
 from zoo.data.settings import AugmentSettings
 from zoo.data.sources import Digits
 from zoo.data.transforms import InputSpec, train_transform
+from zoo.mixers.hla import AHLA
 from zoo.train.core.update import Updater
 from zoo.train.loop import Trainer
 from zoo.train.model import Recipe, build, save_weights
@@ -110,6 +111,28 @@ def test_weights_are_projected_after_each_step_and_not_decayed(tmp_path, mixing)
     trainer.train()
     inside = [bool(((w >= 0) & (w <= 1)).all()) for w in weights]
     assert inside == [mixing == "project"] * 2 and not any(map(torch.equal, before, weights))
+
+
+def test_annealed_layers_become_themselves(tmp_path):
+    """Halfway lambda is the ridge; before the last evaluation the layers, also those of the average, are the mixer."""
+    run = Trainer(tiny(tmp_path, model={"mixer": "ahla"}, optim={"anneal": 0.8, "ridge": 5.0, "ema": 0.9}))
+    layers = [m for model in (run.model, run.ema.module) for m in model.modules() if isinstance(m, AHLA)]
+    assert len(layers) == 4 and run.last_step == 10
+    for step, first, second in ((0, 5.0, 0.0), (4, 2.5, 0.5), (6, 1.25, 0.75)):
+        run.anneal(step)
+        for layer in layers:
+            torch.testing.assert_close(layer.blend, torch.tensor([first, 0, second, 0]))
+    run.train()
+    assert all(layer.blend is None for layer in layers)
+    plain = {"mixer": "ahla", "checkpoint": str(tmp_path)}  # the average is what its folder holds
+    assert Trainer(tiny(tmp_path / "again", model=plain)).evaluate()["top1"] == run.evaluate()["ema_top1"]
+
+
+def test_a_model_without_higher_orders_cannot_be_annealed(tmp_path):
+    with pytest.raises(ValueError, match=r"optim\.anneal is for models with layers of hla2, ahla or hla3"):
+        Trainer(tiny(tmp_path, model={"mixer": "la"}, optim={"anneal": 0.5}))
+    with pytest.raises(ValueError, match=r"optim\.anneal is a part of the steps, at least 0 and below 1, got 1"):
+        tiny(tmp_path, optim={"anneal": 1.0})
 
 
 def test_fp16_is_refused_without_a_gpu(tmp_path):

@@ -126,7 +126,14 @@ def transfer_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
     tree = kind.settings(
         kind.continued(out / "calibrated", keep),
         kind.of_length(n),
-        {"optim": {"lr": recipe.transfer_lr * kind.tree["optim"]["lr"], "weight_decay": 0.0, "ema": 0.0}},
+        {
+            "optim": {
+                "lr": recipe.transfer_lr * kind.tree["optim"]["lr"],
+                "weight_decay": 0.0,
+                "ema": 0.0,
+                "anneal": 0.0,
+            }
+        },
         {"run": {"folder": str(out / "transfer"), "compile": False}},  # layers are called one by one
         {"student_share": recipe.student_share},
     )
@@ -157,7 +164,7 @@ def controls_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
     """Softmax for the whole budget (control), and the mixer from random attention weights for the same (floor)."""
     keep = _needs(found, "calibrate")["keep_softmax"]
     source = {"model": {**kind.continued(Path(kind.recipe.source), [])["model"], "mixer": "", "mixer_options": {}}}
-    alone: Tree = {"distill": {"teacher": "", "attention": 0.0}}
+    alone: Tree = {"distill": {"teacher": "", "attention": 0.0}, "optim": {"anneal": 0.0}}  # it has nothing to anneal
     control = kind.run(kind.settings(source, alone, _folder(out / "control")))
     start = out / "floor_start"
     if not start.is_dir():

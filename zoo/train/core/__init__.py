@@ -21,6 +21,7 @@ from zoo.config import leaves
 from zoo.data import BatchPlan, check_unreadable
 from zoo.data.progress import progress
 from zoo.data.samples import seed_everything
+from zoo.train.core.annealing import Annealing
 from zoo.train.core.checkpoint import begin_folder, check_folder, last_checkpoint, load_checkpoint, save_checkpoint
 from zoo.train.core.clock import Clock
 from zoo.train.core.processes import create_accelerator, placed, prepare
@@ -74,7 +75,10 @@ class Run(ABC):
         self.meters: dict[str, AverageMeter] = {}  # of the losses, since the last line of the record
         self.step, self.seconds = 0, 0.0
         self.bad: set[int] = set()
+        models = [self.model, *([ema.module] if ema else [])]
+        self.anneal = Annealing(models, optim.anneal, optim.ridge, self.last_step, accelerator.device)
         self._continue(last_checkpoint(settings))
+        self.anneal(self.step)
         if accelerator.is_main_process:
             begin_folder(settings)
             self.begin()
@@ -174,6 +178,7 @@ class Run(ABC):
             raise RuntimeError(f"these new parameters receive no gradient: {', '.join(idle)}")
         self.step += 1
         self.update(self.step)
+        self.anneal(self.step)
 
     def autocast(self) -> torch.autocast:
         """The context in which models compute, of run.precision."""
