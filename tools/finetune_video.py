@@ -1,4 +1,4 @@
-"""Train a video transformer (Wan, text or image to video, or a small one from scratch), with any mixer.
+"""Train a video transformer (Wan, text or image to video, LTX-Video, or a small one from scratch), with any mixer.
 
     python tools/finetune_video.py configs/video/moving_digits.yaml
     python tools/extract_latents.py images.source=videos images.text_key=text ... out=latents/train

@@ -8,7 +8,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from zoo.train.diffusion.noising import DDPM, FlowMatching
-from zoo.train.diffusion.samples import sample
+from zoo.train.diffusion.samples import Manner, sample
 
 
 def data(seed=0, n=5):
@@ -106,7 +106,7 @@ def test_a_model_that_knows_the_noise_has_no_error_and_samples_the_data(objectiv
     start = objective.noised(x0, noise, objective.spread(torch.full((5,), 0.99999)))
     labels = {"class_labels": torch.zeros(5, dtype=torch.long)}
     scheduler = objective.scheduler()
-    found = sample(model, scheduler, start, labels, {"class_labels": torch.tensor(10)}, 10, 1.0)
+    found = sample(model, Manner({}, 1.0), scheduler, start, labels, {"class_labels": torch.tensor(10)}, 10, 1.0)
     assert (found - x0).abs().max() < 0.02
 
 
@@ -130,6 +130,6 @@ def test_guidance_is_its_formula():
 
     labels, null = {"class_labels": torch.tensor([3, 5])}, {"class_labels": torch.tensor(10)}
     scheduler = FlowMatching().scheduler()
-    found = sample(model, scheduler, noise, labels, null, 1, 1.5)
+    found = sample(model, Manner({}, 1.0), scheduler, noise, labels, null, 1, 1.5)
     expected = noise - (10 + 1.5 * (torch.tensor([3.0, 5.0]) - 10)).view(2, 1, 1, 1)  # one Euler step of length 1
     assert torch.allclose(found, expected, atol=1e-4)

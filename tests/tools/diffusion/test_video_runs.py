@@ -254,7 +254,9 @@ def test_a_class_is_a_row_of_the_projection():
     x, t = torch.randn(1, 4, 2, 4, 4), torch.tensor([500.0])
     tokens = {"encoder_hidden_states": class_tokens(torch.tensor([4]), 10)}
     wanted = model(hidden_states=x, timestep=t, **tokens).sample
-    torch.testing.assert_close(predict(model, x, t, {"class_labels": torch.tensor([4])}, manner_of(model)), wanted)
+    torch.testing.assert_close(
+        predict(model, x, t, {"class_labels": torch.tensor([4])}, manner_of(model, x.shape[1:], {})), wanted
+    )
 
 
 def test_flow_matching_of_clips_is_that_of_their_frames():

@@ -9,7 +9,8 @@ from PIL import Image
 from torch import Tensor
 
 WAN = ("WanPipeline", "WanImageToVideoPipeline")
-READ = ("PixArtAlphaPipeline", "PixArtSigmaPipeline", "SanaPipeline", "StableDiffusion3Pipeline", *WAN)
+IMAGES = ("PixArtAlphaPipeline", "PixArtSigmaPipeline", "SanaPipeline", "StableDiffusion3Pipeline")
+READ = (*IMAGES, *WAN, "LTXPipeline")
 IMAGE_LATENTS = "image_latents"  # what a model from image to video reads beside the noise, channel by channel
 IMAGE_TOKENS = "encoder_hidden_states_image"  # and, with an image encoder (Wan 2.1), before the tokens of text
 TEXT_TOKENS = 512  # how many of text such a model takes for granted
@@ -39,6 +40,9 @@ Scaling = float | list[float]  # one number, or one a channel
 
 def scaling_of(vae: Any) -> tuple[Scaling, Scaling]:
     """(scaling, shift) of a VAE: the transformer reads (z - shift) * scaling."""
+    buffers = dict(vae.named_buffers())
+    if "latents_mean" in buffers:  # LTX-Video: one a channel, beside the weights
+        return (vae.config.scaling_factor / buffers["latents_std"]).tolist(), buffers["latents_mean"].tolist()
     if "latents_mean" in vae.config and not hasattr(vae.config, "scaling_factor"):  # Wan: one a channel
         return [1 / s for s in vae.config.latents_std], list(vae.config.latents_mean)
     return float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
@@ -63,15 +67,19 @@ def latent_shape(vae: Any, pixels: tuple[int, ...], name: str) -> list[int]:
     the VAE called `name` does not divide."""
     config = vae.config
     if len(pixels) == 3:
-        if not hasattr(vae, "temperal_downsample"):
-            raise ValueError(f"{name} is a VAE of images, but the data are videos: give the VAE of Wan")
+        if not makes_videos(vae):
+            raise ValueError(f"{name} is a VAE of images, but the data are videos: give the VAE of Wan or LTX-Video")
         in_time, in_space = video_factors(vae)
         frames, *sides = pixels
         if (frames - 1) % in_time:
             raise ValueError(f"images.frames must be {in_time} n + 1 for the VAE {name}, got {frames}")
         _check_sides(sides, in_space, name)
-        return [config.z_dim, (frames - 1) // in_time + 1, *(side // in_space for side in sides)]
-    if hasattr(vae, "temperal_downsample"):
+        return [
+            config.get("z_dim") or config.latent_channels,
+            (frames - 1) // in_time + 1,
+            *(side // in_space for side in sides),
+        ]
+    if makes_videos(vae):
         raise ValueError(f"{name} is a VAE of videos, but the data are images")
     step = 2 ** (len(config.block_out_channels) - 1) if hasattr(config, "block_out_channels") else None
     step = step or int(vae.spatial_compression_ratio)
@@ -79,9 +87,16 @@ def latent_shape(vae: Any, pixels: tuple[int, ...], name: str) -> list[int]:
     return [config.latent_channels, *(side // step for side in pixels)]
 
 
+def makes_videos(vae: Any) -> bool:
+    """Whether a VAE is one of videos."""
+    return hasattr(vae, "temperal_downsample") or hasattr(vae, "temporal_compression_ratio")
+
+
 def video_factors(vae: Any) -> tuple[int, int]:
     """Frames and pixels a side for one latent of a VAE of videos (whose first latent is the first frame alone); that of
     Wan 2.2 puts 2 x 2 pixels together before anything else."""
+    if not hasattr(vae, "temperal_downsample"):
+        return vae.temporal_compression_ratio, vae.spatial_compression_ratio
     return 2 ** sum(vae.temperal_downsample), 2 ** len(vae.temperal_downsample) * (vae.config.patch_size or 1)
 
 
@@ -117,6 +132,15 @@ def encode_first_frames(vae: Any, clips: Tensor) -> Tensor:
     mask = torch.zeros_like(z[:, :1]).repeat(1, video_factors(vae)[0], 1, 1, 1)
     mask[:, :, 0] = 1  # the first latent is the first frame alone
     return torch.cat([mask, z], dim=1)
+
+
+@torch.no_grad()
+def decode_latents(vae: Any, x: Tensor, scaling: Scaling, shift: Scaling) -> Tensor:
+    """What `encode_images` made x of, one by one, since videos are large. A decoder that is told how noisy the latents
+    are (LTX-Video 0.9.1 on) is told that they are not, as its pipeline does unless asked."""
+    told = vae.config.get("timestep_conditioning", False)
+    parts = unscaled(x.float(), scaling, shift).split(1)
+    return torch.cat([vae.decode(z, *[z.new_zeros(1)] * told).sample for z in parts])
 
 
 def _generator(seed: int, number: int) -> torch.Generator:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from zoo.data.latents.encoders import load_vae, unscaled, video_factors
+from zoo.data.latents.encoders import decode_latents, load_vae, video_factors
 from zoo.data.sources import decode
 from zoo.data.video.clips import cover
 from zoo.data.video.files import read_video, write_video
@@ -134,8 +134,7 @@ class ClassVideoSampler(ClassSampler):
     def _decode(self, x: Tensor) -> Tensor:
         if self.vae is None:
             return x
-        z = unscaled(x, self.data["scaling"], self.data["shift"])
-        return torch.cat([self.vae.decode(one[None]).sample for one in z])
+        return decode_latents(self.vae, x, self.data["scaling"], self.data["shift"])
 
     def about(self) -> dict[str, Any]:
         return self.described() | {"size": list(self.pixels), "fps": self.fps}
@@ -206,11 +205,16 @@ class VideoSampler(TextSampler):
 
 def units(pipeline: Any) -> tuple[list[int], int, int]:
     """Patch (T, H, W) of the transformer, and frames and pixels a side for one latent, of a pipeline of videos."""
-    config = pipeline.transformer.config
-    if isinstance(config.patch_size, int):  # LTX-Video
-        ratios = pipeline.vae_temporal_compression_ratio, pipeline.vae_spatial_compression_ratio
-        return [config.patch_size_t, config.patch_size, config.patch_size], *ratios
-    return list(config.patch_size), pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial
+    patch = list(patch_of(pipeline.transformer.config))
+    if hasattr(pipeline, "vae_temporal_compression_ratio"):  # LTX-Video
+        return patch, pipeline.vae_temporal_compression_ratio, pipeline.vae_spatial_compression_ratio
+    return patch, pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial
+
+
+def patch_of(config: Any) -> Any:
+    """The sides of a patch as the configuration of a transformer has them: a number (images), or one a dimension."""
+    space, time = config["patch_size"], config.get("patch_size_t")
+    return space if time is None else (time, space, space)  # LTX-Video names both
 
 
 def check_video(pixels: Sequence[int], patch: Sequence[int], time: int, space: int) -> None:

@@ -117,11 +117,9 @@ class LatentSamples:
     def evaluation(self, batch_size: int, rank: int, world: int) -> Iterator[Clean]:
         return self.val_set.evaluation(batch_size, rank, world)
 
-    @torch.no_grad()
     def pictures(self, x: Tensor) -> Tensor:
-        from zoo.data.latents.encoders import load_vae, unscaled
+        from zoo.data.latents.encoders import decode_latents, load_vae
 
         if self.vae is None:
             self.vae = load_vae(self.manifest.vae).to(self.device)
-        z = unscaled(x.float(), self.manifest.scaling, self.manifest.shift)
-        return to_uint8(torch.cat([self.vae.decode(part[None]).sample for part in z]))  # one by one: they are large
+        return to_uint8(decode_latents(self.vae, x, self.manifest.scaling, self.manifest.shift))

@@ -74,7 +74,7 @@ class DiffusionRun(Run):
             model.enable_gradient_checkpointing()
         self.model: Any = model.to(place_of(accelerator))
         self.teacher = self._teacher(host, wanted)
-        self.manner = manner_of(model)
+        self.manner = manner_of(model, self.samples.shape, self.samples.about)
         self.header = {"format": "pt"}
 
     def begin(self) -> None:
@@ -235,7 +235,7 @@ class DiffusionRun(Run):
         model.eval()
         with self.autocast():
             scheduler, null = self.objective.scheduler(), self.samples.null
-            x = sample(model, scheduler, noise, condition, null, settings.steps, settings.guidance)
+            x = sample(model, self.manner, scheduler, noise, condition, null, settings.steps, settings.guidance)
         model.train(training)
         return self.samples.pictures(torch.nan_to_num(x))  # a model that diverges is shown, not refused
 

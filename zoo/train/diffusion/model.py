@@ -13,7 +13,7 @@ from torch import nn
 import zoo
 from zoo.convert import backbone_of, swap
 from zoo.eval.generation.loading import boundary_of
-from zoo.eval.generation.videos import reads_class_tokens
+from zoo.eval.generation.videos import patch_of, reads_class_tokens
 from zoo.mixers import MIXERS
 from zoo.mixers.mixing import choose_blocks
 from zoo.names import unknown_name
@@ -65,7 +65,7 @@ def _options(model: Any, settings: DenoiserSettings, wanted: Wanted) -> dict[str
     chooses = getattr(MIXERS.get(settings.mixer), "needs_layout", False) and options.get("mixing") != "distance"
     if not chooses or "blocks" in options:
         return options
-    patch = model.config.patch_size
+    patch = patch_of(model.config)
     patches = patch if isinstance(patch, list | tuple) else [patch] * len(wanted.size)
     grid = tuple(n // p for n, p in zip(wanted.size, patches, strict=True))
     return {**options, "blocks": list(choose_blocks(grid, bool(options.get("causal"))))}
@@ -161,15 +161,15 @@ def _fresh(settings: DenoiserSettings, wanted: Wanted) -> Any:
     given = {"in_channels": wanted.channels + wanted.beside, "out_channels": wanted.outputs}
     if settings.kind == "wan":
         given |= {} if wanted.classes is None else {"text_dim": wanted.classes}
-    else:
+    elif settings.kind != "ltx":
         given["sample_size"] = wanted.size[-1]
     if settings.kind == "dit":
         given["num_embeds_ada_norm"] = wanted.classes or 0
     twice = sorted(given.keys() & settings.kwargs.keys())
     if twice:
         raise ValueError(f"model.kwargs must not give {', '.join(twice)}: the data and the objective say it")
-    patch = settings.kwargs.get("patch_size", inspect.signature(cls.__init__).parameters["patch_size"].default)
-    _check_size(wanted.size, patch, cls.__name__)
+    defaults = {name: p.default for name, p in inspect.signature(cls.__init__).parameters.items()}
+    _check_size(wanted.size, patch_of(defaults | settings.kwargs), cls.__name__)
     try:
         model = cls(**given, **settings.kwargs)
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -210,7 +210,7 @@ def initialise(model: nn.Module) -> None:
 def check(model: Any, wanted: Wanted, name: str) -> None:
     """Raise ValueError if the model does not fit the data or the objective."""
     config = model.config
-    _check_size(wanted.size, config.patch_size, name)
+    _check_size(wanted.size, patch_of(config), name)
     if config.in_channels != wanted.channels + wanted.beside:
         has = f"{wanted.channels + wanted.beside}" + (
             f", {wanted.beside} of them of the first frame" * bool(wanted.beside)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from diffusers import LTXVideoTransformer3DModel, PixArtTransformer2DModel
 from PIL import Image
 from torch import Tensor
 
@@ -22,20 +23,35 @@ def fixed_noise(n: int, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 class Manner(NamedTuple):
-    """How a kind of denoisers is called: arguments beside input, time and conditions, a factor on the time, and whether
-    a class is given as a token."""
+    """How a kind of denoisers is called: arguments beside input, time and conditions, a factor on the time, whether a
+    class is given as a token, and whether input and output are tokens [B, T H W, C]."""
 
     extra: dict[str, Any]
     time_factor: float
     class_tokens: int = 0
+    packed: bool = False
 
 
-def manner_of(model: Any) -> Manner:
-    """How `model`, not wrapped, is called."""
-    pixart = type(model).__name__.endswith("PixArtTransformer2DModel")
-    extra = {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}} if pixart else {}
+def manner_of(model: Any, shape: tuple[int, ...], about: dict[str, Any]) -> Manner:
+    """How `model`, not wrapped, is called on samples of this shape; about: what is noted of the data."""
+    extra: dict[str, Any] = {}
+    packed = isinstance(model, LTXVideoTransformer3DModel)
+    if packed:
+        extra = _places(shape, about)
+    elif isinstance(model, PixArtTransformer2DModel):
+        extra = {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
     tokens = model.config.text_dim if reads_class_tokens(model) else 0
-    return Manner(extra, getattr(model.config, "timestep_scale", 1.0), tokens)
+    return Manner(extra, getattr(model.config, "timestep_scale", 1.0), tokens, packed)
+
+
+def _places(shape: tuple[int, ...], about: dict[str, Any]) -> dict[str, Any]:
+    """What LTX-Video is told of the tokens of [C, T, H, W]: their numbers, and how many seconds and pixels apart they
+    lie."""
+    _, frames, height, width = shape
+    of_clip = about["image_size"]
+    seconds = (of_clip[0] - 1) / max(frames - 1, 1) / about["fps"]
+    scale = (seconds, of_clip[1] / height, of_clip[2] / width)
+    return {"num_frames": frames, "height": height, "width": width, "rope_interpolation_scale": scale}
 
 
 def predict(model: Any, x: Tensor, timestep: Tensor, condition: dict[str, Tensor], manner: Manner) -> Tensor:
@@ -47,12 +63,15 @@ def predict(model: Any, x: Tensor, timestep: Tensor, condition: dict[str, Tensor
         condition["encoder_hidden_states"] = class_tokens(condition.pop(LABELS), manner.class_tokens)
     if IMAGE_LATENTS in condition:
         x = torch.cat([x, condition.pop(IMAGE_LATENTS).to(x)], dim=1)
-    return model(hidden_states=x, timestep=timestep, **condition, **manner.extra, return_dict=False)[0]
+    tokens = x.flatten(2).mT if manner.packed else x
+    out = model(hidden_states=tokens, timestep=timestep, **condition, **manner.extra, return_dict=False)[0]
+    return out.mT.unflatten(2, x.shape[2:]) if manner.packed else out
 
 
 @torch.no_grad()
 def sample(
     model: Any,
+    manner: Manner,
     scheduler: Any,
     noise: Tensor,
     condition: dict[str, Tensor],
@@ -62,7 +81,7 @@ def sample(
 ) -> Tensor:
     """Samples [B, C, ...] from noise of that shape: `steps` steps with guidance u + s (c - u) on all channels.
     Conditions that have no null (a first frame) are kept in u."""
-    manner, n = manner_of(model), len(noise)
+    n = len(noise)
     without = condition | {k: v.expand(n, *v.shape) for k, v in null.items()}
     both = {k: torch.cat([condition[k], without[k].to(condition[k])]) for k in condition}
 

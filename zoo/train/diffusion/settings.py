@@ -13,6 +13,7 @@ KINDS = {  # name -> class of diffusers
     "sana": "SanaTransformer2DModel",
     "sd3": "SD3Transformer2DModel",
     "wan": "WanTransformer3DModel",
+    "ltx": "LTXVideoTransformer3DModel",
 }
 
 
@@ -20,8 +21,8 @@ KINDS = {  # name -> class of diffusers
 class DenoiserSettings:
     """Which transformer of diffusers, where its weights come from, and which mixer stands in its self-attention.
 
-    kind: dit (class labels), pixart, sana or sd3 (text), wan (videos; text, or a class as its only token); only for a
-      model from scratch, a checkpoint says what it is
+    kind: dit (class labels), pixart, sana or sd3 (text), wan (videos; text, or a class as its only token), ltx (videos;
+      text); only for a model from scratch, a checkpoint says what it is
     kwargs: arguments of the diffusers class, such as {num_layers: 8}; channels, size and classes come from the data;
       a checkpoint must agree with them
     checkpoint: run folder (the average of its weights, if it kept one), folder of a pipeline or of its transformer, or
