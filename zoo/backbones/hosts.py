@@ -258,7 +258,7 @@ class TimmBackbone:
         if getattr(options, "needs_grid", False) and drops_patches(model):
             raise ValueError(
                 f"patch_drop_rate > 0 trains on random patches without a layout, but {mixer!r} (it mixes blocks, or "
-                "has depthwise, lepe or causal) needs the token grid; set patch_drop_rate=0 or drop those options"
+                "has depthwise, lepe, cpe or causal) needs the token grid; set patch_drop_rate=0 or drop those options"
             )
         blocks = getattr(options, "blocks", None)
         if not blocks or getattr(model, "dynamic_img_size", True):

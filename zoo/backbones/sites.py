@@ -66,6 +66,11 @@ class Site(Host):
         if self.mixer_name != "softmax":
             self.mixer.tag.copy_(self._tag())
 
+    def placed(self, x: Tensor, prefix: int, keys: Tensor | None = None) -> Tensor:
+        """The hidden states that the host projects: with the convolution of a mixer that has one (`cpe`). keys: [B, N]
+        of real tokens."""
+        return self.mixer.placed(x, Context(x=x, grid=self.grid, prefix=prefix, key_padding_mask=keys))
+
     def mix(
         self,
         q: Tensor,
@@ -161,6 +166,7 @@ class AttentionSite(Site, Attention):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
+        x = self.placed(x, self.prefix)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = qkv.unbind(2)
         return self.mix(q, k, v, x, attn_mask, is_causal, qkv=qkv)
@@ -174,6 +180,7 @@ class AttentionRopeSite(Site, AttentionRope):
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
+        x = self.placed(x, self.prefix)
         qkv = None
         if self.qkv is not None:
             qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
@@ -192,6 +199,7 @@ class EvaAttentionSite(Site, EvaAttention):
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
+        x = self.placed(x, self.prefix)
         qkv = None
         if self.qkv is not None:
             qkv = self._packed(x).unflatten(-1, (3, self.num_heads, -1))

@@ -26,8 +26,8 @@ class LinearMixer(Local):
     """mixer(q, k, v, ctx) -> o with a cost linear in the number of tokens; all tensors [B, N, H, D].
 
     A subclass sets `name`, `operator` and `operator_packed` (of `hla_kernels`) and, where they differ, `defaults`. The
-    order of the steps: depthwise residuals, feature map, rotation, operator (one or two directions), head norm, gains,
-    local values, gate.
+    order of the steps, after the host has called `placed` and projected: depthwise residuals, feature map, rotation,
+    operator (one or two directions), head norm, gains, local values, gate.
     Where nothing comes before the operator and the host has q, k, v in one tensor, the packed operator reads that one.
 
     With a rotary host, phi is applied before the rotation and the denominator is that of the unrotated features, so
@@ -62,6 +62,7 @@ class LinearMixer(Local):
         heads = {"q": num_heads, "k": num_kv_heads or num_heads, "v": num_kv_heads or num_heads}
         self.scale = head_dim**-0.5 if scale is None else scale
         dd = {"device": device, "dtype": dtype}
+        self.build_cpe(dim, **dd)
         self.build_depthwise(heads, head_dim, **dd)
         self.phi_q = self._feature_module(heads["q"], **dd)
         self.phi_k = self._feature_module(heads["k"], **dd)

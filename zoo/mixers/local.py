@@ -16,6 +16,11 @@ class Local(nn.Module):
     name: ClassVar[str]
     options: Any
 
+    def build_cpe(self, dim: int, **dd) -> None:
+        """The residual of the hidden states."""
+        opt = self.options
+        self.cpe = DepthwiseResidual(dim, opt.cpe, opt.grid_dims, **dd) if opt.cpe else None
+
     def build_depthwise(self, heads: dict[str, int], head_dim: int, **dd) -> None:
         """The residuals of q, k and v, by their numbers of heads."""
         opt = self.options
@@ -43,8 +48,18 @@ class Local(nn.Module):
 
     def _why_grid(self) -> str:
         opt = self.options
-        local = opt.depthwise or opt.lepe
-        return "depthwise or lepe" if local else "causal" if opt.causal else "its blocks"
+        local = opt.depthwise or opt.lepe or opt.cpe
+        return "depthwise, lepe or cpe" if local else "causal" if opt.causal else "its blocks"
+
+    def placed(self, x: Tensor, ctx: Context) -> Tensor:
+        """The hidden states x [B, N, C] with their convolution: what the host projects. ctx: grid, prefix and suffix,
+        padding."""
+        if self.cpe is None:
+            return x
+        self.check_grid(x.shape[1], ctx)
+        assert ctx.grid is not None
+        seen = real(x[:, :, None], ctx.key_padding_mask)
+        return self.cpe(seen, ctx.grid, ctx.prefix, ctx.suffix).flatten(2)
 
     def convolved(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, N, H, D] with their depthwise residuals."""

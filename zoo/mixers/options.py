@@ -21,11 +21,14 @@ class LocalOptions:
     depthwise: which of q, k, v get a depthwise convolution over the grid, e.g. "v" or "qk"; "" for none.
     depthwise_kernel: its odd kernel size.  grid_dims: 2 for images, 3 for video.
     lepe: odd kernel size of a depthwise convolution of v over the grid that is added to the output; 0 for none.
+    cpe: the same of the hidden states, added to them before q, k and v are projected (and gates read them): conditional
+        positional encoding, Chu et al., arXiv 2102.10882, before each converted attention.
     """
 
     depthwise: str = ""
     depthwise_kernel: int = 3
     lepe: int = 0
+    cpe: int = 0
     grid_dims: int = 2
 
     def __post_init__(self) -> None:
@@ -36,15 +39,17 @@ class LocalOptions:
             raise ValueError(
                 f"depthwise_kernel must be a positive odd number so that the grid keeps its size, got {size!r}"
             )
-        if not isinstance(self.lepe, int) or self.lepe < 0 or (self.lepe and self.lepe % 2 == 0):
-            raise ValueError(f"lepe must be an odd kernel size, or 0 for none, got {self.lepe!r}")
+        for name in ("lepe", "cpe"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 0 or (size and size % 2 == 0):
+                raise ValueError(f"{name} must be an odd kernel size, or 0 for none, got {size!r}")
         if self.grid_dims not in (2, 3):
             raise ValueError(f"grid_dims must be 2 (image) or 3 (video), got {self.grid_dims!r}")
 
     @property
     def needs_grid(self) -> bool:
         """Whether the result depends on where the tokens lie."""
-        return bool(self.depthwise) or self.lepe > 0
+        return bool(self.depthwise) or self.lepe > 0 or self.cpe > 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class MixerOptions(LocalOptions):
     def needs_grid(self) -> bool:
         """Whether the result depends on where the tokens lie."""
         # in full: dynamo takes a property of super() for the property itself, which is true
-        return bool(self.depthwise) or self.lepe > 0 or self.causal
+        return bool(self.depthwise) or self.lepe > 0 or self.cpe > 0 or self.causal
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class Softmax(Local):
         self.options = resolve_options(LocalOptions(), options, "softmax")
         heads, dd = {"q": num_heads, "k": num_kv_heads or num_heads}, {"device": device, "dtype": dtype}
         heads["v"] = heads["k"]
+        self.build_cpe(dim, **dd)
         self.build_depthwise(heads, head_dim, **dd)
         self.build_lepe(heads["v"] * head_dim, **dd)
         self.scale = scale

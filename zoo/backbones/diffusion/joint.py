@@ -155,13 +155,14 @@ class SD3Site(JointSite, Attention):
         if attention_mask is not None or encoder_hidden_states is None:
             raise ValueError("the joint attention of SD3 takes text tokens and no attention mask")
         text_x = encoder_hidden_states
-        q, k, v = (split_heads(t, self.heads) for t in self.project(hidden_states))
+        x = self.placed(hidden_states, 0)
+        q, k, v = (split_heads(t, self.heads) for t in self.project(x))
         added = (self.add_q_proj, self.add_k_proj, self.add_v_proj)
         text = self.to_added_qkv(text_x).chunk(3, dim=-1) if self.fused else [proj(text_x) for proj in added]
         text_q, text_k, text_v = (split_heads(t, self.heads) for t in text)
         image = norm_heads(self.norm_q, q), norm_heads(self.norm_k, k), v
         texts = norm_heads(self.norm_added_q, text_q), norm_heads(self.norm_added_k, text_k), text_v
-        o, text_o = (t.to(q.dtype) for t in self.joint(image, texts, hidden_states, text_first=False))
+        o, text_o = (t.to(q.dtype) for t in self.joint(image, texts, x, text_first=False))
         text_o = text_o.flatten(2)
         return self.output(o), text_o if self.context_pre_only else self.to_add_out(text_o)
 
@@ -185,7 +186,8 @@ class FluxSite(JointSite, FluxAttention):
     ) -> Any:
         """[B, N, C] (and text [B, M, C]) -> the same. Raises ValueError for a mask that the mixer cannot honour."""
         self.refuse(arguments)
-        x, text_x = hidden_states, encoder_hidden_states
+        text_x = encoder_hidden_states
+        x = self.placed(hidden_states, self.prefix if text_x is None else 0)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.project(x))
         tokens = self.norm_q(q), self.norm_k(k), v
         if text_x is None:

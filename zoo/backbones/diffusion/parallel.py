@@ -35,8 +35,8 @@ def check_parallelism(model: Any, config: Any, splits_tokens: bool) -> None:
             )
         if site.needs_grid or not (linear or site.mixer_name == "softmax"):
             raise ValueError(
-                f"the mixer {site.mixer_name!r} of {name} needs other tokens by their place (depthwise, lepe, causal, "
-                "blocks) from other devices; context parallelism is exact for two-sided mixers without them"
+                f"the mixer {site.mixer_name!r} of {name} needs other tokens by their place (depthwise, lepe, cpe, "
+                "causal, blocks) from other devices; context parallelism is exact for two-sided mixers without them"
             )
 
 

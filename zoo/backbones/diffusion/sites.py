@@ -123,6 +123,7 @@ class SelfAttentionSite(LoneSite, Attention):
             padding, mask = real_keys(mask), None
         if mask is not None:
             mask = self.prepare_attention_mask(mask, x.shape[1], x.shape[0]).unflatten(0, (x.shape[0], self.heads))
+        x = self.placed(x, self.prefix, padding)
         q, k, v = (split_heads(t, self.heads) for t in self.project(x))
         q, k = norm_heads(self.norm_q, q), norm_heads(self.norm_k, k)
         ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=mask, key_padding_mask=padding)
@@ -136,6 +137,7 @@ class SanaSite(LoneSite, Attention):
 
     def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """[B, N, C] -> [B, N, C]."""
+        x = self.placed(x, self.prefix)
         q, k, v = self.project(x)
         q = q if self.norm_q is None else self.norm_q(q)
         k = k if self.norm_k is None else self.norm_k(k)
@@ -167,10 +169,11 @@ class WanSite(DiffusionSite, WanAttention):
         self.refuse(arguments, encoder_hidden_states)
         if self.mixer_name == "softmax" and self.processor._parallel_config is not None:
             return super().forward(hidden_states, None, attention_mask, rotary_emb)  # these tokens are not all of them
-        q, k, v = self.project(hidden_states)
+        x = self.placed(hidden_states, self.prefix)
+        q, k, v = self.project(x)
         q, k, v = (split_heads(t, self.heads) for t in (self.norm_q(q), self.norm_k(k), v))
         rotate = wan_rotation(rotary_emb, q.shape[-1])
-        ctx = Context(x=hidden_states, grid=self.grid, prefix=self.prefix, mask=attention_mask, rotate=rotate)
+        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=attention_mask, rotate=rotate)
         return self.output(self.mixer(q, k, v, ctx).type_as(q))
 
     @property
@@ -211,10 +214,11 @@ class LTXSite(DiffusionSite, LTXAttention):
     ) -> Tensor:
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
         self.refuse(arguments, encoder_hidden_states)
-        q, k, v = self.project(hidden_states)
+        x = self.placed(hidden_states, self.prefix)
+        q, k, v = self.project(x)
         q, k, v = (split_heads(t, self.heads) for t in (self.norm_q(q), self.norm_k(k), v))
         rotate = ltx_rotation(image_rotary_emb, self.heads, self.grid is not None)
-        ctx = Context(x=hidden_states, grid=self.grid, prefix=self.prefix, mask=attention_mask, rotate=rotate)
+        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=attention_mask, rotate=rotate)
         return self.output(self.mixer(q, k, v, ctx).to(q.dtype))
 
 
