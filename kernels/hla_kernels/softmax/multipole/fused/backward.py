@@ -30,7 +30,7 @@ FREE = [*FREE, "gs", "dqs", "dks", "dvs", "splits"]
 
 @triton.jit(do_not_specialize=FREE)
 def for_queries(
-    Q, K, V, A, LOW, E, P, COUNT, O, G, TOP, DELTA, DQ, qs, ks, vs, os, gs, dqs, grid, blocks, outer, radius, heads,
+    Q, K, V, A, LOW, E, P, COUNT, O, REST, G, TOP, DELTA, DQ, qs, ks, vs, os, gs, dqs, grid, blocks, outer, radius, heads,
     factor, scale, DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr,
     PY: tl.constexpr, PX: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -46,15 +46,15 @@ def for_queries(
     K, V = of_head(K, ks, b, h), of_head(V, vs, b, h)
     A += bh.to(tl.int64) * total * D
     E += bh.to(tl.int64) * total * D
-    if not ALL:
-        LOW += bh.to(tl.int64) * total * D
+    LOW += bh.to(tl.int64) * total * D
     if P is not None:
         P += bh.to(tl.int64) * total * D * D
     at_row = bh.to(tl.int64) * (n_grid + outer[0] + outer[1]) + row
     q = load(of_head(Q, qs, b, h), row, qs[1], inside, D, DP)
     g = load(of_head(G, gs, b, h), row, gs[1], inside, D, DP)
-    o = load(of_head(O, os, b, h), row, os[1], inside, D, DP)
-    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    o = load(of_head(O, os, b, h), row, os[1], inside, D, DP).to(tl.float32)
+    o += load(of_head(REST, os, b, h), row, os[1], inside, D, DP).to(tl.float32)
+    delta = tl.sum(o * g.to(tl.float32), 1)
     tl.store(DELTA + at_row, delta, inside)
     top = tl.load(TOP + at_row, inside, other=0.0)
     dq = tl.zeros([PT * PY * PX, DP], tl.float32)
@@ -63,9 +63,9 @@ def for_queries(
         theirs, there, at, is_outer = in_box(e, first, size, per_size, grid, outer, PT)
         block = block_at(at, is_outer, per_length, blocks, PT)
         k, v = load(K, theirs, ks[1], there, D, DP), load(V, theirs, vs[1], there, D, DP)
-        mean = load(A, block, D, there, D, DP)
-        s, a = products(q, k) * factor, products(q, mean) * factor
-        exponent, _, by_s, by_a = factors(s, a, is_near(place, at, reach, PT) | is_outer[None, :], DEGREE)
+        s = products(q, k) * factor
+        mean, a = anchored(q, A, LOW, block, there, DEGREE > 0, D, DP)
+        exponent, _, by_s, by_a = factors(s, a * factor, is_near(place, at, reach, PT) | is_outer[None, :], DEGREE)
         u = tl.exp2(tl.where(there[None, :], exponent - top[:, None], -float("inf")))
         u = u * (products(g, v) - delta[:, None]) * scale
         dq = weighted(dq, u * by_s, k)
@@ -75,13 +75,14 @@ def for_queries(
             m = start + tl.arange(0, BM)
             bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
             there = m < total
-            mean, a = anchored(q, A, LOW, m, there, D, DP)
+            mean, a = anchored(q, A, LOW, m, there, True, D, DP)
             count = tl.where(
                 is_touched(near, bt, by, bx), -float("inf"), tl.load(COUNT + m, there, other=-float("inf"))
             )
             u = tl.exp2(a * factor + count[None, :] - top[:, None])
             u = u * (products(g, load(E, m, D, there, D, DP)) - delta[:, None]) * scale
             dq = weighted(dq, u, mean)
+            dq = weighted(dq, u, load(LOW, m, D, there, D, DP))
         if P is not None:
             dq = add_moment_queries(dq, q, g, top, A, LOW, P, near, blocks, on_grid, factor, scale, D, DP)
     store(of_head(DQ, dqs, b, h), row, dqs[1], inside, dq, D, DP)
@@ -138,7 +139,7 @@ def patches_along(first, last, length, m, size, radius, ALL: tl.constexpr):
 
 @triton.jit(do_not_specialize=FREE)
 def for_keys(
-    Q, K, V, A, COUNT, G, TOP, DELTA, DE, DK, DA, DV, qs, ks, vs, gs, dvs, grid, blocks, outer, radius, heads, factor,
+    Q, K, V, A, LOW, COUNT, G, TOP, DELTA, DE, DK, DA, DV, qs, ks, vs, gs, dvs, grid, blocks, outer, radius, heads, factor,
     scale, DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr,
     PY: tl.constexpr, PX: tl.constexpr, QT: tl.constexpr, QY: tl.constexpr, QX: tl.constexpr,
 ):  # fmt: skip
@@ -182,8 +183,10 @@ def for_keys(
         q, g = load(Q, row, qs[1], inside, D, DP), load(G, row, gs[1], inside, D, DP)
         top = tl.load(TOP + bh.to(tl.int64) * n + row, inside, other=float("inf"))
         delta = tl.load(DELTA + bh.to(tl.int64) * n + row, inside, other=0.0)
-        s, a = products(k, q) * factor, products(mean, q) * factor
-        exponent, f, by_s, by_a = factors(s, a, is_near(at, place, reach, PT), DEGREE)
+        s, a = products(k, q) * factor, products(mean, q)
+        if DEGREE > 0:
+            a += products(load(LOW + base, block, D, there, D, DP), q)
+        exponent, f, by_s, by_a = factors(s, a * factor, is_near(at, place, reach, PT), DEGREE)
         u = tl.exp2(tl.where(live[:, None], exponent - top[None, :], -float("inf")))
         dv = weighted(dv, u * f, g)
         u = u * (products(v, g) - delta[None, :]) * scale

@@ -32,10 +32,11 @@ def _within(p: Plan, count: int) -> int:
 
 @register_flop_formula(torch.ops.hla_kernels.multipole)
 def multipole_flops(q: Shape, k: Shape, v: Shape, *where: Any, out_shape: Any = None) -> int:
-    """Scores with keys and with mean keys, and values; of pooled blocks, mean keys have two products."""
+    """Scores with keys and with mean keys, and values; mean keys have two products, but near and of degree 0."""
     grid, blocks, outer, radius, degree, _ = where
     p = plan_of(grid, blocks, outer, radius, degree, q[3])
-    return _operations(q, 3 * p.pairs(p.tiles.output.patch) + _far(p, 3, 1) + _within(p, 1))
+    near = (3 + (degree > 0)) * p.pairs(p.tiles.output.patch)
+    return _operations(q, near + _far(p, 3, 1) + _within(p, 1))
 
 
 @register_flop_formula(torch.ops.hla_kernels.multipole_backward)
@@ -43,5 +44,6 @@ def multipole_backward_flops(grad: Shape, q: Shape, *rest: Any, out_shape: Any =
     """Scores (two products) and g v' twice; two products for dq, one each for dk, the gradient of mean keys and dv."""
     *_, grid, blocks, outer, radius, degree, _ = rest
     p = plan_of(grid, blocks, outer, radius, degree, q[3])
-    near = 5 * p.pairs(p.tiles.for_queries.patch) + 6 * p.pairs(p.tiles.for_keys.other)
-    return _operations(q, near + _far(p, 4, 1) + _far(p, 5, 2) + _within(p, 3))
+    more = degree > 0
+    near = (5 + more) * p.pairs(p.tiles.for_queries.patch) + (6 + more) * p.pairs(p.tiles.for_keys.other)
+    return _operations(q, near + _far(p, 5, 1) + _far(p, 5, 2) + _within(p, 3))

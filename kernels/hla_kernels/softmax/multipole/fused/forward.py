@@ -50,11 +50,11 @@ def online(top, z, o, exponent, f, v):
 
 @triton.jit(do_not_specialize=FREE)
 def output(
-    Q, K, V, A, LOW, E, P, COUNT, O, TOP, qs, ks, vs, os, grid, blocks, outer, radius, heads, factor, scale,
+    Q, K, V, A, LOW, E, P, COUNT, O, REST, TOP, qs, ks, vs, os, grid, blocks, outer, radius, heads, factor, scale,
     DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr, PY: tl.constexpr,
     PX: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """o and TOP [B H, N] = logarithm of the divisor, of a tile of queries."""
+    """o, REST, what rounding takes from it, and TOP [B H, N] = logarithm of the divisor, of a tile of queries."""
     patch, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     n_grid, total = grid[0] * grid[1] * grid[2], blocks[0] * blocks[1] * blocks[2]
@@ -66,8 +66,7 @@ def output(
     K, V = of_head(K, ks, b, h), of_head(V, vs, b, h)
     A += bh.to(tl.int64) * total * D
     E += bh.to(tl.int64) * total * D
-    if not ALL:
-        LOW += bh.to(tl.int64) * total * D
+    LOW += bh.to(tl.int64) * total * D
     if P is not None:
         P += bh.to(tl.int64) * total * D * D
     q = load(of_head(Q, qs, b, h), row, qs[1], inside, D, DP)
@@ -80,8 +79,8 @@ def output(
         block = block_at(at, is_outer, per_length, blocks, PT)
         k, v = load(K, theirs, ks[1], there, D, DP), load(V, theirs, vs[1], there, D, DP)
         s = products(q, k) * factor
-        a = products(q, load(A, block, D, there, D, DP)) * factor
-        exponent, f, _, _ = factors(s, a, is_near(place, at, reach, PT) | is_outer[None, :], DEGREE)
+        _, a = anchored(q, A, LOW, block, there, DEGREE > 0, D, DP)
+        exponent, f, _, _ = factors(s, a * factor, is_near(place, at, reach, PT) | is_outer[None, :], DEGREE)
         exponent = tl.where(there[None, :], exponent, -float("inf"))
         top, z, o = online(top, z, o, exponent, f, v)
     if not ALL:
@@ -89,7 +88,7 @@ def output(
             m = start + tl.arange(0, BM)
             bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
             there = m < total
-            _, a = anchored(q, A, LOW, m, there, D, DP)
+            _, a = anchored(q, A, LOW, m, there, True, D, DP)
             count = tl.where(
                 is_touched(near, bt, by, bx), -float("inf"), tl.load(COUNT + m, there, other=-float("inf"))
             )
@@ -98,4 +97,5 @@ def output(
             o = add_moments(o, q, top, A, LOW, P, near, blocks, on_grid, factor, scale, D, DP)
     o = o / z[:, None]
     store(of_head(O, os, b, h), row, os[1], inside, o, D, DP)
+    store(of_head(REST, os, b, h), row, os[1], inside, o - o.to(O.dtype.element_ty).to(tl.float32), D, DP)
     tl.store(TOP + bh.to(tl.int64) * (n_grid + outer[0] + outer[1]) + row, top + tl.log2(z), inside)

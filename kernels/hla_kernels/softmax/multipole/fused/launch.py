@@ -47,7 +47,9 @@ def _strides(*tensors: Tensor) -> tuple[tuple[int, int, int], ...]:
     return tuple((x.stride(0), x.stride(1), x.stride(2)) for x in tensors)
 
 
-def forward(c: Call, tokens: Tokens, o: Tensor, top: Tensor, mean: Tensor, value: Tensor, count: Tensor) -> None:
+def forward(
+    c: Call, tokens: Tokens, o: Tensor, top: Tensor, mean: Tensor, value: Tensor, count: Tensor, rest: Tensor
+) -> None:
     """Write o and what the backward needs."""
     q, k, v = tokens
     anchors, tiles = tuple(mean), c.plan.tiles.output
@@ -57,7 +59,7 @@ def forward(c: Call, tokens: Tokens, o: Tensor, top: Tensor, mean: Tensor, value
     moments = _moments(c, k, v, anchors)
     grid, constants = c.reading(tiles)
     output[grid](
-        q, k, v, *anchors, value, moments, count, o, top, *_strides(q, k, v, o), *c.where, *c.numbers, **constants,
+        q, k, v, *anchors, value, moments, count, o, rest, top, *_strides(q, k, v, o), *c.where, *c.numbers, **constants,
         BJ=tiles.other, BM=tiles.blocks,
     )  # fmt: skip
 
@@ -77,7 +79,7 @@ def _moments(c: Call, k: Tensor, v: Tensor, anchors: tuple[Tensor, ...]) -> Tens
 
 def backward(
     c: Call, grad: Tensor, tokens: Tokens, o: Tensor, top: Tensor, mean: Tensor, value: Tensor, count: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor,
+    rest: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Write dq, dk and dv."""
     q, k, v = tokens
@@ -87,8 +89,8 @@ def backward(
     tiles = p.tiles.for_queries
     grid, constants = c.reading(tiles)
     for_queries[grid](
-        q, k, v, *anchors, value, moments, count, o, grad, top, delta, dq, *_strides(q, k, v, o, grad, dq), *c.where,
-        *c.numbers, **constants, BJ=tiles.other, BM=tiles.blocks,
+        q, k, v, *anchors, value, moments, count, o, rest, grad, top, delta, dq, *_strides(q, k, v, o, grad, dq),
+        *c.where, *c.numbers, **constants, BJ=tiles.other, BM=tiles.blocks,
     )  # fmt: skip
     d_mean = d_value = d_moments = None
     if not p.whole:
@@ -100,8 +102,8 @@ def backward(
     grid, constants = c.reading(p.tiles.for_keys)
     qt, qy, qx = patch_of(p.grid, p.tiles.for_keys.other)
     for_keys[grid](
-        q, k, v, mean, count, grad, top, delta, d_value, by_key, by_mean, values, *_strides(q, k, v, grad, dv),
-        *c.where, *c.numbers, **constants, QT=qt, QY=qy, QX=qx,
+        q, k, v, *anchors, count, grad, top, delta, d_value, by_key, by_mean, values,
+        *_strides(q, k, v, grad, dv), *c.where, *c.numbers, **constants, QT=qt, QY=qy, QX=qx,
     )  # fmt: skip
     if d_moments is not None:
         tiles = p.tiles.of_moments

@@ -22,10 +22,11 @@ def _like(x: Tensor) -> Tensor:
 def multipole_op(
     q: Tensor, k: Tensor, v: Tensor, grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int,
     degree: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o [B, N, H, D] and, for the backward: logarithm of the divisor [B, H, N]; of blocks mean keys and what rounding
-    took from them [2, B, H, M, D], mean values [B, H, M, D] and logarithm of their sizes [M]. q, k, v [B, N, H, D];
-    grid and blocks have three axes, outer is the number of tokens before and after the grid."""
+    took from them [2, B, H, M, D], mean values [B, H, M, D] and logarithm of their sizes [M]; what rounding took from o
+    (g.o is subtracted from every g.v_j). q, k, v [B, N, H, D]; grid and blocks have three axes, outer is the number of
+    tokens before and after the grid."""
     from .launch import Call, forward
 
     call = Call(grid, blocks, outer, radius, degree, scale, q.shape)
@@ -36,12 +37,12 @@ def multipole_op(
     return found
 
 
-def _outputs(q: Tensor, blocks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _outputs(q: Tensor, blocks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     b, n, h, d = q.shape
     m = math.prod(blocks)
     top, count = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in ((b, h, n), (m,)))
     mean, value = (torch.empty(shape, dtype=q.dtype, device=q.device) for shape in ((2, b, h, m, d), (b, h, m, d)))
-    return _like(q), top, mean, value, count
+    return _like(q), top, mean, value, count, _like(q)
 
 
 @multipole_op.register_fake
@@ -52,7 +53,8 @@ def _(q, k, v, grid, blocks, outer, radius, degree, scale):
 @torch.library.custom_op("hla_kernels::multipole_backward", mutates_args=())
 def multipole_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, top: Tensor, mean: Tensor, value: Tensor, count: Tensor,
-    grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int, degree: int, scale: float,
+    rest: Tensor, grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int, degree: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv)."""
     from .launch import Call, backward
@@ -61,7 +63,7 @@ def multipole_backward(
     if q.shape[0]:
         call = Call(grid, blocks, outer, radius, degree, scale, q.shape)
         with torch.cuda.device_of(q):
-            backward(call, _rows(grad), (_rows(q), _rows(k), _rows(v)), o, top, mean, value, count, *found)
+            backward(call, _rows(grad), (_rows(q), _rows(k), _rows(v)), o, top, mean, value, count, rest, *found)
     return found
 
 

@@ -29,11 +29,16 @@ def products(x, y):
 
 
 @triton.jit
-def anchored(q, A, LOW, m, there, D: tl.constexpr, DP: tl.constexpr):
-    """(mean keys of blocks, products of queries with them, [I, M]): A and LOW, what rounding took from it."""
+def anchored(q, A, LOW, m, there, WHOLE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """(mean keys of blocks m, products of queries with them, [I, M]): A and, if WHOLE, LOW, what rounding took from it.
+
+    A mean key that is rounded moves the weights of its whole block alike: of degree 0, less than rounding of the
+    weights does; with a factor of the power, by r times as much.
+    """
     mean = load(A, m, D, there, D, DP)
     a = products(q, mean)
-    a += products(q, load(LOW, m, D, there, D, DP))
+    if WHOLE:
+        a += products(q, load(LOW, m, D, there, D, DP))
     return mean, a
 
 
