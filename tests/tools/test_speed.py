@@ -13,7 +13,7 @@ import hla_kernels
 from zoo.eval.speed import check as checking
 from zoo.eval.speed import formulas, kernels, models, peers, pictures, report, rows, timing
 from zoo.eval.speed.profile import part_of
-from zoo.eval.speed.shapes import OPS, PASSES, SHAPES, floor_bytes, floor_us
+from zoo.eval.speed.shapes import ALL_SHAPES, OPS, PASSES, SHAPES, floor_bytes, floor_us
 
 RATE = 4.27e12  # bytes per second of a copy; the floors below were worked out by hand for it
 
@@ -68,6 +68,17 @@ def test_mixed_formula_is_the_definition(grid, blocks, options):
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("degree", [0, 1, 2])
+@pytest.mark.parametrize(("grid", "blocks", "radius"), [((5, 7), (2, 3), 1), ((3, 4, 3), (2, 2, 2), 0)])
+def test_multipole_formula_is_the_definition(grid, blocks, radius, degree, monkeypatch):
+    monkeypatch.setattr(formulas, "CHUNK", 8)
+    q, k, v = torch.randn(3, 2, math.prod(grid), 3, 5, dtype=torch.float64)
+    options = {"grid": grid, "blocks": blocks, "radius": radius, "degree": degree}
+    wanted = hla_kernels.multipole(q, k, v, q_scale=5**-0.5, impl="reference", **options)
+    found = formulas.multipole(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_taylor_formula_is_the_definition(monkeypatch):
     monkeypatch.setattr(formulas, "CHUNK", 4)
     q, k, v = torch.randn(3, 2, 7, 3, 5, dtype=torch.float64)
@@ -90,7 +101,7 @@ def test_plain_softmax_and_causal_sums(monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     """One shape small enough for a CPU."""
-    monkeypatch.setitem(SHAPES, "vit224", SHAPES["vit224"]._replace(b=2, h=2, n=9, d=8))
+    monkeypatch.setitem(ALL_SHAPES, "vit224", SHAPES["vit224"]._replace(b=2, h=2, n=9, d=8))
 
 
 @pytest.mark.parametrize("impl", ["ours", "eager"])
@@ -101,6 +112,14 @@ def test_a_case_is_compared_with_float64(op, impl, small):
     found = checking.check(case, "cpu")
     assert found.problem is None and found.ran == ("torch" if impl == "ours" else None)
     assert 1e-4 < found.rel_err["forward"] < 1e-2 and 1e-4 < found.rel_err["forward_backward"] < 0.2, found
+
+
+@pytest.mark.parametrize("impl", ["ours", "eager"])
+def test_a_case_on_a_grid_is_compared_with_float64(impl, small):
+    options = {"grid": (3, 3), "blocks": (2, 1), "radius": 0, "degree": 1}
+    found = checking.check(peers.Case("vit224", "multipole", impl, tuple(options.items())), "cpu")
+    assert found.problem is None and found.ran == ("torch" if impl == "ours" else None)
+    assert 1e-4 < found.rel_err["forward"] < 1e-2 and 1e-4 < found.rel_err["forward_backward"] < 1e-2, found
 
 
 def test_a_wrong_case_is_not_timed(small, monkeypatch):
@@ -166,6 +185,10 @@ def test_selection_of_cases():
         ("wan800", impl, blocks) for impl in ("ours", "eager") for blocks in ((7, 3, 5), (3, 5, 10))
     ]
     assert peers.cases(["dits512"], ["taylor2"], ["ours"], peers.OPTIONS) == [peers.Case("dits512", "taylor2", "ours")]
+    found = peers.cases(["vit224", "dits512"], ["multipole"], ["ours", "eager"], ["relu", "degree0", "degree1"])
+    assert [(case.shape, case.impl, dict(case.options)["degree"]) for case in found] == [
+        ("dits512", impl, degree) for impl in ("ours", "eager") for degree in (0, 1)
+    ]
 
 
 def test_absent_packages_are_one_line(monkeypatch):
@@ -182,6 +205,9 @@ def test_parts_of_a_step():
     assert part_of(["aten::mul"]) == "rest"
 
 
+MULTIPOLE = {"grid": [1, 1], "blocks": [8, 8], "radius": 2, "degree": 1}
+
+
 def kernel_fixture() -> dict:
     """Rows with round made-up numbers; no measurement."""
     made = []
@@ -193,6 +219,9 @@ def kernel_fixture() -> dict:
                 for op in OPS:
                     made.append({"op": op, "impl": "ours", "options": peers.OPTIONS[name], "us": us * slower, **tail})
             made.append({"op": "softmax_attention", "impl": "sdpa_cudnn", "options": {}, "us": us * 6, **tail})
+            for impl, slower in (("ours", 1.5), ("eager", 15)):
+                case = {"op": "multipole", "impl": impl, "ran": "triton", "options": MULTIPOLE}
+                made.append({**case, "us": us * slower, **tail})
     return {"hardware": "made up", "versions": {}, "date": "2000-01-01", "command": "none", "rows": made, "failed": []}
 
 
@@ -213,6 +242,8 @@ def test_kernel_table():
     wanted = ["10 (0.50 miss 0.7)", "20 (0.50 miss 0.6)", "6.00 pass 4.5", "x 1.10 pass", "x 1.50 miss"]
     assert [cell.strip() for cell in line.split("|")[3:8]] == wanted
     assert "| sdpa_cudnn softmax_attention | 60 / 120 |" in "\n".join(lines)
+    (line,) = (line for line in lines if line.startswith("| ViT-S 224 | 8x8 | 2 | 1 |"))
+    assert [cell.strip() for cell in line.split("|")[5:11]] == ["15", "4.0", "30", "4.0", "10.0", "triton"]
 
 
 def test_model_table():

@@ -78,6 +78,31 @@ def taylor(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor) -> Tensor:
     return torch.cat([checkpoint(rows, part, use_reentrant=False) for part in q.split(CHUNK, -2)], -2)
 
 
+def multipole(
+    q: Tensor, k: Tensor, v: Tensor, *, grid: tuple[int, ...], blocks: tuple[int, ...], radius: int, degree: int
+) -> Tensor:
+    """softmax(q k' / sqrt(D)) v with exp(s) of tokens that are farther than `radius` along an axis of the grid expanded
+    around a, the mean of s over the block of the key, up to (s - a)^degree; in chunks as in `softmax`."""
+    axes = [torch.arange(length, device=q.device) for length in grid]
+    places = torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1)
+    own = torch.zeros_like(places[0])
+    for x, length, m in zip(places, grid, blocks, strict=True):
+        ends = torch.tensor([(i + 1) * length // m for i in range(m)], device=q.device)
+        own = own * m + torch.bucketize(x, ends, right=True)
+    mean = torch.stack([k[..., own == block, :].mean(-2) for block in range(math.prod(blocks))], -2)
+
+    def rows(part: Tensor, at: Tensor) -> Tensor:
+        near = (at[:, :, None] - places[:, None]).abs().amax(0) <= radius
+        s, a = part @ k.mT * part.shape[-1] ** -0.5, (part @ mean.mT * part.shape[-1] ** -0.5)[..., own]
+        power = torch.where(near, s, a)
+        terms = sum((s - a) ** i / math.factorial(i) for i in range(degree + 1))
+        w = (power - power.detach().amax(-1, keepdim=True)).exp() * torch.where(near, 1, terms)
+        return w @ v / w.sum(-1, keepdim=True)
+
+    chunks = zip(q.split(CHUNK, -2), places.split(CHUNK, -1), strict=True)
+    return torch.cat([checkpoint(rows, part, at, use_reentrant=False) for part, at in chunks], -2)
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """o_t = sum_{j <= t} (q_t . k_j) v_j, chunk by chunk with the state K'V of the tokens before."""
     state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])

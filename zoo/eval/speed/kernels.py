@@ -18,7 +18,18 @@ from tqdm import tqdm
 
 from zoo.eval.speed import rows
 from zoo.eval.speed.check import Checked, check, inputs
-from zoo.eval.speed.peers import MIXED_OPTIONS, OPTIONS, Call, Case, cases, coefficients, make, missing
+from zoo.eval.speed.peers import (
+    DEGREES,
+    MIXED_OPTIONS,
+    OPTIONS,
+    OTHERS,
+    Call,
+    Case,
+    cases,
+    coefficients,
+    make,
+    missing,
+)
 from zoo.eval.speed.shapes import ALL_SHAPES, OPS, PASSES, SHAPES, floor_us
 from zoo.eval.speed.timing import copy_rate, measure, peak_mib
 from zoo.names import unknown_name
@@ -32,11 +43,14 @@ L2_BYTES = 60e6  # of an H200: smaller tensors are also timed with a single set,
 class KernelSettings:
     """Which part of the operator table to measure; the rows are merged into the file.
 
-    shapes: of vit224, vit512, dit256, dit512, tokens16k, wan480p; wan800 and dits512 (with wan480p those of mhla)
-    ops: two-sided operators, mhla, taylor2; softmax and causal peers have one each, timed whatever is named here
+    shapes: of vit224, vit512, dit256, dit512, tokens16k, wan480p; wan800, dits512 (with wan480p those of mhla),
+        tokens4k (of multipole)
+    ops: two-sided operators, mhla, taylor2, multipole; softmax and causal peers have one each, timed whatever is
+        named here
     impls: ours and the peers
     options: identity (unnormalised), elu1_ratio, center_mean (centred keys and mean-value path), relu,
-        relu_ratio; of mhla alone: relu, relu_ratio, float32 (moments), rotary, rotary_ratio, order_ahla, order_hla2
+        relu_ratio; of mhla alone: relu, relu_ratio, float32 (moments), rotary, rotary_ratio, order_ahla, order_hla2;
+        of multipole alone: degree0, degree1
     workers: processes that compile and check at once
     json: result file to add to
     picture: PNG to draw from the whole file
@@ -51,8 +65,8 @@ class KernelSettings:
     picture: str = "docs/pictures/kernels-h200.png"
 
     def __post_init__(self) -> None:
-        ops = (*OPS, "mhla", "taylor2")
-        known = {"shapes": ALL_SHAPES, "ops": ops, "impls": IMPLS, "options": OPTIONS | MIXED_OPTIONS}
+        ops = (*OPS, *OTHERS)
+        known = {"shapes": ALL_SHAPES, "ops": ops, "impls": IMPLS, "options": OPTIONS | MIXED_OPTIONS | DEGREES}
         for key, allowed in known.items():
             for name in getattr(self, key):
                 if name not in allowed:

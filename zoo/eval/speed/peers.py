@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hla_kernels
-from zoo.eval.speed.formulas import angles, causal, locality, mixed, plain, softmax, taylor
-from zoo.eval.speed.shapes import ALL_SHAPES, GRIDS
+from zoo.eval.speed.formulas import angles, causal, locality, mixed, multipole, plain, softmax, taylor
+from zoo.eval.speed.shapes import ALL_SHAPES, FIELDS, GRIDS
 
 Call = Callable[[Tensor, Tensor | None], Tensor]  # (qkv, `coefficients` of the case) -> o
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -36,6 +36,8 @@ MIXED_OPTIONS: dict[str, dict[str, Any]] = {
     "order_ahla": OPTIONS["relu"] | {"order": "ahla"},
     "order_hla2": OPTIONS["relu"] | {"order": "hla2"},
 }
+DEGREES = {"degree0": 0, "degree1": 1}  # of multipole alone
+OTHERS = ("mhla", "taylor2", "multipole")
 PACKAGES = {"fla": "fla.ops.linear_attn", "flash_bla": "flash_bla.ops.simple_la.fused"}
 CHECKOUTS = {"flash_bla": "fla-org/flash-bidirectional-linear-attention"}  # on no package index, without a licence file
 
@@ -67,12 +69,14 @@ def cases(shapes: Iterable[str], ops: Iterable[str], impls: Iterable[str], optio
                 out.append(Case(shape, "linear_attention", impl))
             else:
                 chosen = [o for o in options if o in OPTIONS and (impl != "compiled" or o == "identity")]
-                plain_ops = [op for op in ops if op not in ("mhla", "taylor2")]
+                plain_ops = [op for op in ops if op not in OTHERS]
                 out += [Case(shape, op, impl, tuple(OPTIONS[o].items())) for op in plain_ops for o in chosen]
                 if "mhla" in ops and impl != "compiled":
                     out += _mixed_cases(shape, impl, [o for o in options if o in MIXED_OPTIONS])
                 if "taylor2" in ops:
                     out.append(Case(shape, "taylor2", impl))
+                if "multipole" in ops and impl != "compiled":
+                    out += _near_and_far_cases(shape, impl, [DEGREES[o] for o in options if o in DEGREES])
     return out
 
 
@@ -81,6 +85,15 @@ def _mixed_cases(shape: str, impl: str, options: list[str]) -> list[Case]:
     grid, cuts = GRIDS.get(shape, ((), ()))
     where = [{"grid": grid, "blocks": blocks} for blocks in cuts]
     return [Case(shape, "mhla", impl, tuple((MIXED_OPTIONS[o] | w).items())) for w in where for o in options]
+
+
+def _near_and_far_cases(shape: str, impl: str, degrees: list[int]) -> list[Case]:
+    """`multipole` on the grid of a shape; none where it has no grid."""
+    if shape not in FIELDS:
+        return []
+    grid, blocks, radius = FIELDS[shape]
+    each = [{"grid": grid, "blocks": blocks[degree], "radius": radius, "degree": degree} for degree in degrees]
+    return [Case(shape, "multipole", impl, tuple(options.items())) for options in each]
 
 
 def missing(impl: str) -> str | None:
@@ -121,6 +134,8 @@ def truth(case: Case, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Tens
     if case.op == "taylor2":
         assert c is not None
         return taylor(q, k, v, c)
+    if case.op == "multipole":
+        return multipole(q, k, v, **options)
     return causal(q, k, v) if options.pop("causal", False) else plain(case.op, q, k, v, c, **options)
 
 
@@ -131,7 +146,16 @@ def of_operator(options: dict[str, Any], qkv: Tensor) -> dict[str, Any]:
     return options | {"rotary": angles(qkv.shape[1], qkv.shape[4], qkv.device)}
 
 
+def _multipole(options: dict[str, Any], impl: str) -> Call:
+    def call(qkv: Tensor, c: Tensor | None) -> Tensor:
+        return hla_kernels.multipole(*qkv.unbind(2), **options, q_scale=qkv.shape[-1] ** -0.5, impl=impl)
+
+    return call
+
+
 def _ours(op: str, options: dict[str, Any]) -> Call:
+    if op == "multipole":
+        return _multipole(options, "auto")
     packed = getattr(hla_kernels, f"{op}_qkvpacked")
     if op == "taylor2":
         return lambda qkv, c: packed(qkv, c, q_scale=qkv.shape[-1] ** -0.5)
@@ -148,6 +172,9 @@ def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _eager(op: str, options: dict[str, Any]) -> Call:
+    if op == "multipole":  # a user of torch has its form in torch, which is linear too
+        return _multipole(options, "torch")
+
     def call(qkv: Tensor, c: Tensor | None) -> Tensor:
         q, k, v = _heads(qkv)
         if op == "mhla":

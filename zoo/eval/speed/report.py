@@ -13,15 +13,16 @@ WAN_TARGETS = {"mhla": 2.4, "ahla": 2.4, "mhla every:3": 1.7, "ahla every:3": 1.
 def kernels(result: Row) -> str:
     """Our operators by shape, then every peer by shape, then how it was measured."""
     found = {_place(row): row for row in result["rows"]}
-    parts = [_ours(found), _mixed(result["rows"], found), _taylor(found), _peers(result["rows"]), _measured(result)]
+    parts = [_ours(found), _mixed(result["rows"], found), _taylor(found), _multipole(found), _peers(result["rows"])]
+    parts.append(_measured(result))
     return "\n\n".join(part for part in parts if part)
 
 
 def main_kernels(result: Row) -> str:
-    """Of `kernels` what has a target: our operators forward and backward, one line each, `mhla` and `taylor2`."""
+    """Of `kernels`: our operators forward and backward, one line each, `mhla`, `taylor2`, `multipole`; no peers."""
     found = {_place(row): row for row in result["rows"]}
     plain = [row for row in result["rows"] if len(row["options"]) <= 4]
-    parts = [_by_operator(found), _mixed(plain, found), _taylor(found), _measured(result)]
+    parts = [_by_operator(found), _mixed(plain, found), _taylor(found), _multipole(found), _measured(result)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -154,6 +155,26 @@ def _taylor(found: dict[tuple, Row]) -> str:
     return _table(head, lines) if lines else ""
 
 
+def _multipole(found: dict[tuple, Row]) -> str:
+    """`multipole` beside softmax with cuDNN and its own form in torch."""
+    head = ["shape", "multipole: blocks", "radius", "degree", "forward us", "times cuDNN", "forward+backward us"]
+    head += ["times cuDNN", "times torch", "form", "error f / b", "peak MiB f+b"]
+    lines = []
+    for (sizes, op, impl, options, which), row in found.items():
+        forward = found.get((sizes, op, impl, options, PASSES[0]))
+        if (op, impl, which) != ("multipole", "ours", PASSES[1]) or forward is None:
+            continue
+        cudnn = [found.get((sizes, "softmax_attention", "sdpa_cudnn", (), name)) for name in PASSES]
+        title = next(shape.title for shape in ALL_SHAPES.values() if tuple(shape.sizes) == sizes)
+        own = row["options"]
+        cells = [title, "x".join(map(str, own["blocks"])), str(own["radius"]), str(own["degree"])]
+        cells += [f"{forward['us']:.0f}", _times(cudnn[0], forward, None), f"{row['us']:.0f}"]
+        cells += [_times(cudnn[1], row, None), _times(found.get((sizes, op, "eager", options, which)), row, None)]
+        errors = " / ".join(f"{x['rel_err']:.1e}" for x in (forward, row))
+        lines.append([*cells, row["ran"], errors, f"{row['peak_mib']:.0f}"])
+    return _table(head, lines) if lines else ""
+
+
 def _times(peer: Row | None, row: Row, target: float | None) -> str:
     if peer is None:
         return "-"
@@ -166,7 +187,7 @@ def _verdict(value: float, target: float) -> str:
 
 
 def _peers(rows: list[Row]) -> str:
-    rows = [row for row in rows if row["op"] != "mhla"]  # those are in the table of `_mixed`
+    rows = [row for row in rows if row["op"] not in ("mhla", "multipole")]  # they have tables of their own
     columns = list(dict.fromkeys((row["impl"], row["op"], _words(row)) for row in rows if row["impl"] != "ours"))
     if not columns:
         return ""

@@ -51,7 +51,16 @@ GRIDS = {
     "dits512": ((32, 32), ((4, 4),)),
     "dit256": ((16, 16), ((4, 4),)),
 }
+# `multipole` alone: shape -> its grid, degree -> blocks along each axis, and the radius of what is near
+FIELDS: dict[str, tuple[tuple[int, ...], dict[int, tuple[int, ...]], int]] = {
+    "dit256": ((16, 16), {0: (8, 8), 1: (8, 8)}, 2),
+    "dits512": ((32, 32), {0: (16, 16), 1: (8, 8)}, 2),
+    "tokens4k": ((64, 64), {0: (16, 16), 1: (8, 8)}, 2),
+    "tokens16k": ((128, 128), {0: (32, 32), 1: (8, 8)}, 2),
+    "wan480p": ((21, 30, 52), {0: (7, 10, 13), 1: (3, 5, 7)}, 1),
+}
 ALL_SHAPES = SHAPES | {
+    "tokens4k": Shape("4k tokens", 16, 16, 4096, 64, False),
     "wan800": Shape("Wan 480x800", 2, 12, 31500, 128, True),
     "dits512": Shape("DiT-S 512", 32, 6, 1024, 64, False),
 }

@@ -30,8 +30,8 @@ FREE = [*FREE, "gs", "dqs", "dks", "dvs", "splits"]
 
 @triton.jit(do_not_specialize=FREE)
 def for_queries(
-    Q, K, V, A, LOW, E, P, COUNT, O, REST, G, TOP, DELTA, DQ, qs, ks, vs, os, gs, dqs, grid, blocks, outer, radius, heads,
-    factor, scale, DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr,
+    Q, K, V, A, LOW, E, P, COUNT, O, REST, G, TOP, DELTA, DQ, qs, ks, vs, os, gs, dqs, grid, blocks, outer, radius,
+    heads, factor, scale, DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr,
     PY: tl.constexpr, PX: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """dq and DELTA of a tile of queries."""
@@ -139,8 +139,8 @@ def patches_along(first, last, length, m, size, radius, ALL: tl.constexpr):
 
 @triton.jit(do_not_specialize=FREE)
 def for_keys(
-    Q, K, V, A, LOW, COUNT, G, TOP, DELTA, DE, DK, DA, DV, qs, ks, vs, gs, dvs, grid, blocks, outer, radius, heads, factor,
-    scale, DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr,
+    Q, K, V, A, LOW, COUNT, G, TOP, DELTA, DE, DK, DA, DV, qs, ks, vs, gs, dvs, grid, blocks, outer, radius, heads,
+    factor, scale, DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr,
     PY: tl.constexpr, PX: tl.constexpr, QT: tl.constexpr, QY: tl.constexpr, QX: tl.constexpr,
 ):  # fmt: skip
     """dv of a tile PT x PY x PX of keys; DK, DA [B, N, H, D]: its gradients by scores with keys and with mean keys.

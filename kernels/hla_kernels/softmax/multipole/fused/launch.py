@@ -59,8 +59,8 @@ def forward(
     moments = _moments(c, k, v, anchors)
     grid, constants = c.reading(tiles)
     output[grid](
-        q, k, v, *anchors, value, moments, count, o, rest, top, *_strides(q, k, v, o), *c.where, *c.numbers, **constants,
-        BJ=tiles.other, BM=tiles.blocks,
+        q, k, v, *anchors, value, moments, count, o, rest, top, *_strides(q, k, v, o), *c.where, *c.numbers,
+        **constants, BJ=tiles.other, BM=tiles.blocks,
     )  # fmt: skip
 
 
