@@ -10,20 +10,21 @@ import triton.language as tl
 from .forward import FREE
 from .geometry import (
     EVERYWHERE,
-    block_at,
+    axes_of,
+    block_box,
     block_of,
-    box_of,
     in_box,
     inverses,
     is_near,
     is_touched,
     patches,
+    reads,
     start_of,
     tile_of,
     touched,
 )
 from .moments import add_moment_queries
-from .tiles import anchored, factors, load, of_head, products, store, weighted
+from .tiles import anchored, factors, keys, load, of_head, products, store, weighted, weights_of
 
 FREE = [*FREE, "gs", "dqs", "dks", "dvs", "splits"]
 
@@ -38,11 +39,9 @@ def for_queries(
     patch, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     n_grid, total = grid[0] * grid[1] * grid[2], blocks[0] * blocks[1] * blocks[2]
-    row, inside, place, on_grid = tile_of(patch, grid, outer, PT, PY, PX)
-    near = touched(patch, on_grid, grid, blocks, radius, ALL, PT, PY, PX)
-    reach = tl.where(on_grid, radius, EVERYWHERE)
-    first, size = box_of(near, grid, blocks)
-    per_size, per_length = inverses(size), inverses(grid)
+    tile, near, reach, n_near, box = reads(patch, grid, blocks, outer, radius, ALL, PT, PY, PX)
+    row, inside, place, on_grid = tile
+    per_length = inverses(grid)
     K, V = of_head(K, ks, b, h), of_head(V, vs, b, h)
     A += bh.to(tl.int64) * total * D
     E += bh.to(tl.int64) * total * D
@@ -58,14 +57,13 @@ def for_queries(
     tl.store(DELTA + at_row, delta, inside)
     top = tl.load(TOP + at_row, inside, other=0.0)
     dq = tl.zeros([PT * PY * PX, DP], tl.float32)
-    for start in range(0, size[0] * size[1] * size[2] + outer[0] + outer[1], BJ):
-        e = start + tl.arange(0, BJ)
-        theirs, there, at, is_outer = in_box(e, first, size, per_size, grid, outer, PT)
-        block = block_at(at, is_outer, per_length, blocks, PT)
-        k, v = load(K, theirs, ks[1], there, D, DP), load(V, theirs, vs[1], there, D, DP)
+    for start in range(0, n_near, BJ):
+        k, v, there, block, exact = keys(
+            start, K, V, ks, vs, box, place, reach, grid, per_length, blocks, outer, D, DP, PT, BJ
+        )
         s = products(q, k) * factor
         mean, a = anchored(q, A, LOW, block, there, DEGREE > 0, D, DP)
-        exponent, _, by_s, by_a = factors(s, a * factor, is_near(place, at, reach, PT) | is_outer[None, :], DEGREE)
+        exponent, _, by_s, by_a = factors(s, a * factor, exact, DEGREE)
         u = tl.exp2(tl.where(there[None, :], exponent - top[:, None], -float("inf")))
         u = u * (products(g, v) - delta[:, None]) * scale
         dq = weighted(dq, u * by_s, k)
@@ -73,12 +71,8 @@ def for_queries(
     if not ALL:
         for start in range(0, tl.where(on_grid, total, 0), BM):
             m = start + tl.arange(0, BM)
-            bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
-            there = m < total
+            there, count = weights_of(COUNT, near, m, blocks)
             mean, a = anchored(q, A, LOW, m, there, True, D, DP)
-            count = tl.where(
-                is_touched(near, bt, by, bx), -float("inf"), tl.load(COUNT + m, there, other=-float("inf"))
-            )
             u = tl.exp2(a * factor + count[None, :] - top[:, None])
             u = u * (products(g, load(E, m, D, there, D, DP)) - delta[:, None]) * scale
             dq = weighted(dq, u, mean)
@@ -98,7 +92,7 @@ def for_blocks(
     b, h = bh // heads, bh % heads
     n, total = grid[0] * grid[1] * grid[2] + outer[0] + outer[1], blocks[0] * blocks[1] * blocks[2]
     m = tile * BM + tl.arange(0, BM)
-    bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
+    at = axes_of(m, blocks)
     there = m < total
     base = bh.to(tl.int64) * total * D
     mean, value = load(A + base, m, D, there, D, DP), load(E + base, m, D, there, D, DP)
@@ -114,7 +108,7 @@ def for_blocks(
         q, g = load(Q, row, qs[1], inside, D, DP), load(G, row, gs[1], inside, D, DP)
         top = tl.load(TOP + bh.to(tl.int64) * n + row, inside, other=float("inf"))
         delta = tl.load(DELTA + bh.to(tl.int64) * n + row, inside, other=0.0)
-        weight = tl.where(is_touched(near, bt, by, bx), -float("inf"), count)
+        weight = tl.where(is_touched(near, at), -float("inf"), count)
         a = products(mean, q)
         a += products(low, q)
         u = tl.exp2(a * factor + weight[:, None] - top[None, :])
@@ -149,11 +143,8 @@ def for_keys(
     b, h = bh // heads, bh % heads
     n, total = grid[0] * grid[1] * grid[2] + outer[0] + outer[1], blocks[0] * blocks[1] * blocks[2]
     theirs, there, at, on_grid = tile_of(tile, grid, outer, PT, PY, PX)
-    bt, by, bx = (
-        block_of(at[0], grid[0], blocks[0]),
-        block_of(at[1], grid[1], blocks[1]),
-        block_of(at[2], grid[2], blocks[2]),
-    )
+    bt, by = block_of(at[0], grid[0], blocks[0]), block_of(at[1], grid[1], blocks[1])
+    bx = block_of(at[2], grid[2], blocks[2])
     block = tl.where(on_grid, (bt * blocks[1] + by) * blocks[2] + bx, 0)
     own = touched(tile, on_grid, grid, blocks, 0, ALL, PT, PY, PX)
     k = load(of_head(K, ks, b, h), theirs, ks[1], there, D, DP)
@@ -178,7 +169,7 @@ def for_keys(
         patch = tl.where(i < near_patches, patch, nt * ny * nx + i - near_patches)
         row, inside, place, q_on_grid = tile_of(patch, grid, outer, QT, QY, QX)
         near = touched(patch, q_on_grid, grid, blocks, radius, ALL, QT, QY, QX)
-        live = there & (is_touched(near, bt, by, bx) | (on_grid == 0))
+        live = there & (is_touched(near, (bt, by, bx)) | (on_grid == 0))
         reach = tl.where(q_on_grid, tl.where(on_grid, radius, EVERYWHERE), EVERYWHERE)
         q, g = load(Q, row, qs[1], inside, D, DP), load(G, row, gs[1], inside, D, DP)
         top = tl.load(TOP + bh.to(tl.int64) * n + row, inside, other=float("inf"))
@@ -207,8 +198,7 @@ def spread(
     m, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     n, total = grid[0] * grid[1] * grid[2] + outer[0] + outer[1], blocks[0] * blocks[1] * blocks[2]
-    bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
-    first, size = box_of(((bt, bt), (by, by), (bx, bx)), grid, blocks)
+    first, size = block_box(m, grid, blocks)
     per_size = inverses(size)
     width = size[0] * size[1] * size[2]
     own_rows = ((b.to(tl.int64) * n) * heads + h) * D

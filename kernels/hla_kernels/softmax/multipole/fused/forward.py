@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from .geometry import EVERYWHERE, block_at, box_of, in_box, inverses, is_near, is_touched, tile_of, touched
+from .geometry import block_box, in_box, inverses, reads
 from .moments import add_moments
-from .tiles import anchored, factors, load, of_head, products, store, weighted
+from .tiles import anchored, factors, keys, load, of_head, products, store, weighted, weights_of
 
 FREE = ["ks", "vs", "qs", "os", "grid", "blocks", "outer", "radius", "heads", "factor", "scale"]
 
@@ -19,9 +19,7 @@ def pool(
     of its number of tokens."""
     m, bh = tl.program_id(0), tl.program_id(1)
     total = blocks[0] * blocks[1] * blocks[2]
-    bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
-    near = (bt, bt), (by, by), (bx, bx)
-    first, size = box_of(near, grid, blocks)
+    first, size = block_box(m, grid, blocks)
     n, per_size = size[0] * size[1] * size[2], inverses(size)
     K, V = of_head(K, ks, bh // heads, bh % heads), of_head(V, vs, bh // heads, bh % heads)
     k, v = tl.zeros([BW, DP], tl.float32), tl.zeros([BW, DP], tl.float32)
@@ -58,11 +56,9 @@ def output(
     patch, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     n_grid, total = grid[0] * grid[1] * grid[2], blocks[0] * blocks[1] * blocks[2]
-    row, inside, place, on_grid = tile_of(patch, grid, outer, PT, PY, PX)
-    near = touched(patch, on_grid, grid, blocks, radius, ALL, PT, PY, PX)
-    reach = tl.where(on_grid, radius, EVERYWHERE)
-    first, size = box_of(near, grid, blocks)
-    per_size, per_length = inverses(size), inverses(grid)
+    tile, near, reach, n_near, box = reads(patch, grid, blocks, outer, radius, ALL, PT, PY, PX)
+    row, inside, place, on_grid = tile
+    per_length = inverses(grid)
     K, V = of_head(K, ks, b, h), of_head(V, vs, b, h)
     A += bh.to(tl.int64) * total * D
     E += bh.to(tl.int64) * total * D
@@ -73,25 +69,20 @@ def output(
     top = tl.full([PT * PY * PX], -float("inf"), tl.float32)
     z = tl.zeros([PT * PY * PX], tl.float32)
     o = tl.zeros([PT * PY * PX, DP], tl.float32)
-    for start in range(0, size[0] * size[1] * size[2] + outer[0] + outer[1], BJ):
-        e = start + tl.arange(0, BJ)
-        theirs, there, at, is_outer = in_box(e, first, size, per_size, grid, outer, PT)
-        block = block_at(at, is_outer, per_length, blocks, PT)
-        k, v = load(K, theirs, ks[1], there, D, DP), load(V, theirs, vs[1], there, D, DP)
+    for start in range(0, n_near, BJ):
+        k, v, there, block, exact = keys(
+            start, K, V, ks, vs, box, place, reach, grid, per_length, blocks, outer, D, DP, PT, BJ
+        )
         s = products(q, k) * factor
         _, a = anchored(q, A, LOW, block, there, DEGREE > 0, D, DP)
-        exponent, f, _, _ = factors(s, a * factor, is_near(place, at, reach, PT) | is_outer[None, :], DEGREE)
+        exponent, f, _, _ = factors(s, a * factor, exact, DEGREE)
         exponent = tl.where(there[None, :], exponent, -float("inf"))
         top, z, o = online(top, z, o, exponent, f, v)
     if not ALL:
         for start in range(0, tl.where(on_grid, total, 0), BM):
             m = start + tl.arange(0, BM)
-            bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
-            there = m < total
+            there, count = weights_of(COUNT, near, m, blocks)
             _, a = anchored(q, A, LOW, m, there, True, D, DP)
-            count = tl.where(
-                is_touched(near, bt, by, bx), -float("inf"), tl.load(COUNT + m, there, other=-float("inf"))
-            )
             top, z, o = online(top, z, o, a * factor + count[None, :], 1.0, load(E, m, D, there, D, DP))
         if P is not None:
             o = add_moments(o, q, top, A, LOW, P, near, blocks, on_grid, factor, scale, D, DP)

@@ -89,6 +89,19 @@ def box_of(near, grid, blocks):
 
 
 @triton.jit
+def axes_of(m, blocks):
+    """(t, y, x) of blocks by number."""
+    return m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
+
+
+@triton.jit
+def block_box(m, grid, blocks):
+    """`box_of` one block."""
+    at = axes_of(m, blocks)
+    return box_of(((at[0], at[0]), (at[1], at[1]), (at[2], at[2])), grid, blocks)
+
+
+@triton.jit
 def quotient(a, inverse):
     """a // b for the inverse of b, 0 <= a < 2^22: exact, since half of 1 / b is more than what rounding takes."""
     return ((a.to(tl.float32) + 0.5) * inverse).to(tl.int32)
@@ -143,7 +156,18 @@ def is_near(i, j, radius, PT: tl.constexpr):
 
 
 @triton.jit
-def is_touched(near, t, y, x):
+def is_touched(near, at):
     """Which blocks (t, y, x) lie in a box of blocks."""
-    inside = (t >= near[0][0]) & (t <= near[0][1]) & (y >= near[1][0]) & (y <= near[1][1])
-    return inside & (x >= near[2][0]) & (x <= near[2][1])
+    inside = (at[0] >= near[0][0]) & (at[0] <= near[0][1]) & (at[1] >= near[1][0]) & (at[1] <= near[1][1])
+    return inside & (at[2] >= near[2][0]) & (at[2] <= near[2][1])
+
+
+@triton.jit
+def reads(patch, grid, blocks, outer, radius, ALL: tl.constexpr, PT: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr):
+    """What a tile of queries is and reads: (`tile_of`, the blocks read token by token, the reach of a query, number of
+    keys read one by one, their box with its `inverses`)."""
+    tile = tile_of(patch, grid, outer, PT, PY, PX)
+    near = touched(patch, tile[3], grid, blocks, radius, ALL, PT, PY, PX)
+    first, size = box_of(near, grid, blocks)
+    reach = tl.where(tile[3], radius, EVERYWHERE)
+    return tile, near, reach, size[0] * size[1] * size[2] + outer[0] + outer[1], (first, size, inverses(size))

@@ -7,7 +7,7 @@ rounding with it.
 import triton
 import triton.language as tl
 
-from .geometry import box_of, in_box, inverses, is_touched, patches, tile_of, touched
+from .geometry import axes_of, block_box, in_box, inverses, is_touched, patches, tile_of, touched
 from .tiles import load, of_head, products, store, weighted
 
 FREE = ["ks", "vs", "qs", "gs", "grid", "blocks", "outer", "radius", "heads", "factor", "scale", "splits"]
@@ -42,8 +42,7 @@ def sum_moments(
     """P [B H, M, D, D] of one block."""
     m, bh = tl.program_id(0), tl.program_id(1)
     at = bh.to(tl.int64) * tl.num_programs(0) + m
-    bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
-    first, size = box_of(((bt, bt), (by, by), (bx, bx)), grid, blocks)
+    first, size = block_box(m, grid, blocks)
     n, per_size = size[0] * size[1] * size[2], inverses(size)
     K, V = of_head(K, ks, bh // heads, bh % heads), of_head(V, vs, bh // heads, bh % heads)
     mean = mean_of(A, LOW, at, D, DP)
@@ -62,7 +61,7 @@ def sum_moments(
 def add_moments(o, q, top, A, LOW, P, near, blocks, on_grid, factor, scale, D: tl.constexpr, DP: tl.constexpr):
     """o + sum_b exp(a_b - top) s q.P_b of a tile of queries."""
     for m in range(tl.where(on_grid, blocks[0] * blocks[1] * blocks[2], 0)):
-        skip = is_touched(near, m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2])
+        skip = is_touched(near, axes_of(m, blocks))
         w = weight_of(q, mean_of(A, LOW, m, D, DP), top, factor, skip) * scale
         o = weighted(o, q.to(tl.float32) * w[:, None], moment(P, tl.cast(m, tl.int32), D, DP))
     return o
@@ -74,7 +73,7 @@ def add_moment_queries(
 ):
     """Their part of dq."""
     for m in range(tl.where(on_grid, blocks[0] * blocks[1] * blocks[2], 0)):
-        skip = is_touched(near, m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2])
+        skip = is_touched(near, axes_of(m, blocks))
         mean = mean_of(A, LOW, m, D, DP)
         w = weight_of(q, mean, top, factor, skip) * scale
         t = products(g, moment(P, tl.cast(m, tl.int32), D, DP))
@@ -94,7 +93,6 @@ def for_moments(
     b, h = bh // heads, bh % heads
     total, n = tl.num_programs(0), grid[0] * grid[1] * grid[2] + outer[0] + outer[1]
     at = bh.to(tl.int64) * total + m
-    bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
     mean, p = mean_of(A, LOW, at, D, DP), moment(P, at, D, DP)
     Q, G = of_head(Q, qs, b, h), of_head(G, gs, b, h)
     nt, ny, nx = patches(grid, PT, PY, PX)
@@ -106,7 +104,7 @@ def for_moments(
         q, g = load(Q, row, qs[1], inside, D, DP), load(G, row, gs[1], inside, D, DP)
         top = tl.load(TOP + bh.to(tl.int64) * n + row, inside, other=float("inf"))
         wide = q.to(tl.float32)
-        w = weight_of(q, mean, top, factor, is_touched(near, bt, by, bx)) * scale
+        w = weight_of(q, mean, top, factor, is_touched(near, axes_of(m, blocks))) * scale
         x = tl.sum(wide * products(g, p), 1) * w * scale
         da += tl.sum(wide * x[:, None], 0)
         dp = weighted(dp, tl.trans((wide * w[:, None]).to(g.dtype)), g)
@@ -125,8 +123,7 @@ def spread_moments(
     m, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     at = bh.to(tl.int64) * tl.num_programs(0) + m
-    bt, by, bx = m // (blocks[1] * blocks[2]), m // blocks[2] % blocks[1], m % blocks[2]
-    first, size = box_of(((bt, bt), (by, by), (bx, bx)), grid, blocks)
+    first, size = block_box(m, grid, blocks)
     n, per_size = size[0] * size[1] * size[2], inverses(size)
     own_rows = (b.to(tl.int64) * (grid[0] * grid[1] * grid[2] + outer[0] + outer[1]) * heads + h) * D
     K, V = of_head(K, ks, b, h), of_head(V, vs, b, h)

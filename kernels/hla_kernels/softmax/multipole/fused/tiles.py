@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .geometry import axes_of, block_at, in_box, is_near, is_touched
+
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -20,6 +22,27 @@ def store(ptr, row, stride, inside, x, D: tl.constexpr, DP: tl.constexpr):
     d = tl.arange(0, DP)
     at = ptr + row.to(tl.int64)[:, None] * stride + d[None, :]
     tl.store(at, x.to(ptr.dtype.element_ty), inside[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def keys(
+    start, K, V, ks, vs, box, place, reach, grid, per_length, blocks, outer,
+    D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr, BJ: tl.constexpr,
+):  # fmt: skip
+    """BJ of the keys that a tile of queries reads one by one: (k, v, is there one, their block, which are near)."""
+    e = start + tl.arange(0, BJ)
+    row, there, at, is_outer = in_box(e, box[0], box[1], box[2], grid, outer, PT)
+    k, v = load(K, row, ks[1], there, D, DP), load(V, row, vs[1], there, D, DP)
+    near = is_near(place, at, reach, PT) | is_outer[None, :]
+    return k, v, there, block_at(at, is_outer, per_length, blocks, PT), near
+
+
+@triton.jit
+def weights_of(COUNT, near, m, blocks):
+    """(is there a block, logarithm of its number of tokens: minus infinity if it is read token by token)."""
+    there = m < blocks[0] * blocks[1] * blocks[2]
+    count = tl.load(COUNT + m, there, other=-float("inf"))
+    return there, tl.where(is_touched(near, axes_of(m, blocks)), -float("inf"), count)
 
 
 @triton.jit
