@@ -151,7 +151,8 @@ def _conversions(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
     names = sorted(tuned, key=lambda name: float(np.mean(tuned[name])))
     for place, name in enumerate(names):
         axes.barh(place, np.mean(tuned[name]), color=COLORS[2], label=None if place else "fine-tuned")
-        axes.barh(place, np.mean(early[name]), color=COLORS[3], label=None if place else "calibrated")
+        if name in early:  # not of a run that was cut before its stages were evaluated
+            axes.barh(place, np.mean(early[name]), color=COLORS[3], label=None if place else "calibrated")
     axes.axvline(_control(rows), color=COLORS[4], linestyle="--", label="softmax, trained on")
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set(xlabel="top-1 (%), mean over seeds", title=title)

@@ -71,7 +71,8 @@ def test_the_picture_has_a_panel_for_each_experiment_and_counts_the_layers_kept(
     for keep, value in ((None, 55.0), ("auto:2", 57.0), ([0, 1, 3], 59.0)):
         options = {} if keep is None else {"keep_softmax": keep}
         rows += [row("la", "converted", 0, value, **options)]
-        rows += [row("la", "converted", 0, value - 9, "top1 after calibration", **options)]
+        if keep != "auto:2":  # as of a run that was cut before its stages were evaluated
+            rows += [row("la", "converted", 0, value - 9, "top1 after calibration", **options)]
     rows += [row("softmax", "control", 0, 61.0)]
     held_out = [each | {"data": "d, 9 held out", "experiment": "choices"} for each in rows]
     seen = []
