@@ -1,11 +1,13 @@
-"""The distance between what the attention layers of a converted model and of its softmax teacher return."""
+"""Distances between a student and its teacher inside: of what their attention layers return, of what their classifiers
+get."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from zoo.convert.calls import Call, converted, layers_of, recording
 
@@ -44,6 +46,39 @@ class AttentionMatch:
         """The mean over layers of the distance of the last two passes."""
         ours, theirs = self.found["student"], self.found["teacher"]
         return torch.stack([relative_distance(ours[n].output, theirs[n].output) for n in self.names]).mean()
+
+
+class FeatureMatch:
+    """Listens to a forward pass of two image models; `loss` is the distance of the features [B, C] that they classify.
+
+    The final features of ViT-AdaLA, arXiv 2603.16063 (its second stage). Raises ValueError for a model without one
+    classifier that is a linear layer, and for features of different widths.
+    """
+
+    def __init__(self, student: Any, teacher: Any) -> None:
+        self.heads = {"student": student.get_classifier(), "teacher": teacher.get_classifier()}
+        for which, head in self.heads.items():
+            if not isinstance(head, nn.Linear):
+                raise ValueError(
+                    f"distill.features needs one linear classifier, the {which} has a {type(head).__name__}"
+                )
+        ours, theirs = (head.in_features for head in self.heads.values())
+        if ours != theirs:
+            raise ValueError(f"distill.features needs a teacher of {ours} features, it has {theirs}")
+        self.found: dict[str, Tensor] = {}
+
+    @contextmanager
+    def listen(self, which: str) -> Iterator[None]:
+        """A context around a forward pass of the "student" or the "teacher"."""
+        handle = self.heads[which].register_forward_pre_hook(lambda _, inputs: self.found.update({which: inputs[0]}))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def loss(self) -> Tensor:
+        """The distance of the last two passes."""
+        return relative_distance(self.found["student"], self.found["teacher"])
 
 
 class _Keeping:

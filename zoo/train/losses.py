@@ -1,7 +1,7 @@
 """The training loss: cross-entropy with soft targets, and distillation from the class probabilities of a teacher."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from timm.data import Mixup
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 
-from zoo.convert.match import AttentionMatch
+from zoo.convert.match import AttentionMatch, FeatureMatch
 from zoo.data.settings import AugmentSettings
 from zoo.train.settings import DistillSettings
 
@@ -41,8 +41,9 @@ def create_mixup(augment: AugmentSettings, num_classes: int) -> Mixup | None:
 class Classification(nn.Module):
     """(logits [B, K], targets [B] or [B, K], images [B, 3, H, W]) -> losses by name; "total" is minimised.
 
-    With a teacher it is (1 - alpha) CE + alpha T^2 KL(teacher || student), and with `distill.attention` that times the
-    distance of attention outputs (`AttentionMatch`) as well; the teacher sees the same images.
+    With a teacher it is (1 - alpha) CE + alpha T^2 KL(teacher || student), and with `distill.attention` and
+    `distill.features` these times the distances of `AttentionMatch` and `FeatureMatch` as well; the teacher sees the
+    same images.
     """
 
     def __init__(
@@ -52,13 +53,18 @@ class Classification(nn.Module):
         self.criterion = SoftTargetCrossEntropy() if mixed else LabelSmoothingCrossEntropy(smoothing)
         self.distill = distill
         self.teacher = teacher
-        self.match: AttentionMatch | None = None
-        if teacher is not None:
-            self.match = AttentionMatch(student, teacher) if distill.attention else None
+        self.matches: dict[str, AttentionMatch | FeatureMatch] = {}
+        for name, match in (("attention", AttentionMatch), ("features", FeatureMatch)):
+            if teacher is not None and getattr(distill, name):
+                self.matches[name] = match(student, teacher)
 
-    def listen(self, which: str = "student") -> AbstractContextManager[Any]:
+    @contextmanager
+    def listen(self, which: str = "student") -> Iterator[None]:
         """A context around the student's forward pass."""
-        return nullcontext() if self.match is None else self.match.listen(which)
+        with ExitStack() as stack:
+            for match in self.matches.values():
+                stack.enter_context(match.listen(which))
+            yield
 
     def forward(self, logits: Tensor, targets: Tensor, images: Tensor) -> dict[str, Tensor]:
         cross_entropy = self.criterion(logits.float(), targets)
@@ -69,7 +75,7 @@ class Classification(nn.Module):
         distance = distillation_loss(logits, wanted, self.distill.temperature)
         alpha = self.distill.alpha
         found = {"total": (1 - alpha) * cross_entropy + alpha * distance, "loss": cross_entropy}
-        if self.match is None:
-            return found
-        attention = self.match.loss()
-        return {**found, "total": found["total"] + self.distill.attention * attention, "attention": attention}
+        for name, match in self.matches.items():
+            found[name] = match.loss()
+            found["total"] = found["total"] + getattr(self.distill, name) * found[name]
+        return found

@@ -140,17 +140,20 @@ class DistillSettings:
     alpha: weight of the teacher in the loss, 0 to 1
     temperature: T, the softening of both distributions
     attention: weight of the squared distance between attention outputs, layer by layer, over their power; 0 for none
+    features: weight of the same between what the two classifiers get; 0 for none
     """
 
     teacher: str = ""
     alpha: float = 0.5
     temperature: float = 1.0
     attention: float = 0.0
+    features: float = 0.0
 
     def __post_init__(self) -> None:
         positive(distill__temperature=self.temperature)
-        if self.attention < 0:
-            raise ValueError(f"distill.attention must be 0 or more, got {self.attention}")
+        for name in ("attention", "features"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"distill.{name} must be 0 or more, got {getattr(self, name)}")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"distill.alpha must be in [0, 1], got {self.alpha}")
 

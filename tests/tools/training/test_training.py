@@ -15,6 +15,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from zoo import config
+from zoo.convert.match import FeatureMatch
 from zoo.train.loop import Trainer
 from zoo.train.losses import distillation_loss
 from zoo.train.model import load_model, read_recipe
@@ -237,6 +238,31 @@ def test_attention_outputs_are_learned_from_the_teacher(softmax_run, tmp_path):
         Trainer(tiny(tmp_path / "b", model={"checkpoint": str(softmax_run)}, distill=distill))
     with pytest.raises(ValueError, match=r"which run.compile closes"):
         tiny(tmp_path / "c", distill=distill, run={"compile": True})
+
+
+def test_final_features_are_learned_from_the_teacher(softmax_run, tmp_path):
+    distill = {"teacher": "source", "alpha": 0.0, "features": 2.0}
+    model = {"checkpoint": str(softmax_run), "mixer": "la"}
+    trainer = Trainer(tiny(tmp_path / "a", model=model, distill=distill, schedule={"epochs": 3}))
+    objective, batch = trainer.parts.objective, next(trainer.batches(0, 1))
+    with objective.listen():
+        logits = trainer.model(batch.images)
+    losses = objective(logits, batch.labels, batch.images)
+    ours, theirs = (
+        m.forward_head(m.forward_features(batch.images), pre_logits=True) for m in (trainer.model, objective.teacher)
+    )
+    expected = (ours - theirs).square().sum() / theirs.square().sum()
+    torch.testing.assert_close(losses["features"], expected)
+    torch.testing.assert_close(losses["total"], losses["loss"] + 2 * expected)
+    trainer.train()
+    found = [row["features"] for row in read_rows(tmp_path / "a" / "metrics.jsonl") if row["kind"] == "train"]
+    assert np.mean(found[-4:]) < 0.8 * np.mean(found[:4])
+    wider = Trainer(tiny(tmp_path / "b", model={"kwargs": {"embed_dim": 24}})).model
+    with pytest.raises(ValueError, match=r"needs a teacher of 16 features, it has 24"):
+        FeatureMatch(trainer.model, wider)
+    wider.reset_classifier(0)
+    with pytest.raises(ValueError, match=r"one linear classifier, the teacher has a Identity"):
+        FeatureMatch(trainer.model, wider)
 
 
 def test_the_result_of_a_run_rebuilds_itself(softmax_run, tmp_path):
