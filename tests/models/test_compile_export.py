@@ -1,8 +1,13 @@
-"""torch.compile without graph breaks, torch.export, autocast: whole models."""
+"""torch.compile without graph breaks, torch.export, autocast: whole models; and what a converted block computes."""
 
+from collections import Counter
+
+import diffusers
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from tiny_models import GRID_OPTIONS, MIXERS, gradients, image, sites, tiny
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import zoo
@@ -41,6 +46,46 @@ def test_fullgraph_of_rotary_models(name):
     zoo.convert(model, "hla2")
     fast, _ = compiled(model)
     assert torch.allclose(fast(image()), model(image()), atol=1e-5)
+
+
+def operations(model, blocks, **inputs):
+    """What the compiled first block calls, forward and backward, in a training step under bfloat16 autocast, without
+    the views, which move nothing."""
+    found = Counter()
+
+    def listen(graph, _):
+        found.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    getattr(model, blocks)[0].compile(backend=aot_autograd(fw_compiler=listen, bw_compiler=listen), fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(**inputs)
+    (out if torch.is_tensor(out) else out.sample).square().mean().backward()
+    del found["aten.view.default"]
+    return found
+
+
+@pytest.mark.parametrize("mixer", ["la", "ahla", "hla2"])
+def test_a_converted_block_adds_its_operator_and_nothing_else(mixer):
+    """No cast, copy, transpose or feature map beside those that the softmax block has too."""
+    vit = {"blocks": "blocks", "x": image()}
+    host = operations(tiny("vit_tiny_patch16_224"), **vit)
+    more = operations(tiny(hla_name("vit_tiny_patch16_224", mixer)), **vit) - host
+    packed = "hla_kernels.two_sided_qkvpacked"
+    assert more == {f"{packed}.default": 1, f"{packed}_backward.default": 1}
+
+    def dit():
+        sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "sample_size": 8}
+        return diffusers.DiTTransformer2DModel(**sizes, in_channels=4, out_channels=8)
+
+    label = torch.tensor([3])
+    inputs = {"hidden_states": torch.randn(1, 4, 8, 8), "timestep": label, "class_labels": label}
+    host = operations(dit(), "transformer_blocks", **inputs)
+    converted = dit()
+    zoo.convert(converted, mixer)
+    more = operations(converted, "transformer_blocks", **inputs) - host
+    assert more == {"hla_kernels.two_sided.default": 1, "hla_kernels.two_sided_backward.default": 1}
 
 
 def test_two_batch_sizes_make_one_dynamic_graph():
