@@ -141,6 +141,19 @@ def test_a_recipe_of_an_image_model_is_killed_and_goes_on(image_source, tmp_path
         run_recipe(recipe(image_source, file, out, "mixer=la", "transfer=0.5", *MORE))
 
 
+def test_a_recipe_anneals_in_the_fine_tuning_alone(image_source, tmp_path):
+    """The transfer wants the layers as they are, and the control has none of higher order."""
+    changes = {"model": {"name": "", "kwargs": {}, "img_size": None, "checkpoint": str(image_source)}}
+    file, out = tmp_path / "finetune.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump({**IMAGE, **changes, "schedule": {"epochs": 2}, "optim": {"anneal": 0.5}}))
+    found = run_recipe(recipe(image_source, file, out, "mixer=ahla", "transfer=0.5", "stages=[calibrate,transfer]"))
+    assert found.keys() == {"calibrate", "transfer"}
+    found = run_recipe(recipe(image_source, file, out, "mixer=ahla", "transfer=0.5", "stages=[finetune,controls]"))
+    runs = ("transfer", "finetune", "control", "floor")
+    read = {name: yaml.safe_load((out / name / "config.yaml").read_text()) for name in runs}
+    assert [read[name]["optim"]["anneal"] for name in runs] == [0.0, 0.5, 0.0, 0.5]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="models and batches share the accelerator: none here")
 @pytest.mark.xfail(reason="open: on an H200 calibration gained 4.4 points, not 5", strict=False)
