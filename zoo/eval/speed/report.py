@@ -210,7 +210,8 @@ def _words(row: Row) -> str:
 
 
 def models(result: Row) -> str:
-    """One line a model, size and mode: each mixer at its best of eager and compiled, against softmax at its best."""
+    """One line a model, size and mode: each mixer at its best of eager and compiled, against softmax at its best;
+    beside the share of softmax's attention how much faster the model would be if that took no time."""
     mixers = list(dict.fromkeys(row["mixer"] for row in result["rows"]))
     head = ["model", "pixels", "tokens", "batch", "mode"]
     head += [f"{mixer}: images/s, peak MiB, attention share" for mixer in mixers]
@@ -235,8 +236,9 @@ def _model_cell(row: Row, softmax: Row | None) -> str:
         times = row["per_second"] / softmax["per_second"]
         target = TRAIN_TARGETS[row["size"]] if (row["model"], row["mode"]) == ("vit_small", "train") else None
         text += f" (x {times:.2f})" if target is None else f" (x {_verdict(times, target)})"
-    how = "compiled" if row["compiled"] else "eager"
-    return f"{text}, {row['peak_mib']}, {100 * row['shares']['attention']:.0f} %, {how}"
+    how, share = "compiled" if row["compiled"] else "eager", row["shares"]["attention"]
+    without = f" (without it x {1 / (1 - share):.2f})" if row is softmax else ""
+    return f"{text}, {row['peak_mib']}, {100 * share:.0f} %{without}, {how}"
 
 
 def video(result: Row) -> str:
