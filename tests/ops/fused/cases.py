@@ -43,6 +43,7 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
         for name in ("splits", "saves"):
             patch.setattr(plan, name, lambda *a: int(split))
         patch.setattr(plan, "backward_path", lambda *a: "split" if split else path)
+        patch.setattr(plan, "first_at_once", lambda *a: path == "heads")
         if path == "whole":
             patch.setattr(plan, "PROGRAMS", 2)
         outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens)

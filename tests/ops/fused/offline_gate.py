@@ -1,6 +1,8 @@
 """Compile for sm_90a, without a GPU, exactly what a call would launch; print one JSON line per kernel.
 
-python offline_gate.py OP OPTIONS B H N D [mask | packed | float32]    (OPTIONS: JSON of the fields of a Spec)
+python offline_gate.py OP OPTIONS B H N D [mask | packed | float32 | products]    (OPTIONS: JSON of a Spec's fields)
+
+products: whether the assembler waits for every product on tensor cores, one by one, is told too.
 
 Not under TRITON_INTERPRET: interpreted functions cannot be compiled.
 """
@@ -59,8 +61,18 @@ def type_of(x):
     return "fp32" if isinstance(x, float) else "i32"
 
 
-def compile_call(fn, args, kwargs) -> dict:
-    """Registers, stack bytes and shared memory of one recorded launch."""
+def one_by_one(ptx: str) -> bool:
+    """Whether the assembler says so."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        words = [os.path.join(os.path.dirname(TOOL), "ptxas"), "-arch=sm_90a", "-v", file.name, "-o", os.devnull]
+        said = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+    return "instructions are serialized" in said
+
+
+def compile_call(fn, args, kwargs, products: bool = False) -> dict:
+    """Registers, stack bytes and shared memory of one recorded launch, and with `products` `one_by_one`."""
     kwargs = dict(kwargs)
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     given = dict(zip(fn.arg_names, args, strict=False))
@@ -81,7 +93,8 @@ def compile_call(fn, args, kwargs) -> dict:
         file.flush()
         usage = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
-    return {"kernel": fn.__name__, "registers": int(registers), "stack": int(stack), "shared": compiled.metadata.shared}
+    sizes = {"registers": int(registers), "stack": int(stack), "shared": compiled.metadata.shared}
+    return {"kernel": fn.__name__, **sizes, **({"one_by_one": one_by_one(compiled.asm["ptx"])} if products else {})}
 
 
 def sequences_of(kind: str, b: int, n: int) -> Sequences:
@@ -131,7 +144,7 @@ def key(fn, args, kwargs) -> str:
 def main(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> None:
     """Compile each launch."""
     for call in record(op, options, b, h, n, d, kind):
-        print(json.dumps(compile_call(*call)), flush=True)
+        print(json.dumps(compile_call(*call, kind == "products")), flush=True)
 
 
 if __name__ == "__main__":

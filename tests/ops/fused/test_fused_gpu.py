@@ -46,6 +46,8 @@ CASES = [
     ("linear_attention", {}, FP32, WIDE),
     *((op, RATIO, dtype, sizes) for op in OPS for dtype in (BF16, FP16) for sizes in (MANY, ODD)),
     *((op, RATIO, BF16, WIDE) for op in OPS),
+    ("linear_attention", RATIO, BF16, MANY_ODD),
+    ("linear_attention", RATIO, FP16, WIDE),
     *((op, RATIO, BF16, GROUPED) for op in OPS),
     *((op, options, BF16, MANY) for op in OPS for options in (RATIO_RELU, ELU, RATIO_IDENTITY)),
     *((op, {"feature_map": "relu", "mean_path": True}, BF16, MANY) for op in OPS),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.ops.fused.children import check_compiled
+from tests.ops.fused.children import check_compiled, run
 
 triton = pytest.importorskip("triton")
 
@@ -37,6 +38,7 @@ CASES = (
     pytest.param(("ahla", RATIO, 64, 6, 1025, 64), marks=SPILLS),
     ("ahla", RATIO, 4, 16, 16384, 64),
     ("linear_attention", RATIO, 4, 16, 16384, 64),
+    ("ahla", RATIO, 2, 12, 32760, 128),
     pytest.param(("linear_attention", RATIO, 32, 16, 1024, 72), marks=SPILLS),
     ("hla2", ELU_ANCHORED, 2, 2, 4097, 72),
     ("ahla", ELU_ANCHORED, 64, 6, 1025, 64),
@@ -53,6 +55,17 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_spills(case, tmp_path):
     check_compiled(STACK_LIMIT, 1, tmp_path, GATE, *case)
+
+
+@pytest.mark.parametrize("sizes", ((256, 6, 197, 64), (2, 12, 32760, 128), (64, 16, 256, 72)), ids=str)
+def test_products_of_a_ratio_are_not_waited_for_one_by_one(sizes, tmp_path):
+    """The assembler does that to a whole kernel for one product that is carried into the next turn of a loop."""
+    words = ("linear_attention", RATIO, *sizes, "products")
+    done = run(GATE, *words, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert kernels and [k["kernel"] for k in kernels if k["one_by_one"]] == []
+    assert sizes[3] != 64 or [k for k in kernels if k["stack"] > STACK_LIMIT] == []
 
 
 @pytest.mark.parametrize(("heads", "kind"), ((128, ""), (3, ""), (3, "mask"), (3, "packed")))

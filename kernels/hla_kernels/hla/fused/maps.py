@@ -208,9 +208,9 @@ def phi_grad(f, g, FMAP: tl.constexpr, R2: tl.constexpr):
         if R2 > 0:
             g2 = g2 * tl.minimum(f2, 1.0)
     elif FMAP == 5 or FMAP == 8:
-        g1 = g1 * tl.minimum(f1 + 1.0, 1.0)
+        g1 = g1 + g1 * tl.minimum(f1, 0.0)
         if R2 > 0:
-            g2 = g2 * tl.minimum(f2 + 1.0, 1.0)
+            g2 = g2 + g2 * tl.minimum(f2, 0.0)
     elif FMAP == 3:
         mean = tl.sum(g1 * f1, 1)
         if R2 > 0:

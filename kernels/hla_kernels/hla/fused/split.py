@@ -16,6 +16,7 @@ from .loops import (
     ratio_base,
     read_out,
     span,
+    sum_divided,
     sum_features,
     sum_gradient,
     sum_keys,
@@ -200,10 +201,11 @@ def reduce_readout(
     SUMS: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
     OFF: tl.constexpr, K: tl.constexpr, KG: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
-    CENTER: tl.constexpr, TURNED: tl.constexpr, REST: tl.constexpr,
+    CENTER: tl.constexpr, TURNED: tl.constexpr, REST: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
     """Partial dM' [V, F] (TURNED: dM [F, V]) and sum g [V] of one part of one head -> out [PARTS, B * H, KG];
-    normalised, the gradients of m1 [F] with and without the mean value instead of sum g, and ratio [B * H, 2, N]."""
+    normalised, the gradients of m1 [F] with and without the mean value instead of sum g, and ratio [B * H, 2, N]
+    (DIVIDED: it is there)."""
     b, h, part = place(H, PARTS)
     most = longest(N)
     at, N, _ = span(N, b, b * H + h, 0.0)
@@ -213,10 +215,11 @@ def reduce_readout(
     m1 = zeros2(F1, F2)
     vbar = zeros2(V1, V2)
     if NORM:
+        m1 = load_vec(state + head * K + OFF[8], FD, F1, F2)
+    if NORM and not DIVIDED:
         vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
         m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
         m = cast4(m, tl.float32 if REST == 3 else q.dtype.element_ty)
-        m1 = load_vec(state + head * K + OFF[8], FD, F1, F2)
     q = at_head(q, qs, at, h, ALIGN)
     g = at_head(g, gs, at, h, ALIGN)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
@@ -225,6 +228,8 @@ def reduce_readout(
     sg = vbar
     if is_plain(FMAP) and not NORM and REST == 0:
         dm, sg = sum_gradient(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
+    elif DIVIDED:
+        dm, dm1 = sum_divided(q, g, qn, gn, lo, hi, m1, eps, ratio, FMAP, D, F1, F2, DV, V1, V2, BN, PREC)
     elif is_plain(FMAP) and REST == 0:
         _, dm, dm1 = sum_ratio(
             q, q, g, g, q, qn, qn, gn, gn, qn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, False, FMAP, D, F1, F2,

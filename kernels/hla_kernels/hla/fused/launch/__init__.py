@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import plan
 from ..heads import head_backward, head_forward, head_weights
 from ..heads.plain import plain_backward
-from ..loops.first import key_grads, query_grads
+from ..loops.first import divide_grads, key_grads, query_grads, token_grads
 from ..loops.parts import add_parts, combine
 from ..middle import middle, middle_grads_value
 from ..middle_key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
@@ -121,7 +121,10 @@ def split_forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool, featur
 
 def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> Tensor:
     """dM, dm1 and sum g of every head [B * H, KG]; fills `ratio`."""
-    q, lay = call.q, call.lay
+    q, lay, digits = call.q, call.lay, call.spec.digits(call.q.dtype, True)
+    twice = plan.divides(call.spec, call.w, q.dtype) and digits == 0
+    if ratio is not None and twice:
+        divide(call, g, saved, ratio, None)
     config = call.tiles("reduce_readout", plan.readout_config, call.spec, call.w, q.dtype)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     a = alignment(q, g)
@@ -131,8 +134,7 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
     reduce_readout[(call.bh * parts,)](
         q, g, saved.state, saved.matrix, ratio, partial, strides(q, a), strides(g, a), call.n, call.h, parts, chunk,
         call.bh, call.spec.eps, SUMS=sums, ALIGN=a, KG=lay.kg, TURNED=call.turned,
-        REST=call.spec.digits(q.dtype, True), **call.pick("ORDER", "NORM", "CENTER", "FMAP"),
-        **call.sizes() | plan.readout_widths(call.spec, call.w), **staged(config),
+        REST=digits, DIVIDED=twice, **call.pick("ORDER", "NORM", "CENTER", "FMAP"), **call.sizes(), **staged(config),
     )  # fmt: skip
     if parts > 1:
         blocks = -(-lay.kg // BLOCK)
@@ -234,17 +236,41 @@ def two_step_backward_call(
     apply_grads_call(call, g, outs, of, ratio, weights, rows, True)
 
 
+def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None) -> None:
+    """Fill `ratio` in a launch of its own; dq of the first order too."""
+    q = call.q
+    config = call.tiles("divide_grads", plan.divide_config)
+    parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
+    to = q if dq is None else dq
+    a = alignment(q, g, to)
+    divide_grads[(call.bh * parts,)](
+        q, g, dq, saved.state, saved.matrix, ratio, strides(q, a), strides(g, a), strides(to, a), call.n, call.h,
+        parts, chunk, call.spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes() | plan.halves(call.w), **config,
+    )  # fmt: skip
+
+
 def first_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], buffer: Tensor) -> None:
-    """Two launches, and a sum over parts of heads: `loops.first`."""
+    """Two launches, and a sum over parts of heads: `loops.first`. One where heads are many and short."""
     q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
     saved, length = Saved.of(buffer, call), lay.fd * lay.dv + lay.fd
+    if plan.first_at_once(call.w, call.planned, call.most):
+        a = alignment(q, k, v, g, *outs)
+        token_grads[(call.bh,)](
+            q, k, v, g, *outs, saved.state, saved.matrix, *(strides(x, a) for x in (q, k, v, g, *outs)), call.n,
+            call.h, call.g, call.scale, spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes(),
+            **call.tiles("token_grads", plan.query_config, call.w),
+        )  # fmt: skip
+        return
+    ratio = call.ratio() if plan.divides(spec, call.w, q.dtype) else None
+    if ratio is not None:
+        divide(call, g, saved, ratio, outs[0])
     config = call.tiles("query_grads", plan.query_config, call.w)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     a = alignment(q, g, outs[0])
     grads = call.buffer(call.bh, length)
     partial = grads if parts == 1 else call.buffer(parts, call.bh, length)
     query_grads[(call.bh * parts,)](
-        q, g, outs[0], saved.state, saved.matrix, partial, strides(q, a), strides(g, a), strides(outs[0], a), call.n,
+        q, g, outs[0], saved.state, saved.matrix, ratio, partial, *(strides(x, a) for x in (q, g, outs[0])), call.n,
         call.h, parts, chunk, call.bh, spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes(), **config,
     )  # fmt: skip
     if parts > 1:

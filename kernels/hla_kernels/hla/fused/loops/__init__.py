@@ -8,6 +8,7 @@ and g V = V1 + V2.
     sum_keys      P and the token sums of phi(k) and v alone
     sum_gradient  dM' = Sum g q' alone
     sum_ratio     dm1 and dM' through the division, and dq of the first order
+    sum_divided   the same sums of wide heads, from numbers that a pass before it wrote (`wide`)
     read_out      o = q M + row, or q M / (q.m1 + eps)
     write_grads   dq, dk, dv from the weights of `algebra.weights`
 """
@@ -17,9 +18,10 @@ from .features import sum_features, sum_keys
 from .ratio import ratio_base, sum_ratio
 from .sums import sum_gradient, sum_moments
 from .vectors import as_row
+from .wide import sum_divided
 from .writes import read_out, write_grads
 
 __all__ = [
-    "as_row", "longest", "means", "ratio_base", "read_out", "span", "sum_features", "sum_gradient", "sum_keys",
-    "sum_moments", "sum_ratio", "upto", "write_grads",
+    "as_row", "longest", "means", "ratio_base", "read_out", "span", "sum_divided", "sum_features", "sum_gradient",
+    "sum_keys", "sum_moments", "sum_ratio", "upto", "write_grads",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..maps import is_shifted, phi, phi_and_rest, power_of_two
+from ..maps import is_shifted, phi32, phi_and_rest, power_of_two
 from ..tiles import add4, load_rows, outer4, rowdot, rowmul, scale4, trans4, zero_rows
 from .extent import alive
 from .ratio import add_outer, begin_outer, end_outer
@@ -95,10 +95,10 @@ def sum_keys(
         live = alive(start + i, hi)
         tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
         tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
-        fk = phi(tk, live, FMAP, D, F1, F2)
-        mp = add_outer(mp, tv, fk, V2, F2, PREC)
-        sk = add_sum(sk, fk, F2)
-        sv = add_total(sv, tv, V2)
+        fk = phi32(tk, live, FMAP, D, F1, F2)
+        mp = add_outer(mp, tv, (fk[0].to(dtype), fk[1].to(dtype)), V2, F2, PREC)
+        sk = add_sum(sk, fk, F2)  # not of the rounded features, each a number by itself
+        sv = add_total(sv, tv, V2, True)
     mp = trans4(end_outer(mp, V2))
     return mp, end_sum(sk, F1, F2, True), end_total(sv, dtype, V1, V2, True)
 

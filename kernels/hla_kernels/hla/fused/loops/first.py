@@ -1,7 +1,8 @@
 """The ratio of first order, o = phi(q) M / phi(q).m1: its gradients in two passes without D x D algebra between them.
 
 The pass over queries has all that dq is made of (`ratio.sum_ratio`) and sums dM and dm1; that over keys reads them:
-dv = s phi(k) dM, dk = s (v dM' + dm1') phi'(k). Every token is read once, and no feature is kept.
+dv = s phi(k) dM, dk = s (v dM' + dm1') phi'(k). Every token is read once (queries of wide heads twice: `wide`), and no
+feature is kept.
 """
 
 import triton
@@ -9,7 +10,7 @@ import triton.language as tl
 
 from ..algebra import cast_weights
 from ..heads import at_head
-from ..maps import is_shifted, ones2, phi, phi_grad
+from ..maps import is_shifted, ones2, phi32, phi_grad
 from ..tiles import (
     axpy2,
     cast4,
@@ -25,10 +26,11 @@ from ..tiles import (
     zero_rows,
     zeros2,
 )
-from .extent import alive, span, upto
+from .extent import alive, longest, span, upto
 from .ratio import sum_ratio
 from .stores import store_tokens
-from .vectors import as_row
+from .vectors import add_common, common_row
+from .wide import divide_queries, sum_divided
 from .writes import in_units
 
 NO_SPECIALIZE = [
@@ -38,30 +40,102 @@ NO_SPECIALIZE = [
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def query_grads(
-    q, g, dq, state, matrix, out, qs, gs, dqs, N, H, PARTS, chunk, heads, eps, FMAP: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr,
+    q, g, dq, state, matrix, ratio, out, qs, gs, dqs, N, H, PARTS, chunk, heads, eps, FMAP: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, and partial dM' [V, F] and dm1 [F] -> out [PARTS, B * H, V F + F], of one part of one head."""
+    """dq, and partial dM' [V, F] and dm1 [F] -> out [PARTS, B * H, V F + F], of one part of one head; the sums alone
+    where `divide_grads` has written dq and ratio [B * H, 2, N]."""
     pid = tl.program_id(0)
     b, h, part = pid // (H * PARTS), pid % H, (pid // H) % PARTS
+    most = longest(N)
     at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
-    m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
     q = at_head(q, qs, at, h, ALIGN)
     g = at_head(g, gs, at, h, ALIGN)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
     state += head * K
-    _, dm, dm1 = sum_ratio(
-        q, q, g, g, at_head(dq, dqs, at, h, ALIGN), qn, qn, gn, gn, dqs[1] * ALIGN, lo, upto(lo + chunk, N), m,
-        load_vec(state + OFF[8], FD, F1, F2), load_vec(state + OFF[9], DV, V1, V2), eps, (q, 0), 1, False, True, FMAP,
-        D, F1, F2, DV, V1, V2, BN, PREC,
-    )  # fmt: skip
+    hi = upto(lo + chunk, N)
+    m1 = load_vec(state + OFF[8], FD, F1, F2)
+    if ratio is not None:
+        dm, dm1 = sum_divided(
+            q, g, qn, gn, lo, hi, m1, eps, (ratio + head * 2 * most, most), FMAP, D, F1, F2, DV, V1, V2, BN, PREC
+        )
+    else:
+        m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
+        _, dm, dm1 = sum_ratio(
+            q, q, g, g, at_head(dq, dqs, at, h, ALIGN), qn, qn, gn, gn, dqs[1] * ALIGN, lo, hi, m, m1,
+            load_vec(state + OFF[9], DV, V1, V2), eps, (q, 0), 1, False, True, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+        )  # fmt: skip
     out += (part.to(tl.int64) * heads + head) * (DV * FD + FD)
     store4(out, dm, DV, V1, V2, FD, F1, F2, FD, 1)
     store_vec(out + DV * FD, dm1, FD, F1, F2)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def divide_grads(
+    q, g, dq, state, matrix, ratio, qs, gs, dqs, N, H, PARTS, chunk, eps, FMAP: tl.constexpr, ALIGN: tl.constexpr,
+    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """ratio [B * H, 2, N] of one part of one head of a ratio, and dq unless it is None."""
+    pid = tl.program_id(0)
+    b, h, part = pid // (H * PARTS), pid % H, (pid // H) % PARTS
+    most = longest(N)
+    at, N, _ = span(N, b, b * H + h, 0.0)
+    head = (b * H + h).to(tl.int64)
+    lo = part * chunk
+    m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
+    to = q
+    if dq is not None:
+        to = at_head(dq, dqs, at, h, ALIGN)
+    state += head * K
+    divide_queries(
+        at_head(q, qs, at, h, ALIGN), at_head(g, gs, at, h, ALIGN), to, qs[1] * ALIGN, gs[1] * ALIGN, dqs[1] * ALIGN,
+        lo, upto(lo + chunk, N), m, state + OFF[8], load_vec(state + OFF[9], DV, V1, V2), eps,
+        (ratio + head * 2 * most, most), dq is not None, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+    )  # fmt: skip
+
+
+@triton.jit
+def write_keys(
+    k, v, dk, dv, kn, vn, dkn, dvn, lo, hi, dm, dm1, row, scale, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of tokens lo..hi from the whole dM' and dm1; row: what v has in common, which cancels in the same
+    rounded weights."""
+    dtype: tl.constexpr = k.dtype.element_ty
+    w = scale4(dm, scale)
+    row_v = zeros2(V1, V2)
+    if is_shifted(FMAP):
+        row_v = vecmat(ones2(D, F1, F2), trans4(w), F2, V2)
+    w, unit = cast_weights((w, w, w, w, w), 1, dtype, F2, V2)
+    w = w[0]
+    row_v = common_row((row_v[0] / unit, row_v[1] / unit), dtype, V2)
+    common = vecmat(row, cast4(w, tl.float32), V2, F2)
+    scale = scale / unit
+    row_k = common_row(axpy2((dm1[0] * scale, dm1[1] * scale), -1.0, common, F2), dtype, F2)
+    i = tl.arange(0, BN)
+    zero = tl.full([], 0, tl.int64)
+    tiles = tl.cdiv(hi[0] - lo, BN)
+    for t in range(tiles):
+        start = lo + (tiles - 1 - t) * BN
+        live = alive(start + i, hi)
+        tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
+        tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
+        pk = phi32(tk, live, FMAP, D, F1, F2)  # not of the rounded features, each a number by itself
+        fk = (pk[0].to(dtype), pk[1].to(dtype))
+        gv = zero_rows(BN, V1, V2)
+        if is_shifted(FMAP):
+            gv = add_common(gv, row_v, V2)
+        gv = in_units(rowmul(gv, fk, trans4(w), F2, V2, PREC), unit, V2)
+        store_tokens(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
+        gk = in_units(rowmul(add_common(zero_rows(BN, F1, F2), row_k, F2), tv, w, V2, F2, PREC), unit, F2)
+        gk = phi_grad(pk, gk, FMAP, F2)
+        store_tokens(dk + (zero + start) * dkn, i, dkn, live, gk, D, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -77,38 +151,39 @@ def key_grads(
     at, N, scale = span(N, b, b * H + h, scale)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
-    hi = upto(lo + chunk, N)
-    dtype: tl.constexpr = k.dtype.element_ty
     grads += head * (DV * FD + FD)
-    w = scale4(load4(grads, DV, V1, V2, FD, F1, F2, FD, 1), scale)
-    row_v = zeros2(V1, V2)
-    if is_shifted(FMAP):
-        row_v = vecmat(ones2(D, F1, F2), trans4(w), F2, V2)
-    w, unit = cast_weights((w, w, w, w, w), 1, dtype, F2, V2)
-    w = w[0]
-    dm1 = load_vec(grads + DV * FD, FD, F1, F2)
-    # what v has in common cancels in the same rounded weights
-    row = load_vec(state + head * K + OFF[9], DV, V1, V2)
-    common = vecmat(row, cast4(w, tl.float32), V2, F2)
-    row_k = axpy2((dm1[0] * scale, dm1[1] * scale), -unit, common, F2)
-    k = at_head(k, ks, at, h // G, ALIGN)
-    v = at_head(v, vs, at, h // G, ALIGN)
-    dk = at_head(dk, dks, at, h, ALIGN)
-    dv = at_head(dv, dvs, at, h, ALIGN)
-    kn, vn, dkn, dvn = ks[1] * ALIGN, vs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN
-    i = tl.arange(0, BN)
-    zero = tl.full([], 0, tl.int64)
-    tiles = tl.cdiv(hi[0] - lo, BN)
-    for t in range(tiles):
-        start = lo + (tiles - 1 - t) * BN
-        live = alive(start + i, hi)
-        tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
-        tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
-        fk = phi(tk, live, FMAP, D, F1, F2)
-        gv = in_units(rowmul(zero_rows(BN, V1, V2), fk, trans4(w), F2, V2, PREC), unit, V2)
-        if is_shifted(FMAP):
-            gv = axpy2(gv, 1.0, as_row(row_v), V2)
-        store_tokens(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
-        gk = in_units(rowmul(zero_rows(BN, F1, F2), tv, w, V2, F2, PREC), unit, F2)
-        gk = phi_grad(fk, axpy2(gk, 1.0, as_row(row_k), F2), FMAP, F2)
-        store_tokens(dk + (zero + start) * dkn, i, dkn, live, gk, D, F1, F2)
+    write_keys(
+        at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN), at_head(dk, dks, at, h, ALIGN),
+        at_head(dv, dvs, at, h, ALIGN), ks[1] * ALIGN, vs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, lo,
+        upto(lo + chunk, N), load4(grads, DV, V1, V2, FD, F1, F2, FD, 1), load_vec(grads + DV * FD, FD, F1, F2),
+        load_vec(state + head * K + OFF[9], DV, V1, V2), scale, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def token_grads(
+    q, k, v, g, dq, dk, dv, state, matrix, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, eps, FMAP: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    BN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """`query_grads` and `key_grads` of one head, whose sums stay in registers."""
+    pid = tl.program_id(0)
+    b, h = pid // H, pid % H
+    at, N, scale = span(N, b, pid, scale)
+    head = pid.to(tl.int64)
+    state += head * K
+    q = at_head(q, qs, at, h, ALIGN)
+    g = at_head(g, gs, at, h, ALIGN)
+    m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
+    row = load_vec(state + OFF[9], DV, V1, V2)
+    qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
+    _, dm, dm1 = sum_ratio(
+        q, q, g, g, at_head(dq, dqs, at, h, ALIGN), qn, qn, gn, gn, dqs[1] * ALIGN, 0, N, m,
+        load_vec(state + OFF[8], FD, F1, F2), row, eps, (q, 0), 1, False, True, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+    )  # fmt: skip
+    write_keys(
+        at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN), at_head(dk, dks, at, h, ALIGN),
+        at_head(dv, dvs, at, h, ALIGN), ks[1] * ALIGN, vs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, dm, dm1,
+        row, scale, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+    )  # fmt: skip

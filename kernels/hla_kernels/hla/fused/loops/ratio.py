@@ -10,10 +10,8 @@ from ..tiles import (
     load_rows,
     rank1,
     rowdot,
-    rowmul,
     scale4,
     trans4,
-    zero_rows,
     zeros2,
     zeros4,
 )
@@ -62,7 +60,8 @@ def add_outer(acc, x, y, X2: tl.constexpr, Y2: tl.constexpr, PREC: tl.constexpr)
     if Y2 > 0:
         a12 = add_dot(tl.trans(x[0]), y[1], a12, PREC)
     if X2 > 0:
-        a21 = add_dot(tl.trans(y[0]), x[1], a21, PREC)
+        # "ieee": a product that is carried into the next turn makes the assembler wait for every one of this turn
+        a21 = add_dot(tl.trans(y[0]), x[1], a21, "ieee")
     if X2 > 0 and Y2 > 0:
         a22 = add_dot(tl.trans(x[1] + 0.0), y[1] + 0.0, a22, PREC)
     return a11, a12, a21, a22
@@ -139,7 +138,7 @@ def with_row(mt, x, D: tl.constexpr, F1: tl.constexpr, V2: tl.constexpr):
 
 @triton.jit
 def readout_columns(mt, x, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
-    """(M', `columns` of x) for `pull`; where columns are spare x is in M' alone."""
+    """(M', `columns` of x [V]) for `pull`; where columns are spare x is in M' alone."""
     cols = 0.0
     if spare(D, F1, F2, dtype):
         mt = with_row(mt, x, D, F1, V2)
@@ -149,38 +148,53 @@ def readout_columns(mt, x, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexp
 
 
 @triton.jit
-def pull(
-    f, g, mt, live, m1, cols, eps, SHIFTED: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    V2: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """(phi, 1 / den, d loss / d den times den) of a tile of queries with features f (phi - 1 if SHIFTED) and gradients
-    g of their outputs; mt and cols: `readout_columns` of M' and eps row.
+def beside(x, r):
+    """x in the layout of the product r, the only one in which sums of rows are near: x | 0, and the compiler only sees
+    that it is 0 when layouts are settled."""
+    zero = (r.to(tl.uint32, bitcast=True) >> 16) >> 16
+    return (x.to(tl.uint32, bitcast=True) | zero).to(tl.float32, bitcast=True)
 
-    g.y = phi.r with r = g M', so that all of it is elementwise in the layout of r.
+
+@triton.jit
+def pull(f, g, mt, cols, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr):
+    """(f, r, g.(f m + b)) of a tile of queries with features f and gradients g of their outputs, for
+    o = (f m + b) / (f.m1 + e) + row of `ratio_base`; mt and cols: `readout_columns` of M' and b.
+
+    r = g M' and g.(f m + b) = f.r + g.b, so that all of it is elementwise in the layout of r.
     """
     SPARE: tl.constexpr = spare(D, F1, F2, g[0].dtype)
     r1 = part_product(g, mt[0], mt[2], V2, PREC)
-    f1 = f[0] + 0.0 * r1  # in the layout of the product, the only one in which sums of rows are near
+    r2 = r1
+    f1 = beside(f[0], r1)
     f2 = f[1]
-    if SHIFTED:
-        f1 += 1.0 if F1 <= D else as_row(ones2(D, F1, F2))[0]
-    den = tl.sum(f1 * m1[0], 1) + eps
     y = tl.sum(f1 * r1, 1)
     if F2 > 0:
         r2 = part_product(g, mt[1], mt[3], V2, PREC)
-        f2 = f[1] + 0.0 * r2
-        c = tl.arange(0, F2)[None, :] - (D - F1)
-        if SHIFTED:
-            f2 += tl.where(c < 0, 1.0, 0.0)
-        den += tl.sum(f2 * m1[1], 1)
-        if SPARE:
-            y += tl.sum(tl.where((c == 0) | (c == 1), -r2, f2 * r2), 1)
-        else:
-            y += tl.sum(f2 * r2, 1)
-    inverse = tl.where(live, 1.0 / den, 0.0)
+        f2 = beside(f[1], r2)
+        y += tl.sum(r2 * (tl.where(is_spare(F1, F2, D), 1.0, f2) if SPARE else f2), 1)
     if not SPARE:
-        y -= times_vector(g, cols, V2)
-    return (f1, f2), inverse, -y * inverse
+        y += times_vector(g, cols, V2)
+    return (f1, f2), (r1, r2), y
+
+
+@triton.jit
+def reciprocal(den, live):
+    """1 / den, 0 where not live."""
+    return tl.where(live, 1.0 / den, 0.0)
+
+
+@triton.jit
+def query_gradient(f, r, inverse, d, m1, FMAP: tl.constexpr, F2: tl.constexpr):
+    """dq of the first order from `pull` and d = d loss / d den times den."""
+    gq = axpy2((r[0] * inverse[:, None], r[1] * inverse[:, None]), (d * inverse)[:, None], as_row(m1), F2)
+    return phi_grad(f, gq, FMAP, F2)
+
+
+@triton.jit
+def is_spare(F1: tl.constexpr, F2: tl.constexpr, D: tl.constexpr):
+    """Which columns of the second part are the two of `with_row`."""
+    c = tl.arange(0, F2)[None, :] - (D - F1)
+    return (c == 0) | (c == 1)
 
 
 @triton.jit
@@ -212,12 +226,12 @@ def sum_ratio(
     unit = 1.0
     if dtype == tl.float16:  # 1 / den of a higher order is too small for float16
         unit = power_of_two(tl.sum(rowdot(as_row((tl.abs(m1[0]), tl.abs(m1[1]))), as_row(one), F2)))
+    base, e = ratio_base(m, m1, row, eps, D, SHIFTED, F1, F2, V2)
     c = 0.0
     if SHIFTED:
-        at_one = tl.sum(rowdot(as_row(one), as_row(m1), F2)) + eps
-        c = tl.where(at_one == 0.0, 0.0, 1.0 / at_one)
+        c = tl.where(e == 0.0, 0.0, 1.0 / e)
     SPARE: tl.constexpr = spare(D, F1, F2, dtype)
-    mt, cols = readout_columns(trans4(m), (row[0] * eps, row[1] * eps), dtype, D, F1, F2, V2)
+    mt, cols = readout_columns(trans4(m), base, dtype, D, F1, F2, V2)
     column = tl.arange(0, one[1].shape[0])[None, :] - (D - F1)
     mm = begin_moments(ORDER, F1, F2, V1, V2, MOMENTS, False)
     dm = begin_outer(V1, V2, F1, F2)
@@ -235,22 +249,24 @@ def sum_ratio(
             tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
             mm = add_moments(mm, tq, tk, tv, i, i, ORDER, F2, V2, False, PREC)
         f = phi32(tq, live, FMAP, D, F1, F2)
-        f, inverse, d = pull(f, tg, mt, live, as_row(m1), cols, eps, SHIFTED, D, F1, F2, V2, PREC)
+        f, r, y = pull(f, tg, mt, cols, D, F1, F2, V2, PREC)
+        inverse = reciprocal(rowdot(f, as_row(m1), F2) + e, live)
+        d = -y * inverse  # d loss / d den times den
         if WRITE:
-            gq = rowmul(axpy2(zero_rows(BN, F1, F2), d[:, None], as_row(m1), F2), tg, mt, V2, F2, PREC)
-            gq = phi_grad(f, (gq[0] * inverse[:, None], gq[1] * inverse[:, None]), 2 if SHIFTED else FMAP, F2)
+            gq = query_gradient(f, r, inverse, d, m1, FMAP, F2)
             store_tokens(dq + (zero + start) * dqn, i, dqn, live, gq, D, F1, F2)
         else:
             tl.store(ratio[0] + start + i, inverse, mask=live)
             tl.store(ratio[0] + ratio[1] + start + i, d * inverse, mask=live)
-        over = (f[0] * inverse[:, None] - c * one[0][None, :], f[1] * inverse[:, None] - c * one[1][None, :])
+        more = (inverse - c if SHIFTED else inverse * 0.0)[:, None]
+        over = (f[0] * inverse[:, None] + more, f[1] * inverse[:, None] + more)
         dm1 = add_pairs(dm1, d, over, F2)
         over = ((over[0] * unit).to(dtype), (over[1] * unit).to(dtype))
         if SHIFTED and SPARE:  # a column of ones sums g
             over = (over[0], tl.where(column == 0, 1.0, over[1]).to(dtype))
         dm = add_outer(dm, tg, over, V2, F2, PREC)
         if SHIFTED and not SPARE:
-            sg = add_total(sg, tg, V2)
+            sg = add_total(sg, tg, V2, True)
         if SHIFTED:
             sd += d
     dm = scale4(end_outer(dm, V2), 1.0 / unit)

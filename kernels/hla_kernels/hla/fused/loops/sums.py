@@ -53,9 +53,10 @@ def begin_total(dtype: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.
 
 
 @triton.jit
-def add_total(s, x, D2: tl.constexpr):
+def add_total(s, x, D2: tl.constexpr, APART: tl.constexpr = False):
     """s + the tokens of a tile that is an operand of products too: the tensor cores, which are idle, multiply it by
-    ones. float32 tokens, and the narrow second part, elementwise."""
+    ones. float32 tokens, and the narrow second part, elementwise. APART: not carried into the next turn, for which the
+    assembler would wait for every product of this one."""
     if x[0].dtype == tl.float32:
         out = add_sum(s, x, D2)
     else:
@@ -63,7 +64,11 @@ def add_total(s, x, D2: tl.constexpr):
         if D2 > 0:
             s2 = s[1] + x[1].to(tl.float32)
         ones = tl.full([x[0].shape[0], 16], 0.0625, x[0].dtype)
-        out = (tl.dot(tl.trans(x[0]), ones, s[0]), s2)
+        if APART:
+            s1 = s[0] + tl.dot(tl.trans(x[0]), ones, max_num_imprecise_acc=16)
+        else:
+            s1 = tl.dot(tl.trans(x[0]), ones, s[0])
+        out = (s1, s2)
     return out
 
 

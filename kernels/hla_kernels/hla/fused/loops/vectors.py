@@ -53,3 +53,29 @@ def times_vector(x, c, D2: tl.constexpr):
     else:
         out = rowdot(x, as_row(c), D2)
     return out
+
+
+@triton.jit
+def common_row(x, dtype: tl.constexpr, D2: tl.constexpr):
+    """A vector for `add_common`: as rows of a matrix, where tokens have its exponents."""
+    out = x
+    if dtype == tl.bfloat16:
+        c1, c2 = columns(x, dtype, D2)
+        out = (tl.trans(c1), tl.trans(c2))
+    return out
+
+
+@triton.jit
+def add_common(acc, x, D2: tl.constexpr):
+    """acc + the vector of `common_row` for every token of a tile; as a product it holds no registers between tiles."""
+    o1, o2 = acc
+    if x[0].dtype == tl.bfloat16:
+        ones = tl.full([o1.shape[0], 16], 1.0, tl.bfloat16)  # rows of a matrix beyond the two are zero
+        o1 = tl.dot(ones, x[0], o1)
+        if D2 > 0:
+            o2 = tl.dot(ones, x[1], o2)
+    else:
+        o1 = o1 + x[0][None, :]
+        if D2 > 0:
+            o2 = o2 + x[1][None, :]
+    return o1, o2

@@ -15,7 +15,7 @@ from ..tiles import (
 )  # fmt: skip
 from .extent import alive
 from .stores import store_tokens
-from .vectors import as_row, columns, times_vector
+from .vectors import add_common, as_row, columns, common_row, times_vector
 
 
 @triton.jit
@@ -31,6 +31,7 @@ def read_out(
     cols = m1
     if NORM:
         cols = columns(m1, q.dtype.element_ty, F2)
+        base = common_row(base, q.dtype.element_ty, V2)
     MAP: tl.constexpr = FMAP + 3 if (FMAP == 3 or FMAP == 4) and not NORM else FMAP
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
@@ -39,10 +40,12 @@ def read_out(
         start = lo + (tiles - 1 - t) * BN
         live = alive(start + i, hi)
         fq = load_features(q + (zero + start) * qn, i, qn, live, MAP, D, R1, R2, False)
-        y = rowmul(zero_rows(BN, V1, V2), fq, m, F2, V2, PREC)
+        y = zero_rows(BN, V1, V2)
+        if NORM:
+            y = add_common(y, base, V2)
+        y = rowmul(y, fq, m, F2, V2, PREC)
         if NORM:
             inverse = 1.0 / tl.where(live, times_vector(fq, cols, F2) + eps, 1.0)
-            y = axpy2(y, 1.0, as_row(base), V2)
             y = axpy2(as_row(row), inverse[:, None], y, V2)
         elif ROW:
             y = axpy2(y, 1.0, as_row(row), V2)
@@ -59,13 +62,31 @@ def in_units(x, unit, D2: tl.constexpr):
 
 
 @triton.jit
-def add_row(x, row, POINTER: tl.constexpr, ROW: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
-    """x + a row of F columns for every token, which is a POINTER when normalised; x alone without one."""
-    if POINTER:
+def add_row(
+    x, row, NORM: tl.constexpr, MATRIX: tl.constexpr, ROW: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr,
+):  # fmt: skip
+    """x + a row of F columns for every token: a MATRIX of `common_row`, or when normalised a pointer, read once a tile
+    (it holds no registers then); x alone without one."""
+    if MATRIX:
+        x = add_common(x, row, F2)
+    elif NORM:
         x = axpy2(x, 1.0, as_row(load_vec(row, FD, F1, F2)), F2)
     elif ROW:
         x = axpy2(x, 1.0, as_row(row), F2)
     return x
+
+
+@triton.jit
+def add_product(acc, x, m, APART: tl.constexpr, K2: tl.constexpr, B2: tl.constexpr, PREC: tl.constexpr):
+    """`tiles.rowmul`; APART: the product by itself, then the sum. A product that another one starts from is given to 8
+    warps in another way than that one, and goes from one to the other through shared memory."""
+    if APART and K2 == 0 and B2 == 0:
+        o1 = acc[0] + tl.dot(x[0], m[0], input_precision=PREC, max_num_imprecise_acc=16)
+        out = (o1, o1)
+    else:
+        out = rowmul(acc, x, m, K2, B2, PREC)
+    return out
 
 
 @triton.jit
@@ -89,7 +110,7 @@ def write_grads(
     WR', WW) in units of `unit`.
 
     NORM: 1 / den and d loss / d den of every token are read from ratio = (pointer, room of a row); m1 and the rows are
-    pointers then: read once a tile they hold no registers. more: rows of `algebra.centre_softmax`.
+    pointers then. more: rows of `algebra.centre_softmax`.
 
     PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv (what a part does not use is not loaded). STAGES: of the loop,
     if not those of the kernel.
@@ -97,6 +118,14 @@ def write_grads(
     SOFTMAX: tl.constexpr = FMAP == 3 or FMAP == 4
     MAP: tl.constexpr = FMAP + 3 if SOFTMAX and not NORM else FMAP
     ALONE: tl.constexpr = PART == 1 or PART >= 3
+    dtype: tl.constexpr = q.dtype.element_ty
+    APART: tl.constexpr = ORDER < 5 and F1 > 64 and V1 > 64 and dtype != tl.float32
+    MATRIX: tl.constexpr = NORM and F1 <= 64 and V1 <= 64 and dtype == tl.bfloat16
+    row_q, row_k, row_v = rows
+    if MATRIX:
+        row_q = common_row(load_vec(rows[0], FD, F1, F2), tl.bfloat16, F2)
+        row_k = common_row(load_vec(rows[1], FD, F1, F2), tl.bfloat16, F2)
+        row_v = common_row(load_vec(rows[2], DV, V1, V2), tl.bfloat16, V2)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
@@ -117,7 +146,7 @@ def write_grads(
                 gv = rowmul(gv, fq, trans4(w[2]), F2, V2, PREC)
             gv = in_units(gv, unit, V2)
             if not NORM or is_shifted(FMAP):
-                gv = add_row(gv, rows[2], NORM, ROW, DV, V1, V2)
+                gv = add_row(gv, row_v, NORM, MATRIX, ROW, DV, V1, V2)
             if SOFTMAX:
                 gv = axpy2(gv, 1.0, as_row(more[2]), V2)
             put(dv + (zero + start) * dvn, i, dvn, live, gv, ALONE, DV, V1, V2)
@@ -126,10 +155,10 @@ def write_grads(
             if ORDER != 2:
                 gk = rowmul(gk, tv, w[0], V2, F2, PREC)
             if ORDER == 2 or ORDER >= 4:
-                gk = rowmul(gk, fk, w[1], F2, F2, PREC)
+                gk = add_product(gk, fk, w[1], APART and ORDER != 2, F2, F2, PREC)
             if ORDER == 3 or ORDER == 5:
-                gk = rowmul(gk, fq, w[3], F2, F2, PREC)
-            gk = add_row(in_units(gk, unit, F2), rows[1], NORM, ROW, FD, F1, F2)
+                gk = add_product(gk, fq, w[3], APART, F2, F2, PREC)
+            gk = add_row(in_units(gk, unit, F2), row_k, NORM, MATRIX, ROW, FD, F1, F2)
             if SOFTMAX:
                 gk = axpy2(gk, 1.0, as_row(more[1]), F2)
             pk = phi32(rk, live, FMAP, D, R1, R2) if SOFTMAX else fk
@@ -142,12 +171,12 @@ def write_grads(
                 gq = axpy2((gq[0] * inverse, gq[1] * inverse), total, as_row(load_vec(m1, FD, F1, F2)), F2)
             gq = in_units(gq, 1.0 / unit, F2)
             if ORDER == 2 or ORDER == 5:
-                gq = rowmul(gq, tv, w[2], V2, F2, PREC)
+                gq = add_product(gq, tv, w[2], APART, V2, F2, PREC)
             if ORDER == 3 or ORDER == 5:
-                gq = rowmul(gq, fk, trans4(w[3]), F2, F2, PREC)
+                gq = add_product(gq, fk, trans4(w[3]), APART, F2, F2, PREC)
             if ORDER >= 4:
-                gq = rowmul(gq, fq, w[4], F2, F2, PREC)
-            gq = add_row(in_units(gq, unit, F2), rows[0], NORM, ROW, FD, F1, F2)
+                gq = add_product(gq, fq, w[4], APART, F2, F2, PREC)
+            gq = add_row(in_units(gq, unit, F2), row_q, NORM, MATRIX, ROW, FD, F1, F2)
             if SOFTMAX:
                 gq = axpy2(gq, 1.0, as_row(more[0]), F2)
             pq = phi32(rq, live, FMAP, D, R1, R2) if SOFTMAX else fq

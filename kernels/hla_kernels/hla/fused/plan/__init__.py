@@ -108,7 +108,7 @@ def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtyp
     if direction == "forward" and mapped(spec) and spec.op != "polynomial":
         if (spec.shifted(dtype) and not spec.normalize) or (spec.softmax and not spec.normalize):
             return {"BN": 32, "BO": 64, "num_warps": 8, "num_stages": 2}
-        if spec.alone(dtype) and w["F2"] > 0:
+        if spec.alone(dtype):
             return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3}
         return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
     once = spec.op == "linear_attention" and plain(spec)
@@ -141,7 +141,8 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str
             "num_stages": 2,
         }
     if spec.alone(dtype) and mapped(spec):
-        return {"BN": 32 if w["F2"] > 0 else 64, "num_warps": 8 if wide > 80 else 4, "num_stages": 3}
+        more = {"num_warps": 8, "maxnreg": 128} if wide > 80 else {"num_warps": 4}  # two programs a multiprocessor
+        return {"BN": 32 if w["F2"] > 0 else 64, "num_stages": 3, **more}
     if mapped(spec):
         few = wide <= 64 or (wide <= 80 and spec.normalize)
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 3}
@@ -156,29 +157,40 @@ def readout_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[st
     """Tiles of `reduce_readout`."""
     if not spec.normalize or mapped(spec) or spec.op == "polynomial" or dtype == torch.float32:
         return reduce_config(spec, w, dtype)
-    wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
-    if wide > 80:
-        return {"BN": 128, "num_warps": 8, "num_stages": 2}
-    return {"BN": 64, "num_warps": 4, "num_stages": 3}
+    return query_config(w)
 
 
-def readout_widths(spec: Spec, w: dict[str, int]) -> dict[str, int]:
-    """Widths of queries in a `reduce_readout` that divides: 128 channels in two halves, one of which is in registers at
-    a time."""
-    halves = spec.normalize and not mapped(spec) and w["F1"] == 128
-    return {"R1": 64, "R2": 64, "F1": 64, "F2": 64} if halves else {}
+def divides(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> bool:
+    """Whether what the queries of a ratio are divided by is written in a pass of its own: `loops.wide`."""
+    wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80 and dtype != torch.float32
+    return spec.normalize and wide and (not mapped(spec) or spec.alone(dtype))
+
+
+def divide_config() -> dict[str, int]:
+    """Tiles of `divide_grads`."""
+    return {"BN": 64, "num_warps": 4, "num_stages": 2}
+
+
+def halves(w: dict[str, int]) -> dict[str, int]:
+    """Widths of queries in `divide_grads`: 128 channels in two halves, one of which is in registers at a time."""
+    return {"R1": 64, "R2": 64, "F1": 64, "F2": 64} if w["F1"] == 128 else {}
+
+
+def first_at_once(w: dict[str, int], batch_heads: int, n: int) -> bool:
+    """Whether one program does the whole backward of a head of a ratio of first order."""
+    return (narrow(w) or cut(w)) and n <= 512 and not few_heads(batch_heads, n)
 
 
 def query_config(w: dict[str, int]) -> dict[str, int]:
     """Tiles of `query_grads`."""
     if max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80:
-        return {"BN": 128, "num_warps": 8, "num_stages": 2}
+        return {"BN": 64, "num_warps": 8, "num_stages": 3}
     return {"BN": 64, "num_warps": 4, "num_stages": 3}
 
 
 def key_config(w: dict[str, int]) -> dict[str, int]:
     """Tiles of `key_grads`."""
-    return {"BN": 64, "num_warps": 8 if max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80 else 4, "num_stages": 3}
+    return {"BN": 64, "num_warps": 4, "num_stages": 2 if max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80 else 3}
 
 
 def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
@@ -205,7 +217,7 @@ def apply_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dty
     once = plain(spec) and spec.op != "polynomial"
     stages = 3 if very or (not wide and (once or spec.op == "hla3")) else 2
     warps = 8 if very or (spec.shifted(dtype) and not spec.kept) or spec.softmax else 4
-    roles = 3 if once and cut(w) and not third else 2 if wide or third or once else 1
+    roles = 3 if once and cut(w) and not third else 2 if wide or third or once or (spec.kept and spec.normalize) else 1
     # three programs a multiprocessor
     more = {"maxnreg": 168} if once and cut(w) and third else {}
     return {"BN": 64, "num_warps": warps, "num_stages": stages, "ROLES": roles, **more}
