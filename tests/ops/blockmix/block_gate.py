@@ -12,6 +12,7 @@ import torch
 
 from hla_kernels.blockmix import fused
 from hla_kernels.blockmix.fused import launch
+from hla_kernels.blockmix.fused.mixing import launch as mixing
 from hla_kernels.blockmix.fused.pairs import launch as pairs
 from tests.ops.blockmix.fused_cases import options_of
 from tests.ops.fused.offline_gate import Recorder, compile_call, key
@@ -21,20 +22,20 @@ def record(o, b: int, h: int, d: int, rotary: bool = False) -> list:
     """(kernel, arguments, keywords) of each launch of a forward and a backward of packed tokens."""
     kernels = [
         (module, name, kernel)
-        for module in (launch, pairs)
+        for module in (launch, mixing, pairs)
         for name, kernel in vars(module).items()
         if hasattr(kernel, "arg_names")
     ]
     Recorder.calls = []
     n, m = o.layout.n_tokens, o.layout.n_blocks
     qkv = torch.empty(b, n, 3, h, d, dtype=torch.bfloat16, device="meta")
-    grad, mixing = torch.empty_like(qkv[:, :, 0]), torch.empty(m, m, device="meta")
+    grad, matrix = torch.empty_like(qkv[:, :, 0]), torch.empty(m, m, device="meta")
     turns = tuple(torch.empty(n, d // 2, device="meta") for _ in range(2)) if rotary else None
     try:
         for module, name, kernel in kernels:
             setattr(module, name, Recorder(kernel))
-        saved = fused.forward(*qkv.unbind(2), mixing, o, None, turns, True)[1]
-        fused.backward(grad, *qkv.unbind(2), mixing, o, None, turns, torch.empty_like(qkv).unbind(2), saved)
+        saved = fused.forward(*qkv.unbind(2), matrix, o, None, turns, True)[1]
+        fused.backward(grad, *qkv.unbind(2), matrix, o, None, turns, torch.empty_like(qkv).unbind(2), saved)
     finally:
         for module, name, kernel in kernels:
             setattr(module, name, kernel)

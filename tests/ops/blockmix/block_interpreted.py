@@ -8,7 +8,7 @@ import torch
 
 import hla_kernels as hk
 from hla_kernels.blockmix import fused
-from hla_kernels.blockmix.fused import plan
+from hla_kernels.blockmix.fused import launch, plan
 from tests.ops.blockmix.fused_cases import angles_of, make, options_of, torch_form, triton_form
 from tests.ops.fused.cases import poison, relative_error
 
@@ -84,6 +84,16 @@ def test_more_blocks_than_a_tile(monkeypatch):
     o = options_of((18,), (18,), 0, normalize=False)
     inputs = make(o, (1, 1, 16, 16), FULL)
     check(o, triton_form(monkeypatch, o, *inputs), *inputs, TOLERANCE[FULL])
+
+
+@pytest.mark.parametrize(("blocks", "options"), [(7, {}), (40, BARE)], ids=str)
+def test_moments_as_wide_as_tokens(monkeypatch, blocks, options):
+    """As of bfloat16 tokens, of which float16 stands in for the rounded moments: `mix` and `mix_back`."""
+    for module in (fused, launch):
+        monkeypatch.setattr(module, "moments_dtype", lambda *a: HALF)
+    o = options_of((40,), (blocks,), 0, **options)
+    inputs = make(o, (1, 1, 16, 16) if blocks == 40 else (2, 2, 16, 32), HALF, mean=1.0, heads=blocks == 7)
+    check(o, triton_form(monkeypatch, o, *inputs), *inputs, TOLERANCE[HALF])
 
 
 def test_through_the_custom_operators(monkeypatch):

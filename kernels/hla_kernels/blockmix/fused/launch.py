@@ -12,13 +12,12 @@ from ...hla.fused.spec import alignment, strides
 from ..options import BlockOptions
 from . import plan
 from .apply import key_grads, query_rows, read_out
-from .mixing import mix, mix_long, mixing_grads, pad_mixing, sum_parts
+from .mixing import add, mixed, mixed_back
 from .orders.grads import key_products, query_products
 from .orders.middle import left_grads, operators, right_grads
 from .reduce import query_grads, reduce_moments, sum_values
 from .spec import Moments, Sizes, flags, geometry, moment_precisions, moments_dtype, precision, widths
 
-BLOCK = 1024
 Rotary = tuple[Tensor, Tensor] | None
 
 
@@ -89,26 +88,21 @@ class Call:
 
 def anchor_of(call: Call, out: Tensor | None) -> None:
     """The mean of v of each head. Ratios of v are the anchor plus the ratio of v - anchor, which is small where v is
-    alike everywhere: what is rounded is then not what cancels in dq and dk."""
+    alike everywhere: what is rounded is then not what cancels in dq and dk. Of all tokens: where features are random,
+    ratios differ from the mean by no more than a mean of some tokens does."""
     if out is None or call.flags["TURN"]:  # turned, the weights of v are not those of the divisor
         return
     bn = 32 if call.q.dtype == torch.float32 else 64
     chunk = 1024
     parts = -(-call.n // chunk)
-    partial = call.buffer(parts, call.bh, call.dv)
+    partial = out if parts == 1 else call.buffer(parts, call.bh, call.dv)
     a = alignment(call.v)
     sum_values[(call.bh * parts,)](
         call.v, call.keep, partial, strides(call.v, a), call.n, call.h, call.bh, call.group, chunk, 1.0 / call.n,
         ALIGN=a, **{name: call.w[name] for name in ("DV", "V1", "V2")}, BN=bn, num_warps=4, num_stages=3,
     )  # fmt: skip
-    add(partial, out, 1, parts, call.bh * call.dv, 32)
-
-
-def add(parts: Tensor, out: Tensor, groups: int, count: int, step: int, rows: int) -> None:
-    """out [groups, step] = the sum over `count` parts [groups, count, step], `rows` of them at a time: a constant of
-    the caller, or another number of tokens would be another kernel."""
-    columns = max(32, 4096 // rows)
-    sum_parts[(-(-step // columns), groups)](parts, out, count, step, BP=rows, BE=columns, num_warps=8)
+    if parts > 1:
+        add(partial, out, 1, parts, call.bh * call.dv, 32)
 
 
 class Source(NamedTuple):
@@ -166,27 +160,6 @@ def local_moments(call: Call, anchor: Tensor | None, out: Moments) -> None:
         sum_over(call, source, None, out.left, None, True)
 
 
-def mixed(call: Call, x: Moments, out: Moments, turned: bool) -> None:
-    """X~ = m X, `turned`: m' X."""
-    mixing, per_head = call.mixing, call.mixing.dim() == 3
-    heads = call.h if per_head else 1
-    ms = (mixing.stride(0) if per_head else 0, *mixing.stride()[-2:])
-    for (part, columns), (to, _) in zip(x.columns(call.d, call.dv), out.columns(call.d, call.dv), strict=True):
-        config, mp = plan.mix_config(call.m, part.dtype), plan.padded(call.m)
-        padded = call.buffer(heads, 2, mp, mp, dtype=part.dtype)
-        pad_mixing[(heads, -(-mp * mp // BLOCK))](
-            mixing, padded, ms, call.m, MP=mp, TURNED=turned, BLOCK=min(BLOCK, mp * mp)
-        )
-        tiles = -(-call.m // config["BM"])
-        common = {"C": columns, "TILES": tiles, "PER_HEAD": per_head, "MP": mp, **config}
-        args = (padded, part, to, call.bh, call.h, call.m)
-        if "BK" in config:
-            mix_long[(tiles * call.bh * -(-columns // config["BC"]),)](*args, PREC=call.mix, **common)
-        else:
-            parts, chunk = plan.mix_parts(call.bh, tiles, columns, config["BC"])
-            mix[(tiles * call.bh * parts,)](*args, chunk, STAGES=config["num_stages"], **common)
-
-
 class Saved(NamedTuple):
     """What the forward leaves for the backward: local and mixed moments and, for the ratio, the anchor [B * H, V] and
     1 / den [B * H, N]."""
@@ -212,7 +185,7 @@ def forward_call(call: Call, out: Tensor, buffer: Tensor) -> None:
     saved = Saved.of(call, buffer)
     anchor_of(call, saved.anchor)
     local_moments(call, saved.anchor, saved.local)
-    mixed(call, saved.local, saved.mixed, False)
+    mixed(call, saved.local, saved.mixed)
     read_call(call, out, operator_of(call, saved.mixed), saved)
 
 
@@ -260,18 +233,18 @@ def backward_call(call: Call, g: Tensor, outs: Grads, buffer: Tensor) -> Tensor:
     dy, dx = call.moments(), call.moments()
     if call.o.order == "la":
         query_call(call, g, room[0], operator_of(call, saved.mixed), saved, dy)
-        mixed(call, dy, dx, True)
+        dm = mixed_back(call, dy, saved.local, dx)
         key_call(call, room, dx, saved.anchor)
     else:
         operator, d_operator = operator_of(call, saved.mixed), call.operators()
         totals = query_call(call, g, None, operator, saved, d_operator)
         factor_grads(call, saved.mixed, operator.shift, d_operator, dy)
-        mixed(call, dy, dx, True)
+        dm = mixed_back(call, dy, saved.local, dx)
         product_call(call, g, room, operator, dx, saved, totals)
     if call.group > 1:
         for part, out in zip(room[1:], outs[1:], strict=True):
             group_sum(part, out, call.group)
-    return mixing_call(call, dy, saved.local)
+    return dm
 
 
 def head_grads(call: Call) -> tuple[Tensor, Tensor]:
@@ -374,26 +347,3 @@ def product_call(
             *(strides(x, a) for x in (q, k, v, *outs[1:])), *call.sizes(), call.group, call.ht, chunk, call.scale,
             PART=part, HLA2=hla2, ALIGN=a, **flags,
         )  # fmt: skip
-
-
-def mixing_call(call: Call, dy: Moments, x: Moments) -> Tensor:
-    """d mixing_ib = <dX~_i, X_b> summed over the moments."""
-    works = []
-    both = zip(dy.columns(call.d, call.dv), x.columns(call.d, call.dv), strict=True)
-    for (one, columns), (other, _) in both:
-        config = plan.grads_config(call.m, one.dtype)
-        tiles = -(-call.m // config["BM"])
-        cut = plan.column_parts(call.bh, tiles**2, columns, config["BC"])
-        works.append((one, other, columns, config, tiles, *cut))
-    step, first = sum(work[5] for work in works), 0
-    partial = call.buffer(call.bh * step, call.m, call.m)
-    for one, other, columns, config, tiles, parts, chunk in works:
-        mixing_grads[(tiles * tiles * parts * call.bh,)](
-            one, other, partial, call.bh, call.b, call.h, call.m, parts, chunk, step, first, C=columns, TILES=tiles,
-            PREC=call.mix, **config,
-        )  # fmt: skip
-        first += parts
-    out = torch.empty_like(call.mixing, memory_format=torch.contiguous_format)
-    groups = call.h if call.mixing.dim() == 3 else 1
-    add(partial, out, groups, call.bh * step // groups, call.m * call.m, 512)
-    return out

@@ -20,7 +20,7 @@ TABLE: dict[int, dict[str, tuple[int, ...]]] = {
         "reduce_norm": (32, 4, 3),
         "reduce_ratio": (32, 4, 3),
         "reduce_two": (32, 4, 3),
-        "query": (64, 4, 2),
+        "query": (64, 4, 1),
         "query_norm": (64, 4, 1),
         "query_two": (64, 4, 2),
         "read": (64, 4, 2),
@@ -29,7 +29,7 @@ TABLE: dict[int, dict[str, tuple[int, ...]]] = {
         "read_norm_two": (64, 4, 2),
         "rows": (64, 4, 2),
         "rows_two": (64, 4, 2),
-        "key": (64, 4, 2),
+        "key": (64, 4, 1),
         "key_norm": (64, 4, 2),
         "key_two": (64, 4, 2),
         "products": (64, 4, 2),
@@ -75,6 +75,8 @@ TABLE: dict[int, dict[str, tuple[int, ...]]] = {
 MIX = {
     "mix": (128, 8, 3),
     "mix_many": (64, 4, 3),  # more than 128 blocks
+    "back": (64, 8, 4),
+    "back_many": (64, 4, 3),
     "grads": (64, 4, 3, 64),
 }
 
@@ -163,13 +165,13 @@ def pair_config(w: dict[str, int], digits: int, keys: bool = False) -> Config:
     return {**tiles, "num_warps": 4 if wide(w) <= 64 else 8, "num_stages": 2}
 
 
-def mix_config(m: int, dtype: torch.dtype) -> Config:
-    """Tiles of `mix`."""
+def mix_config(m: int, dtype: torch.dtype, back: bool = False) -> Config:
+    """Tiles of `mix` (back: of `mix_back`), or with BK of `mix_long`."""
     k1, k2 = split_width(m)
     rows = mix_rows(m, dtype)
     if dtype == torch.float32 or m > 256:
         return {"BM": rows, "BK": min(rows, 32), "BC": 64, "num_warps": 4, "num_stages": 3}
-    columns, warps, stages = MIX["mix_many" if m > 128 else "mix"]
+    columns, warps, stages = MIX[("back" if back else "mix") + "_many" * (m > 128)]
     warps = warps if rows > 64 or m > 128 else 4
     return {"BM": rows, "K1": k1, "K2": k2, "BC": columns, "num_warps": warps, "num_stages": stages}
 
@@ -180,10 +182,11 @@ def product_grid(w: dict[str, int], rows: int, programs: int) -> tuple[tuple[int
     return (programs * -(-rows // br),), {"BR": br, "num_warps": 8 if wide(w) > 64 else 4, "num_stages": 1}
 
 
-def mix_parts(heads: int, tiles: int, columns: int, bc: int) -> tuple[int, int]:
-    """(parts, tiles of columns of a part) of `mix`: four programs a multiprocessor."""
+def mix_parts(heads: int, tiles: int, columns: int, bc: int, back: bool = False) -> tuple[int, int]:
+    """(parts, tiles of columns of a part) of `mix`: four programs a multiprocessor; of `mix_back`, each of which leaves
+    a gradient of the mixing matrix, two."""
     whole = -(-columns // bc)
-    parts = max(1, min(whole, round(2 * PROGRAMS / (heads * tiles))))
+    parts = max(1, min(whole, round((2 - back) * PROGRAMS / (heads * tiles))))
     chunk = -(-whole // parts)
     return -(-whole // chunk), chunk
 

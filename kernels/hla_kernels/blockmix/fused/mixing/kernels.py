@@ -77,6 +77,59 @@ def mix(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
+def mix_back(
+    m, dx, x, out, grads, BH, B, H, M, PARTS, chunk, step, first, C: tl.constexpr, TILES: tl.constexpr,
+    PER_HEAD: tl.constexpr, MP: tl.constexpr, BM: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """`mix` of dx by the padded m', and from the same tiles of dx the partial dm_ib = Sum dx~_i x_b of BM columns b, as
+    `mixing_grads` leaves them: dx is read once."""
+    pid = tl.program_id(0)
+    row = pid % TILES
+    part = (pid // TILES) % PARTS
+    bh = pid // (TILES * PARTS)
+    if PER_HEAD:
+        m += (bh % H) * 2 * MP * MP
+    h1 = load_mixing(m, row, BM, MP, 0, K1)
+    l1 = load_mixing(m + MP * MP, row, BM, MP, 0, K1)
+    g1 = tl.zeros([BM, K1], tl.float32)
+    if K2 > 0:
+        h2 = load_mixing(m, row, BM, MP, K1, K2)
+        l2 = load_mixing(m + MP * MP, row, BM, MP, K1, K2)
+        g2 = tl.zeros([BM, K2], tl.float32)
+    head = BH.to(tl.int64) * C
+    dx += bh.to(tl.int64) * C
+    b = row * BM + tl.arange(0, BM)
+    x += bh.to(tl.int64) * C + b[:, None] * head
+    out += bh.to(tl.int64) * C + b[:, None] * head
+    for t in tl.range(part * chunk, tl.minimum((part + 1) * chunk, tl.cdiv(C, BC)), num_stages=STAGES):
+        c = t * BC + tl.arange(0, BC)
+        inside = (b < M)[:, None] & (c < C)[None, :]
+        y = tl.load(x + c[None, :], mask=inside, other=0.0)
+        d1 = load_columns(dx, c, M, head, 0, K1, C)
+        acc = tl.dot(h1, d1)
+        acc = tl.dot(l1, d1, acc)
+        g1 = tl.dot(y, tl.trans(d1), g1)
+        if K2 > 0:
+            d2 = load_columns(dx, c, M, head, K1, K2, C)
+            acc = tl.dot(h2, d2, acc)
+            acc = tl.dot(l2, d2, acc)
+            g2 = tl.dot(y, tl.trans(d2), g2)
+        tl.store(out + c[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    grads += (((bh % H) * B + bh // H).to(tl.int64) * step + first + part) * M * M
+    store_columns(grads, g1, b, M, 0, K1)
+    if K2 > 0:
+        store_columns(grads, g2, b, M, K1, K2)
+
+
+@triton.jit
+def store_columns(grads, g, b, M, K0: tl.constexpr, K: tl.constexpr):
+    """g' into rows K0..K0+K and columns b of [M, M]."""
+    i = K0 + tl.arange(0, K)
+    tl.store(grads + i[None, :] * M + b[:, None], g, mask=(b < M)[:, None] & (i < M)[None, :])
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
 def mix_long(
     m, x, out, BH, H, M, C: tl.constexpr, TILES: tl.constexpr, PER_HEAD: tl.constexpr, MP: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, PREC: tl.constexpr,

@@ -1,0 +1,5 @@
+"""The mixing matrix at work on the moments of all blocks. Reading order: kernels, launch."""
+
+from .launch import add, mixed, mixed_back
+
+__all__ = ["add", "mixed", "mixed_back"]
