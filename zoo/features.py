@@ -5,11 +5,13 @@ Feature maps without parameters live in `hla_kernels` and are applied inside the
 Every part with parameters is the identity at initialisation, so that adding it to a converted model changes nothing.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hla_kernels.features.rms_norm import rms_norm
+from hla_kernels.features.rms_norm import prepared, rms_norm
 from zoo.grid import Grid, split_tokens
 
 
@@ -193,9 +195,10 @@ class TokenRMSNorm(nn.RMSNorm):
     """nn.RMSNorm over the channels of a token, which under autocast forms no float32 tensors: a live module becomes one
     by a change of class, and back."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *how: Any) -> Tensor:
+        """how: nothing, or what `prepared` does besides (whether to take the positive part, cos, sin)."""
         assert self.eps is not None
-        return rms_norm(x, self.weight, self.eps)
+        return prepared(x, self.weight, self.eps, *how) if how else rms_norm(x, self.weight, self.eps)
 
 
 def norm_tokens(norm: nn.Module, ours: bool) -> None:

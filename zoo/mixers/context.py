@@ -38,6 +38,7 @@ class Context:
     key_padding_mask: [B, N] bool, True for a real token; every mixer that is not causal honours it. A host gives this
         one or `mask`. Padded tokens get zeros from a linear mixer and something from softmax, as in the host.
     is_causal: the host asks for causal attention.
+    prepared: q and k are features that are turned already; hosts do that only for a mixer whose `early_map` allows it.
     qkv: the tensor [B, N, 3, H, D] that q, k and v are views of, where the host has one and changes none of them: a
         mixer may read it in their place.
     """
@@ -49,5 +50,6 @@ class Context:
     rotate: Callable[[Tensor], Tensor] | None = None
     mask: Tensor | None = None
     is_causal: bool = False
+    prepared: bool = False
     qkv: Tensor | None = None
     key_padding_mask: Tensor | None = None

@@ -47,6 +47,14 @@ class BlockMixer(BlockedMixer):
         )
 
     @property
+    def early_map(self) -> str | None:
+        """The map (identity or relu) that a host may apply to q and k, and then turn them, in one pass with its norms:
+        where nothing else comes in between, and there is no ratio, whose divisor reads features before the turn."""
+        opt = self.options
+        alone = not opt.normalize and not self._warms and not set(opt.depthwise) & set("qk")
+        return opt.feature_map if alone and opt.feature_map in ("identity", "relu") else None
+
+    @property
     def follows_grid(self) -> bool:
         return self.options.mixing == "distance"
 
@@ -71,6 +79,8 @@ class BlockMixer(BlockedMixer):
         ratio = {"feature_map": self._inner_map, "normalize": opt.normalize, "eps": EPS}
         if ctx.qkv is not None and self._reads_packed(ctx):
             return self.operate(ctx.qkv, **where, **ratio)
+        if ctx.prepared:
+            return self.operate(q, k, v, **where, feature_map=None, normalize=False)
         q, k = self._projected(q, k)
         if ctx.rotate is None:
             return self.operate(q, k, v, **where, **ratio)

@@ -17,20 +17,45 @@ def load_row(ptr, C: tl.constexpr, BC: tl.constexpr):
     return tl.load(ptr + c, mask=c < C, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["eps"])
-def norm_rows(x, w, y, inverses, stride, eps, C: tl.constexpr, BC: tl.constexpr):
-    """y = x r w of one token, and r."""
+@triton.jit
+def turn(y, cos, sin, token, BACK: tl.constexpr, HALF: tl.constexpr, BC: tl.constexpr):
+    """Channels (2i, 2i + 1) of each head of 2 HALF channels turned by the angles of a token; BACK: by their opposites;
+    cos None: y."""
+    out = y
+    if cos is not None:
+        at = token * HALF + tl.arange(0, BC // 2) % HALF
+        c = tl.load(cos + at)
+        s = tl.load(sin + at)
+        if BACK:
+            s = -s
+        a, b = tl.split(tl.reshape(y, [BC // 2, 2]))
+        out = tl.reshape(tl.join(a * c - b * s, b * c + a * s), [BC])
+    return out
+
+
+@triton.jit(do_not_specialize=["stride", "eps", "N"])
+def norm_rows(
+    x, w, cos, sin, y, inverses, stride, eps, N, RELU: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
+    """y = x r w of one token, RELU: its positive part, turned, and r."""
     row = tl.program_id(0).to(tl.int64)
     t = load_row(x + row * stride, C, BC)
     inverse = 1.0 / tl.sqrt(tl.sum(t * t, 0) / C + eps)
     c = tl.arange(0, BC)
     out = t * inverse * load_row(w, C, BC)
+    if RELU:
+        out = tl.where(out <= 0, 0.0, out)  # NaN stays
+    out = turn(out, cos, sin, row % N, False, HALF, BC)
     tl.store(y + row * C + c, out.to(y.dtype.element_ty), mask=c < C)
     tl.store(inverses + row, inverse)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def norm_grads(g, x, w, inverses, dx, parts, rows, gs, xs, C: tl.constexpr, BC: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "gs", "xs", "N"])
+def norm_grads(
+    g, x, w, cos, sin, inverses, dx, parts, rows, gs, xs, N, RELU: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
     """dx of every so many-th token, and the sum of g x r over them -> parts [programs, C]."""
     pid = tl.program_id(0)
     c = tl.arange(0, BC)
@@ -40,7 +65,9 @@ def norm_grads(g, x, w, inverses, dx, parts, rows, gs, xs, C: tl.constexpr, BC: 
         at = tl.cast(row, tl.int64)
         inverse = tl.load(inverses + at)
         t = load_row(x + at * xs, C, BC) * inverse
-        tg = load_row(g + at * gs, C, BC)
+        tg = turn(load_row(g + at * gs, C, BC), cos, sin, at % N, True, HALF, BC)
+        if RELU:
+            tg = tl.where(t * weight > 0, tg, 0.0)
         acc += tg * t
         tg *= weight
         out = (tg - t * (tl.sum(tg * t, 0) / C)) * inverse
@@ -60,16 +87,28 @@ def config(c: int) -> dict[str, int]:
     return {"C": c, "BC": width, "num_warps": min(8, max(1, width // 256))}
 
 
-def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def preparation(x: Tensor, relu: bool, cos: Tensor | None) -> dict[str, int]:
+    """Constants and the length N of what is done beside the norm."""
+    return {"N": x.shape[-2], "RELU": relu, "HALF": 1 if cos is None else cos.shape[1]}
+
+
+def forward(
+    x: Tensor, weight: Tensor, eps: float, relu: bool, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(y, r)."""
     rows, y = rows_of(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     inverses = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
     if rows.shape[0]:
-        norm_rows[(rows.shape[0],)](rows, weight.contiguous(), y, inverses, rows.stride(0), eps, **config(x.shape[-1]))
+        norm_rows[(rows.shape[0],)](
+            rows, weight.contiguous(), cos, sin, y, inverses, rows.stride(0), eps, **preparation(x, relu, cos),
+            **config(x.shape[-1]),
+        )  # fmt: skip
     return y, inverses
 
 
-def backward(grad: Tensor, x: Tensor, weight: Tensor, inverses: Tensor) -> tuple[Tensor, Tensor]:
+def backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverses: Tensor, relu: bool, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(dx, dw)."""
     rows, g, dx = rows_of(x), rows_of(grad), torch.empty_like(x, memory_format=torch.contiguous_format)
     if not rows.shape[0]:
@@ -77,7 +116,7 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, inverses: Tensor) -> tuple
     programs = min(rows.shape[0], PROGRAMS)
     parts = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     norm_grads[(programs,)](
-        g, rows, weight.contiguous(), inverses, dx, parts, rows.shape[0], g.stride(0), rows.stride(0),
-        **config(x.shape[-1]),
+        g, rows, weight.contiguous(), cos, sin, inverses, dx, parts, rows.shape[0], g.stride(0), rows.stride(0),
+        **preparation(x, relu, cos), **config(x.shape[-1]),
     )  # fmt: skip
     return dx, parts.sum(0).to(weight.dtype)

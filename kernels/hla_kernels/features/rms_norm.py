@@ -1,8 +1,12 @@
-"""RMSNorm of tokens of 16 bits with weights of any precision, without float32 tensors of the size of the tokens.
+"""RMSNorm of tokens of 16 bits with weights of any precision, without float32 tensors of the size of the tokens, alone
+or in one pass with what prepares queries and keys of linear attention in Wan: relu, and a rotation.
 
 y = x r w with r = (mean(x^2) + eps)^(-1/2) over the channels of a token (Zhang and Sennrich, arXiv 1910.07467, Eq 4),
 dx = r (g w - x r mean(g w x r)), dw = sum of g x r. torch has such kernels where x and w have one dtype; under autocast
 they have two, and it forms each step in float32.
+
+Prepared are f = R relu(y), R the rotation of channels (2i, 2i + 1) of each head (Su et al., arXiv 2104.09864), rounded
+once, as y alone would be; backward dy = R' df where y > 0, then as above.
 """
 
 from __future__ import annotations
@@ -23,47 +27,65 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     The kernels run 16-bit CUDA tensors of at most 8192 channels in eager mode; a compiler fuses torch's own form, which
     is what runs otherwise.
     """
-    ours = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and weight.dtype != x.dtype and HAS_TRITON
-    if not ours or x.shape[-1] > MAX_CHANNELS or torch.compiler.is_compiling():
+    if weight.dtype == x.dtype or not in_kernels(x):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return torch.ops.hla_kernels.rms_norm(x, weight, eps)[0]
 
 
+def in_kernels(x: Tensor) -> bool:
+    """Whether the kernels run tokens x [.., C] here."""
+    sixteen = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return sixteen and HAS_TRITON and x.shape[-1] <= MAX_CHANNELS and not torch.compiler.is_compiling()
+
+
+def prepared(x: Tensor, weight: Tensor, eps: float, relu: bool, cos: Tensor, sin: Tensor) -> Tensor:
+    """R relu(rms_norm(x)), relu where asked for: x [B, N, C] that `in_kernels` takes, weight [C], tables [N, D / 2]
+    that all heads of D channels share, without gradient -> [B, N, C] in the dtype of x."""
+    tables = (t.detach().float().contiguous() for t in (cos, sin))
+    return torch.ops.hla_kernels.rms_norm(x, weight, eps, relu, *tables)[0]
+
+
 @torch.library.custom_op("hla_kernels::rms_norm", mutates_args=())
-def rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(y, r [tokens] in float32)."""
+def rms_norm_op(
+    x: Tensor, weight: Tensor, eps: float, relu: bool = False, cos: Tensor | None = None, sin: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(y, relu(y) or turned by tables [N, D / 2] of float32, r [tokens] in float32)."""
     from .fused import forward
 
-    return forward(x, weight, eps)
+    return forward(x, weight, eps, relu, cos, sin)
 
 
 @rms_norm_op.register_fake
-def _(x, weight, eps):
+def _(x, weight, eps, relu=False, cos=None, sin=None):
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(
         x.shape[:-1].numel(), dtype=torch.float32
     )
 
 
 @torch.library.custom_op("hla_kernels::rms_norm_backward", mutates_args=())
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, relu: bool, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(dx, dw)."""
     from .fused import backward
 
-    return backward(grad, x, weight, inverse)
+    return backward(grad, x, weight, inverse, relu, cos, sin)
 
 
 @rms_norm_backward.register_fake
-def _(grad, x, weight, inverse):
+def _(grad, x, weight, inverse, relu, cos, sin):
     return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:2], output[1])
+    x, weight, _, ctx.relu, cos, sin = inputs
+    ctx.save_for_backward(x, weight, output[1], cos, sin)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, grad, _):
-    return (*torch.ops.hla_kernels.rms_norm_backward(grad, *ctx.saved_tensors), None)
+    *saved, cos, sin = ctx.saved_tensors
+    return (*torch.ops.hla_kernels.rms_norm_backward(grad, *saved, ctx.relu, cos, sin), *[None] * 4)
 
 
 rms_norm_op.register_autograd(_backward, setup_context=_save)

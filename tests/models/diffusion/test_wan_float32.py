@@ -16,7 +16,8 @@ import zoo
 GRID, B, C, H = (5, 12, 20), 2, 1536, 12
 MIXES = "GeneratedBackwardFor_hla_kernels_mhla_defaultBackward"
 # these write gradients in the dtype of what the forward was given; the others view, or are of the mixing matrix
-OF_TOKENS = {"AddmmBackward0": 4, "FusedRmsNormBackward0": 2, MIXES: 1}
+NORMS = {True: "FusedRmsNormBackward0", False: "GeneratedBackwardFor_hla_kernels_rms_norm_defaultBackward"}
+OF_TOKENS = {"AddmmBackward0": 4, MIXES: 1}
 VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "TBackward0", "torch::autograd::AccumulateGrad"}
 OF_MIXING = {"SoftmaxBackward0", "MulBackward0", "ToCopyBackward0"}
 
@@ -59,7 +60,12 @@ def test_no_float32_tokens(half, options):
     tokens = [t for t in saved if x.shape[1] in t.shape or B * x.shape[1] in t.shape]
     large = [t for t in tokens if t.numel() >= x.numel()]
     assert len(large) == 9 and {t.dtype for t in large} == {torch.bfloat16}
-    assert sum(t.dtype == torch.float32 and t.dim() == 1 for t in saved) == 1  # moments: the Triton form ran
-    found = nodes(y.grad_fn)
-    assert {name: found[name] for name in OF_TOKENS} == OF_TOKENS
-    assert set(found) <= {*OF_TOKENS, *VIEWS, *OF_MIXING}
+    ratio = options.get("normalize", True)  # without one, norm, map and rotation are one kernel
+    norms = [t for t in saved if t.shape == (B * x.shape[1],)]
+    assert len(norms) == 0 if ratio else len(norms) == 2
+    assert sum(t.dtype == torch.float32 and t.dim() == 1 for t in saved) == 1 + len(
+        norms
+    )  # moments: the Triton form ran
+    found, of_tokens = nodes(y.grad_fn), {**OF_TOKENS, NORMS[ratio]: 2}
+    assert {name: found[name] for name in of_tokens} == of_tokens
+    assert set(found) <= {*of_tokens, *VIEWS, *OF_MIXING}

@@ -329,3 +329,18 @@ def test_rms_norm(monkeypatch, channels):
         got = norms.results(lambda *t: torch.ops.hla_kernels.rms_norm(*t, 1e-6)[0], x, weight, grad)
     assert [t.dtype for t in got] == [HALF, HALF, FULL]
     assert all(relative_error(a, b) <= 4e-4 for a, b in zip(got, exact, strict=True))  # measured 2.1e-4
+
+
+@pytest.mark.parametrize(("channels", "width", "relu"), [(48, 16, True), (120, 40, False)])
+def test_prepared_queries(monkeypatch, channels, width, relu):
+    """The same, then the positive part and the rotation."""
+    x, weight, grad = norms.inputs(HALF, channels)
+    turns = norms.tables(x, width)
+    both = [t.double() for t in turns]
+    exact = norms.results(
+        lambda x, w: norms.prepared_by_hand(x, w, relu, *both), *(t.double() for t in (x, weight, grad))
+    )
+    with monkeypatch.context() as patch:
+        poison(patch)
+        got = norms.results(lambda *t: norms.prepared(*t, 1e-6, relu, *turns), x, weight, grad)
+    assert all(relative_error(a, b) <= 4e-4 for a, b in zip(got, exact, strict=True))

@@ -15,9 +15,10 @@ from diffusers.models.transformers.transformer_ltx import LTXAttention
 from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor
 
+from hla_kernels.features.rms_norm import in_kernels
 from zoo.backbones.checkpoints import encode_tag
 from zoo.backbones.sites import Site, split_heads
-from zoo.features import norm_tokens
+from zoo.features import TokenRMSNorm, norm_tokens
 from zoo.grid import Grid
 from zoo.mixers import Context
 from zoo.mixers.context import Rotation
@@ -171,10 +172,19 @@ class WanSite(DiffusionSite, WanAttention):
             return super().forward(hidden_states, None, attention_mask, rotary_emb)  # these tokens are not all of them
         x = self.placed(hidden_states, self.prefix)
         q, k, v = self.project(x)
-        q, k, v = (split_heads(t, self.heads) for t in (self.norm_q(q), self.norm_k(k), v))
-        rotate = wan_rotation(rotary_emb, q.shape[-1])
-        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=attention_mask, rotate=rotate)
+        rotate = wan_rotation(rotary_emb, v.shape[-1] // self.heads)
+        how = self.preparation(q, rotate)
+        q, k, v = (split_heads(t, self.heads) for t in (self.norm_q(q, *how), self.norm_k(k, *how), v))
+        ctx = Context(
+            x=x, grid=self.grid, prefix=self.prefix, mask=attention_mask, rotate=rotate, prepared=len(how) > 0
+        )
         return self.output(self.mixer(q, k, v, ctx).type_as(q))
+
+    def preparation(self, q: Tensor, rotate: Rotation | None) -> tuple:
+        """What the norms of q and k do besides where one kernel can: whether to take the positive part, (cos, sin)."""
+        early = getattr(self.mixer, "early_map", None)
+        ours = type(self.norm_q) is type(self.norm_k) is TokenRMSNorm and in_kernels(q)
+        return () if early is None or rotate is None or not ours else (early == "relu", *rotate.tables())
 
     @property
     def fused(self) -> bool:
