@@ -93,8 +93,7 @@ def anchor_of(call: Call, out: Tensor | None) -> None:
     if out is None or call.flags["TURN"]:  # turned, the weights of v are not those of the divisor
         return
     bn = 32 if call.q.dtype == torch.float32 else 64
-    chunk = 1024
-    parts = -(-call.n // chunk)
+    parts, chunk = plan.anchor_parts(call.n, call.bh, bn)
     partial = out if parts == 1 else call.buffer(parts, call.bh, call.dv)
     a = alignment(call.v)
     sum_values[(call.bh * parts,)](

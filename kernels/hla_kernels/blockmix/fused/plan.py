@@ -182,11 +182,11 @@ def product_grid(w: dict[str, int], rows: int, programs: int) -> tuple[tuple[int
     return (programs * -(-rows // br),), {"BR": br, "num_warps": 8 if wide(w) > 64 else 4, "num_stages": 1}
 
 
-def mix_parts(heads: int, tiles: int, columns: int, bc: int, back: bool = False) -> tuple[int, int]:
-    """(parts, tiles of columns of a part) of `mix`: four programs a multiprocessor; of `mix_back`, each of which leaves
-    a gradient of the mixing matrix, two."""
-    whole = -(-columns // bc)
-    parts = max(1, min(whole, round((2 - back) * PROGRAMS / (heads * tiles))))
+def mix_parts(heads: int, tiles: int, columns: int, config: Config, back: bool = False) -> tuple[int, int]:
+    """(parts, tiles of columns of a part) of `mix`: four programs a multiprocessor; of `mix_back` with its largest
+    tiles, each program of which leaves a large gradient of the mixing matrix, two."""
+    whole, few = -(-columns // config["BC"]), back and config["BM"] > 64
+    parts = max(1, min(whole, round((1 if few else 2) * PROGRAMS / (heads * tiles))))
     chunk = -(-whole // parts)
     return -(-whole // chunk), chunk
 
@@ -206,6 +206,13 @@ def reduce_parts(programs: int, widest: int, bn: int) -> tuple[int, int]:
     parts = max(1, min(-(-widest // 256), PROGRAMS // programs))
     chunk = -(-widest // (parts * bn)) * bn
     return -(-widest // chunk), chunk
+
+
+def anchor_parts(n: int, heads: int, bn: int) -> tuple[int, int]:
+    """(parts, tokens of a part) of the mean of v: a thousand tokens, or fewer while the chip is not full."""
+    parts = max(-(-n // 1024), min(-(-n // 256), -(-2 * PROGRAMS // heads)))
+    chunk = -(-n // (parts * bn)) * bn
+    return -(-n // chunk), chunk
 
 
 def apply_parts(programs: int, widest: int, bn: int) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def mixed_part(call: Call, part: Tensor, to: Tensor, columns: int, turned: bool)
         grid = (tiles * call.bh * -(-columns // config["BC"]),)
         mix_long[grid](*args, C=columns, PREC=call.mix, **common, **config)
     else:
-        parts, chunk = plan.mix_parts(call.bh, tiles, columns, config["BC"])
+        parts, chunk = plan.mix_parts(call.bh, tiles, columns, config)
         mix[(tiles * call.bh * parts,)](*args, chunk, C=columns, STAGES=config["num_stages"], **common, **config)
 
 
@@ -66,7 +66,7 @@ def mixed_back(call: Call, dy: Moments, x: Moments, dx: Moments) -> Tensor:
             tiles = -(-call.m // config["BM"])
             cut = plan.column_parts(call.bh, tiles**2, columns, config["BC"])
         else:
-            cut = plan.mix_parts(call.bh, -(-call.m // config["BM"]), columns, config["BC"], True)
+            cut = plan.mix_parts(call.bh, -(-call.m // config["BM"]), columns, config, True)
         works.append((one, other, to, columns, config, *cut))
     step, first = sum(work[5] for work in works), 0
     partial = call.buffer(call.bh * step, call.m, call.m)
