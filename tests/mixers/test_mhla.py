@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -198,6 +198,32 @@ def test_a_distance_form_does_not_know_its_host():
         logits = np.interp(x, np.linspace(0, 1, len(small.knots)), small.knots.detach().numpy())
         for mixing in (small, large):
             torch.testing.assert_close(mixing(blocks), torch.from_numpy(small.gain * logits).softmax(-1))
+
+
+@pytest.mark.parametrize("feature_map", ["identity", "relu"])
+@pytest.mark.parametrize("order", ["la", "ahla", "hla2"])
+def test_prepared_features_are_those_of_the_mixer(order, feature_map):
+    """What a host may do in one pass with its norms: the map, then the rotation."""
+    q, k, v, ctx = inputs()
+    mixer = stirred(make(order=order, feature_map=feature_map, normalize=False, post_norm=True, depthwise="v"))
+    assert mixer.early_map == feature_map
+    angle = torch.rand(q.shape[1], HEAD_DIM // 2, dtype=torch.float64)
+
+    def turn(t):
+        pairs = torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)[:, None]).flatten(-2)
+
+    rotated = replace(ctx, rotate=Rotation(turn, lambda: (angle.cos(), angle.sin())))
+    features = (turn(feature(t, feature_map)) for t in (q, k))
+    found = mixer(*features, v, replace(rotated, prepared=True))
+    torch.testing.assert_close(found, mixer(q, k, v, rotated))
+
+
+@pytest.mark.parametrize("options", [{}, {"feature_map": "elu1"}, {"depthwise": "k"}, {"gains": True}], ids=str)
+def test_no_early_map(options):
+    """With a ratio, another map, or something between the projections and the map."""
+    plain = {"feature_map": "relu", "normalize": options == {}, "post_norm": True}
+    assert make(**{**plain, **options}).early_map is None
 
 
 @pytest.mark.parametrize("mixer", ["mhla", "mhla2", "poly", "taylor2", "la"])
