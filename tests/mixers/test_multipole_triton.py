@@ -127,11 +127,10 @@ def interpreted() -> None:
 
 
 @pytest.mark.parametrize("degree", [0, 1, 2])
-def test_operations_and_shapes_are_known_without_a_device(monkeypatch, degree):
+def test_operations_and_shapes_are_known_without_a_device(degree):
     """All pairs, three products forward, eleven backward, and one and two more of a degree: blocks so few that none is
     pooled. Or pooled: those that queries in patches of 64 and 32 read one by one, counted here from their definition,
     and the blocks."""
-    monkeypatch.setattr(plan, "POOLED", (0, 1))
     for n, m, radius in ((50, 3, 20), (4000, 20, 5)):
         d, pooled = 16, degree < 2 and n == 4000
         x = [torch.empty(2, n, 3, d, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3)]

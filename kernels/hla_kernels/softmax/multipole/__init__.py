@@ -20,8 +20,8 @@ Two orders of the products, one result; D = Dv, M blocks, V tokens around a bloc
     by blocks  2 M D + M D^2 (degree 1; about M D^3 / 2 for degree 2) + 3 V D a token, linear in N for fixed M, but for
                V, which is at least N / M: from about N = 500 on at D = 64 with 4 x 4 blocks, radius 2, degree 1
 In torch (`torch_form`) and in `fused`, the Triton form in bfloat16 and float16, which never writes the weights, the one
-with fewer multiplications runs; in Triton by blocks only with degree 1 (`fused.plan.pools`), and where it reads all
-keys of more than 32,768 tokens, `auto` takes torch's (`forms`).
+with fewer multiplications runs; in Triton by blocks only with degree 0 and 1 (`fused.plan.pools`), and where it reads
+all keys of more than 32,768 tokens, `auto` takes torch's (`forms`).
 
 Reading order: reference, layout, heads, by_tokens, by_blocks, torch_form, fused, forms.
 """

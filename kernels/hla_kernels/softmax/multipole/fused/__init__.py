@@ -2,9 +2,9 @@
 
 A tile of queries is a box of the grid. It reads the keys of the blocks that its neighbourhood touches one by one (two
 products for the scores with keys and with mean keys, a third for what rounding took from these but of degree 0, one for
-values) and every other block as one key, its mean, with
-the weight of its tokens; of degree 1, also the moment of the block, D x D. Linear in N where the number of blocks is
-fixed. Else all keys are read one by one: with degree 2, and where that is cheaper (`plan.pools`).
+values) and every other block as one key, its mean, with the weight of its tokens; of degree 1, also the moment of the
+block, D x D. Linear in N where the number of blocks is fixed. Else all keys are read one by one: with degree 2, and
+where that is cheaper (`plan.pools`).
 
 Reading order: geometry, tiles, forward, moments, backward, plan, launch, operator. The first call imports Triton.
 """

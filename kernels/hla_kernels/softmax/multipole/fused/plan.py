@@ -10,8 +10,7 @@ from typing import NamedTuple
 from ....blockmix.layout import block_of
 
 Sizes = tuple[int, ...]  # along the axes (T, Y, X)
-POOLED = (1,)  # degrees; 0 was pooled on a GPU only before mean keys got what rounding takes from them
-MARGIN = 2  # of estimated costs: the times of degree 1 were not measured
+MARGIN = 2  # of estimated costs
 PROGRAMS = 264  # of passes over blocks at least, two for each multiprocessor of an H200
 
 
@@ -143,4 +142,4 @@ def pools(plan: Plan) -> bool:
     """Whether to pool far blocks: fewer products of D channels then, of the forward pass, by a margin."""
     n, each = math.prod(plan.grid), 3 + plan.degree * plan.channels
     products = 3 * plan.pairs(plan.tiles.output.patch) + each * plan.n_blocks * n
-    return plan.degree in POOLED and MARGIN * products < 3 * (n + plan.outer) ** 2
+    return plan.degree < 2 and MARGIN * products < 3 * (n + plan.outer) ** 2
