@@ -80,7 +80,7 @@ def test_opcheck_compile_and_capture(monkeypatch, degree):
 
 
 def test_interpreted():
-    """The same in float32: this file as a program."""
+    """The same in float32, and once in float16 by the rule of the error: this file as a program."""
     pytest.importorskip("triton")
     check_interpreted(__file__, "interpreted")
 
@@ -124,6 +124,12 @@ def interpreted() -> None:
         truth = grads([t.double() for t in tokens], grad, impl("reference", more))
         for a, t in zip(found, truth, strict=True):
             assert l2_error(a, t) < 1e-6, (case, degree, l2_error(a, t))
+    tokens, grad, more = setting("line", 16, torch.float16, "cpu", 3.0)
+    tokens, grad, more["degree"] = [t[:1, :, : t.shape[2] // 2] for t in tokens], grad[:1, :, :2], 0
+    found = grads(tokens, grad, lambda *x: fused.evaluate(prepare(*x, **more)))
+    plain, truth = (grads([t.to(d) for t in tokens], grad, impl("reference", more)) for d in (torch.half, torch.double))
+    for a, c, t in zip(found, plain, truth, strict=True):
+        assert l2_error(a, t) <= TIMES * l2_error(c, t)
 
 
 @pytest.mark.parametrize("degree", [0, 1, 2])
