@@ -173,6 +173,7 @@ RENDER = {
     "kernels-h200": report.main_kernels,
     "kernels-h200-short": report.two_sided,
     "kernels-h200-all": report.kernels,
+    "multipole-h200": report.multipole,
     "models-h200": report.models,
     "video-h200": report.video,
     "video-clips": diffusion,

@@ -19,11 +19,16 @@ def kernels(result: Row) -> str:
 
 
 def main_kernels(result: Row) -> str:
-    """Of `kernels`: our operators forward and backward, one line each, `mhla`, `taylor2`, `multipole`; no peers."""
+    """Of `kernels` what has a target: our operators forward and backward, one line each, `mhla` and `taylor2`."""
     found = {_place(row): row for row in result["rows"]}
     plain = [row for row in result["rows"] if len(row["options"]) <= 4]
-    parts = [_by_operator(found), _mixed(plain, found), _taylor(found), _multipole(found), _measured(result)]
+    parts = [_by_operator(found), _mixed(plain, found), _taylor(found), _measured(result)]
     return "\n\n".join(part for part in parts if part)
+
+
+def multipole(result: Row) -> str:
+    """Of `kernels` `multipole` and how it was measured."""
+    return f"{_multipole({_place(row): row for row in result['rows']})}\n\n{_measured(result)}"
 
 
 def two_sided(result: Row) -> str:
@@ -168,8 +173,9 @@ def _multipole(found: dict[tuple, Row]) -> str:
         title = next(shape.title for shape in ALL_SHAPES.values() if tuple(shape.sizes) == sizes)
         own = row["options"]
         cells = [title, "x".join(map(str, own["blocks"])), str(own["radius"]), str(own["degree"])]
-        cells += [f"{forward['us']:.0f}", _times(cudnn[0], forward, None), f"{row['us']:.0f}"]
-        cells += [_times(cudnn[1], row, None), _times(found.get((sizes, op, "eager", options, which)), row, None)]
+        times = [(cudnn[0], forward), (cudnn[1], row), (found.get((sizes, op, "eager", options, which)), row)]
+        one, two, three = ("-" if peer is None else f"{peer['us'] / x['us']:.2f}" for peer, x in times)
+        cells += [f"{forward['us']:.0f}", one, f"{row['us']:.0f}", two, three]
         errors = " / ".join(f"{x['rel_err']:.1e}" for x in (forward, row))
         lines.append([*cells, row["ran"], errors, f"{row['peak_mib']:.0f}"])
     return _table(head, lines) if lines else ""
