@@ -5,7 +5,7 @@
 
 Features of relu and elu1 are computed once, by the pass of the forward that sums them, and kept for the backward in the
 dtype of the tokens (not for `polynomial` and not in float32): twice the bytes of q, instead of three evaluations. A
-ratio of first order keeps nothing: each direction reads every token once (`loops.first`).
+ratio of first order keeps nothing: each direction reads every token once (`loops.first`; queries of wide heads twice).
 
 Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D),
 heads (heads.plain: the backward of higher orders without options), split, middle, plan (the static table), launch.
