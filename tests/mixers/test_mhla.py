@@ -215,11 +215,13 @@ def test_prepared_features_are_those_of_the_mixer(order, feature_map):
 
     rotated = replace(ctx, rotate=Rotation(turn, lambda: (angle.cos(), angle.sin())))
     features = (turn(feature(t, feature_map)) for t in (q, k))
-    found = mixer(*features, v, replace(rotated, prepared=True))
+    found = mixer(*features, v, replace(ctx, prepared=True))
     torch.testing.assert_close(found, mixer(q, k, v, rotated))
 
 
-@pytest.mark.parametrize("options", [{}, {"feature_map": "elu1"}, {"depthwise": "k"}, {"gains": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"feature_map": "elu1"}, {"depthwise": "k"}, {"gains": True, "feature_map": "identity"}], ids=str
+)
 def test_no_early_map(options):
     """With a ratio, another map, or something between the projections and the map."""
     plain = {"feature_map": "relu", "normalize": options == {}, "post_norm": True}

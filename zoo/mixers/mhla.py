@@ -49,9 +49,10 @@ class BlockMixer(BlockedMixer):
     @property
     def early_map(self) -> str | None:
         """The map (identity or relu) that a host may apply to q and k, and then turn them, in one pass with its norms:
-        where nothing else comes in between, and there is no ratio, whose divisor reads features before the turn."""
+        where nothing else comes in between, there is no ratio, whose divisor reads features before the turn, and no
+        gain, which calibration solves for with the queries and keys themselves."""
         opt = self.options
-        alone = not opt.normalize and not self._warms and not set(opt.depthwise) & set("qk")
+        alone = not opt.normalize and not opt.gains and not set(opt.depthwise) & set("qk")
         return opt.feature_map if alone and opt.feature_map in ("identity", "relu") else None
 
     @property

@@ -175,9 +175,8 @@ class WanSite(DiffusionSite, WanAttention):
         rotate = wan_rotation(rotary_emb, v.shape[-1] // self.heads)
         how = self.preparation(q, rotate)
         q, k, v = (split_heads(t, self.heads) for t in (self.norm_q(q, *how), self.norm_k(k, *how), v))
-        ctx = Context(
-            x=x, grid=self.grid, prefix=self.prefix, mask=attention_mask, rotate=rotate, prepared=len(how) > 0
-        )
+        turned = {"prepared": True} if how else {"rotate": rotate}
+        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=attention_mask, **turned)
         return self.output(self.mixer(q, k, v, ctx).type_as(q))
 
     def preparation(self, q: Tensor, rotate: Rotation | None) -> tuple:
