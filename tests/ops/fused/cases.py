@@ -36,10 +36,11 @@ def _nan(x: Tensor) -> Tensor:
 
 def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
-    "whole" is "split" with the D x D algebra of a head in one program."""
+    "whole" is "split" with the D x D algebra of a head in one program, "pairs" with two heads a program."""
     with monkeypatch.context() as patch:
         poison(patch)
-        split = path in ("split", "whole")
+        split = path in ("split", "whole", "pairs")
+        patch.setattr(plan, "pairs", lambda *a: int(path == "pairs"))
         for name in ("splits", "saves"):
             patch.setattr(plan, name, lambda *a: int(split))
         patch.setattr(plan, "backward_path", lambda *a: "split" if split else path)

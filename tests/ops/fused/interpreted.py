@@ -81,6 +81,10 @@ CASES = [
     ("hla2", PLAIN, "halves", 37, 72, 72, (2, 2), HALF, "packed"),
     ("ahla", {"ridge": 0.3}, "halves", 70, 72, 72, (2, 1), HALF, "contiguous"),
     ("hla3", SCALE, "halves", 70, 64, 64, (1, 1), HALF, "packed"),
+    # two neighbouring heads a program; in use for bfloat16 tokens
+    ("linear_attention", PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed"),
+    ("hla2", PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed"),
+    ("ahla", PLAIN, "pairs", 37, 72, 72, (4, 4), HALF, "contiguous"),
     # features shifted where something is centred, softmaxes centred along their features
     ("linear_attention", ELU_MEAN, "heads", 37, 40, 40, (2, 2), FULL, "packed"),
     ("hla2", ELU_MEAN, "split", 37, 72, 72, (2, 2), HALF, "packed"),
@@ -115,6 +119,14 @@ def test_matches_float64(monkeypatch, case):
     inputs = make(spec, n, d, dv, heads, dtype, layout)
     got = run(monkeypatch, spec, *inputs, path, save=layout != "contiguous", packed=layout == "packed")
     check(got, truth(spec, *inputs), TOLERANCE[dtype])
+
+
+def test_pairs_with_a_gradient_of_another_layout(monkeypatch):
+    spec = Spec("linear_attention")
+    tokens, grad, none = make(spec, 37, 72, 72, (2, 2), HALF, "contiguous")
+    turned = grad.transpose(1, 2).contiguous().transpose(1, 2)
+    outs = [run(monkeypatch, spec, tokens, g, none, "pairs", True, False) for g in (grad, turned)]
+    assert all(torch.equal(x, y) for x, y in zip(*outs, strict=True))
 
 
 def test_several_parts_of_a_head(monkeypatch):

@@ -6,6 +6,8 @@ the call, for the output and every gradient. Every buffer of the Triton form sta
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -33,10 +35,11 @@ OPS = ("linear_attention", "hla2", "ahla", "hla3")
 # op, options, dtype, (B, H, Hk, D, Dv); 128 heads of D = 64 take the one-program forms up to N = 2048
 MANY, WIDE, ODD, GROUPED = (32, 4, 4, 64, 64), (2, 2, 2, 128, 128), (2, 2, 2, 72, 72), (2, 4, 2, 88, 64)
 MANY_ODD = (16, 12, 12, 72, 72)  # the D x D algebra of a head in one program
+PAIRS = (24, 16, 16, 72, 72)  # two neighbouring heads a program
 HALF, FEW = (32, 4, 4, 32, 32), (4, 4, 4, 64, 64)
 CASES = [
     *((op, {}, BF16, MANY) for op in OPS),
-    *((op, {}, BF16, MANY_ODD) for op in OPS),
+    *((op, {}, BF16, sizes) for op in OPS for sizes in (MANY_ODD, PAIRS)),
     *((op, RELU_QK, BF16, MANY) for op in OPS),
     *((op, ANCHORED, FP16, ODD) for op in OPS),
     *((op, ANCHORED, FP32, (2, 2, 2, 40, 40)) for op in ("linear_attention", "ahla")),
@@ -84,7 +87,7 @@ def results(op, x, grad, **options):
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{'-'.join(c[1])}-{str(c[2])[6:]}-{c[3][3]}")
 def test_error_and_bits(monkeypatch, case):
     op, options, dtype, sizes = case
-    for n in (17, 197, 333, 1025, 4097):
+    for n in (17, 197, 333, 1025) + (4097,) * (sizes != PAIRS):
         x, grad = make(n, dtype, sizes)
         if options is RATIO_IDENTITY:
             x = [x[0].abs(), x[1].abs(), x[2]]
@@ -100,7 +103,7 @@ def test_error_and_bits(monkeypatch, case):
             assert errors[0] <= 2 * errors[1], (n, name, *errors)
 
 
-@pytest.mark.parametrize("sizes", (MANY, MANY_ODD, FEW), ids=("heads", "split_72", "split_64"))
+@pytest.mark.parametrize("sizes", (MANY, MANY_ODD, FEW, PAIRS), ids=("heads", "split_72", "split_64", "pairs"))
 @pytest.mark.parametrize("op", OPS)
 def test_one_token(monkeypatch, op, sizes):
     """The rule of the error. A ratio of one token is v: where the truth is zero, no more than the rounding of terms as
@@ -151,9 +154,9 @@ def test_polynomial(monkeypatch, case):
 
 @pytest.mark.parametrize("op", OPS)
 def test_inference(monkeypatch, op):
-    """Without gradients D = 72 takes the one-program form too."""
-    for n in (17, 333, 1025):
-        x, _ = make(n, BF16, MANY_ODD)
+    """Without gradients D = 72 takes the one-program form, or that of pairs, too."""
+    for n, sizes in itertools.product((17, 333, 1025), (MANY_ODD, PAIRS)):
+        x, _ = make(n, BF16, sizes)
         truth, torch_form = (getattr(hk, op)(*y, impl="torch") for y in ([t.double() for t in x], x))
         with monkeypatch.context() as patch:
             poison(patch)
@@ -229,16 +232,19 @@ def test_compile_and_export():
     assert torch.equal(program.module()(*x), Module()(*x))
 
 
-@pytest.mark.parametrize("sizes", ((32, 4, 197, 64), (2, 4, 1025, 72)), ids=("heads", "split"))
+@pytest.mark.parametrize(
+    "sizes", ((32, 4, 197, 64), (2, 4, 1025, 72), (24, 16, 600, 72)), ids=("heads", "split", "pairs")
+)
 @pytest.mark.parametrize("options", ({}, RATIO, ANCHORED), ids=str)
 def test_only_our_kernels_run(sizes, options):
     """No copy, cast, fill or transposition around them: packed qkv in, packed gradient out."""
     from hla_kernels.hla.fused import launch
+    from hla_kernels.hla.fused.launch import pairs
 
     b, h, n, d = sizes
     qkv = torch.randn(b, n, 3, h, d, device="cuda", dtype=BF16).requires_grad_()
     grad = torch.randn(b, n, h, d, device="cuda", dtype=BF16)
-    ours = {name for name, kernel in vars(launch).items() if hasattr(kernel, "arg_names")}
+    ours = {name for name, kernel in (vars(launch) | vars(pairs)).items() if hasattr(kernel, "arg_names")}
     torch.autograd.grad(hk.hla2_qkvpacked(qkv, impl="triton", **options), qkv, grad)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.autograd.grad(hk.hla2_qkvpacked(qkv, impl="triton", **options), qkv, grad)

@@ -33,6 +33,7 @@ CASES = (
     ("hla2", PLAIN, 2, 12, 32760, 128),
     ("hla3", PLAIN, 2, 12, 32760, 128),
     ("hla3", PLAIN, 64, 16, 256, 72),
+    ("hla2", PLAIN, 32, 16, 1024, 72),
     pytest.param(("hla2", PLAIN, 64, 16, 256, 72), marks=NEWER),
     ("hla3", PLAIN, 256, 6, 197, 64),
     pytest.param(("ahla", RATIO, 64, 6, 1025, 64), marks=SPILLS),

@@ -2,13 +2,15 @@
 
     heads   one program per (batch, head), all passes in one launch          many heads, few tokens
     split   reduce -> combine -> middle -> apply, several programs a head     few heads, many tokens, wide heads
+    pairs   the same with two neighbouring heads a program                    many heads of 72 channels
 
 Features of relu and elu1 are computed once, by the pass of the forward that sums them, and kept for the backward in the
 dtype of the tokens (not for `polynomial` and not in float32): twice the bytes of q, instead of three evaluations. A
 ratio of first order keeps nothing: each direction reads every token once (`loops.first`; queries of wide heads twice).
 
 Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D),
-heads (heads.plain: the backward of higher orders without options), split, middle, plan (the static table), launch.
+heads (heads.plain: the backward of higher orders without options; heads.pairs, heads.factors), split, middle, plan (the
+static table), launch.
 Equations in `hla_kernels.hla`. Triton is imported by the first call of `forward` or `backward`: whether a call could
 run is answered without it.
 """

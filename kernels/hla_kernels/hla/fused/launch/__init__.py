@@ -14,6 +14,7 @@ from ..middle import middle, middle_grads_value
 from ..middle_key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
 from ..spec import ORDERS, alignment, strides
 from ..split import apply, apply_grads, reduce_moments, reduce_readout
+from . import pairs
 from .call import BLOCK, Call, Features, Saved, feature_strides, pad, staged, unfused
 
 
@@ -105,6 +106,8 @@ def prepare(call: Call, buffer: Tensor, rest: bool, features: Features = (None, 
 
 def split_forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool, features: Features) -> None:
     """reduce -> combine -> middle -> apply; the buffer keeps the state, for a backward with `save`."""
+    if pairs.paired(call):
+        return pairs.forward(call, o, Saved.of(buffer, call), save)
     saved = prepare(call, buffer, save, features)
     fq, fk = features
     if fq is not None and fk is not None:
@@ -185,6 +188,12 @@ def split_backward_call(
     call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], buffer: Tensor, filled: bool
 ) -> Tensor | None:
     """(moments again unless filled) -> reduce dM -> middle -> apply; returns parts of d coefficients."""
+    if pairs.paired(call):
+        saved = Saved.of(buffer, call)
+        if not filled:
+            pairs.forward(call, torch.empty_like(g, memory_format=torch.contiguous_format), saved, True)
+        pairs.backward(call, g, outs, saved, apply_grads_call)
+        return None
     saved = Saved.of(buffer, call) if filled else prepare(call, buffer, True)
     ratio = call.ratio()
     weights, rows, dc = middle_grads(call, readout_grad(call, g, saved, ratio), saved)

@@ -52,6 +52,15 @@ def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool
     return own and fits and order and dtype == torch.bfloat16
 
 
+def pairs(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
+    """1 where a call has the form of the kernels of two neighbouring heads a program (`heads.pairs`), which then fill
+    the chip, and they are faster. Exactly what ran on a GPU."""
+    form = own and plain(spec) and spec.ridge == 0 and dtype == torch.bfloat16 and w["D"] == w["DV"] == 72
+    if not form or spec.op not in ("linear_attention", "hla2", "ahla"):
+        return 0
+    return torch.sym_min(1, batch_heads // 384) * (1 if spec.op == "linear_attention" else torch.sym_min(1, n // 513))
+
+
 def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
     """1 where the forward is cut into several programs a head, 0 where one program a head fills the chip, with its
     moments in registers. No branch on sizes: under a compiler they are symbols."""
@@ -65,12 +74,13 @@ def few_heads(batch_heads: int, n: int) -> int | torch.SymInt:
 
 def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
     """1 where a forward that is asked to keeps its moments for the backward. No branch on sizes, as in `splits`."""
+    apart = 1 - pairs(spec, w, batch_heads, n, dtype, own)
     if spec.op == "linear_attention" and plain(spec) and (narrow(w) or cut(w)) and dtype != torch.float32:
-        return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513))
+        return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513)) * apart
     if spec.alone(dtype) and cut(w):
         return few_heads(batch_heads, n)
     if cut(w) and halved(spec, w, dtype, own):
-        return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513))
+        return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513)) * apart
     return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
 
 
@@ -79,7 +89,7 @@ def use_heads(
 ) -> bool:
     """Whether the forward is one program per head. Two-part widths keep less in registers, so only plain calls do, and
     they keep nothing for a backward, which is faster from saved moments."""
-    if save and saves(spec, w, batch_heads, n, dtype, own):
+    if pairs(spec, w, batch_heads, n, dtype, own) or (save and saves(spec, w, batch_heads, n, dtype, own)):
         return False
     if not splits(w, batch_heads, n) or (spec.alone(dtype) and cut(w) and not few_heads(batch_heads, n)):
         return True
@@ -282,3 +292,25 @@ def plain_config(w: dict[str, int]) -> dict[str, int]:
     """Tiles of `plain_backward`."""
     wide = w["F2"] + w["V2"] > 0
     return {"BN": 32 if wide else 64, "BO": 64, "num_warps": 4, "num_stages": 3, "LOOPS": 2 if wide else 1}
+
+
+def pair_config(kernel: str) -> dict[str, int]:
+    """Tiles of the kernels of `heads.pairs`; forward_pairs: BN sums, BO reads out."""
+    if kernel in ("apply_pairs", "grads_pairs"):
+        return {"BN": 64, "num_warps": 4, "num_stages": 3}
+    if kernel == "forward_pairs":
+        return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3}
+    return {"BN": 32, "num_warps": 4, "num_stages": 4 if kernel == "readout_pairs" else 3}
+
+
+def pair_parts(batch_pairs: int, n: int, bn: int) -> tuple[int, int]:
+    """(parts, tokens of a part) of `apply_pairs` and `grads_pairs`: up to 4 tiles a program."""
+    total = -(-n // bn)
+    tiles = max(1, min(4, batch_pairs * total // (2 * PROGRAMS)))
+    chunk = tiles * bn
+    return -(-n // chunk), chunk
+
+
+def factor_config() -> dict[str, int]:
+    """Warps of the kernels of `heads.factors`."""
+    return {"num_warps": 4, "num_stages": 1}
