@@ -107,22 +107,20 @@ def test_a_pixel_run_is_converted_learns_from_its_teacher_and_continues(pixel_ru
 
 
 def test_moving_digits_are_learned_and_survive_conversion(tmp_path):
-    """The shipped configurations, shortened: 0.3 M parameters; a constant prediction has a loss of about 1.2."""
+    """The shipped configurations, shortened to seconds; a constant prediction has a loss of about 1.2."""
     import finetune_video
 
-    short = ["data.clips=200", "data.batch_size=16", "data.val_images=32", "sample.every=0", "run.eval_steps=200"]
-    scratch = ["model.kwargs.num_layers=3", "schedule.steps=120", "schedule.warmup_steps=10", "optim.lr=3e-3"]
-    folder = [f"run.folder={tmp_path}/softmax", "run.checkpoint_steps=120"]
+    short = ["data.clips=100", "data.batch_size=8", "data.val_images=16", "sample.every=0", "optim.ema=0.9"]
+    scratch = ["model.kwargs.num_layers=2", "schedule.steps=80", "schedule.warmup_steps=5", "optim.lr=3e-3"]
+    folder = [f"run.folder={tmp_path}/softmax", "run.checkpoint_steps=80"]
     softmax = finetune_video.main([f"{ROOT}/configs/video/moving_digits.yaml", *short, *scratch, *folder])
-    assert softmax["ema_val_loss"] < 0.4
-    model = [f"model.checkpoint={tmp_path}/softmax", "model.kwargs={}", "model.keep_softmax=[]"]
-    ends = ["schedule.steps=40", "schedule.warmup_steps=4", "run.checkpoint_steps=40", f"run.folder={tmp_path}/ahla"]
-    file, own = f"{ROOT}/configs/video/moving_digits_finetune.yaml", [*short, *model, *ends]
-    before = DiffusionRun(config.load(DiffusionSettings, file, [*own, f"run.folder={tmp_path}/x"])).evaluate()[
-        "val_loss"
-    ]
-    after = finetune_video.main([file, *own])["ema_val_loss"]
-    assert after < 0.95 * before and after < 1.05 * softmax["ema_val_loss"]
+    assert softmax["ema_val_loss"] < 0.6
+    model = [f"model.checkpoint={tmp_path}/softmax", "model.kwargs={}", "model.keep_softmax=[]", "optim.lr=1e-3"]
+    steps = ["schedule.steps=20", "schedule.warmup_steps=2", "run.checkpoint_steps=20", f"run.folder={tmp_path}/ahla"]
+    file, own = f"{ROOT}/configs/video/moving_digits_finetune.yaml", [*short, *model, *steps]
+    untuned = config.load(DiffusionSettings, file, [*own, f"run.folder={tmp_path}/x"])
+    before, after = DiffusionRun(untuned).evaluate()["val_loss"], finetune_video.main([file, *own])["ema_val_loss"]
+    assert after < 0.97 * before and after < 1.02 * softmax["ema_val_loss"]
 
 
 def test_a_dry_run_does_everything_once(pixel_run, tmp_path):
