@@ -22,7 +22,7 @@ SPACES = {"features": "ViT", "resnet": "ResNet-18"}
 SCORES = {"fid": "Frechet", "kid": "KID"}
 DATA = "data.train=TRAIN.parquet data.val=TEST.parquet data.workers=6"
 TENTH = "data.batch_size=256 schedule.steps=500 schedule.warmup_steps=25 sample.every=0 run.compile=false"
-AGAIN = "control-0.sampling1"  # the same model, other noise
+AGAIN = ".sampling1"  # behind the name of a run: the same model, other noise
 TRAIN = "python tools/finetune_dit.py configs/dit/cifar10"
 RECIPE = f"python tools/convert.py recipe configs/experiments/dit_cifar10_{{}}.yaml {DATA}"
 SAMPLE = "sample.count=5000 sample.labels=balanced sample.guidance=1.5 sample.steps=50 \
@@ -33,8 +33,10 @@ python tools/train_vit.py configs/features/cifar10_resnet18.yaml {DATA} run.fold
 for M in la ahla; do {TRAIN}_finetune.yaml {DATA} {TENTH} model.mixer=$M run.folder=runs/dit/$M-0; done
 {RECIPE.format("taylor2_convert")} keep_softmax=auto:4 out=runs/dit/taylor2_softmax4-0
 {RECIPE.format("taylor2_convert")} transfer=0.2 optim.lr=6.0e-4 distill.output=4.0 out=runs/dit/taylor2-0
-{TRAIN}_finetune.yaml {DATA} {TENTH} model.mixer= distill.teacher= run.folder=runs/dit/control-0
-{RECIPE.format("convert")} out=runs/dit/multipole-0
+for S in 0 1 2; do
+  {TRAIN}_finetune.yaml {DATA} {TENTH} model.mixer= distill.teacher= run.seed=$S run.folder=runs/dit/control-$S
+  {RECIPE.format("convert")} run.seed=$S out=runs/dit/multipole-$S
+done
 {RECIPE.format("convert")} 'mixer_options={{degree: 0}}' out=runs/dit/multipole_degree0-0
 {RECIPE.format("convert")} 'mixer_options={{degree: 0, radius: 3}}' out=runs/dit/multipole_radius3_degree0-0
 for X in features resnet; do
@@ -47,9 +49,11 @@ score() {{
   for X in features resnet; do python tools/evaluate_fid.py fid.extractor=runs/$X fid.samples=runs/scores/$2.npz \
 fid.reference=runs/$X.safetensors out=runs/scores/$2.$X.json; done
 }}
-score runs/dit/control-0 control-0 0
-score runs/dit/multipole-0/finetune multipole-0 0
-score runs/dit/control-0 {AGAIN} 1000000
+for S in 0 1 2; do
+  score runs/dit/control-$S control-$S 0
+  score runs/dit/multipole-$S/finetune multipole-$S 0
+  score runs/dit/control-$S control-$S{AGAIN} 1000000
+done
 python docs/dit_results.py"""
 
 
@@ -87,6 +91,9 @@ def converted(folder: Path) -> Arm:
     last, begun = parts[-1], sum(part.steps * part.batch for part in parts[:-1])
     curve = [part.curve[-1] for part in parts[:-1]] + [(begun + images, loss) for images, loss in last.curve]
     options = recipe.mixer_options | ({"keep_softmax": keep} if keep else {})
+    files = ROOT / recipe.finetune, folder / "finetune" / "config.yaml"
+    usual, own = (config.load(DiffusionSettings, file) for file in files)
+    options |= {} if own.distill.output == usual.distill.output else {"distill.output": own.distill.output}
     steps, seconds = (sum(getattr(part, name) for part in parts) for name in ("steps", "seconds"))
     return Arm(recipe.mixer, options, "converted", last.seed, steps, last.batch, round(seconds, 2), curve)
 
@@ -176,7 +183,8 @@ def main() -> int:
     old = json.loads(file.read_text()) if file.is_file() else {"rows": []}
     first = {name: arm.curve for name, arm in found.items() if name.endswith(("-0", SOURCE.name))}
     curves = old.get("curves", {}) | first
-    extra = {"floor": floor, "extractor_top1": accuracy, AGAIN: scores(AGAIN), "curves": curves}
+    again = {name: values for name in found if (values := scores(name + AGAIN))}
+    extra = {"floor": floor, "extractor_top1": accuracy, "other_noise": again, "curves": curves}
     lines = [row for name, arm in found.items() if name != SOURCE.name or scores(name) for row in rows(name, arm)]
     lines += [row for row in old["rows"] if kind(row) not in map(kind, lines)]  # of arms that were not run again
     lines.sort(key=lambda row: ("scratch", "control", "converted").index(row["source"]))
