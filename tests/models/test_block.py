@@ -152,11 +152,12 @@ def test_attention_runs_our_kernels_only(mixer):
 
     import hla_kernels
     from hla_kernels.hla.fused import heads, launch, middle, middle_key, split
+    from hla_kernels.hla.fused.heads import plain
     from hla_kernels.softmax.taylor.fused import launch as taylor
 
     ours = {
         f.fn.__name__
-        for module in (heads, launch, middle, middle_key, split, taylor)
+        for module in (heads, plain, launch, middle, middle_key, split, taylor)
         for f in vars(module).values()
         if isinstance(f, triton.JITFunction)
     }

@@ -45,6 +45,7 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
             patch.setattr(plan, name, lambda *a: int(split))
         patch.setattr(plan, "backward_path", lambda *a: "split" if split else path)
         patch.setattr(plan, "first_at_once", lambda *a: path == "heads")
+        patch.setattr(plan, "halved", lambda *a: path.startswith("halves"))
         if path == "whole":
             patch.setattr(plan, "PROGRAMS", 2)
         outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens)

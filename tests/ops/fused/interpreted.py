@@ -79,8 +79,9 @@ CASES = [
     ("polynomial", RELU_QK, "whole", 33, 72, 72, (1, 1), FULL, "packed"),
     # float16 factors; in use for bfloat16 tokens
     ("hla2", PLAIN, "halves", 37, 72, 72, (2, 2), HALF, "packed"),
-    ("ahla", {"ridge": 0.3}, "halves", 70, 72, 72, (2, 1), HALF, "contiguous"),
-    ("hla3", SCALE, "halves", 70, 64, 64, (1, 1), HALF, "packed"),
+    ("ahla", SCALE, "halves_two_step", 70, 72, 72, (1, 1), HALF, "packed"),
+    ("ahla", PLAIN, "halves", 70, 64, 64, (2, 2), HALF, "contiguous"),
+    ("hla3", SCALE, "halves", 37, 72, 72, (1, 1), HALF, "packed"),
     # two neighbouring heads a program; in use for bfloat16 tokens
     ("linear_attention", PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed"),
     ("hla2", PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed"),

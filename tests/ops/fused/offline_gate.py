@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, launch
 from hla_kernels.hla.fused.launch import pairs
+from hla_kernels.hla.fused.launch import plain as plain_launch
 from hla_kernels.sequences import Sequences
 
 TYPES = {
@@ -114,7 +115,7 @@ def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = ""
     """(kernel, arguments, keywords) of each launch of a forward and a backward of packed tokens, bf16 unless `kind`."""
     kernels = [
         (module, name, kernel)
-        for module in (launch, pairs)
+        for module in (launch, pairs, plain_launch)
         for name, kernel in vars(module).items()
         if hasattr(kernel, "arg_names")
     ]

@@ -15,6 +15,7 @@ from hla_kernels.blockmix.fused import launch as block_launch
 from hla_kernels.blockmix.fused.pairs import launch as pair_launch
 from hla_kernels.hla.fused import Spec, launch
 from hla_kernels.hla.fused.launch import pairs as head_pairs
+from hla_kernels.hla.fused.launch import plain as plain_launch
 from hla_kernels.hla.two_sided import two_sided, two_sided_backward
 from hla_kernels.softmax.multipole.fused import launch as multipole_launch
 from hla_kernels.softmax.multipole.fused import plan as multipole_plan
@@ -31,7 +32,8 @@ SOFTMAX = {"feature_map": "softmax_pair", "center": "qk"}
 WHOLE = (
     ("ahla", {}, "heads", 70, 64, 64, (2, 2)),
     ("hla2", {}, "two_step", 70, 72, 72, (2, 2)),
-    ("hla3", {}, "halves", 70, 64, 64, (2, 2)),
+    ("hla3", {}, "halves", 70, 72, 72, (2, 2)),
+    ("hla2", {}, "halves_two_step", 70, 64, 64, (2, 2)),
     *((op, {}, "pairs", 70, 72, 72, (4, 4)) for op in ("linear_attention", "hla2", "ahla")),
     ("linear_attention", RATIO, "heads", 70, 64, 64, (2, 2)),
     ("linear_attention", RATIO, "split", 600, 72, 72, (2, 2)),
@@ -135,7 +137,7 @@ def main(family: str) -> None:
     torch.set_default_device(DEVICE)
     ran, patch = set[str](), pytest.MonkeyPatch()
     modules = {
-        "hla": [launch, head_pairs], "blockmix": [block_launch, pair_launch], "taylor": [taylor_launch],
+        "hla": [launch, head_pairs, plain_launch], "blockmix": [block_launch, pair_launch], "taylor": [taylor_launch],
         "multipole": [multipole_launch],
     }[family]  # fmt: skip
     known = set().union(*(watch(module, ran) for module in modules))

@@ -9,8 +9,8 @@ dtype of the tokens (not for `polynomial` and not in float32): twice the bytes o
 ratio of first order keeps nothing: each direction reads every token once (`loops.first`; queries of wide heads twice).
 
 Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D),
-heads (heads.plain: the backward of higher orders without options; heads.pairs, heads.factors), split, middle, plan (the
-static table), launch.
+heads (heads.plain: higher orders without options; heads.pairs, heads.factors), split, middle, plan (the static table),
+launch.
 Equations in `hla_kernels.hla`. Triton is imported by the first call of `forward` or `backward`: whether a call could
 run is answered without it.
 """
@@ -57,8 +57,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
 
 def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE) -> int | torch.SymInt:
     """Length of the float32 buffer that `forward` fills for `backward`: operators and states of the split path, the
-    operators and their vectors of normalised heads. A function of sizes without a branch on B, N and H, so that they
-    may be symbols."""
+    operators and their vectors of normalised heads, the float16 factors of `heads.plain`. A function of sizes without a
+    branch on B, N and H, so that they may be symbols."""
     features = feature_floats(q, k) if spec.keeps(q.dtype) else 0
     return operator_floats(q, v, spec, seqs) + features
 
@@ -69,7 +69,9 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     batch_heads = batch * heads
     kept, lay = plan.saves(spec, w, plan.planned(batch_heads), n, q.dtype, own_keys(q, v, seqs)), layout(spec, w)
     size = spec.matrix_dtype(q.dtype).itemsize
-    whole = lay.vectors().floats(size) if spec.normalize else 0
+    whole: int | torch.SymInt = lay.vectors().floats(size) if spec.normalize else 0
+    if plan.halved(spec, w, q.dtype, own_keys(q, v, seqs)):
+        whole = plan.factor_floats(spec, w, n)
     return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
 
 
@@ -102,6 +104,7 @@ def forward(
     """o [B, N, H, Dv] contiguous from q [B, N, H, D], k, v [B, N, Hk, .], and a float32 buffer for `backward`
     (`saved_floats`; empty without `save`)."""
     from .launch import Call, head_forward_call, split_forward_call
+    from .launch.plain import plain_forward_call
 
     call = Call(spec, q, k, v, coefficients, seqs)
     new = torch.empty if seqs.mask is None else torch.zeros  # padded tokens are not written
@@ -114,6 +117,8 @@ def forward(
     features = features_of(buffer, q, k) if save and spec.keeps(q.dtype) else (None, None)
     if split:
         split_forward_call(call, o, buffer, save, features)
+    elif plan.halved(spec, call.w, q.dtype, own_keys(q, v, seqs)):
+        plain_forward_call(call, o, buffer)
     else:
         head_forward_call(call, o, buffer, features)
     return o, buffer if save else call.buffer(0)
@@ -133,6 +138,7 @@ def backward(
     """Write dq, dk, dv into `outs` (any strides with contiguous last dimension); returns d coefficients [H, 4] or
     None. `saved`: the buffer of `forward`, or an empty one, then what it would hold is computed again."""
     from . import launch
+    from .launch.plain import plain_backward_call, plain_two_step_call
 
     if saved.numel() == 0 and (spec.normalize or spec.keeps(q.dtype)):
         saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
@@ -149,13 +155,18 @@ def backward(
             dk.zero_(), dv.zero_()
         full = (outs[0], dk, dv)
     path = plan.backward_path(spec, call.w, call.planned, call.most, q.dtype, own_keys(q, v, seqs))
+    if path.startswith("halves") and saved.numel() == 0 and plan.factor_floats(spec, call.w, call.most) > 0:
+        saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
     if spec.alone(q.dtype):
         call.lay = call.lay if path == "split" else call.lay.vectors()
         launch.first_backward_call(call, grad, full, saved)
         dc = None
     elif path == "halves":
         dc = None
-        launch.plain_backward_call(call, grad, full)
+        plain_backward_call(call, grad, full, saved)
+    elif path == "halves_two_step":
+        dc = None
+        plain_two_step_call(call, grad, full, saved)
     elif path != "split":
         dc = None if coefficients is None else call.buffer(call.b, call.h, 1, 4)
         (launch.head_backward_call if path == "heads" else launch.two_step_backward_call)(call, grad, full, dc, saved)

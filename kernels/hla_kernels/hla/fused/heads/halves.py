@@ -2,7 +2,7 @@
 
 Each moment has a unit of its own, a power of two, in which its largest number is about 8: products of two matrices of
 up to 80 rows are float16 numbers then, and so are numbers of a moment down to 2**-17 of its largest one. Blocks as in
-`tiles`, equations as in `algebra`; P, C and M are [F, V], dM' is [V, F].
+`tiles`, equations as in `algebra`; F = V, P, C and M are [F, V], dM' is [V, F].
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..algebra import largest
 from ..maps import power_of_two
-from ..tiles import cast4, scale4, trans4
+from ..tiles import cast4, load4, scale4, store4, trans4
 
 
 @triton.jit
@@ -34,24 +34,59 @@ def half(a, A2: tl.constexpr, B2: tl.constexpr):
 
 @triton.jit
 def half_moments(m, ORDER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
-    """`half` of those of (P, S, C, R, W) that the order has: (factors, units)."""
-    mp, ms, mc, mr, mw = m
-    up = 1.0
-    us = 1.0
-    uc = 1.0
-    ur = 1.0
-    uw = 1.0
-    if ORDER != 2:
-        mp, up = half(mp, F2, V2)
-    if ORDER == 2 or ORDER == 4:
-        ms, us = half(ms, F2, F2)
+    """`half` of the factors of an order, (C, S), (P, R) or (P, S, W): (factors, units), three of either."""
     if ORDER == 2:
-        mc, uc = half(mc, F2, V2)
-    if ORDER == 3:
-        mr, ur = half(mr, F2, F2)
+        x, ux = half(m[2], F2, V2)
+        y, uy = half(m[1], F2, F2)
+        z, uz = y, uy
+    elif ORDER == 3:
+        x, ux = half(m[0], F2, V2)
+        y, uy = half(m[3], F2, F2)
+        z, uz = y, uy
+    else:
+        x, ux = half(m[0], F2, V2)
+        y, uy = half(m[1], F2, F2)
+        z, uz = half(m[4], F2, F2)
+    return (x, y, z), (ux, uy, uz)
+
+
+@triton.jit
+def put_matrix(to, a, D1: tl.constexpr, D2: tl.constexpr):
+    """Write a padded square matrix: whole sectors of memory."""
+    W: tl.constexpr = D1 + D2
+    store4(to, a, W, D1, D2, W, D1, D2, W, 1)
+
+
+@triton.jit
+def get_matrix(at, D1: tl.constexpr, D2: tl.constexpr):
+    """Inverse of `put_matrix`."""
+    W: tl.constexpr = D1 + D2
+    return load4(at, W, D1, D2, W, D1, D2, W, 1)
+
+
+@triton.jit
+def put_factors(to, units, m, u, ORDER: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Write `half_moments`: factors [2 or 3, D1 + D2, D1 + D2] and three units."""
+    AREA: tl.constexpr = (D1 + D2) * (D1 + D2)
+    put_matrix(to, m[0], D1, D2)
+    put_matrix(to + AREA, m[1], D1, D2)
     if ORDER == 4:
-        mw, uw = half(mw, F2, F2)
-    return (mp, ms, mc, mr, mw), (up, us, uc, ur, uw)
+        put_matrix(to + 2 * AREA, m[2], D1, D2)
+    tl.store(units, u[0])
+    tl.store(units + 1, u[1])
+    tl.store(units + 2, u[2])
+
+
+@triton.jit
+def get_factors(at, units, ORDER: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Inverse of `put_factors`."""
+    AREA: tl.constexpr = (D1 + D2) * (D1 + D2)
+    x = get_matrix(at, D1, D2)
+    y = get_matrix(at + AREA, D1, D2)
+    z = y
+    if ORDER == 4:
+        z = get_matrix(at + 2 * AREA, D1, D2)
+    return (x, y, z), (tl.load(units), tl.load(units + 1), tl.load(units + 2))
 
 
 @triton.jit
@@ -106,38 +141,38 @@ def times_symmetric(a, b, A2: tl.constexpr, K2: tl.constexpr):
 
 
 @triton.jit
-def half_operator(m, u, ORDER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
-    """(M', T in the units of its factors), T = R or S W."""
-    up, us, uc, ur, uw = u
-    t = m[3]
+def half_operator(m, u, t, ORDER: tl.constexpr, D2: tl.constexpr):
+    """M'; t = S W in units of its factors."""
+    x, y, _ = m
     if ORDER == 2:
-        out = scale4(times(trans4(m[2]), m[1], V2, F2, F2), us * uc)
+        out = scale4(times(trans4(x), y, D2, D2, D2), u[0] * u[1])
     elif ORDER == 3:
-        out = scale4(times(trans4(m[0]), trans4(t), V2, F2, F2), ur * up)
+        out = scale4(times(trans4(x), trans4(y), D2, D2, D2), u[0] * u[1])
     else:
-        t = cast4(times(m[1], m[4], F2, F2, F2), tl.float16)
-        out = scale4(times(trans4(m[0]), trans4(t), V2, F2, F2), us * uw * up)
-    return out, t
+        out = scale4(times(trans4(x), trans4(t), D2, D2, D2), u[0] * u[1] * u[2])
+    return out
 
 
 @triton.jit
-def half_weights(m, u, t, dm, s, ORDER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, dtype: tl.constexpr):
-    """(WP', WS, WC', WR', WW) of `algebra.weights` in a dtype, as far as the order has them; s the scale of a moment
-    times the unit of dM'."""
-    mp, ms, mc, mr, mw = m
-    up, us, uc, ur, uw = u
-    if ORDER == 2:
-        wc = cast4(scale4(times(dm, ms, V2, F2, F2), s * us), dtype)
-        ws = cast4(scale4(times_symmetric(mc, dm, F2, V2), s * uc), dtype)
-        out = (wc, ws, wc, ws, ws)
-    elif ORDER == 3:
-        wp = cast4(scale4(times(dm, mr, V2, F2, F2), s * ur), dtype)
-        wr = cast4(scale4(times(mp, dm, F2, V2, F2), s * up), dtype)
-        out = (wp, wp, wp, wr, wr)
+def half_weight(m, u, t, dm, pd, s, NAME: tl.constexpr, ORDER: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr):
+    """WP', WS, WC', WR' or WW (NAME 0 .. 4) of `algebra.weights` in a dtype; t = S W, pd = P dM' in units of their
+    factors, s the scale of a moment times the unit of dM'."""
+    x, y, z = m
+    ux, uy, uz = u
+    if NAME == 0:
+        if ORDER == 4:
+            w = scale4(times(dm, t, D2, D2, D2), s * uy * uz)
+        else:
+            w = scale4(times(dm, y, D2, D2, D2), s * uy)
+    elif NAME == 1:
+        if ORDER == 4:
+            w = scale4(times_symmetric(z, pd, D2, D2), s * ux * uz)
+        else:
+            w = scale4(times_symmetric(x, dm, D2, D2), s * ux)
+    elif NAME == 2:
+        w = scale4(times(dm, y, D2, D2, D2), s * uy)
+    elif NAME == 3:
+        w = scale4(times(x, dm, D2, D2, D2), s * ux)
     else:
-        wp = cast4(scale4(times(dm, t, V2, F2, F2), s * us * uw), dtype)
-        z = cast4(times(mp, dm, F2, V2, F2), tl.float16)  # P dM'
-        ws = cast4(scale4(times_symmetric(mw, z, F2, F2), s * up * uw), dtype)
-        ww = cast4(scale4(times_symmetric(z, ms, F2, F2), s * up * us), dtype)
-        out = (wp, ws, wp, wp, ww)
-    return out
+        w = scale4(times_symmetric(pd, y, D2, D2), s * ux * uy)
+    return cast4(w, dtype)

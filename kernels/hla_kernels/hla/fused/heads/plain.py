@@ -1,65 +1,177 @@
-"""The backward of a higher order of the tokens as they are, in one launch: one program for everything of a head.
+"""Higher orders of the tokens as they are, forward and backward, with float16 factors (`halves`).
 
-Its weights stay in shared memory, for the D x D algebra has float16 factors (`halves`); the tokens are read again from
-L2.
+The forward keeps its factors, 2 (D1 + D2)**2 bytes each, so that the backward sums dM alone over q and the gradients
+of o, and its D x D algebra reads factors where the tensor cores want them.
 """
 
 import triton
 import triton.language as tl
 
 from ..algebra import scale_moments
-from ..loops import span, sum_moments, write_grads
-from ..tiles import cast4, zeros2
+from ..loops import read_out, span, sum_gradient, sum_moments, write_grads
+from ..tiles import cast4, store4, trans4, zeros2
 from . import NO_SPECIALIZE, at_head
-from .halves import half, half_moments, half_operator, half_weights
+from .halves import (
+    get_factors,
+    get_matrix,
+    half,
+    half_moments,
+    half_operator,
+    half_weight,
+    put_factors,
+    put_matrix,
+    times,
+)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def plain_forward(
+    q, k, v, o, factors, units, qs, ks, vs, os, N, H, scale, ORDER: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """o = q M of one head. SAVE: its factors go to factors [B * H, KF] and units [B * H, 4]."""
+    pid = tl.program_id(0)
+    head = pid.to(tl.int64)
+    h = pid % H
+    at, N, scale = span(N, pid // H, pid, scale)
+    q = at_head(q, qs, at, h, ALIGN)
+    k = at_head(k, ks, at, h, ALIGN)
+    v = at_head(v, vs, at, h, ALIGN)
+    qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
+    raw, sums, _, _ = sum_moments(
+        q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, False, False, True, D, F1, F2, D, F1, F2, BN, PREC
+    )
+    m = scale_moments(raw, sums, scale, N[1], 0.0, ORDER, 0, False, False, F1, F2, F2)
+    m, u = half_moments(m, ORDER, F2, F2)
+    if SAVE:
+        put_factors(factors + head * KF, units + head * 4, m, u, ORDER, F1, F2)
+    t = m[1]
+    if ORDER == 4:
+        t = cast4(times(m[1], m[2], F2, F2, F2), tl.float16)
+    mt = half_operator(m, u, t, ORDER, F2)
+    out = trans4(cast4(mt, q.dtype.element_ty))
+    row = zeros2(F1, F2)
+    read_out(
+        q, at_head(o, os, at, h, ALIGN), qn, os[1] * ALIGN, 0, N, out, row, row, row, 0.0, False, False, 0, D, F1, F2,
+        F1, F2, D, F1, F2, BO, PREC,
+    )  # fmt: skip
+
+
+@triton.jit
+def again(at, a, KEPT: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """A matrix as a factor, in float16; beside KEPT factors through memory, whence tensor cores get it without
+    registers (the assembler that Triton 3.6 has is known to corrupt operands there)."""
+    a = cast4(a, tl.float16)
+    if KEPT:
+        put_matrix(at, a, D1, D2)
+        tl.debug_barrier()  # every thread reads what others wrote
+        a = get_matrix(at, D1, D2)
+    return a
 
 
 @triton.jit
 def plain_gradient(
-    q, k, v, g, qn, kn, vn, gn, N, scale, ridge, ORDER: tl.constexpr, RIDGE: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr,
+    q, k, v, g, qn, kn, vn, gn, N, scale, factors, units, room, ORDER: tl.constexpr, KEPT: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """M' and the weights of a head, in the dtype of its tokens."""
-    dtype: tl.constexpr = q.dtype.element_ty
-    raw, sums, dm, _ = sum_moments(
-        q, k, v, g, qn, kn, vn, gn, 0, N, ORDER, False, True, False, D, F1, F2, DV, V1, V2, BN, PREC
-    )
-    m = scale_moments(raw, sums, scale, N[1], ridge, ORDER, 0, False, RIDGE, F1, F2, V2)
-    m, units = half_moments(m, ORDER, F2, V2)
-    dm, unit = half(dm, V2, F2)
-    mt, t = half_operator(m, units, ORDER, F2, V2)
-    mt = cast4(mt, dtype)
-    return mt, half_weights(m, units, t, dm, scale * unit, ORDER, F2, V2, dtype)
+    """What `half_weight` multiplies: factors, their units, S W, dM', P dM' and the scale of a weight; room for three
+    matrices. Factors that are not KEPT are summed again, beside dM."""
+    AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
+    if KEPT:
+        dm, _ = sum_gradient(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC)
+        dm, unit = half(dm, F2, F2)
+        dm = again(room, dm, KEPT, F1, F2)
+        m, u = get_factors(factors, units, ORDER, F1, F2)
+    else:
+        raw, sums, dm, _ = sum_moments(
+            q, k, v, g, qn, kn, vn, gn, 0, N, ORDER, False, True, False, D, F1, F2, D, F1, F2, BN, PREC
+        )
+        m = scale_moments(raw, sums, scale, N[1], 0.0, ORDER, 0, False, False, F1, F2, F2)
+        m, u = half_moments(m, ORDER, F2, F2)
+        dm, unit = half(dm, F2, F2)
+    t = dm
+    pd = dm
+    if ORDER == 4:
+        t = again(room + AREA, times(m[1], m[2], F2, F2, F2), KEPT, F1, F2)
+        pd = again(room + 2 * AREA, times(m[0], dm, F2, F2, F2), KEPT, F1, F2)
+    return m, u, t, dm, pd, scale * unit
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def plain_backward(
-    q, k, v, g, dq, dk, dv, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, ridge, ORDER: tl.constexpr,
-    RIDGE: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
-    LOOPS: tl.constexpr, PREC: tl.constexpr,
+    q, k, v, g, dq, dk, dv, factors, units, room, qs, ks, vs, gs, dqs, dks, dvs, N, H, scale, ORDER: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
+    KEPT: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr,
+    WRITE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one head. LOOPS = 2: dq, then dk and dv, whose tiles take less shared memory than those of all
-    three."""
+    """dq, dk, dv of one head. LOOPS = 2: dq, then dk and dv; 3: one after the other, whose tiles take less shared
+    memory than those of all three."""
     pid = tl.program_id(0)
-    b = pid // H
+    head = pid.to(tl.int64)
     h = pid % H
-    at, N, scale = span(N, b, pid, scale)
+    at, N, scale = span(N, pid // H, pid, scale)
     q = at_head(q, qs, at, h, ALIGN)
-    k = at_head(k, ks, at, h // G, ALIGN)
-    v = at_head(v, vs, at, h // G, ALIGN)
+    k = at_head(k, ks, at, h, ALIGN)
+    v = at_head(v, vs, at, h, ALIGN)
     g = at_head(g, gs, at, h, ALIGN)
     qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
-    mt, w = plain_gradient(q, k, v, g, qn, kn, vn, gn, N, scale, ridge, ORDER, RIDGE, D, F1, F2, DV, V1, V2, BN, PREC)
+    m, u, t, dm, pd, s = plain_gradient(
+        q, k, v, g, qn, kn, vn, gn, N, scale, factors + head * KF, units + head * 4, room + head * KR, ORDER, KEPT, D,
+        F1, F2, BN, PREC,
+    )  # fmt: skip
+    dtype: tl.constexpr = q.dtype.element_ty
+    mt = cast4(half_operator(m, u, t, ORDER, F2), dtype)
+    if ORDER == 2:
+        wc = half_weight(m, u, t, dm, pd, s, 2, ORDER, F2, dtype)
+        ws = half_weight(m, u, t, dm, pd, s, 1, ORDER, F2, dtype)
+        w = (wc, ws, wc, ws, ws)
+    elif ORDER == 3:
+        wp = half_weight(m, u, t, dm, pd, s, 0, ORDER, F2, dtype)
+        wr = half_weight(m, u, t, dm, pd, s, 3, ORDER, F2, dtype)
+        w = (wp, wp, wp, wr, wr)
+    else:
+        wp = half_weight(m, u, t, dm, pd, s, 0, ORDER, F2, dtype)
+        ws = half_weight(m, u, t, dm, pd, s, 1, ORDER, F2, dtype)
+        ww = half_weight(m, u, t, dm, pd, s, 4, ORDER, F2, dtype)
+        w = (wp, ws, wp, wp, ww)
     dq = at_head(dq, dqs, at, h, ALIGN)
     dk = at_head(dk, dks, at, h, ALIGN)
     dv = at_head(dv, dvs, at, h, ALIGN)
     dqn, dkn, dvn = dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN
     m1 = zeros2(F1, F2)
-    rows = (m1, m1, zeros2(V1, V2))
+    rows = (m1, m1, m1)
     for part in tl.static_range(LOOPS):
         write_grads(
             q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, m1, 0, w, 1.0, rows, rows,
-            0 if LOOPS == 1 else part + 1, ORDER, False, False, 0, D, R1, R2, F1, F2, DV, V1, V2, D, BO, PREC, 2,
+            0 if LOOPS == 1 else 1 if part == 0 else part + LOOPS - 1, ORDER, False, False, 0, D, F1, F2, F1, F2, D,
+            F1, F2, D, BO, PREC, WRITE,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def plain_weights(
+    q, g, factors, units, room, matrix, weights, qs, gs, N, H, scale, ORDER: tl.constexpr, ALIGN: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr,
+    KW: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """`plain_backward` up to its last pass, left to `split.apply_grads`: for heads of many tokens."""
+    pid = tl.program_id(0)
+    head = pid.to(tl.int64)
+    h = pid % H
+    at, N, scale = span(N, pid // H, pid, scale)
+    q = at_head(q, qs, at, h, ALIGN)
+    g = at_head(g, gs, at, h, ALIGN)
+    qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
+    m, u, t, dm, pd, s = plain_gradient(
+        q, q, g, g, qn, qn, gn, gn, N, scale, factors + head * KF, units + head * 4, room + head * KR, ORDER, True, D,
+        F1, F2, BN, PREC,
+    )  # fmt: skip
+    dtype: tl.constexpr = q.dtype.element_ty
+    mt = cast4(half_operator(m, u, t, ORDER, F2), dtype)
+    store4(matrix + head * D * D, mt, D, F1, F2, D, F1, F2, 1, D)
+    weights += head * KW
+    for name in tl.static_range(5):
+        if (ORDER != 2 and name == 0) or (ORDER != 3 and name == 1) or name == (ORDER if ORDER > 2 else 2):
+            w = half_weight(m, u, t, dm, pd, s, name, ORDER, F2, dtype)
+            store4(weights + WOFF[name], w, D, F1, F2, D, F1, F2, D, 1)

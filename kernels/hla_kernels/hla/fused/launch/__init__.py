@@ -7,7 +7,6 @@ from torch import Tensor
 
 from .. import plan
 from ..heads import head_backward, head_forward, head_weights
-from ..heads.plain import plain_backward
 from ..loops.first import divide_grads, key_grads, query_grads, token_grads
 from ..loops.parts import add_parts, combine
 from ..middle import middle, middle_grads_value
@@ -49,17 +48,6 @@ def head_backward_call(
         strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.g, call.scale, spec.ridge,
         spec.eps, ALIGN=a, MID=call.prec["MID"], **call.flags, **call.sizes(),
         **staged(call.tiles("head_backward", plan.head_config, "backward", spec, call.w, q.dtype)),
-    )  # fmt: skip
-
-
-def plain_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor]) -> None:
-    """One launch: dq, dk, dv (per query head) of a higher order of the tokens as they are."""
-    q, k, v = call.q, call.k, call.v
-    a = alignment(q, k, v, g, *outs)
-    plain_backward[(call.bh,)](
-        q, k, v, g, *outs, strides(q, a), strides(k, a), strides(v, a), strides(g, a), *(strides(x, a) for x in outs),
-        call.n, call.h, call.g, call.scale, call.spec.ridge, ALIGN=a, PREC=call.prec["PREC"],
-        **call.pick("ORDER", "RIDGE"), **call.w, **call.tiles("plain_backward", plan.plain_config, call.w),
     )  # fmt: skip
 
 

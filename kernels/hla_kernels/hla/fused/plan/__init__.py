@@ -44,10 +44,10 @@ def plain(spec: Spec) -> bool:
 
 
 def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
-    """Whether one program can do everything of a head's backward, with float16 factors (`heads.halves`) whose products
-    fit in registers and whose results are rounded to bf16. `own`: every token is real and every head has its own keys.
-    Exactly what ran on a GPU: kernels that fill the registers are where assemblers go wrong."""
-    fits = w["D"] == w["DV"] and (w["D"] == 64 or (w["D"] == 72 and spec.op != "hla3"))
+    """Whether heads of many go through `heads.plain`, with float16 factors (`heads.halves`) whose products fit in
+    registers and whose results are rounded to bf16. `own`: every token is real and every head has its own keys. Exactly
+    what ran on a GPU: kernels that fill the registers are where assemblers go wrong."""
+    fits = w["D"] == w["DV"] and w["D"] in (64, 72)
     order = spec.op in ("hla2", "ahla", "hla3") and plain(spec) and spec.ridge == 0
     return own and fits and order and dtype == torch.bfloat16
 
@@ -79,8 +79,8 @@ def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
         return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513)) * apart
     if spec.alone(dtype) and cut(w):
         return few_heads(batch_heads, n)
-    if cut(w) and halved(spec, w, dtype, own):
-        return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513)) * apart
+    if halved(spec, w, dtype, own):
+        return 1 - (1 - few_heads(batch_heads, n)) * apart
     return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
 
 
@@ -97,12 +97,12 @@ def use_heads(
 
 
 def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> str:
-    """After a forward of one program per head: "heads" or "halves" (one launch), "two_step" (weights, then tokens) or
-    "split"."""
+    """After a forward of one program per head: "heads" or "halves" (one launch), "two_step" or "halves_two_step"
+    (weights, then tokens) or "split"."""
     if saves(spec, w, batch_heads, n, dtype, own):
         return "split"
-    if n <= 512 and halved(spec, w, dtype, own):
-        return "halves"
+    if halved(spec, w, dtype, own):
+        return "halves" if n <= 512 else "halves_two_step"
     return "heads" if n <= 512 and spec.op != "hla3" and not mapped(spec) else "two_step"
 
 
@@ -288,12 +288,6 @@ def apply_parts(w: dict[str, int], batch_heads: int, n: int, bn: int) -> tuple[i
     return -(-n // chunk), chunk
 
 
-def plain_config(w: dict[str, int]) -> dict[str, int]:
-    """Tiles of `plain_backward`."""
-    wide = w["F2"] + w["V2"] > 0
-    return {"BN": 32 if wide else 64, "BO": 64, "num_warps": 4, "num_stages": 3, "LOOPS": 2 if wide else 1}
-
-
 def pair_config(kernel: str) -> dict[str, int]:
     """Tiles of the kernels of `heads.pairs`; forward_pairs: BN sums, BO reads out."""
     if kernel in ("apply_pairs", "grads_pairs"):
@@ -314,3 +308,34 @@ def pair_parts(batch_pairs: int, n: int, bn: int) -> tuple[int, int]:
 def factor_config() -> dict[str, int]:
     """Warps of the kernels of `heads.factors`."""
     return {"num_warps": 4, "num_stages": 1}
+
+
+def factors(spec: Spec) -> int:
+    """The number of moments that an operator is a product of."""
+    return 3 if spec.op == "hla3" else 2
+
+
+def factor_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt) -> int | torch.SymInt:
+    """float32 numbers that a head's float16 factors and their units take (`heads.plain`), 0 where few tokens are summed
+    again for less. No branch on sizes, as in `splits`."""
+    kept = 1 if cut(w) else torch.sym_min(1, n // 513)
+    return kept * (factors(spec) * (w["F1"] + w["F2"]) ** 2 // 2 + 4)
+
+
+def plain_forward_config(spec: Spec, w: dict[str, int]) -> dict[str, int]:
+    """Tiles of `plain_forward`."""
+    return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3 if w["F2"] > 0 else 4}
+
+
+def plain_config(spec: Spec, w: dict[str, int]) -> dict[str, int]:
+    """Tiles of `plain_backward`: LOOPS that write, WRITE stages of each."""
+    if w["F2"] == 0:
+        config = {"BN": 64, "LOOPS": 1, "WRITE": 2}
+    else:
+        config = {"BN": 32, "LOOPS": 2, "WRITE": 2} if spec.op == "hla3" else {"BN": 64, "LOOPS": 3, "WRITE": 3}
+    return {**config, "BO": 64, "num_warps": 4, "num_stages": 3}
+
+
+def plain_weights_config() -> dict[str, int]:
+    """Tiles of `plain_weights`."""
+    return {"BN": 64, "num_warps": 4, "num_stages": 3}

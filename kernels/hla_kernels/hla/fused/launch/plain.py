@@ -1,0 +1,76 @@
+"""Launches of `heads.plain`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import plan
+from ..heads.plain import plain_backward, plain_forward, plain_weights
+from ..spec import alignment, strides
+from . import apply_grads_call
+from .call import Call, Saved
+
+
+def factors_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor]:
+    """float16 factors [B * H, 2 or 3 matrices] and units [B * H, 4] of a buffer of `plan.factor_floats`."""
+    units = call.bh * 4
+    return saved[units:].view(torch.float16), saved[:units]
+
+
+def plain_widths(call: Call) -> dict:
+    """Constexpr of the kernels of `plain`."""
+    w = {name: call.w[name] for name in ("D", "F1", "F2")}
+    return {**w, "PREC": call.prec["PREC"], "KF": plan.factors(call.spec) * area(call), **call.pick("ORDER")}
+
+
+def area(call: Call) -> int:
+    """Numbers of a padded matrix."""
+    return (call.w["F1"] + call.w["F2"]) ** 2
+
+
+def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
+    """One launch: o from q, k, v; the factors too unless `saved` is empty."""
+    q, k, v = call.q, call.k, call.v
+    save = saved.numel() > 0
+    factors, units = factors_of(call, saved) if save else (o, o)
+    a = alignment(q, k, v, o)
+    plain_forward[(call.bh,)](
+        q, k, v, o, factors, units, strides(q, a), strides(k, a), strides(v, a), strides(o, a), call.n, call.h,
+        call.scale, ALIGN=a, SAVE=save, **plain_widths(call),
+        **call.tiles("plain_forward", plan.plain_forward_config, call.spec, call.w),
+    )  # fmt: skip
+
+
+def room_of(call: Call) -> tuple[Tensor, int]:
+    """Room for three float16 matrices of every head, and its length."""
+    length = 3 * area(call)
+    return call.buffer(call.bh, length, dtype=torch.float16), length
+
+
+def plain_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> None:
+    """One launch: dq, dk, dv of a higher order of the tokens as they are; an empty `saved` has no factors."""
+    q, k, v = call.q, call.k, call.v
+    kept = saved.numel() > 0
+    a = alignment(q, k, v, g, *outs)
+    room, length = room_of(call) if kept else (g, 0)
+    plain_backward[(call.bh,)](
+        q, k, v, g, *outs, *(factors_of(call, saved) if kept else (g, g)), room, strides(q, a), strides(k, a),
+        strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.scale, ALIGN=a, KR=length,
+        KEPT=kept, **plain_widths(call), **call.tiles("plain_backward", plan.plain_config, call.spec, call.w),
+    )  # fmt: skip
+
+
+def plain_two_step_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> None:
+    """Two launches: weights of each head by one program, then its tokens by several."""
+    q, lay = call.q, call.lay
+    a = alignment(q, g)
+    room, length = room_of(call)
+    weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
+    matrix = call.buffer(call.bh, lay.fd, lay.dv, dtype=call.matrix_dtype)
+    plain_weights[(call.bh,)](
+        q, g, *factors_of(call, saved), room, matrix, weights, strides(q, a), strides(g, a), call.n, call.h, call.scale,
+        ALIGN=a, KR=length, WOFF=lay.woff, KW=lay.kw, **plain_widths(call),
+        **call.tiles("plain_weights", plan.plain_weights_config),
+    )  # fmt: skip
+    apply_grads_call(call, g, outs, Saved(room, matrix), None, weights, weights, True)
