@@ -36,16 +36,19 @@ def _nan(x: Tensor) -> Tensor:
 
 def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
-    "whole" is "split" with the D x D algebra of a head in one program, "pairs" with two heads a program."""
+    "whole" is "split" with the D x D algebra of a head in one program, "pairs" with two heads a program, "mixture" a
+    forward alone."""
     with monkeypatch.context() as patch:
         poison(patch)
         split = path in ("split", "whole", "pairs")
         patch.setattr(plan, "pairs", lambda *a: int(path == "pairs"))
         for name in ("splits", "saves"):
             patch.setattr(plan, name, lambda *a: int(split))
-        patch.setattr(plan, "backward_path", lambda *a: "split" if split else path)
+        patch.setattr(plan, "backward_path", lambda *a: "split" if split or path == "mixture" else path)
         patch.setattr(plan, "first_at_once", lambda *a: path == "heads")
         patch.setattr(plan, "halved", lambda *a: path.startswith("halves"))
+        if path == "mixture":
+            patch.setattr(plan, "mixed", lambda *a: True)
         if path == "whole":
             patch.setattr(plan, "PROGRAMS", 2)
         outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens)

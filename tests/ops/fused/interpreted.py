@@ -82,6 +82,7 @@ CASES = [
     ("ahla", SCALE, "halves_two_step", 70, 72, 72, (1, 1), HALF, "packed"),
     ("ahla", PLAIN, "halves", 70, 64, 64, (2, 2), HALF, "contiguous"),
     ("hla3", SCALE, "halves", 37, 72, 72, (1, 1), HALF, "packed"),
+    ("polynomial", PLAIN, "mixture", 70, 64, 64, (2, 2), HALF, "packed"),
     # two neighbouring heads a program; in use for bfloat16 tokens
     ("linear_attention", PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed"),
     ("hla2", PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed"),

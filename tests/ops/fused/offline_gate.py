@@ -1,6 +1,6 @@
 """Compile for sm_90a, without a GPU, exactly what a call would launch; print one JSON line per kernel.
 
-python offline_gate.py OP OPTIONS B H N D [mask | packed | float32 | products]    (OPTIONS: JSON of a Spec's fields)
+python offline_gate.py OP OPTIONS B H N D [mask | packed | float32 | inference | products]    (OPTIONS: JSON of a Spec)
 
 products: whether the assembler waits for every product on tensor cores, one by one, is told too.
 
@@ -112,7 +112,8 @@ def sequences_of(kind: str, b: int, n: int) -> Sequences:
 
 
 def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> list:
-    """(kernel, arguments, keywords) of each launch of a forward and a backward of packed tokens, bf16 unless `kind`."""
+    """(kernel, arguments, keywords) of each launch of a forward and, unless `kind` is "inference", a backward of packed
+    tokens, bf16 unless `kind` is "float32"."""
     kernels = [
         (module, name, kernel)
         for module in (launch, pairs, plain_launch)
@@ -130,8 +131,9 @@ def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = ""
     try:
         for module, name, kernel in kernels:
             setattr(module, name, Recorder(kernel))
-        saved = fused.forward(q, k, v, c, spec, True, seqs)[1]
-        fused.backward(grad, q, k, v, c, spec, torch.empty_like(qkv).unbind(2), saved, seqs)
+        saved = fused.forward(q, k, v, c, spec, kind != "inference", seqs)[1]
+        if kind != "inference":
+            fused.backward(grad, q, k, v, c, spec, torch.empty_like(qkv).unbind(2), saved, seqs)
     finally:
         for module, name, kernel in kernels:
             setattr(module, name, kernel)

@@ -40,6 +40,7 @@ WHOLE = (
     ("linear_attention", RATIO, "split", 300, 128, 128, (1, 1)),
     ("ahla", RATIO, "two_step", 37, 40, 40, (2, 2)),
     ("hla3", RATIO, "split", 600, 72, 72, (2, 2)),
+    ("polynomial", {}, "mixture", 70, 64, 64, (2, 2)),
     ("polynomial", ANCHORED, "split", 600, 40, 40, (4, 2)),
     ("hla2", SOFTMAX, "split", 37, 32, 48, (2, 2)),
     ("ahla", {}, "split", 1, 128, 128, (1, 1)),

@@ -152,6 +152,19 @@ def test_polynomial(monkeypatch, case):
             assert errors[0] <= 2 * errors[1], (n, name, *errors)
 
 
+def test_polynomial_inference(monkeypatch):
+    """Without gradients, D = 64 takes one program a head, whose algebra has float16 factors."""
+    for n in (1, 17, 197, 1025):
+        x, _ = make(n, BF16, MANY)
+        x.append(torch.randn(4, 4, generator=torch.Generator("cuda").manual_seed(n), device="cuda"))
+        truth, torch_form = (hk.polynomial(*y, impl="torch") for y in ([t.double() for t in x], x))
+        with monkeypatch.context() as patch:
+            poison(patch)
+            first, second = (hk.polynomial(*x, impl="triton") for _ in range(2))
+        assert torch.equal(first, second)
+        assert relative_error(first, truth) <= 2 * relative_error(torch_form, truth), n
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_inference(monkeypatch, op):
     """Without gradients D = 72 takes the one-program form, or that of pairs, too."""

@@ -44,6 +44,7 @@ CASES = (
     ("hla2", ELU_ANCHORED, 2, 2, 4097, 72),
     ("ahla", ELU_ANCHORED, 64, 6, 1025, 64),
     ("polynomial", PLAIN, 256, 6, 197, 64),
+    ("polynomial", PLAIN, 256, 6, 197, 64, "inference"),
     pytest.param(("polynomial", PLAIN, 64, 16, 256, 72), marks=NEWER),
     pytest.param(("polynomial", PLAIN, 2, 12, 32760, 128), marks=SPILLS),
     ("hla2", PLAIN, 256, 6, 197, 64, "mask"),

@@ -9,10 +9,9 @@ dtype of the tokens (not for `polynomial` and not in float32): twice the bytes o
 ratio of first order keeps nothing: each direction reads every token once (`loops.first`; queries of wide heads twice).
 
 Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D),
-heads (heads.plain: higher orders without options; heads.pairs, heads.factors), split, middle, plan (the static table),
-launch.
-Equations in `hla_kernels.hla`. Triton is imported by the first call of `forward` or `backward`: whether a call could
-run is answered without it.
+heads (heads.plain: higher orders without options; heads.pairs, heads.factors; heads.mixture: `polynomial` without a
+backward), split, middle, plan (the static table), launch. Equations in `hla_kernels.hla`. Triton is imported by the
+first call of `forward` or `backward`: whether a call could run is answered without it.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """o [B, N, H, Dv] contiguous from q [B, N, H, D], k, v [B, N, Hk, .], and a float32 buffer for `backward`
     (`saved_floats`; empty without `save`)."""
-    from .launch import Call, head_forward_call, split_forward_call
+    from .launch import Call, head_forward_call, mixture_forward_call, split_forward_call
     from .launch.plain import plain_forward_call
 
     call = Call(spec, q, k, v, coefficients, seqs)
@@ -119,6 +118,8 @@ def forward(
         split_forward_call(call, o, buffer, save, features)
     elif plan.halved(spec, call.w, q.dtype, own_keys(q, v, seqs)):
         plain_forward_call(call, o, buffer)
+    elif plan.mixed(spec, call.w, q.dtype, own_keys(q, v, seqs)):
+        mixture_forward_call(call, o)
     else:
         head_forward_call(call, o, buffer, features)
     return o, buffer if save else call.buffer(0)

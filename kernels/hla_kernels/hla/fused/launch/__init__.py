@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import plan
 from ..heads import head_backward, head_forward, head_weights
+from ..heads.mixture import mixture_forward
 from ..loops.first import divide_grads, key_grads, query_grads, token_grads
 from ..loops.parts import add_parts, combine
 from ..middle import middle, middle_grads_value
@@ -48,6 +49,17 @@ def head_backward_call(
         strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.g, call.scale, spec.ridge,
         spec.eps, ALIGN=a, MID=call.prec["MID"], **call.flags, **call.sizes(),
         **staged(call.tiles("head_backward", plan.head_config, "backward", spec, call.w, q.dtype)),
+    )  # fmt: skip
+
+
+def mixture_forward_call(call: Call, o: Tensor) -> None:
+    """One launch: o of `polynomial` by `heads.mixture`."""
+    q, k, v, d = call.q, call.k, call.v, call.w["D"]
+    factors = call.buffer(call.bh, 2, d, d, dtype=torch.float16)
+    a = alignment(q, k, v, o)
+    mixture_forward[(call.bh,)](
+        q, k, v, o, factors, call.coefficients, strides(q, a), strides(k, a), strides(v, a), strides(o, a), call.n,
+        call.h, call.g, call.scale, ALIGN=a, D=d, **call.tiles("mixture_forward", plan.mixture_config),
     )  # fmt: skip
 
 

@@ -61,6 +61,11 @@ def pairs(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
     return torch.sym_min(1, batch_heads // 384) * (1 if spec.op == "linear_attention" else torch.sym_min(1, n // 513))
 
 
+def mixed(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
+    """Whether `heads.mixture` can run a forward of one program a head. Exactly what ran on a GPU."""
+    return own and w["D"] == w["DV"] == 64 and spec.op == "polynomial" and plain(spec) and dtype == torch.bfloat16
+
+
 def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
     """1 where the forward is cut into several programs a head, 0 where one program a head fills the chip, with its
     moments in registers. No branch on sizes: under a compiler they are symbols."""
@@ -339,3 +344,8 @@ def plain_config(spec: Spec, w: dict[str, int]) -> dict[str, int]:
 def plain_weights_config() -> dict[str, int]:
     """Tiles of `plain_weights`."""
     return {"BN": 64, "num_warps": 4, "num_stages": 3}
+
+
+def mixture_config() -> dict[str, int]:
+    """Tiles of `mixture_forward`."""
+    return {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3}
