@@ -19,6 +19,7 @@ import tempfile
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from hla_kernels.hla import fused
@@ -68,7 +69,7 @@ def one_by_one(ptx: str) -> bool:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        words = [os.path.join(os.path.dirname(TOOL), "ptxas"), "-arch=sm_90a", "-v", file.name, "-o", os.devnull]
+        words = [get_ptxas(90).path, "-arch=sm_90a", "-v", file.name, "-o", os.devnull]
         said = subprocess.run(words, capture_output=True, text=True, check=True).stderr
     return "instructions are serialized" in said
 
