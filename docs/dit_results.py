@@ -23,6 +23,7 @@ SCORES = {"fid": "Frechet", "kid": "KID"}
 DATA = "data.train=TRAIN.parquet data.val=TEST.parquet data.workers=6"
 TENTH = "data.batch_size=256 schedule.steps=500 schedule.warmup_steps=25 sample.every=0 run.compile=false"
 AGAIN = ".sampling1"  # behind the name of a run: the same model, other noise
+OLD = "distill.output=0.5"
 TRAIN = "python tools/finetune_dit.py configs/dit/cifar10"
 RECIPE = f"python tools/convert.py recipe configs/experiments/dit_cifar10_{{}}.yaml {DATA}"
 SAMPLE = "sample.count=5000 sample.labels=balanced sample.guidance=1.5 sample.steps=50 \
@@ -35,10 +36,11 @@ for M in la ahla; do {TRAIN}_finetune.yaml {DATA} {TENTH} model.mixer=$M run.fol
 {RECIPE.format("taylor2_convert")} transfer=0.2 optim.lr=6.0e-4 distill.output=4.0 out=runs/dit/taylor2-0
 for S in 0 1 2; do
   {TRAIN}_finetune.yaml {DATA} {TENTH} model.mixer= distill.teacher= run.seed=$S run.folder=runs/dit/control-$S
-  {RECIPE.format("convert")} run.seed=$S out=runs/dit/multipole-$S
+  {RECIPE.format("convert")} {OLD} 'mixer_options={{radius: 2}}' run.seed=$S out=runs/dit/multipole-$S
+  {RECIPE.format("convert")} run.seed=$S out=runs/dit/multipole_radius3_undistilled-$S
 done
-{RECIPE.format("convert")} 'mixer_options={{degree: 0}}' out=runs/dit/multipole_degree0-0
-{RECIPE.format("convert")} 'mixer_options={{degree: 0, radius: 3}}' out=runs/dit/multipole_radius3_degree0-0
+{RECIPE.format("convert")} {OLD} 'mixer_options={{degree: 0, radius: 2}}' out=runs/dit/multipole_degree0-0
+{RECIPE.format("convert")} {OLD} 'mixer_options={{degree: 0}}' out=runs/dit/multipole_radius3_degree0-0
 for X in features resnet; do
   python tools/evaluate_fid.py fid.extractor=runs/$X fid.reference=TRAIN.parquet fid.save=runs/$X.safetensors
   python tools/evaluate_fid.py fid.extractor=runs/$X fid.samples=TEST.parquet fid.reference=runs/$X.safetensors \
@@ -52,6 +54,7 @@ fid.reference=runs/$X.safetensors out=runs/scores/$2.$X.json; done
 for S in 0 1 2; do
   score runs/dit/control-$S control-$S 0
   score runs/dit/multipole-$S/finetune multipole-$S 0
+  score runs/dit/multipole_radius3_undistilled-$S/finetune multipole_radius3_undistilled-$S 0
   score runs/dit/control-$S control-$S{AGAIN} 1000000
 done
 python docs/dit_results.py"""
@@ -157,6 +160,7 @@ def named(folder: str) -> str:
         "_softmax": ", softmax blocks: ",
         "_radius3": ", radius 3",
         "_degree0": ", degree 0",
+        "_undistilled": ", no distillation",
         SOURCE.name: "source",
     }
     for old, new in words.items():
