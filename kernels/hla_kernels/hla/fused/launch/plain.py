@@ -63,6 +63,7 @@ def plain_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
 
 def plain_two_step_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> None:
     """Two launches: weights of each head by one program, then its tokens by several."""
+    assert saved.numel() > 0, "the factors that a forward of so few tokens does not keep"
     q, lay = call.q, call.lay
     a = alignment(q, g)
     room, length = room_of(call)
