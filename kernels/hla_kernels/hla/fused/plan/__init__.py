@@ -192,8 +192,9 @@ def halves(w: dict[str, int]) -> dict[str, int]:
 
 
 def first_at_once(w: dict[str, int], batch_heads: int, n: int) -> bool:
-    """Whether one program does the whole backward of a head of a ratio of first order."""
-    return (narrow(w) or cut(w)) and n <= 512 and not few_heads(batch_heads, n)
+    """Whether one program does the whole backward of a head of a ratio of first order (no faster than two launches at
+    72 channels, where it spills)."""
+    return narrow(w) and n <= 512 and not few_heads(batch_heads, n)
 
 
 def query_config(w: dict[str, int]) -> dict[str, int]:
