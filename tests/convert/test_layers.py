@@ -37,9 +37,9 @@ def test_predicted_times_are_near_the_measured_ones_and_meet_where_they_say():
         assert 0.5 < speed.predict("ahla", {}, b, h, n, d).softmax_us / us < 2
     for mixer in ("la", "ahla", "hla2"):
         even = speed.predict(mixer, {}, 1, 1, 64, 64).break_even
-        there = speed.predict(mixer, {}, 1, 1, even, 64)
-        assert there.times_faster == pytest.approx(1, rel=0.01)
-        assert speed.predict(mixer, {}, 1, 1, 16 * even, 64).times_faster > 4
+        assert speed.predict(mixer, {}, 1, 1, even, 64).times_faster >= 1
+        assert even == 1 or speed.predict(mixer, {}, 1, 1, even - 1, 64).times_faster < 1
+        assert speed.predict(mixer, {}, 1, 1, 16384, 64).times_faster > 20
     assert speed.predict("taylor2", {"width": 16}, 1, 1, 64, 64).mixer_us is None  # which is not measured
 
 

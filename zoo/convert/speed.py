@@ -7,6 +7,7 @@ known about the device.
 """
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +23,8 @@ NANO = 1e3  # ns in a us
 
 
 class Prediction(NamedTuple):
-    """Times of one attention operator call in us, forward, and the number of tokens from which the mixer is faster
-    (None: unknown or never)."""
+    """Times of one attention operator call in us, forward, and the number of tokens from which the mixer is no slower
+    (1: always; None: unknown)."""
 
     softmax_us: float
     mixer_us: float | None
@@ -56,8 +57,7 @@ def predict(mixer: str, options: dict[str, Any], batch: int, heads: int, tokens:
     cost = linear_cost(mixer, bool(options.get("normalize", mixer not in ("poly",))))
     if cost is None:
         return Prediction(soft, None, None)
-    even = None if cost <= a else round((cost - a) / b)
-    return Prediction(soft, size * cost, even if even is not None else 1)
+    return Prediction(soft, size * cost, max(1, math.ceil((cost - a) / b)))
 
 
 @cache
