@@ -4,6 +4,7 @@ was wrong and what is allowed."""
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 from collections.abc import Sequence
 from numbers import Real
@@ -23,11 +24,25 @@ RIDGED = ("hla2", "ahla", "hla3")
 
 def check_name(kind: str, name: Any, allowed: Sequence[str]) -> None:
     """Raise ValueError unless `name` is one of `allowed`, naming the nearest one."""
-    if name in allowed:
+    if isinstance(name, str) and name in allowed:
         return
-    near = difflib.get_close_matches(str(name), allowed, n=1, cutoff=0.5)
+    got = repr(name) if isinstance(name, str | int | None) else f"of type {type(name).__name__}"
+    near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5) if isinstance(name, str) else []
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"Unknown {kind} {name!r}: {hint}allowed are {', '.join(map(repr, allowed))}.")
+    raise ValueError(f"Unknown {kind} {got}: {hint}allowed are {', '.join(map(repr, allowed))}.")
+
+
+def check_arguments(op: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Raise ValueError unless the public function `op` takes these inputs and options, by its own signature."""
+    import hla_kernels
+
+    signature = inspect.signature(getattr(hla_kernels, op))
+    for name in options:
+        check_name("option", name, [x.name for x in signature.parameters.values() if x.kind == x.KEYWORD_ONLY])
+    try:
+        signature.bind(*inputs, **options)
+    except TypeError as error:
+        raise ValueError(f"{op} cannot be called so: {error}.") from error
 
 
 def is_number(x: Any) -> bool:
@@ -47,6 +62,8 @@ def check_tensors(q: Any, k: Any, v: Any, autocast: bool) -> None:
     for name, x in named:
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}.")
+        if x.is_nested or x.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor; pack sequences and say where they are by cu_seqlens.")
         if x.dim() != 4:
             raise ValueError(f"{name} must have rank 4 [batch, tokens, heads, head dim], got shape {tuple(x.shape)}.")
         _check_dtype(name, x)
@@ -116,7 +133,7 @@ def check_sequences(q: Tensor, mask: Any, cu_seqlens: Any, max_seqlen: Any) -> N
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens needs tokens packed in a batch of one, got a batch of {q.shape[0]}.")
     if not isinstance(max_seqlen, int | torch.SymInt) or isinstance(max_seqlen, bool) or max_seqlen < 1:
-        raise ValueError(f"max_seqlen must be the length of the longest sequence, at least 1, got {max_seqlen!r}.")
+        raise ValueError(f"max_seqlen must be an int of at least 1, the longest sequence, got {max_seqlen!r}.")
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_lengths(cu_seqlens, int(max_seqlen), q.shape[1])
 

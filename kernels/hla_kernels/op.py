@@ -15,6 +15,7 @@ from .blockmix.operator import flat, mhla_op, mhla_packed_op
 from .blockmix.reference import reference as block_reference
 from .blockmix.streaming import stream as block_stream
 from .checks import (
+    check_arguments,
     check_coefficients,
     check_decay,
     check_features,
@@ -139,10 +140,10 @@ def choose(call: AnyCall, impl: str) -> str:
 def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Explanation:
     """Which implementation `op(*inputs, **options)` would run, and why not the others; nothing is computed.
 
-    op: a name of OPS, "mhla", "taylor2" or "multipole". inputs: q, k, v (and coefficients for polynomial and
-    taylor2, mixing for mhla), or one packed qkv. Raises ValueError as the call would.
+    op: a name of OPS, "mhla", "taylor2" or "multipole", or the function. inputs: q, k, v (and coefficients for
+    polynomial and taylor2, mixing for mhla), or one packed qkv. Raises ValueError as the call would.
     """
-    op = getattr(op, "__name__", op)
+    op = str(getattr(op, "__name__", op)).removesuffix("_qkvpacked")
     own: Any = {"mhla": prepare_blocks, "taylor2": prepare_taylor, "multipole": multipole_call.prepare}.get(op)
     if own is None:
         check_op(op)
@@ -150,6 +151,7 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
         check_packed(inputs[0])
         inputs = (*inputs[0].unbind(2), *inputs[1:])
     if own is not None:
+        check_arguments(op, inputs, options)
         return _explained(own(*inputs, impl=impl, **options), impl)
     if len(inputs) not in (3, 4):
         raise ValueError(

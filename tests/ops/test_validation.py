@@ -29,6 +29,8 @@ def bad_tensors():
         "empty_dim": ((q[..., :0], k[..., :0], v), "between 1 and 256"),
         "integers": ((q.long(), k.long(), v.long()), "float16, bfloat16, float32 or float64"),
         "float8": (tuple(t.to(torch.float8_e4m3fn) for t in (q, k, v)), "float16, bfloat16, float32 or float64"),
+        "sparse": ((q, k, v.to_sparse()), "v must be a dense tensor"),
+        "nested": ((torch.nested.nested_tensor([q[0], q[1]]), k, v), "q must be a dense tensor"),
         "complex": (tuple(t.to(torch.complex64) for t in (q, k, v)), "float16, bfloat16, float32 or float64"),
         "dtypes": ((q, k.float(), v), "one dtype"),
         "device": ((q, k.to("meta"), v), "one device"),
@@ -55,6 +57,7 @@ def test_head_dim_at_the_limit():
 BAD_OPTIONS = {
     "feature_map": ({"feature_map": "rleu"}, "did you mean 'relu'"),
     "feature_map_far": ({"feature_map": 3}, "allowed are 'identity'"),
+    "feature_map_function": ({"feature_map": torch.relu}, "of type builtin_function_or_method: allowed are"),
     "center": ({"center": "kq"}, "did you mean"),
     "decay_rule": ({"decay_rule": "papers"}, "did you mean 'paper'"),
     "impl": ({"impl": "torhc"}, "did you mean 'torch'"),
@@ -271,3 +274,29 @@ def test_read():
 def test_explain_needs_the_tensors_of_a_call(count):
     with pytest.raises(ValueError, match=rf"needs the tensors of the call, q, k, v .*got {count}\."):
         hk.explain("hla2", *[torch.zeros(1, 4, 2, 8)] * count)
+
+
+GRID = {"grid": (4, 5), "blocks": (2, 2)}
+EXPLAINED = {
+    "mhla_option": ("mhla", 1, {**GRID, "featuremap": "relu"}, "did you mean 'feature_map'"),
+    "mhla_grid": ("mhla", 1, {"grid": (4, 5)}, "mhla cannot be called so: .*'blocks'"),
+    "mhla_mixing": ("mhla", 0, GRID, "mhla cannot be called so: .*'mixing'"),
+    "taylor2_option": ("taylor2", 1, {"normalise": True}, "did you mean 'normalize'"),
+    "taylor2_coefficients": ("taylor2", 0, {}, "taylor2 cannot be called so: .*'coefficients'"),
+    "multipole_option": ("multipole", 0, {**GRID, "radios": 1}, "did you mean 'radius'"),
+    "multipole_tokens": ("multipole", 1, GRID, "multipole cannot be called so: too many"),
+}
+
+
+@pytest.mark.parametrize(("op", "more", "options", "message"), EXPLAINED.values(), ids=EXPLAINED)
+def test_explain_of_the_other_operators(op, more, options, message):
+    tensors = x(20, h=4, hk=4, d=4, dv=4)
+    for inputs in (tensors, [torch.stack(tensors, 2)]):
+        with pytest.raises(ValueError, match=message):
+            hk.explain(op, *inputs, *[torch.ones(4, 4)] * more, **options)
+
+
+def test_explain_of_functions():
+    qkv = torch.stack(x(20, h=4, hk=4, d=4, dv=4), 2)
+    assert hk.explain(hk.ahla_qkvpacked, qkv).impl == hk.explain("ahla", qkv).impl == "torch"
+    assert hk.explain(hk.mhla_qkvpacked, qkv, torch.ones(4, 4), **GRID).impl == "torch"

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hla.fused.plan.tuning import Tuned, search
+from ..checks import check_name
+from ..hla.fused.plan.tuning import Tuned, file_in_use, search
+from ..hla.fused.spec import ORDERS
 from ..op import explain, run, run_packed
 
 
@@ -23,8 +25,8 @@ def tune(op: str, *inputs: Tensor, **options: Any) -> Tuned:
     inputs: q, k, v (and coefficients for polynomial) on a CUDA device, or one packed qkv (and coefficients). Raises
     ValueError without a file, for a call that has no two-sided Triton form, and as the call would.
     """
-    if op in ("mhla", "taylor2"):
-        raise ValueError(f"{op} cannot be tuned: tiles are measured for the two-sided operators")
+    check_name("operator to tune", op, tuple(ORDERS))
+    file_in_use()
     explain(op, *inputs, impl="triton", **options)
     x: Any = [t.detach().requires_grad_() for t in inputs]
 

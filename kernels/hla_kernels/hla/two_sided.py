@@ -74,6 +74,11 @@ def _rows(*tokens: Tensor) -> list[Tensor]:
     return [x if x.stride(3) == 1 else x.contiguous() for x in tokens]
 
 
+def _whole(coefficients: Tensor | None) -> Tensor | None:
+    """The Triton forms read [H, 4] as it lies in memory; a user may expand one row to all heads."""
+    return coefficients if coefficients is None or coefficients.is_contiguous() else coefficients.contiguous()
+
+
 def _saved(q: Tensor, k: Tensor, v: Tensor, spec: fused.Spec, impl: str, save: bool, seqs: Sequences = WHOLE) -> Tensor:
     """An uninitialised `saved` of the size that the forward returns."""
     length = fused.saved_floats(q, k, v, spec, seqs) if impl == "triton" and save else 0
@@ -89,7 +94,7 @@ def _forward(
         return _evaluate(spec, q, k, v, coefficients, seqs), _saved(q, k, v, spec, impl, False)
     with torch.cuda.device_of(q):
         q, k, v = _rows(q, k, v)
-        return fused.forward(q, k, v, coefficients, spec, save, seqs)
+        return fused.forward(q, k, v, _whole(coefficients), spec, save, seqs)
 
 
 def _gradient(
@@ -100,7 +105,7 @@ def _gradient(
         return _evaluate_gradient(spec, grad, q, k, v, coefficients, seqs, outs)
     with torch.cuda.device_of(q):
         q, k, v = _rows(q, k, v)
-        d_coefficients = fused.backward(grad, q, k, v, coefficients, spec, outs, saved, seqs)
+        d_coefficients = fused.backward(grad, q, k, v, _whole(coefficients), spec, outs, saved, seqs)
     return q.new_empty((0,)) if d_coefficients is None else d_coefficients
 
 

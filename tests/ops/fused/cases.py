@@ -17,7 +17,7 @@ def truth(spec: Spec, tokens: list[Tensor], grad: Tensor, coefficients: Tensor |
     c = None if coefficients is None else coefficients.detach().double().requires_grad_()
     options = Options(
         False, spec.feature_map, spec.normalize, spec.center, spec.mean_path, None, "cascade", spec.ridge, spec.scale,
-        spec.eps,
+        spec.eps, spec.q_scale,
     )  # fmt: skip
     y = evaluate(spec.op, q, k, v, c, options)
     return [y.detach(), *torch.autograd.grad(y, [q, k, v] + ([c] if c is not None else []), grad.double())]

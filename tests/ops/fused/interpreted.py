@@ -123,6 +123,27 @@ def test_matches_float64(monkeypatch, case):
     check(got, truth(spec, *inputs), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("op", ("linear_attention", "ahla", "hla3"))
+@pytest.mark.parametrize("options", ({"scale": 5.0}, {"q_scale": 1e-4, "eps": 0.0}), ids=str)
+def test_ratio_of_any_scale(monkeypatch, op, options):
+    """float16 has 5 digits before and 4 behind the point: the scale of moments cancels, and must not leave them."""
+    spec = Spec(op, **{**RATIO, **options})
+    inputs = make(spec, 37, 16, 16, (2, 2), HALF)
+    path = {"linear_attention": "heads", "ahla": "two_step"}.get(op, "split")
+    check(run(monkeypatch, spec, *inputs, path, True, True), truth(spec, *inputs), TOLERANCE[HALF])
+
+
+@pytest.mark.parametrize("layout", ("expanded", "turned"))
+def test_coefficients_of_any_strides(layout):
+    spec = Spec("polynomial")
+    tokens, grad, c = make(spec, 20, 16, 16, (2, 2), FULL)
+    c = c[:1].expand(2, 4) if layout == "expanded" else c.T.contiguous().T
+    x = [*(t.detach().requires_grad_() for t in tokens), c.detach().requires_grad_()]
+    options = ("polynomial", None, False, None, False, 0.0, None, 1e-6, 1.0, "triton", True)
+    y = torch.ops.hla_kernels.two_sided(*x, *options)[0]
+    check([y, *torch.autograd.grad(y, x, grad)], truth(spec, tokens, grad, c), TOLERANCE[FULL])
+
+
 def test_pairs_with_a_gradient_of_another_layout(monkeypatch):
     spec = Spec("linear_attention")
     tokens, grad, none = make(spec, 37, 72, 72, (2, 2), HALF, "contiguous")

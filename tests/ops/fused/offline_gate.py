@@ -114,7 +114,7 @@ def sequences_of(kind: str, b: int, n: int) -> Sequences:
 
 def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> list:
     """(kernel, arguments, keywords) of each launch of a forward and, unless `kind` is "inference", a backward of packed
-    tokens, bf16 unless `kind` is "float32"."""
+    tokens, bf16 unless `kind` is "float32"; "turned": of tokens that lie as [B, H, N, D]."""
     kernels = [
         (module, name, kernel)
         for module in (launch, pairs, plain_launch)
@@ -125,6 +125,8 @@ def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = ""
     rows = (1, b * n) if kind == "packed" else (b, n)
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     qkv = torch.empty(*rows, 3, h, d, dtype=dtype, device="meta")
+    if kind == "turned":
+        qkv = torch.empty(b, 3, h, n, d, dtype=dtype, device="meta").permute(0, 3, 1, 2, 4)
     grad = torch.empty(*rows, h, d, dtype=dtype, device="meta")
     c = torch.empty(h, 4, device="meta") if op == "polynomial" else None
     q, k, v = qkv.unbind(2)

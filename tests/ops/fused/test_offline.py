@@ -70,7 +70,7 @@ def test_products_of_a_ratio_are_not_waited_for_one_by_one(sizes, tmp_path):
     assert sizes[3] != 64 or [k for k in kernels if k["stack"] > STACK_LIMIT] == []
 
 
-@pytest.mark.parametrize(("heads", "kind"), ((128, ""), (3, ""), (3, "mask"), (3, "packed")))
+@pytest.mark.parametrize(("heads", "kind"), ((128, ""), (3, ""), (3, "mask"), (3, "packed"), (3, "turned")))
 @pytest.mark.parametrize(
     ("op", "options"), (("ahla", PLAIN), ("linear_attention", RATIO), ("polynomial", RATIO), ("hla2", ELU_ANCHORED))
 )

@@ -52,12 +52,17 @@ def test_a_file_is_replaced_class_by_class(tmp_path):
 
 def test_what_cannot_be_tuned(tmp_path):
     x = [torch.randn(1, 20, 2, 16) for _ in range(3)]
+    for call in (lambda: tuning.search(list), lambda: hk.tune("ahla", *x)):
+        with pytest.raises(ValueError, match="call set_tuning"):
+            call()
+    for other in ("mhla", "taylor2", "multipole", "softmax_attention", hk.ahla):
+        with pytest.raises(ValueError, match=r"Unknown operator to tune .*'ahla'"):
+            hk.tune(other, *x)
+    with pytest.raises(ValueError, match="takes the name of a file or None, got int"):
+        hk.set_tuning(3)
+    hk.set_tuning(tmp_path / "tuned.json")
     with pytest.raises(ValueError, match="the Triton forms run on CUDA devices"):
         hk.tune("ahla", *x)
-    with pytest.raises(ValueError, match="mhla cannot be tuned"):
-        hk.tune("mhla", *x)
-    with pytest.raises(ValueError, match="call set_tuning"):
-        tuning.search(list)
 
 
 @pytest.mark.gpu

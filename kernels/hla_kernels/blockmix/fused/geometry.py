@@ -61,7 +61,8 @@ def tile(start, hi, b, keep, BN: tl.constexpr):
 @triton.jit
 def at_head(ptr, strides, bh, H, G, ALIGN: tl.constexpr):
     """Token 0 of one head, of a tensor in which G heads share one."""
-    return ptr + ((bh // H).to(tl.int64) * (strides[0] // 2) + (bh % H // G).to(tl.int64) * strides[2]) * ALIGN
+    head = (bh % H // G).to(tl.int64) * (strides[2] // 2)
+    return ptr + ((bh // H).to(tl.int64) * (strides[0] // 2) + head) * ALIGN
 
 
 @triton.jit

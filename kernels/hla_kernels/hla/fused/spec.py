@@ -82,14 +82,16 @@ class Spec(NamedTuple):
         late = (self.softmax and not self.normalize) or (self.op == "polynomial" and self.normalize)
         return torch.float32 if late else dtype
 
-    def in_range(self, d: int) -> Spec:
-        """The same ratio with an operator of normal float16 numbers: softmaxes are about 1 / D, a ratio of S W P has
-        D**-5 above and below; D**2 in each moment leaves D at most."""
-        if not (self.softmax and self.normalize and self.op in ("hla2", "ahla", "hla3")):
+    def in_range(self, d: int, n: int) -> Spec:
+        """The same ratio with an operator of normal float16 numbers, whatever the scale: moments are means over `n`
+        tokens. Softmaxes are about 1 / D, a ratio of S W P has D**-5 above and below; D**2 in each moment leaves D at
+        most."""
+        if not self.normalize or self.op == "polynomial":
             return self
-        up, order = float(d * d), 3 if self.op == "hla3" else 2
-        scale = None if self.scale is None else self.scale * up
-        return self._replace(scale=scale, q_scale=self.q_scale * up, ridge=self.ridge * up, eps=self.eps * up**order)
+        mean = float(d * d) if self.softmax and self.op != "linear_attention" else 1.0
+        up, order = mean / (self.scale_of(n) * n), {"linear_attention": 1, "hla3": 3}.get(self.op, 2)
+        scale = None if self.scale is None else mean / n
+        return self._replace(scale=scale, q_scale=mean, ridge=self.ridge * up, eps=self.eps * up**order)
 
     def digits(self, dtype: torch.dtype, backward: bool) -> int:
         """How exact sums of features are: REST of `sum_features`. Highest for the gradient of coefficients, which
@@ -193,6 +195,6 @@ def alignment(*tensors: Tensor) -> int:
 
 
 def strides(x: Tensor, units: int) -> tuple[int, int, int]:
-    """(batch, token, head) strides in `units` elements; that of the batch as 2 s + 1, for which no number of tokens
-    makes Triton compile anew (it does for multiples of 16 in a tuple)."""
-    return 2 * (x.stride(0) // units) + 1, x.stride(1) // units, x.stride(2) // units
+    """(batch, token, head) strides in `units` elements; those of batch and head as 2 s + 1, for which no number of
+    tokens makes Triton compile anew (it does for multiples of 16 in a tuple)."""
+    return 2 * (x.stride(0) // units) + 1, x.stride(1) // units, 2 * (x.stride(2) // units) + 1

@@ -44,7 +44,8 @@ NO_SPECIALIZE = [
 def at_head(ptr, strides, at, h, ALIGN: tl.constexpr):
     """Head h of token `at` = (batch, token), by strides of `spec.strides`; 64-bit, a tensor may have more than 2**31
     elements."""
-    return ptr + (at[0].to(tl.int64) * (strides[0] // 2) + at[1] * strides[1] + h.to(tl.int64) * strides[2]) * ALIGN
+    row = at[0].to(tl.int64) * (strides[0] // 2) + at[1] * strides[1]
+    return ptr + (row + h.to(tl.int64) * (strides[2] // 2)) * ALIGN
 
 
 @triton.jit

@@ -54,10 +54,10 @@ class Call:
     def __init__(
         self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, seqs: Sequences = WHOLE
     ):
-        if q.dtype == torch.float16:
-            spec = spec.in_range(q.shape[3])
-        self.spec, self.q, self.k, self.v, self.coefficients, self.seqs = spec, q, k, v, coefficients, seqs
         self.b, self.most, self.h = seqs.sizes(q)
+        if q.dtype == torch.float16:
+            spec = spec.in_range(q.shape[3], self.most)
+        self.spec, self.q, self.k, self.v, self.coefficients, self.seqs = spec, q, k, v, coefficients, seqs
         # tokens of the longest sequence and what `loops.span` reads of the others; a float, because Triton compiles
         # anew for integers in tuples that are 1 or multiples of 16
         self.n = (float(self.most), *seqs.tables(self.h, spec.scale, spec.q_scale))

@@ -75,9 +75,18 @@ def set_tuning(file: str | os.PathLike[str] | None) -> None:
     It holds for the process: set it before the first call, and before anything is captured. Calls of a class that was
     not tuned use the static table. Raises ValueError for a file that is something else.
     """
+    if file is not None and not isinstance(file, str | os.PathLike):
+        raise ValueError(f"set_tuning takes the name of a file or None, got {type(file).__name__}.")
     path = None if file is None else Path(file)
     table = read(path) if path is not None and path.exists() else {}
     STATE.file, STATE.table, STATE.checked = path, table, {}
+
+
+def file_in_use() -> Path:
+    """That of `set_tuning`. Raises ValueError where there is none."""
+    if STATE.file is None:
+        raise ValueError("tune needs a file that keeps what it finds: call set_tuning(FILE) first")
+    return STATE.file
 
 
 def read(path: Path) -> dict[str, dict[str, Config]]:
@@ -142,8 +151,7 @@ def search(work: Work, timer: Callable[[Work], float] = cuda_ms) -> Tuned:
     Tiles that do not compile, do not fit or whose results are not those of the static table, up to rounding, are passed
     over. Raises ValueError without a file.
     """
-    if STATE.file is None:
-        raise ValueError("tune needs a file that keeps what it finds: call set_tuning(FILE) first")
+    file = file_in_use()
     STATE.table, STATE.checked, STATE.seen = {}, {}, {}
     best: dict[Place, Config] = {}
     try:
@@ -158,9 +166,9 @@ def search(work: Work, timer: Callable[[Work], float] = cuda_ms) -> Tuned:
                     after, best = ms, STATE.tried
     finally:
         STATE.tried, STATE.seen = {}, None
-        set_tuning(STATE.file)
-    _write(STATE.file, seen, best)
-    set_tuning(STATE.file)
+        set_tuning(file)
+    _write(file, seen, best)
+    set_tuning(file)
     return Tuned(before, after, {kernel: config for (_, kernel), config in best.items()})
 
 

@@ -27,7 +27,7 @@ def place(blocks):
 @triton.jit
 def at_head(ptr, strides, b, h, ALIGN: tl.constexpr):
     """Token 0 of a head."""
-    return ptr + (b.to(tl.int64) * (strides[0] // 2) + h.to(tl.int64) * strides[2]) * ALIGN
+    return ptr + (b.to(tl.int64) * (strides[0] // 2) + h.to(tl.int64) * (strides[2] // 2)) * ALIGN
 
 
 @triton.jit
