@@ -29,12 +29,12 @@ from .hla.fused.plan import set_batch_invariant
 from .hla.fused.plan.tuning import Tuned, set_tuning
 from .hla.streaming.merge import merge
 from .hla.streaming.sharded import sharded
+from .hla.streaming.state import State
 from .hla.streaming.stream import read
 from .op import Explanation, explain
 from .options import MAX_HEAD_DIM, OPS
 from .softmax.multipole.fused import flops as _multipole_flops  # noqa: F401  registers the formulas
 from .softmax.taylor import flops as _taylor_flops  # noqa: F401  registers the formulas
-from .state import State
 
 __all__ = [
     "FEATURE_MAPS",

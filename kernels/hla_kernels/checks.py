@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .features import FEATURE_MAPS, feature_width
 from .hla.streaming.contents import Sizes, contents
+from .hla.streaming.state import State, merge_obstacle, missing_summaries, summaries_of
 from .options import CENTERS, DECAY_RULES, IMPLS, MAX_HEAD_DIM, OPS, Options
-from .state import State, merge_obstacle, missing_summaries, summaries_of
 
 NON_NEGATIVE_MAPS = tuple(name for name in FEATURE_MAPS if name != "identity")
 RIDGED = ("hla2", "ahla", "hla3")

@@ -36,6 +36,7 @@ from .hla.causal import causal
 from .hla.causal_op import causal_op
 from .hla.reference import reference as linear_reference
 from .hla.streaming.contents import Sizes
+from .hla.streaming.state import State
 from .hla.streaming.stream import stream
 from .hla.two_sided import two_sided, two_sided_qkvpacked
 from .options import IMPLS, Options, autocast_dtype, autocast_on, compute_dtype, plain_precision
@@ -48,7 +49,6 @@ from .softmax.taylor import call as taylor_call
 from .softmax.taylor import fused as taylor_fused
 from .softmax.taylor.operator import taylor2_op, taylor2_packed_op
 from .softmax.taylor.reference import definition as taylor_definition
-from .state import State
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # what a call takes beside tokens and `Options`

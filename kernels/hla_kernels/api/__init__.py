@@ -54,8 +54,8 @@ from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
+from ..hla.streaming.state import State
 from ..op import run
-from ..state import State
 
 # o, or (o, state) with return_state; not a union, which every caller would have to narrow
 Result = Any

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch.operator import custom_op
 from . import fused
 from .gradient import gradient
 from .layout import Layout
@@ -67,7 +68,7 @@ def _forward(
         return evaluate(q, k, v, mixing, options, mask, rotary), _saved(q, v, options, impl, False, False)
 
 
-@torch.library.custom_op("hla_kernels::mhla", mutates_args=())
+@custom_op("mhla")
 def mhla_op(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, mask: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     order: str, grid: Sequence[int], blocks: Sequence[int], prefix: int, feature_map: str | None, normalize: bool,
@@ -87,7 +88,7 @@ def _(q, k, v, mixing, mask, cos, sin, *rest):
     return q.new_empty((*q.shape[:3], v.shape[3])), _saved(q, v, _options(*options), impl, save, cos is not None)
 
 
-@torch.library.custom_op("hla_kernels::mhla_backward", mutates_args=())
+@custom_op("mhla_backward")
 def mhla_backward(
     grad: Tensor, saved: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, mask: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, order: str, grid: Sequence[int], blocks: Sequence[int], prefix: int,
@@ -113,7 +114,7 @@ def _(grad, saved, q, k, v, mixing, *options):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, mixing))
 
 
-@torch.library.custom_op("hla_kernels::mhla_qkvpacked", mutates_args=())
+@custom_op("mhla_qkvpacked")
 def mhla_packed_op(
     qkv: Tensor, mixing: Tensor, mask: Tensor | None, cos: Tensor | None, sin: Tensor | None, order: str,
     grid: Sequence[int], blocks: Sequence[int], prefix: int, feature_map: str | None, normalize: bool, causal: bool,
@@ -137,7 +138,7 @@ def _(qkv, mixing, mask, cos, sin, *rest):
     )
 
 
-@torch.library.custom_op("hla_kernels::mhla_qkvpacked_backward", mutates_args=())
+@custom_op("mhla_qkvpacked_backward")
 def mhla_packed_backward(
     grad: Tensor, saved: Tensor, qkv: Tensor, mixing: Tensor, mask: Tensor | None, cos: Tensor | None,
     sin: Tensor | None, order: str, grid: Sequence[int], blocks: Sequence[int], prefix: int, feature_map: str | None,

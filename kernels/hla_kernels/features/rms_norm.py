@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..dispatch.operator import custom_op
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 MAX_CHANNELS = 8192
 
@@ -45,7 +47,7 @@ def prepared(x: Tensor, weight: Tensor, eps: float, relu: bool, cos: Tensor, sin
     return torch.ops.hla_kernels.rms_norm(x, weight, eps, relu, *tables)[0]
 
 
-@torch.library.custom_op("hla_kernels::rms_norm", mutates_args=())
+@custom_op("rms_norm")
 def rms_norm_op(
     x: Tensor, weight: Tensor, eps: float, relu: bool = False, cos: Tensor | None = None, sin: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -62,7 +64,7 @@ def _(x, weight, eps, relu=False, cos=None, sin=None):
     )
 
 
-@torch.library.custom_op("hla_kernels::rms_norm_backward", mutates_args=())
+@custom_op("rms_norm_backward")
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, relu: bool, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor, Tensor]:

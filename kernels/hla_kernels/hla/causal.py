@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..features import feature
 from ..options import Options, compute_dtype, is_paper, needs_ones
-from ..state import State
 from .chunked import Chunks, running_sum, stage
 from .layout import to_heads, to_tokens
+from .streaming.state import State
 from .streaming.summaries import summaries
 
 

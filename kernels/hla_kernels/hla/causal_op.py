@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..dispatch.operator import custom_op
 from ..options import Options
 from .causal import causal
 
@@ -35,7 +36,7 @@ def evaluate(
         return causal(op, q, k, v, options, gamma, None, False)[0]
 
 
-causal_op = torch.library.custom_op("hla_kernels::causal", evaluate, mutates_args=())
+causal_op = custom_op("causal")(evaluate)
 
 
 @causal_op.register_fake
@@ -73,7 +74,7 @@ def gradient(
     return grads if gamma_grad else (*grads, q.new_empty((0,)))
 
 
-causal_backward = torch.library.custom_op("hla_kernels::causal_backward", gradient, mutates_args=())
+causal_backward = custom_op("causal_backward")(gradient)
 
 
 @causal_backward.register_fake

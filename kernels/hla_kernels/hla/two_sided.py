@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..dispatch.operator import custom_op
 from ..features import feature
 from ..options import Options, compute_dtype
 from ..sequences import WHOLE, Sequences, counts, live_rows, pack, unpack
@@ -120,7 +121,7 @@ def _no_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-@torch.library.custom_op("hla_kernels::two_sided", mutates_args=())
+@custom_op("two_sided")
 def two_sided(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
@@ -139,7 +140,7 @@ def _(q, k, v, coefficients, *options):
     return q.new_empty((*q.shape[:3], v.shape[3])), _fake_saved(q, k, v, *options)
 
 
-@torch.library.custom_op("hla_kernels::two_sided_backward", mutates_args=())
+@custom_op("two_sided_backward")
 def two_sided_backward(
     grad: Tensor, saved: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str,
     feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None,
@@ -160,7 +161,7 @@ def _(grad, saved, q, k, v, coefficients, *options):
     return (*outs, _fake_coefficients(q, coefficients))
 
 
-@torch.library.custom_op("hla_kernels::two_sided_qkvpacked", mutates_args=())
+@custom_op("two_sided_qkvpacked")
 def two_sided_qkvpacked(
     qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
@@ -179,7 +180,7 @@ def _(qkv, coefficients, *options):
     return qkv.new_empty((*qkv.shape[:2], *qkv.shape[3:])), _fake_saved(*qkv.unbind(2), *options)
 
 
-@torch.library.custom_op("hla_kernels::two_sided_qkvpacked_backward", mutates_args=())
+@custom_op("two_sided_qkvpacked_backward")
 def two_sided_qkvpacked_backward(
     grad: Tensor, saved: Tensor, qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None,
     normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...options import Options, is_paper, needs_ones
-from ...state import summaries_of
 from ..moments import FACTORS, MOMENTS, sum_names
+from .state import summaries_of
 
 Shape = tuple[int, ...]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...checks import check_names
 from ...options import Options, is_paper
-from ...state import State, log_decay, merge_obstacle, missing_summaries
+from .state import State, log_decay, merge_obstacle, missing_summaries
 
 UNDECAYED = ("C0", "R", "S0")
 

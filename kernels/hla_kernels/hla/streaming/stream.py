@@ -11,10 +11,10 @@ from torch import Tensor
 from ...checks import check_coefficients, check_contents, check_finite, check_names
 from ...features import feature, feature_width
 from ...options import Options, compute_dtype
-from ...state import State
 from ..layout import to_heads, to_tokens
 from ..moments import MOMENTS, mixture_weights, moments, operator_matrix, read_out, token_sums
 from .contents import Sizes
+from .state import State
 
 
 def stream(

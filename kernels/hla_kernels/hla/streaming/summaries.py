@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...options import is_paper
-from ...state import State
+from .state import State
 
 
 def summaries(op: str, p, inner: dict[str, Tensor], state: State | None) -> dict[str, Tensor]:

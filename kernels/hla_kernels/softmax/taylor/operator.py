@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dispatch.operator import custom_op
 from . import fused
 from .gradient import gradient
 from .torch_form import evaluate
@@ -62,7 +63,7 @@ def _fused_gradient(
         return fused.backward(grad, o, q, k, v, coefficients, q2, k2, mask, normalize, q_scale, outs, saved)
 
 
-@torch.library.custom_op("hla_kernels::taylor2", mutates_args=())
+@custom_op("taylor2")
 def taylor2_op(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, q2: Tensor | None, k2: Tensor | None, mask: Tensor | None,
     normalize: bool, q_scale: float, impl: str = "torch", save: bool = False,
@@ -76,7 +77,7 @@ def _(q, k, v, coefficients, q2, k2, mask, normalize, q_scale, impl="torch", sav
     return q.new_empty((*q.shape[:3], v.shape[3])), _saved(q, k, v, q2, normalize, impl, save)
 
 
-@torch.library.custom_op("hla_kernels::taylor2_backward", mutates_args=())
+@custom_op("taylor2_backward")
 def taylor2_backward(
     grad: Tensor, o: Tensor | None, saved: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor,
     q2: Tensor | None, k2: Tensor | None, mask: Tensor | None, normalize: bool, q_scale: float, impl: str = "torch",
@@ -100,7 +101,7 @@ def _(grad, o, saved, q, k, v, coefficients, q2, k2, *rest):
     return tuple(q.new_empty((0,)) if x is None else x.new_empty(x.shape) for x in tensors)
 
 
-@torch.library.custom_op("hla_kernels::taylor2_qkvpacked", mutates_args=())
+@custom_op("taylor2_qkvpacked")
 def taylor2_packed_op(
     qkv: Tensor, coefficients: Tensor, mask: Tensor | None, normalize: bool, q_scale: float, impl: str = "torch",
     save: bool = False,
@@ -116,7 +117,7 @@ def _(qkv, coefficients, mask, normalize, q_scale, impl="torch", save=False):
     return torch.empty_like(q, memory_format=torch.contiguous_format), _saved(q, k, v, None, normalize, impl, save)
 
 
-@torch.library.custom_op("hla_kernels::taylor2_qkvpacked_backward", mutates_args=())
+@custom_op("taylor2_qkvpacked_backward")
 def taylor2_packed_backward(
     grad: Tensor, o: Tensor | None, saved: Tensor, qkv: Tensor, coefficients: Tensor, mask: Tensor | None,
     normalize: bool, q_scale: float, impl: str = "torch",

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....dispatch.operator import custom_op
+
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
@@ -18,7 +20,7 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("hla_kernels::multipole", mutates_args=())
+@custom_op("multipole")
 def multipole_op(
     q: Tensor, k: Tensor, v: Tensor, grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int,
     degree: int, scale: float,
@@ -50,7 +52,7 @@ def _(q, k, v, grid, blocks, outer, radius, degree, scale):
     return _outputs(q, blocks)
 
 
-@torch.library.custom_op("hla_kernels::multipole_backward", mutates_args=())
+@custom_op("multipole_backward")
 def multipole_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, top: Tensor, mean: Tensor, value: Tensor, count: Tensor,
     rest: Tensor, grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int, degree: int,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .options import Options, is_paper
+from ...options import Options, is_paper
 
 # symmetric D x D tensors, which `State.pack` keeps as D (D + 1) / 2 numbers
 SYMMETRIC = ("S", "Qm", "S0", "W")
