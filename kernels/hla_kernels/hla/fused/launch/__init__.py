@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....dispatch.recording import launch
 from .. import plan
 from ..heads import head_backward, head_forward, head_weights
 from ..heads.mixture import mixture_forward
@@ -27,7 +28,8 @@ def head_forward_call(call: Call, o: Tensor, saved: Tensor, features: Features) 
     to = Saved.of(saved, call) if save else Saved(None, None)
     kept = [x for x in features if x is not None]
     a = alignment(q, k, v, o, *kept)
-    head_forward[(call.bh,)](
+    launch(
+        head_forward, call.bh,
         q, k, v, o, *to, *features, call.coefficients, strides(q, a), strides(k, a), strides(v, a), strides(o, a),
         *feature_strides(features, a), call.n, call.h, call.g, call.scale, spec.ridge, spec.eps, ALIGN=a, SAVE=save,
         KEEP=len(kept) > 0, MID=call.prec["MID"], **call.flags,
@@ -44,7 +46,8 @@ def head_backward_call(
     of = Saved.of(saved, call) if spec.normalize else Saved(None, None)
     rows = call.buffer(call.bh, 2 * call.lay.fd + call.lay.dv) if spec.normalize else None
     a = alignment(q, k, v, g, *outs)
-    head_backward[(call.bh,)](
+    launch(
+        head_backward, call.bh,
         q, k, v, g, *of, call.ratio(), rows, *outs, call.coefficients, dc, strides(q, a), strides(k, a),
         strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.g, call.scale, spec.ridge,
         spec.eps, ALIGN=a, MID=call.prec["MID"], **call.flags, **call.sizes(),
@@ -57,7 +60,8 @@ def mixture_forward_call(call: Call, o: Tensor) -> None:
     q, k, v, d = call.q, call.k, call.v, call.w["D"]
     factors = call.buffer(call.bh, 2, d, d, dtype=torch.float16)
     a = alignment(q, k, v, o)
-    mixture_forward[(call.bh,)](
+    launch(
+        mixture_forward, call.bh,
         q, k, v, o, factors, call.coefficients, strides(q, a), strides(k, a), strides(v, a), strides(o, a), call.n,
         call.h, call.g, call.scale, ALIGN=a, D=d, **call.tiles("mixture_forward", plan.mixture_config),
     )  # fmt: skip
@@ -75,21 +79,24 @@ def prepare(call: Call, buffer: Tensor, rest: bool, features: Features = (None, 
     state, matrix = saved
     partial = state if parts == 1 else call.buffer(parts, call.bh, lay.k)
     roles = plan.reduce_roles(call.spec, call.w, q.dtype)
-    reduce_moments[(call.bh * parts * roles,)](
+    launch(
+        reduce_moments, call.bh * parts * roles,
         q, k, v, partial, *features, strides(q, a), strides(k, a), strides(v, a), *feature_strides(features, a), call.n,
         call.h, call.g, parts, chunk, call.bh, call.scale, spec.ridge, ALIGN=a, REST=digits, FINAL=parts == 1,
         ROLES=roles, KEEP=len(kept) > 0, **call.flags, **call.sizes(), **staged(config), **unfused(call),
     )  # fmt: skip
     if parts > 1:
         blocks = -(-max(lay.fd * max(lay.fd, lay.dv), 2 * lay.fd + lay.dv) // BLOCK)
-        combine[(call.bh * blocks,)](
+        launch(
+            combine, call.bh * blocks,
             partial, state, parts, call.bh, call.scale, call.n, spec.ridge, SUMS=spec.sums or call.shifted, FD=lay.fd,
             DV=lay.dv, OFF=lay.off, K=lay.k, BLOCKS=blocks, BLOCK=BLOCK,
             ONES=spec.normalize or spec.mean_path,
             **call.pick("ORDER", "NORM", "CENTER", "FMAP", "RIDGE"),
         )  # fmt: skip
     sizes = call.middle_sizes()
-    middle[(call.bh * -(-lay.fd // sizes["BR"]),)](
+    launch(
+        middle, call.bh * -(-lay.fd // sizes["BR"]),
         state,
         matrix,
         call.coefficients,
@@ -116,7 +123,8 @@ def split_forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool, featur
     config = call.tiles("apply", plan.apply_config, "forward", call.spec, call.w, q.dtype)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     a = alignment(q, o)
-    apply[(call.bh * parts,)](
+    launch(
+        apply, call.bh * parts,
         q, o, saved.state, saved.matrix, strides(q, a), strides(o, a), call.n, call.h, parts, chunk, call.spec.eps,
         ALIGN=a, **call.pick("NORM", "CENTER", "MEAN", "FMAP"), **call.sizes(), **config,
     )  # fmt: skip
@@ -134,14 +142,16 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
     grads = call.buffer(call.bh, lay.kg)
     partial = grads if parts == 1 else call.buffer(parts, call.bh, lay.kg)
     sums = call.spec.mean_path or call.spec.center == "qk" or call.shifted
-    reduce_readout[(call.bh * parts,)](
+    launch(
+        reduce_readout, call.bh * parts,
         q, g, saved.state, saved.matrix, ratio, partial, strides(q, a), strides(g, a), call.n, call.h, parts, chunk,
         call.bh, call.spec.eps, SUMS=sums, ALIGN=a, KG=lay.kg, TURNED=call.turned,
         REST=digits, DIVIDED=twice, **call.pick("ORDER", "NORM", "CENTER", "FMAP"), **call.sizes(), **staged(config),
     )  # fmt: skip
     if parts > 1:
         blocks = -(-lay.kg // BLOCK)
-        add_parts[(call.bh * blocks,)](partial, grads, parts, call.bh, LEN=lay.kg, K=lay.kg, BLOCKS=blocks, BLOCK=BLOCK)
+        sizes = {"LEN": lay.kg, "K": lay.kg, "BLOCKS": blocks, "BLOCK": BLOCK}
+        launch(add_parts, call.bh * blocks, partial, grads, parts, call.bh, **sizes)
     return grads
 
 
@@ -153,7 +163,8 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     common = {**sizes, "WOFF": lay.woff, "KW": lay.kw, "KG": lay.kg, "TURNED": call.turned}
     scalars = (call.n, call.h, call.scale)
     blocks = -(-lay.dv // sizes["BR"])
-    middle_grads_value[(call.bh * blocks,)](
+    launch(
+        middle_grads_value, call.bh * blocks,
         saved.state, grads, weights, rows, call.coefficients, *scalars,
         **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP"), **common,
     )  # fmt: skip
@@ -164,7 +175,8 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     cross = call.buffer(call.bh, lay.fd, lay.fd) if order >= 4 else None
     if order > 1 or call.spec.sums:
         # a fused sum is another one in each of the threads that share it, and they all write it
-        middle_grads_key[(call.bh * blocks,)](
+        launch(
+            middle_grads_key, call.bh * blocks,
             saved.state,
             grads,
             weights,
@@ -178,7 +190,8 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
             enable_fp_fusion=call.coefficients is not None,
         )
     if order >= 4:
-        middle_grads_pair[(call.bh * blocks * 2,)](
+        launch(
+            middle_grads_pair, call.bh * blocks * 2,
             saved.state, grads, weights, rows, call.coefficients, dc, cross, *scalars, **common
         )
     return weights, rows, dc
@@ -216,7 +229,8 @@ def apply_grads_call(
     config = call.tiles("apply_grads", plan.apply_config, "backward", call.spec, call.w, q.dtype)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     a = alignment(q, k, v, g, *outs)
-    apply_grads[(call.bh * parts * config["ROLES"],)](
+    launch(
+        apply_grads, call.bh * parts * config["ROLES"],
         q, k, v, g, *outs, saved.state, saved.matrix, ratio, weights, rows, strides(q, a), strides(k, a),
         strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.g, parts, chunk, ALIGN=a,
         WOFF=lay.woff, KW=lay.kw, ROWS_DONE=rows_done, **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP"),
@@ -236,7 +250,8 @@ def two_step_backward_call(
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     rows, ratio = call.buffer(call.bh, 2 * lay.fd + lay.dv), call.ratio()
     a = alignment(q, k, v, g)
-    head_weights[(call.bh,)](
+    launch(
+        head_weights, call.bh,
         q, k, v, g, *of, ratio, weights, rows, call.coefficients, dc, strides(q, a), strides(k, a), strides(v, a),
         strides(g, a), call.n, call.h, call.g, call.scale, spec.ridge, spec.eps, ALIGN=a, WOFF=lay.woff, KW=lay.kw,
         MID=call.prec["MID"], **call.flags, **call.sizes(),
@@ -252,7 +267,8 @@ def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     to = q if dq is None else dq
     a = alignment(q, g, to)
-    divide_grads[(call.bh * parts,)](
+    launch(
+        divide_grads, call.bh * parts,
         q, g, dq, saved.state, saved.matrix, ratio, strides(q, a), strides(g, a), strides(to, a), call.n, call.h,
         parts, chunk, call.spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes() | plan.halves(call.w), **config,
     )  # fmt: skip
@@ -264,7 +280,8 @@ def first_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
     saved, length = Saved.of(buffer, call), lay.fd * lay.dv + lay.fd
     if plan.first_at_once(call.w, call.planned, call.most):
         a = alignment(q, k, v, g, *outs)
-        token_grads[(call.bh,)](
+        launch(
+            token_grads, call.bh,
             q, k, v, g, *outs, saved.state, saved.matrix, *(strides(x, a) for x in (q, k, v, g, *outs)), call.n,
             call.h, call.g, call.scale, spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes(),
             **call.tiles("token_grads", plan.query_config, call.w),
@@ -278,17 +295,20 @@ def first_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
     a = alignment(q, g, outs[0])
     grads = call.buffer(call.bh, length)
     partial = grads if parts == 1 else call.buffer(parts, call.bh, length)
-    query_grads[(call.bh * parts,)](
+    launch(
+        query_grads, call.bh * parts,
         q, g, outs[0], saved.state, saved.matrix, ratio, partial, *(strides(x, a) for x in (q, g, outs[0])), call.n,
         call.h, parts, chunk, call.bh, spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes(), **config,
     )  # fmt: skip
     if parts > 1:
         blocks = -(-length // BLOCK)
-        add_parts[(call.bh * blocks,)](partial, grads, parts, call.bh, LEN=length, K=length, BLOCKS=blocks, BLOCK=BLOCK)
+        sizes = {"LEN": length, "K": length, "BLOCKS": blocks, "BLOCK": BLOCK}
+        launch(add_parts, call.bh * blocks, partial, grads, parts, call.bh, **sizes)
     config = call.tiles("key_grads", plan.key_config, call.w)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     a = alignment(k, v, *outs[1:])
-    key_grads[(call.bh * parts,)](
+    launch(
+        key_grads, call.bh * parts,
         k, v, *outs[1:], saved.state, grads, strides(k, a), strides(v, a), *(strides(x, a) for x in outs[1:]), call.n,
         call.h, call.g, parts, chunk, call.scale, ALIGN=a, **call.pick("FMAP"), **call.sizes(), **config,
     )  # fmt: skip
@@ -298,7 +318,7 @@ def coefficients_grad(call: Call, parts: Tensor) -> Tensor:
     """d coefficients [H, 4] from parts [B, H, blocks, 4]."""
     assert call.coefficients is not None
     out = torch.empty_like(call.coefficients, memory_format=torch.contiguous_format)
-    sum_coefficients[(call.h,)](parts, out, call.b, call.h, parts.numel() // (call.bh * 4), WIDTH=128)
+    launch(sum_coefficients, call.h, parts, out, call.b, call.h, parts.numel() // (call.bh * 4), WIDTH=128)
     return out
 
 
@@ -306,4 +326,4 @@ def group_sum(x: Tensor, out: Tensor, group: int) -> None:
     """out [B, N, Hk, W] = the sum over each group of x [B, N, Hk * G, W]; both contiguous."""
     width, block = x.shape[-1], 32
     rows = out.numel() // width
-    sum_groups[(-(-rows // block),)](x, out, rows, group, W=width, WP=pad(width), BLOCK=block)
+    launch(sum_groups, -(-rows // block), x, out, rows, group, W=width, WP=pad(width), BLOCK=block)

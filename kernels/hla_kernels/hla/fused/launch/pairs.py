@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ....dispatch.recording import launch
 from .. import plan
 from ..heads.factors import factor_operator, factor_weights
 from ..heads.pairs import apply_pairs, forward_pairs, grads_pairs, readout_pairs, reduce_pairs
@@ -59,24 +60,28 @@ def forward(call: Call, o: Tensor, saved: Saved, save: bool) -> None:
     q, k, v = call.q, call.k, call.v
     a = alignment(q, k, v, o)
     if first(call):
-        forward_pairs[(call.bh // 2,)](
+        launch(
+            forward_pairs, call.bh // 2,
             q, k, v, o, saved.matrix, strides(q, a), strides(k, a), strides(v, a), strides(o, a), call.n, call.h,
             call.scale, ALIGN=a, SAVE=save, **sizes(call),
             **call.tiles("forward_pairs", plan.pair_config, "forward_pairs"),
         )  # fmt: skip
         return
     kept = Factors.of(saved, call)
-    reduce_pairs[(call.bh // 2,)](
+    launch(
+        reduce_pairs, call.bh // 2,
         q, k, v, kept.factors, kept.units, strides(q, a), strides(k, a), strides(v, a), call.n, call.h, call.scale,
         ALIGN=a, **call.pick("ORDER"), **sizes(call), **call.tiles("reduce_pairs", plan.pair_config, "reduce_pairs"),
     )  # fmt: skip
-    factor_operator[(call.bh,)](
+    launch(
+        factor_operator, call.bh,
         kept.factors, kept.units, kept.matrix, D2=call.w["F2"], **sizes(call),
         **call.tiles("factor_operator", plan.factor_config),
     )  # fmt: skip
     config = call.tiles("apply_pairs", plan.pair_config, "apply_pairs")
     parts, chunk = plan.pair_parts(call.planned // 2, call.most, config["BN"])
-    apply_pairs[(call.bh // 2 * parts,)](
+    launch(
+        apply_pairs, call.bh // 2 * parts,
         q, o, kept.matrix, strides(q, a), strides(o, a), call.n, call.h, parts, chunk, ALIGN=a, **sizes(call), **config
     )
 
@@ -91,20 +96,23 @@ def backward(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: 
     weights = call.buffer(call.bh, lay.kw, dtype=q.dtype)
     gradient = call.buffer(call.bh, lay.fd, lay.dv, dtype=torch.float16)
     a = alignment(q, k, v, g, *outs)
-    readout_pairs[(call.bh // 2,)](
+    launch(
+        readout_pairs, call.bh // 2,
         q, g, weights, gradient, kept.units, strides(q, a), strides(g, a), call.n, call.h, call.scale, ALIGN=a,
         KW=lay.kw, **call.pick("ORDER"), **sizes(call),
         **call.tiles("readout_pairs", plan.pair_config, "readout_pairs"),
     )  # fmt: skip
     if not first(call):
-        factor_weights[(call.bh,)](
+        launch(
+            factor_weights, call.bh,
             kept.factors, gradient, kept.units, weights, call.n, call.scale, D2=call.w["F2"], WOFF=lay.woff, KW=lay.kw,
             **call.pick("ORDER"), **sizes(call), **call.tiles("factor_weights", plan.factor_config),
         )  # fmt: skip
         return apply_grads(call, g, outs, saved, None, weights, weights, False)
     config = call.tiles("grads_pairs", plan.pair_config, "grads_pairs")
     parts, chunk = plan.pair_parts(call.planned // 2, call.most, config["BN"])
-    grads_pairs[(call.bh // 2 * parts * 3,)](
+    launch(
+        grads_pairs, call.bh // 2 * parts * 3,
         k, v, g, *outs, kept.matrix, weights, strides(k, a), strides(v, a), strides(g, a),
         *(strides(x, a) for x in outs), call.n, call.h, parts, chunk, ALIGN=a, KW=lay.kw, **sizes(call), **config,
     )  # fmt: skip

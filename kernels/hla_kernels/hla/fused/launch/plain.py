@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....dispatch.recording import launch
 from .. import plan
 from ..heads.plain import plain_backward, plain_forward, plain_weights
 from ..spec import alignment, strides
@@ -35,7 +36,8 @@ def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     save = saved.numel() > 0
     factors, units = factors_of(call, saved) if save else (o, o)
     a = alignment(q, k, v, o)
-    plain_forward[(call.bh,)](
+    launch(
+        plain_forward, call.bh,
         q, k, v, o, factors, units, strides(q, a), strides(k, a), strides(v, a), strides(o, a), call.n, call.h,
         call.scale, ALIGN=a, SAVE=save, **plain_widths(call),
         **call.tiles("plain_forward", plan.plain_forward_config, call.spec, call.w),
@@ -54,7 +56,8 @@ def plain_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
     kept = saved.numel() > 0
     a = alignment(q, k, v, g, *outs)
     room, length = room_of(call) if kept else (g, 0)
-    plain_backward[(call.bh,)](
+    launch(
+        plain_backward, call.bh,
         q, k, v, g, *outs, *(factors_of(call, saved) if kept else (g, g)), room, strides(q, a), strides(k, a),
         strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.scale, ALIGN=a, KR=length,
         KEPT=kept, **plain_widths(call), **call.tiles("plain_backward", plan.plain_config, call.spec, call.w),
@@ -69,7 +72,8 @@ def plain_two_step_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
     room, length = room_of(call)
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     matrix = call.buffer(call.bh, lay.fd, lay.dv, dtype=call.matrix_dtype)
-    plain_weights[(call.bh,)](
+    launch(
+        plain_weights, call.bh,
         q, g, *factors_of(call, saved), room, matrix, weights, strides(q, a), strides(g, a), call.n, call.h, call.scale,
         ALIGN=a, KR=length, WOFF=lay.woff, KW=lay.kw, **plain_widths(call),
         **call.tiles("plain_weights", plan.plain_weights_config),
