@@ -1,8 +1,9 @@
 """The public operators. One signature for all here; `packed` has them for one qkv, `blocks` those that mix blocks,
 `taylor` the expansion of softmax. `hla/__init__.py` has the symbols.
 
-Shapes: q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], any strides; Hk divides H and query head h reads key head h
-// (H // Hk). Returns o [B, N, H, Dv], contiguous, in the dtype of q, or (o, state) with return_state.
+Shapes: q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], any strides (the Triton forms read them in place where the
+last dimension is contiguous, and run nothing else); Hk divides H and query head h reads key head h // (H // Hk).
+Returns o [B, N, H, Dv], contiguous, in the dtype of q, or (o, state) with return_state.
 
 Options
     causal        token t sees tokens j <= t; otherwise every token sees every token
@@ -43,7 +44,7 @@ combinations and states that are not those of the call.
 Derivatives: reverse mode, once. Calls without a state are custom operators with their own backward, so that a second
 derivative (create_graph=True) raises torch's error "no autograd formula was registered", torch.func.grad and jacrev are
 refused by torch, and forward mode (torch.func.jvp, jacfwd, dual tensors) raises ValueError. return_state=True and
-impl="reference" are plain torch code and have them all.
+impl="reference" are plain torch code and have them all. torch.vmap makes one call after the other.
 
 Source: Zhang et al., Higher-order Linear Attention, arXiv 2510.27258.
 """

@@ -187,6 +187,19 @@ def test_double_backward(op, options):
 
 
 @pytest.mark.parametrize("op", hk.OPS)
+def test_vmap(op):
+    """One call after the other, gradients too."""
+    f, more = getattr(hk, op), extra(op)
+    x = [torch.stack(pair).requires_grad_() for pair in zip(tokens(7), tokens(7, seed=1), strict=True)]
+    y = torch.vmap(lambda *t: f(*t, *more))(*x)
+    z = torch.stack([f(*(t[i] for t in x), *more) for i in range(2)])
+    both = [torch.autograd.grad(o.sin().sum(), x) for o in (y, z)]
+    assert_same(y, z, 1e-12)
+    for a, b in zip(*both, strict=True):
+        assert_same(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("op", hk.OPS)
 def test_explain(op):
     x = (*tokens(5), *extra(op))
     chosen = hk.explain(op, *x)

@@ -114,3 +114,21 @@ def test_graph_capture(kind):
     ragged[name].copy_(other)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, f(), strict=True))
+
+
+@pytest.mark.parametrize("options", ({}, RATIO, ANCHORED), ids=str)
+@pytest.mark.parametrize(("n", "d"), ((197, 64), (1100, 64), (300, 72), (2100, 128)))
+def test_batch_invariance(n, d, options):
+    """The same bits alone, in a small batch and in one that fills the chip, where it was asked for."""
+    x, grad, _ = make(n, BF16, (24, 16, 16, d, d), "mask")
+    hk.set_batch_invariant(True)
+    try:
+        for op in OPS:
+            if hk.explain(op, *x, *[torch.ones(16, 4, device="cuda")] * (op == "polynomial"), **options).impl == "torch":
+                continue
+            whole = results(op, x, grad, impl="triton", **options)
+            for rows in (slice(0, 1), slice(7, 10)):
+                part = results(op, [t[rows] for t in x], grad[rows], impl="triton", **options)
+                assert all(torch.equal(a[rows], b) for a, b in zip(whole, part, strict=True)), op
+    finally:
+        hk.set_batch_invariant(False)
