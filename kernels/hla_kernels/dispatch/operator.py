@@ -22,7 +22,7 @@ class Operator:
     def __init__(self, name: str, function: Callable) -> None:
         schema = torch.library.infer_schema(function, mutates_args=())
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        self.name = name
+        self.name, self.function = name, function
         self.overload = getattr(getattr(torch.ops, SPACE), name).default
         self._node = _node(self.overload, _no_formula, lambda ctx, inputs, output: None)
         # not looked into by a compiler where it broke the graph around the call
