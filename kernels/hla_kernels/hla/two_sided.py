@@ -10,10 +10,13 @@ plain autograd, for calls that carry a state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..dispatch.operator import custom_op
+from ..dispatch.recording import repeated
 from ..features import feature
 from ..options import Options, compute_dtype
 from ..sequences import WHOLE, Sequences, counts, live_rows, pack, unpack
@@ -50,9 +53,10 @@ def _evaluate(
 
 
 def _evaluate_gradient(
-    spec: fused.Spec, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, seqs: Sequences,
-    outs: tuple,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: fused.Spec, outs: tuple,
+    saved: Tensor, seqs: Sequences,
 ) -> Tensor:  # fmt: skip
+    """As `fused.backward`; nothing was saved."""
     if seqs.cu_seqlens is None:
         return gradient(spec.op, grad, q, k, v, coefficients, _options(spec), outs, seqs.mask)
     cu, length = seqs.cu_seqlens, seqs.max_seqlen
@@ -70,9 +74,11 @@ def _options(spec: fused.Spec) -> Options:
     return Options(False, feature_map, normalize, center, mean_path, None, "cascade", ridge, scale, eps, q_scale)
 
 
-def _rows(*tokens: Tensor) -> list[Tensor]:
-    """The Triton forms read whole rows; `op` has seen that they are, a compiler in between may choose other strides."""
-    return [x if x.stride(3) == 1 else x.contiguous() for x in tokens]
+def _parts(tokens: Sequence[Tensor]) -> list[Tensor]:
+    """q, k, v of themselves, or of one packed qkv. The Triton forms read whole rows; `op` has seen that they are, a
+    compiler in between may choose other strides."""
+    parts = tokens[0].unbind(2) if len(tokens) == 1 else tokens
+    return [x if x.stride(3) == 1 else x.contiguous() for x in parts]
 
 
 def _whole(coefficients: Tensor | None) -> Tensor | None:
@@ -86,28 +92,51 @@ def _saved(q: Tensor, k: Tensor, v: Tensor, spec: fused.Spec, impl: str, save: b
     return q.new_empty((length,), dtype=torch.float32)
 
 
+def _in_triton(impl: str, x: Tensor) -> bool:
+    """Whether the kernels run: a launch needs at least one program, an empty batch takes the torch form."""
+    return impl == "triton" and x.shape[0] > 0
+
+
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: fused.Spec, impl: str, save: bool,
-    seqs: Sequences,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # a launch needs at least one program: an empty batch takes the torch form
-    if impl != "triton" or q.shape[0] == 0:
-        return _evaluate(spec, q, k, v, coefficients, seqs), _saved(q, k, v, spec, impl, False)
-    with torch.cuda.device_of(q):
-        q, k, v = _rows(q, k, v)
-        return fused.forward(q, k, v, _whole(coefficients), spec, save, seqs)
+    tokens: Sequence[Tensor], coefficients: Tensor | None, spec: fused.Spec, impl: str, save: bool, seqs: Sequences
+) -> tuple[Tensor, Tensor]:
+    first = tokens[0]
+    if not _in_triton(impl, first):
+        q, k, v = _parts(tokens)
+        with _no_autocast(first):
+            return _evaluate(spec, q, k, v, coefficients, seqs), _saved(q, k, v, spec, impl, False)
+
+    def work() -> tuple[Tensor, ...]:
+        with _no_autocast(first):
+            q, k, v = _parts(tokens)
+            return fused.forward(q, k, v, _whole(coefficients), spec, save, seqs)
+
+    with torch.cuda.device_of(first):
+        o, saved = repeated(("forward", spec, save, seqs[2], *fused.plans()), (*tokens, coefficients, *seqs[:2]), work)
+        return o, saved
 
 
 def _gradient(
-    grad: Tensor, saved: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: fused.Spec,
-    impl: str, outs: tuple, seqs: Sequences,
-) -> Tensor:  # fmt: skip
-    if impl != "triton" or q.shape[0] == 0:
-        return _evaluate_gradient(spec, grad, q, k, v, coefficients, seqs, outs)
-    with torch.cuda.device_of(q):
-        q, k, v = _rows(q, k, v)
-        d_coefficients = fused.backward(grad, q, k, v, _whole(coefficients), spec, outs, saved, seqs)
-    return q.new_empty((0,)) if d_coefficients is None else d_coefficients
+    grad: Tensor, saved: Tensor, tokens: Sequence[Tensor], coefficients: Tensor | None, spec: fused.Spec, impl: str,
+    seqs: Sequences,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients of `tokens` and that of the coefficients, empty without any."""
+    first = tokens[0]
+
+    def work() -> tuple[Tensor, ...]:
+        with _no_autocast(first):
+            grads = [_gradient_of(x, seqs, impl) for x in tokens]
+            dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
+            q, k, v = _parts(tokens)
+            backward = fused.backward if _in_triton(impl, first) else _evaluate_gradient
+            dc = backward(grad, q, k, v, _whole(coefficients), spec, (dq, dk, dv), saved, seqs)
+            return (*grads, first.new_empty((0,)) if dc is None else dc)
+
+    if not _in_triton(impl, first):
+        return work()
+    inputs = (*tokens, grad, saved, coefficients, *seqs[:2])
+    with torch.cuda.device_of(first):
+        return repeated(("backward", spec, seqs[2], *fused.plans()), inputs, work)
 
 
 def _gradient_of(x: Tensor, seqs: Sequences, impl: str) -> Tensor:
@@ -130,9 +159,8 @@ def two_sided(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o = q M (see `hla`) [B, N, H, Dv] and a float32 buffer for the backward (empty without `save`); arguments are
     checked by `op.run`. q [B, N, H, D], k, v [B, N, Hk, .]."""
-    with _no_autocast(q):
-        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
-        return _forward(q, k, v, coefficients, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
+    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
+    return _forward((q, k, v), coefficients, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
 
 
 @two_sided.register_fake
@@ -148,11 +176,10 @@ def two_sided_backward(
     cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dcoefficients) of `two_sided`; the last is empty without coefficients."""
-    with _no_autocast(q):
-        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
-        seqs = Sequences(mask, cu_seqlens, max_seqlen)
-        dq, dk, dv = (_gradient_of(x, seqs, impl) for x in (q, k, v))
-        return dq, dk, dv, _gradient(grad, saved, q, k, v, coefficients, spec, impl, (dq, dk, dv), seqs)
+    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
+    seqs = Sequences(mask, cu_seqlens, max_seqlen)
+    dq, dk, dv, dc = _gradient(grad, saved, (q, k, v), coefficients, spec, impl, seqs)
+    return dq, dk, dv, dc
 
 
 @two_sided_backward.register_fake
@@ -169,10 +196,8 @@ def two_sided_qkvpacked(
     cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`two_sided` of qkv [B, N, 3, H, D] -> [B, N, H, D] and the buffer."""
-    with _no_autocast(qkv):
-        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
-        q, k, v = qkv.unbind(2)
-        return _forward(q, k, v, coefficients, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
+    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
+    return _forward((qkv,), coefficients, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
 
 
 @two_sided_qkvpacked.register_fake
@@ -188,12 +213,10 @@ def two_sided_qkvpacked_backward(
     cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dqkv [B, N, 3, H, D] in one buffer, dcoefficients) of `two_sided_qkvpacked`."""
-    with _no_autocast(qkv):
-        spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
-        seqs = Sequences(mask, cu_seqlens, max_seqlen)
-        out = _gradient_of(qkv, seqs, impl)
-        q, k, v = qkv.unbind(2)
-        return out, _gradient(grad, saved, q, k, v, coefficients, spec, impl, out.unbind(2), seqs)
+    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
+    seqs = Sequences(mask, cu_seqlens, max_seqlen)
+    out, dc = _gradient(grad, saved, (qkv,), coefficients, spec, impl, seqs)
+    return out, dc
 
 
 @two_sided_qkvpacked_backward.register_fake

@@ -83,6 +83,9 @@ class Noted:
         self.ran.add(self.name)
         return self.kernel[grid]
 
+    def __getattr__(self, name: str):
+        return getattr(self.kernel, name)
+
 
 def finite(*tensors: torch.Tensor) -> None:
     """Buffers start as NaN: what is not written is seen."""

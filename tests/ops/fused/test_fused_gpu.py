@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hla_kernels as hk
-from tests.ops.fused.cases import poison, relative_error
+from tests.ops.fused.cases import poison, relative_error, twice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,7 +85,7 @@ def results(op, x, grad, **options):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{'-'.join(c[1])}-{str(c[2])[6:]}-{c[3][3]}")
-def test_error_and_bits(monkeypatch, case):
+def test_error_and_bits(case):
     op, options, dtype, sizes = case
     for n in (17, 197, 333, 1025) + (4097,) * (sizes != PAIRS):
         x, grad = make(n, dtype, sizes)
@@ -93,9 +93,7 @@ def test_error_and_bits(monkeypatch, case):
             x = [x[0].abs(), x[1].abs(), x[2]]
         truth = results(op, [t.double() for t in x], grad.double(), impl="torch", **options)
         torch_form = results(op, x, grad, impl="torch", **options)
-        with monkeypatch.context() as patch:
-            poison(patch)
-            first, second = (results(op, x, grad, impl="triton", **options) for _ in range(2))
+        first, second = twice(results, op, x, grad, impl="triton", **options)
         for name, a, b, c, t in zip(("o", "dq", "dk", "dv"), first, second, torch_form, truth, strict=True):
             assert a.dtype == c.dtype and a.shape == c.shape
             assert torch.equal(a, b), (n, name)
@@ -105,7 +103,7 @@ def test_error_and_bits(monkeypatch, case):
 
 @pytest.mark.parametrize("sizes", (MANY, MANY_ODD, FEW, PAIRS), ids=("heads", "split_72", "split_64", "pairs"))
 @pytest.mark.parametrize("op", OPS)
-def test_one_token(monkeypatch, op, sizes):
+def test_one_token(op, sizes):
     """The rule of the error. A ratio of one token is v: where the truth is zero, no more than the rounding of terms as
     large as those without the ratio."""
     x, grad = make(1, BF16, sizes)
@@ -113,9 +111,7 @@ def test_one_token(monkeypatch, op, sizes):
     for options in ({}, ELU, RATIO):
         truth = results(op, [t.double() for t in x], grad.double(), impl="torch", **options)
         torch_form = results(op, x, grad, impl="torch", **options)
-        with monkeypatch.context() as patch:
-            poison(patch)
-            first, second = (results(op, x, grad, impl="triton", **options) for _ in range(2))
+        first, second = twice(results, op, x, grad, impl="triton", **options)
         for name, a, b, c, t, w in zip(("o", "dq", "dk", "dv"), first, second, torch_form, truth, whole, strict=True):
             assert torch.equal(a, b), name
             if t.norm() > 1e-3 * w.norm():
@@ -135,7 +131,7 @@ POLYNOMIALS = [
 
 
 @pytest.mark.parametrize("case", POLYNOMIALS, ids=lambda c: f"{'-'.join(c[0])}-{str(c[1])[6:]}-{c[2][3]}")
-def test_polynomial(monkeypatch, case):
+def test_polynomial(case):
     """As above with float32 coefficients of 16 heads, whose gradient has the errors of float32."""
     options, dtype, sizes = case
     for n in (17, 197, 1025):
@@ -143,37 +139,31 @@ def test_polynomial(monkeypatch, case):
         x.append(torch.randn(sizes[1], 4, generator=torch.Generator("cuda").manual_seed(n), device="cuda"))
         truth = results("polynomial", [t.double() for t in x], grad.double(), impl="torch", **options)
         torch_form = results("polynomial", x, grad, impl="torch", **options)
-        with monkeypatch.context() as patch:
-            poison(patch)
-            first, second = (results("polynomial", x, grad, impl="triton", **options) for _ in range(2))
+        first, second = twice(results, "polynomial", x, grad, impl="triton", **options)
         for name, a, b, c, t in zip(("o", "dq", "dk", "dv", "dc"), first, second, torch_form, truth, strict=True):
             assert torch.equal(a, b), (n, name)
             errors = relative_error(a, t), relative_error(c, t)
             assert errors[0] <= 2 * errors[1], (n, name, *errors)
 
 
-def test_polynomial_inference(monkeypatch):
+def test_polynomial_inference():
     """Without gradients, D = 64 takes one program a head, whose algebra has float16 factors."""
     for n in (1, 17, 197, 1025):
         x, _ = make(n, BF16, MANY)
         x.append(torch.randn(4, 4, generator=torch.Generator("cuda").manual_seed(n), device="cuda"))
         truth, torch_form = (hk.polynomial(*y, impl="torch") for y in ([t.double() for t in x], x))
-        with monkeypatch.context() as patch:
-            poison(patch)
-            first, second = (hk.polynomial(*x, impl="triton") for _ in range(2))
+        first, second = twice(hk.polynomial, *x, impl="triton")
         assert torch.equal(first, second)
         assert relative_error(first, truth) <= 2 * relative_error(torch_form, truth), n
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_inference(monkeypatch, op):
+def test_inference(op):
     """Without gradients D = 72 takes the one-program form, or that of pairs, too."""
     for n, sizes in itertools.product((17, 333, 1025), (MANY_ODD, PAIRS)):
         x, _ = make(n, BF16, sizes)
         truth, torch_form = (getattr(hk, op)(*y, impl="torch") for y in ([t.double() for t in x], x))
-        with monkeypatch.context() as patch:
-            poison(patch)
-            first, second = (getattr(hk, op)(*x, impl="triton") for _ in range(2))
+        first, second = twice(getattr(hk, op), *x, impl="triton")
         assert torch.equal(first, second)
         assert relative_error(first, truth) <= 2 * relative_error(torch_form, truth)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hla_kernels as hk
-from tests.ops.fused.cases import poison, relative_error
+from tests.ops.fused.cases import relative_error, twice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +57,7 @@ def results(op, x, grad, **options):
 
 @pytest.mark.parametrize("kind", ("mask", "packed"))
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{'-'.join(c[1])}-{str(c[2])[6:]}-{c[3][3]}")
-def test_error_and_bits(monkeypatch, case, kind):
+def test_error_and_bits(case, kind):
     op, options, dtype, sizes = case
     x, grad, ragged = make(197, dtype, sizes, kind)
     reason = hk.explain(
@@ -71,9 +71,7 @@ def test_error_and_bits(monkeypatch, case, kind):
     if kind == "mask":
         for t in (*x, grad):
             t[~ragged["key_padding_mask"]] = float("nan")
-    with monkeypatch.context() as patch:
-        poison(patch)
-        first, second = (results(op, x, grad, impl="triton", **options) for _ in range(2))
+    first, second = twice(results, op, x, grad, impl="triton", **options)
     for name, a, b, c, t in zip(("o", "dq", "dk", "dv"), first, second, torch_form, truth, strict=True):
         assert torch.equal(a, b), name
         errors = relative_error(a, t), relative_error(c, t)

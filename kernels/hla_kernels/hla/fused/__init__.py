@@ -74,6 +74,11 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
 
 
+def plans() -> tuple:
+    """What a plan depends on beside a call: while it is the same, so are the plans of the same call."""
+    return plan.INVARIANT["on"], plan.tuning.STATE.edition
+
+
 def own_keys(q: Tensor, v: Tensor, seqs: Sequences) -> bool:
     """Whether every token is real and every head has its own keys."""
     return seqs.mask is None and seqs.cu_seqlens is None and q.shape[2] == v.shape[2]

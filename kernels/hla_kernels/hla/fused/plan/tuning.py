@@ -42,12 +42,19 @@ class Tuned(NamedTuple):
 class Tuning:
     """The file that is in use and what it holds; what a run of `tune` sees and tries."""
 
+    edition = 0
+
     def __init__(self) -> None:
         self.file: Path | None = None
         self.table: dict[str, dict[str, Config]] = {}
         self.tried: dict[Place, Config] = {}
         self.seen: dict[Place, list[Config]] | None = None
         self.checked: dict[Place, Config | None] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """`edition` counts the changes of them all: plans of another edition do not hold any more."""
+        self.__dict__[name] = value
+        self.__dict__["edition"] = self.edition + 1
 
     def choose(self, kernel: str, call: Any, entry: Callable[..., Config], *args: Any) -> Config:
         """The tiles of a kernel in a `launch.Call`: those of the static table, `entry(*args)`, or measured ones."""

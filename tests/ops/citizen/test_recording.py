@@ -1,0 +1,173 @@
+"""Repeated launches are those that a plan of the same call would make."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import hla_kernels as hk
+from hla_kernels.dispatch import recording
+from hla_kernels.hla.fused.plan import tuning
+
+pytest.importorskip("triton")
+from triton.runtime.jit import JITFunction
+
+OPS = torch.ops.hla_kernels
+REST = (0.0, None, 1e-6, 1.0, "triton")
+FORMS = (
+    ("linear_attention", None, False, None, False), ("linear_attention", "elu1", True, None, False),
+    ("hla2", None, False, None, False), ("ahla", "elu1", True, None, False), ("hla3", "relu", False, "qk", True),
+    ("polynomial", None, False, None, False), ("polynomial", "softmax", True, None, False),
+)  # fmt: skip
+SIZES = ((2, 37, 2, 64), (128, 130, 2, 64), (200, 70, 2, 72), (1, 3000, 2, 64))
+
+
+class Compiled:
+    """Stands in for what Triton compiled: compiled[grid](*args) is noted."""
+
+    def __init__(self, kernel, seen):
+        self.kernel, self.seen = kernel, seen
+
+    def __getitem__(self, grid):
+        return lambda *args: self.seen.append((self.kernel, grid[0], args))
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The launches: (kernel, programs, every argument). Nothing is computed, and no address is used twice."""
+    launches: list = []
+    alive: list = []
+    for name in ("empty", "empty_like", "empty_strided"):
+        new = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, new=new, **more: alive.append(new(*args, **more)) or alive[-1])
+
+    def run(kernel, grid):
+        def launch(*args, **options):
+            bound = kernel.signature.bind(*args, **{k: x for k, x in options.items() if k in kernel.arg_names})
+            bound.apply_defaults()
+            Compiled(kernel, launches)[grid](*bound.arguments.values())
+            return Compiled(kernel, launches)
+
+        return launch
+
+    monkeypatch.setattr(JITFunction, "__getitem__", run)
+    monkeypatch.setattr(recording, "RECORDINGS", {})
+    return launches
+
+
+def results(form, x, grad, coefficients, save=True):
+    """Everything that a forward and a backward return."""
+    if len(x) == 1:
+        o, saved = OPS.two_sided_qkvpacked(*x, coefficients, *form, *REST, save)
+        return o, saved, *OPS.two_sided_qkvpacked_backward(grad, saved, *x, coefficients, *form, *REST)
+    o, saved = OPS.two_sided(*x, coefficients, *form, *REST, save)
+    return o, saved, *OPS.two_sided_backward(grad, saved, *x, coefficients, *form, *REST)
+
+
+def normal(launches, tensors):
+    """Launches with addresses by their place in one of the tensors, or else by their order of appearance."""
+    others: dict = {}
+
+    def place(at):
+        for i, x in enumerate(tensors):
+            if x is not None and x.data_ptr() <= at < x.data_ptr() + x.nbytes:
+                return i, at - x.data_ptr()
+        return "other", others.setdefault(at, len(others))
+
+    def plain(x):
+        if isinstance(x, torch.Tensor):
+            return place(x.data_ptr())
+        return place(x) if isinstance(x, int) and x > 2**40 else x
+
+    return [(kernel.fn.__name__, programs, *map(plain, args)) for kernel, programs, args in launches]
+
+
+def inputs(form, sizes, packed, dtype=torch.bfloat16):
+    b, n, h, d = sizes
+    x = [torch.randn(b, n, 3, h, d).to(dtype)] if packed else [torch.randn(b, n, h, d).to(dtype) for _ in range(3)]
+    coefficients = torch.ones(h, 4) if form[0] == "polynomial" else None
+    return x, torch.randn(b, n, h, d).to(dtype), coefficients
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f"{f[0]}-{f[1]}")
+def test_the_same_launches(monkeypatch, seen, form, sizes):
+    for packed in (True, False):
+        results(form, *inputs(form, sizes, packed))
+        first = len(seen)
+        again = inputs(form, sizes, packed)
+        with monkeypatch.context() as patch:
+            patch.setattr(recording, "_record", None)  # only repeated
+            got = results(form, *again)
+        repeated = normal(seen[first:], [*again[0], *again[1:], *got])
+        assert all(x is not None for x in recording.RECORDINGS.values())
+        recording.RECORDINGS.clear()
+        seen.clear()
+        want = results(form, *again)
+        assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in want]
+        assert repeated == normal(seen, [*again[0], *again[1:], *want]) and len(seen) == first
+        seen.clear()
+
+
+def forms() -> int:
+    return len(recording.RECORDINGS)
+
+
+def test_what_a_form_is(seen):
+    """Sizes, strides, dtype, alignment, options, plans and shared memory: each its own recording."""
+    form = FORMS[2]
+    x, grad, _ = inputs(form, SIZES[0], False)
+
+    def known(*x, form=form, save=True) -> bool:
+        before = forms()
+        results(form, x, grad.to(x[0].dtype), None, save)
+        return forms() == before
+
+    assert not known(*x) and known(*x) and known(*[t.clone() for t in x])
+    assert not known(*[t.half() for t in x])
+    assert not known(*[t[:1] for t in x]) or x[0].shape[0] == 1
+    wide = torch.randn(2, 37, 2, 72).bfloat16()
+    assert not known(wide[..., :64], *x[1:])
+    assert not known(torch.randn(2 * 37 * 2 * 64 + 1).bfloat16()[1:].view_as(x[0]), *x[1:])  # two bytes further
+    assert not known(*x, form=("hla2", None, False, None, True))
+    assert not known(x[0], x[0], x[2]) and known(x[1], x[1], x[2])  # one tensor twice
+    qkv = torch.randn(2, 37, 3, 2, 64).bfloat16()
+    assert not known(*qkv.unbind(2)) and known(*qkv.clone().unbind(2))
+    assert not known(*torch.randn(2, 37, 3, 2, 64).bfloat16().unbind(2)[::-1])
+    hk.set_batch_invariant(True)
+    try:
+        assert not known(*x)
+    finally:
+        hk.set_batch_invariant(False)
+    assert known(*x)
+    hk.set_tuning(None)
+    assert not known(*x) and tuning.STATE.file is None
+
+
+def test_bounded_and_without_tensors(monkeypatch, seen):
+    form = FORMS[3]
+    monkeypatch.setattr(recording, "MOST", 3)
+    for n in range(20, 30):
+        (qkv,), grad, _ = inputs(form, (1, n, 2, 32), True)
+        results(form, (qkv,), grad, None)
+        assert forms() <= 3
+    kept = [weakref.ref(qkv), weakref.ref(grad)]
+    seen.clear()
+    del qkv, grad
+    gc.collect()
+    assert all(x() is None for x in kept)
+
+
+def test_what_is_more_than_launches_runs_every_time(seen):
+    """An expanded gradient is copied, a mask is summed: such calls are planned each time, with the same launches."""
+    (qkv,), _, _ = inputs(FORMS[2], SIZES[0], True)
+    mask = torch.ones(2, 37, dtype=torch.bool)
+    for _ in range(2):
+        seen.clear()
+        o, saved = OPS.two_sided_qkvpacked(qkv, None, *FORMS[2], *REST, True)
+        OPS.two_sided_qkvpacked_backward(torch.ones(()).bfloat16().expand(o.shape), saved, qkv, None, *FORMS[2], *REST)
+        OPS.two_sided_qkvpacked(qkv, None, *FORMS[2], *REST, True, mask)
+        counts = len(seen)
+        assert list(recording.RECORDINGS.values()).count(None) == 2
+    assert counts == len(seen) > 3
