@@ -30,20 +30,20 @@ from .checks import (
     check_whole_sequences,
     is_number,
 )
+from .dispatch.definition import definition
+from .dispatch.forms import form_of, recall, remember
 from .features import feature_width
 from .hla import fused
 from .hla.causal import causal
 from .hla.causal_op import causal_op
-from .hla.reference import reference as linear_reference
 from .hla.streaming.contents import Sizes
 from .hla.streaming.state import State
 from .hla.streaming.stream import stream
 from .hla.two_sided import two_sided, two_sided_qkvpacked
 from .options import IMPLS, Options, autocast_dtype, autocast_on, compute_dtype, plain_precision
-from .sequences import Sequences, live_rows, pack, unpack
+from .sequences import WHOLE, Sequences
 from .softmax.multipole import call as multipole_call
 from .softmax.multipole import forms as multipole_forms
-from .softmax.reference import reference as softmax_reference
 from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call
 from .softmax.taylor import fused as taylor_fused
@@ -260,31 +260,64 @@ def _refuse_forward_mode(op: str, *tensors: Tensor | None) -> None:
             )
 
 
+class TwoSided(NamedTuple):
+    """What `two_sided` needs for a checked call beside its tensors: their dtypes and the options in its order."""
+
+    op: str
+    dtypes: tuple[torch.dtype, ...]
+    options: tuple
+
+
 def run(
     op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None = None, impl: str = "auto", **options: Any
 ) -> Any:
     """Check, choose and run one call; the body of every public operator."""
+    form = form_of(op, impl, options, (q, k, v, coefficients))
+    known = recall(form)
+    if known is not None:
+        return _two_sided(known, (q, k, v), coefficients, WHOLE)
     call = prepare(op, q, k, v, coefficients, impl=impl, **options)
     chosen = choose(call, impl)
+    if _is_two_sided(call, chosen):
+        known = TwoSided(op, (call.q.dtype, call.k.dtype, call.v.dtype), (*_two_sided_options(call.options), chosen))
+        remember(form, known)
+        return _two_sided(known, (q, k, v), coefficients, call.sequences)
     with plain_precision(call.q):
-        y, state = _reference(call) if chosen == "reference" else _kernel(call, chosen)
+        y, state = (definition(call), None) if chosen == "reference" else _kernel(call)
     return (y, state) if call.return_state else y
 
 
 def run_packed(op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: str = "auto", **options: Any) -> Any:
     """`run` of qkv [B, N, 3, H, D]. Two-sided calls go through the packed operator, whose backward writes one
     buffer."""
+    form = form_of(op, impl, options, (qkv, coefficients))
+    known = recall(form)
+    if known is not None:
+        return _two_sided(known, (qkv,), coefficients, WHOLE)
     check_packed(qkv)
     q, k, v = qkv.unbind(2)
     call = prepare(op, q, k, v, coefficients, impl=impl, **options)
-    stateless = call.state is None and not call.return_state
     chosen = choose(call, impl)
-    if op == "softmax_attention" or call.options.causal or not stateless or chosen == "reference":
+    if not _is_two_sided(call, chosen):
         return run(op, q, k, v, coefficients, impl, **options)
-    _refuse_forward_mode(op, qkv, call.coefficients, call.gamma)
-    with plain_precision(call.q):
-        rest = (*_two_sided_options(call.options), chosen, _needs_backward(qkv, coefficients), *call.sequences)
-        return two_sided_qkvpacked(qkv.to(call.q.dtype), coefficients, op, *rest)[0]
+    known = TwoSided(op, (call.q.dtype,), (*_two_sided_options(call.options), chosen))
+    remember(form, known)
+    return _two_sided(known, (qkv,), coefficients, call.sequences)
+
+
+def _is_two_sided(call: Call, chosen: str) -> bool:
+    """Whether a call is one of the two-sided operator."""
+    stateless = call.state is None and not call.return_state
+    return call.op != "softmax_attention" and not call.options.causal and stateless and chosen != "reference"
+
+
+def _two_sided(known: TwoSided, tokens: tuple[Tensor, ...], coefficients: Tensor | None, seqs: Sequences) -> Tensor:
+    op, dtypes, options = known
+    _refuse_forward_mode(op, *tokens, coefficients)
+    save = _needs_backward(*tokens, coefficients)
+    operator = two_sided if len(tokens) == 3 else two_sided_qkvpacked
+    cast = (x.to(dtype) for x, dtype in zip(tokens, dtypes, strict=True))
+    return operator(*cast, coefficients, op, *options, save, *seqs)[0]
 
 
 def prepare_blocks(q: Tensor, *inputs: Tensor, **options: Any) -> block_call.BlockCall:
@@ -352,49 +385,16 @@ def _two_sided_options(options: Options) -> tuple:
     )  # fmt: skip
 
 
-def _kernel(call: Call, impl: str) -> tuple[Tensor, State | None]:
-    """The torch forms; Triton has two-sided ones only, behind the same custom operator."""
+def _kernel(call: Call) -> tuple[Tensor, State | None]:
+    """The torch forms of calls that are causal or carry a state, and softmax."""
     op, q, k, v, coefficients, options, gamma, state, return_state, sequences = call
     if op == "softmax_attention":
-        return _softmax(call), None
-    if state is None and not return_state:
-        _refuse_forward_mode(op, q, k, v, coefficients, gamma)
-    if options.causal and state is None and not return_state:
-        o = options
-        rest = (o.feature_map, o.normalize, o.center, o.mean_path, o.decay_rule, o.ridge, o.scale, o.eps)
-        return causal_op(q, k, v, gamma, op, *rest), None
-    if options.causal:
-        return causal(op, q, k, v, options, gamma, state, return_state)
-    if state is not None or return_state:
+        return sdpa(q, k, v, options.causal, options.scale, sequences), None
+    if not options.causal:
         return stream(op, q, k, v, coefficients, options, state)
-    save = _needs_backward(q, k, v, coefficients)
-    return two_sided(q, k, v, coefficients, op, *_two_sided_options(options), impl, save, *sequences)[0], None
-
-
-def _softmax(call: Call) -> Tensor:
-    q, k, v, (mask, cu_seqlens, max_seqlen) = call.q, call.k, call.v, call.sequences
-    if cu_seqlens is None:
-        return sdpa(q, k, v, call.options.causal, call.options.scale, mask)
-    q_rows, k_rows, v_rows = (unpack(x, cu_seqlens, max_seqlen) for x in (q, k, v))
-    y = sdpa(q_rows, k_rows, v_rows, call.options.causal, call.options.scale, live_rows(cu_seqlens, max_seqlen))
-    return pack(y, cu_seqlens, q.shape[1])
-
-
-def _reference(call: Call) -> tuple[Tensor, None]:
-    dtype = compute_dtype(call.q.dtype)
-    q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
-    if call.sequences.cu_seqlens is None:
-        return _definition(call, q, k, v, call.sequences.mask).to(call.q.dtype), None
-    lengths = call.sequences.cu_seqlens.diff().tolist()
-    each = zip(*(x.split(lengths, 1) for x in (q, k, v)), strict=True)
-    alone = [_definition(call, qs, ks, vs, None) for qs, ks, vs in each]
-    return torch.cat(alone, 1).to(call.q.dtype), None
-
-
-def _definition(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    if call.op == "softmax_attention":
-        return softmax_reference(q, k, v, call.options.causal, call.options.scale, mask)
-    gamma = None
-    if call.gamma is not None:  # one per query head
-        gamma = call.gamma.expand(1, k.shape[2], q.shape[2] // k.shape[2], 1, 1).flatten()
-    return linear_reference(call.op, q, k, v, call.options, gamma, call.coefficients, mask)
+    if state is not None or return_state:
+        return causal(op, q, k, v, options, gamma, state, return_state)
+    _refuse_forward_mode(op, q, k, v, gamma)
+    o = options
+    rest = (o.feature_map, o.normalize, o.center, o.mean_path, o.decay_rule, o.ridge, o.scale, o.eps)
+    return causal_op(q, k, v, gamma, op, *rest), None

@@ -25,8 +25,7 @@ class Operator:
         self.name, self.function = name, function
         self.overload = getattr(getattr(torch.ops, SPACE), name).default
         self._node = _node(self.overload, _no_formula, lambda ctx, inputs, output: None)
-        # not looked into by a compiler where it broke the graph around the call
-        LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")
+        LIBRARY.impl(name, _implementation(function), "CompositeExplicitAutograd")
         LIBRARY.impl(name, torch._disable_dynamo(_recorder(self)), "Autograd")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,6 +43,13 @@ class Operator:
 def custom_op(name: str) -> Callable[[Callable], Operator]:
     """Make a function with annotated arguments the operator `hla_kernels::name`, as a decorator."""
     return lambda function: Operator(name, function)
+
+
+def _implementation(function: Callable) -> Callable:
+    """Not looked into by a compiler that broke the graph around the call. In inference mode it is what the dispatcher
+    calls; otherwise it is called by `_recorder`, which is not looked into either."""
+    alone = torch._disable_dynamo(function)
+    return lambda *args: (alone if torch.is_inference_mode_enabled() else function)(*args)
 
 
 def _recorder(operator: Operator) -> Callable:

@@ -5,10 +5,20 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..sequences import real
+from ..sequences import Sequences, live_rows, pack, real, unpack
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None = None) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, sequences: Sequences) -> Tensor:
+    """o = softmax(s q k') v of each sequence, tensors [B, N, H, D]."""
+    mask, cu_seqlens, max_seqlen = sequences
+    if cu_seqlens is None:
+        return _padded(q, k, v, causal, scale, mask)
+    q_rows, k_rows, v_rows = (unpack(x, cu_seqlens, max_seqlen) for x in (q, k, v))
+    y = _padded(q_rows, k_rows, v_rows, causal, scale, live_rows(cu_seqlens, max_seqlen))
+    return pack(y, cu_seqlens, q.shape[1])
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None) -> Tensor:
     """o = softmax(s q k') v, tensors [B, N, H, D]; fewer key heads are handled inside the kernel. Tokens outside `mask`
     [B, N] are neither read nor written."""
     grouped = True if q.shape[2] != k.shape[2] else False  # noqa: SIM210 (a bool, also where sizes are symbols)

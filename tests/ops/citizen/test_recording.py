@@ -1,4 +1,4 @@
-"""Repeated launches are those that a plan of the same call would make."""
+"""What a call leaves for the next one of its form: checks that need not be made again, launches that are repeated."""
 
 import gc
 import weakref
@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import hla_kernels as hk
-from hla_kernels.dispatch import recording
+from hla_kernels import op as front
+from hla_kernels.dispatch import forms, recording
 from hla_kernels.hla.fused.plan import tuning
 
 pytest.importorskip("triton")
@@ -110,7 +111,7 @@ def test_the_same_launches(monkeypatch, seen, form, sizes):
         seen.clear()
 
 
-def forms() -> int:
+def recorded() -> int:
     return len(recording.RECORDINGS)
 
 
@@ -120,9 +121,9 @@ def test_what_a_form_is(seen):
     x, grad, _ = inputs(form, SIZES[0], False)
 
     def known(*x, form=form, save=True) -> bool:
-        before = forms()
+        before = recorded()
         results(form, x, grad.to(x[0].dtype), None, save)
-        return forms() == before
+        return recorded() == before
 
     assert not known(*x) and known(*x) and known(*[t.clone() for t in x])
     assert not known(*[t.half() for t in x])
@@ -151,7 +152,7 @@ def test_bounded_and_without_tensors(monkeypatch, seen):
     for n in range(20, 30):
         (qkv,), grad, _ = inputs(form, (1, n, 2, 32), True)
         results(form, (qkv,), grad, None)
-        assert forms() <= 3
+        assert recorded() <= 3
     kept = [weakref.ref(qkv), weakref.ref(grad)]
     seen.clear()
     del qkv, grad
@@ -171,3 +172,39 @@ def test_what_is_more_than_launches_runs_every_time(seen):
         counts = len(seen)
         assert list(recording.RECORDINGS.values()).count(None) == 2
     assert counts == len(seen) > 3
+
+
+def test_a_form_is_checked_once(monkeypatch):
+    q, k, v = (torch.rand(2, 9, 2, 8, requires_grad=True) for _ in range(3))
+    qkv = torch.stack((q, k, v), 2).detach().requires_grad_()
+    monkeypatch.setattr(forms, "KNOWN", {})
+    options = {"feature_map": "relu", "normalize": True}
+    first = hk.ahla(q, k, v, **options), hk.ahla_qkvpacked(qkv, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(front, "prepare", None)
+        assert torch.equal(hk.ahla(k, q, v, **options), hk.ahla(k.clone(), q, v, **options))
+        assert torch.equal(hk.ahla(q, k, v, **options), first[0])
+        assert torch.equal(hk.ahla_qkvpacked(qkv, **options), first[1])
+        with torch.no_grad():
+            assert not hk.ahla(q, k, v, **options).requires_grad
+    assert len(forms.KNOWN) == 2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert hk.ahla(q, k, v, **options).dtype == torch.bfloat16
+        assert hk.ahla(q, k, v.bfloat16(), **options).dtype == torch.bfloat16
+    assert hk.ahla(q, k, v, **options).dtype == torch.float32
+    mask = torch.zeros(2, 9, dtype=torch.bool)
+    assert not hk.ahla(q, k, v, key_padding_mask=mask, **options).any()
+    for bad in ({"normalize": 1}, {"normalize": "yes"}, {"eps": True}, {"feature_map": "identity", "center": "k"}):
+        with pytest.raises(ValueError):
+            hk.ahla(q, k, v, **{**options, **bad})
+    for tokens in ((q, k[:, :5], v), (q, k.double(), v), (q[0], k, v), (q, k, None)):
+        with pytest.raises(ValueError):
+            hk.ahla(*tokens, **options)
+    with pytest.raises(ValueError):
+        hk.ahla(q, k, v, impl="triton", **options)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="forward-mode"):
+        hk.ahla(torch.autograd.forward_ad.make_dual(q, q), k, v, **options)
+    monkeypatch.setattr(forms, "MOST", 3)
+    for n in range(20):
+        hk.ahla(*torch.rand(3, 1, n + 1, 1, 4))
+        assert len(forms.KNOWN) <= 3
