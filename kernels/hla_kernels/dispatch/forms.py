@@ -22,10 +22,14 @@ def form_of(op: str, impl: Any, options: dict[str, Any], tensors: tuple) -> tupl
         return None
     values = (impl, *options.values())
     kinds = tuple([type(x) for x in values])
-    if not PLAIN.issuperset(kinds) or any(x is not None and type(x) not in TENSORS for x in tensors):
+    if not PLAIN.issuperset(kinds) or not all(x is None or _is_plain(x) for x in tensors):
         return None
     looks = [None if x is None else (x.shape, x.stride()[-1:], x.dtype, x.device) for x in tensors]
     return (op, *options, *values, *kinds, autocast_dtype(tensors[0]), *looks)
+
+
+def _is_plain(x: Any) -> bool:
+    return type(x) in TENSORS and x.layout is torch.strided and not x.is_nested
 
 
 def recall(form: tuple | None) -> Any:
