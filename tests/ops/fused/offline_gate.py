@@ -1,6 +1,8 @@
 """Compile for sm_90a, without a GPU, exactly what a call would launch; print one JSON line per kernel.
 
-python offline_gate.py OP OPTIONS B H N D [mask | packed | float32 | inference | products]    (OPTIONS: JSON of a Spec)
+python offline_gate.py OP OPTIONS B H N D [mask | packed | float32 | inference | products] [+ OP ...]
+
+OPTIONS: JSON of a Spec. `+` begins another call; every line says of which call it is, the first is 0.
 
 products: whether the assembler waits for every product on tensor cores, one by one, is told too.
 
@@ -156,13 +158,17 @@ def key(fn, args, kwargs) -> str:
     return f"{fn.__name__} {[type_of(x) for x in args]} {in_tuples} {sorted(kwargs.items(), key=str)}"
 
 
-def main(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> None:
+def main(call: int, op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> None:
     """Compile each launch. Operand A in registers is what an assembler got wrong: none in `heads.pairs`."""
-    for call in record(op, options, b, h, n, d, kind):
-        found = compile_call(*call, kind == "products")
+    for launched in record(op, options, b, h, n, d, kind):
+        found = compile_call(*launched, kind == "products")
         assert found["from_registers"] == 0 or not hasattr(pairs, found["kernel"]), found
-        print(json.dumps(found), flush=True)
+        print(json.dumps({"call": call, **found}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:7]), *sys.argv[7:])
+    calls: list[list[str]] = [[]]
+    for word in sys.argv[1:]:
+        calls.append([]) if word == "+" else calls[-1].append(word)
+    for i, words in enumerate(calls):
+        main(i, words[0], words[1], *map(int, words[2:6]), *words[6:])
