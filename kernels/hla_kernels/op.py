@@ -21,7 +21,6 @@ from .checks import (
     check_features,
     check_mergeable,
     check_name,
-    check_op,
     check_options,
     check_packed,
     check_sequences,
@@ -40,7 +39,7 @@ from .hla.streaming.contents import Sizes
 from .hla.streaming.state import State
 from .hla.streaming.stream import stream
 from .hla.two_sided import two_sided, two_sided_qkvpacked
-from .options import IMPLS, Options, autocast_dtype, autocast_on, compute_dtype, plain_precision
+from .options import IMPLS, OPS, Options, autocast_dtype, autocast_on, compute_dtype, plain_precision
 from .sequences import WHOLE, Sequences
 from .softmax.multipole import call as multipole_call
 from .softmax.multipole import forms as multipole_forms
@@ -144,9 +143,9 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
     polynomial and taylor2, mixing for mhla), or one packed qkv. Raises ValueError as the call would.
     """
     op = str(getattr(op, "__name__", op)).removesuffix("_qkvpacked")
-    own: Any = {"mhla": prepare_blocks, "taylor2": prepare_taylor, "multipole": multipole_call.prepare}.get(op)
-    if own is None:
-        check_op(op)
+    others = {"mhla": prepare_blocks, "taylor2": prepare_taylor, "multipole": multipole_call.prepare}
+    check_name("operator", op, (*OPS, *others))
+    own: Any = others.get(op)
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:
         check_packed(inputs[0])
         inputs = (*inputs[0].unbind(2), *inputs[1:])

@@ -211,6 +211,10 @@ def test_names_of_calls_without_a_signature():
 def test_names():
     with pytest.raises(ValueError, match="did you mean 'hla2'"):
         hk.explain("hla22", *x())
+    with pytest.raises(ValueError, match=r"did you mean 'multipole'\? .*'taylor2'"):
+        hk.explain("multipol", *x())
+    with pytest.raises(ValueError, match="group must be a process group of torch.distributed, or None"):
+        hk.sharded("ahla", *x(), group="world")
     with pytest.raises(ValueError, match="did you mean 'causal'"):
         hk.explain("hla2", *x(), casual=True)
     with pytest.raises(ValueError, match="no state"):

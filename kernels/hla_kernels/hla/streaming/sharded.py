@@ -51,6 +51,8 @@ def sharded(
     """
     name = getattr(op, "__name__", op)
     check_op(name)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group must be a process group of torch.distributed, or None for all ranks, got {group!r}.")
     if options.get("impl") in ("reference", "triton"):
         raise ValueError(f'impl="{options["impl"]}" cannot run tokens spread over ranks; use impl="auto".')
     call = _prepare(name, q, k, v, coefficients, options)
