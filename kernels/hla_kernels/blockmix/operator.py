@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch.operator import custom_op
+from ..dispatch.recording import repeated
 from . import fused
 from .gradient import gradient
 from .layout import Layout
@@ -45,10 +46,11 @@ def _in_triton(impl: str, q: Tensor) -> bool:
     return impl == "triton" and q.shape[0] != 0
 
 
-def _rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The Triton form reads whole rows; `op` has seen that they are, a compiler in between may choose other strides."""
-    x, y, z = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
-    return x, y, z
+def _parts(tokens: Sequence[Tensor]) -> list[Tensor]:
+    """q, k, v of themselves, or of one packed qkv. The Triton form reads whole rows; `op` has seen that they are, a
+    compiler in between may choose other strides."""
+    parts = tokens[0].unbind(2) if len(tokens) == 1 else tokens
+    return [x if x.stride(3) == 1 else x.contiguous() for x in parts]
 
 
 def _saved(q: Tensor, v: Tensor, options: BlockOptions, impl: str, save: bool, turned: bool) -> Tensor:
@@ -58,14 +60,44 @@ def _saved(q: Tensor, v: Tensor, options: BlockOptions, impl: str, save: bool, t
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None,
+    tokens: Sequence[Tensor], mixing: Tensor, mask: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     options: BlockOptions, impl: str, save: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if _in_triton(impl, q):
-        with torch.cuda.device_of(q):
-            return fused.forward(*_rows(q, k, v), mixing, options, mask, rotary, save)
-    with torch.autocast(q.device.type, enabled=False):
-        return evaluate(q, k, v, mixing, options, mask, rotary), _saved(q, v, options, impl, False, False)
+    first, rotary = tokens[0], _rotary(cos, sin)
+    if not _in_triton(impl, first):
+        q, k, v = _parts(tokens)
+        with torch.autocast(first.device.type, enabled=False):
+            return evaluate(q, k, v, mixing, options, mask, rotary), _saved(q, v, options, impl, False, False)
+
+    def work() -> tuple[Tensor, ...]:
+        q, k, v = _parts(tokens)
+        return fused.forward(q, k, v, mixing, options, mask, rotary, save)
+
+    with torch.cuda.device_of(first):
+        o, saved = repeated(("mhla", options, save), (*tokens, mixing, mask, cos, sin), work)
+        return o, saved
+
+
+def _backward(
+    grad: Tensor, saved: Tensor, tokens: Sequence[Tensor], mixing: Tensor, mask: Tensor | None, cos: Tensor | None,
+    sin: Tensor | None, options: BlockOptions, impl: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients of `tokens` and that of the mixing matrix."""
+    first, rotary = tokens[0], _rotary(cos, sin)
+    if not _in_triton(impl, first):
+        q, k, v = _parts(tokens)
+        with torch.autocast(first.device.type, enabled=False):
+            *grads, dm = gradient(grad, q, k, v, mixing, options, mask, rotary)
+        return (*(grads if len(tokens) == 3 else (torch.stack(grads, 2),)), dm)
+
+    def work() -> tuple[Tensor, ...]:
+        q, k, v = _parts(tokens)
+        grads = [_room(x, mask) for x in tokens]
+        dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
+        return (*grads, fused.backward(grad, q, k, v, mixing, options, mask, rotary, (dq, dk, dv), saved))
+
+    with torch.cuda.device_of(first):
+        return repeated(("mhla backward", options), (*tokens, grad, saved, mixing, mask, cos, sin), work)
 
 
 @custom_op("mhla")
@@ -79,7 +111,7 @@ def mhla_op(
     options = _options(
         order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half, moments
     )
-    return _forward(q, k, v, mixing, mask, _rotary(cos, sin), options, impl, save)
+    return _forward((q, k, v), mixing, mask, cos, sin, options, impl, save)
 
 
 @mhla_op.register_fake
@@ -99,14 +131,8 @@ def mhla_backward(
     options = _options(
         order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half, moments
     )
-    if _in_triton(impl, q):
-        dq, dk, dv = (_room(x, mask) for x in (q, k, v))
-        with torch.cuda.device_of(q):
-            turns = _rotary(cos, sin)
-            dm = fused.backward(grad, *_rows(q, k, v), mixing, options, mask, turns, (dq, dk, dv), saved)
-        return dq, dk, dv, dm
-    with torch.autocast(q.device.type, enabled=False):
-        return gradient(grad, q, k, v, mixing, options, mask, _rotary(cos, sin))
+    dq, dk, dv, dm = _backward(grad, saved, (q, k, v), mixing, mask, cos, sin, options, impl)
+    return dq, dk, dv, dm
 
 
 @mhla_backward.register_fake
@@ -125,8 +151,7 @@ def mhla_packed_op(
     options = _options(
         order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half, moments
     )
-    q, k, v = qkv.unbind(2)
-    return _forward(q, k, v, mixing, mask, _rotary(cos, sin), options, impl, save)
+    return _forward((qkv,), mixing, mask, cos, sin, options, impl, save)
 
 
 @mhla_packed_op.register_fake
@@ -149,17 +174,8 @@ def mhla_packed_backward(
     options = _options(
         order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half, moments
     )
-    q, k, v = qkv.unbind(2)
-    if _in_triton(impl, q):
-        packed = _room(qkv, mask)
-        dq, dk, dv = packed.unbind(2)
-        with torch.cuda.device_of(q):
-            turns = _rotary(cos, sin)
-            dm = fused.backward(grad, *_rows(q, k, v), mixing, options, mask, turns, (dq, dk, dv), saved)
-        return packed, dm
-    with torch.autocast(q.device.type, enabled=False):
-        *grads, dm = gradient(grad, q, k, v, mixing, options, mask, _rotary(cos, sin))
-    return torch.stack(grads, 2), dm
+    out, dm = _backward(grad, saved, (qkv,), mixing, mask, cos, sin, options, impl)
+    return out, dm
 
 
 @mhla_packed_backward.register_fake

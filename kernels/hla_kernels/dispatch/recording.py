@@ -64,9 +64,10 @@ class Recording(NamedTuple):
 RECORDINGS: dict[tuple, Recording | None] = {}  # None: not to be repeated
 
 
-def launch(kernel: Any, grid: int, *args: Any, **options: Any) -> None:
-    """Run a Triton kernel with `grid` programs, and note it where a call is recorded."""
-    compiled = kernel[(grid,)](*args, **options)
+def launch(kernel: Any, programs: int | tuple[int, int], *args: Any, **options: Any) -> None:
+    """Run a Triton kernel with so many programs along one axis or two, and note it where a call is recorded."""
+    grid = programs if isinstance(programs, tuple) else (programs,)
+    compiled = kernel[grid](*args, **options)
     recorder = getattr(LOCAL, "recorder", None)
     if recorder is not None:
         recorder.launched(kernel, compiled, grid, args, options)
@@ -138,7 +139,9 @@ class Recorder(TorchDispatchMode):
             self.repeatable = False
         return out
 
-    def launched(self, kernel: Any, compiled: Any, grid: int, args: tuple, options: dict[str, Any]) -> None:
+    def launched(
+        self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]
+    ) -> None:
         """Note one launch of a compiled kernel."""
         if compiled is None or not self.repeatable:
             self.repeatable = False
@@ -154,7 +157,7 @@ class Recorder(TorchDispatchMode):
                 given[i] = 0
             elif isinstance(x, tuple) and any(isinstance(y, Tensor) for y in x):
                 self.repeatable = False
-        self.launches.append(Launch(compiled[(grid, 1, 1)], given, places))
+        self.launches.append(Launch(compiled[(*grid, 1, 1)[:3]], given, places))
 
     def recording(self, outputs: tuple[Tensor, ...]) -> Recording | None:
         """All that was noted, or None if there was something else."""

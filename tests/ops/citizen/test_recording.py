@@ -111,6 +111,40 @@ def test_the_same_launches(monkeypatch, seen, form, sizes):
         seen.clear()
 
 
+def blocks(order, normalize, grid, cut, packed, sizes):
+    """Everything that a forward and a backward of `mhla` return, and its inputs."""
+    (b, h, d), n = sizes, grid[0] * grid[1]
+    x, grad, _ = inputs(("",), (b, n, h, d), packed)
+    m = cut[0] * cut[1]
+    mixing = torch.ones(m, m) / m
+    rest = (order, [*grid], [*cut], 0, "relu", normalize, False, None, 1.0, 1e-6, False, "bfloat16", "triton")
+    forward, backward = (
+        (OPS.mhla_qkvpacked, OPS.mhla_qkvpacked_backward) if packed else (OPS.mhla, OPS.mhla_backward)
+    )
+    o, saved = forward(*x, mixing, None, None, None, *rest, True)
+    return (o, saved, *backward(grad, saved, *x, mixing, None, None, None, *rest)), [*x, grad, mixing]
+
+
+@pytest.mark.parametrize("order", ("la", "ahla", "hla2"))
+@pytest.mark.parametrize("normalize", (False, True))
+@pytest.mark.parametrize(("grid", "cut"), (((32, 32), (4, 4)), ((9, 9), (5, 5)), ((64, 64), (8, 16))), ids=str)
+def test_the_same_launches_of_blocks(monkeypatch, seen, order, normalize, grid, cut):
+    for packed in (True, False):
+        case = (order, normalize, grid, cut, packed, (2, 2, 64))
+        blocks(*case)
+        first = len(seen)
+        with monkeypatch.context() as patch:
+            patch.setattr(recording, "_record", None)  # only repeated
+            got, given = blocks(*case)
+        repeated = normal(seen[first:], [*given, *got])
+        recording.RECORDINGS.clear()
+        seen.clear()
+        want, given = blocks(*case)
+        assert repeated == normal(seen, [*given, *want]) and len(seen) == first
+        assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in want]
+        seen.clear()
+
+
 def recorded() -> int:
     return len(recording.RECORDINGS)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...dispatch.recording import launch
 from ...hla.fused.launch import group_sum
 from ...hla.fused.spec import alignment, strides
 from ..options import BlockOptions
@@ -96,7 +97,8 @@ def anchor_of(call: Call, out: Tensor | None) -> None:
     parts, chunk = plan.anchor_parts(call.n, call.bh, bn)
     partial = out if parts == 1 else call.buffer(parts, call.bh, call.dv)
     a = alignment(call.v)
-    sum_values[(call.bh * parts,)](
+    launch(
+        sum_values, call.bh * parts,
         call.v, call.keep, partial, strides(call.v, a), call.n, call.h, call.bh, call.group, chunk, 1.0 / call.n,
         ALIGN=a, **{name: call.w[name] for name in ("DV", "V1", "V2")}, BN=bn, num_warps=4, num_stages=3,
     )  # fmt: skip
@@ -131,7 +133,8 @@ def sum_over(call: Call, s: Source, anchor: Tensor | None, matrix: Tensor, vecto
     if parts > 1:  # float32 parts are added behind it
         to = call.buffer(parts, size)
         to_vector = None if vector is None else call.buffer(parts, call.programs * call.d)
-    reduce_moments[(call.programs * parts * config["SPLIT"],)](
+    launch(
+        reduce_moments, call.programs * parts * config["SPLIT"],
         s.x, s.y, call.keep, call.scales if local else None, anchor, *(s.ratio or (None, None)), *call.angles, to,
         to_vector, strides(s.x, a), strides(s.y, a), *call.sizes(), s.group, s.y_group, call.ht, chunk,
         call.scale if local else 1.0, ALIGN=a, RATIO=ratio, PAIR=s.pair, **flags, **config,
@@ -204,8 +207,8 @@ def operator_of(call: Call, x: Moments) -> Operator:
     room = call.operators()
     shift = None if room.vector is None else call.buffer(call.programs * call.dv)
     out = Operator(room.matrix, room.vector, shift)
-    grid, common = plan.product_grid(call.w, call.w["DV"], call.programs)
-    operators[grid](x.matrix, x.vector, x.left, *out, **call.w, PREC=call.mid, **common)
+    programs, common = plan.product_grid(call.w, call.w["DV"], call.programs)
+    launch(operators, programs, x.matrix, x.vector, x.left, *out, **call.w, PREC=call.mid, **common)
     return out
 
 
@@ -214,7 +217,8 @@ def read_call(call: Call, out: Tensor, y: Operator, saved: Saved) -> None:
     config = call.rows_config("read")
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
     a = alignment(call.q, out)
-    read_out[(call.programs * parts,)](
+    launch(
+        read_out, call.programs * parts,
         call.q, out, saved.inverses, call.keep, saved.anchor, y.shift, *call.angles, y.matrix, y.vector,
         strides(call.q, a), strides(out, a), *call.sizes(), call.ht, chunk, call.o.eps, ALIGN=a, **call.token_flags(),
         **config,
@@ -275,7 +279,8 @@ def totals_call(call: Call, g: Tensor, dq: Tensor | None, y: Operator, saved: Sa
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
     rows = [call.q, g] if dq is None else [call.q, g, dq]
     a = alignment(*rows)
-    query_rows[(call.programs * parts,)](
+    launch(
+        query_rows, call.programs * parts,
         call.q, g, dq, saved.inverses, totals, call.keep, saved.anchor, y.shift, *call.angles, y.matrix,
         y.vector, strides(call.q, a), strides(g, a), strides(rows[-1], a), *call.sizes(), call.ht, chunk, call.o.eps,
         ALIGN=a, **call.token_flags(), **config,
@@ -292,7 +297,8 @@ def query_both_call(call: Call, g: Tensor, dq: Tensor, y: Operator, saved: Saved
     if parts > 1:
         to = call.buffer(parts, size)
         to_vector = None if dy.vector is None else call.buffer(parts, call.programs * call.d)
-    query_grads[(call.programs * parts * config["SPLIT"],)](
+    launch(
+        query_grads, call.programs * parts * config["SPLIT"],
         call.q, g, dq, saved.inverses, call.keep, saved.anchor, *call.angles, y.matrix, y.vector, to, to_vector,
         strides(call.q, a), strides(g, a), strides(dq, a), *call.sizes(), call.ht, chunk, call.o.eps, ALIGN=a,
         **{**call.token_flags(), **w}, **config,
@@ -305,7 +311,8 @@ def key_call(call: Call, outs: Grads, dx: Moments, anchor: Tensor | None) -> Non
     config = call.rows_config("key")
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
     a = alignment(call.k, call.v, *outs[1:])
-    key_grads[(call.programs * parts,)](
+    launch(
+        key_grads, call.programs * parts,
         call.k, call.v, *outs[1:], call.keep, call.scales, anchor, *call.angles, dx.matrix, dx.vector,
         strides(call.k, a), strides(call.v, a), strides(outs[1], a), strides(outs[2], a), *call.sizes(), call.group,
         call.ht, chunk, call.scale, ALIGN=a, **call.token_flags(), **config,
@@ -317,8 +324,9 @@ def factor_grads(call: Call, x: Moments, shift: Tensor | None, d_operator: Momen
     for kernel, height, outs in (
         (right_grads, call.w["DV"], (dy.matrix, dy.vector)), (left_grads, call.w["D"], (dy.left,)),
     ):  # fmt: skip
-        grid, common = plan.product_grid(call.w, height, call.programs)
-        kernel[grid](
+        programs, common = plan.product_grid(call.w, height, call.programs)
+        launch(
+            kernel, programs,
             x.matrix, x.vector, x.left, d_operator.matrix, d_operator.vector, shift, *outs, **call.w, PREC=call.mid,
             **common,
         )  # fmt: skip
@@ -331,17 +339,19 @@ def product_call(
     q, k, v, hla2 = call.q, call.k, call.v, call.o.order == "hla2"
     config = call.rows_config("products")
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
-    ratio, grid, flags = (saved.inverses, totals), (call.programs * parts,), {**call.token_flags(), **config}
+    ratio, programs, flags = (saved.inverses, totals), call.programs * parts, {**call.token_flags(), **config}
     other = v if hla2 else k
     a = alignment(q, g, other, outs[0])
-    query_products[grid](
+    launch(
+        query_products, programs,
         q, g, other, outs[0], *ratio, call.keep, call.scales, saved.anchor, *call.angles, y.matrix, y.vector,
         dx.matrix, dx.vector, dx.left, *(strides(x, a) for x in (q, g, other, outs[0])), *call.sizes(), call.group,
         call.ht, chunk, call.scale, HLA2=hla2, ALIGN=a, **flags,
     )  # fmt: skip
     a = alignment(q, k, v, *outs[1:])
     for part in plan.key_passes(call.w, call.digits):
-        key_products[grid](
+        launch(
+            key_products, programs,
             q, k, v, *outs[1:], call.keep, call.scales, saved.anchor, *call.angles, dx.matrix, dx.vector, dx.left,
             *(strides(x, a) for x in (q, k, v, *outs[1:])), *call.sizes(), call.group, call.ht, chunk, call.scale,
             PART=part, HLA2=hla2, ALIGN=a, **flags,

@@ -176,10 +176,10 @@ def mix_config(m: int, dtype: torch.dtype, back: bool = False) -> Config:
     return {"BM": rows, "K1": k1, "K2": k2, "BC": columns, "num_warps": warps, "num_stages": stages}
 
 
-def product_grid(w: dict[str, int], rows: int, programs: int) -> tuple[tuple[int], Config]:
-    """(Grid, tiles) of the products of moments, cut into blocks of their rows."""
+def product_grid(w: dict[str, int], rows: int, programs: int) -> tuple[int, Config]:
+    """(Programs, tiles) of the products of moments, cut into blocks of their rows."""
     br = min(64, max(16, 1 << (rows - 1).bit_length()))
-    return (programs * -(-rows // br),), {"BR": br, "num_warps": 8 if wide(w) > 64 else 4, "num_stages": 1}
+    return programs * -(-rows // br), {"BR": br, "num_warps": 8 if wide(w) > 64 else 4, "num_stages": 1}
 
 
 def mix_parts(heads: int, tiles: int, columns: int, config: Config, back: bool = False) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ....dispatch.recording import launch
 from .. import plan
 from ..spec import Moments
 from .kernels import mix, mix_back, mix_long, mixing_grads, pad_mixing, sum_parts
@@ -21,7 +22,7 @@ def add(parts: Tensor, out: Tensor, groups: int, count: int, step: int, rows: in
     """out [groups, step] = the sum over `count` parts [groups, count, step], `rows` of them at a time: a constant of
     the caller, or another number of tokens would be another kernel."""
     columns = max(32, 4096 // rows)
-    sum_parts[(-(-step // columns), groups)](parts, out, count, step, BP=rows, BE=columns, num_warps=8)
+    launch(sum_parts, (-(-step // columns), groups), parts, out, count, step, BP=rows, BE=columns, num_warps=8)
 
 
 def mixed(call: Call, x: Moments, out: Moments) -> None:
@@ -37,11 +38,11 @@ def mixed_part(call: Call, part: Tensor, to: Tensor, columns: int, turned: bool)
     tiles = common["TILES"]
     args = (padded, part, to, call.bh, call.h, call.m)
     if "BK" in config:
-        grid = (tiles * call.bh * -(-columns // config["BC"]),)
-        mix_long[grid](*args, C=columns, PREC=call.mix, **common, **config)
+        programs = tiles * call.bh * -(-columns // config["BC"])
+        launch(mix_long, programs, *args, C=columns, PREC=call.mix, **common, **config)
     else:
         parts, chunk = plan.mix_parts(call.bh, tiles, columns, config)
-        mix[(tiles * call.bh * parts,)](*args, chunk, C=columns, STAGES=config["num_stages"], **common, **config)
+        launch(mix, tiles * call.bh * parts, *args, chunk, C=columns, STAGES=config["num_stages"], **common, **config)
 
 
 def padded_mixing(call: Call, dtype: torch.dtype, turned: bool, config: dict[str, int]) -> tuple[Tensor, dict]:
@@ -50,7 +51,8 @@ def padded_mixing(call: Call, dtype: torch.dtype, turned: bool, config: dict[str
     heads = call.h if per_head else 1
     ms = (mixing.stride(0) if per_head else 0, *mixing.stride()[-2:])
     out = call.buffer(heads, 2, mp, mp, dtype=dtype)
-    pad_mixing[(heads, -(-mp * mp // BLOCK))](mixing, out, ms, call.m, MP=mp, TURNED=turned, BLOCK=min(BLOCK, mp * mp))
+    sizes = {"MP": mp, "TURNED": turned, "BLOCK": min(BLOCK, mp * mp)}
+    launch(pad_mixing, (heads, -(-mp * mp // BLOCK)), mixing, out, ms, call.m, **sizes)
     return out, {"TILES": -(-call.m // config["BM"]), "PER_HEAD": per_head, "MP": mp}
 
 
@@ -74,12 +76,14 @@ def mixed_back(call: Call, dy: Moments, x: Moments, dx: Moments) -> Tensor:
         where = (call.bh, call.b, call.h, call.m, parts, chunk, step, first)
         if "K1" in config:
             padded, common = padded_mixing(call, one.dtype, True, config)
-            mix_back[(common["TILES"] * parts * call.bh,)](
+            launch(
+                mix_back, common["TILES"] * parts * call.bh,
                 padded, one, other, to, partial, *where, C=columns, STAGES=config["num_stages"], **common, **config
             )
         else:
             tiles = -(-call.m // config["BM"])
-            mixing_grads[(tiles * tiles * parts * call.bh,)](
+            launch(
+                mixing_grads, tiles * tiles * parts * call.bh,
                 one, other, partial, *where, C=columns, TILES=tiles, PREC=call.mix, **config
             )
         first += parts

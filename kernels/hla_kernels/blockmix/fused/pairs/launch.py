@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....dispatch.recording import launch
 from ....hla.fused.launch import group_sum
 from ....hla.fused.spec import alignment, strides
 from .. import plan
@@ -15,7 +16,7 @@ from .kernels import number_blocks, pair_key_grads, pair_outputs, pair_query_gra
 def blocks_of(call: Call) -> Tensor:
     """The block of each token, [N]."""
     ids = call.buffer(call.n, dtype=torch.int32)
-    number_blocks[(-(-call.n // 128),)](ids, call.geo, call.n, BN=128, num_warps=4)
+    launch(number_blocks, -(-call.n // 128), ids, call.geo, call.n, BN=128, num_warps=4)
     return ids
 
 
@@ -35,7 +36,8 @@ def forward_call(call: Call, out: Tensor) -> None:
     """o."""
     config = plan.pair_config(call.w, call.digits)
     count, a = -(-call.n // config["BM"]), alignment(call.q, call.k, call.v, out)
-    pair_outputs[(count * call.bh,)](
+    launch(
+        pair_outputs, count * call.bh,
         call.q, call.k, call.v, out, call.mixing, blocks_of(call), call.keep, call.scales,
         *(strides(x, a) for x in (call.q, call.k, call.v, out)), mixing_strides(call), call.n, call.h, call.group,
         count, call.scale, call.o.eps, ALIGN=a, **flags(call), **config,
@@ -50,7 +52,8 @@ def backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor]) ->
     count = -(-call.n // config["BM"])
     parts = call.buffer(call.bh * count, call.m, call.m)
     a = alignment(call.q, call.k, call.v, g, room[0])
-    pair_query_grads[(count * call.bh,)](
+    launch(
+        pair_query_grads, count * call.bh,
         call.q, call.k, call.v, g, room[0], call.mixing, ids, call.keep, call.scales, ratios, parts,
         *(strides(x, a) for x in (call.q, call.k, call.v, g, room[0])), mixing_strides(call), call.n, call.h, call.bh,
         call.m, call.group, count, call.scale, call.o.eps, ALIGN=a, MP=max(16, 1 << (call.m - 1).bit_length()),
@@ -59,7 +62,8 @@ def backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor]) ->
     config = plan.pair_config(call.w, call.digits, True)
     key_tiles = -(-call.n // config["BN"])
     a = alignment(call.q, call.k, call.v, g, *room[1:])
-    pair_key_grads[(key_tiles * call.bh,)](
+    launch(
+        pair_key_grads, key_tiles * call.bh,
         call.q, call.k, call.v, g, *room[1:], call.mixing, ids, call.keep, call.scales, ratios,
         *(strides(x, a) for x in (call.q, call.k, call.v, g, *room[1:])), mixing_strides(call), call.n, call.h,
         call.bh, call.group, key_tiles, call.scale, ALIGN=a, **flags(call), **config,
