@@ -13,8 +13,9 @@ import torch
 
 import hla_kernels as hk
 from hla_kernels.blockmix import fused
+from hla_kernels.dispatch import recording
 from tests.ops.blockmix.fused_cases import NAMES, angles_of, make, options_of, torch_form, triton_form
-from tests.ops.fused.cases import poison, relative_error
+from tests.ops.fused.cases import poison, relative_error, twice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,7 +110,7 @@ def call(tensors, **options):
     """o, dq, dk, dv, dmixing of the public operator; the gradient is ones."""
     x = [t.detach().requires_grad_() for t in tensors]
     y = hk.mhla(*x, **options)
-    return [y.detach(), *torch.autograd.grad(y.sum(), x)]
+    return [y.detach(), *torch.autograd.grad(y, x, torch.ones_like(y))]
 
 
 WHERE = {"grid": (16, 17), "blocks": (3, 4), "prefix": 2}
@@ -117,11 +118,13 @@ WHERE = {"grid": (16, 17), "blocks": (3, 4), "prefix": 2}
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_packed_compile_autocast_and_capture(monkeypatch, pairs):
-    """One packed gradient, a full graph, autocast and a replay have the bits of the plain call."""
+    """The repeated call, one packed gradient, a full graph, autocast and a replay have the bits of the plain call."""
     monkeypatch.setattr(fused, "by_pairs", lambda *a: pairs)
+    monkeypatch.setattr(recording, "RECORDINGS", {})
     o = options_of(*WHERE.values())
     tensors, _, _ = make(o, (2, 4, 64, 64), BF16, device="cuda")
-    expected = call(tensors, impl="triton", **WHERE)
+    expected, again = twice(call, tensors, impl="triton", **WHERE)
+    assert all(recording.RECORDINGS.values()) and all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
     assert hk.explain("mhla", *tensors, **WHERE).impl == "triton"
     qkv, mixing = torch.stack(tensors[:3], 2).requires_grad_(), tensors[3].clone().requires_grad_()
     with monkeypatch.context() as patch:
