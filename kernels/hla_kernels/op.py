@@ -316,7 +316,7 @@ def _two_sided(known: TwoSided, tokens: tuple[Tensor, ...], coefficients: Tensor
     save = _needs_backward(*tokens, coefficients)
     operator = two_sided if len(tokens) == 3 else two_sided_qkvpacked
     cast = (x.to(dtype) for x, dtype in zip(tokens, dtypes, strict=True))
-    return operator(*cast, coefficients, op, *options, save, *seqs)[0]
+    return operator(*cast, coefficients, op, *options, save, *seqs[:3])[0]
 
 
 def prepare_blocks(q: Tensor, *inputs: Tensor, **options: Any) -> block_call.BlockCall:

@@ -15,11 +15,13 @@ from torch import Tensor
 
 
 class Sequences(NamedTuple):
-    """The sequences of a call: a mask, or cu_seqlens with the length of the longest sequence."""
+    """The sequences of a call: a mask, or cu_seqlens with the length of the longest sequence; `told`: their `tables`,
+    where they were made already."""
 
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
     max_seqlen: int = 0
+    told: tuple[Tensor | None, ...] | None = None
 
     def sizes(self, q: Tensor) -> tuple[int, int, int]:
         """(sequences, tokens of the longest one, heads) of q [B, N, H, D]."""
@@ -30,6 +32,8 @@ class Sequences(NamedTuple):
     def tables(self, heads: int, scale: float | None, q_scale: float) -> tuple[Tensor | None, ...]:
         """What a kernel needs to know: (first token, length) [S, 2] int64 of packed sequences, (number of real tokens,
         scale of a moment) [B * H, 2] float32, which tokens are real [B, N] uint8. None where it does not apply."""
+        if self.told is not None:
+            return self.told
         if self.mask is None and self.cu_seqlens is None:
             return None, None, None
         spans, keep = None, None

@@ -21,23 +21,34 @@ ALIGNED = 16  # bytes of an address that a plan may depend on
 ROOM = 512  # bytes that every buffer of the scratch memory starts on a multiple of, as torch.empty has it
 MOST = 1024  # forms that are remembered
 EMPTY = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided)
+ZEROS = (torch.ops.aten.zeros, torch.ops.aten.zeros_like)
 
+Place = tuple[int, int, int]
 Work = Callable[[], tuple[Tensor, ...]]
 LOCAL = threading.local()
 
 
 class Launch(NamedTuple):
-    """One kernel: `run` with args, where places = (argument, tensor, bytes from its start) say what is an address."""
+    """One kernel: `run` with args, where places = (argument, tensor, bytes from its start) say what is an address;
+    `tuples` = (argument, its elements, places of them) those among elements of a tuple."""
 
     run: Callable[..., None]
     args: list[Any]
-    places: list[tuple[int, int, int]]
+    places: list[Place]
+    tuples: list[tuple[int, list[Any], list[Place]]]
+
+    def given(self, at: Sequence[int]) -> list[Any]:
+        """The arguments when tensors start at these addresses."""
+        found = _put(self.args, self.places, at)
+        for i, elements, places in self.tuples:
+            found[i] = tuple(_put(elements, places, at))
+        return found
 
 
 class Recording(NamedTuple):
     """What a call does. Its tensors are counted: inputs, then outputs, then the buffers at `offsets` of the scratch."""
 
-    outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype, bool]]  # whether they start as zeros
     device: torch.device
     scratch: int
     offsets: list[int]
@@ -46,19 +57,25 @@ class Recording(NamedTuple):
     def play(self, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """The outputs for these inputs."""
         at = [0 if x is None else x.data_ptr() for x in inputs]
-        device = self.device
-        outputs = tuple(torch.empty_strided(n, s, dtype=dtype, device=device) for n, s, dtype in self.outputs)
-        at += [x.data_ptr() for x in outputs]
+        outputs = []
+        for size, strides, dtype, zero in self.outputs:
+            x = torch.empty_strided(size, strides, dtype=dtype, device=self.device)
+            outputs.append(x.zero_() if zero else x)
+            at.append(x.data_ptr())
         if self.scratch:
-            scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
+            scratch = torch.empty(self.scratch, dtype=torch.uint8, device=self.device)
             start = scratch.data_ptr()
             at += [start + offset for offset in self.offsets]
-        for run, args, places in self.launches:
-            given = args.copy()
-            for i, tensor, offset in places:
-                given[i] = at[tensor] + offset
-            run(*given)
-        return outputs
+        for one in self.launches:
+            one.run(*one.given(at))
+        return tuple(outputs)
+
+
+def _put(args: list[Any], places: list[Place], at: Sequence[int]) -> list[Any]:
+    found = args.copy()
+    for i, tensor, offset in places:
+        found[i] = at[tensor] + offset
+    return found
 
 
 RECORDINGS: dict[tuple, Recording | None] = {}  # None: not to be repeated
@@ -123,6 +140,7 @@ class Recorder(TorchDispatchMode):
         self.inputs = inputs
         self.made: list[Tensor] = []  # all of them, or freed memory could come back as another tensor
         self.homes: dict[int, tuple[int, int]] = {}  # start of a memory -> (tensor, its address), of the first there
+        self.zeros: set[int] = set()
         self.launches: list[Launch] = []
         self.repeatable = True
         for i, x in enumerate(inputs):
@@ -132,7 +150,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         found = [x for x in (out if isinstance(out, tuple | list) else (out,)) if isinstance(x, Tensor)]
-        if func.overloadpacket in EMPTY:
+        if func.overloadpacket in EMPTY or func.overloadpacket in ZEROS:
+            if func.overloadpacket in ZEROS:
+                self.zeros.add(len(self.made))
             self.homes.setdefault(_home(out), (len(self.inputs) + len(self.made), out.data_ptr()))
             self.made.append(out)
         elif func._schema.is_mutable or not all(_home(x) in self.homes for x in found):
@@ -149,15 +169,21 @@ class Recorder(TorchDispatchMode):
         own = {name: value for name, value in options.items() if name in kernel.arg_names}
         bound = kernel.signature.bind(*args, **own)
         bound.apply_defaults()
-        given, places = list(bound.arguments.values()), []
+        given, tuples = list(bound.arguments.values()), []
         for i, x in enumerate(given):
+            if isinstance(x, tuple) and any(isinstance(y, Tensor) for y in x):
+                tuples.append((i, *self.addresses(list(x))))
+                given[i] = None
+        self.launches.append(Launch(compiled[(*grid, 1, 1)[:3]], *self.addresses(given), tuples))
+
+    def addresses(self, args: list[Any]) -> tuple[list[Any], list[Place]]:
+        """Arguments without tensors, and the places of the tensors."""
+        places = []
+        for i, x in enumerate(args):
             if isinstance(x, Tensor):
                 tensor, start = self.homes[_home(x)]
                 places.append((i, tensor, x.data_ptr() - start))
-                given[i] = 0
-            elif isinstance(x, tuple) and any(isinstance(y, Tensor) for y in x):
-                self.repeatable = False
-        self.launches.append(Launch(compiled[(*grid, 1, 1)[:3]], given, places))
+        return [0 if isinstance(x, Tensor) else x for x in args], places
 
     def recording(self, outputs: tuple[Tensor, ...]) -> Recording | None:
         """All that was noted, or None if there was something else."""
@@ -176,12 +202,21 @@ class Recorder(TorchDispatchMode):
                 place[n + i] = n + len(outputs) + len(offsets)
                 offsets.append(scratch)
                 scratch += -(-x.nbytes // ROOM) * ROOM
-        launches = [
-            x._replace(places=[(i, place.get(tensor, tensor), offset) for i, tensor, offset in x.places])
-            for x in self.launches
-        ]
-        made = [(x.shape, x.stride(), x.dtype) for x in outputs]
-        return Recording(made, outputs[0].device, scratch, offsets, launches)
+        if any(i not in numbers for i in self.zeros):
+            return None
+        moved = [x._replace(places=_moved(x.places, place), tuples=_all_moved(x.tuples, place)) for x in self.launches]
+        made = [(x.shape, x.stride(), x.dtype, i in self.zeros) for i, x in zip(numbers, outputs, strict=True)]
+        return Recording(made, outputs[0].device, scratch, offsets, moved)
+
+
+
+def _moved(places: list[Place], to: dict[int, int]) -> list[Place]:
+    """Places by the numbers that their tensors have in a recording."""
+    return [(i, to.get(tensor, tensor), offset) for i, tensor, offset in places]
+
+
+def _all_moved(tuples: list[tuple[int, list[Any], list[Place]]], to: dict[int, int]) -> list:
+    return [(i, elements, _moved(places, to)) for i, elements, places in tuples]
 
 
 def _home(x: Tensor) -> int:

@@ -10,7 +10,7 @@ plain autograd, for calls that carry a state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -107,13 +107,25 @@ def _forward(
             return _evaluate(spec, q, k, v, coefficients, seqs), _saved(q, k, v, spec, impl, False)
 
     def work() -> tuple[Tensor, ...]:
-        with _no_autocast(first):
-            q, k, v = _parts(tokens)
-            return fused.forward(q, k, v, _whole(coefficients), spec, save, seqs)
+        q, k, v = _parts(tokens)
+        return fused.forward(q, k, v, _whole(coefficients), spec, save, known)
 
     with torch.cuda.device_of(first):
-        o, saved = repeated(("forward", spec, save, seqs[2], *fused.plans()), (*tokens, coefficients, *seqs[:2]), work)
+        known, tables = _told(first, spec, seqs)
+        o, saved = repeated(
+            ("forward", spec, save, seqs.max_seqlen, *fused.plans()), (*tokens, coefficients, *tables), work
+        )
         return o, saved
+
+
+def _told(first: Tensor, spec: fused.Spec, seqs: Sequences) -> tuple[Sequences, tuple[Tensor | None, ...]]:
+    """The sequences with their tables, and the tables."""
+    if seqs.mask is None and seqs.cu_seqlens is None:
+        return seqs, ()
+    with _no_autocast(first):
+        known = fused.told(first, spec, seqs)
+    assert known.told is not None
+    return known, known.told
 
 
 def _gradient(
@@ -122,27 +134,30 @@ def _gradient(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of `tokens` and that of the coefficients, empty without any."""
     first = tokens[0]
-
-    def work() -> tuple[Tensor, ...]:
-        with _no_autocast(first):
-            grads = [_gradient_of(x, seqs, impl) for x in tokens]
-            dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
-            q, k, v = _parts(tokens)
-            backward = fused.backward if _in_triton(impl, first) else _evaluate_gradient
-            dc = backward(grad, q, k, v, _whole(coefficients), spec, (dq, dk, dv), saved, seqs)
-            return (*grads, first.new_empty((0,)) if dc is None else dc)
-
     if not _in_triton(impl, first):
-        return work()
-    inputs = (*tokens, grad, saved, coefficients, *seqs[:2])
+        with _no_autocast(first):
+            return _written(_evaluate_gradient, grad, saved, tokens, coefficients, spec, seqs, torch.empty_like)
+    # the Triton forms do not write gradients of padded tokens
+    new = torch.empty_like if seqs.mask is None else torch.zeros_like
     with torch.cuda.device_of(first):
-        return repeated(("backward", spec, seqs[2], *fused.plans()), inputs, work)
+        known, tables = _told(first, spec, seqs)
+        return repeated(
+            ("backward", spec, seqs.max_seqlen, *fused.plans()),
+            (*tokens, grad, saved, coefficients, *tables),
+            lambda: _written(fused.backward, grad, saved, tokens, _whole(coefficients), spec, known, new),
+        )
 
 
-def _gradient_of(x: Tensor, seqs: Sequences, impl: str) -> Tensor:
-    """Room for the gradient of x; the Triton forms do not write that of padded tokens."""
-    new = torch.zeros_like if seqs.mask is not None and impl == "triton" else torch.empty_like
-    return new(x, memory_format=torch.contiguous_format)
+def _written(
+    backward: Callable[..., Tensor | None], grad: Tensor, saved: Tensor, tokens: Sequence[Tensor],
+    coefficients: Tensor | None, spec: fused.Spec, seqs: Sequences, new: Callable[..., Tensor],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`new` gradients of `tokens`, filled, and that of the coefficients."""
+    grads = [new(x, memory_format=torch.contiguous_format) for x in tokens]
+    dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
+    q, k, v = _parts(tokens)
+    dc = backward(grad, q, k, v, coefficients, spec, (dq, dk, dv), saved, seqs)
+    return (*grads, tokens[0].new_empty((0,)) if dc is None else dc)
 
 
 def _no_autocast(x: Tensor) -> torch.autocast:

@@ -10,7 +10,7 @@ from ..sequences import Sequences, live_rows, pack, real, unpack
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, sequences: Sequences) -> Tensor:
     """o = softmax(s q k') v of each sequence, tensors [B, N, H, D]."""
-    mask, cu_seqlens, max_seqlen = sequences
+    mask, cu_seqlens, max_seqlen, _ = sequences
     if cu_seqlens is None:
         return _padded(q, k, v, causal, scale, mask)
     q_rows, k_rows, v_rows = (unpack(x, cu_seqlens, max_seqlen) for x in (q, k, v))

@@ -10,6 +10,7 @@ import hla_kernels as hk
 from hla_kernels import op as front
 from hla_kernels.dispatch import forms, recording
 from hla_kernels.hla.fused.plan import tuning
+from hla_kernels.sequences import Sequences
 
 pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
@@ -42,6 +43,8 @@ def seen(monkeypatch):
     for name in ("empty", "empty_like", "empty_strided"):
         new = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *args, new=new, **more: alive.append(new(*args, **more)) or alive[-1])
+    tables = Sequences.tables
+    monkeypatch.setattr(Sequences, "tables", lambda *args: alive.append(tables(*args)) or alive[-1])
 
     def run(kernel, grid):
         def launch(*args, **options):
@@ -194,17 +197,43 @@ def test_bounded_and_without_tensors(monkeypatch, seen):
     assert all(x() is None for x in kept)
 
 
+@pytest.mark.parametrize("kind", ("mask", "cu_seqlens"))
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f"{f[0]}-{f[1]}")
+def test_ragged_calls(seen, form, kind):
+    """Their tables are new tensors in every call, in a tuple among the arguments; outputs of a mask start as zeros."""
+    (qkv,), grad, c = inputs(form, (1, 37, 2, 64), True, torch.float16)
+    mask, cu = torch.ones(1, 37, dtype=torch.bool), torch.tensor([0, 7, 37], dtype=torch.int32)
+    ragged = (mask, None, 0) if kind == "mask" else (None, cu, 30)
+    runs = []
+    for _ in range(2):
+        seen.clear()
+        o, saved = OPS.two_sided_qkvpacked(qkv, c, *form, *REST, True, *ragged)
+        got = (o, saved, *OPS.two_sided_qkvpacked_backward(grad, saved, qkv, c, *form, *REST, *ragged))
+        runs.append(([(x.shape, x.stride()) for x in got], normal(flat(seen), [qkv, grad, c, *got])))
+        assert kind == "cu_seqlens" or not (o.any() or got[2].any())
+        assert all(recording.RECORDINGS.values()) and recorded() == 2
+    assert runs[0] == runs[1]
+
+
+def flat(launches):
+    """Launches with the elements of tuples that hold addresses as arguments."""
+    for kernel, programs, args in launches:
+        found: list = []
+        for x in args:
+            tensors = isinstance(x, tuple) and isinstance(x[0], float)
+            found += x if tensors else [x]
+        yield kernel, programs, tuple(found)
+
+
 def test_what_is_more_than_launches_runs_every_time(seen):
-    """An expanded gradient is copied, a mask is summed: such calls are planned each time, with the same launches."""
+    """An expanded gradient is copied: such calls are planned each time, with the same launches."""
     (qkv,), _, _ = inputs(FORMS[2], SIZES[0], True)
-    mask = torch.ones(2, 37, dtype=torch.bool)
     for _ in range(2):
         seen.clear()
         o, saved = OPS.two_sided_qkvpacked(qkv, None, *FORMS[2], *REST, True)
         OPS.two_sided_qkvpacked_backward(torch.ones(()).bfloat16().expand(o.shape), saved, qkv, None, *FORMS[2], *REST)
-        OPS.two_sided_qkvpacked(qkv, None, *FORMS[2], *REST, True, mask)
         counts = len(seen)
-        assert list(recording.RECORDINGS.values()).count(None) == 2
+        assert list(recording.RECORDINGS.values()).count(None) == 1
     assert counts == len(seen) > 3
 
 

@@ -79,6 +79,14 @@ def plans() -> tuple:
     return plan.INVARIANT["on"], plan.tuning.STATE.edition
 
 
+def told(first: Tensor, spec: Spec, seqs: Sequences) -> Sequences:
+    """The sequences of tokens [.., H, D] with what a kernel needs to know of them."""
+    heads, d = first.shape[-2:]
+    if first.dtype == torch.float16:
+        spec = spec.in_range(d, seqs.max_seqlen if seqs.mask is None else first.shape[1])
+    return seqs._replace(told=seqs.tables(heads, spec.scale, spec.q_scale))
+
+
 def own_keys(q: Tensor, v: Tensor, seqs: Sequences) -> bool:
     """Whether every token is real and every head has its own keys."""
     return seqs.mask is None and seqs.cu_seqlens is None and q.shape[2] == v.shape[2]
