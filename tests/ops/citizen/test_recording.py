@@ -1,7 +1,9 @@
 """What a call leaves for the next one of its form: checks that need not be made again, launches that are repeated."""
 
+import ast
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,6 +225,14 @@ def flat(launches):
             tensors = isinstance(x, tuple) and isinstance(x[0], float)
             found += x if tensors else [x]
         yield kernel, programs, tuple(found)
+
+
+def test_every_launch_is_noted():
+    """None is made as kernel[grid](...), past the recording."""
+    package = Path(hk.__file__).parent
+    for path in (*package.glob("hla/fused/**/*.py"), *package.glob("blockmix/fused/**/*.py")):
+        calls = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Call)]
+        assert not [x.lineno for x in calls if isinstance(x.func, ast.Subscript)], path
 
 
 def test_what_is_more_than_launches_runs_every_time(seen):
