@@ -69,6 +69,8 @@ class Site(Host):
     def placed(self, x: Tensor, prefix: int, keys: Tensor | None = None) -> Tensor:
         """The hidden states that the host projects: with the convolution of a mixer that has one (`cpe`). keys: [B, N]
         of real tokens."""
+        if self.mixer.cpe is None:
+            return x
         return self.mixer.placed(x, Context(x=x, grid=self.grid, prefix=prefix, key_padding_mask=keys))
 
     def mix(
@@ -87,6 +89,9 @@ class Site(Host):
         qkv: what q, k and v are views of, if they are.
         """
         plain = isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
+        if not plain:  # heads first, so that gradients are summed as in the host
+            q = self.q_norm(q.transpose(1, 2)).transpose(1, 2)
+            k = self.k_norm(k.transpose(1, 2)).transpose(1, 2)
         keys = None
         if self.key_masks and mask is not None:
             keys, mask = mask[:, 0, 0] == 0, None
@@ -94,8 +99,6 @@ class Site(Host):
             x=x, grid=self.grid, prefix=self.prefix, rotate=rotate, mask=mask, is_causal=is_causal,
             qkv=qkv if plain else None, key_padding_mask=keys,
         )  # fmt: skip
-        q = self.q_norm(q.transpose(1, 2)).transpose(1, 2)  # heads first, so that gradients are summed as in the host
-        k = self.k_norm(k.transpose(1, 2)).transpose(1, 2)
         o = self.mixer(q, k, v, ctx).flatten(2)
         o = self.norm(o)
         gate = getattr(self, "gate", None)
