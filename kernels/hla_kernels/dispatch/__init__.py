@@ -2,6 +2,6 @@
 
     forms       what the checks of a call found, for calls of the same form
     operator    custom operators with nothing between autograd and the implementation
-    recording   the allocations and launches of a kind of call, noted by its first run and repeated by the others
+    recording   the allocations and launches of a kind of call, noted by its second run and repeated by the others
     definition  the slow way: the definition of a checked call
 """

@@ -1,6 +1,7 @@
-"""A call of a few kernels is planned once. Its first run notes what it allocates and launches; every further call of
+"""A call of a few kernels is planned twice. The second run notes what it allocates and launches; every further call of
 the same kind (sizes, strides, dtypes, options) repeats that for its own tensors: some allocations and one launch after
-the other, with nothing computed in between.
+the other, with nothing computed in between. Noting takes three times as long as planning, so sizes that do not come
+again are not noted.
 
 A work function that is repeated depends on the form of its tensors alone, never on values, launches by `launch`, makes
 tensors by torch.empty and takes views. What it does otherwise (a copy, a fill) is noticed: it runs as it is every time.
@@ -79,6 +80,7 @@ def _put(args: list[Any], places: list[Place], at: Sequence[int]) -> list[Any]:
 
 
 RECORDINGS: dict[tuple, Recording | None] = {}  # None: not to be repeated
+ONCE: set[tuple] = set()  # forms that were seen once
 
 
 def launch(kernel: Any, programs: int | tuple[int, int], *args: Any, **options: Any) -> None:
@@ -94,13 +96,19 @@ def repeated(form: tuple, inputs: Sequence[Tensor | None], work: Work) -> tuple[
     """work(), a function of `inputs` (the first is no None) that returns new tensors; `form` has all that it depends on
     beside them."""
     key = (form, *_signature(inputs))
-    if key not in RECORDINGS:
-        if len(RECORDINGS) >= MOST:
-            RECORDINGS.clear()
-        outputs, RECORDINGS[key] = _record(inputs, work)
-        return outputs
-    recording = RECORDINGS[key]
-    return work() if recording is None else recording.play(inputs)
+    if key in RECORDINGS:
+        recording = RECORDINGS[key]
+        return work() if recording is None else recording.play(inputs)
+    if key not in ONCE:
+        if len(ONCE) >= MOST:
+            ONCE.clear()
+        ONCE.add(key)
+        return work()
+    ONCE.discard(key)
+    if len(RECORDINGS) >= MOST:
+        RECORDINGS.clear()
+    outputs, RECORDINGS[key] = _record(inputs, work)
+    return outputs
 
 
 def _signature(inputs: Sequence[Tensor | None]) -> list:

@@ -27,6 +27,16 @@ FORMS = (
 SIZES = ((2, 37, 2, 64), (128, 130, 2, 64), (200, 70, 2, 72), (1, 3000, 2, 64))
 
 
+class Everything:
+    """Forms that were seen once: all."""
+
+    def __contains__(self, form) -> bool:
+        return True
+
+    def discard(self, form) -> None:
+        pass
+
+
 class Compiled:
     """Stands in for what Triton compiled: compiled[grid](*args) is noted."""
 
@@ -59,6 +69,7 @@ def seen(monkeypatch):
 
     monkeypatch.setattr(JITFunction, "__getitem__", run)
     monkeypatch.setattr(recording, "RECORDINGS", {})
+    monkeypatch.setattr(recording, "ONCE", Everything())
     return launches
 
 
@@ -183,6 +194,20 @@ def test_what_a_form_is(seen):
     assert known(*x)
     hk.set_tuning(None)
     assert not known(*x) and tuning.STATE.file is None
+
+
+def test_noted_when_seen_again(monkeypatch, seen):
+    monkeypatch.setattr(recording, "ONCE", set())
+    monkeypatch.setattr(recording, "MOST", 4)
+    for n in (20, 21, 22, 23, 24):
+        results(FORMS[2], *inputs(FORMS[2], (1, n, 2, 32), True))
+        assert 0 < len(recording.ONCE) <= 4 and recorded() == 0
+    results(FORMS[2], *inputs(FORMS[2], (1, 24, 2, 32), True))
+    assert recorded() == 2
+    count = len(seen)
+    monkeypatch.setattr(recording, "_record", None)
+    results(FORMS[2], *inputs(FORMS[2], (1, 24, 2, 32), True))
+    assert recorded() == 2 and len(seen) > count
 
 
 def test_bounded_and_without_tensors(monkeypatch, seen):

@@ -40,8 +40,9 @@ def _nan(x: Tensor) -> Tensor:
 
 
 def twice(work: Callable, *args, **options):
-    """work(*args, **options) as it is, whose launches are noted if they were not, and again, repeated and poisoned."""
+    """work(*args, **options) as it is, and again, repeated and poisoned; a run in between notes the launches."""
     first = work(*args, **options)
+    work(*args, **options)
     with pytest.MonkeyPatch.context() as patch:
         poison(patch)
         return first, work(*args, **options)
