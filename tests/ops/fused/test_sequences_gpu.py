@@ -114,8 +114,11 @@ def test_graph_capture(kind):
     assert all(torch.equal(a, b) for a, b in zip(captured, f(), strict=True))
 
 
-@pytest.mark.parametrize("options", ({}, RATIO, ANCHORED), ids=str)
-@pytest.mark.parametrize(("n", "d"), ((197, 64), (1100, 64), (300, 72), (2100, 128)))
+@pytest.mark.parametrize(
+    ("n", "d", "options"),
+    ((197, 64, {}), (197, 64, RATIO), (1100, 64, ANCHORED), (300, 72, RATIO), (600, 72, {}), (2100, 128, {})),
+    ids=str,
+)
 def test_batch_invariance(n, d, options):
     """The same bits alone, in a small batch and in one that fills the chip, where it was asked for."""
     x, grad, _ = make(n, BF16, (24, 16, 16, d, d), "mask")
