@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zoo
+from hla_kernels import explain
+from tests.ops.fused.cases import kernel_names
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
@@ -148,25 +150,12 @@ def test_cuda_graph_of_forward_and_backward(mixer):
 @pytest.mark.parametrize("mixer", GRIDLESS)
 def test_attention_runs_our_kernels_only(mixer):
     """Between the projections, forward and backward: Triton forms, and no cast, copy or transpose beside them."""
-    import triton
-
-    import hla_kernels
-    from hla_kernels.hla.fused import heads, launch, middle, middle_key, split
-    from hla_kernels.hla.fused.heads import plain
-    from hla_kernels.softmax.taylor.fused import launch as taylor
-
-    ours = {
-        f.fn.__name__
-        for module in (heads, plain, launch, middle, middle_key, split, taylor)
-        for f in vars(module).values()
-        if isinstance(f, triton.JITFunction)
-    }
     options = {"feature_map": "identity", "normalize": False}
     mixer = make_block(mixer, "cuda", **options).attn.mixer
     qkv = torch.randn(2, 197, 3, 2, WIDTH // 2, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     name = mixer.operator.__name__
     mapped = {} if name == "taylor2" else {"feature_map": "identity"}
-    chosen = hla_kernels.explain(name, qkv, *mixer.parameters(), **mapped)
+    chosen = explain(name, qkv, *mixer.parameters(), **mapped)
     if chosen.impl != "triton":
         pytest.skip(chosen.why_not["triton"])
     ctx = zoo.mixers.Context(x=qkv, qkv=qkv)
@@ -180,7 +169,7 @@ def test_attention_runs_our_kernels_only(mixer):
         step()
         torch.cuda.synchronize()
     names = {event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA}
-    assert names and names <= ours, names - ours
+    assert names and names <= kernel_names(), names - kernel_names()
 
 
 class Recorder(TorchDispatchMode):

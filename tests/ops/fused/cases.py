@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+import hla_kernels
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
 from hla_kernels.hla.two_sided import evaluate
@@ -94,3 +97,11 @@ def make(spec: Spec, n: int, d: int, dv: int, heads: tuple[int, int], dtype: tor
 def relative_error(x: Tensor, y: Tensor) -> float:
     """|x - y| / |y|; NaN when anything was not written."""
     return ((x.double() - y).norm() / y.norm().clamp_min(1e-30)).item()
+
+
+def kernel_names() -> set[str]:
+    """Those of every Triton kernel of the package, as a profiler gives them."""
+    import triton
+
+    modules = [importlib.import_module(x.name) for x in pkgutil.walk_packages(hla_kernels.__path__, "hla_kernels.")]
+    return {f.fn.__name__ for m in modules for f in vars(m).values() if isinstance(f, triton.JITFunction)}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hla_kernels as hk
-from tests.ops.fused.cases import poison, relative_error, twice
+from tests.ops.fused.cases import kernel_names, poison, relative_error, twice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -241,15 +241,10 @@ def test_compile_and_export():
 @pytest.mark.parametrize("options", ({}, RATIO, ANCHORED), ids=str)
 def test_only_our_kernels_run(sizes, options):
     """No copy, cast, fill or transposition around them: packed qkv in, packed gradient out."""
-    from hla_kernels.hla.fused import launch
-    from hla_kernels.hla.fused.launch import pairs
-    from hla_kernels.hla.fused.launch import plain as plain_launch
-
     b, h, n, d = sizes
     qkv = torch.randn(b, n, 3, h, d, device="cuda", dtype=BF16).requires_grad_()
     grad = torch.randn(b, n, h, d, device="cuda", dtype=BF16)
-    modules = (launch, pairs, plain_launch)
-    ours = {name for module in modules for name, f in vars(module).items() if hasattr(f, "arg_names")}
+    ours = kernel_names()
     torch.autograd.grad(hk.hla2_qkvpacked(qkv, impl="triton", **options), qkv, grad)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.autograd.grad(hk.hla2_qkvpacked(qkv, impl="triton", **options), qkv, grad)
