@@ -95,3 +95,12 @@ def test_another_number_of_tokens_compiles_nothing(op, options, heads, kind):
 
     found = [{key(*call) for call in record(op, options, 1, heads, n, 64, kind)} for n in (197, 240, 222, 129)]
     assert found[0] and all(keys == found[0] for keys in found)
+
+
+@pytest.mark.parametrize(("batch", "waits"), ((256, True), (64, False)))
+def test_programs_wait_where_others_follow_them(batch, waits):
+    """A program that sleeps in the only wave would be waited for."""
+    from tests.ops.fused.offline_gate import record
+
+    backward = [kwargs for kernel, _, kwargs in record("hla2", PLAIN, batch, 6, 197, 64) if "WRITE" in kwargs]
+    assert [config["DELAY"] > 0 for config in backward] == [waits]

@@ -38,6 +38,7 @@ from ..tiles import axpy2, cast4, load4, load_vec, store4, store_vec, trans4, ve
 NO_SPECIALIZE = [
     "qs", "ks", "vs", "os", "gs", "fqs", "fks", "dqs", "dks", "dvs", "N", "H", "G", "scale", "ridge", "eps",
 ]  # fmt: skip
+MULTIPROCESSORS = tl.constexpr(132)
 
 
 @triton.jit
@@ -46,6 +47,18 @@ def at_head(ptr, strides, at, h, ALIGN: tl.constexpr):
     elements."""
     row = at[0].to(tl.int64) * (strides[0] // 2) + at[1] * strides[1]
     return ptr + (row + h.to(tl.int64) * (strides[2] // 2)) * ALIGN
+
+
+@triton.jit
+def stagger(pid, DELAY: tl.constexpr, SLOTS: tl.constexpr):
+    """The first programs of a multiprocessor, SLOTS, begin DELAY nanoseconds apart. Programs that begin together stay
+    together: memory waits while all of them multiply matrices, then all of them wait for memory."""
+    if DELAY > 0:
+        slot = pid // MULTIPROCESSORS
+        if slot < SLOTS:
+            tl.inline_asm_elementwise(
+                "nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [slot * DELAY], dtype=tl.int32, is_pure=False, pack=1
+            )
 
 
 @triton.jit

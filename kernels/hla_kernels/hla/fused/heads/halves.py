@@ -33,21 +33,69 @@ def half(a, A2: tl.constexpr, B2: tl.constexpr):
 
 
 @triton.jit
-def half_moments(m, ORDER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
-    """`half` of the factors of an order, (C, S), (P, R) or (P, S, W): (factors, units), three of either."""
+def in_unit(x, big):
+    """`half` of a matrix of one block whose largest number is known."""
+    unit = power_of_two(0.125 * big)
+    x = (x * (1.0 / unit)).to(tl.float16)
+    return (x, x, x, x), unit
+
+
+@triton.jit
+def half_four(a, b, c, d):
+    """`half` of four matrices of one block: threads exchange their largest numbers at once."""
+    one = tl.join(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+    two = tl.join(tl.max(tl.abs(c), 1), tl.max(tl.abs(d), 1))
+    one, two = tl.split(tl.max(tl.join(one, two), 0))
+    big_a, big_b = tl.split(one)
+    big_c, big_d = tl.split(two)
+    a, ua = in_unit(a, big_a)
+    b, ub = in_unit(b, big_b)
+    c, uc = in_unit(c, big_c)
+    d, ud = in_unit(d, big_d)
+    return a, b, c, d, (ua, ub, uc, ud)
+
+
+@triton.jit
+def factors_of(m, ORDER: tl.constexpr):
+    """The moments that an order multiplies: (C, S), (P, R) or (P, S, W), three of either."""
     if ORDER == 2:
-        x, ux = half(m[2], F2, V2)
-        y, uy = half(m[1], F2, F2)
-        z, uz = y, uy
+        out = (m[2], m[1], m[1])
     elif ORDER == 3:
-        x, ux = half(m[0], F2, V2)
-        y, uy = half(m[3], F2, F2)
-        z, uz = y, uy
+        out = (m[0], m[3], m[3])
     else:
-        x, ux = half(m[0], F2, V2)
-        y, uy = half(m[1], F2, F2)
-        z, uz = half(m[4], F2, F2)
-    return (x, y, z), (ux, uy, uz)
+        out = (m[0], m[1], m[4])
+    return out
+
+
+@triton.jit
+def half_moments(m, ORDER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
+    """`half` of the factors of an order: (factors, units), three of either."""
+    x, y, z = factors_of(m, ORDER)
+    if F2 == 0 and V2 == 0:
+        x, y, z, _, u = half_four(x[0], y[0], z[0], z[0])
+        out = ((x, y, z), (u[0], u[1], u[2]))
+    else:
+        x, ux = half(x, F2, V2)
+        y, uy = half(y, F2, F2)
+        z, uz = y, uy
+        if ORDER == 4:
+            z, uz = half(factors_of(m, ORDER)[2], F2, F2)
+        out = ((x, y, z), (ux, uy, uz))
+    return out
+
+
+@triton.jit
+def half_sums(m, dm, ORDER: tl.constexpr, F2: tl.constexpr):
+    """`half_moments` and `half` of dM': (factors, units, dM', its unit)."""
+    if F2 == 0:
+        x, y, z = factors_of(m, ORDER)
+        x, y, z, dm, u = half_four(x[0], y[0], z[0], dm[0])
+        out = ((x, y, z), (u[0], u[1], u[2]), dm, u[3])
+    else:
+        f, u = half_moments(m, ORDER, F2, F2)
+        dm, unit = half(dm, F2, F2)
+        out = (f, u, dm, unit)
+    return out
 
 
 @triton.jit
@@ -176,3 +224,43 @@ def half_weight(m, u, t, dm, pd, s, NAME: tl.constexpr, ORDER: tl.constexpr, D2:
     else:
         w = scale4(times_symmetric(pd, y, D2, D2), s * ux * uy)
     return cast4(w, dtype)
+
+
+@triton.jit
+def symmetric(x):
+    """x + x'."""
+    return x + tl.trans(x)
+
+
+@triton.jit
+def loaded_operator(m, u, ORDER: tl.constexpr):
+    """M = S C, R P or S (W P) of factors of one block, as they were loaded."""
+    x, y, z = m[0][0], m[1][0], m[2][0]
+    if ORDER == 4:
+        out = tl.dot(y, tl.dot(z, x).to(tl.float16)) * (u[0] * u[1] * u[2])
+    else:
+        out = tl.dot(y, x) * (u[0] * u[1])
+    return out
+
+
+@triton.jit
+def loaded_weights(m, u, dm, s, ORDER: tl.constexpr):
+    """`half_weight` of factors of one block, as they were loaded: (WC, WS), (WP, WR') or (WP, WS, WW), three of either.
+    WP = W (S dM) where `half_weight` has dM' (S W): what was computed here is operand B alone, which tensor cores read
+    in shared memory (the assembler that Triton 3.6 has is known to corrupt operand A in registers)."""
+    x, y, z = m[0][0], m[1][0], m[2][0]
+    ux, uy, uz = u
+    if ORDER == 2:
+        a = tl.dot(y, tl.trans(dm)) * (s * uy)
+        b = symmetric(tl.dot(x, dm)) * (s * ux)
+        c = b
+    elif ORDER == 3:
+        a = tl.dot(tl.trans(y), tl.trans(dm)) * (s * uy)
+        b = tl.dot(x, dm) * (s * ux)
+        c = b
+    else:
+        a = tl.dot(z, tl.dot(y, tl.trans(dm)).to(tl.float16)) * (s * uy * uz)
+        pd = tl.dot(x, dm).to(tl.float16)
+        b = symmetric(tl.dot(z, pd)) * (s * ux * uz)
+        c = symmetric(tl.dot(y, tl.trans(pd))) * (s * ux * uy)
+    return a, b, c

@@ -10,14 +10,17 @@ import triton.language as tl
 from ..algebra import scale_moments
 from ..loops import read_out, span, sum_gradient, sum_moments, write_grads
 from ..tiles import cast4, store4, trans4, zeros2
-from . import NO_SPECIALIZE, at_head
+from . import NO_SPECIALIZE, at_head, stagger
 from .halves import (
     get_factors,
     get_matrix,
     half,
     half_moments,
     half_operator,
+    half_sums,
     half_weight,
+    loaded_operator,
+    loaded_weights,
     put_factors,
     put_matrix,
     times,
@@ -28,10 +31,11 @@ from .halves import (
 def plain_forward(
     q, k, v, o, factors, units, qs, ks, vs, os, N, H, scale, ORDER: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
-    PREC: tl.constexpr,
+    DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """o = q M of one head. SAVE: its factors go to factors [B * H, KF] and units [B * H, 4]."""
     pid = tl.program_id(0)
+    stagger(pid, DELAY, SLOTS)
     head = pid.to(tl.int64)
     h = pid % H
     at, N, scale = span(N, pid // H, pid, scale)
@@ -88,8 +92,7 @@ def plain_gradient(
             q, k, v, g, qn, kn, vn, gn, 0, N, ORDER, False, True, False, D, F1, F2, D, F1, F2, BN, PREC
         )
         m = scale_moments(raw, sums, scale, N[1], 0.0, ORDER, 0, False, False, F1, F2, F2)
-        m, u = half_moments(m, ORDER, F2, F2)
-        dm, unit = half(dm, F2, F2)
+        m, u, dm, unit = half_sums(m, dm, ORDER, F2)
     t = dm
     pd = dm
     if ORDER == 4:
@@ -103,11 +106,12 @@ def plain_backward(
     q, k, v, g, dq, dk, dv, factors, units, room, qs, ks, vs, gs, dqs, dks, dvs, N, H, scale, ORDER: tl.constexpr,
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
     KEPT: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr,
-    WRITE: tl.constexpr, PREC: tl.constexpr,
+    WRITE: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv of one head. LOOPS = 2: dq, then dk and dv; 3: one after the other, whose tiles take less shared
     memory than those of all three."""
     pid = tl.program_id(0)
+    stagger(pid, DELAY, SLOTS)
     head = pid.to(tl.int64)
     h = pid % H
     at, N, scale = span(N, pid // H, pid, scale)
@@ -149,29 +153,50 @@ def plain_backward(
         )  # fmt: skip
 
 
+@triton.jit
+def store_matrix(ptr, x, SA: tl.constexpr, SB: tl.constexpr):
+    """A matrix of one block with strides (SA, SB)."""
+    D: tl.constexpr = x.shape[0]
+    store4(ptr, (x, x, x, x), D, D, 0, D, D, 0, SA, SB)
+
+
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def plain_weights(
     q, g, factors, units, room, matrix, weights, qs, gs, N, H, scale, ORDER: tl.constexpr, ALIGN: tl.constexpr,
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr,
-    KW: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    KW: tl.constexpr, BN: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """`plain_backward` up to its last pass, left to `split.apply_grads`: for heads of many tokens."""
+    """`plain_backward` up to its last pass, left to `split.apply_grads`: for heads of many tokens. Two blocks of
+    columns leave no registers for products without `room`."""
     pid = tl.program_id(0)
+    stagger(pid, DELAY, SLOTS)
     head = pid.to(tl.int64)
     h = pid % H
     at, N, scale = span(N, pid // H, pid, scale)
     q = at_head(q, qs, at, h, ALIGN)
     g = at_head(g, gs, at, h, ALIGN)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
-    m, u, t, dm, pd, s = plain_gradient(
-        q, q, g, g, qn, qn, gn, gn, N, scale, factors + head * KF, units + head * 4, room + head * KR, ORDER, True, D,
-        F1, F2, BN, PREC,
-    )  # fmt: skip
-    dtype: tl.constexpr = q.dtype.element_ty
-    mt = cast4(half_operator(m, u, t, ORDER, F2), dtype)
-    store4(matrix + head * D * D, mt, D, F1, F2, D, F1, F2, 1, D)
+    factors += head * KF
+    units += head * 4
+    matrix += head * D * D
     weights += head * KW
-    for name in tl.static_range(5):
-        if (ORDER != 2 and name == 0) or (ORDER != 3 and name == 1) or name == (ORDER if ORDER > 2 else 2):
-            w = half_weight(m, u, t, dm, pd, s, name, ORDER, F2, dtype)
-            store4(weights + WOFF[name], w, D, F1, F2, D, F1, F2, D, 1)
+    if F2 == 0:
+        dm, _ = sum_gradient(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC)
+        m, u = get_factors(factors, units, ORDER, F1, F2)
+        store_matrix(matrix, loaded_operator(m, u, ORDER), D, 1)
+        dm, unit = half(dm, F2, F2)
+        a, b, c = loaded_weights(m, u, dm[0], scale * unit, ORDER)
+        store_matrix(weights + WOFF[2 if ORDER == 2 else 0], a, 1, D)
+        store_matrix(weights + WOFF[3 if ORDER == 3 else 1], b, D, 1)
+        if ORDER == 4:
+            store_matrix(weights + WOFF[4], c, D, 1)
+    else:
+        m, u, t, dm, pd, s = plain_gradient(
+            q, q, g, g, qn, qn, gn, gn, N, scale, factors, units, room + head * KR, ORDER, True, D, F1, F2, BN, PREC
+        )
+        dtype: tl.constexpr = q.dtype.element_ty
+        store4(matrix, cast4(half_operator(m, u, t, ORDER, F2), dtype), D, F1, F2, D, F1, F2, 1, D)
+        for name in tl.static_range(5):
+            if (ORDER != 2 and name == 0) or (ORDER != 3 and name == 1) or name == (ORDER if ORDER > 2 else 2):
+                w = half_weight(m, u, t, dm, pd, s, name, ORDER, F2, dtype)
+                store4(weights + WOFF[name], w, D, F1, F2, D, F1, F2, D, 1)

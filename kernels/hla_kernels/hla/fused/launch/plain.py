@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,6 +33,14 @@ def area(call: Call) -> int:
     return (call.w["F1"] + call.w["F2"]) ** 2
 
 
+def tiles(call: Call, kernel: str, entry: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
+    """`call.tiles`. Programs wait for each other's products (`heads.stagger`) where several follow on each other: two
+    waves of them, and not on a CPU."""
+    config = call.tiles(kernel, entry, *args)
+    waits = call.bh >= plan.PROGRAMS * config["SLOTS"] and call.q.device.type != "cpu"
+    return config if waits else {**config, **plan.AT_ONCE}
+
+
 def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     """One launch: o from q, k, v; the factors too unless `saved` is empty."""
     q, k, v = call.q, call.k, call.v
@@ -40,7 +51,7 @@ def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
         plain_forward, call.bh,
         q, k, v, o, factors, units, strides(q, a), strides(k, a), strides(v, a), strides(o, a), call.n, call.h,
         call.scale, ALIGN=a, SAVE=save, **plain_widths(call),
-        **call.tiles("plain_forward", plan.plain_forward_config, call.spec, call.w),
+        **tiles(call, "plain_forward", plan.plain_forward_config, call.spec, call.w),
     )  # fmt: skip
 
 
@@ -60,7 +71,7 @@ def plain_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
         plain_backward, call.bh,
         q, k, v, g, *outs, *(factors_of(call, saved) if kept else (g, g)), room, strides(q, a), strides(k, a),
         strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.scale, ALIGN=a, KR=length,
-        KEPT=kept, **plain_widths(call), **call.tiles("plain_backward", plan.plain_config, call.spec, call.w),
+        KEPT=kept, **plain_widths(call), **tiles(call, "plain_backward", plan.plain_config, call.spec, call.w),
     )  # fmt: skip
 
 
@@ -69,13 +80,13 @@ def plain_two_step_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
     assert saved.numel() > 0, "the factors that a forward of so few tokens does not keep"
     q, lay = call.q, call.lay
     a = alignment(q, g)
-    room, length = room_of(call)
+    room, length = room_of(call) if call.w["F2"] > 0 else (g, 0)
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     matrix = call.buffer(call.bh, lay.fd, lay.dv, dtype=call.matrix_dtype)
     launch(
         plain_weights, call.bh,
         q, g, *factors_of(call, saved), room, matrix, weights, strides(q, a), strides(g, a), call.n, call.h, call.scale,
         ALIGN=a, KR=length, WOFF=lay.woff, KW=lay.kw, **plain_widths(call),
-        **call.tiles("plain_weights", plan.plain_weights_config),
+        **tiles(call, "plain_weights", plan.plain_weights_config),
     )  # fmt: skip
     apply_grads_call(call, g, outs, Saved(room, matrix), None, weights, weights, True)

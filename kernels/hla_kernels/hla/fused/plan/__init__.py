@@ -8,6 +8,7 @@ import torch
 from ..spec import SPLIT, Spec
 
 PROGRAMS = 2 * 132  # of a reduce: two per multiprocessor of an H200
+AT_ONCE = {"DELAY": 0, "SLOTS": 1}  # of `heads.stagger`
 INVARIANT = {"on": False}
 
 
@@ -330,21 +331,23 @@ def factor_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt) -> int |
 
 def plain_forward_config(spec: Spec, w: dict[str, int]) -> dict[str, int]:
     """Tiles of `plain_forward`."""
-    return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3 if w["F2"] > 0 else 4}
+    return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3 if w["F2"] > 0 else 4, **AT_ONCE}
 
 
 def plain_config(spec: Spec, w: dict[str, int]) -> dict[str, int]:
     """Tiles of `plain_backward`: LOOPS that write, WRITE stages of each."""
     if w["F2"] == 0:
-        config = {"BN": 64, "LOOPS": 1, "WRITE": 2}
+        config = {"BN": 64, "LOOPS": 1, "WRITE": 2, "DELAY": 6000, "SLOTS": 2}
+    elif spec.op == "hla3":
+        config = {"BN": 32, "LOOPS": 2, "WRITE": 2, **AT_ONCE}
     else:
-        config = {"BN": 32, "LOOPS": 2, "WRITE": 2} if spec.op == "hla3" else {"BN": 64, "LOOPS": 3, "WRITE": 3}
+        config = {"BN": 64, "LOOPS": 3, "WRITE": 3, **AT_ONCE}
     return {**config, "BO": 64, "num_warps": 4, "num_stages": 3}
 
 
 def plain_weights_config() -> dict[str, int]:
     """Tiles of `plain_weights`."""
-    return {"BN": 64, "num_warps": 4, "num_stages": 3}
+    return {"BN": 64, "num_warps": 4, "num_stages": 3, **AT_ONCE}
 
 
 def mixture_config() -> dict[str, int]:
