@@ -53,12 +53,13 @@ def twice(work: Callable, *args, **options):
 
 def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
-    "whole" is "split" with the D x D algebra of a head in one program, "pairs" with two heads a program, "mixture" a
-    forward alone."""
+    "whole" is "split" with the D x D algebra of a head in one program, "pairs" and "pairs_two_step" with two heads a
+    program, "mixture" a forward alone."""
     with monkeypatch.context() as patch:
         poison(patch)
-        split = path in ("split", "whole", "pairs")
-        patch.setattr(plan, "pairs", lambda *a: int(path == "pairs"))
+        split = path in ("split", "whole", "pairs", "pairs_two_step")
+        patch.setattr(plan, "pairs", lambda *a: int(path.startswith("pairs")))
+        patch.setattr(plan, "pairs_at_once", lambda spec, n: path == "pairs" and spec.op == "linear_attention")
         for name in ("splits", "saves"):
             patch.setattr(plan, name, lambda *a: int(split))
         patch.setattr(plan, "backward_path", lambda *a: "split" if split or path == "mixture" else path)

@@ -89,6 +89,7 @@ CASES = [
     ("linear_attention", PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed"),
     ("hla2", PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed"),
     ("ahla", PLAIN, "pairs", 37, 72, 72, (4, 4), HALF, "contiguous"),
+    ("linear_attention", PLAIN, "pairs_two_step", 37, 72, 72, (2, 2), HALF, "packed"),
     # features shifted where something is centred, softmaxes centred along their features
     ("linear_attention", ELU_MEAN, "heads", 37, 40, 40, (2, 2), FULL, "packed"),
     ("hla2", ELU_MEAN, "split", 37, 72, 72, (2, 2), HALF, "packed"),

@@ -37,6 +37,7 @@ WHOLE = (
     ("ahla", {}, "halves", 70, 64, 64, (2, 2)),
     ("hla3", {}, "halves_two_step", 514, 64, 64, (2, 2)),
     *((op, {}, "pairs", 70, 72, 72, (4, 4)) for op in ("linear_attention", "hla2", "ahla")),
+    ("linear_attention", {}, "pairs_two_step", 70, 72, 72, (4, 4)),
     ("linear_attention", RATIO, "heads", 70, 64, 64, (2, 2)),
     ("linear_attention", RATIO, "split", 600, 72, 72, (2, 2)),
     ("linear_attention", RATIO, "split", 300, 128, 128, (1, 1)),

@@ -114,7 +114,7 @@ def prepare(call: Call, buffer: Tensor, rest: bool, features: Features = (None, 
 def split_forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool, features: Features) -> None:
     """reduce -> combine -> middle -> apply; the buffer keeps the state, for a backward with `save`."""
     if pairs.paired(call):
-        return pairs.forward(call, o, Saved.of(buffer, call), save)
+        return pairs.forward(call, o, buffer, save)
     saved = prepare(call, buffer, save, features)
     fq, fk = features
     if fq is not None and fk is not None:
@@ -202,10 +202,9 @@ def split_backward_call(
 ) -> Tensor | None:
     """(moments again unless filled) -> reduce dM -> middle -> apply; returns parts of d coefficients."""
     if pairs.paired(call):
-        saved = Saved.of(buffer, call)
         if not filled:
-            pairs.forward(call, torch.empty_like(g, memory_format=torch.contiguous_format), saved, True)
-        pairs.backward(call, g, outs, saved, apply_grads_call)
+            pairs.forward(call, torch.empty_like(g, memory_format=torch.contiguous_format), buffer, True)
+        pairs.backward(call, g, outs, buffer)
         return None
     saved = Saved.of(buffer, call) if filled else prepare(call, buffer, True)
     ratio = call.ratio()

@@ -35,16 +35,18 @@ def load_ends(ptr, i, stride, live, D: tl.constexpr, D1: tl.constexpr):
 
 
 @triton.jit
-def store_pair(ptr, i, stride, live, x, D: tl.constexpr, D1: tl.constexpr):
-    """Inverse of load_pair, in the element type of ptr."""
+def store_pair(ptr, i, stride, live, x, PART: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
+    """Inverse of load_pair, in the element type of ptr; PART 1 and 2 as in `pair_product`."""
     c = tl.arange(0, D1)[None, :]
     e = tl.arange(0, 2 * (D - D1))[None, :]
     at = ptr + i[:, None] * stride
     keep = live[:, None]
     dtype: tl.constexpr = ptr.dtype.element_ty
-    tl.store(at + c, x[0].to(dtype), mask=keep)
-    tl.store(at + D1 + e, x[1].to(dtype), mask=keep)
-    tl.store(at + (2 * D - D1) + c, x[2].to(dtype), mask=keep)
+    if PART < 2:
+        tl.store(at + c, x[0].to(dtype), mask=keep)
+        tl.store(at + D1 + e, x[1].to(dtype), mask=keep)
+    if PART != 1:
+        tl.store(at + (2 * D - D1) + c, x[2].to(dtype), mask=keep)
 
 
 @triton.jit
@@ -58,42 +60,6 @@ def ends(SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
     else:
         out = (tl.arange(0, D1), D1 + e, e < E)
     return out
-
-
-@triton.jit
-def load_one(ptr, SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr):
-    """A [D, D] matrix of the first or the second head with element strides (SA, SB), as four blocks."""
-    i, e, own = ends(SECOND, D, D1)
-    m11 = tl.load(ptr + i[:, None] * SA + i[None, :] * SB)
-    m12 = tl.load(ptr + i[:, None] * SA + e[None, :] * SB, mask=own[None, :], other=0.0)
-    m21 = tl.load(ptr + e[:, None] * SA + i[None, :] * SB, mask=own[:, None], other=0.0)
-    m22 = tl.load(ptr + e[:, None] * SA + e[None, :] * SB, mask=own[:, None] & own[None, :], other=0.0)
-    return m11, m12, m21, m22
-
-
-@triton.jit
-def store_one(
-    ptr, m, scale, SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr
-):
-    """Inverse of load_one, times scale; what is not the head's own is left out."""
-    i, e, own = ends(SECOND, D, D1)
-    tl.store(ptr + i[:, None] * SA + i[None, :] * SB, m[0] * scale)
-    tl.store(ptr + i[:, None] * SA + e[None, :] * SB, m[1] * scale, mask=own[None, :])
-    tl.store(ptr + e[:, None] * SA + i[None, :] * SB, m[2] * scale, mask=own[:, None])
-    tl.store(ptr + e[:, None] * SA + e[None, :] * SB, m[3] * scale, mask=own[:, None] & own[None, :])
-
-
-@triton.jit
-def load_two(ptr, step, D: tl.constexpr, D1: tl.constexpr):
-    """Two [D, D] matrices, `step` elements apart."""
-    return together(load_one(ptr, False, D, D1, D, 1), load_one(ptr + step, True, D, D1, D, 1))
-
-
-@triton.jit
-def store_two(ptr, step, m, scale, D: tl.constexpr, D1: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr):
-    """Two matrices times scale, with element strides (SA, SB)."""
-    store_one(ptr, (m[0], m[1], m[2], m[6]), scale, False, D, D1, SA, SB)
-    store_one(ptr + step, (m[3], m[4], m[5], m[6]), scale, True, D, D1, SA, SB)
 
 
 @triton.jit
@@ -131,13 +97,15 @@ def no_rows(BN: tl.constexpr, E2: tl.constexpr, D1: tl.constexpr):
 
 
 @triton.jit
-def rows_times(acc, x, m):
-    """acc + each head's tokens times its matrix."""
-    a = tl.dot(x[0], m[0], acc[0])
-    b = tl.dot(x[2], m[3], acc[2])
-    t = tl.dot(x[0], m[1], acc[1])
-    t = tl.dot(x[2], m[4], t)
-    return tl.dot(x[1], m[2], a), tl.dot(x[1], m[6], t), tl.dot(x[1], m[5], b)
+def rows_times(acc, x, m, PART: tl.constexpr):
+    """acc + each head's tokens times its matrix; PART 1 and 2 as in `pair_product`."""
+    a, t, b = acc
+    if PART < 2:
+        a = tl.dot(x[1], m[2], tl.dot(x[0], m[0], a))
+        t = tl.dot(x[1], m[6], tl.dot(x[2], m[4], tl.dot(x[0], m[1], t)))
+    if PART != 1:
+        b = tl.dot(x[1], m[5], tl.dot(x[2], m[3], b))
+    return a, t, b
 
 
 @triton.jit
@@ -190,6 +158,39 @@ def end_outer(m, SQUARE: tl.constexpr, NEEDED: tl.constexpr):
 
 
 @triton.jit
+def row_maxima(m, SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
+    """Of sums before `end_outer`: the largest |number| in each of D1 rows of the first or the second head; rows of
+    blocks 21 and 22 are put on those of the others."""
+    E: tl.constexpr = D - D1
+    _, _, own = ends(SECOND, D, D1)
+    i = tl.arange(0, D1)
+    if SECOND:
+        a11, a12, a21, rows = m[3], m[4], m[5], (i >= E) & (i < 2 * E)
+    else:
+        a11, a12, a21, rows = m[0], m[1], m[2], i < E
+    x = tl.max(tl.reshape(tl.abs(a11), [D1, D1 // (2 * E), 2 * E]), 1)
+    x = tl.maximum(x, tl.where(own[None, :], tl.maximum(tl.abs(a12), tl.abs(a21)), 0.0))
+    return tl.max(tl.maximum(x, tl.where(own[None, :] & rows[:, None], tl.abs(m[6]), 0.0)), 1)
+
+
+@triton.jit
+def largest_one(m, D: tl.constexpr, D1: tl.constexpr):
+    """The largest |number| of each head, of sums before `end_outer`."""
+    return tl.split(tl.max(tl.join(row_maxima(m, False, D, D1), row_maxima(m, True, D, D1)), 0))
+
+
+@triton.jit
+def largest_two(x, y, D: tl.constexpr, D1: tl.constexpr):
+    """`largest_one` of two, in one exchange between threads."""
+    a = tl.join(row_maxima(x, False, D, D1), row_maxima(y, False, D, D1))
+    b = tl.join(row_maxima(x, True, D, D1), row_maxima(y, True, D, D1))
+    a, b = tl.split(tl.max(tl.join(a, b), 0))
+    xa, ya = tl.split(a)
+    xb, yb = tl.split(b)
+    return (xa, xb), (ya, yb)
+
+
+@triton.jit
 def place_pair(H, PARTS, N, chunk, ROLES: tl.constexpr):
     """(batch and first token, first head of the pair, its number among all, tokens lo, hi) of this program; ROLES
     neighbouring ones have the same."""
@@ -205,7 +206,8 @@ def place_pair(H, PARTS, N, chunk, ROLES: tl.constexpr):
 
 @triton.jit
 def pair_moments(q, k, v, qn, kn, vn, lo, hi, ORDER: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr):
-    """P, (C, S) or (P, R) of two heads over tokens lo..hi (ORDER 1: P twice)."""
+    """P, (C, S) or (P, R') of two heads over tokens lo..hi (ORDER 1: P twice), and the
+    largest numbers of higher orders."""
     E2: tl.constexpr = 2 * (D - D1)
     x = no_sums(E2, D1, True)
     y = no_sums(E2, D1, ORDER > 1)
@@ -223,13 +225,16 @@ def pair_moments(q, k, v, qn, kn, vn, lo, hi, ORDER: tl.constexpr, D: tl.constex
         else:
             x = add_outer(x, tk, tv, ek)
         if ORDER == 3:
-            y = add_outer(y, tk, tq, ek)
-    return end_outer(x, False, True), end_outer(y, ORDER == 2, ORDER > 1)
+            y = add_outer(y, tq, tk, load_ends(q + (zero + start) * qn, i, qn, live, D, D1))
+    big = ((0.0, 0.0), (0.0, 0.0))
+    if ORDER > 1:
+        big = largest_two(x, y, D, D1)
+    return end_outer(x, False, True), end_outer(y, ORDER == 2, ORDER > 1), big
 
 
 @triton.jit
 def pair_gradient(q, g, qn, gn, lo, hi, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr):
-    """dM' of two heads over tokens lo..hi."""
+    """dM' of two heads over tokens lo..hi, and the largest numbers."""
     dm = no_sums(2 * (D - D1), D1, True)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
@@ -238,18 +243,27 @@ def pair_gradient(q, g, qn, gn, lo, hi, D: tl.constexpr, D1: tl.constexpr, BN: t
         tq = load_pair(q + (zero + start) * qn, i, qn, live, D, D1)
         tg = load_pair(g + (zero + start) * gn, i, gn, live, D, D1)
         dm = add_outer(dm, tg, tq, load_ends(g + (zero + start) * gn, i, gn, live, D, D1))
-    return end_outer(dm, False, True)
+    return end_outer(dm, False, True), largest_one(dm, D, D1)
 
 
 @triton.jit
-def pair_product(q, o, m, qn, on, lo, hi, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr):
-    """Write o = q m of two heads for tokens lo..hi. Last tile first: it is the one still in L2."""
+def pair_product(
+    x, w, y, u, o, xn, yn, on, lo, hi, TWO: tl.constexpr, PART: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr = None,
+):  # fmt: skip
+    """Write o = x w (TWO: + y u) of two heads for tokens lo..hi. Last tile first: it is the one still in L2.
+
+    PART 0: all of o, 1: its first two blocks, 2: its last one, for which the weights of a pair take less room. STAGES:
+    of the loop, if not those of the kernel.
+    """
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
-    for t in range(tiles):
+    for t in tl.range(tiles, num_stages=STAGES):
         start = lo + (tiles - 1 - t) * BN
         live = alive(start + i, hi)
-        tq = load_pair(q + (zero + start) * qn, i, qn, live, D, D1)
-        y = rows_times(no_rows(BN, 2 * (D - D1), D1), tq, m)
-        store_pair(o + (zero + start) * on, i, on, live, y, D, D1)
+        z = no_rows(BN, 2 * (D - D1), D1)
+        z = rows_times(z, load_pair(x + (zero + start) * xn, i, xn, live, D, D1), w, PART)
+        if TWO:
+            z = rows_times(z, load_pair(y + (zero + start) * yn, i, yn, live, D, D1), u, PART)
+        store_pair(o + (zero + start) * on, i, on, live, z, PART, D, D1)

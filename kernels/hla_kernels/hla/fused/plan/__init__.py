@@ -296,25 +296,32 @@ def apply_parts(w: dict[str, int], batch_heads: int, n: int, bn: int) -> tuple[i
 
 
 def pair_config(kernel: str) -> dict[str, int]:
-    """Tiles of the kernels of `heads.pairs`; forward_pairs: BN sums, BO reads out."""
-    if kernel in ("apply_pairs", "grads_pairs"):
-        return {"BN": 64, "num_warps": 4, "num_stages": 3}
+    """Tiles of the kernels of `heads.pairs`; BN sums, BO writes."""
     if kernel == "forward_pairs":
         return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3}
-    return {"BN": 32, "num_warps": 4, "num_stages": 4 if kernel == "readout_pairs" else 3}
+    if kernel == "backward_pairs":
+        return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 4, "STAGES": 3}
+    if kernel == "grads_pairs":
+        return {"BN": 64, "num_warps": 4, "num_stages": 3, "TWO": 2, "ONE": 3}
+    return {"BN": 32, "num_warps": 4, "num_stages": 4}
+
+
+def pairs_at_once(spec: Spec, n: int) -> bool:
+    """Whether one program does the whole backward of two heads."""
+    return n <= 512 and spec.op == "linear_attention"
+
+
+def pair_roles(spec: Spec) -> int:
+    """Programs that write the gradients of the same tokens: two a gradient that is a sum of two products."""
+    return {"linear_attention": 3, "hla2": 4, "ahla": 5}[spec.op]
 
 
 def pair_parts(batch_pairs: int, n: int, bn: int) -> tuple[int, int]:
-    """(parts, tokens of a part) of `apply_pairs` and `grads_pairs`: up to 4 tiles a program."""
+    """(parts, tokens of a part) of `grads_pairs`: up to 4 tiles a program."""
     total = -(-n // bn)
     tiles = max(1, min(4, batch_pairs * total // (2 * PROGRAMS)))
     chunk = tiles * bn
     return -(-n // chunk), chunk
-
-
-def factor_config() -> dict[str, int]:
-    """Warps of the kernels of `heads.factors`."""
-    return {"num_warps": 4, "num_stages": 1}
 
 
 def factors(spec: Spec) -> int:
