@@ -16,6 +16,7 @@ from hla_kernels.blockmix.fused.pairs import launch as pair_launch
 from hla_kernels.hla.fused import Spec, launch
 from hla_kernels.hla.fused.launch import pairs as head_pairs
 from hla_kernels.hla.fused.launch import plain as plain_launch
+from hla_kernels.hla.fused.launch import summed
 from hla_kernels.hla.two_sided import two_sided, two_sided_backward
 from hla_kernels.softmax.multipole.fused import launch as multipole_launch
 from hla_kernels.softmax.multipole.fused import plan as multipole_plan
@@ -36,6 +37,9 @@ WHOLE = (
     ("hla2", {}, "halves_two_step", 70, 72, 72, (2, 2)),
     ("ahla", {}, "halves", 70, 64, 64, (2, 2)),
     ("hla3", {}, "halves_two_step", 514, 64, 64, (2, 2)),
+    ("hla3", RATIO, "halves", 70, 72, 72, (2, 2)),
+    ("ahla", RATIO, "halves_two_step", 70, 64, 64, (2, 2)),
+    ("hla2", ANCHORED, "halves", 70, 64, 64, (2, 2)),
     *((op, {}, "pairs", 70, 72, 72, (4, 4)) for op in ("linear_attention", "hla2", "ahla")),
     ("linear_attention", {}, "pairs_two_step", 70, 72, 72, (4, 4)),
     ("linear_attention", RATIO, "heads", 70, 64, 64, (2, 2)),
@@ -144,7 +148,8 @@ def main(family: str) -> None:
     torch.set_default_device(DEVICE)
     ran, patch = set[str](), pytest.MonkeyPatch()
     modules = {
-        "hla": [launch, head_pairs, plain_launch], "blockmix": [block_launch, pair_launch], "taylor": [taylor_launch],
+        "hla": [launch, head_pairs, plain_launch, summed],
+        "blockmix": [block_launch, pair_launch], "taylor": [taylor_launch],
         "multipole": [multipole_launch],
     }[family]  # fmt: skip
     known = set().union(*(watch(module, ran) for module in modules))

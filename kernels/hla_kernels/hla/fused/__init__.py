@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...sequences import WHOLE, Sequences
 from . import plan
+from .plan import sums
 from .spec import DTYPES, MAX_D, MIN_D, Spec, layout, widths
 
 __all__ = ["Spec", "backward", "forward", "saved_floats", "why_not"]
@@ -58,8 +59,16 @@ def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = 
     """Length of the float32 buffer that `forward` fills for `backward`: operators and states of the split path, the
     operators and their vectors of normalised heads, the float16 factors of `heads.plain`. A function of sizes without a
     branch on B, N and H, so that they may be symbols."""
-    features = feature_floats(q, k) if spec.keeps(q.dtype) else 0
-    return operator_floats(q, v, spec, seqs) + features
+    return operator_floats(q, v, spec, seqs) + kept_features(q, v, spec, seqs) * feature_floats(q, k)
+
+
+def kept_features(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
+    """1 where a forward that is asked to keeps the features of q and k for the backward. No branch on B, N and H."""
+    w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
+    if not plan.halved(spec, w, q.dtype, own):
+        return int(spec.keeps(q.dtype))
+    split = plan.saves(spec, w, plan.planned(batch * heads), n, q.dtype, own)
+    return int(spec.keeps(q.dtype)) * (split + (1 - split) * sums.keeps_features(w, n))
 
 
 def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
@@ -70,7 +79,7 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     size = spec.matrix_dtype(q.dtype).itemsize
     whole: int | torch.SymInt = lay.vectors().floats(size) if spec.normalize else 0
     if plan.halved(spec, w, q.dtype, own_keys(q, v, seqs)):
-        whole = plan.factor_floats(spec, w, n)
+        whole = sums.kept_floats(spec, w, n, q.dtype)
     return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
 
 
@@ -117,6 +126,7 @@ def forward(
     (`saved_floats`; empty without `save`)."""
     from .launch import Call, head_forward_call, mixture_forward_call, split_forward_call
     from .launch.plain import plain_forward_call
+    from .launch.summed import summed_forward_call
 
     call = Call(spec, q, k, v, coefficients, seqs)
     new = torch.empty if seqs.mask is None else torch.zeros  # padded tokens are not written
@@ -126,11 +136,14 @@ def forward(
         buffer = call.buffer(saved_floats(q, k, v, spec, seqs))
     else:
         buffer = call.buffer(operator_floats(q, v, spec, seqs) if split else 0)
-    features = features_of(buffer, q, k) if save and spec.keeps(q.dtype) else (None, None)
+    features = features_of(buffer, q, k) if save and kept_features(q, v, spec, seqs) else (None, None)
     if split:
         split_forward_call(call, o, buffer, save, features)
     elif plan.halved(spec, call.w, q.dtype, own_keys(q, v, seqs)):
-        plain_forward_call(call, o, buffer)
+        if spec.sums:
+            summed_forward_call(call, o, buffer, features)
+        else:
+            plain_forward_call(call, o, buffer)
     elif plan.mixed(spec, call.w, q.dtype, own_keys(q, v, seqs)):
         mixture_forward_call(call, o)
     else:
@@ -153,10 +166,11 @@ def backward(
     None. `saved`: the buffer of `forward`, or an empty one, then what it would hold is computed again."""
     from . import launch
     from .launch.plain import plain_backward_call, plain_two_step_call
+    from .launch.summed import summed_backward_call, summed_two_step_call
 
     if saved.numel() == 0 and (spec.normalize or spec.keeps(q.dtype)):
         saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
-    if spec.keeps(q.dtype):
+    if kept_features(q, v, spec, seqs):
         q, k = features_of(saved, q, k)
         saved = saved[: saved.numel() - feature_floats(q, k)]
         spec = spec.of_features()
@@ -177,10 +191,10 @@ def backward(
         dc = None
     elif path == "halves":
         dc = None
-        plain_backward_call(call, grad, full, saved)
+        (summed_backward_call if spec.sums else plain_backward_call)(call, grad, full, saved)
     elif path == "halves_two_step":
         dc = None
-        plain_two_step_call(call, grad, full, saved)
+        (summed_two_step_call if spec.sums else plain_two_step_call)(call, grad, full, saved)
     elif path != "split":
         dc = None if coefficients is None else call.buffer(call.b, call.h, 1, 4)
         (launch.head_backward_call if path == "heads" else launch.two_step_backward_call)(call, grad, full, dc, saved)

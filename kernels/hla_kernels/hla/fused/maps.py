@@ -224,6 +224,15 @@ def phi_grad(f, g, FMAP: tl.constexpr, R2: tl.constexpr):
 
 
 @triton.jit
+def slope_times(x, g, R2: tl.constexpr):
+    """d loss / d x of elu from the token x and g = d loss / d phi(x): what `phi_grad` has of the rounded feature."""
+    g2 = g[1]
+    if R2 > 0:
+        g2 = g[1] * tl.minimum(tl.exp2(x[1].to(tl.float32) * 1.4426950408889634), 1.0)
+    return g[0] * tl.minimum(tl.exp2(x[0].to(tl.float32) * 1.4426950408889634), 1.0), g2
+
+
+@triton.jit
 def centre_columns(a, FMAP: tl.constexpr, D: tl.constexpr, A2: tl.constexpr, B2: tl.constexpr):
     """(a minus the mean of each row over the D columns of a softmax, those means: of a pair, their sum)."""
     r1 = tl.sum(a[0], 1) / D

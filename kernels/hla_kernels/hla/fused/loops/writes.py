@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..maps import is_shifted, load_features, phi, phi32, phi_grad
+from ..maps import is_shifted, load_features, phi, phi32, phi_grad, slope_times
 from ..tiles import (
     axpy2,
     load_rows,
@@ -161,8 +161,11 @@ def write_grads(
             gk = add_row(in_units(gk, unit, F2), row_k, NORM, MATRIX, ROW, FD, F1, F2)
             if SOFTMAX:
                 gk = axpy2(gk, 1.0, as_row(more[1]), F2)
-            pk = phi32(rk, live, FMAP, D, R1, R2) if SOFTMAX else fk
-            put(dk + (zero + start) * dkn, i, dkn, live, phi_grad(pk, gk, FMAP, R2), ALONE, D, R1, R2)
+            if FMAP == 5:
+                gk = slope_times(rk, gk, R2)
+            else:
+                gk = phi_grad(phi32(rk, live, FMAP, D, R1, R2) if SOFTMAX else fk, gk, FMAP, R2)
+            put(dk + (zero + start) * dkn, i, dkn, live, gk, ALONE, D, R1, R2)
         if PART < 2:
             gq = rowmul(zero_rows(BN, F1, F2), tg, mt, V2, F2, PREC)
             if NORM:
@@ -179,5 +182,8 @@ def write_grads(
             gq = add_row(in_units(gq, unit, F2), row_q, NORM, MATRIX, ROW, FD, F1, F2)
             if SOFTMAX:
                 gq = axpy2(gq, 1.0, as_row(more[0]), F2)
-            pq = phi32(rq, live, FMAP, D, R1, R2) if SOFTMAX else fq
-            put(dq + (zero + start) * dqn, i, dqn, live, phi_grad(pq, gq, FMAP, R2), ALONE, D, R1, R2)
+            if FMAP == 5:
+                gq = slope_times(rq, gq, R2)
+            else:
+                gq = phi_grad(phi32(rq, live, FMAP, D, R1, R2) if SOFTMAX else fq, gq, FMAP, R2)
+            put(dq + (zero + start) * dqn, i, dqn, live, gq, ALONE, D, R1, R2)

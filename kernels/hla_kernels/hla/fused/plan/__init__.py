@@ -45,12 +45,22 @@ def plain(spec: Spec) -> bool:
 
 
 def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
-    """Whether heads of many go through `heads.plain`, with float16 factors (`heads.halves`) whose products fit in
-    registers and whose results are rounded to bf16. `own`: every token is real and every head has its own keys. Exactly
-    what ran on a GPU: kernels that fill the registers are where assemblers go wrong."""
+    """Whether heads of many go through `heads.plain` or `heads.summed`, with float16 factors (`heads.halves`) whose
+    products fit in registers and whose results are rounded to bf16. `own`: every token is real and every head has its
+    own keys. Exactly what ran on a GPU: kernels that fill the registers are where assemblers go wrong."""
     fits = w["D"] == w["DV"] and w["D"] in (64, 72)
-    order = spec.op in ("hla2", "ahla", "hla3") and plain(spec) and spec.ridge == 0
-    return own and fits and order and dtype == torch.bfloat16
+    higher = spec.op in ("hla2", "ahla", "hla3")
+    form = (higher and plain(spec)) or (summed(spec) and higher and narrow(w))
+    return own and fits and form and spec.ridge == 0 and dtype == torch.bfloat16
+
+
+def summed(spec: Spec) -> bool:
+    """Whether a call has the form of `heads.summed`: a ratio of features of higher order, or centred keys of the tokens
+    as they are."""
+    if spec.normalize:
+        maps = ("elu1", "relu", "kept_elu1", "kept_relu") if spec.op in ("hla2", "ahla", "hla3") else ()
+        return spec.feature_map in maps and spec.center is None and not spec.mean_path
+    return spec.op != "polynomial" and spec.feature_map in (None, "identity") and spec.center == "k"
 
 
 def pairs(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
@@ -97,7 +107,8 @@ def use_heads(
     they keep nothing for a backward, which is faster from saved moments."""
     if pairs(spec, w, batch_heads, n, dtype, own) or (save and saves(spec, w, batch_heads, n, dtype, own)):
         return False
-    if not splits(w, batch_heads, n) or (spec.alone(dtype) and cut(w) and not few_heads(batch_heads, n)):
+    whole = (spec.alone(dtype) and cut(w)) or halved(spec, w, dtype, own)
+    if not splits(w, batch_heads, n) or (whole and not few_heads(batch_heads, n)):
         return True
     return cut(w) and spec.op != "polynomial" and plain(spec) and batch_heads >= 128 and n <= 2048
 
@@ -108,7 +119,8 @@ def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype
     if saves(spec, w, batch_heads, n, dtype, own):
         return "split"
     if halved(spec, w, dtype, own):
-        return "halves" if n <= 512 else "halves_two_step"
+        short = n <= 512 and not (spec.normalize and cut(w))
+        return "halves" if short else "halves_two_step"
     return "heads" if n <= 512 and spec.op != "hla3" and not mapped(spec) else "two_step"
 
 
@@ -228,6 +240,8 @@ def apply_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dty
         return {"BN": 64, "num_warps": 4, "num_stages": 3}
     very = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
     third = spec.op in ("hla3", "polynomial")
+    if spec.normalize and mapped(spec) and summed(spec):  # features that no forward kept
+        return {"BN": 64, "num_warps": 4, "num_stages": 2, "ROLES": 1}
     if very and spec.op == "polynomial":
         few = not plain(spec)
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 1 if few else 3, "ROLES": 2}
@@ -325,14 +339,14 @@ def pair_parts(batch_pairs: int, n: int, bn: int) -> tuple[int, int]:
 
 
 def factors(spec: Spec) -> int:
-    """The number of moments that an operator is a product of."""
-    return 3 if spec.op == "hla3" else 2
+    """The number of float16 moments that an operator is a product of."""
+    return {"linear_attention": 0, "hla3": 3}.get(spec.op, 2)
 
 
 def factor_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt) -> int | torch.SymInt:
     """float32 numbers that a head's float16 factors and their units take (`heads.plain`), 0 where few tokens are summed
     again for less. No branch on sizes, as in `splits`."""
-    kept = 1 if cut(w) else torch.sym_min(1, n // 513)
+    kept = 1 if cut(w) or spec.sums else torch.sym_min(1, n // 513)
     return kept * (factors(spec) * (w["F1"] + w["F2"]) ** 2 // 2 + 4)
 
 

@@ -1,0 +1,224 @@
+"""Operators whose tokens are summed too, a ratio of features of higher order or centred keys, forward and backward,
+with float16 factors (`halves`).
+
+The forward keeps its vectors and factors, and the operator of a ratio and of first order. The backward sums dM (and
+dm1) over queries and the gradients of o alone. Equations as in `algebra`.
+"""
+
+import triton
+import triton.language as tl
+
+from ..algebra import anchor, ones_moments, operator_ones, scale_moments
+from ..loops import longest, means, ratio_base, read_out, span, sum_features, sum_moments, write_grads
+from ..maps import is_shifted, kept, unshift, unshift_sums
+from ..tiles import axpy2, cast4, load4, load_vec, matvec, rank1, store4, store_vec, trans4, zeros2, zeros4
+from . import NO_SPECIALIZE, at_head, ratio_of
+from .halves import factors_of, half, half_operator, put_factors, times
+from .summed_algebra import has_weight, store_rows3, summed_algebra, summed_gradient
+
+
+@triton.jit
+def one_by_one(m, ORDER: tl.constexpr, F2: tl.constexpr):
+    """`halves.half_moments` with one matrix in registers at a time."""
+    x, y, z = factors_of(m, ORDER)
+    x, ux = half(x, F2, F2)
+    y, uy = half(y, F2, F2)
+    if ORDER == 4:
+        z, uz = half(z, F2, F2)
+    else:
+        z, uz = y, uy
+    return (x, y, z), (ux, uy, uz)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def summed_forward(
+    q, k, v, o, fq, fk, vectors, matrix, factors, units, qs, ks, vs, os, fqs, fks, N, H, scale, eps,
+    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    KF: tl.constexpr, SAVE: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """o of one head. KEEP: the features fq, fk, which the read-out reads too. SAVE: its sums (NORM: m1 and mean value
+    too) at OFF of vectors [B * H, K], what `plain_forward` keeps, M [B * H, D, D] of a ratio and of first order."""
+    pid = tl.program_id(0)
+    head = pid.to(tl.int64)
+    h = pid % H
+    at, N, scale = span(N, pid // H, pid, scale)
+    q = at_head(q, qs, at, h, ALIGN)
+    k = at_head(k, ks, at, h, ALIGN)
+    v = at_head(v, vs, at, h, ALIGN)
+    qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
+    n = N[1]
+    row = zeros2(F1, F2)
+    keep = (q, k, 0, 0)
+    if KEEP:
+        fq = at_head(fq, fqs, at, h, ALIGN)
+        keep = (fq, at_head(fk, fks, at, h, ALIGN), fqs[1] * ALIGN, fks[1] * ALIGN)
+    if FMAP == 0:
+        raw, sums, _, _ = sum_moments(
+            q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, True, False, True, D, F1, F2, D, F1, F2, BN, PREC
+        )
+    else:
+        raw, sums, _, _, _ = sum_features(
+            q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), row, row, eps, keep, (q, 0), ORDER, True, 1,
+            0, False, NORM, KEEP, False, FMAP, D, F1, F2, F1, F2, D, F1, F2, BN, PREC, STAGES,
+        )  # fmt: skip
+    if is_shifted(FMAP):
+        raw = unshift(raw, sums, n, ORDER, CENTER, True, D, F1, F2, F2)
+    m = scale_moments(raw, sums, scale, n, 0.0, ORDER, CENTER, NORM or MEAN, False, F1, F2, F2)
+    if is_shifted(FMAP):
+        sums = unshift_sums(sums, n, D, F1, F2)
+    if NORM or MEAN:
+        row = axpy2(row, 1.0 / n, sums[2], F2)
+    p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
+    a = row
+    m1 = row
+    if NORM:  # before the factors are rounded, while they are in registers
+        a = anchor(m, p1, q1, sums, ORDER, F1, F2, F1, F2)
+        row = axpy2(row, 1.0, a, F2)
+    if NORM and ORDER < 4:
+        m1 = operator_ones(m, m[3], p1, q1, (1.0, 1.0, 1.0, 1.0), ORDER, F2)
+    if ORDER > 1:
+        factor, u = one_by_one(m, ORDER, F2)
+        t = factor[1]
+    if ORDER == 4:
+        whole = times(factor[1], factor[2], F2, F2, F2)
+        t = cast4(whole, tl.float16)
+        if NORM:
+            m1 = matvec(whole, axpy2(zeros2(F1, F2), u[1] * u[2], p1, F2), F2, F2)
+    if ORDER == 1:
+        out = cast4(m[0], q.dtype.element_ty)
+    else:
+        mt = half_operator(factor, u, t, ORDER, F2)
+        if NORM:
+            mt = rank1(mt, (-a[0], -a[1]), m1, F2, F2)
+        out = trans4(cast4(mt, q.dtype.element_ty))
+    if SAVE:
+        if ORDER > 1:
+            put_factors(factors + head * KF, units + head * 4, factor, u, ORDER, F1, F2)
+        to = vectors + head * K
+        store_vec(to + OFF[5], sums[0], D, F1, F2)
+        store_vec(to + OFF[6], sums[1], D, F1, F2)
+        store_vec(to + OFF[7], sums[2], D, F1, F2)
+        if NORM:
+            store_vec(to + OFF[8], m1, D, F1, F2)
+            store_vec(to + OFF[9], row, D, F1, F2)
+        if NORM or ORDER == 1:
+            store4(matrix + head * D * D, out, D, F1, F2, D, F1, F2, D, 1)
+    base = row
+    if NORM:
+        base, eps = ratio_base(out, m1, row, eps, D, is_shifted(FMAP), F1, F2, F2)
+    o = at_head(o, os, at, h, ALIGN)
+    on = os[1] * ALIGN
+    if KEEP:
+        tl.debug_barrier()  # every thread reads what others wrote
+        read_out(
+            fq, o, keep[2], on, 0, N, out, m1, row, base, eps, NORM, MEAN, kept(FMAP), D, F1, F2, F1, F2, D, F1, F2, BO,
+            PREC,
+        )  # fmt: skip
+    else:
+        read_out(q, o, qn, on, 0, N, out, m1, row, base, eps, NORM, MEAN, FMAP, D, F1, F2, F1, F2, D, F1, F2, BO, PREC)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def summed_backward(
+    q, k, v, g, dq, dk, dv, ratio, vectors, matrix, factors, units, room, rows, qs, ks, vs, gs, dqs, dks, dvs, N, H,
+    scale, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    KF: tl.constexpr, KR: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr, WRITE: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dv of one head. LOOPS as in `plain_backward`."""
+    pid = tl.program_id(0)
+    head = pid.to(tl.int64)
+    h = pid % H
+    most = longest(N)
+    at, N, scale = span(N, pid // H, pid, scale)
+    q = at_head(q, qs, at, h, ALIGN)
+    k = at_head(k, ks, at, h, ALIGN)
+    v = at_head(v, vs, at, h, ALIGN)
+    g = at_head(g, gs, at, h, ALIGN)
+    qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
+    ratio = ratio_of(ratio, head, most, NORM)
+    vectors += head * K
+    matrix += head * D * D
+    dm, row_v, one, centred = summed_gradient(
+        q, g, qn, gn, N, eps, ratio, vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, PREC
+    )
+    mt, w, row = summed_algebra(
+        dm, row_v, one, centred, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
+        q.dtype.element_ty, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
+    )  # fmt: skip
+    if NORM:
+        rows += head * 3 * D
+        store_rows3(rows, row, D, F1, F2)
+        tl.debug_barrier()  # every thread reads what others wrote
+        row = (rows, rows + D, rows + 2 * D)
+    dq = at_head(dq, dqs, at, h, ALIGN)
+    dk = at_head(dk, dks, at, h, ALIGN)
+    dv = at_head(dv, dvs, at, h, ALIGN)
+    dqn, dkn, dvn = dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN
+    for part in tl.static_range(LOOPS):
+        write_grads(
+            q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8], ratio, w, 1.0, row, row,
+            0 if LOOPS == 1 else 1 if part == 0 else part + LOOPS - 1, ORDER, NORM, True, FMAP, D, F1, F2, F1, F2, D,
+            F1, F2, D, BO, PREC, WRITE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def summed_weights(
+    q, g, ratio, vectors, matrix, factors, units, room, weights, rows, qs, gs, N, H, scale, eps, ORDER: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr,
+    KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """`summed_backward` up to its last pass, left to `split.apply_grads`: for heads of many tokens. Writes M unless the
+    forward has."""
+    pid = tl.program_id(0)
+    head = pid.to(tl.int64)
+    h = pid % H
+    most = longest(N)
+    at, N, scale = span(N, pid // H, pid, scale)
+    vectors += head * K
+    matrix += head * D * D
+    dm, row_v, one, centred = summed_gradient(
+        at_head(q, qs, at, h, ALIGN), at_head(g, gs, at, h, ALIGN), qs[1] * ALIGN, gs[1] * ALIGN, N, eps,
+        ratio_of(ratio, head, most, NORM), vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, PREC,
+    )  # fmt: skip
+    mt, w, row = summed_algebra(
+        dm, row_v, one, centred, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
+        q.dtype.element_ty, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
+    )  # fmt: skip
+    store_rows3(rows + head * 3 * D, row, D, F1, F2)
+    if not NORM and ORDER > 1:
+        store4(matrix, mt, D, F1, F2, D, F1, F2, 1, D)
+    weights += head * KW
+    for name in tl.static_range(5):
+        if has_weight(name, ORDER):
+            store4(weights + WOFF[name], w[name], D, F1, F2, D, F1, F2, D, 1)
+
+
+@triton.jit(do_not_specialize=["N", "scale"])
+def summed_middle(
+    vectors, matrix, factors, units, grads, room, weights, rows, N, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, KG: tl.constexpr, TURNED: tl.constexpr,
+    WOFF: tl.constexpr, KW: tl.constexpr,
+):  # fmt: skip
+    """The weights and rows of every head of a ratio from what `split.reduce_readout` gave."""
+    head = tl.program_id(0).to(tl.int64)
+    n, scale = means(N, head, scale)
+    grads += head * KG
+    dm = load4(grads, D, F1, F2, D, F1, F2, 1 if TURNED else D, D if TURNED else 1)
+    centred = load_vec(grads + D * D, D, F1, F2)
+    one = load_vec(grads + D * D + D, D, F1, F2)
+    _, w, row = summed_algebra(
+        dm, zeros2(F1, F2), one, centred, (n, n), scale, vectors + head * K, matrix + head * D * D, factors + head * KF,
+        units + head * 4, room + head * KR, matrix.dtype.element_ty, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
+    )  # fmt: skip
+    store_rows3(rows + head * 3 * D, row, D, F1, F2)
+    weights += head * KW
+    for name in tl.static_range(5):
+        if has_weight(name, ORDER):
+            store4(weights + WOFF[name], w[name], D, F1, F2, D, F1, F2, D, 1)

@@ -1,0 +1,233 @@
+"""What lies between the two passes of `summed` over its tokens: the gradient of the operator of a head, then the
+weights and rows of the gradients of its tokens. Equations as in `algebra`."""
+
+import triton
+import triton.language as tl
+
+from ..algebra import centre_rows, ones_moments
+from ..loops import sum_gradient, sum_ratio
+from ..maps import is_shifted, ones2
+from ..tiles import (
+    axpy2,
+    cast4,
+    load4,
+    load_vec,
+    matvec,
+    rank1,
+    scale4,
+    store_vec,
+    trans4,
+    vecmat,
+    zeros2,
+)
+from .halves import get_factors, half, half_operator, half_weight, times
+from .plain import again
+
+
+@triton.jit
+def summed_gradient(
+    q, g, qn, gn, N, eps, ratio, vectors, matrix, ORDER: tl.constexpr, NORM: tl.constexpr, MEAN: tl.constexpr,
+    FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """dM', what all dv have in common, and of a ratio the gradients of m1 for v as it is and for v centred; fills
+    ratio."""
+    row = zeros2(F1, F2)
+    one = row
+    centred = row
+    if NORM:
+        _, dm, dm1 = sum_ratio(
+            q, q, g, g, q, qn, qn, gn, gn, qn, 0, N, load4(matrix, D, F1, F2, D, F1, F2, D, 1),
+            load_vec(vectors + OFF[8], D, F1, F2), load_vec(vectors + OFF[9], D, F1, F2), eps, ratio, ORDER, False,
+            False, FMAP, D, F1, F2, D, F1, F2, BN, PREC,
+        )  # fmt: skip
+        mean = load_vec(vectors + OFF[9], D, F1, F2)
+        if F1 + F2 > D:
+            dm1, dm = inside(dm1, dm, D, F1, F2)
+        one = axpy2(dm1, -1.0, vecmat(mean, dm, F2, F2), F2)
+        centred = axpy2(one, 1.0 / N[1], vecmat(load_vec(vectors + OFF[7], D, F1, F2), dm, F2, F2), F2)
+    else:
+        dm, sg = sum_gradient(q, g, qn, gn, 0, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC)
+        if MEAN:
+            row = axpy2(row, 1.0 / N[1], sg, F2)
+    return dm, row, one, centred
+
+
+@triton.jit
+def summed_algebra(
+    dm, row_v, one, centred, N, scale, vectors, matrix, factors, units, room, dtype: tl.constexpr, ORDER: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr,
+):  # fmt: skip
+    """M', the weights (WP', WS, WC', WR', WW) of `algebra.weights`, as far as the order has them, in a dtype, and the
+    rows of dq, dk, dv, from what `summed_gradient` gave; room for three matrices."""
+    AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
+    SHIFTED: tl.constexpr = is_shifted(FMAP)
+    sums = (
+        load_vec(vectors + OFF[5], D, F1, F2),
+        load_vec(vectors + OFF[6], D, F1, F2),
+        load_vec(vectors + OFF[7], D, F1, F2),
+    )
+    if ORDER > 1:
+        dm, unit = half(dm, F2, F2)
+        dm = again(room, dm, True, F1, F2)
+        m, u = get_factors(factors, units, ORDER, F1, F2)
+        s = scale * unit
+        t = m[1]
+    z = zeros2(F1, F2)
+    ones = z
+    if NORM:
+        p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
+        ones = p1 if ORDER > 2 else q1
+    if ORDER == 4:
+        t = again(room + AREA, times(m[1], m[2], F2, F2, F2), True, F1, F2)
+        pd = times(m[0], dm, F2, F2, F2)
+        more = 1.0
+        if NORM:
+            pd, more = half(rank1(scale4(pd, u[0] * unit), ones, centred, F2, F2), F2, F2)
+            more = more / (u[0] * unit)
+        pd = again(room + 2 * AREA, pd, True, F1, F2)
+    if NORM or ORDER == 1:
+        mt = trans4(load4(matrix, D, F1, F2, D, F1, F2, D, 1))
+    else:
+        mt = cast4(half_operator(m, u, t, ORDER, F2), dtype)
+    if ORDER == 1:
+        w1 = cast4(scale4(dm, scale), dtype)
+        w = (w1, w1, w1, w1, w1)
+    elif ORDER == 2:
+        w, rows = weights2(m, u, t, dm, s, scale, ones, one, centred, dtype, NORM, SHIFTED, F1, F2)
+    elif ORDER == 3:
+        w, rows = weights3(m, u, t, dm, s, scale, ones, one, centred, dtype, NORM, SHIFTED, F1, F2)
+    else:
+        w, rows = weights4(m, u, t, dm, pd, s, more, scale, one, dtype, NORM, SHIFTED, F1, F2)
+    if not NORM:
+        rows = centre_rows(w, sums, z, z, row_v, N[1], ORDER, CENTER, MEAN, 0.0, F1, F2, F2)
+    return mt, w, rows
+
+
+@triton.jit
+def weights2(
+    m, u, t, dm, s, scale, q1, one, centred, dtype: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr,
+):  # fmt: skip
+    """Weights and rows of hla2: WC' and WS, the latter + s (q1 dm1' + dm1 q1') of a ratio."""
+    z = zeros2(F1, F2)
+    rows = (z, z, z)
+    wc = half_weight(m, u, t, dm, dm, s, 2, 2, F2, tl.float32)
+    ws = half_weight(m, u, t, dm, dm, s, 1, 2, F2, tl.float32)
+    if NORM:
+        ws = rank1(ws, axpy2(z, scale, q1, F2), centred, F2, F2)
+        ws = rank1(ws, axpy2(z, scale, centred, F2), q1, F2, F2)
+        rows = (matvec(cast4(m[1], tl.float32), axpy2(z, scale * u[1], one, F2), F2, F2), z, z)
+    if SHIFTED:
+        row_v = sum_rows(wc, F2, F2)
+        rows = (rows[0], sum_rows(ws, F2, F2), row_v)
+    wc = cast4(wc, dtype)
+    ws = cast4(ws, dtype)
+    return (wc, ws, wc, ws, ws), rows
+
+
+@triton.jit
+def weights3(
+    m, u, t, dm, s, scale, p1, one, centred, dtype: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr,
+):  # fmt: skip
+    """Weights and rows of ahla: WP' and WR', the latter + s p1 dm1' of a ratio."""
+    z = zeros2(F1, F2)
+    row_q = z
+    row_k = z
+    row_v = z
+    wp = half_weight(m, u, t, dm, dm, s, 0, 3, F2, tl.float32)
+    if SHIFTED:
+        row_v = sum_rows(wp, F2, F2)
+    wp = cast4(wp, dtype)
+    wr = half_weight(m, u, t, dm, dm, s, 3, 3, F2, tl.float32)
+    if NORM:
+        wr = rank1(wr, axpy2(z, scale, p1, F2), centred, F2, F2)
+        row_k = vecmat(axpy2(z, scale * u[1], one, F2), cast4(t, tl.float32), F2, F2)
+    if SHIFTED:
+        row_q = sum_rows(wr, F2, F2)
+        row_k = axpy2(row_k, 1.0, sum_columns(wr, F2, F2), F2)
+    wr = cast4(wr, dtype)
+    return (wp, wp, wp, wr, wr), (row_q, row_k, row_v)
+
+
+@triton.jit
+def weights4(
+    m, u, t, dm, pd, s, more, scale, one, dtype: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr,
+):  # fmt: skip
+    """Weights and rows of hla3: WP', WS and WW; pd = P dM' (+ p1 dm1' of a ratio) in `more` times the units of P and
+    dM'."""
+    z = zeros2(F1, F2)
+    row_q = z
+    row_k = z
+    row_v = z
+    wp = half_weight(m, u, t, dm, pd, s, 0, 4, F2, tl.float32)
+    if SHIFTED:
+        row_v = sum_rows(wp, F2, F2)
+    wp = cast4(wp, dtype)
+    ws = half_weight(m, u, t, dm, pd, s * more, 1, 4, F2, tl.float32)
+    if NORM:
+        row_k = vecmat(axpy2(z, scale * u[1] * u[2], one, F2), cast4(t, tl.float32), F2, F2)
+    if SHIFTED:
+        row_k = axpy2(row_k, 1.0, sum_rows(ws, F2, F2), F2)
+    ws = cast4(ws, dtype)
+    ww = half_weight(m, u, t, dm, pd, s * more, 4, 4, F2, tl.float32)
+    if SHIFTED:
+        row_q = sum_rows(ww, F2, F2)
+    return (wp, ws, wp, wp, cast4(ww, dtype)), (row_q, row_k, row_v)
+
+
+@triton.jit
+def sum_rows(a, A2: tl.constexpr, B2: tl.constexpr):
+    """a 1."""
+    y1 = tl.sum(a[0], 1)
+    y2 = y1
+    if B2 > 0:
+        y1 += tl.sum(a[1], 1)
+    if A2 > 0:
+        y2 = tl.sum(a[2], 1)
+        if B2 > 0:
+            y2 += tl.sum(a[3], 1)
+    return y1, y2
+
+
+@triton.jit
+def sum_columns(a, A2: tl.constexpr, B2: tl.constexpr):
+    """1'a."""
+    y1 = tl.sum(a[0], 0)
+    y2 = y1
+    if A2 > 0:
+        y1 += tl.sum(a[2], 0)
+    if B2 > 0:
+        y2 = tl.sum(a[1], 0)
+        if A2 > 0:
+            y2 += tl.sum(a[3], 0)
+    return y1, y2
+
+
+@triton.constexpr_function
+def has_weight(name, ORDER):
+    """Whether an order has WP', WS, WC', WR' or WW."""
+    return name in {1: (0,), 2: (1, 2), 3: (0, 3), 4: (0, 1, 4)}[ORDER]
+
+
+@triton.jit
+def store_rows3(to, rows, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Write the rows of dq, dk, dv."""
+    store_vec(to, rows[0], D, D1, D2)
+    store_vec(to + D, rows[1], D, D1, D2)
+    store_vec(to + 2 * D, rows[2], D, D1, D2)
+
+
+@triton.jit
+def inside(x, a, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """A vector and a matrix without what its columns hold beyond D."""
+    c1, c2 = ones2(D, D1, D2)
+    a12 = a[1]
+    a22 = a[3]
+    if D2 > 0:
+        a12 = a[1] * c2[None, :]
+        a22 = a[3] * c2[None, :]
+    return (x[0] * c1, x[1] * c2), (a[0] * c1[None, :], a12, a[2] * c1[None, :], a22)

@@ -1,0 +1,100 @@
+"""Launches of `heads.summed`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....dispatch.recording import launch
+from .. import plan
+from ..heads.summed import summed_backward, summed_forward, summed_middle, summed_weights
+from ..plan import sums
+from ..spec import alignment, strides
+from . import apply_grads_call, readout_grad
+from .call import Call, Features, Saved, feature_strides, staged
+from .plain import area, room_of
+
+
+class Kept(NamedTuple):
+    """What a forward keeps of every head: its vectors [B * H, K] in float32, the operator (where it is not, room
+    for it), float16 factors and units."""
+
+    vectors: Tensor
+    matrix: Tensor
+    factors: Tensor
+    units: Tensor
+
+    @classmethod
+    def of(cls, buffer: Tensor, call: Call) -> Kept:
+        """The parts of a buffer of `plan.sums.kept_floats`."""
+        lay, size, dtype = call.lay.vectors(), call.lay.fd * call.lay.dv, call.matrix_dtype
+        room = lay.matrix_floats(dtype.itemsize) if sums.keeps_operator(call.spec) else 0
+        lengths = [call.bh * x for x in (4, lay.k, room, plan.factors(call.spec) * area(call) // 2)]
+        units, vectors, matrix, factors = buffer[: sum(lengths)].split(lengths)
+        matrix = matrix.view(dtype)[: call.bh * size] if room else call.buffer(call.bh * size, dtype=dtype)
+        return cls(vectors, matrix.view(call.bh, lay.fd, lay.dv), factors.view(torch.float16), units)
+
+
+def summed_widths(call: Call) -> dict:
+    """Constexpr of the kernels of `summed`."""
+    lay = call.lay.vectors()
+    kept = {"OFF": lay.off, "K": lay.k, "KF": plan.factors(call.spec) * area(call)}
+    w = {name: call.w[name] for name in ("D", "F1", "F2")}
+    return {**w, **kept, **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP")}
+
+
+def summed_forward_call(call: Call, o: Tensor, saved: Tensor, features: Features) -> None:
+    """One launch: o from q, k, v; what the backward reads too unless `saved` is empty; `features` if there are any."""
+    q, k, v = call.q, call.k, call.v
+    save = saved.numel() > 0
+    kept = Kept.of(saved, call) if save else Kept(o, o, o, o)
+    written = [x for x in features if x is not None]
+    a = alignment(q, k, v, o, *written)
+    launch(
+        summed_forward, call.bh, q, k, v, o, *features, *kept, strides(q, a), strides(k, a), strides(v, a),
+        strides(o, a), *feature_strides(features, a), call.n, call.h, call.scale, call.spec.eps, ALIGN=a, SAVE=save,
+        KEEP=len(written) > 0, PREC=call.prec["PREC"], **summed_widths(call),
+        **staged(call.tiles("summed_forward", sums.forward_config, call.w)),
+    )  # fmt: skip
+
+
+def summed_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> None:
+    """One launch: dq, dk, dv."""
+    q, k, v = call.q, call.k, call.v
+    a = alignment(q, k, v, g, *outs)
+    room, length = room_of(call)
+    rows = call.buffer(call.bh, 3 * call.lay.fd)
+    launch(
+        summed_backward, call.bh, q, k, v, g, *outs, call.ratio(), *Kept.of(saved, call), room, rows, strides(q, a),
+        strides(k, a), strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.scale,
+        call.spec.eps, ALIGN=a, KR=length, PREC=call.prec["PREC"], **summed_widths(call),
+        **call.tiles("summed_backward", sums.backward_config, call.w),
+    )  # fmt: skip
+
+
+def summed_two_step_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> None:
+    """Weights of each head by one program, then its tokens by several; the queries of a ratio of 72 channels, whose
+    sums fill the registers, by several before."""
+    q, kept = call.q, Kept.of(saved, call)
+    call.lay = lay = call.lay.vectors()
+    room, length = room_of(call)
+    weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
+    ratio, rows = call.ratio(), call.buffer(call.bh, 3 * lay.fd)
+    state = Saved(kept.vectors, kept.matrix)
+    common = {"KR": length, "WOFF": lay.woff, "KW": lay.kw, **summed_widths(call)}
+    if call.spec.normalize and plan.cut(call.w):
+        grads = readout_grad(call, g, state, ratio)
+        launch(
+            summed_middle, call.bh, *kept, grads, room, weights, rows, call.n, call.scale, KG=lay.kg,
+            TURNED=call.turned, **common, **call.tiles("summed_middle", sums.middle_config),
+        )  # fmt: skip
+    else:
+        a = alignment(q, g)
+        launch(
+            summed_weights, call.bh, q, g, ratio, *kept, room, weights, rows, strides(q, a), strides(g, a), call.n,
+            call.h, call.scale, call.spec.eps, ALIGN=a, PREC=call.prec["PREC"], **common,
+            **call.tiles("summed_weights", sums.weights_config),
+        )  # fmt: skip
+    apply_grads_call(call, g, outs, state, ratio, weights, rows, True)

@@ -1,0 +1,48 @@
+"""What a forward of `heads.summed` keeps for its backward, and the tiles of its kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from ..spec import Spec, layout
+from . import cut, factor_floats
+
+
+def keeps_features(w: dict[str, int], n: int | torch.SymInt) -> int | torch.SymInt:
+    """1 where the backward of a ratio reads the features of q and k, not the tokens: with few tokens one launch has the
+    instructions of three evaluations in its way. No branch on sizes."""
+    return 1 if cut(w) else 1 - torch.sym_min(1, n // 513)
+
+
+def keeps_operator(spec: Spec) -> bool:
+    """Whether the forward keeps the operator: one that its factors do not give, or that has none."""
+    return spec.normalize or spec.op == "linear_attention"
+
+
+def kept_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt, dtype: torch.dtype) -> int | torch.SymInt:
+    """float32 numbers that a forward of `heads.plain` or `heads.summed` keeps of a head, beside features."""
+    lay = layout(spec, w)
+    operator = lay.matrix_floats(spec.matrix_dtype(dtype).itemsize) if keeps_operator(spec) else 0
+    return factor_floats(spec, w, n) + (lay.vectors().k + operator if spec.sums else 0)
+
+
+def forward_config(w: dict[str, int]) -> dict[str, int]:
+    """Tiles of `summed_forward`."""
+    more = {"maxnreg": 168} if w["F2"] == 0 else {}  # three programs a multiprocessor
+    return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, **more}
+
+
+def backward_config(w: dict[str, int]) -> dict[str, int]:
+    """Tiles of `summed_backward`: LOOPS that write, WRITE stages of each."""
+    loops = {"LOOPS": 3, "WRITE": 3} if w["F2"] > 0 else {"LOOPS": 1, "WRITE": 2}
+    return {"BN": 64, "BO": 64, **loops, "num_warps": 4, "num_stages": 3}
+
+
+def weights_config() -> dict[str, int]:
+    """Tiles of `summed_weights`."""
+    return {"BN": 64, "num_warps": 4, "num_stages": 3}
+
+
+def middle_config() -> dict[str, int]:
+    """Warps of `summed_middle`."""
+    return {"num_warps": 4, "num_stages": 1}
