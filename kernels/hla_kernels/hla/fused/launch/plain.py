@@ -34,11 +34,10 @@ def area(call: Call) -> int:
 
 
 def tiles(call: Call, kernel: str, entry: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
-    """`call.tiles`. Programs wait for each other's products (`heads.stagger`) where several follow on each other: two
-    waves of them, and not on a CPU."""
+    """`call.tiles`. Programs start in turns (`heads.stagger`) where a launch lasts long enough, and not on a CPU."""
     config = call.tiles(kernel, entry, *args)
-    waits = call.bh >= plan.PROGRAMS * config["SLOTS"] and call.q.device.type != "cpu"
-    return config if waits else {**config, **plan.AT_ONCE}
+    turns = plan.lasts(call.bh, call.most) and call.q.device.type != "cpu"
+    return config if turns else {**config, **plan.AT_ONCE}
 
 
 def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:

@@ -350,9 +350,15 @@ def factor_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt) -> int |
     return kept * (factors(spec) * (w["F1"] + w["F2"]) ** 2 // 2 + 4)
 
 
+def lasts(batch_heads: int, n: int) -> bool:
+    """Whether one program a head takes about 50 us or more on an H200, beside which a start in turns costs nothing."""
+    return batch_heads * n >= 2**18
+
+
 def plain_forward_config(spec: Spec, w: dict[str, int]) -> dict[str, int]:
     """Tiles of `plain_forward`."""
-    return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3 if w["F2"] > 0 else 4, **AT_ONCE}
+    config = {"num_stages": 3, **AT_ONCE} if w["F2"] > 0 else {"num_stages": 4, "DELAY": 3000, "SLOTS": 4}
+    return {**config, "BN": 32, "BO": 64, "num_warps": 4}
 
 
 def plain_config(spec: Spec, w: dict[str, int]) -> dict[str, int]:
