@@ -14,6 +14,7 @@ import torch
 from hla_kernels.blockmix.fused import launch as block_launch
 from hla_kernels.blockmix.fused.pairs import launch as pair_launch
 from hla_kernels.hla.fused import Spec, launch
+from hla_kernels.hla.fused.launch import mixture as head_mixture
 from hla_kernels.hla.fused.launch import pairs as head_pairs
 from hla_kernels.hla.fused.launch import plain as plain_launch
 from hla_kernels.hla.fused.launch import summed
@@ -48,6 +49,8 @@ WHOLE = (
     ("ahla", RATIO, "two_step", 37, 40, 40, (2, 2)),
     ("hla3", RATIO, "split", 600, 72, 72, (2, 2)),
     ("polynomial", {}, "mixture", 70, 64, 64, (2, 2)),
+    ("polynomial", {}, "mixture_kept", 70, 64, 64, (2, 2)),
+    ("polynomial", {}, "mixture_kept", 70, 72, 72, (2, 2)),
     ("polynomial", ANCHORED, "split", 600, 40, 40, (4, 2)),
     ("hla2", SOFTMAX, "split", 37, 32, 48, (2, 2)),
     ("ahla", {}, "split", 1, 128, 128, (1, 1)),
@@ -148,7 +151,7 @@ def main(family: str) -> None:
     torch.set_default_device(DEVICE)
     ran, patch = set[str](), pytest.MonkeyPatch()
     modules = {
-        "hla": [launch, head_pairs, plain_launch, summed],
+        "hla": [launch, head_mixture, head_pairs, plain_launch, summed],
         "blockmix": [block_launch, pair_launch], "taylor": [taylor_launch],
         "multipole": [multipole_launch],
     }[family]  # fmt: skip

@@ -9,9 +9,9 @@ dtype of the tokens (not for `polynomial` and not in float32): twice the bytes o
 ratio of first order keeps nothing: each direction reads every token once (`loops.first`; queries of wide heads twice).
 
 Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D),
-heads (heads.plain: higher orders without options; heads.pairs, heads.factors; heads.mixture: `polynomial` without a
-backward), split, middle, plan (the static table), launch. Equations in `hla_kernels.hla`. Triton is imported by the
-first call of `forward` or `backward`: whether a call could run is answered without it.
+heads (heads.plain: higher orders without options; heads.pairs, heads.factors; heads.digits, heads.mixture:
+`polynomial` without options), split, middle, plan (the static table), launch. Equations in `hla_kernels.hla`. Triton is
+imported by the first call of `forward` or `backward`: whether a call could run is answered without it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
 
 def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE) -> int | torch.SymInt:
     """Length of the float32 buffer that `forward` fills for `backward`: operators and states of the split path, the
-    operators and their vectors of normalised heads, the float16 factors of `heads.plain`. A function of sizes without a
-    branch on B, N and H, so that they may be symbols."""
+    operators and their vectors of normalised heads, the float16 factors of `heads.plain` and `heads.mixture`. A
+    function of sizes without a branch on B, N and H, so that they may be symbols."""
     return operator_floats(q, v, spec, seqs) + kept_features(q, v, spec, seqs) * feature_floats(q, k)
 
 
@@ -80,6 +80,8 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     whole: int | torch.SymInt = lay.vectors().floats(size) if spec.normalize else 0
     if plan.halved(spec, w, q.dtype, own_keys(q, v, seqs)):
         whole = sums.kept_floats(spec, w, n, q.dtype)
+    if plan.mixed(spec, w, q.dtype, own_keys(q, v, seqs)):
+        whole = plan.digits_floats(w, n)
     return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
 
 
@@ -124,28 +126,30 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """o [B, N, H, Dv] contiguous from q [B, N, H, D], k, v [B, N, Hk, .], and a float32 buffer for `backward`
     (`saved_floats`; empty without `save`)."""
-    from .launch import Call, head_forward_call, mixture_forward_call, split_forward_call
+    from .launch import Call, apply_call, head_forward_call, split_forward_call
+    from .launch.mixture import mixture_forward_call
     from .launch.plain import plain_forward_call
     from .launch.summed import summed_forward_call
 
     call = Call(spec, q, k, v, coefficients, seqs)
     new = torch.empty if seqs.mask is None else torch.zeros  # padded tokens are not written
     o = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    path = plan.backward_path(spec, call.w, call.planned, call.most, q.dtype, own_keys(q, v, seqs))
     split = not plan.use_heads(spec, call.w, call.planned, call.most, q.dtype, own_keys(q, v, seqs), save)
     if save:
         buffer = call.buffer(saved_floats(q, k, v, spec, seqs))
     else:
-        buffer = call.buffer(operator_floats(q, v, spec, seqs) if split else 0)
+        buffer = call.buffer(operator_floats(q, v, spec, seqs) if split and path != "mixture" else 0)
     features = features_of(buffer, q, k) if save and kept_features(q, v, spec, seqs) else (None, None)
-    if split:
+    if path == "mixture" or (not split and plan.mixed(spec, call.w, q.dtype, own_keys(q, v, seqs))):
+        mixture_forward_call(call, o, buffer, apply_call)
+    elif split:
         split_forward_call(call, o, buffer, save, features)
     elif plan.halved(spec, call.w, q.dtype, own_keys(q, v, seqs)):
         if spec.sums:
             summed_forward_call(call, o, buffer, features)
         else:
             plain_forward_call(call, o, buffer)
-    elif plan.mixed(spec, call.w, q.dtype, own_keys(q, v, seqs)):
-        mixture_forward_call(call, o)
     else:
         head_forward_call(call, o, buffer, features)
     return o, buffer if save else call.buffer(0)
@@ -165,6 +169,7 @@ def backward(
     """Write dq, dk, dv into `outs` (any strides with contiguous last dimension); returns d coefficients [H, 4] or
     None. `saved`: the buffer of `forward`, or an empty one, then what it would hold is computed again."""
     from . import launch
+    from .launch.mixture import mixture_backward_call
     from .launch.plain import plain_backward_call, plain_two_step_call
     from .launch.summed import summed_backward_call, summed_two_step_call
 
@@ -183,12 +188,16 @@ def backward(
             dk.zero_(), dv.zero_()
         full = (outs[0], dk, dv)
     path = plan.backward_path(spec, call.w, call.planned, call.most, q.dtype, own_keys(q, v, seqs))
-    if path.startswith("halves") and saved.numel() == 0 and plan.factor_floats(spec, call.w, call.most) > 0:
+    more = plan.factor_floats(spec, call.w, call.most) if path.startswith("halves") else 0
+    more = plan.digits_floats(call.w, call.most) if path == "mixture" else more
+    if saved.numel() == 0 and more > 0:
         saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
     if spec.alone(q.dtype):
         call.lay = call.lay if path == "split" else call.lay.vectors()
         launch.first_backward_call(call, grad, full, saved)
         dc = None
+    elif path == "mixture":
+        dc = mixture_backward_call(call, grad, full, saved, launch.apply_grads_call)
     elif path == "halves":
         dc = None
         (summed_backward_call if spec.sums else plain_backward_call)(call, grad, full, saved)

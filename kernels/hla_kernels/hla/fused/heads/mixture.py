@@ -1,29 +1,84 @@
-"""`polynomial` of the tokens as they are, 64 channels, without a backward: one program a head.
+"""`polynomial` of the tokens as they are, one program a head (or one for each of four products): `digits`.
 
-Digits of float32 are what d coefficients need; the output is rounded to bf16 and does without. Left factors of the
-D x D products are read from memory as they are: assemblers overwrite one that was computed in registers while a product
-still reads it.
+64 channels of up to 512 tokens: the forward keeps nothing, the backward sums all again. Longer heads and 72 channels:
+the forward keeps the moments to the digits of float32, the backward sums dM alone. Tokens are written by
+`split.apply_grads`.
 """
 
 import triton
 import triton.language as tl
 
-from ..loops import read_out, span, sum_moments
-from ..tiles import zeros2
-from . import NO_SPECIALIZE, at_head, load_coefficients
+from ..loops import read_out, span, sum_gradient, sum_moments
+from ..tiles import add4, cast4, scale4, trans4, zeros2
+from . import NO_SPECIALIZE, at_head, load_coefficients, store_coefficients
+from .digits import (
+    DM,
+    C,
+    P,
+    R,
+    S,
+    W,
+    first_products,
+    load,
+    mixed_gradient,
+    product,
+    put_digits,
+    put_left,
+    put_weight,
+    second_products,
+    total,
+)
 from .halves import half
 
 
 @triton.jit
-def put(to, x, D: tl.constexpr):
+def store_units(to, u):
+    """Write the units of P, S, C, R, W."""
+    for i in tl.static_range(5):
+        tl.store(to + i, u[i])
+
+
+@triton.jit
+def load_units(at):
+    """Inverse of `store_units`."""
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+
+
+@triton.jit
+def put_moments(to, units, m, s, FIRST: tl.constexpr, SECOND: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """`put_digits` of the moments times s and their units: P, S, W (FIRST), C and R (SECOND)."""
+    AREA: tl.constexpr = (D1 + D2) * (D1 + D2)
+    if FIRST:
+        tl.store(units, put_digits(to + P * AREA, scale4(m[0], s), D1, D2))
+        tl.store(units + 1, put_digits(to + S * AREA, scale4(m[1], s), D1, D2))
+        tl.store(units + 4, put_digits(to + W * AREA, scale4(m[4], s), D1, D2))
+    if SECOND:
+        tl.store(units + 2, put_digits(to + C * AREA, scale4(m[2], s), D1, D2))
+        tl.store(units + 3, put_digits(to + R * AREA, scale4(m[3], s), D1, D2))
+
+
+@triton.jit
+def mixed_operator(kept, room, u, c, D1: tl.constexpr, D2: tl.constexpr):
+    """M of `algebra.operator` from float16 factors; room for a matrix."""
+    up, us, uc, ur, uw = u
+    hs = load(kept, S, D1, D2)
+    t = scale4(product(hs, load(kept, W, D1, D2), D2), us * uw)
+    ut = put_left(room, t, scale4(cast4(load(kept, R, D1, D2), tl.float32), ur), c, D1, D2)
+    x = scale4(product(hs, load(kept, C, D1, D2), D2), us * uc * c[1])
+    tl.debug_barrier()  # every thread reads what others wrote
+    return add4(scale4(product(load(room, 0, D1, D2), load(kept, P, D1, D2), D2), ut * up), x, D2, D2)
+
+
+@triton.jit
+def put1(to, x, D: tl.constexpr):
     """Write a matrix [D, D]."""
     i = tl.arange(0, D)
     tl.store(to + i[:, None] * D + i[None, :], x.to(to.dtype.element_ty))
 
 
 @triton.jit
-def get(at, D: tl.constexpr):
-    """Inverse of `put`."""
+def get1(at, D: tl.constexpr):
+    """Inverse of `put1`."""
     i = tl.arange(0, D)
     return tl.load(at + i[:, None] * D + i[None, :])
 
@@ -36,43 +91,204 @@ def half1(x):
 
 
 @triton.jit
-def mixed_operator(m, c, s, to, D: tl.constexpr):
+def light_operator(m, c, s, to, D: tl.constexpr):
     """M of `algebra.operator` from float16 factors; room for two [2, D, D]."""
     hs, us = half1(m[1][0] * s)
-    put(to, hs, D)
+    put1(to, hs, D)
     tl.debug_barrier()  # every thread reads what others wrote
-    hs = get(to, D)
+    hs = get1(to, D)
     hw, uw = half1(m[4][0] * s)
     t = tl.dot(hs, hw)
     ht, ut = half1(t * (us * uw * c[3]) + m[3][0] * s * c[2])
-    put(to + D * D, ht, D)
+    put1(to + D * D, ht, D)
     hc, uc = half1(m[2][0] * s)
     out = tl.dot(hs, hc) * (us * uc * c[1]) + m[0][0] * s * c[0]
     hp, up = half1(m[0][0] * s)
     tl.debug_barrier()
-    return out + tl.dot(get(to + D * D, D), hp) * (ut * up)
+    return out + tl.dot(get1(to + D * D, D), hp) * (ut * up)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def mixture_forward(
-    q, k, v, o, factors, coefficients, qs, ks, vs, os, N, H, G, scale, ALIGN: tl.constexpr, D: tl.constexpr,
-    BN: tl.constexpr, BO: tl.constexpr,
+    q, k, v, o, kept, units, room, coefficients, qs, ks, vs, os, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """o = q M of one head; factors [B * H, 2, D, D] is room."""
+    """o = q M of one head; room for two matrices. SAVE: its moments are kept."""
     pid = tl.program_id(0)
-    b = pid // H
+    head = pid.to(tl.int64)
     h = pid % H
-    at, N, scale = span(N, b, pid, scale)
+    at, N, scale = span(N, pid // H, pid, scale)
     q = at_head(q, qs, at, h, ALIGN)
-    k = at_head(k, ks, at, h // G, ALIGN)
-    v = at_head(v, vs, at, h // G, ALIGN)
+    k = at_head(k, ks, at, h, ALIGN)
+    v = at_head(v, vs, at, h, ALIGN)
     o = at_head(o, os, at, h, ALIGN)
     qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
-    m, _, _, _ = sum_moments(q, k, v, q, qn, kn, vn, qn, 0, N, 5, False, False, True, D, D, 0, D, D, 0, BN, "tf32x3")
-    factors += pid.to(tl.int64) * 2 * D * D
-    m = mixed_operator(m, load_coefficients(coefficients, h, 5), scale, factors, D).to(q.dtype.element_ty)
-    x = zeros2(D, 0)
-    read_out(
-        q, o, qn, os[1] * ALIGN, 0, N, (m, m, m, m), x, x, x, 0.0, False, False, 0, D, D, 0, D, 0, D, D, 0, BO,
-        "tf32x3",
+    PREC: tl.constexpr = "ieee" if SAVE else "tf32x3"
+    m, _, _, _ = sum_moments(
+        q, k, v, q, qn, kn, vn, qn, 0, N, 5, False, False, True, D, F1, F2, D, F1, F2, BN, PREC
     )  # fmt: skip
+    room += head * 2 * (F1 + F2) * (F1 + F2)
+    c = load_coefficients(coefficients, h, 5)
+    if SAVE:
+        kept += head * KF
+        units += head * 8
+        put_moments(kept, units, m, scale, True, True, F1, F2)
+        tl.debug_barrier()  # every thread reads what others wrote
+        m = mixed_operator(kept, room, load_units(units), c, F1, F2)
+    else:
+        x = light_operator(m, c, scale, room, D)
+        m = (x, x, x, x)
+    x = zeros2(F1, F2)
+    read_out(
+        q, o, qn, os[1] * ALIGN, 0, N, cast4(m, q.dtype.element_ty), x, x, x, 0.0, False, False, 0, D, F1, F2, F1, F2,
+        D, F1, F2, BO, "tf32x3",
+    )  # fmt: skip
+
+
+@triton.jit
+def part_moments(
+    q, k, v, qn, kn, vn, kept, units, N, scale, ORDER: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Sum and keep the moments of an order of `begin_moments`."""
+    m, _, _, _ = sum_moments(
+        q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, False, False, False, D, F1, F2, D, F1, F2, BN, "ieee"
+    )
+    put_moments(kept, units, m, scale, ORDER == 4, ORDER == 6, F1, F2)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def mixture_moments(
+    q, k, v, kept, units, qs, ks, vs, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, KF: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The moments of one head by two programs: P, S, W, and C, R."""
+    pid = tl.program_id(0) // 2
+    head = pid.to(tl.int64)
+    h = pid % H
+    at, N, scale = span(N, pid // H, pid, scale)
+    q = at_head(q, qs, at, h, ALIGN)
+    k = at_head(k, ks, at, h, ALIGN)
+    v = at_head(v, vs, at, h, ALIGN)
+    qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
+    kept += head * KF
+    units += head * 8
+    if tl.program_id(0) % 2 == 0:
+        part_moments(q, k, v, qn, kn, vn, kept, units, N, scale, 4, D, F1, F2, BN)
+    else:
+        part_moments(q, k, v, qn, kn, vn, kept, units, N, scale, 6, D, F1, F2, BN)
+
+
+@triton.jit(do_not_specialize=["H"])
+def mixture_operator(
+    kept, units, room, matrix, coefficients, H, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr
+):
+    """M of every head; room for a matrix."""
+    head = tl.program_id(0).to(tl.int64)
+    m = mixed_operator(
+        kept + head * KF, room + head * (F1 + F2) * (F1 + F2), load_units(units + head * 8),
+        load_coefficients(coefficients, tl.program_id(0) % H, 5), F1, F2,
+    )  # fmt: skip
+    put_weight(matrix + head * D * D, m, matrix.dtype.element_ty, D, F1, F2)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def mixture_weights(
+    q, g, kept, units, room, more, matrix, weights, coefficients, dcoefficients, qs, gs, N, H, scale,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
+    WOFF: tl.constexpr, KW: tl.constexpr, WHOLE: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dM, and WHOLE: the operator, the weights and d coefficients of one head; otherwise what `mixture_products` starts
+    from, of which more [B * H, 4] are the units."""
+    pid = tl.program_id(0)
+    head = pid.to(tl.int64)
+    h = pid % H
+    at, N, scale = span(N, pid // H, pid, scale)
+    dm, _ = sum_gradient(
+        at_head(q, qs, at, h, ALIGN), at_head(g, gs, at, h, ALIGN), qs[1] * ALIGN, gs[1] * ALIGN, 0, N, False, D, F1,
+        F2, D, F1, F2, BN, "ieee",
+    )  # fmt: skip
+    kept += head * KF
+    room += head * KR
+    weights += head * KW
+    dm = trans4(dm)
+    um = put_digits(room, dm, F1, F2)
+    u = load_units(units + head * 8)
+    c = load_coefficients(coefficients, h, 5)
+    dtype: tl.constexpr = q.dtype.element_ty
+    if WHOLE:
+        dc = mixed_gradient(
+            kept, room, matrix + head * D * D, weights, dm, dm, um, u, c, scale, True, WOFF, D, F1, F2, dtype
+        )
+        store_coefficients(dcoefficients, pid, dc, 5)
+    else:
+        tl.debug_barrier()  # every thread reads what others wrote
+        dc1, dc3, dc4, uz, ut = first_products(
+            kept, room, weights, dm, dm, um, u, c, scale, True, WOFF, D, F1, F2, dtype
+        )
+        more += head * 4
+        tl.store(more, um)
+        tl.store(more + 1, uz)
+        tl.store(more + 2, ut)
+        store_coefficients(dcoefficients, pid * 5, (total(dc1, F2), 0.0, total(dc3, F2), total(dc4, F2)), 5)
+
+
+@triton.jit(do_not_specialize=["N", "H", "scale"])
+def mixture_products(
+    kept, units, room, more, matrix, weights, coefficients, dcoefficients, N, H, scale, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
+):  # fmt: skip
+    """`second_products` of a head by four programs."""
+    pid = tl.program_id(0) // 4
+    head = pid.to(tl.int64)
+    _, _, scale = span(N, pid // H, pid, scale)
+    u = load_units(units + head * 8)
+    more += head * 4
+    um, uz, ut = tl.load(more), tl.load(more + 1), tl.load(more + 2)
+    c = load_coefficients(coefficients, pid % H, 5)
+    part = tl.program_id(0) % 4
+    for PART in tl.static_range(4):
+        if part == PART:
+            dc2, dc4 = second_products(
+                kept + head * KF, room + head * KR, matrix + head * D * D, weights + head * KW, um, uz, ut, u, c, scale,
+                PART, WOFF, D, F1, F2, matrix.dtype.element_ty,
+            )  # fmt: skip
+            store_coefficients(dcoefficients, pid * 5 + 1 + PART, (0.0, total(dc2, F2), 0.0, total(dc4, F2)), 5)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def mixture_backward(
+    q, k, v, g, kept, room, matrix, weights, coefficients, dcoefficients, qs, ks, vs, gs, N, H, scale,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
+    WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The operator, the weights and d coefficients of one head, of its tokens alone, which are read twice: three sums
+    to the digits of float32 are what fits in registers."""
+    pid = tl.program_id(0)
+    head = pid.to(tl.int64)
+    h = pid % H
+    at, N, scale = span(N, pid // H, pid, scale)
+    q = at_head(q, qs, at, h, ALIGN)
+    k = at_head(k, ks, at, h, ALIGN)
+    v = at_head(v, vs, at, h, ALIGN)
+    g = at_head(g, gs, at, h, ALIGN)
+    qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
+    kept += head * KF
+    room += head * KR
+    matrix += head * D * D
+    weights += head * KW
+    c = load_coefficients(coefficients, h, 5)
+    AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
+    m, _, _, _ = sum_moments(q, k, v, g, qn, kn, vn, gn, 0, N, 4, False, False, False, D, F1, F2, D, F1, F2, BN, "ieee")
+    up = put_digits(kept + P * AREA, scale4(m[0], scale), F1, F2)
+    us = put_digits(kept + S * AREA, scale4(m[1], scale), F1, F2)
+    uw = put_digits(kept + W * AREA, scale4(m[4], scale), F1, F2)
+    m, _, dm, _ = sum_moments(q, k, v, g, qn, kn, vn, gn, 0, N, 6, False, True, False, D, F1, F2, D, F1, F2, BN, "ieee")
+    dm = trans4(dm)
+    um = put_digits(room + DM * AREA, dm, F1, F2)
+    uc = put_digits(kept + C * AREA, scale4(m[2], scale), F1, F2)
+    dc = mixed_gradient(
+        kept, room, matrix, weights, dm, scale4(m[3], scale), um, (up, us, uc, 1.0, uw), c, scale, False, WOFF, D, F1,
+        F2, q.dtype.element_ty,
+    )  # fmt: skip
+    store_coefficients(dcoefficients, pid, dc, 5)

@@ -8,7 +8,6 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from .. import plan
 from ..heads import head_backward, head_forward, head_weights
-from ..heads.mixture import mixture_forward
 from ..loops.first import divide_grads, key_grads, query_grads, token_grads
 from ..loops.parts import add_parts, combine
 from ..middle import middle, middle_grads_value
@@ -52,18 +51,6 @@ def head_backward_call(
         strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.g, call.scale, spec.ridge,
         spec.eps, ALIGN=a, MID=call.prec["MID"], **call.flags, **call.sizes(),
         **staged(call.tiles("head_backward", plan.head_config, "backward", spec, call.w, q.dtype)),
-    )  # fmt: skip
-
-
-def mixture_forward_call(call: Call, o: Tensor) -> None:
-    """One launch: o of `polynomial` by `heads.mixture`."""
-    q, k, v, d = call.q, call.k, call.v, call.w["D"]
-    factors = call.buffer(call.bh, 2, d, d, dtype=torch.float16)
-    a = alignment(q, k, v, o)
-    launch(
-        mixture_forward, call.bh,
-        q, k, v, o, factors, call.coefficients, strides(q, a), strides(k, a), strides(v, a), strides(o, a), call.n,
-        call.h, call.g, call.scale, ALIGN=a, D=d, **call.tiles("mixture_forward", plan.mixture_config),
     )  # fmt: skip
 
 
@@ -119,6 +106,11 @@ def split_forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool, featur
     fq, fk = features
     if fq is not None and fk is not None:
         call = Call(call.spec.of_features(), fq, fk, call.v, call.coefficients, call.seqs)
+    apply_call(call, o, saved)
+
+
+def apply_call(call: Call, o: Tensor, saved: Saved) -> None:
+    """One launch: o from the operators."""
     q = call.q
     config = call.tiles("apply", plan.apply_config, "forward", call.spec, call.w, q.dtype)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
@@ -225,7 +217,9 @@ def apply_grads_call(
 ) -> None:
     """One launch: dq, dk, dv from the weights of every head."""
     q, k, v, lay = call.q, call.k, call.v, call.lay
-    config = call.tiles("apply_grads", plan.apply_config, "backward", call.spec, call.w, q.dtype)
+    many = call.own() and not plan.few_heads(call.planned, call.most)
+    once = many and plan.mixed(call.spec, call.w, q.dtype, True)
+    config = call.tiles("apply_grads", plan.apply_config, "backward", call.spec, call.w, q.dtype, once)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     a = alignment(q, k, v, g, *outs)
     launch(

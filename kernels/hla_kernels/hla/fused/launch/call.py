@@ -77,6 +77,10 @@ class Call:
         # products with C read dM along V, the others dM' along F
         self.turned = spec.op in ("hla2", "polynomial")
 
+    def own(self) -> bool:
+        """Whether every token is real and every head has its own keys."""
+        return self.seqs.mask is None and self.seqs.cu_seqlens is None and self.g == 1
+
     def tiles(self, kernel: str, entry: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
         """Tiles, warps and stages of a kernel: `entry(*args)` of the static table, or measured ones."""
         return STATE.choose(kernel, self, entry, *args)

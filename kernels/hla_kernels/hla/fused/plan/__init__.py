@@ -73,8 +73,10 @@ def pairs(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
 
 
 def mixed(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
-    """Whether `heads.mixture` can run a forward of one program a head. Exactly what ran on a GPU."""
-    return own and w["D"] == w["DV"] == 64 and spec.op == "polynomial" and plain(spec) and dtype == torch.bfloat16
+    """Whether a call has the form of `heads.mixture`, which takes it where heads fill the chip. Exactly what ran on a
+    GPU."""
+    fits = w["D"] == w["DV"] and w["D"] in (64, 72)
+    return own and fits and spec.op == "polynomial" and plain(spec) and spec.ridge == 0 and dtype == torch.bfloat16
 
 
 def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
@@ -97,6 +99,8 @@ def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
         return few_heads(batch_heads, n)
     if halved(spec, w, dtype, own):
         return 1 - (1 - few_heads(batch_heads, n)) * apart
+    if mixed(spec, w, dtype, own):  # of few tokens d coefficients have fewer digits than torch's
+        return 1 - (1 - few_heads(batch_heads, n)) * torch.sym_min(1, n // 192)
     return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
 
 
@@ -118,6 +122,8 @@ def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype
     (weights, then tokens) or "split"."""
     if saves(spec, w, batch_heads, n, dtype, own):
         return "split"
+    if mixed(spec, w, dtype, own):
+        return "mixture"
     if halved(spec, w, dtype, own):
         short = n <= 512 and not (spec.normalize and cut(w))
         return "halves" if short else "halves_two_step"
@@ -228,8 +234,12 @@ def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
     return 1 if spec.op != "polynomial" or (fits and dtype == torch.bfloat16 and not spec.digits(dtype, True)) else 2
 
 
-def apply_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
-    """Tiles of `apply` and `apply_grads`."""
+def apply_config(
+    direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype, once: bool = False
+) -> dict[str, int]:
+    """Tiles of `apply` and `apply_grads`; `once`: many heads of the form of `mixed`."""
+    if once and narrow(w):
+        return {"BN": 32, "num_warps": 4, "num_stages": 3, "ROLES": 1}
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 64
     if dtype == torch.float32:
         # two weights of 128 do not fit in shared memory; those of a softmax pair are at most 96 wide
@@ -377,6 +387,8 @@ def plain_weights_config() -> dict[str, int]:
     return {"BN": 64, "num_warps": 4, "num_stages": 3, **AT_ONCE}
 
 
-def mixture_config() -> dict[str, int]:
-    """Tiles of `mixture_forward`."""
-    return {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3}
+def digits_floats(w: dict[str, int], n: int) -> int | torch.SymInt:
+    """float32 numbers that the digits of a head's moments and their units take (`heads.mixture`), 0 where few tokens
+    are summed again for less. No branch on sizes, as in `splits`."""
+    kept = 1 if cut(w) else torch.sym_min(1, n // 513)
+    return kept * (5 * (w["F1"] + w["F2"]) ** 2 + 8)

@@ -1,0 +1,211 @@
+"""Matrices to the digits of float32 as two float16 matrices, and what `polynomial` makes of them: weights and the
+gradient of its coefficients.
+
+d coefficients are linear in every factor. With A = A^ + a (A^ the float16 number next to it, a what is left of it)
+
+    <dM, S C> = <S, dM^ C^'> + <c, S dM> + <dm, S C>,
+
+up to terms of second order, so that only a product of A^s has to be exact, which tensor cores make it, and what the
+rests add is a sum over products that the weights need anyway, to three digits.
+
+Left factors are read from memory as they are: assemblers overwrite one that was computed in registers while a product
+still reads it. Equations as in `algebra`.
+"""
+
+import triton
+import triton.language as tl
+
+from ..algebra import eye_of
+from ..maps import power_of_two
+from ..tiles import add4, axpy2, cast4, scale4, store4, trans4
+from .halves import get_matrix, half, largest_folded, put_matrix
+
+REST = tl.constexpr(2.0**-11)  # of a rest's unit in that of its matrix: both have the same largest number
+P, S, C, R, W = (tl.constexpr(2 * i) for i in range(5))  # where the digits of a moment lie, in matrices
+DM, Z, T = (tl.constexpr(i) for i in (0, 2, 3))  # dM, dM P' and c1 I + c3 R + c4 S W, likewise
+
+
+@triton.jit
+def digits(a, D2: tl.constexpr):
+    """(a in units of u as float16, its rest in units of u REST, u)."""
+    unit = power_of_two(0.125 * largest_folded(a, D2, D2))
+    x = scale4(a, 1.0 / unit)
+    hat = cast4(x, tl.float16)
+    rest = add4(x, scale4(cast4(hat, tl.float32), -1.0), D2, D2)
+    return hat, cast4(scale4(rest, 1.0 / REST), tl.float16), unit
+
+
+@triton.jit
+def put_digits(to, a, D1: tl.constexpr, D2: tl.constexpr):
+    """Write both matrices of `digits`, one behind the other, and return the unit."""
+    hat, rest, unit = digits(a, D2)
+    put_matrix(to, hat, D1, D2)
+    put_matrix(to + (D1 + D2) * (D1 + D2), rest, D1, D2)
+    return unit
+
+
+@triton.jit
+def load(at, I: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Matrix I of many."""
+    return get_matrix(at + I * (D1 + D2) * (D1 + D2), D1, D2)
+
+
+@triton.jit
+def whole(at, I: tl.constexpr, unit, D1: tl.constexpr, D2: tl.constexpr):
+    """The matrix of `put_digits` in float32."""
+    hat = cast4(load(at, I, D1, D2), tl.float32)
+    return add4(scale4(hat, unit), scale4(cast4(load(at, I + 1, D1, D2), tl.float32), unit * REST), D2, D2)
+
+
+@triton.jit
+def add(a, b, c):
+    """c + a b; a product that another one starts from is given to 8 warps in another way than that one."""
+    return c + tl.dot(a, b, max_num_imprecise_acc=16)
+
+
+@triton.jit
+def product(a, b, D2: tl.constexpr):
+    """a b in float32 for float16 matrices as they were loaded, or their transposes; block 21 by its transpose, whose
+    64 rows make it a wgmma."""
+    c11 = tl.dot(a[0], b[0])
+    c12 = c11
+    c21 = c11
+    c22 = c11
+    if D2 > 0:
+        c11 = add(a[1], b[2], c11)
+        c12 = add(a[1], b[3], tl.dot(a[0], b[1]))
+        c21 = tl.trans(add(tl.trans(b[2]), tl.trans(a[3]), tl.dot(tl.trans(b[0]), tl.trans(a[2]))))
+        c22 = add(a[3], b[3], tl.dot(a[2], b[1]))
+    return c11, c12, c21, c22
+
+
+@triton.jit
+def symmetric(a, D2: tl.constexpr):
+    """a + a'."""
+    return add4(a, trans4(a), D2, D2)
+
+
+@triton.jit
+def inner(a, b, c, D2: tl.constexpr):
+    """c times the sums of a * b over each row, a in any dtype: two vectors, added up across threads by `total`."""
+    x = tl.sum(a[0].to(tl.float32) * b[0], 1)
+    y = x
+    if D2 > 0:
+        x += tl.sum(a[1].to(tl.float32) * b[1], 1)
+        y = tl.sum(a[2].to(tl.float32) * b[2], 1) + tl.sum(a[3].to(tl.float32) * b[3], 1)
+    return x * c, y * c
+
+
+@triton.jit
+def total(x, D2: tl.constexpr):
+    """The sum of a vector."""
+    out = tl.sum(x[0])
+    if D2 > 0:
+        out += tl.sum(x[1])
+    return out
+
+
+@triton.jit
+def put_weight(to, a, dtype: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Write a matrix [D, D] in the dtype of the tokens."""
+    store4(to, cast4(a, dtype), D, D1, D2, D, D1, D2, D, 1)
+
+
+@triton.jit
+def put_left(to, t, r, c, D1: tl.constexpr, D2: tl.constexpr):
+    """Write c1 I + c3 R + c4 S W in float16, of t = S W and R; returns its unit."""
+    t = add4(scale4(t, c[3]), scale4(r, c[2]), D2, D2)
+    hat, unit = half(add4(t, scale4(eye_of(t), c[0]), D2, D2), D2, D2)
+    put_matrix(to, hat, D1, D2)
+    return unit
+
+
+@triton.jit
+def moment(kept, r, ur, KEPT: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """R: r, or KEPT: that of `kept`, which holds no registers until then."""
+    out = r
+    if KEPT:
+        out = whole(kept, R, ur, D1, D2)
+    return out
+
+
+@triton.jit
+def first_products(
+    kept, room, weights, dm, r, um, u, c, s, KEPT: tl.constexpr, WOFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
+    D2: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Write WR', and Z = dM P' and the left factor of P in float16 to `room`, of the digits of moments in `kept` (R is
+    r unless KEPT) and of dM in `room`. Returns what is known of d coefficients 1, 3 and 4 and the units of both."""
+    up, us, _, ur, uw = u
+    dc1 = inner(whole(kept, P, up, D1, D2), dm, 1.0, D2)
+    hm = load(room, DM, D1, D2)
+    hp = load(kept, P, D1, D2)
+    z = product(load(room, DM + 1, D1, D2), trans4(hp), D2)
+    z = add4(z, product(hm, trans4(load(kept, P + 1, D1, D2)), D2), D2, D2)
+    z = scale4(add4(product(hm, trans4(hp), D2), scale4(z, REST), D2, D2), um * up)
+    hz, uz = half(z, D2, D2)
+    put_matrix(room + Z * (D1 + D2) * (D1 + D2), hz, D1, D2)
+    dc3 = inner(moment(kept, r, ur, KEPT, D1, D2), z, 1.0, D2)
+    put_weight(weights + WOFF[3], trans4(scale4(z, s * c[2])), dtype, D, D1, D2)
+    t = scale4(product(load(kept, S, D1, D2), load(kept, W, D1, D2), D2), us * uw)
+    dc4 = inner(t, z, 1.0, D2)
+    r = moment(kept, r, ur, KEPT, D1, D2)
+    return dc1, dc3, dc4, uz, put_left(room + T * (D1 + D2) * (D1 + D2), t, r, c, D1, D2)
+
+
+@triton.jit
+def second_products(
+    kept, room, matrix, weights, um, uz, ut, u, c, s, PART: tl.constexpr, WOFF: tl.constexpr, D: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Write WW (PART 0), WS (1), WC' and WP' (2) or M (3). Returns what these add to d coefficients 2 and 4."""
+    up, us, uc, _, uw = u
+    if PART == 0:
+        hs = load(kept, S, D1, D2)
+        x = scale4(product(hs, load(room, Z, D1, D2), D2), us * uz)
+        put_weight(weights + WOFF[4], symmetric(scale4(x, s * c[3]), D2), dtype, D, D1, D2)
+        dc2 = inner(hs, x, 0.0, D2)
+        dc4 = inner(load(kept, W + 1, D1, D2), x, uw * REST, D2)
+    elif PART == 1:
+        x = scale4(product(load(kept, W, D1, D2), trans4(load(room, Z, D1, D2)), D2), uw * uz)
+        dc4 = inner(load(kept, S + 1, D1, D2), x, us * REST, D2)
+        y = scale4(product(load(room, DM, D1, D2), trans4(load(kept, C, D1, D2)), D2), um * uc)
+        dc2 = inner(whole(kept, S, us, D1, D2), y, 1.0, D2)
+        x = add4(scale4(y, s * c[1]), scale4(x, s * c[3]), D2, D2)
+        put_weight(weights + WOFF[1], symmetric(x, D2), dtype, D, D1, D2)
+    elif PART == 2:
+        hm = load(room, DM, D1, D2)
+        x = scale4(product(load(kept, S, D1, D2), hm, D2), us * um)
+        dc2 = inner(load(kept, C + 1, D1, D2), x, uc * REST, D2)
+        dc4 = inner(hm, x, 0.0, D2)
+        put_weight(weights + WOFF[2], trans4(scale4(x, s * c[1])), dtype, D, D1, D2)
+        x = scale4(product(trans4(hm), load(room, T, D1, D2), D2), s * um * ut)
+        put_weight(weights + WOFF[0], x, dtype, D, D1, D2)
+    else:
+        hs = load(kept, S, D1, D2)
+        x = scale4(product(hs, load(kept, C, D1, D2), D2), us * uc)
+        dc2 = inner(load(room, DM + 1, D1, D2), x, um * REST, D2)
+        dc4 = inner(hs, x, 0.0, D2)
+        y = scale4(product(load(room, T, D1, D2), load(kept, P, D1, D2), D2), ut * up)
+        put_weight(matrix, add4(y, scale4(x, c[1]), D2, D2), dtype, D, D1, D2)
+    return dc2, dc4
+
+
+@triton.jit
+def mixed_gradient(
+    kept, room, matrix, weights, dm, r, um, u, c, s, KEPT: tl.constexpr, WOFF: tl.constexpr, D: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Write M to `matrix` and WP', WS, WC', WR', WW to `weights`, in a dtype; returns d coefficients. r is
+    R unless KEPT."""
+    tl.debug_barrier()  # every thread reads what others wrote
+    dc1, dc3, dc4, uz, ut = first_products(kept, room, weights, dm, r, um, u, c, s, KEPT, WOFF, D, D1, D2, dtype)
+    tl.debug_barrier()
+    dc2 = axpy2(dc1, -1.0, dc1, D2)
+    for part in tl.static_range(4):
+        x2, x4 = second_products(
+            kept, room, matrix, weights, um, uz, ut, u, c, s, part, WOFF, D, D1, D2, dtype
+        )  # fmt: skip
+        dc2 = axpy2(dc2, 1.0, x2, D2)
+        dc4 = axpy2(dc4, 1.0, x4, D2)
+    return total(dc1, D2), total(dc2, D2), total(dc3, D2), total(dc4, D2)
