@@ -53,11 +53,11 @@ def twice(work: Callable, *args, **options):
 
 def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
-    "whole" is "split" with the D x D algebra of a head in one program, "pairs" and "pairs_two_step" with two heads a
-    program, "mixture" and "mixture_kept" without and with moments that the forward keeps."""
+    "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment, "pairs" and
+    "pairs_two_step" with two heads a program, "mixture" and "mixture_kept" without and with moments that the forward keeps."""
     with monkeypatch.context() as patch:
         poison(patch)
-        split = path in ("split", "whole", "pairs", "pairs_two_step")
+        split = path in ("split", "whole", "roles", "pairs", "pairs_two_step")
         patch.setattr(plan, "pairs", lambda *a: int(path.startswith("pairs")))
         patch.setattr(plan, "pairs_at_once", lambda spec, n: path == "pairs" and spec.op == "linear_attention")
         for name in ("splits", "saves"):
@@ -69,6 +69,8 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
             patch.setattr(plan, "mixed", lambda *a: True)
             floats, n = plan.digits_floats, 513 if path == "mixture_kept" else 1
             patch.setattr(plan, "digits_floats", lambda w, _: floats(w, n))
+        if path == "roles":
+            patch.setattr(plan, "reduce_roles", lambda *a: 5)
         if path == "whole":
             patch.setattr(plan, "PROGRAMS", 2)
         outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens)

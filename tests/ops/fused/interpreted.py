@@ -91,6 +91,7 @@ CASES = [
     ("hla2", {"center": "k"}, "halves", 37, 64, 64, (2, 2), HALF, "packed"),
     ("hla3", ANCHORED, "halves_two_step", 70, 64, 64, (2, 2), HALF, "packed"),
     ("polynomial", PLAIN, "mixture", 70, 64, 64, (2, 2), HALF, "packed"),
+    ("polynomial", PLAIN, "roles", 37, 32, 32, (2, 2), HALF, "packed"),
     ("polynomial", SCALE, "mixture_kept", 37, 64, 64, (1, 1), HALF, "packed"),
     ("polynomial", PLAIN, "mixture_kept", 70, 72, 72, (2, 2), HALF, "contiguous"),
     # two neighbouring heads a program; in use for bfloat16 tokens

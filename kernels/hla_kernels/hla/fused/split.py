@@ -57,15 +57,15 @@ def store_state(
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
     """Write the moments (natural orientation) and the token sums of one head."""
-    if ORDER != 2 and ORDER != 6:
+    if ORDER != 2 and ORDER < 6:
         store4(state + OFF[0], m[0], FD, F1, F2, DV, V1, V2, DV, 1)
-    if ORDER == 2 or ORDER == 4 or ORDER == 5:
+    if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8:
         store4(state + OFF[1], m[1], FD, F1, F2, FD, F1, F2, FD, 1)
-    if ORDER == 2 or ORDER >= 5:
+    if ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9:
         store4(state + OFF[2], m[2], FD, F1, F2, DV, V1, V2, DV, 1)
-    if ORDER == 3 or ORDER >= 5:
+    if ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10:
         store4(state + OFF[3], m[3], FD, F1, F2, FD, F1, F2, FD, 1)
-    if ORDER == 4 or ORDER == 5:
+    if ORDER == 4 or ORDER == 5 or ORDER == 7:
         store4(state + OFF[4], m[4], FD, F1, F2, FD, F1, F2, FD, 1)
     if SUMS:
         store_vec(state + OFF[5], sums[0], FD, F1, F2)
@@ -85,7 +85,8 @@ def reduce_moments(
     """Partial sums of one part of one head, state [PARTS, B * H, K]; FINAL (one part): scaled and centred at once.
 
     REST: sums of features to twice their digits, which gradients of the normalised form need. ROLES = 2 (polynomial):
-    neighbouring programs sum P, S, W and C, R of the same tokens. KEEP: the features go to fq, fk.
+    neighbouring programs sum P, S, W and C, R of the same tokens; 5 (of the tokens as they are, no ridge): one
+    each. KEEP: the features go to fq, fk.
     """
     pid = tl.program_id(0) // ROLES
     b = pid // (H * PARTS)
@@ -109,6 +110,14 @@ def reduce_moments(
             q, k, v, tn, out, keep, lo, hi, n, scale, ridge, ORDER, SUMS, NORM, CENTER, MEAN, KEEP, RIDGE, FMAP, D, R1,
             R2, F1, F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
         )  # fmt: skip
+    elif ROLES == 5:
+        role = tl.program_id(0) % 5
+        for i in tl.static_range(5):
+            if role == i:
+                part_moments(
+                    q, k, v, tn, out, keep, lo, hi, n, scale, ridge, 1 if i == 0 else 6 + i, False, False, 0, False,
+                    False, False, 0, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, 0, FINAL,
+                )  # fmt: skip
     elif tl.program_id(0) % 2 == 0:
         part_moments(
             q, k, v, tn, out, keep, lo, hi, n, scale, ridge, 4, 2 if SUMS else 0, NORM, CENTER, MEAN, False, RIDGE,

@@ -113,12 +113,13 @@ def begin_moments(
     ORDER: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, NEEDED: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Accumulators of (P, S, C, R, W). ORDER 6: C and R, what `polynomial` has beyond hla3."""
-    mp = begin(F1, F2, V1, V2, NEEDED and ORDER != 2 and ORDER != 6, False, TAIL)
-    ms = begin(F1, F2, F1, F2, NEEDED and (ORDER == 2 or ORDER == 4 or ORDER == 5), True, TAIL)
-    mc = begin(F1, F2, V1, V2, NEEDED and (ORDER == 2 or ORDER >= 5), False, TAIL)
-    mr = begin(F1, F2, F1, F2, NEEDED and (ORDER == 3 or ORDER >= 5), False, TAIL)
-    mw = begin(F1, F2, F1, F2, NEEDED and (ORDER == 4 or ORDER == 5), True, TAIL)
+    """Accumulators of (P, S, C, R, W). ORDER 6: C and R, what `polynomial` has beyond hla3. One
+    alone: P 1, W 7, S 8, C 9, R 10."""
+    mp = begin(F1, F2, V1, V2, NEEDED and ORDER != 2 and ORDER < 6, False, TAIL)
+    ms = begin(F1, F2, F1, F2, NEEDED and (ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8), True, TAIL)
+    mc = begin(F1, F2, V1, V2, NEEDED and (ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9), False, TAIL)
+    mr = begin(F1, F2, F1, F2, NEEDED and (ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10), False, TAIL)
+    mw = begin(F1, F2, F1, F2, NEEDED and (ORDER == 4 or ORDER == 5 or ORDER == 7), True, TAIL)
     return mp, ms, mc, mr, mw
 
 
@@ -129,15 +130,15 @@ def add_moments(
 ):  # fmt: skip
     """m + the products of a tile; eq and ek are the tails of q and k."""
     mp, ms, mc, mr, mw = m
-    if ORDER != 2 and ORDER != 6:
+    if ORDER != 2 and ORDER < 6:
         mp = outer4(mp, fk, tv, ek, F2, V2, TAIL, PREC)
-    if ORDER == 2 or ORDER == 4 or ORDER == 5:
+    if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8:
         ms = square4(ms, fk, ek, F2, TAIL, PREC)
-    if ORDER == 2 or ORDER >= 5:
+    if ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9:
         mc = outer4(mc, fq, tv, eq, F2, V2, TAIL, PREC)
-    if ORDER == 3 or ORDER >= 5:
+    if ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10:
         mr = outer4(mr, fk, fq, ek, F2, F2, TAIL, PREC)
-    if ORDER == 4 or ORDER == 5:
+    if ORDER == 4 or ORDER == 5 or ORDER == 7:
         mw = square4(mw, fq, eq, F2, TAIL, PREC)
     return mp, ms, mc, mr, mw
 
@@ -160,9 +161,9 @@ def square_rest(acc, x, y, X2: tl.constexpr, PREC: tl.constexpr):
 def add_rests(m, fq, fk, rq, rk, i, ORDER: tl.constexpr, F2: tl.constexpr, PREC: tl.constexpr):
     """S, R, W + what the features' rests add."""
     mp, ms, mc, mr, mw = m
-    if ORDER == 2 or ORDER == 4 or ORDER == 5:
+    if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8:
         ms = square_rest(ms, fk, rk, F2, PREC)
-    if ORDER == 3 or ORDER >= 5:
+    if ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10:
         mr = outer4(mr, fk, rq, i, F2, F2, False, PREC)
         mr = outer4(mr, rk, fq, i, F2, F2, False, PREC)
     if ORDER == 4 or ORDER == 5:
@@ -173,11 +174,11 @@ def add_rests(m, fq, fk, rq, rk, i, ORDER: tl.constexpr, F2: tl.constexpr, PREC:
 @triton.jit
 def end_moments(m, ORDER: tl.constexpr, F2: tl.constexpr, NEEDED: tl.constexpr):
     """(P, S, C, R, W)."""
-    mp = end(m[0], F2, NEEDED and ORDER != 2 and ORDER != 6)
-    ms = end(m[1], F2, NEEDED and (ORDER == 2 or ORDER == 4 or ORDER == 5))
-    mc = end(m[2], F2, NEEDED and (ORDER == 2 or ORDER >= 5))
-    mr = end(m[3], F2, NEEDED and (ORDER == 3 or ORDER >= 5))
-    return mp, ms, mc, mr, end(m[4], F2, NEEDED and (ORDER == 4 or ORDER == 5))
+    mp = end(m[0], F2, NEEDED and ORDER != 2 and ORDER < 6)
+    ms = end(m[1], F2, NEEDED and (ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8))
+    mc = end(m[2], F2, NEEDED and (ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9))
+    mr = end(m[3], F2, NEEDED and (ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10))
+    return mp, ms, mc, mr, end(m[4], F2, NEEDED and (ORDER == 4 or ORDER == 5 or ORDER == 7))
 
 
 @triton.jit

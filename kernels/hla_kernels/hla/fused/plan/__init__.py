@@ -181,7 +181,7 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str
         few = wide <= 64 or (wide <= 80 and spec.normalize)
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 3}
     if spec.op == "polynomial" and wide > 64 and plain(spec):
-        return {"BN": 32, "num_warps": 8 if wide > 80 else 4, "num_stages": 3}
+        return {"BN": 64 if w["D"] == w["DV"] == 128 else 32, "num_warps": 8 if wide > 80 else 4, "num_stages": 3}
     if wide > 80 or spec.op == "polynomial":
         return {"BN": 64, "num_warps": 8, "num_stages": 3}
     return {"BN": 32 if wide > 64 else 64, "num_warps": 4, "num_stages": 3}
@@ -229,9 +229,12 @@ def key_config(w: dict[str, int]) -> dict[str, int]:
 
 
 def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
-    """2 where the five moments of `polynomial` do not fit in the registers of one program."""
+    """2 or 5 where the five moments of `polynomial` do not fit in the registers of one program."""
     fits = w["F1"] + w["F2"] <= 64 and w["V1"] + w["V2"] <= 64
-    return 1 if spec.op != "polynomial" or (fits and dtype == torch.bfloat16 and not spec.digits(dtype, True)) else 2
+    if spec.op != "polynomial" or (fits and dtype == torch.bfloat16 and not spec.digits(dtype, True)):
+        return 1
+    wide = min(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
+    return 5 if wide and plain(spec) and spec.ridge == 0 and dtype == torch.bfloat16 else 2
 
 
 def apply_config(
