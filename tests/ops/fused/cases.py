@@ -54,7 +54,7 @@ def twice(work: Callable, *args, **options):
 def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
     "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment, "pairs" and
-    "pairs_two_step" with two heads a program, "mixture" and "mixture_kept" without and with moments that the forward keeps."""
+    "pairs_two_step" with two heads a program, "mixture" and "mixture_kept" without and with moments that are kept."""
     with monkeypatch.context() as patch:
         poison(patch)
         split = path in ("split", "whole", "roles", "pairs", "pairs_two_step")
