@@ -85,7 +85,7 @@ CASES = [
     *((op, PLAIN, "halves_two_step", 514, 64, 64, (1, 1), HALF, "packed") for op in ("hla2", "hla3")),
     ("hla3", PLAIN, "halves", 37, 64, 64, (1, 1), HALF, "packed"),
     ("ahla", RATIO, "halves", 70, 64, 64, (2, 2), HALF, "packed"),
-    ("hla2", RATIO, "halves_two_step", 37, 72, 72, (1, 1), HALF, "contiguous"),
+    ("hla2", RATIO, "halves_two_step", 37, 64, 64, (1, 1), HALF, "contiguous"),
     ("hla3", {"feature_map": "relu", "normalize": True, "eps": 0.5}, "halves", 37, 64, 64, (2, 2), HALF, "strided"),
     ("linear_attention", ANCHORED, "halves_two_step", 37, 72, 72, (1, 1), HALF, "packed"),
     ("hla2", {"center": "k"}, "halves", 37, 64, 64, (2, 2), HALF, "packed"),

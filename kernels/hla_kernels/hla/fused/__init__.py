@@ -6,12 +6,14 @@
 
 Features of relu and elu1 are computed once, by the pass of the forward that sums them, and kept for the backward in the
 dtype of the tokens (not for `polynomial` and not in float32): twice the bytes of q, instead of three evaluations. A
-ratio of first order keeps nothing: each direction reads every token once (`loops.first`; queries of wide heads twice).
+ratio of first order keeps nothing: each direction reads every token once (`loops.first`; queries of wide heads twice),
+nor does one of higher order of 64 channels and more than 512 tokens (`heads.summed`).
 
-Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D),
-heads (heads.plain: higher orders without options; heads.pairs, heads.factors; heads.digits, heads.mixture:
-`polynomial` without options), split, middle, plan (the static table), launch. Equations in `hla_kernels.hla`. Triton is
-imported by the first call of `forward` or `backward`: whether a call could run is answered without it.
+Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D), heads
+(heads.plain: higher orders without options; heads.summed: ratios, centred keys; heads.pairs, heads.duo; heads.digits,
+heads.mixture: `polynomial` without options), split, middle, plan (the static table), launch. Equations in
+`hla_kernels.hla`. Triton is imported by the first call of `forward` or `backward`: whether a call could run is answered
+without it.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def kept_features(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | to
     if not plan.halved(spec, w, q.dtype, own):
         return int(spec.keeps(q.dtype))
     split = plan.saves(spec, w, plan.planned(batch * heads), n, q.dtype, own)
-    return int(spec.keeps(q.dtype)) * (split + (1 - split) * sums.keeps_features(w, n))
+    return int(spec.keeps(q.dtype)) * (split + (1 - split) * sums.keeps_features(n))
 
 
 def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:

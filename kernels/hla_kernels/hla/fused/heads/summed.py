@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from ..algebra import anchor, ones_moments, operator_ones, scale_moments
-from ..loops import longest, means, ratio_base, read_out, span, sum_features, sum_moments, write_grads
+from ..loops import longest, ratio_base, read_out, span, sum_features, sum_moments, write_grads
 from ..maps import is_shifted, kept, unshift, unshift_sums
-from ..tiles import axpy2, cast4, load4, load_vec, matvec, rank1, store4, store_vec, trans4, zeros2, zeros4
+from ..tiles import axpy2, cast4, matvec, rank1, store4, store_vec, trans4, zeros2, zeros4
 from . import NO_SPECIALIZE, at_head, ratio_of
 from .halves import factors_of, half, half_operator, put_factors, times
 from .summed_algebra import has_weight, store_rows3, summed_algebra, summed_gradient
@@ -193,31 +193,6 @@ def summed_weights(
     store_rows3(rows + head * 3 * D, row, D, F1, F2)
     if not NORM and ORDER > 1:
         store4(matrix, mt, D, F1, F2, D, F1, F2, 1, D)
-    weights += head * KW
-    for name in tl.static_range(5):
-        if has_weight(name, ORDER):
-            store4(weights + WOFF[name], w[name], D, F1, F2, D, F1, F2, D, 1)
-
-
-@triton.jit(do_not_specialize=["N", "scale"])
-def summed_middle(
-    vectors, matrix, factors, units, grads, room, weights, rows, N, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, KG: tl.constexpr, TURNED: tl.constexpr,
-    WOFF: tl.constexpr, KW: tl.constexpr,
-):  # fmt: skip
-    """The weights and rows of every head of a ratio from what `split.reduce_readout` gave."""
-    head = tl.program_id(0).to(tl.int64)
-    n, scale = means(N, head, scale)
-    grads += head * KG
-    dm = load4(grads, D, F1, F2, D, F1, F2, 1 if TURNED else D, D if TURNED else 1)
-    centred = load_vec(grads + D * D, D, F1, F2)
-    one = load_vec(grads + D * D + D, D, F1, F2)
-    _, w, row = summed_algebra(
-        dm, zeros2(F1, F2), one, centred, (n, n), scale, vectors + head * K, matrix + head * D * D, factors + head * KF,
-        units + head * 4, room + head * KR, matrix.dtype.element_ty, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
-    )  # fmt: skip
-    store_rows3(rows + head * 3 * D, row, D, F1, F2)
     weights += head * KW
     for name in tl.static_range(5):
         if has_weight(name, ORDER):

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..algebra import centre_rows, ones_moments
 from ..loops import sum_gradient, sum_ratio
-from ..maps import is_shifted, ones2
+from ..maps import is_shifted
 from ..tiles import (
     axpy2,
     cast4,
@@ -42,8 +42,6 @@ def summed_gradient(
             False, FMAP, D, F1, F2, D, F1, F2, BN, PREC,
         )  # fmt: skip
         mean = load_vec(vectors + OFF[9], D, F1, F2)
-        if F1 + F2 > D:
-            dm1, dm = inside(dm1, dm, D, F1, F2)
         one = axpy2(dm1, -1.0, vecmat(mean, dm, F2, F2), F2)
         centred = axpy2(one, 1.0 / N[1], vecmat(load_vec(vectors + OFF[7], D, F1, F2), dm, F2, F2), F2)
     else:
@@ -219,15 +217,3 @@ def store_rows3(to, rows, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
     store_vec(to, rows[0], D, D1, D2)
     store_vec(to + D, rows[1], D, D1, D2)
     store_vec(to + 2 * D, rows[2], D, D1, D2)
-
-
-@triton.jit
-def inside(x, a, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """A vector and a matrix without what its columns hold beyond D."""
-    c1, c2 = ones2(D, D1, D2)
-    a12 = a[1]
-    a22 = a[3]
-    if D2 > 0:
-        a12 = a[1] * c2[None, :]
-        a22 = a[3] * c2[None, :]
-    return (x[0] * c1, x[1] * c2), (a[0] * c1[None, :], a12, a[2] * c1[None, :], a22)

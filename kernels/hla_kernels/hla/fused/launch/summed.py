@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ....dispatch.recording import launch
 from .. import plan
-from ..heads.summed import summed_backward, summed_forward, summed_middle, summed_weights
+from ..heads.summed import summed_backward, summed_forward, summed_weights
 from ..plan import sums
 from ..spec import alignment, strides
-from . import apply_grads_call, readout_grad
+from . import apply_grads_call
 from .call import Call, Features, Saved, feature_strides, staged
 from .plain import area, room_of
 
@@ -75,26 +75,16 @@ def summed_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tens
 
 
 def summed_two_step_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> None:
-    """Weights of each head by one program, then its tokens by several; the queries of a ratio of 72 channels, whose
-    sums fill the registers, by several before."""
+    """Two launches: weights of each head by one program, then its tokens by several."""
     q, kept = call.q, Kept.of(saved, call)
     call.lay = lay = call.lay.vectors()
+    a = alignment(q, g)
     room, length = room_of(call)
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     ratio, rows = call.ratio(), call.buffer(call.bh, 3 * lay.fd)
-    state = Saved(kept.vectors, kept.matrix)
-    common = {"KR": length, "WOFF": lay.woff, "KW": lay.kw, **summed_widths(call)}
-    if call.spec.normalize and plan.cut(call.w):
-        grads = readout_grad(call, g, state, ratio)
-        launch(
-            summed_middle, call.bh, *kept, grads, room, weights, rows, call.n, call.scale, KG=lay.kg,
-            TURNED=call.turned, **common, **call.tiles("summed_middle", sums.middle_config),
-        )  # fmt: skip
-    else:
-        a = alignment(q, g)
-        launch(
-            summed_weights, call.bh, q, g, ratio, *kept, room, weights, rows, strides(q, a), strides(g, a), call.n,
-            call.h, call.scale, call.spec.eps, ALIGN=a, PREC=call.prec["PREC"], **common,
-            **call.tiles("summed_weights", sums.weights_config),
-        )  # fmt: skip
-    apply_grads_call(call, g, outs, state, ratio, weights, rows, True)
+    launch(
+        summed_weights, call.bh, q, g, ratio, *kept, room, weights, rows, strides(q, a), strides(g, a), call.n, call.h,
+        call.scale, call.spec.eps, ALIGN=a, KR=length, WOFF=lay.woff, KW=lay.kw, PREC=call.prec["PREC"],
+        **summed_widths(call), **call.tiles("summed_weights", sums.weights_config),
+    )  # fmt: skip
+    apply_grads_call(call, g, outs, Saved(kept.vectors, kept.matrix), ratio, weights, rows, True)

@@ -181,9 +181,9 @@ def sum_features(
         if QUERIES:
             xq = in_full(load_rows(q + (zero + start) * qn, i, qn, live, D, R1, R2, False), FULL)
         if DOT_Q and not LOW:
-            sq = add_total(sq, hq, F2, F2 > 0)
+            sq = add_total(sq, hq, F2)
         if DOT_K and not LOW_K:
-            sk = add_total(sk, hk, F2, F2 > 0)
+            sk = add_total(sk, hk, F2)
         if MOMENTS:
             xk = in_full(load_rows(k + (zero + start) * kn, i, kn, live, D, R1, R2, False), FULL)
             if FULL:  # the float32 sums of five moments leave no registers for the other way
@@ -194,7 +194,7 @@ def sum_features(
             if ALL:
                 mm = add_rests(mm, hq, hk, lq, rk, i, ORDER, F2, PREC)
         if DOT_V:
-            sv = add_total(sv, tv, V2, V2 > 0)
+            sv = add_total(sv, tv, V2)
         if REST_K:
             rp = outer4(rp, rk, tv, i, F2, V2, False, PREC)
         if REST_Q:

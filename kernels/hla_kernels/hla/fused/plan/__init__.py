@@ -50,7 +50,7 @@ def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool
     own keys. Exactly what ran on a GPU: kernels that fill the registers are where assemblers go wrong."""
     fits = w["D"] == w["DV"] and w["D"] in (64, 72)
     higher = spec.op in ("hla2", "ahla", "hla3")
-    form = (higher and plain(spec)) or (summed(spec) and higher and narrow(w))
+    form = (higher and plain(spec)) or (summed(spec) and (higher if narrow(w) else not spec.normalize))
     return own and fits and form and spec.ridge == 0 and dtype == torch.bfloat16
 
 
@@ -125,8 +125,7 @@ def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype
     if mixed(spec, w, dtype, own):
         return "mixture"
     if halved(spec, w, dtype, own):
-        short = n <= 512 and not (spec.normalize and cut(w))
-        return "halves" if short else "halves_two_step"
+        return "halves" if n <= 512 else "halves_two_step"
     return "heads" if n <= 512 and spec.op != "hla3" and not mapped(spec) else "two_step"
 
 

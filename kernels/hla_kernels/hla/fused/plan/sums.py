@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from ..spec import Spec, layout
-from . import cut, factor_floats
+from . import factor_floats
 
 
-def keeps_features(w: dict[str, int], n: int | torch.SymInt) -> int | torch.SymInt:
+def keeps_features(n: int | torch.SymInt) -> int | torch.SymInt:
     """1 where the backward of a ratio reads the features of q and k, not the tokens: with few tokens one launch has the
     instructions of three evaluations in its way. No branch on sizes."""
-    return 1 if cut(w) else 1 - torch.sym_min(1, n // 513)
+    return 1 - torch.sym_min(1, n // 513)
 
 
 def keeps_operator(spec: Spec) -> bool:
@@ -41,8 +41,3 @@ def backward_config(w: dict[str, int]) -> dict[str, int]:
 def weights_config() -> dict[str, int]:
     """Tiles of `summed_weights`."""
     return {"BN": 64, "num_warps": 4, "num_stages": 3}
-
-
-def middle_config() -> dict[str, int]:
-    """Warps of `summed_middle`."""
-    return {"num_warps": 4, "num_stages": 1}
