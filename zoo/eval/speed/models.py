@@ -2,7 +2,8 @@
 
 The same for all mixers: batch sizes, bfloat16 weights for inference, float32 weights under bfloat16 autocast with a
 fused AdamW for training, and, where compiled, every block compiled by itself (the blocks share one compilation).
-Weights and inputs are random. A mixer with a pattern behind it, such as "ahla every:3", keeps softmax in these blocks.
+Weights and inputs are random. Batches keep an H200 busy for longer than a host needs to launch a step. A mixer with a
+pattern behind it, such as "ahla every:3", keeps softmax in these blocks.
 """
 
 import contextlib
@@ -111,9 +112,11 @@ def _wan_inputs(batch: int, size: int) -> dict[str, Tensor]:
 
 
 MODELS = {
-    "vit_small": Family(_vit, _vit_inputs, "blocks", lambda size: (size // 16) ** 2 + 1, {224: 256, 512: 64, 1024: 16}),
+    "vit_small": Family(
+        _vit, _vit_inputs, "blocks", lambda size: (size // 16) ** 2 + 1, {224: 1024, 512: 256, 1024: 64}
+    ),
     "dit_xl2": Family(
-        _dit, _dit_inputs, "transformer_blocks", lambda size: (size // 16) ** 2, {256: 64, 512: 16, 1024: 4}
+        _dit, _dit_inputs, "transformer_blocks", lambda size: (size // 16) ** 2, {256: 128, 512: 32, 1024: 8}
     ),
     "pixart_sigma": Family(_pixart, _pixart_inputs, "transformer_blocks", lambda size: (size // 16) ** 2, {2048: 1}),
     "wan_1.3b": Family(

@@ -266,20 +266,22 @@ def apply_config(
     return {"BN": 64, "num_warps": warps, "num_stages": stages, "ROLES": roles, **more}
 
 
-def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, str]:
+def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int) -> dict[str, str]:
     """How products are multiplied: PREC those of token tiles (without "ieee", of float32 tokens only), MID those of
     D x D matrices, EXACT those that the gradient of coefficients sums ("blocks": `middle.times_exact`).
 
-    tf32 is enough where the result is rounded to bf16; what softmaxes have in common cancels. Float32 tokens are as
-    exact as torch's where errors of tf32x3 add up. The gradient of coefficients nearly cancels, so it has the digits of
-    float32, on tensor cores where tokens are bf16; a ratio takes it of the operator itself. `Spec.digits` has the
+    tf32 is enough where the result is rounded to bf16; what softmaxes have in common cancels, and so does what a ratio
+    through R or W reads of many tokens: but for 1 / sqrt(N) of the operator its outputs are alike. Float32 tokens are
+    as exact as torch's where errors of tf32x3 add up. The gradient of coefficients nearly cancels, so it has the digits
+    of float32, on tensor cores where tokens are bf16; a ratio takes it of the operator itself. `Spec.digits` has the
     digits of the operands.
     """
     polynomial, bf16 = spec.op == "polynomial", dtype == torch.bfloat16
     sums_up = spec.op in ("hla2", "hla3") or spec.normalize or spec.feature_map not in (None, "identity", "relu")
     if (polynomial and not bf16) or (sums_up and dtype == torch.float32):
         return {"PREC": "ieee", "MID": "ieee", "EXACT": "ieee"}
-    mid = "tf32" if bf16 and not spec.softmax else "tf32x3"
+    cancels = spec.normalize and spec.op in ("ahla", "hla3") and n > 8192
+    mid = "tf32" if bf16 and not (spec.softmax or cancels) else "tf32x3"
     if polynomial:
         whole = SPLIT if w["F2"] + w["V2"] == 0 else "ieee"
         return {"PREC": "ieee", "MID": whole if spec.normalize else mid, "EXACT": "blocks"}
