@@ -304,3 +304,4 @@ def test_explain_of_functions():
     qkv = torch.stack(x(20, h=4, hk=4, d=4, dv=4), 2)
     assert hk.explain(hk.ahla_qkvpacked, qkv).impl == hk.explain("ahla", qkv).impl == "torch"
     assert hk.explain(hk.mhla_qkvpacked, qkv, torch.ones(4, 4), **GRID).impl == "torch"
+    assert hk.explain("mhla", *qkv.unbind(2), mixing=torch.ones(4, 4), **GRID).impl == "torch"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -121,6 +121,8 @@ def _signature(inputs: Sequence[Tensor | None]) -> list:
             continue
         at = x.data_ptr()
         found.append((x.shape, x.stride(), x.dtype, at % ALIGNED))
+        if not _placed(x):
+            continue
         home = _home(x)
         if home in homes:
             found.append(at - homes[home])
@@ -152,7 +154,7 @@ class Recorder(TorchDispatchMode):
         self.launches: list[Launch] = []
         self.repeatable = True
         for i, x in enumerate(inputs):
-            if x is not None:
+            if _placed(x):
                 self.homes.setdefault(_home(x), (i, x.data_ptr()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,9 +163,10 @@ class Recorder(TorchDispatchMode):
         if func.overloadpacket in EMPTY or func.overloadpacket in ZEROS:
             if func.overloadpacket in ZEROS:
                 self.zeros.add(len(self.made))
-            self.homes.setdefault(_home(out), (len(self.inputs) + len(self.made), out.data_ptr()))
+            if _placed(out):
+                self.homes.setdefault(_home(out), (len(self.inputs) + len(self.made), out.data_ptr()))
             self.made.append(out)
-        elif func._schema.is_mutable or not all(_home(x) in self.homes for x in found):
+        elif func._schema.is_mutable or not all(_home(x) in self.homes for x in found if _placed(x)):
             self.repeatable = False
         return out
 
@@ -188,7 +191,7 @@ class Recorder(TorchDispatchMode):
         """Arguments without tensors, and the places of the tensors."""
         places = []
         for i, x in enumerate(args):
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and _placed(x):
                 tensor, start = self.homes[_home(x)]
                 places.append((i, tensor, x.data_ptr() - start))
         return [0 if isinstance(x, Tensor) else x for x in args], places
@@ -196,8 +199,7 @@ class Recorder(TorchDispatchMode):
     def recording(self, outputs: tuple[Tensor, ...]) -> Recording | None:
         """All that was noted, or None if there was something else."""
         n = len(self.inputs)
-        # an output without elements has no memory to be known by, and none to be written
-        numbers = [self.homes.get(_home(x), (-1, 0))[0] - n if x.numel() else None for x in outputs]
+        numbers = [self.homes.get(_home(x), (-1, 0))[0] - n if _placed(x) else None for x in outputs]
         pairs = zip(numbers, outputs, strict=True)
         own = all(i is None or (i >= 0 and x.nbytes == self.made[i].nbytes) for i, x in pairs)
         if not self.repeatable or not own:
@@ -217,7 +219,6 @@ class Recorder(TorchDispatchMode):
         return Recording(made, outputs[0].device, scratch, offsets, moved)
 
 
-
 def _moved(places: list[Place], to: dict[int, int]) -> list[Place]:
     """Places by the numbers that their tensors have in a recording."""
     return [(i, to.get(tensor, tensor), offset) for i, tensor, offset in places]
@@ -225,6 +226,11 @@ def _moved(places: list[Place], to: dict[int, int]) -> list[Place]:
 
 def _all_moved(tuples: list[tuple[int, list[Any], list[Place]]], to: dict[int, int]) -> list:
     return [(i, elements, _moved(places, to)) for i, elements, places in tuples]
+
+
+def _placed(x: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether there is a tensor with an address: one without elements says 0, wherever its memory starts."""
+    return x is not None and x.numel() > 0
 
 
 def _home(x: Tensor) -> int:

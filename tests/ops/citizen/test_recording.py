@@ -15,6 +15,7 @@ from hla_kernels.hla.fused.plan import tuning
 from hla_kernels.sequences import Sequences
 
 pytest.importorskip("triton")
+import triton
 from triton.runtime.jit import JITFunction
 
 OPS = torch.ops.hla_kernels
@@ -250,6 +251,31 @@ def flat(launches):
             tensors = isinstance(x, tuple) and isinstance(x[0], float)
             found += x if tensors else [x]
         yield kernel, programs, tuple(found)
+
+
+@triton.jit
+def nothing(a, b, c, d):
+    pass
+
+
+def test_tensors_without_elements(seen):
+    """They have no address, wherever the memory is that they are a view of."""
+
+    def call(base):
+        none = base[3:3]
+
+        def work():
+            out = torch.empty(64)
+            recording.launch(nothing, 1, base[8:], out[5:5], none, out)
+            return (out,)
+
+        return recording.repeated(("none",), (none, base), work)[0]
+
+    call(torch.ones(64))
+    moved = torch.ones(64)
+    out = call(moved)
+    assert all(recording.RECORDINGS.values()) and recorded() == 1
+    assert seen[1] == (nothing, 1, (moved[8:].data_ptr(), 0, 0, out.data_ptr()))
 
 
 def test_every_launch_is_noted():
