@@ -38,7 +38,7 @@ def check_arguments(op: str, inputs: tuple[Any, ...], options: dict[str, Any]) -
 
     signature = inspect.signature(getattr(hla_kernels, op))
     for name in options:
-        check_name("option", name, list(signature.parameters)[len(inputs) :])
+        check_name("option", name, list(signature.parameters)[3:])  # q, k and v come first
     try:
         signature.bind(*inputs, **options)
     except TypeError as error:
