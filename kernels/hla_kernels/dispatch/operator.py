@@ -77,7 +77,7 @@ def _node(overload: Any, backward: Callable, setup_context: Callable) -> Any:
         return output
 
     parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(f"Backward of {overload}", (torch.autograd.Function,), parts)
+    return type(str(overload), (torch.autograd.Function,), parts)
 
 
 def _no_formula(ctx: Any, *grads: Any) -> Any:
