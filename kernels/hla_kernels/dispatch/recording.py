@@ -127,7 +127,9 @@ def _signature(inputs: Sequence[Tensor | None]) -> list:
         if home in homes:
             found.append(at - homes[home])
         homes.setdefault(home, at)
-    found.append(inputs[0].device)  # type: ignore[union-attr]
+    first = inputs[0]
+    assert first is not None
+    found.append(first.device)
     return found
 
 
