@@ -1,9 +1,11 @@
 """Shared by the tests of training, evaluation and tools: tiny runs, in this process or as a user would start them."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 
 from zoo import config
+from zoo.train.loop import Trainer
+from zoo.train.record import read_rows
 from zoo.train.settings import TrainSettings
 
 os.environ.setdefault("HF_HOME", str(Path(tempfile.gettempdir()) / "hla-zoo-tests"))  # not the user's cache
@@ -58,6 +62,29 @@ def run_tool(name: str, *words: str, **kwargs: Any) -> tuple[int, str, str]:
     process = start_tool(name, *words, **kwargs)
     out, err = process.communicate(timeout=240)
     return process.returncode, out, err
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    """Until the log of a run that another process writes has this step."""
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(ValueError):  # the file is being replaced
+            if any(row["step"] >= step for row in read_rows(run / "metrics.jsonl")):
+                return
+        time.sleep(0.005)
+    pytest.fail(f"the run never reached step {step}: {process.communicate()}")
+
+
+def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Make runs of image classifiers fail before this step, counted from 0."""
+    original = Trainer._train_step
+
+    def limited(self, batches):
+        if self.step == step:
+            raise KeyboardInterrupt
+        original(self, batches)
+
+    monkeypatch.setattr(Trainer, "_train_step", limited)
 
 
 @pytest.fixture(autouse=True)

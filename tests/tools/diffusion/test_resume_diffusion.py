@@ -3,13 +3,12 @@
 import random
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from conftest import run_tool, start_tool
+from conftest import run_tool, start_tool, wait_for_step
 from safetensors.torch import load_file
 from tiny_runs import tiny, tree
 from tiny_video import SIZES
@@ -32,18 +31,6 @@ EVERYTHING: dict[str, Any] = {  # whatever draws random numbers or keeps a state
 CLIPS = {"source": "moving_digits", "frames": 4, "clips": 40, **EVERYTHING["data"]}
 WAN = {"kind": "wan", "kwargs": {**SIZES, "patch_size": [1, 2, 2]}}
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
-def wait_for_step(run: Path, step: int, process) -> None:
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            if any(row["step"] >= step for row in read_rows(run / "metrics.jsonl")):
-                return
-        except ValueError:
-            pass  # the file is being replaced
-        time.sleep(0.005)
-    pytest.fail(f"the run never reached step {step}: {process.communicate()}")
 
 
 @pytest.mark.parametrize(

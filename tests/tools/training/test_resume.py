@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import TINY, run_tool, start_tool, tiny
+from conftest import TINY, run_tool, start_tool, tiny, wait_for_step
 from safetensors.torch import load_file
 
 from zoo import config
@@ -36,18 +36,6 @@ def write_config(folder: Path) -> Path:
     teacher = {"distill": {"teacher": str(folder / "teacher")}}
     file.write_text(yaml.safe_dump(config.merge(config.merge(TINY, EVERYTHING), teacher)))
     return file
-
-
-def wait_for_step(run: Path, step: int, process) -> None:
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            if any(row["step"] >= step for row in read_rows(run / "metrics.jsonl")):
-                return
-        except ValueError:
-            pass  # the file is being replaced
-        time.sleep(0.005)
-    pytest.fail(f"the run never reached step {step}: {process.communicate()}")
 
 
 def test_sigkill_and_resume_is_bit_identical(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
-from conftest import ROOT, TINY, run_tool, tiny
+from conftest import ROOT, TINY, run_tool, stop_before, tiny
 from safetensors.torch import load_file
 
 from zoo import config
@@ -49,17 +49,6 @@ def with_large_scale(folder, **sections):
     if trainer.step == 0:
         scaler.load_state_dict({**scaler.state_dict(), "scale": LARGE})
     return trainer
-
-
-def stop_before(monkeypatch, step):
-    original = Trainer._train_step
-
-    def limited(self, batches):
-        if self.step == step:
-            raise KeyboardInterrupt
-        original(self, batches)
-
-    monkeypatch.setattr(Trainer, "_train_step", limited)
 
 
 def optimizer_steps(trainer):

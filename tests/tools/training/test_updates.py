@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny
+from conftest import stop_before, tiny
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
@@ -32,18 +32,6 @@ def poison(monkeypatch, steps):
     monkeypatch.setattr(
         Trainer, "loss", lambda self, batch: original(self, batch) * (float("nan") if self.step in steps else 1.0)
     )
-
-
-def stop_at(monkeypatch, step):
-    """Make the next run fail before this step, counted from 0."""
-    original = Trainer._train_step
-
-    def limited(self, batches):
-        if self.step == step:
-            raise KeyboardInterrupt
-        original(self, batches)
-
-    monkeypatch.setattr(Trainer, "_train_step", limited)
 
 
 # Skipped steps
@@ -197,7 +185,7 @@ def test_the_loss_of_a_line_spans_an_interruption(tmp_path, monkeypatch):
     settings = {**STEPS, "log": {"every": 4}, "run": {"checkpoint_steps": 3}}
     Trainer(tiny(tmp_path / "whole", **settings)).train()
     with monkeypatch.context() as patched:
-        stop_at(patched, 6)  # between the lines of steps 4 and 8
+        stop_before(patched, 6)  # between the lines of steps 4 and 8
         with pytest.raises(KeyboardInterrupt):
             Trainer(tiny(tmp_path / "cut", **settings)).train()
     Trainer(tiny(tmp_path / "cut", **{**settings, "run": {"checkpoint_steps": 3, "resume": True}})).train()
