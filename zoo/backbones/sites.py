@@ -175,31 +175,11 @@ class AttentionSite(Site, Attention):
         return self.mix(q, k, v, x, attn_mask, is_causal, qkv=qkv)
 
 
-@register_notrace_module
-class AttentionRopeSite(Site, AttentionRope):
-    """Site in `timm.layers.AttentionRope`: RoPE ViTs; q, k, v fused or split, k and v grouped or not."""
+class RotarySite(Site):
+    """Site in a host that is given a rotary embedding; q, k, v fused or split, k and v grouped or not."""
 
     def forward(
-        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
-        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
-        x = self.placed(x, self.prefix)
-        qkv = None
-        if self.qkv is not None:
-            qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-            q, k, v = qkv.unbind(2)
-        else:
-            q = split_heads(self.q_proj(x), self.num_heads)
-            k, v = (split_heads(proj(x), kv_heads(self)) for proj in (self.k_proj, self.v_proj))
-        return self.mix(q, k, v, x, attn_mask, is_causal, rotation(self, rope, v), qkv)
-
-
-@register_notrace_module
-class EvaAttentionSite(Site, EvaAttention):
-    """Site in `timm.models.eva.EvaAttention`: EVA, EVA-02, DINOv3; its bias has q and v parts only."""
-
-    def forward(
-        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+        self: Any, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
         x = self.placed(x, self.prefix)
@@ -208,8 +188,22 @@ class EvaAttentionSite(Site, EvaAttention):
             qkv = self._packed(x).unflatten(-1, (3, self.num_heads, -1))
             q, k, v = qkv.unbind(2)
         else:
-            q, k, v = (split_heads(proj(x), self.num_heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+            q = split_heads(self.q_proj(x), self.num_heads)
+            k, v = (split_heads(proj(x), kv_heads(self)) for proj in (self.k_proj, self.v_proj))
         return self.mix(q, k, v, x, attn_mask, is_causal, rotation(self, rope, v), qkv)
+
+    def _packed(self: Any, x: Tensor) -> Tensor:
+        return self.qkv(x)
+
+
+@register_notrace_module
+class AttentionRopeSite(RotarySite, AttentionRope):
+    """Site in `timm.layers.AttentionRope`: RoPE ViTs."""
+
+
+@register_notrace_module
+class EvaAttentionSite(RotarySite, EvaAttention):
+    """Site in `timm.models.eva.EvaAttention`: EVA, EVA-02, DINOv3; its bias has q and v parts only."""
 
     def _packed(self: Any, x: Tensor) -> Tensor:
         if self.q_bias is None:
