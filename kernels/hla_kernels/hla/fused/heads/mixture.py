@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..loops import read_out, span, sum_gradient, sum_moments
 from ..tiles import add4, cast4, scale4, trans4, zeros2
-from . import NO_SPECIALIZE, at_head, load_coefficients, store_coefficients
+from . import NO_SPECIALIZE, load_coefficients, of_head, own_head, store_coefficients
 from .digits import (
     DM,
     C,
@@ -115,14 +115,8 @@ def mixture_forward(
 ):  # fmt: skip
     """o = q M of one head; room for two matrices. SAVE: its moments are kept."""
     pid = tl.program_id(0)
-    head = pid.to(tl.int64)
-    h = pid % H
-    at, N, scale = span(N, pid // H, pid, scale)
-    q = at_head(q, qs, at, h, ALIGN)
-    k = at_head(k, ks, at, h, ALIGN)
-    v = at_head(v, vs, at, h, ALIGN)
-    o = at_head(o, os, at, h, ALIGN)
-    qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
+    head, h, at, N, scale = own_head(pid, N, H, scale)
+    q, k, v, o, qn, kn, vn, _ = of_head((q, k, v, o), (qs, ks, vs, os), at, h, ALIGN)
     PREC: tl.constexpr = "ieee" if SAVE else "tf32x3"
     m, _, _, _ = sum_moments(
         q, k, v, q, qn, kn, vn, qn, 0, N, 5, False, False, True, D, F1, F2, D, F1, F2, BN, PREC
@@ -164,13 +158,8 @@ def mixture_moments(
 ):  # fmt: skip
     """The moments of one head by two programs: P, S, W, and C, R."""
     pid = tl.program_id(0) // 2
-    head = pid.to(tl.int64)
-    h = pid % H
-    at, N, scale = span(N, pid // H, pid, scale)
-    q = at_head(q, qs, at, h, ALIGN)
-    k = at_head(k, ks, at, h, ALIGN)
-    v = at_head(v, vs, at, h, ALIGN)
-    qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
+    head, h, at, N, scale = own_head(pid, N, H, scale)
+    q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     kept += head * KF
     units += head * 8
     if tl.program_id(0) % 2 == 0:
@@ -201,13 +190,9 @@ def mixture_weights(
     """dM, and WHOLE: the operator, the weights and d coefficients of one head; otherwise what `mixture_products` starts
     from, of which more [B * H, 4] are the units."""
     pid = tl.program_id(0)
-    head = pid.to(tl.int64)
-    h = pid % H
-    at, N, scale = span(N, pid // H, pid, scale)
-    dm, _ = sum_gradient(
-        at_head(q, qs, at, h, ALIGN), at_head(g, gs, at, h, ALIGN), qs[1] * ALIGN, gs[1] * ALIGN, 0, N, False, D, F1,
-        F2, D, F1, F2, BN, "ieee",
-    )  # fmt: skip
+    head, h, at, N, scale = own_head(pid, N, H, scale)
+    q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
+    dm, _ = sum_gradient(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, "ieee")
     kept += head * KF
     room += head * KR
     weights += head * KW
@@ -265,14 +250,8 @@ def mixture_backward(
     """The operator, the weights and d coefficients of one head, of its tokens alone, which are read twice: three sums
     to the digits of float32 are what fits in registers."""
     pid = tl.program_id(0)
-    head = pid.to(tl.int64)
-    h = pid % H
-    at, N, scale = span(N, pid // H, pid, scale)
-    q = at_head(q, qs, at, h, ALIGN)
-    k = at_head(k, ks, at, h, ALIGN)
-    v = at_head(v, vs, at, h, ALIGN)
-    g = at_head(g, gs, at, h, ALIGN)
-    qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
+    head, h, at, N, scale = own_head(pid, N, H, scale)
+    q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
     kept += head * KF
     room += head * KR
     matrix += head * D * D

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from ..algebra import scale_moments
-from ..loops import read_out, span, sum_gradient, sum_moments, write_grads
+from ..loops import read_out, sum_gradient, sum_moments, write_grads
 from ..tiles import cast4, store4, trans4, zeros2
-from . import NO_SPECIALIZE, at_head, stagger
+from . import NO_SPECIALIZE, at_head, of_head, own_head, stagger
 from .halves import (
     get_factors,
     get_matrix,
@@ -36,13 +36,8 @@ def plain_forward(
     """o = q M of one head. SAVE: its factors go to factors [B * H, KF] and units [B * H, 4]."""
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
-    head = pid.to(tl.int64)
-    h = pid % H
-    at, N, scale = span(N, pid // H, pid, scale)
-    q = at_head(q, qs, at, h, ALIGN)
-    k = at_head(k, ks, at, h, ALIGN)
-    v = at_head(v, vs, at, h, ALIGN)
-    qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
+    head, h, at, N, scale = own_head(pid, N, H, scale)
+    q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     raw, sums, _, _ = sum_moments(
         q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, False, False, True, D, F1, F2, D, F1, F2, BN, PREC
     )
@@ -56,10 +51,8 @@ def plain_forward(
     mt = half_operator(m, u, t, ORDER, F2)
     out = trans4(cast4(mt, q.dtype.element_ty))
     row = zeros2(F1, F2)
-    read_out(
-        q, at_head(o, os, at, h, ALIGN), qn, os[1] * ALIGN, 0, N, out, row, row, row, 0.0, False, False, 0, D, F1, F2,
-        F1, F2, D, F1, F2, BO, PREC,
-    )  # fmt: skip
+    o, on = at_head(o, os, at, h, ALIGN), os[1] * ALIGN
+    read_out(q, o, qn, on, 0, N, out, row, row, row, 0.0, False, False, 0, D, F1, F2, F1, F2, D, F1, F2, BO, PREC)
 
 
 @triton.jit
@@ -112,14 +105,8 @@ def plain_backward(
     memory than those of all three."""
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
-    head = pid.to(tl.int64)
-    h = pid % H
-    at, N, scale = span(N, pid // H, pid, scale)
-    q = at_head(q, qs, at, h, ALIGN)
-    k = at_head(k, ks, at, h, ALIGN)
-    v = at_head(v, vs, at, h, ALIGN)
-    g = at_head(g, gs, at, h, ALIGN)
-    qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
+    head, h, at, N, scale = own_head(pid, N, H, scale)
+    q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
     m, u, t, dm, pd, s = plain_gradient(
         q, k, v, g, qn, kn, vn, gn, N, scale, factors + head * KF, units + head * 4, room + head * KR, ORDER, KEPT, D,
         F1, F2, BN, PREC,
@@ -139,10 +126,7 @@ def plain_backward(
         ws = half_weight(m, u, t, dm, pd, s, 1, ORDER, F2, dtype)
         ww = half_weight(m, u, t, dm, pd, s, 4, ORDER, F2, dtype)
         w = (wp, ws, wp, wp, ww)
-    dq = at_head(dq, dqs, at, h, ALIGN)
-    dk = at_head(dk, dks, at, h, ALIGN)
-    dv = at_head(dv, dvs, at, h, ALIGN)
-    dqn, dkn, dvn = dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN
+    dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
     m1 = zeros2(F1, F2)
     rows = (m1, m1, m1)
     for part in tl.static_range(LOOPS):
@@ -170,12 +154,8 @@ def plain_weights(
     columns leave no registers for products without `room`."""
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
-    head = pid.to(tl.int64)
-    h = pid % H
-    at, N, scale = span(N, pid // H, pid, scale)
-    q = at_head(q, qs, at, h, ALIGN)
-    g = at_head(g, gs, at, h, ALIGN)
-    qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
+    head, h, at, N, scale = own_head(pid, N, H, scale)
+    q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
     factors += head * KF
     units += head * 4
     matrix += head * D * D

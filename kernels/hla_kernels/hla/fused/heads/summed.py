@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from ..algebra import anchor, ones_moments, operator_ones, scale_moments
-from ..loops import longest, ratio_base, read_out, span, sum_features, sum_moments, write_grads
+from ..loops import ratio_base, read_out, sum_features, sum_moments, write_grads
 from ..maps import is_shifted, kept, unshift, unshift_sums
 from ..tiles import axpy2, cast4, matvec, rank1, store4, store_vec, trans4, zeros2, zeros4
-from . import NO_SPECIALIZE, at_head, ratio_of
+from . import NO_SPECIALIZE, at_head, of_head, own_head, ratio_of
 from .halves import factors_of, half, half_operator, put_factors, times
 from .summed_algebra import has_weight, store_rows3, summed_algebra, summed_gradient
 
@@ -41,19 +41,14 @@ def summed_forward(
     """o of one head. KEEP: the features fq, fk, which the read-out reads too. SAVE: its sums (NORM: m1 and mean value
     too) at OFF of vectors [B * H, K], what `plain_forward` keeps, M [B * H, D, D] of a ratio and of first order."""
     pid = tl.program_id(0)
-    head = pid.to(tl.int64)
-    h = pid % H
-    at, N, scale = span(N, pid // H, pid, scale)
-    q = at_head(q, qs, at, h, ALIGN)
-    k = at_head(k, ks, at, h, ALIGN)
-    v = at_head(v, vs, at, h, ALIGN)
-    qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
+    head, h, at, N, scale = own_head(pid, N, H, scale)
+    q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     n = N[1]
     row = zeros2(F1, F2)
     keep = (q, k, 0, 0)
     if KEEP:
-        fq = at_head(fq, fqs, at, h, ALIGN)
-        keep = (fq, at_head(fk, fks, at, h, ALIGN), fqs[1] * ALIGN, fks[1] * ALIGN)
+        fq, fk, fqn, fkn = of_head((fq, fk), (fqs, fks), at, h, ALIGN)
+        keep = (fq, fk, fqn, fkn)
     if FMAP == 0:
         raw, sums, _, _ = sum_moments(
             q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, True, False, True, D, F1, F2, D, F1, F2, BN, PREC
@@ -108,8 +103,7 @@ def summed_forward(
     base = row
     if NORM:
         base, eps = ratio_base(out, m1, row, eps, D, is_shifted(FMAP), F1, F2, F2)
-    o = at_head(o, os, at, h, ALIGN)
-    on = os[1] * ALIGN
+    o, on = at_head(o, os, at, h, ALIGN), os[1] * ALIGN
     if KEEP:
         tl.debug_barrier()  # every thread reads what others wrote
         read_out(
@@ -130,16 +124,9 @@ def summed_backward(
 ):  # fmt: skip
     """dq, dk, dv of one head. LOOPS as in `plain_backward`."""
     pid = tl.program_id(0)
-    head = pid.to(tl.int64)
-    h = pid % H
-    most = longest(N)
-    at, N, scale = span(N, pid // H, pid, scale)
-    q = at_head(q, qs, at, h, ALIGN)
-    k = at_head(k, ks, at, h, ALIGN)
-    v = at_head(v, vs, at, h, ALIGN)
-    g = at_head(g, gs, at, h, ALIGN)
-    qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
-    ratio = ratio_of(ratio, head, most, NORM)
+    head, h, at, N, scale = own_head(pid, N, H, scale)
+    q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
+    ratio = ratio_of(ratio, head, N[0], NORM)
     vectors += head * K
     matrix += head * D * D
     dm, row_v, one, centred = summed_gradient(
@@ -154,10 +141,7 @@ def summed_backward(
         store_rows3(rows, row, D, F1, F2)
         tl.debug_barrier()  # every thread reads what others wrote
         row = (rows, rows + D, rows + 2 * D)
-    dq = at_head(dq, dqs, at, h, ALIGN)
-    dk = at_head(dk, dks, at, h, ALIGN)
-    dv = at_head(dv, dvs, at, h, ALIGN)
-    dqn, dkn, dvn = dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN
+    dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
     for part in tl.static_range(LOOPS):
         write_grads(
             q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8], ratio, w, 1.0, row, row,
@@ -176,15 +160,13 @@ def summed_weights(
     """`summed_backward` up to its last pass, left to `split.apply_grads`: for heads of many tokens. Writes M unless the
     forward has."""
     pid = tl.program_id(0)
-    head = pid.to(tl.int64)
-    h = pid % H
-    most = longest(N)
-    at, N, scale = span(N, pid // H, pid, scale)
+    head, h, at, N, scale = own_head(pid, N, H, scale)
     vectors += head * K
     matrix += head * D * D
+    q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
     dm, row_v, one, centred = summed_gradient(
-        at_head(q, qs, at, h, ALIGN), at_head(g, gs, at, h, ALIGN), qs[1] * ALIGN, gs[1] * ALIGN, N, eps,
-        ratio_of(ratio, head, most, NORM), vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, PREC,
+        q, g, qn, gn, N, eps, ratio_of(ratio, head, N[0], NORM), vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2,
+        OFF, BN, PREC,
     )  # fmt: skip
     mt, w, row = summed_algebra(
         dm, row_v, one, centred, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,

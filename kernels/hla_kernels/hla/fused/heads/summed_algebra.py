@@ -104,6 +104,19 @@ def summed_algebra(
 
 
 @triton.jit
+def weight_and_row(
+    m, u, t, dm, pd, s, NAME: tl.constexpr, ORDER: tl.constexpr, dtype: tl.constexpr, SHIFTED: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr,
+):  # fmt: skip
+    """`half_weight` and, SHIFTED, its product with ones, otherwise zeros."""
+    row = zeros2(F1, F2)
+    w = half_weight(m, u, t, dm, pd, s, NAME, ORDER, F2, tl.float32)
+    if SHIFTED:
+        row = sum_rows(w, F2, F2)
+    return cast4(w, dtype), row
+
+
+@triton.jit
 def weights2(
     m, u, t, dm, s, scale, q1, one, centred, dtype: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr,
@@ -134,11 +147,7 @@ def weights3(
     z = zeros2(F1, F2)
     row_q = z
     row_k = z
-    row_v = z
-    wp = half_weight(m, u, t, dm, dm, s, 0, 3, F2, tl.float32)
-    if SHIFTED:
-        row_v = sum_rows(wp, F2, F2)
-    wp = cast4(wp, dtype)
+    wp, row_v = weight_and_row(m, u, t, dm, dm, s, 0, 3, dtype, SHIFTED, F1, F2)
     wr = half_weight(m, u, t, dm, dm, s, 3, 3, F2, tl.float32)
     if NORM:
         wr = rank1(wr, axpy2(z, scale, p1, F2), centred, F2, F2)
@@ -157,24 +166,16 @@ def weights4(
 ):  # fmt: skip
     """Weights and rows of hla3: WP', WS and WW; pd = P dM' (+ p1 dm1' of a ratio) in `more` times the units of P and
     dM'."""
-    z = zeros2(F1, F2)
-    row_q = z
-    row_k = z
-    row_v = z
-    wp = half_weight(m, u, t, dm, pd, s, 0, 4, F2, tl.float32)
-    if SHIFTED:
-        row_v = sum_rows(wp, F2, F2)
-    wp = cast4(wp, dtype)
+    wp, row_v = weight_and_row(m, u, t, dm, pd, s, 0, 4, dtype, SHIFTED, F1, F2)
+    row_k = zeros2(F1, F2)
     ws = half_weight(m, u, t, dm, pd, s * more, 1, 4, F2, tl.float32)
     if NORM:
-        row_k = vecmat(axpy2(z, scale * u[1] * u[2], one, F2), cast4(t, tl.float32), F2, F2)
+        row_k = vecmat(axpy2(row_k, scale * u[1] * u[2], one, F2), cast4(t, tl.float32), F2, F2)
     if SHIFTED:
         row_k = axpy2(row_k, 1.0, sum_rows(ws, F2, F2), F2)
     ws = cast4(ws, dtype)
-    ww = half_weight(m, u, t, dm, pd, s * more, 4, 4, F2, tl.float32)
-    if SHIFTED:
-        row_q = sum_rows(ww, F2, F2)
-    return (wp, ws, wp, wp, cast4(ww, dtype)), (row_q, row_k, row_v)
+    ww, row_q = weight_and_row(m, u, t, dm, pd, s * more, 4, 4, dtype, SHIFTED, F1, F2)
+    return (wp, ws, wp, wp, ww), (row_q, row_k, row_v)
 
 
 @triton.jit

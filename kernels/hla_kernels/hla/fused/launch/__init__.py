@@ -12,10 +12,10 @@ from ..loops.first import divide_grads, key_grads, query_grads, token_grads
 from ..loops.parts import add_parts, combine
 from ..middle import middle, middle_grads_value
 from ..middle_key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
-from ..spec import ORDERS, alignment, strides
+from ..spec import ORDERS
 from ..split import apply, apply_grads, reduce_moments, reduce_readout
 from . import pairs
-from .call import BLOCK, Call, Features, Saved, feature_strides, pad, staged, unfused
+from .call import BLOCK, Call, Features, Saved, pad, placed, staged, unfused
 
 
 def head_forward_call(call: Call, o: Tensor, saved: Tensor, features: Features) -> None:
@@ -25,14 +25,12 @@ def head_forward_call(call: Call, o: Tensor, saved: Tensor, features: Features) 
     call.lay = call.lay.vectors()
     save = saved.numel() > 0 and spec.normalize
     to = Saved.of(saved, call) if save else Saved(None, None)
-    kept = [x for x in features if x is not None]
-    a = alignment(q, k, v, o, *kept)
+    at, a = placed(q, k, v, o, *features)
     launch(
         head_forward, call.bh,
-        q, k, v, o, *to, *features, call.coefficients, strides(q, a), strides(k, a), strides(v, a), strides(o, a),
-        *feature_strides(features, a), call.n, call.h, call.g, call.scale, spec.ridge, spec.eps, ALIGN=a, SAVE=save,
-        KEEP=len(kept) > 0, MID=call.prec["MID"], **call.flags,
-        **call.sizes(), **staged(call.tiles("head_forward", plan.head_config, "forward", spec, call.w, q.dtype)),
+        q, k, v, o, *to, *features, call.coefficients, *at, call.n, call.h, call.g, call.scale, spec.ridge, spec.eps,
+        ALIGN=a, SAVE=save, KEEP=features[0] is not None, MID=call.prec["MID"], **call.flags, **call.sizes(),
+        **staged(call.tiles("head_forward", plan.head_config, "forward", spec, call.w, q.dtype)),
     )  # fmt: skip
 
 
@@ -44,12 +42,11 @@ def head_backward_call(
     call.lay = call.lay.vectors()
     of = Saved.of(saved, call) if spec.normalize else Saved(None, None)
     rows = call.buffer(call.bh, 2 * call.lay.fd + call.lay.dv) if spec.normalize else None
-    a = alignment(q, k, v, g, *outs)
+    at, a = placed(q, k, v, g, *outs)
     launch(
         head_backward, call.bh,
-        q, k, v, g, *of, call.ratio(), rows, *outs, call.coefficients, dc, strides(q, a), strides(k, a),
-        strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.g, call.scale, spec.ridge,
-        spec.eps, ALIGN=a, MID=call.prec["MID"], **call.flags, **call.sizes(),
+        q, k, v, g, *of, call.ratio(), rows, *outs, call.coefficients, dc, *at, call.n, call.h, call.g, call.scale,
+        spec.ridge, spec.eps, ALIGN=a, MID=call.prec["MID"], **call.flags, **call.sizes(),
         **staged(call.tiles("head_backward", plan.head_config, "backward", spec, call.w, q.dtype)),
     )  # fmt: skip
 
@@ -61,16 +58,15 @@ def prepare(call: Call, buffer: Tensor, rest: bool, features: Features = (None, 
     config = call.tiles("reduce_moments", plan.reduce_config, call.spec, call.w, q.dtype)
     digits = spec.digits(q.dtype, rest)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
-    kept = [x for x in features if x is not None]
-    a = alignment(q, k, v, *kept)
+    at, a = placed(q, k, v, *features)
     state, matrix = saved
     partial = state if parts == 1 else call.buffer(parts, call.bh, lay.k)
     roles = plan.reduce_roles(call.spec, call.w, q.dtype)
     launch(
         reduce_moments, call.bh * parts * roles,
-        q, k, v, partial, *features, strides(q, a), strides(k, a), strides(v, a), *feature_strides(features, a), call.n,
-        call.h, call.g, parts, chunk, call.bh, call.scale, spec.ridge, ALIGN=a, REST=digits, FINAL=parts == 1,
-        ROLES=roles, KEEP=len(kept) > 0, **call.flags, **call.sizes(), **staged(config), **unfused(call),
+        q, k, v, partial, *features, *at, call.n, call.h, call.g, parts, chunk, call.bh, call.scale, spec.ridge,
+        ALIGN=a, REST=digits, FINAL=parts == 1, ROLES=roles, KEEP=features[0] is not None, **call.flags, **call.sizes(),
+        **staged(config), **unfused(call),
     )  # fmt: skip
     if parts > 1:
         blocks = -(-max(lay.fd * max(lay.fd, lay.dv), 2 * lay.fd + lay.dv) // BLOCK)
@@ -84,17 +80,9 @@ def prepare(call: Call, buffer: Tensor, rest: bool, features: Features = (None, 
     sizes = call.middle_sizes()
     launch(
         middle, call.bh * -(-lay.fd // sizes["BR"]),
-        state,
-        matrix,
-        call.coefficients,
-        call.n,
-        call.h,
-        call.scale,
-        **call.pick("ORDER", "NORM", "CENTER", "MEAN"),
-        **sizes,
-        ANCHORED=parts == 1 and roles == 1,
-        **unfused(call),
-    )
+        state, matrix, call.coefficients, call.n, call.h, call.scale, **call.pick("ORDER", "NORM", "CENTER", "MEAN"),
+        **sizes, ANCHORED=parts == 1 and roles == 1, **unfused(call),
+    )  # fmt: skip
     return saved
 
 
@@ -114,11 +102,11 @@ def apply_call(call: Call, o: Tensor, saved: Saved) -> None:
     q = call.q
     config = call.tiles("apply", plan.apply_config, "forward", call.spec, call.w, q.dtype)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
-    a = alignment(q, o)
+    at, a = placed(q, o)
     launch(
         apply, call.bh * parts,
-        q, o, saved.state, saved.matrix, strides(q, a), strides(o, a), call.n, call.h, parts, chunk, call.spec.eps,
-        ALIGN=a, **call.pick("NORM", "CENTER", "MEAN", "FMAP"), **call.sizes(), **config,
+        q, o, saved.state, saved.matrix, *at, call.n, call.h, parts, chunk, call.spec.eps, ALIGN=a,
+        **call.pick("NORM", "CENTER", "MEAN", "FMAP"), **call.sizes(), **config,
     )  # fmt: skip
 
 
@@ -130,15 +118,15 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
         divide(call, g, saved, ratio, None)
     config = call.tiles("reduce_readout", plan.readout_config, call.spec, call.w, q.dtype)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
-    a = alignment(q, g)
+    at, a = placed(q, g)
     grads = call.buffer(call.bh, lay.kg)
     partial = grads if parts == 1 else call.buffer(parts, call.bh, lay.kg)
     sums = call.spec.mean_path or call.spec.center == "qk" or call.shifted
     launch(
         reduce_readout, call.bh * parts,
-        q, g, saved.state, saved.matrix, ratio, partial, strides(q, a), strides(g, a), call.n, call.h, parts, chunk,
-        call.bh, call.spec.eps, SUMS=sums, ALIGN=a, KG=lay.kg, TURNED=call.turned,
-        REST=digits, DIVIDED=twice, **call.pick("ORDER", "NORM", "CENTER", "FMAP"), **call.sizes(), **staged(config),
+        q, g, saved.state, saved.matrix, ratio, partial, *at, call.n, call.h, parts, chunk, call.bh, call.spec.eps,
+        SUMS=sums, ALIGN=a, KG=lay.kg, TURNED=call.turned, REST=digits, DIVIDED=twice,
+        **call.pick("ORDER", "NORM", "CENTER", "FMAP"), **call.sizes(), **staged(config),
     )  # fmt: skip
     if parts > 1:
         blocks = -(-lay.kg // BLOCK)
@@ -169,23 +157,14 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
         # a fused sum is another one in each of the threads that share it, and they all write it
         launch(
             middle_grads_key, call.bh * blocks,
-            saved.state,
-            grads,
-            weights,
-            rows,
-            call.coefficients,
-            dc,
-            saved.matrix,
-            cross,
-            *scalars,
-            **common,
+            saved.state, grads, weights, rows, call.coefficients, dc, saved.matrix, cross, *scalars, **common,
             enable_fp_fusion=call.coefficients is not None,
-        )
+        )  # fmt: skip
     if order >= 4:
         launch(
             middle_grads_pair, call.bh * blocks * 2,
-            saved.state, grads, weights, rows, call.coefficients, dc, cross, *scalars, **common
-        )
+            saved.state, grads, weights, rows, call.coefficients, dc, cross, *scalars, **common,
+        )  # fmt: skip
     return weights, rows, dc
 
 
@@ -221,13 +200,12 @@ def apply_grads_call(
     once = many and plan.mixed(call.spec, call.w, q.dtype, True)
     config = call.tiles("apply_grads", plan.apply_config, "backward", call.spec, call.w, q.dtype, once)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
-    a = alignment(q, k, v, g, *outs)
+    at, a = placed(q, k, v, g, *outs)
     launch(
         apply_grads, call.bh * parts * config["ROLES"],
-        q, k, v, g, *outs, saved.state, saved.matrix, ratio, weights, rows, strides(q, a), strides(k, a),
-        strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.g, parts, chunk, ALIGN=a,
-        WOFF=lay.woff, KW=lay.kw, ROWS_DONE=rows_done, **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP"),
-        **call.sizes(), **config,
+        q, k, v, g, *outs, saved.state, saved.matrix, ratio, weights, rows, *at, call.n, call.h, call.g, parts, chunk,
+        ALIGN=a, WOFF=lay.woff, KW=lay.kw, ROWS_DONE=rows_done,
+        **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP"), **call.sizes(), **config,
     )  # fmt: skip
 
 
@@ -242,12 +220,11 @@ def two_step_backward_call(
     of = Saved.of(saved, call)
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     rows, ratio = call.buffer(call.bh, 2 * lay.fd + lay.dv), call.ratio()
-    a = alignment(q, k, v, g)
+    at, a = placed(q, k, v, g)
     launch(
         head_weights, call.bh,
-        q, k, v, g, *of, ratio, weights, rows, call.coefficients, dc, strides(q, a), strides(k, a), strides(v, a),
-        strides(g, a), call.n, call.h, call.g, call.scale, spec.ridge, spec.eps, ALIGN=a, WOFF=lay.woff, KW=lay.kw,
-        MID=call.prec["MID"], **call.flags, **call.sizes(),
+        q, k, v, g, *of, ratio, weights, rows, call.coefficients, dc, *at, call.n, call.h, call.g, call.scale,
+        spec.ridge, spec.eps, ALIGN=a, WOFF=lay.woff, KW=lay.kw, MID=call.prec["MID"], **call.flags, **call.sizes(),
         **staged(call.tiles("head_weights", plan.weights_config, spec, q.dtype)),
     )  # fmt: skip
     apply_grads_call(call, g, outs, of, ratio, weights, rows, True)
@@ -259,11 +236,11 @@ def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None
     config = call.tiles("divide_grads", plan.divide_config)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     to = q if dq is None else dq
-    a = alignment(q, g, to)
+    at, a = placed(q, g, to)
     launch(
         divide_grads, call.bh * parts,
-        q, g, dq, saved.state, saved.matrix, ratio, strides(q, a), strides(g, a), strides(to, a), call.n, call.h,
-        parts, chunk, call.spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes() | plan.halves(call.w), **config,
+        q, g, dq, saved.state, saved.matrix, ratio, *at, call.n, call.h, parts, chunk, call.spec.eps, ALIGN=a,
+        **call.pick("FMAP"), **call.sizes() | plan.halves(call.w), **config,
     )  # fmt: skip
 
 
@@ -272,11 +249,11 @@ def first_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
     q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
     saved, length = Saved.of(buffer, call), lay.fd * lay.dv + lay.fd
     if plan.first_at_once(call.w, call.planned, call.most):
-        a = alignment(q, k, v, g, *outs)
+        at, a = placed(q, k, v, g, *outs)
         launch(
             token_grads, call.bh,
-            q, k, v, g, *outs, saved.state, saved.matrix, *(strides(x, a) for x in (q, k, v, g, *outs)), call.n,
-            call.h, call.g, call.scale, spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes(),
+            q, k, v, g, *outs, saved.state, saved.matrix, *at, call.n, call.h, call.g, call.scale, spec.eps, ALIGN=a,
+            **call.pick("FMAP"), **call.sizes(),
             **call.tiles("token_grads", plan.query_config, call.w),
         )  # fmt: skip
         return
@@ -285,13 +262,13 @@ def first_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
         divide(call, g, saved, ratio, outs[0])
     config = call.tiles("query_grads", plan.query_config, call.w)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
-    a = alignment(q, g, outs[0])
+    at, a = placed(q, g, outs[0])
     grads = call.buffer(call.bh, length)
     partial = grads if parts == 1 else call.buffer(parts, call.bh, length)
     launch(
         query_grads, call.bh * parts,
-        q, g, outs[0], saved.state, saved.matrix, ratio, partial, *(strides(x, a) for x in (q, g, outs[0])), call.n,
-        call.h, parts, chunk, call.bh, spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes(), **config,
+        q, g, outs[0], saved.state, saved.matrix, ratio, partial, *at, call.n, call.h, parts, chunk, call.bh, spec.eps,
+        ALIGN=a, **call.pick("FMAP"), **call.sizes(), **config,
     )  # fmt: skip
     if parts > 1:
         blocks = -(-length // BLOCK)
@@ -299,11 +276,11 @@ def first_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
         launch(add_parts, call.bh * blocks, partial, grads, parts, call.bh, **sizes)
     config = call.tiles("key_grads", plan.key_config, call.w)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
-    a = alignment(k, v, *outs[1:])
+    at, a = placed(k, v, *outs[1:])
     launch(
         key_grads, call.bh * parts,
-        k, v, *outs[1:], saved.state, grads, strides(k, a), strides(v, a), *(strides(x, a) for x in outs[1:]), call.n,
-        call.h, call.g, parts, chunk, call.scale, ALIGN=a, **call.pick("FMAP"), **call.sizes(), **config,
+        k, v, *outs[1:], saved.state, grads, *at, call.n, call.h, call.g, parts, chunk, call.scale, ALIGN=a,
+        **call.pick("FMAP"), **call.sizes(), **config,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ....sequences import WHOLE, Sequences
 from .. import plan
 from ..plan.tuning import STATE
-from ..spec import Spec, layout, strides, widths
+from ..spec import Spec, alignment, layout, strides, widths
 
 BLOCK = 1024
 Features = tuple[Tensor | None, Tensor | None]  # phi(q) and phi(k) (less their shift) that a forward keeps, or none
@@ -109,6 +109,7 @@ class Call:
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
 
-def feature_strides(features: Features, a: int) -> tuple:
-    """Those of both, zeros of none."""
-    return tuple((0, 0, 0) if x is None else strides(x, a) for x in features)
+def placed(*tensors: Tensor | None) -> tuple[tuple[tuple[int, int, int], ...], int]:
+    """The strides of each in units of the alignment of all, and that; zeros of None."""
+    a = alignment(*(x for x in tensors if x is not None))
+    return tuple((0, 0, 0) if x is None else strides(x, a) for x in tensors), a

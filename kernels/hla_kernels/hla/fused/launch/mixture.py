@@ -17,8 +17,7 @@ from ..heads.mixture import (
     mixture_weights,
 )
 from ..plan.mixture import mixture_config
-from ..spec import alignment, strides
-from .call import Call, Saved
+from .call import Call, Saved, placed
 
 Read = Callable[[Call, Tensor, Saved], None]
 Write = Callable[[Call, Tensor, tuple[Tensor, Tensor, Tensor], Saved, None, Tensor, Tensor, bool], None]
@@ -53,15 +52,14 @@ def mixture_forward_call(call: Call, o: Tensor, saved: Tensor, read: Read) -> No
     """o, and the moments unless `saved` is empty: one launch at 64 channels, otherwise three."""
     q, k, v = call.q, call.k, call.v
     save = saved.numel() > 0
-    a = alignment(q, k, v, o)
-    at = (strides(q, a), strides(k, a), strides(v, a))
+    at, a = placed(q, k, v, o)
     if call.w["F2"] == 0:
         room = room_of(call, 2)
         kept, units = digits_of(call, saved) if save else (room, room)
         launch(
             mixture_forward, call.bh,
-            q, k, v, o, kept, units, room, call.coefficients, *at, strides(o, a), call.n, call.h,
-            call.scale, ALIGN=a, SAVE=save, **square(call),
+            q, k, v, o, kept, units, room, call.coefficients, *at, call.n, call.h, call.scale, ALIGN=a, SAVE=save,
+            **square(call),
             **call.tiles("mixture_forward", mixture_config, "forward_save" if save else "forward", call.w),
         )  # fmt: skip
         return
@@ -69,7 +67,7 @@ def mixture_forward_call(call: Call, o: Tensor, saved: Tensor, read: Read) -> No
     matrix = operators(call)
     launch(
         mixture_moments, 2 * call.bh,
-        q, k, v, kept, units, *at, call.n, call.h, call.scale, ALIGN=a, **square(call),
+        q, k, v, kept, units, *at[:3], call.n, call.h, call.scale, ALIGN=a, **square(call),
         **call.tiles("mixture_moments", mixture_config, "moments", call.w),
     )  # fmt: skip
     launch(
@@ -90,23 +88,22 @@ def mixture_backward_call(
     room = room_of(call, 4)
     if saved.numel() == 0:
         dc, kept = call.buffer(call.b, call.h, 1, 4), room_of(call, 10)
-        a = alignment(q, k, v, g)
+        at, a = placed(q, k, v, g)
         launch(
             mixture_backward, call.bh,
-            q, k, v, g, kept, room, matrix, weights, call.coefficients, dc, strides(q, a), strides(k, a),
-            strides(v, a), strides(g, a), call.n, call.h, call.scale, ALIGN=a, **common,
-            **call.tiles("mixture_backward", mixture_config, "backward", call.w),
+            q, k, v, g, kept, room, matrix, weights, call.coefficients, dc, *at, call.n, call.h, call.scale, ALIGN=a,
+            **common, **call.tiles("mixture_backward", mixture_config, "backward", call.w),
         )  # fmt: skip
         write(call, g, outs, Saved(room, matrix), None, weights, weights, False)
         return dc
     kept, units = digits_of(call, saved)
     config = call.tiles("mixture_weights", mixture_config, "weights", call.w)
     dc, more = call.buffer(call.b, call.h, 1 if config["WHOLE"] else 5, 4), call.buffer(call.bh, 4)
-    a = alignment(q, g)
+    at, a = placed(q, g)
     launch(
         mixture_weights, call.bh,
-        q, g, kept, units, room, more, matrix, weights, call.coefficients, dc, strides(q, a), strides(g, a), call.n,
-        call.h, call.scale, ALIGN=a, **common, **config,
+        q, g, kept, units, room, more, matrix, weights, call.coefficients, dc, *at, call.n, call.h, call.scale, ALIGN=a,
+        **common, **config,
     )  # fmt: skip
     if not config["WHOLE"]:
         launch(

@@ -8,8 +8,7 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from .. import plan
 from ..heads.pairs import backward_pairs, forward_pairs, grads_pairs, weights_pairs
-from ..spec import alignment, strides
-from .call import Call
+from .call import Call, placed
 
 
 def neighbours(x: Tensor) -> bool:
@@ -49,10 +48,10 @@ def tiles(call: Call, kernel: str) -> dict[str, int]:
 def forward(call: Call, o: Tensor, saved: Tensor, save: bool) -> None:
     """o, and what a backward reads."""
     q, k, v = call.q, call.k, call.v
-    a = alignment(q, k, v, o)
+    at, a = placed(q, k, v, o)
     launch(
-        forward_pairs, call.bh // 2, q, k, v, o, *kept(call, saved), *(strides(x, a) for x in (q, k, v, o)), call.n,
-        call.h, call.scale, ALIGN=a, SAVE=save, **call.pick("ORDER"), **sizes(call), **tiles(call, "forward_pairs"),
+        forward_pairs, call.bh // 2, q, k, v, o, *kept(call, saved), *at, call.n, call.h, call.scale, ALIGN=a,
+        SAVE=save, **call.pick("ORDER"), **sizes(call), **tiles(call, "forward_pairs"),
     )  # fmt: skip
 
 
@@ -62,8 +61,8 @@ def backward(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: 
     g = g if neighbours(g) else g.contiguous()
     q, k, v = call.q, call.k, call.v
     matrix, factors, units = kept(call, saved)
-    a = alignment(q, k, v, g, *outs)
-    tokens = (*(strides(x, a) for x in (q, k, v, g, *outs)), call.n, call.h)
+    at, a = placed(q, k, v, g, *outs)
+    tokens = (*at, call.n, call.h)
     if plan.pairs_at_once(call.spec, call.most):
         launch(
             backward_pairs, call.bh // 2, q, k, v, g, *outs, matrix, *tokens, call.scale, ALIGN=a, **sizes(call),
@@ -75,8 +74,8 @@ def backward(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: 
     room = call.buffer(call.bh, area(call), dtype=torch.float16)
     own = {"COUNT": count, **call.pick("ORDER"), **sizes(call)}
     launch(
-        weights_pairs, call.bh // 2, q, g, factors, units, room, weights, strides(q, a), strides(g, a), call.n, call.h,
-        call.scale, ALIGN=a, **own, **tiles(call, "weights_pairs"),
+        weights_pairs, call.bh // 2, q, g, factors, units, room, weights, at[0], at[3], call.n, call.h, call.scale,
+        ALIGN=a, **own, **tiles(call, "weights_pairs"),
     )  # fmt: skip
     config = tiles(call, "grads_pairs")
     parts, chunk = plan.pair_parts(call.planned // 2, call.most, config["BN"])

@@ -11,9 +11,8 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from .. import plan
 from ..heads.plain import plain_backward, plain_forward, plain_weights
-from ..spec import alignment, strides
 from . import apply_grads_call
-from .call import Call, Saved
+from .call import Call, Saved, placed
 
 
 def factors_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,11 +44,10 @@ def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     q, k, v = call.q, call.k, call.v
     save = saved.numel() > 0
     factors, units = factors_of(call, saved) if save else (o, o)
-    a = alignment(q, k, v, o)
+    at, a = placed(q, k, v, o)
     launch(
         plain_forward, call.bh,
-        q, k, v, o, factors, units, strides(q, a), strides(k, a), strides(v, a), strides(o, a), call.n, call.h,
-        call.scale, ALIGN=a, SAVE=save, **plain_widths(call),
+        q, k, v, o, factors, units, *at, call.n, call.h, call.scale, ALIGN=a, SAVE=save, **plain_widths(call),
         **tiles(call, "plain_forward", plan.plain_forward_config, call.spec, call.w),
     )  # fmt: skip
 
@@ -64,13 +62,13 @@ def plain_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
     """One launch: dq, dk, dv of a higher order of the tokens as they are; an empty `saved` has no factors."""
     q, k, v = call.q, call.k, call.v
     kept = saved.numel() > 0
-    a = alignment(q, k, v, g, *outs)
+    at, a = placed(q, k, v, g, *outs)
     room, length = room_of(call) if kept else (g, 0)
     launch(
         plain_backward, call.bh,
-        q, k, v, g, *outs, *(factors_of(call, saved) if kept else (g, g)), room, strides(q, a), strides(k, a),
-        strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.scale, ALIGN=a, KR=length,
-        KEPT=kept, **plain_widths(call), **tiles(call, "plain_backward", plan.plain_config, call.spec, call.w),
+        q, k, v, g, *outs, *(factors_of(call, saved) if kept else (g, g)), room, *at, call.n, call.h, call.scale,
+        ALIGN=a, KR=length, KEPT=kept, **plain_widths(call),
+        **tiles(call, "plain_backward", plan.plain_config, call.spec, call.w),
     )  # fmt: skip
 
 
@@ -78,14 +76,13 @@ def plain_two_step_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
     """Two launches: weights of each head by one program, then its tokens by several."""
     assert saved.numel() > 0, "the factors that a forward of so few tokens does not keep"
     q, lay = call.q, call.lay
-    a = alignment(q, g)
+    at, a = placed(q, g)
     room, length = room_of(call) if call.w["F2"] > 0 else (g, 0)
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     matrix = call.buffer(call.bh, lay.fd, lay.dv, dtype=call.matrix_dtype)
     launch(
         plain_weights, call.bh,
-        q, g, *factors_of(call, saved), room, matrix, weights, strides(q, a), strides(g, a), call.n, call.h, call.scale,
-        ALIGN=a, KR=length, WOFF=lay.woff, KW=lay.kw, **plain_widths(call),
-        **tiles(call, "plain_weights", plan.plain_weights_config),
+        q, g, *factors_of(call, saved), room, matrix, weights, *at, call.n, call.h, call.scale, ALIGN=a, KR=length,
+        WOFF=lay.woff, KW=lay.kw, **plain_widths(call), **tiles(call, "plain_weights", plan.plain_weights_config),
     )  # fmt: skip
     apply_grads_call(call, g, outs, Saved(room, matrix), None, weights, weights, True)

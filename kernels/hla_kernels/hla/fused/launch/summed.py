@@ -11,9 +11,8 @@ from ....dispatch.recording import launch
 from .. import plan
 from ..heads.summed import summed_backward, summed_forward, summed_weights
 from ..plan import sums
-from ..spec import alignment, strides
 from . import apply_grads_call
-from .call import Call, Features, Saved, feature_strides, staged
+from .call import Call, Features, Saved, placed, staged
 from .plain import area, room_of
 
 
@@ -50,12 +49,10 @@ def summed_forward_call(call: Call, o: Tensor, saved: Tensor, features: Features
     q, k, v = call.q, call.k, call.v
     save = saved.numel() > 0
     kept = Kept.of(saved, call) if save else Kept(o, o, o, o)
-    written = [x for x in features if x is not None]
-    a = alignment(q, k, v, o, *written)
+    at, a = placed(q, k, v, o, *features)
     launch(
-        summed_forward, call.bh, q, k, v, o, *features, *kept, strides(q, a), strides(k, a), strides(v, a),
-        strides(o, a), *feature_strides(features, a), call.n, call.h, call.scale, call.spec.eps, ALIGN=a, SAVE=save,
-        KEEP=len(written) > 0, PREC=call.prec["PREC"], **summed_widths(call),
+        summed_forward, call.bh, q, k, v, o, *features, *kept, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a,
+        SAVE=save, KEEP=features[0] is not None, PREC=call.prec["PREC"], **summed_widths(call),
         **staged(call.tiles("summed_forward", sums.forward_config, call.w)),
     )  # fmt: skip
 
@@ -63,13 +60,12 @@ def summed_forward_call(call: Call, o: Tensor, saved: Tensor, features: Features
 def summed_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> None:
     """One launch: dq, dk, dv."""
     q, k, v = call.q, call.k, call.v
-    a = alignment(q, k, v, g, *outs)
+    at, a = placed(q, k, v, g, *outs)
     room, length = room_of(call)
     rows = call.buffer(call.bh, 3 * call.lay.fd)
     launch(
-        summed_backward, call.bh, q, k, v, g, *outs, call.ratio(), *Kept.of(saved, call), room, rows, strides(q, a),
-        strides(k, a), strides(v, a), strides(g, a), *(strides(x, a) for x in outs), call.n, call.h, call.scale,
-        call.spec.eps, ALIGN=a, KR=length, PREC=call.prec["PREC"], **summed_widths(call),
+        summed_backward, call.bh, q, k, v, g, *outs, call.ratio(), *Kept.of(saved, call), room, rows, *at, call.n,
+        call.h, call.scale, call.spec.eps, ALIGN=a, KR=length, PREC=call.prec["PREC"], **summed_widths(call),
         **call.tiles("summed_backward", sums.backward_config, call.w),
     )  # fmt: skip
 
@@ -78,13 +74,13 @@ def summed_two_step_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tens
     """Two launches: weights of each head by one program, then its tokens by several."""
     q, kept = call.q, Kept.of(saved, call)
     call.lay = lay = call.lay.vectors()
-    a = alignment(q, g)
+    at, a = placed(q, g)
     room, length = room_of(call)
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     ratio, rows = call.ratio(), call.buffer(call.bh, 3 * lay.fd)
     launch(
-        summed_weights, call.bh, q, g, ratio, *kept, room, weights, rows, strides(q, a), strides(g, a), call.n, call.h,
-        call.scale, call.spec.eps, ALIGN=a, KR=length, WOFF=lay.woff, KW=lay.kw, PREC=call.prec["PREC"],
-        **summed_widths(call), **call.tiles("summed_weights", sums.weights_config),
+        summed_weights, call.bh, q, g, ratio, *kept, room, weights, rows, *at, call.n, call.h, call.scale,
+        call.spec.eps, ALIGN=a, KR=length, WOFF=lay.woff, KW=lay.kw, PREC=call.prec["PREC"], **summed_widths(call),
+        **call.tiles("summed_weights", sums.weights_config),
     )  # fmt: skip
     apply_grads_call(call, g, outs, Saved(kept.vectors, kept.matrix), ratio, weights, rows, True)
