@@ -5,6 +5,7 @@ import pytest
 import torch
 from tiny_models import GRIDLESS, gradients, image, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -143,6 +144,21 @@ def test_cuda_graph_of_forward_and_backward(mixer):
         x.copy_(other)
     graph.replay()
     assert all(torch.equal(f, w) for f, w in zip(captured, wanted, strict=True) if w is not None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: graphs are captured there only")
+@pytest.mark.parametrize("mixer", GRIDLESS)
+def test_graphs_of_the_compiler(mixer):
+    """mode="reduce-overhead": captured, and replayed on other inputs."""
+    block = make_block(mixer, "cuda")
+    fast = torch.compile(block, mode="reduce-overhead", fullgraph=True)
+    counters["inductor"].clear()
+    for seed in range(4):
+        x = tokens(197, "cuda", seed=seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_close(results(block, x, fast), results(block, x))
+    assert counters["inductor"]["cudagraph_skips"] == 0
 
 
 @pytest.mark.gpu

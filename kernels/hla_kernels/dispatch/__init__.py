@@ -3,5 +3,6 @@
     forms       what the checks of a call found, for calls of the same form
     operator    custom operators with nothing between autograd and the implementation
     recording   the allocations and launches of a kind of call, noted by its second run and repeated by the others
+    compiling   the kernels of a call, compiled side by side
     definition  the slow way: the definition of a checked call
 """

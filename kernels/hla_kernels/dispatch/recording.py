@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .compiling import Later, Work, compiled_together, only_compiles
+
 ALIGNED = 16  # bytes of an address that a plan may depend on
 ROOM = 512  # bytes that every buffer of the scratch memory starts on a multiple of, as torch.empty has it
 MOST = 1024  # forms that are remembered
@@ -25,7 +27,6 @@ EMPTY = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_emp
 ZEROS = (torch.ops.aten.zeros, torch.ops.aten.zeros_like)
 
 Place = tuple[int, int, int]
-Work = Callable[[], tuple[Tensor, ...]]
 LOCAL = threading.local()
 
 
@@ -86,15 +87,20 @@ ONCE: set[tuple] = set()  # forms that were seen once
 def launch(kernel: Any, programs: int | tuple[int, int], *args: Any, **options: Any) -> None:
     """Run a Triton kernel with so many programs along one axis or two, and note it where a call is recorded."""
     grid = programs if isinstance(programs, tuple) else (programs,)
+    if only_compiles():
+        kernel.warmup(*args, grid=grid, **options)
+        return
     compiled = kernel[grid](*args, **options)
     recorder = getattr(LOCAL, "recorder", None)
     if recorder is not None:
         recorder.launched(kernel, compiled, grid, args, options)
 
 
-def repeated(form: tuple, inputs: Sequence[Tensor | None], work: Work) -> tuple[Tensor, ...]:
+def repeated(
+    form: tuple, inputs: Sequence[Tensor | None], work: Work, later: Later | None = None
+) -> tuple[Tensor, ...]:
     """work(), a function of `inputs` (the first is no None) that returns new tensors; `form` has all that it depends on
-    beside them."""
+    beside them. later(*outputs): the work that will follow, such as a backward."""
     key = (form, *_signature(inputs))
     if key in RECORDINGS:
         recording = RECORDINGS[key]
@@ -103,7 +109,7 @@ def repeated(form: tuple, inputs: Sequence[Tensor | None], work: Work) -> tuple[
         if len(ONCE) >= MOST:
             ONCE.clear()
         ONCE.add(key)
-        return work()
+        return compiled_together(work, later)
     ONCE.discard(key)
     if len(RECORDINGS) >= MOST:
         RECORDINGS.clear()

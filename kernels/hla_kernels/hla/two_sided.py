@@ -110,12 +110,20 @@ def _forward(
         q, k, v = _parts(tokens)
         return fused.forward(q, k, v, _whole(coefficients), spec, save, known)
 
+    def later(o: Tensor, saved: Tensor) -> object:
+        grad = torch.empty_like(o)
+        return _written(fused.backward, grad, saved, tokens, _whole(coefficients), spec, known, _room(known))
+
     with torch.cuda.device_of(first):
         known, tables = _told(first, spec, seqs)
-        o, saved = repeated(
-            ("forward", spec, save, seqs.max_seqlen, *fused.plans()), (*tokens, coefficients, *tables), work
-        )
+        form = ("forward", spec, save, seqs.max_seqlen, *fused.plans())
+        o, saved = repeated(form, (*tokens, coefficients, *tables), work, later if save else None)
         return o, saved
+
+
+def _room(seqs: Sequences) -> Callable[..., Tensor]:
+    """What makes gradients of tokens: the Triton forms do not write those of padded ones."""
+    return torch.empty_like if seqs.mask is None else torch.zeros_like
 
 
 def _told(first: Tensor, spec: fused.Spec, seqs: Sequences) -> tuple[Sequences, tuple[Tensor | None, ...]]:
@@ -137,14 +145,12 @@ def _gradient(
     if not _in_triton(impl, first):
         with _no_autocast(first):
             return _written(_evaluate_gradient, grad, saved, tokens, coefficients, spec, seqs, torch.empty_like)
-    # the Triton forms do not write gradients of padded tokens
-    new = torch.empty_like if seqs.mask is None else torch.zeros_like
     with torch.cuda.device_of(first):
         known, tables = _told(first, spec, seqs)
         return repeated(
             ("backward", spec, seqs.max_seqlen, *fused.plans()),
             (*tokens, grad, saved, coefficients, *tables),
-            lambda: _written(fused.backward, grad, saved, tokens, _whole(coefficients), spec, known, new),
+            lambda: _written(fused.backward, grad, saved, tokens, _whole(coefficients), spec, known, _room(known)),
         )
 
 

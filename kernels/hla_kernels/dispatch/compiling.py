@@ -1,0 +1,58 @@
+"""A call whose kernels were not compiled yet compiles them side by side: nine tenths of a compilation are done outside
+of Python's lock."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+Work = Callable[[], tuple[Tensor, ...]]
+Later = Callable[..., object]
+LOCAL = threading.local()
+
+
+class NotCompiled(Exception):
+    """A launch found no compiled kernel."""
+
+
+class Nowhere(Executor):
+    """Where nothing is compiled."""
+
+    def submit(self, *args: Any, **options: Any) -> Any:
+        """Raises NotCompiled."""
+        raise NotCompiled
+
+
+def only_compiles() -> bool:
+    """Whether launches of this thread compile their kernels and do not run them."""
+    return getattr(LOCAL, "only", False)
+
+
+def compiled_together(work: Work, later: Later | None) -> tuple[Tensor, ...]:
+    """work(), a function that returns new tensors and launches by `recording.launch`. Where a kernel is missing it runs
+    twice: to see what it launches, and in earnest; with its outputs `later(*outputs)` says what will be launched next,
+    whose kernels are compiled too. An error of a compiler is raised by the call that launches the kernel."""
+    from triton import AsyncCompileMode
+    from triton.runtime._async_compile import active_mode
+
+    if active_mode.get() is not None:  # the caller compiles side by side
+        return work()
+    try:
+        with AsyncCompileMode(Nowhere()):
+            return work()
+    except NotCompiled:
+        pass
+    LOCAL.only = True
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            outputs = work()
+            if later is not None:
+                later(*outputs)
+    finally:
+        LOCAL.only = False
+    return work()
