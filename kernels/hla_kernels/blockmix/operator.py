@@ -73,8 +73,12 @@ def _forward(
         q, k, v = _parts(tokens)
         return fused.forward(q, k, v, mixing, options, mask, rotary, save)
 
+    def later(o: Tensor, saved: Tensor) -> object:
+        return _written(torch.empty_like(o), saved, tokens, mixing, mask, rotary, options)
+
     with torch.cuda.device_of(first):
-        o, saved = repeated(("mhla", options, save), (*tokens, mixing, mask, cos, sin), work)
+        inputs = (*tokens, mixing, mask, cos, sin)
+        o, saved = repeated(("mhla", options, save), inputs, work, later if save else None)
         return o, saved
 
 
@@ -90,14 +94,22 @@ def _backward(
             *grads, dm = gradient(grad, q, k, v, mixing, options, mask, rotary)
         return (*(grads if len(tokens) == 3 else (torch.stack(grads, 2),)), dm)
 
-    def work() -> tuple[Tensor, ...]:
-        q, k, v = _parts(tokens)
-        grads = [_room(x, mask) for x in tokens]
-        dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
-        return (*grads, fused.backward(grad, q, k, v, mixing, options, mask, rotary, (dq, dk, dv), saved))
-
     with torch.cuda.device_of(first):
-        return repeated(("mhla backward", options), (*tokens, grad, saved, mixing, mask, cos, sin), work)
+        return repeated(
+            ("mhla backward", options), (*tokens, grad, saved, mixing, mask, cos, sin),
+            lambda: _written(grad, saved, tokens, mixing, mask, rotary, options),
+        )  # fmt: skip
+
+
+def _written(
+    grad: Tensor, saved: Tensor, tokens: Sequence[Tensor], mixing: Tensor, mask: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None, options: BlockOptions,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """New gradients of `tokens` and of the mixing matrix, by the Triton forms."""
+    q, k, v = _parts(tokens)
+    grads = [_room(x, mask) for x in tokens]
+    dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
+    return (*grads, fused.backward(grad, q, k, v, mixing, options, mask, rotary, (dq, dk, dv), saved))
 
 
 @custom_op("mhla")

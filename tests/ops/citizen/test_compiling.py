@@ -130,3 +130,13 @@ def test_in_a_pool_of_the_caller(compiler):
         compiler.two.set()
         forward(FORMS[1], tokens())
     assert sorted(compiler.compiled) == sorted(compiler.ran)
+
+
+def test_block_mixing(compiler):
+    qkv, mixing = tokens(64), torch.ones(4, 4) / 4
+    rest = ("ahla", [8, 8], [2, 2], 0, "relu", True, False, None, 1.0, 1e-6, False, "bfloat16", "triton")
+    o, saved = OPS.mhla_qkvpacked(qkv, mixing, None, None, None, *rest, True)
+    assert compiler.together
+    wanted = sorted(compiler.compiled)
+    OPS.mhla_qkvpacked_backward(torch.ones_like(o), saved, qkv, mixing, None, None, None, *rest)
+    assert sorted(compiler.compiled) == wanted and set(compiler.ran) == set(wanted)
