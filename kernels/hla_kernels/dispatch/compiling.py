@@ -3,8 +3,8 @@ of Python's lock."""
 
 from __future__ import annotations
 
-import os
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
@@ -49,7 +49,8 @@ def compiled_together(work: Work, later: Later | None) -> tuple[Tensor, ...]:
         pass
     LOCAL.only = True
     try:
-        with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+        # Triton changes the filters of warnings and puts them back, which threads undo in another order
+        with warnings.catch_warnings(), ThreadPoolExecutor() as pool, AsyncCompileMode(pool, ignore_errors=True):
             outputs = work()
             if later is not None:
                 later(*outputs)

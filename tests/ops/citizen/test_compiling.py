@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -57,6 +58,7 @@ class Compiler:
         if len(self.compiled) > 1:
             self.two.set()
         if threading.current_thread() is not threading.main_thread():
+            warnings.simplefilter("error")  # as Triton's does for a while
             self.together |= self.two.wait(20)
         return Kernel(lambda *args: self.ran.append(name))
 
@@ -96,6 +98,7 @@ def test_a_forward_compiles_what_its_backward_needs(compiler, form):
     before, qkv = threading.active_count(), tokens()
     o, saved = forward(form, qkv)
     assert compiler.together and threading.active_count() == before
+    assert ("error", None, Warning, None, 0) not in warnings.filters
     read, wanted = list(compiler.ran), sorted(compiler.compiled)
     assert read and set(read) < set(wanted)
     backward(form, qkv, o, saved)
