@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .blockmix import call as block_call
 from .blockmix import fused as block_fused
@@ -29,6 +28,7 @@ from .checks import (
     check_whole_sequences,
     is_number,
 )
+from .dispatch.autograd import are_fixed, needs_backward, refuse_forward_mode
 from .dispatch.definition import definition
 from .dispatch.forms import form_of, recall, remember
 from .features import feature_width
@@ -77,10 +77,12 @@ AnyCall = Call | block_call.BlockCall | taylor_call.TaylorCall | multipole_call.
 
 
 class Explanation(NamedTuple):
-    """What `explain` returns: the implementation that would run and, for the others, why they would not."""
+    """What `explain` returns: the implementation that would run and, for the others, why they would not. fixed: whether
+    coefficients need no gradient now (frozen, or under no_grad): what only that needs is not computed."""
 
     impl: str
     why_not: dict[str, str]
+    fixed: bool = False
 
 
 def why_not_triton(call: AnyCall) -> str | None:
@@ -171,7 +173,7 @@ def _explained(call: AnyCall, impl: str) -> Explanation:
             why_not[name] = (why_not_reference(call) if name == "reference" else None) or (
                 f"impl={impl!r} was asked for" if impl != "auto" else SLOWER[name]
             )
-    return Explanation(chosen, why_not)
+    return Explanation(chosen, why_not, isinstance(call, Call) and are_fixed(call.coefficients))
 
 
 def prepare(
@@ -247,18 +249,6 @@ def decay_heads(decay: float | Tensor | None, q: Tensor, k: Tensor) -> Tensor | 
     return decay.to(q.device, dtype).reshape(1, k.shape[2], -1, 1, 1)
 
 
-def _refuse_forward_mode(op: str, *tensors: Tensor | None) -> None:
-    """The custom operators have no forward-mode rule and torch would return zero tangents without a word."""
-    if torch.compiler.is_compiling():
-        return
-    for x in tensors:
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise ValueError(
-                f"{op} has no forward-mode derivative here (torch.func.jvp, jacfwd, dual tensors); use reverse "
-                'mode, or impl="reference" or return_state=True, which are plain torch code.'
-            )
-
-
 class TwoSided(NamedTuple):
     """What `two_sided` needs for a checked call beside its tensors: their dtypes and the options in its order."""
 
@@ -312,11 +302,11 @@ def _is_two_sided(call: Call, chosen: str) -> bool:
 
 def _two_sided(known: TwoSided, tokens: tuple[Tensor, ...], coefficients: Tensor | None, seqs: Sequences) -> Tensor:
     op, dtypes, options = known
-    _refuse_forward_mode(op, *tokens, coefficients)
-    save = _needs_backward(*tokens, coefficients)
+    refuse_forward_mode(op, *tokens, coefficients)
+    save, fixed = needs_backward(*tokens, coefficients), are_fixed(coefficients)
     operator = two_sided if len(tokens) == 3 else two_sided_qkvpacked
     cast = (x.to(dtype) for x, dtype in zip(tokens, dtypes, strict=True))
-    return operator(*cast, coefficients, op, *options, save, *seqs[:3])[0]
+    return operator(*cast, coefficients, op, *options, fixed, save, *seqs[:3])[0]
 
 
 def prepare_blocks(q: Tensor, *inputs: Tensor, **options: Any) -> block_call.BlockCall:
@@ -336,8 +326,8 @@ def run_blocks(tokens: tuple[Tensor, ...], mixing: Tensor, impl: str = "auto", *
         if chosen == "reference":
             wide = [t.to(compute_dtype(q.dtype)) for t in (q, k, v, mixing)]
             return block_reference(wide[0], wide[1], wide[2], wide[3], kept, mask, rotary).to(q.dtype)
-        _refuse_forward_mode("mhla", q, k, v, mixing)
-        rest = (mixing, mask, *(rotary or (None, None)), *flat(kept), chosen, _needs_backward(q, k, v, mixing))
+        refuse_forward_mode("mhla", q, k, v, mixing)
+        rest = (mixing, mask, *(rotary or (None, None)), *flat(kept), chosen, needs_backward(q, k, v, mixing))
         return mhla_op(q, k, v, *rest)[0] if len(tokens) == 3 else mhla_packed_op(tokens[0].to(q.dtype), *rest)[0]
 
 
@@ -354,8 +344,8 @@ def run_taylor(tokens: tuple[Tensor, ...], coefficients: Tensor, impl: str = "au
     with plain_precision(call.q):
         if chosen == "reference":
             return taylor_definition(call)
-        _refuse_forward_mode("taylor2", *call[:6])
-        save = _needs_backward(*call[:6])
+        refuse_forward_mode("taylor2", *call[:6])
+        save = needs_backward(*call[:6])
         if len(tokens) == 3:
             return taylor2_op(*call, chosen, save)[0]
         rest = (call.mask, call.normalize, call.q_scale, chosen, save)
@@ -367,14 +357,9 @@ def run_multipole(q: Tensor, k: Tensor, v: Tensor, impl: str = "auto", **options
     call = multipole_call.prepare(q, k, v, impl=impl, **options)
     chosen = choose(call, impl)
     if chosen == "triton":
-        _refuse_forward_mode("multipole", q, k, v)
+        refuse_forward_mode("multipole", q, k, v)
     with plain_precision(call.q):
         return multipole_forms.FORMS[chosen](call)
-
-
-def _needs_backward(*tensors: Tensor | None) -> bool:
-    """Whether autograd will record this call."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _two_sided_options(options: Options) -> tuple:
@@ -393,7 +378,7 @@ def _kernel(call: Call) -> tuple[Tensor, State | None]:
         return stream(op, q, k, v, coefficients, options, state)
     if state is not None or return_state:
         return causal(op, q, k, v, options, gamma, state, return_state)
-    _refuse_forward_mode(op, q, k, v, gamma)
+    refuse_forward_mode(op, q, k, v, gamma)
     o = options
     rest = (o.feature_map, o.normalize, o.center, o.mean_path, o.decay_rule, o.ridge, o.scale, o.eps)
     return causal_op(q, k, v, gamma, op, *rest), None

@@ -148,3 +148,27 @@ def test_an_output_without_gradient(op, causal):
     y = Constant.apply(getattr(hk, op)(*x, *extra(op), causal=causal))
     (y.sum() + 3 * x[0].sum()).backward()
     assert bool((x[0].grad == 3).all()) and all(t.grad is None or not bool(t.grad.any()) for t in x[1:])
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_fixed_coefficients(packed):
+    """Frozen or not, compiled or not: the same gradients of the tokens, and none of frozen coefficients."""
+    qkv, grad = torch.randn(2, 9, 3, 4, 8, dtype=torch.double), torch.randn(2, 9, 4, 8, dtype=torch.double)
+    c = torch.randn(4, 4, dtype=torch.double)
+
+    def run(call, frozen):
+        x = [qkv.clone().requires_grad_()] if packed else [t.clone().requires_grad_() for t in qkv.unbind(2)]
+        own = c.clone().requires_grad_(not frozen)
+        assert hk.explain("polynomial", *x, own).fixed == frozen
+        with torch.no_grad():
+            assert hk.explain("polynomial", *x, own).fixed
+        call(*x, own).backward(grad)
+        assert (own.grad is None) == frozen
+        return [t.grad for t in x]
+
+    op = hk.polynomial_qkvpacked if packed else hk.polynomial
+    expected = run(op, False)
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    for call, frozen in ((op, True), (compiled, True), (compiled, False), (compiled, True)):
+        assert all(torch.equal(a, b) for a, b in zip(run(call, frozen), expected, strict=True))
+    assert not hk.explain("hla2", *qkv.unbind(2)).fixed

@@ -114,6 +114,11 @@ def test_a_case_is_compared_with_float64(op, impl, small):
     assert 1e-4 < found.rel_err["forward"] < 1e-2 and 1e-4 < found.rel_err["forward_backward"] < 0.2, found
 
 
+def test_fixed_coefficients_are_compared_with_float64(small):
+    found = checking.check(peers.Case("vit224", "polynomial", "ours", (("fixed", True),)), "cpu")
+    assert found.problem is None and 1e-4 < found.rel_err["forward_backward"] < 0.02, found
+
+
 @pytest.mark.parametrize("impl", ["ours", "eager"])
 def test_a_case_on_a_grid_is_compared_with_float64(impl, small):
     options = {"grid": (3, 3), "blocks": (2, 1), "radius": 0, "degree": 1}
@@ -180,6 +185,9 @@ def test_selection_of_cases():
     found = peers.cases(["vit224"], ["ahla", "hla2"], ["ours", "sdpa_cudnn", "compiled", "fla"], peers.OPTIONS)
     count = [sum(case.impl == impl for case in found) for impl in ("ours", "sdpa_cudnn", "compiled", "fla")]
     assert count == [10, 1, 2, 1]
+    found = peers.cases(["vit224"], ["polynomial", "ahla"], ["ours", "eager"], ["fixed"])
+    assert found == [peers.Case("vit224", "polynomial", "ours", (("fixed", True),))]
+    assert peers.coefficients(found[0], "cpu").requires_grad is False
     found = peers.cases(["vit224", "wan800"], ["mhla"], ["ours", "eager"], ["identity", "relu"])
     assert [(case.shape, case.impl, dict(case.options)["blocks"]) for case in found] == [
         ("wan800", impl, blocks) for impl in ("ours", "eager") for blocks in ((7, 3, 5), (3, 5, 10))

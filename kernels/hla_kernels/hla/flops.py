@@ -69,13 +69,13 @@ def _sizes(tokens: tuple[Shape, ...], op: str, options: tuple, at: int) -> Sizes
 @register_flop_formula(torch.ops.hla_kernels.two_sided)
 def two_sided_flops(q: Shape, k: Shape, v: Shape, _, op: str, *options: Any, out_shape: Any = None) -> int:
     """Forward from q, k, v."""
-    return _sizes((q, k, v), op, options, 11).forward()
+    return _sizes((q, k, v), op, options, 12).forward()
 
 
 @register_flop_formula(torch.ops.hla_kernels.two_sided_qkvpacked)
 def two_sided_qkvpacked_flops(qkv: Shape, _, op: str, *options: Any, out_shape: Any = None) -> int:
     """Forward from qkv."""
-    return _sizes((qkv,), op, options, 11).forward()
+    return _sizes((qkv,), op, options, 12).forward()
 
 
 @register_flop_formula(torch.ops.hla_kernels.two_sided_backward)
@@ -83,7 +83,7 @@ def two_sided_backward_flops(
     grad: Shape, saved: Shape, q: Shape, k: Shape, v: Shape, _, op: str, *options: Any, out_shape: Any = None
 ) -> int:
     """Backward to q, k, v."""
-    return _sizes((q, k, v), op, options, 10).backward()
+    return _sizes((q, k, v), op, options, 11).backward()
 
 
 @register_flop_formula(torch.ops.hla_kernels.two_sided_qkvpacked_backward)
@@ -91,7 +91,7 @@ def two_sided_qkvpacked_backward_flops(
     grad: Shape, saved: Shape, qkv: Shape, _, op: str, *options: Any, out_shape: Any = None
 ) -> int:
     """Backward to qkv."""
-    return _sizes((qkv,), op, options, 10).backward()
+    return _sizes((qkv,), op, options, 11).backward()
 
 
 def _products(run: Callable[..., Any], *inputs: Any) -> int:

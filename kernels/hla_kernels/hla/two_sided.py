@@ -3,7 +3,8 @@
 Two operators, `hla_kernels::two_sided` (q, k, v) and `hla_kernels::two_sided_qkvpacked` (qkv [B, N, 3, H, D], whose
 backward writes one packed gradient). Both return (o, saved): with the last argument `save`, what the backward would
 compute again otherwise (empty where that is cheap). `impl`, chosen in `op`, is the implementation: "torch"
-(`evaluate`, with the backward written out in `gradient`) or "triton" (`fused`). `mask`, or `cu_seqlens` with
+(`evaluate`, with the backward written out in `gradient`) or "triton" (`fused`). `fixed`, set in `op` too: coefficients
+need no gradient, and what only that needs is not computed. `mask`, or `cu_seqlens` with
 `max_seqlen`, say which tokens are a sequence (`sequences`). `stream` is the same mathematics under
 plain autograd, for calls that carry a state.
 """
@@ -70,7 +71,7 @@ def _evaluate_gradient(
 
 
 def _options(spec: fused.Spec) -> Options:
-    _, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale = spec
+    _, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, _ = spec
     return Options(False, feature_map, normalize, center, mean_path, None, "cascade", ridge, scale, eps, q_scale)
 
 
@@ -140,7 +141,7 @@ def _gradient(
     grad: Tensor, saved: Tensor, tokens: Sequence[Tensor], coefficients: Tensor | None, spec: fused.Spec, impl: str,
     seqs: Sequences,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of `tokens` and that of the coefficients, empty without any."""
+    """The gradients of `tokens` and that of the coefficients, empty without any or when they are fixed."""
     first = tokens[0]
     if not _in_triton(impl, first):
         with _no_autocast(first):
@@ -163,7 +164,7 @@ def _written(
     dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
     q, k, v = _parts(tokens)
     dc = backward(grad, q, k, v, coefficients, spec, (dq, dk, dv), saved, seqs)
-    return (*grads, tokens[0].new_empty((0,)) if dc is None else dc)
+    return (*grads, tokens[0].new_empty((0,)) if dc is None or spec.fixed else dc)
 
 
 def _no_autocast(x: Tensor) -> torch.autocast:
@@ -175,12 +176,12 @@ def _no_autocast(x: Tensor) -> torch.autocast:
 def two_sided(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    q_scale: float = 1.0, impl: str = "torch", save: bool = False, mask: Tensor | None = None,
+    q_scale: float = 1.0, impl: str = "torch", fixed: bool = False, save: bool = False, mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o = q M (see `hla`) [B, N, H, Dv] and a float32 buffer for the backward (empty without `save`); arguments are
     checked by `op.run`. q [B, N, H, D], k, v [B, N, Hk, .]."""
-    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
+    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, fixed)
     return _forward((q, k, v), coefficients, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
 
 
@@ -193,11 +194,11 @@ def _(q, k, v, coefficients, *options):
 def two_sided_backward(
     grad: Tensor, saved: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str,
     feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None,
-    eps: float, q_scale: float = 1.0, impl: str = "torch", mask: Tensor | None = None,
+    eps: float, q_scale: float = 1.0, impl: str = "torch", fixed: bool = False, mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dcoefficients) of `two_sided`; the last is empty without coefficients."""
-    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
+    """(dq, dk, dv, dcoefficients) of `two_sided`; the last is empty without coefficients or when they are fixed."""
+    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, fixed)
     seqs = Sequences(mask, cu_seqlens, max_seqlen)
     dq, dk, dv, dc = _gradient(grad, saved, (q, k, v), coefficients, spec, impl, seqs)
     return dq, dk, dv, dc
@@ -206,18 +207,18 @@ def two_sided_backward(
 @two_sided_backward.register_fake
 def _(grad, saved, q, k, v, coefficients, *options):
     outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return (*outs, _fake_coefficients(q, coefficients))
+    return (*outs, _fake_coefficients(q, coefficients, *options))
 
 
 @custom_op("two_sided_qkvpacked")
 def two_sided_qkvpacked(
     qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    q_scale: float = 1.0, impl: str = "torch", save: bool = False, mask: Tensor | None = None,
+    q_scale: float = 1.0, impl: str = "torch", fixed: bool = False, save: bool = False, mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`two_sided` of qkv [B, N, 3, H, D] -> [B, N, H, D] and the buffer."""
-    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
+    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, fixed)
     return _forward((qkv,), coefficients, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
 
 
@@ -230,11 +231,11 @@ def _(qkv, coefficients, *options):
 def two_sided_qkvpacked_backward(
     grad: Tensor, saved: Tensor, qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None,
     normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    q_scale: float = 1.0, impl: str = "torch", mask: Tensor | None = None,
+    q_scale: float = 1.0, impl: str = "torch", fixed: bool = False, mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dqkv [B, N, 3, H, D] in one buffer, dcoefficients) of `two_sided_qkvpacked`."""
-    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
+    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, fixed)
     seqs = Sequences(mask, cu_seqlens, max_seqlen)
     out, dc = _gradient(grad, saved, (qkv,), coefficients, spec, impl, seqs)
     return out, dc
@@ -243,18 +244,21 @@ def two_sided_qkvpacked_backward(
 @two_sided_qkvpacked_backward.register_fake
 def _(grad, saved, qkv, coefficients, *options):
     out = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    return out, _fake_coefficients(qkv, coefficients)
+    return out, _fake_coefficients(qkv, coefficients, *options)
 
 
-def _fake_coefficients(x: Tensor, coefficients: Tensor | None) -> Tensor:
-    return x.new_empty((0,)) if coefficients is None else coefficients.new_empty(coefficients.shape)
+def _fake_coefficients(
+    x, coefficients, op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale=1.0, impl="torch",
+    fixed=False, *sequences,
+):  # fmt: skip
+    return x.new_empty((0,)) if coefficients is None or fixed else coefficients.new_empty(coefficients.shape)
 
 
 def _fake_saved(
-    q, k, v, op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale=1.0, impl="torch", save=False,
-    mask=None, cu_seqlens=None, max_seqlen=0,
+    q, k, v, op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale=1.0, impl="torch", fixed=False,
+    save=False, mask=None, cu_seqlens=None, max_seqlen=0,
 ):  # fmt: skip
-    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale)
+    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, fixed)
     return _saved(q, k, v, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
 
 
@@ -278,7 +282,8 @@ def _backward(ctx, grad, _):
     backward = two_sided_backward if len(tokens) == 3 else two_sided_qkvpacked_backward
     sequences = (mask, cu_seqlens, ctx.max_seqlen)
     *grads, d_coefficients = backward(grad, saved, *tokens, coefficients, *ctx.options, *sequences)
-    return (*grads, None if coefficients is None else d_coefficients, *[None] * (len(ctx.options) + 4))
+    wanted = coefficients is not None and not ctx.options[-1]
+    return (*grads, d_coefficients if wanted else None, *[None] * (len(ctx.options) + 4))
 
 
 two_sided.register_autograd(_backward, setup_context=_save(4))

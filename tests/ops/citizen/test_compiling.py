@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 
 OPS = torch.ops.hla_kernels
-REST = (0.0, None, 1e-6, 1.0, "triton")
+REST = (0.0, None, 1e-6, 1.0, "triton", False)
 FORMS = (
     ("linear_attention", None, False, None, False), ("ahla", "elu1", True, None, False),
     ("hla3", "relu", False, "k", True), ("polynomial", None, False, None, False),

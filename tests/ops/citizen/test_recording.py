@@ -19,7 +19,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 OPS = torch.ops.hla_kernels
-REST = (0.0, None, 1e-6, 1.0, "triton")
+REST = (0.0, None, 1e-6, 1.0, "triton", False)
 FORMS = (
     ("linear_attention", None, False, None, False), ("linear_attention", "elu1", True, None, False),
     ("hla2", None, False, None, False), ("ahla", "elu1", True, None, False), ("hla3", "relu", False, "qk", True),
@@ -126,6 +126,17 @@ def test_the_same_launches(monkeypatch, seen, form, sizes):
         assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in want]
         assert repeated == normal(seen, [*again[0], *again[1:], *want]) and len(seen) == first
         seen.clear()
+
+def test_fixed_coefficients_are_another_form(monkeypatch, seen):
+    x, names = inputs(("polynomial",), (32, 197, 4, 64), True), []
+    for fixed in (False, True, False, True):
+        monkeypatch.setitem(globals(), "REST", (*REST[:-1], fixed))
+        found = results(("polynomial", None, False, None, False), *x)
+        assert found[-1].shape == ((0,) if fixed else (4, 4))
+        names.append([kernel.fn.__name__ for kernel, *_ in seen])
+        seen.clear()
+    assert names[:2] == names[2:] and names[1] == ["fixed_forward", "fixed_weights", "apply_grads"] != names[0]
+
 
 
 def blocks(order, normalize, grid, cut, packed, sizes):

@@ -13,6 +13,7 @@ from torch import Tensor
 import hla_kernels
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
+from hla_kernels.hla.fused.plan import mixture
 from hla_kernels.hla.two_sided import evaluate
 from hla_kernels.options import Options
 
@@ -26,7 +27,8 @@ def truth(spec: Spec, tokens: list[Tensor], grad: Tensor, coefficients: Tensor |
         spec.eps, spec.q_scale,
     )  # fmt: skip
     y = evaluate(spec.op, q, k, v, c, options)
-    return [y.detach(), *torch.autograd.grad(y, [q, k, v] + ([c] if c is not None else []), grad.double())]
+    wanted = [q, k, v] if c is None or spec.fixed else [q, k, v, c]
+    return [y.detach(), *torch.autograd.grad(y, wanted, grad.double())]
 
 
 def poison(patch) -> None:
@@ -67,8 +69,8 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
         patch.setattr(plan, "halved", lambda *a: path.startswith("halves"))
         if path.startswith("mixture"):
             patch.setattr(plan, "mixed", lambda *a: True)
-            floats, n = plan.digits_floats, 513 if path == "mixture_kept" else 1
-            patch.setattr(plan, "digits_floats", lambda w, _: floats(w, n))
+            floats, n = mixture.digits_floats, 513 if path == "mixture_kept" else 1
+            patch.setattr(mixture, "digits_floats", lambda w, _: floats(w, n))
         if path == "roles":
             patch.setattr(plan, "reduce_roles", lambda *a: 5)
         if path == "whole":

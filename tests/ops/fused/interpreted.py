@@ -18,6 +18,7 @@ from tests.ops.fused.cases import make, poison, relative_error, run, truth
 
 OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial")
 PLAIN = {}
+FIXED = {"fixed": True}
 ANCHORED = {"center": "k", "mean_path": True}
 RELU_QK = {"center": "qk", "feature_map": "relu", "mean_path": True}
 RIDGE = {"ridge": 0.3, "center": "qk", "scale": 0.05}
@@ -55,8 +56,7 @@ CASES = [
     ("ahla", RATIO_SOFTMAX, "heads", 37, 40, 40, (2, 2), FULL, "packed"),
     ("hla3", RATIO, "two_step", 37, 64, 64, (2, 2), HALF, "packed"),
     ("hla3", RATIO, "split", 37, 40, 40, (1, 1), FULL, "packed"),
-    ("polynomial", RATIO, "split", 37, 40, 40, (2, 2), FULL, "packed"),
-    ("polynomial", RATIO, "split", 60, 72, 72, (2, 2), FULL, "packed"),
+    *(("polynomial", RATIO, "split", n, d, d, (2, 2), FULL, "packed") for n, d in ((37, 40), (60, 72))),
     ("hla2", PLAIN, "split", 37, 128, 128, (1, 1), HALF, "packed"),
     ("hla2", ANCHORED, "heads", 37, 64, 64, (2, 2), HALF, "packed"),
     ("hla2", RELU_QK, "split", 37, 72, 72, (2, 2), FULL, "strided"),
@@ -94,6 +94,9 @@ CASES = [
     ("polynomial", PLAIN, "roles", 37, 32, 32, (2, 2), HALF, "packed"),
     ("polynomial", SCALE, "mixture_kept", 37, 64, 64, (1, 1), HALF, "packed"),
     ("polynomial", PLAIN, "mixture_kept", 70, 72, 72, (2, 2), HALF, "contiguous"),
+    *(("polynomial", FIXED, "mixture", 70, d, d, (2, 2), HALF, "packed") for d in (64, 72)),
+    *(("polynomial", {**FIXED, **SCALE}, "mixture", 37, d, d, (1, 1), HALF, "contiguous") for d in (64, 72)),
+    *(("polynomial", {**FIXED, **more}, "split", 20, 16, 16, (2, 2), FULL, "packed") for more in (ANCHORED, RATIO)),
     # two neighbouring heads a program; in use for bfloat16 tokens
     ("linear_attention", PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed"),
     ("hla2", PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed"),
@@ -151,7 +154,7 @@ def test_coefficients_of_any_strides(layout):
     tokens, grad, c = make(spec, 20, 16, 16, (2, 2), FULL)
     c = c[:1].expand(2, 4) if layout == "expanded" else c.T.contiguous().T
     x = [*(t.detach().requires_grad_() for t in tokens), c.detach().requires_grad_()]
-    options = ("polynomial", None, False, None, False, 0.0, None, 1e-6, 1.0, "triton", True)
+    options = ("polynomial", None, False, None, False, 0.0, None, 1e-6, 1.0, "triton", False, True)
     y = torch.ops.hla_kernels.two_sided(*x, *options)[0]
     check([y, *torch.autograd.grad(y, x, grad)], truth(spec, tokens, grad, c), TOLERANCE[FULL])
 
@@ -194,7 +197,7 @@ def test_one_and_two_tokens(monkeypatch, n, path):
 def test_through_the_custom_operators(monkeypatch, save):
     """q, k, v and packed give the same bits, with gradients, from an expanded gradient; no rows."""
     ops = torch.ops.hla_kernels
-    rest = ("ahla", None, False, "k", True, 0.0, None, 1e-6, 1.0, "triton", save)
+    rest = ("ahla", None, False, "k", True, 0.0, None, 1e-6, 1.0, "triton", False, save)
     spec = Spec("ahla", center="k", mean_path=True)
     qkv = torch.randn(2, 33, 3, 2, 16, requires_grad=True)
     tokens = [x.detach().requires_grad_() for x in qkv.unbind(2)]
@@ -210,7 +213,7 @@ def test_through_the_custom_operators(monkeypatch, save):
 
 
 def test_opcheck_with_saved_state():
-    rest = ("hla2", "elu1", True, None, False, 0.0, None, 1e-6, 1.0, "triton", True)
+    rest = ("hla2", "elu1", True, None, False, 0.0, None, 1e-6, 1.0, "triton", False, True)
     x = [torch.randn(1, 5, 1, 16, requires_grad=True) for _ in range(3)]
     torch.library.opcheck(torch.ops.hla_kernels.two_sided, (*x, None, *rest))
     qkv = torch.randn(1, 5, 3, 1, 16, requires_grad=True)
@@ -224,7 +227,7 @@ def test_what_is_saved_has_a_size_for_every_number_of_tokens(options):
     class Module(torch.nn.Module):
         def forward(self, q, k, v):
             return torch.ops.hla_kernels.two_sided(
-                q, k, v, None, *options, None, False, 0.0, None, 1e-6, 1.0, "triton", True
+                q, k, v, None, *options, None, False, 0.0, None, 1e-6, 1.0, "triton", False, True
             )
 
     x = [torch.randn(32, 50, 4, 64) for _ in range(3)]
@@ -286,7 +289,7 @@ def test_sequences(monkeypatch, case, kind):
                     patch.setattr(plan, name, lambda *a: int(path == "split"))
                 patch.setattr(plan, "backward_path", lambda *a: path)
                 patch.setattr(plan, "reduce_parts", lambda heads, n, bn: (-(-n // 32), 32))
-            more = (c if c is None else x[3], op, *options.values(), impl, True)
+            more = (c if c is None else x[3], op, *options.values(), impl, False, True)
             y = torch.ops.hla_kernels.two_sided(*x[:3], *more, **ragged)[0]
             results.append([y, *torch.autograd.grad(y, x, grad.to(kept))])
     check(*results, TOLERANCE[dtype])

@@ -161,6 +161,33 @@ def test_polynomial(case):
             assert errors[0] <= 2 * errors[1], (n, name, *errors)
 
 
+FIXED = (*POLYNOMIALS, ({}, BF16, PAIRS), (RATIO, BF16, MANY), (ELU, BF16, FEW), (RATIO_SOFTMAX, BF16, HALF))
+
+
+def of_tokens(x, c, grad, **options):
+    """o, dq, dk, dv of coefficients that need no gradient."""
+    x = [t.detach().requires_grad_() for t in x]
+    y = hk.polynomial(*x, c, **options)
+    return [y.detach(), *torch.autograd.grad(y, x, grad.to(y.dtype))]
+
+
+@pytest.mark.parametrize("case", FIXED, ids=lambda c: f"{'-'.join(c[0])}-{str(c[1])[6:]}-{c[2][3]}")
+def test_polynomial_of_fixed_coefficients(case):
+    """As above where coefficients need no gradient."""
+    options, dtype, sizes = case
+    for n in (1, 17, 197, 1025) if sizes in (MANY, MANY_ODD, PAIRS) and not options else (17, 197, 1025):
+        x, grad = make(n, dtype, sizes)
+        c = torch.randn(sizes[1], 4, generator=torch.Generator("cuda").manual_seed(n), device="cuda")
+        assert hk.explain("polynomial", *x, c, **options).fixed
+        truth = of_tokens([t.double() for t in x], c, grad.double(), impl="torch", **options)
+        torch_form = of_tokens(x, c, grad, impl="torch", **options)
+        first, second = twice(of_tokens, x, c, grad, impl="triton", **options)
+        for name, a, b, r, t in zip(("o", "dq", "dk", "dv"), first, second, torch_form, truth, strict=True):
+            assert torch.equal(a, b), (n, name)
+            errors = relative_error(a, t), relative_error(r, t)
+            assert errors[0] <= 2 * errors[1], (n, name, *errors)
+
+
 def test_polynomial_inference():
     """Without gradients, D = 64 takes one program a head, whose algebra has float16 factors."""
     for n in (1, 17, 197, 1025):
@@ -218,7 +245,7 @@ def test_large_tensors(op, sizes, samples):
 
 
 def test_opcheck():
-    ops, rest = torch.ops.hla_kernels, ("hla2", None, False, "k", True, 0.0, None, 1e-6, 1.0, "triton", True)
+    ops, rest = torch.ops.hla_kernels, ("hla2", None, False, "k", True, 0.0, None, 1e-6, 1.0, "triton", False, True)
     x, _ = make(70, BF16, ODD)
     torch.library.opcheck(ops.two_sided, (*[t.detach().requires_grad_() for t in x], None, *rest))
     qkv = torch.randn(2, 70, 3, 2, 72, device="cuda", dtype=BF16, requires_grad=True)

@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton")
 
 STACK_LIMIT = 16  # bytes; Triton 3.6 spills nothing in the plain forms, 3.9 spills 8 in the reduce of 72 columns
 GATE = Path(__file__).with_name("offline_gate.py")
+FIXED = '{"fixed": true}'
 PLAIN, RATIO = "{}", '{"feature_map": "elu1", "normalize": true}'
 ANCHORED = '{"center": "k", "mean_path": true}'
 ELU_ANCHORED = '{"feature_map": "elu1", "center": "k", "mean_path": true}'
@@ -42,7 +43,9 @@ CASES = (
     ("hla2", ELU_ANCHORED, 2, 2, 4097, 72),
     ("ahla", ELU_ANCHORED, 64, 6, 1025, 64),
     ("polynomial", PLAIN, 256, 6, 197, 64),
-    ("polynomial", PLAIN, 256, 6, 197, 64, "inference"),
+    ("polynomial", FIXED, 256, 6, 197, 64),
+    ("polynomial", FIXED, 64, 6, 1025, 64),
+    ("polynomial", FIXED, 64, 16, 256, 72),
     ("polynomial", PLAIN, 64, 6, 1025, 64),
     ("polynomial", PLAIN, 64, 16, 256, 72),
     ("polynomial", PLAIN, 2, 12, 32760, 128),
@@ -107,6 +110,20 @@ def test_another_number_of_tokens_compiles_nothing(op, options, heads, kind):
 
     found = [{key(*call) for call in record(op, options, 1, heads, n, 64, kind)} for n in (197, 240, 222, 129)]
     assert found[0] and all(keys == found[0] for keys in found)
+
+
+@pytest.mark.parametrize(("n", "d"), ((197, 64), (1025, 64), (256, 72), (32760, 128), (333, 40)))
+def test_fixed_coefficients_pay_for_nothing_exact(n, d):
+    """Of what a backward launches, less: no parts of d coefficients, no digits, nothing of exact products."""
+    from tests.ops.fused.offline_gate import record
+
+    learned, fixed = (record("polynomial", options, 8, 16, n, d) for options in (PLAIN, FIXED))
+    for fn, args, kwargs in fixed:
+        given = dict(zip(fn.arg_names, args, strict=False)) | kwargs
+        assert given.get("dcoefficients") is None and not given.get("DIGITS") and given.get("EXACT") != "blocks"
+    names = {fn.__name__ for fn, *_ in fixed}
+    assert "sum_coefficients" in {fn.__name__ for fn, *_ in learned} and "sum_coefficients" not in names
+    assert not names & {"mixture_forward", "mixture_backward", "mixture_weights", "mixture_products"}
 
 
 @pytest.mark.parametrize(("batch", "turns"), ((256, True), (64, False)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import hla_kernels
-from zoo.eval.speed.peers import Case, coefficients, make, of_operator, truth
+from zoo.eval.speed.peers import Case, coefficients, make, of_operator, truth, wanted
 from zoo.eval.speed.shapes import ALL_SHAPES
 
 # Relative errors at which a time means nothing. Plain torch in bfloat16 loses 2e-3 to 1e-2, but up to a tenth in the
@@ -59,7 +59,7 @@ def _check(case: Case, device: str) -> Checked:
     _wait(device)
     forward_s = time.perf_counter() - start
     o = call(qkv, c)
-    (found, *_) = torch.autograd.grad(o, [qkv] if c is None else [qkv, c], grad)
+    (found, *_) = torch.autograd.grad(o, wanted(qkv, c), grad)
     _wait(device)
     both_s = time.perf_counter() - start
     forward, backward = errors(case, qkv, o, grad, found, c)
@@ -82,9 +82,9 @@ def errors(case: Case, qkv: Tensor, o: Tensor, grad: Tensor, found: Tensor, c: T
         # coefficients are of heads, a mixing matrix of all
         own = None if c is None else (c if case.op == "mhla" else c[j : j + 1]).detach().double()
         exact = truth(case, q, k, v, own)
-        wanted = [exact, *torch.autograd.grad(exact, (q, k, v), grad[i, :, j].double()[None, None])]
+        right = [exact, *torch.autograd.grad(exact, (q, k, v), grad[i, :, j].double()[None, None])]
         got = [o[i, :, j], *found[i, :, :, j].unbind(1)]
-        for place, (x, y) in enumerate(zip(got, wanted, strict=True)):
+        for place, (x, y) in enumerate(zip(got, right, strict=True)):
             squares[0, place] += (x.detach().double() - y[0, 0].detach()).square().sum()
             squares[1, place] += y.detach().square().sum()
     relative = (squares[0] / squares[1]).sqrt().tolist()

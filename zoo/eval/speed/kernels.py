@@ -20,6 +20,7 @@ from zoo.eval.speed import rows
 from zoo.eval.speed.check import Checked, check, inputs
 from zoo.eval.speed.peers import (
     DEGREES,
+    FIXED,
     MIXED_OPTIONS,
     OPTIONS,
     OTHERS,
@@ -29,6 +30,7 @@ from zoo.eval.speed.peers import (
     coefficients,
     make,
     missing,
+    wanted,
 )
 from zoo.eval.speed.shapes import ALL_SHAPES, OPS, PASSES, SHAPES, floor_us
 from zoo.eval.speed.timing import copy_rate, measure, peak_mib
@@ -59,14 +61,14 @@ class KernelSettings:
     shapes: list[str] = field(default_factory=lambda: list(SHAPES))
     ops: list[str] = field(default_factory=lambda: list(OPS))
     impls: list[str] = field(default_factory=lambda: list(IMPLS))
-    options: list[str] = field(default_factory=lambda: ["identity", "elu1_ratio", "center_mean"])
+    options: list[str] = field(default_factory=lambda: ["identity", "elu1_ratio", "center_mean", "fixed"])
     workers: int = 8
     json: str = "docs/results/kernels-h200.json"
     picture: str = "docs/pictures/kernels-h200.png"
 
     def __post_init__(self) -> None:
         ops = (*OPS, *OTHERS)
-        known = {"shapes": ALL_SHAPES, "ops": ops, "impls": IMPLS, "options": OPTIONS | MIXED_OPTIONS | DEGREES}
+        known = {"shapes": ALL_SHAPES, "ops": ops, "impls": IMPLS, "options": OPTIONS | MIXED_OPTIONS | FIXED | DEGREES}
         for key, allowed in known.items():
             for name in getattr(self, key):
                 if name not in allowed:
@@ -163,7 +165,7 @@ def one_pass(which: str, call: Call, qkv: torch.Tensor, c: torch.Tensor | None, 
         with torch.no_grad():
             return call(qkv, c)
     o = call(qkv, c)
-    grads = torch.autograd.grad(o, [qkv] if c is None else [qkv, c], grad)
+    grads = torch.autograd.grad(o, wanted(qkv, c), grad)
     return o.detach(), grads  # with the graph of o alive, the next call would wait for the stream of this one
 
 

@@ -36,6 +36,7 @@ MIXED_OPTIONS: dict[str, dict[str, Any]] = {
     "order_ahla": OPTIONS["relu"] | {"order": "ahla"},
     "order_hla2": OPTIONS["relu"] | {"order": "hla2"},
 }
+FIXED = {"fixed": {"fixed": True}}  # of our polynomial alone: coefficients that need no gradient
 DEGREES = {"degree0": 0, "degree1": 1}  # of multipole alone
 OTHERS = ("mhla", "taylor2", "multipole")
 PACKAGES = {"fla": "fla.ops.linear_attn", "flash_bla": "flash_bla.ops.simple_la.fused"}
@@ -71,6 +72,8 @@ def cases(shapes: Iterable[str], ops: Iterable[str], impls: Iterable[str], optio
                 chosen = [o for o in options if o in OPTIONS and (impl != "compiled" or o == "identity")]
                 plain_ops = [op for op in ops if op not in OTHERS]
                 out += [Case(shape, op, impl, tuple(OPTIONS[o].items())) for op in plain_ops for o in chosen]
+                if "polynomial" in ops and impl == "ours":
+                    out += [Case(shape, "polynomial", impl, tuple(FIXED[o].items())) for o in options if o in FIXED]
                 if "mhla" in ops and impl != "compiled":
                     out += _mixed_cases(shape, impl, [o for o in options if o in MIXED_OPTIONS])
                 if "taylor2" in ops:
@@ -112,7 +115,7 @@ def make(case: Case) -> Call:
 
 def coefficients(case: Case, device: str) -> Tensor | None:
     """Coefficients [H, 4] of the polynomial and [H, 2] of taylor2, the mixing matrix [M, M] of mhla, which need a
-    gradient too; None for the other operators."""
+    gradient too unless they are `FIXED`; None for the other operators."""
     if case.op == "mhla":
         return locality(dict(case.options)["blocks"]).to(device).requires_grad_()
     if case.op == "taylor2":
@@ -120,12 +123,17 @@ def coefficients(case: Case, device: str) -> Tensor | None:
     if case.op != "polynomial":
         return None
     row = torch.tensor([1.0, 0.5, 0.25, 0.125], device=device)
-    return row.repeat(ALL_SHAPES[case.shape].h, 1).requires_grad_()
+    return row.repeat(ALL_SHAPES[case.shape].h, 1).requires_grad_("fixed" not in dict(case.options))
+
+
+def wanted(qkv: Tensor, c: Tensor | None) -> list[Tensor]:
+    """The inputs whose gradient is computed."""
+    return [x for x in (qkv, c) if x is not None and x.requires_grad]
 
 
 def truth(case: Case, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Tensor:
     """What the case must compute, in the dtype of q, k, v [1, H, N, D]."""
-    options = dict(case.options)
+    options = {k: v for k, v in case.options if k != "fixed"}
     if case.op == "softmax_attention":
         return softmax(q, k, v)
     if case.op == "mhla":
@@ -140,7 +148,9 @@ def truth(case: Case, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Tens
 
 
 def of_operator(options: dict[str, Any], qkv: Tensor) -> dict[str, Any]:
-    """The options of a case as the operator takes them: its rotary tables are tensors."""
+    """The options of a case as the operator takes them: its rotary tables are tensors, coefficients say themselves
+    whether they are fixed."""
+    options = {k: v for k, v in options.items() if k != "fixed"}
     if not options.get("rotary"):
         return options
     return options | {"rotary": angles(qkv.shape[1], qkv.shape[4], qkv.device)}
@@ -162,7 +172,7 @@ def _ours(op: str, options: dict[str, Any]) -> Call:
     if op == "mhla":
         return lambda qkv, c: packed(qkv, c, **of_operator(options, qkv))
     if op == "polynomial":
-        return lambda qkv, c: packed(qkv, c, **options)
+        return lambda qkv, c: packed(qkv, c, **of_operator(options, qkv))
     return lambda qkv, c: packed(qkv, **options)
 
 

@@ -75,9 +75,10 @@ def _ours(found: dict[tuple, Row]) -> str:
     lines = []
     for shape in SHAPES.values():
         for op in OPS:
-            plain = {which: found.get((tuple(shape.sizes), op, "ours", (), which)) for which in PASSES}
-            if any(plain.values()):
-                lines.append(_line(shape, op, plain, found))
+            for title, options in ((op, ()), (f"{op}, fixed coefficients", (("fixed", True),))):
+                plain = {which: found.get((tuple(shape.sizes), op, "ours", options, which)) for which in PASSES}
+                if any(plain.values()):
+                    lines.append(_line(shape, title, plain, found))
     return _table(head, lines) if lines else ""
 
 

@@ -11,7 +11,7 @@ nor does one of higher order of 64 channels and more than 512 tokens (`heads.sum
 
 Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D), heads
 (heads.plain: higher orders without options; heads.summed: ratios, centred keys; heads.pairs, heads.duo; heads.digits,
-heads.mixture: `polynomial` without options), split, middle, plan (the static table), launch. Equations in
+heads.mixture, heads.fixed: `polynomial` without options), split, middle, plan (the static table), launch. Equations in
 `hla_kernels.hla`. Triton is imported by the first call of `forward` or `backward`: whether a call could run is answered
 without it.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...sequences import WHOLE, Sequences
 from . import plan
-from .plan import sums
+from .plan import mixture, sums
 from .spec import DTYPES, MAX_D, MIN_D, Spec, layout, widths
 
 __all__ = ["Spec", "backward", "forward", "saved_floats", "why_not"]
@@ -83,7 +83,7 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     if plan.halved(spec, w, q.dtype, own_keys(q, v, seqs)):
         whole = sums.kept_floats(spec, w, n, q.dtype)
     if plan.mixed(spec, w, q.dtype, own_keys(q, v, seqs)):
-        whole = plan.digits_floats(w, n)
+        whole = mixture.mixture_floats(spec, w, n)
     return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
 
 
@@ -129,6 +129,7 @@ def forward(
     """o [B, N, H, Dv] contiguous from q [B, N, H, D], k, v [B, N, Hk, .], and a float32 buffer for `backward`
     (`saved_floats`; empty without `save`)."""
     from .launch import Call, apply_call, head_forward_call, split_forward_call
+    from .launch.fixed import fixed_forward_call
     from .launch.mixture import mixture_forward_call
     from .launch.plain import plain_forward_call
     from .launch.summed import summed_forward_call
@@ -144,7 +145,8 @@ def forward(
         buffer = call.buffer(operator_floats(q, v, spec, seqs) if split and path != "mixture" else 0)
     features = features_of(buffer, q, k) if save and kept_features(q, v, spec, seqs) else (None, None)
     if path == "mixture" or (not split and plan.mixed(spec, call.w, q.dtype, own_keys(q, v, seqs))):
-        mixture_forward_call(call, o, buffer, apply_call)
+        fixed = spec.fixed or buffer.numel() == 0
+        (fixed_forward_call if fixed else mixture_forward_call)(call, o, buffer, apply_call)
     elif split:
         split_forward_call(call, o, buffer, save, features)
     elif plan.halved(spec, call.w, q.dtype, own_keys(q, v, seqs)):
@@ -169,8 +171,10 @@ def backward(
     seqs: Sequences = WHOLE,
 ) -> Tensor | None:
     """Write dq, dk, dv into `outs` (any strides with contiguous last dimension); returns d coefficients [H, 4] or
-    None. `saved`: the buffer of `forward`, or an empty one, then what it would hold is computed again."""
+    None (without any, or `Spec.fixed`). `saved`: the buffer of `forward`, or an empty one, then what it would hold is
+    computed again."""
     from . import launch
+    from .launch.fixed import fixed_backward_call
     from .launch.mixture import mixture_backward_call
     from .launch.plain import plain_backward_call, plain_two_step_call
     from .launch.summed import summed_backward_call, summed_two_step_call
@@ -191,13 +195,16 @@ def backward(
         full = (outs[0], dk, dv)
     path = plan.backward_path(spec, call.w, call.planned, call.most, q.dtype, own_keys(q, v, seqs))
     more = plan.factor_floats(spec, call.w, call.most) if path.startswith("halves") else 0
-    more = plan.digits_floats(call.w, call.most) if path == "mixture" else more
+    more = mixture.mixture_floats(spec, call.w, call.most) if path == "mixture" else more
     if saved.numel() == 0 and more > 0:
         saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
     if spec.alone(q.dtype):
         call.lay = call.lay if path == "split" else call.lay.vectors()
         launch.first_backward_call(call, grad, full, saved)
         dc = None
+    elif path == "mixture" and spec.fixed:
+        dc = None
+        fixed_backward_call(call, grad, full, saved, launch.apply_grads_call)
     elif path == "mixture":
         dc = mixture_backward_call(call, grad, full, saved, launch.apply_grads_call)
     elif path == "halves":
@@ -207,7 +214,7 @@ def backward(
         dc = None
         (summed_two_step_call if spec.sums else plain_two_step_call)(call, grad, full, saved)
     elif path != "split":
-        dc = None if coefficients is None else call.buffer(call.b, call.h, 1, 4)
+        dc = call.buffer(call.b, call.h, 1, 4) if spec.learned else None
         (launch.head_backward_call if path == "heads" else launch.two_step_backward_call)(call, grad, full, dc, saved)
     else:
         filled = saved.numel() > 0

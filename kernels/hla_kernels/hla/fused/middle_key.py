@@ -180,7 +180,7 @@ def middle_grads_key(
                 ones_p = vecmat(one, load4(s + OFF[0], FD, F1, F2, DV, V1, V2, DV, 1), F2, V2)
                 p1 = scale * tl.sum(rowdot(as_row(load_vec(s + OFF[6], FD, F1, F2)), as_row(one), F2))
                 shift_k = scale * c[2] * (dot_rows(x, ones_p, V2) + p1 * d1i)
-        if ORDER == 5:
+        if dcoefficients is not None:
             p = dcoefficients + (head * BLOCKS + tl.program_id(0) % BLOCKS) * 4
             tl.store(p, tl.sum(rowdot(pi, x, V2)) + tl.sum(p1i * d1i))
             tl.store(p + 2, tl.sum(rowdot(rows_of(s + OFF[3], r, BR, FD, FD, F1, F2, 1, FD), zt, F2)))
@@ -242,7 +242,7 @@ def middle_grads_pair(
         else:
             zti = rows_of(z, r, BR, FD, FD, F1, F2, FD, 1)
             dw = times(zti, load_symmetric(s + OFF[1], FD, F1, F2), BR, F2, F1, F2, EXACT)
-        if ORDER == 5:
+        if dcoefficients is not None:
             e = rowdot(rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1), dw, F2)
             tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 3, tl.sum(e))
         si = rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1)
@@ -264,8 +264,9 @@ def middle_grads_pair(
             ct, y = query_moment_grad(
                 s, g, x, dmt, d1, d1i, q1, q1i, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, EXACT, TURNED
             )
-            e = rowdot(rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1), ct, F2)
-            tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 1, tl.sum(e))
+            if dcoefficients is not None:
+                e = rowdot(rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1), ct, F2)
+                tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 1, tl.sum(e))
             ds = axpy2(ds, c[1], y, F2)
         put_rows(w + WOFF[1], r, BR, FD, FD, F1, F2, mul2(ds, scale, F2))
         if SHIFTED:

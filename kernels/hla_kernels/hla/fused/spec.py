@@ -31,6 +31,12 @@ class Spec(NamedTuple):
     scale: float | None = None
     eps: float = 1e-6
     q_scale: float = 1.0
+    fixed: bool = False  # coefficients that need no gradient
+
+    @property
+    def learned(self) -> bool:
+        """Whether the backward has the gradient of coefficients to compute."""
+        return self.op == "polynomial" and not self.fixed
 
     def flags(self, dtype: torch.dtype) -> dict[str, int]:
         """The constexpr flags every kernel takes."""
@@ -79,7 +85,7 @@ class Spec(NamedTuple):
     def matrix_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which operators are stored for tokens of `dtype`: unrounded where means are taken of them, or
         the gradient of coefficients."""
-        late = (self.softmax and not self.normalize) or (self.op == "polynomial" and self.normalize)
+        late = (self.softmax and not self.normalize) or (self.learned and self.normalize)
         return torch.float32 if late else dtype
 
     def in_range(self, d: int, n: int) -> Spec:
@@ -98,7 +104,7 @@ class Spec(NamedTuple):
         torch has in float32, then for features whose mean cancels."""
         if dtype == torch.float32:
             return 0
-        if self.op == "polynomial" and backward:
+        if self.learned and backward:
             plain = dtype == torch.bfloat16 and not self.normalize and self.feature_map in (None, "identity")
             return 0 if plain else 3
         if self.softmax and (backward or not self.normalize):

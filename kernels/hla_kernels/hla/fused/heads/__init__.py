@@ -292,7 +292,7 @@ def head_backward(
         ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, K, BN,
         STAGES, PREC, MID,
     )  # fmt: skip
-    store_coefficients(dcoefficients, pid, dc, ORDER)
+    store_coefficients(dcoefficients, pid, dc)
     if NORM:
         out_rows += head * (2 * FD + DV)
         store_vec(out_rows, rows[0], FD, F1, F2)
@@ -319,9 +319,9 @@ def head_backward(
 
 
 @triton.jit
-def store_coefficients(ptr, head, dc, ORDER: tl.constexpr):
-    """d coefficients [4] of one head."""
-    if ORDER == 5:
+def store_coefficients(ptr, head, dc):
+    """d coefficients [4] of one head, where they are wanted."""
+    if ptr is not None:
         tl.store(ptr + head * 4, dc[0])
         tl.store(ptr + head * 4 + 1, dc[1])
         tl.store(ptr + head * 4 + 2, dc[2])
@@ -352,7 +352,7 @@ def head_weights(
         load_coefficients(coefficients, h, ORDER), N, scale, ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1,
         R2, F1, F2, DV, V1, V2, FD, OFF, K, BN, STAGES, PREC, MID,
     )  # fmt: skip
-    store_coefficients(dcoefficients, pid, dc, ORDER)
+    store_coefficients(dcoefficients, pid, dc)
     if not NORM:
         store4(matrix + head * FD * DV, out, FD, F1, F2, DV, V1, V2, DV, 1)
     to = out_weights + head * KW

@@ -21,8 +21,8 @@ from ..tiles import add4, axpy2, cast4, scale4, store4, trans4
 from .halves import get_matrix, half, largest_folded, put_matrix
 
 REST = tl.constexpr(2.0**-11)  # of a rest's unit in that of its matrix: both have the same largest number
-P, S, C, R, W = (tl.constexpr(2 * i) for i in range(5))  # where the digits of a moment lie, in matrices
-DM, Z, T = (tl.constexpr(i) for i in (0, 2, 3))  # dM, dM P' and c1 I + c3 R + c4 S W, likewise
+P, S, C, R, W, RESTS = (tl.constexpr(i) for i in range(6))  # where a moment lies, in matrices; its rest RESTS behind it
+DM, Z, T, REST_DM = (tl.constexpr(i) for i in range(4))  # dM, dM P' and c1 I + c3 R + c4 S W, likewise
 
 
 @triton.jit
@@ -36,11 +36,11 @@ def digits(a, D2: tl.constexpr):
 
 
 @triton.jit
-def put_digits(to, a, D1: tl.constexpr, D2: tl.constexpr):
-    """Write both matrices of `digits`, one behind the other, and return the unit."""
+def put_digits(to, a, FAR: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Write both matrices of `digits`, the second FAR matrices behind the first, and return the unit."""
     hat, rest, unit = digits(a, D2)
     put_matrix(to, hat, D1, D2)
-    put_matrix(to + (D1 + D2) * (D1 + D2), rest, D1, D2)
+    put_matrix(to + FAR * (D1 + D2) * (D1 + D2), rest, D1, D2)
     return unit
 
 
@@ -52,9 +52,9 @@ def load(at, I: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def whole(at, I: tl.constexpr, unit, D1: tl.constexpr, D2: tl.constexpr):
-    """The matrix of `put_digits` in float32."""
+    """A moment of `put_digits` in float32."""
     hat = cast4(load(at, I, D1, D2), tl.float32)
-    return add4(scale4(hat, unit), scale4(cast4(load(at, I + 1, D1, D2), tl.float32), unit * REST), D2, D2)
+    return add4(scale4(hat, unit), scale4(cast4(load(at, I + RESTS, D1, D2), tl.float32), unit * REST), D2, D2)
 
 
 @triton.jit
@@ -140,8 +140,8 @@ def first_products(
     dc1 = inner(whole(kept, P, up, D1, D2), dm, 1.0, D2)
     hm = load(room, DM, D1, D2)
     hp = load(kept, P, D1, D2)
-    z = product(load(room, DM + 1, D1, D2), trans4(hp), D2)
-    z = add4(z, product(hm, trans4(load(kept, P + 1, D1, D2)), D2), D2, D2)
+    z = product(load(room, REST_DM, D1, D2), trans4(hp), D2)
+    z = add4(z, product(hm, trans4(load(kept, P + RESTS, D1, D2)), D2), D2, D2)
     z = scale4(add4(product(hm, trans4(hp), D2), scale4(z, REST), D2, D2), um * up)
     hz, uz = half(z, D2, D2)
     put_matrix(room + Z * (D1 + D2) * (D1 + D2), hz, D1, D2)
@@ -165,10 +165,10 @@ def second_products(
         x = scale4(product(hs, load(room, Z, D1, D2), D2), us * uz)
         put_weight(weights + WOFF[4], symmetric(scale4(x, s * c[3]), D2), dtype, D, D1, D2)
         dc2 = inner(hs, x, 0.0, D2)
-        dc4 = inner(load(kept, W + 1, D1, D2), x, uw * REST, D2)
+        dc4 = inner(load(kept, W + RESTS, D1, D2), x, uw * REST, D2)
     elif PART == 1:
         x = scale4(product(load(kept, W, D1, D2), trans4(load(room, Z, D1, D2)), D2), uw * uz)
-        dc4 = inner(load(kept, S + 1, D1, D2), x, us * REST, D2)
+        dc4 = inner(load(kept, S + RESTS, D1, D2), x, us * REST, D2)
         y = scale4(product(load(room, DM, D1, D2), trans4(load(kept, C, D1, D2)), D2), um * uc)
         dc2 = inner(whole(kept, S, us, D1, D2), y, 1.0, D2)
         x = add4(scale4(y, s * c[1]), scale4(x, s * c[3]), D2, D2)
@@ -176,7 +176,7 @@ def second_products(
     elif PART == 2:
         hm = load(room, DM, D1, D2)
         x = scale4(product(load(kept, S, D1, D2), hm, D2), us * um)
-        dc2 = inner(load(kept, C + 1, D1, D2), x, uc * REST, D2)
+        dc2 = inner(load(kept, C + RESTS, D1, D2), x, uc * REST, D2)
         dc4 = inner(hm, x, 0.0, D2)
         put_weight(weights + WOFF[2], trans4(scale4(x, s * c[1])), dtype, D, D1, D2)
         x = scale4(product(trans4(hm), load(room, T, D1, D2), D2), s * um * ut)
@@ -184,7 +184,7 @@ def second_products(
     else:
         hs = load(kept, S, D1, D2)
         x = scale4(product(hs, load(kept, C, D1, D2), D2), us * uc)
-        dc2 = inner(load(room, DM + 1, D1, D2), x, um * REST, D2)
+        dc2 = inner(load(room, REST_DM, D1, D2), x, um * REST, D2)
         dc4 = inner(hs, x, 0.0, D2)
         y = scale4(product(load(room, T, D1, D2), load(kept, P, D1, D2), D2), ut * up)
         put_weight(matrix, add4(y, scale4(x, c[1]), D2, D2), dtype, D, D1, D2)

@@ -13,6 +13,8 @@ from ..tiles import add4, cast4, scale4, trans4, zeros2
 from . import NO_SPECIALIZE, load_coefficients, of_head, own_head, store_coefficients
 from .digits import (
     DM,
+    REST_DM,
+    RESTS,
     C,
     P,
     R,
@@ -28,7 +30,7 @@ from .digits import (
     second_products,
     total,
 )
-from .halves import half
+from .halves import half, put_matrix
 
 
 @triton.jit
@@ -45,93 +47,62 @@ def load_units(at):
 
 
 @triton.jit
-def put_moments(to, units, m, s, FIRST: tl.constexpr, SECOND: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """`put_digits` of the moments times s and their units: P, S, W (FIRST), C and R (SECOND)."""
+def put_moment(to, a, DIGITS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Write a moment in float16, DIGITS: what is left of it too, and return its unit."""
+    if DIGITS:
+        unit = put_digits(to, a, RESTS, D1, D2)
+    else:
+        hat, unit = half(a, D2, D2)
+        put_matrix(to, hat, D1, D2)
+    return unit
+
+
+@triton.jit
+def put_moments(
+    to, units, m, s, FIRST: tl.constexpr, SECOND: tl.constexpr, DIGITS: tl.constexpr, D1: tl.constexpr,
+    D2: tl.constexpr,
+):  # fmt: skip
+    """`put_moment` of the moments times s and their units: P, S, W (FIRST), C and R (SECOND)."""
     AREA: tl.constexpr = (D1 + D2) * (D1 + D2)
     if FIRST:
-        tl.store(units, put_digits(to + P * AREA, scale4(m[0], s), D1, D2))
-        tl.store(units + 1, put_digits(to + S * AREA, scale4(m[1], s), D1, D2))
-        tl.store(units + 4, put_digits(to + W * AREA, scale4(m[4], s), D1, D2))
+        tl.store(units, put_moment(to + P * AREA, scale4(m[0], s), DIGITS, D1, D2))
+        tl.store(units + 1, put_moment(to + S * AREA, scale4(m[1], s), DIGITS, D1, D2))
+        tl.store(units + 4, put_moment(to + W * AREA, scale4(m[4], s), DIGITS, D1, D2))
     if SECOND:
-        tl.store(units + 2, put_digits(to + C * AREA, scale4(m[2], s), D1, D2))
-        tl.store(units + 3, put_digits(to + R * AREA, scale4(m[3], s), D1, D2))
+        tl.store(units + 2, put_moment(to + C * AREA, scale4(m[2], s), DIGITS, D1, D2))
+        tl.store(units + 3, put_moment(to + R * AREA, scale4(m[3], s), DIGITS, D1, D2))
 
 
 @triton.jit
 def mixed_operator(kept, room, u, c, D1: tl.constexpr, D2: tl.constexpr):
-    """M of `algebra.operator` from float16 factors; room for a matrix."""
+    """M of `algebra.operator` from float16 factors and the unit of the left factor of P, which is written to `room`."""
     up, us, uc, ur, uw = u
     hs = load(kept, S, D1, D2)
     t = scale4(product(hs, load(kept, W, D1, D2), D2), us * uw)
     ut = put_left(room, t, scale4(cast4(load(kept, R, D1, D2), tl.float32), ur), c, D1, D2)
     x = scale4(product(hs, load(kept, C, D1, D2), D2), us * uc * c[1])
     tl.debug_barrier()  # every thread reads what others wrote
-    return add4(scale4(product(load(room, 0, D1, D2), load(kept, P, D1, D2), D2), ut * up), x, D2, D2)
-
-
-@triton.jit
-def put1(to, x, D: tl.constexpr):
-    """Write a matrix [D, D]."""
-    i = tl.arange(0, D)
-    tl.store(to + i[:, None] * D + i[None, :], x.to(to.dtype.element_ty))
-
-
-@triton.jit
-def get1(at, D: tl.constexpr):
-    """Inverse of `put1`."""
-    i = tl.arange(0, D)
-    return tl.load(at + i[:, None] * D + i[None, :])
-
-
-@triton.jit
-def half1(x):
-    """`half` of one block."""
-    y, unit = half((x, x, x, x), 0, 0)
-    return y[0], unit
-
-
-@triton.jit
-def light_operator(m, c, s, to, D: tl.constexpr):
-    """M of `algebra.operator` from float16 factors; room for two [2, D, D]."""
-    hs, us = half1(m[1][0] * s)
-    put1(to, hs, D)
-    tl.debug_barrier()  # every thread reads what others wrote
-    hs = get1(to, D)
-    hw, uw = half1(m[4][0] * s)
-    t = tl.dot(hs, hw)
-    ht, ut = half1(t * (us * uw * c[3]) + m[3][0] * s * c[2])
-    put1(to + D * D, ht, D)
-    hc, uc = half1(m[2][0] * s)
-    out = tl.dot(hs, hc) * (us * uc * c[1]) + m[0][0] * s * c[0]
-    hp, up = half1(m[0][0] * s)
-    tl.debug_barrier()
-    return out + tl.dot(get1(to + D * D, D), hp) * (ut * up)
+    return add4(scale4(product(load(room, 0, D1, D2), load(kept, P, D1, D2), D2), ut * up), x, D2, D2), ut
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def mixture_forward(
     q, k, v, o, kept, units, room, coefficients, qs, ks, vs, os, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """o = q M of one head; room for two matrices. SAVE: its moments are kept."""
+    """o = q M of one head, whose moments are kept; room for a matrix."""
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, o, qn, kn, vn, _ = of_head((q, k, v, o), (qs, ks, vs, os), at, h, ALIGN)
-    PREC: tl.constexpr = "ieee" if SAVE else "tf32x3"
     m, _, _, _ = sum_moments(
-        q, k, v, q, qn, kn, vn, qn, 0, N, 5, False, False, True, D, F1, F2, D, F1, F2, BN, PREC
+        q, k, v, q, qn, kn, vn, qn, 0, N, 5, False, False, True, D, F1, F2, D, F1, F2, BN, "ieee"
     )  # fmt: skip
-    room += head * 2 * (F1 + F2) * (F1 + F2)
-    c = load_coefficients(coefficients, h, 5)
-    if SAVE:
-        kept += head * KF
-        units += head * 8
-        put_moments(kept, units, m, scale, True, True, F1, F2)
-        tl.debug_barrier()  # every thread reads what others wrote
-        m = mixed_operator(kept, room, load_units(units), c, F1, F2)
-    else:
-        x = light_operator(m, c, scale, room, D)
-        m = (x, x, x, x)
+    kept += head * KF
+    units += head * 8
+    put_moments(kept, units, m, scale, True, True, True, F1, F2)
+    tl.debug_barrier()  # every thread reads what others wrote
+    room += head * (F1 + F2) * (F1 + F2)
+    m, _ = mixed_operator(kept, room, load_units(units), load_coefficients(coefficients, h, 5), F1, F2)
     x = zeros2(F1, F2)
     read_out(
         q, o, qn, os[1] * ALIGN, 0, N, cast4(m, q.dtype.element_ty), x, x, x, 0.0, False, False, 0, D, F1, F2, F1, F2,
@@ -141,20 +112,21 @@ def mixture_forward(
 
 @triton.jit
 def part_moments(
-    q, k, v, qn, kn, vn, kept, units, N, scale, ORDER: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, BN: tl.constexpr,
+    q, k, v, qn, kn, vn, kept, units, N, scale, ORDER: tl.constexpr, DIGITS: tl.constexpr, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Sum and keep the moments of an order of `begin_moments`."""
     m, _, _, _ = sum_moments(
-        q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, False, False, False, D, F1, F2, D, F1, F2, BN, "ieee"
-    )
-    put_moments(kept, units, m, scale, ORDER == 4, ORDER == 6, F1, F2)
+        q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, False, False, False, D, F1, F2, D, F1, F2, BN,
+        "ieee" if DIGITS else "tf32x3",
+    )  # fmt: skip
+    put_moments(kept, units, m, scale, ORDER == 4, ORDER == 6, DIGITS, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def mixture_moments(
     q, k, v, kept, units, qs, ks, vs, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, KF: tl.constexpr, BN: tl.constexpr,
+    F2: tl.constexpr, KF: tl.constexpr, DIGITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The moments of one head by two programs: P, S, W, and C, R."""
     pid = tl.program_id(0) // 2
@@ -163,22 +135,26 @@ def mixture_moments(
     kept += head * KF
     units += head * 8
     if tl.program_id(0) % 2 == 0:
-        part_moments(q, k, v, qn, kn, vn, kept, units, N, scale, 4, D, F1, F2, BN)
+        part_moments(q, k, v, qn, kn, vn, kept, units, N, scale, 4, DIGITS, D, F1, F2, BN)
     else:
-        part_moments(q, k, v, qn, kn, vn, kept, units, N, scale, 6, D, F1, F2, BN)
+        part_moments(q, k, v, qn, kn, vn, kept, units, N, scale, 6, DIGITS, D, F1, F2, BN)
 
 
 @triton.jit(do_not_specialize=["H"])
 def mixture_operator(
-    kept, units, room, matrix, coefficients, H, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr
-):
-    """M of every head; room for a matrix."""
+    kept, units, room, matrix, coefficients, H, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr,
+    KR: tl.constexpr, DIGITS: tl.constexpr,
+):  # fmt: skip
+    """M of every head; room for a matrix, or without DIGITS the left factor of P in the place of R."""
     head = tl.program_id(0).to(tl.int64)
-    m = mixed_operator(
-        kept + head * KF, room + head * (F1 + F2) * (F1 + F2), load_units(units + head * 8),
+    units += head * 8
+    m, ut = mixed_operator(
+        kept + head * KF, room + head * KR, load_units(units),
         load_coefficients(coefficients, tl.program_id(0) % H, 5), F1, F2,
     )  # fmt: skip
     put_weight(matrix + head * D * D, m, matrix.dtype.element_ty, D, F1, F2)
+    if not DIGITS:
+        tl.store(units + 3, ut)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -197,7 +173,7 @@ def mixture_weights(
     room += head * KR
     weights += head * KW
     dm = trans4(dm)
-    um = put_digits(room, dm, F1, F2)
+    um = put_digits(room, dm, REST_DM, F1, F2)
     u = load_units(units + head * 8)
     c = load_coefficients(coefficients, h, 5)
     dtype: tl.constexpr = q.dtype.element_ty
@@ -205,7 +181,7 @@ def mixture_weights(
         dc = mixed_gradient(
             kept, room, matrix + head * D * D, weights, dm, dm, um, u, c, scale, True, WOFF, D, F1, F2, dtype
         )
-        store_coefficients(dcoefficients, pid, dc, 5)
+        store_coefficients(dcoefficients, pid, dc)
     else:
         tl.debug_barrier()  # every thread reads what others wrote
         dc1, dc3, dc4, uz, ut = first_products(
@@ -215,7 +191,7 @@ def mixture_weights(
         tl.store(more, um)
         tl.store(more + 1, uz)
         tl.store(more + 2, ut)
-        store_coefficients(dcoefficients, pid * 5, (total(dc1, F2), 0.0, total(dc3, F2), total(dc4, F2)), 5)
+        store_coefficients(dcoefficients, pid * 5, (total(dc1, F2), 0.0, total(dc3, F2), total(dc4, F2)))
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
@@ -238,7 +214,7 @@ def mixture_products(
                 kept + head * KF, room + head * KR, matrix + head * D * D, weights + head * KW, um, uz, ut, u, c, scale,
                 PART, WOFF, D, F1, F2, matrix.dtype.element_ty,
             )  # fmt: skip
-            store_coefficients(dcoefficients, pid * 5 + 1 + PART, (0.0, total(dc2, F2), 0.0, total(dc4, F2)), 5)
+            store_coefficients(dcoefficients, pid * 5 + 1 + PART, (0.0, total(dc2, F2), 0.0, total(dc4, F2)))
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -259,15 +235,15 @@ def mixture_backward(
     c = load_coefficients(coefficients, h, 5)
     AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
     m, _, _, _ = sum_moments(q, k, v, g, qn, kn, vn, gn, 0, N, 4, False, False, False, D, F1, F2, D, F1, F2, BN, "ieee")
-    up = put_digits(kept + P * AREA, scale4(m[0], scale), F1, F2)
-    us = put_digits(kept + S * AREA, scale4(m[1], scale), F1, F2)
-    uw = put_digits(kept + W * AREA, scale4(m[4], scale), F1, F2)
+    up = put_digits(kept + P * AREA, scale4(m[0], scale), RESTS, F1, F2)
+    us = put_digits(kept + S * AREA, scale4(m[1], scale), RESTS, F1, F2)
+    uw = put_digits(kept + W * AREA, scale4(m[4], scale), RESTS, F1, F2)
     m, _, dm, _ = sum_moments(q, k, v, g, qn, kn, vn, gn, 0, N, 6, False, True, False, D, F1, F2, D, F1, F2, BN, "ieee")
     dm = trans4(dm)
-    um = put_digits(room + DM * AREA, dm, F1, F2)
-    uc = put_digits(kept + C * AREA, scale4(m[2], scale), F1, F2)
+    um = put_digits(room + DM * AREA, dm, REST_DM, F1, F2)
+    uc = put_digits(kept + C * AREA, scale4(m[2], scale), RESTS, F1, F2)
     dc = mixed_gradient(
         kept, room, matrix, weights, dm, scale4(m[3], scale), um, (up, us, uc, 1.0, uw), c, scale, False, WOFF, D, F1,
         F2, q.dtype.element_ty,
     )  # fmt: skip
-    store_coefficients(dcoefficients, pid, dc, 5)
+    store_coefficients(dcoefficients, pid, dc)

@@ -149,7 +149,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
         **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP"), **common,
     )  # fmt: skip
     blocks = -(-lay.fd // sizes["BR"])
-    dc = None if call.coefficients is None else call.buffer(call.b, call.h, blocks, 4)
+    dc = call.buffer(call.b, call.h, blocks, 4) if call.spec.learned else None
     common |= {"EXACT": call.prec["EXACT"], **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP")}
     order = ORDERS[call.spec.op]
     cross = call.buffer(call.bh, lay.fd, lay.fd) if order >= 4 else None

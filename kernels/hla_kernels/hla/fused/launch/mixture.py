@@ -49,31 +49,27 @@ def operators(call: Call) -> Tensor:
 
 
 def mixture_forward_call(call: Call, o: Tensor, saved: Tensor, read: Read) -> None:
-    """o, and the moments unless `saved` is empty: one launch at 64 channels, otherwise three."""
+    """o and the moments: one launch at 64 channels, otherwise three."""
     q, k, v = call.q, call.k, call.v
-    save = saved.numel() > 0
+    kept, units = digits_of(call, saved)
     at, a = placed(q, k, v, o)
     if call.w["F2"] == 0:
-        room = room_of(call, 2)
-        kept, units = digits_of(call, saved) if save else (room, room)
         launch(
             mixture_forward, call.bh,
-            q, k, v, o, kept, units, room, call.coefficients, *at, call.n, call.h, call.scale, ALIGN=a, SAVE=save,
-            **square(call),
-            **call.tiles("mixture_forward", mixture_config, "forward_save" if save else "forward", call.w),
+            q, k, v, o, kept, units, room_of(call, 1), call.coefficients, *at, call.n, call.h, call.scale, ALIGN=a,
+            **square(call), **call.tiles("mixture_forward", mixture_config, "forward", call.w),
         )  # fmt: skip
         return
-    kept, units = digits_of(call, saved) if save else (room_of(call, 10), call.buffer(call.bh, 8))
     matrix = operators(call)
     launch(
         mixture_moments, 2 * call.bh,
-        q, k, v, kept, units, *at[:3], call.n, call.h, call.scale, ALIGN=a, **square(call),
+        q, k, v, kept, units, *at[:3], call.n, call.h, call.scale, ALIGN=a, DIGITS=True, **square(call),
         **call.tiles("mixture_moments", mixture_config, "moments", call.w),
     )  # fmt: skip
     launch(
         mixture_operator, call.bh,
-        kept, units, room_of(call, 1), matrix, call.coefficients, call.h, **square(call),
-        **call.tiles("mixture_operator", mixture_config, "operator", call.w),
+        kept, units, room_of(call, 1), matrix, call.coefficients, call.h, DIGITS=True, KR=area(call),
+        **square(call), **call.tiles("mixture_operator", mixture_config, "operator", call.w),
     )  # fmt: skip
     read(call, o, Saved(matrix, matrix))
 

@@ -100,7 +100,7 @@ def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
     if halved(spec, w, dtype, own):
         return 1 - (1 - few_heads(batch_heads, n)) * apart
     if mixed(spec, w, dtype, own):  # of few tokens d coefficients have fewer digits than torch's
-        return 1 - (1 - few_heads(batch_heads, n)) * torch.sym_min(1, n // 192)
+        return 1 - (1 - few_heads(batch_heads, n)) * (1 if spec.fixed else torch.sym_min(1, n // 192))
     return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
 
 
@@ -276,11 +276,11 @@ def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int) -> dic
     of float32, on tensor cores where tokens are bf16; a ratio takes it of the operator itself. `Spec.digits` has the
     digits of the operands.
     """
-    polynomial, bf16 = spec.op == "polynomial", dtype == torch.bfloat16
+    polynomial, bf16 = spec.learned or (spec.op == "polynomial" and dtype != torch.bfloat16), dtype == torch.bfloat16
     sums_up = spec.op in ("hla2", "hla3") or spec.normalize or spec.feature_map not in (None, "identity", "relu")
     if (polynomial and not bf16) or (sums_up and dtype == torch.float32):
         return {"PREC": "ieee", "MID": "ieee", "EXACT": "ieee"}
-    cancels = spec.normalize and spec.op in ("ahla", "hla3") and n > 8192
+    cancels = spec.normalize and spec.op in ("ahla", "hla3", "polynomial") and n > 8192
     mid = "tf32" if bf16 and not (spec.softmax or cancels) else "tf32x3"
     if polynomial:
         whole = SPLIT if w["F2"] + w["V2"] == 0 else "ieee"
@@ -389,10 +389,3 @@ def plain_config(spec: Spec, w: dict[str, int]) -> dict[str, int]:
 def plain_weights_config() -> dict[str, int]:
     """Tiles of `plain_weights`."""
     return {"BN": 64, "num_warps": 4, "num_stages": 3, **AT_ONCE}
-
-
-def digits_floats(w: dict[str, int], n: int) -> int | torch.SymInt:
-    """float32 numbers that the digits of a head's moments and their units take (`heads.mixture`), 0 where few tokens
-    are summed again for less. No branch on sizes, as in `splits`."""
-    kept = 1 if cut(w) else torch.sym_min(1, n // 513)
-    return kept * (5 * (w["F1"] + w["F2"]) ** 2 + 8)

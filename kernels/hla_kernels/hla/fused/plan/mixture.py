@@ -1,12 +1,17 @@
-"""Tiles of `heads.mixture`."""
+"""Tiles of `heads.mixture` and `heads.fixed`."""
 
 from __future__ import annotations
+
+import torch
+
+from ..spec import Spec
+from . import cut
 
 
 def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
     """Tiles of the kernels of `heads.mixture`; registers for two programs a multiprocessor where they fit."""
-    if kernel in ("forward", "forward_save"):
-        return {"BN": 64 if kernel == "forward" else 32, "BO": 64, "num_warps": 4, "num_stages": 3}
+    if kernel == "forward":
+        return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3}
     if kernel == "moments":
         return {"BN": 32, "num_warps": 4, "num_stages": 3}
     if kernel in ("operator", "products"):
@@ -15,3 +20,31 @@ def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
         return {"BN": 32, "num_warps": 8, "num_stages": 3, "maxnreg": 128}
     once = {"WHOLE": True, "maxnreg": 128} if w["F2"] == 0 else {"WHOLE": False}
     return {"BN": 64, "num_warps": 8, "num_stages": 3, **once}
+
+
+def fixed_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
+    """Tiles of the kernels of `heads.fixed`."""
+    if kernel == "forward":
+        return {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3}
+    if kernel == "operator":
+        return {"num_warps": 4, "num_stages": 1}
+    if kernel == "moments":
+        return {"BN": 32, "num_warps": 4, "num_stages": 3}
+    return {"BN": 64, "num_warps": 4 if w["F2"] == 0 else 8, "num_stages": 3}
+
+
+def mixture_floats(spec: Spec, w: dict[str, int], n: int) -> int | torch.SymInt:
+    """float32 numbers that a forward of the form of `mixed` keeps of a head."""
+    return fixed_floats(w) if spec.fixed else digits_floats(w, n)
+
+
+def fixed_floats(w: dict[str, int]) -> int:
+    """Five float16 matrices, their units and M (`heads.fixed`)."""
+    return 5 * (w["F1"] + w["F2"]) ** 2 // 2 + 8 + w["D"] ** 2 // 2
+
+
+def digits_floats(w: dict[str, int], n: int) -> int | torch.SymInt:
+    """The digits of moments and their units (`heads.mixture`), 0 where few tokens are summed again for less. No branch
+    on sizes, as in `splits`."""
+    kept = 1 if cut(w) else torch.sym_min(1, n // 513)
+    return kept * (5 * (w["F1"] + w["F2"]) ** 2 + 8)

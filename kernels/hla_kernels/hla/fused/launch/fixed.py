@@ -1,0 +1,71 @@
+"""Launches of `heads.fixed`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....dispatch.recording import launch
+from ..heads.fixed import fixed_forward, fixed_weights
+from ..heads.mixture import mixture_moments, mixture_operator
+from ..plan.mixture import fixed_config
+from .call import Call, Saved, placed
+from .mixture import Read, Write, area, operators
+
+
+def fixed_square(call: Call) -> dict:
+    """Constexpr of the kernels of `fixed`: five float16 matrices of a head are kept."""
+    return {"D": call.w["D"], "F1": call.w["F1"], "F2": call.w["F2"], "KF": 5 * area(call)}
+
+
+def kept_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Five float16 matrices [B * H, 5, F, F], units [B * H, 8] and operators of a buffer of `plan.fixed_floats`; room
+    for those that a forward needs of an empty one."""
+    if saved.numel() == 0:
+        return call.buffer(call.bh, 5 * area(call), dtype=torch.float16), call.buffer(call.bh, 8), operators(call)
+    matrices = 8 * call.bh + call.bh * 5 * area(call) // 2
+    return saved[8 * call.bh : matrices].view(torch.float16), saved[: 8 * call.bh], saved[matrices:].view(call.q.dtype)
+
+
+def fixed_forward_call(call: Call, o: Tensor, saved: Tensor, read: Read) -> None:
+    """o, and what a backward needs unless `saved` is empty: one launch at 64 channels, otherwise three."""
+    q, k, v = call.q, call.k, call.v
+    at, a = placed(q, k, v, o)
+    kept, units, matrix = kept_of(call, saved)
+    if call.w["F2"] == 0:
+        launch(
+            fixed_forward, call.bh,
+            q, k, v, o, kept, units, matrix, call.coefficients, *at, call.n, call.h, call.scale, ALIGN=a,
+            SAVE=saved.numel() > 0, PREC=call.prec["PREC"], **fixed_square(call),
+            **call.tiles("fixed_forward", fixed_config, "forward", call.w),
+        )  # fmt: skip
+        return
+    launch(
+        mixture_moments, 2 * call.bh,
+        q, k, v, kept, units, *at[:3], call.n, call.h, call.scale, ALIGN=a, DIGITS=False, **fixed_square(call),
+        **call.tiles("fixed_moments", fixed_config, "moments", call.w),
+    )  # fmt: skip
+    launch(
+        mixture_operator, call.bh,
+        kept, units, kept.view(-1)[3 * area(call) :], matrix, call.coefficients, call.h, DIGITS=False,
+        KR=5 * area(call), **fixed_square(call), **call.tiles("fixed_operator", fixed_config, "operator", call.w),
+    )  # fmt: skip
+    read(call, o, Saved(matrix, matrix))
+
+
+def fixed_backward_call(
+    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor, write: Write
+) -> None:
+    """Two launches: weights of each head by one program, then its tokens by several."""
+    q, lay = call.q, call.lay
+    weights = call.buffer(call.bh, lay.kw, dtype=q.dtype)
+    kept, units, matrix = kept_of(call, saved)
+    room = call.buffer(call.bh, 2 * area(call), dtype=torch.float16) if call.w["F2"] > 0 else kept
+    at, a = placed(q, g)
+    launch(
+        fixed_weights, call.bh,
+        q, g, kept, units, room, weights, call.coefficients, *at, call.n, call.h, call.scale,
+        ALIGN=a, KR=2 * area(call), WOFF=lay.woff, KW=lay.kw, PREC=call.prec["PREC"], **fixed_square(call),
+        **call.tiles("fixed_weights", fixed_config, "weights", call.w),
+    )  # fmt: skip
+    write(call, g, outs, Saved(units, matrix), None, weights, weights, False)
