@@ -1,12 +1,12 @@
 """A call whose kernels were not compiled yet compiles them side by side: nine tenths of a compilation are done outside
-of Python's lock."""
+of Python's lock, and older versions of Triton run a C compiler for what launches a kernel."""
 
 from __future__ import annotations
 
 import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,22 @@ class Nowhere(Executor):
     def submit(self, *args: Any, **options: Any) -> Any:
         """Raises NotCompiled."""
         raise NotCompiled
+
+
+class Pool(ThreadPoolExecutor):
+    """Where a kernel and what launches it are compiled."""
+
+    def submit(self, compiled: Callable[[], Any], /) -> Future:  # type: ignore[override]
+        """Compile one kernel."""
+        return super().submit(_with_launcher, compiled)
+
+
+def _with_launcher(compiled: Callable[[], Any]) -> Any:
+    from triton.runtime import driver
+
+    kernel = compiled()
+    driver.active.launcher_cls(kernel.src, kernel.metadata)  # kept on disk; the launch finds it there
+    return kernel
 
 
 def only_compiles() -> bool:
@@ -50,7 +66,7 @@ def compiled_together(work: Work, later: Later | None) -> tuple[Tensor, ...]:
     LOCAL.only = True
     try:
         # Triton changes the filters of warnings and puts them back, which threads undo in another order
-        with warnings.catch_warnings(), ThreadPoolExecutor() as pool, AsyncCompileMode(pool, ignore_errors=True):
+        with warnings.catch_warnings(), Pool() as pool, AsyncCompileMode(pool, ignore_errors=True):
             outputs = work()
             if later is not None:
                 later(*outputs)
