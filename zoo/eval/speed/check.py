@@ -17,7 +17,8 @@ WRONG_OUTPUT, WRONG_GRADIENT = 5e-2, 0.5
 
 class Checked(NamedTuple):
     """Relative L2 errors of o and of the worst of dq, dk, dv, by pass; seconds of the first calls, compilation
-    included; which implementation `auto` chose (ours only). problem: one sentence when the case cannot be timed."""
+    included: forward and backward, then a forward without a gradient; which implementation `auto` chose (ours only).
+    problem: one sentence when the case cannot be timed."""
 
     rel_err: dict[str, float]
     first_s: dict[str, float]
@@ -37,7 +38,7 @@ def inputs(shape: str, seed: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 def check(case: Case, device: str = "cuda") -> Checked:
-    """Run a case once forward and once forward and backward and compare three of its heads with float64."""
+    """Run a case once forward and backward and once forward and compare three of its heads with float64."""
     try:
         return _check(case, device)
     except Exception as error:  # a peer that fails is a result, and the others still run
@@ -54,14 +55,15 @@ def _check(case: Case, device: str) -> Checked:
     _wait(device)
     start = time.perf_counter()
     call, c = make(case), coefficients(case, device)
-    with torch.no_grad():
-        call(qkv, c)
-    _wait(device)
-    forward_s = time.perf_counter() - start
     o = call(qkv, c)
     (found, *_) = torch.autograd.grad(o, wanted(qkv, c), grad)
     _wait(device)
     both_s = time.perf_counter() - start
+    start = time.perf_counter()
+    with torch.no_grad():
+        call(qkv, c)
+    _wait(device)
+    forward_s = time.perf_counter() - start
     forward, backward = errors(case, qkv, o, grad, found, c)
     options = dict(case.options)
     given = (qkv,) if c is None else (qkv, c)

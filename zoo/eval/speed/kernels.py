@@ -180,7 +180,8 @@ def kernel_values(case: Case, checked: Checked, rate: float, values: dict[str, A
 
     us: device time of a call; launched_us: without a graph; warm_us: on one set of inputs. floor_us: at the copy rate
     of this run. rel_err: against float64, with the backward that of the gradient. first_s: seconds of the first call
-    in a run that starts with empty compiler caches (shapes that share kernels compile them once).
+    in a run that starts with empty compiler caches (shapes that share kernels compile them once); that of the forward
+    comes after that of both.
     """
     if "reason" in values:
         return values
