@@ -169,13 +169,43 @@ def fixed_weights(
     F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
     BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """The weights of the gradients of the tokens of one head."""
+    """The weights of the gradients of the tokens of one head; of several blocks WR', and what `fixed_products` starts
+    from."""
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
     dm, _ = sum_gradient(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC)
+    kept += head * KF
+    units += head * 8
+    room += head * KR
+    weights += head * KW
     c = load_coefficients(coefficients, h, 5)
-    all_weights(
-        kept + head * KF, units + head * 8, room + head * KR, weights + head * KW, dm, c, scale, WOFF, D, F1, F2,
-        q.dtype.element_ty,
-    )  # fmt: skip
+    if F2 == 0:
+        all_weights(kept, units, room, weights, dm, c, scale, WOFF, D, F1, F2, q.dtype.element_ty)
+    else:
+        u = load_units(units)
+        _, um, _, uz = key_gradient(kept, room, weights, dm, u, c, scale, WOFF, D, F1, F2, q.dtype.element_ty)
+        tl.store(units + 5, um)
+        tl.store(units + 6, uz)
+
+
+@triton.jit(do_not_specialize=["N", "H", "scale"])
+def fixed_products(
+    kept, units, room, weights, coefficients, N, H, scale, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
+):  # fmt: skip
+    """The other four weights of a head by four programs, whose registers one would not have."""
+    pid = tl.program_id(0) // 4
+    head, _, _, _, scale = own_head(pid, N, H, scale)
+    units += head * 8
+    room += head * KR
+    u = load_units(units)
+    c = load_coefficients(coefficients, pid % H, 5)
+    um, uz = tl.load(units + 5), tl.load(units + 6)
+    part = tl.program_id(0) % 4
+    for PART in tl.static_range(4):
+        if part == PART:
+            weight(
+                kept + head * KF, weights + head * KW, load(room, 0, F1, F2), um, load(room, 1, F1, F2), uz, u, c,
+                scale, PART, WOFF, D, F1, F2, weights.dtype.element_ty,
+            )  # fmt: skip

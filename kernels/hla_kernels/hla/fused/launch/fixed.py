@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ....dispatch.recording import launch
-from ..heads.fixed import fixed_forward, fixed_weights
+from ..heads.fixed import fixed_forward, fixed_products, fixed_weights
 from ..heads.mixture import mixture_moments, mixture_operator
 from ..plan.mixture import fixed_config
 from .call import Call, Saved, placed
@@ -56,16 +56,22 @@ def fixed_forward_call(call: Call, o: Tensor, saved: Tensor, read: Read) -> None
 def fixed_backward_call(
     call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor, write: Write
 ) -> None:
-    """Two launches: weights of each head by one program, then its tokens by several."""
+    """Two launches, three at 72 channels: weights of each head, then its tokens by several programs."""
     q, lay = call.q, call.lay
     weights = call.buffer(call.bh, lay.kw, dtype=q.dtype)
     kept, units, matrix = kept_of(call, saved)
     room = call.buffer(call.bh, 2 * area(call), dtype=torch.float16) if call.w["F2"] > 0 else kept
+    common = {**fixed_square(call), "KR": 2 * area(call), "WOFF": lay.woff, "KW": lay.kw}
     at, a = placed(q, g)
     launch(
         fixed_weights, call.bh,
-        q, g, kept, units, room, weights, call.coefficients, *at, call.n, call.h, call.scale,
-        ALIGN=a, KR=2 * area(call), WOFF=lay.woff, KW=lay.kw, PREC=call.prec["PREC"], **fixed_square(call),
-        **call.tiles("fixed_weights", fixed_config, "weights", call.w),
+        q, g, kept, units, room, weights, call.coefficients, *at, call.n, call.h, call.scale, ALIGN=a,
+        PREC=call.prec["PREC"], **common, **call.tiles("fixed_weights", fixed_config, "weights", call.w),
     )  # fmt: skip
+    if call.w["F2"] > 0:
+        launch(
+            fixed_products, 4 * call.bh,
+            kept, units, room, weights, call.coefficients, call.n, call.h, call.scale, **common,
+            **call.tiles("fixed_products", fixed_config, "products", call.w),
+        )  # fmt: skip
     write(call, g, outs, Saved(units, matrix), None, weights, weights, False)

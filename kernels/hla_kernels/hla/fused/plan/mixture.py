@@ -26,11 +26,11 @@ def fixed_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
     """Tiles of the kernels of `heads.fixed`."""
     if kernel == "forward":
         return {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3}
-    if kernel == "operator":
+    if kernel in ("operator", "products"):
         return {"num_warps": 4, "num_stages": 1}
     if kernel == "moments":
         return {"BN": 32, "num_warps": 4, "num_stages": 3}
-    return {"BN": 64, "num_warps": 4 if w["F2"] == 0 else 8, "num_stages": 3}
+    return {"BN": 64, "num_warps": 4, "num_stages": 3}
 
 
 def mixture_floats(spec: Spec, w: dict[str, int], n: int) -> int | torch.SymInt:
