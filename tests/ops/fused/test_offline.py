@@ -43,6 +43,7 @@ CASES = (
     ("hla2", ELU_ANCHORED, 2, 2, 4097, 72),
     ("ahla", ELU_ANCHORED, 64, 6, 1025, 64),
     ("polynomial", PLAIN, 256, 6, 197, 64),
+    ("polynomial", PLAIN, 256, 6, 197, 64, "inference"),
     ("polynomial", FIXED, 256, 6, 197, 64),
     ("polynomial", FIXED, 64, 6, 1025, 64),
     ("polynomial", FIXED, 64, 16, 256, 72),

@@ -16,6 +16,8 @@ from .digits import R as T
 from .halves import get_matrix, half, put_matrix
 from .mixture import load_units, store_units
 
+PREC = tl.constexpr("tf32x3")  # of bfloat16 tokens: the sums of tensor cores as they are
+
 
 @triton.jit
 def one_block(x):
@@ -51,11 +53,11 @@ def light_operator(m, c, s, kept, units, SAVE: tl.constexpr, D: tl.constexpr):
     AREA: tl.constexpr = D * D
     hs, us = half1(m[1][0] * s)
     put1(kept + S * AREA, hs, D)
+    tl.debug_barrier()  # every thread reads what others wrote
+    hs = get1(kept + S * AREA, D)
     hw, uw = half1(m[4][0] * s)
     if SAVE:
         put1(kept + W * AREA, hw, D)
-    tl.debug_barrier()  # every thread reads what others wrote
-    hs = get1(kept + S * AREA, D)
     t = tl.dot(hs, hw) * (us * uw * c[3]) + m[3][0] * (s * c[2])
     if SAVE:
         i = tl.arange(0, D)
@@ -79,7 +81,6 @@ def light_operator(m, c, s, kept, units, SAVE: tl.constexpr, D: tl.constexpr):
 def fixed_forward(
     q, k, v, o, kept, units, matrix, coefficients, qs, ks, vs, os, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
-    PREC: tl.constexpr,
 ):  # fmt: skip
     """o = q M of one head of one block. SAVE: what the backward needs is kept; otherwise room for S and T."""
     pid = tl.program_id(0)
@@ -167,7 +168,7 @@ def all_weights(
 def fixed_weights(
     q, g, kept, units, room, weights, coefficients, qs, gs, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
-    BN: tl.constexpr, PREC: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """The weights of the gradients of the tokens of one head; of several blocks WR', and what `fixed_products` starts
     from."""

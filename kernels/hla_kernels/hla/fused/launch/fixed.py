@@ -36,7 +36,7 @@ def fixed_forward_call(call: Call, o: Tensor, saved: Tensor, read: Read) -> None
         launch(
             fixed_forward, call.bh,
             q, k, v, o, kept, units, matrix, call.coefficients, *at, call.n, call.h, call.scale, ALIGN=a,
-            SAVE=saved.numel() > 0, PREC=call.prec["PREC"], **fixed_square(call),
+            SAVE=saved.numel() > 0, **fixed_square(call),
             **call.tiles("fixed_forward", fixed_config, "forward", call.w),
         )  # fmt: skip
         return
@@ -66,7 +66,7 @@ def fixed_backward_call(
     launch(
         fixed_weights, call.bh,
         q, g, kept, units, room, weights, call.coefficients, *at, call.n, call.h, call.scale, ALIGN=a,
-        PREC=call.prec["PREC"], **common, **call.tiles("fixed_weights", fixed_config, "weights", call.w),
+        **common, **call.tiles("fixed_weights", fixed_config, "weights", call.w),
     )  # fmt: skip
     if call.w["F2"] > 0:
         launch(
