@@ -259,6 +259,8 @@ def apply_config(
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 1 if few else 3, "ROLES": 2}
     once = plain(spec) and spec.op != "polynomial"
     stages = 3 if very or (not wide and (once or spec.op == "hla3")) else 2
+    if plain(spec) and spec.op == "polynomial" and cut(w):  # two programs a multiprocessor
+        stages = 1
     warps = 8 if very or (spec.shifted(dtype) and not spec.kept) or spec.softmax else 4
     roles = 3 if once and cut(w) and not third else 2 if wide or third or once or (spec.kept and spec.normalize) else 1
     # three programs a multiprocessor
