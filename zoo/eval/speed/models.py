@@ -1,7 +1,8 @@
 """The model tables: whole models, inference and training steps, softmax against linear mixers.
 
 The same for all mixers: batch sizes, bfloat16 weights for inference, float32 weights under bfloat16 autocast with a
-fused AdamW for training, and, where compiled, every block compiled by itself (the blocks share one compilation).
+fused AdamW for training, and, where compiled, every block compiled by itself (the blocks share one compilation) and
+what of a ViT lies around them.
 Weights and inputs are random. Batches keep an H200 busy for longer than a host needs to launch a step. A mixer with a
 pattern behind it, such as "ahla every:3", keeps softmax in these blocks.
 """
@@ -37,13 +38,14 @@ WAN_FRAMES, WAN_WIDTH = 21, 832  # latent frames of 81, and pixels a line
 
 class Family(NamedTuple):
     """A model of the table. build: (mixer, pixels) -> model on the current device; blocks: its attribute;
-    batch: samples a step, by pixels."""
+    batch: samples a step, by pixels; around: attributes that run before and after the blocks."""
 
     build: Callable[[str, int], nn.Module]
     inputs: Callable[[int, int], dict[str, Tensor]]
     blocks: str
     tokens: Callable[[int], int]
     batch: dict[int, int]
+    around: tuple[str, ...] = ()
 
 
 def _vit(mixer: str, size: int) -> nn.Module:
@@ -113,7 +115,8 @@ def _wan_inputs(batch: int, size: int) -> dict[str, Tensor]:
 
 MODELS = {
     "vit_small": Family(
-        _vit, _vit_inputs, "blocks", lambda size: (size // 16) ** 2 + 1, {224: 1024, 512: 256, 1024: 64}
+        _vit, _vit_inputs, "blocks", lambda size: (size // 16) ** 2 + 1, {224: 1024, 512: 256, 1024: 64},
+        ("patch_embed", "_pos_embed", "norm", "forward_head"),
     ),
     "dit_xl2": Family(
         _dit, _dit_inputs, "transformer_blocks", lambda size: (size // 16) ** 2, {256: 128, 512: 32, 1024: 8}
@@ -249,9 +252,19 @@ def make_step(setup: Setup) -> Callable[[], None]:
     batch = family.inputs(family.batch[setup.size], setup.size)
     target = batch.pop("target")
     if setup.compiled:
-        for block in getattr(model, family.blocks):
-            block.compile(dynamic=False)
+        compile_parts(model, family)
     return _inference(model, batch) if setup.mode == "infer" else _training(model, batch, target)
+
+
+def compile_parts(model: nn.Module, family: Family) -> None:
+    """Compile every block, and what is around them."""
+    around = {name: getattr(model, name) for name in family.around}
+    for part in (*getattr(model, family.blocks), *around.values()):
+        if isinstance(part, nn.Module):
+            part.compile(dynamic=False)
+    for name, part in around.items():
+        if not isinstance(part, nn.Module):
+            setattr(model, name, torch.compile(part, dynamic=False))
 
 
 def _inference(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], None]:

@@ -1,6 +1,6 @@
 """On a GPU: times agree with the copy rate, captured or not; kernels are found under the calls that launched them.
 
-Run with `pytest -m gpu tests/tools/test_speed_gpu.py`.
+Run with `pytest -m gpu tests/tools/speed/test_speed_gpu.py`.
 """
 
 import pytest

@@ -1,0 +1,60 @@
+"""The models of the tables of speed: sizes, and what of them is compiled."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zoo.eval.speed import models
+
+
+class Outside(TorchDispatchMode):
+    """The operators that run in nothing that is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.depth, self.seen = 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.depth == 0:
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def compile(self, part, **_):
+        """Stands in for torch.compile."""
+
+        def run(*args, **kwargs):
+            self.depth += 1
+            try:
+                return part(*args, **kwargs)
+            finally:
+                self.depth -= 1
+
+        return run
+
+
+@pytest.mark.parametrize("mixer", models.MIXERS)
+def test_all_of_a_vit_is_compiled(mixer, monkeypatch):
+    family, mode = models.MODELS["vit_small"], Outside()
+    monkeypatch.setattr(torch, "compile", mode.compile)
+    with torch.device("meta"):
+        model, images = family.build(mixer, 224), torch.empty(2, 3, 224, 224)
+    with mode:
+        model(images)
+    assert len(mode.seen) > 100
+    models.compile_parts(model, family)
+    mode.seen.clear()
+    with mode:
+        model(images)
+    assert mode.seen == []
+
+
+def test_wan_has_its_published_size():
+    with torch.device("meta"):
+        model = models.MODELS["wan_1.3b"].build("ahla every:3", 480)
+        mixed = models.MODELS["wan_1.3b"].build("mhla", 480)
+    names = [block.attn1.mixer_name if hasattr(block.attn1, "mixer_name") else "softmax" for block in model.blocks]
+    assert names == ["softmax" if i % 3 == 0 else "ahla" for i in range(30)]
+    assert sum(p.numel() for p in model.parameters()) == 1_418_996_800  # of Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+    assert mixed.blocks[7].attn1.mixer.blocks == (3, 5, 10)
+    assert models.MODELS["wan_1.3b"].tokens(480) == 21 * 30 * 52 == 32760
+    assert models.MODELS["pixart_sigma"].tokens(2048) == 128 * 128
