@@ -3,12 +3,14 @@ of Python's lock, and older versions of Triton run a C compiler for what launche
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Work = Callable[[], tuple[Tensor, ...]]
@@ -69,7 +71,8 @@ def compiled_together(work: Work, later: Later | None) -> tuple[Tensor, ...]:
         with warnings.catch_warnings(), Pool() as pool, AsyncCompileMode(pool, ignore_errors=True):
             outputs = work()
             if later is not None:
-                later(*outputs)
+                with contextlib.suppress(torch.OutOfMemoryError):  # the backward may never come
+                    later(*outputs)
     finally:
         LOCAL.only = False
     return work()

@@ -133,6 +133,21 @@ def test_an_error_is_raised_by_the_call_that_launches(compiler):
         forward(FORMS[2], qkv)
 
 
+def test_memory_for_a_forward_alone(compiler, monkeypatch):
+    """A backward that would not fit is compiled when it comes."""
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError
+
+    form, qkv = FORMS[1], tokens()
+    with monkeypatch.context() as patch:
+        patch.setattr("hla_kernels.hla.fused.backward", full)
+        o, saved = forward(form, qkv)
+    assert sorted(compiler.compiled) == sorted(compiler.ran)
+    backward(form, qkv, o, saved)
+    assert set(compiler.ran) == set(compiler.compiled) > {"middle", "apply"}
+
+
 def test_in_a_pool_of_the_caller(compiler):
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
         compiler.two.set()
