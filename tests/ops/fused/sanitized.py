@@ -111,7 +111,7 @@ def whole(patch: pytest.MonkeyPatch) -> None:
 
 def ragged() -> None:
     """Padded and packed sequences, some without tokens."""
-    options = ("elu1", True, None, False, 0.0, None, 1e-6, 1.0, "triton")
+    options = ("elu1", True, None, False, 0.0, None, 1e-6, 1.0, "triton", False)
     mask = torch.arange(75) < torch.tensor([[75], [0], [33]])
     cu = torch.tensor([0, 3, 3, 68, 75], dtype=torch.int32)
     for rows, where in (((3, 75), (mask, None, 0)), ((1, 75), (None, cu, 66))):
