@@ -5,6 +5,7 @@ Run with `pytest -m gpu tests/tools/training`.
 
 import itertools
 import json
+import os
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: training on a GPU is not checked here"),
 ]
+GPUS = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")  # of this machine, those that are ours
 LARGE = 2.0**24  # a scale at which the first steps overflow
 FP16 = {
     "run": {"precision": "fp16", "checkpoint_steps": 1, "keep": 40},
@@ -136,8 +138,8 @@ def test_two_gpus_equal_two_parts_on_one(tmp_path, precision):
     }
     file.write_text(yaml.safe_dump(config.merge(TINY, more)))
     runs = {
-        "one": ((), "0", ["optim.accumulate=2"]),
-        "two": (("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"), "0,1", []),
+        "one": ((), GPUS[0], ["optim.accumulate=2"]),
+        "two": (("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"), ",".join(GPUS[:2]), []),
     }
     for name, (launcher, devices, words) in runs.items():
         words = [str(file), f"run.folder={tmp_path}/{name}", *words]
@@ -166,7 +168,7 @@ def test_sharded_weights_on_two_gpus_end_where_whole_ones_do(tmp_path):
     }
     for name, launcher in launchers.items():
         words = [str(file), f"run.folder={tmp_path}/{name}"]
-        status, _, err = run_tool("train_vit", *words, launcher=launcher, CUDA_VISIBLE_DEVICES="0,1")
+        status, _, err = run_tool("train_vit", *words, launcher=launcher, CUDA_VISIBLE_DEVICES=",".join(GPUS[:2]))
         assert status == 0, err
     for weights in ("model", "model_ema"):
         a, b = (load_file(tmp_path / name / f"{weights}.safetensors") for name in launchers)
