@@ -12,6 +12,7 @@ import triton.language as tl
 from .algebra import anchor, cast_weights, centre_rows, ones_moments, scale_moments, source
 from .heads import at_head, ratio_of
 from .loops import (
+    end_pairs,
     longest,
     ratio_base,
     read_out,
@@ -149,7 +150,7 @@ def part_moments(
     else:
         m, sums, _, _, _ = sum_features(
             q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, zeros4(1, 0, 1, 0), zeros2(F1, F2), zeros2(V1, V2), 0.0,
-            keep, (q, 0), ORDER, True, SUMS, REST, False, NORM, KEEP, True, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN,
+            keep, q, ORDER, True, SUMS, REST, False, NORM, KEEP, True, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN,
             PREC, STAGES,
         )  # fmt: skip
     if FMAP == 5:  # what the number of tokens adds, the first part adds for all
@@ -213,7 +214,7 @@ def reduce_readout(
     CENTER: tl.constexpr, TURNED: tl.constexpr, REST: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
     """Partial dM' [V, F] (TURNED: dM [F, V]) and sum g [V] of one part of one head -> out [PARTS, B * H, KG];
-    normalised, the gradients of m1 [F] with and without the mean value instead of sum g, and ratio [B * H, 2, N]
+    normalised, the gradients of m1 [F] with and without the mean value instead of sum g, and ratio [B * H, N, 2]
     (DIVIDED: it is there)."""
     b, h, part = place(H, PARTS)
     most = longest(N)
@@ -244,6 +245,7 @@ def reduce_readout(
             q, q, g, g, q, qn, qn, gn, gn, qn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, False, FMAP, D, F1, F2,
             DV, V1, V2, BN, PREC,
         )  # fmt: skip
+        dm1 = end_pairs(dm1, F1, F2)
     else:
         _, _, dm, dm1, sg = sum_features(
             q, q, g, g, qn, qn, gn, gn, lo, hi, m, m1, vbar, eps, (q, q, 0, 0), ratio, ORDER, False, SUMS, REST,

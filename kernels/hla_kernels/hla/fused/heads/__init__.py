@@ -20,7 +20,18 @@ from ..algebra import (
     weight_rows,
     weights,
 )
-from ..loops import longest, ratio_base, read_out, span, sum_features, sum_keys, sum_moments, sum_ratio, write_grads
+from ..loops import (
+    end_pairs,
+    longest,
+    ratio_base,
+    read_out,
+    span,
+    sum_features,
+    sum_keys,
+    sum_moments,
+    sum_ratio,
+    write_grads,
+)
 from ..maps import (
     centre_columns,
     centre_softmax,
@@ -123,6 +134,7 @@ def head_forward(
     dtype: tl.constexpr = q.dtype.element_ty
     SHIFT: tl.constexpr = 0.0 if NORM else shift_of(FMAP, CENTER, NORM, D)
     ROW: tl.constexpr = MEAN or CENTER == 2 or SHIFT > 0
+    ALONE: tl.constexpr = keys_alone(ORDER, NORM, CENTER, MEAN, FMAP) and dtype != tl.float32
     keep = (q, k, 0, 0)
     if KEEP:
         fq = at_head(fq, fqs, at, h, ALIGN)
@@ -131,14 +143,14 @@ def head_forward(
         raw, sums, _, _ = sum_moments(
             q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMS, False, True, D, F1, F2, DV, V1, V2, BN, PREC
         )
-    elif keys_alone(ORDER, NORM, CENTER, MEAN, FMAP) and dtype != tl.float32:
+    elif ALONE:
         mp, sk, sv = sum_keys(k, v, kn, vn, 0, N, FMAP, D, F1, F2, DV, V1, V2, BN, PREC)
         raw, sums = (mp, mp, mp, mp, mp), (sk, sk, sv)
     else:
         SOFTMAX: tl.constexpr = (FMAP == 3 or FMAP == 4) and dtype != tl.float32
         REST: tl.constexpr = (1 if ORDER == 1 else 0) if NORM else 2
         raw, sums, _, _, _ = sum_features(
-            q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), m1, a, eps, keep, (q, 0), ORDER, True, SUMS,
+            q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), m1, a, eps, keep, q, ORDER, True, SUMS,
             REST if SOFTMAX else 0, False, NORM, KEEP, False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
         )  # fmt: skip
     n = N[1]
@@ -157,9 +169,10 @@ def head_forward(
     if SAVE:
         store4(matrix + pid.to(tl.int64) * FD * DV, out, FD, F1, F2, DV, V1, V2, DV, 1)
         to = state + pid.to(tl.int64) * K
-        store_vec(to + OFF[5], sums[0], FD, F1, F2)
-        store_vec(to + OFF[6], sums[1], FD, F1, F2)
-        store_vec(to + OFF[7], sums[2], DV, V1, V2)
+        if not ALONE:  # `loops.first` reads the other two
+            store_vec(to + OFF[5], sums[0], FD, F1, F2)
+            store_vec(to + OFF[6], sums[1], FD, F1, F2)
+            store_vec(to + OFF[7], sums[2], DV, V1, V2)
         store_vec(to + OFF[8], m1, FD, F1, F2)
         store_vec(to + OFF[9], row, DV, V1, V2)
     base = row
@@ -187,7 +200,7 @@ def head_gradient(
     STAGES: tl.constexpr, PREC: tl.constexpr, MID: tl.constexpr,
 ):  # fmt: skip
     """Everything of a head's backward before its tokens' gradients: M (folded), weights, rows, d coefficients and,
-    normalised, what goes to ratio = (pointer, room of a row).
+    normalised, what goes to ratio [*, 2].
 
     NORM: M, m1, vbar are those that the forward saved at `matrix` and `state`, so that one pass over the tokens gives
     the gradient of M and the moments; otherwise the moments give M.
@@ -209,6 +222,7 @@ def head_gradient(
                 q, k, v, g, q, qn, kn, vn, gn, qn, 0, N, out, m1, vbar, eps, ratio, ORDER, ORDER > 1, False, FMAP, D,
                 F1, F2, DV, V1, V2, BN, PREC,
             )  # fmt: skip
+            dm1 = end_pairs(dm1, F1, F2)
             sums = (load_vec(state + OFF[5], FD, F1, F2), load_vec(state + OFF[6], FD, F1, F2), sv)
         else:
             REST: tl.constexpr = 0 if dtype == tl.float32 else 2 if FMAP == 3 or FMAP == 4 else 1
@@ -258,10 +272,10 @@ def head_gradient(
 
 @triton.jit
 def ratio_of(ratio, head, most, NORM: tl.constexpr):
-    """(1 / den and d loss / d den of a head's tokens, the room of either) of a buffer [B * H, 2, most]."""
-    out = (most, most)
+    """1 / den and d loss / d den of a head's tokens [*, 2] of a buffer [B * H, most, 2]; a number without NORM."""
+    out = most
     if NORM:
-        out = (ratio + head * 2 * most, most)
+        out = ratio + head * 2 * most
     return out
 
 

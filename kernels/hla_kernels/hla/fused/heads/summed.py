@@ -55,7 +55,7 @@ def summed_forward(
         )
     else:
         raw, sums, _, _, _ = sum_features(
-            q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), row, row, eps, keep, (q, 0), ORDER, True, 1,
+            q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), row, row, eps, keep, q, ORDER, True, 1,
             0, False, NORM, KEEP, False, FMAP, D, F1, F2, F1, F2, D, F1, F2, BN, PREC, STAGES,
         )  # fmt: skip
     if is_shifted(FMAP):

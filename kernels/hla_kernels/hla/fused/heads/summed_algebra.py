@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ..algebra import centre_rows, ones_moments
-from ..loops import sum_gradient, sum_ratio
+from ..loops import add_rows, alike, end_pairs, sum_gradient, sum_ratio
 from ..maps import is_shifted
 from ..tiles import (
     axpy2,
@@ -42,8 +42,14 @@ def summed_gradient(
             False, FMAP, D, F1, F2, D, F1, F2, BN, PREC,
         )  # fmt: skip
         mean = load_vec(vectors + OFF[9], D, F1, F2)
-        one = axpy2(dm1, -1.0, vecmat(mean, dm, F2, F2), F2)
-        centred = axpy2(one, 1.0 / N[1], vecmat(load_vec(vectors + OFF[7], D, F1, F2), dm, F2, F2), F2)
+        total = load_vec(vectors + OFF[7], D, F1, F2)
+        if alike(BN, F2, F1, F2):
+            part = add_rows(dm1, dm, (-mean[0], row[1]))
+            one = end_pairs(part, F1, F2)
+            centred = end_pairs(add_rows(part, dm, (total[0] / N[1], row[1])), F1, F2)
+        else:
+            one = axpy2(end_pairs(dm1, F1, F2), -1.0, vecmat(mean, dm, F2, F2), F2)
+            centred = axpy2(one, 1.0 / N[1], vecmat(total, dm, F2, F2), F2)
     else:
         dm, sg = sum_gradient(q, g, qn, gn, 0, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC)
         if MEAN:

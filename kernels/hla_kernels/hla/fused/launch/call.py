@@ -101,8 +101,8 @@ class Call:
         return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": self.prec["MID"], **config}
 
     def ratio(self) -> Tensor | None:
-        """What the backward of the normalised form keeps of every token [B * H, 2, N]."""
-        return self.buffer(self.bh, 2, self.most) if self.spec.normalize else None
+        """What the backward of the normalised form keeps of every token [B * H, N, 2]."""
+        return self.buffer(self.bh, self.most, 2) if self.spec.normalize else None
 
     def buffer(self, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised tensor on the call's device."""

@@ -7,7 +7,7 @@ from ..maps import is_shifted, phi32, phi_and_rest, power_of_two
 from ..tiles import add4, load_rows, outer4, rowdot, rowmul, scale4, trans4, zero_rows
 from .extent import alive
 from .ratio import add_outer, begin_outer, end_outer
-from .stores import store_tokens
+from .stores import put_ratio, store_tokens
 from .sums import (
     add_moments,
     add_rests,
@@ -119,7 +119,7 @@ def sum_features(
     float32.
     GRAD: dM' = Sum g q' (sum g with SUMS); NORM with the read-out's division, then m [F, V], m1 and vbar are read and
     only the sums of what has a rest are taken, the forward has the others; 1 / den and d loss / d den of every token
-    go to ratio = (pointer, room of a row), two rows.
+    go to ratio [*, 2].
     KEEP: the features are written too, keep = (of q, of k, strides of a token); heads of a group write the same.
 
     SPARE: nothing reads the moments beyond D, so that a column of ones beside the features can give sums.
@@ -204,8 +204,7 @@ def sum_features(
             dq = hq
         if DIVIDE:
             over, total, inverse = divide(hq, lq, tg, there, m, m1, vbar, eps, LOW, V1, V2, F2, PREC)
-            tl.store(ratio[0] + late + i, inverse, mask=there)
-            tl.store(ratio[0] + ratio[1] + late + i, total * inverse, mask=there)
+            put_ratio(ratio, late + i, there, inverse, total * inverse)
             dm1 = add_sum(dm1, (over[0] * total[:, None], over[1] * total[:, None]), F2)
             over = (over[0] * unit, over[1] * unit)
             dq = (over[0].to(dtype), over[1].to(dtype))

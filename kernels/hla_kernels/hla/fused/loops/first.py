@@ -27,7 +27,7 @@ from ..tiles import (
     zeros2,
 )
 from .extent import alive, longest, span, upto
-from .ratio import sum_ratio
+from .ratio import add_rows, alike, end_pairs, sum_ratio
 from .stores import store_tokens
 from .vectors import add_common, common_row
 from .wide import divide_queries, sum_divided
@@ -46,7 +46,7 @@ def query_grads(
     BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq, and partial dM' [V, F] and dm1 [F] -> out [PARTS, B * H, V F + F], of one part of one head; the sums alone
-    where `divide_grads` has written dq and ratio [B * H, 2, N]."""
+    where `divide_grads` has written dq and ratio [B * H, N, 2]."""
     pid = tl.program_id(0)
     b, h, part = pid // (H * PARTS), pid % H, (pid // H) % PARTS
     most = longest(N)
@@ -61,14 +61,15 @@ def query_grads(
     m1 = load_vec(state + OFF[8], FD, F1, F2)
     if ratio is not None:
         dm, dm1 = sum_divided(
-            q, g, qn, gn, lo, hi, m1, eps, (ratio + head * 2 * most, most), FMAP, D, F1, F2, DV, V1, V2, BN, PREC
+            q, g, qn, gn, lo, hi, m1, eps, ratio + head * 2 * most, FMAP, D, F1, F2, DV, V1, V2, BN, PREC
         )
     else:
         m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
         _, dm, dm1 = sum_ratio(
             q, q, g, g, at_head(dq, dqs, at, h, ALIGN), qn, qn, gn, gn, dqs[1] * ALIGN, lo, hi, m, m1,
-            load_vec(state + OFF[9], DV, V1, V2), eps, (q, 0), 1, False, True, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+            load_vec(state + OFF[9], DV, V1, V2), eps, q, 1, False, True, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
         )  # fmt: skip
+        dm1 = end_pairs(dm1, F1, F2)
     out += (part.to(tl.int64) * heads + head) * (DV * FD + FD)
     store4(out, dm, DV, V1, V2, FD, F1, F2, FD, 1)
     store_vec(out + DV * FD, dm1, FD, F1, F2)
@@ -81,7 +82,7 @@ def divide_grads(
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """ratio [B * H, 2, N] of one part of one head of a ratio, and dq unless it is None."""
+    """ratio [B * H, N, 2] of one part of one head of a ratio, and dq unless it is None."""
     pid = tl.program_id(0)
     b, h, part = pid // (H * PARTS), pid % H, (pid // H) % PARTS
     most = longest(N)
@@ -96,7 +97,7 @@ def divide_grads(
     divide_queries(
         at_head(q, qs, at, h, ALIGN), at_head(g, gs, at, h, ALIGN), to, qs[1] * ALIGN, gs[1] * ALIGN, dqs[1] * ALIGN,
         lo, upto(lo + chunk, N), m, state + OFF[8], load_vec(state + OFF[9], DV, V1, V2), eps,
-        (ratio + head * 2 * most, most), dq is not None, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+        ratio + head * 2 * most, dq is not None, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
     )  # fmt: skip
 
 
@@ -104,9 +105,10 @@ def divide_grads(
 def write_keys(
     k, v, dk, dv, kn, vn, dkn, dvn, lo, hi, dm, dm1, row, scale, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of tokens lo..hi from the whole dM' and dm1; row: what v has in common, which cancels in the same
-    rounded weights."""
+    """dk and dv of tokens lo..hi from the whole dM' and dm1 (PAIRS: before `end_pairs`); row: what v has in common,
+    which cancels in the same rounded weights."""
     dtype: tl.constexpr = k.dtype.element_ty
     w = scale4(dm, scale)
     row_v = zeros2(V1, V2)
@@ -115,9 +117,14 @@ def write_keys(
     w, unit = cast_weights((w, w, w, w, w), 1, dtype, F2, V2)
     w = w[0]
     row_v = common_row((row_v[0] / unit, row_v[1] / unit), dtype, V2)
-    common = vecmat(row, cast4(w, tl.float32), V2, F2)
     scale = scale / unit
-    row_k = common_row(axpy2((dm1[0] * scale, dm1[1] * scale), -1.0, common, F2), dtype, F2)
+    common = (-row[0], -row[1])
+    row_k = (dm1[0] * scale, dm1[1] * scale)
+    if PAIRS:
+        row_k = end_pairs(add_rows(row_k, cast4(w, tl.float32), common), F1, F2)
+    else:
+        row_k = axpy2(row_k, 1.0, vecmat(common, cast4(w, tl.float32), V2, F2), F2)
+    row_k = common_row(row_k, dtype, F2)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
@@ -126,16 +133,21 @@ def write_keys(
         live = alive(start + i, hi)
         tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
         tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
+        if F1 <= 64:  # while tokens are transformed; 128 channels leave no registers for it
+            gk = rowmul(add_common(zero_rows(BN, F1, F2), row_k, F2), tv, w, V2, F2, PREC)
         pk = phi32(tk, live, FMAP, D, F1, F2)  # not of the rounded features, each a number by itself
         fk = (pk[0].to(dtype), pk[1].to(dtype))
         gv = zero_rows(BN, V1, V2)
         if is_shifted(FMAP):
             gv = add_common(gv, row_v, V2)
         gv = in_units(rowmul(gv, fk, trans4(w), F2, V2, PREC), unit, V2)
-        store_tokens(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
-        gk = in_units(rowmul(add_common(zero_rows(BN, F1, F2), row_k, F2), tv, w, V2, F2, PREC), unit, F2)
-        gk = phi_grad(pk, gk, FMAP, F2)
+        if F1 > 64:
+            store_tokens(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
+            gk = rowmul(add_common(zero_rows(BN, F1, F2), row_k, F2), tv, w, V2, F2, PREC)
+        gk = phi_grad(pk, in_units(gk, unit, F2), FMAP, F2)
         store_tokens(dk + (zero + start) * dkn, i, dkn, live, gk, D, F1, F2)
+        if F1 <= 64:
+            store_tokens(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -156,7 +168,7 @@ def key_grads(
         at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN), at_head(dk, dks, at, h, ALIGN),
         at_head(dv, dvs, at, h, ALIGN), ks[1] * ALIGN, vs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, lo,
         upto(lo + chunk, N), load4(grads, DV, V1, V2, FD, F1, F2, FD, 1), load_vec(grads + DV * FD, FD, F1, F2),
-        load_vec(state + head * K + OFF[9], DV, V1, V2), scale, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+        load_vec(state + head * K + OFF[9], DV, V1, V2), scale, FMAP, D, F1, F2, DV, V1, V2, BN, PREC, False,
     )  # fmt: skip
 
 
@@ -180,10 +192,13 @@ def token_grads(
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
     _, dm, dm1 = sum_ratio(
         q, q, g, g, at_head(dq, dqs, at, h, ALIGN), qn, qn, gn, gn, dqs[1] * ALIGN, 0, N, m,
-        load_vec(state + OFF[8], FD, F1, F2), row, eps, (q, 0), 1, False, True, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+        load_vec(state + OFF[8], FD, F1, F2), row, eps, q, 1, False, True, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
     )  # fmt: skip
+    PAIRS: tl.constexpr = alike(BN, F2, V1, V2)
+    if not PAIRS:
+        dm1 = end_pairs(dm1, F1, F2)
     write_keys(
         at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN), at_head(dk, dks, at, h, ALIGN),
         at_head(dv, dvs, at, h, ALIGN), ks[1] * ALIGN, vs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, dm, dm1,
-        row, scale, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+        row, scale, FMAP, D, F1, F2, DV, V1, V2, BN, PREC, PAIRS,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from ..tiles import (
     zeros4,
 )
 from .extent import alive
-from .stores import store_tokens
+from .stores import put_ratio, store_tokens
 from .sums import add_moments, add_total, begin_moments, begin_total, end_moments, end_total
 from .vectors import as_row, columns, times_vector
 
@@ -116,6 +116,18 @@ def end_pairs(s, D1: tl.constexpr, D2: tl.constexpr):
 
 
 @triton.constexpr_function
+def alike(BN, F2, V1, V2):
+    """Whether a matrix [V, F] lies as a tile of BN tokens does."""
+    return F2 == 0 and V2 == 0 and BN == V1
+
+
+@triton.jit
+def add_rows(s, m, x):
+    """s of `add_pairs`, and x'm more for a matrix that lies as a tile does: one exchange of threads for both."""
+    return s[0] + pairs(m[0] * x[0][:, None]), s[1]
+
+
+@triton.constexpr_function
 def spare(D, F1, F2, dtype):
     """Whether two padding columns of a tile of D channels are free, which then carry a vector along: `with_row`."""
     return F2 > 0 and F1 + F2 >= D + 2 and dtype == tl.bfloat16
@@ -156,31 +168,47 @@ def beside(x, r):
 
 
 @triton.jit
-def pull(f, g, mt, cols, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr):
-    """(f, r, g.(f m + b)) of a tile of queries with features f and gradients g of their outputs, for
-    o = (f m + b) / (f.m1 + e) + row of `ratio_base`; mt and cols: `readout_columns` of M' and b.
-
-    r = g M' and g.(f m + b) = f.r + g.b, so that all of it is elementwise in the layout of r.
-    """
+def pull(g, mt, cols, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr):
+    """What `against` takes of a tile of gradients g of outputs (f m + b) / (f.m1 + e) + row of `ratio_base`: r = g M'
+    and g.b (none where b is in M'); mt and cols: `readout_columns` of M' and b."""
     SPARE: tl.constexpr = spare(D, F1, F2, g[0].dtype)
+    y = 0.0
+    if not SPARE:
+        y = times_vector(g, cols, V2)
     r1 = part_product(g, mt[0], mt[2], V2, PREC)
     r2 = r1
-    f1 = beside(f[0], r1)
-    f2 = f[1]
-    y = tl.sum(f1 * r1, 1)
     if F2 > 0:
         r2 = part_product(g, mt[1], mt[3], V2, PREC)
+    return r1, r2, y
+
+
+@triton.jit
+def against(f, pulled, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
+    """(f, r, g.(f m + b)) of a tile of queries with features f, from `pull`.
+
+    g.(f m + b) = f.r + g.b, so that all of it is elementwise in the layout of r.
+    """
+    SPARE: tl.constexpr = spare(D, F1, F2, dtype)
+    r1, r2, y = pulled
+    f1 = beside(f[0], r1)
+    f2 = f[1]
+    y += tl.sum(f1 * r1, 1)
+    if F2 > 0:
         f2 = beside(f[1], r2)
         y += tl.sum(r2 * (tl.where(is_spare(F1, F2, D), 1.0, f2) if SPARE else f2), 1)
-    if not SPARE:
-        y += times_vector(g, cols, V2)
     return (f1, f2), (r1, r2), y
 
 
 @triton.jit
-def reciprocal(den, live):
-    """1 / den, 0 where not live."""
-    return tl.where(live, 1.0 / den, 0.0)
+def reciprocal(den, live, dtype: tl.constexpr):
+    """1 / den, 0 where not live. For bfloat16 tokens one instruction, without scaling for numbers near the greatest."""
+    if dtype == tl.bfloat16:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [den], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        inverse = 1.0 / den
+    return tl.where(live, inverse, 0.0)
 
 
 @triton.jit
@@ -212,11 +240,12 @@ def sum_ratio(
     WRITE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """(P, S, C, R, W) with MOMENTS, dM' = Sum g (phi(q) / den)', dm1 = Sum (d loss / d den) phi(q) over tokens lo..hi.
+    """(P, S, C, R, W) with MOMENTS, dM' = Sum g (phi(q) / den)', dm1 = Sum (d loss / d den) phi(q) over tokens lo..hi,
+    the last for `end_pairs`.
 
     Everything of a query is elementwise beside r = M g, whose rows are those of dq: den = phi(q).m1, g.y = phi(q).r.
     WRITE: dq = (r - (g.o) m1) / den phi'(q), all of it where M is of keys alone; otherwise 1 / den and
-    d loss / d den of every token go to ratio = (pointer, room of a row), two rows.
+    d loss / d den of every token go to ratio [*, 2].
 
     What all queries have in common is taken off phi(q) / den before it is rounded: c = 1 / 1'm1, that of phi(q) = 1.
     """
@@ -248,16 +277,18 @@ def sum_ratio(
             tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
             tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
             mm = add_moments(mm, tq, tk, tv, i, i, ORDER, F2, V2, False, PREC)
-        f = phi32(tq, live, FMAP, D, F1, F2)
-        f, r, y = pull(f, tg, mt, cols, D, F1, F2, V2, PREC)
-        inverse = reciprocal(rowdot(f, as_row(m1), F2) + e, live)
+        # products first: what needs them waits the less, the later it comes
+        if SHIFTED and not SPARE:
+            sg = add_total(sg, tg, V2, True)
+        pulled = pull(tg, mt, cols, D, F1, F2, V2, PREC)
+        f, r, y = against(phi32(tq, live, FMAP, D, F1, F2), pulled, dtype, D, F1, F2)
+        inverse = reciprocal(rowdot(f, as_row(m1), F2) + e, live, dtype)
         d = -y * inverse  # d loss / d den times den
         if WRITE:
             gq = query_gradient(f, r, inverse, d, m1, FMAP, F2)
             store_tokens(dq + (zero + start) * dqn, i, dqn, live, gq, D, F1, F2)
         else:
-            tl.store(ratio[0] + start + i, inverse, mask=live)
-            tl.store(ratio[0] + ratio[1] + start + i, d * inverse, mask=live)
+            put_ratio(ratio, start + i, live, inverse, d * inverse)
         more = (inverse - c if SHIFTED else inverse * 0.0)[:, None]
         over = (f[0] * inverse[:, None] + more, f[1] * inverse[:, None] + more)
         dm1 = add_pairs(dm1, d, over, F2)
@@ -265,12 +296,9 @@ def sum_ratio(
         if SHIFTED and SPARE:  # a column of ones sums g
             over = (over[0], tl.where(column == 0, 1.0, over[1]).to(dtype))
         dm = add_outer(dm, tg, over, V2, F2, PREC)
-        if SHIFTED and not SPARE:
-            sg = add_total(sg, tg, V2, True)
         if SHIFTED:
             sd += d
     dm = scale4(end_outer(dm, V2), 1.0 / unit)
-    dm1 = end_pairs(dm1, F1, F2)
     if SHIFTED:
         if SPARE:
             total = (column_of(dm[1], D - F1), column_of(dm[3], D - F1))
@@ -278,5 +306,8 @@ def sum_ratio(
         else:
             total = end_total(sg, dtype, V1, V2, True)
         dm = rank1(dm, (total[0] * c, total[1] * c), one, V2, F2)
-        dm1 = axpy2(dm1, tl.sum(sd) * c, one, F2)
+        row2 = one[1]
+        if F2 > 0:
+            row2 = tl.broadcast_to(one[1][None, :], [BN, F2])
+        dm1 = add_pairs(dm1, sd * c, (tl.broadcast_to(one[0][None, :], [BN, F1]), row2), F2)
     return end_moments(mm, ORDER, F2, MOMENTS), dm, dm1

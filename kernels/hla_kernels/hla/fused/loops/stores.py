@@ -1,4 +1,4 @@
-"""How a tile of tokens is written."""
+"""How a tile of tokens is written, and the numbers of each token of a ratio."""
 
 import triton
 import triton.language as tl
@@ -20,3 +20,19 @@ def store_tokens(ptr, i, stride, live, x, D: tl.constexpr, D1: tl.constexpr, D2:
         tl.store(ptr + i[:, None] * stride + c[None, :], whole, mask=live[:, None] & (c < D)[None, :])
     else:
         store_rows(ptr, i, stride, live, x, D, D1, D2)
+
+
+@triton.jit
+def put_ratio(ratio, i, live, inverse, total):
+    """1 / den and d loss / d den of tokens i to ratio [*, 2]: neighbours go through memory of a warp once, without a
+    barrier; two rows of their own took four."""
+    tl.store(
+        ratio + 2 * i[:, None] + tl.arange(0, 2)[None, :], tl.join(inverse, total), mask=live[:, None]
+    )
+
+
+@triton.jit
+def get_ratio(ratio, i, live):
+    """What `put_ratio` wrote of tokens i, 0 where not live."""
+    inverse = tl.load(ratio + 2 * i, mask=live, other=0.0)
+    return inverse, tl.load(ratio + 2 * i + 1, mask=live, other=0.0)

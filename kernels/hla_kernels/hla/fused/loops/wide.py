@@ -7,8 +7,18 @@ import triton.language as tl
 from ..maps import is_shifted, ones2, phi32, power_of_two
 from ..tiles import axpy2, load_rows, load_vec, rank1, rowdot, scale4, trans4
 from .extent import alive
-from .ratio import add_outer, begin_outer, end_outer, pull, query_gradient, ratio_base, readout_columns, reciprocal
-from .stores import store_tokens
+from .ratio import (
+    add_outer,
+    against,
+    begin_outer,
+    end_outer,
+    pull,
+    query_gradient,
+    ratio_base,
+    readout_columns,
+    reciprocal,
+)
+from .stores import get_ratio, put_ratio, store_tokens
 from .sums import add_sum, add_total, begin_sum, begin_total, end_sum, end_total
 from .vectors import as_row, columns, times_vector
 
@@ -19,7 +29,7 @@ def divide_queries(
     F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """1 / den and d loss / d den of tokens lo..hi to ratio = (pointer, room of a row), two rows; WRITE: dq of the
+    """1 / den and d loss / d den of tokens lo..hi to ratio [*, 2]; WRITE: dq of the
     first order too. m1 is a pointer: read once a tile it holds no registers."""
     vector = load_vec(m1, D, F1, F2)
     base, e = ratio_base(m, vector, row, eps, D, is_shifted(FMAP), F1, F2, V2)
@@ -34,11 +44,10 @@ def divide_queries(
         tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
         f = phi32(tq, live, FMAP, D, F1, F2)
         den = times_vector((f[0].to(dtype), f[1].to(dtype)), ones, F2) + e
-        f, r, y = pull(f, tg, mt, cols, D, F1, F2, V2, PREC)
-        inverse = reciprocal(den, live)
+        f, r, y = against(f, pull(tg, mt, cols, D, F1, F2, V2, PREC), dtype, D, F1, F2)
+        inverse = reciprocal(den, live, dtype)
         d = -y * inverse
-        tl.store(ratio[0] + start + i, inverse, mask=live)
-        tl.store(ratio[0] + ratio[1] + start + i, d * inverse, mask=live)
+        put_ratio(ratio, start + i, live, inverse, d * inverse)
         if WRITE:
             gq = query_gradient(f, r, inverse, d, load_vec(m1, D, F1, F2), FMAP, F2)
             store_tokens(dq + (zero + start) * dqn, i, dqn, live, gq, D, F1, F2)
@@ -69,8 +78,7 @@ def sum_divided(
     zero = tl.full([], 0, tl.int64)
     for start in range(lo, hi[0], BN):
         live = alive(start + i, hi)
-        inverse = tl.load(ratio[0] + start + i, mask=live, other=0.0)
-        d = tl.load(ratio[0] + ratio[1] + start + i, mask=live, other=0.0)
+        inverse, d = get_ratio(ratio, start + i, live)
         tg = load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False)
         tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
         f = phi32(tq, live, FMAP, D, F1, F2)

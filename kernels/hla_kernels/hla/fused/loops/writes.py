@@ -14,7 +14,8 @@ from ..tiles import (
     zero_rows,
 )  # fmt: skip
 from .extent import alive
-from .stores import store_tokens
+from .ratio import reciprocal
+from .stores import get_ratio, store_tokens
 from .vectors import add_common, as_row, columns, common_row, times_vector
 
 
@@ -45,7 +46,7 @@ def read_out(
             y = add_common(y, base, V2)
         y = rowmul(y, fq, m, F2, V2, PREC)
         if NORM:
-            inverse = 1.0 / tl.where(live, times_vector(fq, cols, F2) + eps, 1.0)
+            inverse = reciprocal(times_vector(fq, cols, F2) + eps, live, q.dtype.element_ty)
             y = axpy2(as_row(row), inverse[:, None], y, V2)
         elif ROW:
             y = axpy2(y, 1.0, as_row(row), V2)
@@ -109,7 +110,7 @@ def write_grads(
     """dq = read-out + k WR + q WW + v WC', dk = k WS + q WR' + v WP', dv = k WP + q WC, plus rows; w = (WP', WS, WC',
     WR', WW) in units of `unit`.
 
-    NORM: 1 / den and d loss / d den of every token are read from ratio = (pointer, room of a row); m1 and the rows are
+    NORM: 1 / den and d loss / d den of every token are read from ratio [*, 2]; m1 and the rows are
     pointers then. more: rows of `algebra.centre_softmax`.
 
     PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv (what a part does not use is not loaded). STAGES: of the loop,
@@ -169,9 +170,9 @@ def write_grads(
         if PART < 2:
             gq = rowmul(zero_rows(BN, F1, F2), tg, mt, V2, F2, PREC)
             if NORM:
-                inverse = tl.load(ratio[0] + start + i, mask=live, other=0.0)[:, None]
-                total = tl.load(ratio[0] + ratio[1] + start + i, mask=live, other=0.0)[:, None]
-                gq = axpy2((gq[0] * inverse, gq[1] * inverse), total, as_row(load_vec(m1, FD, F1, F2)), F2)
+                inverse, total = get_ratio(ratio, start + i, live)
+                gq = (gq[0] * inverse[:, None], gq[1] * inverse[:, None])
+                gq = axpy2(gq, total[:, None], as_row(load_vec(m1, FD, F1, F2)), F2)
             gq = in_units(gq, 1.0 / unit, F2)
             if ORDER == 2 or ORDER == 5:
                 gq = add_product(gq, tv, w[2], APART, V2, F2, PREC)
