@@ -17,6 +17,23 @@ from hla_kernels.hla.fused.plan import mixture
 from hla_kernels.hla.two_sided import evaluate
 from hla_kernels.options import Options
 
+HALF, FULL = torch.float16, torch.float32
+ELU, SOFTMAX, PAIR = ({"feature_map": name} for name in ("elu1", "softmax", "softmax_pair"))
+QK = {"center": "qk", "mean_path": True}
+# op, options, path, N, D, Dv, heads, dtype, layout: by blocks of the matrices
+BY_BLOCKS = [
+    ("linear_attention", {**PAIR, "normalize": True}, "blocks", 37, 40, 24, (2, 1), HALF, "contiguous"),
+    ("hla2", {"center": "k", "mean_path": True}, "blocks", 70, 72, 40, (1, 1), FULL, "contiguous"),
+    ("ahla", {"ridge": 0.3, "center": "qk", "scale": 0.05}, "blocks", 33, 40, 40, (1, 1), FULL, "strided"),
+    ("ahla", {**QK, "feature_map": "relu"}, "blocks", 37, 40, 40, (2, 2), HALF, "packed"),
+    ("hla3", {**ELU, "normalize": True}, "blocks", 37, 24, 72, (1, 1), FULL, "contiguous"),
+    ("hla2", {"feature_map": "relu", "normalize": True, "center": "qk"}, "blocks", 37, 40, 40, (1, 1), FULL, "packed"),
+    ("polynomial", {}, "blocks", 37, 40, 40, (1, 1), HALF, "packed"),
+    ("polynomial", {**ELU, "mean_path": True, "fixed": True}, "blocks", 37, 24, 24, (1, 1), FULL, "packed"),
+    ("polynomial", {**ELU, "normalize": True, "center": "k"}, "blocks", 37, 72, 72, (1, 1), FULL, "packed"),
+    ("polynomial", {**SOFTMAX, **QK}, "blocks", 37, 24, 24, (2, 1), FULL, "contiguous"),
+]
+
 
 def truth(spec: Spec, tokens: list[Tensor], grad: Tensor, coefficients: Tensor | None) -> list[Tensor]:
     """o, dq, dk, dv (and d coefficients) of the torch form in float64 through autograd."""
@@ -56,10 +73,12 @@ def twice(work: Callable, *args, **options):
 def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
     "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment, "pairs" and
-    "pairs_two_step" with two heads a program, "mixture" and "mixture_kept" without and with moments that are kept."""
+    "pairs_two_step" with two heads a program, "blocks" with a block of a matrix, "mixture" and "mixture_kept" without
+    and with moments that are kept."""
     with monkeypatch.context() as patch:
         poison(patch)
         split = path in ("split", "whole", "roles", "pairs", "pairs_two_step")
+        patch.setattr(fused, "blocked", lambda *a: path == "blocks")
         patch.setattr(plan, "pairs", lambda *a: int(path.startswith("pairs")))
         patch.setattr(plan, "pairs_at_once", lambda spec, n: path == "pairs" and spec.op == "linear_attention")
         for name in ("splits", "saves"):

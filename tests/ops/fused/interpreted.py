@@ -14,7 +14,7 @@ from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
 from hla_kernels.hla.fused.plan import tuning
 from tests.ops.citizen import test_rms_norm as norms
-from tests.ops.fused.cases import make, poison, relative_error, run, truth
+from tests.ops.fused.cases import BY_BLOCKS, FULL, HALF, make, poison, relative_error, run, truth
 
 OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial")
 PLAIN = {}
@@ -30,8 +30,6 @@ ELU = {"feature_map": "elu1"}
 ELU_ANCHORED, ELU_MEAN, ELU_QK = {**ELU, **ANCHORED}, {**ELU, "mean_path": True}, {**ELU, "center": "qk"}
 SOFTMAX = {"feature_map": "softmax"}
 SOFTMAX_ANCHORED, PAIR_QK = {**SOFTMAX, **ANCHORED}, {"feature_map": "softmax_pair", "center": "qk"}
-# op, options, path, N, D, Dv, heads, dtype, layout
-HALF, FULL = torch.float16, torch.float32
 CASES = [
     ("linear_attention", PLAIN, "heads", 37, 16, 16, (2, 2), FULL, "packed"),
     ("linear_attention", ANCHORED, "split", 37, 40, 40, (2, 2), HALF, "packed"),
@@ -76,7 +74,6 @@ CASES = [
     ("ahla", PLAIN, "split", 37, 128, 16, (1, 1), HALF, "ones"),
     ("polynomial", PLAIN, "heads", 37, 16, 16, (2, 2), FULL, "packed"),
     ("polynomial", RELU_QK, "split", 37, 40, 40, (1, 1), FULL, "strided"),
-    ("polynomial", RELU_QK, "whole", 33, 72, 72, (1, 1), FULL, "packed"),
     # float16 factors; in use for bfloat16 tokens
     ("hla2", PLAIN, "halves", 37, 72, 72, (2, 2), HALF, "packed"),
     ("ahla", SCALE, "halves_two_step", 70, 72, 72, (1, 1), HALF, "packed"),
@@ -119,6 +116,7 @@ CASES = [
     ("polynomial", PLAIN, "split", 37, 40, 40, (1, 1), HALF, "packed"),
     ("polynomial", ELU_ANCHORED, "split", 60, 40, 40, (1, 1), HALF, "packed"),
     ("polynomial", RATIO_SOFTMAX, "split", 37, 40, 40, (1, 1), FULL, "packed"),
+    *BY_BLOCKS,
 ]
 # largest measured: float32 1e-5, float16 5e-4 (its eps is 1e-3)
 TOLERANCE = {FULL: 3e-5, HALF: 1e-3}
@@ -257,6 +255,7 @@ RAGGED = [
     ("hla2", SOFTMAX, "two_step", (2, 2), FULL),
     ("polynomial", ANCHORED, "split", (2, 2), FULL),
     ("polynomial", {"feature_map": "elu1", "normalize": True}, "split", (2, 2), FULL),
+    ("polynomial", {**PAIR_QK, "mean_path": True}, "blocks", (2, 1), FULL),
 ]
 
 
@@ -285,6 +284,7 @@ def test_sequences(monkeypatch, case, kind):
         with monkeypatch.context() as patch:
             if impl == "triton":
                 poison(patch)
+                patch.setattr(fused, "blocked", lambda *a: path == "blocks")
                 for name in ("splits", "saves"):
                     patch.setattr(plan, name, lambda *a: int(path == "split"))
                 patch.setattr(plan, "backward_path", lambda *a: path)

@@ -1,6 +1,6 @@
 """Compile for sm_90a, without a GPU, exactly what a call would launch; print one JSON line per kernel.
 
-python offline_gate.py OP OPTIONS B H N D [mask | packed | float32 | inference | products] [+ OP ...]
+python offline_gate.py OP OPTIONS B H N D [mask | packed | float32 | float16 | inference | products] [+ OP ...]
 
 OPTIONS: JSON of a Spec. `+` begins another call; every line says of which call it is, the first is 0.
 
@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, launch
-from hla_kernels.hla.fused.launch import fixed, mixture, pairs, summed
+from hla_kernels.hla.fused.launch import blocks, fixed, mixture, pairs, summed
 from hla_kernels.hla.fused.launch import plain as plain_launch
 from hla_kernels.sequences import Sequences
 
@@ -116,16 +116,16 @@ def sequences_of(kind: str, b: int, n: int) -> Sequences:
 
 def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> list:
     """(kernel, arguments, keywords) of each launch of a forward and, unless `kind` is "inference", a backward of packed
-    tokens, bf16 unless `kind` is "float32"; "turned": of tokens that lie as [B, H, N, D]."""
+    tokens, bf16 unless `kind` is a dtype; "turned": of tokens that lie as [B, H, N, D]."""
     kernels = [
         (module, name, kernel)
-        for module in (fixed, launch, mixture, pairs, plain_launch, summed)
+        for module in (blocks, fixed, launch, mixture, pairs, plain_launch, summed)
         for name, kernel in vars(module).items()
         if hasattr(kernel, "arg_names")
     ]
     Recorder.calls = []
     rows = (1, b * n) if kind == "packed" else (b, n)
-    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    dtype = {"float32": torch.float32, "float16": torch.float16}.get(kind, torch.bfloat16)
     qkv = torch.empty(*rows, 3, h, d, dtype=dtype, device="meta")
     if kind == "turned":
         qkv = torch.empty(b, 3, h, n, d, dtype=dtype, device="meta").permute(0, 3, 1, 2, 4)
@@ -159,10 +159,10 @@ def key(fn, args, kwargs) -> str:
 
 
 def main(call: int, op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> None:
-    """Compile each launch. Operand A in registers is what an assembler got wrong: none in `heads.pairs`."""
+    """Compile each launch. Operand A in registers is what an assembler got wrong: none in `heads.pairs`, `blocks`."""
     for launched in record(op, options, b, h, n, d, kind):
         found = compile_call(*launched, kind == "products")
-        assert found["from_registers"] == 0 or not hasattr(pairs, found["kernel"]), found
+        assert found["from_registers"] == 0 or not any(hasattr(x, found["kernel"]) for x in (blocks, pairs)), found
         print(json.dumps({"call": call, **found}), flush=True)
 
 

@@ -14,6 +14,7 @@ import torch
 from hla_kernels.blockmix.fused import launch as block_launch
 from hla_kernels.blockmix.fused.pairs import launch as pair_launch
 from hla_kernels.hla.fused import Spec, launch
+from hla_kernels.hla.fused.launch import blocks as matrix_blocks
 from hla_kernels.hla.fused.launch import mixture as head_mixture
 from hla_kernels.hla.fused.launch import pairs as head_pairs
 from hla_kernels.hla.fused.launch import plain as plain_launch
@@ -54,6 +55,8 @@ WHOLE = (
     ("polynomial", ANCHORED, "split", 600, 40, 40, (4, 2)),
     ("hla2", SOFTMAX, "split", 37, 32, 48, (2, 2)),
     ("ahla", {}, "split", 1, 128, 128, (1, 1)),
+    ("polynomial", RATIO, "blocks", 70, 72, 72, (2, 2)),
+    ("hla2", {**SOFTMAX, "mean_path": True}, "blocks", 37, 72, 48, (4, 2)),
 )
 # options, grid, blocks, prefix, (B, H, D, Dv), dtype, keywords of `fused_cases.make` (and turned: rotary tables)
 BLOCKS = (
@@ -151,7 +154,7 @@ def main(family: str) -> None:
     torch.set_default_device(DEVICE)
     ran, patch = set[str](), pytest.MonkeyPatch()
     modules = {
-        "hla": [launch, head_mixture, head_pairs, plain_launch, summed],
+        "hla": [launch, matrix_blocks, head_mixture, head_pairs, plain_launch, summed],
         "blockmix": [block_launch, pair_launch], "taylor": [taylor_launch],
         "multipole": [multipole_launch],
     }[family]  # fmt: skip

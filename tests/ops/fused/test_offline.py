@@ -17,6 +17,7 @@ GATE = Path(__file__).with_name("offline_gate.py")
 FIXED = '{"fixed": true}'
 PLAIN, RATIO = "{}", '{"feature_map": "elu1", "normalize": true}'
 ANCHORED = '{"center": "k", "mean_path": true}'
+PAIR = '{"feature_map": "softmax_pair", "normalize": true}'
 ELU_ANCHORED = '{"feature_map": "elu1", "center": "k", "mean_path": true}'
 CASES = (
     ("hla2", PLAIN, 256, 6, 197, 64),
@@ -54,6 +55,10 @@ CASES = (
     ("ahla", RATIO, 8, 16, 1024, 72, "mask"),
     ("ahla", PLAIN, 32, 16, 1024, 72, "packed"),
     ("linear_attention", PLAIN, 2, 12, 4096, 128, "float32"),
+    ("hla3", ELU_ANCHORED, 2, 12, 4096, 128, "float32"),
+    ("polynomial", PLAIN, 64, 16, 256, 72, "float16"),
+    ("polynomial", RATIO, 2, 12, 4096, 128),
+    ("ahla", PAIR, 8, 16, 1024, 72),
 )
 
 
@@ -103,13 +108,17 @@ def test_products_of_a_ratio_are_not_waited_for_one_by_one(sizes, tmp_path):
 
 @pytest.mark.parametrize(("heads", "kind"), ((128, ""), (3, ""), (3, "mask"), (3, "packed"), (3, "turned")))
 @pytest.mark.parametrize(
-    ("op", "options"), (("ahla", PLAIN), ("linear_attention", RATIO), ("polynomial", RATIO), ("hla2", ELU_ANCHORED))
-)
-def test_another_number_of_tokens_compiles_nothing(op, options, heads, kind):
+    ("op", "options", "d"),
+    (
+        ("ahla", PLAIN, 64), ("linear_attention", RATIO, 64), ("polynomial", RATIO, 64), ("hla2", ELU_ANCHORED, 64),
+        ("polynomial", RATIO, 72),
+    ),
+)  # fmt: skip
+def test_another_number_of_tokens_compiles_nothing(op, options, d, heads, kind):
     """On one path, for any N (with 3 heads of 64 channels a batch stride is a multiple of 16 for even N only)."""
     from tests.ops.fused.offline_gate import key, record
 
-    found = [{key(*call) for call in record(op, options, 1, heads, n, 64, kind)} for n in (197, 240, 222, 129)]
+    found = [{key(*call) for call in record(op, options, 1, heads, n, d, kind)} for n in (197, 240, 222, 129)]
     assert found[0] and all(keys == found[0] for keys in found)
 
 

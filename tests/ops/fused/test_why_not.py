@@ -9,6 +9,7 @@ import torch
 import hla_kernels as hk
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec
+from hla_kernels.hla.fused.spec import ORDERS
 
 
 def test_why_not_names_what_is_missing():
@@ -18,17 +19,14 @@ def test_why_not_names_what_is_missing():
     assert "float64" in fused.why_not(q, q, q, Spec("hla2"))
     q = torch.randn(1, 4, 32, 2).transpose(2, 3)
     assert "contiguous" in fused.why_not(q, q, q, Spec("hla2"))
-    q = torch.randn(1, 4, 2, 128)
-    assert "shared memory" in fused.why_not(q, q, q, Spec("hla2"))
-    assert "shared memory" in fused.why_not(q, q, q, Spec("linear_attention", center="k"))
-    assert fused.why_not(q, q, q, Spec("linear_attention", feature_map="identity")) is None
-    q = q.bfloat16()
-    assert "registers" in fused.why_not(q, q, q, Spec("polynomial", feature_map="elu1"))
-    assert fused.why_not(q, q, q, Spec("polynomial")) is None
+    q = torch.randn(1, 4, 2, 129)
+    assert "D = 129" in fused.why_not(q, q, q, Spec("hla2"))
+    q = torch.randn(1, 4, 2, 128, dtype=torch.bfloat16)
     assert "one token" in fused.why_not(*[q[:, :1]] * 3, Spec("hla2", center="k"))
     assert fused.why_not(*[q[:, :1]] * 3, Spec("hla2", feature_map="elu1", normalize=True)) is None
-    for options in ({}, {"feature_map": "softmax", "center": "k"}, {"feature_map": "elu1", "mean_path": True}):
-        assert fused.why_not(q, q, q, Spec("hla2", **options)) is None
+    for options in ({}, {"feature_map": "softmax_pair", "center": "k"}, {"feature_map": "elu1", "mean_path": True}):
+        for x in (q, q.half(), q.float()):
+            assert all(fused.why_not(x, x, x, Spec(op, **options)) is None for op in ORDERS)
 
 
 def test_answers_without_triton():

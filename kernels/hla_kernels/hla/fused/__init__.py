@@ -3,6 +3,7 @@
     heads   one program per (batch, head), all passes in one launch          many heads, few tokens
     split   reduce -> combine -> middle -> apply, several programs a head     few heads, many tokens, wide heads
     pairs   the same with two neighbouring heads a program                    many heads of 72 channels
+    blocks  the same with one block of a matrix a program                     what fits in no program otherwise
 
 Features of relu and elu1 are computed once, by the pass of the forward that sums them, and kept for the backward in the
 dtype of the tokens (not for `polynomial` and not in float32): twice the bytes of q, instead of three evaluations. A
@@ -25,7 +26,9 @@ from torch import Tensor
 
 from ...sequences import WHOLE, Sequences
 from . import plan
+from .blocks.layout import layout as block_layout
 from .plan import mixture, sums
+from .plan.blocks import blocked
 from .spec import DTYPES, MAX_D, MIN_D, Spec, layout, widths
 
 __all__ = ["Spec", "backward", "forward", "saved_floats", "why_not"]
@@ -42,15 +45,6 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
         return f"N = {q.shape[1]} is more than {2**24}: it is counted in float32"
     if q.shape[1] == 1 and (spec.center is not None or spec.mean_path):
         return "one token, centred, is zero: of rank-one corrections only rounding would be left"
-    width = max(q.shape[3] * (2 if spec.feature_map == "softmax_pair" else 1), v.shape[3])
-    mapped = spec.normalize or spec.feature_map not in (None, "identity")
-    if spec.op == "polynomial" and width > 64 and (mapped or q.dtype != torch.bfloat16):
-        return f"the float32 sums of polynomial of width {width} do not fit in registers"
-    plain = spec.op == "linear_attention" and not spec.sums and spec.feature_map in (None, "identity")
-    if q.dtype == torch.float32 and width > 96 and not plain:
-        return f"the float32 weights of width {width} fit in shared memory for plain linear_attention only"
-    if spec.feature_map == "softmax_pair" and q.shape[3] > MAX_D // 2:
-        return f"the softmax pair doubles D = {q.shape[3]} beyond {MAX_D}"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.stride(3) != 1:
             return f"the last dimension of {name} is not contiguous"
@@ -66,6 +60,8 @@ def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = 
 
 def kept_features(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
     """1 where a forward that is asked to keeps the features of q and k for the backward. No branch on B, N and H."""
+    if blocked(spec, q.shape[3], v.shape[3], q.dtype):
+        return 0
     w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
     if not plan.halved(spec, w, q.dtype, own):
         return int(spec.keeps(q.dtype))
@@ -77,6 +73,8 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     """Room of operators and states in that buffer, whole 16 bytes."""
     w, (batch, n, heads) = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q)
     batch_heads = batch * heads
+    if blocked(spec, q.shape[3], v.shape[3], q.dtype):
+        return batch_heads * block_layout(spec, q.shape[3], v.shape[3]).state
     kept, lay = plan.saves(spec, w, plan.planned(batch_heads), n, q.dtype, own_keys(q, v, seqs)), layout(spec, w)
     size = spec.matrix_dtype(q.dtype).itemsize
     whole: int | torch.SymInt = lay.vectors().floats(size) if spec.normalize else 0
@@ -129,6 +127,7 @@ def forward(
     """o [B, N, H, Dv] contiguous from q [B, N, H, D], k, v [B, N, Hk, .], and a float32 buffer for `backward`
     (`saved_floats`; empty without `save`)."""
     from .launch import Call, apply_call, head_forward_call, split_forward_call
+    from .launch.blocks import block_forward_call
     from .launch.fixed import fixed_forward_call
     from .launch.mixture import mixture_forward_call
     from .launch.plain import plain_forward_call
@@ -137,6 +136,10 @@ def forward(
     call = Call(spec, q, k, v, coefficients, seqs)
     new = torch.empty if seqs.mask is None else torch.zeros  # padded tokens are not written
     o = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    if blocked(spec, q.shape[3], v.shape[3], q.dtype):
+        buffer = call.buffer(saved_floats(q, k, v, spec, seqs))
+        block_forward_call(call, o, buffer)
+        return o, buffer if save else call.buffer(0)
     path = plan.backward_path(spec, call.w, call.planned, call.most, q.dtype, own_keys(q, v, seqs))
     split = not plan.use_heads(spec, call.w, call.planned, call.most, q.dtype, own_keys(q, v, seqs), save)
     if save:
@@ -174,12 +177,14 @@ def backward(
     None (without any, or `Spec.fixed`). `saved`: the buffer of `forward`, or an empty one, then what it would hold is
     computed again."""
     from . import launch
+    from .launch.blocks import block_backward_call
     from .launch.fixed import fixed_backward_call
     from .launch.mixture import mixture_backward_call
     from .launch.plain import plain_backward_call, plain_two_step_call
     from .launch.summed import summed_backward_call, summed_two_step_call
 
-    if saved.numel() == 0 and (spec.normalize or spec.keeps(q.dtype)):
+    wide = blocked(spec, q.shape[3], v.shape[3], q.dtype)
+    if saved.numel() == 0 and (wide or spec.normalize or spec.keeps(q.dtype)):
         saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
     if kept_features(q, v, spec, seqs):
         q, k = features_of(saved, q, k)
@@ -198,7 +203,9 @@ def backward(
     more = mixture.mixture_floats(spec, call.w, call.most) if path == "mixture" else more
     if saved.numel() == 0 and more > 0:
         saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
-    if spec.alone(q.dtype):
+    if wide:
+        dc = block_backward_call(call, grad, full, saved)
+    elif spec.alone(q.dtype):
         call.lay = call.lay if path == "split" else call.lay.vectors()
         launch.first_backward_call(call, grad, full, saved)
         dc = None

@@ -17,6 +17,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_D, MAX_D = 16, 128
 # products of float32 to its digits, three bf16 a number on tensor cores; Triton's interpreter does not know the name
 SPLIT = "ieee" if os.environ.get("TRITON_INTERPRET") == "1" else "bf16x6"
+# what float32 is a sum of where its parts lie in memory (`blocks`); nor does it multiply bfloat16
+PLANE = torch.float32 if SPLIT == "ieee" else torch.bfloat16
 
 
 class Spec(NamedTuple):

@@ -11,7 +11,7 @@ from ..heads import head_backward, head_forward, head_weights
 from ..loops.first import divide_grads, key_grads, query_grads, token_grads
 from ..loops.parts import add_parts, combine
 from ..middle import middle, middle_grads_value
-from ..middle_key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
+from ..middle.key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
 from ..spec import ORDERS
 from ..split import apply, apply_grads, reduce_moments, reduce_readout
 from . import pairs

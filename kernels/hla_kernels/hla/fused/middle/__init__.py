@@ -7,12 +7,12 @@ likewise for the gradients (algebra.py has the same formulas on whole matrices).
 import triton
 import triton.language as tl
 
-from . import spec
-from .algebra import anchor
-from .heads import load_coefficients
-from .loops import as_row, means
-from .maps import is_shifted
-from .tiles import axpy2, load4, load_vec, rowdot, rowmul, store_rows, store_vec, zero_rows
+from .. import spec
+from ..algebra import anchor
+from ..heads import load_coefficients
+from ..loops import as_row, means
+from ..maps import is_shifted
+from ..tiles import axpy2, load4, load_vec, rowdot, rowmul, store_rows, store_vec, zero_rows
 
 SPLIT = tl.constexpr(spec.SPLIT)
 

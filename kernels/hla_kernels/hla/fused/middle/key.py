@@ -4,10 +4,11 @@ backward."""
 import triton
 import triton.language as tl
 
-from .heads import load_coefficients
-from .loops import as_row, means
-from .maps import is_shifted, ones2
-from .middle import (
+from ..heads import load_coefficients
+from ..loops import as_row, means
+from ..maps import is_shifted, ones2
+from ..tiles import axpy2, load4, load_vec, rank1, rowdot, rowmul, store_vec, vecmat, zeros2
+from . import (
     dot_rows,
     load_symmetric,
     mul2,
@@ -19,7 +20,6 @@ from .middle import (
     times_exact,
     vec,
 )
-from .tiles import axpy2, load4, load_vec, rank1, rowdot, rowmul, store_vec, vecmat, zeros2
 
 
 @triton.jit

@@ -1,0 +1,14 @@
+"""Wide heads: one block of a matrix a program, so that any width fits in registers.
+
+What `plan.blocks` sends here: float32 beyond 96 channels, `polynomial` beyond 64, the softmax pair of more than 64
+channels (features of up to 256 columns). The formulas are those of `hla_kernels.hla.gradient`:
+
+    features   tokens, features, centred ones as sums of bfloat16 numbers (planes); gradients back through the map
+    tokens     moments Sum a b'; the ratio of every query; out = Sum_i source_i weight_i, for o, dq, dk and dv alike
+    matrices   D x D in float32: add and scale the parts of a moment, A B + X, gradients of coefficients
+
+Products of planes are exact on tensor cores; two or three have 16 or 24 bits. A head's matrices lie in two float32
+workspaces (`layout`): the state, which a forward keeps for its backward, and what the backward adds. Of a ratio v has a
+column of ones more, as in `hla_kernels.hla.moments`; tokens that are centred are so before they are split, values for
+the mean path too: q (K - kbar)'(V - vbar) + vbar.
+"""

@@ -1,0 +1,362 @@
+"""Launches of `fused.blocks`: the formulas of `hla_kernels.hla.gradient` over matrices that lie in workspaces."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....dispatch.recording import launch
+from .. import plan
+from ..blocks.features import block_planes, block_slopes, block_split, block_sums
+from ..blocks.layout import MOMENTS, TOKENS, Place, features, is_centred, layout
+from ..blocks.matrices import block_finish, block_mixture, block_product
+from ..blocks.tokens import block_apply, block_moments, block_ratio
+from ..plan.blocks import block_config
+from ..spec import FEATURE_MAPS, PLANE, alignment, strides
+from .call import BLOCK, Call, pad
+
+SOURCES = "qkvg"
+Pair = tuple[str, Place, bool, int, bool]  # source, weight, whether that is turned, width and centring of the source
+
+
+def placed(*tensors: Tensor) -> tuple[list[tuple[int, int, int]], tuple[int, ...]]:
+    """The strides of each in units of its own alignment (dtypes differ), and those."""
+    units = tuple(alignment(x) for x in tensors)
+    return [strides(x, a) for x, a in zip(tensors, units, strict=True)], units
+
+
+class Planes(NamedTuple):
+    """Tokens, or matrices, as a sum: the first term, their number, elements from one to the next as `features.offset`
+    reads them."""
+
+    first: Tensor
+    terms: int = 1
+    step: int = 1
+
+
+class Blocks:
+    """One call: its tokens, its workspaces, and the steps that forward and backward are made of."""
+
+    def __init__(self, call: Call, state: Tensor):
+        self.call, self.spec, self.state, self.work = call, call.spec, state, state
+        self.lay = layout(call.spec, call.q.shape[3], call.v.shape[3])
+        # how far planes are multiplied: a mixture's denominators and the gradient of its coefficients nearly cancel
+        self.read = 2 if call.q.dtype == torch.float32 else 1
+        self.digits = 2 if call.spec.op == "polynomial" else self.read
+        self.ratio: Tensor | None = None
+        self.weights: dict[int, Planes] = {}
+        self.raw = {"q": call.q, "k": call.k, "v": call.v}
+        self.tokens: dict[str, Planes] = {}
+
+    def begin(self) -> None:
+        """Split the tokens: q, k, v as moments have them, r as the read-out has q."""
+        for source, x in self.raw.items():
+            self.tokens[source] = self.split(x, source != "v", centre=source)
+        raw = self.spec.normalize and is_centred(self.spec, "q")
+        self.tokens["r"] = self.split(self.call.q, True) if raw else self.tokens["q"]
+
+    def tiles(self, kernel: str, *args: int) -> dict[str, int]:
+        """Tiles of a kernel."""
+        return self.call.tiles(f"block_{kernel}", block_config, kernel, *args)
+
+    def places(self, bn: int) -> int:
+        """Tiles of the longest sequence."""
+        return -(-self.call.most // bn)
+
+    def room(self, count: int, *shape: int) -> Planes:
+        """Planes that are not written yet, each whole 16 bytes."""
+        step = -(-math.prod(shape) // 8)
+        room = self.call.buffer(count * step * 8, dtype=PLANE)
+        return Planes(room[: math.prod(shape)].view(shape), count, 2 * step + 1)
+
+    def split(self, x: Tensor, mapped: bool, centre: str = "", divided: bool = False) -> Planes:
+        """phi(x), or x, less the mean that is known of `centre`, or x over the denominators of a ratio; x itself where
+        it is one plane."""
+        call, config, spec = self.call, self.tiles("split"), self.spec
+        fmap = FEATURE_MAPS[spec.feature_map] if mapped else 0
+        centred = is_centred(spec, centre)
+        changed = fmap > 0 or centred or divided
+        if not changed and x.dtype == PLANE:
+            return Planes(x)
+        count = self.digits + 1 if changed or x.element_size() == 4 else 2
+        out = self.room(count, *x.shape[:3], features(spec, x.shape[3], mapped))
+        at, units = placed(x, out.first)
+        tiles = self.places(config["BN"])
+        sums = self.state[self.lay.at[f"sum_{centre}"].off :] if centred else self.state
+        launch(
+            block_split, call.b * x.shape[2] * tiles,
+            x, self.ratio if divided else x, sums, out.first, *at, out.step, call.n, x.shape[2],
+            call.h // x.shape[2], tiles, self.lay.state, FMAP=fmap, DIVIDED=divided, CENTRED=centred, PLANES=count,
+            ALIGNS=units, D=x.shape[3], R=pad(x.shape[3]), **config,
+        )  # fmt: skip
+        return out
+
+    def slopes(self, x: Tensor, df: Tensor, out: Tensor) -> None:
+        """out = d loss / d x from x and d loss / d phi(x)."""
+        call, config = self.call, self.tiles("slopes")
+        at, units = placed(x, df, out)
+        tiles = self.places(config["BN"])
+        launch(
+            block_slopes, call.bh * tiles,
+            x, df, out, *at, call.n, call.h, call.h // x.shape[2], tiles, ALIGNS=units, D=out.shape[3],
+            R=pad(out.shape[3]), FMAP=FEATURE_MAPS[self.spec.feature_map], **config,
+        )  # fmt: skip
+
+    def planes(self, base: int, first: str, digits: int) -> None:
+        """The planes of a workspace from the matrix `first` on, which `apply` and the ratio read."""
+        call, place = self.call, self.lay.at[first]
+        length = self.length(place) - place.off
+        out, blocks = self.room(digits + 1, call.bh, length), -(-length // BLOCK)
+        launch(
+            block_planes, call.bh * blocks,
+            self.base(place), out.first, out.step, self.length(place), place.off, length, blocks, PLANES=out.terms,
+            WIDE=BLOCK,
+        )  # fmt: skip
+        self.weights[base] = out
+
+    def parts(self, blocks: int, bn: int) -> tuple[int, int]:
+        """(parts, tokens of a part) where a head has so many blocks: eight programs a multiprocessor."""
+        return plan.reduce_parts(max(1, self.call.planned * blocks // 4), self.call.most, bn)
+
+    def finish(self, partial: Tensor, place: Place, inner: int, scaled: bool, ridge: float = 0.0) -> None:
+        """Add the parts of a matrix, whose columns from `inner` on are zero; scale it as a moment."""
+        call, length = self.call, place.rows * place.pitch
+        blocks = -(-length // BLOCK)
+        launch(
+            block_finish, call.bh * blocks,
+            partial, self.base(place), call.n, partial.shape[0], call.bh, length, place.pitch, place.cols, inner,
+            place.off, self.length(place), call.scale, ridge, blocks, SCALED=scaled, WIDE=BLOCK,
+        )  # fmt: skip
+
+    def base(self, place: Place) -> Tensor:
+        """The workspace of a matrix."""
+        return self.work if place.base else self.state
+
+    def length(self, place: Place) -> int:
+        """Numbers of a head in that workspace."""
+        return self.lay.work if place.base else self.lay.state
+
+    def sum(self, source: str) -> None:
+        """The sum of features or tokens."""
+        call, x, place, config = self.call, self.raw[source], self.lay.at[f"sum_{source}"], self.tiles("sums")
+        parts, chunk = self.parts(1, config["BN"])
+        (at,), (unit,) = placed(x)
+        partial = call.buffer(parts, call.bh, place.pitch)
+        launch(
+            block_sums, call.bh * parts,
+            x, partial, at, call.n, call.h, call.h // x.shape[2], parts, chunk, call.bh,
+            FMAP=FEATURE_MAPS[self.spec.feature_map] if source in "qk" else 0, ALIGN=unit, D=x.shape[3],
+            R=pad(x.shape[3]), PITCH=place.pitch, **config,
+        )  # fmt: skip
+        self.finish(partial, place, place.cols, False)
+
+    def moment(self, name: str, x: str, y: str, scaled: bool, ridge: float = 0.0) -> None:
+        """The matrix `name` = Sum x y' of two tokens; of a ratio y has a column of ones, or of gradients of
+        denominators, beside which tokens that are centred sum to zero."""
+        call, place, tx, ty = self.call, self.lay.at[name], self.tokens[x], self.tokens[y]
+        divided, width = y == "g" and self.spec.normalize, ty.first.shape[3]
+        ones = y in "vg" and place.cols > width and not is_centred(self.spec, x)
+        config = self.tiles("moments", width, self.spec.op == "polynomial")
+        blocks = -(-place.rows // config["ROWS"]) * -(-width // config["COLS"])
+        parts, chunk = self.parts(blocks, config["BN"])
+        at, units = placed(tx.first, ty.first)
+        partial = call.buffer(parts, call.bh, place.rows * place.pitch)
+        launch(
+            block_moments, call.bh * parts * blocks,
+            tx.first, ty.first, self.ratio if divided else partial, partial, *at, tx.step, ty.step, call.n, call.h,
+            call.h // tx.first.shape[2], call.h // ty.first.shape[2], parts, chunk, call.bh, ALIGNS=units,
+            X=place.rows, Y=width, XP=tx.terms, YP=ty.terms, ONES=ones, DIVIDED=divided, PITCH=place.pitch,
+            DIGITS=self.digits, **config,
+        )  # fmt: skip
+        self.finish(partial, place, width + int(ones), scaled, ridge)
+
+    def product(
+        self, out: str, a: str, b: str, add: str | None = None, ca: int = -1, cx: int = -1, turn: str = ""
+    ) -> None:
+        """out = c[ca] A B + c[cx] X; `turn` has "a" or "b" where that is turned."""
+        call, at = self.call, self.lay.at
+        pa, pb, po, px = at[a], at[b], at[out], at[add or out]
+        rows, inner = (pa.cols, pa.rows) if "a" in turn else (pa.rows, pa.cols)
+        cols = pb.rows if "b" in turn else pb.cols
+        given: list[int] = []
+        for place in (pa, pb, px, po):
+            given += [place.off // 16, place.pitch // 16, self.length(place) // 16]
+        coefficients = self.state if call.coefficients is None else call.coefficients
+        config = self.tiles("product")
+        launch(
+            block_product, call.bh * -(-rows // config["ROWS"]) * -(-cols // config["COLS"]),
+            self.base(pa), self.base(pb), self.base(px), self.base(po), coefficients, call.h, *given, rows, inner,
+            cols, ca, cx, 0.0 if add is None else 1.0, TURN_A="a" in turn, TURN_B="b" in turn,
+            **config,
+        )  # fmt: skip
+
+    def apply(
+        self, out: Tensor, scaled: list[Pair], pairs: list[Pair], row: str | None = None, divide: bool = False
+    ) -> None:
+        """out = s Sum source weight + Sum source weight + row / n, divided by q.m1 + eps."""
+        call, at, lay = self.call, self.lay.at, self.lay
+        tokens = [self.tokens[x if x in self.tokens else "v"] for x in SOURCES]
+        if "g" not in self.tokens:  # forward
+            tokens[0] = self.tokens["r"]
+        steps_of, units = placed(*(x.first for x in tokens), out)
+        lengths = [self.weights[i].first.shape[1] if i in self.weights else 0 for i in (0, 1)]
+        numbers: list[int] = []
+        for source, place, turned, width, centred in (*scaled, *pairs):
+            off = place.off + lengths[place.base] - self.length(place)
+            steps = (1, place.pitch) if turned else (place.pitch, 1)
+            numbers += [SOURCES.index(source), place.base, off, *steps, width, int(centred)]
+        config = self.tiles("apply", out.shape[3])
+        tiles, m = self.places(config["BN"]), at["M"]
+        matrix = self.weights[0]
+        weights = self.weights.get(1, matrix)
+        launch(
+            block_apply, call.bh * tiles * -(-out.shape[3] // config["COLS"]),
+            out, *(x.first for x in tokens), self.state, self.work, matrix.first, weights.first,
+            self.state if self.ratio is None else self.ratio, steps_of[4], *steps_of[:4],
+            tuple(x.step for x in (*tokens, matrix, weights)), call.n, call.h, call.g, tiles, call.scale, self.spec.eps,
+            PAIRS=tuple(numbers), COUNT=len(numbers) // 7, SCALED=len(scaled),
+            MEANS=tuple(at[f"sum_{x}"].off for x in SOURCES),
+            ROW=(-1, 0) if row is None else (at[row].base, at[row].off), DIVIDED=self.ratio is not None,
+            M1=(m.off + lay.v, m.pitch) if divide else (-1, 0), ALIGNS=units, TP=tuple(x.terms for x in tokens),
+            F=lay.f, DV=lay.v, OUT=out.shape[3], LENGTHS=(lay.state, lay.work, *lengths), MP=self.read + 1,
+            DIGITS=self.read, **config,
+        )  # fmt: skip
+
+
+def block_forward_call(call: Call, o: Tensor, state: Tensor) -> None:
+    """o, and the state that the backward reads."""
+    run = Blocks(call, state)
+    spec, lay = call.spec, run.lay
+    if spec.center is not None or spec.mean_path:
+        for source in "qkv":
+            run.sum(source)
+    run.begin()
+    for i, name in enumerate(MOMENTS[spec.op]):
+        run.moment(name, *TOKENS[name], True, spec.ridge if i == 0 else 0.0)
+    _operator(run)
+    run.planes(0, "M", run.read)
+    run.apply(o, [], [("q", lay.at["M"], False, lay.f, False)], "sum_v" if spec.mean_path else None, spec.normalize)
+
+
+def _operator(run: Blocks) -> None:
+    """M from the moments; that of the first order is P itself."""
+    op = run.spec.op
+    if op == "hla2":
+        run.product("M", "S", "C")
+    elif op == "ahla":
+        run.product("M", "R", "P")
+    elif op == "hla3":
+        run.product("U", "W", "P")
+        run.product("M", "S", "U")
+    elif op == "polynomial":
+        run.product("U", "W", "P", "C", 3, 1)
+        run.product("X", "R", "P", "P", 2, 0)
+        run.product("M", "S", "U", "X")
+
+
+def block_backward_call(
+    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], state: Tensor
+) -> Tensor | None:
+    """dq, dk, dv (per query head) and parts [B, H, ., 4] of d coefficients."""
+    run = Blocks(call, state)
+    spec = call.spec
+    run.begin()
+    run.planes(0, "M", run.digits if spec.normalize else run.read)
+    run.work = call.buffer(call.bh * run.lay.work)
+    if spec.normalize:
+        _divide(run, g)
+    run.raw["g"] = g
+    run.tokens["g"] = run.split(g, False, divided=spec.normalize)
+    if spec.center is not None or spec.mean_path:
+        run.sum("g")
+    run.moment("dM", "r", "g", False)
+    dc = _moment_grads(run)
+    run.planes(1, "dM", run.read)
+    _token_grads(run, outs)
+    return dc
+
+
+def _divide(run: Blocks, g: Tensor) -> None:
+    """The ratio of every query."""
+    call, lay, q = run.call, run.lay, run.tokens["r"]
+    ratio = call.ratio()
+    assert ratio is not None
+    config, m, matrix = run.tiles("apply", lay.v), lay.at["M"], run.weights[0]
+    at, units = placed(q.first, g)
+    tiles = run.places(config["BN"])
+    launch(
+        block_ratio, call.bh * tiles,
+        q.first, g, run.state, matrix.first, ratio, *at, q.step, matrix.step, call.n, call.h, tiles, call.spec.eps,
+        lay.state, matrix.first.shape[1], ALIGNS=units, QP=q.terms, MP=matrix.terms, F=lay.f, DV=lay.v, M=m.off,
+        PITCH=m.pitch, DIGITS=run.digits, **config,
+    )  # fmt: skip
+    run.ratio = ratio
+
+
+def _moment_grads(run: Blocks) -> Tensor | None:
+    """The gradients of the moments (S and W: of both factors), and parts of d coefficients."""
+    op = run.spec.op
+    if op == "hla2":
+        run.product("c", "S", "dM")
+        _both(run, "s", "dM", "C")
+    elif op == "ahla":
+        run.product("p", "R", "dM", turn="a")
+        run.product("r", "dM", "P", turn="b")
+    elif op != "linear_attention":
+        run.product("SG", "S", "dM")
+        run.product("p" if op == "hla3" else "WSG", "W", "SG")
+        _both(run, "s", "dM", "U")
+        _both(run, "w", "SG", "P", 3 if op == "polynomial" else -1)
+    return _mixture(run) if op == "polynomial" else None
+
+
+def _both(run: Blocks, out: str, a: str, b: str, c: int = -1) -> None:
+    """out = c (A B' + B A')."""
+    run.product(out, a, b, ca=c, turn="b")
+    run.product(out, b, a, out, ca=c, turn="b")
+
+
+def _mixture(run: Blocks) -> Tensor | None:
+    """dR, and dP and dC with the parts of d coefficients, unless they are fixed."""
+    call, lay, at = run.call, run.lay, run.lay.at
+    run.product("RG", "R", "dM", turn="a")
+    run.product("r", "dM", "P", ca=2, turn="b")
+    length = at["P"].rows * at["P"].pitch
+    blocks = -(-length // BLOCK)
+    dc = call.buffer(call.b, call.h, blocks, 4) if run.spec.learned else None
+    places = {"P": "P", "C": "C", "G": "dM", "SG": "SG", "RG": "RG", "WSG": "WSG", "DP": "p", "DC": "c"}
+    launch(
+        block_mixture, call.bh * blocks,
+        run.state, run.work, call.coefficients, dc, call.h, K=lay.state, KW=lay.work, E=lay.e, PITCH=at["P"].pitch,
+        LENGTH=length, WIDE=BLOCK, **{name: at[matrix].off for name, matrix in places.items()},
+    )  # fmt: skip
+    return dc
+
+
+def _token_grads(run: Blocks, outs: tuple[Tensor, Tensor, Tensor]) -> None:
+    """dq, dk, dv from the gradients of the operator and of its moments. Tokens that were centred get them less their
+    mean, which sources have that were not."""
+    call, lay, at, spec = run.call, run.lay, run.lay.at, run.spec
+
+    def pair(target: str, source: str, name: str, turned: bool = False) -> list[Pair]:
+        if name.upper() not in MOMENTS[spec.op]:
+            return []
+        ones = source == "v" and lay.e > lay.v and not is_centred(spec, target)
+        width = lay.f if source in "qk" else lay.v + int(ones)
+        return [(source, at[name], turned, width, is_centred(spec, target) and not is_centred(spec, source))]
+
+    readout: Pair = ("g", at["M"], True, lay.e, is_centred(spec, "q") and not spec.normalize)
+    given = {
+        "q": [*pair("q", "v", "c", True), *pair("q", "k", "r"), *pair("q", "q", "w")],
+        "k": [*pair("k", "v", "p", True), *pair("k", "k", "s"), *pair("k", "q", "r", True)],
+        "v": [*pair("v", "k", "p"), *pair("v", "q", "c")],
+    }
+    mapped = spec.feature_map not in (None, "identity")
+    for (name, pairs), out in zip(given.items(), outs, strict=True):
+        to = call.buffer(*out.shape[:3], lay.f) if mapped and name != "v" else out
+        run.apply(to, pairs, [readout] if name == "q" else [], "sum_g" if name == "v" and spec.mean_path else None)
+        if to is not out:
+            run.slopes(run.raw[name], to, out)
