@@ -13,7 +13,7 @@ from torch import Tensor
 import hla_kernels
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
-from hla_kernels.hla.fused.plan import mixture
+from hla_kernels.hla.fused.plan import mixture, neighbours
 from hla_kernels.hla.two_sided import evaluate
 from hla_kernels.options import Options
 
@@ -73,17 +73,19 @@ def twice(work: Callable, *args, **options):
 def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
     "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment, "pairs" and
-    "pairs_two_step" with two heads a program, "blocks" with a block of a matrix, "mixture" and "mixture_kept" without
-    and with moments that are kept."""
+    "pairs_two_step" with two heads a program, "halves_by_pairs" with two in the forward, "blocks" with a block of a
+    matrix, "mixture" and "mixture_kept" without and with moments that are kept."""
     with monkeypatch.context() as patch:
         poison(patch)
         split = path in ("split", "whole", "roles", "pairs", "pairs_two_step")
         patch.setattr(fused, "blocked", lambda *a: path == "blocks")
         patch.setattr(plan, "pairs", lambda *a: int(path.startswith("pairs")))
-        patch.setattr(plan, "pairs_at_once", lambda spec, n: path == "pairs" and spec.op == "linear_attention")
+        patch.setattr(plan, "pairs_forward", lambda *a: int("pairs" in path))
+        patch.setattr(neighbours, "at_once", lambda n: path == "pairs")
         for name in ("splits", "saves"):
             patch.setattr(plan, name, lambda *a: int(split))
-        patch.setattr(plan, "backward_path", lambda *a: "split" if split else path.removesuffix("_kept"))
+        own = path.removesuffix("_kept").removesuffix("_by_pairs")
+        patch.setattr(plan, "backward_path", lambda *a: "split" if split else own)
         patch.setattr(plan, "first_at_once", lambda *a: path == "heads")
         patch.setattr(plan, "halved", lambda *a: path.startswith("halves"))
         if path.startswith("mixture"):

@@ -43,6 +43,7 @@ WHOLE = (
     ("ahla", RATIO, "halves_two_step", 70, 64, 64, (2, 2)),
     ("hla2", ANCHORED, "halves", 70, 72, 72, (2, 2)),
     *((op, {}, "pairs", 70, 72, 72, (4, 4)) for op in ("linear_attention", "hla2", "ahla")),
+    *((op, {}, "halves_by_pairs", 70, 72, 72, (2, 2)) for op in ("hla2", "ahla")),
     ("linear_attention", {}, "pairs_two_step", 70, 72, 72, (4, 4)),
     ("linear_attention", RATIO, "heads", 70, 64, 64, (2, 2)),
     ("linear_attention", RATIO, "split", 600, 72, 72, (2, 2)),

@@ -1,9 +1,9 @@
-"""The D x D algebra of two neighbouring heads, one head after the other, with the float16 factors of `halves`.
+"""Matrices of two neighbouring heads: how memory keeps them, and the algebra with the float16 factors of `halves`.
 
-Tensor cores read every operand A of a product in shared memory: the assembler of Triton 3.6 reuses registers of such an
-operand too early (Triton's pull request 11781). Triton puts there what was loaded and what a turn of a loop hands to
-the next one, so the heads are turns of a loop. A matrix of a head takes AREA numbers; the second head has its channels
-in the order of `loops.pairs`.
+A padded matrix takes AREA = (D1 + 2 E)**2 numbers, whole sectors, and has the channels of a second head in the order of
+`loops.pairs`; a natural one is [D, D] in the order of the channels. Tensor cores read every operand A of a product in
+shared memory, where Triton puts what was loaded: the assembler of Triton 3.6 reuses registers of such an operand too
+early (Triton's pull request 11781). So factors go through memory, and nothing of one head waits for the other.
 """
 
 import triton
@@ -12,13 +12,48 @@ import triton.language as tl
 from ..loops.pairs import alone, together
 from ..maps import power_of_two
 from ..tiles import cast4, scale4, trans4
-from .halves import get_matrix, put_matrix, times, times_symmetric
+from .halves import get_matrix, times, times_symmetric
 
 
 @triton.jit
 def get_pair(ptr, step, D1: tl.constexpr, D2: tl.constexpr):
-    """The matrices of two heads, `step` numbers apart."""
+    """The padded matrices of two heads, `step` numbers apart."""
     return together(get_matrix(ptr, D1, D2), get_matrix(ptr + step, D1, D2))
+
+
+@triton.jit
+def channels(second, D: tl.constexpr, D1: tl.constexpr):
+    """`loops.pairs.ends` of the first (0) or the second head (1), known when the program runs."""
+    E: tl.constexpr = D - D1
+    e = tl.arange(0, 2 * E)
+    return second * E + tl.arange(0, D1), D1 + e - second * D, (e < E) != (second == 1)
+
+
+@triton.jit
+def get_natural(at, second, D: tl.constexpr, D1: tl.constexpr):
+    """Four blocks of a natural matrix; what is not the head's own is zero."""
+    c, e, own = channels(second, D, D1)
+    a11 = tl.load(at + c[:, None] * D + c[None, :])
+    a12 = tl.load(at + c[:, None] * D + e[None, :], mask=own[None, :], other=0.0)
+    a21 = tl.load(at + e[:, None] * D + c[None, :], mask=own[:, None], other=0.0)
+    return a11, a12, a21, tl.load(at + e[:, None] * D + e[None, :], mask=own[:, None] & own[None, :], other=0.0)
+
+
+@triton.jit
+def put_natural(to, a, second, D: tl.constexpr, D1: tl.constexpr):
+    """Inverse of `get_natural`, in the element type of `to`."""
+    c, e, own = channels(second, D, D1)
+    a = cast4(a, to.dtype.element_ty)
+    tl.store(to + c[:, None] * D + c[None, :], a[0])
+    tl.store(to + c[:, None] * D + e[None, :], a[1], mask=own[None, :])
+    tl.store(to + e[:, None] * D + c[None, :], a[2], mask=own[:, None])
+    tl.store(to + e[:, None] * D + e[None, :], a[3], mask=own[:, None] & own[None, :])
+
+
+@triton.jit
+def natural_pair(at, step, D: tl.constexpr, D1: tl.constexpr):
+    """The natural matrices of two heads, `step` numbers apart."""
+    return together(get_natural(at, 0, D, D1), get_natural(at + step, 1, D, D1))
 
 
 @triton.jit
@@ -29,82 +64,42 @@ def half_own(m, scale, big, SECOND: tl.constexpr, D: tl.constexpr, D1: tl.conste
 
 
 @triton.jit
-def put_cast(to, m, c, dtype: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """Write c m in a dtype."""
-    put_matrix(to, cast4(scale4(m, c), dtype), D1, D2)
-
-
-@triton.jit
-def two_operators(
-    xa, xb, ca, cb, matrix, factors, SAVE: tl.constexpr, dtype: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    AREA: tl.constexpr,
-):  # fmt: skip
-    """Write M of both heads in a dtype from their factors (C, S) or (P, R'), S and R' from memory, in units whose
-    products are c: M' = C' S or P' R'. SAVE: C or P too."""
-    x, c = xa, ca
-    for second in tl.range(2, num_stages=1):
-        own = factors + second * 2 * AREA
-        y = get_matrix(own + AREA, D1, D2)
-        put_cast(matrix + second * AREA, trans4(times(trans4(x), y, D2, D2, D2)), c, dtype, D1, D2)
-        if SAVE:
-            put_matrix(own, x, D1, D2)
-        x, c = xb, cb
-
-
-@triton.jit
-def put_operators(
-    x, y, big, scale, matrix, factors, units, SAVE: tl.constexpr, dtype: tl.constexpr, D: tl.constexpr,
-    D1: tl.constexpr, AREA: tl.constexpr,
-):  # fmt: skip
-    """Write M of two heads in a dtype from sums (C, S) or (P, R'), and `two_operators`' factors and units."""
-    D2: tl.constexpr = 2 * (D - D1)
-    a, ya = half_own(y, scale, big[1][0], False, D, D1)
-    put_matrix(factors + AREA, a, D1, D2)
-    b, yb = half_own(y, scale, big[1][1], True, D, D1)
-    put_matrix(factors + 3 * AREA, b, D1, D2)
-    tl.store(units + 1, ya)
-    tl.store(units + 5, yb)
-    xa, ua = half_own(x, scale, big[0][0], False, D, D1)
-    xb, ub = half_own(x, scale, big[0][1], True, D, D1)
+def put_moment(m, big, scale, to, step, units, TURN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
+    """Write a moment of two heads, TURN: transposed, as a factor, `step` numbers apart, and its units, four apart."""
+    a, ua = half_own(m, scale, big[0], False, D, D1)
+    b, ub = half_own(m, scale, big[1], True, D, D1)
+    if TURN:
+        a = trans4(a)
+        b = trans4(b)
+    put_natural(to, a, 0, D, D1)
+    put_natural(to + step, b, 1, D, D1)
     tl.store(units, ua)
     tl.store(units + 4, ub)
-    tl.debug_barrier()  # every thread reads what others wrote
-    two_operators(xa, xb, ua * ya, ub * yb, matrix, factors, SAVE, dtype, D1, D2, AREA)
+
+
+@triton.jit
+def operator_of(factors, units, second, dtype: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
+    """M of one head of hla2 or ahla in a dtype from its factors."""
+    x = get_natural(factors, second, D, D1)
+    y = get_natural(factors + D * D, second, D, D1)
+    D2: tl.constexpr = 2 * (D - D1)
+    return cast4(scale4(times(y, x, D2, D2, D2), tl.load(units) * tl.load(units + 1)), dtype)
 
 
 @triton.jit
 def put_weights(
-    to, dm, s, factors, units, ORDER: tl.constexpr, dtype: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    AREA: tl.constexpr,
-):  # fmt: skip
-    """Of one head, write WC', WS of hla2 or WP', WR of ahla in a dtype; dm = dM' in its unit, s the scale of a moment
-    times that unit; factors and units as `heads.pairs.forward_pairs` kept them."""
-    x = get_matrix(factors, D1, D2)
-    ux = tl.load(units)
-    uy = tl.load(units + 1)
-    if ORDER == 2:
-        put_cast(to, times(dm, get_matrix(factors + AREA, D1, D2), D2, D2, D2), s * uy, dtype, D1, D2)
-        put_cast(to + AREA, times_symmetric(x, dm, D2, D2), s * ux, dtype, D1, D2)
-    else:
-        y = trans4(get_matrix(factors + AREA, D1, D2))  # R
-        put_cast(to, times(dm, y, D2, D2, D2), s * uy, dtype, D1, D2)
-        put_cast(to + AREA, times(x, dm, D2, D2, D2), s * ux, dtype, D1, D2)
-
-
-@triton.jit
-def two_weights(
-    to, room, dm, big, scale, factors, units, ORDER: tl.constexpr, dtype: tl.constexpr, D: tl.constexpr,
-    D1: tl.constexpr, AREA: tl.constexpr,
-):  # fmt: skip
-    """`put_weights` of both heads from sums dM', those of the second one through memory."""
+    to, dm, s, factors, units, second: tl.constexpr, ORDER: tl.constexpr, D: tl.constexpr, D1: tl.constexpr
+):
+    """Write both weights of one head from dM' in units of s."""
     D2: tl.constexpr = 2 * (D - D1)
-    x, ux = half_own(dm, 1.0, big[0], False, D, D1)
-    xb, ub = half_own(dm, 1.0, big[1], True, D, D1)
-    put_matrix(room + AREA, xb, D1, D2)
-    tl.debug_barrier()  # every thread reads what others wrote
-    for second in tl.range(2, num_stages=1):
-        put_weights(
-            to + second * 2 * AREA, x, scale * ux, factors + second * 2 * AREA, units + second * 4, ORDER, dtype, D1,
-            D2, AREA,
-        )  # fmt: skip
-        x, ux = get_matrix(room + AREA, D1, D2), ub
+    d = get_natural(dm, second, D, D1)
+    x = get_natural(factors, second, D, D1)
+    y = get_natural(factors + D * D, second, D, D1)
+    ux = s * tl.load(units)
+    uy = s * tl.load(units + 1)
+    put_natural(to, scale4(times(d, y, D2, D2, D2), uy), second, D, D1)
+    if ORDER == 2:
+        w = times_symmetric(x, d, D2, D2)
+    else:
+        w = times(x, d, D2, D2, D2)
+    put_natural(to + D * D, scale4(w, ux), second, D, D1)

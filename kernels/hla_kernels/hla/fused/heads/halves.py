@@ -99,41 +99,41 @@ def half_sums(m, dm, ORDER: tl.constexpr, F2: tl.constexpr):
 
 
 @triton.jit
-def put_matrix(to, a, D1: tl.constexpr, D2: tl.constexpr):
-    """Write a padded square matrix: whole sectors of memory."""
-    W: tl.constexpr = D1 + D2
+def put_matrix(to, a, D1: tl.constexpr, D2: tl.constexpr, D: tl.constexpr = None):
+    """Write a square matrix of D rows, if not of all D1 + D2: whole sectors of memory."""
+    W: tl.constexpr = D1 + D2 if D is None else D
     store4(to, a, W, D1, D2, W, D1, D2, W, 1)
 
 
 @triton.jit
-def get_matrix(at, D1: tl.constexpr, D2: tl.constexpr):
+def get_matrix(at, D1: tl.constexpr, D2: tl.constexpr, D: tl.constexpr = None):
     """Inverse of `put_matrix`."""
-    W: tl.constexpr = D1 + D2
+    W: tl.constexpr = D1 + D2 if D is None else D
     return load4(at, W, D1, D2, W, D1, D2, W, 1)
 
 
 @triton.jit
-def put_factors(to, units, m, u, ORDER: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """Write `half_moments`: factors [2 or 3, D1 + D2, D1 + D2] and three units."""
-    AREA: tl.constexpr = (D1 + D2) * (D1 + D2)
-    put_matrix(to, m[0], D1, D2)
-    put_matrix(to + AREA, m[1], D1, D2)
+def put_factors(to, units, m, u, ORDER: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D: tl.constexpr = None):
+    """Write `half_moments`: factors [2 or 3, W, W] of `put_matrix` and three units."""
+    W: tl.constexpr = D1 + D2 if D is None else D
+    put_matrix(to, m[0], D1, D2, W)
+    put_matrix(to + W * W, m[1], D1, D2, W)
     if ORDER == 4:
-        put_matrix(to + 2 * AREA, m[2], D1, D2)
+        put_matrix(to + 2 * W * W, m[2], D1, D2, W)
     tl.store(units, u[0])
     tl.store(units + 1, u[1])
     tl.store(units + 2, u[2])
 
 
 @triton.jit
-def get_factors(at, units, ORDER: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+def get_factors(at, units, ORDER: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D: tl.constexpr = None):
     """Inverse of `put_factors`."""
-    AREA: tl.constexpr = (D1 + D2) * (D1 + D2)
-    x = get_matrix(at, D1, D2)
-    y = get_matrix(at + AREA, D1, D2)
+    W: tl.constexpr = D1 + D2 if D is None else D
+    x = get_matrix(at, D1, D2, W)
+    y = get_matrix(at + W * W, D1, D2, W)
     z = y
     if ORDER == 4:
-        z = get_matrix(at + 2 * AREA, D1, D2)
+        z = get_matrix(at + 2 * W * W, D1, D2, W)
     return (x, y, z), (tl.load(units), tl.load(units + 1), tl.load(units + 2))
 
 

@@ -1,18 +1,18 @@
 """Kernels of two neighbouring heads a program (`loops.pairs`): la, hla2 and ahla of the tokens as they are.
 
-The forward keeps its operator M and the two factors of it (`duo`; first order has none), so that the backward sums dM
-alone over q and the gradients of o. Buffers: matrix [B * H, AREA], factors [B * H, 2, AREA], units [B * H, 4], of
-which two are used, weights [B * H, COUNT, AREA] (2, of first order 1) and room [B * H, AREA].
+The forward of first order keeps its operator M, padded, [B * H, AREA], that of the others the factors of it (`duo`)
+[B * H, 2, D, D] with units [B * H, 4], and M [B * H, D, D] where the backward is one of pairs too; the backward sums dM
+alone over q and the gradients of o. Weights are kept as M is, one of first order, two of the others.
 """
 
 import triton
 import triton.language as tl
 
 from ..loops import longest, means
-from ..loops.pairs import alone, pair_gradient, pair_moments, pair_product, place_pair, together, turn
+from ..loops.pairs import alone, pair_factors, pair_outer, pair_product, place_pair, together, turn
 from ..tiles import cast4
 from . import at_head
-from .duo import get_pair, put_operators, two_weights
+from .duo import get_pair, half_own, natural_pair, operator_of, put_moment, put_natural, put_weights
 from .halves import put_matrix
 
 NO_SPECIALIZE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "N", "H", "PARTS", "chunk", "scale"]
@@ -20,8 +20,8 @@ NO_SPECIALIZE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "N", "H", "P
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def forward_pairs(
-    q, k, v, o, matrix, factors, units, qs, ks, vs, os, N, H, scale, ORDER: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, D1: tl.constexpr, AREA: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
+    q, k, v, o, matrix, qs, ks, vs, os, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
+    AREA: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """o = q M of two heads. SAVE: what a backward reads."""
     at, h, head, lo, hi = place_pair(H, 1, N, longest(N), 1)
@@ -30,29 +30,34 @@ def forward_pairs(
     k = at_head(k, ks, at, h, ALIGN)
     v = at_head(v, vs, at, h, ALIGN)
     qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
-    D2: tl.constexpr = 2 * (D - D1)
-    dtype: tl.constexpr = q.dtype.element_ty
     matrix += head * AREA
-    x, y, big = pair_moments(q, k, v, qn, kn, vn, lo, hi, ORDER, D, D1, BN)
-    if ORDER == 1:
-        a = cast4(alone(x, scale, False, D, D1), dtype)
-        b = cast4(alone(x, scale, True, D, D1), dtype)
-        if SAVE:
-            put_matrix(matrix, a, D1, D2)
-            put_matrix(matrix + AREA, b, D1, D2)
-        m = together(a, b)
-    else:
-        put_operators(x, y, big, scale, matrix, factors + head * 2 * AREA, units + head * 4, SAVE, dtype, D, D1, AREA)
-        tl.debug_barrier()  # every thread reads what others wrote
-        m = get_pair(matrix, AREA, D1, D2)
+    p, _ = pair_outer(k, v, kn, vn, lo, hi, D, D1, BN)
+    a, b = two_matrices(p, scale, q.dtype.element_ty, D, D1)
+    if SAVE:
+        put_matrix(matrix, a, D1, 2 * (D - D1))
+        put_matrix(matrix + AREA, b, D1, 2 * (D - D1))
+    m = together(a, b)
     o = at_head(o, os, at, h, ALIGN)
     pair_product(q, m, q, m, o, qn, qn, os[1] * ALIGN, lo, hi, False, 0, D, D1, BO)
 
 
 @triton.jit
-def get_weight(weights, I: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, AREA: tl.constexpr):
-    """One of the COUNT weights of each head of a pair."""
-    return get_pair(weights + I * AREA, COUNT * AREA, D1, 2 * (D - D1))
+def two_matrices(m, scale, dtype: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
+    """Sums of two heads times scale in a dtype."""
+    return cast4(alone(m, scale, False, D, D1), dtype), cast4(alone(m, scale, True, D, D1), dtype)
+
+
+@triton.jit
+def get_weight(
+    weights, I: tl.constexpr, ORDER: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
+    AREA: tl.constexpr,
+):  # fmt: skip
+    """One of the COUNT matrices of each head of a pair."""
+    if ORDER == 1:
+        out = get_pair(weights, AREA, D1, 2 * (D - D1))
+    else:
+        out = natural_pair(weights + I * D * D, COUNT * D * D, D, D1)
+    return out
 
 
 @triton.jit
@@ -61,14 +66,14 @@ def query_gradient(
     D: tl.constexpr, D1: tl.constexpr, AREA: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """dq = g M', + v WC' of hla2, + k WR' of ahla."""
-    m = turn(get_pair(matrix, AREA, D1, 2 * (D - D1)))
+    m = turn(get_weight(matrix, 0, ORDER, 1, D, D1, AREA))
     if ORDER == 1:
         pair_product(g, m, g, m, dq, gn, gn, on, lo, hi, False, PART, D, D1, BN, STAGES)
     elif ORDER == 2:
-        u = get_weight(w, 0, COUNT, D, D1, AREA)
+        u = get_weight(w, 0, ORDER, COUNT, D, D1, AREA)
         pair_product(g, m, v, u, dq, gn, vn, on, lo, hi, True, PART, D, D1, BN, STAGES)
     else:
-        u = turn(get_weight(w, 1, COUNT, D, D1, AREA))
+        u = turn(get_weight(w, 1, ORDER, COUNT, D, D1, AREA))
         pair_product(g, m, k, u, dq, gn, kn, on, lo, hi, True, PART, D, D1, BN, STAGES)
 
 
@@ -78,15 +83,14 @@ def key_gradient(
     D: tl.constexpr, D1: tl.constexpr, AREA: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """dk = v WP', k WS of hla2; + q WR of ahla."""
+    m = get_weight(w, 1 if ORDER == 2 else 0, ORDER, COUNT, D, D1, AREA)
     if ORDER == 2:
-        m = get_weight(w, 1, COUNT, D, D1, AREA)
         pair_product(k, m, k, m, dk, kn, kn, on, lo, hi, False, PART, D, D1, BN, STAGES)
     else:
-        m = get_weight(w, 0, COUNT, D, D1, AREA)
         if ORDER == 1:
             pair_product(v, m, v, m, dk, vn, vn, on, lo, hi, False, PART, D, D1, BN, STAGES)
         else:
-            u = get_weight(w, 1, COUNT, D, D1, AREA)
+            u = get_weight(w, 1, ORDER, COUNT, D, D1, AREA)
             pair_product(v, m, q, u, dk, vn, qn, on, lo, hi, True, PART, D, D1, BN, STAGES)
 
 
@@ -96,7 +100,7 @@ def value_gradient(
     AREA: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """dv = k WP, q WC of hla2."""
-    m = turn(get_weight(w, 0, COUNT, D, D1, AREA))
+    m = turn(get_weight(w, 0, ORDER, COUNT, D, D1, AREA))
     if ORDER == 2:
         pair_product(q, m, q, m, dv, qn, qn, on, lo, hi, False, 0, D, D1, BN, STAGES)
     else:
@@ -115,10 +119,9 @@ def backward_pairs(
     g = at_head(g, gs, at, h, ALIGN)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
     matrix += head * AREA
-    dtype: tl.constexpr = q.dtype.element_ty
-    dm, _ = pair_gradient(q, g, qn, gn, lo, hi, D, D1, BN)
-    a = cast4(alone(dm, scale, False, D, D1), dtype)
-    w = together(a, cast4(alone(dm, scale, True, D, D1), dtype))
+    dm, _ = pair_outer(g, q, gn, qn, lo, hi, D, D1, BN)
+    a, b = two_matrices(dm, scale, q.dtype.element_ty, D, D1)
+    w = together(a, b)
     m = turn(get_pair(matrix, AREA, D1, 2 * (D - D1)))
     k = at_head(k, ks, at, h, ALIGN)
     v = at_head(v, vs, at, h, ALIGN)
@@ -134,26 +137,76 @@ def backward_pairs(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def weights_pairs(
-    q, g, factors, units, room, weights, qs, gs, N, H, scale, ORDER: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
-    D1: tl.constexpr, AREA: tl.constexpr, COUNT: tl.constexpr, BN: tl.constexpr,
+    q, g, weights, qs, gs, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, AREA: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
-    """The weights of two heads, for `grads_pairs`: `duo.put_weights`, of first order WP'."""
+    """WP' of first order of two heads, for `grads_pairs`."""
     at, h, head, lo, hi = place_pair(H, 1, N, longest(N), 1)
     _, scale = means(N, head, scale)
     q = at_head(q, qs, at, h, ALIGN)
     g = at_head(g, gs, at, h, ALIGN)
-    qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
+    weights += head * AREA
+    dm, _ = pair_outer(g, q, gs[1] * ALIGN, qs[1] * ALIGN, lo, hi, D, D1, BN)
+    a, b = two_matrices(dm, scale, q.dtype.element_ty, D, D1)
+    put_matrix(weights, a, D1, 2 * (D - D1))
+    put_matrix(weights + AREA, b, D1, 2 * (D - D1))
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def forward_higher(
+    q, k, v, o, matrix, factors, units, qs, ks, vs, os, N, H, scale, ORDER: tl.constexpr, ALIGN: tl.constexpr,
+    D: tl.constexpr, D1: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """o = q M of two heads of hla2 or ahla. SAVE: the operators too; the factors go through memory anyway."""
+    at, h, head, lo, hi = place_pair(H, 1, N, longest(N), 1)
+    _, scale = means(N, head, scale)
+    q = at_head(q, qs, at, h, ALIGN)
+    k = at_head(k, ks, at, h, ALIGN)
+    v = at_head(v, vs, at, h, ALIGN)
+    qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
+    dtype: tl.constexpr = q.dtype.element_ty
+    AREA: tl.constexpr = D * D
+    factors += head * 2 * AREA
+    units += head * 4
+    x, y = pair_factors(q, k, v, qn, kn, vn, lo, hi, ORDER, D, D1, BN)
+    put_moment(y[0], y[1], scale, factors + AREA, 2 * AREA, units + 1, ORDER == 3, D, D1)
+    put_moment(x[0], x[1], scale, factors, 2 * AREA, units, False, D, D1)
+    tl.debug_barrier()  # every thread reads what others wrote
+    a = operator_of(factors, units, 0, dtype, D, D1)
+    b = operator_of(factors + 2 * AREA, units + 4, 1, dtype, D, D1)
+    if SAVE:
+        matrix += head * AREA
+        put_natural(matrix, a, 0, D, D1)
+        put_natural(matrix + AREA, b, 1, D, D1)
+    m = together(a, b)
+    o = at_head(o, os, at, h, ALIGN)
+    pair_product(q, m, q, m, o, qn, qn, os[1] * ALIGN, lo, hi, False, 0, D, D1, BO)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def weights_higher(
+    q, g, factors, units, room, weights, qs, gs, N, H, scale, ORDER: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
+    D1: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The weights [B * H, 2, D, D] of two heads, WC', WS of hla2 or WP', WR' of ahla, for `grads_pairs`; room
+    [B * H, D, D]."""
+    at, h, head, lo, hi = place_pair(H, 1, N, longest(N), 1)
+    _, scale = means(N, head, scale)
+    q = at_head(q, qs, at, h, ALIGN)
+    g = at_head(g, gs, at, h, ALIGN)
+    AREA: tl.constexpr = D * D
     factors += head * 2 * AREA
     units += head * 4
     room += head * AREA
-    weights += head * COUNT * AREA
-    dtype: tl.constexpr = q.dtype.element_ty
-    dm, big = pair_gradient(q, g, qn, gn, lo, hi, D, D1, BN)
-    if ORDER == 1:
-        put_matrix(weights, cast4(alone(dm, scale, False, D, D1), dtype), D1, 2 * (D - D1))
-        put_matrix(weights + AREA, cast4(alone(dm, scale, True, D, D1), dtype), D1, 2 * (D - D1))
-    else:
-        two_weights(weights, room, dm, big, scale, factors, units, ORDER, dtype, D, D1, AREA)
+    weights += head * 2 * AREA
+    dm, big = pair_outer(g, q, gs[1] * ALIGN, qs[1] * ALIGN, lo, hi, D, D1, BN)
+    x, ua = half_own(dm, scale, big[0], False, D, D1)
+    put_natural(room, x, 0, D, D1)
+    x, ub = half_own(dm, scale, big[1], True, D, D1)
+    put_natural(room + AREA, x, 1, D, D1)
+    tl.debug_barrier()  # every thread reads what others wrote
+    put_weights(weights, room, ua, factors, units, 0, ORDER, D, D1)
+    put_weights(weights + 2 * AREA, room + AREA, ub, factors + 2 * AREA, units + 4, 1, ORDER, D, D1)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -162,7 +215,7 @@ def grads_pairs(
     ALIGN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, AREA: tl.constexpr, COUNT: tl.constexpr,
     ROLES: tl.constexpr, BN: tl.constexpr, TWO: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one part of two heads from `weights_pairs`, by ROLES neighbouring programs: a gradient of two
+    """dq, dk, dv of one part of two heads from its weights, by ROLES neighbouring programs: a gradient of two
     weights by two of them, a gradient of one weight by one."""
     at, h, head, lo, hi = place_pair(H, PARTS, N, chunk, ROLES)
     q = at_head(q, qs, at, h, ALIGN)
@@ -174,8 +227,9 @@ def grads_pairs(
     dv = at_head(dv, dvs, at, h, ALIGN)
     qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
     dqn, dkn, dvn = dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN
-    matrix += head * AREA
-    w = weights + head * COUNT * AREA
+    SIZE: tl.constexpr = AREA if ORDER == 1 else D * D
+    matrix += head * SIZE
+    w = weights + head * COUNT * SIZE
     role = tl.program_id(0) % ROLES
     CUT: tl.constexpr = 1 if ORDER > 1 else 0
     KEYS: tl.constexpr = 1 if ORDER > 2 else 0

@@ -44,7 +44,7 @@ def plain_forward(
     m = scale_moments(raw, sums, scale, N[1], 0.0, ORDER, 0, False, False, F1, F2, F2)
     m, u = half_moments(m, ORDER, F2, F2)
     if SAVE:
-        put_factors(factors + head * KF, units + head * 4, m, u, ORDER, F1, F2)
+        put_factors(factors + head * KF, units + head * 4, m, u, ORDER, F1, F2, D)
     t = m[1]
     if ORDER == 4:
         t = cast4(times(m[1], m[2], F2, F2, F2), tl.float16)
@@ -79,7 +79,7 @@ def plain_gradient(
         dm, _ = sum_gradient(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC)
         dm, unit = half(dm, F2, F2)
         dm = again(room, dm, KEPT, F1, F2)
-        m, u = get_factors(factors, units, ORDER, F1, F2)
+        m, u = get_factors(factors, units, ORDER, F1, F2, D)
     else:
         raw, sums, dm, _ = sum_moments(
             q, k, v, g, qn, kn, vn, gn, 0, N, ORDER, False, True, False, D, F1, F2, D, F1, F2, BN, PREC
@@ -94,6 +94,15 @@ def plain_gradient(
     return m, u, t, dm, pd, scale * unit
 
 
+@triton.constexpr_function
+def which(i, loops, order):
+    """PART of `write_grads` of the i-th of so many loops. Of three, first what reads the queries that were just summed
+    and are in L2 still, dv of hla2 or dk of ahla, then dq, which reads the gradients of o that were."""
+    if loops == 3:
+        return ((4, 1, 3) if order == 2 else (3, 1, 4))[i]
+    return 0 if loops == 1 else i + 1
+
+
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def plain_backward(
     q, k, v, g, dq, dk, dv, factors, units, room, qs, ks, vs, gs, dqs, dks, dvs, N, H, scale, ORDER: tl.constexpr,
@@ -101,8 +110,8 @@ def plain_backward(
     KEPT: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr,
     WRITE: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one head. LOOPS = 2: dq, then dk and dv; 3: one after the other, whose tiles take less shared
-    memory than those of all three."""
+    """dq, dk, dv of one head. LOOPS = 2: dq, then dk and dv; 3: one after the other (`which`), whose tiles take less
+    shared memory than those of all three."""
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
@@ -132,8 +141,7 @@ def plain_backward(
     for part in tl.static_range(LOOPS):
         write_grads(
             q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, m1, 0, w, 1.0, rows, rows,
-            0 if LOOPS == 1 else 1 if part == 0 else part + LOOPS - 1, ORDER, False, False, 0, D, F1, F2, F1, F2, D,
-            F1, F2, D, BO, PREC, WRITE,
+            which(part, LOOPS, ORDER), ORDER, False, False, 0, D, F1, F2, F1, F2, D, F1, F2, D, BO, PREC, WRITE,
         )  # fmt: skip
 
 
@@ -162,7 +170,7 @@ def plain_weights(
     weights += head * KW
     if F2 == 0:
         dm, _ = sum_gradient(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC)
-        m, u = get_factors(factors, units, ORDER, F1, F2)
+        m, u = get_factors(factors, units, ORDER, F1, F2, D)
         store_matrix(matrix, loaded_operator(m, u, ORDER), D, 1)
         dm, unit = half(dm, F2, F2)
         a, b, c = loaded_weights(m, u, dm[0], scale * unit, ORDER)

@@ -7,80 +7,127 @@ from torch import Tensor
 
 from ....dispatch.recording import launch
 from .. import plan
-from ..heads.pairs import backward_pairs, forward_pairs, grads_pairs, weights_pairs
+from ..heads.pairs import backward_pairs, forward_higher, forward_pairs, grads_pairs, weights_higher, weights_pairs
+from ..plan import neighbours
 from .call import Call, placed
 
 
-def neighbours(x: Tensor) -> bool:
+def near(x: Tensor) -> bool:
     """Whether the heads of a tensor lie one behind the other."""
     return x.stride(2) == x.shape[3]
 
 
+def own(call: Call) -> bool:
+    """Whether the tokens of every two heads of a call are neighbours in memory, all real and with keys of their own."""
+    return all(near(x) for x in (call.q, call.k, call.v)) and call.h % 2 == 0 and call.own()
+
+
 def paired(call: Call) -> bool:
-    """Whether the tokens of every two heads of a call are neighbours in memory, and its plan is one of pairs."""
-    near = all(neighbours(x) for x in (call.q, call.k, call.v)) and call.h % 2 == 0
-    own = call.g == 1 and call.seqs.mask is None and call.seqs.cu_seqlens is None
-    return near and bool(plan.pairs(call.spec, call.w, call.planned, call.most, call.q.dtype, own))
+    """Whether forward and backward of a call go by pairs."""
+    return bool(plan.pairs(call.spec, call.w, call.planned, call.most, call.q.dtype, own(call)))
+
+
+def paired_forward(call: Call) -> bool:
+    """Whether the forward does."""
+    return bool(plan.pairs_forward(call.spec, call.w, call.planned, call.q.dtype, own(call)))
 
 
 def area(call: Call) -> int:
-    """Numbers of a head's matrix (`heads.duo`)."""
+    """Numbers of a head's padded matrix (`heads.duo`)."""
     return (2 * call.w["D"] - call.w["F1"]) ** 2
 
 
-def kept(call: Call, saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Operators [B * H, AREA], factors [B * H, 2, AREA] and units [B * H, 4] in a buffer of `fused.saved_floats`."""
-    units, operators = call.bh * 4, call.bh * area(call)
-    rest = saved[units:]
-    return rest.view(call.q.dtype)[:operators], rest.view(torch.float16)[operators:], saved[:units]
-
-
 def sizes(call: Call) -> dict:
-    """Constexpr of every kernel here."""
-    return {"D": call.w["D"], "D1": call.w["F1"], "AREA": area(call)}
+    """Constexpr of every kernel of pairs."""
+    return {"D": call.w["D"], "D1": call.w["F1"]}
 
 
 def tiles(call: Call, kernel: str) -> dict[str, int]:
     """Tiles of a kernel of `heads.pairs`."""
-    return call.tiles(kernel, plan.pair_config, kernel)
+    return call.tiles(kernel, neighbours.pair_config, kernel)
+
+
+def operators(call: Call, saved: Tensor) -> Tensor:
+    """[B * H, AREA] in a buffer of `fused.saved_floats`."""
+    return saved.view(call.q.dtype)[: call.bh * area(call)]
 
 
 def forward(call: Call, o: Tensor, saved: Tensor, save: bool) -> None:
     """o, and what a backward reads."""
+    if call.spec.op != "linear_attention":
+        return forward_higher_call(call, o, saved, save)
     q, k, v = call.q, call.k, call.v
     at, a = placed(q, k, v, o)
     launch(
-        forward_pairs, call.bh // 2, q, k, v, o, *kept(call, saved), *at, call.n, call.h, call.scale, ALIGN=a,
-        SAVE=save, **call.pick("ORDER"), **sizes(call), **tiles(call, "forward_pairs"),
+        forward_pairs, call.bh // 2, q, k, v, o, operators(call, saved), *at, call.n, call.h, call.scale, ALIGN=a,
+        SAVE=save, AREA=area(call), **sizes(call), **tiles(call, "forward_pairs"),
     )  # fmt: skip
+
+
+def factors_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """float16 factors [B * H, 2, D, D], units [B * H, 4] and operators [B * H, D, D], if there is room, in a buffer of
+    `fused.saved_floats` or `plan.factor_floats`."""
+    units, size = call.bh * 4, call.bh * call.w["D"] ** 2
+    rest = saved[units:]
+    return rest.view(torch.float16), saved[:units], rest[size:].view(call.q.dtype)
+
+
+def forward_higher_call(call: Call, o: Tensor, saved: Tensor, save: bool) -> None:
+    """o of hla2 or ahla; factors and, with `save`, operators go to `saved`."""
+    q, k, v = call.q, call.k, call.v
+    at, a = placed(q, k, v, o)
+    factors, units, matrix = factors_of(call, saved)
+    launch(
+        forward_higher, call.bh // 2, q, k, v, o, matrix, factors, units, *at, call.n, call.h, call.scale, ALIGN=a,
+        SAVE=save, **call.pick("ORDER"), **sizes(call), **tiles(call, "forward_higher"),
+    )  # fmt: skip
+
+
+def weights_higher_call(call: Call, g: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
+    """Operators [B * H, D, D] and weights [B * H, 2, D, D]."""
+    q, d = call.q, call.w["D"]
+    factors, units, matrix = factors_of(call, saved)
+    weights, room = call.buffer(call.bh, 2, d, d, dtype=q.dtype), call.buffer(call.bh, d, d, dtype=torch.float16)
+    at, a = placed(q, g)
+    launch(
+        weights_higher, call.bh // 2, q, g, factors, units, room, weights, *at, call.n, call.h, call.scale, ALIGN=a,
+        **call.pick("ORDER"), **sizes(call), **tiles(call, "weights_higher"),
+    )  # fmt: skip
+    return matrix, weights
 
 
 def backward(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> None:
     """dq, dk, dv from what a forward kept, in one launch or two. g of another layout than the tokens' is copied."""
-    assert all(neighbours(x) for x in outs)
-    g = g if neighbours(g) else g.contiguous()
+    assert all(near(x) for x in outs)
+    g = g if near(g) else g.contiguous()
+    if call.spec.op != "linear_attention":
+        return write(call, g, outs, *weights_higher_call(call, g, saved))
     q, k, v = call.q, call.k, call.v
-    matrix, factors, units = kept(call, saved)
-    at, a = placed(q, k, v, g, *outs)
-    tokens = (*at, call.n, call.h)
-    if plan.pairs_at_once(call.spec, call.most):
+    matrix = operators(call, saved)
+    if neighbours.at_once(call.most):
+        at, a = placed(q, k, v, g, *outs)
         launch(
-            backward_pairs, call.bh // 2, q, k, v, g, *outs, matrix, *tokens, call.scale, ALIGN=a, **sizes(call),
-            **tiles(call, "backward_pairs"),
+            backward_pairs, call.bh // 2, q, k, v, g, *outs, matrix, *at, call.n, call.h, call.scale, ALIGN=a,
+            AREA=area(call), **sizes(call), **tiles(call, "backward_pairs"),
         )  # fmt: skip
         return
-    count = 1 if call.spec.op == "linear_attention" else 2
-    weights = call.buffer(call.bh, count, area(call), dtype=q.dtype)
-    room = call.buffer(call.bh, area(call), dtype=torch.float16)
-    own = {"COUNT": count, **call.pick("ORDER"), **sizes(call)}
+    weights = call.buffer(call.bh, area(call), dtype=q.dtype)
+    at, a = placed(q, g)
     launch(
-        weights_pairs, call.bh // 2, q, g, factors, units, room, weights, at[0], at[3], call.n, call.h, call.scale,
-        ALIGN=a, **own, **tiles(call, "weights_pairs"),
+        weights_pairs, call.bh // 2, q, g, weights, *at, call.n, call.h, call.scale, ALIGN=a, AREA=area(call),
+        **sizes(call), **tiles(call, "weights_pairs"),
     )  # fmt: skip
-    config = tiles(call, "grads_pairs")
-    parts, chunk = plan.pair_parts(call.planned // 2, call.most, config["BN"])
-    roles = plan.pair_roles(call.spec)
+    write(call, g, outs, matrix, weights)
+
+
+def write(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], matrix: Tensor, weights: Tensor) -> None:
+    """dq, dk, dv from operators and weights."""
+    q, k, v = call.q, call.k, call.v
+    config, roles = tiles(call, "grads_pairs"), neighbours.roles(call.spec)
+    parts, chunk = neighbours.parts(call.planned // 2, call.most, config["BN"])
+    at, a = placed(q, k, v, g, *outs)
     launch(
-        grads_pairs, call.bh // 2 * parts * roles, q, k, v, g, *outs, matrix, weights, *tokens, parts, chunk, ALIGN=a,
-        ROLES=roles, **own, **config,
+        grads_pairs, call.bh // 2 * parts * roles, q, k, v, g, *outs, matrix, weights, *at, call.n, call.h, parts,
+        chunk, ALIGN=a, ROLES=roles, COUNT=max(1, plan.factors(call.spec)),
+        AREA=area(call), **call.pick("ORDER"), **sizes(call), **config,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from .. import plan
 from ..heads.plain import plain_backward, plain_forward, plain_weights
-from . import apply_grads_call
+from . import apply_grads_call, pairs
 from .call import Call, Saved, placed
 
 
@@ -24,7 +24,7 @@ def factors_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor]:
 def plain_widths(call: Call) -> dict:
     """Constexpr of the kernels of `plain`."""
     w = {name: call.w[name] for name in ("D", "F1", "F2")}
-    return {**w, "PREC": call.prec["PREC"], "KF": plan.factors(call.spec) * area(call), **call.pick("ORDER")}
+    return {**w, "PREC": call.prec["PREC"], "KF": plan.factors(call.spec) * w["D"] ** 2, **call.pick("ORDER")}
 
 
 def area(call: Call) -> int:
@@ -43,6 +43,9 @@ def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     """One launch: o from q, k, v; the factors too unless `saved` is empty."""
     q, k, v = call.q, call.k, call.v
     save = saved.numel() > 0
+    if pairs.paired_forward(call):
+        buffer = saved if save else call.buffer(call.bh * plan.factor_floats(call.spec, call.w, call.most))
+        return pairs.forward_higher_call(call, o, buffer, False)
     factors, units = factors_of(call, saved) if save else (o, o)
     at, a = placed(q, k, v, o)
     launch(

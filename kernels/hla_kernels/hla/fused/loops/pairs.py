@@ -109,16 +109,11 @@ def rows_times(acc, x, m, PART: tl.constexpr):
 
 
 @triton.jit
-def no_sums(E2: tl.constexpr, D1: tl.constexpr, NEEDED: tl.constexpr):
-    """Zeros for `add_outer` and `add_square`, or a placeholder."""
-    if NEEDED:
-        a11 = tl.zeros([D1, D1], tl.float32)
-        a12 = tl.zeros([D1, E2], tl.float32)
-        out = (a11, a12, a12, a11, a12, a12, tl.zeros([64, E2], tl.float32))
-    else:
-        a = tl.zeros([1, 1], tl.float32)
-        out = (a, a, a, a, a, a, a)
-    return out
+def no_sums(E2: tl.constexpr, D1: tl.constexpr):
+    """Zeros for `add_outer` and `add_square`."""
+    a11 = tl.zeros([D1, D1], tl.float32)
+    a12 = tl.zeros([D1, E2], tl.float32)
+    return a11, a12, a12, a11, a12, a12, tl.zeros([64, E2], tl.float32)
 
 
 @triton.jit
@@ -145,16 +140,13 @@ def add_square(m, x, ends):
 
 
 @triton.jit
-def end_outer(m, SQUARE: tl.constexpr, NEEDED: tl.constexpr):
+def end_outer(m, SQUARE: tl.constexpr):
     """The matrices that `add_outer` or `add_square` (SQUARE) summed."""
-    out = m
-    if NEEDED:
-        m22 = tl.sum(tl.reshape(m[6], [64 // m[6].shape[1], m[6].shape[1], m[6].shape[1]]), 0)
-        a21, b21 = m[2], m[5]
-        if SQUARE:
-            a21, b21 = m[1], m[4]
-        out = (m[0], m[1], tl.trans(a21), m[3], m[4], tl.trans(b21), m22)
-    return out
+    m22 = tl.sum(tl.reshape(m[6], [64 // m[6].shape[1], m[6].shape[1], m[6].shape[1]]), 0)
+    a21, b21 = m[2], m[5]
+    if SQUARE:
+        a21, b21 = m[1], m[4]
+    return m[0], m[1], tl.trans(a21), m[3], m[4], tl.trans(b21), m22
 
 
 @triton.jit
@@ -205,12 +197,25 @@ def place_pair(H, PARTS, N, chunk, ROLES: tl.constexpr):
 
 
 @triton.jit
-def pair_moments(q, k, v, qn, kn, vn, lo, hi, ORDER: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr):
-    """P, (C, S) or (P, R') of two heads over tokens lo..hi (ORDER 1: P twice), and the
-    largest numbers of higher orders."""
+def pair_outer(x, y, xn, yn, lo, hi, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr):
+    """Sum x y' of two heads over tokens lo..hi, and the largest numbers."""
+    m = no_sums(2 * (D - D1), D1)
+    i = tl.arange(0, BN)
+    zero = tl.full([], 0, tl.int64)
+    for start in range(lo, hi[0], BN):
+        live = alive(start + i, hi)
+        ty = load_pair(y + (zero + start) * yn, i, yn, live, D, D1)
+        tx = load_pair(x + (zero + start) * xn, i, xn, live, D, D1)
+        m = add_outer(m, tx, ty, load_ends(x + (zero + start) * xn, i, xn, live, D, D1))
+    return end_outer(m, False), largest_one(m, D, D1)
+
+
+@triton.jit
+def pair_factors(q, k, v, qn, kn, vn, lo, hi, ORDER: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr):
+    """Sums C, S of hla2 or P, R' of ahla of two heads over tokens lo..hi, and the largest numbers of each."""
     E2: tl.constexpr = 2 * (D - D1)
-    x = no_sums(E2, D1, True)
-    y = no_sums(E2, D1, ORDER > 1)
+    x = no_sums(E2, D1)
+    y = no_sums(E2, D1)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     for start in range(lo, hi[0], BN):
@@ -219,31 +224,15 @@ def pair_moments(q, k, v, qn, kn, vn, lo, hi, ORDER: tl.constexpr, D: tl.constex
         tv = load_pair(v + (zero + start) * vn, i, vn, live, D, D1)
         tq = load_pair(q + (zero + start) * qn, i, qn, live, D, D1)
         ek = load_ends(k + (zero + start) * kn, i, kn, live, D, D1)
+        eq = load_ends(q + (zero + start) * qn, i, qn, live, D, D1)
         if ORDER == 2:
             y = add_square(y, tk, ek)
-            x = add_outer(x, tq, tv, load_ends(q + (zero + start) * qn, i, qn, live, D, D1))
+            x = add_outer(x, tq, tv, eq)
         else:
             x = add_outer(x, tk, tv, ek)
-        if ORDER == 3:
-            y = add_outer(y, tq, tk, load_ends(q + (zero + start) * qn, i, qn, live, D, D1))
-    big = ((0.0, 0.0), (0.0, 0.0))
-    if ORDER > 1:
-        big = largest_two(x, y, D, D1)
-    return end_outer(x, False, True), end_outer(y, ORDER == 2, ORDER > 1), big
-
-
-@triton.jit
-def pair_gradient(q, g, qn, gn, lo, hi, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr):
-    """dM' of two heads over tokens lo..hi, and the largest numbers."""
-    dm = no_sums(2 * (D - D1), D1, True)
-    i = tl.arange(0, BN)
-    zero = tl.full([], 0, tl.int64)
-    for start in range(lo, hi[0], BN):
-        live = alive(start + i, hi)
-        tq = load_pair(q + (zero + start) * qn, i, qn, live, D, D1)
-        tg = load_pair(g + (zero + start) * gn, i, gn, live, D, D1)
-        dm = add_outer(dm, tg, tq, load_ends(g + (zero + start) * gn, i, gn, live, D, D1))
-    return end_outer(dm, False, True), largest_one(dm, D, D1)
+            y = add_outer(y, tq, tk, eq)
+    x_big, y_big = largest_two(x, y, D, D1)
+    return (end_outer(x, False), x_big), (end_outer(y, ORDER == 2), y_big)
 
 
 @triton.jit

@@ -63,13 +63,19 @@ def summed(spec: Spec) -> bool:
     return spec.op != "polynomial" and spec.feature_map in (None, "identity") and spec.center == "k"
 
 
-def pairs(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
-    """1 where a call has the form of the kernels of two neighbouring heads a program (`heads.pairs`), which then fill
-    the chip, and they are faster. Exactly what ran on a GPU."""
+def pairs_forward(spec: Spec, w: dict[str, int], batch_heads: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
+    """1 where a forward has the form of the kernels of two neighbouring heads a program (`heads.pairs`), which then
+    fill the chip, and they are faster. Exactly what ran on a GPU."""
     form = own and plain(spec) and spec.ridge == 0 and dtype == torch.bfloat16 and w["D"] == w["DV"] == 72
     if not form or spec.op not in ("linear_attention", "hla2", "ahla"):
         return 0
-    return torch.sym_min(1, batch_heads // 384) * (1 if spec.op == "linear_attention" else torch.sym_min(1, n // 513))
+    return torch.sym_min(1, batch_heads // 384)
+
+
+def pairs(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
+    """1 where the backward is one of pairs too."""
+    both = 1 if spec.op == "linear_attention" else torch.sym_min(1, n // 513)
+    return pairs_forward(spec, w, batch_heads, dtype, own) * both
 
 
 def mixed(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
@@ -321,35 +327,6 @@ def apply_parts(w: dict[str, int], batch_heads: int, n: int, bn: int) -> tuple[i
     total, half = -(-n // bn), w["F2"] + w["V2"] > 0
     most = (4 if total == 4 else 3) if half else 16 if max(w["F1"], w["V1"]) > 64 else 8
     tiles = max(1, min(most, (batch_heads * total + 2 * PROGRAMS * half) // (4 * PROGRAMS)))
-    chunk = tiles * bn
-    return -(-n // chunk), chunk
-
-
-def pair_config(kernel: str) -> dict[str, int]:
-    """Tiles of the kernels of `heads.pairs`; BN sums, BO writes."""
-    if kernel == "forward_pairs":
-        return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3}
-    if kernel == "backward_pairs":
-        return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 4, "STAGES": 3}
-    if kernel == "grads_pairs":
-        return {"BN": 64, "num_warps": 4, "num_stages": 3, "TWO": 2, "ONE": 3}
-    return {"BN": 32, "num_warps": 4, "num_stages": 4}
-
-
-def pairs_at_once(spec: Spec, n: int) -> bool:
-    """Whether one program does the whole backward of two heads."""
-    return n <= 512 and spec.op == "linear_attention"
-
-
-def pair_roles(spec: Spec) -> int:
-    """Programs that write the gradients of the same tokens: two a gradient that is a sum of two products."""
-    return {"linear_attention": 3, "hla2": 4, "ahla": 5}[spec.op]
-
-
-def pair_parts(batch_pairs: int, n: int, bn: int) -> tuple[int, int]:
-    """(parts, tokens of a part) of `grads_pairs`: up to 4 tiles a program."""
-    total = -(-n // bn)
-    tiles = max(1, min(4, batch_pairs * total // (2 * PROGRAMS)))
     chunk = tiles * bn
     return -(-n // chunk), chunk
 

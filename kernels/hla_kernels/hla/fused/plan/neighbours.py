@@ -1,0 +1,35 @@
+"""The static table of `heads.pairs` and `heads.apart`, which take two neighbouring heads a program."""
+
+from __future__ import annotations
+
+from ..spec import Spec
+from . import PROGRAMS
+
+
+def pair_config(kernel: str) -> dict[str, int]:
+    """Tiles of the kernels of `heads.pairs`; BN sums, BO writes."""
+    if kernel in ("forward_pairs", "forward_higher"):
+        return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3}
+    if kernel == "backward_pairs":
+        return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 4, "STAGES": 3}
+    if kernel == "grads_pairs":
+        return {"BN": 64, "num_warps": 4, "num_stages": 3, "TWO": 2, "ONE": 3}
+    return {"BN": 32, "num_warps": 4, "num_stages": 4}
+
+
+def at_once(n: int) -> bool:
+    """Whether one program does the whole backward of first order of two heads."""
+    return n <= 512
+
+
+def roles(spec: Spec) -> int:
+    """Programs that write the gradients of the same tokens: two a gradient that is a sum of two products."""
+    return {"linear_attention": 3, "hla2": 4, "ahla": 5}[spec.op]
+
+
+def parts(batch_pairs: int, n: int, bn: int) -> tuple[int, int]:
+    """(parts, tokens of a part) of a pass that writes: up to 4 tiles a program."""
+    total = -(-n // bn)
+    tiles = max(1, min(4, batch_pairs * total // (2 * PROGRAMS)))
+    chunk = tiles * bn
+    return -(-n // chunk), chunk
