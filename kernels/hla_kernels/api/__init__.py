@@ -129,8 +129,9 @@ def polynomial(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, **options:
 
     coefficients [H, 4] = (c1, c2, c3, c4) of A, A A', A A, A A' A. One D x Dv matrix per head: mixing orders costs
     nothing per token. Two-sided only (causal raises ValueError), no ridge. With center="k", mean_path=True the first
-    term is the first-order Taylor expansion of softmax attention. Shapes as `linear_attention`; options and errors in
-    the module's docstring. Orders as in Zhang et al., arXiv 2510.27258.
+    term is the first-order Taylor expansion of softmax attention. Coefficients that need no gradient (frozen, or under
+    no_grad: `explain` says `fixed`) make the call faster, the backward most. Shapes as `linear_attention`; options and
+    errors in the module's docstring. Orders as in Zhang et al., arXiv 2510.27258.
     """
     return run("polynomial", q, k, v, coefficients, **options)
 

@@ -15,10 +15,10 @@ from hla_kernels.blockmix.fused import launch as block_launch
 from hla_kernels.blockmix.fused.pairs import launch as pair_launch
 from hla_kernels.hla.fused import Spec, launch
 from hla_kernels.hla.fused.launch import blocks as matrix_blocks
+from hla_kernels.hla.fused.launch import fixed, summed
 from hla_kernels.hla.fused.launch import mixture as head_mixture
 from hla_kernels.hla.fused.launch import pairs as head_pairs
 from hla_kernels.hla.fused.launch import plain as plain_launch
-from hla_kernels.hla.fused.launch import summed
 from hla_kernels.hla.two_sided import two_sided, two_sided_backward
 from hla_kernels.softmax.multipole.fused import launch as multipole_launch
 from hla_kernels.softmax.multipole.fused import plan as multipole_plan
@@ -53,6 +53,7 @@ WHOLE = (
     ("polynomial", {}, "mixture", 70, 64, 64, (2, 2)),
     ("polynomial", {}, "mixture_kept", 70, 64, 64, (2, 2)),
     ("polynomial", {}, "mixture_kept", 70, 72, 72, (2, 2)),
+    *(("polynomial", {"fixed": True}, "mixture", 70, d, d, (2, 2)) for d in (64, 72)),
     ("polynomial", ANCHORED, "split", 600, 40, 40, (4, 2)),
     ("hla2", SOFTMAX, "split", 37, 32, 48, (2, 2)),
     ("ahla", {}, "split", 1, 128, 128, (1, 1)),
@@ -155,7 +156,7 @@ def main(family: str) -> None:
     torch.set_default_device(DEVICE)
     ran, patch = set[str](), pytest.MonkeyPatch()
     modules = {
-        "hla": [launch, matrix_blocks, head_mixture, head_pairs, plain_launch, summed],
+        "hla": [fixed, launch, matrix_blocks, head_mixture, head_pairs, plain_launch, summed],
         "blockmix": [block_launch, pair_launch], "taylor": [taylor_launch],
         "multipole": [multipole_launch],
     }[family]  # fmt: skip

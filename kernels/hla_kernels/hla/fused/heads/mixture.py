@@ -59,17 +59,17 @@ def put_moment(to, a, DIGITS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def put_moments(
-    to, units, m, s, FIRST: tl.constexpr, SECOND: tl.constexpr, DIGITS: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr,
+    to, units, m, s, ORDER: tl.constexpr, DIGITS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr
 ):  # fmt: skip
-    """`put_moment` of the moments times s and their units: P, S, W (FIRST), C and R (SECOND)."""
+    """`put_moment` of the moments times s and their units: all (ORDER 5), P and S (11), C and W (12) or R (10)."""
     AREA: tl.constexpr = (D1 + D2) * (D1 + D2)
-    if FIRST:
+    if ORDER == 5 or ORDER == 11:
         tl.store(units, put_moment(to + P * AREA, scale4(m[0], s), DIGITS, D1, D2))
         tl.store(units + 1, put_moment(to + S * AREA, scale4(m[1], s), DIGITS, D1, D2))
+    if ORDER == 5 or ORDER == 12:
         tl.store(units + 4, put_moment(to + W * AREA, scale4(m[4], s), DIGITS, D1, D2))
-    if SECOND:
         tl.store(units + 2, put_moment(to + C * AREA, scale4(m[2], s), DIGITS, D1, D2))
+    if ORDER == 5 or ORDER == 10:
         tl.store(units + 3, put_moment(to + R * AREA, scale4(m[3], s), DIGITS, D1, D2))
 
 
@@ -99,7 +99,7 @@ def mixture_forward(
     )  # fmt: skip
     kept += head * KF
     units += head * 8
-    put_moments(kept, units, m, scale, True, True, True, F1, F2)
+    put_moments(kept, units, m, scale, 5, True, F1, F2)
     tl.debug_barrier()  # every thread reads what others wrote
     room += head * (F1 + F2) * (F1 + F2)
     m, _ = mixed_operator(kept, room, load_units(units), load_coefficients(coefficients, h, 5), F1, F2)
@@ -120,7 +120,7 @@ def part_moments(
         q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, False, False, False, D, F1, F2, D, F1, F2, BN,
         "ieee" if DIGITS else "tf32x3",
     )  # fmt: skip
-    put_moments(kept, units, m, scale, ORDER == 4, ORDER == 6, DIGITS, F1, F2)
+    put_moments(kept, units, m, scale, ORDER, DIGITS, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -128,16 +128,19 @@ def mixture_moments(
     q, k, v, kept, units, qs, ks, vs, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, KF: tl.constexpr, DIGITS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The moments of one head by two programs: P, S, W, and C, R."""
-    pid = tl.program_id(0) // 2
+    """The moments of one head by three programs, each of which reads two of q, k, v: P and S, C and W, R."""
+    pid = tl.program_id(0) // 3
+    role = tl.program_id(0) % 3
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     kept += head * KF
     units += head * 8
-    if tl.program_id(0) % 2 == 0:
-        part_moments(q, k, v, qn, kn, vn, kept, units, N, scale, 4, DIGITS, D, F1, F2, BN)
+    if role == 0:
+        part_moments(q, k, v, qn, kn, vn, kept, units, N, scale, 11, DIGITS, D, F1, F2, BN)
+    elif role == 1:
+        part_moments(q, k, v, qn, kn, vn, kept, units, N, scale, 12, DIGITS, D, F1, F2, BN)
     else:
-        part_moments(q, k, v, qn, kn, vn, kept, units, N, scale, 6, DIGITS, D, F1, F2, BN)
+        part_moments(q, k, v, qn, kn, vn, kept, units, N, scale, 10, DIGITS, D, F1, F2, BN)
 
 
 @triton.jit(do_not_specialize=["H"])

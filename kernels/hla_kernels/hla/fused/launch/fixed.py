@@ -41,7 +41,7 @@ def fixed_forward_call(call: Call, o: Tensor, saved: Tensor, read: Read) -> None
         )  # fmt: skip
         return
     launch(
-        mixture_moments, 2 * call.bh,
+        mixture_moments, 3 * call.bh,
         q, k, v, kept, units, *at[:3], call.n, call.h, call.scale, ALIGN=a, DIGITS=False, **fixed_square(call),
         **call.tiles("fixed_moments", fixed_config, "moments", call.w),
     )  # fmt: skip

@@ -62,7 +62,7 @@ def mixture_forward_call(call: Call, o: Tensor, saved: Tensor, read: Read) -> No
         return
     matrix = operators(call)
     launch(
-        mixture_moments, 2 * call.bh,
+        mixture_moments, 3 * call.bh,
         q, k, v, kept, units, *at[:3], call.n, call.h, call.scale, ALIGN=a, DIGITS=True, **square(call),
         **call.tiles("mixture_moments", mixture_config, "moments", call.w),
     )  # fmt: skip

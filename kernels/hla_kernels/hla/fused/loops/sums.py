@@ -114,12 +114,14 @@ def begin_moments(
     TAIL: tl.constexpr,
 ):  # fmt: skip
     """Accumulators of (P, S, C, R, W). ORDER 6: C and R, what `polynomial` has beyond hla3. One
-    alone: P 1, W 7, S 8, C 9, R 10."""
-    mp = begin(F1, F2, V1, V2, NEEDED and ORDER != 2 and ORDER < 6, False, TAIL)
-    ms = begin(F1, F2, F1, F2, NEEDED and (ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8), True, TAIL)
-    mc = begin(F1, F2, V1, V2, NEEDED and (ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9), False, TAIL)
+    alone: P 1, W 7, S 8, C 9, R 10; those of two tokens each: P and S 11, C and W 12."""
+    HAS_S: tl.constexpr = ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11
+    HAS_C: tl.constexpr = ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12
+    mp = begin(F1, F2, V1, V2, NEEDED and ((ORDER < 6 and ORDER != 2) or ORDER == 11), False, TAIL)
+    ms = begin(F1, F2, F1, F2, NEEDED and HAS_S, True, TAIL)
+    mc = begin(F1, F2, V1, V2, NEEDED and HAS_C, False, TAIL)
     mr = begin(F1, F2, F1, F2, NEEDED and (ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10), False, TAIL)
-    mw = begin(F1, F2, F1, F2, NEEDED and (ORDER == 4 or ORDER == 5 or ORDER == 7), True, TAIL)
+    mw = begin(F1, F2, F1, F2, NEEDED and (ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12), True, TAIL)
     return mp, ms, mc, mr, mw
 
 
@@ -130,15 +132,15 @@ def add_moments(
 ):  # fmt: skip
     """m + the products of a tile; eq and ek are the tails of q and k."""
     mp, ms, mc, mr, mw = m
-    if ORDER != 2 and ORDER < 6:
+    if ((ORDER < 6 and ORDER != 2) or ORDER == 11):
         mp = outer4(mp, fk, tv, ek, F2, V2, TAIL, PREC)
-    if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8:
+    if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11:
         ms = square4(ms, fk, ek, F2, TAIL, PREC)
-    if ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9:
+    if ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12:
         mc = outer4(mc, fq, tv, eq, F2, V2, TAIL, PREC)
     if ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10:
         mr = outer4(mr, fk, fq, ek, F2, F2, TAIL, PREC)
-    if ORDER == 4 or ORDER == 5 or ORDER == 7:
+    if ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12:
         mw = square4(mw, fq, eq, F2, TAIL, PREC)
     return mp, ms, mc, mr, mw
 
@@ -161,7 +163,7 @@ def square_rest(acc, x, y, X2: tl.constexpr, PREC: tl.constexpr):
 def add_rests(m, fq, fk, rq, rk, i, ORDER: tl.constexpr, F2: tl.constexpr, PREC: tl.constexpr):
     """S, R, W + what the features' rests add."""
     mp, ms, mc, mr, mw = m
-    if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8:
+    if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11:
         ms = square_rest(ms, fk, rk, F2, PREC)
     if ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10:
         mr = outer4(mr, fk, rq, i, F2, F2, False, PREC)
@@ -174,11 +176,11 @@ def add_rests(m, fq, fk, rq, rk, i, ORDER: tl.constexpr, F2: tl.constexpr, PREC:
 @triton.jit
 def end_moments(m, ORDER: tl.constexpr, F2: tl.constexpr, NEEDED: tl.constexpr):
     """(P, S, C, R, W)."""
-    mp = end(m[0], F2, NEEDED and ORDER != 2 and ORDER < 6)
-    ms = end(m[1], F2, NEEDED and (ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8))
-    mc = end(m[2], F2, NEEDED and (ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9))
+    mp = end(m[0], F2, NEEDED and ((ORDER < 6 and ORDER != 2) or ORDER == 11))
+    ms = end(m[1], F2, NEEDED and (ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11))
+    mc = end(m[2], F2, NEEDED and (ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12))
     mr = end(m[3], F2, NEEDED and (ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10))
-    return mp, ms, mc, mr, end(m[4], F2, NEEDED and (ORDER == 4 or ORDER == 5 or ORDER == 7))
+    return mp, ms, mc, mr, end(m[4], F2, NEEDED and (ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12))
 
 
 @triton.jit

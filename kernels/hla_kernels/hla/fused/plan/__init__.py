@@ -186,7 +186,10 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str
         few = wide <= 64 or (wide <= 80 and spec.normalize)
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 3}
     if spec.op == "polynomial" and wide > 64 and plain(spec):
-        return {"BN": 64 if w["D"] == w["DV"] == 128 else 32, "num_warps": 8 if wide > 80 else 4, "num_stages": 3}
+        warps = 8 if wide > 80 and spec.learned else 4
+        return {"BN": 64 if w["D"] == w["DV"] == 128 else 32, "num_warps": warps, "num_stages": 3}
+    if spec.op == "polynomial" and narrow(w) and plain(spec) and spec.fixed:
+        return {"BN": 32, "num_warps": 4, "num_stages": 4}
     if wide > 80 or spec.op == "polynomial":
         return {"BN": 64, "num_warps": 8, "num_stages": 3}
     return {"BN": 32 if wide > 64 else 64, "num_warps": 4, "num_stages": 3}
