@@ -79,7 +79,7 @@ CASES = [
     ("ahla", SCALE, "halves_two_step", 70, 72, 72, (1, 1), HALF, "packed"),
     ("ahla", PLAIN, "halves", 70, 64, 64, (2, 2), HALF, "contiguous"),
     ("hla3", SCALE, "halves", 37, 72, 72, (1, 1), HALF, "packed"),
-    *((op, PLAIN, "halves_two_step", 514, 64, 64, (1, 1), HALF, "packed") for op in ("hla2", "hla3")),
+    *((op, PLAIN, "halves" + x, 514, 64, 64, (1, 1), HALF, "packed") for op in OPS[1:4] for x in ("", "_two_step")),
     ("hla3", PLAIN, "halves", 37, 64, 64, (1, 1), HALF, "packed"),
     ("ahla", RATIO, "halves", 70, 64, 64, (2, 2), HALF, "packed"),
     ("hla2", RATIO, "halves_two_step", 37, 64, 64, (1, 1), HALF, "contiguous"),

@@ -35,6 +35,7 @@ PAIR_QK = {"feature_map": "softmax_pair", "center": "qk", "mean_path": True}
 OPS = ("linear_attention", "hla2", "ahla", "hla3")
 # op, options, dtype, (B, H, Hk, D, Dv); 128 heads of D = 64 take the one-program forms up to N = 2048
 MANY, WIDE, ODD, GROUPED = (32, 4, 4, 64, 64), (2, 2, 2, 128, 128), (2, 2, 2, 72, 72), (2, 4, 2, 88, 64)
+UNEVEN = (36, 4, 4, 64, 64)  # heads that leave multiprocessors without work in their last round
 MANY_ODD = (16, 12, 12, 72, 72)  # the D x D algebra of a head in one program
 PAIRS = (24, 16, 16, 72, 72)  # two neighbouring heads a program
 HALF, FEW = (32, 4, 4, 32, 32), (4, 4, 4, 64, 64)
@@ -42,6 +43,7 @@ WIDE_GROUPED = (2, 4, 2, 112, 128)
 CASES = [
     *((op, {}, BF16, MANY) for op in OPS),
     *((op, {}, BF16, sizes) for op in OPS for sizes in (MANY_ODD, PAIRS)),
+    *((op, options, BF16, UNEVEN) for op in OPS[1:] for options in ({}, ANCHORED)),
     *((op, RELU_QK, BF16, MANY) for op in OPS),
     *((op, ANCHORED, FP16, ODD) for op in OPS),
     *((op, ANCHORED, BF16, sizes) for op in OPS for sizes in (MANY, MANY_ODD)),

@@ -264,3 +264,26 @@ def loaded_weights(m, u, dm, s, ORDER: tl.constexpr):
         b = symmetric(tl.dot(z, pd)) * (s * ux * uz)
         c = symmetric(tl.dot(y, tl.trans(pd))) * (s * ux * uy)
     return a, b, c
+
+
+@triton.jit
+def loaded_products(factors, units, dm, scale, ORDER: tl.constexpr, D: tl.constexpr):
+    """`loaded_operator` and `loaded_weights` of factors that were kept and dM' of one block, in float32."""
+    m, u = get_factors(factors, units, ORDER, D, 0)
+    out = loaded_operator(m, u, ORDER)
+    dm, unit = half(dm, 0, 0)
+    a, b, c = loaded_weights(m, u, dm[0], scale * unit, ORDER)
+    return out, a, b, c
+
+
+@triton.jit
+def as_weights(x, dtype: tl.constexpr):
+    """M' and (WP', WS, WC', WR', WW), as far as the order has them, of `loaded_products` in a dtype."""
+    m, a, b, c = x
+    m = tl.trans(m.to(dtype))
+    a = tl.trans(a.to(dtype))
+    b = b.to(dtype)
+    c = c.to(dtype)
+    a = (a, a, a, a)
+    b = (b, b, b, b)
+    return (m, m, m, m), (a, b, a, b, (c, c, c, c))

@@ -12,6 +12,7 @@ from ..loops import read_out, sum_gradient, sum_moments, write_grads
 from ..tiles import cast4, store4, trans4, zeros2
 from . import NO_SPECIALIZE, at_head, of_head, own_head, stagger
 from .halves import (
+    as_weights,
     get_factors,
     get_matrix,
     half,
@@ -20,6 +21,7 @@ from .halves import (
     half_sums,
     half_weight,
     loaded_operator,
+    loaded_products,
     loaded_weights,
     put_factors,
     put_matrix,
@@ -103,24 +105,16 @@ def which(i, loops, order):
     return 0 if loops == 1 else i + 1
 
 
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def plain_backward(
-    q, k, v, g, dq, dk, dv, factors, units, room, qs, ks, vs, gs, dqs, dks, dvs, N, H, scale, ORDER: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
-    KEPT: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr,
-    WRITE: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
+@triton.jit
+def plain_products(
+    q, k, v, g, qn, kn, vn, gn, N, scale, factors, units, room, ORDER: tl.constexpr, KEPT: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one head. LOOPS = 2: dq, then dk and dv; 3: one after the other (`which`), whose tiles take less
-    shared memory than those of all three."""
-    pid = tl.program_id(0)
-    stagger(pid, DELAY, SLOTS)
-    head, h, at, N, scale = own_head(pid, N, H, scale)
-    q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
-    m, u, t, dm, pd, s = plain_gradient(
-        q, k, v, g, qn, kn, vn, gn, N, scale, factors + head * KF, units + head * 4, room + head * KR, ORDER, KEPT, D,
-        F1, F2, BN, PREC,
-    )  # fmt: skip
+    """M' and the weights of `write_grads` in the dtype of the tokens, from what `plain_gradient` takes."""
     dtype: tl.constexpr = q.dtype.element_ty
+    m, u, t, dm, pd, s = plain_gradient(
+        q, k, v, g, qn, kn, vn, gn, N, scale, factors, units, room, ORDER, KEPT, D, F1, F2, BN, PREC
+    )
     mt = cast4(half_operator(m, u, t, ORDER, F2), dtype)
     if ORDER == 2:
         wc = half_weight(m, u, t, dm, pd, s, 2, ORDER, F2, dtype)
@@ -135,6 +129,32 @@ def plain_backward(
         ws = half_weight(m, u, t, dm, pd, s, 1, ORDER, F2, dtype)
         ww = half_weight(m, u, t, dm, pd, s, 4, ORDER, F2, dtype)
         w = (wp, ws, wp, wp, ww)
+    return mt, w
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def plain_backward(
+    q, k, v, g, dq, dk, dv, factors, units, room, qs, ks, vs, gs, dqs, dks, dvs, N, H, scale, ORDER: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
+    KEPT: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr,
+    WRITE: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dv of one head. LOOPS = 2: dq, then dk and dv; 3: one after the other (`which`), whose tiles take less
+    shared memory than those of all three."""
+    pid = tl.program_id(0)
+    stagger(pid, DELAY, SLOTS)
+    head, h, at, N, scale = own_head(pid, N, H, scale)
+    q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
+    if KEPT and F2 == 0:
+        dm, _ = sum_gradient(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC)
+        mt, w = as_weights(
+            loaded_products(factors + head * KF, units + head * 4, dm, scale, ORDER, D), q.dtype.element_ty
+        )
+    else:
+        mt, w = plain_products(
+            q, k, v, g, qn, kn, vn, gn, N, scale, factors + head * KF, units + head * 4, room + head * KR, ORDER, KEPT,
+            D, F1, F2, BN, PREC,
+        )  # fmt: skip
     dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
     m1 = zeros2(F1, F2)
     rows = (m1, m1, m1)

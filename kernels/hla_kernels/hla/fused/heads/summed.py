@@ -63,6 +63,11 @@ def summed_forward(
     m = scale_moments(raw, sums, scale, n, 0.0, ORDER, CENTER, NORM or MEAN, False, F1, F2, F2)
     if is_shifted(FMAP):
         sums = unshift_sums(sums, n, D, F1, F2)
+    vectors += head * K
+    if SAVE:
+        store_vec(vectors + OFF[5], sums[0], D, F1, F2)
+        store_vec(vectors + OFF[6], sums[1], D, F1, F2)
+        store_vec(vectors + OFF[7], sums[2], D, F1, F2)
     if NORM or MEAN:
         row = axpy2(row, 1.0 / n, sums[2], F2)
     p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
@@ -91,13 +96,9 @@ def summed_forward(
     if SAVE:
         if ORDER > 1:
             put_factors(factors + head * KF, units + head * 4, factor, u, ORDER, F1, F2)
-        to = vectors + head * K
-        store_vec(to + OFF[5], sums[0], D, F1, F2)
-        store_vec(to + OFF[6], sums[1], D, F1, F2)
-        store_vec(to + OFF[7], sums[2], D, F1, F2)
         if NORM:
-            store_vec(to + OFF[8], m1, D, F1, F2)
-            store_vec(to + OFF[9], row, D, F1, F2)
+            store_vec(vectors + OFF[8], m1, D, F1, F2)
+            store_vec(vectors + OFF[9], row, D, F1, F2)
         if NORM or ORDER == 1:
             store4(matrix + head * D * D, out, D, F1, F2, D, F1, F2, D, 1)
     base = row

@@ -20,7 +20,7 @@ from ..tiles import (
     vecmat,
     zeros2,
 )
-from .halves import get_factors, half, half_operator, half_weight, times
+from .halves import as_weights, get_factors, half, half_operator, half_weight, loaded_products, times
 from .plain import again
 
 
@@ -72,38 +72,41 @@ def summed_algebra(
         load_vec(vectors + OFF[6], D, F1, F2),
         load_vec(vectors + OFF[7], D, F1, F2),
     )
-    if ORDER > 1:
-        dm, unit = half(dm, F2, F2)
-        dm = again(room, dm, True, F1, F2)
-        m, u = get_factors(factors, units, ORDER, F1, F2)
-        s = scale * unit
-        t = m[1]
     z = zeros2(F1, F2)
-    ones = z
-    if NORM:
-        p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
-        ones = p1 if ORDER > 2 else q1
-    if ORDER == 4:
-        t = again(room + AREA, times(m[1], m[2], F2, F2, F2), True, F1, F2)
-        pd = times(m[0], dm, F2, F2, F2)
-        more = 1.0
+    if not NORM and ORDER > 1 and F2 == 0:
+        mt, w = as_weights(loaded_products(factors, units, dm, scale, ORDER, D), dtype)
+    else:
+        if ORDER > 1:
+            dm, unit = half(dm, F2, F2)
+            dm = again(room, dm, True, F1, F2)
+            m, u = get_factors(factors, units, ORDER, F1, F2)
+            s = scale * unit
+            t = m[1]
+        ones = z
         if NORM:
-            pd, more = half(rank1(scale4(pd, u[0] * unit), ones, centred, F2, F2), F2, F2)
-            more = more / (u[0] * unit)
-        pd = again(room + 2 * AREA, pd, True, F1, F2)
-    if NORM or ORDER == 1:
-        mt = trans4(load4(matrix, D, F1, F2, D, F1, F2, D, 1))
-    else:
-        mt = cast4(half_operator(m, u, t, ORDER, F2), dtype)
-    if ORDER == 1:
-        w1 = cast4(scale4(dm, scale), dtype)
-        w = (w1, w1, w1, w1, w1)
-    elif ORDER == 2:
-        w, rows = weights2(m, u, t, dm, s, scale, ones, one, centred, dtype, NORM, SHIFTED, F1, F2)
-    elif ORDER == 3:
-        w, rows = weights3(m, u, t, dm, s, scale, ones, one, centred, dtype, NORM, SHIFTED, F1, F2)
-    else:
-        w, rows = weights4(m, u, t, dm, pd, s, more, scale, one, dtype, NORM, SHIFTED, F1, F2)
+            p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
+            ones = p1 if ORDER > 2 else q1
+        if ORDER == 4:
+            t = again(room + AREA, times(m[1], m[2], F2, F2, F2), True, F1, F2)
+            pd = times(m[0], dm, F2, F2, F2)
+            more = 1.0
+            if NORM:
+                pd, more = half(rank1(scale4(pd, u[0] * unit), ones, centred, F2, F2), F2, F2)
+                more = more / (u[0] * unit)
+            pd = again(room + 2 * AREA, pd, True, F1, F2)
+        if NORM or ORDER == 1:
+            mt = trans4(load4(matrix, D, F1, F2, D, F1, F2, D, 1))
+        else:
+            mt = cast4(half_operator(m, u, t, ORDER, F2), dtype)
+        if ORDER == 1:
+            w1 = cast4(scale4(dm, scale), dtype)
+            w = (w1, w1, w1, w1, w1)
+        elif ORDER == 2:
+            w, rows = weights2(m, u, t, dm, s, scale, ones, one, centred, dtype, NORM, SHIFTED, F1, F2)
+        elif ORDER == 3:
+            w, rows = weights3(m, u, t, dm, s, scale, ones, one, centred, dtype, NORM, SHIFTED, F1, F2)
+        else:
+            w, rows = weights4(m, u, t, dm, pd, s, more, scale, one, dtype, NORM, SHIFTED, F1, F2)
     if not NORM:
         rows = centre_rows(w, sums, z, z, row_v, N[1], ORDER, CENTER, MEAN, 0.0, F1, F2, F2)
     return mt, w, rows

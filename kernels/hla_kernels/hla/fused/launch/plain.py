@@ -11,6 +11,7 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from .. import plan
 from ..heads.plain import plain_backward, plain_forward, plain_weights
+from ..plan.tiles import plain_config, plain_forward_config, plain_weights_config
 from . import apply_grads_call, pairs
 from .call import Call, Saved, placed
 
@@ -51,7 +52,7 @@ def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     launch(
         plain_forward, call.bh,
         q, k, v, o, factors, units, *at, call.n, call.h, call.scale, ALIGN=a, SAVE=save, **plain_widths(call),
-        **tiles(call, "plain_forward", plan.plain_forward_config, call.spec, call.w),
+        **tiles(call, "plain_forward", plain_forward_config, call.spec, call.w),
     )  # fmt: skip
 
 
@@ -66,12 +67,12 @@ def plain_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
     q, k, v = call.q, call.k, call.v
     kept = saved.numel() > 0
     at, a = placed(q, k, v, g, *outs)
-    room, length = room_of(call) if kept else (g, 0)
+    room, length = room_of(call) if kept and call.w["F2"] > 0 else (g, 0)
     launch(
         plain_backward, call.bh,
         q, k, v, g, *outs, *(factors_of(call, saved) if kept else (g, g)), room, *at, call.n, call.h, call.scale,
         ALIGN=a, KR=length, KEPT=kept, **plain_widths(call),
-        **tiles(call, "plain_backward", plan.plain_config, call.spec, call.w),
+        **tiles(call, "plain_backward", plain_config, call.spec, call.w, kept),
     )  # fmt: skip
 
 
@@ -86,6 +87,6 @@ def plain_two_step_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
     launch(
         plain_weights, call.bh,
         q, g, *factors_of(call, saved), room, matrix, weights, *at, call.n, call.h, call.scale, ALIGN=a, KR=length,
-        WOFF=lay.woff, KW=lay.kw, **plain_widths(call), **tiles(call, "plain_weights", plan.plain_weights_config),
+        WOFF=lay.woff, KW=lay.kw, **plain_widths(call), **tiles(call, "plain_weights", plain_weights_config),
     )  # fmt: skip
     apply_grads_call(call, g, outs, Saved(room, matrix), None, weights, weights, True)

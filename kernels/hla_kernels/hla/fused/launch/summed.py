@@ -66,7 +66,7 @@ def summed_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tens
     launch(
         summed_backward, call.bh, q, k, v, g, *outs, call.ratio(), *Kept.of(saved, call), room, rows, *at, call.n,
         call.h, call.scale, call.spec.eps, ALIGN=a, KR=length, PREC=call.prec["PREC"], **summed_widths(call),
-        **call.tiles("summed_backward", sums.backward_config, call.w),
+        **call.tiles("summed_backward", sums.backward_config, call.w, call.most),
     )  # fmt: skip
 
 

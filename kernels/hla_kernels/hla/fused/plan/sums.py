@@ -32,8 +32,10 @@ def forward_config(w: dict[str, int]) -> dict[str, int]:
     return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, **more}
 
 
-def backward_config(w: dict[str, int]) -> dict[str, int]:
+def backward_config(w: dict[str, int], n: int) -> dict[str, int]:
     """Tiles of `summed_backward`: LOOPS that write, WRITE stages of each."""
+    if n > 512 and w["F2"] == 0:
+        return {"BN": 64, "BO": 64, "LOOPS": 1, "WRITE": 5, "num_warps": 4, "num_stages": 6}
     loops = {"LOOPS": 3, "WRITE": 3} if w["F2"] > 0 else {"LOOPS": 1, "WRITE": 2}
     return {"BN": 64, "BO": 64, **loops, "num_warps": 4, "num_stages": 3}
 
