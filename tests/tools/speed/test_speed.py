@@ -226,6 +226,8 @@ def kernel_fixture() -> dict:
             for name, slower in (("identity", 1), ("elu1_ratio", 1.1), ("center_mean", 1.5)):
                 for op in OPS:
                     made.append({"op": op, "impl": "ours", "options": peers.OPTIONS[name], "us": us * slower, **tail})
+            fixed = {"op": "polynomial", "impl": "ours", "options": peers.FIXED["fixed"], "us": us / 2, **tail}
+            made.append({**fixed, "first_s": 3.0})
             made.append({"op": "softmax_attention", "impl": "sdpa_cudnn", "options": {}, "us": us * 6, **tail})
             for impl, slower in (("ours", 1.5), ("eager", 15)):
                 case = {"op": "multipole", "impl": impl, "ran": "triton", "options": MULTIPOLE}
@@ -249,6 +251,11 @@ def test_kernel_table():
     # half the floor is less than 0.70 and 0.60; six times cuDNN's is more than 4.5
     wanted = ["10 (0.50 miss 0.7)", "20 (0.50 miss 0.6)", "6.00 pass 4.5", "x 1.10 pass", "x 1.50 miss"]
     assert [cell.strip() for cell in line.split("|")[3:8]] == wanted
+    cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines if "| ViT-S 224 | poly" in line]
+    assert [row[0] for row in cells] == ["polynomial", "polynomial, fixed coefficients"]
+    assert cells[0][4:6] == ["x 1.10 pass", "x 1.50 miss"] and cells[0][-1] == "1.0"
+    assert cells[1][1:6] == ["5 (1.00 pass 0.7)", "10 (1.00 pass 0.6)", "12.00 pass 4.5", "-", "-"]
+    assert cells[1][-1] == "3.0"
     assert "| sdpa_cudnn softmax_attention | 60 / 120 |" in "\n".join(lines)
     (line,) = (line for line in report.multipole(kernel_fixture()).splitlines() if line.startswith("| ViT-S 224 | 8x8"))
     assert [cell.strip() for cell in line.split("|")[5:11]] == ["15", "4.00", "30", "4.00", "10.00", "triton"]

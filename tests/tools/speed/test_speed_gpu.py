@@ -50,13 +50,13 @@ def test_peak_memory():
 
 def test_shares_of_a_step():
     x = torch.randn(4, 8, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    w = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    tokens, w = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (4096, 64))
 
     def attention():
         torch.nn.functional.scaled_dot_product_attention(x, x, x).backward(torch.ones_like(x))
 
     def products():
-        return torch.randn(4096, 64, device="cuda", dtype=torch.bfloat16) @ w
+        return tokens @ w
 
     def ours():
         qkv = torch.randn(4, 512, 3, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -75,18 +75,20 @@ def _ours(found: dict[tuple, Row]) -> str:
     lines = []
     for shape in SHAPES.values():
         for op in OPS:
-            for title, options in ((op, ()), (f"{op}, fixed coefficients", (("fixed", True),))):
+            for options in ((), (("fixed", True),)):
                 plain = {which: found.get((tuple(shape.sizes), op, "ours", options, which)) for which in PASSES}
                 if any(plain.values()):
-                    lines.append(_line(shape, title, plain, found))
+                    lines.append(_line(shape, op, bool(options), plain, found))
     return _table(head, lines) if lines else ""
 
 
-def _line(shape: Shape, op: str, plain: dict[str, Row | None], found: dict[tuple, Row]) -> list[str]:
+def _line(
+    shape: Shape, op: str, fixed: bool, plain: dict[str, Row | None], found: dict[tuple, Row]
+) -> list[str]:  # fmt: skip
     assert shape.targets is not None
     sizes = tuple(shape.sizes)
     both = plain["forward_backward"]
-    cells = [shape.title, op]
+    cells = [shape.title, f"{op}, fixed coefficients" if fixed else op]
     for which in PASSES:
         row = plain[which]
         if row is None:
@@ -98,7 +100,7 @@ def _line(shape: Shape, op: str, plain: dict[str, Row | None], found: dict[tuple
     cells.append(_verdict(cudnn["us"] / both["us"], shape.targets.times_cudnn) if both and cudnn else "-")
     for options in ((("feature_map", "elu1"), ("normalize", True)), (("center", "k"), ("mean_path", True))):
         other = found.get((sizes, op, "ours", options, "forward_backward"))
-        if both is None or other is None:
+        if both is None or other is None or fixed:  # the options are measured with learned coefficients
             cells.append("-")
             continue
         slower = other["us"] / both["us"]
@@ -106,7 +108,8 @@ def _line(shape: Shape, op: str, plain: dict[str, Row | None], found: dict[tuple
     rows = [row for row in plain.values() if row]
     cells.append(" / ".join(f"{row['rel_err']:.1e}" for row in rows))
     cells.append(f"{both['peak_mib']:.0f}" if both else "-")
-    forms = (row["first_s"] for place, row in found.items() if place[:3] == (sizes, op, "ours"))
+    alike = [place for place in found if place[:3] == (sizes, op, "ours") and ("fixed" in dict(place[3])) == fixed]
+    forms = (found[place]["first_s"] for place in alike)
     cells.append(f"{max(forms):.1f}")
     return cells
 
