@@ -8,6 +8,8 @@ from zoo.eval.speed.shapes import ALL_SHAPES, MIXED_TARGETS, OPS, PASSES, SHAPES
 Row = dict[str, Any]
 TRAIN_TARGETS = {224: 1.0, 512: 1.3, 1024: 2.5}  # times softmax, ViT-S training
 WAN_TARGETS = {"mhla": 2.4, "ahla": 2.4, "mhla every:3": 1.7, "ahla every:3": 1.7}  # times softmax, one denoising step
+FIXED = (("fixed", True),)  # coefficients that need no gradient
+PLAIN = ((), FIXED)
 
 
 def kernels(result: Row) -> str:
@@ -46,10 +48,12 @@ def _by_operator(found: dict[tuple, Row]) -> str:
     ]
     softmax = [found.get((tuple(shape.sizes), "softmax_attention", "sdpa_cudnn", (), which)) for shape in shapes]
     lines = [["softmax, cuDNN", *("-" if row is None else f"{row['us']:.0f}" for row in softmax)]]
-    for op in OPS:
-        cells = [op]
-        for shape, peer in zip(shapes, softmax, strict=True):
-            row = found.get((tuple(shape.sizes), op, "ours", (), which))
+    for op, options in ((op, options) for op in OPS for options in PLAIN):
+        rows = [found.get((tuple(shape.sizes), op, "ours", options, which)) for shape in shapes]
+        if not any(rows):
+            continue
+        cells = [_title(op, options)]
+        for shape, row, peer in zip(shapes, rows, softmax, strict=True):
             if row is None or shape.targets is None:
                 cells.append("-")
                 continue
@@ -75,20 +79,22 @@ def _ours(found: dict[tuple, Row]) -> str:
     lines = []
     for shape in SHAPES.values():
         for op in OPS:
-            for options in ((), (("fixed", True),)):
+            for options in PLAIN:
                 plain = {which: found.get((tuple(shape.sizes), op, "ours", options, which)) for which in PASSES}
                 if any(plain.values()):
-                    lines.append(_line(shape, op, bool(options), plain, found))
+                    lines.append(_line(shape, op, options, plain, found))
     return _table(head, lines) if lines else ""
 
 
-def _line(
-    shape: Shape, op: str, fixed: bool, plain: dict[str, Row | None], found: dict[tuple, Row]
-) -> list[str]:  # fmt: skip
+def _title(op: str, options: tuple) -> str:
+    return f"{op}, fixed coefficients" if options == FIXED else op
+
+
+def _line(shape: Shape, op: str, given: tuple, plain: dict[str, Row | None], found: dict[tuple, Row]) -> list[str]:
     assert shape.targets is not None
     sizes = tuple(shape.sizes)
     both = plain["forward_backward"]
-    cells = [shape.title, f"{op}, fixed coefficients" if fixed else op]
+    cells = [shape.title, _title(op, given)]
     for which in PASSES:
         row = plain[which]
         if row is None:
@@ -100,7 +106,7 @@ def _line(
     cells.append(_verdict(cudnn["us"] / both["us"], shape.targets.times_cudnn) if both and cudnn else "-")
     for options in ((("feature_map", "elu1"), ("normalize", True)), (("center", "k"), ("mean_path", True))):
         other = found.get((sizes, op, "ours", options, "forward_backward"))
-        if both is None or other is None or fixed:  # the options are measured with learned coefficients
+        if both is None or other is None or given == FIXED:  # the options are measured with learned coefficients
             cells.append("-")
             continue
         slower = other["us"] / both["us"]
@@ -108,9 +114,8 @@ def _line(
     rows = [row for row in plain.values() if row]
     cells.append(" / ".join(f"{row['rel_err']:.1e}" for row in rows))
     cells.append(f"{both['peak_mib']:.0f}" if both else "-")
-    alike = [place for place in found if place[:3] == (sizes, op, "ours") and ("fixed" in dict(place[3])) == fixed]
-    forms = (found[place]["first_s"] for place in alike)
-    cells.append(f"{max(forms):.1f}")
+    forms = [place for place in found if place[:3] == (sizes, op, "ours") and (place[3] == FIXED) == (given == FIXED)]
+    cells.append(f"{max(found[place]['first_s'] for place in forms):.1f}")
     return cells
 
 
