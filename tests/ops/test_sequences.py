@@ -132,7 +132,7 @@ def test_no_padding_and_nothing_but_padding(op):
 def test_opcheck(op):
     x = [t.requires_grad_() for t in tokens(11, d=4, dv=4, dtype=torch.float32)]
     c = extra(op, dtype=torch.float32)[0].requires_grad_() if op == "polynomial" else None
-    rest = (op, "elu1", True, None, False, 0.0, None, 1e-6, 1.0, "torch", False)
+    rest = (op, "elu1", True, None, False, 0.0, None, 1e-6, 1.0, "torch", False, False)
     torch.library.opcheck(OPS.two_sided, (*x, c, *rest, mask_of((7, 11), 11)))
     qkv = torch.randn(1, 11, 3, 4, 4, requires_grad=True)
     cu = torch.tensor([0, 4, 11], dtype=torch.int32)
