@@ -22,7 +22,7 @@ SOURCES = "qkvg"
 Pair = tuple[str, Place, bool, int, bool]  # source, weight, whether that is turned, width and centring of the source
 
 
-def placed(*tensors: Tensor) -> tuple[list[tuple[int, int, int]], tuple[int, ...]]:
+def apart(*tensors: Tensor) -> tuple[list[tuple[int, int, int]], tuple[int, ...]]:
     """The strides of each in units of its own alignment (dtypes differ), and those."""
     units = tuple(alignment(x) for x in tensors)
     return [strides(x, a) for x, a in zip(tensors, units, strict=True)], units
@@ -83,7 +83,7 @@ class Blocks:
             return Planes(x)
         count = self.digits + 1 if changed or x.element_size() == 4 else 2
         out = self.room(count, *x.shape[:3], features(spec, x.shape[3], mapped))
-        at, units = placed(x, out.first)
+        at, units = apart(x, out.first)
         tiles = self.places(config["BN"])
         sums = self.state[self.lay.at[f"sum_{centre}"].off :] if centred else self.state
         launch(
@@ -97,7 +97,7 @@ class Blocks:
     def slopes(self, x: Tensor, df: Tensor, out: Tensor) -> None:
         """out = d loss / d x from x and d loss / d phi(x)."""
         call, config = self.call, self.tiles("slopes")
-        at, units = placed(x, df, out)
+        at, units = apart(x, df, out)
         tiles = self.places(config["BN"])
         launch(
             block_slopes, call.bh * tiles,
@@ -143,7 +143,7 @@ class Blocks:
         """The sum of features or tokens."""
         call, x, place, config = self.call, self.raw[source], self.lay.at[f"sum_{source}"], self.tiles("sums")
         parts, chunk = self.parts(1, config["BN"])
-        (at,), (unit,) = placed(x)
+        (at,), (unit,) = apart(x)
         partial = call.buffer(parts, call.bh, place.pitch)
         launch(
             block_sums, call.bh * parts,
@@ -162,7 +162,7 @@ class Blocks:
         config = self.tiles("moments", width, self.spec.op == "polynomial")
         blocks = -(-place.rows // config["ROWS"]) * -(-width // config["COLS"])
         parts, chunk = self.parts(blocks, config["BN"])
-        at, units = placed(tx.first, ty.first)
+        at, units = apart(tx.first, ty.first)
         partial = call.buffer(parts, call.bh, place.rows * place.pitch)
         launch(
             block_moments, call.bh * parts * blocks,
@@ -201,7 +201,7 @@ class Blocks:
         tokens = [self.tokens[x if x in self.tokens else "v"] for x in SOURCES]
         if "g" not in self.tokens:  # forward
             tokens[0] = self.tokens["r"]
-        steps_of, units = placed(*(x.first for x in tokens), out)
+        steps_of, units = apart(*(x.first for x in tokens), out)
         lengths = [self.weights[i].first.shape[1] if i in self.weights else 0 for i in (0, 1)]
         numbers: list[int] = []
         for source, place, turned, width, centred in (*scaled, *pairs):
@@ -285,7 +285,7 @@ def _divide(run: Blocks, g: Tensor) -> None:
     ratio = call.ratio()
     assert ratio is not None
     config, m, matrix = run.tiles("apply", lay.v), lay.at["M"], run.weights[0]
-    at, units = placed(q.first, g)
+    at, units = apart(q.first, g)
     tiles = run.places(config["BN"])
     launch(
         block_ratio, call.bh * tiles,
