@@ -36,6 +36,45 @@ def test_every_weight_is_inherited_by_identity(name, mixer):
     assert y.isfinite().all() and all(p.grad is not None for n, p in after.items() if "mask" not in n)
 
 
+def of_bfloat16(model) -> list[float]:
+    """Relative errors of output, gradients of the host's weights and those of the mixers of a step in bfloat16 weights
+    without autocast, against the same numbers in float32."""
+    exact, found = (one_step(model.bfloat16().to(dtype), dtype) for dtype in (torch.float32, torch.bfloat16))
+    return [float((f - e).norm() / e.norm()) if len(e) else 0.0 for f, e in zip(found, exact, strict=True)]
+
+
+def one_step(model, dtype) -> list[torch.Tensor]:
+    model.zero_grad()
+    y = model(image().bfloat16().to(dtype))
+    (y.float() * torch.randn(y.shape, generator=torch.Generator().manual_seed(3))).mean().backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    assert all(g.dtype == dtype for g in grads.values())
+    parts = [[g.float().flatten() for n, g in grads.items() if (".mixer." in n) == new] for new in (False, True)]
+    return [y.detach().float().flatten(), *(torch.cat(part) if part else torch.empty(0) for part in parts)]
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_training_step_in_bfloat16_weights(mixer):
+    """As exact as that of the host: learned coefficients, gains and norms lose no more than its own weights."""
+    (output, host_grads, _), model = of_bfloat16(stirred()), stirred()
+    learned = {"depthwise": "v", "gate": True, "post_norm": True, "gains": True}
+    zoo.convert(model, mixer, **({} if mixer == "softmax" else learned))
+    stir(model)
+    found = of_bfloat16(model)
+    limits = (output, host_grads, host_grads)
+    assert all(x <= 2 * limit for x, limit in zip(found, limits, strict=True)), (found, limits)
+
+
+def stirred():
+    """A host whose output depends on its attention."""
+    model = tiny("vit_tiny_patch16_224", depth=1)
+    with torch.no_grad():
+        for block in model.blocks:
+            for layer in (block.attn.qkv, block.attn.proj):
+                layer.weight.normal_(std=layer.in_features**-0.5)
+    return model
+
+
 @pytest.mark.parametrize("feature_map", ["relu", "softmax", "softmax_pair", "hedgehog", "power"])
 @pytest.mark.parametrize("name", ["vit_small_patch16_rope_224", pytest.param(NEW_IN_TIMM, marks=needs_sapiens)])
 def test_feature_maps_under_rotation(name, feature_map):

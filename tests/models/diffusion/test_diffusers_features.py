@@ -50,6 +50,22 @@ def test_half_precision(name, dtype):
     assert found.dtype == dtype and (found.float() - wanted).norm() < 0.05 * wanted.norm()
 
 
+@pytest.mark.parametrize("mixer", ["ahla", "hla2", "poly"])
+def test_gradients_of_bfloat16_weights(mixer):
+    """No farther from those of float32 than twice what the softmax model loses."""
+    lost = []
+    for model in (host("dit"), converted("dit", mixer, gate=True)):
+        grads = []
+        for dtype in (torch.float32, torch.bfloat16):
+            model = model.bfloat16().to(dtype)
+            model.zero_grad()
+            run(model, cast(cast(inputs("dit"), torch.bfloat16), dtype)).float().square().mean().backward()
+            grads.append(torch.cat([g.float().flatten() for g in gradients(model).values()]))
+            assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())
+        lost.append(float((grads[1] - grads[0]).norm() / grads[0].norm()))
+    assert 0 < lost[1] <= 2 * lost[0], lost
+
+
 @pytest.mark.parametrize("name", ["pixart", "wan", "sd3", "flux"])
 def test_layerwise_casting_leaves_the_mixers(name):
     model = converted(name, "ahla", gate=True)

@@ -240,6 +240,7 @@ def model_fixture() -> dict:
     made = []
     for setup in models.setups(models.ModelSettings()):
         speed = {"softmax": 100, "ahla": 150, "hla2": 90}[setup.mixer] * (2 if setup.compiled else 1)
+        speed *= 3 if (setup.mode, setup.weights, setup.mixer) == ("train", "bfloat16", "ahla") else 1
         rest = {"tokens": 10, "batch": 4, "per_second": speed, "ms": 1.0, "peak_mib": 7, "device_ms": 1.0}
         made.append({**setup._asdict(), **rest, "shares": {"attention": 0.25, "matmul": 0.5, "rest": 0.25}})
     return {"hardware": "made up", "versions": {}, "date": "2000-01-01", "command": "none", "rows": made, "failed": []}
@@ -263,11 +264,16 @@ def test_kernel_table():
 
 def test_model_table():
     text = report.models(model_fixture())
-    (line,) = (line for line in text.splitlines() if line.startswith("| vit_small | 512 | 10 | 4 | train"))
-    cells = [cell.strip() for cell in line.split("|")[6:9]]
+    (line,) = (line for line in text.splitlines() if line.startswith("| vit_small | 512 | 10 | 4 | train | float32"))
+    cells = [cell.strip() for cell in line.split("|")[7:10]]
     assert cells[0] == "200, 7, 25 % (without it x 1.33), compiled"
     assert cells[1] == "300 (x 1.50 pass 1.3), 7, 25 %, compiled"
     assert cells[2] == "180 (x 0.90 miss 1.3), 7, 25 %, compiled"
+    lines = [line for line in text.splitlines() if line.startswith("| vit_small | 512 |")]
+    assert [line.split("|")[5:7] for line in lines] == [
+        [" infer ", " bfloat16 "], [" train ", " float32 "], [" train ", " bfloat16 "]
+    ]
+    assert "900 (x 4.50 pass 1.3)" in lines[2]
 
 
 def video_fixture() -> dict:

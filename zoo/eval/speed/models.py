@@ -1,8 +1,8 @@
 """The model tables: whole models, inference and training steps, softmax against linear mixers.
 
-The same for all mixers: batch sizes, bfloat16 weights for inference, float32 weights under bfloat16 autocast with a
-fused AdamW for training, and, where compiled, every block compiled by itself (the blocks share one compilation) and
-what of a ViT lies around them.
+The same for all mixers: batch sizes, bfloat16 weights for inference, a fused AdamW for training, whose weights are
+float32 under bfloat16 autocast or bfloat16 themselves (then so are the residual stream and AdamW's averages), and,
+where compiled, every block compiled by itself (the blocks share one compilation) and what of a ViT lies around them.
 Weights and inputs are random. Batches keep an H200 busy for longer than a host needs to launch a step. A mixer with a
 pattern behind it, such as "ahla every:3", keeps softmax in these blocks.
 """
@@ -30,6 +30,7 @@ from zoo.names import unknown_name
 
 MODES = ("infer", "train")
 MIXERS = ("softmax", "ahla", "hla2")
+WEIGHTS = ("float32", "bfloat16")
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 VIDEO_MIXERS = ("softmax", "ahla every:3", "ahla", "mhla every:3", "mhla", "la")
 SECONDS, WARM_UP = 1.0, 3
@@ -136,6 +137,7 @@ class ModelSettings:
       pixart_sigma and wan_1.3b (81 frames, 832 pixels wide, trained with gradient checkpointing)
     sizes: pixels of a side; empty for all (ViT 224, 512, 1024; DiT 256, 512, 1024; PixArt 2048; Wan 480 high)
     modes: infer, train
+    weights: of training, float32 (under bfloat16 autocast) and bfloat16 (timm's --model-dtype); inference has bfloat16
     mixers: softmax, and mixers of the zoo with their defaults; "ahla every:3" keeps softmax in each third block
     compiled: without and with torch.compile
     json: result file to add to
@@ -145,13 +147,15 @@ class ModelSettings:
     models: list[str] = field(default_factory=lambda: ["vit_small", "dit_xl2"])
     sizes: list[int] = field(default_factory=list)
     modes: list[str] = field(default_factory=lambda: list(MODES))
+    weights: list[str] = field(default_factory=lambda: list(WEIGHTS))
     mixers: list[str] = field(default_factory=lambda: list(MIXERS))
     compiled: list[bool] = field(default_factory=lambda: [False, True])
     json: str = "docs/results/models-h200.json"
     picture: str = "docs/pictures/models-h200.png"
 
     def __post_init__(self) -> None:
-        for key, allowed in {"models": MODELS, "modes": MODES, "mixers": zoo.mixers.MIXERS}.items():
+        known_words = {"models": MODELS, "modes": MODES, "weights": WEIGHTS, "mixers": zoo.mixers.MIXERS}
+        for key, allowed in known_words.items():
             for word in getattr(self, key):
                 name = word.partition(" ")[0] if key == "mixers" else word
                 if name not in allowed:
@@ -168,6 +172,7 @@ class VideoSettings(ModelSettings):
     models: list[str] = field(default_factory=lambda: ["wan_1.3b", "dit_xl2", "pixart_sigma"])
     sizes: list[int] = field(default_factory=lambda: [480, 1024, 2048])
     modes: list[str] = field(default_factory=lambda: ["infer"])
+    weights: list[str] = field(default_factory=lambda: ["float32"])
     mixers: list[str] = field(default_factory=lambda: list(VIDEO_MIXERS))
     compiled: list[bool] = field(default_factory=lambda: [True])
     json: str = "docs/results/video-h200.json"
@@ -180,6 +185,7 @@ class Setup(NamedTuple):
     model: str
     size: int
     mode: str
+    weights: str
     mixer: str
     compiled: bool
 
@@ -187,11 +193,12 @@ class Setup(NamedTuple):
 def setups(settings: ModelSettings) -> list[Setup]:
     """Every row of the selection."""
     return [
-        Setup(model, size, mode, mixer, compiled)
+        Setup(model, size, mode, weights, mixer, compiled)
         for model in settings.models
         for size in MODELS[model].batch
         if not settings.sizes or size in settings.sizes
         for mode in settings.modes
+        for weights in (settings.weights if mode == "train" else ["bfloat16"])
         for mixer in settings.mixers
         for compiled in settings.compiled
     ]
@@ -222,7 +229,7 @@ def measure(setup: Setup, known: dict[tuple, dict[str, Any]]) -> dict[str, Any]:
     torch.cuda.empty_cache()
     batch, extra = MODELS[setup.model].batch[setup.size], {}
     if setup.mixer == "softmax":
-        case = (setup.model, setup.size, setup.mode)
+        case = setup[:4]
         if case not in known:
             known[case] = faster_backend(setup._replace(compiled=False), batch)
         extra = known[case]
@@ -253,7 +260,12 @@ def make_step(setup: Setup) -> Callable[[], None]:
     target = batch.pop("target")
     if setup.compiled:
         compile_parts(model, family)
-    return _inference(model, batch) if setup.mode == "infer" else _training(model, batch, target)
+    if setup.weights == "bfloat16":
+        model.bfloat16()
+        batch = {name: x.bfloat16() if x.is_floating_point() else x for name, x in batch.items()}
+    if setup.mode == "infer":
+        return _inference(model, batch)
+    return _training(model, batch, target, autocast=setup.weights == "float32")
 
 
 def compile_parts(model: nn.Module, family: Family) -> None:
@@ -268,8 +280,7 @@ def compile_parts(model: nn.Module, family: Family) -> None:
 
 
 def _inference(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], None]:
-    model.eval().bfloat16()
-    batch = {name: x.bfloat16() if x.is_floating_point() else x for name, x in batch.items()}
+    model.eval()
 
     @torch.inference_mode()
     def step() -> None:
@@ -278,14 +289,14 @@ def _inference(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], None]
     return step
 
 
-def _training(model: nn.Module, batch: dict[str, Tensor], target: Tensor) -> Callable[[], None]:
+def _training(model: nn.Module, batch: dict[str, Tensor], target: Tensor, autocast: bool) -> Callable[[], None]:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             out = model(**batch)
-            out = out if isinstance(out, Tensor) else out.sample
+            out = (out if isinstance(out, Tensor) else out.sample).float()
             loss = F.mse_loss(out, target) if target.is_floating_point() else F.cross_entropy(out, target)
         loss.backward()
         optimizer.step()

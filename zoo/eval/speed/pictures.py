@@ -52,33 +52,36 @@ def _fraction(rows: list[Row], sizes: list[int], op: str, impl: str, which: str)
 
 
 def draw_models(result: Row, file: Path) -> None:
-    """Lines: images per second against pixels a side, a panel for each model and mode; dashed: not compiled."""
+    """Lines: images per second against pixels a side, a panel for each model, mode and type of weights; dashed: not
+    compiled."""
     matplotlib.use("Agg")
     rows = result["rows"]
     models = sorted({row["model"] for row in rows}, reverse=True)
-    modes = sorted({row["mode"] for row in rows})
+    modes = sorted({(row["mode"], row["weights"]) for row in rows})
     mixers = list(dict.fromkeys(row["mixer"] for row in rows))
     figure, panels = plt.subplots(
         len(models), len(modes), figsize=(5 * len(modes), 3.6 * len(models)), layout="constrained", squeeze=False
     )
     for line, model in zip(panels, models, strict=True):
-        for axes, mode in zip(line, modes, strict=True):
+        for axes, (mode, weights) in zip(line, modes, strict=True):
             for mixer, color in zip(mixers, COLORS, strict=False):
                 for compiled in (True, False):
-                    key = (model, mode, mixer, compiled)
-                    chosen = [r for r in rows if (r["model"], r["mode"], r["mixer"], r["compiled"]) == key]
+                    key = (model, mode, weights, mixer, compiled)
+                    names = ("model", "mode", "weights", "mixer", "compiled")
+                    chosen = [row for row in rows if tuple(row[name] for name in names) == key]
                     points = sorted((row["size"], row["per_second"]) for row in chosen)
                     style = {"color": color, "ls": "-" if compiled else "--", "marker": "o", "markersize": 4}
                     label = f"{mixer}, {'compiled' if compiled else 'eager'}"
                     axes.plot([p[0] for p in points], [p[1] for p in points], label=label, **style)
             sizes = sorted({row["size"] for row in rows if row["model"] == model})
-            axes.set(xscale="log", yscale="log", title=f"{model}, {mode}", xlabel="pixels a side", ylabel="images / s")
+            title = f"{model}, {mode}, {weights} weights"
+            axes.set(xscale="log", yscale="log", title=title, xlabel="pixels a side", ylabel="images / s")
             axes.set_xticks(sizes, [str(size) for size in sizes])
             axes.set_xticks([], minor=True)
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].legend(frameon=False, fontsize=8)
-    figure.suptitle(f"bfloat16, random weights, {result['hardware']}", fontsize=11)
+    figure.suptitle(f"Computed in bfloat16, random weights, {result['hardware']}", fontsize=11)
     _save(figure, file)
 
 

@@ -10,6 +10,7 @@ TRAIN_TARGETS = {224: 1.0, 512: 1.3, 1024: 2.5}  # times softmax, ViT-S training
 WAN_TARGETS = {"mhla": 2.4, "ahla": 2.4, "mhla every:3": 1.7, "ahla every:3": 1.7}  # times softmax, one denoising step
 FIXED = (("fixed", True),)  # coefficients that need no gradient
 PLAIN = ((), FIXED)
+FAILED = ("model", "size", "mode", "weights", "shape", "impl", "mixer", "op")  # what names a case that failed
 
 
 def kernels(result: Row) -> str:
@@ -226,20 +227,21 @@ def _words(row: Row) -> str:
 
 
 def models(result: Row) -> str:
-    """One line a model, size and mode: each mixer at its best of eager and compiled, against softmax at its best;
-    beside the share of softmax's attention how much faster the model would be if that took no time."""
+    """One line a model, size, mode and type of weights: each mixer at its best of eager and compiled, against softmax
+    at its best; beside the share of softmax's attention how much faster the model would be if that took no time."""
     mixers = list(dict.fromkeys(row["mixer"] for row in result["rows"]))
-    head = ["model", "pixels", "tokens", "batch", "mode"]
+    head = ["model", "pixels", "tokens", "batch", "mode", "weights"]
     head += [f"{mixer}: images/s, peak MiB, attention share" for mixer in mixers]
-    cases = dict.fromkeys((row["model"], row["size"], row["tokens"], row["mode"]) for row in result["rows"])
+    key = ("model", "size", "tokens", "mode", "weights")
+    cases = dict.fromkeys(tuple(row[name] for name in key) for row in result["rows"])
     lines = []
-    for case in sorted(cases, key=lambda case: (case[0] != "vit_small", case[0], case[3], case[1])):
-        model, size, tokens, mode = case
-        rows = [row for row in result["rows"] if (row["model"], row["size"], row["mode"]) == (model, size, mode)]
+    for case in sorted(cases, key=lambda c: (c[0] != "vit_small", c[0], c[3], c[4] != "float32", c[1])):
+        model, size, tokens, mode, weights = case
+        rows = [row for row in result["rows"] if tuple(row[name] for name in key) == case]
         best = {
             m: max(of, key=lambda r: r["per_second"]) for m in mixers if (of := [r for r in rows if r["mixer"] == m])
         }
-        cells = [model, str(size), str(tokens), str(rows[0]["batch"]), mode]
+        cells = [model, str(size), str(tokens), str(rows[0]["batch"]), mode, weights]
         for mixer in mixers:
             cells.append(_model_cell(best[mixer], best.get("softmax")) if mixer in best else "-")
         lines.append(cells)
@@ -263,7 +265,7 @@ def video(result: Row) -> str:
     head += ["attention share", "softmax backend"]
     lines = []
     for row in sorted(result["rows"], key=lambda row: (row["model"] != "wan_1.3b", row["model"], row["mode"])):
-        place = ("model", "size", "mode", "compiled")
+        place = ("model", "size", "mode", "weights", "compiled")
         peers = [r for r in result["rows"] if r["mixer"] == "softmax" and all(r[k] == row[k] for k in place)]
         times = f"{peers[0]['ms'] / row['ms']:.2f}" if peers and row["mixer"] != "softmax" else ""
         target = WAN_TARGETS.get(row["mixer"]) if (row["model"], row["mode"]) == ("wan_1.3b", "infer") else None
@@ -290,7 +292,7 @@ def failures(result: Row) -> str:
     """What could not be timed, with the reasons."""
     out = ""
     for row in result.get("failed", []):
-        words = [str(row[name]) for name in ("model", "size", "mode", "shape", "impl", "mixer", "op") if name in row]
+        words = [str(row[name]) for name in FAILED if name in row]
         out += f" Not timed: {' '.join(words)}: {row['reason']}."
     return out
 

@@ -11,7 +11,7 @@ from typing import Any
 from zoo.eval.results import result_file
 
 KERNEL_KEY = ("op", "impl", "shape", "options", "pass")
-MODEL_KEY = ("model", "size", "mode", "mixer", "compiled")
+MODEL_KEY = ("model", "size", "mode", "weights", "mixer", "compiled")
 PRIVATE = ("json=", "picture=")  # where a user keeps results is not part of them
 Row = dict[str, Any]
 
