@@ -184,7 +184,7 @@ def test_a_call_that_cannot_be_captured_is_timed_by_events(monkeypatch):
 def test_selection_of_cases():
     found = peers.cases(["vit224"], ["ahla", "hla2"], ["ours", "sdpa_cudnn", "compiled", "fla"], peers.OPTIONS)
     count = [sum(case.impl == impl for case in found) for impl in ("ours", "sdpa_cudnn", "compiled", "fla")]
-    assert count == [10, 1, 2, 1]
+    assert count == [12, 1, 2, 1]
     found = peers.cases(["vit224"], ["polynomial", "ahla"], ["ours", "eager"], ["fixed"])
     assert found == [peers.Case("vit224", "polynomial", "ours", (("fixed", True),))]
     assert peers.coefficients(found[0], "cpu").requires_grad is False
@@ -226,6 +226,9 @@ def kernel_fixture() -> dict:
             for name, slower in (("identity", 1), ("elu1_ratio", 1.1), ("center_mean", 1.5)):
                 for op in OPS:
                     made.append({"op": op, "impl": "ours", "options": peers.OPTIONS[name], "us": us * slower, **tail})
+            for impl, slower in (("ours", 2), ("eager", 5)):
+                pair = {"op": "hla2", "impl": impl, "options": peers.OPTIONS["pair_ratio"]}
+                made.append({**pair, "us": us * slower, **tail})
             fixed = {"op": "polynomial", "impl": "ours", "options": peers.FIXED["fixed"], "us": us / 2, **tail}
             made.append({**fixed, "first_s": 3.0})
             made.append({"op": "softmax_attention", "impl": "sdpa_cudnn", "options": {}, "us": us * 6, **tail})
@@ -258,6 +261,7 @@ def test_kernel_table():
     assert cells[1][1:6] == ["5 (1.00 pass 0.7)", "10 (1.00 pass 0.6)", "12.00 pass 4.5", "-", "-"]
     assert cells[1][-1] == "3.0"
     assert "| sdpa_cudnn softmax_attention | 60 / 120 |" in "\n".join(lines)
+    assert "| DiT-XL 256 | hla2 | 20 | 2.5 | 40 | 2.5 | 1.0e-03 / 1.0e-03 | 1 |" in lines
     (line,) = (line for line in report.multipole(kernel_fixture()).splitlines() if line.startswith("| ViT-S 224 | 8x8"))
     assert [cell.strip() for cell in line.split("|")[5:11]] == ["15", "4.00", "30", "4.00", "10.00", "triton"]
 

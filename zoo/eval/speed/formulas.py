@@ -21,11 +21,14 @@ def plain(
     op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None = None, *, feature_map: str | None = None,
     normalize: bool = False, center: str | None = None, mean_path: bool = False, eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
-    """o = q M of a two-sided operator; coefficients [H, 4] belong to polynomial. Maps: None, "relu", "elu1"."""
+    """o = q M of a two-sided operator; coefficients [H, 4] belong to polynomial. Maps: None, "relu", "elu1" and
+    "softmax_pair"."""
     if feature_map == "relu":
         q, k = q.relu(), k.relu()
     if feature_map == "elu1":
         q, k = F.elu(q) + 1, F.elu(k) + 1
+    if feature_map == "softmax_pair":
+        q, k = (torch.cat([x.softmax(-1), (-x).softmax(-1)], -1) for x in (q, k))
     if center == "k":
         k = k - k.mean(-2, keepdim=True)
     mean = v.mean(-2, keepdim=True) if mean_path else None

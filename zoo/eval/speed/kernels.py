@@ -50,8 +50,9 @@ class KernelSettings:
     ops: two-sided operators, mhla, taylor2, multipole; softmax and causal peers have one each, timed whatever is
         named here
     impls: ours and the peers
-    options: identity (unnormalised), elu1_ratio, center_mean (centred keys and mean-value path), relu,
-        relu_ratio; of mhla alone: relu, relu_ratio, float32 (moments), rotary, rotary_ratio, order_ahla, order_hla2;
+    options: identity (unnormalised), elu1_ratio, center_mean (centred keys and mean-value path), relu, relu_ratio,
+        pair_ratio (features of both softmaxes, twice as many as channels); fixed (of polynomial: coefficients that need
+        no gradient); of mhla alone: relu, relu_ratio, float32 (moments), rotary, rotary_ratio, order_ahla, order_hla2;
         of multipole alone: degree0, degree1
     workers: processes that compile and check at once
     json: result file to add to

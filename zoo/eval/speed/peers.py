@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "center_mean": {"center": "k", "mean_path": True},
     "relu": {"feature_map": "relu", "normalize": False},
     "relu_ratio": {"feature_map": "relu", "normalize": True},
+    "pair_ratio": {"feature_map": "softmax_pair", "normalize": True},
 }
 # of mhla alone; rotary: tables of `formulas.angles`
 MIXED_OPTIONS: dict[str, dict[str, Any]] = {

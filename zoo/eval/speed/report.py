@@ -10,14 +10,15 @@ TRAIN_TARGETS = {224: 1.0, 512: 1.3, 1024: 2.5}  # times softmax, ViT-S training
 WAN_TARGETS = {"mhla": 2.4, "ahla": 2.4, "mhla every:3": 1.7, "ahla every:3": 1.7}  # times softmax, one denoising step
 FIXED = (("fixed", True),)  # coefficients that need no gradient
 PLAIN = ((), FIXED)
+PAIR = (("feature_map", "softmax_pair"), ("normalize", True))
 FAILED = ("model", "size", "mode", "weights", "shape", "impl", "mixer", "op")  # what names a case that failed
 
 
 def kernels(result: Row) -> str:
     """Our operators by shape, then every peer by shape, then how it was measured."""
     found = {_place(row): row for row in result["rows"]}
-    parts = [_ours(found), _mixed(result["rows"], found), _taylor(found), _multipole(found), _peers(result["rows"])]
-    parts.append(_measured(result))
+    parts = [_ours(found), _pairs(found), _mixed(result["rows"], found), _taylor(found), _multipole(found)]
+    parts += [_peers(result["rows"]), _measured(result)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -118,6 +119,27 @@ def _line(shape: Shape, op: str, given: tuple, plain: dict[str, Row | None], fou
     forms = [place for place in found if place[:3] == (sizes, op, "ours") and (place[3] == FIXED) == (given == FIXED)]
     cells.append(f"{max(found[place]['first_s'] for place in forms):.1f}")
     return cells
+
+
+def _pairs(found: dict[tuple, Row]) -> str:
+    """Ratios of the softmax pair, whose features are twice as many as channels, beside eager torch."""
+    head = ["shape", "softmax pair + ratio", "forward us", "times eager", "forward+backward us", "times eager"]
+    head += ["error f / b", "peak MiB f+b"]
+    lines = []
+    for shape in ALL_SHAPES.values():
+        for op in OPS:
+            ours, eager = (
+                [found.get((tuple(shape.sizes), op, impl, PAIR, which)) for which in PASSES]
+                for impl in ("ours", "eager")
+            )
+            if ours[0] is None or ours[1] is None:
+                continue
+            cells = [shape.title, op]
+            for row, peer in zip(ours, eager, strict=True):
+                cells += [f"{row['us']:.0f}", _times(peer, row, None)] if row else []
+            errors = " / ".join(f"{row['rel_err']:.1e}" for row in ours if row)
+            lines.append([*cells, errors, f"{ours[1]['peak_mib']:.0f}"])
+    return _table(head, lines) if lines else ""
 
 
 def _mixed(rows: list[Row], found: dict[tuple, Row]) -> str:
