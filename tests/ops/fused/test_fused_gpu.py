@@ -118,6 +118,22 @@ def test_error_and_bits(case):
             assert errors[0] <= 2 * errors[1], (n, name, *errors)
 
 
+@pytest.mark.parametrize("options", ({}, RATIO, ANCHORED), ids=("plain", "ratio", "centred"))
+@pytest.mark.parametrize("op", OPS)
+def test_many_long_heads(op, options):
+    """A ViT of 1024 pixels: the rule of the error in the first sample and the last."""
+    x, grad = make(4097, BF16, (64, 6, 6, 64, 64))
+    first, second = twice(results, op, x, grad, impl="triton", **options)
+    some = [0, 63]
+    x, grad = [t[some] for t in x], grad[some]
+    truth = results(op, [t.double() for t in x], grad.double(), impl="torch", **options)
+    torch_form = results(op, x, grad, impl="torch", **options)
+    for name, a, b, c, t in zip(("o", "dq", "dk", "dv"), first, second, torch_form, truth, strict=True):
+        assert torch.equal(a, b) and bool(a.isfinite().all()), name
+        errors = relative_error(a[some], t), relative_error(c, t)
+        assert errors[0] <= 2 * errors[1], (name, *errors)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_ratio_of_many_tokens(op):
     """Independent q and k read nearly the same of many tokens, whose part of dq cancels."""

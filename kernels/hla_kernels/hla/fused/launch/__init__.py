@@ -261,7 +261,7 @@ def first_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
     if ratio is not None:
         divide(call, g, saved, ratio, outs[0])
     config = call.tiles("query_grads", plan.query_config, call.w)
-    parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
+    parts, chunk = plan.query_parts(call.planned, call.most, config["BN"])
     at, a = placed(q, g, outs[0])
     grads = call.buffer(call.bh, length)
     partial = grads if parts == 1 else call.buffer(parts, call.bh, length)

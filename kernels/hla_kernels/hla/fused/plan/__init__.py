@@ -96,6 +96,13 @@ def few_heads(batch_heads: int, n: int) -> int | torch.SymInt:
     return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 2049))
 
 
+def few_halved(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
+    """`few_heads` of the forms of `halved`, of which heads of 64 channels may be longer where there are about three a
+    multiprocessor. Exactly what ran on a GPU."""
+    longer = torch.sym_min(1, batch_heads // 384) * (1 - torch.sym_min(1, n // 4609)) if narrow(w) else 0
+    return few_heads(batch_heads, n) * (1 - longer)
+
+
 def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
     """1 where a forward that is asked to keeps its moments for the backward. No branch on sizes, as in `splits`."""
     apart = 1 - pairs(spec, w, batch_heads, n, dtype, own)
@@ -104,7 +111,7 @@ def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
     if spec.alone(dtype) and cut(w):
         return few_heads(batch_heads, n)
     if halved(spec, w, dtype, own):
-        return 1 - (1 - few_heads(batch_heads, n)) * apart
+        return 1 - (1 - few_halved(w, batch_heads, n)) * apart
     if mixed(spec, w, dtype, own):  # of few tokens d coefficients have fewer digits than torch's
         return 1 - (1 - few_heads(batch_heads, n)) * (1 if spec.fixed else torch.sym_min(1, n // 192))
     return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
@@ -117,8 +124,10 @@ def use_heads(
     they keep nothing for a backward, which is faster from saved moments."""
     if pairs(spec, w, batch_heads, n, dtype, own) or (save and saves(spec, w, batch_heads, n, dtype, own)):
         return False
-    whole = (spec.alone(dtype) and cut(w)) or halved(spec, w, dtype, own)
-    if not splits(w, batch_heads, n) or (whole and not few_heads(batch_heads, n)):
+    if halved(spec, w, dtype, own) and not few_halved(w, batch_heads, n):
+        return True
+    whole = spec.alone(dtype) and cut(w) and not few_heads(batch_heads, n)
+    if whole or not splits(w, batch_heads, n):
         return True
     return cut(w) and spec.op != "polynomial" and plain(spec) and batch_heads >= 128 and n <= 2048
 
@@ -330,6 +339,13 @@ def reduce_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
     parts = max(1, min(-(-n // 256), round(PROGRAMS / batch_heads)))
     chunk = -(-n // (parts * bn)) * bn
     return -(-n // chunk), chunk
+
+
+def query_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
+    """`reduce_parts` of `query_grads`, of which two a multiprocessor are at work: two parts where whole heads would
+    leave most of a second round without work."""
+    halves = PROGRAMS < batch_heads <= 3 * PROGRAMS // 2
+    return reduce_parts(PROGRAMS // 2 if halves else batch_heads, n, bn)
 
 
 def apply_parts(w: dict[str, int], batch_heads: int, n: int, bn: int) -> tuple[int, int]:
