@@ -70,8 +70,7 @@ CASES = (
 # channels (3.6: 144); with Triton 3.9 alone centred hla3 and polynomial of 64 and 72
 SPILT = {
     ("hla3", RATIO, 256, 6, 197, 64): 168,
-    ("hla3", ANCHORED, 256, 6, 197, 64): 120,
-    ("hla3", ANCHORED, 64, 6, 1025, 64): 112,
+    ("hla3", ANCHORED, 64, 6, 1025, 64): 40,
     ("hla3", ANCHORED, 32, 16, 1024, 72): 280,
     ("linear_attention", RATIO, 32, 16, 1024, 72): 176,
     ("ahla", RATIO, 8, 16, 1024, 72, "mask"): 336,

@@ -244,46 +244,38 @@ def loaded_operator(m, u, ORDER: tl.constexpr):
 
 
 @triton.jit
-def loaded_weights(m, u, dm, s, ORDER: tl.constexpr):
-    """`half_weight` of factors of one block, as they were loaded: (WC, WS), (WP, WR') or (WP, WS, WW), three of either.
-    WP = W (S dM) where `half_weight` has dM' (S W): what was computed here is operand B alone, which tensor cores read
-    in shared memory (the assembler that Triton 3.6 has is known to corrupt operand A in registers)."""
+def loaded_weights(m, u, dm, s, ORDER: tl.constexpr, dtype: tl.constexpr):
+    """`half_weight` of factors of one block, as they were loaded: (WC, WS), (WP, WR') or (WP, WS, WW), three of either,
+    in a dtype: one of them is float32 at a time. WP = W (S dM) where `half_weight` has dM' (S W): what was computed
+    here is operand B alone, which tensor cores read in shared memory (the assembler that Triton 3.6 has is known to
+    corrupt operand A in registers)."""
     x, y, z = m[0][0], m[1][0], m[2][0]
     ux, uy, uz = u
     if ORDER == 2:
-        a = tl.dot(y, tl.trans(dm)) * (s * uy)
-        b = symmetric(tl.dot(x, dm)) * (s * ux)
+        a = (tl.dot(y, tl.trans(dm)) * (s * uy)).to(dtype)
+        b = (symmetric(tl.dot(x, dm)) * (s * ux)).to(dtype)
         c = b
     elif ORDER == 3:
-        a = tl.dot(tl.trans(y), tl.trans(dm)) * (s * uy)
-        b = tl.dot(x, dm) * (s * ux)
+        a = (tl.dot(tl.trans(y), tl.trans(dm)) * (s * uy)).to(dtype)
+        b = (tl.dot(x, dm) * (s * ux)).to(dtype)
         c = b
     else:
-        a = tl.dot(z, tl.dot(y, tl.trans(dm)).to(tl.float16)) * (s * uy * uz)
+        a = (tl.dot(z, tl.dot(y, tl.trans(dm)).to(tl.float16)) * (s * uy * uz)).to(dtype)
         pd = tl.dot(x, dm).to(tl.float16)
-        b = symmetric(tl.dot(z, pd)) * (s * ux * uz)
-        c = symmetric(tl.dot(y, tl.trans(pd))) * (s * ux * uy)
+        b = (symmetric(tl.dot(z, pd)) * (s * ux * uz)).to(dtype)
+        c = (symmetric(tl.dot(y, tl.trans(pd))) * (s * ux * uy)).to(dtype)
     return a, b, c
 
 
 @triton.jit
-def loaded_products(factors, units, dm, scale, ORDER: tl.constexpr, D: tl.constexpr):
-    """`loaded_operator` and `loaded_weights` of factors that were kept and dM' of one block, in float32."""
+def loaded_products(factors, units, dm, scale, ORDER: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr):
+    """M' and (WP', WS, WC', WR', WW), as far as the order has them, in a dtype: `loaded_operator` and `loaded_weights`
+    of factors that were kept and dM' of one block."""
     m, u = get_factors(factors, units, ORDER, D, 0)
-    out = loaded_operator(m, u, ORDER)
+    out = tl.trans(loaded_operator(m, u, ORDER).to(dtype))
     dm, unit = half(dm, 0, 0)
-    a, b, c = loaded_weights(m, u, dm[0], scale * unit, ORDER)
-    return out, a, b, c
-
-
-@triton.jit
-def as_weights(x, dtype: tl.constexpr):
-    """M' and (WP', WS, WC', WR', WW), as far as the order has them, of `loaded_products` in a dtype."""
-    m, a, b, c = x
-    m = tl.trans(m.to(dtype))
-    a = tl.trans(a.to(dtype))
-    b = b.to(dtype)
-    c = c.to(dtype)
+    a, b, c = loaded_weights(m, u, dm[0], scale * unit, ORDER, dtype)
+    a = tl.trans(a)
     a = (a, a, a, a)
     b = (b, b, b, b)
-    return (m, m, m, m), (a, b, a, b, (c, c, c, c))
+    return (out, out, out, out), (a, b, a, b, (c, c, c, c))

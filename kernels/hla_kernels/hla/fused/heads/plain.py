@@ -12,7 +12,6 @@ from ..loops import read_out, sum_gradient, sum_moments, write_grads
 from ..tiles import cast4, store4, trans4, zeros2
 from . import NO_SPECIALIZE, at_head, of_head, own_head, stagger
 from .halves import (
-    as_weights,
     get_factors,
     get_matrix,
     half,
@@ -147,9 +146,7 @@ def plain_backward(
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
     if KEPT and F2 == 0:
         dm, _ = sum_gradient(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC)
-        mt, w = as_weights(
-            loaded_products(factors + head * KF, units + head * 4, dm, scale, ORDER, D), q.dtype.element_ty
-        )
+        mt, w = loaded_products(factors + head * KF, units + head * 4, dm, scale, ORDER, D, q.dtype.element_ty)
     else:
         mt, w = plain_products(
             q, k, v, g, qn, kn, vn, gn, N, scale, factors + head * KF, units + head * 4, room + head * KR, ORDER, KEPT,
@@ -193,7 +190,7 @@ def plain_weights(
         m, u = get_factors(factors, units, ORDER, F1, F2, D)
         store_matrix(matrix, loaded_operator(m, u, ORDER), D, 1)
         dm, unit = half(dm, F2, F2)
-        a, b, c = loaded_weights(m, u, dm[0], scale * unit, ORDER)
+        a, b, c = loaded_weights(m, u, dm[0], scale * unit, ORDER, weights.dtype.element_ty)
         store_matrix(weights + WOFF[2 if ORDER == 2 else 0], a, 1, D)
         store_matrix(weights + WOFF[3 if ORDER == 3 else 1], b, D, 1)
         if ORDER == 4:

@@ -20,7 +20,7 @@ from ..tiles import (
     vecmat,
     zeros2,
 )
-from .halves import as_weights, get_factors, half, half_operator, half_weight, loaded_products, times
+from .halves import get_factors, half, half_operator, half_weight, loaded_products, times
 from .plain import again
 
 
@@ -74,7 +74,7 @@ def summed_algebra(
     )
     z = zeros2(F1, F2)
     if not NORM and ORDER > 1 and F2 == 0:
-        mt, w = as_weights(loaded_products(factors, units, dm, scale, ORDER, D), dtype)
+        mt, w = loaded_products(factors, units, dm, scale, ORDER, D, dtype)
     else:
         if ORDER > 1:
             dm, unit = half(dm, F2, F2)
