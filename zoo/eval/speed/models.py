@@ -210,6 +210,7 @@ def run(settings: ModelSettings, command: str) -> dict[str, Any]:
     file, todo = Path(settings.json), setups(settings)
     content = rows.start(file, command, package_versions("triton", "diffusers"))
     backends: dict[tuple, dict[str, Any]] = {}
+    torch.backends.cudnn.benchmark = True  # as in timm's own scripts: of the embedding of patches
     shares(lambda: torch.ones(8, device="cuda").add_(1))  # the profiler takes its time once
     for setup in tqdm(todo, desc="models", mininterval=5):
         head = {**setup._asdict(), "tokens": MODELS[setup.model].tokens(setup.size)}
