@@ -94,9 +94,9 @@ CASES = [
     *(("polynomial", {**FIXED, **SCALE}, "mixture", 37, d, d, (1, 1), HALF, "contiguous") for d in (64, 72)),
     *(("polynomial", {**FIXED, **more}, "split", 20, 16, 16, (2, 2), FULL, "packed") for more in (ANCHORED, RATIO)),
     # two neighbouring heads a program; in use for bfloat16 tokens
-    *((op, PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed") for op in ("linear_attention", "hla2")),
+    *((op, PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed") for op in ("linear_attention", "hla2", "hla3")),
     ("ahla", PLAIN, "pairs", 37, 72, 72, (4, 4), HALF, "contiguous"),
-    *((op, PLAIN, "halves_by_pairs", 37, 72, 72, (2, 2), HALF, "packed") for op in ("hla2", "ahla")),
+    *((op, PLAIN, "halves_by_pairs", 37, 72, 72, (2, 2), HALF, "packed") for op in ("hla2", "ahla", "hla3")),
     ("linear_attention", PLAIN, "pairs_two_step", 37, 72, 72, (2, 2), HALF, "packed"),
     # features shifted where something is centred, softmaxes centred along their features
     ("linear_attention", ELU_MEAN, "heads", 37, 40, 40, (2, 2), FULL, "packed"),

@@ -9,9 +9,9 @@ early (Triton's pull request 11781). So factors go through memory, and nothing o
 import triton
 import triton.language as tl
 
-from ..loops.pairs import alone, together
+from ..loops.pairs import of_one, together
 from ..maps import power_of_two
-from ..tiles import cast4, scale4, trans4
+from ..tiles import cast4, scale4
 from .halves import get_matrix, times, times_symmetric
 
 
@@ -57,49 +57,116 @@ def natural_pair(at, step, D: tl.constexpr, D1: tl.constexpr):
 
 
 @triton.jit
-def half_own(m, scale, big, SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
-    """`halves.half` of the first or the second of two matrices of sums, whose largest number is big, times scale."""
-    unit = power_of_two(0.125 * tl.abs(scale) * big)
-    return cast4(scale4(alone(m, 1.0, SECOND, D, D1), scale / unit), tl.float16), unit
+def put_sums(to, m, factor, second, D: tl.constexpr, D1: tl.constexpr):
+    """Write the sums of one head before `tiles.outer4_end` (block 22 may be that of both) times a factor as a natural
+    matrix, in the element type of `to`: without the exchange between threads that `outer4_end` takes."""
+    c, e, own = channels(second, D, D1)
+    E: tl.constexpr = D - D1
+    i = tl.arange(0, 64)
+    rows = D1 + i - second * D
+    live = (i >= second * E) & (i < second * E + E)
+    m = cast4(scale4(m, factor), to.dtype.element_ty)
+    tl.store(to + c[:, None] * D + c[None, :], m[0])
+    tl.store(to + c[:, None] * D + e[None, :], m[1], mask=own[None, :])
+    tl.store(to + e[None, :] * D + c[:, None], m[2], mask=own[None, :])
+    tl.store(to + rows[:, None] * D + e[None, :], m[3], mask=live[:, None] & own[None, :])
 
 
 @triton.jit
-def put_moment(m, big, scale, to, step, units, TURN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
-    """Write a moment of two heads, TURN: transposed, as a factor, `step` numbers apart, and its units, four apart."""
-    a, ua = half_own(m, scale, big[0], False, D, D1)
-    b, ub = half_own(m, scale, big[1], True, D, D1)
-    if TURN:
-        a = trans4(a)
-        b = trans4(b)
-    put_natural(to, a, 0, D, D1)
-    put_natural(to + step, b, 1, D, D1)
-    tl.store(units, ua)
-    tl.store(units + 4, ub)
+def put_moment(m, big, scale, to, step, SQUARE: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
+    """Write scale times a sum of two heads before `loops.pairs.end_outer`, the largest numbers of which are big, in
+    float16 (`halves.half`), `step` numbers apart; returns the units."""
+    ua = power_of_two(0.125 * tl.abs(scale) * big[0])
+    ub = power_of_two(0.125 * tl.abs(scale) * big[1])
+    put_sums(to, of_one(m, False, SQUARE), scale / ua, 0, D, D1)
+    put_sums(to + step, of_one(m, True, SQUARE), scale / ub, 1, D, D1)
+    return ua, ub
 
 
 @triton.jit
-def operator_of(factors, units, second, dtype: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
-    """M of one head of hla2 or ahla in a dtype from its factors."""
-    x = get_natural(factors, second, D, D1)
-    y = get_natural(factors + D * D, second, D, D1)
+def put_units(to, u):
+    """Units of a factor of two heads, four numbers apart."""
+    tl.store(to, u[0])
+    tl.store(to + 4, u[1])
+
+
+@triton.jit
+def product(x, y, second, D: tl.constexpr, D1: tl.constexpr):
+    """x y of natural matrices of one head."""
     D2: tl.constexpr = 2 * (D - D1)
-    return cast4(scale4(times(y, x, D2, D2, D2), tl.load(units) * tl.load(units + 1)), dtype)
+    return times(get_natural(x, second, D, D1), get_natural(y, second, D, D1), D2, D2, D2)
+
+
+@triton.jit
+def unit_of(units, ORDER: tl.constexpr):
+    """The unit of an operator: that of its factors together."""
+    u = tl.load(units) * tl.load(units + 1)
+    if ORDER == 4:
+        u *= tl.load(units + 2)
+    return u
+
+
+@triton.jit
+def operators(factors, units, room, dtype: tl.constexpr, ORDER: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
+    """M of two heads of higher order in a dtype from their factors, as four blocks each; room [2, D, D] of hla3, in
+    float16."""
+    AREA: tl.constexpr = D * D
+    STEP: tl.constexpr = 3 * AREA if ORDER == 4 else 2 * AREA
+    right = factors
+    NEXT: tl.constexpr = AREA if ORDER == 4 else STEP
+    if ORDER == 4:
+        a = product(factors + 2 * AREA, factors, 0, D, D1)
+        b = product(factors + STEP + 2 * AREA, factors + STEP, 1, D, D1)
+        put_natural(room, a, 0, D, D1)
+        put_natural(room + AREA, b, 1, D, D1)
+        tl.debug_barrier()  # every thread reads what others wrote
+        right = room
+    a = product(factors + AREA, right, 0, D, D1)
+    b = product(factors + STEP + AREA, right + NEXT, 1, D, D1)
+    return (
+        cast4(scale4(a, unit_of(units, ORDER)), dtype), cast4(scale4(b, unit_of(units + 4, ORDER)), dtype)
+    )  # fmt: skip
 
 
 @triton.jit
 def put_weights(
     to, dm, s, factors, units, second: tl.constexpr, ORDER: tl.constexpr, D: tl.constexpr, D1: tl.constexpr
 ):
-    """Write both weights of one head from dM' in units of s."""
+    """Write the weights of one head, WC', WS of hla2, WP', WR' of ahla or WP', WS, WW of hla3, from dM' in units of s,
+    of hla3 the first of three matrices of room."""
     D2: tl.constexpr = 2 * (D - D1)
-    d = get_natural(dm, second, D, D1)
-    x = get_natural(factors, second, D, D1)
-    y = get_natural(factors + D * D, second, D, D1)
-    ux = s * tl.load(units)
-    uy = s * tl.load(units + 1)
-    put_natural(to, scale4(times(d, y, D2, D2, D2), uy), second, D, D1)
-    if ORDER == 2:
-        w = times_symmetric(x, d, D2, D2)
+    AREA: tl.constexpr = D * D
+    if ORDER == 4:
+        put_third(to, dm, s, factors, units, second, D, D1)
     else:
-        w = times(x, d, D2, D2, D2)
-    put_natural(to + D * D, scale4(w, ux), second, D, D1)
+        d = get_natural(dm, second, D, D1)
+        x = get_natural(factors, second, D, D1)
+        y = get_natural(factors + AREA, second, D, D1)
+        ux = s * tl.load(units)
+        uy = s * tl.load(units + 1)
+        put_natural(to, scale4(times(d, y, D2, D2, D2), uy), second, D, D1)
+        if ORDER == 2:
+            w = times_symmetric(x, d, D2, D2)
+        else:
+            w = times(x, d, D2, D2, D2)
+        put_natural(to + AREA, scale4(w, ux), second, D, D1)
+
+
+@triton.jit
+def put_third(to, room, s, factors, units, second: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
+    """`put_weights` of hla3: S W and P dM' through memory, two matrices in registers at a time."""
+    D2: tl.constexpr = 2 * (D - D1)
+    AREA: tl.constexpr = D * D
+    t, pd = room + AREA, room + 2 * AREA
+    ux, uy, uz = s * tl.load(units), tl.load(units + 1), tl.load(units + 2)
+    put_natural(t, product(factors + AREA, factors + 2 * AREA, second, D, D1), second, D, D1)
+    tl.debug_barrier()
+    put_natural(pd, product(factors, room, second, D, D1), second, D, D1)
+    tl.debug_barrier()  # every thread reads what others wrote
+    put_natural(to, scale4(product(room, t, second, D, D1), s * uy * uz), second, D, D1)
+    tl.debug_barrier()
+    x = get_natural(pd, second, D, D1)
+    w = times_symmetric(get_natural(factors + 2 * AREA, second, D, D1), x, D2, D2)
+    put_natural(to + AREA, scale4(w, ux * uz), second, D, D1)
+    w = times_symmetric(x, get_natural(factors + AREA, second, D, D1), D2, D2)
+    put_natural(to + 2 * AREA, scale4(w, ux * uy), second, D, D1)

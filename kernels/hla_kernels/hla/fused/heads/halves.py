@@ -26,6 +26,15 @@ def largest_folded(a, A2: tl.constexpr, B2: tl.constexpr):
 
 
 @triton.jit
+def largest_sum(a):
+    """`algebra.largest` of sums of 64 and up to 16 more rows and columns before `tiles.outer4_end`: threads exchange
+    their largest numbers alone."""
+    x = tl.max(tl.reshape(tl.abs(a[0]), [a[0].shape[0], a[0].shape[1] // 16, 16]), 1)
+    x = tl.maximum(tl.maximum(x, tl.abs(a[1])), tl.maximum(tl.abs(a[2]), tl.abs(a[3])))
+    return tl.max(tl.max(x, 1), 0)
+
+
+@triton.jit
 def half(a, A2: tl.constexpr, B2: tl.constexpr):
     """(a in units of u as float16, u)."""
     unit = power_of_two(0.125 * largest_folded(a, A2, B2))

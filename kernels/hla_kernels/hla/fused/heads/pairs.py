@@ -1,21 +1,40 @@
-"""Kernels of two neighbouring heads a program (`loops.pairs`): la, hla2 and ahla of the tokens as they are.
+"""Kernels of two neighbouring heads a program (`loops.pairs`): la, hla2, ahla and hla3 of the tokens as they are.
 
-The forward of first order keeps its operator M, padded, [B * H, AREA], that of the others the factors of it (`duo`)
-[B * H, 2, D, D] with units [B * H, 4], and M [B * H, D, D] where the backward is one of pairs too; the backward sums dM
-alone over q and the gradients of o. Weights are kept as M is, one of first order, two of the others.
+The forward of first order keeps its operator M, padded, [B * H, AREA], that of the others the COUNT = 2 or of hla3 3
+factors of it (`duo`) [B * H, COUNT, D, D] with units [B * H, 4], and M [B * H, D, D] where weights are those of pairs
+too; the backward sums dM alone over q and the gradients of o. Weights are kept as M is, one of first order, COUNT of
+the others; those of hla3 take too much room in pairs of heads: `split.apply_grads` writes its gradients.
 """
 
 import triton
 import triton.language as tl
 
 from ..loops import longest, means
-from ..loops.pairs import alone, pair_factors, pair_outer, pair_product, place_pair, together, turn
+from ..loops.pairs import (
+    alone,
+    end_outer,
+    largest_one,
+    largest_two,
+    pair_product,
+    pair_sums,
+    place_pair,
+    together,
+    turn,
+)
 from ..tiles import cast4
-from . import at_head
-from .duo import get_pair, half_own, natural_pair, operator_of, put_moment, put_natural, put_weights
+from . import of_head
+from .duo import get_pair, natural_pair, operators, put_moment, put_natural, put_units, put_weights
 from .halves import put_matrix
 
 NO_SPECIALIZE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "N", "H", "PARTS", "chunk", "scale"]
+
+
+@triton.jit
+def own_pair(N, H, scale):
+    """`place_pair` of a program that takes all tokens of two heads, and the scale of their moments."""
+    at, h, head, lo, hi = place_pair(H, 1, N, longest(N), 1)
+    _, scale = means(N, head, scale)
+    return at, h, head, lo, hi, scale
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -24,26 +43,23 @@ def forward_pairs(
     AREA: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """o = q M of two heads. SAVE: what a backward reads."""
-    at, h, head, lo, hi = place_pair(H, 1, N, longest(N), 1)
-    _, scale = means(N, head, scale)
-    q = at_head(q, qs, at, h, ALIGN)
-    k = at_head(k, ks, at, h, ALIGN)
-    v = at_head(v, vs, at, h, ALIGN)
-    qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
+    at, h, head, lo, hi, scale = own_pair(N, H, scale)
+    q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     matrix += head * AREA
-    p, _ = pair_outer(k, v, kn, vn, lo, hi, D, D1, BN)
+    p, _ = pair_sums(k, k, v, kn, kn, vn, lo, hi, 1, D, D1, BN)
     a, b = two_matrices(p, scale, q.dtype.element_ty, D, D1)
     if SAVE:
         put_matrix(matrix, a, D1, 2 * (D - D1))
         put_matrix(matrix + AREA, b, D1, 2 * (D - D1))
     m = together(a, b)
-    o = at_head(o, os, at, h, ALIGN)
-    pair_product(q, m, q, m, o, qn, qn, os[1] * ALIGN, lo, hi, False, 0, D, D1, BO)
+    o, on = of_head((o,), (os,), at, h, ALIGN)
+    pair_product(q, m, q, m, o, qn, qn, on, lo, hi, False, 0, D, D1, BO)
 
 
 @triton.jit
 def two_matrices(m, scale, dtype: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
-    """Sums of two heads times scale in a dtype."""
+    """Sums of two heads before `end_outer` times scale in a dtype."""
+    m = end_outer(m)
     return cast4(alone(m, scale, False, D, D1), dtype), cast4(alone(m, scale, True, D, D1), dtype)
 
 
@@ -113,22 +129,15 @@ def backward_pairs(
     D1: tl.constexpr, AREA: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv of first order of two heads. STAGES: of the passes that write."""
-    at, h, head, lo, hi = place_pair(H, 1, N, longest(N), 1)
-    _, scale = means(N, head, scale)
-    q = at_head(q, qs, at, h, ALIGN)
-    g = at_head(g, gs, at, h, ALIGN)
-    qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
+    at, h, head, lo, hi, scale = own_pair(N, H, scale)
+    q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
     matrix += head * AREA
-    dm, _ = pair_outer(g, q, gn, qn, lo, hi, D, D1, BN)
+    dm, _ = pair_sums(g, g, q, gn, gn, qn, lo, hi, 1, D, D1, BN)
     a, b = two_matrices(dm, scale, q.dtype.element_ty, D, D1)
     w = together(a, b)
     m = turn(get_pair(matrix, AREA, D1, 2 * (D - D1)))
-    k = at_head(k, ks, at, h, ALIGN)
-    v = at_head(v, vs, at, h, ALIGN)
-    dq = at_head(dq, dqs, at, h, ALIGN)
-    dk = at_head(dk, dks, at, h, ALIGN)
-    dv = at_head(dv, dvs, at, h, ALIGN)
-    kn, vn, dqn, dkn, dvn = ks[1] * ALIGN, vs[1] * ALIGN, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN
+    k, v, kn, vn = of_head((k, v), (ks, vs), at, h, ALIGN)
+    dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
     pair_product(g, m, g, m, dq, gn, gn, dqn, lo, hi, False, 0, D, D1, BO, STAGES)
     pair_product(v, w, v, w, dk, vn, vn, dkn, lo, hi, False, 0, D, D1, BO, STAGES)
     w = turn(w)
@@ -141,72 +150,74 @@ def weights_pairs(
     BN: tl.constexpr,
 ):  # fmt: skip
     """WP' of first order of two heads, for `grads_pairs`."""
-    at, h, head, lo, hi = place_pair(H, 1, N, longest(N), 1)
-    _, scale = means(N, head, scale)
-    q = at_head(q, qs, at, h, ALIGN)
-    g = at_head(g, gs, at, h, ALIGN)
+    at, h, head, lo, hi, scale = own_pair(N, H, scale)
+    q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
     weights += head * AREA
-    dm, _ = pair_outer(g, q, gs[1] * ALIGN, qs[1] * ALIGN, lo, hi, D, D1, BN)
+    dm, _ = pair_sums(g, g, q, gn, gn, qn, lo, hi, 1, D, D1, BN)
     a, b = two_matrices(dm, scale, q.dtype.element_ty, D, D1)
     put_matrix(weights, a, D1, 2 * (D - D1))
     put_matrix(weights + AREA, b, D1, 2 * (D - D1))
 
 
+@triton.jit
+def put_factor(m, scale, to, units, COUNT: tl.constexpr, SQUARE: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
+    """One of COUNT factors of two heads and its units."""
+    put_units(units, put_moment(m, largest_one(m, D, D1), scale, to, COUNT * D * D, SQUARE, D, D1))
+
+
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def forward_higher(
-    q, k, v, o, matrix, factors, units, qs, ks, vs, os, N, H, scale, ORDER: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, D1: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
+    q, k, v, o, matrix, factors, units, room, qs, ks, vs, os, N, H, scale, ORDER: tl.constexpr, ALIGN: tl.constexpr,
+    D: tl.constexpr, D1: tl.constexpr, COUNT: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """o = q M of two heads of hla2 or ahla. SAVE: the operators too; the factors go through memory anyway."""
-    at, h, head, lo, hi = place_pair(H, 1, N, longest(N), 1)
-    _, scale = means(N, head, scale)
-    q = at_head(q, qs, at, h, ALIGN)
-    k = at_head(k, ks, at, h, ALIGN)
-    v = at_head(v, vs, at, h, ALIGN)
-    qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
-    dtype: tl.constexpr = q.dtype.element_ty
+    """o = q M of two heads of higher order. SAVE: the operators too; the COUNT factors go through memory anyway, room
+    [B * H, D, D] of hla3."""
+    at, h, head, lo, hi, scale = own_pair(N, H, scale)
+    q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     AREA: tl.constexpr = D * D
-    factors += head * 2 * AREA
+    factors += head * COUNT * AREA
     units += head * 4
-    x, y = pair_factors(q, k, v, qn, kn, vn, lo, hi, ORDER, D, D1, BN)
-    put_moment(y[0], y[1], scale, factors + AREA, 2 * AREA, units + 1, ORDER == 3, D, D1)
-    put_moment(x[0], x[1], scale, factors, 2 * AREA, units, False, D, D1)
+    x, y = pair_sums(q, k, v, qn, kn, vn, lo, hi, ORDER, D, D1, BN)
+    if ORDER == 4:  # no registers for the largest numbers of both at once
+        put_factor(y, scale, factors + AREA, units + 1, COUNT, True, D, D1)
+        put_factor(x, scale, factors, units, COUNT, False, D, D1)
+        x, _ = pair_sums(q, q, q, qn, qn, qn, lo, hi, 5, D, D1, BN)
+        put_factor(x, scale, factors + 2 * AREA, units + 2, COUNT, True, D, D1)
+    else:
+        x_big, y_big = largest_two(x, y, D, D1)
+        put_units(units + 1, put_moment(y, y_big, scale, factors + AREA, COUNT * AREA, ORDER == 2, D, D1))
+        put_units(units, put_moment(x, x_big, scale, factors, COUNT * AREA, False, D, D1))
     tl.debug_barrier()  # every thread reads what others wrote
-    a = operator_of(factors, units, 0, dtype, D, D1)
-    b = operator_of(factors + 2 * AREA, units + 4, 1, dtype, D, D1)
+    a, b = operators(factors, units, room + head * AREA, q.dtype.element_ty, ORDER, D, D1)
     if SAVE:
         matrix += head * AREA
         put_natural(matrix, a, 0, D, D1)
         put_natural(matrix + AREA, b, 1, D, D1)
     m = together(a, b)
-    o = at_head(o, os, at, h, ALIGN)
-    pair_product(q, m, q, m, o, qn, qn, os[1] * ALIGN, lo, hi, False, 0, D, D1, BO)
+    o, on = of_head((o,), (os,), at, h, ALIGN)
+    pair_product(q, m, q, m, o, qn, qn, on, lo, hi, False, 0, D, D1, BO)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def weights_higher(
     q, g, factors, units, room, weights, qs, gs, N, H, scale, ORDER: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
-    D1: tl.constexpr, BN: tl.constexpr,
+    D1: tl.constexpr, COUNT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The weights [B * H, 2, D, D] of two heads, WC', WS of hla2 or WP', WR' of ahla, for `grads_pairs`; room
-    [B * H, D, D]."""
-    at, h, head, lo, hi = place_pair(H, 1, N, longest(N), 1)
-    _, scale = means(N, head, scale)
-    q = at_head(q, qs, at, h, ALIGN)
-    g = at_head(g, gs, at, h, ALIGN)
-    AREA: tl.constexpr = D * D
-    factors += head * 2 * AREA
+    """The weights [B * H, COUNT, D, D] of two heads (`duo.put_weights`), for what writes gradients; room
+    [B * H, 1 or of hla3 3, D, D]."""
+    at, h, head, lo, hi, scale = own_pair(N, H, scale)
+    q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
+    STEP: tl.constexpr = COUNT * D * D
+    ROOM: tl.constexpr = 3 * D * D if ORDER == 4 else D * D
+    factors += head * STEP
     units += head * 4
-    room += head * AREA
-    weights += head * 2 * AREA
-    dm, big = pair_outer(g, q, gs[1] * ALIGN, qs[1] * ALIGN, lo, hi, D, D1, BN)
-    x, ua = half_own(dm, scale, big[0], False, D, D1)
-    put_natural(room, x, 0, D, D1)
-    x, ub = half_own(dm, scale, big[1], True, D, D1)
-    put_natural(room + AREA, x, 1, D, D1)
+    room += head * ROOM
+    weights += head * STEP
+    dm, _ = pair_sums(g, g, q, gn, gn, qn, lo, hi, 1, D, D1, BN)
+    ua, ub = put_moment(dm, largest_one(dm, D, D1), scale, room, ROOM, False, D, D1)
     tl.debug_barrier()  # every thread reads what others wrote
     put_weights(weights, room, ua, factors, units, 0, ORDER, D, D1)
-    put_weights(weights + 2 * AREA, room + AREA, ub, factors + 2 * AREA, units + 4, 1, ORDER, D, D1)
+    put_weights(weights + STEP, room + ROOM, ub, factors + STEP, units + 4, 1, ORDER, D, D1)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -218,15 +229,8 @@ def grads_pairs(
     """dq, dk, dv of one part of two heads from its weights, by ROLES neighbouring programs: a gradient of two
     weights by two of them, a gradient of one weight by one."""
     at, h, head, lo, hi = place_pair(H, PARTS, N, chunk, ROLES)
-    q = at_head(q, qs, at, h, ALIGN)
-    k = at_head(k, ks, at, h, ALIGN)
-    v = at_head(v, vs, at, h, ALIGN)
-    g = at_head(g, gs, at, h, ALIGN)
-    dq = at_head(dq, dqs, at, h, ALIGN)
-    dk = at_head(dk, dks, at, h, ALIGN)
-    dv = at_head(dv, dvs, at, h, ALIGN)
-    qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
-    dqn, dkn, dvn = dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN
+    q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
+    dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
     SIZE: tl.constexpr = AREA if ORDER == 1 else D * D
     matrix += head * SIZE
     w = weights + head * COUNT * SIZE

@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 
 from ..algebra import scale_moments
-from ..loops import read_out, sum_gradient, sum_moments, write_grads
+from ..loops import gradient_sums, read_out, sum_gradient, sum_moments, write_grads
+from ..maps import power_of_two
 from ..tiles import cast4, store4, trans4, zeros2
 from . import NO_SPECIALIZE, at_head, of_head, own_head, stagger
+from .duo import put_sums
 from .halves import (
     get_factors,
     get_matrix,
@@ -19,6 +21,7 @@ from .halves import (
     half_operator,
     half_sums,
     half_weight,
+    largest_sum,
     loaded_operator,
     loaded_products,
     loaded_weights,
@@ -77,9 +80,11 @@ def plain_gradient(
     matrices. Factors that are not KEPT are summed again, beside dM."""
     AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
     if KEPT:
-        dm, _ = sum_gradient(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC)
-        dm, unit = half(dm, F2, F2)
-        dm = again(room, dm, KEPT, F1, F2)
+        dm, _ = gradient_sums(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC)
+        unit = power_of_two(0.125 * largest_sum(dm))
+        put_sums(room, dm, 1.0 / unit, 0, D, F1)
+        tl.debug_barrier()  # every thread reads what others wrote
+        dm = get_matrix(room, F1, F2, D)
         m, u = get_factors(factors, units, ORDER, F1, F2, D)
     else:
         raw, sums, dm, _ = sum_moments(

@@ -175,7 +175,7 @@ def split_backward_call(
     if pairs.paired(call):
         if not filled:
             pairs.forward(call, torch.empty_like(g, memory_format=torch.contiguous_format), buffer, True)
-        pairs.backward(call, g, outs, buffer)
+        pairs.backward(call, g, outs, buffer, apply_grads_call)
         return None
     saved = Saved.of(buffer, call) if filled else prepare(call, buffer, True)
     ratio = call.ratio()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from ....dispatch.recording import launch
 from .. import plan
 from ..heads.pairs import backward_pairs, forward_higher, forward_pairs, grads_pairs, weights_higher, weights_pairs
 from ..plan import neighbours
-from .call import Call, placed
+from .call import Call, Saved, placed
 
 
 def near(x: Tensor) -> bool:
@@ -65,43 +67,56 @@ def forward(call: Call, o: Tensor, saved: Tensor, save: bool) -> None:
 
 
 def factors_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """float16 factors [B * H, 2, D, D], units [B * H, 4] and operators [B * H, D, D], if there is room, in a buffer of
-    `fused.saved_floats` or `plan.factor_floats`."""
-    units, size = call.bh * 4, call.bh * call.w["D"] ** 2
+    """float16 factors [B * H, 2 or 3, D, D], units [B * H, 4] and operators [B * H, D, D], if there is room, in a
+    buffer of `fused.saved_floats` or `plan.factor_floats`."""
+    units, size = call.bh * 4, call.bh * plan.factors(call.spec) * call.w["D"] ** 2
     rest = saved[units:]
-    return rest.view(torch.float16), saved[:units], rest[size:].view(call.q.dtype)
+    return rest.view(torch.float16), saved[:units], rest[size // 2 :].view(call.q.dtype)
+
+
+def higher(call: Call) -> dict:
+    """Constexpr of the kernels of higher orders."""
+    return {"COUNT": plan.factors(call.spec), **call.pick("ORDER"), **sizes(call)}
 
 
 def forward_higher_call(call: Call, o: Tensor, saved: Tensor, save: bool) -> None:
-    """o of hla2 or ahla; factors and, with `save`, operators go to `saved`."""
-    q, k, v = call.q, call.k, call.v
+    """o of higher order; factors and, with `save`, operators go to `saved`."""
+    q, k, v, d = call.q, call.k, call.v, call.w["D"]
     at, a = placed(q, k, v, o)
     factors, units, matrix = factors_of(call, saved)
+    room = call.buffer(call.bh, d, d, dtype=torch.float16) if call.spec.op == "hla3" else factors
     launch(
-        forward_higher, call.bh // 2, q, k, v, o, matrix, factors, units, *at, call.n, call.h, call.scale, ALIGN=a,
-        SAVE=save, **call.pick("ORDER"), **sizes(call), **tiles(call, "forward_higher"),
+        forward_higher, call.bh // 2, q, k, v, o, matrix, factors, units, room, *at, call.n, call.h, call.scale,
+        ALIGN=a, SAVE=save, **higher(call), **tiles(call, "forward_higher"),
     )  # fmt: skip
 
 
 def weights_higher_call(call: Call, g: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
-    """Operators [B * H, D, D] and weights [B * H, 2, D, D]."""
-    q, d = call.q, call.w["D"]
+    """Operators [B * H, D, D] and weights [B * H, 2 or 3, D, D]."""
+    q, d, count = call.q, call.w["D"], plan.factors(call.spec)
     factors, units, matrix = factors_of(call, saved)
-    weights, room = call.buffer(call.bh, 2, d, d, dtype=q.dtype), call.buffer(call.bh, d, d, dtype=torch.float16)
+    weights = call.buffer(call.bh, count, d, d, dtype=q.dtype)
+    room = call.buffer(call.bh, 3 if count == 3 else 1, d, d, dtype=torch.float16)
     at, a = placed(q, g)
     launch(
         weights_higher, call.bh // 2, q, g, factors, units, room, weights, *at, call.n, call.h, call.scale, ALIGN=a,
-        **call.pick("ORDER"), **sizes(call), **tiles(call, "weights_higher"),
+        **higher(call), **tiles(call, "weights_higher"),
     )  # fmt: skip
     return matrix, weights
 
 
-def backward(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> None:
-    """dq, dk, dv from what a forward kept, in one launch or two. g of another layout than the tokens' is copied."""
+def backward(
+    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor, apply: Callable[..., None]
+) -> None:
+    """dq, dk, dv from what a forward kept, in one launch or two, of hla3 the second is `launch.apply_grads_call`. g of
+    another layout than the tokens' is copied."""
     assert all(near(x) for x in outs)
     g = g if near(g) else g.contiguous()
     if call.spec.op != "linear_attention":
-        return write(call, g, outs, *weights_higher_call(call, g, saved))
+        matrix, weights = weights_higher_call(call, g, saved)
+        if call.spec.op == "hla3":
+            return apply(call, g, outs, Saved(g, matrix), None, weights, weights, True)
+        return write(call, g, outs, matrix, weights)
     q, k, v = call.q, call.k, call.v
     matrix = operators(call, saved)
     if neighbours.at_once(call.most):

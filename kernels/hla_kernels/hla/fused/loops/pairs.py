@@ -140,13 +140,21 @@ def add_square(m, x, ends):
 
 
 @triton.jit
-def end_outer(m, SQUARE: tl.constexpr):
-    """The matrices that `add_outer` or `add_square` (SQUARE) summed."""
+def end_outer(m):
+    """The matrices that `add_outer` summed."""
     m22 = tl.sum(tl.reshape(m[6], [64 // m[6].shape[1], m[6].shape[1], m[6].shape[1]]), 0)
-    a21, b21 = m[2], m[5]
-    if SQUARE:
-        a21, b21 = m[1], m[4]
-    return m[0], m[1], tl.trans(a21), m[3], m[4], tl.trans(b21), m22
+    return m[0], m[1], tl.trans(m[2]), m[3], m[4], tl.trans(m[5]), m22
+
+
+@triton.jit
+def of_one(m, SECOND: tl.constexpr, SQUARE: tl.constexpr):
+    """The blocks of the first or the second head of sums before `end_outer`, SQUARE: of `add_square`; block 22 is that
+    of both."""
+    if SECOND:
+        out = (m[3], m[4], m[4] if SQUARE else m[5], m[6])
+    else:
+        out = (m[0], m[1], m[1] if SQUARE else m[2], m[6])
+    return out
 
 
 @triton.jit
@@ -197,42 +205,35 @@ def place_pair(H, PARTS, N, chunk, ROLES: tl.constexpr):
 
 
 @triton.jit
-def pair_outer(x, y, xn, yn, lo, hi, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr):
-    """Sum x y' of two heads over tokens lo..hi, and the largest numbers."""
-    m = no_sums(2 * (D - D1), D1)
+def pair_sums(
+    q, k, v, qn, kn, vn, lo, hi, ORDER: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """Sums (x, y) of two heads over tokens lo..hi before `end_outer`: of ORDER 1 k'v alone, 2 q'v and k'k, 3 k'v and
+    k'q, 4 k'v and k'k, 5 k'k alone."""
+    x = no_sums(2 * (D - D1), D1)
+    y = x
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     for start in range(lo, hi[0], BN):
         live = alive(start + i, hi)
-        ty = load_pair(y + (zero + start) * yn, i, yn, live, D, D1)
-        tx = load_pair(x + (zero + start) * xn, i, xn, live, D, D1)
-        m = add_outer(m, tx, ty, load_ends(x + (zero + start) * xn, i, xn, live, D, D1))
-    return end_outer(m, False), largest_one(m, D, D1)
-
-
-@triton.jit
-def pair_factors(q, k, v, qn, kn, vn, lo, hi, ORDER: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr):
-    """Sums C, S of hla2 or P, R' of ahla of two heads over tokens lo..hi, and the largest numbers of each."""
-    E2: tl.constexpr = 2 * (D - D1)
-    x = no_sums(E2, D1)
-    y = no_sums(E2, D1)
-    i = tl.arange(0, BN)
-    zero = tl.full([], 0, tl.int64)
-    for start in range(lo, hi[0], BN):
-        live = alive(start + i, hi)
+        if ORDER < 5:
+            tv = load_pair(v + (zero + start) * vn, i, vn, live, D, D1)
         tk = load_pair(k + (zero + start) * kn, i, kn, live, D, D1)
-        tv = load_pair(v + (zero + start) * vn, i, vn, live, D, D1)
-        tq = load_pair(q + (zero + start) * qn, i, qn, live, D, D1)
+        if ORDER == 2 or ORDER == 3:
+            tq = load_pair(q + (zero + start) * qn, i, qn, live, D, D1)
         ek = load_ends(k + (zero + start) * kn, i, kn, live, D, D1)
-        eq = load_ends(q + (zero + start) * qn, i, qn, live, D, D1)
         if ORDER == 2:
             y = add_square(y, tk, ek)
-            x = add_outer(x, tq, tv, eq)
+            x = add_outer(x, tq, tv, load_ends(q + (zero + start) * qn, i, qn, live, D, D1))
+        elif ORDER == 5:
+            x = add_square(x, tk, ek)
         else:
+            if ORDER == 3:
+                y = add_outer(y, tk, tq, ek)
+            elif ORDER == 4:
+                y = add_square(y, tk, ek)
             x = add_outer(x, tk, tv, ek)
-            y = add_outer(y, tq, tk, eq)
-    x_big, y_big = largest_two(x, y, D, D1)
-    return (end_outer(x, False), x_big), (end_outer(y, ORDER == 2), y_big)
+    return x, y
 
 
 @triton.jit

@@ -242,11 +242,11 @@ def sum_moments(
 
 
 @triton.jit
-def sum_gradient(
+def gradient_sums(
     q, g, qn, gn, lo, hi, SUMS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dM' [V, F] and sum g [V] over tokens lo..hi of the tokens as they are."""
+    """`sum_gradient` before `outer4_end` and `end_total`."""
     TAIL: tl.constexpr = F2 > 0 and V2 > 0 and F1 >= 64 and V1 >= 64
     dm = begin(V1, V2, F1, F2, True, False, TAIL)
     sg = begin_total(q.dtype.element_ty, BN, V1, V2, SUMS)
@@ -256,4 +256,14 @@ def sum_gradient(
         live = alive(start + i, hi)
         tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
         dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, i, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
+    return dm, sg
+
+
+@triton.jit
+def sum_gradient(
+    q, g, qn, gn, lo, hi, SUMS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dM' [V, F] and sum g [V] over tokens lo..hi of the tokens as they are."""
+    dm, sg = gradient_sums(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
     return end(dm, V2, True), end_total(sg, q.dtype.element_ty, V1, V2, SUMS)

@@ -67,7 +67,7 @@ def pairs_forward(spec: Spec, w: dict[str, int], batch_heads: int, dtype: torch.
     """1 where a forward has the form of the kernels of two neighbouring heads a program (`heads.pairs`), which then
     fill the chip, and they are faster. Exactly what ran on a GPU."""
     form = own and plain(spec) and spec.ridge == 0 and dtype == torch.bfloat16 and w["D"] == w["DV"] == 72
-    if not form or spec.op not in ("linear_attention", "hla2", "ahla"):
+    if not form or spec.op == "polynomial":
         return 0
     return torch.sym_min(1, batch_heads // 384)
 

@@ -1,4 +1,4 @@
-"""The static table of `heads.pairs` and `heads.apart`, which take two neighbouring heads a program."""
+"""The static table of `heads.pairs`, which takes two neighbouring heads a program."""
 
 from __future__ import annotations
 
