@@ -18,6 +18,8 @@ from hla_kernels.hla.two_sided import evaluate
 from hla_kernels.options import Options
 
 HALF, FULL = torch.float16, torch.float32
+FIXED, SCALE, ANCHORED = {"fixed": True}, {"scale": 0.2}, {"center": "k", "mean_path": True}
+RATIO, RELU_RATIO = ({"feature_map": name, "normalize": True} for name in ("elu1", "relu"))
 ELU, SOFTMAX, PAIR = ({"feature_map": name} for name in ("elu1", "softmax", "softmax_pair"))
 QK = {"center": "qk", "mean_path": True}
 # op, options, path, N, D, Dv, heads, dtype, layout: by blocks of the matrices
@@ -32,6 +34,24 @@ BY_BLOCKS = [
     ("polynomial", {**ELU, "mean_path": True, "fixed": True}, "blocks", 37, 24, 24, (1, 1), FULL, "packed"),
     ("polynomial", {**ELU, "normalize": True, "center": "k"}, "blocks", 37, 72, 72, (1, 1), FULL, "packed"),
     ("polynomial", {**SOFTMAX, **QK}, "blocks", 37, 24, 24, (2, 1), FULL, "contiguous"),
+]
+
+# likewise: `polynomial` of one program a head, in use for bfloat16 tokens, and the sums and moments that it replaces
+OF_MIXTURES = [
+    *(("polynomial", {}, path, 70, d, d, (2, 2), HALF, "packed") for path, d in (("mixture", 64), ("roles", 32))),
+    ("polynomial", SCALE, "mixture_kept", 37, 64, 64, (1, 1), HALF, "packed"),
+    ("polynomial", {}, "mixture_kept", 70, 72, 72, (2, 2), HALF, "contiguous"),
+    *(("polynomial", FIXED, "mixture", 70, d, d, (2, 2), HALF, "packed") for d in (64, 72)),
+    *(("polynomial", {**FIXED, **SCALE}, "mixture", 37, d, d, (1, 1), HALF, "contiguous") for d in (64, 72)),
+    *(("polynomial", {**FIXED, **more}, "split", 20, 16, 16, (2, 2), FULL, "packed") for more in (ANCHORED, RATIO)),
+    ("polynomial", ANCHORED, "mixture", 37, 32, 32, (2, 2), HALF, "packed"),
+    ("polynomial", {"center": "k"}, "mixture_kept", 37, 32, 32, (1, 1), HALF, "contiguous"),
+    *(("polynomial", {**x, **ANCHORED}, "mixture_kept", 37, 72, 72, (1, 1), HALF, "packed") for x in (FIXED, {})),
+    ("polynomial", {**FIXED, **ANCHORED}, "mixture", 37, 32, 32, (2, 2), HALF, "packed"),
+    *(("polynomial", RATIO, "mixture_kept", n, d, d, (1, 1), HALF, "packed") for n, d in ((37, 32), (40, 72))),
+    ("polynomial", {**FIXED, **RATIO}, "mixture", 37, 72, 72, (1, 1), HALF, "packed"),
+    ("polynomial", {**FIXED, **RELU_RATIO}, "mixture", 37, 32, 32, (2, 2), HALF, "strided"),
+    ("polynomial", RATIO, "planes", 70, 32, 32, (2, 2), HALF, "packed"),
 ]
 
 
@@ -74,10 +94,11 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
     "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment, "pairs" and
     "pairs_two_step" with two heads a program, "halves_by_pairs" with two in the forward, "blocks" with a block of a
-    matrix, "mixture" and "mixture_kept" without and with moments that are kept."""
+    matrix, "mixture" and "mixture_kept" without and with moments that are kept, "planes" and those with as many
+    digits of features as bfloat16 tokens get."""
     with monkeypatch.context() as patch:
         poison(patch)
-        split = path in ("split", "whole", "roles", "pairs", "pairs_two_step")
+        split = path in ("split", "whole", "roles", "planes", "pairs", "pairs_two_step")
         patch.setattr(fused, "blocked", lambda *a: path == "blocks")
         patch.setattr(plan, "pairs", lambda *a: int(path.startswith("pairs")))
         patch.setattr(plan, "pairs_forward", lambda *a: int("pairs" in path))
@@ -88,10 +109,13 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
         patch.setattr(plan, "backward_path", lambda *a: "split" if split else own)
         patch.setattr(plan, "first_at_once", lambda *a: path == "heads")
         patch.setattr(plan, "halved", lambda *a: path.startswith("halves"))
+        if path == "planes" or path.startswith("mixture"):
+            digits = Spec.digits
+            patch.setattr(Spec, "digits", lambda self, _, backward: digits(self, torch.bfloat16, backward))
         if path.startswith("mixture"):
             patch.setattr(plan, "mixed", lambda *a: True)
-            floats, n = mixture.digits_floats, 513 if path == "mixture_kept" else 1
-            patch.setattr(mixture, "digits_floats", lambda w, _: floats(w, n))
+            floats, most = mixture.digits_floats, 513 if path == "mixture_kept" else 1
+            patch.setattr(mixture, "digits_floats", lambda w, n, vectors: floats(w, most, vectors))
         if path == "roles":
             patch.setattr(plan, "reduce_roles", lambda *a: 5)
         if path == "whole":

@@ -14,7 +14,7 @@ from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
 from hla_kernels.hla.fused.plan import tuning
 from tests.ops.citizen import test_rms_norm as norms
-from tests.ops.fused.cases import BY_BLOCKS, FULL, HALF, make, poison, relative_error, run, truth
+from tests.ops.fused.cases import BY_BLOCKS, FULL, HALF, OF_MIXTURES, make, poison, relative_error, run, truth
 
 OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial")
 PLAIN = {}
@@ -87,12 +87,7 @@ CASES = [
     ("linear_attention", ANCHORED, "halves_two_step", 37, 72, 72, (1, 1), HALF, "packed"),
     ("hla2", {"center": "k"}, "halves", 37, 64, 64, (2, 2), HALF, "packed"),
     ("hla3", ANCHORED, "halves_two_step", 70, 64, 64, (2, 2), HALF, "packed"),
-    *(("polynomial", PLAIN, path, 70, d, d, (2, 2), HALF, "packed") for path, d in (("mixture", 64), ("roles", 32))),
-    ("polynomial", SCALE, "mixture_kept", 37, 64, 64, (1, 1), HALF, "packed"),
-    ("polynomial", PLAIN, "mixture_kept", 70, 72, 72, (2, 2), HALF, "contiguous"),
-    *(("polynomial", FIXED, "mixture", 70, d, d, (2, 2), HALF, "packed") for d in (64, 72)),
-    *(("polynomial", {**FIXED, **SCALE}, "mixture", 37, d, d, (1, 1), HALF, "contiguous") for d in (64, 72)),
-    *(("polynomial", {**FIXED, **more}, "split", 20, 16, 16, (2, 2), FULL, "packed") for more in (ANCHORED, RATIO)),
+    *OF_MIXTURES,
     # two neighbouring heads a program; in use for bfloat16 tokens
     *((op, PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed") for op in ("linear_attention", "hla2", "hla3")),
     ("ahla", PLAIN, "pairs", 37, 72, 72, (4, 4), HALF, "contiguous"),

@@ -15,7 +15,7 @@ from hla_kernels.blockmix.fused import launch as block_launch
 from hla_kernels.blockmix.fused.pairs import launch as pair_launch
 from hla_kernels.hla.fused import Spec, launch
 from hla_kernels.hla.fused.launch import blocks as matrix_blocks
-from hla_kernels.hla.fused.launch import fixed, summed
+from hla_kernels.hla.fused.launch import fixed, ratios, summed
 from hla_kernels.hla.fused.launch import mixture as head_mixture
 from hla_kernels.hla.fused.launch import pairs as head_pairs
 from hla_kernels.hla.fused.launch import plain as plain_launch
@@ -54,6 +54,8 @@ WHOLE = (
     ("polynomial", {}, "mixture_kept", 70, 64, 64, (2, 2)),
     ("polynomial", {}, "mixture_kept", 70, 72, 72, (2, 2)),
     *(("polynomial", {"fixed": True}, "mixture", 70, d, d, (2, 2)) for d in (64, 72)),
+    *(("polynomial", ANCHORED, path, 70, 64, 64, (2, 2)) for path in ("mixture", "mixture_kept")),
+    *(("polynomial", {"fixed": fixed, **RATIO}, "mixture_kept", 70, 64, 64, (2, 2)) for fixed in (False, True)),
     ("polynomial", ANCHORED, "split", 600, 40, 40, (4, 2)),
     ("hla2", SOFTMAX, "split", 37, 32, 48, (2, 2)),
     ("ahla", {}, "split", 1, 128, 128, (1, 1)),
@@ -156,7 +158,7 @@ def main(family: str) -> None:
     torch.set_default_device(DEVICE)
     ran, patch = set[str](), pytest.MonkeyPatch()
     modules = {
-        "hla": [fixed, launch, matrix_blocks, head_mixture, head_pairs, plain_launch, summed],
+        "hla": [fixed, launch, matrix_blocks, head_mixture, head_pairs, plain_launch, ratios, summed],
         "blockmix": [block_launch, pair_launch], "taylor": [taylor_launch],
         "multipole": [multipole_launch],
     }[family]  # fmt: skip

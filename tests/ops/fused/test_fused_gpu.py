@@ -172,6 +172,8 @@ POLYNOMIALS = [
     ({}, FP32, (2, 16, 16, 64, 64)),
     *((options, BF16, (8, 16, 16, 64, 64)) for options in (ANCHORED, RELU_QK, RATIO, ELU_CENTRED[0])),
     (ANCHORED, BF16, ODD),
+    *((options, BF16, MANY_ODD) for options in (ANCHORED, {"center": "k"}, RATIO, RATIO_RELU)),
+    *((options, BF16, sizes) for options, sizes in ((RATIO, ODD), (RATIO_RELU, (8, 16, 16, 64, 64)))),
     # by blocks of the matrices
     *(({}, dtype, sizes) for dtype in (FP16, FP32) for sizes in (ODD, WIDE_GROUPED)),
     *((ELU_CENTRED[0], dtype, ODD) for dtype in (BF16, FP16, FP32)),

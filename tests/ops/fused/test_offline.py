@@ -16,6 +16,7 @@ STACK_LIMIT = 16  # bytes; Triton 3.6 spills nothing in the plain forms, 3.9 spi
 GATE = Path(__file__).with_name("offline_gate.py")
 FIXED = '{"fixed": true}'
 PLAIN, RATIO = "{}", '{"feature_map": "elu1", "normalize": true}'
+FIXED_RATIO = '{"fixed": true, "feature_map": "elu1", "normalize": true}'
 ANCHORED = '{"center": "k", "mean_path": true}'
 PAIR = '{"feature_map": "softmax_pair", "normalize": true}'
 ELU_ANCHORED = '{"feature_map": "elu1", "center": "k", "mean_path": true}'
@@ -55,6 +56,12 @@ CASES = (
     ("polynomial", PLAIN, 64, 6, 1025, 64),
     ("polynomial", PLAIN, 64, 16, 256, 72),
     ("polynomial", PLAIN, 2, 12, 32760, 128),
+    ("polynomial", ANCHORED, 256, 6, 197, 64),
+    ("polynomial", ANCHORED, 64, 16, 256, 72),
+    ("polynomial", RATIO, 256, 6, 197, 64),
+    ("polynomial", RATIO, 4, 16, 16384, 64),
+    ("polynomial", RATIO, 64, 16, 256, 72),
+    ("polynomial", FIXED_RATIO, 64, 16, 256, 72),
     ("hla2", PLAIN, 256, 6, 197, 64, "mask"),
     ("ahla", RATIO, 8, 16, 1024, 72, "mask"),
     ("ahla", PLAIN, 32, 16, 1024, 72, "packed"),
@@ -68,7 +75,7 @@ CASES = (
 
 # open faults, bytes that are spilt by one of Triton 3.6 and 3.9: the ratio of hla3, whose forward runs three programs a
 # multiprocessor (3.6: 40); backwards of a ratio with 4 warps, which is faster than 8 without; the algebra of hla3 of 72
-# channels (3.6: 144); with Triton 3.9 alone centred hla3 and polynomial of 64 and 72
+# channels (3.6: 144); polynomial of 64 and 72 (3.6: at 72 its ratio 56, centred keys 24)
 SPILT = {
     ("hla3", RATIO, 256, 6, 197, 64): 168,
     ("hla3", ANCHORED, 64, 6, 1025, 64): 40,
@@ -78,6 +85,11 @@ SPILT = {
     ("polynomial", PLAIN, 256, 6, 197, 64): 128,
     ("polynomial", PLAIN, 64, 6, 1025, 64): 144,
     ("polynomial", PLAIN, 64, 16, 256, 72): 184,
+    ("polynomial", ANCHORED, 256, 6, 197, 64): 112,
+    ("polynomial", ANCHORED, 64, 16, 256, 72): 184,
+    ("polynomial", RATIO, 256, 6, 197, 64): 64,
+    ("polynomial", RATIO, 64, 16, 256, 72): 280,
+    ("polynomial", FIXED_RATIO, 64, 16, 256, 72): 80,
 }
 
 

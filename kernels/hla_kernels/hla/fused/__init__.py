@@ -11,8 +11,8 @@ ratio of first order keeps nothing: each direction reads every token once (`loop
 nor does one of higher order of 64 channels and more than 512 tokens (`heads.summed`).
 
 Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D), heads
-(heads.plain: higher orders without options; heads.summed: ratios, centred keys; heads.pairs, heads.duo; heads.digits,
-heads.mixture, heads.fixed: `polynomial` without options), split, middle, plan (the static table), launch. Equations in
+(heads.plain: higher orders without options; heads.summed: ratios, centred keys; heads.pairs, heads.duo;
+heads.mixture: `polynomial` of all three), split, middle, plan (the static table), launch. Equations in
 `hla_kernels.hla`. Triton is imported by the first call of `forward` or `backward`: whether a call could run is answered
 without it.
 """
@@ -60,7 +60,7 @@ def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = 
 
 def kept_features(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
     """1 where a forward that is asked to keeps the features of q and k for the backward. No branch on B, N and H."""
-    if blocked(spec, q.shape[3], v.shape[3], q.dtype):
+    if by_blocks(q, v, spec, seqs):
         return 0
     w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
     if not plan.halved(spec, w, q.dtype, own):
@@ -73,7 +73,7 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     """Room of operators and states in that buffer, whole 16 bytes."""
     w, (batch, n, heads) = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q)
     batch_heads = batch * heads
-    if blocked(spec, q.shape[3], v.shape[3], q.dtype):
+    if by_blocks(q, v, spec, seqs):
         return batch_heads * block_layout(spec, q.shape[3], v.shape[3]).state
     kept, lay = plan.saves(spec, w, plan.planned(batch_heads), n, q.dtype, own_keys(q, v, seqs)), layout(spec, w)
     size = spec.matrix_dtype(q.dtype).itemsize
@@ -101,6 +101,12 @@ def told(first: Tensor, spec: Spec, seqs: Sequences) -> Sequences:
 def own_keys(q: Tensor, v: Tensor, seqs: Sequences) -> bool:
     """Whether every token is real and every head has its own keys."""
     return seqs.mask is None and seqs.cu_seqlens is None and q.shape[2] == v.shape[2]
+
+
+def by_blocks(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> bool:
+    """Whether a call goes by blocks of its matrices: what fits in no program otherwise."""
+    d, dv = q.shape[3], v.shape[3]
+    return blocked(spec, d, dv, q.dtype) and not plan.mixed(spec, widths(spec, d, dv), q.dtype, own_keys(q, v, seqs))
 
 
 def feature_floats(*tokens: Tensor) -> int | torch.SymInt:
@@ -131,12 +137,13 @@ def forward(
     from .launch.fixed import fixed_forward_call
     from .launch.mixture import mixture_forward_call
     from .launch.plain import plain_forward_call
+    from .launch.ratios import ratio_forward_call
     from .launch.summed import summed_forward_call
 
     call = Call(spec, q, k, v, coefficients, seqs)
     new = torch.empty if seqs.mask is None else torch.zeros  # padded tokens are not written
     o = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    if blocked(spec, q.shape[3], v.shape[3], q.dtype):
+    if by_blocks(q, v, spec, seqs):
         buffer = call.buffer(saved_floats(q, k, v, spec, seqs))
         block_forward_call(call, o, buffer)
         return o, buffer if save else call.buffer(0)
@@ -148,8 +155,11 @@ def forward(
         buffer = call.buffer(operator_floats(q, v, spec, seqs) if split and path != "mixture" else 0)
     features = features_of(buffer, q, k) if save and kept_features(q, v, spec, seqs) else (None, None)
     if path == "mixture" or (not split and plan.mixed(spec, call.w, q.dtype, own_keys(q, v, seqs))):
-        fixed = spec.fixed or buffer.numel() == 0
-        (fixed_forward_call if fixed else mixture_forward_call)(call, o, buffer, apply_call)
+        if spec.normalize:
+            ratio_forward_call(call, o, buffer)
+        else:
+            fixed = spec.fixed or buffer.numel() == 0
+            (fixed_forward_call if fixed else mixture_forward_call)(call, o, buffer, apply_call)
     elif split:
         split_forward_call(call, o, buffer, save, features)
     elif plan.halved(spec, call.w, q.dtype, own_keys(q, v, seqs)):
@@ -181,9 +191,10 @@ def backward(
     from .launch.fixed import fixed_backward_call
     from .launch.mixture import mixture_backward_call
     from .launch.plain import plain_backward_call, plain_two_step_call
+    from .launch.ratios import ratio_backward_call
     from .launch.summed import summed_backward_call, summed_two_step_call
 
-    wide = blocked(spec, q.shape[3], v.shape[3], q.dtype)
+    wide = by_blocks(q, v, spec, seqs)
     if saved.numel() == 0 and (wide or spec.normalize or spec.keeps(q.dtype)):
         saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
     if kept_features(q, v, spec, seqs):
@@ -209,6 +220,8 @@ def backward(
         call.lay = call.lay if path == "split" else call.lay.vectors()
         launch.first_backward_call(call, grad, full, saved)
         dc = None
+    elif path == "mixture" and spec.normalize:
+        dc = ratio_backward_call(call, grad, full, saved)
     elif path == "mixture" and spec.fixed:
         dc = None
         fixed_backward_call(call, grad, full, saved, launch.apply_grads_call)

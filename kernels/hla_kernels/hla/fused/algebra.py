@@ -40,15 +40,21 @@ def scale_moments(
     z = zeros2(F1, F2)
     kbar = axpy2(z, -1.0 / n, sk, F2)
     qbar = axpy2(z, -1.0 / n, sq, F2)
-    if CENTER >= 1 or ONES:
-        mp = rank1(mp, kbar, sv, F2, V2) if ORDER != 2 and ORDER != 6 else mp
-    if CENTER >= 1:
-        ms = rank1(ms, kbar, sk, F2, F2) if ORDER == 2 or ORDER == 4 or ORDER == 5 else ms
-        mr = rank1(mr, kbar, sq, F2, F2) if ORDER == 3 or ORDER >= 5 else mr
-    if CENTER == 2 or ONES:
-        mc = rank1(mc, qbar, sv, F2, V2) if ORDER == 2 or ORDER >= 5 else mc
-    if CENTER == 2:
-        mw = rank1(mw, qbar, sq, F2, F2) if ORDER == 4 or ORDER == 5 else mw
+    P: tl.constexpr = (ORDER != 2 and ORDER < 6) or ORDER == 11
+    S: tl.constexpr = ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 11
+    C: tl.constexpr = ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 12
+    R: tl.constexpr = ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10
+    W: tl.constexpr = ORDER == 4 or ORDER == 5 or ORDER == 12
+    if P and (CENTER >= 1 or ONES):
+        mp = rank1(mp, kbar, sv, F2, V2)
+    if S and CENTER >= 1:
+        ms = rank1(ms, kbar, sk, F2, F2)
+    if R and CENTER >= 1:
+        mr = rank1(mr, kbar, sq, F2, F2)
+    if C and (CENTER == 2 or ONES):
+        mc = rank1(mc, qbar, sv, F2, V2)
+    if W and CENTER == 2:
+        mw = rank1(mw, qbar, sq, F2, F2)
     ms = scale4(ms, s)
     mr = scale4(mr, s)
     if RIDGE:

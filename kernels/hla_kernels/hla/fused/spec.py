@@ -107,8 +107,10 @@ class Spec(NamedTuple):
         if dtype == torch.float32:
             return 0
         if self.learned and backward:
-            plain = dtype == torch.bfloat16 and not self.normalize and self.feature_map in (None, "identity")
-            return 0 if plain else 3
+            if dtype == torch.bfloat16 and self.feature_map in (None, "identity", "relu", "elu1"):
+                plain = self.feature_map in (None, "identity")
+                return 2 if self.normalize else 0 if plain else 3
+            return 3
         if self.softmax and (backward or not self.normalize):
             return 2
         once = self.kept or self.keeps(dtype) or self.alone(dtype)

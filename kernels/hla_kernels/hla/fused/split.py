@@ -58,20 +58,33 @@ def store_state(
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
     """Write the moments (natural orientation) and the token sums of one head."""
-    if ORDER != 2 and ORDER < 6:
+    if (ORDER != 2 and ORDER < 6) or ORDER == 11:
         store4(state + OFF[0], m[0], FD, F1, F2, DV, V1, V2, DV, 1)
-    if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8:
+    if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11:
         store4(state + OFF[1], m[1], FD, F1, F2, FD, F1, F2, FD, 1)
-    if ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9:
+    if ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12:
         store4(state + OFF[2], m[2], FD, F1, F2, DV, V1, V2, DV, 1)
     if ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10:
         store4(state + OFF[3], m[3], FD, F1, F2, FD, F1, F2, FD, 1)
-    if ORDER == 4 or ORDER == 5 or ORDER == 7:
+    if ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12:
         store4(state + OFF[4], m[4], FD, F1, F2, FD, F1, F2, FD, 1)
-    if SUMS:
+    if SUMS and ORDER != 11:
         store_vec(state + OFF[5], sums[0], FD, F1, F2)
+    if SUMS and ORDER != 12:
         store_vec(state + OFF[6], sums[1], FD, F1, F2)
         store_vec(state + OFF[7], sums[2], DV, V1, V2)
+
+
+@triton.constexpr_function
+def order_of(i, roles, order):
+    """The order of `begin_moments` that program i of up to 3 a part sums."""
+    return ((order,), (4, 6), (11, 12, 10))[roles - 1][i]
+
+
+@triton.constexpr_function
+def sums_of(i, roles, sums, rest):
+    """SUMS of `sum_features` of that program; rest: whether the second of 2 needs them."""
+    return ((sums,), (2 if sums else 0, sums and rest), (sums, sums, False))[roles - 1][i]
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -86,8 +99,8 @@ def reduce_moments(
     """Partial sums of one part of one head, state [PARTS, B * H, K]; FINAL (one part): scaled and centred at once.
 
     REST: sums of features to twice their digits, which gradients of the normalised form need. ROLES = 2 (polynomial):
-    neighbouring programs sum P, S, W and C, R of the same tokens; 5 (of the tokens as they are, no ridge): one
-    each. KEEP: the features go to fq, fk.
+    neighbouring programs sum P, S, W and C, R of the same tokens; 3 (a ratio, not centred): P and S, C and W, R; 5 (of
+    the tokens as they are, no ridge): one each. KEEP: the features go to fq, fk.
     """
     pid = tl.program_id(0) // ROLES
     b = pid // (H * PARTS)
@@ -106,29 +119,20 @@ def reduce_moments(
     keep = (q, k, 0, 0)
     if KEEP:
         keep = (at_head(fq, fqs, at, h, ALIGN), at_head(fk, fks, at, h // G, ALIGN), fqs[1] * ALIGN, fks[1] * ALIGN)
-    if ROLES == 1:
-        part_moments(
-            q, k, v, tn, out, keep, lo, hi, n, scale, ridge, ORDER, SUMS, NORM, CENTER, MEAN, KEEP, RIDGE, FMAP, D, R1,
-            R2, F1, F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
-        )  # fmt: skip
-    elif ROLES == 5:
-        role = tl.program_id(0) % 5
-        for i in tl.static_range(5):
+    role = tl.program_id(0) % ROLES
+    for i in tl.static_range(ROLES):
+        if ROLES == 5:
             if role == i:
                 part_moments(
                     q, k, v, tn, out, keep, lo, hi, n, scale, ridge, 1 if i == 0 else 6 + i, False, False, 0, False,
                     False, False, 0, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, 0, FINAL,
                 )  # fmt: skip
-    elif tl.program_id(0) % 2 == 0:
-        part_moments(
-            q, k, v, tn, out, keep, lo, hi, n, scale, ridge, 4, 2 if SUMS else 0, NORM, CENTER, MEAN, False, RIDGE,
-            FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
-        )  # fmt: skip
-    else:
-        part_moments(
-            q, k, v, tn, out, keep, lo, hi, n, scale, ridge, 6, SUMS and (FINAL or FMAP == 5), NORM, CENTER, MEAN,
-            False, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
-        )  # fmt: skip
+        elif role == i:
+            part_moments(
+                q, k, v, tn, out, keep, lo, hi, n, scale, ridge, order_of(i, ROLES, ORDER),
+                sums_of(i, ROLES, SUMS, FINAL or FMAP == 5), NORM, CENTER, MEAN, KEEP, RIDGE, FMAP, D, R1, R2, F1, F2,
+                DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -142,7 +146,8 @@ def part_moments(
     """Sum the moments of one order over tokens lo..hi and write them."""
     if FMAP == 0 and REST == 0:
         m, sums, _, _ = sum_moments(
-            q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, SUMS, False, False, D, F1, F2, DV, V1, V2, BN, PREC
+            q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, 1 if SUMS else 0, False, False, D, F1, F2, DV, V1,
+            V2, BN, PREC,
         )
     elif keys_alone(ORDER, NORM, CENTER, MEAN, FMAP) and k.dtype.element_ty != tl.float32:
         mp, sk, sv = sum_keys(k, v, tn[1], tn[2], lo, hi, FMAP, D, F1, F2, DV, V1, V2, BN, PREC)
@@ -221,6 +226,8 @@ def reduce_readout(
     at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
+    PULLED: tl.constexpr = ORDER == 5 and REST < 3 and FMAP != 3 and FMAP != 4
+    PLANES: tl.constexpr = 2 if PULLED and REST == 2 else 1
     m = zeros2(16, 0)
     m1 = zeros2(F1, F2)
     vbar = zeros2(V1, V2)
@@ -229,7 +236,7 @@ def reduce_readout(
     if NORM and not DIVIDED:
         vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
         m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
-        m = cast4(m, tl.float32 if REST == 3 else q.dtype.element_ty)
+        m = cast4(m, tl.float32 if REST == 3 or PLANES == 2 else q.dtype.element_ty)
     q = at_head(q, qs, at, h, ALIGN)
     g = at_head(g, gs, at, h, ALIGN)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
@@ -240,10 +247,10 @@ def reduce_readout(
         dm, sg = sum_gradient(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
     elif DIVIDED:
         dm, dm1 = sum_divided(q, g, qn, gn, lo, hi, m1, eps, ratio, FMAP, D, F1, F2, DV, V1, V2, BN, PREC)
-    elif is_plain(FMAP) and REST == 0:
+    elif NORM and (PULLED or (is_plain(FMAP) and REST == 0)):
         _, dm, dm1 = sum_ratio(
             q, q, g, g, q, qn, qn, gn, gn, qn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, False, FMAP, D, F1, F2,
-            DV, V1, V2, BN, PREC,
+            DV, V1, V2, BN, PREC, PLANES,
         )  # fmt: skip
         dm1 = end_pairs(dm1, F1, F2)
     else:

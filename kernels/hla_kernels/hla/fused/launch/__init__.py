@@ -77,7 +77,7 @@ def prepare(call: Call, buffer: Tensor, rest: bool, features: Features = (None, 
             ONES=spec.normalize or spec.mean_path,
             **call.pick("ORDER", "NORM", "CENTER", "FMAP", "RIDGE"),
         )  # fmt: skip
-    sizes = call.middle_sizes()
+    sizes = call.middle_sizes("WHOLE")
     launch(
         middle, call.bh * -(-lay.fd // sizes["BR"]),
         state, matrix, call.coefficients, call.n, call.h, call.scale, **call.pick("ORDER", "NORM", "CENTER", "MEAN"),
@@ -197,7 +197,7 @@ def apply_grads_call(
     """One launch: dq, dk, dv from the weights of every head."""
     q, k, v, lay = call.q, call.k, call.v, call.lay
     many = call.own() and not plan.few_heads(call.planned, call.most)
-    once = many and plan.mixed(call.spec, call.w, q.dtype, True)
+    once = many and plan.mixed(call.spec, call.w, q.dtype, True) and not call.spec.normalize
     config = call.tiles("apply_grads", plan.apply_config, "backward", call.spec, call.w, q.dtype, once)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     at, a = placed(q, k, v, g, *outs)

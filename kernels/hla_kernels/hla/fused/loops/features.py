@@ -130,7 +130,8 @@ def sum_features(
     """
     DIVIDE: tl.constexpr = GRAD and NORM
     SHIFT: tl.constexpr = is_shifted(FMAP)
-    QUERIES: tl.constexpr = GRAD or ORDER != 1 or not NORM or KEEP
+    QUERIES: tl.constexpr = (GRAD or ORDER != 1 or not NORM or KEEP) and ORDER != 11
+    KEYS: tl.constexpr = MOMENTS and ORDER != 12
     FULL: tl.constexpr = REST == 3
     dtype: tl.constexpr = tl.float32 if FULL else q.dtype.element_ty
     unit = 1.0
@@ -139,20 +140,25 @@ def sum_features(
     mm = begin_moments(ORDER, F1, F2, V1, V2, MOMENTS, False)
     dm = begin(V1, V2, F1, F2, GRAD, False, False)
     dm1 = begin_sum(32, BN, F1, F2, DIVIDE)
-    SUM_Q: tl.constexpr = MOMENTS and SUMS and (not NORM or ORDER == 2 or (3 if SHIFT else 5) <= ORDER or SUMS == 2)
-    SUM_K: tl.constexpr = MOMENTS and SUMS and (not NORM or SHIFT or ORDER != 2)
+    SUM_Q: tl.constexpr = (
+        MOMENTS and SUMS and (not NORM or ORDER == 2 or (3 if SHIFT else 5) <= ORDER or SUMS == 2) and ORDER != 11
+    )
+    SUM_K: tl.constexpr = KEYS and SUMS and (not NORM or SHIFT or ORDER != 2)
     SUM_V: tl.constexpr = MOMENTS and SUMS and not DIVIDE
     SUM_G: tl.constexpr = GRAD and SUMS and not DIVIDE
     ALL: tl.constexpr = REST == 2
-    REST_K: tl.constexpr = MOMENTS and REST > 0 and not FULL and ORDER != 2 and ORDER != 6
-    REST_Q: tl.constexpr = MOMENTS and REST > 0 and not FULL and (ORDER == 2 or ORDER >= 5)
+    HAS_P: tl.constexpr = (ORDER < 6 and ORDER != 2) or ORDER == 11
+    HAS_C: tl.constexpr = ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 12
+    REST_K: tl.constexpr = MOMENTS and REST > 0 and not FULL and HAS_P
+    REST_Q: tl.constexpr = MOMENTS and REST > 0 and not FULL and HAS_C
     # of the first order dM is the only moment that dk sees
     REST_M: tl.constexpr = GRAD and (ALL or (DIVIDE and ORDER == 1 and dtype != tl.float32))
     LOW: tl.constexpr = REST_Q or REST_M or (ALL and QUERIES)
-    LOW_K: tl.constexpr = REST_K or (ALL and MOMENTS)
+    LOW_K: tl.constexpr = REST_K or (ALL and KEYS)
     rm = begin(V1, V2, F1, F2, REST_M, False, False)
-    rp = begin(F1, F2, V1, V2, REST_K, False, False)
-    rc = begin(F1, F2, V1, V2, REST_Q, False, False)
+    APART: tl.constexpr = PREC != "ieee"  # tensor cores cut off the small numbers that they add to large ones
+    rp = begin(F1, F2, V1, V2, REST_K and APART, False, False)
+    rc = begin(F1, F2, V1, V2, REST_Q and APART, False, False)
     # sums of features with their rests are elementwise
     EXACT_Q: tl.constexpr = tl.float32 if LOW else dtype
     EXACT_K: tl.constexpr = tl.float32 if LOW_K else dtype
@@ -184,8 +190,9 @@ def sum_features(
             sq = add_total(sq, hq, F2)
         if DOT_K and not LOW_K:
             sk = add_total(sk, hk, F2)
-        if MOMENTS:
+        if KEYS:
             xk = in_full(load_rows(k + (zero + start) * kn, i, kn, live, D, R1, R2, False), FULL)
+        if MOMENTS:
             if FULL:  # the float32 sums of five moments leave no registers for the other way
                 xv = in_full(load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False), FULL)
             else:
@@ -195,10 +202,14 @@ def sum_features(
                 mm = add_rests(mm, hq, hk, lq, rk, i, ORDER, F2, PREC)
         if DOT_V:
             sv = add_total(sv, tv, V2)
-        if REST_K:
+        if REST_K and APART:
             rp = outer4(rp, rk, tv, i, F2, V2, False, PREC)
-        if REST_Q:
+        elif REST_K:
+            mm = (outer4(mm[0], rk, tv, i, F2, V2, False, PREC), mm[1], mm[2], mm[3], mm[4])
+        if REST_Q and APART:
             rc = outer4(rc, lq, tv, i, F2, V2, False, PREC)
+        elif REST_Q:
+            mm = (mm[0], mm[1], outer4(mm[2], lq, tv, i, F2, V2, False, PREC), mm[3], mm[4])
         if GRAD:
             tg = in_full(load_rows(g + (zero + late) * gn, i, gn, there, DV, V1, V2, False), FULL)
             dq = hq
@@ -220,7 +231,7 @@ def sum_features(
             fq, hq, rest = phi_and_rest(xq, live, FMAP, D, R1, R2)
             if LOW:
                 lq = rest
-        if MOMENTS:
+        if KEYS:
             fk, hk, lk = phi_and_rest(xk, live, FMAP, D, R1, R2)
         if MOMENTS and FULL:
             tv = xv
@@ -230,7 +241,7 @@ def sum_features(
         if ONES:
             hq = (hq[0], ones_column(hq[1], live, D - F1))
             hk = (hk[0], ones_column(hk[1], live, D - F1))
-        if LOW_K:
+        if LOW_K and KEYS:
             rk = lk
         if SUM_K and LOW_K:
             sk = add_total(sk, fk, F2)
@@ -242,9 +253,9 @@ def sum_features(
     if REST_M:
         dm = add4(dm, end(rm, V2, True), V2, F2)
     mp, ms, mc, mr, mw = end_moments(mm, ORDER, F2, MOMENTS)
-    if REST_K:
+    if REST_K and APART:
         mp = add4(mp, end(rp, F2, True), F2, V2)
-    if REST_Q:
+    if REST_Q and APART:
         mc = add4(mc, end(rc, F2, True), F2, V2)
     sq = end_total(sq, EXACT_Q, F1, F2, DOT_Q)
     sk = end_total(sk, EXACT_K, F1, F2, DOT_K)

@@ -5,8 +5,10 @@ import triton.language as tl
 
 from ..maps import is_shifted, ones2, phi32, phi_grad, power_of_two
 from ..tiles import (
+    add4,
     add_dot,
     axpy2,
+    cast4,
     load_rows,
     rank1,
     rowdot,
@@ -183,6 +185,28 @@ def pull(g, mt, cols, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: t
 
 
 @triton.jit
+def rest2(x, dtype: tl.constexpr):
+    """What rounding a pair to a dtype leaves, rounded."""
+    return (x[0] - x[0].to(dtype).to(tl.float32)).to(dtype), (x[1] - x[1].to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def rest_of(m, dtype: tl.constexpr, A2: tl.constexpr, B2: tl.constexpr):
+    """What rounding a matrix to a dtype leaves, rounded."""
+    return cast4(add4(m, scale4(cast4(cast4(m, dtype), tl.float32), -1.0), A2, B2), dtype)
+
+
+@triton.jit
+def pull_rest(pulled, g, rest, F2: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr):
+    """`pull` with what a second matrix adds."""
+    r1, r2, y = pulled
+    r1 += part_product(g, rest[0], rest[2], V2, PREC)
+    if F2 > 0:
+        r2 += part_product(g, rest[1], rest[3], V2, PREC)
+    return r1, r2, y
+
+
+@triton.jit
 def against(f, pulled, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
     """(f, r, g.(f m + b)) of a tile of queries with features f, from `pull`.
 
@@ -238,7 +262,7 @@ def part_product(x, m1, m2, K2: tl.constexpr, PREC: tl.constexpr):
 def sum_ratio(
     q, k, v, g, dq, qn, kn, vn, gn, dqn, lo, hi, m, m1, row, eps, ratio, ORDER: tl.constexpr, MOMENTS: tl.constexpr,
     WRITE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, PLANES: tl.constexpr = 1,
 ):  # fmt: skip
     """(P, S, C, R, W) with MOMENTS, dM' = Sum g (phi(q) / den)', dm1 = Sum (d loss / d den) phi(q) over tokens lo..hi,
     the last for `end_pairs`.
@@ -248,6 +272,7 @@ def sum_ratio(
     d loss / d den of every token go to ratio [*, 2].
 
     What all queries have in common is taken off phi(q) / den before it is rounded: c = 1 / 1'm1, that of phi(q) = 1.
+    PLANES = 2: m, in float32, and phi(q) / den are sums of two numbers of the dtype of the tokens.
     """
     SHIFTED: tl.constexpr = is_shifted(FMAP)
     dtype: tl.constexpr = q.dtype.element_ty
@@ -260,7 +285,10 @@ def sum_ratio(
     if SHIFTED:
         c = tl.where(e == 0.0, 0.0, 1.0 / e)
     SPARE: tl.constexpr = spare(D, F1, F2, dtype)
-    mt, cols = readout_columns(trans4(m), base, dtype, D, F1, F2, V2)
+    mt, cols = readout_columns(trans4(cast4(m, dtype)), base, dtype, D, F1, F2, V2)
+    rest = mt
+    if PLANES == 2:
+        rest = trans4(rest_of(m, dtype, F2, V2))
     column = tl.arange(0, one[1].shape[0])[None, :] - (D - F1)
     mm = begin_moments(ORDER, F1, F2, V1, V2, MOMENTS, False)
     dm = begin_outer(V1, V2, F1, F2)
@@ -281,6 +309,8 @@ def sum_ratio(
         if SHIFTED and not SPARE:
             sg = add_total(sg, tg, V2, True)
         pulled = pull(tg, mt, cols, D, F1, F2, V2, PREC)
+        if PLANES == 2:
+            pulled = pull_rest(pulled, tg, rest, F2, V2, PREC)
         f, r, y = against(phi32(tq, live, FMAP, D, F1, F2), pulled, dtype, D, F1, F2)
         inverse = reciprocal(rowdot(f, as_row(m1), F2) + e, live, dtype)
         d = -y * inverse  # d loss / d den times den
@@ -292,7 +322,10 @@ def sum_ratio(
         more = (inverse - c if SHIFTED else inverse * 0.0)[:, None]
         over = (f[0] * inverse[:, None] + more, f[1] * inverse[:, None] + more)
         dm1 = add_pairs(dm1, d, over, F2)
-        over = ((over[0] * unit).to(dtype), (over[1] * unit).to(dtype))
+        over = (over[0] * unit, over[1] * unit)
+        if PLANES == 2:
+            dm = add_outer(dm, tg, rest2(over, dtype), V2, F2, PREC)
+        over = (over[0].to(dtype), over[1].to(dtype))
         if SHIFTED and SPARE:  # a column of ones sums g
             over = (over[0], tl.where(column == 0, 1.0, over[1]).to(dtype))
         dm = add_outer(dm, tg, over, V2, F2, PREC)

@@ -87,6 +87,26 @@ def end_total(s, dtype: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, NEEDED
 
 
 @triton.jit
+def add_together(s, rest, x, C: tl.constexpr, D2: tl.constexpr):
+    """(s + the tokens of a tile in column C of s [D1, 16], rest + their second part): several sums in the registers of
+    one. Not for float32 tokens."""
+    if D2 > 0:
+        rest = rest + x[1].to(tl.float32)
+    column = tl.arange(0, 16)[None, :] == C
+    ones = tl.broadcast_to(tl.where(column, 1.0, 0.0), [x[0].shape[0], 16]).to(x[0].dtype)
+    return tl.dot(tl.trans(x[0]), ones, s), rest
+
+
+@triton.jit
+def end_together(s, rest, C: tl.constexpr, D2: tl.constexpr):
+    """The vector that `add_together` summed in column C."""
+    x2 = tl.zeros([1], tl.float32)
+    if D2 > 0:
+        x2 = tl.sum(rest, 0)
+    return tl.sum(tl.where(tl.arange(0, 16)[None, :] == C, s, 0.0), 1), x2
+
+
+@triton.jit
 def begin(
     A1: tl.constexpr, A2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, NEEDED: tl.constexpr, SQUARE: tl.constexpr,
     TAIL: tl.constexpr,
@@ -168,7 +188,7 @@ def add_rests(m, fq, fk, rq, rk, i, ORDER: tl.constexpr, F2: tl.constexpr, PREC:
     if ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10:
         mr = outer4(mr, fk, rq, i, F2, F2, False, PREC)
         mr = outer4(mr, rk, fq, i, F2, F2, False, PREC)
-    if ORDER == 4 or ORDER == 5:
+    if ORDER == 4 or ORDER == 5 or ORDER == 12:
         mw = square_rest(mw, fq, rq, F2, PREC)
     return mp, ms, mc, mr, mw
 
@@ -207,15 +227,24 @@ def sum_moments(
 ):  # fmt: skip
     """(P, S, C, R, W), (sum q, sum k, sum v), dM', sum g over tokens lo..hi of the tokens as they are.
 
-    ONCE: k and v are not read again; let q stay in L2 instead.
+    SUMS: 1 all sums; 2 those of the tokens that the order multiplies, in few registers; 3 that of g alone. ONCE: k and
+    v are not read again; let q stay in L2 instead.
     """
+    SUM_Q: tl.constexpr = SUMS == 2 and ORDER != 11
+    SUM_K: tl.constexpr = SUMS == 2 and ORDER != 12
+    SUM_V: tl.constexpr = SUMS == 2 and ORDER != 10
+    ALL: tl.constexpr = SUMS == 1
     TAIL: tl.constexpr = F2 > 0 and V2 > 0 and F1 >= 64 and V1 >= 64
     dtype: tl.constexpr = q.dtype.element_ty
     m = begin_moments(ORDER, F1, F2, V1, V2, True, TAIL)
     dm = begin(V1, V2, F1, F2, GRAD, False, TAIL)
-    sq = begin_total(dtype, BN, F1, F2, SUMS)
-    sk = begin_total(dtype, BN, F1, F2, SUMS)
-    sv = begin_total(dtype, BN, V1, V2, SUMS)
+    sq = begin_total(dtype, BN, F1, F2, ALL)
+    sk = begin_total(dtype, BN, F1, F2, ALL)
+    sv = begin_total(dtype, BN, V1, V2, ALL)
+    sums, rest = begin_total(dtype, BN, F1, F2, SUMS == 2)
+    rq = rest
+    rk = rest
+    rv = rest
     sg = begin_total(dtype, BN, V1, V2, SUMS and GRAD)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
@@ -231,14 +260,22 @@ def sum_moments(
         if TAIL and ORDER != 1 and ORDER != 3:
             eq = load_tail(q + (zero + start) * qn, i, qn, live, D, F1)
         m = add_moments(m, tq, tk, tv, eq, ek, ORDER, F2, V2, TAIL, PREC)
-        if SUMS:
+        if ALL:
             sq = add_total(sq, tq, F2)
             sk = add_total(sk, tk, F2)
             sv = add_total(sv, tv, V2)
+        if SUM_Q:
+            sums, rq = add_together(sums, rq, tq, 0, F2)
+        if SUM_K:
+            sums, rk = add_together(sums, rk, tk, 1, F2)
+        if SUM_V:
+            sums, rv = add_together(sums, rv, tv, 2, V2)
         if GRAD:
             dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, i, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
-    sums = (end_total(sq, dtype, F1, F2, SUMS), end_total(sk, dtype, F1, F2, SUMS), end_total(sv, dtype, V1, V2, SUMS))
-    return end_moments(m, ORDER, F2, True), sums, end(dm, V2, GRAD), end_total(sg, dtype, V1, V2, SUMS and GRAD)
+    total = (end_total(sq, dtype, F1, F2, ALL), end_total(sk, dtype, F1, F2, ALL), end_total(sv, dtype, V1, V2, ALL))
+    if SUMS == 2:
+        total = (end_together(sums, rq, 0, F2), end_together(sums, rk, 1, F2), end_together(sums, rv, 2, V2))
+    return end_moments(m, ORDER, F2, True), total, end(dm, V2, GRAD), end_total(sg, dtype, V1, V2, SUMS and GRAD)
 
 
 @triton.jit

@@ -60,7 +60,17 @@ def summed(spec: Spec) -> bool:
     if spec.normalize:
         maps = ("elu1", "relu", "kept_elu1", "kept_relu") if spec.op in ("hla2", "ahla", "hla3") else ()
         return spec.feature_map in maps and spec.center is None and not spec.mean_path
-    return spec.op != "polynomial" and spec.feature_map in (None, "identity") and spec.center == "k"
+    return spec.op != "polynomial" and centred_keys(spec)
+
+
+def ratio(spec: Spec) -> bool:
+    """Whether a call is a ratio of features of 16 bits or fewer, and nothing is centred."""
+    return spec.normalize and spec.feature_map in ("elu1", "relu") and spec.center is None and not spec.mean_path
+
+
+def centred_keys(spec: Spec) -> bool:
+    """Whether keys are centred, and nothing else is done to the tokens."""
+    return not spec.normalize and spec.feature_map in (None, "identity") and spec.center == "k"
 
 
 def pairs_forward(spec: Spec, w: dict[str, int], batch_heads: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
@@ -82,7 +92,8 @@ def mixed(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
     """Whether a call has the form of `heads.mixture`, which takes it where heads fill the chip. Exactly what ran on a
     GPU."""
     fits = w["D"] == w["DV"] and w["D"] in (64, 72)
-    return own and fits and spec.op == "polynomial" and plain(spec) and spec.ridge == 0 and dtype == torch.bfloat16
+    form = plain(spec) or centred_keys(spec) or ratio(spec)
+    return own and fits and spec.op == "polynomial" and form and spec.ridge == 0 and dtype == torch.bfloat16
 
 
 def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
@@ -112,8 +123,11 @@ def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
         return few_heads(batch_heads, n)
     if halved(spec, w, dtype, own):
         return 1 - (1 - few_halved(w, batch_heads, n)) * apart
+    if mixed(spec, w, dtype, own) and spec.normalize and cut(w):  # the split path would spill
+        return 0
     if mixed(spec, w, dtype, own):  # of few tokens d coefficients have fewer digits than torch's
-        return 1 - (1 - few_heads(batch_heads, n)) * (1 if spec.fixed else torch.sym_min(1, n // 192))
+        exact = spec.learned and not spec.normalize
+        return 1 - (1 - few_heads(batch_heads, n)) * (torch.sym_min(1, n // 192) if exact else 1)
     return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
 
 
@@ -215,9 +229,12 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str
 
 def readout_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
     """Tiles of `reduce_readout`."""
-    if not spec.normalize or mapped(spec) or spec.op == "polynomial" or dtype == torch.float32:
+    pulled = not mapped(spec)
+    if spec.op == "polynomial":
+        pulled = spec.digits(dtype, True) < 3 and not spec.softmax
+    if not spec.normalize or not pulled or dtype == torch.float32:
         return reduce_config(spec, w, dtype)
-    return query_config(w)
+    return query_config(w) | ({"BN": 32} if spec.op == "polynomial" and w["F2"] > 0 else {})
 
 
 def divides(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> bool:
@@ -259,6 +276,8 @@ def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
     fits = w["F1"] + w["F2"] <= 64 and w["V1"] + w["V2"] <= 64
     if spec.op != "polynomial" or (fits and dtype == torch.bfloat16 and not spec.digits(dtype, True)):
         return 1
+    if spec.normalize and not spec.softmax and spec.center is None and 0 < spec.digits(dtype, True) < 3:
+        return 3
     wide = min(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
     return 5 if wide and plain(spec) and spec.ridge == 0 and dtype == torch.bfloat16 else 2
 
@@ -281,6 +300,8 @@ def apply_config(
     third = spec.op in ("hla3", "polynomial")
     if spec.normalize and mapped(spec) and summed(spec):  # features that no forward kept
         return {"BN": 64, "num_warps": 4, "num_stages": 2, "ROLES": 1}
+    if spec.normalize and spec.op == "polynomial" and cut(w):
+        return {"BN": 32, "num_warps": 4, "num_stages": 2, "ROLES": 2}
     if very and spec.op == "polynomial":
         few = not plain(spec)
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 1 if few else 3, "ROLES": 2}
@@ -308,13 +329,13 @@ def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int) -> dic
     polynomial, bf16 = spec.learned or (spec.op == "polynomial" and dtype != torch.bfloat16), dtype == torch.bfloat16
     sums_up = spec.op in ("hla2", "hla3") or spec.normalize or spec.feature_map not in (None, "identity", "relu")
     if (polynomial and not bf16) or (sums_up and dtype == torch.float32):
-        return {"PREC": "ieee", "MID": "ieee", "EXACT": "ieee"}
+        return {"PREC": "ieee", "MID": "ieee", "WHOLE": "ieee", "EXACT": "ieee"}
     cancels = spec.normalize and spec.op in ("ahla", "hla3", "polynomial") and n > 8192
     mid = "tf32" if bf16 and not (spec.softmax or cancels) else "tf32x3"
     if polynomial:
         whole = SPLIT if w["F2"] + w["V2"] == 0 else "ieee"
-        return {"PREC": "ieee", "MID": whole if spec.normalize else mid, "EXACT": "blocks"}
-    return {"PREC": "tf32x3", "MID": mid, "EXACT": mid}
+        return {"PREC": "ieee", "MID": mid, "WHOLE": whole if spec.normalize else mid, "EXACT": "blocks"}
+    return {"PREC": "tf32x3", "MID": mid, "WHOLE": mid, "EXACT": mid}
 
 
 def middle_config(w: dict[str, int], rows: int, batch_heads: int, prec: dict[str, str]) -> dict[str, int]:

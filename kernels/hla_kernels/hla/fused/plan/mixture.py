@@ -1,10 +1,10 @@
-"""Tiles of `heads.mixture` and `heads.fixed`."""
+"""Tiles of `heads.mixture` and `heads.mixture.fixed`."""
 
 from __future__ import annotations
 
 import torch
 
-from ..spec import Spec
+from ..spec import Spec, layout
 from . import cut
 
 
@@ -14,6 +14,10 @@ def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
         return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3}
     if kernel == "moments":
         return {"BN": 32, "num_warps": 4, "num_stages": 3}
+    if kernel == "features":
+        return {"BN": 32, "num_warps": 8, "num_stages": 2}
+    if kernel == "ratio":
+        return {"num_warps": 8 if w["F2"] > 0 else 4, "num_stages": 1}
     if kernel in ("operator", "products"):
         return {"num_warps": 4, "num_stages": 1}
     if kernel == "backward":
@@ -23,28 +27,39 @@ def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
 
 
 def fixed_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
-    """Tiles of the kernels of `heads.fixed`."""
+    """Tiles of the kernels of `heads.mixture.fixed`."""
     if kernel == "forward":
         return {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3}
+    if kernel == "ratio":
+        return {"num_warps": 8 if w["F2"] > 0 else 4, "num_stages": 1}
     if kernel in ("operator", "products"):
         return {"num_warps": 4, "num_stages": 1}
     if kernel == "moments":
         return {"BN": 32, "num_warps": 4, "num_stages": 3}
+    if kernel == "features":
+        wide = w["F2"] > 0
+        return {"BN": 32, "num_warps": 8 if wide else 4, "num_stages": 2 if wide else 3}
     return {"BN": 64, "num_warps": 4, "num_stages": 3}
 
 
 def mixture_floats(spec: Spec, w: dict[str, int], n: int) -> int | torch.SymInt:
     """float32 numbers that a forward of the form of `mixed` keeps of a head."""
-    return fixed_floats(w) if spec.fixed else digits_floats(w, n)
+    lay = layout(spec, w)
+    vectors = lay.vectors().k
+    if spec.fixed:
+        return fixed_floats(w) + vectors
+    if spec.normalize:
+        return digits_floats(w, 513, vectors + lay.matrix_floats(4))
+    return digits_floats(w, n, vectors)
 
 
 def fixed_floats(w: dict[str, int]) -> int:
-    """Five float16 matrices, their units and M (`heads.fixed`)."""
+    """Five float16 matrices, their units and M (`heads.mixture.fixed`)."""
     return 5 * (w["F1"] + w["F2"]) ** 2 // 2 + 8 + w["D"] ** 2 // 2
 
 
-def digits_floats(w: dict[str, int], n: int) -> int | torch.SymInt:
-    """The digits of moments and their units (`heads.mixture`), 0 where few tokens are summed again for less. No branch
-    on sizes, as in `splits`."""
+def digits_floats(w: dict[str, int], n: int, vectors: int) -> int | torch.SymInt:
+    """The digits of moments, their units and vectors (`heads.mixture`), 0 where few tokens are summed again for less.
+    No branch on sizes, as in `splits`."""
     kept = 1 if cut(w) else torch.sym_min(1, n // 513)
-    return kept * (5 * (w["F1"] + w["F2"]) ** 2 + 8)
+    return kept * (5 * (w["F1"] + w["F2"]) ** 2 + 8 + vectors)

@@ -15,10 +15,10 @@ still reads it. Equations as in `algebra`.
 import triton
 import triton.language as tl
 
-from ..algebra import eye_of
-from ..maps import power_of_two
-from ..tiles import add4, axpy2, cast4, scale4, store4, trans4
-from .halves import get_matrix, half, largest_folded, put_matrix
+from ...algebra import eye_of
+from ...maps import power_of_two
+from ...tiles import add4, axpy2, cast4, load_vec, matvec, rank1, scale4, store4, store_vec, trans4, vecmat, zeros2
+from ..halves import get_matrix, half, largest_folded, put_matrix
 
 REST = tl.constexpr(2.0**-11)  # of a rest's unit in that of its matrix: both have the same largest number
 P, S, C, R, W, RESTS = (tl.constexpr(i) for i in range(6))  # where a moment lies, in matrices; its rest RESTS behind it
@@ -130,12 +130,26 @@ def moment(kept, r, ur, KEPT: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 
 @triton.jit
+def beside_ones(side, s, OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """p1 = s sum k, q1 = s sum q, and the gradients of m1 of values that are centred and of those as they are, from
+    side = (vectors, grads of `split.reduce_readout`, rows)."""
+    z = zeros2(D1, D2)
+    return (
+        axpy2(z, s, load_vec(side[0] + OFF[6], D, D1, D2), D2),
+        axpy2(z, s, load_vec(side[0] + OFF[5], D, D1, D2), D2),
+        load_vec(side[1] + D * D, D, D1, D2),
+        load_vec(side[1] + D * D + D, D, D1, D2),
+    )
+
+
+@triton.jit
 def first_products(
-    kept, room, weights, dm, r, um, u, c, s, KEPT: tl.constexpr, WOFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr, dtype: tl.constexpr,
+    kept, room, weights, dm, r, um, u, c, s, side, KEPT: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Write WR', and Z = dM P' and the left factor of P in float16 to `room`, of the digits of moments in `kept` (R is
-    r unless KEPT) and of dM in `room`. Returns what is known of d coefficients 1, 3 and 4 and the units of both."""
+    r unless KEPT) and of dM in `room`. Returns what is known of d coefficients 1, 3 and 4 and the units of both. side:
+    of a ratio `beside_ones`, whose ones are a column more of P and of dM; otherwise None."""
     up, us, _, ur, uw = u
     dc1 = inner(whole(kept, P, up, D1, D2), dm, 1.0, D2)
     hm = load(room, DM, D1, D2)
@@ -143,6 +157,10 @@ def first_products(
     z = product(load(room, REST_DM, D1, D2), trans4(hp), D2)
     z = add4(z, product(hm, trans4(load(kept, P + RESTS, D1, D2)), D2), D2, D2)
     z = scale4(add4(product(hm, trans4(hp), D2), scale4(z, REST), D2, D2), um * up)
+    if side is not None:
+        p1, _, d1, _ = beside_ones(side, s, OFF, D, D1, D2)
+        z = rank1(z, d1, p1, D2, D2)
+        dc1 = (dc1[0] + d1[0] * p1[0], dc1[1] + d1[1] * p1[1])
     hz, uz = half(z, D2, D2)
     put_matrix(room + Z * (D1 + D2) * (D1 + D2), hz, D1, D2)
     dc3 = inner(moment(kept, r, ur, KEPT, D1, D2), z, 1.0, D2)
@@ -154,11 +172,23 @@ def first_products(
 
 
 @triton.jit
+def put_token_rows(side, hs, ht, us, ut, c, s, OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Write what every dq, dk, dv receives by the column of ones: s c2 S dm1, s T'dm1, 0, of float16 S and T."""
+    _, _, _, d1 = beside_ones(side, s, OFF, D, D1, D2)
+    z = zeros2(D1, D2)
+    row = matvec(cast4(hs, tl.float32), axpy2(z, s * us * c[1], d1, D2), D2, D2)
+    store_vec(side[2], row, D, D1, D2)
+    store_vec(side[2] + D, vecmat(axpy2(z, s * ut, d1, D2), cast4(ht, tl.float32), D2, D2), D, D1, D2)
+    store_vec(side[2] + 2 * D, z, D, D1, D2)
+
+
+@triton.jit
 def second_products(
-    kept, room, matrix, weights, um, uz, ut, u, c, s, PART: tl.constexpr, WOFF: tl.constexpr, D: tl.constexpr,
-    D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr,
+    kept, room, matrix, weights, um, uz, ut, u, c, s, side, PART: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Write WW (PART 0), WS (1), WC' and WP' (2) or M (3). Returns what these add to d coefficients 2 and 4."""
+    """Write WW (PART 0), WS (1), WC' and WP' (2) or M (3; of a ratio, which has M, the rows of dq, dk, dv). Returns
+    what these add to d coefficients 2 and 4."""
     up, us, uc, _, uw = u
     if PART == 0:
         hs = load(kept, S, D1, D2)
@@ -170,6 +200,9 @@ def second_products(
         x = scale4(product(load(kept, W, D1, D2), trans4(load(room, Z, D1, D2)), D2), uw * uz)
         dc4 = inner(load(kept, S + RESTS, D1, D2), x, us * REST, D2)
         y = scale4(product(load(room, DM, D1, D2), trans4(load(kept, C, D1, D2)), D2), um * uc)
+        if side is not None:
+            _, q1, d1, _ = beside_ones(side, s, OFF, D, D1, D2)
+            y = rank1(y, d1, q1, D2, D2)
         dc2 = inner(whole(kept, S, us, D1, D2), y, 1.0, D2)
         x = add4(scale4(y, s * c[1]), scale4(x, s * c[3]), D2, D2)
         put_weight(weights + WOFF[1], symmetric(x, D2), dtype, D, D1, D2)
@@ -186,25 +219,30 @@ def second_products(
         x = scale4(product(hs, load(kept, C, D1, D2), D2), us * uc)
         dc2 = inner(load(room, REST_DM, D1, D2), x, um * REST, D2)
         dc4 = inner(hs, x, 0.0, D2)
-        y = scale4(product(load(room, T, D1, D2), load(kept, P, D1, D2), D2), ut * up)
-        put_weight(matrix, add4(y, scale4(x, c[1]), D2, D2), dtype, D, D1, D2)
+        if side is not None:
+            put_token_rows(side, hs, load(room, T, D1, D2), us, ut, c, s, OFF, D, D1, D2)
+        else:
+            y = scale4(product(load(room, T, D1, D2), load(kept, P, D1, D2), D2), ut * up)
+            put_weight(matrix, add4(y, scale4(x, c[1]), D2, D2), dtype, D, D1, D2)
     return dc2, dc4
 
 
 @triton.jit
 def mixed_gradient(
-    kept, room, matrix, weights, dm, r, um, u, c, s, KEPT: tl.constexpr, WOFF: tl.constexpr, D: tl.constexpr,
-    D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr,
+    kept, room, matrix, weights, dm, r, um, u, c, s, side, KEPT: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Write M to `matrix` and WP', WS, WC', WR', WW to `weights`, in a dtype; returns d coefficients. r is
-    R unless KEPT."""
+    R unless KEPT; side as in `first_products`."""
     tl.debug_barrier()  # every thread reads what others wrote
-    dc1, dc3, dc4, uz, ut = first_products(kept, room, weights, dm, r, um, u, c, s, KEPT, WOFF, D, D1, D2, dtype)
+    dc1, dc3, dc4, uz, ut = first_products(
+        kept, room, weights, dm, r, um, u, c, s, side, KEPT, OFF, WOFF, D, D1, D2, dtype
+    )
     tl.debug_barrier()
     dc2 = axpy2(dc1, -1.0, dc1, D2)
     for part in tl.static_range(4):
         x2, x4 = second_products(
-            kept, room, matrix, weights, um, uz, ut, u, c, s, part, WOFF, D, D1, D2, dtype
+            kept, room, matrix, weights, um, uz, ut, u, c, s, side, part, OFF, WOFF, D, D1, D2, dtype
         )  # fmt: skip
         dc2 = axpy2(dc2, 1.0, x2, D2)
         dc4 = axpy2(dc4, 1.0, x4, D2)

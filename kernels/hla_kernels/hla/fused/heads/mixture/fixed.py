@@ -8,13 +8,14 @@ corrupt others). 72 channels: `mixture.mixture_moments` and `mixture.mixture_ope
 import triton
 import triton.language as tl
 
-from ..loops import read_out, sum_gradient, sum_moments
-from ..tiles import add4, cast4, scale4, store4, trans4, zeros2
-from . import NO_SPECIALIZE, load_coefficients, of_head, own_head
-from .digits import C, P, S, W, load, product, put_weight, symmetric
+from ...algebra import scale_moments
+from ...loops import read_out, sum_gradient, sum_moments
+from ...tiles import add4, axpy2, cast4, load4, rank1, scale4, store4, trans4, zeros2
+from .. import NO_SPECIALIZE, load_coefficients, of_head, own_head
+from ..halves import get_matrix, half, put_matrix
+from .digits import C, P, S, W, beside_ones, load, product, put_token_rows, put_weight, symmetric
 from .digits import R as T
-from .halves import get_matrix, half, put_matrix
-from .mixture import load_units, store_units
+from .kept import load_units, put_rows, put_sums, store_units
 
 PREC = tl.constexpr("tf32x3")  # of bfloat16 tokens: the sums of tensor cores as they are
 
@@ -79,23 +80,32 @@ def light_operator(m, c, s, kept, units, SAVE: tl.constexpr, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def fixed_forward(
-    q, k, v, o, kept, units, matrix, coefficients, qs, ks, vs, os, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
+    q, k, v, o, kept, units, vectors, matrix, coefficients, qs, ks, vs, os, N, H, scale, CENTER: tl.constexpr,
+    MEAN: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """o = q M of one head of one block. SAVE: what the backward needs is kept; otherwise room for S and T."""
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, o, qn, kn, vn, on = of_head((q, k, v, o), (qs, ks, vs, os), at, h, ALIGN)
-    m, _, _, _ = sum_moments(
-        q, k, v, q, qn, kn, vn, qn, 0, N, 5, False, False, True, D, F1, F2, D, F1, F2, BN, PREC
+    SUMS: tl.constexpr = 2 if CENTER > 0 or MEAN else 0
+    m, sums, _, _ = sum_moments(
+        q, k, v, q, qn, kn, vn, qn, 0, N, 5, SUMS, False, True, D, F1, F2, D, F1, F2, BN, PREC
     )  # fmt: skip
+    zero = zeros2(F1, F2)
+    row = zero
+    if MEAN:
+        row = axpy2(zero, 1.0 / N[1], sums[2], F2)
+    if SUMS:
+        m = scale_moments(m, sums, 1.0, N[1], 0.0, 5, CENTER, MEAN, False, F1, F2, F2)
+    if SUMS and SAVE:
+        put_sums(vectors + head * K, sums, 5, OFF, D, F1, F2)
     c = load_coefficients(coefficients, h, 5)
     m = one_block(light_operator(m, c, scale, kept + head * KF, units + head * 8, SAVE, D).to(q.dtype.element_ty))
     if SAVE:
         put_weight(matrix + head * D * D, m, q.dtype.element_ty, D, F1, F2)
-    row = zeros2(F1, F2)
     read_out(
-        q, o, qn, on, 0, N, m, row, row, row, 0.0, False, False, 0, D, F1, F2, F1, F2, D, F1, F2, BO, PREC,
+        q, o, qn, on, 0, N, m, zero, row, row, 0.0, False, MEAN, 0, D, F1, F2, F1, F2, D, F1, F2, BO, PREC,
     )  # fmt: skip
 
 
@@ -117,14 +127,17 @@ def put_turned(to, a, dtype: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2
 
 @triton.jit
 def key_gradient(
-    kept, room, weights, dm, u, c, s, WOFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    dtype: tl.constexpr,
+    kept, room, weights, dm, u, c, s, side, OFF: tl.constexpr, WOFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
+    D2: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Write WR' for dM' [V, F]; returns dM' and Z' = P dM' in float16 and their units. Several blocks are in `room`
-    then."""
+    then. side as in `digits.first_products`."""
     dm, um = half(dm, D2, D2)
     dm = through(room, dm, D1, D2)
     z = scale4(product(load(kept, P, D1, D2), dm, D2), um * u[0])
+    if side is not None:
+        p1, _, d1, _ = beside_ones(side, s, OFF, D, D1, D2)
+        z = rank1(z, p1, d1, D2, D2)
     put_weight(weights + WOFF[3], scale4(z, s * c[2]), dtype, D, D1, D2)
     z, uz = half(z, D2, D2)
     return dm, um, through(room + (D1 + D2) * (D1 + D2), z, D1, D2), uz
@@ -132,10 +145,10 @@ def key_gradient(
 
 @triton.jit
 def weight(
-    kept, weights, dm, um, z, uz, u, c, s, PART: tl.constexpr, WOFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr, dtype: tl.constexpr,
+    kept, weights, dm, um, z, uz, u, c, s, side, PART: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Write WP' (PART 0), WC' (1), WW (2) or WS (3) of `algebra.weights`."""
+    """Write WP' (PART 0), WC' (1), WW (2) or WS (3) of `algebra.weights`; of a ratio, with WW, the rows too."""
     _, us, uc, ut, uw = u
     if PART == 0:
         x = scale4(product(trans4(load(kept, T, D1, D2)), trans4(dm), D2), s * um * ut)
@@ -146,54 +159,72 @@ def weight(
     elif PART == 2:
         x = scale4(product(load(kept, S, D1, D2), trans4(z), D2), s * c[3] * us * uz)
         put_weight(weights + WOFF[4], symmetric(x, D2), dtype, D, D1, D2)
+        if side is not None:
+            put_token_rows(side, load(kept, S, D1, D2), load(kept, T, D1, D2), us, ut, c, s, OFF, D, D1, D2)
     else:
         x = scale4(product(load(kept, W, D1, D2), z, D2), s * c[3] * uw * uz)
         x = add4(x, scale4(product(load(kept, C, D1, D2), dm, D2), s * c[1] * uc * um), D2, D2)
+        if side is not None:
+            _, q1, d1, _ = beside_ones(side, s, OFF, D, D1, D2)
+            x = rank1(x, axpy2(zeros2(D1, D2), s * c[1], q1, D2), d1, D2, D2)
         put_weight(weights + WOFF[1], symmetric(x, D2), dtype, D, D1, D2)
 
 
 @triton.jit
 def all_weights(
-    kept, units, room, weights, dm, c, s, WOFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    dtype: tl.constexpr,
+    kept, units, room, weights, dm, c, s, side, OFF: tl.constexpr, WOFF: tl.constexpr, D: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Write all five for dM' [V, F]."""
     u = load_units(units)
-    dm, um, z, uz = key_gradient(kept, room, weights, dm, u, c, s, WOFF, D, D1, D2, dtype)
+    dm, um, z, uz = key_gradient(kept, room, weights, dm, u, c, s, side, OFF, WOFF, D, D1, D2, dtype)
     for part in tl.static_range(4):
-        weight(kept, weights, dm, um, z, uz, u, c, s, part, WOFF, D, D1, D2, dtype)
+        weight(kept, weights, dm, um, z, uz, u, c, s, side, part, OFF, WOFF, D, D1, D2, dtype)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def fixed_weights(
-    q, g, kept, units, room, weights, coefficients, qs, gs, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr,
+    q, g, kept, units, room, weights, rows, grads, vectors, coefficients, qs, gs, N, H, scale, CENTER: tl.constexpr,
+    MEAN: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KG: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
     """The weights of the gradients of the tokens of one head; of several blocks WR', and what `fixed_products` starts
-    from."""
+    from. grads as in `mixture.mixture_weights`."""
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
-    q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
-    dm, _ = sum_gradient(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC)
+    side = None
+    rows += head * 3 * D
+    if grads is None:
+        q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
+        dm, sg = sum_gradient(q, g, qn, gn, 0, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC)
+        if CENTER > 0 or MEAN:
+            put_rows(rows, sg, N[1], MEAN, D, F1, F2)
+    else:
+        grads += head * KG
+        side = (vectors + head * K, grads, rows)
+        dm = load4(grads, D, F1, F2, D, F1, F2, 1, D)
     kept += head * KF
     units += head * 8
     room += head * KR
     weights += head * KW
     c = load_coefficients(coefficients, h, 5)
     if F2 == 0:
-        all_weights(kept, units, room, weights, dm, c, scale, WOFF, D, F1, F2, q.dtype.element_ty)
+        all_weights(kept, units, room, weights, dm, c, scale, side, OFF, WOFF, D, F1, F2, q.dtype.element_ty)
     else:
         u = load_units(units)
-        _, um, _, uz = key_gradient(kept, room, weights, dm, u, c, scale, WOFF, D, F1, F2, q.dtype.element_ty)
+        _, um, _, uz = key_gradient(
+            kept, room, weights, dm, u, c, scale, side, OFF, WOFF, D, F1, F2, q.dtype.element_ty
+        )
         tl.store(units + 5, um)
         tl.store(units + 6, uz)
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def fixed_products(
-    kept, units, room, weights, coefficients, N, H, scale, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
+    kept, units, room, weights, rows, grads, vectors, coefficients, N, H, scale, OFF: tl.constexpr, K: tl.constexpr,
+    KG: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
+    WOFF: tl.constexpr, KW: tl.constexpr,
 ):  # fmt: skip
     """The other four weights of a head by four programs, whose registers one would not have."""
     pid = tl.program_id(0) // 4
@@ -204,9 +235,12 @@ def fixed_products(
     c = load_coefficients(coefficients, pid % H, 5)
     um, uz = tl.load(units + 5), tl.load(units + 6)
     part = tl.program_id(0) % 4
+    side = None
+    if grads is not None:
+        side = (vectors + head * K, grads + head * KG, rows + head * 3 * D)
     for PART in tl.static_range(4):
         if part == PART:
             weight(
                 kept + head * KF, weights + head * KW, load(room, 0, F1, F2), um, load(room, 1, F1, F2), uz, u, c,
-                scale, PART, WOFF, D, F1, F2, weights.dtype.element_ty,
+                scale, side, PART, OFF, WOFF, D, F1, F2, weights.dtype.element_ty,
             )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Launches of `polynomial` as a ratio of features: moments, operator and the algebra of the backward by
+`heads.mixture`, the sums of the backward by `split.reduce_readout`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....dispatch.recording import launch
+from ..heads.mixture import mixture_moments
+from ..heads.mixture.ratios import ratio_operator
+from ..plan.mixture import fixed_config, mixture_config
+from . import apply_call, apply_grads_call, readout_grad
+from .call import Call, Saved, placed, staged, unfused
+from .fixed import fixed_square, fixed_weights_call
+from .mixture import area, means, mixture_weights_call, room_of, square
+
+
+def ratio_kept(call: Call, saved: Tensor, fixed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Float16 matrices [B * H, 10 or FIXED 5, F, F], units [B * H, 8], vectors [B * H, K] and operators of a buffer of
+    `plan.mixture_floats`, or room for them."""
+    lay, size = call.lay.vectors(), (5 if fixed else 10) * area(call) // 2
+    room = lay.matrix_floats(call.matrix_dtype.itemsize)
+    buffer = saved if saved.numel() > 0 else call.buffer(call.bh * (8 + size + lay.k + room))
+    units, kept, vectors, matrix = buffer.split([call.bh * x for x in (8, size, lay.k, room)])
+    matrix = matrix.view(call.matrix_dtype).view(call.bh, -1)
+    return kept.view(torch.float16), units, vectors.view(call.bh, lay.k), matrix
+
+
+def ratio_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
+    """Three launches: o, and what a backward needs unless `saved` is empty, for which `fixed` has enough digits."""
+    q, k, v = call.q, call.k, call.v
+    fixed = call.spec.fixed or saved.numel() == 0
+    kept, units, vectors, matrix = ratio_kept(call, saved, fixed)
+    name, config, widths = ("fixed", fixed_config, fixed_square) if fixed else ("mixture", mixture_config, square)
+    at, a = placed(q, k, v)
+    launch(
+        mixture_moments, 3 * call.bh,
+        q, k, v, kept, units, vectors, *at, call.n, call.h, call.scale, ALIGN=a, DIGITS=not fixed, **means(call),
+        **widths(call), **call.pick("FMAP"), **staged(call.tiles(f"{name}_features", config, "features", call.w)),
+    )  # fmt: skip
+    room, length = (kept.view(-1)[3 * area(call) :], 5) if fixed else (room_of(call, 2), 2)
+    lay = call.lay = call.lay.vectors()
+    launch(
+        ratio_operator, call.bh,
+        kept, units, room, vectors, matrix, call.coefficients, call.n, call.h, call.scale, OFF=lay.off, K=lay.k,
+        KR=length * area(call), DIGITS=not fixed, **widths(call),
+        **call.tiles(f"{name}_ratio", config, "ratio", call.w), **unfused(call),
+    )  # fmt: skip
+    apply_call(call, o, Saved(vectors, matrix))
+
+
+def ratio_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> Tensor | None:
+    """dq, dk, dv, and parts of d coefficients if they are learned."""
+    spec, lay = call.spec, call.lay.vectors()
+    kept, units, vectors, matrix = ratio_kept(call, saved, spec.fixed)
+    call.lay, ratio, dc = lay, call.ratio(), None
+    of = Saved(vectors, matrix)
+    grads = readout_grad(call, g, of, ratio)
+    weights, rows = call.buffer(call.bh, lay.kw, dtype=call.q.dtype), call.buffer(call.bh, 3 * lay.fd)
+    if spec.fixed:
+        fixed_weights_call(call, g, kept, units, vectors, weights, rows, grads)
+    else:
+        dc = mixture_weights_call(call, g, kept, units, vectors, matrix, weights, rows, grads)
+    apply_grads_call(call, g, outs, of, ratio, weights, rows, True)
+    return dc
