@@ -348,13 +348,14 @@ def apply_grads(
     ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, ROLES: tl.constexpr, ROWS_DONE: tl.constexpr,
-    PREC: tl.constexpr,
+    JOIN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv of one part of one head from the weights [B * H, KW] of `middle_grads` at WOFF and rows
     [B * H, 2 F + V].
 
     ROLES = 2: neighbouring programs write dq, and dk with dv, of the same tokens: half the weights stay resident in
-    each. ROLES = 3: dq, dk and dv. ROWS_DONE: `head_weights` has centred the rows already.
+    each; JOIN: dq with dv, which of ahla read the same keys, and dk. ROLES = 3: dq, dk and dv. ROWS_DONE:
+    `head_weights` has centred the rows already.
     """
     pid = tl.program_id(0) // ROLES
     h = pid % H
@@ -385,13 +386,13 @@ def apply_grads(
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 0:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 1, ORDER, NORM, CENTER, MEAN, FMAP,
-            D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 5 if JOIN else 1, ORDER, NORM,
+            CENTER, MEAN, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 1:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, ROLES, ORDER, NORM, CENTER, MEAN,
-            FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 3 if JOIN else ROLES, ORDER, NORM,
+            CENTER, MEAN, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
         )  # fmt: skip
     else:
         part_grads(

@@ -3,7 +3,7 @@
 The forward of first order keeps its operator M, padded, [B * H, AREA], that of the others the COUNT = 2 or of hla3 3
 factors of it (`duo`) [B * H, COUNT, D, D] with units [B * H, 4], and M [B * H, D, D] where weights are those of pairs
 too; the backward sums dM alone over q and the gradients of o. Weights are kept as M is, one of first order, COUNT of
-the others; those of hla3 take too much room in pairs of heads: `split.apply_grads` writes its gradients.
+the others; those of ahla and hla3 take too much room in pairs of heads: `split.apply_grads` writes their gradients.
 """
 
 import triton
@@ -78,36 +78,29 @@ def get_weight(
 
 @triton.jit
 def query_gradient(
-    k, v, g, dq, kn, vn, gn, on, lo, hi, matrix, w, PART: tl.constexpr, ORDER: tl.constexpr, COUNT: tl.constexpr,
+    v, g, dq, vn, gn, on, lo, hi, matrix, w, PART: tl.constexpr, ORDER: tl.constexpr, COUNT: tl.constexpr,
     D: tl.constexpr, D1: tl.constexpr, AREA: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
-    """dq = g M', + v WC' of hla2, + k WR' of ahla."""
+    """dq = g M', + v WC' of hla2."""
     m = turn(get_weight(matrix, 0, ORDER, 1, D, D1, AREA))
     if ORDER == 1:
         pair_product(g, m, g, m, dq, gn, gn, on, lo, hi, False, PART, D, D1, BN, STAGES)
-    elif ORDER == 2:
+    else:
         u = get_weight(w, 0, ORDER, COUNT, D, D1, AREA)
         pair_product(g, m, v, u, dq, gn, vn, on, lo, hi, True, PART, D, D1, BN, STAGES)
-    else:
-        u = turn(get_weight(w, 1, ORDER, COUNT, D, D1, AREA))
-        pair_product(g, m, k, u, dq, gn, kn, on, lo, hi, True, PART, D, D1, BN, STAGES)
 
 
 @triton.jit
 def key_gradient(
-    q, k, v, dk, qn, kn, vn, on, lo, hi, w, PART: tl.constexpr, ORDER: tl.constexpr, COUNT: tl.constexpr,
-    D: tl.constexpr, D1: tl.constexpr, AREA: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr = None,
+    k, v, dk, kn, vn, on, lo, hi, w, ORDER: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
+    AREA: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
-    """dk = v WP', k WS of hla2; + q WR of ahla."""
+    """dk = v WP', k WS of hla2."""
     m = get_weight(w, 1 if ORDER == 2 else 0, ORDER, COUNT, D, D1, AREA)
     if ORDER == 2:
-        pair_product(k, m, k, m, dk, kn, kn, on, lo, hi, False, PART, D, D1, BN, STAGES)
+        pair_product(k, m, k, m, dk, kn, kn, on, lo, hi, False, 0, D, D1, BN, STAGES)
     else:
-        if ORDER == 1:
-            pair_product(v, m, v, m, dk, vn, vn, on, lo, hi, False, PART, D, D1, BN, STAGES)
-        else:
-            u = get_weight(w, 1, ORDER, COUNT, D, D1, AREA)
-            pair_product(v, m, q, u, dk, vn, qn, on, lo, hi, True, PART, D, D1, BN, STAGES)
+        pair_product(v, m, v, m, dk, vn, vn, on, lo, hi, False, 0, D, D1, BN, STAGES)
 
 
 @triton.jit
@@ -226,8 +219,8 @@ def grads_pairs(
     ALIGN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, AREA: tl.constexpr, COUNT: tl.constexpr,
     ROLES: tl.constexpr, BN: tl.constexpr, TWO: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one part of two heads from its weights, by ROLES neighbouring programs: a gradient of two
-    weights by two of them, a gradient of one weight by one."""
+    """dq, dk, dv of one part of two heads of first order or of hla2 from its weights, by ROLES neighbouring programs:
+    dq of hla2, a sum of two products, by two of them."""
     at, h, head, lo, hi = place_pair(H, PARTS, N, chunk, ROLES)
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
     dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
@@ -236,16 +229,12 @@ def grads_pairs(
     w = weights + head * COUNT * SIZE
     role = tl.program_id(0) % ROLES
     CUT: tl.constexpr = 1 if ORDER > 1 else 0
-    KEYS: tl.constexpr = 1 if ORDER > 2 else 0
     FIRST: tl.constexpr = TWO if CUT else ONE
-    SECOND: tl.constexpr = TWO if KEYS else ONE
     if role == 0:
-        query_gradient(k, v, g, dq, kn, vn, gn, dqn, lo, hi, matrix, w, CUT, ORDER, COUNT, D, D1, AREA, BN, FIRST)
+        query_gradient(v, g, dq, vn, gn, dqn, lo, hi, matrix, w, CUT, ORDER, COUNT, D, D1, AREA, BN, FIRST)
     elif role == ROLES - 1:
         value_gradient(q, k, dv, qn, kn, dvn, lo, hi, w, ORDER, COUNT, D, D1, AREA, BN, ONE)
     elif CUT and role == 1:
-        query_gradient(k, v, g, dq, kn, vn, gn, dqn, lo, hi, matrix, w, 2, ORDER, COUNT, D, D1, AREA, BN, FIRST)
-    elif KEYS and role == 2:
-        key_gradient(q, k, v, dk, qn, kn, vn, dkn, lo, hi, w, 2, ORDER, COUNT, D, D1, AREA, BN, SECOND)
+        query_gradient(v, g, dq, vn, gn, dqn, lo, hi, matrix, w, 2, ORDER, COUNT, D, D1, AREA, BN, FIRST)
     else:
-        key_gradient(q, k, v, dk, qn, kn, vn, dkn, lo, hi, w, KEYS, ORDER, COUNT, D, D1, AREA, BN, SECOND)
+        key_gradient(k, v, dk, kn, vn, dkn, lo, hi, w, ORDER, COUNT, D, D1, AREA, BN, ONE)

@@ -102,10 +102,13 @@ def plain_gradient(
 
 @triton.constexpr_function
 def which(i, loops, order):
-    """PART of `write_grads` of the i-th of so many loops. Of three, first what reads the queries that were just summed
-    and are in L2 still, dv of hla2 or dk of ahla, then dq, which reads the gradients of o that were."""
+    """PART of `write_grads` of the i-th of so many loops: first what reads the queries that were just summed and are in
+    L2 still, dv of hla2 or dk of ahla, then dq, which reads the gradients of o that were, of ahla with dv, which reads
+    the same keys."""
     if loops == 3:
-        return ((4, 1, 3) if order == 2 else (3, 1, 4))[i]
+        return (4, 1, 3)[i]
+    if loops == 2 and order == 3:
+        return (3, 5)[i]
     return 0 if loops == 1 else i + 1
 
 
@@ -143,8 +146,8 @@ def plain_backward(
     KEPT: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr,
     WRITE: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one head. LOOPS = 2: dq, then dk and dv; 3: one after the other (`which`), whose tiles take less
-    shared memory than those of all three."""
+    """dq, dk, dv of one head in LOOPS passes (`which`), the tiles of which take less shared memory than those of all
+    three gradients."""
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)

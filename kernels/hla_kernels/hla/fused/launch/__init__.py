@@ -198,13 +198,14 @@ def apply_grads_call(
     q, k, v, lay = call.q, call.k, call.v, call.lay
     many = call.own() and not plan.few_heads(call.planned, call.most)
     once = many and plan.mixed(call.spec, call.w, q.dtype, True) and not call.spec.normalize
-    config = call.tiles("apply_grads", plan.apply_config, "backward", call.spec, call.w, q.dtype, once)
+    join = call.spec.op == "ahla" and pairs.paired(call)
+    config = call.tiles("apply_grads", plan.apply_config, "backward", call.spec, call.w, q.dtype, once, join)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     at, a = placed(q, k, v, g, *outs)
     launch(
         apply_grads, call.bh * parts * config["ROLES"],
         q, k, v, g, *outs, saved.state, saved.matrix, ratio, weights, rows, *at, call.n, call.h, call.g, parts, chunk,
-        ALIGN=a, WOFF=lay.woff, KW=lay.kw, ROWS_DONE=rows_done,
+        ALIGN=a, WOFF=lay.woff, KW=lay.kw, ROWS_DONE=rows_done, JOIN=join,
         **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP"), **call.sizes(), **config,
     )  # fmt: skip
 

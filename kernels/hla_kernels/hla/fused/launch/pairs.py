@@ -108,13 +108,13 @@ def weights_higher_call(call: Call, g: Tensor, saved: Tensor) -> tuple[Tensor, T
 def backward(
     call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor, apply: Callable[..., None]
 ) -> None:
-    """dq, dk, dv from what a forward kept, in one launch or two, of hla3 the second is `launch.apply_grads_call`. g of
-    another layout than the tokens' is copied."""
+    """dq, dk, dv from what a forward kept, in one launch or two: of ahla and hla3 the second is
+    `launch.apply_grads_call`. g of another layout than the tokens' is copied."""
     assert all(near(x) for x in outs)
     g = g if near(g) else g.contiguous()
     if call.spec.op != "linear_attention":
         matrix, weights = weights_higher_call(call, g, saved)
-        if call.spec.op == "hla3":
+        if call.spec.op != "hla2":
             return apply(call, g, outs, Saved(g, matrix), None, weights, weights, True)
         return write(call, g, outs, matrix, weights)
     q, k, v = call.q, call.k, call.v

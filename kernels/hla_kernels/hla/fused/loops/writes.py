@@ -113,8 +113,8 @@ def write_grads(
     NORM: 1 / den and d loss / d den of every token are read from ratio [*, 2]; m1 and the rows are
     pointers then. more: rows of `algebra.centre_softmax`.
 
-    PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv (what a part does not use is not loaded). STAGES: of the loop,
-    if not those of the kernel.
+    PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv, 5: dq and dv (what a part does not use is not loaded).
+    STAGES: of the loop, if not those of the kernel.
     """
     SOFTMAX: tl.constexpr = FMAP == 3 or FMAP == 4
     MAP: tl.constexpr = FMAP + 3 if SOFTMAX and not NORM else FMAP
@@ -139,7 +139,7 @@ def write_grads(
         tg = load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False)
         fq = phi(rq, live, MAP, D, R1, R2)
         fk = phi(rk, live, MAP, D, R1, R2)
-        if PART == 0 or PART == 2 or PART == 4:
+        if PART == 0 or PART == 2 or PART >= 4:
             gv = zero_rows(BN, V1, V2)
             if ORDER != 2:
                 gv = rowmul(gv, fk, trans4(w[0]), F2, V2, PREC)
@@ -167,7 +167,7 @@ def write_grads(
             else:
                 gk = phi_grad(phi32(rk, live, FMAP, D, R1, R2) if SOFTMAX else fk, gk, FMAP, R2)
             put(dk + (zero + start) * dkn, i, dkn, live, gk, ALONE, D, R1, R2)
-        if PART < 2:
+        if PART < 2 or PART == 5:
             gq = rowmul(zero_rows(BN, F1, F2), tg, mt, V2, F2, PREC)
             if NORM:
                 inverse, total = get_ratio(ratio, start + i, live)

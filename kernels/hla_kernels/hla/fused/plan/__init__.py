@@ -283,9 +283,11 @@ def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
 
 
 def apply_config(
-    direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype, once: bool = False
+    direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype, once: bool = False, join: bool = False
 ) -> dict[str, int]:
-    """Tiles of `apply` and `apply_grads`; `once`: many heads of the form of `mixed`."""
+    """Tiles of `apply` and `apply_grads`; `once`: many heads of the form of `mixed`, `join`: dq is written with dv."""
+    if join:
+        return {"BN": 64, "num_warps": 4, "num_stages": 3, "ROLES": 2}
     if once and narrow(w):
         return {"BN": 32, "num_warps": 4, "num_stages": 3, "ROLES": 1}
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 64

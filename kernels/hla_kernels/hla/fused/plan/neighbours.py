@@ -24,7 +24,7 @@ def at_once(n: int) -> bool:
 
 def roles(spec: Spec) -> int:
     """Programs that write the gradients of the same tokens: two a gradient that is a sum of two products."""
-    return {"linear_attention": 3, "hla2": 4, "ahla": 5}[spec.op]
+    return {"linear_attention": 3, "hla2": 4}[spec.op]
 
 
 def parts(batch_pairs: int, n: int, bn: int) -> tuple[int, int]:

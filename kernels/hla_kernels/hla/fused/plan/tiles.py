@@ -18,6 +18,8 @@ def plain_config(spec: Spec, w: dict[str, int], kept: bool) -> dict[str, int]:
         return {"BN": 64, "BO": 64, "LOOPS": 1, "WRITE": 5, "num_warps": 4, "num_stages": 6, **AT_ONCE}
     if w["F2"] == 0:
         config = {"BN": 64, "LOOPS": 1, "WRITE": 2, "DELAY": 6000, "SLOTS": 2}
+    elif spec.op == "ahla":
+        config = {"BN": 64, "LOOPS": 2, "WRITE": 3, **AT_ONCE}
     elif spec.op == "hla3":
         config = {"BN": 32, "LOOPS": 2, "WRITE": 2, **AT_ONCE}
     else:
