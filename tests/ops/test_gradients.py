@@ -172,3 +172,28 @@ def test_fixed_coefficients(packed):
     for call, frozen in ((op, True), (compiled, True), (compiled, False), (compiled, True)):
         assert all(torch.equal(a, b) for a, b in zip(run(call, frozen), expected, strict=True))
     assert not hk.explain("hla2", *qkv.unbind(2)).fixed
+
+
+@pytest.mark.parametrize("grad", (True, False))
+@pytest.mark.parametrize("frozen", (True, False))
+def test_fixed_coefficients_of_an_exported_program(frozen, grad):
+    """Whether they are is a property of the parameter, not of the mode in which the program was exported."""
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c = torch.nn.Parameter(torch.randn(4, 4, dtype=torch.double), not frozen)
+
+        def forward(self, q, k, v):
+            return hk.polynomial(q, k, v, self.c)
+
+    module, n = Module(), torch.export.Dim("n", min=2, max=8192)
+    x = [torch.randn(2, 9, 4, 8, dtype=torch.double) for _ in range(3)]
+    with torch.set_grad_enabled(grad):
+        program = torch.export.export(module, tuple(x), dynamic_shapes=({1: n},) * 3).module()
+    x = [torch.randn(2, 13, 4, 8, dtype=torch.double, requires_grad=True) for _ in range(3)]
+    grads = []
+    for call in (program, module):
+        own = [] if frozen else [dict(call.named_parameters())["c"]]
+        grads.append(torch.autograd.grad(call(*x).square().sum(), x + own))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

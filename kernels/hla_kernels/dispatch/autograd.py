@@ -13,8 +13,11 @@ def needs_backward(*tensors: Tensor | None) -> bool:
 
 
 def are_fixed(coefficients: Tensor | None) -> bool:
-    """Whether there are coefficients, and nobody will ask this call for their gradient."""
-    return coefficients is not None and not needs_backward(coefficients)
+    """Whether there are coefficients, and nobody will ask this call for their gradient; a program that is exported
+    without gradients may be trained."""
+    if coefficients is None or torch.compiler.is_exporting():
+        return coefficients is not None and not coefficients.requires_grad
+    return not needs_backward(coefficients)
 
 
 def refuse_forward_mode(op: str, *tensors: Tensor | None) -> None:

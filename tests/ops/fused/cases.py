@@ -32,6 +32,9 @@ BY_BLOCKS = [
     ("hla2", {"feature_map": "relu", "normalize": True, "center": "qk"}, "blocks", 37, 40, 40, (1, 1), FULL, "packed"),
     ("polynomial", {}, "blocks", 37, 40, 40, (1, 1), HALF, "packed"),
     ("polynomial", {**ELU, "mean_path": True, "fixed": True}, "blocks", 37, 24, 24, (1, 1), FULL, "packed"),
+    ("polynomial", ELU, "blocks", 37, 24, 24, (1, 1), FULL, "contiguous"),
+    ("polynomial", {**PAIR, "normalize": True}, "blocks", 20, 16, 24, (1, 1), HALF, "contiguous"),
+    ("polynomial", {"feature_map": "relu", "normalize": True}, "blocks", 37, 24, 24, (2, 2), HALF, "packed"),
     ("polynomial", {**ELU, "normalize": True, "center": "k"}, "blocks", 37, 72, 72, (1, 1), FULL, "packed"),
     ("polynomial", {**SOFTMAX, **QK}, "blocks", 37, 24, 24, (2, 1), FULL, "contiguous"),
 ]
@@ -144,6 +147,13 @@ def make(spec: Spec, n: int, d: int, dv: int, heads: tuple[int, int], dtype: tor
             tokens[2] = torch.ones(dv, dtype=dtype).expand(batch, n, hk, dv)
     grad = torch.randn(batch, n, h, dv).to(dtype)
     return tokens, grad, torch.randn(h, 4) if spec.op == "polynomial" else None
+
+
+def of_polynomial(x, c, grad, **options):
+    """o, dq, dk, dv and, unless they are fixed, the gradient of the coefficients."""
+    x = [t.detach().requires_grad_() for t in (x if hla_kernels.explain("polynomial", *x, c).fixed else [*x, c])]
+    y = hla_kernels.polynomial(*(x if len(x) == 4 else [*x, c]), **options)
+    return [y.detach(), *torch.autograd.grad(y, x, grad.to(y.dtype))]
 
 
 def relative_error(x: Tensor, y: Tensor) -> float:

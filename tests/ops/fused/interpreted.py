@@ -10,8 +10,11 @@ import json
 import pytest
 import torch
 
+from hla_kernels.features import feature
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
+from hla_kernels.hla.fused.launch.blocks import Blocks
+from hla_kernels.hla.fused.launch.call import Call
 from hla_kernels.hla.fused.plan import tuning
 from tests.ops.citizen import test_rms_norm as norms
 from tests.ops.fused.cases import BY_BLOCKS, FULL, HALF, OF_MIXTURES, make, poison, relative_error, run, truth
@@ -212,28 +215,16 @@ def test_opcheck_with_saved_state():
     torch.library.opcheck(torch.ops.hla_kernels.two_sided_qkvpacked, (qkv, None, *rest))
 
 
-@pytest.mark.parametrize("options", (("hla2", None, False), ("ahla", "elu1", True)), ids=str)
-def test_what_is_saved_has_a_size_for_every_number_of_tokens(options):
-    """One exported program for all sides of the choice of a path: sizes are formulas of B and N, not branches."""
-
-    class Module(torch.nn.Module):
-        def forward(self, q, k, v):
-            return torch.ops.hla_kernels.two_sided(
-                q, k, v, None, *options, None, False, 0.0, None, 1e-6, 1.0, "triton", False, True
-            )
-
-    b, n = torch.export.Dim("b", min=1, max=4096), torch.export.Dim("n", min=2, max=8192)
-    for dtype in (torch.float32, torch.bfloat16):
-        x = [torch.randn(32, 50, 4, 64, dtype=dtype) for _ in range(3)]
-        program = torch.export.export(Module(), tuple(x), dynamic_shapes=({0: b, 1: n},) * 3)
-        found = {node.name: node.meta.get("val") for node in program.graph.nodes}
-        size, shape = found["two_sided"][1].shape[0].node.expr, found["q"].shape
-        for batch, tokens in ((32, 50), (32, 2048), (32, 2049), (31, 50), (96, 4097), (96, 4609)):
-            q = torch.empty(batch, tokens, 4, 64, dtype=dtype, device="meta")
-            expected = fused.saved_floats(q, q, q, Spec(*options))
-            assert size.subs({shape[0].node.expr: batch, shape[1].node.expr: tokens}) == expected
-            split = batch < 32 or tokens > (4608 if batch == 96 and dtype == torch.bfloat16 else 2048)
-            assert (expected > (2.5 if options[2] else 1.6) * batch * 4 * 64 * 64) == split
+@pytest.mark.parametrize("name", ("elu1", "softmax"))
+def test_features_of_blocks_are_not_biased(name):
+    """Sums of features are to the digits of float32: what an exponential is wrong by must not add up."""
+    spec = Spec("polynomial", name)
+    tokens, _, c = make(spec, 64, 64, 64, (2, 2), FULL, "contiguous")
+    call = Call(spec, *tokens, c)
+    planes = Blocks(call, call.buffer(0)).split(tokens[0], True)
+    found = planes.first.new_empty(0).set_(planes.first.untyped_storage()).view(planes.terms, -1).double().sum(0)
+    error = found / feature(tokens[0].double(), name).flatten() - 1
+    assert error.mean().abs() <= 1e-8 and error.square().mean().sqrt() <= 1e-7
 
 
 RAGGED = [

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from hla_kernels.hla import fused
+from hla_kernels.hla.fused import Spec
 from hla_kernels.hla.fused.spec import ORDERS
 from tests.ops.fused.children import SHARED_LIMIT, run
 
@@ -168,3 +171,27 @@ def test_programs_start_in_turns_where_a_launch_lasts(batch, turns):
 
     delays = [kwargs["DELAY"] for _, _, kwargs in record("hla2", PLAIN, batch, 6, 197, 64)]
     assert [delay > 0 for delay in delays] == [turns, turns]
+
+
+@pytest.mark.parametrize("options", (("hla2", None, False), ("ahla", "elu1", True)), ids=str)
+def test_what_is_saved_has_a_size_for_every_number_of_tokens(options):
+    """One exported program for all sides of the choice of a path: sizes are formulas of B and N, not branches."""
+
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return torch.ops.hla_kernels.two_sided(
+                q, k, v, None, *options, None, False, 0.0, None, 1e-6, 1.0, "triton", False, True
+            )
+
+    b, n = torch.export.Dim("b", min=1, max=4096), torch.export.Dim("n", min=2, max=8192)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = [torch.randn(32, 50, 4, 64, dtype=dtype) for _ in range(3)]
+        program = torch.export.export(Module(), tuple(x), dynamic_shapes=({0: b, 1: n},) * 3)
+        found = {node.name: node.meta.get("val") for node in program.graph.nodes}
+        size, shape = found["two_sided"][1].shape[0].node.expr, found["q"].shape
+        for batch, tokens in ((32, 50), (32, 2048), (32, 2049), (31, 50), (96, 4097), (96, 4609)):
+            q = torch.empty(batch, tokens, 4, 64, dtype=dtype, device="meta")
+            expected = fused.saved_floats(q, q, q, Spec(*options))
+            assert size.subs({shape[0].node.expr: batch, shape[1].node.expr: tokens}) == expected
+            split = batch < 32 or tokens > (4608 if batch == 96 and dtype == torch.bfloat16 else 2048)
+            assert (expected > (2.5 if options[2] else 1.6) * batch * 4 * 64 * 64) == split

@@ -39,6 +39,12 @@ def offset(plane):
 
 
 @triton.jit
+def features(x, i, stride, live, FMAP: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
+    """phi of rows i to the digits of float32."""
+    return phi32(load_rows(x, i, stride, live, D, R, 0, False), live, FMAP, D, R, 0, True)
+
+
+@triton.jit
 def store_planes(ptr, x, plane, keep, PLANES: tl.constexpr):
     """x in float32 as PLANES numbers, each `offset` of `plane` behind the one before."""
     for p in tl.static_range(PLANES):
@@ -63,7 +69,7 @@ def block_sums(
     sum2 = sum1
     for start in range(part * chunk, hi[0], BN):
         live = alive(start + i, hi)
-        f1, f2 = phi32(load_rows(first_row(x, start, xn), i, xn, live, D, R, 0, False), live, FMAP, D, R, 0)
+        f1, f2 = features(first_row(x, start, xn), i, xn, live, FMAP, D, R)
         sum1 += f1
         if FMAP == 4:
             sum2 += f2
@@ -90,8 +96,7 @@ def block_split(
     live = alive(tile * BN + i, N)
     xn = xs[1] * ALIGNS[0]
     on = os[1] * ALIGNS[1]
-    raw = load_rows(first_row(at_head(x, xs, at, h, ALIGNS[0]), tile * BN, xn), i, xn, live, D, R, 0, False)
-    f1, f2 = phi32(raw, live, FMAP, D, R, 0)
+    f1, f2 = features(first_row(at_head(x, xs, at, h, ALIGNS[0]), tile * BN, xn), i, xn, live, FMAP, D, R)
     c = tl.arange(0, R)
     if DIVIDED:
         f1 = f1 * tl.load(ratio + head * 2 * most + tile * BN + i, mask=live, other=0.0)[:, None]
@@ -117,8 +122,7 @@ def block_slopes(
     i = tl.arange(0, BN)
     live = alive(tile * BN + i, N)
     xn, dn, on = xs[1] * ALIGNS[0], ds[1] * ALIGNS[1], os[1] * ALIGNS[2]
-    raw = load_rows(first_row(at_head(x, xs, at, h // G, ALIGNS[0]), tile * BN, xn), i, xn, live, D, R, 0, False)
-    f = phi32(raw, live, FMAP, D, R, 0)
+    f = features(first_row(at_head(x, xs, at, h // G, ALIGNS[0]), tile * BN, xn), i, xn, live, FMAP, D, R)
     df = first_row(at_head(df, ds, at, h, ALIGNS[1]), tile * BN, dn)
     g1, _ = load_rows(df, i, dn, live, D, R, 0, False)
     g2 = g1

@@ -54,19 +54,45 @@ def add_product(acc, x, y):
 
 
 @triton.jit
-def add_products(acc, x, y, XP: tl.constexpr, YP: tl.constexpr, DIGITS: tl.constexpr):
-    """acc + x y of XP and YP planes, as far as two planes are DIGITS behind the first ones, the smallest first."""
-    if XP > 2 and DIGITS > 1:
-        acc = add_product(acc, x[2], y[0])
-    if YP > 2 and DIGITS > 1:
-        acc = add_product(acc, x[0], y[2])
-    if XP > 1 and YP > 1 and DIGITS > 1:
-        acc = add_product(acc, x[1], y[1])
+def more(acc, x, y):
+    """acc + x y on tensor cores."""
+    return tl.dot(x, y, acc, input_precision="ieee")
+
+
+@triton.jit
+def add_whole(acc, x, y, XP: tl.constexpr, YP: tl.constexpr, DIGITS: tl.constexpr):
+    """`add_products` of 2 or 3 DIGITS."""
+    first = add_product(tl.zeros(acc.shape, tl.float32), x[0], y[0])
+    rest = tl.zeros(acc.shape, tl.float32)
+    if DIGITS == 3:
+        rest = more(-first, x[0], y[0])
+    if XP > 2:
+        rest = more(rest, x[2], y[0])
+    if YP > 2:
+        rest = more(rest, x[0], y[2])
+    if XP > 1 and YP > 1:
+        rest = more(rest, x[1], y[1])
     if XP > 1:
-        acc = add_product(acc, x[1], y[0])
+        rest = more(rest, x[1], y[0])
     if YP > 1:
-        acc = add_product(acc, x[0], y[1])
-    return add_product(acc, x[0], y[0])
+        rest = more(rest, x[0], y[1])
+    return acc + (first + rest)
+
+
+@triton.jit
+def add_products(acc, x, y, XP: tl.constexpr, YP: tl.constexpr, DIGITS: tl.constexpr):
+    """acc + x y of XP and YP planes, as far as two are DIGITS (1 or 2) behind the first ones; of 2 acc is rounded once.
+    3: as 2, and what tensor cores cut off of the first product, always to one side: the same product less what they
+    gave."""
+    if DIGITS > 1:
+        acc = add_whole(acc, x, y, XP, YP, DIGITS)
+    else:
+        if XP > 1:
+            acc = add_product(acc, x[1], y[0])
+        if YP > 1:
+            acc = add_product(acc, x[0], y[1])
+        acc = add_product(acc, x[0], y[0])
+    return acc
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -129,6 +155,7 @@ def block_ratio(
     j = tl.arange(0, COLS)
     den = tl.zeros([BN], tl.float32)
     dot = tl.zeros([BN], tl.float32)
+    one = dot + 1.0
     for c in range(0, DV, COLS):
         acc = tl.zeros([BN, COLS], tl.float32)
         for start in range(0, F, INNER):
@@ -140,7 +167,7 @@ def block_ratio(
                 m1 = tl.load(state + r * PITCH + DV, mask=r < F, other=0.0)
                 den += tl.sum(whole(tq, QP) * m1[None, :], 1)
         dot += tl.sum(acc * load_columns(g, i, gn, live, c + j, DV).to(tl.float32), 1)
-    inverse = tl.where(live, 1.0 / (den + eps), 0.0)
+    inverse = tl.where(live, tl.div_rn(one, den + eps), 0.0)
     to = ratio + head * 2 * most + tile * BN + i
     tl.store(to, inverse, mask=live)
     tl.store(to + most, -dot * inverse * inverse, mask=live)

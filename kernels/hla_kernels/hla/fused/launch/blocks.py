@@ -44,8 +44,10 @@ class Blocks:
         self.call, self.spec, self.state, self.work = call, call.spec, state, state
         self.lay = layout(call.spec, call.q.shape[3], call.v.shape[3])
         # how far planes are multiplied: a mixture's denominators and the gradient of its coefficients nearly cancel
-        self.read = 2 if call.q.dtype == torch.float32 else 1
-        self.digits = 2 if call.spec.op == "polynomial" else self.read
+        mixed, full = call.spec.op == "polynomial", call.q.dtype == torch.float32
+        exact = 3 if call.spec.learned or (mixed and full) else 2
+        self.read = exact if full else 1
+        self.digits = exact if mixed else self.read
         self.ratio: Tensor | None = None
         self.weights: dict[int, Planes] = {}
         self.raw = {"q": call.q, "k": call.k, "v": call.v}
@@ -81,7 +83,7 @@ class Blocks:
         changed = fmap > 0 or centred or divided
         if not changed and x.dtype == PLANE:
             return Planes(x)
-        count = self.digits + 1 if changed or x.element_size() == 4 else 2
+        count = min(self.digits, 2) + 1 if changed or x.element_size() == 4 else 2
         out = self.room(count, *x.shape[:3], features(spec, x.shape[3], mapped))
         at, units = apart(x, out.first)
         tiles = self.places(config["BN"])
@@ -109,7 +111,7 @@ class Blocks:
         """The planes of a workspace from the matrix `first` on, which `apply` and the ratio read."""
         call, place = self.call, self.lay.at[first]
         length = self.length(place) - place.off
-        out, blocks = self.room(digits + 1, call.bh, length), -(-length // BLOCK)
+        out, blocks = self.room(min(digits, 2) + 1, call.bh, length), -(-length // BLOCK)
         launch(
             block_planes, call.bh * blocks,
             self.base(place), out.first, out.step, self.length(place), place.off, length, blocks, PLANES=out.terms,
@@ -159,7 +161,7 @@ class Blocks:
         call, place, tx, ty = self.call, self.lay.at[name], self.tokens[x], self.tokens[y]
         divided, width = y == "g" and self.spec.normalize, ty.first.shape[3]
         ones = y in "vg" and place.cols > width and not is_centred(self.spec, x)
-        config = self.tiles("moments", width, self.spec.op == "polynomial")
+        config = self.tiles("moments", width)
         blocks = -(-place.rows // config["ROWS"]) * -(-width // config["COLS"])
         parts, chunk = self.parts(blocks, config["BN"])
         at, units = apart(tx.first, ty.first)
@@ -221,7 +223,7 @@ class Blocks:
             MEANS=tuple(at[f"sum_{x}"].off for x in SOURCES),
             ROW=(-1, 0) if row is None else (at[row].base, at[row].off), DIVIDED=self.ratio is not None,
             M1=(m.off + lay.v, m.pitch) if divide else (-1, 0), ALIGNS=units, TP=tuple(x.terms for x in tokens),
-            F=lay.f, DV=lay.v, OUT=out.shape[3], LENGTHS=(lay.state, lay.work, *lengths), MP=self.read + 1,
+            F=lay.f, DV=lay.v, OUT=out.shape[3], LENGTHS=(lay.state, lay.work, *lengths), MP=min(self.read, 2) + 1,
             DIGITS=self.read, **config,
         )  # fmt: skip
 

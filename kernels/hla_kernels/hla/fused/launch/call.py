@@ -65,7 +65,7 @@ class Call:
         self.planned = plan.planned(self.bh)
         self.w = widths(spec, q.shape[3], v.shape[3])
         self.flags = spec.flags(q.dtype)
-        self.prec = plan.precisions(spec, self.w, q.dtype, self.most)
+        self.prec = plan.precisions(spec, self.w, q.dtype, self.most, self.planned)
         self.scale = spec.scale_of(self.most)
         # float16 weights are cast where they are used, in units of a power of two; those that rows are taken of there
         # after that

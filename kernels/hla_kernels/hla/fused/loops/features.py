@@ -228,11 +228,11 @@ def sum_features(
                 rest_q = (over[0].to(dtype), over[1].to(dtype))
             rm = outer4(rm, tg, rest_q, i, V2, F2, False, PREC)
         if QUERIES:
-            fq, hq, rest = phi_and_rest(xq, live, FMAP, D, R1, R2)
+            fq, hq, rest = phi_and_rest(xq, live, FMAP, D, R1, R2, FULL)
             if LOW:
                 lq = rest
         if KEYS:
-            fk, hk, lk = phi_and_rest(xk, live, FMAP, D, R1, R2)
+            fk, hk, lk = phi_and_rest(xk, live, FMAP, D, R1, R2, FULL)
         if MOMENTS and FULL:
             tv = xv
         if KEEP:

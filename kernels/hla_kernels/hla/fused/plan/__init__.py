@@ -222,8 +222,8 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str
         return {"BN": 64 if w["D"] == w["DV"] == 128 else 32, "num_warps": warps, "num_stages": 3}
     if spec.op == "polynomial" and narrow(w) and plain(spec) and spec.fixed:
         return {"BN": 32, "num_warps": 4, "num_stages": 4}
-    if wide > 80 or spec.op == "polynomial":
-        return {"BN": 64, "num_warps": 8, "num_stages": 3}
+    if wide > 80 or spec.op == "polynomial":  # of learned ones a tile is what tensor cores add up
+        return {"BN": 32 if wide <= 32 else 64, "num_warps": 8, "num_stages": 3}
     return {"BN": 32 if wide > 64 else 64, "num_warps": 4, "num_stages": 3}
 
 
@@ -318,7 +318,7 @@ def apply_config(
     return {"BN": 64, "num_warps": warps, "num_stages": stages, "ROLES": roles, **more}
 
 
-def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int) -> dict[str, str]:
+def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int, batch_heads: int) -> dict[str, str]:
     """How products are multiplied: PREC those of token tiles (without "ieee", of float32 tokens only), MID those of
     D x D matrices, EXACT those that the gradient of coefficients sums ("blocks": `middle.times_exact`).
 
@@ -334,6 +334,8 @@ def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int) -> dic
         return {"PREC": "ieee", "MID": "ieee", "WHOLE": "ieee", "EXACT": "ieee"}
     cancels = spec.normalize and spec.op in ("ahla", "hla3", "polynomial") and n > 8192
     mid = "tf32" if bf16 and not (spec.softmax or cancels) else "tf32x3"
+    if spec.op == "polynomial" and n > 2048 and narrow(w) and batch_heads < 64:
+        mid = "tf32x3"  # S and W are nearly multiples of the identity then, so that orders cancel if coefficients do
     if polynomial:
         whole = SPLIT if w["F2"] + w["V2"] == 0 else "ieee"
         return {"PREC": "ieee", "MID": mid, "WHOLE": whole if spec.normalize else mid, "EXACT": "blocks"}

@@ -8,18 +8,21 @@ from ..spec import MAX_D, Spec
 
 
 def blocked(spec: Spec, d: int, dv: int, dtype: torch.dtype) -> bool:
-    """Whether the matrices of a head fit neither in registers nor in shared memory."""
+    """Whether the matrices of a head fit neither in registers nor in shared memory, or have to be to the digits of
+    float32 on tensor cores."""
     width = max(2 * d if spec.feature_map == "softmax_pair" else d, dv)
     mapped = spec.feature_map not in (None, "identity")
-    if spec.op == "polynomial" and width > 64 and (mapped or spec.normalize or dtype != torch.bfloat16):
+    if spec.op == "polynomial" and width > 64 and (mapped or spec.normalize or dtype == torch.float16):
+        return True
+    if spec.op == "polynomial" and dtype == torch.float32:
         return True
     plain = spec.op == "linear_attention" and not spec.sums and not mapped
     return width > MAX_D or (dtype == torch.float32 and width > 96 and not plain)
 
 
-def block_config(kernel: str, width: int = 128, exact: bool = False) -> dict[str, int]:
-    """Tiles of the kernels of `blocks`; `width`: columns of a result; `exact`: moments of whose products the gradient
-    of coefficients is what is left: tensor cores, which cut off what they add to, only add up 16 tokens."""
+def block_config(kernel: str, width: int = 128) -> dict[str, int]:
+    """Tiles of the kernels of `blocks`; `width`: columns of a result. Tensor cores, which cut off what they add to, add
+    up no more than 32 tokens."""
     cols = 128 if width > 64 else 64
     if kernel in ("split", "slopes"):
         return {"BN": 32, "num_warps": 4, "num_stages": 1}
@@ -28,5 +31,5 @@ def block_config(kernel: str, width: int = 128, exact: bool = False) -> dict[str
     if kernel == "product":
         return {"ROWS": 32, "COLS": 32, "DEPTH": 16, "num_warps": 1, "num_stages": 3}
     if kernel == "moments":
-        return {"ROWS": 64, "COLS": cols, "BN": 16 if exact else 32, "num_warps": cols // 16, "num_stages": 3}
+        return {"ROWS": 64, "COLS": cols, "BN": 32, "num_warps": cols // 16, "num_stages": 3}
     return {"BN": 64, "COLS": cols, "INNER": 32, "num_warps": cols // 16, "num_stages": 3}
