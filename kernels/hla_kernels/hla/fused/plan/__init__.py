@@ -126,8 +126,7 @@ def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
     if mixed(spec, w, dtype, own) and spec.normalize and cut(w):  # the split path would spill
         return 0
     if mixed(spec, w, dtype, own):  # of few tokens d coefficients have fewer digits than torch's
-        exact = spec.learned and not spec.normalize
-        return 1 - (1 - few_heads(batch_heads, n)) * (torch.sym_min(1, n // 192) if exact else 1)
+        return 1 - (1 - few_heads(batch_heads, n)) * (1 if spec.fixed else torch.sym_min(1, n // 192))
     return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
 
 
