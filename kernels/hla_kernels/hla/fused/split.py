@@ -353,9 +353,8 @@ def apply_grads(
     """dq, dk, dv of one part of one head from the weights [B * H, KW] of `middle_grads` at WOFF and rows
     [B * H, 2 F + V].
 
-    ROLES = 2: neighbouring programs write dq, and dk with dv, of the same tokens: half the weights stay resident in
-    each; JOIN: dq with dv, which of ahla read the same keys, and dk. ROLES = 3: dq, dk and dv. ROWS_DONE:
-    `head_weights` has centred the rows already.
+    ROLES = 2: neighbours write dq, and dk with dv (JOIN: dq with dv, of ahla from the same keys, and dk): half
+    the weights stay resident in each. ROLES = 3: dq, dk and dv. ROWS_DONE: `head_weights` has centred the rows.
     """
     pid = tl.program_id(0) // ROLES
     h = pid % H
