@@ -68,9 +68,15 @@ def elu1(x, live, C0: tl.constexpr, CN: tl.constexpr, D: tl.constexpr, WHOLE: tl
 
 
 @triton.jit
+def below(x):
+    """1 - exp(x) where x < 0, otherwise 0: cut to 0..1 by the instruction that subtracts."""
+    return tl.clamp(1.0 - tl.exp2(x * 1.4426950408889634), 0.0, 1.0)
+
+
+@triton.jit
 def elu(x):
     """elu(x), 0 at 0: exp(x) - 1 is at least x."""
-    return tl.maximum(x, tl.minimum(tl.exp2(x * 1.4426950408889634), 1.0) - 1.0)
+    return tl.maximum(x, below(x) * -1.0)
 
 
 @triton.constexpr_function
@@ -255,8 +261,8 @@ def slope_times(x, g, R2: tl.constexpr):
     """d loss / d x of elu from the token x and g = d loss / d phi(x): what `phi_grad` has of the rounded feature."""
     g2 = g[1]
     if R2 > 0:
-        g2 = g[1] * tl.minimum(tl.exp2(x[1].to(tl.float32) * 1.4426950408889634), 1.0)
-    return g[0] * tl.minimum(tl.exp2(x[0].to(tl.float32) * 1.4426950408889634), 1.0), g2
+        g2 = g[1] - g[1] * below(x[1].to(tl.float32))
+    return g[0] - g[0] * below(x[0].to(tl.float32)), g2
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from .sums import (
     end_sum,
     end_total,
 )
-from .vectors import as_row
+from .vectors import as_row, once
 
 
 @triton.jit
@@ -96,7 +96,10 @@ def sum_keys(
         tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
         tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
         fk = phi32(tk, live, FMAP, D, F1, F2)
-        mp = add_outer(mp, tv, (fk[0].to(dtype), fk[1].to(dtype)), V2, F2, PREC)
+        hk = (fk[0].to(dtype), fk[1].to(dtype))
+        if V2 > 0:
+            hk = (once(hk[0]), once(hk[1]))
+        mp = add_outer(mp, tv, hk, V2, F2, PREC)
         sk = add_sum(sk, fk, F2)  # not of the rounded features, each a number by itself
         sv = add_total(sv, tv, V2, True)
     mp = trans4(end_outer(mp, V2))
@@ -167,6 +170,7 @@ def sum_features(
     DOT_Q: tl.constexpr = SUM_Q and not (ONES and ORDER > 2)
     DOT_K: tl.constexpr = SUM_K and not (ONES and ORDER > 1)
     DOT_V: tl.constexpr = SUM_V and not ONES
+    ONE_TURN: tl.constexpr = F2 > 0 and ORDER < 5
     sq = begin_total(EXACT_Q, BN, F1, F2, DOT_Q)
     sk = begin_total(EXACT_K, BN, F1, F2, DOT_K)
     sv = begin_total(dtype, BN, V1, V2, DOT_V)
@@ -187,9 +191,9 @@ def sum_features(
         if QUERIES:
             xq = in_full(load_rows(q + (zero + start) * qn, i, qn, live, D, R1, R2, False), FULL)
         if DOT_Q and not LOW:
-            sq = add_total(sq, hq, F2)
+            sq = add_total(sq, hq, F2, ONE_TURN)
         if DOT_K and not LOW_K:
-            sk = add_total(sk, hk, F2)
+            sk = add_total(sk, hk, F2, ONE_TURN)
         if KEYS:
             xk = in_full(load_rows(k + (zero + start) * kn, i, kn, live, D, R1, R2, False), FULL)
         if MOMENTS:
@@ -201,7 +205,7 @@ def sum_features(
             if ALL:
                 mm = add_rests(mm, hq, hk, lq, rk, i, ORDER, F2, PREC)
         if DOT_V:
-            sv = add_total(sv, tv, V2)
+            sv = add_total(sv, tv, V2, ONE_TURN)
         if REST_K and APART:
             rp = outer4(rp, rk, tv, i, F2, V2, False, PREC)
         elif REST_K:

@@ -102,19 +102,37 @@ def pairs(x):
 @triton.jit
 def add_pairs(s, w, x, D2: tl.constexpr):
     """s + w x for a tile of tokens x and a number w of each: their sum without an exchange of threads."""
-    s2 = s[1]
     if D2 > 0:
-        s2 = s[1] + pairs(x[1] * w[:, None])
-    return s[0] + pairs(x[0] * w[:, None]), s2
+        out = (add_pair(s[0], w, x[0]), add_pair(s[1], w, x[1]))
+    else:
+        out = (s[0] + pairs(x[0] * w[:, None]), s[1])
+    return out
+
+
+@triton.jit
+def two_rows(x):
+    """Rows 8 apart, as two tiles."""
+    return tl.split(tl.permute(tl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1]]), (0, 2, 3, 1)))
+
+
+@triton.jit
+def add_pair(s, w, x):
+    """s + `pairs` of w x, without a tile of products."""
+    x1, x2 = two_rows(x)
+    w1, w2 = two_rows(tl.broadcast_to(w[:, None], x.shape))
+    return (s + x1 * w1) + x2 * w2
 
 
 @triton.jit
 def end_pairs(s, D1: tl.constexpr, D2: tl.constexpr):
-    """The vector that `add_pairs` summed."""
-    s2 = zeros2(D1, D2)[1]
-    if D2 > 0:
-        s2 = tl.sum(tl.sum(s[1], 1), 0)
-    return tl.sum(tl.sum(s[0], 1), 0), s2
+    """The vector that `add_pairs` summed, or s if it is that."""
+    out = s
+    if len(s[0].shape) > 1:
+        s2 = zeros2(D1, D2)[1]
+        if D2 > 0:
+            s2 = tl.sum(tl.sum(s[1], 1), 0)
+        out = (tl.sum(tl.sum(s[0], 1), 0), s2)
+    return out
 
 
 @triton.constexpr_function
@@ -133,6 +151,26 @@ def add_rows(s, m, x):
 def spare(D, F1, F2, dtype):
     """Whether two padding columns of a tile of D channels are free, which then carry a vector along: `with_row`."""
     return F2 > 0 and F1 + F2 >= D + 2 and dtype == tl.bfloat16
+
+
+@triton.jit
+def with_number(x, d, DV: tl.constexpr, V1: tl.constexpr):
+    """A tile x of gradients with a number d of each token in its two padding columns, the rounding and what that
+    left."""
+    c = tl.arange(0, x[1].shape[1])[None, :] - (DV - V1)
+    high = d.to(x[1].dtype)
+    low = (d - high.to(tl.float32)).to(x[1].dtype)
+    return x[0], tl.where(c == 0, high[:, None], tl.where(c == 1, low[:, None], x[1]))
+
+
+@triton.jit
+def numbers_of(m, DV: tl.constexpr, V1: tl.constexpr):
+    """(m without, Sum d y) of Sum x y' with the numbers d of `with_number`."""
+    r = tl.arange(0, m[2].shape[0])[:, None] - (DV - V1)
+    own = (r == 0) | (r == 1)
+    d1 = tl.sum(tl.where(own, m[2], 0.0), 0)
+    d2 = tl.sum(tl.where(own, m[3], 0.0), 0)
+    return (m[0], m[1], tl.where(own, 0.0, m[2]), tl.where(own, 0.0, m[3])), (d1, d2)
 
 
 @triton.jit
@@ -285,6 +323,8 @@ def sum_ratio(
     if SHIFTED:
         c = tl.where(e == 0.0, 0.0, 1.0 / e)
     SPARE: tl.constexpr = spare(D, F1, F2, dtype)
+    # dm1 is a row of dM' too, but for coefficients whose gradient it nearly cancels in
+    NUMBER: tl.constexpr = SPARE and spare(DV, V1, V2, dtype) and ORDER < 5
     mt, cols = readout_columns(trans4(cast4(m, dtype)), base, dtype, D, F1, F2, V2)
     rest = mt
     if PLANES == 2:
@@ -321,7 +361,10 @@ def sum_ratio(
             put_ratio(ratio, start + i, live, inverse, d * inverse)
         more = (inverse - c if SHIFTED else inverse * 0.0)[:, None]
         over = (f[0] * inverse[:, None] + more, f[1] * inverse[:, None] + more)
-        dm1 = add_pairs(dm1, d, over, F2)
+        if NUMBER:
+            tg = with_number(tg, d, DV, V1)
+        else:
+            dm1 = add_pairs(dm1, d, over, F2)
         over = (over[0] * unit, over[1] * unit)
         if PLANES == 2:
             dm = add_outer(dm, tg, rest2(over, dtype), V2, F2, PREC)
@@ -332,6 +375,8 @@ def sum_ratio(
         if SHIFTED:
             sd += d
     dm = scale4(end_outer(dm, V2), 1.0 / unit)
+    if NUMBER:
+        dm, dm1 = numbers_of(dm, DV, V1)
     if SHIFTED:
         if SPARE:
             total = (column_of(dm[1], D - F1), column_of(dm[3], D - F1))
@@ -339,8 +384,11 @@ def sum_ratio(
         else:
             total = end_total(sg, dtype, V1, V2, True)
         dm = rank1(dm, (total[0] * c, total[1] * c), one, V2, F2)
-        row2 = one[1]
-        if F2 > 0:
-            row2 = tl.broadcast_to(one[1][None, :], [BN, F2])
-        dm1 = add_pairs(dm1, sd * c, (tl.broadcast_to(one[0][None, :], [BN, F1]), row2), F2)
+        if NUMBER:
+            dm1 = axpy2(dm1, tl.sum(sd) * c, one, F2)
+        else:
+            row2 = one[1]
+            if F2 > 0:
+                row2 = tl.broadcast_to(one[1][None, :], [BN, F2])
+            dm1 = add_pairs(dm1, sd * c, (tl.broadcast_to(one[0][None, :], [BN, F1]), row2), F2)
     return end_moments(mm, ORDER, F2, MOMENTS), dm, dm1

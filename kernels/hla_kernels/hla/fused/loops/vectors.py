@@ -79,3 +79,12 @@ def add_common(acc, x, D2: tl.constexpr):
         if D2 > 0:
             o2 = o2 + x[1][None, :]
     return o1, o2
+
+
+@triton.jit
+def once(x):
+    """x. An operand of products in several layouts is computed in each of them, unless an instruction that the compiler
+    does not know gives it."""
+    if x.dtype == tl.bfloat16:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+    return x
