@@ -96,14 +96,15 @@ def twice(work: Callable, *args, **options):
 def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
     "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment, "pairs" and
-    "pairs_two_step" with two heads a program, "halves_by_pairs" with two in the forward, "blocks" with a block of a
-    matrix, "mixture" and "mixture_kept" without and with moments that are kept, "planes" and those with as many
-    digits of features as bfloat16 tokens get."""
+    "pairs_two_step" with two heads a program, "halves_by_pairs" with two in the forward, "divided" a ratio of two,
+    "blocks" with a block of a matrix, "mixture" and "mixture_kept" without and with moments that are kept, "planes" and
+    those with as many digits of features as bfloat16 tokens get."""
     with monkeypatch.context() as patch:
         poison(patch)
         split = path in ("split", "whole", "roles", "planes", "pairs", "pairs_two_step")
         patch.setattr(fused, "blocked", lambda *a: path == "blocks")
         patch.setattr(plan, "pairs", lambda *a: int(path.startswith("pairs")))
+        patch.setattr(neighbours, "pairs_ratio", lambda *a: path == "divided")
         patch.setattr(plan, "pairs_forward", lambda *a: int("pairs" in path))
         patch.setattr(neighbours, "at_once", lambda n: path == "pairs")
         for name in ("splits", "saves"):

@@ -26,9 +26,8 @@ ANCHORED = {"center": "k", "mean_path": True}
 RELU_QK = {"center": "qk", "feature_map": "relu", "mean_path": True}
 RIDGE = {"ridge": 0.3, "center": "qk", "scale": 0.05}
 SCALE = {"scale": 0.2}
-RATIO = {"feature_map": "elu1", "normalize": True}
-RATIO_SOFTMAX = {"feature_map": "softmax", "normalize": True}
-RATIO_PAIR = {"feature_map": "softmax_pair", "normalize": True}
+RATIO, RELU_EPS = {"feature_map": "elu1", "normalize": True}, {"feature_map": "relu", "normalize": True, "eps": 0.5}
+RATIO_SOFTMAX, RATIO_PAIR = ({"feature_map": x, "normalize": True} for x in ("softmax", "softmax_pair"))
 ELU = {"feature_map": "elu1"}
 ELU_ANCHORED, ELU_MEAN, ELU_QK = {**ELU, **ANCHORED}, {**ELU, "mean_path": True}, {**ELU, "center": "qk"}
 SOFTMAX = {"feature_map": "softmax"}
@@ -85,8 +84,9 @@ CASES = [
     *((op, PLAIN, "halves" + x, 514, 64, 64, (1, 1), HALF, "packed") for op in OPS[1:4] for x in ("", "_two_step")),
     ("hla3", PLAIN, "halves", 37, 64, 64, (1, 1), HALF, "packed"),
     ("ahla", RATIO, "halves", 70, 64, 64, (2, 2), HALF, "packed"),
-    ("hla2", RATIO, "halves_two_step", 37, 64, 64, (1, 1), HALF, "contiguous"),
-    ("hla3", {"feature_map": "relu", "normalize": True, "eps": 0.5}, "halves", 37, 64, 64, (2, 2), HALF, "strided"),
+    ("hla2", RATIO, "halves", 37, 72, 72, (1, 1), HALF, "packed"),
+    *((x, RATIO, "halves_two_step", 37, d, d, (1, 1), HALF, "contiguous") for x, d in (("hla2", 64), ("ahla", 72))),
+    *(("hla3", RELU_EPS, "halves", 37, d, d, (2, 2), HALF, "strided") for d in (64, 72)),
     ("linear_attention", ANCHORED, "halves_two_step", 37, 72, 72, (1, 1), HALF, "packed"),
     ("hla2", {"center": "k"}, "halves", 37, 64, 64, (2, 2), HALF, "packed"),
     ("hla3", ANCHORED, "halves_two_step", 70, 64, 64, (2, 2), HALF, "packed"),
@@ -96,6 +96,7 @@ CASES = [
     ("ahla", PLAIN, "pairs", 37, 72, 72, (4, 4), HALF, "contiguous"),
     *((op, PLAIN, "halves_by_pairs", 37, 72, 72, (2, 2), HALF, "packed") for op in ("hla2", "ahla", "hla3")),
     ("linear_attention", PLAIN, "pairs_two_step", 37, 72, 72, (2, 2), HALF, "packed"),
+    *(("linear_attention", x, "divided", 37, 72, 72, (2, 2), HALF, "packed") for x in (RATIO, RELU_EPS)),
     # features shifted where something is centred, softmaxes centred along their features
     ("linear_attention", ELU_MEAN, "heads", 37, 40, 40, (2, 2), FULL, "packed"),
     ("hla2", ELU_MEAN, "split", 37, 72, 72, (2, 2), HALF, "packed"),

@@ -15,7 +15,7 @@ from hla_kernels.blockmix.fused import launch as block_launch
 from hla_kernels.blockmix.fused.pairs import launch as pair_launch
 from hla_kernels.hla.fused import Spec, launch
 from hla_kernels.hla.fused.launch import blocks as matrix_blocks
-from hla_kernels.hla.fused.launch import fixed, ratios, summed
+from hla_kernels.hla.fused.launch import divided, fixed, ratios, summed
 from hla_kernels.hla.fused.launch import mixture as head_mixture
 from hla_kernels.hla.fused.launch import pairs as head_pairs
 from hla_kernels.hla.fused.launch import plain as plain_launch
@@ -42,6 +42,9 @@ WHOLE = (
     ("hla3", RATIO, "halves", 70, 64, 64, (2, 2)),
     ("ahla", RATIO, "halves_two_step", 70, 64, 64, (2, 2)),
     ("hla2", ANCHORED, "halves", 70, 72, 72, (2, 2)),
+    ("hla2", RATIO, "halves", 70, 72, 72, (2, 2)),
+    ("ahla", RATIO, "halves_two_step", 70, 72, 72, (2, 2)),
+    ("linear_attention", RATIO, "divided", 70, 72, 72, (4, 4)),
     *((op, {}, "pairs", 70, 72, 72, (4, 4)) for op in ("linear_attention", "hla2", "ahla", "hla3")),
     *((op, {}, "halves_by_pairs", 70, 72, 72, (2, 2)) for op in ("hla2", "ahla", "hla3")),
     ("linear_attention", {}, "pairs_two_step", 70, 72, 72, (4, 4)),
@@ -158,7 +161,7 @@ def main(family: str) -> None:
     torch.set_default_device(DEVICE)
     ran, patch = set[str](), pytest.MonkeyPatch()
     modules = {
-        "hla": [fixed, launch, matrix_blocks, head_mixture, head_pairs, plain_launch, ratios, summed],
+        "hla": [divided, fixed, launch, matrix_blocks, head_mixture, head_pairs, plain_launch, ratios, summed],
         "blockmix": [block_launch, pair_launch], "taylor": [taylor_launch],
         "multipole": [multipole_launch],
     }[family]  # fmt: skip

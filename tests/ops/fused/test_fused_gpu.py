@@ -55,8 +55,8 @@ CASES = [
     ("ahla", RIDGE, FP32, MANY),
     ("linear_attention", {}, FP32, WIDE),
     *((op, RATIO, dtype, sizes) for op in OPS for dtype in (BF16, FP16) for sizes in (MANY, ODD)),
-    *((op, RATIO, BF16, WIDE) for op in OPS),
-    *((op, RATIO, BF16, MANY_ODD) for op in OPS),
+    *((op, RATIO, BF16, sizes) for op in OPS for sizes in (WIDE, MANY_ODD, PAIRS)),
+    ("linear_attention", {**RATIO_RELU, "eps": 0.5}, BF16, PAIRS),
     ("ahla", {**RATIO, "eps": 0.5}, BF16, MANY),
     ("linear_attention", RATIO, FP16, WIDE),
     *((op, RATIO, BF16, GROUPED) for op in OPS),
@@ -253,10 +253,10 @@ def test_polynomial_inference():
 @pytest.mark.parametrize("op", OPS)
 def test_inference(op):
     """Without gradients D = 72 takes the one-program form, or that of pairs, too."""
-    for n, sizes in itertools.product((17, 333, 1025), (MANY_ODD, PAIRS)):
+    for n, sizes, options in itertools.product((17, 333, 1025), (MANY_ODD, PAIRS), ({}, RATIO)):
         x, _ = make(n, BF16, sizes)
-        truth, torch_form = (getattr(hk, op)(*y, impl="torch") for y in ([t.double() for t in x], x))
-        first, second = twice(getattr(hk, op), *x, impl="triton")
+        truth, torch_form = (getattr(hk, op)(*y, impl="torch", **options) for y in ([t.double() for t in x], x))
+        first, second = twice(getattr(hk, op), *x, impl="triton", **options)
         assert torch.equal(first, second)
         assert relative_error(first, truth) <= 2 * relative_error(torch_form, truth)
 

@@ -49,6 +49,9 @@ CASES = (
     ("linear_attention", RATIO, 4, 16, 16384, 64),
     ("ahla", RATIO, 2, 12, 32760, 128),
     ("linear_attention", RATIO, 32, 16, 1024, 72),
+    ("ahla", RATIO, 32, 16, 1024, 72),
+    ("ahla", RATIO, 64, 16, 256, 72),
+    ("hla3", RATIO, 64, 16, 256, 72),
     ("hla2", ELU_ANCHORED, 2, 2, 4097, 72),
     ("ahla", ELU_ANCHORED, 64, 6, 1025, 64),
     ("polynomial", PLAIN, 256, 6, 197, 64),
@@ -78,12 +81,16 @@ CASES = (
 
 # open faults, bytes that are spilt by one of Triton 3.6 and 3.9: the ratio of hla3, whose forward runs three programs a
 # multiprocessor (3.6: 40); backwards of a ratio with 4 warps, which is faster than 8 without; the algebra of hla3 of 72
-# channels (3.6: 144); polynomial of 64 and 72 (3.6: at 72 its ratio 56, centred keys 24)
+# channels (3.6: 144); polynomial of 64 and 72 (3.6: at 72 its ratio 56, centred keys 24); forwards
+# of a ratio of 72 channels and the sums over its queries (3.6: 8, hla3 240; 40), gradients of ahla's
 SPILT = {
     ("hla3", RATIO, 256, 6, 197, 64): 168,
     ("hla3", ANCHORED, 64, 6, 1025, 64): 40,
     ("hla3", ANCHORED, 32, 16, 1024, 72): 280,
-    ("linear_attention", RATIO, 32, 16, 1024, 72): 176,
+    ("linear_attention", RATIO, 32, 16, 1024, 72): 112,
+    ("ahla", RATIO, 32, 16, 1024, 72): 96,
+    ("ahla", RATIO, 64, 16, 256, 72): 104,
+    ("hla3", RATIO, 64, 16, 256, 72): 320,
     ("ahla", RATIO, 8, 16, 1024, 72, "mask"): 336,
     ("polynomial", PLAIN, 256, 6, 197, 64): 128,
     ("polynomial", PLAIN, 64, 6, 1025, 64): 144,

@@ -8,11 +8,11 @@
 Features of relu and elu1 are computed once, by the pass of the forward that sums them, and kept for the backward in the
 dtype of the tokens (not for `polynomial` and not in float32): twice the bytes of q, instead of three evaluations. A
 ratio of first order keeps nothing: each direction reads every token once (`loops.first`; queries of wide heads twice),
-nor does one of higher order of 64 channels and more than 512 tokens (`heads.summed`).
+nor does one of higher order of 72 channels, or of 64 and more than 512 tokens (`heads.summed`).
 
 Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D), heads
-(heads.plain: higher orders without options; heads.summed: ratios, centred keys; heads.pairs, heads.duo;
-heads.mixture: `polynomial` of all three), split, middle, plan (the static table), launch. Equations in
+(heads.plain: higher orders without options; heads.summed: ratios, centred keys; heads.pairs, heads.divided (a ratio),
+heads.duo; heads.mixture: `polynomial` of all three), split, middle, plan (the static table), launch. Equations in
 `hla_kernels.hla`. Triton is imported by the first call of `forward` or `backward`: whether a call could run is answered
 without it.
 """
@@ -66,7 +66,7 @@ def kept_features(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | to
     if not plan.halved(spec, w, q.dtype, own):
         return int(spec.keeps(q.dtype))
     split = plan.saves(spec, w, plan.planned(batch * heads), n, q.dtype, own)
-    return int(spec.keeps(q.dtype)) * (split + (1 - split) * sums.keeps_features(n))
+    return int(spec.keeps(q.dtype)) * (split + (1 - split) * sums.keeps_features(w, n))
 
 
 def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
@@ -192,7 +192,7 @@ def backward(
     from .launch.mixture import mixture_backward_call
     from .launch.plain import plain_backward_call, plain_two_step_call
     from .launch.ratios import ratio_backward_call
-    from .launch.summed import summed_backward_call, summed_two_step_call
+    from .launch.summed import summed_backward_call, summed_ratio_call, summed_two_step_call
 
     wide = by_blocks(q, v, spec, seqs)
     if saved.numel() == 0 and (wide or spec.normalize or spec.keeps(q.dtype)):
@@ -227,6 +227,9 @@ def backward(
         fixed_backward_call(call, grad, full, saved, launch.apply_grads_call)
     elif path == "mixture":
         dc = mixture_backward_call(call, grad, full, saved, launch.apply_grads_call)
+    elif path.startswith("halves") and spec.normalize and plan.cut(call.w):
+        dc = None
+        summed_ratio_call(call, grad, full, saved, path == "halves")
     elif path == "halves":
         dc = None
         (summed_backward_call if spec.sums else plain_backward_call)(call, grad, full, saved)

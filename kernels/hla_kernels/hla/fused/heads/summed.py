@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 
 from ..algebra import anchor, ones_moments, operator_ones, scale_moments
-from ..loops import ratio_base, read_out, sum_features, sum_moments, write_grads
+from ..loops import means, ratio_base, read_out, sum_features, sum_moments, write_grads
 from ..maps import is_shifted, kept, unshift, unshift_sums
-from ..tiles import axpy2, cast4, matvec, rank1, store4, store_vec, trans4, zeros2, zeros4
+from ..tiles import axpy2, cast4, load_vec, matvec, rank1, store4, store_vec, trans4, zeros2, zeros4
 from . import NO_SPECIALIZE, at_head, of_head, own_head, ratio_of
-from .halves import factors_of, half, half_operator, put_factors, times
+from .halves import factors_of, half, half_operator, put_factors, put_matrix, times
 from .summed_algebra import has_weight, store_rows3, summed_algebra, summed_gradient
 
 
@@ -135,7 +135,7 @@ def summed_backward(
     )
     mt, w, row = summed_algebra(
         dm, row_v, one, centred, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
-        q.dtype.element_ty, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
+        q.dtype.element_ty, False, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
     )  # fmt: skip
     if NORM:
         rows += head * 3 * D
@@ -171,7 +171,7 @@ def summed_weights(
     )  # fmt: skip
     mt, w, row = summed_algebra(
         dm, row_v, one, centred, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
-        q.dtype.element_ty, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
+        q.dtype.element_ty, False, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
     )  # fmt: skip
     store_rows3(rows + head * 3 * D, row, D, F1, F2)
     if not NORM and ORDER > 1:
@@ -180,3 +180,80 @@ def summed_weights(
     for name in tl.static_range(5):
         if has_weight(name, ORDER):
             store4(weights + WOFF[name], w[name], D, F1, F2, D, F1, F2, D, 1)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def summed_queries(
+    q, g, ratio, vectors, matrix, units, room, ones, qs, gs, N, H, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
+    MEAN: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    OFF: tl.constexpr, K: tl.constexpr, KR: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """`summed_gradient` of one head of a ratio by itself: its sums fill the registers. dM' goes to room in units of
+    units[3], the gradients of m1 to ones [B * H, 2, D]."""
+    pid = tl.program_id(0)
+    head, h, at, N, _ = own_head(pid, N, H, 0.0)
+    q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
+    dm, _, one, centred = summed_gradient(
+        q, g, qn, gn, N, eps, ratio_of(ratio, head, N[0], NORM), vectors + head * K, matrix + head * D * D, ORDER, NORM,
+        MEAN, FMAP, D, F1, F2, OFF, BN, PREC,
+    )  # fmt: skip
+    dm, unit = half(dm, F2, F2)
+    put_matrix(room + head * KR, dm, F1, F2, D)
+    tl.store(units + head * 4 + 3, unit)
+    store_vec(ones + head * 2 * D, one, D, F1, F2)
+    store_vec(ones + head * 2 * D + D, centred, D, F1, F2)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def summed_middle(
+    vectors, matrix, factors, units, room, ones, weights, rows, N, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
+):  # fmt: skip
+    """The weights and rows of one head of a ratio from what `summed_queries` left."""
+    head = tl.program_id(0).to(tl.int64)
+    n, scale = means(N, head, scale)
+    ones += head * 2 * D
+    one = load_vec(ones, D, F1, F2)
+    _, w, row = summed_algebra(
+        one, one, one, load_vec(ones + D, D, F1, F2), (n, n), scale, vectors + head * K, matrix + head * D * D,
+        factors + head * KF, units + head * 4, room + head * KR, matrix.dtype.element_ty, True, ORDER, NORM, CENTER,
+        MEAN, FMAP, D, F1, F2, OFF,
+    )  # fmt: skip
+    store_rows3(rows + head * 3 * D, row, D, F1, F2)
+    weights += head * KW
+    for name in tl.static_range(5):
+        if has_weight(name, ORDER):
+            store4(weights + WOFF[name], w[name], D, F1, F2, D, F1, F2, D, 1)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def summed_tokens(
+    q, k, v, g, dq, dk, dv, ratio, vectors, matrix, factors, units, room, ones, rows, qs, ks, vs, gs, dqs, dks, dvs, N,
+    H, scale, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    KF: tl.constexpr, KR: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dv of one head of a ratio from what `summed_queries` left."""
+    pid = tl.program_id(0)
+    head, h, at, N, scale = own_head(pid, N, H, scale)
+    q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
+    vectors += head * K
+    ones += head * 2 * D
+    one = load_vec(ones, D, F1, F2)
+    mt, w, row = summed_algebra(
+        one, one, one, load_vec(ones + D, D, F1, F2), N, scale, vectors, matrix + head * D * D, factors + head * KF,
+        units + head * 4, room + head * KR, q.dtype.element_ty, True, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
+    )  # fmt: skip
+    rows += head * 3 * D
+    store_rows3(rows, row, D, F1, F2)
+    tl.debug_barrier()  # every thread reads what others wrote
+    row = (rows, rows + D, rows + 2 * D)
+    dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
+    for part in tl.static_range(LOOPS):
+        write_grads(
+            q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8],
+            ratio_of(ratio, head, N[0], NORM), w, 1.0, row, row,
+            0 if LOOPS == 1 else 1 if part == 0 else part + LOOPS - 1, ORDER, NORM, True, FMAP, D, F1, F2, F1, F2, D,
+            F1, F2, D, BO, PREC,
+        )  # fmt: skip

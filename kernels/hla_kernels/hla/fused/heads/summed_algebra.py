@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..algebra import centre_rows, ones_moments
 from ..loops import add_rows, alike, end_pairs, sum_gradient, sum_ratio
-from ..maps import is_shifted
+from ..maps import is_shifted, ones2
 from ..tiles import (
     axpy2,
     cast4,
@@ -20,7 +20,7 @@ from ..tiles import (
     vecmat,
     zeros2,
 )
-from .halves import get_factors, half, half_operator, half_weight, loaded_products, times
+from .halves import get_factors, get_matrix, half, half_operator, half_weight, loaded_products, times
 from .plain import again
 
 
@@ -41,6 +41,8 @@ def summed_gradient(
             load_vec(vectors + OFF[8], D, F1, F2), load_vec(vectors + OFF[9], D, F1, F2), eps, ratio, ORDER, False,
             False, FMAP, D, F1, F2, D, F1, F2, BN, PREC,
         )  # fmt: skip
+        if F1 + F2 > D:
+            dm = inside(dm, D, F1, F2)
         mean = load_vec(vectors + OFF[9], D, F1, F2)
         total = load_vec(vectors + OFF[7], D, F1, F2)
         if alike(BN, F2, F1, F2):
@@ -58,13 +60,26 @@ def summed_gradient(
 
 
 @triton.jit
+def inside(a, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """A matrix without what its columns hold beyond D."""
+    c1, c2 = ones2(D, D1, D2)
+    a12 = a[1]
+    a22 = a[3]
+    if D2 > 0:
+        a12 = tl.where(c2[None, :] > 0, a[1], 0.0)
+        a22 = tl.where(c2[None, :] > 0, a[3], 0.0)
+    return tl.where(c1[None, :] > 0, a[0], 0.0), a12, tl.where(c1[None, :] > 0, a[2], 0.0), a22
+
+
+@triton.jit
 def summed_algebra(
-    dm, row_v, one, centred, N, scale, vectors, matrix, factors, units, room, dtype: tl.constexpr, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr,
+    dm, row_v, one, centred, N, scale, vectors, matrix, factors, units, room, dtype: tl.constexpr, READY: tl.constexpr,
+    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr,
 ):  # fmt: skip
     """M', the weights (WP', WS, WC', WR', WW) of `algebra.weights`, as far as the order has them, in a dtype, and the
-    rows of dq, dk, dv, from what `summed_gradient` gave; room for three matrices."""
+    rows of dq, dk, dv, from what `summed_gradient` gave (READY: dM' is what another launch left in room, in units of
+    units[3]); room for three matrices."""
     AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
     SHIFTED: tl.constexpr = is_shifted(FMAP)
     sums = (
@@ -77,8 +92,12 @@ def summed_algebra(
         mt, w = loaded_products(factors, units, dm, scale, ORDER, D, dtype)
     else:
         if ORDER > 1:
-            dm, unit = half(dm, F2, F2)
-            dm = again(room, dm, True, F1, F2)
+            if READY:
+                dm = get_matrix(room, F1, F2, D)
+                unit = tl.load(units + 3)
+            else:
+                dm, unit = half(dm, F2, F2)
+                dm = again(room, dm, True, F1, F2)
             m, u = get_factors(factors, units, ORDER, F1, F2)
             s = scale * unit
             t = m[1]

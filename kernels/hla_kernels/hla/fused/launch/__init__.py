@@ -14,7 +14,7 @@ from ..middle import middle, middle_grads_value
 from ..middle.key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
 from ..spec import ORDERS
 from ..split import apply, apply_grads, reduce_moments, reduce_readout
-from . import pairs
+from . import divided, pairs
 from .call import BLOCK, Call, Features, Saved, pad, placed, staged, unfused
 
 
@@ -25,6 +25,8 @@ def head_forward_call(call: Call, o: Tensor, saved: Tensor, features: Features) 
     call.lay = call.lay.vectors()
     save = saved.numel() > 0 and spec.normalize
     to = Saved.of(saved, call) if save else Saved(None, None)
+    if divided.paired(call):
+        return divided.forward(call, o, to, save)
     at, a = placed(q, k, v, o, *features)
     launch(
         head_forward, call.bh,
@@ -200,7 +202,8 @@ def apply_grads_call(
     once = many and plan.mixed(call.spec, call.w, q.dtype, True) and not call.spec.normalize
     join = call.spec.op == "ahla" and pairs.paired(call)
     config = call.tiles("apply_grads", plan.apply_config, "backward", call.spec, call.w, q.dtype, once, join)
-    parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
+    maps = call.spec.normalize and plan.mapped(call.spec) and plan.summed(call.spec) and plan.cut(call.w)
+    parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"], maps)
     at, a = placed(q, k, v, g, *outs)
     launch(
         apply_grads, call.bh * parts * config["ROLES"],
@@ -262,15 +265,19 @@ def first_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
     if ratio is not None:
         divide(call, g, saved, ratio, outs[0])
     config = call.tiles("query_grads", plan.query_config, call.w)
-    parts, chunk = plan.query_parts(call.planned, call.most, config["BN"])
+    paired = divided.paired(call)
+    parts, chunk = (1, call.most) if paired else plan.query_parts(call.planned, call.most, config["BN"])
     at, a = placed(q, g, outs[0])
-    grads = call.buffer(call.bh, length)
+    grads = call.buffer(call.bh, lay.dv, lay.fd, dtype=q.dtype) if paired else call.buffer(call.bh, length)
+    rows = call.buffer(call.bh, 2, lay.fd) if paired else None
     partial = grads if parts == 1 else call.buffer(parts, call.bh, length)
     launch(
         query_grads, call.bh * parts,
-        q, g, outs[0], saved.state, saved.matrix, ratio, partial, *at, call.n, call.h, parts, chunk, call.bh, spec.eps,
-        ALIGN=a, **call.pick("FMAP"), **call.sizes(), **config,
+        q, g, outs[0], saved.state, saved.matrix, ratio, partial, rows, *at, call.n, call.h, parts, chunk, call.bh,
+        call.scale, spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes(), **config,
     )  # fmt: skip
+    if rows is not None:
+        return divided.keys(call, outs, grads, rows)
     if parts > 1:
         blocks = -(-length // BLOCK)
         sizes = {"LEN": length, "K": length, "BLOCKS": blocks, "BLOCK": BLOCK}

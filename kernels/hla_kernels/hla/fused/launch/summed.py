@@ -9,7 +9,14 @@ from torch import Tensor
 
 from ....dispatch.recording import launch
 from .. import plan
-from ..heads.summed import summed_backward, summed_forward, summed_weights
+from ..heads.summed import (
+    summed_backward,
+    summed_forward,
+    summed_middle,
+    summed_queries,
+    summed_tokens,
+    summed_weights,
+)
 from ..plan import sums
 from . import apply_grads_call
 from .call import Call, Features, Saved, placed, staged
@@ -82,5 +89,36 @@ def summed_two_step_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tens
         summed_weights, call.bh, q, g, ratio, *kept, room, weights, rows, *at, call.n, call.h, call.scale,
         call.spec.eps, ALIGN=a, KR=length, WOFF=lay.woff, KW=lay.kw, PREC=call.prec["PREC"], **summed_widths(call),
         **call.tiles("summed_weights", sums.weights_config),
+    )  # fmt: skip
+    apply_grads_call(call, g, outs, Saved(kept.vectors, kept.matrix), ratio, weights, rows, True)
+
+
+def summed_ratio_call(
+    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor, at_once: bool
+) -> None:
+    """A ratio of 72 channels: sums over the queries of a head by one program, then its tokens."""
+    q, k, v, kept = call.q, call.k, call.v, Kept.of(saved, call)
+    call.lay = lay = call.lay.vectors()
+    at, a = placed(q, g)
+    room, length = room_of(call)
+    ratio, rows, ones = call.ratio(), call.buffer(call.bh, 3 * lay.fd), call.buffer(call.bh, 2, lay.fd)
+    sizes = {**summed_widths(call), "KR": length}
+    prec = call.prec["PREC"]
+    short = {x: sizes[x] for x in ("ORDER", "NORM", "MEAN", "FMAP", "D", "F1", "F2", "OFF", "K", "KR")}
+    launch(
+        summed_queries, call.bh, q, g, ratio, kept.vectors, kept.matrix, kept.units, room, ones, *at, call.n, call.h,
+        call.spec.eps, ALIGN=a, PREC=prec, **short, **call.tiles("summed_queries", sums.queries_config),
+    )  # fmt: skip
+    if at_once:
+        at, a = placed(q, k, v, g, *outs)
+        launch(
+            summed_tokens, call.bh, q, k, v, g, *outs, ratio, *kept, room, ones, rows, *at, call.n, call.h, call.scale,
+            ALIGN=a, PREC=prec, **sizes, **call.tiles("summed_tokens", sums.tokens_config, call.spec),
+        )  # fmt: skip
+        return
+    weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
+    launch(
+        summed_middle, call.bh, *kept, room, ones, weights, rows, call.n, call.scale, WOFF=lay.woff, KW=lay.kw,
+        **sizes, **call.tiles("summed_middle", sums.middle_config),
     )  # fmt: skip
     apply_grads_call(call, g, outs, Saved(kept.vectors, kept.matrix), ratio, weights, rows, True)

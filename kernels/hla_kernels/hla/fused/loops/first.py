@@ -40,17 +40,18 @@ NO_SPECIALIZE = [
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def query_grads(
-    q, g, dq, state, matrix, ratio, out, qs, gs, dqs, N, H, PARTS, chunk, heads, eps, FMAP: tl.constexpr,
+    q, g, dq, state, matrix, ratio, out, rows, qs, gs, dqs, N, H, PARTS, chunk, heads, scale, eps, FMAP: tl.constexpr,
     ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq, and partial dM' [V, F] and dm1 [F] -> out [PARTS, B * H, V F + F], of one part of one head; the sums alone
-    where `divide_grads` has written dq and ratio [B * H, N, 2]."""
+    where `divide_grads` has written dq and ratio [B * H, N, 2]. With rows [B * H, 2, F], for `heads.divided`, the one
+    part writes what `write_keys` makes of them: weights to out [B * H, V, F], and the rows."""
     pid = tl.program_id(0)
     b, h, part = pid // (H * PARTS), pid % H, (pid // H) % PARTS
     most = longest(N)
-    at, N, _ = span(N, b, b * H + h, 0.0)
+    at, N, scale = span(N, b, b * H + h, scale)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
     q = at_head(q, qs, at, h, ALIGN)
@@ -70,9 +71,18 @@ def query_grads(
             load_vec(state + OFF[9], DV, V1, V2), eps, q, 1, False, True, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
         )  # fmt: skip
         dm1 = end_pairs(dm1, F1, F2)
-    out += (part.to(tl.int64) * heads + head) * (DV * FD + FD)
-    store4(out, dm, DV, V1, V2, FD, F1, F2, FD, 1)
-    store_vec(out + DV * FD, dm1, FD, F1, F2)
+    if rows is not None:
+        w, row_v = scaled(dm, scale, FMAP, D, F1, F2, V1, V2)
+        w = cast4(w, out.dtype.element_ty)
+        common = vecmat(load_vec(state + OFF[9], DV, V1, V2), cast4(w, tl.float32), V2, F2)
+        rows += head * 2 * FD
+        store_vec(rows, (dm1[0] * scale - common[0], dm1[1] * scale - common[1]), FD, F1, F2)
+        store_vec(rows + FD, row_v, DV, V1, V2)
+        store4(out + head * DV * FD, w, DV, V1, V2, FD, F1, F2, FD, 1)
+    else:
+        out += (part.to(tl.int64) * heads + head) * (DV * FD + FD)
+        store4(out, dm, DV, V1, V2, FD, F1, F2, FD, 1)
+        store_vec(out + DV * FD, dm1, FD, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -102,6 +112,19 @@ def divide_grads(
 
 
 @triton.jit
+def scaled(
+    dm, scale, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr,
+    V2: tl.constexpr,
+):  # fmt: skip
+    """(W' = s dM', what features f + 1 add to every dv)."""
+    w = scale4(dm, scale)
+    row_v = zeros2(V1, V2)
+    if is_shifted(FMAP):
+        row_v = vecmat(ones2(D, F1, F2), trans4(w), F2, V2)
+    return w, row_v
+
+
+@triton.jit
 def write_keys(
     k, v, dk, dv, kn, vn, dkn, dvn, lo, hi, dm, dm1, row, scale, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
@@ -110,10 +133,7 @@ def write_keys(
     """dk and dv of tokens lo..hi from the whole dM' and dm1 (PAIRS: before `end_pairs`); row: what v has in common,
     which cancels in the same rounded weights."""
     dtype: tl.constexpr = k.dtype.element_ty
-    w = scale4(dm, scale)
-    row_v = zeros2(V1, V2)
-    if is_shifted(FMAP):
-        row_v = vecmat(ones2(D, F1, F2), trans4(w), F2, V2)
+    w, row_v = scaled(dm, scale, FMAP, D, F1, F2, V1, V2)
     w, unit = cast_weights((w, w, w, w, w), 1, dtype, F2, V2)
     w = w[0]
     row_v = common_row((row_v[0] / unit, row_v[1] / unit), dtype, V2)

@@ -50,7 +50,7 @@ def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool
     own keys. Exactly what ran on a GPU: kernels that fill the registers are where assemblers go wrong."""
     fits = w["D"] == w["DV"] and w["D"] in (64, 72)
     higher = spec.op in ("hla2", "ahla", "hla3")
-    form = (higher and plain(spec)) or (summed(spec) and (higher if narrow(w) else not spec.normalize))
+    form = (higher and plain(spec)) or (summed(spec) and (higher or not spec.normalize))
     return own and fits and form and spec.ridge == 0 and dtype == torch.bfloat16
 
 
@@ -153,7 +153,8 @@ def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype
     if mixed(spec, w, dtype, own):
         return "mixture"
     if halved(spec, w, dtype, own):
-        return "halves" if n <= 512 or stays(spec, w, batch_heads, n) else "halves_two_step"
+        many = spec.normalize and cut(w) and spec.op == "hla3" and batch_heads >= 384
+        return "halves" if n <= 512 or many or stays(spec, w, batch_heads, n) else "halves_two_step"
     return "heads" if n <= 512 and spec.op != "hla3" and not mapped(spec) else "two_step"
 
 
@@ -300,7 +301,7 @@ def apply_config(
     very = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
     third = spec.op in ("hla3", "polynomial")
     if spec.normalize and mapped(spec) and summed(spec):  # features that no forward kept
-        return {"BN": 64, "num_warps": 4, "num_stages": 2, "ROLES": 1}
+        return {"BN": 64, "num_warps": 4, "num_stages": 2, "ROLES": 2 if cut(w) else 1}
     if spec.normalize and spec.op == "polynomial" and cut(w):
         return {"BN": 32, "num_warps": 4, "num_stages": 2, "ROLES": 2}
     if very and spec.op == "polynomial":
@@ -372,15 +373,14 @@ def query_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
     return reduce_parts(PROGRAMS // 2 if halves else batch_heads, n, bn)
 
 
-def apply_parts(w: dict[str, int], batch_heads: int, n: int, bn: int) -> tuple[int, int]:
+def apply_parts(w: dict[str, int], batch_heads: int, n: int, bn: int, maps: bool = False) -> tuple[int, int]:
     """(parts, tokens of a part): up to 8 tiles a program while that leaves 8 programs per multiprocessor; 16 for the
-    large weights of wide heads, 3 where rows do not start on cache lines and more of them have to be under way, or a
-    head of 4 at once."""
+    large weights of wide heads, 3 where rows do not start on cache lines and more of them have to be under way (not so
+    where tokens are mapped on their way), or a head of 4 at once."""
     total, half = -(-n // bn), w["F2"] + w["V2"] > 0
-    most = (4 if total == 4 else 3) if half else 16 if max(w["F1"], w["V1"]) > 64 else 8
+    most = (4 if total == 4 else 3) if half and not maps else 16 if max(w["F1"], w["V1"]) > 64 else 8
     tiles = max(1, min(most, (batch_heads * total + 2 * PROGRAMS * half) // (4 * PROGRAMS)))
-    chunk = tiles * bn
-    return -(-n // chunk), chunk
+    return -(-n // (tiles * bn)), tiles * bn
 
 
 def factors(spec: Spec) -> int:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..spec import Spec
-from . import PROGRAMS
+from . import PROGRAMS, mapped
 
 
 def pair_config(kernel: str) -> dict[str, int]:
     """Tiles of the kernels of `heads.pairs`; BN sums, BO writes."""
-    if kernel in ("forward_pairs", "forward_higher"):
+    if kernel in ("forward_pairs", "forward_higher", "divided_forward"):
         return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3}
     if kernel == "backward_pairs":
         return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 4, "STAGES": 3}
+    if kernel == "divided_keys":
+        return {"BN": 64, "num_warps": 4, "num_stages": 2}
     if kernel == "grads_pairs":
         return {"BN": 64, "num_warps": 4, "num_stages": 3, "TWO": 2, "ONE": 3}
     return {"BN": 32, "num_warps": 4, "num_stages": 4}
+
+
+def pairs_ratio(spec: Spec, w: dict[str, int], batch_heads: int, dtype: torch.dtype, own: bool) -> bool:
+    """Whether a ratio of first order has the form of `heads.divided`, where one program for two heads fills the
+    chip. Exactly what ran on a GPU."""
+    form = own and spec.alone(dtype) and mapped(spec) and spec.ridge == 0 and dtype == torch.bfloat16
+    return form and w["D"] == w["DV"] == 72 and batch_heads >= 384
 
 
 def at_once(n: int) -> bool:

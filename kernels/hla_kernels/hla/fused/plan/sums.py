@@ -8,10 +8,10 @@ from ..spec import Spec, layout
 from . import factor_floats
 
 
-def keeps_features(n: int | torch.SymInt) -> int | torch.SymInt:
+def keeps_features(w: dict[str, int], n: int | torch.SymInt) -> int | torch.SymInt:
     """1 where the backward of a ratio reads the features of q and k, not the tokens: with few tokens one launch has the
     instructions of three evaluations in its way. No branch on sizes."""
-    return 1 - torch.sym_min(1, n // 513)
+    return 0 if w["F2"] > 0 else 1 - torch.sym_min(1, n // 513)
 
 
 def keeps_operator(spec: Spec) -> bool:
@@ -43,3 +43,18 @@ def backward_config(w: dict[str, int], n: int) -> dict[str, int]:
 def weights_config() -> dict[str, int]:
     """Tiles of `summed_weights`."""
     return {"BN": 64, "num_warps": 4, "num_stages": 3}
+
+
+def queries_config() -> dict[str, int]:
+    """Tiles of `summed_queries`."""
+    return {"BN": 64, "num_warps": 4, "num_stages": 3}
+
+
+def middle_config() -> dict[str, int]:
+    """Warps of `summed_middle`."""
+    return {"num_warps": 4, "num_stages": 1}
+
+
+def tokens_config(spec: Spec) -> dict[str, int]:
+    """Tiles of `summed_tokens`: LOOPS that write."""
+    return {"BO": 64, "LOOPS": 3 if spec.op == "hla3" else 2, "num_warps": 4, "num_stages": 3}
