@@ -85,7 +85,6 @@ CASES = (
 # of a ratio of 72 channels and the sums over its queries (3.6: 8, hla3 240; 40), gradients of ahla's
 SPILT = {
     ("hla3", RATIO, 256, 6, 197, 64): 168,
-    ("hla3", ANCHORED, 64, 6, 1025, 64): 40,
     ("hla3", ANCHORED, 32, 16, 1024, 72): 280,
     ("linear_attention", RATIO, 32, 16, 1024, 72): 112,
     ("ahla", RATIO, 32, 16, 1024, 72): 96,
@@ -202,3 +201,12 @@ def test_what_is_saved_has_a_size_for_every_number_of_tokens(options):
             assert size.subs({shape[0].node.expr: batch, shape[1].node.expr: tokens}) == expected
             split = batch < 32 or tokens > (4608 if batch == 96 and dtype == torch.bfloat16 else 2048)
             assert (expected > (2.5 if options[2] else 1.6) * batch * 4 * 64 * 64) == split
+
+
+@pytest.mark.parametrize(("op", "options"), (("hla3", PLAIN), ("ahla", ANCHORED)))
+@pytest.mark.parametrize("n", (197, 1025))
+def test_what_is_read_twice_is_kept_in_l2_where_it_does_not_fit(op, options, n):
+    """By a hint that costs instructions, so not where it does."""
+    from tests.ops.fused.offline_gate import record
+
+    assert [kwargs["STAY"] for _, _, kwargs in record(op, options, 64, 6, n, 64)] == [n == 1025] * 2

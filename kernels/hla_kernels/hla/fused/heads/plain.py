@@ -35,15 +35,16 @@ from .halves import (
 def plain_forward(
     q, k, v, o, factors, units, qs, ks, vs, os, N, H, scale, ORDER: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
-    DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
+    STAY: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """o = q M of one head. SAVE: its factors go to factors [B * H, KF] and units [B * H, 4]."""
+    """o = q M of one head. SAVE: its factors go to factors [B * H, KF] and units [B * H, 4]. STAY as in
+    `sum_moments`."""
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     raw, sums, _, _ = sum_moments(
-        q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, False, False, True, D, F1, F2, D, F1, F2, BN, PREC
+        q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, False, False, True, D, F1, F2, D, F1, F2, BN, PREC, STAY
     )
     m = scale_moments(raw, sums, scale, N[1], 0.0, ORDER, 0, False, False, F1, F2, F2)
     m, u = half_moments(m, ORDER, F2, F2)
@@ -144,16 +145,16 @@ def plain_backward(
     q, k, v, g, dq, dk, dv, factors, units, room, qs, ks, vs, gs, dqs, dks, dvs, N, H, scale, ORDER: tl.constexpr,
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
     KEPT: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr,
-    WRITE: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
+    WRITE: tl.constexpr, STAY: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv of one head in LOOPS passes (`which`), the tiles of which take less shared memory than those of all
-    three gradients."""
+    three gradients. STAY as in `sum_gradient`, of KEPT factors of one block."""
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
     if KEPT and F2 == 0:
-        dm, _ = sum_gradient(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC)
+        dm, _ = sum_gradient(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC, STAY)
         mt, w = loaded_products(factors + head * KF, units + head * 4, dm, scale, ORDER, D, q.dtype.element_ty)
     else:
         mt, w = plain_products(

@@ -36,9 +36,10 @@ def summed_forward(
     ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     KF: tl.constexpr, SAVE: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr,
-    PREC: tl.constexpr,
+    STAY: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """o of one head. KEEP: the features fq, fk, which the read-out reads too. SAVE: its sums (NORM: m1 and mean value
+    """o of one head. KEEP: the features fq, fk, which the read-out reads too. STAY of the tokens as they are, as in
+    `sum_moments`. SAVE: its sums (NORM: m1 and mean value
     too) at OFF of vectors [B * H, K], what `plain_forward` keeps, M [B * H, D, D] of a ratio and of first order."""
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
@@ -51,7 +52,7 @@ def summed_forward(
         keep = (fq, fk, fqn, fkn)
     if FMAP == 0:
         raw, sums, _, _ = sum_moments(
-            q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, True, False, True, D, F1, F2, D, F1, F2, BN, PREC
+            q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, True, False, True, D, F1, F2, D, F1, F2, BN, PREC, STAY
         )
     else:
         raw, sums, _, _, _ = sum_features(
@@ -121,9 +122,9 @@ def summed_backward(
     scale, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     KF: tl.constexpr, KR: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr, WRITE: tl.constexpr,
-    PREC: tl.constexpr,
+    STAY: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one head. LOOPS as in `plain_backward`."""
+    """dq, dk, dv of one head. LOOPS as in `plain_backward`; STAY of the tokens as they are, as in `sum_gradient`."""
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
@@ -131,7 +132,7 @@ def summed_backward(
     vectors += head * K
     matrix += head * D * D
     dm, row_v, one, centred = summed_gradient(
-        q, g, qn, gn, N, eps, ratio, vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, PREC
+        q, g, qn, gn, N, eps, ratio, vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, STAY, PREC
     )
     mt, w, row = summed_algebra(
         dm, row_v, one, centred, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
@@ -167,7 +168,7 @@ def summed_weights(
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
     dm, row_v, one, centred = summed_gradient(
         q, g, qn, gn, N, eps, ratio_of(ratio, head, N[0], NORM), vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2,
-        OFF, BN, PREC,
+        OFF, BN, False, PREC,
     )  # fmt: skip
     mt, w, row = summed_algebra(
         dm, row_v, one, centred, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,

@@ -28,7 +28,7 @@ from .plain import again
 def summed_gradient(
     q, g, qn, gn, N, eps, ratio, vectors, matrix, ORDER: tl.constexpr, NORM: tl.constexpr, MEAN: tl.constexpr,
     FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr,
+    STAY: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dM', what all dv have in common, and of a ratio the gradients of m1 for v as it is and for v centred; fills
     ratio."""
@@ -53,7 +53,7 @@ def summed_gradient(
             one = axpy2(end_pairs(dm1, F1, F2), -1.0, vecmat(mean, dm, F2, F2), F2)
             centred = axpy2(one, 1.0 / N[1], vecmat(total, dm, F2, F2), F2)
     else:
-        dm, sg = sum_gradient(q, g, qn, gn, 0, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC)
+        dm, sg = sum_gradient(q, g, qn, gn, 0, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC, STAY)
         if MEAN:
             row = axpy2(row, 1.0 / N[1], sg, F2)
     return dm, row, one, centred

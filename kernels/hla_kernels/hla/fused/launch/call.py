@@ -82,8 +82,10 @@ class Call:
         return self.seqs.mask is None and self.seqs.cu_seqlens is None and self.g == 1
 
     def tiles(self, kernel: str, entry: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
-        """Tiles, warps and stages of a kernel: `entry(*args)` of the static table, or measured ones."""
-        return STATE.choose(kernel, self, entry, *args)
+        """Tiles, warps and stages of a kernel: `entry(*args)` of the static table, or measured ones. Nothing can STAY
+        in the L2 of a CPU, whose interpreter knows no assembly."""
+        config = STATE.choose(kernel, self, entry, *args)
+        return {**config, "STAY": False} if "STAY" in config and self.q.device.type == "cpu" else config
 
     def pick(self, *names: str) -> dict:
         """Some of the flags."""

@@ -52,7 +52,7 @@ def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     launch(
         plain_forward, call.bh,
         q, k, v, o, factors, units, *at, call.n, call.h, call.scale, ALIGN=a, SAVE=save, **plain_widths(call),
-        **tiles(call, "plain_forward", plain_forward_config, call.spec, call.w),
+        **tiles(call, "plain_forward", plain_forward_config, call.spec, call.w, call.most),
     )  # fmt: skip
 
 

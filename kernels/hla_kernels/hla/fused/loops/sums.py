@@ -220,15 +220,28 @@ def add_gradient(
 
 
 @triton.jit
+def stay_in_l2(ptr, start, n, stride, D: tl.constexpr, BN: tl.constexpr):
+    """Rows start .. start + BN, below n, of 16-bit numbers are the last to leave L2: one instruction a sector of 32
+    bytes. A loop's loads are issued turns ahead, and such loads carry no hint in what Triton 3.6 compiles."""
+    SECTORS: tl.constexpr = D // 16
+    i = tl.arange(0, BN * SECTORS)
+    row = tl.minimum(start + i // SECTORS, n - 1).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2::evict_last [$1]; mov.u32 $0, 0;", "=r,l",
+        [(ptr + row * stride + i % SECTORS * 16).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def sum_moments(
     q, k, v, g, qn, kn, vn, gn, lo, hi, ORDER: tl.constexpr, SUMS: tl.constexpr, GRAD: tl.constexpr,
     ONCE: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAY: tl.constexpr = False,
 ):  # fmt: skip
     """(P, S, C, R, W), (sum q, sum k, sum v), dM', sum g over tokens lo..hi of the tokens as they are.
 
     SUMS: 1 all sums; 2 those of the tokens that the order multiplies, in few registers; 3 that of g alone. ONCE: k and
-    v are not read again; let q stay in L2 instead.
+    v are not read again; let q stay in L2 instead, which STAY asks for.
     """
     SUM_Q: tl.constexpr = SUMS == 2 and ORDER != 11
     SUM_K: tl.constexpr = SUMS == 2 and ORDER != 12
@@ -250,6 +263,8 @@ def sum_moments(
     zero = tl.full([], 0, tl.int64)
     for start in range(lo, hi[0], BN):
         live = alive(start + i, hi)
+        if STAY:
+            stay_in_l2(q, start, hi[0], qn, D, BN)
         tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, ONCE)
         tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, ONCE)
         tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
@@ -281,7 +296,7 @@ def sum_moments(
 @triton.jit
 def gradient_sums(
     q, g, qn, gn, lo, hi, SUMS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAY: tl.constexpr = False,
 ):  # fmt: skip
     """`sum_gradient` before `outer4_end` and `end_total`."""
     TAIL: tl.constexpr = F2 > 0 and V2 > 0 and F1 >= 64 and V1 >= 64
@@ -291,6 +306,9 @@ def gradient_sums(
     zero = tl.full([], 0, tl.int64)
     for start in range(lo, hi[0], BN):
         live = alive(start + i, hi)
+        if STAY:
+            stay_in_l2(q, start, hi[0], qn, D, BN)
+            stay_in_l2(g, start, hi[0], gn, D, BN)
         tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
         dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, i, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
     return dm, sg
@@ -299,8 +317,9 @@ def gradient_sums(
 @triton.jit
 def sum_gradient(
     q, g, qn, gn, lo, hi, SUMS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAY: tl.constexpr = False,
 ):  # fmt: skip
-    """dM' [V, F] and sum g [V] over tokens lo..hi of the tokens as they are."""
-    dm, sg = gradient_sums(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
+    """dM' [V, F] and sum g [V] over tokens lo..hi of the tokens as they are. STAY: q and g, of as many channels, are
+    read again; let them stay in L2."""
+    dm, sg = gradient_sums(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC, STAY)
     return end(dm, V2, True), end_total(sg, q.dtype.element_ty, V1, V2, SUMS)

@@ -26,18 +26,18 @@ def kept_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt, dtype: tor
     return factor_floats(spec, w, n) + (lay.vectors().k + operator if spec.sums else 0)
 
 
-def forward_config(w: dict[str, int]) -> dict[str, int]:
-    """Tiles of `summed_forward`."""
+def forward_config(w: dict[str, int], n: int) -> dict[str, int]:
+    """Tiles of `summed_forward`; STAY as in `tiles.plain_forward_config`."""
     more = {"maxnreg": 168} if w["F2"] == 0 else {}  # three programs a multiprocessor
-    return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, **more}
+    return {"STAY": w["F2"] == 0 and n > 512, "BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, **more}
 
 
 def backward_config(w: dict[str, int], n: int) -> dict[str, int]:
     """Tiles of `summed_backward`: LOOPS that write, WRITE stages of each."""
     if n > 512 and w["F2"] == 0:
-        return {"BN": 64, "BO": 64, "LOOPS": 1, "WRITE": 5, "num_warps": 4, "num_stages": 6}
+        return {"BN": 64, "BO": 64, "LOOPS": 1, "WRITE": 4, "STAY": True, "num_warps": 4, "num_stages": 6}
     loops = {"LOOPS": 3, "WRITE": 3} if w["F2"] > 0 else {"LOOPS": 1, "WRITE": 2}
-    return {"BN": 64, "BO": 64, **loops, "num_warps": 4, "num_stages": 3}
+    return {"BN": 64, "BO": 64, **loops, "STAY": False, "num_warps": 4, "num_stages": 3}
 
 
 def weights_config() -> dict[str, int]:
