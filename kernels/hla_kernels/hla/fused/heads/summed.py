@@ -196,7 +196,7 @@ def summed_queries(
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
     dm, _, one, centred = summed_gradient(
         q, g, qn, gn, N, eps, ratio_of(ratio, head, N[0], NORM), vectors + head * K, matrix + head * D * D, ORDER, NORM,
-        MEAN, FMAP, D, F1, F2, OFF, BN, PREC,
+        MEAN, FMAP, D, F1, F2, OFF, BN, False, PREC,
     )  # fmt: skip
     dm, unit = half(dm, F2, F2)
     put_matrix(room + head * KR, dm, F1, F2, D)
