@@ -116,8 +116,9 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
         if path == "planes" or path.startswith("mixture"):
             digits = Spec.digits
             patch.setattr(Spec, "digits", lambda self, _, backward: digits(self, torch.bfloat16, backward))
+        if path == "blocks" or path.startswith("mixture"):
+            patch.setattr(plan, "mixed", lambda *a: path != "blocks")
         if path.startswith("mixture"):
-            patch.setattr(plan, "mixed", lambda *a: True)
             floats, most = mixture.digits_floats, 513 if path == "mixture_kept" else 1
             patch.setattr(mixture, "digits_floats", lambda w, n, vectors: floats(w, most, vectors))
         if path == "roles":
