@@ -236,7 +236,7 @@ FIXED = (*POLYNOMIALS, ({}, BF16, PAIRS), (RATIO, BF16, MANY), (ELU, BF16, FEW),
 def test_polynomial_of_fixed_coefficients(case):
     """As above where coefficients need no gradient."""
     options, dtype, sizes = case
-    check_polynomial(options, dtype, sizes, (17, 197, 1025), True, 12 if sizes[0] * sizes[1] <= 16 else 1)
+    check_polynomial(options, dtype, sizes, (17, 197, 1025), True, 12)
 
 
 def test_polynomial_inference():
