@@ -175,7 +175,8 @@ def test_several_parts_of_a_head(monkeypatch):
 @pytest.mark.parametrize(("options", "d"), [(PLAIN, 40), (RELU_QK, 72), (RATIO, 32)])
 def test_exact_products_of_bfloat16(monkeypatch, options, d):
     """Those of bfloat16, which the interpreter lacks, on float32 tokens: d coefficients to the digits of float32."""
-    monkeypatch.setattr(plan, "precisions", lambda *a: {"PREC": "ieee", "MID": "tf32", "WHOLE": "tf32", "EXACT": "blocks"})
+    words = {"PREC": "ieee", "MID": "tf32", "WHOLE": "tf32", "EXACT": "blocks"}
+    monkeypatch.setattr(plan, "precisions", lambda *a: words)
     spec = Spec("polynomial", **options)
     inputs = make(spec, 20, d, d, (1, 1), FULL, "strided")
     check(run(monkeypatch, spec, *inputs, "split", True, False), truth(spec, *inputs), TOLERANCE[FULL])
