@@ -64,6 +64,9 @@ def draw_models(result: Row, file: Path) -> None:
     )
     for line, model in zip(panels, models, strict=True):
         for axes, (mode, weights) in zip(line, modes, strict=True):
+            if not any((row["model"], row["mode"], row["weights"]) == (model, mode, weights) for row in rows):
+                axes.set_visible(False)
+                continue
             for mixer, color in zip(mixers, COLORS, strict=False):
                 for compiled in (True, False):
                     key = (model, mode, weights, mixer, compiled)
