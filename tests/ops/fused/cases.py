@@ -13,7 +13,7 @@ from torch import Tensor
 import hla_kernels
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
-from hla_kernels.hla.fused.plan import mixture, neighbours
+from hla_kernels.hla.fused.plan import mixture, neighbours, paths
 from hla_kernels.hla.two_sided import evaluate
 from hla_kernels.options import Options
 
@@ -102,22 +102,21 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
     with monkeypatch.context() as patch:
         poison(patch)
         split = path in ("split", "whole", "roles", "planes", "pairs", "pairs_two_step")
-        patch.setattr(fused, "blocked", lambda *a: path == "blocks")
-        patch.setattr(plan, "pairs", lambda *a: int(path.startswith("pairs")))
+        patch.setattr(paths, "blocked", lambda *a: path == "blocks")
+        patch.setattr(paths, "pairs", lambda *a: int(path.startswith("pairs")))
         patch.setattr(neighbours, "pairs_ratio", lambda *a: path == "divided")
-        patch.setattr(plan, "pairs_forward", lambda *a: int("pairs" in path))
+        patch.setattr(paths, "pairs_forward", lambda *a: int("pairs" in path))
         patch.setattr(neighbours, "at_once", lambda n: path == "pairs")
         for name in ("splits", "saves"):
-            patch.setattr(plan, name, lambda *a: int(split))
-        own = path.removesuffix("_kept").removesuffix("_by_pairs")
-        patch.setattr(plan, "backward_path", lambda *a: "split" if split else own)
+            patch.setattr(paths, name, lambda *a: int(split))
+        patch.setattr(paths, "at_once", lambda *a: not path.endswith("two_step"))
         patch.setattr(plan, "first_at_once", lambda *a: path == "heads")
-        patch.setattr(plan, "halved", lambda *a: path.startswith("halves"))
+        patch.setattr(paths, "halved", lambda *a: path.startswith("halves"))
         if path == "planes" or path.startswith("mixture"):
             digits = Spec.digits
             patch.setattr(Spec, "digits", lambda self, _, backward: digits(self, torch.bfloat16, backward))
         if path == "blocks" or path.startswith("mixture"):
-            patch.setattr(plan, "mixed", lambda *a: path != "blocks")
+            patch.setattr(paths, "mixed", lambda *a: path != "blocks")
         if path.startswith("mixture"):
             floats, most = mixture.digits_floats, 513 if path == "mixture_kept" else 1
             patch.setattr(mixture, "digits_floats", lambda w, n, vectors: floats(w, most, vectors))

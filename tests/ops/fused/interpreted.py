@@ -15,7 +15,7 @@ from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
 from hla_kernels.hla.fused.launch.blocks import Blocks
 from hla_kernels.hla.fused.launch.call import Call
-from hla_kernels.hla.fused.plan import tuning
+from hla_kernels.hla.fused.plan import paths, tuning
 from tests.ops.citizen import test_rms_norm as norms
 from tests.ops.fused.cases import BY_BLOCKS, FULL, HALF, OF_MIXTURES, make, poison, relative_error, run, truth
 
@@ -271,10 +271,10 @@ def test_sequences(monkeypatch, case, kind):
         with monkeypatch.context() as patch:
             if impl == "triton":
                 poison(patch)
-                patch.setattr(fused, "blocked", lambda *a: path == "blocks")
+                patch.setattr(paths, "blocked", lambda *a: path == "blocks")
                 for name in ("splits", "saves"):
-                    patch.setattr(plan, name, lambda *a: int(path == "split"))
-                patch.setattr(plan, "backward_path", lambda *a: path)
+                    patch.setattr(paths, name, lambda *a: int(path == "split"))
+                patch.setattr(paths, "at_once", lambda *a: path != "two_step")
                 patch.setattr(plan, "reduce_parts", lambda heads, n, bn: (-(-n // 32), 32))
             more = (c if c is None else x[3], op, *options.values(), impl, False, True)
             y = torch.ops.hla_kernels.two_sided(*x[:3], *more, **ragged)[0]

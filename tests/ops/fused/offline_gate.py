@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, launch
-from hla_kernels.hla.fused.launch import blocks, divided, fixed, mixture, pairs, ratios, summed
+from hla_kernels.hla.fused.launch import blocks, divided, mixture, pairs, ratios, summed
 from hla_kernels.hla.fused.launch import plain as plain_launch
 from hla_kernels.sequences import Sequences
 
@@ -119,7 +119,7 @@ def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = ""
     tokens, bf16 unless `kind` is a dtype; "turned": of tokens that lie as [B, H, N, D]."""
     kernels = [
         (module, name, kernel)
-        for module in (blocks, divided, fixed, launch, mixture, pairs, plain_launch, ratios, summed)
+        for module in (blocks, divided, launch, mixture, pairs, plain_launch, ratios, summed)
         for name, kernel in vars(module).items()
         if hasattr(kernel, "arg_names")
     ]

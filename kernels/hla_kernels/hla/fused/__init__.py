@@ -12,9 +12,9 @@ nor does one of higher order of 72 channels, or of 64 and more than 512 tokens (
 
 Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D), heads
 (heads.plain: higher orders without options; heads.summed: ratios, centred keys; heads.pairs, heads.divided (a ratio),
-heads.duo; heads.mixture: `polynomial` of all three), split, middle, plan (the static table), launch. Equations in
-`hla_kernels.hla`. Triton is imported by the first call of `forward` or `backward`: whether a call could run is answered
-without it.
+heads.duo; heads.mixture: `polynomial` of all three), split, middle, plan (the static table; plan.paths: which path a
+call takes), launch (launch.table: the functions of each). Equations in `hla_kernels.hla`. Triton is imported by the
+first call of `forward` or `backward`: whether a call could run is answered without it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from torch import Tensor
 from ...sequences import WHOLE, Sequences
 from . import plan
 from .blocks.layout import layout as block_layout
-from .plan import mixture, sums
-from .plan.blocks import blocked
+from .plan import mixture, paths, sums
 from .spec import DTYPES, MAX_D, MIN_D, Spec, layout, widths
 
 __all__ = ["Spec", "backward", "forward", "saved_floats", "why_not"]
@@ -60,27 +59,27 @@ def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = 
 
 def kept_features(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
     """1 where a forward that is asked to keeps the features of q and k for the backward. No branch on B, N and H."""
-    if by_blocks(q, v, spec, seqs):
-        return 0
     w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
-    if not plan.halved(spec, w, q.dtype, own):
+    if paths.by_blocks(spec, w, q.dtype, own):
+        return 0
+    if not paths.halved(spec, w, q.dtype, own):
         return int(spec.keeps(q.dtype))
-    split = plan.saves(spec, w, plan.planned(batch * heads), n, q.dtype, own)
+    split = paths.saves(spec, w, plan.planned(batch * heads), n, q.dtype, own)
     return int(spec.keeps(q.dtype)) * (split + (1 - split) * sums.keeps_features(w, n))
 
 
 def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
     """Room of operators and states in that buffer, whole 16 bytes."""
-    w, (batch, n, heads) = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q)
+    w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
     batch_heads = batch * heads
-    if by_blocks(q, v, spec, seqs):
+    if paths.by_blocks(spec, w, q.dtype, own):
         return batch_heads * block_layout(spec, q.shape[3], v.shape[3]).state
-    kept, lay = plan.saves(spec, w, plan.planned(batch_heads), n, q.dtype, own_keys(q, v, seqs)), layout(spec, w)
+    kept, lay = paths.saves(spec, w, plan.planned(batch_heads), n, q.dtype, own), layout(spec, w)
     size = spec.matrix_dtype(q.dtype).itemsize
     whole: int | torch.SymInt = lay.vectors().floats(size) if spec.normalize else 0
-    if plan.halved(spec, w, q.dtype, own_keys(q, v, seqs)):
+    if paths.halved(spec, w, q.dtype, own):
         whole = sums.kept_floats(spec, w, n, q.dtype)
-    if plan.mixed(spec, w, q.dtype, own_keys(q, v, seqs)):
+    if paths.mixed(spec, w, q.dtype, own):
         whole = mixture.mixture_floats(spec, w, n)
     return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
 
@@ -103,10 +102,10 @@ def own_keys(q: Tensor, v: Tensor, seqs: Sequences) -> bool:
     return seqs.mask is None and seqs.cu_seqlens is None and q.shape[2] == v.shape[2]
 
 
-def by_blocks(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> bool:
-    """Whether a call goes by blocks of its matrices: what fits in no program otherwise."""
-    d, dv = q.shape[3], v.shape[3]
-    return blocked(spec, d, dv, q.dtype) and not plan.mixed(spec, widths(spec, d, dv), q.dtype, own_keys(q, v, seqs))
+def path_of(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences, save: bool = True) -> str:
+    """`plan.paths.path` of a call."""
+    w, (batch, n, heads) = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q)
+    return paths.path(spec, w, plan.planned(batch * heads), n, q.dtype, own_keys(q, v, seqs), save)
 
 
 def feature_floats(*tokens: Tensor) -> int | torch.SymInt:
@@ -132,44 +131,17 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """o [B, N, H, Dv] contiguous from q [B, N, H, D], k, v [B, N, Hk, .], and a float32 buffer for `backward`
     (`saved_floats`; empty without `save`)."""
-    from .launch import Call, apply_call, head_forward_call, split_forward_call
-    from .launch.blocks import block_forward_call
-    from .launch.fixed import fixed_forward_call
-    from .launch.mixture import mixture_forward_call
-    from .launch.plain import plain_forward_call
-    from .launch.ratios import ratio_forward_call
-    from .launch.summed import summed_forward_call
+    from .launch import Call
+    from .launch.table import PATHS
 
     call = Call(spec, q, k, v, coefficients, seqs)
     new = torch.empty if seqs.mask is None else torch.zeros  # padded tokens are not written
     o = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    if by_blocks(q, v, spec, seqs):
-        buffer = call.buffer(saved_floats(q, k, v, spec, seqs))
-        block_forward_call(call, o, buffer)
-        return o, buffer if save else call.buffer(0)
-    path = plan.backward_path(spec, call.w, call.planned, call.most, q.dtype, own_keys(q, v, seqs))
-    split = not plan.use_heads(spec, call.w, call.planned, call.most, q.dtype, own_keys(q, v, seqs), save)
-    if save:
-        buffer = call.buffer(saved_floats(q, k, v, spec, seqs))
-    else:
-        buffer = call.buffer(operator_floats(q, v, spec, seqs) if split and path != "mixture" else 0)
-    features = features_of(buffer, q, k) if save and kept_features(q, v, spec, seqs) else (None, None)
-    if path == "mixture" or (not split and plan.mixed(spec, call.w, q.dtype, own_keys(q, v, seqs))):
-        if spec.normalize:
-            ratio_forward_call(call, o, buffer)
-        else:
-            fixed = spec.fixed or buffer.numel() == 0
-            (fixed_forward_call if fixed else mixture_forward_call)(call, o, buffer, apply_call)
-    elif split:
-        split_forward_call(call, o, buffer, save, features)
-    elif plan.halved(spec, call.w, q.dtype, own_keys(q, v, seqs)):
-        if spec.sums:
-            summed_forward_call(call, o, buffer, features)
-        else:
-            plain_forward_call(call, o, buffer)
-    else:
-        head_forward_call(call, o, buffer, features)
-    return o, buffer if save else call.buffer(0)
+    saved = call.buffer(saved_floats(q, k, v, spec, seqs) if save else 0)
+    if save and kept_features(q, v, spec, seqs):
+        call.features = features_of(saved, q, k)
+    PATHS[path_of(q, v, spec, seqs, save)].forward(call, o, saved)
+    return o, saved
 
 
 def backward(
@@ -187,15 +159,11 @@ def backward(
     None (without any, or `Spec.fixed`). `saved`: the buffer of `forward`, or an empty one, then what it would hold is
     computed again."""
     from . import launch
-    from .launch.blocks import block_backward_call
-    from .launch.fixed import fixed_backward_call
-    from .launch.mixture import mixture_backward_call
-    from .launch.plain import plain_backward_call, plain_two_step_call
-    from .launch.ratios import ratio_backward_call
-    from .launch.summed import summed_backward_call, summed_ratio_call, summed_two_step_call
+    from .launch.table import PATHS
 
-    wide = by_blocks(q, v, spec, seqs)
-    if saved.numel() == 0 and (wide or spec.normalize or spec.keeps(q.dtype)):
+    path = path_of(q, v, spec, seqs)
+    again = path != "split" or spec.normalize or spec.keeps(q.dtype)  # moments alone are summed by `launch.prepare`
+    if saved.numel() == 0 and again and saved_floats(q, k, v, spec, seqs) > 0:
         saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
     if kept_features(q, v, spec, seqs):
         q, k = features_of(saved, q, k)
@@ -209,40 +177,7 @@ def backward(
         if seqs.mask is not None:
             dk.zero_(), dv.zero_()
         full = (outs[0], dk, dv)
-    path = plan.backward_path(spec, call.w, call.planned, call.most, q.dtype, own_keys(q, v, seqs))
-    more = plan.factor_floats(spec, call.w, call.most) if path.startswith("halves") else 0
-    more = mixture.mixture_floats(spec, call.w, call.most) if path == "mixture" else more
-    if saved.numel() == 0 and more > 0:
-        saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
-    if wide:
-        dc = block_backward_call(call, grad, full, saved)
-    elif spec.alone(q.dtype):
-        call.lay = call.lay if path == "split" else call.lay.vectors()
-        launch.first_backward_call(call, grad, full, saved)
-        dc = None
-    elif path == "mixture" and spec.normalize:
-        dc = ratio_backward_call(call, grad, full, saved)
-    elif path == "mixture" and spec.fixed:
-        dc = None
-        fixed_backward_call(call, grad, full, saved, launch.apply_grads_call)
-    elif path == "mixture":
-        dc = mixture_backward_call(call, grad, full, saved, launch.apply_grads_call)
-    elif path.startswith("halves") and spec.normalize and plan.cut(call.w):
-        dc = None
-        summed_ratio_call(call, grad, full, saved, path == "halves")
-    elif path == "halves":
-        dc = None
-        (summed_backward_call if spec.sums else plain_backward_call)(call, grad, full, saved)
-    elif path == "halves_two_step":
-        dc = None
-        (summed_two_step_call if spec.sums else plain_two_step_call)(call, grad, full, saved)
-    elif path != "split":
-        dc = call.buffer(call.b, call.h, 1, 4) if spec.learned else None
-        (launch.head_backward_call if path == "heads" else launch.two_step_backward_call)(call, grad, full, dc, saved)
-    else:
-        filled = saved.numel() > 0
-        buffer = saved if filled else call.buffer(call.bh * call.lay.floats(call.matrix_dtype.itemsize))
-        dc = launch.split_backward_call(call, grad, full, buffer, filled)
+    dc = PATHS[path].backward(call, grad, full, saved)
     if call.g > 1:
         for x, out in zip(full[1:], outs[1:], strict=True):
             launch.group_sum(x, out, call.g)

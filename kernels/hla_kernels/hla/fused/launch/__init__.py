@@ -12,16 +12,17 @@ from ..loops.first import divide_grads, key_grads, query_grads, token_grads
 from ..loops.parts import add_parts, combine
 from ..middle import middle, middle_grads_value
 from ..middle.key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
+from ..plan import paths
 from ..spec import ORDERS
 from ..split import apply, apply_grads, reduce_moments, reduce_readout
 from . import divided, pairs
-from .call import BLOCK, Call, Features, Saved, pad, placed, staged, unfused
+from .call import BLOCK, Call, Outs, Saved, pad, placed, staged, unfused
 
 
-def head_forward_call(call: Call, o: Tensor, saved: Tensor, features: Features) -> None:
-    """One launch: o from q, k, v; normalised, the operators and vectors too unless `saved` is empty; `features` if
-    there are any."""
-    q, k, v, spec = call.q, call.k, call.v, call.spec
+def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
+    """One launch: o from q, k, v; normalised, the operators and vectors too unless `saved` is empty; features if any
+    are kept."""
+    q, k, v, spec, features = call.q, call.k, call.v, call.spec, call.features
     call.lay = call.lay.vectors()
     save = saved.numel() > 0 and spec.normalize
     to = Saved.of(saved, call) if save else Saved(None, None)
@@ -36,11 +37,10 @@ def head_forward_call(call: Call, o: Tensor, saved: Tensor, features: Features) 
     )  # fmt: skip
 
 
-def head_backward_call(
-    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], dc: Tensor | None, saved: Tensor
-) -> None:
+def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Tensor | None:
     """One launch: dq, dk, dv (per query head) and parts [B, H, 1, 4] of d coefficients."""
     q, k, v, spec = call.q, call.k, call.v, call.spec
+    dc = call.buffer(call.b, call.h, 1, 4) if spec.learned else None
     call.lay = call.lay.vectors()
     of = Saved.of(saved, call) if spec.normalize else Saved(None, None)
     rows = call.buffer(call.bh, 2 * call.lay.fd + call.lay.dv) if spec.normalize else None
@@ -51,11 +51,12 @@ def head_backward_call(
         spec.ridge, spec.eps, ALIGN=a, MID=call.prec["MID"], **call.flags, **call.sizes(),
         **staged(call.tiles("head_backward", plan.head_config, "backward", spec, call.w, q.dtype)),
     )  # fmt: skip
+    return dc
 
 
-def prepare(call: Call, buffer: Tensor, rest: bool, features: Features = (None, None)) -> Saved:
+def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
     """Moments of all tokens and the operator: reduce, combine (several parts only), middle. `rest`: for a backward."""
-    saved = Saved.of(buffer, call)
+    saved, features = Saved.of(buffer, call), call.features
     q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
     config = call.tiles("reduce_moments", plan.reduce_config, call.spec, call.w, q.dtype)
     digits = spec.digits(q.dtype, rest)
@@ -88,15 +89,22 @@ def prepare(call: Call, buffer: Tensor, rest: bool, features: Features = (None, 
     return saved
 
 
-def split_forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool, features: Features) -> None:
-    """reduce -> combine -> middle -> apply; the buffer keeps the state, for a backward with `save`."""
+def split_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
+    """reduce -> combine -> middle -> apply; the moments too unless `saved` is empty."""
+    save = saved.numel() > 0
+    buffer = saved if save else room_of(call)
     if pairs.paired(call):
         return pairs.forward(call, o, buffer, save)
-    saved = prepare(call, buffer, save, features)
-    fq, fk = features
+    of = prepare(call, buffer, save)
+    fq, fk = call.features
     if fq is not None and fk is not None:
         call = Call(call.spec.of_features(), fq, fk, call.v, call.coefficients, call.seqs)
-    apply_call(call, o, saved)
+    apply_call(call, o, of)
+
+
+def room_of(call: Call) -> Tensor:
+    """Room for operators and states of every head."""
+    return call.buffer(call.bh * call.lay.floats(call.matrix_dtype.itemsize))
 
 
 def apply_call(call: Call, o: Tensor, saved: Saved) -> None:
@@ -170,26 +178,26 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     return weights, rows, dc
 
 
-def split_backward_call(
-    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], buffer: Tensor, filled: bool
-) -> Tensor | None:
-    """(moments again unless filled) -> reduce dM -> middle -> apply; returns parts of d coefficients."""
+def split_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Tensor | None:
+    """(moments again if `saved` is empty) -> reduce dM -> middle -> apply; returns parts of d coefficients."""
+    filled = saved.numel() > 0
+    buffer = saved if filled else room_of(call)
     if pairs.paired(call):
         if not filled:
             pairs.forward(call, torch.empty_like(g, memory_format=torch.contiguous_format), buffer, True)
         pairs.backward(call, g, outs, buffer, apply_grads_call)
         return None
-    saved = Saved.of(buffer, call) if filled else prepare(call, buffer, True)
+    of = Saved.of(buffer, call) if filled else prepare(call, buffer, True)
     ratio = call.ratio()
-    weights, rows, dc = middle_grads(call, readout_grad(call, g, saved, ratio), saved)
-    apply_grads_call(call, g, outs, saved, ratio, weights, rows, False)
+    weights, rows, dc = middle_grads(call, readout_grad(call, g, of, ratio), of)
+    apply_grads_call(call, g, outs, of, ratio, weights, rows, False)
     return dc
 
 
 def apply_grads_call(
     call: Call,
     g: Tensor,
-    outs: tuple[Tensor, Tensor, Tensor],
+    outs: Outs,
     saved: Saved,
     ratio: Tensor | None,
     weights: Tensor,
@@ -198,11 +206,11 @@ def apply_grads_call(
 ) -> None:
     """One launch: dq, dk, dv from the weights of every head."""
     q, k, v, lay = call.q, call.k, call.v, call.lay
-    many = call.own() and not plan.few_heads(call.planned, call.most)
-    once = many and plan.mixed(call.spec, call.w, q.dtype, True) and not call.spec.normalize
+    many = call.own() and not paths.few_heads(call.planned, call.most)
+    once = many and paths.mixed(call.spec, call.w, q.dtype, True) and not call.spec.normalize
     join = call.spec.op == "ahla" and pairs.paired(call)
     config = call.tiles("apply_grads", plan.apply_config, "backward", call.spec, call.w, q.dtype, once, join)
-    maps = call.spec.normalize and plan.mapped(call.spec) and plan.summed(call.spec) and plan.cut(call.w)
+    maps = call.spec.normalize and paths.mapped(call.spec) and paths.summed(call.spec) and paths.cut(call.w)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"], maps)
     at, a = placed(q, k, v, g, *outs)
     launch(
@@ -213,14 +221,14 @@ def apply_grads_call(
     )  # fmt: skip
 
 
-def two_step_backward_call(
-    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], dc: Tensor | None, saved: Tensor
-) -> None:
-    """Two launches: weights of each head by one program, then its tokens by several."""
+def two_step_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Tensor | None:
+    """Two launches: weights of each head by one program, then its tokens by several. Parts of d coefficients as those
+    of `head_backward_call`."""
     q, k, v, spec = call.q, call.k, call.v, call.spec
+    dc = call.buffer(call.b, call.h, 1, 4) if spec.learned else None
     call.lay = lay = call.lay.vectors()
     if not spec.normalize:
-        saved = call.buffer(call.bh * lay.floats(call.matrix_dtype.itemsize))
+        saved = room_of(call)
     of = Saved.of(saved, call)
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     rows, ratio = call.buffer(call.bh, 2 * lay.fd + lay.dv), call.ratio()
@@ -232,6 +240,7 @@ def two_step_backward_call(
         **staged(call.tiles("head_weights", plan.weights_config, spec, q.dtype)),
     )  # fmt: skip
     apply_grads_call(call, g, outs, of, ratio, weights, rows, True)
+    return dc
 
 
 def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None) -> None:
@@ -248,7 +257,13 @@ def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None
     )  # fmt: skip
 
 
-def first_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], buffer: Tensor) -> None:
+def first_heads_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
+    """`first_backward_call` after `head_forward_call`, which keeps no moments."""
+    call.lay = call.lay.vectors()
+    first_backward_call(call, g, outs, saved)
+
+
+def first_backward_call(call: Call, g: Tensor, outs: Outs, buffer: Tensor) -> None:
     """Two launches, and a sum over parts of heads: `loops.first`. One where heads are many and short."""
     q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
     saved, length = Saved.of(buffer, call), lay.fd * lay.dv + lay.fd

@@ -16,7 +16,7 @@ from ..blocks.matrices import block_finish, block_mixture, block_product
 from ..blocks.tokens import block_apply, block_moments, block_ratio
 from ..plan.blocks import block_config
 from ..spec import FEATURE_MAPS, PLANE, alignment, strides
-from .call import BLOCK, Call, pad
+from .call import BLOCK, Call, Outs, pad
 
 SOURCES = "qkvg"
 Pair = tuple[str, Place, bool, int, bool]  # source, weight, whether that is turned, width and centring of the source
@@ -228,10 +228,10 @@ class Blocks:
         )  # fmt: skip
 
 
-def block_forward_call(call: Call, o: Tensor, state: Tensor) -> None:
-    """o, and the state that the backward reads."""
-    run = Blocks(call, state)
-    spec, lay = call.spec, run.lay
+def block_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
+    """o; the state that the backward reads too unless `saved` is empty."""
+    spec, lay = call.spec, layout(call.spec, call.q.shape[3], call.v.shape[3])
+    run = Blocks(call, saved if saved.numel() > 0 else call.buffer(call.bh * lay.state))
     if spec.center is not None or spec.mean_path:
         for source in "qkv":
             run.sum(source)
@@ -259,11 +259,9 @@ def _operator(run: Blocks) -> None:
         run.product("M", "S", "U", "X")
 
 
-def block_backward_call(
-    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], state: Tensor
-) -> Tensor | None:
+def block_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Tensor | None:
     """dq, dk, dv (per query head) and parts [B, H, ., 4] of d coefficients."""
-    run = Blocks(call, state)
+    run = Blocks(call, saved)
     spec = call.spec
     run.begin()
     run.planes(0, "M", run.digits if spec.normalize else run.read)
@@ -338,7 +336,7 @@ def _mixture(run: Blocks) -> Tensor | None:
     return dc
 
 
-def _token_grads(run: Blocks, outs: tuple[Tensor, Tensor, Tensor]) -> None:
+def _token_grads(run: Blocks, outs: Outs) -> None:
     """dq, dk, dv from the gradients of the operator and of its moments. Tokens that were centred get them less their
     mean, which sources have that were not."""
     call, lay, at, spec = run.call, run.lay, run.lay.at, run.spec

@@ -14,6 +14,7 @@ from ..plan.tuning import STATE
 from ..spec import Spec, alignment, layout, strides, widths
 
 BLOCK = 1024
+Outs = tuple[Tensor, Tensor, Tensor]  # where dq, dk, dv go
 Features = tuple[Tensor | None, Tensor | None]  # phi(q) and phi(k) (less their shift) that a forward keeps, or none
 
 
@@ -74,6 +75,7 @@ class Call:
         self.weights_dtype = torch.float32 if late else q.dtype
         self.matrix_dtype = spec.matrix_dtype(q.dtype)
         self.lay = layout(spec, self.w)
+        self.features: Features = (None, None)
         # products with C read dM along V, the others dM' along F
         self.turned = spec.op in ("hla2", "polynomial")
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from ..heads.divided import divided_forward, divided_keys
 from ..plan import neighbours
-from .call import Call, Saved, placed
+from .call import Call, Outs, Saved, placed
 from .pairs import near, own, sizes
 
 
@@ -30,7 +30,7 @@ def forward(call: Call, o: Tensor, saved: Saved, save: bool) -> None:
     )  # fmt: skip
 
 
-def keys(call: Call, outs: tuple[Tensor, Tensor, Tensor], weights: Tensor, rows: Tensor) -> None:
+def keys(call: Call, outs: Outs, weights: Tensor, rows: Tensor) -> None:
     """One launch: dk and dv."""
     assert all(near(x) for x in outs)
     k, v = call.k, call.v

@@ -10,8 +10,8 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from .. import plan
 from ..heads.pairs import backward_pairs, forward_higher, forward_pairs, grads_pairs, weights_higher, weights_pairs
-from ..plan import neighbours
-from .call import Call, Saved, placed
+from ..plan import neighbours, paths
+from .call import Call, Outs, Saved, placed
 
 
 def near(x: Tensor) -> bool:
@@ -26,12 +26,12 @@ def own(call: Call) -> bool:
 
 def paired(call: Call) -> bool:
     """Whether forward and backward of a call go by pairs."""
-    return bool(plan.pairs(call.spec, call.w, call.planned, call.most, call.q.dtype, own(call)))
+    return bool(paths.pairs(call.spec, call.w, call.planned, call.most, call.q.dtype, own(call)))
 
 
 def paired_forward(call: Call) -> bool:
     """Whether the forward does."""
-    return bool(plan.pairs_forward(call.spec, call.w, call.planned, call.q.dtype, own(call)))
+    return bool(paths.pairs_forward(call.spec, call.w, call.planned, call.q.dtype, own(call)))
 
 
 def area(call: Call) -> int:
@@ -105,9 +105,7 @@ def weights_higher_call(call: Call, g: Tensor, saved: Tensor) -> tuple[Tensor, T
     return matrix, weights
 
 
-def backward(
-    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor, apply: Callable[..., None]
-) -> None:
+def backward(call: Call, g: Tensor, outs: Outs, saved: Tensor, apply: Callable[..., None]) -> None:
     """dq, dk, dv from what a forward kept, in one launch or two: of ahla and hla3 the second is
     `launch.apply_grads_call`. g of another layout than the tokens' is copied."""
     assert all(near(x) for x in outs)
@@ -135,7 +133,7 @@ def backward(
     write(call, g, outs, matrix, weights)
 
 
-def write(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], matrix: Tensor, weights: Tensor) -> None:
+def write(call: Call, g: Tensor, outs: Outs, matrix: Tensor, weights: Tensor) -> None:
     """dq, dk, dv from operators and weights."""
     q, k, v = call.q, call.k, call.v
     config, roles = tiles(call, "grads_pairs"), neighbours.roles(call.spec)

@@ -13,7 +13,7 @@ from .. import plan
 from ..heads.plain import plain_backward, plain_forward, plain_weights
 from ..plan.tiles import plain_config, plain_forward_config, plain_weights_config
 from . import apply_grads_call, pairs
-from .call import Call, Saved, placed
+from .call import Call, Outs, Saved, placed
 
 
 def factors_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ def room_of(call: Call) -> tuple[Tensor, int]:
     return call.buffer(call.bh, length, dtype=torch.float16), length
 
 
-def plain_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> None:
+def plain_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
     """One launch: dq, dk, dv of a higher order of the tokens as they are; an empty `saved` has no factors."""
     q, k, v = call.q, call.k, call.v
     kept = saved.numel() > 0
@@ -76,7 +76,7 @@ def plain_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tenso
     )  # fmt: skip
 
 
-def plain_two_step_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> None:
+def plain_two_step_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
     """Two launches: weights of each head by one program, then its tokens by several."""
     assert saved.numel() > 0, "the factors that a forward of so few tokens does not keep"
     q, lay = call.q, call.lay

@@ -9,17 +9,15 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from ..heads.mixture import mixture_moments
 from ..heads.mixture.ratios import ratio_operator
-from ..plan.mixture import fixed_config, mixture_config
 from . import apply_call, apply_grads_call, readout_grad
-from .call import Call, Saved, placed, staged, unfused
-from .fixed import fixed_square, fixed_weights_call
-from .mixture import area, means, mixture_weights_call, room_of, square
+from .call import Call, Outs, Saved, placed, staged, unfused
+from .mixture import FIXED, LEARNED, Form, area, fixed_weights_call, means, mixture_weights_call, room_of
 
 
-def ratio_kept(call: Call, saved: Tensor, fixed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Float16 matrices [B * H, 10 or FIXED 5, F, F], units [B * H, 8], vectors [B * H, K] and operators of a buffer of
-    `plan.mixture_floats`, or room for them."""
-    lay, size = call.lay.vectors(), (5 if fixed else 10) * area(call) // 2
+def ratio_kept(call: Call, saved: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Float16 matrices [B * H, 10 or of FIXED 5, F, F], units [B * H, 8], vectors [B * H, K] and operators of a buffer
+    of `plan.mixture.mixture_floats`, or room for them."""
+    lay, size = call.lay.vectors(), form.matrices * area(call) // 2
     room = lay.matrix_floats(call.matrix_dtype.itemsize)
     buffer = saved if saved.numel() > 0 else call.buffer(call.bh * (8 + size + lay.k + room))
     units, kept, vectors, matrix = buffer.split([call.bh * x for x in (8, size, lay.k, room)])
@@ -28,32 +26,31 @@ def ratio_kept(call: Call, saved: Tensor, fixed: bool) -> tuple[Tensor, Tensor, 
 
 
 def ratio_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
-    """Three launches: o, and what a backward needs unless `saved` is empty, for which `fixed` has enough digits."""
+    """Three launches: o, and what a backward needs unless `saved` is empty, for which FIXED has enough digits."""
     q, k, v = call.q, call.k, call.v
     fixed = call.spec.fixed or saved.numel() == 0
-    kept, units, vectors, matrix = ratio_kept(call, saved, fixed)
-    name, config, widths = ("fixed", fixed_config, fixed_square) if fixed else ("mixture", mixture_config, square)
+    form = FIXED if fixed else LEARNED
+    kept, units, vectors, matrix = ratio_kept(call, saved, form)
     at, a = placed(q, k, v)
     launch(
         mixture_moments, 3 * call.bh,
         q, k, v, kept, units, vectors, *at, call.n, call.h, call.scale, ALIGN=a, DIGITS=not fixed, **means(call),
-        **widths(call), **call.pick("FMAP"), **staged(call.tiles(f"{name}_features", config, "features", call.w)),
+        **form.square(call), **call.pick("FMAP"), **staged(form.tiles(call, "features")),
     )  # fmt: skip
     room, length = (kept.view(-1)[3 * area(call) :], 5) if fixed else (room_of(call, 2), 2)
     lay = call.lay = call.lay.vectors()
     launch(
         ratio_operator, call.bh,
         kept, units, room, vectors, matrix, call.coefficients, call.n, call.h, call.scale, OFF=lay.off, K=lay.k,
-        KR=length * area(call), DIGITS=not fixed, **widths(call),
-        **call.tiles(f"{name}_ratio", config, "ratio", call.w), **unfused(call),
+        KR=length * area(call), DIGITS=not fixed, **form.square(call), **form.tiles(call, "ratio"), **unfused(call),
     )  # fmt: skip
     apply_call(call, o, Saved(vectors, matrix))
 
 
-def ratio_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> Tensor | None:
+def ratio_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Tensor | None:
     """dq, dk, dv, and parts of d coefficients if they are learned."""
     spec, lay = call.spec, call.lay.vectors()
-    kept, units, vectors, matrix = ratio_kept(call, saved, spec.fixed)
+    kept, units, vectors, matrix = ratio_kept(call, saved, FIXED if spec.fixed else LEARNED)
     call.lay, ratio, dc = lay, call.ratio(), None
     of = Saved(vectors, matrix)
     grads = readout_grad(call, g, of, ratio)

@@ -19,7 +19,7 @@ from ..heads.summed import (
 )
 from ..plan import sums
 from . import apply_grads_call
-from .call import Call, Features, Saved, placed, staged
+from .call import Call, Outs, Saved, placed, staged
 from .plain import area, room_of
 
 
@@ -51,9 +51,9 @@ def summed_widths(call: Call) -> dict:
     return {**w, **kept, **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP")}
 
 
-def summed_forward_call(call: Call, o: Tensor, saved: Tensor, features: Features) -> None:
-    """One launch: o from q, k, v; what the backward reads too unless `saved` is empty; `features` if there are any."""
-    q, k, v = call.q, call.k, call.v
+def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
+    """One launch: o from q, k, v; what the backward reads too unless `saved` is empty; features if any are kept."""
+    q, k, v, features = call.q, call.k, call.v, call.features
     save = saved.numel() > 0
     kept = Kept.of(saved, call) if save else Kept(o, o, o, o)
     at, a = placed(q, k, v, o, *features)
@@ -64,7 +64,7 @@ def summed_forward_call(call: Call, o: Tensor, saved: Tensor, features: Features
     )  # fmt: skip
 
 
-def summed_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> None:
+def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
     """One launch: dq, dk, dv."""
     q, k, v = call.q, call.k, call.v
     at, a = placed(q, k, v, g, *outs)
@@ -77,7 +77,7 @@ def summed_backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tens
     )  # fmt: skip
 
 
-def summed_two_step_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor) -> None:
+def summed_two_step_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
     """Two launches: weights of each head by one program, then its tokens by several."""
     q, kept = call.q, Kept.of(saved, call)
     call.lay = lay = call.lay.vectors()
@@ -93,9 +93,7 @@ def summed_two_step_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tens
     apply_grads_call(call, g, outs, Saved(kept.vectors, kept.matrix), ratio, weights, rows, True)
 
 
-def summed_ratio_call(
-    call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor, at_once: bool
-) -> None:
+def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once: bool) -> None:
     """A ratio of 72 channels: sums over the queries of a head by one program, then its tokens."""
     q, k, v, kept = call.q, call.k, call.v, Kept.of(saved, call)
     call.lay = lay = call.lay.vectors()

@@ -1,13 +1,13 @@
-"""The static table: which path a call takes, and tiles, warps and stages of every pass. `tuning` replaces entries, on
-request only."""
+"""The static table: which path a call takes (`paths`), and tiles, warps and stages of every pass. `tuning` replaces
+entries, on request only."""
 
 from __future__ import annotations
 
 import torch
 
 from ..spec import SPLIT, Spec
+from .paths import PROGRAMS, cut, few_heads, mapped, narrow, plain, summed
 
-PROGRAMS = 2 * 132  # of a reduce: two per multiprocessor of an H200
 AT_ONCE = {"DELAY": 0, "SLOTS": 1}  # of `heads.stagger`
 INVARIANT = {"on": False}
 
@@ -27,149 +27,6 @@ def set_batch_invariant(on: bool) -> None:
 def planned(batch_heads: int) -> int:
     """The number of (batch, head) pairs a plan is made for."""
     return 64 if INVARIANT["on"] else batch_heads
-
-
-def narrow(w: dict[str, int]) -> bool:
-    """Whether a matrix is one block of at most 64 x 64."""
-    return w["F1"] <= 64 and w["F2"] == 0 and w["V1"] <= 64 and w["V2"] == 0
-
-
-def cut(w: dict[str, int]) -> bool:
-    """Whether channels are 64 and up to 16 more."""
-    return w["F1"] == w["V1"] == 64 and 0 < w["F2"] <= 16 and 0 < w["V2"] <= 16
-
-
-def plain(spec: Spec) -> bool:
-    """Whether moments are those of the tokens as they are, and nothing else is summed."""
-    return not (mapped(spec) or spec.kept or spec.sums)
-
-
-def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
-    """Whether heads of many go through `heads.plain` or `heads.summed`, with float16 factors (`heads.halves`) whose
-    products fit in registers and whose results are rounded to bf16. `own`: every token is real and every head has its
-    own keys. Exactly what ran on a GPU: kernels that fill the registers are where assemblers go wrong."""
-    fits = w["D"] == w["DV"] and w["D"] in (64, 72)
-    higher = spec.op in ("hla2", "ahla", "hla3")
-    form = (higher and plain(spec)) or (summed(spec) and (higher or not spec.normalize))
-    return own and fits and form and spec.ridge == 0 and dtype == torch.bfloat16
-
-
-def summed(spec: Spec) -> bool:
-    """Whether a call has the form of `heads.summed`: a ratio of features of higher order, or centred keys of the tokens
-    as they are."""
-    if spec.normalize:
-        maps = ("elu1", "relu", "kept_elu1", "kept_relu") if spec.op in ("hla2", "ahla", "hla3") else ()
-        return spec.feature_map in maps and spec.center is None and not spec.mean_path
-    return spec.op != "polynomial" and centred_keys(spec)
-
-
-def ratio(spec: Spec) -> bool:
-    """Whether a call is a ratio of features of 16 bits or fewer, and nothing is centred."""
-    return spec.normalize and spec.feature_map in ("elu1", "relu") and spec.center is None and not spec.mean_path
-
-
-def centred_keys(spec: Spec) -> bool:
-    """Whether keys are centred, and nothing else is done to the tokens."""
-    return not spec.normalize and spec.feature_map in (None, "identity") and spec.center == "k"
-
-
-def pairs_forward(spec: Spec, w: dict[str, int], batch_heads: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
-    """1 where a forward has the form of the kernels of two neighbouring heads a program (`heads.pairs`), which then
-    fill the chip, and they are faster. Exactly what ran on a GPU."""
-    form = own and plain(spec) and spec.ridge == 0 and dtype == torch.bfloat16 and w["D"] == w["DV"] == 72
-    if not form or spec.op == "polynomial":
-        return 0
-    return torch.sym_min(1, batch_heads // 384)
-
-
-def pairs(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
-    """1 where the backward is one of pairs too."""
-    both = 1 if spec.op == "linear_attention" else torch.sym_min(1, n // 513)
-    return pairs_forward(spec, w, batch_heads, dtype, own) * both
-
-
-def mixed(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
-    """Whether a call has the form of `heads.mixture`, which takes it where heads fill the chip. Exactly what ran on a
-    GPU."""
-    fits = w["D"] == w["DV"] and w["D"] in (64, 72)
-    form = plain(spec) or centred_keys(spec) or ratio(spec)
-    return own and fits and spec.op == "polynomial" and form and spec.ridge == 0 and dtype == torch.bfloat16
-
-
-def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
-    """1 where the forward is cut into several programs a head, 0 where one program a head fills the chip, with its
-    moments in registers. No branch on sizes: under a compiler they are symbols."""
-    return few_heads(batch_heads, n) if narrow(w) else 1
-
-
-def few_heads(batch_heads: int, n: int) -> int | torch.SymInt:
-    """1 where one program a head does not fill the chip."""
-    return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 2049))
-
-
-def few_halved(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
-    """`few_heads` of the forms of `halved`, of which heads of 64 channels may be longer where there are about three a
-    multiprocessor. Exactly what ran on a GPU."""
-    longer = torch.sym_min(1, batch_heads // 384) * (1 - torch.sym_min(1, n // 4609)) if narrow(w) else 0
-    return few_heads(batch_heads, n) * (1 - longer)
-
-
-def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
-    """1 where a forward that is asked to keeps its moments for the backward. No branch on sizes, as in `splits`."""
-    apart = 1 - pairs(spec, w, batch_heads, n, dtype, own)
-    if spec.op == "linear_attention" and plain(spec) and (narrow(w) or cut(w)) and dtype != torch.float32:
-        return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513)) * apart
-    if spec.alone(dtype) and cut(w):
-        return few_heads(batch_heads, n)
-    if halved(spec, w, dtype, own):
-        return 1 - (1 - few_halved(w, batch_heads, n)) * apart
-    if mixed(spec, w, dtype, own) and spec.normalize and cut(w):  # the split path would spill
-        return 0
-    if mixed(spec, w, dtype, own):  # of few tokens d coefficients have fewer digits than torch's
-        return 1 - (1 - few_heads(batch_heads, n)) * (1 if spec.fixed else torch.sym_min(1, n // 192))
-    return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
-
-
-def use_heads(
-    spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool, save: bool
-) -> bool:
-    """Whether the forward is one program per head. Two-part widths keep less in registers, so only plain calls do, and
-    they keep nothing for a backward, which is faster from saved moments."""
-    if pairs(spec, w, batch_heads, n, dtype, own) or (save and saves(spec, w, batch_heads, n, dtype, own)):
-        return False
-    if halved(spec, w, dtype, own) and not few_halved(w, batch_heads, n):
-        return True
-    whole = spec.alone(dtype) and cut(w) and not few_heads(batch_heads, n)
-    if whole or not splits(w, batch_heads, n):
-        return True
-    return cut(w) and spec.op != "polynomial" and plain(spec) and batch_heads >= 128 and n <= 2048
-
-
-def backward_path(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> str:
-    """After a forward of one program per head: "heads" or "halves" (one launch), "two_step" or "halves_two_step"
-    (weights, then tokens) or "split"."""
-    if saves(spec, w, batch_heads, n, dtype, own):
-        return "split"
-    if mixed(spec, w, dtype, own):
-        return "mixture"
-    if halved(spec, w, dtype, own):
-        many = spec.normalize and cut(w) and spec.op == "hla3" and batch_heads >= 384
-        return "halves" if n <= 512 or many or stays(spec, w, batch_heads, n) else "halves_two_step"
-    return "heads" if n <= 512 and spec.op != "hla3" and not mapped(spec) else "two_step"
-
-
-def stays(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> bool:
-    """Of a form of `halved`, whether one program a head, and a multiprocessor, does the whole backward of a longer
-    head, whose queries and gradients then stay in L2 until they are read again (35 of 50 MB at 1025 tokens): where the
-    last round of programs leaves at most a 16th of all of them without work. Ratios and centred hla2 are slower so."""
-    idle = -batch_heads % (PROGRAMS // 2)
-    form = plain(spec) or (not spec.normalize and spec.op != "hla2")
-    return form and narrow(w) and n <= 1152 and 16 * idle <= batch_heads + idle
-
-
-def mapped(spec: Spec) -> bool:
-    """Whether features are computed in registers."""
-    return spec.feature_map not in (None, "identity") and not spec.kept
 
 
 def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:

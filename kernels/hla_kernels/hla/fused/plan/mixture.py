@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..spec import Spec, layout
-from . import cut
+from .paths import cut
 
 
 def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:

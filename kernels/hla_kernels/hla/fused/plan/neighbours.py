@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..spec import Spec
-from . import PROGRAMS, mapped
+from .paths import PROGRAMS, mapped
 
 
 def pair_config(kernel: str) -> dict[str, int]:

@@ -1,0 +1,52 @@
+"""The table of `plan.paths.path`: what runs forward and backward of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from . import (
+    first_backward_call,
+    first_heads_call,
+    head_backward_call,
+    head_forward_call,
+    split_backward_call,
+    split_forward_call,
+    two_step_backward_call,
+)
+from .blocks import block_backward_call, block_forward_call
+from .call import Call, Outs
+from .mixture import fixed_backward_call, fixed_forward_call, mixture_backward_call, mixture_forward_call
+from .plain import plain_backward_call, plain_forward_call, plain_two_step_call
+from .ratios import ratio_backward_call, ratio_forward_call
+from .summed import summed_backward_call, summed_forward_call, summed_ratio_call, summed_two_step_call
+
+
+class Path(NamedTuple):
+    """forward(call, o, saved) writes o and fills `saved` unless that is empty; backward(call, g, outs, saved) writes
+    dq, dk, dv (per query head) and returns parts [B, H, ., 4] of d coefficients, if they are learned."""
+
+    forward: Callable[[Call, Tensor, Tensor], None]
+    backward: Callable[[Call, Tensor, Outs, Tensor], Tensor | None]
+
+
+PATHS = {
+    "heads": Path(head_forward_call, head_backward_call),
+    "heads_two_step": Path(head_forward_call, two_step_backward_call),
+    "first": Path(head_forward_call, first_heads_call),
+    "plain": Path(plain_forward_call, plain_backward_call),
+    "plain_two_step": Path(plain_forward_call, plain_two_step_call),
+    "summed": Path(summed_forward_call, summed_backward_call),
+    "summed_two_step": Path(summed_forward_call, summed_two_step_call),
+    "summed_ratio": Path(summed_forward_call, partial(summed_ratio_call, at_once=True)),
+    "summed_ratio_two_step": Path(summed_forward_call, partial(summed_ratio_call, at_once=False)),
+    "mixture": Path(mixture_forward_call, mixture_backward_call),
+    "fixed": Path(fixed_forward_call, fixed_backward_call),
+    "ratio": Path(ratio_forward_call, ratio_backward_call),
+    "split": Path(split_forward_call, split_backward_call),
+    "first_split": Path(split_forward_call, first_backward_call),
+    "blocks": Path(block_forward_call, block_backward_call),
+}
