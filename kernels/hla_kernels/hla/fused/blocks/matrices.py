@@ -68,7 +68,7 @@ def block_product(
     for start in range(0, inner, DEPTH):
         ta = load_matrix(a, i, start + m, pa, rows, inner, TURN_A)
         tb = load_matrix(b, start + m, j, pb, inner, cols, TURN_B)
-        # not one chain of sums of all: the number keeps them apart, as in `tokens.add_product`
+        # not one chain of sums of all: the number keeps them apart, as in `tokens.add_tile`
         acc = acc + tl.dot(ta, tb, input_precision="ieee", max_num_imprecise_acc=16)
     tx = load_matrix(x + (head * KX + xt) * 16, i, j, px, rows, tl.where(beta == 0.0, 0, cols), False)
     to = out + (head * KO + ot) * 16 + i[:, None] * (po * 16) + j[None, :]

@@ -47,7 +47,7 @@ def whole(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def add_product(acc, x, y):
+def add_tile(acc, x, y):
     """acc + x y; a number that is not 0 keeps the sum from being folded into the product, it has no other meaning here:
     tensor cores, which cut off what they add to, only add up the tile."""
     return acc + tl.dot(x, y, input_precision="ieee", max_num_imprecise_acc=16)
@@ -62,7 +62,7 @@ def more(acc, x, y):
 @triton.jit
 def add_whole(acc, x, y, XP: tl.constexpr, YP: tl.constexpr, DIGITS: tl.constexpr):
     """`add_products` of 2 or 3 DIGITS."""
-    first = add_product(tl.zeros(acc.shape, tl.float32), x[0], y[0])
+    first = add_tile(tl.zeros(acc.shape, tl.float32), x[0], y[0])
     rest = tl.zeros(acc.shape, tl.float32)
     if DIGITS == 3:
         rest = more(-first, x[0], y[0])
@@ -88,10 +88,10 @@ def add_products(acc, x, y, XP: tl.constexpr, YP: tl.constexpr, DIGITS: tl.const
         acc = add_whole(acc, x, y, XP, YP, DIGITS)
     else:
         if XP > 1:
-            acc = add_product(acc, x[1], y[0])
+            acc = add_tile(acc, x[1], y[0])
         if YP > 1:
-            acc = add_product(acc, x[0], y[1])
-        acc = add_product(acc, x[0], y[0])
+            acc = add_tile(acc, x[0], y[1])
+        acc = add_tile(acc, x[0], y[0])
     return acc
 
 

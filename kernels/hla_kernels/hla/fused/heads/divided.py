@@ -15,7 +15,7 @@ from ..loops.ratio import beside, column_of, reciprocal
 from ..loops.vectors import once
 from ..maps import elu, is_shifted
 from ..tiles import axpy2, cast4, rank1, scale4, vecmat, zeros2
-from . import at_head
+from . import of_head
 from .duo import natural_pair, put_natural
 
 NO_SPECIALIZE = ["qs", "ks", "vs", "os", "dks", "dvs", "N", "H", "PARTS", "chunk", "scale", "eps"]
@@ -259,10 +259,7 @@ def divided_forward(
     """o of two heads; M goes to matrix [B * H, D, D], m1, row and e to state [B * H, K] at OFF."""
     at, h, head, lo, hi = place_pair(H, 1, N, longest(N), 1)
     n, scale = means(N, head, scale)
-    q = at_head(q, qs, at, h, ALIGN)
-    k = at_head(k, ks, at, h, ALIGN)
-    v = at_head(v, vs, at, h, ALIGN)
-    qn, kn, vn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN
+    q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     dtype: tl.constexpr = q.dtype.element_ty
     E2: tl.constexpr = 2 * (D - D1)
     m = no_sums(E2, D1)
@@ -288,8 +285,7 @@ def divided_forward(
     base = pair_rows((-eps * row_a[0], -eps * row_a[1]), (-eps * row_b[0], -eps * row_b[1]), dtype)
     row = (row_a[0][None, :], (row_a[1] + row_b[1])[None, :], row_b[0][None, :])
     ea, eb = tl.load(state + OFF[6]), tl.load(state + K + OFF[6])
-    o = at_head(o, os, at, h, ALIGN)
-    on = os[1] * ALIGN
+    o, on = of_head((o,), (os,), at, h, ALIGN)
     j = tl.arange(0, BO)
     ones = tl.full([BO, 16], 1.0, dtype)
     tiles = tl.cdiv(hi[0] - lo, BO)
@@ -311,11 +307,7 @@ def divided_keys(
 ):  # fmt: skip
     """dk = (v W' + row) phi'(k) and dv = phi(k) W + row of one part of two heads."""
     at, h, head, lo, hi = place_pair(H, PARTS, N, chunk, 1)
-    k = at_head(k, ks, at, h, ALIGN)
-    v = at_head(v, vs, at, h, ALIGN)
-    dk = at_head(dk, dks, at, h, ALIGN)
-    dv = at_head(dv, dvs, at, h, ALIGN)
-    kn, vn, dkn, dvn = ks[1] * ALIGN, vs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN
+    k, v, dk, dv, kn, vn, dkn, dvn = of_head((k, v, dk, dv), (ks, vs, dks, dvs), at, h, ALIGN)
     dtype: tl.constexpr = k.dtype.element_ty
     wt = natural_pair(weights + head * D * D, D * D, D, D1)
     w = turn(wt)

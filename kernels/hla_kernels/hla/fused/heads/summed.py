@@ -14,7 +14,7 @@ from ..maps import is_shifted, kept, unshift, unshift_sums
 from ..tiles import axpy2, cast4, load_vec, matvec, rank1, store4, store_vec, trans4, zeros2, zeros4
 from . import NO_SPECIALIZE, at_head, of_head, own_head, ratio_of
 from .halves import factors_of, half, half_operator, put_factors, put_matrix, times
-from .summed_algebra import has_weight, store_rows3, summed_algebra, summed_gradient
+from .summed_algebra import rows_by_memory, store_rows3, store_weights, summed_algebra, summed_gradient
 
 
 @triton.jit
@@ -139,10 +139,7 @@ def summed_backward(
         q.dtype.element_ty, False, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
     )  # fmt: skip
     if NORM:
-        rows += head * 3 * D
-        store_rows3(rows, row, D, F1, F2)
-        tl.debug_barrier()  # every thread reads what others wrote
-        row = (rows, rows + D, rows + 2 * D)
+        row = rows_by_memory(rows + head * 3 * D, row, D, F1, F2)
     dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
     for part in tl.static_range(LOOPS):
         write_grads(
@@ -177,10 +174,7 @@ def summed_weights(
     store_rows3(rows + head * 3 * D, row, D, F1, F2)
     if not NORM and ORDER > 1:
         store4(matrix, mt, D, F1, F2, D, F1, F2, 1, D)
-    weights += head * KW
-    for name in tl.static_range(5):
-        if has_weight(name, ORDER):
-            store4(weights + WOFF[name], w[name], D, F1, F2, D, F1, F2, D, 1)
+    store_weights(weights + head * KW, w, ORDER, WOFF, D, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -222,10 +216,7 @@ def summed_middle(
         MEAN, FMAP, D, F1, F2, OFF,
     )  # fmt: skip
     store_rows3(rows + head * 3 * D, row, D, F1, F2)
-    weights += head * KW
-    for name in tl.static_range(5):
-        if has_weight(name, ORDER):
-            store4(weights + WOFF[name], w[name], D, F1, F2, D, F1, F2, D, 1)
+    store_weights(weights + head * KW, w, ORDER, WOFF, D, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -246,10 +237,7 @@ def summed_tokens(
         one, one, one, load_vec(ones + D, D, F1, F2), N, scale, vectors, matrix + head * D * D, factors + head * KF,
         units + head * 4, room + head * KR, q.dtype.element_ty, True, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
     )  # fmt: skip
-    rows += head * 3 * D
-    store_rows3(rows, row, D, F1, F2)
-    tl.debug_barrier()  # every thread reads what others wrote
-    row = (rows, rows + D, rows + 2 * D)
+    row = rows_by_memory(rows + head * 3 * D, row, D, F1, F2)
     dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
     for part in tl.static_range(LOOPS):
         write_grads(

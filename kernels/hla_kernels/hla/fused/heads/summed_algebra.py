@@ -15,6 +15,7 @@ from ..tiles import (
     matvec,
     rank1,
     scale4,
+    store4,
     store_vec,
     trans4,
     vecmat,
@@ -246,3 +247,21 @@ def store_rows3(to, rows, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
     store_vec(to, rows[0], D, D1, D2)
     store_vec(to + D, rows[1], D, D1, D2)
     store_vec(to + 2 * D, rows[2], D, D1, D2)
+
+
+@triton.jit
+def rows_by_memory(to, rows, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """`store_rows3`, then where each row is: a loop that reads them there holds no registers for them."""
+    store_rows3(to, rows, D, D1, D2)
+    tl.debug_barrier()  # every thread reads what others wrote
+    return to, to + D, to + 2 * D
+
+
+@triton.jit
+def store_weights(
+    to, w, ORDER: tl.constexpr, WOFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr
+):  # fmt: skip
+    """Write the weights that an order has."""
+    for name in tl.static_range(5):
+        if has_weight(name, ORDER):
+            store4(to + WOFF[name], w[name], D, D1, D2, D, D1, D2, D, 1)

@@ -35,7 +35,7 @@ from .digits import (
     second_products,
     total,
 )
-from .kept import has_moment, load_units, put_moments, put_rows, put_scaled, scaled, store_units
+from .kept import has_moment, head_moments, load_units, put_moments, put_rows, put_scaled, scaled, store_units
 
 
 @triton.jit
@@ -59,11 +59,8 @@ def mixture_forward(
     """o = q M of one head, whose moments and sums are kept; room for a matrix."""
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
-    q, k, v, o, qn, kn, vn, _ = of_head((q, k, v, o), (qs, ks, vs, os), at, h, ALIGN)
-    SUMS: tl.constexpr = 2 if CENTER > 0 or MEAN else 0
-    m, sums, _, _ = sum_moments(
-        q, k, v, q, qn, kn, vn, qn, 0, N, 5, SUMS, False, True, D, F1, F2, D, F1, F2, BN, "ieee"
-    )  # fmt: skip
+    q, k, v, o, qn, kn, vn, on = of_head((q, k, v, o), (qs, ks, vs, os), at, h, ALIGN)
+    m, sums = head_moments(q, k, v, qn, kn, vn, N, CENTER, MEAN, D, F1, F2, BN, "ieee")
     kept += head * KF
     units += head * 8
     vectors += head * K
@@ -76,7 +73,7 @@ def mixture_forward(
     if MEAN:
         row = axpy2(x, 1.0 / N[1], load_vec(vectors + OFF[7], D, F1, F2), F2)
     read_out(
-        q, o, qn, os[1] * ALIGN, 0, N, cast4(m, q.dtype.element_ty), x, row, row, 0.0, False, MEAN, 0, D, F1, F2, F1,
+        q, o, qn, on, 0, N, cast4(m, q.dtype.element_ty), x, row, row, 0.0, False, MEAN, 0, D, F1, F2, F1,
         F2, D, F1, F2, BO, "tf32x3",
     )  # fmt: skip
 

@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 
 from ...algebra import scale_moments
-from ...loops import read_out, sum_gradient, sum_moments
+from ...loops import read_out, sum_gradient
 from ...tiles import add4, axpy2, cast4, load4, rank1, scale4, store4, trans4, zeros2
 from .. import NO_SPECIALIZE, load_coefficients, of_head, own_head
 from ..halves import get_matrix, half, put_matrix
 from .digits import C, P, S, W, beside_ones, load, product, put_token_rows, put_weight, symmetric
 from .digits import R as T
-from .kept import load_units, put_rows, put_sums, store_units
+from .kept import head_moments, load_units, put_rows, put_sums, store_units
 
 PREC = tl.constexpr("tf32x3")  # of bfloat16 tokens: the sums of tensor cores as they are
 
@@ -88,10 +88,8 @@ def fixed_forward(
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, o, qn, kn, vn, on = of_head((q, k, v, o), (qs, ks, vs, os), at, h, ALIGN)
-    SUMS: tl.constexpr = 2 if CENTER > 0 or MEAN else 0
-    m, sums, _, _ = sum_moments(
-        q, k, v, q, qn, kn, vn, qn, 0, N, 5, SUMS, False, True, D, F1, F2, D, F1, F2, BN, PREC
-    )  # fmt: skip
+    SUMS: tl.constexpr = CENTER > 0 or MEAN
+    m, sums = head_moments(q, k, v, qn, kn, vn, N, CENTER, MEAN, D, F1, F2, BN, PREC)
     zero = zeros2(F1, F2)
     row = zero
     if MEAN:

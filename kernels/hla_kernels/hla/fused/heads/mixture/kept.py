@@ -4,9 +4,23 @@ are centred, in float16."""
 import triton
 import triton.language as tl
 
+from ...loops import sum_moments
 from ...tiles import axpy2, load_vec, rank1, scale4, store_vec, zeros2
 from ..halves import half, put_matrix
 from .digits import RESTS, put_digits
+
+
+@triton.jit
+def head_moments(
+    q, k, v, qn, kn, vn, N, CENTER: tl.constexpr, MEAN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """All moments of a head, and the sums of its tokens if something is centred."""
+    SUMS: tl.constexpr = 2 if CENTER > 0 or MEAN else 0
+    m, sums, _, _ = sum_moments(
+        q, k, v, q, qn, kn, vn, qn, 0, N, 5, SUMS, False, True, D, F1, F2, D, F1, F2, BN, PREC
+    )  # fmt: skip
+    return m, sums
 
 
 @triton.jit
