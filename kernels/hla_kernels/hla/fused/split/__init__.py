@@ -1,0 +1,13 @@
+"""The passes over tokens when a head is cut into several programs: reduce -> (combine) -> middle -> apply, forward and
+backward.
+
+`state` holds, per (batch, head) and in float32, the moments P [F, V], S, C [F, V], R, W [F, F] an operator needs and
+the vectors sum q, sum k [F], sum v [V], m1 [F], anchor [V]; OFF are their offsets in this order and K is the length.
+Every program writes its own partial sums, which `combine` adds in a fixed order: no atomics, the same bits every time.
+"""
+
+from .grads import apply_grads
+from .moments import reduce_moments
+from .readout import apply, reduce_readout
+
+__all__ = ["apply", "apply_grads", "reduce_moments", "reduce_readout"]

@@ -1,0 +1,140 @@
+"""apply of the backward: dq, dk, dv of one part of a head."""
+
+import triton
+import triton.language as tl
+
+from ..algebra import cast_weights, centre_rows
+from ..heads import at_head, ratio_of
+from ..loops import longest, span, upto, write_grads
+from ..maps import centre_columns, centre_softmax, is_shifted
+from ..tiles import cast4, load4, load_vec, trans4, zeros2
+
+NO_SPECIALIZE = ["qs", "ks", "vs", "gs", "dqs", "dks", "dvs", "N", "H", "G", "PARTS", "chunk"]
+
+
+@triton.jit
+def load_weights(
+    w, ORDER: tl.constexpr, WOFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr,
+):  # fmt: skip
+    """(WP', WS, WC', WR', WW) as far as the order has them; the others repeat one that it has."""
+    if ORDER == 2:
+        wc = load4(w + WOFF[2], DV, V1, V2, FD, F1, F2, FD, 1)
+        ws = load4(w + WOFF[1], FD, F1, F2, FD, F1, F2, FD, 1)
+        out = (wc, ws, wc, ws, ws)
+    else:
+        wp = load4(w + WOFF[0], DV, V1, V2, FD, F1, F2, FD, 1)
+        ws = wp
+        wc = wp
+        wr = wp
+        ww = wp
+        if ORDER >= 4:
+            ws = load4(w + WOFF[1], FD, F1, F2, FD, F1, F2, FD, 1)
+            ww = load4(w + WOFF[4], FD, F1, F2, FD, F1, F2, FD, 1)
+        if ORDER == 5:
+            wc = load4(w + WOFF[2], DV, V1, V2, FD, F1, F2, FD, 1)
+        if ORDER == 3 or ORDER == 5:
+            wr = load4(w + WOFF[3], FD, F1, F2, FD, F1, F2, FD, 1)
+        out = (wp, ws, wc, wr, ww)
+    return out
+
+
+@triton.jit
+def part_grads(
+    tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, PART: tl.constexpr, ORDER: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
+    R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    FD: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr, ROWS_DONE: tl.constexpr, BN: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """Load the weights of one part of the gradients and write it for tokens lo..hi."""
+    ROW: tl.constexpr = MEAN or CENTER > 0 or is_shifted(FMAP)
+    FILLED: tl.constexpr = MEAN or CENTER > 0 or ROWS_DONE
+    mt = trans4(load4(matrix, FD, F1, F2, DV, V1, V2, DV, 1))
+    w = load_weights(weights, ORDER, WOFF, FD, F1, F2, DV, V1, V2)
+    m1 = state + OFF[8]
+    if NORM:
+        row = (rows, rows + FD, rows + 2 * FD)
+    elif ROW and FILLED:
+        row = (load_vec(rows, FD, F1, F2), load_vec(rows + FD, FD, F1, F2), load_vec(rows + 2 * FD, DV, V1, V2))
+    else:
+        row = (zeros2(F1, F2), zeros2(F1, F2), zeros2(V1, V2))
+    if ROW and not NORM and not ROWS_DONE:
+        sums = (
+            load_vec(state + OFF[5], FD, F1, F2),
+            load_vec(state + OFF[6], FD, F1, F2),
+            load_vec(state + OFF[7], DV, V1, V2),
+        )
+        SHIFT: tl.constexpr = 1.0 if is_shifted(FMAP) else 0.0
+        row = centre_rows(w, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, SHIFT, F1, F2, V2)
+    more = row
+    if FMAP == 3 or FMAP == 4:
+        w, more = centre_softmax(w, ORDER, NORM, FMAP, D, F1, F2, V1, V2)
+        if not NORM:
+            mt, _ = centre_columns(mt, FMAP, D, V2, F2)
+    mt = cast4(mt, tokens[0].dtype.element_ty)
+    w, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
+    write_grads(
+        tokens[0], tokens[1], tokens[2], tokens[3], grads[0], grads[1], grads[2], tn[0], tn[1], tn[2], tn[3], gn[0],
+        gn[1], gn[2], lo, hi, mt, m1, ratio, w, unit, row, more, PART, ORDER, NORM, ROW, FMAP, D, R1, R2, F1, F2,
+        DV, V1, V2, FD, BN, PREC,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def apply_grads(
+    q, k, v, g, dq, dk, dv, state, matrix, ratio, weights, rows, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, PARTS, chunk,
+    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, ROLES: tl.constexpr, ROWS_DONE: tl.constexpr,
+    JOIN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dv of one part of one head from the weights [B * H, KW] of `middle_grads` at WOFF and rows
+    [B * H, 2 F + V].
+
+    ROLES = 2: neighbours write dq, and dk with dv (JOIN: dq with dv, of ahla from the same keys, and dk): half
+    the weights stay resident in each. ROLES = 3: dq, dk and dv. ROWS_DONE: `head_weights` has centred the rows.
+    """
+    pid = tl.program_id(0) // ROLES
+    h = pid % H
+    part = (pid // H) % PARTS
+    b = pid // (H * PARTS)
+    most = longest(N)
+    at, N, _ = span(N, b, b * H + h, 0.0)
+    head = (b * H + h).to(tl.int64)
+    ratio = ratio_of(ratio, head, most, NORM)
+    lo = part * chunk
+    hi = upto(lo + chunk, N)
+    n = N[1]
+    tokens = (
+        at_head(q, qs, at, h, ALIGN), at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN),
+        at_head(g, gs, at, h, ALIGN),
+    )  # fmt: skip
+    grads = (at_head(dq, dqs, at, h, ALIGN), at_head(dk, dks, at, h, ALIGN), at_head(dv, dvs, at, h, ALIGN))
+    tn = (qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN)
+    gn = (dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN)
+    state += head * K
+    matrix += head * FD * DV
+    weights += head * KW
+    rows += head * (2 * FD + DV)
+    if ROLES == 1:
+        part_grads(
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 0, ORDER, NORM, CENTER, MEAN, FMAP,
+            D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+        )  # fmt: skip
+    elif tl.program_id(0) % ROLES == 0:
+        part_grads(
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 5 if JOIN else 1, ORDER, NORM,
+            CENTER, MEAN, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+        )  # fmt: skip
+    elif tl.program_id(0) % ROLES == 1:
+        part_grads(
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 3 if JOIN else ROLES, ORDER, NORM,
+            CENTER, MEAN, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+        )  # fmt: skip
+    else:
+        part_grads(
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 4, ORDER, NORM, CENTER, MEAN, FMAP,
+            D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+        )  # fmt: skip

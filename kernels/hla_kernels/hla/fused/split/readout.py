@@ -1,0 +1,131 @@
+"""apply: o = q M of one part of a head, and what its backward begins with, the gradient of M."""
+
+import triton
+import triton.language as tl
+
+from ..algebra import source
+from ..heads import at_head, ratio_of
+from ..loops import (
+    end_pairs,
+    longest,
+    ratio_base,
+    read_out,
+    span,
+    sum_divided,
+    sum_features,
+    sum_gradient,
+    sum_ratio,
+    upto,
+)
+from ..maps import is_plain, is_shifted, shift_of, unshift_grad
+from ..tiles import axpy2, cast4, load4, load_vec, store4, store_vec, vecmat, zeros2
+
+NO_SPECIALIZE = ["qs", "os", "gs", "N", "H", "PARTS", "chunk", "heads", "eps"]
+
+
+@triton.jit
+def place(H, PARTS):
+    """(batch, head, part) of this program; neighbouring programs read neighbouring heads of the same tokens."""
+    pid = tl.program_id(0)
+    return pid // (H * PARTS), pid % H, (pid // H) % PARTS
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def apply(
+    q, o, state, matrix, qs, os, N, H, PARTS, chunk, eps, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
+    K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """o = q M for one part of one head; matrix [B * H, F, V] is in the dtype of the tokens."""
+    b, h, part = place(H, PARTS)
+    at, N, _ = span(N, b, b * H + h, 0.0)
+    head = (b * H + h).to(tl.int64)
+    state += head * K
+    lo = part * chunk
+    m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
+    m1 = zeros2(F1, F2)
+    row = zeros2(V1, V2)
+    SHIFT: tl.constexpr = 0.0 if NORM else shift_of(FMAP, CENTER, NORM, D)
+    ROW: tl.constexpr = MEAN or CENTER == 2 or SHIFT > 0
+    n = N[1]
+    if NORM:
+        m1 = load_vec(state + OFF[8], FD, F1, F2)
+        row = load_vec(state + OFF[9], DV, V1, V2)
+    if MEAN:
+        row = axpy2(row, 1.0 / n, load_vec(state + OFF[7], DV, V1, V2), V2)
+    if CENTER == 2 or SHIFT > 0:
+        sq = m1
+        if CENTER == 2:
+            sq = load_vec(state + OFF[5], FD, F1, F2)
+        row = axpy2(row, 1.0, vecmat(source(sq, n, CENTER == 2, SHIFT, F1, F2), m, F2, V2), V2)
+    base = row
+    if NORM:
+        base, eps = ratio_base(m, m1, row, eps, D, is_shifted(FMAP), F1, F2, V2)
+    read_out(
+        at_head(q, qs, at, h, ALIGN), at_head(o, os, at, h, ALIGN), qs[1] * ALIGN, os[1] * ALIGN, lo,
+        upto(lo + chunk, N), cast4(m, q.dtype.element_ty), m1, row, base, eps, NORM, ROW, FMAP, D, R1, R2, F1, F2, DV,
+        V1, V2, BN, PREC,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def reduce_readout(
+    q, g, state, matrix, ratio, out, qs, gs, N, H, PARTS, chunk, heads, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
+    SUMS: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
+    OFF: tl.constexpr, K: tl.constexpr, KG: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    CENTER: tl.constexpr, TURNED: tl.constexpr, REST: tl.constexpr, DIVIDED: tl.constexpr,
+):  # fmt: skip
+    """Partial dM' [V, F] (TURNED: dM [F, V]) and sum g [V] of one part of one head -> out [PARTS, B * H, KG];
+    normalised, the gradients of m1 [F] with and without the mean value instead of sum g, and ratio [B * H, N, 2]
+    (DIVIDED: it is there)."""
+    b, h, part = place(H, PARTS)
+    most = longest(N)
+    at, N, _ = span(N, b, b * H + h, 0.0)
+    head = (b * H + h).to(tl.int64)
+    lo = part * chunk
+    PULLED: tl.constexpr = ORDER == 5 and REST < 3 and FMAP != 3 and FMAP != 4
+    PLANES: tl.constexpr = 2 if PULLED and REST == 2 else 1
+    m = zeros2(16, 0)
+    m1 = zeros2(F1, F2)
+    vbar = zeros2(V1, V2)
+    if NORM:
+        m1 = load_vec(state + head * K + OFF[8], FD, F1, F2)
+    if NORM and not DIVIDED:
+        vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
+        m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
+        m = cast4(m, tl.float32 if REST == 3 or PLANES == 2 else q.dtype.element_ty)
+    q = at_head(q, qs, at, h, ALIGN)
+    g = at_head(g, gs, at, h, ALIGN)
+    qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
+    hi = upto(lo + chunk, N)
+    ratio = ratio_of(ratio, head, most, NORM)
+    sg = vbar
+    if is_plain(FMAP) and not NORM and REST == 0:
+        dm, sg = sum_gradient(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
+    elif DIVIDED:
+        dm, dm1 = sum_divided(q, g, qn, gn, lo, hi, m1, eps, ratio, FMAP, D, F1, F2, DV, V1, V2, BN, PREC)
+    elif NORM and (PULLED or (is_plain(FMAP) and REST == 0)):
+        _, dm, dm1 = sum_ratio(
+            q, q, g, g, q, qn, qn, gn, gn, qn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, False, FMAP, D, F1, F2,
+            DV, V1, V2, BN, PREC, PLANES,
+        )  # fmt: skip
+        dm1 = end_pairs(dm1, F1, F2)
+    else:
+        _, _, dm, dm1, sg = sum_features(
+            q, q, g, g, qn, qn, gn, gn, lo, hi, m, m1, vbar, eps, (q, q, 0, 0), ratio, ORDER, False, SUMS, REST,
+            True, NORM, False, False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+        )  # fmt: skip
+    if is_shifted(FMAP) and not NORM and CENTER < 2:
+        dm = unshift_grad(dm, sg, D, F1, F2, V2)
+    out += (part.to(tl.int64) * heads + head) * KG
+    store4(out, dm, DV, V1, V2, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)
+    if NORM:  # what m1 has through the anchor a = vbar - mean v of M too; here, where dM' is at hand
+        vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
+        centred = axpy2(dm1, -1.0, vecmat(vbar, dm, V2, F2), F2)
+        mean = load_vec(state + head * K + OFF[7], DV, V1, V2)
+        store_vec(out + DV * FD, axpy2(centred, 1.0 / N[1], vecmat(mean, dm, V2, F2), F2), FD, F1, F2)
+        store_vec(out + DV * FD + FD, centred, FD, F1, F2)
+    if SUMS and not NORM:
+        store_vec(out + DV * FD + FD, sg, DV, V1, V2)
