@@ -12,6 +12,7 @@ from zoo.train.core import Run
 from zoo.train.core.sharding import in_step
 from zoo.train.model import AVERAGE, WEIGHTS, header_of, save_weights
 from zoo.train.optim import create_schedule
+from zoo.train.patches import patches_as_products
 from zoo.train.settings import TrainSettings
 from zoo.train.setup import set_up
 
@@ -32,8 +33,10 @@ class Trainer(Run):
         return create_schedule(optimizer, self.settings.schedule, self.plan.steps_per_epoch)
 
     def compiled(self) -> Any:
-        """Block by block: one compilation serves all blocks, also those of the next run of the process."""
-        for model in (self.model, self.parts.objective.teacher):
+        """Block by block: one compilation serves all blocks, also those of the next run of the process; patches by a
+        product."""
+        for model in filter(None, (self.model, self.parts.objective.teacher)):
+            patches_as_products(model)
             for block in getattr(model, "blocks", ()):
                 block.compile()
         return self.wrapped

@@ -166,7 +166,7 @@ class RunBasics:
     seed: seed of weights, order, augmentation and noise
     resume: continue the last checkpoint of the folder, if it has one
     precision: fp32, bf16 or fp16
-    compile: compile the model with torch.compile, a diffusion model block by block
+    compile: compile the model with torch.compile, block by block; a timm model embeds patches by a product of matrices
     keep: how many checkpoints stay
     max_skipped: steps in a row whose gradients may be non-finite (they are skipped) before the run stops
     """

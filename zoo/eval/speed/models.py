@@ -2,7 +2,8 @@
 
 The same for all mixers: batch sizes, bfloat16 weights for inference, a fused AdamW for training, whose weights are
 float32 under bfloat16 autocast or bfloat16 themselves (then so are the residual stream and AdamW's averages), and,
-where compiled, every block compiled by itself (the blocks share one compilation) and what of a ViT lies around them.
+where compiled, every block compiled by itself (the blocks share one compilation) and what of a ViT lies around them,
+whose patches are embedded by a product of matrices (`zoo.train.patches`).
 Weights and inputs are random. Batches keep an H200 busy for longer than a host needs to launch a step. A mixer with a
 pattern behind it, such as "ahla every:3", keeps softmax in these blocks.
 """
@@ -27,6 +28,7 @@ from zoo.eval.speed import rows
 from zoo.eval.speed.kernels import need_gpu, package_versions
 from zoo.eval.speed.profile import shares
 from zoo.names import unknown_name
+from zoo.train.patches import patches_as_products
 
 MODES = ("infer", "train")
 MIXERS = ("softmax", "ahla", "hla2")
@@ -51,7 +53,7 @@ class Family(NamedTuple):
 
 def _vit(mixer: str, size: int) -> nn.Module:
     name = "vit_small_patch16_224" if mixer == "softmax" else f"vit_{mixer}_small_patch16_224"
-    return timm.create_model(name, img_size=size)
+    return patches_as_products(timm.create_model(name, img_size=size))
 
 
 def _vit_inputs(batch: int, size: int) -> dict[str, Tensor]:
@@ -210,7 +212,7 @@ def run(settings: ModelSettings, command: str) -> dict[str, Any]:
     file, todo = Path(settings.json), setups(settings)
     content = rows.start(file, command, package_versions("triton", "diffusers"))
     backends: dict[tuple, dict[str, Any]] = {}
-    torch.backends.cudnn.benchmark = True  # as in timm's own scripts: of the embedding of patches
+    torch.backends.cudnn.benchmark = True  # as in timm's own scripts
     shares(lambda: torch.ones(8, device="cuda").add_(1))  # the profiler takes its time once
     for setup in tqdm(todo, desc="models", mininterval=5):
         head = {**setup._asdict(), "tokens": MODELS[setup.model].tokens(setup.size)}

@@ -1,0 +1,35 @@
+"""The embedding of patches as a product of matrices: cuDNN's convolution of three channels is far from what they take.
+
+Forward and gradients of the weights of (64, 3, 1024, 1024) in bfloat16, patches of 16 to 384 channels, compiled, on an
+H200: 8.4 ms as a convolution (7.3 with channels last), 0.9 ms as a product.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class PatchProduct(nn.Conv2d):
+    """A convolution whose windows lie side by side, as one product: the same parameters and, but for rounding, the same
+    results. A live convolution becomes one by a change of class (`patches_as_products`)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, F, H // p, W // p], laid out channels last."""
+        (p, r), (height, width) = self.kernel_size, x.shape[-2:]
+        if height % p or width % r:  # a convolution leaves out what does not fill a window
+            x = x[..., : height // p * p, : width // r * r]
+        patches = x.unflatten(3, (-1, r)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5).flatten(3)
+        return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+def patches_as_products(model: nn.Module) -> nn.Module:
+    """Turn the convolutions in `model.patch_embed` (timm) that cut an image into patches into `PatchProduct`, in place;
+    other models stay as they are. Returns the model."""
+    for module in getattr(model, "patch_embed", nn.Module()).modules():
+        if type(module) is nn.Conv2d and _cuts(module):
+            module.__class__ = PatchProduct
+    return model
+
+
+def _cuts(conv: nn.Conv2d) -> bool:
+    """Whether windows lie side by side, and each is multiplied whole."""
+    return conv.stride == conv.kernel_size and conv.groups == 1 and conv.padding == (0, 0) and conv.dilation == (1, 1)
