@@ -13,7 +13,7 @@ and g V = V1 + V2.
     write_grads   dq, dk, dv from the weights of `algebra.weights`
 """
 
-from .extent import longest, means, span, upto
+from .extent import longest, means, place, span, upto
 from .features import sum_features, sum_keys
 from .ratio import add_rows, alike, end_pairs, ratio_base, sum_ratio
 from .sums import gradient_sums, sum_gradient, sum_moments
@@ -22,6 +22,7 @@ from .wide import sum_divided
 from .writes import read_out, write_grads
 
 __all__ = [
-    "add_rows", "alike", "as_row", "end_pairs", "gradient_sums", "longest", "means", "ratio_base", "read_out", "span",
-    "sum_divided", "sum_features", "sum_gradient", "sum_keys", "sum_moments", "sum_ratio", "upto", "write_grads",
+    "add_rows", "alike", "as_row", "end_pairs", "gradient_sums", "longest", "means", "place", "ratio_base", "read_out",
+    "span", "sum_divided", "sum_features", "sum_gradient", "sum_keys", "sum_moments", "sum_ratio", "upto",
+    "write_grads",
 ]  # fmt: skip

@@ -1,7 +1,15 @@
-"""Which tokens are those of a sequence: padding masks and sequences packed behind each other."""
+"""Which tokens a program has: its part of a head, padding masks, sequences packed behind each other."""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def place(H, PARTS, ROLES: tl.constexpr = 1):
+    """(batch, head, part) of this program, ROLES neighbours have the same; neighbouring programs read neighbouring
+    heads of the same tokens."""
+    pid = tl.program_id(0) // ROLES
+    return pid // (H * PARTS), pid % H, (pid // H) % PARTS
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from ..tiles import (
     zero_rows,
     zeros2,
 )
-from .extent import alive, longest, span, upto
+from .extent import alive, longest, place, span, upto
 from .ratio import add_rows, alike, end_pairs, sum_ratio
 from .stores import store_tokens
 from .vectors import add_common, common_row
@@ -48,8 +48,7 @@ def query_grads(
     """dq, and partial dM' [V, F] and dm1 [F] -> out [PARTS, B * H, V F + F], of one part of one head; the sums alone
     where `divide_grads` has written dq and ratio [B * H, N, 2]. With rows [B * H, 2, F], for `heads.divided`, the one
     part writes what `write_keys` makes of them: weights to out [B * H, V, F], and the rows."""
-    pid = tl.program_id(0)
-    b, h, part = pid // (H * PARTS), pid % H, (pid // H) % PARTS
+    b, h, part = place(H, PARTS)
     most = longest(N)
     at, N, scale = span(N, b, b * H + h, scale)
     head = (b * H + h).to(tl.int64)
@@ -93,8 +92,7 @@ def divide_grads(
     PREC: tl.constexpr,
 ):  # fmt: skip
     """ratio [B * H, N, 2] of one part of one head of a ratio, and dq unless it is None."""
-    pid = tl.program_id(0)
-    b, h, part = pid // (H * PARTS), pid % H, (pid // H) % PARTS
+    b, h, part = place(H, PARTS)
     most = longest(N)
     at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
@@ -178,8 +176,7 @@ def key_grads(
     PREC: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one part of one head from dM' and dm1 of `query_grads`, summed."""
-    pid = tl.program_id(0)
-    b, h, part = pid // (H * PARTS), pid % H, (pid // H) % PARTS
+    b, h, part = place(H, PARTS)
     at, N, scale = span(N, b, b * H + h, scale)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..algebra import cast_weights, centre_rows
 from ..heads import at_head, ratio_of
-from ..loops import longest, span, upto, write_grads
+from ..loops import longest, place, span, upto, write_grads
 from ..maps import centre_columns, centre_softmax, is_shifted
 from ..tiles import cast4, load4, load_vec, trans4, zeros2
 
@@ -96,10 +96,7 @@ def apply_grads(
     ROLES = 2: neighbours write dq, and dk with dv (JOIN: dq with dv, of ahla from the same keys, and dk): half
     the weights stay resident in each. ROLES = 3: dq, dk and dv. ROWS_DONE: `head_weights` has centred the rows.
     """
-    pid = tl.program_id(0) // ROLES
-    h = pid % H
-    part = (pid // H) % PARTS
-    b = pid // (H * PARTS)
+    b, h, part = place(H, PARTS, ROLES)
     most = longest(N)
     at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..algebra import anchor, ones_moments, scale_moments
 from ..heads import at_head
-from ..loops import span, sum_features, sum_keys, sum_moments, upto
+from ..loops import place, span, sum_features, sum_keys, sum_moments, upto
 from ..maps import is_shifted, keys_alone, unshift, unshift_sums
 from ..tiles import axpy2, store4, store_vec, zeros2, zeros4
 
@@ -62,10 +62,7 @@ def reduce_moments(
     neighbouring programs sum P, S, W and C, R of the same tokens; 3 (a ratio, not centred): P and S, C and W, R; 5 (of
     the tokens as they are, no ridge): one each. KEEP: the features go to fq, fk.
     """
-    pid = tl.program_id(0) // ROLES
-    b = pid // (H * PARTS)
-    h = pid % H
-    part = (pid // H) % PARTS
+    b, h, part = place(H, PARTS, ROLES)
     at, N, scale = span(N, b, b * H + h, scale)
     q = at_head(q, qs, at, h, ALIGN)
     k = at_head(k, ks, at, h // G, ALIGN)

@@ -8,6 +8,7 @@ from ..heads import at_head, ratio_of
 from ..loops import (
     end_pairs,
     longest,
+    place,
     ratio_base,
     read_out,
     span,
@@ -21,13 +22,6 @@ from ..maps import is_plain, is_shifted, shift_of, unshift_grad
 from ..tiles import axpy2, cast4, load4, load_vec, store4, store_vec, vecmat, zeros2
 
 NO_SPECIALIZE = ["qs", "os", "gs", "N", "H", "PARTS", "chunk", "heads", "eps"]
-
-
-@triton.jit
-def place(H, PARTS):
-    """(batch, head, part) of this program; neighbouring programs read neighbouring heads of the same tokens."""
-    pid = tl.program_id(0)
-    return pid // (H * PARTS), pid % H, (pid // H) % PARTS
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
