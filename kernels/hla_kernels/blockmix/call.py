@@ -66,7 +66,7 @@ def prepare(
     check_sequences(q, token_mask, None, None)
     if token_mask is not None and kept.causal:
         raise ValueError("token_mask needs causal=False: a causal token never sees what comes after it.")
-    _check_rotary(rotary, q, kept)
+    _check_rotary(rotary, q)
     if state is not None:
         check_state(state, kept, k, v)
     tables = None if rotary is None else (rotary[0], rotary[1])
@@ -144,7 +144,7 @@ def check_mixing(mixing: Any, layout: Layout, q: Tensor) -> None:
         raise ValueError(f"mixing must be on the device of q, {q.device}, got {mixing.device}.")
 
 
-def _check_rotary(rotary: Any, q: Tensor, o: BlockOptions) -> None:
+def _check_rotary(rotary: Any, q: Tensor) -> None:
     if rotary is None:
         return
     n, h, d = q.shape[1], q.shape[2], q.shape[3]

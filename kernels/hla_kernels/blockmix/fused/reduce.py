@@ -31,7 +31,6 @@ from .tokens import (
     add_weighted,
     begin_weighted,
     by_operator,
-    end_weighted,
     load_operator,
     times,
     total_grad,
@@ -176,4 +175,4 @@ def query_grads(
     pid = (tl.program_id(0) // SPLIT).to(tl.int64)
     store4(matrix + pid * D * SPLIT * DV + first, outer4_end(acc, V2), DV, V1, V2, D, F1, F2, D * SPLIT, 1)
     if NORM:
-        store_vec(vector + pid * D, end_weighted(dz, F1, F2, True), D, F1, F2)
+        store_vec(vector + pid * D, end_sum(dz, F1, F2, True), D, F1, F2)

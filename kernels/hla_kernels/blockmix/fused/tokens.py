@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...hla.fused.algebra import largest
-from ...hla.fused.loops.sums import add_sum, begin_sum, end_sum
+from ...hla.fused.loops.sums import add_sum, begin_sum
 from ...hla.fused.loops.vectors import as_row, column, times_vector
 from ...hla.fused.maps import power_of_two
 from ...hla.fused.tiles import axpy2, cast4, load4, load_vec, rowdot, rowmul, scale4, zero_rows
@@ -82,7 +82,7 @@ def times(x, factor, D2: tl.constexpr):
 
 @triton.jit
 def begin_weighted(dtype: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
-    """The accumulator of `add_weighted`."""
+    """The accumulator of `add_weighted`, for `end_sum`."""
     return begin_sum(16, 16 if dtype == tl.bfloat16 else BN, D1, D2, NEEDED)
 
 
@@ -101,12 +101,6 @@ def add_weighted(s, x, w, D2: tl.constexpr, EXACT: tl.constexpr):
             x2 = x2 * w[:, None]
         out = add_sum(s, (x[0].to(tl.float32) * w[:, None], x2), D2)
     return out
-
-
-@triton.jit
-def end_weighted(s, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
-    """The vector that `add_weighted` summed."""
-    return end_sum(s, D1, D2, NEEDED)
 
 
 @triton.jit

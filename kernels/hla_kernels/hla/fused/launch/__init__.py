@@ -83,7 +83,7 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
     sizes = call.middle_sizes("WHOLE")
     launch(
         middle, call.bh * -(-lay.fd // sizes["BR"]),
-        state, matrix, call.coefficients, call.n, call.h, call.scale, **call.pick("ORDER", "NORM", "CENTER", "MEAN"),
+        state, matrix, call.coefficients, call.n, call.h, call.scale, **call.pick("ORDER", "NORM"),
         **sizes, ANCHORED=parts == 1 and roles == 1, **unfused(call),
     )  # fmt: skip
     return saved
@@ -160,7 +160,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     )  # fmt: skip
     blocks = -(-lay.fd // sizes["BR"])
     dc = call.buffer(call.b, call.h, blocks, 4) if call.spec.learned else None
-    common |= {"EXACT": call.prec["EXACT"], **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP")}
+    common |= {"EXACT": call.prec["EXACT"], **call.pick("ORDER", "NORM", "CENTER", "FMAP")}
     order = ORDERS[call.spec.op]
     cross = call.buffer(call.bh, lay.fd, lay.fd) if order >= 4 else None
     if order > 1 or call.spec.sums:

@@ -134,9 +134,9 @@ def moment_anchor(
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle(
-    state, matrix, coefficients, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr,
-    MEAN: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, ANCHORED: tl.constexpr,
+    state, matrix, coefficients, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr, FD: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr,
+    K: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
     """matrix [B * H, F, V] = M and, when normalised, m1 into the state; the anchor too unless ANCHORED."""
     BLOCKS: tl.constexpr = (FD + BR - 1) // BR

@@ -24,11 +24,10 @@ from . import (
 
 @triton.jit
 def ones_grads(
-    g, s, x, dmt, r, n, scale, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, BR: tl.constexpr,
+    g, s, r, scale, NORM: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """(d1, d1_i, p1_i, q1, q1_i): the gradient of m1 , and P and C of v = 1; _i are rows r..r+BR."""
+    """(d1, d1_i, p1_i, q1, q1_i): the gradient of m1, and P and C of v = 1; _i are rows r..r+BR."""
     d1 = zeros2(F1, F2)
     d1i = tl.zeros([BR], tl.float32)
     p1i = d1i
@@ -59,9 +58,9 @@ def dot_columns(ptr, x, r, BR: tl.constexpr, A: tl.constexpr, A1: tl.constexpr, 
 
 @triton.jit
 def token_rows(
-    s, g, mi, d1, d1i, r, n, scale, c, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    ORDER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr,
+    s, g, mi, d1, d1i, r, n, scale, c, NORM: tl.constexpr, CENTER: tl.constexpr, ORDER: tl.constexpr,
+    OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
+    V2: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Elements r..r+BR of the rows of dq and dk that come from the column of ones and from the row of the read-out."""
     row_q = tl.zeros([BR], tl.float32)
@@ -134,10 +133,10 @@ def query_moment_grad(
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle_grads_key(
     state, grads, weights, rows, coefficients, dcoefficients, matrix, cross, N, H, scale, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, FD: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr,
-    K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
-    EXACT: tl.constexpr, TURNED: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, FMAP: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, EXACT: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows over F: WR', WS of hla2, the rows of dq and dk, and Z' = P dM' (cross [B * H, F, F], float32) where
     `middle_grads_pair` follows. EXACT: the precision of the products that d coefficients sum."""
@@ -149,9 +148,7 @@ def middle_grads_key(
     g = grads + head * KG
     c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     x, dmt = readout_rows(s, g, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, TURNED)
-    d1, d1i, p1i, q1, q1i = ones_grads(
-        g, s, x, dmt, r, n, scale, ORDER, NORM, CENTER, MEAN, OFF, FD, F1, F2, DV, V1, V2, BR
-    )
+    d1, d1i, p1i, q1, q1i = ones_grads(g, s, r, scale, NORM, OFF, FD, F1, F2, DV, BR)
     w = weights + head * KW
     SHIFTED: tl.constexpr = NORM and is_shifted(FMAP)  # the others' rows are added by `apply_grads`
     shift_q = tl.zeros([BR], tl.float32)
@@ -191,7 +188,7 @@ def middle_grads_key(
         d1 = load_vec(g + DV * FD + FD, FD, F1, F2)
         d1i = vec(g + DV * FD + FD, r, BR, FD)
     row_q, row_k = token_rows(
-        s, g, mi, d1, d1i, r, n, scale, c, NORM, CENTER, MEAN, ORDER, OFF, FD, F1, F2, DV, V1, V2, BR
+        s, g, mi, d1, d1i, r, n, scale, c, NORM, CENTER, ORDER, OFF, FD, F1, F2, DV, V1, V2, BR
     )
     if SHIFTED:
         row_q += shift_q
@@ -215,10 +212,10 @@ def add_row(row, r, x, c, BR: tl.constexpr, FD: tl.constexpr, F2: tl.constexpr):
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle_grads_pair(
     state, grads, weights, rows, coefficients, dcoefficients, cross, N, H, scale, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, FD: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr,
-    K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
-    EXACT: tl.constexpr, TURNED: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, FMAP: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, EXACT: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows over F of WS and WW for M = S W P, by two programs: s (W Z' + Z W) and s (Z' S + S Z), Z' = P dM' in
     `cross`.
@@ -258,9 +255,7 @@ def middle_grads_pair(
         if ORDER == 5:
             g = grads + head * KG
             x, dmt = readout_rows(s, g, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, TURNED)
-            d1, d1i, _, q1, q1i = ones_grads(
-                g, s, x, dmt, r, n, scale, ORDER, NORM, CENTER, MEAN, OFF, FD, F1, F2, DV, V1, V2, BR
-            )
+            d1, d1i, _, q1, q1i = ones_grads(g, s, r, scale, NORM, OFF, FD, F1, F2, DV, BR)
             ct, y = query_moment_grad(
                 s, g, x, dmt, d1, d1i, q1, q1i, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, EXACT, TURNED
             )
