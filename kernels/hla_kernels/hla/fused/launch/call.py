@@ -117,3 +117,13 @@ def placed(*tensors: Tensor | None) -> tuple[tuple[tuple[int, int, int], ...], i
     """The strides of each in units of the alignment of all, and that; zeros of None."""
     a = alignment(*(x for x in tensors if x is not None))
     return tuple((0, 0, 0) if x is None else strides(x, a) for x in tensors), a
+
+
+def area(call: Call) -> int:
+    """Numbers of a padded matrix."""
+    return (call.w["F1"] + call.w["F2"]) ** 2
+
+
+def half_room(call: Call, matrices: int) -> Tensor:
+    """Room for float16 matrices of every head."""
+    return call.buffer(call.bh, matrices * area(call), dtype=torch.float16)

@@ -20,7 +20,7 @@ from ..heads.mixture import (
 from ..heads.mixture.fixed import fixed_forward, fixed_products, fixed_weights
 from ..plan.mixture import fixed_config, mixture_config
 from . import apply_call, apply_grads_call
-from .call import Call, Outs, Saved, placed, staged, unfused
+from .call import Call, Outs, Saved, area, half_room, placed, staged, unfused
 
 
 class Form(NamedTuple):
@@ -46,20 +46,10 @@ class Form(NamedTuple):
 LEARNED, FIXED = Form("mixture", 10, mixture_config), Form("fixed", 5, fixed_config)
 
 
-def area(call: Call) -> int:
-    """Numbers of a padded matrix."""
-    return (call.w["F1"] + call.w["F2"]) ** 2
-
-
 def means(call: Call) -> dict:
     """Constexpr of the kernels that sum tokens beside moments. A ratio centres values too."""
     lay, flags = call.lay.vectors(), call.pick("CENTER", "MEAN")
     return {"OFF": lay.off, "K": lay.k, **flags, "MEAN": flags["MEAN"] or call.spec.normalize}
-
-
-def room_of(call: Call, matrices: int) -> Tensor:
-    """Room for float16 matrices of every head."""
-    return call.buffer(call.bh, matrices * area(call), dtype=torch.float16)
 
 
 def operators(call: Call) -> Tensor:
@@ -79,7 +69,7 @@ def kept_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     `plan.mixture.fixed_floats`; room for those that a forward needs of an empty one."""
     length = call.bh * call.lay.vectors().k
     if saved.numel() == 0:
-        return room_of(call, 5), call.buffer(call.bh, 8), call.buffer(length), operators(call)
+        return half_room(call, 5), call.buffer(call.bh, 8), call.buffer(length), operators(call)
     lengths = [8 * call.bh, call.bh * 5 * area(call) // 2, length]
     units, kept, vectors, matrix = saved.split([*lengths, saved.numel() - sum(lengths)])
     return kept.view(torch.float16), units, vectors, matrix.view(call.q.dtype)
@@ -97,7 +87,7 @@ def mixture_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     at, a = placed(q, k, v, o)
     launch(
         mixture_forward, call.bh,
-        q, k, v, o, kept, units, room_of(call, 1), vectors, call.coefficients, *at, call.n, call.h, call.scale,
+        q, k, v, o, kept, units, half_room(call, 1), vectors, call.coefficients, *at, call.n, call.h, call.scale,
         ALIGN=a, **means(call), **LEARNED.square(call), **LEARNED.tiles(call, "forward"),
     )  # fmt: skip
 
@@ -127,7 +117,7 @@ def parts_forward_call(
         q, k, v, kept, units, vectors, *at[:3], call.n, call.h, call.scale, ALIGN=a, DIGITS=digits, FMAP=0,
         **means(call), **form.square(call), **staged(form.tiles(call, "moments")),
     )  # fmt: skip
-    room, length = (room_of(call, 1), 1) if digits else (kept.view(-1)[3 * area(call) :], 5)
+    room, length = (half_room(call, 1), 1) if digits else (kept.view(-1)[3 * area(call) :], 5)
     launch(
         mixture_operator, call.bh,
         kept, units, room, matrix, call.coefficients, call.h, DIGITS=digits, KR=length * area(call),
@@ -158,7 +148,7 @@ def mixture_again_call(
 ) -> Tensor:
     """Fill vectors, the operators, weights and rows from the tokens; parts [B, H, 1, 4] of d coefficients."""
     q, k, v = call.q, call.k, call.v
-    room, kept, dc = room_of(call, 4), room_of(call, 10), call.buffer(call.b, call.h, 1, 4)
+    room, kept, dc = half_room(call, 4), half_room(call, 10), call.buffer(call.b, call.h, 1, 4)
     at, a = placed(q, k, v, g)
     launch(
         mixture_backward, call.bh,
@@ -176,7 +166,7 @@ def mixture_weights_call(
     """Fill weights, rows and, unless there are grads of `readout_grad`, the operators; parts of d coefficients."""
     q, lay, config = call.q, call.lay, LEARNED.tiles(call, "weights")
     common = {**LEARNED.weights(call), "KR": 4 * area(call), "KG": lay.kg}
-    room, more = room_of(call, 4), call.buffer(call.bh, 4)
+    room, more = half_room(call, 4), call.buffer(call.bh, 4)
     dc = call.buffer(call.b, call.h, 1 if config["WHOLE"] else 5, 4)
     at, a = placed(q, g)
     launch(
@@ -211,7 +201,7 @@ def fixed_weights_call(
 ) -> None:  # fmt: skip
     """Fill weights and rows from what was kept and g, or from grads of `readout_grad`."""
     q, lay = call.q, call.lay
-    room = room_of(call, 2) if call.w["F2"] > 0 else kept
+    room = half_room(call, 2) if call.w["F2"] > 0 else kept
     common = {**FIXED.weights(call), "KR": 2 * area(call), "KG": lay.kg}
     at, a = placed(q, g)
     launch(

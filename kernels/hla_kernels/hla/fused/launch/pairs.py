@@ -34,7 +34,7 @@ def paired_forward(call: Call) -> bool:
     return bool(paths.pairs_forward(call.spec, call.w, call.planned, call.q.dtype, own(call)))
 
 
-def area(call: Call) -> int:
+def pair_area(call: Call) -> int:
     """Numbers of a head's padded matrix (`heads.duo`)."""
     return (2 * call.w["D"] - call.w["F1"]) ** 2
 
@@ -51,7 +51,7 @@ def tiles(call: Call, kernel: str) -> dict[str, int]:
 
 def operators(call: Call, saved: Tensor) -> Tensor:
     """[B * H, AREA] in a buffer of `fused.saved_floats`."""
-    return saved.view(call.q.dtype)[: call.bh * area(call)]
+    return saved.view(call.q.dtype)[: call.bh * pair_area(call)]
 
 
 def forward(call: Call, o: Tensor, saved: Tensor, save: bool) -> None:
@@ -62,7 +62,7 @@ def forward(call: Call, o: Tensor, saved: Tensor, save: bool) -> None:
     at, a = placed(q, k, v, o)
     launch(
         forward_pairs, call.bh // 2, q, k, v, o, operators(call, saved), *at, call.n, call.h, call.scale, ALIGN=a,
-        SAVE=save, AREA=area(call), **sizes(call), **tiles(call, "forward_pairs"),
+        SAVE=save, AREA=pair_area(call), **sizes(call), **tiles(call, "forward_pairs"),
     )  # fmt: skip
 
 
@@ -121,13 +121,13 @@ def backward(call: Call, g: Tensor, outs: Outs, saved: Tensor, apply: Callable[.
         at, a = placed(q, k, v, g, *outs)
         launch(
             backward_pairs, call.bh // 2, q, k, v, g, *outs, matrix, *at, call.n, call.h, call.scale, ALIGN=a,
-            AREA=area(call), **sizes(call), **tiles(call, "backward_pairs"),
+            AREA=pair_area(call), **sizes(call), **tiles(call, "backward_pairs"),
         )  # fmt: skip
         return
-    weights = call.buffer(call.bh, area(call), dtype=q.dtype)
+    weights = call.buffer(call.bh, pair_area(call), dtype=q.dtype)
     at, a = placed(q, g)
     launch(
-        weights_pairs, call.bh // 2, q, g, weights, *at, call.n, call.h, call.scale, ALIGN=a, AREA=area(call),
+        weights_pairs, call.bh // 2, q, g, weights, *at, call.n, call.h, call.scale, ALIGN=a, AREA=pair_area(call),
         **sizes(call), **tiles(call, "weights_pairs"),
     )  # fmt: skip
     write(call, g, outs, matrix, weights)
@@ -142,5 +142,5 @@ def write(call: Call, g: Tensor, outs: Outs, matrix: Tensor, weights: Tensor) ->
     launch(
         grads_pairs, call.bh // 2 * parts * roles, q, k, v, g, *outs, matrix, weights, *at, call.n, call.h, parts,
         chunk, ALIGN=a, ROLES=roles, COUNT=max(1, plan.factors(call.spec)),
-        AREA=area(call), **call.pick("ORDER"), **sizes(call), **config,
+        AREA=pair_area(call), **call.pick("ORDER"), **sizes(call), **config,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from .. import plan
 from ..heads.plain import plain_backward, plain_forward, plain_weights
 from ..plan.tiles import plain_config, plain_forward_config, plain_weights_config
 from . import apply_grads_call, pairs
-from .call import Call, Outs, Saved, placed
+from .call import Call, Outs, Saved, area, half_room, placed
 
 
 def factors_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,11 +26,6 @@ def plain_widths(call: Call) -> dict:
     """Constexpr of the kernels of `plain`."""
     w = {name: call.w[name] for name in ("D", "F1", "F2")}
     return {**w, "PREC": call.prec["PREC"], "KF": plan.factors(call.spec) * w["D"] ** 2, **call.pick("ORDER")}
-
-
-def area(call: Call) -> int:
-    """Numbers of a padded matrix."""
-    return (call.w["F1"] + call.w["F2"]) ** 2
 
 
 def tiles(call: Call, kernel: str, entry: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
@@ -58,8 +53,7 @@ def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
 
 def room_of(call: Call) -> tuple[Tensor, int]:
     """Room for three float16 matrices of every head, and its length."""
-    length = 3 * area(call)
-    return call.buffer(call.bh, length, dtype=torch.float16), length
+    return half_room(call, 3), 3 * area(call)
 
 
 def plain_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:

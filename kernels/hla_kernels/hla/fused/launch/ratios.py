@@ -10,8 +10,8 @@ from ....dispatch.recording import launch
 from ..heads.mixture import mixture_moments
 from ..heads.mixture.ratios import ratio_operator
 from . import apply_call, apply_grads_call, readout_grad
-from .call import Call, Outs, Saved, placed, staged, unfused
-from .mixture import FIXED, LEARNED, Form, area, fixed_weights_call, means, mixture_weights_call, room_of
+from .call import Call, Outs, Saved, area, half_room, placed, staged, unfused
+from .mixture import FIXED, LEARNED, Form, fixed_weights_call, means, mixture_weights_call
 
 
 def ratio_kept(call: Call, saved: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -37,7 +37,7 @@ def ratio_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
         q, k, v, kept, units, vectors, *at, call.n, call.h, call.scale, ALIGN=a, DIGITS=not fixed, **means(call),
         **form.square(call), **call.pick("FMAP"), **staged(form.tiles(call, "features")),
     )  # fmt: skip
-    room, length = (kept.view(-1)[3 * area(call) :], 5) if fixed else (room_of(call, 2), 2)
+    room, length = (kept.view(-1)[3 * area(call) :], 5) if fixed else (half_room(call, 2), 2)
     lay = call.lay = call.lay.vectors()
     launch(
         ratio_operator, call.bh,

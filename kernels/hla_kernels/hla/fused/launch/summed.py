@@ -19,8 +19,8 @@ from ..heads.summed import (
 )
 from ..plan import sums
 from . import apply_grads_call
-from .call import Call, Outs, Saved, placed, staged
-from .plain import area, room_of
+from .call import Call, Outs, Saved, area, placed, staged
+from .plain import room_of
 
 
 class Kept(NamedTuple):
