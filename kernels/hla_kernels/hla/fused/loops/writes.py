@@ -111,7 +111,7 @@ def write_grads(
     WR', WW) in units of `unit`.
 
     NORM: 1 / den and d loss / d den of every token are read from ratio [*, 2]; m1 and the rows are
-    pointers then. more: rows of `algebra.centre_softmax`.
+    pointers then. more: rows of `maps.centre_softmax`.
 
     PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv, 5: dq and dv (what a part does not use is not loaded).
     STAGES: of the loop, if not those of the kernel.
