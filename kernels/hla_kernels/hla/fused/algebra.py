@@ -191,65 +191,39 @@ def affine_grad(
 
 @triton.jit
 def weights(
-    m, t, dm, dm1, p1, q1, c, s, ORDER: tl.constexpr, ONES: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
+    m, t, dm, dm1, p1, q1, s, ORDER: tl.constexpr, ONES: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """((WP', WS, WC', WR', WW), dc): s times the (symmetrised) gradients of the moments, and d loss / d
-    coefficients."""
-    mp, ms, mc, mr, mw = m
+    """(WP', WS, WC', WR', WW): s times the (symmetrised) gradients of the moments, of orders up to 4."""
+    mp, ms, mc, _, mw = m
     wp = dm
     ws = ms
     wc = dm
     wr = ms
     ww = ms
-    dc = (0.0, 0.0, 0.0, 0.0)
-    c1, c2, c3, c4 = c
     if ORDER >= 3:
         zt = mm4(mp, dm, F2, V2, F2, PREC)  # P dM'
         if ONES:
             zt = rank1(zt, p1, dm1, F2, F2)
-    if ORDER == 2 or ORDER == 5:
+    if ORDER == 2:
         sd = mm4(dm, ms, V2, F2, F2, PREC)  # (S dM)'
         ct = mm4(mc, dm, F2, V2, F2, PREC)  # C dM'
         if ONES:
             ct = rank1(ct, q1, dm1, F2, F2)
         wc = scale4(sd, s)
         ws = ct
-    if ORDER >= 4:
+    if ORDER == 4:
         gs = mm4(mw, zt, F2, F2, F2, PREC)  # W Z'
         hw = mm4(zt, ms, F2, F2, F2, PREC)  # Z' S
-    if ORDER == 3:
-        wr = scale4(zt, s)
-    elif ORDER == 4:
         ws = gs
         ww = scale4(add4(hw, trans4(hw), F2, F2), s)
-    elif ORDER == 5:
-        i0 = inner4(eye_of(zt), zt, F2, F2)
-        dc = (i0, inner4(ms, ct, F2, F2), inner4(mr, trans4(zt), F2, F2), inner4(mw, hw, F2, F2))
-        ws = add4(scale4(ct, c2), scale4(gs, c4), F2, F2)
-        ww = scale4(add4(hw, trans4(hw), F2, F2), s * c4)
-        wc = scale4(sd, s * c2)
-        wr = scale4(zt, s * c3)
-    if ORDER == 2 or ORDER >= 4:
+    if ORDER == 3:
+        wr = scale4(zt, s)
+    if ORDER == 2 or ORDER == 4:
         ws = scale4(add4(ws, trans4(ws), F2, F2), s)
     if ORDER >= 3:
         wp = mm4(dm, t, V2, F2, F2, PREC)
-        if ORDER == 5:
-            wp = add4(wp, scale4(dm, c1), V2, F2)
-    return (scale4(wp, s), ws, wc, wr, ww), dc
-
-
-@triton.jit
-def inner4(a, b, A2: tl.constexpr, B2: tl.constexpr):
-    """sum of a * b over all elements."""
-    s = tl.sum(a[0] * b[0])
-    if B2 > 0:
-        s += tl.sum(a[1] * b[1])
-    if A2 > 0:
-        s += tl.sum(a[2] * b[2])
-    if A2 > 0 and B2 > 0:
-        s += tl.sum(a[3] * b[3])
-    return s
+    return scale4(wp, s), ws, wc, wr, ww
 
 
 @triton.jit
@@ -305,31 +279,26 @@ def scale5(w, c):
 
 @triton.jit
 def weight_rows(
-    w, m, t, dm1, sums, row_q, row_v, c, s, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    NORM: tl.constexpr, SHIFT: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    w, m, t, dm1, sums, row_q, row_v, s, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    NORM: tl.constexpr, SHIFT: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
     """Rows that every dq, dk, dv receives: the gradient of the column of ones, and minus the mean of each centred
     source."""
     row_k = zeros2(F1, F2)
     if NORM:
         if CENTER == 0 and ORDER != 2:
-            row_k = axpy2(row_k, s, ones_grad_key(t, dm1, c, ORDER, F2), F2)
-        if CENTER <= 1 and (ORDER == 2 or ORDER == 5):
-            c2 = s
-            if ORDER == 5:
-                c2 = s * c[1]
-            row_q = axpy2(row_q, c2, vecmat(dm1, m[1], F2, F2), F2)
+            row_k = axpy2(row_k, s, ones_grad_key(t, dm1, ORDER, F2), F2)
+        if CENTER <= 1 and ORDER == 2:
+            row_q = axpy2(row_q, s, vecmat(dm1, m[1], F2, F2), F2)
     return centre_rows(w, sums, row_q, row_k, row_v, n, ORDER, CENTER, MEAN, SHIFT, F1, F2, V2)
 
 
 @triton.jit
-def ones_grad_key(t, dm1, c, ORDER: tl.constexpr, F2: tl.constexpr):
-    """d loss / d p1 = c1 dm1 + T' dm1."""
+def ones_grad_key(t, dm1, ORDER: tl.constexpr, F2: tl.constexpr):
+    """d loss / d p1 = T' dm1, dm1 of first order."""
     out = dm1
-    if ORDER == 3 or ORDER == 4:
+    if ORDER > 1:
         out = vecmat(dm1, t, F2, F2)
-    elif ORDER == 5:
-        out = axpy2(vecmat(dm1, t, F2, F2), c[0], dm1, F2)
     return out
 
 

@@ -193,14 +193,14 @@ def head_forward(
 
 @triton.jit
 def head_gradient(
-    q, k, v, g, state, matrix, ratio, head, qn, kn, vn, gn, c, N, scale, ridge, eps, ORDER: tl.constexpr,
+    q, k, v, g, state, matrix, ratio, head, qn, kn, vn, gn, N, scale, ridge, eps, ORDER: tl.constexpr,
     NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr,
     D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr, MID: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a head's backward before its tokens' gradients: M (folded), weights, rows, d coefficients and,
-    normalised, what goes to ratio [*, 2].
+    """Everything of a head's backward before its tokens' gradients: M (folded), weights, rows and, normalised, what
+    goes to ratio [*, 2]. Of orders up to 4: `polynomial` has a backward of its own (`mixture`) or is split.
 
     NORM: M, m1, vbar are those that the forward saved at `matrix` and `state`, so that one pass over the tokens gives
     the gradient of M and the moments; otherwise the moments give M.
@@ -254,6 +254,7 @@ def head_gradient(
     m = scale_moments(raw, centred, scale, n, ridge, ORDER, CENTER, NORM or MEAN, RIDGE, F1, F2, V2)
     p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
     row_q, row_v = zeros2(F1, F2), zeros2(V1, V2)
+    c = (1.0, 1.0, 1.0, 1.0)
     if NORM:
         t = left_factor(m, c, ORDER, F2, MID)
         dm1 = axpy2(dm1, -1.0, vecmat(a, dm, V2, F2), F2)
@@ -262,12 +263,12 @@ def head_gradient(
         out, t = operator(m, c, ORDER, F2, V2, MID)
         out, vbar = affine(out, m1, sums, a, n, CENTER, MEAN, NORM, F1, F2, V1, V2, 0.0)
         dm, row_q, row_v = affine_grad(dm, out, sums, sg, n, CENTER, MEAN, F1, F2, V1, V2)
-    w, dc = weights(m, t, dm, dm1, p1, q1, c, scale, ORDER, NORM, F2, V2, MID)
+    w = weights(m, t, dm, dm1, p1, q1, scale, ORDER, NORM, F2, V2, MID)
     if NORM:  # v is centred as a source of dk and dq, but the ratio does not depend on its mean
         dm1 = axpy2(dm1, -1.0 / n, vecmat(sv, dm, V2, F2), F2)
     SHIFT: tl.constexpr = 1.0 if is_shifted(FMAP) else 0.0
-    rows = weight_rows(w, m, t, dm1, sums, row_q, row_v, c, scale, n, ORDER, CENTER, MEAN, NORM, SHIFT, F1, F2, V1, V2)
-    return out, w, rows, dc
+    rows = weight_rows(w, m, t, dm1, sums, row_q, row_v, scale, n, ORDER, CENTER, MEAN, NORM, SHIFT, F1, F2, V2)
+    return out, w, rows
 
 
 @triton.jit
@@ -281,14 +282,14 @@ def ratio_of(ratio, head, most, NORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def head_backward(
-    q, k, v, g, state, matrix, ratio, out_rows, dq, dk, dv, coefficients, dcoefficients, qs, ks, vs, gs, dqs, dks, dvs,
-    N, H, G, scale, ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    q, k, v, g, state, matrix, ratio, out_rows, dq, dk, dv, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, ridge, eps,
+    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
     RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
     OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
     MID: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv (and d coefficients [B, H, 4]) of one head; the moments are summed again."""
+    """dq, dk, dv of one head; the moments are summed again."""
     pid = tl.program_id(0)
     b = pid // H
     h = pid % H
@@ -301,12 +302,10 @@ def head_backward(
     qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
     head = pid.to(tl.int64)
     ratio = ratio_of(ratio, head, most, NORM)
-    out, w, rows, dc = head_gradient(
-        q, k, v, g, state, matrix, ratio, head, qn, kn, vn, gn, load_coefficients(coefficients, h, ORDER), N, scale,
-        ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, K, BN,
-        STAGES, PREC, MID,
+    out, w, rows = head_gradient(
+        q, k, v, g, state, matrix, ratio, head, qn, kn, vn, gn, N, scale, ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE,
+        FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, K, BN, STAGES, PREC, MID,
     )  # fmt: skip
-    store_coefficients(dcoefficients, pid, dc)
     if NORM:
         out_rows += head * (2 * FD + DV)
         store_vec(out_rows, rows[0], FD, F1, F2)
@@ -344,8 +343,8 @@ def store_coefficients(ptr, head, dc):
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def head_weights(
-    q, k, v, g, state, matrix, ratio, out_weights, out_rows, coefficients, dcoefficients, qs, ks, vs, gs, N, H, G,
-    scale, ridge, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    q, k, v, g, state, matrix, ratio, out_weights, out_rows, qs, ks, vs, gs, N, H, G, scale, ridge, eps,
+    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
     RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
     OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
@@ -360,25 +359,24 @@ def head_weights(
     at, N, scale = span(N, b, pid, scale)
     qn, kn, vn, gn = qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN
     head = pid.to(tl.int64)
-    out, w, rows, dc = head_gradient(
+    out, w, rows = head_gradient(
         at_head(q, qs, at, h, ALIGN), at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN),
         at_head(g, gs, at, h, ALIGN), state, matrix, ratio_of(ratio, head, most, NORM), head, qn, kn, vn, gn,
-        load_coefficients(coefficients, h, ORDER), N, scale, ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1,
-        R2, F1, F2, DV, V1, V2, FD, OFF, K, BN, STAGES, PREC, MID,
+        N, scale, ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, K, BN,
+        STAGES, PREC, MID,
     )  # fmt: skip
-    store_coefficients(dcoefficients, pid, dc)
     if not NORM:
         store4(matrix + head * FD * DV, out, FD, F1, F2, DV, V1, V2, DV, 1)
     to = out_weights + head * KW
     if ORDER != 2:
         store4(to + WOFF[0], w[0], DV, V1, V2, FD, F1, F2, FD, 1)
-    if ORDER == 2 or ORDER >= 4:
+    if ORDER == 2 or ORDER == 4:
         store4(to + WOFF[1], w[1], FD, F1, F2, FD, F1, F2, FD, 1)
-    if ORDER == 2 or ORDER == 5:
+    if ORDER == 2:
         store4(to + WOFF[2], w[2], DV, V1, V2, FD, F1, F2, FD, 1)
-    if ORDER == 3 or ORDER == 5:
+    if ORDER == 3:
         store4(to + WOFF[3], w[3], FD, F1, F2, FD, F1, F2, FD, 1)
-    if ORDER >= 4:
+    if ORDER == 4:
         store4(to + WOFF[4], w[4], FD, F1, F2, FD, F1, F2, FD, 1)
     if NORM or MEAN or CENTER > 0 or is_shifted(FMAP):
         to = out_rows + head * (2 * FD + DV)

@@ -37,21 +37,19 @@ def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     )  # fmt: skip
 
 
-def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Tensor | None:
-    """One launch: dq, dk, dv (per query head) and parts [B, H, 1, 4] of d coefficients."""
+def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
+    """One launch: dq, dk, dv (per query head)."""
     q, k, v, spec = call.q, call.k, call.v, call.spec
-    dc = call.buffer(call.b, call.h, 1, 4) if spec.learned else None
     call.lay = call.lay.vectors()
     of = Saved.of(saved, call) if spec.normalize else Saved(None, None)
     rows = call.buffer(call.bh, 2 * call.lay.fd + call.lay.dv) if spec.normalize else None
     at, a = placed(q, k, v, g, *outs)
     launch(
         head_backward, call.bh,
-        q, k, v, g, *of, call.ratio(), rows, *outs, call.coefficients, dc, *at, call.n, call.h, call.g, call.scale,
-        spec.ridge, spec.eps, ALIGN=a, MID=call.prec["MID"], **call.flags, **call.sizes(),
+        q, k, v, g, *of, call.ratio(), rows, *outs, *at, call.n, call.h, call.g, call.scale, spec.ridge, spec.eps,
+        ALIGN=a, MID=call.prec["MID"], **call.flags, **call.sizes(),
         **staged(call.tiles("head_backward", plan.head_config, "backward", spec, call.w, q.dtype)),
     )  # fmt: skip
-    return dc
 
 
 def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
@@ -221,11 +219,9 @@ def apply_grads_call(
     )  # fmt: skip
 
 
-def two_step_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Tensor | None:
-    """Two launches: weights of each head by one program, then its tokens by several. Parts of d coefficients as those
-    of `head_backward_call`."""
+def two_step_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
+    """Two launches: weights of each head by one program, then its tokens by several."""
     q, k, v, spec = call.q, call.k, call.v, call.spec
-    dc = call.buffer(call.b, call.h, 1, 4) if spec.learned else None
     call.lay = lay = call.lay.vectors()
     if not spec.normalize:
         saved = room_of(call)
@@ -235,12 +231,11 @@ def two_step_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> 
     at, a = placed(q, k, v, g)
     launch(
         head_weights, call.bh,
-        q, k, v, g, *of, ratio, weights, rows, call.coefficients, dc, *at, call.n, call.h, call.g, call.scale,
+        q, k, v, g, *of, ratio, weights, rows, *at, call.n, call.h, call.g, call.scale,
         spec.ridge, spec.eps, ALIGN=a, WOFF=lay.woff, KW=lay.kw, MID=call.prec["MID"], **call.flags, **call.sizes(),
         **staged(call.tiles("head_weights", plan.weights_config, spec, q.dtype)),
     )  # fmt: skip
     apply_grads_call(call, g, outs, of, ratio, weights, rows, True)
-    return dc
 
 
 def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None) -> None:
