@@ -33,8 +33,6 @@ from ..loops import (
     write_grads,
 )
 from ..maps import (
-    centre_columns,
-    centre_softmax,
     is_plain,
     is_shifted,
     kept,
@@ -289,7 +287,7 @@ def head_backward(
     OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
     MID: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one head; the moments are summed again."""
+    """dq, dk, dv of one head; the moments are summed again. Not of softmaxes, whose weights `head_weights` leaves."""
     pid = tl.program_id(0)
     b = pid // H
     h = pid % H
@@ -316,17 +314,11 @@ def head_backward(
     m1 = state
     if NORM:
         m1 = state + head * K + OFF[8]
-    more = rows
-    mt = trans4(out)
-    if FMAP == 3 or FMAP == 4:
-        w, more = centre_softmax(w, ORDER, NORM, FMAP, D, F1, F2, V1, V2)
-        if not NORM:
-            mt, _ = centre_columns(mt, FMAP, D, V2, F2)
-    mt = cast4(mt, q.dtype.element_ty)
+    mt = cast4(trans4(out), q.dtype.element_ty)
     w, unit = cast_weights(w, ORDER, q.dtype.element_ty, F2, V2)
     write_grads(
         q, k, v, g, at_head(dq, dqs, at, h, ALIGN), at_head(dk, dks, at, h, ALIGN), at_head(dv, dvs, at, h, ALIGN), qn,
-        kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, mt, m1, ratio, w, unit, rows, more, 0, ORDER,
+        kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, mt, m1, ratio, w, unit, rows, rows, 0, ORDER,
         NORM, MEAN or CENTER > 0 or is_shifted(FMAP), FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, BO, PREC,
     )  # fmt: skip
 
