@@ -96,7 +96,8 @@ def twice(work: Callable, *args, **options):
 def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
     "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment, "pairs" and
-    "pairs_two_step" with two heads a program, "halves_by_pairs" with two in the forward, "divided" a ratio of two,
+    "pairs_two_step" with two heads a program, "halves_by_pairs" with two in the forward,
+    "halves_in_two_step" with two programs for the queries of a head, "divided" a ratio of two,
     "blocks" with a block of a matrix, "mixture" and "mixture_kept" without and with moments that are kept, "planes" and
     those with as many digits of features as bfloat16 tokens get."""
     with monkeypatch.context() as patch:
@@ -112,6 +113,7 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
         patch.setattr(paths, "at_once", lambda *a: not path.endswith("two_step"))
         patch.setattr(plan, "first_at_once", lambda *a: path == "heads")
         patch.setattr(paths, "halved", lambda *a: path.startswith("halves"))
+        patch.setattr(paths, "in_two", lambda *a: path == "halves_in_two_step")
         if path == "planes" or path.startswith("mixture"):
             digits = Spec.digits
             patch.setattr(Spec, "digits", lambda self, _, backward: digits(self, torch.bfloat16, backward))

@@ -85,6 +85,7 @@ CASES = [
     ("ahla", RATIO, "halves", 70, 64, 64, (2, 2), HALF, "packed"),
     ("hla2", RATIO, "halves", 37, 72, 72, (1, 1), HALF, "packed"),
     *((x, RATIO, "halves_two_step", 37, d, d, (1, 1), HALF, "contiguous") for x, d in (("hla2", 64), ("ahla", 72))),
+    *((op, RATIO, "halves_in_two_step", n, 64, 64, (1, 1), HALF, "packed") for op in OPS[1:4] for n in (37, 150)),
     *(("hla3", RELU_EPS, "halves", 37, d, d, (2, 2), HALF, "strided") for d in (64, 72)),
     ("linear_attention", ANCHORED, "halves_two_step", 37, 72, 72, (1, 1), HALF, "packed"),
     ("hla2", {"center": "k"}, "halves", 37, 64, 64, (2, 2), HALF, "packed"),

@@ -38,6 +38,7 @@ CASES = (
     ("hla2", PLAIN, 64, 16, 256, 72),
     ("hla3", PLAIN, 256, 6, 197, 64),
     ("ahla", RATIO, 64, 6, 1025, 64),
+    ("ahla", RATIO, 64, 6, 4097, 64),
     ("ahla", RATIO, 256, 6, 197, 64),
     ("hla3", RATIO, 256, 6, 197, 64),
     ("hla2", ANCHORED, 256, 6, 197, 64),
@@ -168,6 +169,16 @@ def test_one_launch_where_tokens_stay_and_rounds_are_full(batch, n, launches, op
     from tests.ops.fused.offline_gate import record
 
     assert len(record(op, options, batch, 6, n, 64)) == launches
+
+
+@pytest.mark.parametrize(("batch", "n", "parts"), ((64, 4097, 2), (128, 4097, None), (64, 1025, None)))
+def test_queries_of_long_heads_are_summed_in_two_parts_where_rounds_are_fuller(batch, n, parts):
+    """768 heads fill three rounds of two programs a multiprocessor, 384 one and a half."""
+    from tests.ops.fused.offline_gate import record
+
+    found = {fn.__name__: kwargs for fn, _, kwargs in record("hla2", RATIO, batch, 6, n, 64)}
+    assert found.get("summed_queries", {}).get("PARTS") == parts
+    assert len(found) == (4 if parts else 3)
 
 
 @pytest.mark.parametrize(("batch", "turns"), ((256, True), (64, False)))

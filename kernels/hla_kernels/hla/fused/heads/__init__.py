@@ -45,7 +45,7 @@ from ..maps import (
 from ..tiles import axpy2, cast4, load4, load_vec, store4, store_vec, trans4, vecmat, zeros2, zeros4
 
 NO_SPECIALIZE = [
-    "qs", "ks", "vs", "os", "gs", "fqs", "fks", "dqs", "dks", "dvs", "N", "H", "G", "scale", "ridge", "eps",
+    "qs", "ks", "vs", "os", "gs", "fqs", "fks", "dqs", "dks", "dvs", "N", "H", "G", "chunk", "scale", "ridge", "eps",
 ]  # fmt: skip
 MULTIPROCESSORS = tl.constexpr(132)
 

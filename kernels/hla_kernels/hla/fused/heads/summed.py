@@ -10,8 +10,22 @@ import triton.language as tl
 
 from ..algebra import anchor, ones_moments, operator_ones, scale_moments
 from ..loops import means, ratio_base, read_out, sum_features, sum_moments, write_grads
+from ..loops.extent import upto
 from ..maps import is_shifted, kept, unshift, unshift_sums
-from ..tiles import axpy2, cast4, load_vec, matvec, rank1, store4, store_vec, trans4, zeros2, zeros4
+from ..tiles import (
+    add4,
+    axpy2,
+    cast4,
+    load4,
+    load_vec,
+    matvec,
+    rank1,
+    store4,
+    store_vec,
+    trans4,
+    zeros2,
+    zeros4,
+)
 from . import NO_SPECIALIZE, at_head, of_head, own_head, ratio_of
 from .halves import factors_of, half, half_operator, put_factors, put_matrix, times
 from .summed_algebra import rows_by_memory, store_rows3, store_weights, summed_algebra, summed_gradient
@@ -132,7 +146,7 @@ def summed_backward(
     vectors += head * K
     matrix += head * D * D
     dm, row_v, one, centred = summed_gradient(
-        q, g, qn, gn, N, eps, ratio, vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, STAY, PREC
+        q, g, qn, gn, 0, N, eps, ratio, vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, STAY, PREC
     )
     mt, w, row = summed_algebra(
         dm, row_v, one, centred, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
@@ -164,7 +178,7 @@ def summed_weights(
     matrix += head * D * D
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
     dm, row_v, one, centred = summed_gradient(
-        q, g, qn, gn, N, eps, ratio_of(ratio, head, N[0], NORM), vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2,
+        q, g, qn, gn, 0, N, eps, ratio_of(ratio, head, N[0], NORM), vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2,
         OFF, BN, False, PREC,
     )  # fmt: skip
     mt, w, row = summed_algebra(
@@ -179,41 +193,63 @@ def summed_weights(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_queries(
-    q, g, ratio, vectors, matrix, units, room, ones, qs, gs, N, H, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
-    MEAN: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    OFF: tl.constexpr, K: tl.constexpr, KR: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    q, g, ratio, vectors, matrix, units, room, parts, ones, qs, gs, N, H, chunk, eps, ORDER: tl.constexpr,
+    NORM: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KR: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
-    """`summed_gradient` of one head of a ratio by itself: its sums fill the registers. dM' goes to room in units of
-    units[3], the gradients of m1 to ones [B * H, 2, D]."""
+    """`summed_gradient` of one part of a head of a ratio by itself: its sums fill the registers. dM' of a head of one
+    part goes to room in units of units[3], otherwise to parts [B * H, PARTS, D, D] in float32; the gradients of m1 to
+    ones [B * H, PARTS, 2, D]."""
     pid = tl.program_id(0)
-    head, h, at, N, _ = own_head(pid, N, H, 0.0)
+    head, h, at, N, _ = own_head(pid // PARTS, N, H, 0.0)
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
+    ratio = ratio_of(ratio, head, N[0], NORM)
+    place = head
+    lo = 0
+    if PARTS > 1:
+        place = pid.to(tl.int64)
+        lo = pid % PARTS * chunk
+        N = upto(lo + chunk, N)
     dm, _, one, centred = summed_gradient(
-        q, g, qn, gn, N, eps, ratio_of(ratio, head, N[0], NORM), vectors + head * K, matrix + head * D * D, ORDER, NORM,
-        MEAN, FMAP, D, F1, F2, OFF, BN, False, PREC,
+        q, g, qn, gn, lo, N, eps, ratio, vectors + head * K, matrix + head * D * D, ORDER, NORM, MEAN, FMAP, D, F1, F2,
+        OFF, BN, False, PREC,
     )  # fmt: skip
-    dm, unit = half(dm, F2, F2)
-    put_matrix(room + head * KR, dm, F1, F2, D)
-    tl.store(units + head * 4 + 3, unit)
-    store_vec(ones + head * 2 * D, one, D, F1, F2)
-    store_vec(ones + head * 2 * D + D, centred, D, F1, F2)
+    if PARTS > 1:
+        store4(parts + place * D * D, dm, D, F1, F2, D, F1, F2, D, 1)
+    else:
+        dm, unit = half(dm, F2, F2)
+        put_matrix(room + head * KR, dm, F1, F2, D)
+        tl.store(units + head * 4 + 3, unit)
+    store_vec(ones + place * 2 * D, one, D, F1, F2)
+    store_vec(ones + place * 2 * D + D, centred, D, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_middle(
-    vectors, matrix, factors, units, room, ones, weights, rows, N, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
+    vectors, matrix, factors, units, room, parts, ones, weights, rows, N, scale, ORDER: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr,
+    KW: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The weights and rows of one head of a ratio from what `summed_queries` left."""
     head = tl.program_id(0).to(tl.int64)
     n, scale = means(N, head, scale)
-    ones += head * 2 * D
+    ones += head * PARTS * 2 * D
     one = load_vec(ones, D, F1, F2)
+    centred = load_vec(ones + D, D, F1, F2)
+    dm = one
+    if PARTS > 1:
+        parts += head * PARTS * D * D
+        dm = load4(parts, D, F1, F2, D, F1, F2, D, 1)
+        for part in tl.static_range(1, PARTS):
+            dm = add4(dm, load4(parts + part * D * D, D, F1, F2, D, F1, F2, D, 1), F2, F2)
+            one = axpy2(one, 1.0, load_vec(ones + part * 2 * D, D, F1, F2), F2)
+            centred = axpy2(centred, 1.0, load_vec(ones + part * 2 * D + D, D, F1, F2), F2)
     _, w, row = summed_algebra(
-        one, one, one, load_vec(ones + D, D, F1, F2), (n, n), scale, vectors + head * K, matrix + head * D * D,
-        factors + head * KF, units + head * 4, room + head * KR, matrix.dtype.element_ty, True, ORDER, NORM, CENTER,
-        MEAN, FMAP, D, F1, F2, OFF,
+        dm, one, one, centred, (n, n), scale, vectors + head * K, matrix + head * D * D, factors + head * KF,
+        units + head * 4, room + head * KR, matrix.dtype.element_ty, PARTS == 1, ORDER, NORM, CENTER, MEAN, FMAP, D,
+        F1, F2, OFF,
     )  # fmt: skip
     store_rows3(rows + head * 3 * D, row, D, F1, F2)
     store_weights(weights + head * KW, w, ORDER, WOFF, D, F1, F2)

@@ -27,18 +27,18 @@ from .plain import again
 
 @triton.jit
 def summed_gradient(
-    q, g, qn, gn, N, eps, ratio, vectors, matrix, ORDER: tl.constexpr, NORM: tl.constexpr, MEAN: tl.constexpr,
+    q, g, qn, gn, lo, N, eps, ratio, vectors, matrix, ORDER: tl.constexpr, NORM: tl.constexpr, MEAN: tl.constexpr,
     FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr,
     STAY: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dM', what all dv have in common, and of a ratio the gradients of m1 for v as it is and for v centred; fills
-    ratio."""
+    """dM', what all dv have in common, and of a ratio the gradients of m1 for v as it is and for v centred, of the
+    tokens lo .. N[0]; fills ratio."""
     row = zeros2(F1, F2)
     one = row
     centred = row
     if NORM:
         _, dm, dm1 = sum_ratio(
-            q, q, g, g, q, qn, qn, gn, gn, qn, 0, N, load4(matrix, D, F1, F2, D, F1, F2, D, 1),
+            q, q, g, g, q, qn, qn, gn, gn, qn, lo, N, load4(matrix, D, F1, F2, D, F1, F2, D, 1),
             load_vec(vectors + OFF[8], D, F1, F2), load_vec(vectors + OFF[9], D, F1, F2), eps, ratio, ORDER, False,
             False, FMAP, D, F1, F2, D, F1, F2, BN, PREC,
         )  # fmt: skip
@@ -54,7 +54,7 @@ def summed_gradient(
             one = axpy2(end_pairs(dm1, F1, F2), -1.0, vecmat(mean, dm, F2, F2), F2)
             centred = axpy2(one, 1.0 / N[1], vecmat(total, dm, F2, F2), F2)
     else:
-        dm, sg = sum_gradient(q, g, qn, gn, 0, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC, STAY)
+        dm, sg = sum_gradient(q, g, qn, gn, lo, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC, STAY)
         if MEAN:
             row = axpy2(row, 1.0 / N[1], sg, F2)
     return dm, row, one, centred

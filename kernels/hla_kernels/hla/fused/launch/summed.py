@@ -94,18 +94,22 @@ def summed_two_step_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
 
 
 def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once: bool) -> None:
-    """A ratio of 72 channels: sums over the queries of a head by one program, then its tokens."""
+    """A ratio whose sums over queries are a launch by themselves: by one program a head (72 channels) or by two, then
+    its tokens."""
     q, k, v, kept = call.q, call.k, call.v, Kept.of(saved, call)
     call.lay = lay = call.lay.vectors()
     at, a = placed(q, g)
     room, length = room_of(call)
-    ratio, rows, ones = call.ratio(), call.buffer(call.bh, 3 * lay.fd), call.buffer(call.bh, 2, lay.fd)
+    config = call.tiles("summed_queries", sums.queries_config)
+    count, chunk = sums.query_parts(call.w, call.planned, call.most, config["BN"])
+    ratio, rows, ones = call.ratio(), call.buffer(call.bh, 3 * lay.fd), call.buffer(call.bh, count, 2, lay.fd)
+    parts = call.buffer(call.bh, count, lay.fd, lay.dv) if count > 1 else None
     sizes = {**summed_widths(call), "KR": length}
     prec = call.prec["PREC"]
     short = {x: sizes[x] for x in ("ORDER", "NORM", "MEAN", "FMAP", "D", "F1", "F2", "OFF", "K", "KR")}
     launch(
-        summed_queries, call.bh, q, g, ratio, kept.vectors, kept.matrix, kept.units, room, ones, *at, call.n, call.h,
-        call.spec.eps, ALIGN=a, PREC=prec, **short, **call.tiles("summed_queries", sums.queries_config),
+        summed_queries, call.bh * count, q, g, ratio, kept.vectors, kept.matrix, kept.units, room, parts, ones, *at,
+        call.n, call.h, chunk, call.spec.eps, ALIGN=a, PREC=prec, PARTS=count, **short, **config,
     )  # fmt: skip
     if at_once:
         at, a = placed(q, k, v, g, *outs)
@@ -116,7 +120,7 @@ def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once:
         return
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     launch(
-        summed_middle, call.bh, *kept, room, ones, weights, rows, call.n, call.scale, WOFF=lay.woff, KW=lay.kw,
-        **sizes, **call.tiles("summed_middle", sums.middle_config),
+        summed_middle, call.bh, *kept, room, parts, ones, weights, rows, call.n, call.scale, WOFF=lay.woff, KW=lay.kw,
+        PARTS=count, **sizes, **call.tiles("summed_middle", sums.middle_config),
     )  # fmt: skip
     apply_grads_call(call, g, outs, Saved(kept.vectors, kept.matrix), ratio, weights, rows, True)

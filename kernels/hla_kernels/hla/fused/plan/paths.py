@@ -138,8 +138,15 @@ def path(
         return "ratio" if spec.normalize else "fixed" if spec.fixed else "mixture"
     name = "heads"
     if halved(spec, w, dtype, own):
-        name = "plain" if not spec.sums else "summed_ratio" if spec.normalize and cut(w) else "summed"
+        apart = spec.normalize and (cut(w) or in_two(batch_heads, n))
+        name = "plain" if not spec.sums else "summed_ratio" if apart else "summed"
     return name if at_once(*sizes) else f"{name}_two_step"
+
+
+def in_two(batch_heads: int, n: int) -> bool:
+    """Whether the queries of long heads are summed by two programs a head, where whole heads would leave more of the
+    last round of programs without work."""
+    return n > 2048 and -(-2 * batch_heads // PROGRAMS) < 2 * -(-batch_heads // PROGRAMS)
 
 
 def by_blocks(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..spec import Spec, layout
-from . import factor_floats
+from . import factor_floats, paths
 
 
 def keeps_features(w: dict[str, int], n: int | torch.SymInt) -> int | torch.SymInt:
@@ -43,6 +43,12 @@ def backward_config(w: dict[str, int], n: int) -> dict[str, int]:
 def weights_config() -> dict[str, int]:
     """Tiles of `summed_weights`."""
     return {"BN": 64, "num_warps": 4, "num_stages": 3}
+
+
+def query_parts(w: dict[str, int], batch_heads: int, n: int, bn: int) -> tuple[int, int]:
+    """(parts, tokens of a part) of a head in `summed_queries`."""
+    count = 2 if paths.narrow(w) and paths.in_two(batch_heads, n) else 1
+    return count, -(-n // (count * bn)) * bn
 
 
 def queries_config() -> dict[str, int]:
