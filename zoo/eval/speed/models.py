@@ -3,7 +3,7 @@
 The same for all mixers: batch sizes, bfloat16 weights for inference, a fused AdamW for training, whose weights are
 float32 under bfloat16 autocast or bfloat16 themselves (then so are the residual stream and AdamW's averages), and,
 where compiled, every block compiled by itself (the blocks share one compilation) and what of a ViT lies around them,
-whose patches are embedded by a product of matrices (`zoo.train.patches`).
+whose patches are embedded by a product of matrices (`zoo.train.patches`); inductor measures the tiles of what it fuses.
 Weights and inputs are random. Batches keep an H200 busy for longer than a host needs to launch a step. A mixer with a
 pattern behind it, such as "ahla every:3", keeps softmax in these blocks.
 """
@@ -36,6 +36,7 @@ WEIGHTS = ("float32", "bfloat16")
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 VIDEO_MIXERS = ("softmax", "ahla every:3", "ahla", "mhla every:3", "mhla", "la")
 SECONDS, WARM_UP = 1.0, 3
+COMPILE: dict[str, Any] = {"dynamic": False, "options": {"max_autotune_pointwise": True}}
 WAN_FRAMES, WAN_WIDTH = 21, 832  # latent frames of 81, and pixels a line
 
 
@@ -276,10 +277,10 @@ def compile_parts(model: nn.Module, family: Family) -> None:
     around = {name: getattr(model, name) for name in family.around}
     for part in (*getattr(model, family.blocks), *around.values()):
         if isinstance(part, nn.Module):
-            part.compile(dynamic=False)
+            part.compile(**COMPILE)
     for name, part in around.items():
         if not isinstance(part, nn.Module):
-            setattr(model, name, torch.compile(part, dynamic=False))
+            setattr(model, name, torch.compile(part, **COMPILE))
 
 
 def _inference(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], None]:
