@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, launch
-from hla_kernels.hla.fused.launch import blocks, divided, mixture, pairs, ratios, summed
+from hla_kernels.hla.fused.launch import blocks, divided, mixture, pairs, ratios, softmaxes, summed
 from hla_kernels.hla.fused.launch import plain as plain_launch
 from hla_kernels.sequences import Sequences
 
@@ -119,7 +119,7 @@ def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = ""
     tokens, bf16 unless `kind` is a dtype; "turned": of tokens that lie as [B, H, N, D]."""
     kernels = [
         (module, name, kernel)
-        for module in (blocks, divided, launch, mixture, pairs, plain_launch, ratios, summed)
+        for module in (blocks, divided, launch, mixture, pairs, plain_launch, ratios, softmaxes, summed)
         for name, kernel in vars(module).items()
         if hasattr(kernel, "arg_names")
     ]
@@ -162,7 +162,8 @@ def main(call: int, op: str, options: str, b: int, h: int, n: int, d: int, kind:
     """Compile each launch. Operand A in registers is what an assembler got wrong: none in `heads.pairs`, `blocks`."""
     for launched in record(op, options, b, h, n, d, kind):
         found = compile_call(*launched, kind == "products")
-        assert found["from_registers"] == 0 or not any(hasattr(x, found["kernel"]) for x in (blocks, pairs)), found
+        whole = any(hasattr(x, found["kernel"]) for x in (blocks, pairs, softmaxes))
+        assert found["from_registers"] == 0 or not whole, found
         print(json.dumps({"call": call, **found}), flush=True)
 
 

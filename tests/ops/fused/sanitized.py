@@ -15,7 +15,7 @@ from hla_kernels.blockmix.fused import launch as block_launch
 from hla_kernels.blockmix.fused.pairs import launch as pair_launch
 from hla_kernels.hla.fused import Spec, launch
 from hla_kernels.hla.fused.launch import blocks as matrix_blocks
-from hla_kernels.hla.fused.launch import divided, fixed, ratios, summed
+from hla_kernels.hla.fused.launch import divided, ratios, softmaxes, summed
 from hla_kernels.hla.fused.launch import mixture as head_mixture
 from hla_kernels.hla.fused.launch import pairs as head_pairs
 from hla_kernels.hla.fused.launch import plain as plain_launch
@@ -31,6 +31,7 @@ from tests.ops.fused import cases
 DEVICE, BF16, FP16 = "cuda", torch.bfloat16, torch.float16
 RATIO, ANCHORED = {"feature_map": "elu1", "normalize": True}, {"center": "k", "mean_path": True}
 SOFTMAX = {"feature_map": "softmax_pair", "center": "qk"}
+PAIR_RATIO = {"feature_map": "softmax_pair", "normalize": True}
 # op, options, path, N, D, Dv, (heads, key heads)
 WHOLE = (
     ("ahla", {}, "heads", 70, 64, 64, (2, 2)),
@@ -64,6 +65,7 @@ WHOLE = (
     ("ahla", {}, "split", 1, 128, 128, (1, 1)),
     ("polynomial", RATIO, "blocks", 70, 72, 72, (2, 2)),
     ("hla2", {**SOFTMAX, "mean_path": True}, "blocks", 37, 72, 48, (4, 2)),
+    *((op, PAIR_RATIO, "softmaxes", 70, 72, 72, (4, 2)) for op in ("hla2", "hla3")),
 )
 # options, grid, blocks, prefix, (B, H, D, Dv), dtype, keywords of `fused_cases.make` (and turned: rotary tables)
 BLOCKS = (
@@ -161,7 +163,9 @@ def main(family: str) -> None:
     torch.set_default_device(DEVICE)
     ran, patch = set[str](), pytest.MonkeyPatch()
     modules = {
-        "hla": [divided, fixed, launch, matrix_blocks, head_mixture, head_pairs, plain_launch, ratios, summed],
+        "hla": [
+            divided, launch, matrix_blocks, head_mixture, head_pairs, plain_launch, ratios, softmaxes, summed,
+        ],
         "blockmix": [block_launch, pair_launch], "taylor": [taylor_launch],
         "multipole": [multipole_launch],
     }[family]  # fmt: skip

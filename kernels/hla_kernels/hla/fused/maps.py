@@ -48,12 +48,13 @@ def masked_softmax(x1, x2, live, D: tl.constexpr, R1: tl.constexpr, R2: tl.const
     if R2 > 0:
         e2 = exp(x2 - top[:, None], WHOLE)
         total += tl.sum(e2, 1)
-    if WHOLE:  # what 1 / total is wrong by would be of one sign in a token
-        total = tl.where(live, total, float("inf"))[:, None]
-        y1, y2 = tl.div_rn(e1, total), tl.div_rn(e2, total)
-    else:
-        weight = tl.where(live, 1.0 / total, 0.0)[:, None]
-        y1, y2 = e1 * weight, e2 * weight
+    weight = tl.where(live, 1.0 / total, 0.0)[:, None]
+    y1 = e1 * weight
+    y2 = e2 * weight
+    if WHOLE:  # what 1 / total is wrong by would be of one sign in a token; a division is slow where columns are dead
+        total = total[:, None]
+        y1 += tl.fma(-y1, tl.broadcast_to(total, y1.shape), e1) * weight
+        y2 += tl.fma(-y2, tl.broadcast_to(total, y2.shape), e2) * weight
     return y1, y2
 
 

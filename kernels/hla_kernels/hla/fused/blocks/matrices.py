@@ -48,8 +48,8 @@ def load_matrix(ptr, i, j, pitch, rows, cols, TURNED: tl.constexpr):
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def block_product(
     a, b, x, out, coefficients, H, at, pa, KA, bt, pb, KB, xt, px, KX, ot, po, KO, rows, inner, cols, ca, cx, beta,
-    TURN_A: tl.constexpr, TURN_B: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, DEPTH: tl.constexpr,
+    TURN_A: tl.constexpr, TURN_B: tl.constexpr, PREC: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """out = c[ca] A B + beta c[cx] X, with places, pitches and lengths of a head in units of 16; c[-1] = 1."""
     blocks = (cols + COLS - 1) // COLS
@@ -69,7 +69,7 @@ def block_product(
         ta = load_matrix(a, i, start + m, pa, rows, inner, TURN_A)
         tb = load_matrix(b, start + m, j, pb, inner, cols, TURN_B)
         # not one chain of sums of all: the number keeps them apart, as in `tokens.add_tile`
-        acc = acc + tl.dot(ta, tb, input_precision="ieee", max_num_imprecise_acc=16)
+        acc = acc + tl.dot(ta, tb, input_precision=PREC, max_num_imprecise_acc=16)
     tx = load_matrix(x + (head * KX + xt) * 16, i, j, px, rows, tl.where(beta == 0.0, 0, cols), False)
     to = out + (head * KO + ot) * 16 + i[:, None] * (po * 16) + j[None, :]
     tl.store(to, alpha * acc + more * tx, mask=(i < rows)[:, None] & (j < cols)[None, :])

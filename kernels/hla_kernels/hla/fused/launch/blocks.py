@@ -40,6 +40,8 @@ class Planes(NamedTuple):
 class Blocks:
     """One call: its tokens, its workspaces, and the steps that forward and backward are made of."""
 
+    plane, exact = PLANE, "ieee"
+
     def __init__(self, call: Call, state: Tensor):
         self.call, self.spec, self.state, self.work = call, call.spec, state, state
         self.lay = layout(call.spec, call.q.shape[3], call.v.shape[3])
@@ -71,7 +73,7 @@ class Blocks:
     def room(self, count: int, *shape: int) -> Planes:
         """Planes that are not written yet, each whole 16 bytes."""
         step = -(-math.prod(shape) // 8)
-        room = self.call.buffer(count * step * 8, dtype=PLANE)
+        room = self.call.buffer(count * step * 8, dtype=self.plane)
         return Planes(room[: math.prod(shape)].view(shape), count, 2 * step + 1)
 
     def split(self, x: Tensor, mapped: bool, centre: str = "", divided: bool = False) -> Planes:
@@ -191,7 +193,7 @@ class Blocks:
         launch(
             block_product, call.bh * -(-rows // config["ROWS"]) * -(-cols // config["COLS"]),
             self.base(pa), self.base(pb), self.base(px), self.base(po), coefficients, call.h, *given, rows, inner,
-            cols, ca, cx, 0.0 if add is None else 1.0, TURN_A="a" in turn, TURN_B="b" in turn,
+            cols, ca, cx, 0.0 if add is None else 1.0, TURN_A="a" in turn, TURN_B="b" in turn, PREC=self.exact,
             **config,
         )  # fmt: skip
 
@@ -238,12 +240,12 @@ def block_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     run.begin()
     for i, name in enumerate(MOMENTS[spec.op]):
         run.moment(name, *TOKENS[name], True, spec.ridge if i == 0 else 0.0)
-    _operator(run)
+    operator(run)
     run.planes(0, "M", run.read)
     run.apply(o, [], [("q", lay.at["M"], False, lay.f, False)], "sum_v" if spec.mean_path else None, spec.normalize)
 
 
-def _operator(run: Blocks) -> None:
+def operator(run: Blocks) -> None:
     """M from the moments; that of the first order is P itself."""
     op = run.spec.op
     if op == "hla2":
@@ -273,7 +275,7 @@ def block_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Ten
     if spec.center is not None or spec.mean_path:
         run.sum("g")
     run.moment("dM", "r", "g", False)
-    dc = _moment_grads(run)
+    dc = moment_grads(run)
     run.planes(1, "dM", run.read)
     _token_grads(run, outs)
     return dc
@@ -296,7 +298,7 @@ def _divide(run: Blocks, g: Tensor) -> None:
     run.ratio = ratio
 
 
-def _moment_grads(run: Blocks) -> Tensor | None:
+def moment_grads(run: Blocks) -> Tensor | None:
     """The gradients of the moments (S and W: of both factors), and parts of d coefficients."""
     op = run.spec.op
     if op == "hla2":

@@ -9,12 +9,14 @@ from ..spec import MAX_D, Spec
 
 def blocked(spec: Spec, d: int, dv: int, dtype: torch.dtype) -> bool:
     """Whether the matrices of a head fit neither in registers nor in shared memory, or have to be to the digits of
-    float32 on tensor cores."""
+    float32 on tensor cores, or are faster so."""
     width = max(2 * d if spec.feature_map == "softmax_pair" else d, dv)
     mapped = spec.feature_map not in (None, "identity")
     if spec.op == "polynomial" and width > 64 and (mapped or spec.normalize or dtype == torch.float16):
         return True
     if spec.op == "polynomial" and dtype == torch.float32:
+        return True
+    if 48 < d <= 64 and spec.op != "polynomial" and softmaxes(spec, dtype, True):
         return True
     plain = spec.op == "linear_attention" and not spec.sums and not mapped
     return width > MAX_D or (dtype == torch.float32 and width > 96 and not plain)
@@ -33,3 +35,28 @@ def block_config(kernel: str, width: int = 128) -> dict[str, int]:
     if kernel == "moments":
         return {"ROWS": 64, "COLS": cols, "BN": 32, "num_warps": cols // 16, "num_stages": 3}
     return {"BN": 64, "COLS": cols, "INNER": 32, "num_warps": cols // 16, "num_stages": 3}
+
+
+def softmaxes(spec: Spec, dtype: torch.dtype, save: bool) -> bool:
+    """Of calls by blocks, whether both softmaxes are evaluated by the passes that read them (`blocks.softmaxes`); of a
+    mixture of orders those of a forward that no backward follows."""
+    form = spec.normalize and spec.center is None and not spec.mean_path and (spec.op != "polynomial" or not save)
+    return spec.feature_map == "softmax_pair" and form and dtype == torch.bfloat16
+
+
+def pair_config(kernel: str, width: int) -> dict[str, int]:
+    """Tiles of `blocks.softmaxes`; `width`: channels."""
+    wide = width > 80
+    if kernel == "features":
+        return {"BN": 32, "num_warps": 4, "num_stages": 1}
+    if kernel == "grads":
+        return {"BN": 128, "num_warps": 8, "num_stages": 1}
+    if kernel == "values":
+        return {"BN": 32, "num_warps": 4, "num_stages": 3}
+    if kernel == "tokens":
+        return {"BN": 64, "num_warps": 8, "num_stages": 1} if wide else {"BN": 64, "num_warps": 4, "num_stages": 2}
+    if kernel == "product":
+        return {"ROWS": 32, "COLS": 32, "DEPTH": 32, "num_warps": 1, "num_stages": 3}
+    if kernel == "moments":
+        return {"ROWS": 64, "COLS": 128, "BN": 64, "num_warps": 4, "num_stages": 3}
+    return {"BN": 64, "num_warps": 8 if wide else 4, "num_stages": 2}

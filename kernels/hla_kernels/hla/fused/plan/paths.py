@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..spec import Spec
-from .blocks import blocked
+from .blocks import blocked, softmaxes
 
 PROGRAMS = 2 * 132  # of a reduce: two per multiprocessor of an H200
 
@@ -127,7 +127,7 @@ def path(
     """The name in `launch.table.PATHS` of the forward and the backward of a call, or without `save` of a forward that
     no backward follows; `_two_step`: the backward is weights, then tokens."""
     if by_blocks(spec, w, dtype, own):
-        return "blocks"
+        return "softmaxes" if softmaxes(spec, dtype, save) else "blocks"
     sizes = (spec, w, batch_heads, n, dtype, own)
     split = bool(saves(*sizes)) if save else not whole(*sizes)
     if spec.alone(dtype):
