@@ -81,13 +81,11 @@ CASES = (
 )
 
 
-# open faults, bytes that are spilt by one of Triton 3.6 and 3.9: the ratio of hla3, whose forward runs three programs a
-# multiprocessor (3.6: 40); backwards of a ratio with 4 warps, which is faster than 8 without; the algebra of hla3 of 72
-# channels (3.6: 144); polynomial of 64 and 72 (3.6: at 72 its ratio 56, centred keys 24); forwards
-# of a ratio of 72 channels and the sums over its queries (3.6: 8, hla3 240; 40), gradients of ahla's; what goes back
-# through both softmaxes
+# open faults, bytes that are spilt by one of Triton 3.6 and 3.9: backwards of a ratio with 4 warps, which is faster
+# than 8 without; the algebra of hla3 of 72 channels (3.6: 144); polynomial of 64 and 72 (3.6: at 72 its ratio 56,
+# centred keys 24); forwards of a ratio of 72 channels and the sums over its queries (3.6: 8, hla3 240; 40), gradients
+# of ahla's; what goes back through both softmaxes
 SPILT = {
-    ("hla3", RATIO, 256, 6, 197, 64): 168,
     ("hla3", ANCHORED, 32, 16, 1024, 72): 280,
     ("linear_attention", RATIO, 32, 16, 1024, 72): 112,
     ("ahla", RATIO, 32, 16, 1024, 72): 96,
