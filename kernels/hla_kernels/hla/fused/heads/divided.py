@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..loops import longest, means
-from ..loops.extent import alive
+from ..loops.extent import alive, anew
 from ..loops.pairs import ends, load_pair, no_sums, place_pair, turn
 from ..loops.ratio import beside, column_of, reciprocal
 from ..loops.vectors import once
@@ -321,12 +321,13 @@ def divided_keys(
     for t in range(tiles):
         start = lo + (tiles - 1 - t) * BN
         live = alive(start + i, hi)
-        tk = load_pair(k + (zero + start) * kn, i, kn, live, D, D1)
-        tv = load_pair(v + (zero + start) * vn, i, vn, live, D, D1)
+        j = anew(i, start)
+        tk = load_pair(k + (zero + start) * kn, j, kn, live, D, D1)
+        tv = load_pair(v + (zero + start) * vn, j, vn, live, D, D1)
         f = pair_features(tk, FMAP)
-        for j in tl.static_range(3):
-            r = rows_block(tl.dot(ones, row_k[j]), tv, wt, j)
-            put_block(dk + (zero + start) * dkn, i, dkn, live, slope(beside(f[j], r), r, FMAP), j, D, D1)
+        for c in tl.static_range(3):
+            r = rows_block(tl.dot(ones, row_k[c]), tv, wt, c)
+            put_block(dk + (zero + start) * dkn, j, dkn, live, slope(beside(f[c], r), r, FMAP), c, D, D1)
         f = cast_pair(f, dtype)
-        for j in tl.static_range(3):
-            put_block(dv + (zero + start) * dvn, i, dvn, live, rows_block(tl.dot(ones, row_v[j]), f, w, j), j, D, D1)
+        for c in tl.static_range(3):
+            put_block(dv + (zero + start) * dvn, j, dvn, live, rows_block(tl.dot(ones, row_v[c]), f, w, c), c, D, D1)

@@ -129,6 +129,12 @@ def put_factors(to, units, m, u, ORDER: tl.constexpr, D1: tl.constexpr, D2: tl.c
     put_matrix(to + W * W, m[1], D1, D2, W)
     if ORDER == 4:
         put_matrix(to + 2 * W * W, m[2], D1, D2, W)
+    put_three(units, u)
+
+
+@triton.jit
+def put_three(units, u):
+    """Write the units of three factors."""
     tl.store(units, u[0])
     tl.store(units + 1, u[1])
     tl.store(units + 2, u[2])

@@ -27,8 +27,15 @@ from ..tiles import (
     zeros4,
 )
 from . import NO_SPECIALIZE, at_head, of_head, own_head, ratio_of
-from .halves import factors_of, half, half_operator, put_factors, put_matrix, times
-from .summed_algebra import rows_by_memory, store_rows3, store_weights, summed_algebra, summed_gradient
+from .halves import factors_of, get_factors, half, half_operator, put_factors, put_matrix, put_three, times
+from .summed_algebra import (
+    rows_by_memory,
+    store_rows3,
+    store_weights,
+    stored_algebra,
+    summed_algebra,
+    summed_gradient,
+)
 
 
 @triton.jit
@@ -42,6 +49,17 @@ def one_by_one(m, ORDER: tl.constexpr, F2: tl.constexpr):
     else:
         z, uz = y, uy
     return (x, y, z), (ux, uy, uz)
+
+
+@triton.jit
+def finished(
+    raw, sums, scale, n, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+):  # fmt: skip
+    """(P, S, C, R, W) of a head from what was summed over its tokens."""
+    if is_shifted(FMAP):
+        raw = unshift(raw, sums, n, ORDER, CENTER, True, D, F1, F2, F2)
+    return scale_moments(raw, sums, scale, n, 0.0, ORDER, CENTER, NORM or MEAN, False, F1, F2, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -64,23 +82,26 @@ def summed_forward(
     if KEEP:
         fq, fk, fqn, fkn = of_head((fq, fk), (fqs, fks), at, h, ALIGN)
         keep = (fq, fk, fqn, fkn)
+    # W of hla3, which is of queries alone, is summed when the other two are rounded: three fill the registers
+    LATE: tl.constexpr = ORDER == 4 and FMAP > 0 and F2 > 0
     if FMAP == 0:
         raw, sums, _, _ = sum_moments(
             q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, True, False, True, D, F1, F2, D, F1, F2, BN, PREC, STAY
         )
     else:
         raw, sums, _, _, _ = sum_features(
-            q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), row, row, eps, keep, q, ORDER, True, 1,
-            0, False, NORM, KEEP, False, FMAP, D, F1, F2, F1, F2, D, F1, F2, BN, PREC, STAGES,
+            q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), row, row, eps, keep, q, 11 if LATE else ORDER,
+            True, 1, 0, False, NORM, KEEP, False, FMAP, D, F1, F2, F1, F2, D, F1, F2, BN, PREC, STAGES,
         )  # fmt: skip
-    if is_shifted(FMAP):
-        raw = unshift(raw, sums, n, ORDER, CENTER, True, D, F1, F2, F2)
-    m = scale_moments(raw, sums, scale, n, 0.0, ORDER, CENTER, NORM or MEAN, False, F1, F2, F2)
+    totals = sums
+    if F2 == 0:
+        m = finished(raw, totals, scale, n, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2)
     if is_shifted(FMAP):
         sums = unshift_sums(sums, n, D, F1, F2)
     vectors += head * K
     if SAVE:
-        store_vec(vectors + OFF[5], sums[0], D, F1, F2)
+        if not LATE:
+            store_vec(vectors + OFF[5], sums[0], D, F1, F2)
         store_vec(vectors + OFF[6], sums[1], D, F1, F2)
         store_vec(vectors + OFF[7], sums[2], D, F1, F2)
     if NORM or MEAN:
@@ -88,28 +109,68 @@ def summed_forward(
     p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
     a = row
     m1 = row
-    if NORM:  # before the factors are rounded, while they are in registers
-        a = anchor(m, p1, q1, sums, ORDER, F1, F2, F1, F2)
-        row = axpy2(row, 1.0, a, F2)
-    if NORM and ORDER < 4:
-        m1 = operator_ones(m, m[3], p1, q1, (1.0, 1.0, 1.0, 1.0), ORDER, F2)
-    if ORDER > 1:
-        factor, u = one_by_one(m, ORDER, F2)
-        t = factor[1]
+    if F2 == 0:
+        x = m[0]
+        if NORM:  # before the factors are rounded, while they are in registers
+            a = anchor(m, p1, q1, sums, ORDER, F1, F2, F1, F2)
+            row = axpy2(row, 1.0, a, F2)
+        if NORM and ORDER < 4:
+            m1 = operator_ones(m, m[3], p1, q1, (1.0, 1.0, 1.0, 1.0), ORDER, F2)
+        if ORDER > 1:
+            factor, u = one_by_one(m, ORDER, F2)
+            t = factor[1]
+    else:
+        # one in float32 at a time: what is not read of a call is not computed; then through memory, whence tensor cores
+        # get factors without registers
+        AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
+        x, _, _ = factors_of(finished(raw, totals, scale, n, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2), ORDER)
+        if NORM:
+            a = anchor((x, x, x, x, x), p1, q1, sums, ORDER, F1, F2, F1, F2)
+            row = axpy2(row, 1.0, a, F2)
+        if ORDER > 1:
+            factors += head * KF
+            units += head * 4
+            x, ux = half(x, F2, F2)
+            put_matrix(factors, x, F1, F2)
+            _, y, _ = factors_of(finished(raw, totals, scale, n, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2), ORDER)
+            if NORM and ORDER < 4:
+                m1 = operator_ones((y, y, y, y, y), y, p1, q1, (1.0, 1.0, 1.0, 1.0), ORDER, F2)
+            y, uy = half(y, F2, F2)
+            put_matrix(factors + AREA, y, F1, F2)
+            uz = uy
+            if LATE:
+                raw, sums, _, _, _ = sum_features(
+                    q, q, q, q, qn, qn, qn, qn, 0, N, zeros4(1, 0, 1, 0), row, row, eps, keep, q, 7, True, 1, 0, False,
+                    NORM, KEEP, False, FMAP, D, F1, F2, F1, F2, D, F1, F2, BN, PREC, STAGES,
+                )  # fmt: skip
+                totals = sums
+                if is_shifted(FMAP):
+                    sums = unshift_sums(sums, n, D, F1, F2)
+            if ORDER == 4:
+                _, _, z = factors_of(finished(raw, totals, scale, n, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2), ORDER)
+                z, uz = half(z, F2, F2)
+                put_matrix(factors + 2 * AREA, z, F1, F2)
+            put_three(units, (ux, uy, uz))
+            tl.debug_barrier()  # every thread reads what others wrote
+            factor, _ = get_factors(factors, units, ORDER, F1, F2)
+            u = (ux, uy, uz)
+            t = factor[1]
     if ORDER == 4:
         whole = times(factor[1], factor[2], F2, F2, F2)
         t = cast4(whole, tl.float16)
         if NORM:
             m1 = matvec(whole, axpy2(zeros2(F1, F2), u[1] * u[2], p1, F2), F2, F2)
     if ORDER == 1:
-        out = cast4(m[0], q.dtype.element_ty)
+        out = cast4(x, q.dtype.element_ty)
     else:
         mt = half_operator(factor, u, t, ORDER, F2)
         if NORM:
             mt = rank1(mt, (-a[0], -a[1]), m1, F2, F2)
         out = trans4(cast4(mt, q.dtype.element_ty))
+    if SAVE and LATE:
+        store_vec(vectors + OFF[5], sums[0], D, F1, F2)
     if SAVE:
-        if ORDER > 1:
+        if ORDER > 1 and F2 == 0:
             put_factors(factors + head * KF, units + head * 4, factor, u, ORDER, F1, F2)
         if NORM:
             store_vec(vectors + OFF[8], m1, D, F1, F2)
@@ -181,14 +242,21 @@ def summed_weights(
         q, g, qn, gn, 0, N, eps, ratio_of(ratio, head, N[0], NORM), vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2,
         OFF, BN, False, PREC,
     )  # fmt: skip
-    mt, w, row = summed_algebra(
-        dm, row_v, one, centred, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
-        q.dtype.element_ty, False, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
-    )  # fmt: skip
+    weights += head * KW
+    if not NORM and ORDER == 4 and F2 > 0:
+        row = stored_algebra(
+            dm, row_v, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR, weights,
+            CENTER, MEAN, D, F1, F2, OFF, WOFF,
+        )  # fmt: skip
+    else:
+        mt, w, row = summed_algebra(
+            dm, row_v, one, centred, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
+            q.dtype.element_ty, False, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
+        )  # fmt: skip
+        if not NORM and ORDER > 1:
+            store4(matrix, mt, D, F1, F2, D, F1, F2, 1, D)
+        store_weights(weights, w, ORDER, WOFF, D, F1, F2)
     store_rows3(rows + head * 3 * D, row, D, F1, F2)
-    if not NORM and ORDER > 1:
-        store4(matrix, mt, D, F1, F2, D, F1, F2, 1, D)
-    store_weights(weights + head * KW, w, ORDER, WOFF, D, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)

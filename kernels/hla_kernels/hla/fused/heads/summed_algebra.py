@@ -133,6 +133,37 @@ def summed_algebra(
 
 
 @triton.jit
+def stored_algebra(
+    dm, row_v, N, scale, vectors, matrix, factors, units, room, weights, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr,
+):  # fmt: skip
+    """`summed_algebra` of hla3 with centred keys, whose matrices do not fit in registers together: M goes to matrix and
+    each weight to weights when it is computed. Gives the rows, taken of what was written."""
+    AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
+    dtype: tl.constexpr = weights.dtype.element_ty
+    dm, unit = half(dm, F2, F2)
+    dm = again(room, dm, True, F1, F2)
+    m, u = get_factors(factors, units, 4, F1, F2)
+    t = again(room + AREA, times(m[1], m[2], F2, F2, F2), True, F1, F2)
+    store4(matrix, half_operator(m, u, t, 4, F2), D, F1, F2, D, F1, F2, 1, D)
+    pd = again(room + 2 * AREA, times(m[0], dm, F2, F2, F2), True, F1, F2)
+    for name in tl.static_range(5):
+        if has_weight(name, 4):
+            w = half_weight(m, u, t, dm, pd, scale * unit, name, 4, F2, dtype)
+            store4(weights + WOFF[name], w, D, F1, F2, D, F1, F2, D, 1)
+    tl.debug_barrier()  # every thread reads what others wrote
+    z = zeros2(F1, F2)
+    wp = cast4(load4(weights + WOFF[0], D, F1, F2, D, F1, F2, D, 1), tl.float32)
+    ws = cast4(load4(weights + WOFF[1], D, F1, F2, D, F1, F2, D, 1), tl.float32)
+    ww = cast4(load4(weights + WOFF[4], D, F1, F2, D, F1, F2, D, 1), tl.float32)
+    sums = (
+        load_vec(vectors + OFF[5], D, F1, F2), load_vec(vectors + OFF[6], D, F1, F2),
+        load_vec(vectors + OFF[7], D, F1, F2),
+    )  # fmt: skip
+    return centre_rows((wp, ws, wp, wp, ww), sums, z, z, row_v, N[1], 4, CENTER, MEAN, 0.0, F1, F2, F2)
+
+
+@triton.jit
 def weight_and_row(
     m, u, t, dm, pd, s, NAME: tl.constexpr, ORDER: tl.constexpr, dtype: tl.constexpr, SHIFTED: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr,

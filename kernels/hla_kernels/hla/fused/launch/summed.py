@@ -42,6 +42,14 @@ class Kept(NamedTuple):
         matrix = matrix.view(dtype)[: call.bh * size] if room else call.buffer(call.bh * size, dtype=dtype)
         return cls(vectors, matrix.view(call.bh, lay.fd, lay.dv), factors.view(torch.float16), units)
 
+    @classmethod
+    def none(cls, call: Call, o: Tensor) -> Kept:
+        """Where nothing is kept: room for the factors where they go through memory anyway, otherwise o, unread."""
+        if call.w["F2"] == 0 or call.spec.op == "linear_attention":
+            return cls(o, o, o, o)
+        factors = call.buffer(call.bh, plan.factors(call.spec) * area(call), dtype=torch.float16)
+        return cls(o, o, factors, call.buffer(call.bh, 4))
+
 
 def summed_widths(call: Call) -> dict:
     """Constexpr of the kernels of `summed`."""
@@ -55,12 +63,12 @@ def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     """One launch: o from q, k, v; what the backward reads too unless `saved` is empty; features if any are kept."""
     q, k, v, features = call.q, call.k, call.v, call.features
     save = saved.numel() > 0
-    kept = Kept.of(saved, call) if save else Kept(o, o, o, o)
+    kept = Kept.of(saved, call) if save else Kept.none(call, o)
     at, a = placed(q, k, v, o, *features)
     launch(
         summed_forward, call.bh, q, k, v, o, *features, *kept, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a,
         SAVE=save, KEEP=features[0] is not None, PREC=call.prec["PREC"], **summed_widths(call),
-        **staged(call.tiles("summed_forward", sums.forward_config, call.spec, call.w, call.most)),
+        **staged(call.tiles("summed_forward", sums.forward_config, call.w, call.most)),
     )  # fmt: skip
 
 
@@ -73,7 +81,7 @@ def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
     launch(
         summed_backward, call.bh, q, k, v, g, *outs, call.ratio(), *Kept.of(saved, call), room, rows, *at, call.n,
         call.h, call.scale, call.spec.eps, ALIGN=a, KR=length, PREC=call.prec["PREC"], **summed_widths(call),
-        **call.tiles("summed_backward", sums.backward_config, call.spec, call.w, call.most),
+        **call.tiles("summed_backward", sums.backward_config, call.w, call.most),
     )  # fmt: skip
 
 

@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-FEW = tl.constexpr(16)  # tokens beyond whole tiles: columns of a product of 64 rows
-
 
 @triton.jit
 def place(H, PARTS, ROLES: tl.constexpr = 1):
@@ -57,15 +55,18 @@ def alive(i, N):
 
 
 @triton.jit
+def anew(i, start, ON: tl.constexpr = True):
+    """The rows i of a tile whose first is `start`. ON: addresses that are made of them are computed in every turn; kept
+    from turn to turn they take a tenth of the registers of a loop that fills them."""
+    if ON:
+        i = i + (start >> 30)
+    return i
+
+
+@triton.jit
 def upto(hi, N):
     """The tokens below hi."""
     out = (tl.minimum(hi, N[0]), N[1])
     if len(N) == 3:
         out = (tl.minimum(hi, N[0]), N[1], N[2])  # type: ignore[assignment]
     return out
-
-
-@triton.jit
-def full_tiles(n, BN: tl.constexpr):
-    """Tiles of BN for n tokens, but for a last one of up to FEW."""
-    return (n + BN - FEW - 1) // BN

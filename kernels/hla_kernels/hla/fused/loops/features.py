@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..maps import is_shifted, phi32, phi_and_rest, power_of_two
 from ..tiles import add4, load_rows, outer4, rowdot, rowmul, scale4, trans4, zero_rows
-from .extent import alive
+from .extent import alive, anew
 from .ratio import add_outer, begin_outer, end_outer
 from .stores import put_ratio, store_tokens
 from .sums import (
@@ -134,7 +134,7 @@ def sum_features(
     DIVIDE: tl.constexpr = GRAD and NORM
     SHIFT: tl.constexpr = is_shifted(FMAP)
     QUERIES: tl.constexpr = (GRAD or ORDER != 1 or not NORM or KEEP) and ORDER != 11
-    KEYS: tl.constexpr = MOMENTS and ORDER != 12
+    KEYS: tl.constexpr = MOMENTS and ORDER != 12 and ORDER != 7
     FULL: tl.constexpr = REST == 3
     dtype: tl.constexpr = tl.float32 if FULL else q.dtype.element_ty
     unit = 1.0
@@ -147,7 +147,7 @@ def sum_features(
         MOMENTS and SUMS and (not NORM or ORDER == 2 or (3 if SHIFT else 5) <= ORDER or SUMS == 2) and ORDER != 11
     )
     SUM_K: tl.constexpr = KEYS and SUMS and (not NORM or SHIFT or ORDER != 2)
-    SUM_V: tl.constexpr = MOMENTS and SUMS and not DIVIDE
+    SUM_V: tl.constexpr = MOMENTS and SUMS and not DIVIDE and ORDER != 7
     SUM_G: tl.constexpr = GRAD and SUMS and not DIVIDE
     ALL: tl.constexpr = REST == 2
     HAS_P: tl.constexpr = (ORDER < 6 and ORDER != 2) or ORDER == 11
@@ -170,7 +170,7 @@ def sum_features(
     DOT_Q: tl.constexpr = SUM_Q and not (ONES and ORDER > 2)
     DOT_K: tl.constexpr = SUM_K and not (ONES and ORDER > 1)
     DOT_V: tl.constexpr = SUM_V and not ONES
-    ONE_TURN: tl.constexpr = F2 > 0 and ORDER < 5
+    ONE_TURN: tl.constexpr = F2 > 0 and (ORDER < 5 or not SPARE)
     sq = begin_total(EXACT_Q, BN, F1, F2, DOT_Q)
     sk = begin_total(EXACT_K, BN, F1, F2, DOT_K)
     sv = begin_total(dtype, BN, V1, V2, DOT_V)
@@ -186,21 +186,22 @@ def sum_features(
     for t in tl.range(0, tiles + 1, num_stages=STAGES):
         start = lo + t * BN
         live = alive(start + i, hi)
+        j = anew(i, start, F2 > 0)
         late = start - BN
         there = alive(tl.maximum(late + i, 0), hi) & (t > 0)
         if QUERIES:
-            xq = in_full(load_rows(q + (zero + start) * qn, i, qn, live, D, R1, R2, False), FULL)
+            xq = in_full(load_rows(q + (zero + start) * qn, j, qn, live, D, R1, R2, False), FULL)
         if DOT_Q and not LOW:
             sq = add_total(sq, hq, F2, ONE_TURN)
         if DOT_K and not LOW_K:
             sk = add_total(sk, hk, F2, ONE_TURN)
         if KEYS:
-            xk = in_full(load_rows(k + (zero + start) * kn, i, kn, live, D, R1, R2, False), FULL)
+            xk = in_full(load_rows(k + (zero + start) * kn, j, kn, live, D, R1, R2, False), FULL)
         if MOMENTS:
             if FULL:  # the float32 sums of five moments leave no registers for the other way
-                xv = in_full(load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False), FULL)
+                xv = in_full(load_rows(v + (zero + start) * vn, j, vn, live, DV, V1, V2, False), FULL)
             else:
-                tv = load_rows(v + (zero + late) * vn, i, vn, there, DV, V1, V2, False)
+                tv = load_rows(v + (zero + late) * vn, j, vn, there, DV, V1, V2, False)
             mm = add_moments(mm, hq, hk, tv, i, i, ORDER, F2, V2, False, PREC)
             if ALL:
                 mm = add_rests(mm, hq, hk, lq, rk, i, ORDER, F2, PREC)
@@ -215,7 +216,7 @@ def sum_features(
         elif REST_Q:
             mm = (mm[0], mm[1], outer4(mm[2], lq, tv, i, F2, V2, False, PREC), mm[3], mm[4])
         if GRAD:
-            tg = in_full(load_rows(g + (zero + late) * gn, i, gn, there, DV, V1, V2, False), FULL)
+            tg = in_full(load_rows(g + (zero + late) * gn, j, gn, there, DV, V1, V2, False), FULL)
             dq = hq
         if DIVIDE:
             over, total, inverse = divide(hq, lq, tg, there, m, m1, vbar, eps, LOW, V1, V2, F2, PREC)
@@ -240,8 +241,8 @@ def sum_features(
         if MOMENTS and FULL:
             tv = xv
         if KEEP:
-            store_tokens(keep[0] + (zero + start) * keep[2], i, keep[2], live, hq, D, R1, R2)
-            store_tokens(keep[1] + (zero + start) * keep[3], i, keep[3], live, hk, D, R1, R2)
+            store_tokens(keep[0] + (zero + start) * keep[2], j, keep[2], live, hq, D, R1, R2)
+            store_tokens(keep[1] + (zero + start) * keep[3], j, keep[3], live, hk, D, R1, R2)
         if ONES:
             hq = (hq[0], ones_column(hq[1], live, D - F1))
             hk = (hk[0], ones_column(hk[1], live, D - F1))

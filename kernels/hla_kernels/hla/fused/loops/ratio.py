@@ -17,7 +17,7 @@ from ..tiles import (
     zeros2,
     zeros4,
 )
-from .extent import alive
+from .extent import alive, anew
 from .stores import put_ratio, store_tokens
 from .sums import add_moments, add_total, begin_moments, begin_total, end_moments, end_total
 from .vectors import as_row, columns, times_vector
@@ -339,8 +339,9 @@ def sum_ratio(
     zero = tl.full([], 0, tl.int64)
     for start in range(lo, hi[0], BN):
         live = alive(start + i, hi)
-        tg = load_rows(g + (zero + start) * gn, i, gn, live, DV, V1, V2, False)
-        tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
+        j = anew(i, start, F2 > 0)
+        tg = load_rows(g + (zero + start) * gn, j, gn, live, DV, V1, V2, False)
+        tq = load_rows(q + (zero + start) * qn, j, qn, live, D, F1, F2, False)
         if MOMENTS:
             tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
             tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
@@ -356,7 +357,7 @@ def sum_ratio(
         d = -y * inverse  # d loss / d den times den
         if WRITE:
             gq = query_gradient(f, r, inverse, d, m1, FMAP, F2)
-            store_tokens(dq + (zero + start) * dqn, i, dqn, live, gq, D, F1, F2)
+            store_tokens(dq + (zero + start) * dqn, j, dqn, live, gq, D, F1, F2)
         else:
             put_ratio(ratio, start + i, live, inverse, d * inverse)
         more = (inverse - c if SHIFTED else inverse * 0.0)[:, None]
