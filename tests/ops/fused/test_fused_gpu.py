@@ -239,6 +239,13 @@ def test_polynomial_of_fixed_coefficients(case):
     check_polynomial(options, dtype, sizes, (17, 197, 1025), True, 12)
 
 
+@pytest.mark.parametrize("d", (32, 64))
+def test_polynomial_of_one_token(d):
+    """The gradient of the coefficients alone, whose error no sum over tokens hides."""
+    errors = errors_of(ELU, BF16, (4, 4, 4, d, d), 1, False, 12)
+    assert (errors[:, 0] <= 2 * errors[:, 1]).all(), errors[:, 0] / errors[:, 1]
+
+
 def test_polynomial_inference():
     """Without gradients, D = 64 takes one program a head, whose algebra has float16 factors."""
     for n in (1, 17, 197, 1025):

@@ -61,7 +61,7 @@ def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = 
 def kept_features(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
     """1 where a forward that is asked to keeps the features of q and k for the backward. No branch on B, N and H."""
     w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
-    if paths.by_blocks(spec, w, q.dtype, own):
+    if paths.by_blocks(spec, w, n, q.dtype, own):
         return 0
     if not paths.halved(spec, w, q.dtype, own):
         return int(spec.keeps(q.dtype))
@@ -73,7 +73,7 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     """Room of operators and states in that buffer, whole 16 bytes."""
     w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
     batch_heads = batch * heads
-    if paths.by_blocks(spec, w, q.dtype, own):
+    if paths.by_blocks(spec, w, n, q.dtype, own):
         return batch_heads * block_layout(spec, q.shape[3], v.shape[3]).state
     kept, lay = paths.saves(spec, w, plan.planned(batch_heads), n, q.dtype, own), layout(spec, w)
     size = spec.matrix_dtype(q.dtype).itemsize

@@ -76,7 +76,9 @@ class Spec(NamedTuple):
     def shifted(self, dtype: torch.dtype) -> bool:
         """Whether the kernels compute with phi - 1: `maps`, maps 5 and 8."""
         centred = self.mean_path or self.center is not None
-        elu1 = self.feature_map == "elu1" and (centred or self.keeps(dtype) or self.alone(dtype))
+        # of learned coefficients features have the digits of float32 anyway
+        mixture = self.op == "polynomial" and self.fixed and not self.normalize and dtype != torch.float32
+        elu1 = self.feature_map == "elu1" and (centred or mixture or self.keeps(dtype) or self.alone(dtype))
         return elu1 or self.feature_map == "kept_elu1"
 
     @property

@@ -83,15 +83,21 @@ def add_whole(acc, x, y, XP: tl.constexpr, YP: tl.constexpr, DIGITS: tl.constexp
 def add_products(acc, x, y, XP: tl.constexpr, YP: tl.constexpr, DIGITS: tl.constexpr):
     """acc + x y of XP and YP planes, as far as two are DIGITS (1 or 2) behind the first ones; of 2 acc is rounded once.
     3: as 2, and what tensor cores cut off of the first product, always to one side: the same product less what they
-    gave."""
+    gave. 0: as 1, all added up by tensor cores."""
     if DIGITS > 1:
         acc = add_whole(acc, x, y, XP, YP, DIGITS)
-    else:
+    elif DIGITS == 1:
         if XP > 1:
             acc = add_tile(acc, x[1], y[0])
         if YP > 1:
             acc = add_tile(acc, x[0], y[1])
         acc = add_tile(acc, x[0], y[0])
+    else:
+        if XP > 1:
+            acc = more(acc, x[1], y[0])
+        if YP > 1:
+            acc = more(acc, x[0], y[1])
+        acc = more(acc, x[0], y[0])
     return acc
 
 

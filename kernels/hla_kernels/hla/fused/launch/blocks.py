@@ -50,6 +50,8 @@ class Blocks:
         exact = 3 if call.spec.learned or (mixed and full) else 2
         self.read = exact if full else 1
         self.digits = exact if mixed else self.read
+        # what tokens that are centred have in common cancels behind `apply`
+        self.added = 0 if self.read == 1 and call.spec.center is None and not call.spec.mean_path else self.read
         self.ratio: Tensor | None = None
         self.weights: dict[int, Planes] = {}
         self.raw = {"q": call.q, "k": call.k, "v": call.v}
@@ -163,7 +165,8 @@ class Blocks:
         call, place, tx, ty = self.call, self.lay.at[name], self.tokens[x], self.tokens[y]
         divided, width = y == "g" and self.spec.normalize, ty.first.shape[3]
         ones = y in "vg" and place.cols > width and not is_centred(self.spec, x)
-        config = self.tiles("moments", width)
+        sums = divided or (ones and ty.terms > 1)  # which take registers
+        config = self.tiles("moments", min(width, 64) if sums else width, self.digits)
         blocks = -(-place.rows // config["ROWS"]) * -(-width // config["COLS"])
         parts, chunk = self.parts(blocks, config["BN"])
         at, units = apart(tx.first, ty.first)
@@ -212,7 +215,7 @@ class Blocks:
             off = place.off + lengths[place.base] - self.length(place)
             steps = (1, place.pitch) if turned else (place.pitch, 1)
             numbers += [SOURCES.index(source), place.base, off, *steps, width, int(centred)]
-        config = self.tiles("apply", out.shape[3])
+        config = self.tiles("apply", out.shape[3], self.added)
         tiles, m = self.places(config["BN"]), at["M"]
         matrix = self.weights[0]
         weights = self.weights.get(1, matrix)
@@ -226,7 +229,7 @@ class Blocks:
             ROW=(-1, 0) if row is None else (at[row].base, at[row].off), DIVIDED=self.ratio is not None,
             M1=(m.off + lay.v, m.pitch) if divide else (-1, 0), ALIGNS=units, TP=tuple(x.terms for x in tokens),
             F=lay.f, DV=lay.v, OUT=out.shape[3], LENGTHS=(lay.state, lay.work, *lengths), MP=min(self.read, 2) + 1,
-            DIGITS=self.read, **config,
+            DIGITS=self.added, **config,
         )  # fmt: skip
 
 
@@ -286,7 +289,7 @@ def _divide(run: Blocks, g: Tensor) -> None:
     call, lay, q = run.call, run.lay, run.tokens["r"]
     ratio = call.ratio()
     assert ratio is not None
-    config, m, matrix = run.tiles("apply", lay.v), lay.at["M"], run.weights[0]
+    config, m, matrix = run.tiles("apply", lay.v, run.digits), lay.at["M"], run.weights[0]
     at, units = apart(q.first, g)
     tiles = run.places(config["BN"])
     launch(

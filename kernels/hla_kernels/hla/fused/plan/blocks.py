@@ -22,10 +22,12 @@ def blocked(spec: Spec, d: int, dv: int, dtype: torch.dtype) -> bool:
     return width > MAX_D or (dtype == torch.float32 and width > 96 and not plain)
 
 
-def block_config(kernel: str, width: int = 128) -> dict[str, int]:
-    """Tiles of the kernels of `blocks`; `width`: columns of a result. Tensor cores, which cut off what they add to, add
-    up no more than 32 tokens."""
+def block_config(kernel: str, width: int = 128, digits: int = 1) -> dict[str, int]:
+    """Tiles of the kernels of `blocks`; `width`: columns of a result, `digits` of `tokens.add_products`. Tensor cores,
+    which cut off what they add to, add up no more than 32 tokens. Where a product starts from another one four warps
+    have its 64 rows: of eight each four would have all of them, in another layout."""
     cols = 128 if width > 64 else 64
+    warps = cols // 16 if digits == 1 else 4
     if kernel in ("split", "slopes"):
         return {"BN": 32, "num_warps": 4, "num_stages": 1}
     if kernel == "sums":
@@ -33,8 +35,8 @@ def block_config(kernel: str, width: int = 128) -> dict[str, int]:
     if kernel == "product":
         return {"ROWS": 32, "COLS": 32, "DEPTH": 16, "num_warps": 1, "num_stages": 3}
     if kernel == "moments":
-        return {"ROWS": 64, "COLS": cols, "BN": 32, "num_warps": cols // 16, "num_stages": 3}
-    return {"BN": 64, "COLS": cols, "INNER": 32, "num_warps": cols // 16, "num_stages": 3}
+        return {"ROWS": 64, "COLS": cols, "BN": 32, "num_warps": warps, "num_stages": 3}
+    return {"BN": 64, "COLS": cols, "INNER": 32, "num_warps": warps, "num_stages": 3}
 
 
 def softmaxes(spec: Spec, dtype: torch.dtype, save: bool) -> bool:

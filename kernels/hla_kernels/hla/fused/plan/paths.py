@@ -126,7 +126,7 @@ def path(
 ) -> str:
     """The name in `launch.table.PATHS` of the forward and the backward of a call, or without `save` of a forward that
     no backward follows; `_two_step`: the backward is weights, then tokens."""
-    if by_blocks(spec, w, dtype, own):
+    if by_blocks(spec, w, n, dtype, own):
         return "softmaxes" if softmaxes(spec, dtype, save) else "blocks"
     sizes = (spec, w, batch_heads, n, dtype, own)
     split = bool(saves(*sizes)) if save else not whole(*sizes)
@@ -149,9 +149,11 @@ def in_two(batch_heads: int, n: int) -> bool:
     return n > 2048 and -(-2 * batch_heads // PROGRAMS) < 2 * -(-batch_heads // PROGRAMS)
 
 
-def by_blocks(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
-    """Whether a call goes by blocks of its matrices: what fits in no program otherwise."""
-    return blocked(spec, w["D"], w["DV"], dtype) and not mixed(spec, w, dtype, own)
+def by_blocks(spec: Spec, w: dict[str, int], n: int, dtype: torch.dtype, own: bool) -> bool:
+    """Whether a call goes by blocks of its matrices: what fits in no program otherwise, and features of a single token
+    whose coefficients are learned, where no sum hides an error."""
+    single = spec.learned and mapped(spec) and not spec.normalize and n == 1
+    return single or (blocked(spec, w["D"], w["DV"], dtype) and not mixed(spec, w, dtype, own))
 
 
 def at_once(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:

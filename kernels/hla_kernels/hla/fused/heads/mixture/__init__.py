@@ -33,7 +33,6 @@ from .digits import (
     put_left,
     put_weight,
     second_products,
-    total,
 )
 from .kept import has_moment, head_moments, load_units, put_moments, put_rows, put_scaled, scaled, store_units
 
@@ -187,7 +186,7 @@ def mixture_weights(
         tl.store(more, um)
         tl.store(more + 1, uz)
         tl.store(more + 2, ut)
-        store_coefficients(dcoefficients, pid * 5, (total(dc1, F2), 0.0, total(dc3, F2), total(dc4, F2)))
+        store_coefficients(dcoefficients, pid * 5, (dc1, 0.0, dc3, dc4))
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
@@ -214,7 +213,7 @@ def mixture_products(
                 kept + head * KF, room + head * KR, matrix + head * D * D, weights + head * KW, um, uz, ut, u, c, scale,
                 side, PART, OFF, WOFF, D, F1, F2, weights.dtype.element_ty,
             )  # fmt: skip
-            store_coefficients(dcoefficients, pid * 5 + 1 + PART, (0.0, total(dc2, F2), 0.0, total(dc4, F2)))
+            store_coefficients(dcoefficients, pid * 5 + 1 + PART, (0.0, dc2, 0.0, dc4))
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -230,10 +229,6 @@ def mixture_backward(
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
     kept += head * KF
-    room += head * KR
-    matrix += head * D * D
-    weights += head * KW
-    c = load_coefficients(coefficients, h, 5)
     AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
     SUMS: tl.constexpr = 2 if CENTER > 0 or MEAN else 0
     vectors += head * K
@@ -247,9 +242,13 @@ def mixture_backward(
     if SUMS:
         put_rows(rows + head * 3 * D, sg, N[1], MEAN, D, F1, F2)
     dm = trans4(dm)
+    room += head * KR
     um = put_digits(room + DM * AREA, dm, REST_DM, F1, F2)
     uc = put_scaled(kept, m, vectors, sums, N[1], scale, 2, 6, CENTER, MEAN, OFF, True, D, F1, F2)
     r = scaled(m, vectors, sums, N[1], scale, 3, True, CENTER, MEAN, OFF, D, F1, F2)
+    c = load_coefficients(coefficients, h, 5)
+    matrix += head * D * D
+    weights += head * KW
     dc = mixed_gradient(
         kept, room, matrix, weights, dm, r, um, (up, us, uc, 1.0, uw), c, scale, None, False, OFF, WOFF, D, F1, F2,
         q.dtype.element_ty,

@@ -86,23 +86,23 @@ def symmetric(a, D2: tl.constexpr):
 
 
 @triton.jit
-def inner(a, b, c, D2: tl.constexpr):
-    """c times the sums of a * b over each row, a in any dtype: two vectors, added up across threads by `total`."""
-    x = tl.sum(a[0].to(tl.float32) * b[0], 1)
-    y = x
-    if D2 > 0:
-        x += tl.sum(a[1].to(tl.float32) * b[1], 1)
-        y = tl.sum(a[2].to(tl.float32) * b[2], 1) + tl.sum(a[3].to(tl.float32) * b[3], 1)
-    return x * c, y * c
-
-
-@triton.jit
 def total(x, D2: tl.constexpr):
     """The sum of a vector."""
     out = tl.sum(x[0])
     if D2 > 0:
         out += tl.sum(x[1])
     return out
+
+
+@triton.jit
+def inner(a, b, c, D2: tl.constexpr):
+    """c <a, b>, a in any dtype: one number at once, because rows that wait for others keep both matrices alive."""
+    x = tl.sum(a[0].to(tl.float32) * b[0], 1)
+    y = x
+    if D2 > 0:
+        x += tl.sum(a[1].to(tl.float32) * b[1], 1)
+        y = tl.sum(a[2].to(tl.float32) * b[2], 1) + tl.sum(a[3].to(tl.float32) * b[3], 1)
+    return total((x, y), D2) * c
 
 
 @triton.jit
@@ -152,18 +152,20 @@ def first_products(
     of a ratio `beside_ones`, whose ones are a column more of P and of dM; otherwise None."""
     up, us, _, ur, uw = u
     dc1 = inner(whole(kept, P, up, D1, D2), dm, 1.0, D2)
-    hm = load(room, DM, D1, D2)
-    hp = load(kept, P, D1, D2)
-    z = product(load(room, REST_DM, D1, D2), trans4(hp), D2)
-    z = add4(z, product(hm, trans4(load(kept, P + RESTS, D1, D2)), D2), D2, D2)
-    z = scale4(add4(product(hm, trans4(hp), D2), scale4(z, REST), D2, D2), um * up)
+    tl.debug_barrier()  # or factors are loaded long before their products
+    z = product(load(room, REST_DM, D1, D2), trans4(load(kept, P, D1, D2)), D2)
+    z = add4(z, product(load(room, DM, D1, D2), trans4(load(kept, P + RESTS, D1, D2)), D2), D2, D2)
+    tl.debug_barrier()
+    z = add4(product(load(room, DM, D1, D2), trans4(load(kept, P, D1, D2)), D2), scale4(z, REST), D2, D2)
+    z = scale4(z, um * up)
     if side is not None:
         p1, _, d1, _ = beside_ones(side, s, OFF, D, D1, D2)
         z = rank1(z, d1, p1, D2, D2)
-        dc1 = (dc1[0] + d1[0] * p1[0], dc1[1] + d1[1] * p1[1])
+        dc1 += total((d1[0] * p1[0], d1[1] * p1[1]), D2)
     hz, uz = half(z, D2, D2)
     put_matrix(room + Z * (D1 + D2) * (D1 + D2), hz, D1, D2)
     dc3 = inner(moment(kept, r, ur, KEPT, D1, D2), z, 1.0, D2)
+    tl.debug_barrier()
     put_weight(weights + WOFF[3], trans4(scale4(z, s * c[2])), dtype, D, D1, D2)
     t = scale4(product(load(kept, S, D1, D2), load(kept, W, D1, D2), D2), us * uw)
     dc4 = inner(t, z, 1.0, D2)
@@ -194,7 +196,7 @@ def second_products(
         hs = load(kept, S, D1, D2)
         x = scale4(product(hs, load(room, Z, D1, D2), D2), us * uz)
         put_weight(weights + WOFF[4], symmetric(scale4(x, s * c[3]), D2), dtype, D, D1, D2)
-        dc2 = inner(hs, x, 0.0, D2)
+        dc2 = 0.0
         dc4 = inner(load(kept, W + RESTS, D1, D2), x, uw * REST, D2)
     elif PART == 1:
         x = scale4(product(load(kept, W, D1, D2), trans4(load(room, Z, D1, D2)), D2), uw * uz)
@@ -210,7 +212,7 @@ def second_products(
         hm = load(room, DM, D1, D2)
         x = scale4(product(load(kept, S, D1, D2), hm, D2), us * um)
         dc2 = inner(load(kept, C + RESTS, D1, D2), x, uc * REST, D2)
-        dc4 = inner(hm, x, 0.0, D2)
+        dc4 = 0.0
         put_weight(weights + WOFF[2], trans4(scale4(x, s * c[1])), dtype, D, D1, D2)
         x = scale4(product(trans4(hm), load(room, T, D1, D2), D2), s * um * ut)
         put_weight(weights + WOFF[0], x, dtype, D, D1, D2)
@@ -218,7 +220,7 @@ def second_products(
         hs = load(kept, S, D1, D2)
         x = scale4(product(hs, load(kept, C, D1, D2), D2), us * uc)
         dc2 = inner(load(room, REST_DM, D1, D2), x, um * REST, D2)
-        dc4 = inner(hs, x, 0.0, D2)
+        dc4 = 0.0
         if side is not None:
             put_token_rows(side, hs, load(room, T, D1, D2), us, ut, c, s, OFF, D, D1, D2)
         else:
@@ -239,11 +241,11 @@ def mixed_gradient(
         kept, room, weights, dm, r, um, u, c, s, side, KEPT, OFF, WOFF, D, D1, D2, dtype
     )
     tl.debug_barrier()
-    dc2 = axpy2(dc1, -1.0, dc1, D2)
+    dc2 = 0.0
     for part in tl.static_range(4):
         x2, x4 = second_products(
             kept, room, matrix, weights, um, uz, ut, u, c, s, side, part, OFF, WOFF, D, D1, D2, dtype
         )  # fmt: skip
-        dc2 = axpy2(dc2, 1.0, x2, D2)
-        dc4 = axpy2(dc4, 1.0, x4, D2)
-    return total(dc1, D2), total(dc2, D2), total(dc3, D2), total(dc4, D2)
+        dc2 += x2
+        dc4 += x4
+    return dc1, dc2, dc3, dc4

@@ -48,26 +48,28 @@ def ratio_operator(
     pid = tl.program_id(0)
     head = pid.to(tl.int64)
     _, N, scale = span(N, pid // H, pid, scale)
-    c = load_coefficients(coefficients, pid % H, 5)
     kept += head * KF
     units += head * 8
     room += head * KR
     vectors += head * K
     up, us, uc, ur, uw = load_units(units)
+    c = load_coefficients(coefficients, pid % H, 5)
     z = zeros2(F1, F2)
-    p1 = axpy2(z, scale, load_vec(vectors + OFF[6], D, F1, F2), F2)
-    q1 = axpy2(z, scale, load_vec(vectors + OFF[5], D, F1, F2), F2)
     p = moment_of(kept, P, up, DIGITS, F1, F2)
     sums = (z, load_vec(vectors + OFF[6], D, F1, F2), z)
-    a = anchor((p, p, p, p, p), p1, q1, sums, 5, F1, F2, F1, F2)
+    q1 = axpy2(z, scale, load_vec(vectors + OFF[5], D, F1, F2), F2)
+    a = anchor((p, p, p, p, p), axpy2(z, scale, sums[1], F2), q1, sums, 5, F1, F2, F1, F2)
     mean = load_vec(vectors + OFF[7], D, F1, F2)
     store_vec(vectors + OFF[9], axpy2(a, 1.0 / N[1], mean, F2), D, F1, F2)
     m1 = axpy2(z, c[1], matvec(moment_of(kept, S, us, DIGITS, F1, F2), q1, F2, F2), F2)
-    tl.debug_barrier()
+    store_vec(vectors + OFF[8], m1, D, F1, F2)
+    tl.debug_barrier()  # what is read again holds no registers until then
     t = product_of(kept, kept, us * uw * c[3], S, W, RESTS, RESTS, DIGITS, F1, F2)
     t = add4(t, scale4(moment_of(kept, R, ur, DIGITS, F1, F2), c[2]), F2, F2)
     t = add4(t, scale4(eye_of(t), c[0]), F2, F2)
-    m1 = axpy2(m1, 1.0, matvec(t, p1, F2, F2), F2)
+    p1 = axpy2(z, scale, load_vec(vectors + OFF[6], D, F1, F2), F2)
+    m1 = axpy2(load_vec(vectors + OFF[8], D, F1, F2), 1.0, matvec(t, p1, F2, F2), F2)
+    tl.debug_barrier()  # every thread has read it
     store_vec(vectors + OFF[8], m1, D, F1, F2)
     if DIGITS:
         ut = put_digits(room, t, 1, F1, F2)
@@ -75,7 +77,11 @@ def ratio_operator(
         t, ut = half(t, F2, F2)
         put_matrix(room, t, F1, F2)
         tl.store(units + R, ut)
+    tl.debug_barrier()  # every thread reads what others wrote
     x = product_of(kept, kept, us * uc * c[1], S, C, RESTS, RESTS, DIGITS, F1, F2)
+    mean = load_vec(vectors + OFF[7], D, F1, F2)
+    a = axpy2(load_vec(vectors + OFF[9], D, F1, F2), -1.0 / N[1], mean, F2)
+    m1 = load_vec(vectors + OFF[8], D, F1, F2)
     x = rank1(x, axpy2(z, -1.0, m1, F2), a, F2, F2)
     matrix += head * D * D
     if DIGITS:  # it holds no registers until it is added
