@@ -82,6 +82,8 @@ CASES = [
     ("hla3", SCALE, "halves", 37, 72, 72, (1, 1), HALF, "packed"),
     *((op, PLAIN, "halves" + x, 514, 64, 64, (1, 1), HALF, "packed") for op in OPS[1:4] for x in ("", "_two_step")),
     ("hla3", PLAIN, "halves", 37, 64, 64, (1, 1), HALF, "packed"),
+    # 16 tokens beyond whole tiles are apart, 17 are not
+    *((op, PLAIN, "halves", n, 64, 64, (1, 1), HALF, "packed") for op, n in (("hla2", 80), ("hla3", 80), ("hla2", 81))),
     ("ahla", RATIO, "halves", 70, 64, 64, (2, 2), HALF, "packed"),
     ("hla2", RATIO, "halves", 37, 72, 72, (1, 1), HALF, "packed"),
     *((x, RATIO, "halves_two_step", 37, d, d, (1, 1), HALF, "contiguous") for x, d in (("hla2", 64), ("ahla", 72))),

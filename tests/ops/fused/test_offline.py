@@ -81,12 +81,10 @@ CASES = (
 )
 
 
-# open faults, bytes that are spilt by one of Triton 3.6 and 3.9: the ratio of hla3, whose forward runs three programs a
-# multiprocessor (3.6: 40); polynomial of 64 and 72 (3.6: at 72 40, its ratio 72); of 72 channels, by 3.6
-# alone, the pass over queries of a ratio (mostly what is computed before it and read after it); what goes back through
-# both softmaxes
+# open faults, bytes that are spilt by one of Triton 3.6 and 3.9: polynomial of 64 and 72 (3.6: at 72 40, its ratio 72);
+# of 72 channels, by 3.6 alone, the pass over queries of a ratio (mostly what is computed before it and read after it);
+# what goes back through both softmaxes
 SPILT = {
-    ("hla3", RATIO, 256, 6, 197, 64): 168,
     ("linear_attention", RATIO, 32, 16, 1024, 72): 64,
     ("ahla", RATIO, 8, 16, 1024, 72, "mask"): 48,
     ("polynomial", PLAIN, 256, 6, 197, 64): 64,

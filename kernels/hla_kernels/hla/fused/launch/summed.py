@@ -68,7 +68,7 @@ def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     launch(
         summed_forward, call.bh, q, k, v, o, *features, *kept, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a,
         SAVE=save, KEEP=features[0] is not None, PREC=call.prec["PREC"], **summed_widths(call),
-        **staged(call.tiles("summed_forward", sums.forward_config, call.w, call.most)),
+        **staged(call.tiles("summed_forward", sums.forward_config, call.spec, call.w, call.most)),
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
     launch(
         summed_backward, call.bh, q, k, v, g, *outs, call.ratio(), *Kept.of(saved, call), room, rows, *at, call.n,
         call.h, call.scale, call.spec.eps, ALIGN=a, KR=length, PREC=call.prec["PREC"], **summed_widths(call),
-        **call.tiles("summed_backward", sums.backward_config, call.w, call.most),
+        **call.tiles("summed_backward", sums.backward_config, call.spec, call.w, call.most),
     )  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+FEW = tl.constexpr(16)  # tokens beyond whole tiles: columns of a product of 64 rows
+
 
 @triton.jit
 def place(H, PARTS, ROLES: tl.constexpr = 1):
@@ -70,3 +72,9 @@ def upto(hi, N):
     if len(N) == 3:
         out = (tl.minimum(hi, N[0]), N[1], N[2])  # type: ignore[assignment]
     return out
+
+
+@triton.jit
+def full_tiles(n, BN: tl.constexpr):
+    """Tiles of BN for n tokens, but for a last one of up to FEW."""
+    return (n + BN - FEW - 1) // BN

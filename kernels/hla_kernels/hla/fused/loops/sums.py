@@ -236,12 +236,13 @@ def stay_in_l2(ptr, start, n, stride, D: tl.constexpr, BN: tl.constexpr):
 def sum_moments(
     q, k, v, g, qn, kn, vn, gn, lo, hi, ORDER: tl.constexpr, SUMS: tl.constexpr, GRAD: tl.constexpr,
     ONCE: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAY: tl.constexpr = False,
+    V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAY: tl.constexpr = False, few=None,
 ):  # fmt: skip
     """(P, S, C, R, W), (sum q, sum k, sum v), dM', sum g over tokens lo..hi of the tokens as they are.
 
     SUMS: 1 all sums; 2 those of the tokens that the order multiplies, in few registers; 3 that of g alone. ONCE: k and
-    v are not read again; let q stay in L2 instead, which STAY asks for.
+    v are not read again; let q stay in L2 instead, which STAY asks for. few: q, k, v (and g) of `load_few`, of one
+    block, without SUMS.
     """
     SUM_Q: tl.constexpr = SUMS == 2 and ORDER != 11
     SUM_K: tl.constexpr = SUMS == 2 and ORDER != 12
@@ -261,7 +262,10 @@ def sum_moments(
     sg = begin_total(dtype, BN, V1, V2, SUMS and GRAD)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
-    for start in range(lo, hi[0], BN):
+    top = hi[0]
+    if few is not None:
+        top = tl.minimum(few[0], hi[0])
+    for start in range(lo, top, BN):
         live = alive(start + i, hi)
         if STAY:
             stay_in_l2(q, start, hi[0], qn, D, BN)
@@ -287,6 +291,11 @@ def sum_moments(
             sums, rv = add_together(sums, rv, tv, 2, V2)
         if GRAD:
             dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, i, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
+    if few is not None and top < hi[0]:
+        tq, tk, tv = (few[1] + 0.0, 0), (few[2] + 0.0, 0), (few[3] + 0.0, 0)
+        m = add_moments(m, tq, tk, tv, i, i, ORDER, F2, V2, TAIL, PREC)
+        if GRAD:
+            dm = outer4(dm, (few[4] + 0.0, 0), tq, i, V2, F2, TAIL, PREC)
     total = (end_total(sq, dtype, F1, F2, ALL), end_total(sk, dtype, F1, F2, ALL), end_total(sv, dtype, V1, V2, ALL))
     if SUMS == 2:
         total = (end_together(sums, rq, 0, F2), end_together(sums, rk, 1, F2), end_together(sums, rv, 2, V2))

@@ -156,8 +156,10 @@ def apply_config(
     if direction == "forward":
         return {"BN": 64, "num_warps": 4, "num_stages": 3}
     very = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
-    third = spec.op in ("hla3", "polynomial")
+    third, whole = spec.op in ("hla3", "polynomial"), narrow(w) and w["F1"] == w["V1"] == 64
     if spec.normalize and mapped(spec) and summed(spec):  # features that no forward kept
+        if whole and spec.op != "ahla":  # the halves of ahla would both compute the features of q and of k
+            return {"BN": 64, "num_warps": 4, "num_stages": 4 if third else 3, "ROLES": 2}
         return {"BN": 64, "num_warps": 4, "num_stages": 2, "ROLES": 2 if cut(w) else 1}
     if spec.normalize and spec.op == "polynomial" and cut(w):
         return {"BN": 32, "num_warps": 4, "num_stages": 2, "ROLES": 2}
@@ -165,11 +167,14 @@ def apply_config(
         few = not plain(spec)
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 1 if few else 3, "ROLES": 2}
     once = plain(spec) and spec.op != "polynomial"
-    stages = 3 if very or (not wide and (once or spec.op == "hla3")) else 2
+    # with two stages a tile is loaded when the one before it is done with; two programs a head have room for three
+    deep = once or (whole and spec.op != "polynomial" and not (mapped(spec) or spec.normalize))
+    deep = deep or (whole and spec.op == "hla2" and spec.kept)
+    stages = 3 if very or (not wide and (deep or spec.op == "hla3")) else 2
     if plain(spec) and spec.op == "polynomial" and cut(w):  # two programs a multiprocessor
         stages = 1
     warps = 8 if very or (spec.shifted(dtype) and not spec.kept) or spec.softmax else 4
-    roles = 3 if once and cut(w) and not third else 2 if wide or third or once or (spec.kept and spec.normalize) else 1
+    roles = 3 if once and cut(w) and not third else 2 if wide or third or deep or (spec.kept and spec.normalize) else 1
     # three programs a multiprocessor
     more = {"maxnreg": 168} if once and cut(w) and third else {}
     return {"BN": 64, "num_warps": warps, "num_stages": stages, "ROLES": roles, **more}

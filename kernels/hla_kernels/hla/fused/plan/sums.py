@@ -26,17 +26,26 @@ def kept_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt, dtype: tor
     return factor_floats(spec, w, n) + (lay.vectors().k + operator if spec.sums else 0)
 
 
-def forward_config(w: dict[str, int], n: int) -> dict[str, int]:
+def forward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
     """Tiles of `summed_forward`; STAY as in `tiles.plain_forward_config`."""
-    more = {"maxnreg": 168} if w["F2"] == 0 else {}  # three programs a multiprocessor
+    # three programs a multiprocessor; a ratio of hla3 spills for them, in vain where heads are far more than programs
+    free = w["F2"] > 0 or (spec.op == "hla3" and spec.normalize and n <= 512)
+    more = {} if free else {"maxnreg": 168}
     return {"STAY": w["F2"] == 0 and n > 512, "BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, **more}
 
 
-def backward_config(w: dict[str, int], n: int) -> dict[str, int]:
-    """Tiles of `summed_backward`: LOOPS that write, WRITE stages of each."""
+def backward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
+    """Tiles of `summed_backward`: LOOPS that write, WRITE stages of each.
+
+    With two stages a tile is loaded when the one before it is done with; two loops, of half the tokens each, have room
+    for three. Not so a ratio of ahla, whose loops read three of four, and centred hla2 would spill with Triton 3.9.
+    """
     if n > 512 and w["F2"] == 0:
         return {"BN": 64, "BO": 64, "LOOPS": 1, "WRITE": 4, "STAY": True, "num_warps": 4, "num_stages": 6}
-    loops = {"LOOPS": 3, "WRITE": 3} if w["F2"] > 0 else {"LOOPS": 1, "WRITE": 2}
+    whole = spec.op == ("ahla" if spec.normalize else "hla2")
+    loops = {"LOOPS": 3, "WRITE": 3}
+    if w["F2"] == 0:
+        loops = {"LOOPS": 1, "WRITE": 2} if whole else {"LOOPS": 2, "WRITE": 3}
     return {"BN": 64, "BO": 64, **loops, "STAY": False, "num_warps": 4, "num_stages": 3}
 
 

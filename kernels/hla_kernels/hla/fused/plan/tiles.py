@@ -7,9 +7,11 @@ from . import AT_ONCE
 
 
 def plain_forward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
-    """Tiles of `plain_forward`. STAY: where the queries of all programs at once are more than L2 holds."""
+    """Tiles of `plain_forward`. STAY: where the queries of all programs at once are more than L2 holds. LAST: where a
+    tile of few tokens is much of the work, and four programs a multiprocessor have the registers."""
     config = {"num_stages": 3, **AT_ONCE} if w["F2"] > 0 else {"num_stages": 4, "DELAY": 3000, "SLOTS": 4}
-    return {**config, "STAY": w["F2"] == 0 and n > 512, "BN": 32, "BO": 64, "num_warps": 4}
+    last = w["F2"] == 0 and n <= 512 and spec.op != "hla3"
+    return {**config, "STAY": w["F2"] == 0 and n > 512, "LAST": last, "BN": 32, "BO": 64, "num_warps": 4}
 
 
 def plain_config(spec: Spec, w: dict[str, int], kept: bool) -> dict[str, int]:
