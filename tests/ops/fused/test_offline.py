@@ -92,7 +92,7 @@ SPILT = {
     ("polynomial", PLAIN, 64, 16, 256, 72): 104,
     ("polynomial", ANCHORED, 256, 6, 197, 64): 72,
     ("polynomial", ANCHORED, 64, 16, 256, 72): 104,
-    ("polynomial", RATIO, 64, 16, 256, 72): 80,
+    ("polynomial", RATIO, 64, 16, 256, 72): 88,
     ("ahla", PAIR, 8, 16, 1024, 72): 208,
     ("linear_attention", PAIR, 2, 12, 32760, 128): 136,
 }
