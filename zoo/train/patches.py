@@ -31,5 +31,6 @@ def patches_as_products(model: nn.Module) -> nn.Module:
 
 
 def _cuts(conv: nn.Conv2d) -> bool:
-    """Whether windows lie side by side, and each is multiplied whole."""
-    return conv.stride == conv.kernel_size and conv.groups == 1 and conv.padding == (0, 0) and conv.dilation == (1, 1)
+    """Whether windows of several pixels lie side by side, and each is multiplied whole."""
+    apart = conv.stride == conv.kernel_size != (1, 1) and conv.padding == (0, 0)
+    return apart and conv.groups == 1 and conv.dilation == (1, 1)

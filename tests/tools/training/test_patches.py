@@ -43,8 +43,9 @@ def test_of_a_model():
         torch.testing.assert_close(model(images), before, atol=1e-5, rtol=1e-4)
     stem = nn.Module()
     stem.patch_embed = nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Conv2d(8, 8, 2, stride=2, groups=2), nn.Conv2d(8, 8, 1, dilation=2)
-    )
+        nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Conv2d(8, 8, 2, stride=2, groups=2),
+        nn.Conv2d(8, 8, 2, stride=2, dilation=2), nn.Conv2d(8, 8, 1),
+    )  # fmt: skip
     assert all(type(conv) is nn.Conv2d for conv in patches_as_products(stem).patch_embed)
     assert patches_as_products(nn.Linear(2, 2)) is not None
 

@@ -3,8 +3,9 @@
     heads   one program per (batch, head), all passes in one launch          many heads, few tokens
     split   reduce -> combine -> middle -> apply, several programs a head     few heads, many tokens, wide heads
     pairs   the same with two neighbouring heads a program                    many heads of 72 channels
-    blocks  the same with one block of a matrix a program                     what fits in no program otherwise
-            (softmaxes: of a ratio of both softmaxes, one half of the features after the other)
+    blocks  the same with one block of a matrix a program                     what fits in no program otherwise,
+            (softmaxes: of a ratio of both softmaxes, one half of the      or is faster or more exact so
+            features after the other)
 
 Features of relu and elu1 are computed once, by the pass of the forward that sums them, and kept for the backward in the
 dtype of the tokens (not for `polynomial` and not in float32): twice the bytes of q, instead of three evaluations. A

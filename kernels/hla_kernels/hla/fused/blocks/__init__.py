@@ -1,8 +1,9 @@
 """Wide heads: one block of a matrix a program, so that any width fits in registers.
 
-What `plan.blocks` sends here: float32 beyond 96 features (but the first order of the tokens as they are), `polynomial`
-in float32 and, of more than 64 channels, of features, as a ratio or in float16 (but for the ratios that `heads.mixture`
-takes), the softmax pair of more than 64 channels (features of up to 256 columns). The formulas are those of
+What `plan.paths.by_blocks` sends here: float32 beyond 96 features (but the first order of the tokens as they are),
+`polynomial` in float32 and, of more than 64 channels, of features, as a ratio or in float16 (but for the ratios that
+`heads.mixture` takes), or of features of one token if it learns its coefficients (not as a ratio), the softmax pair of
+more than 64 channels (features of up to 256 columns), more than 48 where passes evaluate it. The formulas are those of
 `hla_kernels.hla.gradient`:
 
     features   tokens, features, centred ones as sums of bfloat16 numbers (planes); gradients back through the map
