@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec
@@ -207,6 +209,20 @@ def test_what_is_saved_has_a_size_for_every_number_of_tokens(options):
             assert size.subs({shape[0].node.expr: batch, shape[1].node.expr: tokens}) == expected
             split = batch < 32 or tokens > (4608 if batch == 96 and dtype == torch.bfloat16 else 2048)
             assert (expected > (2.5 if options[2] else 1.6) * batch * 4 * 64 * 64) == split
+
+
+@pytest.mark.parametrize("options", ({}, {"feature_map": "elu1"}, {"feature_map": "elu1", "normalize": True}), ids=str)
+def test_what_polynomial_saves_has_a_size_for_an_unknown_number_of_tokens(options):
+    """Although a single token goes by blocks where its features are mapped: no branch on a symbol without a value."""
+    spec, symbols = Spec("polynomial", **options), ShapeEnv()
+    with FakeTensorMode(shape_env=symbols):
+        n = symbols.create_unbacked_symint()
+        q = torch.empty(2, n, 4, 64, dtype=torch.bfloat16)
+        size = fused.saved_floats(q, q, q, spec)
+    for tokens in (1, 2, 197):
+        x = torch.empty(2, tokens, 4, 64, dtype=torch.bfloat16, device="meta")
+        expected = fused.saved_floats(x, x, x, spec)
+        assert (size if isinstance(size, int) else size.node.expr.subs({n.node.expr: tokens})) == expected > 0
 
 
 @pytest.mark.parametrize(("op", "options"), (("hla3", PLAIN), ("ahla", ANCHORED)))

@@ -62,7 +62,7 @@ def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = 
 def kept_features(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
     """1 where a forward that is asked to keeps the features of q and k for the backward. No branch on B, N and H."""
     w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
-    if paths.by_blocks(spec, w, n, q.dtype, own):
+    if paths.in_blocks(spec, w, q.dtype, own):
         return 0
     if not paths.halved(spec, w, q.dtype, own):
         return int(spec.keeps(q.dtype))
@@ -74,8 +74,9 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     """Room of operators and states in that buffer, whole 16 bytes."""
     w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
     batch_heads = batch * heads
-    if paths.by_blocks(spec, w, n, q.dtype, own):
-        return batch_heads * block_layout(spec, q.shape[3], v.shape[3]).state
+    blocks = batch_heads * block_layout(spec, q.shape[3], v.shape[3]).state
+    if paths.in_blocks(spec, w, q.dtype, own):
+        return blocks
     kept, lay = paths.saves(spec, w, plan.planned(batch_heads), n, q.dtype, own), layout(spec, w)
     size = spec.matrix_dtype(q.dtype).itemsize
     whole: int | torch.SymInt = lay.vectors().floats(size) if spec.normalize else 0
@@ -83,7 +84,9 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
         whole = sums.kept_floats(spec, w, n, q.dtype)
     if paths.mixed(spec, w, q.dtype, own):
         whole = mixture.mixture_floats(spec, w, n)
-    return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
+    floats = -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
+    more = torch.sym_min(1, (n - 1) * (n - 1)) if paths.bare(spec) else 1  # 0 of one token
+    return more * floats + (1 - more) * blocks
 
 
 def plans() -> tuple:

@@ -150,10 +150,18 @@ def in_two(batch_heads: int, n: int) -> bool:
 
 
 def by_blocks(spec: Spec, w: dict[str, int], n: int, dtype: torch.dtype, own: bool) -> bool:
-    """Whether a call goes by blocks of its matrices: what fits in no program otherwise, and features of a single token
-    whose coefficients are learned, where no sum hides an error."""
-    single = spec.learned and mapped(spec) and not spec.normalize and n == 1
-    return single or (blocked(spec, w["D"], w["DV"], dtype) and not mixed(spec, w, dtype, own))
+    """Whether a call goes by blocks of its matrices."""
+    return in_blocks(spec, w, dtype, own) or (bare(spec) and n == 1)
+
+
+def in_blocks(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
+    """Whether a call of any N does: its matrices fit in no program otherwise."""
+    return blocked(spec, w["D"], w["DV"], dtype) and not mixed(spec, w, dtype, own)
+
+
+def bare(spec: Spec) -> bool:
+    """Whether a call of a single token does: features whose coefficients are learned, where no sum hides an error."""
+    return spec.learned and mapped(spec) and not spec.normalize
 
 
 def at_once(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:
