@@ -2,10 +2,10 @@
 
 The same for all mixers: batch sizes, bfloat16 weights for inference, a fused AdamW for training, whose weights are
 float32 under bfloat16 autocast or bfloat16 themselves (then so are the residual stream and AdamW's averages), and,
-where compiled, every block compiled by itself (the blocks share one compilation) and what of a ViT lies around them,
-whose patches are embedded by a product of matrices (`zoo.train.patches`); inductor measures the tiles of what it fuses.
-Weights and inputs are random. Batches keep an H200 busy for longer than a host needs to launch a step. A mixer with a
-pattern behind it, such as "ahla every:3", keeps softmax in these blocks.
+where compiled, every block compiled by itself (the blocks share one compilation) and what of a ViT lies around them;
+inductor measures the tiles of what it fuses. Patches of a ViT are embedded by a product of matrices, compiled or not
+(`zoo.train.patches`). Weights and inputs are random. Batches keep an H200 busy for longer than a host needs to launch a
+step. A mixer with a pattern behind it, such as "ahla every:3", keeps softmax in these blocks.
 """
 
 import contextlib

@@ -28,7 +28,7 @@ def kept_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt, dtype: tor
 
 def forward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
     """Tiles of `summed_forward`; STAY as in `tiles.plain_forward_config`."""
-    # three programs a multiprocessor; a ratio of hla3 spills for them, in vain where heads are far more than programs
+    # three programs a multiprocessor; a ratio of hla3 spills for them, which pays where heads are long only
     free = w["F2"] > 0 or (spec.op == "hla3" and spec.normalize and n <= 512)
     more = {} if free else {"maxnreg": 168}
     return {"STAY": w["F2"] == 0 and n > 512, "BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, **more}
