@@ -1,8 +1,4 @@
-"""The embedding of patches as a product of matrices: cuDNN's convolution of three channels is far from what they take.
-
-Forward and gradients of the weights of (64, 3, 1024, 1024) in bfloat16, patches of 16 to 384 channels, compiled, on an
-H200: 8.4 ms as a convolution (7.3 with channels last), 0.9 ms as a product.
-"""
+"""The embedding of patches as a product of matrices, instead of a convolution whose windows lie side by side."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

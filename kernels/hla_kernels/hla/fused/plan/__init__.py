@@ -159,7 +159,7 @@ def apply_config(
     third, whole = spec.op in ("hla3", "polynomial"), narrow(w) and w["F1"] == w["V1"] == 64
     if spec.normalize and mapped(spec) and summed(spec):  # features that no forward kept
         if whole and spec.op != "ahla":  # the halves of ahla would both compute the features of q and of k
-            return {"BN": 64, "num_warps": 4, "num_stages": 4 if third else 3, "ROLES": 2}
+            return {"BN": 64, "num_warps": 4, "num_stages": 3, "ROLES": 2}
         return {"BN": 64, "num_warps": 4, "num_stages": 2, "ROLES": 2 if cut(w) else 1}
     if spec.normalize and spec.op == "polynomial" and cut(w):
         return {"BN": 32, "num_warps": 4, "num_stages": 2, "ROLES": 2}
