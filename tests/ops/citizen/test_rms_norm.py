@@ -1,5 +1,5 @@
 """RMSNorm of 16-bit tokens with float32 weights: its kernels on a CUDA device, against float64 and torch's own form.
-Interpreted, they run in `tests/ops/fused/interpreted.py`."""
+Interpreted, they run in `tests/ops/fused/children/around.py`."""
 
 import pytest
 import torch

@@ -18,6 +18,8 @@ from hla_kernels.hla.two_sided import evaluate
 from hla_kernels.options import Options
 
 HALF, FULL = torch.float16, torch.float32
+# of the interpreter, largest measured: float32 1e-5, float16 5e-4 (its eps is 1e-3)
+TOLERANCE = {FULL: 3e-5, HALF: 1e-3}
 FIXED, SCALE, ANCHORED = {"fixed": True}, {"scale": 0.2}, {"center": "k", "mean_path": True}
 RATIO, RELU_RATIO = ({"feature_map": name, "normalize": True} for name in ("elu1", "relu"))
 ELU, SOFTMAX, PAIR = ({"feature_map": name} for name in ("elu1", "softmax", "softmax_pair"))
@@ -167,6 +169,12 @@ def of_polynomial(x, c, grad, **options):
 def relative_error(x: Tensor, y: Tensor) -> float:
     """|x - y| / |y|; NaN when anything was not written."""
     return ((x.double() - y).norm() / y.norm().clamp_min(1e-30)).item()
+
+
+def check(got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    """Every `relative_error` is within the tolerance."""
+    errors = [relative_error(x, y) for x, y in zip(got, expected, strict=True)]
+    assert all(e <= tolerance for e in errors), errors
 
 
 def kernel_names() -> set[str]:

@@ -1,11 +1,10 @@
-"""Triton forms against float64 in Triton's interpreter. Not collected: `test_interpreter` runs it in its own process.
+"""Triton forms against float64 in Triton's interpreter. Not collected: `test_interpreter` runs its parts, each in a
+process of its own; `children` has sequences and what is around a call.
 
 The error is that of rounding inputs of tile products and outputs once: the interpreter computes in float32.
 """
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
@@ -15,9 +14,8 @@ from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
 from hla_kernels.hla.fused.launch.blocks import Blocks
 from hla_kernels.hla.fused.launch.call import Call
-from hla_kernels.hla.fused.plan import paths, tuning
-from tests.ops.citizen import test_rms_norm as norms
-from tests.ops.fused.cases import BY_BLOCKS, FULL, HALF, OF_MIXTURES, make, poison, relative_error, run, truth
+from hla_kernels.hla.fused.plan import paths
+from tests.ops.fused.cases import BY_BLOCKS, FULL, HALF, OF_MIXTURES, TOLERANCE, check, make, run, truth
 
 OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial")
 PLAIN = {}
@@ -119,13 +117,6 @@ CASES = [
     ("polynomial", RATIO_SOFTMAX, "split", 37, 40, 40, (1, 1), FULL, "packed"),
     *BY_BLOCKS,
 ]
-# largest measured: float32 1e-5, float16 5e-4 (its eps is 1e-3)
-TOLERANCE = {FULL: 3e-5, HALF: 1e-3}
-
-
-def check(got, expected, tolerance):
-    errors = [relative_error(x, y) for x, y in zip(got, expected, strict=True)]
-    assert all(e <= tolerance for e in errors), errors
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(x) for x in (c[0], *c[1].values(), c[2], c[4])))
@@ -201,33 +192,6 @@ def test_one_and_two_tokens(monkeypatch, n, path):
     check(run(monkeypatch, spec, *inputs, path, True, True), truth(spec, *inputs), TOLERANCE[FULL])
 
 
-@pytest.mark.parametrize("save", (False, True))
-def test_through_the_custom_operators(monkeypatch, save):
-    """q, k, v and packed give the same bits, with gradients, from an expanded gradient; no rows."""
-    ops = torch.ops.hla_kernels
-    rest = ("ahla", None, False, "k", True, 0.0, None, 1e-6, 1.0, "triton", False, save)
-    spec = Spec("ahla", center="k", mean_path=True)
-    qkv = torch.randn(2, 33, 3, 2, 16, requires_grad=True)
-    tokens = [x.detach().requires_grad_() for x in qkv.unbind(2)]
-    with monkeypatch.context() as patch:
-        poison(patch)
-        y, z = ops.two_sided(*tokens, None, *rest)[0], ops.two_sided_qkvpacked(qkv, None, *rest)[0]
-        y.sum().backward()
-        z.sum().backward()
-    assert torch.equal(y, z) and torch.equal(torch.stack([x.grad for x in tokens], 2), qkv.grad)
-    got = [y, *(x.grad for x in tokens)]
-    check(got, truth(spec, tokens, torch.ones_like(y), None), TOLERANCE[FULL])
-    assert ops.two_sided(*[x[:0] for x in tokens], None, *rest)[0].shape == (0, 33, 2, 16)
-
-
-def test_opcheck_with_saved_state():
-    rest = ("hla2", "elu1", True, None, False, 0.0, None, 1e-6, 1.0, "triton", False, True)
-    x = [torch.randn(1, 5, 1, 16, requires_grad=True) for _ in range(3)]
-    torch.library.opcheck(torch.ops.hla_kernels.two_sided, (*x, None, *rest))
-    qkv = torch.randn(1, 5, 3, 1, 16, requires_grad=True)
-    torch.library.opcheck(torch.ops.hla_kernels.two_sided_qkvpacked, (qkv, None, *rest))
-
-
 @pytest.mark.parametrize("name", ("elu1", "softmax"))
 def test_features_of_blocks_are_not_biased(name):
     """Sums of features are to the digits of float32: what an exponential is wrong by must not add up."""
@@ -238,161 +202,3 @@ def test_features_of_blocks_are_not_biased(name):
     found = planes.first.new_empty(0).set_(planes.first.untyped_storage()).view(planes.terms, -1).double().sum(0)
     error = found / feature(tokens[0].double(), name).flatten() - 1
     assert error.mean().abs() <= 1e-8 and error.square().mean().sqrt() <= 1e-7
-
-
-RAGGED = [
-    ("linear_attention", {"feature_map": "elu1", "normalize": True}, "heads", (2, 2), HALF),
-    ("linear_attention", ANCHORED, "split", (4, 2), HALF),
-    ("hla2", RELU_QK, "heads", (2, 2), FULL),
-    ("hla2", {"feature_map": "elu1", "normalize": True}, "split", (2, 1), FULL),
-    ("ahla", ANCHORED, "two_step", (2, 2), FULL),
-    ("ahla", RIDGE, "split", (2, 2), HALF),
-    ("hla3", PLAIN, "split", (2, 2), FULL),
-    ("hla3", RELU_QK, "heads", (2, 2), HALF),
-    ("ahla", ELU_ANCHORED, "split", (2, 2), HALF),
-    ("hla2", SOFTMAX, "two_step", (2, 2), FULL),
-    ("polynomial", ANCHORED, "split", (2, 2), FULL),
-    ("polynomial", {"feature_map": "elu1", "normalize": True}, "split", (2, 2), FULL),
-    ("polynomial", {**PAIR_QK, "mean_path": True}, "blocks", (2, 1), FULL),
-]
-
-
-@pytest.mark.parametrize("kind", ("mask", "packed"))
-@pytest.mark.parametrize("case", RAGGED, ids=lambda c: "-".join(str(x) for x in (c[0], *c[1].values(), c[2])))
-def test_sequences(monkeypatch, case, kind):
-    """Padded and packed sequences against the torch form in float64; padding holds NaN, and gets zeros."""
-    op, options, path, heads, dtype = case
-    options = {"feature_map": None, "normalize": False, "center": None, "mean_path": False, "ridge": 0.0,
-               "scale": None, "eps": 1e-6, "q_scale": 0.7, **options}  # fmt: skip
-    tokens, grad, c = make(Spec(op), 40, 16, 16, heads, dtype, "contiguous")
-    c = None if c is None else c.abs()
-    mask = torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) < 0.6
-    mask[1, 20:] = False
-    ragged = {"mask": mask}
-    if kind == "packed":
-        cu = torch.tensor([0, 3, 3, 36, 40], dtype=torch.int32)
-        ragged = {"cu_seqlens": cu, "max_seqlen": 34}
-        tokens, grad = [t[:1] for t in tokens], grad[:1]
-    else:
-        for t in (*tokens, grad):
-            t[~mask] = float("nan")
-    results = []
-    for impl, kept in (("triton", dtype), ("torch", torch.float64)):
-        x = [t.detach().to(kept).requires_grad_() for t in tokens] + ([] if c is None else [c.clone().requires_grad_()])
-        with monkeypatch.context() as patch:
-            if impl == "triton":
-                poison(patch)
-                patch.setattr(paths, "blocked", lambda *a: path == "blocks")
-                for name in ("splits", "saves"):
-                    patch.setattr(paths, name, lambda *a: int(path == "split"))
-                patch.setattr(paths, "at_once", lambda *a: path != "two_step")
-                patch.setattr(plan, "reduce_parts", lambda heads, n, bn: (-(-n // 32), 32))
-            more = (c if c is None else x[3], op, *options.values(), impl, False, True)
-            y = torch.ops.hla_kernels.two_sided(*x[:3], *more, **ragged)[0]
-            results.append([y, *torch.autograd.grad(y, x, grad.to(kept))])
-    check(*results, TOLERANCE[dtype])
-    assert all(bool(t.isfinite().all()) for t in results[0])
-    if kind == "mask":
-        assert not any(bool(t[~mask].any()) for t in results[0][:4])
-
-
-@pytest.mark.parametrize("on", (True, False))
-def test_a_sample_does_not_see_the_batch(monkeypatch, on):
-    """With a plan that depends on B * H: the same bits alone and in a batch if and only if it was asked for."""
-    monkeypatch.setattr(plan, "reduce_parts", lambda heads, n, bn: (2, 64) if heads % 2 == 0 else (4, 32))
-    spec = Spec("ahla", center="k", mean_path=True)
-    tokens, grad, _ = make(spec, 100, 16, 16, (1, 1), FULL, "contiguous")
-    results = []
-    plan.set_batch_invariant(on)
-    try:
-        for rows in (slice(0, 2), slice(1, 2)):
-            x = [t[rows] for t in tokens]
-            outs = tuple(torch.empty_like(t) for t in x)
-            o, saved = fused.forward(*x, None, spec, save=True)
-            fused.backward(grad[rows], *x, None, spec, outs, saved)
-            results.append(torch.stack([t[-1] for t in (o, *outs)]))
-    finally:
-        plan.set_batch_invariant(False)
-    assert torch.equal(*results) == on
-
-
-def test_batch_invariance_is_true_or_false():
-    with pytest.raises(ValueError, match="takes True or False, got 1"):
-        plan.set_batch_invariant(1)
-
-
-def test_tuning(monkeypatch, tmp_path):
-    """The fastest tiles by the timer are kept and used again; those that fail, or give other results, are not."""
-    spec, file = Spec("ahla"), tmp_path / "tuned.json"
-    inputs = make(spec, 40, 16, 16, (1, 1), FULL)
-    expected, used = truth(spec, *inputs), []
-
-    def entry(direction, spec, w, dtype):  # a table of three entries, by width
-        return {"BN": {16: 32, 64: 16, 128: 64}.get(w["F1"], 32), "BO": 32, "num_warps": 4, "num_stages": 2}
-
-    def work():
-        used.clear()
-        return run(monkeypatch, spec, *inputs, "heads", True, False)
-
-    def launched(kernel, *args, tiles=tuning.STATE.choose):
-        config = tiles(kernel, *args)
-        used.append((kernel, config["BN"]))
-        if config["BN"] == 64:
-            raise RuntimeError("does not fit")
-        return config
-
-    monkeypatch.setattr(plan, "head_config", entry)
-    monkeypatch.setattr(tuning.STATE, "choose", launched)
-    tuning.set_tuning(file)
-    try:
-        found = tuning.search(work, timer=lambda f: 1.0 if ("head_forward", 16) in used else 2.0)
-        assert (found.before_ms, found.after_ms) == (2.0, 1.0)
-        assert {kernel: c["BN"] for kernel, c in found.changed.items()} == {"head_forward": 16}
-        check(work(), expected, TOLERANCE[FULL])
-        assert used == [("head_forward", 16), ("head_backward", 32)]
-        ((name, kernels),) = json.loads(file.read_text()).items()
-        assert "cpu, triton" in name and "N <= 64, heads <= 2" in name
-        file.write_text(json.dumps({name.replace("cpu,", "another,"): kernels}))  # tiles of another device
-        tuning.set_tuning(file)
-        work()
-        assert used[0] == ("head_forward", 32)
-        kernels["head_forward"]["BN"] = 8  # no shipped configuration
-        file.write_text(json.dumps({name: kernels}))
-        tuning.set_tuning(file)
-        work()
-        assert used[0] == ("head_forward", 32)
-        tuning.set_tuning(None)
-        work()
-        assert used[0] == ("head_forward", 32)
-        monkeypatch.setattr(tuning, "_close", lambda x, y: False)
-        tuning.set_tuning(file)
-        assert not tuning.search(work, timer=lambda f: float(len(used))).changed
-    finally:
-        tuning.set_tuning(None)
-
-
-@pytest.mark.parametrize("channels", [48, 100])
-def test_rms_norm(monkeypatch, channels):
-    """float16 tokens that are rows of a wider tensor, float32 weights."""
-    x, weight, grad = norms.inputs(HALF, channels)
-    exact = norms.results(norms.by_hand, *(t.double() for t in (x, weight, grad)))
-    with monkeypatch.context() as patch:
-        poison(patch)
-        got = norms.results(lambda *t: torch.ops.hla_kernels.rms_norm(*t, 1e-6)[0], x, weight, grad)
-    assert [t.dtype for t in got] == [HALF, HALF, FULL]
-    assert all(relative_error(a, b) <= 4e-4 for a, b in zip(got, exact, strict=True))  # measured 2.1e-4
-
-
-@pytest.mark.parametrize(("channels", "width", "relu"), [(48, 16, True), (120, 40, False)])
-def test_prepared_queries(monkeypatch, channels, width, relu):
-    """The same, then the positive part and the rotation."""
-    x, weight, grad = norms.inputs(HALF, channels)
-    turns = norms.tables(x, width)
-    both = [t.double() for t in turns]
-    exact = norms.results(
-        lambda x, w: norms.prepared_by_hand(x, w, relu, *both), *(t.double() for t in (x, weight, grad))
-    )
-    with monkeypatch.context() as patch:
-        poison(patch)
-        got = norms.results(lambda *t: norms.prepared(*t, 1e-6, relu, *turns), x, weight, grad)
-    assert all(relative_error(a, b) <= 4e-4 for a, b in zip(got, exact, strict=True))

@@ -1,4 +1,4 @@
-"""The Triton forms in Triton's interpreter, on any machine."""
+"""The Triton forms in Triton's interpreter, on any machine: each part in a process of its own, of a minute or two."""
 
 from pathlib import Path
 
@@ -7,7 +7,16 @@ import pytest
 from tests.ops.fused.children import PYTEST, check_interpreted
 
 pytest.importorskip("triton")
+HERE = Path(__file__).parent
+KINDS = ("mixture", "polynomial", "ahla or hla2", "test_matches_float64")  # each of what those before it leave
 
 
-def test_interpreted():
-    check_interpreted(*PYTEST, Path(__file__).with_name("interpreted.py"))
+@pytest.mark.parametrize("kind", (*KINDS, "test"))
+def test_operators(kind):
+    before = " or ".join(("nothing", *KINDS[: (*KINDS, "test").index(kind)]))
+    check_interpreted(*PYTEST, HERE / "interpreted.py", "-k", f"({kind}) and not ({before})")
+
+
+@pytest.mark.parametrize("name", ("ragged", "around"))
+def test_calls(name):
+    check_interpreted(*PYTEST, HERE / "children" / f"{name}.py")

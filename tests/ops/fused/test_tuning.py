@@ -1,4 +1,4 @@
-"""Files of tuned tiles, and what is refused; without a GPU. Tuning itself is in `interpreted`, on a GPU below."""
+"""Files of tuned tiles, and what is refused; without a GPU. Tuning itself is in `children.around`, on a GPU below."""
 
 import json
 

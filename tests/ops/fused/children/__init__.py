@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 SHARED_LIMIT = 232448  # bytes a block may use on an H100 / H200
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PYTEST = ("-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider")
 OLD_INTERPRETER = "only 0-dimensional arrays can be converted to Python scalars"
 

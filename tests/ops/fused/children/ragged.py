@@ -1,0 +1,77 @@
+"""Masked and packed sequences in Triton's interpreter. Not collected: `test_interpreter` runs it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hla_kernels.hla.fused import Spec, plan
+from hla_kernels.hla.fused.plan import paths
+from tests.ops.fused.cases import FULL, HALF, TOLERANCE, check, make, poison
+
+PLAIN = {}
+ANCHORED = {"center": "k", "mean_path": True}
+RELU_QK = {"center": "qk", "feature_map": "relu", "mean_path": True}
+RIDGE = {"ridge": 0.3, "center": "qk", "scale": 0.05}
+RATIO = {"feature_map": "elu1", "normalize": True}
+ELU_ANCHORED, SOFTMAX = {"feature_map": "elu1", **ANCHORED}, {"feature_map": "softmax"}
+PAIR_QK = {"feature_map": "softmax_pair", "center": "qk", "mean_path": True}
+RAGGED = [
+    ("linear_attention", RATIO, "heads", (2, 2), HALF),
+    ("linear_attention", ANCHORED, "split", (4, 2), HALF),
+    ("hla2", RELU_QK, "heads", (2, 2), FULL),
+    ("hla2", RATIO, "split", (2, 1), FULL),
+    ("ahla", ANCHORED, "two_step", (2, 2), FULL),
+    ("ahla", RIDGE, "split", (2, 2), HALF),
+    ("hla3", PLAIN, "split", (2, 2), FULL),
+    ("hla3", RELU_QK, "heads", (2, 2), HALF),
+    ("ahla", ELU_ANCHORED, "split", (2, 2), HALF),
+    ("hla2", SOFTMAX, "two_step", (2, 2), FULL),
+    ("polynomial", ANCHORED, "split", (2, 2), FULL),
+    ("polynomial", RATIO, "split", (2, 2), FULL),
+    ("polynomial", PAIR_QK, "blocks", (2, 1), FULL),
+]
+
+
+def force(patch, path):
+    """Calls take this path."""
+    patch.setattr(paths, "blocked", lambda *a: path == "blocks")
+    for name in ("splits", "saves"):
+        patch.setattr(paths, name, lambda *a: int(path == "split"))
+    patch.setattr(paths, "at_once", lambda *a: path != "two_step")
+
+
+@pytest.mark.parametrize("kind", ("mask", "packed"))
+@pytest.mark.parametrize("case", RAGGED, ids=lambda c: "-".join(str(x) for x in (c[0], *c[1].values(), c[2])))
+def test_sequences(monkeypatch, case, kind):
+    """Padded and packed sequences against the torch form in float64; padding holds NaN, and gets zeros."""
+    op, options, path, heads, dtype = case
+    options = {"feature_map": None, "normalize": False, "center": None, "mean_path": False, "ridge": 0.0,
+               "scale": None, "eps": 1e-6, "q_scale": 0.7, **options}  # fmt: skip
+    tokens, grad, c = make(Spec(op), 40, 16, 16, heads, dtype, "contiguous")
+    c = None if c is None else c.abs()
+    mask = torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) < 0.6
+    mask[1, 20:] = False
+    ragged = {"mask": mask}
+    if kind == "packed":
+        cu = torch.tensor([0, 3, 3, 36, 40], dtype=torch.int32)
+        ragged = {"cu_seqlens": cu, "max_seqlen": 34}
+        tokens, grad = [t[:1] for t in tokens], grad[:1]
+    else:
+        for t in (*tokens, grad):
+            t[~mask] = float("nan")
+    results = []
+    for impl, kept in (("triton", dtype), ("torch", torch.float64)):
+        x = [t.detach().to(kept).requires_grad_() for t in tokens] + ([] if c is None else [c.clone().requires_grad_()])
+        with monkeypatch.context() as patch:
+            if impl == "triton":
+                poison(patch)
+                force(patch, path)
+                patch.setattr(plan, "reduce_parts", lambda heads, n, bn: (-(-n // 32), 32))
+            more = (c if c is None else x[3], op, *options.values(), impl, False, True)
+            y = torch.ops.hla_kernels.two_sided(*x[:3], *more, **ragged)[0]
+            results.append([y, *torch.autograd.grad(y, x, grad.to(kept))])
+    check(*results, TOLERANCE[dtype])
+    assert all(bool(t.isfinite().all()) for t in results[0])
+    if kind == "mask":
+        assert not any(bool(t[~mask].any()) for t in results[0][:4])
