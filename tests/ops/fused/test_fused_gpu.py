@@ -260,7 +260,7 @@ def test_polynomial_inference():
 @pytest.mark.parametrize("op", OPS)
 def test_inference(op):
     """Without gradients D = 72 takes the one-program form, or that of pairs, too."""
-    for n, sizes, options in itertools.product((17, 333, 1025), (MANY_ODD, PAIRS), ({}, RATIO)):
+    for n, sizes, options in itertools.product((17, 333, 1025), (MANY_ODD, PAIRS), ({}, RATIO, ANCHORED)):
         x, _ = make(n, BF16, sizes)
         truth, torch_form = (getattr(hk, op)(*y, impl="torch", **options) for y in ([t.double() for t in x], x))
         first, second = twice(getattr(hk, op), *x, impl="triton", **options)

@@ -84,6 +84,8 @@ def summed_forward(
         keep = (fq, fk, fqn, fkn)
     # W of hla3, which is of queries alone, is summed when the other two are rounded: three fill the registers
     LATE: tl.constexpr = ORDER == 4 and FMAP > 0 and F2 > 0
+    # what a backward reads goes through memory anyway, and a ratio fills the registers
+    HERE: tl.constexpr = F2 == 0 or not (SAVE or NORM)
     if FMAP == 0:
         raw, sums, _, _ = sum_moments(
             q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, True, False, True, D, F1, F2, D, F1, F2, BN, PREC, STAY
@@ -94,7 +96,7 @@ def summed_forward(
             True, 1, 0, False, NORM, KEEP, False, FMAP, D, F1, F2, F1, F2, D, F1, F2, BN, PREC, STAGES,
         )  # fmt: skip
     totals = sums
-    if F2 == 0:
+    if HERE:
         m = finished(raw, totals, scale, n, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2)
     if is_shifted(FMAP):
         sums = unshift_sums(sums, n, D, F1, F2)
@@ -109,7 +111,7 @@ def summed_forward(
     p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
     a = row
     m1 = row
-    if F2 == 0:
+    if HERE:
         x = m[0]
         if NORM:  # before the factors are rounded, while they are in registers
             a = anchor(m, p1, q1, sums, ORDER, F1, F2, F1, F2)
@@ -170,7 +172,7 @@ def summed_forward(
     if SAVE and LATE:
         store_vec(vectors + OFF[5], sums[0], D, F1, F2)
     if SAVE:
-        if ORDER > 1 and F2 == 0:
+        if ORDER > 1 and HERE:
             put_factors(factors + head * KF, units + head * 4, factor, u, ORDER, F1, F2)
         if NORM:
             store_vec(vectors + OFF[8], m1, D, F1, F2)

@@ -44,8 +44,8 @@ class Kept(NamedTuple):
 
     @classmethod
     def none(cls, call: Call, o: Tensor) -> Kept:
-        """Where nothing is kept: room for the factors where they go through memory anyway, otherwise o, unread."""
-        if call.w["F2"] == 0 or call.spec.op == "linear_attention":
+        """Where nothing is kept: room for the factors of a ratio whose own go through memory, otherwise o, unread."""
+        if call.w["F2"] == 0 or not call.spec.normalize:
             return cls(o, o, o, o)
         factors = call.buffer(call.bh, plan.factors(call.spec) * area(call), dtype=torch.float16)
         return cls(o, o, factors, call.buffer(call.bh, 4))
