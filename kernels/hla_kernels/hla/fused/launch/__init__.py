@@ -208,8 +208,9 @@ def apply_grads_call(
     once = many and paths.mixed(call.spec, call.w, q.dtype, True) and not call.spec.normalize
     join = call.spec.op == "ahla" and pairs.paired(call)
     config = call.tiles("apply_grads", plan.apply_config, "backward", call.spec, call.w, q.dtype, once, join)
-    maps = call.spec.normalize and paths.mapped(call.spec) and paths.summed(call.spec) and paths.cut(call.w)
-    parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"], maps)
+    maps = call.spec.normalize and paths.mapped(call.spec) and paths.summed(call.spec)
+    long = paths.cut(call.w) and (maps or call.spec.op == "polynomial")
+    parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"], long)
     at, a = placed(q, k, v, g, *outs)
     launch(
         apply_grads, call.bh * parts * config["ROLES"],

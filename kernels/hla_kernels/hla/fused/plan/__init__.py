@@ -162,7 +162,7 @@ def apply_config(
             return {"BN": 64, "num_warps": 4, "num_stages": 3, "ROLES": 2}
         return {"BN": 64, "num_warps": 4, "num_stages": 2, "ROLES": 2 if cut(w) else 1}
     if spec.normalize and spec.op == "polynomial" and cut(w):
-        return {"BN": 32, "num_warps": 4, "num_stages": 2, "ROLES": 2}
+        return {"BN": 64, "num_warps": 4, "num_stages": 1, "ROLES": 3}
     if very and spec.op == "polynomial":
         few = not plain(spec)
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 1 if few else 3, "ROLES": 2}
@@ -235,12 +235,12 @@ def query_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
     return reduce_parts(PROGRAMS // 2 if halves else batch_heads, n, bn)
 
 
-def apply_parts(w: dict[str, int], batch_heads: int, n: int, bn: int, maps: bool = False) -> tuple[int, int]:
+def apply_parts(w: dict[str, int], batch_heads: int, n: int, bn: int, long: bool = False) -> tuple[int, int]:
     """(parts, tokens of a part): up to 8 tiles a program while that leaves 8 programs per multiprocessor; 16 for the
     large weights of wide heads, 3 where rows do not start on cache lines and more of them have to be under way (not so
-    where tokens are mapped on their way), or a head of 4 at once."""
+    where a tile takes long: `long`), or a head of 4 at once."""
     total, half = -(-n // bn), w["F2"] + w["V2"] > 0
-    most = (4 if total == 4 else 3) if half and not maps else 16 if max(w["F1"], w["V1"]) > 64 else 8
+    most = (4 if total == 4 else 3) if half and not long else 16 if max(w["F1"], w["V1"]) > 64 else 8
     tiles = max(1, min(most, (batch_heads * total + 2 * PROGRAMS * half) // (4 * PROGRAMS)))
     return -(-n // (tiles * bn)), tiles * bn
 
