@@ -29,9 +29,12 @@ class Sequences(NamedTuple):
             return q.shape[0], q.shape[1], q.shape[2]
         return self.cu_seqlens.shape[0] - 1, self.max_seqlen, q.shape[2]
 
-    def tables(self, heads: int, scale: float | None, q_scale: float) -> tuple[Tensor | None, ...]:
+    def tables(
+        self, heads: int, scale: float | None, q_scale: float, of_differences: bool = False
+    ) -> tuple[Tensor | None, ...]:
         """What a kernel needs to know: (first token, length) [S, 2] int64 of packed sequences, (number of real tokens,
-        scale of a moment) [B * H, 2] float32, which tokens are real [B, N] uint8. None where it does not apply."""
+        scale of a moment) [B * H, 2] float32, which tokens are real [B, N] uint8. None where it does not apply.
+        of_differences: moments of a single token are zero."""
         if self.told is not None:
             return self.told
         if self.mask is None and self.cu_seqlens is None:
@@ -46,6 +49,7 @@ class Sequences(NamedTuple):
             lengths = keep.sum(1)
         n = lengths.clamp(min=1).float()
         s = q_scale / n if scale is None else torch.full_like(n, scale)
+        s = s * (n > 1) if of_differences else s
         return spans, torch.stack([n, s], 1)[:, None].repeat(1, heads, 1), keep
 
 

@@ -77,6 +77,27 @@ def test_error_and_bits(case, kind):
             assert not bool(a[~ragged["key_padding_mask"]].any())
 
 
+@pytest.mark.parametrize("options", ({"feature_map": "elu1", "mean_path": True}, ANCHORED, {"center": "k"}), ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_of_a_token_that_is_its_own_mean_nothing_is_left(op, options):
+    """Alone, and between others: products of its features cancel, and not up to their rounding."""
+    mean = float("mean_path" in options)
+    for dtype, sizes in ((BF16, MANY), (BF16, (64, 16, 16, 72, 72)), (FP16, ODD), (FP32, ODD)):
+        x, grad, _ = make(1, dtype, sizes, "mask")
+        got = results(op, x, grad, impl="triton", **options)
+        expected = mean * x[2].repeat_interleave(grad.shape[2] // x[2].shape[2], 2), mean * grad
+        sums = expected[1].float().unflatten(2, (x[2].shape[2], -1)).sum(3).to(dtype)
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[3], sums)
+        assert not bool(got[1].any()) and not bool(got[2].any())
+        x, grad, _ = make(40, dtype, (1, *sizes[1:]), "mask")
+        cu = torch.tensor([0, 1, 20, 21, 39, 40], device="cuda", dtype=torch.int32)
+        rows = [0, 20, 39]
+        whole = results(op, x, grad, impl="triton", cu_seqlens=cu, max_seqlen=19, **options)
+        alone = [t[:, rows].transpose(0, 1).contiguous() for t in (*x, grad)]
+        got = results(op, alone[:3], alone[3], impl="triton", **options)
+        assert all(torch.equal(a[:, rows], b.transpose(0, 1)) for a, b in zip(whole, got, strict=True))
+
+
 def test_packed_qkv_of_packed_sequences():
     cu = torch.tensor([0, 100, 197], device="cuda", dtype=torch.int32)
     qkv = torch.randn(1, 197, 3, 2, 64, device="cuda", dtype=BF16, requires_grad=True)

@@ -22,8 +22,9 @@ def test_why_not_names_what_is_missing():
     q = torch.randn(1, 4, 2, 129)
     assert "D = 129" in fused.why_not(q, q, q, Spec("hla2"))
     q = torch.randn(1, 4, 2, 128, dtype=torch.bfloat16)
-    assert "one token" in fused.why_not(*[q[:, :1]] * 3, Spec("hla2", center="k"))
-    assert fused.why_not(*[q[:, :1]] * 3, Spec("hla2", feature_map="elu1", normalize=True)) is None
+    assert "single centred key" in fused.why_not(*[q[:, :1]] * 3, Spec("hla2", center="k", ridge=0.1))
+    for options in ({"center": "k"}, {"center": "qk", "ridge": 0.1}, {"feature_map": "elu1", "normalize": True}):
+        assert fused.why_not(*[q[:, :1]] * 3, Spec("hla2", **options)) is None
     for options in ({}, {"feature_map": "softmax_pair", "center": "k"}, {"feature_map": "elu1", "mean_path": True}):
         for x in (q, q.half(), q.float()):
             assert all(fused.why_not(x, x, x, Spec(op, **options)) is None for op in ORDERS)

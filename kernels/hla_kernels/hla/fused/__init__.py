@@ -44,8 +44,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
             return f"{name} = {d} is outside {MIN_D}..{MAX_D}"
     if q.shape[1] > 2**24:
         return f"N = {q.shape[1]} is more than {2**24}: it is counted in float32"
-    if q.shape[1] == 1 and (spec.center is not None or spec.mean_path):
-        return "one token, centred, is zero: of rank-one corrections only rounding would be left"
+    if q.shape[1] == 1 and spec.center is not None and not spec.of_differences:
+        return "the gradient of a single centred key is zero, of which only rounding would be left beside lambda"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.stride(3) != 1:
             return f"the last dimension of {name} is not contiguous"
@@ -99,7 +99,7 @@ def told(first: Tensor, spec: Spec, seqs: Sequences) -> Sequences:
     heads, d = first.shape[-2:]
     if first.dtype == torch.float16:
         spec = spec.in_range(d, seqs.max_seqlen if seqs.mask is None else first.shape[1])
-    return seqs._replace(told=seqs.tables(heads, spec.scale, spec.q_scale))
+    return seqs._replace(told=seqs.tables(heads, spec.scale, spec.q_scale, spec.of_differences))
 
 
 def own_keys(q: Tensor, v: Tensor, seqs: Sequences) -> bool:

@@ -124,8 +124,16 @@ class Spec(NamedTuple):
         """Whether the sums of the tokens are needed beside the moments."""
         return self.normalize or self.mean_path or self.center is not None
 
+    @property
+    def of_differences(self) -> bool:
+        """Whether the operator is zero for a single token, which differs from the mean of its sequence by nothing."""
+        ridge = self.op == "hla2" and self.ridge != 0.0 and self.center == "k"  # lambda I C, which is not centred
+        return self.mean_path or (self.center is not None and not ridge)
+
     def scale_of(self, n: int) -> float:
-        """s: q_scale / N by default."""
+        """s: q_scale / N by default; 0 of a single token where only what rounding leaves of it would be scaled."""
+        if n == 1 and self.of_differences:
+            return 0.0
         return self.q_scale / n if self.scale is None else self.scale
 
 

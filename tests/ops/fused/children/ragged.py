@@ -5,15 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
 from hla_kernels.hla.fused.plan import paths
+from hla_kernels.hla.fused.spec import ORDERS
+from hla_kernels.sequences import WHOLE, Sequences
 from tests.ops.fused.cases import FULL, HALF, TOLERANCE, check, make, poison
 
 PLAIN = {}
 ANCHORED = {"center": "k", "mean_path": True}
 RELU_QK = {"center": "qk", "feature_map": "relu", "mean_path": True}
 RIDGE = {"ridge": 0.3, "center": "qk", "scale": 0.05}
-RATIO = {"feature_map": "elu1", "normalize": True}
+RATIO, ELU_MEAN = {"feature_map": "elu1", "normalize": True}, {"feature_map": "elu1", "mean_path": True}
 ELU_ANCHORED, SOFTMAX = {"feature_map": "elu1", **ANCHORED}, {"feature_map": "softmax"}
 PAIR_QK = {"feature_map": "softmax_pair", "center": "qk", "mean_path": True}
 RAGGED = [
@@ -75,3 +78,30 @@ def test_sequences(monkeypatch, case, kind):
     assert all(bool(t.isfinite().all()) for t in results[0])
     if kind == "mask":
         assert not any(bool(t[~mask].any()) for t in results[0][:4])
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "path"),
+    (
+        *((op, options, "split") for op in ORDERS for options in (ELU_MEAN, {"center": "k"})),
+        ("hla3", ANCHORED, "heads"),
+        ("hla2", {"center": "qk"}, "two_step"),
+    ),
+    ids=str,
+)
+def test_of_a_token_that_is_its_own_mean_nothing_is_left(monkeypatch, op, options, path):
+    """Alone, and behind and before others: products of its features cancel, and not up to their rounding."""
+    spec = Spec(op, **options)
+    (q, k, v), grad, c = make(spec, 4, 16, 16, (2, 2), HALF, "contiguous")
+    for cu, one in ((None, 0), ([0, 1, 4], 0), ([0, 3, 4], 3)):
+        seqs = WHOLE if cu is None else Sequences(None, torch.tensor(cu, dtype=torch.int32), 3)
+        x = [t[:1, :1] if cu is None else t[:1] for t in (q, k, v, grad)]
+        with monkeypatch.context() as patch:
+            poison(patch)
+            force(patch, path)
+            outs = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3])
+            o, saved = fused.forward(*x[:3], c, spec, True, seqs)
+            fused.backward(x[3], *x[:3], c, spec, outs, saved, seqs)
+        mean = spec.mean_path
+        for got, expected in ((o, x[2] * mean), (outs[0], x[0] * 0), (outs[1], x[1] * 0), (outs[2], x[3] * mean)):
+            assert torch.equal(got[:, one], expected[:, one])

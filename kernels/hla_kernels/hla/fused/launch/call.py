@@ -61,7 +61,7 @@ class Call:
         self.spec, self.q, self.k, self.v, self.coefficients, self.seqs = spec, q, k, v, coefficients, seqs
         # tokens of the longest sequence and what `loops.span` reads of the others; a float, because Triton compiles
         # anew for integers in tuples that are 1 or multiples of 16
-        self.n = (float(self.most), *seqs.tables(self.h, spec.scale, spec.q_scale))
+        self.n = (float(self.most), *seqs.tables(self.h, spec.scale, spec.q_scale, spec.of_differences))
         self.bh, self.g = self.b * self.h, self.h // k.shape[2]
         self.planned = plan.planned(self.bh)
         self.w = widths(spec, q.shape[3], v.shape[3])
