@@ -156,7 +156,7 @@ def test_explain_and_refusals():
         ("hla2", x, {"causal": True}, "causal"),
         ("hla2", x, {"return_state": True}, "state"),
         ("hla2", [t.double() for t in x], {}, "float64"),
-        ("hla2", [t[:, :1] for t in x], ANCHORED, "one token, centred"),
+        ("hla2", [t[:, :1] for t in x], {"center": "k", "ridge": 0.1}, "single centred key"),
         ("hla2", [t[..., :8] for t in x], {}, "D = 8 is outside"),
         ("hla2", [t.transpose(1, 3).contiguous().transpose(1, 3) for t in x], {}, "not contiguous"),
     )
