@@ -87,8 +87,7 @@ CASES = (
 # of 72 channels, by 3.6 alone, the pass over queries of a ratio (mostly what is computed before it and read after it);
 # what goes back through both softmaxes
 SPILT = {
-    ("linear_attention", RATIO, 32, 16, 1024, 72): 64,
-    ("ahla", RATIO, 8, 16, 1024, 72, "mask"): 48,
+    ("linear_attention", RATIO, 32, 16, 1024, 72): 40,
     ("polynomial", PLAIN, 256, 6, 197, 64): 64,
     ("polynomial", PLAIN, 64, 6, 1025, 64): 144,
     ("polynomial", PLAIN, 64, 16, 256, 72): 104,

@@ -11,8 +11,8 @@ import triton.language as tl
 from ..loops import longest, means
 from ..loops.extent import alive, anew
 from ..loops.pairs import ends, load_pair, no_sums, place_pair, turn
-from ..loops.ratio import beside, column_of, reciprocal
-from ..loops.vectors import once
+from ..loops.ratio import column_of
+from ..loops.vectors import beside, once, reciprocal
 from ..maps import elu, is_shifted
 from ..tiles import axpy2, cast4, rank1, scale4, vecmat, zeros2
 from . import of_head

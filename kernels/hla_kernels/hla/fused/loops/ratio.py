@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..maps import is_shifted, ones2, phi32, phi_grad, power_of_two
+from ..maps import is_plain, is_shifted, ones2, phi32, phi_grad, power_of_two
 from ..tiles import (
     add4,
     add_dot,
@@ -20,7 +20,7 @@ from ..tiles import (
 from .extent import alive, anew
 from .stores import put_ratio, store_tokens
 from .sums import add_moments, add_total, begin_moments, begin_total, end_moments, end_total
-from .vectors import as_row, columns, times_vector
+from .vectors import as_row, beside, columns, laid, once, reciprocal, times_vector
 
 
 @triton.jit
@@ -200,14 +200,6 @@ def readout_columns(mt, x, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexp
 
 
 @triton.jit
-def beside(x, r):
-    """x in the layout of the product r, the only one in which sums of rows are near: x | 0, and the compiler only sees
-    that it is 0 when layouts are settled."""
-    zero = (r.to(tl.uint32, bitcast=True) >> 16) >> 16
-    return (x.to(tl.uint32, bitcast=True) | zero).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def pull(g, mt, cols, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr):
     """What `against` takes of a tile of gradients g of outputs (f m + b) / (f.m1 + e) + row of `ratio_base`: r = g M'
     and g.b (none where b is in M'); mt and cols: `readout_columns` of M' and b."""
@@ -259,18 +251,6 @@ def against(f, pulled, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F
         f2 = beside(f[1], r2)
         y += tl.sum(r2 * (tl.where(is_spare(F1, F2, D), 1.0, f2) if SPARE else f2), 1)
     return (f1, f2), (r1, r2), y
-
-
-@triton.jit
-def reciprocal(den, live, dtype: tl.constexpr):
-    """1 / den, 0 where not live. For bfloat16 tokens one instruction, without scaling for numbers near the greatest."""
-    if dtype == tl.bfloat16:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [den], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        inverse = 1.0 / den
-    return tl.where(live, inverse, 0.0)
 
 
 @triton.jit
@@ -327,9 +307,16 @@ def sum_ratio(
     NUMBER: tl.constexpr = SPARE and spare(DV, V1, V2, dtype) and ORDER < 5
     mt, cols = readout_columns(trans4(cast4(m, dtype)), base, dtype, D, F1, F2, V2)
     rest = mt
+    ones = cols
+    # of v = 1: of features as they were rounded a product, which holds no registers from turn to turn
+    BY_PRODUCT: tl.constexpr = NUMBER and is_plain(FMAP)
+    if BY_PRODUCT:
+        ones = columns(m1, dtype, F2)
     if PLANES == 2:
         rest = trans4(rest_of(m, dtype, F2, V2))
     column = tl.arange(0, one[1].shape[0])[None, :] - (D - F1)
+    # features are evaluated again when what needs all of a row is known: until then tokens take half their registers
+    TWICE: tl.constexpr = SPARE and WRITE
     mm = begin_moments(ORDER, F1, F2, V1, V2, MOMENTS, False)
     dm = begin_outer(V1, V2, F1, F2)
     dm1 = begin_pairs(BN, F1, F2)
@@ -352,9 +339,16 @@ def sum_ratio(
         pulled = pull(tg, mt, cols, D, F1, F2, V2, PREC)
         if PLANES == 2:
             pulled = pull_rest(pulled, tg, rest, F2, V2, PREC)
+        if TWICE:
+            tq = (laid(tq[0], pulled[0]), laid(tq[1], pulled[1]))
         f, r, y = against(phi32(tq, live, FMAP, D, F1, F2), pulled, dtype, D, F1, F2)
-        inverse = reciprocal(rowdot(f, as_row(m1), F2) + e, live, dtype)
+        if BY_PRODUCT:
+            inverse = reciprocal(times_vector((f[0].to(dtype), f[1].to(dtype)), ones, F2) + e, live, dtype)
+        else:
+            inverse = reciprocal(rowdot(f, as_row(m1), F2) + e, live, dtype)
         d = -y * inverse  # d loss / d den times den
+        if TWICE:
+            f = phi32((once(tq[0]), once(tq[1])), live, FMAP, D, F1, F2)
         if WRITE:
             gq = query_gradient(f, r, inverse, d, m1, FMAP, F2)
             store_tokens(dq + (zero + start) * dqn, j, dqn, live, gq, D, F1, F2)
@@ -373,7 +367,7 @@ def sum_ratio(
         if SHIFTED and SPARE:  # a column of ones sums g
             over = (over[0], tl.where(column == 0, 1.0, over[1]).to(dtype))
         dm = add_outer(dm, tg, over, V2, F2, PREC)
-        if SHIFTED:
+        if SHIFTED and not NUMBER:
             sd += d
     dm = scale4(end_outer(dm, V2), 1.0 / unit)
     if NUMBER:
@@ -385,8 +379,10 @@ def sum_ratio(
         else:
             total = end_total(sg, dtype, V1, V2, True)
         dm = rank1(dm, (total[0] * c, total[1] * c), one, V2, F2)
-        if NUMBER:
-            dm1 = axpy2(dm1, tl.sum(sd) * c, one, F2)
+        if NUMBER:  # the column of ones sums d too
+            first = tl.arange(0, F2) == D - F1
+            total_d = tl.sum(tl.where(first, dm1[1], 0.0))
+            dm1 = axpy2((dm1[0], tl.where(first, 0.0, dm1[1])), total_d * c, one, F2)
         else:
             row2 = one[1]
             if F2 > 0:

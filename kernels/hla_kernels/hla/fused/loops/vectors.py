@@ -1,4 +1,5 @@
-"""Sums and products with one vector by the matrix units, instead of by reductions across threads.
+"""Sums and products with one vector by the matrix units, instead of by reductions across threads, and numbers in the
+layout in which they are.
 
 bfloat16 tokens: a float32 vector is two columns, its rounding and what that left, or three (EXACT). float32 tokens, and
 float16, which lacks the exponents: elementwise.
@@ -88,3 +89,30 @@ def once(x):
     if x.dtype == tl.bfloat16:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
     return x
+
+
+@triton.jit
+def beside(x, r):
+    """x in the layout of the product r, the only one in which sums of rows are near: x | 0, and the compiler only sees
+    that it is 0 when layouts are settled."""
+    zero = (r.to(tl.uint32, bitcast=True) >> 16) >> 16
+    return (x.to(tl.uint32, bitcast=True) | zero).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def laid(x, r):
+    """`beside` of a tile of bfloat16 tokens as it was loaded."""
+    zero = ((r.to(tl.uint32, bitcast=True) >> 16) >> 16).to(tl.uint16)
+    return (x.to(tl.uint16, bitcast=True) | zero).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def reciprocal(den, live, dtype: tl.constexpr):
+    """1 / den, 0 where not live. For bfloat16 tokens one instruction, without scaling for numbers near the greatest."""
+    if dtype == tl.bfloat16:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [den], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        inverse = 1.0 / den
+    return tl.where(live, inverse, 0.0)

@@ -16,11 +16,10 @@ from .ratio import (
     query_gradient,
     ratio_base,
     readout_columns,
-    reciprocal,
 )
 from .stores import get_ratio, put_ratio, store_tokens
 from .sums import add_sum, add_total, begin_sum, begin_total, end_sum, end_total
-from .vectors import as_row, columns, times_vector
+from .vectors import as_row, columns, reciprocal, times_vector
 
 
 @triton.jit

@@ -14,9 +14,8 @@ from ..tiles import (
     zero_rows,
 )  # fmt: skip
 from .extent import FEW, alive, anew, full_tiles
-from .ratio import reciprocal
 from .stores import get_ratio, store_tokens
-from .vectors import add_common, as_row, columns, common_row, times_vector
+from .vectors import add_common, as_row, columns, common_row, reciprocal, times_vector
 
 
 @triton.jit
