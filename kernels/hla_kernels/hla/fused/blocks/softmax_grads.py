@@ -9,7 +9,7 @@ from ..loops import longest, span
 from ..loops.extent import alive
 from ..tiles import load4, load_rows, rowmul, store_rows, zero_rows
 from .features import first_row, offset, tile_place
-from .softmaxes import NO_SPECIALIZE, as_product, column, half_of, load_weights, plus_row, through, times_weights
+from .softmaxes import NO_SPECIALIZE, as_product, column, half_of, load_weights, plus_row, through, times_weights, units
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -30,13 +30,26 @@ def pair_features(
 
 
 @triton.jit
+def load_features(
+    f, start, i, stride, live, tile, ON: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
+):  # fmt: skip
+    """Both halves of the features of a tile, unless ON `tile` twice."""
+    plus = tile
+    minus = tile
+    if ON:
+        f = first_row(f, start, stride)
+        plus = load_rows(f, i, stride, live, D, R1, R2, False)
+        minus = load_rows(f + D, i, stride, live, D, R1, R2, False)
+    return plus, minus
+
+
+@triton.jit
 def add_features(
-    acc, f, i, fn, live, weights, plane, half, TURNED: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
-    R2: tl.constexpr, PITCH: tl.constexpr,
+    acc, f, weights, plane, half, TURNED: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
+    PITCH: tl.constexpr,
 ):  # fmt: skip
     """acc + f w for kept features f and the columns, TURNED: rows, of one half of weights [2 D, 2 D] in two terms."""
     for s in tl.static_range(2):
-        tf = load_rows(f + s * D, i, fn, live, D, R1, R2, False)
         if TURNED:
             at = weights + half * D * PITCH + s * D
             high = load4(at, D, R1, R2, D, R1, R2, 1, PITCH)
@@ -45,43 +58,40 @@ def add_features(
             at = weights + s * D * PITCH + half * D
             high = load4(at, D, R1, R2, D, R1, R2, PITCH, 1)
             low = load4(at + offset(plane), D, R1, R2, D, R1, R2, PITCH, 1)
-        acc = rowmul(acc, tf, low, R2, R2, "tf32")
-        acc = rowmul(acc, tf, high, R2, R2, "tf32")
+        acc = rowmul(acc, f[s], low, R2, R2, "tf32")
+        acc = rowmul(acc, f[s], high, R2, R2, "tf32")
     return acc
 
 
 @triton.jit
 def gradient_of_half(
-    x, y, g, f0, f1, fn, i, live, first, last, scale, state, work, matrix, weights, planes, half,
+    x, e, y, g, f0, f1, live, first, last, scale, state, work, matrix, weights, planes, half,
     RATIO: tl.constexpr, VALUES: tl.constexpr, FEATURES: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
     R2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, M1: tl.constexpr, PITCH: tl.constexpr,
     WIDE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """What comes back through one softmax."""
+    """What comes back through one softmax. RATIO: one chain of products, that of g in units of `scale` (where that is
+    zero all of them are)."""
     acc = zero_rows(BN, R1, R2)
-    if VALUES[0] >= 0:
-        acc = times_weights(y, load_weights(weights + VALUES[0], planes[1], half, D, R1, R2, DV, V1, V2, PITCH),
-                            BN, R1, R2, V2)  # fmt: skip
-    if FEATURES[0][0] >= 0:
-        acc = add_features(
-            acc, f0, i, fn[0], live, weights + FEATURES[0][0], planes[1], half, FEATURES[0][1], D, R1, R2, WIDE
-        )
-    if FEATURES[1][0] >= 0:
-        acc = add_features(
-            acc, f1, i, fn[1], live, weights + FEATURES[1][0], planes[1], half, FEATURES[1][1], D, R1, R2, WIDE
-        )
-    one = tl.where(live, 1.0, 0.0)
-    if VALUES[0] >= 0:
-        acc = plus_row(acc, one, column(work + VALUES[1], half, D, R1, R2, PITCH), R2)
-    a1 = acc[0] * scale
-    a2 = acc[1] * scale
     if RATIO:
-        t = times_weights(g, load_weights(matrix, planes[0], half, D, R1, R2, DV, V1, V2, PITCH), BN, R1, R2, V2)
-        a1 += t[0] * first[:, None]
-        if R2 > 0:
-            a2 += t[1] * first[:, None]
-        a1, a2 = plus_row((a1, a2), last, column(state + M1, half, D, R1, R2, PITCH), R2)
-    return through(half_of(x, live, 1.0 - 2.0 * half, D, R1, R2), (a1, a2), R2)
+        acc = times_weights(g, load_weights(matrix, planes[0], half, D, R1, R2, DV, V1, V2, PITCH), BN, R1, R2, V2)
+        unit = (first / tl.where(scale == 0.0, 1.0, scale))[:, None]
+        acc = (acc[0] * unit, acc[1] * unit)
+    if VALUES[0] >= 0:
+        m = load_weights(weights + VALUES[0], planes[1], half, D, R1, R2, DV, V1, V2, PITCH)
+        acc = rowmul(rowmul(acc, y, m[1], V2, R2, "tf32"), y, m[0], V2, R2, "tf32")
+    if FEATURES[0][0] >= 0:
+        acc = add_features(acc, f0, weights + FEATURES[0][0], planes[1], half, FEATURES[0][1], D, R1, R2, WIDE)
+    if FEATURES[1][0] >= 0:
+        acc = add_features(acc, f1, weights + FEATURES[1][0], planes[1], half, FEATURES[1][1], D, R1, R2, WIDE)
+    if VALUES[0] >= 0:
+        one = tl.where(live, 1.0, 0.0)
+        acc = plus_row(acc, one, column(work + VALUES[1], half, D, R1, R2, PITCH), R2)
+    acc = (acc[0] * scale, acc[1] * scale)
+    if RATIO:
+        acc = plus_row(acc, last, column(state + M1, half, D, R1, R2, PITCH), R2)
+    f = half_of(as_product(x, e, R2), live, 1.0 - 2.0 * half, D, R1, R2)
+    return through(f, acc, R2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -110,23 +120,25 @@ def pair_grads(
     if VALUES[0] >= 0:
         ty = load_rows(first_row(at_head(y, ys, at, h // G, ALIGNS[1]), tile * BN, yn), i, yn, live, DV, V1, V2, False)
     tg = tx
-    tx = as_product(tx, R1, R2)
+    e = units(R1, R2, x.dtype.element_ty)
     first = tl.where(live, 1.0, 0.0)
     last = first
     if RATIO:
         tg = load_rows(first_row(at_head(g, gs, at, h, ALIGNS[2]), tile * BN, gn), i, gn, live, DV, V1, V2, False)
         first = tl.load(ratio + head * 2 * most + tile * BN + i, mask=live, other=0.0)
         last = tl.load(ratio + (head * 2 + 1) * most + tile * BN + i, mask=live, other=0.0)
-    f0 = first_row(at_head(f0, fs, at, h, ALIGNS[3]), tile * BN, fn[0])
-    f1 = first_row(at_head(f1, hs, at, h // G, ALIGNS[4]), tile * BN, fn[1])
+    f0 = load_features(at_head(f0, fs, at, h, ALIGNS[3]), tile * BN, i, fn[0], live, tg, FEATURES[0][0] >= 0, D, R1, R2)
+    f1 = load_features(
+        at_head(f1, hs, at, h // G, ALIGNS[4]), tile * BN, i, fn[1], live, tg, FEATURES[1][0] >= 0, D, R1, R2
+    )
     state += head * LENGTHS[0]
     work += head * LENGTHS[1]
     matrix += head * LENGTHS[2]
     weights += head * LENGTHS[3]
     d = zero_rows(BN, R1, R2)
-    for half in range(2):
+    for half in tl.range(0, 2, disable_licm=True):
         back = gradient_of_half(
-            tx, ty, tg, f0, f1, fn, i, live, first, last, scale, state, work, matrix, weights, planes, half, RATIO,
+            tx, e, ty, tg, f0, f1, live, first, last, scale, state, work, matrix, weights, planes, half, RATIO,
             VALUES, FEATURES, D, R1, R2, DV, V1, V2, M1, PITCH, WIDE, BN,
         )  # fmt: skip
         sign = 1.0 - 2.0 * half

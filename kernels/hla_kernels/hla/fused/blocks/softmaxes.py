@@ -45,12 +45,23 @@ def unit(R: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def as_product(x, R1: tl.constexpr, R2: tl.constexpr):
-    """A tile of tokens in float32 as products lie in registers, by a product: threads exchange nothing later."""
-    x1 = tl.dot(x[0], unit(R1, x[0].dtype))
+def units(R1: tl.constexpr, R2: tl.constexpr, dtype: tl.constexpr):
+    """Identities of the two parts of a tile."""
+    e1 = unit(R1, dtype)
+    e2 = e1
+    if R2 > 0:
+        e2 = unit(R2, dtype)
+    return e1, e2
+
+
+@triton.jit
+def as_product(x, e, R2: tl.constexpr):
+    """A tile of tokens in float32 as products lie in registers, by a product with identities e: threads exchange
+    nothing later."""
+    x1 = tl.dot(x[0], e[0])
     x2 = x1
     if R2 > 0:
-        x2 = tl.dot(x[1], unit(R2, x[1].dtype))
+        x2 = tl.dot(x[1], e[1])
     return x1, x2
 
 
@@ -150,7 +161,7 @@ def pair_values(
     hi = upto(part * chunk + chunk, N)
     sign = 1.0 - 2.0 * half
     acc = begin_half(V1, V2, R1, R2)
-    for start in range(part * chunk, hi[0], BN):
+    for start in tl.range(part * chunk, hi[0], BN, disable_licm=True):
         live = alive(start + i, hi)
         tx = load_rows(first_row(x, start, xn), i, xn, live, D, R1, R2, False)
         y1, y2 = load_rows(first_row(y, start, yn), i, yn, live, DV, V1, 0, False)
@@ -228,27 +239,28 @@ def read_weights(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def pair_readout(
-    x, out, state, matrix, xs, os, N, H, GX, TILES, chunk, K, LENGTH, scale, eps, DIVIDE: tl.constexpr,
-    ALIGNS: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, M1: tl.constexpr, OFF: tl.constexpr, PITCH: tl.constexpr, BN: tl.constexpr,
+    x, out, state, matrix, xs, os, N, H, GX, TILES, chunk, scale, eps, DIVIDE: tl.constexpr,
+    ALIGNS: tl.constexpr, LENGTHS: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, M1: tl.constexpr, OFF: tl.constexpr, PITCH: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """out [B, N, H, DV] = phi(x) M / (phi(x).m1 + eps), or scale phi(x) M unless DIVIDE; matrix: M rounded, OFF of
-    LENGTH numbers a head; m1 is the column M1 of a workspace."""
+    LENGTHS[1] numbers a head; m1 is the column M1 of LENGTHS[0] of a workspace."""
     _, b, h, part = tile_place(H, TILES, 1)
     at, N, scale = span(N, b, b * H + h, scale)
     head = (b * H + h).to(tl.int64)
-    w = read_weights(matrix + head * LENGTH + OFF, D, R1, R2, DV, V1, V2, PITCH)
+    w = read_weights(matrix + head * LENGTHS[1] + OFF, D, R1, R2, DV, V1, V2, PITCH)
     m1 = zeros2(R1, R2)
     n1 = m1
     if DIVIDE:
-        m1 = column(state + head * K + M1, 0, D, R1, R2, PITCH)
-        n1 = column(state + head * K + M1, 1, D, R1, R2, PITCH)
+        m1 = column(state + head * LENGTHS[0] + M1, 0, D, R1, R2, PITCH)
+        n1 = column(state + head * LENGTHS[0] + M1, 1, D, R1, R2, PITCH)
     x = at_head(x, xs, at, h // GX, ALIGNS[0])
     out = at_head(out, os, at, h, ALIGNS[1])
     xn, on = xs[1] * ALIGNS[0], os[1] * ALIGNS[1]
     i = tl.arange(0, BN)
     hi = upto(part * chunk + chunk, N)
-    for start in range(part * chunk, hi[0], BN):
+    for start in tl.range(part * chunk, hi[0], BN, disable_licm=True):
         live = alive(start + i, hi)
         tx = load_rows(first_row(x, start, xn), i, xn, live, D, R1, R2, False)
         o2 = tl.zeros([1, 1], tl.float32)
@@ -280,7 +292,13 @@ def load_weights(
 
 @triton.jit
 def times_weights(y, m, BN: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, V2: tl.constexpr):
-    """y m of a tile of tokens y, for two terms of m."""
+    """y m of a tile of tokens y, for two terms of m. Eight warps share the columns of 64 rows unless a product starts
+    from another one, and the compiler makes an addition of two that (a multiplication by one it does not)."""
+    if BN == 64 and R1 == 128:
+        low = rowmul(zero_rows(BN, R1, R2), y, m[1], V2, R2, "tf32")
+        high = rowmul(zero_rows(BN, R1, R2), y, m[0], V2, R2, "tf32")
+        o1 = tl.fma(low[0], tl.full([BN, R1], 1.0, tl.float32), high[0])
+        return o1, o1
     acc = rowmul(zero_rows(BN, R1, R2), y, m[1], V2, R2, "tf32")
     return rowmul(acc, y, m[0], V2, R2, "tf32")
 
@@ -325,9 +343,10 @@ def back_half(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def pair_tokens(
-    x, y, out, state, matrix, ratio, xs, ys, os, plane, N, H, GX, GY, TILES, chunk, K, LENGTH, scale, eps,
-    RATIO: tl.constexpr, ALIGNS: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, M1: tl.constexpr, OFF: tl.constexpr, PITCH: tl.constexpr, BN: tl.constexpr,
+    x, y, out, state, matrix, ratio, xs, ys, os, plane, N, H, GX, GY, TILES, chunk, scale, eps,
+    RATIO: tl.constexpr, ALIGNS: tl.constexpr, LENGTHS: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
+    R2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, M1: tl.constexpr, OFF: tl.constexpr,
+    PITCH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out [B, N, H, D] = the gradient of x through both softmaxes of a (y M') + b m1. RATIO: of queries, y the
     gradient of (phi(x) M) / (phi(x).m1 + eps): a = 1 / denominator and b, the gradient of the denominator, which are
@@ -336,21 +355,22 @@ def pair_tokens(
     most = longest(N)
     at, N, scale = span(N, b, b * H + h, scale)
     head = (b * H + h).to(tl.int64)
-    matrix += head * LENGTH + OFF
+    matrix += head * LENGTHS[1] + OFF
     mp = load_weights(matrix, plane, 0, D, R1, R2, DV, V1, V2, PITCH)
     mm = load_weights(matrix, plane, 1, D, R1, R2, DV, V1, V2, PITCH)
-    m1 = column(state + head * K + M1, 0, D, R1, R2, PITCH)
-    n1 = column(state + head * K + M1, 1, D, R1, R2, PITCH)
+    m1 = column(state + head * LENGTHS[0] + M1, 0, D, R1, R2, PITCH)
+    n1 = column(state + head * LENGTHS[0] + M1, 1, D, R1, R2, PITCH)
     x = at_head(x, xs, at, h // GX, ALIGNS[0])
     y = at_head(y, ys, at, h // GY, ALIGNS[1])
     xn, yn, on = xs[1] * ALIGNS[0], ys[1] * ALIGNS[1], os[1] * ALIGNS[2]
+    e = units(R1, R2, x.dtype.element_ty)
     i = tl.arange(0, BN)
     hi = upto(part * chunk + chunk, N)
-    for start in range(part * chunk, hi[0], BN):
+    for start in tl.range(part * chunk, hi[0], BN, disable_licm=True):
         live = alive(start + i, hi)
         tx = load_rows(first_row(x, start, xn), i, xn, live, D, R1, R2, False)
         ty = load_rows(first_row(y, start, yn), i, yn, live, DV, V1, V2, False)
-        tx = as_product(tx, R1, R2)
+        tx = as_product(tx, e, R2)
         plus = back_half(tx, ty, mp, m1, live, 1.0, RATIO, D, R1, R2, V2, BN)
         minus = back_half(tx, ty, mm, n1, live, -1.0, RATIO, D, R1, R2, V2, BN)
         first = tl.where(live, scale, 0.0)

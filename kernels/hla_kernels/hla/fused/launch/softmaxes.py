@@ -29,7 +29,7 @@ class Softmaxes(Blocks):
 
     def tiles(self, kernel: str, *args: int) -> dict[str, int]:
         """Tiles of a kernel by blocks."""
-        return self.pair_tiles(kernel) if kernel in ("product", "moments") else super().tiles(kernel, *args)
+        return self.pair_tiles(kernel) if kernel == "moments" else super().tiles(kernel, *args)
 
     def pair_tiles(self, kernel: str) -> dict[str, int]:
         """Tiles of a kernel."""
@@ -72,16 +72,17 @@ class Softmaxes(Blocks):
 
     def readout(self, out: Tensor, x: Tensor, place: Place, divide: bool) -> None:
         """out = phi(x) M, over its denominators or scaled."""
-        call, config = self.call, self.pair_tiles("readout")
+        call, config = self.call, self.pair_tiles("divide" if divide else "readout")
         parts, chunk = self.chunks(config)
         at, units = apart(x, out)
         weights = self.weights[place.base]
+        lengths = (self.length(place), weights.first.shape[1])
         launch(
             pair_readout, call.bh * parts,
             x, out, self.base(place), weights.first, *at, call.n, call.h, call.h // x.shape[2], parts, chunk,
-            self.length(place), weights.first.shape[1], call.scale, self.spec.eps, DIVIDE=divide, ALIGNS=units,
-            M1=place.off + self.lay.v, OFF=place.off + weights.first.shape[1] - self.length(place), PITCH=place.pitch,
-            **self.widths, **config,
+            call.scale, self.spec.eps, DIVIDE=divide, ALIGNS=units, LENGTHS=lengths,
+            M1=place.off + self.lay.v, OFF=place.off + lengths[1] - lengths[0], PITCH=place.pitch, **self.widths,
+            **config,
         )  # fmt: skip
 
     def token_pass(self, x: Tensor, y: Tensor, place: Place, out: Tensor | None, ratio: Tensor | None) -> None:
@@ -90,12 +91,13 @@ class Softmaxes(Blocks):
         parts, chunk = self.chunks(config)
         at, units = apart(x, y, x if out is None else out)
         weights = self.weights[place.base]
+        lengths = (self.length(place), weights.first.shape[1])
         launch(
             pair_tokens, call.bh * parts,
             x, y, out, self.base(place), weights.first, ratio, *at, weights.step, call.n, call.h,
-            call.h // x.shape[2], call.h // y.shape[2], parts, chunk, self.length(place), weights.first.shape[1],
-            call.scale, self.spec.eps, RATIO=ratio is not None, ALIGNS=units, M1=place.off + self.lay.v,
-            OFF=place.off + weights.first.shape[1] - self.length(place), PITCH=place.pitch, **self.widths, **config,
+            call.h // x.shape[2], call.h // y.shape[2], parts, chunk, call.scale, self.spec.eps,
+            RATIO=ratio is not None, ALIGNS=units, LENGTHS=lengths, M1=place.off + self.lay.v,
+            OFF=place.off + lengths[1] - lengths[0], PITCH=place.pitch, **self.widths, **config,
         )  # fmt: skip
 
     def grads(

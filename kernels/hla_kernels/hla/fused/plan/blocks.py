@@ -47,18 +47,20 @@ def softmaxes(spec: Spec, dtype: torch.dtype, save: bool) -> bool:
 
 
 def pair_config(kernel: str, width: int) -> dict[str, int]:
-    """Tiles of `blocks.softmaxes`; `width`: channels."""
+    """Tiles of `blocks.softmaxes`, "divide" of its ratio; `width`: channels. Latency bounds these passes: more warps of
+    fewer registers pay where nothing is spilt for them."""
     wide = width > 80
     if kernel == "features":
         return {"BN": 32, "num_warps": 4, "num_stages": 1}
     if kernel == "grads":
         return {"BN": 128, "num_warps": 8, "num_stages": 1}
     if kernel == "values":
-        return {"BN": 32, "num_warps": 4, "num_stages": 3}
+        return {"BN": 32, "num_warps": 8, "num_stages": 3} | ({"maxnreg": 128} if wide else {})
     if kernel == "tokens":
         return {"BN": 64, "num_warps": 8, "num_stages": 1} if wide else {"BN": 64, "num_warps": 4, "num_stages": 2}
-    if kernel == "product":
-        return {"ROWS": 32, "COLS": 32, "DEPTH": 32, "num_warps": 1, "num_stages": 3}
     if kernel == "moments":
-        return {"ROWS": 64, "COLS": 128, "BN": 64, "num_warps": 4, "num_stages": 3}
+        columns = {"COLS": 64} if 64 < width <= 80 else {"COLS": 128}
+        return {"ROWS": 64, **columns, "BN": 32 if wide else 64, "num_warps": 4, "num_stages": 3}
+    if kernel == "divide" and width > 96:
+        return {"BN": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
     return {"BN": 64, "num_warps": 8 if wide else 4, "num_stages": 2}
