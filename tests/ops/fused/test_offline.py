@@ -43,6 +43,7 @@ CASES = (
     ("ahla", RATIO, 64, 6, 4097, 64),
     ("ahla", RATIO, 256, 6, 197, 64),
     ("hla3", RATIO, 256, 6, 197, 64),
+    ("hla3", RATIO, 256, 6, 197, 64, "inference"),
     ("hla2", ANCHORED, 256, 6, 197, 64),
     ("hla3", ANCHORED, 256, 6, 197, 64),
     ("hla3", ANCHORED, 64, 6, 1025, 64),

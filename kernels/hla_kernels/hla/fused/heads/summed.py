@@ -8,7 +8,7 @@ dm1) over queries and the gradients of o alone. Equations as in `algebra`.
 import triton
 import triton.language as tl
 
-from ..algebra import anchor, ones_moments, operator_ones, scale_moments
+from ..algebra import ones_moments, scale_moments
 from ..loops import means, ratio_base, read_out, sum_features, sum_moments, write_grads
 from ..loops.extent import upto
 from ..maps import is_shifted, kept, unshift, unshift_sums
@@ -33,6 +33,7 @@ from .summed_algebra import (
     store_rows3,
     store_weights,
     stored_algebra,
+    sum_rows,
     summed_algebra,
     summed_gradient,
 )
@@ -60,6 +61,26 @@ def finished(
     if is_shifted(FMAP):
         raw = unshift(raw, sums, n, ORDER, CENTER, True, D, F1, F2, F2)
     return scale_moments(raw, sums, scale, n, 0.0, ORDER, CENTER, NORM or MEAN, False, F1, F2, F2)
+
+
+@triton.jit
+def ones_through(y, p1, q1, ORDER: tl.constexpr, F2: tl.constexpr):
+    """m1 = S q1 of hla2 or R p1 of ahla: S is symmetric, and sums of rows are near, those of columns are not."""
+    x = p1
+    if ORDER == 2:
+        x = q1
+    return matvec(y, x, F2, F2)
+
+
+@triton.jit
+def anchor_ones(mt, m1, F2: tl.constexpr):
+    """a of `algebra.anchor` for the features 1: 1'(M - m1 a') = 0. M is nearly of rank one: others are alike."""
+    e = tl.sum(m1[0])
+    if F2 > 0:
+        e += tl.sum(m1[1])
+    top = sum_rows(mt, F2, F2)
+    over = tl.where(e == 0.0, 0.0, 1.0 / e)
+    return top[0] * over, top[1] * over
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -109,15 +130,11 @@ def summed_forward(
     if NORM or MEAN:
         row = axpy2(row, 1.0 / n, sums[2], F2)
     p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
-    a = row
     m1 = row
     if HERE:
         x = m[0]
-        if NORM:  # before the factors are rounded, while they are in registers
-            a = anchor(m, p1, q1, sums, ORDER, F1, F2, F1, F2)
-            row = axpy2(row, 1.0, a, F2)
-        if NORM and ORDER < 4:
-            m1 = operator_ones(m, m[3], p1, q1, (1.0, 1.0, 1.0, 1.0), ORDER, F2)
+        if NORM and ORDER < 4:  # before the factors are rounded, while they are in registers
+            m1 = ones_through(factors_of(m, ORDER)[1], p1, q1, ORDER, F2)
         if ORDER > 1:
             factor, u = one_by_one(m, ORDER, F2)
             t = factor[1]
@@ -126,9 +143,6 @@ def summed_forward(
         # get factors without registers
         AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
         x, _, _ = factors_of(finished(raw, totals, scale, n, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2), ORDER)
-        if NORM:
-            a = anchor((x, x, x, x, x), p1, q1, sums, ORDER, F1, F2, F1, F2)
-            row = axpy2(row, 1.0, a, F2)
         if ORDER > 1:
             factors += head * KF
             units += head * 4
@@ -136,7 +150,7 @@ def summed_forward(
             put_matrix(factors, x, F1, F2)
             _, y, _ = factors_of(finished(raw, totals, scale, n, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2), ORDER)
             if NORM and ORDER < 4:
-                m1 = operator_ones((y, y, y, y, y), y, p1, q1, (1.0, 1.0, 1.0, 1.0), ORDER, F2)
+                m1 = ones_through(y, p1, q1, ORDER, F2)
             y, uy = half(y, F2, F2)
             put_matrix(factors + AREA, y, F1, F2)
             uz = uy
@@ -167,6 +181,8 @@ def summed_forward(
     else:
         mt = half_operator(factor, u, t, ORDER, F2)
         if NORM:
+            a = anchor_ones(mt, m1, F2)
+            row = axpy2(row, 1.0, a, F2)
             mt = rank1(mt, (-a[0], -a[1]), m1, F2, F2)
         out = trans4(cast4(mt, q.dtype.element_ty))
     if SAVE and LATE:
@@ -181,7 +197,7 @@ def summed_forward(
             store4(matrix + head * D * D, out, D, F1, F2, D, F1, F2, D, 1)
     base = row
     if NORM:
-        base, eps = ratio_base(out, m1, row, eps, D, is_shifted(FMAP), F1, F2, F2)
+        base, eps = ratio_base(out, m1, row, eps, D, is_shifted(FMAP), F1, F2, F2, True)
     o, on = at_head(o, os, at, h, ALIGN), os[1] * ALIGN
     if KEEP:
         tl.debug_barrier()  # every thread reads what others wrote
@@ -193,15 +209,25 @@ def summed_forward(
         read_out(q, o, qn, on, 0, N, out, m1, row, base, eps, NORM, MEAN, FMAP, D, F1, F2, F1, F2, D, F1, F2, BO, PREC)
 
 
+@triton.constexpr_function
+def part_of(i, loops, late):
+    """PART of `write_grads` of the i-th of so many loops."""
+    if loops == 1:
+        return 0
+    parts = {2: [1, 2], 3: [1, 3, 4]}[loops]
+    return (parts[1:] + parts[:1])[i] if late else parts[i]
+
+
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_backward(
     q, k, v, g, dq, dk, dv, ratio, vectors, matrix, factors, units, room, rows, qs, ks, vs, gs, dqs, dks, dvs, N, H,
     scale, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     KF: tl.constexpr, KR: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr, WRITE: tl.constexpr,
-    STAY: tl.constexpr, PREC: tl.constexpr,
+    LATE: tl.constexpr, STAY: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one head. LOOPS as in `plain_backward`; STAY of the tokens as they are, as in `sum_gradient`."""
+    """dq, dk, dv of one head. LATE: dq last. LOOPS as in `plain_backward`; STAY of the tokens as they are, as in
+    `sum_gradient`."""
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
@@ -221,7 +247,7 @@ def summed_backward(
     for part in tl.static_range(LOOPS):
         write_grads(
             q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8], ratio, w, 1.0, row, row,
-            0 if LOOPS == 1 else 1 if part == 0 else part + LOOPS - 1, ORDER, NORM, True, FMAP, D, F1, F2, F1, F2, D,
+            part_of(part, LOOPS, LATE), ORDER, NORM, True, FMAP, D, F1, F2, F1, F2, D,
             F1, F2, D, BO, PREC, WRITE,
         )  # fmt: skip
 
@@ -349,6 +375,6 @@ def summed_tokens(
         write_grads(
             q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8],
             ratio_of(ratio, head, N[0], NORM), w, 1.0, row, row,
-            0 if LOOPS == 1 else 1 if part == 0 else part + LOOPS - 1, ORDER, NORM, True, FMAP, D, F1, F2, F1, F2, D,
+            part_of(part, LOOPS, False), ORDER, NORM, True, FMAP, D, F1, F2, F1, F2, D,
             F1, F2, D, BO, PREC,
         )  # fmt: skip

@@ -68,7 +68,7 @@ def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     launch(
         summed_forward, call.bh, q, k, v, o, *features, *kept, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a,
         SAVE=save, KEEP=features[0] is not None, PREC=call.prec["PREC"], **summed_widths(call),
-        **staged(call.tiles("summed_forward", sums.forward_config, call.spec, call.w, call.most)),
+        **staged(call.tiles("summed_forward", sums.forward_config, call.spec, call.w, call.most, save)),
     )  # fmt: skip
 
 

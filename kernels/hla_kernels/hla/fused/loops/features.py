@@ -232,6 +232,9 @@ def sum_features(
                 over = (over[0] - dq[0].to(tl.float32), over[1] - dq[1].to(tl.float32))
                 rest_q = (over[0].to(dtype), over[1].to(dtype))
             rm = outer4(rm, tg, rest_q, i, V2, F2, False, PREC)
+        if KEEP:  # a turn late too: written and multiplied in one layout
+            store_tokens(keep[0] + (zero + late) * keep[2], j, keep[2], there, hq, D, R1, R2)
+            store_tokens(keep[1] + (zero + late) * keep[3], j, keep[3], there, hk, D, R1, R2)
         if QUERIES:
             fq, hq, rest = phi_and_rest(xq, live, FMAP, D, R1, R2, FULL)
             if LOW:
@@ -240,9 +243,6 @@ def sum_features(
             fk, hk, lk = phi_and_rest(xk, live, FMAP, D, R1, R2, FULL)
         if MOMENTS and FULL:
             tv = xv
-        if KEEP:
-            store_tokens(keep[0] + (zero + start) * keep[2], j, keep[2], live, hq, D, R1, R2)
-            store_tokens(keep[1] + (zero + start) * keep[3], j, keep[3], live, hk, D, R1, R2)
         if ONES:
             hq = (hq[0], ones_column(hq[1], live, D - F1))
             hk = (hk[0], ones_column(hk[1], live, D - F1))

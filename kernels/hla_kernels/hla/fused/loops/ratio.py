@@ -25,13 +25,14 @@ from .vectors import as_row, beside, columns, laid, once, reciprocal, times_vect
 
 @triton.jit
 def ratio_base(
-    m, m1, row, eps, D: tl.constexpr, SHIFTED: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr
-):
+    m, m1, row, eps, D: tl.constexpr, SHIFTED: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
+    ANCHORED: tl.constexpr = False,
+):  # fmt: skip
     """(b, e) of the normalised read-out o = (f m + b) / (f.m1 + e) + row of tokens f: b = -eps row and e = eps, and
-    1'm and 1'm1 more where the features are f + 1."""
+    1'm and 1'm1 more where the features are f + 1. ANCHORED at the features 1: 1'm is zero before m is rounded."""
     base = (-eps * row[0], -eps * row[1])
-    if SHIFTED:
-        one = ones2(D, F1, F2)
+    one = ones2(D, F1, F2)
+    if SHIFTED and not ANCHORED:
         base1 = tl.sum(m[0].to(tl.float32), 0)
         base2 = base1
         if F2 > 0:
@@ -41,6 +42,7 @@ def ratio_base(
         if F2 > 0 and V2 > 0:
             base2 += tl.sum(m[3].to(tl.float32), 0)
         base = axpy2(base, 1.0, (base1, base2), V2)
+    if SHIFTED:
         eps += tl.sum(rowdot(as_row(one), as_row(m1), F2))
     return base, eps
 
@@ -281,6 +283,7 @@ def sum_ratio(
     q, k, v, g, dq, qn, kn, vn, gn, dqn, lo, hi, m, m1, row, eps, ratio, ORDER: tl.constexpr, MOMENTS: tl.constexpr,
     WRITE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, PLANES: tl.constexpr = 1,
+    ANCHORED: tl.constexpr = False,
 ):  # fmt: skip
     """(P, S, C, R, W) with MOMENTS, dM' = Sum g (phi(q) / den)', dm1 = Sum (d loss / d den) phi(q) over tokens lo..hi,
     the last for `end_pairs`.
@@ -290,7 +293,8 @@ def sum_ratio(
     d loss / d den of every token go to ratio [*, 2].
 
     What all queries have in common is taken off phi(q) / den before it is rounded: c = 1 / 1'm1, that of phi(q) = 1.
-    PLANES = 2: m, in float32, and phi(q) / den are sums of two numbers of the dtype of the tokens.
+    PLANES = 2: m, in float32, and phi(q) / den are sums of two numbers of the dtype of the tokens. ANCHORED as in
+    `ratio_base`.
     """
     SHIFTED: tl.constexpr = is_shifted(FMAP)
     dtype: tl.constexpr = q.dtype.element_ty
@@ -298,7 +302,7 @@ def sum_ratio(
     unit = 1.0
     if dtype == tl.float16:  # 1 / den of a higher order is too small for float16
         unit = power_of_two(tl.sum(rowdot(as_row((tl.abs(m1[0]), tl.abs(m1[1]))), as_row(one), F2)))
-    base, e = ratio_base(m, m1, row, eps, D, SHIFTED, F1, F2, V2)
+    base, e = ratio_base(m, m1, row, eps, D, SHIFTED, F1, F2, V2, ANCHORED)
     c = 0.0
     if SHIFTED:
         c = tl.where(e == 0.0, 0.0, 1.0 / e)

@@ -67,6 +67,26 @@ def common_row(x, dtype: tl.constexpr, D2: tl.constexpr):
 
 
 @triton.jit
+def row_block(ptr, D, C0: tl.constexpr, CN: tl.constexpr):
+    """Columns C0 .. C0 + CN of a vector of D elements in memory as rows 0 (its rounding) and 1 (what that left)."""
+    r = tl.arange(0, 16)[:, None]
+    c = C0 + tl.arange(0, CN)[None, :]
+    x = tl.load(ptr + r * 0 + c, mask=(r < 2) & (c < D), other=0.0)
+    high = x.to(tl.bfloat16)
+    return tl.where(r == 0, high, (x - high.to(tl.float32)).to(tl.bfloat16))
+
+
+@triton.jit
+def stored_row(ptr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """`common_row` in bfloat16 of a vector in memory: no thread has more of it than its part of the matrix."""
+    x1 = row_block(ptr, D, 0, D1)
+    x2 = x1
+    if D2 > 0:
+        x2 = row_block(ptr, D, D1, D2)
+    return x1, x2
+
+
+@triton.jit
 def add_common(acc, x, D2: tl.constexpr):
     """acc + the vector of `common_row` for every token of a tile; as a product it holds no registers between tiles."""
     o1, o2 = acc

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..maps import is_shifted, load_features, phi, phi32, phi_grad, slope_times
+from ..maps import is_shifted, load_features, phi32, phi_grad, phi_in_pairs, slope_times
 from ..tiles import (
     axpy2,
     load_rows,
@@ -15,7 +15,7 @@ from ..tiles import (
 )  # fmt: skip
 from .extent import FEW, alive, anew, full_tiles
 from .stores import get_ratio, store_tokens
-from .vectors import add_common, as_row, columns, common_row, reciprocal, times_vector
+from .vectors import add_common, as_row, columns, common_row, reciprocal, stored_row, times_vector
 
 
 @triton.jit
@@ -184,11 +184,14 @@ def write_grads(
     dtype: tl.constexpr = q.dtype.element_ty
     APART: tl.constexpr = ORDER < 5 and F1 > 64 and V1 > 64 and dtype != tl.float32
     MATRIX: tl.constexpr = NORM and F1 <= 64 and V1 <= 64 and dtype == tl.bfloat16
+    # the slope of a feature that a product reads is that of its rounding
+    READ_Q: tl.constexpr = F2 == 0 and (ORDER >= 4 or (PART == 0 and ORDER > 1) or (PART == 5 and ORDER == 2))
+    READ_K: tl.constexpr = F2 == 0 and (ORDER == 2 or ORDER >= 4 or PART != 3)
     row_q, row_k, row_v = rows
     if MATRIX:
-        row_q = common_row(load_vec(rows[0], FD, F1, F2), tl.bfloat16, F2)
-        row_k = common_row(load_vec(rows[1], FD, F1, F2), tl.bfloat16, F2)
-        row_v = common_row(load_vec(rows[2], DV, V1, V2), tl.bfloat16, V2)
+        row_q = stored_row(rows[0], FD, F1, F2)
+        row_k = stored_row(rows[1], FD, F1, F2)
+        row_v = stored_row(rows[2], DV, V1, V2)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = full_tiles(hi[0] - lo, BN) if LAST else tl.cdiv(hi[0] - lo, BN)
@@ -200,8 +203,8 @@ def write_grads(
         rk = load_rows(k + (zero + start) * kn, j, kn, live, D, R1, R2, False)
         tv = load_rows(v + (zero + start) * vn, j, vn, live, DV, V1, V2, False)
         tg = load_rows(g + (zero + start) * gn, j, gn, live, DV, V1, V2, False)
-        fq = phi(rq, live, MAP, D, R1, R2)
-        fk = phi(rk, live, MAP, D, R1, R2)
+        fq = phi_in_pairs(rq, live, MAP, D, R1, R2)
+        fk = phi_in_pairs(rk, live, MAP, D, R1, R2)
         if PART == 0 or PART == 2 or PART >= 4:
             gv = zero_rows(BN, V1, V2)
             if ORDER != 2:
@@ -225,7 +228,7 @@ def write_grads(
             gk = add_row(in_units(gk, unit, F2), row_k, NORM, MATRIX, ROW, FD, F1, F2)
             if SOFTMAX:
                 gk = axpy2(gk, 1.0, as_row(more[1]), F2)
-            if FMAP == 5:
+            if FMAP == 5 and not READ_K:
                 gk = slope_times(rk, gk, R2)
             else:
                 gk = phi_grad(phi32(rk, live, FMAP, D, R1, R2) if SOFTMAX else fk, gk, FMAP, R2)
@@ -246,7 +249,7 @@ def write_grads(
             gq = add_row(in_units(gq, unit, F2), row_q, NORM, MATRIX, ROW, FD, F1, F2)
             if SOFTMAX:
                 gq = axpy2(gq, 1.0, as_row(more[0]), F2)
-            if FMAP == 5:
+            if FMAP == 5 and not READ_Q:
                 gq = slope_times(rq, gq, R2)
             else:
                 gq = phi_grad(phi32(rq, live, FMAP, D, R1, R2) if SOFTMAX else fq, gq, FMAP, R2)

@@ -26,27 +26,31 @@ def kept_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt, dtype: tor
     return factor_floats(spec, w, n) + (lay.vectors().k + operator if spec.sums else 0)
 
 
-def forward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
+def forward_config(spec: Spec, w: dict[str, int], n: int, save: bool) -> dict[str, int]:
     """Tiles of `summed_forward`; STAY as in `tiles.plain_forward_config`."""
-    # three programs a multiprocessor; a ratio of hla3 spills for them, which pays where heads are long only
-    free = w["F2"] > 0 or (spec.op == "hla3" and spec.normalize and n <= 512)
+    # three programs a multiprocessor; a ratio of hla3 that keeps features for a backward would spill for them
+    free = w["F2"] > 0 or (spec.op == "hla3" and spec.normalize and n <= 512 and save)
     more = {} if free else {"maxnreg": 168}
     return {"STAY": w["F2"] == 0 and n > 512, "BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, **more}
 
 
 def backward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
-    """Tiles of `summed_backward`: LOOPS that write, WRITE stages of each.
+    """Tiles of `summed_backward`: LOOPS that write, WRITE stages of each, dq LATE.
 
     With two stages a tile is loaded when the one before it is done with; two loops, of half the tokens each, have room
-    for three. Not so a ratio of ahla, whose loops read three of four, and centred hla2 would spill with Triton 3.9.
+    for three. Not so a ratio of ahla, whose loops read three of four. What dk and dv of centred hla2 read is not held
+    any more when dq is last.
     """
+    late = spec.op == "hla2" and not spec.normalize
     if n > 512 and w["F2"] == 0:
-        return {"BN": 64, "BO": 64, "LOOPS": 1, "WRITE": 4, "STAY": True, "num_warps": 4, "num_stages": 6}
-    whole = spec.op == ("ahla" if spec.normalize else "hla2")
-    loops = {"LOOPS": 3, "WRITE": 3}
-    if w["F2"] == 0:
-        loops = {"LOOPS": 1, "WRITE": 2} if whole else {"LOOPS": 2, "WRITE": 3}
-    return {"BN": 64, "BO": 64, **loops, "STAY": False, "num_warps": 4, "num_stages": 3}
+        loops = {"LOOPS": 1, "WRITE": 4, "STAY": True, "num_stages": 6}
+    elif w["F2"] > 0:
+        loops = {"LOOPS": 3, "WRITE": 3, "STAY": False, "num_stages": 3}
+    elif spec.op == "ahla" and spec.normalize:
+        loops = {"LOOPS": 1, "WRITE": 2, "STAY": False, "num_stages": 3}
+    else:
+        loops = {"LOOPS": 2, "WRITE": 3, "STAY": False, "num_stages": 3}
+    return {"BN": 64, "BO": 64, **loops, "LATE": late and loops["LOOPS"] == 2, "num_warps": 4}
 
 
 def weights_config() -> dict[str, int]:

@@ -12,7 +12,8 @@ operands of matrix products. Dead rows and columns give zero features: they must
 import triton
 import triton.language as tl
 
-from .tiles import axpy2, load_rows, rank1, trans4, vecmat, zeros2
+from ..tiles import axpy2, load_rows, rank1, trans4, vecmat, zeros2
+from .elu import below, elu, elu16, elu_slope, wide
 
 
 @triton.jit
@@ -66,18 +67,6 @@ def elu1(x, live, C0: tl.constexpr, CN: tl.constexpr, D: tl.constexpr, WHOLE: tl
     if C0 + CN > D:
         keep = keep & (C0 + tl.arange(0, CN) < D)[None, :]
     return tl.where(keep, y, 0.0)
-
-
-@triton.jit
-def below(x):
-    """1 - exp(x) where x < 0, otherwise 0: cut to 0..1 by the instruction that subtracts."""
-    return tl.clamp(1.0 - tl.exp2(x * 1.4426950408889634), 0.0, 1.0)
-
-
-@triton.jit
-def elu(x):
-    """elu(x), 0 at 0: exp(x) - 1 is at least x."""
-    return tl.maximum(x, below(x) * -1.0)
 
 
 @triton.constexpr_function
@@ -210,6 +199,17 @@ def phi(x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.c
 
 
 @triton.jit
+def phi_in_pairs(x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
+    """`phi`, the same numbers; of one block of columns by `elu16`, with which two would spill."""
+    if FMAP == 5 and R2 == 0:
+        y = elu16(x[0])
+        out = (y, y)
+    else:
+        out = phi(x, live, FMAP, D, R1, R2)
+    return out
+
+
+@triton.jit
 def phi_and_rest(
     x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
@@ -223,7 +223,10 @@ def phi_and_rest(
     if R2 > 0 or FMAP == 4:
         h2 = f2.to(dtype)
         l2 = (f2 - h2.to(tl.float32)).to(dtype)
-    return (f1, f2), (h1, h2), (l1, l2)
+    h = (h1, h2)
+    if FMAP == 5 and R2 == 0:
+        h = phi_in_pairs(x, live, FMAP, D, R1, R2)
+    return (f1, f2), h, (l1, l2)
 
 
 @triton.jit
@@ -242,9 +245,9 @@ def phi_grad(f, g, FMAP: tl.constexpr, R2: tl.constexpr):
         if R2 > 0:
             g2 = g2 * tl.minimum(f2, 1.0)
     elif FMAP == 5 or FMAP == 8:
-        g1 = g1 + g1 * tl.minimum(f1, 0.0)
+        g1 = elu_slope(f[0], g1)
         if R2 > 0:
-            g2 = g2 + g2 * tl.minimum(f2, 0.0)
+            g2 = elu_slope(f[1], g2)
     elif FMAP == 3:
         mean = tl.sum(g1 * f1, 1)
         if R2 > 0:
@@ -262,8 +265,11 @@ def slope_times(x, g, R2: tl.constexpr):
     """d loss / d x of elu from the token x and g = d loss / d phi(x): what `phi_grad` has of the rounded feature."""
     g2 = g[1]
     if R2 > 0:
+        x1 = x[0].to(tl.float32)
         g2 = g[1] - g[1] * below(x[1].to(tl.float32))
-    return g[0] - g[0] * below(x[0].to(tl.float32)), g2
+    else:
+        x1 = wide(x[0])
+    return g[0] - g[0] * below(x1), g2
 
 
 @triton.jit
