@@ -37,7 +37,7 @@ def ratio_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
         q, k, v, kept, units, vectors, *at, call.n, call.h, call.scale, ALIGN=a, DIGITS=not fixed, **means(call),
         **form.square(call), **call.pick("FMAP"), **staged(form.tiles(call, "features")),
     )  # fmt: skip
-    room, length = (kept.view(-1)[3 * area(call) :], 5) if fixed else (half_room(call, 2), 2)
+    room, length = (kept.view(-1)[3 * area(call) :], 5) if fixed else (half_room(call, 3), 3)
     lay = call.lay = call.lay.vectors()
     launch(
         ratio_operator, call.bh,

@@ -80,6 +80,20 @@ def product(a, b, D2: tl.constexpr):
 
 
 @triton.jit
+def settled(at, z, D2: tl.constexpr):
+    """A `product` z, its block 22 by way of float32 memory at `at`: assemblers put the products of that block off until
+    it is read, and their operands stay in registers."""
+    z22 = z[3]
+    if D2 > 0:
+        i = tl.arange(0, D2)
+        at = at.to(tl.pointer_type(tl.float32)) + i[:, None] * D2 + i[None, :]
+        tl.store(at, z22)
+        tl.debug_barrier()  # every thread reads what others wrote
+        z22 = tl.load(at)
+    return z[0], z[1], z[2], z22
+
+
+@triton.jit
 def symmetric(a, D2: tl.constexpr):
     """a + a'."""
     return add4(a, trans4(a), D2, D2)
@@ -95,14 +109,32 @@ def total(x, D2: tl.constexpr):
 
 
 @triton.jit
-def inner(a, b, c, D2: tl.constexpr):
-    """c <a, b>, a in any dtype: one number at once, because rows that wait for others keep both matrices alive."""
+def row_sums(a, b, D2: tl.constexpr):
+    """The sums of the rows of a * b, a in any dtype."""
     x = tl.sum(a[0].to(tl.float32) * b[0], 1)
     y = x
     if D2 > 0:
         x += tl.sum(a[1].to(tl.float32) * b[1], 1)
         y = tl.sum(a[2].to(tl.float32) * b[2], 1) + tl.sum(a[3].to(tl.float32) * b[3], 1)
-    return total((x, y), D2) * c
+    return x, y
+
+
+@triton.jit
+def inner(a, b, c, D2: tl.constexpr):
+    """c <a, b>, a in any dtype: one number at once, because rows that wait for others keep both matrices alive."""
+    return total(row_sums(a, b, D2), D2) * c
+
+
+@triton.jit
+def inner_whole(at, I: tl.constexpr, unit, b, D1: tl.constexpr, D2: tl.constexpr):
+    """<a, b> of a moment a of `put_digits`; of two parts the rest is loaded when its number is done with."""
+    if D2 == 0:
+        out = inner(whole(at, I, unit, D1, D2), b, 1.0, D2)
+    else:
+        out = inner(load(at, I, D1, D2), b, unit, D2)
+        tl.debug_barrier()
+        out += inner(load(at, I + RESTS, D1, D2), b, unit * REST, D2)
+    return out
 
 
 @triton.jit
@@ -151,10 +183,12 @@ def first_products(
     r unless KEPT) and of dM in `room`. Returns what is known of d coefficients 1, 3 and 4 and the units of both. side:
     of a ratio `beside_ones`, whose ones are a column more of P and of dM; otherwise None."""
     up, us, _, ur, uw = u
-    dc1 = inner(whole(kept, P, up, D1, D2), dm, 1.0, D2)
+    dc1 = inner_whole(kept, P, up, dm, D1, D2)
     tl.debug_barrier()  # or factors are loaded long before their products
     z = product(load(room, REST_DM, D1, D2), trans4(load(kept, P, D1, D2)), D2)
+    z = settled(room + Z * (D1 + D2) * (D1 + D2), z, D2)
     z = add4(z, product(load(room, DM, D1, D2), trans4(load(kept, P + RESTS, D1, D2)), D2), D2, D2)
+    z = settled(room + T * (D1 + D2) * (D1 + D2), z, D2)
     tl.debug_barrier()
     z = add4(product(load(room, DM, D1, D2), trans4(load(kept, P, D1, D2)), D2), scale4(z, REST), D2, D2)
     z = scale4(z, um * up)
@@ -164,11 +198,18 @@ def first_products(
         dc1 += total((d1[0] * p1[0], d1[1] * p1[1]), D2)
     hz, uz = half(z, D2, D2)
     put_matrix(room + Z * (D1 + D2) * (D1 + D2), hz, D1, D2)
-    dc3 = inner(moment(kept, r, ur, KEPT, D1, D2), z, 1.0, D2)
+    if KEPT:
+        dc3 = inner_whole(kept, R, ur, z, D1, D2)
+    else:
+        dc3 = inner(r, z, 1.0, D2)
     tl.debug_barrier()
     put_weight(weights + WOFF[3], trans4(scale4(z, s * c[2])), dtype, D, D1, D2)
+    if D2 > 0:
+        tl.debug_barrier()
     t = scale4(product(load(kept, S, D1, D2), load(kept, W, D1, D2), D2), us * uw)
     dc4 = inner(t, z, 1.0, D2)
+    if D2 > 0:
+        tl.debug_barrier()
     r = moment(kept, r, ur, KEPT, D1, D2)
     return dc1, dc3, dc4, uz, put_left(room + T * (D1 + D2) * (D1 + D2), t, r, c, D1, D2)
 
@@ -199,30 +240,31 @@ def second_products(
         dc2 = 0.0
         dc4 = inner(load(kept, W + RESTS, D1, D2), x, uw * REST, D2)
     elif PART == 1:
-        x = scale4(product(load(kept, W, D1, D2), trans4(load(room, Z, D1, D2)), D2), uw * uz)
-        dc4 = inner(load(kept, S + RESTS, D1, D2), x, us * REST, D2)
         y = scale4(product(load(room, DM, D1, D2), trans4(load(kept, C, D1, D2)), D2), um * uc)
         if side is not None:
             _, q1, d1, _ = beside_ones(side, s, OFF, D, D1, D2)
             y = rank1(y, d1, q1, D2, D2)
-        dc2 = inner(whole(kept, S, us, D1, D2), y, 1.0, D2)
-        x = add4(scale4(y, s * c[1]), scale4(x, s * c[3]), D2, D2)
-        put_weight(weights + WOFF[1], symmetric(x, D2), dtype, D, D1, D2)
+        dc2 = inner_whole(kept, S, us, y, D1, D2)
+        y = scale4(y, s * c[1])
+        tl.debug_barrier()
+        x = scale4(product(load(kept, W, D1, D2), trans4(load(room, Z, D1, D2)), D2), uw * uz)
+        dc4 = inner(load(kept, S + RESTS, D1, D2), x, us * REST, D2)
+        put_weight(weights + WOFF[1], symmetric(add4(y, scale4(x, s * c[3]), D2, D2), D2), dtype, D, D1, D2)
     elif PART == 2:
-        hm = load(room, DM, D1, D2)
-        x = scale4(product(load(kept, S, D1, D2), hm, D2), us * um)
+        x = scale4(product(load(kept, S, D1, D2), load(room, DM, D1, D2), D2), us * um)
         dc2 = inner(load(kept, C + RESTS, D1, D2), x, uc * REST, D2)
         dc4 = 0.0
         put_weight(weights + WOFF[2], trans4(scale4(x, s * c[1])), dtype, D, D1, D2)
-        x = scale4(product(trans4(hm), load(room, T, D1, D2), D2), s * um * ut)
+        tl.debug_barrier()
+        x = scale4(product(trans4(load(room, DM, D1, D2)), load(room, T, D1, D2), D2), s * um * ut)
         put_weight(weights + WOFF[0], x, dtype, D, D1, D2)
     else:
-        hs = load(kept, S, D1, D2)
-        x = scale4(product(hs, load(kept, C, D1, D2), D2), us * uc)
+        x = scale4(product(load(kept, S, D1, D2), load(kept, C, D1, D2), D2), us * uc)
         dc2 = inner(load(room, REST_DM, D1, D2), x, um * REST, D2)
         dc4 = 0.0
+        tl.debug_barrier()
         if side is not None:
-            put_token_rows(side, hs, load(room, T, D1, D2), us, ut, c, s, OFF, D, D1, D2)
+            put_token_rows(side, load(kept, S, D1, D2), load(room, T, D1, D2), us, ut, c, s, OFF, D, D1, D2)
         else:
             y = scale4(product(load(room, T, D1, D2), load(kept, P, D1, D2), D2), ut * up)
             put_weight(matrix, add4(y, scale4(x, c[1]), D2, D2), dtype, D, D1, D2)

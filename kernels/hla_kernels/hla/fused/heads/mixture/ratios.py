@@ -8,21 +8,24 @@ from ...loops import span
 from ...tiles import add4, axpy2, cast4, load4, load_vec, matvec, rank1, scale4, store4, store_vec, zeros2
 from .. import load_coefficients
 from ..halves import half, put_matrix
-from .digits import REST, RESTS, C, P, R, S, W, load, product, put_digits, whole
+from .digits import REST, RESTS, C, P, R, S, W, load, product, put_digits, settled, whole
 from .kept import load_units
 
 
 @triton.jit
-def product_of(a, b, unit, A: tl.constexpr, B: tl.constexpr, RA: tl.constexpr, RB: tl.constexpr, DIGITS: tl.constexpr,
+def product_of(
+    a, b, unit, spare, A: tl.constexpr, B: tl.constexpr, RA: tl.constexpr, RB: tl.constexpr, DIGITS: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr,
 ):  # fmt: skip
-    """Matrix A of a times matrix B of b in units of their units; DIGITS: with their rests RA and RB behind them."""
+    """Matrix A of a times matrix B of b in units of their units; DIGITS: with their rests RA and RB behind them, and
+    spare memory of a matrix."""
     if DIGITS:  # the barriers keep factors from being loaded long before their products
-        out = scale4(product(load(a, A + RA, D1, D2), load(b, B, D1, D2), D2), REST)
+        out = settled(spare, product(load(a, A + RA, D1, D2), load(b, B, D1, D2), D2), D2)
         tl.debug_barrier()
-        out = add4(out, scale4(product(load(a, A, D1, D2), load(b, B + RB, D1, D2), D2), REST), D2, D2)
+        out = add4(out, product(load(a, A, D1, D2), load(b, B + RB, D1, D2), D2), D2, D2)
+        out = settled(spare + 2 * D2 * D2, out, D2)
         tl.debug_barrier()
-        out = add4(out, product(load(a, A, D1, D2), load(b, B, D1, D2), D2), D2, D2)
+        out = add4(product(load(a, A, D1, D2), load(b, B, D1, D2), D2), scale4(out, REST), D2, D2)
     else:
         out = product(load(a, A, D1, D2), load(b, B, D1, D2), D2)
     return scale4(out, unit)
@@ -43,14 +46,15 @@ def ratio_operator(
     kept, units, room, vectors, matrix, coefficients, N, H, scale, OFF: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
-    """M - m1 a' of every head, and m1 and vbar + a with a of `algebra.anchor` to its vectors. Room for two matrices, or
-    without DIGITS the left factor of P in the place of R."""
+    """M - m1 a' of every head, and m1 and vbar + a with a of `algebra.anchor` to its vectors. Room for three matrices,
+    or without DIGITS the left factor of P in the place of R."""
     pid = tl.program_id(0)
     head = pid.to(tl.int64)
     _, N, scale = span(N, pid // H, pid, scale)
     kept += head * KF
     units += head * 8
     room += head * KR
+    spare = room + 2 * (F1 + F2) * (F1 + F2)
     vectors += head * K
     up, us, uc, ur, uw = load_units(units)
     c = load_coefficients(coefficients, pid % H, 5)
@@ -64,7 +68,7 @@ def ratio_operator(
     m1 = axpy2(z, c[1], matvec(moment_of(kept, S, us, DIGITS, F1, F2), q1, F2, F2), F2)
     store_vec(vectors + OFF[8], m1, D, F1, F2)
     tl.debug_barrier()  # what is read again holds no registers until then
-    t = product_of(kept, kept, us * uw * c[3], S, W, RESTS, RESTS, DIGITS, F1, F2)
+    t = product_of(kept, kept, us * uw * c[3], spare, S, W, RESTS, RESTS, DIGITS, F1, F2)
     t = add4(t, scale4(moment_of(kept, R, ur, DIGITS, F1, F2), c[2]), F2, F2)
     t = add4(t, scale4(eye_of(t), c[0]), F2, F2)
     p1 = axpy2(z, scale, load_vec(vectors + OFF[6], D, F1, F2), F2)
@@ -78,7 +82,7 @@ def ratio_operator(
         put_matrix(room, t, F1, F2)
         tl.store(units + R, ut)
     tl.debug_barrier()  # every thread reads what others wrote
-    x = product_of(kept, kept, us * uc * c[1], S, C, RESTS, RESTS, DIGITS, F1, F2)
+    x = product_of(kept, kept, us * uc * c[1], spare, S, C, RESTS, RESTS, DIGITS, F1, F2)
     mean = load_vec(vectors + OFF[7], D, F1, F2)
     a = axpy2(load_vec(vectors + OFF[9], D, F1, F2), -1.0 / N[1], mean, F2)
     m1 = load_vec(vectors + OFF[8], D, F1, F2)
@@ -87,7 +91,7 @@ def ratio_operator(
     if DIGITS:  # it holds no registers until it is added
         store4(matrix, x, D, F1, F2, D, F1, F2, D, 1)
     tl.debug_barrier()  # every thread reads what others wrote
-    m = product_of(room, kept, ut * up, 0, P, 1, RESTS, DIGITS, F1, F2)
+    m = product_of(room, kept, ut * up, spare, 0, P, 1, RESTS, DIGITS, F1, F2)
     if DIGITS:
         x = load4(matrix, D, F1, F2, D, F1, F2, D, 1)
         tl.debug_barrier()
