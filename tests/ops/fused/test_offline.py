@@ -89,7 +89,6 @@ CASES = (
 # of 72 channels, by 3.6 alone, the pass over queries of a ratio (mostly what is computed before it and read after it)
 SPILT = {
     ("linear_attention", RATIO, 32, 16, 1024, 72): 40,
-    ("polynomial", PLAIN, 256, 6, 197, 64): 64,
     ("polynomial", PLAIN, 64, 6, 1025, 64): 144,
     ("polynomial", ANCHORED, 256, 6, 197, 64): 72,
     ("polynomial", ANCHORED, 64, 16, 256, 72): 32,

@@ -154,7 +154,7 @@ def mixture_again_call(
         mixture_backward, call.bh,
         q, k, v, g, kept, room, vectors, matrix, weights, rows, call.coefficients, dc, *at, call.n, call.h,
         call.scale, ALIGN=a, KR=4 * area(call), **means(call), **LEARNED.weights(call),
-        **LEARNED.tiles(call, "backward"),
+        **LEARNED.tiles(call, "backward_centred" if call.spec.sums else "backward"),
     )  # fmt: skip
     return dc
 
