@@ -183,7 +183,7 @@ def sum_features(
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
-    for t in tl.range(0, tiles + 1, num_stages=STAGES):
+    for t in tl.range(0, tiles + 1, num_stages=STAGES, disable_licm=F2 > 0):  # addresses would fill registers
         start = lo + t * BN
         live = alive(start + i, hi)
         j = anew(i, start, F2 > 0)

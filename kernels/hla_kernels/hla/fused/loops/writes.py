@@ -187,6 +187,8 @@ def write_grads(
     # the slope of a feature that a product reads is that of its rounding
     READ_Q: tl.constexpr = F2 == 0 and (ORDER >= 4 or (PART == 0 and ORDER > 1) or (PART == 5 and ORDER == 2))
     READ_K: tl.constexpr = F2 == 0 and (ORDER == 2 or ORDER >= 4 or PART != 3)
+    # addresses of operands would stay in registers from turn to turn: 80 of them and more
+    HERE: tl.constexpr = F2 > 0 and (NORM or ORDER == 5)
     row_q, row_k, row_v = rows
     if MATRIX:
         row_q = stored_row(rows[0], FD, F1, F2)
@@ -195,7 +197,7 @@ def write_grads(
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = full_tiles(hi[0] - lo, BN) if LAST else tl.cdiv(hi[0] - lo, BN)
-    for t in tl.range(tiles, num_stages=STAGES):
+    for t in tl.range(tiles, num_stages=STAGES, disable_licm=HERE):
         start = lo + (tiles - 1 - t) * BN
         j = anew(i, start, R2 > 0 and (FMAP > 0 or ROW))
         live = alive(start + j, hi)

@@ -160,9 +160,7 @@ def apply_config(
     if spec.normalize and mapped(spec) and summed(spec):  # features that no forward kept
         if whole and spec.op != "ahla":  # the halves of ahla would both compute the features of q and of k
             return {"BN": 64, "num_warps": 4, "num_stages": 3, "ROLES": 2}
-        return {"BN": 64, "num_warps": 4, "num_stages": 2, "ROLES": 2 if cut(w) else 1}
-    if spec.normalize and spec.op == "polynomial" and cut(w):
-        return {"BN": 64, "num_warps": 4, "num_stages": 1, "ROLES": 3}
+        return {"BN": 64, "num_warps": 4, "num_stages": 3 if cut(w) else 2, "ROLES": 2 if cut(w) else 1}
     if very and spec.op == "polynomial":
         few = not plain(spec)
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 1 if few else 3, "ROLES": 2}
@@ -171,7 +169,7 @@ def apply_config(
     deep = once or (whole and spec.op != "polynomial" and not (mapped(spec) or spec.normalize))
     deep = deep or (whole and spec.op == "hla2" and spec.kept)
     stages = 3 if very or (not wide and (deep or spec.op == "hla3")) else 2
-    if plain(spec) and spec.op == "polynomial" and cut(w):  # two programs a multiprocessor
+    if spec.op == "polynomial" and cut(w):  # two programs a multiprocessor
         stages = 1
     warps = 8 if very or (spec.shifted(dtype) and not spec.kept) or spec.softmax else 4
     roles = 3 if once and cut(w) and not third else 2 if wide or third or deep or (spec.kept and spec.normalize) else 1
