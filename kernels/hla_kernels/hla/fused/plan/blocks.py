@@ -54,8 +54,8 @@ def pair_config(kernel: str, width: int) -> dict[str, int]:
         return {"BN": 32, "num_warps": 4, "num_stages": 1}
     if kernel == "grads":
         return {"BN": 128, "num_warps": 8, "num_stages": 1}
-    if kernel == "values":
-        return {"BN": 32, "num_warps": 8, "num_stages": 3} | ({"maxnreg": 128} if wide else {})
+    if kernel == "values":  # eight warps are slower at 64
+        return {"BN": 32, "num_warps": 8 if width > 64 else 4, "num_stages": 3} | ({"maxnreg": 128} if wide else {})
     if kernel == "tokens":
         return {"BN": 64, "num_warps": 8, "num_stages": 1} if wide else {"BN": 64, "num_warps": 4, "num_stages": 2}
     if kernel == "moments":
