@@ -37,6 +37,14 @@ def test_maps(name):
     assert_same(feature_grad(x, feature(x, name), weight, name).detach(), d_truth, 1e-14)
 
 
+def test_derivative_of_elu1_at_zero():
+    """1 from both sides, whatever torch says of a clamp that touches its bound."""
+    for dtype, zero in ((torch.float64, 0.0), (torch.bfloat16, -0.0)):
+        x = torch.full((40,), zero, dtype=dtype, requires_grad=True)
+        for form in (feature, phi):
+            assert bool((torch.autograd.grad(form(x, "elu1").sum(), x)[0] == 1).all())
+
+
 def test_maps_by_numbers():
     x = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
     e = math.e

@@ -25,8 +25,9 @@ def feature(x: Tensor, name: str | None) -> Tensor:
     if name == "relu":
         return x.relu()
     if name == "elu1":
-        # not elu(x) + 1, which rounds to 0 below x = -17; exp of x <= 0 only, so that nothing overflows
-        return x.clamp(max=0).exp() + x.relu()
+        # not elu(x) + 1, which rounds to 0 below x = -17; exp of x <= 0 only, so that nothing overflows, and not of
+        # clamp(max=0), whose derivative at 0 is 0 in some versions of torch
+        return x.masked_fill(x > 0, 0).exp() + x.relu()
     if name == "softmax_pair":
         return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)
     assert name == "softmax", name

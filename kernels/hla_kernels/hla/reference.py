@@ -51,7 +51,7 @@ def phi(x: Tensor, name: str | None) -> Tensor:
     if name == "relu":
         return torch.where(x <= 0, 0, x)
     if name == "elu1":
-        return torch.where(x <= 0, x.clamp(max=0).exp(), x + 1)
+        return torch.where(x <= 0, x.masked_fill(x > 0, 0).exp(), x + 1)
     if name == "softmax_pair":
         return torch.cat([phi(x, "softmax"), phi(-x, "softmax")], -1)
     assert name == "softmax", name
