@@ -41,10 +41,10 @@ def scale_moments(
     kbar = axpy2(z, -1.0 / n, sk, F2)
     qbar = axpy2(z, -1.0 / n, sq, F2)
     P: tl.constexpr = (ORDER != 2 and ORDER < 6) or ORDER == 11
-    S: tl.constexpr = ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 11
-    C: tl.constexpr = ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 12
+    S: tl.constexpr = ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11
+    C: tl.constexpr = ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12
     R: tl.constexpr = ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10
-    W: tl.constexpr = ORDER == 4 or ORDER == 5 or ORDER == 12
+    W: tl.constexpr = ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12
     if P and (CENTER >= 1 or ONES):
         mp = rank1(mp, kbar, sv, F2, V2)
     if S and CENTER >= 1:

@@ -12,6 +12,7 @@ from .sums import (
     add_moments,
     add_rests,
     add_sum,
+    add_together,
     add_total,
     begin,
     begin_moments,
@@ -20,6 +21,7 @@ from .sums import (
     end,
     end_moments,
     end_sum,
+    end_together,
     end_total,
 )
 from .vectors import as_row, once
@@ -87,11 +89,11 @@ def sum_keys(
     is what is summed, so that the transformed tile is operand B."""
     dtype: tl.constexpr = k.dtype.element_ty
     mp = begin_outer(V1, V2, F1, F2)
-    sk = begin_sum(32, BN, F1, F2, True)
+    sk = begin_sum(16 if F1 > 64 else 32, BN, F1, F2, True)
     sv = begin_total(dtype, BN, V1, V2, True)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
-    for start in range(lo, hi[0], BN):
+    for start in tl.range(lo, hi[0], BN, disable_licm=F1 > 64):
         live = alive(start + i, hi)
         tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
         tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
@@ -170,10 +172,14 @@ def sum_features(
     DOT_Q: tl.constexpr = SUM_Q and not (ONES and ORDER > 2)
     DOT_K: tl.constexpr = SUM_K and not (ONES and ORDER > 1)
     DOT_V: tl.constexpr = SUM_V and not ONES
-    ONE_TURN: tl.constexpr = F2 > 0 and (ORDER < 5 or not SPARE)
-    sq = begin_total(EXACT_Q, BN, F1, F2, DOT_Q)
-    sk = begin_total(EXACT_K, BN, F1, F2, DOT_K)
-    sv = begin_total(dtype, BN, V1, V2, DOT_V)
+    ONE_TURN: tl.constexpr = F1 > 64 or (F2 > 0 and (ORDER < 5 or not SPARE))
+    THREE: tl.constexpr = DOT_Q and DOT_K and DOT_V and not (LOW or LOW_K) and dtype != tl.float32
+    JOINED: tl.constexpr = THREE and F1 > 64 and F2 == 0 and F1 == V1 and V2 == 0  # three sums in the registers of one
+    HERE: tl.constexpr = F2 > 0 or (F1 > 64 and ORDER > 3)
+    sq = begin_total(EXACT_Q, BN, F1, F2, DOT_Q and not JOINED)
+    sk = begin_total(EXACT_K, BN, F1, F2, DOT_K and not JOINED)
+    sv = begin_total(dtype, BN, V1, V2, DOT_V and not JOINED)
+    joined, none = begin_total(dtype, BN, F1, F2, JOINED)
     sg = begin_total(dtype, BN, V1, V2, SUM_G)
     hq = zero_tile(BN, F1, F2, dtype)
     hk = hq
@@ -183,17 +189,18 @@ def sum_features(
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
-    for t in tl.range(0, tiles + 1, num_stages=STAGES, disable_licm=F2 > 0):  # addresses would fill registers
+    # addresses that are kept from turn to turn would fill registers
+    for t in tl.range(0, tiles + 1, num_stages=STAGES, disable_licm=HERE):
         start = lo + t * BN
         live = alive(start + i, hi)
-        j = anew(i, start, F2 > 0)
+        j = anew(i, start, HERE)
         late = start - BN
         there = alive(tl.maximum(late + i, 0), hi) & (t > 0)
         if QUERIES:
             xq = in_full(load_rows(q + (zero + start) * qn, j, qn, live, D, R1, R2, False), FULL)
-        if DOT_Q and not LOW:
+        if DOT_Q and not LOW and not JOINED:
             sq = add_total(sq, hq, F2, ONE_TURN)
-        if DOT_K and not LOW_K:
+        if DOT_K and not LOW_K and not JOINED:
             sk = add_total(sk, hk, F2, ONE_TURN)
         if KEYS:
             xk = in_full(load_rows(k + (zero + start) * kn, j, kn, live, D, R1, R2, False), FULL)
@@ -205,7 +212,12 @@ def sum_features(
             mm = add_moments(mm, hq, hk, tv, i, i, ORDER, F2, V2, False, PREC)
             if ALL:
                 mm = add_rests(mm, hq, hk, lq, rk, i, ORDER, F2, PREC)
-        if DOT_V:
+        if JOINED:
+            turn, none = add_together(tl.zeros([F1, 16], tl.float32), none, hq, 0, F2)
+            turn, none = add_together(turn, none, hk, 1, F2)
+            turn, none = add_together(turn, none, tv, 2, F2)
+            joined += turn
+        elif DOT_V:
             sv = add_total(sv, tv, V2, ONE_TURN)
         if REST_K and APART:
             rp = outer4(rp, rk, tv, i, F2, V2, False, PREC)
@@ -262,9 +274,13 @@ def sum_features(
         mp = add4(mp, end(rp, F2, True), F2, V2)
     if REST_Q and APART:
         mc = add4(mc, end(rc, F2, True), F2, V2)
-    sq = end_total(sq, EXACT_Q, F1, F2, DOT_Q)
-    sk = end_total(sk, EXACT_K, F1, F2, DOT_K)
-    sv = end_total(sv, dtype, V1, V2, DOT_V)
+    sq = end_total(sq, EXACT_Q, F1, F2, DOT_Q and not JOINED)
+    sk = end_total(sk, EXACT_K, F1, F2, DOT_K and not JOINED)
+    sv = end_total(sv, dtype, V1, V2, DOT_V and not JOINED)
+    if JOINED:
+        sq = end_together(joined, none, 0, F2)
+        sk = end_together(joined, none, 1, F2)
+        sv = end_together(joined, none, 2, V2)
     if ONES and SUM_V:
         sv = column_of(trans4(mc if ORDER == 2 or ORDER == 6 else mp), D - F1)
     if ONES and SUM_K and ORDER > 1:

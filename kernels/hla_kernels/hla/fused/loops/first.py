@@ -146,7 +146,7 @@ def write_keys(
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
-    for t in range(tiles):
+    for t in tl.range(tiles, disable_licm=F1 > 64):
         start = lo + (tiles - 1 - t) * BN
         live = alive(start + i, hi)
         tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)

@@ -57,16 +57,19 @@ def begin_outer(V1: tl.constexpr, V2: tl.constexpr, F1: tl.constexpr, F2: tl.con
 
 
 @triton.jit
-def add_outer(acc, x, y, X2: tl.constexpr, Y2: tl.constexpr, PREC: tl.constexpr):
-    """acc + x'y over the tokens of a tile, block 21 kept transposed: y is computed in the loop."""
+def add_outer(acc, x, y, X2: tl.constexpr, Y2: tl.constexpr, PREC: tl.constexpr, CORNER: tl.constexpr = False):
+    """acc + x'y over the tokens of a tile, block 21 kept transposed: y is computed in the loop. CORNER: block 22, whose
+    operands go through registers, before the others."""
     a11, a12, a21, a22 = acc
+    if CORNER and X2 > 0 and Y2 > 0:
+        a22 = add_dot(tl.trans(x[1]), y[1] + 0.0, a22, PREC)
     a11 = add_dot(tl.trans(x[0]), y[0], a11, PREC)
     if Y2 > 0:
         a12 = add_dot(tl.trans(x[0]), y[1], a12, PREC)
     if X2 > 0:
         # "ieee": a product that is carried into the next turn makes the assembler wait for every one of this turn
         a21 = add_dot(tl.trans(y[0]), x[1], a21, "ieee")
-    if X2 > 0 and Y2 > 0:
+    if not CORNER and X2 > 0 and Y2 > 0:
         a22 = add_dot(tl.trans(x[1] + 0.0), y[1] + 0.0, a22, PREC)
     return a11, a12, a21, a22
 
@@ -328,11 +331,19 @@ def sum_ratio(
     sd = tl.zeros([BN], tl.float32)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
-    for start in range(lo, hi[0], BN):
+    gp = g + (zero + lo) * gn
+    qp = q + (zero + lo) * qn
+    for start in tl.range(lo, hi[0], BN, disable_licm=WRITE and F2 > 0):
         live = alive(start + i, hi)
         j = anew(i, start, F2 > 0)
-        tg = load_rows(g + (zero + start) * gn, j, gn, live, DV, V1, V2, False)
-        tq = load_rows(q + (zero + start) * qn, j, qn, live, D, F1, F2, False)
+        if WRITE:  # pointers that move take fewer registers than products of strides
+            tg = load_rows(gp, j, gn, live, DV, V1, V2, False)
+            tq = load_rows(qp, j, qn, live, D, F1, F2, False)
+            gp += (zero + BN) * gn
+            qp += (zero + BN) * qn
+        else:
+            tg = load_rows(g + (zero + start) * gn, j, gn, live, DV, V1, V2, False)
+            tq = load_rows(q + (zero + start) * qn, j, qn, live, D, F1, F2, False)
         if MOMENTS:
             tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
             tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
@@ -370,7 +381,7 @@ def sum_ratio(
         over = (over[0].to(dtype), over[1].to(dtype))
         if SHIFTED and SPARE:  # a column of ones sums g
             over = (over[0], tl.where(column == 0, 1.0, over[1]).to(dtype))
-        dm = add_outer(dm, tg, over, V2, F2, PREC)
+        dm = add_outer(dm, tg, over, V2, F2, PREC, WRITE)
         if SHIFTED and not NUMBER:
             sd += d
     dm = scale4(end_outer(dm, V2), 1.0 / unit)

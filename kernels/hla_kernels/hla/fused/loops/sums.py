@@ -265,7 +265,7 @@ def sum_moments(
     top = hi[0]
     if few is not None:
         top = tl.minimum(few[0], hi[0])
-    for start in range(lo, top, BN):
+    for start in tl.range(lo, top, BN, disable_licm=F1 > 64):
         live = alive(start + i, hi)
         if STAY:
             stay_in_l2(q, start, hi[0], qn, D, BN)

@@ -136,7 +136,8 @@ def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
     if spec.normalize and not spec.softmax and spec.center is None and 0 < spec.digits(dtype, True) < 3:
         return 3
     wide = min(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
-    return 5 if wide and plain(spec) and spec.ridge == 0 and dtype == torch.bfloat16 else 2
+    raw = not (mapped(spec) or spec.kept or spec.normalize)
+    return 5 if wide and raw and spec.ridge == 0 and dtype == torch.bfloat16 else 2
 
 
 def apply_config(
@@ -215,7 +216,10 @@ def middle_config(w: dict[str, int], rows: int, batch_heads: int, prec: dict[str
         return {"BR": block, "num_warps": 8 if block * tile > 4096 else 4, "num_stages": 1}
     if w["F2"] + w["V2"] > 0:
         return {"BR": 16 if exact else 32, "num_warps": 4, "num_stages": 1}
-    return {"BR": 16, "num_warps": 8 if tile > 64 or prec["MID"] == SPLIT else 4, "num_stages": 1}
+    split = prec["MID"] == SPLIT
+    # left to itself an assembler spills for the sake of programs that are not there
+    more = {} if split or (tile > 64 and exact) else {"maxnreg": 128}
+    return {"BR": 16, "num_warps": 8 if tile > 64 or split else 4, "num_stages": 1, **more}
 
 
 def reduce_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:

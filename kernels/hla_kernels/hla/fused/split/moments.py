@@ -60,7 +60,7 @@ def reduce_moments(
 
     REST: sums of features to twice their digits, which gradients of the normalised form need. ROLES = 2 (polynomial):
     neighbouring programs sum P, S, W and C, R of the same tokens; 3 (a ratio, not centred): P and S, C and W, R; 5 (of
-    the tokens as they are, no ridge): one each. KEEP: the features go to fq, fk.
+    the tokens as they are, not divided, no ridge): one each, the first all sums. KEEP: the features go to fq, fk.
     """
     b, h, part = place(H, PARTS, ROLES)
     at, N, scale = span(N, b, b * H + h, scale)
@@ -81,8 +81,9 @@ def reduce_moments(
         if ROLES == 5:
             if role == i:
                 part_moments(
-                    q, k, v, tn, out, keep, lo, hi, n, scale, ridge, 1 if i == 0 else 6 + i, False, False, 0, False,
-                    False, False, 0, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, BN, STAGES, PREC, 0, FINAL,
+                    q, k, v, tn, out, keep, lo, hi, n, scale, ridge, 1 if i == 0 else 6 + i,
+                    3 if SUMS and (i == 0 or FINAL) else 0, False, CENTER, MEAN, False, False, 0, D, R1, R2, F1, F2,
+                    DV, V1, V2, FD, OFF, BN, STAGES, PREC, 0, FINAL,
                 )  # fmt: skip
         elif role == i:
             part_moments(
@@ -100,11 +101,12 @@ def part_moments(
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     PREC: tl.constexpr, REST: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Sum the moments of one order over tokens lo..hi and write them."""
+    """Sum the moments of one order over tokens lo..hi and write them. SUMS = 3: of the tokens as they are, all sums in
+    few registers."""
     if FMAP == 0 and REST == 0:
         m, sums, _, _ = sum_moments(
-            q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, 1 if SUMS else 0, False, False, D, F1, F2, DV, V1,
-            V2, BN, PREC,
+            q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, (2 if SUMS == 3 else 1) if SUMS else 0, False,
+            False, D, F1, F2, DV, V1, V2, BN, PREC,
         )
     elif keys_alone(ORDER, NORM, CENTER, MEAN, FMAP) and k.dtype.element_ty != tl.float32:
         mp, sk, sv = sum_keys(k, v, tn[1], tn[2], lo, hi, FMAP, D, F1, F2, DV, V1, V2, BN, PREC)
@@ -121,7 +123,7 @@ def part_moments(
         m = scale_moments(m, sums, scale, n, ridge, ORDER, CENTER, NORM or MEAN, RIDGE, F1, F2, V2)
     if FINAL and NORM and FMAP == 5:
         sums = unshift_sums(sums, n, D, F1, F2)
-    store_state(out, m, sums, ORDER, SUMS and ORDER != 6, OFF, FD, F1, F2, DV, V1, V2)
+    store_state(out, m, sums, ORDER, SUMS and (ORDER < 6 or ORDER > 10), OFF, FD, F1, F2, DV, V1, V2)
     if FINAL and NORM and ORDER < 5:
         p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
         row = axpy2(anchor(m, p1, q1, sums, ORDER, F1, F2, V1, V2), 1.0 / n, sums[2], V2)
