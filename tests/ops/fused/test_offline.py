@@ -61,6 +61,8 @@ CASES = (
     ("ahla", RATIO, 2, 12, 32760, 128),
     ("linear_attention", RATIO, 32, 16, 1024, 72),
     ("linear_attention", RATIO, 2, 12, 32760, 128),
+    ("linear_attention", RATIO, 64, 8, 1024, 128),
+    ("hla3", RATIO, 2, 12, 32760, 128),
     ("ahla", RATIO, 32, 16, 1024, 72),
     ("ahla", RATIO, 64, 16, 256, 72),
     ("hla3", RATIO, 64, 16, 256, 72),

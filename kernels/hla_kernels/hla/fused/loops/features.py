@@ -175,7 +175,8 @@ def sum_features(
     ONE_TURN: tl.constexpr = F1 > 64 or (F2 > 0 and (ORDER < 5 or not SPARE))
     THREE: tl.constexpr = DOT_Q and DOT_K and DOT_V and not (LOW or LOW_K) and dtype != tl.float32
     JOINED: tl.constexpr = THREE and F1 > 64 and F2 == 0 and F1 == V1 and V2 == 0  # three sums in the registers of one
-    HERE: tl.constexpr = F2 > 0 or (F1 > 64 and ORDER > 3)
+    MOVING: tl.constexpr = F1 > 64 and ORDER > 3  # pointers, which take fewer registers than products of strides
+    HERE: tl.constexpr = F2 > 0 or MOVING
     sq = begin_total(EXACT_Q, BN, F1, F2, DOT_Q and not JOINED)
     sk = begin_total(EXACT_K, BN, F1, F2, DOT_K and not JOINED)
     sv = begin_total(dtype, BN, V1, V2, DOT_V and not JOINED)
@@ -189,6 +190,9 @@ def sum_features(
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
+    qp = q + (zero + lo) * qn
+    kp = k + (zero + lo) * kn
+    vp = v + (zero + lo - BN) * vn
     # addresses that are kept from turn to turn would fill registers
     for t in tl.range(0, tiles + 1, num_stages=STAGES, disable_licm=HERE):
         start = lo + t * BN
@@ -197,18 +201,18 @@ def sum_features(
         late = start - BN
         there = alive(tl.maximum(late + i, 0), hi) & (t > 0)
         if QUERIES:
-            xq = in_full(load_rows(q + (zero + start) * qn, j, qn, live, D, R1, R2, False), FULL)
+            xq = in_full(load_rows(qp if MOVING else q + (zero + start) * qn, j, qn, live, D, R1, R2, False), FULL)
         if DOT_Q and not LOW and not JOINED:
             sq = add_total(sq, hq, F2, ONE_TURN)
         if DOT_K and not LOW_K and not JOINED:
             sk = add_total(sk, hk, F2, ONE_TURN)
         if KEYS:
-            xk = in_full(load_rows(k + (zero + start) * kn, j, kn, live, D, R1, R2, False), FULL)
+            xk = in_full(load_rows(kp if MOVING else k + (zero + start) * kn, j, kn, live, D, R1, R2, False), FULL)
         if MOMENTS:
             if FULL:  # the float32 sums of five moments leave no registers for the other way
                 xv = in_full(load_rows(v + (zero + start) * vn, j, vn, live, DV, V1, V2, False), FULL)
             else:
-                tv = load_rows(v + (zero + late) * vn, j, vn, there, DV, V1, V2, False)
+                tv = load_rows(vp if MOVING else v + (zero + late) * vn, j, vn, there, DV, V1, V2, False)
             mm = add_moments(mm, hq, hk, tv, i, i, ORDER, F2, V2, False, PREC)
             if ALL:
                 mm = add_rests(mm, hq, hk, lq, rk, i, ORDER, F2, PREC)
@@ -244,6 +248,10 @@ def sum_features(
                 over = (over[0] - dq[0].to(tl.float32), over[1] - dq[1].to(tl.float32))
                 rest_q = (over[0].to(dtype), over[1].to(dtype))
             rm = outer4(rm, tg, rest_q, i, V2, F2, False, PREC)
+        if MOVING:
+            qp += (zero + BN) * qn
+            kp += (zero + BN) * kn
+            vp += (zero + BN) * vn
         if KEEP:  # a turn late too: written and multiplied in one layout
             store_tokens(keep[0] + (zero + late) * keep[2], j, keep[2], there, hq, D, R1, R2)
             store_tokens(keep[1] + (zero + late) * keep[3], j, keep[3], there, hk, D, R1, R2)

@@ -69,8 +69,9 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str
             "num_stages": 2,
         }
     if spec.alone(dtype) and mapped(spec):
-        more = {"num_warps": 8, "maxnreg": 128} if wide > 80 else {"num_warps": 4}  # two programs a multiprocessor
-        return {"BN": 32 if w["F2"] > 0 else 64, "num_stages": 3, **more}
+        if wide > 80:  # two programs a multiprocessor
+            return {"BN": 32, "num_stages": 5, "num_warps": 8, "maxnreg": 128}
+        return {"BN": 32 if w["F2"] > 0 else 64, "num_stages": 3, "num_warps": 4}
     if mapped(spec):
         few = wide <= 64 or (wide <= 80 and spec.normalize)
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 3}
