@@ -32,7 +32,9 @@ def planned(batch_heads: int) -> int:
 def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
     """Tiles of `head_forward` (BN sums, BO reads out) and `head_backward`."""
     if dtype == torch.float32:
-        return {"BN": 32, "BO": 32, "num_warps": 8, "num_stages": 2}
+        spills = direction == "backward" and spec.op == "hla2" and not spec.normalize and not mapped(spec)
+        more = {"num_warps": 16, "maxnreg": 128} if spills else {"num_warps": 8}
+        return {"BN": 32, "BO": 32, "num_stages": 2, **more}
     if direction == "forward" and mapped(spec) and spec.op != "polynomial":
         if (spec.shifted(dtype) and not spec.normalize) or (spec.softmax and not spec.normalize):
             return {"BN": 32, "BO": 64, "num_warps": 8, "num_stages": 2}
@@ -50,8 +52,8 @@ def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtyp
 
 def weights_config(spec: Spec, dtype: torch.dtype) -> dict[str, int]:
     """Tiles of `head_weights`."""
-    if dtype == torch.float32:
-        return {"BN": 32, "num_warps": 8, "num_stages": 2}
+    if dtype == torch.float32:  # told nothing, ptxas takes 32 for that of a ratio of hla3
+        return {"BN": 32, "num_warps": 8, "num_stages": 2, "maxnreg": 255}
     if mapped(spec) or spec.normalize:
         return {"BN": 64, "num_warps": 8 if mapped(spec) else 4, "num_stages": 2}
     if spec.op == "hla3" and plain(spec):
@@ -154,7 +156,10 @@ def apply_config(
         # two weights of 128 do not fit in shared memory; those of a softmax pair are at most 96 wide
         fits = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) <= 96 or spec.softmax
         config = {"BN": 32 if fits or direction == "forward" else 16, "num_warps": 8, "num_stages": 1}
-        return config | ({"ROLES": 2 if fits else 3} if direction == "backward" else {})
+        if direction == "backward":
+            # told nothing, ptxas takes 128 for the products of hla3
+            config |= {"ROLES": 2 if fits else 3} | ({"maxnreg": 255} if spec.op == "hla3" else {})
+        return config
     if direction == "forward":
         return {"BN": 64, "num_warps": 4, "num_stages": 3}
     very = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
