@@ -257,11 +257,12 @@ def test_polynomial_inference():
         assert relative_error(first, truth) <= 2 * relative_error(torch_form, truth), n
 
 
+@pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_inference(op):
+def test_inference(op, dtype):
     """Without gradients D = 72 takes the one-program form, or that of pairs, too."""
     for n, sizes, options in itertools.product((17, 333, 1025), (MANY_ODD, PAIRS), ({}, RATIO, ANCHORED)):
-        x, _ = make(n, BF16, sizes)
+        x, _ = make(n, dtype, sizes)
         truth, torch_form = (getattr(hk, op)(*y, impl="torch", **options) for y in ([t.double() for t in x], x))
         first, second = twice(getattr(hk, op), *x, impl="triton", **options)
         assert torch.equal(first, second)

@@ -38,7 +38,7 @@ def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtyp
     if direction == "forward" and mapped(spec) and spec.op != "polynomial":
         if (spec.shifted(dtype) and not spec.normalize) or (spec.softmax and not spec.normalize):
             return {"BN": 32, "BO": 64, "num_warps": 8, "num_stages": 2}
-        if spec.alone(dtype):
+        if spec.alone(dtype) or (spec.op == "ahla" and w["F1"] <= 32):
             return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3}
         return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
     once = spec.op == "linear_attention" and plain(spec)
