@@ -59,6 +59,7 @@ CASES = [
     ("linear_attention", {**RATIO_RELU, "eps": 0.5}, BF16, PAIRS),
     ("ahla", {**RATIO, "eps": 0.5}, BF16, MANY),
     ("linear_attention", RATIO, FP16, WIDE),
+    *(("hla2", options, FP16, WIDE) for options in ({}, RATIO)),
     *((op, RATIO, BF16, GROUPED) for op in OPS),
     *((op, options, BF16, MANY) for op in OPS for options in (RATIO_RELU, ELU, RATIO_IDENTITY)),
     *((op, {"feature_map": "relu", "mean_path": True}, BF16, MANY) for op in OPS),

@@ -87,6 +87,8 @@ CASES = (
     ("ahla", PLAIN, 32, 16, 1024, 72, "packed"),
     ("linear_attention", PLAIN, 2, 12, 4096, 128, "float32"),
     ("hla3", ELU_ANCHORED, 2, 12, 4096, 128, "float32"),
+    ("hla2", PLAIN, 32, 16, 1024, 72, "float16"),
+    ("hla2", PLAIN, 2, 12, 32760, 128, "float16"),
     ("polynomial", PLAIN, 64, 16, 256, 72, "float16"),
     ("polynomial", RATIO, 2, 12, 4096, 128),
     ("ahla", PAIR, 8, 16, 1024, 72),

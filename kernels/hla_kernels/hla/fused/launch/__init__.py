@@ -165,7 +165,8 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
         # a fused sum is another one in each of the threads that share it, and they all write it
         launch(
             middle_grads_key, call.bh * blocks,
-            saved.state, grads, weights, rows, call.coefficients, dc, saved.matrix, cross, *scalars, **common,
+            saved.state, grads, weights, rows, call.coefficients, dc, saved.matrix, cross, *scalars,
+            **common | plan.middle_halves(call.spec, call.w, sizes["MID"]),
             enable_fp_fusion=call.coefficients is not None,
         )  # fmt: skip
     if order >= 4:

@@ -12,7 +12,7 @@ from ..algebra import anchor
 from ..heads import load_coefficients
 from ..loops import as_row, means
 from ..maps import is_shifted
-from ..tiles import axpy2, load4, load_vec, rowdot, rowmul, store_rows, store_vec, zero_rows
+from ..tiles import axpy2, load4, load_block, load_vec, rowdot, store_rows, store_vec, zero_rows
 
 SPLIT = tl.constexpr(spec.SPLIT)
 
@@ -47,7 +47,42 @@ def vec(ptr, r, BR: tl.constexpr, A):
 @triton.jit
 def times(x, m, BR: tl.constexpr, K2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, MID: tl.constexpr):
     """x m for a block of rows and a matrix of four blocks."""
-    return rowmul(zero_rows(BR, B1, B2), x, m, K2, B2, MID)
+    return plus_times(zero_rows(BR, B1, B2), x, m, K2, B2, MID)
+
+
+@triton.jit
+def plus_times(acc, x, m, K2: tl.constexpr, B2: tl.constexpr, MID: tl.constexpr):
+    """acc + x m, the narrow columns first.
+
+    All products of a kernel share the warps of the last one, of which Triton lays columns side by side only if it has
+    more columns than rows; below each other, each of them would multiply the same 16 rows.
+    """
+    o2 = acc[1]
+    if B2 > 0:
+        o2 = tl.dot(x[0], m[1], o2, input_precision=MID)
+        if K2 > 0:
+            o2 = tl.dot(x[1], m[3], o2, input_precision=MID)
+    o1 = tl.dot(x[0], m[0], acc[0], input_precision=MID)
+    if K2 > 0:
+        o1 = tl.dot(x[1], m[2], o1, input_precision=MID)
+    return o1, o2
+
+
+@triton.jit
+def plus_times_late(
+    acc, x, ptr, A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, B1: tl.constexpr,
+    B2: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr, MID: tl.constexpr,
+):  # fmt: skip
+    """`plus_times` of the matrix of `load4`, each block of which is loaded when the one before it is done with."""
+    o2 = acc[1]
+    if B2 > 0:
+        o2 = tl.dot(x[0], load_block(ptr, 0, A1, B1, B2, A, B, SA, SB), o2, input_precision=MID)
+        if A2 > 0:
+            o2 = tl.dot(x[1], load_block(ptr, A1, A2, B1, B2, A, B, SA, SB), o2, input_precision=MID)
+    o1 = tl.dot(x[0], load_block(ptr, 0, A1, 0, B1, A, B, SA, SB), acc[0], input_precision=MID)
+    if A2 > 0:
+        o1 = tl.dot(x[1], load_block(ptr, A1, A2, 0, B1, A, B, SA, SB), o1, input_precision=MID)
+    return o1, o2
 
 
 @triton.jit
@@ -68,12 +103,12 @@ def times_exact(
     for start in range(0, K, 16):
         e = start + tl.arange(0, 16)
         y = tl.load(x + i[:, None] * XA + e[None, :] * XK, mask=(i < A)[:, None] & (e < K)[None, :], other=0.0)
-        n1 = tl.load(m + e[:, None] * MK + j[None, :] * MB, mask=(e < K)[:, None] & (j < B)[None, :], other=0.0)
-        o1 = o1 + tl.dot(y, n1, input_precision=SPLIT, max_num_imprecise_acc=16)  # as in `add_dot`
-        if B2 > 0:
+        if B2 > 0:  # first, as in `plus_times`
             j2 = B1 + tl.arange(0, B2)
             n2 = tl.load(m + e[:, None] * MK + j2[None, :] * MB, mask=(e < K)[:, None] & (j2 < B)[None, :], other=0.0)
-            o2 = o2 + tl.dot(y, n2, input_precision=SPLIT, max_num_imprecise_acc=16)
+            o2 = o2 + tl.dot(y, n2, input_precision=SPLIT, max_num_imprecise_acc=16)  # as in `add_dot`
+        n1 = tl.load(m + e[:, None] * MK + j[None, :] * MB, mask=(e < K)[:, None] & (j < B)[None, :], other=0.0)
+        o1 = o1 + tl.dot(y, n1, input_precision=SPLIT, max_num_imprecise_acc=16)
     return o1, o2
 
 

@@ -7,12 +7,14 @@ import triton.language as tl
 from ..heads import load_coefficients
 from ..loops import as_row, means
 from ..maps import is_shifted, ones2
-from ..tiles import axpy2, load4, load_vec, rank1, rowdot, rowmul, store_vec, vecmat, zeros2
+from ..tiles import axpy2, load4, load_vec, rank1, rowdot, store_vec, vecmat, zero_rows, zeros2
 from . import (
     dot_rows,
     load_symmetric,
     mul2,
     plus_rank1,
+    plus_times,
+    plus_times_late,
     put_rows,
     row_sums,
     rows_of,
@@ -82,19 +84,28 @@ def token_rows(
 
 @triton.jit
 def readout_rows(
-    s, g, r, n, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, TURNED: tl.constexpr,
+    s, g, r, n, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
+    V2: tl.constexpr, BR: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Rows r..r+BR of dM, and dM' whole. TURNED: dM [F, V] is stored, not dM' [V, F]."""
-    SV: tl.constexpr = 1 if TURNED else FD
-    SF: tl.constexpr = DV if TURNED else 1
-    x = rows_of(g, r, BR, FD, DV, V1, V2, SF, SV)
-    dmt = load4(g, DV, V1, V2, FD, F1, F2, SV, SF)
+    """Rows r..r+BR of dM. TURNED: dM [F, V] is stored, not dM' [V, F]."""
+    x = rows_of(g, r, BR, FD, DV, V1, V2, DV if TURNED else 1, 1 if TURNED else FD)
     if CENTER == 2:
         sg = mul2(load_vec(g + DV * FD + FD, DV, V1, V2), -1.0 / n, V2)
         x = plus_rank1(x, vec(s + OFF[5], r, BR, FD), sg, V2)
+    return x
+
+
+@triton.jit
+def readout_whole(
+    s, g, n, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """dM' whole."""
+    dmt = load4(g, DV, V1, V2, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)
+    if CENTER == 2:
+        sg = mul2(load_vec(g + DV * FD + FD, DV, V1, V2), -1.0 / n, V2)
         dmt = rank1(dmt, sg, load_vec(s + OFF[5], FD, F1, F2), V2, F2)
-    return x, dmt
+    return dmt
 
 
 @triton.jit
@@ -103,14 +114,16 @@ def times_readout(
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, EXACT: tl.constexpr,
     TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Rows r..r+BR of A dM' for a moment A [F, V] in memory, ai its rows; dM' as `readout_rows` gives it."""
+    """Rows r..r+BR of A dM' for a moment A [F, V] in memory, ai its rows; dM' as `readout_whole` gives it."""
+    SV: tl.constexpr = 1 if TURNED else FD
+    SF: tl.constexpr = DV if TURNED else 1
     if EXACT == "blocks":
-        SV: tl.constexpr = 1 if TURNED else FD
-        SF: tl.constexpr = DV if TURNED else 1
         out = times_exact(a, g, r, BR, FD, DV, FD, F1, F2, DV, 1, SV, SF)
         if CENTER == 2:
             shift = dot_rows(ai, load_vec(g + DV * FD + FD, DV, V1, V2), V2) * (-1.0 / n)
             out = plus_rank1(out, shift, load_vec(s + OFF[5], FD, F1, F2), F2)
+    elif V2 >= 64 and CENTER < 2:
+        out = plus_times_late(zero_rows(BR, F1, F2), ai, g, DV, V1, V2, FD, F1, F2, SV, SF, EXACT)
     else:
         out = times(ai, dmt, BR, V2, F1, F2, EXACT)
     return out
@@ -118,16 +131,23 @@ def times_readout(
 
 @triton.jit
 def query_moment_grad(
-    s, g, x, dmt, d1, d1i, q1, q1i, r, n, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
-    EXACT: tl.constexpr, TURNED: tl.constexpr,
+    s, g, r, n, scale, NORM: tl.constexpr, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr,
+    MID: tl.constexpr, EXACT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows of C dM' and of C dM' + dM C'."""
     ci = rows_of(s + OFF[2], r, BR, FD, DV, V1, V2, DV, 1)
+    dmt = readout_whole(s, g, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, TURNED)
     ct = times_readout(s + OFF[2], s, g, r, ci, dmt, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, EXACT, TURNED)
+    x = readout_rows(s, g, r, n, CENTER, OFF, FD, DV, V1, V2, BR, TURNED)
+    if V2 < 64:
+        y = plus_times(ct, x, load4(s + OFF[2], DV, V1, V2, FD, F1, F2, 1, DV), V2, F2, MID)
+    else:
+        y = plus_times_late(ct, x, s + OFF[2], DV, V1, V2, FD, F1, F2, 1, DV, MID)
+    d1, d1i, _, q1, q1i = ones_grads(g, s, r, scale, NORM, OFF, FD, F1, F2, DV, BR)
     ct = plus_rank1(ct, q1i, d1, F2)
-    full = load4(s + OFF[2], DV, V1, V2, FD, F1, F2, 1, DV)
-    return ct, rowmul(plus_rank1(ct, d1i, q1, F2), x, full, V2, F2, MID)
+    y = plus_rank1(plus_rank1(y, q1i, d1, F2), d1i, q1, F2)
+    return ct, y
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
@@ -147,22 +167,21 @@ def middle_grads_key(
     s = state + head * K
     g = grads + head * KG
     c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
-    x, dmt = readout_rows(s, g, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, TURNED)
-    d1, d1i, p1i, q1, q1i = ones_grads(g, s, r, scale, NORM, OFF, FD, F1, F2, DV, BR)
     w = weights + head * KW
     SHIFTED: tl.constexpr = NORM and is_shifted(FMAP)  # the others' rows are added by `apply_grads`
     shift_q = tl.zeros([BR], tl.float32)
     shift_k = shift_q
     columns = zeros2(F1, F2)
     if ORDER == 2:
-        _, ds = query_moment_grad(
-            s, g, x, dmt, d1, d1i, q1, q1i, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, MID, TURNED
-        )
+        _, ds = query_moment_grad(s, g, r, n, scale, NORM, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, MID, TURNED)
         put_rows(w + WOFF[1], r, BR, FD, FD, F1, F2, mul2(ds, scale, F2))
         shift_k = scale * row_sums(ds, F2)
     if ORDER >= 3:
+        dmt = readout_whole(s, g, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, TURNED)
         pi = rows_of(s + OFF[0], r, BR, FD, DV, V1, V2, DV, 1)
         zt = times_readout(s + OFF[0], s, g, r, pi, dmt, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, EXACT, TURNED)
+        x = readout_rows(s, g, r, n, CENTER, OFF, FD, DV, V1, V2, BR, TURNED)
+        d1, d1i, p1i, _, _ = ones_grads(g, s, r, scale, NORM, OFF, FD, F1, F2, DV, BR)
         zt = plus_rank1(zt, p1i, d1, F2)
         if ORDER >= 4:
             put_rows(cross + head * FD * FD, r, BR, FD, FD, F1, F2, zt)
@@ -181,15 +200,13 @@ def middle_grads_key(
             p = dcoefficients + (head * BLOCKS + tl.program_id(0) % BLOCKS) * 4
             tl.store(p, tl.sum(rowdot(pi, x, V2)) + tl.sum(p1i * d1i))
             tl.store(p + 2, tl.sum(rowdot(rows_of(s + OFF[3], r, BR, FD, FD, F1, F2, 1, FD), zt, F2)))
-    mi = x
-    if CENTER == 2:
-        mi = rows_of(matrix + head * FD * DV, r, BR, FD, DV, V1, V2, DV, 1)
+    mi = rows_of(matrix + head * FD * DV, r, BR, FD, DV, V1, V2, DV, 1)
+    d1 = zeros2(F1, F2)
+    d1i = tl.zeros([BR], tl.float32)
     if NORM:  # v is centred as a source of dk and dq, but the ratio does not depend on its mean
         d1 = load_vec(g + DV * FD + FD, FD, F1, F2)
         d1i = vec(g + DV * FD + FD, r, BR, FD)
-    row_q, row_k = token_rows(
-        s, g, mi, d1, d1i, r, n, scale, c, NORM, CENTER, ORDER, OFF, FD, F1, F2, DV, V1, V2, BR
-    )
+    row_q, row_k = token_rows(s, g, mi, d1, d1i, r, n, scale, c, NORM, CENTER, ORDER, OFF, FD, F1, F2, DV, V1, V2, BR)
     if SHIFTED:
         row_q += shift_q
         row_k += shift_k
@@ -243,7 +260,7 @@ def middle_grads_pair(
             e = rowdot(rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1), dw, F2)
             tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 3, tl.sum(e))
         si = rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1)
-        dw = rowmul(dw, si, load4(z, FD, F1, F2, FD, F1, F2, 1, FD), F2, F2, MID)
+        dw = plus_times(dw, si, load4(z, FD, F1, F2, FD, F1, F2, 1, FD), F2, F2, MID)
         put_rows(w + WOFF[4], r, BR, FD, FD, F1, F2, mul2(dw, scale * c[3], F2))
         if SHIFTED:
             add_row(rows, r, dw, scale * c[3], BR, FD, F2)
@@ -251,13 +268,11 @@ def middle_grads_pair(
         wi = rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1)
         ds = times(wi, load4(z, FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
         zi = rows_of(z, r, BR, FD, FD, F1, F2, 1, FD)
-        ds = mul2(rowmul(ds, zi, load_symmetric(s + OFF[4], FD, F1, F2), F2, F2, MID), c[3], F2)
+        ds = mul2(plus_times(ds, zi, load_symmetric(s + OFF[4], FD, F1, F2), F2, F2, MID), c[3], F2)
         if ORDER == 5:
             g = grads + head * KG
-            x, dmt = readout_rows(s, g, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, TURNED)
-            d1, d1i, _, q1, q1i = ones_grads(g, s, r, scale, NORM, OFF, FD, F1, F2, DV, BR)
             ct, y = query_moment_grad(
-                s, g, x, dmt, d1, d1i, q1, q1i, r, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, EXACT, TURNED
+                s, g, r, n, scale, NORM, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, EXACT, TURNED
             )
             if dcoefficients is not None:
                 e = rowdot(rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1), ct, F2)

@@ -228,6 +228,14 @@ def middle_config(w: dict[str, int], rows: int, batch_heads: int, prec: dict[str
     return {"BR": 16, "num_warps": 8 if tile > 64 or split else 4, "num_stages": 1, **more}
 
 
+def middle_halves(spec: Spec, w: dict[str, int], mid: str) -> dict[str, int]:
+    """Widths in `middle_grads_key`: 128 channels in two halves where rows, what tf32 leaves of them and a whole matrix
+    do not fit in registers."""
+    if spec.op != "hla2" or mid != "tf32x3":
+        return {}
+    return {f"{x}{i}": 64 for x in "FV" if w[f"{x}1"] == 128 for i in (1, 2)}
+
+
 def reduce_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
     """(parts, tokens of a part): enough programs to fill the chip, at least 256 tokens each. A function of sizes
     only."""
