@@ -90,7 +90,11 @@ CASES = [
     ("linear_attention", ANCHORED, "halves_two_step", 37, 72, 72, (1, 1), HALF, "packed"),
     ("hla2", {"center": "k"}, "halves", 37, 64, 64, (2, 2), HALF, "packed"),
     ("hla3", ANCHORED, "halves_two_step", 70, 64, 64, (2, 2), HALF, "packed"),
-    ("hla3", ANCHORED, "halves_two_step", 37, 72, 72, (2, 2), HALF, "packed"),
+    *((op, ANCHORED, "halves_two_step", 37, 72, 72, (2, 2), HALF, "packed") for op in OPS[1:4]),
+    *((op, ANCHORED, "halves", 70, 72, 72, (1, 1), HALF, "packed") for op in OPS[1:4]),
+    ("ahla", {"center": "k"}, "halves", 37, 72, 72, (1, 1), HALF, "contiguous"),
+    ("ahla", ANCHORED, "halves", 37, 64, 64, (1, 1), HALF, "packed"),
+    ("hla3", ANCHORED, "halves", 514, 64, 64, (1, 1), HALF, "packed"),
     *OF_MIXTURES,
     # two neighbouring heads a program; in use for bfloat16 tokens
     *((op, PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed") for op in ("linear_attention", "hla2", "hla3")),

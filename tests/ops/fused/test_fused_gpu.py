@@ -48,7 +48,7 @@ CASES = [
     *((op, RELU_QK, BF16, MANY) for op in OPS),
     *((op, ANCHORED, FP16, ODD) for op in OPS),
     *((op, ANCHORED, BF16, sizes) for op in OPS for sizes in (MANY, MANY_ODD)),
-    ("hla2", {"center": "k"}, BF16, MANY),
+    *((op, {"center": "k"}, BF16, sizes) for op, sizes in (("hla2", MANY), ("ahla", MANY_ODD), ("hla3", MANY_ODD))),
     *((op, ANCHORED, FP32, (2, 2, 2, 40, 40)) for op in ("linear_attention", "ahla")),
     *((op, RIDGE, BF16, WIDE) for op in OPS[1:]),
     *((op, {"scale": 0.01}, BF16, GROUPED) for op in OPS),

@@ -172,8 +172,8 @@ def forward_higher(
     units += head * 4
     x, y = pair_sums(q, k, v, qn, kn, vn, lo, hi, ORDER, D, D1, BN)
     if ORDER == 4:  # no registers for the largest numbers of both at once
-        put_factor(y, scale, factors + AREA, units + 1, COUNT, True, D, D1)
         put_factor(x, scale, factors, units, COUNT, False, D, D1)
+        put_factor(y, scale, factors + AREA, units + 1, COUNT, True, D, D1)
         x, _ = pair_sums(q, q, q, qn, qn, qn, lo, hi, 5, D, D1, BN)
         put_factor(x, scale, factors + 2 * AREA, units + 2, COUNT, True, D, D1)
     else:

@@ -12,6 +12,7 @@ from ..algebra import ones_moments, scale_moments
 from ..loops import means, ratio_base, read_out, sum_features, sum_moments, write_grads
 from ..loops.extent import upto
 from ..maps import is_shifted, kept, unshift, unshift_sums
+from ..split.grads import load_weights
 from ..tiles import (
     add4,
     axpy2,
@@ -29,11 +30,14 @@ from ..tiles import (
 from . import NO_SPECIALIZE, at_head, of_head, own_head, ratio_of
 from .halves import factors_of, get_factors, half, half_operator, put_factors, put_matrix, put_three, times
 from .summed_algebra import (
+    anchor_ones,
+    gradient_of_head,
+    load_rows3,
+    ones_through,
     rows_by_memory,
     store_rows3,
     store_weights,
     stored_algebra,
-    sum_rows,
     summed_algebra,
     summed_gradient,
 )
@@ -61,26 +65,6 @@ def finished(
     if is_shifted(FMAP):
         raw = unshift(raw, sums, n, ORDER, CENTER, True, D, F1, F2, F2)
     return scale_moments(raw, sums, scale, n, 0.0, ORDER, CENTER, NORM or MEAN, False, F1, F2, F2)
-
-
-@triton.jit
-def ones_through(y, p1, q1, ORDER: tl.constexpr, F2: tl.constexpr):
-    """m1 = S q1 of hla2 or R p1 of ahla: S is symmetric, and sums of rows are near, those of columns are not."""
-    x = p1
-    if ORDER == 2:
-        x = q1
-    return matvec(y, x, F2, F2)
-
-
-@triton.jit
-def anchor_ones(mt, m1, F2: tl.constexpr):
-    """a of `algebra.anchor` for the features 1: 1'(M - m1 a') = 0. M is nearly of rank one: others are alike."""
-    e = tl.sum(m1[0])
-    if F2 > 0:
-        e += tl.sum(m1[1])
-    top = sum_rows(mt, F2, F2)
-    over = tl.where(e == 0.0, 0.0, 1.0 / e)
-    return top[0] * over, top[1] * over
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -220,11 +204,11 @@ def part_of(i, loops, late):
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_backward(
-    q, k, v, g, dq, dk, dv, ratio, vectors, matrix, factors, units, room, rows, qs, ks, vs, gs, dqs, dks, dvs, N, H,
-    scale, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    KF: tl.constexpr, KR: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr, WRITE: tl.constexpr,
-    LATE: tl.constexpr, STAY: tl.constexpr, PREC: tl.constexpr,
+    q, k, v, g, dq, dk, dv, ratio, vectors, matrix, factors, units, room, weights, rows, qs, ks, vs, gs, dqs, dks, dvs,
+    N, H, scale, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr,
+    K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
+    LOOPS: tl.constexpr, WRITE: tl.constexpr, LATE: tl.constexpr, STAY: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv of one head. LATE: dq last. LOOPS as in `plain_backward`; STAY of the tokens as they are, as in
     `sum_gradient`."""
@@ -234,17 +218,37 @@ def summed_backward(
     ratio = ratio_of(ratio, head, N[0], NORM)
     vectors += head * K
     matrix += head * D * D
-    dm, row_v, one, centred = summed_gradient(
-        q, g, qn, gn, 0, N, eps, ratio, vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, STAY, PREC
-    )
-    mt, w, row = summed_algebra(
-        dm, row_v, one, centred, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
-        q.dtype.element_ty, False, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
+    rows += head * 3 * D
+    # of two blocks of columns dM', rows and, of hla3, all that the last pass reads do not fit in registers together
+    CUT: tl.constexpr = not NORM and ORDER > 1 and F2 > 0
+    AGAIN: tl.constexpr = CUT and ORDER == 4
+    LATER: tl.constexpr = CUT or (not NORM and ORDER == 4 and LOOPS == 1)
+    ROWS: tl.constexpr = CUT or (not NORM and ORDER == 3 and LOOPS > 1)
+    dm, row_v, one, centred = gradient_of_head(
+        q, g, qn, gn, N, eps, ratio, vectors, matrix, units + head * 4, room + head * KR, rows + 2 * D, LATER, ORDER,
+        NORM, MEAN, FMAP, D, F1, F2, OFF, BN, STAY, PREC,
     )  # fmt: skip
-    if NORM:
-        row = rows_by_memory(rows + head * 3 * D, row, D, F1, F2)
+    if AGAIN:
+        weights += head * KR
+        row = stored_algebra(
+            row_v, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR, weights,
+            ORDER, CENTER, MEAN, D, F1, F2, OFF, WOFF,
+        )  # fmt: skip
+    else:
+        mt, w, row = summed_algebra(
+            dm, row_v, one, centred, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
+            q.dtype.element_ty, LATER, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
+        )  # fmt: skip
+    if NORM or ROWS:
+        row = rows_by_memory(rows, row, D, F1, F2)
+    at_rows = row
     dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
     for part in tl.static_range(LOOPS):
+        if AGAIN:
+            mt = trans4(load4(matrix, D, F1, F2, D, F1, F2, D, 1))
+            w = load_weights(weights, ORDER, WOFF, D, F1, F2, D, F1, F2)
+        if ROWS:
+            row = load_rows3(at_rows, D, F1, F2)
         write_grads(
             q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8], ratio, w, 1.0, row, row,
             part_of(part, LOOPS, LATE), ORDER, NORM, True, FMAP, D, F1, F2, F1, F2, D,
@@ -266,15 +270,17 @@ def summed_weights(
     vectors += head * K
     matrix += head * D * D
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
-    dm, row_v, one, centred = summed_gradient(
-        q, g, qn, gn, 0, N, eps, ratio_of(ratio, head, N[0], NORM), vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2,
-        OFF, BN, False, PREC,
+    CUT: tl.constexpr = not NORM and ORDER > 1 and F2 > 0
+    rows += head * 3 * D
+    dm, row_v, one, centred = gradient_of_head(
+        q, g, qn, gn, N, eps, ratio_of(ratio, head, N[0], NORM), vectors, matrix, units + head * 4, room + head * KR,
+        rows + 2 * D, CUT, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, False, PREC,
     )  # fmt: skip
     weights += head * KW
-    if not NORM and ORDER == 4 and F2 > 0:
+    if CUT:
         row = stored_algebra(
-            dm, row_v, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR, weights,
-            CENTER, MEAN, D, F1, F2, OFF, WOFF,
+            row_v, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR, weights,
+            ORDER, CENTER, MEAN, D, F1, F2, OFF, WOFF,
         )  # fmt: skip
     else:
         mt, w, row = summed_algebra(
@@ -284,7 +290,7 @@ def summed_weights(
         if not NORM and ORDER > 1:
             store4(matrix, mt, D, F1, F2, D, F1, F2, 1, D)
         store_weights(weights, w, ORDER, WOFF, D, F1, F2)
-    store_rows3(rows + head * 3 * D, row, D, F1, F2)
+    store_rows3(rows, row, D, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)

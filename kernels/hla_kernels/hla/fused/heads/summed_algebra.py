@@ -5,8 +5,10 @@ import triton
 import triton.language as tl
 
 from ..algebra import centre_rows, ones_moments
-from ..loops import add_rows, alike, end_pairs, sum_gradient, sum_ratio
-from ..maps import is_shifted, ones2
+from ..loops import add_rows, alike, end_pairs, gradient_sums, sum_gradient, sum_ratio
+from ..loops.sums import end_total
+from ..maps import is_shifted, ones2, power_of_two
+from ..split.grads import load_weights
 from ..tiles import (
     axpy2,
     cast4,
@@ -21,8 +23,29 @@ from ..tiles import (
     vecmat,
     zeros2,
 )
-from .halves import get_factors, get_matrix, half, half_operator, half_weight, loaded_products, times
+from .duo import put_sums
+from .halves import get_factors, get_matrix, half, half_operator, half_weight, largest_sum, loaded_products, times
 from .plain import again
+
+
+@triton.jit
+def ones_through(y, p1, q1, ORDER: tl.constexpr, F2: tl.constexpr):
+    """m1 = S q1 of hla2 or R p1 of ahla: S is symmetric, and sums of rows are near, those of columns are not."""
+    x = p1
+    if ORDER == 2:
+        x = q1
+    return matvec(y, x, F2, F2)
+
+
+@triton.jit
+def anchor_ones(mt, m1, F2: tl.constexpr):
+    """a of `algebra.anchor` for the features 1: 1'(M - m1 a') = 0. M is nearly of rank one: others are alike."""
+    e = tl.sum(m1[0])
+    if F2 > 0:
+        e += tl.sum(m1[1])
+    top = sum_rows(mt, F2, F2)
+    over = tl.where(e == 0.0, 0.0, 1.0 / e)
+    return top[0] * over, top[1] * over
 
 
 @triton.jit
@@ -61,6 +84,42 @@ def summed_gradient(
 
 
 @triton.jit
+def gradient_of_head(
+    q, g, qn, gn, N, eps, ratio, vectors, matrix, units, room, to, LATER: tl.constexpr, ORDER: tl.constexpr,
+    NORM: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    OFF: tl.constexpr, BN: tl.constexpr, STAY: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """`summed_gradient` of all tokens. LATER, of centred keys: what all dv have in common goes to memory, and dM' of
+    two blocks of columns to room in units of units[3], so that no registers hold them."""
+    if LATER:
+        if F2 > 0:
+            dm, sg = gradient_sums(q, g, qn, gn, 0, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC)
+            unit = power_of_two(0.125 * largest_sum(dm))
+            put_sums(room, dm, 1.0 / unit, N[0] >> 30, D, F1)
+            tl.store(units + 3, unit)
+            sg = end_total(sg, q.dtype.element_ty, F1, F2, MEAN)
+        else:
+            dm, sg = sum_gradient(q, g, qn, gn, 0, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC, STAY)
+        z = zeros2(F1, F2)
+        store_vec(to, axpy2(z, 1.0 / N[1], sg, F2) if MEAN else z, D, F1, F2)
+        tl.debug_barrier()  # every thread reads what others wrote
+        out = (dm, to, z, z)
+    else:
+        out = summed_gradient(
+            q, g, qn, gn, 0, N, eps, ratio, vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, STAY, PREC
+        )
+    return out
+
+
+@triton.jit
+def taken(at, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """The vector at a place that is written again."""
+    x = load_vec(at, D, D1, D2)
+    tl.debug_barrier()  # every thread has read it
+    return x
+
+
+@triton.jit
 def inside(a, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
     """A matrix without what its columns hold beyond D."""
     c1, c2 = ones2(D, D1, D2)
@@ -79,8 +138,8 @@ def summed_algebra(
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr,
 ):  # fmt: skip
     """M', the weights (WP', WS, WC', WR', WW) of `algebra.weights`, as far as the order has them, in a dtype, and the
-    rows of dq, dk, dv, from what `summed_gradient` gave (READY: dM' is what another launch left in room, in units of
-    units[3]); room for three matrices."""
+    rows of dq, dk, dv, from what `summed_gradient` gave (READY: dM' is what was left in room, in units of units[3],
+    and row_v where it is); room for three matrices."""
     AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
     SHIFTED: tl.constexpr = is_shifted(FMAP)
     sums = (
@@ -127,6 +186,8 @@ def summed_algebra(
             w, rows = weights3(m, u, t, dm, s, scale, ones, one, centred, dtype, NORM, SHIFTED, F1, F2)
         else:
             w, rows = weights4(m, u, t, dm, pd, s, more, scale, one, dtype, NORM, SHIFTED, F1, F2)
+    if READY and not NORM:
+        row_v = taken(row_v, D, F1, F2)
     if not NORM:
         rows = centre_rows(w, sums, z, z, row_v, N[1], ORDER, CENTER, MEAN, 0.0, F1, F2, F2)
     return mt, w, rows
@@ -134,33 +195,37 @@ def summed_algebra(
 
 @triton.jit
 def stored_algebra(
-    dm, row_v, N, scale, vectors, matrix, factors, units, room, weights, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr,
+    row_v, N, scale, vectors, matrix, factors, units, room, weights, ORDER: tl.constexpr, CENTER: tl.constexpr,
+    MEAN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr,
 ):  # fmt: skip
-    """`summed_algebra` of hla3 with centred keys, whose matrices do not fit in registers together: M goes to matrix and
-    each weight to weights when it is computed. Gives the rows, taken of what was written."""
+    """`summed_algebra` of what `gradient_of_head` left in room, whose matrices do not fit in registers together: M goes
+    to matrix and each weight to weights when it is computed. Gives the rows, taken of what was written."""
     AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
     dtype: tl.constexpr = weights.dtype.element_ty
-    dm, unit = half(dm, F2, F2)
-    dm = again(room, dm, True, F1, F2)
-    m, u = get_factors(factors, units, 4, F1, F2)
-    t = again(room + AREA, times(m[1], m[2], F2, F2, F2), True, F1, F2)
-    store4(matrix, half_operator(m, u, t, 4, F2), D, F1, F2, D, F1, F2, 1, D)
-    pd = again(room + 2 * AREA, times(m[0], dm, F2, F2, F2), True, F1, F2)
+    dm = get_matrix(room, F1, F2, D)
+    unit = tl.load(units + 3)
+    m, u = get_factors(factors, units, ORDER, F1, F2)
+    t = m[1]
+    pd = dm
+    if ORDER == 4:
+        t = again(room + AREA, times(m[1], m[2], F2, F2, F2), True, F1, F2)
+        store4(matrix, half_operator(m, u, t, ORDER, F2), D, F1, F2, D, F1, F2, 1, D)
+        pd = again(room + 2 * AREA, times(m[0], dm, F2, F2, F2), True, F1, F2)
+    else:
+        store4(matrix, half_operator(m, u, t, ORDER, F2), D, F1, F2, D, F1, F2, 1, D)
+    tl.debug_barrier()  # the weights may lie where something was read
     for name in tl.static_range(5):
-        if has_weight(name, 4):
-            w = half_weight(m, u, t, dm, pd, scale * unit, name, 4, F2, dtype)
+        if has_weight(name, ORDER):
+            w = half_weight(m, u, t, dm, pd, scale * unit, name, ORDER, F2, dtype)
             store4(weights + WOFF[name], w, D, F1, F2, D, F1, F2, D, 1)
     tl.debug_barrier()  # every thread reads what others wrote
-    z = zeros2(F1, F2)
-    wp = cast4(load4(weights + WOFF[0], D, F1, F2, D, F1, F2, D, 1), tl.float32)
-    ws = cast4(load4(weights + WOFF[1], D, F1, F2, D, F1, F2, D, 1), tl.float32)
-    ww = cast4(load4(weights + WOFF[4], D, F1, F2, D, F1, F2, D, 1), tl.float32)
+    w = load_weights(weights, ORDER, WOFF, D, F1, F2, D, F1, F2)
     sums = (
         load_vec(vectors + OFF[5], D, F1, F2), load_vec(vectors + OFF[6], D, F1, F2),
         load_vec(vectors + OFF[7], D, F1, F2),
     )  # fmt: skip
-    return centre_rows((wp, ws, wp, wp, ww), sums, z, z, row_v, N[1], 4, CENTER, MEAN, 0.0, F1, F2, F2)
+    z = zeros2(F1, F2)
+    return centre_rows(w, sums, z, z, taken(row_v, D, F1, F2), N[1], ORDER, CENTER, MEAN, 0.0, F1, F2, F2)
 
 
 @triton.jit
@@ -184,12 +249,13 @@ def weights2(
     """Weights and rows of hla2: WC' and WS, the latter + s (q1 dm1' + dm1 q1') of a ratio."""
     z = zeros2(F1, F2)
     rows = (z, z, z)
+    if NORM:
+        rows = (matvec(cast4(m[1], tl.float32), axpy2(z, scale * u[1], one, F2), F2, F2), z, z)
     wc = half_weight(m, u, t, dm, dm, s, 2, 2, F2, tl.float32)
     ws = half_weight(m, u, t, dm, dm, s, 1, 2, F2, tl.float32)
     if NORM:
         ws = rank1(ws, axpy2(z, scale, q1, F2), centred, F2, F2)
         ws = rank1(ws, axpy2(z, scale, centred, F2), q1, F2, F2)
-        rows = (matvec(cast4(m[1], tl.float32), axpy2(z, scale * u[1], one, F2), F2, F2), z, z)
     if SHIFTED:
         row_v = sum_rows(wc, F2, F2)
         rows = (rows[0], sum_rows(ws, F2, F2), row_v)
@@ -278,6 +344,12 @@ def store_rows3(to, rows, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
     store_vec(to, rows[0], D, D1, D2)
     store_vec(to + D, rows[1], D, D1, D2)
     store_vec(to + 2 * D, rows[2], D, D1, D2)
+
+
+@triton.jit
+def load_rows3(at, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """The rows of dq, dk, dv from where they are."""
+    return load_vec(at[0], D, D1, D2), load_vec(at[1], D, D1, D2), load_vec(at[2], D, D1, D2)
 
 
 @triton.jit

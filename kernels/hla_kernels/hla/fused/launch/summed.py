@@ -76,11 +76,12 @@ def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
     """One launch: dq, dk, dv."""
     q, k, v = call.q, call.k, call.v
     at, a = placed(q, k, v, g, *outs)
-    room, length = room_of(call)
-    rows = call.buffer(call.bh, 3 * call.lay.fd)
+    room, length = room_of(call)  # for three matrices, then for as many of the dtype of the tokens
+    rows, size = call.buffer(call.bh, 3 * call.lay.fd), area(call)
     launch(
-        summed_backward, call.bh, q, k, v, g, *outs, call.ratio(), *Kept.of(saved, call), room, rows, *at, call.n,
-        call.h, call.scale, call.spec.eps, ALIGN=a, KR=length, PREC=call.prec["PREC"], **summed_widths(call),
+        summed_backward, call.bh, q, k, v, g, *outs, call.ratio(), *Kept.of(saved, call), room, room.view(q.dtype),
+        rows, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a, KR=length, WOFF=(0, size, 0, 0, 2 * size),
+        PREC=call.prec["PREC"], **summed_widths(call),
         **call.tiles("summed_backward", sums.backward_config, call.spec, call.w, call.most),
     )  # fmt: skip
 

@@ -197,7 +197,7 @@ def sum_features(
     for t in tl.range(0, tiles + 1, num_stages=STAGES, disable_licm=HERE):
         start = lo + t * BN
         live = alive(start + i, hi)
-        j = anew(i, start, HERE)
+        j = anew(i, start, HERE or (F1 <= 64 and NORM and ORDER < 5 and not GRAD))
         late = start - BN
         there = alive(tl.maximum(late + i, 0), hi) & (t > 0)
         if QUERIES:

@@ -10,7 +10,7 @@ heads on its diagonal and zero beside it.
 import triton
 import triton.language as tl
 
-from .extent import alive, span, upto
+from .extent import alive, anew, span, upto
 
 
 @triton.jit
@@ -215,16 +215,17 @@ def pair_sums(
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     for start in range(lo, hi[0], BN):
-        live = alive(start + i, hi)
+        j = anew(i, start, ORDER == 3)
+        live = alive(start + j, hi)
         if ORDER < 5:
-            tv = load_pair(v + (zero + start) * vn, i, vn, live, D, D1)
-        tk = load_pair(k + (zero + start) * kn, i, kn, live, D, D1)
+            tv = load_pair(v + (zero + start) * vn, j, vn, live, D, D1)
+        tk = load_pair(k + (zero + start) * kn, j, kn, live, D, D1)
         if ORDER == 2 or ORDER == 3:
-            tq = load_pair(q + (zero + start) * qn, i, qn, live, D, D1)
-        ek = load_ends(k + (zero + start) * kn, i, kn, live, D, D1)
+            tq = load_pair(q + (zero + start) * qn, j, qn, live, D, D1)
+        ek = load_ends(k + (zero + start) * kn, j, kn, live, D, D1)
         if ORDER == 2:
             y = add_square(y, tk, ek)
-            x = add_outer(x, tq, tv, load_ends(q + (zero + start) * qn, i, qn, live, D, D1))
+            x = add_outer(x, tq, tv, load_ends(q + (zero + start) * qn, j, qn, live, D, D1))
         elif ORDER == 5:
             x = add_square(x, tk, ek)
         else:

@@ -194,12 +194,12 @@ def write_grads(
         row_q = stored_row(rows[0], FD, F1, F2)
         row_k = stored_row(rows[1], FD, F1, F2)
         row_v = stored_row(rows[2], DV, V1, V2)
-    i = tl.arange(0, BN)
+    i = anew(tl.arange(0, BN), hi[0], R2 > 0 and ROW and ORDER == 4 and not NORM)  # nor from the pass before
     zero = tl.full([], 0, tl.int64)
     tiles = full_tiles(hi[0] - lo, BN) if LAST else tl.cdiv(hi[0] - lo, BN)
     for t in tl.range(tiles, num_stages=STAGES, disable_licm=HERE):
         start = lo + (tiles - 1 - t) * BN
-        j = anew(i, start, R2 > 0 and (FMAP > 0 or ROW))
+        j = anew(i, start, R2 > 0 and (FMAP > 0 or ROW or ORDER == 3))
         live = alive(start + j, hi)
         rq = load_rows(q + (zero + start) * qn, j, qn, live, D, R1, R2, False)
         rk = load_rows(k + (zero + start) * kn, j, kn, live, D, R1, R2, False)
