@@ -289,7 +289,7 @@ def _divide(run: Blocks, g: Tensor) -> None:
     call, lay, q = run.call, run.lay, run.tokens["r"]
     ratio = call.ratio()
     assert ratio is not None
-    config, m, matrix = run.tiles("apply", lay.v, run.digits), lay.at["M"], run.weights[0]
+    config, m, matrix = run.tiles("ratio", lay.v, run.digits), lay.at["M"], run.weights[0]
     at, units = apart(q.first, g)
     tiles = run.places(config["BN"])
     launch(

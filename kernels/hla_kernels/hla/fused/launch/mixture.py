@@ -11,7 +11,6 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from ..heads.mixture import (
     mixture_backward,
-    mixture_forward,
     mixture_moments,
     mixture_operator,
     mixture_products,
@@ -76,20 +75,11 @@ def kept_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def mixture_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
-    """o and the moments: one launch at 64 channels, otherwise three. Where nothing is kept fixed ones have the digits
-    that o needs."""
+    """o and the moments, by three launches. Where nothing is kept fixed ones have the digits that o needs."""
     if saved.numel() == 0:
         return fixed_forward_call(call, o, saved)
-    q, k, v = call.q, call.k, call.v
     kept, units, vectors = digits_of(call, saved)
-    if call.w["F2"] > 0:
-        return parts_forward_call(call, o, LEARNED, kept, units, vectors, operators(call))
-    at, a = placed(q, k, v, o)
-    launch(
-        mixture_forward, call.bh,
-        q, k, v, o, kept, units, half_room(call, 1), vectors, call.coefficients, *at, call.n, call.h, call.scale,
-        ALIGN=a, **means(call), **LEARNED.square(call), **LEARNED.tiles(call, "forward"),
-    )  # fmt: skip
+    parts_forward_call(call, o, LEARNED, kept, units, vectors, operators(call))
 
 
 def fixed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:

@@ -10,6 +10,7 @@ from ..tiles import (
     axpy2,
     cast4,
     load_rows,
+    load_vec,
     rank1,
     rowdot,
     scale4,
@@ -286,7 +287,7 @@ def sum_ratio(
     q, k, v, g, dq, qn, kn, vn, gn, dqn, lo, hi, m, m1, row, eps, ratio, ORDER: tl.constexpr, MOMENTS: tl.constexpr,
     WRITE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, PLANES: tl.constexpr = 1,
-    ANCHORED: tl.constexpr = False,
+    ANCHORED: tl.constexpr = False, late=None,
 ):  # fmt: skip
     """(P, S, C, R, W) with MOMENTS, dM' = Sum g (phi(q) / den)', dm1 = Sum (d loss / d den) phi(q) over tokens lo..hi,
     the last for `end_pairs`.
@@ -297,7 +298,7 @@ def sum_ratio(
 
     What all queries have in common is taken off phi(q) / den before it is rounded: c = 1 / 1'm1, that of phi(q) = 1.
     PLANES = 2: m, in float32, and phi(q) / den are sums of two numbers of the dtype of the tokens. ANCHORED as in
-    `ratio_base`.
+    `ratio_base`. late: where m1 lies, which is then loaded in every turn.
     """
     SHIFTED: tl.constexpr = is_shifted(FMAP)
     dtype: tl.constexpr = q.dtype.element_ty
@@ -333,7 +334,7 @@ def sum_ratio(
     zero = tl.full([], 0, tl.int64)
     gp = g + (zero + lo) * gn
     qp = q + (zero + lo) * qn
-    for start in tl.range(lo, hi[0], BN, disable_licm=WRITE and F2 > 0):
+    for start in tl.range(lo, hi[0], BN, disable_licm=(WRITE and F2 > 0) or PLANES == 2):
         live = alive(start + i, hi)
         j = anew(i, start, F2 > 0)
         if WRITE:  # pointers that move take fewer registers than products of strides
@@ -360,7 +361,10 @@ def sum_ratio(
         if BY_PRODUCT:
             inverse = reciprocal(times_vector((f[0].to(dtype), f[1].to(dtype)), ones, F2) + e, live, dtype)
         else:
-            inverse = reciprocal(rowdot(f, as_row(m1), F2) + e, live, dtype)
+            divisor = m1
+            if late is not None:
+                divisor = load_vec(late + (start >> 30), D, F1, F2)
+            inverse = reciprocal(rowdot(f, as_row(divisor), F2) + e, live, dtype)
         d = -y * inverse  # d loss / d den times den
         if TWICE:
             f = phi32((once(tq[0]), once(tq[1])), live, FMAP, D, F1, F2)
@@ -368,7 +372,7 @@ def sum_ratio(
             gq = query_gradient(f, r, inverse, d, m1, FMAP, F2)
             store_tokens(dq + (zero + start) * dqn, j, dqn, live, gq, D, F1, F2)
         else:
-            put_ratio(ratio, start + i, live, inverse, d * inverse)
+            put_ratio(ratio, start + (j if PLANES == 2 else i), live, inverse, d * inverse)
         more = (inverse - c if SHIFTED else inverse * 0.0)[:, None]
         over = (f[0] * inverse[:, None] + more, f[1] * inverse[:, None] + more)
         if NUMBER:

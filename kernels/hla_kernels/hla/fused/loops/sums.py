@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..tiles import add_dot, load_rows, load_tail, outer4, outer4_begin, outer4_end, square4, zeros2, zeros4
-from .extent import alive
+from .extent import alive, anew
 
 
 @triton.jit
@@ -249,6 +249,8 @@ def sum_moments(
     SUM_V: tl.constexpr = SUMS == 2 and ORDER != 10
     ALL: tl.constexpr = SUMS == 1
     TAIL: tl.constexpr = F2 > 0 and V2 > 0 and F1 >= 64 and V1 >= 64
+    # addresses that another loop has too, or beside which sums have no registers
+    AGAIN: tl.constexpr = PREC == "ieee" and (ORDER == 6 or (F2 > 0 and SUMS == 2))
     dtype: tl.constexpr = q.dtype.element_ty
     m = begin_moments(ORDER, F1, F2, V1, V2, True, TAIL)
     dm = begin(V1, V2, F1, F2, GRAD, False, TAIL)
@@ -265,19 +267,20 @@ def sum_moments(
     top = hi[0]
     if few is not None:
         top = tl.minimum(few[0], hi[0])
-    for start in tl.range(lo, top, BN, disable_licm=F1 > 64):
+    for start in tl.range(lo, top, BN, disable_licm=F1 > 64 or (AGAIN and F2 > 0)):
         live = alive(start + i, hi)
         if STAY:
             stay_in_l2(q, start, hi[0], qn, D, BN)
-        tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, ONCE)
-        tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, ONCE)
-        tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
+        j = anew(i, start, AGAIN)
+        tk = load_rows(k + (zero + start) * kn, j, kn, live, D, F1, F2, ONCE)
+        tv = load_rows(v + (zero + start) * vn, j, vn, live, DV, V1, V2, ONCE)
+        tq = load_rows(q + (zero + start) * qn, j, qn, live, D, F1, F2, False)
         ek = i
         eq = i
         if TAIL:
-            ek = load_tail(k + (zero + start) * kn, i, kn, live, D, F1)
+            ek = load_tail(k + (zero + start) * kn, j, kn, live, D, F1)
         if TAIL and ORDER != 1 and ORDER != 3:
-            eq = load_tail(q + (zero + start) * qn, i, qn, live, D, F1)
+            eq = load_tail(q + (zero + start) * qn, j, qn, live, D, F1)
         m = add_moments(m, tq, tk, tv, eq, ek, ORDER, F2, V2, TAIL, PREC)
         if ALL:
             sq = add_total(sq, tq, F2)
@@ -290,7 +293,7 @@ def sum_moments(
         if SUM_V:
             sums, rv = add_together(sums, rv, tv, 2, V2)
         if GRAD:
-            dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, i, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
+            dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, j, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
     if few is not None and top < hi[0]:
         tq, tk, tv = (few[1] + 0.0, 0), (few[2] + 0.0, 0), (few[3] + 0.0, 0)
         m = add_moments(m, tq, tk, tv, i, i, ORDER, F2, V2, TAIL, PREC)

@@ -94,7 +94,10 @@ def readout_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[st
         pulled = spec.digits(dtype, True) < 3 and not spec.softmax
     if not spec.normalize or not pulled or dtype == torch.float32:
         return reduce_config(spec, w, dtype)
-    return query_config(w) | ({"BN": 32} if spec.op == "polynomial" and w["F2"] > 0 else {})
+    if spec.op == "polynomial" and w["F2"] > 0:  # of two planes tiles of 32 would keep all of M in registers
+        two = spec.digits(dtype, True) == 2
+        return {"BN": 64, "num_warps": 8, "num_stages": 1} if two else query_config(w) | {"BN": 32}
+    return query_config(w)
 
 
 def divides(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> bool:
@@ -169,8 +172,7 @@ def apply_config(
             return {"BN": 64, "num_warps": 4, "num_stages": 3, "ROLES": 2}
         return {"BN": 64, "num_warps": 4, "num_stages": 3 if cut(w) else 2, "ROLES": 2 if cut(w) else 1}
     if very and spec.op == "polynomial":
-        few = not plain(spec)
-        return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 1 if few else 3, "ROLES": 2}
+        return {"BN": 32, "num_warps": 8, "num_stages": 3 if plain(spec) else 2, "ROLES": 2}
     once = plain(spec) and spec.op != "polynomial"
     # with two stages a tile is loaded when the one before it is done with; two programs a head have room for three
     deep = once or (whole and spec.op != "polynomial" and not (mapped(spec) or spec.normalize))

@@ -36,7 +36,7 @@ def block_config(kernel: str, width: int = 128, digits: int = 1) -> dict[str, in
         return {"ROWS": 32, "COLS": 32, "DEPTH": 16, "num_warps": 1, "num_stages": 3}
     if kernel == "moments":
         return {"ROWS": 64, "COLS": cols, "BN": 32, "num_warps": warps, "num_stages": 3}
-    return {"BN": 64, "COLS": cols, "INNER": 32, "num_warps": warps, "num_stages": 3}
+    return {"BN": 64, "COLS": cols, "INNER": 16 if kernel == "ratio" else 32, "num_warps": warps, "num_stages": 3}
 
 
 def softmaxes(spec: Spec, dtype: torch.dtype, save: bool) -> bool:

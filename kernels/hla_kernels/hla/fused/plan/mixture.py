@@ -10,12 +10,10 @@ from .paths import cut
 
 def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
     """Tiles of the kernels of `heads.mixture`; registers for two programs a multiprocessor where they fit."""
-    if kernel == "forward":
-        return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3}
     if kernel == "moments":
-        return {"BN": 32, "num_warps": 4, "num_stages": 3}
+        return {"BN": 32 if w["F2"] > 0 else 64, "num_warps": 4, "num_stages": 3}
     if kernel == "features":
-        return {"BN": 32, "num_warps": 8, "num_stages": 2}
+        return {"BN": 32, "num_warps": 8, "num_stages": 1}
     if kernel == "ratio":
         return {"num_warps": 8 if w["F2"] > 0 else 4, "num_stages": 1}
     if kernel in ("operator", "products"):
@@ -23,7 +21,7 @@ def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
     if kernel == "backward":  # it takes 128 registers of itself, and spills only where it is told to
         return {"BN": 32, "num_warps": 8, "num_stages": 3}
     if kernel == "backward_centred":
-        return {"BN": 32, "num_warps": 8, "num_stages": 3, "maxnreg": 128}
+        return {"BN": 32, "num_warps": 4, "num_stages": 2}
     once = {"WHOLE": True, "maxnreg": 128} if w["F2"] == 0 else {"WHOLE": False}
     return {"BN": 64, "num_warps": 8, "num_stages": 3, **once}
 

@@ -103,7 +103,7 @@ def reduce_readout(
     elif NORM and (PULLED or (is_plain(FMAP) and REST == 0)):
         _, dm, dm1 = sum_ratio(
             q, q, g, g, q, qn, qn, gn, gn, qn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, False, FMAP, D, F1, F2,
-            DV, V1, V2, BN, PREC, PLANES,
+            DV, V1, V2, BN, PREC, PLANES, late=state + head * K + OFF[8] if PLANES == 2 else None,
         )  # fmt: skip
         dm1 = end_pairs(dm1, F1, F2)
     else:

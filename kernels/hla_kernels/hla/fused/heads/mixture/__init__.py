@@ -14,8 +14,8 @@ A ratio keeps its moments and its operator always; its backward has dM of `split
 import triton
 import triton.language as tl
 
-from ...loops import read_out, span, sum_features, sum_gradient, sum_moments
-from ...tiles import add4, axpy2, cast4, load4, load_vec, scale4, trans4, zeros2, zeros4
+from ...loops import span, sum_features, sum_gradient, sum_moments
+from ...tiles import add4, cast4, load4, scale4, trans4, zeros2, zeros4
 from .. import NO_SPECIALIZE, load_coefficients, of_head, own_head, store_coefficients
 from .digits import (
     DM,
@@ -34,7 +34,7 @@ from .digits import (
     put_weight,
     second_products,
 )
-from .kept import has_moment, head_moments, load_units, put_moments, put_rows, put_scaled, scaled, store_units
+from .kept import has_moment, load_units, put_moments, put_rows, put_scaled, scaled
 
 
 @triton.jit
@@ -47,34 +47,6 @@ def mixed_operator(kept, room, u, c, D1: tl.constexpr, D2: tl.constexpr):
     x = scale4(product(hs, load(kept, C, D1, D2), D2), us * uc * c[1])
     tl.debug_barrier()  # every thread reads what others wrote
     return add4(scale4(product(load(room, 0, D1, D2), load(kept, P, D1, D2), D2), ut * up), x, D2, D2), ut
-
-
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def mixture_forward(
-    q, k, v, o, kept, units, room, vectors, coefficients, qs, ks, vs, os, N, H, scale, CENTER: tl.constexpr,
-    MEAN: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, KF: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
-):  # fmt: skip
-    """o = q M of one head, whose moments and sums are kept; room for a matrix."""
-    pid = tl.program_id(0)
-    head, h, at, N, scale = own_head(pid, N, H, scale)
-    q, k, v, o, qn, kn, vn, on = of_head((q, k, v, o), (qs, ks, vs, os), at, h, ALIGN)
-    m, sums = head_moments(q, k, v, qn, kn, vn, N, CENTER, MEAN, D, F1, F2, BN, "ieee")
-    kept += head * KF
-    units += head * 8
-    vectors += head * K
-    store_units(units, put_moments(kept, m, vectors, sums, N[1], scale, 5, CENTER, MEAN, OFF, True, D, F1, F2))
-    tl.debug_barrier()  # every thread reads what others wrote
-    room += head * (F1 + F2) * (F1 + F2)
-    m, _ = mixed_operator(kept, room, load_units(units), load_coefficients(coefficients, h, 5), F1, F2)
-    x = zeros2(F1, F2)
-    row = x
-    if MEAN:
-        row = axpy2(x, 1.0 / N[1], load_vec(vectors + OFF[7], D, F1, F2), F2)
-    read_out(
-        q, o, qn, on, 0, N, cast4(m, q.dtype.element_ty), x, row, row, 0.0, False, MEAN, 0, D, F1, F2, F1,
-        F2, D, F1, F2, BO, "tf32x3",
-    )  # fmt: skip
 
 
 @triton.jit

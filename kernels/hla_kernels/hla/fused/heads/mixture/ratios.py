@@ -69,6 +69,8 @@ def ratio_operator(
     store_vec(vectors + OFF[8], m1, D, F1, F2)
     tl.debug_barrier()  # what is read again holds no registers until then
     t = product_of(kept, kept, us * uw * c[3], spare, S, W, RESTS, RESTS, DIGITS, F1, F2)
+    if DIGITS:
+        tl.debug_barrier()  # or R is loaded long before it is added
     t = add4(t, scale4(moment_of(kept, R, ur, DIGITS, F1, F2), c[2]), F2, F2)
     t = add4(t, scale4(eye_of(t), c[0]), F2, F2)
     p1 = axpy2(z, scale, load_vec(vectors + OFF[6], D, F1, F2), F2)
