@@ -95,6 +95,7 @@ CASES = (
     ("hla2", PLAIN, 256, 6, 197, 64, "mask"),
     ("ahla", RATIO, 8, 16, 1024, 72, "mask"),
     ("ahla", PLAIN, 32, 16, 1024, 72, "packed"),
+    ("hla3", RATIO, 32, 16, 1024, 72, "packed"),
     ("linear_attention", PLAIN, 2, 12, 4096, 128, "float32"),
     ("hla3", ELU_ANCHORED, 2, 12, 4096, 128, "float32"),
     ("hla2", PLAIN, 32, 16, 1024, 72, "float16"),

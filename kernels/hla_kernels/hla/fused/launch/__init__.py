@@ -56,7 +56,7 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
     """Moments of all tokens and the operator: reduce, combine (several parts only), middle. `rest`: for a backward."""
     saved, features = Saved.of(buffer, call), call.features
     q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
-    config = call.tiles("reduce_moments", plan.reduce_config, call.spec, call.w, q.dtype)
+    config = call.tiles("reduce_moments", plan.reduce_config, call.spec, call.w, q.dtype, features[0] is not None)
     digits = spec.digits(q.dtype, rest)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     at, a = placed(q, k, v, *features)

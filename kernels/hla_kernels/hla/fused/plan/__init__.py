@@ -61,8 +61,8 @@ def weights_config(spec: Spec, dtype: torch.dtype) -> dict[str, int]:
     return {"BN": 32, "num_warps": 4, "num_stages": 3} | ({"maxnreg": 168} if plain(spec) else {})
 
 
-def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
-    """Tiles of `reduce_moments`, and of `reduce_readout` without a normaliser."""
+def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype, keep: bool = False) -> dict[str, int]:
+    """Tiles of `reduce_moments` (keep: it writes features too), and of `reduce_readout` without a normaliser."""
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
     if dtype == torch.float32 or spec.softmax or (spec.op == "polynomial" and spec.digits(dtype, True) > 0):
         return {
@@ -75,7 +75,7 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str
             return {"BN": 32, "num_stages": 5, "num_warps": 8, "maxnreg": 128}
         return {"BN": 32 if w["F2"] > 0 else 64, "num_stages": 3, "num_warps": 4}
     if mapped(spec):
-        few = wide <= 64 or (wide <= 80 and spec.normalize)
+        few = wide <= 64 or (wide <= 80 and spec.normalize and not (keep and spec.op == "hla3"))
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 3}
     if spec.op == "polynomial" and wide > 64 and plain(spec):
         warps = 8 if wide > 80 and spec.learned else 4
