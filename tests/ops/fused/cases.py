@@ -64,17 +64,21 @@ OF_MIXTURES = [
 ]
 
 
-def truth(spec: Spec, tokens: list[Tensor], grad: Tensor, coefficients: Tensor | None) -> list[Tensor]:
-    """o, dq, dk, dv (and d coefficients) of the torch form in float64 through autograd."""
-    q, k, v = (x.detach().double().requires_grad_() for x in tokens)
-    c = None if coefficients is None else coefficients.detach().double().requires_grad_()
+def truth(
+    spec: Spec, tokens: list[Tensor], grad: Tensor, coefficients: Tensor | None, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """o, dq, dk, dv (and d coefficients) of the torch form in float64, or of tokens in another dtype, by autograd."""
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in tokens)
+    c = coefficients
+    if c is not None:
+        c = c.detach().to(dtype if dtype == torch.float64 else torch.float32).requires_grad_()
     options = Options(
         False, spec.feature_map, spec.normalize, spec.center, spec.mean_path, None, "cascade", spec.ridge, spec.scale,
         spec.eps, spec.q_scale,
     )  # fmt: skip
     y = evaluate(spec.op, q, k, v, c, options)
     wanted = [q, k, v] if c is None or spec.fixed else [q, k, v, c]
-    return [y.detach(), *torch.autograd.grad(y, wanted, grad.double())]
+    return [y.detach(), *torch.autograd.grad(y, wanted, grad.to(y.dtype))]
 
 
 def poison(patch) -> None:

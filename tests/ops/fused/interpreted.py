@@ -15,7 +15,18 @@ from hla_kernels.hla.fused import Spec, plan
 from hla_kernels.hla.fused.launch.blocks import Blocks
 from hla_kernels.hla.fused.launch.call import Call
 from hla_kernels.hla.fused.plan import paths
-from tests.ops.fused.cases import BY_BLOCKS, FULL, HALF, OF_MIXTURES, TOLERANCE, check, make, run, truth
+from tests.ops.fused.cases import (
+    BY_BLOCKS,
+    FULL,
+    HALF,
+    OF_MIXTURES,
+    TOLERANCE,
+    check,
+    make,
+    relative_error,
+    run,
+    truth,
+)
 
 OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial")
 PLAIN = {}
@@ -130,6 +141,32 @@ def test_matches_float64(monkeypatch, case):
     inputs = make(spec, n, d, dv, heads, dtype, layout)
     got = run(monkeypatch, spec, *inputs, path, save=layout != "contiguous", packed=layout == "packed")
     check(got, truth(spec, *inputs), TOLERANCE[dtype])
+
+
+# op, options, path, which of q, k, v: what cancels in dq, dk or dv must have been rounded alike
+MEANS = (
+    *((op, RATIO, path, 2) for op in ("hla2", "ahla", "hla3") for path in ("halves", "heads", "split")),
+    ("ahla", RATIO, "halves_in_two_step", 2), ("polynomial", RATIO, "split", 2),
+    ("polynomial", RATIO, "mixture_kept", 2), ("polynomial", {**FIXED, **RATIO}, "mixture", 2),
+    *(("hla2", options, path, i) for options, path in ((ANCHORED, "heads"), (ELU_ANCHORED, "split")) for i in range(3)),
+    ("ahla", ANCHORED, "heads", 1), ("ahla", ELU_ANCHORED, "split", 1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "options", "path", "which"), MEANS, ids=str)
+def test_channels_with_a_mean(monkeypatch, op, options, path, which):
+    """Twice their deviation: the error is at most twice that of the torch form in float16. The gradient is large, and
+    coefficients positive, for forms made for bfloat16, whose numbers are as small as they come."""
+    d = 32 if op == "polynomial" else 64
+    spec = Spec(op, **options)
+    tokens, grad, c = make(spec, 70, d, d, (1, 1), HALF)
+    tokens[which].add_(2)
+    grad, c = 64 * grad, None if c is None else c.abs()
+    exact = truth(spec, tokens, grad, c)[:4]
+    torch_form = truth(spec, tokens, grad, c, HALF)[:4]
+    got = run(monkeypatch, spec, tokens, grad, c, path, True, True)[:4]
+    errors = [(relative_error(x, t), relative_error(y, t)) for x, y, t in zip(got, torch_form, exact, strict=True)]
+    assert all(ours <= 2 * theirs for ours, theirs in errors), errors
 
 
 @pytest.mark.parametrize("op", ("linear_attention", "ahla", "hla3"))

@@ -96,10 +96,10 @@ def make(n, dtype, sizes, draw=0):
     return x, torch.randn(b, n, h, dv, generator=g, device="cuda").to(dtype)
 
 
-def results(op, x, grad, **options):
-    """o, dq, dk, dv."""
+def results(op, x, grad, *more, **options):
+    """o, dq, dk, dv; more: coefficients, which need no gradient."""
     x = [t.detach().requires_grad_() for t in x]
-    y = getattr(hk, op)(*x, **options)
+    y = getattr(hk, op)(*x, *more, **options)
     return [y.detach(), *torch.autograd.grad(y, x, grad.to(y.dtype))]
 
 
@@ -228,6 +228,25 @@ def test_polynomial(case):
 def test_polynomial_of_many_tokens(fixed):
     """S and W of many tokens are nearly multiples of the identity: orders cancel where coefficients do."""
     check_polynomial({}, BF16, (2, 4, 4, 64, 64), (4097,), fixed, 12)
+
+
+@pytest.mark.parametrize("which", (0, 1, 2), ids=("q", "k", "v"))
+@pytest.mark.parametrize("op", (*OPS, "polynomial"))
+def test_channels_with_a_mean(op, which):
+    """Twice their deviation: what a product gives a mean is far more than the gradient, and cancels with a row."""
+    many = [(BF16, sizes, n) for sizes in (MANY, MANY_ODD) for n in (197, 1025)]
+    others = (BF16, FEW, 333), (BF16, ODD, 333), (FP16, MANY, 197), (FP16, FEW, 333)
+    for options, (dtype, sizes, n) in itertools.product((RATIO, ANCHORED, ELU_CENTRED[0]), (*many, *others)):
+        x, grad = make(n, dtype, sizes)
+        x[which] += 2
+        more = [torch.full((sizes[1], 4), 0.25, device="cuda")] if op == "polynomial" else []
+        truth = results(op, [t.double() for t in x], grad.double(), *more, impl="torch", **options)
+        torch_form = results(op, x, grad, *more, impl="torch", **options)
+        first, second = twice(results, op, x, grad, *more, impl="triton", **options)
+        for name, a, b, c, t in zip(("o", "dq", "dk", "dv"), first, second, torch_form, truth, strict=True):
+            assert torch.equal(a, b), (n, name)
+            errors = relative_error(a, t), relative_error(c, t)
+            assert errors[0] <= 2 * errors[1], (options, dtype, sizes, n, name, *errors)
 
 
 FIXED = (*POLYNOMIALS, ({}, BF16, PAIRS), (RATIO, BF16, MANY), (ELU, BF16, FEW), (RATIO_SOFTMAX, BF16, HALF))

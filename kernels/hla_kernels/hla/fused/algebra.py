@@ -280,17 +280,18 @@ def scale5(w, c):
 @triton.jit
 def weight_rows(
     w, m, t, dm1, sums, row_q, row_v, s, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    NORM: tl.constexpr, SHIFT: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
+    NORM: tl.constexpr, SHIFT: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Rows that every dq, dk, dv receives: the gradient of the column of ones, and minus the mean of each centred
-    source."""
+    source; NORM: dm1 is that for v centred. dtype: the one that products read w in."""
     row_k = zeros2(F1, F2)
     if NORM:
         if CENTER == 0 and ORDER != 2:
             row_k = axpy2(row_k, s, ones_grad_key(t, dm1, ORDER, F2), F2)
         if CENTER <= 1 and ORDER == 2:
             row_q = axpy2(row_q, s, vecmat(dm1, m[1], F2, F2), F2)
-    return centre_rows(w, sums, row_q, row_k, row_v, n, ORDER, CENTER, MEAN, SHIFT, F1, F2, V2)
+    read, unit = cast_weights(w, ORDER, dtype, F2, V2)
+    return centre_rows(w, read, unit, sums, row_q, row_k, row_v, n, ORDER, CENTER, MEAN, NORM, SHIFT, F1, F2, V2)
 
 
 @triton.jit
@@ -304,32 +305,40 @@ def ones_grad_key(t, dm1, ORDER: tl.constexpr, F2: tl.constexpr):
 
 @triton.jit
 def centre_rows(
-    w, sums, row_q, row_k, row_v, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    SHIFT: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
+    w, read, unit, sums, row_q, row_k, row_v, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    NORM: tl.constexpr, SHIFT: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
-    """rows + `source` W: minus the mean of what a moment centres (MEAN: v, in P and C), and the shift of the features;
-    w = (WP', WS, WC', WR', WW)."""
+    """rows + `source` W: minus the mean of what a moment centres (MEAN or NORM: v, in P and C), and the shift of the
+    features; w = (WP', WS, WC', WR', WW), read: in units of unit, as products read them.
+
+    What the products give a mean, which is in every token, is rounded as they are, so that it cancels.
+    """
     sq, sk, sv = sums
+    n = n / unit
     h = -1.0 / n
     P: tl.constexpr = CENTER >= 1 or MEAN
     C: tl.constexpr = CENTER == 2 or MEAN
     if ORDER != 2 and (P or SHIFT > 0):
-        row_v = axpy2(row_v, 1.0, matvec(w[0], source(sk, n, P, 0.0 if P else SHIFT, F1, F2), V2, F2), V2)
-    if ORDER != 2 and P:
-        row_k = axpy2(row_k, h, vecmat(sv, w[0], V2, F2), F2)
+        x = read[0] if P else w[0]
+        row_v = axpy2(row_v, 1.0, matvec(x, source(sk, n, P, 0.0 if P else SHIFT, F1, F2), V2, F2), V2)
+    if ORDER != 2 and (P or NORM):
+        row_k = axpy2(row_k, h, vecmat(sv, read[0], V2, F2), F2)
     if CENTER >= 1 or SHIFT > 0:
         K: tl.constexpr = 0.0 if CENTER >= 1 else SHIFT
         k = source(sk, n, CENTER >= 1, K, F1, F2)
+        x = read if CENTER >= 1 else w
         if ORDER == 2 or ORDER >= 4:
-            row_k = axpy2(row_k, 1.0, vecmat(k, w[1], F2, F2), F2)
+            row_k = axpy2(row_k, 1.0, vecmat(k, x[1], F2, F2), F2)
         if ORDER == 3 or ORDER == 5:
-            row_q = axpy2(row_q, 1.0, matvec(w[3], k, F2, F2), F2)
-            row_k = axpy2(row_k, 1.0, vecmat(source(sq, n, CENTER >= 1, K, F1, F2), w[3], F2, F2), F2)
+            row_q = axpy2(row_q, 1.0, matvec(x[3], k, F2, F2), F2)
+            row_k = axpy2(row_k, 1.0, vecmat(source(sq, n, CENTER >= 1, K, F1, F2), x[3], F2, F2), F2)
     if (ORDER == 2 or ORDER == 5) and (C or SHIFT > 0):
-        row_v = axpy2(row_v, 1.0, matvec(w[2], source(sq, n, C, 0.0 if C else SHIFT, F1, F2), V2, F2), V2)
-    if (ORDER == 2 or ORDER == 5) and C:
-        row_q = axpy2(row_q, h, vecmat(sv, w[2], V2, F2), F2)
+        x = read[2] if C else w[2]
+        row_v = axpy2(row_v, 1.0, matvec(x, source(sq, n, C, 0.0 if C else SHIFT, F1, F2), V2, F2), V2)
+    if (ORDER == 2 or ORDER == 5) and (C or NORM):
+        row_q = axpy2(row_q, h, vecmat(sv, read[2], V2, F2), F2)
     if ORDER >= 4 and (CENTER == 2 or SHIFT > 0):
         W: tl.constexpr = 0.0 if CENTER == 2 else SHIFT
-        row_q = axpy2(row_q, 1.0, vecmat(source(sq, n, CENTER == 2, W, F1, F2), w[4], F2, F2), F2)
+        x = read[4] if CENTER == 2 else w[4]
+        row_q = axpy2(row_q, 1.0, vecmat(source(sq, n, CENTER == 2, W, F1, F2), x, F2, F2), F2)
     return row_q, row_k, row_v

@@ -171,8 +171,8 @@ class Layout(NamedTuple):
 
     @property
     def kg(self) -> int:
-        """Length of a head's dM' and sum g behind room for F, or dM' and, of a ratio, its two gradients of m1."""
-        return self.fd * self.dv + self.fd + max(self.fd, self.dv)
+        """Length of a head's dM' and, behind it, sum g after room for F, or of a ratio the gradient of m1."""
+        return self.fd * self.dv + self.fd + self.dv
 
     def vectors(self) -> Layout:
         """The state without its moments."""

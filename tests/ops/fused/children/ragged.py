@@ -105,3 +105,18 @@ def test_of_a_token_that_is_its_own_mean_nothing_is_left(monkeypatch, op, option
         mean = spec.mean_path
         for got, expected in ((o, x[2] * mean), (outs[0], x[0] * 0), (outs[1], x[1] * 0), (outs[2], x[3] * mean)):
             assert torch.equal(got[:, one], expected[:, one])
+
+
+@pytest.mark.parametrize("path", ("split", "heads"))
+def test_a_centred_key_alone_has_no_gradient_beside_a_ridge(monkeypatch, path):
+    """Its product and the row that cancels it were rounded alike."""
+    spec = Spec("hla2", center="k", ridge=0.3)
+    tokens, grad, none = make(spec, 38, 32, 32, (2, 2), HALF, "contiguous")
+    x, seqs = [t[:1] for t in (*tokens, grad)], Sequences(None, torch.tensor([0, 37, 38], dtype=torch.int32), 37)
+    with monkeypatch.context() as patch:
+        poison(patch)
+        force(patch, path)
+        outs = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3])
+        _, saved = fused.forward(*x[:3], none, spec, True, seqs)
+        fused.backward(x[3], *x[:3], none, spec, outs, saved, seqs)
+    assert outs[1][:, 37].abs().max() <= 1e-4 * outs[1].abs().max()

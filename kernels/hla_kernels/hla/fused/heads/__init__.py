@@ -262,10 +262,8 @@ def head_gradient(
         out, vbar = affine(out, m1, sums, a, n, CENTER, MEAN, NORM, F1, F2, V1, V2, 0.0)
         dm, row_q, row_v = affine_grad(dm, out, sums, sg, n, CENTER, MEAN, F1, F2, V1, V2)
     w = weights(m, t, dm, dm1, p1, q1, scale, ORDER, NORM, F2, V2, MID)
-    if NORM:  # v is centred as a source of dk and dq, but the ratio does not depend on its mean
-        dm1 = axpy2(dm1, -1.0 / n, vecmat(sv, dm, V2, F2), F2)
     SHIFT: tl.constexpr = 1.0 if is_shifted(FMAP) else 0.0
-    rows = weight_rows(w, m, t, dm1, sums, row_q, row_v, scale, n, ORDER, CENTER, MEAN, NORM, SHIFT, F1, F2, V2)
+    rows = weight_rows(w, m, t, dm1, sums, row_q, row_v, scale, n, ORDER, CENTER, MEAN, NORM, SHIFT, F1, F2, V2, dtype)
     return out, w, rows
 
 

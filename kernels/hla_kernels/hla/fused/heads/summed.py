@@ -224,7 +224,7 @@ def summed_backward(
     AGAIN: tl.constexpr = CUT and ORDER == 4
     LATER: tl.constexpr = CUT or (not NORM and ORDER == 4 and LOOPS == 1)
     ROWS: tl.constexpr = CUT or (not NORM and ORDER == 3 and LOOPS > 1)
-    dm, row_v, one, centred = gradient_of_head(
+    dm, row_v, one = gradient_of_head(
         q, g, qn, gn, N, eps, ratio, vectors, matrix, units + head * 4, room + head * KR, rows + 2 * D, LATER, ORDER,
         NORM, MEAN, FMAP, D, F1, F2, OFF, BN, STAY, PREC,
     )  # fmt: skip
@@ -236,7 +236,7 @@ def summed_backward(
         )  # fmt: skip
     else:
         mt, w, row = summed_algebra(
-            dm, row_v, one, centred, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
+            dm, row_v, one, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
             q.dtype.element_ty, LATER, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
         )  # fmt: skip
     if NORM or ROWS:
@@ -272,7 +272,7 @@ def summed_weights(
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
     CUT: tl.constexpr = not NORM and ORDER > 1 and F2 > 0
     rows += head * 3 * D
-    dm, row_v, one, centred = gradient_of_head(
+    dm, row_v, one = gradient_of_head(
         q, g, qn, gn, N, eps, ratio_of(ratio, head, N[0], NORM), vectors, matrix, units + head * 4, room + head * KR,
         rows + 2 * D, CUT, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, False, PREC,
     )  # fmt: skip
@@ -284,7 +284,7 @@ def summed_weights(
         )  # fmt: skip
     else:
         mt, w, row = summed_algebra(
-            dm, row_v, one, centred, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
+            dm, row_v, one, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
             q.dtype.element_ty, False, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
         )  # fmt: skip
         if not NORM and ORDER > 1:
@@ -301,8 +301,8 @@ def summed_queries(
     PREC: tl.constexpr,
 ):  # fmt: skip
     """`summed_gradient` of one part of a head of a ratio by itself: its sums fill the registers. dM' of a head of one
-    part goes to room in units of units[3], otherwise to parts [B * H, PARTS, D, D] in float32; the gradients of m1 to
-    ones [B * H, PARTS, 2, D]."""
+    part goes to room in units of units[3], otherwise to parts [B * H, PARTS, D, D] in float32; the gradient of m1 to
+    ones [B * H, PARTS, D]."""
     pid = tl.program_id(0)
     head, h, at, N, _ = own_head(pid // PARTS, N, H, 0.0)
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
@@ -313,7 +313,7 @@ def summed_queries(
         place = pid.to(tl.int64)
         lo = pid % PARTS * chunk
         N = upto(lo + chunk, N)
-    dm, _, one, centred = summed_gradient(
+    dm, _, one = summed_gradient(
         q, g, qn, gn, lo, N, eps, ratio, vectors + head * K, matrix + head * D * D, ORDER, NORM, MEAN, FMAP, D, F1, F2,
         OFF, BN, False, PREC,
     )  # fmt: skip
@@ -323,8 +323,7 @@ def summed_queries(
         dm, unit = half(dm, F2, F2)
         put_matrix(room + head * KR, dm, F1, F2, D)
         tl.store(units + head * 4 + 3, unit)
-    store_vec(ones + place * 2 * D, one, D, F1, F2)
-    store_vec(ones + place * 2 * D + D, centred, D, F1, F2)
+    store_vec(ones + place * D, one, D, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -337,19 +336,17 @@ def summed_middle(
     """The weights and rows of one head of a ratio from what `summed_queries` left."""
     head = tl.program_id(0).to(tl.int64)
     n, scale = means(N, head, scale)
-    ones += head * PARTS * 2 * D
+    ones += head * PARTS * D
     one = load_vec(ones, D, F1, F2)
-    centred = load_vec(ones + D, D, F1, F2)
     dm = one
     if PARTS > 1:
         parts += head * PARTS * D * D
         dm = load4(parts, D, F1, F2, D, F1, F2, D, 1)
         for part in tl.static_range(1, PARTS):
             dm = add4(dm, load4(parts + part * D * D, D, F1, F2, D, F1, F2, D, 1), F2, F2)
-            one = axpy2(one, 1.0, load_vec(ones + part * 2 * D, D, F1, F2), F2)
-            centred = axpy2(centred, 1.0, load_vec(ones + part * 2 * D + D, D, F1, F2), F2)
+            one = axpy2(one, 1.0, load_vec(ones + part * D, D, F1, F2), F2)
     _, w, row = summed_algebra(
-        dm, one, one, centred, (n, n), scale, vectors + head * K, matrix + head * D * D, factors + head * KF,
+        dm, one, one, (n, n), scale, vectors + head * K, matrix + head * D * D, factors + head * KF,
         units + head * 4, room + head * KR, matrix.dtype.element_ty, PARTS == 1, ORDER, NORM, CENTER, MEAN, FMAP, D,
         F1, F2, OFF,
     )  # fmt: skip
@@ -369,10 +366,9 @@ def summed_tokens(
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
     vectors += head * K
-    ones += head * 2 * D
-    one = load_vec(ones, D, F1, F2)
+    one = load_vec(ones + head * D, D, F1, F2)
     mt, w, row = summed_algebra(
-        one, one, one, load_vec(ones + D, D, F1, F2), N, scale, vectors, matrix + head * D * D, factors + head * KF,
+        one, one, one, N, scale, vectors, matrix + head * D * D, factors + head * KF,
         units + head * 4, room + head * KR, q.dtype.element_ty, True, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
     )  # fmt: skip
     row = rows_by_memory(rows + head * 3 * D, row, D, F1, F2)

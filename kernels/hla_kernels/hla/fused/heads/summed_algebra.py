@@ -54,11 +54,10 @@ def summed_gradient(
     FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr,
     STAY: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dM', what all dv have in common, and of a ratio the gradients of m1 for v as it is and for v centred, of the
-    tokens lo .. N[0]; fills ratio."""
+    """dM', what all dv have in common, and of a ratio the gradient of m1 for v centred, of the tokens lo .. N[0]; fills
+    ratio."""
     row = zeros2(F1, F2)
     one = row
-    centred = row
     if NORM:
         _, dm, dm1 = sum_ratio(
             q, q, g, g, q, qn, qn, gn, gn, qn, lo, N, load4(matrix, D, F1, F2, D, F1, F2, D, 1),
@@ -67,20 +66,18 @@ def summed_gradient(
         )  # fmt: skip
         if F1 + F2 > D:
             dm = inside(dm, D, F1, F2)
-        mean = load_vec(vectors + OFF[9], D, F1, F2)
-        total = load_vec(vectors + OFF[7], D, F1, F2)
+        mean = load_vec(vectors + OFF[7], D, F1, F2)
+        mean = (mean[0] / N[1], mean[1] / N[1])
+        anchor = axpy2(mean, -1.0, load_vec(vectors + OFF[9], D, F1, F2), F2)  # -a
         if alike(BN, F2, F1, F2):
-            part = add_rows(dm1, dm, (-mean[0], row[1]))
-            one = end_pairs(part, F1, F2)
-            centred = end_pairs(add_rows(part, dm, (total[0] / N[1], row[1])), F1, F2)
+            one = end_pairs(add_rows(dm1, dm, anchor), F1, F2)
         else:
-            one = axpy2(end_pairs(dm1, F1, F2), -1.0, vecmat(mean, dm, F2, F2), F2)
-            centred = axpy2(one, 1.0 / N[1], vecmat(total, dm, F2, F2), F2)
+            one = axpy2(end_pairs(dm1, F1, F2), 1.0, vecmat(anchor, dm, F2, F2), F2)
     else:
         dm, sg = sum_gradient(q, g, qn, gn, lo, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC, STAY)
         if MEAN:
             row = axpy2(row, 1.0 / N[1], sg, F2)
-    return dm, row, one, centred
+    return dm, row, one
 
 
 @triton.jit
@@ -103,7 +100,7 @@ def gradient_of_head(
         z = zeros2(F1, F2)
         store_vec(to, axpy2(z, 1.0 / N[1], sg, F2) if MEAN else z, D, F1, F2)
         tl.debug_barrier()  # every thread reads what others wrote
-        out = (dm, to, z, z)
+        out = (dm, to, z)
     else:
         out = summed_gradient(
             q, g, qn, gn, 0, N, eps, ratio, vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, STAY, PREC
@@ -133,7 +130,7 @@ def inside(a, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def summed_algebra(
-    dm, row_v, one, centred, N, scale, vectors, matrix, factors, units, room, dtype: tl.constexpr, READY: tl.constexpr,
+    dm, row_v, one, N, scale, vectors, matrix, factors, units, room, dtype: tl.constexpr, READY: tl.constexpr,
     ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr,
 ):  # fmt: skip
@@ -165,12 +162,13 @@ def summed_algebra(
         if NORM:
             p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
             ones = p1 if ORDER > 2 else q1
+        mean = (vectors + OFF[7], N[1], D)
         if ORDER == 4:
             t = again(room + AREA, times(m[1], m[2], F2, F2, F2), True, F1, F2)
             pd = times(m[0], dm, F2, F2, F2)
             more = 1.0
             if NORM:
-                pd, more = half(rank1(scale4(pd, u[0] * unit), ones, centred, F2, F2), F2, F2)
+                pd, more = half(rank1(scale4(pd, u[0] * unit), ones, one, F2, F2), F2, F2)
                 more = more / (u[0] * unit)
             pd = again(room + 2 * AREA, pd, True, F1, F2)
         if NORM or ORDER == 1:
@@ -181,15 +179,15 @@ def summed_algebra(
             w1 = cast4(scale4(dm, scale), dtype)
             w = (w1, w1, w1, w1, w1)
         elif ORDER == 2:
-            w, rows = weights2(m, u, t, dm, s, scale, ones, one, centred, dtype, NORM, SHIFTED, F1, F2)
+            w, rows = weights2(m, u, t, dm, s, scale, ones, one, mean, dtype, NORM, SHIFTED, F1, F2)
         elif ORDER == 3:
-            w, rows = weights3(m, u, t, dm, s, scale, ones, one, centred, dtype, NORM, SHIFTED, F1, F2)
+            w, rows = weights3(m, u, t, dm, s, scale, ones, one, mean, dtype, NORM, SHIFTED, F1, F2)
         else:
-            w, rows = weights4(m, u, t, dm, pd, s, more, scale, one, dtype, NORM, SHIFTED, F1, F2)
+            w, rows = weights4(m, u, t, dm, pd, s, more, scale, one, mean, dtype, NORM, SHIFTED, F1, F2)
     if READY and not NORM:
         row_v = taken(row_v, D, F1, F2)
     if not NORM:
-        rows = centre_rows(w, sums, z, z, row_v, N[1], ORDER, CENTER, MEAN, 0.0, F1, F2, F2)
+        rows = centre_rows(w, w, 1.0, sums, z, z, row_v, N[1], ORDER, CENTER, MEAN, False, 0.0, F1, F2, F2)
     return mt, w, rows
 
 
@@ -225,7 +223,9 @@ def stored_algebra(
         load_vec(vectors + OFF[7], D, F1, F2),
     )  # fmt: skip
     z = zeros2(F1, F2)
-    return centre_rows(w, sums, z, z, taken(row_v, D, F1, F2), N[1], ORDER, CENTER, MEAN, 0.0, F1, F2, F2)
+    return centre_rows(
+        w, w, 1.0, sums, z, z, taken(row_v, D, F1, F2), N[1], ORDER, CENTER, MEAN, False, 0.0, F1, F2, F2
+    )
 
 
 @triton.jit
@@ -242,31 +242,39 @@ def weight_and_row(
 
 
 @triton.jit
+def less_mean(row, w, mean, F1: tl.constexpr, F2: tl.constexpr):
+    """A row for v centred -> for v as it is: less what w, as it was rounded, gives the mean value, which is in what it
+    gives every token; mean: (where Sum v is, the number of tokens, D)."""
+    total = load_vec(mean[0], mean[2], F1, F2)
+    return axpy2(row, -1.0 / mean[1], vecmat(total, cast4(w, tl.float32), F2, F2), F2)
+
+
+@triton.jit
 def weights2(
-    m, u, t, dm, s, scale, q1, one, centred, dtype: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
+    m, u, t, dm, s, scale, q1, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr,
 ):  # fmt: skip
     """Weights and rows of hla2: WC' and WS, the latter + s (q1 dm1' + dm1 q1') of a ratio."""
     z = zeros2(F1, F2)
-    rows = (z, z, z)
+    row_q = z
+    row_k = z
+    wc, row_v = weight_and_row(m, u, t, dm, dm, s, 2, 2, dtype, SHIFTED, F1, F2)
     if NORM:
-        rows = (matvec(cast4(m[1], tl.float32), axpy2(z, scale * u[1], one, F2), F2, F2), z, z)
-    wc = half_weight(m, u, t, dm, dm, s, 2, 2, F2, tl.float32)
+        row_q = less_mean(row_q, wc, mean, F1, F2)
+        row_q = axpy2(row_q, 1.0, matvec(cast4(m[1], tl.float32), axpy2(z, scale * u[1], one, F2), F2, F2), F2)
     ws = half_weight(m, u, t, dm, dm, s, 1, 2, F2, tl.float32)
     if NORM:
-        ws = rank1(ws, axpy2(z, scale, q1, F2), centred, F2, F2)
-        ws = rank1(ws, axpy2(z, scale, centred, F2), q1, F2, F2)
+        ws = rank1(ws, axpy2(z, scale, q1, F2), one, F2, F2)
+        ws = rank1(ws, axpy2(z, scale, one, F2), q1, F2, F2)
     if SHIFTED:
-        row_v = sum_rows(wc, F2, F2)
-        rows = (rows[0], sum_rows(ws, F2, F2), row_v)
-    wc = cast4(wc, dtype)
+        row_k = sum_rows(ws, F2, F2)
     ws = cast4(ws, dtype)
-    return (wc, ws, wc, ws, ws), rows
+    return (wc, ws, wc, ws, ws), (row_q, row_k, row_v)
 
 
 @triton.jit
 def weights3(
-    m, u, t, dm, s, scale, p1, one, centred, dtype: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
+    m, u, t, dm, s, scale, p1, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr,
 ):  # fmt: skip
     """Weights and rows of ahla: WP' and WR', the latter + s p1 dm1' of a ratio."""
@@ -276,8 +284,9 @@ def weights3(
     wp, row_v = weight_and_row(m, u, t, dm, dm, s, 0, 3, dtype, SHIFTED, F1, F2)
     wr = half_weight(m, u, t, dm, dm, s, 3, 3, F2, tl.float32)
     if NORM:
-        wr = rank1(wr, axpy2(z, scale, p1, F2), centred, F2, F2)
+        wr = rank1(wr, axpy2(z, scale, p1, F2), one, F2, F2)
         row_k = vecmat(axpy2(z, scale * u[1], one, F2), cast4(t, tl.float32), F2, F2)
+        row_k = less_mean(row_k, wp, mean, F1, F2)
     if SHIFTED:
         row_q = sum_rows(wr, F2, F2)
         row_k = axpy2(row_k, 1.0, sum_columns(wr, F2, F2), F2)
@@ -287,16 +296,18 @@ def weights3(
 
 @triton.jit
 def weights4(
-    m, u, t, dm, pd, s, more, scale, one, dtype: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
+    m, u, t, dm, pd, s, more, scale, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr,
 ):  # fmt: skip
     """Weights and rows of hla3: WP', WS and WW; pd = P dM' (+ p1 dm1' of a ratio) in `more` times the units of P and
     dM'."""
     wp, row_v = weight_and_row(m, u, t, dm, pd, s, 0, 4, dtype, SHIFTED, F1, F2)
     row_k = zeros2(F1, F2)
-    ws = half_weight(m, u, t, dm, pd, s * more, 1, 4, F2, tl.float32)
     if NORM:
-        row_k = vecmat(axpy2(row_k, scale * u[1] * u[2], one, F2), cast4(t, tl.float32), F2, F2)
+        row_k = less_mean(row_k, wp, mean, F1, F2)
+        source = axpy2(zeros2(F1, F2), scale * u[1] * u[2], one, F2)
+        row_k = axpy2(row_k, 1.0, vecmat(source, cast4(t, tl.float32), F2, F2), F2)
+    ws = half_weight(m, u, t, dm, pd, s * more, 1, 4, F2, tl.float32)
     if SHIFTED:
         row_k = axpy2(row_k, 1.0, sum_rows(ws, F2, F2), F2)
     ws = cast4(ws, dtype)

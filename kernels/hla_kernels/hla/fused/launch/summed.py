@@ -111,7 +111,7 @@ def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once:
     room, length = room_of(call)
     config = call.tiles("summed_queries", sums.queries_config)
     count, chunk = sums.query_parts(call.w, call.planned, call.most, config["BN"])
-    ratio, rows, ones = call.ratio(), call.buffer(call.bh, 3 * lay.fd), call.buffer(call.bh, count, 2, lay.fd)
+    ratio, rows, ones = call.ratio(), call.buffer(call.bh, 3 * lay.fd), call.buffer(call.bh, count, lay.fd)
     parts = call.buffer(call.bh, count, lay.fd, lay.dv) if count > 1 else None
     sizes = {**summed_widths(call), "KR": length}
     prec = call.prec["PREC"]

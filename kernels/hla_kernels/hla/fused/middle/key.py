@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..heads import load_coefficients
 from ..loops import as_row, means
-from ..maps import is_shifted, ones2
+from ..maps import is_shifted, ones2, power_of_two
 from ..tiles import axpy2, load4, load_vec, rank1, rowdot, store_vec, vecmat, zero_rows, zeros2
 from . import (
     dot_rows,
@@ -45,26 +45,42 @@ def ones_grads(
 
 
 @triton.jit
-def dot_columns(ptr, x, r, BR: tl.constexpr, A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr):
-    """Elements r..r+BR of x'm for a contiguous [A, A] matrix m, read along its rows."""
+def dot_columns(
+    ptr, x, r, BR: tl.constexpr, A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Elements r..r+BR of x'm for a contiguous [A, B] matrix m, read along its rows; HALF: of m as `cast_weights`
+    rounds it to float16, whatever the unit."""
     j = r + tl.arange(0, BR)
     i = tl.arange(0, A1)
-    m1 = tl.load(ptr + i[:, None] * A + j[None, :], mask=(i < A)[:, None] & (j < A)[None, :], other=0.0)
+    m1 = tl.load(ptr + i[:, None] * B + j[None, :], mask=(i < A)[:, None] & (j < B)[None, :], other=0.0)
+    if HALF:
+        m1 = rounded(m1)
     out = tl.sum(m1 * x[0][:, None], 0)
     if A2 > 0:
         i2 = A1 + tl.arange(0, A2)
-        m2 = tl.load(ptr + i2[:, None] * A + j[None, :], mask=(i2 < A)[:, None] & (j < A)[None, :], other=0.0)
+        m2 = tl.load(ptr + i2[:, None] * B + j[None, :], mask=(i2 < A)[:, None] & (j < B)[None, :], other=0.0)
+        if HALF:
+            m2 = rounded(m2)
         out += tl.sum(m2 * x[1][:, None], 0)
     return out
 
 
 @triton.jit
+def rounded(x):
+    """x with the digits of float16."""
+    unit = power_of_two(tl.max(tl.abs(x)))
+    return (x / unit).to(tl.float16).to(tl.float32) * unit
+
+
+@triton.jit
 def token_rows(
-    s, g, mi, d1, d1i, r, n, scale, c, NORM: tl.constexpr, CENTER: tl.constexpr, ORDER: tl.constexpr,
-    OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, BR: tl.constexpr,
+    s, g, w, mi, d1, d1i, r, n, scale, c, NORM: tl.constexpr, CENTER: tl.constexpr, ORDER: tl.constexpr,
+    OFF: tl.constexpr, WOFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Elements r..r+BR of the rows of dq and dk that come from the column of ones and from the row of the read-out."""
+    """Elements r..r+BR of the rows of dq and dk that come from the column of ones, less what WC' and WP' give the mean
+    value as products read them, and from the row of the read-out."""
     row_q = tl.zeros([BR], tl.float32)
     row_k = tl.zeros([BR], tl.float32)
     if CENTER == 2:
@@ -75,10 +91,15 @@ def token_rows(
         if CENTER == 0 and (ORDER == 1 or ORDER == 5):
             row_k += scale * c[0] * d1i
         if CENTER == 0 and (ORDER == 3 or ORDER == 5):
-            row_k += scale * c[2] * dot_columns(s + OFF[3], d1, r, BR, FD, F1, F2)
+            row_k += scale * c[2] * dot_columns(s + OFF[3], d1, r, BR, FD, F1, F2, FD, False)
         if CENTER == 0 and ORDER >= 4:
             sd = vecmat(d1, load_symmetric(s + OFF[1], FD, F1, F2), F2, F2)
             row_k += scale * c[3] * dot_rows(rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1), sd, F2)
+        total = load_vec(s + OFF[7], DV, V1, V2)
+        if ORDER == 2 or ORDER == 5:
+            row_q -= dot_columns(w + WOFF[2], total, r, BR, DV, V1, V2, FD, HALF) / n
+        if ORDER != 2:
+            row_k -= dot_columns(w + WOFF[0], total, r, BR, DV, V1, V2, FD, HALF) / n
     return row_q, row_k
 
 
@@ -156,10 +177,11 @@ def middle_grads_key(
     NORM: tl.constexpr, CENTER: tl.constexpr, FMAP: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, EXACT: tl.constexpr,
-    TURNED: tl.constexpr,
+    TURNED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Rows over F: WR', WS of hla2, the rows of dq and dk, and Z' = P dM' (cross [B * H, F, F], float32) where
-    `middle_grads_pair` follows. EXACT: the precision of the products that d coefficients sum."""
+    """Rows over F, after `middle_grads_value`: WR', WS of hla2, the rows of dq and dk, and Z' = P dM' (cross
+    [B * H, F, F], float32) where `middle_grads_pair` follows. EXACT: the precision of the products that d coefficients
+    sum. HALF: tokens are float16."""
     BLOCKS: tl.constexpr = (FD + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     n, scale = means(N, head, scale)
@@ -203,10 +225,12 @@ def middle_grads_key(
     mi = rows_of(matrix + head * FD * DV, r, BR, FD, DV, V1, V2, DV, 1)
     d1 = zeros2(F1, F2)
     d1i = tl.zeros([BR], tl.float32)
-    if NORM:  # v is centred as a source of dk and dq, but the ratio does not depend on its mean
-        d1 = load_vec(g + DV * FD + FD, FD, F1, F2)
-        d1i = vec(g + DV * FD + FD, r, BR, FD)
-    row_q, row_k = token_rows(s, g, mi, d1, d1i, r, n, scale, c, NORM, CENTER, ORDER, OFF, FD, F1, F2, DV, V1, V2, BR)
+    if NORM:
+        d1 = load_vec(g + DV * FD, FD, F1, F2)
+        d1i = vec(g + DV * FD, r, BR, FD)
+    row_q, row_k = token_rows(
+        s, g, w, mi, d1, d1i, r, n, scale, c, NORM, CENTER, ORDER, OFF, WOFF, FD, F1, F2, DV, V1, V2, BR, HALF
+    )
     if SHIFTED:
         row_q += shift_q
         row_k += shift_k

@@ -66,7 +66,12 @@ def part_grads(
             load_vec(state + OFF[7], DV, V1, V2),
         )
         SHIFT: tl.constexpr = 1.0 if is_shifted(FMAP) else 0.0
-        row = centre_rows(w, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, SHIFT, F1, F2, V2)
+        read, unit = w, 1.0
+        if FMAP != 3 and FMAP != 4:  # a product with softmaxes reads weights that are centred first
+            read, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
+        row = centre_rows(
+            w, read, unit, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, False, SHIFT, F1, F2, V2
+        )
     more = row
     if FMAP == 3 or FMAP == 4:
         w, more = centre_softmax(w, ORDER, NORM, FMAP, D, F1, F2, V1, V2)

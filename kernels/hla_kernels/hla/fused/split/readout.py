@@ -72,8 +72,8 @@ def reduce_readout(
     CENTER: tl.constexpr, TURNED: tl.constexpr, REST: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
     """Partial dM' [V, F] (TURNED: dM [F, V]) and sum g [V] of one part of one head -> out [PARTS, B * H, KG];
-    normalised, the gradients of m1 [F] with and without the mean value instead of sum g, and ratio [B * H, N, 2]
-    (DIVIDED: it is there)."""
+    normalised, the gradient of m1 [F] for v centred instead of sum g, and ratio [B * H, N, 2] (DIVIDED: it is
+    there)."""
     b, h, part = place(H, PARTS)
     most = longest(N)
     at, N, _ = span(N, b, b * H + h, 0.0)
@@ -117,9 +117,7 @@ def reduce_readout(
     store4(out, dm, DV, V1, V2, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)
     if NORM:  # what m1 has through the anchor a = vbar - mean v of M too; here, where dM' is at hand
         vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
-        centred = axpy2(dm1, -1.0, vecmat(vbar, dm, V2, F2), F2)
-        mean = load_vec(state + head * K + OFF[7], DV, V1, V2)
-        store_vec(out + DV * FD, axpy2(centred, 1.0 / N[1], vecmat(mean, dm, V2, F2), F2), FD, F1, F2)
-        store_vec(out + DV * FD + FD, centred, FD, F1, F2)
+        a = axpy2(vbar, -1.0 / N[1], load_vec(state + head * K + OFF[7], DV, V1, V2), V2)
+        store_vec(out + DV * FD, axpy2(dm1, -1.0, vecmat(a, dm, V2, F2), F2), FD, F1, F2)
     if SUMS and not NORM:
         store_vec(out + DV * FD + FD, sg, DV, V1, V2)

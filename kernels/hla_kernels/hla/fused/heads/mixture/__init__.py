@@ -135,7 +135,7 @@ def mixture_weights(
         dm = trans4(dm)
     else:
         grads += head * KG
-        side = (vectors + head * K, grads, rows)
+        side = (vectors + head * K, grads, rows, N[1])
         dm = load4(grads, D, F1, F2, D, F1, F2, D, 1)
     kept += head * KF
     room += head * KR
@@ -170,7 +170,7 @@ def mixture_products(
     """`second_products` of a head by four programs."""
     pid = tl.program_id(0) // 4
     head = pid.to(tl.int64)
-    _, _, scale = span(N, pid // H, pid, scale)
+    _, N, scale = span(N, pid // H, pid, scale)
     u = load_units(units + head * 8)
     more += head * 4
     um, uz, ut = tl.load(more), tl.load(more + 1), tl.load(more + 2)
@@ -178,7 +178,7 @@ def mixture_products(
     part = tl.program_id(0) % 4
     side = None
     if grads is not None:
-        side = (vectors + head * K, grads + head * KG, rows + head * 3 * D)
+        side = (vectors + head * K, grads + head * KG, rows + head * 3 * D, N[1])
     for PART in tl.static_range(4):
         if part == PART:
             dc2, dc4 = second_products(

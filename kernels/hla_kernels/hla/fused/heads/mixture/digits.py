@@ -17,7 +17,21 @@ import triton.language as tl
 
 from ...algebra import eye_of
 from ...maps import power_of_two
-from ...tiles import add4, axpy2, cast4, load_vec, matvec, rank1, scale4, store4, store_vec, trans4, vecmat, zeros2
+from ...tiles import (
+    add4,
+    axpy2,
+    cast4,
+    load4,
+    load_vec,
+    matvec,
+    rank1,
+    scale4,
+    store4,
+    store_vec,
+    trans4,
+    vecmat,
+    zeros2,
+)
 from ..halves import get_matrix, half, largest_folded, put_matrix
 
 REST = tl.constexpr(2.0**-11)  # of a rest's unit in that of its matrix: both have the same largest number
@@ -109,20 +123,14 @@ def total(x, D2: tl.constexpr):
 
 
 @triton.jit
-def row_sums(a, b, D2: tl.constexpr):
-    """The sums of the rows of a * b, a in any dtype."""
+def inner(a, b, c, D2: tl.constexpr):
+    """c <a, b>, a in any dtype: one number at once, because rows that wait for others keep both matrices alive."""
     x = tl.sum(a[0].to(tl.float32) * b[0], 1)
     y = x
     if D2 > 0:
         x += tl.sum(a[1].to(tl.float32) * b[1], 1)
         y = tl.sum(a[2].to(tl.float32) * b[2], 1) + tl.sum(a[3].to(tl.float32) * b[3], 1)
-    return x, y
-
-
-@triton.jit
-def inner(a, b, c, D2: tl.constexpr):
-    """c <a, b>, a in any dtype: one number at once, because rows that wait for others keep both matrices alive."""
-    return total(row_sums(a, b, D2), D2) * c
+    return total((x, y), D2) * c
 
 
 @triton.jit
@@ -163,14 +171,13 @@ def moment(kept, r, ur, KEPT: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def beside_ones(side, s, OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """p1 = s sum k, q1 = s sum q, and the gradients of m1 of values that are centred and of those as they are, from
-    side = (vectors, grads of `split.reduce_readout`, rows)."""
+    """p1 = s sum k, q1 = s sum q, and the gradient of m1 of values that are centred, from side = (vectors, grads of
+    `split.reduce_readout`, rows, the number of tokens)."""
     z = zeros2(D1, D2)
     return (
         axpy2(z, s, load_vec(side[0] + OFF[6], D, D1, D2), D2),
         axpy2(z, s, load_vec(side[0] + OFF[5], D, D1, D2), D2),
         load_vec(side[1] + D * D, D, D1, D2),
-        load_vec(side[1] + D * D + D, D, D1, D2),
     )
 
 
@@ -193,7 +200,7 @@ def first_products(
     z = add4(product(load(room, DM, D1, D2), trans4(load(kept, P, D1, D2)), D2), scale4(z, REST), D2, D2)
     z = scale4(z, um * up)
     if side is not None:
-        p1, _, d1, _ = beside_ones(side, s, OFF, D, D1, D2)
+        p1, _, d1 = beside_ones(side, s, OFF, D, D1, D2)
         z = rank1(z, d1, p1, D2, D2)
         dc1 += total((d1[0] * p1[0], d1[1] * p1[1]), D2)
     hz, uz = half(z, D2, D2)
@@ -215,14 +222,28 @@ def first_products(
 
 
 @triton.jit
-def put_token_rows(side, hs, ht, us, ut, c, s, OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """Write what every dq, dk, dv receives by the column of ones: s c2 S dm1, s T'dm1, 0, of float16 S and T."""
-    _, _, _, d1 = beside_ones(side, s, OFF, D, D1, D2)
-    z = zeros2(D1, D2)
-    row = matvec(cast4(hs, tl.float32), axpy2(z, s * us * c[1], d1, D2), D2, D2)
-    store_vec(side[2], row, D, D1, D2)
-    store_vec(side[2] + D, vecmat(axpy2(z, s * ut, d1, D2), cast4(ht, tl.float32), D2, D2), D, D1, D2)
-    store_vec(side[2] + 2 * D, z, D, D1, D2)
+def put_query_row(side, w, hs, c, OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Write what every dq receives by the column of ones, c S dm1 of float16 S, less what WC' at w gives the mean
+    value."""
+    row = matvec(cast4(hs, tl.float32), axpy2(zeros2(D1, D2), c, load_vec(side[1] + D * D, D, D1, D2), D2), D2, D2)
+    store_vec(side[2], less_mean(row, side, w, OFF, D, D1, D2), D, D1, D2)
+
+
+@triton.jit
+def put_key_row(side, w, ht, c, OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Likewise of dk: c T'dm1, and WP' at w. dv receives nothing."""
+    row = vecmat(axpy2(zeros2(D1, D2), c, load_vec(side[1] + D * D, D, D1, D2), D2), cast4(ht, tl.float32), D2, D2)
+    store_vec(side[2] + D, less_mean(row, side, w, OFF, D, D1, D2), D, D1, D2)
+    store_vec(side[2] + 2 * D, zeros2(D1, D2), D, D1, D2)
+
+
+@triton.jit
+def less_mean(row, side, w, OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """A row for v centred -> for v as it is: less what a weight that was just written gives the mean value, rounded as
+    what it gives every token."""
+    tl.debug_barrier()  # every thread reads what others wrote
+    w = cast4(load4(w, D, D1, D2, D, D1, D2, D, 1), tl.float32)
+    return axpy2(row, -1.0 / side[3], vecmat(load_vec(side[0] + OFF[7], D, D1, D2), w, D2, D2), D2)
 
 
 @triton.jit
@@ -230,8 +251,8 @@ def second_products(
     kept, room, matrix, weights, um, uz, ut, u, c, s, side, PART: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Write WW (PART 0), WS (1), WC' and WP' (2) or M (3; of a ratio, which has M, the rows of dq, dk, dv). Returns
-    what these add to d coefficients 2 and 4."""
+    """Write WW (PART 0), WS (1), WC' and WP' (2; of a ratio the rows of dq, dk, dv too) or M (3; a ratio has it).
+    Returns what these add to d coefficients 2 and 4."""
     up, us, uc, _, uw = u
     if PART == 0:
         hs = load(kept, S, D1, D2)
@@ -242,7 +263,7 @@ def second_products(
     elif PART == 1:
         y = scale4(product(load(room, DM, D1, D2), trans4(load(kept, C, D1, D2)), D2), um * uc)
         if side is not None:
-            _, q1, d1, _ = beside_ones(side, s, OFF, D, D1, D2)
+            _, q1, d1 = beside_ones(side, s, OFF, D, D1, D2)
             y = rank1(y, d1, q1, D2, D2)
         dc2 = inner_whole(kept, S, us, y, D1, D2)
         y = scale4(y, s * c[1])
@@ -255,17 +276,19 @@ def second_products(
         dc2 = inner(load(kept, C + RESTS, D1, D2), x, uc * REST, D2)
         dc4 = 0.0
         put_weight(weights + WOFF[2], trans4(scale4(x, s * c[1])), dtype, D, D1, D2)
+        if side is not None:
+            put_query_row(side, weights + WOFF[2], load(kept, S, D1, D2), s * us * c[1], OFF, D, D1, D2)
         tl.debug_barrier()
         x = scale4(product(trans4(load(room, DM, D1, D2)), load(room, T, D1, D2), D2), s * um * ut)
         put_weight(weights + WOFF[0], x, dtype, D, D1, D2)
+        if side is not None:
+            put_key_row(side, weights + WOFF[0], load(room, T, D1, D2), s * ut, OFF, D, D1, D2)
     else:
         x = scale4(product(load(kept, S, D1, D2), load(kept, C, D1, D2), D2), us * uc)
         dc2 = inner(load(room, REST_DM, D1, D2), x, um * REST, D2)
         dc4 = 0.0
         tl.debug_barrier()
-        if side is not None:
-            put_token_rows(side, load(kept, S, D1, D2), load(room, T, D1, D2), us, ut, c, s, OFF, D, D1, D2)
-        else:
+        if side is None:
             y = scale4(product(load(room, T, D1, D2), load(kept, P, D1, D2), D2), ut * up)
             put_weight(matrix, add4(y, scale4(x, c[1]), D2, D2), dtype, D, D1, D2)
     return dc2, dc4

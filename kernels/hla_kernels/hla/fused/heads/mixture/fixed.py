@@ -13,7 +13,7 @@ from ...loops import read_out, sum_gradient
 from ...tiles import add4, axpy2, cast4, load4, rank1, scale4, store4, trans4, zeros2
 from .. import NO_SPECIALIZE, load_coefficients, of_head, own_head
 from ..halves import get_matrix, half, put_matrix
-from .digits import C, P, S, W, beside_ones, load, product, put_token_rows, put_weight, symmetric
+from .digits import C, P, S, W, beside_ones, load, product, put_key_row, put_query_row, put_weight, symmetric
 from .digits import R as T
 from .kept import head_moments, load_units, put_rows, put_sums, store_units
 
@@ -134,7 +134,7 @@ def key_gradient(
     dm = through(room, dm, D1, D2)
     z = scale4(product(load(kept, P, D1, D2), dm, D2), um * u[0])
     if side is not None:
-        p1, _, d1, _ = beside_ones(side, s, OFF, D, D1, D2)
+        p1, _, d1 = beside_ones(side, s, OFF, D, D1, D2)
         z = rank1(z, p1, d1, D2, D2)
     put_weight(weights + WOFF[3], scale4(z, s * c[2]), dtype, D, D1, D2)
     z, uz = half(z, D2, D2)
@@ -146,24 +146,27 @@ def weight(
     kept, weights, dm, um, z, uz, u, c, s, side, PART: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Write WP' (PART 0), WC' (1), WW (2) or WS (3) of `algebra.weights`; of a ratio, with WW, the rows too."""
+    """Write WP' (PART 0), WC' (1), WW (2) or WS (3) of `algebra.weights`; of a ratio, with the first two, the rows
+    too."""
     _, us, uc, ut, uw = u
     if PART == 0:
         x = scale4(product(trans4(load(kept, T, D1, D2)), trans4(dm), D2), s * um * ut)
         put_turned(weights + WOFF[0], x, dtype, D, D1, D2)
+        if side is not None:
+            put_key_row(side, weights + WOFF[0], load(kept, T, D1, D2), s * ut, OFF, D, D1, D2)
     elif PART == 1:
         x = scale4(product(load(kept, S, D1, D2), trans4(dm), D2), s * c[1] * us * um)
         put_turned(weights + WOFF[2], x, dtype, D, D1, D2)
+        if side is not None:
+            put_query_row(side, weights + WOFF[2], load(kept, S, D1, D2), s * us * c[1], OFF, D, D1, D2)
     elif PART == 2:
         x = scale4(product(load(kept, S, D1, D2), trans4(z), D2), s * c[3] * us * uz)
         put_weight(weights + WOFF[4], symmetric(x, D2), dtype, D, D1, D2)
-        if side is not None:
-            put_token_rows(side, load(kept, S, D1, D2), load(kept, T, D1, D2), us, ut, c, s, OFF, D, D1, D2)
     else:
         x = scale4(product(load(kept, W, D1, D2), z, D2), s * c[3] * uw * uz)
         x = add4(x, scale4(product(load(kept, C, D1, D2), dm, D2), s * c[1] * uc * um), D2, D2)
         if side is not None:
-            _, q1, d1, _ = beside_ones(side, s, OFF, D, D1, D2)
+            _, q1, d1 = beside_ones(side, s, OFF, D, D1, D2)
             x = rank1(x, axpy2(zeros2(D1, D2), s * c[1], q1, D2), d1, D2, D2)
         put_weight(weights + WOFF[1], symmetric(x, D2), dtype, D, D1, D2)
 
@@ -200,7 +203,7 @@ def fixed_weights(
             put_rows(rows, sg, N[1], MEAN, D, F1, F2)
     else:
         grads += head * KG
-        side = (vectors + head * K, grads, rows)
+        side = (vectors + head * K, grads, rows, N[1])
         dm = load4(grads, D, F1, F2, D, F1, F2, 1, D)
     kept += head * KF
     units += head * 8
@@ -226,7 +229,7 @@ def fixed_products(
 ):  # fmt: skip
     """The other four weights of a head by four programs, whose registers one would not have."""
     pid = tl.program_id(0) // 4
-    head, _, _, _, scale = own_head(pid, N, H, scale)
+    head, _, _, N, scale = own_head(pid, N, H, scale)
     units += head * 8
     room += head * KR
     u = load_units(units)
@@ -235,7 +238,7 @@ def fixed_products(
     part = tl.program_id(0) % 4
     side = None
     if grads is not None:
-        side = (vectors + head * K, grads + head * KG, rows + head * 3 * D)
+        side = (vectors + head * K, grads + head * KG, rows + head * 3 * D, N[1])
     for PART in tl.static_range(4):
         if part == PART:
             weight(
