@@ -16,9 +16,9 @@ and g V = V1 + V2.
 
 from .extent import longest, means, place, span, upto
 from .features import sum_features, sum_keys
-from .ratio import add_rows, alike, end_pairs, ratio_base, sum_ratio
+from .ratio import ratio_base, sum_ratio
 from .sums import gradient_sums, sum_gradient, sum_moments
-from .vectors import as_row
+from .vectors import add_rows, alike, as_row, end_pairs
 from .wide import sum_divided
 from .writes import load_few, read_few, read_out, write_few, write_grads
 

@@ -27,9 +27,9 @@ from ..tiles import (
     zeros2,
 )
 from .extent import alive, longest, place, span, upto
-from .ratio import add_rows, alike, end_pairs, sum_ratio
+from .ratio import sum_ratio
 from .stores import store_tokens
-from .vectors import add_common, common_row
+from .vectors import add_common, add_rows, alike, common_row, end_pairs
 from .wide import divide_queries, sum_divided
 from .writes import in_units
 

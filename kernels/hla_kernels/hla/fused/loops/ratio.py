@@ -15,13 +15,12 @@ from ..tiles import (
     rowdot,
     scale4,
     trans4,
-    zeros2,
     zeros4,
 )
 from .extent import alive, anew
 from .stores import put_ratio, store_tokens
 from .sums import add_moments, add_total, begin_moments, begin_total, end_moments, end_total
-from .vectors import as_row, beside, columns, laid, once, reciprocal, times_vector
+from .vectors import add_pairs, as_row, begin_pairs, beside, columns, laid, once, reciprocal, times_vector
 
 
 @triton.jit
@@ -88,69 +87,6 @@ def end_outer(acc, X2: tl.constexpr):
 def column_of(m, C: tl.constexpr):
     """Column C of a block."""
     return tl.sum(tl.where((tl.arange(0, m.shape[1]) == C)[None, :], m, 0.0), 1)
-
-
-@triton.jit
-def begin_pairs(BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """The accumulator of `add_pairs`."""
-    x2 = tl.zeros([1], tl.float32)
-    if D2 > 0:
-        x2 = tl.zeros([BN // 16, 8, D2], tl.float32)
-    return tl.zeros([BN // 16, 8, D1], tl.float32), x2
-
-
-@triton.jit
-def pairs(x):
-    """Rows 8 apart added: those that one thread holds of a product on tensor cores."""
-    return tl.sum(tl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1]]), 1)
-
-
-@triton.jit
-def add_pairs(s, w, x, D2: tl.constexpr):
-    """s + w x for a tile of tokens x and a number w of each: their sum without an exchange of threads."""
-    if D2 > 0:
-        out = (add_pair(s[0], w, x[0]), add_pair(s[1], w, x[1]))
-    else:
-        out = (s[0] + pairs(x[0] * w[:, None]), s[1])
-    return out
-
-
-@triton.jit
-def two_rows(x):
-    """Rows 8 apart, as two tiles."""
-    return tl.split(tl.permute(tl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1]]), (0, 2, 3, 1)))
-
-
-@triton.jit
-def add_pair(s, w, x):
-    """s + `pairs` of w x, without a tile of products."""
-    x1, x2 = two_rows(x)
-    w1, w2 = two_rows(tl.broadcast_to(w[:, None], x.shape))
-    return (s + x1 * w1) + x2 * w2
-
-
-@triton.jit
-def end_pairs(s, D1: tl.constexpr, D2: tl.constexpr):
-    """The vector that `add_pairs` summed, or s if it is that."""
-    out = s
-    if len(s[0].shape) > 1:
-        s2 = zeros2(D1, D2)[1]
-        if D2 > 0:
-            s2 = tl.sum(tl.sum(s[1], 1), 0)
-        out = (tl.sum(tl.sum(s[0], 1), 0), s2)
-    return out
-
-
-@triton.constexpr_function
-def alike(BN, F2, V1, V2):
-    """Whether a matrix [V, F] lies as a tile of BN tokens does."""
-    return F2 == 0 and V2 == 0 and BN == V1
-
-
-@triton.jit
-def add_rows(s, m, x):
-    """s of `add_pairs`, and x'm more for a matrix that lies as a tile does: one exchange of threads for both."""
-    return s[0] + pairs(m[0] * x[0][:, None]), s[1]
 
 
 @triton.constexpr_function
