@@ -263,7 +263,9 @@ def head_gradient(
         dm, row_q, row_v = affine_grad(dm, out, sums, sg, n, CENTER, MEAN, F1, F2, V1, V2)
     w = weights(m, t, dm, dm1, p1, q1, scale, ORDER, NORM, F2, V2, MID)
     SHIFT: tl.constexpr = 1.0 if is_shifted(FMAP) else 0.0
-    rows = weight_rows(w, m, t, dm1, sums, row_q, row_v, scale, n, ORDER, CENTER, MEAN, NORM, SHIFT, F1, F2, V2, dtype)
+    # weights are centred before products with softmaxes read them: `split.grads`
+    READ: tl.constexpr = tl.float32 if FMAP == 3 or FMAP == 4 else dtype
+    rows = weight_rows(w, m, t, dm1, sums, row_q, row_v, scale, n, ORDER, CENTER, MEAN, NORM, SHIFT, F1, F2, V2, READ)
     return out, w, rows
 
 

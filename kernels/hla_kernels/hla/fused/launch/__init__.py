@@ -166,7 +166,8 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
         launch(
             middle_grads_key, call.bh * blocks,
             saved.state, grads, weights, rows, call.coefficients, dc, saved.matrix, cross, *scalars,
-            **common | plan.middle_halves(call.spec, call.w, sizes["MID"]), HALF=call.q.dtype == torch.float16,
+            **common | plan.middle_halves(call.spec, call.w, sizes["MID"]),
+            HALF=call.q.dtype == torch.float16 and not call.spec.softmax,
             enable_fp_fusion=call.coefficients is not None,
         )  # fmt: skip
     if order >= 4:

@@ -181,7 +181,7 @@ def middle_grads_key(
 ):  # fmt: skip
     """Rows over F, after `middle_grads_value`: WR', WS of hla2, the rows of dq and dk, and Z' = P dM' (cross
     [B * H, F, F], float32) where `middle_grads_pair` follows. EXACT: the precision of the products that d coefficients
-    sum. HALF: tokens are float16."""
+    sum. HALF: products with float16 tokens read the weights as they are here."""
     BLOCKS: tl.constexpr = (FD + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     n, scale = means(N, head, scale)
