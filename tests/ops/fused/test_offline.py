@@ -65,11 +65,13 @@ SPILT = {
     ("ahla", RATIO, 72, "middle_grads_key"): 8,
     ("polynomial", ANCHORED, 72, "apply_grads"): 8,
     ("polynomial", RATIO, 72, "mixture_moments"): 24,
+    ("hla2", RATIO, 128, "middle"): 144,
     ("ahla", RATIO, 72, "summed_tokens"): 16,
     ("ahla", RATIO, 72, "summed_middle"): 8,
     ("hla3", RATIO, 72, "summed_tokens"): 8,
     ("polynomial", ANCHORED, 72, "mixture_moments"): 8,
     ("polynomial", RATIO, 72, "mixture_weights"): 8,
+    ("polynomial", FIXED_RATIO, 72, "fixed_products"): 8,
 }
 
 
