@@ -36,7 +36,7 @@ TYPES = {
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 COMPILED: dict[tuple[str, bool], dict] = {}
-TOOL = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 
 
 class Recorder:
@@ -77,9 +77,21 @@ def one_by_one(ptx: str) -> bool:
     return "instructions are serialized" in said
 
 
+def in_loops(path: str) -> int:
+    """Loads and stores of spilt registers between a label and a branch back to it: those that every turn pays for."""
+    words = [os.path.join(TOOLS, "nvdisasm"), "-c", path]
+    code = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"^\s*(\.L_\w+):|^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", code, re.MULTILINE)
+    labels = {label: i for i, (label, _) in enumerate(lines) if label}
+    branches = [(i, re.search(r"BRA.*`\((\.L_\w+)\)", line)) for i, (_, line) in enumerate(lines)]
+    loops = [(labels[to[1]], i) for i, to in branches if to and labels.get(to[1], i) < i]
+    spilt = [i for i, (_, line) in enumerate(lines) if re.search(r"\b(LDL|STL)\b", line)]
+    return sum(any(first < i < last for first, last in loops) for i in spilt)
+
+
 def compile_call(fn, args, kwargs, products: bool = False) -> dict:
-    """Registers, stack bytes, shared memory and products with operand A in registers of one recorded launch, and with
-    `products` `one_by_one`."""
+    """Registers, stack bytes, shared memory, products with operand A in registers and `in_loops` of one recorded
+    launch, and with `products` `one_by_one`."""
     kwargs = dict(kwargs)
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     given = dict(zip(fn.arg_names, args, strict=False))
@@ -98,10 +110,13 @@ def compile_call(fn, args, kwargs, products: bool = False) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+        words = [os.path.join(TOOLS, "cuobjdump"), "-res-usage", file.name]
+        usage = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+        turns = in_loops(file.name) if int(stack) > 0 else 0
     ptx = compiled.asm["ptx"]
     sizes = {"registers": int(registers), "stack": int(stack), "shared": compiled.metadata.shared}
+    sizes["in_loops"] = turns
     sizes["from_registers"] = len(re.findall(r"wgmma\.mma_async[^;]*\}, *\{", ptx))
     return {"kernel": fn.__name__, **sizes, **({"one_by_one": one_by_one(ptx)} if products else {})}
 
