@@ -14,6 +14,7 @@ from .tiles import (
     axpy2,
     cast4,
     eye4,
+    load_vec,
     matvec,
     mm4,
     rank1,
@@ -342,3 +343,11 @@ def centre_rows(
         x = read[4] if CENTER == 2 else w[4]
         row_q = axpy2(row_q, 1.0, vecmat(source(sq, n, CENTER == 2, W, F1, F2), x, F2, F2), F2)
     return row_q, row_k, row_v
+
+
+@triton.jit
+def less_mean(row, w, mean, F1: tl.constexpr, F2: tl.constexpr):
+    """A row for v centred -> for v as it is: less what w, as it was rounded, gives the mean value, which is in what it
+    gives every token; mean: (where Sum v is, the number of tokens, D)."""
+    total = load_vec(mean[0], mean[2], F1, F2)
+    return axpy2(row, -1.0 / mean[1], vecmat(total, cast4(w, tl.float32), F2, F2), F2)

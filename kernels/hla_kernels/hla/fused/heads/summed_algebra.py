@@ -4,7 +4,7 @@ weights and rows of the gradients of its tokens. Equations as in `algebra`."""
 import triton
 import triton.language as tl
 
-from ..algebra import centre_rows, ones_moments
+from ..algebra import centre_rows, less_mean, ones_moments
 from ..loops import add_rows, alike, end_pairs, gradient_sums, sum_gradient, sum_ratio
 from ..loops.sums import end_total
 from ..maps import is_shifted, ones2, power_of_two
@@ -242,14 +242,6 @@ def weight_and_row(
 
 
 @triton.jit
-def less_mean(row, w, mean, F1: tl.constexpr, F2: tl.constexpr):
-    """A row for v centred -> for v as it is: less what w, as it was rounded, gives the mean value, which is in what it
-    gives every token; mean: (where Sum v is, the number of tokens, D)."""
-    total = load_vec(mean[0], mean[2], F1, F2)
-    return axpy2(row, -1.0 / mean[1], vecmat(total, cast4(w, tl.float32), F2, F2), F2)
-
-
-@triton.jit
 def weights2(
     m, u, t, dm, s, scale, q1, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr,
@@ -282,11 +274,12 @@ def weights3(
     row_q = z
     row_k = z
     wp, row_v = weight_and_row(m, u, t, dm, dm, s, 0, 3, dtype, SHIFTED, F1, F2)
+    if NORM:  # before WR' takes registers
+        row_k = less_mean(row_k, wp, mean, F1, F2)
+        row_k = axpy2(row_k, 1.0, vecmat(axpy2(z, scale * u[1], one, F2), cast4(t, tl.float32), F2, F2), F2)
     wr = half_weight(m, u, t, dm, dm, s, 3, 3, F2, tl.float32)
     if NORM:
         wr = rank1(wr, axpy2(z, scale, p1, F2), one, F2, F2)
-        row_k = vecmat(axpy2(z, scale * u[1], one, F2), cast4(t, tl.float32), F2, F2)
-        row_k = less_mean(row_k, wp, mean, F1, F2)
     if SHIFTED:
         row_q = sum_rows(wr, F2, F2)
         row_k = axpy2(row_k, 1.0, sum_columns(wr, F2, F2), F2)
@@ -301,12 +294,13 @@ def weights4(
 ):  # fmt: skip
     """Weights and rows of hla3: WP', WS and WW; pd = P dM' (+ p1 dm1' of a ratio) in `more` times the units of P and
     dM'."""
-    wp, row_v = weight_and_row(m, u, t, dm, pd, s, 0, 4, dtype, SHIFTED, F1, F2)
     row_k = zeros2(F1, F2)
+    if NORM:  # before WP' takes registers
+        source = axpy2(row_k, scale * u[1] * u[2], one, F2)
+        row_k = vecmat(source, cast4(t, tl.float32), F2, F2)
+    wp, row_v = weight_and_row(m, u, t, dm, pd, s, 0, 4, dtype, SHIFTED, F1, F2)
     if NORM:
         row_k = less_mean(row_k, wp, mean, F1, F2)
-        source = axpy2(zeros2(F1, F2), scale * u[1] * u[2], one, F2)
-        row_k = axpy2(row_k, 1.0, vecmat(source, cast4(t, tl.float32), F2, F2), F2)
     ws = half_weight(m, u, t, dm, pd, s * more, 1, 4, F2, tl.float32)
     if SHIFTED:
         row_k = axpy2(row_k, 1.0, sum_rows(ws, F2, F2), F2)

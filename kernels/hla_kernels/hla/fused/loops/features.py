@@ -109,6 +109,13 @@ def sum_keys(
 
 
 @triton.jit
+def keep_features(keep, start, j, live, fq, fk, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
+    """Write the features of q and k of the tile of tokens at `start`; keep as in `sum_features`."""
+    store_tokens(keep[0] + start * keep[2], j, keep[2], live, fq, D, R1, R2)
+    store_tokens(keep[1] + start * keep[3], j, keep[3], live, fk, D, R1, R2)
+
+
+@triton.jit
 def sum_features(
     q, k, v, g, qn, kn, vn, gn, lo, hi, m, m1, vbar, eps, keep, ratio, ORDER: tl.constexpr, MOMENTS: tl.constexpr,
     SUMS: tl.constexpr, REST: tl.constexpr, GRAD: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
@@ -125,7 +132,8 @@ def sum_features(
     GRAD: dM' = Sum g q' (sum g with SUMS); NORM with the read-out's division, then m [F, V], m1 and vbar are read and
     only the sums of what has a rest are taken, the forward has the others; 1 / den and d loss / d den of every token
     go to ratio [*, 2].
-    KEEP: the features are written too, keep = (of q, of k, strides of a token); heads of a group write the same.
+    KEEP: the features are written too, a turn late as they are multiplied, in one layout: keep = (of q, of k, strides
+    of a token); heads of a group write the same.
 
     SPARE: nothing reads the moments beyond D, so that a column of ones beside the features can give sums.
 
@@ -175,7 +183,9 @@ def sum_features(
     ONE_TURN: tl.constexpr = F1 > 64 or (F2 > 0 and (ORDER < 5 or not SPARE))
     THREE: tl.constexpr = DOT_Q and DOT_K and DOT_V and not (LOW or LOW_K) and dtype != tl.float32
     JOINED: tl.constexpr = THREE and F1 > 64 and F2 == 0 and F1 == V1 and V2 == 0  # three sums in the registers of one
-    MOVING: tl.constexpr = F1 > 64 and ORDER > 3  # pointers, which take fewer registers than products of strides
+    MASKED: tl.constexpr = F2 > 0 and len(hi) == 3
+    # pointers, which take fewer registers than products of strides
+    MOVING: tl.constexpr = (F1 > 64 and ORDER > 3) or (F2 > 0 and REST == 2) or MASKED
     HERE: tl.constexpr = F2 > 0 or MOVING
     sq = begin_total(EXACT_Q, BN, F1, F2, DOT_Q and not JOINED)
     sk = begin_total(EXACT_K, BN, F1, F2, DOT_K and not JOINED)
@@ -200,6 +210,8 @@ def sum_features(
         j = anew(i, start, HERE or (F1 <= 64 and NORM and ORDER < 5 and not GRAD))
         late = start - BN
         there = alive(tl.maximum(late + i, 0), hi) & (t > 0)
+        if KEEP and MASKED:  # before more tokens take registers
+            keep_features(keep, zero + late, j, there, hq, hk, D, R1, R2)
         if QUERIES:
             xq = in_full(load_rows(qp if MOVING else q + (zero + start) * qn, j, qn, live, D, R1, R2, False), FULL)
         if DOT_Q and not LOW and not JOINED:
@@ -252,9 +264,8 @@ def sum_features(
             qp += (zero + BN) * qn
             kp += (zero + BN) * kn
             vp += (zero + BN) * vn
-        if KEEP:  # a turn late too: written and multiplied in one layout
-            store_tokens(keep[0] + (zero + late) * keep[2], j, keep[2], there, hq, D, R1, R2)
-            store_tokens(keep[1] + (zero + late) * keep[3], j, keep[3], there, hk, D, R1, R2)
+        if KEEP and not MASKED:
+            keep_features(keep, zero + late, j, there, hq, hk, D, R1, R2)
         if QUERIES:
             fq, hq, rest = phi_and_rest(xq, live, FMAP, D, R1, R2, FULL)
             if LOW:

@@ -261,6 +261,8 @@ def sum_ratio(
     column = tl.arange(0, one[1].shape[0])[None, :] - (D - F1)
     # features are evaluated again when what needs all of a row is known: until then tokens take half their registers
     TWICE: tl.constexpr = SPARE and WRITE
+    # pointers, which take fewer registers than products of strides
+    MOVING: tl.constexpr = WRITE or (F2 > 0 and ORDER == 5 and PLANES == 1)
     mm = begin_moments(ORDER, F1, F2, V1, V2, MOMENTS, False)
     dm = begin_outer(V1, V2, F1, F2)
     dm1 = begin_pairs(BN, F1, F2)
@@ -273,7 +275,7 @@ def sum_ratio(
     for start in tl.range(lo, hi[0], BN, disable_licm=(WRITE and F2 > 0) or PLANES == 2):
         live = alive(start + i, hi)
         j = anew(i, start, F2 > 0)
-        if WRITE:  # pointers that move take fewer registers than products of strides
+        if MOVING:
             tg = load_rows(gp, j, gn, live, DV, V1, V2, False)
             tq = load_rows(qp, j, qn, live, D, F1, F2, False)
             gp += (zero + BN) * gn

@@ -180,6 +180,8 @@ def middle(
     r = (tl.program_id(0) % BLOCKS) * BR
     s = state + head * K
     c1, c2, c3, c4 = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
+    if ORDER == 2 and NORM and not ANCHORED:  # first: it reads the matrix that is multiplied
+        a = moment_anchor(s, scale, ORDER, OFF, FD, F1, F2, DV, V1, V2)
     if ORDER == 1:
         m = rows_of(s + OFF[0], r, BR, FD, DV, V1, V2, DV, 1)
     elif ORDER == 2:
@@ -212,7 +214,8 @@ def middle(
         if ANCHORED:
             a = state_anchor(s, n, OFF, DV, V1, V2)
         else:
-            a = moment_anchor(s, scale, ORDER, OFF, FD, F1, F2, DV, V1, V2)
+            if ORDER != 2:
+                a = moment_anchor(s, scale, ORDER, OFF, FD, F1, F2, DV, V1, V2)
             if r == 0:
                 vbar = load_vec(s + OFF[7], DV, V1, V2)
                 store_vec(s + OFF[9], axpy2(a, 1.0 / n, vbar, V2), DV, V1, V2)

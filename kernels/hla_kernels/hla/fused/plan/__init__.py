@@ -168,9 +168,9 @@ def apply_config(
     very = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
     third, whole = spec.op in ("hla3", "polynomial"), narrow(w) and w["F1"] == w["V1"] == 64
     if spec.normalize and mapped(spec) and summed(spec):  # features that no forward kept
-        if whole and spec.op != "ahla":  # the halves of ahla would both compute the features of q and of k
-            return {"BN": 64, "num_warps": 4, "num_stages": 3, "ROLES": 2}
-        return {"BN": 64, "num_warps": 4, "num_stages": 3 if cut(w) else 2, "ROLES": 2 if cut(w) else 1}
+        # the halves of ahla would both compute the features of q and of k
+        stages, roles = (3, 2) if cut(w) or (whole and spec.op != "ahla") else (2, 1)
+        return {"BN": 64, "num_warps": 4, "num_stages": stages, "ROLES": roles}
     if very and spec.op == "polynomial":
         return {"BN": 32, "num_warps": 8, "num_stages": 3 if plain(spec) else 2, "ROLES": 2}
     once = plain(spec) and spec.op != "polynomial"
@@ -228,6 +228,11 @@ def middle_config(w: dict[str, int], rows: int, batch_heads: int, prec: dict[str
     # left to itself an assembler spills for the sake of programs that are not there
     more = {} if split or (tile > 64 and exact) else {"maxnreg": 128}
     return {"BR": 16, "num_warps": 8 if tile > 64 or split else 4, "num_stages": 1, **more}
+
+
+def anchor_registers(spec: Spec, w: dict[str, int], mid: str) -> dict[str, int]:
+    """Registers of `middle` where the anchor and the product read one matrix, which a compiler may keep in them."""
+    return {"maxnreg": 168} if spec.op == "hla2" and spec.normalize and w["F1"] == 128 and mid == "tf32" else {}
 
 
 def middle_halves(spec: Spec, w: dict[str, int], mid: str) -> dict[str, int]:

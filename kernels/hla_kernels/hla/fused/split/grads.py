@@ -7,7 +7,7 @@ from ..algebra import cast_weights, centre_rows
 from ..heads import at_head, ratio_of
 from ..loops import longest, place, span, upto, write_grads
 from ..maps import centre_columns, centre_softmax, is_shifted
-from ..tiles import cast4, load4, load_vec, trans4, zeros2
+from ..tiles import axpy2, cast4, load4, load_vec, trans4, zeros2
 
 NO_SPECIALIZE = ["qs", "ks", "vs", "gs", "dqs", "dks", "dvs", "N", "H", "G", "PARTS", "chunk"]
 
@@ -40,6 +40,14 @@ def load_weights(
 
 
 @triton.jit
+def read_rows(
+    rows, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr
+):  # fmt: skip
+    """The rows of dq, dk, dv."""
+    return load_vec(rows, FD, F1, F2), load_vec(rows + FD, FD, F1, F2), load_vec(rows + 2 * FD, DV, V1, V2)
+
+
+@triton.jit
 def part_grads(
     tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, PART: tl.constexpr, ORDER: tl.constexpr,
     NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
@@ -49,14 +57,13 @@ def part_grads(
 ):  # fmt: skip
     """Load the weights of one part of the gradients and write it for tokens lo..hi."""
     ROW: tl.constexpr = MEAN or CENTER > 0 or is_shifted(FMAP)
-    FILLED: tl.constexpr = MEAN or CENTER > 0 or ROWS_DONE
     mt = trans4(load4(matrix, FD, F1, F2, DV, V1, V2, DV, 1))
     w = load_weights(weights, ORDER, WOFF, FD, F1, F2, DV, V1, V2)
     m1 = state + OFF[8]
     if NORM:
         row = (rows, rows + FD, rows + 2 * FD)
-    elif ROW and FILLED:
-        row = (load_vec(rows, FD, F1, F2), load_vec(rows + FD, FD, F1, F2), load_vec(rows + 2 * FD, DV, V1, V2))
+    elif ROW and ROWS_DONE:
+        row = read_rows(rows, FD, F1, F2, DV, V1, V2)
     else:
         row = (zeros2(F1, F2), zeros2(F1, F2), zeros2(V1, V2))
     if ROW and not NORM and not ROWS_DONE:
@@ -72,6 +79,9 @@ def part_grads(
         row = centre_rows(
             w, read, unit, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, False, SHIFT, F1, F2, V2
         )
+        if MEAN or CENTER > 0:  # read last, they hold no registers until then
+            more = read_rows(rows, FD, F1, F2, DV, V1, V2)
+            row = (axpy2(row[0], 1.0, more[0], F2), axpy2(row[1], 1.0, more[1], F2), axpy2(row[2], 1.0, more[2], V2))
     more = row
     if FMAP == 3 or FMAP == 4:
         w, more = centre_softmax(w, ORDER, NORM, FMAP, D, F1, F2, V1, V2)

@@ -15,7 +15,7 @@ still reads it. Equations as in `algebra`.
 import triton
 import triton.language as tl
 
-from ...algebra import eye_of
+from ...algebra import eye_of, less_mean
 from ...maps import power_of_two
 from ...tiles import (
     add4,
@@ -226,24 +226,22 @@ def put_query_row(side, w, hs, c, OFF: tl.constexpr, D: tl.constexpr, D1: tl.con
     """Write what every dq receives by the column of ones, c S dm1 of float16 S, less what WC' at w gives the mean
     value."""
     row = matvec(cast4(hs, tl.float32), axpy2(zeros2(D1, D2), c, load_vec(side[1] + D * D, D, D1, D2), D2), D2, D2)
-    store_vec(side[2], less_mean(row, side, w, OFF, D, D1, D2), D, D1, D2)
+    store_vec(side[2], less_written(row, side, w, OFF, D, D1, D2), D, D1, D2)
 
 
 @triton.jit
 def put_key_row(side, w, ht, c, OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
     """Likewise of dk: c T'dm1, and WP' at w. dv receives nothing."""
     row = vecmat(axpy2(zeros2(D1, D2), c, load_vec(side[1] + D * D, D, D1, D2), D2), cast4(ht, tl.float32), D2, D2)
-    store_vec(side[2] + D, less_mean(row, side, w, OFF, D, D1, D2), D, D1, D2)
+    store_vec(side[2] + D, less_written(row, side, w, OFF, D, D1, D2), D, D1, D2)
     store_vec(side[2] + 2 * D, zeros2(D1, D2), D, D1, D2)
 
 
 @triton.jit
-def less_mean(row, side, w, OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """A row for v centred -> for v as it is: less what a weight that was just written gives the mean value, rounded as
-    what it gives every token."""
+def less_written(row, side, w, OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """`less_mean` of a weight that was just written."""
     tl.debug_barrier()  # every thread reads what others wrote
-    w = cast4(load4(w, D, D1, D2, D, D1, D2, D, 1), tl.float32)
-    return axpy2(row, -1.0 / side[3], vecmat(load_vec(side[0] + OFF[7], D, D1, D2), w, D2, D2), D2)
+    return less_mean(row, load4(w, D, D1, D2, D, D1, D2, D, 1), (side[0] + OFF[7], side[3], D), D1, D2)
 
 
 @triton.jit

@@ -164,10 +164,10 @@ def weight(
         put_weight(weights + WOFF[4], symmetric(x, D2), dtype, D, D1, D2)
     else:
         x = scale4(product(load(kept, W, D1, D2), z, D2), s * c[3] * uw * uz)
-        x = add4(x, scale4(product(load(kept, C, D1, D2), dm, D2), s * c[1] * uc * um), D2, D2)
         if side is not None:
             _, q1, d1 = beside_ones(side, s, OFF, D, D1, D2)
             x = rank1(x, axpy2(zeros2(D1, D2), s * c[1], q1, D2), d1, D2, D2)
+        x = add4(x, scale4(product(load(kept, C, D1, D2), dm, D2), s * c[1] * uc * um), D2, D2)
         put_weight(weights + WOFF[1], symmetric(x, D2), dtype, D, D1, D2)
 
 
