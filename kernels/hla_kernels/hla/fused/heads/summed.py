@@ -27,7 +27,7 @@ from ..tiles import (
     zeros2,
     zeros4,
 )
-from . import NO_SPECIALIZE, at_head, of_head, own_head, ratio_of
+from . import NO_SPECIALIZE, at_head, of_head, own_head, ratio_of, stagger
 from .halves import factors_of, get_factors, half, half_operator, put_factors, put_matrix, put_three, times
 from .summed_algebra import (
     anchor_ones,
@@ -73,12 +73,13 @@ def summed_forward(
     ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     KF: tl.constexpr, SAVE: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr,
-    STAY: tl.constexpr, PREC: tl.constexpr,
+    STAY: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """o of one head. KEEP: the features fq, fk, which the read-out reads too. STAY of the tokens as they are, as in
     `sum_moments`. SAVE: its sums (NORM: m1 and mean value
     too) at OFF of vectors [B * H, K], what `plain_forward` keeps, M [B * H, D, D] of a ratio and of first order."""
     pid = tl.program_id(0)
+    stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     n = N[1]
@@ -208,11 +209,13 @@ def summed_backward(
     N, H, scale, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
     FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr,
     K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
-    LOOPS: tl.constexpr, WRITE: tl.constexpr, LATE: tl.constexpr, STAY: tl.constexpr, PREC: tl.constexpr,
+    LOOPS: tl.constexpr, WRITE: tl.constexpr, LATE: tl.constexpr, STAY: tl.constexpr, DELAY: tl.constexpr,
+    SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv of one head. LATE: dq last. LOOPS as in `plain_backward`; STAY of the tokens as they are, as in
     `sum_gradient`."""
     pid = tl.program_id(0)
+    stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
     ratio = ratio_of(ratio, head, N[0], NORM)

@@ -82,7 +82,8 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
     launch(
         middle, call.bh * -(-lay.fd // sizes["BR"]),
         state, matrix, call.coefficients, call.n, call.h, call.scale, **call.pick("ORDER", "NORM"),
-        **sizes | plan.anchor_registers(spec, call.w, sizes["MID"]), ANCHORED=parts == 1 and roles == 1, **unfused(call),
+        ANCHORED=parts == 1 and roles == 1, **unfused(call),
+        **sizes | plan.anchor_registers(spec, call.w, sizes["MID"]),
     )  # fmt: skip
     return saved
 

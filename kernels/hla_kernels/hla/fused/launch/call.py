@@ -84,10 +84,16 @@ class Call:
         return self.seqs.mask is None and self.seqs.cu_seqlens is None and self.g == 1
 
     def tiles(self, kernel: str, entry: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
-        """Tiles, warps and stages of a kernel: `entry(*args)` of the static table, or measured ones. Nothing can STAY
-        in the L2 of a CPU, whose interpreter knows no assembly."""
+        """Tiles, warps and stages of a kernel: `entry(*args)` of the static table, or measured ones. Programs start in
+        turns (`heads.stagger`) where a launch lasts long enough. On a CPU, whose interpreter knows no assembly, they do
+        not, and nothing can STAY in its L2."""
         config = STATE.choose(kernel, self, entry, *args)
-        return {**config, "STAY": False} if "STAY" in config and self.q.device.type == "cpu" else config
+        assembly = self.q.device.type != "cpu"
+        if "STAY" in config and not assembly:
+            config = {**config, "STAY": False}
+        if "DELAY" in config and not (assembly and plan.lasts(self.bh, self.most)):
+            config = {**config, **plan.AT_ONCE}
+        return config
 
     def pick(self, *names: str) -> dict:
         """Some of the flags."""

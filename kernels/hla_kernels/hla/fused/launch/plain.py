@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,13 +25,6 @@ def plain_widths(call: Call) -> dict:
     return {**w, "PREC": call.prec["PREC"], "KF": plan.factors(call.spec) * w["D"] ** 2, **call.pick("ORDER")}
 
 
-def tiles(call: Call, kernel: str, entry: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
-    """`call.tiles`. Programs start in turns (`heads.stagger`) where a launch lasts long enough, and not on a CPU."""
-    config = call.tiles(kernel, entry, *args)
-    turns = plan.lasts(call.bh, call.most) and call.q.device.type != "cpu"
-    return config if turns else {**config, **plan.AT_ONCE}
-
-
 def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     """One launch: o from q, k, v; the factors too unless `saved` is empty."""
     q, k, v = call.q, call.k, call.v
@@ -47,7 +37,7 @@ def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     launch(
         plain_forward, call.bh,
         q, k, v, o, factors, units, *at, call.n, call.h, call.scale, ALIGN=a, SAVE=save, **plain_widths(call),
-        **tiles(call, "plain_forward", plain_forward_config, call.spec, call.w, call.most),
+        **call.tiles("plain_forward", plain_forward_config, call.spec, call.w, call.most),
     )  # fmt: skip
 
 
@@ -66,7 +56,7 @@ def plain_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Non
         plain_backward, call.bh,
         q, k, v, g, *outs, *(factors_of(call, saved) if kept else (g, g)), room, *at, call.n, call.h, call.scale,
         ALIGN=a, KR=length, KEPT=kept, **plain_widths(call),
-        **tiles(call, "plain_backward", plain_config, call.spec, call.w, kept),
+        **call.tiles("plain_backward", plain_config, call.spec, call.w, kept),
     )  # fmt: skip
 
 
@@ -81,6 +71,6 @@ def plain_two_step_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Non
     launch(
         plain_weights, call.bh,
         q, g, *factors_of(call, saved), room, matrix, weights, *at, call.n, call.h, call.scale, ALIGN=a, KR=length,
-        WOFF=lay.woff, KW=lay.kw, **plain_widths(call), **tiles(call, "plain_weights", plain_weights_config),
+        WOFF=lay.woff, KW=lay.kw, **plain_widths(call), **call.tiles("plain_weights", plain_weights_config),
     )  # fmt: skip
     apply_grads_call(call, g, outs, Saved(room, matrix), None, weights, weights, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..spec import Spec, layout
+from . import AT_ONCE
 from .paths import cut
 
 
@@ -19,9 +20,9 @@ def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
     if kernel in ("operator", "products"):
         return {"num_warps": 4, "num_stages": 1}
     if kernel == "backward":  # it takes 128 registers of itself, and spills only where it is told to
-        return {"BN": 32, "num_warps": 8, "num_stages": 3}
+        return {"BN": 32, "num_warps": 8, "num_stages": 3, "DELAY": 10000, "SLOTS": 2}
     if kernel == "backward_centred":
-        return {"BN": 32, "num_warps": 4, "num_stages": 2}
+        return {"BN": 32, "num_warps": 4, "num_stages": 2, **AT_ONCE}
     # asked for all registers, an assembler spills
     once = {"WHOLE": True, "maxnreg": 128} if w["F2"] == 0 else {"WHOLE": False, "maxnreg": 248}
     return {"BN": 64, "num_warps": 8, "num_stages": 3, **once}
@@ -30,7 +31,7 @@ def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
 def fixed_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
     """Tiles of the kernels of `heads.mixture.fixed`."""
     if kernel == "forward":
-        return {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3}
+        return {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3, "DELAY": 5000, "SLOTS": 2}
     if kernel == "ratio":
         return {"num_warps": 8 if w["F2"] > 0 else 4, "num_stages": 1}
     if kernel in ("operator", "products"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..spec import Spec, layout
-from . import factor_floats, paths
+from . import AT_ONCE, factor_floats, paths
 
 
 def keeps_features(w: dict[str, int], n: int | torch.SymInt) -> int | torch.SymInt:
@@ -26,12 +26,18 @@ def kept_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt, dtype: tor
     return factor_floats(spec, w, n) + (lay.vectors().k + operator if spec.sums else 0)
 
 
+def turns(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
+    """How programs start (`heads.stagger`): a ratio computes while it reads."""
+    return {"DELAY": 5000, "SLOTS": 2} if w["F2"] == 0 and n <= 512 and not spec.normalize else AT_ONCE
+
+
 def forward_config(spec: Spec, w: dict[str, int], n: int, save: bool) -> dict[str, int]:
     """Tiles of `summed_forward`; STAY as in `tiles.plain_forward_config`."""
     # three programs a multiprocessor; a ratio of hla3 that keeps features for a backward would spill for them
     free = w["F2"] > 0 or (spec.op == "hla3" and spec.normalize and n <= 512 and save)
     more = {} if free else {"maxnreg": 168}
-    return {"STAY": w["F2"] == 0 and n > 512, "BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, **more}
+    tiles = {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, **turns(spec, w, n)}
+    return {"STAY": w["F2"] == 0 and n > 512, **tiles, **more}
 
 
 def backward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
@@ -50,7 +56,8 @@ def backward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
         loops = {"LOOPS": 1, "WRITE": 2, "STAY": False, "num_stages": 3}
     else:
         loops = {"LOOPS": 2, "WRITE": 3, "STAY": False, "num_stages": 3}
-    return {"BN": 64, "BO": 64, **loops, "LATE": late and loops["LOOPS"] == 2, "num_warps": 4}
+    late = late and loops["LOOPS"] == 2
+    return {"BN": 64, "BO": 64, **loops, **turns(spec, w, n), "LATE": late, "num_warps": 4}
 
 
 def weights_config() -> dict[str, int]:

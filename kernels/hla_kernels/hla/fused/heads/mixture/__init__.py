@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...loops import span, sum_features, sum_gradient, sum_moments
 from ...tiles import add4, cast4, load4, scale4, trans4, zeros2, zeros4
-from .. import NO_SPECIALIZE, load_coefficients, of_head, own_head, store_coefficients
+from .. import NO_SPECIALIZE, load_coefficients, of_head, own_head, stagger, store_coefficients
 from .digits import (
     DM,
     REST_DM,
@@ -193,11 +193,12 @@ def mixture_backward(
     q, k, v, g, kept, room, vectors, matrix, weights, rows, coefficients, dcoefficients, qs, ks, vs, gs, N, H, scale,
     CENTER: tl.constexpr, MEAN: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
-    BN: tl.constexpr,
+    BN: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """The operator, the weights and d coefficients of one head, of its tokens alone, which are read twice: three sums
     to the digits of float32 are what fits in registers."""
     pid = tl.program_id(0)
+    stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
     kept += head * KF

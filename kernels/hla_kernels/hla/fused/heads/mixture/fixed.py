@@ -11,7 +11,7 @@ import triton.language as tl
 from ...algebra import scale_moments
 from ...loops import read_out, sum_gradient
 from ...tiles import add4, axpy2, cast4, load4, rank1, scale4, store4, trans4, zeros2
-from .. import NO_SPECIALIZE, load_coefficients, of_head, own_head
+from .. import NO_SPECIALIZE, load_coefficients, of_head, own_head, stagger
 from ..halves import get_matrix, half, put_matrix
 from .digits import C, P, S, W, beside_ones, load, product, put_key_row, put_query_row, put_weight, symmetric
 from .digits import R as T
@@ -82,10 +82,12 @@ def light_operator(m, c, s, kept, units, SAVE: tl.constexpr, D: tl.constexpr):
 def fixed_forward(
     q, k, v, o, kept, units, vectors, matrix, coefficients, qs, ks, vs, os, N, H, scale, CENTER: tl.constexpr,
     MEAN: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
+    F2: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, DELAY: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """o = q M of one head of one block. SAVE: what the backward needs is kept; otherwise room for S and T."""
     pid = tl.program_id(0)
+    stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, o, qn, kn, vn, on = of_head((q, k, v, o), (qs, ks, vs, os), at, h, ALIGN)
     SUMS: tl.constexpr = CENTER > 0 or MEAN
