@@ -84,9 +84,11 @@ RECORDINGS: dict[tuple, Recording | None] = {}  # None: not to be repeated
 ONCE: set[tuple] = set()  # forms that were seen once
 
 
-def launch(kernel: Any, programs: int | tuple[int, int], *args: Any, **options: Any) -> None:
-    """Run a Triton kernel with so many programs along one axis or two, and note it where a call is recorded."""
+def launch(kernel: Any, programs: int | torch.SymInt | tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Run a Triton kernel with so many programs along one axis or several, and note it where a call is recorded.
+    Products and sums are fused unless told otherwise, whatever a version of Triton does by default."""
     grid = programs if isinstance(programs, tuple) else (programs,)
+    options = {"enable_fp_fusion": True, **options}
     if only_compiles():
         kernel.warmup(*args, grid=grid, **options)
         return

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dispatch.recording import launch
+
 PROGRAMS = 4 * 132  # of the backward, each of which sums the gradient of the weight over its tokens
 
 
@@ -99,7 +101,8 @@ def forward(
     rows, y = rows_of(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     inverses = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
     if rows.shape[0]:
-        norm_rows[(rows.shape[0],)](
+        launch(
+            norm_rows, rows.shape[0],
             rows, weight.contiguous(), cos, sin, y, inverses, rows.stride(0), eps, **preparation(x, relu, cos),
             **config(x.shape[-1]),
         )  # fmt: skip
@@ -115,7 +118,8 @@ def backward(
         return dx, torch.zeros_like(weight)
     programs = min(rows.shape[0], PROGRAMS)
     parts = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
-    norm_grads[(programs,)](
+    launch(
+        norm_grads, programs,
         g, rows, weight.contiguous(), cos, sin, inverses, dx, parts, rows.shape[0], g.stride(0), rows.stride(0),
         **preparation(x, relu, cos), **config(x.shape[-1]),
     )  # fmt: skip

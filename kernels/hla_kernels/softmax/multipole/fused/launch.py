@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ....dispatch.recording import launch
 from .backward import for_blocks, for_keys, for_queries, spread
 from .forward import output, pool
 from .moments import for_moments, spread_moments, sum_moments
@@ -53,12 +54,14 @@ def forward(
     """Write o and what the backward needs."""
     q, k, v = tokens
     anchors, tiles = tuple(mean), c.plan.tiles.output
-    pool[(c.plan.n_blocks, c.heads)](
+    launch(
+        pool, (c.plan.n_blocks, c.heads),
         k, v, *anchors, value, count, *_strides(k, v), *c.where, c.h, **c.sizes, BW=ROWS, num_warps=1
-    )
+    )  # fmt: skip
     moments = _moments(c, k, v, anchors)
     grid, constants = c.reading(tiles)
-    output[grid](
+    launch(
+        output, grid,
         q, k, v, *anchors, value, moments, count, o, rest, top, *_strides(q, k, v, o), *c.where, *c.numbers,
         **constants, BJ=tiles.other, BM=tiles.blocks,
     )  # fmt: skip
@@ -71,9 +74,10 @@ def _moments(c: Call, k: Tensor, v: Tensor, anchors: tuple[Tensor, ...]) -> Tens
     b, _, h, d = k.shape
     tiles = c.plan.tiles.of_moments
     found = torch.empty((b, h, c.plan.n_blocks, d, d), dtype=k.dtype, device=k.device)
-    sum_moments[(c.plan.n_blocks, c.heads)](
+    launch(
+        sum_moments, (c.plan.n_blocks, c.heads),
         k, v, *anchors, found, *_strides(k, v), *c.where, c.h, **c.sizes, BW=tiles.other, **tiles.launch
-    )
+    )  # fmt: skip
     return found
 
 
@@ -88,7 +92,8 @@ def backward(
     by_key, by_mean = torch.empty_like(dk, dtype=torch.float32), torch.empty_like(dk)
     tiles = p.tiles.for_queries
     grid, constants = c.reading(tiles)
-    for_queries[grid](
+    launch(
+        for_queries, grid,
         q, k, v, *anchors, value, moments, count, o, rest, grad, top, delta, dq, *_strides(q, k, v, o, grad, dq),
         *c.where, *c.numbers, **constants, BJ=tiles.other, BM=tiles.blocks,
     )  # fmt: skip
@@ -101,20 +106,23 @@ def backward(
     values = dv if d_moments is None else torch.empty_like(dv, dtype=torch.float32)
     grid, constants = c.reading(p.tiles.for_keys)
     qt, qy, qx = patch_of(p.grid, p.tiles.for_keys.other)
-    for_keys[grid](
+    launch(
+        for_keys, grid,
         q, k, v, *anchors, count, grad, top, delta, d_value, by_key, by_mean, values,
         *_strides(q, k, v, grad, dv), *c.where, *c.numbers, **constants, QT=qt, QY=qy, QX=qx,
     )  # fmt: skip
     if d_moments is not None:
         tiles = p.tiles.of_moments
-        spread_moments[(p.n_blocks, c.heads)](
+        launch(
+            spread_moments, (p.n_blocks, c.heads),
             k, v, *anchors, value, d_moments, by_key, values, *_strides(k, v), *c.where, c.h, **c.sizes, BW=tiles.other,
             **tiles.launch,
         )  # fmt: skip
         dv.copy_(values)
-    spread[(p.n_blocks + -(-p.outer // ROWS), c.heads)](
+    launch(
+        spread, (p.n_blocks + -(-p.outer // ROWS), c.heads),
         by_key, by_mean, d_mean, dk, *_strides(dk), *c.where, c.h, ALL=p.whole, **c.sizes, BW=ROWS, num_warps=1
-    )
+    )  # fmt: skip
 
 
 def _for_blocks(c: Call, q, grad, anchors, value, count, top, delta) -> tuple[Tensor, Tensor]:
@@ -123,7 +131,8 @@ def _for_blocks(c: Call, q, grad, anchors, value, count, top, delta) -> tuple[Te
     rows = -(-c.plan.n_blocks // tiles.blocks)
     splits = c.plan.splits(c.heads * rows)
     found = [_parts(splits, value.shape, value) for _ in range(2)]
-    for_blocks[(rows, c.heads, splits)](
+    launch(
+        for_blocks, (rows, c.heads, splits),
         q, *anchors, value, count, grad, top, delta, *found, *_strides(q, grad), *c.where, *c.numbers, splits,
         **c.asking(tiles), BM=tiles.blocks,
     )  # fmt: skip
@@ -134,7 +143,8 @@ def _for_moments(c: Call, q, grad, anchors, moments, top) -> tuple[Tensor, Tenso
     """Gradients of the mean keys, by the moments' part of o, and of the moments, float32."""
     splits = c.plan.splits(c.heads * c.plan.n_blocks)
     found = [_parts(splits, shape, moments) for shape in (moments.shape[:4], moments.shape)]
-    for_moments[(c.plan.n_blocks, c.heads, splits)](
+    launch(
+        for_moments, (c.plan.n_blocks, c.heads, splits),
         q, *anchors, moments, grad, top, *found, *_strides(q, grad), *c.where, *c.numbers, splits,
         **c.asking(c.plan.tiles.for_moments),
     )  # fmt: skip

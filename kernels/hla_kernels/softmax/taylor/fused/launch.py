@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ....dispatch.recording import launch
 from ....hla.fused.spec import alignment, split_width, strides
 from . import plan
 from .grads import key_grads, query_grads, sum_parts
@@ -61,14 +62,16 @@ def forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool) -> None:
     totals, rows, rest = call.split(buffer, save)
     read: tuple[Tensor | None, ...] = (call.k, call.k2, call.v)
     found, a = steps(read)
-    sum_tokens[(call.parts * call.b * call.hk,)](
+    launch(
+        sum_tokens, call.parts * call.b * call.hk,
         *read, call.keep, totals, *found, call.n, call.hk, ALIGN=a, **call.flags, BN=256, ROWS=32, num_warps=8,
         num_stages=1,
     )  # fmt: skip
     config = plan.peeled(call.n, plan.read_config(call.w))
     blocks, read = -(-call.n // config["BM"]), (call.q, call.q2, *read, o)
     found, a = steps(read)
-    read_out[(blocks * call.b * call.h,)](
+    launch(
+        read_out, blocks * call.b * call.h,
         *read, rest, call.c, call.keep, totals, rows, *found, *call.sizes(blocks), UNIT=call.unit, SAVE=save, ALIGN=a,
         **call.flags, **config,
     )  # fmt: skip
@@ -84,17 +87,19 @@ def backward_call(call: Call, grad: Tensor, o: Tensor, outs: Sequence[Tensor | N
     parts, pulls = (call.buffer(call.h * call.b * blocks * size) for size in (2, call.d + call.r))
     tokens = (call.q, call.q2, call.k, call.k2, call.v, grad)
     found, a = steps((*tokens, o, dq, dq2))
-    query_grads[(blocks * call.b * call.h,)](
+    launch(
+        query_grads, blocks * call.b * call.h,
         *tokens, o, rest, dq, dq2, call.c, call.keep, totals, rows, deltas, parts, pulls, *found, *call.sizes(blocks),
         ALIGN=a, **call.flags, **config,
     )  # fmt: skip
     config = plan.key_config(call.w)
     count, blocks, read = blocks, -(-call.n // config["BN"]), (*tokens, dk, dk2, dv)
     found, a = steps(read)
-    key_grads[(blocks * call.b * call.hk,)](
+    launch(
+        key_grads, blocks * call.b * call.hk,
         *read, call.c, call.keep, totals, deltas, pulls, *found, *call.sizes(blocks), count, UNIT=call.unit, ALIGN=a,
         **call.flags, **config,
     )  # fmt: skip
     dc = torch.empty_like(call.c)
-    sum_parts[(call.h,)](parts, dc, parts.numel() // (2 * call.h), BP=1024, num_warps=4)
+    launch(sum_parts, call.h, parts, dc, parts.numel() // (2 * call.h), BP=1024, num_warps=4)
     return dc
