@@ -115,8 +115,7 @@ def compile_call(fn, args, kwargs, products: bool = False) -> dict:
         registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
         turns = in_loops(file.name) if int(stack) > 0 else 0
     ptx = compiled.asm["ptx"]
-    sizes = {"registers": int(registers), "stack": int(stack), "shared": compiled.metadata.shared}
-    sizes["in_loops"] = turns
+    sizes = {"registers": int(registers), "stack": int(stack), "shared": compiled.metadata.shared, "in_loops": turns}
     sizes["from_registers"] = len(re.findall(r"wgmma\.mma_async[^;]*\}, *\{", ptx))
     return {"kernel": fn.__name__, **sizes, **({"one_by_one": one_by_one(ptx)} if products else {})}
 

@@ -23,7 +23,7 @@ def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
         return {"BN": 32, "num_warps": 8, "num_stages": 3, "DELAY": 10000, "SLOTS": 2}
     if kernel == "backward_centred":
         return {"BN": 32, "num_warps": 4, "num_stages": 2, **AT_ONCE}
-    # asked for all registers, an assembler spills
+    # left to itself an assembler takes all registers and spills
     once = {"WHOLE": True, "maxnreg": 128} if w["F2"] == 0 else {"WHOLE": False, "maxnreg": 248}
     return {"BN": 64, "num_warps": 8, "num_stages": 3, **once}
 
