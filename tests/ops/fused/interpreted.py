@@ -94,7 +94,7 @@ CASES = [
     # 16 tokens beyond whole tiles are apart, 17 are not
     *((op, PLAIN, "halves", n, 64, 64, (1, 1), HALF, "packed") for op, n in (("hla2", 80), ("hla3", 80), ("hla2", 81))),
     ("ahla", RATIO, "halves", 70, 64, 64, (2, 2), HALF, "packed"),
-    ("hla2", RATIO, "halves", 37, 72, 72, (1, 1), HALF, "packed"),
+    *(("hla2", RATIO, "halves", n, 72, 72, (1, 1), HALF, "packed") for n in (37, 514)),
     *((x, RATIO, "halves_two_step", 37, d, d, (1, 1), HALF, "contiguous") for x, d in (("hla2", 64), ("ahla", 72))),
     *((op, RATIO, "halves_in_two_step", n, 64, 64, (1, 1), HALF, "packed") for op in OPS[1:4] for n in (37, 150)),
     *(("hla3", RELU_EPS, "halves", 37, d, d, (2, 2), HALF, "strided") for d in (64, 72)),

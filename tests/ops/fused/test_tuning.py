@@ -26,7 +26,7 @@ def test_candidates_are_entries_of_the_table():
                 (plan.reduce_config, (spec, w, dtype)),
                 (plan.apply_config, ("backward", spec, w, dtype)),
                 (plan.weights_config, (spec, dtype)),
-                (plan.middle_config, (w, 72, 64, plan.precisions(spec, w, dtype, 64, 64))),
+                (plan.middle_config, ("middle", spec, w, 72, 64, plan.precisions(spec, w, dtype, 64, 64))),
             ):
                 found = tuning.shipped(entry, args)
                 assert entry(*args) in found and len(found) <= 12

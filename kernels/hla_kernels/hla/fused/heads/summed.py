@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..algebra import ones_moments, scale_moments
-from ..loops import means, ratio_base, read_out, sum_features, sum_moments, write_grads
+from ..loops import feature_moments, means, moments_apart, ratio_base, read_out, sum_moments, write_grads
 from ..loops.extent import upto
 from ..maps import is_shifted, kept, unshift, unshift_sums
 from ..split.grads import load_weights
@@ -25,7 +25,6 @@ from ..tiles import (
     store_vec,
     trans4,
     zeros2,
-    zeros4,
 )
 from . import NO_SPECIALIZE, at_head, of_head, own_head, ratio_of, stagger
 from .halves import factors_of, get_factors, half, half_operator, put_factors, put_matrix, put_three, times
@@ -73,10 +72,10 @@ def summed_forward(
     ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     KF: tl.constexpr, SAVE: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr,
-    STAY: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
+    STAY: tl.constexpr, APART: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """o of one head. KEEP: the features fq, fk, which the read-out reads too. STAY of the tokens as they are, as in
-    `sum_moments`. SAVE: its sums (NORM: m1 and mean value
+    `sum_moments`; APART: of features `moments_apart`. SAVE: its sums (NORM: m1 and mean value
     too) at OFF of vectors [B * H, K], what `plain_forward` keeps, M [B * H, D, D] of a ratio and of first order."""
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
@@ -96,11 +95,14 @@ def summed_forward(
         raw, sums, _, _ = sum_moments(
             q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, True, False, True, D, F1, F2, D, F1, F2, BN, PREC, STAY
         )
+    elif APART:
+        raw, sums = moments_apart(
+            q, k, v, qn, kn, vn, N, eps, keep, ORDER, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
+        )
     else:
-        raw, sums, _, _, _ = sum_features(
-            q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), row, row, eps, keep, q, 11 if LATE else ORDER,
-            True, 1, 0, False, NORM, KEEP, False, FMAP, D, F1, F2, F1, F2, D, F1, F2, BN, PREC, STAGES,
-        )  # fmt: skip
+        raw, sums = feature_moments(
+            q, k, v, qn, kn, vn, N, eps, keep, 11 if LATE else ORDER, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
+        )
     totals = sums
     if HERE:
         m = finished(raw, totals, scale, n, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2)
@@ -140,10 +142,9 @@ def summed_forward(
             put_matrix(factors + AREA, y, F1, F2)
             uz = uy
             if LATE:
-                raw, sums, _, _, _ = sum_features(
-                    q, q, q, q, qn, qn, qn, qn, 0, N, zeros4(1, 0, 1, 0), row, row, eps, keep, q, 7, True, 1, 0, False,
-                    NORM, KEEP, False, FMAP, D, F1, F2, F1, F2, D, F1, F2, BN, PREC, STAGES,
-                )  # fmt: skip
+                raw, sums = feature_moments(
+                    q, k, v, qn, kn, vn, N, eps, keep, 7, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
+                )
                 totals = sums
                 if is_shifted(FMAP):
                     sums = unshift_sums(sums, n, D, F1, F2)

@@ -78,12 +78,11 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
             ONES=spec.normalize or spec.mean_path,
             **call.pick("ORDER", "NORM", "CENTER", "FMAP", "RIDGE"),
         )  # fmt: skip
-    sizes = call.middle_sizes("WHOLE")
+    sizes = call.middle_sizes("middle", "WHOLE")
     launch(
         middle, call.bh * -(-lay.fd // sizes["BR"]),
         state, matrix, call.coefficients, call.n, call.h, call.scale, **call.pick("ORDER", "NORM"),
-        ANCHORED=parts == 1 and roles == 1, **unfused(call),
-        **sizes | plan.anchor_registers(spec, call.w, sizes["MID"]),
+        ANCHORED=parts == 1 and roles == 1, **unfused(call), **sizes,
     )  # fmt: skip
     return saved
 
@@ -146,7 +145,7 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
 
 def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor | None]:
     """Weights [B * H, KW], rows [B * H, 2 F + V] and parts [B, H, blocks, 4] of d coefficients."""
-    lay, sizes = call.lay, call.middle_sizes()
+    lay, sizes = call.lay, call.middle_sizes("middle_grads", "MID")
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     rows = call.buffer(call.bh, 2 * lay.fd + lay.dv)
     common = {**sizes, "WOFF": lay.woff, "KW": lay.kw, "KG": lay.kg, "TURNED": call.turned}

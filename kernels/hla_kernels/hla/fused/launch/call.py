@@ -103,11 +103,13 @@ class Call:
         """Constexpr of a pass over tokens of the split path."""
         return {**self.w, "FD": self.lay.fd, "OFF": self.lay.off, "K": self.lay.k, "PREC": self.prec["PREC"]}
 
-    def middle_sizes(self, exact: str = "MID") -> dict:
-        """Constexpr of a D x D kernel whose products have the precision `exact` of `plan.precisions`."""
+    def middle_sizes(self, kernel: str, exact: str) -> dict:
+        """Constexpr of the D x D kernels of `plan.middle_config` whose products have the precision `exact` of
+        `plan.precisions`."""
         lay, prec = self.lay, self.prec | {"MID": self.prec[exact]}
         tiles = {name: self.w[name] for name in ("F1", "F2", "DV", "V1", "V2")}
-        config = self.tiles("middle", plan.middle_config, self.w, max(lay.fd, lay.dv), self.planned, prec)
+        rows = max(lay.fd, lay.dv)
+        config = self.tiles(kernel, plan.middle_config, kernel, self.spec, self.w, rows, self.planned, prec)
         return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": prec["MID"], **config}
 
     def ratio(self) -> Tensor | None:

@@ -4,7 +4,8 @@ q, k, v, g, o point at the first token of the head; strides are in elements. phi
 and g V = V1 + V2.
 
     sum_moments   P = Sum k v'  S = Sum k k'  C = Sum q v'  R = Sum k q'  W = Sum q q', token sums, and dM' = Sum g q'
-    sum_features  the same of phi(q) and phi(k), and dm1 and dM' through the division of the normalised form
+    sum_features  the same of phi(q) and phi(k), and dm1 and dM' through the division of the normalised form;
+                  feature_moments, moments_apart: the first of these in one pass or two
     sum_keys      P and the token sums of phi(k) and v alone
     sum_gradient  dM' = Sum g q' alone
     sum_ratio     dm1 and dM' through the division, and dq of the first order
@@ -15,7 +16,7 @@ and g V = V1 + V2.
 """
 
 from .extent import longest, means, place, span, upto
-from .features import sum_features, sum_keys
+from .features import feature_moments, moments_apart, sum_features, sum_keys
 from .ratio import ratio_base, sum_ratio
 from .sums import gradient_sums, sum_gradient, sum_moments
 from .vectors import add_rows, alike, as_row, end_pairs
@@ -23,7 +24,7 @@ from .wide import sum_divided
 from .writes import load_few, read_few, read_out, write_few, write_grads
 
 __all__ = [
-    "add_rows", "alike", "as_row", "end_pairs", "gradient_sums", "load_few", "longest", "means", "place", "ratio_base",
-    "read_few", "read_out", "span", "sum_divided", "sum_features", "sum_gradient", "sum_keys", "sum_moments",
-    "sum_ratio", "upto", "write_few", "write_grads",
+    "add_rows", "alike", "as_row", "end_pairs", "feature_moments", "gradient_sums", "load_few", "longest", "means",
+    "moments_apart", "place", "ratio_base", "read_few", "read_out", "span", "sum_divided", "sum_features",
+    "sum_gradient", "sum_keys", "sum_moments", "sum_ratio", "upto", "write_few", "write_grads",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..maps import is_shifted, phi32, phi_and_rest, power_of_two
-from ..tiles import add4, load_rows, outer4, rowdot, rowmul, scale4, trans4, zero_rows
+from ..tiles import add4, load_rows, outer4, rowdot, rowmul, scale4, trans4, zero_rows, zeros2, zeros4
 from .extent import alive, anew
 from .ratio import add_outer, begin_outer, end_outer
 from .stores import put_ratio, store_tokens
@@ -109,10 +109,15 @@ def sum_keys(
 
 
 @triton.jit
-def keep_features(keep, start, j, live, fq, fk, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
+def keep_features(
+    keep, start, j, live, fq, fk, QUERIES: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
+    R2: tl.constexpr,
+):  # fmt: skip
     """Write the features of q and k of the tile of tokens at `start`; keep as in `sum_features`."""
-    store_tokens(keep[0] + start * keep[2], j, keep[2], live, fq, D, R1, R2)
-    store_tokens(keep[1] + start * keep[3], j, keep[3], live, fk, D, R1, R2)
+    if QUERIES:
+        store_tokens(keep[0] + start * keep[2], j, keep[2], live, fq, D, R1, R2)
+    if KEYS:
+        store_tokens(keep[1] + start * keep[3], j, keep[3], live, fk, D, R1, R2)
 
 
 @triton.jit
@@ -143,8 +148,9 @@ def sum_features(
     """
     DIVIDE: tl.constexpr = GRAD and NORM
     SHIFT: tl.constexpr = is_shifted(FMAP)
-    QUERIES: tl.constexpr = (GRAD or ORDER != 1 or not NORM or KEEP) and ORDER != 11
-    KEYS: tl.constexpr = MOMENTS and ORDER != 12 and ORDER != 7
+    QUERIES: tl.constexpr = (GRAD or ORDER != 1 or not NORM or KEEP) and ORDER != 8 and ORDER != 11
+    KEYS: tl.constexpr = MOMENTS and ORDER != 12 and ORDER != 7 and ORDER != 9
+    SINGLE: tl.constexpr = ORDER == 8 or ORDER == 9
     FULL: tl.constexpr = REST == 3
     dtype: tl.constexpr = tl.float32 if FULL else q.dtype.element_ty
     unit = 1.0
@@ -154,10 +160,10 @@ def sum_features(
     dm = begin(V1, V2, F1, F2, GRAD, False, False)
     dm1 = begin_sum(32, BN, F1, F2, DIVIDE)
     SUM_Q: tl.constexpr = (
-        MOMENTS and SUMS and (not NORM or ORDER == 2 or (3 if SHIFT else 5) <= ORDER or SUMS == 2) and ORDER != 11
+        MOMENTS and QUERIES and SUMS and (not NORM or ORDER == 2 or (3 if SHIFT else 5) <= ORDER or SUMS == 2)
     )
-    SUM_K: tl.constexpr = KEYS and SUMS and (not NORM or SHIFT or ORDER != 2)
-    SUM_V: tl.constexpr = MOMENTS and SUMS and not DIVIDE and ORDER != 7
+    SUM_K: tl.constexpr = KEYS and SUMS and (not NORM or SHIFT or (ORDER != 2 and ORDER != 8))
+    SUM_V: tl.constexpr = MOMENTS and SUMS and not DIVIDE and ORDER != 7 and ORDER != 8
     SUM_G: tl.constexpr = GRAD and SUMS and not DIVIDE
     ALL: tl.constexpr = REST == 2
     HAS_P: tl.constexpr = (ORDER < 6 and ORDER != 2) or ORDER == 11
@@ -207,11 +213,11 @@ def sum_features(
     for t in tl.range(0, tiles + 1, num_stages=STAGES, disable_licm=HERE):
         start = lo + t * BN
         live = alive(start + i, hi)
-        j = anew(i, start, HERE or (F1 <= 64 and NORM and ORDER < 5 and not GRAD))
+        j = anew(i, start, HERE or (F1 <= 64 and NORM and (ORDER < 5 or SINGLE) and not GRAD))
         late = start - BN
         there = alive(tl.maximum(late + i, 0), hi) & (t > 0)
         if KEEP and MASKED:  # before more tokens take registers
-            keep_features(keep, zero + late, j, there, hq, hk, D, R1, R2)
+            keep_features(keep, zero + late, j, there, hq, hk, QUERIES, KEYS, D, R1, R2)
         if QUERIES:
             xq = in_full(load_rows(qp if MOVING else q + (zero + start) * qn, j, qn, live, D, R1, R2, False), FULL)
         if DOT_Q and not LOW and not JOINED:
@@ -265,7 +271,7 @@ def sum_features(
             kp += (zero + BN) * kn
             vp += (zero + BN) * vn
         if KEEP and not MASKED:
-            keep_features(keep, zero + late, j, there, hq, hk, D, R1, R2)
+            keep_features(keep, zero + late, j, there, hq, hk, QUERIES, KEYS, D, R1, R2)
         if QUERIES:
             fq, hq, rest = phi_and_rest(xq, live, FMAP, D, R1, R2, FULL)
             if LOW:
@@ -311,3 +317,42 @@ def sum_features(
         (mp, ms, mc, mr, mw), sums, scale4(dm, 1.0 / unit), end_sum(dm1, F1, F2, DIVIDE),
         end_total(sg, dtype, V1, V2, SUM_G),
     )  # fmt: skip
+
+
+@triton.jit
+def feature_moments(
+    q, k, v, qn, kn, vn, hi, eps, keep, ORDER: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
+    FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """((P, S, C, R, W), the sums that the order needs) of `sum_features` over all tokens of a head, with as many
+    channels of values as of keys."""
+    row = zeros2(F1, F2)
+    m, sums, _, _, _ = sum_features(
+        q, k, v, q, qn, kn, vn, qn, 0, hi, zeros4(1, 0, 1, 0), row, row, eps, keep, q, ORDER, True, 1, 0, False, NORM,
+        KEEP, False, FMAP, D, F1, F2, F1, F2, D, F1, F2, BN, PREC, STAGES,
+    )  # fmt: skip
+    return m, sums
+
+
+@triton.jit
+def moments_apart(
+    q, k, v, qn, kn, vn, hi, eps, keep, ORDER: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
+    FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """`feature_moments` of hla2 or hla3 in two passes, each token in one of them: what keys are multiplied by, then
+    what queries are."""
+    KEYS: tl.constexpr = 8 if ORDER == 2 else 11
+    QUERIES: tl.constexpr = 9 if ORDER == 2 else 7
+    a, s = feature_moments(
+        q, k, v, qn, kn, vn, hi, eps, keep, KEYS, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
+    )  # fmt: skip
+    b, t = feature_moments(
+        q, k, v, qn, kn, vn, hi, eps, keep, QUERIES, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
+    )  # fmt: skip
+    if ORDER == 2:
+        out = ((b[0], a[1], b[2], b[3], b[4]), (t[0], s[1], t[2]))
+    else:
+        out = ((a[0], a[1], a[2], a[3], b[4]), (t[0], s[1], s[2]))
+    return out

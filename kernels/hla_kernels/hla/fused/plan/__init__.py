@@ -211,8 +211,11 @@ def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int, batch_
     return {"PREC": "tf32x3", "MID": mid, "WHOLE": mid, "EXACT": mid}
 
 
-def middle_config(w: dict[str, int], rows: int, batch_heads: int, prec: dict[str, str]) -> dict[str, int]:
-    """Rows of a block and warps of `middle` and its gradients: a head at once where heads fill the chip."""
+def middle_config(
+    kernel: str, spec: Spec, w: dict[str, int], rows: int, batch_heads: int, prec: dict[str, str]
+) -> dict[str, int]:
+    """Rows of a block and warps of `middle` and of the kernels of "middle_grads": a head at once where heads fill the
+    chip."""
     tile = max(w["F1"], w["V1"])
     if prec["MID"] in ("tf32x3", "ieee"):
         return {"BR": 16, "num_warps": 8, "num_stages": 1}
@@ -225,14 +228,11 @@ def middle_config(w: dict[str, int], rows: int, batch_heads: int, prec: dict[str
     if w["F2"] + w["V2"] > 0:
         return {"BR": 16 if exact else 32, "num_warps": 4, "num_stages": 1}
     split = prec["MID"] == SPLIT
-    # left to itself an assembler spills for the sake of programs that are not there
-    more = {} if split or (tile > 64 and exact) else {"maxnreg": 128}
+    # left to itself an assembler spills for the sake of programs that are not there; the anchor and the product of hla2
+    # read one matrix, which it may keep in registers
+    most = 168 if kernel == "middle" and spec.op == "hla2" and spec.normalize and tile > 64 else 128
+    more = {} if split or (tile > 64 and exact) else {"maxnreg": most}
     return {"BR": 16, "num_warps": 8 if tile > 64 or split else 4, "num_stages": 1, **more}
-
-
-def anchor_registers(spec: Spec, w: dict[str, int], mid: str) -> dict[str, int]:
-    """Registers of `middle` where the anchor and the product read one matrix, which a compiler may keep in them."""
-    return {"maxnreg": 168} if spec.op == "hla2" and spec.normalize and w["F1"] == 128 and mid == "tf32" else {}
 
 
 def middle_halves(spec: Spec, w: dict[str, int], mid: str) -> dict[str, int]:
