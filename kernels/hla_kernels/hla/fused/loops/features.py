@@ -341,16 +341,12 @@ def moments_apart(
     FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`feature_moments` of hla2 or hla3 in two passes, each token in one of them: what keys are multiplied by, then
-    what queries are."""
+    """`feature_moments` of hla2 or hla3 in two passes, with the accumulators of one at a time: S (and P) over keys,
+    then C (or W) over queries. Every tensor is read in one of them."""
     KEYS: tl.constexpr = 8 if ORDER == 2 else 11
     QUERIES: tl.constexpr = 9 if ORDER == 2 else 7
-    a, s = feature_moments(
-        q, k, v, qn, kn, vn, hi, eps, keep, KEYS, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
-    )  # fmt: skip
-    b, t = feature_moments(
-        q, k, v, qn, kn, vn, hi, eps, keep, QUERIES, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
-    )  # fmt: skip
+    a, s = feature_moments(q, k, v, qn, kn, vn, hi, eps, keep, KEYS, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES)
+    b, t = feature_moments(q, k, v, qn, kn, vn, hi, eps, keep, QUERIES, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES)
     if ORDER == 2:
         out = ((b[0], a[1], b[2], b[3], b[4]), (t[0], s[1], t[2]))
     else:

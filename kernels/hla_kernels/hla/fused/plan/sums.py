@@ -32,9 +32,9 @@ def turns(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
 
 
 def forward_config(spec: Spec, w: dict[str, int], n: int, save: bool) -> dict[str, int]:
-    """Tiles of `summed_forward`; STAY as in `tiles.plain_forward_config`."""
+    """Tiles of `summed_forward`; STAY as in `tiles.plain_forward_config`. APART: so a ratio of hla3 that keeps features
+    has the registers of three programs a multiprocessor; one of hla2 of many tokens is 7 % faster."""
     more = {} if w["F2"] > 0 else {"maxnreg": 168}  # three programs a multiprocessor
-    # a ratio of hla3 that keeps features for a backward would spill for them; that of hla2 is 7 % faster so
     apart = {"hla3": w["F2"] == 0 and n <= 512 and save, "hla2": w["F2"] > 0 and n > 512}
     tiles = {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, **turns(spec, w, n)}
     return {"APART": spec.normalize and apart.get(spec.op, False), "STAY": w["F2"] == 0 and n > 512, **tiles, **more}
