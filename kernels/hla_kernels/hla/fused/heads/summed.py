@@ -97,11 +97,11 @@ def summed_forward(
         )
     elif APART:
         raw, sums = moments_apart(
-            q, k, v, qn, kn, vn, N, eps, keep, ORDER, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
+            q, k, v, qn, kn, vn, N, keep, ORDER, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
         )
     else:
         raw, sums = feature_moments(
-            q, k, v, qn, kn, vn, N, eps, keep, 11 if LATE else ORDER, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
+            q, k, v, qn, kn, vn, N, keep, 11 if LATE else ORDER, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
         )
     totals = sums
     if HERE:
@@ -143,7 +143,7 @@ def summed_forward(
             uz = uy
             if LATE:
                 raw, sums = feature_moments(
-                    q, k, v, qn, kn, vn, N, eps, keep, 7, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
+                    q, k, v, qn, kn, vn, N, keep, 7, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
                 )
                 totals = sums
                 if is_shifted(FMAP):

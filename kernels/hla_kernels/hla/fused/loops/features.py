@@ -150,7 +150,6 @@ def sum_features(
     SHIFT: tl.constexpr = is_shifted(FMAP)
     QUERIES: tl.constexpr = (GRAD or ORDER != 1 or not NORM or KEEP) and ORDER != 8 and ORDER != 11
     KEYS: tl.constexpr = MOMENTS and ORDER != 12 and ORDER != 7 and ORDER != 9
-    SINGLE: tl.constexpr = ORDER == 8 or ORDER == 9
     FULL: tl.constexpr = REST == 3
     dtype: tl.constexpr = tl.float32 if FULL else q.dtype.element_ty
     unit = 1.0
@@ -213,7 +212,7 @@ def sum_features(
     for t in tl.range(0, tiles + 1, num_stages=STAGES, disable_licm=HERE):
         start = lo + t * BN
         live = alive(start + i, hi)
-        j = anew(i, start, HERE or (F1 <= 64 and NORM and (ORDER < 5 or SINGLE) and not GRAD))
+        j = anew(i, start, HERE or (F1 <= 64 and NORM and (ORDER < 5 or ORDER == 8 or ORDER == 9) and not GRAD))
         late = start - BN
         there = alive(tl.maximum(late + i, 0), hi) & (t > 0)
         if KEEP and MASKED:  # before more tokens take registers
@@ -321,15 +320,14 @@ def sum_features(
 
 @triton.jit
 def feature_moments(
-    q, k, v, qn, kn, vn, hi, eps, keep, ORDER: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
-    FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, k, v, qn, kn, vn, hi, keep, ORDER: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, FMAP: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """((P, S, C, R, W), the sums that the order needs) of `sum_features` over all tokens of a head, with as many
     channels of values as of keys."""
     row = zeros2(F1, F2)
     m, sums, _, _, _ = sum_features(
-        q, k, v, q, qn, kn, vn, qn, 0, hi, zeros4(1, 0, 1, 0), row, row, eps, keep, q, ORDER, True, 1, 0, False, NORM,
+        q, k, v, q, qn, kn, vn, qn, 0, hi, zeros4(1, 0, 1, 0), row, row, 0.0, keep, q, ORDER, True, 1, 0, False, NORM,
         KEEP, False, FMAP, D, F1, F2, F1, F2, D, F1, F2, BN, PREC, STAGES,
     )  # fmt: skip
     return m, sums
@@ -337,16 +335,17 @@ def feature_moments(
 
 @triton.jit
 def moments_apart(
-    q, k, v, qn, kn, vn, hi, eps, keep, ORDER: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
-    FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, k, v, qn, kn, vn, hi, keep, ORDER: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, FMAP: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`feature_moments` of hla2 or hla3 in two passes, with the accumulators of one at a time: S (and P) over keys,
     then C (or W) over queries. Every tensor is read in one of them."""
-    KEYS: tl.constexpr = 8 if ORDER == 2 else 11
-    QUERIES: tl.constexpr = 9 if ORDER == 2 else 7
-    a, s = feature_moments(q, k, v, qn, kn, vn, hi, eps, keep, KEYS, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES)
-    b, t = feature_moments(q, k, v, qn, kn, vn, hi, eps, keep, QUERIES, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES)
+    a, s = feature_moments(
+        q, k, v, qn, kn, vn, hi, keep, 8 if ORDER == 2 else 11, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
+    )
+    b, t = feature_moments(
+        q, k, v, qn, kn, vn, hi, keep, 9 if ORDER == 2 else 7, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
+    )
     if ORDER == 2:
         out = ((b[0], a[1], b[2], b[3], b[4]), (t[0], s[1], t[2]))
     else:

@@ -230,7 +230,7 @@ def middle_config(
     split = prec["MID"] == SPLIT
     # left to itself an assembler spills for the sake of programs that are not there; the anchor and the product of hla2
     # read one matrix, which it may keep in registers
-    most = 168 if kernel == "middle" and spec.op == "hla2" and spec.normalize and tile > 64 else 128
+    most = 168 if kernel == "middle" and spec.op == "hla2" and spec.normalize and w["F1"] > 64 else 128
     more = {} if split or (tile > 64 and exact) else {"maxnreg": most}
     return {"BR": 16, "num_warps": 8 if tile > 64 or split else 4, "num_stages": 1, **more}
 

@@ -33,7 +33,7 @@ def turns(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
 
 def forward_config(spec: Spec, w: dict[str, int], n: int, save: bool) -> dict[str, int]:
     """Tiles of `summed_forward`; STAY as in `tiles.plain_forward_config`. APART: so a ratio of hla3 that keeps features
-    has the registers of three programs a multiprocessor; one of hla2 of many tokens is 7 % faster."""
+    has the registers of three programs a multiprocessor; one of hla2 of many tokens is faster."""
     more = {} if w["F2"] > 0 else {"maxnreg": 168}  # three programs a multiprocessor
     apart = {"hla3": w["F2"] == 0 and n <= 512 and save, "hla2": w["F2"] > 0 and n > 512}
     tiles = {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, **turns(spec, w, n)}
