@@ -12,7 +12,7 @@ from ..loops import longest, means
 from ..loops.extent import alive, anew
 from ..loops.pairs import ends, load_pair, no_sums, place_pair, turn
 from ..loops.ratio import column_of
-from ..loops.vectors import beside, once, reciprocal
+from ..loops.vectors import beside, once, ones_tile, reciprocal
 from ..maps import elu, is_shifted
 from ..tiles import axpy2, cast4, rank1, scale4, vecmat, zeros2
 from . import of_head
@@ -287,7 +287,7 @@ def divided_forward(
     ea, eb = tl.load(state + OFF[6]), tl.load(state + K + OFF[6])
     o, on = of_head((o,), (os,), at, h, ALIGN)
     j = tl.arange(0, BO)
-    ones = tl.full([BO, 16], 1.0, dtype)
+    ones = ones_tile(q, BO)
     tiles = tl.cdiv(hi[0] - lo, BO)
     for t in range(tiles):
         start = lo + (tiles - 1 - t) * BO
@@ -314,7 +314,7 @@ def divided_keys(
     rows += head * 2 * D
     row_k = pair_rows(get_vector(rows, False, D, D1), get_vector(rows + 2 * D, True, D, D1), dtype)
     row_v = pair_rows(get_vector(rows + D, False, D, D1), get_vector(rows + 3 * D, True, D, D1), dtype)
-    ones = tl.full([BN, 16], 1.0, dtype)
+    ones = ones_tile(k, BN)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)

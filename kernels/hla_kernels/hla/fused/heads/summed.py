@@ -377,10 +377,11 @@ def summed_tokens(
     )  # fmt: skip
     row = rows_by_memory(rows + head * 3 * D, row, D, F1, F2)
     dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
+    TILED: tl.constexpr = ORDER != 4  # with a tile of ones one program a multiprocessor instead of two
     for part in tl.static_range(LOOPS):
         write_grads(
             q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8],
             ratio_of(ratio, head, N[0], NORM), w, 1.0, row, row,
             part_of(part, LOOPS, False), ORDER, NORM, True, FMAP, D, F1, F2, F1, F2, D,
-            F1, F2, D, BO, PREC,
+            F1, F2, D, BO, PREC, TILED=TILED,
         )  # fmt: skip

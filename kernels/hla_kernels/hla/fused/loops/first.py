@@ -29,7 +29,7 @@ from ..tiles import (
 from .extent import alive, longest, place, span, upto
 from .ratio import sum_ratio
 from .stores import store_tokens
-from .vectors import add_common, add_rows, alike, common_row, end_pairs
+from .vectors import add_common, add_rows, alike, common_row, end_pairs, ones_tile
 from .wide import divide_queries, sum_divided
 from .writes import in_units
 
@@ -143,6 +143,7 @@ def write_keys(
     else:
         row_k = axpy2(row_k, 1.0, vecmat(common, cast4(w, tl.float32), V2, F2), F2)
     row_k = common_row(row_k, dtype, F2)
+    ones = ones_tile(k, BN)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
@@ -152,16 +153,16 @@ def write_keys(
         tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
         tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
         if F1 <= 64:  # while tokens are transformed; 128 channels leave no registers for it
-            gk = rowmul(add_common(zero_rows(BN, F1, F2), row_k, F2), tv, w, V2, F2, PREC)
+            gk = rowmul(add_common(zero_rows(BN, F1, F2), row_k, ones, F2), tv, w, V2, F2, PREC)
         pk = phi32(tk, live, FMAP, D, F1, F2)  # not of the rounded features, each a number by itself
         fk = (pk[0].to(dtype), pk[1].to(dtype))
         gv = zero_rows(BN, V1, V2)
         if is_shifted(FMAP):
-            gv = add_common(gv, row_v, V2)
+            gv = add_common(gv, row_v, ones, V2)
         gv = in_units(rowmul(gv, fk, trans4(w), F2, V2, PREC), unit, V2)
         if F1 > 64:
             store_tokens(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
-            gk = rowmul(add_common(zero_rows(BN, F1, F2), row_k, F2), tv, w, V2, F2, PREC)
+            gk = rowmul(add_common(zero_rows(BN, F1, F2), row_k, ones, F2), tv, w, V2, F2, PREC)
         gk = phi_grad(pk, in_units(gk, unit, F2), FMAP, F2)
         store_tokens(dk + (zero + start) * dkn, i, dkn, live, gk, D, F1, F2)
         if F1 <= 64:

@@ -87,12 +87,21 @@ def stored_row(ptr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 
 @triton.jit
-def add_common(acc, x, D2: tl.constexpr):
-    """acc + the vector of `common_row` for every token of a tile; as a product it holds no registers between tiles."""
+def ones_tile(ptr, BN: tl.constexpr):
+    """Ones [BN, 16] of the dtype of ptr, of which nothing is read. What is loaded stays in shared memory as operand A;
+    a constant would be one register four times over, and ptxas 13.4 then sets only the first of four before a product.
+    """
+    never = (tl.arange(0, 16) < 0)[None, :]
+    return tl.load(ptr + tl.zeros([BN, 16], tl.int32), mask=never, other=1.0)
+
+
+@triton.jit
+def add_common(acc, x, ones, D2: tl.constexpr):
+    """acc + the vector of `common_row` for every token of a tile; as a product with `ones_tile` it holds no registers
+    between tiles."""
     o1, o2 = acc
     if x[0].dtype == tl.bfloat16:
-        ones = tl.full([o1.shape[0], 16], 1.0, tl.bfloat16)  # rows of a matrix beyond the two are zero
-        o1 = tl.dot(ones, x[0], o1)
+        o1 = tl.dot(ones, x[0], o1)  # rows of a matrix beyond the two are zero
         if D2 > 0:
             o2 = tl.dot(ones, x[1], o2)
     else:

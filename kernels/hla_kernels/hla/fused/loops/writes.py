@@ -15,7 +15,7 @@ from ..tiles import (
 )  # fmt: skip
 from .extent import FEW, alive, anew, full_tiles
 from .stores import get_ratio, store_tokens
-from .vectors import add_common, as_row, columns, common_row, reciprocal, stored_row, times_vector
+from .vectors import add_common, as_row, columns, common_row, ones_tile, reciprocal, stored_row, times_vector
 
 
 @triton.jit
@@ -32,6 +32,7 @@ def read_out(
     if NORM:
         cols = columns(m1, q.dtype.element_ty, F2)
         base = common_row(base, q.dtype.element_ty, V2)
+        ones = ones_tile(q, BN)
     MAP: tl.constexpr = FMAP + 3 if (FMAP == 3 or FMAP == 4) and not NORM else FMAP
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
@@ -43,7 +44,7 @@ def read_out(
         fq = load_features(q + (zero + start) * qn, j, qn, live, MAP, D, R1, R2, False)
         y = zero_rows(BN, V1, V2)
         if NORM:
-            y = add_common(y, base, V2)
+            y = add_common(y, base, ones, V2)
         y = rowmul(y, fq, m, F2, V2, PREC)
         if NORM:
             inverse = reciprocal(times_vector(fq, cols, F2) + eps, live, q.dtype.element_ty)
@@ -64,13 +65,13 @@ def in_units(x, unit, D2: tl.constexpr):
 
 @triton.jit
 def add_row(
-    x, row, NORM: tl.constexpr, MATRIX: tl.constexpr, ROW: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
+    x, row, ones, NORM: tl.constexpr, MATRIX: tl.constexpr, ROW: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr,
 ):  # fmt: skip
     """x + a row of F columns for every token: a MATRIX of `common_row`, or when normalised a pointer, read once a tile
     (it holds no registers then); x alone without one."""
     if MATRIX:
-        x = add_common(x, row, F2)
+        x = add_common(x, row, ones, F2)
     elif NORM:
         x = axpy2(x, 1.0, as_row(load_vec(row, FD, F1, F2)), F2)
     elif ROW:
@@ -167,7 +168,7 @@ def write_grads(
     PART: tl.constexpr, ORDER: tl.constexpr, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
     D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr = None, LAST: tl.constexpr = False,
+    STAGES: tl.constexpr = None, LAST: tl.constexpr = False, TILED: tl.constexpr = True,
 ):  # fmt: skip
     """dq = read-out + k WR + q WW + v WC', dk = k WS + q WR' + v WP', dv = k WP + q WC, plus rows; w = (WP', WS, WC',
     WR', WW) in units of `unit`.
@@ -176,24 +177,27 @@ def write_grads(
     pointers then. more: rows of `maps.centre_softmax`.
 
     PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv, 5: dq and dv (what a part does not use is not loaded).
-    STAGES: of the loop, if not those of the kernel. LAST as in `read_out`.
+    STAGES: of the loop, if not those of the kernel. LAST as in `read_out`. TILED: rows of a ratio are products with a
+    tile of ones, for which a program has room.
     """
     SOFTMAX: tl.constexpr = FMAP == 3 or FMAP == 4
     MAP: tl.constexpr = FMAP + 3 if SOFTMAX and not NORM else FMAP
     ALONE: tl.constexpr = PART == 1 or PART >= 3
     dtype: tl.constexpr = q.dtype.element_ty
     APART: tl.constexpr = ORDER < 5 and F1 > 64 and V1 > 64 and dtype != tl.float32
-    MATRIX: tl.constexpr = NORM and F1 <= 64 and V1 <= 64 and dtype == tl.bfloat16
+    MATRIX: tl.constexpr = TILED and NORM and F1 <= 64 and V1 <= 64 and dtype == tl.bfloat16
     # the slope of a feature that a product reads is that of its rounding
     READ_Q: tl.constexpr = F2 == 0 and (ORDER >= 4 or (PART == 0 and ORDER > 1) or (PART == 5 and ORDER == 2))
     READ_K: tl.constexpr = F2 == 0 and (ORDER == 2 or ORDER >= 4 or PART != 3)
     # addresses of operands would stay in registers from turn to turn: 80 of them and more
     HERE: tl.constexpr = F2 > 0 and (NORM or ORDER == 5)
     row_q, row_k, row_v = rows
+    ones = q
     if MATRIX:
         row_q = stored_row(rows[0], FD, F1, F2)
         row_k = stored_row(rows[1], FD, F1, F2)
         row_v = stored_row(rows[2], DV, V1, V2)
+        ones = ones_tile(q, BN)
     i = anew(tl.arange(0, BN), hi[0], R2 > 0 and ROW and ORDER == 4 and not NORM)  # nor from the pass before
     zero = tl.full([], 0, tl.int64)
     tiles = full_tiles(hi[0] - lo, BN) if LAST else tl.cdiv(hi[0] - lo, BN)
@@ -215,7 +219,7 @@ def write_grads(
                 gv = rowmul(gv, fq, trans4(w[2]), F2, V2, PREC)
             gv = in_units(gv, unit, V2)
             if not NORM or is_shifted(FMAP):
-                gv = add_row(gv, row_v, NORM, MATRIX, ROW, DV, V1, V2)
+                gv = add_row(gv, row_v, ones, NORM, MATRIX, ROW, DV, V1, V2)
             if SOFTMAX:
                 gv = axpy2(gv, 1.0, as_row(more[2]), V2)
             put(dv + (zero + start) * dvn, j, dvn, live, gv, ALONE, DV, V1, V2)
@@ -227,7 +231,7 @@ def write_grads(
                 gk = add_product(gk, fk, w[1], APART and ORDER != 2, F2, F2, PREC)
             if ORDER == 3 or ORDER == 5:
                 gk = add_product(gk, fq, w[3], APART, F2, F2, PREC)
-            gk = add_row(in_units(gk, unit, F2), row_k, NORM, MATRIX, ROW, FD, F1, F2)
+            gk = add_row(in_units(gk, unit, F2), row_k, ones, NORM, MATRIX, ROW, FD, F1, F2)
             if SOFTMAX:
                 gk = axpy2(gk, 1.0, as_row(more[1]), F2)
             if FMAP == 5 and not READ_K:
@@ -248,7 +252,7 @@ def write_grads(
                 gq = add_product(gq, fk, trans4(w[3]), APART, F2, F2, PREC)
             if ORDER >= 4:
                 gq = add_product(gq, fq, w[4], APART, F2, F2, PREC)
-            gq = add_row(in_units(gq, unit, F2), row_q, NORM, MATRIX, ROW, FD, F1, F2)
+            gq = add_row(in_units(gq, unit, F2), row_q, ones, NORM, MATRIX, ROW, FD, F1, F2)
             if SOFTMAX:
                 gq = axpy2(gq, 1.0, as_row(more[0]), F2)
             if FMAP == 5 and not READ_Q:
