@@ -92,7 +92,7 @@ def in_loops(path: str) -> int:
 def constant_operands(ttgir: str, ptx: str) -> list[str]:
     """Operands A in registers that are constants: Triton 3.6 makes them one register several times, and of four ptxas
     13.4 then sets the first before the product and the others behind it."""
-    constants = set(re.findall(r"(%\w+) = (?:arith\.constant|tt\.splat)", ttgir))
+    constants = set(re.findall(r"(%\w+) = (?:arith\.constant|tt\.splat).*dot_op<\{opIdx = 0", ttgir))
     found = constants & set(re.findall(r"warp_group_dot (%\w+)", ttgir))
     tuples = re.findall(r"wgmma\.mma_async[^;]*\}, *(\{[^}]*\})", ptx)
     return [*found, *(a for a in tuples if len(set(re.findall(r"%\w+", a))) < a.count("%"))]
@@ -126,7 +126,8 @@ def compile_call(fn, args, kwargs, products: bool = False) -> dict:
     ptx = compiled.asm["ptx"]
     sizes = {"registers": int(registers), "stack": int(stack), "shared": compiled.metadata.shared, "in_loops": turns}
     sizes["from_registers"] = len(re.findall(r"wgmma\.mma_async[^;]*\}, *\{", ptx))
-    assert not constant_operands(compiled.asm["ttgir"], ptx), fn.__name__
+    found = constant_operands(compiled.asm["ttgir"], ptx)
+    assert not found, f"{fn.__name__}: {found}"
     return {"kernel": fn.__name__, **sizes, **({"one_by_one": one_by_one(ptx)} if products else {})}
 
 
