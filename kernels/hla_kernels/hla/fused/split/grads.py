@@ -89,7 +89,9 @@ def part_grads(
             mt, _ = centre_columns(mt, FMAP, D, V2, F2)
     mt = cast4(mt, tokens[0].dtype.element_ty)
     w, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
-    TILED: tl.constexpr = ORDER != 2 or F2 > 0  # with a tile of ones two programs a multiprocessor instead of three
+    # a tile of ones for dq of hla2 would leave two programs a multiprocessor instead of three; dk and dv are faster with
+    # one where heads are short (ROWS_DONE), without one where they are long
+    TILED: tl.constexpr = ORDER != 2 or F2 > 0 or (ROWS_DONE and PART > 1)
     write_grads(
         tokens[0], tokens[1], tokens[2], tokens[3], grads[0], grads[1], grads[2], tn[0], tn[1], tn[2], tn[3], gn[0],
         gn[1], gn[2], lo, hi, mt, m1, ratio, w, unit, row, more, PART, ORDER, NORM, ROW, FMAP, D, R1, R2, F1, F2,
