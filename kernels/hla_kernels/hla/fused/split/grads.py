@@ -89,8 +89,8 @@ def part_grads(
             mt, _ = centre_columns(mt, FMAP, D, V2, F2)
     mt = cast4(mt, tokens[0].dtype.element_ty)
     w, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
-    # a tile of ones for dq of hla2 would leave two programs a multiprocessor instead of three; dk and dv are faster with
-    # one where heads are short (ROWS_DONE), without one where they are long
+    # a tile of ones for dq of hla2 would leave two programs a multiprocessor instead of three; dk and dv are faster
+    # with one where heads are short (ROWS_DONE), without one where they are long
     TILED: tl.constexpr = ORDER != 2 or F2 > 0 or (ROWS_DONE and PART > 1)
     write_grads(
         tokens[0], tokens[1], tokens[2], tokens[3], grads[0], grads[1], grads[2], tn[0], tn[1], tn[2], tn[3], gn[0],
