@@ -363,9 +363,9 @@ def summed_tokens(
     q, k, v, g, dq, dk, dv, ratio, vectors, matrix, factors, units, room, ones, rows, qs, ks, vs, gs, dqs, dks, dvs, N,
     H, scale, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    KF: tl.constexpr, KR: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr, PREC: tl.constexpr,
+    KF: tl.constexpr, KR: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one head of a ratio from what `summed_queries` left."""
+    """dq, dk, dv of one head of a ratio from what `summed_queries` left. TILED: as in `write_grads`."""
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
@@ -377,7 +377,6 @@ def summed_tokens(
     )  # fmt: skip
     row = rows_by_memory(rows + head * 3 * D, row, D, F1, F2)
     dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
-    TILED: tl.constexpr = ORDER != 4  # with a tile of ones one program a multiprocessor instead of two
     for part in tl.static_range(LOOPS):
         write_grads(
             q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8],

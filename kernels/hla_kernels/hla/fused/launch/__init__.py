@@ -218,6 +218,7 @@ def apply_grads_call(
         apply_grads, call.bh * parts * config["ROLES"],
         q, k, v, g, *outs, saved.state, saved.matrix, ratio, weights, rows, *at, call.n, call.h, call.g, parts, chunk,
         ALIGN=a, WOFF=lay.woff, KW=lay.kw, ROWS_DONE=rows_done, JOIN=join,
+        TILED=plan.tiles_of_ones(call.spec, call.w, rows_done),
         **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP"), **call.sizes(), **config,
     )  # fmt: skip
 

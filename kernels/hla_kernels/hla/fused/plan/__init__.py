@@ -187,6 +187,14 @@ def apply_config(
     return {"BN": 64, "num_warps": warps, "num_stages": stages, "ROLES": roles, **more}
 
 
+def tiles_of_ones(spec: Spec, w: dict[str, int], rows_done: bool) -> str:
+    """TILED of `apply_grads`: with a tile of ones dq of hla2 of one block would have two programs a multiprocessor, not
+    three; its dk and dv are faster with one where heads are short (then rows are done), without where they are long."""
+    if spec.op != "hla2" or w["F2"] > 0:
+        return "all"
+    return "keys" if rows_done else ""
+
+
 def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int, batch_heads: int) -> dict[str, str]:
     """How products are multiplied: PREC those of token tiles (without "ieee", of float32 tokens only), MID those of
     D x D matrices, EXACT those that the gradient of coefficients sums ("blocks": `middle.times_exact`).

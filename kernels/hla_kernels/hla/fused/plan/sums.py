@@ -82,5 +82,6 @@ def middle_config() -> dict[str, int]:
 
 
 def tokens_config(spec: Spec) -> dict[str, int]:
-    """Tiles of `summed_tokens`: LOOPS that write."""
-    return {"BO": 64, "LOOPS": 3 if spec.op == "hla3" else 2, "num_warps": 4, "num_stages": 3}
+    """Tiles of `summed_tokens`. TILED: with a tile of ones hla3 would have one program a multiprocessor, not two."""
+    third = spec.op == "hla3"
+    return {"BO": 64, "LOOPS": 3 if third else 2, "TILED": not third, "num_warps": 4, "num_stages": 3}

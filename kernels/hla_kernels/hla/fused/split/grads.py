@@ -53,7 +53,7 @@ def part_grads(
     NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
     R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     FD: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr, ROWS_DONE: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr,
+    PREC: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """Load the weights of one part of the gradients and write it for tokens lo..hi."""
     ROW: tl.constexpr = MEAN or CENTER > 0 or is_shifted(FMAP)
@@ -89,13 +89,11 @@ def part_grads(
             mt, _ = centre_columns(mt, FMAP, D, V2, F2)
     mt = cast4(mt, tokens[0].dtype.element_ty)
     w, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
-    # a tile of ones for dq of hla2 would leave two programs a multiprocessor instead of three; dk and dv are faster
-    # with one where heads are short (ROWS_DONE), without one where they are long
-    TILED: tl.constexpr = ORDER != 2 or F2 > 0 or (ROWS_DONE and PART > 1)
+    ONES: tl.constexpr = TILED == "all" or (TILED == "keys" and PART > 1)
     write_grads(
         tokens[0], tokens[1], tokens[2], tokens[3], grads[0], grads[1], grads[2], tn[0], tn[1], tn[2], tn[3], gn[0],
         gn[1], gn[2], lo, hi, mt, m1, ratio, w, unit, row, more, PART, ORDER, NORM, ROW, FMAP, D, R1, R2, F1, F2,
-        DV, V1, V2, FD, BN, PREC, TILED=TILED,
+        DV, V1, V2, FD, BN, PREC, TILED=ONES,
     )  # fmt: skip
 
 
@@ -106,13 +104,14 @@ def apply_grads(
     ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, ROLES: tl.constexpr, ROWS_DONE: tl.constexpr,
-    JOIN: tl.constexpr, PREC: tl.constexpr,
+    JOIN: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv of one part of one head from the weights [B * H, KW] of `middle_grads` at WOFF and rows
     [B * H, 2 F + V].
 
     ROLES = 2: neighbours write dq, and dk with dv (JOIN: dq with dv, of ahla from the same keys, and dk): half
     the weights stay resident in each. ROLES = 3: dq, dk and dv. ROWS_DONE: `head_weights` has centred the rows.
+    TILED: what `write_grads` of "all" gradients, of dk and dv ("keys") or of none ("") adds by a tile of ones.
     """
     b, h, part = place(H, PARTS, ROLES)
     most = longest(N)
@@ -136,20 +135,20 @@ def apply_grads(
     if ROLES == 1:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 0, ORDER, NORM, CENTER, MEAN, FMAP,
-            D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+            D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 0:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 5 if JOIN else 1, ORDER, NORM,
-            CENTER, MEAN, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+            CENTER, MEAN, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 1:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 3 if JOIN else ROLES, ORDER, NORM,
-            CENTER, MEAN, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+            CENTER, MEAN, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     else:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 4, ORDER, NORM, CENTER, MEAN, FMAP,
-            D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC,
+            D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
