@@ -93,7 +93,7 @@ def test_spills(tmp_path, which):
 
 def compiled(which: str) -> None:
     from hla_kernels.softmax.multipole.fused import launch, operator
-    from tests.ops.fused.offline_gate import Recorder, compile_call
+    from tests.ops.fused.offline.gate import Recorder, compile_call
 
     torch.cuda.device_of = lambda x: nullcontext()  # what is compiled for is not here
     plan.pools = lambda p: True

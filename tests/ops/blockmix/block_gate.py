@@ -15,7 +15,7 @@ from hla_kernels.blockmix.fused import launch
 from hla_kernels.blockmix.fused.mixing import launch as mixing
 from hla_kernels.blockmix.fused.pairs import launch as pairs
 from tests.ops.blockmix.fused_cases import options_of
-from tests.ops.fused.offline_gate import Recorder, compile_call, key
+from tests.ops.fused.offline.gate import Recorder, compile_call, key
 
 
 def record(o, b: int, h: int, d: int, rotary: bool = False) -> list:

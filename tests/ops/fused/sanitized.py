@@ -1,28 +1,27 @@
 """Every Triton kernel at least once, on small shapes: the program that `test_sanitizer` runs under compute-sanitizer.
 
-python sanitized.py hla | blockmix | taylor | multipole    prints the kernels that ran, one a line
+python sanitized.py hla | blockmix | taylor | multipole | features [PART OF]
+
+Runs the PART-th of OF shares of a family, and prints the kernels that ran and all that the family has as one line of
+JSON.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
+import pkgutil
 import sys
-from types import ModuleType
+from collections.abc import Sequence
 
 import pytest
 import torch
+import triton
 
-from hla_kernels.blockmix.fused import launch as block_launch
-from hla_kernels.blockmix.fused.pairs import launch as pair_launch
-from hla_kernels.hla.fused import Spec, launch
-from hla_kernels.hla.fused.launch import blocks as matrix_blocks
-from hla_kernels.hla.fused.launch import divided, ratios, softmaxes, summed
-from hla_kernels.hla.fused.launch import mixture as head_mixture
-from hla_kernels.hla.fused.launch import pairs as head_pairs
-from hla_kernels.hla.fused.launch import plain as plain_launch
+import hla_kernels.features.rms_norm  # noqa: F401  its operator
+from hla_kernels.hla.fused import Spec
 from hla_kernels.hla.two_sided import two_sided, two_sided_backward
-from hla_kernels.softmax.multipole.fused import launch as multipole_launch
 from hla_kernels.softmax.multipole.fused import plan as multipole_plan
-from hla_kernels.softmax.taylor.fused import launch as taylor_launch
 from tests.mixers import multipole_cases
 from tests.mixers.taylor import taylor_cases
 from tests.ops.blockmix import fused_cases
@@ -85,27 +84,27 @@ TAYLORS = (
 # case, degree, channels
 MULTIPOLES = (("uneven", 2, 64), ("video", 1, 72), ("far line", 0, 64), ("far line", 1, 72), ("far video", 1, 64))
 
-
-def watch(module: ModuleType, ran: set[str]) -> set[str]:
-    """Note which kernels of a launch module run, by name; returns all there are."""
-    kernels = {name: kernel for name, kernel in vars(module).items() if hasattr(kernel, "arg_names")}
-    for name, kernel in kernels.items():
-        setattr(module, name, Noted(name, kernel, ran))
-    return set(kernels)
+# channels, those of half a head if they are rotated
+NORMS = ((100, 0), (120, 20))
 
 
-class Noted:
-    """A kernel that adds its name to `ran` when it is launched."""
+def kernels_of(package: str) -> set[str]:
+    """The names of all kernels that a family launches."""
+    names = [x.name for x in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")]
+    modules = [importlib.import_module(name) for name in names if "launch" in name]
+    return {f.fn.__name__ for x in modules for f in vars(x).values() if isinstance(f, triton.JITFunction)}
 
-    def __init__(self, name: str, kernel, ran: set[str]):
-        self.name, self.kernel, self.ran = name, kernel, ran
 
-    def __getitem__(self, grid):
-        self.ran.add(self.name)
-        return self.kernel[grid]
+def watch(patch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the kernels that are launched from now on."""
+    ran, run = set[str](), triton.JITFunction.run
 
-    def __getattr__(self, name: str):
-        return getattr(self.kernel, name)
+    def noted(kernel: triton.JITFunction, *args, **options):
+        ran.add(kernel.fn.__name__)
+        return run(kernel, *args, **options)
+
+    patch.setattr(triton.JITFunction, "run", noted)
+    return ran
 
 
 def finite(*tensors: torch.Tensor) -> None:
@@ -113,9 +112,9 @@ def finite(*tensors: torch.Tensor) -> None:
     assert all(bool(x.isfinite().all()) for x in tensors)
 
 
-def whole(patch: pytest.MonkeyPatch) -> None:
+def whole(patch: pytest.MonkeyPatch, share: Sequence) -> None:
     """The two-sided operators on their paths."""
-    for op, options, path, n, d, dv, heads in WHOLE:
+    for op, options, path, n, d, dv, heads in share:
         same = d == dv and heads[0] == heads[1]
         inputs = cases.make(Spec(op, **options), n, d, dv, heads, BF16, "packed" if same else "contiguous")
         finite(*cases.run(patch, Spec(op, **options), *inputs, path, True, False))
@@ -132,25 +131,25 @@ def ragged() -> None:
         finite(o, *two_sided_backward(grad, saved, q, k, v, None, "ahla", *options, *where))
 
 
-def blocks(patch: pytest.MonkeyPatch) -> None:
+def blocks(patch: pytest.MonkeyPatch, share: Sequence) -> None:
     """Block mixing."""
-    for options, grid, cuts, prefix, sizes, dtype, more in BLOCKS:
+    for options, grid, cuts, prefix, sizes, dtype, more in share:
         o = fused_cases.options_of(grid, cuts, prefix, **options)
         rotary = fused_cases.angles_of(o, sizes, DEVICE) if more.get("turned") else None
         more = {name: x for name, x in more.items() if name != "turned"}
         finite(*fused_cases.triton_form(patch, o, *fused_cases.make(o, sizes, dtype, device=DEVICE, **more), rotary))
 
 
-def taylor(patch: pytest.MonkeyPatch) -> None:
+def taylor(patch: pytest.MonkeyPatch, share: Sequence) -> None:
     """Second-order Taylor attention; sequences without tokens, too."""
-    for n, sizes, normalize, more in TAYLORS:
+    for n, sizes, normalize, more in share:
         inputs = taylor_cases.make(n, sizes, BF16, device=DEVICE, **more)
         finite(*taylor_cases.triton_form(patch, *inputs, normalize, 0.125))
 
 
-def multipole(patch: pytest.MonkeyPatch) -> None:
+def multipole(patch: pytest.MonkeyPatch, share: Sequence) -> None:
     """Multipole attention, with pooled blocks or without."""
-    for case, degree, d in MULTIPOLES:
+    for case, degree, d in share:
         patch.setattr(multipole_plan, "pools", lambda plan, pooled=case in multipole_cases.POOLED: pooled)
         tokens, grad, more = multipole_cases.setting(case, d, BF16, DEVICE)
         with patch.context() as poisoned:
@@ -158,27 +157,37 @@ def multipole(patch: pytest.MonkeyPatch) -> None:
             finite(*multipole_cases.grads(tokens, grad, multipole_cases.impl("triton", {**more, "degree": degree})))
 
 
-def main(family: str) -> None:
-    """Run one family; fails if a kernel did not run."""
+def norms(_: pytest.MonkeyPatch, share: Sequence) -> None:
+    """RMSNorm of tokens that are rows of a wider tensor, alone and with relu and a rotation."""
+    for channels, half in share:
+        x = torch.randn(2, 37, channels + 12).to(BF16)[..., :channels].requires_grad_()
+        weight = torch.randn(channels, requires_grad=True)
+        tables = (torch.rand(37, half), torch.rand(37, half)) if half else (None, None)
+        y, inverses = torch.ops.hla_kernels.rms_norm(x, weight, 1e-6, half > 0, *tables)
+        finite(y, inverses, *torch.autograd.grad(y, (x, weight), torch.randn_like(y)))
+
+
+FAMILIES = {
+    "hla": (kernels_of("hla_kernels.hla.fused"), whole, WHOLE),
+    "blockmix": (kernels_of("hla_kernels.blockmix.fused"), blocks, BLOCKS),
+    "taylor": (kernels_of("hla_kernels.softmax.taylor.fused"), taylor, TAYLORS),
+    "multipole": (kernels_of("hla_kernels.softmax.multipole.fused"), multipole, MULTIPOLES),
+    "features": ({"norm_rows", "norm_grads"}, norms, NORMS),
+}
+
+
+def main(family: str, part: int = 0, of: int = 1) -> None:
+    """Run a share of a family."""
     torch.set_default_device(DEVICE)
-    ran, patch = set[str](), pytest.MonkeyPatch()
-    modules = {
-        "hla": [
-            divided, launch, matrix_blocks, head_mixture, head_pairs, plain_launch, ratios, softmaxes, summed,
-        ],
-        "blockmix": [block_launch, pair_launch], "taylor": [taylor_launch],
-        "multipole": [multipole_launch],
-    }[family]  # fmt: skip
-    known = set().union(*(watch(module, ran) for module in modules))
-    if family == "hla":
-        whole(patch)
+    known, work, everything = FAMILIES[family]
+    patch = pytest.MonkeyPatch()
+    ran = watch(patch)
+    work(patch, everything[part::of])
+    if family == "hla" and part == of - 1:
         ragged()
-    else:
-        {"blockmix": blocks, "taylor": taylor, "multipole": multipole}[family](patch)
     torch.cuda.synchronize()
-    assert ran == known, sorted(known ^ ran)
-    print(*sorted(ran), sep="\n")
+    print(json.dumps({"ran": sorted(ran), "known": sorted(known)}))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,6 +1,6 @@
 """Compile for sm_90a, without a GPU, exactly what a call would launch; print one JSON line per kernel.
 
-python offline_gate.py OP OPTIONS B H N D [mask | packed | float32 | float16 | inference | products] [+ OP ...]
+python gate.py OP OPTIONS B H N D [mask | packed | float32 | float16 | inference | products] [+ OP ...]
 
 OPTIONS: JSON of a Spec. `+` begins another call; every line says of which call it is, the first is 0.
 
@@ -29,6 +29,7 @@ from hla_kernels.hla.fused import Spec, launch
 from hla_kernels.hla.fused.launch import blocks, divided, mixture, pairs, ratios, softmaxes, summed
 from hla_kernels.hla.fused.launch import plain as plain_launch
 from hla_kernels.sequences import Sequences
+from tests.ops.fused.offline.sass import TOOLS, disassemble, faults, in_loops
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32",
@@ -36,7 +37,6 @@ TYPES = {
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 COMPILED: dict[tuple[str, bool], dict] = {}
-TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 
 
 class Recorder:
@@ -77,18 +77,6 @@ def one_by_one(ptx: str) -> bool:
     return "instructions are serialized" in said
 
 
-def in_loops(path: str) -> int:
-    """Loads and stores of spilt registers between a label and a branch back to it: those that every turn pays for."""
-    words = [os.path.join(TOOLS, "nvdisasm"), "-c", path]
-    code = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    lines = re.findall(r"^\s*(\.L_\w+):|^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", code, re.MULTILINE)
-    labels = {label: i for i, (label, _) in enumerate(lines) if label}
-    branches = [(i, re.search(r"BRA.*`\((\.L_\w+)\)", line)) for i, (_, line) in enumerate(lines)]
-    loops = [(labels[to[1]], i) for i, to in branches if to and labels.get(to[1], i) < i]
-    spilt = [i for i, (_, line) in enumerate(lines) if re.search(r"\b(LDL|STL)\b", line)]
-    return sum(any(first < i < last for first, last in loops) for i in spilt)
-
-
 def constant_operands(ttgir: str, ptx: str) -> list[str]:
     """Operands A in registers that are constants: Triton 3.6 makes them one register several times, and of four ptxas
     13.4 then sets the first before the product and the others behind it."""
@@ -121,12 +109,13 @@ def compile_call(fn, args, kwargs, products: bool = False) -> dict:
         file.flush()
         words = [os.path.join(TOOLS, "cuobjdump"), "-res-usage", file.name]
         usage = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
-        turns = in_loops(file.name) if int(stack) > 0 else 0
-    ptx = compiled.asm["ptx"]
-    sizes = {"registers": int(registers), "stack": int(stack), "shared": compiled.metadata.shared, "in_loops": turns}
+        registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+        ptx = compiled.asm["ptx"]
+        code = disassemble(file.name) if stack > 0 or "wgmma.mma_async" in ptx else []  # else nothing to look for
+    sizes = {"registers": registers, "stack": stack, "shared": compiled.metadata.shared}
+    sizes["in_loops"] = in_loops(code) if stack > 0 else 0
     sizes["from_registers"] = len(re.findall(r"wgmma\.mma_async[^;]*\}, *\{", ptx))
-    found = constant_operands(compiled.asm["ttgir"], ptx)
+    found = constant_operands(compiled.asm["ttgir"], ptx) + faults(code)
     assert not found, f"{fn.__name__}: {found}"
     return {"kernel": fn.__name__, **sizes, **({"one_by_one": one_by_one(ptx)} if products else {})}
 

@@ -17,7 +17,7 @@ from tests.ops.fused.children import SHARED_LIMIT, run
 
 triton = pytest.importorskip("triton")
 
-GATE = Path(__file__).with_name("offline_gate.py")
+GATE = Path(__file__).with_name("gate.py")
 FIXED = '{"fixed": true}'
 PLAIN, RATIO = "{}", '{"feature_map": "elu1", "normalize": true}'
 FIXED_RATIO = '{"fixed": true, "feature_map": "elu1", "normalize": true}'
@@ -109,7 +109,7 @@ def test_products_of_a_ratio_are_not_waited_for_one_by_one(sizes, tmp_path):
 )  # fmt: skip
 def test_another_number_of_tokens_compiles_nothing(op, options, d, heads, kind):
     """On one path, for any N (with 3 heads of 64 channels a batch stride is a multiple of 16 for even N only)."""
-    from tests.ops.fused.offline_gate import key, record
+    from tests.ops.fused.offline.gate import key, record
 
     found = [{key(*call) for call in record(op, options, 1, heads, n, d, kind)} for n in (197, 240, 222, 193)]
     assert found[0] and all(keys == found[0] for keys in found)
@@ -118,7 +118,7 @@ def test_another_number_of_tokens_compiles_nothing(op, options, d, heads, kind):
 @pytest.mark.parametrize(("n", "d"), ((197, 64), (1025, 64), (256, 72), (32760, 128), (333, 40)))
 def test_fixed_coefficients_pay_for_nothing_exact(n, d):
     """Of what a backward launches, less: no parts of d coefficients, no digits, nothing of exact products."""
-    from tests.ops.fused.offline_gate import record
+    from tests.ops.fused.offline.gate import record
 
     learned, fixed = (record("polynomial", options, 8, 16, n, d) for options in (PLAIN, FIXED))
     for fn, args, kwargs in fixed:
@@ -133,7 +133,7 @@ def test_fixed_coefficients_pay_for_nothing_exact(n, d):
 @pytest.mark.parametrize(("op", "options"), (("hla2", PLAIN), ("ahla", ANCHORED)))
 def test_one_launch_where_tokens_stay_and_rounds_are_full(batch, n, launches, op, options):
     """Of programs that fill a multiprocessor each."""
-    from tests.ops.fused.offline_gate import record
+    from tests.ops.fused.offline.gate import record
 
     assert len(record(op, options, batch, 6, n, 64)) == launches
 
@@ -141,7 +141,7 @@ def test_one_launch_where_tokens_stay_and_rounds_are_full(batch, n, launches, op
 @pytest.mark.parametrize(("batch", "n", "parts"), ((64, 4097, 2), (128, 4097, None), (64, 1025, None)))
 def test_queries_of_long_heads_are_summed_in_two_parts_where_rounds_are_fuller(batch, n, parts):
     """768 heads fill three rounds of two programs a multiprocessor, 384 one and a half."""
-    from tests.ops.fused.offline_gate import record
+    from tests.ops.fused.offline.gate import record
 
     found = {fn.__name__: kwargs for fn, _, kwargs in record("hla2", RATIO, batch, 6, n, 64)}
     assert found.get("summed_queries", {}).get("PARTS") == parts
@@ -151,7 +151,7 @@ def test_queries_of_long_heads_are_summed_in_two_parts_where_rounds_are_fuller(b
 @pytest.mark.parametrize(("batch", "turns"), ((256, True), (64, False)))
 def test_programs_start_in_turns_where_a_launch_lasts(batch, turns):
     """The last program to start is waited for, which many others hide."""
-    from tests.ops.fused.offline_gate import record
+    from tests.ops.fused.offline.gate import record
 
     delays = [kwargs["DELAY"] for _, _, kwargs in record("hla2", PLAIN, batch, 6, 197, 64)]
     assert [delay > 0 for delay in delays] == [turns, turns]
@@ -199,6 +199,6 @@ def test_what_polynomial_saves_has_a_size_for_an_unknown_number_of_tokens(option
 @pytest.mark.parametrize("n", (197, 1025))
 def test_what_is_read_twice_is_kept_in_l2_where_it_does_not_fit(op, options, n):
     """By a hint that costs instructions, so not where it does."""
-    from tests.ops.fused.offline_gate import record
+    from tests.ops.fused.offline.gate import record
 
     assert [kwargs["STAY"] for _, _, kwargs in record(op, options, 64, 6, n, 64)] == [n == 1025] * 2
