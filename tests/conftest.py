@@ -1,11 +1,20 @@
-"""The order of the tests, and the memory of a GPU between them."""
+"""The order of the tests, Triton's interpreter, and the memory of a GPU between tests."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    """Before anything is interpreted."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.ops.fused.children.quicker import interpret_quicker
+
+        interpret_quicker()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -111,6 +111,9 @@ def compiled(which: str) -> None:
 
 def interpreted() -> None:
     from hla_kernels.softmax.multipole import fused
+    from tests.ops.fused.children.quicker import interpret_quicker
+
+    interpret_quicker()
 
     pooled = (("far line", 0), ("far line", 1), ("far cube", 0))
     cases = (*pooled, ("uneven", 0), ("uneven", 1), ("uneven", 2), ("line", 2))
