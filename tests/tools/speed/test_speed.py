@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from conftest import run_tool
 import hla_kernels
 from zoo.eval.speed import check as checking
 from zoo.eval.speed import formulas, kernels, models, peers, report, rows, timing
-from zoo.eval.speed.profile import part_of
+from zoo.eval.speed.profile import part_of, times
 from zoo.eval.speed.shapes import ALL_SHAPES, OPS, PASSES, SHAPES, floor_bytes, floor_us
 
 RATE = 4.27e12  # bytes per second of a copy; the floors below were worked out by hand for it
@@ -210,6 +211,17 @@ def test_parts_of_a_step():
     assert part_of(["aten::_flash_attention_backward", "ScaledDotProductFlashAttentionBackward0"]) == "attention"
     assert part_of(["aten::addmm", "aten::linear"]) == "matmul"
     assert part_of(["aten::mul"]) == "rest"
+
+
+def test_kernels_count_once():
+    """What calls of the driver without an operator are given belongs to others."""
+
+    def event(name, us, parent=None):
+        return SimpleNamespace(name=name, cpu_parent=parent, kernels=[SimpleNamespace(duration=x) for x in us])
+
+    product = event("aten::mm", [3.0, 2.0], event("CompiledFunction", []))
+    aliases = [event(name, [3.0, 2.0]) for name in ("cudaLaunchKernel", "cuLaunchKernelEx", "cudaDeviceSynchronize")]
+    assert times([product, *aliases, event("custom::op", [1.0])]) == {"matmul": 5.0, "rest": 1.0}
 
 
 def test_rows_of_two_runs_are_merged(tmp_path):
