@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import run_tool
+from torch.autograd import DeviceType
 
 import hla_kernels
 from zoo.eval.speed import check as checking
@@ -213,15 +214,24 @@ def test_parts_of_a_step():
     assert part_of(["aten::mul"]) == "rest"
 
 
-def test_kernels_count_once():
-    """What calls of the driver without an operator are given belongs to others."""
+def test_a_kernel_counts_once_for_the_operator_that_launched_it():
+    """Neither for a call of the driver of the same number, nor as a named region's span on the device."""
 
-    def event(name, us, parent=None):
-        return SimpleNamespace(name=name, cpu_parent=parent, kernels=[SimpleNamespace(duration=x) for x in us])
+    def call(number, name, parent=None, region=False):
+        return SimpleNamespace(
+            id=number, name=name, cpu_parent=parent, device_type=DeviceType.CPU, is_user_annotation=region
+        )
 
-    product = event("aten::mm", [3.0, 2.0], event("CompiledFunction", []))
-    aliases = [event(name, [3.0, 2.0]) for name in ("cudaLaunchKernel", "cuLaunchKernelEx", "cudaDeviceSynchronize")]
-    assert times([product, *aliases, event("custom::op", [1.0])]) == {"matmul": 5.0, "rest": 1.0}
+    def work(number, us, region=False, device=DeviceType.CUDA):
+        values = {"linked_correlation_id": number, "duration_ns": us * 1e3, "is_user_annotation": region}
+        return SimpleNamespace(**{k: lambda v=v: v for k, v in {**values, "device_type": device}.items()})
+
+    product = call(5, "aten::mm", call(2, "CompiledFunction", call(1, "Torch-Compiled Region", region=True)))
+    calls = [product, product.cpu_parent, *(call(5, x) for x in ("cudaLaunchKernel", "cuLaunchKernelEx"))]
+    calls += [call(7, "Optimizer.step", region=True), call(8, "hla_kernels::two_sided")]
+    raw = [work(5, 3.0), work(5, 2.0), work(2, 1.0), work(7, 50.0, region=True), work(8, 4.0), work(0, 0.5)]
+    raw += [work(5, 9.0, device=DeviceType.CPU)]
+    assert times(calls, raw) == {"matmul": 5.0, "rest": 1.5, "attention": 4.0}
 
 
 def test_rows_of_two_runs_are_merged(tmp_path):

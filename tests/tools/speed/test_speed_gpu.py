@@ -69,6 +69,18 @@ def test_shares_of_a_step():
         assert ms > 0 and sum(found.values()) == pytest.approx(1) and found[part] > 0.2, (part, found)
 
 
+def test_a_named_region_adds_no_time():
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def named():
+        with torch.profiler.record_function("region"):
+            return x @ x
+
+    named()
+    alone, inside = (min(shares(step)[0] for _ in range(3)) for step in (lambda: x @ x, named))
+    assert 0.7 < inside / alone < 1.5
+
+
 @pytest.mark.parametrize("impl", ["ours", "sdpa_cudnn", "sdpa_flash", "eager"])
 def test_a_case_is_right_and_timed(impl):
     (case, *_) = peers.cases(["vit224"], ["ahla"], [impl], ["identity"])

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 PARTS = ("attention", "matmul", "rest")
 ATTENTION = ("scaleddotproduct", "hlakernels::")
 MATMUL = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution")
-# a call of the driver that no operator made has an id that may be an operator's too, and then torch < 2.15 gives it the
-# kernels of that operator once more (pytorch issue 124388)
+# calls of the driver are numbered by themselves: one that no operator made may have the number of an operator
 DRIVER = re.compile("cu(da)?[A-Z]")
 
 
@@ -33,17 +33,22 @@ def shares(step: Callable[[], Any]) -> tuple[float, dict[str, float]]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
         step()
         torch.cuda.synchronize()
-    us = times(record.events() or ())
+    raw: Any = record.profiler
+    us = times(record.events() or (), raw.kineto_results.events())
     total = sum(us.values())
     return total / 1e3, {part: us[part] / total for part in PARTS}
 
 
-def times(events: Iterable[Any]) -> Counter[str]:
-    """Microseconds of the kernels of each of PARTS among the events of a profiler."""
+def times(events: Iterable[Any], raw: Iterable[Any]) -> Counter[str]:
+    """Microseconds of each of PARTS. events: a profiler's calls; raw: what it recorded, where each kernel is once and
+    says who launched it. The calls' own lists of kernels have some twice, and count the spans that named regions take
+    on the device as kernels."""
+    host = [x for x in events if x.device_type == DeviceType.CPU and not x.is_user_annotation]
+    operators = {x.id: x for x in host if not DRIVER.match(x.name)}
     us: Counter[str] = Counter()
-    for event in events:
-        if not DRIVER.match(event.name):
-            us[part_of(_calls(event))] += sum(kernel.duration for kernel in event.kernels)
+    for work in raw:
+        if work.device_type() == DeviceType.CUDA and not work.is_user_annotation():
+            us[part_of(_calls(operators.get(work.linked_correlation_id())))] += work.duration_ns() / 1e3
     return us
 
 
