@@ -215,23 +215,30 @@ def test_parts_of_a_step():
 
 
 def test_a_kernel_counts_once_for_the_operator_that_launched_it():
-    """Neither for a call of the driver of the same number, nor as a named region's span on the device."""
+    """Also within a call of the same name; neither for a call of the driver of the same number, nor as a named region's
+    span on the device."""
 
-    def call(number, name, parent=None, region=False):
-        return SimpleNamespace(
-            id=number, name=name, cpu_parent=parent, device_type=DeviceType.CPU, is_user_annotation=region
-        )
-
-    def work(number, us, region=False, device=DeviceType.CUDA):
-        values = {"linked_correlation_id": number, "duration_ns": us * 1e3, "is_user_annotation": region}
+    def record(number, name="", start=0, end=0, linked=0, region=False, device=DeviceType.CPU):
+        values = {"correlation_id": number, "name": name, "linked_correlation_id": linked, "start_thread_id": 1}
+        values |= {"start_ns": start, "end_ns": end, "duration_ns": end - start, "is_user_annotation": region}
         return SimpleNamespace(**{k: lambda v=v: v for k, v in {**values, "device_type": device}.items()})
 
-    product = call(5, "aten::mm", call(2, "CompiledFunction", call(1, "Torch-Compiled Region", region=True)))
-    calls = [product, product.cpu_parent, *(call(5, x) for x in ("cudaLaunchKernel", "cuLaunchKernelEx"))]
-    calls += [call(7, "Optimizer.step", region=True), call(8, "hla_kernels::two_sided")]
-    raw = [work(5, 3.0), work(5, 2.0), work(2, 1.0), work(7, 50.0, region=True), work(8, 4.0), work(0, 0.5)]
-    raw += [work(5, 9.0, device=DeviceType.CPU)]
-    assert times(calls, raw) == {"matmul": 5.0, "rest": 1.5, "attention": 4.0}
+    def work(linked, us, region=False):
+        return record(900, "kernel", 0, us * 1000, linked, region, DeviceType.CUDA)
+
+    calls = [
+        record(1, "Torch-Compiled Region", 0, 900, region=True),
+        record(2, "CompiledFunction", 10, 800),
+        record(3, "aten::convolution", 20, 100),
+        record(4, "aten::cudnn_convolution", 30, 100),
+        record(5, "hla_kernels::two_sided", 200, 300),
+        record(6, "hla_kernels::two_sided", 210, 290),
+        record(6, "cudaLaunchKernel", 850, 860),
+        record(7, "cuLaunchKernelEx", 220, 230, linked=6),
+        record(8, "Optimizer.step", 1000, 2000, region=True),
+    ]
+    kernels = [work(2, 1), work(4, 2), work(6, 4), work(0, 8), work(8, 50, region=True)]
+    assert times([*kernels, *calls]) == {"matmul": 2.0, "attention": 4.0, "rest": 9.0}
 
 
 def test_rows_of_two_runs_are_merged(tmp_path):

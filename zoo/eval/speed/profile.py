@@ -5,7 +5,7 @@ torch.compile what is fused into a matrix product counts as the product, other f
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,27 +34,34 @@ def shares(step: Callable[[], Any]) -> tuple[float, dict[str, float]]:
         step()
         torch.cuda.synchronize()
     raw: Any = record.profiler
-    us = times(record.events() or (), raw.kineto_results.events())
+    us = times(raw.kineto_results.events())
     total = sum(us.values())
     return total / 1e3, {part: us[part] / total for part in PARTS}
 
 
-def times(events: Iterable[Any], raw: Iterable[Any]) -> Counter[str]:
-    """Microseconds of each of PARTS. events: a profiler's calls; raw: what it recorded, where each kernel is once and
-    says who launched it. The calls' own lists of kernels have some twice, and count the spans that named regions take
-    on the device as kernels."""
-    host = [x for x in events if x.device_type == DeviceType.CPU and not x.is_user_annotation]
-    operators = {x.id: x for x in host if not DRIVER.match(x.name)}
+def times(events: list[Any]) -> Counter[str]:
+    """Microseconds of each of PARTS. events: what the profiler recorded, where each kernel is once and names the number
+    of the call that launched it; the spans of named regions on the device are no kernels. The list of calls that the
+    profiler makes of this counts some device time twice and leaves out calls within calls of the same name."""
+    chains = _chains(events)
     us: Counter[str] = Counter()
-    for work in raw:
+    for work in events:
         if work.device_type() == DeviceType.CUDA and not work.is_user_annotation():
-            us[part_of(_calls(operators.get(work.linked_correlation_id())))] += work.duration_ns() / 1e3
+            us[part_of(chains.get(work.linked_correlation_id(), ()))] += work.duration_ns() / 1e3
     return us
 
 
-def _calls(event: Any) -> list[str]:
-    names = []
-    while event is not None:
-        names.append(event.name)
-        event = event.cpu_parent
-    return names
+def _chains(events: Iterable[Any]) -> dict[int, tuple[str, ...]]:
+    """Of each operator's number the name, and those of the calls around it, innermost first."""
+    host = [x for x in events if x.device_type() == DeviceType.CPU and not x.linked_correlation_id()]
+    chains, around = dict[int, tuple[str, ...]](), defaultdict[int, list](list)
+    for x in sorted(host, key=lambda x: (x.start_ns(), -x.end_ns())):
+        if DRIVER.match(x.name()):
+            continue
+        calls = around[x.start_thread_id()]
+        while calls and calls[-1].end_ns() < x.end_ns():
+            calls.pop()
+        outer = chains[calls[-1].correlation_id()] if calls else ()
+        chains[x.correlation_id()] = (x.name(), *outer)
+        calls.append(x)
+    return chains
