@@ -6,6 +6,7 @@ Run with `pytest -m gpu tests/tools/speed/test_speed_gpu.py`.
 import pytest
 import torch
 
+import hla_kernels
 from zoo.eval.speed import check, kernels, peers
 from zoo.eval.speed.profile import shares
 from zoo.eval.speed.timing import copy_rate, measure, peak_mib
@@ -67,6 +68,19 @@ def test_shares_of_a_step():
         step()
         ms, found = shares(step)
         assert ms > 0 and sum(found.values()) == pytest.approx(1) and found[part] > 0.2, (part, found)
+
+
+def test_shares_of_a_compiled_step():
+    """Where an operator is a call within a call of the same name."""
+    tokens = [torch.randn(4, 2048, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    call = torch.compile(hla_kernels.ahla)
+
+    def step():
+        call(*tokens).sum().backward()
+
+    step()
+    _, found = shares(step)
+    assert found["attention"] > 0.2, found
 
 
 def test_a_named_region_adds_no_time():

@@ -54,10 +54,9 @@ def times(events: list[Any]) -> Counter[str]:
 def _chains(events: Iterable[Any]) -> dict[int, tuple[str, ...]]:
     """Of each operator's number the name, and those of the calls around it, innermost first."""
     host = [x for x in events if x.device_type() == DeviceType.CPU and not x.linked_correlation_id()]
+    operators = [x for x in host if not DRIVER.match(x.name())]
     chains, around = dict[int, tuple[str, ...]](), defaultdict[int, list](list)
-    for x in sorted(host, key=lambda x: (x.start_ns(), -x.end_ns())):
-        if DRIVER.match(x.name()):
-            continue
+    for x in sorted(operators, key=lambda x: (x.start_ns(), -x.end_ns())):
         calls = around[x.start_thread_id()]
         while calls and calls[-1].end_ns() < x.end_ns():
             calls.pop()
