@@ -35,7 +35,7 @@ MIXERS = ("softmax", "ahla", "hla2")
 WEIGHTS = ("float32", "bfloat16")
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 VIDEO_MIXERS = ("softmax", "ahla every:3", "ahla", "mhla every:3", "mhla", "la")
-SECONDS, WARM_UP = 1.0, 3
+SECONDS, WARM_UP, LEAST_STEPS = 1.0, 3, 4
 COMPILE: dict[str, Any] = {"dynamic": False, "options": {"max_autotune_pointwise": True}}
 WAN_FRAMES, WAN_WIDTH = 21, 832  # latent frames of 81, and pixels a line
 
@@ -314,10 +314,10 @@ def speed(step: Callable[[], None], batch: int) -> dict[str, Any]:
     optimizer included."""
     step()
     once = _elapsed(step, 1)
-    for _ in range(WARM_UP if once < SECONDS * 1e3 else 0):
+    for _ in range(WARM_UP):
         step()
     torch.cuda.reset_peak_memory_stats()
-    n = max(2, min(100, int(SECONDS * 1e3 / once)))
+    n = max(LEAST_STEPS, min(100, int(SECONDS * 1e3 / once)))
     total = _elapsed(step, n)
     peak = torch.cuda.max_memory_allocated() / 2**20
     return {
