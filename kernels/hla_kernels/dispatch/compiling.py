@@ -34,8 +34,20 @@ class Pool(ThreadPoolExecutor):
     """Where a kernel and what launches it are compiled."""
 
     def submit(self, compiled: Callable[[], Any], /) -> Future:  # type: ignore[override]
-        """Compile one kernel."""
-        return super().submit(_with_launcher, compiled)
+        """Compile one kernel; what failed is compiled again by each call that asks for it (Triton 3.8 keeps errors)."""
+        future = super().submit(_with_launcher, compiled)
+        first = future.result
+
+        def result(timeout: float | None = None) -> Any:
+            try:
+                return first(timeout)
+            except Exception:
+                if only_compiles():
+                    raise
+                return _with_launcher(compiled)
+
+        future.result = result  # type: ignore[method-assign]
+        return future
 
 
 def _with_launcher(compiled: Callable[[], Any]) -> Any:
@@ -44,6 +56,13 @@ def _with_launcher(compiled: Callable[[], Any]) -> Any:
     kernel = compiled()
     driver.active.launcher_cls(kernel.src, kernel.metadata)  # kept on disk; the launch finds it there
     return kernel
+
+
+def finished(kernel: Any) -> Any:
+    """The kernel itself: where it is compiled after an error, Triton 3.8 returns a promise of it."""
+    from triton.runtime._async_compile import FutureKernel
+
+    return kernel.result() if isinstance(kernel, FutureKernel) else kernel
 
 
 def only_compiles() -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .compiling import Later, Work, compiled_together, only_compiles
+from .compiling import Later, Work, compiled_together, finished, only_compiles
 
 ALIGNED = 16  # bytes of an address that a plan may depend on
 ROOM = 512  # bytes that every buffer of the scratch memory starts on a multiple of, as torch.empty has it
@@ -95,7 +95,7 @@ def launch(kernel: Any, programs: int | torch.SymInt | tuple[int, ...], *args: A
     compiled = kernel[grid](*args, **options)
     recorder = getattr(LOCAL, "recorder", None)
     if recorder is not None:
-        recorder.launched(kernel, compiled, grid, args, options)
+        recorder.launched(kernel, finished(compiled), grid, args, options)
 
 
 def repeated(
