@@ -88,7 +88,7 @@ def test_interpreted():
 def test_spills(tmp_path, which):
     """What a call with heads of 64 launches, compiled for sm_90a; the gradients of keys apart."""
     pytest.importorskip("triton")
-    check_compiled(STACK[which], 1 if which == "only" else 9, tmp_path, __file__, "compiled", which)
+    check_compiled(STACK[which], 1 if which == "only" else 9, tmp_path, __file__, ("compiled", which))
 
 
 def compiled(which: str) -> None:

@@ -23,7 +23,7 @@ def test_interpreted():
 
 @pytest.mark.parametrize("case", COMPILED, ids=lambda c: "-".join(c))
 def test_no_spills(case, tmp_path):
-    check_compiled(STACK_LIMIT, 5, tmp_path, HERE / "taylor_gate.py", *case)
+    check_compiled(STACK_LIMIT, 5, tmp_path, HERE / "taylor_gate.py", case)
 
 
 def test_few_kernels_for_every_number_of_tokens():

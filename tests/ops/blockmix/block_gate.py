@@ -1,6 +1,8 @@
 """Compile for sm_90a, without a GPU, what a bfloat16 call of block mixing launches; one JSON line per kernel.
 
-python block_gate.py OPTIONS B H GRID BLOCKS D [rotary]    (OPTIONS: JSON of those of `mhla`)
+python block_gate.py OPTIONS B H GRID BLOCKS D [rotary] [+ OPTIONS ...]
+
+OPTIONS: JSON of those of `mhla`. `+` begins another call; every line says of which call it is, the first is 0.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from hla_kernels.blockmix.fused import launch
 from hla_kernels.blockmix.fused.mixing import launch as mixing
 from hla_kernels.blockmix.fused.pairs import launch as pairs
 from tests.ops.blockmix.fused_cases import options_of
-from tests.ops.fused.offline.gate import Recorder, compile_call, key
+from tests.ops.fused.offline.gate import Recorder, calls_of, compile_call, key
 
 
 def record(o, b: int, h: int, d: int, rotary: bool = False) -> list:
@@ -42,13 +44,14 @@ def record(o, b: int, h: int, d: int, rotary: bool = False) -> list:
     return Recorder.calls
 
 
-def main(options: str, b: str, h: str, grid: str, blocks: str, d: str, kind: str = "") -> None:
+def main(at: int, options: str, b: str, h: str, grid: str, blocks: str, d: str, kind: str = "") -> None:
     """Compile each launch once."""
     sizes = (tuple(map(int, x.split(","))) for x in (grid, blocks))
     o = options_of(*sizes, **json.loads(options))
     for call in {key(*call): call for call in record(o, int(b), int(h), int(d), kind == "rotary")}.values():
-        print(json.dumps(compile_call(*call)), flush=True)
+        print(json.dumps({"call": at, **compile_call(*call)}), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for i, words in enumerate(calls_of(sys.argv[1:])):
+        main(i, *words)

@@ -128,6 +128,7 @@ def test_the_same_launches(monkeypatch, seen, form, sizes):
         assert repeated == normal(seen, [*again[0], *again[1:], *want]) and len(seen) == first
         seen.clear()
 
+
 def test_fixed_coefficients_are_another_form(monkeypatch, seen):
     x, names = inputs(("polynomial",), (32, 197, 4, 64), True), []
     for fixed in (False, True, False, True):
@@ -139,7 +140,6 @@ def test_fixed_coefficients_are_another_form(monkeypatch, seen):
     assert names[:2] == names[2:] and names[1] == ["fixed_forward", "fixed_weights", "apply_grads"] != names[0]
 
 
-
 def blocks(order, normalize, grid, cut, packed, sizes):
     """Everything that a forward and a backward of `mhla` return, and its inputs."""
     (b, h, d), n = sizes, grid[0] * grid[1]
@@ -147,9 +147,7 @@ def blocks(order, normalize, grid, cut, packed, sizes):
     m = cut[0] * cut[1]
     mixing = torch.ones(m, m) / m
     rest = (order, [*grid], [*cut], 0, "relu", normalize, False, None, 1.0, 1e-6, False, "bfloat16", "triton")
-    forward, backward = (
-        (OPS.mhla_qkvpacked, OPS.mhla_qkvpacked_backward) if packed else (OPS.mhla, OPS.mhla_backward)
-    )
+    forward, backward = (OPS.mhla_qkvpacked, OPS.mhla_qkvpacked_backward) if packed else (OPS.mhla, OPS.mhla_backward)
     o, saved = forward(*x, mixing, None, None, None, *rest, True)
     return (o, saved, *backward(grad, saved, *x, mixing, None, None, None, *rest)), [*x, grad, mixing]
 

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,10 +39,12 @@ def check_interpreted(*command: object) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def check_compiled(stack: int, at_least: int, folder: Path, gate: Path, *words: object) -> None:
-    """`gate WORDS` compiles `at_least` kernels, none of which spills more than `stack` bytes of registers."""
+def check_compiled(stack: int, at_least: int, folder: Path, gate: Path, *calls: Sequence[object]) -> None:
+    """`gate CALL + CALL` compiles `at_least` kernels of each, none of which spills more than `stack` bytes."""
+    words = [word for call in calls for word in ("+", *call)][1:]
     done = run(gate, *words, TRITON_CACHE_DIR=str(folder), TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) >= at_least
+    found = Counter(kernel.get("call", 0) for kernel in kernels)
+    assert sorted(found) == list(range(len(calls))) and min(found.values()) >= at_least
     assert [k for k in kernels if k["stack"] > stack or k["shared"] > SHARED_LIMIT] == []

@@ -36,7 +36,7 @@ TYPES = {
     torch.uint8: "*u8",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
-COMPILED: dict[tuple[str, bool], dict] = {}
+COMPILED: dict[str, dict] = {}
 
 
 class Recorder:
@@ -177,18 +177,23 @@ def main(call: int, op: str, options: str, b: int, h: int, n: int, d: int, kind:
     """Compile each launch, what several have in common once. Operand A in registers is what an assembler got wrong:
     none in `heads.pairs`, `blocks`."""
     for launched in record(op, options, b, h, n, d, kind):
-        which = key(*launched), kind == "products"
-        if which not in COMPILED:
-            COMPILED[which] = compile_call(*launched, kind == "products")
+        which, products = key(*launched), kind == "products"
+        if which not in COMPILED or (products and "one_by_one" not in COMPILED[which]):
+            COMPILED[which] = compile_call(*launched, products)
         found = COMPILED[which]
         whole = any(hasattr(x, found["kernel"]) for x in (blocks, pairs, softmaxes))
         assert found["from_registers"] == 0 or not whole, found
         print(json.dumps({"call": call, **found}), flush=True)
 
 
-if __name__ == "__main__":
+def calls_of(words: list[str]) -> list[list[str]]:
+    """The words of each call."""
     calls: list[list[str]] = [[]]
-    for word in sys.argv[1:]:
+    for word in words:
         calls.append([]) if word == "+" else calls[-1].append(word)
-    for i, words in enumerate(calls):
+    return calls
+
+
+if __name__ == "__main__":
+    for i, words in enumerate(calls_of(sys.argv[1:])):
         main(i, words[0], words[1], *map(int, words[2:6]), *words[6:])
