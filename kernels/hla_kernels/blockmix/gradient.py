@@ -46,7 +46,7 @@ def _of_numerator(
     """Gradients of phi(q), phi(k), v and m from that of the output."""
     turned = p.turned or (p.phi_q, p.phi_k)
     if not options.normalize:
-        return _turn_back(_weigh_grad(g, *turned, p.v, p, options), options, rotary)
+        return _turn_back(_weigh_grad(g, *turned, p.v, p, options), p, options, rotary)
     y, total = numerator(p, mask, options)
     assert total is not None
     dy = g / total
@@ -55,17 +55,18 @@ def _of_numerator(
     if rotary is None:
         grads = _weigh_grad(torch.cat([dy, dz], -1), *turned, torch.cat([p.v, ones], -1), p, options)
         return grads[0], grads[1], grads[2][..., :-1], grads[3]
-    first = _turn_back(_weigh_grad(dy, *turned, p.v, p, options), options, rotary)
+    first = _turn_back(_weigh_grad(dy, *turned, p.v, p, options), p, options, rotary)
     second = _weigh_grad(dz, p.phi_q, p.phi_k, ones, p, options)
     return first[0] + second[0], first[1] + second[1], first[2], first[3] + second[3]
 
 
-def _turn_back(grads: Grads, options: BlockOptions, rotary: tuple[Tensor, Tensor] | None) -> Grads:
-    """Through the rotation, whose transpose is that by the opposite angles."""
+def _turn_back(grads: Grads, p: Prepared, options: BlockOptions, rotary: tuple[Tensor, Tensor] | None) -> Grads:
+    """Gradients through the rotation, whose transpose is the rotation by the opposite angles. Query heads that share a
+    key head may turn it by different angles, so that dk is turned back per query head and summed afterwards."""
     if rotary is None:
         return grads
     dq, dk = (rotate(d, rotary[0], -rotary[1], options.rotary_half) for d in grads[:2])
-    return dq, dk, grads[2], grads[3]
+    return dq, _sum_to(dk, p.phi_k), grads[2], grads[3]
 
 
 def _weigh_grad(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Prepared, options: BlockOptions) -> Grads:
@@ -77,7 +78,7 @@ def _weigh_grad(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Prepared, option
         grads = [dqb * p.s, *grads]
     else:
         *grads, dm = _two_sided_grad(dyb, qb, kb, vb, blocks.mixing(p.m), p.s, options.order)
-    dq, dk, dv = (_sum_to(blocks.join(d), x) for d, x in zip(grads, (q, p.phi_k, v), strict=True))
+    dq, dk, dv = (_sum_to(blocks.join(d), x) for d, x in zip(grads, (q, k, v), strict=True))
     full = torch.zeros_like(p.m)
     full[..., : blocks.count, : blocks.count] = _sum_to(dm.sum(0), full)
     return dq, dk, dv, full

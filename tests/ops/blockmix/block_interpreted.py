@@ -15,7 +15,7 @@ from tests.ops.fused.cases import poison, relative_error
 HALF, FULL = torch.float16, torch.float32
 PLAIN, BARE = {"feature_map": None, "normalize": False}, {"normalize": False}
 EXACT = {"moments": "float32"}
-# grid, blocks, prefix, options, (B, H, D, Dv), dtype, inputs ("turned": with rotary tables)
+# grid, blocks, prefix, options, (B, H, D, Dv), dtype, inputs ("turned": with rotary tables, "own": of each query head)
 CASES = [
     ((5, 7), (2, 1), 1, {}, (2, 1, 16, 16), FULL, {}),
     ((3, 4, 5), (2, 2, 1), 0, BARE, (1, 1, 32, 32), HALF, {"mask": True}),
@@ -24,6 +24,9 @@ CASES = [
     ((5, 6), (2, 1), 0, {}, (1, 1, 72, 72), HALF, {"mean": 1.0}),
     ((5, 6), (2, 1), 1, {"feature_map": "elu1"}, (1, 1, 16, 16), HALF, {"turned": True, "mask": True}),
     ((5, 6), (1, 2), 0, {"rotary_half": True, **EXACT}, (1, 2, 16, 16), HALF, {"turned": True, "group": 2}),
+    ((5, 6), (1, 2), 0, {}, (1, 2, 16, 16), FULL, {"turned": "own", "group": 2}),
+    ((5, 6), (2, 1), 0, {**BARE, "order": "ahla"}, (1, 4, 16, 16), FULL, {"turned": "own", "group": 2}),
+    ((5, 6), (2, 1), 0, {**BARE, "order": "hla2"}, (1, 2, 16, 16), FULL, {"turned": "own", "group": 2}),
     ((5, 6), (2, 1), 1, {"feature_map": "softmax"}, (1, 2, 40, 16), HALF, {"mask": True, "mean": 1.0}),
     ((5, 6), (2, 1), 0, {"feature_map": "softmax", **BARE}, (1, 1, 16, 16), FULL, {"turned": True, "mean": 1.0}),
     ((5, 6), (2, 1), 1, {"order": "ahla"}, (1, 2, 16, 16), HALF, {"heads": True, "group": 2}),
@@ -45,7 +48,7 @@ def check(o, got, tensors, grad, mask, tolerance, rotary=None):
 def test_matches_float64(monkeypatch, case):
     grid, blocks, prefix, options, sizes, dtype, more = case
     o = options_of(grid, blocks, prefix, **options)
-    rotary = angles_of(o, sizes) if more.get("turned") else None
+    rotary = angles_of(o, sizes, per_head=more["turned"] == "own") if more.get("turned") else None
     tensors, grad, mask = make(o, sizes, dtype, **{name: x for name, x in more.items() if name != "turned"})
     got = triton_form(monkeypatch, o, tensors, grad, mask, rotary)
     check(o, got, tensors, grad, mask, TOLERANCE[dtype], rotary)

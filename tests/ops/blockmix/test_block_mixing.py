@@ -243,6 +243,21 @@ def test_gradients(order, layout, options, heads):
         assert_same(a, b, 1e-9)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_of_grouped_heads_turned_by_their_own_angles(order, key_heads, causal):
+    """A shared key is turned by the angles of each query head that reads it."""
+    layout = CAUSAL_LAYOUTS["uneven"]
+    x = [t.requires_grad_() for t in inputs(layout, h=4, hk=key_heads)]
+    for more in (RATIO, {"feature_map": None, "normalize": False}):
+        options = {**layout, **more, "order": order, "causal": causal, "rotary": angles(layout, 4)}
+        y, wanted = hk.mhla(*x, **options), literal(*x, **options)
+        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=y.dtype)
+        for a, b in zip(*(torch.autograd.grad(o, x, weights) for o in (y, wanted)), strict=True):
+            assert_same(a, b, 1e-9)
+
+
 @pytest.mark.parametrize(("layout", "options"), CAUSAL)
 def test_causal_gradients(layout, options):
     x = [t.requires_grad_() for t in inputs(layout)]
