@@ -1,0 +1,251 @@
+"""Forked tool calls: tools run in children of one process that imported everything, and are judged by one rule."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import os
+import resource
+import runpy
+import select
+import shlex
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "tools"
+LONGEST = 700  # characters of an error message
+MEMORY = 6 << 30  # bytes of address space a child may add to those of its parent
+ENVIRONMENT = {  # no GPU, no network, no colours
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "MPLBACKEND": "Agg",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
+}
+LAZY = (  # what the tools import when they need it, so that children need not
+    *("torch._dynamo", "torch._inductor.config", "torch.utils.data", "matplotlib.pyplot", "sklearn.datasets"),
+    *("datasets", "webdataset", "torchvision.transforms", "timm.data", "timm.optim", "diffusers.pipelines.dit"),
+    *("diffusers.models.transformers.dit_transformer_2d", "diffusers.models.autoencoders.autoencoder_kl"),
+    *("diffusers.schedulers", "transformers.models.t5", "peft", "pyarrow.parquet", "torch.utils.tensorboard"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attack.
+
+    name: unique in its part; the ledger names it.  check: gets an empty folder and returns the complaint, "" if all is
+    well.  command: how to run it by hand.  reduce: gets an empty folder and the complaint, returns a smaller command
+    that still fails.
+    """
+
+    name: str
+    check: Callable[[Path], str]
+    command: str
+    reduce: Callable[[Path, str], str] | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a child left: exit code as a shell counts it (128 + signal), both streams, seconds, whether it was stopped
+    for its time limit."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    timed_out: bool = False
+
+
+def prepare() -> None:
+    """Import what tools need, once. Nothing here may start threads or run backward passes: children are forked."""
+    os.environ.update(ENVIRONMENT)
+    for place in (TOOLS, ROOT / "kernels", ROOT):
+        if str(place) not in sys.path:
+            sys.path.insert(0, str(place))
+    import torch
+
+    torch.set_num_threads(1)
+    for name in (*sorted(file.stem for file in TOOLS.glob("*.py")), *LAZY):
+        with contextlib.suppress(ImportError):  # extras that are not installed
+            importlib.import_module(name)
+
+
+def call(tool: str, words: list[str], **options: Any) -> Result:
+    """`python tools/TOOL.py WORDS` in a forked child; options as for `fork`."""
+
+    def run() -> None:
+        sys.argv = [str(TOOLS / f"{tool}.py"), *words]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+    return fork(run, **options)
+
+
+def fork(
+    action: Callable[[], Any],
+    cwd: Path,
+    limit: float = 90.0,
+    before: Callable[[], Any] | None = None,
+    signal_at: tuple[int, float] | None = None,
+) -> Result:
+    """Run `action` in a child whose working directory is `cwd`.
+
+    limit: seconds until it is killed.  before: called in the child first.  signal_at: (signal, seconds) to send.
+    """
+    pipes = [os.pipe() for _ in range(2)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    began = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        _child(action, cwd, [write for _, write in pipes], before)
+    for _, write in pipes:
+        os.close(write)
+    texts: dict[int, bytearray] = {read: bytearray() for read, _ in pipes}
+    status, timed_out = None, False
+    while status is None:
+        passed = time.monotonic() - began
+        if signal_at and passed >= signal_at[1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal_at[0])
+            signal_at = None
+        if passed > limit and not timed_out:
+            timed_out = True
+            os.killpg(pid, signal.SIGKILL)
+        _drain(texts, 0.01)
+        done, code = os.waitpid(pid, os.WNOHANG)
+        status = code if done else None
+    with contextlib.suppress(ProcessLookupError):  # its loader processes
+        os.killpg(pid, signal.SIGKILL)
+    _drain(texts, 0.0)
+    for read in texts:
+        os.close(read)
+    code = os.waitstatus_to_exitcode(status)
+    out, err = (bytes(text).decode(errors="replace") for text in texts.values())
+    return Result(code if code >= 0 else 128 - code, out, err, time.monotonic() - began, timed_out)
+
+
+def _drain(texts: dict[int, bytearray], wait: float) -> None:
+    """Read what is there; a pipe that is closed reads as empty."""
+    while ready := select.select(list(texts), [], [], wait)[0]:
+        pieces = [(read, os.read(read, 1 << 16)) for read in ready]
+        for read, piece in pieces:
+            texts[read] += piece
+        if not any(piece for _, piece in pieces):
+            time.sleep(wait)
+            return
+        wait = 0.0
+
+
+def _child(action: Callable[[], Any], cwd: Path, streams: list[int], before: Callable[[], Any] | None) -> NoReturn:
+    """The life of a child: as a Python process of its own would end."""
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, stream in enumerate(streams, start=1):
+            os.dup2(stream, number)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  pytest may have replaced it
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.excepthook = sys.__excepthook__
+        os.chdir(cwd)
+        limit = _address_space() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if before:
+            before()
+        action()
+        code = 0
+    except SystemExit as stopped:
+        code = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
+        if isinstance(stopped.code, str):
+            print(stopped.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _address_space() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+def judge(result: Result, allowed: tuple[int, ...] = (0, 2), phrase: str = "") -> str:
+    """The complaint about how a tool ended, "" if it kept the rule: exit 0, or exit 2 with exactly one sentence.
+
+    allowed: exit codes that may be.  phrase: what the sentence of exit 2 must hold, whatever its case.
+    """
+    if result.timed_out:
+        return f"still running after {result.seconds:.0f} s"
+    lines = [line for line in result.err.splitlines() if line.strip()]
+    last = lines[-1][:200] if lines else ""
+    if "Traceback (most recent call last)" in result.err:
+        return f"traceback, exit {result.code}: {last}"
+    if result.code not in (0, 2):
+        return f"exit {result.code}: {last}"
+    if result.code not in allowed:
+        return f"exit {result.code} instead of {allowed[0]}: {last or 'accepted'}"
+    if result.code == 0:
+        return ""
+    if not last.startswith("error: ") or sum(line.startswith("error: ") for line in lines) != 1:
+        return f"exit 2 without one sentence at the end: {last!r}"
+    if len(lines[-1]) > LONGEST:
+        return f"a message of {len(lines[-1])} characters: {last}..."
+    if phrase.lower() not in lines[-1].lower():
+        return f"the message lacks {phrase!r}: {last}"
+    return ""
+
+
+def shrink(items: list[Any], still_fails: Callable[[list[Any]], bool]) -> list[Any]:
+    """`items` without those that are not needed for `still_fails`, one by one."""
+    kept = list(items)
+    for item in items:
+        fewer = [one for one in kept if one is not item]
+        if still_fails(fewer):
+            kept = fewer
+    return kept
+
+
+def kind(complaint: str) -> str:
+    """What stays the same of a complaint when its command is reduced."""
+    return complaint.split(":")[0]
+
+
+def shown(tool: str, words: list[str]) -> str:
+    """A command line to paste."""
+    return shlex.join(["python", f"tools/{tool}.py", *words])
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` inside."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
