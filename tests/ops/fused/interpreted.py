@@ -84,6 +84,12 @@ CASES = [
     ("linear_attention", PLAIN, "split", 37, 128, 16, (2, 2), HALF, "ones"),
     ("ahla", PLAIN, "split", 37, 128, 16, (1, 1), HALF, "ones"),
     ("polynomial", RELU_QK, "split", 37, 40, 40, (1, 1), FULL, "strided"),
+    # values wider than keys, whose second parts differ too: a column of ones beside the features sums values
+    ("ahla", RATIO, "split", 37, 72, 96, (2, 2), HALF, "contiguous"),
+    ("hla2", {**ELU_MEAN, "ridge": 0.1}, "split", 37, 40, 96, (2, 2), HALF, "contiguous"),
+    ("hla3", {"feature_map": "relu", "mean_path": True}, "split", 2, 40, 96, (1, 1), HALF, "contiguous"),
+    ("hla2", {"feature_map": "relu", "mean_path": True}, "split", 37, 40, 48, (1, 1), HALF, "contiguous"),
+    ("hla3", RATIO, "split", 37, 72, 64, (2, 1), HALF, "contiguous"),
     # float16 factors; in use for bfloat16 tokens
     ("hla2", PLAIN, "halves", 37, 72, 72, (2, 2), HALF, "packed"),
     ("ahla", SCALE, "halves_two_step", 70, 72, 72, (1, 1), HALF, "packed"),

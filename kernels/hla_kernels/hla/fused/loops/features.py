@@ -44,12 +44,14 @@ def ones_column(x, live, C: tl.constexpr):
 
 
 @triton.jit
-def column_of(m, C: tl.constexpr):
-    """Column C of the second half of a matrix, without its own element."""
-    i = tl.arange(0, m[3].shape[0])
+def column_of(m, C: tl.constexpr, ONES: tl.constexpr):
+    """Column C of the second half of a matrix [V, F], of any V. ONES: the rows have a column of ones there too, whose
+    product with this one, the number of tokens, is left out."""
     x1 = tl.sum(tl.where((tl.arange(0, m[1].shape[1]) == C)[None, :], m[1], 0.0), 1)
-    x2 = tl.sum(tl.where((i == C)[None, :] & (i != C)[:, None], m[3], 0.0), 1)
-    return x1, x2
+    column = (tl.arange(0, m[3].shape[1]) == C)[None, :]
+    if ONES:
+        column = column & (tl.arange(0, m[3].shape[0]) != C)[:, None]
+    return x1, tl.sum(tl.where(column, m[3], 0.0), 1)
 
 
 @triton.jit
@@ -306,11 +308,11 @@ def sum_features(
         sk = end_together(joined, none, 1, F2)
         sv = end_together(joined, none, 2, V2)
     if ONES and SUM_V:
-        sv = column_of(trans4(mc if ORDER == 2 or ORDER == 6 else mp), D - F1)
+        sv = column_of(trans4(mc if ORDER == 2 or ORDER == 6 else mp), D - F1, False)
     if ONES and SUM_K and ORDER > 1:
-        sk = column_of(mr if CROSS else ms, D - F1)
+        sk = column_of(mr if CROSS else ms, D - F1, True)
     if ONES and SUM_Q and ORDER > 2:
-        sq = column_of(trans4(mr) if CROSS else mw, D - F1)
+        sq = column_of(trans4(mr) if CROSS else mw, D - F1, True)
     sums = (sq, sk, sv)
     return (
         (mp, ms, mc, mr, mw), sums, scale4(dm, 1.0 / unit), end_sum(dm1, F1, F2, DIVIDE),
