@@ -30,6 +30,7 @@ from .checks import (
 )
 from .dispatch.autograd import are_fixed, needs_backward, refuse_forward_mode
 from .dispatch.definition import definition
+from .dispatch.faults import warn
 from .dispatch.forms import form_of, recall, remember
 from .features import feature_width
 from .hla import fused
@@ -131,7 +132,9 @@ def slower_in_triton(call: AnyCall) -> str | None:
 def choose(call: AnyCall, impl: str) -> str:
     """The implementation of a call. An explicit `impl` never falls back: ValueError with the reason instead."""
     if impl == "auto":
-        return "triton" if why_not_triton(call) is None and slower_in_triton(call) is None else "torch"
+        reason = why_not_triton(call)
+        warn(reason)
+        return "triton" if reason is None and slower_in_triton(call) is None else "torch"
     reason = {"triton": why_not_triton, "reference": why_not_reference, "torch": lambda call: None}[impl](call)
     if reason is not None:
         raise ValueError(f'impl="{impl}" cannot run here: {reason}; use impl="auto".')

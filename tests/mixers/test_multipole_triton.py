@@ -55,6 +55,18 @@ def test_error_and_bits(monkeypatch, case, degree, d, size):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("degree", [0, 1, 2])
+def test_the_torch_form_has_the_same_bits(degree):
+    """By blocks, where a token is read by the queries of several blocks."""
+    where = {"grid": (21, 4), "blocks": (2, 2), "prefix": 1, "radius": 3, "degree": degree}
+    tokens = [torch.randn(1, 85, 6, d, device="cuda", dtype=torch.float16) for d in (48, 48, 64)]
+    grad = torch.randn(1, 85, 6, 64, device="cuda", dtype=torch.float16)
+    runs = [grads(tokens, grad, impl("torch", where)) for _ in range(8)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("degree", [0, 1])
 def test_opcheck_compile_and_capture(monkeypatch, degree):
     """Pooled: a full graph and a replay have the bits of the plain call."""

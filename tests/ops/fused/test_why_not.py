@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 
 import hla_kernels as hk
+from hla_kernels import op
+from hla_kernels.dispatch import faults
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec
 from hla_kernels.hla.fused.spec import ORDERS
@@ -27,7 +30,23 @@ def test_why_not_names_what_is_missing():
         assert fused.why_not(*[q[:, :1]] * 3, Spec("hla2", **options)) is None
     for options in ({}, {"feature_map": "softmax_pair", "center": "k"}, {"feature_map": "elu1", "mean_path": True}):
         for x in (q, q.half(), q.float()):
-            assert all(fused.why_not(x, x, x, Spec(op, **options)) is None for op in ORDERS)
+            assert all(fused.why_not(x, x, x, Spec(name, **options)) is None for name in ORDERS)
+    ratio = [Spec(name, "elu1", True) for name in ORDERS]
+    assert all("float16" in fused.why_not(*[q.half()] * 3, spec) for spec in ratio)
+    assert all(fused.why_not(*[x] * 3, spec) is None for x in (q, q.float()) for spec in ratio)
+
+
+def test_auto_warns_of_a_fault_once(monkeypatch):
+    """A fault of the Triton form, not a call that it is not made for."""
+    monkeypatch.setattr(faults, "WARNED", set())
+    x = torch.randn(1, 4, 2, 32, dtype=torch.float16)
+    for size, reason in enumerate(("another device", fused.FLOAT16_RATIO)):
+        monkeypatch.setattr(op, "why_not_triton", lambda call, reason=reason: reason)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for scale in (0.25, 0.5):  # numbers that no other call of this process has: forms are remembered
+                hk.linear_attention(x, x, x, scale=scale + size + 0.125)
+        assert [fused.FLOAT16_RATIO in str(w.message) for w in found] == [True] * (reason is fused.FLOAT16_RATIO)
 
 
 def test_answers_without_triton():

@@ -26,6 +26,7 @@ import math
 import torch
 from torch import Tensor
 
+from ...dispatch.faults import Fault
 from ...sequences import WHOLE, Sequences
 from . import plan
 from .blocks.layout import layout as block_layout
@@ -33,6 +34,9 @@ from .plan import mixture, paths, sums
 from .spec import DTYPES, MAX_D, MIN_D, Spec, layout, widths
 
 __all__ = ["Spec", "backward", "forward", "saved_floats", "why_not"]
+
+# that of hla3 does with tokens four times a normal distribution, or a ridge; bfloat16 has the range of float32
+FLOAT16_RATIO = Fault("normalize=True in float16 has no Triton form: the operator of a ratio can leave its range")
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
@@ -49,6 +53,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.stride(3) != 1:
             return f"the last dimension of {name} is not contiguous"
+    if spec.normalize and q.dtype == torch.float16:
+        return FLOAT16_RATIO
     return None
 
 
