@@ -10,8 +10,8 @@ from conftest import tiny
 from PIL import Image
 
 from zoo.data import BatchPlan, CachedImages, InputSpec, LoadedImages, check_unreadable, open_source, open_sources
+from zoo.data.decoding import Unreadable
 from zoo.data.settings import AugmentSettings, DataSettings
-from zoo.data.sources import Unreadable
 from zoo.data.transforms import check_cacheable
 from zoo.train.loop import Trainer
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from zoo.data.batch import Batch
+from zoo.data.loader import Loader
 from zoo.data.plan import BatchPlan
 from zoo.data.progress import progress
 from zoo.data.samples import Samples
@@ -51,7 +51,7 @@ def decoded(source: Source, spec: InputSpec, workers: int) -> tuple[Tensor, Tens
     samples = Samples(source, eval_transform(spec, normalize=False), 0)  # which draws nothing
     keys = [(0, i) for i in range(len(source))]
     blocks = [keys[i : i + DECODE_BATCH] for i in range(0, len(keys), DECODE_BATCH)]
-    loader = DataLoader(samples, batch_sampler=blocks, num_workers=workers if len(blocks) > 8 else 0)
+    loader = Loader(samples, blocks, workers if len(blocks) > 8 else 0)
     images, labels, _, read = (torch.cat(c) for c in zip(*progress(loader, "decoding images"), strict=True))
     return images, labels, read
 

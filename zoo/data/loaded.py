@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from zoo.data.batch import Batch
+from zoo.data.loader import Loader
 from zoo.data.plan import BatchPlan
 from zoo.data.samples import Samples
 from zoo.data.settings import AugmentSettings
@@ -35,7 +35,7 @@ class LoadedImages:
     ) -> None:
         self.source, self.spec, self.augment, self.seed = source, spec, augment, seed
         self.device, self.workers = device, workers
-        self._evaluation: tuple[tuple[int, ...], DataLoader] | None = None
+        self._evaluation: tuple[tuple[int, ...], Loader] | None = None
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Batch]:
         """The parts of the steps [first, last) that the plan gives to this process, augmented."""
@@ -49,21 +49,21 @@ class LoadedImages:
             self._evaluation = share, self._evaluation_loader(*share)
         return self._read(self._evaluation[1])
 
-    def _evaluation_loader(self, batch_size: int, rank: int, world: int) -> DataLoader:
+    def _evaluation_loader(self, batch_size: int, rank: int, world: int) -> Loader:
         keys = [(0, i) for i in range(rank, len(self.source), world)]
         blocks = [keys[i : i + batch_size] for i in range(0, len(keys), batch_size)]
         return self._loader(eval_transform(self.spec), blocks, persistent=self.workers > 0)
 
-    def _loader(self, transform: Any, keys: Any, persistent: bool = False) -> DataLoader:
-        return DataLoader(
+    def _loader(self, transform: Any, keys: Any, persistent: bool = False) -> Loader:
+        return Loader(
             Samples(self.source, transform, self.seed),
-            batch_sampler=keys,
-            num_workers=self.workers,
+            keys,
+            self.workers,
             pin_memory=self.device.type == "cuda",
             persistent_workers=persistent,
         )
 
-    def _read(self, loader: DataLoader) -> Iterator[Batch]:
+    def _read(self, loader: Loader) -> Iterator[Batch]:
         for images, labels, index, read in loader:
             to = {"device": self.device, "non_blocking": True}
             yield Batch(images.to(**to), labels.to(**to), index, read)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from zoo.data.decoding import Unreadable
 from zoo.data.plan import Key
-from zoo.data.sources import Source, Unreadable
+from zoo.data.sources import Source
 from zoo.data.transforms import Transform
 
 Sample = tuple[Tensor, int, int, int]  # image, label, wanted index, index that was read
@@ -36,13 +37,14 @@ class Samples(Dataset):
         return len(self.source)
 
     def __getitem__(self, key: Key) -> Sample:
-        epoch, wanted = key
+        epoch, wanted, reason = *key, ""
         for step in range(len(self.source)):
             index = (wanted + step) % len(self.source)
             try:
                 image, label = self.source.read(index)
-            except Unreadable:
+            except Unreadable as error:
+                reason = f"{self.source.name(index)}: {error}"
                 continue
             seed_everything(self.seed, epoch, wanted)
             return self.transform(image), label, wanted, index
-        raise ValueError("not one image of the set can be read")
+        raise ValueError(f"not one of the {len(self)} images of the set can be read; the last is {reason}")

@@ -12,11 +12,11 @@ from tiny_video import SHAPE, clips_on_disk, tiny_pipeline, tiny_vae
 from torchvision.transforms.functional import center_crop, resize
 
 from zoo import config
+from zoo.data.decoding import Unreadable
 from zoo.data.latents import Latents
 from zoo.data.latents.encoders import encode_first_frames, latent_shape, scaled, scaling_of, unscaled
 from zoo.data.latents.extracting import extract
 from zoo.data.latents.settings import ExtractSettings
-from zoo.data.sources import Unreadable
 from zoo.data.video import Clips, ClipShape, MovingDigits, files, read_frames, write_video
 from zoo.data.video.clips import cover
 from zoo.data.video.files import about, read_video

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.transforms.functional import to_tensor
 
 from zoo.data.batch import check_unreadable
+from zoo.data.decoding import Unreadable, content, decode
 from zoo.data.latents.encoders import (
     IMAGE_LATENTS,
     Prompts,
@@ -22,8 +23,10 @@ from zoo.data.latents.encoders import (
 )
 from zoo.data.latents.manifest import Manifest, Writer
 from zoo.data.latents.settings import VIDEOS, EncodeSettings, ExtractSettings, ImageSettings
+from zoo.data.loader import Loader
 from zoo.data.progress import progress
-from zoo.data.sources import Unreadable, decode, load_rows, open_source
+from zoo.data.rows import load_rows, undecoded
+from zoo.data.sources import open_source
 from zoo.data.video.clips import Clips, ClipShape
 from zoo.data.video.digits import MovingDigits
 from zoo.eval.generation.images import center_crop
@@ -61,11 +64,7 @@ class Pictures(Dataset):
         if not self.settings.text_key:
             return self.source.read(number)
         row = self.rows[number]
-        image = row[self.settings.image_key] or {}
-        content = image.get("bytes") or image.get("path")
-        if content is None:
-            raise Unreadable("the row holds no image")
-        return decode(content), str(row[self.settings.text_key])
+        return decode(content(row[self.settings.image_key])), str(row[self.settings.text_key])
 
 
 class Videos(Dataset):
@@ -93,13 +92,8 @@ class Videos(Dataset):
 
 
 def _captioned(settings: ImageSettings) -> Any:
-    import datasets
-
     rows = load_rows(settings.source, settings.where, True)
-    for key in (settings.image_key, settings.text_key):
-        if key not in rows.column_names:
-            raise ValueError(f"{settings.where} has no column {key!r}; its columns are {', '.join(rows.column_names)}")
-    return rows.cast_column(settings.image_key, datasets.Image(decode=False))
+    return undecoded(rows, settings.where, settings.image_key, settings.text_key)
 
 
 def extract(settings: ExtractSettings) -> Manifest:
@@ -167,8 +161,7 @@ def _batches(
 ) -> Iterator[list[Item]]:
     numbers = list(range(first, len(pictures)))
     parts = [numbers[i : i + encode.batch_size] for i in range(0, len(numbers), encode.batch_size)]
-    loader: Any = DataLoader(pictures, batch_sampler=parts, num_workers=images.workers, collate_fn=_readable)
-    yield from loader
+    yield from Loader(pictures, parts, images.workers, _readable)
 
 
 def _readable(items: list[Item | None]) -> list[Item]:

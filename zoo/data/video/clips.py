@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.data.sources import Unreadable
+from zoo.data.decoding import Unreadable
 from zoo.data.video.files import VIDEO_FILES, about, read_frames
 
 CAPTIONS = "metadata.csv"  # with the column file_name, the layout of the Hugging Face folders of videos

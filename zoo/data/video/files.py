@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zoo.data.sources import Unreadable
+from zoo.data.decoding import Unreadable
 from zoo.train.record import replacing
 
 VIDEO_FILES = (".mp4", ".mov", ".mkv", ".webm", ".avi")

@@ -4,7 +4,6 @@ Batches are cut from the whole set before they are dealt out to the processes, s
 rounding error of the network, is the same however many processes there are.
 """
 
-import glob
 import os
 import re
 import zipfile
@@ -16,11 +15,11 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from zoo.data.sources import Unreadable, decode
+from zoo.data.decoding import IMAGE_FILES, Unreadable, content, decode
+from zoo.data.loader import Loader
+from zoo.data.rows import load_rows, undecoded
 
-IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm")
 VIDEO_FILES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif")
 Numbered = tuple[Tensor, Tensor]  # the numbers [B] int64 and the images [B, 3, H, W] uint8
 
@@ -81,24 +80,22 @@ class _Decoded:
         try:
             image = decode(self.raw(number))
         except Unreadable as error:
-            raise ValueError(f"image {number} of {self.name} cannot be read: {error}") from error
+            raise ValueError(f"{self.called(number)} cannot be read: {error}") from error
         if self.image_size:
             image = center_crop(image, self.image_size)
         return torch.tensor(number), torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
     def raw(self, number: int) -> Any:
-        """The bytes or the open file of one image."""
+        """The bytes or the path of one image."""
         raise NotImplementedError
+
+    def called(self, number: int) -> str:
+        """What messages call one image."""
+        return f"image {number} of {self.name}"
 
     def batches(self, size: int, rank: int, world: int) -> Iterator[Numbered]:
         parts = [list(range(i, min(i + size, self.count))) for i in range(0, self.count, size)]
-        loader: Any = DataLoader(
-            self,  # type: ignore[arg-type]
-            batch_sampler=parts[rank::world],
-            num_workers=self.workers,
-            collate_fn=self._stack,
-        )
-        yield from loader
+        yield from Loader(self, parts[rank::world], self.workers, self._stack)
 
     def _stack(self, items: list[Numbered]) -> Numbered:
         sizes = {tuple(image.shape[1:]) for _, image in items}
@@ -126,31 +123,20 @@ class Files(_Decoded):
     def raw(self, number: int) -> Any:
         return self.files[number].read_bytes()
 
+    def called(self, number: int) -> str:
+        return str(self.files[number])
+
 
 class Rows(_Decoded):
     """The image column of parquet files."""
 
     def __init__(self, where: str, image_size: int | None, image_key: str, workers: int) -> None:
-        try:
-            import datasets
-        except ImportError as error:
-            raise ValueError("parquet files need the package datasets: pip install 'hla-zoo[eval]'") from error
-        files = sorted(glob.glob(where, recursive=True))
-        if not files:
-            raise ValueError(f"there is no parquet file {where}")
-        rows: Any = datasets.load_dataset("parquet", data_files=files, split="train")
-        if image_key not in rows.column_names:
-            raise ValueError(f"{where} has no column {image_key!r}; its columns are {', '.join(rows.column_names)}")
-        self.rows = rows.select_columns([image_key]).cast_column(image_key, datasets.Image(decode=False))
-        self.image_key = image_key
+        rows = undecoded(load_rows("parquet", where, True), where, image_key)
+        self.rows, self.image_key = rows.select_columns([image_key]), image_key
         super().__init__(where, len(self.rows), image_size, workers)
 
     def raw(self, number: int) -> Any:
-        image = self.rows[number][self.image_key] or {}
-        content = image.get("bytes") or image.get("path")
-        if content is None:
-            raise Unreadable("the row holds no image")
-        return content
+        return content(self.rows[number][self.image_key])
 
 
 class Npz:

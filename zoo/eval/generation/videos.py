@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from zoo.data.decoding import IMAGE_FILES, Unreadable, decode
 from zoo.data.latents.encoders import decode_latents, load_vae, video_factors
-from zoo.data.sources import decode
 from zoo.data.video.clips import cover
 from zoo.data.video.files import read_video, write_video
-from zoo.eval.generation.images import IMAGE_FILES
 from zoo.eval.generation.outputs import PngFolder
 from zoo.eval.generation.samplers import (
     ClassSampler,
@@ -178,7 +177,7 @@ class VideoSampler(TextSampler):
         pipe, (frames, height, width) = self.pipeline, self.pixels
         extra: dict[str, Any] = dict(self.fixed)
         if self.images:
-            picture = np.array(decode(self.images[number % len(self.images)].read_bytes()))
+            picture = _pixels(self.images[number % len(self.images)])
             first = cover(picture[None], height, width)[:, 0].permute(1, 2, 0).numpy()
             extra["image"] = Image.fromarray(first)
         with only_own_noise(type(pipe.scheduler).__name__, pipe.device):
@@ -232,3 +231,11 @@ def _first_frames(folder: Path) -> list[Path]:
     if not found:
         raise ValueError(f"there are no images in sample.images={folder}")
     return found
+
+
+def _pixels(file: Path) -> np.ndarray:
+    """uint8 [H, W, 3]. Raises ValueError for a file that cannot be read."""
+    try:
+        return np.array(decode(str(file)))
+    except Unreadable as error:
+        raise ValueError(f"sample.images: {file} cannot be read: {error}") from error

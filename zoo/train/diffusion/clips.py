@@ -10,9 +10,9 @@ from torch import Tensor
 
 from zoo.data import BatchPlan
 from zoo.data.batch import check_unreadable
+from zoo.data.decoding import Unreadable
 from zoo.data.latents.reading import LABELS, Clean
 from zoo.data.progress import progress
-from zoo.data.sources import Unreadable
 from zoo.data.video.clips import Clips, ClipShape, NumberedClips
 from zoo.data.video.digits import MovingDigits
 from zoo.eval.generation.samplers import to_uint8

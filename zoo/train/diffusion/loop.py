@@ -8,9 +8,9 @@ from timm.scheduler.scheduler import Scheduler
 from torch import Tensor
 
 from zoo.data import BatchPlan
+from zoo.data.classes import same_classes
 from zoo.data.latents.reading import LABELS, Clean
 from zoo.data.samples import seed_everything
-from zoo.data.sources import same_classes
 from zoo.data.video.files import write_video
 from zoo.eval.generation.loading import compile_blocks
 from zoo.eval.generation.videos import grid_video, save_sheet
