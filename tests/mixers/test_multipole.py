@@ -171,8 +171,17 @@ def test_what_is_padded_is_not_read(form):
     assert_same(hk.multipole(*broken, **more, key_padding_mask=mask), y)
     assert not y[1, 20:].any()
     x = [t.requires_grad_() for t in (q, k, v)]
-    y = hk.multipole(*x, **more, key_padding_mask=mask_of(45, (45, 0)))
-    assert not y[1].any() and all(t.isfinite().all() for t in torch.autograd.grad(y.square().sum(), x))
+    for impl in ("auto", "reference"):
+        y = hk.multipole(*x, **more, key_padding_mask=mask_of(45, (45, 0)), impl=impl)
+        assert not y[1].any() and all(t.isfinite().all() for t in torch.autograd.grad(y.square().sum(), x))
+
+
+@pytest.mark.parametrize("degree", [0, 1, 2])
+def test_an_empty_batch(form, degree):
+    x = [t[:0].requires_grad_() for t in setting((6, 7), 2, 1)]
+    y = hk.multipole(*x, **options("uneven", degree))
+    assert y.shape == (0, 45, x[0].shape[2], x[2].shape[3])
+    assert [t.shape for t in torch.autograd.grad(y.sum(), x)] == [t.shape for t in x]
 
 
 def test_a_mixer_is_the_operator_on_rotated_tokens():

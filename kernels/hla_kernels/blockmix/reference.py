@@ -36,7 +36,10 @@ def reference(
     turned_q, turned_k = (x if rotary is None else turn(x, *rotary, options.rotary_half) for x in (q, k))
     y = weights(turned_q, turned_k, mixing, options, mask) @ v.transpose(1, 2)
     if options.normalize:
-        y = y / (weights(q, k, mixing, options, mask).sum(-1, keepdim=True) + options.eps)
+        total = weights(q, k, mixing, options, mask).sum(-1, keepdim=True)
+        if mask is not None:
+            total = total.where(mask[:, None, :, None], 1)  # the gradient of 0 / 0 is NaN, also where nothing reads it
+        y = y / (total + options.eps)
     return real(y.transpose(1, 2), mask).contiguous()
 
 

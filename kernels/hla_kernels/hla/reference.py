@@ -36,6 +36,8 @@ def reference(
     w = weights(op, q, k, past, average, options, gamma, coefficients)
     y, total = w @ v, w.sum(-1, keepdim=True)
     if options.normalize:
+        if mask is not None:
+            total = total.where(mask[:, None, :, None], 1)  # the gradient of 0 / 0 is NaN, also where nothing reads it
         y = y / (total + options.eps)
     y = real(y.transpose(1, 2), mask).transpose(1, 2)
     if options.mean_path:

@@ -231,6 +231,22 @@ def test_masked_tokens_are_not_read(order, poison):
             assert_same(a, b, 1e-9)
 
 
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_sample_without_real_tokens(order, impl):
+    """Zeros and zero gradients without eps, the other sample as if alone."""
+    layout = LAYOUTS["odd"]
+    x, mask = [t.requires_grad_() for t in inputs(layout)], torch.ones(2, sizes(layout)[0], dtype=torch.bool)
+    mask[0], mask[1, 5] = False, False
+    options = {**layout, **RATIO, "order": order, "eps": 0.0}
+    y = hk.mhla(*x, **options, token_mask=mask, impl=impl)
+    alone = hk.mhla(*(t[1:] for t in x[:3]), x[3], **options, token_mask=mask[1:])
+    assert not bool(y[~mask].any())
+    assert_same(y[1:], alone)
+    for a, b in zip(*(torch.autograd.grad(o.square().sum(), x) for o in (y, alone)), strict=True):
+        assert_same(a, b, 1e-9)
+
+
 @pytest.mark.parametrize("heads", [False, True])
 @pytest.mark.parametrize(("order", "layout", "options"), ALL)
 def test_gradients(order, layout, options, heads):

@@ -53,7 +53,7 @@ def by_blocks(x: Heads, field: Field, degree: int) -> Tensor:
     far, near = fields(x, field, table, degree)
     m, width = table.tokens.shape
     numbers = x.q.shape[0] * x.q.shape[1] * width * (m * width_of(x.q.shape[-1], degree) + 3 * table.halo.shape[1])
-    step = m if torch.compiler.is_compiling() else max(1, BLOCK // numbers)  # a compiler chooses what it keeps
+    step = m if torch.compiler.is_compiling() else max(1, BLOCK // max(1, numbers))  # a compiler chooses what it keeps
     parts = []
     for i in range(0, m, step):
         some = Near._make(t.narrow(-3, i, min(step, m - i)) for t in near)
