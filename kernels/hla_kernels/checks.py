@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -291,7 +291,7 @@ def check_state(
     check_names(state)
     state = state.unpack()
     check_contents(state, sizes, device)
-    check_finite(state)
+    check_finite(state.tensors)
     # comparing values would wait for a device and is impossible in a graph
     if gamma is None or torch.compiler.is_compiling() or gamma.device.type != "cpu":
         return state
@@ -316,26 +316,39 @@ def check_names(state: State) -> None:
     """Raise ValueError unless the state holds exactly the tensors of its operator and options: no name is missing and
     none is foreign, and the summaries of `merge` are there all or not at all."""
     some = any(name in state.tensors for name in _summary_names(state))
-    want = set(contents(state.op, state.options, Sizes(1, 1, 1, 1, 1), some))
-    if set(state.tensors) != want:
+    check_held(state.op, state.n, state.tensors, contents(state.op, state.options, Sizes(1, 1, 1, 1, 1), some))
+
+
+def check_held(op: str, n: Any, tensors: dict[str, Tensor], want: Iterable[str]) -> None:
+    """Raise ValueError unless the state of an operator has a 0-d integer n and holds tensors of exactly these names."""
+    if set(tensors) != set(want):
         raise ValueError(
-            f"A state of {state.op} with these options holds the tensors {', '.join(sorted(want))}, "
-            f"got {', '.join(sorted(state.tensors)) or 'none'}."
+            f"A state of {op} with these options holds the tensors {', '.join(sorted(want))}, "
+            f"got {', '.join(sorted(tensors)) or 'none'}."
         )
-    if not all(isinstance(x, Tensor) for x in (state.n, *state.tensors.values())):
+    if not all(isinstance(x, Tensor) for x in (n, *tensors.values())):
         raise ValueError("The state's n and tensors must be tensors.")
-    if state.n.dim() != 0 or state.n.dtype.is_floating_point:
-        raise ValueError(f"The state's n must be a 0-d integer tensor, got {state.n.dtype} {tuple(state.n.shape)}.")
+    if n.dim() != 0 or n.dtype.is_floating_point:
+        raise ValueError(f"The state's n must be a 0-d integer tensor, got {n.dtype} {tuple(n.shape)}.")
 
 
 def check_contents(state: State, sizes: Sizes, device: torch.device) -> None:
     """Raise ValueError unless every tensor of an unpacked state has the shape these sizes give it, and its device."""
     some = any(name in state.tensors for name in _summary_names(state))
-    for name, want in contents(state.op, state.options, sizes, some).items():
-        x = state.tensors[name]
-        if tuple(x.shape) != want:
-            raise ValueError(f"The state's {name} has shape {tuple(x.shape)}, these tokens need {want}.")
-    for name, x in (("n", state.n), *state.tensors.items()):
+    check_shapes(state.tensors, contents(state.op, state.options, sizes, some))
+    check_devices(state.n, state.tensors, device)
+
+
+def check_shapes(tensors: dict[str, Tensor], want: dict[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless every tensor of a state has the shape that the tokens need."""
+    for name, shape in want.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(f"The state's {name} has shape {tuple(tensors[name].shape)}, these tokens need {shape}.")
+
+
+def check_devices(n: Tensor, tensors: dict[str, Tensor], device: torch.device) -> None:
+    """Raise ValueError unless a state is on the device of the tokens."""
+    for name, x in (("n", n), *tensors.items()):
         if x.device != device:
             raise ValueError(f"The state's {name} is on {x.device}, the tokens are on {device}.")
 
@@ -344,15 +357,16 @@ def _summary_names(state: State) -> tuple[str, ...]:
     return summaries_of(state.op, state.options) if state.options.causal else ()
 
 
-def check_finite(state: State) -> None:
+def check_finite(tensors: dict[str, Tensor]) -> None:
     """Raise ValueError on NaN or Inf in a state; skipped while compiling, exporting or capturing a graph. One flag for
     all tensors, so that the host waits for a device once."""
-    if torch.compiler.is_compiling():
+    first = next(iter(tensors.values()))
+    if torch.compiler.is_compiling() or first.is_meta:
         return
-    if state.n.is_meta or (state.n.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if first.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    flags = torch.stack([torch.isfinite(x).all() for x in state.tensors.values()])
+    flags = torch.stack([torch.isfinite(x).all() for x in tensors.values()])
     if bool(flags.all()):
         return
-    name = list(state.tensors)[flags.tolist().index(False)]
+    name = list(tensors)[flags.tolist().index(False)]
     raise ValueError(f"The state's {name} holds NaN or Inf: earlier tokens overflowed or were not finite.")

@@ -68,7 +68,7 @@ def prepare(
         raise ValueError("token_mask needs causal=False: a causal token never sees what comes after it.")
     _check_rotary(rotary, q)
     if state is not None:
-        check_state(state, kept, k, v)
+        check_state(state, kept, q, k, v)
     tables = None if rotary is None else (rotary[0], rotary[1])
     return BlockCall(q, k, v, mixing, kept, token_mask, tables, state, return_state)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 MOMENTS = {"la": ("P",), "ahla": ("R", "P", "E"), "hla2": ("S", "C", "E")}
+OF_QUERIES, OF_FEATURES = ("R", "C", "E"), ("R", "S")  # with a query in them; F x F
 Moments = tuple[Tensor, ...]
 
 

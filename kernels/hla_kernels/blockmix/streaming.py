@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..checks import check_devices, check_finite, check_held, check_shapes
+from ..features import feature_width
 from ..hla.layout import to_tokens
 from . import causal
 from .layout import Layout, block_slots, block_table
@@ -45,7 +47,7 @@ class BlockState:
         return sum(x.numel() * x.element_size() for x in self.tensors.values())
 
 
-def check_state(state: object, options: BlockOptions, k: Tensor, v: Tensor) -> None:
+def check_state(state: object, options: BlockOptions, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless `state` is one that a call with these options and sizes continues."""
     if not isinstance(state, BlockState):
         raise ValueError(f"state must be a BlockState returned by mhla with return_state, got {type(state).__name__}.")
@@ -57,16 +59,40 @@ def check_state(state: object, options: BlockOptions, k: Tensor, v: Tensor) -> N
             f"The state has blocks of the layout {tuple(state.options.layout)}, which do not begin where those of "
             f"{tuple(options.layout)} do."
         )
-    shape = state.tensors[causal.MOMENTS[options.order][-1]].shape
-    if (shape[0], shape[1], shape[-1]) != (k.shape[0], k.shape[2], v.shape[3]):
-        raise ValueError(f"The state's last moment has shape {tuple(shape)}, which is not that of these tokens.")
+    check_held("mhla", state.n, state.tensors, _names(options))
+    check_shapes(state.tensors, _shapes(state, q, k, v))
+    check_devices(state.n, state.tensors, q.device)
+    check_finite(state.tensors)
     if torch.compiler.is_compiling() or state.n.device.type != "cpu":
         return
+    if int(state.n) < 0:
+        raise ValueError(f"The state's n must be the number of its tokens, got {int(state.n)}.")
     if int(state.n) + k.shape[1] > options.layout.n_tokens:
         raise ValueError(
             f"The grid {options.layout.grid} holds {options.layout.n_tokens} tokens, the state has {int(state.n)} and "
             f"{k.shape[1]} more came; give a longer grid with as many more blocks, and a mixing for them."
         )
+
+
+def _names(options: BlockOptions) -> list[str]:
+    """The tensors of a state: moments, and with the ratio those of v = 1."""
+    names = causal.MOMENTS[options.order]
+    return [*names, *(f"z{name}" for name in names if options.normalize)]
+
+
+def _shapes(state: BlockState, q: Tensor, k: Tensor, v: Tensor) -> dict[str, tuple[int, ...]]:
+    """Their shapes [B, Hk, 1 or G, M, F, F or Dv]. What queries enter has one entry for each of them, and so has a
+    moment of keys that were turned by the angles of each query head."""
+    options, (b, _, heads, d) = state.options, q.shape
+    group, f = heads // k.shape[2], feature_width(d, options.feature_map)
+    shapes = {}
+    for name in _names(options):
+        x = state.tensors[name]
+        turned = x.dim() == 6 and x.shape[2] == group and not name.startswith("z")
+        own = name[-1] in causal.OF_QUERIES or turned
+        columns = f if name[-1] in causal.OF_FEATURES else 1 if name.startswith("z") else v.shape[3]
+        shapes[name] = (b, k.shape[2], group if own else 1, options.layout.n_blocks, f, columns)
+    return shapes
 
 
 def _starts(layout: Layout) -> list[int]:
@@ -83,7 +109,8 @@ def stream(
     p = prepare_heads(q, k, v, mixing, options, None, rotary)
     n = torch.zeros((), dtype=torch.int64, device=q.device) if state is None else state.n
     place = Place(options, n, q.shape[1])
-    before = {} if state is None else {name: _grow(x, options.layout.n_blocks) for name, x in state.tensors.items()}
+    given = {} if state is None else state.tensors
+    before = {name: _grow(x.to(p.v.dtype), options.layout.n_blocks) for name, x in given.items()}
     names = causal.MOMENTS[options.order]
     y, moments = place.step(p, *(p.turned or (p.phi_q, p.phi_k)), p.v, [before[name] for name in names if before])
     after = dict(zip(names, moments, strict=True))

@@ -127,8 +127,48 @@ def test_refusals(changes, sentence):
         hk.mhla(*x, m, **{**UNEVEN, "causal": True, "state": state, **changes})
 
 
-def test_another_batch_is_refused():
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_only_the_state_of_the_call_continues_it(order, normalize):
+    """As for `State`: names, shapes also where another size would broadcast, count, device, finite numbers."""
     *x, m = inputs(UNEVEN)
-    _, state = hk.mhla(*(t[:1, :3] for t in x), m, **UNEVEN, causal=True, return_state=True)
-    with pytest.raises(ValueError, match="not that of these tokens"):
-        hk.mhla(*(t[:, :3] for t in x), m, **UNEVEN, causal=True, state=state)
+    x = [t[:, :3] for t in x]
+    options = {**UNEVEN, "order": order, "normalize": normalize, "causal": True}
+    _, state = hk.mhla(*x, m, **options, return_state=True)
+
+    def refused(sentence, tensors=None, tokens=x, n=state.n):
+        with pytest.raises(ValueError, match=sentence):
+            hk.mhla(*tokens, m, **options, state=hk.BlockState(state.options, n, tensors or state.tensors))
+
+    for name, t in state.tensors.items():
+        rest = {other: y for other, y in state.tensors.items() if other != name}
+        refused("holds the tensors", rest or {"Q": t})
+        refused("must be tensors", {**rest, name: t.tolist()})
+        refused(f"The state's {name} holds NaN or Inf", {**rest, name: t / 0})
+        refused(f"The state's {name} is on meta", {**rest, name: t.to("meta")})
+        refused(f"The state's {name} has shape", {**rest, name: t[0]})
+        turned = name == "S" or (name == "P" and order != "hla2")  # by the angles of each query head
+        for axis in range(6):
+            if axis == 2 and turned:
+                continue
+            bad = t.narrow(axis, 0, 1) if t.shape[axis] > 1 else torch.cat([t, t], axis)
+            refused(f"The state's {name} has shape", {**rest, name: bad})
+    refused("holds the tensors", {**state.tensors, "G": torch.ones(1)})
+    refused("0-d integer", n=torch.tensor([3]))
+    refused("number of its tokens", n=torch.tensor(-1))
+    for change in ({"h": 2}, {"h": 8}, {"b": 1}, {"hk": 4}, {"d": 4}, {"dv": 2}):
+        if order == "la" and "h" in change:  # moments of keys alone are those of any number of query heads
+            continue
+        tokens = [t[:, :3] for t in inputs(UNEVEN, **change)[:3]]
+        refused("has shape", tokens=tokens)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_state_of_another_precision_continues(order):
+    *x, m = inputs(UNEVEN)
+    options = {**UNEVEN, "order": order, "causal": True}
+    for first, then in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
+        _, state = hk.mhla(*(t[:, :9].to(first) for t in x), m, **options, return_state=True)
+        found = hk.mhla(*(t[:, 9:].to(then) for t in x), m, **options, state=state)
+        assert found.dtype == then
+        assert_same(found.double(), hk.mhla(*x, m, **options)[:, 9:], 1e-5)

@@ -133,8 +133,8 @@ def test_finite_is_one_flag(op):
     """The host waits once for a good state; a bad one is named."""
     _, state = getattr(hk, op)(*tokens(5), *extra(op), mean_path=True, return_state=True)
     with Syncs() as mode:
-        check_finite(state)
+        check_finite(state.tensors)
     assert mode.count == 1
     for name, x in state.tensors.items():
         with pytest.raises(ValueError, match=f"The state's {name} holds NaN or Inf"):
-            check_finite(with_(state, **{name: x / 0}))
+            check_finite(with_(state, **{name: x / 0}).tensors)

@@ -48,7 +48,7 @@ def read(q: Tensor, state: State, coefficients: Tensor | None = None) -> Tensor:
     state = state.unpack()
     _check_read(q, state)
     check_coefficients(state.op, coefficients, q.shape[2], q.device)
-    check_finite(state)
+    check_finite(state.tensors)
     n_key_heads = state.tensors[MOMENTS[state.op][0]].shape[1]
     qh = feature(to_heads(q, n_key_heads, compute_dtype(q.dtype)), state.options.feature_map)
     return to_tokens(_read(qh, state, coefficients, n_key_heads), q.dtype)
