@@ -164,7 +164,8 @@ class RunBasics:
 
     folder: where everything is written
     seed: seed of weights, order, augmentation and noise
-    resume: continue the last checkpoint of the folder, if it has one
+    resume: continue from the newest checkpoint of the folder, if it has one; or from that of a step, such as 2000,
+      setting newer ones aside under another name
     precision: fp32, bf16 or fp16
     compile: compile the model with torch.compile, block by block; a timm model embeds patches by a product of matrices
     keep: how many checkpoints stay
@@ -173,7 +174,7 @@ class RunBasics:
 
     folder: str = "runs/train"
     seed: int = 0
-    resume: bool = False
+    resume: bool | int = False
     precision: str = "fp32"
     compile: bool = False
     keep: int = 2

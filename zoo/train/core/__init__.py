@@ -22,8 +22,10 @@ from zoo.data import BatchPlan, check_unreadable
 from zoo.data.progress import progress
 from zoo.data.samples import seed_everything
 from zoo.train.core.annealing import Annealing
-from zoo.train.core.checkpoint import begin_folder, check_folder, last_checkpoint, load_checkpoint, save_checkpoint
+from zoo.train.core.checkpoint import choose_checkpoint, load_checkpoint, save_checkpoint, set_aside, step_of, way_out
 from zoo.train.core.clock import Clock
+from zoo.train.core.errors import DamagedCheckpoint
+from zoo.train.core.folder import CHECKPOINTS, begin_folder, check_folder
 from zoo.train.core.processes import create_accelerator, placed, prepare
 from zoo.train.core.sharding import Average, blank, gathered, whole
 from zoo.train.core.update import Updater
@@ -77,7 +79,7 @@ class Run(ABC):
         self.bad: set[int] = set()
         models = [self.model, *([ema.module] if ema else [])]
         self.anneal = Annealing(models, optim.anneal, optim.ridge, self.last_step, accelerator.device)
-        self._continue(last_checkpoint(settings))
+        self._continue(choose_checkpoint(self.folder / CHECKPOINTS, settings.run.resume))
         self.anneal(self.step)
         if accelerator.is_main_process:
             begin_folder(settings)
@@ -256,14 +258,30 @@ class Run(ABC):
                 "meters": {name: list(total) for name, total in totals.items()},
                 "bad": sorted(self.bad),
             }
-            where, keep = self.folder / "checkpoints", self.settings.run.keep
+            where, keep = self.folder / CHECKPOINTS, self.settings.run.keep
             save_checkpoint(where, self.step, weights, average, self.header, state, keep)
 
     def _continue(self, checkpoint: Path | None) -> None:
         if checkpoint is None:
             return
+        try:
+            self._load(checkpoint)
+        except DamagedCheckpoint as error:
+            raise ValueError(f"{error}; {way_out(checkpoint)}") from error
+        self.accelerator.wait_for_everyone()  # each process has read it
+        aside = set_aside(checkpoint) if self.main else []
+        where = f", newer ones set aside as {', '.join(str(path) for path in aside)}" if aside else ""
+        at = f"at step {self.step} of {self.last_step}{where}"
+        self.accelerator.print(f"continuing {self.folder} {at}", flush=True)
+
+    def _load(self, checkpoint: Path) -> None:
+        if step_of(checkpoint) > self.last_step:
+            raise DamagedCheckpoint(f"the checkpoint {checkpoint} is of a step beyond the last, {self.last_step}")
         state = load_checkpoint(checkpoint, self.model, self.ema.module if self.ema else None)
-        self.update.load(state["optimizer"])
+        try:
+            self.update.load(state["optimizer"])
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"the checkpoint {checkpoint} is damaged: {error}") from error
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.step, self.seconds = state["step"], state["seconds"]
@@ -271,7 +289,6 @@ class Run(ABC):
         for name, (total, count) in state["meters"].items():
             self.meters[name] = meter = AverageMeter()
             meter.sum, meter.count = torch.tensor(total, device=self.accelerator.device), count
-        self.accelerator.print(f"continuing {self.folder} at step {self.step} of {self.last_step}", flush=True)
 
     def _finish(self) -> dict[str, Any]:
         """Write the final weights, the curves and the result."""

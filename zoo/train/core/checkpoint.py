@@ -1,8 +1,8 @@
-"""Checkpoints of a run: complete or absent, never half-written.
+"""Checkpoints of a run: complete or absent, never half-written, and compared with what was written when they are read.
 
-A checkpoint is a folder `step-00001234` with model.safetensors, ema.safetensors (if there is an average) and state.pt
-(optimiser, gradient scaler, counters; tensors and plain values only). It is written under another name and renamed at
-the end.
+A checkpoint is a folder `step-00001234` with model.safetensors, ema.safetensors (if there is an average), state.pt
+(optimiser, gradient scaler, counters; tensors and plain values only) and manifest.json. It is written under another
+name and renamed at the end.
 """
 
 import os
@@ -10,52 +10,30 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from pickle import UnpicklingError
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zoo import config
+from zoo.train.core.errors import DamagedCheckpoint
+from zoo.train.core.manifest import FORMAT, MANIFEST, check_manifest, write_manifest
 from zoo.train.core.sharding import spread
 from zoo.train.model import WEIGHTS, fill, read_weights, save_tensors
-from zoo.train.settings import CHANGEABLE
 
 EMA_WEIGHTS = "ema.safetensors"
 STATE = "state.pt"
-CONFIG = "config.yaml"
-
-
-def check_folder(settings: Any) -> None:
-    """Raise ValueError when `run.folder` holds a run and `run.resume` is not set, or one with another
-    configuration."""
-    folder = Path(settings.run.folder)
-    file = folder / CONFIG
-    if not file.exists() and last_checkpoint(settings):
-        raise ValueError(f"{folder} holds checkpoints but no {CONFIG}: choose another run.folder")
-    if not file.exists():
-        return
-    if not settings.run.resume:
-        raise ValueError(
-            f"{folder} already holds a run; set run.resume=true to continue it or choose another run.folder"
-        )
-    changed = config.differences(config.load(type(settings), file), settings, ignore=CHANGEABLE)
-    if changed:
-        raise ValueError(f"{folder} holds a run with another configuration; they differ in {', '.join(changed)}")
-
-
-def begin_folder(settings: Any) -> None:
-    """Write the configuration of a new run, once everything it names was found."""
-    file = Path(settings.run.folder) / CONFIG
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        config.save(settings, file)
-
-
-def last_checkpoint(settings: Any) -> Path | None:
-    """The newest checkpoint to continue from, or None for a run that begins."""
-    found = list_checkpoints(Path(settings.run.folder) / "checkpoints")
-    return found[-1] if found else None
+ASIDE = "aside-"  # in the names of checkpoints from which no run continues
+STATE_TYPES: dict[str, Any] = {
+    "optimizer": dict,
+    "scaler": (dict, NoneType),
+    "step": int,
+    "seconds": (int, float),
+    "counts": dict,
+    "meters": dict,
+    "bad": list,
+}
+COUNTS = {"skipped", "skipped_in_a_row", "clipped"}
 
 
 def save_checkpoint(
@@ -73,47 +51,144 @@ def save_checkpoint(
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob("writing-*"):  # by a run that was killed
-        shutil.rmtree(left)
+        _remove(left)
     final = folder / f"step-{step:08d}"
     temporary = Path(tempfile.mkdtemp(prefix="writing-", dir=folder))
     temporary.chmod(0o755)  # mkdtemp makes it private
+    header = {**header, "step": str(step)}
     save_tensors(weights, header, temporary / WEIGHTS)
     if average is not None:
         save_tensors(average, header, temporary / EMA_WEIGHTS)
-    torch.save(state, temporary / STATE)
+    torch.save({"format": FORMAT, **state}, temporary / STATE)
+    write_manifest(temporary, step)
     for file in temporary.iterdir():
         _sync(file)
     if final.exists():
-        shutil.rmtree(final)
+        _remove(final)
     os.replace(temporary, final)
+    _sync(folder)
     for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        _remove(old)
     return final
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first."""
     found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of steps that were done when a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def choose_checkpoint(folder: Path, resume: bool | int) -> Path | None:
+    """The checkpoint in `folder` to continue from: of the step `resume`, or for True the newest; None for a run that
+    begins. Raises ValueError when that step has none."""
+    found = list_checkpoints(folder)
+    if isinstance(resume, bool):
+        return found[-1] if found else None
+    chosen = next((path for path in found if step_of(path) == resume), None)
+    if chosen is None:
+        steps = ", ".join(str(step_of(path)) for path in found) or "no step"
+        raise ValueError(f"run.resume={resume}: {folder} has no checkpoint of that step; it has those of {steps}")
+    return chosen
+
+
+def set_aside(checkpoint: Path) -> list[Path]:
+    """Rename the checkpoints that are newer than this one, so that nothing continues from them or counts them. Returns
+    their new paths; what was set aside under the same name before is deleted."""
+    newer = [p for p in list_checkpoints(checkpoint.parent) if step_of(p) > step_of(checkpoint)]
+    renamed = [path.with_name(ASIDE + path.name) for path in newer]
+    for path, name in zip(newer, renamed, strict=True):
+        if name.exists():
+            _remove(name)
+        path.rename(name)
+    return renamed
 
 
 def load_checkpoint(path: Path, model: nn.Module, ema: nn.Module | None) -> dict[str, Any]:
-    """Fill `model` and `ema` from a checkpoint and return its state. Raises ValueError when a file is missing or
-    truncated."""
-    for part, name in ((model, WEIGHTS), (ema, EMA_WEIGHTS)):
-        if part is not None:
-            weights, own = read_weights(path / name), part.state_dict()
-            fill(part, {k: spread(v, own.get(k)) for k, v in weights.items()}, str(path))
-    file = path / STATE
+    """Fill `model` and `ema` from a checkpoint and return its state. Raises DamagedCheckpoint, and ValueError for
+    weights that do not fit the model."""
+    weights, state = read_checkpoint(path, [WEIGHTS, *([EMA_WEIGHTS] if ema is not None else [])])
+    for part, found in zip((model, ema), weights.values(), strict=False):
+        assert part is not None
+        own = part.state_dict()
+        fill(part, {k: spread(v, own.get(k)) for k, v in found.items()}, str(path))
+    return state
+
+
+def read_checkpoint(path: Path, names: list[str]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """({file: weights}, state) of a checkpoint. Raises DamagedCheckpoint when a file is missing, not as it was written,
+    or of another step."""
+    complete = check_manifest(path, step_of(path))
+    state = _read_state(path)
+    if state.get("format") is not None and not complete:
+        raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {MANIFEST} is missing")
+    _check_state(path, state)
+    weights = {}
+    for name in names:
+        try:
+            weights[name] = read_weights(path / name)
+        except ValueError as error:
+            raise DamagedCheckpoint(str(error)) from error
+    return weights, state
+
+
+def way_out(path: Path) -> str:
+    """What to do when a checkpoint is damaged: the newest intact one before it, or that there is none."""
+    for older in reversed(list_checkpoints(path.parent)):
+        if step_of(older) >= step_of(path):
+            continue
+        names = [name for name in (WEIGHTS, EMA_WEIGHTS) if (older / name).exists()]
+        try:
+            read_checkpoint(older, names)
+        except DamagedCheckpoint:
+            continue
+        step = step_of(older)
+        return f"run.resume={step} continues from the newest intact one before it, and sets newer ones aside"
+    return "no other checkpoint before it is intact: choose another run.folder to begin anew"
+
+
+def _read_state(path: Path) -> dict[str, Any]:
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"the checkpoint {file} is truncated or damaged ({reason}); delete {path} to continue from the one before"
-        ) from error
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged archives and pickles raise whatever their bytes lead to
+        reason = "is missing" if isinstance(error, FileNotFoundError) else "is truncated or damaged"
+        raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {STATE} {reason}") from error
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {STATE} holds a {type(state).__name__}, no dict")
+    return state
 
 
-def _sync(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
+def _check_state(path: Path, state: dict[str, Any]) -> None:
+    """Raise DamagedCheckpoint unless `state` has what `save_checkpoint` was given, of the right types."""
+    wrong = [k for k, kind in STATE_TYPES.items() if k not in state or not _is(state[k], kind)]
+    if not wrong:
+        wrong += ["counts"] * (
+            state["counts"].keys() != COUNTS or not all(_is(v, int) for v in state["counts"].values())
+        )
+        wrong += ["meters"] * (not all(_is(v, list) and len(v) == 2 for v in state["meters"].values()))
+        wrong += ["bad"] * (not all(_is(v, int) for v in state["bad"]))
+    if wrong:
+        raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {STATE} has no {wrong[0]!r}, or a wrong one")
+    if state["step"] != step_of(path):
+        raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {STATE} is of step {state['step']}")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

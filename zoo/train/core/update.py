@@ -1,6 +1,7 @@
 """From the loss to new weights: gradients, clipped; what is not finite is skipped, averaged, counted, saved."""
 
 import contextlib
+import itertools
 import math
 from typing import Any
 
@@ -10,8 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from zoo.train.core.errors import DamagedCheckpoint
 from zoo.train.core.sharding import Average, gathered, spread_states
 from zoo.train.optim import new_parameters
+
+LAYOUTS = ("in one piece, not by DeepSpeed", "by DeepSpeed, in flat parts")
 
 
 class Updater:
@@ -25,6 +29,8 @@ class Updater:
     wrapped: the model as accelerate prepared it.  norm: gradient norm of the last step that `settle` has read.
     counts: of those steps, how many were skipped, skipped in a row up to the last one, and clipped.
     """
+
+    layout = "whole"  # of the optimiser's state in checkpoints, or "flat"
 
     def __init__(
         self,
@@ -104,14 +110,53 @@ class Updater:
                 )
 
     def states(self, keep: bool) -> dict[str, Any]:
-        """The state of the optimiser, whole; see `gathered`. Every process."""
-        return gathered(self.optimizer.state_dict(), keep)
+        """The state of the optimiser, whole (see `gathered`), and the parameters that it belongs to. Every process."""
+        return {**gathered(self.optimizer.state_dict(), keep), "layout": self.layout, "parameters": self._described()}
 
     def load(self, states: dict[str, Any]) -> None:
-        """Go on from weights that were loaded and this state of the optimiser. Raises ValueError for one that DeepSpeed
-        saved."""
-        groups = states["param_groups"], self.inner.param_groups
-        theirs, ours = ([len(group["params"]) for group in found] for found in groups)
-        if theirs != ours:
-            raise ValueError("the checkpoint was made by DeepSpeed, in flat parts; continue it as it was made")
-        self.optimizer.load_state_dict(spread_states(states, self.optimizer))
+        """Go on from weights that were loaded and this state of the optimiser.
+
+        Raises DamagedCheckpoint for the state of other parameters; ValueError for one that DeepSpeed saved, or that it
+        did not save where it goes on.
+        """
+        theirs, ours = states.get("parameters"), self._described()
+        if theirs is not None and theirs != ours:
+            raise DamagedCheckpoint(f"its state.pt is of another model: it {_difference(theirs, ours)}")
+        if states.get("layout", self.layout) != self.layout:
+            raise ValueError(f"the checkpoint was made {LAYOUTS[self.layout == 'whole']}; continue it as it was made")
+        self._load({k: v for k, v in states.items() if k not in ("parameters", "layout")})
+
+    def _described(self) -> list[list[Any]]:
+        """[name, shape, type] of each trained parameter, in the order of the optimiser."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        trained = (p for group in self.optimizer.param_groups for p in group["params"])
+        return [[names[id(p)], list(p.shape), str(p.dtype)] for p in trained]
+
+    def _load(self, states: dict[str, Any]) -> None:
+        groups = self.inner.param_groups
+        try:
+            counts = [len(group["params"]) for group in states["param_groups"]]
+            if counts != [len(group["params"]) for group in groups]:
+                raise ValueError("the checkpoint was made by DeepSpeed, in flat parts; continue it as it was made")
+            self._check_moments(states["state"])
+            self.optimizer.load_state_dict(spread_states(states, self.optimizer))
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise DamagedCheckpoint("the state of the optimiser in its state.pt is not one") from error
+
+    def _check_moments(self, states: dict[int, dict[str, Any]]) -> None:
+        """torch's fused optimisers trust the shapes of moments, and read beyond the end of those that are smaller."""
+        parameters = [p for group in self.inner.param_groups for p in group["params"]]
+        for i, state in states.items() if self.skips_on_device else ():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.ndim and value.shape != parameters[i].shape:
+                    have, want = list(value.shape), list(parameters[i].shape)
+                    raise DamagedCheckpoint(f"its state.pt has {name} of {have} for a parameter of {want}")
+
+
+def _difference(theirs: list[Any], ours: list[Any]) -> str:
+    """The first parameter in which two lists of `Updater._described` differ, in words."""
+    for there, here in itertools.zip_longest(theirs, ours):
+        if there != here:
+            have, want = ("nothing" if x is None else f"{x[0]} of {x[1]}, {x[2]}," for x in (there, here))
+            return f"has {have} where the model has {want.rstrip(',')}"
+    return "is the same"

@@ -41,6 +41,8 @@ def configure(settings: Any, accelerator: Accelerator) -> None:
 class ZeroUpdater(Updater):
     """The same by DeepSpeed's engine, which is what accelerate makes of the model."""
 
+    layout = "flat"
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.flat: Any = self.inner.optimizer  # torch's, on this process's part of each group in one row
@@ -78,9 +80,13 @@ class ZeroUpdater(Updater):
         for i, p in enumerate(self._parts()):
             whole = {k: gather(v) if v.shape == p.shape else v for k, v in states["state"].get(i, {}).items()}
             found[i] = {k: v.cpu() if keep else v.new_empty(0) for k, v in whole.items()}
-        return {**states, "state": found}
+        return {**states, "state": found, "layout": self.layout, "parameters": self._described()}
 
-    def load(self, states: dict[str, Any]) -> None:
+    def _described(self) -> list[list[Any]]:
+        named = self.model.named_parameters()  # the engine holds them in flat parts
+        return [[name, list(p.shape), str(p.dtype)] for name, p in named if p.requires_grad]
+
+    def _load(self, states: dict[str, Any]) -> None:
         """Raises ValueError for a state that was not saved by DeepSpeed in as many processes."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         parts, found = self._parts(), dict[int, dict[str, Any]]()
