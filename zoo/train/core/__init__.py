@@ -24,10 +24,10 @@ from zoo.data.samples import seed_everything
 from zoo.train.core.annealing import Annealing
 from zoo.train.core.checkpoint import choose_checkpoint, load_checkpoint, save_checkpoint, set_aside, step_of, way_out
 from zoo.train.core.clock import Clock
-from zoo.train.core.errors import DamagedCheckpoint
+from zoo.train.core.errors import DamagedCheckpoint, TrainingFailed
 from zoo.train.core.folder import CHECKPOINTS, begin_folder, check_folder
 from zoo.train.core.processes import create_accelerator, placed, prepare
-from zoo.train.core.sharding import Average, blank, gathered, whole
+from zoo.train.core.sharding import Average, all_finite, blank, gathered, whole
 from zoo.train.core.update import Updater
 from zoo.train.core.zero import ZeroUpdater
 from zoo.train.optim import create_optimizer
@@ -44,8 +44,8 @@ class Run(ABC):
     `accelerator.prepare`.  plan: which samples each step sees.  last_step: number of steps.  metric: the key of the
     evaluation that the curves show, and what it is.
 
-    Raises ValueError for settings that contradict themselves, the data or a checkpoint; RuntimeError when training
-    fails.
+    Raises ValueError for settings that contradict themselves, the data or a checkpoint; TrainingFailed, which is one
+    too, when weights or losses do not stay finite: the checkpoints of before are kept, and nothing else is written.
     """
 
     model: nn.Module
@@ -77,8 +77,10 @@ class Run(ABC):
         self.meters: dict[str, AverageMeter] = {}  # of the losses, since the last line of the record
         self.step, self.seconds = 0, 0.0
         self.bad: set[int] = set()
-        models = [self.model, *([ema.module] if ema else [])]
-        self.anneal = Annealing(models, optim.anneal, optim.ridge, self.last_step, accelerator.device)
+        self.evaluated: dict[str, Any] = {}  # the last evaluation
+        self.late = False  # whether a checkpoint is due since steps that were skipped
+        self.models = [self.model, *([ema.module] if ema else [])]
+        self.anneal = Annealing(self.models, optim.anneal, optim.ridge, self.last_step, accelerator.device)
         self._continue(choose_checkpoint(self.folder / CHECKPOINTS, settings.run.resume))
         self.anneal(self.step)
         if accelerator.is_main_process:
@@ -142,27 +144,42 @@ class Run(ABC):
             self.accelerator.init_trackers(
                 settings.log.project, config={k: str(v) for k, v in leaves(settings).items()}
             )
+        try:
+            self._carry_out()
+            self._check_end()
+        except TrainingFailed as error:
+            good = choose_checkpoint(self.folder / CHECKPOINTS, True)
+            kept = f"the last checkpoint from before is {good}" if good else "there is no checkpoint from before"
+            raise TrainingFailed(f"{error}; {kept}") from error
+        return self._finish()
+
+    def _carry_out(self) -> None:
+        """The steps that are left, and what is due beside them."""
+        settings = self.settings
         batches = self.batches(self.step, self.last_step)
         clock = Clock(self.accelerator.device, self.step)
-        beside = {"eval": self.evaluate, "samples": self.show, "checkpoint": self._save_checkpoint}
+        beside = {"eval": self.evaluate, "samples": self.show, "checkpoint": self._checkpoint}
         steps = range(self.step, self.last_step)
         self.wrapped.train()
         for _ in progress(steps, f"training {self.folder.name}", self.last_step, self.step) if self.main else steps:
             self._train_step(batches)
             if self.step % settings.log.every == 0 or self.step == self.last_step:
                 self.update.settle(self.step)  # waits for the device, so that the clock stops after the work
+                if self.update.failing:
+                    self._check_weights()
                 self.write(self._training_row(*clock.lap(self.step)))
                 self.meters.clear()
             for kind, work in beside.items():
-                if self.due(kind):
+                if self.due(kind) or (kind == "checkpoint" and self.late):
                     self._do_beside(kind, work, clock)
-        return self._finish()
 
     def _do_beside(self, kind: str, work: Callable[[], dict[str, Any] | None], clock: Clock) -> None:
         """Work of this kind, and the row of what it found and took."""
         self.update.settle(self.step)  # steps that the device has not done yet are training
         with clock.beside() as took:
             found = work()
+        if kind == "eval":
+            self.evaluated = found or {}
         self.seconds += took["seconds"]
         self.write({"kind": kind, **(found or {}), **took})
 
@@ -177,7 +194,7 @@ class Run(ABC):
             last = part == self.plan.parts - 1
             self.update.backward(self.loss(batch) / self.plan.parts, last)
         if self.step == 0 and (idle := self.update.idle()):
-            raise RuntimeError(f"these new parameters receive no gradient: {', '.join(idle)}")
+            raise TrainingFailed(f"these new parameters receive no gradient: {', '.join(idle)}")
         self.step += 1
         self.update(self.step)
         self.anneal(self.step)
@@ -240,8 +257,37 @@ class Run(ABC):
             numbers = {f"{row['kind']}/{k}": v for k, v in row.items() if isinstance(v, (int, float))}
             self.accelerator.log(numbers, step=self.step)
 
-    def _save_checkpoint(self) -> None:
+    def _checkpoint(self) -> dict[str, Any]:
+        """Write a checkpoint, or after steps that were skipped postpone it until one is not, so that what lies before
+        the damage is never pruned."""
         self.update.settle(self.step)
+        self._check_weights()
+        self.late = self.update.failing
+        if not self.late:
+            self._save_checkpoint()
+        return {"postponed": True} if self.late else {}
+
+    def _check_weights(self) -> None:
+        if not self._finite():
+            raise TrainingFailed(f"the weights are not finite after step {self.step}: lower optim.lr or set optim.clip")
+
+    def _finite(self) -> bool:
+        """Whether all weights are, those of the average too. Every process."""
+        here = torch.tensor(float(all_finite(self.models)), device=self.accelerator.device)
+        return float(self.accelerator.reduce(here, "mean")) == 1
+
+    def _check_end(self) -> None:
+        """Raise TrainingFailed for a run whose last steps were skipped, or whose weights or last evaluation are not
+        finite."""
+        if self.update.failing:
+            n = self.update.counts["skipped_in_a_row"]
+            raise TrainingFailed(f"the gradients of the last {n} steps were not finite, so that they were skipped")
+        self._check_weights()
+        for key, value in self.evaluated.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise TrainingFailed(f"{key} of the last evaluation is not finite")
+
+    def _save_checkpoint(self) -> None:
         totals = self._totals()
         self.accelerator.wait_for_everyone()
         weights = gathered(self.model.state_dict(), self.main)
@@ -277,7 +323,9 @@ class Run(ABC):
     def _load(self, checkpoint: Path) -> None:
         if step_of(checkpoint) > self.last_step:
             raise DamagedCheckpoint(f"the checkpoint {checkpoint} is of a step beyond the last, {self.last_step}")
-        state = load_checkpoint(checkpoint, self.model, self.ema.module if self.ema else None)
+        state = load_checkpoint(checkpoint, self.models)
+        if not self._finite():
+            raise DamagedCheckpoint(f"the checkpoint {checkpoint} is damaged: it holds weights that are not finite")
         try:
             self.update.load(state["optimizer"])
         except DamagedCheckpoint as error:

@@ -108,14 +108,13 @@ def set_aside(checkpoint: Path) -> list[Path]:
     return renamed
 
 
-def load_checkpoint(path: Path, model: nn.Module, ema: nn.Module | None) -> dict[str, Any]:
-    """Fill `model` and `ema` from a checkpoint and return its state. Raises DamagedCheckpoint, and ValueError for
-    weights that do not fit the model."""
-    weights, state = read_checkpoint(path, [WEIGHTS, *([EMA_WEIGHTS] if ema is not None else [])])
-    for part, found in zip((model, ema), weights.values(), strict=False):
-        assert part is not None
-        own = part.state_dict()
-        fill(part, {k: spread(v, own.get(k)) for k, v in found.items()}, str(path))
+def load_checkpoint(path: Path, models: list[nn.Module]) -> dict[str, Any]:
+    """Fill a model, and the average of its weights if there is a second one, from a checkpoint and return its state.
+    Raises DamagedCheckpoint, and ValueError for weights that do not fit the model."""
+    weights, state = read_checkpoint(path, [WEIGHTS, EMA_WEIGHTS][: len(models)])
+    for model, found in zip(models, weights.values(), strict=True):
+        own = model.state_dict()
+        fill(model, {k: spread(v, own.get(k)) for k, v in found.items()}, str(path))
     return state
 
 

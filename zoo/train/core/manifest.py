@@ -30,10 +30,12 @@ def check_manifest(folder: Path, step: int) -> bool:
     if content.get("step") != step:
         raise DamagedCheckpoint(f"the checkpoint {folder} is damaged: its {MANIFEST} is of step {content.get('step')}")
     written = content["sha256"]
-    there = [name for name in sorted(written) if (folder / str(name)).is_file()]
-    for name in written.keys() - set(there):
+    there = {path.name: path for path in sorted(folder.iterdir()) if path.name != MANIFEST}
+    for name in written.keys() - there.keys():
         raise DamagedCheckpoint(f"the checkpoint {folder} is damaged: {name} is missing")
-    for name, digest in digests([folder / name for name in there]).items():
+    for name in there.keys() - written.keys():
+        raise DamagedCheckpoint(f"the checkpoint {folder} is damaged: {name} is not in its {MANIFEST}")
+    for name, digest in digests(list(there.values())).items():
         if digest != written[name]:
             raise DamagedCheckpoint(
                 f"the checkpoint {folder} is damaged: {name} is truncated or damaged, or of another checkpoint"

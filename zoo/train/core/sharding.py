@@ -65,6 +65,14 @@ def whole(model: nn.Module, form: nn.Module, keep: bool) -> nn.Module:
     return found
 
 
+def all_finite(models: Iterable[nn.Module]) -> bool:
+    """Whether every parameter of the models is finite, of what this process holds of them."""
+    parameters = (_local(p.detach()) for model in models for p in model.parameters())
+    # both ends of the range are NaN where one value is, and no tensor of the size of the parameter is formed
+    ends = [end.float() for p in parameters if p.numel() for end in torch.aminmax(p)]
+    return not ends or bool(torch.stack(ends).isfinite().all())
+
+
 def in_step(batches: Iterable[T], n: int) -> Iterator[T]:
     """The first n batches, the last one again where there are fewer: processes that share the weights pass forward
     equally often. There must be one."""

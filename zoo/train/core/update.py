@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zoo.train.core.errors import DamagedCheckpoint
+from zoo.train.core.errors import DamagedCheckpoint, TrainingFailed
 from zoo.train.core.sharding import Average, gathered, spread_states
 from zoo.train.optim import new_parameters
 
@@ -64,7 +64,7 @@ class Updater:
         return [name for name, p in new_parameters(self.model).items() if p.requires_grad and p.grad is None]
 
     def __call__(self, step: int) -> None:
-        """The update of step `step`, counted from 1. Raises RuntimeError as `settle` does."""
+        """The update of step `step`, counted from 1. Raises TrainingFailed as `settle` does."""
         self.advance(step)
         for module in self._projected:  # onto the values that its weights may have
             module.project_()
@@ -91,7 +91,7 @@ class Updater:
     def settle(self, step: int) -> None:
         """Read the norms of the steps up to `step` and count them.
 
-        Raises RuntimeError when more than `max_skipped` steps in a row were skipped.
+        Raises TrainingFailed when more than `max_skipped` steps in a row were skipped.
         """
         if not self._unread:
             return
@@ -104,10 +104,16 @@ class Updater:
             self.counts["skipped"] += int(not finite)
             self.counts["skipped_in_a_row"] = 0 if finite else self.counts["skipped_in_a_row"] + 1
             if self.counts["skipped_in_a_row"] > self.max_skipped:
-                raise RuntimeError(
+                raise TrainingFailed(
                     f"the gradients of {self.counts['skipped_in_a_row']} steps in a row were not finite, last at step "
                     f"{at}; lower optim.lr or use another run.precision (run.max_skipped allows {self.max_skipped})"
                 )
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last steps that were read were skipped: all but the one in which a gradient scaler finds that its
+        factor has become too large."""
+        return self.counts["skipped_in_a_row"] > int(self.accelerator.scaler is not None)
 
     def states(self, keep: bool) -> dict[str, Any]:
         """The state of the optimiser, whole (see `gathered`), and the parameters that it belongs to. Every process."""
