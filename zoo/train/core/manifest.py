@@ -30,7 +30,7 @@ def check_manifest(folder: Path, step: int) -> bool:
     if content.get("step") != step:
         raise DamagedCheckpoint(f"the checkpoint {folder} is damaged: its {MANIFEST} is of step {content.get('step')}")
     written = content["sha256"]
-    there = {path.name: path for path in sorted(folder.iterdir()) if path.name != MANIFEST}
+    there = {path.name: path for path in sorted(folder.iterdir()) if path.name != MANIFEST and path.name[0] != "."}
     for name in written.keys() - there.keys():
         raise DamagedCheckpoint(f"the checkpoint {folder} is damaged: {name} is missing")
     for name in there.keys() - written.keys():
