@@ -94,7 +94,7 @@ def carry_out(
     figures = Figures(part, len(cases))
     random.Random(seed).shuffle(cases)
     deadline = time.monotonic() + seconds
-    with tqdm(total=len(cases), desc=part, unit="case", disable=None) as bar:
+    with tqdm(total=len(cases), desc=part, unit="case", mininterval=0.5 if sys.stderr.isatty() else 30) as bar:
         for case in cases:
             if time.monotonic() > deadline:
                 break

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tools"
 LONGEST = 700  # characters of an error message
@@ -73,8 +75,6 @@ def prepare() -> None:
     for place in (TOOLS, ROOT / "kernels", ROOT):
         if str(place) not in sys.path:
             sys.path.insert(0, str(place))
-    import torch
-
     torch.set_num_threads(1)
     for name in (*sorted(file.stem for file in TOOLS.glob("*.py")), *LAZY):
         with contextlib.suppress(ImportError):  # extras that are not installed
@@ -161,6 +161,7 @@ def _child(action: Callable[[], Any], cwd: Path, streams: list[int], before: Cal
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.excepthook = sys.__excepthook__
         os.chdir(cwd)
+        torch.cuda._is_in_bad_fork = lambda: False  # nothing touched CUDA before the fork
         limit = _address_space() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
