@@ -1,12 +1,13 @@
-"""Checks of what a user passes (tensors, options, states): every refusal is a ValueError of one sentence saying what
-was wrong and what is allowed."""
+"""Checks of tensors and options (of states: `hla.streaming.checks`): every refusal is a ValueError of one sentence
+saying what was wrong and what is allowed."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import math
-from collections.abc import Iterable, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor
 
 from .features import FEATURE_MAPS, feature_width
-from .hla.streaming.contents import Sizes, contents
-from .hla.streaming.state import State, merge_obstacle, missing_summaries, summaries_of
 from .options import CENTERS, DECAY_RULES, IMPLS, MAX_HEAD_DIM, OPS, Options
 
 NON_NEGATIVE_MAPS = tuple(name for name in FEATURE_MAPS if name != "identity")
 RIDGED = ("hla2", "ahla", "hla3")
+LARGEST = sys.float_info.max
+MAX_SEQLEN = 2**24  # tokens are counted in float32 on a GPU
+ORDER = {"linear_attention": 1, "hla3": 3, "polynomial": 1}  # of the others 2
+LARGE_EPS = 0.1  # of a divisor
 
 
 def check_name(kind: str, name: Any, allowed: Sequence[str]) -> None:
@@ -37,8 +40,8 @@ def check_arguments(op: str, inputs: tuple[Any, ...], options: dict[str, Any]) -
     import hla_kernels
 
     signature = inspect.signature(getattr(hla_kernels, op))
-    for name in options:
-        check_name("option", name, list(signature.parameters)[3:])  # q, k and v come first
+    allowed = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    check_unknown(options, allowed[3:])  # q, k and v come first
     try:
         signature.bind(*inputs, **options)
     except TypeError as error:
@@ -48,6 +51,23 @@ def check_arguments(op: str, inputs: tuple[Any, ...], options: dict[str, Any]) -
 def is_number(x: Any) -> bool:
     """Whether x is a real number; True and False are not."""
     return isinstance(x, Real) and not isinstance(x, bool)
+
+
+def is_finite(x: Any) -> bool:
+    """Whether x is a real number that a float can hold."""
+    return is_number(x) and abs(x) <= LARGEST
+
+
+def check_unknown(unknown: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    """Raise ValueError for keyword arguments that a function has no parameters for."""
+    for name in unknown:
+        check_name("option", name, allowed)
+
+
+def named(function: Callable) -> tuple[str, ...]:
+    """The keyword parameters of a function."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
 def check_op(op: Any) -> None:
@@ -134,6 +154,8 @@ def check_sequences(q: Tensor, mask: Any, cu_seqlens: Any, max_seqlen: Any) -> N
         raise ValueError(f"cu_seqlens needs tokens packed in a batch of one, got a batch of {q.shape[0]}.")
     if not isinstance(max_seqlen, int | torch.SymInt) or isinstance(max_seqlen, bool) or max_seqlen < 1:
         raise ValueError(f"max_seqlen must be an int of at least 1, the longest sequence, got {max_seqlen!r}.")
+    if max_seqlen > MAX_SEQLEN and max_seqlen > q.shape[1]:
+        raise ValueError(f"max_seqlen must be at most {MAX_SEQLEN} or the number of tokens, got {max_seqlen}.")
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_lengths(cu_seqlens, int(max_seqlen), q.shape[1])
 
@@ -158,8 +180,8 @@ def check_whole_sequences(causal: bool, state: bool) -> None:
     """Raise ValueError for what key_padding_mask and cu_seqlens do not go with."""
     if causal:
         raise ValueError(
-            "key_padding_mask and cu_seqlens need causal=False: a causal token never sees what comes after it, so pad "
-            "at the end, with one row of the batch a sequence."
+            "key_padding_mask and cu_seqlens need causal=False: the result of a causal token does not depend on what "
+            "comes after it, so pad at the end with finite numbers such as zeros, one sequence per row of the batch."
         )
     if state:
         raise ValueError("key_padding_mask and cu_seqlens do not go with a state, which counts every token.")
@@ -178,13 +200,13 @@ def check_options(op: str, options: Options, impl: str, return_state: Any) -> No
             raise ValueError(f"{name} must be True or False, got {getattr(options, name)!r}.")
     if not isinstance(return_state, bool) and return_state != "mergeable":
         raise ValueError(f'return_state must be False, True or "mergeable", got {return_state!r}.')
-    if not is_number(options.ridge) or not 0 <= options.ridge < math.inf:
+    if not is_finite(options.ridge) or options.ridge < 0:
         raise ValueError(f"ridge must be a finite number >= 0, got {options.ridge!r}.")
-    if not is_number(options.eps) or not 0 <= options.eps < math.inf:
+    if not is_finite(options.eps) or options.eps < 0:
         raise ValueError(f"eps must be a finite number >= 0, got {options.eps!r}.")
-    if options.scale is not None and (not is_number(options.scale) or not -math.inf < options.scale < math.inf):
+    if options.scale is not None and not is_finite(options.scale):
         raise ValueError(f"scale must be None or a finite number, got {options.scale!r}.")
-    if not is_number(options.q_scale) or not -math.inf < options.q_scale < math.inf:
+    if not is_finite(options.q_scale):
         raise ValueError(f"q_scale must be a finite number, got {options.q_scale!r}.")
     if op == "softmax_attention":
         _check_softmax(options, return_state)
@@ -235,6 +257,21 @@ def _check_normalize(options: Options) -> None:
         raise ValueError(f"normalize=True needs q_scale > 0, got {options.q_scale}.")
 
 
+def warn_of_eps(op: str, options: Options, n: int, d: int) -> None:
+    """Warn where eps is no small part of the usual divisor. Features of a softmax over D channels are about 1 / D, so
+    that a two-sided divisor of order p is about (s N / D)^p; a causal one grows with the tokens."""
+    if not options.normalize or options.causal or options.feature_map not in ("softmax", "softmax_pair"):
+        return
+    width = d / feature_width(1, options.feature_map)
+    scale = options.q_scale * (1.0 if options.scale is None else options.scale * n)
+    usual = (scale / width) ** ORDER.get(op, 2)
+    if options.eps > LARGE_EPS * usual and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"eps={options.eps:.1e} is {options.eps / usual:.0%} of the usual divisor {usual:.1e} of {op} with "
+            f"feature_map={options.feature_map!r} and {d} channels; give a smaller eps.", stacklevel=2,
+        )  # fmt: skip
+
+
 def check_decay(decay: float | Tensor | None, n_heads: int, n_key_heads: int, dtype: torch.dtype) -> None:
     """A float, or a tensor [H] or [Hk]: each in (0, 1] after the cast to `dtype`, where a smaller one than its smallest
     normal number would be 0, whose logarithm is -inf. Values of a tensor are looked at on the CPU only, where that does
@@ -275,98 +312,3 @@ def check_coefficients(op: str, coefficients: Any, n_heads: int, device: torch.d
     _check_dtype("coefficients", coefficients)
     if coefficients.device != device:
         raise ValueError(f"coefficients must be on the device of q, {device}, got {coefficients.device}.")
-
-
-def check_state(
-    state: Any, op: str, options: Options, gamma: Tensor | None, sizes: Sizes, device: torch.device
-) -> State:
-    """The unpacked state; ValueError unless it is exactly one that `op` with `options` and these sizes returns."""
-    if not isinstance(state, State):
-        raise ValueError(f"state must be a State returned by {op} with return_state, got {type(state).__name__}.")
-    if state.op != op:
-        raise ValueError(f"The state belongs to {state.op}, it cannot continue {op}.")
-    for name, theirs, ours in zip(Options._fields, state.options, options, strict=True):
-        if theirs != ours:
-            raise ValueError(f"The state was made with {name}={theirs!r}, it cannot continue with {name}={ours!r}.")
-    check_names(state)
-    state = state.unpack()
-    check_contents(state, sizes, device)
-    check_finite(state.tensors)
-    # comparing values would wait for a device and is impossible in a graph
-    if gamma is None or torch.compiler.is_compiling() or gamma.device.type != "cpu":
-        return state
-    if not torch.equal(state.tensors["gamma"].to(gamma.dtype), gamma):
-        raise ValueError("The state was made with another decay tensor, it cannot continue this call.")
-    return state
-
-
-def check_mergeable(op: str, options: Options, state: State | None) -> None:
-    """Raise ValueError when return_state="mergeable" cannot be kept."""
-    obstacle = merge_obstacle(op, options)
-    if obstacle is not None:
-        raise ValueError(obstacle)
-    if state is not None and missing_summaries(state):
-        raise ValueError(
-            f"The state lacks the summaries {', '.join(missing_summaries(state))}, so what continues it cannot be "
-            'mergeable: make it with return_state="mergeable" too.'
-        )
-
-
-def check_names(state: State) -> None:
-    """Raise ValueError unless the state holds exactly the tensors of its operator and options: no name is missing and
-    none is foreign, and the summaries of `merge` are there all or not at all."""
-    some = any(name in state.tensors for name in _summary_names(state))
-    check_held(state.op, state.n, state.tensors, contents(state.op, state.options, Sizes(1, 1, 1, 1, 1), some))
-
-
-def check_held(op: str, n: Any, tensors: dict[str, Tensor], want: Iterable[str]) -> None:
-    """Raise ValueError unless the state of an operator has a 0-d integer n and holds tensors of exactly these names."""
-    if set(tensors) != set(want):
-        raise ValueError(
-            f"A state of {op} with these options holds the tensors {', '.join(sorted(want))}, "
-            f"got {', '.join(sorted(tensors)) or 'none'}."
-        )
-    if not all(isinstance(x, Tensor) for x in (n, *tensors.values())):
-        raise ValueError("The state's n and tensors must be tensors.")
-    if n.dim() != 0 or n.dtype.is_floating_point:
-        raise ValueError(f"The state's n must be a 0-d integer tensor, got {n.dtype} {tuple(n.shape)}.")
-
-
-def check_contents(state: State, sizes: Sizes, device: torch.device) -> None:
-    """Raise ValueError unless every tensor of an unpacked state has the shape these sizes give it, and its device."""
-    some = any(name in state.tensors for name in _summary_names(state))
-    check_shapes(state.tensors, contents(state.op, state.options, sizes, some))
-    check_devices(state.n, state.tensors, device)
-
-
-def check_shapes(tensors: dict[str, Tensor], want: dict[str, tuple[int, ...]]) -> None:
-    """Raise ValueError unless every tensor of a state has the shape that the tokens need."""
-    for name, shape in want.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(f"The state's {name} has shape {tuple(tensors[name].shape)}, these tokens need {shape}.")
-
-
-def check_devices(n: Tensor, tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Raise ValueError unless a state is on the device of the tokens."""
-    for name, x in (("n", n), *tensors.items()):
-        if x.device != device:
-            raise ValueError(f"The state's {name} is on {x.device}, the tokens are on {device}.")
-
-
-def _summary_names(state: State) -> tuple[str, ...]:
-    return summaries_of(state.op, state.options) if state.options.causal else ()
-
-
-def check_finite(tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError on NaN or Inf in a state; skipped while compiling, exporting or capturing a graph. One flag for
-    all tensors, so that the host waits for a device once."""
-    first = next(iter(tensors.values()))
-    if torch.compiler.is_compiling() or first.is_meta:
-        return
-    if first.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    flags = torch.stack([torch.isfinite(x).all() for x in tensors.values()])
-    if bool(flags.all()):
-        return
-    name = list(tensors)[flags.tolist().index(False)]
-    raise ValueError(f"The state's {name} holds NaN or Inf: earlier tokens overflowed or were not finite.")

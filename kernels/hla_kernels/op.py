@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +19,15 @@ from .checks import (
     check_coefficients,
     check_decay,
     check_features,
-    check_mergeable,
     check_name,
     check_options,
     check_packed,
     check_sequences,
-    check_state,
     check_tensors,
     check_whole_sequences,
+    is_finite,
     is_number,
+    warn_of_eps,
 )
 from .dispatch.autograd import are_fixed, needs_backward, refuse_forward_mode
 from .dispatch.definition import definition
@@ -36,6 +37,7 @@ from .features import feature_width
 from .hla import fused
 from .hla.causal import causal
 from .hla.causal_op import causal_op
+from .hla.streaming.checks import check_mergeable, check_state
 from .hla.streaming.contents import Sizes
 from .hla.streaming.state import State
 from .hla.streaming.stream import stream
@@ -196,11 +198,12 @@ def prepare(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if is_number(decay):
-        decay = float(decay)  # type: ignore[arg-type]
+        decay = float(decay) if is_finite(decay) else math.nan  # type: ignore[arg-type]
     elif decay is not None and not isinstance(decay, Tensor):
         raise ValueError(f"decay must be None, a float or a tensor [heads], got {type(decay).__name__}.")
     kept = Options(decay="tensor" if isinstance(decay, Tensor) else decay, **options)
     check_options(op, kept, impl, return_state)
+    warn_of_eps(op, kept, q.shape[1], q.shape[3])
     check_features(q.shape[3], kept.feature_map)
     check_coefficients(op, coefficients, q.shape[2], q.device)
     check_decay(decay, q.shape[2], k.shape[2], compute_dtype(q.dtype))
@@ -376,7 +379,8 @@ def _kernel(call: Call) -> tuple[Tensor, State | None]:
     """The torch forms of calls that are causal or carry a state, and softmax."""
     op, q, k, v, coefficients, options, gamma, state, return_state, sequences = call
     if op == "softmax_attention":
-        return sdpa(q, k, v, options.causal, options.scale, sequences), None
+        # autocast leaves float64 alone
+        return sdpa(q, k.to(q.dtype), v.to(q.dtype), options.causal, options.scale, sequences), None
     if not options.causal:
         return stream(op, q, k, v, coefficients, options, state)
     if state is not None or return_state:

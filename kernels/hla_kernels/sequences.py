@@ -56,6 +56,11 @@ class Sequences(NamedTuple):
 WHOLE = Sequences()  # every token of a batch row is one sequence
 
 
+def rows_of(max_seqlen: int, n_tokens: int) -> int:
+    """The length of padded sequences: no sequence is longer than all tokens together."""
+    return torch.sym_min(max_seqlen, n_tokens)
+
+
 def live_rows(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """Which rows of the padded sequences are tokens, [S, max_seqlen] bool."""
     lengths = cu_seqlens.diff()

@@ -68,6 +68,8 @@ BAD_OPTIONS = {
     "scale": ({"scale": float("inf")}, "scale must be"),
     "scale_text": ({"scale": "big"}, "scale must be"),
     "q_scale": ({"q_scale": float("nan")}, "q_scale must be"),
+    **{f"huge_{name}": ({name: 10**400}, f"{name} must be") for name in ("scale", "q_scale", "ridge", "eps")},
+    "huge_decay": ({"causal": True, "decay": 10**400}, r"\(0, 1\]"),
     "negative_q_scale": ({"normalize": True, "feature_map": "relu", "q_scale": -1.0}, "q_scale > 0"),
     "two_sided_decay": ({"decay": 0.9}, "causal=True"),
     "decay_zero": ({"causal": True, "decay": 0.0}, r"\(0, 1\]"),
@@ -112,6 +114,26 @@ def test_decay_is_checked_as_it_is_used(op):
                 f(*low, causal=True, decay=decay)
             assert bool(torch.isfinite(f(*high, causal=True, decay=decay)).all())
     assert bool(torch.isfinite(f(*low, causal=True, decay=1e-37)).all())
+
+
+@pytest.mark.parametrize("op", [*CAUSAL, "mhla"])
+def test_the_advice_to_pad_a_causal_call_at_the_end(op):
+    """With any finite numbers: outputs of the real tokens and their gradients are those of the call without padding."""
+    more = (torch.rand(4, 4, generator=torch.Generator().manual_seed(0)).double(),) if op == "mhla" else ()
+    options = {"causal": True, "feature_map": "elu1", "normalize": True}
+    options |= {"grid": (12,), "blocks": (4,)} if op == "mhla" else {}
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    with pytest.raises(ValueError, match="pad at the end with finite numbers"):
+        getattr(hk, op)(*x(12), *more, **options, **{"token_mask" if op == "mhla" else "key_padding_mask": mask})
+    results = []
+    for fill in (None, 0.0, 1e6):
+        tokens_ = [t[:, :7].clone().requires_grad_() for t in x(12)]
+        given = tokens_ if fill is None else [torch.cat([t, torch.full_like(t[:, :5], fill)], 1) for t in tokens_]
+        y = getattr(hk, op)(*given, *more, **options)[:, :7]
+        results.append([y, *torch.autograd.grad(y.square().sum(), tokens_)])
+    for padded in results[1:]:
+        for a, b in zip(padded, results[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])

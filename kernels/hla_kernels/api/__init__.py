@@ -6,7 +6,8 @@ last dimension is contiguous, and run nothing else); Hk divides H and query head
 Returns o [B, N, H, Dv], contiguous, in the dtype of q, or (o, state) with return_state.
 
 Options
-    causal        token t sees tokens j <= t; otherwise every token sees every token
+    causal        token t sees tokens j <= t; otherwise every token sees every token. Later tokens are multiplied by
+                  zero: pad sequences at their ends with finite numbers (zeros), NaN or Inf would reach earlier tokens
     feature_map   None, "identity", "relu", "elu1" (elu + 1), "softmax" (over D) or "softmax_pair" ([softmax(x),
                   softmax(-x)]: 2 D features, so D <= 128), applied to q and k in float32
     normalize     divide by the same form with v = 1 (plus eps); needs a non-negative feature_map, or "identity" to
@@ -14,7 +15,8 @@ Options
                   must be non-negative too, which is the caller's responsibility (values are not looked at)
     eps           absolute, added to that divisor. The divisor is about s^p Sum (products of p feature scores): it is
                   small for features of small entries (feature_map="softmax": about D^-p two-sided at order p), so take
-                  a smaller eps there, 1e-9, and less still for third order at D = 128, where D^-3 is 5e-7
+                  a smaller eps there, 1e-9, and less still for third order at D = 128, where D^-3 is 5e-7; a warning
+                  says where it is more than a tenth of that
     center        "k": keys minus their mean over the tokens; "qk": queries too. Causal: running, decay-weighted means
     mean_path     o = vbar + op(v - vbar), vbar the mean of v (running when causal)
     decay         gamma in (0, 1], float or tensor [H] or [Hk], differentiable, causal only: a factor gamma^(t-j) in

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Required, TypedDict, Unpack
+from typing import Never, Required, TypedDict, Unpack
 
 from torch import Tensor
 
 from ..blockmix.streaming import BlockState
-from ..checks import check_packed
+from ..checks import check_packed, check_unknown, named
 from ..op import run_blocks
 from . import Result
 
@@ -18,7 +18,7 @@ def mhla(
     feature_map: str | None = "relu", normalize: bool = True, order: str = "la", causal: bool = False, prefix: int = 0,
     token_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None, rotary_half: bool = False,
     scale: float | None = None, q_scale: float = 1.0, eps: float = 1e-6, moments: str = "bfloat16",
-    state: BlockState | None = None, return_state: bool = False, impl: str = "auto",
+    state: BlockState | None = None, return_state: bool = False, impl: str = "auto", **unknown: Never,
 ) -> Result:  # fmt: skip
     """Block mixing: each block of queries reads its own mixture of the moments of all blocks of tokens.
 
@@ -60,11 +60,15 @@ def mhla(
     `api`. First order: MHLA, token-level multi-head linear attention, o_i = q (Sum_b m_ib S_b) / (q . Sum_b m_ib z_b);
     the denominator is the paper's, not that of its released code.
     """
+    check_unknown(unknown, NAMES)
     return run_blocks(
         (q, k, v), mixing, impl=impl, grid=grid, blocks=blocks, feature_map=feature_map, normalize=normalize,
         order=order, causal=causal, prefix=prefix, token_mask=token_mask, rotary=rotary, rotary_half=rotary_half,
         scale=scale, q_scale=q_scale, eps=eps, moments=moments, state=state, return_state=return_state,
     )  # fmt: skip
+
+
+NAMES = named(mhla)
 
 
 class Keywords(TypedDict, total=False):
@@ -92,4 +96,8 @@ class Keywords(TypedDict, total=False):
 def mhla_qkvpacked(qkv: Tensor, mixing: Tensor, **options: Unpack[Keywords]) -> Result:
     """`mhla` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' Sum_b m_ib P_b, its gradient one packed tensor."""
     check_packed(qkv)
+    check_unknown(options, NAMES)
+    for name in ("grid", "blocks"):
+        if name not in options:
+            raise ValueError(f"mhla_qkvpacked needs {name}, one positive integer for each axis, such as (16, 16).")
     return run_blocks((qkv,), mixing, **options)

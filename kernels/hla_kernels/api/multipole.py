@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Never
 
 from torch import Tensor
 
+from ..checks import check_unknown, named
 from ..op import run_multipole
 
 
 def multipole(
     q: Tensor, k: Tensor, v: Tensor, *, grid: Sequence[int], blocks: Sequence[int], radius: int = 2, degree: int = 1,
     prefix: int = 0, suffix: int = 0, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
+    **unknown: Never,
 ) -> Tensor:  # fmt: skip
     """Softmax attention, exact for near tokens and expanded around the mean key of each block for the others.
 
@@ -33,7 +36,11 @@ def multipole(
     are plain torch code with all derivatives. Near field and expansions of the far field: Greengard and Rokhlin, J.
     Comput. Phys. 73, 1987.
     """
+    check_unknown(unknown, NAMES)
     return run_multipole(
         q, k, v, grid=grid, blocks=blocks, radius=radius, degree=degree, prefix=prefix, suffix=suffix, q_scale=q_scale,
         impl=impl, key_padding_mask=key_padding_mask,
     )  # fmt: skip
+
+
+NAMES = named(multipole)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from collections.abc import Sequence
+from typing import Never, TypedDict, Unpack
 
 from torch import Tensor
 
-from ..checks import check_packed
+from ..checks import check_packed, check_unknown, named
 from ..op import run_taylor
 
 
 def taylor2(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, *, narrow: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, *, narrow: Sequence[Tensor] | None = None,
     normalize: bool = True, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
+    **unknown: Never,
 ) -> Tensor:  # fmt: skip
     """Softmax attention to second order around uniform weights: o_t = vbar + mean_j w_tj (v_j - vbar) / z_t.
 
@@ -29,10 +31,14 @@ def taylor2(
     Raises ValueError for wrong shapes, dtypes, devices and names. Reverse mode once, as in `api`. The expansion with
     its cross products as features: Arora et al., arXiv 2402.18668, section 4.1 (there without centring, causal).
     """
+    check_unknown(unknown, NAMES)
     return run_taylor(
         (q, k, v), coefficients, narrow=narrow, normalize=normalize, q_scale=q_scale, impl=impl,
         key_padding_mask=key_padding_mask,
     )  # fmt: skip
+
+
+NAMES = named(taylor2)
 
 
 class Keywords(TypedDict, total=False):
@@ -47,4 +53,5 @@ class Keywords(TypedDict, total=False):
 def taylor2_qkvpacked(qkv: Tensor, coefficients: Tensor, **options: Unpack[Keywords]) -> Tensor:
     """`taylor2` of qkv [B, N, 3, H, D] -> [B, N, H, D], its gradient one packed tensor."""
     check_packed(qkv)
+    check_unknown(options, tuple(Keywords.__annotations__))
     return run_taylor((qkv,), coefficients, **options)

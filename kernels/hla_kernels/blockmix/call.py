@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import check_features, check_name, check_sequences, check_tensors, is_number
+from ..checks import check_features, check_name, check_sequences, check_tensors, is_finite
 from ..features import FEATURE_MAPS
 from ..options import IMPLS
 from .layout import Layout
 from .options import MOMENTS, ORDERS, BlockOptions
 from .streaming import BlockState, check_state
-
-BESIDE = (
-    "grid",
-    "blocks",
-    "prefix",
-    "token_mask",
-    "rotary",
-    "state",
-    "return_state",
-)  # what a call takes beside tokens and `BlockOptions`
 
 
 class BlockCall(NamedTuple):
@@ -47,8 +36,6 @@ def prepare(
     state: BlockState | None = None, return_state: bool = False, dtype: torch.dtype | None = None, **options: Any,
 ) -> BlockCall:  # fmt: skip
     """Check a call. dtype: that of autocast, to which tokens are cast (float64 stays), or None."""
-    for name in options:
-        check_name("option", name, (*BlockOptions._fields[1:], *BESIDE))
     check_tensors(q, k, v, dtype is not None)
     if dtype is not None:
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
@@ -65,7 +52,10 @@ def prepare(
     check_mixing(mixing, layout, q)
     check_sequences(q, token_mask, None, None)
     if token_mask is not None and kept.causal:
-        raise ValueError("token_mask needs causal=False: a causal token never sees what comes after it.")
+        raise ValueError(
+            "token_mask needs causal=False: the result of a causal token does not depend on what comes after it, so "
+            "pad at the end with finite numbers such as zeros."
+        )
     _check_rotary(rotary, q)
     if state is not None:
         check_state(state, kept, q, k, v)
@@ -112,11 +102,11 @@ def _check_options(o: BlockOptions) -> None:
             "normalize=True with signed q and k divides by a signed sum; choose a non-negative feature_map, or "
             'feature_map="identity" if q and k are non-negative already.'
         )
-    if o.scale is not None and (not is_number(o.scale) or not -math.inf < o.scale < math.inf):
+    if o.scale is not None and not is_finite(o.scale):
         raise ValueError(f"scale must be None or a finite number, got {o.scale!r}.")
-    if not is_number(o.q_scale) or not -math.inf < o.q_scale < math.inf:
+    if not is_finite(o.q_scale):
         raise ValueError(f"q_scale must be a finite number, got {o.q_scale!r}.")
-    if not is_number(o.eps) or not 0 <= o.eps < math.inf:
+    if not is_finite(o.eps) or o.eps < 0:
         raise ValueError(f"eps must be a finite number >= 0, got {o.eps!r}.")
     if o.normalize and (o.q_scale <= 0 or (o.scale is not None and o.scale <= 0)):
         raise ValueError(f"normalize=True needs scale > 0 and q_scale > 0, got {o.scale} and {o.q_scale}.")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..checks import check_devices, check_finite, check_held, check_shapes
 from ..features import feature_width
 from ..hla.layout import to_tokens
+from ..hla.streaming.checks import check_devices, check_finite, check_held, check_shapes
 from . import causal
 from .layout import Layout, block_slots, block_table
 from .options import BlockOptions

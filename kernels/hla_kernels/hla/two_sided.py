@@ -20,7 +20,7 @@ from ..dispatch.operator import custom_op
 from ..dispatch.recording import repeated
 from ..features import feature
 from ..options import Options, compute_dtype
-from ..sequences import WHOLE, Sequences, counts, live_rows, pack, unpack
+from ..sequences import WHOLE, Sequences, counts, live_rows, pack, rows_of, unpack
 from . import fused
 from .gradient import gradient
 from .layout import live_heads, to_heads, to_tokens
@@ -47,7 +47,7 @@ def _evaluate(
 ) -> Tensor:
     if seqs.cu_seqlens is None:
         return evaluate(spec.op, q, k, v, coefficients, _options(spec), seqs.mask)
-    cu, length = seqs.cu_seqlens, seqs.max_seqlen
+    cu, length = seqs.cu_seqlens, rows_of(seqs.max_seqlen, q.shape[1])
     qp, kp, vp = (unpack(x, cu, length) for x in (q, k, v))
     o = evaluate(spec.op, qp, kp, vp, coefficients, _options(spec), live_rows(cu, length))
     return pack(o, cu, q.shape[1])
@@ -60,7 +60,7 @@ def _evaluate_gradient(
     """As `fused.backward`; nothing was saved."""
     if seqs.cu_seqlens is None:
         return gradient(spec.op, grad, q, k, v, coefficients, _options(spec), outs, seqs.mask)
-    cu, length = seqs.cu_seqlens, seqs.max_seqlen
+    cu, length = seqs.cu_seqlens, rows_of(seqs.max_seqlen, q.shape[1])
     dy, qp, kp, vp = (unpack(x, cu, length) for x in (grad, q, k, v))
     grads = tuple(torch.empty_like(x) for x in (qp, kp, vp))
     live = live_rows(cu, length)

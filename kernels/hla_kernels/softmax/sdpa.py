@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..sequences import Sequences, live_rows, pack, real, unpack
+from ..sequences import Sequences, live_rows, pack, real, rows_of, unpack
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, sequences: Sequences) -> Tensor:
@@ -13,8 +13,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seq
     mask, cu_seqlens, max_seqlen, _ = sequences
     if cu_seqlens is None:
         return _padded(q, k, v, causal, scale, mask)
-    q_rows, k_rows, v_rows = (unpack(x, cu_seqlens, max_seqlen) for x in (q, k, v))
-    y = _padded(q_rows, k_rows, v_rows, causal, scale, live_rows(cu_seqlens, max_seqlen))
+    length = rows_of(max_seqlen, q.shape[1])
+    q_rows, k_rows, v_rows = (unpack(x, cu_seqlens, length) for x in (q, k, v))
+    y = _padded(q_rows, k_rows, v_rows, causal, scale, live_rows(cu_seqlens, length))
     return pack(y, cu_seqlens, q.shape[1])
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hla_kernels as hk
-from hla_kernels.checks import check_finite
+from hla_kernels.hla.streaming.checks import check_finite
 from tests.ops.cases import BOTH_MODES, CAUSAL, LINEAR, OPTIONS, defined, extra, table, tokens
 
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import check_names
 from ...options import Options, is_paper
+from .checks import check_names
 from .state import State, log_decay, merge_obstacle, missing_summaries
 
 UNDECAYED = ("C0", "R", "S0")

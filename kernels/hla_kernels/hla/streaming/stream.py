@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import check_coefficients, check_contents, check_finite, check_names
+from ...checks import check_coefficients
 from ...features import feature, feature_width
 from ...options import Options, compute_dtype
 from ..layout import to_heads, to_tokens
 from ..moments import MOMENTS, mixture_weights, moments, operator_matrix, read_out, token_sums
+from .checks import check_contents, check_finite, check_names
 from .contents import Sizes
 from .state import State
 

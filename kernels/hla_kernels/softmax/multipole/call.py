@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...blockmix.call import check_layout
-from ...checks import check_name, check_sequences, check_tensors, is_number
+from ...checks import check_name, check_sequences, check_tensors, is_finite
 from ...options import IMPLS, autocast_dtype
 from .layout import Field
 
@@ -45,9 +44,9 @@ def prepare(
             raise ValueError(f"{name} must be a number of tokens of at least 0, got {x!r}.")
     if degree not in DEGREES or isinstance(degree, bool):
         raise ValueError(f"degree must be 0, 1 or 2, got {degree!r}.")
-    if not is_number(q_scale) or not -math.inf < q_scale < math.inf:
+    if not is_finite(q_scale):
         raise ValueError(f"q_scale must be a finite number, got {q_scale!r}.")
-    field = Field(layout, prefix, suffix, radius)
+    field = Field(layout, prefix, suffix, min(radius, max(layout.grid)))  # beyond that all tokens are near
     if q.shape[1] != field.n_grid + field.n_outer:
         raise ValueError(
             f"The grid {layout.grid} with {prefix} prefix and {suffix} suffix tokens needs "

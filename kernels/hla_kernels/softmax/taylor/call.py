@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...checks import check_name, check_sequences, check_tensors, is_number
+from ...checks import check_name, check_sequences, check_tensors, is_finite
 from ...options import IMPLS
 
 
@@ -27,7 +27,7 @@ class TaylorCall(NamedTuple):
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, *, narrow: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, *, narrow: Sequence[Tensor] | None = None,
     normalize: bool = True, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
     dtype: torch.dtype | None = None,
 ) -> TaylorCall:  # fmt: skip
@@ -43,7 +43,7 @@ def prepare(
     check_name("impl", impl, IMPLS)
     if not isinstance(normalize, bool):
         raise ValueError(f"normalize must be True or False, got {normalize!r}.")
-    if not is_number(q_scale) or not -math.inf < q_scale < math.inf:
+    if not is_finite(q_scale):
         raise ValueError(f"q_scale must be a finite number, got {q_scale!r}.")
     check_sequences(q, key_padding_mask, None, None)
     return TaylorCall(q, k, v, coefficients, q2, k2, key_padding_mask, normalize, float(q_scale))
@@ -65,7 +65,7 @@ def _check_coefficients(c: Any, q: Tensor) -> None:
 
 
 def _check_narrow(narrow: Any, q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
-    if not isinstance(narrow, tuple) or len(narrow) != 2 or not all(isinstance(t, Tensor) for t in narrow):
+    if not isinstance(narrow, Sequence) or len(narrow) != 2 or not all(isinstance(t, Tensor) for t in narrow):
         raise ValueError("narrow must be two tensors, the queries and keys of the degree-2 term.")
     q2, k2 = narrow
     check_tensors(q2, k2, v, autocast)

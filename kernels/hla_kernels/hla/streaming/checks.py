@@ -1,0 +1,108 @@
+"""Checks of states: every refusal is a ValueError of one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...options import Options
+from .contents import Sizes, contents
+from .state import State, merge_obstacle, missing_summaries, summaries_of
+
+
+def check_state(
+    state: Any, op: str, options: Options, gamma: Tensor | None, sizes: Sizes, device: torch.device
+) -> State:
+    """The unpacked state; ValueError unless it is exactly one that `op` with `options` and these sizes returns."""
+    if not isinstance(state, State):
+        raise ValueError(f"state must be a State returned by {op} with return_state, got {type(state).__name__}.")
+    if state.op != op:
+        raise ValueError(f"The state belongs to {state.op}, it cannot continue {op}.")
+    for name, theirs, ours in zip(Options._fields, state.options, options, strict=True):
+        if theirs != ours:
+            raise ValueError(f"The state was made with {name}={theirs!r}, it cannot continue with {name}={ours!r}.")
+    check_names(state)
+    state = state.unpack()
+    check_contents(state, sizes, device)
+    check_finite(state.tensors)
+    # comparing values would wait for a device and is impossible in a graph
+    if gamma is None or torch.compiler.is_compiling() or gamma.device.type != "cpu":
+        return state
+    if not torch.equal(state.tensors["gamma"].to(gamma.dtype), gamma):
+        raise ValueError("The state was made with another decay tensor, it cannot continue this call.")
+    return state
+
+
+def check_mergeable(op: str, options: Options, state: State | None) -> None:
+    """Raise ValueError when return_state="mergeable" cannot be kept."""
+    obstacle = merge_obstacle(op, options)
+    if obstacle is not None:
+        raise ValueError(obstacle)
+    if state is not None and missing_summaries(state):
+        raise ValueError(
+            f"The state lacks the summaries {', '.join(missing_summaries(state))}, so what continues it cannot be "
+            'mergeable: make it with return_state="mergeable" too.'
+        )
+
+
+def check_names(state: State) -> None:
+    """Raise ValueError unless the state holds exactly the tensors of its operator and options: no name is missing and
+    none is foreign, and the summaries of `merge` are there all or not at all."""
+    some = any(name in state.tensors for name in _summary_names(state))
+    check_held(state.op, state.n, state.tensors, contents(state.op, state.options, Sizes(1, 1, 1, 1, 1), some))
+
+
+def check_held(op: str, n: Any, tensors: dict[str, Tensor], want: Iterable[str]) -> None:
+    """Raise ValueError unless the state of an operator has a 0-d integer n and holds tensors of exactly these names."""
+    if set(tensors) != set(want):
+        raise ValueError(
+            f"A state of {op} with these options holds the tensors {', '.join(sorted(want))}, "
+            f"got {', '.join(sorted(tensors)) or 'none'}."
+        )
+    if not all(isinstance(x, Tensor) for x in (n, *tensors.values())):
+        raise ValueError("The state's n and tensors must be tensors.")
+    if n.dim() != 0 or n.dtype.is_floating_point:
+        raise ValueError(f"The state's n must be a 0-d integer tensor, got {n.dtype} {tuple(n.shape)}.")
+
+
+def check_contents(state: State, sizes: Sizes, device: torch.device) -> None:
+    """Raise ValueError unless every tensor of an unpacked state has the shape these sizes give it, and its device."""
+    some = any(name in state.tensors for name in _summary_names(state))
+    check_shapes(state.tensors, contents(state.op, state.options, sizes, some))
+    check_devices(state.n, state.tensors, device)
+
+
+def check_shapes(tensors: dict[str, Tensor], want: dict[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless every tensor of a state has the shape that the tokens need."""
+    for name, shape in want.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(f"The state's {name} has shape {tuple(tensors[name].shape)}, these tokens need {shape}.")
+
+
+def check_devices(n: Tensor, tensors: dict[str, Tensor], device: torch.device) -> None:
+    """Raise ValueError unless a state is on the device of the tokens."""
+    for name, x in (("n", n), *tensors.items()):
+        if x.device != device:
+            raise ValueError(f"The state's {name} is on {x.device}, the tokens are on {device}.")
+
+
+def _summary_names(state: State) -> tuple[str, ...]:
+    return summaries_of(state.op, state.options) if state.options.causal else ()
+
+
+def check_finite(tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError on NaN or Inf in a state; skipped while compiling, exporting or capturing a graph. One flag for
+    all tensors, so that the host waits for a device once."""
+    first = next(iter(tensors.values()))
+    if torch.compiler.is_compiling() or first.is_meta:
+        return
+    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    flags = torch.stack([torch.isfinite(x).all() for x in tensors.values()])
+    if bool(flags.all()):
+        return
+    name = list(tensors)[flags.tolist().index(False)]
+    raise ValueError(f"The state's {name} holds NaN or Inf: earlier tokens overflowed or were not finite.")
