@@ -15,6 +15,7 @@ from typing import Any
 
 from zoo import config
 from zoo.eval.demo import DIT, dit_commands, score_command, vit_commands, write_digits, write_report
+from zoo.ranges import check_ranges
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 USAGE = "usage: demo.py [key=value ...]"
@@ -37,6 +38,9 @@ class DemoSettings:
     epochs: int = 40
     steps: int = 1200
     samples: int = 500
+
+    def __post_init__(self) -> None:
+        check_ranges("", self, epochs="[1, inf)", steps="[1, inf)", samples="[1, inf)")
 
 
 def main(words: list[str]) -> dict[str, dict[str, Any]]:

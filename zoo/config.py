@@ -6,8 +6,10 @@ ValueError with one sentence; `command_line` turns it into exit status 2 without
 """
 
 import dataclasses
+import difflib
 import errno
 import inspect
+import math
 import os
 import re
 import sys
@@ -19,8 +21,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-from zoo.names import unknown_name
+from zoo.names import shortened, unknown_name
 
+MOST_VALUES = 100_000  # in one file or word of a configuration
 T = TypeVar("T")
 Tree = dict[str, Any]
 
@@ -38,23 +41,49 @@ def load(schema: type[T], path: str | Path | None, overrides: list[str] | None =
     return from_tree(schema, tree)
 
 
-def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
+def read_tree(path: Path, seen: tuple[str, ...] = ()) -> Tree:
     """The nested dict of a YAML file with its `base` files merged in. Raises ValueError if a file is missing or
     malformed."""
-    if path.resolve() in seen:
+    if os.path.realpath(path) in seen:
         raise ValueError(f"the configuration {path} names itself as its base")
     if not path.is_file():
         raise ValueError(f"there is no configuration file {path}")
     try:
-        tree = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8") from error
+    tree = _parse_yaml(text, f"{path} is not valid YAML") or {}
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold sections with keys, got a {type(tree).__name__}")
     base = tree.pop("base", None)
     if base is None:
         return tree
-    return merge(read_tree(path.parent / str(base), (*seen, path.resolve())), tree)
+    return merge(read_tree(path.parent / str(base), (*seen, os.path.realpath(path))), tree)
+
+
+def _parse_yaml(text: str, wrong: str) -> Any:
+    """The value of a YAML text. Raises ValueError that begins with `wrong` for one that is malformed or too large."""
+    try:
+        value = yaml.safe_load(text)
+        _count_values(value)
+        return value
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: impossible dates, numbers of thousands of digits
+        reason = " ".join(str(error).split())[:300]
+    except RecursionError:
+        reason = "it is nested too deeply"
+    raise ValueError(f"{wrong}: {reason}")
+
+
+def _count_values(value: Any, before: int = 0) -> int:
+    """`before` plus the number of values in a tree. Raises ValueError beyond `MOST_VALUES`: aliases of YAML let a short
+    text stand for more than memory holds."""
+    before += 1
+    if before > MOST_VALUES:
+        raise ValueError(f"it holds more than {MOST_VALUES} values")
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for one in inside:
+        before = _count_values(one, before)
+    return before
 
 
 def merge(below: Tree, above: Tree) -> Tree:
@@ -66,21 +95,41 @@ def merge(below: Tree, above: Tree) -> Tree:
     return out
 
 
-def from_tree(schema: type[T], tree: Tree, prefix: str = "") -> T:
-    """The dataclass `schema` built from a nested dict; keys that are absent keep their defaults. Raises ValueError."""
-    hints = _hints(schema)
+def from_tree(schema: type[T], tree: Tree, prefix: str = "", whole: type | None = None) -> T:
+    """The dataclass `schema` built from a nested dict; keys that are absent keep their defaults. Raises ValueError.
+
+    prefix, whole: where `schema` lies as a section, and in which configuration."""
+    hints, whole = _hints(schema), whole or schema
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in hints:
-            raise unknown_name("configuration key", f"{prefix}{key}", [prefix + name for name in hints])
+            allowed = [prefix + name for name in hints]
+            raise unknown_name("configuration key", f"{prefix}{key}", allowed, _meant(str(key), prefix, whole))
         hint = hints[key]
         if dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
-                raise ValueError(f"{prefix}{key} is a section and needs keys, got {value!r}")
-            values[key] = from_tree(typing.cast(type, hint), value, f"{prefix}{key}.")
+                raise ValueError(f"{prefix}{key} is a section and needs keys, got {shortened(value)!r}")
+            values[key] = from_tree(typing.cast(type, hint), value, f"{prefix}{key}.", whole)
         else:
             values[key] = check_type(value, hint, prefix + key)
     return schema(**values)
+
+
+def _meant(key: str, prefix: str, whole: type) -> list[str]:
+    """What an unknown key of the section `prefix` may be meant for: the nearest of its keys when it is close, else keys
+    of that name in other sections."""
+    keys = _all_keys(whole)
+    same = [name for name in keys if name.rpartition(".")[2] == key]
+    here = {name.removeprefix(prefix): name for name in keys if name.startswith(prefix)}
+    near = difflib.get_close_matches(key, here, n=1)
+    return same or [here[name] for name in near]
+
+
+def _all_keys(schema: Any, prefix: str = "") -> list[str]:
+    keys = []
+    for name, hint in _hints(schema).items():
+        keys += _all_keys(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [prefix + name]
+    return keys
 
 
 def to_tree(config: Any) -> Tree:
@@ -124,7 +173,7 @@ def check_type(value: Any, hint: Any, name: str) -> Any:
         if origin is types.NoneType and value is None:
             return None
         if origin is float and _is_number(value):
-            return float(value)
+            return _finite(value, name)
         if origin is int and isinstance(value, int) and not isinstance(value, bool):
             return value
         if origin is list and isinstance(value, list):
@@ -132,7 +181,17 @@ def check_type(value: Any, hint: Any, name: str) -> Any:
             return [check_type(v, item, f"{name}[{i}]") for i, v in enumerate(value)]
         if origin in (str, bool, dict) and isinstance(value, origin):
             return value
-    raise ValueError(f"{name} must be {type_name(hint)}, got {value!r}")
+    raise ValueError(f"{name} must be {type_name(hint)}, got {shortened(value)!r}")
+
+
+def _finite(value: Any, name: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite number, got {shortened(value)}")
+    return number
 
 
 def _is_number(value: Any) -> bool:
@@ -156,25 +215,16 @@ def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise unknown_name(key, value, allowed)
 
 
-def positive(**values: float) -> None:
-    """Raise ValueError for the first value that is not above zero."""
-    for name, value in values.items():
-        if value <= 0:
-            raise ValueError(f"{name.replace('__', '.')} must be positive, got {value}")
-
-
 def _parse_override(schema: type, word: str) -> Tree:
     key, equals, text = word.partition("=")
     if not equals or not key:
         raise ValueError(f"expected section.key=value, got {word!r}")
-    try:
-        value = yaml.safe_load(text) if text else ""
-    except yaml.YAMLError as error:
-        raise ValueError(f"the value of {key} cannot be read: {text!r}") from error
+    value = _parse_yaml(text, f"the value of {key} cannot be read") if text else ""
     names = key.split(".")
     hints = _hints(schema)
     if names[0] not in hints:
-        raise unknown_name("configuration section", names[0], hints)
+        near = difflib.get_close_matches(names[0], hints, n=1)
+        raise unknown_name("configuration section", names[0], hints, near or _meant(names[-1], "", schema))
     if len(names) == 1 and dataclasses.is_dataclass(hints[names[0]]):
         raise ValueError(f"expected {key}.KEY=VALUE with a key of the section {key!r}, got {word!r}")
     tree: Any = value

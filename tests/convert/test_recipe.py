@@ -216,7 +216,7 @@ def test_a_recipe_of_a_denoiser_with_multipole_is_killed_and_goes_on(denoiser_so
         (["source=nowhere"], r"say how to fine-tune"),
         (["stages=[calibrat]"], r"Did you mean 'calibrate'"),
         (["keep_softmax=auto:two"], r"auto:<n> needs a number"),
-        (["transfer=1.5"], r"at least 0 and below 1"),
+        (["transfer=1.5"], r"transfer must be in \[0, 1\)"),
         (["mixr=la"], r"Did you mean 'mixer'"),
         (["distill.teacher="], r"distill.teacher cannot be changed in a recipe, whose key source sets it"),
     ],

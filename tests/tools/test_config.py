@@ -37,7 +37,7 @@ def test_every_shipped_configuration_is_valid_and_says_what_to_expect(path):
         ("optim.lr=[1", "cannot be read"),
         ("data.source=zip", "unknown data.source 'zip'; allowed: digits, folder, hf, parquet, webdataset"),
         ("run.precision=bf61", "Did you mean 'bf16'"),
-        ("optim.lr=-1", "optim.lr must be positive, got -1.0"),
+        ("optim.lr=-1", "optim.lr must be a positive number, got -1.0"),
         ("augment.crop=random", "unknown augment.crop"),
         ("optim.ema=1.5", r"optim.ema must be in \[0, 1\)"),
         ("schedule.warmup_epochs=10", r"schedule.warmup_epochs must be in \[0, 10\)"),

@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import DataLoader, default_collate
 
 
-class Loader:
+class Loader(DataLoader):
     """Batches of `samples`, one for each list of `keys`, read by `workers` processes (0: by this one).
 
     A ValueError or OSError that a sample raises is raised here again, unchanged: torch would put the traceback of the
@@ -22,15 +22,10 @@ class Loader:
         **options: Any,
     ) -> None:
         answers: Any = _Answers(samples, collate)
-        self._loader: Any = DataLoader(
-            answers, batch_sampler=keys, num_workers=workers, collate_fn=_unchanged, **options
-        )
+        super().__init__(answers, batch_sampler=keys, num_workers=workers, collate_fn=_unchanged, **options)
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
             if isinstance(batch, Exception):
                 raise batch
             yield batch

@@ -1,8 +1,16 @@
 """The keys of the `data` and `augment` sections of a configuration."""
 
+import re
 from dataclasses import dataclass, field
 
-from zoo.config import one_of, positive
+from zoo.config import one_of
+from zoo.ranges import POSITIVE, check_ranges
+
+# what timm makes of augment.auto; it passes over the parts of the word that it does not know
+AUTO = re.compile(
+    r"rand(-(m|n|inc|mmax)\d+|-(mstd|p)\d+(\.\d+)?|-t\w+)*|augmix(-[mwdb]\d+|-(mstd|a)\d+(\.\d+)?)*"
+    r"|(original|originalr|v0|v0r|3a)(-mstd\d+(\.\d+)?)?"
+)
 
 
 @dataclass(frozen=True)
@@ -45,14 +53,11 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         one_of("data.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset"))
-        positive(data__batch_size=self.batch_size)
+        check_ranges("data", self, batch_size="[1, inf)", num_classes="[1, inf)", workers="[0, inf)")
+        check_ranges("data", self, holdout="[0, inf)", crop_pct="(0, 1]", mean="(-inf, inf)", std=POSITIVE)
         for name in ("mean", "std"):
             if getattr(self, name) is not None and len(getattr(self, name)) != 3:
                 raise ValueError(f"data.{name} is three numbers, one a colour, got {getattr(self, name)}")
-        if self.holdout < 0:
-            raise ValueError(f"data.holdout must be 0 or more, got {self.holdout}")
-        if self.workers < 0:
-            raise ValueError(f"data.workers must be 0 or more, got {self.workers}")
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,12 @@ class AugmentSettings:
 
     def __post_init__(self) -> None:
         one_of("augment.crop", self.crop, ("resized", "padded", "none"))
-        for name in ("hflip", "smoothing", "erase", "mix_prob"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"augment.{name} must be in [0, 1], got {getattr(self, name)}")
-        if len(self.scale) != 2:
+        check_ranges("augment", self, **dict.fromkeys(("hflip", "smoothing", "erase", "mix_prob"), "[0, 1]"))
+        check_ranges("augment", self, **dict.fromkeys(("pad", "jitter", "mixup", "cutmix"), "[0, inf)"), scale="(0, 1]")
+        if len(self.scale) != 2 or self.scale[0] > self.scale[1]:
             raise ValueError(f"augment.scale is two numbers, smallest and largest area, got {self.scale}")
+        if self.auto and not AUTO.fullmatch(self.auto):
+            raise ValueError(
+                f"augment.auto={self.auto!r} is no policy of timm; allowed: rand, augmix, original, originalr, v0, v0r "
+                "or 3a with numbers, such as rand-m9-mstd0.5-inc1"
+            )

@@ -5,8 +5,9 @@ from typing import Any
 
 import yaml
 
-from zoo.config import one_of, positive
+from zoo.config import one_of
 from zoo.data.settings import DataSettings
+from zoo.ranges import SEED, check_device, check_ranges
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class EvalOptions:
 
     def __post_init__(self) -> None:
         one_of("eval.precision", self.precision, ("fp32", "bf16", "fp16"))
-        positive(eval__batch_size=self.batch_size)
+        check_ranges("eval", self, batch_size="[1, inf)")
+        check_device("eval.device", self.device)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class QualitySettings:
     merge: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        check_ranges("", self, seeds=SEED)
         for mixer in self.mixers:
             arm(mixer)
 

@@ -14,7 +14,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from zoo.convert import swap
-from zoo.names import unknown_name
+from zoo.names import shortened, unknown_name
 from zoo.train.record import replacing
 from zoo.train.settings import ModelSettings
 
@@ -22,6 +22,8 @@ NEW = ".mixer."  # in the names of all parameters that a mixer adds to its host
 HEADER = "hla_zoo"  # the key of the safetensors header that holds a Recipe as JSON
 WEIGHTS = "model.safetensors"
 AVERAGE = "model_ema.safetensors"
+# what timm, torch and diffusers raise for sizes and names that make no sense
+UNBUILT = (TypeError, AssertionError, ArithmeticError, LookupError, AttributeError, RuntimeError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,36 @@ def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
         raise unknown_name("timm model", recipe.name, timm.list_models())
     size = {} if recipe.img_size is None else {"img_size": recipe.img_size}
     try:
-        return timm.create_model(
+        model = timm.create_model(
             recipe.name, pretrained=pretrained, num_classes=recipe.num_classes, **size, **recipe.kwargs
         )
-    except RuntimeError as error:
-        if pretrained and "No pretrained weights" in str(error):
-            raise ValueError(f"timm has no published weights for {recipe.name}; leave out model.pretrained") from error
-        raise
     except OSError as error:  # what huggingface_hub raises is one
         raise ValueError(f"timm cannot load the weights of {recipe.name}: {str(error).splitlines()[0]}") from error
-    except TypeError as error:
-        raise ValueError(f"timm cannot build {recipe.name} with model.kwargs {recipe.kwargs}: {error}") from error
+    except UNBUILT as error:
+        if pretrained and "No pretrained weights" in str(error):
+            raise ValueError(f"timm has no published weights for {recipe.name}; leave out model.pretrained") from error
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"timm cannot build {recipe.name} with {_keywords(recipe)}: {reason}") from error
+    _check_patches(model, recipe)
+    return model
+
+
+def _keywords(recipe: Recipe) -> object:
+    return shortened({"model.img_size": recipe.img_size, "model.kwargs": recipe.kwargs})
+
+
+def _check_patches(model: Any, recipe: Recipe) -> None:
+    """Raise ValueError for a model without blocks or tokens, and for a size asked for that is not whole patches, whose
+    last rows and columns timm would leave out."""
+    if not len(getattr(model, "blocks", [None])):
+        raise ValueError(f"{recipe.name} with {_keywords(recipe)} has no blocks")
+    embed = getattr(model, "patch_embed", None)
+    size, patch = getattr(embed, "img_size", None), getattr(embed, "patch_size", None)
+    if not (isinstance(size, tuple) and isinstance(patch, tuple)):
+        return
+    asked = recipe.img_size is not None or bool({"img_size", "patch_size"} & recipe.kwargs.keys())
+    if any(n < p or (asked and n % p) for n, p in zip(size, patch, strict=True)):
+        raise ValueError(f"inputs of {size[0]} x {size[1]} pixels are not whole patches of {patch[0]} x {patch[1]}")
 
 
 def convert_model(model: nn.Module, recipe: Recipe) -> nn.Module:

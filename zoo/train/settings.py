@@ -5,8 +5,9 @@ import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
-from zoo.config import one_of, positive
+from zoo.config import one_of
 from zoo.data.settings import AugmentSettings, DataSettings
+from zoo.ranges import POSITIVE, SEED, check_ranges
 
 # What may change between the two halves of an interrupted run without changing its result.
 CHANGEABLE = (
@@ -49,6 +50,9 @@ class ModelSettings:
     mixer_options: dict[str, Any] = field(default_factory=dict)
     keep_softmax: list[int] | str = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        check_ranges("model", self, img_size="[1, inf)")
+
 
 @dataclass(frozen=True)
 class OptimSettings:
@@ -84,14 +88,11 @@ class OptimSettings:
     ridge: float = 1.0
 
     def __post_init__(self) -> None:
-        positive(optim__lr=self.lr, optim__accumulate=self.accumulate, optim__mixer_lr=self.mixer_lr)
-        positive(optim__attention_lr=self.attention_lr, optim__ridge=self.ridge)
-        if not 0 <= self.anneal < 1:
-            raise ValueError(f"optim.anneal is a part of the steps, at least 0 and below 1, got {self.anneal}")
-        if self.clip is not None and self.clip <= 0:
-            raise ValueError(f"optim.clip must be a positive number or none, got {self.clip}")
-        if not 0 <= self.ema < 1:
-            raise ValueError(f"optim.ema must be in [0, 1), got {self.ema}")
+        check_ranges("optim", self, **dict.fromkeys(("lr", "mixer_lr", "attention_lr", "clip", "ridge"), POSITIVE))
+        check_ranges("optim", self, accumulate="[1, inf)", weight_decay="[0, inf)", layer_decay="(0, 1]")
+        check_ranges("optim", self, **dict.fromkeys(("betas", "anneal", "ema"), "[0, 1)"))
+        if len(self.betas) not in (2, 3):
+            raise ValueError(f"optim.betas is two numbers (three for adan), got {self.betas}")
 
 
 @dataclass(frozen=True)
@@ -120,16 +121,14 @@ class ScheduleSettings:
 
     def __post_init__(self) -> None:
         one_of("schedule.name", self.name, ("cosine", "constant", "poly", "tanh", "step", "wsd"))
-        positive(schedule__epochs=self.epochs, schedule__decay_rate=self.decay_rate, schedule__power=self.power)
+        check_ranges("schedule", self, epochs="[1, inf)", warmup_epochs=f"[0, {self.epochs})")
+        check_ranges("schedule", self, **dict.fromkeys(("decay_rate", "decay_epochs", "power"), POSITIVE))
+        check_ranges("schedule", self, min_lr="[0, inf)", warmup_lr="[0, inf)")
         for key, users in (("decay_epochs", ("step", "wsd")), ("decay_rate", ("step",)), ("power", ("poly",))):
             if getattr(self, key) != type(self).__dataclass_fields__[key].default and self.name not in users:
                 raise ValueError(f"schedule.{key} is for schedule.name={' or '.join(users)}, not {self.name}")
         if self.name == "step" and self.decay_epochs is None:
             raise ValueError("schedule.name=step needs schedule.decay_epochs, the passes between two decays")
-        if self.decay_epochs is not None and self.decay_epochs <= 0:
-            raise ValueError(f"schedule.decay_epochs must be positive, got {self.decay_epochs}")
-        if not 0 <= self.warmup_epochs < self.epochs:
-            raise ValueError(f"schedule.warmup_epochs must be in [0, {self.epochs}), got {self.warmup_epochs}")
 
 
 @dataclass(frozen=True)
@@ -150,12 +149,7 @@ class DistillSettings:
     features: float = 0.0
 
     def __post_init__(self) -> None:
-        positive(distill__temperature=self.temperature)
-        for name in ("attention", "features"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"distill.{name} must be 0 or more, got {getattr(self, name)}")
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"distill.alpha must be in [0, 1], got {self.alpha}")
+        check_ranges("distill", self, temperature=POSITIVE, alpha="[0, 1]", attention="[0, inf)", features="[0, inf)")
 
 
 @dataclass(frozen=True)
@@ -182,7 +176,9 @@ class RunBasics:
 
     def __post_init__(self) -> None:
         one_of("run.precision", self.precision, ("fp32", "bf16", "fp16"))
-        positive(run__keep=self.keep)
+        check_ranges("run", self, seed=SEED, keep="[1, inf)", max_skipped="[0, inf)")
+        if not self.folder:
+            raise ValueError("run.folder is empty: name the folder for the results")
 
 
 @dataclass(frozen=True)
@@ -200,7 +196,7 @@ class RunSettings(RunBasics):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(run__eval_epochs=self.eval_epochs, run__checkpoint_epochs=self.checkpoint_epochs)
+        check_ranges("run", self, eval_epochs="[1, inf)", checkpoint_epochs="[1, inf)", checkpoint_steps="[0, inf)")
 
 
 @dataclass(frozen=True)
@@ -217,7 +213,7 @@ class LogSettings:
     project: str = "hla-zoo"
 
     def __post_init__(self) -> None:
-        positive(log__every=self.every)
+        check_ranges("log", self, every="[1, inf)")
         for tracker in self.trackers:
             one_of("log.trackers", tracker, ("tensorboard", "wandb"))
             if importlib.util.find_spec(tracker) is None:

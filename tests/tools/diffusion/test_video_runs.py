@@ -308,8 +308,8 @@ def test_sheets_and_grids_show_every_clip():
         ({"data": {"source": "videos", "train": "nowhere"}}, r"data.train must be a folder of videos, got 'nowhere'"),
         ({"data": {"source": "digits", "width": 8}}, r"data.width is for videos"),
         ({"data": {"fps": 16.0}}, r"data.fps is for files of videos, not for the source 'moving_digits'"),
-        ({"data": {"fps": -1.0}}, r"data.fps must not be negative, got -1"),
-        ({"data": {"step": -1}}, r"data.step and data.width must not be negative, got -1 and None"),
+        ({"data": {"fps": -1.0}}, r"data.fps must be 0 or more, got -1"),
+        ({"data": {"step": -1}}, r"data.step must be 0 or more, got -1"),
     ],
 )  # fmt: skip
 def test_wrong_settings(tmp_path, sections, sentence):

@@ -119,7 +119,7 @@ def test_annealed_layers_become_themselves(tmp_path):
 def test_a_model_without_higher_orders_cannot_be_annealed(tmp_path):
     with pytest.raises(ValueError, match=r"optim\.anneal is for models with layers of hla2, ahla or hla3"):
         Trainer(tiny(tmp_path, model={"mixer": "la"}, optim={"anneal": 0.5}))
-    with pytest.raises(ValueError, match=r"optim\.anneal is a part of the steps, at least 0 and below 1, got 1"):
+    with pytest.raises(ValueError, match=r"optim\.anneal must be in \[0, 1\), got 1"):
         tiny(tmp_path, optim={"anneal": 1.0})
 
 
@@ -170,7 +170,7 @@ def test_wsd_stays_and_then_decays_or_asks_for_a_newer_timm():
         ({"power": 2.0}, r"schedule.power is for schedule.name=poly, not cosine"),
         ({"name": "poly", "decay_epochs": 2.0}, r"schedule.decay_epochs is for schedule.name=step or wsd, not poly"),
         ({"name": "step"}, r"schedule.name=step needs schedule.decay_epochs"),
-        ({"name": "step", "decay_epochs": 0.0}, r"schedule.decay_epochs must be positive"),
+        ({"name": "step", "decay_epochs": 0.0}, r"schedule.decay_epochs must be a positive number"),
     ],
 )
 def test_keys_of_another_schedule_are_refused(schedule, sentence):

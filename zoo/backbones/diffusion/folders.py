@@ -11,6 +11,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 import zoo
 from zoo.backbones.diffusion.hosts import FAMILIES
+from zoo.backbones.diffusion.reading import read_config, read_folder
 from zoo.convert import Report, swap
 from zoo.names import unknown_name
 from zoo.train.record import replacing_folder
@@ -59,9 +60,9 @@ def _folders(source: str) -> list[Path]:
 
 
 def _load(source: str, dtype: torch.dtype) -> Any:
-    if _class_name(DiffusionPipeline, source):
-        return DiffusionPipeline.from_pretrained(source, torch_dtype=dtype)
-    name = _class_name(next(iter(FAMILIES)), source)
+    if (read_config(DiffusionPipeline, source) or {}).get("_class_name"):
+        return read_folder(DiffusionPipeline, source, torch_dtype=dtype)
+    name = (read_config(next(iter(FAMILIES)), source) or {}).get("_class_name", "")
     if not name:
         raise ValueError(
             f"there is no diffusers model {source!r}: expected a folder with model_index.json or config.json, or a hub "
@@ -70,12 +71,4 @@ def _load(source: str, dtype: torch.dtype) -> Any:
     kind = getattr(diffusers, name, None) or getattr(zoo, name, None)
     if kind is None:
         raise unknown_name("model class", name, [host.__name__ for host in FAMILIES])
-    return kind.from_pretrained(source, torch_dtype=dtype)
-
-
-def _class_name(kind: Any, source: str) -> str:
-    """The class that the configuration of a pipeline or model names; "" where there is no such configuration."""
-    try:
-        return kind.load_config(source).get("_class_name", "")
-    except OSError:
-        return ""
+    return read_folder(kind, source, torch_dtype=dtype)

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from zoo.config import Tree, load, one_of, positive
+from zoo.config import Tree, load, one_of
 from zoo.names import unknown_name
+from zoo.ranges import POSITIVE, check_ranges
 
 SAID = {  # keys of a fine-tuning that the recipe sets -> its key for them
     "model.mixer": "mixer",
@@ -60,9 +61,8 @@ class RecipeSettings:
         for key in (word.partition("=")[0] for word in self.changes):
             if key in SAID:
                 raise ValueError(f"{key} cannot be changed in a recipe, whose key {SAID[key]} sets it")
-        positive(inputs=self.inputs, batch=self.batch, transfer_lr=self.transfer_lr)
-        if not 0 <= self.transfer < 1:
-            raise ValueError(f"transfer is a part of the budget, at least 0 and below 1, got {self.transfer}")
+        check_ranges("", self, inputs="[1, inf)", batch="[1, inf)", transfer_lr=POSITIVE)
+        check_ranges("", self, transfer="[0, 1)", student_share="[0, 1]")
         self.auto_keep()
 
     def auto_keep(self) -> int | None:

@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass, field
 
-from zoo.config import one_of, positive
+from zoo.config import one_of
+from zoo.ranges import check_device, check_ranges
 
 VIDEOS = ("videos", "moving_digits")  # sources of clips
 
 
 def check_rate(section: str, fps: float, source: str) -> None:
-    """Raise ValueError for a frame rate that is negative, or given for what is no file."""
-    if fps < 0:
-        raise ValueError(f"{section}.fps must not be negative, got {fps}")
+    """Raise ValueError for a frame rate that is given for what is no file."""
     if fps and source != "videos":
         raise ValueError(f"{section}.fps is for files of videos, not for the source {source!r}")
 
@@ -54,11 +53,11 @@ class ImageSettings:
 
     def __post_init__(self) -> None:
         one_of("images.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset", *VIDEOS))
-        positive(images__img_size=self.img_size, images__frames=self.frames, images__stride=self.stride)
+        counts = ("img_size", "width", "frames", "stride", "clips")
+        check_ranges("images", self, **dict.fromkeys(counts, "[1, inf)"))
+        check_ranges("images", self, **dict.fromkeys(("workers", "step", "fps"), "[0, inf)"))
         if self.text_key and self.source in ("digits", "folder", "moving_digits"):
             raise ValueError(f"images.text_key needs columns, which the source {self.source!r} has not")
-        if self.step < 0 or (self.width is not None and self.width < 1):
-            raise ValueError(f"images.step and images.width must not be negative, got {self.step} and {self.width}")
         if self.width is not None and self.source not in VIDEOS:
             raise ValueError("images.width is for videos; images are cut to squares of img_size")
         one_of("images.crop", self.crop, ("center", "random"))
@@ -100,7 +99,9 @@ class EncodeSettings:
     def __post_init__(self) -> None:
         one_of("encode.posterior", self.posterior, ("mean", "sample"))
         one_of("encode.dtype", self.dtype, ("float16", "bfloat16", "float32"))
-        positive(encode__batch_size=self.batch_size, encode__shard=self.shard, encode__max_length=self.max_length)
+        check_ranges("encode", self, **dict.fromkeys(("batch_size", "shard", "max_length"), "[1, inf)"))
+        check_ranges("encode", self, seed="[0, 8388607]")  # the number of an image is added to 2^40 times the seed
+        check_device("encode.device", self.device)
 
 
 @dataclass(frozen=True)

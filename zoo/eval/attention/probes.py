@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zoo.config import positive
 from zoo.data import Source
 from zoo.data.transforms import eval_transform
 from zoo.eval.attention import Attention, attentions
 from zoo.eval.attention.pictures import Maps, draw_maps, draw_profile
 from zoo.eval.compare import Candidate, open_candidates
 from zoo.eval.settings import EvalSettings
+from zoo.ranges import check_ranges
 from zoo.train.record import replacing
 
 MEASURES = ("rank", "effective_rank", "entropy")
@@ -37,7 +37,7 @@ class AttentionOptions:
     queries: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        positive(attention__images=self.images)
+        check_ranges("attention", self, images="[1, inf)")
 
 
 @dataclass(frozen=True)

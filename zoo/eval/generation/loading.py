@@ -17,6 +17,7 @@ from diffusers import ConfigMixin, DiffusionPipeline, DiTTransformer2DModel, Mod
 from torch import nn
 
 import zoo
+from zoo.backbones.diffusion.reading import read_config, read_folder
 from zoo.names import unknown_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -99,8 +100,7 @@ def load_transformer(where: str, dtype: torch.dtype = torch.float32) -> Any:
         raise unknown_name("model class", name, _classes(ModelMixin, "Transformer2DModel"))
     if "3D" in name and not name.removeprefix("HLA").startswith(VIDEOS):
         raise ValueError(f"{name} makes videos; those of Wan and LTX-Video can be sampled here, no others")
-    loaded: Any = kind
-    return loaded.from_pretrained(where, torch_dtype=dtype)
+    return read_folder(kind, where, torch_dtype=dtype)
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -126,10 +126,9 @@ def _whole(where: str, dtype: torch.dtype, device: Any, parts: dict[str, Any]) -
     _check_kind(kind)
     video = "num_frames" in inspect.signature(kind.__call__).parameters
     # not DiffusionPipeline, which in diffusers 0.42 passes over given parts that are optional (Wan's transformer)
-    own: Any = kind
     # Wan's VAE in float32, as its publishers say
     dtypes = {"vae": torch.float32, "default": dtype} if name.startswith("Wan") else dtype
-    pipe = own.from_pretrained(where, torch_dtype=dtypes, **parts).to(device)
+    pipe = read_folder(kind, where, torch_dtype=dtypes, **parts).to(device)
     pipe.set_progress_bar_config(disable=True)
     if not {"transformer", "unet"} & set(pipe.components):
         raise ValueError(f"{name} has neither a transformer nor a U-Net, so it cannot be sampled here")
@@ -163,11 +162,7 @@ def _config(where: str, kind: Any, **place: str) -> dict[str, Any] | None:
     """The configuration of a pipeline, model or scheduler in a folder or on the hub; None where there is none."""
     if not os.path.isdir(where) and (where.count("/") != 1 or where.startswith((".", "/"))):
         return None
-    try:
-        found: Any = kind.load_config(where, **place)
-    except OSError:
-        return None
-    return dict(found)
+    return read_config(kind, where, **place)
 
 
 def _classes(base: type, ending: str, near: str = "") -> list[str]:

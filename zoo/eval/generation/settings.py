@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
-from zoo.config import one_of, positive
+from zoo.config import one_of
+from zoo.ranges import SEED, check_device, check_ranges
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,9 @@ class FidOptions:
     device: str = ""
 
     def __post_init__(self) -> None:
-        positive(fid__batch_size=self.batch_size, fid__reference_features=self.reference_features)
-        if self.image_size is not None:
-            positive(fid__image_size=self.image_size)
-        if self.workers < 0:
-            raise ValueError(f"fid.workers must be 0 or more, got {self.workers}")
+        check_ranges("fid", self, **dict.fromkeys(("batch_size", "reference_features", "image_size"), "[1, inf)"))
+        check_ranges("fid", self, workers="[0, inf)")
+        check_device("fid.device", self.device)
         if self.save and not self.save.endswith(".safetensors"):
             raise ValueError(f"fid.save must name a .safetensors file, got {self.save!r}")
 
@@ -116,7 +115,12 @@ class SampleOptions:
             one_of("sample.labels", self.labels, ("random", "balanced"))
         elif not self.labels:
             raise ValueError("sample.labels is an empty list; say random, balanced or which classes")
-        positive(sample__count=self.count, sample__batch_size=self.batch_size, sample__steps=self.steps)
+        counts = ("count", "batch_size", "steps", "guidance_channels", "size", "width", "frames")
+        check_ranges("sample", self, **dict.fromkeys(counts, "[1, inf)"))
+        check_ranges("sample", self, seed=SEED, guidance="[0, inf)")
+        if isinstance(self.labels, list):
+            check_ranges("sample", self, labels="[0, inf)")
+        check_device("sample.device", self.device)
 
 
 @dataclass(frozen=True)

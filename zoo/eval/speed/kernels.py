@@ -35,6 +35,7 @@ from zoo.eval.speed.peers import (
 from zoo.eval.speed.shapes import ALL_SHAPES, OPS, PASSES, SHAPES, floor_us
 from zoo.eval.speed.timing import copy_rate, measure, peak_mib
 from zoo.names import unknown_name
+from zoo.ranges import check_ranges
 
 IMPLS = ("ours", "sdpa_cudnn", "sdpa_flash", "eager", "compiled", "fla", "flash_bla")
 SETS = 3  # sets of inputs in rotation
@@ -74,8 +75,7 @@ class KernelSettings:
             for name in getattr(self, key):
                 if name not in allowed:
                     raise unknown_name(key.removesuffix("s"), name, allowed)
-        if self.workers < 1:
-            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        check_ranges("", self, workers="[1, inf)")
 
 
 def run(settings: KernelSettings, command: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zoo
+from zoo.backbones.diffusion.reading import read_config, read_folder
 from zoo.convert import backbone_of, swap
 from zoo.eval.generation.loading import boundary_of
 from zoo.eval.generation.videos import patch_of, reads_class_tokens
@@ -19,6 +20,7 @@ from zoo.mixers.mixing import choose_blocks
 from zoo.names import unknown_name
 from zoo.train.diffusion.noising import ALL, Times
 from zoo.train.diffusion.settings import KINDS, DenoiserSettings
+from zoo.train.model import UNBUILT
 from zoo.train.record import replacing_folder
 
 PART = "transformer"  # the folder of the model in a run and, unless settings name another, in a pipeline
@@ -136,21 +138,17 @@ def load_transformer(where: str | Path, part: str = PART) -> Any:
 
 
 def _from(where: str, more: dict[str, Any], part: str) -> Any:
-    try:
-        config = diffusers.DiTTransformer2DModel.load_config(where, **more)
-    except OSError as error:
+    config = read_config(diffusers.DiTTransformer2DModel, where, **more)
+    if config is None:
         if not more and not Path(where).is_dir():
             return _from(where, {"subfolder": part}, part)  # a pipeline on the hub
-        raise ValueError(f"there is no checkpoint {where}: {str(error).splitlines()[0]}") from error
-    name = config["_class_name"]
+        raise ValueError(f"there is no checkpoint {where}: expected a folder of diffusers or a hub name in reach")
+    name = config.get("_class_name", "")
     home: Any = zoo if name.startswith("HLA") else diffusers
     allowed = [*KINDS.values(), *(f"HLA{kind}" for kind in KINDS.values())]
     if name not in [*allowed, FORMER]:
         raise unknown_name("class of a transformer", name, allowed)
-    try:
-        model = getattr(home, name).from_pretrained(where, **more, torch_dtype=torch.float32)
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"the checkpoint {where} cannot be read: {str(error).splitlines()[0]}") from error
+    model = read_folder(getattr(home, name), where, **more, torch_dtype=torch.float32)
     if type(model).__name__ not in allowed:
         raise unknown_name("class of a transformer", type(model).__name__, allowed)
     return model
@@ -172,8 +170,11 @@ def _fresh(settings: DenoiserSettings, wanted: Wanted) -> Any:
     _check_size(wanted.size, patch_of(defaults | settings.kwargs), cls.__name__)
     try:
         model = cls(**given, **settings.kwargs)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise ValueError(f"diffusers cannot build {cls.__name__} with {settings.kwargs}: {error}") from error
+    except (ValueError, *UNBUILT) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"diffusers cannot build {cls.__name__} with {settings.kwargs}: {reason}") from error
+    if not backbone_of(model).layers(model) or not all(p.numel() for p in model.parameters()):
+        raise ValueError(f"{cls.__name__} with {settings.kwargs} has no blocks, or parameters without a number")
     if settings.kind == "dit":
         initialise(model)
     return model
@@ -186,6 +187,8 @@ def _check_size(size: tuple[int, ...], patch: Any, name: str) -> None:
         makes, data = (("videos", "images"), ("images", "videos"))[dimensions == 2]
         raise ValueError(f"{name} makes {makes}, but the data are {data}")
     each = (patch,) * dimensions if isinstance(patch, int) else tuple(patch)
+    if any(not isinstance(p, int) or p < 1 for p in each):
+        raise ValueError(f"patch_size of {name} must be 1 or more, got {patch}")
     if any(n % p for n, p in zip(size, each, strict=True)):
         data, step = (" x ".join(map(str, n)) for n in (size, each))
         whole = patch if isinstance(patch, int) else step

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from zoo.config import one_of, positive
+from zoo.config import one_of
 from zoo.data.latents.settings import VIDEOS, check_rate
+from zoo.ranges import POSITIVE, check_ranges
 from zoo.train.settings import LogSettings, OptimSettings, RunBasics
 
 KINDS = {  # name -> class of diffusers
@@ -98,16 +99,13 @@ class DiffusionDataSettings:
 
     def __post_init__(self) -> None:
         one_of("data.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset", *VIDEOS, "latents"))
-        positive(data__batch_size=self.batch_size, data__frames=self.frames, data__stride=self.stride)
-        positive(data__clips=self.clips)
-        if self.step < 0 or (self.width is not None and self.width < 1):
-            raise ValueError(f"data.step and data.width must not be negative, got {self.step} and {self.width}")
+        counts = ("batch_size", "img_size", "width", "frames", "stride", "clips")
+        check_ranges("data", self, **dict.fromkeys(counts, "[1, inf)"))
+        check_ranges("data", self, **dict.fromkeys(("workers", "step", "val_images", "fps"), "[0, inf)"))
+        check_ranges("data", self, hflip="[0, 1]", drop="[0, 1]")
         if self.width is not None and self.source not in VIDEOS:
             raise ValueError("data.width is for videos; images are squares of img_size")
         check_rate("data", self.fps, self.source)
-        for name in ("hflip", "drop"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"data.{name} must be in [0, 1], got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class ObjectiveSettings:
 
     def __post_init__(self) -> None:
         one_of("objective.kind", self.kind, ("flow", "ddpm"))
-        positive(objective__t_std=self.t_std, objective__shift=self.shift)
+        check_ranges("objective", self, t_mean="(-inf, inf)", t_std=POSITIVE, shift=POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -146,9 +144,7 @@ class TeacherSettings:
     attention: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("output", "variance", "attention"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"distill.{name} must be 0 or more, got {getattr(self, name)}")
+        check_ranges("distill", self, **dict.fromkeys(("output", "variance", "attention"), "[0, inf)"))
 
 
 @dataclass(frozen=True)
@@ -163,6 +159,9 @@ class LoraSettings:
     rank: int = 0
     alpha: int = 16
     targets: list[str] = field(default_factory=lambda: ["to_q", "to_k", "to_v", "to_out.0"])
+
+    def __post_init__(self) -> None:
+        check_ranges("lora", self, rank="[0, inf)", alpha="[1, inf)")
 
 
 @dataclass(frozen=True)
@@ -184,9 +183,8 @@ class StepSettings:
 
     def __post_init__(self) -> None:
         one_of("schedule.name", self.name, ("cosine", "constant", "tanh"))
-        positive(schedule__steps=self.steps)
-        if not 0 <= self.warmup_steps < self.steps:
-            raise ValueError(f"schedule.warmup_steps must be in [0, {self.steps}), got {self.warmup_steps}")
+        check_ranges("schedule", self, steps="[1, inf)", warmup_steps=f"[0, {self.steps})")
+        check_ranges("schedule", self, min_lr="[0, inf)", warmup_lr="[0, inf)")
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ class SampleSettings:
     guidance: float = 1.5
 
     def __post_init__(self) -> None:
-        positive(sample__count=self.count, sample__steps=self.steps)
+        check_ranges("sample", self, every="[0, inf)", count="[1, inf)", steps="[1, inf)", guidance="[0, inf)")
 
 
 @dataclass(frozen=True)
@@ -222,7 +220,7 @@ class StepRunSettings(RunBasics):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(run__eval_steps=self.eval_steps, run__checkpoint_steps=self.checkpoint_steps)
+        check_ranges("run", self, eval_steps="[1, inf)", checkpoint_steps="[1, inf)")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,24 @@
+"""Folders of diffusers, on disk or on the hub, read with one sentence for what is wrong with them."""
+
+from typing import Any
+
+
+def read_config(kind: Any, where: str, **place: str) -> dict[str, Any] | None:
+    """The configuration that `kind.load_config` finds at `where`; None where there is none. Raises ValueError for one
+    that is no mapping or names its class in another way than by a word."""
+    try:
+        found: Any = kind.load_config(where, **place)
+    except OSError:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("_class_name", ""), str):
+        raise ValueError(f"the configuration of {where} is none of diffusers: expected a mapping with _class_name")
+    return dict(found)
+
+
+def read_folder(kind: Any, where: str, **options: Any) -> Any:
+    """`kind.from_pretrained(where, **options)`. Raises ValueError for parts that are missing, damaged or do not fit."""
+    try:
+        return kind.from_pretrained(where, **options)
+    except Exception as error:  # of diffusers, transformers, safetensors, json, torch
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"the checkpoint {where} cannot be read: {reason}") from error

@@ -1,0 +1,60 @@
+"""One place for the ranges of numbers that settings accept."""
+
+import math
+import re
+from typing import Any
+
+import torch
+
+POSITIVE = "(0, inf)"
+SEED = "[0, 4294967295]"  # what every generator takes
+
+
+def check_ranges(section: str, settings: Any, **ranges: str) -> None:
+    """Raise ValueError for the first number of `settings` outside of its range.
+
+    ranges: key -> interval such as "(0, inf)", "[0, 1)" or "[1, inf)", of which infinity is never a part; a list must
+    lie in it with every number, none is in each. section: what stands before the key in messages, "" for nothing.
+    """
+    for key, interval in ranges.items():
+        value, name = getattr(settings, key), f"{section}.{key}" if section else key
+        numbers = value if isinstance(value, list) else [value]
+        for i, number in enumerate(numbers):
+            if number is not None and not _inside(number, interval):
+                place = f"{name}[{i}]" if isinstance(value, list) else name
+                raise ValueError(f"{place} must be {_in_words(interval)}, got {number}")
+
+
+def _inside(number: float, interval: str) -> bool:
+    first, low, high, last = _parts(interval)
+    above = number > low or (first == "[" and number == low)
+    below = number < high or (last == "]" and number == high)
+    return math.isfinite(number) and above and below
+
+
+def _in_words(interval: str) -> str:
+    first, low, high, _ = _parts(interval)
+    if high < math.inf:
+        return f"in {interval}"
+    if low == -math.inf:
+        return "finite"
+    if low == 0 and first == "(":
+        return "a positive number"
+    return f"{low:g} or more"
+
+
+def _parts(interval: str) -> tuple[str, float, float, str]:
+    match = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", interval)
+    assert match is not None, interval
+    return match[1], float(match[2]), float(match[3]), match[4]
+
+
+def check_device(name: str, value: str) -> None:
+    """Raise ValueError unless `value` is empty or a torch device that this machine has."""
+    try:
+        device = torch.device(value or "cpu")
+    except RuntimeError as error:
+        raise ValueError(f"{name} must be a torch device such as cpu, cuda or cuda:1, got {value!r}") from error
+    there = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type)
+    if there is not None and (device.index or 0) >= there:
+        raise ValueError(f"{name}={value} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
