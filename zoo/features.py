@@ -35,18 +35,26 @@ class Hedgehog(nn.Module):
 
 
 class Power(nn.Module):
-    """The learned power in front of relu: x -> |y| y^p / |y^p| with y = relu(x), one p a head in (1, 5), 3 at first.
+    """The learned power in front of relu: x -> |y| y^p / |y^p| with y = relu(x), one p per head in (1, 5).
 
     The focused function of FLatten Transformer (arXiv 2308.00442), which turns features towards their largest and keeps
     their length; p = 1 + 4 sigmoid(weight) as PolaFormer (arXiv 2501.15061) learns it. [B, N, H, D] -> [B, N, H, D].
     """
 
-    def __init__(self, num_heads: int, device=None, dtype=None) -> None:
+    def __init__(self, num_heads: int, exponent: float = 3.0, device=None, dtype=None) -> None:
+        """exponent: the initial p, between 1 and 5."""
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
+        self.exponent = exponent
+        self.weight = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
+        self.set(torch.full_like(self.weight, self.exponent, dtype=torch.float64))
+
+    @torch.no_grad()
+    def set(self, exponents: Tensor) -> None:
+        """Take one exponent per head, [H] between 1 and 5."""
+        self.weight.copy_(((exponents - 1) / 4).logit())
 
     @property
     def power(self) -> Tensor:

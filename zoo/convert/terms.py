@@ -16,6 +16,7 @@ from zoo.mixers.poly import Polynomial
 from zoo.mixers.taylor2 import Taylor2
 
 TEMPERATURES = (0.5, 2**-0.5, 1.0, 2**0.5, 2.0, 2**1.5, 4.0)
+EXPONENTS = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5)  # of `power`, with which temperatures cancel in a ratio
 SECONDS = (0.125, 0.25, 0.5, 1.0, 2.0)  # c2 of a normalised expansion
 
 
@@ -60,21 +61,40 @@ def _mean(mixer: Any, tokens: tuple[Any, ...]) -> Tensor:
     return mean if ctx.key_padding_mask is None else mean.where(ctx.key_padding_mask[:, :, None, None], 0)
 
 
+def _map_trials(mixer: LinearMixer) -> tuple[float, ...]:
+    """What is tried of the feature map: exponents of `power`, temperatures of the others, nothing of the identity."""
+    name = mixer.options.feature_map
+    return (1.0,) if name == "identity" else EXPONENTS if name == "power" else TEMPERATURES
+
+
+def _set_map(mixer: LinearMixer, trials: Tensor) -> float | Tensor:
+    """Give `power` the exponents [H] of the trials; heads that share keys have the same. Returns the temperatures."""
+    if mixer.options.feature_map != "power":
+        return trials
+    mixer.phi_q.set(trials)
+    mixer.phi_k.set(trials.unflatten(0, (len(mixer.phi_k.weight), -1)).mean(1))
+    return 1.0
+
+
+def _try_map(mixer: LinearMixer, trial: float) -> float | Tensor:
+    return _set_map(mixer, torch.full((mixer.num_heads,), trial, dtype=torch.float64))
+
+
 class OutputTerms:
-    """Any mixer: its output and the mean value, at each temperature of its feature map."""
+    """Any mixer: its output and the mean value, at each exponent or temperature of its feature map."""
 
     def __init__(self, mixer: LinearMixer) -> None:
         self.mixer = mixer
-        self.trials: tuple[float, ...] = (1.0,) if mixer.options.feature_map == "identity" else TEMPERATURES
+        self.trials = _map_trials(mixer)
 
     def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
         assert self.mixer.gains is not None
-        self.mixer.gains.set(1.0, 0.0, trial)
+        self.mixer.gains.set(1.0, 0.0, _try_map(self.mixer, trial))
         return torch.stack([self.mixer(*tokens).float(), _mean(self.mixer, tokens).float()])
 
     def write(self, trials: Tensor, weights: Tensor) -> None:
         assert self.mixer.gains is not None
-        self.mixer.gains.set(weights[:, 0], weights[:, -1], trials)
+        self.mixer.gains.set(weights[:, 0], weights[:, -1], _set_map(self.mixer, trials))
 
 
 class OrderTerms:
@@ -82,12 +102,12 @@ class OrderTerms:
 
     def __init__(self, mixer: Polynomial) -> None:
         self.mixer = mixer
-        self.trials: tuple[float, ...] = (1.0,) if mixer.options.feature_map == "identity" else TEMPERATURES
+        self.trials = _map_trials(mixer)
 
     def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
         mixer = self.mixer
         assert mixer.gains is not None
-        mixer.gains.set(1.0, 0.0, trial)
+        mixer.gains.set(1.0, 0.0, _try_map(mixer, trial))
         mean, unit = _mean(mixer, tokens).float(), torch.eye(4, device=mixer.coefficients.device)
         around = mean if mixer.options.mean_path else torch.zeros_like(mean)
         found = []
@@ -99,7 +119,8 @@ class OrderTerms:
     def write(self, trials: Tensor, weights: Tensor) -> None:
         assert self.mixer.gains is not None
         self.mixer.set_coefficients(weights[:, :4].to(self.mixer.coefficients))
-        self.mixer.gains.set(1.0, weights[:, 4] - float(self.mixer.options.mean_path), trials)
+        shift = weights[:, 4] - float(self.mixer.options.mean_path)
+        self.mixer.gains.set(1.0, shift, _set_map(self.mixer, trials))
 
 
 class TaylorTerms:

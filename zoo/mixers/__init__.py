@@ -9,10 +9,15 @@ from torch import nn
 from zoo.mixers.base import LinearMixer
 from zoo.mixers.context import Context
 from zoo.mixers.hla import AHLA, HLA2, HLA3, LinearAttention
+from zoo.mixers.inline import InLine
+from zoo.mixers.mala import Mala
+from zoo.mixers.mesa import Mesa
 from zoo.mixers.mhla import BlockMixer, SecondOrderBlockMixer
 from zoo.mixers.multipole import Multipole
 from zoo.mixers.options import MixerOptions
 from zoo.mixers.poly import Polynomial
+from zoo.mixers.rala import Rala
+from zoo.mixers.resolvent import Resolvent
 from zoo.mixers.softmax import Softmax
 from zoo.mixers.taylor2 import Taylor2
 from zoo.names import unknown_name
@@ -26,6 +31,11 @@ MIXERS: dict[str, type[nn.Module]] = {
     "poly": Polynomial,
     "mhla": BlockMixer,
     "mhla2": SecondOrderBlockMixer,
+    "mala": Mala,
+    "rala": Rala,
+    "inline": InLine,
+    "mesa": Mesa,
+    "resolvent": Resolvent,
     "taylor2": Taylor2,
     "multipole": Multipole,
 }

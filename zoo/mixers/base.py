@@ -38,6 +38,7 @@ class LinearMixer(Local):
     operator: ClassVar[Callable[..., Any]]
     operator_packed: ClassVar[Callable[..., Any]]
     defaults: ClassVar[MixerOptions] = MixerOptions()
+    eps: ClassVar[float] = EPS
 
     def __init__(
         self,
@@ -76,8 +77,8 @@ class LinearMixer(Local):
         self.reset_parameters()
 
     def _check_host(self, head_dim: int) -> None:
-        if self.options.ridge and self.name not in RIDGED:
-            raise ValueError(f"ridge is defined for {', '.join(RIDGED)} only, not for {self.name!r}")
+        if self.options.ridge and not self.defaults.ridge and self.name not in RIDGED:
+            raise ValueError(f"ridge is defined for {', '.join([*RIDGED, 'mesa'])} only, not for {self.name!r}")
         width = feature_width(head_dim, self._inner_map)
         if width > MAX_HEAD_DIM:
             raise ValueError(
@@ -88,12 +89,18 @@ class LinearMixer(Local):
     def _feature_module(self, num_heads: int, **dd) -> nn.Module:
         if self.options.feature_map == "hedgehog":
             return Hedgehog(num_heads, self.head_dim, **dd)
-        return Power(num_heads, **dd) if self.options.feature_map == "power" else nn.Identity()
+        opt = self.options
+        return Power(num_heads, opt.exponent, **dd) if opt.feature_map == "power" else nn.Identity()
 
     def reset_parameters(self) -> None:
         """Initialise the parameters that this module itself owns (its parts initialise theirs)."""
         if self.options.decay is not None:
             nn.init.constant_(self.decay_logit, math.log(self.options.decay / (1 - self.options.decay)))
+
+    @staticmethod
+    def apart(*tokens: Tensor) -> tuple[Tensor, ...]:
+        """(q, k, v) of these, or of one packed qkv [B, N, 3, H, D]."""
+        return tokens if len(tokens) == 3 else tokens[0].unbind(2)
 
     def operate(self, *tokens: Tensor, **options) -> Tensor:
         """The operator on q, k and v, or on one packed qkv; `options` are those of the `hla_kernels` signature."""

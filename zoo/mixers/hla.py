@@ -7,13 +7,14 @@ from torch import Tensor
 
 import hla_kernels
 from zoo.mixers.base import LinearMixer
+from zoo.mixers.options import MixerOptions
 
 
 class LinearAttention(LinearMixer):
     """First-order linear attention, A V = q (K'V) with A = phi(q) phi(k)'.
 
     Katharopoulos et al., arXiv 2006.16236, Eq. 4.
-    4 N D^2 operations a head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
+    4 N D^2 operations per head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
     """
 
     name = "la"
@@ -67,7 +68,7 @@ class AHLA(HigherOrder):
     """Asymmetric second-order linear attention, A A V = q (K'Q)(K'V) with A = phi(q) phi(k)'.
 
     HLA, arXiv 2510.27258, section 6 (Eq. 6.2).
-    6 N D^2 + 2 D^3 operations a head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
+    6 N D^2 + 2 D^3 operations per head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
     """
 
     name = "ahla"
@@ -80,7 +81,7 @@ class HLA2(HigherOrder):
     """Second-order linear attention, A A' V = q (K'K)(Q'V) with A = phi(q) phi(k)'.
 
     HLA, arXiv 2510.27258, sections 3-4 (Eq. 4.1).
-    6 N D^2 + 2 D^3 operations a head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
+    6 N D^2 + 2 D^3 operations per head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
     """
 
     name = "hla2"
@@ -93,10 +94,12 @@ class HLA3(HigherOrder):
     """Third-order linear attention, A A' A V = q (K'K)(Q'Q)(K'V) with A = phi(q) phi(k)'.
 
     HLA, arXiv 2510.27258, section 7 (masked form corrected).
-    8 N D^2 + 4 D^3 operations a head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
+    8 N D^2 + 4 D^3 operations per head, two-sided. Options: `zoo.mixers.options.MixerOptions`; the exponent is 4 at
+    first, since three products even the weights out more than one.
     """
 
     name = "hla3"
+    defaults = MixerOptions(exponent=4.0)
     term = 3
     operator = staticmethod(hla_kernels.hla3)
     operator_packed = staticmethod(hla_kernels.hla3_qkvpacked)

@@ -1,5 +1,6 @@
 """The options that the linear mixers share, validated once."""
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -57,21 +58,24 @@ class MixerOptions(LocalOptions):
     """Options of a linear mixer: `LocalOptions`, and those below. Raises ValueError for a value that is not allowed or
     a pair that contradicts itself.
 
-    feature_map: phi of q and k. `softmax_pair` and `hedgehog` double the feature width, `hedgehog` and
-        `power` have learned parts (`zoo.features`).
+    feature_map: phi of q and k. The default `power` is relu(x) to a learned exponent per head with the length kept
+        (`zoo.features.Power`): maps without such contrast, elu1 and relu, make weights so even that the higher orders
+        average all tokens. `softmax_pair` and `hedgehog` double the feature width; `hedgehog` is learned, too.
+    exponent: of `power` at first, between 1 and 5.
     normalize: divide by the same form with v = 1 (needs a non-negative feature map).
     center: centre phi(k) ("k") or phi(q) and phi(k) ("qk") over the tokens.
     mean_path: o = mean(v) + mixer(v - mean(v)).
     post_norm: RMSNorm of each head after the mixer.
     gate: multiply the output by a gate computed from the hidden states.
-    causal: mix over the raster order of the tokens.  decay: initial value in (0, 1) of a learned decay a head, or None.
+    causal: mix over the raster order of the tokens.  decay: initial value in (0, 1) of a learned decay per head, or None.
     scan: "forward", or "both" to add the pass over the reversed order (halved where weights sum to one).
     ridge: lambda of the second- and third-order key moment (HLA paper, Algorithm 1).
     gains: learned numbers of each head, neutral at first: o -> gain o + shift mean(v), and phi of q and k times a
         temperature (where phi is not the identity). `zoo.convert.calibrate` solves for them.
     """
 
-    feature_map: str = "elu1"
+    feature_map: str = "power"
+    exponent: float = 3.0
     normalize: bool = True
     center: str | None = None
     mean_path: bool = False
@@ -96,6 +100,8 @@ class MixerOptions(LocalOptions):
             raise unknown_name("center", self.center, ("k", "qk"))
         if self.scan not in SCANS:
             raise unknown_name("scan", self.scan, SCANS)
+        if not _is_number(self.exponent) or not 1 < self.exponent < 5:
+            raise ValueError(f"exponent must be a number between 1 and 5, got {self.exponent!r}")
         self._check_normalize()
         if self.decay is not None and not (self.causal and _is_number(self.decay) and 0 < self.decay < 1):
             raise ValueError(
@@ -123,6 +129,48 @@ class MixerOptions(LocalOptions):
         """Whether the result depends on where the tokens lie."""
         # in full: dynamo takes a property of super() for the property itself, which is true
         return bool(self.depthwise) or self.lepe > 0 or self.cpe > 0 or self.causal
+
+
+@dataclass(frozen=True)
+class TwoSidedRatioOptions(MixerOptions):
+    """Options of `mala` and `rala`: `MixerOptions` with the ratio and without causality, centring and mean path. Raises
+    ValueError too."""
+
+    def __post_init__(self) -> None:
+        _refuse_causal(self, "these weights are")
+        if self.normalize is not True:
+            raise ValueError(f"normalize must be True: the weights are divided by their sum, got {self.normalize!r}")
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class ResolventOptions(TwoSidedRatioOptions):
+    """Options of `resolvent`: those of `mala`, and share, the initial c in (0, 1), what each order has of the one before.
+    Raises ValueError too."""
+
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.share) or not 0 < self.share < 1:
+            raise ValueError(f"share must be a number between 0 and 1, got {self.share!r}")
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class MesaOptions(MixerOptions):
+    """Options of `mesa`: `MixerOptions` without the ratio, causality, centring and mean path, and ridge, the initial lambda
+    over the mean of the diagonal of K'K, above 0. Raises ValueError too."""
+
+    ridge: float = 0.1
+
+    def __post_init__(self) -> None:
+        _refuse_causal(self, "mesa is")
+        if not _is_number(self.ridge) or not 0 < self.ridge < math.inf:
+            raise ValueError(f"ridge must be a positive number: mesa inverts K'K + lambda I, got {self.ridge!r}")
+        for name in ("normalize", "center", "mean_path"):
+            if getattr(self, name):
+                raise ValueError(f"mesa has no {name}, got {name}={getattr(self, name)!r}")
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -248,6 +296,11 @@ def check_blocks(b: Any) -> None:
     """Raise ValueError unless b is None or a positive number of blocks for each axis."""
     if b is not None and not (isinstance(b, tuple) and b and all(type(m) is int and m >= 1 for m in b)):
         raise ValueError(f"blocks are positive integers, one for each axis, such as [4, 4], got {b!r}")
+
+
+def _refuse_causal(options: MixerOptions, which: str) -> None:
+    if options.causal:
+        raise ValueError(f"{which} two-sided only; use la, hla2, ahla or hla3 with causal=True")
 
 
 def _is_number(x: Any) -> bool:

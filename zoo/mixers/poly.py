@@ -12,19 +12,20 @@ SMALLEST = 1e-3  # of the positive coefficients: softplus never reaches zero
 
 
 class Polynomial(LinearMixer):
-    """(c1 A + c2 A A' + c3 A A + c4 A A' A) V with learned c [H, 4]: one D x D operator a head, whatever the orders.
+    """(c1 A + c2 A A' + c3 A A + c4 A A' A) V with learned c [H, 4]: one D x D operator per head, whatever the orders.
 
-    The default is anchored: centred keys, mean-value path, c = (1, 0, 0, 0), i.e. the first-order Taylor expansion
-    mean(v) + q (K - mean(k))'V / N of softmax, to which the higher orders are learned residuals. With `normalize=True`
-    the coefficients are kept positive (softplus), since a signed mixture can cross zero. Two-sided only.
+    By default a ratio with c = (1, 0, 0, 0), that is `la`, to which the higher orders are learned residuals; with
+    `normalize=True` the coefficients are kept positive (softplus), since a signed mixture can cross zero. The anchored
+    form, feature_map="identity", normalize=False, center="k", mean_path=True, begins as the first-order Taylor
+    expansion mean(v) + q (K - mean(k))'V / N of softmax. Two-sided only.
 
-    12 N D^2 + 8 D^3 operations a head. Options: `zoo.mixers.options.PolynomialOptions`.
+    12 N D^2 + 8 D^3 operations per head. Options: `zoo.mixers.options.PolynomialOptions`.
     """
 
     name = "poly"
     operator = staticmethod(hla_kernels.polynomial)
     operator_packed = staticmethod(hla_kernels.polynomial_qkvpacked)
-    defaults = PolynomialOptions(feature_map="identity", normalize=False, center="k", mean_path=True)
+    defaults = PolynomialOptions()
     options: PolynomialOptions
 
     def __init__(self, dim: int, num_heads: int, head_dim: int, *, device=None, dtype=None, **kwargs) -> None:

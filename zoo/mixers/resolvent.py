@@ -1,0 +1,56 @@
+"""All orders of linear attention at once: a geometric series of its weights, summed by one solve."""
+
+import torch
+from torch import Tensor, nn
+
+from zoo.mixers.base import EPS, LinearMixer
+from zoo.mixers.context import Context
+from zoo.mixers.moments import mean_product, read, real_features
+from zoo.mixers.options import ResolventOptions
+
+
+class Resolvent(LinearMixer):
+    """(1 - c) sum_p c^(p - 1) A^p V = (1 - c) q (I - c K'q)^-1 K'V with A the weights of `la`, whose rows sum to one.
+
+    The orders p = 1, 2, ... of A fall off by c in (0, 1), learned per head; c = 0 is `la`. q are the features of the
+    queries over the sum of their weights, so that A has no eigenvalue above one and the series converges for every c.
+    Rows of the sum are again averages. One linear system [D, D] per head, in float32.
+
+    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 6 N D^2 + D^3 operations per head. Options:
+    `zoo.mixers.options.ResolventOptions`. Raises ValueError for a map that may be negative and for a rotary host, under
+    which weights are not non-negative.
+    """
+
+    name = "resolvent"
+    defaults = ResolventOptions()
+    options: ResolventOptions
+
+    def __init__(self, dim: int, num_heads: int, head_dim: int, *, device=None, dtype=None, **kwargs):
+        super().__init__(dim, num_heads, head_dim, device=device, dtype=dtype, **kwargs)
+        self.share_logit = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "share_logit"):
+            c = torch.tensor(self.options.share, dtype=torch.float64)
+            nn.init.constant_(self.share_logit, float(c.logit()))
+
+    def _check(self, n_tokens: int, ctx: Context) -> None:
+        if ctx.rotate is not None:
+            raise ValueError(
+                f"the mixer {self.name!r} needs non-negative weights, and this host rotates queries and keys; use la, "
+                "mala or mesa there"
+            )
+        super()._check(n_tokens, ctx)
+
+    def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
+        q, k, v, count = real_features(self._inner_map, mask, *self.apart(*tensors))
+        sums = k.sum(1, keepdim=True, dtype=torch.promote_types(k.dtype, torch.float32)) / count
+        sums = sums.repeat_interleave(q.shape[2] // k.shape[2], dim=2)  # [B, 1, H, D]
+        q = (q / ((q * sums).sum(-1, keepdim=True) + EPS)).to(v.dtype)
+        c = self.share_logit.to(sums.dtype).sigmoid()[:, None, None]
+        steps = mean_product(k, q, count)  # [B, H, D, D]
+        pairs = mean_product(k, v, count).repeat_interleave(q.shape[2] // v.shape[2], dim=1)
+        eye = torch.eye(steps.shape[-1], device=steps.device, dtype=steps.dtype)
+        return read(q, torch.linalg.solve_ex(eye - c * steps, (1 - c) * pairs)[0])
