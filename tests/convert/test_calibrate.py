@@ -12,6 +12,8 @@ from tiny_pairs import inputs, pair
 from zoo.convert.calibrate import best_projections, calibrate
 from zoo.convert.calls import Pair, forward, layers_of, mixer_inputs, recording, replaced
 from zoo.convert.solve import NormalEquations
+from zoo.convert.terms import EXPONENTS
+from zoo.mixers.base import EPS
 
 ANCHORED = {"feature_map": "identity", "normalize": False, "center": "k", "mean_path": True}
 
@@ -44,7 +46,7 @@ def columns(x, head):
 
 @pytest.mark.parametrize("kind", ["vit", "dit"])
 def test_poly_takes_numpys_least_squares_of_the_definition(kind):
-    teacher, student, batches = pair(kind, "poly")
+    teacher, student, batches = pair(kind, "poly", **ANCHORED)
     report = {row.layer: row for row in calibrate(student, teacher, batches)}
     for name, layer in Pair(teacher, student).layers.items():
         q, k, v = tokens_of_layer(teacher, student, batches, name)
@@ -60,6 +62,36 @@ def test_poly_takes_numpys_least_squares_of_the_definition(kind):
             np.testing.assert_allclose(found, w, rtol=2e-3, atol=2e-4)
             left = np.square(target - columns(x, head) @ w).sum() / np.square(target).sum()
             assert report[name].heads[head] == pytest.approx(1 - left, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["vit", "dit"])
+def test_power_takes_the_exponent_with_the_least_error_of_numpys_least_squares(kind):
+    teacher, student, batches = pair(kind, "la")
+    calibrate(student, teacher, batches)
+    for name, layer in Pair(teacher, student).layers.items():
+        q, k, v = tokens_of_layer(teacher, student, batches, name)
+        wanted, mean = softmax(q, k, v), v.mean(1, keepdim=True).expand_as(v)
+        for head in range(q.shape[2]):
+            target, errors = wanted[:, :, head].flatten().numpy(), {}
+            for exponent in EXPONENTS:
+                fq, fk = (power(t, exponent) for t in (q, k))
+                a = torch.einsum("bnhd,bmhd->bhnm", fq, fk)
+                o = torch.einsum("bhnm,bmhd->bnhd", a / (a.sum(-1, keepdim=True) + q.shape[1] * EPS), v)
+                x = columns(torch.stack([o, mean]), head)
+                w, *_ = np.linalg.lstsq(x, target, rcond=None)
+                errors[exponent] = (np.square(target - x @ w).sum(), *w)
+            best = min(errors, key=lambda p: errors[p][0])
+            assert layer.mixer.phi_q.power[head].item() == pytest.approx(best, rel=1e-5)
+            assert layer.mixer.phi_k.power[head].item() == pytest.approx(best, rel=1e-5)
+            found = [g[head].item() for g in (layer.mixer.gains.gain, layer.mixer.gains.shift)]
+            np.testing.assert_allclose(found, errors[best][1:], rtol=2e-3, atol=2e-4)
+            assert float(layer.mixer.gains.temperature.detach()[head]) == 1
+
+
+def power(x, exponent):
+    """The length of relu(x) in the direction of its power."""
+    y = x.clamp(min=0)
+    return (y**exponent * (y.norm(dim=-1) / (y**exponent).norm(dim=-1))[..., None]).nan_to_num(0)
 
 
 def neighbours(v, prefix, width):
@@ -96,12 +128,19 @@ def test_local_values_take_numpys_least_squares_of_the_neighbours(kind, prefix):
     ("mixer", "options"),
     [
         ("la", {}),
+        ("la", {"feature_map": "elu1"}),
         ("la", {"lepe": 3}),
+        ("mala", {}),
+        ("rala", {}),
+        ("inline", {}),
+        ("mesa", {}),
+        ("resolvent", {}),
         ("taylor2", {"lepe": 3}),
         ("la", {"feature_map": "softmax_pair"}),
         ("ahla", ANCHORED),
         ("hla2", ANCHORED),
         ("poly", {}),
+        ("poly", ANCHORED),
         ("taylor2", {}),
         ("taylor2", {"normalize": False}),
         ("taylor2", {"width": 4}),

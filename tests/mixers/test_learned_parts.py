@@ -40,7 +40,7 @@ def ratio(w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", SERIAL)
 def test_learned_decay_is_one_number_a_head(name):
-    mixer, q, k, v, ctx = setting(name, causal=True, decay=0.9)
+    mixer, q, k, v, ctx = setting(name, feature_map="elu1", causal=True, decay=0.9)
     gamma = 1 / (1 + (-mixer.decay_logit.detach()).exp())
     elu1 = torch.nn.functional.elu
     expected = ratio(causal_weights(name, elu1(q) + 1, elu1(k) + 1, gamma), v)
@@ -60,7 +60,7 @@ def test_a_runaway_decay_stays_in_range():
 
 @pytest.mark.parametrize("name", SERIAL)
 def test_both_scans_with_a_rotation_turn_each_token_by_its_own_position(name):
-    mixer, q, k, v, ctx = setting(name, causal=True, scan="both")
+    mixer, q, k, v, ctx = setting(name, feature_map="elu1", causal=True, scan="both")
     angle = torch.linspace(0, 1.5, N, dtype=torch.float64)[None, :, None]
 
     def rotate(x):
@@ -91,7 +91,7 @@ def test_hedgehog_projects_each_head_by_its_matrix():
 
 @pytest.mark.parametrize("name", ["la", "ahla"])
 def test_power_turns_the_positive_parts_of_each_head_and_keeps_their_length(name):
-    mixer, q, k, v, ctx = setting(name, feature_map="power")
+    mixer, q, k, v, ctx = setting(name)
     k[:, 3] = -k[:, 3].abs()  # a token without a positive part
 
     def phi(x, weight):
@@ -111,9 +111,20 @@ def test_power_turns_the_positive_parts_of_each_head_and_keeps_their_length(name
         assert x.grad.isfinite().all() and x.grad.abs().max() > 0
 
 
-def test_power_starts_at_three_and_does_not_overflow():
+def test_power_starts_at_the_exponent_asked_for():
+    torch.testing.assert_close(Power(2).power, torch.full((2,), 3.0))
+    torch.testing.assert_close(build_mixer("hla3", C, H, D).phi_q.power, torch.full((H,), 4.0))
+    torch.testing.assert_close(build_mixer("la", C, H, D, exponent=1.5).phi_k.power, torch.full((H,), 1.5))
+
+
+def test_power_takes_one_exponent_per_head():
+    part, wanted = Power(3), torch.tensor([1.25, 2.0, 4.5])
+    part.set(wanted)
+    torch.testing.assert_close(part.power, wanted)
+
+
+def test_power_does_not_overflow():
     part = Power(2)
-    torch.testing.assert_close(part.power, torch.full((2,), 3.0))
     x = torch.tensor([6e4, 3e4, -1.0]).half().expand(1, 1, 2, 3)
     y = x.double().clamp(min=0)
     expected = y**3 * (y.norm(dim=-1) / (y**3).norm(dim=-1))[..., None]
@@ -122,7 +133,9 @@ def test_power_starts_at_three_and_does_not_overflow():
 
 def test_norm_and_gate_act_on_heads_and_channels():
     mixer, q, k, v, ctx = setting("la", post_norm=True, gate=True)
-    plain = build_mixer("la", C, H, D, dtype=torch.float64)(q, k, v, ctx)
+    bare = build_mixer("la", C, H, D, dtype=torch.float64)
+    bare.load_state_dict({name: p for name, p in mixer.state_dict().items() if name.startswith("phi")})
+    plain = bare(q, k, v, ctx)
     rms = (plain.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     gate = 2 / (1 + (-(ctx.x @ mixer.gate.weight.T + mixer.gate.bias)).exp())
     expected = plain / rms * mixer.norm.weight * gate.reshape(B, N, H, D)
@@ -141,7 +154,7 @@ def test_a_ratio_mixer_averages_also_with_wide_heads(name, feature_map):
 
 
 def test_positive_coefficients_weigh_the_four_orders():
-    mixer, q, k, v, ctx = setting("poly", feature_map="softmax", normalize=True, center=None, mean_path=False)
+    mixer, q, k, v, ctx = setting("poly", feature_map="softmax")
     a = torch.einsum("bthd,bjhd->bhtj", q.softmax(-1), k.softmax(-1)) / N
     c = (mixer.coefficients.exp() + 1).log()[:, :, None, None]
     w = c[:, 0] * a + c[:, 1] * a @ a.mT + c[:, 2] * a @ a + c[:, 3] * a @ a.mT @ a

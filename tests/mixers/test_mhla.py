@@ -10,6 +10,7 @@ import torch
 
 from hla_kernels.features import feature
 from zoo.mixers import MIXERS, Context, build_mixer
+from zoo.mixers.base import EPS
 from zoo.mixers.context import Rotation
 from zoo.mixers.mixing import BlockMixing, choose_blocks, distances, prior_matrix
 
@@ -50,17 +51,19 @@ def weights(order: str, q: torch.Tensor, k: torch.Tensor, m: torch.Tensor) -> to
 
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("feature_map", ["power", "elu1"])
 @pytest.mark.parametrize(("name", "order"), [("mhla", "la"), ("mhla", "ahla"), ("mhla2", "hla2")])
-def test_ratio_form_is_the_definition(name, order, kind, per_head):
+def test_ratio_form_is_the_definition(name, order, feature_map, kind, per_head):
     if per_head and kind == "fixed":
         return
     q, k, v, ctx = inputs()
-    mixer = stirred(make(name, order=order, mixing=kind, per_head=per_head))
+    mixer = stirred(make(name, order=order, mixing=kind, per_head=per_head, feature_map=feature_map))
     m = mixer.mixing()
     assert m.shape == ((HEADS, 5, 5) if per_head else (5, 5))
-    w = weights(order, feature(q, "elu1"), feature(k, "elu1"), m)
-    expected = torch.einsum("bhnm,bmhd->bnhd", w / w.sum(-1, keepdim=True), v)
-    torch.testing.assert_close(mixer(q, k, v, ctx), expected, rtol=1e-6, atol=1e-6)
+    fq, fk = (feature(q, "elu1"), feature(k, "elu1")) if feature_map == "elu1" else (mixer.phi_q(q), mixer.phi_k(k))
+    w = weights(order, fq, fk, m)
+    expected = torch.einsum("bhnm,bmhd->bnhd", w / (w.sum(-1, keepdim=True) + EPS), v)
+    torch.testing.assert_close(mixer(q, k, v, ctx), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("prior", PRIORS)
@@ -121,22 +124,26 @@ def test_the_prefix_weighs_all_alike():
 
 BLOCKS = {
     (16, 16): (4, 4),
-    (32, 32): (4, 4),
-    (14, 14): (2, 2),
+    (32, 32): (6, 6),
+    (14, 14): (4, 4),
     (64, 64): (8, 8),
     (37, 37): (6, 6),
-    (21, 30, 50): (3, 5, 10),
-    (1, 8, 8): (1, 2, 2),
-    (2, 3): (1, 1),
-    (7,): (1,),
+    (24, 24): (4, 4),
+    (21, 30, 52): (4, 5, 9),
+    (1, 8, 8): (1, 3, 3),
+    (2, 3): (1, 2),
+    (7,): (3,),
 }
 
 
 @pytest.mark.parametrize("grid", BLOCKS)
 def test_choice_of_blocks(grid):
-    """At most sqrt(N) blocks that divide the grid; the published layouts for DiT at 256 and 512 px and for Wan."""
-    assert choose_blocks(grid) == BLOCKS[grid]
-    assert math.prod(choose_blocks(grid)) ** 2 <= math.prod(grid)
+    """About sqrt(N) blocks, at most a seventh above, nearly cubic; the published layouts of 16 blocks at 256 px."""
+    blocks = choose_blocks(grid)
+    assert blocks == BLOCKS[grid]
+    assert 0.4 < math.prod(blocks) ** 2 / math.prod(grid) <= (8 / 7) ** 2
+    sides = [n / m for n, m in zip(grid, blocks, strict=True) if n > 1]
+    assert max(sides) / min(sides) <= 1.5
     assert choose_blocks(grid, True)[1:] == (1,) * (len(grid) - 1)
 
 
@@ -175,7 +182,7 @@ def test_rotation_is_that_of_the_mixer_without_blocks(order, half):
 def test_a_distance_form_serves_every_grid():
     """The same weights of distance at another resolution: a grid twice as fine, cut into the same blocks or more."""
     mixer = stirred(make(mixing="distance", blocks=None, grid=(8, 8)))
-    assert mixer.blocks == (2, 2) and mixer.options.blocks is None
+    assert mixer.blocks == (3, 3) and mixer.options.blocks is None
     for grid in ((8, 8), (4, 12), (16, 16)):
         n = PREFIX + math.prod(grid)
         q, k, v, ctx = inputs(3, n)
@@ -236,7 +243,7 @@ def test_a_mixer_prints_the_options_that_were_changed(mixer):
 
 def test_matrices_serve_other_grids_with_their_blocks():
     mixer = make(grid=(8, 8), blocks=None)
-    assert mixer.chosen == {"blocks": [2, 2]} and mixer.layout == "2x2 of 8x8"
+    assert mixer.chosen == {"blocks": [3, 3]} and mixer.layout == "3x3 of 8x8"
     q, k, v, ctx = inputs(4, 36)
     assert mixer(q, k, v, Context(x=ctx.x, grid=(5, 7), prefix=PREFIX)).shape == q.shape
 
@@ -369,5 +376,5 @@ def test_calls_it_cannot_serve():
         make()(q, k, v, Context(x=ctx.x, prefix=PREFIX))
     with pytest.raises(ValueError, match="built for 0 prefix tokens before the grid"):
         make(prefix=0)(q, k, v, ctx)
-    with pytest.raises(ValueError, match=r"cannot be cut into the blocks \(5, 2\).*convert with blocks=\[1, 1\]"):
+    with pytest.raises(ValueError, match=r"cannot be cut into the blocks \(5, 2\).*convert with blocks=\[2, 2\]"):
         make(blocks=[5, 2])(q, k, v, ctx)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zoo.mixers import MIXERS, Context, build_mixer
+from zoo.mixers import Context, build_mixer
 
-LINEAR = [name for name in MIXERS if name not in ("softmax", "mhla", "mhla2", "taylor2", "multipole")]  # one family
+LINEAR = ("la", "ahla", "hla2", "hla3", "poly", "inline")  # one family of operators
 DIM, HEADS, HEAD_DIM, GRID, PREFIX = 24, 3, 8, (4, 5), 1
 ANCHORED = {"feature_map": "identity", "normalize": False, "center": "k", "mean_path": True}
 PLAIN = {"center": None, "mean_path": False}
@@ -17,10 +17,10 @@ OPTIONS = {
     "scaled": {"feature_map": "identity", "normalize": False, "post_norm": True, "gate": True, **PLAIN},
 }
 CHANGED = {
-    "depthwise": {"depthwise": "k"},
+    "depthwise": {"depthwise": "k", "feature_map": "elu1"},
     "hedgehog": {"feature_map": "hedgehog"},
-    "power": {"feature_map": "power"},
-    "both": {"causal": True, "scan": "both"},
+    "power": {},
+    "both": {"causal": True, "scan": "both", "feature_map": "elu1"},
 }
 
 
@@ -62,7 +62,7 @@ def call(mixer, qkv, x, packed: bool):
 @pytest.mark.parametrize("name", ["mhla", "mhla2", "taylor2"])
 def test_other_operators_read_the_packed_tensor(name):
     own = "taylor2" if name == "taylor2" else "mhla"
-    options = {} if name == "taylor2" else {"blocks": [2, 2], "prefix": PREFIX}
+    options = {} if name == "taylor2" else {"blocks": [2, 2], "prefix": PREFIX, "feature_map": "elu1"}
     setup = setting(name, torch.float64, **options)
     packed, ran = call(*setup, packed=True)
     separate, before = call(*setup, packed=False)
@@ -72,7 +72,7 @@ def test_other_operators_read_the_packed_tensor(name):
 
 
 def test_an_annealed_mixer_reads_the_packed_tensor_too():
-    mixer, qkv, x = setting("ahla", torch.float64)
+    mixer, qkv, x = setting("ahla", torch.float64, feature_map="elu1")
     mixer.anneal(0.5, 8.0, torch.device("cpu"))
     (packed, ran), (separate, before) = (call(mixer, qkv, x, packed=p) for p in (True, False))
     assert len(ran) == len(before) == 1 and ran != before

@@ -212,15 +212,11 @@ def attention(model, name="blocks.0.attn"):
     return layer, torch.randn(2, 17, width, generator=g), torch.randn(2, 17, width, generator=g)
 
 
-@pytest.mark.parametrize("options", [{}, {"feature_map": "softmax_pair"}, {"feature_map": "identity"}])
-@pytest.mark.parametrize("mixer", [name for name in GRIDLESS if name != "taylor2"])  # test_packed has it
-def test_an_attention_layer_copies_nothing(mixer, options):
-    if options.get("feature_map") == "identity":
-        options = {**options, "normalize": False}
-    elif mixer == "poly":
-        options = {**options, "normalize": bool(options), "center": None, "mean_path": False}
+@pytest.mark.parametrize("feature_map", ["elu1", "softmax_pair", "identity"])
+@pytest.mark.parametrize("mixer", ["la", "hla2", "ahla", "hla3", "poly", "inline"])  # test_packed has the others
+def test_an_attention_layer_copies_nothing(mixer, feature_map):
     model = tiny(PLAIN)
-    zoo.convert(model, mixer, **options)
+    zoo.convert(model, mixer, feature_map=feature_map, normalize=feature_map != "identity" and mixer != "inline")
     layer, x, grad = attention(model)
     with Recorder() as recorder:
         layer(x.requires_grad_()).backward(grad)
@@ -242,7 +238,7 @@ def test_an_attention_layer_copies_nothing(mixer, options):
 )
 def test_which_hosts_are_read_packed(base, packed):
     model = tiny(base).eval()
-    zoo.convert(model, "ahla")
+    zoo.convert(model, "ahla", feature_map="elu1")
     with Recorder() as recorder:
         model(image())
     assert (recorder.count("two_sided_qkvpacked") > 0) == packed and (recorder.count("two_sided") > 0) != packed

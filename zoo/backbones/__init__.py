@@ -58,6 +58,6 @@ class Backbone(Protocol):
 
 
 def hla_name(base: str, mixer: str) -> str:
-    """The registered name of timm's `base` with `mixer`: "vit_tiny_patch16_224" -> "vit_ahla_tiny_patch16_224"."""
+    """The registered name of timm's `base` with `mixer`: "vit_tiny_patch16_224" -> "vit_mhla_tiny_patch16_224"."""
     family, _, rest = base.partition("_")
     return f"{family}_{mixer}_{rest}"

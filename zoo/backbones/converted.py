@@ -1,6 +1,6 @@
 """The name of every converted model that has none of its own: other bases, and layers of several kinds.
 
-`timm.create_model("hla_converted", base="vit_small_patch16_dinov3", conversions=[{"mixer": "ahla"}])`. Converted models
+`timm.create_model("hla_converted", base="vit_small_patch16_dinov3", conversions=[{"mixer": "mhla"}])`. Converted models
 are saved under it, so that they reload exactly.
 """
 
@@ -41,7 +41,7 @@ def _check_base(base: Any) -> str:
     if base is None:
         raise ValueError(
             f'{CONVERTED} needs the name of a timm model and what to do with it: base="vit_small_patch16_dinov3", '
-            'conversions=[{"mixer": "ahla"}]'
+            'conversions=[{"mixer": "mhla"}]'
         )
     name = base.partition(".")[0] if isinstance(base, str) else ""
     if not is_model(name):

@@ -20,7 +20,7 @@ from torch.fx import Proxy
 from zoo.backbones import CONVERTED, Swap
 from zoo.backbones.checkpoints import match_checkpoint, no_torchscript
 from zoo.backbones.record import architecture_of, record_architecture, recorded_arguments
-from zoo.backbones.refusals import refuse_block, refuse_family, refuse_thing
+from zoo.backbones.refusals import refuse_block, refuse_family, refuse_rotary, refuse_thing
 from zoo.backbones.sites import SITES, Host, Site, attention_layers, block_index, kv_heads
 from zoo.grid import Grid
 from zoo.mixers import MIXERS
@@ -253,6 +253,7 @@ class TimmBackbone:
         return sizes
 
     def check(self, model: Any, mixer: str, options: Any) -> None:
+        refuse_rotary(mixer, getattr(model, "rope", None) is not None)
         if getattr(options, "grid_dims", 2) != 2:
             raise ValueError("grid_dims=3 is for video; the tokens of an image model lie on a 2-D grid")
         if getattr(options, "needs_grid", False) and drops_patches(model):

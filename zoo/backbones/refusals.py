@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from zoo.mixers import MIXERS
+
 WINDOWED = "its attention stays inside windows of a few hundred tokens at most, so that a linear cost gains nothing"
 POOLED = "its attention pools the keys or the queries, so that it is not one set of tokens that attend to each other"
 LINEAR = "its attention is already linear in the number of tokens"
@@ -48,6 +50,15 @@ def refuse_family(model: nn.Module, known: Collection[type]) -> None:
 
 def _of_diffusers(model: nn.Module) -> bool:
     return any(b.__name__ == "ModelMixin" and b.__module__.startswith("diffusers.") for b in type(model).__mro__)
+
+
+def refuse_rotary(mixer: str, rotary: bool) -> None:
+    """Raise ValueError for a model with a rotary embedding and a mixer whose weights have to stay non-negative."""
+    if rotary and not getattr(MIXERS[mixer], "takes_rotations", True):
+        raise ValueError(
+            f"{mixer!r} needs non-negative weights, which the rotary embedding of this model does not leave; "
+            "use la, mala or mesa"
+        )
 
 
 def refuse_block(model: nn.Module, layer: str, block: nn.Module) -> None:

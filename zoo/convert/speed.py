@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zoo.mixers import MIXERS, MixerOptions
+
 FILE = "kernels-h200.json"
 PLACES = (Path(__file__).parents[1] / FILE, Path(__file__).parents[2] / "docs" / "results" / FILE)
 OPERATORS = {  # mixer -> operator of the table
     "la": "linear_attention", "ahla": "ahla", "hla2": "hla2", "hla3": "hla3", "poly": "polynomial",
+    "inline": "linear_attention",
 }  # fmt: skip
 NANO = 1e3  # ns in a us
 
@@ -54,7 +57,11 @@ def predict(mixer: str, options: dict[str, Any], batch: int, heads: int, tokens:
     if mixer == "taylor2":
         own = None if options.get("width") else quadratic_cost("taylor2")
         return Prediction(soft, None if own is None else size * (own[0] + own[1] * tokens), None)
-    cost = linear_cost(mixer, bool(options.get("normalize", mixer not in ("poly",))))
+    if mixer not in OPERATORS:
+        return Prediction(soft, None, None)
+    defaults = MIXERS[mixer].defaults
+    assert isinstance(defaults, MixerOptions)
+    cost = linear_cost(mixer, options.get("normalize", defaults.normalize))
     if cost is None:
         return Prediction(soft, None, None)
     return Prediction(soft, size * cost, max(1, math.ceil((cost - a) / b)))
@@ -81,8 +88,6 @@ def quadratic_cost(op: str) -> tuple[float, float] | None:
 @cache
 def linear_cost(mixer: str, normalize: bool) -> float | None:
     """ns for each token, head and channel: the median over the measured shapes. None: the table has no such rows."""
-    if mixer not in OPERATORS:
-        return None
     found = [
         row["us"] * NANO / np.prod([float(s) for s in row["shape"]])
         for row in _rows(OPERATORS[mixer])

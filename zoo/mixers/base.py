@@ -38,7 +38,7 @@ class LinearMixer(Local):
     operator: ClassVar[Callable[..., Any]]
     operator_packed: ClassVar[Callable[..., Any]]
     defaults: ClassVar[MixerOptions] = MixerOptions()
-    eps: ClassVar[float] = EPS
+    takes_rotations: ClassVar[bool] = True  # whether its weights mean something with a rotary host
 
     def __init__(
         self,

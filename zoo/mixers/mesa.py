@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from zoo.mixers.base import LinearMixer
+from zoo.mixers.base import EPS, LinearMixer
 from zoo.mixers.moments import mean_product, read, real_features
 from zoo.mixers.options import MesaOptions
 
@@ -15,7 +15,8 @@ class Mesa(LinearMixer):
 
     The two-sided form of the mesa layer, MesaNet, arXiv 2506.05233, Eq. 6. Where `hla2` multiplies by K'K, this divides
     by it: keys that many tokens share do not outweigh the others. lambda is learned per head, `ridge` times the mean of
-    the diagonal of K'K at first. One Cholesky factorisation [D, D] per head, in float32.
+    the diagonal of K'K at first, later at least 3e-4 times it (the root of the precision of float32) so that the matrix
+    keeps an inverse. One Cholesky factorisation [D, D] per head, in float32.
 
     q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 6 N D^2 + D^3 operations per head. Under a rotary host the
     features are rotated first. Options: `zoo.mixers.options.MesaOptions`.
@@ -25,7 +26,17 @@ class Mesa(LinearMixer):
     defaults = MesaOptions(normalize=False)
     options: MesaOptions
 
-    def __init__(self, dim: int, num_heads: int, head_dim: int, *, num_kv_heads=None, device=None, dtype=None, **kwargs):
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        device=None,
+        dtype=None,
+        **kwargs,
+    ) -> None:
         dd = {"device": device, "dtype": dtype}
         super().__init__(dim, num_heads, head_dim, num_kv_heads=num_kv_heads, **dd, **kwargs)
         self.log_ridge = nn.Parameter(torch.empty(num_kv_heads or num_heads, **dd))
@@ -43,7 +54,8 @@ class Mesa(LinearMixer):
             q, k, v, count = real_features(self._inner_map, mask, *self.apart(*tensors))
         keys, pairs = mean_product(k, k, count), mean_product(k, v, count)
         energy = keys.diagonal(dim1=-2, dim2=-1).mean(-1)  # [B, Hk]
-        ridge = self.log_ridge.to(energy.dtype).exp() * energy + torch.finfo(energy.dtype).tiny
+        most = -0.5 * math.log(torch.finfo(energy.dtype).eps)
+        ridge = self.log_ridge.to(energy.dtype).clamp(-most, most).exp() * energy + EPS
         eye = torch.eye(keys.shape[-1], device=keys.device, dtype=keys.dtype)
         factor, _ = torch.linalg.cholesky_ex(keys + ridge[..., None, None] * eye)
         return read(q, torch.cholesky_solve(pairs, factor))

@@ -25,11 +25,11 @@ NEAR = 1.5  # of "local", in blocks
 
 @torch.compiler.assume_constant_result  # a search that a compiler should not trace
 def choose_blocks(grid: Grid, causal: bool = False) -> Grid:
-    """Blocks along each axis of a grid of N tokens: M nearly cubic blocks with M^2 about N (16 for 14 x 14 and 16 x 16).
+    """Blocks along each axis of a grid of N tokens: M nearly cubic blocks with M^2 about N.
 
-    MHLA proposes M^2 <= N, up to which mixing costs no more than the tokens; the search goes a seventh beyond, for
-    14 x 14. Fewest sum of |log(sqrt(N) / M)|, log(longest / shortest side) and, where blocks differ by one token along
-    an axis, log(1.5). A causal mixer cuts the first axis alone.
+    MHLA proposes M^2 <= N, up to which mixing costs no more than the tokens; the search goes a seventh beyond, so that
+    14 x 14 tokens have 16 blocks as 16 x 16 have. Fewest sum of |log(sqrt(N) / M)|, log(longest / shortest side) and,
+    where blocks differ by one token along an axis, log(1.5). A causal mixer cuts the first axis alone.
     """
     return _chosen(tuple(grid), causal)
 

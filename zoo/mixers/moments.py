@@ -28,7 +28,7 @@ def read(q: Tensor, matrix: Tensor) -> Tensor:
 def real_features(
     feature_map: str, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, float | Tensor]:
-    """(phi q, phi k, v, count): features of the map, k and v zero outside the mask [B, N], the number of real tokens."""
+    """(phi q, phi k, v, count): features of the map, all zero outside the mask [B, N]; the number of real tokens."""
     q, k = feature(q, feature_map), feature(k, feature_map)
     if mask is None:
         return q, k, v, q.shape[1]

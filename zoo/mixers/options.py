@@ -67,7 +67,8 @@ class MixerOptions(LocalOptions):
     mean_path: o = mean(v) + mixer(v - mean(v)).
     post_norm: RMSNorm of each head after the mixer.
     gate: multiply the output by a gate computed from the hidden states.
-    causal: mix over the raster order of the tokens.  decay: initial value in (0, 1) of a learned decay per head, or None.
+    causal: mix over the raster order of the tokens.
+    decay: initial value in (0, 1) of a learned decay per head, or None.
     scan: "forward", or "both" to add the pass over the reversed order (halved where weights sum to one).
     ridge: lambda of the second- and third-order key moment (HLA paper, Algorithm 1).
     gains: learned numbers of each head, neutral at first: o -> gain o + shift mean(v), and phi of q and k times a
@@ -145,8 +146,10 @@ class TwoSidedRatioOptions(MixerOptions):
 
 @dataclass(frozen=True)
 class ResolventOptions(TwoSidedRatioOptions):
-    """Options of `resolvent`: those of `mala`, and share, the initial c in (0, 1), what each order has of the one before.
-    Raises ValueError too."""
+    """Options of `resolvent`: those of `mala`, and
+
+    share: the initial c in (0, 1), the weight of each order over that of the order before. Raises ValueError too.
+    """
 
     share: float = 0.5
 
@@ -158,8 +161,10 @@ class ResolventOptions(TwoSidedRatioOptions):
 
 @dataclass(frozen=True)
 class MesaOptions(MixerOptions):
-    """Options of `mesa`: `MixerOptions` without the ratio, causality, centring and mean path, and ridge, the initial lambda
-    over the mean of the diagonal of K'K, above 0. Raises ValueError too."""
+    """Options of `mesa`: `MixerOptions` without the ratio, causality, centring and mean path, and
+
+    ridge: the initial lambda over the mean of the diagonal of K'K, above 0. Raises ValueError too.
+    """
 
     ridge: float = 0.1
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from hla_kernels.features import feature
 from zoo.features import mean_value
+from zoo.mixers.base import EPS
 from zoo.mixers.context import Context
 from zoo.mixers.hla import LinearAttention
 from zoo.mixers.options import TwoSidedRatioOptions
@@ -34,18 +35,20 @@ class Rala(LinearAttention):
         if len(tensors) == 5:
             q, k, turned_q, turned_k, v = tensors
             weight = self._key_weights(q, k, mask)
-            return super()._mix(mask, q, k * weight, turned_q, turned_k * weight, v)
+            weighted = ((t * weight).to(t.dtype) for t in (k, turned_k))
+            return super()._mix(mask, q, next(weighted), turned_q, next(weighted), v)
         q, k = (feature(t, self._inner_map) for t in tensors[:2])
-        k = k * self._key_weights(q, k, mask)
-        return self.operate(q, k, tensors[2], feature_map=NO_CHANGE, normalize=True, eps=self.eps, key_padding_mask=mask)
+        k = (k * self._key_weights(q, k, mask)).to(k.dtype)
+        return self.operate(q, k, tensors[2], feature_map=NO_CHANGE, normalize=True, eps=EPS, key_padding_mask=mask)
 
     def _key_weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """alpha [B, N, Hk, 1] of the features q [B, N, H, D] and k [B, N, Hk, D]; real tokens have the mean one."""
+        """alpha [B, N, Hk, 1] of the features q [B, N, H, D] and k [B, N, Hk, D], in float32 at least; real tokens have
+        the mean one."""
         seeking = mean_value(q, mask).unflatten(2, (k.shape[2], -1)).mean(3)  # [B, 1, Hk, D]
         scores = self.scale * (k * seeking).sum(-1, keepdim=True, dtype=seeking.dtype)
         if mask is None:
-            return (k.shape[1] * scores.softmax(1)).to(k.dtype)
+            return k.shape[1] * scores.softmax(1)
         live = mask[:, :, None, None]
         count = live.sum(1, keepdim=True)
         alpha = scores.masked_fill(~live, torch.finfo(scores.dtype).min).softmax(1)
-        return (count * alpha).to(k.dtype)
+        return count * alpha

@@ -8,6 +8,8 @@ from zoo.mixers.context import Context
 from zoo.mixers.moments import mean_product, read, real_features
 from zoo.mixers.options import ResolventOptions
 
+LARGEST_SHARE = 1 - 2**-10  # a learned logit may go anywhere, and at c = 1 there is no inverse
+
 
 class Resolvent(LinearMixer):
     """(1 - c) sum_p c^(p - 1) A^p V = (1 - c) q (I - c K'q)^-1 K'V with A the weights of `la`, whose rows sum to one.
@@ -23,6 +25,7 @@ class Resolvent(LinearMixer):
 
     name = "resolvent"
     defaults = ResolventOptions()
+    takes_rotations = False
     options: ResolventOptions
 
     def __init__(self, dim: int, num_heads: int, head_dim: int, *, device=None, dtype=None, **kwargs):
@@ -39,8 +42,7 @@ class Resolvent(LinearMixer):
     def _check(self, n_tokens: int, ctx: Context) -> None:
         if ctx.rotate is not None:
             raise ValueError(
-                f"the mixer {self.name!r} needs non-negative weights, and this host rotates queries and keys; use la, "
-                "mala or mesa there"
+                f"the mixer {self.name!r} cannot honour a rotary embedding: its weights must not be negative"
             )
         super()._check(n_tokens, ctx)
 
@@ -48,9 +50,9 @@ class Resolvent(LinearMixer):
         q, k, v, count = real_features(self._inner_map, mask, *self.apart(*tensors))
         sums = k.sum(1, keepdim=True, dtype=torch.promote_types(k.dtype, torch.float32)) / count
         sums = sums.repeat_interleave(q.shape[2] // k.shape[2], dim=2)  # [B, 1, H, D]
-        q = (q / ((q * sums).sum(-1, keepdim=True) + EPS)).to(v.dtype)
-        c = self.share_logit.to(sums.dtype).sigmoid()[:, None, None]
+        q = q / ((q * sums).sum(-1, keepdim=True) + EPS)  # in float32: rounded, weights could sum to more than 1 / c
+        c = self.share_logit.to(sums.dtype).sigmoid().clamp(max=LARGEST_SHARE)[:, None, None]
         steps = mean_product(k, q, count)  # [B, H, D, D]
         pairs = mean_product(k, v, count).repeat_interleave(q.shape[2] // v.shape[2], dim=1)
         eye = torch.eye(steps.shape[-1], device=steps.device, dtype=steps.dtype)
-        return read(q, torch.linalg.solve_ex(eye - c * steps, (1 - c) * pairs)[0])
+        return read(q.to(v.dtype), torch.linalg.solve_ex(eye - c * steps, (1 - c) * pairs)[0])

@@ -91,4 +91,4 @@ def test_blocks_are_saved(name, mixer, tmp_path):
 
 def test_blocks_for_the_usual_size_of_a_video():
     report = zoo.convert(host("wan"), "mhla")
-    assert {row.blocks for row in report.swapped} == {"3x3x13 of 21x30x52"} and "3x3x13 of 21x30x52" in str(report)
+    assert {row.blocks for row in report.swapped} == {"4x5x9 of 21x30x52"} and "4x5x9 of 21x30x52" in str(report)

@@ -41,7 +41,9 @@ def half():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("options", [{"feature_map": "relu"}, {"feature_map": "relu", "normalize": False}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"feature_map": "relu"}, {"feature_map": "relu", "normalize": False}, {"feature_map": "elu1"}], ids=str
+)
 def test_no_float32_tokens(half, options):
     """No operator of the forward returns one, none is saved, and the backward has no step that would form one."""
     saved: list[torch.Tensor] = []

@@ -71,7 +71,9 @@ def test_model_table():
     assert cells[2] == "180 (x 0.90 miss 1.3), 7, 25 %, compiled"
     lines = [line for line in text.splitlines() if line.startswith("| vit_small | 512 |")]
     assert [line.split("|")[5:7] for line in lines] == [
-        [" infer ", " bfloat16 "], [" train ", " float32 "], [" train ", " bfloat16 "]
+        [" infer ", " bfloat16 "],
+        [" train ", " float32 "],
+        [" train ", " bfloat16 "],
     ]
     assert "900 (x 4.50 pass 1.3)" in lines[2]
 

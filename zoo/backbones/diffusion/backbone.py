@@ -11,6 +11,7 @@ from zoo.backbones import Swap
 from zoo.backbones.diffusion.hosts import FAMILIES, Family, adopt, conversions_of
 from zoo.backbones.diffusion.sites import DiffusionSite
 from zoo.backbones.record import live_conversions
+from zoo.backbones.refusals import refuse_rotary
 from zoo.grid import Grid
 from zoo.mixers import MIXERS
 
@@ -81,6 +82,7 @@ class DiffusersBackbone:
         return sizes | {"grid_dims": self._grid_dims(model)}
 
     def check(self, model: Any, mixer: str, options: Any) -> None:
+        refuse_rotary(mixer, self._family(model).rotary)
         wanted = self._grid_dims(model)
         if options is not None and options.grid_dims != wanted:
             raise ValueError(f"the tokens of {type(model).__name__} lie on a {wanted}-D grid, so grid_dims={wanted}")

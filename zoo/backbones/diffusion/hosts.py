@@ -131,7 +131,7 @@ class HLADiffusionModel(Host):
         if not conversions:
             raise ValueError(
                 f"{path} holds a {config.get('_class_name')} without mixers: say which it shall get, such as "
-                'conversions=[{"mixer": "ahla"}]'
+                'conversions=[{"mixer": "multipole"}]'
             )
         model = cls.host.from_pretrained(path, **kwargs)
         replay(model, conversions)
@@ -256,6 +256,7 @@ class Family(NamedTuple):
     left: str = ""  # pattern of the attention modules that stay
     mixer: str = "softmax"  # what the host has
     grid: Grid | None = None
+    rotary: bool = False  # whether queries and keys are rotated
 
 
 FAMILIES: dict[type, Family] = {
@@ -267,13 +268,14 @@ FAMILIES: dict[type, Family] = {
         HLASanaTransformer2DModel, {"transformer_blocks.*.attn1": SanaSite}, "transformer_blocks.*.attn2", "la"
     ),
     WanTransformer3DModel: Family(
-        HLAWanTransformer3DModel, {"blocks.*.attn1": WanSite}, "blocks.*.attn2", grid=(21, 30, 52)
+        HLAWanTransformer3DModel, {"blocks.*.attn1": WanSite}, "blocks.*.attn2", grid=(21, 30, 52), rotary=True
     ),  # 81 frames of 480 x 832
     LTXVideoTransformer3DModel: Family(
         HLALTXVideoTransformer3DModel,
         {"transformer_blocks.*.attn1": LTXSite},
         "transformer_blocks.*.attn2",
         grid=(16, 16, 24),
+        rotary=True,
     ),  # 121 frames of 512 x 768
     SD3Transformer2DModel: Family(
         HLASD3Transformer2DModel,
@@ -283,6 +285,7 @@ FAMILIES: dict[type, Family] = {
         HLAFluxTransformer2DModel,
         {"transformer_blocks.*.attn": FluxSite, "single_transformer_blocks.*.attn": FluxSite},
         grid=(64, 64),  # 1024 x 1024
+        rotary=True,
     ),
 }
 
