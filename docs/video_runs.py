@@ -33,9 +33,9 @@ SIZE, SHARE = (96, 160), 3 / 5  # pixels of the cut videos, and the part of each
 KINDS = {  # name -> words of the fine-tuning
     "control": ["model.mixer=", "distill.teacher="],
     "ahla every:3": ["model.mixer=ahla", "model.keep_softmax=every:3"],
-    "ahla": ["model.mixer=ahla"],
-    "la": ["model.mixer=la"],
-    "mhla": ["model.mixer=mhla"],
+    "ahla": ["model.mixer=ahla", "model.keep_softmax=[]"],
+    "la": ["model.mixer=la", "model.keep_softmax=[]"],
+    "mhla": ["model.mixer=mhla", "model.keep_softmax=[]"],
 }
 
 

@@ -2,7 +2,7 @@
 
     python tools/benchmark.py kernels shapes=[vit224,dit256] impls=[ours,sdpa_cudnn] options=[identity]
     python tools/benchmark.py models models=[vit_small] sizes=[224,512]
-    python tools/benchmark.py video models=[wan_1.3b] modes=[infer,train] 'mixers=[softmax,ahla,ahla every:3]'
+    python tools/benchmark.py video models=[wan_1.3b] modes=[infer,train] 'mixers=[softmax,mhla,mhla every:3]'
     python tools/benchmark.py quality configs/vit/cifar10.yaml data.train=TRAIN.parquet data.val=TEST.parquet \\
         'mixers=[softmax,la,mhla mixing=project depthwise=v]' out=runs/cifar10
 

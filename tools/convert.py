@@ -1,7 +1,7 @@
 """Convert a softmax model to a mixer: inherit every weight, write the result and the report of what was done.
 
-    python tools/convert.py model.name=deit_small_patch16_224 model.pretrained=true model.mixer=ahla out=runs/deit_ahla
-    python tools/convert.py diffusers=facebook/DiT-XL-2-256 model.mixer=ahla model.keep_softmax=every:4 out=runs/dit
+    python tools/convert.py model.name=deit_small_patch16_224 model.pretrained=true model.mixer=multipole out=runs/deit
+    python tools/convert.py diffusers=facebook/DiT-XL-2-256 model.mixer=mhla model.keep_softmax=every:4 out=runs/dit
     python tools/convert.py recipe configs/recipes/digits_vit.yaml source=runs/digits_softmax out=runs/digits_recipe
 
 The source is a timm name (with model.pretrained=true for timm's weights), a .safetensors file of timm with its

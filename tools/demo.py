@@ -27,14 +27,14 @@ class DemoSettings:
     """Size of the demo.
 
     out: folder of everything; its runs are replaced
-    mixers: mixers to convert the ViT to (the DiT: to ahla)
+    mixers: mixers to convert the ViT to (the DiT: to multipole)
     epochs: epochs of the softmax ViT; each fine-tuning takes a tenth
     steps: steps of the softmax DiT; each fine-tuning takes a tenth
     samples: images that each DiT makes for its Frechet distance
     """
 
     out: str = "runs/demo"
-    mixers: list[str] = field(default_factory=lambda: ["ahla", "la", "poly"])
+    mixers: list[str] = field(default_factory=lambda: ["mhla", "la", "multipole"])
     epochs: int = 40
     steps: int = 1200
     samples: int = 500

@@ -1,8 +1,8 @@
 """Top-1 and top-5 accuracy of models side by side, each with the transform of its own configuration.
 
     python tools/evaluate_imagenet.py data.source=folder data.val=IMAGENET/val eval.real_labels=timm \\
-        eval.models=[deit_small_patch16_224.fb_in1k,runs/deit_small_ahla]
-    python tools/evaluate_imagenet.py data.source=digits eval.models=[runs/digits_softmax,runs/digits_ahla]
+        eval.models=[deit_small_patch16_224.fb_in1k,runs/deit_small_multipole]
+    python tools/evaluate_imagenet.py data.source=digits eval.models=[runs/digits_softmax,runs/digits_mhla]
     python tools/evaluate_imagenet.py attention data.source=digits eval.models=[runs/digits_softmax,runs/digits_mhla]
 
 The first model is the one that the others are compared with: top1_diff and the ends diff_low, diff_high of its paired

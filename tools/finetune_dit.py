@@ -1,7 +1,7 @@
 """Train a class-conditional diffusion transformer, from scratch or from a softmax checkpoint, with any mixer.
 
     python tools/finetune_dit.py configs/dit/digits.yaml
-    python tools/finetune_dit.py configs/dit/digits_finetune.yaml model.checkpoint=runs/digits_dit model.mixer=ahla
+    python tools/finetune_dit.py configs/dit/digits_finetune.yaml model.checkpoint=runs/digits_dit model.mixer=multipole
     accelerate launch tools/finetune_dit.py configs/dit/imagenet/xl_256_finetune.yaml data.train=TRAIN data.val=VAL
 
 On pixels (small images) or on latents of tools/extract_latents.py. Several processes: start it with `accelerate

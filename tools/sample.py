@@ -4,7 +4,7 @@
         'sample.scheduler_options={variance_type: learned_range}' sample.guidance=1.5 out=dit.npz
     python tools/sample.py sample.model=runs/digits_dit/transformer_ema sample.labels=balanced out=samples.npz
     accelerate launch tools/sample.py sample.model=PIXART sample.prompts=captions.txt sample.size=512 out=FOLDER
-    python tools/sample.py sample.model=runs/wan_ahla/transformer_ema sample.base=Wan-AI/Wan2.1-T2V-1.3B-Diffusers \\
+    python tools/sample.py sample.model=runs/wan_mhla/transformer_ema sample.base=Wan-AI/Wan2.1-T2V-1.3B-Diffusers \\
         sample.prompts=captions.txt sample.size=480 sample.width=832 sample.frames=81 out=VIDEOS
 
 Image i depends on the seed + i alone: not on the batch, nor on the number of GPUs (up to the rounding of the device).

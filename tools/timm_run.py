@@ -1,6 +1,6 @@
 """Run one of timm's own scripts with our model names known to timm.
 
-python tools/timm_run.py path/to/validate.py --model vit_ahla_small_patch16_224 --data-dir VAL
+python tools/timm_run.py path/to/validate.py --model vit_mhla_small_patch16_224 --data-dir VAL
 python tools/timm_run.py path/to/train.py --model deit_hla2_tiny_patch16_224 --data-dir DATA
 
 TorchScript (--torchscript) is refused by our models; --torchcompile works. timm's policies of the form rand-m9 fail

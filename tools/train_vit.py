@@ -1,7 +1,7 @@
 """Train a vision transformer, from scratch or from a softmax checkpoint, with any mixer.
 
     python tools/train_vit.py configs/vit/digits_softmax.yaml
-    python tools/train_vit.py configs/vit/digits_finetune.yaml model.checkpoint=runs/digits_softmax model.mixer=ahla
+    python tools/train_vit.py configs/vit/digits_finetune.yaml model.checkpoint=runs/digits_softmax model.mixer=mhla
     accelerate launch tools/train_vit.py configs/vit/imagenet_deit_small.yaml data.train=TRAIN data.val=VAL
 
 Several processes: start it with `accelerate launch` (DDP, FSDP2 or DeepSpeed, see configs/accelerate) or `torchrun`.

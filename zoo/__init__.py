@@ -1,6 +1,6 @@
 """Vision models with higher-order linear attention.
 
-`import zoo` registers the timm names (`timm.create_model("vit_ahla_small_patch16_224")`). `zoo.convert(model, "ahla")`
+`import zoo` registers the timm names (`timm.create_model("vit_mhla_small_patch16_224")`). `zoo.convert(model, "mhla")`
 turns a pretrained softmax model of timm or diffusers into one of them. `zoo.MIXERS` lists the mixers.
 
 The classes of converted diffusers models are attributes too (`zoo.HLADiTTransformer2DModel`), imported when asked for:

@@ -1,6 +1,6 @@
 """Conversion: swap the attention of a timm or diffusers model for a mixer, inherit every weight, report what was done.
 
-There is one path. A registered name (`vit_ahla_tiny_patch16_224`) builds its softmax host and converts it here too,
+There is one path. A registered name (`vit_mhla_tiny_patch16_224`) builds its softmax host and converts it here too,
 and so does a saved diffusers model when it is loaded. What differs between the two kinds is behind `Backbone`.
 """
 
@@ -77,7 +77,7 @@ class Report:
 
 
 def convert(
-    model: nn.Module, mixer: str = "ahla", *, layers: Layers = None, keep_softmax: Keep = None, **options
+    model: nn.Module, mixer: str = "la", *, layers: Layers = None, keep_softmax: Keep = None, **options
 ) -> Report:
     """Swap the self-attention in `model` for `mixer`, in place; print and return the report.
 
@@ -187,7 +187,7 @@ def replay(model: Any, conversions: Any) -> None:
             if key not in STEP:
                 raise unknown_name("key of a conversion", key, STEP)
     if not steps:
-        raise ValueError('conversions is empty: give at least one, such as [{"mixer": "ahla"}]')
+        raise ValueError('conversions is empty: give at least one, such as [{"mixer": "la"}]')
     for step in steps:
         options = {str(name): value for name, value in (step.get("options") or {}).items()}
         _check_options(options)

@@ -25,7 +25,7 @@ CHANGEABLE = (
 class ModelSettings:
     """Which timm model, where its weights come from, and which mixer stands in its attention layers.
 
-    name: timm model name, softmax (vit_small_patch16_224) or ours (vit_ahla_small_patch16_224); empty takes name and
+    name: timm model name, softmax (vit_small_patch16_224) or ours (vit_mhla_small_patch16_224); empty takes name and
       kwargs from the checkpoint
     kwargs: keywords of timm.create_model, such as {patch_size: 4, depth: 6}
     img_size: side of the square input in pixels (positions of a checkpoint are interpolated to it); none keeps that
@@ -34,9 +34,9 @@ class ModelSettings:
       empty for random weights
     pretrained: start from the weights that timm publishes for this name
     new_head: take every weight of the checkpoint but the classifier, whose number of classes may then differ
-    mixer: mixer put into the attention layers after loading (softmax, la, hla2, ahla, hla3, poly, taylor2,
-      multipole); empty leaves them as they are
-    mixer_options: options of the mixer, such as {feature_map: softmax_pair, depthwise: v}
+    mixer: mixer put into the attention layers after loading (softmax, la, mala, rala, inline, mesa, resolvent, hla2,
+      ahla, hla3, poly, mhla, mhla2, taylor2, multipole); empty leaves them as they are
+    mixer_options: options of the mixer, such as {exponent: 4.0, depthwise: v}
     keep_softmax: numbers of the attention layers (from 0) that stay softmax, or every:3 for each third
     """
 

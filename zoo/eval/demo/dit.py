@@ -8,12 +8,12 @@ import numpy as np
 from zoo.data import open_source
 from zoo.train.record import read_rows
 
-MIXER = "ahla"
+MIXER = "multipole"
 DIT = {  # run folder -> its name in the report
     "dit": "softmax (source)",
     "dit_more": "softmax, trained on (control)",
     "dit_zero_shot": f"{MIXER}, zero-shot",
-    "dit_ahla": f"{MIXER}, fine-tuned",
+    "dit_converted": f"{MIXER}, fine-tuned",
 }
 REAL = "digits.npz"  # the images that were not trained on
 PATCH = "model.kwargs.patch_size=2"  # 16 tokens in place of 64: a quarter of the time
@@ -30,7 +30,7 @@ def dit_commands(out: Path, configs: Path, steps: int, samples: int) -> list[Com
     words = [f"diffusers={source}", f"model.mixer={MIXER}", f"out={out}/dit_zero_shot/transformer_ema"]
     commands.append(("convert", words))
     commands.append(("finetune_dit", [*fine, "model.mixer=", "distill.teacher=", f"run.folder={out}/dit_more"]))
-    commands.append(("finetune_dit", [*fine, f"model.mixer={MIXER}", f"run.folder={out}/dit_ahla"]))
+    commands.append(("finetune_dit", [*fine, f"model.mixer={MIXER}", f"run.folder={out}/dit_converted"]))
     for name in DIT:
         words = [f"sample.model={out}/{name}/transformer_ema", f"sample.count={samples}"]
         words += ["sample.steps=25", "sample.labels=balanced"]

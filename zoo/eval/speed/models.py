@@ -119,7 +119,11 @@ def _wan_inputs(batch: int, size: int) -> dict[str, Tensor]:
 
 MODELS = {
     "vit_small": Family(
-        _vit, _vit_inputs, "blocks", lambda size: (size // 16) ** 2 + 1, {224: 1024, 512: 256, 1024: 64},
+        _vit,
+        _vit_inputs,
+        "blocks",
+        lambda size: (size // 16) ** 2 + 1,
+        {224: 1024, 512: 256, 1024: 64},
         ("patch_embed", "_pos_embed", "norm", "forward_head"),
     ),
     "dit_xl2": Family(

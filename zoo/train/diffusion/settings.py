@@ -30,8 +30,8 @@ class DenoiserSettings:
       name on the hub; empty for random weights
     part: of a pipeline with two transformers (Wan 2.2 A14B) the one to train, on the times that it denoises:
       transformer (from noise on) or transformer_2 (to the data)
-    mixer: mixer put into the self-attention after loading (la, hla2, ahla, hla3, mhla, mhla2, poly, taylor2,
-      multipole, softmax); empty leaves it
+    mixer: mixer put into the self-attention after loading (la, mala, rala, inline, mesa, resolvent, hla2, ahla,
+      hla3, poly, mhla, mhla2, taylor2, multipole, softmax); empty leaves it
     mixer_options: options of the mixer, such as {depthwise: v}
     keep_softmax: numbers of the blocks (from 0) that stay softmax, or every:3 for each third
     checkpointing: recompute each block in the backward pass, to save memory
