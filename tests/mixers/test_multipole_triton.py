@@ -196,5 +196,15 @@ def test_what_triton_does_not_have():
     assert "key_padding_mask" in why_not(prepare(q, k, v, **more, key_padding_mask=mask))
 
 
+@pytest.mark.parametrize(("version", "refused"), [("3.6.0", False), ("3.7.0", True), ("3.7.1", True), ("3.8.0", False)])
+def test_versions_of_triton_that_miscompile_it(monkeypatch, version, refused):
+    from hla_kernels.softmax.multipole import fused
+
+    monkeypatch.setattr(fused, "triton_version", lambda: version)
+    (q, k, v), _, more = setting("square", 16, torch.bfloat16, "cpu")
+    reason = fused.why_not(prepare(q, k, v, **more))
+    assert (reason is not None and "Triton 3.7" in reason) == refused
+
+
 if __name__ == "__main__":
     {"interpreted": interpreted, "compiled": compiled}[sys.argv[1]](*sys.argv[2:])

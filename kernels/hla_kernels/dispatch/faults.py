@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import warnings
 
 import torch
@@ -19,3 +21,12 @@ def warn(reason: str | None) -> None:
         return
     WARNED.add(reason)
     warnings.warn(f"The torch form runs instead of the Triton form: {reason}.", stacklevel=2)
+
+
+@functools.cache
+def triton_version() -> str:
+    """The installed version, without importing it; "" without Triton, or where it was not installed as a package."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
