@@ -15,12 +15,11 @@ CONVERTED = "hla_converted"  # the registered name of models that have no name o
 
 
 class Swap(NamedTuple):
-    """An attention module `attn` that gets `mixer`, which is called `name` and was made with `options` (plain)."""
+    """An attention module `attn` that gets `mixer`, which is called `name`."""
 
     attn: Any
     name: str
     mixer: nn.Module
-    options: dict[str, Any]
 
 
 class Backbone(Protocol):

@@ -1,11 +1,12 @@
 """Checkpoints of sites: a tag that names the mixer, and one clear sentence when a checkpoint is of another mixer.
 
 Mixers without parameters cannot be told apart by their keys. Each site other than softmax therefore stores a small
-integer buffer `mixer.tag`, the text of {"mixer": name, option: value, ...} for those options that leave no trace among
-the parameters. A checkpoint with no `.mixer.` key at all is one of the softmax model: its weights are inherited, the
-mixers keep their values.
+integer buffer `mixer.tag`, the text of {"mixer": name, option: value, ...} with every option of the mixer (tags of
+earlier files have some of them). A checkpoint with no `.mixer.` key at all is one of the softmax model: its weights are
+inherited, the mixers keep their values.
 """
 
+import contextlib
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,25 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.backbones.options import stored_options
+
 PROJECTIONS = ("proj.weight", "to_q.weight")  # of timm, of diffusers: a checkpoint with one of them holds the layer
-UNSEEN_OPTIONS = (
-    "feature_map",
-    "normalize",
-    "center",
-    "mean_path",
-    "causal",
-    "scan",
-    "ridge",
-    "order",
-    "blocks",
-    "mixing",
-)
 
 
 def encode_tag(name: str, mixer: nn.Module) -> Tensor:
     """The tag of `mixer`, uint8 [L]: ASCII codes, doubled, since timm EMA of decay 0.9999 truncates integers by one."""
-    options = getattr(mixer, "options", None)
-    text = json.dumps({"mixer": name, **{n: getattr(options, n) for n in UNSEEN_OPTIONS if hasattr(options, n)}})
+    text = json.dumps({"mixer": name, **stored_options(mixer)})
     return torch.tensor([2 * byte for byte in text.encode("ascii")], dtype=torch.uint8)
 
 
@@ -67,18 +57,39 @@ def match_checkpoint(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
     if not any(".mixer." in key for key in state_dict):
         state_dict.update(own)
         return bool(known)
-    changes = {}
-    for name in known:
-        key = f"{prefix}{name}.mixer.tag"
-        found = decode_tag(state_dict[key]) if key in state_dict else {"mixer": "softmax"}
-        changes[name] = _changed_options(name, found, sites[name])
-        if key in state_dict:
+    found = {name: state_dict.get(f"{prefix}{name}.mixer.tag") for name in known}
+    compare_tags(sites, found)
+    for name, tag in found.items():
+        if tag is not None:
+            key = f"{prefix}{name}.mixer.tag"
             state_dict[key] = own[key]  # same mixer: the length may still differ by an option
+    return False
+
+
+def compare_tags(sites: Mapping[str, Any], tags: Mapping[str, Tensor | None]) -> None:
+    """Compare the tags of a checkpoint, by name of the site, with the sites; None: softmax. Raises ValueError for
+    another mixer in any layer; warns when the mixer is the same with other options."""
+    changes = {}
+    for name, tag in tags.items():
+        found = {"mixer": "softmax"} if tag is None else decode_tag(tag)
+        changes[name] = _changed_options(name, found, sites[name])
     first = next((name for name in changes if changes[name]), None)
     if first is not None:
         kind = sites[first].mixer_name
-        warnings.warn(f"the checkpoint has other options of {kind!r} in {first}: {changes[first]}", stacklevel=2)
-    return False
+        warnings.warn(f"the checkpoint has other options of {kind!r} in {first}: {changes[first]}", stacklevel=3)
+
+
+@contextlib.contextmanager
+def lent_tags(model: nn.Module, tags: Mapping[str, Tensor]) -> Iterator[None]:
+    """Around a loader that compares shapes: the sites have the tags of the checkpoint, by key, which may be of another
+    length, until the block ends. Raises and warns as `compare_tags`."""
+    sites = {name: site for name, site in sites_of(model) if f"{name}.mixer.tag" in tags}
+    compare_tags(sites, {name: tags[f"{name}.mixer.tag"] for name in sites})
+    for name, site in sites.items():
+        site.mixer.tag = tags[f"{name}.mixer.tag"].clone()
+    yield
+    for site in sites.values():
+        site.mixer.tag = encode_tag(site.mixer_name, site.mixer).to(site.mixer.tag.device)
 
 
 def _changed_options(layer: str, found: Mapping[str, Any], site: Any) -> str:
@@ -90,8 +101,9 @@ def _changed_options(layer: str, found: Mapping[str, Any], site: Any) -> str:
             f"build or convert the model with {found['mixer']!r}"
         )
     wanted = {} if name == "softmax" else decode_tag(encode_tag(name, site.mixer))
-    differing = [option for option in wanted if found.get(option) != wanted[option]]
-    return ", ".join(f"{n}={found.get(n)!r} (here {wanted[n]!r})" for n in differing)
+    unknown = [f"{n}={value!r} (unknown here)" for n, value in found.items() if wanted and n not in wanted]
+    differing = [n for n in wanted if n in found and found[n] != wanted[n]]
+    return ", ".join([*(f"{n}={found[n]!r} (here {wanted[n]!r})" for n in differing), *unknown])
 
 
 def no_torchscript(module: object) -> None:

@@ -13,7 +13,8 @@ from timm.models import PretrainedCfg, get_pretrained_cfg, is_model, list_models
 from torch import nn
 
 from zoo.backbones import CONVERTED
-from zoo.backbones.registry import build_converted
+from zoo.backbones.options import restored_conversions
+from zoo.backbones.registry import build_converted, is_stored
 
 __all__: list[str] = []
 
@@ -34,7 +35,8 @@ def hla_converted(
         cfg = get_pretrained_cfg(".".join(filter(None, [name, cfg or tag]))) or PretrainedCfg()
     cfg = dict(cfg) if isinstance(cfg, dict) else asdict(cfg)
     kwargs["pretrained_cfg"] = {**cfg, "architecture": CONVERTED}
-    return build_converted(name, CONVERTED, conversions or (), pretrained, kwargs)
+    steps = restored_conversions(conversions) if is_stored(kwargs) else conversions
+    return build_converted(name, CONVERTED, steps or (), pretrained, kwargs)
 
 
 def _check_base(base: Any) -> str:

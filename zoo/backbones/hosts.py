@@ -275,10 +275,10 @@ class TimmBackbone:
     def install(self, model: Any, swaps: list[Swap]) -> None:
         if type(model) in MODELS:
             self._adopt(model)
-        for attn, name, mixer, options in swaps:
+        for attn, name, mixer in swaps:
             if not isinstance(attn, Site):
                 attn.__class__ = SITES[type(attn)]
-            attn.install(name, mixer.train(attn.training), options)
+            attn.install(name, mixer.train(attn.training))
             attn.prefix = model.num_prefix_tokens
         model.sync_grid()
 

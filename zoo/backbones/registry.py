@@ -22,6 +22,7 @@ from timm.models import (
 from torch import nn
 
 from zoo.backbones import hla_name
+from zoo.backbones.options import restored_options
 from zoo.convert import replay
 from zoo.mixers import MIXERS
 
@@ -57,15 +58,27 @@ def _entrypoint(base: str, mixer: str) -> Callable[..., nn.Module]:
     name = hla_name(base, mixer)
 
     def create(pretrained: bool = False, *, mixer_options=None, keep_softmax=None, **kwargs) -> nn.Module:
-        step = {"mixer": mixer, "keep_softmax": keep_softmax, "options": mixer_options or {}}
+        options = mixer_options or {}
+        if is_stored(kwargs):
+            saved = (kwargs.get("pretrained_model_args") or {}).get("mixer_options")
+            options = {**restored_options(mixer, saved), **options}
+        step = {"mixer": mixer, "keep_softmax": keep_softmax, "options": options}
         return build_converted(base, name, [step], pretrained, kwargs)
 
     create.__name__ = create.__qualname__ = name
+    create.mixer = mixer  # type: ignore[attr-defined]
     create.__doc__ = f"""timm's `{base}` with the mixer `{mixer}` in the place of softmax attention.
 
     mixer_options: options of the mixer (`zoo.mixers.MixerOptions`) as a dict. keep_softmax: blocks that stay softmax,
     as in `zoo.convert`. Every other keyword is the base's. Raises ValueError for an option the mixer does not have."""
     return create
+
+
+def is_stored(kwargs: dict[str, Any]) -> bool:
+    """Whether the keywords of an entrypoint are those of a model that was saved in timm's hub format."""
+    cfg = kwargs.get("pretrained_cfg")
+    source = cfg.get("source") if isinstance(cfg, dict) else getattr(cfg, "source", None)
+    return source in ("hf-hub", "local-dir")
 
 
 def build_converted(base: str, name: str, conversions: Any, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:

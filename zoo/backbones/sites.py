@@ -16,6 +16,7 @@ from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
 from zoo.backbones.checkpoints import encode_tag, no_torchscript
+from zoo.backbones.options import stored_options
 from zoo.grid import Grid
 from zoo.mixers import Context
 from zoo.mixers.context import Rotation
@@ -41,12 +42,12 @@ class Site(Host):
     prefix: int
     key_masks: bool = False
 
-    def install(self, name: str, mixer: nn.Module, options: dict[str, Any]) -> None:
-        """Take `mixer`, made with `options` (plain values, which are saved with the model).
+    def install(self, name: str, mixer: nn.Module) -> None:
+        """Take `mixer`. All of its options, those that are defaults too, are saved with the model.
 
         A mixer other than softmax carries a tag buffer, by which its checkpoints are recognised.
         """
-        self.mixer_name, self.mixer, self.mixer_options = name, mixer, dict(options)
+        self.mixer_name, self.mixer, self.mixer_options = name, mixer, stored_options(mixer)
         if name != "softmax":
             mixer.register_buffer("tag", self._tag())
 

@@ -151,7 +151,7 @@ def _plan(
         old, inherited = backbone.present(model, attn), _count(attn)
         if name in chosen:
             mixer = _build(backbone, model, attn, chosen[name], options)
-            swaps.append(Swap(attn, chosen[name], mixer, {**step["options"], **getattr(mixer, "chosen", {})}))
+            swaps.append(Swap(attn, chosen[name], mixer))
             added, blocks = sum(p.numel() for p in mixer.parameters()), getattr(mixer, "layout", "")
             rows.append(Row(name, old, chosen[name], inherited, added, blocks=blocks))
         else:

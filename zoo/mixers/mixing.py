@@ -80,11 +80,6 @@ class BlockedMixer(LinearMixer):
         return False
 
     @property
-    def chosen(self) -> dict[str, list[int]]:
-        """The options that were taken from the host, as they are saved with a model."""
-        return {"blocks": list(self.blocks)} if self.options.blocks else {}
-
-    @property
     def layout(self) -> str:
         """The blocks in words, for reports."""
         return "x".join(map(str, self.blocks)) + (" of " + "x".join(map(str, self.grid)) if self.grid else "")

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
+from zoo.backbones.checkpoints import sites_of
+from zoo.backbones.options import full_options, restored_arguments, restored_options
 from zoo.convert import swap
 from zoo.names import shortened, unknown_name
 from zoo.train.record import replacing
@@ -102,11 +104,12 @@ def convert_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     return model
 
 
-def with_chosen(model: nn.Module, recipe: Recipe) -> Recipe:
-    """The recipe of a converted `model`, with what its mixers took from the host (blocks), for use at another size."""
-    blocks: Any = (m for m in model.modules() if getattr(m, "needs_layout", False))
-    chosen: dict[str, Any] = next((m.chosen for m in blocks), {})
-    return replace(recipe, mixer_options={**recipe.mixer_options, **chosen})
+def with_options(model: Any, recipe: Recipe) -> Recipe:
+    """The recipe of a converted `model` with every option of its mixers, those taken from the host (blocks) too."""
+    if recipe.mixer:
+        options = next(site.mixer_options for _, site in sites_of(model) if site.mixer_name == recipe.mixer)
+        return replace(recipe, mixer_options=options)
+    return replace(recipe, kwargs={**recipe.kwargs, **getattr(model, "hla_args", {})})
 
 
 def weights_file(path: str | Path) -> Path:
@@ -132,7 +135,16 @@ def read_recipe(path: str | Path) -> Recipe | None:
             header = opened.metadata() or {}
     except SafetensorError as error:
         raise ValueError(f"the checkpoint {file} is truncated or damaged: {error}") from error
-    return Recipe(**json.loads(header[HEADER])) if HEADER in header else None
+    return _restored(Recipe(**json.loads(header[HEADER]))) if HEADER in header else None
+
+
+def _restored(recipe: Recipe) -> Recipe:
+    """A recipe from a file, with the options that earlier files left out."""
+    if recipe.mixer:
+        return replace(recipe, mixer_options=restored_options(recipe.mixer, recipe.mixer_options))
+    if timm.is_model(recipe.name):
+        return replace(recipe, kwargs=restored_arguments(recipe.name, recipe.kwargs))
+    return recipe
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -253,14 +265,20 @@ def start(settings: ModelSettings, n_classes: int | None = None) -> tuple[nn.Mod
     if found and found.mixer:
         _check_mixer(recipe, found, settings.checkpoint)
         fill(model, _start_weights(settings, model, found, recipe.num_classes), settings.checkpoint)
-    return model, host, with_chosen(model, recipe)
+    return model, host, with_options(model, recipe)
 
 
 def _check_mixer(recipe: Recipe, found: Recipe, where: str) -> None:
-    for key in ("mixer", "mixer_options", "keep_softmax"):
+    for key in ("mixer", "keep_softmax"):
         have, want = getattr(found, key), getattr(recipe, key)
         if have != want:
             raise ValueError(f"{where} is a checkpoint of another mixer: it has model.{key} {have!r}, the run {want!r}")
+    have, want = (full_options(recipe.mixer, r.mixer_options) for r in (found, recipe))
+    theirs, ours = ({k: v for k, v in a.items() if v != b[k]} for a, b in ((have, want), (want, have)))
+    if theirs:
+        raise ValueError(
+            f"{where} is a checkpoint of another mixer: it has model.mixer_options {theirs!r}, the run {ours!r}"
+        )
 
 
 def _start_weights(

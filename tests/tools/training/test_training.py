@@ -201,7 +201,7 @@ def test_a_run_with_blocks_goes_on_at_another_size(softmax_run, tmp_path):
     first.train()
     _, recipe = load_model(tmp_path / "a")
     found = first.model.blocks[0].attn.mixer
-    assert recipe.mixer_options == {"blocks": list(found.blocks)}
+    assert recipe.mixer_options["blocks"] == list(found.blocks)
     more = {"name": "", "kwargs": {}, "img_size": 40, "mixer": "mhla"}
     second = start_from(tmp_path / "a", tmp_path / "b", **more).model.blocks[0].attn
     assert second.grid != first.model.blocks[0].attn.grid and torch.equal(second.mixer.mixing(), found.mixing())

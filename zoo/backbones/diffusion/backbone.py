@@ -96,10 +96,10 @@ class DiffusersBackbone:
         names = {id(attn): name for name, attn in self.layers(model).items()}
         if type(model) in FAMILIES:
             adopt(model)
-        for attn, name, mixer, options in swaps:
+        for attn, name, mixer in swaps:
             if not isinstance(attn, DiffusionSite):
                 attn.__class__ = self._site_class(model, names[id(attn)])
-            attn.install(name, mixer.train(attn.training), options)
+            attn.install(name, mixer.train(attn.training))
 
     def record(self, model: Any) -> None:
         if isinstance(model, DiffusionPipeline):

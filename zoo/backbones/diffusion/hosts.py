@@ -28,13 +28,15 @@ from diffusers import (
 )
 from diffusers.loaders import PeftAdapterMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zoo.backbones.checkpoints import match_checkpoint
+from zoo.backbones.checkpoints import lent_tags, match_checkpoint
 from zoo.backbones.diffusion.joint import FluxSite, SD3Site
 from zoo.backbones.diffusion.parallel import check_parallelism, spread
 from zoo.backbones.diffusion.sites import DiffusionSite, LTXSite, SanaSite, SelfAttentionSite, WanSite
+from zoo.backbones.options import restored_conversions
 from zoo.backbones.sites import Host
 from zoo.grid import Grid
 
@@ -116,6 +118,15 @@ class HLADiffusionModel(Host):
             replay(self, conversions)
 
     @classmethod
+    def load_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """A stored configuration, see diffusers; conversions with the options that earlier files left out."""
+        found = super().load_config(*args, **kwargs)
+        config = found[0] if isinstance(found, tuple) else found
+        if isinstance(config, dict) and "conversions" in config:
+            config["conversions"] = restored_conversions(config["conversions"])
+        return found
+
+    @classmethod
     def from_pretrained(cls, path: Any, *, conversions: Any = None, **kwargs: Any) -> Any:
         """Load a converted model; with `conversions`, load a model of the host's class and convert it.
 
@@ -167,9 +178,24 @@ class HLADiffusionModel(Host):
         super().enable_parallelism(config=config, cp_plan=cp_plan)
         spread(self)
 
+    @classmethod
+    def _load_pretrained_model(cls, model: Any, state_dict: Any, files: Any, *args: Any, **kwargs: Any) -> Any:
+        """diffusers compares the shapes of all tensors, and a tag has the length of the options of its time."""
+        with lent_tags(model, _tags(files) if state_dict is None else state_dict):
+            return super()._load_pretrained_model(model, state_dict, files, *args, **kwargs)
+
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         self.from_softmax = match_checkpoint(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _tags(files: list[str]) -> dict[str, Tensor]:
+    """The tags of sites in files of safetensors."""
+    found = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            found |= {k: opened.get_tensor(k) for k in opened.keys() if k.endswith(".mixer.tag")}  # noqa: SIM118
+    return found
 
 
 class HLADiTTransformer2DModel(HLADiffusionModel, PeftAdapterMixin, DiTTransformer2DModel):

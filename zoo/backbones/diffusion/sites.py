@@ -152,9 +152,9 @@ class WanSite(DiffusionSite, WanAttention):
 
     processors = ("WanAttnProcessor",)
 
-    def install(self, name: str, mixer: Any, options: dict[str, Any]) -> None:
+    def install(self, name: str, mixer: Any) -> None:
         """As everywhere; beside a mixer of ours the norms form no float32 tensors under autocast."""
-        super().install(name, mixer, options)
+        super().install(name, mixer)
         for norm in (self.norm_q, self.norm_k):
             norm_tokens(norm, name != "softmax")
 

@@ -22,7 +22,7 @@ from zoo.eval.compare import compare
 from zoo.eval.settings import EvalOptions, EvalSettings
 from zoo.train.core.processes import create_accelerator
 from zoo.train.loop import Trainer
-from zoo.train.model import WEIGHTS, load_model, read_recipe, save_weights, start, with_chosen
+from zoo.train.model import WEIGHTS, load_model, read_recipe, save_weights, start, with_options
 from zoo.train.settings import ModelSettings, TrainSettings
 from zoo.train.setup import set_up
 
@@ -151,7 +151,7 @@ class Images(Kind):
         recipe = read_recipe(self.recipe.source)
         assert recipe is not None
         recipe = replace(recipe, mixer=self.recipe.mixer, mixer_options=self.options(), keep_softmax=keep)
-        save_weights(model, with_chosen(model, recipe), folder / WEIGHTS)
+        save_weights(model, with_options(model, recipe), folder / WEIGHTS)
 
     def load(self, folder: Path) -> Any:
         return load_model(folder)[0].to(_device())

@@ -12,6 +12,7 @@ from torch import nn
 
 import zoo
 from zoo.backbones.diffusion.reading import read_config, read_folder
+from zoo.backbones.options import full_options
 from zoo.convert import backbone_of, swap
 from zoo.eval.generation.loading import boundary_of
 from zoo.eval.generation.videos import patch_of, reads_class_tokens
@@ -110,10 +111,10 @@ def _check_mixer(model: Any, settings: DenoiserSettings) -> None:
     if not settings.mixer:
         return
     have = [dict(step) for step in model.config.conversions]
-    options = settings.mixer_options
-    if have and "blocks" in (theirs := have[0].get("options", {})):
-        options = {"blocks": theirs["blocks"], **options}  # chosen at the conversion, if they were not given
-    step = {"mixer": settings.mixer, "keep_softmax": settings.keep_softmax, "options": options}
+    given, theirs = settings.mixer_options, have[0].get("options", {}) if have else {}
+    taken = {k: theirs[k] for k in ("blocks", "grid_dims") if k in theirs}  # from the host, if they were not given
+    step = {"mixer": settings.mixer, "keep_softmax": settings.keep_softmax}
+    step["options"] = full_options(settings.mixer, {**taken, **given})
     if have != [{k: v for k, v in step.items() if v}]:
         raise ValueError(
             f"{settings.checkpoint} is converted already, by {json.dumps(have)}; "
