@@ -24,7 +24,7 @@ COMMON: dict[str, list[Any]] = {
     "optim.ema_warmup": [False],
     "optim.anneal": [0.3, 0.9],
     "optim.ridge": [0.1],
-    "run.seed": [1, 2**32],
+    "run.seed": [1, 2**32 - 1],
     "run.precision": ["bf16"],
     "run.keep": [1, 7],
     "log.every": [3, 1000],

@@ -114,7 +114,7 @@ def bomb(side: int = 60000) -> bytes:
 def pictures(world: Path) -> None:
     """Folders of images: `images` is good; the others are odd or damaged in one way each."""
 
-    def folder(name: str, count: int = 8) -> Path:
+    def folder(name: str, count: int = 10) -> Path:
         for label in "ab":
             (world / name / label).mkdir(parents=True)
             for i in range(count):
@@ -135,15 +135,15 @@ def pictures(world: Path) -> None:
         "one_pixel": png(size=1),
     }.items():
         (folder(name) / "0.png").write_bytes(content)
-    (folder("one_folder") / "9.png").mkdir()
-    (folder("dangling") / "9.png").symlink_to("nowhere")
+    (folder("one_folder") / "x.png").mkdir()
+    (folder("dangling") / "x.png").symlink_to("nowhere")
     (folder("cycle") / "back").symlink_to("..")
     folder("empty_class")
     (world / "empty_class" / "c").mkdir()
-    Image.fromarray((np.arange(144) * 400).reshape(12, 12).astype(np.uint16)).save(folder("sixteen") / "9.png")
-    picture().convert("CMYK").save(folder("cmyk") / "9.jpg")
-    picture().convert("P").save(folder("palette") / "9.png")
-    picture().save(folder("webp") / "9.webp")
+    Image.fromarray((np.arange(144) * 400).reshape(12, 12).astype(np.uint16)).save(folder("sixteen") / "x.png")
+    picture().convert("CMYK").save(folder("cmyk") / "x.jpg")
+    picture().convert("P").save(folder("palette") / "x.png")
+    picture().save(folder("webp") / "x.webp")
     odd = os.fsdecode(b"\xff\xfe.png")
     (folder("odd_names") / odd).write_bytes(png())
     (world / "odd_names" / "b" / "line\nbreak.png").write_bytes(png())
@@ -165,22 +165,22 @@ def tables(world: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    images = [{"bytes": png(i), "path": None} for i in range(16)]
-    labels: list[Any] = [i % 2 for i in range(16)]
+    images = [{"bytes": png(i), "path": None} for i in range(20)]
+    labels: list[Any] = [i % 2 for i in range(20)]
     faults: dict[str, dict[str, list[Any]]] = {
         "good": {},
-        "ints": {"image": list(range(16))},
-        "texts": {"image": ["x"] * 16},
-        "garbage": {"image": [{"bytes": b"no image", "path": None}] * 16},
-        "local": {"image": [{"bytes": None, "path": "/etc/hostname"}] * 16},
-        "nulls": {"image": [None] * 16},
+        "ints": {"image": list(range(20))},
+        "texts": {"image": ["x"] * 20},
+        "garbage": {"image": [{"bytes": b"no image", "path": None}] * 20},
+        "local": {"image": [{"bytes": None, "path": "/etc/hostname"}] * 20},
+        "nulls": {"image": [None] * 20},
         "null_labels": {"label": [None, *labels[1:]]},
         "negative": {"label": [-1, *labels[1:]]},
         "huge_label": {"label": [10**12, *labels[1:]]},
         "gap": {"label": [5 * label for label in labels]},
         "float_labels": {"label": [0.5, *map(float, labels[1:])]},
-        "text_labels": {"label": ["a"] * 16},
-        "list_labels": {"label": [[0]] * 16},
+        "text_labels": {"label": ["a"] * 20},
+        "list_labels": {"label": [[0]] * 20},
         "no_rows": {"image": [], "label": []},
     }
     for name, columns in faults.items():

@@ -115,7 +115,8 @@ def test_a_recipe_of_an_image_model_is_killed_and_goes_on(image_source, tmp_path
     changes |= {"schedule": {"epochs": 2}, "optim": {"lr": 2e-3}, "distill": {"teacher": "source"}}
     file, out = tmp_path / "finetune.yaml", tmp_path / "out"
     file.write_text(yaml.safe_dump({**IMAGE, **changes}))
-    settings = recipe(image_source, file, out, "mixer=poly", "transfer=0.5", *MORE)
+    anchored = "mixer_options={feature_map: identity, normalize: false, center: k, mean_path: true}"
+    settings = recipe(image_source, file, out, "mixer=poly", anchored, "transfer=0.5", *MORE)
     assert settings.changes == MORE
     with monkeypatch.context() as m:
         stop_at(m, 12)  # in the transfer of 20 steps

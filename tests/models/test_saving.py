@@ -254,7 +254,7 @@ def test_a_distance_form_at_two_sizes(name):
     """Weights that are a function of distance load at a size with more blocks."""
     options = {"mixer_options": {"mixing": "distance", "per_head": True}}
     small, large = tiny(name, **options), tiny(name, img_size=2 * SIZE, seed=1, **options)
-    assert [m.mixer.blocks for m in (*sites(small), *sites(large))] == [(2, 2)] * 4
+    assert [m.mixer.blocks for m in (*sites(small), *sites(large))] == [(2, 2), (2, 2), (3, 3), (3, 3)]
     huge = tiny(name, img_size=4 * SIZE, **options)
     assert sites(huge)[0].mixer.blocks == (4, 4)
     huge.load_state_dict({k: v for k, v in small.state_dict().items() if "pos_embed" not in k}, strict=False)

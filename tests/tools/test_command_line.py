@@ -170,10 +170,10 @@ def test_demo_with_a_tiny_budget(tmp_path):
     pytest.importorskip("torch_fidelity", reason="it comes with hla-zoo[eval]")
     import demo
 
-    short = ["epochs=1", "mixers=[ahla,poly]", "steps=4", "samples=100"]
+    short = ["epochs=1", "mixers=[mhla,la]", "steps=4", "samples=100"]
     rows = demo.main([f"out={tmp_path}/demo", *short])
-    classifiers = ["softmax", "softmax_more", "ahla_zero_shot", "ahla", "poly_zero_shot", "poly"]
-    assert list(rows) == [*classifiers, "dit", "dit_more", "dit_zero_shot", "dit_ahla"]
+    classifiers = ["softmax", "softmax_more", "mhla_zero_shot", "mhla", "la_zero_shot", "la"]
+    assert list(rows) == [*classifiers, "dit", "dit_more", "dit_zero_shot", "dit_converted"]
     report = (tmp_path / "demo" / "report.md").read_text()
     for name, row in rows.items():
         number = f"{row['top1']:.1f}" if name in classifiers else f"{row['scores']['fid']:.2f}"
@@ -186,7 +186,7 @@ def test_demo_with_a_tiny_budget(tmp_path):
     assert (tmp_path / "mine.txt").exists()
     assert (tmp_path / "demo" / "demo.png").stat().st_size > 30_000
     assert (tmp_path / "demo" / "demo_dit.png").stat().st_size > 30_000
-    for run in ("softmax", "softmax_more", "ahla", "poly", "dit", "dit_more", "dit_ahla"):
+    for run in ("softmax", "softmax_more", "mhla", "la", "dit", "dit_more", "dit_converted"):
         assert (tmp_path / "demo" / run / "config.yaml").exists() and (tmp_path / "demo" / run / "curves.png").exists()
 
 

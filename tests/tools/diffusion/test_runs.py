@@ -1,6 +1,7 @@
 """Diffusion runs: from scratch, from a checkpoint, with a teacher, with adapters; what they write and what they log."""
 
 import copy
+import io
 
 import diffusers
 import numpy as np
@@ -212,3 +213,19 @@ def test_samples_of_the_teacher_are_data_for_a_conversion(softmax_run, tmp_path)
     wrong = {**data, "source": "folder", "train": str(tmp_path), "val": str(tmp_path)}
     with pytest.raises(ValueError, match="was trained with another classes"):
         converted(softmax_run, tmp_path / "wrong", data=wrong)
+
+
+def test_tensorboard_gets_the_grid_of_samples(tmp_path):
+    """The PNG in the event file is the one in the folder."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    DiffusionRun(tiny(tmp_path, schedule={"steps": 1}, sample={"every": 1}, log={"trackers": ["tensorboard"]})).train()
+    events = EventAccumulator(str(tmp_path / "hla-zoo")).Reload()
+    (tag,) = events.Tags()["images"]
+    (shown,) = events.Images(tag)
+    with (
+        Image.open(io.BytesIO(shown.encoded_image_string)) as tracked,
+        Image.open(tmp_path / "samples" / "step-00000001.png") as written,
+    ):
+        assert (np.asarray(tracked) == np.asarray(written)).all()

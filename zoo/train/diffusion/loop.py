@@ -220,7 +220,8 @@ class DiffusionRun(Run):
         else:
             grid = save_grid(images, file)
         for tracker in self.accelerator.trackers:
-            tracker.log_images({"samples": grid[None]}, step=self.step)
+            layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}  # it expects NCHW, wandb NHWC
+            tracker.log_images({"samples": grid[None]}, step=self.step, **layout)
 
     @torch.compiler.set_stance("force_eager")
     def generate(self, n: int) -> Tensor:
