@@ -62,7 +62,7 @@ class QualitySettings:
     merge: files of other calls to join into `json`, instead of running
     """
 
-    mixers: list[str] = field(default_factory=lambda: ["softmax", "la", "ahla", "hla2"])
+    mixers: list[str] = field(default_factory=lambda: ["softmax", "la", "mhla", "multipole"])
     seeds: list[int] = field(default_factory=lambda: [0])
     recipe: str = ""
     data: str = ""
