@@ -29,6 +29,7 @@ from hla_kernels.hla.fused import Spec, launch
 from hla_kernels.hla.fused.launch import blocks, divided, mixture, pairs, ratios, softmaxes, summed
 from hla_kernels.hla.fused.launch import plain as plain_launch
 from hla_kernels.sequences import Sequences
+from tests.ops.fused.offline.pipeline import overwritten
 from tests.ops.fused.offline.sass import TOOLS, disassemble, faults, in_loops
 
 TYPES = {
@@ -115,7 +116,7 @@ def compile_call(fn, args, kwargs, products: bool = False) -> dict:
     sizes = {"registers": registers, "stack": stack, "shared": compiled.metadata.shared}
     sizes["in_loops"] = in_loops(code) if stack > 0 else 0
     sizes["from_registers"] = len(re.findall(r"wgmma\.mma_async[^;]*\}, *\{", ptx))
-    found = constant_operands(compiled.asm["ttgir"], ptx) + faults(code)
+    found = constant_operands(compiled.asm["ttgir"], ptx) + overwritten(compiled.asm["ttgir"]) + faults(code)
     assert not found, f"{fn.__name__}: {found}"
     return {"kernel": fn.__name__, **sizes, **({"one_by_one": one_by_one(ptx)} if products else {})}
 

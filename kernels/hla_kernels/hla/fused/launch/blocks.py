@@ -215,7 +215,9 @@ class Blocks:
             off = place.off + lengths[place.base] - self.length(place)
             steps = (1, place.pitch) if turned else (place.pitch, 1)
             numbers += [SOURCES.index(source), place.base, off, *steps, width, int(centred)]
-        config = self.tiles("apply", out.shape[3], self.added)
+        # a tile that the divisor reads too must be done with before another takes its place: `loops.settle`
+        digits = max(self.added, 1) if divide else self.added
+        config = self.tiles("apply", out.shape[3], digits)
         tiles, m = self.places(config["BN"]), at["M"]
         matrix = self.weights[0]
         weights = self.weights.get(1, matrix)
@@ -229,7 +231,7 @@ class Blocks:
             ROW=(-1, 0) if row is None else (at[row].base, at[row].off), DIVIDED=self.ratio is not None,
             M1=(m.off + lay.v, m.pitch) if divide else (-1, 0), ALIGNS=units, TP=tuple(x.terms for x in tokens),
             F=lay.f, DV=lay.v, OUT=out.shape[3], LENGTHS=(lay.state, lay.work, *lengths), MP=min(self.read, 2) + 1,
-            DIGITS=self.added, **config,
+            DIGITS=digits, **config,
         )  # fmt: skip
 
 

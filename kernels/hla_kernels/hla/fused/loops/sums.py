@@ -5,6 +5,7 @@ import triton.language as tl
 
 from ..tiles import add_dot, load_rows, load_tail, outer4, outer4_begin, outer4_end, square4, zeros2, zeros4
 from .extent import alive, anew
+from .settle import settled
 
 
 @triton.jit
@@ -252,6 +253,7 @@ def sum_moments(
     # addresses that another loop has too, or beside which sums have no registers
     AGAIN: tl.constexpr = PREC == "ieee" and (ORDER == 6 or (F2 > 0 and SUMS == 2))
     dtype: tl.constexpr = q.dtype.element_ty
+    SETTLE: tl.constexpr = SUMS > 0 and (F2 > 0 or V2 > 0) and dtype != tl.float32
     m = begin_moments(ORDER, F1, F2, V1, V2, True, TAIL)
     dm = begin(V1, V2, F1, F2, GRAD, False, TAIL)
     sq = begin_total(dtype, BN, F1, F2, ALL)
@@ -294,6 +296,13 @@ def sum_moments(
             sums, rv = add_together(sums, rv, tv, 2, V2)
         if GRAD:
             dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, j, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
+        # the last product of the turn
+        if SETTLE and GRAD:
+            sg = (settled(sg[0]), sg[1])
+        elif SETTLE and ALL:
+            sv = (settled(sv[0]), sv[1])
+        elif SETTLE:
+            sums = settled(sums)
     if few is not None and top < hi[0]:
         tq, tk, tv = (few[1] + 0.0, 0), (few[2] + 0.0, 0), (few[3] + 0.0, 0)
         m = add_moments(m, tq, tk, tv, i, i, ORDER, F2, V2, TAIL, PREC)
@@ -323,6 +332,8 @@ def gradient_sums(
             stay_in_l2(g, start, hi[0], gn, D, BN)
         tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
         dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, i, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
+        if SUMS and (F2 > 0 or V2 > 0) and q.dtype.element_ty != tl.float32:
+            sg = (settled(sg[0]), sg[1])
     return dm, sg
 
 

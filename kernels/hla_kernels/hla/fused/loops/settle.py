@@ -1,0 +1,22 @@
+"""Waiting for products at the end of a turn."""
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def settled(acc):
+    """acc, the sum of the last product of a turn of a loop, when all products are done.
+
+    Products run on behind their turn. Triton (3.6, 3.8) counts the buffers of what a loop loads, and forgets that where
+    a tile is read otherwise too: the next tile is copied over it meanwhile. Reading a sum waits for all products.
+    """
+    if INTERPRETED:
+        out = acc
+    else:
+        out = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    return out
