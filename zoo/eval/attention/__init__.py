@@ -20,13 +20,15 @@ from zoo.names import unknown_name
 
 
 class Attention(NamedTuple):
-    """What one layer does to the tokens of one sample: W [H, N, N] (row: query token), where the patches lie."""
+    """What one layer does to the tokens of one sample: W [H, N, N] (row: query token), where the patches lie, and the
+    output W v of its mixer before norm and gate, [N, H, D]."""
 
     layer: int
     mixer: str
     grid: Grid | None
     prefix: int
     weights: Tensor
+    output: Tensor
 
 
 @torch.no_grad()
@@ -53,8 +55,8 @@ def attentions(model: nn.Module, run: Callable[[], Any], layers: list[int] | Non
         q, k, v, ctx = recorded[0]
         ctx = replace(ctx, qkv=None)  # the mixer is to read the values that follow
         with _without_last_steps(site.mixer):
-            weights = _weights(site.mixer, q, k, v, ctx)
-        yield Attention(layer, site.mixer_name, site.grid, ctx.prefix, weights)
+            weights, output = _weights(site.mixer, q, k, v, ctx), site.mixer(q, k, v, ctx)[0]
+        yield Attention(layer, site.mixer_name, site.grid, ctx.prefix, weights, output)
 
 
 def attention_matrix(model: nn.Module, image: Tensor, layer: int, head: int) -> Tensor:

@@ -19,11 +19,12 @@ class Maps(NamedTuple):
 
 
 def draw_profile(rows: list[dict[str, Any]], file: Path) -> None:
-    """Write a PNG: rank, effective rank and entropy by layer, mean over heads as a line, from least to greatest as
-    a band."""
+    """Write a PNG: rank, effective rank, entropy and token dependence by layer, mean over heads as a line, from least to
+    greatest as a band."""
     plt = _pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    figure, axes = plt.subplots(1, 4, figsize=(16, 3.6), layout="constrained")
     titles = {"rank": "rank", "effective_rank": "effective rank", "entropy": "entropy (nats)"}
+    titles["token_share"] = "share of the output that depends on the token"
     models = list(dict.fromkeys(row["model"] for row in rows))
     for place, (name, title) in zip(axes, titles.items(), strict=True):
         for number, model in enumerate(models):

@@ -1,4 +1,4 @@
-"""Rank and entropy of effective attention, per layer and head, and the maps of chosen query tokens."""
+"""Rank, entropy and token dependence of effective attention per layer and head, and maps of chosen query tokens."""
 
 import csv
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zoo.convert.dependence import token_share
 from zoo.data import Source
 from zoo.data.transforms import eval_transform
 from zoo.eval.attention import Attention, attentions
@@ -19,7 +20,7 @@ from zoo.eval.settings import EvalSettings
 from zoo.ranges import check_ranges
 from zoo.train.record import replacing
 
-MEASURES = ("rank", "effective_rank", "entropy")
+MEASURES = ("rank", "effective_rank", "entropy", "token_share")
 Row = dict[str, Any]
 
 
@@ -51,14 +52,15 @@ class ProbeSettings(EvalSettings):
     out: str = "runs/attention"
 
 
-def measures(weights: Tensor) -> dict[str, Tensor]:
-    """Each [H], of W [H, N, N].
+def measures(found: Attention) -> dict[str, Tensor]:
+    """Each [H], of W [H, N, N] and the output [N, H, D].
 
     rank: singular values above N times float32's epsilon times the largest one.  effective_rank: exp of the entropy of
     the singular values as parts of their sum (Roy and Vetterli, The effective rank, 2007, Definition 1).  entropy: mean
     over the query tokens of the entropy in nats of |W| as parts of its row sum; log N for a mean over all tokens.
+    token_share: what part of the output differs between tokens (`zoo.convert.dependence`).
     """
-    w = weights.double()
+    w = found.weights.double()
     values = torch.linalg.svdvals(w)
     tolerance = w.shape[-1] * torch.finfo(torch.float32).eps * values[:, :1]
     rows = w.abs() / w.abs().sum(-1, keepdim=True).clamp(min=torch.finfo(w.dtype).tiny)
@@ -67,6 +69,7 @@ def measures(weights: Tensor) -> dict[str, Tensor]:
         "rank": (values > tolerance).sum(-1).double(),
         "effective_rank": torch.special.entr(parts).sum(-1).exp(),
         "entropy": torch.special.entr(rows).sum(-1).mean(-1),
+        "token_share": token_share(found.output[None]).double(),
     }
 
 
@@ -97,7 +100,7 @@ def _probe_model(candidate: Candidate, source: Source, settings: ProbeSettings) 
         picture = source.read(index)[0]
         image = eval_transform(candidate.spec)(picture).to(device)
         for found in attentions(model, lambda image=image: model(image[None]), options.layers or None):  # type: ignore[misc]
-            for name, value in measures(found.weights).items():
+            for name, value in measures(found).items():
                 key = (found.layer, name)
                 totals[key] = totals.get(key, torch.zeros_like(value)) + value / n
             rows[(found.layer,)] = {"mixer": found.mixer, "tokens": found.weights.shape[-1]}
@@ -106,7 +109,7 @@ def _probe_model(candidate: Candidate, source: Source, settings: ProbeSettings) 
     out = []
     for (layer,), row in rows.items():
         for head in range(len(totals[layer, MEASURES[0]])):
-            numbers = {name: round(float(totals[layer, name][head]), 3) for name in MEASURES}
+            numbers = {name: float(f"{float(totals[layer, name][head]):.4g}") for name in MEASURES}
             out.append({"model": candidate.name, "layer": layer, "head": head, **row, **numbers})
     return out, maps
 
@@ -140,15 +143,16 @@ def _place(query: list[int], grid: tuple[int, ...]) -> tuple[int, int]:
 
 def table(rows: list[Row]) -> str:
     """The rows as text, means over the heads of each layer."""
-    lines = [f"{'model':40} {'layer':>5} {'mixer':10} {'tokens':>6} {'rank':>8} {'effective':>9} {'entropy':>8}"]
+    head = f"{'rank':>8} {'effective':>9} {'entropy':>8} {'token share':>11}"
+    lines = [f"{'model':40} {'layer':>5} {'mixer':10} {'tokens':>6} {head}"]
     layers: dict[tuple, list[Row]] = {}
     for row in rows:
         layers.setdefault((row["model"], row["layer"]), []).append(row)
     for (model, layer), heads in layers.items():
-        rank, effective, entropy = (sum(row[name] for row in heads) / len(heads) for name in MEASURES)
+        rank, effective, entropy, share = (sum(row[name] for row in heads) / len(heads) for name in MEASURES)
         lines.append(
             f"{model[-40:]:40} {layer:5} {heads[0]['mixer']:10} {heads[0]['tokens']:6} {rank:8.1f} {effective:9.1f} "
-            f"{entropy:8.3f}"
+            f"{entropy:8.3f} {100 * share:9.3f} %"
         )
     return "\n".join(lines)
 
