@@ -91,11 +91,11 @@ def test_measures_of_matrices_that_are_known():
     uniform, identity = torch.full((n, n), 1 / n), torch.eye(n)
     two = torch.zeros(n, n)
     two[:6, :6] = two[6:, 6:] = 1 / 6
-    found = measures(torch.stack([uniform, identity, two, -3 * two]))
+    found = measures(_layer(torch.stack([uniform, identity, two, -3 * two])))
     assert found["rank"].tolist() == [1, n, 2, 2]
     assert found["effective_rank"].tolist() == pytest.approx([1, n, 2, 2], rel=1e-5)
     assert found["entropy"].tolist() == pytest.approx([math.log(n), 0, math.log(6), math.log(6)], abs=1e-5)
-    assert all(bool(x.isfinite().all()) for x in measures(torch.zeros(1, 4, 4)).values())
+    assert all(bool(x.isfinite().all()) for x in measures(_layer(torch.zeros(1, 4, 4))).values())
 
 
 def test_ranks_of_mixers():
@@ -106,7 +106,7 @@ def test_ranks_of_mixers():
         convert(model, mixer, **options)
         found = list(attentions(model, lambda model=model: model(image[None])))
         assert [(a.layer, a.mixer, a.grid, a.prefix) for a in found] == [(i, mixer, (8, 8), 1) for i in (0, 1)]
-        ranks[mixer] = measures(found[0].weights)["rank"].tolist()
+        ranks[mixer] = measures(found[0])["rank"].tolist()
     bound = 4 * 8 + 1  # the prefix is a block of one token
     assert ranks["la"] == [8] * 3 and 8 < min(ranks["mhla"]) <= max(ranks["mhla"]) <= bound
 
