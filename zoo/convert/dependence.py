@@ -1,7 +1,8 @@
 """Token dependence: how much of what a mixer returns differs between tokens, measured on real inputs.
 
 A mixer whose weights are nearly the same for every query returns the mean value and little else; below the rounding of
-bfloat16 it has lost the tokens. Powers of positive weights do that (`ahla`, `hla2`, `hla3` with maps of little contrast).
+bfloat16 it has lost the tokens. Products of positive weights do that: `ahla`, `hla2` and `hla3` with maps of little
+contrast.
 """
 
 import warnings
@@ -31,8 +32,10 @@ def token_share(o: Tensor, mask: Tensor | None = None) -> Tensor:
 
 @torch.no_grad()
 def token_shares(model: Any, inputs: Inputs) -> dict[str, Tensor]:
-    """`token_share` of every site of a converted model in one forward pass: layer name -> [H]. The norm, gains, gate and
-    local convolutions of a mixer count; softmax sites are included."""
+    """`token_share` of every site of a converted model in one forward pass: layer name -> [H].
+
+    The norm, gains, gate and local convolutions of a mixer count; softmax sites are included.
+    """
     sites = {name: m for name, m in model.named_modules() if hasattr(m, "mixer_name")}
     training = model.training
     with _recorded(sites) as found:
@@ -71,8 +74,8 @@ def warn_of_mean_pooling(shares: dict[str, Tensor], mixers: dict[str, str]) -> N
     if low:
         layer = min(low, key=low.__getitem__)
         warnings.warn(
-            f"{len(low)} of {len(shares)} layers nearly average all tokens: in {layer} only {100 * low[layer]:.2g} % of "
-            f"the output of {mixers[layer]!r} depends on the token, less than bfloat16 can hold "
-            f"({100 * BFLOAT16:.1g} %); choose feature_map='power', or a mixer of first order such as 'la' or 'mhla'",
+            f"{len(low)} of {len(shares)} layers nearly average all tokens: in {layer} only {100 * low[layer]:.2g} % "
+            f"of the output of {mixers[layer]!r} depends on the token, less than bfloat16 can hold "
+            f"({100 * BFLOAT16:.1g} %); choose feature_map='power', or a mixer of first order: 'la', 'mhla'",
             stacklevel=2,
         )

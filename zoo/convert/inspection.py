@@ -1,20 +1,23 @@
 """What a conversion would do to a model, before it is done: every attention layer, its tokens, and predicted times."""
 
+import copy
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from zoo.backbones.select import Keep, Layers, choose, plain_layers
-from zoo.convert import backbone_of
+from zoo.convert import backbone_of, swap
 from zoo.convert.calls import Inputs, first, forward
+from zoo.convert.dependence import token_shares
 from zoo.convert.speed import predict
 
 
 @dataclass(frozen=True)
 class Site:
-    """One attention layer: what it is, what it would become (or why it stays), and its predicted times for one forward
-    pass with the inputs of the inspection, in us. None where nothing is known."""
+    """One attention layer: what it is, what it would become (or why it stays), its predicted times for one forward
+    pass with the inputs of the inspection, in us, and which share of the mixer's output would depend on the token
+    (`zoo.convert.dependence`). None where nothing is known."""
 
     layer: str
     kind: str
@@ -27,6 +30,7 @@ class Site:
     softmax_us: float | None
     mixer_us: float | None
     break_even: int | None
+    token_share: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -38,7 +42,8 @@ def inspect(
 ) -> list[Site]:
     """Run `model` once on `inputs` and say of every attention layer what `zoo.convert` with these arguments would do.
 
-    Nothing is changed. Raises ValueError for what `zoo.convert` refuses about families, names and patterns.
+    Nothing is changed: token shares are measured on a converted copy. Raises ValueError for what `zoo.convert` refuses
+    about families, names and patterns.
     """
     backbone = backbone_of(model)
     backbone.parts(model)
@@ -46,6 +51,9 @@ def inspect(
         backbone.blocks(model), mixer, plain_layers(layers, "layers"), plain_layers(keep_softmax, "keep_softmax")
     )
     found, left = backbone.layers(model), backbone.left(model)
+    copied = copy.deepcopy(model)
+    swap(copied, mixer, layers=layers, keep_softmax=keep_softmax, **options)
+    shares = token_shares(copied, inputs)
     sizes = _sizes(model, [*found, *left], inputs)
     rows = []
     for name, attn in found.items():
@@ -59,7 +67,8 @@ def inspect(
         if batch is not None and tokens is not None:
             times = tuple(predict(after, options, batch, heads, tokens, width))
         host = next(c for c in type(attn).__mro__ if not c.__module__.startswith("zoo."))
-        rows.append(Site(name, host.__name__, tokens, heads, width, before, after, why, *times))
+        share = float(shares[name].mean()) if name in chosen and name in shares else None
+        rows.append(Site(name, host.__name__, tokens, heads, width, before, after, why, *times, share))
     for name, why in left.items():
         kind = type(model.get_submodule(name)).__name__
         tokens = sizes.get(name, (None, None))[1]

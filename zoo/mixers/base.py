@@ -17,7 +17,7 @@ from zoo.mixers.local import Local
 from zoo.mixers.options import MixerOptions, resolve_options
 
 LEARNED_MAPS = {"hedgehog": "softmax_pair", "power": "relu"}  # what of them the operator applies itself
-EPS = 1e-9  # of the ratio: a product of small features (softmax map, third order) must stay far above it
+EPS = 1e-12  # of the ratio: products of small features (softmax map, third order, new weights) must stay far above it
 ONES = 16  # columns of ones in a denominator of its own: the fewest that a Triton form reads
 SMALLEST_DECAY = 1e-30  # a learned logit may go anywhere, and a decay of zero has no logarithm
 

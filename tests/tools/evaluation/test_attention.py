@@ -10,11 +10,16 @@ import torch
 from conftest import tiny
 
 from zoo.convert import convert
-from zoo.eval.attention import attention_matrix, attentions
+from zoo.eval.attention import Attention, attention_matrix, attentions
 from zoo.eval.attention.probes import measures
 from zoo.train.loop import Trainer
 
 SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 7}
+
+
+def _layer(weights: torch.Tensor) -> Attention:
+    """A layer with these weights [H, N, N], whose values are one-hot in the token."""
+    return Attention(0, "la", None, 0, weights, weights.transpose(0, 1))
 
 
 def small_vit(**changes):
@@ -95,6 +100,7 @@ def test_measures_of_matrices_that_are_known():
     assert found["rank"].tolist() == [1, n, 2, 2]
     assert found["effective_rank"].tolist() == pytest.approx([1, n, 2, 2], rel=1e-5)
     assert found["entropy"].tolist() == pytest.approx([math.log(n), 0, math.log(6), math.log(6)], abs=1e-5)
+    assert found["token_share"].tolist() == pytest.approx([0, (1 - 1 / n) ** 0.5, 0.5**0.5, 0.5**0.5], abs=1e-6)
     assert all(bool(x.isfinite().all()) for x in measures(_layer(torch.zeros(1, 4, 4))).values())
 
 

@@ -16,7 +16,8 @@ from zoo import config
 from zoo.config import Tree
 from zoo.convert import backbone_of
 from zoo.convert.calibrate import calibrate
-from zoo.convert.calls import forward, layers_of
+from zoo.convert.calls import converted, forward, layers_of
+from zoo.convert.dependence import token_shares, warn_of_mean_pooling
 from zoo.convert.inspection import inspect
 from zoo.convert.pipeline.kinds import Kind, kind_of
 from zoo.convert.pipeline.report import write_report
@@ -101,11 +102,20 @@ def calibrate_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content
         keep = sorted(set(ranked[:auto]))
         student = _keeping(kind, student, keep)
     kind.save(student, keep, out / "calibrated")
-    by_name = {row.layer: row for row in alone}
+    by_name, shares = {row.layer: row for row in alone}, _shares(student, inputs[0])
     each = [{**row.to_dict(), **{k: v for k, v in vars(by_name[row.layer]).items() if k != "layer"}} for row in rows]
+    each = [{**row, "token_share": shares.get(row["layer"])} for row in each]
     front = {tuple(c.kept) for c in pareto(tried)}
     table = [{**c.to_dict(), "pareto": tuple(c.kept) in front} for c in tried]
     return {"rows": each, "choices": table, "keep_softmax": keep, "suggested": ranked[:2]}
+
+
+def _shares(student: Any, batch: Any) -> dict[str, float]:
+    """Share of the output of each converted layer that depends on the token; warns where bfloat16 loses it."""
+    layers = converted(student)
+    found = {name: share for name, share in token_shares(student, batch).items() if name in layers}
+    warn_of_mean_pooling(found, {name: layer.mixer_name for name, layer in layers.items()})
+    return {name: float(share.mean()) for name, share in found.items()}
 
 
 def _keeping(kind: Kind, student: Any, keep: list[int]) -> Any:

@@ -56,13 +56,15 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def inspect_lines(content: Content) -> list[str]:
     """Every attention layer."""
-    head = ["layer", "class", "tokens", "heads", "width", "now", "becomes", "softmax us", "mixer us", "faster from N ="]
+    head = ["layer", "class", "tokens", "heads", "width", "now", "becomes", "softmax us", "mixer us"]
+    head += ["faster from N =", "token share (%)"]
     rows = []
     for r in content["rows"]:
         after = r["after"] if not r["reason"] else f"{r['after']} ({r['reason']})"
         sizes = [r["tokens"] or "-", r["heads"] or "-", r["width"] or "-"]
         times = [number(r["softmax_us"], 1), number(r["mixer_us"], 1), r["break_even"] or "-"]
-        rows.append([r["layer"], r["kind"], *sizes, r["before"], after, *times])
+        share = r.get("token_share")  # which share of the mixer's output differs between tokens
+        rows.append([r["layer"], r["kind"], *sizes, r["before"], after, *times, number(share and 100 * share, 2)])
     note = f"Times of the operators alone, forward, one batch of calibration, predicted from: {content['table']}."
     return [*table(head, rows), "", note]
 
@@ -88,6 +90,7 @@ def calibrate_lines(content: Content) -> list[str]:
         "layer",
         "R2",
         "R2 centred",
+        "token share (%)",
         "key shift",
         "query shift",
         "of fp16",
@@ -99,7 +102,9 @@ def calibrate_lines(content: Content) -> list[str]:
     rows = []
     for r in content["rows"]:
         times = [number(r["softmax_ms"], 2), number(r["mixer_ms"], 2)]
+        share = r.get("token_share")
         values = [number(r[k]) for k in keys]
+        values.insert(2, number(share and 100 * share, 2))
         rows.append([r["layer"], *values, f"{r['fp16_part']:.1e}", f"{r['distance']:.4f}", *times])
     kept = [
         [len(c["kept"]), " ".join(c["kept"]) or "-", f"{c['distance']:.4f}", number(c["agreement"]),

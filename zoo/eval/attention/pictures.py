@@ -19,8 +19,7 @@ class Maps(NamedTuple):
 
 
 def draw_profile(rows: list[dict[str, Any]], file: Path) -> None:
-    """Write a PNG: rank, effective rank, entropy and token dependence by layer, mean over heads as a line, from least to
-    greatest as a band."""
+    """Write a PNG: rank, effective rank, entropy and token share by layer, means over heads with their ranges."""
     plt = _pyplot()
     figure, axes = plt.subplots(1, 4, figsize=(16, 3.6), layout="constrained")
     titles = {"rank": "rank", "effective_rank": "effective rank", "entropy": "entropy (nats)"}
