@@ -41,6 +41,9 @@ class ConvertSettings:
     precision: str = "fp32"
     out: str = ""
 
+    def __post_init__(self) -> None:
+        config.one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
+
 
 def main(words: list[str]) -> dict[str, Any]:
     """Convert as the words of the command line say. Returns the report; raises ValueError."""

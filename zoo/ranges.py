@@ -55,6 +55,8 @@ def check_device(name: str, value: str) -> None:
         device = torch.device(value or "cpu")
     except RuntimeError as error:
         raise ValueError(f"{name} must be a torch device such as cpu, cuda or cuda:1, got {value!r}") from error
+    if device.type == "meta":
+        raise ValueError(f"{name}=meta holds no values; name a device that computes, such as cpu or cuda")
     there = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type)
     if there is not None and (device.index or 0) >= there:
         raise ValueError(f"{name}={value} is not there: this machine has {torch.cuda.device_count()} CUDA devices")

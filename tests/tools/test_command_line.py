@@ -98,6 +98,7 @@ def test_of_many_names_the_nearest_are_listed():
         ("convert", ["model.name=vit_tiny_patch16_224", "model.mixer=ahla"], "out=FOLDER"),
         ("convert", ["model.mixer=ahla", "out=x"], "model.name is empty"),
         ("convert", ["model.name=swin_tiny_patch4_window7_224", "model.mixer=ahla", "out={tmp}"], "(?i)swin"),
+        ("convert", ["model.mixer=la", "out={tmp}", "precision=fp64"], "unknown precision 'fp64'"),
         ("convert", ["diffusers={tmp}", "model.mixer=la", "out={tmp}/out"], "there is no diffusers model"),
         (
             "convert",
@@ -248,10 +249,14 @@ def test_quality_files_of_several_processes_are_joined(tmp_path):
     write("d.json", 0, "la", 49.0)
     write("e.json", 3, "la", 49.0, hardware="other")
     (tmp_path / "f.json").write_text('{"rows": [')
+    (tmp_path / "g.json").write_text("[1]")
+    write("h.json", 3, "la", 49.0, rows=[1])
     for names, sentence in (
         (("a.json", "d.json"), "different results for the run"),
         (("a.json", "e.json"), "their hardware differ"),
         (("a.json", "f.json"), "f.json is damaged"),
+        (("g.json",), "g.json is no table of quality"),
+        (("a.json", "h.json"), "h.json is no table of quality"),
         (("none.json",), "there is no result file"),
     ):
         with pytest.raises(ValueError, match=sentence):

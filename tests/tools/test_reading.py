@@ -1,5 +1,6 @@
 """Images as they are met with: damaged files, other formats, deep or lying pixels, links, shards that are no shards."""
 
+import gzip
 import io
 import os
 import tarfile
@@ -89,7 +90,9 @@ SAMPLES = [(f"{i}.{end}", data) for i in range(6) for end, data in (("png", enco
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (lambda whole: whole[:3000], r"bad\.tar cannot be read as webdataset: unexpected end of data"),
+        (lambda whole: whole[:3000], r"bad\.tar cannot be read as webdataset: .*truncated"),
+        (lambda whole: whole[:3072], r"bad\.tar cannot be read as webdataset: .*truncated"),  # before a header
+        (lambda whole: gzip.compress(whole)[:-400], r"bad\.tar cannot be read as webdataset: .*ended"),
         (lambda whole: b"", r"bad\.tar cannot be read as webdataset: .*empty"),
         (lambda whole: b"<html>gone</html>" * 99, r"bad\.tar cannot be read as webdataset: "),
         (lambda whole: bytes(10240), r"bad\.tar cannot be read as webdataset: it holds nothing"),
@@ -124,6 +127,21 @@ def test_shards_of_other_things_are_one_sentence(tmp_path, members, sentence):
 def test_too_many_shards_are_refused_at_once():
     with pytest.raises(ValueError, match=r"names more than 1000000 files"):
         open_source("webdataset", "shard-{0..999999999}.tar", True)
+
+
+def test_compressed_shards_are_read(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(shard(tmp_path / "a.tar", *SAMPLES)))
+    assert len(open_source("webdataset", str(tmp_path / "a.tar.gz"), True, "png", "cls")) == 6
+
+
+def test_rows_without_an_image_have_a_name_and_are_unreadable(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"image": [*IMAGES, None], "label": [0, 1, 1]}), tmp_path / "x.parquet")
+    source = open_source("parquet", str(tmp_path / "x.parquet"), train=True)
+    assert source.name(2) == "2"
+    with pytest.raises(Unreadable, match="holds no image"):
+        source.read(2)
 
 
 IMAGES = [{"bytes": encoded(), "path": None}] * 2

@@ -2,7 +2,9 @@
 number, so that any order can be repeated and continued. It copies parquet files and shards once into its cache folder.
 """
 
+import contextlib
 import glob
+import os
 import re
 import tarfile
 from typing import Any
@@ -36,7 +38,7 @@ class Rows:
         return decode(content(row[self.image_key])), int(row[self.label_key])
 
     def name(self, index: int) -> str:
-        return str(self.rows[int(index)][self.image_key].get("path") or index)
+        return str((self.rows[int(index)][self.image_key] or {}).get("path") or index)
 
 
 def undecoded(rows: Any, where: str, image_key: str, *others: str) -> Any:
@@ -101,6 +103,14 @@ def load_rows(kind: str, where: str, train: bool) -> Any:
         raise ValueError(f"{where} cannot be read as {kind}: {_reason(error)}") from error
 
 
+def _ends(file: str) -> bool:
+    """Whether an uncompressed tar file ends in zeros: tarfile takes one that was cut at a header for a whole one."""
+    with contextlib.suppress(tarfile.ReadError), tarfile.open(file, "r:"), open(file, "rb") as opened:
+        opened.seek(-2 * tarfile.BLOCKSIZE, os.SEEK_END)
+        return not any(opened.read())
+    return True
+
+
 def _check_file(kind: str, file: str, whole: bool = False) -> None:
     """Raise ValueError, with the file, for one that is no tar or parquet file or holds nothing; whole: or that ends too
     early."""
@@ -112,6 +122,8 @@ def _check_file(kind: str, file: str, whole: bool = False) -> None:
         else:
             with tarfile.open(file) as tar:
                 empty = tar.next() is None
+                if not _ends(file):
+                    raise ValueError("it has no end-of-archive mark, so it was truncated")
                 for _ in tar if whole else ():
                     pass
     except Exception as error:

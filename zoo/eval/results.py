@@ -134,11 +134,17 @@ def merge_results(files: list[Path]) -> dict[str, Any]:
 
 def _read_result(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text())
+        result = json.loads(file.read_text())
     except FileNotFoundError as error:
         raise ValueError(f"there is no result file {file}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"the result file {file} is damaged: {error}") from error
+    keys, rows = ("command", "date", "hardware", "versions", "rows"), []
+    if isinstance(result, dict) and all(key in result for key in keys):
+        rows = result["rows"]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "value" in row for row in rows) or not rows:
+        raise ValueError(f"{file} is no table of quality: it needs {', '.join(keys)}, and rows with a value")
+    return result
 
 
 def _common_command(commands: list[str]) -> str:

@@ -25,7 +25,16 @@ HEADER = "hla_zoo"  # the key of the safetensors header that holds a Recipe as J
 WEIGHTS = "model.safetensors"
 AVERAGE = "model_ema.safetensors"
 # what timm, torch and diffusers raise for sizes and names that make no sense
-UNBUILT = (TypeError, AssertionError, ArithmeticError, LookupError, AttributeError, RuntimeError, MemoryError)
+UNBUILT = (
+    TypeError,
+    NameError,
+    AssertionError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    MemoryError,
+)
 
 
 @dataclass(frozen=True)

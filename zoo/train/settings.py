@@ -176,7 +176,7 @@ class RunBasics:
 
     def __post_init__(self) -> None:
         one_of("run.precision", self.precision, ("fp32", "bf16", "fp16"))
-        check_ranges("run", self, seed=SEED, keep="[1, inf)", max_skipped="[0, inf)")
+        check_ranges("run", self, seed=SEED, resume="[0, inf)", keep="[1, inf)", max_skipped="[0, inf)")
         if not self.folder:
             raise ValueError("run.folder is empty: name the folder for the results")
 

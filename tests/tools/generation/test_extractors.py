@@ -139,6 +139,11 @@ def test_unknown_extractors(name, sentence):
         open_extractor(name)
 
 
+def test_weights_for_an_extractor_that_has_its_own(tmp_path):
+    with pytest.raises(ValueError, match=r"has its own weights; leave out fid\.weights=a\.pth"):
+        open_extractor(str(tmp_path), "a.pth")
+
+
 def test_networks_that_are_no_extractors():
     with pytest.raises(ValueError, match=r"must return features \[B, D\] for 2 images, got \[2, 3, 32, 32\]"):
         ModuleExtractor(torch.nn.Identity(), "identity")

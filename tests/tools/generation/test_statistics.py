@@ -153,6 +153,13 @@ def test_shares_of_processes_are_batches_of_the_whole(tmp_path):
 # Bad input
 
 
+@pytest.mark.parametrize("mu", [np.full(3, np.nan), np.array("x"), np.zeros(3, complex)])
+def test_statistics_are_finite_numbers(mu, tmp_path):
+    np.savez(tmp_path / "a.npz", mu=mu, sigma=np.eye(3))
+    with pytest.raises(ValueError, match=r"the array mu of .*a\.npz must hold finite numbers"):
+        load_statistics(tmp_path / "a.npz")
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [

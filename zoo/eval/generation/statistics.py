@@ -137,7 +137,10 @@ def _from_safetensors(file: str) -> Statistics:
 
 def _from_npz(file: str) -> Statistics:
     with np.load(file, allow_pickle=False) as arrays:
-        found = {k: torch.from_numpy(arrays[k]).double() for k in ("mu", "sigma", "mu_s", "sigma_s") if k in arrays}
+        given = {k: arrays[k] for k in ("mu", "sigma", "mu_s", "sigma_s") if k in arrays}
+    if wrong := [k for k, array in given.items() if array.dtype.kind not in "fiu" or not np.isfinite(array).all()]:
+        raise ValueError(f"the array {wrong[0]} of {file} must hold finite numbers")
+    found = {k: torch.from_numpy(array).double() for k, array in given.items()}
     for mean, covariance in (("mu", "sigma"), ("mu_s", "sigma_s")):
         shapes = [list(found[k].shape) for k in (mean, covariance) if k in found]
         if shapes and (len(shapes) < 2 or shapes[1] != shapes[0] * 2):

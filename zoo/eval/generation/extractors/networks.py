@@ -210,6 +210,8 @@ def _before_classifier(network: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 def open_extractor(name: str, weights: str = "") -> Extractor:
     """`inception` (needs `weights`), a timm name, or the folder of a trained classifier. Raises ValueError."""
     if Path(name).exists():
+        if weights:
+            raise ValueError(f"the extractor {name} has its own weights; leave out fid.weights={weights}")
         return run_extractor(name)
     if name == INCEPTION:
         if not weights:
