@@ -107,6 +107,8 @@ def test_of_many_names_the_nearest_are_listed():
         ),
         ("evaluate_imagenet", ["data.source=folder", "eval.models=[a]"], "there is no checkpoint a"),
         ("demo", ["epoch=3"], "Did you mean 'epochs'"),
+        ("demo", ["mixers=[la,banana]", "out={tmp}/demo"], "unknown mixer 'banana'"),
+        ("extract_latents", ["images.source=digits", "images.where=banana"], "unknown images.where 'banana'"),
     ],
 )
 def test_what_tools_refuse(name, words, sentence, tmp_path):

@@ -90,7 +90,7 @@ def test_wrong_settings(tmp_path, monkeypatch, sections, sentence):
         ({"objective": {"kind": "ddpm"}}, r"returns 3 channels for 3, but the objective needs 6"),
         ({"data": {"img_size": 16}}, r"is a model of inputs 8 wide, but the data is 16 wide"),
         ({"model": {"kwargs": {"num_layers": 2}}}, r"has num_layers=1, model.kwargs say 2"),
-        ({"model": {"mixer": "alha"}}, r"Did you mean 'ahla'"),
+        ({"model": {"mixer": "ahhla"}}, r"Did you mean 'ahla'"),
         ({"distill": {"teacher": "source", "attention": 1.0}}, r"the model has none: set model.mixer"),
         ({"lora": {"rank": 2, "targets": ["to_z"]}}, r"lora.targets \['to_z'\] name no linear layer|needs the package"),
     ],

@@ -63,6 +63,8 @@ class ImageSettings:
         one_of("images.crop", self.crop, ("center", "random"))
         if self.crop == "random" and self.source != "videos":
             raise ValueError(f"images.crop=random is for files of videos, not for the source {self.source!r}")
+        if self.source in ("digits", "moving_digits"):
+            one_of("images.where", self.where, ("train", "val"))
         check_rate("images", self.fps, self.source)
 
 

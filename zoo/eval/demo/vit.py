@@ -5,11 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from zoo.config import one_of
 from zoo.data import open_source
 from zoo.data.settings import DataSettings
 from zoo.data.transforms import InputSpec, eval_transform
 from zoo.eval.attention import attention_matrix
 from zoo.eval.pictures import Panel, draw_experiment
+from zoo.mixers import MIXERS
 from zoo.train.model import load_model
 from zoo.train.record import read_rows
 
@@ -18,7 +20,10 @@ Command = tuple[str, list[str]]
 
 
 def vit_commands(out: Path, configs: Path, mixers: list[str], epochs: int) -> list[Command]:
-    """(tool, words) of training a softmax ViT for `epochs`, its conversions, and fine-tuning for a tenth."""
+    """(tool, words) of training a softmax ViT for `epochs`, its conversions, and fine-tuning for a tenth. Raises
+    ValueError for an unknown mixer, before anything is trained."""
+    for mixer in mixers:
+        one_of("mixer", mixer, tuple(MIXERS))
     source, short = f"model.checkpoint={out}/softmax", max(1, epochs // 10)
     commands = [("train_vit", [f"{configs}/vit/digits_softmax.yaml", f"run.folder={out}/softmax", *_length(epochs)])]
     for mixer in mixers:
