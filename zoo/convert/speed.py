@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zoo.mixers import MIXERS, MixerOptions
+from zoo.mixers import MIXERS
 
 FILE = "kernels-h200.json"
 PLACES = (Path(__file__).parents[1] / FILE, Path(__file__).parents[2] / "docs" / "results" / FILE)
@@ -59,9 +59,8 @@ def predict(mixer: str, options: dict[str, Any], batch: int, heads: int, tokens:
         return Prediction(soft, None if own is None else size * (own[0] + own[1] * tokens), None)
     if mixer not in OPERATORS:
         return Prediction(soft, None, None)
-    defaults = MIXERS[mixer].defaults
-    assert isinstance(defaults, MixerOptions)
-    cost = linear_cost(mixer, options.get("normalize", defaults.normalize))
+    kind: Any = MIXERS[mixer]
+    cost = linear_cost(mixer, options.get("normalize", kind.defaults.normalize))
     if cost is None:
         return Prediction(soft, None, None)
     return Prediction(soft, size * cost, max(1, math.ceil((cost - a) / b)))

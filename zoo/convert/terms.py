@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zoo.features import mean_value
+from zoo.features import Power, mean_value
 from zoo.mixers import LinearMixer
 from zoo.mixers.poly import Polynomial
 from zoo.mixers.taylor2 import Taylor2
@@ -69,7 +69,7 @@ def _map_trials(mixer: LinearMixer) -> tuple[float, ...]:
 
 def _set_map(mixer: LinearMixer, trials: Tensor) -> float | Tensor:
     """Give `power` the exponents [H] of the trials; heads that share keys have the same. Returns the temperatures."""
-    if mixer.options.feature_map != "power":
+    if not isinstance(mixer.phi_q, Power) or not isinstance(mixer.phi_k, Power):
         return trials
     mixer.phi_q.set(trials)
     mixer.phi_k.set(trials.unflatten(0, (len(mixer.phi_k.weight), -1)).mean(1))

@@ -149,7 +149,9 @@ def test_wan_prepares_queries_in_one_kernel(order):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("options", [{"feature_map": "relu"}, {"feature_map": "relu", "normalize": False}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"feature_map": "relu"}, {"feature_map": "relu", "normalize": False}, {"feature_map": "elu1"}], ids=str
+)
 def test_wan_mixes_blocks_in_triton(monkeypatch, options, autocast):
     """A converted self-attention of Wan 2.1 1.3B, bfloat16 or float32 weights under autocast: norms, rotation and
     feature map in kernels, and no operator returns a float32 tensor of the size of its tokens."""

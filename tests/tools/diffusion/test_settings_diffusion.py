@@ -7,6 +7,7 @@ from conftest import ROOT, run_tool
 from tiny_runs import tiny
 
 from zoo import config
+from zoo.mixers import MIXERS, build_mixer
 from zoo.train.diffusion.loop import DiffusionRun
 from zoo.train.diffusion.model import load_transformer
 from zoo.train.diffusion.noising import create_objective
@@ -21,6 +22,10 @@ PUBLISHED = {"s": (384, 12), "b": (768, 12), "l": (1024, 24), "xl": (1152, 28)} 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_shipped_configurations_hold(file):
     settings = config.load(DiffusionSettings, file)
+    if settings.model.mixer:
+        grid = (4, 8, 8) if file.parent.name == "video" else (8, 8)
+        layout = {"grid": grid} if hasattr(MIXERS[settings.model.mixer], "needs_layout") else {}
+        build_mixer(settings.model.mixer, 48, 3, 16, grid_dims=len(grid), **layout, **settings.model.mixer_options)
     assert "ecipe" in file.read_text() or file.stem.startswith(("digits", "cifar10", "moving_digits", "clips"))
     size = file.stem.split("_")[0]
     if file.parent.name == "imagenet" and not settings.model.checkpoint:
