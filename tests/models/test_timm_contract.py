@@ -10,6 +10,7 @@ from tiny_models import MIXERS, gradients, image, tiny
 from torch import nn
 from torchvision.models.feature_extraction import NodePathTracer
 
+import zoo
 from zoo.backbones import hla_name
 
 BASES = [
@@ -161,3 +162,12 @@ def test_fix_init_weight():
     host, model = (tiny(n, fix_init=True) for n in ("vit_tiny_patch16_224", NAMES[0]))
     assert torch.equal(host.blocks[1].attn.proj.weight, model.blocks[1].attn.proj.weight)
     assert isinstance(model.blocks[1].attn.proj, nn.Linear)
+
+
+def test_fx_of_a_naflexvit():
+    """Tracing puts a proxy where the mask of attention is None."""
+    model = tiny("naflexvit_base_patch16_gap").eval()
+    zoo.convert(model, "ahla")
+    tracer = Tracer(leaf_modules=get_notrace_modules(), autowrap_functions=get_notrace_functions())
+    graph = torch.fx.GraphModule(model, tracer.trace(model))
+    assert torch.equal(graph(image()), model(image()))

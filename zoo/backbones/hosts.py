@@ -131,7 +131,8 @@ class HLANaFlexVit(HLAModel, NaFlexVit):
         return [m for m in self.blocks.modules() if isinstance(m, Site)]
 
     def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> Any:
-        if attn_mask is not None and any(site.key_masks for site in self._sites()):
+        masked = attn_mask is not None and not isinstance(attn_mask, Proxy)  # torch.fx: one stands for None
+        if masked and any(site.key_masks for site in self._sites()):
             raise ValueError("linear mixers cannot honour attn_mask; mark the padding with patch_valid")
         plain = patch_coord is None and not isinstance(x, Proxy) and not drops_patches(self)
         set_grid(self.blocks, tuple(self.embeds.dynamic_feat_size(tuple(x.shape[-2:]))) if plain else None)

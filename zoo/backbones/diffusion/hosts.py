@@ -82,6 +82,7 @@ class HLADiffusionModel(Host):
     host: ClassVar[Any]
     grid_dims: ClassVar[int] = 2
     splits_tokens: ClassVar[bool] = False  # whether the host's context parallelism splits the image tokens alone
+    argument_names: ClassVar[tuple[str, ...]]  # of a forward pass
     hla_config: list[dict[str, Any]]
     from_softmax: bool = False
     _skip_layerwise_casting_patterns: ClassVar[Any]
@@ -90,6 +91,7 @@ class HLADiffusionModel(Host):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.__module__ = "zoo"
+        cls.argument_names = tuple(inspect.signature(cls.host.forward).parameters)[1:]
         cls._skip_layerwise_casting_patterns = [*(cls.host._skip_layerwise_casting_patterns or ()), "mixer"]
         initialise, forward = cls.__init__, cls.forward
 
@@ -163,8 +165,7 @@ class HLADiffusionModel(Host):
         return tuple(n // p for n, p in zip(size, patch, strict=True)), 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        names = list(inspect.signature(self.host.forward).parameters)[1:]
-        set_layout(self, *self.layout({**dict(zip(names, args, strict=False)), **kwargs}))
+        set_layout(self, *self.layout({**dict(zip(self.argument_names, args, strict=False)), **kwargs}))
         return super().forward(*args, **kwargs)
 
     def enable_gradient_checkpointing(self, gradient_checkpointing_func: Callable[..., Any] | None = None) -> None:
@@ -203,6 +204,7 @@ class HLADiTTransformer2DModel(HLADiffusionModel, PeftAdapterMixin, DiTTransform
 
     host = DiTTransformer2DModel
     _repeated_blocks: ClassVar = ["BasicTransformerBlock"]
+    _no_split_modules: ClassVar = ["BasicTransformerBlock", "PatchEmbed"]  # as PixArt: device_map="auto"
 
 
 class HLAPixArtTransformer2DModel(HLADiffusionModel, PeftAdapterMixin, PixArtTransformer2DModel):
@@ -250,10 +252,16 @@ class HLAFluxTransformer2DModel(HLADiffusionModel, FluxTransformer2DModel):
     """Flux: images from text, by joint attention. The grid is read off `img_ids`, only when a mixer needs it."""
 
     host = FluxTransformer2DModel
+    given_grid: Grid | None = None
+
+    def give_grid(self, rows: int, columns: int) -> None:
+        """Say on which grid the image tokens of all further calls lie (1024 x 1024 pixels: 64 x 64), which `img_ids`
+        are then not asked for: values that a graph of `torch.compile(fullgraph=True)` or `torch.export` cannot read."""
+        self.given_grid = rows, columns
 
     def layout(self, arguments: dict[str, Any]) -> tuple[Grid | None, int]:
         needed = any(isinstance(m, DiffusionSite) and m.needs_grid for m in self.modules())
-        grid = grid_of_ids(arguments["img_ids"]) if needed else None
+        grid = (self.given_grid or grid_of_ids(arguments["img_ids"])) if needed else None
         return grid, arguments["encoder_hidden_states"].shape[1]
 
 
@@ -262,8 +270,8 @@ def grid_of_ids(ids: Tensor) -> Grid:
     ids = (ids[0] if ids.ndim == 3 else ids).detach().round().long().cpu()
     first, size = ids[0], ids[-1] - ids[0] + 1
     rows, columns = int(size[1]), int(size[2])
-    raster = torch.cartesian_prod(torch.arange(1), torch.arange(rows), torch.arange(columns))
-    if len(ids) != rows * columns or not torch.equal(ids, first + raster):
+    raster = torch.cartesian_prod(torch.arange(1), torch.arange(max(rows, 0)), torch.arange(max(columns, 0)))
+    if rows < 1 or len(ids) != rows * columns or not torch.equal(ids, first + raster):
         raise ValueError(
             "img_ids are not the raster of one image (several images have no common grid), but a mixer with depthwise "
             "or causal, or of blocks, needs the token grid; convert without those options"

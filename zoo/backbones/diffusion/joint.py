@@ -11,7 +11,6 @@ their weight sum_image e^(s q.k) in the host's softmax. Z is not summed but take
 scores (`image_mass`), which two moments of the keys give. MM-EDiT (arXiv 2503.16726) is the same division of labour.
 """
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +44,7 @@ def image_mass(q: Tensor, k: Tensor, scale: float) -> Tensor:
     keys = (k - mean).transpose(1, 2)  # [B, H, N, D]
     moment = keys.mT @ keys / k.shape[1]
     variance = ((q.transpose(1, 2) @ moment).transpose(1, 2) * q).sum(-1, keepdim=True)
-    log_n = math.log(k.shape[1])
+    log_n = torch.full((), k.shape[1], dtype=dtype, device=k.device).log()  # a tensor: one graph serves every N
     frozen = (2 * log_n * variance.clamp(min=2 * log_n)).sqrt()
     return (q * mean).sum(-1, keepdim=True) + torch.where(variance < 2 * log_n, log_n + variance / 2, frozen)
 

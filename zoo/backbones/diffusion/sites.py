@@ -38,6 +38,11 @@ class DiffusionSite(Site):
     def check_processor(cls, processor: Any) -> None:
         """Raise ValueError for a processor that does more than the attention that the mixer takes the place of."""
         kind = type(processor).__name__
+        if kind in (*PLAIN, *JOINT) and kind not in cls.processors:
+            raise ValueError(
+                f"{kind} computes another attention than this kind of layer has (joint with the text, or linear); "
+                f"allowed: {', '.join(cls.processors)}"
+            )
         if kind not in cls.processors:
             raise ValueError(
                 f"{kind} does more than the self-attention that a mixer takes the place of (adapters and guidance have "
