@@ -86,6 +86,15 @@ def test_rotary_turns_the_numerator_only(order, half, heads):
         assert_same(hk.mhla(*x, **options), literal(*x, **options))
 
 
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("half", [False, True])
+def test_an_empty_batch_that_is_turned(half, impl):
+    layout = LAYOUTS["prefix"]
+    *x, m = inputs(layout)
+    y = hk.mhla(*(t[:0] for t in x), m, **layout, rotary=angles(layout), rotary_half=half, impl=impl)
+    assert y.shape == (0, *x[0].shape[1:3], x[2].shape[3])
+
+
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
 def test_rotary_is_what_turned_features_give(order, half):

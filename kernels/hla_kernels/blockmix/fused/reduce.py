@@ -7,6 +7,7 @@ of a product. One program is one part of one block of one head and writes its ow
 import triton
 import triton.language as tl
 
+from ...hla.fused.loops.settle import settled4
 from ...hla.fused.loops.sums import add_sum, begin_sum, end_sum
 from ...hla.fused.loops.vectors import columns
 from ...hla.fused.maps import phi_grad
@@ -109,7 +110,7 @@ def reduce_moments(
                 if DIGITS > 2:
                     acc = add_outer(acc, cast2(rest(low, tl2, V2), dtype, V2), t, live, dtype, 1, V2, F2, PREC)
                 acc = add_outer(acc, tl2, t, live, dtype, DIGITS - 1, V2, F2, PREC)
-        acc = add_outer(acc, tv, t, live, dtype, DIGITS, V2, F2, PREC)
+        acc = settled4(add_outer(acc, tv, t, live, dtype, DIGITS, V2, F2, PREC), V2, F2)
     s = scale_of(scales, scale, bh, H)
     p = scale4(outer4_end(acc, V2), s)
     pid = (tl.program_id(0) // SPLIT).to(tl.int64)
@@ -171,7 +172,7 @@ def query_grads(
         if NORM:
             gq = add_vector(gq, total, mixed_vector + at * D, D, F1, F2)
         store_rows(dq, tokens, dqn, live, phi_grad(f, gq, FMAP, F2), D, F1, F2)
-        acc = add_outer(acc, tg, t, live, dtype, DIGITS, V2, F2, PREC)
+        acc = settled4(add_outer(acc, tg, t, live, dtype, DIGITS, V2, F2, PREC), V2, F2)
     pid = (tl.program_id(0) // SPLIT).to(tl.int64)
     store4(matrix + pid * D * SPLIT * DV + first, outer4_end(acc, V2), DV, V1, V2, D, F1, F2, D * SPLIT, 1)
     if NORM:

@@ -20,3 +20,16 @@ def settled(acc):
     else:
         out = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
     return out
+
+
+@triton.jit
+def settled4(acc, X2: tl.constexpr, Y2: tl.constexpr):
+    """A matrix of `tiles.outer4`, whose products are the last of a turn, likewise. Where both widths are one part no
+    tile is read twice."""
+    a12 = acc[1]
+    a21 = acc[2]
+    if X2 > 0:
+        a21 = settled(acc[2])
+    elif Y2 > 0:
+        a12 = settled(acc[1])
+    return acc[0], a12, a21, acc[3]

@@ -1,0 +1,213 @@
+"""Definitions of the operators as dense N x N products of one sequence, independent of the package's own.
+
+Tensors of one sequence are [H, N, .] with a key and value for each query head; the precision is that of the inputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Options = dict[str, Any]
+
+
+def phi(x: Tensor, name: str | None) -> Tensor:
+    """The feature maps."""
+    if name == "relu":
+        return x.clamp(min=0)
+    if name == "elu1":
+        return F.elu(x) + 1
+    if name == "softmax":
+        return x.softmax(-1)
+    if name == "softmax_pair":
+        return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)
+    return x
+
+
+def linear(op: str, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, gamma: Tensor | None, o: Options) -> Tensor:
+    """`linear_attention` to `polynomial`; c [H, 4], gamma [H] or None."""
+    n = q.shape[1]
+    q, k = phi(q, o.get("feature_map")) * o.get("q_scale", 1.0), phi(k, o.get("feature_map"))
+    ones = torch.ones_like(v[..., :1])
+    work = _causal if o.get("causal") else _two_sided
+    y = work(op, q, k, torch.cat([v, ones], -1), c, gamma, o)
+    y, total = y[..., :-1], y[..., -1:]
+    if o.get("normalize"):
+        return y / (total + o.get("eps", 1e-6))
+    if o.get("mean_path"):
+        return y + (1 - total) * (average(n, gamma, o.get("causal", False), q) @ v)
+    return y
+
+
+def past(n: int, gamma: Tensor | None, causal: bool, like: Tensor) -> Tensor:
+    """gamma^(t - j) for j <= t, else 0; all ones if not causal. [1 or H, N, N]."""
+    if not causal:
+        return like.new_ones(1, n, n)
+    t = torch.arange(n, device=like.device)
+    distance = (t[:, None] - t[None]).clamp(min=0)
+    weight = like.new_ones(1, n, n) if gamma is None else gamma.to(like.dtype)[:, None, None] ** distance
+    return weight * (t[:, None] >= t[None])
+
+
+def average(n: int, gamma: Tensor | None, causal: bool, like: Tensor) -> Tensor:
+    """The weights of the mean of what token t sees."""
+    weight = past(n, gamma, causal, like)
+    return weight / weight.sum(-1, keepdim=True)
+
+
+def _two_sided(
+    op: str, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, gamma: Tensor | None, o: Options
+) -> Tensor:
+    n, center, ridge = q.shape[1], o.get("center"), o.get("ridge", 0.0)
+    s = 1 / n if o.get("scale") is None else o["scale"]
+    if center:
+        k = k - k.mean(1, keepdim=True)
+    if center == "qk":
+        q = q - q.mean(1, keepdim=True)
+    a, qq = s * (q @ k.mT), s * (q @ q.mT)
+    if op == "linear_attention":
+        return a @ v
+    if op == "hla2":
+        return a @ (a.mT @ v) + ridge * (qq @ v)
+    if op == "ahla":
+        return a @ (a @ v) + ridge * (a @ v)
+    if op == "hla3":
+        return a @ (a.mT @ (a @ v)) + ridge * (qq @ (a @ v))
+    assert c is not None
+    terms = (a @ v, a @ (a.mT @ v), a @ (a @ v), a @ (a.mT @ (a @ v)))
+    return sum(c[:, i, None, None].to(v.dtype) * term for i, term in enumerate(terms))  # type: ignore[return-value]
+
+
+def _causal(op: str, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, gamma: Tensor | None, o: Options) -> Tensor:
+    n, center, ridge = q.shape[1], o.get("center"), o.get("ridge", 0.0)
+    s = 1.0 if o.get("scale") is None else o["scale"]
+    mean = average(n, gamma, True, q)
+    if center == "qk":
+        q = q - mean @ q
+    if op == "hla2" and o.get("decay_rule") == "paper" and gamma is not None and bool((gamma != 1).any()):
+        return _paper(q, k, v, gamma, s, ridge)
+    weight = past(n, gamma, True, q)
+
+    def stage(keys: Tensor, values: Tensor, centred: bool) -> Tensor:
+        """s sum_j gamma^(t-j) q_t.(keys_j - their mean at t) values_j."""
+        scores = q @ keys.mT
+        if centred:
+            scores = scores - (q * (mean @ keys)).sum(-1, keepdim=True)
+        return (s * weight * scores) @ values
+
+    centred = center is not None
+    if op == "linear_attention":
+        return stage(k, v, centred)
+    if op == "ahla":
+        inner = stage(k, v, centred)
+        return stage(k, inner, centred) + ridge * inner
+    u = stage(k, k, centred) + ridge * q
+    return stage(u, v if op == "hla2" else stage(k, v, centred), False)
+
+
+def _paper(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, s: float, ridge: float) -> Tensor:
+    """The serial rule of the paper, token by token."""
+    g = gamma.to(q.dtype)[:, None, None]
+    h, n, d = q.shape
+    big, c, removed = q.new_zeros(h, d, d), q.new_zeros(h, d, v.shape[2]), q.new_zeros(h, d, v.shape[2])
+    out = []
+    for t in range(n):
+        qt, kt, vt = (x[:, t : t + 1] for x in (q, k, v))
+        removed = g * removed + kt.mT @ (kt @ c)
+        big, c = g * big + kt.mT @ kt, g * c + qt.mT @ vt
+        out.append(s * s * (qt @ (big @ c) - qt @ removed) + ridge * s * (qt @ c))
+    return torch.cat(out, 1)
+
+
+def blocks_of(grid: tuple[int, ...], blocks: tuple[int, ...], prefix: int) -> list[int]:
+    """The block of each token: axes are cut at i L // m, in raster order behind one block of the prefix."""
+    along = []
+    for length, m in zip(grid, blocks, strict=True):
+        edges = [i * length // m for i in range(m + 1)]
+        along.append([next(i for i in range(m) if p < edges[i + 1]) for p in range(length)])
+    cells = []
+    for place in itertools.product(*along):
+        index = 0
+        for block, m in zip(place, blocks, strict=True):
+            index = index * m + block
+        cells.append(index + (prefix > 0))
+    return [0] * prefix + cells
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, half: bool) -> Tensor:
+    """x [H, N, F] by the angles of cos, sin [1 or H, N, D / 2], each D features alike."""
+    width = 2 * cos.shape[-1]
+    parts = []
+    for part in x.split(width, -1):
+        a, b = (part[..., : width // 2], part[..., width // 2 :]) if half else (part[..., ::2], part[..., 1::2])
+        y, z = a * cos - b * sin, a * sin + b * cos
+        parts.append(torch.cat([y, z], -1) if half else torch.stack([y, z], -1).flatten(-2))
+    return torch.cat(parts, -1)
+
+
+def mhla(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, keep: Tensor, rotary: tuple[Tensor, Tensor] | None, o: Options
+) -> Tensor:
+    """Block mixing; mixing [1 or H, M, M], keep [N]: the tokens that are real."""
+    n, order = q.shape[1], o.get("order", "la")
+    block = blocks_of(o["grid"], o["blocks"], o.get("prefix", 0))[:n]
+    m = mixing[:, block][:, :, block].to(q.dtype) * keep.to(q.dtype)
+    scale = o.get("scale")
+    if scale is None:
+        scale = 1.0 if o.get("causal") else mixing.shape[-1] / max(1, int(keep.sum()))
+    scale = scale * o.get("q_scale", 1.0)
+    causal = torch.ones(n, n, dtype=q.dtype, device=q.device)
+    causal = causal.tril() if o.get("causal") else causal
+    q, k = phi(q, o.get("feature_map", "relu")), phi(k, o.get("feature_map", "relu"))
+
+    def weights(q: Tensor, k: Tensor) -> Tensor:
+        a = scale * (q @ k.mT) * causal
+        if order == "la":
+            return m * a
+        return m * causal * ((m * a) @ (a if order == "ahla" else a.mT))
+
+    w = weights(*((q, k) if rotary is None else (turned(x, *rotary, o.get("rotary_half", False)) for x in (q, k))))
+    y = w @ v
+    if o.get("normalize", True):
+        y = y / (weights(q, k).sum(-1, keepdim=True) + o.get("eps", 1e-6))
+    return y
+
+
+def taylor2(q: Tensor, k: Tensor, v: Tensor, c: Tensor, narrow: tuple[Tensor, Tensor] | None, o: Options) -> Tensor:
+    """The second-order expansion of softmax around uniform weights; c [H, 2]."""
+    def scores(q: Tensor, k: Tensor) -> Tensor:
+        return o.get("q_scale", 1.0) * (q @ (k - k.mean(1, keepdim=True)).mT)
+
+    n, mean = q.shape[1], v.mean(1, keepdim=True)
+    s = scores(q, k)
+    r = s if narrow is None else scores(*narrow)
+    c = c.to(q.dtype)[:, :, None, None]
+    second = c[:, 1] * r.square() / 2
+    y = (c[:, 0] * s + second) @ (v - mean) / n
+    return mean + (y / (1 + second.mean(-1, keepdim=True)) if o.get("normalize", True) else y)
+
+
+def multipole(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, o: Options) -> Tensor:
+    """Softmax, exact for near tokens, expanded around the mean key of each block for the others; keep [N]."""
+    grid, prefix, n = o["grid"], o.get("prefix", 0), q.shape[1]
+    last = prefix + math.prod(grid)
+    s = o.get("q_scale", 1.0) * (q @ k.mT)
+    block = torch.tensor(blocks_of(grid, o["blocks"], 0), device=q.device)
+    member = F.one_hot(block).to(q.dtype) * keep[prefix:last, None]
+    mean = member @ (member / member.sum(0).clamp(min=1)).mT  # [N, N]: the mean over the block of a token
+    at = torch.cartesian_prod(*[torch.arange(length, device=q.device) for length in grid]).reshape(-1, len(grid))
+    near = ((at[:, None] - at[None]).abs() <= o.get("radius", 2)).all(-1)
+    exact = torch.ones(n, n, dtype=torch.bool, device=q.device)
+    exact[prefix:last, prefix:last] = near
+    a = s.clone()
+    a[..., prefix:last] = s[..., prefix:last] @ mean.mT
+    rest = (s - a).masked_fill(exact, 0)
+    degree = o.get("degree", 1)
+    w = torch.where(exact, s, a).masked_fill(~keep, float("-inf")).softmax(-1)
+    w = w * ((1.0, 1 + rest, 1 + rest + rest.square() / 2)[degree])
+    return (w @ v) / w.sum(-1, keepdim=True)

@@ -1,0 +1,317 @@
+"""Random calls of the operators against dense definitions in float64, forward and gradients.
+
+python -m tests.campaign.operators [--seed 0] [--calls 1000] [--seconds 600] [--device cuda]
+
+Prints figures, reduces each failure to its smallest call, and exits with code 1 if there is one. On a GPU buffers
+start as NaN, every call runs twice, and both have the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hla_kernels as hk
+from tests.campaign import dense
+from tests.campaign.calls import LINEAR, Call, Inputs, draw, smaller, tensors
+from tests.campaign.harness import Case, fork
+
+# what the result is rounded to; what a form may lose beside that in float32: so many times as the dense definition in
+# that precision does, and of results that cancel; UNIT: in float64
+ROUNDING = {"float64": 0.0, "float32": 2e-7, "float16": 2**-10, "bfloat16": 2**-7}
+TIMES, CANCELLED, UNIT = 30.0, 2e-6, 2.0**-27
+FAST = 3.0  # Triton forms round operands too: so many times the rounding, of gradients above all
+BATCH = 50  # calls of a case
+STEPS = 200  # calls that a reduction may try
+
+
+class Refused(Exception):
+    """The call is undefined, which one sentence says."""
+
+
+@dataclass
+class Figures:
+    """What became of calls; worst: the largest error of each operator over what is allowed."""
+
+    calls: int = 0
+    refused: int = 0
+    kinds: Counter = field(default_factory=Counter)
+    worst: dict[str, float] = field(default_factory=dict)
+    failures: list[tuple[Call, str]] = field(default_factory=list)
+
+
+def run(call: Call, x: Inputs) -> list[Tensor]:
+    """The output and the gradients of all leaves."""
+    leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v, *x.more)]
+    try:
+        y = forward(call, x, leaves)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    return [y.detach(), *gradients(y, leaves, x.grad)]
+
+
+def gradients(y: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """Zeros where nothing depends on a leaf."""
+    found = torch.autograd.grad(y, leaves, grad.to(y.dtype), allow_unused=True)
+    return [torch.zeros_like(x) if d is None else d for x, d in zip(leaves, found, strict=True)]
+
+
+def forward(call: Call, x: Inputs, leaves: list[Tensor]) -> Tensor:
+    """The output of the package."""
+    q, k, v, *more = leaves
+    options: dict[str, Any] = {**call.options, "impl": call.impl}
+    if "narrow" in call.extra:
+        options["narrow"] = (more.pop(1), more.pop(1))
+    decay = call.extra.get("decay")
+    if decay is not None:
+        options["decay"] = more.pop() if isinstance(decay, str) else decay
+    if x.mask is not None:
+        options["token_mask" if call.op == "mhla" else "key_padding_mask"] = x.mask
+    if "lengths" in call.extra:
+        lengths = torch.tensor([0, *call.extra["lengths"]])
+        options |= {"cu_seqlens": lengths.cumsum(0).int().to(q.device), "max_seqlen": max(1, int(lengths.max()))}
+    f = getattr(hk, call.op)
+    if call.pieces:
+        return in_pieces(call, f, q, k, v, more, x.rotary, options)
+    if x.rotary is not None:
+        options["rotary"] = x.rotary
+    packed = call.layout == "packed" and "narrow" not in options and call.op != "multipole"
+    if packed and k.shape == q.shape == v.shape:
+        return getattr(hk, f"{call.op}_qkvpacked")(torch.stack([q, k, v], 2), *more, **options)
+    return f(q, k, v, *more, **options)
+
+
+def in_pieces(
+    call: Call, f: Callable, q: Tensor, k: Tensor, v: Tensor, more: list[Tensor], rotary: Any, options: dict[str, Any]
+) -> Tensor:
+    """The outputs of all segments."""
+    outs, at, state = [], 0, None
+    for length in call.pieces:
+        part = slice(at, at + length)
+        if rotary is not None:
+            options["rotary"] = tuple(t[part] for t in rotary)
+        y, state = f(q[:, part], k[:, part], v[:, part], *more, **options, state=state, return_state=True)
+        outs.append(y)
+        at += length
+    return torch.cat(outs, 1)
+
+
+def truth(call: Call, x: Inputs, dtype: torch.dtype, **changes: Any) -> list[Tensor]:
+    """The same of the dense definitions in a precision; changes: of options."""
+    leaves = [t.detach().to(dtype).requires_grad_() for t in (x.q, x.k, x.v, *x.more)]
+    options = {**call.options, **changes}
+    q, k, v = (t.transpose(1, 2).repeat_interleave(call.h // t.shape[2], 1) for t in leaves[:3])
+    rows = []
+    for i in range(call.b):
+        keep = torch.ones(call.n, dtype=torch.bool, device=q.device) if x.mask is None else x.mask[i]
+        rows.append(sample(call, x, options, (q[i], k[i], v[i]), leaves[3:], keep, i))
+    y = torch.stack(rows).transpose(1, 2) if rows else q.new_zeros(0, call.n, call.h, call.dv)
+    y = y + 0 * sum(t.sum() for t in leaves)  # where no token is real
+    return [y.detach(), *gradients(y, leaves, x.grad)]
+
+
+def sample(
+    call: Call, x: Inputs, options: dict[str, Any], tokens: tuple[Tensor, ...], more: list[Tensor], keep: Tensor, i: int
+) -> Tensor:
+    """One row of the batch, [H, N, Dv]."""
+    q, k, v = tokens
+    if call.op in ("mhla", "multipole"):  # tokens have places
+        k, v, q = (t.where(keep[:, None], 0) for t in (k, v, q))
+        if call.op == "multipole":
+            y = dense.multipole(q, k, v, keep, options) if bool(keep.any()) else torch.zeros_like(v)
+        else:
+            tables = None
+            if x.rotary is not None:
+                tables = tuple((t if t.dim() == 3 else t[:, None]).transpose(0, 1).to(q.dtype) for t in x.rotary)
+            mixing = more[0] if more[0].dim() == 3 else more[0][None]
+            y = dense.mhla(q, k, v, mixing, keep, tables, options)
+        return y.where(keep[:, None], 0)
+    spans = [keep.nonzero()[:, 0]]
+    if "lengths" in call.extra:
+        spans = list(torch.arange(call.n, device=q.device).split(call.extra["lengths"]))
+    out = v.new_zeros(call.h, call.n, call.dv)
+    for span in spans:
+        if not len(span):
+            continue
+        part = (q[:, span], k[:, span], v[:, span])
+        out = out.index_copy(1, span, whole(call, options, part, more, span, i))
+    return out
+
+
+def whole(
+    call: Call, options: dict[str, Any], tokens: tuple[Tensor, ...], more: list[Tensor], span: Tensor, i: int
+) -> Tensor:
+    """One sequence, [H, N, Dv]."""
+    q, k, v = tokens
+    if call.op == "taylor2":
+        narrow = None
+        if "narrow" in call.extra:
+            q2, k2 = (t[i].transpose(0, 1).repeat_interleave(call.h // t.shape[2], 0)[:, span] for t in more[1:3])
+            narrow = (q2, k2)
+        return dense.taylor2(q, k, v, more[0], narrow, options)
+    decay = call.extra.get("decay")
+    gamma = None
+    if isinstance(decay, str):
+        gamma = more[-1].repeat_interleave(call.h // len(more[-1]))
+    elif decay is not None:
+        gamma = torch.full((call.h,), decay, dtype=q.dtype, device=q.device)
+    c = more[0] if call.op == "polynomial" else None
+    if call.pieces and not options.get("causal"):  # the tokens of each segment read all tokens so far
+        ends, at = [], 0
+        for length in call.pieces:
+            at += length
+            ends.append(dense.linear(call.op, q[:, :at], k[:, :at], v[:, :at], c, gamma, options)[:, at - length :])
+        return torch.cat(ends, 1)
+    return dense.linear(call.op, q, k, v, c, gamma, options)
+
+
+def allowed(call: Call, x: Inputs, exact: list[Tensor], fast: bool) -> list[float]:
+    """How far a result may be from the truth: see `ROUNDING`. What cancels is as large as the result without a centre
+    and mean path, or of a ratio as a value times the gradient of an output."""
+    rough, plain = truth(call, x, torch.float32), exact
+    if call.op in LINEAR and (call.options.get("center") or call.options.get("mean_path")):
+        plain = truth(call, x, torch.float64, center=None, mean_path=False)
+    ratio = call.options.get("normalize", call.op in ("mhla", "taylor2"))
+    value = float(x.v.double().norm()) / max(1, x.v.numel()) ** 0.5 * float(x.grad.double().norm()) if ratio else 0.0
+    unit = UNIT if call.dtype == "float64" else 1.0
+    found = []
+    for t, r, p in zip(exact, rough, plain, strict=True):
+        own = ROUNDING[call.dtype] * (FAST if fast else 1.0)
+        cancelled = CANCELLED * max(float(t.norm()), float(p.norm()), value)
+        found.append(own * float(t.norm()) + unit * (TIMES * float((r.double() - t).norm()) + cancelled) + 1e-30)
+    return found
+
+
+def check(call: Call, device: str, figures: Figures | None = None) -> str:
+    """What is wrong with a call, "" if nothing is. Raises Refused."""
+    x = tensors(call, device)
+    try:
+        with poisoned(device):
+            found = run(call, x)
+            again = run(call, x) if device == "cuda" else found
+    except Refused:
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, again, strict=True)):
+        return "two runs differ"
+    exact = truth(call, x, torch.float64)
+    limits = allowed(call, x, exact, device == "cuda")
+    for name, a, t, limit in zip(("o", "dq", "dk", "dv", *"1234"), found, exact, limits, strict=False):
+        if not bool(t.isfinite().all()) or float(t.abs().max() if t.numel() else 0) > torch.finfo(a.dtype).max / 4:
+            continue
+        if a.shape != t.shape:
+            return f"{name} has shape {tuple(a.shape)} instead of {tuple(t.shape)}"
+        error = float((a.double() - t).norm())
+        if figures is not None and math.isfinite(error):
+            figures.worst[call.op] = max(figures.worst.get(call.op, 0.0), error / limit)
+        if not error <= limit:
+            return f"{name} is off by {error:.2e}, allowed are {limit:.2e} of {float(t.norm()):.2e}"
+    return ""
+
+
+@contextlib.contextmanager
+def poisoned(device: str) -> Iterator[None]:
+    """Buffers start as NaN (scratch memory as ones, which are NaN in every floating type)."""
+    if device != "cuda":
+        yield
+        return
+    names, real = ("empty", "empty_like", "empty_strided"), {}
+
+    def filled(x: Tensor) -> Tensor:
+        return x.fill_(255) if x.dtype == torch.uint8 else x.fill_(float("nan")) if x.is_floating_point() else x
+
+    for name in names:
+        real[name] = getattr(torch, name)
+        setattr(torch, name, lambda *a, new=real[name], **k: filled(new(*a, **k)))
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(torch, name, real[name])
+
+
+def reduced(call: Call, complaint: str, device: str) -> Call:
+    """A smaller call with the same kind of complaint."""
+    kind, steps = complaint.split()[0:2], 0
+    while True:
+        for other in smaller(call):
+            steps += 1
+            if steps > STEPS:
+                return call
+            try:
+                found = check(other, device)
+            except Exception:  # a change that makes no call
+                continue
+            if found.split()[0:2] == kind:
+                call = other
+                break
+        else:
+            return call
+
+
+def attack(seed: int, calls: int, seconds: float, device: str) -> Figures:
+    """Try so many calls, or for so many seconds."""
+    figures, end = Figures(), time.monotonic() + seconds
+    for i in range(calls):
+        if time.monotonic() > end:
+            break
+        call = draw(random.Random(f"{seed} {i}"), device == "cuda")
+        figures.calls += 1
+        try:
+            complaint = check(call, device, figures)
+        except Refused:
+            figures.refused += 1
+            continue
+        figures.kinds[call.op] += 1
+        if complaint:
+            figures.failures.append((reduced(call, complaint, device), complaint))
+    return figures
+
+
+def main(seed: int, calls: int, seconds: float, device: str = "cpu") -> int:
+    """Print the figures of `attack`. Returns the exit code."""
+    warnings.simplefilter("ignore")
+    figures = attack(seed, calls, seconds, device)
+    print(f"calls {figures.calls}, compared {sum(figures.kinds.values())}, refused {figures.refused}, "
+          f"failed {len(figures.failures)}")  # fmt: skip
+    for op, count in sorted(figures.kinds.items()):
+        print(f"  {op:<18} {count:>6} compared, largest error {figures.worst.get(op, 0.0):.2f} of what is allowed")
+    for call, complaint in figures.failures:
+        print(f"{complaint}\n  {call}")
+    return int(bool(figures.failures))
+
+
+def cases(folder: Path, seed: int, seconds: float) -> Iterator[Case]:
+    """Batches of calls on the CPU for `tests.campaign`, each in a process of its own."""
+    for i in range(200):
+        command = f"python -m tests.campaign.operators --seed {seed * 1000 + i} --calls {BATCH}"
+        yield Case(f"batch-{i}", lambda place, i=i: _batch(place, seed * 1000 + i), command)
+
+
+def _batch(place: Path, seed: int) -> str:
+    result = fork(lambda: sys.exit(main(seed, BATCH, 300.0)), cwd=place, limit=600.0)
+    return "" if result.code == 0 else (result.out + result.err)[-600:]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args()
+    sys.exit(main(options.seed, options.calls, options.seconds, options.device))

@@ -1,0 +1,69 @@
+"""The campaign of operators finds what is wrong, and only that; a few of its calls."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hla_kernels.blockmix import gradient
+from tests.campaign import operators
+from tests.campaign.calls import OPS, Call, draw
+
+
+def test_some_calls():
+    """Of every operator, all as the dense definitions have them."""
+    figures = operators.attack(seed=1, calls=80, seconds=60.0, device="cpu")
+    assert figures.failures == [] and set(figures.kinds) == set(OPS)
+    assert figures.refused < figures.calls / 4 and max(figures.worst.values()) < 1
+
+
+def test_calls_are_those_of_their_seed():
+    assert all(draw(random.Random(i), gpu) == draw(random.Random(i), gpu) for i in range(50) for gpu in (False, True))
+
+
+CALL = Call(
+    "mhla", "float64", 2, 9, 4, 2, 6, 5, seed=3, layout="heads first", mean=0.5,
+    options={"grid": (9,), "blocks": (3,), "feature_map": "relu", "order": "ahla"},
+    extra={"mixing": "shared", "rotary": "own"},
+)  # fmt: skip
+
+
+def test_a_fault_is_found_and_reduced(monkeypatch):
+    """Keys turned back after the sum over the query heads of a group."""
+    assert operators.check(CALL, "cpu") == ""
+    sums = gradient._sum_to
+    monkeypatch.setattr(gradient, "_turn_back", lambda grads, p, *rest: (grads[0], sums(grads[1], p.phi_k), *grads[2:]))
+    complaint = operators.check(CALL, "cpu")
+    assert complaint.startswith("dq is off")
+    small = operators.reduced(CALL, complaint, "cpu")
+    assert (small.b, small.layout, small.extra["rotary"]) == (1, "plain", "own") and "order" not in small.options
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"options": {"grid": (9,), "blocks": (3,), "feature_map": "rleu"}}, "refused"),
+        ({"impl": "triton"}, "refused"),
+        ({}, ""),
+    ],
+)
+def test_refusals_are_no_failures(changes, complaint):
+    call = replace(CALL, **changes)
+    if complaint:
+        with pytest.raises(operators.Refused):
+            operators.check(call, "cpu")
+    else:
+        assert operators.check(call, "cpu") == complaint
+
+
+def test_figures(capsys):
+    assert operators.main(2, 10, 30.0) == 0
+    assert "calls 10, compared" in capsys.readouterr().out
+
+
+def test_buffers_start_as_nan_on_a_gpu():
+    with operators.poisoned("cuda"):
+        assert bool(torch.empty(3).isnan().all())
+    with operators.poisoned("cpu"):
+        assert torch.empty(0).numel() == 0
