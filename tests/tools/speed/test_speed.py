@@ -304,7 +304,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence():
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match="workers must be at least 1"):
+    with pytest.raises(ValueError, match="workers must be 1 or more, got 0"):
         replace(kernels.KernelSettings(), workers=0)
     with pytest.raises(ValueError, match="unknown mixer 'alha'"):
         models.ModelSettings(mixers=["alha"])
