@@ -176,6 +176,18 @@ def test_what_is_padded_is_not_read(form):
         assert not y[1].any() and all(t.isfinite().all() for t in torch.autograd.grad(y.square().sum(), x))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("degree", [0, 1, 2])
+def test_jit_trace(form, degree):
+    """A trace of other tokens."""
+    def call(q, k, v):
+        return hk.multipole(q, k, v, **options("uneven", degree))
+
+    traced = torch.jit.trace(call, setting((6, 7), 2, 1))
+    x = setting((6, 7), 2, 1, seed=1)
+    assert_same(traced(*x), call(*x))
+
+
 @pytest.mark.parametrize("degree", [0, 1, 2])
 def test_an_empty_batch(form, degree):
     x = [t[:0].requires_grad_() for t in setting((6, 7), 2, 1)]

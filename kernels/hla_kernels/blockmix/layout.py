@@ -55,7 +55,8 @@ def block_table(layout: Layout, device: torch.device | None = None) -> Tensor:
         along = block_of(torch.arange(length, device=device), length, m)
         index = index[..., None] * m + along
     first = torch.zeros(layout.prefix, dtype=torch.int64, device=device)
-    return torch.cat([first, index.flatten() + (layout.prefix > 0)])
+    behind = 1 if layout.prefix > 0 else 0  # a number: torch.jit cannot add a bool
+    return torch.cat([first, index.flatten() + behind])
 
 
 @functools.lru_cache(maxsize=64)
