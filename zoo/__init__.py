@@ -7,14 +7,25 @@ The classes of converted diffusers models are attributes too (`zoo.HLADiTTransfo
 saved pipelines name them as ("zoo", "HLADiTTransformer2DModel") and load once `import zoo` was done.
 """
 
+from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from zoo.backbones import converted, deit, vision_transformer
 from zoo.convert import convert
 from zoo.mixers import MIXERS
 
 __version__ = "0.1.0"
-__all__ = ["MIXERS", "__version__", "convert", "converted", "deit", "vision_transformer"]
+__all__ = ["MIXERS", "__version__", "convert", "converted", "deit", "load", "vision_transformer"]
+
+
+def load(path: str | Path) -> nn.Module:
+    """The image model in a run folder of tools/train_vit.py (the average of its weights, if it kept one) or in a
+    .safetensors file of it, in evaluation mode. Raises ValueError for anything else."""
+    from zoo.train.model import load_model
+
+    return load_model(path)[0].eval()
 
 
 def __getattr__(name: str) -> Any:

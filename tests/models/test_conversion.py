@@ -280,7 +280,7 @@ REFUSED = {
     "samvit_base_patch16": "vision_transformer_sam'.*position bias",
     "cait_xxs24_224": "cait'.*of its own kind",
     "volo_d1_224": "volo'.*of its own kind",
-    "vit_pwee_patch16_reg1_gap_256": "blocks of type ParallelScalingBlock",
+    "vit_pwee_patch16_reg1_gap_256": "blocks of type ParallelScalingBlock.*no attention module to swap",
     "resnet18": "resnet'.*not a plain vision transformer.*Supported: VisionTransformer",
 }
 

@@ -5,6 +5,7 @@ themselves and set the grid of the first forward again before they recompute.
 A converted model gets its class from `MODELS` and its blocks from `BLOCKS`; a new family is one row in each.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -206,6 +207,49 @@ BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+# What decides where the tokens of a model lie, and how its blocks are run
+LAYOUT = ("_pos_embed", "_forward_embeds", "forward_features", "set_input_size", "set_grad_checkpointing")
+
+
+def converted_class(kind: type) -> Any:
+    """The class of a model of class `kind` once it is converted; None for one that is not known.
+
+    A subclass of a known class keeps what it adds and overrides. Raises ValueError for one that overrides where its
+    tokens lie.
+    """
+    base = next((k for k in kind.__mro__ if k in MODELS), None)
+    if base is None or kind is base:
+        return MODELS.get(kind)
+    changed = [name for name in LAYOUT if getattr(kind, name, None) is not getattr(base, name, None)]
+    if changed:
+        raise ValueError(
+            f"cannot convert {kind.__name__}, a subclass of {base.__name__} that overrides {', '.join(changed)}: its "
+            f"tokens may lie elsewhere than mixers are told. Convert a {base.__name__} and put what is your own around "
+            "it, or override forward, forward_head or forward of a block instead"
+        )
+    return derived(MODELS[base], kind)
+
+
+def converted_block(kind: type) -> Any:
+    """The class of a block of class `kind` once its model is converted."""
+    return BLOCKS.get(kind) or derived(HLABlock, kind)
+
+
+@functools.cache
+def derived(mixin: type, kind: type) -> type:
+    """`kind` with `mixin` in front; its objects can be pickled, though no module has the class."""
+    return type(f"HLA{kind.__name__}", (mixin, kind), {"made_of": (mixin, kind), "__reduce__": _reduce})
+
+
+def _reduce(model: Any) -> tuple:
+    return _empty, model.made_of, model.__dict__
+
+
+def _empty(mixin: type, kind: type) -> Any:
+    new = derived(mixin, kind)
+    return new.__new__(new)
+
+
 class TimmBackbone:
     """What `zoo.convert` has to know about timm models, see `zoo.backbones.Backbone`."""
 
@@ -213,11 +257,11 @@ class TimmBackbone:
         if is_scriptable():
             no_torchscript(model)
         refuse_thing(model)
-        known = {*MODELS, *MODELS.values()}
-        if type(model) not in known:
-            refuse_family(model, known)
+        if not isinstance(model, HLAModel) and converted_class(type(model)) is None:
+            refuse_family(model, {*MODELS, *MODELS.values()})
         for name, block in model.blocks.named_children():
-            if type(block) not in BLOCKS and type(block) not in BLOCKS.values():
+            inside = any(type(m) in SITES or isinstance(m, Site) for m in block.modules())
+            if not inside and type(block) not in BLOCKS and not isinstance(block, HLABlock):
                 refuse_block(model, f"blocks.{name}", block)
         if not attention_layers(model):
             kinds = sorted({type(m).__name__ for n, m in model.blocks.named_modules() if n.endswith("attn")})
@@ -274,7 +318,7 @@ class TimmBackbone:
         return {name: reason for name, m in model.named_modules() if isinstance(m, AttentionPoolLatent)}
 
     def install(self, model: Any, swaps: list[Swap]) -> None:
-        if type(model) in MODELS:
+        if not isinstance(model, HLAModel):
             self._adopt(model)
         for attn, name, mixer in swaps:
             if not isinstance(attn, Site):
@@ -286,10 +330,10 @@ class TimmBackbone:
     def _adopt(self, model: Any) -> None:
         checkpointing = model.grad_checkpointing
         model.hla_base = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or ""
-        model.__class__ = MODELS[type(model)]
+        model.__class__ = converted_class(type(model))
         model.hla_config = []
         for block in model.blocks:
-            block.__class__ = BLOCKS[type(block)]
+            block.__class__ = converted_block(type(block))
         model.set_grad_checkpointing(checkpointing)
 
     def record(self, model: Any) -> None:

@@ -64,6 +64,6 @@ def refuse_rotary(mixer: str, rotary: bool) -> None:
 def refuse_block(model: nn.Module, layer: str, block: nn.Module) -> None:
     """Raise ValueError for a model with a block that is of no known class."""
     raise ValueError(
-        f"cannot convert {type(model).__name__} with blocks of type {type(block).__name__} ({layer}): "
-        "attention and feed-forward share their projections there, so that there is no attention module to swap"
+        f"cannot convert {type(model).__name__} with blocks of type {type(block).__name__} ({layer}): there is no "
+        "attention module to swap (Attention, AttentionRope or EvaAttention of timm)"
     )

@@ -81,8 +81,9 @@ def convert(
 ) -> Report:
     """Swap the self-attention in `model` for `mixer`, in place; print and return the report.
 
-    model: a timm VisionTransformer (also distilled) or Eva, a transformer of diffusers (`zoo.backbones.diffusion`) or
-        a pipeline with such transformers; pretrained or not, also an already converted one.
+    model: a timm VisionTransformer (also distilled), Eva or NaFlexVit, or a subclass that does not override where its
+        tokens lie; a transformer of diffusers (`zoo.backbones.diffusion`) or a pipeline with such transformers;
+        pretrained or not, also an already converted one.
     layers: block indices, a pattern of module names ("blocks.[0-5].attn"), or a mapping pattern -> mixer, which then
         takes the place of `mixer` (the first pattern that matches a layer counts). None: all of them.
     keep_softmax: layers that are left as they are: block indices, a pattern of module names, or "every:3" for the
@@ -92,7 +93,8 @@ def convert(
     Weights are all inherited, new parameters lie under `.mixer.` only, and `mixer="softmax"` is the host bit for bit.
     The model is saved by `timm.models.save_for_hf`, one of diffusers by `save_pretrained`, and reloads exactly, also
     after several conversions. A timm before 1.0.31 forgets all arguments of `create_model`: give it
-    `model_args={..., **model.hla_args}`.
+    `model_args={..., **model.hla_args}`. A model that was made by its class, not by `timm.create_model`, has no name in
+    timm's format: save its `state_dict`, and convert a new one before loading it.
     Raises ValueError, and leaves the model as it was, for a family where it means nothing, an unknown mixer or option,
     an option that follows from the host (`device`), a pattern without a match of its own, options the model cannot
     feed (a grid under `patch_drop_rate`), and nothing to swap.

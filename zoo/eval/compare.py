@@ -1,5 +1,6 @@
 """Evaluate several models side by side on the same images, each with its own transform."""
 
+import json
 import os
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -15,12 +16,13 @@ from zoo.data import CachedImages, InputSpec, LoadedImages, Source, check_unread
 from zoo.data.progress import progress
 from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.eval.accuracy import Predictions, predict
-from zoo.eval.labels import load_real_labels, numeric_classes, real_accuracy
+from zoo.eval.labels import image_number, load_real_labels, numeric_classes, real_accuracy
 from zoo.eval.paired import paired_difference
 from zoo.eval.results import csv_row
 from zoo.eval.settings import EvalSettings
 from zoo.train.model import Recipe, build_host, load_model, timm_classes
 
+LOCAL = "local-dir:"  # before a folder, in names of timm
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,13 +38,27 @@ class Candidate:
 
 
 def open_candidate(name: str, data: DataSettings) -> Candidate:
-    """A run folder, a .safetensors file, or a timm name with timm's weights. Raises ValueError for anything else."""
+    """A run folder, a .safetensors file, a folder that timm's `save_for_hf` wrote (also as local-dir:FOLDER), or a timm
+    name with timm's weights. Raises ValueError for anything else."""
+    folder = Path(name.removeprefix(LOCAL))
+    if name.startswith(LOCAL) or (folder / "config.json").is_file():
+        return _open_folder(name, folder, data)
     if timm.is_model(name.split(".")[0]) and not Path(name).exists():
         recipe = Recipe(name, num_classes=timm_classes(name))
         model = build_host(recipe, pretrained=True)
         return Candidate(name, model, InputSpec.of(model, None, data), recipe.num_classes, [])
     model, recipe = load_model(name)
     return Candidate(name, model, InputSpec.from_recipe(recipe.input, data), recipe.num_classes, recipe.classes)
+
+
+def _open_folder(name: str, folder: Path, data: DataSettings) -> Candidate:
+    try:
+        model = timm.create_model(f"{LOCAL}{folder}", pretrained=True)
+        classes = json.loads((folder / "config.json").read_text()).get("label_names") or []
+    except Exception as error:  # of timm, json, torch and safetensors, each its own
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"{folder} cannot be read as a folder of timm's save_for_hf: {reason}") from error
+    return Candidate(name, model, InputSpec.of(model, None, data), model.num_classes, list(classes))
 
 
 def open_validation(data: DataSettings, classes: list[str]) -> Source:
@@ -87,13 +103,16 @@ def compare(settings: EvalSettings) -> tuple[list[dict[str, Any]], dict[str, Pre
     if not settings.eval.models:
         raise ValueError("say what to evaluate: eval.models=[RUN_FOLDER_OR_TIMM_NAME, ...]")
     candidates, source = open_candidates(settings)
+    labels = _real_labels(settings.eval.real_labels)
+    if labels:
+        image_number(source.name(0), len(labels))  # before any work is done
     rows: list[dict[str, Any]] = []
     found: dict[str, Predictions] = {}
     for candidate in candidates:
         name = candidate.name
         found[name] = run(candidate, source, settings)
         row = csv_row(name, candidate.model, candidate.spec, found[name])
-        rows.append(row | _extra(found, name, source, settings))
+        rows.append(row | _extra(found, name, source, labels))
     names = [source.name(int(i)) for i in found[settings.eval.models[0]].index]
     return rows, found, names
 
@@ -114,14 +133,18 @@ def run(candidate: Candidate, source: Source, settings: EvalSettings) -> Predict
     return found
 
 
-def _extra(found: dict[str, Predictions], name: str, source: Source, settings: EvalSettings) -> dict[str, Any]:
+def _real_labels(which: str) -> list[list[int]]:
+    """The reassessed labels that `eval.real_labels` names, none for an empty word."""
+    return load_real_labels(None if which == "timm" else which) if which else []
+
+
+def _extra(found: dict[str, Predictions], name: str, source: Source, labels: list[list[int]]) -> dict[str, Any]:
     """Columns that timm does not have: ReaL accuracy, and the paired difference to the first model."""
     extra: dict[str, Any] = {}
     mine, first = found[name], next(iter(found.values()))
-    if settings.eval.real_labels:
-        file = None if settings.eval.real_labels == "timm" else settings.eval.real_labels
+    if labels:
         names = [source.name(int(i)) for i in mine.index]
-        extra["real_top1"] = round(real_accuracy(mine.top, names, load_real_labels(file)), 3)
+        extra["real_top1"] = round(real_accuracy(mine.top, names, labels), 3)
     difference = asdict(paired_difference(first.correct(), mine.correct()))
     for column, key in (("top1_diff", "difference"), ("diff_low", "low"), ("diff_high", "high")):
         extra[column] = round(difference[key], 3)

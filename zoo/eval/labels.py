@@ -41,7 +41,7 @@ def real_accuracy(top: np.ndarray, names: list[str], labels: list[list[int]]) ->
     """
     hits = []
     for row, name in zip(top, names, strict=True):
-        accepted = labels[_image_number(name, len(labels))]
+        accepted = labels[image_number(name, len(labels))]
         if accepted:
             hits.append(int(row[0]) in accepted)
     if not hits:
@@ -49,7 +49,7 @@ def real_accuracy(top: np.ndarray, names: list[str], labels: list[list[int]]) ->
     return 100.0 * float(np.mean(hits))
 
 
-def _image_number(name: str, n: int) -> int:
+def image_number(name: str, n: int) -> int:
     """Position in the label list of a validation image, from its file name."""
     stem = os.path.basename(name).rsplit(".", 1)[0]
     match = re.fullmatch(r"ILSVRC2012_val_(\d+)(_n\d{8})?", stem)  # some copies append the class

@@ -14,9 +14,8 @@ from zoo.ranges import SEED, check_device, check_ranges
 class EvalOptions:
     """Which models are compared on which labels.
 
-    models: run folders, .safetensors files of these tools, or timm names (with timm's weights); the first is the one
-      that the
-      others are compared with
+    models: run folders, .safetensors files of these tools, folders of timm's save_for_hf, or timm names (with timm's
+      weights); the first is the one that the others are compared with
     batch_size: images at once
     precision: fp32, bf16 or fp16
     real_labels: also the accuracy on reassessed ImageNet labels: timm (the file that comes with timm) or a JSON file;

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import tiny
+from conftest import TINY, tiny
+from timm.models import save_for_hf
 
+import zoo
 from zoo import config
 from zoo.data import Batch
+from zoo.eval import compare as compare_module
 from zoo.eval.accuracy import Predictions, predict
 from zoo.eval.compare import compare
 from zoo.eval.labels import load_real_labels, numeric_classes, real_accuracy
@@ -168,7 +171,7 @@ def test_result_files(two_runs, tmp_path):
     assert 100 * right == pytest.approx(rows[0]["top1"], abs=1e-3)
 
 
-def test_what_an_evaluation_refuses(two_runs, tmp_path, make_folder):
+def test_what_an_evaluation_refuses(two_runs, tmp_path, make_folder, monkeypatch):
     with pytest.raises(ValueError, match=r"say what to evaluate"):
         evaluate([], tmp_path)
     with pytest.raises(ValueError, match=r"there is no checkpoint"):
@@ -178,7 +181,8 @@ def test_what_an_evaluation_refuses(two_runs, tmp_path, make_folder):
         evaluate([two_runs / "ahla"], tmp_path, data={"source": "folder", "val": images})
     with pytest.raises(ValueError, match=r"there is no checkpoint .*none"):  # before the first model is run
         evaluate([two_runs / "ahla", tmp_path / "none"], tmp_path)
-    with pytest.raises(ValueError, match=r"not an ImageNet validation image"):
+    with pytest.raises(ValueError, match=r"not an ImageNet validation image"), monkeypatch.context() as patched:
+        patched.setattr(compare_module, "run", None)  # before the first model is run
         evaluate([two_runs / "ahla"], tmp_path, eval={"real_labels": "timm"})
 
 
@@ -193,3 +197,27 @@ def test_folders_are_matched_with_the_classes_of_the_model_by_name(tmp_path, mak
 def test_predictions_with_fewer_than_five_classes():
     found = Predictions(np.array([[0, 1], [1, 0]]), np.array([1, 1]), np.arange(2), np.zeros(2), 0)
     assert found.summary()["top1"] == 50.0 and found.summary()["top5"] == 100.0
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_folders_of_timm_are_evaluated(two_runs, tmp_path, safe):
+    """The same model as a run folder and as `save_for_hf` writes it."""
+    model = zoo.load(two_runs / "ahla")
+    arguments = {**TINY["model"]["kwargs"], "img_size": 8, "num_classes": 10, **model.hla_args}
+    model.pretrained_cfg.update(input_size=(3, 8, 8), crop_pct=1.0)
+    save_for_hf(model, tmp_path / "timm", model_args=arguments, safe_serialization=safe)
+    names = [two_runs / "ahla", tmp_path / "timm", f"local-dir:{tmp_path}/timm"]
+    rows, _, _ = evaluate(names, tmp_path)
+    assert rows[0]["top1"] == rows[1]["top1"] == rows[2]["top1"] and rows[2]["mixer"] == "ahla"
+    (tmp_path / "timm" / "config.json").write_text("{}")
+    for name in names[1:]:
+        with pytest.raises(ValueError, match=r"timm cannot be read as a folder of timm's save_for_hf") as error:
+            evaluate([name], tmp_path)
+        assert "\n" not in str(error.value)
+
+
+def test_run_folders_open_in_python(two_runs):
+    model = zoo.load(two_runs / "softmax")
+    assert not model.training and model(torch.zeros(1, 3, 8, 8)).shape == (1, 10)
+    with pytest.raises(ValueError, match="there is no checkpoint"):
+        zoo.load(two_runs / "none")

@@ -30,7 +30,10 @@ def _check_config(settings: Any, file: Path) -> None:
         )
     changed = config.differences(config.load(type(settings), file), settings, ignore=CHANGEABLE)
     if changed:
-        raise ValueError(f"{file.parent} holds a run with another configuration; they differ in {', '.join(changed)}")
+        raise ValueError(
+            f"{file.parent} holds a run with another configuration; they differ in {', '.join(changed)}. To train its "
+            f"model on with these, start a run of its own: model.checkpoint={file.parent} and another run.folder"
+        )
 
 
 def begin_folder(settings: Any) -> None:
