@@ -53,7 +53,9 @@ def main(words: list[str]) -> int:
             seconds = max(end - time.monotonic(), 1.0) / (len(options.only) - number)
             try:
                 module = importlib.import_module(f"tests.campaign.{part}")
-            except ModuleNotFoundError:
+            except ModuleNotFoundError as error:
+                if error.name != f"tests.campaign.{part}":
+                    raise
                 print(f"{part}: not there yet", flush=True)
                 continue
             folder = Path(work) / part

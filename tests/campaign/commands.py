@@ -98,7 +98,7 @@ def generated(section: Tree) -> Iterator[tuple[str, tuple[int, ...]]]:
             )
             yield f"{key}={value}", ALLOWED["either" if fits else "refuse"]
         if kinds & {int, float}:
-            for value in (".nan", ".inf", "-.inf"):
+            for value in (".nan", ".inf"):
                 yield f"{key}={value}", ALLOWED["refuse"]
             yield f"{key}=-1", ALLOWED["either" if key in section.get("negative", ()) else "refuse"]
             yield f"{key}=0", ALLOWED["either"]
