@@ -179,7 +179,9 @@ def check_type(value: Any, hint: Any, name: str) -> Any:
         if origin is list and isinstance(value, list):
             (item,) = typing.get_args(one)
             return [check_type(v, item, f"{name}[{i}]") for i, v in enumerate(value)]
-        if origin in (str, bool, dict) and isinstance(value, origin):
+        if origin is dict and isinstance(value, dict):
+            return _all_finite(value, name)
+        if origin in (str, bool) and isinstance(value, origin):
             return value
     raise ValueError(f"{name} must be {type_name(hint)}, got {shortened(value)!r}")
 
@@ -198,6 +200,16 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, str):  # YAML reads 1e-3, without a dot, as a string
         return re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) is not None
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _all_finite(value: Any, name: str) -> Any:
+    """`value`, or a ValueError for a float in it, however deep, that is not finite."""
+    if isinstance(value, float):
+        return _finite(value, name)
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        _all_finite(one, f"{name}.{key}")
+    return value
 
 
 def type_name(hint: Any) -> str:

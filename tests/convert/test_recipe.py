@@ -214,7 +214,8 @@ def test_a_recipe_of_a_denoiser_with_multipole_is_killed_and_goes_on(denoiser_so
     ("words", "sentence"),
     [
         (["finetune=x.yaml"], r"say what to convert: source=RUN_FOLDER"),
-        (["source=nowhere"], r"say how to fine-tune"),
+        (["source=owner/nowhere"], r"say how to fine-tune"),
+        (["source=nowhere", "finetune=x.yaml"], r"the source nowhere is neither a folder nor a model"),
         (["stages=[calibrat]"], r"Did you mean 'calibrate'"),
         (["keep_softmax=auto:two"], r"auto:<n> needs a number"),
         (["transfer=1.5"], r"transfer must be in \[0, 1\)"),

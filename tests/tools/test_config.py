@@ -46,6 +46,7 @@ def test_every_shipped_configuration_is_valid_and_says_what_to_expect(path):
         ("optim.ema=1.5", r"optim.ema must be in \[0, 1\)"),
         ("schedule.warmup_epochs=10", r"schedule.warmup_epochs must be in \[0, 10\)"),
         ("distill.alpha=2", r"distill.alpha must be in \[0, 1\]"),
+        ("model.kwargs={a: [1, {b: .nan}]}", r"model.kwargs.a.1.b must be a finite number, got nan"),
         ("log.trackers=[excel]", "unknown log.trackers 'excel'"),
     ],
 )

@@ -102,6 +102,7 @@ def test_intervals(interval, inside, outside, words):
         (TrainSettings, "model.kwargs=" + "[" * 3000, r"the value of model.kwargs cannot be read"),
         (TrainSettings, "data.workers=" + "x" * 5000, r"data.workers must be int, got 'x+\.\.\.'$"),
         (EvalSettings, "eval.device=foo", r"eval.device must be a torch device .* got 'foo'"),
+        (EvalSettings, "out=", r"out is empty"),
         (EvalSettings, "eval.device=meta", r"eval.device=meta holds no values"),
         (EvalSettings, "eval.device=cuda:99", r"eval.device=cuda:99 is not there"),
         (SampleSettings, "sample.device=foo", r"sample.device must be a torch device"),

@@ -46,6 +46,10 @@ class EvalSettings:
     eval: EvalOptions = field(default_factory=EvalOptions)
     out: str = "runs/evaluation"
 
+    def __post_init__(self) -> None:
+        if not self.out:
+            raise ValueError("out is empty: name the folder for the results")
+
 
 @dataclass(frozen=True)
 class QualitySettings:

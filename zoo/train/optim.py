@@ -57,12 +57,15 @@ def parameter_groups(model: nn.Module, optim: OptimSettings) -> list[dict[str, A
 def create_optimizer(model: nn.Module, optim: OptimSettings) -> Optimizer:
     """The timm optimiser of this name, fused where that lets it skip a step on the device (`Updater`).
 
-    Raises ValueError for an unknown name.
+    Raises ValueError for an unknown name, or for too many or too few betas.
     """
     if optim.name not in list_optimizers():
         raise unknown_name("optimiser", optim.name, list_optimizers(exclude_filters=["bnb*", "fused*", "apex*"]))
     info = get_optimizer_info(optim.name)
     more: dict[str, Any] = {"betas": tuple(optim.betas)} if info.has_betas else {}
+    default = inspect.signature(info.opt_class).parameters.get("betas")
+    if more and default is not None and len(default.default) != len(optim.betas):
+        raise ValueError(f"optim.betas of {optim.name} is {len(default.default)} numbers, got {optim.betas}")
     if info.opt_class in (Adam, AdamW):  # torch's fused SGD leaves its momentum undefined when it skips its first step
         more["fused"] = True
     groups = parameter_groups(model, optim)

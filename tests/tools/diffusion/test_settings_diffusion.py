@@ -67,6 +67,7 @@ def saved(tmp_path_factory):
         ({"model": {"kwargs": {"patch_size": 0}}}, r"patch_size of DiTTransformer2DModel must be 1 or more, got 0"),
         ({"model": {"kwargs": {"attention_head_dim": 0}}}, r"DiTTransformer2DModel with .*'attention_head_dim': 0"),
         ({"model": {"kwargs": {"deepness": 8}}}, r"diffusers cannot build DiTTransformer2DModel"),
+        ({"model": {"kwargs": {"norm_eps": "x"}}}, r"model.kwargs.norm_eps must be float, got 'x'"),
         ({"model": {"kwargs": {"activation_fn": "banana"}}}, r"diffusers cannot build DiTTransformer2DModel"),
         ({"model": {"checkpoint": "nowhere"}}, r"there is no checkpoint nowhere"),
         ({"distill": {"teacher": "source"}}, r"no trained source: the run starts from random weights"),

@@ -142,6 +142,9 @@ def test_new_parameters_get_their_own_rate_and_vectors_no_decay(tmp_path):
     assert all(r[10.0] == pytest.approx(10 * r[1.0]) for r in rates)
     with pytest.raises(ValueError, match=r"unknown optimiser 'adamv'"):
         create_optimizer(model, OptimSettings(name="adamv"))
+    for name, betas in (("adamw", [0.9, 0.99, 0.999]), ("adan", [0.9, 0.99])):
+        with pytest.raises(ValueError, match=rf"optim\.betas of {name} is "):
+            create_optimizer(torch.nn.Linear(2, 2), OptimSettings(name=name, betas=betas))
 
 
 def test_clipping_is_counted_and_non_finite_steps_are_skipped_then_refused(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import tempfile
 from abc import ABC, abstractmethod
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from zoo.eval.compare import compare
 from zoo.eval.settings import EvalOptions, EvalSettings
 from zoo.train.core.processes import create_accelerator
 from zoo.train.loop import Trainer
-from zoo.train.model import WEIGHTS, load_model, read_recipe, save_weights, start, with_options
+from zoo.train.model import AVERAGE, WEIGHTS, load_model, read_recipe, save_weights, start, with_options
 from zoo.train.settings import ModelSettings, TrainSettings
 from zoo.train.setup import set_up
 
@@ -267,17 +266,22 @@ def _denoiser(folder: str) -> Tree:
 
 
 def kind_of(recipe: RecipeSettings) -> Kind:
-    """The kind of the source of a recipe. Raises ValueError for a folder that holds neither."""
+    """The kind of the source of a recipe. Raises ValueError for a source that is missing, damaged or converted."""
     if not recipe.source:
         raise ValueError("say what to convert: source=RUN_FOLDER of the softmax model")
     if timm.is_model(recipe.source.split(".")[0]) and not Path(recipe.source).exists():
         recipe = replace(recipe, source=str(_published(recipe)))
-    found = None
-    with suppress(ValueError):
-        found = read_recipe(recipe.source)
-    if found is not None and found.mixer:
+    path = Path(recipe.source)
+    if not path.exists() and "/" not in recipe.source:  # names on the hub have an owner
+        raise ValueError(f"the source {recipe.source} is neither a folder nor a model of timm or of the hub")
+    if path.suffix != ".safetensors" and not any((path / name).is_file() for name in (AVERAGE, WEIGHTS)):
+        return Diffusion(recipe)
+    found = read_recipe(path)
+    if found is None:
+        raise ValueError(f"{recipe.source} does not say how to build its model: it was not written by these tools")
+    if found.mixer:
         raise ValueError(f"{recipe.source} is converted already: {found.describe()}")
-    return Diffusion(recipe) if found is None else Images(recipe)
+    return Images(recipe)
 
 
 def _published(recipe: RecipeSettings) -> Path:
