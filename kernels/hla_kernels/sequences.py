@@ -58,7 +58,7 @@ WHOLE = Sequences()  # every token of a batch row is one sequence
 
 def rows_of(max_seqlen: int, n_tokens: int) -> int:
     """The length of padded sequences: no sequence is longer than all tokens together."""
-    return torch.sym_min(max_seqlen, n_tokens)
+    return torch.sym_min(max_seqlen, n_tokens)  # type: ignore[return-value]  # a symbol under a compiler
 
 
 def live_rows(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:

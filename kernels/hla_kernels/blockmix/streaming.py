@@ -85,7 +85,7 @@ def _shapes(state: BlockState, q: Tensor, k: Tensor, v: Tensor) -> dict[str, tup
     moment of keys that were turned by the angles of each query head."""
     options, (b, _, heads, d) = state.options, q.shape
     group, f = heads // k.shape[2], feature_width(d, options.feature_map)
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name in _names(options):
         x = state.tensors[name]
         turned = x.dim() == 6 and x.shape[2] == group and not name.startswith("z")
