@@ -227,7 +227,8 @@ def converted_class(kind: type) -> Any:
             f"tokens may lie elsewhere than mixers are told. Convert a {base.__name__} and put what is your own around "
             "it, or override forward, forward_head or forward of a block instead"
         )
-    return derived(MODELS[base], kind)
+    mixin: Any = MODELS[base]
+    return derived(mixin, kind)
 
 
 def converted_block(kind: type) -> Any:
@@ -236,7 +237,7 @@ def converted_block(kind: type) -> Any:
 
 
 @functools.cache
-def derived(mixin: type, kind: type) -> type:
+def derived(mixin: Any, kind: Any) -> Any:
     """`kind` with `mixin` in front; its objects can be pickled, though no module has the class."""
     return type(f"HLA{kind.__name__}", (mixin, kind), {"made_of": (mixin, kind), "__reduce__": _reduce})
 

@@ -192,7 +192,7 @@ class HLADiffusionModel(Host):
 
 def _tags(files: list[str]) -> dict[str, Tensor]:
     """The tags of sites in files of safetensors."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             found |= {k: opened.get_tensor(k) for k in opened.keys() if k.endswith(".mixer.tag")}  # noqa: SIM118
