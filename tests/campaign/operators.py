@@ -26,7 +26,7 @@ from torch import Tensor
 
 import hla_kernels as hk
 from tests.campaign import dense
-from tests.campaign.calls import LINEAR, Call, Inputs, draw, smaller, tensors
+from tests.campaign.calls import DTYPES, LINEAR, Call, Inputs, draw, smaller, tensors
 from tests.campaign.harness import Case, fork
 
 # what the result is rounded to; what a form may lose beside that in float32: so many times as the dense definition in
@@ -184,14 +184,17 @@ def allowed(call: Call, x: Inputs, exact: list[Tensor], fast: bool) -> list[floa
     rough, plain = truth(call, x, torch.float32), exact
     if call.op in LINEAR and (call.options.get("center") or call.options.get("mean_path")):
         plain = truth(call, x, torch.float64, center=None, mean_path=False)
-    ratio = call.options.get("normalize", call.op in ("mhla", "taylor2"))
+    ratio = call.options.get("normalize", call.op not in LINEAR)
     value = float(x.v.double().norm()) / max(1, x.v.numel()) ** 0.5 * float(x.grad.double().norm()) if ratio else 0.0
+    info = torch.finfo(DTYPES[call.dtype])
+    least = info.smallest_normal * info.eps  # numbers of float16 end soon
     unit = UNIT if call.dtype == "float64" else 1.0
     found = []
     for t, r, p in zip(exact, rough, plain, strict=True):
         own = ROUNDING[call.dtype] * (FAST if fast else 1.0)
         cancelled = CANCELLED * max(float(t.norm()), float(p.norm()), value)
-        found.append(own * float(t.norm()) + unit * (TIMES * float((r.double() - t).norm()) + cancelled) + 1e-30)
+        lost = own * float(t.norm()) + unit * (TIMES * float((r.double() - t).norm()) + cancelled)
+        found.append(lost + least * t.numel() ** 0.5 + 1e-30)
     return found
 
 

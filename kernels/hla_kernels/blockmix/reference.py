@@ -77,6 +77,6 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, half: bool) -> Tensor:
     factor = torch.complex(cos, sin)[:, :, None]  # [N, 1 or H, 1, D / 2]
     parts = x.unflatten(-1, (-1, 2 * cos.shape[-1]))  # [B, N, H, F / D, D]
     pairs = parts.unflatten(-1, (2, -1)).transpose(-1, -2) if half else parts.unflatten(-1, (-1, 2))
-    # a copy: no tokens are contiguous whatever their strides
-    turned = torch.view_as_real(torch.view_as_complex(pairs.clone(memory_format=torch.contiguous_format)) * factor)
+    product = torch.complex(pairs[..., 0], pairs[..., 1]) * factor
+    turned = torch.stack([product.real, product.imag], -1)
     return (turned.transpose(-1, -2) if half else turned).flatten(-2).flatten(-2)

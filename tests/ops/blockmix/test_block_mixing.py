@@ -91,8 +91,10 @@ def test_rotary_turns_the_numerator_only(order, half, heads):
 def test_an_empty_batch_that_is_turned(half, impl):
     layout = LAYOUTS["prefix"]
     *x, m = inputs(layout)
-    y = hk.mhla(*(t[:0] for t in x), m, **layout, rotary=angles(layout), rotary_half=half, impl=impl)
+    x = [t[:0].requires_grad_() for t in x]
+    y = hk.mhla(*x, m, **layout, rotary=angles(layout), rotary_half=half, impl=impl)
     assert y.shape == (0, *x[0].shape[1:3], x[2].shape[3])
+    assert [t.shape for t in torch.autograd.grad(y.sum(), x)] == [t.shape for t in x]
 
 
 @pytest.mark.parametrize("half", [False, True])
