@@ -186,6 +186,14 @@ def check_type(value: Any, hint: Any, name: str) -> Any:
     raise ValueError(f"{name} must be {type_name(hint)}, got {shortened(value)!r}")
 
 
+def check_arguments(function: Callable[..., Any], given: Tree, prefix: str) -> None:
+    """Raise ValueError for an argument of another type than the default of `function` (bool, int, float or str)."""
+    defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    for key, value in given.items():
+        if isinstance(defaults.get(key), bool | int | float | str):
+            check_type(value, type(defaults[key]), f"{prefix}.{key}")
+
+
 def _finite(value: Any, name: str) -> float:
     try:
         number = float(value)

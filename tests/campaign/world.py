@@ -29,7 +29,6 @@ VIDEO = {
             "num_attention_heads": 2,
             "attention_head_dim": 12,
             "ffn_dim": 16,
-            "text_dim": 8,
             "freq_dim": 8,
             "patch_size": [1, 2, 2],
         },

@@ -276,6 +276,8 @@ BAD_OPTIONS = [
     ("la", {"normalize": "false"}, "normalize must be True or False"),
     ("la", {"depthwise": None}, "depthwise names tensors"),
     ("la", {"depthwise_kernel": -1}, "positive odd number"),
+    ("la", {"depthwise_kernel": True}, "positive odd number"),
+    ("la", {"lepe": True}, "lepe must be an odd kernel size"),
     ("la", {"causal": True, "decay": "x"}, "value in \\(0, 1\\)"),
     ("la", {"causal": True, "normalize": False, "feature_map": "identity"}, "grows with the position"),
     ("softmax", {"feature_map": "relu"}, "unknown softmax option"),

@@ -168,6 +168,8 @@ def test_a_link_to_itself_is_no_file(tmp_path):
         ({"kwargs": {"depth": -1}}, r"timm cannot build vit_tiny_patch16_224 with .*'depth': -1"),
         ({"kwargs": {"global_pool": "foo"}}, r"timm cannot build vit_tiny_patch16_224 with .*'foo'"),
         ({"kwargs": {"embed_dim": 10**12}}, r"timm cannot build vit_tiny_patch16_224 with "),
+        ({"kwargs": {"drop_path_rate": 2.0}}, r"model.kwargs.drop_path_rate must be in \[0, 1\), got 2.0"),
+        ({"kwargs": {"in_chans": 1}}, r"model.kwargs.in_chans must be 3"),
         ({"img_size": 9}, r"inputs of 9 x 9 pixels are not whole patches of 2 x 2"),
     ],
 )

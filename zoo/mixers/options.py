@@ -36,13 +36,13 @@ class LocalOptions:
         names, size = self.depthwise, self.depthwise_kernel
         if not isinstance(names, str) or not set(names) <= set("qkv") or len(set(names)) != len(names):
             raise ValueError(f"depthwise names tensors among q, k and v, such as 'v' or 'qk', got {names!r}")
-        if not isinstance(size, int) or size < 1 or size % 2 == 0:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % 2 == 0:
             raise ValueError(
                 f"depthwise_kernel must be a positive odd number so that the grid keeps its size, got {size!r}"
             )
         for name in ("lepe", "cpe"):
             size = getattr(self, name)
-            if not isinstance(size, int) or size < 0 or (size and size % 2 == 0):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0 or (size and size % 2 == 0):
                 raise ValueError(f"{name} must be an odd kernel size, or 0 for none, got {size!r}")
         if self.grid_dims not in (2, 3):
             raise ValueError(f"grid_dims must be 2 (image) or 3 (video), got {self.grid_dims!r}")

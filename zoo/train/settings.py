@@ -52,6 +52,11 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         check_ranges("model", self, img_size="[1, inf)")
+        for key, value in self.kwargs.items():
+            if str(key).endswith("_rate") and isinstance(value, int | float) and not 0 <= value < 1:
+                raise ValueError(f"model.kwargs.{key} must be in [0, 1), got {value}")
+        if self.kwargs.get("in_chans", 3) != 3:
+            raise ValueError(f"model.kwargs.in_chans must be 3, the channels of images, got {self.kwargs['in_chans']}")
 
 
 @dataclass(frozen=True)

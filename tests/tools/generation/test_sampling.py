@@ -344,6 +344,7 @@ def test_no_model_there(tmp_path):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        ({"scheduler_options": {"shift": "x"}}, r"sample.scheduler_options.shift must be float, got 'x'"),
         ({"scheduler": "DDIMSchedular"}, r"unknown scheduler .*Did you mean 'DDIMScheduler'"),
         ({"scheduler_options": {"shfit": 3}}, r"unknown option of FlowMatchEulerDiscreteScheduler .*'shift'"),
         ({"scheduler": "DDIMScheduler"}, r"DDIMScheduler cannot sample a model of FlowMatchEulerDiscreteScheduler"),

@@ -18,6 +18,7 @@ from torch import nn
 
 import zoo
 from zoo.backbones.diffusion.reading import read_config, read_folder
+from zoo.config import check_arguments
 from zoo.names import unknown_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -209,6 +210,7 @@ def open_scheduler(name: str, options: dict[str, Any], own: Any) -> Any:
     for key in options:
         if key not in known:
             raise unknown_name(f"option of {kind.__name__}", key, known)
+    check_arguments(kind.__init__, options, "sample.scheduler_options")
     if own is None:
         return kind(**options)
     fitting = {type(own).__name__, *(c.__name__ for c in own.compatibles)}

@@ -13,7 +13,7 @@ from torch import nn
 import zoo
 from zoo.backbones.diffusion.reading import read_config, read_folder
 from zoo.backbones.options import full_options
-from zoo.config import check_type
+from zoo.config import check_arguments
 from zoo.convert import backbone_of, swap
 from zoo.eval.generation.loading import boundary_of
 from zoo.eval.generation.videos import patch_of, reads_class_tokens
@@ -169,9 +169,7 @@ def _fresh(settings: DenoiserSettings, wanted: Wanted) -> Any:
     if twice:
         raise ValueError(f"model.kwargs must not give {', '.join(twice)}: the data and the objective say it")
     defaults = {name: p.default for name, p in inspect.signature(cls.__init__).parameters.items()}
-    for key, value in settings.kwargs.items():
-        if isinstance(defaults.get(key), bool | int | float | str):
-            check_type(value, type(defaults[key]), f"model.kwargs.{key}")
+    check_arguments(cls.__init__, settings.kwargs, "model.kwargs")
     _check_size(wanted.size, patch_of(defaults | settings.kwargs), cls.__name__)
     try:
         model = cls(**given, **settings.kwargs)
