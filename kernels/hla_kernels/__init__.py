@@ -4,11 +4,13 @@
     o = hk.ahla(q, k, v, feature_map="elu1", normalize=True)     q [B, N, H, D], k, v [B, N, Hk, .] -> [B, N, H, Dv]
 
 Operators: `api` (signature, options), `api.packed` (qkv in one tensor), `api.blocks` (blocks of a grid),
-`api.taylor` (expansion of softmax), `api.multipole` (expansion around blocks, near tokens exact). Symbols and
+`api.taylor` (expansion of softmax), `api.multipole` (expansion around blocks, near tokens exact), `api.adaptive`
+(exact where the error is). Symbols and
 equations: `hla`, `blockmix`, `softmax.taylor`, `softmax.multipole`. Depends on torch alone.
 """
 
 from .api import ahla, hla2, hla3, linear_attention, polynomial, softmax_attention
+from .api.adaptive import adaptive_multipole
 from .api.blocks import mhla, mhla_qkvpacked
 from .api.multipole import multipole
 from .api.packed import (
@@ -44,6 +46,7 @@ __all__ = [
     "Explanation",
     "State",
     "Tuned",
+    "adaptive_multipole",
     "ahla",
     "ahla_qkvpacked",
     "explain",

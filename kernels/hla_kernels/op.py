@@ -44,8 +44,7 @@ from .hla.streaming.stream import stream
 from .hla.two_sided import two_sided, two_sided_qkvpacked
 from .options import IMPLS, OPS, Options, autocast_dtype, autocast_on, compute_dtype, plain_precision
 from .sequences import WHOLE, Sequences
-from .softmax.multipole import call as multipole_call
-from .softmax.multipole import forms as multipole_forms
+from .softmax.multipoles import PREPARE, MultipoleCall, forms_of
 from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call
 from .softmax.taylor import fused as taylor_fused
@@ -76,7 +75,7 @@ class Call(NamedTuple):
     sequences: Sequences
 
 
-AnyCall = Call | block_call.BlockCall | taylor_call.TaylorCall | multipole_call.MultipoleCall
+AnyCall = Call | block_call.BlockCall | taylor_call.TaylorCall | MultipoleCall
 
 
 class Explanation(NamedTuple):
@@ -95,8 +94,8 @@ def why_not_triton(call: AnyCall) -> str | None:
         return f"the Triton forms run on CUDA devices, not on {device}"
     if not HAS_TRITON:
         return "Triton is not installed"
-    if isinstance(call, multipole_call.MultipoleCall):
-        return multipole_forms.why_not(call)
+    if isinstance(call, MultipoleCall):
+        return forms_of(call).why_not(call)
     if isinstance(call, taylor_call.TaylorCall):
         return taylor_fused.why_not(call.q, call.k, call.v, call.q2, call.k2)
     if call.state is not None or call.return_state:
@@ -115,7 +114,7 @@ def why_not_triton(call: AnyCall) -> str | None:
 
 def why_not_reference(call: AnyCall) -> str | None:
     """The reason why the reference cannot run this call, or None."""
-    if isinstance(call, taylor_call.TaylorCall | multipole_call.MultipoleCall):
+    if isinstance(call, taylor_call.TaylorCall | MultipoleCall):
         return None
     if call.state is not None or call.return_state:
         return "the reference is an N x N matrix and has no state"
@@ -124,8 +123,8 @@ def why_not_reference(call: AnyCall) -> str | None:
 
 def slower_in_triton(call: AnyCall) -> str | None:
     """The reason why a Triton form that can run this call is not the fastest one, or None."""
-    if isinstance(call, multipole_call.MultipoleCall):
-        return multipole_forms.slower(call)
+    if isinstance(call, MultipoleCall):
+        return forms_of(call).slower(call)
     if isinstance(call, taylor_call.TaylorCall) and taylor_fused.too_many(call.q, call.v, call.q2):
         return f"slower: {call.q.shape[1]} tokens are faster by state, which the torch form has"
     return None
@@ -146,11 +145,11 @@ def choose(call: AnyCall, impl: str) -> str:
 def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Explanation:
     """Which implementation `op(*inputs, **options)` would run, and why not the others; nothing is computed.
 
-    op: a name of OPS, "mhla", "taylor2" or "multipole", or the function. inputs: q, k, v (and coefficients for
-    polynomial and taylor2, mixing for mhla), or one packed qkv. Raises ValueError as the call would.
+    op: a name of OPS, "mhla", "taylor2", "multipole" or "adaptive_multipole", or the function. inputs: q, k, v (and
+    coefficients for polynomial and taylor2, mixing for mhla), or one packed qkv. Raises ValueError as the call would.
     """
     op = str(getattr(op, "__name__", op)).removesuffix("_qkvpacked")
-    others = {"mhla": prepare_blocks, "taylor2": prepare_taylor, "multipole": multipole_call.prepare}
+    others = {"mhla": prepare_blocks, "taylor2": prepare_taylor, **PREPARE}
     check_name("operator", op, (*OPS, *others))
     own: Any = others.get(op)
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:
@@ -358,14 +357,14 @@ def run_taylor(tokens: tuple[Tensor, ...], coefficients: Tensor, impl: str = "au
         return taylor2_packed_op(tokens[0].to(call.q.dtype), call.coefficients, *rest)[0]
 
 
-def run_multipole(q: Tensor, k: Tensor, v: Tensor, impl: str = "auto", **options: Any) -> Tensor:
-    """Check, choose and run one call of `multipole`."""
-    call = multipole_call.prepare(q, k, v, impl=impl, **options)
+def run_multipole(q: Tensor, k: Tensor, v: Tensor, impl: str, op: str, **options: Any) -> Tensor:
+    """Check, choose and run one call of `multipole` or `adaptive_multipole`."""
+    call = PREPARE[op](q, k, v, impl=impl, **options)
     chosen = choose(call, impl)
     if chosen == "triton":
-        refuse_forward_mode("multipole", q, k, v)
+        refuse_forward_mode(op, q, k, v)
     with plain_precision(call.q):
-        return multipole_forms.FORMS[chosen](call)
+        return forms_of(call).FORMS[chosen](call)
 
 
 def _two_sided_options(options: Options) -> tuple:

@@ -16,6 +16,7 @@ def x(n=6, **sizes):
 OTHERS = {
     "mhla": ((torch.ones(4, 4),), {"grid": (2, 3), "blocks": (2, 2)}), "taylor2": ((torch.ones(4, 2),), {}),
     "multipole": ((), {"grid": (2, 3), "blocks": (2, 2)}),
+    "adaptive_multipole": ((), {"grid": (2, 3)}),
 }  # fmt: skip
 
 
@@ -29,7 +30,7 @@ def test_options_of_the_other_operators(op):
     for name in {"mhla": ("scale", "q_scale", "eps")}.get(op, ("q_scale",)):
         with pytest.raises(ValueError, match=f"{name} must be"):
             f(*x(), *more, **options, **{name: 10**400})
-    if op == "multipole":
+    if "multipole" in op:
         return
     packed, qkv = getattr(hk, f"{op}_qkvpacked"), torch.stack(x(d=3, dv=3, hk=4), 2)
     with pytest.raises(ValueError, match="did you mean 'q_scale'"):
@@ -65,7 +66,7 @@ def test_max_seqlen_beyond_all_tokens(op):
         getattr(hk, op)(q, k, v, *more, cu_seqlens=cu, max_seqlen=2**40)
 
 
-@pytest.mark.parametrize("op", [*hk.OPS, "mhla", "taylor2", "multipole"])
+@pytest.mark.parametrize("op", [*hk.OPS, "mhla", "taylor2", "multipole", "adaptive_multipole"])
 def test_autocast_leaves_float64_keys_alone(op):
     """And computes with them all the same."""
     q, k, v = x()

@@ -38,8 +38,8 @@ def multipole(
     """
     check_unknown(unknown, NAMES)
     return run_multipole(
-        q, k, v, grid=grid, blocks=blocks, radius=radius, degree=degree, prefix=prefix, suffix=suffix, q_scale=q_scale,
-        impl=impl, key_padding_mask=key_padding_mask,
+        q, k, v, impl, "multipole", grid=grid, blocks=blocks, radius=radius, degree=degree, prefix=prefix,
+        suffix=suffix, q_scale=q_scale, key_padding_mask=key_padding_mask,
     )  # fmt: skip
 
 

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..heads import SMALLEST, Heads, attend, largest
 from ..taylor.torch_form import features
-from .heads import SMALLEST, Heads, anchors_of, largest, sizes
+from .heads import anchors_of, sizes
 from .layout import Field, Slots, slots
 
 BLOCK = 2**25  # numbers that some blocks of queries need at once
@@ -64,7 +65,7 @@ def by_blocks(x: Heads, field: Field, degree: int) -> Tensor:
     o = torch.cat(parts, 2).flatten(2, 3).index_select(-2, table.places)
     if not field.n_outer:
         return o
-    first, last = softmax(outer(x.q, field), x).split([field.prefix, field.suffix], -2)
+    first, last = attend(outer(x.q, field), x).split([field.prefix, field.suffix], -2)
     return torch.cat([first, o, last], -2)
 
 
@@ -131,15 +132,6 @@ def read(tokens: Near, far: Far, degree: int) -> Tensor:
         z = z + f[..., v.shape[-1] :].sum(-1, keepdim=True)  # empty for degree 1: these terms sum to zero
     z = z.clamp(min=SMALLEST)
     return (o / z).unflatten(2, q.shape[2:4])
-
-
-def softmax(q: Tensor, x: Heads) -> Tensor:
-    """Exact attention of the queries that are not on the grid, [B, H, P, Dv]."""
-    power = q @ x.k.mT
-    if x.live is not None:
-        power = power.masked_fill(~x.live.mT, float("-inf"))
-    w = (power - largest(power)).exp()
-    return (w @ x.v) / w.sum(-1, keepdim=True).clamp(min=SMALLEST)
 
 
 def multiplications(field: Field, d: int, dv: int, degree: int) -> int:

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .heads import SMALLEST, Heads, anchors_of, largest
+from ..heads import SMALLEST, Heads, largest
+from .heads import anchors_of
 from .layout import Field, membership, near
 
 

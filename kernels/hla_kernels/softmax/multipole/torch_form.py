@@ -8,14 +8,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...sequences import real
+from ..heads import to_layout
 from . import by_blocks, by_tokens
 from .call import MultipoleCall
-from .heads import to_layout
 
 
 def evaluate(call: MultipoleCall) -> Tensor:
     """o [B, N, H, Dv] in the dtype of q."""
-    x = to_layout(call)
+    x = to_layout(*call[:3], call.q_scale, call.mask)
     if linear(call):
         o = by_blocks.by_blocks(x, call.field, call.degree)
     else:

@@ -1,0 +1,46 @@
+"""The public operator of adaptive multipole attention; `softmax/adaptive/__init__.py` has the symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Never
+
+from torch import Tensor
+
+from ..checks import check_unknown, named
+from ..op import run_multipole
+
+
+def adaptive_multipole(
+    q: Tensor, k: Tensor, v: Tensor, *, grid: Sequence[int], select: str = "error", density: float = 0.125,
+    q_tile: int = 64, k_tile: int = 16, far: str = "first", prefix: int = 0, suffix: int = 0, q_scale: float = 1.0,
+    key_padding_mask: Tensor | None = None, impl: str = "auto", **unknown: Never,
+) -> Tensor:  # fmt: skip
+    """Softmax attention, exact for the key tiles that are chosen for each query tile, pooled for the others.
+
+    q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv], two-sided, without parameters.
+
+    grid          the token grid (raster order, last axis fastest), any number of axes
+    select        the key tiles that are exact: of the largest expected error ("error": mass of the tile times variance
+                  of the scores in it), of the largest mass ("mass"), of the largest score of mean query and mean key
+                  with its variance ("mean"), or the nearest ones ("near")
+    density       the part of the key tiles that is exact, above 0; 1 is softmax
+    q_tile, k_tile   most tokens of a tile, powers of two; a tile is a box of the grid, cut where it reaches over it
+    far           weights of the other tokens: "mean" exp(mean score of their tile), "variance" with half the variance
+                  of the scores in the exponent, "first" with one first-order term for all tiles as well
+    prefix, suffix   tokens before and after the grid (class, text): exact as queries and as keys
+    q_scale       the scale of softmax, such as D^-1/2
+    key_padding_mask   as in `api`
+    impl          as in `api`
+
+    The choice has no gradient; all else is differentiated exactly. Raises ValueError for wrong shapes, dtypes, devices
+    and names.
+    """
+    check_unknown(unknown, NAMES)
+    return run_multipole(
+        q, k, v, impl, "adaptive_multipole", grid=grid, select=select, density=density, q_tile=q_tile, k_tile=k_tile,
+        far=far, prefix=prefix, suffix=suffix, q_scale=q_scale, key_padding_mask=key_padding_mask,
+    )  # fmt: skip
+
+
+NAMES = named(adaptive_multipole)

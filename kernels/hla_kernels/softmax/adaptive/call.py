@@ -1,0 +1,79 @@
+"""Checks of a call of adaptive multipole attention; each refusal is a ValueError of one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...checks import check_name, check_sequences, check_tensors, is_finite, is_number
+from ...options import IMPLS, autocast_dtype
+from .layout import Field
+
+SELECTS = ("error", "mass", "mean", "near")
+FARS = ("first", "variance", "mean")
+LARGEST_TILE = 256
+
+
+class AdaptiveCall(NamedTuple):
+    """A checked call: tensors cast for autocast."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    field: Field
+    select: str
+    density: float
+    far: str
+    q_scale: float
+    mask: Tensor | None
+
+    @property
+    def exact(self) -> int:
+        """Key tiles that each query tile reads token by token."""
+        return self.field.exact(self.density)
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, *, grid: Sequence[int], select: str = "error", density: float = 0.125,
+    q_tile: int = 64, k_tile: int = 16, far: str = "first", prefix: int = 0, suffix: int = 0, q_scale: float = 1.0,
+    key_padding_mask: Tensor | None = None, impl: str = "auto",
+) -> AdaptiveCall:  # fmt: skip
+    """Check a call. Autocast casts tokens (float64 stays)."""
+    dtype = autocast_dtype(q)
+    check_tensors(q, k, v, dtype is not None)
+    if dtype is not None:
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    check_name("impl", impl, IMPLS)
+    check_name("select", select, SELECTS)
+    check_name("far", far, FARS)
+    if not is_number(density) or not 0 < density <= 1:
+        raise ValueError(f"density must be a part of the key tiles, above 0 and at most 1, got {density!r}.")
+    if not is_finite(q_scale):
+        raise ValueError(f"q_scale must be a finite number, got {q_scale!r}.")
+    field = _field(grid, prefix, suffix, q_tile, k_tile)
+    if q.shape[1] != field.n_tokens:
+        raise ValueError(
+            f"The grid {field.grid} with {prefix} prefix and {suffix} suffix tokens needs {field.n_tokens} tokens, got "
+            f"{q.shape[1]}."
+        )
+    check_sequences(q, key_padding_mask, None, None)
+    return AdaptiveCall(q, k, v, field, select, float(density), far, float(q_scale), key_padding_mask)
+
+
+def _field(grid: Sequence[int], prefix: int, suffix: int, q_tile: int, k_tile: int) -> Field:
+    if not isinstance(grid, Sequence) or not grid or not all(_is_count(n, 1) for n in grid):
+        raise ValueError(f"grid must be one positive integer for each axis, such as (16, 16), got {grid!r}.")
+    for name, x in (("prefix", prefix), ("suffix", suffix)):
+        if not _is_count(x, 0):
+            raise ValueError(f"{name} must be a number of tokens of at least 0, got {x!r}.")
+    for name, x in (("q_tile", q_tile), ("k_tile", k_tile)):
+        if not _is_count(x, 1) or x > LARGEST_TILE or x & (x - 1):
+            raise ValueError(f"{name} must be a power of two from 1 to {LARGEST_TILE} (tokens), got {x!r}.")
+    return Field(tuple(map(int, grid)), int(prefix), int(suffix), int(q_tile), int(k_tile))
+
+
+def _is_count(x: object, least: int) -> bool:
+    return isinstance(x, int | torch.SymInt) and not isinstance(x, bool) and bool(x >= least)

@@ -1,0 +1,117 @@
+"""Tiles of the token grid: boxes of one size, cut at its far edges, and the tiles of the tokens beside the grid."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, ...]
+
+
+class Field(NamedTuple):
+    """A grid, the tokens before and after it, and the most tokens of a query tile and of a key tile."""
+
+    grid: Grid
+    prefix: int
+    suffix: int
+    q_tile: int
+    k_tile: int
+
+    @property
+    def n_grid(self) -> int:
+        """Tokens of the grid."""
+        return math.prod(self.grid)
+
+    @property
+    def n_outer(self) -> int:
+        """Tokens that are not on the grid."""
+        return self.prefix + self.suffix
+
+    @property
+    def n_tokens(self) -> int:
+        """All tokens."""
+        return self.n_grid + self.n_outer
+
+    @property
+    def n_query_tiles(self) -> int:
+        """U, of the grid."""
+        return math.prod(counts(self.grid, self.q_tile))
+
+    @property
+    def n_key_tiles(self) -> int:
+        """T, of the grid."""
+        return math.prod(counts(self.grid, self.k_tile))
+
+    def exact(self, density: float) -> int:
+        """Key tiles of the grid that each query tile reads token by token: the nearest number, at least one."""
+        return max(1, int(density * self.n_key_tiles + 0.5))
+
+
+def counts(grid: Grid, size: int) -> Grid:
+    """Tiles along each axis."""
+    return tuple(-(-length // s) for length, s in zip(grid, box_of(grid, size), strict=True))
+
+
+@torch.compiler.assume_constant_result  # a search that a compiler should not trace
+def box_of(grid: Grid, size: int) -> Grid:
+    """The box of at most `size` tokens that cuts the grid into few and compact tiles: number of tiles times surface
+    over volume of a box is smallest, and of equals the box is the longest along the last axes."""
+    return _box_of(grid, size)
+
+
+@functools.lru_cache(maxsize=256)
+def _box_of(grid: Grid, size: int) -> Grid:
+    def cost(box: Grid) -> tuple[float, Grid]:
+        tiles = math.prod(-(-length // s) for length, s in zip(grid, box, strict=True))
+        return tiles * sum(1 / s for length, s in zip(grid, box, strict=True) if length > 1), box
+
+    return min(_boxes(grid, size), key=cost)
+
+
+def _boxes(grid: Grid, size: int) -> Iterator[Grid]:
+    if not grid:
+        yield ()
+        return
+    for first in range(1, min(grid[0], size) + 1):
+        for rest in _boxes(grid[1:], size // first):
+            yield (first, *rest)
+
+
+def tokens_of(field: Field, size: int, device: torch.device | None = None) -> Tensor:
+    """The token in each slot of each tile, int64 [tiles, size]: those of the grid in raster order, then those of the
+    other tokens. An empty slot has the number of all tokens."""
+    box, n = box_of(field.grid, size), field.n_tokens
+    tile = slot = torch.zeros((), dtype=torch.int64, device=device)
+    for length, s in zip(field.grid, box, strict=True):
+        x = torch.arange(length, device=device)
+        tile = tile[..., None] * -(-length // s) + x // s
+        slot = slot[..., None] * s + x % s
+    place = (tile * size + slot).flatten()
+    first, last = (torch.arange(a, b, device=device) for a, b in ((0, field.prefix), (n - field.suffix, n)))
+    outer, tiles = torch.cat([first, last]), math.prod(counts(field.grid, size))
+    table = torch.full(((tiles + -(-field.n_outer // size)) * size,), n, dtype=torch.int64, device=device)
+    table[place] = torch.arange(field.n_grid, device=device) + field.prefix
+    table[tiles * size : tiles * size + field.n_outer] = outer
+    return table.view(-1, size)
+
+
+def distances(field: Field, device: torch.device | None = None) -> Tensor:
+    """Squared distance between the centres of query and key tiles of the grid, in quarters, exact, float32 [U, T]."""
+    found = torch.zeros(1, 1, device=device)
+    boxes = zip(field.grid, box_of(field.grid, field.q_tile), box_of(field.grid, field.k_tile), strict=True)
+    for length, *sizes in boxes:
+        q, k = (_centres(length, s, device) for s in sizes)
+        along = (q[:, None] - k).square()
+        found = (found[:, None, :, None] + along[None, :, None, :]).flatten(2, 3).flatten(0, 1)
+    return found
+
+
+def _centres(length: int, size: int, device: torch.device | None) -> Tensor:
+    """Twice the middle of each tile along an axis."""
+    first = torch.arange(0, length, size, device=device)
+    return (first + (first + size).clamp(max=length) - 1).float()

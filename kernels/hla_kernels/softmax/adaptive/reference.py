@@ -1,0 +1,102 @@
+"""The literal definition of adaptive multipole attention: N x N weights, given which key tiles are exact, and the
+scores that choose them; slow on purpose, true in float64."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...options import compute_dtype
+from ...sequences import real
+from .call import AdaptiveCall
+from .layout import Field, box_of, distances
+
+
+def definition(call: AdaptiveCall) -> Tensor:
+    """`reference` of a checked call with its own `routing`, in float32 at least, in the dtype of its queries."""
+    q, k, v = (x.to(compute_dtype(call.q.dtype)) for x in call[:3])
+    chosen = routing(q, k, call.field, call.select, call.exact, call.q_scale, call.mask)
+    return reference(q, k, v, chosen, call.field, call.far, call.q_scale, call.mask).to(call.q.dtype)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, field: Field, far: str, q_scale: float, mask: Tensor | None = None
+) -> Tensor:
+    """o_t = sum_j w_tj v_j / sum_j w_tj, q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv].
+
+    chosen: [B, H, U, T] bool, which key tiles are exact for a query tile. Exact pairs weigh exp(s_tj), tokens of a far
+    tile b exp(b_tb) each; with far="first" every token of the grid weighs (sum of exp(b_tb) over far tiles / number of
+    tiles) (s_tj - a_tb) more, a_tb the mean of s_tj over its tile, which sums to zero.
+    """
+    live, (q, k, v) = _live(q, mask), _heads(q, k, v, mask)
+    q = q * q_scale
+    s, member = q @ k.mT, _members(field, field.k_tile, live).to(q.dtype)
+    n = member.sum(-2)
+    mean = (member.mT @ k) / n.clamp(min=1)[..., None]
+    variance = (member.mT @ (k - member @ mean).square()) / n.clamp(min=1)[..., None]
+    a = q @ mean.mT
+    b = a if far == "mean" else a + q.square() @ variance.mT / 2
+    own = _members(field, field.q_tile, live).to(q.dtype)
+    near = own @ chosen.to(q.dtype)  # [B, H, N, T], one where a query reads a tile token by token
+    on_grid = own.sum(-1, keepdim=True)
+    is_far = (on_grid * (1 - near)).bool() & (n > 0)[..., None, :]
+    far_token = (is_far.to(q.dtype) @ member.mT).bool()
+    power = torch.where(far_token, b @ member.mT, s).masked_fill(~live, float("-inf"))
+    top = power.amax(-1, keepdim=True)
+    top = top.where(top.isfinite(), 0)
+    w = (power - top).exp()
+    total = w.sum(-1, keepdim=True)
+    if far == "first":
+        tiles = (n > 0).sum(-1)[..., None, None].clamp(min=1)
+        average = (b - top).masked_fill(~is_far, float("-inf")).exp().sum(-1, keepdim=True) / tiles
+        w = w + average * (s - a @ member.mT) * member.sum(-1)[..., None, :]
+    return real(((w / total) @ v).transpose(1, 2), mask).contiguous()
+
+
+def routing(
+    q: Tensor, k: Tensor, field: Field, select: str, exact: int, q_scale: float, mask: Tensor | None = None
+) -> Tensor:
+    """[B, H, U, T] bool: the `exact` key tiles of the highest scores of each query tile, of equal ones the first."""
+    live, (q, k, _) = _live(q, mask), _heads(q, k, k, mask)
+    q = q * q_scale
+    member, own = (_members(field, size, live).to(q.dtype) for size in (field.k_tile, field.q_tile))
+    n, m = member.sum(-2), own.sum(-2)
+    mean = (member.mT @ k) / n.clamp(min=1)[..., None]
+    variance = (member.mT @ (k - member @ mean).square()) / n.clamp(min=1)[..., None]
+    if select == "mean":
+        q = (own.mT @ q) / m.clamp(min=1)[..., None]
+    b, spread = q @ mean.mT + q.square() @ variance.mT / 2, q.square() @ variance.mT
+    p = (b + n.log()[..., None, :]).softmax(-1).nan_to_num(0)
+    found = {
+        "error": lambda: own.mT @ (p * spread),
+        "mass": lambda: own.mT @ p,
+        "mean": lambda: b,
+        "near": lambda: -distances(field, q.device).to(q).expand(*q.shape[:2], -1, -1),
+    }[select]()
+    if select != "near":
+        found = found.masked_fill((n == 0)[..., None, :], float("-inf"))
+    order = found.argsort(dim=-1, descending=True, stable=True)[..., :exact]
+    return torch.zeros_like(found, dtype=torch.bool).scatter(-1, order, True)
+
+
+def _live(q: Tensor, mask: Tensor | None) -> Tensor:
+    return (torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask)[:, None, None]
+
+
+def _heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    q, k, v = (real(x, mask).transpose(1, 2) for x in (q, k, v))
+    return q, k, v
+
+
+def _members(field: Field, size: int, live: Tensor) -> Tensor:
+    """[B, 1, N, tiles] bool: which real token of the grid lies in which tile."""
+    places = torch.cartesian_prod(*(torch.arange(n, device=live.device) for n in field.grid)).view(field.n_grid, -1)
+    number = torch.zeros_like(places[:, 0])
+    for x, length, s in zip(places.unbind(-1), field.grid, box_of(field.grid, size), strict=True):
+        number = number * -(-length // s) + x // s
+    tiles = int(number.max()) + 1
+    inside = number[:, None] == torch.arange(tiles, device=live.device)
+    return F.pad(inside, (0, 0, field.prefix, field.suffix)) & live.mT

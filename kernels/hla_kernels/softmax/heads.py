@@ -1,0 +1,46 @@
+"""Tokens in head layout, and what every sum of softmax weights needs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..options import compute_dtype
+from ..sequences import real
+
+SMALLEST = 0.3  # of a divisor over its largest exponential: it is at least 0.5, but 0 where no token is real
+
+
+class Heads(NamedTuple):
+    """q (scaled), k, v [B, H, N, D], padded tokens zero, and which of them are real, [B, 1, N, 1] or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    live: Tensor | None
+
+
+def to_layout(q: Tensor, k: Tensor, v: Tensor, q_scale: float, mask: Tensor | None) -> Heads:
+    """Tokens [B, N, H, D] as `Heads`; keys and values are repeated for the heads that share them."""
+    dtype, group = compute_dtype(q.dtype), q.shape[2] // k.shape[2]
+    q, k, v = (real(t, mask).to(dtype).transpose(1, 2) for t in (q, k, v))
+    if group > 1:
+        k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    return Heads(q * q_scale, k, v, None if mask is None else mask[:, None, :, None])
+
+
+def largest(*powers: Tensor) -> Tensor:
+    """The largest exponent of each row, 0 where no token is real; without a gradient, since it cancels."""
+    top = torch.cat([p.detach().amax(-1, keepdim=True) for p in powers], -1).amax(-1, keepdim=True)
+    return top.where(top.isfinite(), 0)
+
+
+def attend(q: Tensor, x: Heads) -> Tensor:
+    """Exact attention of the queries q [B, H, P, D] to all tokens, [B, H, P, Dv]."""
+    power = q @ x.k.mT
+    if x.live is not None:
+        power = power.masked_fill(~x.live.mT, float("-inf"))
+    w = (power - largest(power)).exp()
+    return (w @ x.v) / w.sum(-1, keepdim=True).clamp(min=SMALLEST)
