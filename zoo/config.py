@@ -12,6 +12,7 @@ import inspect
 import math
 import os
 import re
+import signal
 import sys
 import types
 import typing
@@ -21,8 +22,10 @@ from typing import Any, TypeVar
 
 import yaml
 
+from zoo.files import replacing
 from zoo.names import shortened, unknown_name
 
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # of a disk, without a file
 MOST_VALUES = 100_000  # in one file or word of a configuration
 T = TypeVar("T")
 Tree = dict[str, Any]
@@ -139,9 +142,8 @@ def to_tree(config: Any) -> Tree:
 
 def save(config: Any, path: Path) -> None:
     """Write the whole configuration, defaults included, as YAML."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
 
 
 def differences(a: Any, b: Any, ignore: tuple[str, ...] = ()) -> list[str]:
@@ -309,14 +311,17 @@ def wants_help(words: list[str], about: str | None, usage: str, schema: type) ->
 
 def command_line(main: Callable[[list[str]], Any]) -> None:
     """Run `main` on the words of the command line; a ValueError is printed as its sentence, with exit status 2, and so
-    is what the file system refuses (a folder that cannot be made, a full disk)."""
+    is what the file system refuses (a folder that cannot be made, a full disk). Ctrl-C is one line, with status 130."""
     try:
         main(sys.argv[1:])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:
-        if error.filename is None and error.errno != errno.ENOSPC:
+        if error.filename is None and error.errno not in REFUSALS:
             raise
         print(f"error: {error.filename or 'the disk'} cannot be used: {error.strerror}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None

@@ -17,7 +17,7 @@ from torch import nn
 from zoo.backbones.checkpoints import sites_of
 from zoo.data.transforms import InputSpec
 from zoo.eval.accuracy import Predictions
-from zoo.train.record import replacing
+from zoo.files import replacing
 
 CSV_COLUMNS = (
     "model",

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from zoo.backbones.checkpoints import sites_of
 from zoo.backbones.options import full_options, restored_arguments, restored_options
 from zoo.convert import swap
+from zoo.files import replacing
 from zoo.names import shortened, unknown_name
-from zoo.train.record import replacing
 from zoo.train.settings import ModelSettings
 
 NEW = ".mixer."  # in the names of all parameters that a mixer adds to its host

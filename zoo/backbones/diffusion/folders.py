@@ -13,8 +13,8 @@ import zoo
 from zoo.backbones.diffusion.hosts import FAMILIES
 from zoo.backbones.diffusion.reading import read_config, read_folder
 from zoo.convert import Report, swap
+from zoo.files import replacing_folder, sweep
 from zoo.names import unknown_name
-from zoo.train.record import replacing_folder
 
 REPORT = "report.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,6 +34,7 @@ def convert_folder(source: str, out: Path, mixer: str, precision: str = "fp32", 
     _check_out(Path(source), out)
     model = _load(source, DTYPES[precision])
     report = swap(model, mixer, **arguments)
+    sweep(out.parent, out.name)
     with replacing_folder(out) as folder:
         model.save_pretrained(folder)
         for more in _folders(source):

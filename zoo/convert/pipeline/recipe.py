@@ -25,6 +25,8 @@ from zoo.convert.pipeline.settings import STAGES, RecipeSettings
 from zoo.convert.sensitivity import by_distance, choices, median_seconds, pareto, sensitivities
 from zoo.convert.speed import about
 from zoo.eval.results import result_file, write_json
+from zoo.files import sweep
+from zoo.locks import FolderLock
 from zoo.train.record import read_rows
 
 Content = dict[str, Any]
@@ -38,6 +40,16 @@ def run_recipe(recipe: RecipeSettings) -> dict[str, Content]:
     other settings, and a stage whose predecessor is missing.
     """
     kind, out = kind_of(recipe), Path(recipe.out)
+    lock = FolderLock(out)
+    try:
+        return _run_stages(recipe, kind, out)
+    finally:
+        lock.release()
+
+
+def _run_stages(recipe: RecipeSettings, kind: Kind, out: Path) -> dict[str, Content]:
+    for folder in (out, *(out / name for name in MODELS)):
+        sweep(folder, earlier=True)
     _claim(recipe, out)
     found: dict[str, Content] = {}
     for name in STAGES:

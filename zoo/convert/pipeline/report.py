@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.convert.pipeline.settings import RecipeSettings
-from zoo.train.record import replacing
+from zoo.files import replacing
 
 Content = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]

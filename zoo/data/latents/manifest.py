@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from zoo.train.record import replacing
+from zoo.files import replacing
 
 MANIFEST, PLAN, NULL = "manifest.json", "plan.json", "null.safetensors"
 

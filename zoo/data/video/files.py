@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zoo.data.decoding import Unreadable
-from zoo.train.record import replacing
+from zoo.files import replacing
 
 VIDEO_FILES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 BACK = (0.0, 12.0, math.inf)  # seconds to look back for a key frame: frames of open groups lie before their own

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zoo.eval.pictures import COLORS
-from zoo.train.record import replacing
+from zoo.files import replacing
 
 
 class Maps(NamedTuple):

@@ -17,8 +17,8 @@ from zoo.eval.attention import Attention, attentions
 from zoo.eval.attention.pictures import Maps, draw_maps, draw_profile
 from zoo.eval.compare import Candidate, open_candidates
 from zoo.eval.settings import EvalSettings
+from zoo.files import replacing
 from zoo.ranges import check_ranges
-from zoo.train.record import replacing
 
 MEASURES = ("rank", "effective_rank", "entropy", "token_share")
 Row = dict[str, Any]

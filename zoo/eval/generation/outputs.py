@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zoo.eval.generation.images import Npz
 from zoo.eval.results import write_json
-from zoo.train.record import replacing
+from zoo.files import replacing
 
 
 class Output:

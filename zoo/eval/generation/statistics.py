@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from zoo.train.record import replacing
+from zoo.files import replacing
 
 FORMAT = "hla_zoo_statistics"
 

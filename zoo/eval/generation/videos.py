@@ -24,7 +24,7 @@ from zoo.eval.generation.samplers import (
     seeded,
     to_uint8,
 )
-from zoo.train.record import replacing
+from zoo.files import replacing
 
 WAN_FPS = 16.0  # of the videos that Wan was trained on
 SHEET = "contact-sheet.png"

@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -21,23 +22,27 @@ from zoo.config import leaves
 from zoo.data import BatchPlan, check_unreadable
 from zoo.data.progress import progress
 from zoo.data.samples import seed_everything
+from zoo.files import replacing, sweep
+from zoo.locks import FolderLock
 from zoo.train.core.annealing import Annealing
-from zoo.train.core.checkpoint import choose_checkpoint, load_checkpoint, save_checkpoint, set_aside, step_of, way_out
+from zoo.train.core.checkpoint import choose_checkpoint
 from zoo.train.core.clock import Clock
-from zoo.train.core.errors import DamagedCheckpoint, TrainingFailed
+from zoo.train.core.errors import TrainingFailed
 from zoo.train.core.folder import CHECKPOINTS, begin_folder, check_folder
 from zoo.train.core.processes import create_accelerator, placed, prepare
-from zoo.train.core.sharding import Average, all_finite, blank, gathered, whole
+from zoo.train.core.resumable import Resumable
+from zoo.train.core.sharding import Average, blank, whole
+from zoo.train.core.stop import Stop
 from zoo.train.core.update import Updater
 from zoo.train.core.zero import ZeroUpdater
 from zoo.train.optim import create_optimizer
-from zoo.train.record import Record, draw_curves, read_rows, replacing
+from zoo.train.record import Record, draw_curves, read_rows
 
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
 
 
-class Run(ABC):
+class Run(Resumable, ABC):
     """One run. `train` carries it out, or what is left of it, and returns its result, also written to result.json.
 
     settings: with the sections optim, run and log.  model: what is trained, on the device, also its attributes after
@@ -57,8 +62,18 @@ class Run(ABC):
     def __init__(self, settings: Any) -> None:
         self.settings = settings
         self.folder = Path(settings.run.folder)
-        self.accelerator = accelerator = create_accelerator(settings)
-        if accelerator.is_main_process:
+        self.accelerator = create_accelerator(settings)
+        self.lock = FolderLock(self.folder) if self.main else None
+        try:
+            self._prepare()
+        except BaseException:
+            self._release()
+            raise
+
+    def _prepare(self) -> None:
+        settings, accelerator = self.settings, self.accelerator
+        if self.main:
+            sweep(self.folder, earlier=True)
             check_folder(settings)
         accelerator.wait_for_everyone()
         self.set_up()
@@ -76,6 +91,7 @@ class Run(ABC):
         self.update = updater(accelerator, self.model, self.wrapped, self.optimizer, ema, *limits)
         self.meters: dict[str, AverageMeter] = {}  # of the losses, since the last line of the record
         self.step, self.seconds = 0, 0.0
+        self.saved = 0  # the step of the newest checkpoint
         self.bad: set[int] = set()
         self.evaluated: dict[str, Any] = {}  # the last evaluation
         self.late = False  # whether a checkpoint is due since steps that were skipped
@@ -83,9 +99,13 @@ class Run(ABC):
         self.anneal = Annealing(self.models, optim.anneal, optim.ridge, self.last_step, accelerator.device)
         self._continue(choose_checkpoint(self.folder / CHECKPOINTS, settings.run.resume))
         self.anneal(self.step)
-        if accelerator.is_main_process:
+        if self.main:
             begin_folder(settings)
             self.begin()
+
+    def _release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
 
     # What a kind of run says
 
@@ -94,7 +114,7 @@ class Run(ABC):
         """Set model (at `place_of` the accelerator), plan, last_step, metric and header. Raises ValueError for what
         does not fit."""
 
-    def begin(self) -> None:  # noqa: B027  most have nothing to add
+    def begin(self) -> None:
         """Write into the folder of a run that begins or continues, on the main process."""
 
     @abstractmethod
@@ -123,7 +143,7 @@ class Run(ABC):
         """Write the final weights (`whole`) on the main process, each file or folder complete or not at all; returns
         what the model is."""
 
-    def show(self) -> None:  # noqa: B027  most have nothing to show
+    def show(self) -> None:
         """Show what the run can do by now; on every process, since they may share the weights."""
 
     def compiled(self) -> Any:
@@ -132,12 +152,18 @@ class Run(ABC):
 
     # What every run does
 
-    @property
-    def main(self) -> bool:
-        return self.accelerator.is_main_process
-
     def train(self) -> dict[str, Any]:
-        """Carry out the steps that are left. Returns the last evaluation with images_seen, seconds and more."""
+        """Carry out the steps that are left. Returns the last evaluation with images_seen, seconds and more.
+
+        After SIGTERM or SIGINT it finishes the step and what is due then, writes a checkpoint and raises SystemExit
+        with the status 143 or 130.
+        """
+        try:
+            return self._train()
+        finally:
+            self._release()
+
+    def _train(self) -> dict[str, Any]:
         settings = self.settings
         self.record = Record(self.folder / METRICS, self.step) if self.main else None
         if settings.log.trackers:
@@ -145,7 +171,8 @@ class Run(ABC):
                 settings.log.project, config={k: str(v) for k, v in leaves(settings).items()}
             )
         try:
-            self._carry_out()
+            with Stop(self.accelerator) as stop:
+                self._carry_out(stop)
             self._check_end()
         except TrainingFailed as error:
             good = choose_checkpoint(self.folder / CHECKPOINTS, True)
@@ -153,8 +180,8 @@ class Run(ABC):
             raise TrainingFailed(f"{error}; {kept}") from error
         return self._finish()
 
-    def _carry_out(self) -> None:
-        """The steps that are left, and what is due beside them."""
+    def _carry_out(self, stop: Stop) -> None:
+        """The steps that are left, and what is due beside them, until `stop` asks for an end."""
         settings = self.settings
         batches = self.batches(self.step, self.last_step)
         clock = Clock(self.accelerator.device, self.step)
@@ -162,7 +189,8 @@ class Run(ABC):
         steps = range(self.step, self.last_step)
         self.wrapped.train()
         for _ in progress(steps, f"training {self.folder.name}", self.last_step, self.step) if self.main else steps:
-            self._train_step(batches)
+            with stop.explained(self._stopped):
+                self._train_step(batches)
             if self.step % settings.log.every == 0 or self.step == self.last_step:
                 self.update.settle(self.step)  # waits for the device, so that the clock stops after the work
                 if self.update.failing:
@@ -172,6 +200,19 @@ class Run(ABC):
             for kind, work in beside.items():
                 if self.due(kind) or (kind == "checkpoint" and self.late):
                     self._do_beside(kind, work, clock)
+            if (number := stop.asked()) and self.step < self.last_step:
+                if self.saved != self.step:
+                    self._do_beside("checkpoint", self._checkpoint, clock)
+                raise self._stopped(number)
+
+    def _stopped(self, number: int) -> SystemExit:
+        """The end of a run after a signal, once a line has said where it goes on."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+        at = f"stopped by {Signals(number).name} at step {self.step} of {self.last_step}"
+        newest = f"run.resume=true continues at step {self.saved}" if self.saved else "no checkpoint was written yet"
+        self.accelerator.print(f"{at}: {newest}", flush=True)
+        return SystemExit(128 + number)
 
     def _do_beside(self, kind: str, work: Callable[[], dict[str, Any] | None], clock: Clock) -> None:
         """Work of this kind, and the row of what it found and took."""
@@ -257,87 +298,6 @@ class Run(ABC):
             numbers = {f"{row['kind']}/{k}": v for k, v in row.items() if isinstance(v, (int, float))}
             self.accelerator.log(numbers, step=self.step)
 
-    def _checkpoint(self) -> dict[str, Any]:
-        """Write a checkpoint, or after steps that were skipped postpone it until one is not, so that what lies before
-        the damage is never pruned."""
-        self.update.settle(self.step)
-        self._check_weights()
-        self.late = self.update.failing
-        if not self.late:
-            self._save_checkpoint()
-        return {"postponed": True} if self.late else {}
-
-    def _check_weights(self) -> None:
-        if not self._finite():
-            raise TrainingFailed(f"the weights are not finite after step {self.step}: lower optim.lr or set optim.clip")
-
-    def _finite(self) -> bool:
-        """Whether all weights are, those of the average too. Every process."""
-        here = torch.tensor(float(all_finite(self.models)), device=self.accelerator.device)
-        return float(self.accelerator.reduce(here, "mean")) == 1
-
-    def _check_end(self) -> None:
-        """Raise TrainingFailed for a run whose last steps were skipped, or whose weights or last evaluation are not
-        finite."""
-        if self.update.failing:
-            n = self.update.counts["skipped_in_a_row"]
-            raise TrainingFailed(f"the gradients of the last {n} steps were not finite, so that they were skipped")
-        self._check_weights()
-        for key, value in self.evaluated.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise TrainingFailed(f"{key} of the last evaluation is not finite")
-
-    def _save_checkpoint(self) -> None:
-        totals = self._totals()
-        self.accelerator.wait_for_everyone()
-        weights = gathered(self.model.state_dict(), self.main)
-        average = gathered(self.ema.module.state_dict(), self.main) if self.ema else None
-        optimizer = self.update.states(self.main)
-        if self.main:
-            scaler = self.accelerator.scaler
-            state = {
-                "optimizer": optimizer,
-                "scaler": scaler.state_dict() if scaler is not None else None,
-                "step": self.step,
-                "seconds": self.seconds,
-                "counts": self.update.counts,
-                "meters": {name: list(total) for name, total in totals.items()},
-                "bad": sorted(self.bad),
-            }
-            where, keep = self.folder / CHECKPOINTS, self.settings.run.keep
-            save_checkpoint(where, self.step, weights, average, self.header, state, keep)
-
-    def _continue(self, checkpoint: Path | None) -> None:
-        if checkpoint is None:
-            return
-        try:
-            self._load(checkpoint)
-        except DamagedCheckpoint as error:
-            raise ValueError(f"{error}; {way_out(checkpoint)}") from error
-        self.accelerator.wait_for_everyone()  # each process has read it
-        aside = set_aside(checkpoint) if self.main else []
-        where = f", newer ones set aside as {', '.join(str(path) for path in aside)}" if aside else ""
-        at = f"at step {self.step} of {self.last_step}{where}"
-        self.accelerator.print(f"continuing {self.folder} {at}", flush=True)
-
-    def _load(self, checkpoint: Path) -> None:
-        if step_of(checkpoint) > self.last_step:
-            raise DamagedCheckpoint(f"the checkpoint {checkpoint} is of a step beyond the last, {self.last_step}")
-        state = load_checkpoint(checkpoint, self.models)
-        if not self._finite():
-            raise DamagedCheckpoint(f"the checkpoint {checkpoint} is damaged: it holds weights that are not finite")
-        try:
-            self.update.load(state["optimizer"])
-        except DamagedCheckpoint as error:
-            raise DamagedCheckpoint(f"the checkpoint {checkpoint} is damaged: {error}") from error
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.step, self.seconds = state["step"], state["seconds"]
-        self.bad, self.update.counts = set(state["bad"]), state["counts"]
-        for name, (total, count) in state["meters"].items():
-            self.meters[name] = meter = AverageMeter()
-            meter.sum, meter.count = torch.tensor(total, device=self.accelerator.device), count
-
     def _finish(self) -> dict[str, Any]:
         """Write the final weights, the curves and the result."""
         self.accelerator.wait_for_everyone()
@@ -345,7 +305,9 @@ class Run(ABC):
         about = self.save()
         if self.main:
             rows = read_rows(self.folder / METRICS)
-            last = next(row for row in reversed(rows) if row["kind"] == "eval")
+            last = next((row for row in reversed(rows) if row.get("kind") == "eval"), None)
+            if last is None:
+                raise ValueError(f"{self.folder / METRICS} holds no evaluation any more: it was removed or damaged")
             result = {"model": about, **last, "seconds": round(self.seconds, 2)}
             if "peak_mib" in last:
                 result["peak_mib"] = max(row["peak_mib"] for row in rows if "peak_mib" in row)

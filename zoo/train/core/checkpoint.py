@@ -5,10 +5,7 @@ A checkpoint is a folder `step-00001234` with model.safetensors, ema.safetensors
 name and renamed at the end.
 """
 
-import os
 import re
-import shutil
-import tempfile
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.files import remove, replacing, sync
 from zoo.train.core.errors import DamagedCheckpoint
 from zoo.train.core.manifest import FORMAT, MANIFEST, check_manifest, write_manifest
 from zoo.train.core.sharding import spread
@@ -51,24 +49,22 @@ def save_checkpoint(
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob("writing-*"):  # by a run that was killed
-        _remove(left)
-    final = folder / f"step-{step:08d}"
-    temporary = Path(tempfile.mkdtemp(prefix="writing-", dir=folder))
-    temporary.chmod(0o755)  # mkdtemp makes it private
+        remove(left)
+    final, temporary = folder / f"step-{step:08d}", folder / f"writing-{step:08d}"
+    temporary.mkdir()
     header = {**header, "step": str(step)}
     save_tensors(weights, header, temporary / WEIGHTS)
     if average is not None:
         save_tensors(average, header, temporary / EMA_WEIGHTS)
-    torch.save({"format": FORMAT, **state}, temporary / STATE)
+    with replacing(temporary / STATE) as file, file.open("wb") as opened:  # whose errors torch.save passes on
+        torch.save({"format": FORMAT, **state}, opened)
     write_manifest(temporary, step)
-    for file in temporary.iterdir():
-        _sync(file)
     if final.exists():
-        _remove(final)
-    os.replace(temporary, final)
-    _sync(folder)
+        remove(final)
+    temporary.rename(final)
+    sync(folder)
     for old in list_checkpoints(folder)[:-keep]:
-        _remove(old)
+        remove(old)
     return final
 
 
@@ -103,7 +99,7 @@ def set_aside(checkpoint: Path) -> list[Path]:
     renamed = [path.with_name(ASIDE + path.name) for path in newer]
     for path, name in zip(newer, renamed, strict=True):
         if name.exists():
-            _remove(name)
+            remove(name)
         path.rename(name)
     return renamed
 
@@ -168,7 +164,8 @@ def _check_state(path: Path, state: dict[str, Any]) -> None:
         wrong += ["counts"] * (
             state["counts"].keys() != COUNTS or not all(_is(v, int) for v in state["counts"].values())
         )
-        wrong += ["meters"] * (not all(_is(v, list) and len(v) == 2 for v in state["meters"].values()))
+        sums = state["meters"].values()
+        wrong += ["meters"] * (not all(_is(v, list) and [_is(x, (int, float)) for x in v] == [True] * 2 for v in sums))
         wrong += ["bad"] * (not all(_is(v, int) for v in state["bad"]))
     if wrong:
         raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {STATE} has no {wrong[0]!r}, or a wrong one")
@@ -178,16 +175,3 @@ def _check_state(path: Path, state: dict[str, Any]) -> None:
 
 def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -9,6 +9,7 @@ from zoo.train.settings import CHANGEABLE
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
+MOST_NAMED = 10  # keys in a sentence
 
 
 def check_folder(settings: Any) -> None:
@@ -28,12 +29,25 @@ def _check_config(settings: Any, file: Path) -> None:
         raise ValueError(
             f"{file.parent} already holds a run; set run.resume=true to continue it or choose another run.folder"
         )
-    changed = config.differences(config.load(type(settings), file), settings, ignore=CHANGEABLE)
+    changed = config.differences(_read_config(settings, file), settings, ignore=CHANGEABLE)
     if changed:
+        more = f" and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
+        names = ", ".join(changed[:MOST_NAMED])
         raise ValueError(
-            f"{file.parent} holds a run with another configuration; they differ in {', '.join(changed)}. To train its "
-            f"model on with these, start a run of its own: model.checkpoint={file.parent} and another run.folder"
+            f"{file.parent} holds a run with another configuration; they differ in {names}{more}. To train its model on "
+            f"with these, start a run of its own: model.checkpoint={file.parent} and another run.folder"
         )
+
+
+def _read_config(settings: Any, file: Path) -> Any:
+    """The configuration of the run that the folder holds."""
+    way_out = "put the configuration that the run was started with there, or choose another run.folder"
+    if file.is_file() and not file.read_bytes().strip():
+        raise ValueError(f"{file} is empty, as after a crash of the machine: {way_out}")
+    try:
+        return config.load(type(settings), file)
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {way_out} ({error})") from error
 
 
 def begin_folder(settings: Any) -> None:

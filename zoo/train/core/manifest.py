@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from zoo.files import replacing
 from zoo.train.core.errors import DamagedCheckpoint
 
 MANIFEST = "manifest.json"
@@ -15,7 +16,8 @@ FORMAT = 1  # of checkpoints; those without a manifest are older
 def write_manifest(folder: Path, step: int) -> None:
     """Write the manifest of a checkpoint whose other files are there."""
     content = {"format": FORMAT, "step": step, "sha256": digests(sorted(folder.iterdir()))}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
+    with replacing(folder / MANIFEST) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def check_manifest(folder: Path, step: int) -> bool:

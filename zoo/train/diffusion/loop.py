@@ -15,6 +15,7 @@ from zoo.data.video.files import write_video
 from zoo.eval.generation.loading import compile_blocks
 from zoo.eval.generation.videos import grid_video, save_sheet
 from zoo.eval.results import write_json
+from zoo.files import replacing
 from zoo.train.core import Run
 from zoo.train.core.processes import place_of, placed
 from zoo.train.core.sharding import in_step
@@ -27,7 +28,6 @@ from zoo.train.diffusion.schedulers import scheduler_to_save
 from zoo.train.diffusion.settings import DiffusionSettings
 from zoo.train.diffusion.teacher import Teacher
 from zoo.train.optim import create_schedule
-from zoo.train.record import replacing
 from zoo.train.settings import ScheduleSettings
 
 SAMPLES = "samples"

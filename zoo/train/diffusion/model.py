@@ -17,13 +17,13 @@ from zoo.config import check_arguments
 from zoo.convert import backbone_of, swap
 from zoo.eval.generation.loading import boundary_of
 from zoo.eval.generation.videos import patch_of, reads_class_tokens
+from zoo.files import replacing_folder
 from zoo.mixers import MIXERS
 from zoo.mixers.mixing import choose_blocks
 from zoo.names import unknown_name
 from zoo.train.diffusion.noising import ALL, Times
 from zoo.train.diffusion.settings import KINDS, DenoiserSettings
 from zoo.train.model import UNBUILT
-from zoo.train.record import replacing_folder
 
 PART = "transformer"  # the folder of the model in a run and, unless settings name another, in a pipeline
 AVERAGE = "transformer_ema"
@@ -114,7 +114,7 @@ def _check_mixer(model: Any, settings: DenoiserSettings) -> None:
     have = [dict(step) for step in model.config.conversions]
     given, theirs = settings.mixer_options, have[0].get("options", {}) if have else {}
     taken = {k: theirs[k] for k in ("blocks", "grid_dims") if k in theirs}  # from the host, if they were not given
-    step = {"mixer": settings.mixer, "keep_softmax": settings.keep_softmax}
+    step: dict[str, Any] = {"mixer": settings.mixer, "keep_softmax": settings.keep_softmax}
     step["options"] = full_options(settings.mixer, {**taken, **given})
     if have != [{k: v for k, v in step.items() if v}]:
         raise ValueError(

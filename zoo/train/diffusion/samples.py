@@ -14,7 +14,7 @@ from zoo.data.latents.encoders import IMAGE_LATENTS
 from zoo.data.latents.reading import LABELS
 from zoo.eval.generation.samplers import denoise, guide, seeded
 from zoo.eval.generation.videos import class_tokens, reads_class_tokens
-from zoo.train.record import replacing
+from zoo.files import replacing
 
 
 def fixed_noise(n: int, shape: tuple[int, ...], seed: int) -> Tensor:
