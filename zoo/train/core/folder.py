@@ -34,8 +34,8 @@ def _check_config(settings: Any, file: Path) -> None:
         more = f" and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
         names = ", ".join(changed[:MOST_NAMED])
         raise ValueError(
-            f"{file.parent} holds a run with another configuration; they differ in {names}{more}. To train its model on "
-            f"with these, start a run of its own: model.checkpoint={file.parent} and another run.folder"
+            f"{file.parent} holds a run with another configuration; they differ in {names}{more}. To train its model "
+            f"on with these, start a run of its own: model.checkpoint={file.parent} and another run.folder"
         )
 
 
