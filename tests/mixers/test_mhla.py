@@ -243,7 +243,7 @@ def test_a_mixer_prints_the_options_that_were_changed(mixer):
 
 def test_matrices_serve_other_grids_with_their_blocks():
     mixer = make(grid=(8, 8), blocks=None)
-    assert mixer.chosen == {"blocks": [3, 3]} and mixer.layout == "3x3 of 8x8"
+    assert mixer.options.blocks == (3, 3) and mixer.layout == "3x3 of 8x8"
     q, k, v, ctx = inputs(4, 36)
     assert mixer(q, k, v, Context(x=ctx.x, grid=(5, 7), prefix=PREFIX)).shape == q.shape
 

@@ -199,7 +199,7 @@ def test_an_empty_batch(form, degree):
 def test_a_mixer_is_the_operator_on_rotated_tokens():
     q, k, v = setting((4, 6), 1, 0, hk=4, d=6, dv=6)
     mixer = build_mixer("multipole", 24, 4, 6, grid=(4, 6), prefix=1, dtype=torch.float64, radius=1)
-    assert mixer.chosen == {"blocks": [2, 2]} and mixer.layout == "2x2 of 4x6"
+    assert mixer.options.blocks == (2, 2) and mixer.layout == "2x2 of 4x6"
     ctx = Context(x=q, grid=(4, 6), prefix=1, rotate=lambda t: t.flip(-1) * torch.arange(6))
     more = {"grid": (4, 6), "blocks": (2, 2), "radius": 1, "prefix": 1, "q_scale": 6**-0.5}
     wanted = hk.multipole(ctx.rotate(q), ctx.rotate(k), v, **more, impl="reference")

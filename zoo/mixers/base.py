@@ -12,7 +12,7 @@ from hla_kernels import MAX_HEAD_DIM
 from hla_kernels.checks import RIDGED
 from hla_kernels.features import feature, feature_width
 from zoo.features import HeadGains, HeadRMSNorm, Hedgehog, OutputGate, Power
-from zoo.mixers.context import Context
+from zoo.mixers.context import Context, Rotation
 from zoo.mixers.local import Local
 from zoo.mixers.options import MixerOptions, resolve_options
 
@@ -31,7 +31,9 @@ class LinearMixer(Local):
     Where nothing comes before the operator and the host has q, k, v in one tensor, the packed operator reads that one.
 
     With a rotary host, phi is applied before the rotation and the denominator is that of the unrotated features, so
-    that it stays positive. Raises ValueError when the call needs what the mixer cannot do (a mask, a missing grid).
+    that it stays positive; with `power`, whose features are sparse, that of the lengths of the pairs of channels that
+    are rotated, which the numerator never exceeds: weights sum to one at most.
+    Raises ValueError when the call needs what the mixer cannot do (a mask, a missing grid).
     """
 
     name: ClassVar[str]
@@ -148,12 +150,20 @@ class LinearMixer(Local):
         return self.options.gains and self.options.feature_map != "identity"
 
     def _features(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        """What the operator reads: (q, k, v), or with a rotary host (phi q, phi k, rotated phi q, rotated phi k, v)."""
+        """What the operator reads: (q, k, v), or with a rotary host (q, k for the denominator, rotated phi q, rotated
+        phi k, v)."""
         q, k = self._projected(q, k)
         if ctx.rotate is None:
             return q, k, v
         q, k = feature(q, self._inner_map), feature(k, self._inner_map)
-        return q, k, ctx.rotate(q), ctx.rotate(k), v
+        bounding = self._bounding(ctx.rotate)
+        return bounding(q), bounding(k), ctx.rotate(q), ctx.rotate(k), v
+
+    def _bounding(self, rotate: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """What the denominator reads of unrotated features: their pairs' lengths for `power`, else the features."""
+        if self.options.feature_map == "power" and isinstance(rotate, Rotation):
+            return rotate.lengths
+        return lambda features: features
 
     def _projected(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k as the feature map of the operator gets them: with their temperature, through a learned map."""
@@ -176,8 +186,7 @@ class LinearMixer(Local):
         return LEARNED_MAPS.get(self.options.feature_map, self.options.feature_map)
 
     def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
-        """One direction of (qkv), (q, k, v) or (phi q, phi k, rotated phi q, rotated phi k, v); mask [B, N] of real
-        tokens."""
+        """One direction of (qkv), (q, k, v) or the five tensors of `_features`; mask [B, N] of real tokens."""
         opt, common = self.options, {**self._operator_options(), "key_padding_mask": mask}
         weights = {"center": opt.center, "mean_path": opt.mean_path, **common}
         if len(tensors) < 5:

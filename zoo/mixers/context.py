@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from zoo.grid import Grid
@@ -23,6 +24,13 @@ class Rotation:
 
     def __call__(self, t: Tensor) -> Tensor:
         return self.turn(t)
+
+    def lengths(self, t: Tensor) -> Tensor:
+        """Lengths of the pairs of channels that are rotated, [B, N, H, D] -> [B, N, H, D / 2]. However two vectors are
+        rotated, the product of their lengths is at least the absolute value of their own."""
+        pairs, axis = ((2, -1), -2) if self.half else ((-1, 2), -1)
+        dtype = torch.promote_types(t.dtype, torch.float32)
+        return torch.linalg.vector_norm(t.unflatten(-1, pairs), dim=axis, dtype=dtype).to(t.dtype)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 import hla_kernels
 from hla_kernels.features import feature
 from zoo.grid import Grid
-from zoo.mixers.base import EPS
+from zoo.mixers.base import EPS, ONES
 from zoo.mixers.context import Context, Rotation
 from zoo.mixers.mixing import BlockedMixer, BlockMixing, choose_blocks
 from zoo.mixers.options import BlockOptions
@@ -85,16 +85,21 @@ class BlockMixer(BlockedMixer):
         q, k = self._projected(q, k)
         if ctx.rotate is None:
             return self.operate(q, k, v, **where, **ratio)
-        if isinstance(ctx.rotate, Rotation) and not (tables := ctx.rotate.tables())[0].requires_grad:
+        inside = isinstance(ctx.rotate, Rotation) and not (opt.normalize and opt.feature_map == "power")
+        if inside and not (tables := ctx.rotate.tables())[0].requires_grad:
             return self.operate(q, k, v, rotary=tables, rotary_half=ctx.rotate.half, **where, **ratio)
         return self._turned(q, k, v, ctx.rotate, where)
 
     def _turned(self, q: Tensor, k: Tensor, v: Tensor, rotate: Callable[[Tensor], Tensor], where: dict) -> Tensor:
-        """The same with a learned rotary embedding, through which the operator has no gradient."""
+        """The same with a learned rotary embedding, through which the operator has no gradient, and for ratios of
+        `power`, whose denominator is one of its own."""
         q, k = feature(q, self._inner_map), feature(k, self._inner_map)
         where |= {"feature_map": None, "normalize": False}
         o = self.operate(rotate(q), rotate(k), v, **where)
-        return o / (self.operate(q, k, torch.ones_like(v[..., :1]), **where) + EPS) if self.options.normalize else o
+        if not self.options.normalize:
+            return o
+        bounding, ones = self._bounding(rotate), torch.ones_like(v[..., :1]).expand(*v.shape[:-1], ONES)
+        return o / (self.operate(bounding(q), bounding(k), ones, **where)[..., :1] + EPS)
 
 
 class SecondOrderBlockMixer(BlockMixer):
