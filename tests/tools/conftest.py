@@ -60,13 +60,13 @@ def start_tool(name: str, *words: str, launcher: tuple[str, ...] = (), **env: st
 def run_tool(name: str, *words: str, **kwargs: Any) -> tuple[int, str, str]:
     """(exit status, standard output, standard error) of a tool."""
     process = start_tool(name, *words, **kwargs)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=900)
     return process.returncode, out, err
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
     """Until the log of a run that another process writes has this step."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(ValueError):  # the file is being replaced
             if any(row["step"] >= step for row in read_rows(run / "metrics.jsonl")):

@@ -113,6 +113,7 @@ def test_intervals(interval, inside, outside, words):
         (TrainSettings, "lr=1", r"Did you mean 'optim.lr'\?"),
         (TrainSettings, "train.lr=1", r"unknown configuration section 'train'.*Did you mean 'optim.lr'\?"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_wrong_options_are_one_sentence(schema, word, sentence):
     with pytest.raises(ValueError, match=sentence) as error:
@@ -143,6 +144,7 @@ BOMB = "model:\n  kwargs:\n    a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         (b"a: 2001-99-99", r"x\.yaml is not valid YAML: month must be"),
         (b"a: !!python/object/apply:os.system [ls]", r"x\.yaml is not valid YAML"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_files_that_cannot_be_read(tmp_path, content, sentence):
     (tmp_path / "x.yaml").write_bytes(content)

@@ -198,7 +198,7 @@ def test_killed_and_started_again(tmp_path):
     folder = tiny_pixels(tmp_path / "model")
     words = [f"sample.model={folder}", "sample.steps=40", "sample.count=60", "sample.batch_size=1", "sample.device=cpu"]
     process = start_tool("sample", *words, f"out={tmp_path}/x")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while len(list((tmp_path / "x").glob("*.png"))) < 3:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
