@@ -73,8 +73,8 @@ def command(
 
     def reduce(where: Path, first: str) -> str:
         tries = iter(range(10**6))
-        kept = shrink([*base, *words], lambda few: kind(complaint(where / str(next(tries)), few)) == kind(first))
-        return shown(tool, kept)
+        kept = shrink(base, lambda few: kind(complaint(where / str(next(tries)), [*few, *words])) == kind(first))
+        return shown(tool, [*kept, *words])
 
     name = shlex.join([title, *words]).replace(str(place), "{w}")
     return Case(name, lambda where: complaint(where, [*base, *words]), shown(tool, [*base, *words]), reduce)

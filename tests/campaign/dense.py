@@ -60,9 +60,7 @@ def average(n: int, gamma: Tensor | None, causal: bool, like: Tensor) -> Tensor:
     return weight / weight.sum(-1, keepdim=True)
 
 
-def _two_sided(
-    op: str, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, gamma: Tensor | None, o: Options
-) -> Tensor:
+def _two_sided(op: str, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, gamma: Tensor | None, o: Options) -> Tensor:
     n, center, ridge = q.shape[1], o.get("center"), o.get("ridge", 0.0)
     s = 1 / n if o.get("scale") is None else o["scale"]
     if center:
@@ -180,6 +178,7 @@ def mhla(
 
 def taylor2(q: Tensor, k: Tensor, v: Tensor, c: Tensor, narrow: tuple[Tensor, Tensor] | None, o: Options) -> Tensor:
     """The second-order expansion of softmax around uniform weights; c [H, 2]."""
+
     def scores(q: Tensor, k: Tensor) -> Tensor:
         return o.get("q_scale", 1.0) * (q @ (k - k.mean(1, keepdim=True)).mT)
 

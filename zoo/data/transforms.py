@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from PIL import Image, ImageOps
@@ -44,9 +44,14 @@ class InputSpec:
 
     @classmethod
     def from_recipe(cls, stored: dict[str, Any], data: DataSettings) -> "InputSpec":
-        """The input that a checkpoint was trained with; what `data` sets overrides it."""
+        """The input that a checkpoint was trained with; what `data` sets overrides it. Raises ValueError for keys that
+        are unknown or missing."""
         changes = {"crop_pct": data.crop_pct, "mean": data.mean, "std": data.std}
         values = {**stored, **{k: v for k, v in changes.items() if v is not None}}
+        known = {f.name for f in fields(cls)}
+        listed = all(isinstance(values.get(k), list | tuple) for k in ("size", "mean", "std"))
+        if not listed or "crop_pct" not in values or values.keys() - known:
+            raise ValueError(f"the input that a checkpoint names needs {', '.join(sorted(known))}, got {stored}")
         lists = {k: tuple(values[k]) for k in ("size", "mean", "std")}
         return cls(**{**values, **lists})
 

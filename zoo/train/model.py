@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zoo.backbones.checkpoints import sites_of
 from zoo.backbones.options import full_options, restored_arguments, restored_options
+from zoo.config import from_tree
 from zoo.convert import swap
 from zoo.files import replacing
 from zoo.names import shortened, unknown_name
@@ -24,6 +25,7 @@ NEW = ".mixer."  # in the names of all parameters that a mixer adds to its host
 HEADER = "hla_zoo"  # the key of the safetensors header that holds a Recipe as JSON
 WEIGHTS = "model.safetensors"
 AVERAGE = "model_ema.safetensors"
+FILES = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}  # with which timm reads files
 # what timm, torch and diffusers raise for sizes and names that make no sense
 UNBUILT = (
     TypeError,
@@ -72,6 +74,8 @@ def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
     weights out of reach."""
     if not timm.is_model(recipe.name):
         raise unknown_name("timm model", recipe.name, timm.list_models())
+    if files := sorted(FILES & recipe.kwargs.keys()):
+        raise ValueError(f"model.kwargs must not hold {files[0]}: name weights with model.checkpoint")
     size = {} if recipe.img_size is None else {"img_size": recipe.img_size}
     try:
         model = timm.create_model(
@@ -137,14 +141,20 @@ def weights_file(path: str | Path) -> Path:
 
 def read_recipe(path: str | Path) -> Recipe | None:
     """The recipe in the header of a checkpoint; None for one that was not written here. Raises ValueError if it is
-    truncated."""
+    truncated or its header is damaged."""
     file = weights_file(path)
     try:
         with safe_open(file, framework="pt") as opened:
             header = opened.metadata() or {}
     except SafetensorError as error:
         raise ValueError(f"the checkpoint {file} is truncated or damaged: {error}") from error
-    return _restored(Recipe(**json.loads(header[HEADER]))) if HEADER in header else None
+    if HEADER not in header:
+        return None
+    try:
+        return _restored(from_tree(Recipe, json.loads(header[HEADER])))
+    except (ValueError, *UNBUILT) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"the header of {file} describes no model that this version knows: {reason}") from error
 
 
 def _restored(recipe: Recipe) -> Recipe:
@@ -158,7 +168,7 @@ def _restored(recipe: Recipe) -> Recipe:
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint, on the CPU; says so when they are the average of a run. Raises ValueError if the
-    file is truncated."""
+    file is truncated or holds values that are not finite."""
     file = weights_file(path)
     if Path(path) != file and file.name == AVERAGE:
         print(
@@ -166,9 +176,12 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         )
     try:
         with safe_open(file, framework="pt") as opened:
-            return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  not a dict
+            found = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  not a dict
     except SafetensorError as error:
         raise ValueError(f"the checkpoint {file} is truncated or damaged: {error}") from error
+    if wrong := [key for key, tensor in found.items() if not tensor.isfinite().all()]:
+        raise ValueError(f"the checkpoint {file} holds values that are not finite, in {wrong[0]}")
+    return found
 
 
 def header_of(recipe: Recipe) -> dict[str, str]:
@@ -221,6 +234,11 @@ def fill(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
         f"has {k} of {list(weights[k].shape)} where the model has {list(own[k].shape)}"
         for k in shared
         if own[k].shape != weights[k].shape and not k.endswith(".mixer.tag")  # the sites compare their tags themselves
+    ]
+    wrong += [
+        f"has {k} of {weights[k].dtype} where the model has {own[k].dtype}"
+        for k in shared
+        if own[k].is_floating_point() != weights[k].is_floating_point()
     ]
     if wrong:
         more = f" (and {len(wrong) - 1} more differences)" if len(wrong) > 1 else ""
