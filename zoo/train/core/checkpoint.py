@@ -48,8 +48,7 @@ def save_checkpoint(
     weights, average: the state dicts of the model and of its average, whole.  header: of the files of weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob("writing-*"):  # by a run that was killed
-        remove(left)
+    prune(folder, keep)
     final, temporary = folder / f"step-{step:08d}", folder / f"writing-{step:08d}"
     temporary.mkdir()
     header = {**header, "step": str(step)}
@@ -63,9 +62,16 @@ def save_checkpoint(
         remove(final)
     temporary.rename(final)
     sync(folder)
-    for old in list_checkpoints(folder)[:-keep]:
-        remove(old)
+    prune(folder, keep)
     return final
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all checkpoints but the newest `keep`, and what killed runs were writing or deleting."""
+    for old in list_checkpoints(folder)[:-keep]:
+        old.rename(old.with_name(f"writing-{old.name}"))  # so that it never counts without all of its files
+    for left in folder.glob("writing-*"):
+        remove(left)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

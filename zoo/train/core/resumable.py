@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from timm.utils import AverageMeter
 from torch import nn
 
-from zoo.train.core.checkpoint import load_checkpoint, save_checkpoint, set_aside, step_of, way_out
+from zoo.train.core.checkpoint import load_checkpoint, prune, save_checkpoint, set_aside, step_of, way_out
 from zoo.train.core.errors import DamagedCheckpoint, TrainingFailed
 from zoo.train.core.folder import CHECKPOINTS
 from zoo.train.core.sharding import Average, all_finite, gathered
@@ -102,6 +102,8 @@ class Resumable:
             raise ValueError(f"{error}; {way_out(checkpoint)}") from error
         self.accelerator.wait_for_everyone()  # each process has read it
         aside = set_aside(checkpoint) if self.main else []
+        if self.main:
+            prune(checkpoint.parent, self.settings.run.keep)
         where = f", newer ones set aside as {', '.join(str(path) for path in aside)}" if aside else ""
         at = f"at step {self.step} of {self.last_step}{where}"
         self.accelerator.print(f"continuing {self.folder} {at}", flush=True)
