@@ -68,7 +68,7 @@ def inspect(
             times = tuple(predict(after, options, batch, heads, tokens, width))
         host = next(c for c in type(attn).__mro__ if not c.__module__.startswith("zoo."))
         share = float(shares[name].mean()) if name in chosen and name in shares else None
-        rows.append(Site(name, host.__name__, tokens, heads, width, before, after, why, *times, share))
+        rows.append(Site(name, host.__name__, tokens, heads, width, before, after, why, *times, token_share=share))
     for name, why in left.items():
         kind = type(model.get_submodule(name)).__name__
         tokens = sizes.get(name, (None, None))[1]

@@ -85,10 +85,10 @@ class BlockMixer(BlockedMixer):
         q, k = self._projected(q, k)
         if ctx.rotate is None:
             return self.operate(q, k, v, **where, **ratio)
-        inside = isinstance(ctx.rotate, Rotation) and not (opt.normalize and opt.feature_map == "power")
-        if inside and not (tables := ctx.rotate.tables())[0].requires_grad:
-            return self.operate(q, k, v, rotary=tables, rotary_half=ctx.rotate.half, **where, **ratio)
-        return self._turned(q, k, v, ctx.rotate, where)
+        rotate, bounded = ctx.rotate, opt.normalize and opt.feature_map == "power"
+        if isinstance(rotate, Rotation) and not bounded and not (tables := rotate.tables())[0].requires_grad:
+            return self.operate(q, k, v, rotary=tables, rotary_half=rotate.half, **where, **ratio)
+        return self._turned(q, k, v, rotate, where)
 
     def _turned(self, q: Tensor, k: Tensor, v: Tensor, rotate: Callable[[Tensor], Tensor], where: dict) -> Tensor:
         """The same with a learned rotary embedding, through which the operator has no gradient, and for ratios of

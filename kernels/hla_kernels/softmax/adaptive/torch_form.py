@@ -7,7 +7,7 @@ numbers or those of one; with gradients it is formed again in the backward pass.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +105,9 @@ def read(q: Tensor, chosen: Tensor, keys: Keys, far: str) -> Tensor:
     n = x.n[:, :, None, None]
     is_far = torch.ones(chosen.shape[:3] + n.shape[-1:], dtype=torch.bool, device=q.device).scatter(-1, chosen, False)
     power = powers(q, x, far != "mean").masked_fill(~(is_far[:, :, :, None] & (n > 0)), float("-inf"))
-    exact = [(take(keys.k, chosen), take(keys.v, chosen), take(keys.live, chosen)[:, :, :, None])]
+    exact: list[tuple[Any, ...]] = [
+        (take(keys.k, chosen), take(keys.v, chosen), take(keys.live, chosen)[:, :, :, None])
+    ]
     if keys.k_outer.shape[2]:
         one = (t.unsqueeze(2) for t in (keys.k_outer, keys.v_outer))
         exact.append((*one, True if keys.live_outer is None else keys.live_outer[:, :, None]))
