@@ -63,12 +63,12 @@ def inspect(
         before = backbone.present(model, attn)
         after = chosen.get(name, before)
         why = "" if name in chosen else "kept by keep_softmax" if name in kept else "not selected by layers"
-        times: tuple[Any, ...] = (None, None, None)
+        times: tuple[float | None, float | None, int | None] = (None, None, None)
         if batch is not None and tokens is not None:
-            times = tuple(predict(after, options, batch, heads, tokens, width))
+            times = predict(after, options, batch, heads, tokens, width)
         host = next(c for c in type(attn).__mro__ if not c.__module__.startswith("zoo."))
         share = float(shares[name].mean()) if name in chosen and name in shares else None
-        rows.append(Site(name, host.__name__, tokens, heads, width, before, after, why, *times, token_share=share))
+        rows.append(Site(name, host.__name__, tokens, heads, width, before, after, why, *times, share))
     for name, why in left.items():
         kind = type(model.get_submodule(name)).__name__
         tokens = sizes.get(name, (None, None))[1]
