@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import nn
+
 
 def read_config(kind: Any, where: str, **place: str) -> dict[str, Any] | None:
     """The configuration that `kind.load_config` finds at `where`; None where there is none. Raises ValueError for one
@@ -18,7 +20,13 @@ def read_config(kind: Any, where: str, **place: str) -> dict[str, Any] | None:
 def read_folder(kind: Any, where: str, **options: Any) -> Any:
     """`kind.from_pretrained(where, **options)`. Raises ValueError for parts that are missing, damaged or do not fit."""
     try:
-        return kind.from_pretrained(where, **options)
+        found = kind.from_pretrained(where, **options)
     except Exception as error:  # of diffusers, transformers, safetensors, json, torch
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"the checkpoint {where} cannot be read: {reason}") from error
+    parts = getattr(found, "components", {"": found})
+    for name, part in parts.items():
+        tensors = part.named_parameters() if isinstance(part, nn.Module) else ()
+        if lacking := [key for key, tensor in tensors if tensor.is_meta]:  # so diffusers leaves what it did not find
+            raise ValueError(f"the checkpoint {where} lacks weights{name and f' of {name}'}, such as {lacking[0]}")
+    return found
