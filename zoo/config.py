@@ -26,6 +26,7 @@ from zoo.files import replacing
 from zoo.names import shortened, unknown_name
 
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # of a disk, without a file
+NO_MEMORY = ("out of memory", "can't allocate memory", "Storage size calculation overflowed")  # torch says
 MOST_VALUES = 100_000  # in one file or word of a configuration
 T = TypeVar("T")
 Tree = dict[str, Any]
@@ -316,6 +317,12 @@ def command_line(main: Callable[[list[str]], Any]) -> None:
         main(sys.argv[1:])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except (MemoryError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        if not (isinstance(error, MemoryError) or any(words in reason for words in NO_MEMORY)):
+            raise
+        print(f"error: there is not enough memory, take fewer or smaller inputs: {reason[:300]}", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:
         if error.filename is None and error.errno not in REFUSALS:

@@ -87,6 +87,22 @@ def test_what_the_file_system_refuses_is_a_sentence(tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {tmp_path}/file/folder cannot be used: Not a directory\n"
 
 
+@pytest.mark.parametrize(
+    "take", [lambda words: torch.empty(2**60), lambda words: torch.empty(2**62, 2**62), lambda words: bytearray(2**60)]
+)
+def test_too_little_memory_is_a_sentence(take, capsys):
+    def fail(words):
+        raise RuntimeError("other")
+
+    with pytest.raises(SystemExit) as stopped:
+        config.command_line(take)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: there is not enough memory") and error.count("\n") == 1
+    with pytest.raises(RuntimeError, match="other"):
+        config.command_line(fail)
+
+
 def test_of_many_names_the_nearest_are_listed():
     sentence = str(unknown_name("model", "vit_42O", [f"vit_{i}" for i in range(1000)]))
     assert sentence.startswith("unknown model 'vit_42O'; allowed: 1000 names such as vit_42") and len(sentence) < 120
