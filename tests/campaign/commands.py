@@ -93,9 +93,7 @@ def generated(section: Tree) -> Iterator[tuple[str, tuple[int, ...]]]:
         if typing.get_origin(hint) in (list, dict):
             kinds = {typing.get_origin(hint)}
         for value in WRONG[next(k for k in WRONG if k in kinds)]:
-            fits = any(
-                not isinstance(yaml.safe_load(value), bool) and isinstance(yaml.safe_load(value), k) for k in kinds
-            )
+            fits = type(yaml.safe_load(value)) in kinds
             yield f"{key}={value}", ALLOWED["either" if fits else "refuse"]
         if kinds & {int, float}:
             for value in (".nan", ".inf"):

@@ -54,8 +54,10 @@ def build(world: Path) -> None:
     finish(call("train_vit", ["softmax.yaml"], cwd=world))
     finish(call("train_vit", ["vit.yaml", "run.folder=ahla"], cwd=world))
     finish(call("finetune_dit", ["dit.yaml", "run.folder=dit"], cwd=world))
-    latents = ["images.source=digits", "images.where=train", "images.img_size=8", "images.workers=0", "encode.vae=vae"]
-    finish(call("extract_latents", [*latents, "encode.dtype=float32", "out=latents"], cwd=world))
+    latents = ["images.source=digits", "images.where=train", "images.img_size=8", "images.workers=0"]
+    finish(
+        call("extract_latents", [*latents, f"encode.vae={world}/vae", "encode.dtype=float32", "out=latents"], cwd=world)
+    )
 
 
 def finish(result: Any) -> None:

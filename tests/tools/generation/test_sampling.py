@@ -336,15 +336,6 @@ def test_transformers_that_make_no_images(name, sentence, tmp_path):
         open_model(write_index(tmp_path / "model", name, "config.json"))
 
 
-def test_a_model_that_lacks_weights(tmp_path):
-    folder = tmp_path / "dit"
-    tiny_pixels(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_layers": 3}))
-    with pytest.raises(ValueError, match=r"dit lacks weights, such as transformer_blocks\.2\."):
-        open_model(str(folder))
-
-
 def test_no_model_there(tmp_path):
     with pytest.raises(ValueError, match=r"there is no diffusion model"):
         open_model(str(tmp_path))

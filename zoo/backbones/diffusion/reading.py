@@ -26,6 +26,8 @@ def read_folder(kind: Any, where: str, **options: Any) -> Any:
         raise ValueError(f"the checkpoint {where} cannot be read: {reason}") from error
     parts = getattr(found, "components", {"": found})
     for name, part in parts.items():
+        if not len(getattr(part, "transformer_blocks", (None,))):
+            raise ValueError(f"the model {where} has no blocks")
         tensors = part.named_parameters() if isinstance(part, nn.Module) else ()
         if lacking := [key for key, tensor in tensors if tensor.is_meta]:  # so diffusers leaves what it did not find
             raise ValueError(f"the checkpoint {where} lacks weights{name and f' of {name}'}, such as {lacking[0]}")
