@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zoo import config
-from zoo.convert.pipeline.settings import RecipeSettings
-from zoo.eval.results import write_json
-from zoo.train.diffusion.settings import DiffusionSettings
-from zoo.train.diffusion.transfer import DiffusionTransferSettings
-from zoo.train.record import read_rows
+from zoo.io import write_json
+from zoo.plotting import pyplot, save_figure
+from zoo.recipes.settings import RecipeSettings
+from zoo.train.denoising.layerwise import DiffusionTransferSettings
+from zoo.train.denoising.settings import DiffusionSettings
+from zoo.train.metrics_log import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "dit-cifar10"
@@ -131,11 +132,7 @@ def kind(row: dict[str, Any]) -> tuple[str, str, str]:
 
 def draw(curves: dict[str, list[tuple[int, float]]], file: Path) -> None:
     """Validation losses at fixed (t, noise) of the runs behind their source, and samples where there are some."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     shown = [name for name in curves if Path(f"runs/scores/{name}.npz").is_file()]
     figure = plt.figure(figsize=(11, 5), layout="constrained")
     (one, two) = figure.subfigures(1, 2, width_ratios=(1.4, 1))
@@ -150,8 +147,7 @@ def draw(curves: dict[str, list[tuple[int, float]]], file: Path) -> None:
     for axes, name in zip(grids, shown, strict=True):
         axes.imshow(grid(Path(f"runs/scores/{name}.npz")))
         axes.set(title=named(name), xticks=[], yticks=[])
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    save_figure(figure, file, dpi=120)
 
 
 def named(folder: str) -> str:

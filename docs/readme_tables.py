@@ -11,10 +11,12 @@ import statistics
 import sys
 from pathlib import Path
 
-from zoo.eval.pictures import draw_quality
-from zoo.eval.speed import report
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))  # where the benchmarks are
+
+from benchmarks import report  # noqa: E402
+from benchmarks.quality_plots import draw_quality  # noqa: E402
+
 MARKED = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 

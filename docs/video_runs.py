@@ -15,19 +15,23 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from PIL import Image
 
 from zoo import config
 from zoo.data.video.clips import cover
 from zoo.data.video.files import VIDEO_FILES, about, read_video, write_video
-from zoo.eval.results import quality_row, result_file, write_json
-from zoo.train.diffusion.loop import DiffusionRun
-from zoo.train.diffusion.settings import DiffusionSettings
-from zoo.train.record import read_rows
+from zoo.io import result_file, write_json
+from zoo.plotting import pyplot, save_figure
+from zoo.train.denoising.run import DiffusionRun
+from zoo.train.denoising.settings import DiffusionSettings
+from zoo.train.metrics_log import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))  # where the benchmarks are
+
+from benchmarks.quality_results import quality_row  # noqa: E402
+
 RUNS = Path("runs/clips")
 SIZE, SHARE = (96, 160), 3 / 5  # pixels of the cut videos, and the part of each for training
 KINDS = {  # name -> words of the fine-tuning
@@ -77,9 +81,7 @@ def rows_of(name: str, result: dict) -> list[dict]:
 
 def draw(results: dict[str, dict], file: Path) -> None:
     """The samples of every run, a contact sheet each."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     figure, panels = plt.subplots(-(-len(results) // 2), 2, figsize=(11, 7), layout="constrained")
     for axes in panels.flat:
         axes.axis("off")
@@ -87,15 +89,13 @@ def draw(results: dict[str, dict], file: Path) -> None:
         sheet = sorted((result["folder"] / "samples").glob("*.png"))[-1]
         axes.imshow(np.asarray(Image.open(sheet)))
         axes.set_title(f"{name}, validation loss {result['ema_val_loss']:.3f}", fontsize=9)
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    save_figure(figure, file, dpi=120)
     Image.open(file).convert("RGB").quantize(256).save(file, optimize=True)  # a third of the bytes
 
 
 def draw_losses(results: dict[str, dict], file: Path) -> None:
     """Left the losses of softmax from scratch, right the validation losses of what was made of it."""
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for name, result in results.items():
         logged = read_rows(result["folder"] / "metrics.jsonl")
@@ -109,8 +109,7 @@ def draw_losses(results: dict[str, dict], file: Path) -> None:
         axes.set(xlabel="steps", ylabel=title, yscale="log")
         axes.grid(alpha=0.3, which="both")
         axes.legend(frameon=False, fontsize=8)
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    save_figure(figure, file, dpi=120)
 
 
 def main(words: list[str]) -> None:

@@ -19,6 +19,17 @@ MAY_IMPORT = {
     },
 }
 
+LAYERS = (  # of zoo, lowest first: a package may import those of the lines above its own
+    ("errors", "files", "locks", "io", "plotting", "precision", "config", "ranges", "grid", "timer"),
+    ("mixers",),
+    ("models",),
+    ("conversion", "data"),
+    ("diffusion",),
+    ("eval",),
+    ("train",),
+    ("recipes",),
+)
+
 
 def files(folder: str) -> list[Path]:
     return sorted(p for p in (ROOT / folder).rglob("*.py"))
@@ -42,15 +53,37 @@ def test_arrows_point_one_way(folder):
         assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
 
 
+def parts_of_zoo(path: Path) -> set[str]:
+    """What a file imports of zoo, inside functions too; `import zoo` itself stands for its models."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"zoo.{alias.name}" for alias in node.names] if node.module == "zoo" else [node.module]
+        found |= {f"{name}.models".split(".")[1] for name in names if name.split(".")[0] == "zoo"}
+    return found
+
+
+def test_packages_of_zoo_import_only_lower_ones():
+    level = {name: number for number, names in enumerate(LAYERS) for name in names}
+    parts = {path.relative_to(ROOT / "zoo").parts[0].removesuffix(".py") for path in files("zoo")}
+    assert parts - {"__init__"} == level.keys()
+    for path in files("zoo"):
+        own = path.relative_to(ROOT / "zoo").parts[0].removesuffix(".py")
+        below = {name for name in level if level[name] < level.get(own, level["conversion"])}
+        allowed = below | {own} | (set(LAYERS[0]) if own in LAYERS[0] else set())
+        assert parts_of_zoo(path) <= allowed, f"{path.relative_to(ROOT)} imports {parts_of_zoo(path) - allowed}"
+
+
 @pytest.mark.parametrize("folder", SOURCES)
 def test_files_and_folders_stay_small(folder):
     for path in files(folder):
         lines = len(path.read_text().splitlines())
-        limit = 80 if folder == "tools" else 400
+        limit = 80 if path.parent == ROOT / "tools" else 400
         assert lines <= limit, f"{path.relative_to(ROOT)} has {lines} lines, more than {limit}"
     folders = {p.parent for p in files(folder)}
     for place in folders:
-        entries = [p for p in place.iterdir() if not p.name.startswith((".", "__pycache__"))]
+        entries = [p for p in place.iterdir() if p.name[0] != "." and (p.is_file() or any(p.rglob("*.py")))]
         assert len(entries) <= 20, f"{place.relative_to(ROOT)} has {len(entries)} entries, more than 20"
 
 

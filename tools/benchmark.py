@@ -17,19 +17,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import models, operators, plots, report
+from benchmarks.quality import QualitySettings, quality_table
+from benchmarks.quality_results import merge_results
+from benchmarks.rows import command_of
 from zoo import config
-from zoo.convert.pipeline.table import quality_table
-from zoo.eval.results import merge_results, write_json
-from zoo.eval.settings import QualitySettings
-from zoo.eval.speed import kernels, models, pictures, report
-from zoo.eval.speed.rows import command_of
-from zoo.names import unknown_name
+from zoo.errors import unknown_name
+from zoo.io import write_json
 
 USAGE = "usage: benchmark.py kernels|models|video [key=value ...] or quality CONFIG.yaml mixers=[A,B] [key=value ...]"
 SPEED = {
-    "kernels": (kernels.KernelSettings, kernels.run, pictures.draw_kernels),
-    "models": (models.ModelSettings, models.run, pictures.draw_models),
-    "video": (models.VideoSettings, models.run, pictures.draw_video),
+    "kernels": (operators.KernelSettings, operators.run, plots.draw_kernels),
+    "models": (models.ModelSettings, models.run, plots.draw_models),
+    "video": (models.VideoSettings, models.run, plots.draw_video),
 }
 SCHEMAS: dict[str, type] = {name: row[0] for name, row in SPEED.items()} | {"quality": QualitySettings}
 PRIVATE = ("data.train=", "data.val=", "json=")  # no part of a result

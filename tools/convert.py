@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from zoo import config
-from zoo.convert import Report
-from zoo.convert.pipeline.plain import from_timm
-from zoo.convert.pipeline.recipe import run_recipe
-from zoo.convert.pipeline.settings import RecipeSettings, from_words
-from zoo.train.model import keep_source
+from zoo.models.convert import Report
+from zoo.models.timm.model_files import keep_source
+from zoo.recipes.plain import from_timm
+from zoo.recipes.settings import RecipeSettings, from_words
+from zoo.recipes.stages import run_recipe
 from zoo.train.settings import ModelSettings
 
 USAGE = "usage: convert.py [recipe] [CONFIG.yaml] [key=value ...] [section.key=value ...]"
@@ -63,7 +63,7 @@ def main(words: list[str]) -> dict[str, Any]:
 
 def from_diffusers(settings: ConvertSettings) -> Report:
     """Convert a pipeline or transformer of diffusers. Raises ValueError, also for keys of timm models."""
-    from zoo.backbones.diffusion.folders import convert_folder
+    from zoo.models.diffusers.convert_folder import convert_folder
 
     m = settings.model
     if m != ModelSettings(mixer=m.mixer, mixer_options=m.mixer_options, keep_softmax=m.keep_softmax):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from demo_steps import DIT, dit_commands, score_command, vit_commands, write_digits, write_report
 from zoo import config
-from zoo.eval.demo import DIT, dit_commands, score_command, vit_commands, write_digits, write_report
 from zoo.ranges import check_ranges
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from zoo import config
-from zoo.eval.generation.evaluate import reference_statistics, score
-from zoo.eval.generation.extractors import open_extractor
-from zoo.eval.generation.extractors.extract import processes
-from zoo.eval.generation.settings import FidSettings, with_device
-from zoo.eval.generation.statistics import holds_statistics
-from zoo.eval.results import write_json
+from zoo.eval.fid.evaluate import reference_statistics, score
+from zoo.eval.fid.extractors import open_extractor
+from zoo.eval.fid.features import processes
+from zoo.eval.fid.settings import FidSettings, with_device
+from zoo.eval.fid.statistics import holds_statistics
+from zoo.io import write_json
 
 USAGE = "usage: evaluate_fid.py [CONFIG.yaml] fid.samples=IMAGES fid.reference=IMAGES_OR_STATISTICS [section.key=value]"
 

@@ -13,7 +13,7 @@ result as JSON, also in result.json of the run folder.
 from typing import Any
 
 from zoo import config
-from zoo.train.diffusion.rehearsal import carry_out
+from zoo.train.denoising.dry_run import carry_out
 
 USAGE = "usage: finetune_dit.py [--dry-run] [CONFIG.yaml] [section.key=value ...]"
 

@@ -10,8 +10,8 @@ softmax teacher's output and, block by block, to what its attention returns. `--
 from typing import Any
 
 from zoo import config
-from zoo.train.diffusion.rehearsal import carry_out
-from zoo.train.diffusion.settings import DiffusionSettings
+from zoo.train.denoising.dry_run import carry_out
+from zoo.train.denoising.settings import DiffusionSettings
 
 USAGE = "usage: finetune_t2i.py [--dry-run] CONFIG.yaml data.train=LATENTS data.val=LATENTS [section.key=value ...]"
 

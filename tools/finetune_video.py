@@ -13,8 +13,8 @@ from typing import Any
 
 from zoo import config
 from zoo.data.latents.settings import VIDEOS
-from zoo.train.diffusion.rehearsal import carry_out
-from zoo.train.diffusion.settings import DiffusionSettings
+from zoo.train.denoising.dry_run import carry_out
+from zoo.train.denoising.settings import DiffusionSettings
 
 USAGE = "usage: finetune_video.py [--dry-run] CONFIG.yaml [section.key=value ...]"
 

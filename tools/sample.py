@@ -13,9 +13,9 @@ contact-sheet.png, with the first 16, a line each.
 """
 
 from zoo import config
-from zoo.eval.generation.extractors.extract import processes
-from zoo.eval.generation.sampling import run
-from zoo.eval.generation.settings import SampleSettings
+from zoo.eval.fid.features import processes
+from zoo.eval.sample_settings import SampleSettings
+from zoo.eval.sampling import run
 
 USAGE = "usage: sample.py [CONFIG.yaml] sample.model=FOLDER out=SAMPLES.npz [sample.key=value ...]"
 

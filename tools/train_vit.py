@@ -13,8 +13,8 @@ import json
 from typing import Any
 
 from zoo import config
-from zoo.train.core.processes import part
-from zoo.train.loop import Trainer
+from zoo.train.classification import Trainer
+from zoo.train.processes import part
 from zoo.train.settings import TrainSettings
 
 USAGE = "usage: train_vit.py [CONFIG.yaml] [section.key=value ...]"

@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from zoo.backbones import converted, deit, vision_transformer
-from zoo.convert import convert
 from zoo.mixers import MIXERS
+from zoo.models.convert import convert
+from zoo.models.timm import converted, deit, vision_transformer
+from zoo.models.timm.model_files import load_model
 
 __version__ = "0.1.0"
 __all__ = ["MIXERS", "__version__", "convert", "converted", "deit", "load", "vision_transformer"]
@@ -23,16 +24,14 @@ __all__ = ["MIXERS", "__version__", "convert", "converted", "deit", "load", "vis
 def load(path: str | Path) -> nn.Module:
     """The image model in a run folder of tools/train_vit.py (the average of its weights, if it kept one) or in a
     .safetensors file of it, in evaluation mode. Raises ValueError for anything else."""
-    from zoo.train.model import load_model
-
     return load_model(path)[0].eval()
 
 
 def __getattr__(name: str) -> Any:
     """Classes of diffusers models; `ModelMixin` is what diffusers looks for in a library of models."""
     if name == "ModelMixin" or (name.startswith("HLA") and name.endswith("Model")):
-        from zoo.backbones.diffusion import hosts
+        from zoo.models.diffusers import models
 
-        if hasattr(hosts, name):
-            return getattr(hosts, name)
+        if hasattr(models, name):
+            return getattr(models, name)
     raise AttributeError(f"module 'zoo' has no attribute {name!r}")

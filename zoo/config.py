@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 import yaml
 
+from zoo.errors import shortened, unknown_name
 from zoo.files import replacing
-from zoo.names import shortened, unknown_name
 
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # of a disk, without a file
 NO_MEMORY = ("out of memory", "can't allocate memory", "Storage size calculation overflowed")  # torch says

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from tests.campaign.harness import TOOLS, Result, call
 from zoo.config import merge
-from zoo.train.core.clock import MEASURED
-from zoo.train.record import read_rows
+from zoo.timer import MEASURED
+from zoo.train.metrics_log import read_rows
 
 Tree = dict[str, Any]
 SIZES = {"patch_size": 2, "embed_dim": 16, "depth": 2, "num_heads": 2, "global_pool": "avg", "class_token": False}

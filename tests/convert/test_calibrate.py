@@ -9,10 +9,10 @@ import timm
 import torch
 from tiny_pairs import inputs, pair
 
-from zoo.convert.calibrate import best_projections, calibrate
-from zoo.convert.calls import Pair, forward, layers_of, mixer_inputs, recording, replaced
-from zoo.convert.solve import NormalEquations
-from zoo.convert.terms import EXPONENTS
+from zoo.conversion.calibrate import best_projections, calibrate
+from zoo.conversion.calibration_terms import EXPONENTS
+from zoo.conversion.hooks import Pair, forward, layers_of, mixer_inputs, recording, replaced
+from zoo.conversion.least_squares import NormalEquations
 from zoo.mixers.base import EPS
 
 ANCHORED = {"feature_map": "identity", "normalize": False, "center": "k", "mean_path": True}

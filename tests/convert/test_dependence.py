@@ -7,9 +7,9 @@ import pytest
 import timm
 import torch
 
-from zoo.convert import swap
-from zoo.convert.dependence import token_share, token_shares, warn_of_mean_pooling
-from zoo.convert.inspection import inspect
+from zoo.conversion.dependence import token_share, token_shares, warn_of_mean_pooling
+from zoo.conversion.inspection import inspect
+from zoo.models.convert import swap
 
 SMALL = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7}
 

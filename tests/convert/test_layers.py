@@ -6,11 +6,12 @@ import pytest
 import torch
 from tiny_pairs import KINDS, inputs, pair
 
-from zoo.convert import speed, swap
-from zoo.convert.calibrate import calibrate
-from zoo.convert.calls import forward, layers_of
-from zoo.convert.inspection import inspect
-from zoo.convert.sensitivity import Choice, Sensitivity, choices, counts, pareto, ranking, sensitivities
+from zoo.conversion import cost_model
+from zoo.conversion.calibrate import calibrate
+from zoo.conversion.hooks import forward, layers_of
+from zoo.conversion.inspection import inspect
+from zoo.conversion.sensitivity import Choice, Sensitivity, choices, counts, pareto, ranking, sensitivities
+from zoo.models.convert import swap
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("vit", 17), ("dit", 16), ("sd3", 16)])
@@ -29,18 +30,18 @@ def test_inspection_says_what_a_conversion_would_do(kind, tokens):
 
 
 def test_predicted_times_are_near_the_measured_ones_and_meet_where_they_say():
-    rows = [r for r in speed.table()["rows"] if r["pass"] == "forward" and r["op"] == "softmax_attention"]
+    rows = [r for r in cost_model.table()["rows"] if r["pass"] == "forward" and r["op"] == "softmax_attention"]
     best = {}
     for r in rows:
         best[tuple(r["shape"])] = min(r["us"], best.get(tuple(r["shape"]), 1e30))
     for (b, h, n, d), us in best.items():
-        assert 0.5 < speed.predict("ahla", {}, b, h, n, d).softmax_us / us < 2
+        assert 0.5 < cost_model.predict("ahla", {}, b, h, n, d).softmax_us / us < 2
     for mixer in ("la", "ahla", "hla2"):
-        even = speed.predict(mixer, {}, 1, 1, 64, 64).break_even
-        assert speed.predict(mixer, {}, 1, 1, even, 64).times_faster >= 1
-        assert even == 1 or speed.predict(mixer, {}, 1, 1, even - 1, 64).times_faster < 1
-        assert speed.predict(mixer, {}, 1, 1, 16384, 64).times_faster > 20
-    assert speed.predict("taylor2", {"width": 16}, 1, 1, 64, 64).mixer_us is None  # which is not measured
+        even = cost_model.predict(mixer, {}, 1, 1, 64, 64).break_even
+        assert cost_model.predict(mixer, {}, 1, 1, even, 64).times_faster >= 1
+        assert even == 1 or cost_model.predict(mixer, {}, 1, 1, even - 1, 64).times_faster < 1
+        assert cost_model.predict(mixer, {}, 1, 1, 16384, 64).times_faster > 20
+    assert cost_model.predict("taylor2", {"width": 16}, 1, 1, 64, 64).mixer_us is None  # which is not measured
 
 
 @pytest.mark.parametrize("kind", ["vit", "dit"])

@@ -13,15 +13,15 @@ from tests.tools.diffusion.tiny_runs import TINY as DENOISER
 from tests.tools.diffusion.tiny_runs import tiny as denoiser_run
 from zoo import config
 from zoo.config import merge
-from zoo.convert.pipeline.recipe import run_recipe
-from zoo.convert.pipeline.settings import from_words
-from zoo.convert.transfer import ImageTransfer, ImageTransferSettings, attention_distances
 from zoo.mixers import build_mixer
-from zoo.train.core import Run
-from zoo.train.diffusion.loop import DiffusionRun
-from zoo.train.diffusion.settings import DiffusionSettings
-from zoo.train.loop import Trainer
-from zoo.train.record import read_rows
+from zoo.recipes.settings import from_words
+from zoo.recipes.stages import run_recipe
+from zoo.train.classification import Trainer
+from zoo.train.denoising.run import DiffusionRun
+from zoo.train.denoising.settings import DiffusionSettings
+from zoo.train.layerwise import ImageTransfer, ImageTransferSettings, attention_distances
+from zoo.train.loop import Run
+from zoo.train.metrics_log import read_rows
 from zoo.train.settings import TrainSettings
 
 IMAGE = merge(  # learns two thirds of the digits in a few seconds

@@ -6,7 +6,7 @@ import timm
 import torch
 from diffusers import DiTTransformer2DModel, SD3Transformer2DModel
 
-from zoo.convert import swap
+from zoo.models.convert import swap
 
 
 def spread(model):

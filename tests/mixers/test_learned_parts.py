@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from zoo.features import Power
 from zoo.mixers import Context, build_mixer
+from zoo.mixers.layers import Power
 
 B, N, H, D, C = 2, 13, 3, 4, 12
 SERIAL = ("la", "hla2", "ahla", "hla3")

@@ -11,8 +11,8 @@ import torch
 from hla_kernels.features import feature
 from zoo.mixers import MIXERS, Context, build_mixer
 from zoo.mixers.base import EPS
+from zoo.mixers.block_mixing import BlockMixing, choose_blocks, distances, prior_matrix
 from zoo.mixers.context import Rotation
-from zoo.mixers.mixing import BlockMixing, choose_blocks, distances, prior_matrix
 
 DIM, HEADS, HEAD_DIM, GRID, PREFIX = 24, 3, 8, (4, 5), 1
 PRIORS = ("linear", "cos", "exp", "gaussian", "local", "uniform")

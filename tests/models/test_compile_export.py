@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import zoo
-from zoo.backbones import hla_name
+from zoo.models import hla_name
 
 NAME = "vit_ahla_tiny_patch16_224"
 

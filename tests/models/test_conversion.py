@@ -11,8 +11,8 @@ import torch
 from tiny_models import MIXERS, NEW_IN_TIMM, image, needs_sapiens, sites, stir, tiny
 
 import zoo
-from zoo.convert import FROM_HOST, Report
 from zoo.mixers import MIXERS as CLASSES
+from zoo.models.convert import FROM_HOST, Report
 
 
 def names_of(model) -> list[str]:

@@ -1,8 +1,9 @@
 """Models that were saved when elu1 was the default feature map and blocks had to divide the grid load as they were.
 
 tests/data/earlier holds folders that commit c31fcd5 wrote, of mixers with their default options then: `hub_ahla` and
-`hub_all` (one layer of each mixer) by `timm.models.save_for_hf`, `run_mhla` by `zoo.train.model.save_weights`, `dit` by
-`save_pretrained` of diffusers. `expected.safetensors` beside them has an input, and the output that was computed then.
+`hub_all` (one layer of each mixer) by `timm.models.save_for_hf`, `run_mhla` by
+`zoo.models.timm.model_files.save_weights`, `dit` by `save_pretrained` of diffusers. `expected.safetensors` beside them
+has an input, and the output that was computed then.
 """
 
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import zoo
-from zoo.train.model import load_model
+from zoo.models.timm.model_files import load_model
 
 FOLDER = Path(__file__).parents[1] / "data" / "earlier"
 READERS = {

@@ -12,8 +12,8 @@ from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
 from tiny_models import MIXERS, NARROW, SIZE, image, sites, tiny
 
 import zoo
-from zoo.backbones import hla_name
-from zoo.backbones.checkpoints import decode_tag, encode_tag
+from zoo.models import hla_name
+from zoo.models.checkpoint_tags import decode_tag, encode_tag
 
 BASE = "vit_tiny_patch16_224"
 OPTIONS = {"depthwise": "v", "gate": True}

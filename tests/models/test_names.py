@@ -9,7 +9,8 @@ import torch
 from timm.data import resolve_data_config
 from tiny_models import MIXERS, NARROW, SIZE, image, sites, tiny
 
-from zoo.backbones import deit, hla_name, vision_transformer
+from zoo.models import hla_name
+from zoo.models.timm import deit, vision_transformer
 
 BASES = [*vision_transformer.BASES, *deit.BASES]
 

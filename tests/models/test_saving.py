@@ -10,7 +10,7 @@ from timm.models import save_for_hf
 from tiny_models import NARROW, NEW_IN_TIMM, SIZE, image, needs_sapiens, sites, stir, tiny
 
 import zoo
-from zoo.backbones import CONVERTED
+from zoo.models import CONVERTED
 
 BASE, OURS = "vit_tiny_patch16_224", "vit_ahla_tiny_patch16_224"
 RECORDS = hasattr(timm.models, "get_model_args")  # the arguments of `create_model` (timm 1.0.31)

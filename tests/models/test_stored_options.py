@@ -13,12 +13,12 @@ from timm.models import save_for_hf
 from tiny_models import MIXERS, NARROW, SIZE, image, sites, stir, tiny
 
 import zoo
-from zoo.backbones import CONVERTED, hla_name
-from zoo.backbones.checkpoints import decode_tag, encode_tag
 from zoo.mixers.hla import AHLA
 from zoo.mixers.options import MixerOptions, PolynomialOptions
 from zoo.mixers.poly import Polynomial
-from zoo.train.model import HEADER, Recipe, build, load_model, save_weights
+from zoo.models import CONVERTED, hla_name
+from zoo.models.checkpoint_tags import decode_tag, encode_tag
+from zoo.models.timm.model_files import HEADER, Recipe, build, load_model, save_weights
 
 BASE = "vit_tiny_patch16_224"
 TAGGED = (  # the options in the tags of earlier files

@@ -11,7 +11,7 @@ from torch import nn
 from torchvision.models.feature_extraction import NodePathTracer
 
 import zoo
-from zoo.backbones import hla_name
+from zoo.models import hla_name
 
 BASES = [
     "vit_tiny_patch16_224",

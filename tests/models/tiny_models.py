@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import zoo  # noqa: F401  registers the names
-from zoo.backbones.registry import REGISTERED_MIXERS
 from zoo.mixers import MIXERS as CLASSES
+from zoo.models.timm.registry import REGISTERED_MIXERS
 
 NEW_IN_TIMM = "vit_base_patch16_sapiens2"  # the one model with grouped queries
 needs_sapiens = pytest.mark.skipif(not timm.is_model(NEW_IN_TIMM), reason=f"this timm has no {NEW_IN_TIMM}")

@@ -16,8 +16,8 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 
 from zoo import config
-from zoo.train.loop import Trainer
-from zoo.train.record import read_rows
+from zoo.train.classification import Trainer
+from zoo.train.metrics_log import read_rows
 from zoo.train.settings import TrainSettings
 
 os.environ.setdefault("HF_HOME", str(Path(tempfile.gettempdir()) / "hla-zoo-tests"))  # not the user's cache

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from zoo import config
 from zoo.data import InputSpec
 from zoo.data.settings import DataSettings
-from zoo.names import unknown_name
-from zoo.train.loop import Trainer
-from zoo.train.model import load_model
+from zoo.errors import unknown_name
+from zoo.models.timm.model_files import load_model
+from zoo.train.classification import Trainer
 
 TIMM_SCRIPT = """
 import sys, torch

@@ -13,7 +13,7 @@ from zoo.data import BatchPlan, CachedImages, InputSpec, LoadedImages, check_unr
 from zoo.data.decoding import Unreadable
 from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.data.transforms import check_cacheable
-from zoo.train.loop import Trainer
+from zoo.train.classification import Trainer
 
 CPU = torch.device("cpu")
 SPEC = InputSpec(size=(8, 8), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)

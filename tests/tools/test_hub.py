@@ -47,7 +47,7 @@ def test_a_run_on_a_data_set_of_the_hub(tmp_path):
             assert status == 2 and reason in err.strip().splitlines()[-1], err
     first, second = (json.loads((tmp_path / run / "result.json").read_text()) for run in ("first", "second"))
     assert first["images"] == 60 and first["top1"] == second["top1"]
-    from zoo.train.model import read_recipe
+    from zoo.models.timm.model_files import read_recipe
 
     assert read_recipe(tmp_path / "first").classes == CLASSES
 

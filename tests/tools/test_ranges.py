@@ -6,16 +6,18 @@ import math
 import pytest
 from conftest import tiny
 
+from benchmarks.quality import QualitySettings
 from zoo import config
-from zoo.convert.pipeline.settings import RecipeSettings
 from zoo.data.latents.settings import ExtractSettings
 from zoo.data.settings import AugmentSettings
 from zoo.eval.attention.probes import ProbeSettings
-from zoo.eval.generation.settings import FidSettings, SampleSettings
-from zoo.eval.settings import EvalSettings, QualitySettings
+from zoo.eval.fid.settings import FidSettings
+from zoo.eval.sample_settings import SampleSettings
+from zoo.eval.settings import EvalSettings
 from zoo.ranges import check_ranges
-from zoo.train.diffusion.settings import DiffusionSettings
-from zoo.train.loop import Trainer
+from zoo.recipes.settings import RecipeSettings
+from zoo.train.classification import Trainer
+from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.settings import TrainSettings
 
 SCHEMAS = [

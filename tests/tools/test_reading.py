@@ -15,8 +15,8 @@ from zoo.data import InputSpec, LoadedImages, open_source
 from zoo.data.decoding import Unreadable, decode
 from zoo.data.loader import Loader
 from zoo.data.settings import AugmentSettings
-from zoo.eval.generation.images import open_images
-from zoo.eval.generation.videos import _pixels
+from zoo.diffusion.video_samplers import _pixels
+from zoo.eval.fid.images import open_images
 
 SPEC = InputSpec(size=(8, 8), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
 

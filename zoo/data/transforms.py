@@ -115,3 +115,14 @@ def check_cacheable(data: DataSettings, augment: AugmentSettings) -> None:
     wrong = [k for k in ("jitter", "auto", "erase") if getattr(augment, k)]
     if wrong:
         raise ValueError(f"data.cache allows only crops and flips; switch off augment.{', augment.'.join(wrong)}")
+
+
+def center_crop(image: Image.Image, size: int) -> Image.Image:
+    """The central square, `size` pixels wide, with the filters of ADM: halve by boxes, then bicubic to the short
+    side."""
+    while min(image.size) >= 2 * size:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = size / min(image.size)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+    left, top = (image.width - size) // 2, (image.height - size) // 2
+    return image.crop((left, top, left + size, top + size))

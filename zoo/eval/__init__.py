@@ -1,1 +1,1 @@
-"""Evaluation: accuracy, other labels of ImageNet, paired intervals, result files and attention pictures."""
+"""Evaluation: accuracy, other labels of ImageNet, paired intervals, attention, samples and their scores (`fid`)."""

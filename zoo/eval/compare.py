@@ -2,7 +2,6 @@
 
 import json
 import os
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,14 +15,14 @@ from zoo.data import CachedImages, InputSpec, LoadedImages, Source, check_unread
 from zoo.data.progress import progress
 from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.eval.accuracy import Predictions, predict
-from zoo.eval.labels import image_number, load_real_labels, numeric_classes, real_accuracy
+from zoo.eval.imagenet_labels import image_number, load_real_labels, numeric_classes, real_accuracy
 from zoo.eval.paired import paired_difference
 from zoo.eval.results import csv_row
 from zoo.eval.settings import EvalSettings
-from zoo.train.model import Recipe, build_host, load_model, timm_classes
+from zoo.models.timm.model_files import Recipe, build_host, load_model, timm_classes
+from zoo.precision import autocast
 
 LOCAL = "local-dir:"  # before a folder, in names of timm
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -125,10 +124,7 @@ def run(candidate: Candidate, source: Source, settings: EvalSettings) -> Predict
     images = kind(source, candidate.spec, AugmentSettings(), 0, device, settings.data.workers)
     total = -(-len(source) // options.batch_size)
     batches = progress(images.evaluation(options.batch_size), f"evaluating {candidate.name}", total)
-    autocast = (
-        partial(torch.autocast, device.type, DTYPES[options.precision]) if options.precision in DTYPES else nullcontext
-    )
-    found = predict(candidate.model.to(device), batches, autocast)
+    found = predict(candidate.model.to(device), batches, partial(autocast, device.type, options.precision))
     check_unreadable(found.unreadable, len(source))
     return found
 

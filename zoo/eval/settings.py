@@ -1,13 +1,11 @@
-"""The keys of an evaluation and of a quality table."""
+"""The keys of an evaluation."""
 
 from dataclasses import dataclass, field
-from typing import Any
-
-import yaml
 
 from zoo.config import one_of
 from zoo.data.settings import DataSettings
-from zoo.ranges import SEED, check_device, check_ranges
+from zoo.precision import PRECISIONS
+from zoo.ranges import check_device, check_ranges
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class EvalOptions:
     device: str = ""
 
     def __post_init__(self) -> None:
-        one_of("eval.precision", self.precision, ("fp32", "bf16", "fp16"))
+        one_of("eval.precision", self.precision, PRECISIONS)
         check_ranges("eval", self, batch_size="[1, inf)")
         check_device("eval.device", self.device)
 
@@ -49,43 +47,3 @@ class EvalSettings:
     def __post_init__(self) -> None:
         if not self.out:
             raise ValueError("out is empty: name the folder for the results")
-
-
-@dataclass(frozen=True)
-class QualitySettings:
-    """Which runs make the table.
-
-    mixers: mixers, each with its options, such as "mhla mixing=project depthwise=v" (softmax alone is the source of
-      conversions)
-    seeds: seeds of every run
-    recipe: recipe by which the softmax run of each seed is converted to the mixers; empty to train them from scratch
-    data: name of the data in the table; empty takes the name of the configuration
-    out: folder of the runs
-    json: file to write the table to
-    merge: files of other calls to join into `json`, instead of running
-    """
-
-    mixers: list[str] = field(default_factory=lambda: ["softmax", "la", "mhla", "multipole"])
-    seeds: list[int] = field(default_factory=lambda: [0])
-    recipe: str = ""
-    data: str = ""
-    out: str = "runs/quality"
-    json: str = "runs/quality/quality.json"
-    merge: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        check_ranges("", self, seeds=SEED)
-        for mixer in self.mixers:
-            arm(mixer)
-
-
-def arm(words: str) -> tuple[str, dict[str, Any]]:
-    """(mixer, options) of its words. Raises ValueError for a word without a value."""
-    mixer, *options = words.split()
-    found = {}
-    for word in options:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise ValueError(f"expected a mixer and its options, such as 'mhla mixing=project', got {words!r}")
-        found[key] = yaml.safe_load(value)
-    return mixer, found

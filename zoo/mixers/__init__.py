@@ -6,6 +6,7 @@ adds only its own parameters. A new mixer is one file here and one row in `MIXER
 
 from torch import nn
 
+from zoo.errors import unknown_name
 from zoo.mixers.base import LinearMixer
 from zoo.mixers.context import Context
 from zoo.mixers.hla import AHLA, HLA2, HLA3, LinearAttention
@@ -20,7 +21,6 @@ from zoo.mixers.rala import Rala
 from zoo.mixers.resolvent import Resolvent
 from zoo.mixers.softmax import Softmax
 from zoo.mixers.taylor2 import Taylor2
-from zoo.names import unknown_name
 
 MIXERS: dict[str, type[nn.Module]] = {
     "softmax": Softmax,

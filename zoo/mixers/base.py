@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from hla_kernels import MAX_HEAD_DIM
 from hla_kernels.checks import RIDGED
 from hla_kernels.features import feature, feature_width
-from zoo.features import HeadGains, HeadRMSNorm, Hedgehog, OutputGate, Power
 from zoo.mixers.context import Context, Rotation
-from zoo.mixers.local import Local
+from zoo.mixers.depthwise import Local
+from zoo.mixers.layers import HeadGains, HeadRMSNorm, Hedgehog, OutputGate, Power
 from zoo.mixers.options import MixerOptions, resolve_options
 
 LEARNED_MAPS = {"hedgehog": "softmax_pair", "power": "relu"}  # what of them the operator applies itself

@@ -9,8 +9,8 @@ import hla_kernels
 from hla_kernels.features import feature
 from zoo.grid import Grid
 from zoo.mixers.base import EPS, ONES
+from zoo.mixers.block_mixing import BlockedMixer, BlockMixing, choose_blocks
 from zoo.mixers.context import Context, Rotation
-from zoo.mixers.mixing import BlockedMixer, BlockMixing, choose_blocks
 from zoo.mixers.options import BlockOptions
 
 
@@ -21,7 +21,8 @@ class BlockMixer(BlockedMixer):
     order="ahla" and "hla2" mix two moments of each block and read their product. The mixing matrix is learned (option
     `mixing`), a locality prior at first. The tokens need a grid, (H, W) or (T, H, W); blocks that do not divide it
     differ by one token along an axis; class and register tokens are a block of their own. Without `blocks`, they are
-    chosen for the grid of the host (`zoo.mixers.mixing.choose_blocks`), and with mixing="distance" for that of a call.
+    chosen for the grid of the host (`zoo.mixers.block_mixing.choose_blocks`), and with mixing="distance" for that of a
+    call.
 
     4 N D^2 + 2 M^2 D^2 operations a head for M blocks, first order. Options: `zoo.mixers.options.BlockOptions`.
     """

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 import hla_kernels
+from zoo.mixers.block_mixing import BlockedMixer
 from zoo.mixers.context import Context
-from zoo.mixers.mixing import BlockedMixer
 from zoo.mixers.options import MultipoleOptions
 
 
@@ -14,7 +14,7 @@ class Multipole(BlockedMixer):
     s_tj = scale q_t.k_j, a_tb its mean over a block of the token grid. Near are tokens within `radius` along every axis
     of the grid, and class, register and text tokens, which are near to all. The tokens need a grid; blocks that do not
     divide it differ by one token along an axis. Without `blocks`, they are chosen for the grid of the host
-    (`zoo.mixers.mixing.choose_blocks`).
+    (`zoo.mixers.block_mixing.choose_blocks`).
 
     A token's multiplications a head: M (D + Dv) + M D Dv for M blocks with degree 1, M D (D + 3) / 2 Dv in the place of
     M D Dv with degree 2, and the near ones.

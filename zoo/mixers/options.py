@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from zoo.names import unknown_name
+from zoo.errors import unknown_name
 
 FEATURE_MAPS = ("identity", "relu", "elu1", "softmax", "softmax_pair", "hedgehog", "power")
 CENTERS = (None, "k", "qk")
@@ -59,8 +59,8 @@ class MixerOptions(LocalOptions):
     a pair that contradicts itself.
 
     feature_map: phi of q and k. The default `power` is relu(x) to a learned exponent per head with the length kept
-        (`zoo.features.Power`): maps without such contrast, elu1 and relu, make weights so even that the higher orders
-        average all tokens. `softmax_pair` and `hedgehog` double the feature width; `hedgehog` is learned, too.
+        (`zoo.mixers.layers.Power`): maps without such contrast, elu1 and relu, make weights so even that the higher
+        orders average all tokens. `softmax_pair` and `hedgehog` double the feature width; `hedgehog` is learned, too.
     exponent: of `power` at first, between 1 and 5.
     normalize: divide by the same form with v = 1 (needs a non-negative feature map).
     center: centre phi(k) ("k") or phi(q) and phi(k) ("qk") over the tokens.
@@ -72,7 +72,7 @@ class MixerOptions(LocalOptions):
     scan: "forward", or "both" to add the pass over the reversed order (halved where weights sum to one).
     ridge: lambda of the second- and third-order key moment (HLA paper, Algorithm 1).
     gains: learned numbers of each head, neutral at first: o -> gain o + shift mean(v), and phi of q and k times a
-        temperature (where phi is not the identity). `zoo.convert.calibrate` solves for them.
+        temperature (where phi is not the identity). `zoo.conversion.calibrate` solves for them.
     """
 
     feature_map: str = "power"
@@ -199,7 +199,7 @@ class BlockOptions(MixerOptions):
 
     order: "la", "ahla" or "hla2" (`hla_kernels.mhla`).
     blocks: blocks along each axis of the grid, such as (4, 4); None: chosen for the grid of the host.
-    mixing: "softmax", "project", "distance" or "fixed" (`zoo.mixers.mixing.BlockMixing`).
+    mixing: "softmax", "project", "distance" or "fixed" (`zoo.mixers.block_mixing.BlockMixing`).
     prior: "linear", "cos", "exp", "gaussian", "local" or "uniform", what the mixing is at first.
     per_head: one mixing matrix for each head in the place of one for all.
     """

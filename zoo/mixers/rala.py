@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from hla_kernels.features import feature
-from zoo.features import mean_value
 from zoo.mixers.base import EPS
 from zoo.mixers.context import Context
 from zoo.mixers.hla import LinearAttention
+from zoo.mixers.layers import mean_value
 from zoo.mixers.options import TwoSidedRatioOptions
 
 NO_CHANGE = "relu"  # a map that leaves non-negative features as they are, and lets the operator divide by their sum

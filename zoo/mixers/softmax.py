@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.mixers.context import Context
-from zoo.mixers.local import Local
+from zoo.mixers.depthwise import Local
 from zoo.mixers.options import LocalOptions, resolve_options
 
 

@@ -19,7 +19,7 @@ class Taylor2(LinearMixer):
     s_tj = scale q_t.(k_j - mean k), learned c [H, 2]: with c = (1, 1) the average with the weights 1 + s + s^2 / 2,
     softmax to second order around uniform weights (without `normalize` the divisor is left out). With `normalize` c2
     is kept positive (softplus). `width` < D: the degree-2 term reads q and k through learned projections [D, width],
-    at first the first channels; `zoo.convert.calibrate` sets the best ones for the data. Two-sided only.
+    at first the first channels; `zoo.conversion.calibrate` sets the best ones for the data. Two-sided only.
 
     State and cost a head, D = Dv = 64: 2080 x 64 numbers and 274,000 multiplications a token; width 16: 136 x 64 and
     26,000; `la` has 64 x 64 and 8,200. For few tokens N the N x N weights are cheaper and are taken: 128 N.

@@ -1,1 +1,2 @@
-"""Training: model and weights (model), optimiser (optim), losses, checkpoints, the record of a run, and the loop."""
+"""Training: the loop of every run (`loop.py`), image classification (`classification.py`) and `denoising`; the
+optimizer step (`update.py`), checkpoints, processes and the metrics of a run."""

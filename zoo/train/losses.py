@@ -9,7 +9,7 @@ from timm.data import Mixup
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 
-from zoo.convert.match import AttentionMatch, FeatureMatch
+from zoo.conversion.distill import AttentionMatch, FeatureMatch
 from zoo.data.settings import AugmentSettings
 from zoo.train.settings import DistillSettings
 

@@ -11,9 +11,9 @@ from timm.scheduler.scheduler import Scheduler
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from zoo.convert.calls import layers_of
-from zoo.names import unknown_name
-from zoo.train.model import NEW
+from zoo.conversion.hooks import layers_of
+from zoo.errors import unknown_name
+from zoo.models.timm.model_files import NEW
 from zoo.train.settings import OptimSettings, ScheduleSettings
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from zoo.config import one_of
 from zoo.data.settings import AugmentSettings, DataSettings
+from zoo.precision import PRECISIONS
 from zoo.ranges import POSITIVE, SEED, check_ranges
 
 # What may change between the two halves of an interrupted run without changing its result.
@@ -180,7 +181,7 @@ class RunBasics:
     max_skipped: int = 25
 
     def __post_init__(self) -> None:
-        one_of("run.precision", self.precision, ("fp32", "bf16", "fp16"))
+        one_of("run.precision", self.precision, PRECISIONS)
         check_ranges("run", self, seed=SEED, resume="[0, inf)", keep="[1, inf)", max_skipped="[0, inf)")
         if not self.folder:
             raise ValueError("run.folder is empty: name the folder for the results")

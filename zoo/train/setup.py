@@ -9,9 +9,10 @@ from torch import nn
 from zoo.data import BatchPlan, Images, InputSpec, open_images, open_sources
 from zoo.data.samples import seed_everything
 from zoo.data.settings import DataSettings
-from zoo.train.core.processes import place_of, placed
+from zoo.models.timm.model_files import Recipe, load_model, read_recipe, timm_classes
 from zoo.train.losses import Classification, create_mixup
-from zoo.train.model import Recipe, load_model, read_recipe, start, timm_classes
+from zoo.train.model import start
+from zoo.train.processes import place_of, placed
 from zoo.train.settings import TrainSettings
 
 

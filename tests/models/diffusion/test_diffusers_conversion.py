@@ -6,10 +6,10 @@ from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
 from tiny_diffusers import CASES, blocks_for, converted, host, inputs, noise, run, sites
 
 import zoo
-from zoo.backbones.diffusion.sites import ltx_rotation
-from zoo.backbones.registry import REGISTERED_MIXERS
-from zoo.features import TokenRMSNorm
 from zoo.mixers import MIXERS
+from zoo.mixers.layers import TokenRMSNorm
+from zoo.models.diffusers.attention import ltx_rotation
+from zoo.models.timm.registry import REGISTERED_MIXERS
 
 
 @pytest.mark.parametrize("mixer", REGISTERED_MIXERS)

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import hla_kernels
 import zoo
-from zoo.features import norm_tokens
+from zoo.mixers.layers import norm_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

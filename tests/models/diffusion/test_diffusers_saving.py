@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from tiny_diffusers import CASES, blocks_for, converted, host, inputs, run, sites
 
 import zoo
-from zoo.backbones.checkpoints import decode_tag
 from zoo.mixers.hla import AHLA
 from zoo.mixers.poly import Polynomial
+from zoo.models.checkpoint_tags import decode_tag
 
 
 def same(model, again, name) -> bool:

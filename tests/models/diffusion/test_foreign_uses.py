@@ -8,7 +8,7 @@ from tiny_diffusers import close, converted, host, inputs, run, sites
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import zoo
-from zoo.backbones.diffusion.joint import image_mass
+from zoo.models.diffusers.joint import image_mass
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_diffusers import converted, inputs, noise, run
 
-from zoo.backbones.diffusion import joint
-from zoo.backbones.diffusion.joint import image_mass, join_text
+from zoo.models.diffusers import joint
+from zoo.models.diffusers.joint import image_mass, join_text
 
 
 def tokens(n: int, seed: int, width: int = 16) -> torch.Tensor:

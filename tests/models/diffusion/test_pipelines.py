@@ -12,7 +12,7 @@ import torch
 from tiny_diffusers import CASES, build, host, noise
 
 import zoo
-from zoo.backbones.diffusion.folders import convert_folder
+from zoo.models.diffusers.convert_folder import convert_folder
 
 SMALL_VAE = {
     "block_out_channels": (8,),

@@ -26,8 +26,8 @@ from transformers import (
 import zoo.data.latents.extracting as extracting
 from zoo.data.latents import Latents, read_manifest
 from zoo.data.plan import BatchPlan
-from zoo.train.diffusion.loop import DiffusionRun
-from zoo.train.diffusion.model import load_transformer
+from zoo.train.denoising.model import load_transformer
+from zoo.train.denoising.run import DiffusionRun
 
 CPU = torch.device("cpu")
 SMALL = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2}

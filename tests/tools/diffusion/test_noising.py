@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from zoo.train.diffusion.noising import DDPM, FlowMatching
-from zoo.train.diffusion.samples import Manner, sample
+from zoo.diffusion.call import Manner
+from zoo.diffusion.objectives import DDPM, FlowMatching
+from zoo.diffusion.preview import sample
 
 
 def data(seed=0, n=5):

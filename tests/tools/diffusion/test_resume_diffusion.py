@@ -14,10 +14,10 @@ from tiny_runs import tiny, tree
 from tiny_video import SIZES
 
 from zoo import config
-from zoo.train.core.clock import MEASURED
-from zoo.train.diffusion.loop import DiffusionRun
-from zoo.train.diffusion.settings import DiffusionSettings
-from zoo.train.record import read_rows
+from zoo.timer import MEASURED
+from zoo.train.denoising.run import DiffusionRun
+from zoo.train.denoising.settings import DiffusionSettings
+from zoo.train.metrics_log import read_rows
 
 EVERYTHING: dict[str, Any] = {  # whatever draws random numbers or keeps a state
     "objective": {"kind": "ddpm"},

@@ -12,11 +12,11 @@ from PIL import Image
 from tiny_runs import tiny
 
 import zoo
-from zoo.convert.match import AttentionMatch, relative_distance
-from zoo.train.diffusion.loop import DiffusionRun
-from zoo.train.diffusion.model import attention_layers, initialise, load_transformer
-from zoo.train.diffusion.rehearsal import rehearse
-from zoo.train.record import read_rows
+from zoo.conversion.distill import AttentionMatch, relative_distance
+from zoo.train.denoising.dry_run import rehearse
+from zoo.train.denoising.model import attention_layers, initialise, load_transformer
+from zoo.train.denoising.run import DiffusionRun
+from zoo.train.metrics_log import read_rows
 
 
 @pytest.fixture(scope="module")

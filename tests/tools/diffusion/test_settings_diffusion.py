@@ -7,12 +7,13 @@ from conftest import ROOT, run_tool
 from tiny_runs import tiny
 
 from zoo import config
+from zoo.diffusion.objectives import create_objective
+from zoo.diffusion.schedulers import scheduler_to_save
+from zoo.diffusion.settings import ObjectiveSettings
 from zoo.mixers import MIXERS, build_mixer
-from zoo.train.diffusion.loop import DiffusionRun
-from zoo.train.diffusion.model import load_transformer
-from zoo.train.diffusion.noising import create_objective
-from zoo.train.diffusion.schedulers import scheduler_to_save
-from zoo.train.diffusion.settings import DiffusionSettings, ObjectiveSettings
+from zoo.train.denoising.model import load_transformer
+from zoo.train.denoising.run import DiffusionRun
+from zoo.train.denoising.settings import DiffusionSettings
 
 CONFIGS = [file for folder in ("dit", "t2i", "video") for file in sorted((ROOT / "configs" / folder).rglob("*.yaml"))]
 WITH_RESOLUTION = {"use_additional_conditions": True, "cross_attention_dim": 16, "caption_channels": 8}

@@ -10,12 +10,12 @@ from test_video_runs import settings, words
 from tiny_video import clips_on_disk, tiny_pipeline, tiny_wan
 
 import zoo
-from zoo.eval.generation.sampling import open_sampler
-from zoo.eval.generation.settings import SampleOptions
-from zoo.train.diffusion.loop import DiffusionRun
-from zoo.train.diffusion.noising import FlowMatching, create_objective
-from zoo.train.diffusion.rehearsal import rehearse
-from zoo.train.diffusion.settings import ObjectiveSettings
+from zoo.diffusion.objectives import FlowMatching, create_objective
+from zoo.diffusion.settings import ObjectiveSettings
+from zoo.eval.sample_settings import SampleOptions
+from zoo.eval.sampling import open_sampler
+from zoo.train.denoising.dry_run import rehearse
+from zoo.train.denoising.run import DiffusionRun
 
 BOUNDARY = 0.7
 

@@ -10,13 +10,13 @@ from tiny_video import SIZES, WORDS, clips_on_disk, tiny_pipeline, tiny_wan
 import zoo
 from zoo import config
 from zoo.data.video.files import about, read_frames
-from zoo.eval.generation.videos import class_tokens, contact_sheet, grid_video
-from zoo.train.diffusion.loop import DiffusionRun
-from zoo.train.diffusion.noising import FlowMatching
-from zoo.train.diffusion.rehearsal import rehearse
-from zoo.train.diffusion.samples import manner_of, predict
-from zoo.train.diffusion.settings import DiffusionSettings
-from zoo.train.record import read_rows
+from zoo.diffusion.call import class_tokens, manner_of, predict
+from zoo.diffusion.objectives import FlowMatching
+from zoo.diffusion.preview import contact_sheet, grid_video
+from zoo.train.denoising.dry_run import rehearse
+from zoo.train.denoising.run import DiffusionRun
+from zoo.train.denoising.settings import DiffusionSettings
+from zoo.train.metrics_log import read_rows
 
 PIXELS = {
     "model": {"kind": "wan", "kwargs": {**SIZES, "patch_size": [1, 4, 4]}},

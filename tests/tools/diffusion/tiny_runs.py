@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo import config
-from zoo.train.diffusion.settings import DiffusionSettings
+from zoo.train.denoising.settings import DiffusionSettings
 
 TINY: dict[str, Any] = {
     "model": {"kwargs": {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8, "patch_size": 2}},

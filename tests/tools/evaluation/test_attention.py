@@ -9,10 +9,10 @@ import timm
 import torch
 from conftest import tiny
 
-from zoo.convert import convert
 from zoo.eval.attention import Attention, attention_matrix, attentions
 from zoo.eval.attention.probes import measures
-from zoo.train.loop import Trainer
+from zoo.models.convert import convert
+from zoo.train.classification import Trainer
 
 SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 7}
 

@@ -16,10 +16,10 @@ from zoo.data import Batch
 from zoo.eval import compare as compare_module
 from zoo.eval.accuracy import Predictions, predict
 from zoo.eval.compare import compare
-from zoo.eval.labels import load_real_labels, numeric_classes, real_accuracy
+from zoo.eval.imagenet_labels import load_real_labels, numeric_classes, real_accuracy
 from zoo.eval.paired import paired_difference
 from zoo.eval.settings import EvalSettings
-from zoo.train.loop import Trainer
+from zoo.train.classification import Trainer
 
 SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 7}
 

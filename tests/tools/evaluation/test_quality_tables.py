@@ -4,8 +4,8 @@ import runpy
 
 from PIL import Image
 
+from benchmarks import quality_plots
 from tests.tools.conftest import ROOT
-from zoo.eval import pictures
 
 TABLES = runpy.run_path(str(ROOT / "docs" / "readme_tables.py"))
 
@@ -76,8 +76,8 @@ def test_the_picture_has_a_panel_for_each_experiment_and_counts_the_layers_kept(
     rows += [row("softmax", "control", 0, 61.0)]
     held_out = [each | {"data": "d, 9 held out", "experiment": "choices"} for each in rows]
     seen = []
-    monkeypatch.setattr(pictures, "_plain", seen.append)
-    pictures.draw_quality({"rows": rows + held_out}, tmp_path / "quality.png")
+    monkeypatch.setattr(quality_plots, "_plain", seen.append)
+    quality_plots.draw_quality({"rows": rows + held_out}, tmp_path / "quality.png")
     assert Image.open(tmp_path / "quality.png").format == "PNG"
     (kept,) = seen
     assert [list(line.get_ydata()) for line in kept.lines] == [[-6.0, -4.0, -2.0], [0, 0]]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zoo.eval.generation.extractors import ModuleExtractor
+from zoo.eval.fid.extractors import ModuleExtractor
 
 DIM = 6
 

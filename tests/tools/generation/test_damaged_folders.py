@@ -7,9 +7,9 @@ import diffusers
 import pytest
 import torch
 
-from zoo.backbones.diffusion.folders import convert_folder
-from zoo.eval.generation.loading import open_model
-from zoo.train.diffusion.model import load_transformer
+from zoo.diffusion.loading import open_model
+from zoo.models.diffusers.convert_folder import convert_folder
+from zoo.train.denoising.model import load_transformer
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny_diffusion import tiny_pixels
 
-from zoo.eval.generation.loading import open_model
+from zoo.diffusion.loading import open_model
 
 
 @pytest.mark.parametrize(

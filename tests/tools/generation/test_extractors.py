@@ -9,9 +9,10 @@ from conftest import tiny
 from safetensors.torch import save_file
 from small_images import noise_images, small_extractor
 
-from zoo.eval.generation import Inception, ModuleExtractor, open_extractor
-from zoo.eval.generation.extractors import timm_extractor, weights_hash
-from zoo.train.loop import Trainer
+from zoo.eval.fid import Inception, ModuleExtractor, open_extractor
+from zoo.eval.fid.extractors import timm_extractor
+from zoo.io import weights_hash
+from zoo.train.classification import Trainer
 
 N = 2  # images; the network is large
 

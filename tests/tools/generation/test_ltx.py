@@ -15,12 +15,12 @@ from zoo.data.latents.settings import ExtractSettings
 from zoo.data.video import Clips, ClipShape, MovingDigits
 from zoo.data.video.digits import write_moving_digits
 from zoo.data.video.files import about
-from zoo.eval.generation.sampling import open_sampler, run
-from zoo.eval.generation.settings import SampleOptions, SampleSettings
-from zoo.train.diffusion.loop import DiffusionRun
-from zoo.train.diffusion.samples import manner_of, predict
-from zoo.train.diffusion.settings import DiffusionSettings
-from zoo.train.record import read_rows
+from zoo.diffusion.call import manner_of, predict
+from zoo.eval.sample_settings import SampleOptions, SampleSettings
+from zoo.eval.sampling import open_sampler, run
+from zoo.train.denoising.run import DiffusionRun
+from zoo.train.denoising.settings import DiffusionSettings
+from zoo.train.metrics_log import read_rows
 
 TRANSFORMER = {
     "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 3, "in_channels": 8, "out_channels": 8,

@@ -23,13 +23,13 @@ from tiny_diffusion import tiny_dit, tiny_pipeline, tiny_pixels, tiny_text_pipel
 import zoo
 from zoo.data.latents.extracting import Pictures
 from zoo.data.latents.settings import ImageSettings
-from zoo.eval.generation import FidOptions, score
-from zoo.eval.generation.loading import open_model, open_scheduler
-from zoo.eval.generation.outputs import open_output
-from zoo.eval.generation.samplers import ClassSampler, batches, check_resolution, to_uint8
-from zoo.eval.generation.sampling import open_sampler, run
-from zoo.eval.generation.settings import SampleOptions, SampleSettings
-from zoo.train.diffusion.model import save_transformer
+from zoo.diffusion.loading import open_model, open_scheduler
+from zoo.diffusion.samplers import ClassSampler, batches, check_resolution, to_uint8
+from zoo.eval.fid import FidOptions, score
+from zoo.eval.sample_settings import SampleOptions, SampleSettings
+from zoo.eval.sample_writers import open_output
+from zoo.eval.sampling import open_sampler, run
+from zoo.train.denoising.model import save_transformer
 
 
 def difference(a, b):

@@ -8,10 +8,10 @@ from tiny_diffusion import tiny_dit, tiny_text_pipeline
 from torch import nn
 
 import zoo
-from zoo.eval.generation.loading import compile_blocks
-from zoo.eval.generation.sampling import open_sampler, run
-from zoo.eval.generation.settings import SampleOptions
-from zoo.train.diffusion.model import save_transformer
+from zoo.diffusion.loading import compile_blocks
+from zoo.eval.sample_settings import SampleOptions
+from zoo.eval.sampling import open_sampler, run
+from zoo.train.denoising.model import save_transformer
 
 
 @pytest.fixture

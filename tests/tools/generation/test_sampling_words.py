@@ -4,7 +4,7 @@ import pytest
 from conftest import ROOT
 
 from zoo import config
-from zoo.eval.generation.settings import SampleSettings
+from zoo.eval.sample_settings import SampleSettings
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,9 @@ import pytest
 import torch
 from small_images import DIM, SmallNetwork, noise_images, small_extractor
 
-from zoo.eval.generation import FidOptions, score
-from zoo.eval.generation.scores import (
-    extrapolate,
-    frechet_distance,
-    inception_score,
-    kernel_distance,
-    precision_recall,
-)
-from zoo.eval.generation.statistics import Gaussian, Moments
+from zoo.eval.fid import FidOptions, score
+from zoo.eval.fid.scores import extrapolate, frechet_distance, inception_score, kernel_distance, precision_recall
+from zoo.eval.fid.statistics import Gaussian, Moments
 
 pytest.importorskip("torch_fidelity", reason="it comes with hla-zoo[eval]")
 

@@ -11,10 +11,11 @@ from PIL import Image
 from safetensors.torch import save_file
 from small_images import SmallNetwork, noise_images, save_npz, small_extractor
 
-from zoo.eval.generation import FidOptions, ModuleExtractor, load_statistics, reference_statistics, score
-from zoo.eval.generation.extractors.extract import extract
-from zoo.eval.generation.images import center_crop, open_images
-from zoo.train.loop import Trainer
+from zoo.data.transforms import center_crop
+from zoo.eval.fid import FidOptions, ModuleExtractor, load_statistics, reference_statistics, score
+from zoo.eval.fid.features import extract
+from zoo.eval.fid.images import open_images
+from zoo.train.classification import Trainer
 
 pytest.importorskip("torch_fidelity", reason="it comes with hla-zoo[eval]")
 

@@ -6,8 +6,8 @@ import pytest
 from conftest import ROOT
 from PIL import Image
 
-from zoo.eval.speed import models, peers, pictures, report
-from zoo.eval.speed.shapes import OPS, SHAPES
+from benchmarks import models, peers, plots, report
+from benchmarks.shapes import OPS, SHAPES
 
 MULTIPOLE = {"grid": [1, 1], "blocks": [8, 8], "radius": 2, "degree": 1}
 
@@ -107,7 +107,7 @@ def test_pictures(draw, made, tmp_path):
     result = made()
     if draw == "draw_models":  # a model without rows of a type of weights has no panel there
         result["rows"].append(result["rows"][0] | {"model": "dit_xl2", "mode": "train", "weights": "float32"})
-    getattr(pictures, draw)(result, tmp_path / "docs" / "a.png")
+    getattr(plots, draw)(result, tmp_path / "docs" / "a.png")
     assert min(Image.open(tmp_path / "docs" / "a.png").size) > 400
 
 

@@ -11,10 +11,10 @@ from conftest import run_tool
 from torch.autograd import DeviceType
 
 import hla_kernels
-from zoo.eval.speed import check as checking
-from zoo.eval.speed import formulas, kernels, models, peers, report, rows, timing
-from zoo.eval.speed.profile import part_of, times
-from zoo.eval.speed.shapes import ALL_SHAPES, OPS, PASSES, SHAPES, floor_bytes, floor_us
+from benchmarks import check as checking
+from benchmarks import formulas, models, operators, peers, report, rows, timing
+from benchmarks.profile import part_of, times
+from benchmarks.shapes import ALL_SHAPES, OPS, PASSES, SHAPES, floor_bytes, floor_us
 
 RATE = 4.27e12  # bytes per second of a copy; the floors below were worked out by hand for it
 
@@ -237,8 +237,8 @@ def test_a_kernel_counts_once_for_the_operator_that_launched_it():
         record(7, "cuLaunchKernelEx", 220, 230, linked=6),
         record(8, "Optimizer.step", 1000, 2000, region=True),
     ]
-    kernels = [work(2, 1), work(4, 2), work(6, 4), work(0, 8), work(8, 50, region=True)]
-    assert times([*kernels, *calls]) == {"matmul": 2.0, "attention": 4.0, "rest": 9.0}
+    operators = [work(2, 1), work(4, 2), work(6, 4), work(0, 8), work(8, 50, region=True)]
+    assert times([*operators, *calls]) == {"matmul": 2.0, "attention": 4.0, "rest": 9.0}
 
 
 def test_rows_of_two_runs_are_merged(tmp_path):
@@ -269,7 +269,7 @@ def test_row_form():
     case = peers.Case("vit224", "ahla", "ours", tuple(peers.OPTIONS["elu1_ratio"].items()))
     checked = checking.Checked({"forward": 0.0012345, "forward_backward": 0.002}, dict.fromkeys(PASSES, 1.5), "triton")
     measured = {"pass": "forward", "us": 50.0, "timer": "graph", "peak_mib": 3.0}
-    row = kernels.case_row(case) | kernels.kernel_values(case, checked, 4.27e12, measured)
+    row = operators.case_row(case) | operators.kernel_values(case, checked, 4.27e12, measured)
     assert {"op", "impl", "shape", "options", "pass", "us", "floor_us", "rel_err"} <= row.keys()
     assert row["shape"] == [256, 6, 197, 64] and row["options"] == {"feature_map": "elu1", "normalize": True}
     assert row["floor_us"] == 36.28 and row["rel_err"] == 0.00123 and row["ran"] == "triton"
@@ -305,6 +305,6 @@ def test_without_a_gpu_it_says_so_in_one_sentence():
 
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="workers must be 1 or more, got 0"):
-        replace(kernels.KernelSettings(), workers=0)
+        replace(operators.KernelSettings(), workers=0)
     with pytest.raises(ValueError, match="unknown mixer 'alha'"):
         models.ModelSettings(mixers=["alha"])

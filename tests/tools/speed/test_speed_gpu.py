@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import hla_kernels
-from zoo.eval.speed import check, kernels, peers
-from zoo.eval.speed.profile import shares
-from zoo.eval.speed.timing import copy_rate, measure, peak_mib
+from benchmarks import check, operators, peers
+from benchmarks.profile import shares
+from benchmarks.timing import copy_rate, measure, peak_mib
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,5 +100,5 @@ def test_a_case_is_right_and_timed(impl):
     (case, *_) = peers.cases(["vit224"], ["ahla"], [impl], ["identity"])
     found = check.check(case)
     assert found.problem is None and max(found.rel_err.values()) < 1e-2
-    (forward, both) = (values for _, values in kernels.timed([case]))
+    (forward, both) = (values for _, values in operators.timed([case]))
     assert 0 < forward["us"] < both["us"] and forward["timer"] == "graph" and forward["warm_us"] > 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zoo.eval.speed import models
+from benchmarks import models
 
 
 class Outside(TorchDispatchMode):

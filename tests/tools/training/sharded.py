@@ -19,12 +19,12 @@ from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from conftest import tiny
 
 from zoo.config import from_tree
-from zoo.train.core.processes import create_accelerator, part, placed
-from zoo.train.diffusion.loop import DiffusionRun
-from zoo.train.diffusion.model import without_label_dropout
-from zoo.train.diffusion.rehearsal import rehearse
-from zoo.train.diffusion.settings import DiffusionSettings
-from zoo.train.loop import Trainer
+from zoo.train.classification import Trainer
+from zoo.train.denoising.dry_run import rehearse
+from zoo.train.denoising.model import without_label_dropout
+from zoo.train.denoising.run import DiffusionRun
+from zoo.train.denoising.settings import DiffusionSettings
+from zoo.train.processes import create_accelerator, part, placed
 from zoo.train.settings import TrainSettings
 
 KINDS = {"image": (Trainer, TrainSettings), "diffusion": (DiffusionRun, DiffusionSettings)}

@@ -9,10 +9,10 @@ import torch
 from conftest import tiny
 from safetensors.torch import load_file, save_file
 
-from zoo.train.core.checkpoint import list_checkpoints
-from zoo.train.core.manifest import MANIFEST, write_manifest
-from zoo.train.loop import Trainer
-from zoo.train.record import read_rows
+from zoo.train.checkpoint import list_checkpoints
+from zoo.train.checkpoint_manifest import MANIFEST, write_manifest
+from zoo.train.classification import Trainer
+from zoo.train.metrics_log import read_rows
 
 FILES = ("model.safetensors", "ema.safetensors", "state.pt")
 SETTINGS = {"optim": {"ema": 0.9}, "schedule": {"epochs": 1}}  # 10 steps

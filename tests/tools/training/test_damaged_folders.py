@@ -10,9 +10,9 @@ import torch
 from conftest import tiny
 from safetensors.torch import load_file, save_file
 
-from zoo.train.core.checkpoint import list_checkpoints
-from zoo.train.core.manifest import MANIFEST, write_manifest
-from zoo.train.loop import Trainer
+from zoo.train.checkpoint import list_checkpoints
+from zoo.train.checkpoint_manifest import MANIFEST, write_manifest
+from zoo.train.classification import Trainer
 
 
 def settings(folder: Path, resume: bool = True):

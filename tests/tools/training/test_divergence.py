@@ -9,12 +9,12 @@ from conftest import TINY, run_tool, tiny
 from safetensors.torch import load_file, save_file
 
 from zoo import config
-from zoo.train.core.checkpoint import list_checkpoints
-from zoo.train.core.errors import TrainingFailed
-from zoo.train.core.manifest import MANIFEST, write_manifest
-from zoo.train.core.update import Updater
-from zoo.train.loop import Trainer
-from zoo.train.record import read_rows
+from zoo.errors import TrainingFailed
+from zoo.train.checkpoint import list_checkpoints
+from zoo.train.checkpoint_manifest import MANIFEST, write_manifest
+from zoo.train.classification import Trainer
+from zoo.train.metrics_log import read_rows
+from zoo.train.update import Updater
 
 
 def steps(run: Path) -> list[int]:

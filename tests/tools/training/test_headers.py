@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from zoo.data.settings import DataSettings
 from zoo.data.transforms import InputSpec
-from zoo.train.loop import Trainer
-from zoo.train.model import HEADER, load_model, read_recipe
+from zoo.models.timm.model_files import HEADER, load_model, read_recipe
+from zoo.train.classification import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from zoo import config
 from zoo.files import naming, replacing, replacing_folder, sweep
 from zoo.locks import LOCK, FolderLock
-from zoo.train.core.checkpoint import list_checkpoints
-from zoo.train.loop import Trainer
-from zoo.train.record import read_rows
+from zoo.train.checkpoint import list_checkpoints
+from zoo.train.classification import Trainer
+from zoo.train.metrics_log import read_rows
 
 GONE = 2**22 + 1  # no process has this number: Linux numbers them up to 2^22
 LIMITED = (  # a Python that runs a tool with a limit on the size of files, in bytes
@@ -80,7 +80,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(tmp_path):
 AGREE = """
 import os, signal, sys, time
 from accelerate import Accelerator
-from zoo.train.core.stop import Stop
+from zoo.train.stop import Stop
 accelerator = Accelerator(cpu=True)
 with Stop(accelerator) as stop:
     for step in range(1, 40):

@@ -8,8 +8,8 @@ import timm
 import torch
 from torch import nn
 
-from zoo.train.loop import Trainer
-from zoo.train.patches import PatchProduct, patches_as_products
+from zoo.models.timm.patches import PatchProduct, patches_as_products
+from zoo.train.classification import Trainer
 
 
 @pytest.mark.parametrize("layout", (torch.contiguous_format, torch.channels_last))

@@ -12,9 +12,9 @@ from conftest import TINY, run_tool, start_tool, tiny, wait_for_step
 from safetensors.torch import load_file
 
 from zoo import config
-from zoo.train.core.checkpoint import list_checkpoints
-from zoo.train.loop import Trainer
-from zoo.train.record import Record, read_rows
+from zoo.train.checkpoint import list_checkpoints
+from zoo.train.classification import Trainer
+from zoo.train.metrics_log import Record, read_rows
 
 EVERYTHING = {  # whatever draws random numbers or keeps a state
     "augment": {"mixup": 0.4, "cutmix": 1.0, "crop": "resized", "auto": "rand-m5-inc1", "erase": 0.2, "jitter": 0.2},

@@ -19,14 +19,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from zoo import config
-from zoo.train.core import processes
-from zoo.train.core.checkpoint import list_checkpoints
-from zoo.train.core.clock import MEASURED
-from zoo.train.core.processes import create_accelerator
-from zoo.train.diffusion.loop import DiffusionRun
-from zoo.train.diffusion.model import load_transformer
-from zoo.train.diffusion.settings import DiffusionSettings
-from zoo.train.record import read_rows
+from zoo.timer import MEASURED
+from zoo.train import processes
+from zoo.train.checkpoint import list_checkpoints
+from zoo.train.denoising.model import load_transformer
+from zoo.train.denoising.run import DiffusionRun
+from zoo.train.denoising.settings import DiffusionSettings
+from zoo.train.metrics_log import read_rows
+from zoo.train.processes import create_accelerator
 
 HERE = Path(__file__).parent
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None

@@ -15,12 +15,12 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from zoo import config
-from zoo.convert.match import FeatureMatch
-from zoo.train.loop import Trainer
+from zoo.conversion.distill import FeatureMatch
+from zoo.models.timm.model_files import load_model, read_recipe
+from zoo.train.classification import Trainer
 from zoo.train.losses import distillation_loss
-from zoo.train.model import load_model, read_recipe
+from zoo.train.metrics_log import read_rows
 from zoo.train.optim import create_optimizer, create_schedule, parameter_groups
-from zoo.train.record import read_rows
 from zoo.train.settings import OptimSettings, ScheduleSettings
 
 STEPS = {"schedule": {"epochs": 1}, "data": {"batch_size": 200}}  # 5 steps

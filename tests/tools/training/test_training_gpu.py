@@ -15,9 +15,9 @@ from conftest import ROOT, TINY, run_tool, stop_before, tiny
 from safetensors.torch import load_file
 
 from zoo import config
-from zoo.train.core.checkpoint import list_checkpoints
-from zoo.train.loop import Trainer
-from zoo.train.record import read_rows
+from zoo.train.checkpoint import list_checkpoints
+from zoo.train.classification import Trainer
+from zoo.train.metrics_log import read_rows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,18 +9,18 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
-import zoo.train.model as model_module
+import zoo.models.timm.model_files as model_module
 from zoo.data import LoadedImages, open_source
 from zoo.data.settings import AugmentSettings
 from zoo.data.sources import Digits
 from zoo.data.transforms import InputSpec, train_transform
 from zoo.mixers.hla import AHLA
-from zoo.train.core.update import Updater
-from zoo.train.loop import Trainer
-from zoo.train.model import Recipe, build, save_weights
+from zoo.models.timm.model_files import Recipe, build, save_weights
+from zoo.train.classification import Trainer
+from zoo.train.metrics_log import read_rows
 from zoo.train.optim import create_schedule
-from zoo.train.record import read_rows
 from zoo.train.settings import ScheduleSettings
+from zoo.train.update import Updater
 
 SPEC = InputSpec(size=(8, 8), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
 STEPS = {"schedule": {"epochs": 1}, "data": {"batch_size": 100}}  # 10 steps

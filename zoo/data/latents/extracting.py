@@ -27,9 +27,9 @@ from zoo.data.loader import Loader
 from zoo.data.progress import progress
 from zoo.data.rows import load_rows, undecoded
 from zoo.data.sources import open_source
+from zoo.data.transforms import center_crop
 from zoo.data.video.clips import Clips, ClipShape
 from zoo.data.video.digits import MovingDigits
-from zoo.eval.generation.images import center_crop
 
 Item = tuple[int, Tensor, Any]  # number, image [3, H, W] or clip [3, T, H, W] in [-1, 1], label or caption
 

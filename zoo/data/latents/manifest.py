@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from zoo.files import replacing
+from zoo.io import write_json
 
 MANIFEST, PLAN, NULL = "manifest.json", "plan.json", "null.safetensors"
 
@@ -80,11 +81,11 @@ class Writer:
             begun = json.loads(file.read_text())
             wrong = sorted(k for k, v in asdict(plan).items() if begun.get(k) != v)
             if not (folder / shard_name(0)).is_file():  # nothing was made by the other plan
-                _write_json(asdict(plan), file)
+                write_json(asdict(plan), file)
             elif wrong:
                 raise ValueError(f"{folder} was begun with another {', '.join(wrong)}: choose another folder")
         else:
-            _write_json(asdict(plan), file)
+            write_json(asdict(plan), file)
         self.done: list[int] = []
         self.next_number = 0
         while (shard := folder / shard_name(len(self.done))).is_file():
@@ -105,7 +106,7 @@ class Writer:
     def finish(self) -> Manifest:
         """Write the manifest: from now on the folder can be trained on."""
         whole = replace(self.plan, shards=self.done)
-        _write_json(asdict(whole), self.folder / MANIFEST)
+        write_json(asdict(whole), self.folder / MANIFEST)
         return whole
 
 
@@ -133,8 +134,3 @@ def open_tensors(file: Path) -> Any:
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
     with replacing(file) as temporary:
         save_file({k: v.contiguous() for k, v in tensors.items()}, temporary)
-
-
-def _write_json(content: Any, file: Path) -> None:
-    with replacing(file) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")

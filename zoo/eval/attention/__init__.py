@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zoo.backbones.sites import Site
-from zoo.convert import swap
+from zoo.errors import unknown_name
 from zoo.grid import Grid
-from zoo.names import unknown_name
+from zoo.models.convert import swap
+from zoo.models.timm.attention import Site
 
 
 class Attention(NamedTuple):

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zoo.convert.dependence import token_share
+from zoo.conversion.dependence import token_share
 from zoo.data import Source
 from zoo.data.transforms import eval_transform
 from zoo.eval.attention import Attention, attentions
-from zoo.eval.attention.pictures import Maps, draw_maps, draw_profile
+from zoo.eval.attention.plots import Maps, draw_maps, draw_profile
 from zoo.eval.compare import Candidate, open_candidates
 from zoo.eval.settings import EvalSettings
 from zoo.files import replacing
@@ -58,7 +58,7 @@ def measures(found: Attention) -> dict[str, Tensor]:
     rank: singular values above N times float32's epsilon times the largest one.  effective_rank: exp of the entropy of
     the singular values as parts of their sum (Roy and Vetterli, The effective rank, 2007, Definition 1).  entropy: mean
     over the query tokens of the entropy in nats of |W| as parts of its row sum; log N for a mean over all tokens.
-    token_share: what part of the output differs between tokens (`zoo.convert.dependence`).
+    token_share: what part of the output differs between tokens (`zoo.conversion.dependence`).
     """
     w = found.weights.double()
     values = torch.linalg.svdvals(w)

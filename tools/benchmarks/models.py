@@ -1,0 +1,344 @@
+"""The model tables: whole models, inference and training steps, softmax against linear mixers.
+
+The same for all mixers: batch sizes, bfloat16 weights for inference, a fused AdamW for training, whose weights are
+float32 under bfloat16 autocast or bfloat16 themselves (then so are the residual stream and AdamW's averages), and,
+where compiled, every block compiled by itself (the blocks share one compilation) and what of a ViT lies around them;
+inductor measures the tiles of what it fuses. Patches of a ViT are embedded by a product of matrices, compiled or not
+(`zoo.models.timm.patches`). Weights and inputs are random. Batches keep an H200 busy for longer than a host needs to
+launch a step. A mixer with a pattern behind it, such as "ahla every:3", keeps softmax in these blocks.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+import zoo
+from benchmarks import rows
+from benchmarks.operators import need_gpu, package_versions
+from benchmarks.profile import shares
+from zoo.errors import unknown_name
+from zoo.models.convert import swap
+from zoo.models.timm.patches import patches_as_products
+
+MODES = ("infer", "train")
+MIXERS = ("softmax", "ahla", "hla2")
+WEIGHTS = ("float32", "bfloat16")
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+VIDEO_MIXERS = ("softmax", "ahla every:3", "ahla", "mhla every:3", "mhla", "la")
+SECONDS, WARM_UP, LEAST_STEPS = 1.0, 3, 4
+COMPILE: dict[str, Any] = {"dynamic": False, "options": {"max_autotune_pointwise": True}}
+WAN_FRAMES, WAN_WIDTH = 21, 832  # latent frames of 81, and pixels a line
+
+
+class Family(NamedTuple):
+    """A model of the table. build: (mixer, pixels) -> model on the current device; blocks: its attribute;
+    batch: samples a step, by pixels; around: attributes that run before and after the blocks."""
+
+    build: Callable[[str, int], nn.Module]
+    inputs: Callable[[int, int], dict[str, Tensor]]
+    blocks: str
+    tokens: Callable[[int], int]
+    batch: dict[int, int]
+    around: tuple[str, ...] = ()
+
+
+def _vit(mixer: str, size: int) -> nn.Module:
+    name = "vit_small_patch16_224" if mixer == "softmax" else f"vit_{mixer}_small_patch16_224"
+    return patches_as_products(timm.create_model(name, img_size=size))
+
+
+def _vit_inputs(batch: int, size: int) -> dict[str, Tensor]:
+    images = torch.randn(batch, 3, size, size, device="cuda")
+    return {"x": images, "target": torch.randint(1000, (batch,), device="cuda")}
+
+
+def _converted(model: Any, mixer: str, **blocks: Any) -> nn.Module:
+    name, _, keep = mixer.partition(" ")
+    if name != "softmax":
+        swap(model, name, keep_softmax=keep or None, **(blocks if name == "mhla" else {}))
+    return model
+
+
+def _dit(mixer: str, size: int) -> nn.Module:
+    from diffusers import DiTTransformer2DModel
+
+    return _converted(DiTTransformer2DModel(num_layers=28, sample_size=size // 8, out_channels=8), mixer)
+
+
+def _dit_inputs(batch: int, size: int) -> dict[str, Tensor]:
+    latent = size // 8
+    return {
+        "hidden_states": torch.randn(batch, 4, latent, latent, device="cuda"),
+        "timestep": torch.randint(1000, (batch,), device="cuda"),
+        "class_labels": torch.randint(1000, (batch,), device="cuda"),
+        "target": torch.randn(batch, 8, latent, latent, device="cuda"),
+    }
+
+
+def _pixart(mixer: str, size: int) -> nn.Module:
+    from diffusers import PixArtTransformer2DModel
+
+    sizes: dict[str, Any] = {"sample_size": size // 8, "caption_channels": 4096, "use_additional_conditions": False}
+    return _converted(PixArtTransformer2DModel(**sizes), mixer)
+
+
+def _pixart_inputs(batch: int, size: int) -> dict[str, Tensor]:
+    inputs = _dit_inputs(batch, size)
+    del inputs["class_labels"]
+    return inputs | {"encoder_hidden_states": torch.randn(batch, 300, 4096, device="cuda")}
+
+
+def _wan(mixer: str, size: int) -> nn.Module:
+    from diffusers import WanTransformer3DModel
+
+    sizes: dict[str, Any] = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # Wan2.1-T2V-1.3B
+    model: Any = _converted(WanTransformer3DModel(**sizes), mixer, blocks=[3, 5, 10])  # of MHLA's release
+    model.enable_gradient_checkpointing()
+    return model
+
+
+def _wan_inputs(batch: int, size: int) -> dict[str, Tensor]:
+    video = batch, 16, WAN_FRAMES, size // 8, WAN_WIDTH // 8
+    return {
+        "hidden_states": torch.randn(*video, device="cuda"),
+        "timestep": torch.randint(1000, (batch,), device="cuda"),
+        "encoder_hidden_states": torch.randn(batch, 512, 4096, device="cuda"),
+        "target": torch.randn(*video, device="cuda"),
+    }
+
+
+MODELS = {
+    "vit_small": Family(
+        _vit,
+        _vit_inputs,
+        "blocks",
+        lambda size: (size // 16) ** 2 + 1,
+        {224: 1024, 512: 256, 1024: 64},
+        ("patch_embed", "_pos_embed", "norm", "forward_head"),
+    ),
+    "dit_xl2": Family(
+        _dit, _dit_inputs, "transformer_blocks", lambda size: (size // 16) ** 2, {256: 128, 512: 32, 1024: 8}
+    ),
+    "pixart_sigma": Family(_pixart, _pixart_inputs, "transformer_blocks", lambda size: (size // 16) ** 2, {2048: 1}),
+    "wan_1.3b": Family(
+        _wan, _wan_inputs, "blocks", lambda size: WAN_FRAMES * (size // 16) * (WAN_WIDTH // 16), {480: 1}
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which part of the model table to measure; the rows are merged into the file.
+
+    models: of vit_small (timm, patches of 16), and of diffusers, with latents of an eighth and patches of 2: dit_xl2,
+      pixart_sigma and wan_1.3b (81 frames, 832 pixels wide, trained with gradient checkpointing)
+    sizes: pixels of a side; empty for all (ViT 224, 512, 1024; DiT 256, 512, 1024; PixArt 2048; Wan 480 high)
+    modes: infer, train
+    weights: of training, float32 (under bfloat16 autocast) and bfloat16 (timm's --model-dtype); inference has bfloat16
+    mixers: softmax, and mixers of the zoo with their defaults; "ahla every:3" keeps softmax in each third block
+    compiled: without and with torch.compile
+    json: result file to add to
+    picture: PNG to draw from the whole file
+    """
+
+    models: list[str] = field(default_factory=lambda: ["vit_small", "dit_xl2"])
+    sizes: list[int] = field(default_factory=list)
+    modes: list[str] = field(default_factory=lambda: list(MODES))
+    weights: list[str] = field(default_factory=lambda: list(WEIGHTS))
+    mixers: list[str] = field(default_factory=lambda: list(MIXERS))
+    compiled: list[bool] = field(default_factory=lambda: [False, True])
+    json: str = "docs/results/models-h200.json"
+    picture: str = "docs/pictures/models-h200.png"
+
+    def __post_init__(self) -> None:
+        known_words = {"models": MODELS, "modes": MODES, "weights": WEIGHTS, "mixers": zoo.mixers.MIXERS}
+        for key, allowed in known_words.items():
+            for word in getattr(self, key):
+                name = word.partition(" ")[0] if key == "mixers" else word
+                if name not in allowed:
+                    raise unknown_name(key.removesuffix("s"), name, allowed)
+        known = {size for family in MODELS.values() for size in family.batch}
+        if wrong := set(self.sizes) - known:
+            raise ValueError(f"sizes must be among {sorted(known)}, got {min(wrong)}")
+
+
+@dataclass(frozen=True)
+class VideoSettings(ModelSettings):
+    """Which part of the table of large models to measure, Wan2.1-1.3B first; keys as in `models`."""
+
+    models: list[str] = field(default_factory=lambda: ["wan_1.3b", "dit_xl2", "pixart_sigma"])
+    sizes: list[int] = field(default_factory=lambda: [480, 1024, 2048])
+    modes: list[str] = field(default_factory=lambda: ["infer"])
+    weights: list[str] = field(default_factory=lambda: ["float32"])
+    mixers: list[str] = field(default_factory=lambda: list(VIDEO_MIXERS))
+    compiled: list[bool] = field(default_factory=lambda: [True])
+    json: str = "docs/results/video-h200.json"
+    picture: str = "docs/pictures/video-h200.png"
+
+
+class Setup(NamedTuple):
+    """One row to measure."""
+
+    model: str
+    size: int
+    mode: str
+    weights: str
+    mixer: str
+    compiled: bool
+
+
+def setups(settings: ModelSettings) -> list[Setup]:
+    """Every row of the selection."""
+    return [
+        Setup(model, size, mode, weights, mixer, compiled)
+        for model in settings.models
+        for size in MODELS[model].batch
+        if not settings.sizes or size in settings.sizes
+        for mode in settings.modes
+        for weights in (settings.weights if mode == "train" else ["bfloat16"])
+        for mixer in settings.mixers
+        for compiled in settings.compiled
+    ]
+
+
+def run(settings: ModelSettings, command: str) -> dict[str, Any]:
+    """Measure the selection and return the whole file. Raises ValueError without a GPU."""
+    need_gpu("models")
+    file, todo = Path(settings.json), setups(settings)
+    content = rows.start(file, command, package_versions("triton", "diffusers"))
+    backends: dict[tuple, dict[str, Any]] = {}
+    torch.backends.cudnn.benchmark = True  # as in timm's own scripts
+    shares(lambda: torch.ones(8, device="cuda").add_(1))  # the profiler takes its time once
+    for setup in tqdm(todo, desc="models", mininterval=5):
+        head = {**setup._asdict(), "tokens": MODELS[setup.model].tokens(setup.size)}
+        try:
+            row = head | measure(setup, backends)
+        except Exception as error:  # an extra package or a mixer that fails is a result, and the others still run
+            row = head | {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+            print(f"not timed: {' '.join(map(str, setup))}: {row['reason']}")
+        rows.add(content, row, rows.MODEL_KEY, file)
+    return content
+
+
+def measure(setup: Setup, known: dict[tuple, dict[str, Any]]) -> dict[str, Any]:
+    """Time, memory and shares of one row; softmax runs on the faster of cuDNN and flash, `known` if found before."""
+    torch._dynamo.reset()
+    gc.collect()  # the model before is in cycles, and would count as memory of this one
+    torch.cuda.empty_cache()
+    batch, extra = MODELS[setup.model].batch[setup.size], {}
+    if setup.mixer == "softmax":
+        case = setup[:4]
+        if case not in known:
+            known[case] = faster_backend(setup._replace(compiled=False), batch)
+        extra = known[case]
+    step = make_step(setup)
+    with sdpa_kernel(BACKENDS[extra["backend"]]) if extra else contextlib.nullcontext():
+        found = speed(step, batch)
+        device_ms, parts = shares(step)
+    where = {"device_ms": round(device_ms, 3), "shares": {name: round(share, 4) for name, share in parts.items()}}
+    return found | where | extra
+
+
+def faster_backend(setup: Setup, batch: int) -> dict[str, Any]:
+    """The faster SDPA backend, and the ms of a step without compilation on each."""
+    step, found = make_step(setup), {}
+    for name, backend in BACKENDS.items():
+        with sdpa_kernel(backend):
+            found[name] = speed(step, batch)["ms"]
+    return {"backend": min(found, key=lambda name: found[name]), "backends_ms": found}
+
+
+def make_step(setup: Setup) -> Callable[[], None]:
+    """A function that runs one step of a new model."""
+    family = MODELS[setup.model]
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = family.build(setup.mixer, setup.size)
+    batch = family.inputs(family.batch[setup.size], setup.size)
+    target = batch.pop("target")
+    if setup.compiled:
+        compile_parts(model, family)
+    if setup.weights == "bfloat16":
+        model.bfloat16()
+        batch = {name: x.bfloat16() if x.is_floating_point() else x for name, x in batch.items()}
+    if setup.mode == "infer":
+        return _inference(model, batch)
+    return _training(model, batch, target, autocast=setup.weights == "float32")
+
+
+def compile_parts(model: nn.Module, family: Family) -> None:
+    """Compile every block, and what is around them."""
+    around = {name: getattr(model, name) for name in family.around}
+    for part in (*getattr(model, family.blocks), *around.values()):
+        if isinstance(part, nn.Module):
+            part.compile(**COMPILE)
+    for name, part in around.items():
+        if not isinstance(part, nn.Module):
+            setattr(model, name, torch.compile(part, **COMPILE))
+
+
+def _inference(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], None]:
+    model.eval()
+
+    @torch.inference_mode()
+    def step() -> None:
+        model(**batch)
+
+    return step
+
+
+def _training(model: nn.Module, batch: dict[str, Tensor], target: Tensor, autocast: bool) -> Callable[[], None]:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            out = model(**batch)
+            out = (out if isinstance(out, Tensor) else out.sample).float()
+            loss = F.mse_loss(out, target) if target.is_floating_point() else F.cross_entropy(out, target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def speed(step: Callable[[], None], batch: int) -> dict[str, Any]:
+    """Samples per second and ms of a step (wall clock of many steps in a row), and the most memory in MiB, weights and
+    optimizer included."""
+    step()
+    once = _elapsed(step, 1)
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    n = max(LEAST_STEPS, min(100, int(SECONDS * 1e3 / once)))
+    total = _elapsed(step, n)
+    peak = torch.cuda.max_memory_allocated() / 2**20
+    return {
+        "batch": batch,
+        "per_second": round(batch * n / total * 1e3, 1),
+        "ms": round(total / n, 3),
+        "peak_mib": round(peak),
+    }
+
+
+def _elapsed(step: Callable[[], None], n: int) -> float:
+    """Milliseconds of n steps in a row."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(n):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)

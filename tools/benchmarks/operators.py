@@ -1,0 +1,197 @@
+"""The operator table: every case is checked in a process of a pool, so that compilers run side by side and nothing is
+timed that is wrong; then the cases are timed one after the other on the idle GPU."""
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import rows
+from benchmarks.check import Checked, check, inputs
+from benchmarks.peers import (
+    DEGREES,
+    FIXED,
+    MIXED_OPTIONS,
+    OPTIONS,
+    OTHERS,
+    Call,
+    Case,
+    cases,
+    coefficients,
+    make,
+    missing,
+    wanted,
+)
+from benchmarks.shapes import ALL_SHAPES, OPS, PASSES, SHAPES, floor_us
+from benchmarks.timing import copy_rate, measure, peak_mib
+from zoo.errors import unknown_name
+from zoo.ranges import check_ranges
+
+IMPLS = ("ours", "sdpa_cudnn", "sdpa_flash", "eager", "compiled", "fla", "flash_bla")
+SETS = 3  # sets of inputs in rotation
+L2_BYTES = 60e6  # of an H200: smaller tensors are also timed with a single set, `warm_us`
+
+
+@dataclass(frozen=True)
+class KernelSettings:
+    """Which part of the operator table to measure; the rows are merged into the file.
+
+    shapes: of vit224, vit512, dit256, dit512, tokens16k, wan480p; wan800, dits512 (with wan480p those of mhla),
+        tokens4k (of multipole)
+    ops: two-sided operators, mhla, taylor2, multipole; softmax and causal peers have one each, timed whatever is
+        named here
+    impls: ours and the peers
+    options: identity (unnormalised), elu1_ratio, center_mean (centred keys and mean-value path), relu, relu_ratio,
+        pair_ratio (features of both softmaxes, twice as many as channels); fixed (of polynomial: coefficients that need
+        no gradient); of mhla alone: relu, relu_ratio, float32 (moments), rotary, rotary_ratio, order_ahla, order_hla2;
+        of multipole alone: degree0, degree1
+    workers: processes that compile and check at once
+    json: result file to add to
+    picture: PNG to draw from the whole file
+    """
+
+    shapes: list[str] = field(default_factory=lambda: list(SHAPES))
+    ops: list[str] = field(default_factory=lambda: list(OPS))
+    impls: list[str] = field(default_factory=lambda: list(IMPLS))
+    options: list[str] = field(default_factory=lambda: ["identity", "elu1_ratio", "center_mean", "fixed"])
+    workers: int = 8
+    json: str = "docs/results/kernels-h200.json"
+    picture: str = "docs/pictures/kernels-h200.png"
+
+    def __post_init__(self) -> None:
+        ops = (*OPS, *OTHERS)
+        known = {"shapes": ALL_SHAPES, "ops": ops, "impls": IMPLS, "options": OPTIONS | MIXED_OPTIONS | FIXED | DEGREES}
+        for key, allowed in known.items():
+            for name in getattr(self, key):
+                if name not in allowed:
+                    raise unknown_name(key.removesuffix("s"), name, allowed)
+        check_ranges("", self, workers="[1, inf)")
+
+
+def run(settings: KernelSettings, command: str) -> dict[str, Any]:
+    """Measure the selection and return the whole file. Raises ValueError without a GPU."""
+    need_gpu("kernels")
+    absent = {impl: sentence for impl in settings.impls if (sentence := missing(impl))}
+    for sentence in absent.values():
+        print(f"not timed: {sentence}")
+    impls = [impl for impl in settings.impls if impl not in absent]
+    todo = cases(settings.shapes, settings.ops, impls, settings.options)
+    file = Path(settings.json)
+    content = rows.start(file, command, package_versions("triton", "fla-core"))
+    record = partial(rows.add, content, names=rows.KERNEL_KEY, file=file)
+    with tempfile.TemporaryDirectory() as cache:  # an empty cache, so that compile times are those of a first use
+        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+            os.environ[name] = f"{cache}/{name}"
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the pool is parallel already
+        checked = check_all(todo, settings.workers)
+        for case, result in checked.items():
+            if result.problem:
+                print(f"not timed: {case.title}: {result.problem}")
+                record(case_row(case) | {"reason": result.problem})
+        rate = copy_rate()
+        print(f"copy: {rate / 1e12:.2f} TB/s")
+        good = [case for case in todo if checked[case].problem is None]
+        for case, values in tqdm(timed(good), total=len(good) * len(PASSES), desc="timing", mininterval=5):
+            if "reason" in values:
+                print(f"not timed: {case.title}: {values['reason']}")
+            record(case_row(case) | kernel_values(case, checked[case], rate, values))
+    return content
+
+
+def need_gpu(what: str) -> None:
+    """Raise ValueError unless there is a CUDA device."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"{what} measures a CUDA GPU, and torch sees none here")
+
+
+def package_versions(*names: str) -> dict[str, str]:
+    """Versions of those of the packages that are installed."""
+    out = {}
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            out[name] = version(name)
+    return out
+
+
+def check_all(todo: list[Case], workers: int) -> dict[Case, Checked]:
+    """`check` of every case, in processes of their own."""
+    context = multiprocessing.get_context("spawn")
+    out = {}
+    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context) as pool:
+        first = sorted(todo, key=lambda case: case.impl != "fla")  # it tunes itself for a minute
+        waiting = {pool.submit(check, case): case for case in first}
+        for done in tqdm(as_completed(waiting), total=len(todo), desc="compile and check", mininterval=5):
+            out[waiting[done]] = done.result()
+    return out
+
+
+def timed(todo: list[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Time, way of timing and peak memory of each case and pass; a `reason` where the timing failed."""
+    shape = ""
+    sets: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for case in todo:
+        if case.shape != shape:
+            sets.clear()
+            torch.cuda.empty_cache()
+            shape, sets = case.shape, [inputs(case.shape, seed, "cuda") for seed in range(SETS)]
+        call, c = make(case), coefficients(case, "cuda")
+        for which in PASSES:
+            try:
+                calls = [partial(one_pass, which, call, qkv, c, grad) for qkv, grad in sets]
+                for each in calls:
+                    each()
+                peak, timing = peak_mib(calls[0]), measure(calls)
+                values = {"us": round(timing.us, 2), "timer": timing.timer, "peak_mib": round(peak, 1)}
+                values["launched_us"] = round(timing.launched_us, 2)
+                if ALL_SHAPES[shape].token_bytes < L2_BYTES:
+                    values["warm_us"] = round(measure(calls[:1]).us, 2)
+                yield case, {"pass": which} | values
+            except RuntimeError as error:
+                yield case, {"pass": which, "reason": f"{' '.join(str(error).split())[:200]}"}
+
+
+def one_pass(which: str, call: Call, qkv: torch.Tensor, c: torch.Tensor | None, grad: torch.Tensor) -> Any:
+    """o, or o and the packed gradient (with that of the coefficients)."""
+    if which == "forward":
+        with torch.no_grad():
+            return call(qkv, c)
+    o = call(qkv, c)
+    grads = torch.autograd.grad(o, wanted(qkv, c), grad)
+    return o.detach(), grads  # with the graph of o alive, the next call would wait for the stream of this one
+
+
+def case_row(case: Case) -> dict[str, Any]:
+    """The keys of a row that say what was run."""
+    options, sizes = dict(case.options), ALL_SHAPES[case.shape].sizes
+    return {"op": case.op, "impl": case.impl, "shape": sizes, "options": options}
+
+
+def kernel_values(case: Case, checked: Checked, rate: float, values: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a row that were measured.
+
+    us: device time of a call; launched_us: without a graph; warm_us: on one set of inputs. floor_us: at the copy rate
+    of this run. rel_err: against float64, with the backward that of the gradient. first_s: seconds of the first call
+    in a run that starts with empty compiler caches (shapes that share kernels compile them once); that of the forward
+    comes after that of both.
+    """
+    if "reason" in values:
+        return values
+    which = values["pass"]
+    measured = {
+        "floor_us": round(floor_us(ALL_SHAPES[case.shape], case.op, which, rate), 2),
+        "rel_err": float(f"{checked.rel_err[which]:.3g}"),
+        "first_s": checked.first_s[which],
+        "copy_tb_s": round(rate / 1e12, 3),
+    }
+    ran = {} if checked.ran is None else {"ran": checked.ran}
+    return values | measured | ran

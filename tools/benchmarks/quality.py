@@ -1,0 +1,142 @@
+"""The quality table: mixers from scratch, or converted by a recipe from the softmax run of their seed."""
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.quality_results import quality_row
+from zoo import config
+from zoo.data import kept_open
+from zoo.io import result_file, write_json
+from zoo.ranges import SEED, check_ranges
+from zoo.recipes.settings import RecipeSettings
+from zoo.recipes.stages import run_recipe
+from zoo.train.classification import Trainer
+from zoo.train.settings import TrainSettings
+
+Row = dict[str, Any]
+STAGES = {  # model of a recipe -> (source, metric) of its row
+    "source": ("teacher", "top1"),
+    "converted": ("converted", "top1 after conversion"),
+    "calibrated": ("converted", "top1 after calibration"),
+    "transfer": ("converted", "top1 after transfer"),
+    "finetune": ("converted", "top1"),
+    "control": ("control", "top1"),
+    "floor": ("floor", "top1"),
+}
+
+
+@dataclass(frozen=True)
+class QualitySettings:
+    """Which runs make the table.
+
+    mixers: mixers, each with its options, such as "mhla mixing=project depthwise=v" (softmax alone is the source of
+      conversions)
+    seeds: seeds of every run
+    recipe: recipe by which the softmax run of each seed is converted to the mixers; empty to train them from scratch
+    data: name of the data in the table; empty takes the name of the configuration
+    out: folder of the runs
+    json: file to write the table to
+    merge: files of other calls to join into `json`, instead of running
+    """
+
+    mixers: list[str] = field(default_factory=lambda: ["softmax", "la", "mhla", "multipole"])
+    seeds: list[int] = field(default_factory=lambda: [0])
+    recipe: str = ""
+    data: str = ""
+    out: str = "runs/quality"
+    json: str = "runs/quality/quality.json"
+    merge: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_ranges("", self, seeds=SEED)
+        for mixer in self.mixers:
+            arm(mixer)
+
+
+def arm(words: str) -> tuple[str, dict[str, Any]]:
+    """(mixer, options) of its words. Raises ValueError for a word without a value."""
+    mixer, *options = words.split()
+    found = {}
+    for word in options:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"expected a mixer and its options, such as 'mhla mixing=project', got {words!r}")
+        found[key] = yaml.safe_load(value)
+    return mixer, found
+
+
+def quality_table(settings: QualitySettings, file: str, changes: list[str], command: str) -> dict[str, Any]:
+    """Carry out what is missing of a table, seed by seed, and write the file of rows after each run.
+
+    file: configuration of the runs from scratch.  changes: words for every run. Conversions start from the softmax
+    runs in `settings.out`, which must be there. Raises ValueError.
+    """
+    rows: list[Row] = []
+    runs = _conversions if settings.recipe else _from_scratch
+    with kept_open():
+        for seed, mixer in itertools.product(settings.seeds, settings.mixers):
+            torch.compiler.reset()  # it compiles blocks of one class only so often
+            rows += runs(settings, file, changes, mixer, seed)
+            write_json(result_file(command, rows), Path(settings.json))
+    return result_file(command, rows)
+
+
+def folder(out: str, mixer: str, seed: int) -> str:
+    """Where the run of a mixer and its options lies."""
+    return f"{out}/{re.sub(r'[^a-z0-9]+', '_', mixer.lower())}_{seed}"
+
+
+def _from_scratch(settings: QualitySettings, file: str, changes: list[str], mixer: str, seed: int) -> Iterator[Row]:
+    name, options = arm(mixer)
+    own = {"mixer": "" if mixer == "softmax" else name} | ({"mixer_options": options} if options else {})
+    run = {"folder": folder(settings.out, mixer, seed), "resume": True, "seed": seed}
+    tree = config.merge(config.to_tree(config.load(TrainSettings, file, changes)), {"model": own, "run": run})
+    options = tree["model"]["mixer_options"]  # those of `changes` too
+    run_settings = config.from_tree(TrainSettings, tree)
+    result = Trainer(run_settings).train()
+    if result:
+        about = *_about(settings, file, file, run_settings), name, options, "scratch", seed
+        yield quality_row(*about, result["top1"], f"{result['epoch']:.0f} epochs", result["seconds"])
+
+
+def _conversions(settings: QualitySettings, file: str, changes: list[str], mixer: str, seed: int) -> Iterator[Row]:
+    name, options = arm(mixer)
+    keep = options.pop("keep_softmax", [])
+    own = {
+        "source": folder(settings.out, "softmax", seed), "mixer": name, "mixer_options": options,
+        "keep_softmax": keep, "out": folder(f"{settings.out}/{Path(settings.recipe).stem}", mixer, seed),
+    }  # fmt: skip
+    given = config.load(RecipeSettings, settings.recipe)
+    more = {"changes": [*given.changes, *changes, f"run.seed={seed}"], **own}
+    recipe = config.from_tree(RecipeSettings, {**config.to_tree(given), **more})  # not the options of another mixer
+    found = run_recipe(recipe)
+    shown = {**options, **({"keep_softmax": keep} if keep else {})}
+    tuning = config.load(TrainSettings, recipe.finetune, recipe.changes)
+    about = _about(settings, settings.recipe, file, tuning)
+    for row in found["evaluate"]["rows"]:
+        source, metric = STAGES[row["model"]]
+        ours = ("softmax", dict[str, Any]()) if source in ("teacher", "control") else (name, shown)
+        epochs = tuning.schedule.epochs if metric == "top1" and source != "teacher" else 0
+        budget, seconds = f"{epochs} epochs", _seconds(found, row["model"])
+        yield quality_row(*about, *ours, source, seed, row["value"], budget, seconds) | {"metric": metric}
+
+
+def _about(settings: QualitySettings, experiment: str, file: str, run: TrainSettings) -> tuple[str, str]:
+    """Names of the experiment and of the data, which say so where the images are held-out ones."""
+    data, holdout = settings.data or Path(file).stem, run.data.holdout
+    return Path(experiment).stem, f"{data}, {holdout} held out" if holdout else data
+
+
+def _seconds(found: dict[str, Any], model: str) -> float:
+    """Time of the training that a model took, the transfer included."""
+    if model in ("control", "floor"):
+        return found["controls"][model]["seconds"]
+    stages = {"transfer": ["transfer"], "finetune": ["transfer", "finetune"]}.get(model, [])
+    return sum(found[stage].get("result", {"seconds": 0.0})["seconds"] for stage in stages)

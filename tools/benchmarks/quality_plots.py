@@ -1,0 +1,102 @@
+"""Plots of a quality file: mixers from scratch, conversions, and what keeping softmax layers gives."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zoo.plotting import COLORS, plain_axes, pyplot, save_figure
+
+
+def draw_quality(result: dict[str, Any], file: Path) -> None:
+    """Write a PNG of the rows on test images of a quality file: each experiment from scratch, every seed a dot; each
+    conversion before and after fine-tuning beside its control; and top-1 over the number of softmax layers kept."""
+    plt = pyplot()
+    rows = [row for row in result["rows"] if "held out" not in row["data"]]
+    scratch = _experiments([row for row in rows if row["source"] == "scratch"])
+    recipes = _experiments([row for row in rows if row["metric"] == "top1 after calibration"])
+    figure = plt.figure(figsize=(12, 3.3 * (1 + len(recipes))), layout="constrained")
+    top, *others = figure.subfigures(1 + len(recipes), 1, squeeze=False)[:, 0]
+    for axes, (name, mine) in zip(top.subplots(1, len(scratch), squeeze=False)[0], scratch.items(), strict=True):
+        _dots(axes, mine, f"{name}, from scratch")
+    for part, name in zip(others, recipes, strict=True):
+        left, right = part.subplots(1, 2)
+        inside = [row for row in rows if row["experiment"] == name]
+        _conversions(left, inside, name)
+        _kept(right, inside)
+    save_figure(figure, file, dpi=130)
+
+
+def _experiments(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    names = dict.fromkeys(row["experiment"] for row in rows)
+    return {name: [row for row in rows if row["experiment"] == name] for name in names}
+
+
+def _by_mixer(rows: list[dict[str, Any]], without: tuple[str, ...] = ()) -> dict[str, list[float]]:
+    """Values of each mixer with its options, but for the options `without`."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        options = [f"{k}={v}".replace(" ", "") for k, v in row["options"].items() if k not in without]
+        found.setdefault(" ".join([row["mixer"], *options]), []).append(row["value"])
+    return found
+
+
+def _dots(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
+    means = {name: (float(np.mean(values)), values) for name, values in _by_mixer(rows).items()}
+    for place, (name, (mean, values)) in enumerate(sorted(means.items(), key=lambda item: item[1][0])):
+        color = COLORS[1] if name == "softmax" else COLORS[2]
+        axes.plot(values, [place] * len(values), "o", color=color, alpha=0.5, markersize=5)
+        axes.plot([mean], [place], "|", color=color, markersize=18, markeredgewidth=2.5)
+    axes.set_yticks(range(len(means)), sorted(means, key=lambda name: means[name][0]), fontsize=8)
+    axes.set(xlabel="top-1 (%), each seed and the mean", title=title, ylim=(-0.6, len(means) - 0.4))
+    axes.grid(alpha=0.3, axis="x")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _conversions(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
+    early = _by_mixer([row for row in rows if row["metric"] == "top1 after calibration"])
+    tuned = _by_mixer([row for row in rows if row["metric"] == "top1" and row["source"] == "converted"])
+    names = sorted(tuned, key=lambda name: float(np.mean(tuned[name])))
+    for place, name in enumerate(names):
+        axes.barh(place, np.mean(tuned[name]), color=COLORS[2], label=None if place else "fine-tuned")
+        if name in early:  # not of a run that was cut before its stages were evaluated
+            axes.barh(place, np.mean(early[name]), color=COLORS[3], label=None if place else "calibrated")
+    axes.axvline(_control(rows), color=COLORS[4], linestyle="--", label="softmax, trained on")
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set(xlabel="top-1 (%), mean over seeds", title=title)
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.3, -0.2), ncols=3, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _kept(axes: Any, rows: list[dict[str, Any]]) -> None:
+    control = {row["seed"]: row["value"] for row in rows if row["source"] == "control"}
+    gaps = [
+        row | {"value": row["value"] - control[row["seed"]]}
+        for row in rows
+        if row["metric"] == "top1" and row["source"] == "converted"
+    ]
+    lines: dict[str, dict[int, float]] = {}
+    for n in sorted({_layers_kept(row) for row in gaps}):
+        mine = _by_mixer([row for row in gaps if _layers_kept(row) == n], ("keep_softmax",))
+        for name, values in mine.items():
+            lines.setdefault(name, {})[n] = float(np.mean(values))
+    lines = {name: points for name, points in lines.items() if len(points) > 1}
+    for color, (name, points) in zip(COLORS[2:], lines.items(), strict=False):
+        axes.plot(list(points), list(points.values()), marker="o", color=color, label=name)
+    axes.set_xticks(sorted({n for points in lines.values() for n in points}))
+    axes.axhline(0, color="gray", linestyle="--", label="all of them")
+    axes.set(xlabel="softmax layers kept", ylabel="points to the control", title="what keeping softmax layers gives")
+    axes.legend(fontsize=7, loc="lower right")
+    plain_axes(axes)
+
+
+def _control(rows: list[dict[str, Any]]) -> float:
+    """Mean over seeds of softmax with the same further budget."""
+    seeds = {row["seed"]: row["value"] for row in rows if row["source"] == "control"}
+    return float(np.mean(list(seeds.values())))
+
+
+def _layers_kept(row: dict[str, Any]) -> int:
+    """How many layers keep_softmax leaves: auto:2, or a list of them."""
+    kept = row["options"].get("keep_softmax", [])
+    return int(kept.removeprefix("auto:")) if isinstance(kept, str) else len(kept)

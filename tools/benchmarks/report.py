@@ -1,0 +1,327 @@
+"""Result files as tables in Markdown: what the command prints and what the README shows."""
+
+import statistics
+from typing import Any
+
+from benchmarks.shapes import ALL_SHAPES, MIXED_TARGETS, OPS, PASSES, SHAPES, SLOWDOWN, Shape
+from zoo.io import markdown_table
+
+Row = dict[str, Any]
+TRAIN_TARGETS = {224: 1.0, 512: 1.3, 1024: 2.5}  # times softmax, ViT-S training
+WAN_TARGETS = {"mhla": 2.4, "ahla": 2.4, "mhla every:3": 1.7, "ahla every:3": 1.7}  # times softmax, one denoising step
+FIXED = (("fixed", True),)  # coefficients that need no gradient
+PLAIN = ((), FIXED)
+PAIR = (("feature_map", "softmax_pair"), ("normalize", True))
+FAILED = ("model", "size", "mode", "weights", "shape", "impl", "mixer", "op")  # what names a case that failed
+
+
+def kernels(result: Row) -> str:
+    """Our operators by shape, then every peer by shape, then how it was measured."""
+    found = {_place(row): row for row in result["rows"]}
+    parts = [_ours(found), _pairs(found), _mixed(result["rows"], found), _taylor(found), _multipole(found)]
+    parts += [_peers(result["rows"]), _measured(result)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def main_kernels(result: Row) -> str:
+    """Of `kernels` what has a target: our operators forward and backward, one line each, `mhla` and `taylor2`."""
+    found = {_place(row): row for row in result["rows"]}
+    plain = [row for row in result["rows"] if len(row["options"]) <= 4]
+    parts = [_by_operator(found), _mixed(plain, found), _taylor(found), _measured(result)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def multipole(result: Row) -> str:
+    """Of `kernels` `multipole` and how it was measured."""
+    return f"{_multipole({_place(row): row for row in result['rows']})}\n\n{_measured(result)}"
+
+
+def two_sided(result: Row) -> str:
+    """Of `kernels` our two-sided operators forward and backward, one line each, beside softmax."""
+    return _by_operator({_place(row): row for row in result["rows"]})
+
+
+def _by_operator(found: dict[tuple, Row]) -> str:
+    """Forward and backward, plain options, one column a shape; softmax first."""
+    which = "forward_backward"
+    shapes = [
+        shape
+        for shape in SHAPES.values()
+        if any((tuple(shape.sizes), op, "ours", (), which) in found for op in OPS) and shape.targets is not None
+    ]
+    softmax = [found.get((tuple(shape.sizes), "softmax_attention", "sdpa_cudnn", (), which)) for shape in shapes]
+    lines = [["softmax, cuDNN", *("-" if row is None else f"{row['us']:.0f}" for row in softmax)]]
+    for op, options in ((op, options) for op in OPS for options in PLAIN):
+        rows = [found.get((tuple(shape.sizes), op, "ours", options, which)) for shape in shapes]
+        if not any(rows):
+            continue
+        cells = [_title(op, options)]
+        for shape, row, peer in zip(shapes, rows, softmax, strict=True):
+            if row is None or shape.targets is None:
+                cells.append("-")
+                continue
+            floor = _verdict(row["floor_us"] / row["us"], getattr(shape.targets, which))
+            cells.append(f"{row['us']:.0f} ({_times(peer, row, shape.targets.times_cudnn)}; {floor})")
+        lines.append(cells)
+    head = ["forward+backward us (times cuDNN; of floor)", *(shape.title for shape in shapes)]
+    return _table(head, lines) if shapes else ""
+
+
+def _place(row: Row) -> tuple:
+    return (tuple(row["shape"]), row["op"], row["impl"], _key(row["options"]), row["pass"])
+
+
+def _key(options: Row) -> tuple:
+    """Options as a key: lists of a file and tuples of a program are the same."""
+    return tuple(sorted((k, tuple(v) if isinstance(v, list | tuple) else v) for k, v in options.items()))
+
+
+def _ours(found: dict[tuple, Row]) -> str:
+    head = ["shape", "op", "forward us (of floor)", "forward+backward us (of floor)", "times cuDNN, f+b"]
+    head += ["elu1+ratio, f+b", "centred, f+b", "error f / b", "peak MiB f+b", "first call s, slowest form"]
+    lines = []
+    for shape in SHAPES.values():
+        for op in OPS:
+            for options in PLAIN:
+                plain = {which: found.get((tuple(shape.sizes), op, "ours", options, which)) for which in PASSES}
+                if any(plain.values()):
+                    lines.append(_line(shape, op, options, plain, found))
+    return _table(head, lines) if lines else ""
+
+
+def _title(op: str, options: tuple) -> str:
+    return f"{op}, fixed coefficients" if options == FIXED else op
+
+
+def _line(shape: Shape, op: str, given: tuple, plain: dict[str, Row | None], found: dict[tuple, Row]) -> list[str]:
+    assert shape.targets is not None
+    sizes = tuple(shape.sizes)
+    both = plain["forward_backward"]
+    cells = [shape.title, _title(op, given)]
+    for which in PASSES:
+        row = plain[which]
+        if row is None:
+            cells.append("-")
+            continue
+        fraction = row["floor_us"] / row["us"]
+        cells.append(f"{row['us']:.0f} ({_verdict(fraction, getattr(shape.targets, which))})")
+    cudnn = found.get((sizes, "softmax_attention", "sdpa_cudnn", (), "forward_backward"))
+    cells.append(_verdict(cudnn["us"] / both["us"], shape.targets.times_cudnn) if both and cudnn else "-")
+    for options in ((("feature_map", "elu1"), ("normalize", True)), (("center", "k"), ("mean_path", True))):
+        other = found.get((sizes, op, "ours", options, "forward_backward"))
+        if both is None or other is None or given == FIXED:  # the options are measured with learned coefficients
+            cells.append("-")
+            continue
+        slower = other["us"] / both["us"]
+        cells.append(f"x {slower:.2f} {'pass' if slower <= SLOWDOWN else 'miss'}")
+    rows = [row for row in plain.values() if row]
+    cells.append(" / ".join(f"{row['rel_err']:.1e}" for row in rows))
+    cells.append(f"{both['peak_mib']:.0f}" if both else "-")
+    forms = [place for place in found if place[:3] == (sizes, op, "ours") and (place[3] == FIXED) == (given == FIXED)]
+    cells.append(f"{max(found[place]['first_s'] for place in forms):.1f}")
+    return cells
+
+
+def _pairs(found: dict[tuple, Row]) -> str:
+    """Ratios of the softmax pair, whose features are twice as many as channels, beside eager torch."""
+    head = ["shape", "softmax pair + ratio", "forward us", "times eager", "forward+backward us", "times eager"]
+    head += ["error f / b", "peak MiB f+b"]
+    lines = []
+    for shape in ALL_SHAPES.values():
+        for op in OPS:
+            ours, eager = (
+                [found.get((tuple(shape.sizes), op, impl, PAIR, which)) for which in PASSES]
+                for impl in ("ours", "eager")
+            )
+            if ours[0] is None or ours[1] is None:
+                continue
+            cells = [shape.title, op]
+            for row, peer in zip(ours, eager, strict=True):
+                cells += [f"{row['us']:.0f}", _times(peer, row, None)] if row else []
+            errors = " / ".join(f"{row['rel_err']:.1e}" for row in ours if row)
+            lines.append([*cells, errors, f"{ours[1]['peak_mib']:.0f}"])
+    return _table(head, lines) if lines else ""
+
+
+def _mixed(rows: list[Row], found: dict[tuple, Row]) -> str:
+    """`mhla`: forward and backward beside `linear_attention` of the same options, eager torch and cuDNN."""
+    head = ["shape", "blocks", "options", "forward us", "forward+backward us", "times linear_attention"]
+    head += ["faster than eager", "faster than cuDNN", "error f / b", "peak MiB f+b"]
+    lines = []
+    for row in rows:
+        if (row["op"], row["impl"], row["pass"]) != ("mhla", "ours", "forward_backward"):
+            continue
+        name = next(name for name, shape in ALL_SHAPES.items() if shape.sizes == list(row["shape"]))
+        sizes, options = tuple(row["shape"]), _key(row["options"])
+        # the targets are those of the plain call
+        target = MIXED_TARGETS.get(name) if len(row["options"]) == 4 else None
+        plain = _key({k: row["options"][k] for k in ("feature_map", "normalize")})
+        forward = found.get((sizes, "mhla", "ours", options, "forward"))
+        linear = found.get((sizes, "linear_attention", "ours", plain, "forward_backward"))
+        eager = found.get((sizes, "mhla", "eager", options, "forward_backward"))
+        cudnn = found.get((sizes, "softmax_attention", "sdpa_cudnn", (), "forward_backward"))
+        most = "-" if linear is None else f"{row['us'] / linear['us']:.2f}"
+        if linear is not None and target is not None:
+            most += f" {'pass' if row['us'] <= target.times_linear * linear['us'] else 'miss'} {target.times_linear:g}"
+        cells = [ALL_SHAPES[name].title, "x".join(map(str, row["options"]["blocks"]))]
+        kept = {k: v for k, v in row["options"].items() if k not in ("grid", "blocks", "feature_map", "normalize")}
+        words = ["relu", *(["ratio"] if row["options"]["normalize"] else [])]
+        words += [k if v is True else f"{k} {v}" for k, v in kept.items()]
+        cells += [", ".join(words), f"{forward['us']:.0f}" if forward else "-"]
+        cells += [f"{row['us']:.0f}", most, _times(eager, row, target and target.times_eager)]
+        errors = " / ".join(f"{x['rel_err']:.1e}" for x in (forward, row) if x)
+        lines.append([*cells, _times(cudnn, row, target and target.times_cudnn), errors, f"{row['peak_mib']:.0f}"])
+    return _table(head, lines) if lines else ""
+
+
+def _taylor(found: dict[tuple, Row]) -> str:
+    """`taylor2` beside softmax of the two backends of torch; targets: no slower than flash, 1.3 times cuDNN."""
+    head = ["shape", "taylor2: forward us", "times flash", "times cuDNN", "forward+backward us", "times flash"]
+    head += ["times cuDNN", "error f / b", "peak MiB f+b"]
+    lines = []
+    for shape in ALL_SHAPES.values():
+        sizes = tuple(shape.sizes)
+        rows = [found.get((sizes, "taylor2", "ours", (), which)) for which in PASSES]
+        if rows[0] is None or rows[1] is None:
+            continue
+        cells = [shape.title]
+        for which, row in zip(PASSES, rows, strict=True):
+            assert row is not None
+            flash, cudnn = (found.get((sizes, "softmax_attention", f"sdpa_{p}", (), which)) for p in ("flash", "cudnn"))
+            cells += [f"{row['us']:.0f}", _times(flash, row, 1.0), _times(cudnn, row, 0.77)]
+        errors = " / ".join(f"{row['rel_err']:.1e}" for row in rows if row)
+        lines.append([*cells, errors, f"{rows[1]['peak_mib']:.0f}"])
+    return _table(head, lines) if lines else ""
+
+
+def _multipole(found: dict[tuple, Row]) -> str:
+    """`multipole` beside softmax with cuDNN and its own form in torch."""
+    head = ["shape", "multipole: blocks", "radius", "degree", "forward us", "times cuDNN", "forward+backward us"]
+    head += ["times cuDNN", "times torch", "form", "error f / b", "peak MiB f+b"]
+    lines = []
+    for (sizes, op, impl, options, which), row in found.items():
+        forward = found.get((sizes, op, impl, options, PASSES[0]))
+        if (op, impl, which) != ("multipole", "ours", PASSES[1]) or forward is None:
+            continue
+        cudnn = [found.get((sizes, "softmax_attention", "sdpa_cudnn", (), name)) for name in PASSES]
+        title = next(shape.title for shape in ALL_SHAPES.values() if tuple(shape.sizes) == sizes)
+        own = row["options"]
+        cells = [title, "x".join(map(str, own["blocks"])), str(own["radius"]), str(own["degree"])]
+        times = [(cudnn[0], forward), (cudnn[1], row), (found.get((sizes, op, "eager", options, which)), row)]
+        one, two, three = ("-" if peer is None else f"{peer['us'] / x['us']:.2f}" for peer, x in times)
+        cells += [f"{forward['us']:.0f}", one, f"{row['us']:.0f}", two, three]
+        errors = " / ".join(f"{x['rel_err']:.1e}" for x in (forward, row))
+        lines.append([*cells, row["ran"], errors, f"{row['peak_mib']:.0f}"])
+    return _table(head, lines) if lines else ""
+
+
+def _times(peer: Row | None, row: Row, target: float | None) -> str:
+    if peer is None:
+        return "-"
+    value = peer["us"] / row["us"]
+    return f"{value:.1f}" if target is None else _verdict(value, target)
+
+
+def _verdict(value: float, target: float) -> str:
+    return f"{value:.2f} {'pass' if value >= target else 'miss'} {target:g}"
+
+
+def _peers(rows: list[Row]) -> str:
+    rows = [row for row in rows if row["op"] not in ("mhla", "multipole")]  # they have tables of their own
+    columns = list(dict.fromkeys((row["impl"], row["op"], _words(row)) for row in rows if row["impl"] != "ours"))
+    if not columns:
+        return ""
+    by_place: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        by_place.setdefault((row["impl"], row["op"], _words(row), tuple(row["shape"])), {})[row["pass"]] = row
+    shapes = [shape for shape in ALL_SHAPES.values() if any(place[3] == tuple(shape.sizes) for place in by_place)]
+    lines = []
+    for column in columns:
+        cells = [" ".join(word for word in column if word)]
+        for shape in shapes:
+            passes = by_place.get((*column, tuple(shape.sizes)), {})
+            cells.append(" / ".join(f"{passes[w]['us']:.0f}" if w in passes else "-" for w in PASSES))
+        lines.append(cells)
+    return _table(["peer: us, forward / forward+backward", *(shape.title for shape in shapes)], lines)
+
+
+def _words(row: Row) -> str:
+    return ", ".join(f"{name}={value}" for name, value in row["options"].items())
+
+
+def models(result: Row) -> str:
+    """One line a model, size, mode and type of weights: each mixer at its best of eager and compiled, against softmax
+    at its best; beside the share of softmax's attention how much faster the model would be if that took no time."""
+    mixers = list(dict.fromkeys(row["mixer"] for row in result["rows"]))
+    head = ["model", "pixels", "tokens", "batch", "mode", "weights"]
+    head += [f"{mixer}: images/s, peak MiB, attention share" for mixer in mixers]
+    key = ("model", "size", "tokens", "mode", "weights")
+    cases = dict.fromkeys(tuple(row[name] for name in key) for row in result["rows"])
+    lines = []
+    for case in sorted(cases, key=lambda c: (c[0] != "vit_small", c[0], c[3], c[4] != "float32", c[1])):
+        model, size, tokens, mode, weights = case
+        rows = [row for row in result["rows"] if tuple(row[name] for name in key) == case]
+        best = {
+            m: max(of, key=lambda r: r["per_second"]) for m in mixers if (of := [r for r in rows if r["mixer"] == m])
+        }
+        cells = [model, str(size), str(tokens), str(rows[0]["batch"]), mode, weights]
+        for mixer in mixers:
+            cells.append(_model_cell(best[mixer], best.get("softmax")) if mixer in best else "-")
+        lines.append(cells)
+    return f"{_table(head, lines)}\n\n{failures(result)}".rstrip()
+
+
+def _model_cell(row: Row, softmax: Row | None) -> str:
+    text = f"{row['per_second']:.0f}"
+    if softmax is not None and row is not softmax:
+        times = row["per_second"] / softmax["per_second"]
+        target = TRAIN_TARGETS[row["size"]] if (row["model"], row["mode"]) == ("vit_small", "train") else None
+        text += f" (x {times:.2f})" if target is None else f" (x {_verdict(times, target)})"
+    how, share = "compiled" if row["compiled"] else "eager", row["shares"]["attention"]
+    without = f" (without it x {1 / (1 - share):.2f})" if row is softmax else ""
+    return f"{text}, {row['peak_mib']}, {100 * share:.0f} %{without}, {how}"
+
+
+def video(result: Row) -> str:
+    """One line a model, mode and mixer: ms of a step against softmax, memory, share of the attention operators."""
+    head = ["model", "pixels", "tokens", "batch", "mode", "mixer", "ms", "times softmax", "peak MiB"]
+    head += ["attention share", "softmax backend"]
+    lines = []
+    for row in sorted(result["rows"], key=lambda row: (row["model"] != "wan_1.3b", row["model"], row["mode"])):
+        place = ("model", "size", "mode", "weights", "compiled")
+        peers = [r for r in result["rows"] if r["mixer"] == "softmax" and all(r[k] == row[k] for k in place)]
+        times = f"{peers[0]['ms'] / row['ms']:.2f}" if peers and row["mixer"] != "softmax" else ""
+        target = WAN_TARGETS.get(row["mixer"]) if (row["model"], row["mode"]) == ("wan_1.3b", "infer") else None
+        if times and target:
+            times = _verdict(float(times), target)
+        cells = [row["model"], str(row["size"]), str(row["tokens"]), str(row["batch"]), row["mode"], row["mixer"]]
+        cells[-1] += "" if row["compiled"] else ", eager"
+        share = f"{100 * row['shares']['attention']:.0f} %"
+        peak = "-" if row["peak_mib"] is None else str(row["peak_mib"])
+        lines.append([*cells, f"{row['ms']:.1f}", times, peak, share, row.get("backend", "")])
+    return f"{_table(head, lines)}\n\n{failures(result)}".rstrip()
+
+
+def _measured(result: Row) -> str:
+    rows = result["rows"]
+    timers = sorted({row["timer"] for row in rows})
+    rate = statistics.median(row["copy_tb_s"] for row in rows)
+    worst = max((row["rel_err"] for row in rows if row["impl"] == "ours"), default=float("nan"))
+    text = f"Timed by {' and '.join(timers)}; copy {rate:.2f} TB/s; worst error of ours against float64 {worst:.1e}."
+    return text + failures(result)
+
+
+def failures(result: Row) -> str:
+    """What could not be timed, with the reasons."""
+    out = ""
+    for row in result.get("failed", []):
+        words = [str(row[name]) for name in FAILED if name in row]
+        out += f" Not timed: {' '.join(words)}: {row['reason']}."
+    return out
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    return "\n".join(markdown_table(head, lines))
+
+
+TEXT = {"kernels": kernels, "models": models, "video": video}

@@ -1,0 +1,89 @@
+"""Result files that grow: rows of several runs of one command on one machine, written so that no reader sees half."""
+
+import datetime
+import json
+import os
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from zoo.io import result_file
+
+KERNEL_KEY = ("op", "impl", "shape", "options", "pass")
+MODEL_KEY = ("model", "size", "mode", "weights", "mixer", "compiled")
+PRIVATE = ("json=", "picture=")  # where a user keeps results is not part of them
+Row = dict[str, Any]
+
+
+def command_of(words: list[str]) -> str:
+    """The command line, as a result file records it."""
+    kept = [shlex.quote(word) for word in words if not word.startswith(PRIVATE)]
+    return " ".join(["python tools/benchmark.py", *kept])
+
+
+def key_of(row: Row, names: tuple[str, ...]) -> str:
+    """What makes two rows the same measurement."""
+    return json.dumps([row.get(name) for name in names], sort_keys=True)
+
+
+def merge_rows(old: Iterable[Row], new: Iterable[Row], names: tuple[str, ...]) -> list[Row]:
+    """Rows in the order in which they first came; a new row takes the place of the old one with the same key."""
+    out = {key_of(row, names): row for row in old}
+    out.update({key_of(row, names): row for row in new})
+    return list(out.values())
+
+
+def start(file: Path, command: str, extra: dict[str, str]) -> Row:
+    """The content of a result file to add to, with no rows if there is none. extra: further versions.
+
+    Raises ValueError if the file is no result file, or was made on other hardware or with other versions.
+    """
+    fresh = result_file(command, []) | {"failed": []}
+    fresh["versions"] |= extra
+    if not file.is_file():
+        return fresh
+    try:
+        old = json.loads(file.read_text())
+        rows, commands = old["rows"], old["command"].split("; ")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is not a result file; name another with json=") from error
+    before = {"hardware": old.get("hardware"), **old.get("versions", {})}
+    now = {"hardware": fresh["hardware"], **fresh["versions"]}
+    for name in before.keys() & now.keys():
+        if before[name] != now[name]:
+            raise ValueError(f"{file} was made with {name} {before[name]}, not {now[name]}; name another with json=")
+    fresh["versions"] = old.get("versions", {}) | fresh["versions"]
+    fresh["command"] = "; ".join(dict.fromkeys([*commands, command]))
+    return fresh | {"rows": rows, "failed": old.get("failed", [])}
+
+
+def add(content: Row, row: Row, names: tuple[str, ...], file: Path) -> None:
+    """Add a row, or with a `reason` a failure, to `content` and write the file at once.
+
+    A case is in one of the two lists only: its last run counts.
+    """
+    lists = ("failed", "rows") if "reason" in row else ("rows", "failed")
+    content[lists[0]] = merge_rows(content[lists[0]], [row], names)
+    content[lists[1]] = [old for old in content[lists[1]] if not _covers(row, old, names)]
+    content["date"] = datetime.date.today().isoformat()
+    write_atomic(content, file)
+
+
+def _covers(row: Row, old: Row, names: tuple[str, ...]) -> bool:
+    """Whether two rows are of one case; a failure has no pass and covers both."""
+    shared = tuple(name for name in names if name in row and name in old)
+    return key_of(row, shared) == key_of(old, shared)
+
+
+def write_atomic(content: Any, file: Path) -> None:
+    """Write JSON beside the file, then put it in its place: one row a line, so that changes can be read."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lists = {name: value for name, value in content.items() if name in ("rows", "failed")}
+    head = json.dumps({name: value for name, value in content.items() if name not in lists}, indent=1)[:-2]
+    for name, rows in lists.items():
+        lines = ",\n".join("  " + json.dumps(row) for row in rows)
+        head += f',\n "{name}": [\n{lines}\n ]' if rows else f',\n "{name}": []'
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(head + "\n}\n")
+    os.replace(temporary, file)

@@ -1,0 +1,128 @@
+"""The diffusion part of the demo: its commands, its lines of the report, and the picture of samples side by side."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zoo.data import open_source
+from zoo.plotting import pyplot, save_figure
+from zoo.train.metrics_log import read_rows
+
+MIXER = "multipole"
+DIT = {  # run folder -> its name in the report
+    "dit": "softmax (source)",
+    "dit_more": "softmax, trained on (control)",
+    "dit_zero_shot": f"{MIXER}, zero-shot",
+    "dit_converted": f"{MIXER}, fine-tuned",
+}
+REAL = "digits.npz"  # the images that were not trained on
+PATCH = "model.kwargs.patch_size=2"  # 16 tokens in place of 64: a quarter of the time
+GRID = 10  # digits a side
+Command = tuple[str, list[str]]
+
+
+def dit_commands(out: Path, configs: Path, steps: int, samples: int) -> list[Command]:
+    """(tool, words) of training a softmax DiT for `steps`, its conversion, fine-tuning for a tenth, and sampling."""
+    source = f"{out}/dit/transformer_ema"
+    first = [f"{configs}/dit/digits.yaml", PATCH, f"run.folder={out}/dit", *_length(steps)]
+    fine = [f"{configs}/dit/digits_finetune.yaml", PATCH, f"model.checkpoint={source}", *_length(max(2, steps // 10))]
+    commands = [("finetune_dit", first)]
+    words = [f"diffusers={source}", f"model.mixer={MIXER}", f"out={out}/dit_zero_shot/transformer_ema"]
+    commands.append(("convert", words))
+    commands.append(("finetune_dit", [*fine, "model.mixer=", "distill.teacher=", f"run.folder={out}/dit_more"]))
+    commands.append(("finetune_dit", [*fine, f"model.mixer={MIXER}", f"run.folder={out}/dit_converted"]))
+    for name in DIT:
+        words = [f"sample.model={out}/{name}/transformer_ema", f"sample.count={samples}"]
+        words += ["sample.steps=25", "sample.labels=balanced"]
+        commands.append(("sample", [*words, f"out={out}/{name}/samples.npz"]))
+    return commands
+
+
+def score_command(out: Path, name: str) -> Command:
+    """(tool, words) of the scores of the samples of a run, in the features of the classifier of the demo."""
+    where = [f"fid.samples={out}/{name}/samples.npz", f"fid.reference={out}/{REAL}"]
+    return "evaluate_fid", [*where, f"fid.extractor={out}/softmax", "fid.workers=0"]
+
+
+def _length(steps: int) -> list[str]:
+    every = max(1, steps // 4)
+    cadence = [f"run.eval_steps={every}", f"run.checkpoint_steps={steps}", f"sample.every={steps}"]
+    return [f"schedule.steps={steps}", f"schedule.warmup_steps={steps // 12}", *cadence]
+
+
+def write_digits(out: Path) -> None:
+    """The digits that no run is trained on, as an .npz that the tools read."""
+    source = open_source("digits", "", train=False)
+    images = np.stack([np.asarray(source.read(i)[0].convert("RGB")) for i in range(len(source))])
+    np.savez(out / REAL, arr_0=images)
+
+
+def dit_lines(folder: Path, cards: dict[str, dict[str, Any]]) -> list[str]:
+    """The section of the report."""
+    first = next(iter(cards.values()))
+    features, real = first["extractor"]["dim"], first["reference"]["n"]
+    lines = [
+        "## A diffusion transformer, converted",
+        "",
+        f"A pixel DiT (softmax, flow matching) was trained on the same digits, converted to {MIXER}, and fine-tuned",
+        "for a tenth of its steps with the softmax model as its teacher. Each model made "
+        f"{first['samples']['n']} samples without guidance;",
+        f"their Frechet distance to the {real} digits that were not trained on is taken in the {features} features",
+        "of the softmax ViT of this demo: the numbers compare the rows of this table, and nothing else.",
+        "",
+        "| model | steps | validation loss | Frechet distance | KID |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, title in DIT.items():
+        steps, loss = _trained(folder, name)
+        scores = cards[name]["scores"]
+        lines.append(f"| {title} | {steps:,} | {loss} | {scores['fid']:.2f} | {_number(scores['kid'])} |")
+    text = "Samples, the same noise and labels for every model"
+    return [*lines, "", f"![{text}](demo_dit.png)", "", f"{text}; a column is a class.", ""]
+
+
+def _trained(folder: Path, name: str) -> tuple[int, str]:
+    """Steps of a run with those of its source, and its validation loss."""
+    own = read_rows(folder / name / "metrics.jsonl")
+    before = 0 if name == "dit" else read_rows(folder / "dit" / "metrics.jsonl")[-1]["step"]
+    found = [row["ema_val_loss"] for row in own if row["kind"] == "eval"]
+    return before + (own[-1]["step"] if own else 0), f"{found[-1]:.3f}" if found else "-"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def draw_samples(folder: Path, cards: dict[str, dict[str, Any]]) -> None:
+    """demo_dit.png: digits that were not trained on, and the first samples of each run, side by side."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, len(DIT) + 1, figsize=(13, 3.2), layout="constrained")
+    pictures = {"digits, not trained on": _by_class()}
+    for name, title in DIT.items():
+        with np.load(folder / name / "samples.npz", allow_pickle=False) as arrays:
+            label = f"{title}\nFrechet distance {cards[name]['scores']['fid']:.2f}"
+            pictures[label] = arrays["arr_0"][: GRID * GRID]
+    for place, (title, images) in zip(axes, pictures.items(), strict=True):
+        place.imshow(_tiled(images), interpolation="nearest")
+        place.set_title(title, fontsize=9)
+        place.set_axis_off()
+    save_figure(figure, folder / "demo_dit.png", dpi=150)
+
+
+def _by_class() -> np.ndarray:
+    """Real digits [GRID * 10, 8, 8, 3] in rows of the ten classes."""
+    source = open_source("digits", "", train=False)
+    kept: dict[int, list[np.ndarray]] = {i: [] for i in range(10)}
+    for i in range(len(source)):
+        image, label = source.read(i)
+        kept[label].append(np.asarray(image.convert("RGB")))
+    return np.stack([kept[i % 10][i // 10] for i in range(GRID * 10)])
+
+
+def _tiled(images: np.ndarray) -> np.ndarray:
+    """[n, H, W, 3] -> rows of ten, with a dark line between them."""
+    padded = np.pad(images, ((0, 0), (0, 1), (0, 1), (0, 0)), constant_values=60)
+    n, height, width, _ = padded.shape
+    rows = padded[: n - n % 10].reshape(n // 10, 10, height, width, 3)
+    return rows.transpose(0, 2, 1, 3, 4).reshape(n // 10 * height, 10 * width, 3)

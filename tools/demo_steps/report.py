@@ -1,0 +1,28 @@
+"""The report of the demo: what was measured, as Markdown and two pictures, from the files that the tools wrote."""
+
+from pathlib import Path
+from typing import Any
+
+from demo_steps.dit import dit_lines, draw_samples
+from demo_steps.vit import draw_vit, vit_lines
+
+CLOSING = [
+    "One seed of small models: this shows that the pipeline works, not which mixer is best. Everything was written by",
+    "`train_vit.py`, `convert.py`, `evaluate_imagenet.py`, `finetune_dit.py`, `sample.py` and `evaluate_fid.py` of",
+    "`tools/`; each run folder holds its configuration.",
+    "",
+]
+
+
+def write_report(folder: Path, mixers: list[str], rows: dict[str, Any], cards: dict[str, Any], seconds: float) -> Path:
+    """Write report.md, demo.png and demo_dit.png into `folder`.
+
+    rows: results of the evaluation tool by run folder: softmax (the source), softmax_more (the control), and for each
+    mixer NAME_zero_shot and NAME.  cards: of the scores of the runs of `DIT`.  seconds: that the demo took.
+    """
+    draw_vit(folder, mixers, rows)
+    draw_samples(folder, cards)
+    title = ["# Demo: from softmax to linear attention on handwritten digits", "", f"It took {seconds:.0f} s.", ""]
+    lines = [*title, *vit_lines(folder, mixers, rows), *dit_lines(folder, cards), *CLOSING]
+    (folder / "report.md").write_text("\n".join(lines))
+    return folder / "report.md"

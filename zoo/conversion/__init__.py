@@ -1,0 +1,1 @@
+"""What helps a conversion: inspection, calibration, sensitivity, distillation and predicted times."""

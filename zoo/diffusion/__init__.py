@@ -1,0 +1,1 @@
+"""Diffusion models for training and evaluation: loading, objectives, schedulers, samplers and previews."""

@@ -1,0 +1,229 @@
+"""Diffusion models from folders or the Hugging Face hub: whole pipelines, bare transformers, and their schedulers.
+
+`open_model` is the one way in, for original models of diffusers and for those that were converted here.
+"""
+
+import difflib
+import inspect
+import json
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import ConfigMixin, DiffusionPipeline, DiTTransformer2DModel, ModelMixin, SchedulerMixin
+from torch import nn
+
+import zoo
+from zoo.config import check_arguments
+from zoo.errors import unknown_name
+from zoo.models.diffusers.reading import read_config, read_folder
+from zoo.precision import DTYPES
+
+SCHEDULER_FOLDER = "scheduler"
+VIDEOS = ("Wan", "LTXPipeline", "LTXVideo")  # so begin the names of what makes videos and can be sampled
+DENOISERS = ("transformer", "transformer_2", "unet")
+IN_A_RUN = ("transformer_ema", "transformer")  # where tools/finetune_dit.py leaves models
+
+
+@dataclass
+class Opened:
+    """A model that can be sampled: a class-conditional transformer with the VAE of its latents (None: it makes
+    pixels) and its scheduler (None: not known), or a pipeline from text.
+
+    video: empty for what makes images; of a bare video transformer, what its run noted of the data.
+    """
+
+    name: str
+    transformer: Any
+    vae: Any = None
+    scheduler: Any = None
+    pipeline: Any = None
+    video: dict[str, Any] = field(default_factory=dict)
+
+    def denoisers(self) -> list[Any]:
+        """The transformer (or U-Net), and a second one for the later times, if there is one."""
+        parts = self.pipeline.components if self.pipeline else {"transformer": self.transformer}
+        return [parts[name] for name in DENOISERS if parts.get(name) is not None]
+
+
+def open_model(
+    where: str, base: str = "", precision: str = "fp32", device: torch.device | str = "cpu", second: str = ""
+) -> Opened:
+    """The model at `where`: a pipeline, or a bare transformer; then `base` is the pipeline that has the rest of it.
+    second: takes the place of the second transformer of the pipeline, that of the times near the data (Wan 2.2 A14B).
+
+    A transformer that holds the scheduler it was trained with keeps it: the one of `base` may be of another process.
+    Raises ValueError for what cannot be sampled: an unknown pipeline class, a transformer that needs a text encoder or
+    a VAE and has none, a video transformer without the notes of its run.
+    """
+    dtype = DTYPES[precision]
+    whole = _config(where, DiffusionPipeline) is not None
+    if second and boundary_of(where if whole else base) is None:
+        raise ValueError(f"{where if whole else base or where} has no second transformer: leave sample.model_2 out")
+    parts = {"transformer_2": load_transformer(second, dtype)} if second else {}
+    if whole:
+        if base:
+            raise ValueError(f"{where} is a whole pipeline; sample.base is for bare transformers")
+        return _whole(where, dtype, device, parts)
+    if _config(where, DiTTransformer2DModel) is None:
+        inside = next((f"{where}/{name}" for name in IN_A_RUN if os.path.isfile(f"{where}/{name}/config.json")), "")
+        raise ValueError(
+            f"there is no diffusion model {where!r}: expected a folder of diffusers, or a hub name that can be reached"
+            + (f"; did you mean {inside!r}?" if inside else "")
+        )
+    transformer = load_transformer(where, dtype)
+    if base:
+        found = _whole(base, dtype, device, {"transformer": transformer} | parts)
+        return replace(found, scheduler=stored_scheduler(where) or found.scheduler)
+    name = type(transformer).__name__
+    if "text_dim" in transformer.config:
+        video = _notes(where, name)
+        return Opened(name, transformer.to(device), scheduler=stored_scheduler(where), video=video)
+    if not isinstance(transformer, DiTTransformer2DModel):
+        raise ValueError(f"{name} needs the rest of its pipeline: give it with sample.base=PIPELINE")
+    if transformer.config["in_channels"] not in (1, 3):
+        channels = transformer.config["in_channels"]
+        raise ValueError(f"{where} makes latents of {channels} channels: give the pipeline with its VAE as sample.base")
+    return Opened(name, transformer.to(device), scheduler=stored_scheduler(where))
+
+
+def load_transformer(where: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The transformer in a folder of diffusers, of diffusers' class or of the converted class of the same folder.
+
+    Raises ValueError for a class that neither knows, and for other video models than Wan.
+    """
+    name = (_config(where, DiTTransformer2DModel) or {}).get("_class_name", "")
+    kind = getattr(zoo, name, None) or getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
+        raise unknown_name("model class", name, _classes(ModelMixin, "Transformer2DModel"))
+    if "3D" in name and not name.removeprefix("HLA").startswith(VIDEOS):
+        raise ValueError(f"{name} makes videos; those of Wan and LTX-Video can be sampled here, no others")
+    return read_folder(kind, where, torch_dtype=dtype)
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile the blocks of a transformer (the members of its lists) in place: one compilation serves all of a kind.
+
+    Raises ValueError for a model without lists of blocks.
+    """
+    blocks = [block for part in model.children() if isinstance(part, nn.ModuleList) for block in part]
+    if not blocks:
+        raise ValueError(f"sample.compile compiles blocks, and {type(model).__name__} has no list of them")
+    for block in blocks:
+        block.compile()
+
+
+def _whole(where: str, dtype: torch.dtype, device: Any, parts: dict[str, Any]) -> Opened:
+    config = _config(where, DiffusionPipeline)
+    if config is None:
+        raise ValueError(f"there is no pipeline {where!r}: expected a folder (or hub name) with model_index.json")
+    name = config.get("_class_name", "")
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, DiffusionPipeline)):
+        raise unknown_name("pipeline class", name, _classes(DiffusionPipeline, "Pipeline", near=name))
+    _check_kind(kind)
+    video = "num_frames" in inspect.signature(kind.__call__).parameters
+    # not DiffusionPipeline, which in diffusers 0.42 passes over given parts that are optional (Wan's transformer)
+    # Wan's VAE in float32, as its publishers say
+    dtypes = {"vae": torch.float32, "default": dtype} if name.startswith("Wan") else dtype
+    pipe = read_folder(kind, where, torch_dtype=dtypes, **parts).to(device)
+    pipe.set_progress_bar_config(disable=True)
+    if not {"transformer", "unet"} & set(pipe.components):
+        raise ValueError(f"{name} has neither a transformer nor a U-Net, so it cannot be sampled here")
+    classes = "class_labels" in inspect.signature(kind.__call__).parameters
+    transformer = getattr(pipe, "transformer", None)
+    notes = {"pipeline": name} if video else {}
+    return Opened(name, transformer, getattr(pipe, "vae", None), pipe.scheduler, None if classes else pipe, notes)
+
+
+def _notes(where: str, name: str) -> dict[str, Any]:
+    """What the run that trained a bare video transformer noted of its data."""
+    file = Path(where).parent / "input.json"
+    notes = json.loads(file.read_text()) if file.is_file() else {}
+    if not notes.get("classes"):
+        why = "it was trained on prompts" if notes else f"there is no {file} of the run that trained it on classes"
+        raise ValueError(f"{name} needs the rest of its pipeline ({why}): give it with sample.base=PIPELINE")
+    return notes
+
+
+def _check_kind(kind: Any) -> None:
+    wanted = inspect.signature(kind.__call__).parameters
+    if "video_length" in wanted or ("num_frames" in wanted and not kind.__name__.startswith(VIDEOS)):
+        raise ValueError(f"{kind.__name__} makes videos; those of Wan and LTX-Video can be sampled here, no others")
+    if not {"class_labels", "prompt"} & set(wanted):
+        raise ValueError(f"{kind.__name__} takes neither class labels nor a prompt, so it cannot be sampled here")
+    if "image" in wanted and kind.__name__ != "WanImageToVideoPipeline":
+        raise ValueError(f"{kind.__name__} changes an image that it is given, so it cannot be sampled here")
+
+
+def _config(where: str, kind: Any, **place: str) -> dict[str, Any] | None:
+    """The configuration of a pipeline, model or scheduler in a folder or on the hub; None where there is none."""
+    if not os.path.isdir(where) and (where.count("/") != 1 or where.startswith((".", "/"))):
+        return None
+    return read_config(kind, where, **place)
+
+
+def _classes(base: type, ending: str, near: str = "") -> list[str]:
+    """Names of diffusers' classes; those that make images, and the closest few when there are many."""
+    names = [n for n in dir(diffusers) if n.endswith(ending)]
+    return difflib.get_close_matches(near, names, n=5, cutoff=0) if near else names
+
+
+def boundary_of(where: str) -> float | None:
+    """Of a pipeline with two transformers (Wan 2.2 A14B) the time, of 0 (data) to 1 (noise), from which on the first
+    denoises, and below which `transformer_2` does; None for others."""
+    config = _config(where, DiffusionPipeline) or {}
+    two = (config.get("transformer_2") or [None])[0] is not None
+    return config.get("boundary_ratio") if two else None
+
+
+# Schedulers
+
+
+def stored_scheduler(where: str) -> Any:
+    """The scheduler in a folder (or hub repository) of a model or pipeline; None where there is none. Raises ValueError
+    for a class that diffusers does not have."""
+    config = _config(where, diffusers.DDPMScheduler, subfolder=SCHEDULER_FOLDER)
+    return None if config is None else _scheduler_class(config["_class_name"]).from_config(config)
+
+
+def _scheduler_class(name: str) -> Any:
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, SchedulerMixin) and hasattr(kind, "step")):
+        raise unknown_name("scheduler", name, [n for n in dir(diffusers) if n.endswith("Scheduler")])
+    return kind
+
+
+def open_scheduler(name: str, options: dict[str, Any], own: Any) -> Any:
+    """The scheduler of diffusers called `name` (empty: the model's `own`), with `options` over its configuration.
+
+    Raises ValueError for unknown names and options, and for a scheduler of another process than the model was trained
+    for, as far as diffusers knows.
+    """
+    if not name and own is None:
+        raise ValueError("the model does not say which scheduler it was trained with: give sample.scheduler")
+    kind = _scheduler_class(name) if name else type(own)
+    known = [p for p in inspect.signature(kind.__init__).parameters if p != "self"]
+    for key in options:
+        if key not in known:
+            raise unknown_name(f"option of {kind.__name__}", key, known)
+    check_arguments(kind.__init__, options, "sample.scheduler_options")
+    if own is None:
+        return kind(**options)
+    fitting = {type(own).__name__, *(c.__name__ for c in own.compatibles)}
+    if type(own).__name__.startswith("FlowMatch"):
+        fitting |= {n for n in dir(diffusers) if n.startswith("FlowMatch") and n.endswith("Scheduler")}
+    if kind.__name__ not in fitting:
+        raise ValueError(
+            f"{kind.__name__} cannot sample a model of {type(own).__name__}; allowed: {', '.join(sorted(fitting))}"
+        )
+    return kind.from_config(own.config, **options)
+
+
+def config_of(part: ConfigMixin) -> dict[str, Any]:
+    """The configuration of a part of diffusers as plain JSON values, without private entries."""
+    found = {k: v for k, v in dict(part.config).items() if not k.startswith("_")}
+    return json.loads(json.dumps(found, default=str))

@@ -1,0 +1,189 @@
+"""What a denoiser is trained on: DDPM with learned variance, and flow matching.
+
+x0 is clean data [B, C, H, W] or [B, C, T, H, W], noise of the same shape; t [B] is the time of each sample: a step
+number for DDPM, a number in (0, 1) for flow matching. Signs and time steps are those of diffusers' schedulers, which
+sample from the trained models.
+"""
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from zoo.diffusion.settings import ObjectiveSettings
+
+STEPS = 1000  # of DDPM; flow matching multiplies its times with it
+
+
+class Losses(NamedTuple):
+    """Per sample [B]: what is trained on, and the mean squared error alone."""
+
+    loss: Tensor
+    mse: Tensor
+
+
+class Objective(Protocol):
+    """A way to noise data and to judge what the model says about it."""
+
+    outputs: int  # channels of the output for each channel of the input
+
+    def draw(self, n: int, device: torch.device) -> Tensor:
+        """n random times, from torch's generator."""
+
+    def spread(self, where: Tensor) -> Tensor:
+        """The times at fractions in [0, 1) of the range, for validation."""
+
+    def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """The model's input x_t."""
+
+    def timestep(self, t: Tensor) -> Tensor:
+        """What the model is told of t."""
+
+    def losses(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> Losses:
+        """The losses of an output [B, outputs C, ...]."""
+
+    def scheduler(self) -> Any:
+        """The scheduler of diffusers that samples."""
+
+
+Times = tuple[float, float]  # from, to; 0 is data, 1 noise
+ALL: Times = (0.0, 1.0)
+
+
+def create_objective(settings: ObjectiveSettings, times: Times = ALL) -> Objective:
+    """The objective of these settings, on a part of the times. Raises ValueError for a part of those of DDPM."""
+    if settings.kind == "ddpm" and times != ALL:
+        raise ValueError(f"the model denoises the times {times} of flow matching: set objective.kind=flow")
+    if settings.kind == "ddpm":
+        return DDPM()
+    return FlowMatching(settings.t_mean, settings.t_std, settings.shift, times)
+
+
+class DDPM:
+    """Noise prediction with learned variance, as in DiT (arXiv 2212.09748): 1000 steps, linear betas.
+
+    The output holds the noise and, per element, where the log variance lies between that of the posterior and beta
+    (Nichol and Dhariwal, arXiv 2102.09672, eq. 15). The loss is the error of the noise plus the variational bound of
+    step t in bits per element, whose gradient reaches the variance only (eq. 16 with weight 1, as DiT trains).
+    """
+
+    outputs = 2
+
+    def __init__(self) -> None:
+        beta = torch.linspace(1e-4, 0.02, STEPS, dtype=torch.float64)
+        bar = (1 - beta).cumprod(0)
+        before = torch.cat([bar.new_ones(1), bar[:-1]])
+        variance = beta * (1 - before) / (1 - bar)  # of the posterior
+        self.table = {
+            "signal": bar.sqrt(),
+            "noise": (1 - bar).sqrt(),
+            "from_start": beta * before.sqrt() / (1 - bar),
+            "from_now": (1 - before) * (1 - beta).sqrt() / (1 - bar),
+            "low": torch.cat([variance[1:2], variance[1:]]).log(),  # the posterior of step 0 has no variance
+            "high": beta.log(),
+        }
+
+    def draw(self, n: int, device: torch.device) -> Tensor:
+        return torch.randint(STEPS, (n,), device=device)
+
+    def spread(self, where: Tensor) -> Tensor:
+        return (where * STEPS).long()
+
+    def _at(self, name: str, t: Tensor, x: Tensor) -> Tensor:
+        return each(self.table[name].to(x.device)[t].float(), x)
+
+    def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        return self._at("signal", t, x0) * x0 + self._at("noise", t, x0) * noise
+
+    def timestep(self, t: Tensor) -> Tensor:
+        return t
+
+    def losses(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> Losses:
+        predicted, where = output.float().chunk(2, dim=1)
+        mse = (predicted - noise).square().flatten(1).mean(1)
+        return Losses(mse + self.bound(predicted.detach(), where, x0, noise, t), mse)
+
+    def bound(self, predicted: Tensor, where: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """The term of step t of the variational bound [B], bits per element: KL of the posterior against the model, or
+        at t = 0 the likelihood of x0 among 256 levels in [-1, 1]."""
+        xt = self.noised(x0, noise, t)
+        low, high = self._at("low", t, x0), self._at("high", t, x0)
+        log_variance = low + (where + 1) / 2 * (high - low)
+        start = (xt - self._at("noise", t, x0) * predicted) / self._at("signal", t, x0)
+        mean = self._at("from_start", t, x0) * start + self._at("from_now", t, x0) * xt
+        true = self._at("from_start", t, x0) * x0 + self._at("from_now", t, x0) * xt
+        gap = low - log_variance
+        kl = 0.5 * (gap.exp() - gap - 1 + (true - mean).square() * (-log_variance).exp())
+        nats = torch.where(each(t == 0, x0), -log_likelihood(x0, mean, 0.5 * log_variance), kl)
+        return nats.flatten(1).mean(1) / math.log(2)
+
+    def scheduler(self) -> Any:
+        from diffusers import DDIMScheduler
+
+        # from the last step, pure noise, down to the data itself
+        return DDIMScheduler(STEPS, 1e-4, 0.02, "linear", clip_sample=False, timestep_spacing="trailing")
+
+
+def each(values: Tensor, x: Tensor) -> Tensor:
+    """One value a sample [B] so that it multiplies x [B, ...]."""
+    return values.view(-1, *[1] * (x.ndim - 1))
+
+
+def log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
+    """ln of the Gaussian's mass in the bin of x among 256 levels in [-1, 1]; the outer bins are open."""
+    scale = (-log_deviation).exp()
+    upper = torch.special.ndtr((x - mean + 1 / 255) * scale)
+    lower = torch.special.ndtr((x - mean - 1 / 255) * scale)
+    upper = torch.where(x > 0.999, torch.ones_like(x), upper)
+    lower = torch.where(x < -0.999, torch.zeros_like(x), lower)
+    return (upper - lower).clamp(min=1e-12).log()
+
+
+class FlowMatching:
+    """Straight paths x_t = (1 - t) x0 + t noise, the model predicts noise - x0 (Lipman et al., arXiv 2210.02747).
+
+    t is logit-normal (Esser et al., arXiv 2403.03206, section 3.1), then shifted for resolution (eq. 23 there):
+    t' = s t / (1 + (s - 1) t).
+
+    times: the only shifted times that are drawn, with the densities which they have among all.
+    """
+
+    outputs = 1
+
+    def __init__(self, mean: float = 0.0, deviation: float = 1.0, shift: float = 1.0, times: Times = ALL) -> None:
+        self.mean, self.deviation, self.shift = mean, deviation, shift
+        self.whole = times == ALL
+        self.low, self.high = (t / (shift - (shift - 1) * t) for t in times)  # before the shift
+
+    def draw(self, n: int, device: torch.device) -> Tensor:
+        z = torch.randn(n, device=device)
+        z = z if self.whole else self._truncated(z)
+        return self._shifted((z * self.deviation + self.mean).sigmoid())
+
+    def _truncated(self, z: Tensor) -> Tensor:
+        """Normal numbers between those of the first and the last time, by the quantiles of normal ones."""
+        ends = torch.tensor([self.low, self.high], dtype=torch.float64, device=z.device).logit()
+        low, high = torch.special.ndtr((ends - self.mean) / self.deviation)
+        return torch.special.ndtri(low + (high - low) * torch.special.ndtr(z.double())).to(z.dtype)
+
+    def spread(self, where: Tensor) -> Tensor:
+        return self._shifted(self.low + (self.high - self.low) * where)
+
+    def _shifted(self, t: Tensor) -> Tensor:
+        return self.shift * t / (1 + (self.shift - 1) * t)
+
+    def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        return torch.lerp(x0, noise, each(t, x0).to(x0))
+
+    def timestep(self, t: Tensor) -> Tensor:
+        return t * STEPS
+
+    def losses(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> Losses:
+        mse = (output.float() - (noise - x0)).square().flatten(1).mean(1)
+        return Losses(mse, mse)
+
+    def scheduler(self) -> Any:
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        return FlowMatchEulerDiscreteScheduler(STEPS, shift=self.shift)

@@ -1,0 +1,26 @@
+"""The keys of a training objective."""
+
+from dataclasses import dataclass
+
+from zoo.config import one_of
+from zoo.ranges import POSITIVE, check_ranges
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """What the model learns.
+
+    kind: flow (flow matching) or ddpm (noise and learned variance with the variational bound, as DiT)
+    t_mean: mean of the logit-normal times of flow matching
+    t_std: their standard deviation
+    shift: factor that moves the times of flow matching towards noise, for large images (3 for SD3 and Sana)
+    """
+
+    kind: str = "flow"
+    t_mean: float = 0.0
+    t_std: float = 1.0
+    shift: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of("objective.kind", self.kind, ("flow", "ddpm"))
+        check_ranges("objective", self, t_mean="(-inf, inf)", t_std=POSITIVE, shift=POSITIVE)

@@ -1,0 +1,176 @@
+"""Samplers of videos: classes, text, or text and a first frame."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from zoo.data.decoding import IMAGE_FILES, Unreadable, decode
+from zoo.data.latents.encoders import decode_latents, load_vae, video_factors
+from zoo.data.video.clips import cover
+from zoo.diffusion.call import class_tokens
+from zoo.diffusion.samplers import (
+    ClassSampler,
+    TextSampler,
+    check_resolution,
+    describe,
+    only_own_noise,
+    seeded,
+    to_uint8,
+)
+
+WAN_FPS = 16.0  # of the videos that Wan was trained on
+
+
+class ClassVideoSampler(ClassSampler):
+    """Samples a bare video transformer that reads classes as tokens, in pixels or in the latents of a VAE.
+
+    about: what its run noted of its data (input.json): space, image_size [frames, height, width], fps, vae, scaling and
+    shift. Other arguments as in `ClassSampler`; size, width and frames (pixels) change image_size.
+
+    Raises ValueError for a size that the patches do not divide and labels that the model does not have.
+    """
+
+    def __init__(
+        self,
+        transformer: Any,
+        scheduler: Any,
+        about: dict[str, Any],
+        *,
+        size: int | None = None,
+        width: int | None = None,
+        frames: int | None = None,
+        steps: int = 50,
+        guidance: float = 1.0,
+        labels: str | list[int] = "random",
+        seed: int = 0,
+    ) -> None:
+        self.transformer, self.scheduler, self.data = transformer, scheduler, about
+        self.steps, self.guidance, self.seed, self.choice = steps, guidance, seed, labels
+        config = transformer.config
+        self.classes, self.channels, self.guided = config.text_dim, config.in_channels, config.in_channels
+        self.learned, self.fps = False, about["fps"]
+        self.check_labels()
+        given = (frames, size, width)
+        self.pixels = tuple(new or old for new, old in zip(given, about["image_size"], strict=True))
+        self.vae = load_vae(about["vae"]).to(transformer.device) if about["space"] == "latents" else None
+        time, space = (1, 1) if self.vae is None else video_factors(self.vae)
+        check_video(self.pixels, config.patch_size, time, space)
+        self.shape = (self.channels, (self.pixels[0] - 1) // time + 1, *(n // space for n in self.pixels[1:]))
+
+    def _condition(self, labels: Tensor) -> dict[str, Tensor]:
+        return {"encoder_hidden_states": class_tokens(labels, self.classes).to(self.transformer.dtype)}
+
+    def _decode(self, x: Tensor) -> Tensor:
+        if self.vae is None:
+            return x
+        return decode_latents(self.vae, x, self.data["scaling"], self.data["shift"])
+
+    def about(self) -> dict[str, Any]:
+        return self.described() | {"size": list(self.pixels), "fps": self.fps}
+
+
+class VideoSampler(TextSampler):
+    """Samples a text-to-video or image-to-video pipeline of diffusers. Prompt and image i % n make video i.
+
+    images: folder of first frames, for image to video; empty for others.  size, width, frames: pixels; None takes those
+    of the pipeline. Raises ValueError as `TextSampler`, and for images that are missing or not wanted.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        prompts: list[str],
+        *,
+        images: str | None = None,
+        size: int | None = None,
+        width: int | None = None,
+        frames: int | None = None,
+        **shared: Any,
+    ) -> None:
+        super().__init__(pipeline, prompts, **shared)
+        given = {"num_frames": frames, "height": size, "width": width if width or not size else size}
+        self.pixels = tuple(n or self.parameters[name].default for name, n in given.items())
+        rate = self.parameters.get("frame_rate")  # which LTX-Video is told
+        self.fps = float(rate.default) if rate else WAN_FPS
+        check_video(self.pixels, *units(pipeline))
+        wants = "image" in self.parameters
+        if wants != bool(images):
+            need = "sample.images=FOLDER, the first frames" if wants else "no sample.images"
+            raise ValueError(f"{type(pipeline).__name__} needs {need}")
+        self.images = _first_frames(Path(images)) if images else []
+
+    @torch.no_grad()
+    def __call__(self, numbers: Sequence[int]) -> Tensor:
+        return torch.cat([self._one(number) for number in numbers])  # one by one: they are large
+
+    def _one(self, number: int) -> Tensor:
+        pipe, (frames, height, width) = self.pipeline, self.pixels
+        extra: dict[str, Any] = dict(self.fixed)
+        if self.images:
+            picture = _pixels(self.images[number % len(self.images)])
+            first = cover(picture[None], height, width)[:, 0].permute(1, 2, 0).numpy()
+            extra["image"] = Image.fromarray(first)
+        with only_own_noise(type(pipe.scheduler).__name__, pipe.device):
+            found = pipe(
+                prompt=self.prompts[number % len(self.prompts)],
+                generator=seeded(self.seed, [number])[0],
+                num_inference_steps=self.steps,
+                guidance_scale=self.guidance,
+                num_frames=frames,
+                height=height,
+                width=width,
+                output_type="np",
+                **extra,
+            ).frames
+        return to_uint8(torch.from_numpy(np.asarray(found)).permute(0, 4, 1, 2, 3) * 2 - 1)
+
+    def about(self) -> dict[str, Any]:
+        more = {"size": list(self.pixels), "fps": self.fps, "first_frames": len(self.images)}
+        second = getattr(self.pipeline, "transformer_2", None)
+        if second is not None:
+            more["second"] = describe(second, self.pipeline.scheduler)
+        return super().about() | more
+
+
+def units(pipeline: Any) -> tuple[list[int], int, int]:
+    """Patch (T, H, W) of the transformer, and frames and pixels a side for one latent, of a pipeline of videos."""
+    patch = list(patch_of(pipeline.transformer.config))
+    if hasattr(pipeline, "vae_temporal_compression_ratio"):  # LTX-Video
+        return patch, pipeline.vae_temporal_compression_ratio, pipeline.vae_spatial_compression_ratio
+    return patch, pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial
+
+
+def patch_of(config: Any) -> Any:
+    """The sides of a patch as the configuration of a transformer has them: a number (images), or one a dimension."""
+    space, time = config["patch_size"], config.get("patch_size_t")
+    return space if time is None else (time, space, space)  # LTX-Video names both
+
+
+def check_video(pixels: Sequence[int], patch: Sequence[int], time: int, space: int) -> None:
+    """Raise ValueError unless clips (T, H, W) are whole patches of latents with these steps in time and space."""
+    frames, *sides = pixels
+    if frames < 1 or (frames - 1) % time or ((frames - 1) // time + 1) % patch[0]:
+        rule = f"{time} n + 1" if time > 1 else f"a positive multiple of {patch[0]}"
+        raise ValueError(f"sample.frames must be {rule}, got {frames}")
+    for side, one in zip(sides, patch[1:], strict=True):
+        check_resolution(side, one, space)
+
+
+def _first_frames(folder: Path) -> list[Path]:
+    found = sorted(p for p in folder.glob("*") if p.suffix.lower() in IMAGE_FILES)
+    if not found:
+        raise ValueError(f"there are no images in sample.images={folder}")
+    return found
+
+
+def _pixels(file: Path) -> np.ndarray:
+    """uint8 [H, W, 3]. Raises ValueError for a file that cannot be read."""
+    try:
+        return np.array(decode(str(file)))
+    except Unreadable as error:
+        raise ValueError(f"sample.images: {file} cannot be read: {error}") from error

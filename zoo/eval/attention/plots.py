@@ -1,0 +1,65 @@
+"""Pictures of effective attention: rank and entropy over the layers, and the maps of query tokens."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zoo.plotting import COLORS, pyplot, save_figure
+
+
+class Maps(NamedTuple):
+    """What query tokens read in one layer: its mixer, the image, and a map [H, W] for each (row, column)."""
+
+    layer: int
+    mixer: str
+    image: Any
+    rows: dict[tuple[int, int], np.ndarray]
+
+
+def draw_profile(rows: list[dict[str, Any]], file: Path) -> None:
+    """Write a PNG: rank, effective rank, entropy and token share by layer, means over heads with their ranges."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 4, figsize=(16, 3.6), layout="constrained")
+    titles = {"rank": "rank", "effective_rank": "effective rank", "entropy": "entropy (nats)"}
+    titles["token_share"] = "share of the output that depends on the token"
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    for place, (name, title) in zip(axes, titles.items(), strict=True):
+        for number, model in enumerate(models):
+            layers = sorted({row["layer"] for row in rows if row["model"] == model})
+            heads = [[r[name] for r in rows if (r["model"], r["layer"]) == (model, layer)] for layer in layers]
+            color = COLORS[number % len(COLORS)]
+            place.plot(layers, [np.mean(h) for h in heads], color=color, marker="o", markersize=3, label=model)
+            place.fill_between(layers, [min(h) for h in heads], [max(h) for h in heads], color=color, alpha=0.15)
+        place.set(xlabel="layer", title=title)
+        place.grid(alpha=0.3)
+    axes[0].legend(frameon=False, fontsize=7)
+    save_figure(figure, file, dpi=120)
+
+
+def draw_maps(maps: list[Maps], title: str, file: Path) -> None:
+    """Write a PNG: a row for each query token, the image with that token and what it reads in each layer."""
+    if not maps:
+        return
+    plt = pyplot()
+    queries = list(maps[0].rows)
+    shape = (len(queries), len(maps) + 1)
+    figure, axes = plt.subplots(*shape, figsize=(1.7 * shape[1], 1.9 * shape[0]), layout="constrained", squeeze=False)
+    for line, query in zip(axes, queries, strict=True):
+        line[0].imshow(maps[0].image, cmap="gray")
+        line[0].set_title(f"query {query[0]}:{query[1]}", fontsize=8)
+        _mark(line[0], query, maps[0].rows[query].shape, np.asarray(maps[0].image).shape)
+        for place, found in zip(line[1:], maps, strict=True):
+            place.imshow(found.rows[query], cmap="magma")
+            place.set_title(f"layer {found.layer}, {found.mixer}", fontsize=8)
+            _mark(place, query, found.rows[query].shape, found.rows[query].shape)
+    for place in axes.flat:
+        place.set_axis_off()
+    figure.suptitle(title, fontsize=10)
+    save_figure(figure, file, dpi=120)
+
+
+def _mark(axes: Any, query: tuple[int, int], grid: tuple[int, ...], pixels: tuple[int, ...]) -> None:
+    row, column = ((q + 0.5) * s / g - 0.5 for q, s, g in zip(query, pixels, grid, strict=False))
+    style = {"markerfacecolor": "none", "markeredgecolor": "#4cc9f0", "markeredgewidth": 1.4}
+    axes.plot(column, row, marker="s", markersize=6, **style)

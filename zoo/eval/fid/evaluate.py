@@ -1,0 +1,150 @@
+"""Scores of generated images against a reference, and the card that says how they were made."""
+
+import json
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from zoo.eval.fid.extractors import INCEPTION, Extractor
+from zoo.eval.fid.features import Extracted, extract, rank_and_world
+from zoo.eval.fid.images import open_images
+from zoo.eval.fid.scores import (
+    extrapolate,
+    frechet_distance,
+    inception_score,
+    kernel_distance,
+    precision_recall,
+    require_torch_fidelity,
+)
+from zoo.eval.fid.settings import FidOptions
+from zoo.eval.fid.statistics import Statistics, array_names, holds_statistics, load_statistics
+from zoo.io import environment
+
+ENOUGH = 10_000  # samples, below which a Frechet distance says more about their number than about the model
+VALUES = ("kid", "kid_std", "precision", "recall", "inception_score", "inception_score_std")
+
+
+def score(samples: Any, reference: Any, extractor: Extractor, options: FidOptions | None = None) -> dict[str, Any]:
+    """The card of `samples` against `reference`: every score that the extractor and the reference allow, and why not.
+
+    samples: a path (folder, .npz, .parquet) or an iterable of uint8 batches [B, 3, H, W], in each process its share.
+    reference: likewise, or a file of statistics, or `Statistics`. Every process returns the same card. Raises
+    ValueError for what cannot be compared: other image sizes, other extractors, fewer images than features.
+    """
+    options = options or FidOptions()
+    require_torch_fidelity()
+    known = reference if isinstance(reference, Statistics) else None
+    if known is None:  # before the samples: a wrong reference should not cost an hour
+        known = reference_statistics(reference, extractor, options)
+    elif known.extractor:
+        extractor.check(known.extractor, known.images)
+    found = _extract(samples, extractor, options)
+    _check_sizes(found.statistics, known)
+    for name, one in (("samples", found.statistics), ("reference", known)):
+        if one.pool.n is not None and one.pool.n <= extractor.identity.dim:
+            raise ValueError(
+                f"the {name} are {one.pool.n} images, not more than the {extractor.identity.dim} features of the "
+                f"extractor: their covariance is singular and the distance means nothing"
+            )
+    return _card(found, known, extractor, options, str(samples) if isinstance(samples, str | Path) else "")
+
+
+def reference_statistics(where: Any, extractor: Extractor, options: FidOptions | None = None) -> Statistics:
+    """The statistics of images or of a statistics file, with the features of `reference_features` images if they can
+    be had. Raises ValueError for statistics of another extractor."""
+    options = options or FidOptions()
+    if not holds_statistics(where):
+        found = _extract(where, extractor, options, keep=options.reference_features)
+        found.statistics.features = found.features
+        return found.statistics
+    known = load_statistics(where)
+    if known.extractor:
+        extractor.check(known.extractor, str(where))
+        return known
+    if extractor.identity.name != INCEPTION or len(known.pool.mean) != extractor.identity.dim:
+        raise ValueError(
+            f"{where} holds statistics of another extractor: an .npz with mu and sigma is taken for those of Inception "
+            f"with 2048 features, it has {len(known.pool.mean)} and the extractor here is {extractor.identity.name!r}"
+        )
+    if "arr_0" not in array_names(where):
+        known.warnings.append(f"{where} holds mu and sigma, but no images: no KID, precision and recall")
+        return known
+    shown = _extract(where, extractor, options, keep=options.reference_features)
+    known.features, known.image_size = shown.features, shown.statistics.image_size
+    return known
+
+
+def _extract(where: Any, extractor: Extractor, options: FidOptions, keep: int | None = None) -> Extracted:
+    images = open_images(where, options.image_size, options.image_key, options.workers)
+    crop = f"ADM centre crop to {options.image_size}" if options.image_size else "none"
+    return extract(images, extractor, options.batch_size, options.device, keep, crop)
+
+
+def _check_sizes(samples: Statistics, reference: Statistics) -> None:
+    if reference.image_size and samples.image_size != reference.image_size:
+        one, other = ("{1} x {0}".format(*s.image_size) for s in (samples, reference))
+        raise ValueError(
+            f"the images of {samples.images} have {one} pixels, those of {reference.images} {other}: "
+            "a score needs the same size on both sides (see fid.image_size)"
+        )
+
+
+def _card(
+    found: Extracted, reference: Statistics, extractor: Extractor, options: FidOptions, path: str
+) -> dict[str, Any]:
+    samples = found.statistics
+    notes = list(reference.warnings)
+    counts = {"samples": samples.pool.n, "reference": reference.pool.n}
+    scores: dict[str, Any] = {"fid": frechet_distance(samples.pool, reference.pool)}
+    line = extrapolate(found.features, reference.pool)
+    details: dict[str, Any] = {"extrapolation": asdict(line) if line else None}
+    few = {name: n for name, n in counts.items() if n is not None and n < ENOUGH}
+    if few:
+        limit = f"the 1/n extrapolation in the samples is {line.limit:.4f}" if line else "too few for the extrapolation"
+        what = " and ".join(f"{n} {name} images" for name, n in few.items())
+        notes.append(f"{what}: under {ENOUGH}, the distance is biased upwards and comparable only at equal n; {limit}")
+    scores["sfid"] = None
+    if samples.spatial and reference.spatial:
+        scores["sfid"] = frechet_distance(samples.spatial, reference.spatial)
+    if reference.features is not None:
+        ours, theirs = (x.to(options.device or "cpu") for x in (found.features, reference.features))
+        details["kid"] = kernel_distance(ours, theirs)
+        details["precision_recall"] = precision_recall(ours, theirs)
+    if found.logits is not None:
+        details["inception_score"] = inception_score(found.logits)
+    for name in ("kid", "precision_recall", "inception_score"):
+        one = details.get(name, {})
+        scores |= {k: one.pop(k) for k in VALUES if k in one}
+    for note in notes if rank_and_world()[0] == 0 else []:
+        warnings.warn(note, stacklevel=3)
+    about = {key: _describe(one) for key, one in (("samples", samples), ("reference", reference))}
+    about["samples"]["card"] = _neighbour(path)
+    precision = {"features": "float32 without TF32", "statistics": "float64"}
+    return {
+        "scores": scores,
+        "details": details,
+        **about,
+        "extractor": asdict(extractor.identity),
+        "precision": precision,
+        "warnings": notes,
+        **environment(),
+    }
+
+
+def _describe(one: Statistics) -> dict[str, Any]:
+    kept = None if one.features is None else len(one.features)
+    return {
+        "images": one.images,
+        "statistics": one.file or None,
+        "n": one.pool.n,
+        "image_size": one.image_size or None,
+        "crop": one.crop,
+        "features_for_kid_and_recall": kept,
+    }
+
+
+def _neighbour(path: str) -> Any:
+    """The card that tools/sample.py left beside the images, if it did."""
+    file = Path(f"{path}.json")
+    return json.loads(file.read_text()) if path and file.is_file() else None

@@ -1,0 +1,120 @@
+"""Distances between two sets of features: Frechet, KID, precision and recall; and the Inception score of one set.
+
+The Frechet distance is ours, in float64 and from moments; the others are those of torch-fidelity, given float64.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zoo.eval.fid.statistics import Gaussian, Moments
+
+NEIGHBOURS = 3  # Kynkaanniemi et al. 2019, and ADM
+KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000  # Binkowski et al. 2018
+SPLITS = 10  # of the Inception score; of 50 000 samples: 5000 each, as ADM
+EXTRAPOLATION_SIZES = 6
+SEED = 2020  # of torch-fidelity
+
+
+def frechet_distance(a: Gaussian, b: Gaussian) -> float:
+    """|mean_a - mean_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2) of two Gaussians (Heusel et al. 2017, eq. 6), float64.
+
+    Both roots are of symmetric matrices, by eigenvalues clipped at 0: no complex part, and no failure for singular
+    covariances. Raises ValueError for Gaussians of different dimension.
+    """
+    if a.mean.shape != b.mean.shape:
+        raise ValueError(f"the features have {len(a.mean)} and {len(b.mean)} dimensions: of two extractors?")
+    values, vectors = torch.linalg.eigh(a.covariance)
+    root = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+    cross = torch.linalg.eigvalsh(root @ b.covariance @ root).clamp(min=0).sqrt().sum()
+    distance = (a.mean - b.mean).square().sum() + a.covariance.trace() + b.covariance.trace() - 2 * cross
+    return float(distance)
+
+
+@dataclass(frozen=True)
+class Extrapolation:
+    """The Frechet distance at growing numbers of samples, and the value at 1/n = 0 of the line fitted to it."""
+
+    sizes: list[int]
+    distances: list[float]
+    limit: float
+
+
+def extrapolate(features: Tensor, reference: Gaussian) -> Extrapolation | None:
+    """The distance freed from the bias c/n of n samples (Chong and Forsyth 2020): features [N, D] against a reference.
+
+    Distances of nested random subsets between half of the samples and all; None when too few of these sizes exceed
+    the dimension D, below which the bias is no longer c/n. The reference keeps its own bias.
+    """
+    n, dim = features.shape
+    smallest = max(n // 2, dim + 1)
+    if smallest > 0.8 * n:
+        return None
+    sizes = [int(s) for s in np.linspace(smallest, n, EXTRAPOLATION_SIZES)]
+    order = torch.from_numpy(np.random.default_rng(SEED).permutation(n))
+    moments, done, distances = Moments(dim), 0, []
+    for size in sizes:
+        moments.update(features[order[done:size]])
+        done = size
+        distances.append(frechet_distance(moments.gaussian(), reference))
+    _, limit = np.polyfit(1 / np.array(sizes), distances, 1)
+    return Extrapolation(sizes, distances, float(limit))
+
+
+def kernel_distance(samples: Tensor, reference: Tensor) -> dict[str, Any]:
+    """KID: mean and deviation of the unbiased MMD^2 over random subsets, kernel (x.y/D + 1)^3. Features [N, D]."""
+    fidelity = require_torch_fidelity()
+    size = min(KID_SUBSET_SIZE, len(samples), len(reference))
+    found = fidelity.kid(
+        samples.double(),
+        reference.double(),
+        kid_subsets=KID_SUBSETS,
+        kid_subset_size=size,
+        rng_seed=SEED,
+        verbose=False,
+    )
+    mean, deviation = (found[f"kernel_inception_distance_{k}"] for k in ("mean", "std"))
+    return {"kid": mean, "kid_std": deviation, "subsets": KID_SUBSETS, "subset_size": size}
+
+
+def precision_recall(samples: Tensor, reference: Tensor, batch: int = 1000) -> dict[str, Any]:
+    """Improved precision and recall with the balls of the 3 nearest neighbours, in [0, 1]. Features [N, D]."""
+    fidelity = require_torch_fidelity()
+    found = fidelity.prc(
+        samples.double(),
+        reference.double(),
+        prc_neighborhood=NEIGHBOURS,
+        prc_batch_size=batch,
+        save_cpu_ram=True,  # the other way keeps three N x N matrices
+        verbose=False,
+    )
+    counts = {"neighbours": NEIGHBOURS, "samples": len(samples), "reference": len(reference)}
+    return {"precision": found["precision"], "recall": found["recall"], **counts}
+
+
+def inception_score(logits: Tensor) -> dict[str, Any]:
+    """exp of the mean KL divergence between p(y|x) and p(y), mean and deviation over 10 shuffled splits. [N, C]."""
+    found = require_torch_fidelity().isc(logits, SPLITS, True, SEED)
+    mean, deviation = (found[f"inception_score_{k}"] for k in ("mean", "std"))
+    return {"inception_score": mean, "inception_score_std": deviation, "splits": SPLITS}
+
+
+@dataclass(frozen=True)
+class _Functions:
+    kid: Any
+    prc: Any
+    isc: Any
+
+
+def require_torch_fidelity() -> _Functions:
+    """The functions of torch-fidelity. Raises ValueError if it is not installed."""
+    try:
+        from torch_fidelity.metric_isc import isc_features_to_metric
+        from torch_fidelity.metric_kid import kid_features_to_metric
+        from torch_fidelity.metric_prc import prc_features_to_metric
+    except ImportError as error:
+        raise ValueError("scores need the package torch-fidelity: pip install 'hla-zoo[eval]'") from error
+    return _Functions(kid_features_to_metric, prc_features_to_metric, isc_features_to_metric)

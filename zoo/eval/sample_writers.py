@@ -1,0 +1,194 @@
+"""Where sampled images go: an .npz in the layout of ADM, or a folder of PNG or mp4 files. All can be continued."""
+
+import csv
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from zoo.data.video.files import read_video, write_video
+from zoo.diffusion.preview import ROWS, save_sheet
+from zoo.eval.fid.images import Npz
+from zoo.files import replacing
+from zoo.io import write_json
+
+SHEET = "contact-sheet.png"
+
+
+class Output:
+    """A set of numbered images that is filled in any order, by any number of processes.
+
+    The card beside it, PATH.json, says how the images are made; it is written first and must agree when more are added.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.card = Path(f"{path.rstrip('/')}.json")
+
+    def check(self, card: dict[str, Any]) -> None:
+        """Raise ValueError when the images that are already there were made in another way than `card` says."""
+        if not self.card.is_file():
+            if self.path.exists() or any(True for _ in self.numbers()):
+                raise ValueError(
+                    f"{self.path} exists, but no {self.card.name} says how it was made: choose another out"
+                )
+            return
+        old, new = json.loads(self.card.read_text())["sampling"], json.loads(json.dumps(card["sampling"]))
+        changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+        if changed:
+            raise ValueError(f"{self.path} holds images made in another way; they differ in {', '.join(changed)}")
+
+    def start(self, card: dict[str, Any]) -> None:
+        """Make the place and write the card."""
+        write_json(card, self.card)
+
+    def missing(self, count: int) -> list[int]:
+        """The numbers below `count` that are not there yet. Raises ValueError when there are others than those."""
+        there = set(self.numbers())
+        more = max(there, default=-1) + 1
+        if more > count:
+            raise ValueError(f"{self.path} already holds images up to number {more}: ask for at least as many")
+        return [i for i in range(count) if i not in there]
+
+    def numbers(self) -> Iterator[int]:
+        """The numbers that are there."""
+        raise NotImplementedError
+
+    def write(self, numbers: Sequence[int], images: Tensor) -> None:
+        """Add images, uint8 [B, 3, H, W]. What is there after a crash is whole."""
+        raise NotImplementedError
+
+    def finish(self, labels: list[int] | list[str], column: str) -> None:
+        """Put the images together, in order, with what they were made for: the column "label" or "text"."""
+        raise NotImplementedError
+
+
+class PngFolder(Output):
+    """000000.png, 000001.png, ... and metadata.csv (file_name, and label or text), a data set for `datasets`."""
+
+    ending = ".png"
+
+    def numbers(self) -> Iterator[int]:
+        return (int(file.stem) for file in self.path.glob(f"*{self.ending}") if file.stem.isdecimal())
+
+    def start(self, card: dict[str, Any]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        super().start(card)
+
+    def write(self, numbers: Sequence[int], images: Tensor) -> None:
+        for number, image in zip(numbers, images, strict=True):
+            file = self.path / f"{number:06d}.png"
+            temporary = file.with_suffix(".tmp")
+            Image.fromarray(image.permute(1, 2, 0).numpy()).save(temporary, format="PNG")
+            os.replace(temporary, file)
+
+    def finish(self, labels: list[int] | list[str], column: str) -> None:
+        table = self.path / "metadata.csv"
+        with replacing(table) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow(("file_name", column))
+            rows.writerows((f"{i:06d}{self.ending}", label) for i, label in enumerate(labels))
+
+
+class NpzFile(Output):
+    """arr_0 uint8 [N, H, W, 3] and, for class-conditional models, arr_1 int64 [N]; its parts lie in PATH.parts."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.parts = Path(f"{path}.parts")
+
+    def numbers(self) -> Iterator[int]:
+        if self.path.is_file():
+            yield from range(Npz(str(self.path)).count)
+        for file in self.parts.glob("*.npz"):
+            with np.load(file, allow_pickle=False) as arrays:
+                yield from arrays["numbers"].tolist()
+
+    def missing(self, count: int) -> list[int]:
+        missing = super().missing(count)
+        if missing and self.path.is_file():
+            raise ValueError(f"{self.path} is finished and holds fewer than {count} images: choose another out")
+        return missing
+
+    def start(self, card: dict[str, Any]) -> None:
+        if not self.path.is_file():
+            self.parts.mkdir(parents=True, exist_ok=True)
+        super().start(card)
+
+    def write(self, numbers: Sequence[int], images: Tensor) -> None:
+        file = self.parts / f"{numbers[0]:08d}.npz"
+        with file.with_suffix(".tmp").open("wb") as opened:
+            np.savez(opened, numbers=np.array(numbers), images=images.permute(0, 2, 3, 1).numpy())
+        os.replace(file.with_suffix(".tmp"), file)
+
+    def finish(self, labels: list[int] | list[str], column: str) -> None:
+        if self.path.is_file():
+            return
+        temporary = self.path.with_suffix(".tmp")
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            rows = self._rows()
+            first = next(rows)
+            with archive.open("arr_0.npy", "w", force_zip64=True) as stream:
+                header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *first.shape)}
+                np.lib.format.write_array_header_1_0(stream, header)
+                stream.write(first.tobytes())
+                for _, row in zip(labels[1:], rows, strict=False):
+                    stream.write(row.tobytes())
+            if column == "label":
+                with archive.open("arr_1.npy", "w") as stream:
+                    np.lib.format.write_array(stream, np.array(labels, dtype=np.int64))
+        os.replace(temporary, self.path)
+        shutil.rmtree(self.parts)
+
+    def _rows(self) -> Iterator[np.ndarray]:
+        """The images in order, with one part in memory."""
+        place: dict[int, Path] = {}
+        for file in self.parts.glob("*.npz"):
+            with np.load(file, allow_pickle=False) as arrays:
+                place |= dict.fromkeys(arrays["numbers"].tolist(), file)
+        opened, images = None, {}
+        for number in sorted(place):
+            if place[number] != opened:
+                opened = place[number]
+                with np.load(opened, allow_pickle=False) as arrays:
+                    images = dict(zip(arrays["numbers"].tolist(), arrays["images"], strict=True))
+            yield images[number]
+
+
+def open_output(path: str) -> Output:
+    """An .npz file or a folder of PNG files. Raises ValueError for any other ending."""
+    if path.endswith(".npz"):
+        return NpzFile(path)
+    if not path or Path(path.rstrip("/")).suffix:
+        raise ValueError(f"out must be an .npz file or a folder for PNG files, got {path!r}")
+    return PngFolder(path)
+
+
+class Mp4Folder(PngFolder):
+    """000000.mp4, 000001.mp4, ..., metadata.csv, and the contact sheet of the first clips."""
+
+    ending = ".mp4"
+
+    def __init__(self, path: str, fps: float) -> None:
+        if path.endswith(".npz"):
+            raise ValueError(f"videos go into a folder of mp4 files, got out={path!r}")
+        super().__init__(path)
+        self.fps = fps
+
+    def write(self, numbers: Sequence[int], images: Tensor) -> None:
+        for number, clip in zip(numbers, images, strict=True):
+            write_video(clip.permute(1, 2, 3, 0).numpy(), self.path / f"{number:06d}{self.ending}", self.fps)
+
+    def finish(self, labels: list[int] | list[str], column: str) -> None:
+        super().finish(labels, column)
+        first = sorted(self.path.glob(f"*{self.ending}"))[:ROWS]
+        clips = [torch.from_numpy(read_video(file)).permute(3, 0, 1, 2) for file in first]
+        save_sheet(torch.stack(clips), self.path / SHEET)

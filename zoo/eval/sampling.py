@@ -1,0 +1,91 @@
+"""A sampling run: the model, the images that are still missing, shared out over the processes."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo.data.progress import progress
+from zoo.diffusion.loading import compile_blocks, open_model, open_scheduler
+from zoo.diffusion.samplers import ClassSampler, Sampler, TextSampler
+from zoo.diffusion.video_samplers import ClassVideoSampler, VideoSampler
+from zoo.eval.fid.features import processes
+from zoo.eval.sample_settings import SampleOptions, SampleSettings
+from zoo.eval.sample_writers import Mp4Folder, open_output
+from zoo.io import environment
+from zoo.timer import Clock
+
+FREE = ("count", "batch_size", "device")  # they change no image
+
+
+def open_sampler(options: SampleOptions, device: torch.device | str) -> Sampler:
+    """The sampler of a model folder. Raises ValueError for what does not fit together."""
+    found = open_model(options.model, options.base, options.precision, device, options.model_2)
+    scheduler = open_scheduler(options.scheduler, options.scheduler_options, found.scheduler)
+    if options.compile:
+        for model in found.denoisers():
+            compile_blocks(model)
+    shared: dict[str, Any] = {"steps": options.steps, "seed": options.seed, "size": options.size}
+    if options.guidance is not None:
+        shared["guidance"] = options.guidance
+    sides = {"width": options.width, "frames": options.frames}
+    if found.video:
+        shared |= sides
+        if found.pipeline is not None:
+            found.pipeline.scheduler = scheduler
+            return VideoSampler(found.pipeline, read_prompts(options.prompts), images=options.images, **shared)
+        return ClassVideoSampler(found.transformer, scheduler, found.video, labels=options.labels, **shared)
+    for key, value in {**sides, "images": options.images}.items():
+        if value:
+            raise ValueError(f"sample.{key} is for videos, but {found.name} makes images")
+    if found.pipeline is None:
+        if options.prompts:
+            raise ValueError(f"{found.name} is class-conditional: sample.prompts is for text-to-image pipelines")
+        shared |= {"labels": options.labels, "guidance_channels": options.guidance_channels}
+        return ClassSampler(found.transformer, scheduler, found.vae, **shared)
+    if options.guidance_channels is not None:
+        raise ValueError(f"sample.guidance_channels is for class-conditional models, {found.name} is none")
+    found.pipeline.scheduler = scheduler
+    return TextSampler(found.pipeline, read_prompts(options.prompts), **shared)
+
+
+def read_prompts(file: str) -> list[str]:
+    """The lines of a text file that are not empty. Raises ValueError for a missing file."""
+    if not file:
+        return []
+    if not Path(file).is_file():
+        raise ValueError(f"there is no file of prompts {file!r}")
+    return [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
+
+
+def run(settings: SampleSettings, command: str) -> int:
+    """Sample what is missing in `settings.out`. Returns how many samples this process made; raises ValueError."""
+    options, state = settings.sample, processes()
+    if not options.model or not settings.out:
+        raise ValueError("say what to sample and where to: sample.model=FOLDER out=SAMPLES.npz")
+    output = open_output(settings.out)
+    sampler = open_sampler(options, options.device or state.device)
+    if sampler.fps:
+        output = Mp4Folder(settings.out, sampler.fps)
+    chosen = {k: v for k, v in asdict(options).items() if k not in (*FREE, "model", "base", "model_2")}
+    card = {"sampling": chosen | sampler.about(), "model": options.model, "count": options.count, "command": command}
+    output.check(card)
+    missing = output.missing(options.count)
+    state.wait_for_everyone()
+    if missing and state.is_main_process:
+        output.start(card | environment())
+    state.wait_for_everyone()
+    starts = range(0, len(missing), options.batch_size)
+    shares = [missing[i : i + options.batch_size] for i in starts][state.process_index :: state.num_processes]
+    clock = Clock(torch.device(options.device or state.device), 0)
+    for numbers in progress(shares, "sampling"):
+        output.write(numbers, sampler(numbers))
+    made, seconds, memory = clock.lap(sum(len(numbers) for numbers in shares))
+    state.wait_for_everyone()
+    if state.is_main_process:
+        if made:
+            most = "".join(f", at most {mib} MiB of the GPU's memory" for mib in memory.values())
+            print(f"{made} samples in {seconds:.1f} s, {seconds / made:.3f} s each{most}", flush=True)
+        output.finish(sampler.labels(range(options.count)), sampler.column)
+    return made

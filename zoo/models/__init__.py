@@ -1,0 +1,62 @@
+"""Models that mixers go into, and their conversion (`convert.py`).
+
+`timm`: attention layers, the models that tell them their grid, registered names, one file per family
+(`vision_transformer.py`, `deit.py`: timm takes the family from the file name) and one name for all others
+(`converted.py`), and model files. `diffusers`: likewise, imported when first needed. `zoo.convert` knows both kinds
+through one `Backbone` each. Shared: which layers are converted (`layer_selection.py`), what is not (`unsupported.py`),
+and what a saved model says of its mixers (`checkpoint_tags.py`, `stored_options.py`, `saved_config.py`).
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+CONVERTED = "hla_converted"  # the registered name of models that have no name of their own
+
+
+class Swap(NamedTuple):
+    """An attention module `attn` that gets `mixer`, which is called `name`."""
+
+    attn: Any
+    name: str
+    mixer: nn.Module
+
+
+class Backbone(Protocol):
+    """What `zoo.convert` has to know about a kind of models (timm, diffusers)."""
+
+    def parts(self, model: Any) -> dict[str, Any]:
+        """The models to convert by name, "" for `model` itself. Raises ValueError for what cannot be converted."""
+
+    def name(self, model: Any) -> str:
+        """What reports call `model`."""
+
+    def layers(self, model: Any) -> dict[str, Any]:
+        """The attention modules that are sites or can become one, by name, in order."""
+
+    def blocks(self, model: Any) -> dict[str, int]:
+        """The number of the block in which each of these layers lies."""
+
+    def present(self, model: Any, attn: Any) -> str:
+        """The name of the mixer that `attn` has now."""
+
+    def arguments(self, model: Any, attn: Any, mixer: str) -> dict[str, Any]:
+        """What a mixer takes from its host. Raises ValueError if the host does what that mixer cannot."""
+
+    def check(self, model: Any, mixer: str, options: Any) -> None:
+        """Raise ValueError for resolved `options` that `model` cannot serve."""
+
+    def left(self, model: Any) -> dict[str, str]:
+        """Attention that is never swapped: the names of the modules and why."""
+
+    def install(self, model: Any, swaps: list[Swap]) -> None:
+        """Make `model` a converted one and put the mixers of `swaps` in."""
+
+    def record(self, model: Any) -> None:
+        """Write down what `model` is now where saving looks for it."""
+
+
+def hla_name(base: str, mixer: str) -> str:
+    """The registered name of timm's `base` with `mixer`: "vit_tiny_patch16_224" -> "vit_mhla_tiny_patch16_224"."""
+    family, _, rest = base.partition("_")
+    return f"{family}_{mixer}_{rest}"

@@ -1,0 +1,149 @@
+"""What `zoo.convert` has to know about diffusers models and pipelines, see `zoo.models.Backbone`."""
+
+from typing import Any
+
+from diffusers import ModelMixin
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from zoo.grid import Grid
+from zoo.mixers import MIXERS
+from zoo.models import Swap
+from zoo.models.diffusers.attention import DiffusionSite
+from zoo.models.diffusers.models import FAMILIES, Family, adopt, conversions_of
+from zoo.models.saved_config import live_conversions
+from zoo.models.unsupported import refuse_rotary
+
+CONVERTED = {family.converted: host for host, family in FAMILIES.items()}
+COMPUTE_TYPES = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
+
+
+def family_of(model: Any) -> Family | None:
+    """The family of a model, converted or not; None for a model that is not known here."""
+    kind = type(model)
+    if isinstance(model, FSDPModule):  # whose class lies before the model's own
+        kind = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
+    return FAMILIES.get(CONVERTED.get(kind, kind))
+
+
+class DiffusersBackbone:
+    """Transformers of diffusers, and pipelines with such transformers."""
+
+    def parts(self, model: Any) -> dict[str, Any]:
+        if isinstance(model, DiffusionPipeline):
+            return self._parts_of_pipeline(model)
+        if family_of(model) is None:
+            raise _unknown(model)
+        if getattr(model, "_parallel_config", None) is not None:
+            raise ValueError(f"convert {type(model).__name__} before enable_parallelism: its tokens are spread already")
+        for name, attn in self.layers(model).items():
+            if not isinstance(attn, DiffusionSite):
+                self._site_class(model, name).check_processor(attn.processor)
+        return {"": model}
+
+    def _parts_of_pipeline(self, pipe: Any) -> dict[str, Any]:
+        models = {n: m for n, m in pipe.components.items() if isinstance(m, ModelMixin)}
+        known = {name: m for name, m in models.items() if family_of(m) is not None}
+        if not known:
+            denoiser = next((m for n, m in models.items() if n.startswith(("transformer", "unet"))), pipe)
+            raise _unknown(denoiser)
+        for m in known.values():
+            self.parts(m)
+        return known
+
+    def name(self, model: Any) -> str:
+        return CONVERTED.get(type(model), type(model)).__name__
+
+    def layers(self, model: Any) -> dict[str, nn.Module]:
+        return dict(m for m in model.named_modules() if self._pattern(model, m[0]))
+
+    def blocks(self, model: Any) -> dict[str, int]:
+        numbers: dict[str, int] = {}
+        for name in self.layers(model):
+            numbers.setdefault(name.rpartition(".")[0], len(numbers))
+        return {name: numbers[name.rpartition(".")[0]] for name in self.layers(model)}
+
+    def present(self, model: Any, attn: Any) -> str:
+        return getattr(attn, "mixer_name", self._family(model).mixer)
+
+    def arguments(self, model: Any, attn: Any, mixer: str) -> dict[str, Any]:
+        weight = attn.to_q.weight
+        if str(weight.dtype) not in COMPUTE_TYPES:
+            raise ValueError(
+                f"the projections of {type(model).__name__} are stored as {weight.dtype}: convert the model before it "
+                "is quantised or cast layer by layer"
+            )
+        dim, width = attn.to_q.in_features, attn.to_q.out_features
+        sizes = {"dim": dim, "num_heads": attn.heads, "head_dim": width // attn.heads, "dtype": weight.dtype}
+        sizes |= {"device": weight.device, "num_kv_heads": attn.to_k.out_features * attn.heads // width}
+        if getattr(MIXERS[mixer], "needs_layout", False):
+            sizes["grid"] = self._usual_grid(model)
+        return sizes | {"grid_dims": self._grid_dims(model)}
+
+    def check(self, model: Any, mixer: str, options: Any) -> None:
+        refuse_rotary(mixer, self._family(model).rotary)
+        wanted = self._grid_dims(model)
+        if options is not None and options.grid_dims != wanted:
+            raise ValueError(f"the tokens of {type(model).__name__} lie on a {wanted}-D grid, so grid_dims={wanted}")
+
+    def left(self, model: Any) -> dict[str, str]:
+        pattern = self._family(model).left
+        reason = "cross-attention: its cost is linear in the image tokens already"
+        return {name: reason for name, _ in model.named_modules() if _same_place(pattern, name)}
+
+    def install(self, model: Any, swaps: list[Swap]) -> None:
+        names = {id(attn): name for name, attn in self.layers(model).items()}
+        if type(model) in FAMILIES:
+            adopt(model)
+        for attn, name, mixer in swaps:
+            if not isinstance(attn, DiffusionSite):
+                attn.__class__ = self._site_class(model, names[id(attn)])
+            attn.install(name, mixer.train(attn.training))
+
+    def record(self, model: Any) -> None:
+        if isinstance(model, DiffusionPipeline):
+            model.register_modules(**self._parts_of_pipeline(model))  # model_index.json names the new class
+            return
+        host = self._family(model).mixer
+        live = live_conversions(self.layers(model), host if host == "softmax" else None)
+        model.register_to_config(conversions=conversions_of(live))
+
+    def _family(self, model: Any) -> Family:
+        family = family_of(model)
+        assert family is not None
+        return family
+
+    def _usual_grid(self, model: Any) -> Grid:
+        """The token grid at the size that the model was made for, for which blocks are chosen."""
+        family, size = self._family(model), model.config.get("sample_size")
+        return family.grid or (size // model.config.patch_size,) * 2
+
+    def _grid_dims(self, model: Any) -> int:
+        return self._family(model).converted.grid_dims  # type: ignore[attr-defined]
+
+    def _pattern(self, model: Any, name: str) -> str | None:
+        """The pattern of the family's sites that fits a module name: block lists count as one "*"."""
+        patterns = self._family(model).sites
+        return next((p for p in patterns if _same_place(p, name)), None)
+
+    def _site_class(self, model: Any, name: str) -> Any:
+        return self._family(model).sites[self._pattern(model, name) or ""]
+
+
+def _same_place(pattern: str, name: str) -> bool:
+    """Whether `name` is `pattern` with a number in the place of the star."""
+    if not name or pattern.count(".") != name.count("."):
+        return False
+    return all(x == y or (x == "*" and y.isdecimal()) for x, y in zip(pattern.split("."), name.split("."), strict=True))
+
+
+def _unknown(model: Any) -> ValueError:
+    names = ", ".join(sorted(host.__name__ for host in FAMILIES))
+    return ValueError(
+        f"cannot convert {type(model).__name__}: it is not a diffusion transformer that is known here. "
+        f"Supported: {names}, and pipelines with one of them."
+    )
+
+
+DIFFUSERS = DiffusersBackbone()

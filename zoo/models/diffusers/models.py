@@ -1,0 +1,334 @@
+"""diffusers models that know where their tokens lie, and that diffusers saves and loads with their mixers.
+
+A converted model is of a subclass of its host's class with a mixin in front. Its config has one more entry,
+`conversions`, from which `from_config` and `from_pretrained` build the mixers again. The classes are found by their
+names in the module `zoo`, which is where `model_index.json` says that they are.
+
+Before each forward pass the sites are told the grid. Gradient checkpointing gives each block the grid of its own
+forward pass again before it recomputes, so that two resolutions in one backward pass give exact gradients.
+"""
+
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from diffusers import (
+    DiTTransformer2DModel,
+    FluxTransformer2DModel,
+    LTXVideoTransformer3DModel,
+    ModelMixin,
+    PixArtTransformer2DModel,
+    SanaTransformer2DModel,
+    SD3Transformer2DModel,
+    WanTransformer3DModel,
+)
+from diffusers.loaders import PeftAdapterMixin
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zoo.grid import Grid
+from zoo.models.checkpoint_tags import lent_tags, match_checkpoint
+from zoo.models.convert import replay
+from zoo.models.diffusers.attention import DiffusionSite, LTXSite, SanaSite, SelfAttentionSite, WanSite
+from zoo.models.diffusers.joint import FluxSite, SD3Site
+from zoo.models.diffusers.parallel import check_parallelism, spread
+from zoo.models.stored_options import restored_conversions
+from zoo.models.timm.attention import Host
+
+HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def set_layout(module: nn.Module, grid: Grid | None, prefix: int = 0) -> None:
+    """Tell each site in `module` where its tokens lie: `prefix` text tokens, then those of `grid` (None: unknown).
+
+    Only sites whose mixer needs it get the grid, so that compiled blocks of the others serve every resolution.
+    """
+    for site in module.modules():
+        if isinstance(site, DiffusionSite):
+            site.grid, site.prefix = (grid if site.needs_grid else None), prefix
+
+
+def checkpoint_block(block: Callable[..., Any], *args: Any) -> Any:
+    """Run `block(*args)` and recompute it in the backward pass."""
+    return checkpoint(block, *args, use_reentrant=False)
+
+
+def on_its_layout(run: Callable[..., Any], block: nn.Module, *args: Any) -> Any:
+    """`run(block, *args)`, a checkpointing function, in which recomputing sees the layout of this call."""
+    if torch.compiler.is_compiling():  # the graph holds the layout already, and may not write attributes here
+        return run(block, *args)
+    layouts = [(m, m.grid, m.prefix) for m in block.modules() if isinstance(m, DiffusionSite)]
+
+    def again(*args: Any) -> Any:
+        for site, grid, prefix in layouts:
+            site.grid, site.prefix = grid, prefix
+        return block(*args)
+
+    return run(again, *args)
+
+
+class HLADiffusionModel(Host):
+    """Mixin of a converted model: grid, checkpointing, configuration, loading. The host does everything else.
+
+    `hla_config` lists the conversions that made it, each as the arguments of `zoo.convert`; `config.conversions` is
+    the shortest list with the same result. `from_softmax` says if the last `load_state_dict` had the host's weights.
+    """
+
+    host: ClassVar[Any]
+    grid_dims: ClassVar[int] = 2
+    splits_tokens: ClassVar[bool] = False  # whether the host's context parallelism splits the image tokens alone
+    argument_names: ClassVar[tuple[str, ...]]  # of a forward pass
+    hla_config: list[dict[str, Any]]
+    from_softmax: bool = False
+    _skip_layerwise_casting_patterns: ClassVar[Any]
+    _repeated_blocks: ClassVar[Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__module__ = "zoo"
+        cls.argument_names = tuple(inspect.signature(cls.host.forward).parameters)[1:]
+        cls._skip_layerwise_casting_patterns = [*(cls.host._skip_layerwise_casting_patterns or ()), "mixer"]
+        initialise, forward = cls.__init__, cls.forward
+
+        @functools.wraps(cls.host.__init__)
+        def __init__(self: Any, *args: Any, conversions: Any = (), **kwargs: Any) -> None:
+            initialise(self, *args, conversions=conversions, **kwargs)
+
+        own = inspect.Parameter("conversions", inspect.Parameter.KEYWORD_ONLY, default=())
+        names = inspect.signature(cls.host.__init__)
+        __init__.__signature__ = names.replace(parameters=[*names.parameters.values(), own])  # type: ignore[attr-defined]
+
+        @functools.wraps(cls.host.forward)
+        def host_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, *args, **kwargs)
+
+        cls.__init__, cls.forward = __init__, host_signature  # type: ignore[method-assign]
+
+    def __init__(self, *args: Any, conversions: Any = (), **kwargs: Any) -> None:
+        """The host's arguments, and `conversions`: dicts with the arguments of `zoo.convert`. Raises ValueError."""
+        super().__init__(*args, **kwargs)
+        self.hla_config = []
+        self.register_to_config(conversions=[])
+        if conversions:
+            replay(self, conversions)
+
+    @classmethod
+    def load_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """A stored configuration, see diffusers; conversions with the options that earlier files left out."""
+        found = super().load_config(*args, **kwargs)
+        config = found[0] if isinstance(found, tuple) else found
+        if isinstance(config, dict) and "conversions" in config:
+            config["conversions"] = restored_conversions(config["conversions"])
+        return found
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *, conversions: Any = None, **kwargs: Any) -> Any:
+        """Load a converted model; with `conversions`, load a model of the host's class and convert it.
+
+        Raises ValueError for a folder of the host without `conversions`, and for a converted one with them.
+        """
+        config = cls.load_config(path, **{k: v for k, v in kwargs.items() if k in HUB})
+        if "conversions" in config:
+            if conversions is not None:
+                raise ValueError(f"{path} is converted already; load it as it is and call zoo.convert on the model")
+            return super().from_pretrained(path, **kwargs)
+        if not conversions:
+            raise ValueError(
+                f"{path} holds a {config.get('_class_name')} without mixers: say which it shall get, such as "
+                'conversions=[{"mixer": "multipole"}]'
+            )
+        model = cls.host.from_pretrained(path, **kwargs)
+        replay(model, conversions)
+        return model
+
+    @functools.wraps(ModelMixin.save_pretrained)
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        caller = sys._getframe(1).f_locals.get("self")
+        if isinstance(caller, DiffusionPipeline):  # it noted the host's class if the model was converted inside it
+            caller.register_modules(**{name: part for name, part in caller.components.items() if part is self})
+        super().save_pretrained(*args, **kwargs)
+
+    def layout(self, arguments: dict[str, Any]) -> tuple[Grid | None, int]:
+        """(grid, number of leading text tokens) of a forward pass with these arguments."""
+        size = arguments["hidden_states"].shape[2:]
+        patch = self.config.patch_size
+        patch = (patch,) * len(size) if isinstance(patch, int) else patch
+        return tuple(n // p for n, p in zip(size, patch, strict=True)), 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        set_layout(self, *self.layout({**dict(zip(self.argument_names, args, strict=False)), **kwargs}))
+        return super().forward(*args, **kwargs)
+
+    def enable_gradient_checkpointing(self, gradient_checkpointing_func: Callable[..., Any] | None = None) -> None:
+        """Recompute each block in the backward pass, through `gradient_checkpointing_func(block, *args)` if given."""
+        run = gradient_checkpointing_func or checkpoint_block
+        super().enable_gradient_checkpointing(functools.partial(on_its_layout, run))
+
+    def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
+        """Spread the model over several devices as diffusers does; ValueError where a mixer would not be exact."""
+        check_parallelism(self, config, self.splits_tokens and cp_plan is None)
+        super().enable_parallelism(config=config, cp_plan=cp_plan)
+        spread(self)
+
+    @classmethod
+    def _load_pretrained_model(cls, model: Any, state_dict: Any, files: Any, *args: Any, **kwargs: Any) -> Any:
+        """diffusers compares the shapes of all tensors, and a tag has the length of the options of its time."""
+        with lent_tags(model, _tags(files) if state_dict is None else state_dict):
+            return super()._load_pretrained_model(model, state_dict, files, *args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        self.from_softmax = match_checkpoint(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _tags(files: list[str]) -> dict[str, Tensor]:
+    """The tags of sites in files of safetensors."""
+    found: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            found |= {k: opened.get_tensor(k) for k in opened.keys() if k.endswith(".mixer.tag")}  # noqa: SIM118
+    return found
+
+
+class HLADiTTransformer2DModel(HLADiffusionModel, PeftAdapterMixin, DiTTransformer2DModel):
+    """DiT: class-conditional images."""
+
+    host = DiTTransformer2DModel
+    _repeated_blocks: ClassVar = ["BasicTransformerBlock"]
+    _no_split_modules: ClassVar = ["BasicTransformerBlock", "PatchEmbed"]  # as PixArt: device_map="auto"
+
+
+class HLAPixArtTransformer2DModel(HLADiffusionModel, PeftAdapterMixin, PixArtTransformer2DModel):
+    """PixArt alpha and sigma: images from text, by cross-attention."""
+
+    host = PixArtTransformer2DModel
+    _repeated_blocks: ClassVar = ["BasicTransformerBlock"]
+
+
+class HLASanaTransformer2DModel(HLADiffusionModel, SanaTransformer2DModel):
+    """Sana: images from text, by cross-attention; its self-attention is linear already."""
+
+    host = SanaTransformer2DModel
+    _repeated_blocks: ClassVar = ["SanaTransformerBlock"]
+
+
+class HLAWanTransformer3DModel(HLADiffusionModel, WanTransformer3DModel):
+    """Wan 2.1 and 2.2: video from text or an image, by cross-attention."""
+
+    host = WanTransformer3DModel
+    grid_dims = 3
+    splits_tokens = True
+
+
+class HLALTXVideoTransformer3DModel(HLADiffusionModel, LTXVideoTransformer3DModel):
+    """LTX-Video: video from text or an image, by cross-attention. Its tokens come as a sequence, whose grid is known
+    where a call says frames, height and width, and not where it gives the coordinates of each token."""
+
+    host = LTXVideoTransformer3DModel
+    grid_dims = 3
+
+    def layout(self, arguments: dict[str, Any]) -> tuple[Grid | None, int]:
+        sizes: Any = tuple(arguments.get(name) for name in ("num_frames", "height", "width"))
+        return (None if arguments.get("video_coords") is not None or None in sizes else sizes), 0
+
+
+class HLASD3Transformer2DModel(HLADiffusionModel, SD3Transformer2DModel):
+    """Stable Diffusion 3 and 3.5: images from text, by joint attention."""
+
+    host = SD3Transformer2DModel
+    _repeated_blocks: ClassVar = ["JointTransformerBlock"]
+
+
+class HLAFluxTransformer2DModel(HLADiffusionModel, FluxTransformer2DModel):
+    """Flux: images from text, by joint attention. The grid is read off `img_ids`, only when a mixer needs it."""
+
+    host = FluxTransformer2DModel
+    given_grid: Grid | None = None
+
+    def give_grid(self, rows: int, columns: int) -> None:
+        """Say on which grid the image tokens of all further calls lie (1024 x 1024 pixels: 64 x 64), which `img_ids`
+        are then not asked for: values that a graph of `torch.compile(fullgraph=True)` or `torch.export` cannot read."""
+        self.given_grid = rows, columns
+
+    def layout(self, arguments: dict[str, Any]) -> tuple[Grid | None, int]:
+        needed = any(isinstance(m, DiffusionSite) and m.needs_grid for m in self.modules())
+        grid = (self.given_grid or grid_of_ids(arguments["img_ids"])) if needed else None
+        return grid, arguments["encoder_hidden_states"].shape[1]
+
+
+def grid_of_ids(ids: Tensor) -> Grid:
+    """(H, W) of the positions (image, row, column) [N, 3] of one image in raster order; ValueError for others."""
+    ids = (ids[0] if ids.ndim == 3 else ids).detach().round().long().cpu()
+    first, size = ids[0], ids[-1] - ids[0] + 1
+    rows, columns = int(size[1]), int(size[2])
+    raster = torch.cartesian_prod(torch.arange(1), torch.arange(max(rows, 0)), torch.arange(max(columns, 0)))
+    if rows < 1 or len(ids) != rows * columns or not torch.equal(ids, first + raster):
+        raise ValueError(
+            "img_ids are not the raster of one image (several images have no common grid), but a mixer with depthwise "
+            "or causal, or of blocks, needs the token grid; convert without those options"
+        )
+    return rows, columns
+
+
+class Family(NamedTuple):
+    """A family of models: its converted class, and its attention: pattern of module names -> class of the site.
+
+    grid: that of its usual size, where the configuration of a model does not say it.
+    """
+
+    converted: type
+    sites: dict[str, type]
+    left: str = ""  # pattern of the attention modules that stay
+    mixer: str = "softmax"  # what the host has
+    grid: Grid | None = None
+    rotary: bool = False  # whether queries and keys are rotated
+
+
+FAMILIES: dict[type, Family] = {
+    DiTTransformer2DModel: Family(HLADiTTransformer2DModel, {"transformer_blocks.*.attn1": SelfAttentionSite}),
+    PixArtTransformer2DModel: Family(
+        HLAPixArtTransformer2DModel, {"transformer_blocks.*.attn1": SelfAttentionSite}, "transformer_blocks.*.attn2"
+    ),
+    SanaTransformer2DModel: Family(
+        HLASanaTransformer2DModel, {"transformer_blocks.*.attn1": SanaSite}, "transformer_blocks.*.attn2", "la"
+    ),
+    WanTransformer3DModel: Family(
+        HLAWanTransformer3DModel, {"blocks.*.attn1": WanSite}, "blocks.*.attn2", grid=(21, 30, 52), rotary=True
+    ),  # 81 frames of 480 x 832
+    LTXVideoTransformer3DModel: Family(
+        HLALTXVideoTransformer3DModel,
+        {"transformer_blocks.*.attn1": LTXSite},
+        "transformer_blocks.*.attn2",
+        grid=(16, 16, 24),
+        rotary=True,
+    ),  # 121 frames of 512 x 768
+    SD3Transformer2DModel: Family(
+        HLASD3Transformer2DModel,
+        {"transformer_blocks.*.attn": SD3Site, "transformer_blocks.*.attn2": SelfAttentionSite},
+    ),
+    FluxTransformer2DModel: Family(
+        HLAFluxTransformer2DModel,
+        {"transformer_blocks.*.attn": FluxSite, "single_transformer_blocks.*.attn": FluxSite},
+        grid=(64, 64),  # 1024 x 1024
+        rotary=True,
+    ),
+}
+
+
+def adopt(model: Any) -> None:
+    """Make a live model of a known class a converted one (its sites come after)."""
+    model.__class__ = FAMILIES[type(model)].converted
+    model.hla_config = []
+    if model.is_gradient_checkpointing:
+        model.enable_gradient_checkpointing(model._gradient_checkpointing_func)
+
+
+def conversions_of(live: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`live` conversions without empty entries, as they go into config.json."""
+    return [{k: copy.deepcopy(v) for k, v in step.items() if v} for step in live]

@@ -1,0 +1,1 @@
+"""timm: model classes, attention layers, registered names, and model files."""

@@ -1,0 +1,224 @@
+"""Attention sites of timm models: the host's attention module with a mixer where the softmax was.
+
+A site is a subclass of the host's attention class that overrides only `forward`, so that a live module becomes a site
+by a change of class: every weight is inherited by identity and the only new parameters are those of `site.mixer`.
+All q, k, v, o here are [B, N, H, D] (k and v with fewer heads when queries are grouped); x is [B, N, C].
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
+from timm.models import register_notrace_module
+from timm.models.eva import EvaAttention
+from torch import Tensor, nn
+
+from zoo.grid import Grid
+from zoo.mixers import Context
+from zoo.mixers.context import Rotation
+from zoo.models.checkpoint_tags import encode_tag, no_torchscript
+from zoo.models.stored_options import stored_options
+
+# A mixin stands in front of a host class and uses its attributes, which a type checker cannot know.
+if TYPE_CHECKING:
+    Host = Any
+else:
+    Host = object
+
+
+class Site(Host):
+    """What a site adds to its host: a mixer, the grid of the patch tokens, the number of prefix tokens before them.
+
+    `grid` is None when the tokens have no layout. The model (`zoo.models.timm.models`) keeps it up to date.
+    `key_masks`: the masks of this host are of keys alone, [B, 1, 1, N], added to the scores, 0 where a token is real.
+    """
+
+    mixer: Any
+    mixer_name: str
+    mixer_options: dict[str, Any]
+    grid: Grid | None
+    prefix: int
+    key_masks: bool = False
+
+    def install(self, name: str, mixer: nn.Module) -> None:
+        """Take `mixer`. All of its options, those that are defaults too, are saved with the model.
+
+        A mixer other than softmax carries a tag buffer, by which its checkpoints are recognised.
+        """
+        self.mixer_name, self.mixer, self.mixer_options = name, mixer, stored_options(mixer)
+        if name != "softmax":
+            mixer.register_buffer("tag", self._tag())
+
+    def _tag(self) -> Tensor:
+        return encode_tag(self.mixer_name, self.mixer).to(self.proj.weight.device)
+
+    def reset_parameters(self) -> None:
+        """The host's own parameters, then all of the mixer's, then the tag.
+
+        timm initialises a model by type of layer, children first, which would close an open gate: this comes after.
+        """
+        if hasattr(super(), "reset_parameters"):
+            super().reset_parameters()
+        for part in self.mixer.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+        if self.mixer_name != "softmax":
+            self.mixer.tag.copy_(self._tag())
+
+    def placed(self, x: Tensor, prefix: int, keys: Tensor | None = None) -> Tensor:
+        """The hidden states that the host projects: with the convolution of a mixer that has one (`cpe`). keys: [B, N]
+        of real tokens."""
+        if self.mixer.cpe is None:
+            return x
+        return self.mixer.placed(x, Context(x=x, grid=self.grid, prefix=prefix, key_padding_mask=keys))
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        rotate: Callable[[Tensor], Tensor] | None = None,
+        qkv: Tensor | None = None,
+    ) -> Tensor:
+        """Host q/k norms, the mixer, host output norm, gate and projection: -> [B, N, C].
+
+        qkv: what q, k and v are views of, if they are.
+        """
+        plain = isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
+        if not plain:  # heads first, so that gradients are summed as in the host
+            q = self.q_norm(q.transpose(1, 2)).transpose(1, 2)
+            k = self.k_norm(k.transpose(1, 2)).transpose(1, 2)
+        keys = None
+        if self.key_masks and mask is not None:
+            keys, mask = mask[:, 0, 0] == 0, None
+        ctx = Context(
+            x=x, grid=self.grid, prefix=self.prefix, rotate=rotate, mask=mask, is_causal=is_causal,
+            qkv=qkv if plain else None, key_padding_mask=keys,
+        )  # fmt: skip
+        o = self.mixer(q, k, v, ctx).flatten(2)
+        o = self.norm(o)
+        gate = getattr(self, "gate", None)
+        if gate is not None:
+            o = o * gate(x).sigmoid()
+        return self.proj_drop(self.proj(o))
+
+    __prepare_scriptable__ = no_torchscript
+
+
+def rotation(site: Any, rope: Tensor | None, like: Tensor) -> Rotation | None:
+    """The host's rotary embedding as a function [B, N, H, W] -> [B, N, H, W]; None without `rope`.
+
+    Prefix tokens are left alone. W is the head width D or a multiple of it (feature maps that widen): each D channels
+    are rotated alike. `rope` is what the host broadcasts over [B, H, N, D]. The result has the type of `like`.
+    """
+    if rope is None:
+        return None
+    n_prefix, half, width = site.num_prefix_tokens, getattr(site, "rotate_half", False), site.head_dim
+
+    def rotate(t: Tensor) -> Tensor:
+        t = t.transpose(1, 2)  # [B, H, N, W], the layout `rope` was made for
+        parts = [apply_rot_embed_cat(part, rope, half=half) for part in t[:, :, n_prefix:].split(width, dim=-1)]
+        turned = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return torch.cat([t[:, :, :n_prefix], turned], dim=2).type_as(like).transpose(1, 2)
+
+    def tables() -> tuple[Tensor, Tensor]:
+        sin, cos = (t[..., : width // 2] if half else t[..., ::2] for t in rope.chunk(2, -1))
+        return _table(cos, n_prefix, 1), _table(sin, n_prefix, 0)
+
+    return Rotation(rotate, tables, half)
+
+
+def _table(t: Tensor, n_prefix: int, value: int) -> Tensor:
+    """What timm broadcasts over [B, H, N, D / 2] as [N, D / 2] or [N, H, D / 2], with `value` for the prefix tokens."""
+    while t.ndim > 2 and t.shape[0] == 1:
+        t = t[0]
+    if t.ndim > 3:
+        raise ValueError("this mixer needs one rotary embedding for all samples of a batch, but each has its own")
+    t = t.transpose(0, 1) if t.ndim == 3 else t
+    return torch.cat([t.new_full((n_prefix, *t.shape[1:]), value), t])
+
+
+def attention_layers(model: Any) -> dict[str, Any]:
+    """The attention modules of a model's blocks that are sites or can become one, by name, in order."""
+    modules = ((f"blocks.{name}", module) for name, module in model.blocks.named_modules())
+    return {name: m for name, m in modules if type(m) in SITES or isinstance(m, Site)}
+
+
+def block_index(layer: str) -> int:
+    """Number of the block in which an attention layer lies: 3 for "blocks.3.attn"."""
+    return int(layer.split(".")[1])
+
+
+def kv_heads(attn: Any) -> int:
+    """Heads of k and v of a host: fewer than those of q when queries are grouped."""
+    return getattr(attn, "num_kv_heads", attn.num_heads)
+
+
+def split_heads(t: Tensor, num_heads: int) -> Tensor:
+    """[B, N, H D] -> [B, N, H, D] as a view."""
+    return t.unflatten(-1, (num_heads, -1))
+
+
+@register_notrace_module
+class AttentionSite(Site, Attention):
+    """Site in `timm.layers.Attention`: ViT, DeiT, FlexiViT, DINOv2, hybrids, ViTamin."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
+        x = self.placed(x, self.prefix)
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = qkv.unbind(2)
+        return self.mix(q, k, v, x, attn_mask, is_causal, qkv=qkv)
+
+
+class RotarySite(Site):
+    """Site in a host that is given a rotary embedding; q, k, v fused or split, k and v grouped or not."""
+
+    def forward(
+        self: Any, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
+        x = self.placed(x, self.prefix)
+        qkv = None
+        if self.qkv is not None:
+            qkv = self._packed(x).unflatten(-1, (3, self.num_heads, -1))
+            q, k, v = qkv.unbind(2)
+        else:
+            q = split_heads(self.q_proj(x), self.num_heads)
+            k, v = (split_heads(proj(x), kv_heads(self)) for proj in (self.k_proj, self.v_proj))
+        return self.mix(q, k, v, x, attn_mask, is_causal, rotation(self, rope, v), qkv)
+
+    def _packed(self: Any, x: Tensor) -> Tensor:
+        return self.qkv(x)
+
+
+@register_notrace_module
+class AttentionRopeSite(RotarySite, AttentionRope):
+    """Site in `timm.layers.AttentionRope`: RoPE ViTs."""
+
+
+@register_notrace_module
+class EvaAttentionSite(RotarySite, EvaAttention):
+    """Site in `timm.models.eva.EvaAttention`: EVA, EVA-02, DINOv3; its bias has q and v parts only."""
+
+    def _packed(self: Any, x: Tensor) -> Tensor:
+        if self.q_bias is None:
+            return self.qkv(x)
+        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        if not self.qkv_bias_separate:
+            return F.linear(x, self.qkv.weight, bias)
+        qkv = self.qkv(x)
+        qkv += bias  # in place, so that autocast keeps the type of the host
+        return qkv
+
+
+SITES: dict[type[nn.Module], type[nn.Module]] = {
+    Attention: AttentionSite,
+    AttentionRope: AttentionRopeSite,
+    EvaAttention: EvaAttentionSite,
+}

@@ -1,0 +1,22 @@
+"""Registered names of the DeiT and DeiT-III families, with and without distillation token.
+
+`deit_<mixer>_tiny_patch16_224` and so on; timm reads the family from this file's name.
+"""
+
+from zoo.models.timm.registry import register_family, untrained_cfgs
+
+BASES = (
+    "deit_tiny_patch16_224",
+    "deit_small_patch16_224",
+    "deit_base_patch16_224",
+    "deit_tiny_distilled_patch16_224",
+    "deit_small_distilled_patch16_224",
+    "deit_base_distilled_patch16_224",
+    "deit3_small_patch16_224",
+    "deit3_small_patch16_384",
+    "deit3_medium_patch16_224",
+    "deit3_base_patch16_224",
+    "deit3_base_patch16_384",
+)
+default_cfgs = untrained_cfgs(BASES)
+register_family(__name__, BASES)

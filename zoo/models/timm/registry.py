@@ -1,0 +1,145 @@
+"""Registered timm names: each is a base model of timm, built by timm's own entrypoint and converted before loading.
+
+The base entrypoint holds the hyper-parameters, its creator the checkpoint filter and the feature getter. Both run as
+they are, only with another `build_model_with_cfg`: ours builds the host, swaps its attention and gives the model our
+name. So no table of sizes is copied, and saving for the hub records our name.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+from timm.models import (
+    PretrainedCfg,
+    build_model_with_cfg,
+    generate_default_cfgs,
+    get_pretrained_cfg,
+    model_entrypoint,
+    register_model,
+)
+from torch import nn
+
+from zoo.mixers import MIXERS
+from zoo.models import hla_name
+from zoo.models.convert import replay
+from zoo.models.stored_options import restored_options
+
+REGISTERED_MIXERS = tuple(name for name in MIXERS if name != "softmax")
+SOURCES = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "tag", "license")
+DESCRIPTIONS = ("description", "origin_url", "paper_name", "paper_ids", "notes")
+
+
+def untrained_cfgs(bases: Iterable[str]) -> dict[str, Any]:
+    """timm default configs of our names: input, transform and head of the base, no weights (none are published)."""
+    cleared: dict[str, Any] = {**dict.fromkeys([*SOURCES, *DESCRIPTIONS]), "custom_load": False}
+    return generate_default_cfgs(
+        {hla_name(base, mixer): replace(_base_cfg(base), **cleared) for base in bases for mixer in REGISTERED_MIXERS}
+    )
+
+
+def _base_cfg(base: str) -> PretrainedCfg:
+    cfg = get_pretrained_cfg(base)
+    assert cfg is not None, f"timm has no model {base}"
+    return cfg
+
+
+def register_family(module: str, bases: Iterable[str]) -> None:
+    """Register the names of `bases` with every mixer in the module called `module`, which has their `default_cfgs`."""
+    for base in bases:
+        for mixer in REGISTERED_MIXERS:
+            create = _entrypoint(base, mixer)
+            create.__module__ = module
+            setattr(sys.modules[module], create.__name__, register_model(create))
+
+
+def _entrypoint(base: str, mixer: str) -> Callable[..., nn.Module]:
+    name = hla_name(base, mixer)
+
+    def create(pretrained: bool = False, *, mixer_options=None, keep_softmax=None, **kwargs) -> nn.Module:
+        options = mixer_options or {}
+        if is_stored(kwargs):
+            saved = (kwargs.get("pretrained_model_args") or {}).get("mixer_options")
+            options = {**restored_options(mixer, saved), **options}
+        step = {"mixer": mixer, "keep_softmax": keep_softmax, "options": options}
+        return build_converted(base, name, [step], pretrained, kwargs)
+
+    create.__name__ = create.__qualname__ = name
+    create.mixer = mixer  # type: ignore[attr-defined]
+    create.__doc__ = f"""timm's `{base}` with the mixer `{mixer}` in the place of softmax attention.
+
+    mixer_options: options of the mixer (`zoo.mixers.MixerOptions`) as a dict. keep_softmax: blocks that stay softmax,
+    as in `zoo.convert`. Every other keyword is the base's. Raises ValueError for an option the mixer does not have."""
+    return create
+
+
+def is_stored(kwargs: dict[str, Any]) -> bool:
+    """Whether the keywords of an entrypoint are those of a model that was saved in timm's hub format."""
+    cfg = kwargs.get("pretrained_cfg")
+    source = cfg.get("source") if isinstance(cfg, dict) else getattr(cfg, "source", None)
+    return source in ("hf-hub", "local-dir")
+
+
+def build_converted(base: str, name: str, conversions: Any, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    """timm's `base`, converted before its weights are loaded, as a model called `name`; `kwargs` are the base's.
+
+    Raises ValueError for what cannot be converted, and for a weights file that is missing or cannot be read.
+    """
+    if kwargs.pop("use_naflex", False):
+        raise ValueError(f"{name} has no NaFlex form: create a naflexvit_* model, or convert a live one")
+    made = []
+
+    def build(host_class: type[nn.Module], _variant: str, pretrained: bool, **build_kwargs) -> nn.Module:
+        def converted(*args, **model_kwargs) -> nn.Module:
+            model: Any = host_class(*args, **model_kwargs)
+            replay(model, conversions)
+            made.append(base)
+            model.hla_base = base
+            return model
+
+        return _build_with_cfg()(converted, name, pretrained, **build_kwargs)
+
+    entrypoint = model_entrypoint(base)
+    creators = {n: f for n, f in entrypoint.__globals__.items() if n.startswith("_create_") and hasattr(f, "__code__")}
+    ours = {n: rebind(f, build_model_with_cfg=build, _USE_NAFLEX_DEFAULT=False) for n, f in creators.items()}
+    model = rebind(entrypoint, build_model_with_cfg=build, **ours)(pretrained, **kwargs)
+    if not made:
+        raise ValueError(f"{name} cannot be made from {base}: it is built in a way that is not known here")
+    return model
+
+
+def _build_with_cfg() -> Callable[..., nn.Module]:
+    """timm's builder, in which a weights file that cannot be read is one clear sentence."""
+    load = build_model_with_cfg.__globals__["load_pretrained"]
+    readers = ("load_state_dict", "load_state_dict_from_path")
+    guarded = {n: readable(load.__globals__[n]) for n in readers if n in load.__globals__}
+    return rebind(build_model_with_cfg, load_pretrained=rebind(load, **guarded))
+
+
+def readable(read: Callable[..., Any]) -> Callable[..., Any]:
+    """`read(path, ...)`, which raises ValueError for a file that is missing, truncated or no checkpoint."""
+
+    def guarded(path: Any, *args, **kwargs) -> Any:
+        try:
+            return read(path, *args, **kwargs)
+        except FileNotFoundError as error:
+            raise ValueError(f"there is no checkpoint {path}") from error
+        except Exception as error:  # torch, zipfile, pickle and safetensors each have errors of their own
+            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+            raise ValueError(f"the checkpoint {path} is truncated, damaged or not one of tensors: {reason}") from error
+
+    return guarded
+
+
+def rebind(function: Any, **names: Any) -> Callable[..., Any]:
+    """A copy of `function` that sees `names` in the place of those globals; `function` itself is untouched."""
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

@@ -1,0 +1,31 @@
+"""Registered names of the ViT family, among them FlexiViT, NaFlexViT, DINOv2 and ViTs with register tokens.
+
+`vit_<mixer>_tiny_patch16_224` and so on; timm reads the family from this file's name.
+"""
+
+from zoo.models.timm.registry import register_family, untrained_cfgs
+
+BASES = (
+    "vit_tiny_patch16_224",
+    "vit_tiny_patch16_384",
+    "vit_small_patch16_224",
+    "vit_small_patch16_384",
+    "vit_base_patch16_224",
+    "vit_base_patch16_384",
+    "vit_large_patch16_224",
+    "vit_large_patch16_384",
+    "vit_small_patch14_dinov2",
+    "vit_base_patch14_dinov2",
+    "vit_small_patch14_reg4_dinov2",
+    "vit_base_patch14_reg4_dinov2",
+    "vit_wee_patch16_reg1_gap_256",
+    "vit_little_patch16_reg4_gap_256",
+    "vit_medium_patch16_reg4_gap_256",
+    "flexivit_small",
+    "flexivit_base",
+    "naflexvit_base_patch16_gap",
+    "naflexvit_base_patch16_siglip",
+    "naflexvit_so150m2_patch16_reg1_gap",
+)
+default_cfgs = untrained_cfgs(BASES)
+register_family(__name__, BASES)

@@ -1,0 +1,12 @@
+"""The names of precisions in settings, and what they mean."""
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = tuple(DTYPES)
+
+
+def autocast(device: str, precision: str, cache: bool | None = None) -> torch.autocast:
+    """The context in which models compute in `precision`: none for fp32. device: its type, such as "cuda"."""
+    dtype = None if precision == "fp32" else DTYPES[precision]
+    return torch.autocast(device, dtype, dtype is not None, cache)

@@ -1,0 +1,233 @@
+"""The report of a recipe: one Markdown file and one picture a stage, from the JSON files, and report.md of all."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from zoo.conversion.cost_model import predict
+from zoo.files import replacing
+from zoo.io import markdown_table
+from zoo.plotting import pyplot, save_figure
+from zoo.recipes.settings import RecipeSettings
+
+Content = dict[str, Any]
+Table = tuple[list[str], list[list[str]]]
+
+
+def write_report(recipe: RecipeSettings, kind: Any, out: Path, found: dict[str, Content]) -> None:
+    """NAME.md and NAME.png of every stage that is done, pareto.csv, and report.md."""
+    parts = [f"# {recipe.source} with {recipe.mixer}", ""]
+    for name, content in found.items():
+        lines = LINES[name](content) if name in LINES else []
+        if not lines:
+            continue
+        if name in PICTURES and PICTURES[name](content, out / f"{name}.png"):
+            lines += ["", f"![{name}]({name}.png)"]
+        where = f"{content['hardware']}, {content['date']}, torch {content['versions']['torch']}"
+        text = "\n".join([f"## {name}", "", *lines, "", f"*{where}*", ""])
+        _write(out / f"{name}.md", text)
+        parts.append(text)
+    if "calibrate" in found:
+        _write_pareto(found["calibrate"]["choices"], out / "pareto.csv")
+    _write(out / "report.md", "\n".join(parts))
+
+
+def _write(file: Path, text: str) -> None:
+    with replacing(file) as temporary:
+        temporary.write_text(text)
+
+
+def _write_pareto(rows: list[Content], file: Path) -> None:
+    with replacing(file) as temporary, temporary.open("w", newline="") as opened:
+        writer = csv.writer(opened)
+        writer.writerow(["kept", "layers", "distance", "agreement", "attention_ms", "pareto"])
+        for row in rows:
+            kept = row["kept"]
+            cells = [row["distance"], row["agreement"], row["attention_ms"], int(row["pareto"])]
+            writer.writerow([len(kept), " ".join(kept), *cells])
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with so many digits, or a dash for none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def inspect_lines(content: Content) -> list[str]:
+    """Every attention layer."""
+    head = ["layer", "class", "tokens", "heads", "width", "now", "becomes", "softmax us", "mixer us"]
+    head += ["faster from N =", "token share (%)"]
+    rows = []
+    for r in content["rows"]:
+        after = r["after"] if not r["reason"] else f"{r['after']} ({r['reason']})"
+        sizes = [r["tokens"] or "-", r["heads"] or "-", r["width"] or "-"]
+        times = [number(r["softmax_us"], 1), number(r["mixer_us"], 1), r["break_even"] or "-"]
+        share = r.get("token_share")  # which share of the mixer's output differs between tokens
+        rows.append([r["layer"], r["kind"], *sizes, r["before"], after, *times, number(share and 100 * share, 2)])
+    note = f"Times of the operators alone, forward, one batch of calibration, predicted from: {content['table']}."
+    return [*markdown_table(head, rows), "", note]
+
+
+def convert_lines(content: Content) -> list[str]:
+    """How many parameters the mixers added."""
+    return [f"{content['new_parameters']:,} of {content['parameters']:,} parameters are new, all others inherited."]
+
+
+def training_lines(content: Content) -> list[str]:
+    """The runs of a training stage, whose folders hold records and curves."""
+    rows = []
+    for name in ("finetune", "control", "floor"):
+        result = content["result"] if name == "finetune" and "result" in content else content.get(name)
+        if result:
+            rows.append([f"[{name}]({name}/curves.png)", result["model"], result["step"], f"{result['seconds']:.0f}"])
+    return markdown_table(["run", "model", "steps", "seconds"], rows)
+
+
+def calibrate_lines(content: Content) -> list[str]:
+    """Every converted layer, then the choices of softmax layers."""
+    head = [
+        "layer",
+        "R2",
+        "R2 centred",
+        "token share (%)",
+        "key shift",
+        "query shift",
+        "of fp16",
+        "distance alone",
+        "softmax ms",
+        "mixer ms",
+    ]
+    keys = ("r2", "r2_centred", "key_shift", "query_shift")
+    rows = []
+    for r in content["rows"]:
+        times = [number(r["softmax_ms"], 2), number(r["mixer_ms"], 2)]
+        share = r.get("token_share")
+        values = [number(r[k]) for k in keys]
+        values.insert(2, number(share and 100 * share, 2))
+        rows.append([r["layer"], *values, f"{r['fp16_part']:.1e}", f"{r['distance']:.4f}", *times])
+    kept = [
+        [len(c["kept"]), " ".join(c["kept"]) or "-", f"{c['distance']:.4f}", number(c["agreement"]),
+         number(c["attention_ms"], 2), "yes" if c["pareto"] else ""]
+        for c in content["choices"]
+    ]  # fmt: skip
+    head_kept = ["softmax layers kept", "which", "distance", "same class", "attention ms", "Pareto"]
+    note = f"Kept softmax: {content['keep_softmax'] or 'none'}. Most sensitive blocks: {content['suggested']}."
+    return [*markdown_table(head, rows), "", *markdown_table(head_kept, kept), "", note]
+
+
+def transfer_lines(content: Content) -> list[str]:
+    """Distance of every layer: at the start, and at the ends of the two parts of the run."""
+    if not content["rows"]:
+        return []
+    own, rows = content["own"], []
+    for r in content["rows"]:
+        taught = [d for d, mine in zip(r["distance"], own, strict=True) if not mine]
+        cells = [f"{r['distance'][0]:.4f}", number(taught[-1] if taught else None, 4)]
+        rows.append([r["layer"], *cells, number(r["distance"][-1] if own[-1] else None, 4)])
+    return markdown_table(["layer", "distance at first", "last with the teacher's inputs", "last with its own"], rows)
+
+
+def evaluate_lines(content: Content) -> list[str]:
+    """Every model, recovery and times."""
+    rows = []
+    for r in content["rows"]:
+        change = f"{r['top1_diff']:+.2f} [{r['diff_low']:+.2f}, {r['diff_high']:+.2f}]" if "top1_diff" in r else "-"
+        rows.append([r["what"], number(r["value"], 2 if "top1" in r else 4), change])
+    lines = markdown_table(["model", content["metric"], "against the source, 95 %"], rows)
+    if content["recovery"] is not None:
+        lines += ["", f"Recovery (fine-tuned - floor) / (control - floor) = {content['recovery']:.3f}, one seed."]
+    times = [f"{name} {ms:.2f} ms" for name, ms in content["forward_ms"].items()]
+    note = "One forward pass of a calibration batch on this machine, in the precision of the runs"
+    return [*lines, "", f"{note}: {', '.join(times)}."]
+
+
+LINES = {
+    "inspect": inspect_lines,
+    "convert": convert_lines,
+    "calibrate": calibrate_lines,
+    "transfer": transfer_lines,
+    "finetune": training_lines,
+    "controls": training_lines,
+    "evaluate": evaluate_lines,
+}
+
+
+def _figure(width: float, panels: int) -> tuple[Any, Any]:
+    figure, axes = pyplot().subplots(1, panels, figsize=(width, 3.4), layout="constrained", squeeze=False)
+    for place in axes[0]:
+        place.grid(alpha=0.3)
+        place.set_axisbelow(True)
+        place.spines[["top", "right"]].set_visible(False)
+    return figure, axes[0]
+
+
+def _finish(figure: Any, file: Path) -> bool:
+    save_figure(figure, file, dpi=150)
+    return True
+
+
+def draw_inspect(content: Content, file: Path) -> bool:
+    """Predicted times over the number of tokens, with the tokens of the model."""
+    row = next((r for r in content["rows"] if r["softmax_us"] is not None and not r["reason"]), None)
+    if row is None:
+        return False
+    figure, (place,) = _figure(5, 1)
+    tokens = [64 * 2**i for i in range(10)]
+    found = [predict(row["after"], {}, 1, row["heads"], n, row["width"]) for n in tokens]
+    place.loglog(tokens, [p.softmax_us for p in found], label="softmax")
+    if row["mixer_us"] is not None:
+        place.loglog(tokens, [p.mixer_us for p in found], label=row["after"])
+    place.axvline(row["tokens"], color="gray", linestyle=":", label="this model")
+    place.set(xlabel="tokens", ylabel="predicted us, one sample, one layer")
+    place.legend(frameon=False, fontsize=8)
+    return _finish(figure, file)
+
+
+def draw_calibrate(content: Content, file: Path) -> bool:
+    """R2 and sensitivity of each layer, and distance over time of the choices."""
+    figure, (left, middle, right) = _figure(12, 3)
+    rows, choices = content["rows"], content["choices"]
+    at = range(len(rows))
+    left.bar([i - 0.2 for i in at], [r["r2"] for r in rows], 0.4, label="R2")
+    left.bar([i + 0.2 for i in at], [r["r2_centred"] for r in rows], 0.4, label="of centred tokens")
+    left.set(xlabel="converted layer", title="softmax output explained", ylim=(min(0, left.get_ylim()[0]), 1))
+    left.legend(fontsize=8, loc="lower left")
+    middle.bar(at, [r["distance"] for r in rows], color="#d1495b")
+    middle.set(xlabel="converted layer", title="change of the model's output, layer alone")
+    right.scatter([c["attention_ms"] for c in choices], [c["distance"] for c in choices], color="gray")
+    front = sorted((c for c in choices if c["pareto"]), key=lambda c: c["attention_ms"])
+    right.plot([c["attention_ms"] for c in front], [c["distance"] for c in front], marker="o", label="Pareto")
+    for c in choices:
+        right.annotate(str(len(c["kept"])), (c["attention_ms"], c["distance"]), fontsize=8)
+    right.set(xlabel="measured ms in attention layers", title="softmax layers kept (number)", ylabel="distance")
+    right.legend(frameon=False, fontsize=8)
+    return _finish(figure, file)
+
+
+def draw_transfer(content: Content, file: Path) -> bool:
+    """Distance of each layer over the steps."""
+    if not content["rows"]:
+        return False
+    figure, (place,) = _figure(5, 1)
+    for row in content["rows"]:
+        place.semilogy(content["steps"], row["distance"], label=row["layer"])
+    place.set(xlabel="step", ylabel="distance of attention outputs")
+    place.legend(frameon=False, fontsize=6)
+    return _finish(figure, file)
+
+
+def draw_evaluate(content: Content, file: Path) -> bool:
+    """The metric of every model."""
+    figure, (place,) = _figure(7, 1)
+    rows = content["rows"]
+    place.barh([r["what"] for r in rows], [r["value"] for r in rows], color="#00798c")
+    place.invert_yaxis()
+    place.set(xlabel=content["metric"])
+    return _finish(figure, file)
+
+
+PICTURES = {
+    "inspect": draw_inspect,
+    "calibrate": draw_calibrate,
+    "transfer": draw_transfer,
+    "evaluate": draw_evaluate,
+}

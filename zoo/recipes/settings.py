@@ -1,0 +1,91 @@
+"""The keys of a recipe."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from zoo.config import Tree, load, one_of
+from zoo.errors import unknown_name
+from zoo.ranges import POSITIVE, check_ranges
+
+SAID = {  # keys of a fine-tuning that the recipe sets -> its key for them
+    "model.mixer": "mixer",
+    "model.mixer_options": "mixer_options",
+    "model.keep_softmax": "keep_softmax",
+    "model.checkpoint": "source",
+    "distill.teacher": "source",
+}
+STAGES = ("inspect", "convert", "calibrate", "transfer", "finetune", "controls", "evaluate")
+
+
+@dataclass(frozen=True)
+class RecipeSettings:
+    """A softmax run, converted in stages. Each stage writes NAME.json, NAME.md and a picture into `out`.
+
+    source: run folder of the softmax model, an image model or a diffusion transformer; or the name of a timm model,
+      whose published weights are taken, or of a diffusion model on the hub
+    finetune: configuration of the fine-tuning (of tools/train_vit.py or tools/finetune_dit.py); its length is the
+      budget of transfer and fine-tuning together, and of each control
+    changes: section.key=value words that change this configuration, but what the recipe says itself (the mixer, the
+      checkpoint, the teacher, which is the source)
+    mixer: mixer put into the attention layers
+    mixer_options: options of the mixer; gains=true is added, which calibration needs
+    keep_softmax: numbers of the blocks that stay softmax, every:3 for each third, or auto:2 for the two that are worth
+      most, by measured sensitivity
+    inputs: images, or noisy images, of the training set that calibration sees
+    batch: how many of them at once
+    transfer: part of the budget that goes into the transfer
+    transfer_lr: factor on the learning rate of the fine-tuning during the transfer
+    student_share: last part of the transfer in which layers see the student's own hidden states
+    stages: stages to carry out, among inspect, convert, calibrate, transfer, finetune, controls, evaluate; those that
+      are done already are not repeated
+    out: folder of everything
+    """
+
+    source: str = ""
+    finetune: str = ""
+    changes: list[str] = field(default_factory=list)
+    mixer: str = "taylor2"
+    mixer_options: dict[str, Any] = field(default_factory=dict)
+    keep_softmax: list[int] | str = field(default_factory=list)
+    inputs: int = 256
+    batch: int = 64
+    transfer: float = 0.25
+    transfer_lr: float = 1.0
+    student_share: float = 0.2
+    stages: list[str] = field(default_factory=lambda: list(STAGES))
+    out: str = "runs/recipe"
+
+    def __post_init__(self) -> None:
+        for stage in self.stages:
+            one_of("stages", stage, STAGES)
+        for key in (word.partition("=")[0] for word in self.changes):
+            if key in SAID:
+                raise ValueError(f"{key} cannot be changed in a recipe, whose key {SAID[key]} sets it")
+        check_ranges("", self, inputs="[1, inf)", batch="[1, inf)", transfer_lr=POSITIVE)
+        check_ranges("", self, transfer="[0, 1)", student_share="[0, 1]")
+        self.auto_keep()
+
+    def auto_keep(self) -> int | None:
+        """How many layers auto:<n> keeps; None when the layers are named. Raises ValueError for another word."""
+        word, _, number = self.keep_softmax.partition(":") if isinstance(self.keep_softmax, str) else ("", "", "")
+        if word != "auto":
+            return None
+        if not number.isdecimal():
+            raise ValueError(f"keep_softmax=auto:<n> needs a number of layers, got {self.keep_softmax!r}")
+        return int(number)
+
+
+def from_words(words: list[str]) -> RecipeSettings:
+    """The recipe of a command line: a YAML file, its own keys, and words with other sections, which go to `changes`."""
+    own = {f.name for f in fields(RecipeSettings)}
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise ValueError(f"expected one configuration file and key=value words, got {' '.join(files)}")
+    mine = [word for word in words if "=" in word and word.partition("=")[0].split(".")[0] in own]
+    others = [word for word in words if "=" in word and word not in mine]
+    for word in others:
+        if "." not in word.partition("=")[0]:
+            raise unknown_name("key of a recipe", word.partition("=")[0], own)
+    found = load(RecipeSettings, files[0] if files else None, mine)
+    tree: Tree = {f.name: getattr(found, f.name) for f in fields(found)}
+    return RecipeSettings(**{**tree, "changes": [*found.changes, *others]})

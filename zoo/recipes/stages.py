@@ -1,0 +1,248 @@
+"""The stages of a recipe, one function each: (recipe, what is there so far) -> the content of its JSON file.
+
+A stage that is done has its file NAME.json in `out` and is not repeated; training stages go on from their last
+checkpoint. The settings are in recipe.yaml; a folder with other settings is refused.
+"""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo import config
+from zoo.config import Tree
+from zoo.conversion.calibrate import calibrate
+from zoo.conversion.cost_model import about
+from zoo.conversion.dependence import token_shares, warn_of_mean_pooling
+from zoo.conversion.hooks import converted, forward, layers_of
+from zoo.conversion.inspection import inspect
+from zoo.conversion.sensitivity import by_distance, choices, median_seconds, pareto, sensitivities
+from zoo.files import sweep
+from zoo.io import result_file, write_json
+from zoo.locks import FolderLock
+from zoo.models.convert import backbone_of
+from zoo.recipes.report import write_report
+from zoo.recipes.settings import STAGES, RecipeSettings
+from zoo.recipes.tasks import Kind, kind_of
+from zoo.train.metrics_log import read_rows
+
+Content = dict[str, Any]
+FREE = ("stages", "out")  # what may change between two calls
+
+
+def run_recipe(recipe: RecipeSettings) -> dict[str, Content]:
+    """Carry out the stages of a recipe that are not done yet, in order, and write report.md.
+
+    Returns what each stage found. Raises ValueError for a source or configuration that does not fit, a folder with
+    other settings, and a stage whose predecessor is missing.
+    """
+    kind, out = kind_of(recipe), Path(recipe.out)
+    lock = FolderLock(out)
+    try:
+        return _run_stages(recipe, kind, out)
+    finally:
+        lock.release()
+
+
+def _run_stages(recipe: RecipeSettings, kind: Kind, out: Path) -> dict[str, Content]:
+    for folder in (out, *(out / name for name in MODELS)):
+        sweep(folder, earlier=True)
+    _claim(recipe, out)
+    found: dict[str, Content] = {}
+    for name in STAGES:
+        file = out / f"{name}.json"
+        if file.is_file():
+            found[name] = json.loads(file.read_text())
+        elif name in recipe.stages:
+            print(f"\n== {name}", flush=True)
+            content = result_file(f"stage {name} of {recipe.out}", []) | STAGE[name](kind, out, found)
+            write_json(content, file)
+            found[name] = json.loads(file.read_text())
+    write_report(recipe, kind, out, found)
+    return found
+
+
+def _claim(recipe: RecipeSettings, out: Path) -> None:
+    file = out / "recipe.yaml"
+    if not file.is_file():
+        out.mkdir(parents=True, exist_ok=True)
+        config.save(recipe, file)
+        return
+    changed = config.differences(config.load(RecipeSettings, file), recipe, ignore=FREE)
+    if changed:
+        raise ValueError(f"{out} holds a recipe with other settings; they differ in {', '.join(changed)}")
+
+
+def _needs(found: dict[str, Content], stage: str) -> Content:
+    if stage not in found:
+        raise ValueError(f"the stage {stage} comes first: add it to stages")
+    return found[stage]
+
+
+def inspect_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
+    """Every attention layer, and the times that the measured tables predict for one batch of calibration."""
+    model, recipe = kind.source(), kind.recipe
+    keep = None if recipe.auto_keep() is not None else recipe.keep_softmax or None
+    sites = inspect(model, kind.inputs()[0], recipe.mixer, keep_softmax=keep, **kind.options())
+    return {"rows": [site.to_dict() for site in sites], "table": about()}
+
+
+def convert_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
+    """The plain conversion, for comparison: nothing calibrated."""
+    keep = [] if kind.recipe.auto_keep() is not None else kind.recipe.keep_softmax
+    model = kind.convert(keep)
+    kind.save(model, keep, out / "converted")
+    new = sum(p.numel() for n, p in model.named_parameters() if ".mixer." in n)
+    return {"rows": [], "new_parameters": new, "parameters": sum(p.numel() for p in model.parameters())}
+
+
+def calibrate_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
+    """Solve for every head, measure every layer alone, and choose what stays softmax if that is open."""
+    recipe, teacher, inputs = kind.recipe, kind.source(), kind.inputs()
+    auto = recipe.auto_keep()
+    keep: Any = recipe.keep_softmax if auto is None else []
+    student = kind.convert(keep)
+    rows = calibrate(student, teacher, inputs)
+    alone = sensitivities(student, teacher, inputs, kind.autocast)
+    tried = choices(student, teacher, inputs, alone)
+    blocks = backbone_of(teacher).blocks(teacher)
+    ranked = [blocks[name] for name in by_distance(alone)]
+    if auto:
+        keep = sorted(set(ranked[:auto]))
+        student = _keeping(kind, student, keep)
+    kind.save(student, keep, out / "calibrated")
+    by_name, shares = {row.layer: row for row in alone}, _shares(student, inputs[0])
+    each = [{**row.to_dict(), **{k: v for k, v in vars(by_name[row.layer]).items() if k != "layer"}} for row in rows]
+    each = [{**row, "token_share": shares.get(row["layer"])} for row in each]
+    front = {tuple(c.kept) for c in pareto(tried)}
+    table = [{**c.to_dict(), "pareto": tuple(c.kept) in front} for c in tried]
+    return {"rows": each, "choices": table, "keep_softmax": keep, "suggested": ranked[:2]}
+
+
+def _shares(student: Any, batch: Any) -> dict[str, float]:
+    """Share of the output of each converted layer that depends on the token; warns where bfloat16 loses it."""
+    layers = converted(student)
+    found = {name: share for name, share in token_shares(student, batch).items() if name in layers}
+    warn_of_mean_pooling(found, {name: layer.mixer_name for name, layer in layers.items()})
+    return {name: float(share.mean()) for name, share in found.items()}
+
+
+def _keeping(kind: Kind, student: Any, keep: list[int]) -> Any:
+    """The conversion that leaves the blocks `keep` softmax, with what `student` was calibrated to."""
+    model = kind.convert(keep)
+    weights = student.state_dict()
+    model.load_state_dict({k: weights[k] for k in model.state_dict()})
+    return model
+
+
+def transfer_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
+    """Each layer on its own, for its part of the budget."""
+    keep = _needs(found, "calibrate")["keep_softmax"]
+    n = transfer_length(kind)
+    if n == 0:
+        return {"rows": [], "length": 0}
+    recipe = kind.recipe
+    tree = kind.settings(
+        kind.continued(out / "calibrated", keep),
+        kind.of_length(n),
+        {
+            "optim": {
+                "lr": recipe.transfer_lr * kind.tree["optim"]["lr"],
+                "weight_decay": 0.0,
+                "ema": 0.0,
+                "anneal": 0.0,
+            }
+        },
+        {"run": {"folder": str(out / "transfer"), "compile": False}},  # layers are called one by one
+        {"student_share": recipe.student_share},
+    )
+    result = kind.transfer(tree)
+    steps = [row for row in read_rows(out / "transfer" / "metrics.jsonl") if row["kind"] == "train"]
+    distances = {k.partition("/")[2] for row in steps for k in row if k.startswith("distance/")}
+    layers = [n for n in layers_of(kind.source()) if n in distances]
+    rows = [{"layer": n, "distance": [row[f"distance/{n}"] for row in steps]} for n in layers]
+    own = [row["step"] > round((1 - recipe.student_share) * steps[-1]["step"]) for row in steps]
+    return {"rows": rows, "steps": [row["step"] for row in steps], "own": own, "length": n, "result": result}
+
+
+def transfer_length(kind: Kind) -> int:
+    """Epochs or steps of the transfer: its part of the budget, and at least one where it has a part."""
+    share = kind.recipe.transfer * kind.budget()
+    return max(1, round(share)) if share else 0
+
+
+def finetune_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
+    """End to end, for the rest of the budget."""
+    keep, length = _needs(found, "calibrate")["keep_softmax"], _needs(found, "transfer")["length"]
+    start = out / ("transfer" if length else "calibrated")
+    tree = kind.settings(kind.continued(start, keep), kind.of_length(kind.budget() - length), _folder(out / "finetune"))
+    return {"rows": [], "result": kind.run(tree)}
+
+
+def controls_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
+    """Softmax for the whole budget (control), and the mixer from random attention weights for the same (floor)."""
+    keep = _needs(found, "calibrate")["keep_softmax"]
+    source = {"model": {**kind.continued(Path(kind.recipe.source), [])["model"], "mixer": "", "mixer_options": {}}}
+    alone: Tree = {"distill": {"teacher": "", "attention": 0.0}, "optim": {"anneal": 0.0}}  # it has nothing to anneal
+    control = kind.run(kind.settings(source, alone, _folder(out / "control")))
+    start = out / "floor_start"
+    if not start.is_dir():
+        model = kind.convert(keep)
+        kind.random_attention(model)
+        kind.save(model, keep, start)
+    floor = kind.run(kind.settings(kind.continued(start, keep), _folder(out / "floor")))
+    return {"rows": [], "control": control, "floor": floor}
+
+
+def _folder(folder: Path) -> Tree:
+    return {"run": {"folder": str(folder)}}
+
+
+MODELS = {  # folder in `out` -> what it is
+    "converted": "converted",
+    "calibrated": "calibrated",
+    "transfer": "transferred",
+    "finetune": "fine-tuned",
+    "control": "softmax, trained on (control)",
+    "floor": "random attention weights, fine-tuned (floor)",
+}
+
+
+def evaluate_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
+    """Source, every stage and the controls on the validation data; recovery; times of a forward pass."""
+    folders = {"source": Path(kind.recipe.source)}
+    folders |= {name: out / name for name in MODELS if (out / name).is_dir()}
+    rows = kind.evaluate(folders)
+    value = {name: row["value"] for name, row in rows.items()}
+    batch = kind.inputs()[0]
+    with kind.autocast():
+        times = {n: _milliseconds(kind.load(folders[n]), batch) for n in ("source", "finetune") if n in folders}
+    named = [{**row, "model": name, "what": MODELS.get(name, "softmax (source)")} for name, row in rows.items()]
+    return {"rows": named, "metric": kind.metric, "recovery": recovery(value), "forward_ms": times}
+
+
+def recovery(value: dict[str, float]) -> float | None:
+    """(converted - floor) / (control - floor): 1 is as good as softmax with the same budget; None without the three."""
+    if not {"finetune", "floor", "control"} <= value.keys() or value["control"] == value["floor"]:
+        return None
+    return (value["finetune"] - value["floor"]) / (value["control"] - value["floor"])
+
+
+@torch.no_grad()
+def _milliseconds(model: Any, batch: Any) -> float:
+    model = copy.deepcopy(model).eval()
+    return 1e3 * median_seconds(lambda: forward(model, batch))
+
+
+STAGE: dict[str, Callable[[Kind, Path, dict[str, Content]], Content]] = {
+    "inspect": inspect_stage,
+    "convert": convert_stage,
+    "calibrate": calibrate_stage,
+    "transfer": transfer_stage,
+    "finetune": finetune_stage,
+    "controls": controls_stage,
+    "evaluate": evaluate_stage,
+}

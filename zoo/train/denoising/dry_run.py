@@ -1,0 +1,91 @@
+"""A diffusion run as its tools start it, or a dry run: one step of everything that the run does, so that nothing fails
+for the first time at night."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import PartialState
+from torch import Tensor
+
+from zoo import config
+from zoo.diffusion.objectives import ALL
+from zoo.eval.fid.scores import frechet_distance
+from zoo.eval.fid.statistics import Moments
+from zoo.train.denoising.model import times_of
+from zoo.train.denoising.run import DiffusionRun
+from zoo.train.denoising.settings import DiffusionSettings
+from zoo.train.processes import part
+
+IMAGES, VIDEOS = 16, 2  # generated and scored
+
+
+def carry_out(
+    words: list[str], text: str | None, usage: str, check: Callable[[DiffusionSettings], None] | None = None
+) -> dict[str, Any]:
+    """What the words of a tool's command line ask for: help (`text`, `usage`), a run, or its rehearsal (`--dry-run`).
+
+    check: refuses, by ValueError, settings that the tool does not take. Prints the result as JSON and returns it
+    (validation losses). Raises ValueError for settings that do not hold.
+    """
+    if config.wants_help(words, text, usage, DiffusionSettings):
+        return {}
+    settings = config.from_command_line(DiffusionSettings, [word for word in words if word != "--dry-run"])
+    if check:
+        check(settings)
+    result = rehearse(settings) if "--dry-run" in words else DiffusionRun(settings).train()
+    part()
+    if result:
+        print(json.dumps(result), flush=True)
+    return result
+
+
+def rehearse(settings: DiffusionSettings) -> dict[str, Any]:
+    """Train, validate, sample, save, resume and score once, in the folder `run.folder`-dry-run, which it empties first.
+
+    Returns the result of the run with `frechet_of_pixels`, the Frechet distance of a few generated and validation
+    images in the mean colours of their quarters: a number that only says that scoring works.
+    """
+    folder = Path(f"{settings.run.folder}-dry-run")
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    if state.is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)
+    state.wait_for_everyone()
+    sample, whole = settings.sample, times_of(settings.model) == ALL
+    changes: dict[str, Any] = {
+        "run": replace(settings.run, folder=str(folder), eval_steps=1, checkpoint_steps=1, resume=False),
+        "schedule": replace(settings.schedule, steps=1, warmup_steps=0),
+        "sample": replace(sample, every=int(whole), count=min(sample.count, 4), steps=2),
+        "data": replace(settings.data, val_images=IMAGES),
+    }
+    once = replace(settings, **changes)
+    DiffusionRun(once).train()
+    again = DiffusionRun(replace(once, run=replace(once.run, resume=True)))
+    result = again.train()
+    distance = _distance(again)  # on every process: they may share the weights
+    return {**result, "frechet_of_pixels": distance} if result else {}
+
+
+def _distance(run: DiffusionRun) -> float:
+    real: list[Tensor] = []
+    count = VIDEOS if len(run.samples.shape) == 4 else IMAGES
+    for batch in run.samples.evaluation(1, 0, 1):
+        real.append(_colours(run.samples.pictures(batch.x0)))
+        if len(real) == count:
+            break
+    moments = [Moments(12), Moments(12)]
+    for features in real:
+        moments[0].update(features)
+    moments[1].update(_colours(run.generate(count)))
+    return frechet_distance(moments[0].gaussian(), moments[1].gaussian())
+
+
+def _colours(images: Tensor) -> Tensor:
+    """uint8 images [B, 3, H, W], or first frames of clips [B, 3, T, H, W] -> [B, 12] in [0, 1]."""
+    images = images[:, :, 0] if images.ndim == 5 else images
+    return F.adaptive_avg_pool2d(images.cpu().float() / 255, 2).flatten(1)

@@ -1,1 +1,0 @@
-"""Training of diffusion transformers: objective (noising), data, model, teacher, sample grids, and the loop."""
