@@ -1,12 +1,19 @@
-"""The order of the tests, Triton's interpreter, and the memory of a GPU between tests."""
+"""The order of the tests, Triton's interpreter, the memory of a GPU between tests, and image folders."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+
+os.environ.setdefault("HF_HOME", str(Path(tempfile.gettempdir()) / "hla-zoo-tests"))  # not the user's cache
 
 
 def pytest_configure() -> None:
@@ -28,3 +35,30 @@ def memory_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("gpu"):
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def own_precision() -> Iterator[None]:
+    """accelerate keeps the precision of the first run of a process; each test may choose its own."""
+    yield
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state()
+
+
+@pytest.fixture(scope="session")
+def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that writes an image folder: `make_folder({"cat": 3, "dog": 2})`, grey levels telling the images
+    apart."""
+
+    def make(counts: dict[str, int], size: int = 12) -> Path:
+        root = tmp_path_factory.mktemp("images")
+        level = 0
+        for name, count in counts.items():
+            (root / name).mkdir()
+            for i in range(count):
+                level += 1
+                picture = np.random.default_rng(level).integers(0, 256, (size, size, 3), dtype=np.uint8)
+                Image.fromarray(picture).save(root / name / f"{i:03d}.png")
+        return root
+
+    return make

@@ -143,3 +143,15 @@ def test_one_place_launches_kernels():
     """The one that says how sums of products are rounded, which versions of Triton do not agree about."""
     found = {p.name for p in files("kernels/hla_kernels") if any(map(launched, ast.walk(ast.parse(p.read_text()))))}
     assert found == {"recording.py"}
+
+
+def test_no_test_imports_a_test():
+    """What tests share has a place of its own, such as tests/helpers, and is imported by its full name."""
+    bare = {path.stem for path in files("tests")} - set(sys.stdlib_module_names)
+    for path in files("tests"):
+        names = imported(path) & bare
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
+                modules = [*node.module.split("."), *(alias.name for alias in node.names)]
+                names |= {name for name in modules if name.startswith("test_") or name == "conftest"}
+        assert not names, f"{path.relative_to(ROOT)} imports {sorted(names)}"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.mixers.test_first_order import HK, B, C, D, H, N, phi, scores, setting, turn
+from tests.helpers.first_order import HK, B, C, D, H, N, phi, scores, setting, turn
 from zoo.mixers import Context, build_mixer
 from zoo.mixers.base import EPS
 

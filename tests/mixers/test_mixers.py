@@ -9,26 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from hla_kernels.features import feature
+from tests.helpers.mixers import DIM, GRID, HEAD_DIM, HEADS, LINEAR, PREFIX, inputs, make
 from zoo.mixers import MIXERS, Context, build_mixer
 
-OWN_TESTS = ("softmax", "mhla", "mhla2", "taylor2", "multipole", "mala", "rala", "inline", "mesa", "resolvent")
-LINEAR = [name for name in MIXERS if name not in OWN_TESTS]
 TWO_SIDED = [*LINEAR, "mala", "rala", "inline", "mesa", "resolvent"]
 SERIAL = [name for name in LINEAR if name != "poly"]
-DIM, HEADS, HEAD_DIM, GRID, PREFIX = 24, 3, 8, (4, 5), 1
 EPS_EFFECT = 1e-6  # the definitions here have no eps; that of the mixers, 1e-9, is this small a part of their sums
-
-
-def inputs(seed: int = 0, batch: int = 2, dtype: torch.dtype = torch.float64):
-    g = torch.Generator().manual_seed(seed)
-    n = PREFIX + math.prod(GRID)
-    q, k, v = (torch.randn(batch, n, HEADS, HEAD_DIM, generator=g, dtype=dtype) for _ in range(3))
-    x = torch.randn(batch, n, DIM, generator=g, dtype=dtype)
-    return q, k, v, Context(x=x, grid=GRID, prefix=PREFIX)
-
-
-def make(name: str, **options):
-    return build_mixer(name, DIM, HEADS, HEAD_DIM, dtype=torch.float64, **options)
 
 
 def phi(x: torch.Tensor, feature_map: str, exponent: float = 3.0) -> torch.Tensor:

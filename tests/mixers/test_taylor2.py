@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.mixers.test_mixers import DIM, GRID, HEAD_DIM, HEADS, LINEAR, PREFIX, inputs, make
+from tests.helpers.mixers import DIM, GRID, HEAD_DIM, HEADS, LINEAR, PREFIX, inputs, make
 from zoo.mixers import Context, build_mixer
 
 

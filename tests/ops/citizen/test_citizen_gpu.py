@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import hla_kernels as hk
-from tests.ops.fused.cases import kernel_names, poison, relative_error
-from tests.ops.fused.test_fused_gpu import (
+from tests.helpers.fused_gpu import (
     ANCHORED,
     BF16,
     ELU_CENTRED,
@@ -22,6 +21,7 @@ from tests.ops.fused.test_fused_gpu import (
     make,
     results,
 )
+from tests.ops.fused.cases import kernel_names, poison, relative_error
 
 pytestmark = [
     pytest.mark.gpu,

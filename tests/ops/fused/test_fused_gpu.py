@@ -12,6 +12,24 @@ import pytest
 import torch
 
 import hla_kernels as hk
+from tests.helpers.fused_gpu import (
+    ANCHORED,
+    BF16,
+    ELU,
+    ELU_CENTRED,
+    FP16,
+    FP32,
+    GROUPED,
+    MANY,
+    ODD,
+    OPS,
+    RATIO,
+    RATIO_IDENTITY,
+    SOFTMAX,
+    WIDE,
+    make,
+    results,
+)
 from tests.ops.fused.cases import of_polynomial, relative_error, twice
 
 pytestmark = [
@@ -19,23 +37,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton forms need a CUDA device: none here"),
 ]
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-ANCHORED = {"center": "k", "mean_path": True}
 RELU_QK = {"center": "qk", "feature_map": "relu", "mean_path": True}
 RIDGE = {"ridge": 0.3, "center": "qk", "scale": 0.003}
-RATIO = {"feature_map": "elu1", "normalize": True}
 RATIO_RELU = {"feature_map": "relu", "normalize": True}
-RATIO_IDENTITY = {"feature_map": "identity", "normalize": True}  # of tokens that are not negative
-ELU = {"feature_map": "elu1"}
-ELU_CENTRED = ({**ELU, **ANCHORED}, {**ELU, "mean_path": True}, {**ELU, "center": "k"}, {**ELU, "center": "qk"})
-SOFTMAX = {"feature_map": "softmax"}
 RATIO_SOFTMAX, SOFTMAX_ANCHORED = {**SOFTMAX, "normalize": True}, {**SOFTMAX, **ANCHORED}
 PAIR = {"feature_map": "softmax_pair"}
 RATIO_PAIR = {**PAIR, "normalize": True}
 PAIR_QK = {**PAIR, "center": "qk", "mean_path": True}
-OPS = ("linear_attention", "hla2", "ahla", "hla3")
-# op, options, dtype, (B, H, Hk, D, Dv); 128 heads of D = 64 take the one-program forms up to N = 2048
-MANY, WIDE, ODD, GROUPED = (32, 4, 4, 64, 64), (2, 2, 2, 128, 128), (2, 2, 2, 72, 72), (2, 4, 2, 88, 64)
 UNEVEN = (36, 4, 4, 64, 64)  # heads that leave multiprocessors without work in their last round
 MANY_ODD = (16, 12, 12, 72, 72)  # the D x D algebra of a head in one program
 PAIRS = (24, 16, 16, 72, 72)  # two neighbouring heads a program
@@ -85,25 +93,6 @@ CASES = [
     *((op, RATIO, BF16, sizes) for op in OPS for sizes in ((3, 4, 4, 40, 96), (2, 4, 4, 72, 96), (2, 4, 4, 72, 64))),
     *((op, RELU_MEAN, dtype, sizes) for op in OPS for dtype in (BF16, FP16) for sizes in WIDE_VALUES),
 ]
-
-
-def make(n, dtype, sizes, draw=0):
-    """q, k, v (views of a packed qkv where shapes allow) and the output's gradient."""
-    b, h, heads_k, d, dv = sizes
-    g = torch.Generator("cuda").manual_seed(n + 10**6 * draw)
-    if h == heads_k and d == dv:
-        x = list(torch.randn(b, n, 3, h, d, generator=g, device="cuda").to(dtype).unbind(2))
-    else:
-        shapes = ((h, d), (heads_k, d), (heads_k, dv))
-        x = [torch.randn(b, n, *s, generator=g, device="cuda").to(dtype) for s in shapes]
-    return x, torch.randn(b, n, h, dv, generator=g, device="cuda").to(dtype)
-
-
-def results(op, x, grad, *more, **options):
-    """o, dq, dk, dv; more: coefficients, which need no gradient."""
-    x = [t.detach().requires_grad_() for t in x]
-    y = getattr(hk, op)(*x, *more, **options)
-    return [y.detach(), *torch.autograd.grad(y, x, grad.to(y.dtype))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{'-'.join(c[1])}-{str(c[2])[6:]}-{c[3][3]}")

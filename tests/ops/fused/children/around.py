@@ -8,10 +8,11 @@ import json
 import pytest
 import torch
 
+from hla_kernels.features.rms_norm import prepared
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
 from hla_kernels.hla.fused.plan import tuning
-from tests.ops.citizen import test_rms_norm as norms
+from tests.helpers import rms_norms as norms
 from tests.ops.fused.cases import FULL, HALF, TOLERANCE, check, make, poison, relative_error, run, truth
 
 
@@ -140,5 +141,5 @@ def test_prepared_queries(monkeypatch, channels, width, relu):
     )
     with monkeypatch.context() as patch:
         poison(patch)
-        got = norms.results(lambda *t: norms.prepared(*t, 1e-6, relu, *turns), x, weight, grad)
+        got = norms.results(lambda *t: prepared(*t, 1e-6, relu, *turns), x, weight, grad)
     assert all(relative_error(a, b) <= 4e-4 for a, b in zip(got, exact, strict=True))

@@ -1,0 +1,86 @@
+"""The tables of mixers from scratch and of conversions, against numbers worked out by hand."""
+
+import runpy
+
+from PIL import Image
+
+from benchmarks import quality_plots
+from tests.helpers.runs import ROOT
+
+TABLES = runpy.run_path(str(ROOT / "docs" / "readme_tables.py"))
+
+
+def row(mixer, source, seed, value, metric="top1", **options):
+    about = {"experiment": "e", "data": "d", "budget": "2 epochs" if metric == "top1" else "0 epochs", "wall_s": 3.0}
+    return {
+        "mixer": mixer,
+        "source": source,
+        "seed": seed,
+        "value": value,
+        "metric": metric,
+        "options": options,
+        **about,
+    }
+
+
+def cells(text, which):
+    (line,) = [line for line in text.splitlines() if which in line]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_mixers_are_compared_with_the_softmax_of_their_seed_and_depthwise_options():
+    rows = [row("softmax", "scratch", 0, 60.0), row("softmax", "scratch", 1, 64.0), row("la", "scratch", 0, 58.0)]
+    rows += [row("softmax", "scratch", 0, 70.0, depthwise="v"), row("ahla", "scratch", 0, 71.0, depthwise="v")]
+    rows += [row("mhla", "scratch", 0, 61.0, mixing="project"), row("mhla", "scratch", 1, 66.0, mixing="project")]
+    text = TABLES["experiments"]({"rows": rows})
+    assert cells(text, "mhla")[3:] == [
+        "mhla mixing=project",
+        "63.50 (61.00 to 66.00)",
+        "1.50 (1.00 to 2.00)",
+        "3.00",
+        "2",
+        "3",
+    ]
+    assert cells(text, "ahla")[3:] == ["ahla depthwise=v", "71.00", "1.00", "-", "1", "3"]
+
+
+def test_recovery_is_the_mean_over_seeds_and_held_out_rows_stay_out_of_the_short_table():
+    rows = [row("softmax", "control", s, c) for s, c in ((0, 80.0), (1, 90.0))]
+    rows += [row("la", "floor", s, f) for s, f in ((0, 60.0), (1, 50.0))]
+    rows += [row("la", "converted", s, v) for s, v in ((0, 78.0), (1, 90.0))]
+    rows += [row("la", "converted", 0, 20.0, "top1 after calibration")]
+    found = cells(TABLES["experiments"]({"rows": rows}), "| la |")
+    assert found[4:] == [
+        "-",
+        "20.00",
+        "-",
+        "84.00 (78.00 to 90.00)",
+        "-1.00 (-2.00 to 0.00)",
+        "55.00 (50.00 to 60.00)",
+        "0.950",
+        "2",
+        "3",
+    ]
+    for each in rows:
+        each["data"] = "d, 500 held out"
+    assert TABLES["quality"]({"rows": rows}) == ""
+
+
+def test_the_picture_has_a_panel_for_each_experiment_and_counts_the_layers_kept(tmp_path, monkeypatch):
+    rows = [row("softmax", "scratch", 0, 60.0), row("la", "scratch", 0, 58.0)]
+    for keep, value in ((None, 55.0), ("auto:2", 57.0), ([0, 1, 3], 59.0)):
+        options = {} if keep is None else {"keep_softmax": keep}
+        rows += [row("la", "converted", 0, value, **options)]
+        if keep != "auto:2":  # as of a run that was cut before its stages were evaluated
+            rows += [row("la", "converted", 0, value - 9, "top1 after calibration", **options)]
+    rows += [row("softmax", "control", 0, 61.0)]
+    held_out = [each | {"data": "d, 9 held out", "experiment": "choices"} for each in rows]
+    seen = []
+    monkeypatch.setattr(quality_plots, "plain_axes", seen.append)
+    quality_plots.draw_quality({"rows": rows + held_out}, tmp_path / "quality.png")
+    assert Image.open(tmp_path / "quality.png").format == "PNG"
+    (kept,) = seen
+    assert [list(line.get_ydata()) for line in kept.lines] == [[-6.0, -4.0, -2.0], [0, 0]]
+    assert list(kept.lines[0].get_xdata()) == [0, 2, 3]
+    panels = [axes.get_title() for axes in kept.figure.figure.get_axes()]
+    assert panels == ["e, from scratch", "e", "what keeping softmax layers gives"]

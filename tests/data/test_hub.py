@@ -1,0 +1,77 @@
+"""Data sets of the Hugging Face hub: a whole run against a local server in its place, and local folders by name."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from tests.helpers.hub import local_hub
+from tests.helpers.runs import TINY, run_tool
+from zoo import config
+from zoo.data import open_source, open_sources
+from zoo.data.settings import DataSettings
+
+datasets = pytest.importorskip("datasets")
+pytest.importorskip("pyarrow.parquet")
+CLASSES = [f"digit {i}" for i in range(10)]
+
+
+def parquet(first, last, classes=CLASSES):
+    data = load_digits()
+    images = [Image.fromarray((data.images[i] * 15).astype(np.uint8)) for i in range(first, last)]
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=list(classes)))
+    rows = {"image": images, "label": data.target[first:last].tolist()}
+    file = io.BytesIO()
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(file)
+    return file.getvalue()
+
+
+def test_a_run_on_a_data_set_of_the_hub(tmp_path):
+    files = {"train-00000-of-00001.parquet": parquet(0, 200), "validation-00000-of-00001.parquet": parquet(200, 260)}
+    settings = config.merge(TINY, {"data": {"source": "hf", "train": "zoo/digits", "val": "zoo/digits"}})
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    cache = tmp_path / "cache"
+    with local_hub("zoo/digits", files) as (endpoint, asked):
+        where = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
+        for run in ("first", "second"):
+            status, _, err = run_tool("train_vit", str(tmp_path / "run.yaml"), f"run.folder={tmp_path}/{run}", **where)
+            assert status == 0, err
+        downloads = [line for line in asked if line.startswith("GET") and line.endswith(".parquet")]
+        assert len(downloads) == 2, "each file is downloaded once, the second run reads the cache"
+        for name, reason in (("zoo/digits:test", "Unknown split"), ("zoo/none", "cannot be loaded")):
+            words = [f"data.val={name}", f"run.folder={tmp_path}/third"]
+            status, _, err = run_tool("train_vit", str(tmp_path / "run.yaml"), *words, **where)
+            assert status == 2 and reason in err.strip().splitlines()[-1], err
+    first, second = (json.loads((tmp_path / run / "result.json").read_text()) for run in ("first", "second"))
+    assert first["images"] == 60 and first["top1"] == second["top1"]
+    from zoo.models.timm.model_files import read_recipe
+
+    assert read_recipe(tmp_path / "first").classes == CLASSES
+
+
+def test_local_folders_splits_and_class_names(make_folder, tmp_path):
+    root = tmp_path / "animals"
+    root.mkdir()
+    for split, counts in (("train", {"cat": 3, "dog": 2}), ("validation", {"cat": 1, "dog": 1})):
+        make_folder(counts).rename(root / split)
+    train, val = open_sources(DataSettings(source="hf", train=str(root), val=str(root)))
+    assert (len(train), len(val), train.classes, val.classes) == (5, 2, ["cat", "dog"], ["cat", "dog"])
+    assert [train.read(i)[1] for i in range(5)] == [0, 0, 0, 1, 1] and train.read(0)[0].size == (12, 12)
+    part = open_source("hf", f"{root}:train[:40%]", train=False)
+    assert len(part) == 2
+    with pytest.raises(ValueError, match=r"cannot be loaded: Unknown split .*train.*validation"):
+        open_source("hf", f"{root}:test", train=False)
+    with pytest.raises(ValueError, match=r"nowhere cannot be loaded"):
+        open_source("hf", str(tmp_path / "nowhere"), train=True)
+
+
+def test_class_names_of_both_sets_must_be_the_same(tmp_path):
+    for name, classes in (("train", CLASSES), ("val", CLASSES[::-1])):
+        (tmp_path / f"{name}.parquet").write_bytes(parquet(0, 20, classes))
+    with pytest.raises(ValueError, match=r"classes that are not the 10 of the training set"):
+        open_sources(
+            DataSettings(source="parquet", train=str(tmp_path / "train.parquet"), val=str(tmp_path / "val.parquet"))
+        )

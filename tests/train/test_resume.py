@@ -1,0 +1,120 @@
+"""Interrupted runs: killed at any step and continued, they end with the same weights, bit for bit."""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.helpers.runs import TINY, run_tool, start_tool, tiny, wait_for_step
+from zoo import config
+from zoo.train.checkpoint import list_checkpoints
+from zoo.train.classification import Trainer
+from zoo.train.metrics_log import Record, read_rows
+
+EVERYTHING = {  # whatever draws random numbers or keeps a state
+    "augment": {"mixup": 0.4, "cutmix": 1.0, "crop": "resized", "auto": "rand-m5-inc1", "erase": 0.2, "jitter": 0.2},
+    "data": {"cache": False, "workers": 1, "batch_size": 200},
+    "model": {
+        "mixer": "ahla",
+        "mixer_options": {"gate": True},
+        "kwargs": {"drop_path_rate": 0.2, "proj_drop_rate": 0.1},
+    },
+    "optim": {"ema": 0.99, "accumulate": 2, "mixer_lr": 3.0, "anneal": 0.6},
+    "distill": {"temperature": 2.0},
+    "schedule": {"epochs": 4, "warmup_epochs": 1},
+    "run": {"checkpoint_steps": 1, "keep": 2},
+}
+
+
+def write_config(folder: Path) -> Path:
+    file = folder / "run.yaml"
+    teacher = {"distill": {"teacher": str(folder / "teacher")}}
+    file.write_text(yaml.safe_dump(config.merge(config.merge(TINY, EVERYTHING), teacher)))
+    return file
+
+
+def test_sigkill_and_resume_is_bit_identical(tmp_path):
+    Trainer(tiny(tmp_path / "teacher")).train()
+    file = write_config(tmp_path)
+    status, _, err = run_tool("train_vit", str(file), f"run.folder={tmp_path}/whole")
+    assert status == 0, err
+    rng = random.Random(time.time_ns())
+    kill_at = sorted(rng.sample(range(1, 19), 2))
+    for step in kill_at:
+        process = start_tool("train_vit", str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
+        wait_for_step(tmp_path / "killed", step, process)
+        time.sleep(rng.random() * 0.2)  # anywhere inside a step, also while a checkpoint is written
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert not (tmp_path / "killed" / "model.safetensors").exists()
+    status, out, err = run_tool("train_vit", str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
+    assert status == 0, err
+    assert "continuing" in out, kill_at
+    for name in ("model.safetensors", "model_ema.safetensors"):
+        whole, killed = (load_file(tmp_path / run / name) for run in ("whole", "killed"))
+        assert whole.keys() == killed.keys()
+        assert all(torch.equal(whole[k], killed[k]) for k in whole), f"killed at {kill_at}"
+    rows = [
+        [
+            (r["step"], r["kind"], r.get("loss"), r.get("top1"))
+            for r in read_rows(tmp_path / run / "metrics.jsonl")
+            if r["kind"] != "checkpoint"  # a kill may come between a checkpoint and its row
+        ]
+        for run in ("whole", "killed")
+    ]
+    assert rows[0] == rows[1]
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    assert [p.name for p in list_checkpoints(checkpoints)] == ["step-00000019", "step-00000020"]
+    assert not list(checkpoints.glob("writing-*"))
+
+
+def test_a_finished_run_resumes_to_the_same_result(tmp_path):
+    first = Trainer(tiny(tmp_path)).train()
+    again = Trainer(tiny(tmp_path, run={"resume": True})).train()
+    assert again["top1"] == first["top1"] and again["step"] == first["step"]
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
+    Trainer(tiny(tmp_path))
+    with pytest.raises(ValueError, match=r"already holds a run; set run.resume=true"):
+        Trainer(tiny(tmp_path))
+
+
+def test_resuming_with_another_configuration_names_the_keys(tmp_path):
+    Trainer(tiny(tmp_path))
+    changed = {"optim": {"lr": 0.5}, "augment": {"smoothing": 0.0}}
+    with pytest.raises(ValueError, match=r"they differ in augment.smoothing, optim.lr\. .*model.checkpoint="):
+        Trainer(tiny(tmp_path, run={"resume": True}, **changed))
+    Trainer(tiny(tmp_path, run={"resume": True, "keep": 5}, log={"every": 3}))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "ema.safetensors", "state.pt"])
+def test_a_truncated_checkpoint_is_refused(tmp_path, name):
+    settings = {"optim": {"ema": 0.9}}
+    Trainer(tiny(tmp_path, **settings)).train()
+    file = list_checkpoints(tmp_path / "checkpoints")[-1] / name
+    for size in (file.stat().st_size // 2, 5, 0):
+        file.write_bytes(file.read_bytes()[:size])
+        with pytest.raises(ValueError, match=rf"{name} is truncated or damaged") as caught:
+            Trainer(tiny(tmp_path, run={"resume": True}, **settings))
+        assert "\n" not in str(caught.value)
+
+
+def test_the_record_drops_rows_after_the_step_and_a_torn_last_line(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    record = Record(file)
+    for step in range(4):
+        record.write({"step": step})
+    with file.open("a") as opened:
+        opened.write('{"step": 4, "lo')
+    assert [row["step"] for row in read_rows(file)] == [0, 1, 2, 3]
+    Record(file, step=2)
+    assert [row["step"] for row in read_rows(file)] == [0, 1, 2]
+    file.write_text('{"step": 1}\n{"st\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"line 2 of .* is damaged"):
+        read_rows(file)
