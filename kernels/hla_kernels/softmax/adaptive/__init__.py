@@ -17,5 +17,5 @@ density=1 everything is exact, as are key tiles of one token.
 Multiplications per query and head, T tiles, density r: 5 T D for the far field, 4 T D for a choice by "error" or
 "mass", 2 r N D for the exact one.
 
-Reading order: layout, reference, pooling, routing, torch_form, forms.
+Reading order: layout, reference, pooling, routing, torch_form, fused, forms.
 """

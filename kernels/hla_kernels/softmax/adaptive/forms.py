@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from . import fused
 from .call import AdaptiveCall
+from .fused import why_not
 from .reference import definition
 from .torch_form import evaluate
 
-FORMS = {"reference": definition, "torch": evaluate}
+FORMS = {"reference": definition, "torch": evaluate, "triton": fused.evaluate}
 
-
-def why_not(call: AdaptiveCall) -> str | None:
-    """The reason why there is no Triton form of this call, or None."""
-    return "adaptive_multipole has no Triton form yet"
+__all__ = ["FORMS", "slower", "why_not"]
 
 
 def slower(call: AdaptiveCall) -> str | None:

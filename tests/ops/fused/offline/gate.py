@@ -34,7 +34,7 @@ from tests.ops.fused.offline.sass import TOOLS, disassemble, faults, in_loops
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32",
-    torch.uint8: "*u8",
+    torch.uint8: "*u8", torch.int8: "*i8",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 COMPILED: dict[str, dict] = {}
@@ -101,6 +101,9 @@ def compile_call(fn, args, kwargs, products: bool = False) -> dict:
         signature[name] = type_of(given[name])
         if isinstance(given[name], tuple):
             constants |= {(i, j): x for j, x in enumerate(given[name]) if constant(x)}
+            # of numbers in a tuple Triton notes what 16 divides, whatever do_not_specialize says
+            even = [j for j, x in enumerate(given[name]) if isinstance(x, int) and x % 16 == 0]
+            attributes |= {(i, j): [["tt.divisibility", 16]] for j in even}
         if isinstance(given[name], torch.Tensor):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn, signature, constants, attributes)

@@ -7,6 +7,7 @@ With w_ij the weights over the divisor and u_ij = w_ij (g_i.v_j - delta_i), delt
 import triton
 import triton.language as tl
 
+from ...rows import load, of_head, products, store, weighted
 from .forward import FREE
 from .geometry import (
     EVERYWHERE,
@@ -24,7 +25,7 @@ from .geometry import (
     touched,
 )
 from .moments import add_moment_queries
-from .tiles import anchored, factors, keys, load, of_head, products, store, weighted, weights_of
+from .tiles import anchored, factors, keys, weights_of
 
 FREE = [*FREE, "gs", "dqs", "dks", "dvs", "splits"]
 

@@ -3,9 +3,10 @@
 import triton
 import triton.language as tl
 
+from ...rows import load, of_head, products, store, weighted
 from .geometry import block_box, in_box, inverses, reads
 from .moments import add_moments
-from .tiles import anchored, factors, keys, load, of_head, products, store, weighted, weights_of
+from .tiles import anchored, factors, keys, weights_of
 
 FREE = ["ks", "vs", "qs", "os", "grid", "blocks", "outer", "radius", "heads", "factor", "scale"]
 

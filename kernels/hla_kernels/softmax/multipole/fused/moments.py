@@ -7,8 +7,8 @@ rounding with it.
 import triton
 import triton.language as tl
 
+from ...rows import load, of_head, products, store, weighted
 from .geometry import axes_of, block_box, in_box, inverses, is_touched, patches, tile_of, touched
-from .tiles import load, of_head, products, store, weighted
 
 FREE = ["ks", "vs", "qs", "gs", "grid", "blocks", "outer", "radius", "heads", "factor", "scale", "splits"]
 

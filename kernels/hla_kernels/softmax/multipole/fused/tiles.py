@@ -3,25 +3,8 @@
 import triton
 import triton.language as tl
 
+from ...rows import LN2, load, products
 from .geometry import axes_of, block_at, in_box, is_near, is_touched
-
-LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def load(ptr, row, stride, inside, D: tl.constexpr, DP: tl.constexpr):
-    """Rows of D channels as [., DP], zeros where there is none."""
-    d = tl.arange(0, DP)
-    at = ptr + row.to(tl.int64)[:, None] * stride + d[None, :]
-    return tl.load(at, inside[:, None] & (d < D)[None, :], other=0.0)
-
-
-@triton.jit
-def store(ptr, row, stride, inside, x, D: tl.constexpr, DP: tl.constexpr):
-    """Inverse of `load`."""
-    d = tl.arange(0, DP)
-    at = ptr + row.to(tl.int64)[:, None] * stride + d[None, :]
-    tl.store(at, x.to(ptr.dtype.element_ty), inside[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -46,12 +29,6 @@ def weights_of(COUNT, near, m, blocks):
 
 
 @triton.jit
-def products(x, y):
-    """x_i.y_j, [I, J]."""
-    return tl.dot(x, tl.trans(y), input_precision="ieee")
-
-
-@triton.jit
 def anchored(q, A, LOW, m, there, WHOLE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     """(mean keys of blocks m, products of queries with them, [I, M]): A and, if WHOLE, LOW, what rounding took from it.
 
@@ -63,12 +40,6 @@ def anchored(q, A, LOW, m, there, WHOLE: tl.constexpr, D: tl.constexpr, DP: tl.c
     if WHOLE:
         a += products(q, load(LOW, m, D, there, D, DP))
     return mean, a
-
-
-@triton.jit
-def weighted(acc, w, x):
-    """acc + w x."""
-    return tl.dot(w.to(x.dtype), x, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -89,9 +60,3 @@ def factors(s, a, near, DEGREE: tl.constexpr):
         by_s = tl.where(near, 1.0, 1 + r)
         by_a = tl.where(near, 0.0, r * r * 0.5)
     return exponent, f, by_s, by_a
-
-
-@triton.jit
-def of_head(ptr, strides, b, h):
-    """Token 0 of a head; strides of the batch, a token, a head."""
-    return ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2]

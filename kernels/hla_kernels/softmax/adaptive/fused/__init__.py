@@ -1,0 +1,47 @@
+"""Triton form of adaptive multipole attention: no weight is ever written.
+
+Tokens stay where they are: a table has the token of each slot of each tile (padded ones are none), and every pass
+gathers rows. Key tiles are pooled, scored and chosen; a program per query tile reads the far tiles, then the chosen
+keys. Backward: a program per query tile, one per some far tiles, one per 16 keys or more over the query tiles that
+chose them. Nothing is added by atomics. Products have what was computed as their second operand (`tiles`).
+
+Reading order: tiles, pool, choose, forward, backward, plan, launch, operator. The first call imports Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....sequences import real
+from ..call import AdaptiveCall
+from .operator import adaptive_op
+
+WIDEST = 128
+HEADS = 2**16  # of a grid's second axis
+TILES = 2**14  # key tiles of the grid: their scores are chosen from by one program
+Q_TILES, K_TILES = (16, 32, 64, 128), (1, 2, 4, 8, 16, 32, 64)
+
+
+def why_not(call: AdaptiveCall) -> str | None:
+    """The reason why there is no Triton form of this call, or None."""
+    q, v, field, form = call.q, call.v, call.field, "the Triton form of adaptive_multipole"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{form} is for bfloat16 and float16, not {q.dtype}"
+    if q.shape[3] != v.shape[3] or q.shape[3] % 8 or q.shape[3] > WIDEST:
+        return f"{form} needs heads of a multiple of 8 channels, at most {WIDEST}, got {q.shape[3]} and {v.shape[3]}"
+    if field.q_tile not in Q_TILES or field.k_tile not in K_TILES:
+        return f"{form} has q_tile {Q_TILES} and k_tile {K_TILES}, got {field.q_tile} and {field.k_tile}"
+    if q.shape[0] * q.shape[2] >= HEADS:
+        return f"{form} is for fewer than {HEADS} heads of a batch, got {q.shape[0] * q.shape[2]}"
+    if field.n_key_tiles > TILES:
+        return f"{form} is for at most {TILES} key tiles, got {field.n_key_tiles}"
+    return None
+
+
+def evaluate(call: AdaptiveCall) -> Tensor:
+    """o [B, N, H, D]."""
+    field, mask = call.field, call.mask
+    q, k, v = (real(x, mask) for x in call[:3])
+    options = (list(field.grid), *field[1:], call.exact, call.select, call.far, call.q_scale)
+    return real(adaptive_op(q, k, v, mask, *options)[0], mask)

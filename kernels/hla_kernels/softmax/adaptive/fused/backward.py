@@ -1,0 +1,194 @@
+"""Gradients, given the routing: of a tile of queries, of what is pooled of key tiles, of the keys and values of tiles.
+
+With p_tj the weights over the divisor and delta_t = g_t.o_t, d log p_tj = p_tj (g_t.v_j - delta_t); the exponent b_tb
+of a far tile gets e_tb (n_b (g_t.v_b - delta_t) + c_t), e_tb = exp(b_tb) over the divisor, c_t = g_t.(H'q_t) / tiles.
+"""
+
+import triton
+import triton.language as tl
+
+from ...rows import load, products, store
+from .tiles import FREE, LOG2E, LOWEST, added, exact_keys, far_powers, far_tiles, get, head_of, put, query_rows, squares
+
+
+@triton.jit(do_not_specialize=FREE)
+def for_queries(
+    Q, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, LIST, TILES, O, REST, G, LSE, FAR, DELTA, C, DQ,
+    qs, ks, vs, os, gs, dqs, at, sizes, heads, groups, factor, scale,
+    VARIANCE: tl.constexpr, BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    """DQ, DELTA and C [B, H, N]; the other arguments are those of `forward.output`."""
+    u, bh = tl.program_id(0), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    N, U, T, exact = sizes[0], sizes[1], sizes[2], sizes[5]
+    hk = (b * (heads // groups) + h // groups).to(tl.int64)
+    on_grid = u < U
+    MEAN += hk * T * D
+    VALUE += hk * T * D
+    if VARIANCE:
+        HALF += hk * T * D
+    LOGN += b.to(tl.int64) * at[2]
+    CHOSEN += bh.to(tl.int64) * at[4] + u.to(tl.int64) * T
+    LIST += bh.to(tl.int64) * at[5] + u.to(tl.int64) * exact
+    row, inside = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, BQ)
+    q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
+    g = get(head_of(G, gs, b, h), row, gs, inside, D, DP)
+    o = get(head_of(O, os, b, h), row, os, inside, D, DP).to(tl.float32)
+    o += get(head_of(REST, os, b, h), row, os, inside, D, DP).to(tl.float32)
+    delta = tl.sum(o * g.to(tl.float32), 1)
+    place = bh.to(tl.int64) * N + row
+    lse = tl.load(LSE + place, inside, other=float("inf"))
+    qt, gt = tl.trans(q), tl.trans(g)
+    c = tl.zeros([BQ], tl.float32)
+    dq = tl.zeros([DP, BQ], tl.float32)
+    if MOMENT is not None:
+        d = tl.arange(0, DP)
+        moment = load(MOMENT + hk * D * D, d, D, d < D, D, DP)
+        hq = tl.dot(moment, qt, input_precision="ieee")
+        c = tl.where(on_grid, tl.sum(hq * gt.to(tl.float32), 0) * scale, 0.0)
+        far = tl.load(FAR + place, inside, other=0.0) * tl.load(TILES + b * at[3])
+        dq += tl.dot(tl.trans(moment), gt, input_precision="ieee") * far[None, :]
+    tl.store(DELTA + place, delta, inside)
+    tl.store(C + place, c, inside)
+    q2t = tl.trans(squares(q, scale))
+    by_square = tl.zeros([DP, BQ], tl.float32)
+    for start in range(0, tl.where(on_grid, T, 0), BM):
+        m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
+        power, _ = far_powers(mean, half, qt, q2t, factor, VARIANCE)
+        chosen = tl.load(CHOSEN + m, there, other=1)
+        far_tile = (chosen == 0) & (logn > LOWEST)
+        e = tl.exp2(tl.where(far_tile[:, None], power - lse[None, :], -float("inf")))
+        n = tl.where(far_tile, tl.exp2(logn), 0.0)
+        dp = tl.dot(load(VALUE, m, D, there, D, DP), gt, input_precision="ieee") - delta[None, :]
+        db = e * (n[:, None] * dp + c[None, :])
+        dq = added(dq, mean, db)
+        if VARIANCE:
+            by_square = added(by_square, half, db)
+    if VARIANCE:
+        dq += by_square * tl.trans(q).to(tl.float32) * (2.0 * scale)
+    KH, VH = head_of(K, ks, b, h // groups), head_of(V, vs, b, h // groups)
+    KTOKENS += b.to(tl.int64) * at[1]
+    n_slots = (tl.where(on_grid, exact, T) + sizes[4]) * KT
+    for start in range(0, n_slots, BJ):
+        k, v, there = exact_keys(
+            start, n_slots, LIST, KTOKENS, KH, VH, ks, vs, exact, T, tl.where(on_grid, 0, 1), KT, BJ, D, DP
+        )
+        s = tl.dot(k, qt, input_precision="ieee") * factor
+        p = tl.exp2(tl.where(there[:, None], s - lse[None, :], -float("inf")))
+        dp = tl.dot(v, gt, input_precision="ieee") - delta[None, :]
+        dq = added(dq, k, p * dp)
+    put(head_of(DQ, dqs, b, h), row, dqs, inside, tl.trans((dq * scale).to(DQ.dtype.element_ty)), D, DP)
+
+
+@triton.jit(do_not_specialize=FREE)
+def for_tiles(
+    Q, Q2, QTOKENS, MEAN, HALF, VALUE, LOGN, CHOSEN, G, LSE, DELTA, C, DMEAN, DHALF, DVALUE, qs, os, gs, at, sizes,
+    heads, groups, factor, scale, VARIANCE: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    """DMEAN, DHALF, DVALUE [B Hk, T, D], of BM far tiles; Q2 are the `squares` of Q. heads: of keys."""
+    tile, bhk = tl.program_id(0), tl.program_id(1)
+    b, hk = bhk // heads, bhk % heads
+    N, U, T = sizes[0], sizes[1], sizes[2]
+    own = bhk.to(tl.int64) * T * D
+    if VARIANCE:
+        HALF += own
+    m, there, mean, half, logn = far_tiles(tile * BM, MEAN + own, HALF, LOGN + b.to(tl.int64) * at[2], T, D, DP, BM)
+    value = load(VALUE + own, m, D, there, D, DP)
+    n = tl.where(logn > LOWEST, tl.exp2(logn), 0.0)
+    QTOKENS += b.to(tl.int64) * at[0]
+    dmean, dhalf = tl.zeros([DP, BM], tl.float32), tl.zeros([DP, BM], tl.float32)
+    dvalue = tl.zeros([DP, BM], tl.float32)
+    for i in range(groups * U):
+        h, u = hk * groups + i // U, i % U
+        bh = (b * heads * groups + h).to(tl.int64)
+        row, inside = query_rows(QTOKENS, u, BQ)
+        q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
+        g = get(head_of(G, gs, b, h), row, gs, inside, D, DP)
+        lse = tl.load(LSE + bh * N + row, inside, other=float("inf"))
+        delta = tl.load(DELTA + bh * N + row, inside, other=0.0)
+        c = tl.load(C + bh * N + row, inside, other=0.0)
+        chosen = tl.load(CHOSEN + bh * at[4] + u.to(tl.int64) * T + m, there, other=1)
+        far_tile = (chosen == 0) & (n > 0)
+        power = products(q, mean) * factor
+        if VARIANCE:
+            q2 = get(head_of(Q2, os, b, h), row, os, inside, D, DP)
+            power += products(q2, half) * LOG2E
+        e = tl.exp2(tl.where(far_tile[None, :], power - lse[:, None], -float("inf")))
+        dvalue = added(dvalue, g, e * n[None, :])
+        db = e * (n[None, :] * (products(g, value) - delta[:, None]) + c[:, None])
+        dmean = added(dmean, q, db)
+        if VARIANCE:
+            dhalf = added(dhalf, q2, db)
+    store(DMEAN + own, m, D, there, tl.trans(dmean * scale), D, DP)
+    store(DVALUE + own, m, D, there, tl.trans(dvalue), D, DP)
+    if VARIANCE:
+        store(DHALF + own, m, D, there, tl.trans(dhalf), D, DP)
+
+
+@triton.jit(do_not_specialize=FREE)
+def for_keys(
+    Q, K, V, QTOKENS, KTOKENS, CHOSEN, LIST, COUNT, MEAN, VALUE, LOGN, DMEAN, DHALF, DVALUE, DMOMENT, G, LSE, DELTA, DK,
+    DV, qs, ks, vs, gs, dks, dvs, at, sizes, heads, groups, factor, scale,
+    BQ: tl.constexpr, KT: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """DK, DV of BK slots in a row of KTOKENS: by the queries that read them token by token, those of LIST [B Hs, groups
+    of BK slots, U] and COUNT, or all; and their part of what is pooled of their tile. heads: of keys."""
+    group, bhk = tl.program_id(0), tl.program_id(1)
+    b, hk = bhk // heads, bhk % heads
+    N, U, T = sizes[0], sizes[1], sizes[2]
+    slots = T * KT
+    n_groups = tl.cdiv(slots, BK)
+    on_grid = group < n_groups
+    # slots of the grid end with a group; those beside it begin with another
+    e = tl.where(on_grid, group * BK, slots + (group - n_groups) * BK) + tl.arange(0, BK)
+    last = tl.where(on_grid, slots, slots + sizes[4] * KT)
+    row = tl.load(KTOKENS + b.to(tl.int64) * at[1] + e, e < last, other=-1)
+    there, tile = row >= 0, e // KT
+    in_tile = there & (on_grid != 0)
+    k = get(head_of(K, ks, b, hk), row, ks, there, D, DP)
+    v = get(head_of(V, vs, b, hk), row, vs, there, D, DP)
+    kt, vt = tl.trans(k), tl.trans(v)
+    dk, dv = tl.zeros([DP, BK], tl.float32), tl.zeros([DP, BK], tl.float32)
+    for g in range(groups):
+        h = hk * groups + g
+        bh = (b * heads * groups + h).to(tl.int64)
+        listed = bh * at[6] * n_groups + group
+        QH, GH = head_of(Q, qs, b, h), head_of(G, gs, b, h)
+        count = tl.load(COUNT + listed, on_grid, other=0)
+        total = tl.where(on_grid, count + sizes[3], U + sizes[3])
+        for i in range(total):
+            u = tl.load(LIST + listed * U + i, (i < count) & on_grid, other=0)
+            u = tl.where(on_grid, tl.where(i < count, u, U + i - count), i)
+            rows, inside = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, BQ)
+            q, grad = get(QH, rows, qs, inside, D, DP), get(GH, rows, gs, inside, D, DP)
+            lse = tl.load(LSE + bh * N + rows, inside, other=float("inf"))
+            delta = tl.load(DELTA + bh * N + rows, inside, other=0.0)
+            s = tl.dot(q, kt, input_precision="ieee") * factor
+            read = there
+            if BK > KT:
+                chosen = tl.load(CHOSEN + bh * at[4] + u.to(tl.int64) * T + tile, in_tile & (u < U), other=1)
+                read = there & (chosen != 0)
+            p = tl.exp2(tl.where(read[None, :], s - lse[:, None], -float("inf")))
+            dv = added(dv, grad, p)
+            dp = tl.dot(grad, vt, input_precision="ieee") - delta[:, None]
+            dk = added(dk, q, p * dp)
+    dk *= scale
+    if on_grid:
+        own = bhk.to(tl.int64) * T * D
+        n = tl.maximum(tl.exp2(tl.load(LOGN + b.to(tl.int64) * at[2] + tile, in_tile, other=0.0)), 1.0)
+        rest = k.to(tl.float32) - load(MEAN + own, tile, D, in_tile, D, DP).to(tl.float32)
+        by_key = load(DMEAN + own, tile, D, in_tile, D, DP)
+        if DHALF is not None:
+            by_key += load(DHALF + own, tile, D, in_tile, D, DP) * rest
+        dk += tl.trans(by_key / n[:, None])
+        dv += tl.trans(load(DVALUE + own, tile, D, in_tile, D, DP) / n[:, None])
+        if DMOMENT is not None:
+            d = tl.arange(0, DP)
+            moment = load(DMOMENT + bhk.to(tl.int64) * D * D, d, D, d < D, D, DP)
+            away = v.to(tl.float32) - load(VALUE + own, tile, D, in_tile, D, DP).to(tl.float32)
+            dk += tl.dot(moment, tl.trans(away).to(k.dtype), input_precision="ieee")
+            dv += tl.dot(tl.trans(moment), tl.trans(rest).to(k.dtype), input_precision="ieee")
+    put(head_of(DK, dks, b, hk), row, dks, there, tl.trans(dk.to(DK.dtype.element_ty)), D, DP)
+    put(head_of(DV, dvs, b, hk), row, dvs, there, tl.trans(dv.to(DV.dtype.element_ty)), D, DP)

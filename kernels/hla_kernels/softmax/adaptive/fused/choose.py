@@ -1,0 +1,95 @@
+"""Scores of key tiles, the choice of the highest, and who chose a tile."""
+
+import triton
+import triton.language as tl
+
+from ...rows import load
+from .tiles import FREE, LOWEST, far_powers, far_tiles, get, head_of, query_rows, squares
+
+
+@triton.jit(do_not_specialize=FREE)
+def summed_scores(
+    Q, TOKENS, MEAN, HALF, LOGN, SCORES, qs, at, sizes, heads, groups, factor, scale,
+    ERROR: tl.constexpr, BQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """SCORES [B H, U, T] by "mass" or, if ERROR, "error". sizes: U, T. at: of TOKENS and LOGN, from a sample on."""
+    u, bh = tl.program_id(0), tl.program_id(1)
+    b, h, T = bh // heads, bh % heads, sizes[1]
+    own = (b * (heads // groups) + h // groups).to(tl.int64) * T * D
+    MEAN, HALF, LOGN = MEAN + own, HALF + own, LOGN + b.to(tl.int64) * at[1]
+    row, inside = query_rows(TOKENS + b.to(tl.int64) * at[0], u, BQ)
+    q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
+    qt, q2t = tl.trans(q), tl.trans(squares(q, scale))
+    top, z = tl.full([BQ], LOWEST, tl.float32), tl.zeros([BQ], tl.float32)
+    for start in range(0, T, BM):
+        _, _, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
+        power, _ = far_powers(mean, half, qt, q2t, factor, True)
+        power += logn[:, None]
+        higher = tl.maximum(top, tl.max(power, 0))
+        z = z * tl.exp2(top - higher) + tl.sum(tl.exp2(power - higher[None, :]), 0)
+        top = higher
+    top += tl.log2(tl.maximum(z, 1e-30))
+    SCORES += (bh.to(tl.int64) * sizes[0] + u) * T
+    for start in range(0, T, BM):
+        m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
+        power, spread = far_powers(mean, half, qt, q2t, factor, True)
+        p = tl.where(inside[None, :], tl.exp2(power + logn[:, None] - top[None, :]), 0.0)
+        score = tl.sum(p * spread, 1) if ERROR else tl.sum(p, 1)
+        tl.store(SCORES + m, tl.where(logn > LOWEST, score, -float("inf")), there)
+
+
+@triton.jit(do_not_specialize=FREE)
+def mean_scores(
+    QUERY, MEAN, HALF, LOGN, SCORES, at, sizes, heads, groups, factor, scale,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """The same by "mean", of BM mean queries QUERY [B H, U, D] and BM key tiles."""
+    m, u, bh = tl.program_id(0) * BM, tl.program_id(1) * BM, tl.program_id(2)
+    b, h, T = bh // heads, bh % heads, sizes[1]
+    own = (b * (heads // groups) + h // groups).to(tl.int64) * T * D
+    m, there, mean, half, logn = far_tiles(m, MEAN + own, HALF + own, LOGN + b.to(tl.int64) * at[1], T, D, DP, BM)
+    u += tl.arange(0, BM)
+    inside = u < sizes[0]
+    q = load(QUERY + bh.to(tl.int64) * sizes[0] * D, u, D, inside, D, DP)
+    power, _ = far_powers(mean, half, tl.trans(q), tl.trans(squares(q, scale)), factor, True)
+    power = tl.where((logn > LOWEST)[:, None], power, -float("inf"))
+    place = (bh.to(tl.int64) * sizes[0] + u)[None, :] * T + m[:, None]
+    tl.store(SCORES + place, power, inside[None, :] & there[:, None])
+
+
+@triton.jit(do_not_specialize=["T", "exact"])
+def choose(SCORES, LIST, CHOSEN, T, exact, BT: tl.constexpr):
+    """LIST [rows, exact] int32, ascending, and CHOSEN [rows, T] int8: the highest of T scores, of equal ones the first.
+
+    The lowest of them is found bit by bit: as whole numbers of 32 bits, floats have their order."""
+    row = tl.program_id(0).to(tl.int64)
+    m = tl.arange(0, BT)
+    there = m < T
+    bits = tl.load(SCORES + row * T + m, there, other=0.0).to(tl.int32, bitcast=True)
+    key = tl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
+    least = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= exact, 0, -2147483648)
+    for i in range(31):
+        higher = least | (1 << (30 - i))
+        least = tl.where(tl.sum((key >= higher).to(tl.int32), 0) >= exact, higher, least)
+    above, equal = key > least, key == least
+    room = exact - tl.sum(above.to(tl.int32), 0)
+    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+    tl.store(CHOSEN + row * T + m, chosen.to(tl.int8), there)
+    tl.store(LIST + row * exact + tl.cumsum(chosen.to(tl.int32), 0) - 1, m, chosen)
+
+
+@triton.jit(do_not_specialize=["U", "T", "step"])
+def invert(CHOSEN, LIST, COUNT, U, T, step, G: tl.constexpr, BU: tl.constexpr):
+    """LIST [heads, groups, U] int32, ascending, and COUNT [heads, groups]: the query tiles that chose one of G key
+    tiles in a row. step: of CHOSEN, from a head on."""
+    group, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    m = group * G + tl.arange(0, G)
+    place = bh * tl.num_programs(0) + group
+    count = 0
+    for start in range(0, U, BU):
+        u = start + tl.arange(0, BU)
+        at = CHOSEN + bh * step + u.to(tl.int64)[:, None] * T + m[None, :]
+        found = tl.max(tl.load(at, (u < U)[:, None] & (m < T)[None, :], other=0).to(tl.int32), 1)
+        tl.store(LIST + place * U + count + tl.cumsum(found, 0) - 1, u, found > 0)
+        count += tl.sum(found, 0)
+    tl.store(COUNT + place, count)

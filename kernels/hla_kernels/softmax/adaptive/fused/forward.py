@@ -1,0 +1,77 @@
+"""The output of a tile of queries: far tiles that it did not choose, then the keys of those that it chose."""
+
+import triton
+import triton.language as tl
+
+from ...rows import load
+from .tiles import FREE, LOWEST, added, exact_keys, far_powers, far_tiles, get, head_of, put, query_rows, squares
+
+
+@triton.jit(do_not_specialize=FREE)
+def output(
+    Q, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, LIST, TILES, O, REST, LSE, FAR, qs, ks, vs, os,
+    at, sizes, heads, groups, factor, scale,
+    VARIANCE: tl.constexpr, BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    """O, REST (what rounding takes from it), LSE [B, H, N]: logarithm (2) of the divisor, FAR [B, H, N]: m_t over the
+    divisor (with MOMENT [B Hk, D, D], H' over the number of TILES). sizes: N, U, T, query tiles and key tiles beside
+    the grid, exact. at: of QTOKENS, KTOKENS, LOGN, TILES, CHOSEN (head), LIST (head)."""
+    u, bh = tl.program_id(0), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    N, U, T, exact = sizes[0], sizes[1], sizes[2], sizes[5]
+    hk = (b * (heads // groups) + h // groups).to(tl.int64)
+    on_grid = u < U
+    MEAN += hk * T * D
+    VALUE += hk * T * D
+    if VARIANCE:
+        HALF += hk * T * D
+    LOGN += b.to(tl.int64) * at[2]
+    CHOSEN += bh.to(tl.int64) * at[4] + u.to(tl.int64) * T
+    LIST += bh.to(tl.int64) * at[5] + u.to(tl.int64) * exact
+    row, inside = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, BQ)
+    q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
+    qt, q2t = tl.trans(q), tl.trans(squares(q, scale))
+    top, z = tl.full([BQ], LOWEST, tl.float32), tl.zeros([BQ], tl.float32)
+    far, o = tl.zeros([BQ], tl.float32), tl.zeros([DP, BQ], tl.float32)
+    for start in range(0, tl.where(on_grid, T, 0), BM):
+        m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
+        power, _ = far_powers(mean, half, qt, q2t, factor, VARIANCE)
+        chosen = tl.load(CHOSEN + m, there, other=1)
+        logn = tl.where(chosen == 0, logn, -float("inf"))
+        power += logn[:, None]
+        higher = tl.maximum(top, tl.max(power, 0))
+        shrink = tl.exp2(top - higher)
+        p = tl.exp2(power - higher[None, :])
+        z = z * shrink + tl.sum(p, 0)
+        far = far * shrink + tl.sum(p * tl.where(logn > LOWEST, tl.exp2(-logn), 0.0)[:, None], 0)
+        o = added(o * shrink[None, :], load(VALUE, m, D, there, D, DP), p)
+        top = higher
+    if MOMENT is not None:
+        d = tl.arange(0, DP)
+        moment = load(MOMENT + hk * D * D, d, D, d < D, D, DP)
+        o += tl.dot(moment, qt, input_precision="ieee") * (far * scale)[None, :]
+    KH, VH = head_of(K, ks, b, h // groups), head_of(V, vs, b, h // groups)
+    KTOKENS += b.to(tl.int64) * at[1]
+    n_slots = (tl.where(on_grid, exact, T) + sizes[4]) * KT
+    for start in range(0, n_slots, BJ):
+        k, v, there = exact_keys(
+            start, n_slots, LIST, KTOKENS, KH, VH, ks, vs, exact, T, tl.where(on_grid, 0, 1), KT, BJ, D, DP
+        )
+        s = tl.dot(k, qt, input_precision="ieee") * factor
+        s = tl.where(there[:, None], s, -float("inf"))
+        higher = tl.maximum(top, tl.max(s, 0))
+        shrink = tl.exp2(top - higher)
+        p = tl.exp2(s - higher[None, :])
+        z = z * shrink + tl.sum(p, 0)
+        far *= shrink
+        o = added(o * shrink[None, :], v, p)
+        top = higher
+    z = tl.maximum(z, 1e-30)
+    o = o / z[None, :]
+    rounded = o.to(O.dtype.element_ty)
+    rest = (o - rounded.to(tl.float32)).to(O.dtype.element_ty)
+    put(head_of(O, os, b, h), row, os, inside, tl.trans(rounded), D, DP)
+    put(head_of(REST, os, b, h), row, os, inside, tl.trans(rest), D, DP)
+    tl.store(LSE + bh.to(tl.int64) * N + row, top + tl.log2(z), inside)
+    tl.store(FAR + bh.to(tl.int64) * N + row, far / (z * tl.load(TILES + b * at[3])), inside)

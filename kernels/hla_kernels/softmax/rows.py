@@ -1,0 +1,40 @@
+"""Rows of tokens in Triton: loads, stores and products. Scores are in units of log 2: weights are powers of 2."""
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def of_head(ptr, strides, b, h):
+    """Token 0 of a head; strides of the batch, a token, a head."""
+    return ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2]
+
+
+@triton.jit
+def load(ptr, row, stride, inside, D: tl.constexpr, DP: tl.constexpr):
+    """Rows of D channels as [., DP], zeros where there is none."""
+    d = tl.arange(0, DP)
+    at = ptr + row.to(tl.int64)[:, None] * stride + d[None, :]
+    return tl.load(at, inside[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store(ptr, row, stride, inside, x, D: tl.constexpr, DP: tl.constexpr):
+    """Inverse of `load`."""
+    d = tl.arange(0, DP)
+    at = ptr + row.to(tl.int64)[:, None] * stride + d[None, :]
+    tl.store(at, x.to(ptr.dtype.element_ty), inside[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def products(x, y):
+    """x_i.y_j, [I, J]."""
+    return tl.dot(x, tl.trans(y), input_precision="ieee")
+
+
+@triton.jit
+def weighted(acc, w, x):
+    """acc + w x."""
+    return tl.dot(w.to(x.dtype), x, acc, input_precision="ieee")
