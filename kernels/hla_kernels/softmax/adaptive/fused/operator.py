@@ -21,7 +21,7 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _call(q, k, mask, grid, prefix, suffix, q_tile, k_tile, exact, select, far, scale):  # type: ignore[no-untyped-def]
+def _call(q, k, mask, grid, prefix, suffix, q_tile, k_tile, exact, select, far, scale):
     from .launch import Call
 
     return Call(Field(tuple(grid), prefix, suffix, q_tile, k_tile), exact, select, far, scale, q, k, mask)
