@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.campaign import __main__ as campaign
-from tests.campaign.harness import Case, Result, call, fork, judge, prepare, shrink
+from tests.campaign.harness import ENVIRONMENT, Case, Result, call, fork, judge, prepare, shrink
 
 TRACE = "Traceback (most recent call last):\n  File x\nKeyError: 'a'\n"
 
@@ -37,7 +37,10 @@ def test_the_rule(result, allowed, complaint):
     assert complaint in found and bool(found) == bool(complaint)
 
 
-def test_a_tool_in_a_child_ends_as_its_own_process_would(tmp_path):
+def test_a_tool_in_a_child_ends_as_its_own_process_would(tmp_path, monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)  # so that `prepare` leaves nothing behind for other tests
+    monkeypatch.setattr(sys, "path", list(sys.path))
     prepare()
     result = call("train_vit", ["optim.lrr=1"], cwd=tmp_path)
     assert judge(result, (2,), "did you mean 'optim.lr'") == ""

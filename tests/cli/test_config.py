@@ -9,6 +9,7 @@ from tests.helpers.runs import ROOT
 from zoo import config
 from zoo.eval.settings import EvalSettings
 from zoo.mixers import MIXERS, build_mixer
+from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.settings import TrainSettings
 
 CONFIGS = sorted((ROOT / "configs" / "vit").glob("*.yaml"))
@@ -17,7 +18,7 @@ CONFIGS += sorted(f for f in (ROOT / "configs" / "experiments").glob("*.yaml") i
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_shipped_configuration_is_valid_and_says_what_to_expect(path):
-    model = config.load(TrainSettings, path).model
+    model = config.load(DiffusionSettings if path.stem.startswith("dit_") else TrainSettings, path).model
     if model.mixer:
         layout = {"grid": (8, 8)} if hasattr(MIXERS[model.mixer], "needs_layout") else {}
         build_mixer(model.mixer, 48, 3, 16, **layout, **model.mixer_options)

@@ -13,7 +13,7 @@ from tests.helpers.tiny_runs import TINY as DENOISER
 from tests.helpers.tiny_runs import tiny as denoiser_run
 from zoo import config
 from zoo.config import merge
-from zoo.mixers import build_mixer
+from zoo.mixers import MIXERS, build_mixer
 from zoo.recipes.settings import from_words
 from zoo.recipes.stages import run_recipe
 from zoo.train.classification import Trainer
@@ -236,7 +236,8 @@ def test_shipped_recipes_are_valid(file):
     found = from_words([str(file)])
     schema = DiffusionSettings if "dit" in file.stem else TrainSettings
     config.load(schema, ROOT / found.finetune, found.changes)
-    assert build_mixer(found.mixer, 128, 2, 64, gains=True, **found.mixer_options).gains is not None
+    layout = {"grid": (16, 16)} if hasattr(MIXERS[found.mixer], "needs_layout") else {}
+    assert build_mixer(found.mixer, 128, 2, 64, gains=True, **layout, **found.mixer_options).gains is not None
 
 
 def test_stages_have_an_order(image_source, tmp_path):

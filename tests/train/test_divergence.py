@@ -94,5 +94,5 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_refused(tmp_path):
     save_file(weights, path / "model.safetensors")
     (path / MANIFEST).unlink()
     write_manifest(path, 10)
-    with pytest.raises(ValueError, match="holds weights that are not finite"):
+    with pytest.raises(ValueError, match="holds values that are not finite"):
         Trainer(tiny(tmp_path, run={"resume": True}))

@@ -31,7 +31,10 @@ from zoo.train.processes import create_accelerator
 HERE = Path(__file__).parent
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 DIFFUSION = {  # whatever the processes must agree on
-    "model": {"mixer": "mhla", "mixer_options": {"mixing": "project", "blocks": [2, 2], "gate": True}},
+    "model": {  # elu1: powers would make more of the rounding that processes differ by
+        "mixer": "mhla",
+        "mixer_options": {"mixing": "project", "blocks": [2, 2], "gate": True, "feature_map": "elu1"},
+    },
     "distill": {"teacher": "source", "attention": 0.5},
     "optim": {"accumulate": 2, "mixer_lr": 3.0, "clip": 0.5, "lr": 3e-3, "ema": 0.9},
     "schedule": {"steps": 6},
