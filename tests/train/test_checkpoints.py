@@ -52,7 +52,7 @@ def earlier_format(checkpoint: Path) -> None:
     """Make a checkpoint what was written before there were manifests."""
     (checkpoint / MANIFEST).unlink()
     state = torch.load(checkpoint / "state.pt", weights_only=True)
-    del state["format"]
+    del state["format"], state["settings"]
     for key in ("parameters", "layout"):
         del state["optimizer"][key]
     torch.save(state, checkpoint / "state.pt")
@@ -124,6 +124,15 @@ def test_the_optimiser_state_of_another_model_is_refused(run, tmp_path, width, e
     earlier_format(mine) if earlier else sign(mine)
     said = refused(run)
     assert f"{width}" in said and "16" in said and "run.resume=8 continues" in said
+
+
+def test_a_whole_checkpoint_of_another_run_is_refused(run, tmp_path):
+    other = tmp_path / "other"
+    Trainer(settings(other, False, optim={"ema": 0.9, "lr": 0.1})).train()
+    shutil.rmtree(checkpoints(run)[10])
+    shutil.copytree(checkpoints(other)[10], run / "checkpoints" / "step-00000010")
+    said = refused(run)
+    assert "of a run with another configuration; they differ in optim.lr" in said and "run.resume=8 continues" in said
 
 
 def test_moments_of_another_shape_are_refused(run):

@@ -10,9 +10,11 @@ from accelerate import Accelerator
 from timm.utils import AverageMeter
 from torch import nn
 
+from zoo import config
 from zoo.errors import DamagedCheckpoint, TrainingFailed
 from zoo.train.checkpoint import load_checkpoint, prune, save_checkpoint, set_aside, step_of, way_out
 from zoo.train.run_folder import CHECKPOINTS
+from zoo.train.settings import CHANGEABLE
 from zoo.train.sharding import Average, all_finite, gathered
 from zoo.train.update import Updater
 
@@ -88,6 +90,7 @@ class Resumable:
                 "counts": self.update.counts,
                 "meters": {name: list(total) for name, total in totals.items()},
                 "bad": sorted(self.bad),
+                "settings": config.to_tree(self.settings),
             }
             where, keep = self.folder / CHECKPOINTS, self.settings.run.keep
             save_checkpoint(where, self.step, weights, average, self.header, state, keep)
@@ -108,6 +111,16 @@ class Resumable:
         at = f"at step {self.step} of {self.last_step}{where}"
         self.accelerator.print(f"continuing {self.folder} {at}", flush=True)
 
+    def _check_settings(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Raise DamagedCheckpoint for the checkpoint of a run with another configuration, put into this folder."""
+        if "settings" not in state:  # of an earlier version
+            return
+        written = config.from_tree(type(self.settings), state["settings"])
+        if changed := config.differences(written, self.settings, ignore=CHANGEABLE):
+            raise DamagedCheckpoint(
+                f"the checkpoint {checkpoint} is of a run with another configuration; they differ in {changed[0]}"
+            )
+
     def _load(self, checkpoint: Path) -> None:
         if step_of(checkpoint) > self.last_step:
             raise DamagedCheckpoint(f"the checkpoint {checkpoint} is of a step beyond the last, {self.last_step}")
@@ -118,6 +131,7 @@ class Resumable:
             self.update.load(state["optimizer"])
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"the checkpoint {checkpoint} is damaged: {error}") from error
+        self._check_settings(checkpoint, state)
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.step, self.seconds = state["step"], state["seconds"]
