@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 POSITIVE = "(0, inf)"
+PIXELS = "[1, 65536]"  # of a side of an image, far below what makes Pillow fail
 SEED = "[0, 4294967295]"  # what every generator takes
 
 

@@ -105,6 +105,8 @@ def test_intervals(interval, inside, outside, words):
         (TrainSettings, "data.workers=" + "x" * 5000, r"data.workers must be int, got 'x+\.\.\.'$"),
         (EvalSettings, "eval.device=foo", r"eval.device must be a torch device .* got 'foo'"),
         (EvalSettings, "out=", r"out is empty"),
+        (DiffusionSettings, "data.img_size=1000000000000", r"data.img_size must be in \[1, 65536\]"),
+        (ExtractSettings, "images.width=1000000000000", r"images.width must be in \[1, 65536\]"),
         (EvalSettings, "eval.device=meta", r"eval.device=meta holds no values"),
         (EvalSettings, "eval.device=cuda:99", r"eval.device=cuda:99 is not there"),
         (SampleSettings, "sample.device=foo", r"sample.device must be a torch device"),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from zoo.config import one_of
-from zoo.ranges import check_device, check_ranges
+from zoo.ranges import PIXELS, check_device, check_ranges
 
 VIDEOS = ("videos", "moving_digits")  # sources of clips
 
@@ -53,7 +53,8 @@ class ImageSettings:
 
     def __post_init__(self) -> None:
         one_of("images.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset", *VIDEOS))
-        counts = ("img_size", "width", "frames", "stride", "clips")
+        counts = ("frames", "stride", "clips")
+        check_ranges("images", self, **dict.fromkeys(("img_size", "width"), PIXELS))
         check_ranges("images", self, **dict.fromkeys(counts, "[1, inf)"))
         check_ranges("images", self, **dict.fromkeys(("workers", "step", "fps"), "[0, inf)"))
         if self.text_key and self.source in ("digits", "folder", "moving_digits"):

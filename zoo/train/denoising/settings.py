@@ -6,7 +6,7 @@ from typing import Any
 from zoo.config import one_of
 from zoo.data.latents.settings import VIDEOS, check_rate
 from zoo.diffusion.settings import ObjectiveSettings
-from zoo.ranges import check_ranges
+from zoo.ranges import PIXELS, check_ranges
 from zoo.train.settings import LogSettings, OptimSettings, RunBasics
 
 KINDS = {  # name -> class of diffusers
@@ -100,7 +100,8 @@ class DiffusionDataSettings:
 
     def __post_init__(self) -> None:
         one_of("data.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset", *VIDEOS, "latents"))
-        counts = ("batch_size", "img_size", "width", "frames", "stride", "clips")
+        counts = ("batch_size", "frames", "stride", "clips")
+        check_ranges("data", self, **dict.fromkeys(("img_size", "width"), PIXELS))
         check_ranges("data", self, **dict.fromkeys(counts, "[1, inf)"))
         check_ranges("data", self, **dict.fromkeys(("workers", "step", "val_images", "fps"), "[0, inf)"))
         check_ranges("data", self, hflip="[0, 1]", drop="[0, 1]")
