@@ -3,13 +3,12 @@
     python tools/benchmark.py kernels shapes=[vit224,dit256] impls=[ours,sdpa_cudnn] options=[identity]
     python tools/benchmark.py models models=[vit_small] sizes=[224,512]
     python tools/benchmark.py video models=[wan_1.3b] modes=[infer,train] 'mixers=[softmax,mhla,mhla every:3]'
-    python tools/benchmark.py quality configs/vit/cifar10.yaml data.train=TRAIN.parquet data.val=TEST.parquet \\
-        'mixers=[softmax,la,mhla mixing=project depthwise=v]' out=runs/cifar10
+    python tools/benchmark.py adaptive shapes=[tokens4k] selects=[error,mean] k_tiles=[16,64]
+    python tools/benchmark.py quality CONFIG.yaml data.train=A.parquet data.val=B.parquet 'mixers=[softmax,la]'
 
-Speed: rows are merged into the result file as they come, so that a table can be measured in parts; then the table is
-printed and the picture drawn from the whole file. Quality: the same run of train_vit.py for several mixers and seeds,
-or their conversion by recipe=RECIPE.yaml; words with a dot are those of train_vit.py. An interrupted table continues;
-several processes may share the work, each with its own json, and `quality merge=[A.json,B.json] json=ALL.json` joins.
+Speed: rows are merged into the result file as they come; then the table is printed and the picture drawn. Quality: the
+same run of train_vit.py (words with a dot) for several mixers and seeds, or their conversion by recipe=RECIPE.yaml. An
+interrupted table continues; `quality merge=[A.json,B.json] json=ALL.json` joins those of several processes.
 """
 
 import shlex
@@ -17,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import models, operators, plots, report
+from benchmarks import adaptive, models, operators, plots, report
 from benchmarks.quality import QualitySettings, quality_table
 from benchmarks.quality_results import merge_results
 from benchmarks.rows import command_of
@@ -25,14 +24,14 @@ from zoo import config
 from zoo.errors import unknown_name
 from zoo.io import write_json
 
-USAGE = "usage: benchmark.py kernels|models|video [key=value ...] or quality CONFIG.yaml mixers=[A,B] [key=value ...]"
-SPEED = {
+USAGE = "usage: benchmark.py kernels|models|video|adaptive [key=value ...] or quality CONFIG.yaml [key=value ...]"
+SPEED: dict[str, Any] = {
     "kernels": (operators.KernelSettings, operators.run, plots.draw_kernels),
     "models": (models.ModelSettings, models.run, plots.draw_models),
     "video": (models.VideoSettings, models.run, plots.draw_video),
+    "adaptive": (adaptive.AdaptiveSettings, adaptive.run, None),
 }
 SCHEMAS: dict[str, type] = {name: row[0] for name, row in SPEED.items()} | {"quality": QualitySettings}
-PRIVATE = ("data.train=", "data.val=", "json=")  # no part of a result
 
 
 def main(words: list[str]) -> dict[str, Any]:
@@ -55,7 +54,8 @@ def speed(what: str, words: list[str]) -> dict[str, Any]:
     result = measure(settings, command_of([what, *words]))
     if not result["rows"]:
         raise ValueError(f"nothing could be timed.{report.failures(result)}")
-    draw(result, Path(settings.picture))
+    if draw:
+        draw(result, Path(settings.picture))
     print(report.TEXT[what](result))
     return result
 
@@ -65,13 +65,13 @@ def quality(words: list[str]) -> dict[str, Any]:
     own = [word for word in words if "=" in word and "." not in word.partition("=")[0]]
     settings, shared = config.from_command_line(QualitySettings, own), [word for word in words if word not in own]
     if settings.merge:
-        result = merge_results([Path(file) for file in settings.merge])
-        write_json(result, Path(settings.json))
+        write_json(result := merge_results([Path(file) for file in settings.merge]), Path(settings.json))
         return result
-    files = [word for word in shared if "=" not in word]
-    if len(files) != 1:
+    if len(files := [word for word in shared if "=" not in word]) != 1:
         raise ValueError(f"expected one configuration file, got {files}")
-    command = "python tools/benchmark.py quality " + shlex.join(w for w in words if not w.startswith(PRIVATE))
+    command = "python tools/benchmark.py quality " + shlex.join(
+        w for w in words if not w.startswith(("data.train=", "data.val=", "json="))
+    )
     return quality_table(settings, files[0], [word for word in shared if "=" in word], command)
 
 

@@ -37,8 +37,8 @@ class Keys(NamedTuple):
     live_outer: Tensor | None
 
 
-def evaluate(call: AdaptiveCall) -> Tensor:
-    """o [B, N, H, Dv] in the dtype of q."""
+def evaluate(call: AdaptiveCall, given: Tensor | None = None) -> Tensor:
+    """o [B, N, H, Dv] in the dtype of q. given: the exact tiles [B, H, U, k] if another form chose them."""
     x, field = to_layout(*call[:3], call.q_scale, call.mask), call.field
     keys, table = keys_of(x, field), tokens_of(field, field.q_tile, x.q.device)
     u = field.n_query_tiles
@@ -47,7 +47,10 @@ def evaluate(call: AdaptiveCall) -> Tensor:
     parts = []
     for i in range(0, u, step):
         some = q.narrow(2, i, min(step, u - i))
-        chosen = route(some, live.narrow(2, i, min(step, u - i)), keys, call, i)
+        if given is None:
+            chosen = route(some, live.narrow(2, i, min(step, u - i)), keys, call, i)
+        else:
+            chosen = given.narrow(2, i, min(step, u - i))
         if step < u:
             parts.append(checkpoint(read, some, chosen, keys, call.far, use_reentrant=False))
         else:

@@ -1,0 +1,48 @@
+"""The table of adaptive multipole attention: its peer of FlexAttention, its cases, and what a GPU prints."""
+
+import pytest
+import torch
+
+import hla_kernels
+from benchmarks import adaptive, flex, rows
+
+
+@pytest.mark.parametrize(("grid", "q_tile", "k_tile"), [((16, 16), 64, 16), ((9, 11), 16, 8)])
+def test_flex_attention_computes_the_operator(grid, q_tile, k_tile):
+    torch.manual_seed(0)
+    n = grid[0] * grid[1]
+    q, k, v = (torch.randn(2, n, 2, 16) for _ in range(3))
+    options = {"grid": grid, "density": 0.2, "q_tile": q_tile, "k_tile": k_tile}
+    found = flex.adaptive(q, k + 1, v, **options)
+    wanted = hla_kernels.adaptive_multipole(q, k + 1, v, **options, select="mean", far="variance", q_scale=0.25)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_cases_and_table(tmp_path):
+    """Rows of a file as a run writes them; a speed-up is of the same shape and pass."""
+    settings = adaptive.AdaptiveSettings(shapes=["tokens1k", "wan720p"], selects=["mean"])
+    todo = adaptive.cases(settings)
+    assert [(case.shape, case.impl) for case in todo][:3] == [("tokens1k", impl) for impl in adaptive.IMPLS]
+    assert todo[0].options["density"] == 0.1 and todo[3].options["density"] == 0.0625
+    content = rows.start(tmp_path / "a.json", "command", {})
+    for case, us in zip(todo, (50.0, 100.0, 70.0), strict=False):
+        values = {"us": us, "copy_tb_s": 4.0} | ({"rel_err": 1e-3} if case.impl == "ours" else {})
+        rows.add(content, case.row("forward") | values, rows.KERNEL_KEY, tmp_path / "a.json")
+    lines = adaptive.text(content).splitlines()
+    assert "2.00" in lines[2] and "0.001" in lines[2] and "1.43" in lines[4]
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="Did you mean 'wan480p'"):
+        adaptive.AdaptiveSettings(shapes=["wan480"])
+    with pytest.raises(ValueError, match="density"):
+        adaptive.AdaptiveSettings(density=2.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="measures a CUDA device: none here")
+def test_a_row_on_a_gpu(tmp_path):
+    settings = adaptive.AdaptiveSettings(shapes=["tokens1k"], selects=["mean"], json=str(tmp_path / "a.json"))
+    content = adaptive.run(settings, "command")
+    assert not content["failed"] and len(content["rows"]) == 5
+    assert max(row.get("rel_err", 0.0) for row in content["rows"]) < 5e-3
