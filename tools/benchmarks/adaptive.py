@@ -155,8 +155,8 @@ def make(case: Case) -> Call:
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        x = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(*x).transpose(1, 2).contiguous()
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
 
 
 def timed(case: Case, which: str) -> dict[str, Any]:
