@@ -11,7 +11,7 @@ import torch
 from tests.helpers.tiny_pairs import inputs, pair
 from zoo.conversion.calibrate import best_projections, calibrate
 from zoo.conversion.calibration_terms import EXPONENTS
-from zoo.conversion.hooks import Pair, forward, layers_of, mixer_inputs, recording, replaced
+from zoo.conversion.hooks import Pair, forward, layers_of, mixer_calls, recording, replaced
 from zoo.conversion.least_squares import NormalEquations
 from zoo.mixers.base import EPS
 
@@ -167,9 +167,9 @@ def explained(teacher, student, batches):
     for batch in batches:
         _, calls = two.calls(batch)
         for name, layer in two.layers.items():
-            with mixer_inputs({name: layer}) as seen, torch.no_grad():
+            with mixer_calls({name: layer}) as seen, torch.no_grad():
                 calls[name].repeat(layer)
-                q, k, v, ctx = seen[name]
+                q, k, v, ctx = seen[name].arguments
                 wanted, ours = softmax(q, k, v), layer.mixer(q, k, v, ctx)
             sums[name][0] += float((wanted - ours).square().sum())
             sums[name][1] += float(wanted.square().sum())

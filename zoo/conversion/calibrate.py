@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zoo.conversion.calibration_terms import Terms, terms_of
-from zoo.conversion.hooks import Call, Inputs, Pair, layers_of, mixer_inputs
+from zoo.conversion.hooks import Call, Inputs, Pair, layers_of, mixer_calls
 from zoo.conversion.least_squares import NormalEquations, r_squared
 from zoo.mixers import build_mixer
 from zoo.mixers.taylor2 import Taylor2
@@ -139,9 +139,9 @@ def _each(equations: dict[float, NormalEquations], weights: Tensor, which: str) 
 
 def tokens_of(name: str, site: Any, call: Call) -> tuple[Any, ...]:
     """(q, k, v, context) that the mixer of a converted layer gets when the layer is called as in `call`."""
-    with mixer_inputs({name: site}) as found:
+    with mixer_calls({name: site}) as found:
         call.repeat(site)
-    q, k, v, ctx = found[name]
+    q, k, v, ctx = found[name].arguments
     return q, k, v, ctx
 
 

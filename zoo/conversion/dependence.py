@@ -6,14 +6,12 @@ contrast.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from zoo.conversion.hooks import Inputs, first, forward
+from zoo.conversion.hooks import Inputs, forward, mixer_calls
 
 BFLOAT16 = 2.0**-8  # relative size of a rounding step
 
@@ -38,31 +36,10 @@ def token_shares(model: Any, inputs: Inputs) -> dict[str, Tensor]:
     """
     sites = {name: m for name, m in model.named_modules() if hasattr(m, "mixer_name")}
     training = model.training
-    with _recorded(sites) as found:
+    with mixer_calls(sites) as found:
         forward(model.eval(), inputs)
     model.train(training)
-    return {name: token_share(o, mask) for name, (o, mask) in found.items()}
-
-
-@contextmanager
-def _recorded(sites: dict[str, Any]) -> Iterator[dict[str, tuple[Tensor, Tensor | None]]]:
-    """Fills the dict with (output, mask of real tokens) of the mixers of `sites` while the block lasts."""
-    found: dict[str, tuple[Tensor, Tensor | None]] = {}
-    handles = []
-
-    def note(name: str) -> Any:
-        def hook(_: nn.Module, arguments: Any, output: Any) -> None:
-            found[name] = (first(output), arguments[3].key_padding_mask)
-
-        return hook
-
-    try:
-        for name, site in sites.items():
-            handles.append(site.mixer.register_forward_hook(note(name)))
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+    return {name: token_share(call.output, call.arguments[3].key_padding_mask) for name, call in found.items()}
 
 
 def warn_of_mean_pooling(shares: dict[str, Tensor], mixers: dict[str, str]) -> None:

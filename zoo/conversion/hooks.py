@@ -93,20 +93,20 @@ def replaced(model: Any, others: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def mixer_inputs(layers: Mapping[str, Any]) -> Iterator[dict[str, tuple[Any, ...]]]:
-    """Fills the dict with the (q, k, v, context) that the mixers of `layers` are called with while the block lasts."""
-    found: dict[str, tuple[Any, ...]] = {}
+def mixer_calls(layers: Mapping[str, Any]) -> Iterator[dict[str, Call]]:
+    """Fills the dict with the calls of the mixers of `layers`, arguments (q, k, v, context), while the block lasts."""
+    found: dict[str, Call] = {}
     handles = []
 
     def note(name: str) -> Any:
-        def hook(_: nn.Module, arguments: Any) -> None:
-            found[name] = arguments
+        def hook(_: nn.Module, arguments: Any, output: Any) -> None:
+            found[name] = Call(arguments, {}, first(output))
 
         return hook
 
     try:
         for name, layer in layers.items():
-            handles.append(layer.mixer.register_forward_pre_hook(note(name)))
+            handles.append(layer.mixer.register_forward_hook(note(name)))
         yield found
     finally:
         for handle in handles:
