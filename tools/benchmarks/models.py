@@ -98,6 +98,37 @@ def _pixart_inputs(batch: int, size: int) -> dict[str, Tensor]:
     return inputs | {"encoder_hidden_states": torch.randn(batch, 300, 4096, device="cuda")}
 
 
+def _experiment_vit(patch: int) -> Callable[[str, int], nn.Module]:
+    """The model of configs/experiments/imagenette1024.yaml (patch 4) and imagenette4096.yaml (patch 2)."""
+
+    def build(mixer: str, size: int) -> nn.Module:
+        sizes: dict[str, Any] = {"patch_size": patch, "embed_dim": 192, "depth": 6, "num_heads": 3, "num_classes": 10}
+        vit = timm.create_model("vit_tiny_patch16_224", img_size=size, class_token=False, global_pool="avg", **sizes)
+        return patches_as_products(_converted(vit, mixer))
+
+    return build
+
+
+def _pixel_dit(patch: int) -> Callable[[str, int], nn.Module]:
+    """The model of configs/experiments/dit_cifar256.yaml (patch 2) and dit_cifar1024.yaml (patch 1)."""
+
+    def build(mixer: str, size: int) -> nn.Module:
+        from diffusers import DiTTransformer2DModel
+
+        sizes: dict[str, Any] = {"num_layers": 8, "num_attention_heads": 4, "attention_head_dim": 64}
+        own = {"patch_size": patch, "sample_size": size, "in_channels": 3, "out_channels": 3, "num_embeds_ada_norm": 10}
+        return _converted(DiTTransformer2DModel(**sizes, **own), mixer)
+
+    return build
+
+
+def _pixel_inputs(batch: int, size: int) -> dict[str, Tensor]:
+    images = torch.randn(batch, 3, size, size, device="cuda")
+    classes = torch.randint(10, (batch,), device="cuda")
+    timestep = torch.randint(1000, (batch,), device="cuda")
+    return {"hidden_states": images, "timestep": timestep, "class_labels": classes, "target": torch.randn_like(images)}
+
+
 def _wan(mixer: str, size: int) -> nn.Module:
     from diffusers import WanTransformer3DModel
 
@@ -117,15 +148,21 @@ def _wan_inputs(batch: int, size: int) -> dict[str, Tensor]:
     }
 
 
+VIT_AROUND = "patch_embed", "_pos_embed", "norm", "forward_head"
 MODELS = {
     "vit_small": Family(
-        _vit,
-        _vit_inputs,
-        "blocks",
-        lambda size: (size // 16) ** 2 + 1,
-        {224: 1024, 512: 256, 1024: 64},
-        ("patch_embed", "_pos_embed", "norm", "forward_head"),
+        _vit, _vit_inputs, "blocks", lambda size: (size // 16) ** 2 + 1, {224: 1024, 512: 256, 1024: 64}, VIT_AROUND
     ),
+    "vit_width192_patch4": Family(
+        _experiment_vit(4), _vit_inputs, "blocks", lambda size: (size // 4) ** 2, {128: 256}, VIT_AROUND
+    ),
+    "vit_width192_patch2": Family(
+        _experiment_vit(2), _vit_inputs, "blocks", lambda size: (size // 2) ** 2, {128: 64}, VIT_AROUND
+    ),
+    "pixel_dit_patch2": Family(
+        _pixel_dit(2), _pixel_inputs, "transformer_blocks", lambda size: (size // 2) ** 2, {32: 1024}
+    ),
+    "pixel_dit_patch1": Family(_pixel_dit(1), _pixel_inputs, "transformer_blocks", lambda size: size**2, {32: 256}),
     "dit_xl2": Family(
         _dit, _dit_inputs, "transformer_blocks", lambda size: (size // 16) ** 2, {256: 128, 512: 32, 1024: 8}
     ),
@@ -141,7 +178,8 @@ class ModelSettings:
     """Which part of the model table to measure; the rows are merged into the file.
 
     models: of vit_small (timm, patches of 16), and of diffusers, with latents of an eighth and patches of 2: dit_xl2,
-      pixart_sigma and wan_1.3b (81 frames, 832 pixels wide, trained with gradient checkpointing)
+      pixart_sigma and wan_1.3b (81 frames, 832 pixels wide, trained with gradient checkpointing); and the models of
+      configs/experiments: vit_width192_patch4, vit_width192_patch2, pixel_dit_patch2, pixel_dit_patch1
     sizes: pixels of a side; empty for all (ViT 224, 512, 1024; DiT 256, 512, 1024; PixArt 2048; Wan 480 high)
     modes: infer, train
     weights: of training, float32 (under bfloat16 autocast) and bfloat16 (timm's --model-dtype); inference has bfloat16
