@@ -1,7 +1,8 @@
 """Vision models with higher-order linear attention.
 
 `import zoo` registers the timm names (`timm.create_model("vit_mhla_small_patch16_224")`). `zoo.convert(model, "mhla")`
-turns a pretrained softmax model of timm or diffusers into one of them. `zoo.MIXERS` lists the mixers.
+turns a pretrained softmax model of timm or diffusers into one of them, and `zoo.revert` back. `zoo.Attention` is one
+attention layer for networks of your own. `zoo.MIXERS` lists the mixers.
 
 The classes of converted diffusers models are attributes too (`zoo.HLADiTTransformer2DModel`), imported when asked for:
 saved pipelines name them as ("zoo", "HLADiTTransformer2DModel") and load once `import zoo` was done.
@@ -13,12 +14,13 @@ from typing import Any
 from torch import nn
 
 from zoo.mixers import MIXERS
-from zoo.models.convert import convert
+from zoo.models.convert import convert, revert
 from zoo.models.timm import converted, deit, vision_transformer
+from zoo.models.timm.layer import Attention
 from zoo.models.timm.model_files import load_model
 
 __version__ = "0.1.0"
-__all__ = ["MIXERS", "__version__", "convert", "converted", "deit", "load", "vision_transformer"]
+__all__ = ["MIXERS", "Attention", "__version__", "convert", "converted", "deit", "load", "revert", "vision_transformer"]
 
 
 def load(path: str | Path) -> nn.Module:

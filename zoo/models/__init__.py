@@ -52,6 +52,10 @@ class Backbone(Protocol):
     def install(self, model: Any, swaps: list[Swap]) -> None:
         """Make `model` a converted one and put the mixers of `swaps` in."""
 
+    def revert(self, model: Any) -> None:
+        """Undo `install`: the host's classes and configuration, no mixers. Raises ValueError for a model that is not
+        converted."""
+
     def record(self, model: Any) -> None:
         """Write down what `model` is now where saving looks for it."""
 

@@ -48,20 +48,21 @@ def match_checkpoint(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
     any layer; warns when the mixer is the same with other options.
     """
     sites = dict(sites_of(model))
+    places = {name: f"{prefix}{name}." if name else prefix for name in sites}  # "": `model` is an attention layer
     own = {
-        f"{prefix}{name}.mixer.{key}": value
+        f"{places[name]}mixer.{key}": value
         for name, site in sites.items()
         for key, value in site.mixer.state_dict().items()
     }
-    known = [name for name in sites if any(f"{prefix}{name}.{first}" in state_dict for first in PROJECTIONS)]
-    if not any(".mixer." in key for key in state_dict):
+    known = [name for name in sites if any(places[name] + first in state_dict for first in PROJECTIONS)]
+    if not any(key.startswith(prefix) and ".mixer." in f".{key[len(prefix) :]}" for key in state_dict):
         state_dict.update(own)
         return bool(known)
-    found = {name: state_dict.get(f"{prefix}{name}.mixer.tag") for name in known}
+    found = {name: state_dict.get(f"{places[name]}mixer.tag") for name in known}
     compare_tags(sites, found)
     for name, tag in found.items():
         if tag is not None:
-            key = f"{prefix}{name}.mixer.tag"
+            key = f"{places[name]}mixer.tag"
             state_dict[key] = own[key]  # same mixer: the length may still differ by an option
     return False
 
@@ -76,7 +77,9 @@ def compare_tags(sites: Mapping[str, Any], tags: Mapping[str, Tensor | None]) ->
     first = next((name for name in changes if changes[name]), None)
     if first is not None:
         kind = sites[first].mixer_name
-        warnings.warn(f"the checkpoint has other options of {kind!r} in {first}: {changes[first]}", stacklevel=3)
+        warnings.warn(
+            f"the checkpoint has other options of {kind!r} in {first or 'this layer'}: {changes[first]}", stacklevel=3
+        )
 
 
 @contextlib.contextmanager
@@ -97,8 +100,8 @@ def _changed_options(layer: str, found: Mapping[str, Any], site: Any) -> str:
     name = site.mixer_name
     if found["mixer"] != name:
         raise ValueError(
-            f"the checkpoint was made with the mixer {found['mixer']!r} in {layer}, but the model has {name!r} there; "
-            f"build or convert the model with {found['mixer']!r}"
+            f"the checkpoint was made with the mixer {found['mixer']!r} in {layer or 'this layer'}, but the model has "
+            f"{name!r} there; build or convert the model with {found['mixer']!r}"
         )
     wanted = {} if name == "softmax" else decode_tag(encode_tag(name, site.mixer))
     unknown = [f"{n}={value!r} (unknown here)" for n, value in found.items() if wanted and n not in wanted]

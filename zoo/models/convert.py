@@ -92,9 +92,9 @@ def convert(
 
     Weights are all inherited, new parameters lie under `.mixer.` only, and `mixer="softmax"` is the host bit for bit.
     The model is saved by `timm.models.save_for_hf`, one of diffusers by `save_pretrained`, and reloads exactly, also
-    after several conversions. A timm before 1.0.31 forgets all arguments of `create_model`: give it
-    `model_args={..., **model.hla_args}`. A model that was made by its class, not by `timm.create_model`, has no name in
-    timm's format: save its `state_dict`, and convert a new one before loading it.
+    after several conversions; `zoo.revert` undoes all of them. A timm before 1.0.31 forgets all arguments of
+    `create_model`: give it `model_args={..., **model.hla_args}`. A model that was made by its class, not by
+    `timm.create_model`, has no name in timm's format: save its `state_dict`, and convert a new one before loading it.
     Raises ValueError, and leaves the model as it was, for a family where it means nothing, an unknown mixer or option,
     an option that follows from the host (`device`), a pattern without a match of its own, options the model cannot
     feed (a grid under `patch_drop_rate`), and nothing to swap.
@@ -126,6 +126,21 @@ def swap(model: Any, mixer: str, *, layers: Layers = None, keep_softmax: Keep = 
     if "" not in parts:
         backbone.record(model)
     return Report(backbone.name(model), tuple(rows))
+
+
+def revert(model: nn.Module) -> None:
+    """Turn a converted model or pipeline into the model of timm or diffusers that it was, in place.
+
+    Classes, configuration and checkpoint keys are those of the host again; the parameters of the mixers are dropped.
+    Weights that were not trained since the conversion give the outputs of the original bit for bit. Raises ValueError
+    for a model that is not converted.
+    """
+    backbone = backbone_of(model)
+    parts = backbone.parts(model)
+    for part in parts.values():
+        backbone.revert(part)
+    if "" not in parts:
+        backbone.record(model)
 
 
 def backbone_of(model: Any) -> Backbone:

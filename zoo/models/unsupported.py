@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
+from timm.models import is_model
 from torch import nn
 
 from zoo.mixers import MIXERS
@@ -22,6 +23,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(["vision_transformer_relpos", "vision_transformer_sam"], BIASED),
     **dict.fromkeys(["cait", "volo", "convit", "tnt", "crossvit"], SPECIAL),
 }
+WIDTHS = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1152: "so400m", 1280: "huge", 1536: "giant"}
 SUPPORTED = (
     "VisionTransformer (vit_*, deit*, deit3_*, flexivit_*, hybrids, vitamin_*), Eva (eva02_*, dinov3, vit_*_rope_*) "
     "and NaFlexVit (naflexvit_*) of timm, transformers of diffusers"
@@ -43,9 +45,29 @@ def refuse_family(model: nn.Module, known: Collection[type]) -> None:
     inner = next((n for n, m in model.named_modules() if n and (type(m) in known or _of_diffusers(m))), None)
     if inner is not None:
         raise ValueError(f"convert the model itself, not the {kind.__name__} around it: pass its submodule {inner!r}")
-    family = kind.__module__.rpartition(".")[2]
+    library, family = kind.__module__.partition(".")[0], kind.__module__.rpartition(".")[2]
+    if library in ("transformers", "torchvision"):
+        raise ValueError(
+            f"cannot convert {kind.__name__} of {library}: only models of timm and diffusers are converted. "
+            f"{twin(model)}"
+        )
     reason = REFUSED.get(family, "it is not a plain vision transformer with global attention that is known here")
     raise ValueError(f"cannot convert {kind.__name__} of the family {family!r}: {reason}. Supported: {SUPPORTED}.")
+
+
+def twin(model: Any) -> str:
+    """A sentence that names the timm model of the same architecture as `model` of transformers or torchvision."""
+    config: Any = getattr(model, "config", model)
+    config = getattr(config, "vision_config", config)
+    width: Any = getattr(config, "hidden_size", None) or getattr(config, "hidden_dim", None)
+    size, patch, image = WIDTHS.get(width, ""), getattr(config, "patch_size", ""), getattr(config, "image_size", "")
+    kind = type(model).__name__.lower()
+    endings = {"dinov2withregisters": "_reg4_dinov2", "dinov2": "_dinov2", "siglip": f"_siglip_{image}"}
+    ending = next((text for start, text in endings.items() if kind.startswith(start)), f"_{image}")
+    name = f"vit_{size}_patch{patch}{ending}"
+    if not is_model(name):
+        return "Take a timm model of the same architecture (timm.list_models())."
+    return f"Take the timm model of the same architecture: timm.create_model({name!r}, pretrained=True)."
 
 
 def _of_diffusers(model: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from diffusers import ModelMixin
+from diffusers.configuration_utils import FrozenDict
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -100,6 +101,17 @@ class DiffusersBackbone:
             if not isinstance(attn, DiffusionSite):
                 attn.__class__ = self._site_class(model, names[id(attn)])
             attn.install(name, mixer.train(attn.training))
+
+    def revert(self, model: Any) -> None:
+        if type(model) not in CONVERTED:
+            raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
+        for site in [m for m in model.modules() if isinstance(m, DiffusionSite)]:
+            site.release()
+        model.__class__ = CONVERTED[type(model)]
+        del model.hla_config
+        model._internal_dict = FrozenDict({k: v for k, v in model.config.items() if k != "conversions"})
+        if model.is_gradient_checkpointing:
+            model.enable_gradient_checkpointing()
 
     def record(self, model: Any) -> None:
         if isinstance(model, DiffusionPipeline):

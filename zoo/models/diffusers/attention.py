@@ -163,6 +163,11 @@ class WanSite(DiffusionSite, WanAttention):
         for norm in (self.norm_q, self.norm_k):
             norm_tokens(norm, name != "softmax")
 
+    def release(self) -> None:
+        for norm in (self.norm_q, self.norm_k):
+            norm_tokens(norm, False)
+        super().release()
+
     def forward(
         self,
         hidden_states: Tensor,

@@ -51,6 +51,13 @@ class Site(Host):
         if name != "softmax":
             mixer.register_buffer("tag", self._tag())
 
+    def release(self) -> None:
+        """Be the attention module of the host again, without a mixer."""
+        del self.mixer
+        for name in ("mixer_name", "mixer_options", "grid", "prefix", "key_masks"):
+            self.__dict__.pop(name, None)
+        self.__class__ = host_class(self, Site)
+
     def _tag(self) -> Tensor:
         return encode_tag(self.mixer_name, self.mixer).to(self.proj.weight.device)
 
@@ -110,6 +117,11 @@ class Site(Host):
     __prepare_scriptable__ = no_torchscript
 
 
+def host_class(module: nn.Module, mixin: type) -> Any:
+    """The class that `module` had before its class was derived with `mixin` in front."""
+    return next(kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and not issubclass(kind, mixin))
+
+
 def rotation(site: Any, rope: Tensor | None, like: Tensor) -> Rotation | None:
     """The host's rotary embedding as a function [B, N, H, W] -> [B, N, H, W]; None without `rope`.
 
@@ -157,6 +169,22 @@ def block_index(layer: str) -> int:
 def kv_heads(attn: Any) -> int:
     """Heads of k and v of a host: fewer than those of q when queries are grouped."""
     return getattr(attn, "num_kv_heads", attn.num_heads)
+
+
+def host_arguments(attn: Any, mixer: str) -> dict[str, Any]:
+    """The arguments of `build_mixer` that follow from the timm attention module `attn`: sizes, device, dtype, and for
+    softmax its dropout. Raises ValueError for attention dropout with any other mixer."""
+    first, weight = attn.qkv if attn.qkv is not None else attn.q_proj, attn.proj.weight
+    sizes = {"dim": first.in_features, "num_heads": attn.num_heads, "head_dim": attn.head_dim}
+    sizes |= {"num_kv_heads": kv_heads(attn), "device": weight.device, "dtype": weight.dtype}
+    if mixer == "softmax":
+        return sizes | {"attn_drop": attn.attn_drop.p, "fused": attn.fused_attn}
+    if attn.attn_drop.p > 0:
+        raise ValueError(
+            f"attn_drop_rate={attn.attn_drop.p} drops entries of the attention matrix, which the mixer {mixer!r} "
+            "never forms; use proj_drop_rate or drop_path_rate"
+        )
+    return sizes
 
 
 def split_heads(t: Tensor, num_heads: int) -> Tensor:

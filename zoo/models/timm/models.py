@@ -22,8 +22,16 @@ from zoo.grid import Grid
 from zoo.mixers import MIXERS
 from zoo.models import CONVERTED, Swap
 from zoo.models.checkpoint_tags import match_checkpoint, no_torchscript
-from zoo.models.saved_config import architecture_of, record_architecture, recorded_arguments
-from zoo.models.timm.attention import SITES, Host, Site, attention_layers, block_index, kv_heads
+from zoo.models.saved_config import OURS, architecture_of, record_architecture, recorded_arguments
+from zoo.models.timm.attention import (
+    SITES,
+    Host,
+    Site,
+    attention_layers,
+    block_index,
+    host_arguments,
+    host_class,
+)
 from zoo.models.unsupported import refuse_block, refuse_family, refuse_rotary, refuse_thing
 
 
@@ -283,20 +291,10 @@ class TimmBackbone:
         return getattr(attn, "mixer_name", "softmax")
 
     def arguments(self, model: Any, attn: Any, mixer: str) -> dict[str, Any]:
-        first = attn.qkv if attn.qkv is not None else attn.q_proj
-        sizes = {"dim": first.in_features, "num_heads": attn.num_heads, "head_dim": attn.head_dim}
-        weight = attn.proj.weight
-        sizes |= {"num_kv_heads": kv_heads(attn), "device": weight.device, "dtype": weight.dtype}
+        layout = {}
         if getattr(MIXERS[mixer], "needs_layout", False):
-            sizes |= {"grid": usual_grid(model, mixer), "prefix": model.num_prefix_tokens}
-        if mixer == "softmax":
-            return sizes | {"attn_drop": attn.attn_drop.p, "fused": attn.fused_attn}
-        if attn.attn_drop.p > 0:
-            raise ValueError(
-                f"attn_drop_rate={attn.attn_drop.p} drops entries of the attention matrix, which the mixer {mixer!r} "
-                "never forms; use proj_drop_rate or drop_path_rate"
-            )
-        return sizes
+            layout = {"grid": usual_grid(model, mixer), "prefix": model.num_prefix_tokens}
+        return host_arguments(attn, mixer) | layout
 
     def check(self, model: Any, mixer: str, options: Any) -> None:
         refuse_rotary(mixer, getattr(model, "rope", None) is not None)
@@ -335,6 +333,27 @@ class TimmBackbone:
         model.hla_config = []
         for block in model.blocks:
             block.__class__ = converted_block(type(block))
+        model.set_grad_checkpointing(checkpointing)
+
+    def revert(self, model: Any) -> None:
+        if not isinstance(model, HLAModel):
+            raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
+        checkpointing = any(getattr(block, "checkpointing", False) for block in model.blocks)
+        for site in [m for m in model.modules() if isinstance(m, Site)]:
+            site.release()
+        for block in model.blocks:
+            block.__dict__.pop("checkpointing", None)
+            block.__class__ = host_class(block, HLABlock)
+        own = model.__dict__
+        if "host_key_only" in own:
+            model.use_key_only_attn_mask = own.pop("host_key_only")
+        if "_model_args" in own:
+            own["_model_args"] = {key: value for key, value in own["_model_args"].items() if key not in OURS}
+        if getattr(model, "pretrained_cfg", None):
+            model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "architecture": model.hla_base}
+        for name in ("hla_config", "hla_base", "from_softmax"):
+            own.pop(name, None)
+        model.__class__ = host_class(model, HLAModel)
         model.set_grad_checkpointing(checkpointing)
 
     def record(self, model: Any) -> None:
