@@ -1,5 +1,7 @@
 """The table of adaptive multipole attention: its peer of FlexAttention, its cases, and what a GPU prints."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -26,10 +28,37 @@ def test_cases_and_table(tmp_path):
     assert todo[0].options["density"] == 0.1 and todo[3].options["density"] == 0.0625
     content = rows.start(tmp_path / "a.json", "command", {})
     for case, us in zip(todo, (50.0, 100.0, 70.0), strict=False):
-        values = {"us": us, "copy_tb_s": 4.0} | ({"rel_err": 1e-3} if case.impl == "ours" else {})
+        ours = {"rel_err": 1e-3, "kernels_us": {"pool": 12.0, "output": 38.0}} if case.impl == "ours" else {}
+        values = {"us": us, "copy_tb_s": 4.0} | ours
         rows.add(content, case.row("forward") | values, rows.KERNEL_KEY, tmp_path / "a.json")
     lines = adaptive.text(content).splitlines()
     assert "2.00" in lines[2] and "0.001" in lines[2] and "1.43" in lines[4]
+    assert lines[-3].split("|")[4:6] == [" pool ", " output "] and lines[-1].split("|")[4:6] == [" 12 ", " 38 "]
+
+
+def test_a_case_that_fails_stops_no_other(monkeypatch, tmp_path):
+    """Neither one that fails in its check nor one that fails on the clock; both are written down."""
+    settings = adaptive.AdaptiveSettings(shapes=["tokens1k"], impls=["ours"], selects=["mean"], k_tiles=[4, 16, 64])
+    todo = adaptive.cases(settings)
+
+    def errors(case):
+        if case.options["k_tile"] == 4:
+            raise SyntaxError("a compiler's own error")
+        return {"forward": 1e-3, "forward_backward": 2e-3}
+
+    def measured(case, which):
+        if (case.options["k_tile"], which) == (16, "forward"):
+            raise torch.OutOfMemoryError("too large")
+        return {"us": 1.0}
+
+    monkeypatch.setattr(adaptive, "errors", errors)
+    monkeypatch.setattr(adaptive, "measured", measured)
+    with ThreadPoolExecutor(1) as pool:
+        checked = adaptive.check_all(todo, pool)
+    assert ["SyntaxError" in x.get("reason", "") for x in checked] == [True, False, False]
+    found = [list(adaptive.timed(case, x)) for case, x in zip(todo, checked, strict=True)]
+    assert [["reason" in values for _, values in x] for x in found] == [[True, True], [True, False], [False, False]]
+    assert found[2][1] == ("forward_backward", {"us": 1.0, "rel_err": 2e-3})
 
 
 def test_bad_settings():
@@ -46,3 +75,4 @@ def test_a_row_on_a_gpu(tmp_path):
     content = adaptive.run(settings, "command")
     assert not content["failed"] and len(content["rows"]) == 5
     assert max(row.get("rel_err", 0.0) for row in content["rows"]) < 5e-3
+    assert all({"pool", "choose", "output"} <= row["kernels_us"].keys() for row in content["rows"] if "rel_err" in row)

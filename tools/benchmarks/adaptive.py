@@ -1,8 +1,14 @@
-"""Table of adaptive multipole attention: time and error beside softmax with cuDNN and FlexAttention."""
+"""Table of adaptive multipole attention: time, time per kernel and error beside softmax with cuDNN and FlexAttention.
+
+Each case is compiled and checked in a process of its own, all at once, so that a kernel that fails stops no other case;
+then the cases are timed one after the other on the idle GPU.
+"""
 
 import functools
+import multiprocessing
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +22,10 @@ from torch.nn.attention.flex_attention import flex_attention
 import hla_kernels
 from benchmarks import flex, rows
 from benchmarks.operators import need_gpu, package_versions
+from benchmarks.profile import kernel_times
 from benchmarks.timing import copy_rate, measure, peak_mib
-from hla_kernels.softmax.adaptive.call import SELECTS, prepare
-from hla_kernels.softmax.adaptive.fused.operator import adaptive_op
+from hla_kernels.softmax.adaptive import fused
+from hla_kernels.softmax.adaptive.call import SELECTS, AdaptiveCall, prepare
 from hla_kernels.softmax.adaptive.torch_form import evaluate
 from zoo.errors import unknown_name
 from zoo.io import markdown_table
@@ -66,6 +73,7 @@ class AdaptiveSettings:
     k_tiles: of ours, tokens
     density: part of the key tiles that is exact; 0 for that of each shape
     flex_tile: tokens of a tile of flex, whose blocks cannot be small
+    workers: processes that compile and check at once
     json: result file to add to
     """
 
@@ -76,6 +84,7 @@ class AdaptiveSettings:
     k_tiles: list[int] = field(default_factory=lambda: [16])
     density: float = 0.0
     flex_tile: int = 128
+    workers: int = 16
     json: str = "docs/results/adaptive-h200.json"
 
     def __post_init__(self) -> None:
@@ -83,7 +92,7 @@ class AdaptiveSettings:
             for name in getattr(self, key):
                 if name not in allowed:
                     raise unknown_name(key.removesuffix("s"), name, allowed)
-        check_ranges("", self, density="[0, 1]")
+        check_ranges("", self, density="[0, 1]", workers="[1, inf)")
 
 
 class Case(NamedTuple):
@@ -92,6 +101,12 @@ class Case(NamedTuple):
     shape: str
     impl: str
     options: dict[str, Any]
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """What is timed."""
+        one_way = self.impl == "flex" or SHAPES[self.shape].times[1] is None
+        return ("forward",) if one_way else ("forward", "forward_backward")
 
     def row(self, which: str) -> dict[str, Any]:
         """The keys of a row that say what was run."""
@@ -123,17 +138,32 @@ def run(settings: AdaptiveSettings, command: str) -> dict[str, Any]:
     file = Path(settings.json)
     content = rows.start(file, command, package_versions("triton"))
     rate = round(copy_rate() / 1e12, 3)
-    for case in cases(settings):
-        one_way = case.impl == "flex" or SHAPES[case.shape].times[1] is None
-        for which in ("forward",) if one_way else ("forward", "forward_backward"):
-            try:
-                values = timed(case, which) | {"copy_tb_s": rate}
-            except RuntimeError as error:
-                values = {"reason": " ".join(str(error).split())[:200]}
+    todo, context = cases(settings), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(settings.workers, mp_context=context, max_tasks_per_child=1) as pool:
+        checked = check_all(todo, pool)
+    for case, errors in zip(todo, checked, strict=True):
+        for which, values in timed(case, errors):
+            values["copy_tb_s"] = rate
             print(case.shape, case.impl, case.options, which, values, flush=True)
             rows.add(content, case.row(which) | values, rows.KERNEL_KEY, file)
-            torch.cuda.empty_cache()
     return content
+
+
+def check_all(todo: list[Case], pool: Executor) -> list[dict[str, Any]]:
+    """Of every case the errors by pass, or a `reason`; those of ours, run by the pool."""
+    waiting = [pool.submit(errors, case) if case.impl == "ours" else None for case in todo]
+    found: list[dict[str, Any]] = []
+    for one in waiting:
+        try:
+            found.append({} if one is None else one.result())
+        except Exception as error:  # compilers and devices raise errors of many types; the other cases still run
+            found.append(reason(error))
+    return found
+
+
+def reason(error: Exception) -> dict[str, str]:
+    """The row of a failure."""
+    return {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
 def inputs(shape: Shape, seed: int, device: str = "cuda") -> list[Tensor]:
@@ -159,18 +189,32 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
 
 
-def timed(case: Case, which: str) -> dict[str, Any]:
-    """Device time, way of timing, peak memory and, of ours, the error."""
+def timed(case: Case, checked: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """By pass device time, way of timing, peak memory and, of ours, the error and the time of each kernel, or a
+    `reason`."""
+    if "reason" in checked:
+        yield from ((which, dict(checked)) for which in case.passes)
+        return
+    for which in case.passes:
+        try:
+            yield which, measured(case, which) | ({"rel_err": checked[which]} if checked else {})
+        except Exception as error:  # as in check_all
+            yield which, reason(error)
+        torch.cuda.empty_cache()
+
+
+def measured(case: Case, which: str) -> dict[str, Any]:
+    """The values of a row."""
     call, sets = make(case), [inputs(SHAPES[case.shape], seed) for seed in range(SETS)]
-    values = {"rel_err": float(f"{error(case, sets[0], which):.3g}")} if case.impl == "ours" else {}
     calls = [functools.partial(one_pass, call, x, which) for x in sets]
     for each in calls:
         each()
     peak, timing = peak_mib(calls[0]), measure(calls)
-    return values | {
+    values = {
         "us": round(timing.us, 2), "timer": timing.timer, "peak_mib": round(peak, 1),
         "launched_us": round(timing.launched_us, 2),
     }  # fmt: skip
+    return values | ({"kernels_us": kernel_times(calls[0])} if case.impl == "ours" else {})
 
 
 def one_pass(call: Call, x: list[Tensor], which: str) -> Any:
@@ -183,29 +227,40 @@ def one_pass(call: Call, x: list[Tensor], which: str) -> Any:
     return o.detach(), torch.autograd.grad(o, tokens, x[3])
 
 
-def error(case: Case, x: list[Tensor], which: str) -> float:
-    """Largest relative L2 error of ours, of o and with the backward of its gradients, for the first sample and head.
-    The truth is the torch form in float64 with the tiles that ours chose."""
-    few, scale = [t[:1, :, :1].contiguous() for t in x], SHAPES[case.shape].d ** -0.5
-    call = prepare(*few[:3], **case.options, q_scale=scale)
-    with torch.no_grad():
-        options = (None, list(call.field.grid), *call.field[1:], call.exact, call.select, call.far, scale)
-        listed = adaptive_op(*few[:3], *options)[9].long()[None]
-    wide = prepare(*(t.double() for t in few[:3]), **case.options, q_scale=scale)
+def errors(case: Case) -> dict[str, float]:
+    """Largest relative L2 error of ours by pass: of o, and with the backward of the gradients too, for the first and
+    the last head. The truth is the torch form in float64 with the tiles that ours chose."""
+    shape = SHAPES[case.shape]
+    x, scale = inputs(shape, 0), shape.d**-0.5
+    found = {which: one_pass(make(case), x, which) for which in case.passes}
+    chosen = fused.chosen(prepare(*x[:3], **case.options, q_scale=scale))
+    worst = dict.fromkeys(case.passes, 0.0)
+    for i, j in ((0, 0), (shape.b - 1, shape.h - 1)):
+        one = [t[i : i + 1, :, j : j + 1].double() for t in x]
+        wide = prepare(*one[:3], **case.options, q_scale=scale)
 
-    def truth(*tokens: Tensor) -> Tensor:
-        return evaluate(wide._replace(q=tokens[0], k=tokens[1], v=tokens[2]), listed)
+        def truth(*tokens: Tensor, wide: AdaptiveCall = wide, own: Tensor = chosen[i, j][None, None]) -> Tensor:
+            return evaluate(wide._replace(q=tokens[0], k=tokens[1], v=tokens[2]), own)
 
-    found, wanted = (one_pass(f, t, which) for f, t in ((make(case), few), (truth, [t.double() for t in few])))
-    pairs = [(found, wanted)] if which == "forward" else [(found[0], wanted[0]), *zip(found[1], wanted[1], strict=True)]
-    return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+        for which in case.passes:
+            both = [flat(result) for result in (found[which], one_pass(truth, one, which))]
+            for a, b in zip(*both, strict=True):
+                a = a[i : i + 1, :, j : j + 1].double()
+                worst[which] = max(worst[which], float(f"{float((a - b).norm() / b.norm()):.3g}"))
+    return worst
+
+
+def flat(result: Any) -> list[Tensor]:
+    """o, or o and its gradients, in one list."""
+    return [result] if isinstance(result, Tensor) else [result[0], *result[1]]
 
 
 def text(result: dict[str, Any]) -> str:
-    """The table in Markdown: milliseconds, times cuDNN and the target."""
+    """The tables in Markdown: milliseconds, times cuDNN and the target; microseconds of each kernel of ours."""
     softmax = {(str(r["shape"]), r["pass"]): r["us"] for r in result["rows"] if r["impl"] == "sdpa_cudnn"}
     names = {str(list(shape.sizes)): name for name, shape in SHAPES.items()}
-    lines = []
+    kernels = list(dict.fromkeys(name for r in result["rows"] for name in r.get("kernels_us", ())))
+    lines, parts = [], []
     for r in result["rows"]:
         name, base = names[str(r["shape"])], softmax.get((str(r["shape"]), r["pass"]))
         target = SHAPES[name].times[r["pass"] != "forward"]
@@ -214,6 +269,12 @@ def text(result: dict[str, Any]) -> str:
         options = " ".join(str(o[key]) for key in ("select", "density", "q_tile", "k_tile") if key in o)
         lines.append([name, r["impl"], options, r["pass"], f"{r['us'] / 1e3:.3f}", times,
                       str(target) if r["impl"] == "ours" else "", str(r.get("rel_err", ""))])  # fmt: skip
+        if own := r.get("kernels_us"):
+            parts.append([name, options, r["pass"], *(f"{own[each]:.0f}" if each in own else "" for each in kernels)])
     head = ["shape", "implementation", "select, density, tiles", "pass", "ms", "times cuDNN", "target", "error"]
     rate = statistics.median(r["copy_tb_s"] for r in result["rows"])
-    return "\n".join([*markdown_table(head, lines), "", f"Copy {rate:.2f} TB/s."])
+    table = [*markdown_table(head, lines), "", f"Copy {rate:.2f} TB/s."]
+    if parts:
+        table += ["", "Microseconds of each kernel:", ""]
+        table += markdown_table(["shape", "select, density, tiles", "pass", *kernels], parts)
+    return "\n".join(table)

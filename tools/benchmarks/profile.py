@@ -39,6 +39,19 @@ def shares(step: Callable[[], Any]) -> tuple[float, dict[str, float]]:
     return total / 1e3, {part: us[part] / total for part in PARTS}
 
 
+def kernel_times(step: Callable[[], Any]) -> dict[str, float]:
+    """Device microseconds of a step by Triton kernel, in the order of their first launches; all others are "torch"."""
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        step()
+        torch.cuda.synchronize()
+    raw: Any = record.profiler
+    us: Counter[str] = Counter()
+    for work in sorted(raw.kineto_results.events(), key=lambda x: x.start_ns()):
+        if work.device_type() == DeviceType.CUDA and not work.is_user_annotation():
+            us[work.name() if work.name().isidentifier() else "torch"] += work.duration_ns() / 1e3
+    return {name: round(value, 1) for name, value in us.items()}
+
+
 def times(events: list[Any]) -> Counter[str]:
     """Microseconds of each of PARTS. events: what the profiler recorded, where each kernel is once and names the number
     of the call that launched it; the spans of named regions on the device are no kernels. The list of calls that the

@@ -41,7 +41,17 @@ def why_not(call: AdaptiveCall) -> str | None:
 
 def evaluate(call: AdaptiveCall) -> Tensor:
     """o [B, N, H, D]."""
+    return real(_outputs(call)[0], call.mask)
+
+
+def chosen(call: AdaptiveCall) -> Tensor:
+    """The key tiles that are read token by token, ascending, int64 [B, H, U, k]."""
+    (b, _, h, _), found = call.q.shape, _outputs(call)[-1].long()
+    return found.expand(b * h, -1, -1).unflatten(0, (b, h))
+
+
+def _outputs(call: AdaptiveCall) -> tuple[Tensor, ...]:
     field, mask = call.field, call.mask
     q, k, v = (real(x, mask) for x in call[:3])
     options = (list(field.grid), *field[1:], call.exact, call.select, call.far, call.q_scale)
-    return real(adaptive_op(q, k, v, mask, *options)[0], mask)
+    return adaptive_op(q, k, v, mask, *options)
