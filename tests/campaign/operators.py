@@ -1,15 +1,16 @@
 """Random calls of the operators against dense definitions in float64, forward and gradients.
 
-python -m tests.campaign.operators [--seed 0] [--calls 1000] [--seconds 600] [--device cuda]
+python -m tests.campaign.operators [--seed 0] [--calls 1000] [--seconds 600] [--device cuda] [--out figures.json]
 
-Prints figures, reduces each failure to its smallest call, and exits with code 1 if there is one. On a GPU buffers
-start as NaN, every call runs twice, and both have the same bits.
+Prints a line per failure, reduced to its smallest call, and figures; exits with code 1 if there is a failure. On a GPU
+buffers start as NaN, every call runs twice, and both have the same bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import random
 import sys
@@ -35,7 +36,7 @@ ROUNDING = {"float64": 0.0, "float32": 2e-7, "float16": 2**-10, "bfloat16": 2**-
 TIMES, CANCELLED, UNIT = 30.0, 2e-6, 2.0**-27
 FAST = 3.0  # Triton forms round operands too: so many times the rounding, of gradients above all
 BATCH = 50  # calls of a case
-STEPS = 200  # calls that a reduction may try
+STEPS, REDUCING = 200, 30.0  # calls that a reduction may try, and seconds
 
 
 class Refused(Exception):
@@ -50,7 +51,7 @@ class Figures:
     refused: int = 0
     kinds: Counter = field(default_factory=Counter)
     worst: dict[str, float] = field(default_factory=dict)
-    failures: list[tuple[Call, str]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
 
 def run(call: Call, x: Inputs) -> list[Tensor]:
@@ -249,11 +250,11 @@ def poisoned(device: str) -> Iterator[None]:
 
 def reduced(call: Call, complaint: str, device: str) -> Call:
     """A smaller call with the same kind of complaint."""
-    kind, steps = complaint.split()[0:2], 0
+    kind, steps, end = complaint.split()[0:2], 0, time.monotonic() + REDUCING
     while True:
         for other in smaller(call):
             steps += 1
-            if steps > STEPS:
+            if steps > STEPS or time.monotonic() > end:
                 return call
             try:
                 found = check(other, device)
@@ -267,7 +268,7 @@ def reduced(call: Call, complaint: str, device: str) -> Call:
 
 
 def attack(seed: int, calls: int, seconds: float, device: str) -> Figures:
-    """Try so many calls, or for so many seconds."""
+    """Try so many calls, or for so many seconds; print each failure as it is found."""
     figures, end = Figures(), time.monotonic() + seconds
     for i in range(calls):
         if time.monotonic() > end:
@@ -281,20 +282,23 @@ def attack(seed: int, calls: int, seconds: float, device: str) -> Figures:
             continue
         figures.kinds[call.op] += 1
         if complaint:
-            figures.failures.append((reduced(call, complaint, device), complaint))
+            figures.failures.append(f"{complaint}: {reduced(call, complaint, device)} (number {i} of seed {seed})")
+            print(figures.failures[-1], flush=True)
+        if device == "cuda":
+            torch.cuda.empty_cache()  # for other processes on the same GPU
     return figures
 
 
-def main(seed: int, calls: int, seconds: float, device: str = "cpu") -> int:
-    """Print the figures of `attack`. Returns the exit code."""
+def main(seed: int, calls: int, seconds: float, device: str = "cpu", out: str = "") -> int:
+    """Print the figures of `attack`, and write them to the file `out`. Returns the exit code."""
     warnings.simplefilter("ignore")
     figures = attack(seed, calls, seconds, device)
+    if out:
+        Path(out).write_text(json.dumps({"seed": seed, "device": device, **vars(figures)}, indent=1) + "\n")
     print(f"calls {figures.calls}, compared {sum(figures.kinds.values())}, refused {figures.refused}, "
           f"failed {len(figures.failures)}")  # fmt: skip
     for op, count in sorted(figures.kinds.items()):
         print(f"  {op:<18} {count:>6} compared, largest error {figures.worst.get(op, 0.0):.2f} of what is allowed")
-    for call, complaint in figures.failures:
-        print(f"{complaint}\n  {call}")
     return int(bool(figures.failures))
 
 
@@ -316,5 +320,5 @@ if __name__ == "__main__":
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    options = parser.parse_args()
-    sys.exit(main(options.seed, options.calls, options.seconds, options.device))
+    parser.add_argument("--out", default="", help="file for the figures and failures as JSON")
+    sys.exit(main(**vars(parser.parse_args())))
