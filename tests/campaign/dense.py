@@ -1,6 +1,13 @@
 """Definitions of the operators as dense N x N products of one sequence, independent of the package's own.
 
 Tensors of one sequence are [H, N, .] with a key and value for each query head; the precision is that of the inputs.
+
+With the option `magnitudes` the linear operators and `mhla` give the sum of the magnitudes of all their terms, and so
+do the gradients: every factor of a product enters by its absolute value, a difference as a sum, and a ratio a / b as
+|a| / b + |a| |b| / b^2, whose derivative in |b| has the magnitude of that of a / b. Whatever the order in which a form
+sums its products, its rounding is at most n u times this, for paths of n operations with the unit roundoff u (Higham,
+Accuracy and Stability of Numerical Algorithms, section 3.1), and mostly sqrt(n) u times (Higham and Mary, doi
+10.1137/18M1226312).
 """
 
 from __future__ import annotations
@@ -32,16 +39,49 @@ def phi(x: Tensor, name: str | None) -> Tensor:
 def linear(op: str, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, gamma: Tensor | None, o: Options) -> Tensor:
     """`linear_attention` to `polynomial`; c [H, 4], gamma [H] or None."""
     n = q.shape[1]
-    q, k = phi(q, o.get("feature_map")) * o.get("q_scale", 1.0), phi(k, o.get("feature_map"))
+    q, k = (magnitude(x, x, o) for x in features(q, k, o.get("feature_map"), o))
+    q, v = q * o.get("q_scale", 1.0), magnitude(v, v, o)
     ones = torch.ones_like(v[..., :1])
     work = _causal if o.get("causal") else _two_sided
     y = work(op, q, k, torch.cat([v, ones], -1), c, gamma, o)
     y, total = y[..., :-1], y[..., -1:]
     if o.get("normalize"):
-        return y / (total + o.get("eps", 1e-6))
+        return ratio(y, total, o)
     if o.get("mean_path"):
-        return y + (1 - total) * (average(n, gamma, o.get("causal", False), q) @ v)
+        return y + (1 + minus(o) * total) * (average(n, gamma, o.get("causal", False), q) @ v)
     return y
+
+
+def features(q: Tensor, k: Tensor, name: str | None, o: Options) -> tuple[Tensor, ...]:
+    """phi(q), phi(k)."""
+    if o.get("magnitudes") and name in ("softmax", "softmax_pair"):
+        signs = (1,) if name == "softmax" else (1, -1)
+        return tuple(torch.cat([_softmax_terms(sign * x, x) for sign in signs], -1) for x in (q, k))
+    return phi(q, name), phi(k, name)
+
+
+def _softmax_terms(x: Tensor, leaf: Tensor) -> Tensor:
+    """softmax(x) with the magnitudes of its derivative in `leaf`, y_i (delta_ij + y_j)."""
+    y, step = x.softmax(-1).detach(), leaf - leaf.detach()
+    return y + y * step + y * (y * step).sum(-1, keepdim=True)
+
+
+def magnitude(x: Tensor, source: Tensor, o: Options) -> Tensor:
+    """|x| when magnitudes are wanted, with the derivative 1 in `source`, of which x is an orthogonal map."""
+    return x.abs().detach() + source - source.detach() if o.get("magnitudes") else x
+
+
+def minus(o: Options) -> int:
+    """The sign of a difference."""
+    return 1 if o.get("magnitudes") else -1
+
+
+def ratio(y: Tensor, total: Tensor, o: Options) -> Tensor:
+    """Weighted sums over the sums of their weights, which are positive."""
+    total = total + o.get("eps", 1e-6)
+    if not o.get("magnitudes"):
+        return y / total
+    return y / total.detach() + (y / total.square()).detach() * total
 
 
 def past(n: int, gamma: Tensor | None, causal: bool, like: Tensor) -> Tensor:
@@ -64,9 +104,9 @@ def _two_sided(op: str, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, gamma
     n, center, ridge = q.shape[1], o.get("center"), o.get("ridge", 0.0)
     s = 1 / n if o.get("scale") is None else o["scale"]
     if center:
-        k = k - k.mean(1, keepdim=True)
+        k = k + minus(o) * k.mean(1, keepdim=True)
     if center == "qk":
-        q = q - q.mean(1, keepdim=True)
+        q = q + minus(o) * q.mean(1, keepdim=True)
     a, qq = s * (q @ k.mT), s * (q @ q.mT)
     if op == "linear_attention":
         return a @ v
@@ -86,16 +126,16 @@ def _causal(op: str, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, gamma: T
     s = 1.0 if o.get("scale") is None else o["scale"]
     mean = average(n, gamma, True, q)
     if center == "qk":
-        q = q - mean @ q
+        q = q + minus(o) * (mean @ q)
     if op == "hla2" and o.get("decay_rule") == "paper" and gamma is not None and bool((gamma != 1).any()):
-        return _paper(q, k, v, gamma, s, ridge)
+        return _paper(q, k, v, gamma, s, ridge, minus(o))
     weight = past(n, gamma, True, q)
 
     def stage(keys: Tensor, values: Tensor, centred: bool) -> Tensor:
         """s sum_j gamma^(t-j) q_t.(keys_j - their mean at t) values_j."""
         scores = q @ keys.mT
         if centred:
-            scores = scores - (q * (mean @ keys)).sum(-1, keepdim=True)
+            scores = scores + minus(o) * (q * (mean @ keys)).sum(-1, keepdim=True)
         return (s * weight * scores) @ values
 
     centred = center is not None
@@ -108,7 +148,7 @@ def _causal(op: str, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, gamma: T
     return stage(u, v if op == "hla2" else stage(k, v, centred), False)
 
 
-def _paper(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, s: float, ridge: float) -> Tensor:
+def _paper(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, s: float, ridge: float, sign: int) -> Tensor:
     """The serial rule of the paper, token by token."""
     g = gamma.to(q.dtype)[:, None, None]
     h, n, d = q.shape
@@ -118,7 +158,7 @@ def _paper(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, s: float, ridge: floa
         qt, kt, vt = (x[:, t : t + 1] for x in (q, k, v))
         removed = g * removed + kt.mT @ (kt @ c)
         big, c = g * big + kt.mT @ kt, g * c + qt.mT @ vt
-        out.append(s * s * (qt @ (big @ c) - qt @ removed) + ridge * s * (qt @ c))
+        out.append(s * s * (qt @ (big @ c) + sign * (qt @ removed)) + ridge * s * (qt @ c))
     return torch.cat(out, 1)
 
 
@@ -161,7 +201,7 @@ def mhla(
     scale = scale * o.get("q_scale", 1.0)
     causal = torch.ones(n, n, dtype=q.dtype, device=q.device)
     causal = causal.tril() if o.get("causal") else causal
-    q, k = phi(q, o.get("feature_map", "relu")), phi(k, o.get("feature_map", "relu"))
+    q, k = features(q, k, o.get("feature_map", "relu"), o)
 
     def weights(q: Tensor, k: Tensor) -> Tensor:
         a = scale * (q @ k.mT) * causal
@@ -169,10 +209,10 @@ def mhla(
             return m * a
         return m * causal * ((m * a) @ (a if order == "ahla" else a.mT))
 
-    w = weights(*((q, k) if rotary is None else (turned(x, *rotary, o.get("rotary_half", False)) for x in (q, k))))
-    y = w @ v
+    read = (q, k) if rotary is None else (turned(x, *rotary, o.get("rotary_half", False)) for x in (q, k))
+    y = weights(*(magnitude(x, source, o) for x, source in zip(read, (q, k), strict=True))) @ magnitude(v, v, o)
     if o.get("normalize", True):
-        y = y / (weights(q, k).sum(-1, keepdim=True) + o.get("eps", 1e-6))
+        y = ratio(y, weights(q, k).sum(-1, keepdim=True), o)
     return y
 
 

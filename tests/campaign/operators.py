@@ -18,7 +18,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,12 @@ from tests.campaign import dense
 from tests.campaign.calls import DTYPES, LINEAR, Call, Inputs, draw, smaller, tensors
 from tests.campaign.harness import Case, fork
 
-# what the result is rounded to; what a form may lose beside that in float32: so many times as the dense definition in
-# that precision does, and of results that cancel; UNIT: in float64
+# what the result is rounded to, and what of its products; the latter is as large as LIKELY standard deviations
 ROUNDING = {"float64": 0.0, "float32": 2e-7, "float16": 2**-10, "bfloat16": 2**-7}
+ROUNDOFF = {"float64": 2.0**-53}  # float32 for the others
+LIKELY = 4.0
+# of softmax and its expansions in float32: so many times what the dense definition in that precision loses, and of
+# results that cancel; UNIT: in float64
 TIMES, CANCELLED, UNIT = 30.0, 2e-6, 2.0**-27
 FAST = 3.0  # Triton forms round operands too: so many times the rounding, of gradients above all
 BATCH = 50  # calls of a case
@@ -180,23 +183,36 @@ def whole(
 
 
 def allowed(call: Call, x: Inputs, exact: list[Tensor], fast: bool) -> list[float]:
-    """How far a result may be from the truth: see `ROUNDING`. What cancels is as large as the result without a centre
-    and mean path, or of a ratio as a value times the gradient of an output."""
-    rough, plain = truth(call, x, torch.float32), exact
-    if call.op in LINEAR and (call.options.get("center") or call.options.get("mean_path")):
-        plain = truth(call, x, torch.float64, center=None, mean_path=False)
-    ratio = call.options.get("normalize", call.op not in LINEAR)
-    value = float(x.v.double().norm()) / max(1, x.v.numel()) ** 0.5 * float(x.grad.double().norm()) if ratio else 0.0
+    """How far a result may be from the truth: the rounding of the result, and of the terms that it sums, which may
+    cancel."""
+    own = ROUNDING[call.dtype] * (FAST if fast else 1.0)
     info = torch.finfo(DTYPES[call.dtype])
     least = info.smallest_normal * info.eps  # numbers of float16 end soon
+    terms = of_products(call, x) if call.op in LINEAR or call.op == "mhla" else of_softmax(call, x, exact)
+    return [
+        own * float(t.norm()) + lost + least * t.numel() ** 0.5 + 1e-30 for t, lost in zip(exact, terms, strict=True)
+    ]
+
+
+def of_products(call: Call, x: Inputs) -> list[float]:
+    """The likely rounding of sums of products in any order, from the magnitudes of their terms: see
+    `tests.campaign.dense`. A path has at most four sums over tokens and four over channels (third order and its
+    gradient), of twice the channels for pairs of softmaxes, and as many more for the sums of a feature map."""
+    operations = 4 * (call.n + 4 * call.d)
+    unit = LIKELY * operations**0.5 * ROUNDOFF.get(call.dtype, 2.0**-24)
+    sizes = truth(call, replace(x, grad=x.grad.abs()), torch.float64, magnitudes=True)
+    return [unit * float(t.norm()) for t in sizes]
+
+
+def of_softmax(call: Call, x: Inputs, exact: list[Tensor]) -> list[float]:
+    """From the rounding of the dense definition in float32. What cancels is as large as the result, or as a value times
+    the gradient of an output."""
     unit = UNIT if call.dtype == "float64" else 1.0
-    found = []
-    for t, r, p in zip(exact, rough, plain, strict=True):
-        own = ROUNDING[call.dtype] * (FAST if fast else 1.0)
-        cancelled = CANCELLED * max(float(t.norm()), float(p.norm()), value)
-        lost = own * float(t.norm()) + unit * (TIMES * float((r.double() - t).norm()) + cancelled)
-        found.append(lost + least * t.numel() ** 0.5 + 1e-30)
-    return found
+    value = float(x.v.double().norm()) / max(1, x.v.numel()) ** 0.5 * float(x.grad.double().norm())
+    return [
+        unit * (TIMES * float((r.double() - t).norm()) + CANCELLED * max(float(t.norm()), value))
+        for t, r in zip(exact, truth(call, x, torch.float32), strict=True)
+    ]
 
 
 def check(call: Call, device: str, figures: Figures | None = None) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from hla_kernels.blockmix import gradient
 from tests.campaign import operators
-from tests.campaign.calls import OPS, Call, draw
+from tests.campaign.calls import LINEAR, OPS, Call, draw, tensors
 
 
 def test_some_calls():
@@ -38,6 +38,31 @@ def test_a_fault_is_found_and_reduced(monkeypatch):
     assert complaint.startswith("dq is off")
     small = operators.reduced(CALL, complaint, "cpu")
     assert (small.b, small.layout, small.extra["rotary"]) == (1, "plain", "own") and "order" not in small.options
+
+
+CANCELLING = Call(
+    "mhla", "float64", 2, 2, 3, 3, 8, 8, seed=3371394, pieces=(1, 1),
+    options={"grid": (1, 5), "blocks": (1, 1), "order": "hla2", "causal": True, "rotary_half": True},
+    extra={"mixing": "shared", "rotary": "shared"},
+)  # fmt: skip
+
+
+def test_rounding_of_terms_that_cancel(monkeypatch):
+    """Of one token q and k have no channel in common: q.k is 0, divided by eps, and q (k k') is as large as q and k."""
+    assert operators.check(CANCELLING, "cpu") == ""
+    monkeypatch.setattr(operators, "LIKELY", operators.LIKELY / 1e4)
+    assert operators.check(CANCELLING, "cpu").startswith("o is off")
+
+
+PRODUCTS = [call for seed in range(60) if (call := draw(random.Random(seed), False)).op in (*LINEAR, "mhla")]
+
+
+@pytest.mark.parametrize("call", PRODUCTS, ids=lambda call: f"{call.op}-{call.seed}")
+def test_magnitudes_are_no_smaller_than_what_they_bound(call):
+    x = tensors(replace(call, dtype="float64"), "cpu")
+    terms = operators.truth(call, replace(x, grad=x.grad.abs()), torch.float64, magnitudes=True)
+    for exact, most in zip(operators.truth(call, x, torch.float64), terms, strict=True):
+        assert float(exact.norm()) <= 1.5 * float(most.norm()) + 1e-12  # rotations: sqrt(2)
 
 
 @pytest.mark.parametrize(
