@@ -198,9 +198,9 @@ def timed(case: Case, checked: dict[str, Any]) -> Iterator[tuple[str, dict[str, 
     for which in case.passes:
         try:
             yield which, measured(case, which) | ({"rel_err": checked[which]} if checked else {})
+            torch.cuda.empty_cache()
         except Exception as error:  # as in check_all
             yield which, reason(error)
-        torch.cuda.empty_cache()
 
 
 def measured(case: Case, which: str) -> dict[str, Any]:
