@@ -17,15 +17,26 @@ from zoo.mixers import MIXERS
 from zoo.models.convert import convert, revert
 from zoo.models.timm import converted, deit, vision_transformer
 from zoo.models.timm.layer import Attention
-from zoo.models.timm.model_files import load_model
+from zoo.models.timm.model_files import holds_weights, load_model
 
 __version__ = "0.1.0"
 __all__ = ["MIXERS", "Attention", "__version__", "convert", "converted", "deit", "load", "revert", "vision_transformer"]
 
 
-def load(path: str | Path) -> nn.Module:
-    """The image model in a run folder of tools/train_vit.py (the average of its weights, if it kept one) or in a
-    .safetensors file of it, in evaluation mode. Raises ValueError for anything else."""
+def load(path: str | Path) -> Any:
+    """Open a model that was saved with this package, on the CPU and in evaluation mode.
+
+    path: a run folder (the EMA of the weights if it has one), a .safetensors file of it, a folder that `zoo convert`,
+    timm's `save_for_hf` or diffusers' `save_pretrained` wrote (of a pipeline: the pipeline). Raises ValueError for
+    anything else.
+    """
+    if any((Path(path) / name).exists() for name in ("model_index.json", "transformer", "transformer_ema")) or (
+        (Path(path) / "config.json").is_file() and not holds_weights(path)
+    ):
+        from zoo.models.diffusers.convert_folder import load_folder
+
+        found = load_folder(str(path))
+        return found.eval() if isinstance(found, nn.Module) else found
     return load_model(path)[0].eval()
 
 

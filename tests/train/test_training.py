@@ -324,7 +324,7 @@ def test_class_count_mismatch_and_a_new_head(softmax_run, tmp_path, make_folder)
     ("model", "sentence"),
     [
         ({"name": "vit_tiny_patch16_2244"}, "unknown timm model 'vit_tiny_patch16_2244'"),
-        ({"name": "vit_ahla_tiny_patch16_224", "kwargs": {}, "pretrained": True}, "timm has no published weights"),
+        ({"name": "vit_ahla_tiny_patch16_224", "kwargs": {}, "pretrained": True}, "no published weights"),
         ({"name": "vit_tiny_patch16_224.augreg_in21k", "kwargs": {}, "pretrained": True}, "cannot load the weights of"),
         ({"mixer": "ahhla"}, "Did you mean 'ahla'"),
         ({"mixer": "ahla", "mixer_options": {"gat": True}}, "unknown mixer option 'gat'"),

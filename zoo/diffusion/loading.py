@@ -19,13 +19,12 @@ from torch import nn
 import zoo
 from zoo.config import check_arguments
 from zoo.errors import unknown_name
-from zoo.models.diffusers.reading import read_config, read_folder
+from zoo.models.diffusers.reading import in_run, read_config, read_folder
 from zoo.precision import DTYPES
 
 SCHEDULER_FOLDER = "scheduler"
 VIDEOS = ("Wan", "LTXPipeline", "LTXVideo")  # so begin the names of what makes videos and can be sampled
 DENOISERS = ("transformer", "transformer_2", "unet")
-IN_A_RUN = ("transformer_ema", "transformer")  # where tools/finetune_dit.py leaves models
 
 
 @dataclass
@@ -52,14 +51,15 @@ class Opened:
 def open_model(
     where: str, base: str = "", precision: str = "fp32", device: torch.device | str = "cpu", second: str = ""
 ) -> Opened:
-    """The model at `where`: a pipeline, or a bare transformer; then `base` is the pipeline that has the rest of it.
+    """The model at `where`: a pipeline, or a run folder or bare transformer; then `base` is the pipeline that has
+    the rest of it.
     second: takes the place of the second transformer of the pipeline, that of the times near the data (Wan 2.2 A14B).
 
     A transformer that holds the scheduler it was trained with keeps it: the one of `base` may be of another process.
     Raises ValueError for what cannot be sampled: an unknown pipeline class, a transformer that needs a text encoder or
     a VAE and has none, a video transformer without the notes of its run.
     """
-    dtype = DTYPES[precision]
+    dtype, where = DTYPES[precision], in_run(where)
     whole = _config(where, DiffusionPipeline) is not None
     if second and boundary_of(where if whole else base) is None:
         raise ValueError(f"{where if whole else base or where} has no second transformer: leave sample.model_2 out")
@@ -69,10 +69,9 @@ def open_model(
             raise ValueError(f"{where} is a whole pipeline; sample.base is for bare transformers")
         return _whole(where, dtype, device, parts)
     if _config(where, DiTTransformer2DModel) is None:
-        inside = next((f"{where}/{name}" for name in IN_A_RUN if os.path.isfile(f"{where}/{name}/config.json")), "")
         raise ValueError(
-            f"there is no diffusion model {where!r}: expected a folder of diffusers, or a hub name that can be reached"
-            + (f"; did you mean {inside!r}?" if inside else "")
+            f"there is no diffusion model {where!r}: expected a run folder, a folder of diffusers, or a hub name that "
+            "can be reached"
         )
     transformer = load_transformer(where, dtype)
     if base:

@@ -1,6 +1,5 @@
 """Evaluate several models side by side on the same images, each with its own transform."""
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -39,25 +38,12 @@ class Candidate:
 def open_candidate(name: str, data: DataSettings) -> Candidate:
     """A run folder, a .safetensors file, a folder that timm's `save_for_hf` wrote (also as local-dir:FOLDER), or a timm
     name with timm's weights. Raises ValueError for anything else."""
-    folder = Path(name.removeprefix(LOCAL))
-    if name.startswith(LOCAL) or (folder / "config.json").is_file():
-        return _open_folder(name, folder, data)
     if timm.is_model(name.split(".")[0]) and not Path(name).exists():
         recipe = Recipe(name, num_classes=timm_classes(name))
         model = build_host(recipe, pretrained=True)
         return Candidate(name, model, InputSpec.of(model, None, data), recipe.num_classes, [])
-    model, recipe = load_model(name)
+    model, recipe = load_model(name.removeprefix(LOCAL))
     return Candidate(name, model, InputSpec.from_recipe(recipe.input, data), recipe.num_classes, recipe.classes)
-
-
-def _open_folder(name: str, folder: Path, data: DataSettings) -> Candidate:
-    try:
-        model = timm.create_model(f"{LOCAL}{folder}", pretrained=True)
-        classes = json.loads((folder / "config.json").read_text()).get("label_names") or []
-    except Exception as error:  # of timm, json, torch and safetensors, each its own
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"{folder} cannot be read as a folder of timm's save_for_hf: {reason}") from error
-    return Candidate(name, model, InputSpec.of(model, None, data), model.num_classes, list(classes))
 
 
 def open_validation(data: DataSettings, classes: list[str]) -> Source:

@@ -18,7 +18,7 @@ from zoo.data.settings import DataSettings
 from zoo.eval.compare import compare
 from zoo.eval.settings import EvalOptions, EvalSettings
 from zoo.models.convert import swap
-from zoo.models.timm.model_files import AVERAGE, WEIGHTS, load_model, read_recipe, save_weights, with_options
+from zoo.models.timm.model_files import WEIGHTS, holds_weights, load_model, read_recipe, save_weights, with_options
 from zoo.precision import autocast
 from zoo.recipes.settings import RecipeSettings
 from zoo.train.classification import Trainer
@@ -274,7 +274,7 @@ def kind_of(recipe: RecipeSettings) -> Kind:
     path = Path(recipe.source)
     if not path.exists() and "/" not in recipe.source:  # names on the hub have an owner
         raise ValueError(f"the source {recipe.source} is neither a folder nor a model of timm or of the hub")
-    if path.suffix != ".safetensors" and not any((path / name).is_file() for name in (AVERAGE, WEIGHTS)):
+    if path.suffix != ".safetensors" and not holds_weights(path):
         return Diffusion(recipe)
     found = read_recipe(path)
     if found is None:

@@ -28,7 +28,7 @@ def test_there_are_enough_names():
 def test_no_name_claims_weights():
     ours = {hla_name(base, mixer) for base in BASES for mixer in MIXERS}
     assert not [n for n in timm.list_pretrained() if n.split(".")[0] in ours]
-    with pytest.raises(RuntimeError, match="No pretrained weights exist for vit_ahla_tiny_patch16_224"):
+    with pytest.raises(ValueError, match=r"create_model\('vit_tiny_patch16_224', pretrained=True\); zoo.convert"):
         timm.create_model("vit_ahla_tiny_patch16_224", pretrained=True, img_size=SIZE, **NARROW)
 
 

@@ -14,7 +14,7 @@ from zoo.errors import unknown_name
 from zoo.files import replacing_folder, sweep
 from zoo.models.convert import Report, swap
 from zoo.models.diffusers.models import FAMILIES
-from zoo.models.diffusers.reading import read_config, read_folder
+from zoo.models.diffusers.reading import in_run, read_config, read_folder
 from zoo.precision import DTYPES
 
 REPORT = "report.json"
@@ -32,7 +32,7 @@ def convert_folder(source: str, out: Path, mixer: str, precision: str = "fp32", 
     if precision not in DTYPES:
         raise unknown_name("precision", precision, DTYPES)
     _check_out(Path(source), out)
-    model = _load(source, DTYPES[precision])
+    model = load_folder(source, DTYPES[precision])
     report = swap(model, mixer, **arguments)
     sweep(out.parent, out.name)
     with replacing_folder(out) as folder:
@@ -60,7 +60,10 @@ def _folders(source: str) -> list[Path]:
     return sorted(p for p in path.iterdir() if p.is_dir() and p.name[0] != ".") if path.is_dir() else []
 
 
-def _load(source: str, dtype: torch.dtype) -> Any:
+def load_folder(source: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The pipeline or transformer at `source`: a folder of diffusers, a run folder, or a hub name. Raises
+    ValueError."""
+    source = in_run(source)
     if (read_config(DiffusionPipeline, source) or {}).get("_class_name"):
         return read_folder(DiffusionPipeline, source, torch_dtype=dtype)
     name = (read_config(next(iter(FAMILIES)), source) or {}).get("_class_name", "")

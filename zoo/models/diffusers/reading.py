@@ -1,8 +1,11 @@
 """Folders of diffusers, on disk or on the hub, read with one sentence for what is wrong with them."""
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+IN_A_RUN = ("transformer_ema", "transformer")  # where tools/finetune_dit.py saves models
 
 
 def read_config(kind: Any, where: str, **place: str) -> dict[str, Any] | None:
@@ -15,6 +18,16 @@ def read_config(kind: Any, where: str, **place: str) -> dict[str, Any] | None:
     if not isinstance(found, dict) or not isinstance(found.get("_class_name", ""), str):
         raise ValueError(f"the configuration of {where} is none of diffusers: expected a mapping with _class_name")
     return dict(found)
+
+
+def in_run(where: str) -> str:
+    """`where`, or of a run folder of tools/finetune_dit.py the folder of its transformer: of the EMA if there is one,
+    which is printed."""
+    inside = [path for name in IN_A_RUN if (path := Path(where, name) / "config.json").is_file()]
+    if not inside or any(Path(where, name).exists() for name in ("config.json", "model_index.json")):
+        return where
+    print(f"{where}: taking {inside[0].parent}", flush=True)
+    return str(inside[0].parent)
 
 
 def read_folder(kind: Any, where: str, **options: Any) -> Any:

@@ -4,9 +4,11 @@ included."""
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import timm
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ from zoo.models.stored_options import restored_arguments, restored_options
 NEW = ".mixer."  # in the names of all parameters that a mixer adds to its host
 HEADER = "hla_zoo"  # the key of the safetensors header that holds a Recipe as JSON
 WEIGHTS = "model.safetensors"
+PICKLED = "pytorch_model.bin"  # of timm's save_for_hf(safe_serialization=False), read with weights_only=True
+CONFIG = "config.json"  # of timm's save_for_hf
 AVERAGE = "model_ema.safetensors"
 FILES = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}  # with which timm reads files
 # what timm, torch and diffusers raise for sizes and names that make no sense
@@ -122,36 +126,63 @@ def with_options(model: Any, recipe: Recipe) -> Recipe:
     return replace(recipe, kwargs={**recipe.kwargs, **getattr(model, "hla_args", {})})
 
 
+def holds_weights(path: str | Path) -> bool:
+    """Whether `path` is a folder with weights of a timm model."""
+    return any((Path(path) / name).is_file() for name in (AVERAGE, WEIGHTS, PICKLED))
+
+
 def weights_file(path: str | Path) -> Path:
-    """The safetensors file at `path`, which may also be a folder: of the average of the weights if it holds one, else
-    model.safetensors. Raises ValueError if none."""
+    """The file of weights at `path`, which may also be a folder: of the EMA if it holds one, else model.safetensors;
+    pytorch_model.bin only in a folder of timm's save_for_hf. Raises ValueError if none."""
     file = Path(path)
     if file.is_dir():
-        average = file / AVERAGE
-        file = average if average.is_file() else file / WEIGHTS
+        names = (AVERAGE, WEIGHTS, *([PICKLED] if (file / CONFIG).is_file() else []))
+        file = next((file / name for name in names if (file / name).is_file()), file / WEIGHTS)
     if not file.is_file():
         raise ValueError(f"there is no checkpoint {file}")
-    if file.suffix != ".safetensors":
+    if file.suffix != ".safetensors" and file.name != PICKLED:
         raise ValueError(f"checkpoints are .safetensors files, got {file}")
     return file
 
 
 def read_recipe(path: str | Path) -> Recipe | None:
-    """The recipe in the header of a checkpoint; None for one that was not written here. Raises ValueError if it is
-    truncated or its header is damaged."""
+    """The recipe in the header of a checkpoint, or in the config.json of timm's save_for_hf; None for a file that has
+    neither. Raises ValueError if it is truncated or damaged."""
     file = weights_file(path)
+    if file.name == PICKLED:
+        return _hub_recipe(file.parent)
     try:
         with safe_open(file, framework="pt") as opened:
             header = opened.metadata() or {}
     except SafetensorError as error:
         raise ValueError(f"the checkpoint {file} is truncated or damaged: {error}") from error
     if HEADER not in header:
-        return None
+        return _hub_recipe(file.parent) if file.with_name(CONFIG).is_file() else None
     try:
         return _restored(from_tree(Recipe, json.loads(header[HEADER])))
     except (ValueError, *UNBUILT) as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"the header of {file} describes no model that this version knows: {reason}") from error
+
+
+def _hub_recipe(folder: Path) -> Recipe:
+    """The recipe of a folder of timm's save_for_hf. Raises ValueError for a config.json that describes no model."""
+    try:
+        stored = json.loads((folder / CONFIG).read_text())
+        kwargs, cfg = dict(stored.get("model_args") or {}), dict(stored["pretrained_cfg"])
+        classes, size = kwargs.pop("num_classes", stored["num_classes"]), kwargs.pop("img_size", cfg["input_size"][1:])
+        size = [size, size] if isinstance(size, int) else list(size)
+        tree = {"name": stored["architecture"], "kwargs": kwargs, "num_classes": classes}
+        if size[0] == size[1]:
+            tree["img_size"] = size[0]
+        else:
+            kwargs["img_size"] = size
+        wanted = {key: cfg[key] for key in ("mean", "std", "crop_pct", "interpolation", "crop_mode")}
+        tree |= {"input": {"size": size, **wanted}, "classes": list(stored.get("label_names") or [])}
+        return _restored(from_tree(Recipe, tree))
+    except (OSError, ValueError, *UNBUILT) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"{folder} cannot be read as a folder of timm's save_for_hf: {reason}") from error
 
 
 def _restored(recipe: Recipe) -> Recipe:
@@ -172,13 +203,19 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             f"{path}: the average of the weights is taken, {file} (name {WEIGHTS} there for the last ones)", flush=True
         )
     try:
-        with safe_open(file, framework="pt") as opened:
-            found = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  not a dict
-    except SafetensorError as error:
+        found = _tensors(file)
+    except (SafetensorError, UnpicklingError, EOFError, *UNBUILT) as error:
         raise ValueError(f"the checkpoint {file} is truncated or damaged: {error}") from error
     if wrong := [key for key, tensor in found.items() if not tensor.isfinite().all()]:
         raise ValueError(f"the checkpoint {file} holds values that are not finite, in {wrong[0]}")
     return found
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    if file.name == PICKLED:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    with safe_open(file, framework="pt") as opened:
+        return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  not a dict
 
 
 def header_of(recipe: Recipe) -> dict[str, str]:

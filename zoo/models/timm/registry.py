@@ -103,7 +103,17 @@ def build_converted(base: str, name: str, conversions: Any, pretrained: bool, kw
     entrypoint = model_entrypoint(base)
     creators = {n: f for n, f in entrypoint.__globals__.items() if n.startswith("_create_") and hasattr(f, "__code__")}
     ours = {n: rebind(f, build_model_with_cfg=build, _USE_NAFLEX_DEFAULT=False) for n, f in creators.items()}
-    model = rebind(entrypoint, build_model_with_cfg=build, **ours)(pretrained, **kwargs)
+    create = rebind(entrypoint, build_model_with_cfg=build, **ours)
+    try:
+        model = create(pretrained, **kwargs)
+    except RuntimeError as error:
+        if "No pretrained weights" not in str(error):
+            raise
+        mixer = next(iter(conversions))["mixer"]
+        raise ValueError(
+            f"there are no published weights of {name}: convert the model that has them, "
+            f"model = timm.create_model({base!r}, pretrained=True); zoo.convert(model, {mixer!r})"
+        ) from error
     if not made:
         raise ValueError(f"{name} cannot be made from {base}: it is built in a way that is not known here")
     return model
