@@ -28,6 +28,7 @@ LAYERS = (  # of zoo, lowest first: a package may import those of the lines abov
     ("eval",),
     ("train",),
     ("recipes",),
+    ("cli",),
 )
 
 
@@ -112,6 +113,8 @@ def test_the_wheel_holds_exactly_the_two_packages(tmp_path):
     top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert top == {"zoo", "hla_kernels"}
     assert {"hla_kernels/py.typed", "zoo/py.typed"} <= set(names)
+    shipped = {name.removeprefix("zoo/configs/") for name in names if name.startswith("zoo/configs/")}
+    assert shipped == {str(p.relative_to(ROOT / "configs")) for p in (ROOT / "configs").rglob("*.yaml")}
 
 
 def test_no_pickle_from_disk():

@@ -1,36 +1,7 @@
-"""Train a vision transformer, from scratch or from a softmax checkpoint, with any mixer.
+"""The command `zoo train-classifier` as a script."""
 
-    python tools/train_vit.py configs/vit/digits_softmax.yaml
-    python tools/train_vit.py configs/vit/digits_finetune.yaml model.checkpoint=runs/digits_softmax model.mixer=mhla
-    accelerate launch tools/train_vit.py configs/vit/imagenet_deit_small.yaml data.train=TRAIN data.val=VAL
-
-Several processes: start it with `accelerate launch` (DDP, FSDP2 or DeepSpeed, see configs/accelerate) or `torchrun`.
-Continue an interrupted run with run.resume=true. The last line of the output is the result as JSON, also in result.json
-of the run folder.
-"""
-
-import json
-from typing import Any
-
-from zoo import config
-from zoo.train.classification import Trainer
-from zoo.train.processes import part
-from zoo.train.settings import TrainSettings
-
-USAGE = "usage: train_vit.py [CONFIG.yaml] [section.key=value ...]"
-
-
-def main(words: list[str]) -> dict[str, Any]:
-    """Train as the words of the command line say. Returns the result (top-1 and top-5 in percent); raises
-    ValueError."""
-    if config.wants_help(words, __doc__, USAGE, TrainSettings):
-        return {}
-    result = Trainer(config.from_command_line(TrainSettings, words)).train()
-    part()
-    if result:
-        print(json.dumps(result), flush=True)
-    return result
-
+from zoo.cli.train_classifier import main
+from zoo.config import command_line
 
 if __name__ == "__main__":
-    config.command_line(main)
+    command_line(main)

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable
@@ -39,10 +40,33 @@ def load(schema: type[T], path: str | Path | None, overrides: list[str] | None =
     by key, and `{}` empties one. Raises ValueError for a missing or unreadable file, an unknown key (with the nearest
     valid one), or a value of the wrong type.
     """
-    tree = read_tree(Path(path)) if path else {}
+    tree = read_tree(find_config(path)) if path else {}
     for word in overrides or []:
         tree = merge(tree, _parse_override(schema, word))
     return from_tree(schema, tree)
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configurations that come with the package, by name ("vit/digits_softmax")."""
+    inside = Path(__file__).with_name("configs")  # of an installed package; else that of the checkout
+    folder = inside if inside.is_dir() else Path(__file__).resolve().parents[1] / "configs"
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
+
+
+def find_config(name: str | Path) -> Path:
+    """The file `name`, or the shipped configuration of that name, with or without its folder. Raises ValueError with
+    the nearest name for one that is neither, and for a name that several folders have."""
+    if Path(name).is_file():
+        return Path(name)
+    shipped, short = shipped_configs(), str(name).removeprefix("configs/").removesuffix(".yaml")
+    found = [key for key in shipped if short in (key, key.rpartition("/")[2])]
+    if len(found) > 1:
+        raise ValueError(f"{name} may be any of the configurations {', '.join(found)}: name its folder too")
+    if not found:
+        near = difflib.get_close_matches(short, shipped, n=1, cutoff=0.75)
+        hint = f"; did you mean {near[0]}?" if near else " (shipped ones: zoo list configs)"
+        raise ValueError(f"there is no configuration file {name}{hint}")
+    return shipped[found[0]]
 
 
 def read_tree(path: Path, seen: tuple[str, ...] = ()) -> Tree:
@@ -290,13 +314,18 @@ def describe(schema: type) -> str:
 
 def _describe_key(schema: type, key: str, prefix: str) -> list[str]:
     default, kind = getattr(schema(), key), type_name(_hints(schema)[key])
-    return [f"  {prefix}{key} ({kind}, default {default!r})", f"      {field_docs(schema)[key]}"]
+    meaning = textwrap.wrap(field_docs(schema)[key], width=100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return [f"  {prefix}{key} ({kind}, default {default!r})", *meaning]
 
 
 def from_command_line(schema: type[T], words: list[str]) -> T:
     """The configuration that the words of a command line describe: at most one file, and overrides. Raises
     ValueError."""
     files = [word for word in words if "=" not in word]
+    if options := [word for word in words if word.startswith("-")]:
+        near = _meant(options[0].lstrip("-").partition("=")[0], "", schema)
+        hint = f", such as {near[0]}=VALUE" if near else ""
+        raise ValueError(f"unknown option {options[0]!r}: write keys as section.key=value{hint}")
     if len(files) > 1:
         raise ValueError(f"expected one configuration file and section.key=value words, got {' '.join(files)}")
     return load(schema, files[0] if files else None, [word for word in words if "=" in word])
@@ -315,6 +344,10 @@ def command_line(main: Callable[[list[str]], Any]) -> None:
     is what the file system refuses (a folder that cannot be made, a full disk). Ctrl-C is one line, with status 130."""
     try:
         main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has enough, as in `zoo list configs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -1,0 +1,95 @@
+"""The command `zoo`, its configurations by name, and the package that it is installed from."""
+
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import zoo
+from tests.helpers.runs import ROOT
+from zoo import cli
+from zoo.config import find_config, from_command_line, shipped_configs
+from zoo.train.settings import TrainSettings
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name not in ("benchmark",)])
+def test_each_command_has_help(name, capsys):
+    cli.main([name, "--help"])
+    assert f"usage: zoo {name}" in capsys.readouterr().out
+
+
+def test_help_and_version(capsys):
+    cli.main([])
+    text = capsys.readouterr().out
+    assert all(name in text for name in cli.COMMANDS)
+    cli.main(["--version"])
+    assert f"hla-zoo {zoo.__version__} (torch " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="Did you mean 'train-classifier'"):
+        cli.main(["train-clasifier"])
+
+
+def test_lists(capsys):
+    assert any(line.startswith("mhla ") for line in cli.main(["list", "mixers"]))
+    assert "vit_mhla_tiny_patch16_224" in cli.main(["list", "models", "mhla", "tiny"])
+    assert "vit/digits_softmax" in cli.main(["list", "configs", "digits"])
+    with pytest.raises(ValueError, match="Did you mean 'configs'"):
+        cli.main(["list", "config"])
+
+
+@pytest.mark.parametrize("name", ["vit/digits_softmax", "digits_softmax", "configs/vit/digits_softmax.yaml"])
+def test_configurations_are_found_by_name_from_any_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_config(name).samefile(ROOT / "configs" / "vit" / "digits_softmax.yaml")
+    settings = from_command_line(TrainSettings, [name, "schedule.epochs=7"])
+    assert settings.schedule.epochs == 7 and settings.data.source == "digits"
+
+
+def test_a_file_comes_before_a_shipped_configuration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits_softmax").write_text("schedule: {epochs: 3}")
+    assert from_command_line(TrainSettings, ["digits_softmax"]).schedule.epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["digits_finetune"], "dit/digits_finetune, vit/digits_finetune: name its folder"),
+        (["vit/digits_sotfmax"], "did you mean vit/digits_softmax"),
+        (["nothing_of_the_kind"], "zoo list configs"),
+        (["--epochs", "3"], r"unknown option '--epochs'.*such as schedule\.epochs=VALUE"),
+        (["--epochs=3"], r"unknown option '--epochs=3'"),
+    ],
+)
+def test_other_words_are_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        from_command_line(TrainSettings, words)
+
+
+def test_an_installed_package_runs_from_any_folder(tmp_path):
+    """A wheel, unpacked where no checkout is: its command finds its own configurations."""
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    names = zipfile.ZipFile(wheel).namelist()
+    (entry,) = (name for name in names if name.endswith("entry_points.txt"))
+    assert "zoo = zoo.cli:entry" in zipfile.ZipFile(wheel).read(entry).decode()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *filter(None, sys.path[1:])])}
+    code = (
+        "import zoo, zoo.cli; assert '/site/' in zoo.__file__, zoo.__file__\n"
+        "assert zoo.cli.main(['list', 'configs']) == LISTED\n"
+        "try: zoo.cli.main(['benchmark'])\n"
+        "except ValueError as error: assert 'clone of the project' in str(error)\n"
+        "else: raise SystemExit('benchmarks ran')\n"
+    ).replace("LISTED", repr(list(shipped_configs())))
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"{sys.executable} -m zoo.cli list models | head -1"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "kernels"), *sys.path]))}
+    done = subprocess.run(command, shell=True, env=env, capture_output=True, text=True)
+    assert done.stdout.count("\n") == 1 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr

@@ -1,0 +1,5 @@
+"""`python -m zoo.cli`, for launchers that start modules."""
+
+from zoo.cli import entry
+
+entry()

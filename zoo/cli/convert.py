@@ -1,0 +1,72 @@
+"""Convert a softmax model to a mixer: inherit every weight, write the result and the report of what was done.
+
+    zoo convert model.name=deit_small_patch16_224 model.pretrained=true model.mixer=multipole out=runs/deit
+    zoo convert diffusers=facebook/DiT-XL-2-256 model.mixer=mhla model.keep_softmax=every:4 out=runs/dit
+    zoo convert recipe configs/recipes/digits_vit.yaml source=runs/digits_softmax out=runs/digits_recipe
+
+The source is a timm name (with model.pretrained=true for timm's weights), a .safetensors file of timm with its
+model.name, anything that these tools wrote, or a pipeline or transformer of diffusers (folder or hub name). `out` gets
+report.json and model.safetensors, which the other tools read; of a diffusers source, what diffusers saves.
+
+`recipe` carries out all stages: inspect, convert, calibrate, transfer, fine-tune, controls, evaluate; stages=[inspect]
+and so on for some. Each writes JSON, Markdown and a picture into `out`; an interrupted recipe goes on where it was.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zoo import config
+from zoo.models.convert import Report
+from zoo.models.timm.model_files import keep_source
+from zoo.recipes.plain import from_timm
+from zoo.recipes.settings import RecipeSettings, from_words
+from zoo.recipes.stages import run_recipe
+from zoo.train.settings import ModelSettings
+
+USAGE = "usage: zoo convert [recipe] [CONFIG.yaml] [key=value ...] [section.key=value ...]"
+
+
+@dataclass(frozen=True)
+class ConvertSettings:
+    """What to convert and where to write it.
+
+    diffusers: pipeline or transformer of diffusers to convert, a folder or a hub name; empty for a timm model
+    precision: type of the weights that a diffusers source is saved with: fp32, bf16, fp16
+    out: folder for the result and report.json
+    """
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    diffusers: str = ""
+    precision: str = "fp32"
+    out: str = ""
+
+    def __post_init__(self) -> None:
+        config.one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
+
+
+def main(words: list[str]) -> dict[str, Any]:
+    """Convert as the words of the command line say. Returns the report; raises ValueError."""
+    recipe = words[:1] == ["recipe"]
+    if config.wants_help(words, __doc__, USAGE, RecipeSettings if recipe else ConvertSettings):
+        return {}
+    if recipe:
+        return run_recipe(from_words(words[1:]))
+    settings = config.from_command_line(ConvertSettings, words)
+    if not settings.out or not settings.model.mixer:
+        raise ValueError("say which mixer and where to write the result: model.mixer=NAME out=FOLDER")
+    keep_source(settings.diffusers or settings.model.checkpoint, Path(settings.out))
+    report = from_diffusers(settings) if settings.diffusers else from_timm(settings.model, Path(settings.out))
+    print(f"{report}\nwrote {settings.out}")
+    return report.to_dict()
+
+
+def from_diffusers(settings: ConvertSettings) -> Report:
+    """Convert a pipeline or transformer of diffusers. Raises ValueError, also for keys of timm models."""
+    from zoo.models.diffusers.convert_folder import convert_folder
+
+    m = settings.model
+    if m != ModelSettings(mixer=m.mixer, mixer_options=m.mixer_options, keep_softmax=m.keep_softmax):
+        raise ValueError("diffusers= goes with mixer, mixer_options and keep_softmax, with no other model.* key")
+    arguments = {"keep_softmax": m.keep_softmax or None, **m.mixer_options}
+    return convert_folder(settings.diffusers, Path(settings.out), m.mixer, settings.precision, **arguments)

@@ -1,0 +1,52 @@
+"""Top-1 and top-5 accuracy of models side by side, each with the transform of its own configuration.
+
+    zoo evaluate data.source=folder data.val=IMAGENET/val eval.real_labels=timm \\
+        eval.models=[deit_small_patch16_224.fb_in1k,runs/deit_small_multipole]
+    zoo evaluate data.source=digits eval.models=[runs/digits_softmax,runs/digits_mhla]
+    zoo evaluate attention data.source=digits eval.models=[runs/digits_softmax,runs/digits_mhla]
+
+The first model is the one that the others are compared with: top1_diff and the ends diff_low, diff_high of its paired
+95 % interval, in points. A folder with sub-folders named by class number (ImageNet-V2) is read as such. `out` gets
+results.csv with timm's columns and predictions.csv with one line an image.
+
+`attention` looks inside: rank, effective rank and entropy of what each head of each layer does to the tokens, for any
+mixer, as attention.csv and attention.png, and what query tokens read, as maps.csv and maps_<n>.png of model n.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from zoo import config
+from zoo.eval.attention.probes import ProbeSettings, probe, table
+from zoo.eval.compare import compare
+from zoo.eval.results import write_csv, write_predictions
+from zoo.eval.settings import EvalSettings
+
+USAGE = "usage: zoo evaluate [attention] [CONFIG.yaml] eval.models=[A,B] data.val=WHERE [section.key=value ...]"
+
+
+def main(words: list[str]) -> list[dict[str, Any]]:
+    """Evaluate as the words of the command line say. Returns one row a model, or a head; raises ValueError."""
+    inside = words[:1] == ["attention"]
+    words = words[inside:]
+    if config.wants_help(words, __doc__, USAGE, ProbeSettings if inside else EvalSettings):
+        return []
+    if inside:
+        looked = config.from_command_line(ProbeSettings, words)
+        found = probe(looked)
+        print(table(found), f"wrote {looked.out}/attention.csv, maps.csv, attention.png and maps_<n>.png", sep="\n")
+        return found
+    return accuracy(config.from_command_line(EvalSettings, words))
+
+
+def accuracy(settings: EvalSettings) -> list[dict[str, Any]]:
+    """Accuracies of the models, printed and written. Returns one row a model; raises ValueError."""
+    rows, found, names = compare(settings)
+    out = Path(settings.out)
+    write_csv(rows, out / "results.csv")
+    write_predictions(found, names, out / "predictions.csv")
+    for row in rows:
+        interval = f"{row['top1_diff']:+.2f} [{row['diff_low']:+.2f}, {row['diff_high']:+.2f}]"
+        print(f"{row['model']}: top-1 {row['top1']:.2f} %, top-5 {row['top5']:.2f} %, against the first {interval}")
+    print(f"wrote {out / 'results.csv'}")
+    return rows

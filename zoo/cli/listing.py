@@ -1,0 +1,50 @@
+"""Names that the other commands take.
+
+zoo list              kinds of names
+zoo list mixers       mixers
+zoo list models       registered timm names
+zoo list configs      shipped configurations
+"""
+
+import inspect
+from collections.abc import Callable
+
+import timm
+from timm.models import model_entrypoint
+
+from zoo.config import shipped_configs
+from zoo.errors import unknown_name
+from zoo.mixers import MIXERS
+
+USAGE = "usage: zoo list mixers|models|configs [PATTERN]"
+
+
+def mixers() -> list[str]:
+    """Names of mixers with the first line of their documentation."""
+    about = {name: (inspect.getdoc(kind) or "").splitlines()[0] for name, kind in MIXERS.items()}
+    return [f"{name.ljust(max(map(len, about)))}  {text}" for name, text in about.items()]
+
+
+def models() -> list[str]:
+    """Registered names of models with mixers."""
+    return [name for name in timm.list_models() if model_entrypoint(name).__module__.startswith("zoo.")]
+
+
+def configs() -> list[str]:
+    """Shipped configurations."""
+    return list(shipped_configs())
+
+
+KINDS: dict[str, Callable[[], list[str]]] = {"mixers": mixers, "models": models, "configs": configs}
+
+
+def main(words: list[str]) -> list[str]:
+    """Print names of a kind, those that hold the second word if there is one. Returns the lines; raises ValueError."""
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__, USAGE, sep="\n")
+        return []
+    if words[0] not in KINDS:
+        raise unknown_name("kind of names", words[0], KINDS)
+    lines = [line for line in KINDS[words[0]]() if all(word in line for word in words[1:])]
+    print("\n".join(lines))
+    return lines
