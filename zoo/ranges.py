@@ -9,13 +9,14 @@ import torch
 POSITIVE = "(0, inf)"
 PIXELS = "[1, 65536]"  # of a side of an image, far below what makes Pillow fail
 SEED = "[0, 4294967295]"  # what every generator takes
+LARGEST = 1e18  # of any number: within int64 and float32
 
 
 def check_ranges(section: str, settings: Any, **ranges: str) -> None:
     """Raise ValueError for the first number of `settings` outside of its range.
 
-    ranges: key -> interval such as "(0, inf)", "[0, 1)" or "[1, inf)", of which infinity is never a part; a list must
-    lie in it with every number, none is in each. section: what stands before the key in messages, "" for nothing.
+    ranges: key -> interval such as "(0, inf)", "[0, 1)" or "[1, inf)", which ends at LARGEST; a list must lie in it
+    with every number, none is in each. section: what stands before the key in messages, "" for nothing.
     """
     for key, interval in ranges.items():
         value, name = getattr(settings, key), f"{section}.{key}" if section else key
@@ -23,14 +24,16 @@ def check_ranges(section: str, settings: Any, **ranges: str) -> None:
         for i, number in enumerate(numbers):
             if number is not None and not _inside(number, interval):
                 place = f"{name}[{i}]" if isinstance(value, list) else name
-                raise ValueError(f"{place} must be {_in_words(interval)}, got {number}")
+                huge = LARGEST < abs(number) < math.inf
+                allowed = f"at most {LARGEST:g} in size" if huge else _in_words(interval)
+                raise ValueError(f"{place} must be {allowed}, got {number}")
 
 
 def _inside(number: float, interval: str) -> bool:
     first, low, high, last = _parts(interval)
     above = number > low or (first == "[" and number == low)
     below = number < high or (last == "]" and number == high)
-    return math.isfinite(number) and above and below
+    return abs(number) <= LARGEST and above and below
 
 
 def _in_words(interval: str) -> str:

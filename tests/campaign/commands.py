@@ -58,7 +58,7 @@ def command(
     title: str, tool: str, base: list[str], words: list[str], allowed: tuple[int, ...], phrase: str, place: Path
 ) -> Case:
     """One command line; `base` are the words before its own."""
-    huge = allowed == ALLOWED["either"] and any("00000000" in word or "e300" in word for word in words)
+    huge = allowed == ALLOWED["either"] and any("00000000" in word or "e18" in word for word in words)
 
     def complaint(where: Path, these: list[str]) -> str:
         where.mkdir(exist_ok=True)
@@ -100,7 +100,9 @@ def generated(section: Tree) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield f"{key}={value}", ALLOWED["refuse"]
             yield f"{key}=-1", ALLOWED["either" if key in section.get("negative", ()) else "refuse"]
             yield f"{key}=0", ALLOWED["either"]
-            yield f"{key}={'1000000000000' if int in kinds else '1.0e300'}", ALLOWED["either"]
+            for value in ("1000000000000", "1000000000000000000") if int in kinds else ("1.0e18", "1.0e-300"):
+                yield f"{key}={value}", ALLOWED["either"]
+            yield f"{key}={'100000000000000000000' if int in kinds else '1.0e300'}", ALLOWED["refuse"]
         if str in kinds:
             yield f"{key}=banana", ALLOWED["either"]
 

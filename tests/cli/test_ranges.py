@@ -41,17 +41,18 @@ def numbers(schema):
             yield key, ("[{}, {}]" if "list" in hint else "{}"), "float" in hint
 
 
+HUGE = ("1.0e300", "-1.0e300")  # beyond every range
 CASES = [
     pytest.param(schema, f"{key}={form.format(*[value] * 2)}", key, id=f"{schema.__name__}-{key}={value}")
     for schema in SCHEMAS
     for key, form, real in numbers(schema)
-    for value in ((".nan", ".inf", "-.inf", "1e400", "-1.5") if real else ("-1",))
+    for value in ((".nan", ".inf", "-.inf", "1e400", "-1.5", *HUGE) if real else ("-1", "1" + 20 * "0"))
     if not (value == "-1.5" and key in ANY)
 ]
 
 
 @pytest.mark.parametrize(("schema", "word", "key"), CASES)
-def test_no_number_is_negative_or_not_finite(schema, word, key):
+def test_no_number_is_negative_or_not_finite_or_huge(schema, word, key):
     with pytest.raises(ValueError, match=rf"^{key}") as error:
         config.load(schema, None, [word])
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
@@ -66,11 +67,12 @@ def test_settings_made_in_python_are_checked_too():
 @pytest.mark.parametrize(
     ("interval", "inside", "outside", "words"),
     [
-        ("(0, inf)", [1e-300, 1e300, None], [0, -1, math.inf, math.nan], "a positive number"),
+        ("(0, inf)", [1e-300, 1e18, None], [0, -1, math.inf, math.nan], "a positive number"),
         ("[0, 1)", [0, 0.999], [1, -1e-9, math.nan], r"in \[0, 1\)"),
         ("(0, 1]", [1, 1e-9], [0, 1.001], r"in \(0, 1\]"),
-        ("[1, inf)", [1, 10**30], [0, math.inf], "1 or more"),
-        ("(-inf, inf)", [-1e30, 0], [math.nan, -math.inf, math.inf], "finite"),
+        ("[1, inf)", [1, 10**18], [0, math.inf], "1 or more"),
+        ("(-inf, inf)", [-1e18, 0], [math.nan, -math.inf, math.inf], "finite"),
+        ("[0, inf)", [0, 1e18], [2e18, 10**400, -(10**400)], r"at most 1e\+18 in size"),
     ],
 )
 def test_intervals(interval, inside, outside, words):
@@ -94,7 +96,16 @@ def test_intervals(interval, inside, outside, words):
         (TrainSettings, "optim.betas=[0.9]", r"optim.betas is two numbers"),
         (TrainSettings, "optim.betas=[]", r"optim.betas is two numbers"),
         (TrainSettings, "data.std=[0,0,0]", r"data.std\[0\] must be a positive number, got 0.0"),
-        (TrainSettings, "data.crop_pct=0", r"data.crop_pct must be in \(0, 1\]"),
+        (TrainSettings, "data.crop_pct=0", r"data.crop_pct must be in \[0.01, 1\]"),
+        (TrainSettings, "data.crop_pct=1.0e-300", r"data.crop_pct must be in \[0.01, 1\]"),
+        (TrainSettings, "augment.pad=100000000000000000000", r"augment.pad must be at most 1e\+18 in size"),
+        (TrainSettings, "augment.pad=100000", r"augment.pad must be in \[0, 65536\]"),
+        (DiffusionSettings, "objective.shift=1.0e300", r"objective.shift must be at most 1e\+18 in size"),
+        (DiffusionSettings, "objective.shift=1.0e+16", r"objective.shift must be in \[0.001, 1000\]"),
+        (DiffusionSettings, "objective.shift=1.0e-300", r"objective.shift must be in \[0.001, 1000\]"),
+        (DiffusionSettings, "objective.t_mean=-100", r"objective.t_mean must be in \[-20, 20\]"),
+        (DiffusionSettings, "lora.rank=100000000000000000000", r"lora.rank must be at most 1e\+18 in size"),
+        (DiffusionSettings, "sample.steps=9223372036854775807", r"sample.steps must be at most 1e\+18 in size"),
         (TrainSettings, "augment.scale=[1, 0.5]", r"augment.scale is two numbers, smallest and largest"),
         (TrainSettings, "augment.auto=garbage", r"augment.auto='garbage' is no policy"),
         (TrainSettings, "augment.auto=rand-mX", r"augment.auto='rand-mX' is no policy"),

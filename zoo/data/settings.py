@@ -54,7 +54,7 @@ class DataSettings:
     def __post_init__(self) -> None:
         one_of("data.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset"))
         check_ranges("data", self, batch_size="[1, inf)", num_classes="[1, inf)", workers="[0, inf)")
-        check_ranges("data", self, holdout="[0, inf)", crop_pct="(0, 1]", mean="(-inf, inf)", std=POSITIVE)
+        check_ranges("data", self, holdout="[0, inf)", crop_pct="[0.01, 1]", mean="(-inf, inf)", std=POSITIVE)
         for name in ("mean", "std"):
             if getattr(self, name) is not None and len(getattr(self, name)) != 3:
                 raise ValueError(f"data.{name} is three numbers, one a colour, got {getattr(self, name)}")
@@ -92,7 +92,8 @@ class AugmentSettings:
     def __post_init__(self) -> None:
         one_of("augment.crop", self.crop, ("resized", "padded", "none"))
         check_ranges("augment", self, **dict.fromkeys(("hflip", "smoothing", "erase", "mix_prob"), "[0, 1]"))
-        check_ranges("augment", self, **dict.fromkeys(("pad", "jitter", "mixup", "cutmix"), "[0, inf)"), scale="(0, 1]")
+        check_ranges("augment", self, **dict.fromkeys(("jitter", "mixup", "cutmix"), "[0, inf)"))
+        check_ranges("augment", self, scale="(0, 1]", pad="[0, 65536]")
         if len(self.scale) != 2 or self.scale[0] > self.scale[1]:
             raise ValueError(f"augment.scale is two numbers, smallest and largest area, got {self.scale}")
         if self.auto and not AUTO.fullmatch(self.auto):

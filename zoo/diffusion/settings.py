@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from zoo.config import one_of
-from zoo.ranges import POSITIVE, check_ranges
+from zoo.ranges import check_ranges
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,8 @@ class ObjectiveSettings:
     kind: flow (flow matching) or ddpm (noise and learned variance with the variational bound, as DiT)
     t_mean: mean of the logit-normal times of flow matching
     t_std: their standard deviation
-    shift: factor that moves the times of flow matching towards noise, for large images (3 for SD3 and Sana)
+    shift: factor that moves the times of flow matching towards noise, for large images (3 for SD3 and Sana); beyond
+      1000, the number of its steps, all times would be the last
     """
 
     kind: str = "flow"
@@ -23,4 +24,4 @@ class ObjectiveSettings:
 
     def __post_init__(self) -> None:
         one_of("objective.kind", self.kind, ("flow", "ddpm"))
-        check_ranges("objective", self, t_mean="(-inf, inf)", t_std=POSITIVE, shift=POSITIVE)
+        check_ranges("objective", self, t_mean="[-20, 20]", t_std="(0, 20]", shift="[0.001, 1000]")
