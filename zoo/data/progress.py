@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -11,17 +11,25 @@ T = TypeVar("T")
 SECONDS_BETWEEN_LINES = 30.0
 
 
-def progress(items: Iterable[T], title: str, total: int | None = None, first: int = 0) -> Iterator[T]:
-    """`items`, shown on standard error: a bar on a terminal, else a line every 30 seconds. `first` of `total` are
-    done already."""
+def progress(
+    items: Iterable[T], title: str, total: int | None = None, first: int = 0, status: Callable[[], str] = str
+) -> Iterator[T]:
+    """Yield `items` and show progress on standard error: a bar on a terminal, else a line every 30 seconds.
+
+    first: number of the `total` items that are done already. status: returns text to show, such as the loss.
+    """
     if total is None and isinstance(items, Sized):
         total = len(items)
     if sys.stderr.isatty():
-        yield from tqdm(items, desc=title, total=total, initial=first, dynamic_ncols=True, leave=False)
+        with tqdm(items, desc=title, total=total, initial=first, dynamic_ncols=True, leave=False) as bar:
+            for item in bar:
+                yield item
+                bar.set_postfix_str(status(), refresh=False)
         return
     last = time.monotonic()
     for done, item in enumerate(items, start=first + 1):
         yield item
         if time.monotonic() - last > SECONDS_BETWEEN_LINES:
             last = time.monotonic()
-            print(f"{title}: {done}" + (f"/{total}" if total else ""), file=sys.stderr, flush=True)
+            count = f"{done}/{total}" if total else str(done)
+            print(", ".join(filter(None, [f"{title}: {count}", status()])), file=sys.stderr, flush=True)

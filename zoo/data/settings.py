@@ -1,11 +1,13 @@
 """The keys of the `data` and `augment` sections of a configuration."""
 
+import os
 import re
 from dataclasses import dataclass, field
 
 from zoo.config import one_of
 from zoo.ranges import POSITIVE, check_ranges
 
+WORKERS = min(4, os.cpu_count() or 1)  # more than the cores of a small machine only slow it down
 # what timm makes of augment.auto; it passes over the parts of the word that it does not know
 AUTO = re.compile(
     r"rand(-(m|n|inc|mmax)\d+|-(mstd|p)\d+(\.\d+)?|-t\w+)*|augmix(-[mwdb]\d+|-(mstd|a)\d+(\.\d+)?)*"
@@ -44,7 +46,7 @@ class DataSettings:
     label_key: str = "label"
     num_classes: int | None = None
     batch_size: int = 128
-    workers: int = 4
+    workers: int = WORKERS
     cache: bool = False
     holdout: int = 0
     crop_pct: float | None = None

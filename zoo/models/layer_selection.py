@@ -71,7 +71,11 @@ def _kept(blocks: Mapping[str, int], keep: Plain) -> list[str]:
 def _matching(names: list[str], pattern: Any, argument: str) -> list[str]:
     matched = [name for name in names if isinstance(pattern, str) and fnmatchcase(name, pattern)]
     if not matched:
-        raise ValueError(f"{argument}={pattern!r} matches none of the attention layers {names[0]} ... {names[-1]}")
+        also = ', "every:<n>"' if argument == "keep_softmax" else ""
+        raise ValueError(
+            f"{argument}={pattern!r} matches none of the attention layers {names[0]} ... {names[-1]}; allowed: block "
+            f"indices, a pattern of module names{also}"
+        )
     return matched
 
 

@@ -95,6 +95,7 @@ class Run(Resumable, ABC):
         self.saved = 0  # the step of the newest checkpoint
         self.bad: set[int] = set()
         self.evaluated: dict[str, Any] = {}  # the last evaluation
+        self.trained: dict[str, Any] = {}  # the last training row
         self.late = False  # whether a checkpoint is due since steps that were skipped
         self.models = [self.model, *([ema.module] if ema else [])]
         self.anneal = Annealing(self.models, optim.anneal, optim.ridge, self.last_step, accelerator.device)
@@ -189,14 +190,16 @@ class Run(Resumable, ABC):
         beside = {"eval": self.evaluate, "samples": self.show, "checkpoint": self._checkpoint}
         steps = range(self.step, self.last_step)
         self.wrapped.train()
-        for _ in progress(steps, f"training {self.folder.name}", self.last_step, self.step) if self.main else steps:
+        bar = progress(steps, f"training {self.folder.name}", self.last_step, self.step, self._status)
+        for _ in bar if self.main else steps:
             with stop.explained(self._stopped):
                 self._train_step(batches)
             if self.step % settings.log.every == 0 or self.step == self.last_step:
                 self.update.settle(self.step)  # waits for the device, so that the clock stops after the work
                 if self.update.failing:
                     self._check_weights()
-                self.write(self._training_row(*clock.lap(self.step)))
+                self.trained = self._training_row(*clock.lap(self.step))
+                self.write(self.trained)
                 self.meters.clear()
             for kind, work in beside.items():
                 if self.due(kind) or (kind == "checkpoint" and self.late):
@@ -205,6 +208,19 @@ class Run(Resumable, ABC):
                 if self.saved != self.step:
                     self._do_beside("checkpoint", self._checkpoint, clock)
                 raise self._stopped(number)
+
+    def _status(self) -> str:
+        """Loss, speed and the last evaluation, for the progress bar."""
+        row, key = self.trained, self.metric[0]
+        texts = [f"loss {row['loss']:.4g}", f"{row['images_per_second']:.0f} images/s"] if "loss" in row else []
+        return ", ".join([*texts, *([f"{key} {self.evaluated[key]:.4g}"] if key in self.evaluated else [])])
+
+    def _print_summary(self, last: dict[str, Any]) -> None:
+        """Print the last evaluation and where the run was written."""
+        key, title = self.metric
+        scores = [f"{name}{last[full]:.4g}" for name, full in (("", key), ("EMA ", f"ema_{key}")) if full in last]
+        spent = f"{self.last_step} steps in {self.seconds:.0f} s"
+        print(f"{title}: {', '.join(scores)} after {spent}; wrote {self.folder}", flush=True)
 
     def _stopped(self, number: int) -> SystemExit:
         """The end of a run after a signal, once a line has said where it goes on."""
@@ -315,6 +331,7 @@ class Run(Resumable, ABC):
             with replacing(self.folder / RESULT) as temporary:
                 temporary.write_text(json.dumps(result, indent=1) + "\n")
             draw_curves({self.folder.name: rows}, self.folder / "curves.png", *self.metric)
+            self._print_summary(last)
         for tracker in self.accelerator.trackers:
             tracker.finish()
         return result

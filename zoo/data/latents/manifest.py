@@ -115,7 +115,11 @@ def read_manifest(folder: str | Path) -> Manifest:
     file = Path(folder) / MANIFEST
     if not file.is_file():
         begun = (Path(folder) / PLAN).is_file()
-        what = "is not complete: run tools/extract_latents.py again" if begun else f"holds no latents: no {MANIFEST}"
+        what = (
+            "is not complete: run tools/extract_latents.py again"
+            if begun
+            else f"holds no latents: no {MANIFEST} (zoo extract-latents)"
+        )
         raise ValueError(f"{folder} {what}")
     try:
         return Manifest(**json.loads(file.read_text()))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from zoo.config import one_of
+from zoo.data.settings import WORKERS
 from zoo.ranges import PIXELS, check_device, check_ranges
 
 VIDEOS = ("videos", "moving_digits")  # sources of clips
@@ -49,7 +50,7 @@ class ImageSettings:
     stride: int = 1
     step: int = 0
     clips: int = 1000
-    workers: int = 4
+    workers: int = WORKERS
 
     def __post_init__(self) -> None:
         one_of("images.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset", *VIDEOS))

@@ -32,6 +32,7 @@ def draw_profile(rows: list[dict[str, Any]], file: Path) -> None:
             place.plot(layers, [np.mean(h) for h in heads], color=color, marker="o", markersize=3, label=model)
             place.fill_between(layers, [min(h) for h in heads], [max(h) for h in heads], color=color, alpha=0.15)
         place.set(xlabel="layer", title=title)
+        place.xaxis.get_major_locator().set_params(integer=True)
         place.grid(alpha=0.3)
     axes[0].legend(frameon=False, fontsize=7)
     save_figure(figure, file, dpi=120)

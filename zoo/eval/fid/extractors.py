@@ -208,7 +208,8 @@ def open_extractor(name: str, weights: str = "") -> Extractor:
         if not weights:
             raise ValueError(
                 "the extractor inception needs fid.weights=FILE: "
-                "the weights-inception-2015-12-05-6726825d.pth of torch-fidelity"
+                "weights-inception-2015-12-05-6726825d.pth from https://github.com/toshas/torch-fidelity/releases; or "
+                "take fid.extractor=vit_small_patch14_dinov2.lvd142m or fid.extractor=RUN_FOLDER of a classifier"
             )
         return Inception(weights)
     if not timm.is_model(name.split(".")[0]):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from zoo.data.settings import WORKERS
 from zoo.ranges import check_device, check_ranges
 
 
@@ -32,7 +33,7 @@ class FidOptions:
     image_key: str = "image"
     reference_features: int = 10_000
     batch_size: int = 64
-    workers: int = 4
+    workers: int = WORKERS
     device: str = ""
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ class ClipSamples:
     clips, other classes in training than in validation, and when over 1 % of the clips cannot be read.
     """
 
-    def __init__(self, data: DiffusionDataSettings, seed: int, device: torch.device) -> None:
+    def __init__(self, data: DiffusionDataSettings, seed: int, device: torch.device, most: int | None = None) -> None:
         if data.img_size is None:
             raise ValueError("data.img_size is empty: say how many pixels high the videos shall be")
         shape = ClipShape(data.frames, data.img_size, data.width or data.img_size, data.stride, data.step, data.fps)
@@ -40,8 +40,8 @@ class ClipSamples:
         self.null = {LABELS: torch.tensor(len(self.classes), device=device)}
         sizes = {"image_size": list(shape[:3]), "fps": train.fps}
         self.about: dict[str, Any] = {"space": "pixels", **sizes, "classes": self.classes}
-        self.train_clips, self.train_labels = _decoded(train, "training clips")
-        self.val_clips, self.val_labels = _decoded(val, "validation clips")
+        self.train_clips, self.train_labels = _decoded(train, "training clips", most)
+        self.val_clips, self.val_labels = _decoded(val, "validation clips", most)
         self.n_train, self.n_val = len(self.train_clips), len(self.val_clips)
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Clean]:
@@ -74,13 +74,13 @@ def _open(data: DiffusionDataSettings, shape: ClipShape, which: str) -> Numbered
     return Clips(where, shape)
 
 
-def _decoded(clips: NumberedClips, what: str) -> tuple[Tensor, Tensor]:
-    """uint8 [n, 3, T, H, W] and class numbers [n] of the clips that can be read."""
-    found = []
-    for number in progress(range(len(clips)), f"decoding {what}"):
+def _decoded(clips: NumberedClips, what: str, most: int | None) -> tuple[Tensor, Tensor]:
+    """uint8 [n, 3, T, H, W] and class numbers [n] of the clips, the first `most`, that can be read."""
+    found, numbers = [], range(len(clips))[:most]
+    for number in progress(numbers, f"decoding {what}"):
         try:
             found.append(clips.read(number))
         except Unreadable as error:
             print(f"skipped clip {number}: {error}", flush=True)
-    check_unreadable(len(clips) - len(found), len(clips))
+    check_unreadable(len(numbers) - len(found), len(numbers))
     return torch.stack([clip for clip, _ in found]), torch.tensor([label for _, label in found])

@@ -44,12 +44,15 @@ class Samples(Protocol):
         """Samples [B, *shape] as uint8 images [B, 3, height, width] or clips [B, 3, frames, height, width]."""
 
 
-def open_samples(data: DiffusionDataSettings, seed: int, device: torch.device) -> Samples:
-    """The samples that the settings describe. Raises ValueError for what is missing or does not fit."""
+def open_samples(
+    data: DiffusionDataSettings, seed: int, device: torch.device, most_clips: int | None = None
+) -> Samples:
+    """The samples that the settings describe, of videos at most `most_clips` each for training and validation. Raises
+    ValueError for what is missing or does not fit."""
     if data.source == "latents":
         return LatentSamples(data, seed, device)
     if data.source in VIDEOS:
-        return ClipSamples(data, seed, device)
+        return ClipSamples(data, seed, device, most_clips)
     return PixelSamples(data, seed, device)
 
 

@@ -40,11 +40,12 @@ class DiffusionRun(Run):
 
     settings: DiffusionSettings
     metric = ("val_loss", "validation loss")
+    most_clips: int | None = None  # of a data set of videos, to decode
 
     def set_up(self) -> None:
         settings, accelerator = self.settings, self.accelerator
         data = settings.data
-        self.samples: Samples = open_samples(data, settings.run.seed, accelerator.device)
+        self.samples: Samples = open_samples(data, settings.run.seed, accelerator.device, self.most_clips)
         self.times = models.times_of(settings.model)
         if self.times != ALL and settings.sample.every:
             raise ValueError(

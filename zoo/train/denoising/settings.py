@@ -5,6 +5,7 @@ from typing import Any
 
 from zoo.config import one_of
 from zoo.data.latents.settings import VIDEOS, check_rate
+from zoo.data.settings import WORKERS
 from zoo.diffusion.settings import ObjectiveSettings
 from zoo.ranges import PIXELS, check_ranges
 from zoo.train.settings import LogSettings, OptimSettings, RunBasics
@@ -92,7 +93,7 @@ class DiffusionDataSettings:
     clips: int = 1000
     vae: str = ""
     batch_size: int = 128
-    workers: int = 4
+    workers: int = WORKERS
     cache: bool = False
     hflip: float = 0.5
     drop: float = 0.1
