@@ -13,6 +13,7 @@ from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.settings import TrainSettings
 
 CONFIGS = sorted((ROOT / "configs" / "vit").glob("*.yaml"))
+CONFIGS += sorted((ROOT / "configs" / "features").glob("*.yaml"))
 CONFIGS += sorted(f for f in (ROOT / "configs" / "experiments").glob("*.yaml") if not f.stem.endswith("_convert"))
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hla_kernels.features.power import power
 from hla_kernels.features.rms_norm import prepared, rms_norm
 from zoo.grid import Grid, split_tokens
 
@@ -62,12 +63,7 @@ class Power(nn.Module):
         return 1 + 4 * self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)).sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.relu().to(torch.promote_types(x.dtype, torch.float32))
-        top = y.amax(-1, keepdim=True)
-        part = y / top.clamp(min=torch.finfo(y.dtype).tiny)  # in [0, 1]: a power of it never overflows
-        raised = part ** self.power[:, None]
-        lengths = [z.square().sum(-1, keepdim=True).clamp(min=1) for z in (part, raised)]  # below 1 for zeros only
-        return (raised * top * (lengths[0] / lengths[1]).sqrt()).to(x.dtype)
+        return power(x, self.power)
 
 
 class DepthwiseResidual(nn.Module):

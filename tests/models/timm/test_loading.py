@@ -14,6 +14,7 @@ import zoo
 from tests.helpers.tiny_models import MIXERS, NARROW, SIZE, image, sites, tiny
 from zoo.models import hla_name
 from zoo.models.checkpoint_tags import decode_tag, encode_tag
+from zoo.models.timm.model_files import Recipe, build_host
 
 BASE = "vit_tiny_patch16_224"
 OPTIONS = {"depthwise": "v", "gate": True}
@@ -233,3 +234,12 @@ def test_meta_models_are_initialised_and_loaded():
     again = create(mixer_options=options)
     again.load_state_dict(fresh)
     assert torch.equal(lazy(image()), again(image()))
+
+
+def test_an_overlay_may_describe_images_alone():
+    """Of the pretrained configuration, a recipe may change what images the model reads, not where weights lie."""
+    small = Recipe("resnet18", {"pretrained_cfg_overlay": {"input_size": [3, 32, 32]}}, num_classes=5)
+    assert list(build_host(small).pretrained_cfg["input_size"]) == [3, 32, 32]
+    for overlay in ({"file": "x.pth"}, {"input_size": [3, 32, 32], "hf_hub_id": "a/b"}, "x.pth"):
+        with pytest.raises(ValueError, match="may hold crop_mode"):
+            build_host(Recipe("resnet18", {"pretrained_cfg_overlay": overlay}))

@@ -26,7 +26,9 @@ WEIGHTS = "model.safetensors"
 PICKLED = "pytorch_model.bin"  # of timm's save_for_hf(safe_serialization=False), read with weights_only=True
 CONFIG = "config.json"  # of timm's save_for_hf
 AVERAGE = "model_ema.safetensors"
-FILES = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}  # with which timm reads files
+FILES = {"checkpoint_path", "pretrained_cfg", "cache_dir"}  # keywords with which timm reads files
+OVERLAY = "pretrained_cfg_overlay"  # may say what images a model reads, not where its weights are
+OVERLAY_KEYS = {"input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode"}
 # what timm, torch and diffusers raise for sizes and names that make no sense
 UNBUILT = (
     TypeError,
@@ -75,8 +77,7 @@ def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
     weights out of reach."""
     if not timm.is_model(recipe.name):
         raise unknown_name("timm model", recipe.name, timm.list_models())
-    if files := sorted(FILES & recipe.kwargs.keys()):
-        raise ValueError(f"model.kwargs must not hold {files[0]}: name weights with model.checkpoint")
+    _check_no_files(recipe.kwargs)
     size = {} if recipe.img_size is None else {"img_size": recipe.img_size}
     try:
         model = timm.create_model(
@@ -91,6 +92,16 @@ def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
         raise ValueError(f"timm cannot build {recipe.name} with {_keywords(recipe)}: {reason}") from error
     _check_patches(model, recipe)
     return model
+
+
+def _check_no_files(kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for keywords that make timm read files."""
+    if files := sorted(FILES & kwargs.keys()):
+        raise ValueError(f"model.kwargs must not hold {files[0]}: name weights with model.checkpoint")
+    overlay = kwargs.get(OVERLAY, {})
+    if not isinstance(overlay, dict) or (others := sorted(overlay.keys() - OVERLAY_KEYS)):
+        wrong = repr(overlay) if not isinstance(overlay, dict) else others[0]
+        raise ValueError(f"model.kwargs.{OVERLAY} may hold {', '.join(sorted(OVERLAY_KEYS))} only, got {wrong}")
 
 
 def _keywords(recipe: Recipe) -> object:
