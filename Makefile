@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test demo campaign lint types pytest clean
+.PHONY: test demo docs campaign lint types pytest clean
 
 test: lint types pytest
 
@@ -19,6 +19,9 @@ pytest: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python tools/demo.py
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict --quiet
 
 campaign: $(STAMP)  # attacks; WORDS="--seed 1 --minutes 60 --only kills,folders"
 	$(BIN)/python -m tests.campaign $(WORDS)
