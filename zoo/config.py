@@ -300,15 +300,19 @@ def field_docs(schema: type) -> dict[str, str]:
 
 
 def describe(schema: type) -> str:
-    """The help text of a configuration: every section and key with type, default and meaning."""
+    """The help text of a configuration: every section and key with type, default and meaning, then what the
+    `more_help` of sections adds."""
     lines = []
-    for section, hint in _hints(schema).items():
+    hints = _hints(schema)
+    for section, hint in hints.items():
         if not dataclasses.is_dataclass(hint):
             lines += ["", *_describe_key(schema, section, "")]
             continue
         lines += ["", f"{section}: {inspect.cleandoc(hint.__doc__ or '').splitlines()[0]}"]
         for key in _hints(typing.cast(type, hint)):
             lines += _describe_key(typing.cast(type, hint), key, f"{section}.")
+    notes = dict.fromkeys(getattr(part, "more_help", None) for part in (schema, *hints.values()))
+    lines += [text for note in notes if note for text in ("", note())]
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ CONFIGS += sorted(f for f in (ROOT / "configs" / "experiments").glob("*.yaml") i
 def test_every_shipped_configuration_is_valid_and_says_what_to_expect(path):
     model = config.load(DiffusionSettings if path.stem.startswith("dit_") else TrainSettings, path).model
     if model.mixer:
-        layout = {"grid": (8, 8)} if hasattr(MIXERS[model.mixer], "needs_layout") else {}
+        layout = {"grid": (8, 8)} if MIXERS[model.mixer].defaults.needs_grid else {}
         build_mixer(model.mixer, 48, 3, 16, **layout, **model.mixer_options)
     assert path.read_text().startswith("#")
 
@@ -63,6 +63,7 @@ def test_overrides_reach_every_type():
         "optim.lr=1e-4",
         "optim.clip=null",
         "model.kwargs.depth=6",
+        "model.mixer=la",
         "model.mixer_options={depthwise: v}",
         "data.train=",
     ]

@@ -16,7 +16,7 @@ needs_sapiens = pytest.mark.skipif(not timm.is_model(NEW_IN_TIMM), reason=f"this
 SIZE = 64
 NARROW = {"embed_dim": 32, "num_heads": 2, "depth": 2, "num_classes": 5}
 MIXERS = REGISTERED_MIXERS
-GRIDLESS = tuple(m for m in MIXERS if not hasattr(CLASSES[m], "needs_layout"))  # those that need no grid of tokens
+GRIDLESS = tuple(m for m in MIXERS if not CLASSES[m].defaults.needs_grid)  # those that need no grid of tokens
 GRID_OPTIONS = {"depthwise": "v"}
 
 

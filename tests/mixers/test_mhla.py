@@ -237,8 +237,8 @@ def test_no_early_map(options):
 
 @pytest.mark.parametrize("mixer", ["mhla", "mhla2", "poly", "taylor2", "la"])
 def test_a_mixer_prints_the_options_that_were_changed(mixer):
-    layout = {"grid": (4, 4)} if hasattr(MIXERS[mixer], "needs_layout") else {}
-    assert "gains=True" in repr(MIXERS[mixer](8, 2, 4, gains=True, **layout))
+    layout = {"grid": (4, 4)} if MIXERS[mixer].defaults.needs_grid else {}
+    assert "gains=True" in repr(build_mixer(mixer, 8, 2, 4, gains=True, **layout))
 
 
 def test_matrices_serve_other_grids_with_their_blocks():

@@ -203,7 +203,7 @@ def test_ridge_adds_lambda_to_the_key_moment():
 def test_reset_parameters_restores_a_model_built_on_meta(name):
     options = {"depthwise": "v", "lepe": 3}
     options |= {} if name == "softmax" else {"gate": True, "post_norm": True}
-    options |= {"blocks": [2, 2], "prefix": PREFIX} if hasattr(MIXERS[name], "needs_layout") else {}
+    options |= {"blocks": [2, 2], "prefix": PREFIX} if MIXERS[name].defaults.needs_grid else {}
     mixer = build_mixer(name, DIM, HEADS, HEAD_DIM, device="meta", dtype=torch.float64, **options).to_empty(
         device="cpu"
     )
@@ -247,7 +247,7 @@ BAD_OPTIONS = [
     ("la", {"depthwise": "vo"}, "depthwise names tensors"),
     ("la", {"depthwise": "v", "depthwise_kernel": 4}, "positive odd number"),
     ("la", {"lepe": 4}, "lepe must be an odd kernel size"),
-    ("la", {"blocks": [2, 2]}, "unknown mixer option 'blocks'"),
+    ("la", {"blocks": [2, 2]}, "unknown la option 'blocks'"),
     ("la", {"decay": 0.9}, "decay needs causal=True"),
     ("la", {"causal": True, "decay": 1.5}, "value in \\(0, 1\\)"),
     ("la", {"scan": "both"}, "needs causal=True"),
@@ -258,7 +258,7 @@ BAD_OPTIONS = [
     ("poly", {"ridge": 0.1}, "ridge is defined for"),
     ("la", {"ridge": 0.1}, "ridge is defined for"),
     ("hla2", {"ridge": -0.1}, "ridge must be"),
-    ("la", {"coefficients": (1.0, 0.0, 0.0, 0.0)}, "unknown mixer option 'coefficients'"),
+    ("la", {"coefficients": (1.0, 0.0, 0.0, 0.0)}, "unknown la option 'coefficients'"),
     ("la", {"normalize": "false"}, "normalize must be True or False"),
     ("la", {"depthwise": None}, "depthwise names tensors"),
     ("la", {"depthwise_kernel": -1}, "positive odd number"),

@@ -12,7 +12,7 @@ def token_dependence(name: str, size: float, seed: int, **options) -> float:
     """The norm of what differs between the tokens of an output over the norm of the output, for random q, k and v."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, N, 1, D, generator=g, dtype=torch.float64) for _ in range(3))
-    layout = {"grid": GRID} if hasattr(MIXERS[name], "needs_layout") else {}
+    layout = {"grid": GRID} if MIXERS[name].defaults.needs_grid else {}
     mixer = build_mixer(name, D, 1, D, dtype=torch.float64, **layout, **options)
     with torch.no_grad():
         o = mixer(size * q, size * k, v, Context(x=v.flatten(2), grid=GRID))

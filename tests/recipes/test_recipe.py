@@ -236,7 +236,7 @@ def test_shipped_recipes_are_valid(file):
     found = from_words([str(file)])
     schema = DiffusionSettings if "dit" in file.stem else TrainSettings
     config.load(schema, ROOT / found.finetune, found.changes)
-    layout = {"grid": (16, 16)} if hasattr(MIXERS[found.mixer], "needs_layout") else {}
+    layout = {"grid": (16, 16)} if MIXERS[found.mixer].defaults.needs_grid else {}
     assert build_mixer(found.mixer, 128, 2, 64, gains=True, **layout, **found.mixer_options).gains is not None
 
 

@@ -148,8 +148,8 @@ def tokens_of(name: str, site: Any, call: Call) -> tuple[Any, ...]:
 def softmax_of(site: Any, tokens: tuple[Any, ...]) -> Tensor:
     """What softmax attention makes of a mixer's tokens, [B, N, H, D] in float32; zeros at padded tokens."""
     q, k, v, ctx = tokens
-    mixer = build_mixer("softmax", q.shape[2] * q.shape[3], q.shape[2], q.shape[3], num_kv_heads=k.shape[2])
-    mixer.scale = site.mixer.scale
+    heads, width = q.shape[2:]
+    mixer = build_mixer("softmax", heads * width, heads, width, num_kv_heads=k.shape[2], scale=site.mixer.scale)
     o = mixer(q, k, v, ctx).float()
     return o if ctx.key_padding_mask is None else o.where(ctx.key_padding_mask[:, :, None, None], 0)
 

@@ -57,8 +57,8 @@ def inspect(
     sizes = _sizes(model, [*found, *left], inputs)
     rows = []
     for name, attn in found.items():
-        arguments = backbone.arguments(model, attn, "softmax")
-        heads, width = arguments["num_heads"], arguments["head_dim"]
+        layer = backbone.layer_spec(model, attn)
+        heads, width = layer.num_heads, layer.head_dim
         batch, tokens = sizes.get(name, (None, None))
         before = backbone.present(model, attn)
         after = chosen.get(name, before)

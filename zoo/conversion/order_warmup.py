@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from zoo.mixers import MIXERS
 from zoo.mixers.hla import HigherOrder
 
 
@@ -20,7 +21,8 @@ class Annealing:
         """
         self.layers = [m for model in models for m in model.modules() if isinstance(m, HigherOrder)] if part else []
         if part and not self.layers:
-            raise ValueError("optim.anneal is for models with layers of hla2, ahla or hla3, and this one has none")
+            names = ", ".join(name for name, kind in MIXERS.items() if issubclass(kind, HigherOrder))
+            raise ValueError(f"optim.anneal is for models with layers of {names}, and this one has none")
         self.steps, self.ridge, self.device = part * last_step, ridge, device
 
     def __call__(self, step: int) -> None:

@@ -3,18 +3,20 @@
 import math
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+import hla_kernels
 from hla_kernels import MAX_HEAD_DIM
 from hla_kernels.checks import RIDGED
 from hla_kernels.features import feature, feature_width
-from zoo.mixers.context import Context, Rotation
-from zoo.mixers.depthwise import Local
+from zoo.mixers.context import Context, LayerSpec, Rotation
 from zoo.mixers.layers import HeadGains, HeadRMSNorm, Hedgehog, OutputGate, Power
-from zoo.mixers.options import MixerOptions, resolve_options
+from zoo.mixers.options import MixerOptions
+from zoo.mixers.protocol import Mixer
 
 LEARNED_MAPS = {"hedgehog": "softmax_pair", "power": "relu"}  # what of them the operator applies itself
 EPS = 1e-12  # of the ratio: products of small features (softmax map, third order, new weights) must stay far above it
@@ -22,7 +24,7 @@ ONES = 16  # columns of ones in a denominator of its own: the fewest that a Trit
 SMALLEST_DECAY = 1e-30  # a learned logit may go anywhere, and a decay of zero has no logarithm
 
 
-class LinearMixer(Local):
+class LinearMixer(Mixer):
     """mixer(q, k, v, ctx) -> o with a cost linear in the number of tokens; all tensors [B, N, H, D].
 
     A subclass sets `name`, `operator` and `operator_packed` (of `hla_kernels`) and, where they differ, `defaults`. The
@@ -36,46 +38,25 @@ class LinearMixer(Local):
     Raises ValueError when the call needs what the mixer cannot do (a mask, a missing grid).
     """
 
-    name: ClassVar[str]
     operator: ClassVar[Callable[..., Any]]
     operator_packed: ClassVar[Callable[..., Any]]
     defaults: ClassVar[MixerOptions] = MixerOptions()
-    takes_rotations: ClassVar[bool] = True  # whether its weights mean something with a rotary host
+    options: MixerOptions
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        head_dim: int,
-        *,
-        num_kv_heads: int | None = None,
-        scale: float | None = None,
-        device=None,
-        dtype=None,
-        **options,
-    ) -> None:
-        """dim: width C of the hidden states. num_kv_heads: heads of k and v when several heads of q share them.
-
-        scale: factor on q with the identity map, head_dim ** -0.5 if None.
-        """
-        super().__init__()
-        self.options = opt = resolve_options(self.defaults, options)
-        self._check_host(head_dim)
-        self.num_heads, self.head_dim = num_heads, head_dim
-        heads = {"q": num_heads, "k": num_kv_heads or num_heads, "v": num_kv_heads or num_heads}
-        self.scale = head_dim**-0.5 if scale is None else scale
-        dd = {"device": device, "dtype": dtype}
-        self.build_cpe(dim, **dd)
-        self.build_depthwise(heads, head_dim, **dd)
-        self.phi_q = self._feature_module(heads["q"], **dd)
-        self.phi_k = self._feature_module(heads["k"], **dd)
-        if opt.decay is not None:
-            self.decay_logit = nn.Parameter(torch.empty(num_heads, **dd))
-        self.norm = HeadRMSNorm(num_heads, head_dim, **dd) if opt.post_norm else nn.Identity()
-        groups = None if opt.feature_map == "identity" else heads["k"]
-        self.gains = HeadGains(num_heads, groups, **dd) if opt.gains else None
-        self.build_lepe(heads["v"] * head_dim, **dd)
-        self.gate = OutputGate(dim, num_heads * head_dim, **dd) if opt.gate else None
+    def __init__(self, layer: LayerSpec, options: MixerOptions) -> None:
+        super().__init__(layer, options)
+        self._check_host(layer.head_dim)
+        heads, dd = layer.num_heads, layer.placement
+        self.phi_q = self._feature_module(heads, **dd)
+        self.phi_k = self._feature_module(layer.kv_heads, **dd)
+        if options.decay is not None:
+            self.decay_logit = nn.Parameter(torch.empty(heads, **dd))
+        self.norm = HeadRMSNorm(heads, layer.head_dim, **dd) if options.post_norm else None
+        groups = None if options.feature_map == "identity" else layer.kv_heads
+        self.gains = HeadGains(heads, groups, **dd) if options.gains else None
+        lepe: Any = self._modules.pop("lepe", None)
+        self.lepe = lepe  # its place among the parameters in earlier checkpoints
+        self.gate = OutputGate(layer.dim, heads * layer.head_dim, **dd) if options.gate else None
         self.reset_parameters()
 
     def _check_host(self, head_dim: int) -> None:
@@ -95,7 +76,6 @@ class LinearMixer(Local):
         return Power(num_heads, opt.exponent, **dd) if opt.feature_map == "power" else nn.Identity()
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters that this module itself owns (its parts initialise theirs)."""
         if self.options.decay is not None:
             nn.init.constant_(self.decay_logit, math.log(self.options.decay / (1 - self.options.decay)))
 
@@ -114,8 +94,10 @@ class LinearMixer(Local):
         return ", ".join([self.name, *(f"{f.name}={value!r}" for f, value in options if value != f.default)])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        self._check(q.shape[1], ctx)
-        o = self.norm(self._core(q, k, v, ctx))
+        self.check(q.shape[1], ctx)
+        o = self._core(q, k, v, ctx)
+        if self.norm is not None:
+            o = self.norm(o)
         if self.gains is not None:
             o = self.gains(o, v, ctx.key_padding_mask)
         o = self.with_lepe(o, v, ctx)
@@ -127,16 +109,13 @@ class LinearMixer(Local):
             return self._mix(ctx.key_padding_mask, ctx.qkv)
         return self._scan(ctx.key_padding_mask, *self._features(*self.convolved(q, k, v, ctx), ctx))
 
-    def _check(self, n_tokens: int, ctx: Context) -> None:
-        if ctx.mask is not None:
-            raise ValueError(
-                f"the mixer {self.name!r} cannot honour an attention mask; keep softmax in this layer (keep_softmax=)"
-            )
+    def check(self, n_tokens: int, ctx: Context) -> None:
+        super().check(n_tokens, ctx)
         if ctx.key_padding_mask is not None and self.options.causal:
             raise ValueError(f"the mixer {self.name!r} with causal=True cannot honour a padding mask: pad at the end")
-        if ctx.is_causal and not self.options.causal:
-            raise ValueError(f"the host asks for causal attention: build the mixer {self.name!r} with causal=True")
-        self.check_grid(n_tokens, ctx)
+
+    def share(self, group: Any) -> None:
+        vars(self)["operator"] = partial(hla_kernels.sharded, type(self).operator, group=group)
 
     def _reads_packed(self, ctx: Context) -> bool:
         """Whether the operator reads q, k and v just as they came."""

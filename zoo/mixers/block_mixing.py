@@ -7,14 +7,16 @@ Row i says how block i of queries weighs the blocks of tokens; every row sums to
 import functools
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from zoo.grid import Grid
 from zoo.mixers.base import LinearMixer
-from zoo.mixers.options import BlockOptions, MultipoleOptions
+from zoo.mixers.context import LayerSpec
+from zoo.mixers.options import MixerOptions
 
 BEYOND = 8 / 7  # what choose_blocks takes for M / sqrt(N) at most
 SMALLEST = 1e-4  # of a prior weight inside a softmax, where zero would stay zero
@@ -49,39 +51,53 @@ def _chosen(grid: Grid, causal: bool) -> Grid:
     return min((blocks for blocks in itertools.product(*counts) if math.prod(blocks) <= most), key=cost)
 
 
-class BlockedMixer(LinearMixer):
-    """A mixer that cuts the token grid, (H, W) or (T, H, W), into blocks; those that do not divide it differ by one
-    token along an axis. Without the option `blocks`, they are chosen for the grid of the host (`choose_blocks`)."""
+@dataclass(frozen=True)
+class BlockedOptions(MixerOptions):
+    """Options of mixers that cut the token grid into blocks. Raises ValueError for a value that is not allowed.
 
-    needs_layout = True
-    options: BlockOptions | MultipoleOptions
+    blocks: blocks along each axis of the grid, such as [4, 4]; none: chosen for the grid of the converted model
+    """
 
-    def __init__(
-        self, dim: int, num_heads: int, head_dim: int, *, grid: Grid | None = None, prefix: int = 0, **kwargs
-    ) -> None:
-        """grid: that of the host, for which blocks are chosen.  prefix: its number of class and register tokens.
+    blocks: tuple[int, ...] | None = None
 
-        Raises ValueError without blocks and without a grid.
-        """
-        super().__init__(dim, num_heads, head_dim, **kwargs)
-        opt = self.options
-        if opt.blocks is None and grid is None:
-            raise ValueError(f"the mixer {self.name!r} needs blocks=, such as [4, 4]: its host has no grid of its own")
-        self.grid, self.prefix = grid, prefix
-        self.blocks = opt.blocks or choose_blocks(tuple(grid or ()), opt.causal)
-        if not self.follows_grid:
-            self.options = replace(opt, blocks=self.blocks)
-        if len(self.blocks) != opt.grid_dims:
-            raise ValueError(f"blocks={list(self.blocks)} must have one number for each of {opt.grid_dims} axes")
+    def __post_init__(self) -> None:
+        b = self.blocks
+        if b is not None and not (isinstance(b, tuple) and b and all(type(m) is int and m >= 1 for m in b)):
+            raise ValueError(f"blocks are positive integers, one for each axis, such as [4, 4], got {b!r}")
+        super().__post_init__()
+
+    @property
+    def needs_grid(self) -> bool:
+        """Always."""
+        return True
 
     @property
     def follows_grid(self) -> bool:
         """Whether blocks that were not given are those of each call's grid."""
         return False
 
+    def for_grid(self, grid: Grid) -> Self:
+        return self if self.blocks or self.follows_grid else replace(self, blocks=choose_blocks(grid, self.causal))
+
+
+class BlockedMixer(LinearMixer):
+    """A mixer that cuts the token grid, (H, W) or (T, H, W), into blocks; those that do not divide it differ by one
+    token along an axis. Without the option `blocks`, they are chosen for the grid of the host (`choose_blocks`)."""
+
+    options: BlockedOptions
+
+    def __init__(self, layer: LayerSpec, options: BlockedOptions) -> None:
+        """Raises ValueError without blocks and without a grid."""
+        if options.blocks is None and layer.grid is None:
+            raise ValueError(f"the mixer {self.name!r} needs blocks=, such as [4, 4]: its host has no grid of its own")
+        super().__init__(layer, options.for_grid(layer.grid or ()))
+        self.grid, self.prefix = layer.grid, layer.prefix
+        self.blocks = options.blocks or choose_blocks(tuple(layer.grid or ()), options.causal)
+        if len(self.blocks) != options.grid_dims:
+            raise ValueError(f"blocks={list(self.blocks)} must have one number for each of {options.grid_dims} axes")
+
     @property
     def layout(self) -> str:
-        """The blocks in words, for reports."""
         return "x".join(map(str, self.blocks)) + (" of " + "x".join(map(str, self.grid)) if self.grid else "")
 
     def check_blocks(self, grid: Grid, blocks: Grid) -> None:

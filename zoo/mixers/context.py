@@ -1,12 +1,49 @@
-"""What a mixer is told besides q, k and v."""
+"""What a mixer is told: of its attention layer when it is built, and besides q, k and v when it is called."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zoo.grid import Grid
+
+
+class LayerSpec(NamedTuple):
+    """The attention layer that a mixer is built for.
+
+    dim: width C of the hidden states.
+    num_heads, head_dim: heads of q, and channels D of each head.
+    num_kv_heads: heads of k and v where several heads of q share them; None: as many as those of q.
+    scale: factor on the scores q.k; None: head_dim ** -0.5.
+    grid: token grid of the model's usual input; None where the model does not say it.
+    prefix: tokens before the grid (class, register).
+    attn_drop, fused: dropout of the attention matrix, and whether the layer uses torch's fused attention.
+    device, dtype: of the layer's weights.
+    """
+
+    dim: int
+    num_heads: int
+    head_dim: int
+    num_kv_heads: int | None = None
+    scale: float | None = None
+    grid: Grid | None = None
+    prefix: int = 0
+    attn_drop: float = 0.0
+    fused: bool = True
+    device: Any = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of k and v."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """device and dtype, as the constructors of torch take them."""
+        return {"device": self.device, "dtype": self.dtype}
 
 
 @dataclass(frozen=True, eq=False)  # its callables make it neither equal nor hashable by value: dynamo hashes it

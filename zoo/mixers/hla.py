@@ -1,12 +1,13 @@
 """Linear attention of first order and of higher orders: second, asymmetric second, third."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 import hla_kernels
 from zoo.mixers.base import LinearMixer
+from zoo.mixers.context import LayerSpec
 from zoo.mixers.options import MixerOptions
 
 
@@ -18,6 +19,7 @@ class LinearAttention(LinearMixer):
     """
 
     name = "la"
+    sums_tokens = True
     operator = staticmethod(hla_kernels.linear_attention)
     operator_packed = staticmethod(hla_kernels.linear_attention_qkvpacked)
 
@@ -28,11 +30,12 @@ class HigherOrder(LinearMixer):
     `blend` [4], coefficients of (A, A A', A A, A A' A), is there while `anneal` mixes A in; no part of a saved model.
     """
 
+    sums_tokens = True
     term: ClassVar[int]  # place of W among the coefficients
     blend: Tensor | None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, layer: LayerSpec, options: MixerOptions) -> None:
+        super().__init__(layer, options)
         self.register_buffer("blend", None, persistent=False)
 
     def anneal(self, part: float, ridge: float, device: torch.device) -> None:

@@ -1,13 +1,36 @@
 """Mesa layer: the values are regressed on the keys, and a query reads the regression."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from zoo.mixers.base import EPS, LinearMixer
+from zoo.mixers.context import LayerSpec
 from zoo.mixers.moments import mean_product, read, real_features
-from zoo.mixers.options import MesaOptions
+from zoo.mixers.options import MixerOptions, is_number
+
+
+@dataclass(frozen=True)
+class MesaOptions(MixerOptions):
+    """Options of `mesa`: without the ratio, causality, centring and mean path. Raises ValueError for these and for a
+    value that is not allowed.
+
+    ridge: initial lambda over the mean of the diagonal of K'K, above 0
+    """
+
+    two_sided = True
+
+    ridge: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not is_number(self.ridge) or not 0 < self.ridge < math.inf:
+            raise ValueError(f"ridge must be a positive number: mesa inverts K'K + lambda I, got {self.ridge!r}")
+        for name in ("normalize", "center", "mean_path"):
+            if getattr(self, name):
+                raise ValueError(f"mesa has no {name}, got {name}={getattr(self, name)!r}")
+        super().__post_init__()
 
 
 class Mesa(LinearMixer):
@@ -19,27 +42,16 @@ class Mesa(LinearMixer):
     keeps an inverse. One Cholesky factorisation [D, D] per head, in float32.
 
     q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 6 N D^2 + D^3 operations per head. Under a rotary host the
-    features are rotated first. Options: `zoo.mixers.options.MesaOptions`.
+    features are rotated first. Options: `MesaOptions`.
     """
 
     name = "mesa"
     defaults = MesaOptions(normalize=False)
     options: MesaOptions
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        head_dim: int,
-        *,
-        num_kv_heads: int | None = None,
-        device=None,
-        dtype=None,
-        **kwargs,
-    ) -> None:
-        dd = {"device": device, "dtype": dtype}
-        super().__init__(dim, num_heads, head_dim, num_kv_heads=num_kv_heads, **dd, **kwargs)
-        self.log_ridge = nn.Parameter(torch.empty(num_kv_heads or num_heads, **dd))
+    def __init__(self, layer: LayerSpec, options: MesaOptions) -> None:
+        super().__init__(layer, options)
+        self.log_ridge = nn.Parameter(torch.empty(layer.kv_heads, **layer.placement))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

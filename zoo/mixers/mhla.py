@@ -1,17 +1,55 @@
 """Block mixing (MHLA): each block of queries reads its own mixture of the moments of all blocks."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import hla_kernels
 from hla_kernels.features import feature
-from zoo.grid import Grid
+from zoo.errors import unknown_name
 from zoo.mixers.base import EPS, ONES
-from zoo.mixers.block_mixing import BlockedMixer, BlockMixing, choose_blocks
-from zoo.mixers.context import Context, Rotation
-from zoo.mixers.options import BlockOptions
+from zoo.mixers.block_mixing import BlockedMixer, BlockedOptions, BlockMixing, choose_blocks
+from zoo.mixers.context import Context, LayerSpec, Rotation
+
+ORDERS = ("la", "ahla", "hla2")
+MIXINGS = ("softmax", "project", "distance", "fixed")
+PRIORS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
+
+
+@dataclass(frozen=True)
+class BlockOptions(BlockedOptions):
+    """Options of `mhla` and `mhla2`: without centring, mean path, decay, ridge and scan. Raises ValueError for these
+    and for a value that is not allowed.
+
+    order: order of the moments, "la", "ahla" or "hla2" (`hla_kernels.mhla`)
+    mixing: "softmax", "project", "distance" or "fixed" (`zoo.mixers.block_mixing.BlockMixing`)
+    prior: initial mixing, "linear", "cos", "exp", "gaussian", "local" or "uniform"
+    per_head: one mixing matrix per head instead of one for all heads
+    """
+
+    order: str = "la"
+    mixing: str = "softmax"
+    prior: str = "linear"
+    per_head: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("order", ORDERS), ("mixing", MIXINGS), ("prior", PRIORS)):
+            if getattr(self, name) not in allowed:
+                raise unknown_name(name, getattr(self, name), allowed)
+        if not isinstance(self.per_head, bool) or (self.per_head and self.mixing == "fixed"):
+            raise ValueError(f"per_head must be True or False, and False for mixing='fixed', got {self.per_head!r}")
+        for name in ("center", "mean_path", "decay", "ridge"):
+            if getattr(self, name):
+                raise ValueError(f"block mixing has no {name}, got {name}={getattr(self, name)!r}")
+        if self.scan != "forward":
+            raise ValueError("block mixing has one direction, scan must be 'forward'")
+        super().__post_init__()
+
+    @property
+    def follows_grid(self) -> bool:
+        return self.mixing == "distance"
 
 
 class BlockMixer(BlockedMixer):
@@ -24,7 +62,7 @@ class BlockMixer(BlockedMixer):
     chosen for the grid of the host (`zoo.mixers.block_mixing.choose_blocks`), and with mixing="distance" for that of a
     call.
 
-    4 N D^2 + 2 M^2 D^2 operations a head for M blocks, first order. Options: `zoo.mixers.options.BlockOptions`.
+    4 N D^2 + 2 M^2 D^2 operations a head for M blocks, first order. Options: `BlockOptions`.
     """
 
     name = "mhla"
@@ -33,32 +71,27 @@ class BlockMixer(BlockedMixer):
     defaults = BlockOptions()
     options: BlockOptions
 
-    def __init__(
-        self, dim: int, num_heads: int, head_dim: int, *, grid: Grid | None = None, prefix: int = 0, device=None,
-        dtype=None, **kwargs,
-    ) -> None:  # fmt: skip
+    def __init__(self, layer: LayerSpec, options: BlockOptions) -> None:
         """Raises ValueError also for causal blocks along another axis than the first."""
-        super().__init__(dim, num_heads, head_dim, grid=grid, prefix=prefix, device=device, dtype=dtype, **kwargs)
+        super().__init__(layer, options)
         opt = self.options
         if opt.causal and any(m > 1 for m in self.blocks[1:]):
             raise ValueError(f"causal needs blocks along the first axis alone, such as [4, 1], got {list(self.blocks)}")
-        heads = num_heads if opt.per_head else None
+        heads = layer.num_heads if opt.per_head else None
         self.mixing = BlockMixing(
-            opt.mixing, opt.prior, self.blocks, prefix > 0, heads, opt.causal, device=device, dtype=dtype
+            opt.mixing, opt.prior, self.blocks, layer.prefix > 0, heads, opt.causal, **layer.placement
         )
+
+    def project_(self) -> None:
+        self.mixing.project_()
 
     @property
     def early_map(self) -> str | None:
-        """The map (identity or relu) that a host may apply to q and k, and then turn them, in one pass with its norms:
-        where nothing else comes in between, there is no ratio, whose divisor reads features before the turn, and no
-        gain, which calibration solves for with the queries and keys themselves."""
+        """The feature map where nothing comes between it and the rotation: no ratio, whose divisor reads features that
+        are not rotated, and no gain, which calibration solves for with the queries and keys themselves."""
         opt = self.options
         alone = not opt.normalize and not opt.gains and not set(opt.depthwise) & set("qk")
         return opt.feature_map if alone and opt.feature_map in ("identity", "relu") else None
-
-    @property
-    def follows_grid(self) -> bool:
-        return self.options.mixing == "distance"
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         opt = self.options

@@ -1,14 +1,35 @@
 """A learned mixture of the four orders, per head."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hla_kernels
 from zoo.mixers.base import LinearMixer
-from zoo.mixers.options import PolynomialOptions
+from zoo.mixers.context import LayerSpec
+from zoo.mixers.options import MixerOptions, is_number
 
 SMALLEST = 1e-3  # of the positive coefficients: softplus never reaches zero
+
+
+@dataclass(frozen=True)
+class PolynomialOptions(MixerOptions):
+    """Options of `poly`. Raises ValueError for a value that is not allowed.
+
+    coefficients: initial c1..c4 of the four orders
+    """
+
+    two_sided = True
+
+    coefficients: tuple[float, ...] = (1.0, 0.0, 0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        c = self.coefficients
+        if not isinstance(c, tuple) or len(c) != 4 or not all(map(is_number, c)):
+            raise ValueError(f"coefficients are the four numbers c1..c4, got {c!r}")
+        super().__post_init__()
 
 
 class Polynomial(LinearMixer):
@@ -19,18 +40,19 @@ class Polynomial(LinearMixer):
     form, feature_map="identity", normalize=False, center="k", mean_path=True, begins as the first-order Taylor
     expansion mean(v) + q (K - mean(k))'V / N of softmax. Two-sided only.
 
-    12 N D^2 + 8 D^3 operations per head. Options: `zoo.mixers.options.PolynomialOptions`.
+    12 N D^2 + 8 D^3 operations per head. Options: `PolynomialOptions`.
     """
 
     name = "poly"
+    sums_tokens = True
     operator = staticmethod(hla_kernels.polynomial)
     operator_packed = staticmethod(hla_kernels.polynomial_qkvpacked)
     defaults = PolynomialOptions()
     options: PolynomialOptions
 
-    def __init__(self, dim: int, num_heads: int, head_dim: int, *, device=None, dtype=None, **kwargs) -> None:
-        super().__init__(dim, num_heads, head_dim, device=device, dtype=dtype, **kwargs)
-        self.coefficients = nn.Parameter(torch.empty(num_heads, 4, device=device, dtype=dtype))
+    def __init__(self, layer: LayerSpec, options: PolynomialOptions) -> None:
+        super().__init__(layer, options)
+        self.coefficients = nn.Parameter(torch.empty(layer.num_heads, 4, **layer.placement))
         self._fill_coefficients()
 
     def reset_parameters(self) -> None:

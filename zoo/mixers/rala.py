@@ -25,6 +25,7 @@ class Rala(LinearAttention):
     """
 
     name = "rala"
+    sums_tokens = False
     defaults = TwoSidedRatioOptions(gate=True)
     options: TwoSidedRatioOptions
 

@@ -1,14 +1,31 @@
 """All orders of linear attention at once: a geometric series of its weights, summed by one solve."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from zoo.mixers.base import EPS, LinearMixer
-from zoo.mixers.context import Context
+from zoo.mixers.context import Context, LayerSpec
 from zoo.mixers.moments import mean_product, read, real_features
-from zoo.mixers.options import ResolventOptions
+from zoo.mixers.options import TwoSidedRatioOptions, is_number
 
 LARGEST_SHARE = 1 - 2**-10  # a learned logit may go anywhere, and at c = 1 there is no inverse
+
+
+@dataclass(frozen=True)
+class ResolventOptions(TwoSidedRatioOptions):
+    """Options of `resolvent`. Raises ValueError for a value that is not allowed.
+
+    share: initial c in (0, 1), the weight of each order over that of the order before
+    """
+
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not is_number(self.share) or not 0 < self.share < 1:
+            raise ValueError(f"share must be a number between 0 and 1, got {self.share!r}")
+        super().__post_init__()
 
 
 class Resolvent(LinearMixer):
@@ -19,7 +36,7 @@ class Resolvent(LinearMixer):
     Rows of the sum are again averages. One linear system [D, D] per head, in float32.
 
     q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 6 N D^2 + D^3 operations per head. Options:
-    `zoo.mixers.options.ResolventOptions`. Raises ValueError for a map that may be negative and for a rotary host, under
+    `ResolventOptions`. Raises ValueError for a map that may be negative and for a rotary host, under
     which weights are not non-negative.
     """
 
@@ -28,9 +45,9 @@ class Resolvent(LinearMixer):
     takes_rotations = False
     options: ResolventOptions
 
-    def __init__(self, dim: int, num_heads: int, head_dim: int, *, device=None, dtype=None, **kwargs):
-        super().__init__(dim, num_heads, head_dim, device=device, dtype=dtype, **kwargs)
-        self.share_logit = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+    def __init__(self, layer: LayerSpec, options: ResolventOptions) -> None:
+        super().__init__(layer, options)
+        self.share_logit = nn.Parameter(torch.empty(layer.num_heads, **layer.placement))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -39,12 +56,12 @@ class Resolvent(LinearMixer):
             c = torch.tensor(self.options.share, dtype=torch.float64)
             nn.init.constant_(self.share_logit, float(c.logit()))
 
-    def _check(self, n_tokens: int, ctx: Context) -> None:
+    def check(self, n_tokens: int, ctx: Context) -> None:
         if ctx.rotate is not None:
             raise ValueError(
                 f"the mixer {self.name!r} cannot honour a rotary embedding: its weights must not be negative"
             )
-        super()._check(n_tokens, ctx)
+        super().check(n_tokens, ctx)
 
     def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
         q, k, v, count = real_features(self._inner_map, mask, *self.apart(*tensors))

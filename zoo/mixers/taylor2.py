@@ -1,5 +1,6 @@
 """Softmax attention to second order, linear in the number of tokens."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,9 +9,41 @@ from torch import Tensor, nn
 
 import hla_kernels
 from zoo.mixers.base import LinearMixer
-from zoo.mixers.options import TaylorOptions
+from zoo.mixers.context import LayerSpec
+from zoo.mixers.options import MixerOptions, is_number
 
 SMALLEST = 1e-3  # of a positive coefficient: softplus never reaches zero
+
+
+@dataclass(frozen=True)
+class TaylorOptions(MixerOptions):
+    """Options of `taylor2`: without another feature map, centring or causality. Raises ValueError for these and for a
+    value that is not allowed.
+
+    coefficients: initial c1, c2 of the two terms of the expansion
+    width: channels per head that the degree-2 term reads, through one learned projection of q and one of k; none for
+      all channels without a projection
+    """
+
+    two_sided = True
+
+    coefficients: tuple[float, ...] = (1.0, 1.0)
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        c = self.coefficients
+        if not isinstance(c, tuple) or len(c) != 2 or not all(map(is_number, c)):
+            raise ValueError(f"coefficients are the two numbers c1, c2, got {c!r}")
+        if self.width is not None and (not isinstance(self.width, int) or self.width < 1):
+            raise ValueError(f"width must be a positive number of channels or None, got {self.width!r}")
+        super().__post_init__()
+
+    def _check_normalize(self) -> None:
+        if self.feature_map != "identity" or self.center != "k" or self.mean_path is not True:
+            raise ValueError(
+                "taylor2 expands softmax around its mean value: feature_map='identity', center='k' and mean_path=True "
+                f"are fixed, got {self.feature_map!r}, {self.center!r} and {self.mean_path}"
+            )
 
 
 class Taylor2(LinearMixer):
@@ -23,7 +56,7 @@ class Taylor2(LinearMixer):
 
     State and cost a head, D = Dv = 64: 2080 x 64 numbers and 274,000 multiplications a token; width 16: 136 x 64 and
     26,000; `la` has 64 x 64 and 8,200. For few tokens N the N x N weights are cheaper and are taken: 128 N.
-    Options: `zoo.mixers.options.TaylorOptions`. The expansion: hla_kernels.softmax.taylor, after arXiv 2402.18668.
+    Options: `TaylorOptions`. The expansion: hla_kernels.softmax.taylor, after arXiv 2402.18668.
     """
 
     name = "taylor2"
@@ -32,19 +65,15 @@ class Taylor2(LinearMixer):
     defaults = TaylorOptions(feature_map="identity", normalize=True, center="k", mean_path=True)
     options: TaylorOptions
 
-    def __init__(
-        self, dim: int, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None, device=None, dtype=None,
-        **kwargs,
-    ) -> None:  # fmt: skip
-        dd = {"device": device, "dtype": dtype}
-        super().__init__(dim, num_heads, head_dim, num_kv_heads=num_kv_heads, **dd, **kwargs)
-        r = self.options.width
-        if r is not None and r > head_dim:
-            raise ValueError(f"width must be at most the {head_dim} channels of a head, got {r}")
-        self.coefficients = nn.Parameter(torch.empty(num_heads, 2, **dd))
+    def __init__(self, layer: LayerSpec, options: TaylorOptions) -> None:
+        super().__init__(layer, options)
+        heads, d, r, dd = layer.num_heads, layer.head_dim, options.width, layer.placement
+        if r is not None and r > d:
+            raise ValueError(f"width must be at most the {d} channels of a head, got {r}")
+        self.coefficients = nn.Parameter(torch.empty(heads, 2, **dd))
         if r is not None:
-            self.narrow_q = nn.Parameter(torch.empty(num_heads, head_dim, r, **dd))
-            self.narrow_k = nn.Parameter(torch.empty(num_kv_heads or num_heads, head_dim, r, **dd))
+            self.narrow_q = nn.Parameter(torch.empty(heads, d, r, **dd))
+            self.narrow_k = nn.Parameter(torch.empty(layer.kv_heads, d, r, **dd))
         self._fill()
 
     def reset_parameters(self) -> None:

@@ -9,17 +9,16 @@ and what a saved model says of its mixers (`checkpoint_tags.py`, `stored_options
 
 from typing import Any, NamedTuple, Protocol
 
-from torch import nn
+from zoo.mixers import LayerSpec, Mixer, MixerConfig
 
 CONVERTED = "hla_converted"  # the registered name of models that have no name of their own
 
 
 class Swap(NamedTuple):
-    """An attention module `attn` that gets `mixer`, which is called `name`."""
+    """An attention module `attn` that gets `mixer`."""
 
     attn: Any
-    name: str
-    mixer: nn.Module
+    mixer: Mixer
 
 
 class Backbone(Protocol):
@@ -40,11 +39,14 @@ class Backbone(Protocol):
     def present(self, model: Any, attn: Any) -> str:
         """The name of the mixer that `attn` has now."""
 
-    def arguments(self, model: Any, attn: Any, mixer: str) -> dict[str, Any]:
-        """What a mixer takes from its host. Raises ValueError if the host does what that mixer cannot."""
+    def grid_dims(self, model: Any) -> int:
+        """2 for a model of images, 3 for one of video."""
 
-    def check(self, model: Any, mixer: str, options: Any) -> None:
-        """Raise ValueError for resolved `options` that `model` cannot serve."""
+    def layer_spec(self, model: Any, attn: Any) -> LayerSpec:
+        """What a mixer takes from `attn`. Raises ValueError for a layer that no mixer can be built for."""
+
+    def check(self, model: Any, attn: Any, config: MixerConfig) -> None:
+        """Raise ValueError for a mixer, with its options filled in, that `model` cannot serve in `attn`."""
 
     def left(self, model: Any) -> dict[str, str]:
         """Attention that is never swapped: the names of the modules and why."""

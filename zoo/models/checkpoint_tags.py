@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.models.stored_options import stored_options
+from zoo.mixers import MixerConfig
 
 PROJECTIONS = ("proj.weight", "to_q.weight")  # of timm, of diffusers: a checkpoint with one of them holds the layer
 
 
-def encode_tag(name: str, mixer: nn.Module) -> Tensor:
-    """The tag of `mixer`, uint8 [L]: ASCII codes, doubled, since timm EMA of decay 0.9999 truncates integers by one."""
-    text = json.dumps({"mixer": name, **stored_options(mixer)})
+def encode_tag(config: MixerConfig) -> Tensor:
+    """The tag of a mixer, uint8 [L]: ASCII codes, doubled, since timm EMA of decay 0.9999 truncates integers by one."""
+    text = json.dumps({"mixer": config.name, **config.plain_options()})
     return torch.tensor([2 * byte for byte in text.encode("ascii")], dtype=torch.uint8)
 
 
@@ -92,7 +92,7 @@ def lent_tags(model: nn.Module, tags: Mapping[str, Tensor]) -> Iterator[None]:
         site.mixer.tag = tags[f"{name}.mixer.tag"].clone()
     yield
     for site in sites.values():
-        site.mixer.tag = encode_tag(site.mixer_name, site.mixer).to(site.mixer.tag.device)
+        site.mixer.tag = encode_tag(site.mixer.config).to(site.mixer.tag.device)
 
 
 def _changed_options(layer: str, found: Mapping[str, Any], site: Any) -> str:
@@ -103,7 +103,7 @@ def _changed_options(layer: str, found: Mapping[str, Any], site: Any) -> str:
             f"the checkpoint was made with the mixer {found['mixer']!r} in {layer or 'this layer'}, but the model has "
             f"{name!r} there; build or convert the model with {found['mixer']!r}"
         )
-    wanted = {} if name == "softmax" else decode_tag(encode_tag(name, site.mixer))
+    wanted = {} if name == "softmax" else {"mixer": name, **site.mixer.config.plain_options()}
     unknown = [f"{n}={value!r} (unknown here)" for n, value in found.items() if wanted and n not in wanted]
     differing = [n for n in wanted if n in found and found[n] != wanted[n]]
     return ", ".join([*(f"{n}={found[n]!r} (here {wanted[n]!r})" for n in differing), *unknown])

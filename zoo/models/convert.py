@@ -13,15 +13,11 @@ from typing import Any
 from torch import nn
 
 from zoo.errors import unknown_name
-from zoo.mixers import build_mixer
+from zoo.mixers import LayerSpec, MixerConfig
 from zoo.models import Backbone, Swap
 from zoo.models.layer_selection import Keep, Layers, choose, plain_layers
 from zoo.models.timm.models import TIMM
 
-FROM_HOST = (
-    *("dim", "num_heads", "head_dim", "num_kv_heads", "scale", "attn_drop", "fused", "device", "dtype"),
-    *("grid", "prefix"),
-)
 STEP = ("mixer", "layers", "keep_softmax", "options")  # the keys of one recorded conversion
 
 
@@ -88,7 +84,7 @@ def convert(
         takes the place of `mixer` (the first pattern that matches a layer counts). None: all of them.
     keep_softmax: layers that are left as they are: block indices, a pattern of module names, or "every:3" for the
         blocks 0, 3, 6, ...
-    options: those of the mixer, see `zoo.mixers.MixerOptions`.
+    options: those of the mixer, see the options class beside it in `zoo.mixers`.
 
     Weights are all inherited, new parameters lie under `.mixer.` only, and `mixer="softmax"` is the host bit for bit.
     The model is saved by `timm.models.save_for_hf`, one of diffusers by `save_pretrained`, and reloads exactly, also
@@ -163,14 +159,17 @@ def _plan(
             f"nothing to swap in {type(model).__name__}: {len(found)} attention layers, layers={step['layers']!r}, "
             f"keep_softmax={step['keep_softmax']!r}"
         )
+    given = {"grid_dims": backbone.grid_dims(model), **options}
+    configs = {mixer: MixerConfig.parse(mixer, given) for mixer in set(chosen.values())}
     swaps, rows = [], []
     for name, attn in found.items():
         old, inherited = backbone.present(model, attn), _count(attn)
         if name in chosen:
-            mixer = _build(backbone, model, attn, chosen[name], options)
-            swaps.append(Swap(attn, chosen[name], mixer))
-            added, blocks = sum(p.numel() for p in mixer.parameters()), getattr(mixer, "layout", "")
-            rows.append(Row(name, old, chosen[name], inherited, added, blocks=blocks))
+            mixer = configs[chosen[name]].build(backbone.layer_spec(model, attn))
+            backbone.check(model, attn, mixer.config)
+            swaps.append(Swap(attn, mixer))
+            added = sum(p.numel() for p in mixer.parameters())
+            rows.append(Row(name, old, mixer.name, inherited, added, blocks=mixer.layout))
         else:
             reason = "kept by keep_softmax" if name in kept else "not selected by layers"
             rows.append(Row(name, old, old, inherited, 0, reason))
@@ -181,12 +180,6 @@ def _plan(
 
 def _count(attn: nn.Module) -> int:
     return sum(p.numel() for n, p in attn.named_parameters() if not n.startswith("mixer."))
-
-
-def _build(backbone: Backbone, model: Any, attn: Any, name: str, options: dict[str, Any]) -> nn.Module:
-    mixer = build_mixer(name, **{**backbone.arguments(model, attn, name), **options})
-    backbone.check(model, name, getattr(mixer, "options", None))
-    return mixer
 
 
 def replay(model: Any, conversions: Any) -> None:
@@ -213,7 +206,7 @@ def replay(model: Any, conversions: Any) -> None:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     for name in options:
-        if name in FROM_HOST:
+        if name in LayerSpec._fields:
             raise ValueError(f"{name}= cannot be chosen: mixers take it from the model that is converted")
         if name in STEP or name == "model":
             raise ValueError(f"{name}= is an argument of the conversion, not an option of the mixer")

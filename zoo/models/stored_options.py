@@ -1,20 +1,15 @@
-"""Options of mixers as they are stored with a model: every one of them, whatever its default.
+"""Options of mixers as earlier files hold them: only those that differed from the defaults of their time.
 
-Files of models that were written before that hold only the options that differed from the defaults of their time. They
-are read with those defaults, `EARLIER_DEFAULTS`, so that a model keeps its feature map when the default changes.
+They are read with those defaults, `EARLIER_DEFAULTS`, so that a model keeps its feature map when the default changes.
+Files that are written now hold every option (`zoo.mixers.MixerConfig.plain_options`).
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from timm.models import model_entrypoint
-from torch import nn
 
-from zoo.errors import unknown_name
 from zoo.mixers import MIXERS
-from zoo.mixers.options import LocalOptions, resolve_options
 
 # What a file without these options means: the defaults when files held only what differed from them. Never changed, and
 # not extended: files that are written now hold every option.
@@ -22,21 +17,6 @@ EARLIER_DEFAULTS: dict[str, dict[str, Any]] = {
     **{name: {"feature_map": "elu1"} for name in ("la", "hla2", "ahla", "hla3", "mhla", "mhla2")},
     "poly": {"feature_map": "identity", "normalize": False, "center": "k", "mean_path": True},
 }
-
-
-def stored_options(mixer: nn.Module) -> dict[str, Any]:
-    """All options of a live mixer, fit for JSON (tuples become lists)."""
-    options: Any = mixer.options
-    return json.loads(json.dumps(asdict(options)))
-
-
-def full_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the mixer `name` that were given, with today's defaults for the others, fit for JSON. Raises
-    ValueError for an unknown mixer, and an option that it does not have."""
-    if name not in MIXERS:
-        raise unknown_name("mixer", name, MIXERS)
-    defaults = getattr(MIXERS[name], "defaults", LocalOptions())
-    return json.loads(json.dumps(asdict(resolve_options(defaults, dict(options)))))
 
 
 def restored_options(name: str, stored: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -74,13 +74,20 @@ def _of_diffusers(model: nn.Module) -> bool:
     return any(b.__name__ == "ModelMixin" and b.__module__.startswith("diffusers.") for b in type(model).__mro__)
 
 
-def refuse_rotary(mixer: str, rotary: bool) -> None:
-    """Raise ValueError for a model with a rotary embedding and a mixer whose weights have to stay non-negative."""
-    if rotary and not getattr(MIXERS[mixer], "takes_rotations", True):
+def refuse_dropout(rate: float, mixer: str) -> None:
+    """Raise ValueError for attention dropout and a mixer that forms no attention matrix."""
+    if rate > 0 and not MIXERS[mixer].forms_matrix:
         raise ValueError(
-            f"{mixer!r} needs non-negative weights, which the rotary embedding of this model does not leave; "
-            "use la, mala or mesa"
+            f"attn_drop_rate={rate} drops entries of the attention matrix, which the mixer {mixer!r} never forms; use "
+            "proj_drop_rate or drop_path_rate"
         )
+
+
+def refuse_rotary(mixer: str, rotary: bool) -> None:
+    """Raise ValueError for a model with a rotary embedding and a mixer that has no use for it."""
+    if rotary and not MIXERS[mixer].takes_rotations:
+        others = ", ".join(name for name, kind in MIXERS.items() if kind.takes_rotations)
+        raise ValueError(f"the mixer {mixer!r} cannot honour the rotary embedding of this model; use one of {others}")
 
 
 def refuse_block(model: nn.Module, layer: str, block: nn.Module) -> None:

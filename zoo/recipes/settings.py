@@ -5,6 +5,7 @@ from typing import Any
 
 from zoo.config import Tree, load, one_of
 from zoo.errors import unknown_name
+from zoo.mixers.help import check_mixer, mixers_help
 from zoo.ranges import POSITIVE, check_ranges
 
 SAID = {  # keys of a fine-tuning that the recipe sets -> its key for them
@@ -27,8 +28,8 @@ class RecipeSettings:
       budget of transfer and fine-tuning together, and of each control
     changes: section.key=value words that change this configuration, but what the recipe says itself (the mixer, the
       checkpoint, the teacher, which is the source)
-    mixer: mixer put into the attention layers
-    mixer_options: options of the mixer; gains=true is added, which calibration needs
+    mixer: mixer put into the attention layers, one of those listed below
+    mixer_options: options of the mixer, listed below; gains=true is added, which calibration needs
     keep_softmax: numbers of the blocks that stay softmax, every:3 for each third, or auto:2 for the two that are worth
       most, by measured sensitivity
     inputs: images, or noisy images, of the training set that calibration sees
@@ -40,6 +41,8 @@ class RecipeSettings:
       are done already are not repeated
     out: folder of everything
     """
+
+    more_help = staticmethod(mixers_help)
 
     source: str = ""
     finetune: str = ""
@@ -56,6 +59,7 @@ class RecipeSettings:
     out: str = "runs/recipe"
 
     def __post_init__(self) -> None:
+        check_mixer(self.mixer, self.mixer_options)
         for stage in self.stages:
             one_of("stages", stage, STAGES)
         for key in (word.partition("=")[0] for word in self.changes):

@@ -7,7 +7,7 @@ from typing import Any
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
-from zoo.models.stored_options import full_options
+from zoo.mixers import MixerConfig
 from zoo.models.timm.model_files import (
     Recipe,
     build_host,
@@ -69,7 +69,7 @@ def _check_mixer(recipe: Recipe, found: Recipe, where: str) -> None:
         have, want = getattr(found, key), getattr(recipe, key)
         if have != want:
             raise ValueError(f"{where} is a checkpoint of another mixer: it has model.{key} {have!r}, the run {want!r}")
-    have, want = (full_options(recipe.mixer, r.mixer_options) for r in (found, recipe))
+    have, want = (MixerConfig.parse(recipe.mixer, r.mixer_options).plain_options() for r in (found, recipe))
     theirs, ours = ({k: v for k, v in a.items() if v != b[k]} for a, b in ((have, want), (want, have)))
     if theirs:
         raise ValueError(

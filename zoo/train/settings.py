@@ -7,6 +7,7 @@ from typing import Any
 
 from zoo.config import one_of
 from zoo.data.settings import AugmentSettings, DataSettings
+from zoo.mixers.help import check_mixer, mixers_help
 from zoo.precision import PRECISIONS
 from zoo.ranges import POSITIVE, SEED, check_ranges
 
@@ -35,11 +36,13 @@ class ModelSettings:
       empty for random weights
     pretrained: start from the weights that timm publishes for this name
     new_head: take every weight of the checkpoint but the classifier, whose number of classes may then differ
-    mixer: mixer put into the attention layers after loading (softmax, la, mala, rala, inline, mesa, resolvent, hla2,
-      ahla, hla3, poly, mhla, mhla2, taylor2, multipole); empty leaves them as they are
-    mixer_options: options of the mixer, such as {exponent: 4.0, depthwise: v}
+    mixer: mixer put into the attention layers after loading, one of those listed below; empty leaves the layers as they
+      are
+    mixer_options: options of the mixer, listed below, such as {exponent: 4.0, depthwise: v}
     keep_softmax: numbers of the attention layers (from 0) that stay softmax, or every:3 for each third
     """
+
+    more_help = staticmethod(mixers_help)
 
     name: str = ""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -53,6 +56,7 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         check_ranges("model", self, img_size="[1, inf)")
+        check_mixer(self.mixer, self.mixer_options)
         for key, value in self.kwargs.items():
             if str(key).endswith("_rate") and isinstance(value, int | float) and not 0 <= value < 1:
                 raise ValueError(f"model.kwargs.{key} must be in [0, 1), got {value}")

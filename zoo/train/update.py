@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zoo.errors import DamagedCheckpoint, TrainingFailed
+from zoo.mixers import Mixer
 from zoo.train.optim import new_parameters
 from zoo.train.sharding import Average, gathered, spread_states
 
@@ -50,7 +51,8 @@ class Updater:
         self.norm = math.nan
         self.counts = {"skipped": 0, "skipped_in_a_row": 0, "clipped": 0}
         self._unread: list[Tensor] = []
-        self._projected: list[Any] = [m for m in model.modules() if hasattr(m, "project_")]
+        mixers = [m for m in model.modules() if isinstance(m, Mixer)]
+        self._projected = [m for m in mixers if type(m).project_ is not Mixer.project_]
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradients of one part of a step, the last one or not."""
@@ -66,8 +68,8 @@ class Updater:
     def __call__(self, step: int) -> None:
         """The update of step `step`, counted from 1. Raises TrainingFailed as `settle` does."""
         self.advance(step)
-        for module in self._projected:  # onto the values that its weights may have
-            module.project_()
+        for mixer in self._projected:
+            mixer.project_()
         if self.ema:
             self.ema.update(self.model, step=step)
 

@@ -133,7 +133,7 @@ def test_softmax_honours_every_mask_as_the_host():
     assert torch.equal(run(kept, {**inputs("pixart"), "attention_mask": mask}), wanted)
 
 
-@pytest.mark.parametrize("mixer", [m for m in REGISTERED_MIXERS if not hasattr(MIXERS[m], "needs_layout")])
+@pytest.mark.parametrize("mixer", [m for m in REGISTERED_MIXERS if not MIXERS[m].defaults.needs_grid])
 def test_padded_keys_are_not_read(mixer):
     """A layer with padding gives the real tokens what it gives without the padded ones."""
     site = sites(converted("pixart", mixer, gate=True))[0]

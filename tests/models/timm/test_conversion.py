@@ -12,7 +12,8 @@ import torch
 import zoo
 from tests.helpers.tiny_models import MIXERS, NEW_IN_TIMM, image, needs_sapiens, sites, stir, tiny
 from zoo.mixers import MIXERS as CLASSES
-from zoo.models.convert import FROM_HOST, Report
+from zoo.mixers import LayerSpec
+from zoo.models.convert import Report
 
 
 def names_of(model) -> list[str]:
@@ -182,7 +183,7 @@ def test_training_mode_device_and_type_are_those_of_the_host():
 
 BAD = [
     ({"mixer": "hlaa2"}, "unknown mixer 'hlaa2'.*Did you mean 'hla2'"),
-    ({"mixer": "ahla", "feature_mp": "relu"}, "unknown mixer option 'feature_mp'.*Did you mean 'feature_map'"),
+    ({"mixer": "ahla", "feature_mp": "relu"}, "unknown ahla option 'feature_mp'.*Did you mean 'feature_map'"),
     ({"mixer": "ahla", "feature_map": "rel"}, "unknown feature map 'rel'.*Did you mean 'relu'"),
     ({"mixer": "softmax", "gate": True}, "unknown softmax option 'gate'"),
     ({"mixer": "ahla", "layers": [7]}, "layers lists block indices from -2 to 1, got 7"),
@@ -201,7 +202,7 @@ BAD = [
     ({"mixer": "hlaa2", "layers": {"*": "la"}}, "unknown mixer 'hlaa2'"),
     *[
         ({"mixer": mixer, name: 1}, f"{name}= cannot be chosen: mixers take it from the model")
-        for mixer, name in itertools.product(["ahla", "softmax"], FROM_HOST)
+        for mixer, name in itertools.product(["ahla", "softmax"], LayerSpec._fields)
     ],
     ({"mixer": "la", "ridge": 0.1}, "ridge is defined for"),
     ({"mixer": "ahla", "layers": {"blocks.0.*": "hla2", "*": "la"}, "ridge": 0.1}, "ridge is defined for"),

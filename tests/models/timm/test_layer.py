@@ -12,7 +12,7 @@ from tests.helpers.tiny_models import MIXERS, image
 from zoo.mixers import MIXERS as CLASSES
 
 DIM, HEADS, GRID = 32, 2, (4, 4)
-NEEDY = [name for name in MIXERS if hasattr(CLASSES[name], "needs_layout")]
+NEEDY = [name for name in MIXERS if CLASSES[name].defaults.needs_grid]
 
 
 def tokens(batch: int = 2, count: int = 17, dtype: torch.dtype = torch.float32) -> torch.Tensor:

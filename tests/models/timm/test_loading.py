@@ -203,7 +203,7 @@ def test_a_damaged_tag_is_said():
     with pytest.raises(ValueError, match="damaged mixer tag"):
         create().load_state_dict(weights)
     mixer = sites(create())[0].mixer
-    assert decode_tag(encode_tag("ahla", mixer))["feature_map"] == "power"
+    assert decode_tag(encode_tag(mixer.config))["feature_map"] == "power"
 
 
 def test_wrapped_and_compiled_models_load():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zoo.errors import unknown_name
 from zoo.grid import Grid
+from zoo.mixers import Mixer
 from zoo.models.convert import swap
 from zoo.models.timm.attention import Site
 
@@ -82,16 +83,14 @@ def _weights(mixer: nn.Module, q: Tensor, k: Tensor, v: Tensor, ctx: Any) -> Ten
 
 
 @contextmanager
-def _without_last_steps(mixer: Any) -> Iterator[None]:
+def _without_last_steps(mixer: Mixer) -> Iterator[None]:
     """`mixer` up to what is not linear in v."""
-    kept = {name: part for name in ("norm", "gate") if (part := getattr(mixer, name, None)) is not None}
-    for name in kept:
-        setattr(mixer, name, nn.Identity() if name == "norm" else None)
+    norm, gate = mixer.norm, mixer.gate
+    mixer.norm = mixer.gate = None
     try:
         yield
     finally:
-        for name, part in kept.items():
-            setattr(mixer, name, part)
+        mixer.norm, mixer.gate = norm, gate
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zoo.grid import Grid
-from zoo.mixers import MIXERS
+from zoo.mixers import LayerSpec, MixerConfig
 from zoo.models import Swap
 from zoo.models.diffusers.attention import DiffusionSite
 from zoo.models.diffusers.models import FAMILIES, Family, adopt, conversions_of
@@ -68,7 +68,10 @@ class DiffusersBackbone:
     def present(self, model: Any, attn: Any) -> str:
         return getattr(attn, "mixer_name", self._family(model).mixer)
 
-    def arguments(self, model: Any, attn: Any, mixer: str) -> dict[str, Any]:
+    def grid_dims(self, model: Any) -> int:
+        return self._family(model).converted.grid_dims  # type: ignore[attr-defined]
+
+    def layer_spec(self, model: Any, attn: Any) -> LayerSpec:
         weight = attn.to_q.weight
         if str(weight.dtype) not in COMPUTE_TYPES:
             raise ValueError(
@@ -76,16 +79,21 @@ class DiffusersBackbone:
                 "is quantised or cast layer by layer"
             )
         dim, width = attn.to_q.in_features, attn.to_q.out_features
-        sizes = {"dim": dim, "num_heads": attn.heads, "head_dim": width // attn.heads, "dtype": weight.dtype}
-        sizes |= {"device": weight.device, "num_kv_heads": attn.to_k.out_features * attn.heads // width}
-        if getattr(MIXERS[mixer], "needs_layout", False):
-            sizes["grid"] = self._usual_grid(model)
-        return sizes | {"grid_dims": self._grid_dims(model)}
+        kv_heads = attn.to_k.out_features * attn.heads // width
+        return LayerSpec(
+            dim,
+            attn.heads,
+            width // attn.heads,
+            kv_heads,
+            grid=self._usual_grid(model),
+            device=weight.device,
+            dtype=weight.dtype,
+        )
 
-    def check(self, model: Any, mixer: str, options: Any) -> None:
-        refuse_rotary(mixer, self._family(model).rotary)
-        wanted = self._grid_dims(model)
-        if options is not None and options.grid_dims != wanted:
+    def check(self, model: Any, attn: Any, config: MixerConfig) -> None:
+        refuse_rotary(config.name, self._family(model).rotary)
+        wanted = self.grid_dims(model)
+        if config.options.grid_dims != wanted:
             raise ValueError(f"the tokens of {type(model).__name__} lie on a {wanted}-D grid, so grid_dims={wanted}")
 
     def left(self, model: Any) -> dict[str, str]:
@@ -97,10 +105,10 @@ class DiffusersBackbone:
         names = {id(attn): name for name, attn in self.layers(model).items()}
         if type(model) in FAMILIES:
             adopt(model)
-        for attn, name, mixer in swaps:
+        for attn, mixer in swaps:
             if not isinstance(attn, DiffusionSite):
                 attn.__class__ = self._site_class(model, names[id(attn)])
-            attn.install(name, mixer.train(attn.training))
+            attn.install(mixer.train(attn.training))
 
     def revert(self, model: Any) -> None:
         if type(model) not in CONVERTED:
@@ -126,13 +134,10 @@ class DiffusersBackbone:
         assert family is not None
         return family
 
-    def _usual_grid(self, model: Any) -> Grid:
-        """The token grid at the size that the model was made for, for which blocks are chosen."""
+    def _usual_grid(self, model: Any) -> Grid | None:
+        """The token grid at the size that the model was made for, for which blocks are chosen; None if unknown."""
         family, size = self._family(model), model.config.get("sample_size")
-        return family.grid or (size // model.config.patch_size,) * 2
-
-    def _grid_dims(self, model: Any) -> int:
-        return self._family(model).converted.grid_dims  # type: ignore[attr-defined]
+        return family.grid or ((size // model.config.patch_size,) * 2 if isinstance(size, int) else None)
 
     def _pattern(self, model: Any, name: str) -> str | None:
         """The pattern of the family's sites that fits a module name: block lists count as one "*"."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hla_kernels.features.rms_norm import in_kernels
 from zoo.grid import Grid
-from zoo.mixers import Context
+from zoo.mixers import Context, Mixer
 from zoo.mixers.context import Rotation
 from zoo.mixers.layers import TokenRMSNorm, norm_tokens
 from zoo.models.checkpoint_tags import encode_tag
@@ -57,10 +57,10 @@ class DiffusionSite(Site):
     @property
     def needs_grid(self) -> bool:
         """Whether the mixer's result depends on where the tokens lie."""
-        return getattr(getattr(self.mixer, "options", None), "needs_grid", False)
+        return self.mixer.options.needs_grid
 
     def _tag(self) -> Tensor:
-        return encode_tag(self.mixer_name, self.mixer).to(self.to_q.weight.device)
+        return encode_tag(self.mixer.config).to(self.to_q.weight.device)
 
     @property
     def fused(self) -> bool:
@@ -125,7 +125,7 @@ class SelfAttentionSite(LoneSite, Attention):
         """[B, N, C] -> [B, N, C]. mask: a bias on the scores; two-sided mixers honour [B, 1, N], padding. Raises
         ValueError for any other that the mixer cannot honour."""
         padding = None
-        if mask is not None and self.mixer_name != "softmax" and mask.shape[1] == 1:
+        if mask is not None and not self.mixer.forms_matrix and mask.shape[1] == 1:
             padding, mask = real_keys(mask), None
         if mask is not None:
             mask = self.prepare_attention_mask(mask, x.shape[1], x.shape[0]).unflatten(0, (x.shape[0], self.heads))
@@ -157,11 +157,11 @@ class WanSite(DiffusionSite, WanAttention):
 
     processors = ("WanAttnProcessor",)
 
-    def install(self, name: str, mixer: Any) -> None:
+    def install(self, mixer: Mixer) -> None:
         """As everywhere; beside a mixer of ours the norms form no float32 tensors under autocast."""
-        super().install(name, mixer)
+        super().install(mixer)
         for norm in (self.norm_q, self.norm_k):
-            norm_tokens(norm, name != "softmax")
+            norm_tokens(norm, mixer.name != "softmax")
 
     def release(self) -> None:
         for norm in (self.norm_q, self.norm_k):
@@ -191,7 +191,7 @@ class WanSite(DiffusionSite, WanAttention):
 
     def preparation(self, q: Tensor, rotate: Rotation | None) -> tuple:
         """What the norms of q and k do besides where one kernel can: whether to take the positive part, (cos, sin)."""
-        early = getattr(self.mixer, "early_map", None)
+        early = self.mixer.early_map
         ours = type(self.norm_q) is type(self.norm_k) is TokenRMSNorm and in_kernels(q)
         return () if early is None or rotate is None or not ours else (early == "relu", *rotate.tables())
 

@@ -4,11 +4,9 @@ diffusers splits the tokens before the first block and gathers them after the la
 the other devices but the sum of its moments (`hla_kernels.sharded`); layers with softmax work as diffusers does it.
 """
 
-from functools import partial
 from typing import Any
 
-import hla_kernels
-from zoo.mixers import LinearMixer
+from zoo.mixers import Mixer
 from zoo.models.diffusers.attention import DiffusionSite
 
 
@@ -26,17 +24,11 @@ def check_parallelism(model: Any, config: Any, splits_tokens: bool) -> None:
             "splits the image tokens and nothing else"
         )
     for name in names:
-        site = model.get_submodule(name)
-        linear = any(isinstance(m, LinearMixer) for m in site.modules())
-        if getattr(getattr(site.mixer, "options", None), "gains", False) or site.mixer_name == "taylor2":
+        mixer = model.get_submodule(name).mixer
+        if reason := mixer.why_not_shared():
             raise ValueError(
-                f"the mixer of {name} averages values over all tokens itself (gains, taylor2); context parallelism is "
-                "exact for two-sided mixers without them"
-            )
-        if site.needs_grid or not (linear or site.mixer_name == "softmax"):
-            raise ValueError(
-                f"the mixer {site.mixer_name!r} of {name} needs other tokens by their place (depthwise, lepe, cpe, "
-                "causal, blocks) from other devices; context parallelism is exact for two-sided mixers without them"
+                f"the mixer {mixer.name!r} of {name} {reason}; context parallelism is exact for two-sided mixers that "
+                "sum over tokens"
             )
 
 
@@ -47,8 +39,8 @@ def spread(model: Any) -> None:
         return
     group = parallel._flattened_mesh.get_group()
     for mixer in model.modules():
-        if isinstance(mixer, LinearMixer):
-            vars(mixer)["operator"] = partial(hla_kernels.sharded, type(mixer).operator, group=group)
+        if isinstance(mixer, Mixer):
+            mixer.share(group)
 
 
 def _part(config: Any, kind: str, name: str) -> Any:

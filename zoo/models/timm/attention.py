@@ -16,10 +16,9 @@ from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
 from zoo.grid import Grid
-from zoo.mixers import Context
+from zoo.mixers import Context, LayerSpec, Mixer
 from zoo.mixers.context import Rotation
 from zoo.models.checkpoint_tags import encode_tag, no_torchscript
-from zoo.models.stored_options import stored_options
 
 # A mixin stands in front of a host class and uses its attributes, which a type checker cannot know.
 if TYPE_CHECKING:
@@ -35,20 +34,20 @@ class Site(Host):
     `key_masks`: the masks of this host are of keys alone, [B, 1, 1, N], added to the scores, 0 where a token is real.
     """
 
-    mixer: Any
+    mixer: Mixer
     mixer_name: str
     mixer_options: dict[str, Any]
     grid: Grid | None
     prefix: int
     key_masks: bool = False
 
-    def install(self, name: str, mixer: nn.Module) -> None:
+    def install(self, mixer: Mixer) -> None:
         """Take `mixer`. All of its options, those that are defaults too, are saved with the model.
 
         A mixer other than softmax carries a tag buffer, by which its checkpoints are recognised.
         """
-        self.mixer_name, self.mixer, self.mixer_options = name, mixer, stored_options(mixer)
-        if name != "softmax":
+        self.mixer_name, self.mixer, self.mixer_options = mixer.name, mixer, mixer.config.plain_options()
+        if mixer.name != "softmax":
             mixer.register_buffer("tag", self._tag())
 
     def release(self) -> None:
@@ -59,7 +58,7 @@ class Site(Host):
         self.__class__ = host_class(self, Site)
 
     def _tag(self) -> Tensor:
-        return encode_tag(self.mixer_name, self.mixer).to(self.proj.weight.device)
+        return encode_tag(self.mixer.config).to(self.proj.weight.device)
 
     def reset_parameters(self) -> None:
         """The host's own parameters, then all of the mixer's, then the tag.
@@ -69,8 +68,9 @@ class Site(Host):
         if hasattr(super(), "reset_parameters"):
             super().reset_parameters()
         for part in self.mixer.modules():
-            if hasattr(part, "reset_parameters"):
-                part.reset_parameters()
+            reset = getattr(part, "reset_parameters", None)
+            if reset is not None:
+                reset()
         if self.mixer_name != "softmax":
             self.mixer.tag.copy_(self._tag())
 
@@ -171,20 +171,13 @@ def kv_heads(attn: Any) -> int:
     return getattr(attn, "num_kv_heads", attn.num_heads)
 
 
-def host_arguments(attn: Any, mixer: str) -> dict[str, Any]:
-    """The arguments of `build_mixer` that follow from the timm attention module `attn`: sizes, device, dtype, and for
-    softmax its dropout. Raises ValueError for attention dropout with any other mixer."""
+def layer_spec(attn: Any, grid: Grid | None, prefix: int) -> LayerSpec:
+    """What a mixer takes from the timm attention module `attn`, whose tokens are `prefix` tokens and then a grid."""
     first, weight = attn.qkv if attn.qkv is not None else attn.q_proj, attn.proj.weight
-    sizes = {"dim": first.in_features, "num_heads": attn.num_heads, "head_dim": attn.head_dim}
-    sizes |= {"num_kv_heads": kv_heads(attn), "device": weight.device, "dtype": weight.dtype}
-    if mixer == "softmax":
-        return sizes | {"attn_drop": attn.attn_drop.p, "fused": attn.fused_attn}
-    if attn.attn_drop.p > 0:
-        raise ValueError(
-            f"attn_drop_rate={attn.attn_drop.p} drops entries of the attention matrix, which the mixer {mixer!r} "
-            "never forms; use proj_drop_rate or drop_path_rate"
-        )
-    return sizes
+    return LayerSpec(
+        first.in_features, attn.num_heads, attn.head_dim, kv_heads(attn), grid=grid, prefix=prefix,
+        attn_drop=attn.attn_drop.p, fused=attn.fused_attn, device=weight.device, dtype=weight.dtype,
+    )  # fmt: skip
 
 
 def split_heads(t: Tensor, num_heads: int) -> Tensor:

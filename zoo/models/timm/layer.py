@@ -1,17 +1,16 @@
 """Attention layer with a mixer, for networks of your own."""
 
 import inspect
-from typing import Any
 
 from timm.layers import Attention as TimmAttention
 from timm.models import register_notrace_module
 from torch import Tensor
 
-from zoo.errors import unknown_name
 from zoo.grid import Grid
-from zoo.mixers import MIXERS, build_mixer
+from zoo.mixers import MixerConfig
 from zoo.models.checkpoint_tags import match_checkpoint
-from zoo.models.timm.attention import AttentionSite, host_arguments
+from zoo.models.timm.attention import AttentionSite, layer_spec
+from zoo.models.unsupported import refuse_dropout
 
 ARGUMENTS = tuple(inspect.signature(TimmAttention).parameters)
 
@@ -49,20 +48,16 @@ class Attention(AttentionSite):
         prefix: int = 0,
         **options,
     ) -> None:
-        if mixer not in MIXERS:
-            raise unknown_name("mixer", mixer, MIXERS)
+        config = MixerConfig.parse(mixer, {k: v for k, v in options.items() if k not in ARGUMENTS})
         host = {key: value for key, value in options.items() if key in ARGUMENTS}
         if host.get("attn_head_dim") is None and dim % num_heads:
             raise ValueError(f"dim={dim} is not divisible by num_heads={num_heads}")
         super().__init__(dim, num_heads, **host)
-        own = {key: value for key, value in options.items() if key not in ARGUMENTS}
-        layout: dict[str, Any] = {}
-        if getattr(MIXERS[mixer], "needs_layout", False):
-            if grid is None:
-                raise ValueError(f"the mixer {mixer!r} needs the grid of the patch tokens, such as grid=(14, 14)")
-            layout = {"grid": tuple(grid), "prefix": prefix}
+        if config.options.needs_grid and grid is None:
+            raise ValueError(f"the mixer {mixer!r} needs the grid of the patch tokens, such as grid=(14, 14)")
+        refuse_dropout(self.attn_drop.p, mixer)
         self.grid, self.prefix = None if grid is None else tuple(grid), prefix
-        self.install(mixer, build_mixer(mixer, **host_arguments(self, mixer), **layout, **own))
+        self.install(config.build(layer_spec(self, self.grid, prefix)))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args) -> None:
         match_checkpoint(self, state_dict, prefix)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from zoo.grid import Grid
-from zoo.mixers import MIXERS
+from zoo.mixers import LayerSpec, MixerConfig
 from zoo.models import CONVERTED, Swap
 from zoo.models.checkpoint_tags import match_checkpoint, no_torchscript
 from zoo.models.saved_config import OURS, architecture_of, record_architecture, recorded_arguments
@@ -29,10 +29,10 @@ from zoo.models.timm.attention import (
     Site,
     attention_layers,
     block_index,
-    host_arguments,
     host_class,
+    layer_spec,
 )
-from zoo.models.unsupported import refuse_block, refuse_family, refuse_rotary, refuse_thing
+from zoo.models.unsupported import refuse_block, refuse_dropout, refuse_family, refuse_rotary, refuse_thing
 
 
 def set_grid(module: nn.Module, grid: Grid | None) -> None:
@@ -47,14 +47,11 @@ def drops_patches(model: Any) -> bool:
     return isinstance(getattr(model, "patch_drop", None), PatchDropout | PatchDropoutWithIndices)
 
 
-def usual_grid(model: Any, mixer: str) -> Grid:
-    """The grid for which a mixer chooses its blocks: that of the input size, or of a NaFlexViT's positions."""
+def usual_grid(model: Any) -> Grid | None:
+    """The grid for which a mixer chooses its blocks: that of the input size, or of a NaFlexViT's positions; None for a
+    model with neither."""
     grid = model.embeds.pos_embed_grid_size if isinstance(model, NaFlexVit) else model.patch_embed.grid_size
-    if grid is None:
-        raise ValueError(
-            f"{mixer!r} needs a token grid, but this model has neither an input size nor learned positions"
-        )
-    return tuple(grid)
+    return None if grid is None else tuple(grid)
 
 
 class HLAModel(Host):
@@ -290,19 +287,21 @@ class TimmBackbone:
     def present(self, model: Any, attn: Any) -> str:
         return getattr(attn, "mixer_name", "softmax")
 
-    def arguments(self, model: Any, attn: Any, mixer: str) -> dict[str, Any]:
-        layout = {}
-        if getattr(MIXERS[mixer], "needs_layout", False):
-            layout = {"grid": usual_grid(model, mixer), "prefix": model.num_prefix_tokens}
-        return host_arguments(attn, mixer) | layout
+    def grid_dims(self, model: Any) -> int:
+        return 2
 
-    def check(self, model: Any, mixer: str, options: Any) -> None:
-        refuse_rotary(mixer, getattr(model, "rope", None) is not None)
-        if getattr(options, "grid_dims", 2) != 2:
+    def layer_spec(self, model: Any, attn: Any) -> LayerSpec:
+        return layer_spec(attn, usual_grid(model), model.num_prefix_tokens)
+
+    def check(self, model: Any, attn: Any, config: MixerConfig) -> None:
+        name, options = config
+        refuse_dropout(attn.attn_drop.p, name)
+        refuse_rotary(name, getattr(model, "rope", None) is not None)
+        if options.grid_dims != 2:
             raise ValueError("grid_dims=3 is for video; the tokens of an image model lie on a 2-D grid")
-        if getattr(options, "needs_grid", False) and drops_patches(model):
+        if options.needs_grid and drops_patches(model):
             raise ValueError(
-                f"patch_drop_rate > 0 trains on random patches without a layout, but {mixer!r} (it mixes blocks, or "
+                f"patch_drop_rate > 0 trains on random patches without a layout, but {name!r} (it mixes blocks, or "
                 "has depthwise, lepe, cpe or causal) needs the token grid; set patch_drop_rate=0 or drop those options"
             )
         blocks = getattr(options, "blocks", None)
@@ -319,10 +318,10 @@ class TimmBackbone:
     def install(self, model: Any, swaps: list[Swap]) -> None:
         if not isinstance(model, HLAModel):
             self._adopt(model)
-        for attn, name, mixer in swaps:
+        for attn, mixer in swaps:
             if not isinstance(attn, Site):
                 attn.__class__ = SITES[type(attn)]
-            attn.install(name, mixer.train(attn.training))
+            attn.install(mixer.train(attn.training))
             attn.prefix = model.num_prefix_tokens
         model.sync_grid()
 

@@ -18,11 +18,9 @@ from zoo.diffusion.objectives import ALL, Times
 from zoo.diffusion.video_samplers import patch_of
 from zoo.errors import unknown_name
 from zoo.files import replacing_folder
-from zoo.mixers import MIXERS
-from zoo.mixers.block_mixing import choose_blocks
+from zoo.mixers import MixerConfig
 from zoo.models.convert import backbone_of, swap
 from zoo.models.diffusers.reading import read_config, read_folder
-from zoo.models.stored_options import full_options
 from zoo.models.timm.model_files import UNBUILT
 from zoo.train.denoising.settings import KINDS, DenoiserSettings
 
@@ -64,16 +62,13 @@ def start(settings: DenoiserSettings, wanted: Wanted) -> tuple[Any, Any]:
 
 
 def _options(model: Any, settings: DenoiserSettings, wanted: Wanted) -> dict[str, Any]:
-    """The options of the mixer; blocks that are not given are those for the grid of the data, which a video model does
-    not know."""
-    options = settings.mixer_options
-    chooses = getattr(MIXERS.get(settings.mixer), "needs_layout", False) and options.get("mixing") != "distance"
-    if not chooses or "blocks" in options:
-        return options
+    """The options of the mixer; those that follow from the token grid (blocks) are for the grid of the data, which a
+    video model does not know."""
     patch = patch_of(model.config)
     patches = patch if isinstance(patch, list | tuple) else [patch] * len(wanted.size)
     grid = tuple(n // p for n, p in zip(wanted.size, patches, strict=True))
-    return {**options, "blocks": list(choose_blocks(grid, bool(options.get("causal"))))}
+    given = {"grid_dims": len(grid), **settings.mixer_options}
+    return MixerConfig.parse(settings.mixer, given).for_grid(grid).plain_options()
 
 
 def notes_of(checkpoint: str) -> dict[str, Any]:
@@ -116,7 +111,7 @@ def _check_mixer(model: Any, settings: DenoiserSettings) -> None:
     given, theirs = settings.mixer_options, have[0].get("options", {}) if have else {}
     taken = {k: theirs[k] for k in ("blocks", "grid_dims") if k in theirs}  # from the host, if they were not given
     step: dict[str, Any] = {"mixer": settings.mixer, "keep_softmax": settings.keep_softmax}
-    step["options"] = full_options(settings.mixer, {**taken, **given})
+    step["options"] = MixerConfig.parse(settings.mixer, {**taken, **given}).plain_options()
     if have != [{k: v for k, v in step.items() if v}]:
         raise ValueError(
             f"{settings.checkpoint} is converted already, by {json.dumps(have)}; "

@@ -7,6 +7,7 @@ from zoo.config import one_of
 from zoo.data.latents.settings import VIDEOS, check_rate
 from zoo.data.settings import WORKERS
 from zoo.diffusion.settings import ObjectiveSettings
+from zoo.mixers.help import check_mixer, mixers_help
 from zoo.ranges import PIXELS, check_ranges
 from zoo.train.settings import LogSettings, OptimSettings, RunBasics
 
@@ -32,12 +33,13 @@ class DenoiserSettings:
       name on the hub; empty for random weights
     part: of a pipeline with two transformers (Wan 2.2 A14B) the one to train, on the times that it denoises:
       transformer (from noise on) or transformer_2 (to the data)
-    mixer: mixer put into the self-attention after loading (la, mala, rala, inline, mesa, resolvent, hla2, ahla,
-      hla3, poly, mhla, mhla2, taylor2, multipole, softmax); empty leaves it
-    mixer_options: options of the mixer, such as {depthwise: v}
+    mixer: mixer put into the self-attention after loading, one of those listed below; empty leaves it as it is
+    mixer_options: options of the mixer, listed below, such as {depthwise: v}
     keep_softmax: numbers of the blocks (from 0) that stay softmax, or every:3 for each third
     checkpointing: recompute each block in the backward pass, to save memory
     """
+
+    more_help = staticmethod(mixers_help)
 
     kind: str = "dit"
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +53,7 @@ class DenoiserSettings:
     def __post_init__(self) -> None:
         one_of("model.kind", self.kind, tuple(KINDS))
         one_of("model.part", self.part, ("transformer", "transformer_2"))
+        check_mixer(self.mixer, self.mixer_options)
 
 
 @dataclass(frozen=True)
