@@ -59,7 +59,7 @@ def _vit(mixer: str, size: int) -> nn.Module:
 
 def _vit_inputs(batch: int, size: int) -> dict[str, Tensor]:
     images = torch.randn(batch, 3, size, size, device="cuda")
-    return {"x": images, "target": torch.randint(1000, (batch,), device="cuda")}
+    return {"x": images, "target": torch.randint(10, (batch,), device="cuda")}
 
 
 def _converted(model: Any, mixer: str, **blocks: Any) -> nn.Module:
