@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))  # where the benchmarks are
 
 from benchmarks import report  # noqa: E402
-from benchmarks.quality_plots import draw_quality  # noqa: E402
+from benchmarks.quality_plots import draw_quality, draw_tradeoff  # noqa: E402
 
 MARKED = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
@@ -125,16 +125,18 @@ def diffusion(result: dict) -> str:
     Frechet distances also over those of the control. Below them the distances of the test images, if there are
     scores."""
     metrics = list(dict.fromkeys(row["metric"] for row in result["rows"]))
-    arms = grouped(result["rows"], "source", "budget")
+    arms = grouped(result["rows"], "source", "budget", "experiment")
+    several = len({row["experiment"].removesuffix("_tune") for row in result["rows"]}) > 1
     control = [row for row in result["rows"] if row["source"] == "control"]
     controls = {m: [row["value"] for row in control if row["metric"] == m] for m in metrics}
-    head = ["mixer", "source", "budget", "seeds", "seconds", *metrics]
+    head = [*(["experiment"] if several else []), "mixer", "source", "budget", "seeds", "seconds", *metrics]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for (source, budget, name), runs in arms.items():
+    for (source, budget, experiment, name), runs in arms.items():
         by_metric = {m: [row["value"] for row in runs if row["metric"] == m] for m in metrics}
         cells = [distances(m, by_metric[m], controls[m] if source == "converted" else []) for m in metrics]
         seconds = statistics.mean(row["wall_s"] for row in runs)
-        about = [name, source, budget, str(len({row["seed"] for row in runs})), f"{seconds:.0f}"]
+        seeds = str(len({row["seed"] for row in runs}))
+        about = [*([experiment] if several else []), name, source, budget, seeds, f"{seconds:.0f}"]
         lines.append(f"| {' | '.join(about + cells)} |")
     if "floor" in result:
         floor = " | ".join(f"{result['floor'][m]:.4g}" if m in result["floor"] else "-" for m in metrics)
@@ -171,6 +173,9 @@ RENDER = {
     "quality": quality,
     "quality-all": experiments,
     "quality-digits": experiments,
+    "power-h100-all": experiments,
+    "denoisers-h100": diffusion,
+    "experiments-h100": report.models,
     "dit-cifar10": diffusion,
     "kernels-h200": report.main_kernels,
     "kernels-h200-short": report.two_sided,
@@ -220,6 +225,9 @@ def main() -> int:
     docs = ROOT / "docs"
     if not args.check and (docs / "results" / "quality.json").is_file():
         draw_quality(json.loads((docs / "results" / "quality.json").read_text()), docs / "pictures" / "quality.png")
+        names = "power-h100", "experiments-h100"
+        files = [json.loads((docs / "results" / f"{name}.json").read_text()) for name in names]
+        draw_tradeoff(*files, docs / "pictures" / "experiments-h100.png")
     changed = 0
     for file in (ROOT / "README.md", *sorted(docs.glob("*.md"))):
         old = file.read_text()

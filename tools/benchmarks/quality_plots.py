@@ -100,3 +100,41 @@ def _layers_kept(row: dict[str, Any]) -> int:
     """How many layers keep_softmax leaves: auto:2, or a list of them."""
     kept = row["options"].get("keep_softmax", [])
     return int(kept.removeprefix("auto:")) if isinstance(kept, str) else len(kept)
+
+
+EXPERIMENT_MODELS = {  # title -> (experiment, its model in the model table)
+    "Imagenette, 1,024 tokens, 30 epochs": ("imagenette1024", "vit_width192_patch4"),
+    "Imagenette, 4,096 tokens, 10 epochs": ("imagenette4096", "vit_width192_patch2"),
+}
+
+
+def draw_tradeoff(quality: dict[str, Any], speed: dict[str, Any], file: Path) -> None:
+    """Write a PNG of accuracy from scratch over training speed, a panel per experiment that both files have: the mean
+    over seeds and the range of a quality file, images per second of a file of models."""
+    plt = pyplot()
+    panels = {title: _scratch_and_speed(quality, speed, *names) for title, names in EXPERIMENT_MODELS.items()}
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.4), layout="constrained", squeeze=False)
+    for panel, (name, points) in zip(axes[0], panels.items(), strict=True):
+        for mixer, (values, per_second) in points.items():
+            mean, color = float(np.mean(values)), COLORS[1] if mixer == "softmax" else COLORS[2]
+            ends = [[mean - min(values)], [max(values) - mean]]
+            panel.errorbar([per_second], [mean], yerr=ends, fmt="o", color=color, capsize=3)
+            panel.annotate(mixer, (per_second, mean), textcoords="offset points", xytext=(7, 4), fontsize=9)
+        panel.set(xlabel="training images per second", ylabel="top-1 (%)", title=name)
+        panel.margins(0.25)
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    save_figure(figure, file, dpi=130)
+
+
+def _scratch_and_speed(
+    quality: dict[str, Any], speed: dict[str, Any], experiment: str, model: str
+) -> dict[str, tuple[list[float], float]]:
+    """(top-1 of each seed, training images per second) of the mixers with default options that have both."""
+    timed = {r["mixer"]: r["per_second"] for r in speed["rows"] if (r["model"], r["mode"]) == (model, "train")}
+    found: dict[str, tuple[list[float], float]] = {}
+    for row in quality["rows"]:
+        plain = row["options"] in ({}, {"feature_map": "power"})
+        if (row["experiment"], row["source"]) == (experiment, "scratch") and plain and row["mixer"] in timed:
+            found.setdefault(row["mixer"], ([], timed[row["mixer"]]))[0].append(row["value"])
+    return found
