@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-import hla_kernels
 from benchmarks import flex, rows
 from benchmarks.operators import need_gpu, package_versions
 from benchmarks.profile import kernel_times
@@ -180,7 +179,7 @@ def make(case: Case) -> Call:
     if case.impl == "flex":
         return functools.partial(flex.adaptive, **case.options, attention=torch.compile(flex_attention, dynamic=False))
     scale = SHAPES[case.shape].d ** -0.5
-    return functools.partial(hla_kernels.adaptive_multipole, **case.options, q_scale=scale, impl="triton")
+    return lambda q, k, v: fused.evaluate(prepare(q, k, v, **case.options, q_scale=scale))
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

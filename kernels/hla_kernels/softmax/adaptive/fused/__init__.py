@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....dispatch.faults import Fault
 from ....sequences import real
 from ..call import AdaptiveCall
 from .operator import adaptive_op
@@ -20,11 +21,13 @@ from .operator import adaptive_op
 WIDEST = 128
 HEADS = 2**16  # of a grid's second axis
 TILES = 2**14  # key tiles of the grid: their scores are chosen from by one program
+WRONG = Fault("gradients and small query tiles of adaptive_multipole were wrong on an H100 with Triton 3.6")
 Q_TILES, K_TILES = (16, 32, 64, 128), (1, 2, 4, 8, 16, 32, 64)
 
 
-def why_not(call: AdaptiveCall) -> str | None:
-    """The reason why there is no Triton form of this call, or None."""
+def why_not(call: AdaptiveCall) -> str:
+    """The reason why there is no Triton form of this call: `WRONG` where there is no other one. `evaluate` runs all the
+    same."""
     q, v, field, form = call.q, call.v, call.field, "the Triton form of adaptive_multipole"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{form} is for bfloat16 and float16, not {q.dtype}"
@@ -36,7 +39,7 @@ def why_not(call: AdaptiveCall) -> str | None:
         return f"{form} is for fewer than {HEADS} heads of a batch, got {q.shape[0] * q.shape[2]}"
     if field.n_key_tiles > TILES:
         return f"{form} is for at most {TILES} key tiles, got {field.n_key_tiles}"
-    return None
+    return WRONG
 
 
 def evaluate(call: AdaptiveCall) -> Tensor:

@@ -29,9 +29,8 @@ class Plan(NamedTuple):
 
     @property
     def warps(self) -> dict[str, int]:
-        """Launch options of all passes but those that pool and choose. One stage: with two, results of Triton 3.6 are
-        wrong on an H100, where it copies what gathers read ahead."""
-        return {"num_warps": 4 if self.width <= 64 else 8, "num_stages": 1}
+        """Launch options of all passes but those that pool and choose."""
+        return {"num_warps": 4 if self.width <= 64 else 8, "num_stages": 2}
 
     @property
     def slots(self) -> int:
