@@ -6,19 +6,19 @@ Writes report.md, demo.png and demo_dit.png into runs/demo.
 Every step is a call of another tool with a configuration of configs/, as a user would make it.
 """
 
-import importlib
 import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from demo_steps import DIT, dit_commands, score_command, vit_commands, write_digits, write_report
+from demo_steps import DIT, alongside, dit_commands, run, score_command, vit_commands, write_report
 from zoo import config
 from zoo.ranges import check_ranges
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 USAGE = "usage: demo.py [key=value ...]"
+DIGITS = ("data.source=digits", "data.workers=0")
 MARK = ".demo"  # in a folder that this tool made and may replace
 
 
@@ -35,8 +35,8 @@ class DemoSettings:
 
     out: str = "runs/demo"
     mixers: list[str] = field(default_factory=lambda: ["mhla", "la", "multipole"])
-    epochs: int = 40
-    steps: int = 1200
+    epochs: int = 30
+    steps: int = 1000
     samples: int = 500
 
     def __post_init__(self) -> None:
@@ -54,25 +54,21 @@ def main(words: list[str]) -> dict[str, dict[str, Any]]:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     (out / MARK).touch()
-    write_digits(out)
-    for command in vit_commands(out, CONFIGS, settings.mixers, settings.epochs):
-        run(*command)
     names = ["softmax", "softmax_more", *(n for m in settings.mixers for n in (f"{m}_zero_shot", m))]
     models = ",".join(f"{out}/{name}" for name in names)
-    found = run("evaluate_imagenet", ["data.source=digits", "data.workers=0", f"eval.models=[{models}]", f"out={out}"])
+    classifiers = vit_commands(out, CONFIGS, settings.mixers, settings.epochs)
+    print(f"the diffusion transformer is trained at the same time: {out}/dit.log")
+    with alongside(dit_commands(out, CONFIGS, settings.steps, settings.samples), out / "dit.log"):
+        for command in classifiers:
+            run(*command)
+        found = run(
+            "evaluate_imagenet", ["data.source=digits", "data.workers=0", f"eval.models=[{models}]", f"out={out}"]
+        )
     rows = dict(zip(names, found, strict=True))
-    for command in dit_commands(out, CONFIGS, settings.steps, settings.samples):
-        run(*command)
     cards = {name: run(*score_command(out, name)) for name in DIT}
     report = write_report(out, settings.mixers, rows, cards, time.perf_counter() - began)
     print(f"\n{report.read_text()}\nwrote {report}, {out}/demo.png and {out}/demo_dit.png")
     return rows | cards
-
-
-def run(tool: str, words: list[str]) -> Any:
-    """Call another tool with the words of a command line. Returns what its `main` returns."""
-    print(f"\n$ python tools/{tool}.py {' '.join(words)}", flush=True)
-    return importlib.import_module(tool).main(words)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The demo: the commands of which it consists, and the report of what they measured."""
 
-from demo_steps.dit import DIT, dit_commands, score_command, write_digits
+from demo_steps.dit import DIT, dit_commands, score_command
+from demo_steps.processes import alongside, run
 from demo_steps.report import write_report
 from demo_steps.vit import vit_commands
 
-__all__ = ["DIT", "dit_commands", "score_command", "vit_commands", "write_digits", "write_report"]
+__all__ = ["DIT", "alongside", "dit_commands", "run", "score_command", "vit_commands", "write_report"]

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from demo_steps.processes import Command
 from zoo.data import open_source
 from zoo.plotting import pyplot, save_figure
 from zoo.train.metrics_log import read_rows
@@ -16,10 +17,8 @@ DIT = {  # run folder -> its name in the report
     "dit_zero_shot": f"{MIXER}, zero-shot",
     "dit_converted": f"{MIXER}, fine-tuned",
 }
-REAL = "digits.npz"  # the images that were not trained on
 PATCH = "model.kwargs.patch_size=2"  # 16 tokens in place of 64: a quarter of the time
 GRID = 10  # digits a side
-Command = tuple[str, list[str]]
 
 
 def dit_commands(out: Path, configs: Path, steps: int, samples: int) -> list[Command]:
@@ -41,21 +40,14 @@ def dit_commands(out: Path, configs: Path, steps: int, samples: int) -> list[Com
 
 def score_command(out: Path, name: str) -> Command:
     """(tool, words) of the scores of the samples of a run, in the features of the classifier of the demo."""
-    where = [f"fid.samples={out}/{name}/samples.npz", f"fid.reference={out}/{REAL}"]
+    where = [f"fid.samples={out}/{name}/samples.npz", "fid.reference=digits"]
     return "evaluate_fid", [*where, f"fid.extractor={out}/softmax", "fid.workers=0"]
 
 
 def _length(steps: int) -> list[str]:
-    every = max(1, steps // 4)
+    every = max(1, steps // 2)
     cadence = [f"run.eval_steps={every}", f"run.checkpoint_steps={steps}", f"sample.every={steps}"]
     return [f"schedule.steps={steps}", f"schedule.warmup_steps={steps // 12}", *cadence]
-
-
-def write_digits(out: Path) -> None:
-    """The digits that no run is trained on, as an .npz that the tools read."""
-    source = open_source("digits", "", train=False)
-    images = np.stack([np.asarray(source.read(i)[0].convert("RGB")) for i in range(len(source))])
-    np.savez(out / REAL, arr_0=images)
 
 
 def dit_lines(folder: Path, cards: dict[str, dict[str, Any]]) -> list[str]:

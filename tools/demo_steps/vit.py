@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from demo_steps.experiment_plot import Panel, draw_experiment
+from demo_steps.processes import Command
 from zoo.config import one_of
 from zoo.data import open_source
 from zoo.data.settings import DataSettings
@@ -16,7 +17,6 @@ from zoo.models.timm.model_files import load_model
 from zoo.train.metrics_log import read_rows
 
 LAYER, HEAD, IMAGE = 1, 0, 3  # of the picture
-Command = tuple[str, list[str]]
 
 
 def vit_commands(out: Path, configs: Path, mixers: list[str], epochs: int) -> list[Command]:
@@ -25,7 +25,8 @@ def vit_commands(out: Path, configs: Path, mixers: list[str], epochs: int) -> li
     for mixer in mixers:
         one_of("mixer", mixer, tuple(MIXERS))
     source, short = f"model.checkpoint={out}/softmax", max(1, epochs // 10)
-    commands = [("train_vit", [f"{configs}/vit/digits_softmax.yaml", f"run.folder={out}/softmax", *_length(epochs)])]
+    first = [f"{configs}/vit/digits_softmax.yaml", f"run.folder={out}/softmax", *_length(epochs)]
+    commands = [("train_vit", [*first, f"run.eval_epochs={max(1, epochs // 6)}"])]
     for mixer in mixers:
         commands.append(("convert", [source, f"model.mixer={mixer}", f"out={out}/{mixer}_zero_shot"]))
     for mixer, name in [("", "softmax_more"), *((mixer, mixer) for mixer in mixers)]:

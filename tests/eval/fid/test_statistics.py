@@ -310,3 +310,13 @@ def test_help(capsys):
     evaluate_fid.main(["--help"])
     text = capsys.readouterr().out
     assert "usage: " in text and "fid.reference_features (int, default 10000)" in text
+
+
+def test_the_embedded_digits_are_a_set_of_images():
+    from zoo.data import open_source
+
+    (numbers, images), *rest = open_images("digits").batches(800, 0, 1)
+    source = open_source("digits", "", train=False)
+    assert not rest and len(images) == len(source) == 797 and numbers.tolist() == list(range(797))
+    assert torch.equal(images[5], torch.from_numpy(np.array(source.read(5)[0])).permute(2, 0, 1))
+    assert [len(batch) for batch, _ in open_images("digits").batches(400, 1, 2)] == [397]

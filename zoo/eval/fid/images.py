@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zoo.data import open_source
 from zoo.data.decoding import IMAGE_FILES, Unreadable, content, decode
 from zoo.data.loader import Loader
 from zoo.data.rows import load_rows, undecoded
@@ -40,7 +41,8 @@ class ImageSet(Protocol):
 
 
 def open_images(where: Any, image_size: int | None = None, image_key: str = "image", workers: int = 0) -> ImageSet:
-    """The images at a path (folder, .npz, .parquet file or pattern), or of an iterable of uint8 batches [B, 3, H, W].
+    """The images at a path (folder, .npz, .parquet file or pattern), the embedded `digits`, or of an iterable of
+    uint8 batches [B, 3, H, W].
 
     image_size: cut and resize every image of a folder or of parquet files to this many pixels, as ADM does.  workers:
     loader processes. Raises ValueError when nothing is there, for videos, and for an .npz of another layout.
@@ -52,6 +54,8 @@ def open_images(where: Any, image_size: int | None = None, image_key: str = "ima
         raise ValueError(f"{path} is a video, but images are scored here: a folder, an .npz or a .parquet file")
     if os.path.isdir(path):
         return Files(path, image_size, workers)
+    if path == "digits":
+        return Digits(image_size, workers)
     if path.endswith(".npz"):
         return Npz(path)
     if path.endswith(".parquet"):
@@ -114,6 +118,19 @@ class Files(_Decoded):
 
     def called(self, number: int) -> str:
         return str(self.files[number])
+
+
+class Digits(_Decoded):
+    """The embedded digits that are not trained on."""
+
+    def __init__(self, image_size: int | None, workers: int) -> None:
+        self.source = open_source("digits", "", train=False)
+        super().__init__("digits", len(self.source), image_size, workers)
+
+    def __getitem__(self, number: int) -> Numbered:
+        image = self.source.read(number)[0]
+        image = center_crop(image, self.image_size) if self.image_size else image
+        return torch.tensor(number), torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 class Rows(_Decoded):

@@ -12,7 +12,8 @@ class FidOptions:
 
     samples: the images to score: a folder, an .npz (arr_0, uint8 [N, H, W, 3]) or a .parquet file; empty for only
       the statistics of the reference
-    reference: what they are compared with: images likewise, or statistics (.safetensors of fid.save, .npz of ADM)
+    reference: what they are compared with: images likewise, digits (the embedded ones that are not trained on), or
+      statistics (.safetensors of fid.save, .npz of ADM)
     extractor: inception, a timm name (FD-DINOv2: vit_large_patch14_dinov2.lvd142m), or a run folder of train_vit.py
     weights: file with the weights of the extractor; needed for inception, else empty takes timm's
     save: file (.safetensors) for the statistics of the reference; empty for none

@@ -1,0 +1,45 @@
+"""Calls of tools by the demo, in this process and, at the same time, in a second one."""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Command = tuple[str, list[str]]
+
+
+def run(tool: str, words: list[str]) -> Any:
+    """Call another tool with the words of a command line. Returns what its `main` returns."""
+    print(f"\n$ python tools/{tool}.py {' '.join(words)}", flush=True)
+    return importlib.import_module(tool).main(words)
+
+
+@contextlib.contextmanager
+def alongside(commands: list[Command], log: Path) -> Iterator[None]:
+    """Carry out `commands` in another process while the block runs, with half of the cores for each; their output goes
+    to `log`. Raises ValueError if one of them fails."""
+    before = torch.get_num_threads()
+    threads = max(1, (os.cpu_count() or 1) // 2)
+    other = multiprocessing.get_context("spawn").Process(target=_logged, args=(commands, log, threads), daemon=True)
+    other.start()
+    torch.set_num_threads(threads)
+    try:
+        yield
+        other.join()
+    finally:
+        other.terminate()
+        torch.set_num_threads(before)
+    if other.exitcode:
+        raise ValueError(f"a command of the second process failed: its output is in {log}")
+
+
+def _logged(commands: list[Command], log: Path, threads: int) -> None:
+    torch.set_num_threads(threads)
+    with log.open("w", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        for command in commands:
+            run(*command)
