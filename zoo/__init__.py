@@ -43,8 +43,10 @@ def load(path: str | Path) -> Any:
 def __getattr__(name: str) -> Any:
     """Classes of diffusers models; `ModelMixin` is what diffusers looks for in a library of models."""
     if name == "ModelMixin" or (name.startswith("HLA") and name.endswith("Model")):
-        from zoo.models.diffusers import models
+        from diffusers import ModelMixin
 
-        if hasattr(models, name):
-            return getattr(models, name)
+        from zoo.models.diffusers.families import class_named
+
+        if (found := ModelMixin if name == "ModelMixin" else class_named(name)) is not None:
+            return found
     raise AttributeError(f"module 'zoo' has no attribute {name!r}")

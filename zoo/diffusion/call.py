@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from diffusers import LTXVideoTransformer3DModel, PixArtTransformer2DModel
 from torch import Tensor
 
 from zoo.data.latents.encoders import IMAGE_LATENTS
 from zoo.data.latents.reading import LABELS
+from zoo.models.diffusers.families import known_family
 
 
 class Manner(NamedTuple):
@@ -23,24 +23,10 @@ class Manner(NamedTuple):
 
 def manner_of(model: Any, shape: tuple[int, ...], about: dict[str, Any]) -> Manner:
     """How `model`, not wrapped, is called on samples of this shape; about: what is noted of the data."""
-    extra: dict[str, Any] = {}
-    packed = isinstance(model, LTXVideoTransformer3DModel)
-    if packed:
-        extra = _places(shape, about)
-    elif isinstance(model, PixArtTransformer2DModel):
-        extra = {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
-    tokens = model.config.text_dim if reads_class_tokens(model) else 0
-    return Manner(extra, getattr(model.config, "timestep_scale", 1.0), tokens, packed)
-
-
-def _places(shape: tuple[int, ...], about: dict[str, Any]) -> dict[str, Any]:
-    """What LTX-Video is told of the tokens of [C, T, H, W]: their numbers, and how many seconds and pixels apart they
-    lie."""
-    _, frames, height, width = shape
-    of_clip = about["image_size"]
-    seconds = (of_clip[0] - 1) / max(frames - 1, 1) / about["fps"]
-    scale = (seconds, of_clip[1] / height, of_clip[2] / width)
-    return {"num_frames": frames, "height": height, "width": width, "rope_interpolation_scale": scale}
+    family = known_family(model)
+    factor = model.config[family.time_factor] if family.time_factor else 1.0
+    tokens = model.config[family.classes] if family.class_tokens else 0
+    return Manner(family.arguments(shape, about), factor, tokens, family.packed)
 
 
 def predict(model: Any, x: Tensor, timestep: Tensor, condition: dict[str, Tensor], manner: Manner) -> Tensor:
@@ -55,11 +41,6 @@ def predict(model: Any, x: Tensor, timestep: Tensor, condition: dict[str, Tensor
     tokens = x.flatten(2).mT if manner.packed else x
     out = model(hidden_states=tokens, timestep=timestep, **condition, **manner.extra, return_dict=False)[0]
     return out.mT.unflatten(2, x.shape[2:]) if manner.packed else out
-
-
-def reads_class_tokens(transformer: Any) -> bool:
-    """Whether a transformer has no embedding of classes but reads tokens, one of which can be a class."""
-    return getattr(transformer.config, "text_dim", None) is not None
 
 
 def class_tokens(labels: Tensor, classes: int) -> Tensor:

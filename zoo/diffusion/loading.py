@@ -13,17 +13,16 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import ConfigMixin, DiffusionPipeline, DiTTransformer2DModel, ModelMixin, SchedulerMixin
+from diffusers import ConfigMixin, DiffusionPipeline, ModelMixin, SchedulerMixin
 from torch import nn
 
-import zoo
 from zoo.config import check_arguments
 from zoo.errors import unknown_name
+from zoo.models.diffusers.families import ANY_MODEL, class_named, family_of, family_of_pipeline, video_pipelines
 from zoo.models.diffusers.reading import in_run, read_config, read_folder
 from zoo.precision import DTYPES
 
 SCHEDULER_FOLDER = "scheduler"
-VIDEOS = ("Wan", "LTXPipeline", "LTXVideo")  # so begin the names of what makes videos and can be sampled
 DENOISERS = ("transformer", "transformer_2", "unet")
 
 
@@ -68,7 +67,7 @@ def open_model(
         if base:
             raise ValueError(f"{where} is a whole pipeline; sample.base is for bare transformers")
         return _whole(where, dtype, device, parts)
-    if _config(where, DiTTransformer2DModel) is None:
+    if _config(where, ANY_MODEL) is None:
         raise ValueError(
             f"there is no diffusion model {where!r}: expected a run folder, a folder of diffusers, or a hub name that "
             "can be reached"
@@ -77,11 +76,11 @@ def open_model(
     if base:
         found = _whole(base, dtype, device, {"transformer": transformer} | parts)
         return replace(found, scheduler=stored_scheduler(where) or found.scheduler)
-    name = type(transformer).__name__
-    if "text_dim" in transformer.config:
+    name, family = type(transformer).__name__, family_of(transformer)
+    if family is not None and family.class_tokens:
         video = _notes(where, name)
         return Opened(name, transformer.to(device), scheduler=stored_scheduler(where), video=video)
-    if not isinstance(transformer, DiTTransformer2DModel):
+    if family is None or not family.classes:
         raise ValueError(f"{name} needs the rest of its pipeline: give it with sample.base=PIPELINE")
     if transformer.config["in_channels"] not in (1, 3):
         channels = transformer.config["in_channels"]
@@ -92,14 +91,14 @@ def open_model(
 def load_transformer(where: str, dtype: torch.dtype = torch.float32) -> Any:
     """The transformer in a folder of diffusers, of diffusers' class or of the converted class of the same folder.
 
-    Raises ValueError for a class that neither knows, and for other video models than Wan.
+    Raises ValueError for a class that neither knows, and for models of videos that are not known here.
     """
-    name = (_config(where, DiTTransformer2DModel) or {}).get("_class_name", "")
-    kind = getattr(zoo, name, None) or getattr(diffusers, name, None)
+    name = (_config(where, ANY_MODEL) or {}).get("_class_name", "")
+    kind = class_named(name) or getattr(diffusers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
         raise unknown_name("model class", name, _classes(ModelMixin, "Transformer2DModel"))
-    if "3D" in name and not name.removeprefix("HLA").startswith(VIDEOS):
-        raise ValueError(f"{name} makes videos; those of Wan and LTX-Video can be sampled here, no others")
+    if "3D" in name and class_named(name) is None:
+        raise _other_videos(name)
     return read_folder(kind, where, torch_dtype=dtype)
 
 
@@ -126,8 +125,8 @@ def _whole(where: str, dtype: torch.dtype, device: Any, parts: dict[str, Any]) -
     _check_kind(kind)
     video = "num_frames" in inspect.signature(kind.__call__).parameters
     # not DiffusionPipeline, which in diffusers 0.42 passes over given parts that are optional (Wan's transformer)
-    # Wan's VAE in float32, as its publishers say
-    dtypes = {"vae": torch.float32, "default": dtype} if name.startswith("Wan") else dtype
+    family = family_of_pipeline(name)
+    dtypes = {"vae": family.vae_dtype, "default": dtype} if family and family.vae_dtype else dtype
     pipe = read_folder(kind, where, torch_dtype=dtypes, **parts).to(device)
     pipe.set_progress_bar_config(disable=True)
     if not {"transformer", "unet"} & set(pipe.components):
@@ -149,13 +148,17 @@ def _notes(where: str, name: str) -> dict[str, Any]:
 
 
 def _check_kind(kind: Any) -> None:
-    wanted = inspect.signature(kind.__call__).parameters
-    if "video_length" in wanted or ("num_frames" in wanted and not kind.__name__.startswith(VIDEOS)):
-        raise ValueError(f"{kind.__name__} makes videos; those of Wan and LTX-Video can be sampled here, no others")
+    wanted, family = inspect.signature(kind.__call__).parameters, family_of_pipeline(kind.__name__)
+    if family is None and {"video_length", "num_frames"} & set(wanted):
+        raise _other_videos(kind.__name__)
     if not {"class_labels", "prompt"} & set(wanted):
         raise ValueError(f"{kind.__name__} takes neither class labels nor a prompt, so it cannot be sampled here")
-    if "image" in wanted and kind.__name__ != "WanImageToVideoPipeline":
+    if "image" in wanted and (family is None or kind.__name__ != family.first_frame):
         raise ValueError(f"{kind.__name__} changes an image that it is given, so it cannot be sampled here")
+
+
+def _other_videos(name: str) -> ValueError:
+    return ValueError(f"{name} makes videos; those of {', '.join(video_pipelines())} can be sampled here, no others")
 
 
 def _config(where: str, kind: Any, **place: str) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zoo.diffusion.loading import config_of
 from zoo.io import weights_hash
+from zoo.models.diffusers.families import family_of
 
 UNWANTED = (  # in pipelines: another size than was asked for; prompts changed by packages that may be there or not
     "use_resolution_binning",
@@ -206,7 +207,8 @@ class TextSampler:
         self.guidance = parameters["guidance_scale"].default if guidance is None else guidance
         self.fixed = {name: False for name in UNWANTED if name in parameters}
         if size is not None:
-            packed = 2 if "Flux" in type(pipeline).__name__ else 1  # its latents are packed two by two
+            family = family_of(self.denoiser)
+            packed = family.latent_patch if family else 1
             patch = self.denoiser.config.get("patch_size") or 1
             check_resolution(size, packed * patch, pipeline.vae_scale_factor)
         longest = parameters.get("max_sequence_length")

@@ -22,8 +22,8 @@ from zoo.diffusion.samplers import (
     seeded,
     to_uint8,
 )
-
-WAN_FPS = 16.0  # of the videos that Wan was trained on
+from zoo.models.diffusers.families import known_family
+from zoo.models.diffusers.models import patch_of
 
 
 class ClassVideoSampler(ClassSampler):
@@ -52,7 +52,11 @@ class ClassVideoSampler(ClassSampler):
         self.transformer, self.scheduler, self.data = transformer, scheduler, about
         self.steps, self.guidance, self.seed, self.choice = steps, guidance, seed, labels
         config = transformer.config
-        self.classes, self.channels, self.guided = config.text_dim, config.in_channels, config.in_channels
+        self.classes, self.channels, self.guided = (
+            config[known_family(transformer).classes],
+            config.in_channels,
+            config.in_channels,
+        )
         self.learned, self.fps = False, about["fps"]
         self.check_labels()
         given = (frames, size, width)
@@ -95,9 +99,10 @@ class VideoSampler(TextSampler):
         super().__init__(pipeline, prompts, **shared)
         given = {"num_frames": frames, "height": size, "width": width if width or not size else size}
         self.pixels = tuple(n or self.parameters[name].default for name, n in given.items())
-        rate = self.parameters.get("frame_rate")  # which LTX-Video is told
-        self.fps = float(rate.default) if rate else WAN_FPS
-        check_video(self.pixels, *units(pipeline))
+        family, rate = known_family(pipeline.transformer), self.parameters.get("frame_rate")
+        assert family.units is not None
+        self.fps = float(rate.default) if rate else family.fps
+        check_video(self.pixels, list(patch_of(pipeline.transformer.config)), *family.units(pipeline))
         wants = "image" in self.parameters
         if wants != bool(images):
             need = "sample.images=FOLDER, the first frames" if wants else "no sample.images"
@@ -135,20 +140,6 @@ class VideoSampler(TextSampler):
         if second is not None:
             more["second"] = describe(second, self.pipeline.scheduler)
         return super().about() | more
-
-
-def units(pipeline: Any) -> tuple[list[int], int, int]:
-    """Patch (T, H, W) of the transformer, and frames and pixels a side for one latent, of a pipeline of videos."""
-    patch = list(patch_of(pipeline.transformer.config))
-    if hasattr(pipeline, "vae_temporal_compression_ratio"):  # LTX-Video
-        return patch, pipeline.vae_temporal_compression_ratio, pipeline.vae_spatial_compression_ratio
-    return patch, pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial
-
-
-def patch_of(config: Any) -> Any:
-    """The sides of a patch as the configuration of a transformer has them: a number (images), or one a dimension."""
-    space, time = config["patch_size"], config.get("patch_size_t")
-    return space if time is None else (time, space, space)  # LTX-Video names both
 
 
 def check_video(pixels: Sequence[int], patch: Sequence[int], time: int, space: int) -> None:

@@ -27,6 +27,7 @@ MODELS = {
     "hla2": {"feature_map": "hedgehog"},
     "hla3": {"feature_map": "identity", "normalize": False, "center": "qk", "mean_path": True},
     "poly": {},
+    "mala": {},
     "softmax": {},
 }
 
@@ -140,6 +141,12 @@ def test_wan_on_two_gpus(tmp_path):
 def test_what_is_not_exact_is_refused(name, options, config, message):
     with pytest.raises(ValueError, match=message):
         converted(name, "ahla", **options).enable_parallelism(config=config)
+
+
+@pytest.mark.parametrize("mixer", ["rala", "mesa", "taylor2"])
+def test_mixers_that_sum_over_tokens_themselves_are_refused(mixer):
+    with pytest.raises(ValueError, match=f"the mixer '{mixer}' of .* reads the tokens of other devices itself"):
+        converted("wan", mixer).enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"key_padding_mask": torch.ones(2, 12, dtype=torch.bool)}])

@@ -8,7 +8,7 @@ import zoo
 from tests.helpers.tiny_diffusers import CASES, blocks_for, converted, host, inputs, noise, run, sites
 from zoo.mixers import MIXERS
 from zoo.mixers.layers import TokenRMSNorm
-from zoo.models.diffusers.attention import ltx_rotation
+from zoo.models.diffusers.ltx import ltx_rotation
 from zoo.models.timm.registry import REGISTERED_MIXERS
 
 

@@ -13,8 +13,9 @@ from PIL import Image
 import zoo
 from tests.helpers.tiny_runs import tiny
 from zoo.conversion.distill import AttentionMatch, relative_distance
+from zoo.models.diffusers.dit import initialise
 from zoo.train.denoising.dry_run import rehearse
-from zoo.train.denoising.model import attention_layers, initialise, load_transformer
+from zoo.train.denoising.model import attention_layers, load_transformer
 from zoo.train.denoising.run import DiffusionRun
 from zoo.train.metrics_log import read_rows
 

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-WAN = ("WanPipeline", "WanImageToVideoPipeline")
-IMAGES = ("PixArtAlphaPipeline", "PixArtSigmaPipeline", "SanaPipeline", "StableDiffusion3Pipeline")
-READ = (*IMAGES, *WAN, "LTXPipeline")
+from zoo.models.diffusers.families import FAMILIES, family_of_pipeline, video_vae
+from zoo.models.diffusers.family import Scaling
+
 IMAGE_LATENTS = "image_latents"  # what a model from image to video reads beside the noise, channel by channel
 IMAGE_TOKENS = "encoder_hidden_states_image"  # and, with an image encoder (Wan 2.1), before the tokens of text
 TEXT_TOKENS = 512  # how many of text such a model takes for granted
@@ -35,16 +35,10 @@ def load_vae(where: str) -> Any:
     raise ValueError(f"there is no VAE {where!r}: {reason}")
 
 
-Scaling = float | list[float]  # one number, or one a channel
-
-
 def scaling_of(vae: Any) -> tuple[Scaling, Scaling]:
     """(scaling, shift) of a VAE: the transformer reads (z - shift) * scaling."""
-    buffers = dict(vae.named_buffers())
-    if "latents_mean" in buffers:  # LTX-Video: one a channel, beside the weights
-        return (vae.config.scaling_factor / buffers["latents_std"]).tolist(), buffers["latents_mean"].tolist()
-    if "latents_mean" in vae.config and not hasattr(vae.config, "scaling_factor"):  # Wan: one a channel
-        return [1 / s for s in vae.config.latents_std], list(vae.config.latents_mean)
+    if of_videos := video_vae(vae):
+        return of_videos.scaling(vae)
     return float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
 
 
@@ -67,8 +61,9 @@ def latent_shape(vae: Any, pixels: tuple[int, ...], name: str) -> list[int]:
     the VAE called `name` does not divide."""
     config = vae.config
     if len(pixels) == 3:
-        if not makes_videos(vae):
-            raise ValueError(f"{name} is a VAE of images, but the data are videos: give the VAE of Wan or LTX-Video")
+        if not video_vae(vae):
+            allowed = ", ".join(f.vae.name for f in FAMILIES if f.vae)
+            raise ValueError(f"{name} is no VAE of videos that is known here ({allowed}), but the data are videos")
         in_time, in_space = video_factors(vae)
         frames, *sides = pixels
         if (frames - 1) % in_time:
@@ -79,7 +74,7 @@ def latent_shape(vae: Any, pixels: tuple[int, ...], name: str) -> list[int]:
             (frames - 1) // in_time + 1,
             *(side // in_space for side in sides),
         ]
-    if makes_videos(vae):
+    if video_vae(vae):
         raise ValueError(f"{name} is a VAE of videos, but the data are images")
     step = 2 ** (len(config.block_out_channels) - 1) if hasattr(config, "block_out_channels") else None
     step = step or int(vae.spatial_compression_ratio)
@@ -87,17 +82,11 @@ def latent_shape(vae: Any, pixels: tuple[int, ...], name: str) -> list[int]:
     return [config.latent_channels, *(side // step for side in pixels)]
 
 
-def makes_videos(vae: Any) -> bool:
-    """Whether a VAE is one of videos."""
-    return hasattr(vae, "temperal_downsample") or hasattr(vae, "temporal_compression_ratio")
-
-
 def video_factors(vae: Any) -> tuple[int, int]:
-    """Frames and pixels a side for one latent of a VAE of videos (whose first latent is the first frame alone); that of
-    Wan 2.2 puts 2 x 2 pixels together before anything else."""
-    if not hasattr(vae, "temperal_downsample"):
-        return vae.temporal_compression_ratio, vae.spatial_compression_ratio
-    return 2 ** sum(vae.temperal_downsample), 2 ** len(vae.temperal_downsample) * (vae.config.patch_size or 1)
+    """Frames and pixels per side of one latent of a VAE of videos, whose first latent is the first frame alone."""
+    found = video_vae(vae)
+    assert found is not None
+    return found.factors(vae)
 
 
 def _check_sides(sides: Sequence[int], step: int, name: str) -> None:
@@ -150,7 +139,8 @@ def _generator(seed: int, number: int) -> torch.Generator:
 class Prompts:
     """The text encoders of a pipeline: prompts -> the arguments of its transformer.
 
-    Raises ValueError for a pipeline of another kind, and for a length that its tokenizers do not allow.
+    reads_first_frame: whether the pipeline makes videos from an image. Raises ValueError for a pipeline that is not
+    known here, and for a length that its tokenizers do not allow.
     """
 
     def __init__(self, where: str, max_length: int, truncate: bool, device: str) -> None:
@@ -158,12 +148,15 @@ class Prompts:
 
         try:
             parts = diffusers.DiffusionPipeline.load_config(where)
-            self.kind = parts["_class_name"]
-            if self.kind not in READ:
-                raise ValueError(f"{where} is a {self.kind}; prompts are encoded by one of {', '.join(READ)}")
+            kind = parts["_class_name"]
+            family = family_of_pipeline(kind)
+            if family is None or family.encode is None:
+                allowed = [name for f in FAMILIES if f.encode for name in f.pipelines]
+                raise ValueError(f"{where} is a {kind}; prompts are encoded by one of {', '.join(allowed)}")
+            self.encode, self.reads_first_frame = family.encode, kind == family.first_frame
             unused = {name: None for name in parts if name.startswith(("transformer", "vae"))}
             # by its own class: DiffusionPipeline of diffusers 0.42 would load Wan's transformers nevertheless
-            self.pipe = getattr(diffusers, self.kind).from_pretrained(where, **unused)
+            self.pipe = getattr(diffusers, kind).from_pretrained(where, **unused)
         except OSError as error:
             raise ValueError(f"there is no pipeline {where!r}: {str(error).splitlines()[0]}") from error
         if self.reads_first_frame and self.pipe.config.get("expand_timesteps"):
@@ -191,18 +184,7 @@ class Prompts:
         """Name of the argument -> [B, ...]. Raises ValueError for a prompt that is too long."""
         self._check(prompts)
         options: dict[str, Any] = {"do_classifier_free_guidance": False, "max_sequence_length": self.max_length}
-        if self.kind == "StableDiffusion3Pipeline":
-            found = self.pipe.encode_prompt(prompts, None, None, **options)
-            return {"encoder_hidden_states": found[0], "pooled_projections": found[2]}
-        found = self.pipe.encode_prompt(prompts, **options)
-        if self.kind in WAN:  # no mask: padding is zeros
-            return {"encoder_hidden_states": found[0]}
-        return {"encoder_hidden_states": found[0], "encoder_attention_mask": found[1]}
-
-    @property
-    def reads_first_frame(self) -> bool:
-        """Whether the pipeline makes videos from an image."""
-        return self.kind == WAN[1]
+        return self.encode(self.pipe, prompts, **options)
 
     @property
     def sees(self) -> bool:

@@ -6,26 +6,17 @@ from diffusers import ModelMixin
 from diffusers.configuration_utils import FrozenDict
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from zoo.grid import Grid
 from zoo.mixers import LayerSpec, MixerConfig
 from zoo.models import Swap
 from zoo.models.diffusers.attention import DiffusionSite
-from zoo.models.diffusers.models import FAMILIES, Family, adopt, conversions_of
+from zoo.models.diffusers.families import FAMILIES, family_of, known_family
+from zoo.models.diffusers.models import HLADiffusionModel, conversions_of
 from zoo.models.saved_config import live_conversions
 from zoo.models.unsupported import refuse_rotary
 
-CONVERTED = {family.converted: host for host, family in FAMILIES.items()}
 COMPUTE_TYPES = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
-
-
-def family_of(model: Any) -> Family | None:
-    """The family of a model, converted or not; None for a model that is not known here."""
-    kind = type(model)
-    if isinstance(model, FSDPModule):  # whose class lies before the model's own
-        kind = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
-    return FAMILIES.get(CONVERTED.get(kind, kind))
 
 
 class DiffusersBackbone:
@@ -54,7 +45,7 @@ class DiffusersBackbone:
         return known
 
     def name(self, model: Any) -> str:
-        return CONVERTED.get(type(model), type(model)).__name__
+        return known_family(model).host.__name__ if family_of(model) else type(model).__name__
 
     def layers(self, model: Any) -> dict[str, nn.Module]:
         return dict(m for m in model.named_modules() if self._pattern(model, m[0]))
@@ -66,10 +57,10 @@ class DiffusersBackbone:
         return {name: numbers[name.rpartition(".")[0]] for name in self.layers(model)}
 
     def present(self, model: Any, attn: Any) -> str:
-        return getattr(attn, "mixer_name", self._family(model).mixer)
+        return getattr(attn, "mixer_name", known_family(model).mixer)
 
     def grid_dims(self, model: Any) -> int:
-        return self._family(model).converted.grid_dims  # type: ignore[attr-defined]
+        return known_family(model).grid_dims
 
     def layer_spec(self, model: Any, attn: Any) -> LayerSpec:
         weight = attn.to_q.weight
@@ -91,31 +82,37 @@ class DiffusersBackbone:
         )
 
     def check(self, model: Any, attn: Any, config: MixerConfig) -> None:
-        refuse_rotary(config.name, self._family(model).rotary)
+        refuse_rotary(config.name, known_family(model).rotary)
         wanted = self.grid_dims(model)
         if config.options.grid_dims != wanted:
             raise ValueError(f"the tokens of {type(model).__name__} lie on a {wanted}-D grid, so grid_dims={wanted}")
 
     def left(self, model: Any) -> dict[str, str]:
-        pattern = self._family(model).left
+        pattern = known_family(model).left
         reason = "cross-attention: its cost is linear in the image tokens already"
         return {name: reason for name, _ in model.named_modules() if _same_place(pattern, name)}
 
     def install(self, model: Any, swaps: list[Swap]) -> None:
         names = {id(attn): name for name, attn in self.layers(model).items()}
-        if type(model) in FAMILIES:
-            adopt(model)
+        if not isinstance(model, HLADiffusionModel):
+            self._adopt(model)
         for attn, mixer in swaps:
             if not isinstance(attn, DiffusionSite):
                 attn.__class__ = self._site_class(model, names[id(attn)])
             attn.install(mixer.train(attn.training))
 
+    def _adopt(self, model: Any) -> None:
+        model.__class__ = known_family(model).converted
+        model.hla_config = []
+        if model.is_gradient_checkpointing:
+            model.enable_gradient_checkpointing(model._gradient_checkpointing_func)
+
     def revert(self, model: Any) -> None:
-        if type(model) not in CONVERTED:
+        if not isinstance(model, HLADiffusionModel):
             raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
         for site in [m for m in model.modules() if isinstance(m, DiffusionSite)]:
             site.release()
-        model.__class__ = CONVERTED[type(model)]
+        model.__class__ = known_family(model).host
         del model.hla_config
         model._internal_dict = FrozenDict({k: v for k, v in model.config.items() if k != "conversions"})
         if model.is_gradient_checkpointing:
@@ -125,27 +122,22 @@ class DiffusersBackbone:
         if isinstance(model, DiffusionPipeline):
             model.register_modules(**self._parts_of_pipeline(model))  # model_index.json names the new class
             return
-        host = self._family(model).mixer
+        host = known_family(model).mixer
         live = live_conversions(self.layers(model), host if host == "softmax" else None)
         model.register_to_config(conversions=conversions_of(live))
 
-    def _family(self, model: Any) -> Family:
-        family = family_of(model)
-        assert family is not None
-        return family
-
     def _usual_grid(self, model: Any) -> Grid | None:
         """The token grid at the size that the model was made for, for which blocks are chosen; None if unknown."""
-        family, size = self._family(model), model.config.get("sample_size")
+        family, size = known_family(model), model.config.get("sample_size")
         return family.grid or ((size // model.config.patch_size,) * 2 if isinstance(size, int) else None)
 
     def _pattern(self, model: Any, name: str) -> str | None:
         """The pattern of the family's sites that fits a module name: block lists count as one "*"."""
-        patterns = self._family(model).sites
+        patterns = known_family(model).sites
         return next((p for p in patterns if _same_place(p, name)), None)
 
     def _site_class(self, model: Any, name: str) -> Any:
-        return self._family(model).sites[self._pattern(model, name) or ""]
+        return known_family(model).sites[self._pattern(model, name) or ""]
 
 
 def _same_place(pattern: str, name: str) -> bool:
@@ -156,7 +148,7 @@ def _same_place(pattern: str, name: str) -> bool:
 
 
 def _unknown(model: Any) -> ValueError:
-    names = ", ".join(sorted(host.__name__ for host in FAMILIES))
+    names = ", ".join(sorted(f.host.__name__ for f in FAMILIES))
     return ValueError(
         f"cannot convert {type(model).__name__}: it is not a diffusion transformer that is known here. "
         f"Supported: {names}, and pipelines with one of them."

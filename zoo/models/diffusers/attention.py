@@ -6,20 +6,14 @@ live module becomes a site by a change of class, weights are inherited by identi
 them. All q, k, v, o here are [B, N, H, D]; x is [B, N, C].
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from diffusers.models.attention_processor import Attention
-from diffusers.models.transformers.transformer_ltx import LTXAttention
-from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor
 
-from hla_kernels.features.rms_norm import in_kernels
 from zoo.grid import Grid
-from zoo.mixers import Context, Mixer
-from zoo.mixers.context import Rotation
-from zoo.mixers.layers import TokenRMSNorm, norm_tokens
+from zoo.mixers import Context
 from zoo.models.checkpoint_tags import encode_tag
 from zoo.models.timm.attention import Site, split_heads
 
@@ -134,127 +128,3 @@ class SelfAttentionSite(LoneSite, Attention):
         q, k = norm_heads(self.norm_q, q), norm_heads(self.norm_k, k)
         ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=mask, key_padding_mask=padding)
         return self.output(self.mixer(q, k, v, ctx).to(q.dtype))
-
-
-class SanaSite(LoneSite, Attention):
-    """Site in the self-attention of Sana (`attn1`), which is linear already; norms of q and k are over all heads."""
-
-    processors = ("SanaLinearAttnProcessor2_0",)
-
-    def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, N, C] -> [B, N, C]."""
-        x = self.placed(x, self.prefix)
-        q, k, v = self.project(x)
-        q = q if self.norm_q is None else self.norm_q(q)
-        k = k if self.norm_k is None else self.norm_k(k)
-        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=mask)
-        o = self.output(self.mixer(*(split_heads(t, self.heads) for t in (q, k, v)), ctx).to(x.dtype))
-        return o.clip(-65504, 65504) if o.dtype == torch.float16 else o
-
-
-class WanSite(DiffusionSite, WanAttention):
-    """Site in the self-attention of Wan (`attn1`): norms of q and k over all heads, rotary embedding in 3-D."""
-
-    processors = ("WanAttnProcessor",)
-
-    def install(self, mixer: Mixer) -> None:
-        """As everywhere; beside a mixer of ours the norms form no float32 tensors under autocast."""
-        super().install(mixer)
-        for norm in (self.norm_q, self.norm_k):
-            norm_tokens(norm, mixer.name != "softmax")
-
-    def release(self) -> None:
-        for norm in (self.norm_q, self.norm_k):
-            norm_tokens(norm, False)
-        super().release()
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        rotary_emb: tuple[Tensor, Tensor] | None = None,
-        **arguments: Any,
-    ) -> Tensor:
-        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
-        self.refuse(arguments, encoder_hidden_states)
-        if self.mixer_name == "softmax" and self.processor._parallel_config is not None:
-            return super().forward(hidden_states, None, attention_mask, rotary_emb)  # these tokens are not all of them
-        x = self.placed(hidden_states, self.prefix)
-        q, k, v = self.project(x)
-        rotate = wan_rotation(rotary_emb, v.shape[-1] // self.heads)
-        how = self.preparation(q, rotate)
-        q, k, v = (split_heads(t, self.heads) for t in (self.norm_q(q, *how), self.norm_k(k, *how), v))
-        turned = {"prepared": True} if how else {"rotate": rotate}
-        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=attention_mask, **turned)
-        return self.output(self.mixer(q, k, v, ctx).type_as(q))
-
-    def preparation(self, q: Tensor, rotate: Rotation | None) -> tuple:
-        """What the norms of q and k do besides where one kernel can: whether to take the positive part, (cos, sin)."""
-        early = self.mixer.early_map
-        ours = type(self.norm_q) is type(self.norm_k) is TokenRMSNorm and in_kernels(q)
-        return () if early is None or rotate is None or not ours else (early == "relu", *rotate.tables())
-
-    @property
-    def fused(self) -> bool:
-        return self.fused_projections
-
-
-def wan_rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Rotation | None:
-    """Wan's rotary embedding (cos, sin) [1, N, 1, D] as a function [B, N, H, W] -> [B, N, H, W]; None without.
-
-    W is `width` = D or a multiple of it (feature maps that widen): each D channels are rotated alike.
-    """
-    if rotary is None:
-        return None
-    cos, sin = rotary[0][..., 0::2].unsqueeze(-2), rotary[1][..., 1::2].unsqueeze(-2)  # [1, N, 1, 1, D / 2]
-
-    def rotate(t: Tensor) -> Tensor:
-        even, odd = t.unflatten(-1, (-1, width // 2, 2)).unbind(-1)
-        turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-        return turned.flatten(-3).type_as(t)
-
-    return Rotation(rotate, lambda: (cos[0, :, 0, 0], sin[0, :, 0, 0]))
-
-
-class LTXSite(DiffusionSite, LTXAttention):
-    """Site in the self-attention of LTX-Video (`attn1`): norms of q and k over all heads, a rotary embedding whose
-    frequencies go on from head to head."""
-
-    processors = ("LTXVideoAttnProcessor",)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-        **arguments: Any,
-    ) -> Tensor:
-        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
-        self.refuse(arguments, encoder_hidden_states)
-        x = self.placed(hidden_states, self.prefix)
-        q, k, v = self.project(x)
-        q, k, v = (split_heads(t, self.heads) for t in (self.norm_q(q), self.norm_k(k), v))
-        rotate = ltx_rotation(image_rotary_emb, self.heads, self.grid is not None)
-        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=attention_mask, rotate=rotate)
-        return self.output(self.mixer(q, k, v, ctx).to(q.dtype))
-
-
-def ltx_rotation(rotary: tuple[Tensor, Tensor] | None, heads: int, alike: bool) -> Callable[[Tensor], Tensor] | None:
-    """LTX-Video's rotary embedding (cos, sin) [B, N, H D] as a function [B, N, H, W] -> [B, N, H, W]; None without.
-
-    W is D or a multiple of it, as in `wan_rotation`.  alike: whether it is the same for all samples of the batch, as on
-    a grid; then it has tables.
-    """
-    if rotary is None:
-        return None
-    cos, sin = (t.unflatten(-1, (heads, 1, -1)) for t in rotary)  # [B, N, H, 1, D]
-
-    def rotate(t: Tensor) -> Tensor:
-        x = t.unflatten(-1, (-1, cos.shape[-1]))
-        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack([-odd, even], dim=-1).flatten(-2)
-        return (x.float() * cos + turned.float() * sin).to(t.dtype).flatten(-2)
-
-    return Rotation(rotate, lambda: (cos[0, :, :, 0, 0::2], sin[0, :, :, 0, 0::2])) if alike else rotate

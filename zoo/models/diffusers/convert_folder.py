@@ -9,11 +9,10 @@ import diffusers
 import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-import zoo
 from zoo.errors import unknown_name
 from zoo.files import replacing_folder, sweep
 from zoo.models.convert import Report, swap
-from zoo.models.diffusers.models import FAMILIES
+from zoo.models.diffusers.families import ANY_MODEL, FAMILIES, class_named
 from zoo.models.diffusers.reading import in_run, read_config, read_folder
 from zoo.precision import DTYPES
 
@@ -66,13 +65,13 @@ def load_folder(source: str, dtype: torch.dtype = torch.float32) -> Any:
     source = in_run(source)
     if (read_config(DiffusionPipeline, source) or {}).get("_class_name"):
         return read_folder(DiffusionPipeline, source, torch_dtype=dtype)
-    name = (read_config(next(iter(FAMILIES)), source) or {}).get("_class_name", "")
+    name = (read_config(ANY_MODEL, source) or {}).get("_class_name", "")
     if not name:
         raise ValueError(
             f"there is no diffusers model {source!r}: expected a folder with model_index.json or config.json, or a hub "
             "name that can be reached"
         )
-    kind = getattr(diffusers, name, None) or getattr(zoo, name, None)
+    kind = class_named(name) or getattr(diffusers, name, None)
     if kind is None:
-        raise unknown_name("model class", name, [host.__name__ for host in FAMILIES])
+        raise unknown_name("model class", name, [f.host.__name__ for f in FAMILIES])
     return read_folder(kind, source, torch_dtype=dtype)

@@ -16,14 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_processor import Attention
-from diffusers.models.transformers.transformer_flux import FluxAttention
 from torch import Tensor
 
 from zoo.mixers import Context
 from zoo.mixers.context import Rotation
-from zoo.models.diffusers.attention import DiffusionSite, norm_heads
-from zoo.models.timm.attention import split_heads
+from zoo.models.diffusers.attention import DiffusionSite
 
 Tokens = tuple[Tensor, Tensor, Tensor]  # q, k, v [B, N, H, D]
 EXTRA = 8  # channels added to a head, a multiple of 8 as the fast kernels want
@@ -135,73 +132,3 @@ def rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Rotation | Non
         return (parts.float() * cos + turned.float() * sin).to(t.dtype).flatten(-2)
 
     return Rotation(rotate, lambda: (rotary[0][:, ::2], rotary[1][:, ::2]))
-
-
-class SD3Site(JointSite, Attention):
-    """Site in the joint attention of SD3: image tokens first, the text projected by weights of its own."""
-
-    processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **arguments: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """[B, N, C] and text [B, M, C] -> the same. Raises ValueError for a mask and unknown arguments."""
-        self.refuse(arguments)
-        if attention_mask is not None or encoder_hidden_states is None:
-            raise ValueError("the joint attention of SD3 takes text tokens and no attention mask")
-        text_x = encoder_hidden_states
-        x = self.placed(hidden_states, 0)
-        q, k, v = (split_heads(t, self.heads) for t in self.project(x))
-        added = (self.add_q_proj, self.add_k_proj, self.add_v_proj)
-        text = self.to_added_qkv(text_x).chunk(3, dim=-1) if self.fused else [proj(text_x) for proj in added]
-        text_q, text_k, text_v = (split_heads(t, self.heads) for t in text)
-        image = norm_heads(self.norm_q, q), norm_heads(self.norm_k, k), v
-        texts = norm_heads(self.norm_added_q, text_q), norm_heads(self.norm_added_k, text_k), text_v
-        o, text_o = (t.to(q.dtype) for t in self.joint(image, texts, x, text_first=False))
-        text_o = text_o.flatten(2)
-        return self.output(o), text_o if self.context_pre_only else self.to_add_out(text_o)
-
-
-class FluxSite(JointSite, FluxAttention):
-    """Site in both kinds of blocks of Flux: text tokens first, rotary embedding on all tokens.
-
-    Blocks of the first kind pass the text apart, with weights of its own. Those of the second kind pass all tokens in
-    one tensor, the first `prefix` of which are text.
-    """
-
-    processors = ("FluxAttnProcessor",)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-        **arguments: Any,
-    ) -> Any:
-        """[B, N, C] (and text [B, M, C]) -> the same. Raises ValueError for a mask that the mixer cannot honour."""
-        self.refuse(arguments)
-        text_x = encoder_hidden_states
-        x = self.placed(hidden_states, self.prefix if text_x is None else 0)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.project(x))
-        tokens = self.norm_q(q), self.norm_k(k), v
-        if text_x is None:
-            n = self.prefix
-            text, image = tuple(t[:, :n] for t in tokens), tuple(t[:, n:] for t in tokens)
-            o, text_o = self.joint(image, text, x[:, n:], text_first=True, rotary=image_rotary_emb, mask=attention_mask)
-            return torch.cat([text_o, o], dim=1).flatten(2).to(q.dtype)
-        added = (self.add_q_proj, self.add_k_proj, self.add_v_proj)
-        flat = self.to_added_qkv(text_x).chunk(3, dim=-1) if self.fused else [proj(text_x) for proj in added]
-        text_q, text_k, text_v = (t.unflatten(-1, (-1, self.head_dim)) for t in flat)
-        text = self.norm_added_q(text_q), self.norm_added_k(text_k), text_v
-        both = self.joint(tokens, text, x, text_first=True, rotary=image_rotary_emb, mask=attention_mask)
-        o, text_o = (t.to(q.dtype).contiguous() for t in both)  # as the host, or bfloat16 products round differently
-        return self.output(o), self.to_add_out(text_o.flatten(2))
-
-    @property
-    def fused(self) -> bool:
-        return self.fused_projections

@@ -13,20 +13,10 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from diffusers import (
-    DiTTransformer2DModel,
-    FluxTransformer2DModel,
-    LTXVideoTransformer3DModel,
-    ModelMixin,
-    PixArtTransformer2DModel,
-    SanaTransformer2DModel,
-    SD3Transformer2DModel,
-    WanTransformer3DModel,
-)
-from diffusers.loaders import PeftAdapterMixin
+from diffusers import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -35,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo.grid import Grid
 from zoo.models.checkpoint_tags import lent_tags, match_checkpoint
 from zoo.models.convert import replay
-from zoo.models.diffusers.attention import DiffusionSite, LTXSite, SanaSite, SelfAttentionSite, WanSite
-from zoo.models.diffusers.joint import FluxSite, SD3Site
+from zoo.models.diffusers.attention import DiffusionSite
 from zoo.models.diffusers.parallel import check_parallelism, spread
 from zoo.models.stored_options import restored_conversions
 from zoo.models.timm.attention import Host
@@ -196,139 +185,12 @@ def _tags(files: list[str]) -> dict[str, Tensor]:
     return found
 
 
-class HLADiTTransformer2DModel(HLADiffusionModel, PeftAdapterMixin, DiTTransformer2DModel):
-    """DiT: class-conditional images."""
-
-    host = DiTTransformer2DModel
-    _repeated_blocks: ClassVar = ["BasicTransformerBlock"]
-    _no_split_modules: ClassVar = ["BasicTransformerBlock", "PatchEmbed"]  # as PixArt: device_map="auto"
-
-
-class HLAPixArtTransformer2DModel(HLADiffusionModel, PeftAdapterMixin, PixArtTransformer2DModel):
-    """PixArt alpha and sigma: images from text, by cross-attention."""
-
-    host = PixArtTransformer2DModel
-    _repeated_blocks: ClassVar = ["BasicTransformerBlock"]
-
-
-class HLASanaTransformer2DModel(HLADiffusionModel, SanaTransformer2DModel):
-    """Sana: images from text, by cross-attention; its self-attention is linear already."""
-
-    host = SanaTransformer2DModel
-    _repeated_blocks: ClassVar = ["SanaTransformerBlock"]
-
-
-class HLAWanTransformer3DModel(HLADiffusionModel, WanTransformer3DModel):
-    """Wan 2.1 and 2.2: video from text or an image, by cross-attention."""
-
-    host = WanTransformer3DModel
-    grid_dims = 3
-    splits_tokens = True
-
-
-class HLALTXVideoTransformer3DModel(HLADiffusionModel, LTXVideoTransformer3DModel):
-    """LTX-Video: video from text or an image, by cross-attention. Its tokens come as a sequence, whose grid is known
-    where a call says frames, height and width, and not where it gives the coordinates of each token."""
-
-    host = LTXVideoTransformer3DModel
-    grid_dims = 3
-
-    def layout(self, arguments: dict[str, Any]) -> tuple[Grid | None, int]:
-        sizes: Any = tuple(arguments.get(name) for name in ("num_frames", "height", "width"))
-        return (None if arguments.get("video_coords") is not None or None in sizes else sizes), 0
-
-
-class HLASD3Transformer2DModel(HLADiffusionModel, SD3Transformer2DModel):
-    """Stable Diffusion 3 and 3.5: images from text, by joint attention."""
-
-    host = SD3Transformer2DModel
-    _repeated_blocks: ClassVar = ["JointTransformerBlock"]
-
-
-class HLAFluxTransformer2DModel(HLADiffusionModel, FluxTransformer2DModel):
-    """Flux: images from text, by joint attention. The grid is read off `img_ids`, only when a mixer needs it."""
-
-    host = FluxTransformer2DModel
-    given_grid: Grid | None = None
-
-    def give_grid(self, rows: int, columns: int) -> None:
-        """Say on which grid the image tokens of all further calls lie (1024 x 1024 pixels: 64 x 64), which `img_ids`
-        are then not asked for: values that a graph of `torch.compile(fullgraph=True)` or `torch.export` cannot read."""
-        self.given_grid = rows, columns
-
-    def layout(self, arguments: dict[str, Any]) -> tuple[Grid | None, int]:
-        needed = any(isinstance(m, DiffusionSite) and m.needs_grid for m in self.modules())
-        grid = (self.given_grid or grid_of_ids(arguments["img_ids"])) if needed else None
-        return grid, arguments["encoder_hidden_states"].shape[1]
-
-
-def grid_of_ids(ids: Tensor) -> Grid:
-    """(H, W) of the positions (image, row, column) [N, 3] of one image in raster order; ValueError for others."""
-    ids = (ids[0] if ids.ndim == 3 else ids).detach().round().long().cpu()
-    first, size = ids[0], ids[-1] - ids[0] + 1
-    rows, columns = int(size[1]), int(size[2])
-    raster = torch.cartesian_prod(torch.arange(1), torch.arange(max(rows, 0)), torch.arange(max(columns, 0)))
-    if rows < 1 or len(ids) != rows * columns or not torch.equal(ids, first + raster):
-        raise ValueError(
-            "img_ids are not the raster of one image (several images have no common grid), but a mixer with depthwise "
-            "or causal, or of blocks, needs the token grid; convert without those options"
-        )
-    return rows, columns
-
-
-class Family(NamedTuple):
-    """A family of models: its converted class, and its attention: pattern of module names -> class of the site.
-
-    grid: that of its usual size, where the configuration of a model does not say it.
-    """
-
-    converted: type
-    sites: dict[str, type]
-    left: str = ""  # pattern of the attention modules that stay
-    mixer: str = "softmax"  # what the host has
-    grid: Grid | None = None
-    rotary: bool = False  # whether queries and keys are rotated
-
-
-FAMILIES: dict[type, Family] = {
-    DiTTransformer2DModel: Family(HLADiTTransformer2DModel, {"transformer_blocks.*.attn1": SelfAttentionSite}),
-    PixArtTransformer2DModel: Family(
-        HLAPixArtTransformer2DModel, {"transformer_blocks.*.attn1": SelfAttentionSite}, "transformer_blocks.*.attn2"
-    ),
-    SanaTransformer2DModel: Family(
-        HLASanaTransformer2DModel, {"transformer_blocks.*.attn1": SanaSite}, "transformer_blocks.*.attn2", "la"
-    ),
-    WanTransformer3DModel: Family(
-        HLAWanTransformer3DModel, {"blocks.*.attn1": WanSite}, "blocks.*.attn2", grid=(21, 30, 52), rotary=True
-    ),  # 81 frames of 480 x 832
-    LTXVideoTransformer3DModel: Family(
-        HLALTXVideoTransformer3DModel,
-        {"transformer_blocks.*.attn1": LTXSite},
-        "transformer_blocks.*.attn2",
-        grid=(16, 16, 24),
-        rotary=True,
-    ),  # 121 frames of 512 x 768
-    SD3Transformer2DModel: Family(
-        HLASD3Transformer2DModel,
-        {"transformer_blocks.*.attn": SD3Site, "transformer_blocks.*.attn2": SelfAttentionSite},
-    ),
-    FluxTransformer2DModel: Family(
-        HLAFluxTransformer2DModel,
-        {"transformer_blocks.*.attn": FluxSite, "single_transformer_blocks.*.attn": FluxSite},
-        grid=(64, 64),  # 1024 x 1024
-        rotary=True,
-    ),
-}
-
-
-def adopt(model: Any) -> None:
-    """Make a live model of a known class a converted one (its sites come after)."""
-    model.__class__ = FAMILIES[type(model)].converted
-    model.hla_config = []
-    if model.is_gradient_checkpointing:
-        model.enable_gradient_checkpointing(model._gradient_checkpointing_func)
-
-
 def conversions_of(live: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`live` conversions without empty entries, as they go into config.json."""
     return [{k: copy.deepcopy(v) for k, v in step.items() if v} for step in live]
+
+
+def patch_of(config: Any) -> Any:
+    """The sides of a patch as the configuration of a transformer has them: a number (images), or one per dimension."""
+    space, time = config["patch_size"], config.get("patch_size_t")
+    return space if time is None else (time, space, space)  # LTX-Video names both

@@ -10,16 +10,15 @@ import diffusers
 import torch
 from torch import nn
 
-import zoo
 from zoo.config import check_arguments
-from zoo.diffusion.call import reads_class_tokens
 from zoo.diffusion.loading import boundary_of
 from zoo.diffusion.objectives import ALL, Times
-from zoo.diffusion.video_samplers import patch_of
 from zoo.errors import unknown_name
 from zoo.files import replacing_folder
 from zoo.mixers import MixerConfig
 from zoo.models.convert import backbone_of, swap
+from zoo.models.diffusers.families import ANY_MODEL, class_named, known_family
+from zoo.models.diffusers.models import patch_of
 from zoo.models.diffusers.reading import read_config, read_folder
 from zoo.models.timm.model_files import UNBUILT
 from zoo.train.denoising.settings import KINDS, DenoiserSettings
@@ -27,7 +26,6 @@ from zoo.train.denoising.settings import KINDS, DenoiserSettings
 PART = "transformer"  # the folder of the model in a run and, unless settings name another, in a pipeline
 AVERAGE = "transformer_ema"
 ABOUT = "input.json"  # in the folder of a run: what the model was trained on
-FORMER = "Transformer2DModel"  # of DiT and PixArt, in their files on the hub; diffusers tells them apart
 
 
 class Wanted(NamedTuple):
@@ -136,31 +134,30 @@ def load_transformer(where: str | Path, part: str = PART) -> Any:
 
 
 def _from(where: str, more: dict[str, Any], part: str) -> Any:
-    config = read_config(diffusers.DiTTransformer2DModel, where, **more)
+    config = read_config(ANY_MODEL, where, **more)
     if config is None:
         if not more and not Path(where).is_dir():
             return _from(where, {"subfolder": part}, part)  # a pipeline on the hub
         raise ValueError(f"there is no checkpoint {where}: expected a folder of diffusers or a hub name in reach")
     name = config.get("_class_name", "")
-    home: Any = zoo if name.startswith("HLA") else diffusers
-    allowed = [*KINDS.values(), *(f"HLA{kind}" for kind in KINDS.values())]
-    if name not in [*allowed, FORMER]:
+    allowed = [cls.__name__ for f in KINDS.values() for cls in (f.host, f.converted)]
+    if name not in [*allowed, *(f.former for f in KINDS.values() if f.former)]:
         raise unknown_name("class of a transformer", name, allowed)
-    model = read_folder(getattr(home, name), where, **more, torch_dtype=torch.float32)
+    kind = class_named(name) or getattr(diffusers, name)  # diffusers tells apart what earlier files call alike
+    model = read_folder(kind, where, **more, torch_dtype=torch.float32)
     if type(model).__name__ not in allowed:
         raise unknown_name("class of a transformer", type(model).__name__, allowed)
     return model
 
 
 def _fresh(settings: DenoiserSettings, wanted: Wanted) -> Any:
-    cls = getattr(diffusers, KINDS[settings.kind])
+    family = KINDS[settings.kind]
+    cls = family.host
     given = {"in_channels": wanted.channels + wanted.beside, "out_channels": wanted.outputs}
-    if settings.kind == "wan":
-        given |= {} if wanted.classes is None else {"text_dim": wanted.classes}
-    elif settings.kind != "ltx":
+    if family.sized:
         given["sample_size"] = wanted.size[-1]
-    if settings.kind == "dit":
-        given["num_embeds_ada_norm"] = wanted.classes or 0
+    if family.classes and not (family.class_tokens and wanted.classes is None):
+        given[family.classes] = wanted.classes or 0
     twice = sorted(given.keys() & settings.kwargs.keys())
     if twice:
         raise ValueError(f"model.kwargs must not give {', '.join(twice)}: the data and the objective say it")
@@ -174,8 +171,8 @@ def _fresh(settings: DenoiserSettings, wanted: Wanted) -> Any:
         raise ValueError(f"diffusers cannot build {cls.__name__} with {settings.kwargs}: {reason}") from error
     if not backbone_of(model).layers(model) or not all(p.numel() for p in model.parameters()):
         raise ValueError(f"{cls.__name__} with {settings.kwargs} has no blocks, or parameters without a number")
-    if settings.kind == "dit":
-        initialise(model)
+    if family.initialise is not None:
+        family.initialise(model)
     return model
 
 
@@ -192,21 +189,6 @@ def _check_size(size: tuple[int, ...], patch: Any, name: str) -> None:
         data, step = (" x ".join(map(str, n)) for n in (size, each))
         whole = patch if isinstance(patch, int) else step
         raise ValueError(f"inputs of {data} are not divisible by the patch size {whole}")
-
-
-def initialise(model: nn.Module) -> None:
-    """The initialisation of DiT (arXiv 2212.09748, section 3.2, and its code): blocks begin as the identity."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1))
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-            if name.endswith(("norm1.linear", "proj_out_1", "proj_out_2")):
-                nn.init.zeros_(module.weight)
-            elif ".timestep_embedder." in name:
-                nn.init.normal_(module.weight, std=0.02)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
 
 
 def check(model: Any, wanted: Wanted, name: str) -> None:
@@ -235,25 +217,24 @@ def check(model: Any, wanted: Wanted, name: str) -> None:
             f"{name} also reads the resolution and aspect ratio of each image, which samples do not tell; allowed: "
             "models with use_additional_conditions=false, such as PixArt-Sigma"
         )
-    if reads_class_tokens(model) and wanted.classes is not None:
-        if config.text_dim != wanted.classes:
+    family = known_family(model)
+    classes = config[family.classes] if family.classes else None
+    if family.class_tokens and wanted.classes is not None:
+        if classes != wanted.classes:
             raise ValueError(
-                f"{name} reads tokens of {config.text_dim} numbers, but the data has {wanted.classes} classes: a "
+                f"{name} reads tokens of {classes} numbers, but the data has {wanted.classes} classes: a "
                 "class is one token with as many numbers as there are classes (or extract prompts with encode.text)"
             )
         return
-    classes = config.num_embeds_ada_norm if _by_class(model) else None
+    by_class = classes is not None and not family.class_tokens
+    classes = classes if by_class else None
     if classes != wanted.classes:
         ours = "prompts" if classes is None else f"{classes} classes"
         theirs = "prompts" if wanted.classes is None else f"{wanted.classes} classes"
         raise ValueError(f"{name} is a model of {ours}, but the data has {theirs}")
-    if _by_class(model) and config.sample_size != wanted.size[-1]:
+    if by_class and config.sample_size != wanted.size[-1]:
         wide = f"{wanted.size[-1]} wide"
         raise ValueError(f"{name} is a model of inputs {config.sample_size} wide, but the data is {wide}")
-
-
-def _by_class(model: Any) -> bool:
-    return isinstance(model, diffusers.DiTTransformer2DModel)
 
 
 def without_label_dropout(model: nn.Module) -> None:

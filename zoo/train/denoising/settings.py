@@ -8,17 +8,11 @@ from zoo.data.latents.settings import VIDEOS, check_rate
 from zoo.data.settings import WORKERS
 from zoo.diffusion.settings import ObjectiveSettings
 from zoo.mixers.help import check_mixer, mixers_help
+from zoo.models.diffusers.families import FAMILIES
 from zoo.ranges import PIXELS, check_ranges
 from zoo.train.settings import LogSettings, OptimSettings, RunBasics
 
-KINDS = {  # name -> class of diffusers
-    "dit": "DiTTransformer2DModel",
-    "pixart": "PixArtTransformer2DModel",
-    "sana": "SanaTransformer2DModel",
-    "sd3": "SD3Transformer2DModel",
-    "wan": "WanTransformer3DModel",
-    "ltx": "LTXVideoTransformer3DModel",
-}
+KINDS = {f.name: f for f in FAMILIES if f.trained}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,130 @@
+"""Wan 2.1 and 2.2: video from text or an image, by cross-attention (arXiv 2503.20314)."""
+
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttention
+from torch import Tensor
+
+from hla_kernels.features.rms_norm import in_kernels
+from zoo.mixers import Context, Mixer
+from zoo.mixers.context import Rotation
+from zoo.mixers.layers import TokenRMSNorm, norm_tokens
+from zoo.models.diffusers.attention import DiffusionSite
+from zoo.models.diffusers.family import Family, Scaling, VideoVae
+from zoo.models.diffusers.models import HLADiffusionModel
+from zoo.models.timm.attention import split_heads
+
+
+class WanSite(DiffusionSite, WanAttention):
+    """Site in the self-attention of Wan (`attn1`): norms of q and k over all heads, rotary embedding in 3-D."""
+
+    processors = ("WanAttnProcessor",)
+
+    def install(self, mixer: Mixer) -> None:
+        """As everywhere; beside a mixer of ours the norms form no float32 tensors under autocast."""
+        super().install(mixer)
+        for norm in (self.norm_q, self.norm_k):
+            norm_tokens(norm, mixer.name != "softmax")
+
+    def release(self) -> None:
+        for norm in (self.norm_q, self.norm_k):
+            norm_tokens(norm, False)
+        super().release()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+        **arguments: Any,
+    ) -> Tensor:
+        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
+        self.refuse(arguments, encoder_hidden_states)
+        if self.mixer_name == "softmax" and self.processor._parallel_config is not None:
+            return super().forward(hidden_states, None, attention_mask, rotary_emb)  # these tokens are not all of them
+        x = self.placed(hidden_states, self.prefix)
+        q, k, v = self.project(x)
+        rotate = wan_rotation(rotary_emb, v.shape[-1] // self.heads)
+        how = self.preparation(q, rotate)
+        q, k, v = (split_heads(t, self.heads) for t in (self.norm_q(q, *how), self.norm_k(k, *how), v))
+        turned = {"prepared": True} if how else {"rotate": rotate}
+        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=attention_mask, **turned)
+        return self.output(self.mixer(q, k, v, ctx).type_as(q))
+
+    def preparation(self, q: Tensor, rotate: Rotation | None) -> tuple:
+        """What the norms of q and k do besides where one kernel can: whether to take the positive part, (cos, sin)."""
+        early = self.mixer.early_map
+        ours = type(self.norm_q) is type(self.norm_k) is TokenRMSNorm and in_kernels(q)
+        return () if early is None or rotate is None or not ours else (early == "relu", *rotate.tables())
+
+    @property
+    def fused(self) -> bool:
+        return self.fused_projections
+
+
+def wan_rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Rotation | None:
+    """Wan's rotary embedding (cos, sin) [1, N, 1, D] as a function [B, N, H, W] -> [B, N, H, W]; None without.
+
+    W is `width` = D or a multiple of it (feature maps that widen): each D channels are rotated alike.
+    """
+    if rotary is None:
+        return None
+    cos, sin = rotary[0][..., 0::2].unsqueeze(-2), rotary[1][..., 1::2].unsqueeze(-2)  # [1, N, 1, 1, D / 2]
+
+    def rotate(t: Tensor) -> Tensor:
+        even, odd = t.unflatten(-1, (-1, width // 2, 2)).unbind(-1)
+        turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+        return turned.flatten(-3).type_as(t)
+
+    return Rotation(rotate, lambda: (cos[0, :, 0, 0], sin[0, :, 0, 0]))
+
+
+class HLAWanTransformer3DModel(HLADiffusionModel, WanTransformer3DModel):
+    """Wan 2.1 and 2.2: video from text or an image, by cross-attention."""
+
+    host = WanTransformer3DModel
+    grid_dims = 3
+    splits_tokens = True
+
+
+def encode(pipe: Any, prompts: list[str], **options: Any) -> dict[str, Tensor]:
+    """Embeddings without a mask: padding is zeros."""
+    return {"encoder_hidden_states": pipe.encode_prompt(prompts, **options)[0]}
+
+
+def units(pipe: Any) -> tuple[int, int]:
+    """Frames and pixels per side of one latent."""
+    return pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
+
+
+def vae_factors(vae: Any) -> tuple[int, int]:
+    """Frames and pixels per side of one latent; the VAE of Wan 2.2 puts 2 x 2 pixels together before anything else."""
+    return 2 ** sum(vae.temperal_downsample), 2 ** len(vae.temperal_downsample) * (vae.config.patch_size or 1)
+
+
+def vae_scaling(vae: Any) -> tuple[Scaling, Scaling]:
+    """Scaling and shift of each channel."""
+    return [1 / s for s in vae.config.latents_std], list(vae.config.latents_mean)
+
+
+WAN = Family(
+    name="wan",
+    converted=HLAWanTransformer3DModel,
+    sites={"blocks.*.attn1": WanSite},
+    left="blocks.*.attn2",
+    rotary=True,
+    grid=(21, 30, 52),  # 81 frames of 480 x 832
+    sized=False,
+    classes="text_dim",
+    class_tokens=True,
+    pipelines=("WanPipeline", "WanImageToVideoPipeline"),
+    first_frame="WanImageToVideoPipeline",
+    encode=encode,
+    units=units,
+    fps=16.0,
+    vae=VideoVae("AutoencoderKLWan", vae_factors, vae_scaling),
+    vae_dtype=torch.float32,  # as its publishers say
+)
