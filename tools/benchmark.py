@@ -4,11 +4,13 @@
     python tools/benchmark.py models models=[vit_small] sizes=[224,512]
     python tools/benchmark.py video models=[wan_1.3b] modes=[infer,train] 'mixers=[softmax,mhla,mhla every:3]'
     python tools/benchmark.py adaptive shapes=[tokens4k] selects=[error,mean] k_tiles=[16,64]
+    python tools/benchmark.py fidelity models=[RUN] data.source=folder data.val=VAL
     python tools/benchmark.py quality CONFIG.yaml data.train=A.parquet data.val=B.parquet 'mixers=[softmax,la]'
 
-Speed: rows are merged into the result file as they come; then the table is printed and the picture drawn. Quality: the
-same run of train_vit.py (words with a dot) for several mixers and seeds, or their conversion by recipe=RECIPE.yaml. An
-interrupted table continues; `quality merge=[A.json,B.json] json=ALL.json` joins those of several processes.
+Rows are merged into the result file as they come; then the table is printed and the picture drawn. Fidelity: trained
+softmax classifiers with adaptive multipole attention instead, untrained. Quality: the same run of train_vit.py (words
+with a dot) for several mixers and seeds, or their conversion by recipe=RECIPE.yaml. An interrupted table continues;
+`quality merge=[A.json,B.json] json=ALL.json` joins those of several processes.
 """
 
 import shlex
@@ -16,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import adaptive, models, operators, plots, report
+from benchmarks import adaptive, fidelity, models, operators, plots, report
 from benchmarks.quality import QualitySettings, quality_table
 from benchmarks.quality_results import merge_results
 from benchmarks.rows import command_of
@@ -24,14 +26,17 @@ from zoo import config
 from zoo.errors import unknown_name
 from zoo.io import write_json
 
-USAGE = "usage: benchmark.py kernels|models|video|adaptive [key=value ...] or quality CONFIG.yaml [key=value ...]"
-SPEED: dict[str, Any] = {
+USAGE = (
+    "usage: benchmark.py kernels|models|video|adaptive|fidelity [key=value ...] | quality CONFIG.yaml [key=value ...]"
+)
+TABLES: dict[str, Any] = {
     "kernels": (operators.KernelSettings, operators.run, plots.draw_kernels),
     "models": (models.ModelSettings, models.run, plots.draw_models),
     "video": (models.VideoSettings, models.run, plots.draw_video),
     "adaptive": (adaptive.AdaptiveSettings, adaptive.run, None),
+    "fidelity": (fidelity.FidelitySettings, fidelity.run, fidelity.draw),
 }
-SCHEMAS: dict[str, type] = {name: row[0] for name, row in SPEED.items()} | {"quality": QualitySettings}
+SCHEMAS: dict[str, type] = {name: row[0] for name, row in TABLES.items()} | {"quality": QualitySettings}
 
 
 def main(words: list[str]) -> dict[str, Any]:
@@ -44,16 +49,16 @@ def main(words: list[str]) -> dict[str, Any]:
         raise unknown_name("benchmark", what, SCHEMAS)
     if config.wants_help(rest, __doc__, USAGE, SCHEMAS[what]):
         return {}
-    return quality(rest) if what == "quality" else speed(what, rest)
+    return quality(rest) if what == "quality" else table(what, rest)
 
 
-def speed(what: str, words: list[str]) -> dict[str, Any]:
-    """Measure, draw and print a table of speed. Returns the content of the result file; raises ValueError."""
-    schema, measure, draw = SPEED[what]
+def table(what: str, words: list[str]) -> dict[str, Any]:
+    """Measure, draw and print a table. Returns the content of the result file; raises ValueError."""
+    schema, measure, draw = TABLES[what]
     settings: Any = config.from_command_line(schema, words)
     result = measure(settings, command_of([what, *words]))
     if not result["rows"]:
-        raise ValueError(f"nothing could be timed.{report.failures(result)}")
+        raise ValueError(f"nothing could be measured.{report.failures(result)}")
     if draw:
         draw(result, Path(settings.picture))
     print(report.TEXT[what](result))

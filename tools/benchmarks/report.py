@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from benchmarks import adaptive
+from benchmarks import adaptive, fidelity
 from benchmarks.shapes import ALL_SHAPES, MIXED_TARGETS, OPS, PASSES, SHAPES, SLOWDOWN, Shape
 from zoo.io import markdown_table
 
@@ -325,4 +325,10 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
     return "\n".join(markdown_table(head, lines))
 
 
-TEXT = {"kernels": kernels, "models": models, "video": video, "adaptive": adaptive.text}
+TEXT = {
+    "kernels": kernels,
+    "models": models,
+    "video": video,
+    "adaptive": adaptive.text,
+    "fidelity": fidelity.text,
+}

@@ -49,8 +49,7 @@ def prepare(
     check_name("impl", impl, IMPLS)
     check_name("select", select, SELECTS)
     check_name("far", far, FARS)
-    if not is_number(density) or not 0 < density <= 1:
-        raise ValueError(f"density must be a part of the key tiles, above 0 and at most 1, got {density!r}.")
+    check_adaptive(density, q_tile, k_tile)
     if not is_finite(q_scale):
         raise ValueError(f"q_scale must be a finite number, got {q_scale!r}.")
     field = _field(grid, prefix, suffix, q_tile, k_tile)
@@ -63,15 +62,21 @@ def prepare(
     return AdaptiveCall(q, k, v, field, select, float(density), far, float(q_scale), key_padding_mask)
 
 
+def check_adaptive(density: float, q_tile: int, k_tile: int) -> None:
+    """Raise ValueError for a density or a size of tiles that is not allowed."""
+    if not is_number(density) or not 0 < density <= 1:
+        raise ValueError(f"density must be a part of the key tiles, above 0 and at most 1, got {density!r}.")
+    for name, x in (("q_tile", q_tile), ("k_tile", k_tile)):
+        if not _is_count(x, 1) or x > LARGEST_TILE or x & (x - 1):
+            raise ValueError(f"{name} must be a power of two from 1 to {LARGEST_TILE} (tokens), got {x!r}.")
+
+
 def _field(grid: Sequence[int], prefix: int, suffix: int, q_tile: int, k_tile: int) -> Field:
     if not isinstance(grid, Sequence) or not grid or not all(_is_count(n, 1) for n in grid):
         raise ValueError(f"grid must be one positive integer for each axis, such as (16, 16), got {grid!r}.")
     for name, x in (("prefix", prefix), ("suffix", suffix)):
         if not _is_count(x, 0):
             raise ValueError(f"{name} must be a number of tokens of at least 0, got {x!r}.")
-    for name, x in (("q_tile", q_tile), ("k_tile", k_tile)):
-        if not _is_count(x, 1) or x > LARGEST_TILE or x & (x - 1):
-            raise ValueError(f"{name} must be a power of two from 1 to {LARGEST_TILE} (tokens), got {x!r}.")
     return Field(tuple(map(int, grid)), int(prefix), int(suffix), int(q_tile), int(k_tile))
 
 

@@ -1,0 +1,57 @@
+"""The mixer multipole with key tiles that are chosen, and its fidelity table."""
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+import zoo
+from benchmarks import fidelity
+from zoo.mixers import Context, build_mixer
+
+ADAPTIVE = {"select": "error", "q_tile": 16, "k_tile": 4}
+
+
+@pytest.mark.parametrize("grid", [(1, 37), (5, 7), (3, 4, 5)])
+def test_all_tiles_are_softmax(grid):
+    """Uneven grids, prefix and suffix tokens, grouped heads, padding."""
+    torch.manual_seed(0)
+    n = torch.Size(grid).numel() + 3
+    q, k, v = (torch.randn(2, n, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    mask = torch.arange(n) < torch.tensor([[n], [n - 9]])
+    options = {"grid_dims": len(grid), "grid": grid, "num_kv_heads": 2}
+    mixer = build_mixer("multipole", 32, 4, 8, **options, **ADAPTIVE, density=1.0)
+    o = mixer(q, k, v, Context(x=q.flatten(2), grid=grid, prefix=2, suffix=1, key_padding_mask=mask))
+    q, k, v = (x.repeat_interleave(4 // x.shape[2], 2).transpose(1, 2) for x in (q, k, v))
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None]).transpose(1, 2)
+    torch.testing.assert_close(o[mask], wanted[mask], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"select": "eror"}, "error"), ({"select": "error", "radius": 3}, "select='near'"), ({"density": 0.5}, "mass"),
+        ({"select": "mean", "k_tile": 12}, "power of two"), ({"select": "mean", "far": "none"}, "far"),
+    ],
+)  # fmt: skip
+def test_options_that_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        build_mixer("multipole", 32, 4, 8, grid=(4, 4), **options)
+
+
+def test_fidelity_of_a_converted_model(monkeypatch):
+    """Everything exact changes nothing, less does."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, patch_size=8, depth=2, num_classes=5).double()
+    for block in model.blocks:  # scores that differ
+        torch.nn.init.normal_(block.attn.qkv.weight, std=0.3)
+    images = torch.randn(6, 3, 64, 64, dtype=torch.float64).split(3)
+    monkeypatch.setattr(fidelity, "load_images", lambda *_: (images, torch.zeros(6)))
+    settings = fidelity.FidelitySettings(
+        selects=["error"], fars=["first"], q_tiles=[16], k_tiles=[4], densities=[0.1, 0.5, 1.0]
+    )
+    candidate = type("Opened", (), {"model": model, "name": "nothing"})
+    found = list(fidelity.measured(candidate, settings, torch.device("cpu")))
+    assert [row["density"] for row in found] == [0.1, 0.5, 1.0] and found[2]["kl"] == 0 and found[2]["same"] == 1
+    assert min(row["kl"] for row in found[:2]) > 0 and found[0]["tokens"] == 64 and found[0]["seed"] is None
+    assert zoo.MIXERS["multipole"].defaults.select == "near"

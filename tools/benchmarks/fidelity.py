@@ -1,0 +1,177 @@
+"""Fidelity table: trained softmax classifiers whose layers all get adaptive multipole attention, without training."""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor, nn
+
+from benchmarks import rows
+from hla_kernels.softmax.adaptive.call import FARS, SELECTS
+from zoo.data import LoadedImages
+from zoo.data.settings import AugmentSettings, DataSettings
+from zoo.errors import unknown_name
+from zoo.eval.compare import Candidate, open_candidate, open_validation
+from zoo.io import markdown_table
+from zoo.models.convert import swap
+from zoo.models.timm.attention import Site
+from zoo.plotting import COLORS, plain_axes, pyplot, save_figure
+from zoo.ranges import check_device, check_ranges
+
+OPTIONS = ("select", "far", "q_tile", "k_tile", "density")
+KEY = ("model", "seed", "tokens", *OPTIONS)
+LINES = {"first": "-", "variance": "--", "mean": ":"}
+
+
+@dataclass(frozen=True)
+class FidelitySettings:
+    """Which softmax classifiers are changed, how, and on which images; the rows are merged into the file.
+
+    models: run folders or .safetensors files of softmax classifiers whose tokens lie on a grid
+    selects: error, mass, mean
+    fars: first, variance, mean
+    q_tiles: tokens that share a choice of key tiles
+    k_tiles: tokens of a key tile
+    densities: parts of the key tiles that are exact
+    images: validation images, evenly spread over all; 0 for all
+    batch_size: images at once
+    device: torch device; empty takes the accelerator if there is one
+    json: result file to add to
+    picture: PNG to draw from the whole file
+    """
+
+    data: DataSettings = field(default_factory=DataSettings)
+    models: list[str] = field(default_factory=list)
+    selects: list[str] = field(default_factory=lambda: ["error", "mass", "mean"])
+    fars: list[str] = field(default_factory=lambda: list(FARS))
+    q_tiles: list[int] = field(default_factory=lambda: [64])
+    k_tiles: list[int] = field(default_factory=lambda: [4, 16, 64])
+    densities: list[float] = field(default_factory=lambda: [1 / 32, 1 / 16, 1 / 8, 1 / 4])
+    images: int = 2000
+    batch_size: int = 100
+    device: str = ""
+    json: str = "runs/fidelity/fidelity.json"
+    picture: str = "runs/fidelity/fidelity.png"
+
+    def __post_init__(self) -> None:
+        for key, allowed in {"selects": SELECTS[:3], "fars": FARS}.items():
+            for name in getattr(self, key):
+                if name not in allowed:
+                    raise unknown_name(key.removesuffix("s"), name, allowed)
+        check_ranges("", self, images="[0, inf)", batch_size="[1, inf)", densities="(0, 1]")
+        check_device("device", self.device)
+
+
+def run(settings: FidelitySettings, command: str) -> dict[str, Any]:
+    """Measure the selection and return the whole file. Raises ValueError for models whose attention is not softmax."""
+    if not settings.models:
+        raise ValueError("name what to measure: models=[RUN_FOLDER, ...]")
+    device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    candidates = [open_candidate(name, settings.data) for name in settings.models]
+    for candidate in candidates:
+        if any(isinstance(m, Site) and m.mixer_name != "softmax" for m in candidate.model.modules()):
+            raise ValueError(f"{candidate.name} is converted already; name the softmax model that it came from")
+    file = Path(settings.json)
+    content = rows.start(file, command, {})
+    for candidate in candidates:
+        for row in measured(candidate, settings, device):
+            print(" ".join(f"{key}={value}" for key, value in row.items()))
+            rows.add(content, row, KEY, file)
+    return content
+
+
+def measured(candidate: Candidate, settings: FidelitySettings, device: torch.device) -> Iterator[dict[str, Any]]:
+    """One row for each combination of options: kl, the mean divergence KL(softmax || changed) of the class
+    probabilities in nats; same, part of the images with the same most likely class; top1 and softmax_top1 in percent;
+    seconds."""
+    model: Any = candidate.model.to(device).eval()
+    images, labels = load_images(candidate, settings, device)
+    wanted = logits(model, images)
+    about = {"model": model.pretrained_cfg.get("architecture", ""), "seed": seed_of(Path(candidate.name))}
+    right = {"softmax_top1": percent(wanted.argmax(-1) == labels), "images": len(labels)}
+    lists = (settings.selects, settings.fars, settings.q_tiles, settings.k_tiles, settings.densities)
+    for values in itertools.product(*lists):
+        options: dict[str, Any] = dict(zip(OPTIONS, values, strict=True))
+        swap(model, "multipole", **options)
+        start = time.perf_counter()
+        found = logits(model, images)
+        kl = F.kl_div(found.log_softmax(-1), wanted.log_softmax(-1), reduction="batchmean", log_target=True)
+        same = (found.argmax(-1) == wanted.argmax(-1)).float().mean()
+        yield {
+            **about, "tokens": tokens_of(model), **options, "kl": round(float(kl), 5), "same": round(float(same), 4),
+            "top1": percent(found.argmax(-1) == labels), **right, "seconds": round(time.perf_counter() - start, 2),
+        }  # fmt: skip
+
+
+def load_images(
+    candidate: Candidate, settings: FidelitySettings, device: torch.device
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """(batches of images, labels of all) on the device, evenly spread over the validation set."""
+    source = open_validation(settings.data, candidate.classes)
+    loaded = LoadedImages(source, candidate.spec, AugmentSettings(), 0, torch.device("cpu"), settings.data.workers)
+    batches = list(loaded.evaluation(settings.batch_size))
+    images, labels = (torch.cat([getattr(batch, key) for batch in batches]) for key in ("images", "labels"))
+    n = min(settings.images or len(labels), len(labels))
+    kept = torch.linspace(0, len(labels) - 1, n).round().long()
+    return images[kept].to(device).split(settings.batch_size), labels[kept].to(device)
+
+
+@torch.no_grad()
+def logits(model: nn.Module, images: tuple[Tensor, ...]) -> Tensor:
+    """[N, K] float64 of all batches."""
+    return torch.cat([model(batch).double() for batch in images])
+
+
+def tokens_of(model: nn.Module) -> int:
+    """Tokens of the grid that attention had in the last call."""
+    return next(math.prod(m.grid) for m in model.modules() if isinstance(m, Site) and m.grid is not None)
+
+
+def seed_of(folder: Path) -> int | None:
+    """The seed of a run folder, None for other files."""
+    file = folder / "config.yaml"
+    return yaml.safe_load(file.read_text())["run"]["seed"] if file.is_file() else None
+
+
+def percent(right: Tensor) -> float:
+    """Part of the true values."""
+    return round(100 * float(right.float().mean()), 2)
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Write a PNG: the divergence over the density, a panel for each number of tokens and key tile, mean over seeds."""
+    panels: dict[tuple[int, int], dict[tuple[str, str], dict[float, list[float]]]] = {}
+    for row in result["rows"]:
+        lines = panels.setdefault((row["tokens"], row["k_tile"]), {})
+        lines.setdefault((row["select"], row["far"]), {}).setdefault(row["density"], []).append(row["kl"])
+    figure, axes = pyplot().subplots(1, len(panels), figsize=(4 * len(panels), 3.6), sharey=True, squeeze=False)
+    for one, ((tokens, k_tile), lines) in zip(axes[0], sorted(panels.items()), strict=True):
+        for (select, far), points in lines.items():
+            x, y = zip(*sorted((density, sum(kl) / len(kl)) for density, kl in points.items()), strict=True)
+            color = COLORS[1 + SELECTS.index(select)]
+            one.plot(x, y, LINES[far], color=color, marker="o", markersize=3, label=f"{select}, {far}")
+        one.set(xscale="log", yscale="log", xlabel="density", title=f"{tokens} tokens, key tiles of {k_tile}")
+        one.set_xticks(sorted({x for points in lines.values() for x in points}), minor=False)
+        one.xaxis.set_major_formatter(lambda x, _: f"1/{1 / x:g}")
+        one.minorticks_off()
+        plain_axes(one)
+    axes[0][0].set_ylabel("KL to softmax (nats)")
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    save_figure(figure, file, dpi=130)
+
+
+def text(result: dict[str, Any]) -> str:
+    """The rows in Markdown, least divergence at each density first."""
+    head = ["model", "seed", "tokens", "density", "select", "far", "q_tile", "k_tile", "kl", "same", "top1"]
+    head += ["softmax_top1"]
+    order = sorted(result["rows"], key=lambda r: (r["model"], r["tokens"], r["density"], r["kl"]))
+    lines = [[f"{r[key]:.4g}" if isinstance(r[key], float) else str(r[key]) for key in head] for r in order]
+    return "\n".join(markdown_table(head, lines))
