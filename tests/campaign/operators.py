@@ -252,7 +252,8 @@ def poisoned(device: str) -> Iterator[None]:
     names, real = ("empty", "empty_like", "empty_strided"), {}
 
     def filled(x: Tensor) -> Tensor:
-        return x.fill_(255) if x.dtype == torch.uint8 else x.fill_(float("nan")) if x.is_floating_point() else x
+        with torch.no_grad():
+            return x.fill_(255) if x.dtype == torch.uint8 else x.fill_(float("nan")) if x.is_floating_point() else x
 
     for name in names:
         real[name] = getattr(torch, name)

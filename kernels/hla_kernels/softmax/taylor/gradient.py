@@ -124,8 +124,9 @@ def _through_features(x: Tensor, narrow: Tensor | None, grad: Tensor) -> tuple[T
     y = x if narrow is None else narrow
     a, b, weight = pairs(y)
     g = grad[..., d:] * weight
-    squares = torch.zeros_like(y.expand(*g.shape[:-1], y.shape[-1]))
-    squares = squares.index_add(-1, a, g * y[..., b]).index_add(-1, b, g * y[..., a])
+    r = y.shape[-1]
+    matrix = g.new_zeros((*g.shape[:-1], r * r)).index_copy(-1, a * r + b, g).unflatten(-1, (r, r))
+    squares = ((matrix + matrix.mT) @ y[..., None])[..., 0]  # on a GPU index_add adds in any order
     return (grad[..., :d] + squares, None) if narrow is None else (grad[..., :d], squares)
 
 

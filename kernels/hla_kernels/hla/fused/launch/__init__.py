@@ -209,7 +209,8 @@ def apply_grads_call(
     many = call.own() and not paths.few_heads(call.planned, call.most)
     once = many and paths.mixed(call.spec, call.w, q.dtype, True) and not call.spec.normalize
     join = call.spec.op == "ahla" and pairs.paired(call)
-    config = call.tiles("apply_grads", plan.apply_config, "backward", call.spec, call.w, q.dtype, once, join)
+    how = (once, join, call.g > 1)
+    config = call.tiles("apply_grads", plan.apply_config, "backward", call.spec, call.w, q.dtype, *how)
     maps = call.spec.normalize and paths.mapped(call.spec) and paths.summed(call.spec)
     long = paths.cut(call.w) and (maps or call.spec.op == "polynomial")
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"], long)

@@ -147,9 +147,11 @@ def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
 
 
 def apply_config(
-    direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype, once: bool = False, join: bool = False
-) -> dict[str, int]:
-    """Tiles of `apply` and `apply_grads`; `once`: many heads of the form of `mixed`, `join`: dq is written with dv."""
+    direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype, once: bool = False, join: bool = False,
+    grouped: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """Tiles of `apply` and `apply_grads`; `once`: many heads of the form of `mixed`, `join`: dq is written with dv,
+    `grouped`: heads share keys, whose gradients are written in float32."""
     if join:
         return {"BN": 64, "num_warps": 4, "num_stages": 3, "ROLES": 2}
     if once and narrow(w):
@@ -178,6 +180,8 @@ def apply_config(
     deep = once or (whole and spec.op != "polynomial" and not (mapped(spec) or spec.normalize))
     deep = deep or (whole and spec.op == "hla2" and spec.kept)
     stages = 3 if very or (not wide and (deep or spec.op == "hla3")) else 2
+    if grouped and very and spec.op == "ahla":  # three take more shared memory than there is
+        stages = 2
     if spec.op == "polynomial" and cut(w):  # two programs a multiprocessor
         stages = 1
     warps = 8 if very or (spec.shifted(dtype) and not spec.kept) or spec.softmax else 4
