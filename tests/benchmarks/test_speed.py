@@ -286,7 +286,7 @@ def test_command_leaves_out_where_results_are_kept():
         (["kernels"], "kernels measures a CUDA GPU, and torch sees none here"),
         (["models"], "models measures a CUDA GPU, and torch sees none here"),
         (["kernels", "shapes=[vit22]"], "unknown shape 'vit22'"),
-        (["models", "sizes=[100]"], r"sizes must be among \[224, 256, 480, 512, 1024, 2048\], got 100"),
+        (["models", "sizes=[100]"], r"sizes must be among \[32, 128, 224, 256, 480, 512, 1024, 2048\], got 100"),
         (["kernel"], "allowed: adaptive, fidelity, kernels, models, quality, video. Did you mean 'kernels'?"),
     ],
 )
