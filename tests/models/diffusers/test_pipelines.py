@@ -1,5 +1,6 @@
 """Pipelines: converted as a whole, saved and loaded by diffusers with bit-equal images."""
 
+import copy
 import json
 import os
 import shutil
@@ -29,7 +30,10 @@ def test_a_saved_pipeline_makes_the_same_image(name, tmp_path):
     pipe.save_pretrained(tmp_path)
     absent = {part: None for part, value in pipe.components.items() if value is None}
     again = diffusers.DiffusionPipeline.from_pretrained(tmp_path, **absent)
-    assert type(again.transformer) is type(pipe.transformer) and torch.equal(image(again, arguments), made)
+    for part in sorted(parts):  # copies: weights are mapped from the file, and products round by their alignment
+        assert type(getattr(again, part)) is type(getattr(pipe, part))
+        setattr(again, part, copy.deepcopy(getattr(again, part)))
+    assert torch.equal(image(again, arguments), made)
 
 
 def test_a_pipeline_whose_transformer_was_converted_alone(tmp_path):
