@@ -1,4 +1,4 @@
-"""A new mixer is one file and one row: the example of docs/howto_mixer.md, added to a copy of the package."""
+"""A new mixer is one file and one row: the example of docs/howto/new_mixer.md, added to a copy of the package."""
 
 import os
 import re
@@ -13,7 +13,7 @@ TABLE = "MIXERS: dict[str, type[Mixer]] = {\n"
 
 def with_the_new_mixer(folder: Path) -> None:
     """A copy of zoo in `folder` with the file and the row of the document."""
-    file, row = re.findall(r"```(?:python|text)\n(.*?)```", (ROOT / "docs" / "howto_mixer.md").read_text(), re.DOTALL)
+    file, row = re.findall(r"```(?:python|text)\n(.*?)```", (ROOT / "docs" / "howto/new_mixer.md").read_text(), re.DOTALL)
     shutil.copytree(ROOT / "zoo", folder / "zoo", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "zoo" / "mixers" / "landmark.py").write_text(file)
     table = folder / "zoo" / "mixers" / "__init__.py"

@@ -2,7 +2,7 @@
 
 q, k, v, o are [B, N, H, D], `ctx` a `Context`; `Mixer` is their protocol. The host keeps its projections, norms and
 output projection; a mixer adds only its own parameters. A new mixer is one file here, which holds its options too, and
-one row in `MIXERS`: names, `--help`, error messages and tests follow from it (docs/howto_mixer.md).
+one row in `MIXERS`: names, `--help`, error messages and tests follow from it (docs/howto/new_mixer.md).
 """
 
 from typing import Any

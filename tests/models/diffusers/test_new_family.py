@@ -1,4 +1,4 @@
-"""A new family is one file and one row: the example of docs/howto_family.md, added to a copy of the package."""
+"""A new family is one file and one row: the example of docs/howto/new_family.md, added to a copy of the package."""
 
 import os
 import re
@@ -15,7 +15,7 @@ LIST = "FAMILIES: tuple[Family, ...] = ("
 
 def with_the_new_family(folder: Path) -> None:
     """A copy of zoo in `folder` with the file and the row of the document."""
-    file, row = re.findall(r"```(?:python|text)\n(.*?)```", (ROOT / "docs" / "howto_family.md").read_text(), re.DOTALL)
+    file, row = re.findall(r"```(?:python|text)\n(.*?)```", (ROOT / "docs" / "howto/new_family.md").read_text(), re.DOTALL)
     shutil.copytree(ROOT / "zoo", folder / "zoo", ignore=shutil.ignore_patterns("__pycache__"))
     place = folder / "zoo" / "models" / "diffusers"
     (place / "latte.py").write_text(file)
