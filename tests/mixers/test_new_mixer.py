@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "howto" / "new_mixer.md"
 TABLE = "MIXERS: dict[str, type[Mixer]] = {\n"
 
 
 def with_the_new_mixer(folder: Path) -> None:
     """A copy of zoo in `folder` with the file and the row of the document."""
-    file, row = re.findall(r"```(?:python|text)\n(.*?)```", (ROOT / "docs" / "howto/new_mixer.md").read_text(), re.DOTALL)
+    file, row = re.findall(r"```(?:python|text)\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     shutil.copytree(ROOT / "zoo", folder / "zoo", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "zoo" / "mixers" / "landmark.py").write_text(file)
     table = folder / "zoo" / "mixers" / "__init__.py"

@@ -10,12 +10,13 @@ from pathlib import Path
 from zoo.models.diffusers.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[3]
+DOCUMENT = ROOT / "docs" / "howto" / "new_family.md"
 LIST = "FAMILIES: tuple[Family, ...] = ("
 
 
 def with_the_new_family(folder: Path) -> None:
     """A copy of zoo in `folder` with the file and the row of the document."""
-    file, row = re.findall(r"```(?:python|text)\n(.*?)```", (ROOT / "docs" / "howto/new_family.md").read_text(), re.DOTALL)
+    file, row = re.findall(r"```(?:python|text)\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     shutil.copytree(ROOT / "zoo", folder / "zoo", ignore=shutil.ignore_patterns("__pycache__"))
     place = folder / "zoo" / "models" / "diffusers"
     (place / "latte.py").write_text(file)
