@@ -1,6 +1,8 @@
 """Interrupted runs: killed at any step and continued, they end with the same weights, bit for bit."""
 
+import json
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -8,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.helpers.runs import TINY, run_tool, start_tool, tiny, wait_for_step
 from zoo import config
+from zoo.models.checkpoint_tags import decode_tag
 from zoo.train.checkpoint import list_checkpoints
 from zoo.train.classification import Trainer
 from zoo.train.metrics_log import Record, read_rows
@@ -77,6 +80,48 @@ def test_a_finished_run_resumes_to_the_same_result(tmp_path):
     first = Trainer(tiny(tmp_path)).train()
     again = Trainer(tiny(tmp_path, run={"resume": True})).train()
     assert again["top1"] == first["top1"] and again["step"] == first["step"]
+
+
+EARLIER_TAG = ("mixer", "feature_map", "normalize", "center", "causal", "order", "blocks", "mixing")  # all it held
+
+
+def make_earlier(run: Path) -> None:
+    """The only checkpoint of a run as it was written when files held what differed from the defaults of then."""
+    file, state = (next(run.glob(f"checkpoints/*/{name}")) for name in ("model.safetensors", "state.pt"))
+    for weights in (file, file.with_name("ema.safetensors")):
+        tensors = load_file(weights)
+        for key in [key for key in tensors if key.endswith(".tag")]:
+            tag = {k: v for k, v in decode_tag(tensors[key]).items() if k in EARLIER_TAG}
+            tensors[key] = torch.tensor([2 * byte for byte in json.dumps(tag).encode()], dtype=torch.uint8)
+        save_file(tensors, weights)
+    content = {k: v for k, v in torch.load(state, weights_only=True).items() if k not in ("format", "settings")}
+    torch.save(content, state)
+    file.with_name("manifest.json").unlink()
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["model"]["mixer_options"].pop("feature_map")
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+
+
+@pytest.mark.parametrize("mixer", ["ahla", "mhla"])
+def test_an_earlier_run_resumes_with_the_defaults_of_then(tmp_path, mixer):
+    """And goes on from its own checkpoints."""
+    image = {"img_size": 16, "kwargs": {**TINY["model"]["kwargs"], "depth": 1}}
+    sections = {"run": {"checkpoint_steps": 4, "keep": 9}, "optim": {"ema": 0.9}}
+    named = {**image, "mixer": mixer, "mixer_options": {"feature_map": "elu1"}}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    Trainer(tiny(whole, model=named, **sections)).train()
+    shutil.copytree(whole, resumed)
+    for path in resumed.glob("checkpoints/*"):
+        if path.name != "step-00000004":
+            shutil.rmtree(path)
+    make_earlier(resumed)
+    for step in (True, 8):
+        unnamed = {**image, "mixer": mixer, "mixer_options": {}}
+        run = {**sections["run"], "resume": step}
+        Trainer(tiny(resumed, model=unnamed, **{**sections, "run": run})).train()
+        for name in ("model.safetensors", "model_ema.safetensors"):
+            one, two = load_file(whole / name), load_file(resumed / name)
+            assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):

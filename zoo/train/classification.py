@@ -1,6 +1,7 @@
 """A classification run: an image model on labelled images, on the training core."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class Trainer(Run):
     metric = ("top1", "top-1 accuracy (%)")
 
     def set_up(self) -> None:
-        self.parts = parts = set_up(self.settings, self.accelerator)
+        self.parts = parts = set_up(replace(self.settings, model=self.model_settings), self.accelerator)
         self.model, self.plan = parts.model, parts.plan
         self.last_step = self.settings.schedule.epochs * self.plan.steps_per_epoch
         self.header = header_of(parts.recipe)

@@ -34,7 +34,7 @@ from zoo.train.metrics_log import Record, draw_curves, read_rows
 from zoo.train.optim import create_optimizer
 from zoo.train.processes import create_accelerator, placed, prepare
 from zoo.train.resumable import Resumable
-from zoo.train.run_folder import CHECKPOINTS, begin_folder, check_folder
+from zoo.train.run_folder import CHECKPOINTS, as_begun, begin_folder, check_folder
 from zoo.train.sharding import Average, blank, whole
 from zoo.train.stop import Stop
 from zoo.train.update import Updater
@@ -46,9 +46,10 @@ RESULT = "result.json"
 class Run(Resumable, ABC):
     """One run. `train` carries it out, or what is left of it, and returns its result, also written to result.json.
 
-    settings: with the sections optim, run and log.  model: what is trained, on the device, also its attributes after
-    `accelerator.prepare`.  plan: which samples each step sees.  last_step: number of steps.  metric: the key of the
-    evaluation that the curves show, and what it is.
+    settings: with the sections model, optim, run and log.  model_settings: the first, with the options that the mixers
+    of a resumed run have.  model: what is trained, on the device, also its attributes after `accelerator.prepare`.
+    plan: which samples each step sees.  last_step: number of steps.  metric: the key of the evaluation that the curves
+    show, and what it is.
 
     Raises ValueError for settings that contradict themselves, the data or a checkpoint; TrainingFailed, which is one
     too, when weights or losses do not stay finite: the checkpoints of before are kept, and nothing else is written.
@@ -77,6 +78,8 @@ class Run(Resumable, ABC):
             sweep(self.folder, earlier=True)
             check_folder(settings)
         accelerator.wait_for_everyone()
+        checkpoint = choose_checkpoint(self.folder / CHECKPOINTS, settings.run.resume)
+        self.model_settings = as_begun(settings.model, checkpoint)
         self.set_up()
         optim = settings.optim
         self.form = blank(self.model) if accelerator.is_fsdp2 else None
@@ -99,7 +102,7 @@ class Run(Resumable, ABC):
         self.late = False  # whether a checkpoint is due since steps that were skipped
         self.models = [self.model, *([ema.module] if ema else [])]
         self.anneal = Annealing(self.models, optim.anneal, optim.ridge, self.last_step, accelerator.device)
-        self._continue(choose_checkpoint(self.folder / CHECKPOINTS, settings.run.resume))
+        self._continue(checkpoint)
         self.anneal(self.step)
         if self.main:
             begin_folder(settings)

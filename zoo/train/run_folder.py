@@ -1,9 +1,16 @@
 """The folder of a run: which run it holds."""
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from zoo import config
+from zoo.mixers import MIXERS
+from zoo.models.checkpoint_tags import decode_tag
+from zoo.models.stored_options import restored_options
+from zoo.models.timm.model_files import WEIGHTS
 from zoo.train.checkpoint import choose_checkpoint, list_checkpoints
 from zoo.train.settings import CHANGEABLE
 
@@ -56,3 +63,22 @@ def begin_folder(settings: Any) -> None:
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         config.save(settings, file)
+
+
+def as_begun(model: Any, checkpoint: Path | None) -> Any:
+    """The settings of a model with the options that its mixers have in a checkpoint: what the settings do not name may
+    have other defaults by now. A checkpoint that cannot be read changes nothing: loading it says why."""
+    if checkpoint is None or model.mixer not in MIXERS:
+        return model
+    try:
+        with safe_open(checkpoint / WEIGHTS, "pt") as opened:
+            tags = [decode_tag(opened.get_tensor(key)) for key in opened.keys() if key.endswith(".mixer.tag")]  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError):
+        return model
+    stored = next((tag for tag in tags if tag["mixer"] == model.mixer), None)
+    if stored is None:
+        return model
+    known = {field.name for field in fields(MIXERS[model.mixer].defaults)}
+    stored = {key: value for key, value in stored.items() if key in known}
+    options = {**restored_options(model.mixer, stored), **model.mixer_options}
+    return replace(model, mixer_options=options)

@@ -68,7 +68,7 @@ class DiffusionRun(Run):
         wanted = Wanted(channels, channels * self.objective.outputs, tuple(size), classes, *given)
         self._check_source()
         seed_everything(settings.run.seed)
-        model, host = models.start(settings.model, wanted)
+        model, host = models.start(self.model_settings, wanted)
         if settings.lora.rank:
             models.add_adapters(model, settings.lora.rank, settings.lora.alpha, settings.lora.targets)
         if settings.model.checkpointing:
