@@ -117,7 +117,7 @@ def test_annealed_layers_become_themselves(tmp_path):
 
 
 def test_a_model_without_higher_orders_cannot_be_annealed(tmp_path):
-    with pytest.raises(ValueError, match=r"optim\.anneal is for models with layers of hla2, ahla or hla3"):
+    with pytest.raises(ValueError, match=r"optim\.anneal is for models with layers of hla2, ahla, hla3"):
         Trainer(tiny(tmp_path, model={"mixer": "la"}, optim={"anneal": 0.5}))
     with pytest.raises(ValueError, match=r"optim\.anneal must be in \[0, 1\), got 1"):
         tiny(tmp_path, optim={"anneal": 1.0})
