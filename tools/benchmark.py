@@ -10,7 +10,7 @@
 Rows are merged into the result file as they come; then the table is printed and the picture drawn. Fidelity: trained
 softmax classifiers with adaptive multipole attention instead, untrained. Quality: the same run of train_vit.py (words
 with a dot) for several mixers and seeds, or their conversion by recipe=RECIPE.yaml. An interrupted table continues;
-`quality merge=[A.json,B.json] json=ALL.json` joins those of several processes.
+`quality merge=[A.json,B.json] json=ALL.json` joins the files of several processes.
 """
 
 import shlex

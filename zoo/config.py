@@ -48,7 +48,7 @@ def load(schema: type[T], path: str | Path | None, overrides: list[str] | None =
 
 def shipped_configs() -> dict[str, Path]:
     """The configurations that come with the package, by name ("vit/digits_softmax")."""
-    inside = Path(__file__).with_name("configs")  # of an installed package; else that of the checkout
+    inside = Path(__file__).with_name("configs")  # of an installed package; a checkout has it at its root
     folder = inside if inside.is_dir() else Path(__file__).resolve().parents[1] / "configs"
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
 

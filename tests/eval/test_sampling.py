@@ -311,7 +311,7 @@ def write_index(folder, name, file="model_index.json"):
     ("name", "sentence"),
     [
         ("DitPipeline", r"unknown pipeline class 'DitPipeline'; .*Did you mean 'DiTPipeline'"),
-        ("LTX2Pipeline", r"LTX2Pipeline makes videos; those of WanPipeline, .* can be sampled here, no others"),
+        ("LTX2Pipeline", r"LTX2Pipeline makes videos, and only WanPipeline, .* can be sampled here"),
         ("DDPMPipeline", r"takes neither class labels nor a prompt"),
         ("StableDiffusionInpaintPipeline", r"changes an image that it is given"),
     ],
@@ -325,7 +325,7 @@ def test_pipelines_that_make_no_images(name, sentence, tmp_path):
     ("name", "sentence"),
     [
         ("DiTTransformer2dModel", r"unknown model class .*Did you mean 'DiTTransformer2DModel'"),
-        ("CogVideoXTransformer3DModel", r"makes videos; those of WanPipeline, .* can be sampled here, no others"),
+        ("CogVideoXTransformer3DModel", r"makes videos, and only WanPipeline, .* can be sampled here"),
     ],
 )
 def test_transformers_that_make_no_images(name, sentence, tmp_path):

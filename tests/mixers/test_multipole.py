@@ -180,7 +180,6 @@ def test_what_is_padded_is_not_read(form):
 @pytest.mark.parametrize("degree", [0, 1, 2])
 def test_jit_trace(form, degree):
     """A trace of other tokens."""
-
     def call(q, k, v):
         return hk.multipole(q, k, v, **options("uneven", degree))
 

@@ -149,7 +149,7 @@ def run(settings: AdaptiveSettings, command: str) -> dict[str, Any]:
 
 
 def check_all(todo: list[Case], pool: Executor) -> list[dict[str, Any]]:
-    """Of every case the errors by pass, or a `reason`; those of ours, run by the pool."""
+    """The errors of each case by pass, or a `reason`; our implementation runs in the pool of processes."""
     waiting = [pool.submit(errors, case) if case.impl == "ours" else None for case in todo]
     found: list[dict[str, Any]] = []
     for one in waiting:

@@ -158,7 +158,7 @@ def _check_kind(kind: Any) -> None:
 
 
 def _other_videos(name: str) -> ValueError:
-    return ValueError(f"{name} makes videos; those of {', '.join(video_pipelines())} can be sampled here, no others")
+    return ValueError(f"{name} makes videos, and only {', '.join(video_pipelines())} can be sampled here")
 
 
 def _config(where: str, kind: Any, **place: str) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ class LayerSpec(NamedTuple):
 
     dim: width C of the hidden states.
     num_heads, head_dim: heads of q, and channels D of each head.
-    num_kv_heads: heads of k and v where several heads of q share them; None: as many as those of q.
+    num_kv_heads: heads of k and v where several heads of q share them; None: as many as q has.
     scale: factor on the scores q.k; None: head_dim ** -0.5.
     grid: token grid of the model's usual input; None where the model does not say it.
     prefix: tokens before the grid (class, register).

@@ -84,7 +84,7 @@ def convert(
         takes the place of `mixer` (the first pattern that matches a layer counts). None: all of them.
     keep_softmax: layers that are left as they are: block indices, a pattern of module names, or "every:3" for the
         blocks 0, 3, 6, ...
-    options: those of the mixer, see the options class beside it in `zoo.mixers`.
+    options: the mixer's options, see the class beside it in `zoo.mixers`.
 
     Weights are all inherited, new parameters lie under `.mixer.` only, and `mixer="softmax"` is the host bit for bit.
     The model is saved by `timm.models.save_for_hf`, one of diffusers by `save_pretrained`, and reloads exactly, also
@@ -127,7 +127,7 @@ def swap(model: Any, mixer: str, *, layers: Layers = None, keep_softmax: Keep = 
 def revert(model: nn.Module) -> None:
     """Turn a converted model or pipeline into the model of timm or diffusers that it was, in place.
 
-    Classes, configuration and checkpoint keys are those of the host again; the parameters of the mixers are dropped.
+    Classes, configuration and checkpoint keys are the host's again; the parameters of the mixers are dropped.
     Weights that were not trained since the conversion give the outputs of the original bit for bit. Raises ValueError
     for a model that is not converted.
     """

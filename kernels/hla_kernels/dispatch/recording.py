@@ -180,7 +180,9 @@ class Recorder(TorchDispatchMode):
             self.repeatable = False
         return out
 
-    def launched(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
+    def launched(
+        self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]
+    ) -> None:
         """Note one launch of a compiled kernel."""
         if compiled is None or not self.repeatable:
             self.repeatable = False

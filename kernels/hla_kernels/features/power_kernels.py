@@ -14,10 +14,16 @@ TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal number of flo
 
 
 @triton.jit
-def offsets(rows, head, N, sb, sn, sh, D: tl.constexpr, BD: tl.constexpr):
-    """Where channels [BT, BD] of tokens lie, rows being b N + n."""
-    batch = (rows // N).to(tl.int64)
-    return (batch * sb + (rows % N) * sn + head * sh)[:, None] + tl.arange(0, BD)[None, :]
+def offsets(rows, head, N, sb, sn, sh, BD: tl.constexpr):
+    """Where channels [BT, BD] of tokens lie, rows being b N + n; in 64 bits, which large inputs need."""
+    rows = rows.to(tl.int64)
+    return ((rows // N) * sb + (rows % N) * sn + head * sh)[:, None] + tl.arange(0, BD)[None, :]
+
+
+@triton.jit
+def own_offsets(rows, head, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """The same in a contiguous tensor."""
+    return ((rows.to(tl.int64) * H + head) * D)[:, None] + tl.arange(0, BD)[None, :]
 
 
 @triton.jit
@@ -40,9 +46,9 @@ def power_features(
     head = tl.program_id(1)
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     keep = (rows < ROWS)[:, None] & (tl.arange(0, BD) < D)[None, :]
-    tokens = tl.load(x + offsets(rows, head, N, sb, sn, sh, D, BD), mask=keep, other=0.0).to(tl.float32)
+    tokens = tl.load(x + offsets(rows, head, N, sb, sn, sh, BD), mask=keep, other=0.0).to(tl.float32)
     _, _, unit, length, top = raised(tokens, tl.load(exponent + head).to(tl.float32))
-    at = offsets(rows, head, N, N * H * D, H * D, D, D, BD)
+    at = own_offsets(rows, head, H, D, BD)
     tl.store(out + at, (unit * (top * length)[:, None]).to(out.dtype.element_ty), mask=keep)
 
 
@@ -56,15 +62,15 @@ def power_grads(
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     keep = (rows < ROWS)[:, None] & (tl.arange(0, BD) < D)[None, :]
     p = tl.load(exponent + head).to(tl.float32)
-    tokens = tl.load(x + offsets(rows, head, N, sb, sn, sh, D, BD), mask=keep, other=0.0).to(tl.float32)
-    grad = tl.load(g + offsets(rows, head, N, gb, gn, gh, D, BD), mask=keep, other=0.0).to(tl.float32)
+    tokens = tl.load(x + offsets(rows, head, N, sb, sn, sh, BD), mask=keep, other=0.0).to(tl.float32)
+    grad = tl.load(g + offsets(rows, head, N, gb, gn, gh, BD), mask=keep, other=0.0).to(tl.float32)
     part, log, unit, length, top = raised(tokens, p)
     along = tl.sum(grad * unit, 1)[:, None]
     across = unit * (grad - unit * along)
     alive = tokens > 0
     size = tl.maximum(length, 1.0)[:, None]  # below 1 for zeros only
     dy = tl.where(alive, along * part / size + p * size * across / tl.where(alive, part, 1.0), 0.0)
-    at = offsets(rows, head, N, N * H * D, H * D, D, D, BD)
+    at = own_offsets(rows, head, H, D, BD)
     tl.store(dx + at, dy.to(dx.dtype.element_ty), mask=keep)
     sums = tl.sum(across * log, 1) * length * top * 0.6931471805599453  # ln 2
     tl.store(parts + head * tl.num_programs(0) + tl.program_id(0), tl.sum(sums, 0))

@@ -303,5 +303,5 @@ def test_a_model_of_text_does_not_read_classes(tmp_path):
 
 def test_other_video_models_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"_class_name": "LatteTransformer3DModel"}')
-    with pytest.raises(ValueError, match=r"LatteTransformer3DModel makes videos; those of WanPipeline,"):
+    with pytest.raises(ValueError, match=r"LatteTransformer3DModel makes videos, and only WanPipeline,"):
         sampled(tmp_path / "x", model=tmp_path)

@@ -55,10 +55,10 @@ class Family:
     packed: whether input and output are tokens [B, N, C].
     sized: whether a model from scratch is built for one size of the input (`sample_size`).
     classes: entry of the configuration with the number of classes; empty for models of prompts alone.
-    class_tokens: whether a class is a token beside those of prompts, not an embedding.
+    class_tokens: whether a class is a token beside the prompt tokens, not an embedding.
     time_factor: entry of the configuration by which times are multiplied; empty for none.
     arguments: (shape of a sample, notes of the data) -> further arguments of the forward pass.
-    initialise: sets the weights of a model from scratch; None for those of diffusers.
+    initialise: sets the weights of a model from scratch; None keeps the initial weights of diffusers.
     pipelines: pipelines of diffusers that can be sampled and whose text encoders read prompts.
     first_frame: the one among them that makes videos from their first frame.
     encode: (pipeline, prompts, options) -> what the transformer gets of them; None if that is not known here.

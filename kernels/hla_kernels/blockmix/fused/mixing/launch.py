@@ -77,32 +77,14 @@ def mixed_back(call: Call, dy: Moments, x: Moments, dx: Moments) -> Tensor:
         if "K1" in config:
             padded, common = padded_mixing(call, one.dtype, True, config)
             launch(
-                mix_back,
-                common["TILES"] * parts * call.bh,
-                padded,
-                one,
-                other,
-                to,
-                partial,
-                *where,
-                C=columns,
-                STAGES=config["num_stages"],
-                **common,
-                **config,
+                mix_back, common["TILES"] * parts * call.bh,
+                padded, one, other, to, partial, *where, C=columns, STAGES=config["num_stages"], **common, **config
             )
         else:
             tiles = -(-call.m // config["BM"])
             launch(
-                mixing_grads,
-                tiles * tiles * parts * call.bh,
-                one,
-                other,
-                partial,
-                *where,
-                C=columns,
-                TILES=tiles,
-                PREC=call.mix,
-                **config,
+                mixing_grads, tiles * tiles * parts * call.bh,
+                one, other, partial, *where, C=columns, TILES=tiles, PREC=call.mix, **config
             )
         first += parts
     out = torch.empty_like(call.mixing, memory_format=torch.contiguous_format)

@@ -140,4 +140,6 @@ def block_planes(x, out, plane, K, START, LENGTH, BLOCKS, PLANES: tl.constexpr, 
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     e = (tl.program_id(0) % BLOCKS) * WIDE + tl.arange(0, WIDE)
     keep = e < LENGTH
-    store_planes(out + head * LENGTH + e, tl.load(x + head * K + START + e, mask=keep, other=0.0), plane, keep, PLANES)
+    store_planes(
+        out + head * LENGTH + e, tl.load(x + head * K + START + e, mask=keep, other=0.0), plane, keep, PLANES
+    )

@@ -96,7 +96,9 @@ def summed_forward(
             q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, True, False, True, D, F1, F2, D, F1, F2, BN, PREC, STAY
         )
     elif APART:
-        raw, sums = moments_apart(q, k, v, qn, kn, vn, N, keep, ORDER, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES)
+        raw, sums = moments_apart(
+            q, k, v, qn, kn, vn, N, keep, ORDER, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
+        )
     else:
         raw, sums = feature_moments(
             q, k, v, qn, kn, vn, N, keep, 11 if LATE else ORDER, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES

@@ -133,7 +133,9 @@ def mixture_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> T
     return dc
 
 
-def mixture_again_call(call: Call, g: Tensor, vectors: Tensor, matrix: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+def mixture_again_call(
+    call: Call, g: Tensor, vectors: Tensor, matrix: Tensor, weights: Tensor, rows: Tensor
+) -> Tensor:
     """Fill vectors, the operators, weights and rows from the tokens; parts [B, H, 1, 4] of d coefficients."""
     q, k, v = call.q, call.k, call.v
     room, kept, dc = half_room(call, 4), half_room(call, 10), call.buffer(call.b, call.h, 1, 4)

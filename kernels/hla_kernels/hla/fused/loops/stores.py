@@ -26,7 +26,9 @@ def store_tokens(ptr, i, stride, live, x, D: tl.constexpr, D1: tl.constexpr, D2:
 def put_ratio(ratio, i, live, inverse, total):
     """1 / den and d loss / d den of tokens i to ratio [*, 2]: neighbours go through memory of a warp once, without a
     barrier; two rows of their own took four."""
-    tl.store(ratio + 2 * i[:, None] + tl.arange(0, 2)[None, :], tl.join(inverse, total), mask=live[:, None])
+    tl.store(
+        ratio + 2 * i[:, None] + tl.arange(0, 2)[None, :], tl.join(inverse, total), mask=live[:, None]
+    )
 
 
 @triton.jit

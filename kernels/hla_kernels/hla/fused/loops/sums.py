@@ -153,7 +153,7 @@ def add_moments(
 ):  # fmt: skip
     """m + the products of a tile; eq and ek are the tails of q and k."""
     mp, ms, mc, mr, mw = m
-    if (ORDER < 6 and ORDER != 2) or ORDER == 11:
+    if ((ORDER < 6 and ORDER != 2) or ORDER == 11):
         mp = outer4(mp, fk, tv, ek, F2, V2, TAIL, PREC)
     if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11:
         ms = square4(ms, fk, ek, F2, TAIL, PREC)

@@ -46,14 +46,7 @@ def ones_grads(
 
 @triton.jit
 def dot_columns(
-    ptr,
-    x,
-    r,
-    BR: tl.constexpr,
-    A: tl.constexpr,
-    A1: tl.constexpr,
-    A2: tl.constexpr,
-    B: tl.constexpr,
+    ptr, x, r, BR: tl.constexpr, A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr,
     HALF: tl.constexpr,
 ):
     """Elements r..r+BR of x'm for a contiguous [A, B] matrix m, read along its rows; HALF: of m as `cast_weights`

@@ -76,7 +76,9 @@ def part_grads(
         read, unit = w, 1.0
         if FMAP != 3 and FMAP != 4:  # a product with softmaxes reads weights that are centred first
             read, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
-        row = centre_rows(w, read, unit, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, False, SHIFT, F1, F2, V2)
+        row = centre_rows(
+            w, read, unit, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, False, SHIFT, F1, F2, V2
+        )
         if MEAN or CENTER > 0:  # read last, they hold no registers until then
             more = read_rows(rows, FD, F1, F2, DV, V1, V2)
             row = (axpy2(row[0], 1.0, more[0], F2), axpy2(row[1], 1.0, more[1], F2), axpy2(row[2], 1.0, more[2], V2))

@@ -105,28 +105,8 @@ def part_moments(
     few registers."""
     if FMAP == 0 and REST == 0:
         m, sums, _, _ = sum_moments(
-            q,
-            k,
-            v,
-            q,
-            tn[0],
-            tn[1],
-            tn[2],
-            tn[0],
-            lo,
-            hi,
-            ORDER,
-            (2 if SUMS == 3 else 1) if SUMS else 0,
-            False,
-            False,
-            D,
-            F1,
-            F2,
-            DV,
-            V1,
-            V2,
-            BN,
-            PREC,
+            q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, (2 if SUMS == 3 else 1) if SUMS else 0, False,
+            False, D, F1, F2, DV, V1, V2, BN, PREC,
         )
     elif keys_alone(ORDER, NORM, CENTER, MEAN, FMAP) and k.dtype.element_ty != tl.float32:
         mp, sk, sv = sum_keys(k, v, tn[1], tn[2], lo, hi, FMAP, D, F1, F2, DV, V1, V2, BN, PREC)
