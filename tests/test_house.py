@@ -20,7 +20,7 @@ MAY_IMPORT = {
 }
 
 LAYERS = (  # of zoo, lowest first: a package may import those of the lines above its own
-    ("errors", "files", "locks", "io", "plotting", "precision", "config", "ranges", "grid", "timer"),
+    ("errors", "files", "io", "plotting", "precision", "config", "ranges", "grid", "timer"),
     ("mixers",),
     ("models",),
     ("conversion", "data"),

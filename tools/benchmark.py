@@ -13,18 +13,15 @@ with a dot) for several mixers and seeds, or their conversion by recipe=RECIPE.y
 `quality merge=[A.json,B.json] json=ALL.json` joins the files of several processes.
 """
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks import adaptive, fidelity, models, operators, plots, report
-from benchmarks.quality import QualitySettings, quality_table
-from benchmarks.quality_results import merge_results
+from benchmarks.quality import QualitySettings, quality
 from benchmarks.rows import command_of
 from zoo import config
 from zoo.errors import unknown_name
-from zoo.io import write_json
 
 USAGE = (
     "usage: benchmark.py kernels|models|video|adaptive|fidelity [key=value ...] | quality CONFIG.yaml [key=value ...]"
@@ -63,21 +60,6 @@ def table(what: str, words: list[str]) -> dict[str, Any]:
         draw(result, Path(settings.picture))
     print(report.TEXT[what](result))
     return result
-
-
-def quality(words: list[str]) -> dict[str, Any]:
-    """Run what is missing of a table, or join tables. Returns the content of the result file; raises ValueError."""
-    own = [word for word in words if "=" in word and "." not in word.partition("=")[0]]
-    settings, shared = config.from_command_line(QualitySettings, own), [word for word in words if word not in own]
-    if settings.merge:
-        write_json(result := merge_results([Path(file) for file in settings.merge]), Path(settings.json))
-        return result
-    if len(files := [word for word in shared if "=" not in word]) != 1:
-        raise ValueError(f"expected one configuration file, got {files}")
-    command = "python tools/benchmark.py quality " + shlex.join(
-        w for w in words if not w.startswith(("data.train=", "data.val=", "json="))
-    )
-    return quality_table(settings, files[0], [word for word in shared if "=" in word], command)
 
 
 if __name__ == "__main__":

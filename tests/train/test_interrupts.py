@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.runs import TINY, run_tool, start_tool, tiny, wait_for_step
 from zoo import config
-from zoo.files import naming, replacing, replacing_folder, sweep
-from zoo.locks import LOCK, FolderLock
+from zoo.files import LOCK, FolderLock, naming, replacing, replacing_folder, sweep
 from zoo.train.checkpoint import list_checkpoints
 from zoo.train.classification import Trainer
 from zoo.train.metrics_log import read_rows
@@ -106,7 +105,7 @@ def test_several_processes_stop_at_the_same_step(tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from zoo.locks import FolderLock
+from zoo.files import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.quality_results import quality_row
+from benchmarks.quality_results import merge_results, quality_row
 from zoo import config
 from zoo.data import kept_open
 from zoo.io import result_file, write_json
@@ -70,6 +71,21 @@ def arm(words: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"expected a mixer and its options, such as 'mhla mixing=project', got {words!r}")
         found[key] = yaml.safe_load(value)
     return mixer, found
+
+
+def quality(words: list[str]) -> dict[str, Any]:
+    """Run what is missing of a table, or join tables. Returns the content of the result file; raises ValueError."""
+    own = [word for word in words if "=" in word and "." not in word.partition("=")[0]]
+    settings, shared = config.from_command_line(QualitySettings, own), [word for word in words if word not in own]
+    if settings.merge:
+        write_json(result := merge_results([Path(file) for file in settings.merge]), Path(settings.json))
+        return result
+    if len(files := [word for word in shared if "=" not in word]) != 1:
+        raise ValueError(f"expected one configuration file, got {files}")
+    command = "python tools/benchmark.py quality " + shlex.join(
+        w for w in words if not w.startswith(("data.train=", "data.val=", "json="))
+    )
+    return quality_table(settings, files[0], [word for word in shared if "=" in word], command)
 
 
 def quality_table(settings: QualitySettings, file: str, changes: list[str], command: str) -> dict[str, Any]:

@@ -20,9 +20,8 @@ from zoo.conversion.dependence import token_shares, warn_of_mean_pooling
 from zoo.conversion.hooks import converted, forward, layers_of
 from zoo.conversion.inspection import inspect
 from zoo.conversion.sensitivity import by_distance, choices, median_seconds, pareto, sensitivities
-from zoo.files import sweep
+from zoo.files import FolderLock, sweep
 from zoo.io import result_file, write_json
-from zoo.locks import FolderLock
 from zoo.models.convert import backbone_of
 from zoo.recipes.report import write_report
 from zoo.recipes.settings import STAGES, RecipeSettings

@@ -24,8 +24,7 @@ from zoo.data import BatchPlan, check_unreadable
 from zoo.data.progress import progress
 from zoo.data.samples import seed_everything
 from zoo.errors import TrainingFailed
-from zoo.files import replacing, sweep
-from zoo.locks import FolderLock
+from zoo.files import FolderLock, replacing, sweep
 from zoo.precision import autocast
 from zoo.timer import Clock
 from zoo.train.checkpoint import choose_checkpoint
