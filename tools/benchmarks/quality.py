@@ -1,6 +1,7 @@
 """The quality table: mixers from scratch, or converted by a recipe from the softmax run of their seed."""
 
 import itertools
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -111,11 +112,11 @@ def folder(out: str, mixer: str, seed: int) -> str:
 
 def _from_scratch(settings: QualitySettings, file: str, changes: list[str], mixer: str, seed: int) -> Iterator[Row]:
     name, options = arm(mixer)
-    own = {"mixer": "" if mixer == "softmax" else name} | ({"mixer_options": options} if options else {})
-    run = {"folder": folder(settings.out, mixer, seed), "resume": True, "seed": seed}
-    tree = config.merge(config.to_tree(config.load(TrainSettings, file, changes)), {"model": own, "run": run})
-    options = tree["model"]["mixer_options"]  # those of `changes` too
-    run_settings = config.from_tree(TrainSettings, tree)
+    own = ["model.mixer=" + ("" if mixer == "softmax" else name)]
+    own += [f"model.mixer_options={json.dumps(options)}"] if options else []
+    run = [f"run.folder={folder(settings.out, mixer, seed)}", "run.resume=true", f"run.seed={seed}"]
+    run_settings = config.load(TrainSettings, file, [*own, *changes, *run])
+    options = run_settings.model.mixer_options  # with the options in `changes`
     result = Trainer(run_settings).train()
     if result:
         about = *_about(settings, file, file, run_settings), name, options, "scratch", seed

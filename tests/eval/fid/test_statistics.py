@@ -283,7 +283,7 @@ def test_tool_scores_in_two_processes_as_in_one(tmp_path, monkeypatch, one_threa
     assert card["reference"]["statistics"].endswith("stats.safetensors") and card["reference"]["n"] == 70
     assert card["extractor"]["dim"] == 16 and len(card["extractor"]["sha256"]) == 64
     assert card["details"]["extrapolation"]["sizes"][-1] == 61 and "extrapolation" in card["warnings"][0]
-    assert "evaluate_fid.py" in card["command"] and card["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert card["command"].startswith("zoo fid ") and card["versions"]["torch"] == torch.__version__.split("+")[0]
     assert {"date", "hardware", "precision", "details"} <= card.keys()
 
 
