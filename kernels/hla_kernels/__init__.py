@@ -22,13 +22,11 @@ from .api.packed import (
     softmax_attention_qkvpacked,
 )
 from .api.taylor import taylor2, taylor2_qkvpacked
-from .api.tuning import tune
 from .blockmix import flops as _block_flops  # noqa: F401  registers the formulas
 from .blockmix.streaming import BlockState
 from .features import FEATURE_MAPS
 from .hla import flops as _flops  # noqa: F401  registers the formulas
 from .hla.fused.plan import set_batch_invariant
-from .hla.fused.plan.tuning import Tuned, set_tuning
 from .hla.streaming.merge import merge
 from .hla.streaming.sharded import sharded
 from .hla.streaming.state import State
@@ -45,7 +43,6 @@ __all__ = [
     "BlockState",
     "Explanation",
     "State",
-    "Tuned",
     "adaptive_multipole",
     "ahla",
     "ahla_qkvpacked",
@@ -64,11 +61,9 @@ __all__ = [
     "polynomial_qkvpacked",
     "read",
     "set_batch_invariant",
-    "set_tuning",
     "sharded",
     "softmax_attention",
     "softmax_attention_qkvpacked",
     "taylor2",
     "taylor2_qkvpacked",
-    "tune",
 ]

@@ -73,12 +73,9 @@ def _forward(
         q, k, v = _parts(tokens)
         return fused.forward(q, k, v, mixing, options, mask, rotary, save)
 
-    def later(o: Tensor, saved: Tensor) -> object:
-        return _written(torch.empty_like(o), saved, tokens, mixing, mask, rotary, options)
-
     with torch.cuda.device_of(first):
         inputs = (*tokens, mixing, mask, cos, sin)
-        o, saved = repeated(("mhla", options, save), inputs, work, later if save else None)
+        o, saved = repeated(("mhla", options, save), inputs, work)
         return o, saved
 
 

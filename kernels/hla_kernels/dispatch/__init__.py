@@ -5,6 +5,5 @@
     faults      warnings where the Triton form of a call has a known fault
     operator    custom operators with nothing between autograd and the implementation
     recording   the allocations and launches of a kind of call, noted by its second run and repeated by the others
-    compiling   the kernels of a call, compiled side by side
     definition  the slow way: the definition of a checked call
 """

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .compiling import Later, Work, compiled_together, finished, only_compiles
-
+Work = Callable[[], tuple[Tensor, ...]]
 ALIGNED = 16  # bytes of an address that a plan may depend on
 ROOM = 512  # bytes that every buffer of the scratch memory starts on a multiple of, as torch.empty has it
 MOST = 1024  # forms that are remembered
@@ -89,20 +88,15 @@ def launch(kernel: Any, programs: int | torch.SymInt | tuple[int, ...], *args: A
     Products and sums are fused unless told otherwise, whatever a version of Triton does by default."""
     grid = programs if isinstance(programs, tuple) else (programs,)
     options = {"enable_fp_fusion": True, **options}
-    if only_compiles():
-        kernel.warmup(*args, grid=grid, **options)
-        return
     compiled = kernel[grid](*args, **options)
     recorder = getattr(LOCAL, "recorder", None)
     if recorder is not None:
-        recorder.launched(kernel, finished(compiled), grid, args, options)
+        recorder.launched(kernel, compiled, grid, args, options)
 
 
-def repeated(
-    form: tuple, inputs: Sequence[Tensor | None], work: Work, later: Later | None = None
-) -> tuple[Tensor, ...]:
+def repeated(form: tuple, inputs: Sequence[Tensor | None], work: Work) -> tuple[Tensor, ...]:
     """work(), a function of `inputs` (the first is no None) that returns new tensors; `form` has all that it depends on
-    beside them. later(*outputs): the work that will follow, such as a backward."""
+    beside them."""
     key = (form, *_signature(inputs))
     if key in RECORDINGS:
         recording = RECORDINGS[key]
@@ -111,7 +105,7 @@ def repeated(
         if len(ONCE) >= MOST:
             ONCE.clear()
         ONCE.add(key)
-        return compiled_together(work, later)
+        return work()
     ONCE.discard(key)
     if len(RECORDINGS) >= MOST:
         RECORDINGS.clear()

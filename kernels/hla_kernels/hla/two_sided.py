@@ -111,14 +111,10 @@ def _forward(
         q, k, v = _parts(tokens)
         return fused.forward(q, k, v, _whole(coefficients), spec, save, known)
 
-    def later(o: Tensor, saved: Tensor) -> object:
-        grad = torch.empty_like(o)
-        return _written(fused.backward, grad, saved, tokens, _whole(coefficients), spec, known, _room(known))
-
     with torch.cuda.device_of(first):
         known, tables = _told(first, spec, seqs)
         form = ("forward", spec, save, seqs.max_seqlen, *fused.plans())
-        o, saved = repeated(form, (*tokens, coefficients, *tables), work, later if save else None)
+        o, saved = repeated(form, (*tokens, coefficients, *tables), work)
         return o, saved
 
 

@@ -11,7 +11,6 @@ import torch
 import hla_kernels as hk
 from hla_kernels import op as front
 from hla_kernels.dispatch import forms, recording
-from hla_kernels.hla.fused.plan import tuning
 from hla_kernels.sequences import Sequences
 
 pytest.importorskip("triton")
@@ -203,8 +202,6 @@ def test_what_a_form_is(seen):
     finally:
         hk.set_batch_invariant(False)
     assert known(*x)
-    hk.set_tuning(None)
-    assert not known(*x) and tuning.STATE.file is None
 
 
 def test_noted_when_seen_again(monkeypatch, seen):

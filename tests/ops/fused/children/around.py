@@ -1,9 +1,7 @@
-"""What is around a call of the Triton forms, in Triton's interpreter: operators of torch, batches, tuned tiles, the
-kernels of norms. Not collected: `test_interpreter` runs it."""
+"""What is around a call of the Triton forms, in Triton's interpreter: operators of torch, batches, the kernels of
+norms. Not collected: `test_interpreter` runs it."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
@@ -11,9 +9,8 @@ import torch
 from hla_kernels.features.rms_norm import prepared
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
-from hla_kernels.hla.fused.plan import tuning
 from tests.helpers import rms_norms as norms
-from tests.ops.fused.cases import FULL, HALF, TOLERANCE, check, make, poison, relative_error, run, truth
+from tests.ops.fused.cases import FULL, HALF, TOLERANCE, check, make, poison, relative_error, truth
 
 
 @pytest.mark.parametrize("save", (False, True))
@@ -66,56 +63,6 @@ def test_a_sample_does_not_see_the_batch(monkeypatch, on):
 def test_batch_invariance_is_true_or_false():
     with pytest.raises(ValueError, match="takes True or False, got 1"):
         plan.set_batch_invariant(1)
-
-
-def test_tuning(monkeypatch, tmp_path):
-    """The fastest tiles by the timer are kept and used again; those that fail, or give other results, are not."""
-    spec, file = Spec("ahla"), tmp_path / "tuned.json"
-    inputs = make(spec, 40, 16, 16, (1, 1), FULL)
-    expected, used = truth(spec, *inputs), []
-
-    def entry(direction, spec, w, dtype):  # a table of three entries, by width
-        return {"BN": {16: 32, 64: 16, 128: 64}.get(w["F1"], 32), "BO": 32, "num_warps": 4, "num_stages": 2}
-
-    def work():
-        used.clear()
-        return run(monkeypatch, spec, *inputs, "heads", True, False)
-
-    def launched(kernel, *args, tiles=tuning.STATE.choose):
-        config = tiles(kernel, *args)
-        used.append((kernel, config["BN"]))
-        if config["BN"] == 64:
-            raise RuntimeError("does not fit")
-        return config
-
-    monkeypatch.setattr(plan, "head_config", entry)
-    monkeypatch.setattr(tuning.STATE, "choose", launched)
-    tuning.set_tuning(file)
-    try:
-        found = tuning.search(work, timer=lambda f: 1.0 if ("head_forward", 16) in used else 2.0)
-        assert (found.before_ms, found.after_ms) == (2.0, 1.0)
-        assert {kernel: c["BN"] for kernel, c in found.changed.items()} == {"head_forward": 16}
-        check(work(), expected, TOLERANCE[FULL])
-        assert used == [("head_forward", 16), ("head_backward", 32)]
-        ((name, kernels),) = json.loads(file.read_text()).items()
-        assert "cpu, triton" in name and "N <= 64, heads <= 2" in name
-        file.write_text(json.dumps({name.replace("cpu,", "another,"): kernels}))  # tiles of another device
-        tuning.set_tuning(file)
-        work()
-        assert used[0] == ("head_forward", 32)
-        kernels["head_forward"]["BN"] = 8  # no shipped configuration
-        file.write_text(json.dumps({name: kernels}))
-        tuning.set_tuning(file)
-        work()
-        assert used[0] == ("head_forward", 32)
-        tuning.set_tuning(None)
-        work()
-        assert used[0] == ("head_forward", 32)
-        monkeypatch.setattr(tuning, "_close", lambda x, y: False)
-        tuning.set_tuning(file)
-        assert not tuning.search(work, timer=lambda f: float(len(used))).changed
-    finally:
-        tuning.set_tuning(None)
 
 
 @pytest.mark.parametrize("channels", [48, 100])

@@ -33,7 +33,7 @@ def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
         head_forward, call.bh,
         q, k, v, o, *to, *features, call.coefficients, *at, call.n, call.h, call.g, call.scale, spec.ridge, spec.eps,
         ALIGN=a, SAVE=save, KEEP=features[0] is not None, MID=call.prec["MID"], **call.flags, **call.sizes(),
-        **staged(call.tiles("head_forward", plan.head_config, "forward", spec, call.w, q.dtype)),
+        **staged(call.tiles(plan.head_config, "forward", spec, call.w, q.dtype)),
     )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None
         head_backward, call.bh,
         q, k, v, g, *of, call.ratio(), rows, *outs, *at, call.n, call.h, call.g, call.scale, spec.ridge, spec.eps,
         ALIGN=a, MID=call.prec["MID"], **call.flags, **call.sizes(),
-        **staged(call.tiles("head_backward", plan.head_config, "backward", spec, call.w, q.dtype)),
+        **staged(call.tiles(plan.head_config, "backward", spec, call.w, q.dtype)),
     )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
     """Moments of all tokens and the operator: reduce, combine (several parts only), middle. `rest`: for a backward."""
     saved, features = Saved.of(buffer, call), call.features
     q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
-    config = call.tiles("reduce_moments", plan.reduce_config, call.spec, call.w, q.dtype, features[0] is not None)
+    config = call.tiles(plan.reduce_config, call.spec, call.w, q.dtype, features[0] is not None)
     digits = spec.digits(q.dtype, rest)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     at, a = placed(q, k, v, *features)
@@ -108,7 +108,7 @@ def room_of(call: Call) -> Tensor:
 def apply_call(call: Call, o: Tensor, saved: Saved) -> None:
     """One launch: o from the operators."""
     q = call.q
-    config = call.tiles("apply", plan.apply_config, "forward", call.spec, call.w, q.dtype)
+    config = call.tiles(plan.apply_config, "forward", call.spec, call.w, q.dtype)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     at, a = placed(q, o)
     launch(
@@ -124,7 +124,7 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
     twice = plan.divides(call.spec, call.w, q.dtype) and digits == 0
     if ratio is not None and twice:
         divide(call, g, saved, ratio, None)
-    config = call.tiles("reduce_readout", plan.readout_config, call.spec, call.w, q.dtype)
+    config = call.tiles(plan.readout_config, call.spec, call.w, q.dtype)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     at, a = placed(q, g)
     grads = call.buffer(call.bh, lay.kg)
@@ -210,7 +210,7 @@ def apply_grads_call(
     once = many and paths.mixed(call.spec, call.w, q.dtype, True) and not call.spec.normalize
     join = call.spec.op == "ahla" and pairs.paired(call)
     how = (once, join, call.g > 1)
-    config = call.tiles("apply_grads", plan.apply_config, "backward", call.spec, call.w, q.dtype, *how)
+    config = call.tiles(plan.apply_config, "backward", call.spec, call.w, q.dtype, *how)
     maps = call.spec.normalize and paths.mapped(call.spec) and paths.summed(call.spec)
     long = paths.cut(call.w) and (maps or call.spec.op == "polynomial")
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"], long)
@@ -238,7 +238,7 @@ def two_step_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> 
         head_weights, call.bh,
         q, k, v, g, *of, ratio, weights, rows, *at, call.n, call.h, call.g, call.scale,
         spec.ridge, spec.eps, ALIGN=a, WOFF=lay.woff, KW=lay.kw, MID=call.prec["MID"], **call.flags, **call.sizes(),
-        **staged(call.tiles("head_weights", plan.weights_config, spec, q.dtype)),
+        **staged(call.tiles(plan.weights_config, spec, q.dtype)),
     )  # fmt: skip
     apply_grads_call(call, g, outs, of, ratio, weights, rows, True)
 
@@ -246,7 +246,7 @@ def two_step_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> 
 def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None) -> None:
     """Fill `ratio` in a launch of its own; dq of the first order too."""
     q = call.q
-    config = call.tiles("divide_grads", plan.divide_config)
+    config = call.tiles(plan.divide_config)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     to = q if dq is None else dq
     at, a = placed(q, g, to)
@@ -273,13 +273,13 @@ def first_backward_call(call: Call, g: Tensor, outs: Outs, buffer: Tensor) -> No
             token_grads, call.bh,
             q, k, v, g, *outs, saved.state, saved.matrix, *at, call.n, call.h, call.g, call.scale, spec.eps, ALIGN=a,
             **call.pick("FMAP"), **call.sizes(),
-            **call.tiles("token_grads", plan.query_config, call.w),
+            **call.tiles(plan.query_config, call.w),
         )  # fmt: skip
         return
     ratio = call.ratio() if plan.divides(spec, call.w, q.dtype) else None
     if ratio is not None:
         divide(call, g, saved, ratio, outs[0])
-    config = call.tiles("query_grads", plan.query_config, call.w)
+    config = call.tiles(plan.query_config, call.w)
     paired = divided.paired(call)
     parts, chunk = (1, call.most) if paired else plan.query_parts(call.planned, call.most, config["BN"])
     at, a = placed(q, g, outs[0])
@@ -297,7 +297,7 @@ def first_backward_call(call: Call, g: Tensor, outs: Outs, buffer: Tensor) -> No
         blocks = -(-length // BLOCK)
         sizes = {"LEN": length, "K": length, "BLOCKS": blocks, "BLOCK": BLOCK}
         launch(add_parts, call.bh * blocks, partial, grads, parts, call.bh, **sizes)
-    config = call.tiles("key_grads", plan.key_config, call.w)
+    config = call.tiles(plan.key_config, call.w)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     at, a = placed(k, v, *outs[1:])
     launch(

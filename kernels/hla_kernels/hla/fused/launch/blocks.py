@@ -66,7 +66,7 @@ class Blocks:
 
     def tiles(self, kernel: str, *args: int) -> dict[str, int]:
         """Tiles of a kernel."""
-        return self.call.tiles(f"block_{kernel}", block_config, kernel, *args)
+        return self.call.tiles(block_config, kernel, *args)
 
     def places(self, bn: int) -> int:
         """Tiles of the longest sequence."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ....sequences import WHOLE, Sequences
 from .. import plan
-from ..plan.tuning import STATE
 from ..spec import Spec, alignment, layout, strides, widths
 
 BLOCK = 1024
@@ -83,11 +82,11 @@ class Call:
         """Whether every token is real and every head has its own keys."""
         return self.seqs.mask is None and self.seqs.cu_seqlens is None and self.g == 1
 
-    def tiles(self, kernel: str, entry: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
-        """Tiles, warps and stages of a kernel: `entry(*args)` of the static table, or measured ones. Programs start in
-        turns (`heads.stagger`) where a launch lasts long enough. On a CPU, whose interpreter knows no assembly, they do
-        not, and nothing can STAY in its L2."""
-        config = STATE.choose(kernel, self, entry, *args)
+    def tiles(self, entry: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
+        """Tiles, warps and stages of a kernel: `entry(*args)` of the static table. Programs start in turns
+        (`heads.stagger`) where a launch lasts long enough. On a CPU, whose interpreter knows no assembly, they do not,
+        and nothing can STAY in its L2."""
+        config = entry(*args)
         assembly = self.q.device.type != "cpu"
         if "STAY" in config and not assembly:
             config = {**config, "STAY": False}
@@ -109,7 +108,7 @@ class Call:
         lay, prec = self.lay, self.prec | {"MID": self.prec[exact]}
         tiles = {name: self.w[name] for name in ("F1", "F2", "DV", "V1", "V2")}
         rows = max(lay.fd, lay.dv)
-        config = self.tiles(kernel, plan.middle_config, kernel, self.spec, self.w, rows, self.planned, prec)
+        config = self.tiles(plan.middle_config, kernel, self.spec, self.w, rows, self.planned, prec)
         return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": prec["MID"], **config}
 
     def ratio(self) -> Tensor | None:

@@ -26,7 +26,7 @@ def forward(call: Call, o: Tensor, saved: Saved, save: bool) -> None:
     launch(
         divided_forward, call.bh // 2, q, k, v, o, *saved, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a,
         OFF=lay.off, K=lay.k, **call.pick("FMAP"), **sizes(call),
-        **call.tiles("divided_forward", neighbours.pair_config, "divided_forward"),
+        **call.tiles(neighbours.pair_config, "divided_forward"),
     )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def keys(call: Call, outs: Outs, weights: Tensor, rows: Tensor) -> None:
     """One launch: dk and dv."""
     assert all(near(x) for x in outs)
     k, v = call.k, call.v
-    config = call.tiles("divided_keys", neighbours.pair_config, "divided_keys")
+    config = call.tiles(neighbours.pair_config, "divided_keys")
     parts, chunk = neighbours.parts(call.planned // 2, call.most, config["BN"])
     at, a = placed(k, v, *outs[1:])
     launch(

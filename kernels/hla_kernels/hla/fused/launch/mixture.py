@@ -31,7 +31,7 @@ class Form(NamedTuple):
 
     def tiles(self, call: Call, kernel: str) -> dict[str, int]:
         """Tiles of a kernel."""
-        return call.tiles(f"{self.name}_{kernel}", self.config, kernel, call.w)
+        return call.tiles(self.config, kernel, call.w)
 
     def square(self, call: Call) -> dict:
         """Constexpr of all kernels."""

@@ -46,7 +46,7 @@ def sizes(call: Call) -> dict:
 
 def tiles(call: Call, kernel: str) -> dict[str, int]:
     """Tiles of a kernel of `heads.pairs`."""
-    return call.tiles(kernel, neighbours.pair_config, kernel)
+    return call.tiles(neighbours.pair_config, kernel)
 
 
 def operators(call: Call, saved: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class Softmaxes(Blocks):
 
     def pair_tiles(self, kernel: str) -> dict[str, int]:
         """Tiles of a kernel."""
-        return self.call.tiles(f"pair_{kernel}", pair_config, kernel, max(self.widths["D"], self.widths["DV"]))
+        return self.call.tiles(pair_config, kernel, max(self.widths["D"], self.widths["DV"]))
 
     def begin(self) -> None:
         """Features of q and k, where products read them as they are."""

@@ -68,7 +68,7 @@ def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     launch(
         summed_forward, call.bh, q, k, v, o, *features, *kept, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a,
         SAVE=save, KEEP=features[0] is not None, PREC=call.prec["PREC"], **summed_widths(call),
-        **staged(call.tiles("summed_forward", sums.forward_config, call.spec, call.w, call.most, save)),
+        **staged(call.tiles(sums.forward_config, call.spec, call.w, call.most, save)),
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
         summed_backward, call.bh, q, k, v, g, *outs, call.ratio(), *Kept.of(saved, call), room, room.view(q.dtype),
         rows, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a, KR=length, WOFF=(0, size, 0, 0, 2 * size),
         PREC=call.prec["PREC"], **summed_widths(call),
-        **call.tiles("summed_backward", sums.backward_config, call.spec, call.w, call.most),
+        **call.tiles(sums.backward_config, call.spec, call.w, call.most),
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def summed_two_step_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
     launch(
         summed_weights, call.bh, q, g, ratio, *kept, room, weights, rows, *at, call.n, call.h, call.scale,
         call.spec.eps, ALIGN=a, KR=length, WOFF=lay.woff, KW=lay.kw, PREC=call.prec["PREC"], **summed_widths(call),
-        **call.tiles("summed_weights", sums.weights_config),
+        **call.tiles(sums.weights_config),
     )  # fmt: skip
     apply_grads_call(call, g, outs, Saved(kept.vectors, kept.matrix), ratio, weights, rows, True)
 
@@ -109,7 +109,7 @@ def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once:
     call.lay = lay = call.lay.vectors()
     at, a = placed(q, g)
     room, length = room_of(call)
-    config = call.tiles("summed_queries", sums.queries_config)
+    config = call.tiles(sums.queries_config)
     count, chunk = sums.query_parts(call.w, call.planned, call.most, config["BN"])
     ratio, rows, ones = call.ratio(), call.buffer(call.bh, 3 * lay.fd), call.buffer(call.bh, count, lay.fd)
     parts = call.buffer(call.bh, count, lay.fd, lay.dv) if count > 1 else None
@@ -124,12 +124,12 @@ def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once:
         at, a = placed(q, k, v, g, *outs)
         launch(
             summed_tokens, call.bh, q, k, v, g, *outs, ratio, *kept, room, ones, rows, *at, call.n, call.h, call.scale,
-            ALIGN=a, PREC=prec, **sizes, **call.tiles("summed_tokens", sums.tokens_config, call.spec),
+            ALIGN=a, PREC=prec, **sizes, **call.tiles(sums.tokens_config, call.spec),
         )  # fmt: skip
         return
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     launch(
         summed_middle, call.bh, *kept, room, parts, ones, weights, rows, call.n, call.scale, WOFF=lay.woff, KW=lay.kw,
-        PARTS=count, **sizes, **call.tiles("summed_middle", sums.middle_config),
+        PARTS=count, **sizes, **call.tiles(sums.middle_config),
     )  # fmt: skip
     apply_grads_call(call, g, outs, Saved(kept.vectors, kept.matrix), ratio, weights, rows, True)

@@ -1,5 +1,4 @@
-"""The static table: which path a call takes (`paths`), and tiles, warps and stages of every pass. `tuning` replaces
-entries, on request only."""
+"""The static table: which path a call takes (`paths`), and tiles, warps and stages of every pass."""
 
 from __future__ import annotations
 
