@@ -13,6 +13,7 @@ from zoo.mixers import MIXERS, Context, build_mixer
 from zoo.mixers.base import EPS
 from zoo.mixers.block_mixing import BlockMixing, choose_blocks, distances, prior_matrix
 from zoo.mixers.context import Rotation
+from zoo.mixers.mhla import BlockOptions
 
 DIM, HEADS, HEAD_DIM, GRID, PREFIX = 24, 3, 8, (4, 5), 1
 PRIORS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
@@ -145,6 +146,21 @@ def test_choice_of_blocks(grid):
     sides = [n / m for n, m in zip(grid, blocks, strict=True) if n > 1]
     assert max(sides) / min(sides) <= 1.5
     assert choose_blocks(grid, True)[1:] == (1,) * (len(grid) - 1)
+
+
+@pytest.mark.parametrize(
+    ("grid", "causal", "blocks"),
+    [
+        ((8, 8), False, (2, 2)),
+        ((12, 16), False, (3, 4)),
+        ((37, 37), False, (6, 6)),
+        ((4, 30, 52), False, (1, 6, 13)),
+        ((8, 8), True, (8, 1)),
+    ],
+)
+def test_choice_of_blocks_of_earlier_versions(grid, causal, blocks):
+    """As commit c31fcd5 chose them."""
+    assert BlockOptions(blocks="dividing", causal=causal).for_grid(grid).blocks == blocks
 
 
 @pytest.mark.parametrize("order", ["la", "ahla", "hla2"])

@@ -1,9 +1,9 @@
 """Models that were saved when elu1 was the default feature map and blocks had to divide the grid load as they were.
 
 tests/data/earlier holds folders that commit c31fcd5 wrote, of mixers with their default options then: `hub_ahla` and
-`hub_all` (one layer of each mixer) by `timm.models.save_for_hf`, `run_mhla` by
-`zoo.models.timm.model_files.save_weights`, `dit` by `save_pretrained` of diffusers. `expected.safetensors` beside them
-has an input, and the output that was computed then.
+`hub_all` (one layer of each mixer) by `timm.models.save_for_hf`, `run_mhla` and `run_distance` (mixing="distance",
+which stored no blocks) as runs save their model, `dit` by `save_pretrained` of diffusers. `expected.safetensors` beside
+them has an input, and the output that was computed then.
 """
 
 from pathlib import Path
@@ -21,6 +21,7 @@ READERS = {
     "hub_ahla": lambda folder: timm.create_model(f"local-dir:{folder}", pretrained=True),
     "hub_all": lambda folder: timm.create_model(f"local-dir:{folder}", pretrained=True),
     "run_mhla": lambda folder: load_model(folder)[0],
+    "run_distance": lambda folder: load_model(folder)[0],
     "dit": lambda folder: zoo.HLADiTTransformer2DModel.from_pretrained(folder),
 }
 
@@ -36,7 +37,7 @@ def test_an_earlier_model_gives_the_output_of_then(name):
     for layer in (m for m in model.modules() if hasattr(m, "mixer_name")):
         options = layer.mixer.options
         assert options.feature_map == ("identity" if layer.mixer_name in ("poly", "taylor2", "multipole") else "elu1")
-        assert getattr(options, "blocks", (2, 2)) == (2, 2)  # today an 8 x 8 grid has 3 x 3
+        assert getattr(layer.mixer, "blocks", (2, 2)) == (2, 2)  # today an 8 x 8 grid has 3 x 3
 
 
 @pytest.mark.parametrize("name", [name for name in READERS if name != "dit"])

@@ -19,6 +19,7 @@ from zoo.mixers.context import LayerSpec
 from zoo.mixers.options import MixerOptions
 
 BEYOND = 8 / 7  # what choose_blocks takes for M / sqrt(N) at most
+DIVIDING = "dividing"  # the value of the option `blocks` for `dividing_blocks`
 SMALLEST = 1e-4  # of a prior weight inside a softmax, where zero would stay zero
 KNOTS = 16  # of a function of distance
 DECAY = 3.0  # of "exp", in blocks
@@ -51,18 +52,45 @@ def _chosen(grid: Grid, causal: bool) -> Grid:
     return min((blocks for blocks in itertools.product(*counts) if math.prod(blocks) <= most), key=cost)
 
 
+@torch.compiler.assume_constant_result
+def dividing_blocks(grid: Grid, causal: bool = False) -> Grid:
+    """Blocks along each axis as earlier versions chose them: M^2 <= N blocks of equal sizes, nearly cubic.
+
+    Where such blocks leave M below sqrt(N) / 4, blocks may differ by one token along an axis.
+    """
+    limit = math.isqrt(math.prod(grid))
+    lengths = (grid[0], *(1 for _ in grid[1:])) if causal else grid
+    even = _fewest_sides(grid, [[m for m in range(1, n + 1) if n % m == 0] for n in lengths], limit, causal)
+    if math.prod(even) >= limit / 4:
+        return even
+    return _fewest_sides(grid, [list(range(1, min(n, limit) + 1)) for n in lengths], limit, causal)
+
+
+def _fewest_sides(grid: Grid, counts: list[list[int]], limit: int, causal: bool) -> Grid:
+    """The choice among `counts` of at most `limit` blocks with the fewest sum of log(longest / shortest side) and
+    log(limit / M), then the smaller first term."""
+
+    def cost(blocks: Grid) -> tuple[float, float]:
+        sides = [n / m for n, m in zip(grid, blocks, strict=True) if n > 1]
+        spread = 0.0 if causal or not sides else math.log(max(sides) / min(sides))
+        return round(spread + math.log(limit / math.prod(blocks)), 9), spread
+
+    return min((blocks for blocks in itertools.product(*counts) if math.prod(blocks) <= limit), key=cost)
+
+
 @dataclass(frozen=True)
 class BlockedOptions(MixerOptions):
     """Options of mixers that cut the token grid into blocks. Raises ValueError for a value that is not allowed.
 
-    blocks: blocks along each axis of the grid, such as [4, 4]; none: chosen for the grid of the converted model
+    blocks: blocks along each axis of the grid, such as [4, 4]; none: chosen for the grid of the converted model;
+      "dividing": chosen so that they divide it, which files of earlier versions mean by none
     """
 
-    blocks: tuple[int, ...] | None = None
+    blocks: tuple[int, ...] | str | None = None
 
     def __post_init__(self) -> None:
         b = self.blocks
-        if b is not None and not (isinstance(b, tuple) and b and all(type(m) is int and m >= 1 for m in b)):
+        if b not in (None, DIVIDING) and not (isinstance(b, tuple) and b and all(type(m) is int and m >= 1 for m in b)):
             raise ValueError(f"blocks are positive integers, one for each axis, such as [4, 4], got {b!r}")
         super().__post_init__()
 
@@ -76,8 +104,15 @@ class BlockedOptions(MixerOptions):
         """Whether blocks that were not given are those of each call's grid."""
         return False
 
+    def blocks_of(self, grid: Grid) -> Grid:
+        """The blocks of a grid: those given, or those chosen for it."""
+        if isinstance(self.blocks, tuple):
+            return self.blocks
+        choose = dividing_blocks if self.blocks == DIVIDING else choose_blocks
+        return choose(tuple(grid), self.causal)
+
     def for_grid(self, grid: Grid) -> Self:
-        return self if self.blocks or self.follows_grid else replace(self, blocks=choose_blocks(grid, self.causal))
+        return self if self.follows_grid else replace(self, blocks=self.blocks_of(grid))
 
 
 class BlockedMixer(LinearMixer):
@@ -88,11 +123,11 @@ class BlockedMixer(LinearMixer):
 
     def __init__(self, layer: LayerSpec, options: BlockedOptions) -> None:
         """Raises ValueError without blocks and without a grid."""
-        if options.blocks is None and layer.grid is None:
+        if not isinstance(options.blocks, tuple) and layer.grid is None:
             raise ValueError(f"the mixer {self.name!r} needs blocks=, such as [4, 4]: its host has no grid of its own")
         super().__init__(layer, options.for_grid(layer.grid or ()))
         self.grid, self.prefix = layer.grid, layer.prefix
-        self.blocks = options.blocks or choose_blocks(tuple(layer.grid or ()), options.causal)
+        self.blocks = options.blocks_of(layer.grid or ())
         if len(self.blocks) != options.grid_dims:
             raise ValueError(f"blocks={list(self.blocks)} must have one number for each of {options.grid_dims} axes")
 

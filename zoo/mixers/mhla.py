@@ -10,7 +10,7 @@ import hla_kernels
 from hla_kernels.features import feature
 from zoo.errors import unknown_name
 from zoo.mixers.base import EPS, ONES
-from zoo.mixers.block_mixing import BlockedMixer, BlockedOptions, BlockMixing, choose_blocks
+from zoo.mixers.block_mixing import BlockedMixer, BlockedOptions, BlockMixing
 from zoo.mixers.context import Context, LayerSpec, Rotation
 
 ORDERS = ("la", "ahla", "hla2")
@@ -103,7 +103,7 @@ class BlockMixer(BlockedMixer):
                 f"the mixer {self.name!r} was built for {self.prefix} prefix tokens before the grid and none "
                 f"behind it, not for {ctx.prefix} and {ctx.suffix}"
             )
-        blocks = opt.blocks or choose_blocks(grid, opt.causal)
+        blocks = opt.blocks_of(grid)
         self.check_blocks(grid, blocks)
         where = {
             "mixing": self.mixing(blocks), "grid": grid, "blocks": blocks, "prefix": ctx.prefix, "order": opt.order,

@@ -1,7 +1,7 @@
 """Options of mixers as earlier files hold them: only those that differed from the defaults of their time.
 
-They are read with those defaults, `EARLIER_DEFAULTS`, so that a model keeps its feature map when the default changes.
-Files that are written now hold every option (`zoo.mixers.MixerConfig.plain_options`).
+They are read with those defaults, `EARLIER_DEFAULTS`, so that a model keeps its feature map and its blocks when the
+defaults change. Files that are written now hold every option (`zoo.mixers.MixerConfig.plain_options`).
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,13 @@ from typing import Any
 from timm.models import model_entrypoint
 
 from zoo.mixers import MIXERS
+from zoo.mixers.block_mixing import DIVIDING
 
 # What a file without these options means: the defaults when files held only what differed from them. Never changed, and
 # not extended: files that are written now hold every option.
 EARLIER_DEFAULTS: dict[str, dict[str, Any]] = {
-    **{name: {"feature_map": "elu1"} for name in ("la", "hla2", "ahla", "hla3", "mhla", "mhla2")},
+    **{name: {"feature_map": "elu1"} for name in ("la", "hla2", "ahla", "hla3")},
+    **{name: {"feature_map": "elu1", "blocks": DIVIDING} for name in ("mhla", "mhla2")},
     "poly": {"feature_map": "identity", "normalize": False, "center": "k", "mean_path": True},
 }
 

@@ -305,7 +305,7 @@ class TimmBackbone:
                 "has depthwise, lepe, cpe or causal) needs the token grid; set patch_drop_rate=0 or drop those options"
             )
         blocks = getattr(options, "blocks", None)
-        if not blocks or getattr(model, "dynamic_img_size", True):
+        if not isinstance(blocks, tuple) or getattr(model, "dynamic_img_size", True):
             return
         grid = tuple(model.patch_embed.grid_size)
         if any(m > n for m, n in zip(blocks, grid, strict=True)):
