@@ -31,6 +31,7 @@ from hla_kernels.hla.fused.launch import plain as plain_launch
 from hla_kernels.sequences import Sequences
 from tests.ops.fused.offline.pipeline import overwritten
 from tests.ops.fused.offline.sass import TOOLS, disassemble, faults, in_loops
+from tests.ops.fused.offline.verdicts import kept
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32",
@@ -89,8 +90,12 @@ def constant_operands(ttgir: str, ptx: str) -> list[str]:
 
 def compile_call(fn, args, kwargs, products: bool = False) -> dict:
     """Registers, stack bytes, shared memory, products with operand A in registers and `in_loops` of one recorded
-    launch, and with `products` `one_by_one`."""
-    kwargs = dict(kwargs)
+    launch, and with `products` `one_by_one`: compiled now, or kept from an earlier compilation."""
+    launch = f"{key(fn, args, kwargs)} {products}"
+    return kept(fn, launch, lambda: _compiled(fn, args, dict(kwargs), products))
+
+
+def _compiled(fn, args, kwargs, products: bool) -> dict:
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     given = dict(zip(fn.arg_names, args, strict=False))
     signature, constants, attributes = {}, {}, {}
