@@ -31,7 +31,7 @@ from .checks import (
 )
 from .dispatch.autograd import are_fixed, needs_backward, refuse_forward_mode
 from .dispatch.definition import definition
-from .dispatch.faults import warn
+from .dispatch.faults import is_tested, untested, warn
 from .dispatch.forms import form_of, recall, remember
 from .features import feature_width
 from .hla import fused
@@ -92,6 +92,8 @@ def why_not_triton(call: AnyCall) -> str | None:
     device = call.q.device.type
     if device != "cuda":
         return f"the Triton forms run on CUDA devices, not on {device}"
+    if torch.version.hip:
+        return "the Triton forms are for NVIDIA GPUs, not for AMD's"
     if not HAS_TRITON:
         return "Triton is not installed"
     if isinstance(call, MultipoleCall):
@@ -121,6 +123,12 @@ def why_not_reference(call: AnyCall) -> str | None:
     return None
 
 
+def not_by_default(call: AnyCall) -> str | None:
+    """The reason why impl="auto" does not choose the Triton form of a call that it could run, or None: it never ran on
+    such a GPU, or it is not the fastest."""
+    return slower_in_triton(call) if is_tested(call.q.device.index) else untested(call.q.device.index)
+
+
 def slower_in_triton(call: AnyCall) -> str | None:
     """The reason why a Triton form that can run this call is not the fastest one, or None."""
     if isinstance(call, MultipoleCall):
@@ -133,9 +141,9 @@ def slower_in_triton(call: AnyCall) -> str | None:
 def choose(call: AnyCall, impl: str) -> str:
     """The implementation of a call. An explicit `impl` never falls back: ValueError with the reason instead."""
     if impl == "auto":
-        reason = why_not_triton(call)
+        reason = why_not_triton(call) or not_by_default(call)
         warn(reason)
-        return "triton" if reason is None and slower_in_triton(call) is None else "torch"
+        return "triton" if reason is None else "torch"
     reason = {"triton": why_not_triton, "reference": why_not_reference, "torch": lambda call: None}[impl](call)
     if reason is not None:
         raise ValueError(f'impl="{impl}" cannot run here: {reason}; use impl="auto".')
@@ -171,7 +179,7 @@ def _explained(call: AnyCall, impl: str) -> Explanation:
     why_not = {}
     for name in IMPLS[1:]:
         if name == "triton" and chosen != name:
-            slower = slower_in_triton(call) if impl == "auto" else None
+            slower = not_by_default(call) if impl == "auto" and why_not_triton(call) is None else None
             why_not[name] = why_not_triton(call) or slower or f"impl={impl!r} was asked for"
         elif name != chosen:
             why_not[name] = (why_not_reference(call) if name == "reference" else None) or (

@@ -1,4 +1,4 @@
-"""Faults of the Triton forms that `impl="auto"` avoids, with one warning each."""
+"""Known faults of the Triton forms, and GPUs that they never ran on: `impl="auto"` avoids both, with a warning."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import warnings
 import torch
 
 WARNED: set[str] = set()
+TESTED = (9, 0)  # compute capability of the GPUs that the tests ran on: H100 and H200
 
 
 class Fault(str):
-    """A reason why a call has no Triton form: a fault to be mended, in this package or in a version of Triton."""
+    """A reason not to run the Triton form of a call: a fault of this package or of a version of Triton, or a GPU that
+    the form never ran on."""
 
 
 def warn(reason: str | None) -> None:
@@ -30,3 +32,15 @@ def triton_version() -> str:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+@torch.compiler.assume_constant_result
+def is_tested(index: int | None) -> bool:
+    """Whether a CUDA device (the current one if None) is of a kind that the tests ran on."""
+    return torch.cuda.get_device_capability(index) == TESTED
+
+
+def untested(index: int | None) -> Fault:
+    """Why the Triton forms are not trusted on a CUDA device."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return Fault(f"it was never run on a GPU of compute capability {major}.{minor} (impl='triton' tries it)")
