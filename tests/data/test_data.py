@@ -93,11 +93,17 @@ def test_digits_are_split_once_and_for_all():
 # What is refused
 
 
-def test_empty_and_missing_folders(tmp_path):
+def test_empty_and_missing_folders(tmp_path, make_folder):
     with pytest.raises(ValueError, match=r"holds no images"):
         open_source("folder", str(tmp_path), train=True)
     with pytest.raises(ValueError, match=r"there is no image folder"):
         open_source("folder", str(tmp_path / "none"), train=True)
+    root = make_folder({"a": 2})
+    (root / ".hidden").mkdir()
+    open_source("folder", str(root), train=True)
+    (root / "b").mkdir()
+    with pytest.raises(ValueError, match=r"no image of the class b: delete its sub-folder"):
+        open_source("folder", str(root), train=True)
     with pytest.raises(ValueError, match=r"data.val is empty"):
         open_source("folder", "", train=False)
 

@@ -326,6 +326,7 @@ def test_class_count_mismatch_and_a_new_head(softmax_run, tmp_path, make_folder)
         ({"name": "vit_tiny_patch16_2244"}, "unknown timm model 'vit_tiny_patch16_2244'"),
         ({"name": "vit_ahla_tiny_patch16_224", "kwargs": {}, "pretrained": True}, "no published weights"),
         ({"name": "vit_tiny_patch16_224.augreg_in21k", "kwargs": {}, "pretrained": True}, "cannot load the weights of"),
+        ({"name": "vit_ahla_tiny_patch16_224", "mixer": "la"}, "softmax model, vit_tiny_patch16_224"),
         ({"mixer": "ahhla"}, "Did you mean 'ahla'"),
         ({"mixer": "ahla", "mixer_options": {"gat": True}}, "unknown ahla option 'gat'"),
         ({"kwargs": {"deepness": 3}}, "timm cannot build"),

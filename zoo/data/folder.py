@@ -19,7 +19,7 @@ class Folder:
 
     The class of an image is the name of the folder in which it lies. Links are followed, but not back into a folder
     that they lie in. class_map: the class number of each sub-folder, others are left out. Raises ValueError when there
-    is no folder or no image in it.
+    is no folder or no image in it, and without a class_map for a sub-folder without images.
     """
 
     named = True
@@ -39,6 +39,8 @@ class Folder:
             raise ValueError(
                 f"the folder {root} holds no images: expected one sub-folder of image files a class ({', '.join(READ)})"
             )
+        if class_map is None and (empty := _without_images(root, found)):
+            raise ValueError(f"the folder {root} has no image of the class {empty}: delete its sub-folder or fill it")
         known = {number: name for name, number in numbers.items()}
         self.classes = [known.get(i, UNNAMED.format(i)) for i in range(max(known) + 1)]
 
@@ -69,6 +71,14 @@ def _images(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
             yield from _images(entry.path, (*above, here))
         elif entry.name.lower().endswith(READ):
             yield entry.path
+
+
+def _without_images(root: str, found: list[tuple[str, str]]) -> str:
+    """The name of a sub-folder, other than a hidden one, that holds none of the images found; "" if there is none."""
+    filled = {os.path.relpath(file, root).split(os.sep)[0] for file, _ in found}
+    with os.scandir(root) as entries:
+        empty = [e.name for e in entries if e.name not in filled and e.name[0] != "." and _is_folder(e)]
+    return min(empty, default="")
 
 
 def _is_folder(entry: Any) -> bool:

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import timm
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
@@ -31,6 +32,12 @@ def plan(settings: ModelSettings, n_classes: int | None = None) -> tuple[Recipe,
         raise ValueError("model.checkpoint and model.pretrained both name weights; give one of them")
     found = read_recipe(settings.checkpoint) if settings.checkpoint else None
     recipe = Recipe(settings.name, settings.kwargs, settings.img_size)
+    own: Any = timm.model_entrypoint(settings.name) if timm.is_model(settings.name) else None
+    if settings.mixer and hasattr(own, "mixer"):
+        raise ValueError(
+            f"model.name={settings.name} has the mixer {own.mixer!r} already: leave model.mixer empty, or name the "
+            f"softmax model, {own.base}"
+        )
     if not settings.name:
         if found is None:
             raise ValueError("model.name is empty and no checkpoint says which model it is; give model.name=TIMM_NAME")

@@ -66,7 +66,7 @@ def _entrypoint(base: str, mixer: str) -> Callable[..., nn.Module]:
         return build_converted(base, name, [step], pretrained, kwargs)
 
     create.__name__ = create.__qualname__ = name
-    create.mixer = mixer  # type: ignore[attr-defined]
+    create.mixer, create.base = mixer, base  # type: ignore[attr-defined]
     create.__doc__ = f"""timm's `{base}` with the mixer `{mixer}` in the place of softmax attention.
 
     mixer_options: options of the mixer (`zoo.mixers.MixerOptions`) as a dict. keep_softmax: blocks that stay softmax,
