@@ -11,7 +11,7 @@ import torch
 from tests.helpers.tiny_pairs import inputs, pair
 from zoo.conversion.calibrate import best_projections, calibrate
 from zoo.conversion.calibration_terms import EXPONENTS
-from zoo.conversion.hooks import Pair, forward, layers_of, mixer_calls, recording, replaced
+from zoo.conversion.hooks import TeacherStudent, forward, layers_of, record_calls, record_mixer_calls, replace_layers
 from zoo.conversion.least_squares import NormalEquations
 from zoo.mixers.base import EPS
 
@@ -23,7 +23,7 @@ def tokens_of_layer(teacher, student, batches, name):
     found = []
     layer = teacher.get_submodule(name)
     for batch in batches:
-        with recording(teacher, [name]) as calls, torch.no_grad():
+        with record_calls(teacher, [name]) as calls, torch.no_grad():
             forward(teacher, batch)
         x = calls[name].arguments[0] if calls[name].arguments else calls[name].keywords["hidden_states"]
         if hasattr(layer, "qkv"):
@@ -48,7 +48,7 @@ def columns(x, head):
 def test_poly_takes_numpys_least_squares_of_the_definition(kind):
     teacher, student, batches = pair(kind, "poly", **ANCHORED)
     report = {row.layer: row for row in calibrate(student, teacher, batches)}
-    for name, layer in Pair(teacher, student).layers.items():
+    for name, layer in TeacherStudent(teacher, student).layers.items():
         q, k, v = tokens_of_layer(teacher, student, batches, name)
         n, scale = q.shape[1], q.shape[-1] ** -0.5
         a = torch.einsum("bnhd,bmhd->bhnm", q * scale, k - k.mean(1, keepdim=True)) / n
@@ -68,7 +68,7 @@ def test_poly_takes_numpys_least_squares_of_the_definition(kind):
 def test_power_takes_the_exponent_with_the_least_error_of_numpys_least_squares(kind):
     teacher, student, batches = pair(kind, "la")
     calibrate(student, teacher, batches)
-    for name, layer in Pair(teacher, student).layers.items():
+    for name, layer in TeacherStudent(teacher, student).layers.items():
         q, k, v = tokens_of_layer(teacher, student, batches, name)
         wanted, mean = softmax(q, k, v), v.mean(1, keepdim=True).expand_as(v)
         for head in range(q.shape[2]):
@@ -107,7 +107,7 @@ def neighbours(v, prefix, width):
 def test_local_values_take_numpys_least_squares_of_the_neighbours(kind, prefix):
     teacher, student, batches = pair(kind, "taylor2", normalize=False, lepe=3)
     report = {row.layer: row for row in calibrate(student, teacher, batches)}
-    for name, layer in Pair(teacher, student).layers.items():
+    for name, layer in TeacherStudent(teacher, student).layers.items():
         q, k, v = tokens_of_layer(teacher, student, batches, name)
         n, scale = q.shape[1], q.shape[-1] ** -0.5
         s = torch.einsum("bnhd,bmhd->bhnm", q * scale, k - k.mean(1, keepdim=True))
@@ -162,12 +162,12 @@ def test_the_reported_part_is_what_the_mixer_then_explains(kind, mixer, options)
 
 def explained(teacher, student, batches):
     """1 - |softmax - mixer|^2 / |softmax|^2 of each layer, on the tokens that the student's mixer gets."""
-    found, two = {}, Pair(teacher, student)
+    found, two = {}, TeacherStudent(teacher, student)
     sums = {name: [0.0, 0.0] for name in two.layers}
     for batch in batches:
         _, calls = two.calls(batch)
         for name, layer in two.layers.items():
-            with mixer_calls({name: layer}) as seen, torch.no_grad():
+            with record_mixer_calls({name: layer}) as seen, torch.no_grad():
                 calls[name].repeat(layer)
                 q, k, v, ctx = seen[name].arguments
                 wanted, ours = softmax(q, k, v), layer.mixer(q, k, v, ctx)
@@ -205,7 +205,7 @@ def test_the_projections_are_the_best_of_their_rank():
 
 def test_replaced_layers_are_a_model_with_those_layers_converted():
     teacher, student, batches = pair("vit", "la")
-    with replaced(teacher, layers_of(student)), torch.no_grad():
+    with replace_layers(teacher, layers_of(student)), torch.no_grad():
         found = forward(teacher, batches[0])
     torch.testing.assert_close(found, forward(student, batches[0]))
 

@@ -11,7 +11,7 @@ import torch
 from hla_kernels.features import feature
 from zoo.mixers import MIXERS, Context, build_mixer
 from zoo.mixers.base import EPS
-from zoo.mixers.block_mixing import BlockMixing, choose_blocks, distances, prior_matrix
+from zoo.mixers.block_mixing import BlockMixing, block_distances, choose_blocks, prior_matrix
 from zoo.mixers.context import Rotation
 from zoo.mixers.mhla import BlockOptions
 
@@ -111,7 +111,7 @@ def test_priors_by_hand():
 
 
 def test_distances_are_those_of_block_centres():
-    d = distances((2, 3, 2))
+    d = block_distances((2, 3, 2))
     assert d[0, 11] == math.sqrt(1 + 4 + 1) and d[0, 1] == 1 and torch.equal(d, d.T)
     diagonal = prior_matrix("linear", (4, 4), False).diagonal()
     assert float(diagonal.min()) > 0.10 and float(diagonal.max()) < 0.15  # as diffuse as published
@@ -217,7 +217,7 @@ def test_a_distance_form_does_not_know_its_host():
     small, large = (BlockMixing("distance", "linear", blocks, False, dtype=torch.float64) for blocks in hosts)
     large.load_state_dict(small.state_dict())
     for blocks in ((2, 3), (5, 4), (8, 6)):
-        x = distances(blocks).numpy() / math.hypot(*blocks)
+        x = block_distances(blocks).numpy() / math.hypot(*blocks)
         logits = np.interp(x, np.linspace(0, 1, len(small.knots)), small.knots.detach().numpy())
         for mixing in (small, large):
             torch.testing.assert_close(mixing(blocks), torch.from_numpy(small.gain * logits).softmax(-1))

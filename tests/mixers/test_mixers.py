@@ -69,11 +69,11 @@ def test_annealing_goes_from_first_order_to_the_mixer(name, form):
         ctx = Context(x=ctx.x, grid=GRID, prefix=PREFIX, rotate=lambda t: t.roll(1, -1))
     mixer, plain, first = make(name, **options), make(name, **options), make("la", **options)
     device = torch.device("cpu")
-    mixer.anneal(0.0, 2.0, device)
+    mixer.set_warmup(0.0, 2.0, device)
     scale = 2.0 if form == "anchored" else 1.0
     mean = v.mean(1, keepdim=True) if form == "anchored" else 0
     torch.testing.assert_close(mixer(q, k, v, ctx) - mean, scale * (first(q, k, v, ctx) - mean), rtol=1e-6, atol=1e-6)
-    mixer.anneal(0.25, 2.0, device)
+    mixer.set_warmup(0.25, 2.0, device)
     if form == "ratio":
         a = weights("la", phi(q, "elu1"), phi(k, "elu1"))
         w = 1.5 * a + 0.25 * weights(name, phi(q, "elu1"), phi(k, "elu1"))
@@ -84,14 +84,14 @@ def test_annealing_goes_from_first_order_to_the_mixer(name, form):
         ridged = make(name, ridge=6.0, **options)
         torch.testing.assert_close(mixer(q, k, v, ctx), ridged(q, k, v, ctx), rtol=1e-6, atol=1e-6)
     assert not mixer.state_dict()
-    mixer.anneal(1.0, 2.0, device)
+    mixer.set_warmup(1.0, 2.0, device)
     torch.testing.assert_close(mixer(q, k, v, ctx), plain(q, k, v, ctx), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"ridge": 0.5}])
 def test_what_cannot_be_annealed_says_so(options):
     with pytest.raises(ValueError, match="annealed two-sided and to no ridge of its own"):
-        make("ahla", **options).anneal(0.5, 1.0, torch.device("cpu"))
+        make("ahla", **options).set_warmup(0.5, 1.0, torch.device("cpu"))
 
 
 def test_the_anchored_form_is_the_first_order_of_softmax():

@@ -73,7 +73,7 @@ def test_other_operators_read_the_packed_tensor(name):
 
 def test_an_annealed_mixer_reads_the_packed_tensor_too():
     mixer, qkv, x = setting("ahla", torch.float64, feature_map="elu1")
-    mixer.anneal(0.5, 8.0, torch.device("cpu"))
+    mixer.set_warmup(0.5, 8.0, torch.device("cpu"))
     (packed, ran), (separate, before) = (call(mixer, qkv, x, packed=p) for p in (True, False))
     assert len(ran) == len(before) == 1 and ran != before
     for a, b in zip(packed, separate, strict=True):

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.helpers.runs import TINY, run_tool, tiny
 from zoo import config
-from zoo.conversion.distill import FeatureMatch
+from zoo.conversion.distill import FeatureDistillation
 from zoo.models.timm.model_files import load_model, read_recipe
 from zoo.train.classification import Trainer
 from zoo.train.losses import distillation_loss
@@ -262,10 +262,10 @@ def test_final_features_are_learned_from_the_teacher(softmax_run, tmp_path):
     assert np.mean(found[-4:]) < 0.8 * np.mean(found[:4])
     wider = Trainer(tiny(tmp_path / "b", model={"kwargs": {"embed_dim": 24}})).model
     with pytest.raises(ValueError, match=r"needs a teacher of 16 features, it has 24"):
-        FeatureMatch(trainer.model, wider)
+        FeatureDistillation(trainer.model, wider)
     wider.reset_classifier(0)
     with pytest.raises(ValueError, match=r"one linear classifier, the teacher has a Identity"):
-        FeatureMatch(trainer.model, wider)
+        FeatureDistillation(trainer.model, wider)
 
 
 def test_the_result_of_a_run_rebuilds_itself(softmax_run, tmp_path):

@@ -18,7 +18,7 @@ from typing import Any
 
 from zoo import config
 from zoo.models.convert import Report
-from zoo.models.timm.model_files import keep_source
+from zoo.models.timm.model_files import check_output_folder
 from zoo.recipes.plain import from_timm
 from zoo.recipes.settings import RecipeSettings, from_words
 from zoo.recipes.stages import run_recipe
@@ -55,7 +55,7 @@ def main(words: list[str]) -> dict[str, Any]:
     settings = config.from_command_line(ConvertSettings, words)
     if not settings.out or not settings.model.mixer:
         raise ValueError("say which mixer and where to write the result: model.mixer=NAME out=FOLDER")
-    keep_source(settings.diffusers or settings.model.checkpoint, Path(settings.out))
+    check_output_folder(settings.diffusers or settings.model.checkpoint, Path(settings.out))
     report = from_diffusers(settings) if settings.diffusers else from_timm(settings.model, Path(settings.out))
     print(f"{report}\nwrote {settings.out}")
     return report.to_dict()

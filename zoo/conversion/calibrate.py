@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zoo.conversion.calibration_terms import Terms, terms_of
-from zoo.conversion.hooks import Call, Inputs, Pair, layers_of, mixer_calls
+from zoo.conversion.hooks import Call, Inputs, TeacherStudent, layers_of, record_mixer_calls
 from zoo.conversion.least_squares import NormalEquations, r_squared
 from zoo.mixers import build_mixer
 from zoo.mixers.taylor2 import Taylor2
@@ -55,7 +55,7 @@ def calibrate(student: Any, teacher: Any, inputs: Iterable[Inputs]) -> list[Cali
     inputs: batches, gone through once (twice where a degree-2 term has a width of its own).
     Raises ValueError for layers without gains, a teacher that is another model or not softmax, and no inputs.
     """
-    pair = Pair(teacher, student)
+    pair = TeacherStudent(teacher, student)
     _check_softmax(pair)
     terms = {name: terms_of(layer.mixer, name) for name, layer in pair.layers.items()}
     batches = list(inputs)
@@ -72,10 +72,10 @@ def calibrate(student: Any, teacher: Any, inputs: Iterable[Inputs]) -> list[Cali
     return [layer.finish() for layer in layers.values()]
 
 
-def _check_softmax(pair: Pair) -> None:
+def _check_softmax(pair: TeacherStudent) -> None:
     backbone, layers = backbone_of(pair.teacher), layers_of(pair.teacher)
     for name in pair.layers:
-        present = backbone.present(pair.teacher, layers[name])
+        present = backbone.current_mixer(pair.teacher, layers[name])
         if present != "softmax":
             raise ValueError(
                 f"{name} of the teacher is {present!r}, not softmax: there is no softmax output to explain"
@@ -139,7 +139,7 @@ def _each(equations: dict[float, NormalEquations], weights: Tensor, which: str) 
 
 def tokens_of(name: str, site: Any, call: Call) -> tuple[Any, ...]:
     """(q, k, v, context) that the mixer of a converted layer gets when the layer is called as in `call`."""
-    with mixer_calls({name: site}) as found:
+    with record_mixer_calls({name: site}) as found:
         call.repeat(site)
     q, k, v, ctx = found[name].arguments
     return q, k, v, ctx
@@ -164,7 +164,7 @@ def _is_narrow(mixer: Any) -> bool:
     return isinstance(mixer, Taylor2) and mixer.options.width is not None
 
 
-def _project(pair: Pair, layers: dict[str, Any], batches: list[Inputs]) -> None:
+def _project(pair: TeacherStudent, layers: dict[str, Any], batches: list[Inputs]) -> None:
     """Give the degree-2 terms with a width of their own the projections that keep most of the scores q.(k - mean k).
 
     With C_q and C_k the second moments of queries and centred keys, the best product of rank R is the truncated

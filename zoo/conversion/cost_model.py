@@ -39,7 +39,7 @@ class Prediction(NamedTuple):
 
 
 @cache
-def table() -> dict[str, Any]:
+def measured_table() -> dict[str, Any]:
     """The measured table. Raises ValueError when it is not there."""
     for place in PLACES:
         if place.is_file():
@@ -47,7 +47,7 @@ def table() -> dict[str, Any]:
     raise ValueError(f"there is no table of measured times, {FILE}: reinstall the package or run from a checkout")
 
 
-def predict(mixer: str, options: dict[str, Any], batch: int, heads: int, tokens: int, width: int) -> Prediction:
+def predict_times(mixer: str, options: dict[str, Any], batch: int, heads: int, tokens: int, width: int) -> Prediction:
     """For q, k, v [batch, tokens, heads, width]; a mixer without measured rows has no time."""
     softmax = quadratic_cost("softmax_attention")
     assert softmax is not None, "the table has no rows of softmax"
@@ -96,10 +96,10 @@ def linear_cost(mixer: str, normalize: bool) -> float | None:
 
 
 def _rows(op: str) -> list[dict[str, Any]]:
-    return [row for row in table()["rows"] if row["op"] == op and row["pass"] == "forward" and row.get("us")]
+    return [row for row in measured_table()["rows"] if row["op"] == op and row["pass"] == "forward" and row.get("us")]
 
 
-def about() -> str:
+def table_provenance() -> str:
     """Hardware and date of the table."""
-    found = table()
+    found = measured_table()
     return f"{found['hardware']}, {found['date']}, torch {found['versions']['torch']}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.conversion.hooks import Inputs, forward, mixer_calls
+from zoo.conversion.hooks import Inputs, forward, record_mixer_calls
 
 BFLOAT16 = 2.0**-8  # relative size of a rounding step
 
@@ -36,7 +36,7 @@ def token_shares(model: Any, inputs: Inputs) -> dict[str, Tensor]:
     """
     sites = {name: m for name, m in model.named_modules() if hasattr(m, "mixer_name")}
     training = model.training
-    with mixer_calls(sites) as found:
+    with record_mixer_calls(sites) as found:
         forward(model.eval(), inputs)
     model.train(training)
     return {name: token_share(call.output, call.arguments[3].key_padding_mask) for name, call in found.items()}

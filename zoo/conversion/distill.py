@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.conversion.hooks import Call, converted, layers_of, recording
+from zoo.conversion.hooks import Call, converted_layers, layers_of, record_calls
 
 
 def relative_distance(found: Tensor, wanted: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def relative_distance(found: Tensor, wanted: Tensor) -> Tensor:
     return F.mse_loss(found.float(), wanted.float()) / wanted.float().square().mean().clamp(min=1e-12)
 
 
-class AttentionMatch:
+class AttentionDistillation:
     """Listens to a forward pass of the student and to one of the teacher; `loss` is the mean distance of their layers.
 
     Converted layers count, and of joint attention the image tokens. Raises ValueError for a student without a converted
@@ -26,7 +26,7 @@ class AttentionMatch:
 
     def __init__(self, student: Any, teacher: Any) -> None:
         try:
-            self.names = list(converted(student))
+            self.names = list(converted_layers(student))
         except ValueError as error:
             raise ValueError(
                 "distill.attention compares converted layers, and the model has none: set model.mixer"
@@ -39,7 +39,7 @@ class AttentionMatch:
 
     def listen(self, which: str) -> AbstractContextManager[Any]:
         """A context around a forward pass of the "student" or the "teacher"; recomputing after it is not heard."""
-        heard = recording(self.models[which], self.names)
+        heard = record_calls(self.models[which], self.names)
         return _Keeping(self.found, which, heard)
 
     def loss(self) -> Tensor:
@@ -48,7 +48,7 @@ class AttentionMatch:
         return torch.stack([relative_distance(ours[n].output, theirs[n].output) for n in self.names]).mean()
 
 
-class FeatureMatch:
+class FeatureDistillation:
     """Listens to a forward pass of two image models; `loss` is the distance of the features [B, C] that they classify.
 
     The final features of ViT-AdaLA, arXiv 2603.16063 (its second stage). Raises ValueError for a model without one
@@ -82,7 +82,7 @@ class FeatureMatch:
 
 
 class _Keeping:
-    """`recording`, whose calls stay in a dict under a name."""
+    """`record_calls`, whose calls stay in a dict under a name."""
 
     def __init__(self, kept: dict[str, dict[str, Call]], which: str, heard: Any) -> None:
         self.kept, self.which, self.heard = kept, which, heard

@@ -43,7 +43,7 @@ def layers_of(model: Any) -> dict[str, Any]:
     return backbone_of(model).layers(model)
 
 
-def converted(model: Any) -> dict[str, Any]:
+def converted_layers(model: Any) -> dict[str, Any]:
     """Those of them whose mixer is not softmax. Raises ValueError when there are none."""
     found = {n: m for n, m in layers_of(model).items() if getattr(m, "mixer_name", "softmax") != "softmax"}
     if not found:
@@ -52,7 +52,7 @@ def converted(model: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def recording(model: Any, names: Any) -> Iterator[dict[str, Call]]:
+def record_calls(model: Any, names: Any) -> Iterator[dict[str, Call]]:
     """Fills the dict with the calls of the layers `names` of `model` while the block lasts."""
     calls: dict[str, Call] = {}
     layers, handles = layers_of(model), []
@@ -73,7 +73,7 @@ def recording(model: Any, names: Any) -> Iterator[dict[str, Call]]:
 
 
 @contextmanager
-def replaced(model: Any, others: Mapping[str, Any]) -> Iterator[None]:
+def replace_layers(model: Any, others: Mapping[str, Any]) -> Iterator[None]:
     """While the block lasts, the layers of `model` named in `others` return what those return for the same arguments.
 
     This is `model` with some of its layers converted, in its own hidden states, without a copy of it.
@@ -93,7 +93,7 @@ def replaced(model: Any, others: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def mixer_calls(layers: Mapping[str, Any]) -> Iterator[dict[str, Call]]:
+def record_mixer_calls(layers: Mapping[str, Any]) -> Iterator[dict[str, Call]]:
     """Fills the dict with the calls of the mixers of `layers`, arguments (q, k, v, context), while the block lasts."""
     found: dict[str, Call] = {}
     handles = []
@@ -113,7 +113,7 @@ def mixer_calls(layers: Mapping[str, Any]) -> Iterator[dict[str, Call]]:
             handle.remove()
 
 
-class Pair:
+class TeacherStudent:
     """A softmax model and its conversion, both in evaluation mode, run on the same inputs.
 
     Raises ValueError when the second has no converted layer, or another set of layers.
@@ -121,7 +121,7 @@ class Pair:
 
     def __init__(self, teacher: Any, student: Any) -> None:
         self.teacher, self.student = teacher.eval(), student.eval()
-        self.layers = converted(student)
+        self.layers = converted_layers(student)
         own, other = layers_of(student).keys(), layers_of(teacher).keys()
         if own != other:
             where, name = ("teacher has no", min(own - other)) if own - other else ("student has no", min(other - own))
@@ -131,13 +131,13 @@ class Pair:
     @torch.no_grad()
     def calls(self, inputs: Inputs) -> tuple[Tensor, dict[str, Call]]:
         """The teacher's output, and the calls of the layers that were converted."""
-        self.lay_out(inputs)
-        with recording(self.teacher, self.layers) as calls:
+        self.set_student_grid(inputs)
+        with record_calls(self.teacher, self.layers) as calls:
             output = forward(self.teacher, inputs)
         return output, calls
 
     @torch.no_grad()
-    def lay_out(self, inputs: Inputs) -> None:
+    def set_student_grid(self, inputs: Inputs) -> None:
         """Let the student's layers know the token grid of these inputs: its forward pass tells them."""
         if not isinstance(inputs, Tensor | Mapping):
             kind = type(inputs).__name__

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zoo.conversion.cost_model import predict
+from zoo.conversion.cost_model import predict_times
 from zoo.conversion.dependence import token_shares
 from zoo.conversion.hooks import Inputs, first, forward
 from zoo.models.convert import backbone_of, swap
@@ -14,7 +14,7 @@ from zoo.models.layer_selection import Keep, Layers, choose, plain_layers
 
 
 @dataclass(frozen=True)
-class Site:
+class LayerInspection:
     """One attention layer: what it is, what it would become (or why it stays), its predicted times for one forward
     pass with the inputs of the inspection, in us, and which share of the mixer's output would depend on the token
     (`zoo.conversion.dependence`). None where nothing is known."""
@@ -39,18 +39,18 @@ class Site:
 @torch.no_grad()
 def inspect(
     model: Any, inputs: Inputs, mixer: str, *, layers: Layers = None, keep_softmax: Keep = None, **options: Any
-) -> list[Site]:
+) -> list[LayerInspection]:
     """Run `model` once on `inputs` and say of every attention layer what `zoo.convert` with these arguments would do.
 
     Nothing is changed: token shares are measured on a converted copy. Raises ValueError for what `zoo.convert` refuses
     about families, names and patterns.
     """
     backbone = backbone_of(model)
-    backbone.parts(model)
+    backbone.submodels(model)
     chosen, kept = choose(
         backbone.blocks(model), mixer, plain_layers(layers, "layers"), plain_layers(keep_softmax, "keep_softmax")
     )
-    found, left = backbone.layers(model), backbone.left(model)
+    found, left = backbone.layers(model), backbone.skipped_layers(model)
     copied = copy.deepcopy(model)
     swap(copied, mixer, layers=layers, keep_softmax=keep_softmax, **options)
     shares = token_shares(copied, inputs)
@@ -60,19 +60,19 @@ def inspect(
         layer = backbone.layer_spec(model, attn)
         heads, width = layer.num_heads, layer.head_dim
         batch, tokens = sizes.get(name, (None, None))
-        before = backbone.present(model, attn)
+        before = backbone.current_mixer(model, attn)
         after = chosen.get(name, before)
         why = "" if name in chosen else "kept by keep_softmax" if name in kept else "not selected by layers"
         times: tuple[float | None, float | None, int | None] = (None, None, None)
         if batch is not None and tokens is not None:
-            times = predict(after, options, batch, heads, tokens, width)
+            times = predict_times(after, options, batch, heads, tokens, width)
         host = next(c for c in type(attn).__mro__ if not c.__module__.startswith("zoo."))
         share = float(shares[name].mean()) if name in chosen and name in shares else None
-        rows.append(Site(name, host.__name__, tokens, heads, width, before, after, why, *times, share))
+        rows.append(LayerInspection(name, host.__name__, tokens, heads, width, before, after, why, *times, share))
     for name, why in left.items():
         kind = type(model.get_submodule(name)).__name__
         tokens = sizes.get(name, (None, None))[1]
-        rows.append(Site(name, kind, tokens, None, None, "softmax", "softmax", why, None, None, None))
+        rows.append(LayerInspection(name, kind, tokens, None, None, "softmax", "softmax", why, None, None, None))
     return rows
 
 

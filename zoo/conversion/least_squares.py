@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-SMALLEST = 1e-12  # eigenvalue of the normalised equations, relative to the largest, below which a direction is left out
+MIN_EIGENVALUE = 1e-12  # relative to the largest; directions with a smaller one are left out of the solution
 
 
 class NormalEquations:
@@ -29,7 +29,7 @@ class NormalEquations:
         size = a.diagonal(dim1=1, dim2=2).sqrt()
         inverse = torch.where(size > 0, 1 / size, 0)
         values, vectors = torch.linalg.eigh(a * inverse[:, :, None] * inverse[:, None, :])
-        kept = values > SMALLEST * values.amax(-1, keepdim=True)
+        kept = values > MIN_EIGENVALUE * values.amax(-1, keepdim=True)
         scaled = torch.where(kept, 1 / values, 0) * (vectors.mT @ (b * inverse)[:, :, None])[..., 0]
         return (vectors @ scaled[:, :, None])[..., 0] * inverse
 

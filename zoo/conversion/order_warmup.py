@@ -9,7 +9,7 @@ from zoo.mixers import MIXERS
 from zoo.mixers.hla import HigherOrder
 
 
-class Annealing:
+class OrderWarmup:
     """Called with the number of steps done, on which alone depends what it sets: a run continues as it was."""
 
     def __init__(
@@ -28,4 +28,4 @@ class Annealing:
     def __call__(self, step: int) -> None:
         """Set the layers as they are after `step` steps."""
         for layer in self.layers:
-            layer.anneal(step / self.steps, self.ridge, self.device)
+            layer.set_warmup(step / self.steps, self.ridge, self.device)

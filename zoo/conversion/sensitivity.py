@@ -1,7 +1,7 @@
 """How much each converted layer changes the output of a model, and what keeping some of them softmax costs and gains.
 
 Every measurement runs the softmax model itself, some of whose layers return what the converted ones return for the same
-arguments (`calls.replaced`): a model with those layers converted, without a copy of it.
+arguments (`hooks.replace_layers`): a model with those layers converted, without a copy of it.
 """
 
 import time
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.conversion.distill import relative_distance
-from zoo.conversion.hooks import Inputs, Pair, forward, replaced
+from zoo.conversion.hooks import Inputs, TeacherStudent, forward, replace_layers
 
 REPEATS = 5  # of a timing, of which the median counts
 
@@ -58,16 +58,16 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 def sensitivities(
     student: Any, teacher: Any, inputs: Sequence[Inputs], timed_in: Callable[[], AbstractContextManager] = nullcontext
 ) -> list[Sensitivity]:
-    """Each converted layer alone, in the order of the model. Raises ValueError as `Pair`.
+    """Each converted layer alone, in the order of the model. Raises ValueError as `TeacherStudent`.
 
     timed_in: the context in which the layers are timed, such as the autocast that they will run in: the distances are
         those of the weights as they are.
     """
-    pair = Pair(teacher, student)
+    pair = TeacherStudent(teacher, student)
     outputs = [pair.calls(batch)[0] for batch in inputs]
     found = []
     for name, layer in pair.layers.items():
-        with replaced(teacher, {name: layer}):
+        with replace_layers(teacher, {name: layer}):
             apart = [distance(forward(teacher, x), y) for x, y in zip(inputs, outputs, strict=True)]
         call = pair.calls(inputs[0])[1][name]
         original = teacher.get_submodule(name)
@@ -118,7 +118,7 @@ def counts(layers: int) -> list[int]:
 @torch.no_grad()
 def choices(student: Any, teacher: Any, inputs: Sequence[Inputs], rows: Sequence[Sensitivity]) -> list[Choice]:
     """Models that keep softmax in the 0, 1, 2, 4, ... first layers of both orders, each kept set once."""
-    pair = Pair(teacher, student)
+    pair = TeacherStudent(teacher, student)
     outputs = [pair.calls(batch)[0] for batch in inputs]
     times = {row.layer: row for row in rows}
     found: dict[frozenset[str], Choice] = {}
@@ -127,7 +127,7 @@ def choices(student: Any, teacher: Any, inputs: Sequence[Inputs], rows: Sequence
             kept = frozenset(order[:n])
             if kept in found:
                 continue
-            with replaced(teacher, {k: m for k, m in pair.layers.items() if k not in kept}):
+            with replace_layers(teacher, {k: m for k, m in pair.layers.items() if k not in kept}):
                 ours = [forward(teacher, x) for x in inputs]
             ms = sum(r.softmax_ms if name in kept else r.mixer_ms for name, r in times.items())
             apart = [distance(a, b) for a, b in zip(ours, outputs, strict=True)]

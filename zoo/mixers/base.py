@@ -1,4 +1,4 @@
-"""The frame of a linear mixer: everything around the one operator call that tells the mixers apart."""
+"""Base class of linear mixers: everything around their one `hla_kernels` operator."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class LinearMixer(Mixer):
     """mixer(q, k, v, ctx) -> o with a cost linear in the number of tokens; all tensors [B, N, H, D].
 
     A subclass sets `name`, `operator` and `operator_packed` (of `hla_kernels`) and, where they differ, `defaults`. The
-    order of the steps, after the host has called `placed` and projected: depthwise residuals, feature map, rotation,
+    order of the steps, after the host has called `with_cpe` and projected: depthwise residuals, feature map, rotation,
     operator (one or two directions), head norm, gains, local values, gate.
     Where nothing comes before the operator and the host has q, k, v in one tensor, the packed operator reads that one.
 
@@ -80,7 +80,7 @@ class LinearMixer(Mixer):
             nn.init.constant_(self.decay_logit, math.log(self.options.decay / (1 - self.options.decay)))
 
     @staticmethod
-    def apart(*tokens: Tensor) -> tuple[Tensor, ...]:
+    def split_qkv(*tokens: Tensor) -> tuple[Tensor, ...]:
         """(q, k, v) of these, or of one packed qkv [B, N, 3, H, D]."""
         return tokens if len(tokens) == 3 else tokens[0].unbind(2)
 
@@ -120,11 +120,11 @@ class LinearMixer(Mixer):
     def _reads_packed(self, ctx: Context) -> bool:
         """Whether the operator reads q, k and v just as they came."""
         opt = self.options
-        plain = opt.feature_map not in LEARNED_MAPS and not self._warms
+        plain = opt.feature_map not in LEARNED_MAPS and not self._has_temperature
         return ctx.rotate is None and not opt.depthwise and plain and opt.scan == "forward"
 
     @property
-    def _warms(self) -> bool:
+    def _has_temperature(self) -> bool:
         """Whether the feature map has a temperature: with the identity it would be one more gain."""
         return self.options.gains and self.options.feature_map != "identity"
 
@@ -146,9 +146,9 @@ class LinearMixer(Mixer):
 
     def _projected(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k as the feature map of the operator gets them: with their temperature, through a learned map."""
-        if self._warms:
+        if self._has_temperature:
             assert self.gains is not None
-            q, k = self.gains.warm(q), self.gains.warm(k)
+            q, k = self.gains.apply_temperature(q), self.gains.apply_temperature(k)
         return self.phi_q(q), self.phi_k(k)
 
     def _scan(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:

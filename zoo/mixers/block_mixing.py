@@ -20,7 +20,7 @@ from zoo.mixers.options import MixerOptions
 
 BEYOND = 8 / 7  # what choose_blocks takes for M / sqrt(N) at most
 DIVIDING = "dividing"  # the value of the option `blocks` for `dividing_blocks`
-SMALLEST = 1e-4  # of a prior weight inside a softmax, where zero would stay zero
+MIN_PRIOR_WEIGHT = 1e-4  # of a prior weight inside a softmax, where zero would stay zero
 KNOTS = 16  # of a function of distance
 DECAY = 3.0  # of "exp", in blocks
 NEAR = 1.5  # of "local", in blocks
@@ -144,18 +144,18 @@ class BlockedMixer(LinearMixer):
             )
 
 
-def distances(blocks: Grid) -> Tensor:
+def block_distances(blocks: Grid) -> Tensor:
     """Distances between the centres of blocks, in blocks (spacing one along every axis), [M, M] float64."""
     centres = torch.cartesian_prod(*(torch.arange(m, dtype=torch.float64) for m in blocks)).reshape(-1, len(blocks))
     return (centres[:, None] - centres[None]).square().sum(-1).sqrt()
 
 
-def diagonal(blocks: Grid) -> float:
-    """The diagonal of the grid in blocks, over the axes that are cut."""
+def grid_diagonal(blocks: Grid) -> float:
+    """Length of the diagonal of the grid in blocks, over the axes with more than one block."""
     return math.hypot(*(m for m in blocks if m > 1)) or 1.0
 
 
-def weight(prior: str, distance: Tensor, farthest: Tensor) -> Tensor:
+def prior_weight(prior: str, distance: Tensor, farthest: Tensor) -> Tensor:
     """The unnormalised prior weight of a block at a distance (in blocks), `farthest` being that of the row's farthest.
 
     linear 1 - d / max; cos cos(pi/4 d / max); exp exp(-d / 3); gaussian exp(-d^2 / (2 (max / 3)^2)); local [d <= 1.5];
@@ -174,8 +174,8 @@ def weight(prior: str, distance: Tensor, farthest: Tensor) -> Tensor:
 
 def prior_matrix(prior: str, blocks: Grid, prefix: bool, causal: bool = False) -> Tensor:
     """[M, M] float64 with rows that sum to one; with `causal`, over the blocks up to the row's own."""
-    d = distances(blocks)
-    w = weight(prior, d, d.amax(-1, keepdim=True))
+    d = block_distances(blocks)
+    w = prior_weight(prior, d, d.amax(-1, keepdim=True))
     if prefix:
         m = len(w) + 1
         w = torch.cat([(w.sum(-1, keepdim=True) / (m - 1)), w], 1)  # 1 / M of the row that results
@@ -187,14 +187,14 @@ def prior_matrix(prior: str, blocks: Grid, prefix: bool, causal: bool = False) -
 class BlockMixing(nn.Module):
     """The mixing matrix [M, M], or [H, M, M] with `num_heads`, and where it comes from (`kind`).
 
-    softmax: a softmax over each row of M times the learned numbers, at first that of the logarithm of the prior. With
-        the factor a step of the optimiser changes a weight of 1 / M by about as much as it does in "project".
-    project: learned weights, at first the prior, which `project_` clips to [0, 1] after every step of the optimiser, as
-        MHLA does. Rows need not sum to one then. What a training loop without that step makes negative counts as 0.
-    distance: a softmax over 16 times learned numbers that are a function of the distance between the centres of two
-        blocks alone, piecewise linear with 16 knots up to the diagonal of the grid, both measured in parts of the grid.
-        It serves any number of blocks; `blocks` only says in which of them the prior is measured.
-    fixed: the prior, nothing is learned.
+    softmax: softmax over each row of M times the learned logits, which start at the logarithm of the prior. The factor
+        M makes an optimizer step change a weight of 1 / M by about as much as in "project".
+    project: learned weights, initialised to the prior. `project_` clips them to [0, 1] after each optimizer step, as in
+        MHLA; rows then need not sum to one. Without that call, negative weights count as 0.
+    distance: softmax over 16 times learned logits, which depend on the distance between the centres of two blocks
+        only: piecewise linear with 16 knots, up to the diagonal of the grid. Distances are relative to the size of the
+        grid, so the matrix serves any number of blocks; `blocks` is used for the prior only.
+    fixed: the prior; nothing is learned.
     """
 
     def __init__(
@@ -226,14 +226,14 @@ class BlockMixing(nn.Module):
             if self.kind == "fixed":
                 self.matrix.copy_(prior)
             else:
-                prior = prior.clamp(min=SMALLEST).log() / self.gain if self.kind == "softmax" else prior
+                prior = prior.clamp(min=MIN_PRIOR_WEIGHT).log() / self.gain if self.kind == "softmax" else prior
                 self.weight.copy_(prior.to(self.weight).expand_as(self.weight))
 
     def _reset_knots(self) -> None:
         """The prior as a function of distance; the prefix at the mean weight of a row in the middle."""
         x = torch.linspace(0, 1, KNOTS, dtype=torch.float64, device="cpu")  # also where meta is the default
         farthest = x.new_tensor(math.hypot(*(m - 1 for m in self.blocks)))
-        w = weight(self.prior, x * diagonal(self.blocks), farthest).clamp(min=SMALLEST)
+        w = prior_weight(self.prior, x * grid_diagonal(self.blocks), farthest).clamp(min=MIN_PRIOR_WEIGHT)
         self.knots.copy_((w.log() / self.gain).to(self.knots).expand_as(self.knots))
         if self.prefix:
             self.prefix_logits.zero_()
@@ -256,12 +256,12 @@ class BlockMixing(nn.Module):
         return w.clamp(min=0) if self.kind == "project" else (self.gain * w).softmax(-1)
 
     def _logits(self, blocks: Grid) -> Tensor:
-        """[.., M, M] between the two knots next to each distance, in parts of the diagonal of the grid."""
+        """Logits [.., M, M], interpolated between the knots; distances are relative to the diagonal of the grid."""
         dtype = torch.promote_types(self.knots.dtype, torch.float32)
         parts = [torch.arange(n, device=self.knots.device, dtype=dtype) for n in blocks]
         centres = torch.cartesian_prod(*parts).reshape(-1, len(blocks))
         d = (centres[:, None] - centres[None]).square().sum(-1).sqrt()
-        place = d * ((KNOTS - 1) / diagonal(blocks))
+        place = d * ((KNOTS - 1) / grid_diagonal(blocks))
         low = place.floor().clamp(max=KNOTS - 2).long()
         part = (place - low).to(self.knots.dtype)
         logits = torch.lerp(self.knots[..., low], self.knots[..., low + 1], part)

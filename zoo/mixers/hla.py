@@ -38,7 +38,7 @@ class HigherOrder(LinearMixer):
         super().__init__(layer, options)
         self.register_buffer("blend", None, persistent=False)
 
-    def anneal(self, part: float, ridge: float, device: torch.device) -> None:
+    def set_warmup(self, part: float, ridge: float, device: torch.device) -> None:
         """Weigh tokens by (1 - part) ridge A + part W: first order at part 0, the mixer itself from 1 on.
 
         For `ahla` this is its ridge, lambda = ridge (1 - part) / part, to the factor `part`, which a ratio or a norm

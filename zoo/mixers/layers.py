@@ -158,7 +158,7 @@ class HeadGains(nn.Module):
             t = torch.as_tensor(temperature, device=self.gain.device).expand_as(self.gain)
             self.temperature.copy_(t.to(torch.float64).unflatten(0, (len(self.temperature), -1)).mean(1))
 
-    def warm(self, x: Tensor) -> Tensor:
+    def apply_temperature(self, x: Tensor) -> Tensor:
         """q or k [B, N, H or Hk, D] times the temperature of its group; x itself without a temperature."""
         if self.temperature is None:
             return x
@@ -205,7 +205,7 @@ class TokenRMSNorm(nn.RMSNorm):
         return prepared(x, self.weight, self.eps, *how) if how else rms_norm(x, self.weight, self.eps)
 
 
-def norm_tokens(norm: nn.Module, ours: bool) -> None:
+def swap_rms_norm(norm: nn.Module, ours: bool) -> None:
     """Make a plain nn.RMSNorm with weights a `TokenRMSNorm`, or one of these plain again; other modules are left."""
     plain = type(norm) is nn.RMSNorm and norm.weight is not None and norm.eps is not None and norm.weight.dim() == 1
     if plain and ours:

@@ -63,7 +63,7 @@ class Mesa(LinearMixer):
         if len(tensors) == 5:
             q, k, v, count = real_features("identity", mask, *tensors[2:])
         else:
-            q, k, v, count = real_features(self._inner_map, mask, *self.apart(*tensors))
+            q, k, v, count = real_features(self._inner_map, mask, *self.split_qkv(*tensors))
         keys, pairs = mean_product(k, k, count), mean_product(k, v, count)
         energy = keys.diagonal(dim1=-2, dim2=-1).mean(-1)  # [B, Hk]
         most = -0.5 * math.log(torch.finfo(energy.dtype).eps)

@@ -11,7 +11,7 @@ from zoo.mixers.base import LinearMixer
 from zoo.mixers.context import LayerSpec
 from zoo.mixers.options import MixerOptions, is_number
 
-SMALLEST = 1e-3  # of the positive coefficients: softplus never reaches zero
+MIN_COEFFICIENT = 1e-3  # of the positive coefficients: softplus never reaches zero
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Polynomial(LinearMixer):
 
     @torch.no_grad()
     def set_coefficients(self, c: Tensor) -> None:
-        """Take c1..c4 [H, 4]; with `normalize` at least `SMALLEST` each."""
-        self.coefficients.copy_(c.clamp(min=SMALLEST).expm1().log() if self.options.normalize else c)
+        """Take c1..c4 [H, 4]; with `normalize` at least `MIN_COEFFICIENT` each."""
+        self.coefficients.copy_(c.clamp(min=MIN_COEFFICIENT).expm1().log() if self.options.normalize else c)
 
     def operate(self, *tokens: Tensor, **options) -> Tensor:
         c = F.softplus(self.coefficients) if self.options.normalize else self.coefficients

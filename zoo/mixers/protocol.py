@@ -122,7 +122,7 @@ class Mixer(nn.Module):
         local = opt.depthwise or opt.lepe or opt.cpe
         return "depthwise, lepe or cpe" if local else "causal" if getattr(opt, "causal", False) else "its blocks"
 
-    def placed(self, x: Tensor, ctx: Context) -> Tensor:
+    def with_cpe(self, x: Tensor, ctx: Context) -> Tensor:
         """The hidden states x [B, N, C] with their convolution (`cpe`): what the layer projects. ctx: grid, prefix and
         suffix, padding."""
         if self.cpe is None:

@@ -64,7 +64,7 @@ class Resolvent(LinearMixer):
         super().check(n_tokens, ctx)
 
     def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
-        q, k, v, count = real_features(self._inner_map, mask, *self.apart(*tensors))
+        q, k, v, count = real_features(self._inner_map, mask, *self.split_qkv(*tensors))
         sums = k.sum(1, keepdim=True, dtype=torch.promote_types(k.dtype, torch.float32)) / count
         sums = sums.repeat_interleave(q.shape[2] // k.shape[2], dim=2)  # [B, 1, H, D]
         q = q / ((q * sums).sum(-1, keepdim=True) + EPS)  # in float32: rounded, weights could sum to more than 1 / c

@@ -12,7 +12,7 @@ from zoo.mixers.base import LinearMixer
 from zoo.mixers.context import LayerSpec
 from zoo.mixers.options import MixerOptions, is_number
 
-SMALLEST = 1e-3  # of a positive coefficient: softplus never reaches zero
+MIN_COEFFICIENT = 1e-3  # of a positive coefficient: softplus never reaches zero
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ class Taylor2(LinearMixer):
 
     @torch.no_grad()
     def set_coefficients(self, c: Tensor) -> None:
-        """Take c1, c2 [H, 2]; with `normalize` at least `SMALLEST` for c2."""
+        """Take c1, c2 [H, 2]; with `normalize` at least `MIN_COEFFICIENT` for c2."""
         second = c[:, 1]
         if self.options.normalize:
-            second = second.clamp(min=SMALLEST).expm1().log()  # the inverse of softplus
+            second = second.clamp(min=MIN_COEFFICIENT).expm1().log()  # the inverse of softplus
         self.coefficients.copy_(torch.stack([c[:, 0], second], 1))
 
     def _reads_packed(self, ctx: Any) -> bool:

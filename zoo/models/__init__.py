@@ -24,7 +24,7 @@ class Swap(NamedTuple):
 class Backbone(Protocol):
     """What `zoo.convert` has to know about a kind of models (timm, diffusers)."""
 
-    def parts(self, model: Any) -> dict[str, Any]:
+    def submodels(self, model: Any) -> dict[str, Any]:
         """The models to convert by name, "" for `model` itself. Raises ValueError for what cannot be converted."""
 
     def name(self, model: Any) -> str:
@@ -36,7 +36,7 @@ class Backbone(Protocol):
     def blocks(self, model: Any) -> dict[str, int]:
         """The number of the block in which each of these layers lies."""
 
-    def present(self, model: Any, attn: Any) -> str:
+    def current_mixer(self, model: Any, attn: Any) -> str:
         """The name of the mixer that `attn` has now."""
 
     def grid_dims(self, model: Any) -> int:
@@ -45,10 +45,10 @@ class Backbone(Protocol):
     def layer_spec(self, model: Any, attn: Any) -> LayerSpec:
         """What a mixer takes from `attn`. Raises ValueError for a layer that no mixer can be built for."""
 
-    def check(self, model: Any, attn: Any, config: MixerConfig) -> None:
+    def check_options(self, model: Any, attn: Any, config: MixerConfig) -> None:
         """Raise ValueError for a mixer, with its options filled in, that `model` cannot serve in `attn`."""
 
-    def left(self, model: Any) -> dict[str, str]:
+    def skipped_layers(self, model: Any) -> dict[str, str]:
         """Attention that is never swapped: the names of the modules and why."""
 
     def install(self, model: Any, swaps: list[Swap]) -> None:
@@ -58,7 +58,7 @@ class Backbone(Protocol):
         """Undo `install`: the host's classes and configuration, no mixers. Raises ValueError for a model that is not
         converted."""
 
-    def record(self, model: Any) -> None:
+    def update_saved_config(self, model: Any) -> None:
         """Write down what `model` is now where saving looks for it."""
 
 

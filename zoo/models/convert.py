@@ -22,7 +22,7 @@ STEP = ("mixer", "layers", "keep_softmax", "options")  # the keys of one recorde
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerReport:
     """One attention layer: its mixer before and after, the parameters it kept and got, why it stayed if it did, and the
     blocks of its tokens if the mixer has blocks."""
 
@@ -40,14 +40,14 @@ class Report:
     """What a conversion did, one row a layer; `print(report)` shows a table, `report.to_dict()` goes into JSON."""
 
     model: str
-    rows: tuple[Row, ...]
+    rows: tuple[LayerReport, ...]
 
     @property
-    def swapped(self) -> list[Row]:
+    def swapped(self) -> list[LayerReport]:
         return [row for row in self.rows if not row.reason]
 
     @property
-    def skipped(self) -> list[Row]:
+    def skipped(self) -> list[LayerReport]:
         return [row for row in self.rows if row.reason]
 
     @property
@@ -103,7 +103,7 @@ def convert(
 def swap(model: Any, mixer: str, *, layers: Layers = None, keep_softmax: Keep = None, **options) -> Report:
     """`convert` without the printing."""
     backbone = backbone_of(model)
-    parts = backbone.parts(model)
+    parts = backbone.submodels(model)
     _check_options(options)
     step = {
         "mixer": mixer,
@@ -116,11 +116,11 @@ def swap(model: Any, mixer: str, *, layers: Layers = None, keep_softmax: Keep = 
     for part, (swaps, found) in plans.items():
         backbone.install(parts[part], swaps)
         parts[part].hla_config.append(copy.deepcopy(step))
-        backbone.record(parts[part])
+        backbone.update_saved_config(parts[part])
         prefix = f"{part}." if part else ""
         rows += [replace(row, layer=prefix + row.layer) for row in found]
     if "" not in parts:
-        backbone.record(model)
+        backbone.update_saved_config(model)
     return Report(backbone.name(model), tuple(rows))
 
 
@@ -132,11 +132,11 @@ def revert(model: nn.Module) -> None:
     for a model that is not converted.
     """
     backbone = backbone_of(model)
-    parts = backbone.parts(model)
+    parts = backbone.submodels(model)
     for part in parts.values():
         backbone.revert(part)
     if "" not in parts:
-        backbone.record(model)
+        backbone.update_saved_config(model)
 
 
 def backbone_of(model: Any) -> Backbone:
@@ -150,7 +150,7 @@ def backbone_of(model: Any) -> Backbone:
 
 def _plan(
     backbone: Backbone, model: Any, step: dict[str, Any], options: dict[str, Any]
-) -> tuple[list[Swap], list[Row]]:
+) -> tuple[list[Swap], list[LayerReport]]:
     """What to put where in one model, and its rows of the report; nothing is changed yet."""
     found = backbone.layers(model)
     chosen, kept = choose(backbone.blocks(model), step["mixer"], step["layers"], step["keep_softmax"])
@@ -163,18 +163,18 @@ def _plan(
     configs = {mixer: MixerConfig.parse(mixer, given) for mixer in set(chosen.values())}
     swaps, rows = [], []
     for name, attn in found.items():
-        old, inherited = backbone.present(model, attn), _count(attn)
+        old, inherited = backbone.current_mixer(model, attn), _count(attn)
         if name in chosen:
             mixer = configs[chosen[name]].build(backbone.layer_spec(model, attn))
-            backbone.check(model, attn, mixer.config)
+            backbone.check_options(model, attn, mixer.config)
             swaps.append(Swap(attn, mixer))
             added = sum(p.numel() for p in mixer.parameters())
-            rows.append(Row(name, old, mixer.name, inherited, added, blocks=mixer.layout))
+            rows.append(LayerReport(name, old, mixer.name, inherited, added, blocks=mixer.layout))
         else:
             reason = "kept by keep_softmax" if name in kept else "not selected by layers"
-            rows.append(Row(name, old, old, inherited, 0, reason))
-    for name, reason in backbone.left(model).items():
-        rows.append(Row(name, "softmax", "softmax", _count(model.get_submodule(name)), 0, reason))
+            rows.append(LayerReport(name, old, old, inherited, 0, reason))
+    for name, reason in backbone.skipped_layers(model).items():
+        rows.append(LayerReport(name, "softmax", "softmax", _count(model.get_submodule(name)), 0, reason))
     return swaps, rows
 
 

@@ -12,7 +12,7 @@ from timm.models import is_model
 from zoo.models import CONVERTED, hla_name
 from zoo.models.timm.attention import Site, attention_layers, block_index
 
-OURS = ("mixer_options", "keep_softmax", "base", "conversions")  # arguments of create_model that timm does not have
+ZOO_KWARGS = ("mixer_options", "keep_softmax", "base", "conversions")  # create_model arguments of ours
 
 
 def live_conversions(layers: dict[str, Any], host: str | None = "softmax") -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def recorded_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     if name != CONVERTED and model.pretrained_cfg["architecture"] == CONVERTED:  # created by the general name
         groups = live_conversions(attention_layers(model))
         ours = {"base": model.hla_base, "conversions": groups or given["conversions"]}
-    return {**{k: v for k, v in given.items() if k not in OURS}, **ours}
+    return {**{k: v for k, v in given.items() if k not in ZOO_KWARGS}, **ours}
 
 
 def record_architecture(model: Any) -> None:

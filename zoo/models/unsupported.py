@@ -10,7 +10,7 @@ from zoo.mixers import MIXERS
 
 WINDOWED = "its attention stays inside windows of a few hundred tokens at most, so that a linear cost gains nothing"
 POOLED = "its attention pools the keys or the queries, so that it is not one set of tokens that attend to each other"
-LINEAR = "its attention is already linear in the number of tokens"
+ALREADY_LINEAR = "its attention is already linear in the number of tokens"
 BIASED = "it adds a learned position bias to the attention matrix, which a linear mixer never forms"
 SPECIAL = "its attention is of its own kind (talking heads, outlook, gated position, nested or crossed scales)"
 
@@ -18,7 +18,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(["swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr", "davit", "gcvit"], WINDOWED),
     **dict.fromkeys(["maxxvit", "nest", "hiera", "hieradet_sam2", "efficientvit_msra", "tiny_vit"], WINDOWED),
     **dict.fromkeys(["mvitv2", "pvt_v2", "twins", "nextvit"], POOLED),
-    **dict.fromkeys(["xcit", "edgenext", "efficientvit_mit", "lowformer", "swiftformer"], LINEAR),
+    **dict.fromkeys(["xcit", "edgenext", "efficientvit_mit", "lowformer", "swiftformer"], ALREADY_LINEAR),
     **dict.fromkeys(["beit", "levit", "efficientformer", "efficientformer_v2"], BIASED),
     **dict.fromkeys(["vision_transformer_relpos", "vision_transformer_sam"], BIASED),
     **dict.fromkeys(["cait", "volo", "convit", "tnt", "crossvit"], SPECIAL),
@@ -30,7 +30,7 @@ SUPPORTED = (
 )
 
 
-def refuse_thing(thing: Any) -> None:
+def check_is_module(thing: Any) -> None:
     """Raise ValueError for what is no model at all."""
     if not isinstance(thing, nn.Module):
         raise ValueError(

@@ -7,7 +7,7 @@ from zoo.data import InputSpec
 from zoo.data.settings import DataSettings
 from zoo.io import write_json
 from zoo.models.convert import Report, swap
-from zoo.models.timm.model_files import WEIGHTS, save_weights, with_options
+from zoo.models.timm.model_files import WEIGHTS, save_weights, with_resolved_options
 from zoo.train.model import plan, start
 from zoo.train.settings import ModelSettings
 
@@ -19,7 +19,7 @@ def from_timm(settings: ModelSettings, out: Path) -> Report:
         raise ValueError(f"{settings.checkpoint} is already converted: {found.describe()}")
     _, model, _ = start(replace(settings, mixer=""))  # the host: converted below, with a report
     report = swap(model, recipe.mixer, keep_softmax=recipe.keep_softmax or None, **recipe.mixer_options)
-    recipe = with_options(model, recipe)
+    recipe = with_resolved_options(model, recipe)
     wanted = found.input if found else asdict(InputSpec.of(model, recipe.img_size, DataSettings()))
     save_weights(model, replace(recipe, input=wanted, classes=found.classes if found else []), out / WEIGHTS)
     write_json(report.to_dict(), out / "report.json")

@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from zoo.conversion.cost_model import predict
+from zoo.conversion.cost_model import predict_times
 from zoo.files import replacing
 from zoo.io import markdown_table
 from zoo.plotting import pyplot, save_figure
@@ -172,7 +172,7 @@ def draw_inspect(content: Content, file: Path) -> bool:
         return False
     figure, (place,) = _figure(5, 1)
     tokens = [64 * 2**i for i in range(10)]
-    found = [predict(row["after"], {}, 1, row["heads"], n, row["width"]) for n in tokens]
+    found = [predict_times(row["after"], {}, 1, row["heads"], n, row["width"]) for n in tokens]
     place.loglog(tokens, [p.softmax_us for p in found], label="softmax")
     if row["mixer_us"] is not None:
         place.loglog(tokens, [p.mixer_us for p in found], label=row["after"])

@@ -15,9 +15,9 @@ import torch
 from zoo import config
 from zoo.config import Tree
 from zoo.conversion.calibrate import calibrate
-from zoo.conversion.cost_model import about
+from zoo.conversion.cost_model import table_provenance
 from zoo.conversion.dependence import token_shares, warn_of_mean_pooling
-from zoo.conversion.hooks import converted, forward, layers_of
+from zoo.conversion.hooks import converted_layers, forward, layers_of
 from zoo.conversion.inspection import inspect
 from zoo.conversion.sensitivity import by_distance, choices, median_seconds, pareto, sensitivities
 from zoo.files import FolderLock, sweep
@@ -86,7 +86,7 @@ def inspect_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
     model, recipe = kind.source(), kind.recipe
     keep = None if recipe.auto_keep() is not None else recipe.keep_softmax or None
     sites = inspect(model, kind.inputs()[0], recipe.mixer, keep_softmax=keep, **kind.options())
-    return {"rows": [site.to_dict() for site in sites], "table": about()}
+    return {"rows": [site.to_dict() for site in sites], "table": table_provenance()}
 
 
 def convert_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
@@ -123,7 +123,7 @@ def calibrate_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content
 
 def _shares(student: Any, batch: Any) -> dict[str, float]:
     """Share of the output of each converted layer that depends on the token; warns where bfloat16 loses it."""
-    layers = converted(student)
+    layers = converted_layers(student)
     found = {name: share for name, share in token_shares(student, batch).items() if name in layers}
     warn_of_mean_pooling(found, {name: layer.mixer_name for name, layer in layers.items()})
     return {name: float(share.mean()) for name, share in found.items()}

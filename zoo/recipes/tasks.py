@@ -11,14 +11,21 @@ import torch
 from torch import nn
 
 from zoo.config import Tree, from_tree, load, merge, to_tree
-from zoo.conversion.hooks import Inputs, converted
+from zoo.conversion.hooks import Inputs, converted_layers
 from zoo.data import InputSpec
 from zoo.data.samples import seed_everything
 from zoo.data.settings import DataSettings
 from zoo.eval.compare import compare
 from zoo.eval.settings import EvalOptions, EvalSettings
 from zoo.models.convert import swap
-from zoo.models.timm.model_files import WEIGHTS, holds_weights, load_model, read_recipe, save_weights, with_options
+from zoo.models.timm.model_files import (
+    WEIGHTS,
+    holds_weights,
+    load_model,
+    read_recipe,
+    save_weights,
+    with_resolved_options,
+)
 from zoo.precision import autocast
 from zoo.recipes.settings import RecipeSettings
 from zoo.train.classification import Trainer
@@ -115,7 +122,7 @@ class Kind(ABC):
     def random_attention(self, model: Any) -> None:
         """New random weights for the converted attention layers, from the seed of the runs."""
         seed_everything(self.tree["run"]["seed"])
-        for layer in converted(model).values():
+        for layer in converted_layers(model).values():
             for part in layer.modules():
                 if isinstance(part, nn.Linear):
                     nn.init.trunc_normal_(part.weight, std=0.02)
@@ -152,7 +159,7 @@ class Images(Kind):
         recipe = read_recipe(self.recipe.source)
         assert recipe is not None
         recipe = replace(recipe, mixer=self.recipe.mixer, mixer_options=self.options(), keep_softmax=keep)
-        save_weights(model, with_options(model, recipe), folder / WEIGHTS)
+        save_weights(model, with_resolved_options(model, recipe), folder / WEIGHTS)
 
     def load(self, folder: Path) -> Any:
         return load_model(folder)[0].to(_device())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zoo.errors import DamagedCheckpoint
 from zoo.files import remove, replacing, sync
-from zoo.models.timm.model_files import WEIGHTS, fill, read_weights, save_tensors
+from zoo.models.timm.model_files import WEIGHTS, load_strict, read_weights, save_tensors
 from zoo.train.checkpoint_manifest import FORMAT, MANIFEST, check_manifest, write_manifest
 from zoo.train.sharding import spread
 
@@ -116,7 +116,7 @@ def load_checkpoint(path: Path, models: list[nn.Module]) -> dict[str, Any]:
     weights, state = read_checkpoint(path, [WEIGHTS, EMA_WEIGHTS][: len(models)])
     for model, found in zip(models, weights.values(), strict=True):
         own = model.state_dict()
-        fill(model, {k: spread(v, own.get(k)) for k, v in found.items()}, str(path))
+        load_strict(model, {k: spread(v, own.get(k)) for k, v in found.items()}, str(path))
     return state
 
 

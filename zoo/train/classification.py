@@ -9,7 +9,7 @@ from timm.scheduler.scheduler import Scheduler
 
 from zoo.data import Batch, check_unreadable
 from zoo.eval.accuracy import predict_all
-from zoo.models.timm.model_files import AVERAGE, WEIGHTS, header_of, save_weights
+from zoo.models.timm.model_files import EMA_WEIGHTS, WEIGHTS, header_of, save_weights
 from zoo.models.timm.patches import patches_as_products
 from zoo.train.loop import Run
 from zoo.train.optim import create_schedule
@@ -88,7 +88,7 @@ class Trainer(Run):
 
     def save(self) -> str:
         recipe = self.parts.recipe
-        models = {WEIGHTS: self.model} | ({AVERAGE: self.ema.module} if self.ema else {})
+        models = {WEIGHTS: self.model} | ({EMA_WEIGHTS: self.ema.module} if self.ema else {})
         for file, model in models.items():
             found = self.whole(model)
             if self.main:

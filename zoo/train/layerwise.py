@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zoo.conversion.distill import relative_distance
-from zoo.conversion.hooks import converted, recording
+from zoo.conversion.hooks import converted_layers, record_calls
 from zoo.data import Batch
 from zoo.train.classification import Trainer
 from zoo.train.settings import TrainSettings
@@ -27,12 +27,12 @@ def attention_distances(
 
     run: a forward pass of a model on the inputs.  own_inputs: the layers see the student's hidden states.
     """
-    layers = converted(student)
-    with torch.no_grad(), recording(teacher, layers) as wanted:
+    layers = converted_layers(student)
+    with torch.no_grad(), record_calls(teacher, layers) as wanted:
         run(teacher)
     inputs = wanted
     if own_inputs:
-        with torch.no_grad(), recording(student, layers) as inputs:
+        with torch.no_grad(), record_calls(student, layers) as inputs:
             run(student)
     return {n: relative_distance(inputs[n].repeat(layers[n]), wanted[n].output) for n in layers}
 
@@ -40,7 +40,7 @@ def attention_distances(
 def train_attention_only(model: Any) -> None:
     """Freeze whatever is not part of a converted attention layer."""
     model.requires_grad_(False)
-    for layer in converted(model).values():
+    for layer in converted_layers(model).values():
         layer.requires_grad_(True)
 
 

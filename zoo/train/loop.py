@@ -19,7 +19,7 @@ from timm.utils import AverageMeter
 from torch import Tensor, nn
 
 from zoo.config import leaves
-from zoo.conversion.order_warmup import Annealing
+from zoo.conversion.order_warmup import OrderWarmup
 from zoo.data import BatchPlan, check_unreadable
 from zoo.data.progress import progress
 from zoo.data.samples import seed_everything
@@ -100,7 +100,7 @@ class Run(Resumable, ABC):
         self.trained: dict[str, Any] = {}  # the last training row
         self.late = False  # whether a checkpoint is due since steps that were skipped
         self.models = [self.model, *([ema.module] if ema else [])]
-        self.anneal = Annealing(self.models, optim.anneal, optim.ridge, self.last_step, accelerator.device)
+        self.anneal = OrderWarmup(self.models, optim.anneal, optim.ridge, self.last_step, accelerator.device)
         self._continue(checkpoint)
         self.anneal(self.step)
         if self.main:

@@ -9,7 +9,7 @@ from timm.data import Mixup
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 
-from zoo.conversion.distill import AttentionMatch, FeatureMatch
+from zoo.conversion.distill import AttentionDistillation, FeatureDistillation
 from zoo.data.settings import AugmentSettings
 from zoo.train.settings import DistillSettings
 
@@ -42,8 +42,8 @@ class Classification(nn.Module):
     """(logits [B, K], targets [B] or [B, K], images [B, 3, H, W]) -> losses by name; "total" is minimised.
 
     With a teacher it is (1 - alpha) CE + alpha T^2 KL(teacher || student), and with `distill.attention` and
-    `distill.features` these times the distances of `AttentionMatch` and `FeatureMatch` as well; the teacher sees the
-    same images.
+    `distill.features` these times the distances of `AttentionDistillation` and `FeatureDistillation` as well; the
+    teacher sees the same images.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Classification(nn.Module):
         self.criterion = SoftTargetCrossEntropy() if mixed else LabelSmoothingCrossEntropy(smoothing)
         self.distill = distill
         self.teacher = teacher
-        self.matches: dict[str, AttentionMatch | FeatureMatch] = {}
-        for name, match in (("attention", AttentionMatch), ("features", FeatureMatch)):
+        self.matches: dict[str, AttentionDistillation | FeatureDistillation] = {}
+        for name, match in (("attention", AttentionDistillation), ("features", FeatureDistillation)):
             if teacher is not None and getattr(distill, name):
                 self.matches[name] = match(student, teacher)
 

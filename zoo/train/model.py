@@ -13,11 +13,11 @@ from zoo.models.timm.model_files import (
     Recipe,
     build_host,
     convert_model,
-    fill,
+    load_strict,
     read_recipe,
     read_weights,
     timm_classes,
-    with_options,
+    with_resolved_options,
 )
 from zoo.train.settings import ModelSettings
 
@@ -61,14 +61,14 @@ def start(settings: ModelSettings, n_classes: int | None = None) -> tuple[nn.Mod
     recipe, found = plan(settings, n_classes)
     host = build_host(recipe, settings.pretrained)
     if settings.checkpoint and not (found and found.mixer):
-        fill(host, _start_weights(settings, host, found, recipe.num_classes), settings.checkpoint)
+        load_strict(host, _start_weights(settings, host, found, recipe.num_classes), settings.checkpoint)
     model = build_host(recipe)
     model.load_state_dict(host.state_dict())
     convert_model(model, recipe)
     if found and found.mixer:
         _check_mixer(recipe, found, settings.checkpoint)
-        fill(model, _start_weights(settings, model, found, recipe.num_classes), settings.checkpoint)
-    return model, host, with_options(model, recipe)
+        load_strict(model, _start_weights(settings, model, found, recipe.num_classes), settings.checkpoint)
+    return model, host, with_resolved_options(model, recipe)
 
 
 def _check_mixer(recipe: Recipe, found: Recipe, where: str) -> None:
@@ -103,7 +103,7 @@ def _start_weights(
 def _resampled(weights: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """Absolute positions [1, tokens, C] of a square grid interpolated to the grid of the model, as timm does.
 
-    Whatever else does not fit is left for `fill` to name.
+    Whatever else does not fit is left for `load_strict` to name.
     """
     have, want = weights.get("pos_embed"), model.state_dict().get("pos_embed")
     if have is None or want is None or have.shape == want.shape or have.shape[-1] != want.shape[-1]:

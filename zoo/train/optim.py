@@ -13,13 +13,13 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from zoo.conversion.hooks import layers_of
 from zoo.errors import unknown_name
-from zoo.models.timm.model_files import NEW
+from zoo.models.timm.model_files import MIXER_PREFIX
 from zoo.train.settings import OptimSettings, ScheduleSettings
 
 
 def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that mixers added, by name."""
-    return {name: p for name, p in model.named_parameters() if NEW in name}
+    return {name: p for name, p in model.named_parameters() if MIXER_PREFIX in name}
 
 
 def attention_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -91,7 +91,7 @@ def test_padding_is_like_beyond_the_border():
     torch.nn.init.normal_(mixer.cpe.weight)
     x = torch.randn(2, 1 + 12, 6, dtype=torch.float64)
     real = torch.arange(13).expand(2, 13) < 9  # the last of three rows is padding
-    found = mixer.placed(x, Context(x=x, grid=(3, 4), prefix=1, key_padding_mask=real))[:, :9]
+    found = mixer.with_cpe(x, Context(x=x, grid=(3, 4), prefix=1, key_padding_mask=real))[:, :9]
     torch.testing.assert_close(found, by_hand(mixer.cpe, x[:, :9], (2, 4), 1))
 
 
@@ -100,4 +100,4 @@ def test_refused():
         build_mixer("la", 6, 2, 3, cpe=2)
     x = torch.randn(2, 12, 6)
     with pytest.raises(ValueError, match="depthwise, lepe or cpe needs a token grid"):
-        build_mixer("softmax", 6, 2, 3, cpe=3).placed(x, Context(x=x))
+        build_mixer("softmax", 6, 2, 3, cpe=3).with_cpe(x, Context(x=x))

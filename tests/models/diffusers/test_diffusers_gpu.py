@@ -24,7 +24,7 @@ from tests.helpers.tiny_diffusers import (
     run,
 )
 from tests.helpers.tiny_pipelines import image, pipeline, vae
-from zoo.mixers.layers import norm_tokens
+from zoo.mixers.layers import swap_rms_norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -140,7 +140,7 @@ def test_wan_prepares_queries_in_one_kernel(order):
 
     def outcome(dtype, early):
         site.to(dtype).zero_grad()
-        norm_tokens(site.norm_q, early), norm_tokens(site.norm_k, early)
+        swap_rms_norm(site.norm_q, early), swap_rms_norm(site.norm_k, early)
         y = site(x.to(dtype), rotary_emb=tuple(t.to(torch.float64) for t in turns) if dtype == torch.float64 else turns)
         y.backward(torch.ones_like(y) * torch.linspace(-1, 1, y.shape[-1], device="cuda", dtype=dtype))
         return [

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.tiny_diffusers import converted, inputs, noise, run
 from zoo.models.diffusers import joint
-from zoo.models.diffusers.joint import image_mass, join_text
+from zoo.models.diffusers.joint import attend_text_and_image, estimate_log_partition
 
 
 def tokens(n: int, seed: int, width: int = 16) -> torch.Tensor:
@@ -24,8 +24,8 @@ def softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def test_with_the_true_mass_and_mean_it_is_the_joint_softmax(monkeypatch):
     q, k, v, text_k, text_v = (tokens(n, seed) for seed, n in enumerate((20, 20, 20, 5, 5)))
-    monkeypatch.setattr(joint, "image_mass", lambda q, k, scale: scores(q, k).logsumexp(-1, keepdim=True))
-    found = join_text(q, k, softmax(q, k, v), text_k, text_v)
+    monkeypatch.setattr(joint, "estimate_log_partition", lambda q, k, scale: scores(q, k).logsumexp(-1, keepdim=True))
+    found = attend_text_and_image(q, k, softmax(q, k, v), text_k, text_v)
     wanted = softmax(q, torch.cat([text_k, k], 1), torch.cat([text_v, v], 1))
     torch.testing.assert_close(found, wanted)
 
@@ -36,9 +36,9 @@ def test_the_mass_survives_half_precision(dtype):
     q, k, text_k, text_v = (3 * tokens(n, seed) for seed, n in enumerate((64, 64, 5, 5)))
     q, k, text_k, text_v = (t.to(dtype).double() for t in (q, k, text_k, text_v))
     ones = torch.ones_like(q)
-    wanted = join_text(q, k, ones, text_k, torch.zeros_like(text_v))  # the share of the image
+    wanted = attend_text_and_image(q, k, ones, text_k, torch.zeros_like(text_v))  # the share of the image
     halves = [t.to(dtype) for t in (q, k, ones, text_k, torch.zeros_like(text_v))]
-    assert (join_text(*halves).double() - wanted).abs().max() < 0.01
+    assert (attend_text_and_image(*halves).double() - wanted).abs().max() < 0.01
 
 
 @pytest.mark.parametrize(("sigma", "error"), [(0.5, 0.02), (1.5, 0.1), (8.0, 4.0)])
@@ -48,7 +48,7 @@ def test_the_mass_of_gaussian_keys(sigma, error):
     q = torch.nn.functional.normalize(noise(1, 50, 1, width), dim=-1)
     k = sigma * noise(1, n, 1, width, seed=2) + 0.3
     true = torch.einsum("bnhd,bmhd->bnhm", q, k).logsumexp(-1, keepdim=True)
-    found = image_mass(q, k, 1.0)
+    found = estimate_log_partition(q, k, 1.0)
     assert (found - true).abs().mean() < error
     gaussian = math.log(n) + (q * k.mean(1, keepdim=True)).sum(-1, keepdim=True) + sigma**2 / 2
     assert sigma < 4.1 or (gaussian - true).abs().mean() > 7
@@ -56,7 +56,7 @@ def test_the_mass_of_gaussian_keys(sigma, error):
 
 def test_the_mass_has_finite_gradients_at_constant_keys():
     q, k = noise(1, 8, 1, 4).requires_grad_(), torch.ones(1, 8, 1, 4, requires_grad=True)
-    image_mass(q, k, 0.5).sum().backward()
+    estimate_log_partition(q, k, 0.5).sum().backward()
     assert q.grad.isfinite().all() and k.grad.isfinite().all()
 
 

@@ -13,7 +13,7 @@ from zoo.mixers import MIXERS as CLASSES
 from zoo.models import hla_name
 from zoo.models.timm import deit, vision_transformer
 
-BASES = [*vision_transformer.BASES, *deit.BASES]
+BASES = [*vision_transformer.VIT_BASES, *deit.DEIT_BASES]
 
 
 def test_there_are_enough_names():

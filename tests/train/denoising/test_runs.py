@@ -12,10 +12,11 @@ from PIL import Image
 
 import zoo
 from tests.helpers.tiny_runs import tiny
-from zoo.conversion.distill import AttentionMatch, relative_distance
+from zoo.conversion.distill import AttentionDistillation, relative_distance
+from zoo.conversion.hooks import layers_of
 from zoo.models.diffusers.dit import initialise
 from zoo.train.denoising.dry_run import rehearse
-from zoo.train.denoising.model import attention_layers, load_transformer
+from zoo.train.denoising.model import load_transformer
 from zoo.train.denoising.run import DiffusionRun
 from zoo.train.metrics_log import read_rows
 
@@ -129,9 +130,9 @@ def test_attention_distance_is_between_the_outputs_of_the_layers(softmax_run):
     model = load_transformer(softmax_run)
     other = copy.deepcopy(model)
     zoo.convert(other, "la")
-    names = list(attention_layers(model))
+    names = list(layers_of(model))
     assert names == ["transformer_blocks.0.attn1", "transformer_blocks.1.attn1"]
-    match = AttentionMatch(other, model)
+    match = AttentionDistillation(other, model)
     assert match.names == names
     for which, one in (("student", other), ("teacher", model)):
         with match.listen(which):

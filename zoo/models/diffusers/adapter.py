@@ -22,7 +22,7 @@ COMPUTE_TYPES = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.floa
 class DiffusersBackbone:
     """Transformers of diffusers, and pipelines with such transformers."""
 
-    def parts(self, model: Any) -> dict[str, Any]:
+    def submodels(self, model: Any) -> dict[str, Any]:
         if isinstance(model, DiffusionPipeline):
             return self._parts_of_pipeline(model)
         if family_of(model) is None:
@@ -41,7 +41,7 @@ class DiffusersBackbone:
             denoiser = next((m for n, m in models.items() if n.startswith(("transformer", "unet"))), pipe)
             raise _unknown(denoiser)
         for m in known.values():
-            self.parts(m)
+            self.submodels(m)
         return known
 
     def name(self, model: Any) -> str:
@@ -56,7 +56,7 @@ class DiffusersBackbone:
             numbers.setdefault(name.rpartition(".")[0], len(numbers))
         return {name: numbers[name.rpartition(".")[0]] for name in self.layers(model)}
 
-    def present(self, model: Any, attn: Any) -> str:
+    def current_mixer(self, model: Any, attn: Any) -> str:
         return getattr(attn, "mixer_name", known_family(model).mixer)
 
     def grid_dims(self, model: Any) -> int:
@@ -81,13 +81,13 @@ class DiffusersBackbone:
             dtype=weight.dtype,
         )
 
-    def check(self, model: Any, attn: Any, config: MixerConfig) -> None:
+    def check_options(self, model: Any, attn: Any, config: MixerConfig) -> None:
         refuse_rotary(config.name, known_family(model).rotary)
         wanted = self.grid_dims(model)
         if config.options.grid_dims != wanted:
             raise ValueError(f"the tokens of {type(model).__name__} lie on a {wanted}-D grid, so grid_dims={wanted}")
 
-    def left(self, model: Any) -> dict[str, str]:
+    def skipped_layers(self, model: Any) -> dict[str, str]:
         pattern = known_family(model).left
         reason = "cross-attention: its cost is linear in the image tokens already"
         return {name: reason for name, _ in model.named_modules() if _same_place(pattern, name)}
@@ -95,13 +95,13 @@ class DiffusersBackbone:
     def install(self, model: Any, swaps: list[Swap]) -> None:
         names = {id(attn): name for name, attn in self.layers(model).items()}
         if not isinstance(model, HLADiffusionModel):
-            self._adopt(model)
+            self._to_converted_class(model)
         for attn, mixer in swaps:
             if not isinstance(attn, DiffusionSite):
                 attn.__class__ = self._site_class(model, names[id(attn)])
             attn.install(mixer.train(attn.training))
 
-    def _adopt(self, model: Any) -> None:
+    def _to_converted_class(self, model: Any) -> None:
         model.__class__ = known_family(model).converted
         model.hla_config = []
         if model.is_gradient_checkpointing:
@@ -118,7 +118,7 @@ class DiffusersBackbone:
         if model.is_gradient_checkpointing:
             model.enable_gradient_checkpointing()
 
-    def record(self, model: Any) -> None:
+    def update_saved_config(self, model: Any) -> None:
         if isinstance(model, DiffusionPipeline):
             model.register_modules(**self._parts_of_pipeline(model))  # model_index.json names the new class
             return

@@ -91,7 +91,7 @@ def norm_heads(norm: Any, t: Tensor) -> Tensor:
     return t if norm is None else norm(t.transpose(1, 2)).transpose(1, 2)
 
 
-class LoneSite(DiffusionSite):
+class SelfAttentionSiteBase(DiffusionSite):
     """Site in a self-attention that is called with a mask at most."""
 
     def forward(
@@ -110,7 +110,7 @@ class LoneSite(DiffusionSite):
         raise NotImplementedError
 
 
-class SelfAttentionSite(LoneSite, Attention):
+class SelfAttentionSite(SelfAttentionSiteBase, Attention):
     """Site in the self-attention of DiT and PixArt (`attn1`) and in the second attention of SD3.5 (`attn2`)."""
 
     processors = (*PLAIN, *JOINT)
@@ -123,7 +123,7 @@ class SelfAttentionSite(LoneSite, Attention):
             padding, mask = real_keys(mask), None
         if mask is not None:
             mask = self.prepare_attention_mask(mask, x.shape[1], x.shape[0]).unflatten(0, (x.shape[0], self.heads))
-        x = self.placed(x, self.prefix, padding)
+        x = self.with_cpe(x, self.prefix, padding)
         q, k, v = (split_heads(t, self.heads) for t in self.project(x))
         q, k = norm_heads(self.norm_q, q), norm_heads(self.norm_k, k)
         ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=mask, key_padding_mask=padding)

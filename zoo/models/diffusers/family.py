@@ -51,7 +51,7 @@ class Family:
     rotary: whether queries and keys are rotated.
     grid: token grid of the usual size, where the configuration of a model does not say it.
     trained: whether a transformer can be trained here.
-    former: name of the class in earlier files of diffusers.
+    legacy_class: name of the class in earlier files of diffusers.
     packed: whether input and output are tokens [B, N, C].
     sized: whether a model from scratch is built for one size of the input (`sample_size`).
     classes: entry of the configuration with the number of classes; empty for models of prompts alone.
@@ -77,7 +77,7 @@ class Family:
     rotary: bool = False
     grid: Grid | None = None
     trained: bool = True
-    former: str = ""
+    legacy_class: str = ""
     packed: bool = False
     sized: bool = True
     classes: str = ""

@@ -34,7 +34,7 @@ class FluxSite(JointSite, FluxAttention):
         """[B, N, C] (and text [B, M, C]) -> the same. Raises ValueError for a mask that the mixer cannot honour."""
         self.refuse(arguments)
         text_x = encoder_hidden_states
-        x = self.placed(hidden_states, self.prefix if text_x is None else 0)
+        x = self.with_cpe(hidden_states, self.prefix if text_x is None else 0)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.project(x))
         tokens = self.norm_q(q), self.norm_k(k), v
         if text_x is None:

@@ -7,8 +7,9 @@ image tokens (text is short):
     image queries   o = (sum_text e^(s q.k) v + Z o_mixer) / (sum_text e^(s q.k) + Z)
 
 o_mixer is the mixer over the image tokens alone, which stands for the host's average over the image keys, and Z for
-their weight sum_image e^(s q.k) in the host's softmax. Z is not summed but taken from the mean and the variance of the
-scores (`image_mass`), which two moments of the keys give. MM-EDiT (arXiv 2503.16726) is the same division of labour.
+their weight sum_image e^(s q.k) in the host's softmax. Z is not summed but estimated from the mean and the variance of
+the scores (`estimate_log_partition`), which follow from two moments of the keys. MM-EDiT (arXiv 2503.16726) divides the
+attention in the same way.
 """
 
 from dataclasses import replace
@@ -23,10 +24,10 @@ from zoo.mixers.context import Rotation
 from zoo.models.diffusers.attention import DiffusionSite
 
 Tokens = tuple[Tensor, Tensor, Tensor]  # q, k, v [B, N, H, D]
-EXTRA = 8  # channels added to a head, a multiple of 8 as the fast kernels want
+SCORE_CHANNELS = 8  # channels added to a head, a multiple of 8 as the fast kernels want
 
 
-def image_mass(q: Tensor, k: Tensor, scale: float) -> Tensor:
+def estimate_log_partition(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """log of an estimate of sum_j exp(scale q.k_j) over the N keys: [B, N, H, D] each -> [B, N, H, 1].
 
     In float32 at least.
@@ -46,18 +47,18 @@ def image_mass(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return (q * mean).sum(-1, keepdim=True) + torch.where(variance < 2 * log_n, log_n + variance / 2, frozen)
 
 
-def join_text(q: Tensor, k: Tensor, o: Tensor, text_k: Tensor, text_v: Tensor) -> Tensor:
+def attend_text_and_image(q: Tensor, k: Tensor, o: Tensor, text_k: Tensor, text_v: Tensor) -> Tensor:
     """Image queries q: softmax over the text keys and one more key, which stands for the image and has the value o.
 
     All [B, N, H, D]; k are the image keys, of which only the mass counts. The extra key has another score for each
     query, so that it goes through channels of its own: q' = [q, log Z / s], k' = [k, 0] for text and [0, 1] for it.
     """
     scale = q.shape[-1] ** -0.5
-    score = image_mass(q, k, scale) / scale
+    score = estimate_log_partition(q, k, scale) / scale
     high = score.to(q.dtype)
     low = (score - high.to(score.dtype)).to(q.dtype)  # what the type of q rounded away
-    queries = torch.cat([q, high, low, q.new_zeros(*q.shape[:3], EXTRA - 2)], dim=-1)
-    keys, values = (F.pad(t, (0, EXTRA, 0, 0, 0, 1)) for t in (text_k, text_v))  # one more token, EXTRA more channels
+    queries = torch.cat([q, high, low, q.new_zeros(*q.shape[:3], SCORE_CHANNELS - 2)], dim=-1)
+    keys, values = (F.pad(t, (0, SCORE_CHANNELS, 0, 0, 0, 1)) for t in (text_k, text_v))
     unit = torch.zeros_like(keys[:, -1:])
     unit[..., q.shape[-1] : q.shape[-1] + 2] = 1
     keys = torch.cat([keys[:, :-1], unit], dim=1)
@@ -96,15 +97,15 @@ class JointSite(DiffusionSite):
         if self.mixer_name == "softmax":
             parts = (text, image) if text_first else (image, text)
             q, k, v = (torch.cat(pair, dim=1) for pair in zip(*parts, strict=True))
-            o = self.mixer(q, k, v, replace(ctx, rotate=rotation(rotary, q.shape[-1])))
+            o = self.mixer(q, k, v, replace(ctx, rotate=joint_rotation(rotary, q.shape[-1])))
             return (o[:, n:], o[:, :n]) if text_first else (o[:, : o.shape[1] - n], o[:, o.shape[1] - n :])
-        turn_text, turn = (rotation(rows, image[0].shape[-1]) for rows in split_rows(rotary, n, text_first))
+        turn_text, turn = (joint_rotation(rows, image[0].shape[-1]) for rows in split_rows(rotary, n, text_first))
         o = self.mixer(*image, replace(ctx, rotate=turn)).to(image[0].dtype)
         q, k, text_q, text_k = *image[:2], *text[:2]
         if turn is not None and turn_text is not None:
             q, k, text_q, text_k = turn(q), turn(k), turn_text(text_q), turn_text(text_k)
         text_o = attend(text_q, torch.cat([text_k, k], dim=1), torch.cat([text[2], image[2]], dim=1))
-        return join_text(q, k, o, text_k, text[2]), text_o
+        return attend_text_and_image(q, k, o, text_k, text[2]), text_o
 
 
 def split_rows(rotary: tuple[Tensor, Tensor] | None, n: int, text_first: bool) -> Any:
@@ -115,7 +116,7 @@ def split_rows(rotary: tuple[Tensor, Tensor] | None, n: int, text_first: bool) -
     return (first, last) if text_first else (last, first)
 
 
-def rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Rotation | None:
+def joint_rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Rotation | None:
     """A rotary embedding (cos, sin) [N, D] as a function [B, N, H, W] -> [B, N, H, W]; None without `rotary`.
 
     W is `width` = D or a multiple of it (feature maps that widen): each D channels are rotated alike. Channels 2 i and

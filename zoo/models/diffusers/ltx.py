@@ -33,7 +33,7 @@ class LTXSite(DiffusionSite, LTXAttention):
     ) -> Tensor:
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
         self.refuse(arguments, encoder_hidden_states)
-        x = self.placed(hidden_states, self.prefix)
+        x = self.with_cpe(hidden_states, self.prefix)
         q, k, v = self.project(x)
         q, k, v = (split_heads(t, self.heads) for t in (self.norm_q(q), self.norm_k(k), v))
         rotate = ltx_rotation(image_rotary_emb, self.heads, self.grid is not None)
@@ -82,17 +82,17 @@ def places(shape: tuple[int, ...], about: dict[str, Any]) -> dict[str, Any]:
     return {"num_frames": frames, "height": height, "width": width, "rope_interpolation_scale": scale}
 
 
-def units(pipe: Any) -> tuple[int, int]:
+def ltx_units(pipe: Any) -> tuple[int, int]:
     """Frames and pixels per side of one latent."""
     return pipe.vae_temporal_compression_ratio, pipe.vae_spatial_compression_ratio
 
 
-def vae_factors(vae: Any) -> tuple[int, int]:
+def ltx_vae_factors(vae: Any) -> tuple[int, int]:
     """Frames and pixels per side of one latent."""
     return vae.temporal_compression_ratio, vae.spatial_compression_ratio
 
 
-def vae_scaling(vae: Any) -> tuple[Scaling, Scaling]:
+def ltx_vae_scaling(vae: Any) -> tuple[Scaling, Scaling]:
     """Scaling and shift of each channel, which lie beside the weights."""
     return (vae.config.scaling_factor / vae.latents_std).tolist(), vae.latents_mean.tolist()
 
@@ -109,6 +109,6 @@ LTX = Family(
     arguments=places,
     pipelines=("LTXPipeline",),
     encode=embeddings_and_mask,
-    units=units,
-    vae=VideoVae("AutoencoderKLLTXVideo", vae_factors, vae_scaling),
+    units=ltx_units,
+    vae=VideoVae("AutoencoderKLLTXVideo", ltx_vae_factors, ltx_vae_scaling),
 )

@@ -26,7 +26,7 @@ from zoo.grid import Grid
 from zoo.models.checkpoint_tags import lent_tags, match_checkpoint
 from zoo.models.convert import replay
 from zoo.models.diffusers.attention import DiffusionSite
-from zoo.models.diffusers.parallel import check_parallelism, spread
+from zoo.models.diffusers.parallel import check_parallelism, share_tokens
 from zoo.models.stored_options import restored_conversions
 from zoo.models.timm.attention import Host
 
@@ -48,7 +48,7 @@ def checkpoint_block(block: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(block, *args, use_reentrant=False)
 
 
-def on_its_layout(run: Callable[..., Any], block: nn.Module, *args: Any) -> Any:
+def checkpoint_with_grid(run: Callable[..., Any], block: nn.Module, *args: Any) -> Any:
     """`run(block, *args)`, a checkpointing function, in which recomputing sees the layout of this call."""
     if torch.compiler.is_compiling():  # the graph holds the layout already, and may not write attributes here
         return run(block, *args)
@@ -157,13 +157,13 @@ class HLADiffusionModel(Host):
     def enable_gradient_checkpointing(self, gradient_checkpointing_func: Callable[..., Any] | None = None) -> None:
         """Recompute each block in the backward pass, through `gradient_checkpointing_func(block, *args)` if given."""
         run = gradient_checkpointing_func or checkpoint_block
-        super().enable_gradient_checkpointing(functools.partial(on_its_layout, run))
+        super().enable_gradient_checkpointing(functools.partial(checkpoint_with_grid, run))
 
     def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
         """Spread the model over several devices as diffusers does; ValueError where a mixer would not be exact."""
         check_parallelism(self, config, self.splits_tokens and cp_plan is None)
         super().enable_parallelism(config=config, cp_plan=cp_plan)
-        spread(self)
+        share_tokens(self)
 
     @classmethod
     def _load_pretrained_model(cls, model: Any, state_dict: Any, files: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Context parallelism of converted models: the tokens of a video spread over several devices (`enable_parallelism`).
+"""Context parallelism of converted models: the tokens of a sample shared by several devices.
 
 diffusers splits the tokens before the first block and gathers them after the last. A two-sided mixer needs nothing of
 the other devices but the sum of its moments (`hla_kernels.sharded`); layers with softmax work as diffusers does it.
@@ -32,7 +32,7 @@ def check_parallelism(model: Any, config: Any, splits_tokens: bool) -> None:
             )
 
 
-def spread(model: Any) -> None:
+def share_tokens(model: Any) -> None:
     """Let the mixers of `model` add their moments over the devices that share its tokens."""
     parallel = model._parallel_config.context_parallel_config
     if parallel is None:

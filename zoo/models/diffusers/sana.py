@@ -8,20 +8,20 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from zoo.mixers import Context
-from zoo.models.diffusers.attention import LoneSite
+from zoo.models.diffusers.attention import SelfAttentionSiteBase
 from zoo.models.diffusers.family import Family, embeddings_and_mask
 from zoo.models.diffusers.models import HLADiffusionModel
 from zoo.models.timm.attention import split_heads
 
 
-class SanaSite(LoneSite, Attention):
+class SanaSite(SelfAttentionSiteBase, Attention):
     """Site in the self-attention of Sana (`attn1`), which is linear already; norms of q and k are over all heads."""
 
     processors = ("SanaLinearAttnProcessor2_0",)
 
     def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """[B, N, C] -> [B, N, C]."""
-        x = self.placed(x, self.prefix)
+        x = self.with_cpe(x, self.prefix)
         q, k, v = self.project(x)
         q = q if self.norm_q is None else self.norm_q(q)
         k = k if self.norm_k is None else self.norm_k(k)

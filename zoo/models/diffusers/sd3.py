@@ -30,7 +30,7 @@ class SD3Site(JointSite, Attention):
         if attention_mask is not None or encoder_hidden_states is None:
             raise ValueError("the joint attention of SD3 takes text tokens and no attention mask")
         text_x = encoder_hidden_states
-        x = self.placed(hidden_states, 0)
+        x = self.with_cpe(hidden_states, 0)
         q, k, v = (split_heads(t, self.heads) for t in self.project(x))
         added = (self.add_q_proj, self.add_k_proj, self.add_v_proj)
         text = self.to_added_qkv(text_x).chunk(3, dim=-1) if self.fused else [proj(text_x) for proj in added]
@@ -49,7 +49,7 @@ class HLASD3Transformer2DModel(HLADiffusionModel, SD3Transformer2DModel):
     _repeated_blocks: ClassVar = ["JointTransformerBlock"]
 
 
-def encode(pipe: Any, prompts: list[str], **options: Any) -> dict[str, Tensor]:
+def encode_sd3(pipe: Any, prompts: list[str], **options: Any) -> dict[str, Tensor]:
     """Embeddings of three text encoders, and pooled ones of two."""
     found = pipe.encode_prompt(prompts, None, None, **options)
     return {"encoder_hidden_states": found[0], "pooled_projections": found[2]}
@@ -60,5 +60,5 @@ SD3 = Family(
     converted=HLASD3Transformer2DModel,
     sites={"transformer_blocks.*.attn": SD3Site, "transformer_blocks.*.attn2": SelfAttentionSite},
     pipelines=("StableDiffusion3Pipeline",),
-    encode=encode,
+    encode=encode_sd3,
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from hla_kernels.features.rms_norm import in_kernels
 from zoo.mixers import Context, Mixer
 from zoo.mixers.context import Rotation
-from zoo.mixers.layers import TokenRMSNorm, norm_tokens
+from zoo.mixers.layers import TokenRMSNorm, swap_rms_norm
 from zoo.models.diffusers.attention import DiffusionSite
 from zoo.models.diffusers.family import Family, Scaling, VideoVae
 from zoo.models.diffusers.models import HLADiffusionModel
@@ -26,11 +26,11 @@ class WanSite(DiffusionSite, WanAttention):
         """As everywhere; beside a mixer of ours the norms form no float32 tensors under autocast."""
         super().install(mixer)
         for norm in (self.norm_q, self.norm_k):
-            norm_tokens(norm, mixer.name != "softmax")
+            swap_rms_norm(norm, mixer.name != "softmax")
 
     def release(self) -> None:
         for norm in (self.norm_q, self.norm_k):
-            norm_tokens(norm, False)
+            swap_rms_norm(norm, False)
         super().release()
 
     def forward(
@@ -45,7 +45,7 @@ class WanSite(DiffusionSite, WanAttention):
         self.refuse(arguments, encoder_hidden_states)
         if self.mixer_name == "softmax" and self.processor._parallel_config is not None:
             return super().forward(hidden_states, None, attention_mask, rotary_emb)  # these tokens are not all of them
-        x = self.placed(hidden_states, self.prefix)
+        x = self.with_cpe(hidden_states, self.prefix)
         q, k, v = self.project(x)
         rotate = wan_rotation(rotary_emb, v.shape[-1] // self.heads)
         how = self.preparation(q, rotate)
@@ -90,22 +90,22 @@ class HLAWanTransformer3DModel(HLADiffusionModel, WanTransformer3DModel):
     splits_tokens = True
 
 
-def encode(pipe: Any, prompts: list[str], **options: Any) -> dict[str, Tensor]:
+def encode_wan(pipe: Any, prompts: list[str], **options: Any) -> dict[str, Tensor]:
     """Embeddings without a mask: padding is zeros."""
     return {"encoder_hidden_states": pipe.encode_prompt(prompts, **options)[0]}
 
 
-def units(pipe: Any) -> tuple[int, int]:
+def wan_units(pipe: Any) -> tuple[int, int]:
     """Frames and pixels per side of one latent."""
     return pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
 
 
-def vae_factors(vae: Any) -> tuple[int, int]:
+def wan_vae_factors(vae: Any) -> tuple[int, int]:
     """Frames and pixels per side of one latent; the VAE of Wan 2.2 puts 2 x 2 pixels together before anything else."""
     return 2 ** sum(vae.temperal_downsample), 2 ** len(vae.temperal_downsample) * (vae.config.patch_size or 1)
 
 
-def vae_scaling(vae: Any) -> tuple[Scaling, Scaling]:
+def wan_vae_scaling(vae: Any) -> tuple[Scaling, Scaling]:
     """Scaling and shift of each channel."""
     return [1 / s for s in vae.config.latents_std], list(vae.config.latents_mean)
 
@@ -122,9 +122,9 @@ WAN = Family(
     class_tokens=True,
     pipelines=("WanPipeline", "WanImageToVideoPipeline"),
     first_frame="WanImageToVideoPipeline",
-    encode=encode,
-    units=units,
+    encode=encode_wan,
+    units=wan_units,
     fps=16.0,
-    vae=VideoVae("AutoencoderKLWan", vae_factors, vae_scaling),
+    vae=VideoVae("AutoencoderKLWan", wan_vae_factors, wan_vae_scaling),
     vae_dtype=torch.float32,  # as its publishers say
 )

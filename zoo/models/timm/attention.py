@@ -74,12 +74,12 @@ class Site(Host):
         if self.mixer_name != "softmax":
             self.mixer.tag.copy_(self._tag())
 
-    def placed(self, x: Tensor, prefix: int, keys: Tensor | None = None) -> Tensor:
+    def with_cpe(self, x: Tensor, prefix: int, keys: Tensor | None = None) -> Tensor:
         """The hidden states that the host projects: with the convolution of a mixer that has one (`cpe`). keys: [B, N]
         of real tokens."""
         if self.mixer.cpe is None:
             return x
-        return self.mixer.placed(x, Context(x=x, grid=self.grid, prefix=prefix, key_padding_mask=keys))
+        return self.mixer.with_cpe(x, Context(x=x, grid=self.grid, prefix=prefix, key_padding_mask=keys))
 
     def mix(
         self,
@@ -122,7 +122,7 @@ def host_class(module: nn.Module, mixin: type) -> Any:
     return next(kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and not issubclass(kind, mixin))
 
 
-def rotation(site: Any, rope: Tensor | None, like: Tensor) -> Rotation | None:
+def rope_rotation(site: Any, rope: Tensor | None, like: Tensor) -> Rotation | None:
     """The host's rotary embedding as a function [B, N, H, W] -> [B, N, H, W]; None without `rope`.
 
     Prefix tokens are left alone. W is the head width D or a multiple of it (feature maps that widen): each D channels
@@ -191,7 +191,7 @@ class AttentionSite(Site, Attention):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
-        x = self.placed(x, self.prefix)
+        x = self.with_cpe(x, self.prefix)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = qkv.unbind(2)
         return self.mix(q, k, v, x, attn_mask, is_causal, qkv=qkv)
@@ -204,7 +204,7 @@ class RotarySite(Site):
         self: Any, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
-        x = self.placed(x, self.prefix)
+        x = self.with_cpe(x, self.prefix)
         qkv = None
         if self.qkv is not None:
             qkv = self._packed(x).unflatten(-1, (3, self.num_heads, -1))
@@ -212,7 +212,7 @@ class RotarySite(Site):
         else:
             q = split_heads(self.q_proj(x), self.num_heads)
             k, v = (split_heads(proj(x), kv_heads(self)) for proj in (self.k_proj, self.v_proj))
-        return self.mix(q, k, v, x, attn_mask, is_causal, rotation(self, rope, v), qkv)
+        return self.mix(q, k, v, x, attn_mask, is_causal, rope_rotation(self, rope, v), qkv)
 
     def _packed(self: Any, x: Tensor) -> Tensor:
         return self.qkv(x)

@@ -5,7 +5,7 @@
 
 from zoo.models.timm.registry import register_family, untrained_cfgs
 
-BASES = (
+DEIT_BASES = (
     "deit_tiny_patch16_224",
     "deit_small_patch16_224",
     "deit_base_patch16_224",
@@ -18,5 +18,5 @@ BASES = (
     "deit3_base_patch16_224",
     "deit3_base_patch16_384",
 )
-default_cfgs = untrained_cfgs(BASES)
-register_family(__name__, BASES)
+default_cfgs = untrained_cfgs(DEIT_BASES)
+register_family(__name__, DEIT_BASES)

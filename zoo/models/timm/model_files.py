@@ -20,12 +20,12 @@ from zoo.models.checkpoint_tags import sites_of
 from zoo.models.convert import swap
 from zoo.models.stored_options import restored_arguments, restored_options
 
-NEW = ".mixer."  # in the names of all parameters that a mixer adds to its host
+MIXER_PREFIX = ".mixer."  # in the names of all parameters that a mixer adds to its host
 HEADER = "hla_zoo"  # the key of the safetensors header that holds a Recipe as JSON
 WEIGHTS = "model.safetensors"
 PICKLED = "pytorch_model.bin"  # of timm's save_for_hf(safe_serialization=False), read with weights_only=True
-CONFIG = "config.json"  # of timm's save_for_hf
-AVERAGE = "model_ema.safetensors"
+HUB_CONFIG = "config.json"  # of timm's save_for_hf
+EMA_WEIGHTS = "model_ema.safetensors"
 FILES = {"checkpoint_path", "pretrained_cfg", "cache_dir"}  # keywords with which timm reads files
 OVERLAY = "pretrained_cfg_overlay"  # may say what images a model reads, not where its weights are
 OVERLAY_KEYS = {"input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode"}
@@ -129,7 +129,7 @@ def convert_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     return model
 
 
-def with_options(model: Any, recipe: Recipe) -> Recipe:
+def with_resolved_options(model: Any, recipe: Recipe) -> Recipe:
     """The recipe of a converted `model` with every option of its mixers, those taken from the host (blocks) too."""
     if recipe.mixer:
         options = next(site.mixer_options for _, site in sites_of(model) if site.mixer_name == recipe.mixer)
@@ -139,7 +139,7 @@ def with_options(model: Any, recipe: Recipe) -> Recipe:
 
 def holds_weights(path: str | Path) -> bool:
     """Whether `path` is a folder with weights of a timm model."""
-    return any((Path(path) / name).is_file() for name in (AVERAGE, WEIGHTS, PICKLED))
+    return any((Path(path) / name).is_file() for name in (EMA_WEIGHTS, WEIGHTS, PICKLED))
 
 
 def weights_file(path: str | Path) -> Path:
@@ -147,7 +147,7 @@ def weights_file(path: str | Path) -> Path:
     pytorch_model.bin only in a folder of timm's save_for_hf. Raises ValueError if none."""
     file = Path(path)
     if file.is_dir():
-        names = (AVERAGE, WEIGHTS, *([PICKLED] if (file / CONFIG).is_file() else []))
+        names = (EMA_WEIGHTS, WEIGHTS, *([PICKLED] if (file / HUB_CONFIG).is_file() else []))
         file = next((file / name for name in names if (file / name).is_file()), file / WEIGHTS)
     if not file.is_file():
         raise ValueError(f"there is no checkpoint {file}")
@@ -168,7 +168,7 @@ def read_recipe(path: str | Path) -> Recipe | None:
     except SafetensorError as error:
         raise ValueError(f"the checkpoint {file} is truncated or damaged: {error}") from error
     if HEADER not in header:
-        return _hub_recipe(file.parent) if file.with_name(CONFIG).is_file() else None
+        return _hub_recipe(file.parent) if file.with_name(HUB_CONFIG).is_file() else None
     try:
         return _restored(from_tree(Recipe, json.loads(header[HEADER])))
     except (ValueError, *UNBUILT) as error:
@@ -179,7 +179,7 @@ def read_recipe(path: str | Path) -> Recipe | None:
 def _hub_recipe(folder: Path) -> Recipe:
     """The recipe of a folder of timm's save_for_hf. Raises ValueError for a config.json that describes no model."""
     try:
-        stored = json.loads((folder / CONFIG).read_text())
+        stored = json.loads((folder / HUB_CONFIG).read_text())
         kwargs, cfg = dict(stored.get("model_args") or {}), dict(stored["pretrained_cfg"])
         classes, size = kwargs.pop("num_classes", stored["num_classes"]), kwargs.pop("img_size", cfg["input_size"][1:])
         size = [size, size] if isinstance(size, int) else list(size)
@@ -209,7 +209,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint, on the CPU; says so when they are the average of a run. Raises ValueError if the
     file is truncated or holds values that are not finite."""
     file = weights_file(path)
-    if Path(path) != file and file.name == AVERAGE:
+    if Path(path) != file and file.name == EMA_WEIGHTS:
         print(
             f"{path}: the average of the weights is taken, {file} (name {WEIGHTS} there for the last ones)", flush=True
         )
@@ -247,13 +247,13 @@ def save_weights(model: nn.Module, recipe: Recipe, file: Path) -> None:
     save_tensors(model.state_dict(), header_of(recipe), file)
 
 
-def keep_source(source: str, folder: Path) -> None:
+def check_output_folder(source: str, folder: Path) -> None:
     """Raise ValueError when what is written into `folder` would take the place of `source`, a folder, file or hub
     name."""
     folder = folder.resolve()
     if source and Path(source).resolve() in (folder, folder / WEIGHTS):
         raise ValueError(f"out={folder} is the source, whose softmax weights would be lost: choose another folder")
-    if (folder / AVERAGE).is_file():
+    if (folder / EMA_WEIGHTS).is_file():
         raise ValueError(f"out={folder} holds a run with an average of its weights: choose another folder")
 
 
@@ -263,15 +263,15 @@ def load_model(path: str | Path) -> tuple[nn.Module, Recipe]:
     if recipe is None:
         raise ValueError(f"{path} does not say how to build its model; give the timm name with model.name")
     model = build(recipe)
-    fill(model, read_weights(path), str(path))
+    load_strict(model, read_weights(path), str(path))
     return model, recipe
 
 
-def fill(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
+def load_strict(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
     """Load weights, every key of them and of the model. Raises ValueError that names what does not fit."""
     own = model.state_dict()
-    if not any(NEW in k for k in weights):  # softmax weights: the mixers keep their initial values
-        own = {k: v for k, v in own.items() if NEW not in k}
+    if not any(MIXER_PREFIX in k for k in weights):  # softmax weights: the mixers keep their initial values
+        own = {k: v for k, v in own.items() if MIXER_PREFIX not in k}
     wrong = [f"lacks {k}" for k in own.keys() - weights.keys()]
     wrong += [f"has {k}, unknown to the model" for k in weights.keys() - own.keys()]
     shared = own.keys() & weights.keys()

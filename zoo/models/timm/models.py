@@ -2,7 +2,8 @@
 
 Two resolutions in one backward pass with gradient checkpointing give exact gradients, because the blocks checkpoint
 themselves and set the grid of the first forward again before they recompute.
-A converted model gets its class from `MODELS` and its blocks from `BLOCKS`; a new family is one row in each.
+A converted model gets its class from `CONVERTED_MODELS` and its blocks from `CONVERTED_BLOCKS`; a new family is one row
+in each.
 """
 
 import functools
@@ -22,7 +23,7 @@ from zoo.grid import Grid
 from zoo.mixers import LayerSpec, MixerConfig
 from zoo.models import CONVERTED, Swap
 from zoo.models.checkpoint_tags import match_checkpoint, no_torchscript
-from zoo.models.saved_config import OURS, architecture_of, record_architecture, recorded_arguments
+from zoo.models.saved_config import ZOO_KWARGS, architecture_of, record_architecture, recorded_arguments
 from zoo.models.timm.attention import (
     SITES,
     Host,
@@ -32,7 +33,7 @@ from zoo.models.timm.attention import (
     host_class,
     layer_spec,
 )
-from zoo.models.unsupported import refuse_block, refuse_dropout, refuse_family, refuse_rotary, refuse_thing
+from zoo.models.unsupported import check_is_module, refuse_block, refuse_dropout, refuse_family, refuse_rotary
 
 
 def set_grid(module: nn.Module, grid: Grid | None) -> None:
@@ -197,13 +198,13 @@ class HLAEvaBlockPostNorm(HLABlock, EvaBlockPostNorm):
     """Post-norm block of EVA."""
 
 
-MODELS: dict[type[nn.Module], type[nn.Module]] = {
+CONVERTED_MODELS: dict[type[nn.Module], type[nn.Module]] = {
     VisionTransformer: HLAVisionTransformer,
     VisionTransformerDistilled: HLAVisionTransformerDistilled,
     Eva: HLAEva,
     NaFlexVit: HLANaFlexVit,
 }
-BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
+CONVERTED_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
     Block: HLAViTBlock,
     ResPostBlock: HLAResPostBlock,
     ParallelThingsBlock: HLAParallelThingsBlock,
@@ -222,9 +223,9 @@ def converted_class(kind: type) -> Any:
     A subclass of a known class keeps what it adds and overrides. Raises ValueError for one that overrides where its
     tokens lie.
     """
-    base = next((k for k in kind.__mro__ if k in MODELS), None)
+    base = next((k for k in kind.__mro__ if k in CONVERTED_MODELS), None)
     if base is None or kind is base:
-        return MODELS.get(kind)
+        return CONVERTED_MODELS.get(kind)
     changed = [name for name in LAYOUT if getattr(kind, name, None) is not getattr(base, name, None)]
     if changed:
         raise ValueError(
@@ -232,13 +233,13 @@ def converted_class(kind: type) -> Any:
             f"tokens may lie elsewhere than mixers are told. Convert a {base.__name__} and put what is your own around "
             "it, or override forward, forward_head or forward of a block instead"
         )
-    mixin: Any = MODELS[base]
+    mixin: Any = CONVERTED_MODELS[base]
     return derived(mixin, kind)
 
 
 def converted_block(kind: type) -> Any:
     """The class of a block of class `kind` once its model is converted."""
-    return BLOCKS.get(kind) or derived(HLABlock, kind)
+    return CONVERTED_BLOCKS.get(kind) or derived(HLABlock, kind)
 
 
 @functools.cache
@@ -259,15 +260,15 @@ def _empty(mixin: type, kind: type) -> Any:
 class TimmBackbone:
     """What `zoo.convert` has to know about timm models, see `zoo.models.Backbone`."""
 
-    def parts(self, model: Any) -> dict[str, Any]:
+    def submodels(self, model: Any) -> dict[str, Any]:
         if is_scriptable():
             no_torchscript(model)
-        refuse_thing(model)
+        check_is_module(model)
         if not isinstance(model, HLAModel) and converted_class(type(model)) is None:
-            refuse_family(model, {*MODELS, *MODELS.values()})
+            refuse_family(model, {*CONVERTED_MODELS, *CONVERTED_MODELS.values()})
         for name, block in model.blocks.named_children():
             inside = any(type(m) in SITES or isinstance(m, Site) for m in block.modules())
-            if not inside and type(block) not in BLOCKS and not isinstance(block, HLABlock):
+            if not inside and type(block) not in CONVERTED_BLOCKS and not isinstance(block, HLABlock):
                 refuse_block(model, f"blocks.{name}", block)
         if not attention_layers(model):
             kinds = sorted({type(m).__name__ for n, m in model.blocks.named_modules() if n.endswith("attn")})
@@ -284,7 +285,7 @@ class TimmBackbone:
     def blocks(self, model: Any) -> dict[str, int]:
         return {name: block_index(name) for name in attention_layers(model)}
 
-    def present(self, model: Any, attn: Any) -> str:
+    def current_mixer(self, model: Any, attn: Any) -> str:
         return getattr(attn, "mixer_name", "softmax")
 
     def grid_dims(self, model: Any) -> int:
@@ -293,7 +294,7 @@ class TimmBackbone:
     def layer_spec(self, model: Any, attn: Any) -> LayerSpec:
         return layer_spec(attn, usual_grid(model), model.num_prefix_tokens)
 
-    def check(self, model: Any, attn: Any, config: MixerConfig) -> None:
+    def check_options(self, model: Any, attn: Any, config: MixerConfig) -> None:
         name, options = config
         refuse_dropout(attn.attn_drop.p, name)
         refuse_rotary(name, getattr(model, "rope", None) is not None)
@@ -311,13 +312,13 @@ class TimmBackbone:
         if any(m > n for m, n in zip(blocks, grid, strict=True)):
             raise ValueError(f"blocks={list(blocks)} are more than the tokens of the grid {grid} along an axis")
 
-    def left(self, model: Any) -> dict[str, str]:
+    def skipped_layers(self, model: Any) -> dict[str, str]:
         reason = "pooling attention: one query an image, its cost is linear already"
         return {name: reason for name, m in model.named_modules() if isinstance(m, AttentionPoolLatent)}
 
     def install(self, model: Any, swaps: list[Swap]) -> None:
         if not isinstance(model, HLAModel):
-            self._adopt(model)
+            self._to_converted_class(model)
         for attn, mixer in swaps:
             if not isinstance(attn, Site):
                 attn.__class__ = SITES[type(attn)]
@@ -325,7 +326,7 @@ class TimmBackbone:
             attn.prefix = model.num_prefix_tokens
         model.sync_grid()
 
-    def _adopt(self, model: Any) -> None:
+    def _to_converted_class(self, model: Any) -> None:
         checkpointing = model.grad_checkpointing
         model.hla_base = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or ""
         model.__class__ = converted_class(type(model))
@@ -347,7 +348,7 @@ class TimmBackbone:
         if "host_key_only" in own:
             model.use_key_only_attn_mask = own.pop("host_key_only")
         if "_model_args" in own:
-            own["_model_args"] = {key: value for key, value in own["_model_args"].items() if key not in OURS}
+            own["_model_args"] = {key: value for key, value in own["_model_args"].items() if key not in ZOO_KWARGS}
         if getattr(model, "pretrained_cfg", None):
             model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "architecture": model.hla_base}
         for name in ("hla_config", "hla_base", "from_softmax"):
@@ -355,7 +356,7 @@ class TimmBackbone:
         model.__class__ = host_class(model, HLAModel)
         model.set_grad_checkpointing(checkpointing)
 
-    def record(self, model: Any) -> None:
+    def update_saved_config(self, model: Any) -> None:
         record_architecture(model)
 
 

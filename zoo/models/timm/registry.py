@@ -102,8 +102,8 @@ def build_converted(base: str, name: str, conversions: Any, pretrained: bool, kw
 
     entrypoint = model_entrypoint(base)
     creators = {n: f for n, f in entrypoint.__globals__.items() if n.startswith("_create_") and hasattr(f, "__code__")}
-    ours = {n: rebind(f, build_model_with_cfg=build, _USE_NAFLEX_DEFAULT=False) for n, f in creators.items()}
-    create = rebind(entrypoint, build_model_with_cfg=build, **ours)
+    ours = {n: with_globals(f, build_model_with_cfg=build, _USE_NAFLEX_DEFAULT=False) for n, f in creators.items()}
+    create = with_globals(entrypoint, build_model_with_cfg=build, **ours)
     try:
         model = create(pretrained, **kwargs)
     except RuntimeError as error:
@@ -123,11 +123,11 @@ def _build_with_cfg() -> Callable[..., nn.Module]:
     """timm's builder, in which a weights file that cannot be read is one clear sentence."""
     load = build_model_with_cfg.__globals__["load_pretrained"]
     readers = ("load_state_dict", "load_state_dict_from_path")
-    guarded = {n: readable(load.__globals__[n]) for n in readers if n in load.__globals__}
-    return rebind(build_model_with_cfg, load_pretrained=rebind(load, **guarded))
+    guarded = {n: with_load_errors(load.__globals__[n]) for n in readers if n in load.__globals__}
+    return with_globals(build_model_with_cfg, load_pretrained=with_globals(load, **guarded))
 
 
-def readable(read: Callable[..., Any]) -> Callable[..., Any]:
+def with_load_errors(read: Callable[..., Any]) -> Callable[..., Any]:
     """`read(path, ...)`, which raises ValueError for a file that is missing, truncated or no checkpoint."""
 
     def guarded(path: Any, *args, **kwargs) -> Any:
@@ -142,7 +142,7 @@ def readable(read: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def rebind(function: Any, **names: Any) -> Callable[..., Any]:
+def with_globals(function: Any, **names: Any) -> Callable[..., Any]:
     """A copy of `function` that sees `names` in the place of those globals; `function` itself is untouched."""
     copy = FunctionType(
         function.__code__,

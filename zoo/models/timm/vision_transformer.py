@@ -5,7 +5,7 @@
 
 from zoo.models.timm.registry import register_family, untrained_cfgs
 
-BASES = (
+VIT_BASES = (
     "vit_tiny_patch16_224",
     "vit_tiny_patch16_384",
     "vit_small_patch16_224",
@@ -27,5 +27,5 @@ BASES = (
     "naflexvit_base_patch16_siglip",
     "naflexvit_so150m2_patch16_reg1_gap",
 )
-default_cfgs = untrained_cfgs(BASES)
-register_family(__name__, BASES)
+default_cfgs = untrained_cfgs(VIT_BASES)
+register_family(__name__, VIT_BASES)

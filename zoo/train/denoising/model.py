@@ -141,7 +141,7 @@ def _from(where: str, more: dict[str, Any], part: str) -> Any:
         raise ValueError(f"there is no checkpoint {where}: expected a folder of diffusers or a hub name in reach")
     name = config.get("_class_name", "")
     allowed = [cls.__name__ for f in KINDS.values() for cls in (f.host, f.converted)]
-    if name not in [*allowed, *(f.former for f in KINDS.values() if f.former)]:
+    if name not in [*allowed, *(f.legacy_class for f in KINDS.values() if f.legacy_class)]:
         raise unknown_name("class of a transformer", name, allowed)
     kind = class_named(name) or getattr(diffusers, name)  # diffusers tells apart what earlier files call alike
     model = read_folder(kind, where, **more, torch_dtype=torch.float32)
@@ -242,11 +242,6 @@ def without_label_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, diffusers.models.embeddings.LabelEmbedding):
             module.dropout_prob = 0.0
-
-
-def attention_layers(model: Any) -> dict[str, nn.Module]:
-    """The self-attention modules of a model by name, converted or not."""
-    return backbone_of(model).layers(model)
 
 
 def save_transformer(model: Any, folder: Path, scheduler: Any) -> None:

@@ -8,20 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.conversion.distill import AttentionMatch
+from zoo.conversion.distill import AttentionDistillation
 from zoo.train.denoising.settings import TeacherSettings
 
 
 class Teacher:
     """The losses that a frozen teacher adds: squared distances of outputs, of variances, and of attention outputs.
 
-    Both models see the same x_t, t and conditions. For the distance of attention outputs see `AttentionMatch`. Raises
-    ValueError for attention without a converted layer.
+    Both models see the same x_t, t and conditions. For the distance of attention outputs see `AttentionDistillation`.
+    Raises ValueError for attention without a converted layer.
     """
 
     def __init__(self, model: nn.Module, student: nn.Module, settings: TeacherSettings) -> None:
         self.model, self.settings = model, settings
-        self.match = AttentionMatch(student, model) if settings.attention else None
+        self.match = AttentionDistillation(student, model) if settings.attention else None
 
     def listen(self, which: str = "student") -> Any:
         """A context around the student's forward pass."""
