@@ -17,10 +17,23 @@ from zoo.mixers import MIXERS
 from zoo.models.convert import convert, revert
 from zoo.models.timm import converted, deit, vision_transformer
 from zoo.models.timm.layer import Attention
-from zoo.models.timm.model_files import holds_weights, load_model
+from zoo.models.timm.model_files import holds_weights, load_model, save_model
 
 __version__ = "0.1.0"
-__all__ = ["MIXERS", "Attention", "__version__", "convert", "converted", "deit", "load", "revert", "vision_transformer"]
+__all__ = ["MIXERS", "Attention", "__version__", "convert", "load", "revert", "save"]
+__all__ += ["converted", "deit", "vision_transformer"]  # modules that register names with timm
+
+
+def save(model: Any, folder: str | Path) -> None:
+    """Write a model or pipeline, with a model card, as a folder that `load` and its own library open.
+
+    model: a timm model (written by timm's `save_for_hf`) or a model or pipeline of diffusers (`save_pretrained`),
+    converted or not. Raises ValueError for a timm model that was not made by `timm.create_model`: it has no name.
+    """
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)
+    else:
+        save_model(model, Path(folder))
 
 
 def load(path: str | Path) -> Any:

@@ -13,6 +13,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +28,7 @@ from zoo.models.checkpoint_tags import lent_tags, match_checkpoint
 from zoo.models.convert import replay
 from zoo.models.diffusers.attention import DiffusionSite
 from zoo.models.diffusers.parallel import check_parallelism, share_tokens
+from zoo.models.model_card import write_card
 from zoo.models.stored_options import restored_conversions
 from zoo.models.timm.attention import Host
 
@@ -137,11 +139,14 @@ class HLADiffusionModel(Host):
         return model
 
     @functools.wraps(ModelMixin.save_pretrained)
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
         caller = sys._getframe(1).f_locals.get("self")
         if isinstance(caller, DiffusionPipeline):  # it noted the host's class if the model was converted inside it
             caller.register_modules(**{name: part for name, part in caller.components.items() if part is self})
-        super().save_pretrained(*args, **kwargs)
+        super().save_pretrained(save_directory, is_main_process, **kwargs)
+        if is_main_process:
+            base = self.config.get("_name_or_path") or self.host.__name__
+            write_card(self, Path(save_directory), type(self).__name__, base, "diffusers")
 
     def layout(self, arguments: dict[str, Any]) -> tuple[Grid | None, int]:
         """(grid, number of leading text tokens) of a forward pass with these arguments."""

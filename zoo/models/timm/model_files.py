@@ -11,6 +11,7 @@ import timm
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from zoo.config import from_tree
@@ -18,6 +19,7 @@ from zoo.errors import shortened, unknown_name
 from zoo.files import replacing
 from zoo.models.checkpoint_tags import sites_of
 from zoo.models.convert import swap
+from zoo.models.model_card import write_card
 from zoo.models.stored_options import restored_arguments, restored_options
 
 MIXER_PREFIX = ".mixer."  # in the names of all parameters that a mixer adds to its host
@@ -243,8 +245,22 @@ def save_tensors(tensors: dict[str, Tensor], header: dict[str, str], file: Path)
 
 
 def save_weights(model: nn.Module, recipe: Recipe, file: Path) -> None:
-    """Write the weights of `model` with `recipe` in the header; the file is complete or as it was."""
+    """Write the weights of `model` with `recipe` in the header, and a model card beside them; the file is complete or
+    as it was."""
     save_tensors(model.state_dict(), header_of(recipe), file)
+    write_card(model, file.parent, recipe.describe(), getattr(model, "hla_base", recipe.name), "timm")
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write a timm model, converted or not, as a folder of timm's `save_for_hf` with a model card. Raises ValueError
+    for a model that has no timm name."""
+    if not getattr(model, "pretrained_cfg", None):
+        raise ValueError(
+            f"{type(model).__name__} was not made by timm.create_model and has no timm name: save its state_dict"
+        )
+    save_for_hf(model, folder, model_args=getattr(model, "hla_args", None), safe_serialization=True)
+    name = model.pretrained_cfg["architecture"]
+    write_card(model, folder, name, getattr(model, "hla_base", name), "timm")
 
 
 def check_output_folder(source: str, folder: Path) -> None:
