@@ -1,10 +1,12 @@
-# Two commands matter: `make test` (lint, types, tests) and `make demo` (the main job on the embedded data).
+# `make test` (lint, types, tests), `make test-kernels` (Triton kernels interpreted and compiled, no GPU needed) and
+# `make demo` (the main job on the embedded data).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: test demo docs campaign lint types pytest clean
+.PHONY: test test-kernels demo docs campaign lint types pytest clean
 
 test: lint types pytest
 
@@ -15,7 +17,10 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 pytest: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST) -m "not kernels"
+
+test-kernels: $(STAMP)
+	$(PYTEST) -m kernels
 
 demo: $(STAMP)
 	$(BIN)/python tools/demo.py

@@ -99,12 +99,14 @@ def test_auto_compile_and_opcheck():
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.kernels
 def test_interpreted():
     """This file as a program, in float32 and float16."""
     pytest.importorskip("triton")
     check_interpreted(__file__, "interpreted")
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("d", "k_tile"), [(64, 16), (64, 4), (72, 16), (128, 16)])
 def test_no_spills_and_no_operand_in_registers(tmp_path, d, k_tile):
     """What a call and its backward launch, compiled for sm_90a."""

@@ -90,12 +90,14 @@ def test_opcheck_compile_and_capture(monkeypatch, degree):
     torch.library.opcheck(torch.ops.hla_kernels.multipole, (*x, *where), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.kernels
 def test_interpreted():
     """The same in float32, and once in float16 by the rule of the error: this file as a program."""
     pytest.importorskip("triton")
     check_interpreted(__file__, "interpreted")
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("which", STACK)
 def test_spills(tmp_path, which):
     """What a call with heads of 64 launches, compiled for sm_90a; the gradients of keys apart."""

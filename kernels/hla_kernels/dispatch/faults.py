@@ -8,6 +8,8 @@ import warnings
 
 import torch
 
+from . import traced_as_constant
+
 WARNED: set[str] = set()
 TESTED = (9, 0)  # compute capability of the GPUs that the tests ran on: H100 and H200
 
@@ -34,7 +36,7 @@ def triton_version() -> str:
         return ""
 
 
-@torch.compiler.assume_constant_result
+@traced_as_constant
 def is_tested(index: int | None) -> bool:
     """Whether a CUDA device (the current one if None) is of a kind that the tests ran on."""
     return torch.cuda.get_device_capability(index) == TESTED

@@ -17,10 +17,12 @@ COMPILED = (
 )  # fmt: skip
 
 
+@pytest.mark.kernels
 def test_interpreted():
     check_interpreted(*PYTEST, HERE / "taylor_interpreted.py")
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("case", COMPILED, ids=lambda c: "-".join(c))
 def test_no_spills(case, tmp_path):
     check_compiled(STACK_LIMIT, 5, tmp_path, HERE / "taylor_gate.py", case)

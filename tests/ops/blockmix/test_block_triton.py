@@ -24,10 +24,12 @@ COMPILED = (
 )
 
 
+@pytest.mark.kernels
 def test_interpreted():
     check_interpreted(*PYTEST, HERE / "block_interpreted.py")
 
 
+@pytest.mark.kernels
 def test_no_spills(tmp_path):
     check_compiled(STACK_LIMIT, 5, tmp_path, HERE / "block_gate.py", *COMPILED)
 

@@ -19,6 +19,7 @@ def test_torch_form(dtype):
     assert max(found) <= (2e-6 if dtype == torch.float32 else 2.0**-8), found
 
 
+@pytest.mark.kernels
 def test_interpreted():
     pytest.importorskip("triton")
     check_interpreted(*PYTEST, CHILD)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...dispatch import traced_as_constant
+
 Grid = tuple[int, ...]
 
 
@@ -57,7 +59,7 @@ def counts(grid: Grid, size: int) -> Grid:
     return tuple(-(-length // s) for length, s in zip(grid, box_of(grid, size), strict=True))
 
 
-@torch.compiler.assume_constant_result  # a search that a compiler should not trace
+@traced_as_constant  # a search that a compiler should not trace
 def box_of(grid: Grid, size: int) -> Grid:
     """The box of at most `size` tokens that cuts the grid into few and compact tiles: number of tiles times surface
     over volume of a box is smallest, and of equals the box is the longest along the last axes."""

@@ -76,6 +76,7 @@ SPILT = {
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("op", ORDERS)
 def test_no_spills(op, tmp_path):
     """Those of an operator in one process: to begin takes as long as to compile."""
