@@ -364,16 +364,16 @@ def test_options_survive_json():
 
 
 BAD = [
-    ({"blocks": [2, 0]}, "blocks are positive integers"),
-    ({"blocks": "4x4"}, "blocks are positive integers"),
-    ({"blocks": None}, "needs blocks=, such as"),
+    ({"blocks": [2, 0]}, "blocks must be positive integers"),
+    ({"blocks": "4x4"}, "blocks must be positive integers"),
+    ({"blocks": None}, "needs blocks, such as"),
     ({"blocks": [2, 2, 2]}, "one number for each of 2 axes"),
     ({"order": "hla3"}, "unknown order 'hla3'.*Did you mean 'hla2'"),
     ({"mixing": "soft"}, "Did you mean 'softmax'"),
     ({"prior": "linar"}, "Did you mean 'linear'"),
     ({"mixing": "fixed", "per_head": True}, "per_head must be"),
-    ({"center": "k", "normalize": False}, "block mixing has no center"),
-    ({"ridge": 0.1}, "block mixing has no ridge"),
+    ({"center": "k", "normalize": False}, "block mixing has no option center"),
+    ({"ridge": 0.1}, "block mixing has no option ridge"),
     ({"causal": True}, "blocks along the first axis alone"),
     ({"causal": True, "blocks": [2, 1], "scan": "both"}, "one direction"),
     ({"feature_map": "identity"}, "non-negative feature map"),
@@ -392,5 +392,5 @@ def test_calls_it_cannot_serve():
         make()(q, k, v, Context(x=ctx.x, prefix=PREFIX))
     with pytest.raises(ValueError, match="built for 0 prefix tokens before the grid"):
         make(prefix=0)(q, k, v, ctx)
-    with pytest.raises(ValueError, match=r"cannot be cut into the blocks \(5, 2\).*convert with blocks=\[2, 2\]"):
+    with pytest.raises(ValueError, match=r"cannot be divided into the blocks \(5, 2\).*convert with blocks=\[2, 2\]"):
         make(blocks=[5, 2])(q, k, v, ctx)

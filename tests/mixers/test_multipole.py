@@ -209,7 +209,7 @@ def test_a_mixer_is_the_operator_on_rotated_tokens():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"blocks": [2, 0]}, "blocks are positive integers"),
+        ({"blocks": [2, 0]}, "blocks must be positive integers"),
         ({"blocks": [2]}, "one number for each of 2 axes"),
         ({"radius": -1}, "radius must be a number of tokens of at least 0, got -1"),
         ({"degree": 3}, "degree must be 0, 1 or 2, got 3"),

@@ -69,7 +69,7 @@ def test_set_coefficients_are_those_of_the_operator():
         ({"feature_map": "relu"}, "are fixed, got 'relu'"),
         ({"center": None}, "are fixed"),
         ({"width": 0}, "width must be a positive number"),
-        ({"width": HEAD_DIM + 1}, "width must be at most the 8 channels"),
+        ({"width": HEAD_DIM + 1}, "width must be at most 8, the channels per head"),
         ({"coefficients": (1.0,)}, "two numbers c1, c2"),
         ({"ridge": 0.1}, "ridge is defined for"),
         ({"wdith": 4}, "Did you mean 'width'"),

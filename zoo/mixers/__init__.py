@@ -1,8 +1,8 @@
-"""Mixers: modules `mixer(q, k, v, ctx) -> o` that stand where a backbone had softmax attention.
+"""Mixers: modules `mixer(q, k, v, ctx) -> o` that replace softmax attention.
 
-q, k, v, o are [B, N, H, D], `ctx` a `Context`; `Mixer` is their protocol. The host keeps its projections, norms and
-output projection; a mixer adds only its own parameters. A new mixer is one file here, which holds its options too, and
-one row in `MIXERS`: names, `--help`, error messages and tests follow from it (docs/howto/new_mixer.md).
+q, k, v, o are [B, N, H, D], `ctx` is a `Context`; `Mixer` is the base class. The host model keeps its projections,
+norms and output projection; a mixer adds only its own parameters. A new mixer is one file here, with its options, and
+one row in `MIXERS`: names, `--help`, error messages and tests are generated from it (docs/howto/new_mixer.md).
 """
 
 from typing import Any
@@ -43,9 +43,9 @@ MIXERS: dict[str, type[Mixer]] = {
 
 
 def build_mixer(name: str, dim: int, num_heads: int, head_dim: int, **given: Any) -> Mixer:
-    """The mixer called `name` for hidden width `dim` and `num_heads` heads of `head_dim` channels.
+    """Build the mixer `name` for hidden width `dim` and `num_heads` heads of `head_dim` channels.
 
-    given: options of the mixer, and further fields of `LayerSpec` (num_kv_heads, scale, grid, prefix, device, dtype).
+    given: options of the mixer and further fields of `LayerSpec` (num_kv_heads, scale, grid, prefix, device, dtype).
     Raises ValueError for an unknown name or option, with the nearest valid one.
     """
     layer = {key: given.pop(key) for key in LayerSpec._fields if key in given}

@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 import hla_kernels
 from hla_kernels import MAX_HEAD_DIM
@@ -18,28 +19,28 @@ from zoo.mixers.layers import HeadGains, HeadRMSNorm, Hedgehog, OutputGate, Powe
 from zoo.mixers.options import MixerOptions
 from zoo.mixers.protocol import Mixer
 
-LEARNED_MAPS = {"hedgehog": "softmax_pair", "power": "relu"}  # what of them the operator applies itself
-EPS = 1e-12  # of the ratio: products of small features (softmax map, third order, new weights) must stay far above it
-ONES = 16  # columns of ones in a denominator of its own: the fewest that a Triton form reads
-SMALLEST_DECAY = 1e-30  # a learned logit may go anywhere, and a decay of zero has no logarithm
+LEARNED_MAPS = {"hedgehog": "softmax_pair", "power": "relu"}  # learned map -> map that the operator applies after it
+EPS = 1e-12  # added to denominators; products of small features (softmax map, third order) must stay far above it
+ONES = 16  # width of the all-ones value matrix used to compute a separate denominator; 16 is the Triton minimum
+SMALLEST_DECAY = 1e-30  # lower bound of a learned decay: the operators take its logarithm
 
 
 class LinearMixer(Mixer):
-    """mixer(q, k, v, ctx) -> o with a cost linear in the number of tokens; all tensors [B, N, H, D].
+    """Linear mixer mixer(q, k, v, ctx) -> o, linear in the number of tokens; all tensors are [B, N, H, D].
 
-    A subclass sets `name`, `operator` and `operator_packed` (of `hla_kernels`) and, where they differ, `defaults`. The
-    order of the steps, after the host has called `with_cpe` and projected: depthwise residuals, feature map, rotation,
-    operator (one or two directions), head norm, gains, local values, gate.
-    Where nothing comes before the operator and the host has q, k, v in one tensor, the packed operator reads that one.
+    A subclass sets `name`, `operator` and `operator_packed` (functions of `hla_kernels`) and, if needed, `defaults`.
+    Steps, after the host has called `with_cpe` and projected: depthwise residuals, feature map, rotary embedding,
+    operator (one or two directions), head norm, gains, LePE, gate. If nothing precedes the operator and the host has
+    q, k, v in one tensor, the packed operator reads it.
 
-    With a rotary host, phi is applied before the rotation and the denominator is that of the unrotated features, so
-    that it stays positive; with `power`, whose features are sparse, that of the lengths of the pairs of channels that
-    are rotated, which the numerator never exceeds: weights sum to one at most.
-    Raises ValueError when the call needs what the mixer cannot do (a mask, a missing grid).
+    With a rotary embedding, the feature map is applied before the rotation. The denominator uses the unrotated
+    features, so that it stays positive; for `power` it uses the norms of the rotated channel pairs, an upper bound of
+    the numerator, so that weights sum to at most one.
+    Raises ValueError for a mask or a missing grid that the mixer does not support.
     """
 
-    operator: ClassVar[Callable[..., Any]]
-    operator_packed: ClassVar[Callable[..., Any]]
+    operator: ClassVar[Callable[..., Tensor]]
+    operator_packed: ClassVar[Callable[..., Tensor]]
     defaults: ClassVar[MixerOptions] = MixerOptions()
     options: MixerOptions
 
@@ -54,8 +55,8 @@ class LinearMixer(Mixer):
         self.norm = HeadRMSNorm(heads, layer.head_dim, **dd) if options.post_norm else None
         groups = None if options.feature_map == "identity" else layer.kv_heads
         self.gains = HeadGains(heads, groups, **dd) if options.gains else None
-        lepe: Any = self._modules.pop("lepe", None)
-        self.lepe = lepe  # its place among the parameters in earlier checkpoints
+        if self.lepe is not None:
+            self._modules["lepe"] = self._modules.pop("lepe")  # last, the parameter order of earlier checkpoints
         self.gate = OutputGate(layer.dim, heads * layer.head_dim, **dd) if options.gate else None
         self.reset_parameters()
 
@@ -81,11 +82,11 @@ class LinearMixer(Mixer):
 
     @staticmethod
     def split_qkv(*tokens: Tensor) -> tuple[Tensor, ...]:
-        """(q, k, v) of these, or of one packed qkv [B, N, 3, H, D]."""
+        """Return (q, k, v), given as they are or as one packed qkv [B, N, 3, H, D]."""
         return tokens if len(tokens) == 3 else tokens[0].unbind(2)
 
     def operate(self, *tokens: Tensor, **options) -> Tensor:
-        """The operator on q, k and v, or on one packed qkv; `options` are those of the `hla_kernels` signature."""
+        """Run the operator on (q, k, v) or on one packed qkv; `options` are its keyword arguments."""
         operator = self.operator if len(tokens) == 3 else self.operator_packed
         return operator(*tokens, **options)
 
@@ -104,7 +105,7 @@ class LinearMixer(Mixer):
         return o if self.gate is None else self.gate(o, ctx.x)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        """The operator and what comes before it."""
+        """Compute the operator and the steps before it."""
         if ctx.qkv is not None and self._reads_packed(ctx):
             return self._mix(ctx.key_padding_mask, ctx.qkv)
         return self._scan(ctx.key_padding_mask, *self._features(*self.convolved(q, k, v, ctx), ctx))
@@ -114,45 +115,47 @@ class LinearMixer(Mixer):
         if ctx.key_padding_mask is not None and self.options.causal:
             raise ValueError(f"the mixer {self.name!r} with causal=True cannot honour a padding mask: pad at the end")
 
-    def share(self, group: Any) -> None:
+    def share(self, group: ProcessGroup) -> None:
         vars(self)["operator"] = partial(hla_kernels.sharded, type(self).operator, group=group)
 
     def _reads_packed(self, ctx: Context) -> bool:
-        """Whether the operator reads q, k and v just as they came."""
+        """Whether the operator reads q, k and v unmodified."""
         opt = self.options
         plain = opt.feature_map not in LEARNED_MAPS and not self._has_temperature
         return ctx.rotate is None and not opt.depthwise and plain and opt.scan == "forward"
 
     @property
     def _has_temperature(self) -> bool:
-        """Whether the feature map has a temperature: with the identity it would be one more gain."""
+        """Whether the feature map has a temperature; with the identity it would duplicate the gain."""
         return self.options.gains and self.options.feature_map != "identity"
 
     def _features(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        """What the operator reads: (q, k, v), or with a rotary host (q, k for the denominator, rotated phi q, rotated
-        phi k, v)."""
+        """Return the operator inputs (q, k, v).
+
+        With a rotary embedding: (q, k) of the denominator, then rotated phi q, rotated phi k and v.
+        """
         q, k = self._projected(q, k)
         if ctx.rotate is None:
             return q, k, v
         q, k = feature(q, self._inner_map), feature(k, self._inner_map)
-        bounding = self._bounding(ctx.rotate)
-        return bounding(q), bounding(k), ctx.rotate(q), ctx.rotate(k), v
+        invariant = self._rotation_invariant(ctx.rotate)
+        return invariant(q), invariant(k), ctx.rotate(q), ctx.rotate(k), v
 
-    def _bounding(self, rotate: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """What the denominator reads of unrotated features: their pairs' lengths for `power`, else the features."""
+    def _rotation_invariant(self, rotate: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return the function of features in the denominator: norms of channel pairs for `power`, else the identity."""
         if self.options.feature_map == "power" and isinstance(rotate, Rotation):
             return rotate.lengths
         return lambda features: features
 
     def _projected(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k as the feature map of the operator gets them: with their temperature, through a learned map."""
+        """Apply the temperature and the learned part of the feature map to q and k."""
         if self._has_temperature:
             assert self.gains is not None
             q, k = self.gains.apply_temperature(q), self.gains.apply_temperature(k)
         return self.phi_q(q), self.phi_k(k)
 
     def _scan(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
-        """One direction, or both added."""
+        """Mix in one direction, or add both."""
         o = self._mix(mask, *tensors)
         if self.options.scan == "forward":
             return o
@@ -161,25 +164,25 @@ class LinearMixer(Mixer):
 
     @property
     def _inner_map(self) -> str:
-        """The feature map that the operator applies itself."""
+        """Feature map that the operator applies."""
         return LEARNED_MAPS.get(self.options.feature_map, self.options.feature_map)
 
     def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
-        """One direction of (qkv), (q, k, v) or the five tensors of `_features`; mask [B, N] of real tokens."""
+        """Mix (qkv), (q, k, v) or the five tensors of `_features` in one direction; mask [B, N] of real tokens."""
         opt, common = self.options, {**self._operator_options(), "key_padding_mask": mask}
         weights = {"center": opt.center, "mean_path": opt.mean_path, **common}
         if len(tensors) < 5:
             ratio = {"normalize": True, "eps": EPS} if opt.normalize else {}
             return self.operate(*tensors, feature_map=self._inner_map, **ratio, **weights)
-        q, k, turned_q, turned_k, v = tensors
-        o = self.operate(turned_q, turned_k, v, **weights)
-        if opt.normalize:  # of the unrotated features: a rotation would make the sum signed
+        q, k, rotated_q, rotated_k, v = tensors
+        o = self.operate(rotated_q, rotated_k, v, **weights)
+        if opt.normalize:  # from unrotated features: rotated ones could have a negative sum
             ones = v.new_ones(ONES).expand(*v.shape[:-1], ONES)
             o = o / (self.operate(q, k, ones, **common)[..., :1] + EPS)
         return o
 
-    def _operator_options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"causal": True} if self.options.causal else {}
+    def _operator_options(self) -> dict[str, object]:
+        options: dict[str, object] = {"causal": True} if self.options.causal else {}
         if self.options.feature_map == "identity":
             options["q_scale"] = self.scale
         if self.options.ridge:
@@ -189,6 +192,6 @@ class LinearMixer(Mixer):
         return options
 
     def decay(self) -> Tensor:
-        """The learned decay of each head, [H] in (0, 1]; in float32 at least, since bfloat16 rounds 0.999 to 1."""
+        """Learned decay per head, [H] in (0, 1], in at least float32 since bfloat16 rounds 0.999 to 1."""
         logit = self.decay_logit if self.decay_logit.dtype == torch.float64 else self.decay_logit.float()
         return logit.sigmoid().clamp(min=SMALLEST_DECAY)

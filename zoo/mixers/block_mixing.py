@@ -1,7 +1,8 @@
-"""Blocks of the grid: their choice, what mixers with blocks share, and the mixing matrix with its prior.
+"""Blocks of the token grid: their choice, the base class of mixers with blocks, and the mixing matrix.
 
-Row i says how block i of queries weighs the blocks of tokens; every row sums to one at first. Block 0 is the prefix
-(class, register tokens), if there is one: it weighs all blocks alike, and each other block gives it 1 / M.
+Row i of the mixing matrix holds the weights of all blocks for the queries of block i; rows sum to one at
+initialisation. Block 0 holds the prefix (class, register tokens), if any: its row is uniform, and its weight in every
+other row is 1 / M.
 """
 
 import functools
@@ -18,45 +19,45 @@ from zoo.mixers.base import LinearMixer
 from zoo.mixers.context import LayerSpec
 from zoo.mixers.options import MixerOptions
 
-BEYOND = 8 / 7  # what choose_blocks takes for M / sqrt(N) at most
-DIVIDING = "dividing"  # the value of the option `blocks` for `dividing_blocks`
-MIN_PRIOR_WEIGHT = 1e-4  # of a prior weight inside a softmax, where zero would stay zero
-KNOTS = 16  # of a function of distance
-DECAY = 3.0  # of "exp", in blocks
-NEAR = 1.5  # of "local", in blocks
+MAX_BLOCK_RATIO = 8 / 7  # largest M / sqrt(N) of choose_blocks
+DIVIDING = "dividing"  # value of the option `blocks` that selects `dividing_blocks`
+MIN_PRIOR_WEIGHT = 1e-4  # lower bound inside a softmax, where a weight of zero would never train
+KNOTS = 16  # knots of the function of distance
+DECAY_LENGTH = 3.0  # decay length of the prior "exp", in blocks
+LOCAL_RADIUS = 1.5  # radius of the prior "local", in blocks
 
 
-@torch.compiler.assume_constant_result  # a search that a compiler should not trace
+@torch.compiler.assume_constant_result  # a search that the compiler should not trace
 def choose_blocks(grid: Grid, causal: bool = False) -> Grid:
-    """Blocks along each axis of a grid of N tokens: M nearly cubic blocks with M^2 about N.
+    """Choose the number of blocks along each axis of a grid of N tokens: M nearly cubic blocks with M^2 near N.
 
-    MHLA proposes M^2 <= N, up to which mixing costs no more than the tokens; the search goes a seventh beyond, so that
-    14 x 14 tokens have 16 blocks as 16 x 16 have. Fewest sum of |log(sqrt(N) / M)|, log(longest / shortest side) and,
-    where blocks differ by one token along an axis, log(1.5). A causal mixer cuts the first axis alone.
+    MHLA proposes M^2 <= N, for which mixing blocks costs at most as much as the tokens. M may be up to 8 / 7 sqrt(N),
+    so that 14 x 14 tokens get 16 blocks, as 16 x 16 tokens do. Minimises |log(sqrt(N) / M)| + log(longest / shortest
+    side), plus log(1.5) if the blocks do not divide the grid. With `causal`, only the first axis is divided.
     """
     return _chosen(tuple(grid), causal)
 
 
 @functools.lru_cache(maxsize=64)
 def _chosen(grid: Grid, causal: bool) -> Grid:
-    wanted = math.sqrt(math.prod(grid))
-    most = max(1, int(wanted * BEYOND))
-    counts = [range(1, min(n, most) + 1) if axis == 0 or not causal else (1,) for axis, n in enumerate(grid)]
+    target = math.sqrt(math.prod(grid))
+    limit = max(1, int(target * MAX_BLOCK_RATIO))
+    counts = [range(1, min(n, limit) + 1) if axis == 0 or not causal else (1,) for axis, n in enumerate(grid)]
 
     def cost(blocks: Grid) -> tuple[float, float]:
         sides = [n / m for n, m in zip(grid, blocks, strict=True) if n > 1]
-        spread = 0.0 if causal or not sides else math.log(max(sides) / min(sides))
+        elongation = 0.0 if causal or not sides else math.log(max(sides) / min(sides))
         uneven = math.log(1.5) * any(n % m for n, m in zip(grid, blocks, strict=True))
-        return round(abs(math.log(wanted / math.prod(blocks))) + spread + uneven, 9), spread
+        return round(abs(math.log(target / math.prod(blocks))) + elongation + uneven, 9), elongation
 
-    return min((blocks for blocks in itertools.product(*counts) if math.prod(blocks) <= most), key=cost)
+    return min((blocks for blocks in itertools.product(*counts) if math.prod(blocks) <= limit), key=cost)
 
 
 @torch.compiler.assume_constant_result
 def dividing_blocks(grid: Grid, causal: bool = False) -> Grid:
-    """Blocks along each axis as earlier versions chose them: M^2 <= N blocks of equal sizes, nearly cubic.
+    """Choose the number of blocks along each axis as earlier versions did: M^2 <= N nearly cubic blocks of equal size.
 
-    Where such blocks leave M below sqrt(N) / 4, blocks may differ by one token along an axis.
+    If this gives M below sqrt(N) / 4, blocks may differ by one token along an axis.
     """
     limit = math.isqrt(math.prod(grid))
     lengths = (grid[0], *(1 for _ in grid[1:])) if causal else grid
@@ -67,23 +68,25 @@ def dividing_blocks(grid: Grid, causal: bool = False) -> Grid:
 
 
 def _fewest_sides(grid: Grid, counts: list[list[int]], limit: int, causal: bool) -> Grid:
-    """The choice among `counts` of at most `limit` blocks with the fewest sum of log(longest / shortest side) and
-    log(limit / M), then the smaller first term."""
+    """Minimise log(longest / shortest side) + log(limit / M) over `counts` with at most `limit` blocks.
+
+    Ties are broken by the smaller first term.
+    """
 
     def cost(blocks: Grid) -> tuple[float, float]:
         sides = [n / m for n, m in zip(grid, blocks, strict=True) if n > 1]
-        spread = 0.0 if causal or not sides else math.log(max(sides) / min(sides))
-        return round(spread + math.log(limit / math.prod(blocks)), 9), spread
+        elongation = 0.0 if causal or not sides else math.log(max(sides) / min(sides))
+        return round(elongation + math.log(limit / math.prod(blocks)), 9), elongation
 
     return min((blocks for blocks in itertools.product(*counts) if math.prod(blocks) <= limit), key=cost)
 
 
 @dataclass(frozen=True)
 class BlockedOptions(MixerOptions):
-    """Options of mixers that cut the token grid into blocks. Raises ValueError for a value that is not allowed.
+    """Options of mixers that divide the token grid into blocks. Raises ValueError for a value that is not allowed.
 
-    blocks: blocks along each axis of the grid, such as [4, 4]; none: chosen for the grid of the converted model;
-      "dividing": chosen so that they divide it, which files of earlier versions mean by none
+    blocks: number of blocks along each axis of the grid, such as [4, 4]; none: chosen for the grid of the converted
+      model; "dividing": chosen so that they divide the grid, the meaning of none in earlier files
     """
 
     blocks: tuple[int, ...] | str | None = None
@@ -91,7 +94,7 @@ class BlockedOptions(MixerOptions):
     def __post_init__(self) -> None:
         b = self.blocks
         if b not in (None, DIVIDING) and not (isinstance(b, tuple) and b and all(type(m) is int and m >= 1 for m in b)):
-            raise ValueError(f"blocks are positive integers, one for each axis, such as [4, 4], got {b!r}")
+            raise ValueError(f"blocks must be positive integers, one per axis, such as [4, 4], got {b!r}")
         super().__post_init__()
 
     @property
@@ -101,11 +104,11 @@ class BlockedOptions(MixerOptions):
 
     @property
     def follows_grid(self) -> bool:
-        """Whether blocks that were not given are those of each call's grid."""
+        """Whether blocks are chosen anew for the grid of each call, if not given."""
         return False
 
     def blocks_of(self, grid: Grid) -> Grid:
-        """The blocks of a grid: those given, or those chosen for it."""
+        """Return the given blocks, or choose blocks for `grid`."""
         if isinstance(self.blocks, tuple):
             return self.blocks
         choose = dividing_blocks if self.blocks == DIVIDING else choose_blocks
@@ -116,15 +119,18 @@ class BlockedOptions(MixerOptions):
 
 
 class BlockedMixer(LinearMixer):
-    """A mixer that cuts the token grid, (H, W) or (T, H, W), into blocks; those that do not divide it differ by one
-    token along an axis. Without the option `blocks`, they are chosen for the grid of the host (`choose_blocks`)."""
+    """Base class of mixers that divide the token grid, (H, W) or (T, H, W), into blocks.
+
+    Blocks that do not divide the grid differ by one token along an axis. Without the option `blocks`, they are chosen
+    for the grid of the host (`choose_blocks`).
+    """
 
     options: BlockedOptions
 
     def __init__(self, layer: LayerSpec, options: BlockedOptions) -> None:
-        """Raises ValueError without blocks and without a grid."""
+        """Raises ValueError if neither blocks nor a grid is given."""
         if not isinstance(options.blocks, tuple) and layer.grid is None:
-            raise ValueError(f"the mixer {self.name!r} needs blocks=, such as [4, 4]: its host has no grid of its own")
+            raise ValueError(f"the mixer {self.name!r} needs blocks, such as [4, 4]: the model has no default grid")
         super().__init__(layer, options.for_grid(layer.grid or ()))
         self.grid, self.prefix = layer.grid, layer.prefix
         self.blocks = options.blocks_of(layer.grid or ())
@@ -136,56 +142,57 @@ class BlockedMixer(LinearMixer):
         return "x".join(map(str, self.blocks)) + (" of " + "x".join(map(str, self.grid)) if self.grid else "")
 
     def check_blocks(self, grid: Grid, blocks: Grid) -> None:
-        """Raise ValueError if the grid of a call cannot be cut so."""
+        """Raise ValueError if `grid` cannot be divided into `blocks`."""
         if len(grid) != len(blocks) or any(m > n for m, n in zip(blocks, grid, strict=True)):
             raise ValueError(
-                f"the tokens lie on the grid {grid}, which cannot be cut into the blocks {blocks} of the mixer "
+                f"the token grid {grid} cannot be divided into the blocks {blocks} of the mixer "
                 f"{self.name!r}; convert with blocks={list(choose_blocks(grid, self.options.causal))}"
             )
 
 
 def block_distances(blocks: Grid) -> Tensor:
-    """Distances between the centres of blocks, in blocks (spacing one along every axis), [M, M] float64."""
+    """Compute the distances between block centres, in blocks, [M, M] float64."""
     centres = torch.cartesian_prod(*(torch.arange(m, dtype=torch.float64) for m in blocks)).reshape(-1, len(blocks))
     return (centres[:, None] - centres[None]).square().sum(-1).sqrt()
 
 
 def grid_diagonal(blocks: Grid) -> float:
-    """Length of the diagonal of the grid in blocks, over the axes with more than one block."""
+    """Length of the diagonal of the grid, in blocks, over the axes with more than one block."""
     return math.hypot(*(m for m in blocks if m > 1)) or 1.0
 
 
 def prior_weight(prior: str, distance: Tensor, farthest: Tensor) -> Tensor:
-    """The unnormalised prior weight of a block at a distance (in blocks), `farthest` being that of the row's farthest.
+    """Compute the unnormalised prior weight of a block at `distance` (in blocks); `farthest` is the row maximum.
 
     linear 1 - d / max; cos cos(pi/4 d / max); exp exp(-d / 3); gaussian exp(-d^2 / (2 (max / 3)^2)); local [d <= 1.5];
-    uniform 1. MHLA's locality initialisations; their own code takes the maximum over all rows and normalises columns.
+    uniform 1. These are the locality initialisations of MHLA, whose code takes the maximum over all rows and normalises
+    columns.
     """
     relative = distance / farthest.clamp(min=1e-9)
     return {
         "linear": lambda: 1 - relative,
         "cos": lambda: (math.pi / 4 * relative).cos(),
-        "exp": lambda: (-distance / DECAY).exp(),
+        "exp": lambda: (-distance / DECAY_LENGTH).exp(),
         "gaussian": lambda: (-4.5 * relative.square()).exp(),
-        "local": lambda: (distance <= NEAR).to(distance.dtype),
+        "local": lambda: (distance <= LOCAL_RADIUS).to(distance.dtype),
         "uniform": lambda: torch.ones_like(distance),
     }[prior]()
 
 
 def prior_matrix(prior: str, blocks: Grid, prefix: bool, causal: bool = False) -> Tensor:
-    """[M, M] float64 with rows that sum to one; with `causal`, over the blocks up to the row's own."""
+    """Compute the prior [M, M] in float64; rows sum to one, with `causal` over the blocks up to the diagonal."""
     d = block_distances(blocks)
     w = prior_weight(prior, d, d.amax(-1, keepdim=True))
     if prefix:
         m = len(w) + 1
-        w = torch.cat([(w.sum(-1, keepdim=True) / (m - 1)), w], 1)  # 1 / M of the row that results
+        w = torch.cat([(w.sum(-1, keepdim=True) / (m - 1)), w], 1)  # weight 1 / M after normalisation
         w = torch.cat([torch.ones(1, m, dtype=w.dtype), w])
     w = w.tril() if causal else w
     return w / w.sum(-1, keepdim=True)
 
 
 class BlockMixing(nn.Module):
-    """The mixing matrix [M, M], or [H, M, M] with `num_heads`, and where it comes from (`kind`).
+    """Mixing matrix [M, M], or [H, M, M] with `num_heads`, with its parametrisation `kind`.
 
     softmax: softmax over each row of M times the learned logits, which start at the logarithm of the prior. The factor
         M makes an optimizer step change a weight of 1 / M by about as much as in "project".
@@ -205,13 +212,13 @@ class BlockMixing(nn.Module):
         self.matrix: Tensor
         self.kind, self.prior, self.blocks, self.prefix, self.causal = kind, prior, tuple(blocks), prefix, causal
         m = math.prod(blocks) + prefix
-        self.gain = KNOTS if kind == "distance" else m  # a function of distance is the same for all M
+        self.gain = KNOTS if kind == "distance" else m  # independent of M for a function of distance
         heads = () if num_heads is None else (num_heads,)
         if kind == "fixed":
             self.register_buffer("matrix", torch.empty(m, m, device=device, dtype=dtype))
         elif kind == "distance":
             self.knots = nn.Parameter(torch.empty(*heads, KNOTS, device=device, dtype=dtype))
-            if prefix:  # logits of (prefix, prefix), of the grid for the prefix, of the prefix for the grid
+            if prefix:  # logits of (prefix, prefix), (grid, prefix) and (prefix, grid)
                 self.prefix_logits = nn.Parameter(torch.empty(*heads, 3, device=device, dtype=dtype))
         else:
             self.weight = nn.Parameter(torch.empty(*heads, m, m, device=device, dtype=dtype))
@@ -230,8 +237,8 @@ class BlockMixing(nn.Module):
                 self.weight.copy_(prior.to(self.weight).expand_as(self.weight))
 
     def _reset_knots(self) -> None:
-        """The prior as a function of distance; the prefix at the mean weight of a row in the middle."""
-        x = torch.linspace(0, 1, KNOTS, dtype=torch.float64, device="cpu")  # also where meta is the default
+        """Initialise the knots to the prior; the prefix gets the mean weight."""
+        x = torch.linspace(0, 1, KNOTS, dtype=torch.float64, device="cpu")  # even if meta is the default device
         farthest = x.new_tensor(math.hypot(*(m - 1 for m in self.blocks)))
         w = prior_weight(self.prior, x * grid_diagonal(self.blocks), farthest).clamp(min=MIN_PRIOR_WEIGHT)
         self.knots.copy_((w.log() / self.gain).to(self.knots).expand_as(self.knots))
@@ -240,13 +247,13 @@ class BlockMixing(nn.Module):
             self.prefix_logits[..., 1] = w.mean().log().item() / self.gain
 
     def project_(self) -> None:
-        """Clip weights that are learned as they are to [0, 1]; the training core calls this after each step."""
+        """Clip the weights of kind "project" to [0, 1]; training calls this after each optimizer step."""
         if self.kind == "project":
             with torch.no_grad():
                 self.weight.clamp_(0, 1)
 
     def forward(self, blocks: Grid | None = None) -> Tensor:
-        """The matrix for `blocks` (only kind "distance" knows others than its own), in float32 at least."""
+        """Return the matrix in at least float32, for `blocks` if the kind is "distance"."""
         if self.kind == "fixed":
             return self.matrix
         w = self._logits(tuple(blocks or self.blocks)) if self.kind == "distance" else self.weight
@@ -258,13 +265,13 @@ class BlockMixing(nn.Module):
     def _logits(self, blocks: Grid) -> Tensor:
         """Logits [.., M, M], interpolated between the knots; distances are relative to the diagonal of the grid."""
         dtype = torch.promote_types(self.knots.dtype, torch.float32)
-        parts = [torch.arange(n, device=self.knots.device, dtype=dtype) for n in blocks]
-        centres = torch.cartesian_prod(*parts).reshape(-1, len(blocks))
+        axes = [torch.arange(n, device=self.knots.device, dtype=dtype) for n in blocks]
+        centres = torch.cartesian_prod(*axes).reshape(-1, len(blocks))
         d = (centres[:, None] - centres[None]).square().sum(-1).sqrt()
-        place = d * ((KNOTS - 1) / grid_diagonal(blocks))
-        low = place.floor().clamp(max=KNOTS - 2).long()
-        part = (place - low).to(self.knots.dtype)
-        logits = torch.lerp(self.knots[..., low], self.knots[..., low + 1], part)
+        position = d * ((KNOTS - 1) / grid_diagonal(blocks))
+        low = position.floor().clamp(max=KNOTS - 2).long()
+        fraction = (position - low).to(self.knots.dtype)
+        logits = torch.lerp(self.knots[..., low], self.knots[..., low + 1], fraction)
         if not self.prefix:
             return logits
         own, of_grid, of_prefix = self.prefix_logits.unbind(-1)

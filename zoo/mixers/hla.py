@@ -1,4 +1,4 @@
-"""Linear attention of first order and of higher orders: second, asymmetric second, third."""
+"""Linear attention of first, second, asymmetric second and third order."""
 
 from typing import ClassVar
 
@@ -25,37 +25,37 @@ class LinearAttention(LinearMixer):
 
 
 class HigherOrder(LinearMixer):
-    """A mixer W V of a higher order in A = phi(q) phi(k)', which can begin training as first-order attention.
+    """Base class of higher-order mixers W V in A = phi(q) phi(k)', which support order warm-up.
 
-    `blend` [4], coefficients of (A, A A', A A, A A' A), is there while `anneal` mixes A in; no part of a saved model.
+    term: index of W among (A, A A', A A, A A' A).
+    blend: coefficients [4] of these terms during warm-up, not saved with the model; None otherwise.
     """
 
     sums_tokens = True
-    term: ClassVar[int]  # place of W among the coefficients
+    term: ClassVar[int]
     blend: Tensor | None
 
     def __init__(self, layer: LayerSpec, options: MixerOptions) -> None:
         super().__init__(layer, options)
         self.register_buffer("blend", None, persistent=False)
 
-    def set_warmup(self, part: float, ridge: float, device: torch.device) -> None:
-        """Weigh tokens by (1 - part) ridge A + part W: first order at part 0, the mixer itself from 1 on.
+    def set_warmup(self, progress: float, scale: float, device: torch.device) -> None:
+        """Blend with first-order attention: weights (1 - progress) scale A + progress W, and W from progress 1 on.
 
-        For `ahla` this is its ridge, lambda = ridge (1 - part) / part, to the factor `part`, which a ratio or a norm
-        after it takes away. Raises ValueError for a mixer with causality or a ridge of its own.
+        Raises ValueError for a causal mixer or one with a ridge.
         """
         opt = self.options
         if opt.causal or opt.ridge:
             raise ValueError(
-                f"the mixer {self.name!r} is annealed two-sided and to no ridge of its own: build it with causal=False "
-                f"and ridge=0, got causal={opt.causal}, ridge={opt.ridge}"
+                f"order warm-up of {self.name!r} needs causal=False and ridge=0, got causal={opt.causal}, "
+                f"ridge={opt.ridge}"
             )
-        if part >= 1:
+        if progress >= 1:
             self.blend = None
             return
         if self.blend is None:
             self.blend = torch.zeros(4, device=device)
-        self.blend[0], self.blend[self.term] = (1 - part) * ridge, part
+        self.blend[0], self.blend[self.term] = (1 - progress) * scale, progress
 
     def operate(self, *tokens: Tensor, **options) -> Tensor:
         if self.blend is None:
@@ -97,8 +97,8 @@ class HLA3(HigherOrder):
     """Third-order linear attention, A A' A V = q (K'K)(Q'Q)(K'V) with A = phi(q) phi(k)'.
 
     HLA, arXiv 2510.27258, section 7 (masked form corrected).
-    8 N D^2 + 4 D^3 operations per head, two-sided. Options: `zoo.mixers.options.MixerOptions`; the exponent is 4 at
-    first, since three products even the weights out more than one.
+    8 N D^2 + 4 D^3 operations per head, two-sided. Options: `zoo.mixers.options.MixerOptions`; the exponent
+    starts at 4, since three products make weights more uniform than one.
     """
 
     name = "hla3"

@@ -1,11 +1,8 @@
-"""Parts that mixers share: the learned parts of feature maps, the depthwise position residual, the output gate.
+"""Layers shared by mixers: learned feature maps, depthwise convolutions, norms, gains and the output gate.
 
-Feature maps without parameters live in `hla_kernels` and are applied inside the operator.
-
-Every part with parameters is the identity at initialisation, so that adding it to a converted model changes nothing.
+Feature maps without parameters live in `hla_kernels` and are applied inside the operator. All layers but the feature
+maps are the identity at initialisation, so adding them to a converted model does not change its output.
 """
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +14,10 @@ from zoo.grid import Grid, split_tokens
 
 
 class Hedgehog(nn.Module):
-    """The projection of the learned feature map phi(x) = [softmax(W x), softmax(-W x)]: x -> W x, W = I at first.
+    """Projection x -> W x of the learned feature map phi(x) = [softmax(W x), softmax(-W x)].
 
-    One W [D, D] a head. Hedgehog, arXiv 2402.04347, section 4.1. [B, N, H, D] -> [B, N, H, D].
+    One W [D, D] per head, initialised to the identity. Hedgehog, arXiv 2402.04347, section 4.1. [B, N, H, D] -> [B, N,
+    H, D].
     """
 
     def __init__(self, num_heads: int, head_dim: int, device=None, dtype=None) -> None:
@@ -36,14 +34,14 @@ class Hedgehog(nn.Module):
 
 
 class Power(nn.Module):
-    """The learned power in front of relu: x -> |y| y^p / |y^p| with y = relu(x), one p per head in (1, 5).
+    """Learned power map x -> |y| y^p / |y^p| with y = relu(x) and one p per head in (1, 5).
 
-    The focused function of FLatten Transformer (arXiv 2308.00442), which turns features towards their largest and keeps
-    their length; p = 1 + 4 sigmoid(weight) as PolaFormer (arXiv 2501.15061) learns it. [B, N, H, D] -> [B, N, H, D].
+    The focused function of FLatten Transformer (arXiv 2308.00442): it sharpens features and keeps their norm.
+    p = 1 + 4 sigmoid(weight), learned as in PolaFormer (arXiv 2501.15061). [B, N, H, D] -> [B, N, H, D].
     """
 
     def __init__(self, num_heads: int, exponent: float = 3.0, device=None, dtype=None) -> None:
-        """exponent: the initial p, between 1 and 5."""
+        """exponent: initial p, between 1 and 5."""
         super().__init__()
         self.exponent = exponent
         self.weight = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
@@ -54,12 +52,12 @@ class Power(nn.Module):
 
     @torch.no_grad()
     def set(self, exponents: Tensor) -> None:
-        """Take one exponent per head, [H] between 1 and 5."""
+        """Set one exponent per head, [H] between 1 and 5."""
         self.weight.copy_(((exponents - 1) / 4).logit())
 
     @property
     def power(self) -> Tensor:
-        """p of each head, [H] in float32 at least."""
+        """Exponent p per head, [H] in at least float32."""
         return 1 + 4 * self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)).sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,11 +65,10 @@ class Power(nn.Module):
 
 
 class DepthwiseResidual(nn.Module):
-    """x + depthwise_conv(x) over the token grid, zero-initialised; prefix and suffix tokens pass unchanged.
+    """Depthwise residual x + conv(x) over the token grid, zero-initialised; prefix and suffix tokens pass unchanged.
 
-    The local position term that LePE, LiT and T5 add to linear attention. [B, N, H, D] -> [B, N, H, D]; the grid (H, W)
-    or (T, H, W) comes with every call and may change between calls. Raises ValueError for an even kernel and for a grid
-    of other dimensions or another size than the tokens.
+    [B, N, H, D] -> [B, N, H, D]. The grid (H, W) or (T, H, W) is an argument of each call and may change between calls.
+    Raises ValueError for an even kernel size and for a grid that does not match the dimensions or the tokens.
     """
 
     def __init__(self, channels: int, kernel_size: int = 3, dims: int = 2, device=None, dtype=None) -> None:
@@ -91,7 +88,7 @@ class DepthwiseResidual(nn.Module):
         return torch.cat([first, patches + self.convolve(patches, grid), last], dim=1)
 
     def convolve(self, patches: Tensor, grid: Grid) -> Tensor:
-        """The convolution alone, of the patch tokens [B, prod(grid), H, D]."""
+        """Convolve the patch tokens [B, prod(grid), H, D], without the residual."""
         if len(grid) != self.dims:
             raise ValueError(f"this mixer was built for {self.dims}-D grids (option grid_dims), got the grid {grid}")
         image = patches.flatten(2).transpose(1, 2).unflatten(2, grid)  # [B, H*D, *grid]
@@ -101,10 +98,10 @@ class DepthwiseResidual(nn.Module):
 
 
 class LocalValues(DepthwiseResidual):
-    """o + depthwise_conv(v) over the token grid, zero-initialised: LePE (CSWin, arXiv 2107.00652, Eq 7).
+    """LePE o + conv(v): depthwise convolution over the token grid, zero-initialised (CSWin, arXiv 2107.00652, Eq. 7).
 
-    o [B, N, H, D] are the mixed values, v [B, N, Hk, D] those before mixing, each for H / Hk heads of o. Prefix and
-    suffix tokens pass. Raises ValueError as `DepthwiseResidual`.
+    o [B, N, H, D] are the mixed values, v [B, N, Hk, D] the values before mixing; each value head serves H / Hk heads.
+    Prefix and suffix tokens pass unchanged. Raises ValueError like `DepthwiseResidual`.
     """
 
     def forward(self, o: Tensor, v: Tensor, grid: Grid, prefix: int = 0, suffix: int = 0) -> Tensor:  # type: ignore[override]
@@ -114,7 +111,7 @@ class LocalValues(DepthwiseResidual):
 
 
 class OutputGate(nn.Linear):
-    """o * 2 sigmoid(W x + b), one gate a channel, open (exactly 1) at first: W = 0, b = 0.
+    """Output gate o * 2 sigmoid(W x + b), one gate per channel; exactly 1 at initialisation (W = 0, b = 0).
 
     o [B, N, H, D] are the mixed values, x [B, N, C] the hidden states that enter the attention.
     """
@@ -128,15 +125,15 @@ class OutputGate(nn.Linear):
 
 
 class HeadGains(nn.Module):
-    """Numbers of each head, neutral at first: gain and shift of o -> gain o + shift mean(v), and if there is a feature
-    map its temperature.
+    """Learned gain and shift per head, o -> gain o + shift mean(v), and the temperature of the feature map.
 
-    gain, shift [H], temperature [groups], by which queries and keys of a group are multiplied before the map.
-    o [B, N, H, D], v [B, N, Hk, D]; the mean is over the tokens of mask [B, N], and the others keep their zeros.
+    gain, shift: [H], initialised to 1 and 0.
+    temperature: [groups], initialised to 1; multiplies the queries and keys of a group before the feature map.
+    o [B, N, H, D], v [B, N, Hk, D]. The mean is over the real tokens of mask [B, N]; padded tokens stay zero.
     """
 
     def __init__(self, num_heads: int, groups: int | None, device=None, dtype=None) -> None:
-        """groups: number of temperatures; None: there is no feature map."""
+        """groups: number of temperatures; None without a feature map."""
         super().__init__()
         dd = {"device": device, "dtype": dtype}
         self.gain = nn.Parameter(torch.ones(num_heads, **dd))
@@ -151,7 +148,7 @@ class HeadGains(nn.Module):
 
     @torch.no_grad()
     def set(self, gain: Tensor | float, shift: Tensor | float, temperature: Tensor | float = 1.0) -> None:
-        """Take numbers [H]; the temperature of a group is the mean of those of its heads."""
+        """Set values per head, [H] each; the temperature of a group is the mean over its heads."""
         for parameter, value in ((self.gain, gain), (self.shift, shift)):
             parameter.copy_(torch.as_tensor(value, device=parameter.device))
         if self.temperature is not None:
@@ -159,7 +156,7 @@ class HeadGains(nn.Module):
             self.temperature.copy_(t.to(torch.float64).unflatten(0, (len(self.temperature), -1)).mean(1))
 
     def apply_temperature(self, x: Tensor) -> Tensor:
-        """q or k [B, N, H or Hk, D] times the temperature of its group; x itself without a temperature."""
+        """Multiply q or k [B, N, H or Hk, D] by the temperature of its group, if there is one."""
         if self.temperature is None:
             return x
         t = self.temperature.repeat_interleave(x.shape[2] // len(self.temperature))
@@ -172,16 +169,16 @@ class HeadGains(nn.Module):
 
 
 def mean_value(v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The mean of v [B, N, Hk, D] over the tokens of mask [B, N], [B, 1, Hk, D], summed in float32 at least."""
+    """Average v [B, N, Hk, D] over the real tokens of mask [B, N] in at least float32 -> [B, 1, Hk, D]."""
     v = v.to(torch.promote_types(v.dtype, torch.float32))
     if mask is None:
         return v.mean(1, keepdim=True)
-    live = mask[:, :, None, None]
-    return v.where(live, 0).sum(1, keepdim=True) / live.sum(1, keepdim=True).clamp(min=1)
+    valid = mask[:, :, None, None]
+    return v.where(valid, 0).sum(1, keepdim=True) / valid.sum(1, keepdim=True).clamp(min=1)
 
 
 class HeadRMSNorm(nn.Module):
-    """RMSNorm over D of each head, with one gain per head and channel: [B, N, H, D] -> [B, N, H, D]."""
+    """RMSNorm over the D channels of each head, one weight per head and channel: [B, N, H, D] -> [B, N, H, D]."""
 
     def __init__(self, num_heads: int, head_dim: int, eps: float = 1e-6, device=None, dtype=None) -> None:
         super().__init__()
@@ -196,19 +193,18 @@ class HeadRMSNorm(nn.Module):
 
 
 class TokenRMSNorm(nn.RMSNorm):
-    """nn.RMSNorm over the channels of a token, which under autocast forms no float32 tensors: a live module becomes one
-    by a change of class, and back."""
+    """nn.RMSNorm without float32 temporaries under autocast; `swap_rms_norm` changes the class of a live module."""
 
-    def forward(self, x: Tensor, *how: Any) -> Tensor:
-        """how: nothing, or what `prepared` does besides (whether to take the positive part, cos, sin)."""
+    def forward(self, x: Tensor, early: tuple[bool, Tensor, Tensor] | None = None) -> Tensor:
+        """[..., C] -> [..., C]. early: (whether to apply relu, cos, sin), fused with the norm."""
         assert self.eps is not None
-        return prepared(x, self.weight, self.eps, *how) if how else rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps) if early is None else prepared(x, self.weight, self.eps, *early)
 
 
-def swap_rms_norm(norm: nn.Module, ours: bool) -> None:
-    """Make a plain nn.RMSNorm with weights a `TokenRMSNorm`, or one of these plain again; other modules are left."""
+def swap_rms_norm(norm: nn.Module, fused: bool) -> None:
+    """Turn an nn.RMSNorm with weights into a `TokenRMSNorm` (fused) or back; other modules are unchanged."""
     plain = type(norm) is nn.RMSNorm and norm.weight is not None and norm.eps is not None and norm.weight.dim() == 1
-    if plain and ours:
+    if plain and fused:
         norm.__class__ = TokenRMSNorm
-    elif type(norm) is TokenRMSNorm and not ours:
+    elif type(norm) is TokenRMSNorm and not fused:
         norm.__class__ = nn.RMSNorm  # type: ignore[assignment]

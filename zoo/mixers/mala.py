@@ -1,4 +1,4 @@
-"""Magnitude-aware linear attention: first order, with weights that depend on the length of the query."""
+"""Magnitude-aware linear attention (MALA): weights depend on the norm of the query."""
 
 from torch import Tensor
 
@@ -7,12 +7,11 @@ from zoo.mixers.options import TwoSidedRatioOptions
 
 
 class Mala(LinearAttention):
-    """o_t = mean_j w_tj v_j with w_tj = a_tj / s_t + a_tj - s_t, a_tj = scale phi(q_t).phi(k_j), s_t = mean_j a_tj.
+    """MALA o_t = mean_j w_tj v_j, w_tj = a_tj / s_t + a_tj - s_t, a_tj = scale phi(q_t).phi(k_j), s_t = mean_j a_tj.
 
-    MALA, arXiv 2507.00698, Eq. 13 with the scale of its published code. The ratio a / s alone forgets how long a query
-    is; the second part, linear attention with centred keys, grows with it. The weights of a query have the mean one
-    and may be negative. Under a rotary host the ratio is the one of `la` and the second part is that of the rotated
-    features.
+    arXiv 2507.00698, Eq. 13, with the scale of its published code. The first term does not depend on the norm of the
+    query; the second, linear attention with centred keys, grows with it. The weights of a query have mean one and may
+    be negative. With a rotary embedding, the first term is `la` and the second uses the rotated features.
 
     q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; two calls of `la`, 8 N D^2 operations per head. Options:
     `zoo.mixers.options.TwoSidedRatioOptions`. Raises ValueError for a map that may be negative.

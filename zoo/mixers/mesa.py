@@ -1,4 +1,4 @@
-"""Mesa layer: the values are regressed on the keys, and a query reads the regression."""
+"""Mesa layer: ridge regression of the values on the keys, evaluated at each query."""
 
 import math
 from dataclasses import dataclass
@@ -14,10 +14,9 @@ from zoo.mixers.options import MixerOptions, is_number
 
 @dataclass(frozen=True)
 class MesaOptions(MixerOptions):
-    """Options of `mesa`: without the ratio, causality, centring and mean path. Raises ValueError for these and for a
-    value that is not allowed.
+    """Options of `mesa`. Raises ValueError for normalize, causal, center, mean_path and values that are not allowed.
 
-    ridge: initial lambda over the mean of the diagonal of K'K, above 0
+    ridge: initial lambda relative to the mean of the diagonal of K'K, above 0
     """
 
     two_sided = True
@@ -26,23 +25,23 @@ class MesaOptions(MixerOptions):
 
     def __post_init__(self) -> None:
         if not is_number(self.ridge) or not 0 < self.ridge < math.inf:
-            raise ValueError(f"ridge must be a positive number: mesa inverts K'K + lambda I, got {self.ridge!r}")
+            raise ValueError(f"ridge must be a positive number, since mesa inverts K'K + lambda I, got {self.ridge!r}")
         for name in ("normalize", "center", "mean_path"):
             if getattr(self, name):
-                raise ValueError(f"mesa has no {name}, got {name}={getattr(self, name)!r}")
+                raise ValueError(f"mesa has no option {name}, got {name}={getattr(self, name)!r}")
         super().__post_init__()
 
 
 class Mesa(LinearMixer):
-    """o_t = q_t (K'K + lambda I)^-1 K'V with features q, k: ridge regression of the values on the keys, read at q_t.
+    """Two-sided mesa layer o_t = q_t (K'K + lambda I)^-1 K'V with features q, k (MesaNet, arXiv 2506.05233, Eq. 6).
 
-    The two-sided form of the mesa layer, MesaNet, arXiv 2506.05233, Eq. 6. Where `hla2` multiplies by K'K, this divides
-    by it: keys that many tokens share do not outweigh the others. lambda is learned per head, `ridge` times the mean of
-    the diagonal of K'K at first, later at least 3e-4 times it (the root of the precision of float32) so that the matrix
-    keeps an inverse. One Cholesky factorisation [D, D] per head, in float32.
+    `hla2` multiplies by K'K; the mesa layer divides by it, so that directions shared by many keys do not dominate.
+    lambda is learned per head: initially `ridge` times the mean of the diagonal of K'K, and always at least 3e-4 times
+    it (the square root of the float32 precision), so that the matrix is invertible. One Cholesky factorisation [D, D]
+    per head, in float32.
 
-    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 6 N D^2 + D^3 operations per head. Under a rotary host the
-    features are rotated first. Options: `MesaOptions`.
+    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 6 N D^2 + D^3 operations per head. Rotary embeddings
+    are applied to the features. Options: `MesaOptions`.
     """
 
     name = "mesa"
@@ -66,8 +65,8 @@ class Mesa(LinearMixer):
             q, k, v, count = real_features(self._inner_map, mask, *self.split_qkv(*tensors))
         keys, pairs = mean_product(k, k, count), mean_product(k, v, count)
         energy = keys.diagonal(dim1=-2, dim2=-1).mean(-1)  # [B, Hk]
-        most = -0.5 * math.log(torch.finfo(energy.dtype).eps)
-        ridge = self.log_ridge.to(energy.dtype).clamp(-most, most).exp() * energy + EPS
+        limit = -0.5 * math.log(torch.finfo(energy.dtype).eps)
+        ridge = self.log_ridge.to(energy.dtype).clamp(-limit, limit).exp() * energy + EPS
         eye = torch.eye(keys.shape[-1], device=keys.device, dtype=keys.dtype)
         factor, _ = torch.linalg.cholesky_ex(keys + ridge[..., None, None] * eye)
         return read(q, torch.cholesky_solve(pairs, factor))

@@ -1,7 +1,6 @@
-"""Softmax attention with a near field and an expanded far field, linear in the number of tokens."""
+"""Multipole attention: exact softmax weights for near tokens, Taylor expansion for far blocks."""
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 from torch import Tensor
 
@@ -14,17 +13,18 @@ from zoo.mixers.context import Context
 
 @dataclass(frozen=True)
 class MultipoleOptions(BlockedOptions):
-    """Options of `multipole`: without a feature map, centring, mean path and causality. Raises ValueError for these and
-    for a value that is not allowed.
+    """Options of `multipole`.
 
-    select: which tokens are exact: "near" ones, or key tiles that are chosen for each query tile and head by their
-        expected error ("error"), mass ("mass") or score of means ("mean"); blocks, radius and degree belong to near,
-        the following to the others
-    density: part of the key tiles that is exact, above 0; 1 is softmax
-    q_tile: most tokens of a query tile, a power of two
-    k_tile: most tokens of a key tile, a power of two
-    far: weights of the other tokens, "mean", "variance" or "first" (`hla_kernels.adaptive_multipole`)
-    radius: tokens up to this far along every axis of the grid are near, and exact
+    Raises ValueError for feature_map, center, mean_path and causal, and for a value that is not allowed.
+
+    select: which tokens are exact: "near" tokens, or key tiles chosen per query tile and head by expected error
+        ("error"), mass ("mass") or score of the means ("mean"). blocks, radius and degree are options of "near";
+        density, q_tile, k_tile and far of the others
+    density: fraction of exact key tiles, above 0; 1 is softmax
+    q_tile: maximum number of tokens of a query tile, a power of two
+    k_tile: maximum number of tokens of a key tile, a power of two
+    far: approximation of the other tokens, "mean", "variance" or "first" (`hla_kernels.adaptive_multipole`)
+    radius: tokens within this distance along every axis of the grid are near, and exact
     degree: degree of the expansion of the other tokens around the mean key of their block, 0, 1 or 2
     """
 
@@ -51,7 +51,7 @@ class MultipoleOptions(BlockedOptions):
         super().__post_init__()
 
     def _check_select(self) -> None:
-        """Raise ValueError for an option that the other kind of choice has."""
+        """Raise ValueError for an option that `select` does not have."""
         near = self.select == "near"
         foreign = ("density", "q_tile", "k_tile", "far") if near else ("blocks", "radius", "degree")
         for f in fields(self):
@@ -69,23 +69,22 @@ class MultipoleOptions(BlockedOptions):
     def _check_normalize(self) -> None:
         if self.feature_map != "identity" or self.center or self.mean_path or self.normalize is not True:
             raise ValueError(
-                "multipole averages with positive sums of weights near those of softmax: feature_map='identity', "
-                f"normalize=True, center=None and mean_path=False are fixed, got {self.feature_map!r}, "
+                "multipole approximates softmax weights: feature_map='identity', normalize=True, center=None and "
+                f"mean_path=False are fixed, got {self.feature_map!r}, "
                 f"{self.normalize}, {self.center!r} and {self.mean_path}"
             )
 
 
 class Multipole(BlockedMixer):
-    """o_t = sum_j w_tj v_j / sum_j w_tj: w = exp(s_tj) for near tokens, exp(a_tb) (1 + s_tj - a_tb) for j in block b.
+    """Multipole attention o_t = sum_j w_tj v_j / sum_j w_tj: exact weights for near tokens, expanded for far blocks.
 
-    s_tj = scale q_t.k_j, a_tb its mean over a block of the token grid. Near are tokens within `radius` along every axis
-    of the grid, and class, register and text tokens, which are near to all. The tokens need a grid; blocks that do not
-    divide it differ by one token along an axis. Without `blocks`, they are chosen for the grid of the host
-    (`zoo.mixers.block_mixing.choose_blocks`).
+    w_tj = exp(s_tj) for near tokens and exp(a_tb) (1 + s_tj - a_tb) for j in a far block b, with s_tj = scale q_t.k_j
+    and a_tb its mean over the block. Tokens within `radius` along every axis of the grid are near; class, register and
+    text tokens are near to all tokens. Blocks that do not divide the grid differ by one token along an axis. Without
+    `blocks`, they are chosen for the grid of the host (`zoo.mixers.block_mixing.choose_blocks`).
 
-    A token's multiplications a head: M (D + Dv) + M D Dv for M blocks with degree 1, M D (D + 3) / 2 Dv in the place of
-    M D Dv with degree 2, and the near ones.
-    Options: `MultipoleOptions`. The operator: hla_kernels.softmax.multipole.
+    Multiplications per token and head, without near tokens, for M blocks: M (D + Dv) + M D Dv with degree 1; with
+    degree 2 the last term is M D (D + 3) / 2 Dv. Options: `MultipoleOptions`. Operator: hla_kernels.softmax.multipole.
     """
 
     name = "multipole"
@@ -105,14 +104,14 @@ class Multipole(BlockedMixer):
             q, k = ctx.rotate(q), ctx.rotate(k)
         grid, opt = ctx.grid, self.options
         assert grid is not None
-        where: dict[str, Any] = {
-            "grid": grid, "prefix": ctx.prefix, "suffix": ctx.suffix, "q_scale": self.scale,
-            "key_padding_mask": ctx.key_padding_mask,
-        }  # fmt: skip
         if opt.select != "near":
             return hla_kernels.adaptive_multipole(
                 q, k, v, select=opt.select, density=opt.density, q_tile=opt.q_tile, k_tile=opt.k_tile, far=opt.far,
-                **where,
+                grid=grid, prefix=ctx.prefix, suffix=ctx.suffix, q_scale=self.scale,
+                key_padding_mask=ctx.key_padding_mask,
             )  # fmt: skip
         self.check_blocks(grid, self.blocks)
-        return self.operate(q, k, v, blocks=self.blocks, radius=opt.radius, degree=opt.degree, **where)
+        return self.operate(
+            q, k, v, blocks=self.blocks, radius=opt.radius, degree=opt.degree, grid=grid, prefix=ctx.prefix,
+            suffix=ctx.suffix, q_scale=self.scale, key_padding_mask=ctx.key_padding_mask,
+        )  # fmt: skip

@@ -1,17 +1,20 @@
-"""Options that several mixers share. The options of one mixer alone stand beside it, as a subclass of these.
+"""Options shared by several mixers. Options of a single mixer are defined in its file, as a subclass.
 
-A docstring explains each option on a line `name: meaning` of its own (`zoo.config.field_docs`), from which `--help` is
-made; values are checked where an instance is created.
+The docstring of a class explains each option on a line `name: meaning`, from which `--help` is generated
+(`zoo.config.field_docs`). Values are checked when an instance is created.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from zoo.errors import unknown_name
 from zoo.grid import Grid
 from zoo.mixers.context import LayerSpec
+
+if TYPE_CHECKING:
+    from zoo.mixers.protocol import Mixer
 
 FEATURE_MAPS = ("identity", "relu", "elu1", "softmax", "softmax_pair", "hedgehog", "power")
 CENTERS = (None, "k", "qk")
@@ -20,15 +23,16 @@ SCANS = ("forward", "both")
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """Options that every mixer has, softmax included: depthwise convolutions over the token grid, so that mixers can
-    be compared with the same ones. Raises ValueError for a value that is not allowed.
+    """Options of every mixer, softmax included: depthwise convolutions over the token grid.
 
-    depthwise: which of q, k, v get a depthwise convolution over the grid, e.g. "v" or "qk"; "" for none
+    Raises ValueError for a value that is not allowed.
+
+    depthwise: tensors among q, k, v that get a depthwise convolution over the grid, such as "v" or "qk"; "" for none
     depthwise_kernel: odd kernel size of `depthwise`
-    lepe: odd kernel size of a depthwise convolution of v over the grid that is added to the output; 0 for none
-    cpe: odd kernel size of a depthwise convolution of the hidden states, added to them before q, k and v are projected
-      (conditional positional encoding, Chu et al., arXiv 2102.10882); 0 for none
-    grid_dims: 2 for images, 3 for video; taken from the converted model where it is not given
+    lepe: odd kernel size of a depthwise convolution of v that is added to the output (LePE); 0 for none
+    cpe: odd kernel size of a depthwise convolution of the hidden states, added before q, k and v are projected
+      (conditional positional encoding, arXiv 2102.10882); 0 for none
+    grid_dims: 2 for images, 3 for video; default: taken from the converted model
     """
 
     depthwise: str = ""
@@ -58,34 +62,35 @@ class LocalOptions:
         return bool(self.depthwise) or self.lepe > 0 or self.cpe > 0
 
     def for_grid(self, grid: Grid) -> Self:
-        """These options, with those that follow from the token grid chosen for `grid` where they were not given."""
+        """Return these options with values that depend on the token grid filled in, if not given."""
         return self
 
 
 @dataclass(frozen=True)
 class MixerOptions(LocalOptions):
-    """Options of a linear mixer: `LocalOptions`, and those below. Raises ValueError for a value that is not allowed or
-    a pair that contradicts itself.
+    """Options of linear mixers, in addition to `LocalOptions`.
 
-    feature_map: phi of q and k: identity, relu, elu1, softmax, softmax_pair, hedgehog or power. The default `power` is
-      relu(x) to a learned exponent per head with the length kept (`zoo.mixers.layers.Power`): elu1 and relu make
-      weights so even that higher orders average all tokens. `softmax_pair` and `hedgehog` double the feature width;
-      `hedgehog` is learned, too
+    Raises ValueError for a value that is not allowed and for contradictory options.
+
+    feature_map: phi of q and k: identity, relu, elu1, softmax, softmax_pair, hedgehog or power. The default `power`
+      raises relu(x) to a learned exponent per head and keeps its norm (`zoo.mixers.layers.Power`); with elu1 and relu,
+      higher orders have nearly uniform weights. `softmax_pair` and `hedgehog` double the feature width; `hedgehog` is
+      learned
     exponent: initial exponent of `power`, between 1 and 5
-    normalize: divide by the same form with v = 1 (needs a non-negative feature map)
-    center: centre phi(k) ("k") or phi(q) and phi(k) ("qk") over the tokens; none for neither
+    normalize: divide by the sum of the weights (needs a non-negative feature map)
+    center: subtract the token mean from phi(k) ("k") or from phi(q) and phi(k) ("qk"); none for neither
     mean_path: compute mean(v) + mixer(v - mean(v))
-    post_norm: RMSNorm of each head after the mixer
+    post_norm: RMSNorm per head after the mixer
     gate: multiply the output by a gate computed from the hidden states
-    causal: mix over the raster order of the tokens
+    causal: mix in the raster order of the tokens
     decay: initial value in (0, 1) of a learned decay per head; none for no decay
-    scan: "forward", or "both" to add the pass over the reversed order (halved where weights sum to one)
+    scan: "forward", or "both" to add the pass in reversed order (averaged if weights sum to one)
     ridge: lambda of the second- and third-order key moment (HLA paper, Algorithm 1)
-    gains: learn a gain and a shift per head, o -> gain o + shift mean(v), neutral at initialisation, and a temperature
-      of phi (where phi is not the identity). `zoo.conversion.calibrate` solves for them
+    gains: learn a gain and a shift per head, o -> gain o + shift mean(v), initialised to 1 and 0, and a temperature of
+      phi (unless phi is the identity); `zoo.conversion.calibrate` solves for them
     """
 
-    two_sided: ClassVar[bool] = False  # whether `causal` is refused
+    two_sided: ClassVar[bool] = False  # whether causal=True is an error
 
     feature_map: str = "power"
     exponent: float = 3.0
@@ -142,13 +147,13 @@ class MixerOptions(LocalOptions):
     @property
     def needs_grid(self) -> bool:
         """Whether the result depends on where the tokens lie."""
-        # in full: dynamo takes a property of super() for the property itself, which is true
+        # not super().needs_grid: dynamo returns the property object, which is always true
         return bool(self.depthwise) or self.lepe > 0 or self.cpe > 0 or self.causal
 
 
 @dataclass(frozen=True)
 class TwoSidedRatioOptions(MixerOptions):
-    """`MixerOptions` with the ratio and without causality, centring and mean path. Raises ValueError too."""
+    """`MixerOptions` of two-sided mixers whose weights are divided by their sum; raises ValueError otherwise."""
 
     two_sided = True
 
@@ -158,15 +163,15 @@ class TwoSidedRatioOptions(MixerOptions):
         super().__post_init__()
 
 
-def is_number(x: Any) -> bool:
-    """Whether x is an int or a float (a bool is neither)."""
+def is_number(x: object) -> bool:
+    """Whether x is an int or a float, but not a bool."""
     return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 class MixerConfig(NamedTuple):
-    """A mixer and its options, from a configuration or a call of `zoo.convert` to the checkpoint.
+    """Name and options of a mixer, used from the configuration to the checkpoint.
 
-    name: a key of `zoo.mixers.MIXERS`. options: every option, those that were not given at their defaults.
+    name: key of `zoo.mixers.MIXERS`. options: all options, with defaults filled in.
     """
 
     name: str
@@ -174,8 +179,11 @@ class MixerConfig(NamedTuple):
 
     @classmethod
     def parse(cls, name: str, given: Mapping[str, Any]) -> "MixerConfig":
-        """The mixer `name` with the options that were given. Raises ValueError for an unknown name or option, with the
-        nearest valid one, and for a value that is not allowed."""
+        """Parse a mixer name and options.
+
+        Raises ValueError for an unknown name or option, with the nearest valid one, and for a value that is not
+        allowed.
+        """
         defaults = mixer_class(name).defaults
         known = [f.name for f in fields(defaults)]
         for option in given:
@@ -185,22 +193,21 @@ class MixerConfig(NamedTuple):
         return cls(name, replace(defaults, **{**given, **tuples}))
 
     def for_grid(self, grid: Grid) -> "MixerConfig":
-        """With the options that follow from the token grid, such as blocks, chosen for `grid` if they were not
-        given."""
+        """Fill in options that depend on the token grid, such as blocks, if not given."""
         return self._replace(options=self.options.for_grid(grid))
 
-    def build(self, layer: LayerSpec) -> Any:
-        """The `Mixer` for an attention layer. Raises ValueError for options that the layer cannot serve."""
+    def build(self, layer: LayerSpec) -> "Mixer":
+        """Build the mixer for an attention layer. Raises ValueError for options that do not fit the layer."""
         return mixer_class(self.name)(layer, self.options)
 
     def plain_options(self) -> dict[str, Any]:
-        """Every option, fit for JSON (tuples become lists), from which `parse` gets the same again."""
+        """Return all options as JSON values (tuples become lists), the input of `parse`."""
         return json.loads(json.dumps(asdict(self.options)))
 
 
-def mixer_class(name: str) -> Any:
-    """The class of the mixer `name`. Raises ValueError for an unknown one, with the nearest valid name."""
-    from zoo.mixers import MIXERS  # which imports this module
+def mixer_class(name: str) -> "type[Mixer]":
+    """Return the class of the mixer `name`. Raises ValueError for an unknown one, with the nearest valid name."""
+    from zoo.mixers import MIXERS  # circular import
 
     if name not in MIXERS:
         raise unknown_name("mixer", name, MIXERS)
@@ -208,6 +215,6 @@ def mixer_class(name: str) -> Any:
 
 
 def _causal_mixers() -> list[str]:
-    from zoo.mixers import MIXERS  # which imports this module
+    from zoo.mixers import MIXERS  # circular import
 
     return [name for name, kind in MIXERS.items() if not getattr(kind.defaults, "two_sided", True)]

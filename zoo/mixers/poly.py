@@ -1,4 +1,4 @@
-"""A learned mixture of the four orders, per head."""
+"""Learned polynomial of the four orders, per head."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ from zoo.mixers.base import LinearMixer
 from zoo.mixers.context import LayerSpec
 from zoo.mixers.options import MixerOptions, is_number
 
-MIN_COEFFICIENT = 1e-3  # of the positive coefficients: softplus never reaches zero
+MIN_COEFFICIENT = 1e-3  # smallest initial value of a positive coefficient: softplus never reaches zero
 
 
 @dataclass(frozen=True)
 class PolynomialOptions(MixerOptions):
     """Options of `poly`. Raises ValueError for a value that is not allowed.
 
-    coefficients: initial c1..c4 of the four orders
+    coefficients: initial coefficients c1..c4 of the four orders
     """
 
     two_sided = True
@@ -33,12 +33,12 @@ class PolynomialOptions(MixerOptions):
 
 
 class Polynomial(LinearMixer):
-    """(c1 A + c2 A A' + c3 A A + c4 A A' A) V with learned c [H, 4]: one D x D operator per head, whatever the orders.
+    """Polynomial mixer (c1 A + c2 A A' + c3 A A + c4 A A' A) V with learned c [H, 4], A = phi(q) phi(k)'.
 
-    By default a ratio with c = (1, 0, 0, 0), that is `la`, to which the higher orders are learned residuals; with
-    `normalize=True` the coefficients are kept positive (softplus), since a signed mixture can cross zero. The anchored
-    form, feature_map="identity", normalize=False, center="k", mean_path=True, begins as the first-order Taylor
-    expansion mean(v) + q (K - mean(k))'V / N of softmax. Two-sided only.
+    The default c = (1, 0, 0, 0) equals `la` at initialisation. With `normalize=True` the coefficients are kept positive
+    (softplus), since a signed sum can cross zero. With feature_map="identity", normalize=False, center="k" and
+    mean_path=True it starts as the first-order Taylor expansion mean(v) + q (K - mean(k))'V / N of softmax. Two-sided
+    only. The orders share one D x D operator per head.
 
     12 N D^2 + 8 D^3 operations per head. Options: `PolynomialOptions`.
     """
@@ -66,7 +66,7 @@ class Polynomial(LinearMixer):
 
     @torch.no_grad()
     def set_coefficients(self, c: Tensor) -> None:
-        """Take c1..c4 [H, 4]; with `normalize` at least `MIN_COEFFICIENT` each."""
+        """Set c1..c4 [H, 4], with `normalize` to at least `MIN_COEFFICIENT` each."""
         self.coefficients.copy_(c.clamp(min=MIN_COEFFICIENT).expm1().log() if self.options.normalize else c)
 
     def operate(self, *tokens: Tensor, **options) -> Tensor:

@@ -1,8 +1,9 @@
-"""The protocol of mixers: a base class with every member that models, training and conversion use."""
+"""Base class of mixers, with every member that models, training and conversion use."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hla_kernels.sequences import real
 from zoo.grid import check_grid
@@ -12,22 +13,22 @@ from zoo.mixers.options import LocalOptions, MixerConfig
 
 
 class Mixer(nn.Module):
-    """mixer(q, k, v, ctx) -> o in the place of softmax attention; all tensors [B, N, H, D].
+    """Token mixer mixer(q, k, v, ctx) -> o that replaces softmax attention; all tensors are [B, N, H, D].
 
-    A subclass defines `name`, `forward`, and where they differ from these the other members. It is built for one
-    attention layer with resolved options (`zoo.mixers.MixerConfig.build`), and gives its own parameters their initial
-    values in `reset_parameters`, which timm calls again after building a model.
+    A subclass defines `name`, `forward`, and overrides other members as needed. It is built for one attention layer
+    with resolved options (`zoo.mixers.MixerConfig.build`) and initialises its own parameters in `reset_parameters`,
+    which timm calls again after building a model.
 
-    name: its key in `zoo.mixers.MIXERS`.
-    defaults: its options at their defaults; the class of this object says which options there are.
-    options: the options of this instance; those that follow from the layer (the blocks of a grid) are filled in.
-    forms_matrix: whether it forms the attention matrix, and so honours masks and attention dropout.
-    takes_rotations: whether it works in a model with a rotary embedding.
-    sums_tokens: whether tokens meet in `operator` alone, so that several devices may share them.
+    name: key in `zoo.mixers.MIXERS`.
+    defaults: default options; the class of this object defines which options exist.
+    options: options of this instance, with values derived from the layer (the blocks of a grid) filled in.
+    forms_matrix: whether the attention matrix is formed, so that masks and attention dropout work.
+    takes_rotations: whether the mixer works in a model with a rotary embedding.
+    sums_tokens: whether only `operator` combines tokens, so that several devices can share them.
     scale: factor on the scores.
-    norm, gains, gate: what it does to its output, in this order: a norm of each head, learned gains (which calibration
-        sets), a gate; None for what it has not. Attention maps are computed without norm and gate.
-    tag: buffer of the converted layer with name and options, in the state dict; absent from softmax.
+    norm, gains, gate: applied to the output in this order: norm per head, learned gains (set by calibration), gate;
+        None if absent. Attention maps are computed without norm and gate.
+    tag: buffer with name and options, in the state dict of a converted layer; softmax has none.
     """
 
     name: ClassVar[str]
@@ -69,36 +70,37 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters that this module itself owns (its parts initialise theirs)."""
+        """Initialise the parameters that this module itself owns (submodules initialise their own)."""
 
     def project_(self) -> None:
-        """Bring parameters back to the values that they may have; training calls this after every step."""
+        """Project parameters back to their allowed range; training calls this after each optimizer step."""
 
     @property
     def layout(self) -> str:
-        """How the mixer divides the token grid, for reports; empty if it does not."""
+        """Division of the token grid, for reports; empty if the grid is not divided."""
         return ""
 
     @property
     def early_map(self) -> str | None:
-        """The map, identity or relu, that a layer may apply to q and k and then rotate them, in one pass with its
-        norms (`Context.prepared`); None if it may not."""
+        """Feature map (identity or relu) that the layer may fuse with its q/k norms and rotation (`Context.prepared`).
+
+        None if feature map and rotation must be applied by the mixer.
+        """
         return None
 
     def why_not_shared(self) -> str:
-        """Why the tokens cannot be shared by several devices (context parallelism); empty if they can."""
+        """Reason why context parallelism cannot share the tokens between devices; empty if it can."""
         if self.options.needs_grid:
-            return "needs other tokens by their place (depthwise, lepe, cpe, causal, blocks)"
+            return "needs the positions of tokens (depthwise, lepe, cpe, causal, blocks)"
         if self.gains is not None or not self.sums_tokens:
             return "reads the tokens of other devices itself (gains, or what this mixer computes)"
         return ""
 
-    def share(self, group: Any) -> None:
-        """Let the devices of `group` share the tokens of each sample; called where `why_not_shared` is empty."""
+    def share(self, group: ProcessGroup) -> None:
+        """Share the tokens of each sample among the devices of `group`; called only if `why_not_shared` is empty."""
 
     def check(self, n_tokens: int, ctx: Context) -> None:
-        """Raise ValueError when a call needs what the mixer cannot do: a mask, causality, a grid that the tokens do not
-        have."""
+        """Raise ValueError for a mask, causality or a missing grid that the mixer does not support."""
         if ctx.mask is not None and not self.forms_matrix:
             raise ValueError(
                 f"the mixer {self.name!r} cannot honour an attention mask; keep softmax in this layer (keep_softmax=)"
@@ -108,7 +110,7 @@ class Mixer(nn.Module):
         self.check_grid(n_tokens, ctx)
 
     def check_grid(self, n_tokens: int, ctx: Context) -> None:
-        """Raise ValueError when a grid is needed and the tokens have none, or another number of tokens."""
+        """Raise ValueError if a grid is needed but missing, or does not match the number of tokens."""
         if not self.options.needs_grid:
             return
         if ctx.grid is None:
@@ -123,26 +125,28 @@ class Mixer(nn.Module):
         return "depthwise, lepe or cpe" if local else "causal" if getattr(opt, "causal", False) else "its blocks"
 
     def with_cpe(self, x: Tensor, ctx: Context) -> Tensor:
-        """The hidden states x [B, N, C] with their convolution (`cpe`): what the layer projects. ctx: grid, prefix and
-        suffix, padding."""
+        """Add the convolution `cpe` to the hidden states [B, N, C] before they are projected to q, k, v.
+
+        ctx: its grid, prefix, suffix and padding mask are used.
+        """
         if self.cpe is None:
             return x
         self.check_grid(x.shape[1], ctx)
         assert ctx.grid is not None
-        seen = real(x[:, :, None], ctx.key_padding_mask)
-        return self.cpe(seen, ctx.grid, ctx.prefix, ctx.suffix).flatten(2)
+        masked = real(x[:, :, None], ctx.key_padding_mask)
+        return self.cpe(masked, ctx.grid, ctx.prefix, ctx.suffix).flatten(2)
 
     def convolved(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [B, N, H, D] with their depthwise residuals."""
+        """Add the depthwise residuals to q, k, v [B, N, H, D]."""
         tensors = {"q": q, "k": k, "v": v}
-        for name, part in self.depthwise.items():
+        for name, conv in self.depthwise.items():
             assert ctx.grid is not None
-            seen = real(tensors[name], ctx.key_padding_mask)  # padding is like what lies beyond the border
-            tensors[name] = part(seen, ctx.grid, ctx.prefix, ctx.suffix)
+            masked = real(tensors[name], ctx.key_padding_mask)  # padded tokens count as zeros, as beyond the border
+            tensors[name] = conv(masked, ctx.grid, ctx.prefix, ctx.suffix)
         return tensors["q"], tensors["k"], tensors["v"]
 
     def with_lepe(self, o: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        """o [B, N, H, D] with the convolution of v added."""
+        """Add the depthwise convolution of v to o [B, N, H, D]."""
         if self.lepe is None:
             return o
         assert ctx.grid is not None

@@ -1,4 +1,4 @@
-"""All orders of linear attention at once: a geometric series of its weights, summed by one solve."""
+"""Resolvent mixer: geometric series over all orders of linear attention, summed by one linear solve."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ from zoo.mixers.context import Context, LayerSpec
 from zoo.mixers.moments import mean_product, read, real_features
 from zoo.mixers.options import TwoSidedRatioOptions, is_number
 
-LARGEST_SHARE = 1 - 2**-10  # a learned logit may go anywhere, and at c = 1 there is no inverse
+LARGEST_SHARE = 1 - 2**-10  # upper bound of the learned c: the matrix is singular at c = 1
 
 
 @dataclass(frozen=True)
 class ResolventOptions(TwoSidedRatioOptions):
     """Options of `resolvent`. Raises ValueError for a value that is not allowed.
 
-    share: initial c in (0, 1), the weight of each order over that of the order before
+    share: initial c in (0, 1), the ratio of the weights of successive orders
     """
 
     share: float = 0.5
@@ -29,15 +29,15 @@ class ResolventOptions(TwoSidedRatioOptions):
 
 
 class Resolvent(LinearMixer):
-    """(1 - c) sum_p c^(p - 1) A^p V = (1 - c) q (I - c K'q)^-1 K'V with A the weights of `la`, whose rows sum to one.
+    """Resolvent (1 - c) sum_p c^(p - 1) A^p V = (1 - c) q (I - c K'q)^-1 K'V of the normalised `la` weights A.
 
-    The orders p = 1, 2, ... of A fall off by c in (0, 1), learned per head; c = 0 is `la`. q are the features of the
-    queries over the sum of their weights, so that A has no eigenvalue above one and the series converges for every c.
-    Rows of the sum are again averages. One linear system [D, D] per head, in float32.
+    c in (0, 1) is learned per head; c = 0 is `la`. q are the query features divided by the sum of their weights, so
+    that the eigenvalues of A are at most one and the series converges. The rows of the result sum to one. One linear
+    system [D, D] per head, in float32.
 
     q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 6 N D^2 + D^3 operations per head. Options:
-    `ResolventOptions`. Raises ValueError for a map that may be negative and for a rotary host, under
-    which weights are not non-negative.
+    `ResolventOptions`. Raises ValueError for a feature map that may be negative and for a rotary embedding, which
+    makes weights negative.
     """
 
     name = "resolvent"
@@ -67,7 +67,7 @@ class Resolvent(LinearMixer):
         q, k, v, count = real_features(self._inner_map, mask, *self.split_qkv(*tensors))
         sums = k.sum(1, keepdim=True, dtype=torch.promote_types(k.dtype, torch.float32)) / count
         sums = sums.repeat_interleave(q.shape[2] // k.shape[2], dim=2)  # [B, 1, H, D]
-        q = q / ((q * sums).sum(-1, keepdim=True) + EPS)  # in float32: rounded, weights could sum to more than 1 / c
+        q = q / ((q * sums).sum(-1, keepdim=True) + EPS)  # in float32: rounded weights could sum to more than 1 / c
         c = self.share_logit.to(sums.dtype).sigmoid().clamp(max=LARGEST_SHARE)[:, None, None]
         steps = mean_product(k, q, count)  # [B, H, D, D]
         pairs = mean_product(k, v, count).repeat_interleave(q.shape[2] // v.shape[2], dim=1)

@@ -1,4 +1,4 @@
-"""Softmax attention as a mixer: the control of every experiment and the test of every backbone."""
+"""Softmax attention as a mixer, the control of every experiment."""
 
 import torch
 import torch.nn.functional as F
@@ -10,23 +10,22 @@ from zoo.mixers.protocol import Mixer
 
 
 class Softmax(Mixer):
-    """o = softmax(q k' scale) v, [B, N, H, D] -> [B, N, H, D]; cost 4 N^2 D a head.
+    """Softmax attention o = softmax(q k' scale) v, [B, N, H, D] -> [B, N, H, D]; 4 N^2 D operations per head.
 
-    The one mixer that honours attention masks. Options: `zoo.mixers.options.LocalOptions`. Raises ValueError for a
+    The only mixer that supports attention masks. Options: `zoo.mixers.options.LocalOptions`. Raises ValueError for a
     missing grid.
     """
 
     name = "softmax"
-
     forms_matrix = True
 
     def __init__(self, layer: LayerSpec, options: LocalOptions) -> None:
         super().__init__(layer, options)
-        self.sdpa_scale = layer.scale  # None: torch computes it, as in the host, bit for bit
+        self.sdpa_scale = layer.scale  # None: computed by torch, for bitwise equality with the host
         self.groups = layer.num_heads // layer.kv_heads
         self.attn_drop, self.fused = layer.attn_drop, layer.fused
 
-    def why_not_shared(self) -> str:  # diffusers shares tokens between devices itself
+    def why_not_shared(self) -> str:  # diffusers implements context parallelism of softmax
         return super().why_not_shared() if self.options.needs_grid else ""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
@@ -37,7 +36,7 @@ class Softmax(Mixer):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         if ctx.rotate is not None:
             q, k = ctx.rotate(q), ctx.rotate(k)
-        if self.groups > 1:  # after the rotation, as in the hosts, so that gradients are summed alike
+        if self.groups > 1:  # after the rotation, as in the hosts, so that gradients are summed in the same order
             k, v = (x.repeat_interleave(self.groups, dim=2) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, N, D]
         drop = self.attn_drop if self.training else 0.0
@@ -50,7 +49,7 @@ class Softmax(Mixer):
         return o.transpose(1, 2)
 
     def _explicit(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, drop: float) -> Tensor:
-        """The same with the [B, H, N, N] matrix, as hosts without fused attention compute it."""
+        """Softmax attention with an explicit [B, H, N, N] matrix, as in hosts without fused attention."""
         scores = q * self.scale @ k.transpose(-2, -1)
         if is_causal:
             scores = scores + scores.new_full(scores.shape[-2:], float("-inf")).triu_(1)

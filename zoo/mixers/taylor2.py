@@ -1,7 +1,6 @@
-"""Softmax attention to second order, linear in the number of tokens."""
+"""Second-order Taylor expansion of softmax attention, linear in the number of tokens."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,20 +8,18 @@ from torch import Tensor, nn
 
 import hla_kernels
 from zoo.mixers.base import LinearMixer
-from zoo.mixers.context import LayerSpec
+from zoo.mixers.context import Context, LayerSpec
 from zoo.mixers.options import MixerOptions, is_number
-
-MIN_COEFFICIENT = 1e-3  # of a positive coefficient: softplus never reaches zero
+from zoo.mixers.poly import MIN_COEFFICIENT
 
 
 @dataclass(frozen=True)
 class TaylorOptions(MixerOptions):
-    """Options of `taylor2`: without another feature map, centring or causality. Raises ValueError for these and for a
-    value that is not allowed.
+    """Options of `taylor2`. Raises ValueError for feature_map, center, causal and values that are not allowed.
 
-    coefficients: initial c1, c2 of the two terms of the expansion
-    width: channels per head that the degree-2 term reads, through one learned projection of q and one of k; none for
-      all channels without a projection
+    coefficients: initial coefficients c1, c2 of the two terms of the expansion
+    width: channels per head of the degree-2 term, after learned projections of q and k; none for all channels without
+      a projection
     """
 
     two_sided = True
@@ -41,22 +38,23 @@ class TaylorOptions(MixerOptions):
     def _check_normalize(self) -> None:
         if self.feature_map != "identity" or self.center != "k" or self.mean_path is not True:
             raise ValueError(
-                "taylor2 expands softmax around its mean value: feature_map='identity', center='k' and mean_path=True "
+                "taylor2 expands softmax around uniform weights: feature_map='identity', center='k' and mean_path=True "
                 f"are fixed, got {self.feature_map!r}, {self.center!r} and {self.mean_path}"
             )
 
 
 class Taylor2(LinearMixer):
-    """mean(v) + (c1 mean_j s_tj (v_j - mean v) + c2 mean_j s_tj^2 / 2 (v_j - mean v)) / (1 + c2 mean_j s_tj^2 / 2).
+    """Taylor mixer mean(v) + (c1 mean_j s_tj u_j + c2 mean_j s_tj^2 / 2 u_j) / (1 + c2 mean_j s_tj^2 / 2).
 
-    s_tj = scale q_t.(k_j - mean k), learned c [H, 2]: with c = (1, 1) the average with the weights 1 + s + s^2 / 2,
-    softmax to second order around uniform weights (without `normalize` the divisor is left out). With `normalize` c2
-    is kept positive (softplus). `width` < D: the degree-2 term reads q and k through learned projections [D, width],
-    at first the first channels; `zoo.conversion.calibrate` sets the best ones for the data. Two-sided only.
+    s_tj = scale q_t.(k_j - mean k), u_j = v_j - mean v, learned c [H, 2]. With c = (1, 1) these are the weights
+    1 + s + s^2 / 2, softmax to second order around uniform weights. Without `normalize` the denominator is omitted;
+    with `normalize` c2 is kept positive (softplus). If `width` < D, the degree-2 term reads q and k through learned
+    projections [D, width], initialised to the first channels; `zoo.conversion.calibrate` computes the best ones for
+    the data. Two-sided only.
 
-    State and cost a head, D = Dv = 64: 2080 x 64 numbers and 274,000 multiplications a token; width 16: 136 x 64 and
-    26,000; `la` has 64 x 64 and 8,200. For few tokens N the N x N weights are cheaper and are taken: 128 N.
-    Options: `TaylorOptions`. The expansion: hla_kernels.softmax.taylor, after arXiv 2402.18668.
+    State and multiplications per token and head, for D = Dv = 64: 2080 x 64 and 274,000; width 16: 136 x 64 and 26,000;
+    `la`: 64 x 64 and 8,200. For few tokens N, explicit N x N weights are cheaper (128 N) and are used.
+    Options: `TaylorOptions`. Operator: hla_kernels.softmax.taylor, after arXiv 2402.18668.
     """
 
     name = "taylor2"
@@ -69,7 +67,7 @@ class Taylor2(LinearMixer):
         super().__init__(layer, options)
         heads, d, r, dd = layer.num_heads, layer.head_dim, options.width, layer.placement
         if r is not None and r > d:
-            raise ValueError(f"width must be at most the {d} channels of a head, got {r}")
+            raise ValueError(f"width must be at most {d}, the channels per head, got {r}")
         self.coefficients = nn.Parameter(torch.empty(heads, 2, **dd))
         if r is not None:
             self.narrow_q = nn.Parameter(torch.empty(heads, d, r, **dd))
@@ -91,30 +89,33 @@ class Taylor2(LinearMixer):
 
     @torch.no_grad()
     def set_coefficients(self, c: Tensor) -> None:
-        """Take c1, c2 [H, 2]; with `normalize` at least `MIN_COEFFICIENT` for c2."""
+        """Set c1, c2 [H, 2], with `normalize` c2 to at least `MIN_COEFFICIENT`."""
         second = c[:, 1]
         if self.options.normalize:
             second = second.clamp(min=MIN_COEFFICIENT).expm1().log()  # the inverse of softplus
         self.coefficients.copy_(torch.stack([c[:, 0], second], 1))
 
-    def _reads_packed(self, ctx: Any) -> bool:
+    def _reads_packed(self, ctx: Context) -> bool:
         return super()._reads_packed(ctx) and self.options.width is None
 
     def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
-        """(qkv), (q, k, v), or with a rotary host (q, k, rotated q, rotated k, v): the expansion is of the rotated
-        scores."""
-        options: dict[str, Any] = {"normalize": self.options.normalize, "q_scale": self.scale, "key_padding_mask": mask}
+        """Mix (qkv), (q, k, v), or with a rotary embedding (q, k, rotated q, rotated k, v): the last three are used."""
+        opt, c = self.options, self._operator_coefficients()
         if len(tensors) == 1:
-            return self.operator_packed(*tensors, self._operator_coefficients(), **options)
+            return self.operator_packed(
+                tensors[0], c, normalize=opt.normalize, q_scale=self.scale, key_padding_mask=mask
+            )
         q, k, v = tensors[-3:]
-        if self.options.width is not None:
-            parts = ((q, self.narrow_q), (k, self.narrow_k))
-            q2, k2 = (torch.einsum("bnhd,hdr->bnhr", t, p.to(t.dtype)) for t, p in parts)
-            options["narrow"] = (q2, k2)
-        return self.operator(q, k, v, self._operator_coefficients(), **options)
+        narrow = None
+        if opt.width is not None:
+            pairs = ((q, self.narrow_q), (k, self.narrow_k))
+            narrow = [torch.einsum("bnhd,hdr->bnhr", t, p.to(t.dtype)) for t, p in pairs]
+        return self.operator(
+            q, k, v, c, normalize=opt.normalize, q_scale=self.scale, key_padding_mask=mask, narrow=narrow
+        )
 
     def _operator_coefficients(self) -> Tensor:
-        """c1, c2 [H, 2] as the operator takes them."""
+        """Coefficients c1, c2 [H, 2] of the operator."""
         if not self.options.normalize:
             return self.coefficients
         first, second = self.coefficients.unbind(1)

@@ -130,9 +130,9 @@ def test_wan_on_two_gpus(tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "config", "message"),
     [
-        ("wan", {"depthwise": "v"}, ContextParallelConfig(ulysses_degree=2), "needs other tokens by their place"),
-        ("wan", {"lepe": 3}, ContextParallelConfig(ring_degree=2), "needs other tokens by their place"),
-        ("wan", {"causal": True}, ContextParallelConfig(ring_degree=2), "needs other tokens by their place"),
+        ("wan", {"depthwise": "v"}, ContextParallelConfig(ulysses_degree=2), "needs the positions of tokens"),
+        ("wan", {"lepe": 3}, ContextParallelConfig(ring_degree=2), "needs the positions of tokens"),
+        ("wan", {"causal": True}, ContextParallelConfig(ring_degree=2), "needs the positions of tokens"),
         ("flux", {}, ContextParallelConfig(ulysses_degree=2), "exact for converted models of Wan only"),
         ("dit", {}, ContextParallelConfig(ulysses_degree=2), "exact for converted models of Wan only"),
         ("flux", {}, TensorParallelConfig(tp_degree=2), "would split the heads"),

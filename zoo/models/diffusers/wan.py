@@ -48,17 +48,20 @@ class WanSite(DiffusionSite, WanAttention):
         x = self.with_cpe(hidden_states, self.prefix)
         q, k, v = self.project(x)
         rotate = wan_rotation(rotary_emb, v.shape[-1] // self.heads)
-        how = self.preparation(q, rotate)
-        q, k, v = (split_heads(t, self.heads) for t in (self.norm_q(q, *how), self.norm_k(k, *how), v))
-        turned = {"prepared": True} if how else {"rotate": rotate}
-        ctx = Context(x=x, grid=self.grid, prefix=self.prefix, mask=attention_mask, **turned)
+        early = self.early_tables(q, rotate)
+        q, k = (norm(t) if early is None else norm(t, early) for norm, t in ((self.norm_q, q), (self.norm_k, k)))
+        q, k, v = (split_heads(t, self.heads) for t in (q, k, v))
+        ctx = Context(
+            x=x, grid=self.grid, prefix=self.prefix, mask=attention_mask, rotate=rotate if early is None else None,
+            prepared=early is not None,
+        )  # fmt: skip
         return self.output(self.mixer(q, k, v, ctx).type_as(q))
 
-    def preparation(self, q: Tensor, rotate: Rotation | None) -> tuple:
-        """What the norms of q and k do besides where one kernel can: whether to take the positive part, (cos, sin)."""
+    def early_tables(self, q: Tensor, rotate: Rotation | None) -> tuple[bool, Tensor, Tensor] | None:
+        """(relu, cos, sin) if one kernel can fuse the q/k norms with feature map and rotation; otherwise None."""
         early = self.mixer.early_map
-        ours = type(self.norm_q) is type(self.norm_k) is TokenRMSNorm and in_kernels(q)
-        return () if early is None or rotate is None or not ours else (early == "relu", *rotate.tables())
+        fused = type(self.norm_q) is type(self.norm_k) is TokenRMSNorm and in_kernels(q)
+        return (early == "relu", *rotate.tables()) if early is not None and rotate is not None and fused else None
 
     @property
     def fused(self) -> bool:
