@@ -5,14 +5,14 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zoo.files import replacing
 
@@ -51,8 +51,13 @@ def environment() -> dict[str, Any]:
 
 def weights_hash(module: nn.Module) -> str:
     """SHA-256 of all parameters and buffers of a module, with their names, whatever file they came from."""
+    return tensors_hash(sorted(module.state_dict().items()))
+
+
+def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 of tensors with their names, types and shapes, in this order."""
     found = hashlib.sha256()
-    for name, value in sorted(module.state_dict().items()):
+    for name, value in tensors:
         found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
         found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

@@ -81,6 +81,19 @@ def test_inputs_that_lack_a_key(run, tmp_path):
 def test_tensors_that_are_no_weights(run, tmp_path, change, sentence):
     with safe_open(run / "model.safetensors", "pt") as opened:
         header = opened.metadata()
+    del header["sha256"]  # as in files of earlier versions
     tensors = load_file(run / "model.safetensors")
     save_file({**tensors, "head.weight": change(tensors["head.weight"])}, tmp_path / "x.safetensors", metadata=header)
     assert sentence in refused(tmp_path / "x.safetensors")
+
+
+def test_final_weights_hold_their_step_and_digest(run, tmp_path):
+    file = tmp_path / "x.safetensors"
+    content = bytearray((run / "model.safetensors").read_bytes())
+    with safe_open(run / "model.safetensors", "pt") as opened:
+        assert opened.metadata()["step"] == str(json.loads((run / "result.json").read_text())["step"])
+    file.write_bytes(content)
+    load_model(file)
+    content[-3] ^= 0x01  # a mantissa: the value stays finite
+    file.write_bytes(content)
+    assert "x.safetensors is truncated or damaged: its tensors are not those that were written" in refused(file)

@@ -92,5 +92,5 @@ class Trainer(Run):
         for file, model in models.items():
             found = self.whole(model)
             if self.main:
-                save_weights(found, recipe, self.folder / file)
+                save_weights(found, recipe, self.folder / file, self.step)
         return recipe.describe()

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from zoo.models.digests import check_folder
+
 IN_A_RUN = ("transformer_ema", "transformer")  # where tools/finetune_dit.py saves models
 
 
@@ -33,6 +35,7 @@ def in_run(where: str) -> str:
 def read_folder(kind: Any, where: str, **options: Any) -> Any:
     """`kind.from_pretrained(where, **options)`. Raises ValueError for parts that are missing, damaged or do not fit."""
     try:
+        check_folder(Path(where))
         found = kind.from_pretrained(where, **options)
     except Exception as error:  # of diffusers, transformers, safetensors, json, torch
         reason = " ".join(str(error).split())[:300] or type(error).__name__

@@ -19,6 +19,7 @@ from zoo.errors import shortened, unknown_name
 from zoo.files import replacing
 from zoo.models.checkpoint_tags import sites_of
 from zoo.models.convert import swap
+from zoo.models.digests import check_digest, digest_header
 from zoo.models.model_card import write_card
 from zoo.models.stored_options import restored_arguments, restored_options
 
@@ -209,7 +210,7 @@ def _restored(recipe: Recipe) -> Recipe:
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint, on the CPU; says so when they are the average of a run. Raises ValueError if the
-    file is truncated or holds values that are not finite."""
+    file is truncated, holds values that are not finite, or has another digest."""
     file = weights_file(path)
     if Path(path) != file and file.name == EMA_WEIGHTS:
         print(
@@ -217,7 +218,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         )
     try:
         found = _tensors(file)
-    except (SafetensorError, UnpicklingError, EOFError, *UNBUILT) as error:
+    except (SafetensorError, UnpicklingError, EOFError, ValueError, *UNBUILT) as error:
         raise ValueError(f"the checkpoint {file} is truncated or damaged: {error}") from error
     if wrong := [key for key, tensor in found.items() if not tensor.isfinite().all()]:
         raise ValueError(f"the checkpoint {file} holds values that are not finite, in {wrong[0]}")
@@ -228,7 +229,9 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     if file.name == PICKLED:
         return torch.load(file, map_location="cpu", weights_only=True)
     with safe_open(file, framework="pt") as opened:
-        return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  not a dict
+        found = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  not a dict
+        check_digest(found, opened.metadata() or {})
+    return found
 
 
 def header_of(recipe: Recipe) -> dict[str, str]:
@@ -244,10 +247,11 @@ def save_tensors(tensors: dict[str, Tensor], header: dict[str, str], file: Path)
         save_file(kept, temporary, metadata=header)
 
 
-def save_weights(model: nn.Module, recipe: Recipe, file: Path) -> None:
-    """Write the weights of `model` with `recipe` in the header, and a model card beside them; the file is complete or
-    as it was."""
-    save_tensors(model.state_dict(), header_of(recipe), file)
+def save_weights(model: nn.Module, recipe: Recipe, file: Path, step: int | None = None) -> None:
+    """Write the weights of `model` with `recipe`, their digest and the step of a run in the header, and a model card
+    beside them; the file is complete or as it was."""
+    tensors = model.state_dict()
+    save_tensors(tensors, {**header_of(recipe), **digest_header(tensors, step)}, file)
     write_card(model, file.parent, recipe.describe(), getattr(model, "hla_base", recipe.name), "timm")
 
 

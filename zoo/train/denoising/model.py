@@ -20,6 +20,7 @@ from zoo.models.convert import backbone_of, swap
 from zoo.models.diffusers.families import ANY_MODEL, class_named, known_family
 from zoo.models.diffusers.models import patch_of
 from zoo.models.diffusers.reading import read_config, read_folder
+from zoo.models.digests import add_digests
 from zoo.models.timm.model_files import UNBUILT
 from zoo.train.denoising.settings import KINDS, DenoiserSettings
 
@@ -244,11 +245,13 @@ def without_label_dropout(model: nn.Module) -> None:
             module.dropout_prob = 0.0
 
 
-def save_transformer(model: Any, folder: Path, scheduler: Any) -> None:
+def save_transformer(model: Any, folder: Path, scheduler: Any, step: int | None = None) -> None:
     """Write the model as a folder that `from_pretrained` of diffusers reads, with the scheduler that samples from it in
-    `folder`/scheduler, where tools/sample.py finds it. The folder is complete or as it was."""
+    `folder`/scheduler, where tools/sample.py finds it. The folder is complete or as it was; its weights hold their
+    digest and the step of a run."""
     with replacing_folder(folder) as temporary:
         model.save_pretrained(temporary)
+        add_digests(temporary, step)
         scheduler.save_pretrained(temporary / "scheduler")
 
 

@@ -17,8 +17,9 @@ from zoo.diffusion.loading import compile_blocks
 from zoo.diffusion.objectives import ALL, create_objective, each
 from zoo.diffusion.preview import fixed_noise, grid_video, sample, save_grid, save_sheet
 from zoo.diffusion.schedulers import scheduler_to_save
-from zoo.files import replacing
 from zoo.io import write_json
+from zoo.models.digests import digest_header
+from zoo.models.timm.model_files import save_tensors
 from zoo.train.denoising import model as models
 from zoo.train.denoising.data import Samples, open_samples
 from zoo.train.denoising.model import AVERAGE, PART, Wanted
@@ -254,17 +255,15 @@ class DiffusionRun(Run):
         return {k: torch.cat([part[k] for part in parts])[turn.to(v.device)] for k, v in parts[0].items()}
 
     def save(self) -> str:
-        from safetensors.torch import save_file
-
         settings = self.settings
         scheduler = scheduler_to_save(settings.model.checkpoint, self.objective, settings.objective)
         parts = {PART: self.model} | ({AVERAGE: self.ema.module} if self.ema else {})
         for part, model in parts.items():
             found = self.whole(model)
             if self.main:
-                models.save_transformer(models.merged(found), self.folder / part, scheduler)
+                models.save_transformer(models.merged(found), self.folder / part, scheduler, self.step)
             if self.main and settings.lora.rank and part == PART:
-                with replacing(self.folder / ADAPTERS) as temporary:
-                    save_file({k: v.cpu().contiguous() for k, v in models.adapter_weights(found).items()}, temporary)
+                adapters = models.adapter_weights(found)
+                save_tensors(adapters, digest_header(adapters, self.step), self.folder / ADAPTERS)
         mixer, name = settings.model.mixer, type(found).__name__
         return f"{name} with the mixer {mixer}" if mixer else name
