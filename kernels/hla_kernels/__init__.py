@@ -5,13 +5,14 @@
 
 Operators: `api` (signature, options), `api.packed` (qkv in one tensor), `api.blocks` (blocks of a grid),
 `api.taylor` (expansion of softmax), `api.multipole` (expansion around blocks, near tokens exact), `api.adaptive`
-(exact where the error is). Symbols and
-equations: `hla`, `blockmix`, `softmax.taylor`, `softmax.multipole`. Depends on torch alone.
+(exact where the error is), `api.delta` (states changed by a low-rank matrix). Symbols and equations: `hla`, `blockmix`,
+`softmax.taylor`, `softmax.multipole`, `delta`. Depends on torch alone.
 """
 
 from .api import ahla, hla2, hla3, linear_attention, polynomial, softmax_attention
 from .api.adaptive import adaptive_multipole
 from .api.blocks import mhla, mhla_qkvpacked
+from .api.delta import delta
 from .api.multipole import multipole
 from .api.packed import (
     ahla_qkvpacked,
@@ -24,6 +25,8 @@ from .api.packed import (
 from .api.taylor import taylor2, taylor2_qkvpacked
 from .blockmix import flops as _block_flops  # noqa: F401  registers the formulas
 from .blockmix.streaming import BlockState
+from .delta import rules as delta_rules
+from .delta.state import DeltaState, merge_delta
 from .features import FEATURE_MAPS
 from .hla import flops as _flops  # noqa: F401  registers the formulas
 from .hla.fused.plan import set_batch_invariant
@@ -41,11 +44,14 @@ __all__ = [
     "MAX_HEAD_DIM",
     "OPS",
     "BlockState",
+    "DeltaState",
     "Explanation",
     "State",
     "adaptive_multipole",
     "ahla",
     "ahla_qkvpacked",
+    "delta",
+    "delta_rules",
     "explain",
     "hla2",
     "hla2_qkvpacked",
@@ -54,6 +60,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_qkvpacked",
     "merge",
+    "merge_delta",
     "mhla",
     "mhla_qkvpacked",
     "multipole",

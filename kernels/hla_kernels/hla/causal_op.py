@@ -45,7 +45,7 @@ def _(q, k, v, gamma, *options):
 
 
 @contextmanager
-def _transforms() -> Iterator[None]:
+def transforms() -> Iterator[None]:
     """torch.func inside of an operator that a TorchDispatchMode has intercepted (FlopCounterMode, selective
     checkpointing): behind it the keys of torch.func are excluded, and a vjp would stop at its own wrappers."""
     c, keys = torch._C, torch._C.DispatchKey
@@ -68,7 +68,7 @@ def gradient(
     def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = gamma) -> Tensor:
         return causal(op, q, k, v, options, g, None, False)[0]
 
-    with torch.autocast(q.device.type, enabled=False), _transforms():
+    with torch.autocast(q.device.type, enabled=False), transforms():
         grads = torch.func.vjp(forward, *primals)[1](grad)
     grads = tuple(x.contiguous() for x in grads)
     return grads if gamma_grad else (*grads, q.new_empty((0,)))

@@ -1,0 +1,54 @@
+"""The public operator of the delta-rule family; `delta/__init__.py` has the equation, `delta/rules.py` its members."""
+
+from __future__ import annotations
+
+from typing import Never
+
+import torch
+from torch import Tensor
+
+from ..checks import check_name, check_unknown, named
+from ..delta.call import prepare
+from ..delta.operator import delta_op, evaluate
+from ..delta.state import DeltaState
+from ..dispatch.autograd import refuse_forward_mode
+from ..options import plain_precision
+
+
+def delta(
+    q: Tensor, k: Tensor, v: Tensor, *, log_f: Tensor | None = None, a: Tensor | None = None, b: Tensor | None = None,
+    state: DeltaState | None = None, return_state: bool | str = False, impl: str = "auto", **unknown: Never,
+) -> Tensor | tuple[Tensor, DeltaState]:  # fmt: skip
+    """Causal linear attention whose state a diagonal and a low-rank matrix change at each token.
+
+    S_t = (diag(exp(log_f_t)) - A_t B_t') S_{t-1} + K_t V_t', o_t = S_t' q_t. q [B, N, H, D], k [B, N, H, D] or
+    [B, N, H, s, D], v alike with Dv -> o [B, N, H, Dv] in the dtype of q, or (o, state) with return_state.
+
+    log_f   logarithm of the decays, at most 0: per channel [B, N, H, D], per head [B, N, H] or [H]; None is no decay.
+            Values above 0 are the caller's responsibility on a GPU
+    a, b    columns of A and B, [B, N, H, r, D], r at most 3; None is none. Without A and B it is gated linear attention
+    state   that of the tokens before; return_state also returns the state behind the last token, with "mergeable"
+            also what `merge_delta` needs
+    impl    "auto" and "torch" go by chunks of 64 tokens, "reference" token by token; there is no Triton form
+
+    States and sums are float32 (float64 for float64 tokens). Raises ValueError for wrong shapes, dtypes, devices, names
+    and decays. Derivatives: reverse mode, once.
+    """
+    check_unknown(unknown, NAMES)
+    check_name("impl", impl, ("auto", "torch", "reference"))
+    if return_state not in (False, True, "mergeable"):
+        raise ValueError(f"return_state must be False, True or 'mergeable', got {return_state!r}.")
+    x = prepare(q, k, v, log_f, a, b, None if state is None else state.matrix)
+    refuse_forward_mode("delta", *x)
+    with plain_precision(x.q):
+        o, last = evaluate(*x, by_token=True) if impl == "reference" else delta_op(*x)
+        if not return_state:
+            return o
+        if return_state is True:
+            return o, DeltaState(last)
+        eye = torch.eye(x.q.shape[3], dtype=last.dtype, device=last.device).expand(*last.shape[:3], -1)
+        nothing = x.v.new_zeros(()).expand(*x.v.shape[:4], x.q.shape[3])
+        return o, DeltaState(last, delta_op(*x._replace(v=nothing, state=eye))[1])
+
+
+NAMES = named(delta)

@@ -1,0 +1,91 @@
+"""Checks of a call of `delta`; each refusal is a ValueError of one sentence."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import check_tensors
+from ..options import autocast_dtype, compute_dtype
+
+MAX_RANK = 3
+
+
+class DeltaCall(NamedTuple):
+    """A checked call: q [B, N, H, D], k [B, N, H, s, D], v [B, N, H, s, Dv], log_f [B, N, H, 1 or D], a, b
+    [B, N, H, r, D], state [B, H, D, Dv]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_f: Tensor
+    a: Tensor
+    b: Tensor
+    state: Tensor
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, a: Tensor | None, b: Tensor | None, state: Tensor | None
+) -> DeltaCall:
+    """Check a call and give every tensor its full rank. Autocast casts tokens (float64 stays)."""
+    k, v = (x.unsqueeze(3) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (k, v))
+    for name, x in (("k", k), ("v", v)):
+        if isinstance(x, Tensor) and (x.dim() != 5 or not 1 <= x.shape[3] <= MAX_RANK):
+            raise ValueError(
+                f"{name} must be [batch, tokens, heads, head dim] or [batch, tokens, heads, rank, head dim] with a "
+                f"rank of 1 to {MAX_RANK}, got shape {tuple(x.shape)}."
+            )
+    dtype = autocast_dtype(q)
+    first_k, first_v = (x[:, :, :, 0] if isinstance(x, Tensor) else x for x in (k, v))
+    check_tensors(q, first_k, first_v, dtype is not None)
+    if k.shape[2] != q.shape[2] or k.shape[3] != v.shape[3]:
+        raise ValueError(
+            f"q, k and v must have the same heads and k and v the same rank, got {q.shape[2]} heads of q, "
+            f"{tuple(k.shape[2:4])} of k and {tuple(v.shape[2:4])} of v."
+        )
+    if dtype is not None:
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    a, b = _low_rank(q, a, b)
+    return DeltaCall(q, k, v, _decays(q, log_f), a, b, _state(q, v, state))
+
+
+def _low_rank(q: Tensor, a: Any, b: Any) -> tuple[Tensor, Tensor]:
+    if a is None and b is None:
+        none = q.new_zeros((*q.shape[:3], 0, q.shape[3]))
+        return none, none
+    for name, x in (("a", a), ("b", b)):
+        good = isinstance(x, Tensor) and x.dim() == 5 and (*x.shape[:3], x.shape[4]) == tuple(q.shape)
+        if not good or not 0 <= x.shape[3] <= MAX_RANK or x.device != q.device:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            wanted = [*q.shape[:3], f"0 to {MAX_RANK}", q.shape[3]]
+            raise ValueError(f"{name} must be a tensor {wanted} on the device of q, got {got}.")
+    if a.shape[3] != b.shape[3]:
+        raise ValueError(f"a and b must have one rank, got {a.shape[3]} and {b.shape[3]}.")
+    return a, b
+
+
+def _decays(q: Tensor, log_f: Any) -> Tensor:
+    dtype = compute_dtype(q.dtype)
+    if log_f is None:
+        return q.new_zeros((), dtype=dtype).expand(*q.shape[:3], 1)
+    shapes = {"[H]": q.shape[2:3], "[B, N, H]": q.shape[:3], "[B, N, H, D]": q.shape}
+    if not isinstance(log_f, Tensor) or log_f.shape not in shapes.values() or log_f.device != q.device:
+        allowed = ", ".join(f"{name} = {list(shape)}" for name, shape in shapes.items())
+        got = tuple(log_f.shape) if isinstance(log_f, Tensor) else type(log_f).__name__
+        raise ValueError(f"log_f must be a tensor {allowed} on the device of q, got {got}.")
+    if log_f.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((log_f <= 0).all()):
+        raise ValueError("log_f must be at most 0 everywhere: decays are in [0, 1].")
+    full = log_f.to(dtype)
+    return full if full.dim() == 4 else full.unsqueeze(-1).expand(*q.shape[:3], 1)
+
+
+def _state(q: Tensor, v: Tensor, state: Any) -> Tensor:
+    shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[4])
+    if state is None:
+        return q.new_zeros(shape, dtype=compute_dtype(q.dtype))
+    if not isinstance(state, Tensor) or tuple(state.shape) != shape or state.device != q.device:
+        got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
+        raise ValueError(f"The state of this call is a matrix {list(shape)} on the device of q, got {got}.")
+    return state
