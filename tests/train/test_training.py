@@ -276,8 +276,19 @@ def test_the_result_of_a_run_rebuilds_itself(softmax_run, tmp_path):
     images = next(iter(trainer.parts.val_images.evaluation(50))).images
     with torch.no_grad():
         assert torch.equal(model.eval()(images), trainer.model.eval()(images))
+    with pytest.raises(ValueError, match=r"another mixer: it has model\.keep_softmax \[0\], the run \[\]"):
+        start_from(tmp_path, tmp_path / "other", mixer="poly")
     again = start_from(tmp_path, tmp_path / "again", mixer="poly", keep_softmax=[0])
     assert largest_difference(again.model.state_dict(), weights(tmp_path)) == 0
+
+
+@pytest.mark.parametrize("layers", [[-1], "blocks.1.*"])
+def test_only_the_layers_that_are_named_are_converted(softmax_run, tmp_path, layers):
+    start_from(softmax_run, tmp_path, name="", kwargs={}, img_size=None, mixer="la", layers=layers).train()
+    model, recipe = load_model(tmp_path)
+    assert recipe.layers == layers and [hasattr(block.attn, "mixer") for block in model.blocks] == [False, True]
+    with pytest.raises(ValueError, match=r"another mixer: it has model\.layers"):
+        start_from(tmp_path, tmp_path / "other", mixer="la")
 
 
 def test_timm_weights_without_a_recipe(softmax_run, tmp_path):

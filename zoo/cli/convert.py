@@ -66,7 +66,11 @@ def from_diffusers(settings: ConvertSettings) -> Report:
     from zoo.models.diffusers.convert_folder import convert_folder
 
     m = settings.model
-    if m != ModelSettings(mixer=m.mixer, mixer_options=m.mixer_options, keep_softmax=m.keep_softmax):
-        raise ValueError("diffusers= goes with mixer, mixer_options and keep_softmax, with no other model.* key")
-    arguments = {"keep_softmax": m.keep_softmax or None, **m.mixer_options}
-    return convert_folder(settings.diffusers, Path(settings.out), m.mixer, settings.precision, **arguments)
+    given = ModelSettings(
+        mixer=m.mixer, mixer_options=m.mixer_options, layers=m.layers, keep_softmax=m.keep_softmax
+    )
+    if m != given:
+        raise ValueError("diffusers= goes with mixer, mixer_options, layers, keep_softmax, with no other model.* key")
+    chosen = {"layers": m.layers or None, "keep_softmax": m.keep_softmax or None}
+    out, options = Path(settings.out), {**chosen, **m.mixer_options}
+    return convert_folder(settings.diffusers, out, m.mixer, settings.precision, **options)

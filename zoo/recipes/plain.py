@@ -18,7 +18,8 @@ def from_timm(settings: ModelSettings, out: Path) -> Report:
     if found and found.mixer:
         raise ValueError(f"{settings.checkpoint} is already converted: {found.describe()}")
     _, model, _ = start(replace(settings, mixer=""))  # the host: converted below, with a report
-    report = swap(model, recipe.mixer, keep_softmax=recipe.keep_softmax or None, **recipe.mixer_options)
+    chosen = {"layers": recipe.layers or None, "keep_softmax": recipe.keep_softmax or None}
+    report = swap(model, recipe.mixer, **chosen, **recipe.mixer_options)
     recipe = with_resolved_options(model, recipe)
     wanted = found.input if found else asdict(InputSpec.of(model, recipe.img_size, DataSettings()))
     save_weights(model, replace(recipe, input=wanted, classes=found.classes if found else []), out / WEIGHTS)

@@ -11,6 +11,7 @@ from zoo.ranges import POSITIVE, check_ranges
 SAID = {  # keys of a fine-tuning that the recipe sets -> its key for them
     "model.mixer": "mixer",
     "model.mixer_options": "mixer_options",
+    "model.layers": "keep_softmax",
     "model.keep_softmax": "keep_softmax",
     "model.checkpoint": "source",
     "distill.teacher": "source",

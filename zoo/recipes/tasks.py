@@ -51,7 +51,7 @@ class Kind(ABC):
         if not recipe.finetune:
             raise ValueError("say how to fine-tune: finetune=CONFIG.yaml")
         tree = to_tree(load(self.schema(), recipe.finetune, recipe.changes))
-        tree["model"] |= {"mixer": "", "mixer_options": {}, "keep_softmax": []}  # the recipe says them
+        tree["model"] |= {"mixer": "", "mixer_options": {}, "layers": [], "keep_softmax": []}  # the recipe says them
         self.tree: Tree = merge(tree, {"run": {"resume": True}})
 
     @abstractmethod
@@ -195,7 +195,7 @@ def _host(folder: str) -> Tree:
     """Settings of a model that is taken from a run folder as it is."""
     return {
         "name": "", "kwargs": {}, "img_size": None, "checkpoint": folder, "pretrained": False, "mixer": "",
-        "mixer_options": {}, "keep_softmax": [],
+        "mixer_options": {}, "layers": [], "keep_softmax": [],
     }  # fmt: skip
 
 
@@ -268,7 +268,7 @@ class Diffusion(Kind):
 
 
 def _denoiser(folder: str) -> Tree:
-    model = {"kwargs": {}, "checkpoint": folder, "mixer": "", "mixer_options": {}, "keep_softmax": []}
+    model = {"kwargs": {}, "checkpoint": folder, "mixer": "", "mixer_options": {}, "layers": [], "keep_softmax": []}
     return {"model": model}
 
 

@@ -47,7 +47,7 @@ def plan(settings: ModelSettings, n_classes: int | None = None) -> tuple[Recipe,
     if found and found.mixer == settings.mixer and "blocks" in found.mixer_options:  # at another image size too
         options = {"blocks": found.mixer_options["blocks"], **options}
     recipe = replace(recipe, num_classes=classes, mixer=settings.mixer, mixer_options=options)
-    return replace(recipe, keep_softmax=settings.keep_softmax), found
+    return replace(recipe, layers=settings.layers, keep_softmax=settings.keep_softmax), found
 
 
 def start(settings: ModelSettings, n_classes: int | None = None) -> tuple[nn.Module, nn.Module, Recipe]:
@@ -72,7 +72,7 @@ def start(settings: ModelSettings, n_classes: int | None = None) -> tuple[nn.Mod
 
 
 def _check_mixer(recipe: Recipe, found: Recipe, where: str) -> None:
-    for key in ("mixer", "keep_softmax"):
+    for key in ("mixer", "layers", "keep_softmax"):
         have, want = getattr(found, key), getattr(recipe, key)
         if have != want:
             raise ValueError(f"{where} is a checkpoint of another mixer: it has model.{key} {have!r}, the run {want!r}")

@@ -39,7 +39,8 @@ class ModelSettings:
     mixer: mixer put into the attention layers after loading, one of those listed below; empty leaves the layers as they
       are
     mixer_options: options of the mixer, listed below, such as {exponent: 4.0, depthwise: v}
-    keep_softmax: numbers of the attention layers (from 0) that stay softmax, or every:3 for each third
+    layers: blocks to convert: numbers (from 0; -1 is the last) or a pattern of module names; empty converts all
+    keep_softmax: blocks that stay softmax: numbers, a pattern, or every:3 for the blocks 0, 3, 6, ...
     """
 
     more_help = staticmethod(mixers_help)
@@ -52,6 +53,7 @@ class ModelSettings:
     new_head: bool = False
     mixer: str = ""
     mixer_options: dict[str, Any] = field(default_factory=dict)
+    layers: list[int] | str = field(default_factory=list)
     keep_softmax: list[int] | str = field(default_factory=list)
 
     def __post_init__(self) -> None:

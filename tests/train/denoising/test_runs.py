@@ -83,7 +83,7 @@ def test_labels_are_dropped_for_the_whole_model(softmax_run, tmp_path):
 
 
 def test_a_softmax_checkpoint_is_inherited_in_full_and_goes_on(softmax_run, tmp_path, capsys):
-    options = {"mixer_options": {"depthwise": "v"}, "keep_softmax": [1]}
+    options = {"mixer_options": {"depthwise": "v"}, "layers": [0]}
     run = DiffusionRun(
         tiny(
             tmp_path,

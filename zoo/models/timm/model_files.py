@@ -56,13 +56,14 @@ class Recipe:
     num_classes: int = 1000
     mixer: str = ""
     mixer_options: dict[str, Any] = field(default_factory=dict)
+    layers: list[int] | str = field(default_factory=list)
     keep_softmax: list[int] | str = field(default_factory=list)
     input: dict[str, Any] = field(default_factory=dict)
     classes: list[str] = field(default_factory=list)
 
     def host(self) -> "Recipe":
         """The same model before its mixers were changed."""
-        return replace(self, mixer="", mixer_options={}, keep_softmax=[])
+        return replace(self, mixer="", mixer_options={}, layers=[], keep_softmax=[])
 
     def describe(self) -> str:
         """Name and mixer in a few words."""
@@ -128,7 +129,8 @@ def _check_patches(model: Any, recipe: Recipe) -> None:
 def convert_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     """`model` with the recipe's mixer in its attention layers, in place; unchanged when the recipe names none."""
     if recipe.mixer:
-        swap(model, recipe.mixer, keep_softmax=recipe.keep_softmax or None, **recipe.mixer_options)
+        chosen = {"layers": recipe.layers or None, "keep_softmax": recipe.keep_softmax or None}
+        swap(model, recipe.mixer, **chosen, **recipe.mixer_options)
     return model
 
 

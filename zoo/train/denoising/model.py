@@ -56,7 +56,8 @@ def start(settings: DenoiserSettings, wanted: Wanted) -> tuple[Any, Any]:
         return model, None
     host = copy.deepcopy(model)
     if settings.mixer:
-        swap(model, settings.mixer, keep_softmax=settings.keep_softmax or None, **_options(model, settings, wanted))
+        chosen = {"layers": settings.layers or None, "keep_softmax": settings.keep_softmax or None}
+        swap(model, settings.mixer, **chosen, **_options(model, settings, wanted))
     return model, host
 
 
@@ -109,7 +110,7 @@ def _check_mixer(model: Any, settings: DenoiserSettings) -> None:
     have = [dict(step) for step in model.config.conversions]
     given, theirs = settings.mixer_options, have[0].get("options", {}) if have else {}
     taken = {k: theirs[k] for k in ("blocks", "grid_dims") if k in theirs}  # from the host, if they were not given
-    step: dict[str, Any] = {"mixer": settings.mixer, "keep_softmax": settings.keep_softmax}
+    step: dict[str, Any] = {"mixer": settings.mixer, "layers": settings.layers, "keep_softmax": settings.keep_softmax}
     step["options"] = MixerConfig.parse(settings.mixer, {**taken, **given}).plain_options()
     if have != [{k: v for k, v in step.items() if v}]:
         raise ValueError(

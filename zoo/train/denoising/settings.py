@@ -29,7 +29,8 @@ class DenoiserSettings:
       transformer (from noise on) or transformer_2 (to the data)
     mixer: mixer put into the self-attention after loading, one of those listed below; empty leaves it as it is
     mixer_options: options of the mixer, listed below, such as {depthwise: v}
-    keep_softmax: numbers of the blocks (from 0) that stay softmax, or every:3 for each third
+    layers: blocks to convert: numbers (from 0; -1 is the last) or a pattern of module names; empty converts all
+    keep_softmax: blocks that stay softmax: numbers, a pattern, or every:3 for the blocks 0, 3, 6, ...
     checkpointing: recompute each block in the backward pass, to save memory
     """
 
@@ -41,6 +42,7 @@ class DenoiserSettings:
     part: str = "transformer"
     mixer: str = ""
     mixer_options: dict[str, Any] = field(default_factory=dict)
+    layers: list[int] | str = field(default_factory=list)
     keep_softmax: list[int] | str = field(default_factory=list)
     checkpointing: bool = False
 
