@@ -93,3 +93,25 @@ def test_a_reader_that_leaves_early_is_no_error():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "kernels"), *sys.path]))}
     done = subprocess.run(command, shell=True, env=env, capture_output=True, text=True)
     assert done.stdout.count("\n") == 1 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def complete(script: str, line: str) -> list[str]:
+    """What bash offers after `line`."""
+    words = line.split(" ")
+    lines = [script, f"COMP_WORDS=({' '.join(map(repr, words))})", f"COMP_CWORD={len(words) - 1}", "_zoo"]
+    lines = ["compopt() { :; }", *lines, 'printf "%s\\n" "${COMPREPLY[@]}"']
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_completion_of_commands_configurations_and_keys(capsys):
+    cli.main(["--completion", "bash"])
+    script = capsys.readouterr().out
+    assert complete(script, "zoo ev") == ["evaluate"]
+    assert complete(script, "zoo list ") == ["mixers", "models", "configs"]
+    assert complete(script, "zoo train-classifier vit/digits_s") == ["vit/digits_softmax"]
+    assert complete(script, "zoo train-classifier model.mixer") == ["model.mixer=", "model.mixer_options="]
+    assert complete(script, "zoo convert student_s") == ["student_share="]  # a key of `convert recipe`
+    assert complete(script, "zoo sample vit") == complete(script, "zoo train-classifier vit")
+    with pytest.raises(ValueError, match="unknown shell 'fish'; allowed: bash"):
+        cli.main(["--completion", "fish"])

@@ -3,7 +3,8 @@
     zoo COMMAND [CONFIG] [section.key=value ...]
 
 CONFIG is a YAML file or the name of a shipped one (`zoo list configs`), such as vit/digits_softmax. On several
-processes: `accelerate launch -m zoo.cli COMMAND ...`.
+processes: `accelerate launch -m zoo.cli COMMAND ...`. `zoo --completion bash > FILE` writes tab completion, for
+`source FILE` in ~/.bashrc.
 """
 
 import importlib
@@ -45,6 +46,11 @@ def main(words: list[str]) -> Any:
     if name == "--version":
         versions = [f"{package} {importlib.metadata.version(package)}" for package in ("torch", "timm")]
         print(f"hla-zoo {zoo.__version__} ({', '.join(versions)}, python {sys.version.split()[0]})")
+        return None
+    if name == "--completion":
+        from zoo.cli.completion import script
+
+        print(script(" ".join(rest), {name: command.module for name, command in COMMANDS.items()}))
         return None
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
