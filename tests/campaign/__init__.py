@@ -1,4 +1,4 @@
-"""The campaign: attacks on command lines, options, running processes, folders, disks and operators.
+"""The campaign of attacks.
 
 Not collected by pytest but for a smoke test; `make campaign` or `python -m tests.campaign --help` runs it.
 """

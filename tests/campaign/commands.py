@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 import shlex
 import typing
@@ -13,8 +14,8 @@ from typing import Any
 import yaml
 
 from tests.campaign import world
-from tests.campaign.harness import Case, call, judge, kind, shown, shrink
-from zoo.config import Tree, type_name
+from tests.campaign.harness import Case, call, judge, shown, shrink
+from zoo.config import Tree
 
 TABLE = Path(__file__).with_name("commands.yaml")
 ALLOWED = {"refuse": (2,), "accept": (0,), "either": (0, 2)}
@@ -30,22 +31,18 @@ WRONG: dict[type, list[str]] = {  # values of another type
 }
 
 
-def cases(folder: Path, seed: int, seconds: float) -> list[Case]:
+def cases(folder: Path, seed: int) -> list[Case]:
     """All command lines; builds the files that they name."""
     place = folder / "world"
     world.build(place)
-    table = yaml.safe_load(TABLE.read_text().replace("{w}", str(place)))
     found: dict[str, Case] = {}
-    for title, section in table.items():
-        tool, base = title.split()[0], split(section.get("base") or "")
-        for expected, allowed in ALLOWED.items():
-            for words, phrase in (section.get(expected) or {}).items():
-                case = command(title, tool, base, split(words), allowed, phrase or "", place)
-                found[case.name] = case
-        if "schema" in section:
-            for words, allowed in generated(section):
-                case = command(title, tool, base, [words], allowed, "", place)
-                found.setdefault(case.name, case)  # the table knows better
+    for title, section in yaml.safe_load(TABLE.read_text().replace("{w}", str(place))).items():
+        base = split(section.get("base") or "")
+        lines = [(words, e, phrase) for e in ALLOWED for words, phrase in (section.get(e) or {}).items()]
+        lines += [(words, e, "") for words, e in generated(section)] if "schema" in section else []
+        for words, expected, phrase in lines:
+            case = command(title, base, split(words), expected, phrase or "", place)
+            found.setdefault(case.name, case)  # the table knows better than what is generated
     return list(found.values())
 
 
@@ -54,57 +51,50 @@ def split(text: str) -> list[str]:
     return shlex.split(re.sub(r"('[^']*')|(\{[^']*?\})", lambda found: found[1] or f"'{found[2]}'", text))
 
 
-def command(
-    title: str, tool: str, base: list[str], words: list[str], allowed: tuple[int, ...], phrase: str, place: Path
-) -> Case:
+def command(title: str, base: list[str], words: list[str], expected: str, phrase: str, place: Path) -> Case:
     """One command line; `base` are the words before its own."""
-    huge = allowed == ALLOWED["either"] and any("00000000" in word or "e18" in word for word in words)
+    tool = title.split()[0]
+    huge = expected == "either" and any("00000000" in word or "e18" in word for word in words)
 
-    def complaint(where: Path, these: list[str]) -> str:
-        where.mkdir(exist_ok=True)
-        result = call(tool, these, cwd=where, limit=HUGE_LIMIT if huge else LIMIT)
+    def check(these: list[str], where: Path) -> str:
+        result = call(tool, [*these, *words], cwd=where, limit=HUGE_LIMIT if huge else LIMIT)
         if any(found := [p for root in (where, place) for p in root.rglob("executed")]):
             for file in found:
                 file.unlink()
             return "a payload was executed"
-        if any(p.exists() for p in (where.parent / "escaped.png", place / "escaped.png", Path("/tmp/escaped.png"))):
+        if any((folder / "escaped.png").exists() for folder in (where.parent, place, Path("/tmp"))):
             return "a file was written outside"
-        return "" if huge and result.timed_out else judge(result, allowed, phrase)
+        return "" if huge and result.timed_out else judge(result, ALLOWED[expected], phrase)
 
-    def reduce(where: Path, first: str) -> str:
-        tries = iter(range(10**6))
-        kept = shrink(base, lambda few: kind(complaint(where / str(next(tries)), [*few, *words])) == kind(first))
-        return shown(tool, [*kept, *words])
+    return Case(
+        shlex.join([title, *words]).replace(str(place), "{w}"),
+        lambda where: check(base, where),
+        shown(tool, [*base, *words]),
+        lambda where, complaint: shown(tool, [*shrink(base, complaint, where, check), *words]),
+    )
 
-    name = shlex.join([title, *words]).replace(str(place), "{w}")
-    return Case(name, lambda where: complaint(where, [*base, *words]), shown(tool, [*base, *words]), reduce)
 
-
-def generated(section: Tree) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(word, allowed exit codes) for each key of a schema: misspelt, of wrong types, and numbers that are none, without
+def generated(section: Tree) -> Iterator[tuple[str, str]]:
+    """(word, what is expected) for each key of a schema: misspelt, of wrong types, and numbers that are none, without
     end, negative or huge. The keys below `negative` may be negative; those of `skip` are left to the table."""
     module, _, name = section["schema"].rpartition(".")
-    schema = getattr(__import__(module, fromlist=[name]), name)
-    for key, hint in leaves(schema):
+    for key, hint in leaves(getattr(importlib.import_module(module), name)):
         if key in section.get("skip", ()):
             continue
-        yield f"{key}x=1", ALLOWED["refuse"]
+        yield f"{key}x=1", "refuse"
         kinds = {typing.get_origin(one) or one for one in (typing.get_args(hint) or (hint,))}
         if typing.get_origin(hint) in (list, dict):
             kinds = {typing.get_origin(hint)}
         for value in WRONG[next(k for k in WRONG if k in kinds)]:
-            fits = type(yaml.safe_load(value)) in kinds
-            yield f"{key}={value}", ALLOWED["either" if fits else "refuse"]
+            yield f"{key}={value}", "either" if type(yaml.safe_load(value)) in kinds else "refuse"
         if kinds & {int, float}:
-            for value in (".nan", ".inf"):
-                yield f"{key}={value}", ALLOWED["refuse"]
-            yield f"{key}=-1", ALLOWED["either" if key in section.get("negative", ()) else "refuse"]
-            yield f"{key}=0", ALLOWED["either"]
-            for value in ("1000000000000", "1000000000000000000") if int in kinds else ("1.0e18", "1.0e-300"):
-                yield f"{key}={value}", ALLOWED["either"]
-            yield f"{key}={'100000000000000000000' if int in kinds else '1.0e300'}", ALLOWED["refuse"]
+            yield from ((f"{key}={value}", "refuse") for value in (".nan", ".inf"))
+            yield f"{key}=-1", "either" if key in section.get("negative", ()) else "refuse"
+            large = ("1000000000000", "1000000000000000000") if int in kinds else ("1.0e18", "1.0e-300")
+            yield from ((f"{key}={value}", "either") for value in ("0", *large))
+            yield f"{key}={'100000000000000000000' if int in kinds else '1.0e300'}", "refuse"
         if str in kinds:
-            yield f"{key}=banana", ALLOWED["either"]
+            yield f"{key}=banana", "either"
 
 
 def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -113,5 +103,4 @@ def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if dataclasses.is_dataclass(hint):
             yield from leaves(typing.cast(type, hint), f"{prefix}{key}.")
         else:
-            assert type_name(hint)
             yield f"{prefix}{key}", hint

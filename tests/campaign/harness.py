@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import fcntl
 import importlib
 import os
 import resource
 import runpy
-import select
 import shlex
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tools"
 LONGEST = 700  # characters of an error message
+OUTPUT = 1 << 20  # bytes of each stream that a child may write
 MEMORY = 6 << 30  # bytes of address space a child may add to those of its parent
 ENVIRONMENT = {  # no GPU, no network, no colours
     "CUDA_VISIBLE_DEVICES": "",
@@ -72,9 +72,7 @@ class Result:
 def prepare() -> None:
     """Import what tools need, once. Nothing here may start threads or run backward passes: children are forked."""
     os.environ.update(ENVIRONMENT)
-    for place in (TOOLS, ROOT / "kernels", ROOT):
-        if str(place) not in sys.path:
-            sys.path.insert(0, str(place))
+    sys.path[:0] = [str(place) for place in (TOOLS, ROOT / "kernels", ROOT) if str(place) not in sys.path]
     torch.set_num_threads(1)
     for name in (*sorted(file.stem for file in TOOLS.glob("*.py")), *LAZY):
         with contextlib.suppress(ImportError):  # extras that are not installed
@@ -91,11 +89,18 @@ def call(tool: str, words: list[str], **options: Any) -> Result:
     return fork(run, **options)
 
 
+def succeed(result: Result) -> Result:
+    """A result that must be a success. Raises RuntimeError."""
+    if result.code:
+        raise RuntimeError(f"a command without an attack failed with exit {result.code}: {result.err}")
+    return result
+
+
 def fork(
     action: Callable[[], Any],
     cwd: Path,
     limit: float = 90.0,
-    before: Callable[[], Any] | None = None,
+    before: Callable[[], Any] = lambda: None,
     signal_at: tuple[int, float] | None = None,
 ) -> Result:
     """Run `action` in a child whose working directory is `cwd`.
@@ -105,89 +110,71 @@ def fork(
     pipes = [os.pipe() for _ in range(2)]
     sys.stdout.flush()
     sys.stderr.flush()
-    began = time.monotonic()
+    began, timed_out = time.monotonic(), False
     pid = os.fork()
     if pid == 0:
         _child(action, cwd, [write for _, write in pipes], before)
-    for _, write in pipes:
+    for read, write in pipes:
         os.close(write)
-    texts: dict[int, bytearray] = {read: bytearray() for read, _ in pipes}
-    status, timed_out = None, False
-    while status is None:
+        fcntl.fcntl(read, fcntl.F_SETPIPE_SZ, OUTPUT)
+        os.set_blocking(read, False)
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
         passed = time.monotonic() - began
         if signal_at and passed >= signal_at[1]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal_at[0])
+            os.kill(pid, signal_at[0])
             signal_at = None
         if passed > limit and not timed_out:
             timed_out = True
-            os.killpg(pid, signal.SIGKILL)
-        _drain(texts, 0.01)
-        done, code = os.waitpid(pid, os.WNOHANG)
-        status = code if done else None
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
     with contextlib.suppress(ProcessLookupError):  # its loader processes
         os.killpg(pid, signal.SIGKILL)
-    _drain(texts, 0.0)
-    for read in texts:
-        os.close(read)
-    code = os.waitstatus_to_exitcode(status)
-    out, err = (bytes(text).decode(errors="replace") for text in texts.values())
+    out, err = (_content(read) for read, _ in pipes)
+    code = os.waitstatus_to_exitcode(ended[1])
     return Result(code if code >= 0 else 128 - code, out, err, time.monotonic() - began, timed_out)
 
 
-def _drain(texts: dict[int, bytearray], wait: float) -> None:
-    """Read what is there; a pipe that is closed reads as empty."""
-    while ready := select.select(list(texts), [], [], wait)[0]:
-        pieces = [(read, os.read(read, 1 << 16)) for read in ready]
-        for read, piece in pieces:
-            texts[read] += piece
-        if not any(piece for _, piece in pieces):
-            time.sleep(wait)
-            return
-        wait = 0.0
+def _content(read: int) -> str:
+    try:
+        return os.read(read, OUTPUT).decode(errors="replace")
+    except BlockingIOError:  # nothing was written, and a process of the group is still ending
+        return ""
+    finally:
+        os.close(read)
 
 
-def _child(action: Callable[[], Any], cwd: Path, streams: list[int], before: Callable[[], Any] | None) -> NoReturn:
+def _child(action: Callable[[], Any], cwd: Path, streams: list[int], before: Callable[[], Any]) -> NoReturn:
     """The life of a child: as a Python process of its own would end."""
     code = 1
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number, stream in enumerate(streams, start=1):
+        for number, stream in enumerate((os.open(os.devnull, os.O_RDONLY), *streams)):
             os.dup2(stream, number)
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  pytest may have replaced it
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.excepthook = sys.__excepthook__
         os.chdir(cwd)
         torch.cuda._is_in_bad_fork = lambda: False  # nothing touched CUDA before the fork
-        limit = _address_space() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (here + MEMORY, here + MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if before:
-            before()
+        before()
         action()
         code = 0
     except SystemExit as stopped:
         code = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
         if isinstance(stopped.code, str):
             print(stopped.code, file=sys.stderr)
-    except KeyboardInterrupt:
+    except BaseException as error:
         traceback.print_exc()
-        code = 130
-    except BaseException:
-        traceback.print_exc()
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-
-
-def _address_space() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return pages * resource.getpagesize()
 
 
 def judge(result: Result, allowed: tuple[int, ...] = (0, 2), phrase: str = "") -> str:
@@ -197,8 +184,8 @@ def judge(result: Result, allowed: tuple[int, ...] = (0, 2), phrase: str = "") -
     """
     if result.timed_out:
         return f"still running after {result.seconds:.0f} s"
-    lines = [line for line in result.err.splitlines() if line.strip()]
-    last = lines[-1][:200] if lines else ""
+    lines = [line for line in result.err.splitlines() if line.strip()] or [""]
+    last = lines[-1][:200]
     if "Traceback (most recent call last)" in result.err:
         return f"traceback, exit {result.code}: {last}"
     if result.code not in (0, 2):
@@ -211,42 +198,21 @@ def judge(result: Result, allowed: tuple[int, ...] = (0, 2), phrase: str = "") -
         return f"exit 2 without one sentence at the end: {last!r}"
     if len(lines[-1]) > LONGEST:
         return f"a message of {len(lines[-1])} characters: {last}..."
-    if phrase.lower() not in lines[-1].lower():
-        return f"the message lacks {phrase!r}: {last}"
-    return ""
+    return "" if phrase.lower() in lines[-1].lower() else f"the message lacks {phrase!r}: {last}"
 
 
-def shrink(items: list[Any], still_fails: Callable[[list[Any]], bool]) -> list[Any]:
-    """`items` without those that are not needed for `still_fails`, one by one."""
+def shrink(items: list[Any], complaint: str, place: Path, check: Callable[[list[Any], Path], str]) -> list[Any]:
+    """`items` without those that `check` needs not for the same kind of complaint; it gets new folders in `place`."""
     kept = list(items)
-    for item in items:
+    for number, item in enumerate(items):
+        where = place / str(number)
+        where.mkdir()
         fewer = [one for one in kept if one is not item]
-        if still_fails(fewer):
+        if check(fewer, where).split(":")[0] == complaint.split(":")[0]:
             kept = fewer
     return kept
-
-
-def kind(complaint: str) -> str:
-    """What stays the same of a complaint when its command is reduced."""
-    return complaint.split(":")[0]
 
 
 def shown(tool: str, words: list[str]) -> str:
     """A command line to paste."""
     return shlex.join(["python", f"tools/{tool}.py", *words])
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-@contextlib.contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` inside."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

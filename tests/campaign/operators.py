@@ -38,7 +38,7 @@ LIKELY = 4.0
 # results that cancel; UNIT: in float64
 TIMES, CANCELLED, UNIT = 30.0, 2e-6, 2.0**-27
 FAST = 3.0  # Triton forms round operands too: so many times the rounding, of gradients above all
-BATCH = 50  # calls of a case
+BATCH, BATCHES = 50, 200  # calls of a case, cases
 STEPS, REDUCING = 200, 30.0  # calls that a reduction may try, and seconds
 
 
@@ -319,16 +319,16 @@ def main(seed: int, calls: int, seconds: float, device: str = "cpu", out: str = 
     return int(bool(figures.failures))
 
 
-def cases(folder: Path, seed: int, seconds: float) -> Iterator[Case]:
+def cases(folder: Path, seed: int) -> list[Case]:
     """Batches of calls on the CPU for `tests.campaign`, each in a process of its own."""
-    for i in range(200):
-        command = f"python -m tests.campaign.operators --seed {seed * 1000 + i} --calls {BATCH}"
-        yield Case(f"batch-{i}", lambda place, i=i: _batch(place, seed * 1000 + i), command)
 
+    def check(place: Path, number: int) -> str:
+        result = fork(lambda: sys.exit(main(number, BATCH, 300.0)), cwd=place, limit=600.0)
+        return "" if result.code == 0 else (result.out + result.err)[-600:]
 
-def _batch(place: Path, seed: int) -> str:
-    result = fork(lambda: sys.exit(main(seed, BATCH, 300.0)), cwd=place, limit=600.0)
-    return "" if result.code == 0 else (result.out + result.err)[-600:]
+    command = f"python -m tests.campaign.operators --calls {BATCH} --seed "
+    numbers = range(seed * BATCHES, (seed + 1) * BATCHES)
+    return [Case(f"batch-{n}", lambda place, n=n: check(place, n), f"{command}{n}") for n in numbers]
 
 
 if __name__ == "__main__":

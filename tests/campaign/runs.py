@@ -11,39 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import yaml
-from safetensors.torch import load_file
 
-from tests.campaign.harness import TOOLS, Result, call
+from tests.campaign.harness import Result, call, succeed
 from zoo.config import merge
 from zoo.timer import MEASURED
 from zoo.train.metrics_log import read_rows
 
 Tree = dict[str, Any]
-SIZES = {"patch_size": 2, "embed_dim": 16, "depth": 2, "num_heads": 2, "global_pool": "avg", "class_token": False}
-RUNS: dict[str, Tree] = {
-    "vit": {
-        "model": {"name": "vit_tiny_patch16_224", "img_size": 8, "mixer": "ahla", "kwargs": SIZES},
-        "data": {"source": "digits", "batch_size": 200, "workers": 0, "cache": True, "crop_pct": 1.0},
-        "augment": {"crop": "padded", "pad": 1, "hflip": 0.5, "mixup": 0.4},
-        "optim": {"ema": 0.9},
-        "schedule": {"epochs": 2},
-        "run": {"checkpoint_steps": 2},
-        "log": {"every": 1},
-    },
-    "dit": {
-        "model": {"kwargs": {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8, "patch_size": 2}},
-        "data": {"source": "digits", "img_size": 8, "batch_size": 20, "workers": 0, "cache": True, "val_images": 40},
-        "optim": {"ema": 0.9},
-        "schedule": {"steps": 8},
-        "sample": {"every": 4, "count": 4, "steps": 2},
-        "run": {"eval_steps": 4, "checkpoint_steps": 2},
-        "log": {"every": 1},
-    },
-}
-TRACKED = "hla-zoo/"  # of trackers, whose files are named by time
+RUNS: dict[str, Tree] = yaml.safe_load(Path(__file__).with_name("runs.yaml").read_text())
 TOOL = {"vit": "train_vit", "dit": "finetune_dit"}
+TRACKED = "hla-zoo/"  # of trackers, whose files are named by time
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -54,14 +34,22 @@ def write_config(kind: str, file: Path, changes: Tree | None = None) -> Path:
     return file
 
 
-def command(kind: str, file: Path, folder: Path) -> list[str]:
+def words(file: Path, folder: Path) -> list[str]:
     """The words that start the run of `file` in `folder`, or continue it."""
     return [str(file), f"run.folder={folder}", "run.resume=true"]
 
 
 def start(kind: str, file: Path, folder: Path, **options: Any) -> Result:
     """Start or continue a run in a forked child."""
-    return call(TOOL[kind], command(kind, file, folder), cwd=folder.parent, **options)
+    return call(TOOL[kind], words(file, folder), cwd=folder.parent, **options)
+
+
+def resume(kind: str, file: Path, run: Path, whole: Path) -> str:
+    """Continue a run; the complaint if it does not end as the run `whole` did."""
+    result = start(kind, file, run)
+    if result.code:
+        return f"not resumed, exit {result.code}: {result.err[-300:]}"
+    return "; ".join(differences(whole, run))
 
 
 @dataclass
@@ -69,25 +57,30 @@ class Durable:
     """Counts what a run does to the files of its folder, and kills the process before number `kill_at` (from 1).
 
     An operation is whatever opens for writing, renames, removes, makes or syncs; a file of weights or of state counts
-    twice, untouched and torn in half.
+    twice, untouched and torn in half.  report: gets the count, written at every operation.
     """
 
     folder: Path
     kill_at: int = 0
+    report: Path | None = None
     count: int = 0
 
     def install(self) -> None:
         """Watch this process; for a child only, since audit hooks stay."""
-        import safetensors.torch
-
+        self.log = os.open(self.report, os.O_WRONLY | os.O_CREAT) if self.report else None
         sys.addaudithook(self._hear)
         os.fsync = self._wrapped(os.fsync)
-        torch.save = self._torn(torch.save, 1)
-        safetensors.torch.serialize_file = self._torn(safetensors.torch.serialize_file, 1)  # type: ignore[attr-defined]
+        torch.save = self._wrapped(torch.save, torn=True)
+        safetensors.torch.serialize_file = self._wrapped(safetensors.torch.serialize_file, torn=True)  # type: ignore
 
-    def _tick(self) -> bool:
+    def _tick(self, file: Path | None = None) -> None:
         self.count += 1
-        return self.count == self.kill_at
+        if self.log is not None:
+            os.pwrite(self.log, b"%d" % self.count, 0)
+        if self.count == self.kill_at:
+            if file is not None:
+                os.truncate(file, file.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
@@ -95,25 +88,15 @@ class Durable:
         else:
             relative = event in ("os.remove", "os.rmdir") and args[1] not in (-1, None)  # of shutil.rmtree
             ours = event in EVENTS and (relative or str(self.folder) in str(args[0]))
-        if ours and self._tick():
-            os.kill(os.getpid(), signal.SIGKILL)
+        if ours:
+            self._tick()
 
-    def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped(self, function: Callable[..., Any], torn: bool = False) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._tick():
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return call
-
-    def _torn(self, function: Callable[..., Any], position: int) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            found = self._wrapped(function)(*args, **kwargs)
-            if self._tick():
-                given = args[position]
-                file = Path(given.name if hasattr(given, "write") else given)  # torch.save is given an open file
-                os.truncate(file, file.stat().st_size // 2)
-                os.kill(os.getpid(), signal.SIGKILL)
+            self._tick()
+            found = function(*args, **kwargs)
+            if torn:  # torch.save is given an open file
+                self._tick(Path(args[1].name if hasattr(args[1], "write") else args[1]))
             return found
 
         return call
@@ -121,57 +104,52 @@ class Durable:
 
 def counted(kind: str, file: Path, folder: Path) -> tuple[Result, int]:
     """A whole run and the number of its durable operations."""
-    import runpy
+    number = folder.with_name(f"{folder.name}.operations")
+    result = start(kind, file, folder, before=Durable(folder, report=number).install)
+    return result, int(number.read_text()) if number.exists() else 0
 
-    from tests.campaign.harness import fork
 
-    durable, number = Durable(folder), folder.parent / f"{folder.name}.events"
-
-    def action() -> None:
-        sys.argv = [str(TOOLS / f"{TOOL[kind]}.py"), *command(kind, file, folder)]
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        finally:
-            number.write_text(str(durable.count))
-
-    result = fork(action, cwd=folder.parent, before=durable.install)
-    return result, int(number.read_text())
+def whole_run(kind: str, folder: Path, name: str, changes: Tree | None = None) -> Path:
+    """The settings of a run that was carried out in `folder`/NAME. Raises RuntimeError if it failed."""
+    file = write_config(kind, folder / f"{name}.yaml", changes)
+    succeed(start(kind, file, folder / name))
+    return file
 
 
 def differences(whole: Path, other: Path) -> Iterator[str]:
     """What of the result of two runs is not the same, bit for bit: final weights, pictures, record, names of files."""
-    names = [{str(p.relative_to(run)) for p in run.rglob("*") if p.is_file()} for run in (whole, other)]
-    names = [{name for name in found if not name.startswith(TRACKED)} for found in names]
+    names = [{n for n in files_below(run) if not n.startswith(TRACKED)} for run in (whole, other)]
     if names[0] != names[1]:
         yield f"files: missing {sorted(names[0] - names[1])[:3]}, left over {sorted(names[1] - names[0])[:3]}"
     for name in sorted(names[0] & names[1]):
-        if name.endswith(".safetensors"):
-            one, two = load_file(whole / name), load_file(other / name)
-            same = one.keys() == two.keys() and all(same_bits(one[k], two[k]) for k in one)
-        elif name.endswith(".png") and "curves" not in name:
-            same = (whole / name).read_bytes() == (other / name).read_bytes()
-        else:
-            continue
-        if not same:
+        compared = name.endswith((".safetensors", ".png")) and "curves" not in name
+        if compared and not same_file(whole / name, other / name):
             yield f"{name} differs"
-    if rows(whole) != rows(other):
-        yield "metrics.jsonl differs"
-    if result(whole) != result(other):
-        yield "result.json differs"
+    for name, read in {"metrics.jsonl": record, "result.json": result}.items():
+        if read(whole / name) != read(other / name):
+            yield f"{name} differs"
 
 
-def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bytes."""
-    return one.dtype == two.dtype and torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+def files_below(folder: Path) -> set[str]:
+    """The relative names of all files."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def rows(folder: Path) -> list[Tree]:
-    """The record without measured times; a kill may come between a checkpoint and its row."""
-    found = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] != "checkpoint"]
-    return [{k: v for k, v in row.items() if k not in MEASURED} for row in found]
+def same_file(one: Path, two: Path) -> bool:
+    """Whether two files hold the same bytes; the keys of a safetensors header have no order."""
+    if one.suffix != ".safetensors":
+        return one.read_bytes() == two.read_bytes()
+    a, b = (safetensors.torch.load_file(path) for path in (one, two))
+    same_types = a.keys() == b.keys() and all(a[k].dtype == b[k].dtype for k in a)
+    return same_types and all(torch.equal(a[k].view(torch.uint8), b[k].view(torch.uint8)) for k in a)
 
 
-def result(folder: Path) -> Tree:
+def record(file: Path) -> list[Tree]:
+    """The rows without measured times; a kill may come between a checkpoint and its row."""
+    rows = [row for row in read_rows(file) if row["kind"] != "checkpoint"]
+    return [{k: v for k, v in row.items() if k not in MEASURED} for row in rows]
+
+
+def result(file: Path) -> Tree:
     """result.json without measured times."""
-    found = json.loads((folder / "result.json").read_text())
-    return {k: v for k, v in found.items() if k not in MEASURED}
+    return {k: v for k, v in json.loads(file.read_text()).items() if k not in MEASURED}

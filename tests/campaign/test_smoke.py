@@ -4,12 +4,15 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.campaign import __main__ as campaign
-from tests.campaign.harness import ENVIRONMENT, Case, Result, call, fork, judge, prepare, shrink
+from tests.campaign import commands, damages
+from tests.campaign.harness import ENVIRONMENT, TOOLS, Case, Result, call, fork, judge, prepare, shrink
+from tests.campaign.options import TABLE
+from tests.campaign.runs import TOOL
 
 TRACE = "Traceback (most recent call last):\n  File x\nKeyError: 'a'\n"
 
@@ -61,14 +64,17 @@ def test_a_child_is_stopped_at_its_limit(tmp_path):
     assert fork(lambda: time.sleep(60), cwd=tmp_path, limit=0.2).timed_out
 
 
-def test_reduction():
-    assert shrink(list("abcd"), lambda kept: {"b", "d"} <= set(kept)) == ["b", "d"]
+def test_reduction(tmp_path):
+    def check(kept, place):
+        return "bad: x" if {"b", "d"} <= set(kept) and place.is_dir() else ""
+
+    assert shrink(list("abcd"), "bad: y", tmp_path, check) == ["b", "d"]
 
 
 def test_figures_ledger_and_exit_code(tmp_path, capsys):
     cases = [Case(name, lambda place, name=name: name, f"run {name}") for name in ("", "bad", "known")]
-    row = campaign.carry_out("kills", cases, tmp_path, 10.0, 0, {"known": "a reason"})
-    assert (row.cases, row.tried, row.passed, row.failed, row.tolerated) == (3, 3, 1, 1, 1)
+    row = campaign.carry_out("kills", cases, tmp_path, 10.0, 0, {("kills", "known")})
+    assert [row[name] for name in campaign.FIGURES] == [3, 3, 1, 1, 1]
     out = tmp_path / "campaign.json"
     assert campaign.report([row], out, 0) == 1 and "run bad" in capsys.readouterr().out
     assert [failure["name"] for failure in json.loads(out.read_text())["parts"][0]["failures"]] == ["bad"]
@@ -79,4 +85,14 @@ def test_the_ledger_needs_reasons(tmp_path):
     file.write_text("[{part: kills, name: a}]")
     with pytest.raises(ValueError, match="needs part, name and reason"):
         campaign.read_ledger(file)
-    assert isinstance(campaign.read_ledger(Path(campaign.LEDGER)), dict)
+    assert campaign.read_ledger(campaign.LEDGER) == set()
+
+
+def test_the_tables_name_what_exists():
+    sections = yaml.safe_load(commands.TABLE.read_text())
+    assert sum(len(section.get(e) or {}) for section in sections.values() for e in commands.ALLOWED) > 404
+    for title, section in sections.items():
+        assert (TOOLS / f"{title.split()[0]}.py").is_file()
+        assert list(commands.generated(section)) if "schema" in section else True
+    kinds = damages.of_unfinished() | damages.of_classifier() | damages.of_pipeline()
+    assert len(kinds) > 200 and all(len(TABLE[kind]) > 15 for kind in TOOL)
