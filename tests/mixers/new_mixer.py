@@ -40,7 +40,7 @@ def made_and_converted(folder: Path) -> None:
     assert len(report.swapped) == 2
     host.load_state_dict(model.state_dict())
     torch.testing.assert_close(host.eval()(X), model(X), rtol=0, atol=0)
-    save_for_hf(model, folder, safe_serialization=True)
+    save_for_hf(model, folder, safe_serialization=True, model_args={**SMALL, **model.hla_args})
     again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     torch.testing.assert_close(again(X), model(X), rtol=0, atol=0)
 
