@@ -6,7 +6,7 @@ prints figures per part and each failure with a command that shows it, reduced w
 JSON; exits with code 1 when a failure is not in ledger.yaml. Cases come in an order that the seed chooses, and parts
 share the time; three hours are enough for all cases on two free cores.
 
-- commands: about 2,700 command lines, 694 of them written in commands.yaml
+- commands: about 2,700 command lines, 694 of them written in tables/commands.yaml
 - options: 200 random choices of valid options
 - kills: two runs, killed before every durable operation, at random times, and interrupted
 - folders: every kind of damage to a run, a classifier and a model of diffusers

@@ -1,4 +1,4 @@
-"""Bad and odd command lines: those of commands.yaml, and every option of every tool with wrong values."""
+"""Bad and odd command lines: those of tables/commands.yaml, and every option of every tool with wrong values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 
 from tests.campaign import world
-from tests.campaign.harness import Case, call, judge, shown, shrink
+from tests.campaign.harness import TABLES, Case, call, judge, shown, shrink
 from zoo.config import Tree
 
-TABLE = Path(__file__).with_name("commands.yaml")
+TABLE = TABLES / "commands.yaml"
 ALLOWED = {"refuse": (2,), "accept": (0,), "either": (0, 2)}
 LIMIT = 60.0  # seconds
 HUGE_LIMIT = 10.0  # seconds after which a tool with a huge number counts as at work

@@ -14,9 +14,11 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.campaign.harness import TABLES
+
 Damage = Callable[[Path, Path], Any]
 Tree = dict[str, Any]
-TABLES: dict[str, Tree] = yaml.safe_load(Path(__file__).with_name("damages.yaml").read_text())
+TABLE: dict[str, Tree] = yaml.safe_load((TABLES / "damages.yaml").read_text())
 CHECKPOINTS = "checkpoints"
 LAST, BEFORE = f"{CHECKPOINTS}/step-00000008", f"{CHECKPOINTS}/step-00000006"
 DIFFUSERS = "diffusion_pytorch_model.safetensors"
@@ -114,7 +116,7 @@ def exchanged(name: str) -> dict[str, Damage]:
 
 
 def edited(tree: Tree, changes: Tree | str) -> Tree | str:
-    """A tree with changes as in damages.yaml."""
+    """A tree with changes as in tables/damages.yaml."""
     if isinstance(changes, str):
         return changes
     for path, value in changes.items():
@@ -160,7 +162,7 @@ def weights(name: str) -> dict[str, Damage]:
 
 def headers(name: str) -> dict[str, Damage]:
     """The file of weights `name` with another recipe."""
-    table = TABLES["headers"].items()
+    table = TABLE["headers"].items()
     return of_file(name, {k: lambda file, c=c: rewrite(file, recipe=lambda r: edited(r, c)) for k, c in table})
 
 
@@ -175,7 +177,7 @@ def states() -> dict[str, Damage]:
         first["exp_avg"] = value(first["exp_avg"])
         return state
 
-    kinds = {name: changed(lambda s, c=c: edited(s, c)) for name, c in TABLES["states"].items()}
+    kinds = {name: changed(lambda s, c=c: edited(s, c)) for name, c in TABLE["states"].items()}
     kinds |= {name: changed(lambda s, m=m: moment(s, m)) for name, m in MOMENTS.items()}
     kinds |= {"a list": changed(lambda s: [1]), "a tensor": changed(lambda s: torch.zeros(3))}
     kinds["a parameter less"] = changed(lambda s: (s["optimizer"]["state"].popitem(), s)[1])
@@ -223,7 +225,7 @@ def of_unfinished() -> dict[str, Damage]:
         found |= weights(f"{LAST}/{name}")
     found |= states() | exchanged("") | of_file("config.yaml", REPLACED) | of_file("metrics.jsonl", FLIPS | REPLACED)
     found["config.yaml of another run"] = lambda run, others: copy(others / "seed/config.yaml", run / "config.yaml")
-    found |= of_file("metrics.jsonl", {k: lambda file, t=t: line(file, t) for k, t in TABLES["record"].items()})
+    found |= of_file("metrics.jsonl", {k: lambda file, t=t: line(file, t) for k, t in TABLE["record"].items()})
     return found | {name: lambda run, _, n=name: stray(run)[n]() for name in stray(Path())}
 
 
@@ -240,7 +242,7 @@ def of_pipeline() -> dict[str, Damage]:
         content = edited(json.loads(file.read_text()), changes)
         file.write_text(content if isinstance(content, str) else json.dumps(content))
 
-    table, scheduler = TABLES["pipelines"], "scheduler/scheduler_config.json"
+    table, scheduler = TABLE["pipelines"], "scheduler/scheduler_config.json"
     found = of_file("config.json", REPLACED | {k: lambda file, c=c: config(file, c) for k, c in table.items()})
     found |= of_file(DIFFUSERS, FLIPS | REPLACED)
     found["a pickle of weights"] = lambda model, _: (model / DIFFUSERS).unlink() or evil(

@@ -22,6 +22,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tools"
+TABLES = Path(__file__).with_name("tables")
 LONGEST = 700  # characters of an error message
 OUTPUT = 1 << 20  # bytes of each stream that a child may write
 MEMORY = 6 << 30  # bytes of address space a child may add to those of its parent

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from tests.campaign.harness import Case, call, shown, shrink
+from tests.campaign.harness import TABLES, Case, call, shown, shrink
 from tests.campaign.runs import TOOL, Durable, counted, resume, start, write_config
 
 TRIALS, CHANGES = 100, 5  # per kind of run; options changed in each
-TABLE = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text())
+TABLE = yaml.safe_load((TABLES / "options.yaml").read_text())
 LOADS = {  # tool and words that read the folder of a finished run
     "vit": ("evaluate_imagenet", "data.source=digits data.workers=0 eval.models=[whole] out=out"),
     "dit": ("sample", "sample.model=whole/transformer sample.count=2 sample.steps=2 out=out.npz"),

@@ -15,13 +15,13 @@ import safetensors.torch
 import torch
 import yaml
 
-from tests.campaign.harness import Result, call, succeed
+from tests.campaign.harness import TABLES, Result, call, succeed
 from zoo.config import merge
 from zoo.timer import MEASURED
 from zoo.train.metrics_log import read_rows
 
 Tree = dict[str, Any]
-RUNS: dict[str, Tree] = yaml.safe_load(Path(__file__).with_name("runs.yaml").read_text())
+RUNS: dict[str, Tree] = yaml.safe_load((TABLES / "runs.yaml").read_text())
 TOOL = {"vit": "train_vit", "dit": "finetune_dit"}
 TRACKED = "hla-zoo/"  # of trackers, whose files are named by time
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate"}

@@ -18,10 +18,10 @@ import yaml
 from PIL import Image
 
 from tests.campaign.damages import Payload, evil
-from tests.campaign.harness import call, fork, succeed
+from tests.campaign.harness import TABLES, call, fork, succeed
 from tests.campaign.runs import write_config
 
-TEXTS = yaml.safe_load(Path(__file__).with_name("world.yaml").read_text())
+TEXTS = yaml.safe_load((TABLES / "world.yaml").read_text())
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # kind of run and changes
     "vit": ("vit", {"schedule": {"epochs": 1}, "optim": {"ema": 0.0}}),
     "dit": ("dit", {"schedule": {"steps": 2}}),
