@@ -232,7 +232,9 @@ def of_unfinished() -> dict[str, Damage]:
 def of_classifier() -> dict[str, Damage]:
     """Whatever may happen to the final weights of a classifier."""
     name = "model_ema.safetensors"
-    return weights(name) | headers(name) | of_file(name, FLIPS | REPLACED)
+    kinds = FLIPS | REPLACED
+    del kinds["missing"]  # as in a run without an average
+    return weights(name) | headers(name) | of_file(name, kinds)
 
 
 def of_pipeline() -> dict[str, Damage]:

@@ -87,6 +87,15 @@ def test_tensors_that_are_no_weights(run, tmp_path, change, sentence):
     assert sentence in refused(tmp_path / "x.safetensors")
 
 
+def test_an_average_that_cannot_be_read_is_no_reason_for_the_last_weights(run, tmp_path):
+    for name in ("model.safetensors", "model_ema.safetensors"):
+        (tmp_path / name).write_bytes((run / "model.safetensors").read_bytes())
+    load_model(tmp_path)
+    (tmp_path / "model_ema.safetensors").unlink()
+    (tmp_path / "model_ema.safetensors").symlink_to("nowhere")
+    assert "there is no checkpoint" in refused(tmp_path)
+
+
 def test_final_weights_hold_their_step_and_digest(run, tmp_path):
     file = tmp_path / "x.safetensors"
     content = bytearray((run / "model.safetensors").read_bytes())

@@ -2,6 +2,7 @@
 included."""
 
 import json
+import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -153,7 +154,7 @@ def weights_file(path: str | Path) -> Path:
     file = Path(path)
     if file.is_dir():
         names = (EMA_WEIGHTS, WEIGHTS, *([PICKLED] if (file / HUB_CONFIG).is_file() else []))
-        file = next((file / name for name in names if (file / name).is_file()), file / WEIGHTS)
+        file = next((file / name for name in names if os.path.lexists(file / name)), file / WEIGHTS)
     if not file.is_file():
         raise ValueError(f"there is no checkpoint {file}")
     if file.suffix != ".safetensors" and file.name != PICKLED:
