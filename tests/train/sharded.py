@@ -15,7 +15,7 @@ import torch
 import yaml
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, recursively_apply
 
 from tests.helpers.runs import tiny
 from zoo.config import from_tree
@@ -41,6 +41,7 @@ class Job:
     stop: int | None = None
     poison: list[int] = field(default_factory=list)  # steps
     rehearsed: bool = False
+    double: bool = False  # the model and its inputs in float64
 
 
 def with_zero(stage: int):
@@ -74,6 +75,11 @@ def carry_out(job: Job) -> None:
     kind, schema = KINDS[job.kind]
 
     class Disturbed(kind):
+        def set_up(self):
+            super().set_up()
+            if job.double:
+                self.model.double().register_forward_pre_hook(in_double, with_kwargs=True)
+
         def _train_step(self, batches):
             if self.step == job.stop:
                 raise KeyboardInterrupt
@@ -92,6 +98,13 @@ def carry_out(job: Job) -> None:
         run.train()
     except KeyboardInterrupt:
         assert run.step == job.stop
+
+
+def in_double(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.double() if x.is_floating_point() else x
+
+    return recursively_apply(cast, arguments), recursively_apply(cast, keywords)
 
 
 def compare_families(folder: Path) -> None:

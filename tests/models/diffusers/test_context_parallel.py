@@ -21,14 +21,11 @@ OPERATORS = {
     "hla3": {"center": "k", "q_scale": 0.5},
     "polynomial": {"center": "k", "mean_path": True},
 }
-MODELS = {
-    "la": {},
-    "ahla": {"keep_softmax": [1], "post_norm": True, "gate": True},
-    "hla2": {"feature_map": "hedgehog"},
-    "hla3": {"feature_map": "identity", "normalize": False, "center": "qk", "mean_path": True},
-    "poly": {},
-    "mala": {},
-    "softmax": {},
+MODELS = {  # name: mixer and options; first every mixer as it is by default
+    **{mixer: (mixer, {}) for mixer in ("la", "ahla", "hla2", "hla3", "poly", "mala", "softmax")},
+    "some softmax": ("ahla", {"keep_softmax": [1], "post_norm": True, "gate": True}),
+    "hedgehog": ("hla2", {"feature_map": "hedgehog"}),
+    "centred": ("hla3", {"feature_map": "identity", "normalize": False, "center": "qk", "mean_path": True}),
 }
 
 
@@ -54,9 +51,10 @@ def operate(op: str, group: Any = None, shares: tuple[int, int] = (7, 5)) -> dic
     return {"o": o.detach(), **{n: t.grad for n, t in leaves.items()}}
 
 
-def video(mixer: str, device: str = "cpu", spread: bool = False) -> dict[str, torch.Tensor]:
+def video(name: str, device: str = "cpu", spread: bool = False) -> dict[str, torch.Tensor]:
     """Output and gradients of a tiny Wan."""
-    model = converted("wan", mixer, **MODELS[mixer]).to(device)
+    mixer, options = MODELS[name]
+    model = converted("wan", mixer, **options).to(device)
     if spread:
         model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=RANKS))
     o = run(model, {k: v.to(device) for k, v in inputs("wan").items()})
@@ -72,7 +70,7 @@ def work(rank: int, port: int, device: str, folder: str) -> None:
         torch._C._get_accelerator = lambda: torch.device("cpu")  # diffusers asks which kind of device to use
         torch.accelerator.device_count = lambda: RANKS
     dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=RANKS)
-    found = {f"video {mixer}": video(mixer, device, spread=True) for mixer in MODELS}
+    found = {f"video {name}": video(name, device, spread=True) for name in MODELS}
     if device == "cpu":
         found |= {op: operate(op, dist.group.WORLD) for op in OPERATORS}
         found |= {f"{op} on one": operate(op, dist.group.WORLD, (12, 0)) for op in OPERATORS}
@@ -103,8 +101,8 @@ def test_an_operator_sees_the_tokens_of_all_ranks(ranks, op, where):
         torch.testing.assert_close(found, whole)
 
 
-def same_video(ranks, mixer: str, wanted: dict[str, torch.Tensor], tolerance: float) -> None:
-    parts = [rank[f"video {mixer}"] for rank in ranks]
+def same_video(ranks, case: str, wanted: dict[str, torch.Tensor], tolerance: float) -> None:
+    parts = [rank[f"video {case}"] for rank in ranks]
     for part in parts:
         torch.testing.assert_close(part["o"], wanted["o"], rtol=tolerance, atol=tolerance)
     for name, whole in wanted.items():
@@ -113,18 +111,18 @@ def same_video(ranks, mixer: str, wanted: dict[str, torch.Tensor], tolerance: fl
             assert error <= tolerance * max(whole.norm(), 1e-3), name
 
 
-@pytest.mark.parametrize("mixer", MODELS)
-def test_wan_on_two_ranks(ranks, mixer):
-    same_video(ranks, mixer, video(mixer), 1e-4)
+@pytest.mark.parametrize("name", MODELS)
+def test_wan_on_two_ranks(ranks, name):
+    same_video(ranks, name, video(name), 1e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
 def test_wan_on_two_gpus(tmp_path):
     found = on_two_ranks("cuda", tmp_path)
-    for mixer in MODELS:
-        wanted = {name: t.cpu() for name, t in video(mixer, "cuda").items()}
-        same_video(found, mixer, wanted, 5e-5)  # on two H200: outputs 5e-7 apart, gradients 2e-5 (poly)
+    for case in MODELS:
+        wanted = {name: t.cpu() for name, t in video(case, "cuda").items()}
+        same_video(found, case, wanted, 5e-5)  # on two H200: outputs 5e-7 apart, gradients 2e-5 (poly)
 
 
 @pytest.mark.parametrize(
