@@ -1,8 +1,8 @@
-"""The configuration of a run: YAML files and `section.key=value` words, checked against frozen dataclasses.
+"""Configurations: YAML files and `section.key=value` overrides, checked against frozen dataclasses.
 
-The sections and their keys are in `zoo.train.settings`; here is the machinery: reading, `base:` files, overrides,
-type checks, the help text made from docstrings, and the comparison of two configurations. Every wrong input is one
-ValueError with one sentence; `command_line` turns it into exit status 2 without a traceback.
+The dataclasses are defined elsewhere, such as in `zoo.train.settings`. This module reads files, merges `base:` files
+and overrides, checks types, makes the help text from docstrings, and compares configurations. Wrong input raises a
+ValueError of one sentence; `command_line` prints it and exits with status 2.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import sys
 import textwrap
 import types
 import typing
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,36 +27,51 @@ import yaml
 from zoo.errors import shortened, unknown_name
 from zoo.files import replacing
 
-REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # of a disk, without a file
-NO_MEMORY = ("out of memory", "can't allocate memory", "Storage size calculation overflowed")  # torch says
-MOST_VALUES = 100_000  # in one file or word of a configuration
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # may come without a file name
+NO_MEMORY = ("out of memory", "can't allocate memory", "Storage size calculation overflowed")  # in torch's messages
+MAX_VALUES = 100_000  # per configuration file or override
 T = TypeVar("T")
-Tree = dict[str, Any]
+Tree = dict[str, Any]  # nested dicts, lists, numbers, strings
+Hint = Any  # a type annotation
 
 
 def load(schema: type[T], path: str | Path | None, overrides: list[str] | None = None) -> T:
-    """The `schema` instance of a YAML file (None: all defaults) with `section.key=value` words applied on top.
+    """The `schema` instance of a YAML file (None: all defaults) with `section.key=value` overrides.
 
-    A file may name another with `base: other.yaml` (relative to itself), whose values it changes; dicts are merged key
-    by key, and `{}` empties one. Raises ValueError for a missing or unreadable file, an unknown key (with the nearest
-    valid one), or a value of the wrong type.
+    A file may override another one named by `base: other.yaml` (relative to itself). Dicts are merged key by key; `{}`
+    clears one. Raises ValueError for a missing or unreadable file, an unknown key (with the nearest valid one), or a
+    value of the wrong type.
     """
-    tree = read_tree(find_config(path)) if path else {}
+    tree = _current_keys(schema, read_tree(find_config(path))) if path else {}
     for word in overrides or []:
-        tree = merge(tree, _parse_override(schema, word))
+        tree = merge(tree, _current_keys(schema, _parse_override(schema, word)))
     return from_tree(schema, tree)
 
 
+def _current_keys(schema: type, tree: Tree, prefix: str = "") -> Tree:
+    """`tree` with former keys (pairs `former` of a section: old, new) replaced by the new ones, with a warning."""
+    hints, former = _hints(schema), dict(getattr(schema, "former", ()))
+    out: Tree = {}
+    for key, value in tree.items():
+        new = former.get(key, key)
+        if new != key:
+            warnings.warn(f"the key {prefix}{key} is now called {prefix}{new}", FutureWarning, stacklevel=2)
+        if new == key or new not in tree:
+            section = dataclasses.is_dataclass(hints.get(new)) and isinstance(value, dict)
+            out[new] = _current_keys(hints[new], value, f"{prefix}{new}.") if section else value
+    return out
+
+
 def shipped_configs() -> dict[str, Path]:
-    """The configurations that come with the package, by name ("vit/digits_softmax")."""
-    inside = Path(__file__).with_name("configs")  # of an installed package; a checkout has it at its root
+    """The configurations of the package by name, such as "vit/digits_softmax"."""
+    inside = Path(__file__).with_name("configs")  # in an installed package; in a checkout at the root
     folder = inside if inside.is_dir() else Path(__file__).resolve().parents[1] / "configs"
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
 
 
 def find_config(name: str | Path) -> Path:
-    """The file `name`, or the shipped configuration of that name, with or without its folder. Raises ValueError with
-    the nearest name for one that is neither, and for a name that several folders have."""
+    """The file `name`, or the shipped configuration of that name, with or without its folder. Raises ValueError for an
+    unknown name (with the nearest one) and for a name that exists in several folders."""
     if Path(name).is_file():
         return Path(name)
     shipped, short = shipped_configs(), str(name).removeprefix("configs/").removesuffix(".yaml")
@@ -70,8 +86,8 @@ def find_config(name: str | Path) -> Path:
 
 
 def read_tree(path: Path, seen: tuple[str, ...] = ()) -> Tree:
-    """The nested dict of a YAML file with its `base` files merged in. Raises ValueError if a file is missing or
-    malformed."""
+    """The nested dict of a YAML file, merged with its `base` files. Raises ValueError for a missing or malformed
+    file."""
     if os.path.realpath(path) in seen:
         raise ValueError(f"the configuration {path} names itself as its base")
     if not path.is_file():
@@ -90,7 +106,7 @@ def read_tree(path: Path, seen: tuple[str, ...] = ()) -> Tree:
 
 
 def _parse_yaml(text: str, wrong: str) -> Any:
-    """The value of a YAML text. Raises ValueError that begins with `wrong` for one that is malformed or too large."""
+    """Parse a YAML text. Raises ValueError that begins with `wrong` if it is malformed or too large."""
     try:
         value = yaml.safe_load(text)
         _count_values(value)
@@ -102,12 +118,12 @@ def _parse_yaml(text: str, wrong: str) -> Any:
     raise ValueError(f"{wrong}: {reason}")
 
 
-def _count_values(value: Any, before: int = 0) -> int:
-    """`before` plus the number of values in a tree. Raises ValueError beyond `MOST_VALUES`: aliases of YAML let a short
-    text stand for more than memory holds."""
+def _count_values(value: object, before: int = 0) -> int:
+    """`before` plus the number of values in a tree. Raises ValueError beyond `MAX_VALUES`: with YAML aliases a short
+    text can expand to more than fits in memory."""
     before += 1
-    if before > MOST_VALUES:
-        raise ValueError(f"it holds more than {MOST_VALUES} values")
+    if before > MAX_VALUES:
+        raise ValueError(f"it holds more than {MAX_VALUES} values")
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for one in inside:
         before = _count_values(one, before)
@@ -115,7 +131,7 @@ def _count_values(value: Any, before: int = 0) -> int:
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """`below` with the values of `above`, dict by dict; an empty one takes the place of what is below."""
+    """`below` overridden by `above`, merging dicts key by key; an empty dict in `above` replaces a dict."""
     out = dict(below)
     for key, value in above.items():
         both = bool(value) and isinstance(value, dict) and isinstance(out.get(key), dict)
@@ -124,11 +140,12 @@ def merge(below: Tree, above: Tree) -> Tree:
 
 
 def from_tree(schema: type[T], tree: Tree, prefix: str = "", whole: type | None = None) -> T:
-    """The dataclass `schema` built from a nested dict; keys that are absent keep their defaults. Raises ValueError.
+    """Build the dataclass `schema` from a nested dict; missing keys keep their defaults. Raises ValueError.
 
-    prefix, whole: where `schema` lies as a section, and in which configuration."""
-    hints, whole = _hints(schema), whole or schema
-    values: dict[str, Any] = {}
+    prefix, whole: dotted path of `schema` as a section, and the configuration that contains it."""
+    hints, tree = _hints(schema), tree if whole else _current_keys(schema, tree)
+    whole = whole or schema
+    values: Tree = {}
     for key, value in tree.items():
         if key not in hints:
             allowed = [prefix + name for name in hints]
@@ -144,8 +161,8 @@ def from_tree(schema: type[T], tree: Tree, prefix: str = "", whole: type | None 
 
 
 def _meant(key: str, prefix: str, whole: type) -> list[str]:
-    """What an unknown key of the section `prefix` may be meant for: the nearest of its keys when it is close, else keys
-    of that name in other sections."""
+    """Suggestions for an unknown key of the section `prefix`: keys of that name in other sections, else the nearest key
+    of the section."""
     keys = _all_keys(whole)
     same = [name for name in keys if name.rpartition(".")[2] == key]
     here = {name.removeprefix(prefix): name for name in keys if name.startswith(prefix)}
@@ -153,47 +170,48 @@ def _meant(key: str, prefix: str, whole: type) -> list[str]:
     return same or [here[name] for name in near]
 
 
-def _all_keys(schema: Any, prefix: str = "") -> list[str]:
+def _all_keys(schema: type, prefix: str = "") -> list[str]:
     keys = []
     for name, hint in _hints(schema).items():
-        keys += _all_keys(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [prefix + name]
+        section = dataclasses.is_dataclass(hint)
+        keys += _all_keys(hint, f"{prefix}{name}.") if section else [prefix + name]
     return keys
 
 
-def to_tree(config: Any) -> Tree:
+def to_tree(config: object) -> Tree:
     """The nested dict of a configuration: plain dicts, lists, numbers and strings."""
-    return dataclasses.asdict(config)
+    return dataclasses.asdict(config)  # type: ignore[call-overload]
 
 
-def save(config: Any, path: Path) -> None:
+def save(config: object, path: Path) -> None:
     """Write the whole configuration, defaults included, as YAML."""
     with replacing(path) as temporary:
         temporary.write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
 
 
-def differences(a: Any, b: Any, ignore: tuple[str, ...] = ()) -> list[str]:
-    """The dotted keys in which two configurations differ; `ignore` names keys or whole sections that may differ."""
+def differences(a: object, b: object, ignore: tuple[str, ...] = ()) -> list[str]:
+    """The dotted keys in which two configurations differ, except those in `ignore` (keys or sections)."""
     one, two = leaves(a), leaves(b)
     keys = [k for k in one.keys() | two.keys() if one.get(k) != two.get(k)]
     return sorted(k for k in keys if not any(k == i or k.startswith(i + ".") for i in ignore))
 
 
-def leaves(config: Any) -> dict[str, Any]:
-    """Every value of a configuration under its dotted key."""
+def leaves(config: object) -> Tree:
+    """All values of a configuration by dotted key."""
     return _flatten(to_tree(config))
 
 
-def _flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
+def _flatten(tree: Tree, prefix: str = "") -> Tree:
+    out: Tree = {}
     for key, value in tree.items():
         nested = isinstance(value, dict) and value
         out |= _flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
     return out
 
 
-def check_type(value: Any, hint: Any, name: str) -> Any:
-    """`value` as the annotated type, or a ValueError that names the key `name`. Whole numbers are accepted for
-    floats."""
+def check_type(value: Any, hint: Hint, name: str) -> Any:
+    """`value` converted to the annotated type; integers are accepted for floats. Raises ValueError with the key
+    `name`."""
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for one in allowed:
         origin = typing.get_origin(one) or one
@@ -213,15 +231,15 @@ def check_type(value: Any, hint: Any, name: str) -> Any:
     raise ValueError(f"{name} must be {type_name(hint)}, got {shortened(value)!r}")
 
 
-def check_arguments(function: Callable[..., Any], given: Tree, prefix: str) -> None:
-    """Raise ValueError for an argument of another type than the default of `function` (bool, int, float or str)."""
+def check_arguments(function: Callable[..., object], given: Tree, prefix: str) -> None:
+    """Raise ValueError for an argument of another type than its default in `function` (bool, int, float or str)."""
     defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
     for key, value in given.items():
         if isinstance(defaults.get(key), bool | int | float | str):
             check_type(value, type(defaults[key]), f"{prefix}.{key}")
 
 
-def _finite(value: Any, name: str) -> float:
+def _finite(value: float | str, name: str) -> float:
     try:
         number = float(value)
     except OverflowError:
@@ -231,24 +249,24 @@ def _finite(value: Any, name: str) -> float:
     return number
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, str):  # YAML reads 1e-3, without a dot, as a string
+def _is_number(value: object) -> bool:
+    if isinstance(value, str):  # YAML parses 1e-3 (without a dot) as a string
         return re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) is not None
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _all_finite(value: Any, name: str) -> Any:
-    """`value`, or a ValueError for a float in it, however deep, that is not finite."""
+def _all_finite(value: T, name: str) -> T:
+    """Return `value`. Raises ValueError for a float anywhere in it that is not finite."""
     if isinstance(value, float):
-        return _finite(value, name)
+        return _finite(value, name)  # type: ignore[return-value]
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, one in inner:
         _all_finite(one, f"{name}.{key}")
     return value
 
 
-def type_name(hint: Any) -> str:
-    """A type annotation in words: `int`, `list[float]`, `int or none`."""
+def type_name(hint: Hint) -> str:
+    """A type annotation as text: `int`, `list[float]`, `int or none`."""
     if isinstance(hint, types.UnionType):
         return " or ".join(type_name(h) for h in typing.get_args(hint))
     if hint is types.NoneType:
@@ -274,19 +292,19 @@ def _parse_override(schema: type, word: str) -> Tree:
         raise unknown_name("configuration section", names[0], hints, near or _meant(names[-1], "", schema))
     if len(names) == 1 and dataclasses.is_dataclass(hints[names[0]]):
         raise ValueError(f"expected {key}.KEY=VALUE with a key of the section {key!r}, got {word!r}")
-    tree: Any = value
-    for name in reversed(names):
+    tree: Tree = {names[-1]: value}
+    for name in reversed(names[:-1]):
         tree = {name: tree}
     return tree
 
 
-def _hints(schema: Any) -> dict[str, Any]:
+def _hints(schema: type) -> dict[str, Hint]:
     return typing.get_type_hints(schema)
 
 
 def field_docs(schema: type) -> dict[str, str]:
-    """What each field means, from the `name: meaning` lines of the docstrings of a dataclass and of those that it
-    extends (continuations are indented)."""
+    """The meaning of each field, from the `name: meaning` lines (continuations are indented) in the docstrings of a
+    dataclass and its bases."""
     docs: dict[str, str] = {}
     name = ""
     texts = [inspect.cleandoc(cls.__doc__ or "") for cls in reversed(schema.__mro__[:-1])]
@@ -300,8 +318,8 @@ def field_docs(schema: type) -> dict[str, str]:
 
 
 def describe(schema: type) -> str:
-    """The help text of a configuration: every section and key with type, default and meaning, then what the
-    `more_help` of sections adds."""
+    """The help text of a configuration: all sections and keys with type, default and meaning, then the `more_help` of
+    sections."""
     lines = []
     hints = _hints(schema)
     for section, hint in hints.items():
@@ -323,8 +341,7 @@ def _describe_key(schema: type, key: str, prefix: str) -> list[str]:
 
 
 def from_command_line(schema: type[T], words: list[str]) -> T:
-    """The configuration that the words of a command line describe: at most one file, and overrides. Raises
-    ValueError."""
+    """The configuration of a command line: at most one file, and overrides. Raises ValueError."""
     files = [word for word in words if "=" not in word]
     if options := [word for word in words if word.startswith("-")]:
         near = _meant(options[0].lstrip("-").partition("=")[0], "", schema)
@@ -336,20 +353,20 @@ def from_command_line(schema: type[T], words: list[str]) -> T:
 
 
 def wants_help(words: list[str], about: str | None, usage: str, schema: type) -> bool:
-    """Whether the words ask for help, which is then printed: what the tool does and every key."""
+    """Print the help (description, usage, all keys) if the words ask for it. Returns whether they do."""
     asked = bool({"-h", "--help"} & set(words))
     if asked:
         print(f"{about}\n{usage}\n{describe(schema)}")
     return asked
 
 
-def command_line(main: Callable[[list[str]], Any]) -> None:
-    """Run `main` on the words of the command line; a ValueError is printed as its sentence, with exit status 2, and so
-    is what the file system refuses (a folder that cannot be made, a full disk). Ctrl-C is one line, with status 130."""
+def command_line(main: Callable[[list[str]], object]) -> None:
+    """Run `main` on the words of the command line. A ValueError, an error of the file system (no permission, a full
+    disk) or of memory is printed in one line, with exit status 2; Ctrl-C with status 130."""
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has enough, as in `zoo list configs | head`
+    except BrokenPipeError:  # the reader closed the pipe, as in `zoo list configs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except ValueError as error:
@@ -362,7 +379,7 @@ def command_line(main: Callable[[list[str]], Any]) -> None:
         print(f"error: there is not enough memory, take fewer or smaller inputs: {reason[:300]}", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:
-        if error.filename is None and error.errno not in REFUSALS:
+        if error.filename is None and error.errno not in DISK_ERRORS:
             raise
         print(f"error: {error.filename or 'the disk'} cannot be used: {error.strerror}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -1,5 +1,4 @@
-"""Files and folders that are written in full or not at all, what a killed process left of them, and a lock on a folder
-so that two processes do not write into it at once."""
+"""Atomic writes of files and folders, cleanup after killed processes, and locks on folders."""
 
 import contextlib
 import errno
@@ -14,16 +13,16 @@ from typing import TextIO
 
 from safetensors import SafetensorError
 
-LEFT = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)")  # what `replacing` and `replacing_folder` write first
-EARLIER_LEFT = re.compile(r"\.(?P<name>.+)-[a-z0-9_]{8}")  # what `replacing_folder` wrote first in earlier versions
+LEFT = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)")  # temporary names of `replacing` and `replacing_folder`
+EARLIER_LEFT = re.compile(r"\.(?P<name>.+)-[a-z0-9_]{8}")  # temporary names of `replacing_folder` in earlier versions
 LOCK = ".lock"
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems that have none
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems without locks
 
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """A temporary path beside `file`, which becomes `file` when the block ends: also after a kill there is the old file
-    or the new one. Raises OSError with the name of the file when the disk refuses it."""
+    """Context with a temporary path in the folder of `file`, which is renamed to `file` at the end: after a crash there
+    is the old file or the new one. Raises OSError with the name of the file if it cannot be written."""
     temporary = _temporary(file)
     try:
         with naming(file):
@@ -37,12 +36,12 @@ def replacing(file: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder`, which takes its place, files that are not written anew included, when the
-    block ends. After a kill `folder` is the old or the new one; between two renames it is missing, but never half:
-    `sweep` puts it back. Raises OSError as `replacing`."""
+    """Context with a temporary folder that replaces `folder` at the end, including files that were not rewritten. After
+    a crash `folder` is the old or the new one, or missing (between two renames) until `sweep` restores it. Raises
+    OSError as `replacing`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = _temporary(folder)
-    if beside.exists():  # of a killed process with the same number
+    if beside.exists():  # of a killed process with the same id
         _settle(beside, folder)
     new = beside / "new"
     new.mkdir(parents=True)
@@ -61,8 +60,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Around writing `file`: a full disk and its like, in whatever way they are reported, become OSError with its
-    name."""
+    """Context of writing `file`: errors of the disk, however they are reported, become OSError with the file name."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -73,10 +71,11 @@ def naming(file: Path) -> Iterator[None]:
 
 
 def sweep(folder: Path, name: str = "", earlier: bool = False) -> None:
-    """Remove what killed processes were writing in `folder` (name: only in the place of that file or folder), and put a
-    folder back that was about to be replaced.
+    """Remove temporary files that killed processes left in `folder` (name: only those of this file or folder), and
+    restore a folder that was being replaced.
 
-    earlier: what earlier versions left, too, which does not tell its process: nothing else may write there now.
+    earlier: also temporary folders of earlier versions, whose names have no process id: no other process may write in
+    `folder`.
     """
     for path in sorted(folder.glob(".*")):
         match = LEFT.fullmatch(path.name)
@@ -90,7 +89,7 @@ def sweep(folder: Path, name: str = "", earlier: bool = False) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -99,13 +98,13 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a folder with what it holds."""
+    """Delete a file, or a folder with its content."""
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _settle(beside: Path, target: Path) -> None:
-    """Delete what was written first. A target that is missing since its old folder was moved away is the new one, which
-    was complete by then, or the old one."""
+    """Delete a temporary file or folder. If the target is missing because its old folder was already moved, first
+    restore it from the new folder (complete by then) or the old one."""
     if (beside / "old").is_dir() and not target.exists():
         (beside / ("new" if (beside / "new").is_dir() else "old")).rename(target)
     remove(beside)
@@ -116,18 +115,18 @@ def _temporary(path: Path) -> Path:
 
 
 def _share(file: Path) -> None:
-    """Give a file the permissions of any new file of the user: safetensors makes private ones."""
+    """Set the default permissions of new files: safetensors creates private ones."""
     mask = os.umask(0o077)
     os.umask(mask)
     file.chmod(0o666 & ~mask)
 
 
 def _number(error: Exception) -> int | None:
-    """The number of the system's error in a failed write; None for other errors, and those that name their file."""
-    if isinstance(error, SafetensorError):  # which has it as text
+    """The errno of a failed write; None for other errors and for those that already name their file."""
+    if isinstance(error, SafetensorError):  # contains it as text
         found = re.search(r"\(os error (\d+)\)", str(error))
         return int(found[1]) if found else None
-    if isinstance(error, RuntimeError):  # torch.save into an open file
+    if isinstance(error, RuntimeError):  # from torch.save into an open file
         return error.__context__.errno if isinstance(error.__context__, OSError) else None
     assert isinstance(error, OSError)
     return error.errno if error.filename is None else None
@@ -144,19 +143,19 @@ def _alive(pid: int) -> bool:
 
 
 class FolderLock:
-    """The lock of `folder`: a file with the number of the process and its machine, locked as long as it lives.
+    """A lock on `folder`: a locked file with the process id and the host name.
 
-    The system gives the lock of a process that died back, so that its file alone holds nobody up. Processes that were
-    started by the one with the lock do not have it.
+    The system releases the lock of a process that died, so the file alone blocks nobody. Child processes do not inherit
+    the lock.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Take the lock, making the folder. Raises ValueError when another process has it."""
+        """Create the folder and take the lock. Raises ValueError if another process has it."""
         self.folder, self.file = folder, folder / LOCK
         self.made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         self.opened = self._take()
-        while not self._is_there():  # its last owner deleted it in between
+        while not self._is_there():  # its last owner has deleted the file meanwhile
             self.opened.close()
             self.opened = self._take()
         self.opened.truncate(0)
@@ -164,7 +163,7 @@ class FolderLock:
         self.opened.flush()
 
     def release(self) -> None:
-        """Give it back, and delete its file, and the folder if it was made for it and is empty."""
+        """Release the lock and delete its file, and the folder if it was created for the lock and is empty."""
         if self.opened.closed:
             return
         self.file.unlink(missing_ok=True)
@@ -179,7 +178,7 @@ class FolderLock:
             fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in NO_LOCKS:
-                print(f"{self.folder} lies on a file system without locks: start no second run in it", flush=True)
+                print(f"{self.folder} is on a file system without locks: do not start a second run in it", flush=True)
                 return opened
             opened.seek(0)
             owner = opened.read() or "another process"

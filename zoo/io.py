@@ -1,5 +1,6 @@
-"""Result files: JSON, tables in Markdown, and the environment that made them."""
+"""Result files: JSON, CSV, Markdown tables, and metadata of the environment."""
 
+import csv
 import datetime
 import hashlib
 import json
@@ -8,38 +9,50 @@ import platform
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
 from torch import Tensor, nn
 
+from zoo.config import Tree
 from zoo.files import replacing
 
 PACKAGES = ("torch", "torch-fidelity", "timm", "numpy", "diffusers")
 
 
 def hardware() -> str:
-    """The name of the GPU, or how many CPU cores there are."""
+    """The name of the GPU, or the number of CPU cores."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
 
 
-def result_file(command: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The content of a file of docs/results: the rows with the command, date, hardware and versions that made them."""
+def result_file(command: str, rows: Sequence[object]) -> Tree:
+    """Content of a file of docs/results: rows, with the command, date, hardware and versions that made them."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__}
     today = datetime.date.today().isoformat()
     return {"command": command, "date": today, "hardware": hardware(), "versions": versions, "rows": rows}
 
 
-def write_json(content: Any, file: Path) -> None:
-    """Write JSON, indented, making the folder if needed; the file is complete or as it was."""
+def write_text(text: str, file: Path) -> None:
+    """Write a text file, making its folder if needed; after a crash there is the old file or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.write_text(text)
 
 
-def environment() -> dict[str, Any]:
-    """Date, hardware and versions, for a card."""
+def write_json(content: object, file: Path) -> None:
+    """Write indented JSON as `write_text` does."""
+    write_text(json.dumps(content, indent=1) + "\n", file)
+
+
+def write_csv(head: Sequence[str], rows: Iterable[Sequence[object]], file: Path) -> None:
+    """Write a CSV file as `write_text` does: a line of column names, then the rows."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as temporary, temporary.open("w", newline="", encoding="utf-8") as opened:
+        csv.writer(opened, lineterminator="\n").writerows([head, *rows])
+
+
+def environment() -> Tree:
+    """Date, hardware and versions, for metadata."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -50,7 +63,7 @@ def environment() -> dict[str, Any]:
 
 
 def weights_hash(module: nn.Module) -> str:
-    """SHA-256 of all parameters and buffers of a module, with their names, whatever file they came from."""
+    """SHA-256 of the names and values of all parameters and buffers of a module."""
     return tensors_hash(sorted(module.state_dict().items()))
 
 
@@ -63,6 +76,6 @@ def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return found.hexdigest()
 
 
-def markdown_table(head: list[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+def markdown_table(head: list[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """Lines of a Markdown table."""
     return [f"| {' | '.join(map(str, cells))} |" for cells in [head, ["---"] * len(head), *rows]]

@@ -1,4 +1,4 @@
-"""How long the parts of a run take, and the most memory that they need."""
+"""Timer of training intervals, with peak memory."""
 
 import time
 from collections.abc import Iterator
@@ -6,41 +6,40 @@ from contextlib import contextmanager
 
 import torch
 
-# what a row of the record says of the machine, not of the run
+# keys of metrics that depend on the machine, not on the run
 MEASURED = ("images_per_second", "seconds_per_step", "seconds", "peak_mib")
 
 
-class Clock:
-    """Times the steps between two lines of the record, and what happens beside them (validation, samples, checkpoints),
-    which does not count as training.
+class Timer:
+    """Measures training time between log lines, excluding validation, sampling and checkpointing.
 
-    device: of this process; memory is that of its tensors, in MiB, and only of CUDA devices.  step: done before.
+    device: of this process; peak memory of its tensors in MiB is measured for CUDA devices.  step: first step.
     """
 
     def __init__(self, device: torch.device, step: int) -> None:
         self.device, self.step = device, step
-        self.began, self.beside_it, self.peak = time.perf_counter(), 0.0, 0.0
+        self.began, self.paused, self.peak = time.perf_counter(), 0.0, 0.0
         self._new_peak()
 
-    def lap(self, step: int) -> tuple[int, float, dict[str, float]]:
-        """(steps, seconds of training, memory) since the last lap."""
+    def interval(self, step: int) -> tuple[int, float, dict[str, float]]:
+        """(steps, seconds of training, peak memory) since the last call."""
         now, peak = time.perf_counter(), max(self.peak, self._new_peak())
-        found = step - self.step, now - self.began - self.beside_it, self._memory(peak)
-        self.step, self.began, self.beside_it, self.peak = step, now, 0.0, 0.0
+        found = step - self.step, now - self.began - self.paused, self._memory(peak)
+        self.step, self.began, self.paused, self.peak = step, now, 0.0, 0.0
         return found
 
     @contextmanager
-    def beside(self) -> Iterator[dict[str, float]]:
-        """Around something beside the training: seconds and memory of it, once it is done."""
+    def pause(self) -> Iterator[dict[str, float]]:
+        """Context of work that is not training; afterwards the dict holds its seconds and peak memory."""
         self.peak, began = max(self.peak, self._new_peak()), time.perf_counter()
         took: dict[str, float] = {}
         yield took
         took["seconds"] = time.perf_counter() - began
         took |= self._memory(self._new_peak())
-        self.beside_it += took["seconds"]
+        self.paused += took["seconds"]
 
     def _new_peak(self) -> float:
-        """MiB at most since the last call."""
+        """Peak memory in MiB since the last call."""
         if self.device.type != "cuda":
             return 0.0
         peak = torch.cuda.max_memory_allocated(self.device) / 2**20

@@ -10,7 +10,7 @@ from tests.campaign.harness import Case, Result, call, judge, shown, succeed
 from tests.campaign.runs import differences, start, whole_run, words
 from zoo.config import merge
 
-KEEP_ALL = {"run": {"keep": 10}}
+KEEP_ALL = {"run": {"keep_checkpoints": 10}}
 OTHERS = {
     "seed": {"run": {"seed": 7}},
     "wide": {"model": {"kwargs": {"embed_dim": 32}}},

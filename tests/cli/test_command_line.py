@@ -12,7 +12,7 @@ from zoo.data import InputSpec
 from zoo.data.settings import DataSettings
 from zoo.errors import unknown_name
 from zoo.models.timm.model_files import load_model
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 
 TIMM_SCRIPT = """
 import sys, torch
@@ -158,7 +158,7 @@ def test_convert_does_not_replace_its_source(source, tmp_path):
 def test_convert_a_run_keeps_its_weights_and_input(tmp_path):
     import convert
 
-    Trainer(tiny(tmp_path / "run")).train()
+    ClassificationRun(tiny(tmp_path / "run")).train()
     convert.main([f"model.checkpoint={tmp_path}/run", "model.mixer=la", f"out={tmp_path}/la"])
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "la"))
     assert all(torch.equal(after[k], before[k]) for k in before)

@@ -61,23 +61,24 @@ def test_wrong_words_give_one_clear_sentence(word, sentence):
 def test_overrides_reach_every_type():
     words = [
         "optim.lr=1e-4",
-        "optim.clip=null",
+        "optim.clip_grad_norm=null",
         "model.kwargs.depth=6",
         "model.mixer=la",
         "model.mixer_options={depthwise: v}",
         "data.train=",
     ]
     found = config.load(TrainSettings, None, [*words, "optim.betas=[0.9, 0.95]", "model.keep_softmax=every:3"])
-    assert found.optim.lr == 1e-4 and found.optim.clip is None and found.optim.betas == [0.9, 0.95]
+    assert found.optim.lr == 1e-4 and found.optim.clip_grad_norm is None and found.optim.betas == [0.9, 0.95]
     assert found.model.kwargs == {"depth": 6} and found.model.mixer_options == {"depthwise": "v"}
     assert found.data.train == "" and found.model.keep_softmax == "every:3"
 
 
 def test_base_files_and_round_trip(tmp_path):
-    (tmp_path / "base.yaml").write_text("optim: {lr: 0.5, clip: 3}\nmodel: {kwargs: {depth: 3, num_heads: 2}}\n")
+    base = "optim: {lr: 0.5, clip_grad_norm: 3}\nmodel: {kwargs: {depth: 3, num_heads: 2}}\n"
+    (tmp_path / "base.yaml").write_text(base)
     (tmp_path / "child.yaml").write_text("base: base.yaml\noptim: {lr: 0.25}\nmodel: {kwargs: {depth: 4}}\n")
     found = config.load(TrainSettings, tmp_path / "child.yaml")
-    assert found.optim.lr == 0.25 and found.optim.clip == 3.0
+    assert found.optim.lr == 0.25 and found.optim.clip_grad_norm == 3.0
     assert found.model.kwargs == {"depth": 4, "num_heads": 2}
     config.save(found, tmp_path / "saved.yaml")
     assert config.load(TrainSettings, tmp_path / "saved.yaml") == found
@@ -136,3 +137,17 @@ def test_shipped_configurations_hold_no_paths_of_a_machine():
     for path in CONFIGS:
         data = yaml.safe_load(path.read_text()).get("data", {})
         assert not data.get("train") and not data.get("val"), path
+
+
+def test_former_keys_are_accepted_with_a_warning(tmp_path):
+    (tmp_path / "base.yaml").write_text("optim: {clip: 0.5, accumulate: 2}\naugment: {smoothing: 0.2}\n")
+    (tmp_path / "run.yaml").write_text("base: base.yaml\noptim: {clip_grad_norm: 0.25}\n")
+    with pytest.warns(FutureWarning, match=r"optim\.accumulate is now called optim\.grad_accum_steps"):
+        found = config.load(TrainSettings, tmp_path / "run.yaml", ["run.keep=7", "augment.smoothing=0.3"])
+    assert (found.optim.clip_grad_norm, found.optim.grad_accum_steps) == (0.25, 2)
+    assert (found.run.keep_checkpoints, found.augment.label_smoothing) == (7, 0.3)
+    with pytest.warns(FutureWarning, match=r"model\.part is now called model\.subfolder"):
+        stored = config.from_tree(DiffusionSettings, {"model": {"part": "transformer_2"}, "data": {"drop": 0.4}})
+    assert (stored.model.subfolder, stored.data.cond_dropout) == ("transformer_2", 0.4)
+    with pytest.raises(ValueError, match=r"augment\.label_smoothing must be in"), pytest.warns(FutureWarning):
+        config.load(TrainSettings, None, ["augment.smoothing=3"])

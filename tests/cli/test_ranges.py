@@ -16,7 +16,7 @@ from zoo.eval.sample_settings import SampleSettings
 from zoo.eval.settings import EvalSettings
 from zoo.ranges import check_ranges
 from zoo.recipes.settings import RecipeSettings
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.settings import TrainSettings
 
@@ -107,8 +107,8 @@ def test_intervals(interval, inside, outside, words):
         (DiffusionSettings, "lora.rank=100000000000000000000", r"lora.rank must be at most 1e\+18 in size"),
         (DiffusionSettings, "sample.steps=9223372036854775807", r"sample.steps must be at most 1e\+18 in size"),
         (TrainSettings, "augment.scale=[1, 0.5]", r"augment.scale is two numbers, smallest and largest"),
-        (TrainSettings, "augment.auto=garbage", r"augment.auto='garbage' is no policy"),
-        (TrainSettings, "augment.auto=rand-mX", r"augment.auto='rand-mX' is no policy"),
+        (TrainSettings, "augment.auto_augment=garbage", r"augment.auto_augment='garbage' is no policy"),
+        (TrainSettings, "augment.auto_augment=rand-mX", r"augment.auto_augment='rand-mX' is no policy"),
         (TrainSettings, "optim.layer_decay=0", r"optim.layer_decay must be in \(0, 1\]"),
         (TrainSettings, "run.folder=", r"run.folder is empty"),
         (TrainSettings, "optim.lr=" + "9" * 5000, r"the value of optim.lr cannot be read"),
@@ -141,7 +141,7 @@ def test_policies_of_timm_are_known():
 
     words = ["rand-m9-mstd0.5-inc1", "rand-m9-n3-p0.5-mmax12", "rand-mstd101-tweights", "augmix-m5-w4-d2", "v0r", "3a"]
     for word in [*words, "original-mstd0.5", "rand", "augmix", "originalr", "v0", "rand-t3a"]:
-        create_transform(32, is_training=True, auto_augment=AugmentSettings(auto=word).auto)
+        create_transform(32, is_training=True, auto_augment=AugmentSettings(auto_augment=word).auto_augment)
 
 
 BOMB = "model:\n  kwargs:\n    a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -192,5 +192,5 @@ def test_a_link_to_itself_is_no_file(tmp_path):
 )
 def test_models_that_cannot_be(tmp_path, model, sentence):
     with pytest.raises(ValueError, match=sentence) as error:
-        Trainer(tiny(tmp_path / "run", model=model))
+        ClassificationRun(tiny(tmp_path / "run", model=model))
     assert "\n" not in str(error.value) and len(str(error.value)) < 700

@@ -13,11 +13,11 @@ from zoo.data import BatchPlan, CachedImages, InputSpec, LoadedImages, check_unr
 from zoo.data.decoding import Unreadable
 from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.data.transforms import check_cacheable
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 
 CPU = torch.device("cpu")
 SPEC = InputSpec(size=(8, 8), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
-AUGMENT = AugmentSettings(crop="resized", jitter=0.4, auto="rand-m9-mstd0.5-inc1", erase=0.5)
+AUGMENT = AugmentSettings(crop="resized", color_jitter=0.4, auto_augment="rand-m9-mstd0.5-inc1", random_erase=0.5)
 
 
 def loaded(source, seed=0, workers=0, augment=AUGMENT):
@@ -127,15 +127,15 @@ def test_unreadable_images_are_replaced_counted_and_limited(make_folder, tmp_pat
         evaluation = list(images.evaluation(50))
         assert [i for batch in evaluation for i in batch.unreadable()] == [7]
     data = {"source": "folder", "train": str(root), "val": str(root), "batch_size": 40}
-    result = Trainer(tiny(tmp_path / "run", data=data)).train()
+    result = ClassificationRun(tiny(tmp_path / "run", data=data)).train()
     assert result["train_unreadable"] == 1 and result["unreadable"] == 1 and result["images"] == 119
     assert "skipped 1 unreadable images, such as number 7" in capfd.readouterr().out
     (root / "b" / "003.png").write_bytes(b"not an image")
     with pytest.raises(ValueError, match=r"2 of 120 images cannot be read; at most 1% may be unreadable"):
-        Trainer(tiny(tmp_path / "run2", data=data)).train()
+        ClassificationRun(tiny(tmp_path / "run2", data=data)).train()
     sound = str(make_folder({"a": 60, "b": 60}))
     with pytest.raises(ValueError, match=r"2 of 120 images cannot be read"):  # in the validation set
-        Trainer(tiny(tmp_path / "run3", data={**data, "train": sound})).train()
+        ClassificationRun(tiny(tmp_path / "run3", data={**data, "train": sound})).train()
     check_unreadable(1, 100)
 
 
@@ -165,8 +165,8 @@ def test_impossible_batches(plan, sentence):
 
 
 def test_the_cache_refuses_what_it_cannot_do():
-    with pytest.raises(ValueError, match=r"switch off augment.auto, augment.erase"):
-        check_cacheable(DataSettings(cache=True), AugmentSettings(auto="rand-m9", erase=0.1))
+    with pytest.raises(ValueError, match=r"switch off augment.auto_augment, augment.random_erase"):
+        check_cacheable(DataSettings(cache=True), AugmentSettings(auto_augment="rand-m9", random_erase=0.1))
 
 
 def test_held_out_images_are_the_last_of_the_training_set():

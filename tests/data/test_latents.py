@@ -26,7 +26,7 @@ from tests.helpers.runs import run_tool
 from tests.helpers.tiny_runs import tiny
 from zoo.data.latents import Latents, read_manifest
 from zoo.data.plan import BatchPlan
-from zoo.train.denoising.model import load_transformer
+from zoo.diffusion.loading import load_transformer
 from zoo.train.denoising.run import DiffusionRun
 
 CPU = torch.device("cpu")
@@ -150,7 +150,7 @@ def test_a_run_on_latents_shows_decoded_pictures(classes, vae, tmp_path):
     model = diffusers.AutoencoderKL.from_pretrained(vae)
     x = torch.randn(2, 4, 8, 8)
     wanted = ((model.decode(x / 0.5 + 0.1).sample + 1) * 127.5).round().clamp(0, 255)
-    assert (run.samples.pictures(x).float() - wanted).abs().max() <= 1
+    assert (run.samples.to_images(x).float() - wanted).abs().max() <= 1
 
 
 # Prompts

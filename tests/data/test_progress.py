@@ -9,7 +9,7 @@ import torch
 from tests.helpers.runs import tiny
 from zoo.data import progress as module
 from zoo.data.progress import progress
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 from zoo.train.denoising.data import open_samples
 from zoo.train.denoising.dry_run import DryRun
 from zoo.train.denoising.settings import DiffusionDataSettings, DiffusionSettings
@@ -38,7 +38,7 @@ def test_lines_show_the_status_elsewhere(monkeypatch, capsys):
 
 
 def test_a_run_shows_loss_speed_and_accuracy_and_ends_with_a_summary(tmp_path, capsys):
-    run = Trainer(tiny(tmp_path))
+    run = ClassificationRun(tiny(tmp_path))
     assert run._status() == ""
     result = run.train()
     row = run.trained

@@ -16,7 +16,7 @@ from zoo.data.decoding import Unreadable, decode
 from zoo.data.loader import Loader
 from zoo.data.settings import AugmentSettings
 from zoo.diffusion.video_samplers import _pixels
-from zoo.eval.fid.images import open_images
+from zoo.eval.fid.images import open_image_set
 
 SPEC = InputSpec(size=(8, 8), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
 
@@ -54,7 +54,7 @@ def test_a_truncated_image_to_score_is_one_sentence_with_the_file(make_folder, w
     file = root / "a" / "001.png"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"001\.png cannot be read: ") as error:
-        list(open_images(root, workers=workers).batches(2, 0, 1))
+        list(open_image_set(root, workers=workers).batches(2, 0, 1))
     assert one_sentence(error)
 
 
@@ -166,7 +166,7 @@ def test_columns_of_other_things_are_one_sentence(tmp_path, columns, sentence):
         open_source("parquet", str(tmp_path / "x.parquet"), train=True)
     assert one_sentence(error)
     (tmp_path / "x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:-9])
-    for opened in (lambda f: open_source("parquet", f, train=True), open_images):
+    for opened in (lambda f: open_source("parquet", f, train=True), open_image_set):
         with pytest.raises(ValueError, match=r"x\.parquet cannot be read as parquet: ") as error:
             opened(str(tmp_path / "x.parquet"))
         assert one_sentence(error)

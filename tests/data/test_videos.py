@@ -15,7 +15,7 @@ from zoo import config
 from zoo.data.decoding import Unreadable
 from zoo.data.latents import Latents
 from zoo.data.latents.encoders import encode_first_frames, latent_shape, scaled, scaling_of, unscaled
-from zoo.data.latents.extracting import extract
+from zoo.data.latents.extracting import extract_latents
 from zoo.data.latents.settings import ExtractSettings
 from zoo.data.video import Clips, ClipShape, MovingDigits, files, read_frames, write_video
 from zoo.data.video.clips import cover
@@ -220,9 +220,9 @@ def test_latents_of_clips_are_those_of_wan(tmp_path, pipeline):
     folder = clips_on_disk(tmp_path / "clips", True, 5)
     (folder / "00003.mp4").write_bytes(b"no video")
     with pytest.raises(ValueError, match="1 of 5 images cannot be read"):
-        extract(extraction(folder, pipeline, tmp_path / "bad"))
+        extract_latents(extraction(folder, pipeline, tmp_path / "bad"))
     (folder / "00003.mp4").unlink()
-    manifest = extract(extraction(folder, pipeline, tmp_path / "latents"))
+    manifest = extract_latents(extraction(folder, pipeline, tmp_path / "latents"))
     assert manifest.shape == [4, 2, 2, 2] and manifest.image_size == [5, 16, 16] and manifest.fps == 8
     assert manifest.shards == [2, 2]
     latents = Latents(str(tmp_path / "latents"), "", 0.0, 0, torch.device("cpu"))
@@ -241,7 +241,7 @@ def test_latents_of_clips_are_those_of_wan(tmp_path, pipeline):
 def test_latents_of_random_crops(tmp_path, pipeline):
     write_video(moving_bar(20), tmp_path / "clips" / "a.mp4", 10)
     more = {"images": {"text_key": "", "crop": "random"}, "encode": {"text": "", "seed": 3}}
-    manifest = extract(extraction(tmp_path / "clips", pipeline, tmp_path / "latents", **more))
+    manifest = extract_latents(extraction(tmp_path / "clips", pipeline, tmp_path / "latents", **more))
     assert manifest.crop == "random" and sum(manifest.shards) == 4
     x0 = next(Latents(str(tmp_path / "latents"), "", 0.0, 0, torch.device("cpu")).evaluation(4)).x0
     vae, clips = tiny_vae(), Clips(str(tmp_path / "clips"), SHAPE, crop_seed=3)
@@ -249,7 +249,8 @@ def test_latents_of_random_crops(tmp_path, pipeline):
     with torch.no_grad():
         torch.testing.assert_close(x0, scaled(vae.encode(x).latent_dist.mean, *scaling_of(vae)))
     with pytest.raises(ValueError, match="was begun with another crop"):
-        extract(extraction(tmp_path / "clips", pipeline, tmp_path / "latents", **{**more, "images": {"text_key": ""}}))
+        changed = {**more, "images": {"text_key": ""}}
+        extract_latents(extraction(tmp_path / "clips", pipeline, tmp_path / "latents", **changed))
     with pytest.raises(ValueError, match=r"images.crop=random is for files of videos, not for the source 'folder'"):
         extraction(tmp_path, pipeline, tmp_path / "x", images={"source": "folder", "text_key": "", "crop": "random"})
 
@@ -259,8 +260,8 @@ def test_first_frames_are_those_of_the_pipeline(tmp_path):
     where = tiny_pipeline(tmp_path / "pipe", from_image=True, eye=True)
     folder = clips_on_disk(tmp_path / "clips", True, 2)
     with pytest.raises(ValueError, match=r"before 512 of text, no more and no fewer: set encode.max_length=512, got 8"):
-        extract(extraction(folder, where, tmp_path / "latents"))
-    manifest = extract(extraction(folder, where, tmp_path / "latents", encode={"max_length": 512}))
+        extract_latents(extraction(folder, where, tmp_path / "latents"))
+    manifest = extract_latents(extraction(folder, where, tmp_path / "latents", encode={"max_length": 512}))
     latents = Latents(str(tmp_path / "latents"), "", 0.0, 0, torch.device("cpu"))
     condition = next(latents.evaluation(2)).condition
     found, tokens = condition["image_latents"], condition["encoder_hidden_states_image"]
@@ -276,12 +277,12 @@ def test_first_frames_are_those_of_the_pipeline(tmp_path):
     assert tokens.shape == (2, 5, 12) and not torch.equal(*tokens)
     torch.testing.assert_close(encode_first_frames(pipe.vae, x), found)
     with pytest.raises(ValueError, match=r"encode.flip mirrors clips, but not the first frames"):
-        extract(extraction(folder, where, tmp_path / "flipped", encode={"flip": True, "max_length": 512}))
+        extract_latents(extraction(folder, where, tmp_path / "flipped", encode={"flip": True, "max_length": 512}))
     own_time = diffusers.WanImageToVideoPipeline.from_pretrained(where)
     own_time.register_to_config(expand_timesteps=True)
     own_time.save_pretrained(tmp_path / "own")
     with pytest.raises(ValueError, match="gives the first frame a time of its own"):
-        extract(extraction(folder, str(tmp_path / "own"), tmp_path / "x", encode={"max_length": 512}))
+        extract_latents(extraction(folder, str(tmp_path / "own"), tmp_path / "x", encode={"max_length": 512}))
 
 
 def test_the_vae_of_wan_2_2_halves_the_sides_once_more():

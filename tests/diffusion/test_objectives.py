@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from zoo.diffusion.call import Manner
+from zoo.diffusion.call import CallSpec
 from zoo.diffusion.objectives import DDPM, FlowMatching
 from zoo.diffusion.preview import sample
 
@@ -107,7 +107,7 @@ def test_a_model_that_knows_the_noise_has_no_error_and_samples_the_data(objectiv
     start = objective.noised(x0, noise, objective.spread(torch.full((5,), 0.99999)))
     labels = {"class_labels": torch.zeros(5, dtype=torch.long)}
     scheduler = objective.scheduler()
-    found = sample(model, Manner({}, 1.0), scheduler, start, labels, {"class_labels": torch.tensor(10)}, 10, 1.0)
+    found = sample(model, CallSpec({}, 1.0), scheduler, start, labels, {"class_labels": torch.tensor(10)}, 10, 1.0)
     assert (found - x0).abs().max() < 0.02
 
 
@@ -131,6 +131,6 @@ def test_guidance_is_its_formula():
 
     labels, null = {"class_labels": torch.tensor([3, 5])}, {"class_labels": torch.tensor(10)}
     scheduler = FlowMatching().scheduler()
-    found = sample(model, Manner({}, 1.0), scheduler, noise, labels, null, 1, 1.5)
+    found = sample(model, CallSpec({}, 1.0), scheduler, noise, labels, null, 1, 1.5)
     expected = noise - (10 + 1.5 * (torch.tensor([3.0, 5.0]) - 10)).view(2, 1, 1, 1)  # one Euler step of length 1
     assert torch.allclose(found, expected, atol=1e-4)

@@ -9,17 +9,17 @@ import timm
 import torch
 
 from tests.helpers.runs import tiny
-from zoo.eval.attention import Attention, attention_matrix, attentions
+from zoo.eval.attention import LayerAttention, attention_matrix, attentions
 from zoo.eval.attention.probes import measures
 from zoo.models.convert import convert
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 
 SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 7}
 
 
-def _layer(weights: torch.Tensor) -> Attention:
+def _layer(weights: torch.Tensor) -> LayerAttention:
     """A layer with these weights [H, N, N], whose values are one-hot in the token."""
-    return Attention(0, "la", None, 0, weights, weights.transpose(0, 1))
+    return LayerAttention(0, "la", None, 0, weights, weights.transpose(0, 1))
 
 
 def small_vit(**changes):
@@ -125,7 +125,7 @@ def test_the_command(tmp_path):
     for mixer in ("", "mhla"):
         torch.manual_seed(0)
         settings = tiny(tmp_path / (mixer or "softmax"), model={"mixer": mixer}, schedule={"epochs": 1})
-        Trainer(settings).train()
+        ClassificationRun(settings).train()
         models.append(settings.run.folder)
     words = ["data.source=digits", "data.workers=0", f"eval.models=[{','.join(models)}]", f"out={tmp_path}/out"]
     rows = evaluate_imagenet.main(["attention", *words, "attention.images=2", "attention.queries=[[0,3]]"])
@@ -139,8 +139,8 @@ def test_the_command(tmp_path):
     assert softmax == pytest.approx(1, abs=1e-4)  # no prefix tokens here: the patches get all
     for name in ("attention.png", "maps_0.png", "maps_1.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
-    for query, sentence in (("4,0", r"\[4, 0\] lies off the token grid 4 x 4"), ("1", "are pairs")):
+    for query, sentence in (("4,0", r"\[4, 0\] is outside of the token grid 4 x 4"), ("1", "are pairs")):
         with pytest.raises(ValueError, match=sentence):
             evaluate_imagenet.main(["attention", *words, f"attention.queries=[[{query}]]"])
-    with pytest.raises(ValueError, match="say what to look at"):
+    with pytest.raises(ValueError, match=r"missing required option eval\.models"):
         evaluate_imagenet.main(["attention", "data.source=digits"])

@@ -7,9 +7,8 @@ import diffusers
 import pytest
 import torch
 
-from zoo.diffusion.loading import open_model
+from zoo.diffusion.loading import load_transformer, open_model
 from zoo.models.diffusers.convert_folder import convert_folder
-from zoo.train.denoising.model import load_transformer
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

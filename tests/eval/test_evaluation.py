@@ -19,7 +19,7 @@ from zoo.eval.compare import compare
 from zoo.eval.imagenet_labels import load_real_labels, numeric_classes, real_accuracy
 from zoo.eval.paired import paired_difference
 from zoo.eval.settings import EvalSettings
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 
 SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 7}
 
@@ -126,9 +126,9 @@ def test_numbered_folders_are_sorted_as_numbers(make_folder):
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    Trainer(tiny(folder / "softmax", schedule={"epochs": 4}, optim={"lr": 1e-2})).train()
+    ClassificationRun(tiny(folder / "softmax", schedule={"epochs": 4}, optim={"lr": 1e-2})).train()
     change = {"model": {"checkpoint": str(folder / "softmax"), "mixer": "ahla"}}
-    Trainer(tiny(folder / "ahla", **change)).train()
+    ClassificationRun(tiny(folder / "ahla", **change)).train()
     return folder
 
 
@@ -172,7 +172,7 @@ def test_result_files(two_runs, tmp_path):
 
 
 def test_what_an_evaluation_refuses(two_runs, tmp_path, make_folder, monkeypatch):
-    with pytest.raises(ValueError, match=r"say what to evaluate"):
+    with pytest.raises(ValueError, match=r"missing required option eval.models"):
         evaluate([], tmp_path)
     with pytest.raises(ValueError, match=r"there is no checkpoint"):
         evaluate([tmp_path / "none"], tmp_path)
@@ -189,7 +189,7 @@ def test_what_an_evaluation_refuses(two_runs, tmp_path, make_folder, monkeypatch
 def test_folders_are_matched_with_the_classes_of_the_model_by_name(tmp_path, make_folder):
     train, val = make_folder({"1": 6, "2": 6, "3": 6}), make_folder({"2": 4, "3": 4})
     data = {"source": "folder", "train": str(train), "val": str(train), "batch_size": 6}
-    Trainer(tiny(tmp_path / "run", data=data)).train()
+    ClassificationRun(tiny(tmp_path / "run", data=data)).train()
     rows, found, _ = evaluate([tmp_path / "run"], tmp_path, data={"source": "folder", "val": str(val)})
     assert rows[0]["images"] == 8 and sorted(set(found[str(tmp_path / "run")].labels)) == [1, 2]
 

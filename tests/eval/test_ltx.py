@@ -10,14 +10,14 @@ from tests.helpers.tiny_diffusion import letters
 from zoo import config
 from zoo.data.latents import Latents
 from zoo.data.latents.encoders import decode_latents, load_vae
-from zoo.data.latents.extracting import extract
+from zoo.data.latents.extracting import extract_latents
 from zoo.data.latents.settings import ExtractSettings
 from zoo.data.video import Clips, ClipShape, MovingDigits
 from zoo.data.video.digits import write_moving_digits
 from zoo.data.video.files import about
-from zoo.diffusion.call import manner_of, predict
+from zoo.diffusion.call import call_denoiser, call_spec
 from zoo.eval.sample_settings import SampleOptions, SampleSettings
-from zoo.eval.sampling import open_sampler, run
+from zoo.eval.sampling import open_sampler, run_sampling
 from zoo.train.denoising.run import DiffusionRun
 from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.metrics_log import read_rows
@@ -74,7 +74,7 @@ def test_a_converted_ltx_makes_the_videos_of_its_pipeline(tmp_path, pipe):
     softmax = open_sampler(SampleOptions(model=pipe, **shape), "cpu")([0])
     assert (ours.int() - softmax.int()).abs().max() > 1
     sample = SampleOptions(model=str(tmp_path / "mhla"), base=pipe, count=1, **shape)
-    run(SampleSettings(sample=sample, out=str(tmp_path / "videos")), "command")
+    run_sampling(SampleSettings(sample=sample, out=str(tmp_path / "videos")), "command")
     assert about(tmp_path / "videos" / "000000.mp4") == (9, 32, 64, 25.0)
     for wrong, sentence in (({"frames": 8}, r"sample.frames must be 4 n \+ 1"), ({"size": 18}, "multiple of 4")):
         with pytest.raises(ValueError, match=sentence):
@@ -95,7 +95,7 @@ def latents(tmp_path_factory, pipe):
     (clips / "metadata.csv").write_text("file_name,text\n" + "".join(f"{i:05d}.mp4,{w}\n" for i, w in enumerate(words)))
     images = {"source": "videos", "where": str(clips), "text_key": "text", "img_size": 32, "width": 64, "frames": 9}
     encode = {"vae": pipe, "text": pipe, "max_length": 12, "posterior": "mean", "dtype": "float32", "device": "cpu"}
-    manifest = extract(
+    manifest = extract_latents(
         config.from_tree(ExtractSettings, {"images": images | {"workers": 0}, "encode": encode, "out": str(out)})
     )
     assert manifest.shape == [8, 3, 8, 16] and manifest.fps == 25
@@ -156,15 +156,15 @@ def test_the_transformer_is_called_as_by_the_pipeline(tmp_path, pipe, latents):
     )  # fmt: skip
     seen = whole.transformer.register_forward_hook(lambda m, args, kwargs, out: calls.append(out[0]), with_kwargs=True)
     time = calls[0]["timestep"]
-    found = predict(whole.transformer, batch.x0, time, batch.condition, run.manner)
+    found = call_denoiser(whole.transformer, batch.x0, time, batch.condition, run.spec)
     seen.remove()
     theirs, ours, out = calls
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]) if torch.is_tensor(value) else value == theirs[name], name
     assert set(theirs) - set(ours) == {"attention_kwargs"}
     torch.testing.assert_close(found.flatten(2).mT, out)
-    torch.testing.assert_close(found, predict(run.model, batch.x0, time, batch.condition, run.manner))
-    assert run.manner == manner_of(whole.transformer, (8, 3, 8, 16), {"image_size": [9, 32, 64], "fps": 25.0})
+    torch.testing.assert_close(found, call_denoiser(run.model, batch.x0, time, batch.condition, run.spec))
+    assert run.spec == call_spec(whole.transformer, (8, 3, 8, 16), {"image_size": [9, 32, 64], "fps": 25.0})
 
 
 def test_a_converted_ltx_is_trained_and_sampled(tmp_path, pipe, latents):
@@ -173,7 +173,7 @@ def test_a_converted_ltx_is_trained_and_sampled(tmp_path, pipe, latents):
     from tests.helpers.runs import ROOT
 
     data = [f"data.train={latents[1]}", f"data.val={latents[1]}", "data.batch_size=2", "data.val_images=2"]
-    steps = ["schedule.steps=20", "schedule.warmup_steps=1", "optim.accumulate=1", "log.every=1", "optim.lr=1e-2"]
+    steps = ["schedule.steps=20", "schedule.warmup_steps=1", "optim.grad_accum_steps=1", "log.every=1", "optim.lr=1e-2"]
     ends = ["run.eval_steps=20", "run.checkpoint_steps=20", "sample.every=20", "sample.count=2", "sample.steps=2"]
     mixer = ["model.mixer=mhla", f"model.checkpoint={pipe}", f"run.folder={tmp_path}/run", "run.precision=fp32"]
     # blocks recomputed in the backward pass, softmax in each third, both teachers
@@ -191,7 +191,7 @@ def test_a_converted_ltx_is_trained_and_sampled(tmp_path, pipe, latents):
     prompts.write_text("a b\n")
     shape = {"size": 32, "width": 64, "frames": 9, "steps": 2, "prompts": str(prompts), "count": 1}
     sample = SampleOptions(model=str(tmp_path / "run" / "transformer"), base=pipe, **shape)
-    run(SampleSettings(sample=sample, out=str(tmp_path / "videos")), "command")
+    run_sampling(SampleSettings(sample=sample, out=str(tmp_path / "videos")), "command")
     assert about(tmp_path / "videos" / "000000.mp4") == (9, 32, 64, 25.0)
 
 

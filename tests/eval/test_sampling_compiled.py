@@ -10,7 +10,7 @@ from tests.helpers.sampling import settings
 from tests.helpers.tiny_diffusion import tiny_dit, tiny_text_pipeline
 from zoo.diffusion.loading import compile_blocks
 from zoo.eval.sample_settings import SampleOptions
-from zoo.eval.sampling import open_sampler, run
+from zoo.eval.sampling import open_sampler, run_sampling
 from zoo.train.denoising.model import save_transformer
 
 
@@ -58,10 +58,10 @@ def test_blocks_that_are_alike_share_a_compilation_and_the_card_says_so(graphs, 
     zoo.convert(model, mixer="ahla", keep_softmax="every:2")
     save_transformer(model, tmp_path / "model", FlowMatchEulerDiscreteScheduler())
     sample = {"model": str(tmp_path / "model"), "count": 3, "steps": 2}
-    run(settings(tmp_path / "a.npz", **sample, compile=True), "command")
+    run_sampling(settings(tmp_path / "a.npz", **sample, compile=True), "command")
     assert len(graphs) == 3, "the first block, whose input has other strides, converted ones, softmax ones"
     with pytest.raises(ValueError, match=r"made in another way; they differ in compile$"):
-        run(settings(tmp_path / "a.npz", **(sample | {"count": 4})), "command")
+        run_sampling(settings(tmp_path / "a.npz", **(sample | {"count": 4})), "command")
 
 
 def test_a_model_without_blocks_is_refused():

@@ -10,7 +10,7 @@ from zoo.eval.sample_settings import SampleSettings
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "say what to sample and where to"),
+        ([], "missing required options sample.model"),
         (["sample.model=a", "out=a.zip"], "out must be an .npz file or a folder"),
         (["sample.labels=evenly", "out=a"], "unknown sample.labels 'evenly'; allowed: balanced, random"),
         (["sample.labels=[]"], "is an empty list"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zoo import config
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 from zoo.train.metrics_log import read_rows
 from zoo.train.settings import TrainSettings
 
@@ -70,11 +70,11 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
 
 def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Make runs of image classifiers fail before this step, counted from 0."""
-    original = Trainer._train_step
+    original = ClassificationRun._train_step
 
     def limited(self, batches):
         if self.step == step:
             raise KeyboardInterrupt
         original(self, batches)
 
-    monkeypatch.setattr(Trainer, "_train_step", limited)
+    monkeypatch.setattr(ClassificationRun, "_train_step", limited)

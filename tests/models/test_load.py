@@ -12,7 +12,7 @@ from tests.helpers.tiny_diffusers import CASES, converted, run
 from tests.helpers.tiny_models import image, tiny
 from tests.helpers.tiny_pipelines import pipeline
 from zoo.models.timm.model_files import Recipe, read_recipe, save_weights
-from zoo.train.model import start
+from zoo.train.model import start_classifier
 from zoo.train.settings import ModelSettings
 
 
@@ -51,7 +51,7 @@ def test_a_folder_of_timm_says_what_its_model_reads(tmp_path):
 def test_a_run_starts_from_a_folder_of_timm(tmp_path):
     model = tiny("vit_tiny_patch16_224")
     settings = ModelSettings(checkpoint=str(saved(tmp_path, model)), mixer="la")
-    begun, host, recipe = start(settings, 5)
+    begun, host, recipe = start_classifier(settings, 5)
     assert torch.equal(host.state_dict()["head.weight"], model.head.weight)
     assert torch.equal(begun.head.weight, model.head.weight) and recipe.mixer == "la"
 

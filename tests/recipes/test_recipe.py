@@ -16,11 +16,11 @@ from zoo.config import merge
 from zoo.mixers import MIXERS, build_mixer
 from zoo.recipes.settings import from_words
 from zoo.recipes.stages import run_recipe
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 from zoo.train.denoising.run import DiffusionRun
 from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.layerwise import ImageTransfer, ImageTransferSettings, attention_distances
-from zoo.train.loop import Run
+from zoo.train.loop import TrainingRun
 from zoo.train.metrics_log import read_rows
 from zoo.train.settings import TrainSettings
 
@@ -34,7 +34,7 @@ def image_source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("image")
     more = {"schedule": {"epochs": 20, "warmup_epochs": 1}, "optim": {"lr": 6e-3}, "log": {"every": 50}}
     tree = merge(merge(IMAGE, more), {"run": {"folder": str(folder), "eval_epochs": 20, "checkpoint_epochs": 20}})
-    assert Trainer(config.from_tree(TrainSettings, tree)).train()["top1"] > 50
+    assert ClassificationRun(config.from_tree(TrainSettings, tree)).train()["top1"] > 50
     AcceleratorState._reset_state()
     return folder
 
@@ -48,14 +48,14 @@ def denoiser_source(tmp_path_factory):
 
 def stop_at(monkeypatch, step):
     """Make the next run fail before this step, counted from 0."""
-    original = Run._train_step
+    original = TrainingRun._train_step
 
     def limited(self, batches):
         if self.step == step:
             raise KeyboardInterrupt
         original(self, batches)
 
-    monkeypatch.setattr(Run, "_train_step", limited)
+    monkeypatch.setattr(TrainingRun, "_train_step", limited)
 
 
 def transfer(source, folder, **sections):
@@ -66,8 +66,8 @@ def transfer(source, folder, **sections):
 
 def test_transfer_brings_every_layer_nearer_and_touches_nothing_else(image_source, tmp_path):
     run = transfer(image_source, tmp_path / "run", schedule={"epochs": 2}, student_share=0.2)
-    teacher = run.parts.objective.teacher
-    images = next(run.parts.val_images.evaluation(64)).images
+    teacher = run.setup.objective.teacher
+    images = next(run.setup.val_images.evaluation(64)).images
     before = {k: v.clone() for k, v in run.model.state_dict().items()}
     with torch.no_grad():
         first = attention_distances(run.model.eval(), teacher, lambda m: m(images))
@@ -82,9 +82,9 @@ def test_transfer_brings_every_layer_nearer_and_touches_nothing_else(image_sourc
 
 def test_a_layer_gets_no_gradient_from_another(image_source, tmp_path):
     run = transfer(image_source, tmp_path)
-    images = next(run.parts.val_images.evaluation(8)).images
+    images = next(run.setup.val_images.evaluation(8)).images
     for own in (False, True):
-        found = attention_distances(run.model, run.parts.objective.teacher, lambda m: m(images), own)
+        found = attention_distances(run.model, run.setup.objective.teacher, lambda m: m(images), own)
         grads = torch.autograd.grad(
             found["blocks.1.attn"], list(run.model.blocks[0].attn.parameters()), allow_unused=True
         )
@@ -213,8 +213,8 @@ def test_a_recipe_of_a_denoiser_with_multipole_is_killed_and_goes_on(denoiser_so
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["finetune=x.yaml"], r"say what to convert: source=RUN_FOLDER"),
-        (["source=owner/nowhere"], r"say how to fine-tune"),
+        (["finetune=x.yaml"], r"missing required option source=RUN_FOLDER"),
+        (["source=owner/nowhere"], r"missing required option finetune"),
         (["source=nowhere", "finetune=x.yaml"], r"the source nowhere is neither a folder nor a model"),
         (["stages=[calibrat]"], r"Did you mean 'calibrate'"),
         (["keep_softmax=auto:two"], r"auto:<n> needs a number"),

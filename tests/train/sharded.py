@@ -19,15 +19,15 @@ from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, re
 
 from tests.helpers.runs import tiny
 from zoo.config import from_tree
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 from zoo.train.denoising.dry_run import rehearse
 from zoo.train.denoising.model import without_label_dropout
 from zoo.train.denoising.run import DiffusionRun
 from zoo.train.denoising.settings import DiffusionSettings
-from zoo.train.processes import create_accelerator, part, placed
+from zoo.train.distributed import create_accelerator, destroy_process_group, place
 from zoo.train.settings import TrainSettings
 
-KINDS = {"image": (Trainer, TrainSettings), "diffusion": (DiffusionRun, DiffusionSettings)}
+KINDS = {"image": (ClassificationRun, TrainSettings), "diffusion": (DiffusionRun, DiffusionSettings)}
 INIT = Accelerator.__init__
 
 
@@ -116,7 +116,7 @@ def compare_families(folder: Path) -> None:
         model, inputs = tiny_diffusers.converted(name, "ahla"), tiny_diffusers.inputs(name)
         without_label_dropout(model)
         model.train().enable_gradient_checkpointing()
-        models = [copy.deepcopy(model), placed(accelerator, model)]
+        models = [copy.deepcopy(model), place(accelerator, model)]
         outputs = [m(**inputs, return_dict=False)[0] for m in models]
         for output in outputs:
             output.square().mean().backward()
@@ -138,4 +138,4 @@ if __name__ == "__main__":
         carry_out(job)
     Accelerator.__init__ = with_fsdp2
     compare_families(folder)
-    part()
+    destroy_process_group()

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.runs import tiny
-from zoo.train.checkpoint import list_checkpoints
-from zoo.train.checkpoint_manifest import MANIFEST, write_manifest
-from zoo.train.classification import Trainer
+from zoo.train.checkpoint import MANIFEST, list_checkpoints, write_manifest
+from zoo.train.classification import ClassificationRun
 from zoo.train.metrics_log import read_rows
 
 FILES = ("model.safetensors", "ema.safetensors", "state.pt")
@@ -19,14 +18,15 @@ SETTINGS = {"optim": {"ema": 0.9}, "schedule": {"epochs": 1}}  # 10 steps
 
 
 def settings(folder: Path, resume: bool | int = True, **sections):
-    return tiny(folder, **{**SETTINGS, **sections}, run={"checkpoint_steps": 2, "keep": 3, "resume": resume})
+    run = {"checkpoint_steps": 2, "keep_checkpoints": 3, "resume": resume}
+    return tiny(folder, **{**SETTINGS, **sections}, run=run)
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> Path:
     """The folder of a run with the checkpoints of the steps 6, 8 and 10."""
     folder = tmp_path_factory.mktemp("original") / "run"
-    Trainer(settings(folder, False)).train()
+    ClassificationRun(settings(folder, False)).train()
     return folder
 
 
@@ -43,7 +43,7 @@ def checkpoints(run: Path) -> dict[int, Path]:
 def refused(folder: Path, **sections) -> str:
     """The sentence with which a run refuses to continue."""
     with pytest.raises(ValueError) as caught:
-        Trainer(settings(folder, **sections))
+        ClassificationRun(settings(folder, **sections))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -80,7 +80,7 @@ def test_a_step_is_chosen_and_newer_ones_are_set_aside(run, original, capsys):
     (checkpoints(run)[10] / "state.pt").write_bytes(b"")
     (checkpoints(run)[8] / "ema.safetensors").unlink()
     assert "run.resume=6 continues" in refused(run)
-    Trainer(settings(run, 6)).train()
+    ClassificationRun(settings(run, 6)).train()
     assert "set aside as" in capsys.readouterr().out
     assert sorted(p.name for p in (run / "checkpoints").glob("aside-*")) == [
         "aside-step-00000008",
@@ -96,9 +96,9 @@ def test_a_step_is_chosen_and_newer_ones_are_set_aside(run, original, capsys):
 
 def test_a_step_without_a_checkpoint_is_refused_with_those_there_are(run, tmp_path):
     with pytest.raises(ValueError, match=r"no checkpoint of that step; it has those of 6, 8, 10"):
-        Trainer(settings(run, 7))
+        ClassificationRun(settings(run, 7))
     with pytest.raises(ValueError, match=r"it has those of no step"):
-        Trainer(settings(tmp_path / "new", 7))
+        ClassificationRun(settings(tmp_path / "new", 7))
 
 
 def test_without_an_intact_checkpoint_the_sentence_says_so(run):
@@ -118,7 +118,7 @@ def test_a_file_of_another_step_is_refused(run, name):
 @pytest.mark.parametrize("earlier", [False, True])
 def test_the_optimiser_state_of_another_model_is_refused(run, tmp_path, width, earlier):
     """torch's fused AdamW reads and writes beyond the end of moments that are too small."""
-    Trainer(settings(tmp_path / "other", False, model={"kwargs": {"embed_dim": width}})).train()
+    ClassificationRun(settings(tmp_path / "other", False, model={"kwargs": {"embed_dim": width}})).train()
     mine, other = (checkpoints(folder)[10] for folder in (run, tmp_path / "other"))
     shutil.copy(other / "state.pt", mine / "state.pt")
     earlier_format(mine) if earlier else sign(mine)
@@ -128,7 +128,7 @@ def test_the_optimiser_state_of_another_model_is_refused(run, tmp_path, width, e
 
 def test_a_whole_checkpoint_of_another_run_is_refused(run, tmp_path):
     other = tmp_path / "other"
-    Trainer(settings(other, False, optim={"ema": 0.9, "lr": 0.1})).train()
+    ClassificationRun(settings(other, False, optim={"ema": 0.9, "lr": 0.1})).train()
     shutil.rmtree(checkpoints(run)[10])
     shutil.copytree(checkpoints(other)[10], run / "checkpoints" / "step-00000010")
     said = refused(run)
@@ -150,7 +150,7 @@ def test_checkpoints_of_the_earlier_format_continue_exactly(run, original):
     earlier_format(checkpoints(run)[6])
     for name in FILES[:2]:  # whose headers had no step
         save_file(load_file(checkpoints(run)[6] / name), checkpoints(run)[6] / name, {"format": "pt"})
-    Trainer(settings(run)).train()
+    ClassificationRun(settings(run)).train()
     whole, again = (load_file(folder / "model.safetensors") for folder in (original, run))
     assert all(torch.equal(whole[k], again[k]) for k in whole)
 

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.runs import tiny
-from zoo.train.checkpoint import list_checkpoints
-from zoo.train.checkpoint_manifest import MANIFEST, write_manifest
-from zoo.train.classification import Trainer
+from zoo.train.checkpoint import MANIFEST, list_checkpoints, write_manifest
+from zoo.train.classification import ClassificationRun
 
 
 def settings(folder: Path, resume: bool = True):
@@ -23,7 +22,7 @@ def settings(folder: Path, resume: bool = True):
 def original(tmp_path_factory) -> Path:
     """The folder of a run with the checkpoints of the steps 5 and 10."""
     folder = tmp_path_factory.mktemp("original") / "run"
-    Trainer(settings(folder, False)).train()
+    ClassificationRun(settings(folder, False)).train()
     return folder
 
 
@@ -35,7 +34,7 @@ def run(original, tmp_path) -> Path:
 def refused(run: Path) -> str:
     """The sentence with which the run does not go on."""
     with pytest.raises(ValueError) as caught:
-        Trainer(settings(run)).train()
+        ClassificationRun(settings(run)).train()
     said = str(caught.value)
     assert "\n" not in said and len(said) < 500
     return said
@@ -125,7 +124,7 @@ def test_a_stray_checkpoint(run, name, as_file):
 def test_a_file_in_the_place_of_what_is_being_written(run):
     shutil.rmtree(list_checkpoints(run / "checkpoints")[-1])
     (run / "checkpoints" / "writing-x").write_text("")
-    Trainer(settings(run)).train()
+    ClassificationRun(settings(run)).train()
     assert not (run / "checkpoints" / "writing-x").exists()
 
 
@@ -137,7 +136,7 @@ def test_rows_that_are_none(run, line, last):
     rows.insert(len(rows) if last else 3, line)
     file.write_text("\n".join(rows) + "\n", errors="surrogateescape")
     if last and line in ('{"st', "\udcff"):  # cut off by a kill
-        Trainer(settings(run)).train()
+        ClassificationRun(settings(run)).train()
         return
     said = refused(run)
     assert f"line {len(rows) if last else 4} of" in said and "delete it" in said
@@ -163,5 +162,5 @@ def test_many_differences_are_not_all_named(run):
 def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(OSError, match="File exists") as caught:
-        Trainer(settings(tmp_path / "run"))
+        ClassificationRun(settings(tmp_path / "run"))
     assert caught.value.filename

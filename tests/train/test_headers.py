@@ -12,13 +12,13 @@ from tests.helpers.runs import tiny
 from zoo.data.settings import DataSettings
 from zoo.data.transforms import InputSpec
 from zoo.models.timm.model_files import HEADER, load_model, read_recipe
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    Trainer(tiny(folder, data={"batch_size": 500})).train()
+    ClassificationRun(tiny(folder, data={"batch_size": 500})).train()
     return folder
 
 

@@ -19,7 +19,7 @@ from tests.helpers.runs import TINY, run_tool, start_tool, tiny, wait_for_step
 from zoo import config
 from zoo.files import LOCK, FolderLock, naming, replacing, replacing_folder, sweep
 from zoo.train.checkpoint import list_checkpoints
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 from zoo.train.metrics_log import read_rows
 
 GONE = 2**22 + 1  # no process has this number: Linux numbers them up to 2^22
@@ -118,25 +118,26 @@ def test_a_folder_in_use_is_refused_until_its_process_is_gone(tmp_path):
     with subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True) as holder:
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match=rf"run is in use by process {holder.pid} on .*choose another folder"):
-            Trainer(tiny(tmp_path / "run"))
+            ClassificationRun(tiny(tmp_path / "run"))
         holder.kill()
     assert (tmp_path / "run" / LOCK).exists()  # what a killed process leaves does not hold anybody up
-    Trainer(tiny(tmp_path / "run")).train()
+    ClassificationRun(tiny(tmp_path / "run")).train()
     assert not (tmp_path / "run" / LOCK).exists()
 
 
 def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match=r"not the name of|unknown"):
-        Trainer(tiny(tmp_path / "run", model={"name": "vit_nothing"}))
+        ClassificationRun(tiny(tmp_path / "run", model={"name": "vit_nothing"}))
     assert not (tmp_path / "run").exists()
 
 
 def test_the_lock_is_taken_before_anything_else(tmp_path, monkeypatch):
     """Reading the data may take minutes, in which a second run would pass all checks."""
     seen = []
-    monkeypatch.setattr(Trainer, "set_up", lambda self: seen.append((tmp_path / "run" / LOCK).read_text()) or 1 / 0)
+    lock = tmp_path / "run" / LOCK
+    monkeypatch.setattr(ClassificationRun, "set_up", lambda self: seen.append(lock.read_text()) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        Trainer(tiny(tmp_path / "run"))
+        ClassificationRun(tiny(tmp_path / "run"))
     assert seen[0].startswith(f"process {os.getpid()} on ") and not (tmp_path / "run").exists()
 
 
@@ -183,7 +184,7 @@ def test_failed_writes_name_the_file(error, tmp_path):
 def test_new_files_have_the_permissions_of_the_user(tmp_path):
     before = os.umask(0o027)
     try:
-        Trainer(tiny(tmp_path)).train()
+        ClassificationRun(tiny(tmp_path)).train()
     finally:
         os.umask(before)
     found = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*")}
@@ -228,7 +229,7 @@ def test_leftovers_of_killed_processes_go_at_the_next_start(tmp_path):
         for name in (f".model.safetensors.{GONE}", f".input.json.{GONE}"):
             (tmp_path / name).write_text("half")
         (tmp_path / ".notes").write_text("of the user")
-        Trainer(tiny(tmp_path)).train()
+        ClassificationRun(tiny(tmp_path)).train()
         assert sorted(p.name for p in tmp_path.glob(".*")) == sorted([".notes", kept.name])
 
 

@@ -16,21 +16,24 @@ from tests.helpers.runs import TINY, run_tool, start_tool, tiny, wait_for_step
 from zoo import config
 from zoo.models.checkpoint_tags import decode_tag
 from zoo.train.checkpoint import list_checkpoints
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 from zoo.train.metrics_log import Record, read_rows
 
 EVERYTHING = {  # whatever draws random numbers or keeps a state
-    "augment": {"mixup": 0.4, "cutmix": 1.0, "crop": "resized", "auto": "rand-m5-inc1", "erase": 0.2, "jitter": 0.2},
+    "augment": {
+        "mixup": 0.4, "cutmix": 1.0, "crop": "resized", "auto_augment": "rand-m5-inc1", "random_erase": 0.2,
+        "color_jitter": 0.2,
+    },
     "data": {"cache": False, "workers": 1, "batch_size": 200},
     "model": {
         "mixer": "ahla",
         "mixer_options": {"gate": True},
         "kwargs": {"drop_path_rate": 0.2, "proj_drop_rate": 0.1},
     },
-    "optim": {"ema": 0.99, "accumulate": 2, "mixer_lr": 3.0, "anneal": 0.6},
+    "optim": {"ema": 0.99, "grad_accum_steps": 2, "mixer_lr_scale": 3.0, "anneal": 0.6},
     "distill": {"temperature": 2.0},
     "schedule": {"epochs": 4, "warmup_epochs": 1},
-    "run": {"checkpoint_steps": 1, "keep": 2},
+    "run": {"checkpoint_steps": 1, "keep_checkpoints": 2},
 }
 
 
@@ -42,7 +45,7 @@ def write_config(folder: Path) -> Path:
 
 
 def test_sigkill_and_resume_is_bit_identical(tmp_path):
-    Trainer(tiny(tmp_path / "teacher")).train()
+    ClassificationRun(tiny(tmp_path / "teacher")).train()
     file = write_config(tmp_path)
     status, _, err = run_tool("train_vit", str(file), f"run.folder={tmp_path}/whole")
     assert status == 0, err
@@ -77,8 +80,8 @@ def test_sigkill_and_resume_is_bit_identical(tmp_path):
 
 
 def test_a_finished_run_resumes_to_the_same_result(tmp_path):
-    first = Trainer(tiny(tmp_path)).train()
-    again = Trainer(tiny(tmp_path, run={"resume": True})).train()
+    first = ClassificationRun(tiny(tmp_path)).train()
+    again = ClassificationRun(tiny(tmp_path, run={"resume": True})).train()
     assert again["top1"] == first["top1"] and again["step"] == first["step"]
 
 
@@ -106,10 +109,10 @@ def make_earlier(run: Path) -> None:
 def test_an_earlier_run_resumes_with_the_defaults_of_then(tmp_path, mixer):
     """And goes on from its own checkpoints."""
     image = {"img_size": 16, "kwargs": {**TINY["model"]["kwargs"], "depth": 1}}
-    sections = {"run": {"checkpoint_steps": 4, "keep": 9}, "optim": {"ema": 0.9}}
+    sections = {"run": {"checkpoint_steps": 4, "keep_checkpoints": 9}, "optim": {"ema": 0.9}}
     named = {**image, "mixer": mixer, "mixer_options": {"feature_map": "elu1"}}
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    Trainer(tiny(whole, model=named, **sections)).train()
+    ClassificationRun(tiny(whole, model=named, **sections)).train()
     shutil.copytree(whole, resumed)
     for path in resumed.glob("checkpoints/*"):
         if path.name != "step-00000004":
@@ -118,35 +121,35 @@ def test_an_earlier_run_resumes_with_the_defaults_of_then(tmp_path, mixer):
     for step in (True, 8):
         unnamed = {**image, "mixer": mixer, "mixer_options": {}}
         run = {**sections["run"], "resume": step}
-        Trainer(tiny(resumed, model=unnamed, **{**sections, "run": run})).train()
+        ClassificationRun(tiny(resumed, model=unnamed, **{**sections, "run": run})).train()
         for name in ("model.safetensors", "model_ema.safetensors"):
             one, two = load_file(whole / name), load_file(resumed / name)
             assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
-    Trainer(tiny(tmp_path))
+    ClassificationRun(tiny(tmp_path))
     with pytest.raises(ValueError, match=r"already holds a run; set run.resume=true"):
-        Trainer(tiny(tmp_path))
+        ClassificationRun(tiny(tmp_path))
 
 
 def test_resuming_with_another_configuration_names_the_keys(tmp_path):
-    Trainer(tiny(tmp_path))
-    changed = {"optim": {"lr": 0.5}, "augment": {"smoothing": 0.0}}
-    with pytest.raises(ValueError, match=r"they differ in augment.smoothing, optim.lr\. .*model.checkpoint="):
-        Trainer(tiny(tmp_path, run={"resume": True}, **changed))
-    Trainer(tiny(tmp_path, run={"resume": True, "keep": 5}, log={"every": 3}))
+    ClassificationRun(tiny(tmp_path))
+    changed = {"optim": {"lr": 0.5}, "augment": {"label_smoothing": 0.0}}
+    with pytest.raises(ValueError, match=r"they differ in augment.label_smoothing, optim.lr\. .*model.checkpoint="):
+        ClassificationRun(tiny(tmp_path, run={"resume": True}, **changed))
+    ClassificationRun(tiny(tmp_path, run={"resume": True, "keep_checkpoints": 5}, log={"every": 3}))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "ema.safetensors", "state.pt"])
 def test_a_truncated_checkpoint_is_refused(tmp_path, name):
     settings = {"optim": {"ema": 0.9}}
-    Trainer(tiny(tmp_path, **settings)).train()
+    ClassificationRun(tiny(tmp_path, **settings)).train()
     file = list_checkpoints(tmp_path / "checkpoints")[-1] / name
     for size in (file.stat().st_size // 2, 5, 0):
         file.write_bytes(file.read_bytes()[:size])
         with pytest.raises(ValueError, match=rf"{name} is truncated or damaged") as caught:
-            Trainer(tiny(tmp_path, run={"resume": True}, **settings))
+            ClassificationRun(tiny(tmp_path, run={"resume": True}, **settings))
         assert "\n" not in str(caught.value)
 
 

@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 
 from tests.helpers.runs import ROOT, TINY, tiny
 from zoo import config
+from zoo.diffusion.loading import load_transformer
 from zoo.timer import MEASURED
-from zoo.train import processes
+from zoo.train import distributed
 from zoo.train.checkpoint import list_checkpoints
-from zoo.train.denoising.model import load_transformer
 from zoo.train.denoising.run import DiffusionRun
 from zoo.train.denoising.settings import DiffusionSettings
+from zoo.train.distributed import create_accelerator
 from zoo.train.metrics_log import read_rows
-from zoo.train.processes import create_accelerator
 
 HERE = Path(__file__).parent
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
@@ -36,7 +36,7 @@ DIFFUSION = {  # whatever the processes must agree on
         "mixer_options": {"mixing": "project", "blocks": [2, 2], "gate": True, "feature_map": "elu1"},
     },
     "distill": {"teacher": "source", "attention": 0.5},
-    "optim": {"accumulate": 2, "mixer_lr": 3.0, "clip": 0.5, "lr": 3e-3, "ema": 0.9},
+    "optim": {"grad_accum_steps": 2, "mixer_lr_scale": 3.0, "clip_grad_norm": 0.5, "lr": 3e-3, "ema": 0.9},
     "schedule": {"steps": 6},
     "data": {"source": "digits", "img_size": 8, "batch_size": 20, "workers": 0, "cache": True, "val_images": 39},
     "sample": {"every": 3, "count": 4, "steps": 2},
@@ -221,7 +221,7 @@ def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch, sentence):
         state = SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **plugin}))
     version_2 = plugin.get("fsdp_version") != 1
     configured = {"distributed_type": DistributedType[kind], "is_fsdp2": version_2, "state": state}
-    monkeypatch.setattr(processes, "Accelerator", lambda **_: SimpleNamespace(**configured))
+    monkeypatch.setattr(distributed, "Accelerator", lambda **_: SimpleNamespace(**configured))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     with pytest.raises(ValueError, match=sentence):
         create_accelerator(tiny(tmp_path, run=run))

@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers.runs import tiny
 from zoo import timer
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 from zoo.train.metrics_log import read_rows
 
 
@@ -24,22 +24,22 @@ class Machine:
 
 def test_what_is_beside_the_training_has_its_own_time_and_memory(monkeypatch):
     machine = Machine(monkeypatch)
-    found = timer.Clock(torch.device("cuda"), 4)
+    found = timer.Timer(torch.device("cuda"), 4)
     machine.work(seconds=3, peak=50, live=10)
-    with found.beside() as took:
+    with found.pause() as took:
         machine.work(seconds=7, peak=90, live=10)
     assert took == {"seconds": 7, "peak_mib": 90}
     machine.work(seconds=2, peak=40, live=20)
-    assert found.lap(9) == (5, 5, {"peak_mib": 50})  # 3 and 2 seconds
+    assert found.interval(9) == (5, 5, {"peak_mib": 50})  # 3 and 2 seconds
     machine.work(seconds=1, peak=30, live=20)
-    assert found.lap(10) == (1, 1, {"peak_mib": 30})
-    without = timer.Clock(torch.device("cpu"), 0)
+    assert found.interval(10) == (1, 1, {"peak_mib": 30})
+    without = timer.Timer(torch.device("cpu"), 0)
     machine.work(seconds=1, peak=99, live=0)
-    assert without.lap(1) == (1, 1, {})
+    assert without.interval(1) == (1, 1, {})
 
 
 def test_a_record_says_how_long_steps_validation_and_checkpoints_took(tmp_path):
-    result = Trainer(tiny(tmp_path, log={"every": 1})).train()
+    result = ClassificationRun(tiny(tmp_path, log={"every": 1})).train()
     rows = read_rows(tmp_path / "metrics.jsonl")
     kinds = {row["kind"] for row in rows}
     assert kinds == {"train", "eval", "checkpoint"}

@@ -17,14 +17,13 @@ from tests.helpers.runs import TINY, run_tool, tiny
 from zoo import config
 from zoo.conversion.distill import FeatureDistillation
 from zoo.models.timm.model_files import load_model, read_recipe
-from zoo.train.classification import Trainer
-from zoo.train.losses import distillation_loss
+from zoo.train.classification import ClassificationRun, distillation_loss
 from zoo.train.metrics_log import read_rows
 from zoo.train.optim import create_optimizer, create_schedule, parameter_groups
 from zoo.train.settings import OptimSettings, ScheduleSettings
 
 STEPS = {"schedule": {"epochs": 1}, "data": {"batch_size": 200}}  # 5 steps
-PLAIN = {"augment": {"crop": "none", "smoothing": 0.0}}
+PLAIN = {"augment": {"crop": "none", "label_smoothing": 0.0}}
 
 
 def weights(folder, name="model.safetensors"):
@@ -56,11 +55,11 @@ def test_distillation_loss_is_its_formula():
 
 def test_a_student_that_learns_only_from_its_teacher_gets_closer_to_it(tmp_path):
     longer = {"schedule": {"epochs": 6}, "optim": {"lr": 1e-2}}
-    Trainer(tiny(tmp_path / "a", **longer)).train()
+    ClassificationRun(tiny(tmp_path / "a", **longer)).train()
     distill = {"teacher": str(tmp_path / "a"), "alpha": 1.0}
-    trainer = Trainer(tiny(tmp_path / "b", model={"mixer": "la"}, distill=distill, **longer))
+    trainer = ClassificationRun(tiny(tmp_path / "b", model={"mixer": "la"}, distill=distill, **longer))
     teacher = load_model(tmp_path / "a")[0].eval()
-    images = next(iter(trainer.parts.val_images.evaluation(100))).images
+    images = next(iter(trainer.setup.val_images.evaluation(100))).images
 
     def distance():
         with torch.no_grad():
@@ -80,7 +79,7 @@ def test_average_of_weights_is_the_recurrence_and_a_loadable_file(tmp_path, monk
         seen.append({k: v.clone() for k, v in model.state_dict().items()})
 
     monkeypatch.setattr(ModelEmaV3, "update", record)
-    Trainer(tiny(tmp_path, **STEPS, optim={"ema": 0.9, "ema_warmup": False})).train()
+    ClassificationRun(tiny(tmp_path, **STEPS, optim={"ema": 0.9, "ema_warmup": False})).train()
     expected = copy.deepcopy(seen[0])  # the first update copies
     for state in seen[1:]:
         expected = {k: 0.9 * expected[k] + 0.1 * state[k] for k in state}
@@ -99,14 +98,14 @@ def test_average_of_weights_is_the_recurrence_and_a_loadable_file(tmp_path, monk
 
 def test_accumulation_equals_the_big_batch(tmp_path):
     for parts in (1, 4):
-        Trainer(tiny(tmp_path / str(parts), **STEPS, **PLAIN, optim={"accumulate": parts})).train()
+        ClassificationRun(tiny(tmp_path / str(parts), **STEPS, **PLAIN, optim={"grad_accum_steps": parts})).train()
     assert largest_difference(weights(tmp_path / "1"), weights(tmp_path / "4")) < 2e-5
 
 
 def test_two_processes_equal_one(tmp_path):
     file = tmp_path / "run.yaml"
     mixer = {"model": {"mixer": "poly"}, "optim": {"ema": 0.9}}
-    file.write_text(yaml.safe_dump(config.merge(TINY, {**STEPS, **mixer, "augment": {"smoothing": 0.1}})))
+    file.write_text(yaml.safe_dump(config.merge(TINY, {**STEPS, **mixer, "augment": {"label_smoothing": 0.1}})))
     two = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
     assert run_tool("train_vit", str(file), f"run.folder={tmp_path}/one")[0] == 0
     status, out, err = run_tool("train_vit", str(file), f"run.folder={tmp_path}/two", launcher=two)
@@ -121,8 +120,8 @@ def test_two_processes_equal_one(tmp_path):
 
 
 def test_new_parameters_get_their_own_rate_and_vectors_no_decay(tmp_path):
-    model = Trainer(tiny(tmp_path, model={"mixer": "poly", "mixer_options": {"gate": True}})).model
-    optim = OptimSettings(lr=0.1, mixer_lr=10.0, attention_lr=2.0, weight_decay=0.3)
+    model = ClassificationRun(tiny(tmp_path, model={"mixer": "poly", "mixer_options": {"gate": True}})).model
+    optim = OptimSettings(lr=0.1, mixer_lr_scale=10.0, attention_lr_scale=2.0, weight_decay=0.3)
     groups = parameter_groups(model, optim)
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
     names = {id(p): n for n, p in model.named_parameters()}
@@ -140,7 +139,7 @@ def test_new_parameters_get_their_own_rate_and_vectors_no_decay(tmp_path):
         rates.append({g["lr_scale"]: g["lr"] for g in optimizer.param_groups})
     assert rates[0][1.0] == 0.0 and rates[10][1.0] == pytest.approx(0.05) and rates[50][1.0] == pytest.approx(0.05)
     assert all(r[10.0] == pytest.approx(10 * r[1.0]) for r in rates)
-    with pytest.raises(ValueError, match=r"unknown optimiser 'adamv'"):
+    with pytest.raises(ValueError, match=r"unknown optimizer 'adamv'"):
         create_optimizer(model, OptimSettings(name="adamv"))
     for name, betas in (("adamw", [0.9, 0.99, 0.999]), ("adan", [0.9, 0.99])):
         with pytest.raises(ValueError, match=rf"optim\.betas of {name} is "):
@@ -148,27 +147,27 @@ def test_new_parameters_get_their_own_rate_and_vectors_no_decay(tmp_path):
 
 
 def test_clipping_is_counted_and_non_finite_steps_are_skipped_then_refused(tmp_path, monkeypatch):
-    result = Trainer(tiny(tmp_path / "a", **STEPS, optim={"clip": 1e-6})).train()
+    result = ClassificationRun(tiny(tmp_path / "a", **STEPS, optim={"clip_grad_norm": 1e-6})).train()
     assert result["clipped"] == 5
     poison = {"left": 2}
-    original = Trainer.loss
+    original = ClassificationRun.loss
 
     def loss(self, batch):
         value = original(self, batch)
         poison["left"] -= 1
         return value * float("nan") if poison["left"] >= 0 else value
 
-    monkeypatch.setattr(Trainer, "loss", loss)
-    result = Trainer(tiny(tmp_path / "b", **STEPS)).train()
+    monkeypatch.setattr(ClassificationRun, "loss", loss)
+    result = ClassificationRun(tiny(tmp_path / "b", **STEPS)).train()
     assert result["skipped"] == 2 and result["skipped_in_a_row"] == 0
     assert all(torch.isfinite(v).all() for v in weights(tmp_path / "b").values())
     poison["left"] = 100
     with pytest.raises(ValueError, match=r"the gradients of 3 steps in a row were not finite"):
-        Trainer(tiny(tmp_path / "c", **STEPS, run={"max_skipped": 2})).train()
+        ClassificationRun(tiny(tmp_path / "c", **STEPS, run={"max_nonfinite_steps": 2})).train()
 
 
 def test_a_new_parameter_without_gradient_stops_the_run(tmp_path):
-    trainer = Trainer(tiny(tmp_path, model={"mixer": "la"}))
+    trainer = ClassificationRun(tiny(tmp_path, model={"mixer": "la"}))
     trainer.model.blocks[0].attn.mixer.idle = nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match=r"receive no gradient: blocks.0.attn.mixer.idle"):
         trainer.train()
@@ -180,12 +179,12 @@ def test_a_new_parameter_without_gradient_stops_the_run(tmp_path):
 @pytest.fixture(scope="module")
 def softmax_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("softmax")
-    Trainer(tiny(folder, **STEPS)).train()
+    ClassificationRun(tiny(folder, **STEPS)).train()
     return folder
 
 
 def start_from(checkpoint, folder, **model):
-    return Trainer(tiny(folder, model={"checkpoint": str(checkpoint), **model}))
+    return ClassificationRun(tiny(folder, model={"checkpoint": str(checkpoint), **model}))
 
 
 def test_a_softmax_checkpoint_is_inherited_in_full(softmax_run, tmp_path):
@@ -214,31 +213,32 @@ def test_a_run_with_blocks_goes_on_at_another_size(softmax_run, tmp_path):
 
 def test_a_teacher_is_the_trained_source_or_refused(softmax_run, tmp_path):
     source = {"teacher": "source"}
-    trainer = Trainer(tiny(tmp_path / "a", model={"checkpoint": str(softmax_run), "mixer": "la"}, distill=source))
-    taught = trainer.parts.objective.teacher.state_dict()
+    model = {"checkpoint": str(softmax_run), "mixer": "la"}
+    trainer = ClassificationRun(tiny(tmp_path / "a", model=model, distill=source))
+    taught = trainer.setup.objective.teacher.state_dict()
     assert all(torch.equal(taught[name], value) for name, value in weights(softmax_run).items())
     trainer.train()
     for folder, model, reason in (
         ("b", {"checkpoint": str(tmp_path / "a"), "mixer": "la"}, "already converted"),
         ("c", {"mixer": "la"}, "random weights"),
-        ("d", {"checkpoint": str(softmax_run), "new_head": True}, "classifier is new"),
+        ("d", {"checkpoint": str(softmax_run), "reset_classifier": True}, "classifier is new"),
     ):
         with pytest.raises(ValueError, match=reason):
-            Trainer(tiny(tmp_path / folder, model=model, distill=source))
+            ClassificationRun(tiny(tmp_path / folder, model=model, distill=source))
     other = {"model": {"img_size": 16}, "distill": {"teacher": str(softmax_run)}}
     with pytest.raises(ValueError, match=r"does not fit the run: its input"):
-        Trainer(tiny(tmp_path / "e", **other))
+        ClassificationRun(tiny(tmp_path / "e", **other))
 
 
 def test_attention_outputs_are_learned_from_the_teacher(softmax_run, tmp_path):
     distill = {"teacher": "source", "alpha": 0.0, "attention": 1.0}
     model = {"checkpoint": str(softmax_run), "mixer": "la"}
-    trainer = Trainer(tiny(tmp_path / "a", model=model, distill=distill, schedule={"epochs": 3}))
+    trainer = ClassificationRun(tiny(tmp_path / "a", model=model, distill=distill, schedule={"epochs": 3}))
     trainer.train()
     found = [row["attention"] for row in read_rows(tmp_path / "a" / "metrics.jsonl") if row["kind"] == "train"]
     assert np.mean(found[-4:]) < 0.8 * np.mean(found[:4])
     with pytest.raises(ValueError, match=r"the model has none: set model.mixer"):
-        Trainer(tiny(tmp_path / "b", model={"checkpoint": str(softmax_run)}, distill=distill))
+        ClassificationRun(tiny(tmp_path / "b", model={"checkpoint": str(softmax_run)}, distill=distill))
     with pytest.raises(ValueError, match=r"which run.compile closes"):
         tiny(tmp_path / "c", distill=distill, run={"compile": True})
 
@@ -246,8 +246,8 @@ def test_attention_outputs_are_learned_from_the_teacher(softmax_run, tmp_path):
 def test_final_features_are_learned_from_the_teacher(softmax_run, tmp_path):
     distill = {"teacher": "source", "alpha": 0.0, "features": 2.0}
     model = {"checkpoint": str(softmax_run), "mixer": "la"}
-    trainer = Trainer(tiny(tmp_path / "a", model=model, distill=distill, schedule={"epochs": 3}))
-    objective, batch = trainer.parts.objective, next(trainer.batches(0, 1))
+    trainer = ClassificationRun(tiny(tmp_path / "a", model=model, distill=distill, schedule={"epochs": 3}))
+    objective, batch = trainer.setup.objective, next(trainer.batches(0, 1))
     with objective.listen():
         logits = trainer.model(batch.images)
     losses = objective(logits, batch.labels, batch.images)
@@ -260,7 +260,7 @@ def test_final_features_are_learned_from_the_teacher(softmax_run, tmp_path):
     trainer.train()
     found = [row["features"] for row in read_rows(tmp_path / "a" / "metrics.jsonl") if row["kind"] == "train"]
     assert np.mean(found[-4:]) < 0.8 * np.mean(found[:4])
-    wider = Trainer(tiny(tmp_path / "b", model={"kwargs": {"embed_dim": 24}})).model
+    wider = ClassificationRun(tiny(tmp_path / "b", model={"kwargs": {"embed_dim": 24}})).model
     with pytest.raises(ValueError, match=r"needs a teacher of 16 features, it has 24"):
         FeatureDistillation(trainer.model, wider)
     wider.reset_classifier(0)
@@ -273,7 +273,7 @@ def test_the_result_of_a_run_rebuilds_itself(softmax_run, tmp_path):
     trainer.train()
     model, recipe = load_model(tmp_path)
     assert (recipe.mixer, recipe.keep_softmax, recipe.num_classes, recipe.classes[3]) == ("poly", [0], 10, "3")
-    images = next(iter(trainer.parts.val_images.evaluation(50))).images
+    images = next(iter(trainer.setup.val_images.evaluation(50))).images
     with torch.no_grad():
         assert torch.equal(model.eval()(images), trainer.model.eval()(images))
     with pytest.raises(ValueError, match=r"another mixer: it has model\.keep_softmax \[0\], the run \[\]"):
@@ -323,9 +323,9 @@ def test_class_count_mismatch_and_a_new_head(softmax_run, tmp_path, make_folder)
     images = str(make_folder({"a": 30, "b": 30, "c": 30}))
     data = {"source": "folder", "train": images, "val": images, "batch_size": 30}
     model = {"checkpoint": str(softmax_run), "mixer": "la"}
-    with pytest.raises(ValueError, match=r"has 10 classes, but the data has 3; set model.new_head=true"):
-        Trainer(tiny(tmp_path / "1", data=data, model=model))
-    trainer = Trainer(tiny(tmp_path / "2", data=data, model={**model, "new_head": True}))
+    with pytest.raises(ValueError, match=r"has 10 classes, but the data has 3; set model.reset_classifier=true"):
+        ClassificationRun(tiny(tmp_path / "1", data=data, model=model))
+    trainer = ClassificationRun(tiny(tmp_path / "2", data=data, model={**model, "reset_classifier": True}))
     found, source = trainer.model.state_dict(), weights(softmax_run)
     assert found["head.weight"].shape[0] == 3
     assert torch.equal(found["blocks.1.mlp.fc1.weight"], source["blocks.1.mlp.fc1.weight"])
@@ -347,19 +347,19 @@ def test_wrong_model_settings(tmp_path, monkeypatch, model, sentence):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     with pytest.raises(ValueError, match=sentence):
-        Trainer(tiny(tmp_path, model=model))
+        ClassificationRun(tiny(tmp_path, model=model))
 
 
 def test_mixup_is_soft_targets_and_needs_even_parts(tmp_path):
-    Trainer(tiny(tmp_path / "a", **STEPS, augment={"mixup": 0.8, "cutmix": 1.0})).train()
-    with pytest.raises(ValueError, match=r"even number of images a part, got 25"):
-        Trainer(tiny(tmp_path / "b", data={"batch_size": 25}, augment={"mixup": 0.8}))
+    ClassificationRun(tiny(tmp_path / "a", **STEPS, augment={"mixup": 0.8, "cutmix": 1.0})).train()
+    with pytest.raises(ValueError, match=r"even number of images per micro-batch, got 25"):
+        ClassificationRun(tiny(tmp_path / "b", data={"batch_size": 25}, augment={"mixup": 0.8}))
 
 
 def test_bfloat16_stays_near_float32(tmp_path):
-    base = Trainer(tiny(tmp_path / "a", **STEPS)).train()
+    base = ClassificationRun(tiny(tmp_path / "a", **STEPS)).train()
     AcceleratorState._reset_state()
-    low = Trainer(tiny(tmp_path / "b", **STEPS, run={"precision": "bf16"})).train()
+    low = ClassificationRun(tiny(tmp_path / "b", **STEPS, run={"precision": "bf16"})).train()
     assert low["loss"] == pytest.approx(base["loss"], abs=0.05)
     assert (
         F.cosine_similarity(weights(tmp_path / "a")["head.weight"], weights(tmp_path / "b")["head.weight"]).min() > 0.9
@@ -368,5 +368,5 @@ def test_bfloat16_stays_near_float32(tmp_path):
 
 def test_tensorboard_is_written_when_asked_for(tmp_path):
     pytest.importorskip("tensorboard")
-    Trainer(tiny(tmp_path, **STEPS, log={"trackers": ["tensorboard"]})).train()
+    ClassificationRun(tiny(tmp_path, **STEPS, log={"trackers": ["tensorboard"]})).train()
     assert list(tmp_path.rglob("events.out.tfevents.*"))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.helpers.runs import ROOT, TINY, run_tool, stop_before, tiny
 from zoo import config
 from zoo.train.checkpoint import list_checkpoints
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 from zoo.train.metrics_log import read_rows
 
 pytestmark = [
@@ -26,7 +26,7 @@ pytestmark = [
 GPUS = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")  # of this machine, those that are ours
 LARGE = 2.0**24  # a scale at which the first steps overflow
 FP16 = {
-    "run": {"precision": "fp16", "checkpoint_steps": 1, "keep": 40},
+    "run": {"precision": "fp16", "checkpoint_steps": 1, "keep_checkpoints": 40},
     "optim": {"ema": 0.9},
     "schedule": {"epochs": 3},  # 30 steps
     "log": {"every": 4},
@@ -46,7 +46,7 @@ def repeatable(monkeypatch):
 
 def with_large_scale(folder, **sections):
     AcceleratorState._reset_state()
-    trainer = Trainer(tiny(folder, **config.merge(FP16, sections)))
+    trainer = ClassificationRun(tiny(folder, **config.merge(FP16, sections)))
     scaler = trainer.accelerator.scaler
     if trainer.step == 0:
         scaler.load_state_dict({**scaler.state_dict(), "scale": LARGE})
@@ -105,7 +105,7 @@ def test_fp16_resumed_while_it_skips_equals_the_whole_run(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_steps_between_log_lines_do_not_wait_for_the_device(tmp_path, monkeypatch, precision):
-    original, waited = Trainer._train_step, []
+    original, waited = ClassificationRun._train_step, []
 
     def watched(self, batches):
         if self.step < 2:  # kernels are loaded, states made
@@ -117,10 +117,10 @@ def test_steps_between_log_lines_do_not_wait_for_the_device(tmp_path, monkeypatc
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Trainer, "_train_step", watched)
+    monkeypatch.setattr(ClassificationRun, "_train_step", watched)
     AcceleratorState._reset_state()
-    sections = {"run": {"precision": precision}, "log": {"every": 5}, "optim": {"ema": 0.9, "accumulate": 2}}
-    Trainer(tiny(tmp_path, augment={"mixup": 0.2}, model={"mixer": "ahla"}, **sections)).train()
+    sections = {"run": {"precision": precision}, "log": {"every": 5}, "optim": {"ema": 0.9, "grad_accum_steps": 2}}
+    ClassificationRun(tiny(tmp_path, augment={"mixup": 0.2}, model={"mixer": "ahla"}, **sections)).train()
     assert len(waited) == 8
 
 
@@ -138,7 +138,7 @@ def test_two_gpus_equal_two_parts_on_one(tmp_path, precision):
     }
     file.write_text(yaml.safe_dump(config.merge(TINY, more)))
     runs = {
-        "one": ((), GPUS[0], ["optim.accumulate=2"]),
+        "one": ((), GPUS[0], ["optim.grad_accum_steps=2"]),
         "two": (("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"), ",".join(GPUS[:2]), []),
     }
     for name, (launcher, devices, words) in runs.items():
@@ -159,7 +159,7 @@ def test_two_gpus_equal_two_parts_on_one(tmp_path, precision):
 def test_sharded_weights_on_two_gpus_end_where_whole_ones_do(tmp_path):
     """As a user starts them, with the configuration for FSDP2 that lies in configs/accelerate."""
     file = tmp_path / "run.yaml"
-    more = {"model": {"mixer": "ahla"}, "optim": {"ema": 0.9, "accumulate": 2}, "run": {"precision": "bf16"}}
+    more = {"model": {"mixer": "ahla"}, "optim": {"ema": 0.9, "grad_accum_steps": 2}, "run": {"precision": "bf16"}}
     file.write_text(yaml.safe_dump(config.merge(TINY, more)))
     fsdp2 = ("--config_file", str(ROOT / "configs/accelerate/fsdp2.yaml"), "--main_process_port", "0")
     launchers = {

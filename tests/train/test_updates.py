@@ -16,7 +16,7 @@ from zoo.data.sources import Digits
 from zoo.data.transforms import InputSpec, train_transform
 from zoo.mixers.hla import AHLA
 from zoo.models.timm.model_files import Recipe, build, save_weights
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 from zoo.train.metrics_log import read_rows
 from zoo.train.optim import create_schedule
 from zoo.train.settings import ScheduleSettings
@@ -28,9 +28,9 @@ STEPS = {"schedule": {"epochs": 1}, "data": {"batch_size": 100}}  # 10 steps
 
 def poison(monkeypatch, steps):
     """Make the loss of these steps (counted from 0) not a number."""
-    original = Trainer.loss
+    original = ClassificationRun.loss
     monkeypatch.setattr(
-        Trainer, "loss", lambda self, batch: original(self, batch) * (float("nan") if self.step in steps else 1.0)
+        ClassificationRun, "loss", lambda s, batch: original(s, batch) * (float("nan") if s.step in steps else 1.0)
     )
 
 
@@ -56,7 +56,8 @@ def test_a_skipped_step_changes_nothing_and_is_counted(tmp_path, monkeypatch, op
         )
 
     monkeypatch.setattr(Updater, "__call__", record)
-    trainer = Trainer(tiny(tmp_path, **STEPS, log={"every": 4}, optim={"name": optimizer, "clip": 1e-6, "ema": 0.9}))
+    optim = {"name": optimizer, "clip_grad_norm": 1e-6, "ema": 0.9}
+    trainer = ClassificationRun(tiny(tmp_path, **STEPS, log={"every": 4}, optim=optim))
     assert trainer.update.skips_on_device is on_device
     start = {k: v.clone() for k, v in trainer.model.state_dict().items()}
     result = trainer.train()
@@ -74,24 +75,25 @@ def test_a_skipped_step_changes_nothing_and_is_counted(tmp_path, monkeypatch, op
 
 def test_an_optimiser_that_skips_by_itself_is_not_asked_between_log_lines(tmp_path, monkeypatch):
     read = []
-    settle = Updater.settle
-    monkeypatch.setattr(Updater, "settle", lambda self, step: (read.append(step), settle(self, step))[1])
-    Trainer(tiny(tmp_path, **STEPS, log={"every": 4})).train()
+    settle = Updater.flush_norms
+    monkeypatch.setattr(Updater, "flush_norms", lambda self, step: (read.append(step), settle(self, step))[1])
+    ClassificationRun(tiny(tmp_path, **STEPS, log={"every": 4})).train()
     assert sorted(set(read)) == [4, 8, 10]
 
 
 def test_too_many_skipped_steps_name_the_step_also_when_read_late(tmp_path, monkeypatch):
     poison(monkeypatch, {2, 3, 4})
-    settings = tiny(tmp_path, **STEPS, log={"every": 10}, run={"max_skipped": 2})
+    settings = tiny(tmp_path, **STEPS, log={"every": 10}, run={"max_nonfinite_steps": 2})
     with pytest.raises(ValueError, match=r"gradients of 3 steps in a row were not finite, last at step 5;"):
-        Trainer(settings).train()
+        ClassificationRun(settings).train()
 
 
 @pytest.mark.parametrize("mixing", ["project", "softmax"])
 def test_weights_are_projected_after_each_step_and_not_decayed(tmp_path, mixing):
     """A rate far too high for weights that are learned as they are: only those that say so are clipped to [0, 1]."""
     model = {"mixer": "mhla", "mixer_options": {"mixing": mixing, "blocks": [2, 2]}}
-    trainer = Trainer(tiny(tmp_path, **STEPS, model=model, optim={"lr": 1.0, "weight_decay": 0.1, "ema": 0.5}))
+    optim = {"lr": 1.0, "weight_decay": 0.1, "ema": 0.5}
+    trainer = ClassificationRun(tiny(tmp_path, **STEPS, model=model, optim=optim))
     weights = [p for n, p in trainer.model.named_parameters() if ".mixing." in n]
     groups = [g for g in trainer.optimizer.param_groups for p in g["params"] if any(p is w for w in weights)]
     assert len(weights) == 2 and all(g["weight_decay"] == 0 for g in groups)
@@ -103,7 +105,7 @@ def test_weights_are_projected_after_each_step_and_not_decayed(tmp_path, mixing)
 
 def test_annealed_layers_become_themselves(tmp_path):
     """Halfway lambda is the ridge; before the last evaluation the layers, also those of the average, are the mixer."""
-    run = Trainer(tiny(tmp_path, model={"mixer": "ahla"}, optim={"anneal": 0.8, "ridge": 5.0, "ema": 0.9}))
+    run = ClassificationRun(tiny(tmp_path, model={"mixer": "ahla"}, optim={"anneal": 0.8, "ridge": 5.0, "ema": 0.9}))
     layers = [m for model in (run.model, run.ema.module) for m in model.modules() if isinstance(m, AHLA)]
     assert len(layers) == 4 and run.last_step == 10
     for step, first, second in ((0, 5.0, 0.0), (4, 2.5, 0.5), (6, 1.25, 0.75)):
@@ -113,12 +115,12 @@ def test_annealed_layers_become_themselves(tmp_path):
     run.train()
     assert all(layer.blend is None for layer in layers)
     plain = {"mixer": "ahla", "checkpoint": str(tmp_path)}  # the average is what its folder holds
-    assert Trainer(tiny(tmp_path / "again", model=plain)).evaluate()["top1"] == run.evaluate()["ema_top1"]
+    assert ClassificationRun(tiny(tmp_path / "again", model=plain)).evaluate()["top1"] == run.evaluate()["ema_top1"]
 
 
 def test_a_model_without_higher_orders_cannot_be_annealed(tmp_path):
     with pytest.raises(ValueError, match=r"optim\.anneal is for models with layers of hla2, ahla, hla3"):
-        Trainer(tiny(tmp_path, model={"mixer": "la"}, optim={"anneal": 0.5}))
+        ClassificationRun(tiny(tmp_path, model={"mixer": "la"}, optim={"anneal": 0.5}))
     with pytest.raises(ValueError, match=r"optim\.anneal must be in \[0, 1\), got 1"):
         tiny(tmp_path, optim={"anneal": 1.0})
 
@@ -127,7 +129,7 @@ def test_fp16_is_refused_without_a_gpu(tmp_path):
     if torch.accelerator.is_available():
         pytest.skip("there is a GPU here")
     with pytest.raises(ValueError, match=r"run.precision=fp16 needs a GPU, and there is none here; use bf16 or fp32"):
-        Trainer(tiny(tmp_path, run={"precision": "fp16"}))
+        ClassificationRun(tiny(tmp_path, run={"precision": "fp16"}))
 
 
 # Schedules
@@ -183,12 +185,12 @@ def test_keys_of_another_schedule_are_refused(schedule, sentence):
 
 def test_the_loss_of_a_line_spans_an_interruption(tmp_path, monkeypatch):
     settings = {**STEPS, "log": {"every": 4}, "run": {"checkpoint_steps": 3}}
-    Trainer(tiny(tmp_path / "whole", **settings)).train()
+    ClassificationRun(tiny(tmp_path / "whole", **settings)).train()
     with monkeypatch.context() as patched:
         stop_before(patched, 6)  # between the lines of steps 4 and 8
         with pytest.raises(KeyboardInterrupt):
-            Trainer(tiny(tmp_path / "cut", **settings)).train()
-    Trainer(tiny(tmp_path / "cut", **{**settings, "run": {"checkpoint_steps": 3, "resume": True}})).train()
+            ClassificationRun(tiny(tmp_path / "cut", **settings)).train()
+    ClassificationRun(tiny(tmp_path / "cut", **{**settings, "run": {"checkpoint_steps": 3, "resume": True}})).train()
     losses = [
         [
             (r["step"], r["loss"], r["grad_norm"])
@@ -221,7 +223,7 @@ def test_weights_are_written_in_full_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_the_model_and_its_average_share_one_reading_of_the_images(tmp_path, monkeypatch):
-    trainer = Trainer(tiny(tmp_path, data={"cache": False}, optim={"ema": 0.9}))
+    trainer = ClassificationRun(tiny(tmp_path, data={"cache": False}, optim={"ema": 0.9}))
     read = []
     original = Digits.read
     monkeypatch.setattr(Digits, "read", lambda self, index: (read.append(index), original(self, index))[1])
@@ -249,10 +251,10 @@ def test_validation_keeps_its_loader_processes():
 @pytest.mark.parametrize("class_token", [False, True])
 def test_positions_are_interpolated_to_another_image_size(tmp_path, class_token, capsys):
     kwargs = {"class_token": class_token, "global_pool": "token" if class_token else "avg"}
-    Trainer(tiny(tmp_path / "small", model={"kwargs": kwargs})).train()
+    ClassificationRun(tiny(tmp_path / "small", model={"kwargs": kwargs})).train()
     model = {"name": "", "kwargs": {}, "checkpoint": str(tmp_path / "small"), "img_size": 16, "mixer": "la"}
-    trainer = Trainer(tiny(tmp_path / "large", model=model))
-    assert "positions interpolated from 4 x 4 to 8 x 8" in capsys.readouterr().out
+    trainer = ClassificationRun(tiny(tmp_path / "large", model=model))
+    assert "position embeddings resampled from 4 x 4 to 8 x 8" in capsys.readouterr().out
     found, stored = trainer.model.state_dict(), load_file(tmp_path / "small" / "model.safetensors")
     assert all(torch.equal(found[k], v) for k, v in stored.items() if k != "pos_embed")
     prefix = int(class_token)
@@ -260,7 +262,7 @@ def test_positions_are_interpolated_to_another_image_size(tmp_path, class_token,
     expected = F.interpolate(grid, size=(8, 8), mode="bicubic", antialias=True).flatten(2).transpose(1, 2)
     torch.testing.assert_close(found["pos_embed"][:, prefix:], expected)
     assert torch.equal(found["pos_embed"][:, :prefix], stored["pos_embed"][:, :prefix])
-    assert trainer.train()["images"] == 797 and trainer.parts.recipe.img_size == 16
+    assert trainer.train()["images"] == 797 and trainer.setup.recipe.img_size == 16
 
 
 # Augmentation
@@ -269,5 +271,5 @@ def test_positions_are_interpolated_to_another_image_size(tmp_path, class_token,
 def test_the_policies_of_the_recipes_run_at_their_highest_level():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8))
     for policy in ("rand-m10-n4-inc1-p1", "original"):
-        transform = train_transform(SPEC, AugmentSettings(auto=policy))
+        transform = train_transform(SPEC, AugmentSettings(auto_augment=policy))
         assert all(transform(image).shape == (3, 8, 8) for _ in range(100))

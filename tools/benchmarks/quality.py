@@ -19,7 +19,7 @@ from zoo.io import result_file, write_json
 from zoo.ranges import SEED, check_ranges
 from zoo.recipes.settings import RecipeSettings
 from zoo.recipes.stages import run_recipe
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 from zoo.train.settings import TrainSettings
 
 Row = dict[str, Any]
@@ -117,7 +117,7 @@ def _from_scratch(settings: QualitySettings, file: str, changes: list[str], mixe
     run = [f"run.folder={folder(settings.out, mixer, seed)}", "run.resume=true", f"run.seed={seed}"]
     run_settings = config.load(TrainSettings, file, [*own, *changes, *run])
     options = run_settings.model.mixer_options  # with the options in `changes`
-    result = Trainer(run_settings).train()
+    result = ClassificationRun(run_settings).train()
     if result:
         about = *_about(settings, file, file, run_settings), name, options, "scratch", seed
         yield quality_row(*about, result["top1"], f"{result['epoch']:.0f} epochs", result["seconds"])

@@ -19,7 +19,7 @@ from typing import Any
 from zoo import config
 from zoo.eval.attention.probes import ProbeSettings, probe, table
 from zoo.eval.compare import compare
-from zoo.eval.results import write_csv, write_predictions
+from zoo.eval.results import write_predictions, write_results
 from zoo.eval.settings import EvalSettings
 
 USAGE = "usage: zoo evaluate [attention] [CONFIG.yaml] eval.models=[A,B] data.val=WHERE [section.key=value ...]"
@@ -43,7 +43,7 @@ def accuracy(settings: EvalSettings) -> list[dict[str, Any]]:
     """Accuracies of the models, printed and written. Returns one row a model; raises ValueError."""
     rows, found, names = compare(settings)
     out = Path(settings.out)
-    write_csv(rows, out / "results.csv")
+    write_results(rows, out / "results.csv")
     write_predictions(found, names, out / "predictions.csv")
     for row in rows:
         interval = f"{row['top1_diff']:+.2f} [{row['diff_low']:+.2f}, {row['diff_high']:+.2f}]"

@@ -12,7 +12,7 @@ the folder (data.source=latents data.train=latents/train).
 from typing import Any
 
 from zoo import config
-from zoo.data.latents.extracting import extract
+from zoo.data.latents.extracting import extract_latents
 from zoo.data.latents.settings import ExtractSettings
 
 USAGE = "usage: zoo extract-latents [CONFIG.yaml] images.where=IMAGES encode.vae=VAE out=FOLDER [section.key=value ...]"
@@ -23,7 +23,7 @@ def main(words: list[str]) -> dict[str, Any]:
     if config.wants_help(words, __doc__, USAGE, ExtractSettings):
         return {}
     settings = config.from_command_line(ExtractSettings, words)
-    manifest = extract(settings)
+    manifest = extract_latents(settings)
     shape = " x ".join(str(n) for n in manifest.shape)
     print(f"wrote {sum(manifest.shards)} latents of {shape} in {len(manifest.shards)} shards to {settings.out}")
     return config.to_tree(manifest)

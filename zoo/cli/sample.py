@@ -15,7 +15,7 @@ contact-sheet.png, with the first 16, a line each.
 from zoo import config
 from zoo.eval.fid.features import processes
 from zoo.eval.sample_settings import SampleSettings
-from zoo.eval.sampling import run
+from zoo.eval.sampling import run_sampling
 
 USAGE = "usage: zoo sample [CONFIG.yaml] sample.model=FOLDER out=SAMPLES.npz [sample.key=value ...]"
 
@@ -25,7 +25,7 @@ def main(words: list[str]) -> int:
     if config.wants_help(words, __doc__, USAGE, SampleSettings):
         return 0
     settings = config.from_command_line(SampleSettings, words)
-    made = run(settings, " ".join(["zoo sample", *words]))
+    made = run_sampling(settings, " ".join(["zoo sample", *words]))
     if processes().is_main_process:
         print(f"wrote {settings.out} ({settings.sample.count} samples)")
     return made

@@ -10,23 +10,23 @@ of the run folder.
 """
 
 import json
-from typing import Any
 
 from zoo import config
-from zoo.train.classification import Trainer
-from zoo.train.processes import part
+from zoo.train.classification import ClassificationRun
+from zoo.train.distributed import destroy_process_group
+from zoo.train.metrics_log import Row
 from zoo.train.settings import TrainSettings
 
 USAGE = "usage: zoo train-classifier [CONFIG.yaml] [section.key=value ...]"
 
 
-def main(words: list[str]) -> dict[str, Any]:
+def main(words: list[str]) -> Row:
     """Train as the words of the command line say. Returns the result (top-1 and top-5 in percent); raises
     ValueError."""
     if config.wants_help(words, __doc__, USAGE, TrainSettings):
         return {}
-    result = Trainer(config.from_command_line(TrainSettings, words)).train()
-    part()
+    result = ClassificationRun(config.from_command_line(TrainSettings, words)).train()
+    destroy_process_group()
     if result:
         print(json.dumps(result), flush=True)
     return result

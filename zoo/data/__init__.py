@@ -1,10 +1,10 @@
-"""Labelled images: where they lie (sources), in which order (plan), and how they become batches (loaded, cached)."""
+"""Labelled images: sources, sampling order (plan) and batches (loader, cached)."""
 
 import torch
 
-from zoo.data.batch import Batch, check_unreadable
+from zoo.data.batch import AnyBatch, Batch, check_unreadable
 from zoo.data.cached import CachedImages, kept, kept_open
-from zoo.data.loaded import LoadedImages
+from zoo.data.loader import LoadedImages
 from zoo.data.plan import BatchPlan
 from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.data.sources import Part, Source, open_source
@@ -14,8 +14,7 @@ Images = CachedImages | LoadedImages
 
 
 def open_sources(data: DataSettings) -> tuple[Source, Source]:
-    """The training and validation sets. Raises ValueError when their classes differ from each other or from the
-    settings."""
+    """The training and validation sets. Raises ValueError if their classes differ from each other or the settings."""
     train, val = _open(data, True), validation_source(data)
     n = len(train.classes)
     if data.num_classes not in (None, n):
@@ -27,7 +26,7 @@ def open_sources(data: DataSettings) -> tuple[Source, Source]:
 
 
 def validation_source(data: DataSettings) -> Source:
-    """The validation set alone: held-out training images if there are any. Raises ValueError when nothing is there."""
+    """The validation set, or the held-out training images if there are any. Raises ValueError if it is missing."""
     return _open(data, False)
 
 
@@ -46,13 +45,14 @@ def _open(data: DataSettings, train: bool) -> Source:
 def open_images(
     source: Source, spec: InputSpec, data: DataSettings, augment: AugmentSettings, seed: int, device: torch.device
 ) -> Images:
-    """Batches of a source for a model with this input; decoded once and kept on the device when `data.cache` is set."""
+    """Batches of a source for a model with this input; with `data.cache` decoded once and kept on the device."""
     check_cacheable(data, augment)
     kind = CachedImages if data.cache else LoadedImages
     return kind(source, spec, augment, seed, device, data.workers)
 
 
 __all__ = [
+    "AnyBatch",
     "Batch",
     "BatchPlan",
     "CachedImages",

@@ -1,9 +1,9 @@
-"""Small images kept decoded on the device and augmented there, a batch at once: the loader is never the bottleneck."""
+"""Small images kept decoded on the device and augmented there, one batch at a time."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -11,24 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.data.batch import Batch
-from zoo.data.loader import Loader
-from zoo.data.plan import BatchPlan
+from zoo.data.loader import ImageDataset, Loader
+from zoo.data.plan import BatchPlan, Key
 from zoo.data.progress import progress
-from zoo.data.samples import Samples
 from zoo.data.settings import AugmentSettings
 from zoo.data.sources import Source
 from zoo.data.transforms import InputSpec, eval_transform
 
 DECODE_BATCH = 256
-RATIOS = 3 / 4, 4 / 3  # of the sides of a resized crop, as torchvision's
+RATIOS = 3 / 4, 4 / 3  # range of the aspect ratio of a resized crop, as in torchvision
 
-
-_kept: dict[Any, Any] | None = None  # what `kept_open` keeps
+T = TypeVar("T")
+_kept: dict[Hashable, object] | None = None  # cache of `kept_open`
 
 
 @contextmanager
 def kept_open() -> Iterator[None]:
-    """Within it sources with `data.cache` stay open and decoded, for many runs on the same files in one process."""
+    """Context in which sources with `data.cache` stay decoded, for several runs on the same files in one process."""
     global _kept
     _kept = {}
     try:
@@ -37,29 +36,29 @@ def kept_open() -> Iterator[None]:
         _kept = None
 
 
-def kept(key: Any, make: Callable[[], Any]) -> Any:
-    """What `make` makes, once for each key within `kept_open`."""
+def kept(key: Hashable, make: Callable[[], T]) -> T:
+    """The result of `make`, cached by key within `kept_open`."""
     if _kept is None:
         return make()
     if key not in _kept:
         _kept[key] = make()
-    return _kept[key]
+    return cast(T, _kept[key])
 
 
 def decoded(source: Source, spec: InputSpec, workers: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(uint8 images [N, 3, H, W], labels [N], number that was read [N]) of a source, on the CPU."""
-    samples = Samples(source, eval_transform(spec, normalize=False), 0)  # which draws nothing
+    """(uint8 images [N, 3, H, W], labels [N], image numbers actually read [N]) of a source, on the CPU."""
+    samples = ImageDataset(source, eval_transform(spec, normalize=False), 0)  # this transform is deterministic
     keys = [(0, i) for i in range(len(source))]
     blocks = [keys[i : i + DECODE_BATCH] for i in range(0, len(keys), DECODE_BATCH)]
-    loader = Loader(samples, blocks, workers if len(blocks) > 8 else 0)
+    loader: Loader[Key, list[Tensor]] = Loader(samples, blocks, workers if len(blocks) > 8 else 0)
     images, labels, _, read = (torch.cat(c) for c in zip(*progress(loader, "decoding images"), strict=True))
     return images, labels, read
 
 
 class CachedImages:
-    """All images of a source as uint8 [N, 3, H, W] on a device, resized and cropped as for evaluation.
+    """All images of a source as uint8 [N, 3, H, W] on a device, resized and cropped as in evaluation.
 
-    An image that cannot be read is replaced by the next readable one, and reported in the batches it is in.
+    An image that cannot be read is replaced by the next readable one and reported in its batches.
     """
 
     def __init__(
@@ -72,21 +71,21 @@ class CachedImages:
         self.std = torch.tensor(spec.std, device=device).view(3, 1, 1)
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Batch]:
-        """The parts of the steps [first, last) that the plan gives to this process, augmented."""
+        """The augmented micro-batches of the steps [first, last) for this process."""
         augmented, width = (self.resized, 5) if self.augment.crop == "resized" else (self.shifted, 3)
         for step in range(first, last):
             _, images = plan.step_images(step)
-            # drawn for the whole batch, so that the draws do not depend on the number of processes
+            # drawn for the global batch, so that draws do not depend on the number of processes
             draws = torch.from_numpy(
                 np.random.default_rng((self.seed, step)).random((plan.batch_size, width), dtype=np.float32)
             )
-            for part in range(plan.parts):
-                where = plan.part_slice(part)
+            for number in range(plan.micro_batches):
+                where = plan.micro_batch_slice(number)
                 index = torch.from_numpy(images[where])
                 yield self._batch(augmented(self._there(index), self._there(draws[where])), index)
 
     def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Every image of this process once, in order, without augmentation."""
+        """Each image of this process once, in order, without augmentation."""
         for index in torch.arange(rank, len(self.labels), world).split(batch_size):
             yield self._batch(self.images[self._there(index)], index)
 
@@ -95,11 +94,10 @@ class CachedImages:
         return Batch(images, self.labels[self._there(index)], index, self.read[index])
 
     def _there(self, small: Tensor) -> Tensor:
-        return small.to(self.device, non_blocking=True)  # without waiting for the work that is queued there
+        return small.to(self.device, non_blocking=True)  # without waiting for queued work
 
     def shifted(self, index: Tensor, draws: Tensor) -> Tensor:
-        """Shifted and flipped uint8 images [B, 3, H, W]; `draws` [B, 3] in [0, 1) decide shift down, shift right,
-        flip."""
+        """Shifted and flipped uint8 images [B, 3, H, W]; draws [B, 3] in [0, 1): shift down, shift right, flip."""
         pad = self.augment.pad if self.augment.crop == "padded" else 0
         height, width = self.images.shape[-2:]
         down, right = ((draws[:, i : i + 1] * (2 * pad + 1)).long() - pad for i in (0, 1))  # [B, 1]
@@ -112,16 +110,16 @@ class CachedImages:
         return (pixels * inside[..., None]).permute(0, 3, 1, 2)
 
     def resized(self, index: Tensor, draws: Tensor) -> Tensor:
-        """Random parts of the images, resized to the whole (bilinear) and flipped, float32 [B, 3, H, W] in 0 to 255.
+        """Random resized crops (bilinear), flipped, float32 [B, 3, H, W] in 0 to 255.
 
-        `draws` [B, 5] in [0, 1) decide area, ratio of the sides, place down, place right, flip: as torchvision's
-        RandomResizedCrop, but that a part which does not fit is cut to the image instead of drawn again.
+        draws [B, 5] in [0, 1): area, aspect ratio, position down, position right, flip. As torchvision's
+        RandomResizedCrop, except that a crop larger than the image is clipped instead of drawn again.
         """
         area, ratio, down, right, flip = draws.unbind(1)
         low, high = self.augment.scale
         least, most = (math.log(r) for r in RATIOS)
         area, ratio = low + (high - low) * area, torch.exp(least + (most - least) * ratio)
-        width, height = (area * ratio).sqrt().clamp(max=1), (area / ratio).sqrt().clamp(max=1)  # parts of the sides
+        width, height = (area * ratio).sqrt().clamp(max=1), (area / ratio).sqrt().clamp(max=1)  # fractions of the sides
         turn = torch.where(flip < self.augment.hflip, -1.0, 1.0)
         centre_x, centre_y = (1 - width) * (2 * right - 1), (1 - height) * (2 * down - 1)
         zero = torch.zeros_like(width)

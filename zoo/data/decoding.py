@@ -1,10 +1,11 @@
-"""From the bytes of an image file to an RGB picture of 8 bits a channel, upright."""
+"""Decoding of image files to upright RGB images with 8 bits per channel."""
 
 import contextlib
 import io
 import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -16,33 +17,28 @@ class Unreadable(Exception):
     """An image that cannot be decoded."""
 
 
-def decode(raw: Any) -> Image.Image:
-    """An RGB image from an open file, a path or bytes, turned as its EXIF orientation says.
+def decode(raw: str | bytes | IO[bytes]) -> Image.Image:
+    """Decode an open file, a path or bytes to an RGB image, rotated by its EXIF orientation.
 
-    Grey levels of 16 bits are scaled to 8, floats from [0, 1]. Raises Unreadable, also for 32-bit integers and other
-    floats, whose range nothing tells.
+    16-bit grey levels are scaled to 8 bits, floats from [0, 1]. Raises Unreadable, also for 32-bit integers and other
+    floats, whose range is unknown.
     """
     try:
-        if isinstance(raw, str):  # Pillow 13 maps a file that it opens itself, and turns uncompressed TIFF wrongly then
+        if isinstance(raw, str):  # Pillow 13 maps files it opens itself, and then rotates uncompressed TIFF wrongly
             raw = Path(raw).read_bytes()
         image = Image.open(io.BytesIO(raw) if isinstance(raw, bytes) else raw)
         image.load()
-        # a picture whose EXIF block is damaged is shown as it lies, as browsers do
+        # an image with a damaged EXIF block is not rotated, as in browsers
         with contextlib.suppress(SyntaxError, ValueError, TypeError, KeyError, OSError, struct.error):
             ImageOps.exif_transpose(image, in_place=True)
         return _eight_bits(image).convert("RGB")
-    except UnidentifiedImageError as error:  # whose message names an object in memory
+    except UnidentifiedImageError as error:  # its message only names an object in memory
         raise Unreadable("it is no image of a known format") from error
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        Image.DecompressionBombError,
-    ) as error:  # what Pillow raises on broken files
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # of Pillow, for broken files
         raise Unreadable(str(error)) from error
 
 
-def content(cell: Any) -> Any:
+def content(cell: Mapping[str, bytes | str] | None) -> bytes | str:
     """The bytes or the path in an undecoded image cell of the `datasets` library. Raises Unreadable if it is empty."""
     found = (cell or {}).get("bytes") or (cell or {}).get("path")
     if not found:
@@ -51,7 +47,7 @@ def content(cell: Any) -> Any:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """`image` itself, or with levels 0 to 255 in place of 16-bit or float ones, which Pillow would clip."""
+    """`image` with 16-bit or float levels scaled to 0 to 255 (Pillow would clip them); other images unchanged."""
     deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
     if not deep and image.mode not in ("I", "F"):
         return image

@@ -1,4 +1,4 @@
-"""Progress on a terminal as a bar, elsewhere as plain lines."""
+"""Progress as a bar on a terminal, as lines elsewhere."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ def progress(
 ) -> Iterator[T]:
     """Yield `items` and show progress on standard error: a bar on a terminal, else a line every 30 seconds.
 
-    first: number of the `total` items that are done already. status: returns text to show, such as the loss.
+    first: number of items that are done already.  status: returns text to show, such as the loss.
     """
     if total is None and isinstance(items, Sized):
         total = len(items)

@@ -1,9 +1,8 @@
-"""From a decoded image to the tensor that a model reads: timm's transforms with our settings."""
+"""Image transforms: timm's transforms, from our settings."""
 
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
 
 from PIL import Image, ImageOps
 from timm.data import create_transform, resolve_data_config
@@ -11,6 +10,7 @@ from timm.data.transforms import str_to_interp_mode
 from torch import Tensor, nn
 from torchvision import transforms as T
 
+from zoo.config import Tree
 from zoo.data.settings import AugmentSettings, DataSettings
 
 Transform = Callable[[Image.Image], Tensor]
@@ -18,8 +18,7 @@ Transform = Callable[[Image.Image], Tensor]
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What a model wants to see: size (height, width) in pixels, mean and std of each channel, and how to resize and
-    crop."""
+    """Input of a model: size (height, width) in pixels, mean and std per channel, and how to resize and crop."""
 
     size: tuple[int, int]
     mean: tuple[float, ...]
@@ -30,7 +29,7 @@ class InputSpec:
 
     @classmethod
     def of(cls, model: nn.Module, img_size: int | None, data: DataSettings) -> "InputSpec":
-        """The input of a timm model, from its pretrained configuration; `img_size` and what `data` sets override it."""
+        """The input of a timm model from its pretrained configuration, overridden by `img_size` and `data`."""
         args = {"img_size": img_size, "crop_pct": data.crop_pct, "mean": data.mean, "std": data.std}
         found = resolve_data_config({k: v for k, v in args.items() if v is not None}, model=model)
         return cls(
@@ -43,9 +42,8 @@ class InputSpec:
         )
 
     @classmethod
-    def from_recipe(cls, stored: dict[str, Any], data: DataSettings) -> "InputSpec":
-        """The input that a checkpoint was trained with; what `data` sets overrides it. Raises ValueError for keys that
-        are unknown or missing."""
+    def from_recipe(cls, stored: Tree, data: DataSettings) -> "InputSpec":
+        """The input of a checkpoint, overridden by `data`. Raises ValueError for unknown or missing keys."""
         changes = {"crop_pct": data.crop_pct, "mean": data.mean, "std": data.std}
         values = {**stored, **{k: v for k, v in changes.items() if v is not None}}
         known = {f.name for f in fields(cls)}
@@ -55,28 +53,28 @@ class InputSpec:
         lists = {k: tuple(values[k]) for k in ("size", "mean", "std")}
         return cls(**{**values, **lists})
 
-    def timm(self) -> dict[str, Any]:
-        """The keywords of timm's create_transform."""
+    def timm(self) -> Tree:
+        """Keyword arguments of timm's create_transform."""
         shared = {k: getattr(self, k) for k in ("mean", "std", "crop_pct", "interpolation", "crop_mode")}
         return {"input_size": (3, *self.size), **shared}
 
 
 def eval_transform(spec: InputSpec, normalize: bool = True) -> Transform:
-    """Resize and centre crop: image -> [3, H, W], float32 normalised, or uint8 when `normalize` is false."""
+    """Resize and centre crop: image -> [3, H, W], normalized float32, or uint8 without `normalize`."""
     return create_transform(**spec.timm(), is_training=False, normalize=normalize)
 
 
 def train_transform(spec: InputSpec, augment: AugmentSettings) -> Transform:
-    """Random crop, flip, colour, policy and erasing: image -> [3, H, W] float32. Draws from python's and torch's
+    """Random crop, flip, colour jitter, policy and erasing: image -> [3, H, W] float32. Uses python's and torch's
     generators."""
-    arguments: dict[str, Any] = {
+    arguments: Tree = {
         **spec.timm(),
         "is_training": True,
         "scale": tuple(augment.scale),
         "hflip": augment.hflip,
-        "color_jitter": augment.jitter or None,
-        "auto_augment": augment.auto or None,
-        "re_prob": augment.erase,
+        "color_jitter": augment.color_jitter or None,
+        "auto_augment": augment.auto_augment or None,
+        "re_prob": augment.random_erase,
         "re_mode": "pixel",
     }
     first, second, last = create_transform(**arguments, separate=True)
@@ -87,7 +85,7 @@ def train_transform(spec: InputSpec, augment: AugmentSettings) -> Transform:
 
 
 def _keep_a_bit(policies: T.Compose) -> None:
-    """At its highest level timm asks for 0 bits of posterisation (a black image), which Pillow refuses from 13 on."""
+    """Posterize to at least 1 bit: timm's highest level is 0 bits (a black image), which Pillow 13 rejects."""
     for policy in policies.transforms:
         operations = [*getattr(policy, "ops", []), *itertools.chain(*getattr(policy, "policy", []))]
         for operation in operations:
@@ -95,31 +93,30 @@ def _keep_a_bit(policies: T.Compose) -> None:
                 operation.aug_fn = _posterize
 
 
-def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+def _posterize(image: Image.Image, bits: int, **_: object) -> Image.Image:
     return ImageOps.posterize(image, max(bits, 1))
 
 
 def _fixed_scale(spec: InputSpec, augment: AugmentSettings) -> Transform:
-    """Resize to the input size, then shift by padding (or not) and flip: the usual choice for 32 x 32 images."""
-    resize = T.Resize(max(spec.size), interpolation=str_to_interp_mode(spec.interpolation))  # of the shorter side
-    steps: list[Any] = [resize, T.CenterCrop(spec.size)]
+    """Resize to the input size, shift by padding (or not) and flip: usual for 32 x 32 images."""
+    resize = T.Resize(max(spec.size), interpolation=str_to_interp_mode(spec.interpolation))  # shorter side
+    steps: list[nn.Module] = [resize, T.CenterCrop(spec.size)]
     if augment.crop == "padded":
         steps.append(T.RandomCrop(spec.size, padding=augment.pad))
     return T.Compose([*steps, T.RandomHorizontalFlip(augment.hflip)])
 
 
 def check_cacheable(data: DataSettings, augment: AugmentSettings) -> None:
-    """Raise ValueError when `data.cache` is set with augmentation that needs decoded pictures one by one."""
+    """Raise ValueError if `data.cache` is set with augmentation that works on single decoded images."""
     if not data.cache:
         return
-    wrong = [k for k in ("jitter", "auto", "erase") if getattr(augment, k)]
+    wrong = [k for k in ("color_jitter", "auto_augment", "random_erase") if getattr(augment, k)]
     if wrong:
         raise ValueError(f"data.cache allows only crops and flips; switch off augment.{', augment.'.join(wrong)}")
 
 
 def center_crop(image: Image.Image, size: int) -> Image.Image:
-    """The central square, `size` pixels wide, with the filters of ADM: halve by boxes, then bicubic to the short
-    side."""
+    """The central square, `size` pixels wide, resized as in ADM: box filter while halving, then bicubic."""
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = size / min(image.size)

@@ -1,49 +1,57 @@
-"""How denoisers of each kind are called."""
+"""Calling the denoisers of all families in the same way."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from diffusers import ModelMixin
+from torch import Tensor, nn
 
+from zoo.config import Tree
 from zoo.data.latents.encoders import IMAGE_LATENTS
 from zoo.data.latents.reading import LABELS
 from zoo.models.diffusers.families import known_family
 
 
-class Manner(NamedTuple):
-    """How a kind of denoisers is called: arguments beside input, time and conditions, a factor on the time, whether a
-    class is given as a token, and whether input and output are tokens [B, T H W, C]."""
+class CallSpec(NamedTuple):
+    """How a denoiser is called.
 
-    extra: dict[str, Any]
+    extra: keyword arguments besides input, timestep and conditions.  time_factor: multiplies the timestep.
+    class_tokens: number of classes if the class is given as a token, else 0.  packed: whether input and output are
+    tokens [B, T H W, C].
+    """
+
+    extra: Tree
     time_factor: float
     class_tokens: int = 0
     packed: bool = False
 
 
-def manner_of(model: Any, shape: tuple[int, ...], about: dict[str, Any]) -> Manner:
-    """How `model`, not wrapped, is called on samples of this shape; about: what is noted of the data."""
+def call_spec(model: ModelMixin, shape: tuple[int, ...], about: Tree) -> CallSpec:
+    """How `model` (not wrapped) is called on samples [C, ...] of this shape; about: metadata of the data."""
     family = known_family(model)
     factor = model.config[family.time_factor] if family.time_factor else 1.0
     tokens = model.config[family.classes] if family.class_tokens else 0
-    return Manner(family.arguments(shape, about), factor, tokens, family.packed)
+    return CallSpec(family.arguments(shape, about), factor, tokens, family.packed)
 
 
-def predict(model: Any, x: Tensor, timestep: Tensor, condition: dict[str, Tensor], manner: Manner) -> Tensor:
-    """The output of a denoiser of any kind, [B, outputs C, ...]."""
-    if manner.time_factor != 1.0:
-        timestep = timestep * manner.time_factor
+def call_denoiser(
+    model: nn.Module, x: Tensor, timestep: Tensor, condition: dict[str, Tensor], spec: CallSpec
+) -> Tensor:
+    """The output of a denoiser, [B, outputs C, ...], for x [B, C, ...] and timestep [B]."""
+    if spec.time_factor != 1.0:
+        timestep = timestep * spec.time_factor
     condition = dict(condition)
-    if manner.class_tokens and LABELS in condition:
-        condition["encoder_hidden_states"] = class_tokens(condition.pop(LABELS), manner.class_tokens)
+    if spec.class_tokens and LABELS in condition:
+        condition["encoder_hidden_states"] = class_tokens(condition.pop(LABELS), spec.class_tokens)
     if IMAGE_LATENTS in condition:
         x = torch.cat([x, condition.pop(IMAGE_LATENTS).to(x)], dim=1)
-    tokens = x.flatten(2).mT if manner.packed else x
-    out = model(hidden_states=tokens, timestep=timestep, **condition, **manner.extra, return_dict=False)[0]
-    return out.mT.unflatten(2, x.shape[2:]) if manner.packed else out
+    tokens = x.flatten(2).mT if spec.packed else x
+    out = model(hidden_states=tokens, timestep=timestep, **condition, **spec.extra, return_dict=False)[0]
+    return out.mT.unflatten(2, x.shape[2:]) if spec.packed else out
 
 
 def class_tokens(labels: Tensor, classes: int) -> Tensor:
-    """Class numbers [B] as one token each, [B, 1, classes]: one-hot, so that the projection of text in the model is a
-    table of class embeddings; the number `classes` stands for no class, all zeros."""
+    """Class numbers [B] as one-hot tokens [B, 1, classes], so that the model's text projection acts as a table of class
+    embeddings. The number `classes` stands for no class, all zeros."""
     return F.one_hot(labels, classes + 1)[:, None, :classes].float()

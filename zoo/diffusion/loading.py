@@ -1,6 +1,6 @@
-"""Diffusion models from folders or the Hugging Face hub: whole pipelines, bare transformers, and their schedulers.
+"""Loading of diffusion models from folders or the Hugging Face hub: pipelines, transformers and schedulers.
 
-`open_model` is the one way in, for original models of diffusers and for those that were converted here.
+Both diffusers' own models and converted ones are loaded.
 """
 
 import difflib
@@ -9,40 +9,41 @@ import json
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import diffusers
 import torch
 from diffusers import ConfigMixin, DiffusionPipeline, ModelMixin, SchedulerMixin
 from torch import nn
 
-from zoo.config import check_arguments
+from zoo.config import Tree, check_arguments
 from zoo.errors import unknown_name
 from zoo.models.diffusers.families import ANY_MODEL, class_named, family_of, family_of_pipeline, video_pipelines
-from zoo.models.diffusers.reading import in_run, read_config, read_folder
+from zoo.models.diffusers.reading import IN_A_RUN, in_run, read_config, read_folder
 from zoo.precision import DTYPES
 
 SCHEDULER_FOLDER = "scheduler"
+AVERAGE, TRANSFORMER = IN_A_RUN  # folders of the EMA and of the model in a run; the second one in a pipeline too
+NOTES = "input.json"  # in a run folder: metadata of the data the model was trained on
 DENOISERS = ("transformer", "transformer_2", "unet")
 
 
 @dataclass
 class Opened:
-    """A model that can be sampled: a class-conditional transformer with the VAE of its latents (None: it makes
-    pixels) and its scheduler (None: not known), or a pipeline from text.
+    """A loaded model for sampling: a class-conditional transformer, its VAE (None: the model generates pixels) and
+    its scheduler (None: unknown), or a text-conditional pipeline.
 
-    video: empty for what makes images; of a bare video transformer, what its run noted of the data.
+    video: for video models a dict, of a bare transformer the metadata of its training data; empty for image models.
     """
 
     name: str
-    transformer: Any
-    vae: Any = None
-    scheduler: Any = None
-    pipeline: Any = None
-    video: dict[str, Any] = field(default_factory=dict)
+    transformer: ModelMixin | None
+    vae: ModelMixin | None = None
+    scheduler: SchedulerMixin | None = None
+    pipeline: DiffusionPipeline | None = None
+    video: Tree = field(default_factory=dict)
 
-    def denoisers(self) -> list[Any]:
-        """The transformer (or U-Net), and a second one for the later times, if there is one."""
+    def denoisers(self) -> list[ModelMixin]:
+        """The transformer (or U-Net), and the second transformer if there is one."""
         parts = self.pipeline.components if self.pipeline else {"transformer": self.transformer}
         return [parts[name] for name in DENOISERS if parts.get(name) is not None]
 
@@ -50,22 +51,24 @@ class Opened:
 def open_model(
     where: str, base: str = "", precision: str = "fp32", device: torch.device | str = "cpu", second: str = ""
 ) -> Opened:
-    """The model at `where`: a pipeline, or a run folder or bare transformer; then `base` is the pipeline that has
-    the rest of it.
-    second: takes the place of the second transformer of the pipeline, that of the times near the data (Wan 2.2 A14B).
+    """Load a pipeline, a run folder or a transformer for sampling.
 
-    A transformer that holds the scheduler it was trained with keeps it: the one of `base` may be of another process.
-    Raises ValueError for what cannot be sampled: an unknown pipeline class, a transformer that needs a text encoder or
-    a VAE and has none, a video transformer without the notes of its run.
+    base: the pipeline with the other components, for a run folder or a transformer.
+    second: replaces the pipeline's second transformer, for low noise (Wan 2.2 A14B).
+
+    A transformer saved with its scheduler keeps it, since the scheduler of `base` may be for another process. Raises
+    ValueError for models that cannot be sampled: an unknown pipeline class, a transformer that needs a text encoder or
+    a VAE, a video transformer without the metadata of its run.
     """
     dtype, where = DTYPES[precision], in_run(where)
     whole = _config(where, DiffusionPipeline) is not None
     if second and boundary_of(where if whole else base) is None:
-        raise ValueError(f"{where if whole else base or where} has no second transformer: leave sample.model_2 out")
+        place = where if whole else base or where
+        raise ValueError(f"{place} has no second transformer: leave sample.transformer_2 out")
     parts = {"transformer_2": load_transformer(second, dtype)} if second else {}
     if whole:
         if base:
-            raise ValueError(f"{where} is a whole pipeline; sample.base is for bare transformers")
+            raise ValueError(f"{where} is a pipeline; sample.base is for transformers")
         return _whole(where, dtype, device, parts)
     if _config(where, ANY_MODEL) is None:
         raise ValueError(
@@ -88,22 +91,46 @@ def open_model(
     return Opened(name, transformer.to(device), scheduler=stored_scheduler(where))
 
 
-def load_transformer(where: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The transformer in a folder of diffusers, of diffusers' class or of the converted class of the same folder.
+def load_transformer(
+    where: str | Path, dtype: torch.dtype = torch.float32, part: str = TRANSFORMER
+) -> ModelMixin:
+    """The transformer in a folder (its own, of a run, or of a pipeline) or on the Hugging Face hub.
 
-    Raises ValueError for a class that neither knows, and for models of videos that are not known here.
+    Loads the EMA weights of a run if there are any, and prints so; the component `part` of a pipeline. Raises
+    ValueError when there is no transformer, and for a class that is neither of diffusers nor converted.
     """
-    name = (_config(where, ANY_MODEL) or {}).get("_class_name", "")
+    place, config = str(where), None
+    inside: dict[str, str] = {}
+    if os.path.isdir(place):
+        own = in_run(place) if part == TRANSFORMER else place
+        place = own if os.path.isfile(os.path.join(own, "config.json")) else os.path.join(own, part)
+        if not os.path.isfile(os.path.join(place, "config.json")):
+            raise ValueError(f"{where} holds no transformer: expected config.json of diffusers or a folder {part}")
+    config = _config(place, ANY_MODEL)
+    if config is None and not os.path.isdir(place):  # a pipeline on the hub
+        inside = {"subfolder": part}
+        config = _config(place, ANY_MODEL, **inside)
+    if config is None:
+        raise ValueError(f"there is no checkpoint {where}: expected a folder of diffusers or a hub name in reach")
+    name = config.get("_class_name", "")
     kind = class_named(name) or getattr(diffusers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
         raise unknown_name("model class", name, _classes(ModelMixin, "Transformer2DModel"))
     if "3D" in name and class_named(name) is None:
         raise _other_videos(name)
-    return read_folder(kind, where, torch_dtype=dtype)
+    return read_folder(kind, place, **inside, torch_dtype=dtype)
+
+
+def notes_of(checkpoint: str) -> Tree:
+    """Metadata of the data that a run folder, or the folder of a transformer in it, was trained on; empty for other
+    checkpoints."""
+    source = Path(checkpoint)
+    file = next((f / NOTES for f in (source, source.parent) if checkpoint and (f / NOTES).is_file()), None)
+    return json.loads(file.read_text()) if file else {}
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile the blocks of a transformer (the members of its lists) in place: one compilation serves all of a kind.
+    """Compile the blocks of a transformer in place: blocks of one class share a compilation.
 
     Raises ValueError for a model without lists of blocks.
     """
@@ -114,7 +141,9 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile()
 
 
-def _whole(where: str, dtype: torch.dtype, device: Any, parts: dict[str, Any]) -> Opened:
+def _whole(
+    where: str, dtype: torch.dtype, device: torch.device | str, parts: dict[str, ModelMixin]
+) -> Opened:
     config = _config(where, DiffusionPipeline)
     if config is None:
         raise ValueError(f"there is no pipeline {where!r}: expected a folder (or hub name) with model_index.json")
@@ -124,7 +153,7 @@ def _whole(where: str, dtype: torch.dtype, device: Any, parts: dict[str, Any]) -
         raise unknown_name("pipeline class", name, _classes(DiffusionPipeline, "Pipeline", near=name))
     _check_kind(kind)
     video = "num_frames" in inspect.signature(kind.__call__).parameters
-    # not DiffusionPipeline, which in diffusers 0.42 passes over given parts that are optional (Wan's transformer)
+    # not DiffusionPipeline, which in diffusers 0.42 ignores given components that are optional (Wan's transformer)
     family = family_of_pipeline(name)
     dtypes = {"vae": family.vae_dtype, "default": dtype} if family and family.vae_dtype else dtype
     pipe = read_folder(kind, where, torch_dtype=dtypes, **parts).to(device)
@@ -137,17 +166,18 @@ def _whole(where: str, dtype: torch.dtype, device: Any, parts: dict[str, Any]) -
     return Opened(name, transformer, getattr(pipe, "vae", None), pipe.scheduler, None if classes else pipe, notes)
 
 
-def _notes(where: str, name: str) -> dict[str, Any]:
-    """What the run that trained a bare video transformer noted of its data."""
-    file = Path(where).parent / "input.json"
-    notes = json.loads(file.read_text()) if file.is_file() else {}
+def _notes(where: str, name: str) -> Tree:
+    """The metadata of a bare video transformer. Raises ValueError without classes."""
+    notes = notes_of(where)
     if not notes.get("classes"):
+        file = Path(where).parent / NOTES
         why = "it was trained on prompts" if notes else f"there is no {file} of the run that trained it on classes"
         raise ValueError(f"{name} needs the rest of its pipeline ({why}): give it with sample.base=PIPELINE")
     return notes
 
 
-def _check_kind(kind: Any) -> None:
+def _check_kind(kind: type[DiffusionPipeline]) -> None:
+    """Raise ValueError for a pipeline class that cannot be sampled."""
     wanted, family = inspect.signature(kind.__call__).parameters, family_of_pipeline(kind.__name__)
     if family is None and {"video_length", "num_frames"} & set(wanted):
         raise _other_videos(kind.__name__)
@@ -161,22 +191,22 @@ def _other_videos(name: str) -> ValueError:
     return ValueError(f"{name} makes videos, and only {', '.join(video_pipelines())} can be sampled here")
 
 
-def _config(where: str, kind: Any, **place: str) -> dict[str, Any] | None:
-    """The configuration of a pipeline, model or scheduler in a folder or on the hub; None where there is none."""
+def _config(where: str, kind: type[ConfigMixin], **place: str) -> Tree | None:
+    """The configuration of a pipeline, model or scheduler in a folder or on the hub; None if there is none."""
     if not os.path.isdir(where) and (where.count("/") != 1 or where.startswith((".", "/"))):
         return None
     return read_config(kind, where, **place)
 
 
 def _classes(base: type, ending: str, near: str = "") -> list[str]:
-    """Names of diffusers' classes; those that make images, and the closest few when there are many."""
+    """Names of diffusers' classes with this ending; with `near` the five most similar ones."""
     names = [n for n in dir(diffusers) if n.endswith(ending)]
     return difflib.get_close_matches(near, names, n=5, cutoff=0) if near else names
 
 
 def boundary_of(where: str) -> float | None:
-    """Of a pipeline with two transformers (Wan 2.2 A14B) the time, of 0 (data) to 1 (noise), from which on the first
-    denoises, and below which `transformer_2` does; None for others."""
+    """The time, from 0 (data) to 1 (noise), below which `transformer_2` of a two-expert pipeline (Wan 2.2 A14B)
+    denoises; None for other models."""
     config = _config(where, DiffusionPipeline) or {}
     two = (config.get("transformer_2") or [None])[0] is not None
     return config.get("boundary_ratio") if two else None
@@ -185,29 +215,29 @@ def boundary_of(where: str) -> float | None:
 # Schedulers
 
 
-def stored_scheduler(where: str) -> Any:
-    """The scheduler in a folder (or hub repository) of a model or pipeline; None where there is none. Raises ValueError
+def stored_scheduler(where: str) -> SchedulerMixin | None:
+    """The scheduler in the folder (or hub repository) of a model or pipeline; None if there is none. Raises ValueError
     for a class that diffusers does not have."""
     config = _config(where, diffusers.DDPMScheduler, subfolder=SCHEDULER_FOLDER)
     return None if config is None else _scheduler_class(config["_class_name"]).from_config(config)
 
 
-def _scheduler_class(name: str) -> Any:
+def _scheduler_class(name: str) -> type[SchedulerMixin]:
     kind = getattr(diffusers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, SchedulerMixin) and hasattr(kind, "step")):
         raise unknown_name("scheduler", name, [n for n in dir(diffusers) if n.endswith("Scheduler")])
     return kind
 
 
-def open_scheduler(name: str, options: dict[str, Any], own: Any) -> Any:
-    """The scheduler of diffusers called `name` (empty: the model's `own`), with `options` over its configuration.
+def open_scheduler(name: str, options: Tree, own: SchedulerMixin | None) -> SchedulerMixin:
+    """The scheduler of diffusers called `name` (empty: the model's `own`), with `options` changed in its configuration.
 
-    Raises ValueError for unknown names and options, and for a scheduler of another process than the model was trained
-    for, as far as diffusers knows.
+    Raises ValueError for unknown names and options, and for a scheduler that diffusers does not list as compatible with
+    the one that the model was trained with.
     """
     if not name and own is None:
-        raise ValueError("the model does not say which scheduler it was trained with: give sample.scheduler")
-    kind = _scheduler_class(name) if name else type(own)
+        raise ValueError("the model has no scheduler: set sample.scheduler to the one it was trained with")
+    kind: type[SchedulerMixin] = _scheduler_class(name) if name else type(own)
     known = [p for p in inspect.signature(kind.__init__).parameters if p != "self"]
     for key in options:
         if key not in known:
@@ -225,7 +255,7 @@ def open_scheduler(name: str, options: dict[str, Any], own: Any) -> Any:
     return kind.from_config(own.config, **options)
 
 
-def config_of(part: ConfigMixin) -> dict[str, Any]:
-    """The configuration of a part of diffusers as plain JSON values, without private entries."""
+def config_of(part: ConfigMixin) -> Tree:
+    """The configuration of a diffusers object as plain JSON values, without private entries."""
     found = {k: v for k, v in dict(part.config).items() if not k.startswith("_")}
     return json.loads(json.dumps(found, default=str))

@@ -1,58 +1,59 @@
-"""What a denoiser is trained on: DDPM with learned variance, and flow matching.
+"""Training objectives of denoisers: DDPM with learned variance, and flow matching.
 
-x0 is clean data [B, C, H, W] or [B, C, T, H, W], noise of the same shape; t [B] is the time of each sample: a step
-number for DDPM, a number in (0, 1) for flow matching. Signs and time steps are those of diffusers' schedulers, which
-sample from the trained models.
+x0 is clean data [B, C, H, W] or [B, C, T, H, W], noise has the same shape; t [B] is the time of each sample: a step
+number for DDPM, a number in (0, 1) for flow matching. Signs and timesteps follow diffusers' schedulers, so that these
+can sample from the trained models.
 """
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, SchedulerMixin
 from torch import Tensor
 
 from zoo.diffusion.settings import ObjectiveSettings
 
-STEPS = 1000  # of DDPM; flow matching multiplies its times with it
+STEPS = 1000  # number of DDPM steps, and factor between times and timesteps of flow matching
 
 
 class Losses(NamedTuple):
-    """Per sample [B]: what is trained on, and the mean squared error alone."""
+    """Losses per sample [B]: the training loss, and the mean squared error alone."""
 
     loss: Tensor
     mse: Tensor
 
 
 class Objective(Protocol):
-    """A way to noise data and to judge what the model says about it."""
+    """A diffusion training objective."""
 
-    outputs: int  # channels of the output for each channel of the input
+    outputs: int  # output channels per input channel
 
     def draw(self, n: int, device: torch.device) -> Tensor:
         """n random times, from torch's generator."""
 
     def spread(self, where: Tensor) -> Tensor:
-        """The times at fractions in [0, 1) of the range, for validation."""
+        """The times at the fractions `where` in [0, 1) of the range, for validation."""
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """The model's input x_t."""
 
     def timestep(self, t: Tensor) -> Tensor:
-        """What the model is told of t."""
+        """The timestep as passed to the model."""
 
     def losses(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> Losses:
-        """The losses of an output [B, outputs C, ...]."""
+        """The losses of the model output [B, outputs C, ...]."""
 
-    def scheduler(self) -> Any:
-        """The scheduler of diffusers that samples."""
+    def scheduler(self) -> SchedulerMixin:
+        """The scheduler of diffusers that samples from the trained model."""
 
 
-Times = tuple[float, float]  # from, to; 0 is data, 1 noise
+Times = tuple[float, float]  # range of times; 0 is data, 1 is noise
 ALL: Times = (0.0, 1.0)
 
 
 def create_objective(settings: ObjectiveSettings, times: Times = ALL) -> Objective:
-    """The objective of these settings, on a part of the times. Raises ValueError for a part of those of DDPM."""
+    """The objective of these settings on a range of times. Raises ValueError for DDPM on less than the full range."""
     if settings.kind == "ddpm" and times != ALL:
         raise ValueError(f"the model denoises the times {times} of flow matching: set objective.kind=flow")
     if settings.kind == "ddpm":
@@ -63,9 +64,9 @@ def create_objective(settings: ObjectiveSettings, times: Times = ALL) -> Objecti
 class DDPM:
     """Noise prediction with learned variance, as in DiT (arXiv 2212.09748): 1000 steps, linear betas.
 
-    The output holds the noise and, per element, where the log variance lies between that of the posterior and beta
-    (Nichol and Dhariwal, arXiv 2102.09672, eq. 15). The loss is the error of the noise plus the variational bound of
-    step t in bits per element, whose gradient reaches the variance only (eq. 16 with weight 1, as DiT trains).
+    The output holds the noise and, per element, the position of the log variance between that of the posterior and beta
+    (Nichol and Dhariwal, arXiv 2102.09672, eq. 15). The loss is the MSE of the noise plus the variational bound of
+    step t in bits per element, whose gradient reaches only the variance (eq. 16 with weight 1, as in DiT).
     """
 
     outputs = 2
@@ -105,8 +106,8 @@ class DDPM:
         return Losses(mse + self.bound(predicted.detach(), where, x0, noise, t), mse)
 
     def bound(self, predicted: Tensor, where: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """The term of step t of the variational bound [B], bits per element: KL of the posterior against the model, or
-        at t = 0 the likelihood of x0 among 256 levels in [-1, 1]."""
+        """Term t of the variational bound [B] in bits per element: KL divergence from the model to the posterior, or at
+        t = 0 the negative log-likelihood of x0 among 256 levels in [-1, 1]."""
         xt = self.noised(x0, noise, t)
         low, high = self._at("low", t, x0), self._at("high", t, x0)
         log_variance = low + (where + 1) / 2 * (high - low)
@@ -118,20 +119,18 @@ class DDPM:
         nats = torch.where(each(t == 0, x0), -log_likelihood(x0, mean, 0.5 * log_variance), kl)
         return nats.flatten(1).mean(1) / math.log(2)
 
-    def scheduler(self) -> Any:
-        from diffusers import DDIMScheduler
-
+    def scheduler(self) -> SchedulerMixin:
         # from the last step, pure noise, down to the data itself
         return DDIMScheduler(STEPS, 1e-4, 0.02, "linear", clip_sample=False, timestep_spacing="trailing")
 
 
 def each(values: Tensor, x: Tensor) -> Tensor:
-    """One value a sample [B] so that it multiplies x [B, ...]."""
+    """Values [B], one per sample, reshaped to broadcast over x [B, ...]."""
     return values.view(-1, *[1] * (x.ndim - 1))
 
 
 def log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
-    """ln of the Gaussian's mass in the bin of x among 256 levels in [-1, 1]; the outer bins are open."""
+    """Log of a Gaussian's probability mass in the bin of x among 256 levels in [-1, 1]; the outer bins are open."""
     scale = (-log_deviation).exp()
     upper = torch.special.ndtr((x - mean + 1 / 255) * scale)
     lower = torch.special.ndtr((x - mean - 1 / 255) * scale)
@@ -141,12 +140,12 @@ def log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
 
 
 class FlowMatching:
-    """Straight paths x_t = (1 - t) x0 + t noise, the model predicts noise - x0 (Lipman et al., arXiv 2210.02747).
+    """Flow matching: x_t = (1 - t) x0 + t noise, and the model predicts noise - x0 (Lipman et al., arXiv 2210.02747).
 
     t is logit-normal (Esser et al., arXiv 2403.03206, section 3.1), then shifted for resolution (eq. 23 there):
     t' = s t / (1 + (s - 1) t).
 
-    times: the only shifted times that are drawn, with the densities which they have among all.
+    times: range to which the shifted times are truncated.
     """
 
     outputs = 1
@@ -162,7 +161,7 @@ class FlowMatching:
         return self._shifted((z * self.deviation + self.mean).sigmoid())
 
     def _truncated(self, z: Tensor) -> Tensor:
-        """Normal numbers between those of the first and the last time, by the quantiles of normal ones."""
+        """Map standard normal numbers to normal numbers truncated to the range of times, by their quantiles."""
         ends = torch.tensor([self.low, self.high], dtype=torch.float64, device=z.device).logit()
         low, high = torch.special.ndtr((ends - self.mean) / self.deviation)
         return torch.special.ndtri(low + (high - low) * torch.special.ndtr(z.double())).to(z.dtype)
@@ -183,7 +182,5 @@ class FlowMatching:
         mse = (output.float() - (noise - x0)).square().flatten(1).mean(1)
         return Losses(mse, mse)
 
-    def scheduler(self) -> Any:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
+    def scheduler(self) -> SchedulerMixin:
         return FlowMatchEulerDiscreteScheduler(STEPS, shift=self.shift)

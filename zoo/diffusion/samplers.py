@@ -1,21 +1,23 @@
-"""Images from diffusion models, numbered: image i depends on the seed base + i alone, whatever is sampled beside it."""
+"""Samplers of images. Image i depends only on seed + i, not on the batch it is sampled in."""
 
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
+from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
+from zoo.config import Tree
 from zoo.diffusion.loading import config_of
 from zoo.io import weights_hash
 from zoo.models.diffusers.families import family_of
 
-UNWANTED = (  # in pipelines: another size than was asked for; prompts changed by packages that may be there or not
+DISABLED = (  # arguments of pipelines: other sizes than requested; prompts changed by optional packages
     "use_resolution_binning",
     "clean_caption",
 )
@@ -23,49 +25,48 @@ LEARNED = ("learned", "learned_range")
 
 
 class Sampler(Protocol):
-    """Makes the images, or videos, of any list of numbers. fps: frames a second of videos, 0 for images.  column: what
-    `labels` returns, "label" or "text"."""
+    """Generates the images or videos of any list of numbers.
+
+    fps: frame rate of videos, 0 for images.  column: kind of `labels`, "label" or "text".
+    """
 
     fps: float
     column: str
 
     def __call__(self, numbers: Sequence[int]) -> Tensor:
-        """uint8 [B, 3, H, W], videos [B, 3, T, H, W], on the CPU."""
-        ...
+        """uint8 images [B, 3, H, W] or videos [B, 3, T, H, W], on the CPU."""
 
     def labels(self, numbers: Sequence[int]) -> list[int] | list[str]:
         """The classes of these images, or their prompts."""
-        ...
 
-    def about(self) -> dict[str, Any]:
-        """What the images depend on, for the card."""
-        ...
+    def about(self) -> Tree:
+        """Everything that the images depend on, for the metadata file."""
 
 
 def batches(sampler: Sampler, count: int, size: int, rank: int = 0, world: int = 1) -> Iterator[Tensor]:
-    """The live images 0 ... count - 1, in batches of `size`: the share of one process, as `score` wants it."""
+    """Generate the images 0 ... count - 1 in batches of `size`: the share of process `rank` of `world`, for `score`."""
     for start in list(range(0, count, size))[rank::world]:
         yield sampler(range(start, min(start + size, count)))
 
 
 class ClassSampler:
-    """Samples a class-conditional transformer (DiT), in pixels or in the latents of a VAE, with guidance as in DiT.
+    """Samples from a class-conditional transformer (DiT), in pixels or in the latents of a VAE, with DiT's guidance.
 
     transformer: of diffusers, converted or not: x [B, C, H, W], timestep [B], class_labels [B] -> [B, C or 2 C, H, W].
-    scheduler: of diffusers.  steps: of the scheduler.  guidance: s in u + s (c - u), 1 for none.  guidance_channels:
-    only these first channels are guided (DiT's own scripts: 3 of 4); None for all.  labels: random, balanced, or a list
-    that is repeated.  size: pixels; None takes that of the model.
+    steps: sampling steps.  guidance: s in u + s (c - u), 1 for none.  guidance_channels: number of channels that are
+    guided (3 of 4 in DiT's own scripts); None for all.  labels: random, balanced, or a list that is repeated.
+    size: pixels; None for the size of the model.
 
-    Raises ValueError for a resolution that the patches do not divide and for labels that the model does not have.
+    Raises ValueError for a resolution not divisible by the patch size and for labels that the model does not have.
     """
 
     fps, column = 0.0, "label"
 
     def __init__(
         self,
-        transformer: Any,
-        scheduler: Any,
-        vae: Any = None,
+        transformer: ModelMixin,
+        scheduler: SchedulerMixin,
+        vae: ModelMixin | None = None,
         *,
         steps: int = 50,
         guidance: float = 1.0,
@@ -115,7 +116,8 @@ class ClassSampler:
             return to_uint8(self._decode(x))
 
     def _predict(self, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
-        """Noise, velocity or what else the scheduler wants, [B, C, H, W]; [B, 2 C, H, W] with a learned variance."""
+        """The model output that the scheduler expects (noise, velocity, ...), [B, C, H, W], or with a learned variance
+        [B, 2 C, H, W]."""
         x = x.to(self.transformer.dtype)
         if self.guidance != 1:
             x, labels = torch.cat([x, x]), torch.cat([labels, torch.full_like(labels, self.classes)])
@@ -129,19 +131,19 @@ class ClassSampler:
         return {"class_labels": labels}
 
     def _decode(self, x: Tensor) -> Tensor:
-        """Pixels in -1 to 1."""
+        """Latents (or pixels) to pixels in [-1, 1]."""
         if self.vae is None:
             return x
         latents = x / self.vae.config.scaling_factor + (self.vae.config.get("shift_factor") or 0.0)
         return self.vae.decode(latents.to(self.vae.dtype)).sample
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Tree:
         return self.described() | {"size": self.size}
 
-    def described(self) -> dict[str, Any]:
-        """What the images depend on, but the size."""
+    def described(self) -> Tree:
+        """Everything that the images depend on except the size."""
         return {
-            **describe(self.transformer, self.scheduler),
+            **describe_denoiser(self.transformer, self.scheduler),
             "vae_sha256": None if self.vae is None else weights_hash(self.vae),
             "steps": self.steps,
             "guidance": self.guidance,
@@ -152,24 +154,25 @@ class ClassSampler:
 
 
 def guide(given: Tensor, free: Tensor, guidance: float, channels: int) -> Tensor:
-    """Classifier-free guidance u + s (c - u) of the first `channels` of [B, C, H, W]; the others are those of `given`.
+    """Classifier-free guidance u + s (c - u) on the first `channels` of [B, C, H, W]; the others are copied from
+    `given`.
 
-    given: c, with the condition.  free: u, without.
+    given: c, the conditional output.  free: u, the unconditional one.
     """
     c, u = given[:, :channels], free[:, :channels]
     return torch.cat([u + guidance * (c - u), given[:, channels:]], dim=1)
 
 
 def denoise(
-    scheduler: Any,
+    scheduler: SchedulerMixin,
     x: Tensor,
     steps: int,
     predict: Callable[[Tensor, Tensor], Tensor],
     generators: list[torch.Generator] | None = None,
 ) -> Tensor:
-    """From noise x [B, C, ...] to a sample: `steps` steps of a scheduler of diffusers.
+    """Denoise x [B, C, ...] in `steps` steps of a scheduler of diffusers.
 
-    predict: (input, time, a scalar) -> what the scheduler wants.  generators: one a sample, for schedulers that draw.
+    predict: (input, scalar timestep) -> model output.  generators: one per sample, for stochastic schedulers.
     """
     scheduler.set_timesteps(steps, device=x.device)
     x = x * getattr(scheduler, "init_noise_sigma", 1.0)  # flow matching has none, and no scaled input
@@ -182,16 +185,17 @@ def denoise(
 
 
 class TextSampler:
-    """Samples a text-to-image pipeline of diffusers, with a converted transformer or not. Prompt i % n makes image i.
+    """Samples from a text-to-image pipeline of diffusers, converted or not. Image i is made from prompt i % n.
 
-    Raises ValueError for no prompts, text longer than every text encoder reads, or a resolution that does not fit.
+    Raises ValueError without prompts, for text longer than every text encoder reads, and for a resolution that the
+    model cannot generate.
     """
 
     fps, column = 0.0, "text"
 
     def __init__(
         self,
-        pipeline: Any,
+        pipeline: DiffusionPipeline,
         prompts: list[str],
         *,
         steps: int = 50,
@@ -201,11 +205,11 @@ class TextSampler:
     ) -> None:
         self.parameters = parameters = inspect.signature(pipeline.__call__).parameters
         if not prompts:
-            raise ValueError(f"{type(pipeline).__name__} needs prompts: sample.prompts=FILE with one a line")
+            raise ValueError(f"{type(pipeline).__name__} needs prompts: sample.prompts=FILE with one prompt per line")
         self.pipeline, self.prompts, self.steps, self.seed, self.size = pipeline, prompts, steps, seed, size
         self.denoiser = denoiser_of(pipeline)
         self.guidance = parameters["guidance_scale"].default if guidance is None else guidance
-        self.fixed = {name: False for name in UNWANTED if name in parameters}
+        self.fixed = {name: False for name in DISABLED if name in parameters}
         if size is not None:
             family = family_of(self.denoiser)
             packed = family.latent_patch if family else 1
@@ -233,9 +237,9 @@ class TextSampler:
             ).images
         return to_uint8(torch.from_numpy(np.asarray(found)).permute(0, 3, 1, 2) * 2 - 1)
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Tree:
         return {
-            **describe(self.denoiser, self.pipeline.scheduler),
+            **describe_denoiser(self.denoiser, self.pipeline.scheduler),
             "pipeline": type(self.pipeline).__name__,
             "steps": self.steps,
             "guidance": self.guidance,
@@ -246,18 +250,18 @@ class TextSampler:
         }
 
 
-def denoiser_of(pipeline: Any) -> Any:
+def denoiser_of(pipeline: DiffusionPipeline) -> ModelMixin:
     """The transformer or U-Net of a pipeline of diffusers."""
     return getattr(pipeline, "transformer", None) or pipeline.unet
 
 
 def seeded(seed: int, numbers: Sequence[int]) -> list[torch.Generator]:
-    """One generator an image, on the CPU, so that no device and no batch changes what it gives."""
+    """One CPU generator per image, so that noise depends on neither device nor batch."""
     return [torch.Generator().manual_seed(seed + int(i)) for i in numbers]
 
 
 def to_uint8(x: Tensor) -> Tensor:
-    """[B, 3, ...] uint8 on the CPU of pixels in -1 to 1 [B, 1 or 3, ...], rounded as in ADM.
+    """Pixels in [-1, 1], [B, 1 or 3, ...], to uint8 [B, 3, ...] on the CPU, rounded as in ADM.
 
     Raises ValueError for pixels that are infinite or not a number.
     """
@@ -268,15 +272,15 @@ def to_uint8(x: Tensor) -> Tensor:
 
 
 def check_resolution(size: int, patch: int, factor: int = 1) -> None:
-    """Raise ValueError unless images of `size` pixels are whole patches, of latents `factor` times smaller."""
+    """Raise ValueError unless `size` pixels, or latents `factor` times smaller, are divisible by the patch size."""
     unit = patch * factor
     if size < unit or size % unit:
         why = f"the patch {patch}" + (f" of latents {factor} times smaller" if factor > 1 else "")
         raise ValueError(f"sample.size must be a positive multiple of {unit} ({why}), got {size}")
 
 
-def check_prompts(pipeline: Any, prompts: list[str], longest: int | None) -> None:
-    """Raise ValueError for the first text that no text encoder of the pipeline reads to its end."""
+def check_prompts(pipeline: DiffusionPipeline, prompts: list[str], longest: int | None) -> None:
+    """Raise ValueError for the first prompt that is too long for every text encoder of the pipeline."""
     tokenizers = {n: t for n, t in pipeline.components.items() if n.startswith("tokenizer") and t is not None}
     limits = {
         name: t.model_max_length if longest is None or "CLIP" in type(t).__name__ else min(longest, t.model_max_length)
@@ -289,8 +293,8 @@ def check_prompts(pipeline: Any, prompts: list[str], longest: int | None) -> Non
             raise ValueError(f"line {line} of the prompts has {length} tokens, the model reads at most {limit}")
 
 
-def describe(transformer: Any, scheduler: Any) -> dict[str, Any]:
-    """Class, configuration and hash of the weights of a transformer, and the scheduler."""
+def describe_denoiser(transformer: ModelMixin, scheduler: SchedulerMixin) -> Tree:
+    """Class, configuration and hash of the weights of a transformer, and of its scheduler."""
     return {
         "model": type(transformer).__name__,
         "config": config_of(transformer),
@@ -302,7 +306,7 @@ def describe(transformer: Any, scheduler: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def _evaluating(model: ModelMixin) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
@@ -313,11 +317,11 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 @contextmanager
 def only_own_noise(name: str, device: torch.device) -> Iterator[None]:
-    """Raise ValueError when noise is drawn inside from a generator that all images share."""
+    """Context that raises ValueError when noise is drawn from the global random generator."""
     states = [torch.get_rng_state]
     if device.type == "cuda":
         states.append(lambda: torch.cuda.get_rng_state(device))
     before = [state() for state in states]
     yield
     if not all(torch.equal(old, state()) for old, state in zip(before, states, strict=True)):
-        raise ValueError(f"{name} draws noise that is not seeded an image, so that results would depend on the batch")
+        raise ValueError(f"{name} uses the global random generator; results would depend on the batch size")

@@ -1,7 +1,8 @@
-"""The scheduler that is saved with a trained model: the one that its user would sample it with."""
+"""The scheduler that is saved with a trained model."""
 
 from pathlib import Path
-from typing import Any
+
+from diffusers import SchedulerMixin
 
 from zoo.diffusion.loading import stored_scheduler
 from zoo.diffusion.objectives import STEPS, Objective
@@ -10,10 +11,10 @@ from zoo.diffusion.settings import ObjectiveSettings
 LINEAR = {"num_train_timesteps": STEPS, "beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}
 
 
-def scheduler_to_save(checkpoint: str, objective: Objective, settings: ObjectiveSettings) -> Any:
-    """The scheduler of the checkpoint's pipeline if it samples what the objective trains, else that of the objective.
+def scheduler_to_save(checkpoint: str, objective: Objective, settings: ObjectiveSettings) -> SchedulerMixin:
+    """The scheduler of the checkpoint's pipeline if it fits the objective, else the scheduler of the objective.
 
-    So the solver, spacing and shift that a published model is sampled with outlive its fine-tuning.
+    Fine-tuning a published model so keeps its solver, timestep spacing and shift.
     """
     path = Path(checkpoint)
     for where in (checkpoint, str(path.parent)) if path.is_dir() else (checkpoint,):
@@ -23,8 +24,8 @@ def scheduler_to_save(checkpoint: str, objective: Objective, settings: Objective
     return objective.scheduler()
 
 
-def same_process(scheduler: Any, kind: str) -> bool:
-    """Whether a scheduler samples models of an objective: flow matching, or noise of DDPM with DiT's betas."""
+def same_process(scheduler: SchedulerMixin, kind: str) -> bool:
+    """Whether a scheduler samples models of this objective: flow matching, or DDPM noise with DiT's betas."""
     config = dict(scheduler.config)
     flow = type(scheduler).__name__.startswith("FlowMatch") or config.get("prediction_type") == "flow_prediction"
     if kind == "flow" or flow:

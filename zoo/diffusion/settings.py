@@ -1,4 +1,4 @@
-"""The keys of a training objective."""
+"""Settings of the training objective."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from zoo.ranges import check_ranges
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """What the model learns.
+    """Training objective.
 
-    kind: flow (flow matching) or ddpm (noise and learned variance with the variational bound, as DiT)
+    kind: flow (flow matching) or ddpm (noise and learned variance with the variational bound, as in DiT)
     t_mean: mean of the logit-normal times of flow matching
-    t_std: their standard deviation
-    shift: factor that moves the times of flow matching towards noise, for large images (3 for SD3 and Sana); beyond
-      1000, the number of its steps, all times would be the last
+    t_std: standard deviation of the logit-normal times of flow matching
+    shift: timestep shift of flow matching towards noise, for large images (3 for SD3 and Sana); beyond 1000, the number
+      of steps, all times would be the last one
     """
 
     kind: str = "flow"

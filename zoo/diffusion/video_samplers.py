@@ -1,14 +1,15 @@
-"""Samplers of videos: classes, text, or text and a first frame."""
+"""Samplers of videos, conditioned on a class, on text, or on text and a first frame."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from PIL import Image
 from torch import Tensor
 
+from zoo.config import Tree
 from zoo.data.decoding import IMAGE_FILES, Unreadable, decode
 from zoo.data.latents.encoders import decode_latents, load_vae, video_factors
 from zoo.data.video.clips import cover
@@ -17,7 +18,7 @@ from zoo.diffusion.samplers import (
     ClassSampler,
     TextSampler,
     check_resolution,
-    describe,
+    describe_denoiser,
     only_own_noise,
     seeded,
     to_uint8,
@@ -27,19 +28,19 @@ from zoo.models.diffusers.models import patch_of
 
 
 class ClassVideoSampler(ClassSampler):
-    """Samples a bare video transformer that reads classes as tokens, in pixels or in the latents of a VAE.
+    """Samples from a bare video transformer with class tokens, in pixels or in the latents of a VAE.
 
-    about: what its run noted of its data (input.json): space, image_size [frames, height, width], fps, vae, scaling and
-    shift. Other arguments as in `ClassSampler`; size, width and frames (pixels) change image_size.
+    about: metadata of its training data (input.json): space, image_size [frames, height, width], fps, vae, scaling and
+    shift. Other arguments as in `ClassSampler`; frames, size (height) and width replace those of image_size.
 
-    Raises ValueError for a size that the patches do not divide and labels that the model does not have.
+    Raises ValueError for a size not divisible by the patch size and for labels that the model does not have.
     """
 
     def __init__(
         self,
-        transformer: Any,
-        scheduler: Any,
-        about: dict[str, Any],
+        transformer: ModelMixin,
+        scheduler: SchedulerMixin,
+        about: Tree,
         *,
         size: int | None = None,
         width: int | None = None,
@@ -74,29 +75,31 @@ class ClassVideoSampler(ClassSampler):
             return x
         return decode_latents(self.vae, x, self.data["scaling"], self.data["shift"])
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Tree:
         return self.described() | {"size": list(self.pixels), "fps": self.fps}
 
 
 class VideoSampler(TextSampler):
-    """Samples a text-to-video or image-to-video pipeline of diffusers. Prompt and image i % n make video i.
+    """Samples from a text-to-video or image-to-video pipeline of diffusers. Video i uses prompt i % n and image i % n.
 
-    images: folder of first frames, for image to video; empty for others.  size, width, frames: pixels; None takes those
-    of the pipeline. Raises ValueError as `TextSampler`, and for images that are missing or not wanted.
+    images: folder of first frames, for image-to-video only.  frames, size (height), width: None for the defaults of the
+    pipeline. Raises ValueError as `TextSampler`, and for first frames that are missing or not used by the pipeline.
     """
 
     def __init__(
         self,
-        pipeline: Any,
+        pipeline: DiffusionPipeline,
         prompts: list[str],
         *,
         images: str | None = None,
         size: int | None = None,
         width: int | None = None,
         frames: int | None = None,
-        **shared: Any,
+        steps: int = 50,
+        guidance: float | None = None,
+        seed: int = 0,
     ) -> None:
-        super().__init__(pipeline, prompts, **shared)
+        super().__init__(pipeline, prompts, steps=steps, guidance=guidance, seed=seed)
         given = {"num_frames": frames, "height": size, "width": width if width or not size else size}
         self.pixels = tuple(n or self.parameters[name].default for name, n in given.items())
         family, rate = known_family(pipeline.transformer), self.parameters.get("frame_rate")
@@ -111,11 +114,11 @@ class VideoSampler(TextSampler):
 
     @torch.no_grad()
     def __call__(self, numbers: Sequence[int]) -> Tensor:
-        return torch.cat([self._one(number) for number in numbers])  # one by one: they are large
+        return torch.cat([self._one(number) for number in numbers])  # one by one, since videos are large
 
     def _one(self, number: int) -> Tensor:
         pipe, (frames, height, width) = self.pipeline, self.pixels
-        extra: dict[str, Any] = dict(self.fixed)
+        extra: dict[str, object] = dict(self.fixed)
         if self.images:
             picture = _pixels(self.images[number % len(self.images)])
             first = cover(picture[None], height, width)[:, 0].permute(1, 2, 0).numpy()
@@ -134,16 +137,17 @@ class VideoSampler(TextSampler):
             ).frames
         return to_uint8(torch.from_numpy(np.asarray(found)).permute(0, 4, 1, 2, 3) * 2 - 1)
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Tree:
         more = {"size": list(self.pixels), "fps": self.fps, "first_frames": len(self.images)}
         second = getattr(self.pipeline, "transformer_2", None)
         if second is not None:
-            more["second"] = describe(second, self.pipeline.scheduler)
+            more["second"] = describe_denoiser(second, self.pipeline.scheduler)
         return super().about() | more
 
 
 def check_video(pixels: Sequence[int], patch: Sequence[int], time: int, space: int) -> None:
-    """Raise ValueError unless clips (T, H, W) are whole patches of latents with these steps in time and space."""
+    """Raise ValueError unless a clip (T, H, W) is divisible into patches of latents with these factors in time and
+    space."""
     frames, *sides = pixels
     if frames < 1 or (frames - 1) % time or ((frames - 1) // time + 1) % patch[0]:
         rule = f"{time} n + 1" if time > 1 else f"a positive multiple of {patch[0]}"

@@ -1,4 +1,4 @@
-"""Top-1 and top-5 accuracy with the prediction of every image."""
+"""Top-1 and top-5 accuracy, with the predictions for all images."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,8 +16,11 @@ TOP = 5
 
 @dataclass(frozen=True)
 class Predictions:
-    """The five most likely classes of every image that could be read: top [N, 5] (fewer for fewer classes), labels [N],
-    index [N] (the number of the image), loss [N] (cross-entropy in nats); unreadable: how many images were left out."""
+    """Predictions for all readable images.
+
+    top [N, 5]: most likely classes (fewer columns for fewer classes).  labels [N].  index [N]: numbers of the images.
+    loss [N]: cross-entropy in nats.  unreadable: number of images left out.
+    """
 
     top: np.ndarray
     labels: np.ndarray
@@ -30,18 +33,18 @@ class Predictions:
         return (self.top[:, :k] == self.labels[:, None]).any(1)
 
     def sums(self) -> Tensor:
-        """[5] float64: images, correct in 1, correct in 5, loss, unreadable; added up over processes by the caller."""
+        """[5] float64: images, correct in 1, correct in 5, loss, unreadable. The caller sums them over processes."""
         found = [len(self.labels), self.correct(1).sum(), self.correct(TOP).sum(), self.loss.sum(), self.unreadable]
         return torch.tensor([float(x) for x in found], dtype=torch.float64)
 
     @staticmethod
     def from_sums(sums: Tensor) -> dict[str, float]:
-        """top1 and top5 in percent, the mean loss in nats, the numbers of images and of unreadable ones."""
+        """top1 and top5 in percent, mean loss in nats, numbers of images and of unreadable images."""
         n, one, five, loss, unreadable = sums.tolist()
         return {"top1": 100 * one / n, "top5": 100 * five / n, "loss": loss / n, "images": n, "unreadable": unreadable}
 
     def summary(self) -> dict[str, float]:
-        """The numbers of `from_sums` for these predictions alone."""
+        """The values of `from_sums` for these predictions."""
         return self.from_sums(self.sums())
 
 
@@ -49,8 +52,7 @@ Autocast = Callable[[], AbstractContextManager]
 
 
 def predict(model: nn.Module, batches: Iterable[Batch], autocast: Autocast = nullcontext) -> Predictions:
-    """Run `model`, in evaluation mode and restored afterwards, over labelled batches. Raises ValueError if there are
-    none."""
+    """Run `model` in evaluation mode (restored afterwards) on labelled batches. Raises ValueError without batches."""
     return predict_all({"": model}, batches, autocast)[""]
 
 
@@ -58,8 +60,7 @@ def predict(model: nn.Module, batches: Iterable[Batch], autocast: Autocast = nul
 def predict_all(
     models: dict[str, nn.Module], batches: Iterable[Batch], autocast: Autocast = nullcontext
 ) -> dict[str, Predictions]:
-    """`predict` of several models by name, which see the same batches, read once. An image that comes again does not
-    count again."""
+    """`predict` for several models by name on the same batches, read once. Repeated images count once."""
     training = {name: model.training for name, model in models.items()}
     parts: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in models}
     for model in models.values():

@@ -1,10 +1,9 @@
-"""Evaluate several models side by side on the same images, each with its own transform."""
+"""Evaluation of several models on the same images, each with its own transform."""
 
 import os
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
@@ -16,17 +15,17 @@ from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.eval.accuracy import Predictions, predict
 from zoo.eval.imagenet_labels import image_number, load_real_labels, numeric_classes, real_accuracy
 from zoo.eval.paired import paired_difference
-from zoo.eval.results import csv_row
+from zoo.eval.results import ResultRow, csv_row
 from zoo.eval.settings import EvalSettings
 from zoo.models.timm.model_files import Recipe, build_host, load_model, timm_classes
 from zoo.precision import autocast
 
-LOCAL = "local-dir:"  # before a folder, in names of timm
+LOCAL = "local-dir:"  # timm's prefix of folders
 
 
 @dataclass
 class Candidate:
-    """A model to evaluate: how it was named, the network, its input, and the names of its classes if it knows them."""
+    """A model to evaluate: name as given, network, input, number of classes, and class names if it stores them."""
 
     name: str
     model: nn.Module
@@ -36,8 +35,8 @@ class Candidate:
 
 
 def open_candidate(name: str, data: DataSettings) -> Candidate:
-    """A run folder, a .safetensors file, a folder that timm's `save_for_hf` wrote (also as local-dir:FOLDER), or a timm
-    name with timm's weights. Raises ValueError for anything else."""
+    """Open a run folder, a .safetensors file, a folder of timm's `save_for_hf` (also as local-dir:FOLDER), or a timm
+    model with timm's weights. Raises ValueError for anything else."""
     if timm.is_model(name.split(".")[0]) and not Path(name).exists():
         recipe = Recipe(name, num_classes=timm_classes(name))
         model = build_host(recipe, pretrained=True)
@@ -47,9 +46,9 @@ def open_candidate(name: str, data: DataSettings) -> Candidate:
 
 
 def open_validation(data: DataSettings, classes: list[str]) -> Source:
-    """The validation images. Sub-folders of a folder are matched by name with the `classes` of the models, if known.
+    """Open the validation images. Sub-folders are matched by name with the `classes` of the models, if known.
 
-    Otherwise a folder whose sub-folders are numbers (ImageNet-V2) has those as its classes. Raises ValueError for a
+    Otherwise sub-folders named by numbers (ImageNet-V2) are classes of these numbers. Raises ValueError for a
     sub-folder that is none of the classes.
     """
     if data.cache or data.holdout:
@@ -67,7 +66,7 @@ def open_validation(data: DataSettings, classes: list[str]) -> Source:
 
 
 def open_candidates(settings: EvalSettings) -> tuple[list[Candidate], Source]:
-    """Every model and the images, before any work is done. Raises ValueError for what does not fit together."""
+    """Open all models and the images. Raises ValueError for models that do not fit the images or each other."""
     candidates = [open_candidate(name, settings.data) for name in settings.eval.models]
     known = [candidate.classes for candidate in candidates if candidate.classes]
     if any(classes != known[0] for classes in known):
@@ -80,30 +79,30 @@ def open_candidates(settings: EvalSettings) -> tuple[list[Candidate], Source]:
     return candidates, source
 
 
-def compare(settings: EvalSettings) -> tuple[list[dict[str, Any]], dict[str, Predictions], list[str]]:
-    """(rows for a CSV, predictions by model, image names). The first model is what the others are compared with.
+def compare(settings: EvalSettings) -> tuple[list[ResultRow], dict[str, Predictions], list[str]]:
+    """(rows for a CSV, predictions by model, image names). The other models are compared with the first one.
 
-    Raises ValueError for a model whose number of classes is not that of the data, and for unreadable images over 1 %.
+    Raises ValueError for a model with another number of classes than the data, and for over 1 % unreadable images.
     """
     if not settings.eval.models:
-        raise ValueError("say what to evaluate: eval.models=[RUN_FOLDER_OR_TIMM_NAME, ...]")
+        raise ValueError("missing required option eval.models=[RUN_FOLDER_OR_TIMM_NAME, ...]")
     candidates, source = open_candidates(settings)
     labels = _real_labels(settings.eval.real_labels)
     if labels:
-        image_number(source.name(0), len(labels))  # before any work is done
-    rows: list[dict[str, Any]] = []
+        image_number(source.name(0), len(labels))  # raises for other images before any model is run
+    rows: list[ResultRow] = []
     found: dict[str, Predictions] = {}
     for candidate in candidates:
         name = candidate.name
-        found[name] = run(candidate, source, settings)
+        found[name] = evaluate_candidate(candidate, source, settings)
         row = csv_row(name, candidate.model, candidate.spec, found[name])
         rows.append(row | _extra(found, name, source, labels))
     names = [source.name(int(i)) for i in found[settings.eval.models[0]].index]
     return rows, found, names
 
 
-def run(candidate: Candidate, source: Source, settings: EvalSettings) -> Predictions:
-    """The predictions of one model on every readable image."""
+def evaluate_candidate(candidate: Candidate, source: Source, settings: EvalSettings) -> Predictions:
+    """The predictions of one model for all readable images."""
     options = settings.eval
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = CachedImages if settings.data.cache else LoadedImages
@@ -116,13 +115,13 @@ def run(candidate: Candidate, source: Source, settings: EvalSettings) -> Predict
 
 
 def _real_labels(which: str) -> list[list[int]]:
-    """The reassessed labels that `eval.real_labels` names, none for an empty word."""
+    """The reassessed labels of `eval.real_labels`; empty if it is empty."""
     return load_real_labels(None if which == "timm" else which) if which else []
 
 
-def _extra(found: dict[str, Predictions], name: str, source: Source, labels: list[list[int]]) -> dict[str, Any]:
-    """Columns that timm does not have: ReaL accuracy, and the paired difference to the first model."""
-    extra: dict[str, Any] = {}
+def _extra(found: dict[str, Predictions], name: str, source: Source, labels: list[list[int]]) -> ResultRow:
+    """Additional columns: ReaL accuracy, and the paired difference to the first model."""
+    extra: ResultRow = {}
     mine, first = found[name], next(iter(found.values()))
     if labels:
         names = [source.name(int(i)) for i in mine.index]

@@ -1,4 +1,4 @@
-"""Other labels of ImageNet: the reassessed labels (ReaL) and folders named by class number (ImageNet-V2)."""
+"""ImageNet labels: reassessed labels (ReaL), and folders named by class number (ImageNet-V2)."""
 
 import json
 import os
@@ -12,12 +12,10 @@ REAL_LABELS = "_info/imagenet_real_labels.json"  # inside timm.data
 
 
 def load_real_labels(file: str | None = None) -> list[list[int]]:
-    """The acceptable classes of each of the 50,000 validation images, in the order of their numbers; empty lists are
-    not counted.
+    """The acceptable classes of each of the 50,000 validation images in order; images with empty lists do not count.
 
-    Beyer et al., arXiv 2006.07159. `file` is a JSON list of lists; without it, the one that comes with timm is read.
-    Raises
-    ValueError for a file of another shape.
+    Beyer et al., arXiv 2006.07159. file: a JSON list of lists; by default the file that comes with timm. Raises
+    ValueError for another file.
     """
     if file is None:
         raw = pkgutil.get_data("timm.data", REAL_LABELS)
@@ -28,16 +26,15 @@ def load_real_labels(file: str | None = None) -> list[list[int]]:
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"the ReaL labels {file} cannot be read: {error}") from error
     if not (isinstance(labels, list) and all(isinstance(row, list) for row in labels)):
-        raise ValueError(f"the ReaL labels {file} must be a list with one list of class numbers an image")
+        raise ValueError(f"the ReaL labels {file} must be a list with one list of class numbers per image")
     return labels
 
 
 def real_accuracy(top: np.ndarray, names: list[str], labels: list[list[int]]) -> float:
-    """ReaL top-1 accuracy in percent: the part of the images whose first prediction is among their acceptable classes.
+    """ReaL top-1 accuracy in percent: the share of images whose first prediction is one of their acceptable classes.
 
     top: [N, k] predictions. names: N file names `ILSVRC2012_val_00000001.JPEG`, which give the position in `labels`.
-    Images
-    without acceptable classes are left out. Raises ValueError for a name that is not of the validation set.
+    Images without acceptable classes are left out. Raises ValueError for a name that is not of the validation set.
     """
     hits = []
     for row, name in zip(top, names, strict=True):
@@ -50,7 +47,7 @@ def real_accuracy(top: np.ndarray, names: list[str], labels: list[list[int]]) ->
 
 
 def image_number(name: str, n: int) -> int:
-    """Position in the label list of a validation image, from its file name."""
+    """The position of a validation image in a list of `n` labels, from its file name. Raises ValueError."""
     stem = os.path.basename(name).rsplit(".", 1)[0]
     match = re.fullmatch(r"ILSVRC2012_val_(\d+)(_n\d{8})?", stem)  # some copies append the class
     if not match or not 0 < int(match[1]) <= n:
@@ -61,10 +58,9 @@ def image_number(name: str, n: int) -> int:
 
 
 def numeric_classes(root: str) -> dict[str, int] | None:
-    """{folder: class number} where every sub-folder of `root` is named by its class number, as in ImageNet-V2; else
-    None.
+    """{folder: class number} if every sub-folder of `root` is named by its class number, as in ImageNet-V2; else None.
 
-    Sorted as text they would read 0, 1, 10, 100, ...: the number itself is the class.
+    Sorted as text, the folders would be numbered in the order 0, 1, 10, 100, ...
     """
     folders = [entry.name for entry in os.scandir(root) if entry.is_dir()] if os.path.isdir(root) else []
     return {name: int(name) for name in folders} if folders and all(f.isdecimal() for f in folders) else None

@@ -1,17 +1,17 @@
-"""The difference of two accuracies measured on the same images, with its interval."""
+"""Difference of two accuracies on the same images, with a confidence interval."""
 
 from dataclasses import dataclass
 from math import sqrt
 
 import numpy as np
 
-NORMAL_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
+NORMAL_95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """accuracy(b) - accuracy(a) in percent, with the ends of its 95 % interval; only_a, only_b: images that one alone
-    got right."""
+    """accuracy(b) - accuracy(a) in percent, with its 95 % interval; only_a, only_b: numbers of images that only one of
+    them classified correctly."""
 
     difference: float
     low: float
@@ -25,15 +25,12 @@ class PairedDifference:
 
 
 def paired_difference(a: np.ndarray, b: np.ndarray) -> PairedDifference:
-    """The paired 95 % interval of the difference of two proportions; a, b are bool [N], right or wrong on the same
-    images.
+    """The difference of two accuracies with its paired 95 % interval; a, b: bool [N], correct or not, same images.
 
     The differences b - a take the values -1, 0, 1, so their mean has the standard error
-    sqrt(only_a + only_b - (only_b - only_a)^2 / N) / N (Wald's interval for matched pairs). To stay meaningful when
-    the two
-    agree almost everywhere, half an image is added to both discordant counts (Agresti and Min, 2005). Raises
-    ValueError for
-    arrays of different length.
+    sqrt(only_a + only_b - (only_b - only_a)^2 / N) / N (Wald's interval for matched pairs). Half an image is added to
+    both discordant counts (Agresti and Min, 2005), so that the interval stays valid when a and b are almost equal.
+    Raises ValueError for arrays of different length.
     """
     if a.shape != b.shape or a.ndim != 1 or not len(a):
         raise ValueError(f"paired results need two lists of the same images, got {len(a)} and {len(b)}")

@@ -1,35 +1,20 @@
-"""Result files: timm-style CSV rows and per-image predictions."""
+"""Result files of an evaluation: timm-style CSV rows and per-image predictions."""
 
-import csv
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import nn
 
 from zoo.data.transforms import InputSpec
 from zoo.eval.accuracy import Predictions
-from zoo.files import replacing
+from zoo.io import write_csv
 from zoo.models.checkpoint_tags import sites_of
 
-CSV_COLUMNS = (
-    "model",
-    "img_size",
-    "top1",
-    "top1_err",
-    "top5",
-    "top5_err",
-    "param_count",
-    "crop_pct",
-    "interpolation",
-    "mixer",
-    "images",
-    "unreadable",
-)
+ResultRow = dict[str, str | float | int]
 
 
-def csv_row(name: str, model: nn.Module, spec: InputSpec, found: Predictions) -> dict[str, Any]:
-    """The columns of timm's results files (accuracies in percent, param_count in millions), and the mixer."""
+def csv_row(name: str, model: nn.Module, spec: InputSpec, found: Predictions) -> ResultRow:
+    """A row with the columns of timm's results files (accuracies in percent, parameters in millions), and the mixer."""
     summary = found.summary()
     return {
         "model": name,
@@ -47,24 +32,15 @@ def csv_row(name: str, model: nn.Module, spec: InputSpec, found: Predictions) ->
     }
 
 
-def write_csv(rows: list[dict[str, Any]], file: Path) -> None:
-    """Write rows under the header of `CSV_COLUMNS`; further keys become further columns."""
-    columns = [*CSV_COLUMNS, *(k for k in rows[0] if k not in CSV_COLUMNS)]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as temporary, temporary.open("w", newline="") as opened:
-        writer = csv.DictWriter(opened, columns)
-        writer.writeheader()
-        writer.writerows(rows)
+def write_results(rows: list[ResultRow], file: Path) -> None:
+    """Write rows of `csv_row`, all with the same keys, as CSV."""
+    write_csv(list(rows[0]), [list(row.values()) for row in rows], file)
 
 
 def write_predictions(found: dict[str, Predictions], names: list[str], file: Path) -> None:
-    """One line an image: name, label, and for each model its five classes. Every model has seen the same images."""
+    """Write one line per image: name, label, and the five top classes of each model. All models saw the same images."""
     first = next(iter(found.values()))
-    with replacing(file) as temporary, temporary.open("w", newline="") as opened:
-        writer = csv.writer(opened)
-        writer.writerow(
-            ["image", "label", *(f"{model}_top{k + 1}" for model in found for k in range(first.top.shape[1]))]
-        )
-        tops = np.concatenate([p.top for p in found.values()], axis=1)
-        for name, label, top in zip(names, first.labels, tops, strict=True):
-            writer.writerow([name, label, *top])
+    head = ["image", "label", *(f"{model}_top{k + 1}" for model in found for k in range(first.top.shape[1]))]
+    tops = np.concatenate([p.top for p in found.values()], axis=1)
+    rows = [[name, label, *top] for name, label, top in zip(names, first.labels, tops, strict=True)]
+    write_csv(head, rows, file)

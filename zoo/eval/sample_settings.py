@@ -1,4 +1,4 @@
-"""The keys of a sampling run."""
+"""Settings of a sampling run."""
 
 from dataclasses import dataclass, field
 
@@ -9,35 +9,36 @@ from zoo.ranges import SEED, check_device, check_ranges
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Which model makes which images, and how.
+    """Model and sampling options.
 
-    model: folder (or hub name) of a diffusers pipeline or of a bare transformer, converted or not
-    base: for a bare transformer: the pipeline with its VAE, text encoders, and scheduler if the transformer holds none;
+    model: folder (or hub name) of a diffusers pipeline or of a transformer, converted or not
+    base: for a transformer: pipeline with its VAE and text encoders, and the scheduler if the transformer has none;
       empty for models of pixels
-    model_2: transformer for the times near the data, of a pipeline with two (Wan 2.2 A14B); empty takes that of the
-      pipeline
+    transformer_2: low-noise transformer of a two-expert pipeline (Wan 2.2 A14B); empty for the pipeline's own
     count: number of images
-    batch_size: images at once in a process; no image depends on it
-    seed: image i is made with the seed + i
-    scheduler: class name of diffusers, such as DDPMScheduler; empty takes that of the model
+    batch_size: batch size per process; images do not depend on it
+    seed: image i is generated with seed + i
+    scheduler: class name of diffusers, such as DDPMScheduler; empty for the model's own
     scheduler_options: changes of its configuration, such as {variance_type: learned_range}
-    steps: denoising steps
-    guidance: scale s in u + s (c - u); 1 for none; none takes the default of the pipeline, 1 for classes
-    guidance_channels: only the first channels are guided (DiT's own scripts: 3 of its 4); none for all
+    steps: sampling steps
+    guidance: scale s in u + s (c - u); 1 for none; none for the default of the pipeline, 1 for classes
+    guidance_channels: number of channels that are guided (3 of 4 in DiT's own scripts); none for all
     labels: random, balanced, or a list of classes that is repeated
-    prompts: text file with one prompt a line, for pipelines from text
-    images: folder of first frames, for pipelines from image to video
-    size: pixels, height and width; none takes those of the model
+    prompts: text file with one prompt per line, for text-conditional pipelines
+    images: folder of first frames, for image-to-video pipelines
+    size: height and width in pixels; none for the model's
     width: width of videos; none for squares
-    frames: frames of videos; none takes those of the model
+    frames: frames of videos; none for the model's
     precision: fp32, bf16 or fp16
-    compile: compile the blocks of the transformer; images change by rounding
-    device: torch device; empty takes the accelerator if there is one
+    compile: compile the blocks of the transformer; images change by rounding errors
+    device: torch device; empty for the accelerator if there is one
     """
+
+    former = (("model_2", "transformer_2"),)
 
     model: str = ""
     base: str = ""
-    model_2: str = ""
+    transformer_2: str = ""
     count: int = 50_000
     batch_size: int = 50
     seed: int = 0
@@ -74,7 +75,7 @@ class SampleOptions:
 class SampleSettings:
     """A sampling run. See the section.
 
-    out: SAMPLES.npz (layout of ADM) or a folder for PNG files; of videos a folder for mp4 files
+    out: SAMPLES.npz (ADM's layout) or a folder for PNG files; for videos a folder for mp4 files
     """
 
     sample: SampleOptions = field(default_factory=SampleOptions)

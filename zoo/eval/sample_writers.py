@@ -1,40 +1,38 @@
-"""Where sampled images go: an .npz in the layout of ADM, or a folder of PNG or mp4 files. All can be continued."""
+"""Writers of samples: an .npz in ADM's layout, or a folder of PNG or mp4 files. All can be resumed."""
 
-import csv
 import json
 import os
 import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+from zoo.config import Tree
 from zoo.data.video.files import read_video, write_video
 from zoo.diffusion.preview import ROWS, save_sheet
-from zoo.eval.fid.images import Npz
-from zoo.files import replacing
-from zoo.io import write_json
+from zoo.eval.fid.images import NpzImages
+from zoo.io import write_csv, write_json
 
 SHEET = "contact-sheet.png"
 
 
 class Output:
-    """A set of numbered images that is filled in any order, by any number of processes.
+    """A set of numbered images, written in any order by any number of processes.
 
-    The card beside it, PATH.json, says how the images are made; it is written first and must agree when more are added.
+    The metadata in PATH.json is written first and must agree when more images are added.
     """
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self.card = Path(f"{path.rstrip('/')}.json")
 
-    def check(self, card: dict[str, Any]) -> None:
-        """Raise ValueError when the images that are already there were made in another way than `card` says."""
+    def check(self, card: Tree) -> None:
+        """Raise ValueError if existing images were made in another way than `card` describes."""
         if not self.card.is_file():
             if self.path.exists() or any(True for _ in self.numbers()):
                 raise ValueError(
@@ -46,12 +44,12 @@ class Output:
         if changed:
             raise ValueError(f"{self.path} holds images made in another way; they differ in {', '.join(changed)}")
 
-    def start(self, card: dict[str, Any]) -> None:
-        """Make the place and write the card."""
+    def start(self, card: Tree) -> None:
+        """Create the output and write the metadata."""
         write_json(card, self.card)
 
     def missing(self, count: int) -> list[int]:
-        """The numbers below `count` that are not there yet. Raises ValueError when there are others than those."""
+        """The missing numbers below `count`. Raises ValueError if there are images with larger numbers."""
         there = set(self.numbers())
         more = max(there, default=-1) + 1
         if more > count:
@@ -59,15 +57,15 @@ class Output:
         return [i for i in range(count) if i not in there]
 
     def numbers(self) -> Iterator[int]:
-        """The numbers that are there."""
+        """The numbers of the existing images."""
         raise NotImplementedError
 
     def write(self, numbers: Sequence[int], images: Tensor) -> None:
-        """Add images, uint8 [B, 3, H, W]. What is there after a crash is whole."""
+        """Add images, uint8 [B, 3, H, W], each written atomically."""
         raise NotImplementedError
 
     def finish(self, labels: list[int] | list[str], column: str) -> None:
-        """Put the images together, in order, with what they were made for: the column "label" or "text"."""
+        """Complete the output, with labels or prompts (column: "label" or "text")."""
         raise NotImplementedError
 
 
@@ -79,7 +77,7 @@ class PngFolder(Output):
     def numbers(self) -> Iterator[int]:
         return (int(file.stem) for file in self.path.glob(f"*{self.ending}") if file.stem.isdecimal())
 
-    def start(self, card: dict[str, Any]) -> None:
+    def start(self, card: Tree) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         super().start(card)
 
@@ -91,15 +89,12 @@ class PngFolder(Output):
             os.replace(temporary, file)
 
     def finish(self, labels: list[int] | list[str], column: str) -> None:
-        table = self.path / "metadata.csv"
-        with replacing(table) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerow(("file_name", column))
-            rows.writerows((f"{i:06d}{self.ending}", label) for i, label in enumerate(labels))
+        rows = [(f"{i:06d}{self.ending}", label) for i, label in enumerate(labels)]
+        write_csv(("file_name", column), rows, self.path / "metadata.csv")
 
 
 class NpzFile(Output):
-    """arr_0 uint8 [N, H, W, 3] and, for class-conditional models, arr_1 int64 [N]; its parts lie in PATH.parts."""
+    """arr_0 uint8 [N, H, W, 3] and, for class-conditional models, arr_1 int64 [N]; written in parts to PATH.parts."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -107,7 +102,7 @@ class NpzFile(Output):
 
     def numbers(self) -> Iterator[int]:
         if self.path.is_file():
-            yield from range(Npz(str(self.path)).count)
+            yield from range(NpzImages(str(self.path)).count)
         for file in self.parts.glob("*.npz"):
             with np.load(file, allow_pickle=False) as arrays:
                 yield from arrays["numbers"].tolist()
@@ -118,7 +113,7 @@ class NpzFile(Output):
             raise ValueError(f"{self.path} is finished and holds fewer than {count} images: choose another out")
         return missing
 
-    def start(self, card: dict[str, Any]) -> None:
+    def start(self, card: Tree) -> None:
         if not self.path.is_file():
             self.parts.mkdir(parents=True, exist_ok=True)
         super().start(card)
@@ -149,7 +144,7 @@ class NpzFile(Output):
         shutil.rmtree(self.parts)
 
     def _rows(self) -> Iterator[np.ndarray]:
-        """The images in order, with one part in memory."""
+        """The images in order, with one part in memory at a time."""
         place: dict[int, Path] = {}
         for file in self.parts.glob("*.npz"):
             with np.load(file, allow_pickle=False) as arrays:
@@ -164,7 +159,7 @@ class NpzFile(Output):
 
 
 def open_output(path: str) -> Output:
-    """An .npz file or a folder of PNG files. Raises ValueError for any other ending."""
+    """The writer of an .npz file or a folder of PNG files. Raises ValueError for another extension."""
     if path.endswith(".npz"):
         return NpzFile(path)
     if not path or Path(path.rstrip("/")).suffix:
@@ -173,7 +168,7 @@ def open_output(path: str) -> Output:
 
 
 class Mp4Folder(PngFolder):
-    """000000.mp4, 000001.mp4, ..., metadata.csv, and the contact sheet of the first clips."""
+    """000000.mp4, 000001.mp4, ..., metadata.csv, and a contact sheet of the first clips."""
 
     ending = ".mp4"
 

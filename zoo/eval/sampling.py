@@ -1,11 +1,11 @@
-"""A sampling run: the model, the images that are still missing, shared out over the processes."""
+"""Sampling runs: generate the images that are still missing, over several processes."""
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from zoo.config import Tree
 from zoo.data.progress import progress
 from zoo.diffusion.loading import compile_blocks, open_model, open_scheduler
 from zoo.diffusion.samplers import ClassSampler, Sampler, TextSampler
@@ -14,19 +14,19 @@ from zoo.eval.fid.features import processes
 from zoo.eval.sample_settings import SampleOptions, SampleSettings
 from zoo.eval.sample_writers import Mp4Folder, open_output
 from zoo.io import environment
-from zoo.timer import Clock
+from zoo.timer import Timer
 
-FREE = ("count", "batch_size", "device")  # they change no image
+IRRELEVANT_KEYS = ("count", "batch_size", "device")  # options that do not change images
 
 
 def open_sampler(options: SampleOptions, device: torch.device | str) -> Sampler:
-    """The sampler of a model folder. Raises ValueError for what does not fit together."""
-    found = open_model(options.model, options.base, options.precision, device, options.model_2)
+    """The sampler of a model. Raises ValueError for options that do not fit the model."""
+    found = open_model(options.model, options.base, options.precision, device, options.transformer_2)
     scheduler = open_scheduler(options.scheduler, options.scheduler_options, found.scheduler)
     if options.compile:
         for model in found.denoisers():
             compile_blocks(model)
-    shared: dict[str, Any] = {"steps": options.steps, "seed": options.seed, "size": options.size}
+    shared: Tree = {"steps": options.steps, "seed": options.seed, "size": options.size}
     if options.guidance is not None:
         shared["guidance"] = options.guidance
     sides = {"width": options.width, "frames": options.frames}
@@ -51,7 +51,7 @@ def open_sampler(options: SampleOptions, device: torch.device | str) -> Sampler:
 
 
 def read_prompts(file: str) -> list[str]:
-    """The lines of a text file that are not empty. Raises ValueError for a missing file."""
+    """The non-empty lines of a text file. Raises ValueError for a missing file."""
     if not file:
         return []
     if not Path(file).is_file():
@@ -59,16 +59,17 @@ def read_prompts(file: str) -> list[str]:
     return [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
 
 
-def run(settings: SampleSettings, command: str) -> int:
-    """Sample what is missing in `settings.out`. Returns how many samples this process made; raises ValueError."""
+def run_sampling(settings: SampleSettings, command: str) -> int:
+    """Generate the samples that are missing in `settings.out`. Returns the number made by this process; raises
+    ValueError."""
     options, state = settings.sample, processes()
     if not options.model or not settings.out:
-        raise ValueError("say what to sample and where to: sample.model=FOLDER out=SAMPLES.npz")
+        raise ValueError("missing required options sample.model=FOLDER out=SAMPLES.npz")
     output = open_output(settings.out)
     sampler = open_sampler(options, options.device or state.device)
     if sampler.fps:
         output = Mp4Folder(settings.out, sampler.fps)
-    chosen = {k: v for k, v in asdict(options).items() if k not in (*FREE, "model", "base", "model_2")}
+    chosen = {k: v for k, v in asdict(options).items() if k not in (*IRRELEVANT_KEYS, "model", "base", "transformer_2")}
     card = {"sampling": chosen | sampler.about(), "model": options.model, "count": options.count, "command": command}
     output.check(card)
     missing = output.missing(options.count)
@@ -78,10 +79,10 @@ def run(settings: SampleSettings, command: str) -> int:
     state.wait_for_everyone()
     starts = range(0, len(missing), options.batch_size)
     shares = [missing[i : i + options.batch_size] for i in starts][state.process_index :: state.num_processes]
-    clock = Clock(torch.device(options.device or state.device), 0)
+    timer = Timer(torch.device(options.device or state.device), 0)
     for numbers in progress(shares, "sampling"):
         output.write(numbers, sampler(numbers))
-    made, seconds, memory = clock.lap(sum(len(numbers) for numbers in shares))
+    made, seconds, memory = timer.interval(sum(len(numbers) for numbers in shares))
     state.wait_for_everyone()
     if state.is_main_process:
         if made:

@@ -1,4 +1,4 @@
-"""The keys of an evaluation."""
+"""Settings of an evaluation."""
 
 from dataclasses import dataclass, field
 
@@ -10,15 +10,15 @@ from zoo.ranges import check_device, check_ranges
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Which models are compared on which labels.
+    """Models to evaluate.
 
     models: run folders, .safetensors files of these tools, folders of timm's save_for_hf, or timm names (with timm's
-      weights); the first is the one that the others are compared with
-    batch_size: images at once
+      weights); the others are compared with the first one
+    batch_size: batch size
     precision: fp32, bf16 or fp16
-    real_labels: also the accuracy on reassessed ImageNet labels: timm (the file that comes with timm) or a JSON file;
-      empty for no
-    device: torch device; empty takes the accelerator if there is one
+    real_labels: also report accuracy on reassessed ImageNet labels: timm (the file that comes with timm) or a JSON
+      file; empty for none
+    device: torch device; empty for the accelerator if there is one
     """
 
     models: list[str] = field(default_factory=list)

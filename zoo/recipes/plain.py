@@ -1,4 +1,4 @@
-"""Conversion of a timm model on disk, without the other stages."""
+"""Conversion of a timm model on disk, without training."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,7 +8,7 @@ from zoo.data.settings import DataSettings
 from zoo.io import write_json
 from zoo.models.convert import Report, swap
 from zoo.models.timm.model_files import WEIGHTS, save_weights, with_resolved_options
-from zoo.train.model import plan, start
+from zoo.train.model import plan, start_classifier
 from zoo.train.settings import ModelSettings
 
 
@@ -17,7 +17,7 @@ def from_timm(settings: ModelSettings, out: Path) -> Report:
     recipe, found = plan(settings)
     if found and found.mixer:
         raise ValueError(f"{settings.checkpoint} is already converted: {found.describe()}")
-    _, model, _ = start(replace(settings, mixer=""))  # the host: converted below, with a report
+    _, model, _ = start_classifier(replace(settings, mixer=""))  # the host: converted below, with a report
     chosen = {"layers": recipe.layers or None, "keep_softmax": recipe.keep_softmax or None}
     report = swap(model, recipe.mixer, **chosen, **recipe.mixer_options)
     recipe = with_resolved_options(model, recipe)

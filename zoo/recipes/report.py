@@ -1,59 +1,50 @@
-"""The report of a recipe: one Markdown file and one picture a stage, from the JSON files, and report.md of all."""
+"""Report of a recipe: a Markdown file and a figure per stage, made from its JSON file, and report.md."""
 
-import csv
 from pathlib import Path
-from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from zoo.config import Tree
 from zoo.conversion.cost_model import predict_times
-from zoo.files import replacing
-from zoo.io import markdown_table
+from zoo.io import markdown_table, write_csv, write_text
 from zoo.plotting import pyplot, save_figure
 from zoo.recipes.settings import RecipeSettings
 
-Content = dict[str, Any]
-Table = tuple[list[str], list[list[str]]]
+Content = Tree
 
 
-def write_report(recipe: RecipeSettings, kind: Any, out: Path, found: dict[str, Content]) -> None:
-    """NAME.md and NAME.png of every stage that is done, pareto.csv, and report.md."""
+def write_report(recipe: RecipeSettings, out: Path, found: dict[str, Content]) -> None:
+    """Write NAME.md and NAME.png of each finished stage, pareto.csv, and report.md."""
     parts = [f"# {recipe.source} with {recipe.mixer}", ""]
     for name, content in found.items():
         lines = LINES[name](content) if name in LINES else []
         if not lines:
             continue
-        if name in PICTURES and PICTURES[name](content, out / f"{name}.png"):
+        if name in FIGURES and FIGURES[name](content, out / f"{name}.png"):
             lines += ["", f"![{name}]({name}.png)"]
         where = f"{content['hardware']}, {content['date']}, torch {content['versions']['torch']}"
         text = "\n".join([f"## {name}", "", *lines, "", f"*{where}*", ""])
-        _write(out / f"{name}.md", text)
+        write_text(text, out / f"{name}.md")
         parts.append(text)
     if "calibrate" in found:
         _write_pareto(found["calibrate"]["choices"], out / "pareto.csv")
-    _write(out / "report.md", "\n".join(parts))
-
-
-def _write(file: Path, text: str) -> None:
-    with replacing(file) as temporary:
-        temporary.write_text(text)
+    write_text("\n".join(parts), out / "report.md")
 
 
 def _write_pareto(rows: list[Content], file: Path) -> None:
-    with replacing(file) as temporary, temporary.open("w", newline="") as opened:
-        writer = csv.writer(opened)
-        writer.writerow(["kept", "layers", "distance", "agreement", "attention_ms", "pareto"])
-        for row in rows:
-            kept = row["kept"]
-            cells = [row["distance"], row["agreement"], row["attention_ms"], int(row["pareto"])]
-            writer.writerow([len(kept), " ".join(kept), *cells])
+    keys = ("distance", "agreement", "attention_ms")
+    cells = [[len(r["kept"]), " ".join(r["kept"]), *(r[k] for k in keys), int(r["pareto"])] for r in rows]
+    write_csv(["kept", "layers", *keys, "pareto"], cells, file)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number with so many digits, or a dash for none."""
+    """A number with this number of digits, or a dash for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def inspect_lines(content: Content) -> list[str]:
-    """Every attention layer."""
+    """Table of all attention layers."""
     head = ["layer", "class", "tokens", "heads", "width", "now", "becomes", "softmax us", "mixer us"]
     head += ["faster from N =", "token share (%)"]
     rows = []
@@ -68,12 +59,12 @@ def inspect_lines(content: Content) -> list[str]:
 
 
 def convert_lines(content: Content) -> list[str]:
-    """How many parameters the mixers added."""
+    """Number of parameters that the mixers added."""
     return [f"{content['new_parameters']:,} of {content['parameters']:,} parameters are new, all others inherited."]
 
 
 def training_lines(content: Content) -> list[str]:
-    """The runs of a training stage, whose folders hold records and curves."""
+    """Table of the runs of a training stage, with links to their curves."""
     rows = []
     for name in ("finetune", "control", "floor"):
         result = content["result"] if name == "finetune" and "result" in content else content.get(name)
@@ -83,7 +74,7 @@ def training_lines(content: Content) -> list[str]:
 
 
 def calibrate_lines(content: Content) -> list[str]:
-    """Every converted layer, then the choices of softmax layers."""
+    """Tables of the converted layers and of the choices of softmax layers."""
     head = [
         "layer",
         "R2",
@@ -115,7 +106,7 @@ def calibrate_lines(content: Content) -> list[str]:
 
 
 def transfer_lines(content: Content) -> list[str]:
-    """Distance of every layer: at the start, and at the ends of the two parts of the run."""
+    """Table of layer distances: at the start, and at the ends of the two parts of the run."""
     if not content["rows"]:
         return []
     own, rows = content["own"], []
@@ -127,7 +118,7 @@ def transfer_lines(content: Content) -> list[str]:
 
 
 def evaluate_lines(content: Content) -> list[str]:
-    """Every model, recovery and times."""
+    """Table of all models, recovery, and forward times."""
     rows = []
     for r in content["rows"]:
         change = f"{r['top1_diff']:+.2f} [{r['diff_low']:+.2f}, {r['diff_high']:+.2f}]" if "top1_diff" in r else "-"
@@ -151,22 +142,22 @@ LINES = {
 }
 
 
-def _figure(width: float, panels: int) -> tuple[Any, Any]:
+def _figure(width: float, panels: int) -> tuple[Figure, list[Axes]]:
     figure, axes = pyplot().subplots(1, panels, figsize=(width, 3.4), layout="constrained", squeeze=False)
     for place in axes[0]:
         place.grid(alpha=0.3)
         place.set_axisbelow(True)
         place.spines[["top", "right"]].set_visible(False)
-    return figure, axes[0]
+    return figure, list(axes[0])
 
 
-def _finish(figure: Any, file: Path) -> bool:
+def _finish(figure: Figure, file: Path) -> bool:
     save_figure(figure, file, dpi=150)
     return True
 
 
 def draw_inspect(content: Content, file: Path) -> bool:
-    """Predicted times over the number of tokens, with the tokens of the model."""
+    """Plot predicted times over the number of tokens."""
     row = next((r for r in content["rows"] if r["softmax_us"] is not None and not r["reason"]), None)
     if row is None:
         return False
@@ -183,7 +174,7 @@ def draw_inspect(content: Content, file: Path) -> bool:
 
 
 def draw_calibrate(content: Content, file: Path) -> bool:
-    """R2 and sensitivity of each layer, and distance over time of the choices."""
+    """Plot R2 and sensitivity per layer, and distance over time of the choices of softmax layers."""
     figure, (left, middle, right) = _figure(12, 3)
     rows, choices = content["rows"], content["choices"]
     at = range(len(rows))
@@ -204,7 +195,7 @@ def draw_calibrate(content: Content, file: Path) -> bool:
 
 
 def draw_transfer(content: Content, file: Path) -> bool:
-    """Distance of each layer over the steps."""
+    """Plot the distance of each layer over the steps."""
     if not content["rows"]:
         return False
     figure, (place,) = _figure(5, 1)
@@ -216,7 +207,7 @@ def draw_transfer(content: Content, file: Path) -> bool:
 
 
 def draw_evaluate(content: Content, file: Path) -> bool:
-    """The metric of every model."""
+    """Plot the metric of all models."""
     figure, (place,) = _figure(7, 1)
     rows = content["rows"]
     place.barh([r["what"] for r in rows], [r["value"] for r in rows], color="#00798c")
@@ -225,7 +216,7 @@ def draw_evaluate(content: Content, file: Path) -> bool:
     return _finish(figure, file)
 
 
-PICTURES = {
+FIGURES = {
     "inspect": draw_inspect,
     "calibrate": draw_calibrate,
     "transfer": draw_transfer,

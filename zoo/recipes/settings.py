@@ -1,14 +1,13 @@
-"""The keys of a recipe."""
+"""Settings of a conversion recipe."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from zoo.config import Tree, load, one_of
 from zoo.errors import unknown_name
 from zoo.mixers.help import check_mixer, mixers_help
 from zoo.ranges import POSITIVE, check_ranges
 
-SAID = {  # keys of a fine-tuning that the recipe sets -> its key for them
+KEYS_SET_BY_RECIPE = {  # key of the fine-tuning -> key of the recipe that sets it
     "model.mixer": "mixer",
     "model.mixer_options": "mixer_options",
     "model.layers": "keep_softmax",
@@ -21,26 +20,26 @@ STAGES = ("inspect", "convert", "calibrate", "transfer", "finetune", "controls",
 
 @dataclass(frozen=True)
 class RecipeSettings:
-    """A softmax run, converted in stages. Each stage writes NAME.json, NAME.md and a picture into `out`.
+    """Staged conversion of a softmax model. Each stage writes NAME.json, NAME.md and a figure into `out`.
 
-    source: run folder of the softmax model, an image model or a diffusion transformer; or the name of a timm model,
-      whose published weights are taken, or of a diffusion model on the hub
-    finetune: configuration of the fine-tuning (of tools/train_vit.py or tools/finetune_dit.py); its length is the
-      budget of transfer and fine-tuning together, and of each control
-    changes: section.key=value words that change this configuration, but what the recipe says itself (the mixer, the
-      checkpoint, the teacher, which is the source)
-    mixer: mixer put into the attention layers, one of those listed below
+    source: run folder of the softmax model, an image model or a diffusion transformer; or the name of a timm model
+      with published weights, or of a diffusion model on the hub
+    finetune: configuration of the fine-tuning (of zoo train-classifier or zoo finetune-diffusion); its length is the
+      budget of layer-wise distillation and fine-tuning together, and of each control
+    changes: section.key=value overrides of this configuration, except the keys that the recipe sets (mixer, checkpoint
+      and teacher, which is the source)
+    mixer: attention mixer to convert to, one of those listed below
     mixer_options: options of the mixer, listed below; gains=true is added, which calibration needs
-    keep_softmax: numbers of the blocks that stay softmax, every:3 for each third, or auto:2 for the two that are worth
-      most, by measured sensitivity
-    inputs: images, or noisy images, of the training set that calibration sees
-    batch: how many of them at once
-    transfer: part of the budget that goes into the transfer
-    transfer_lr: factor on the learning rate of the fine-tuning during the transfer
-    student_share: last part of the transfer in which layers see the student's own hidden states
-    stages: stages to carry out, among inspect, convert, calibrate, transfer, finetune, controls, evaluate; those that
-      are done already are not repeated
-    out: folder of everything
+    keep_softmax: blocks that keep softmax attention: indices, `every:3` for every third block, or `auto:2` for the two
+      most sensitive ones, by measurement
+    inputs: number of training images (noisy images for diffusion) for calibration
+    batch: batch size of calibration
+    transfer: fraction of the budget for layer-wise distillation
+    transfer_lr: learning-rate factor of layer-wise distillation, relative to fine-tuning
+    student_share: last fraction of layer-wise distillation in which layers get the student's own hidden states
+    stages: stages to carry out, among inspect, convert, calibrate, transfer, finetune, controls, evaluate; finished
+      stages are not repeated
+    out: output folder
     """
 
     more_help = staticmethod(mixers_help)
@@ -49,7 +48,7 @@ class RecipeSettings:
     finetune: str = ""
     changes: list[str] = field(default_factory=list)
     mixer: str = "taylor2"
-    mixer_options: dict[str, Any] = field(default_factory=dict)
+    mixer_options: Tree = field(default_factory=dict)
     keep_softmax: list[int] | str = field(default_factory=list)
     inputs: int = 256
     batch: int = 64
@@ -64,14 +63,14 @@ class RecipeSettings:
         for stage in self.stages:
             one_of("stages", stage, STAGES)
         for key in (word.partition("=")[0] for word in self.changes):
-            if key in SAID:
-                raise ValueError(f"{key} cannot be changed in a recipe, whose key {SAID[key]} sets it")
+            if key in KEYS_SET_BY_RECIPE:
+                raise ValueError(f"{key} cannot be changed in a recipe, whose key {KEYS_SET_BY_RECIPE[key]} sets it")
         check_ranges("", self, inputs="[1, inf)", batch="[1, inf)", transfer_lr=POSITIVE)
         check_ranges("", self, transfer="[0, 1)", student_share="[0, 1]")
         self.auto_keep()
 
     def auto_keep(self) -> int | None:
-        """How many layers auto:<n> keeps; None when the layers are named. Raises ValueError for another word."""
+        """The number n of keep_softmax=auto:<n>; None for other values. Raises ValueError for auto without a number."""
         word, _, number = self.keep_softmax.partition(":") if isinstance(self.keep_softmax, str) else ("", "", "")
         if word != "auto":
             return None
@@ -81,7 +80,7 @@ class RecipeSettings:
 
 
 def from_words(words: list[str]) -> RecipeSettings:
-    """The recipe of a command line: a YAML file, its own keys, and words with other sections, which go to `changes`."""
+    """The recipe of a command line: a YAML file and its keys. Keys of other sections go to `changes`."""
     own = {f.name for f in fields(RecipeSettings)}
     files = [word for word in words if "=" not in word]
     if len(files) > 1:

@@ -1,44 +1,43 @@
-"""The stages of a recipe, one function each: (recipe, what is there so far) -> the content of its JSON file.
+"""Stages of a recipe: functions (task, output folder, results so far) -> content of the stage's JSON file.
 
-A stage that is done has its file NAME.json in `out` and is not repeated; training stages go on from their last
-checkpoint. The settings are in recipe.yaml; a folder with other settings is refused.
+A finished stage has its file NAME.json in `out` and is not repeated; training stages resume from their last checkpoint.
+The settings are stored in recipe.yaml; a folder with other settings is an error.
 """
 
 import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
 
 from zoo import config
 from zoo.config import Tree
 from zoo.conversion.calibrate import calibrate
 from zoo.conversion.cost_model import table_provenance
 from zoo.conversion.dependence import token_shares, warn_of_mean_pooling
-from zoo.conversion.hooks import converted_layers, forward, layers_of
+from zoo.conversion.hooks import Inputs, converted_layers, forward, layers_of
 from zoo.conversion.inspection import inspect
 from zoo.conversion.sensitivity import by_distance, choices, median_seconds, pareto, sensitivities
 from zoo.files import FolderLock, sweep
 from zoo.io import result_file, write_json
 from zoo.models.convert import backbone_of
-from zoo.recipes.report import write_report
+from zoo.recipes.report import Content, write_report
 from zoo.recipes.settings import STAGES, RecipeSettings
-from zoo.recipes.tasks import Kind, kind_of
+from zoo.recipes.tasks import ConversionTask, KeptBlocks, open_task
 from zoo.train.metrics_log import read_rows
 
-Content = dict[str, Any]
-FREE = ("stages", "out")  # what may change between two calls
+RESUMABLE_KEYS = ("stages", "out")  # may differ between two calls
 
 
 def run_recipe(recipe: RecipeSettings) -> dict[str, Content]:
-    """Carry out the stages of a recipe that are not done yet, in order, and write report.md.
+    """Carry out the unfinished stages of a recipe, in order, and write report.md.
 
-    Returns what each stage found. Raises ValueError for a source or configuration that does not fit, a folder with
+    Returns the content of each stage. Raises ValueError for a source or configuration that does not fit, a folder with
     other settings, and a stage whose predecessor is missing.
     """
-    kind, out = kind_of(recipe), Path(recipe.out)
+    kind, out = open_task(recipe), Path(recipe.out)
     lock = FolderLock(out)
     try:
         return _run_stages(recipe, kind, out)
@@ -46,7 +45,7 @@ def run_recipe(recipe: RecipeSettings) -> dict[str, Content]:
         lock.release()
 
 
-def _run_stages(recipe: RecipeSettings, kind: Kind, out: Path) -> dict[str, Content]:
+def _run_stages(recipe: RecipeSettings, kind: ConversionTask, out: Path) -> dict[str, Content]:
     for folder in (out, *(out / name for name in MODELS)):
         sweep(folder, earlier=True)
     _claim(recipe, out)
@@ -60,7 +59,7 @@ def _run_stages(recipe: RecipeSettings, kind: Kind, out: Path) -> dict[str, Cont
             content = result_file(f"stage {name} of {recipe.out}", []) | STAGE[name](kind, out, found)
             write_json(content, file)
             found[name] = json.loads(file.read_text())
-    write_report(recipe, kind, out, found)
+    write_report(recipe, out, found)
     return found
 
 
@@ -70,7 +69,7 @@ def _claim(recipe: RecipeSettings, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         config.save(recipe, file)
         return
-    changed = config.differences(config.load(RecipeSettings, file), recipe, ignore=FREE)
+    changed = config.differences(config.load(RecipeSettings, file), recipe, ignore=RESUMABLE_KEYS)
     if changed:
         raise ValueError(f"{out} holds a recipe with other settings; they differ in {', '.join(changed)}")
 
@@ -81,16 +80,16 @@ def _needs(found: dict[str, Content], stage: str) -> Content:
     return found[stage]
 
 
-def inspect_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
-    """Every attention layer, and the times that the measured tables predict for one batch of calibration."""
+def inspect_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
+    """List the attention layers, with predicted times for one batch of calibration."""
     model, recipe = kind.source(), kind.recipe
     keep = None if recipe.auto_keep() is not None else recipe.keep_softmax or None
     sites = inspect(model, kind.inputs()[0], recipe.mixer, keep_softmax=keep, **kind.options())
     return {"rows": [site.to_dict() for site in sites], "table": table_provenance()}
 
 
-def convert_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
-    """The plain conversion, for comparison: nothing calibrated."""
+def convert_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
+    """Convert without calibration, for comparison."""
     keep = [] if kind.recipe.auto_keep() is not None else kind.recipe.keep_softmax
     model = kind.convert(keep)
     kind.save(model, keep, out / "converted")
@@ -98,11 +97,11 @@ def convert_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
     return {"rows": [], "new_parameters": new, "parameters": sum(p.numel() for p in model.parameters())}
 
 
-def calibrate_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
-    """Solve for every head, measure every layer alone, and choose what stays softmax if that is open."""
+def calibrate_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
+    """Calibrate each head, measure the sensitivity of each layer, and choose softmax layers for keep_softmax=auto."""
     recipe, teacher, inputs = kind.recipe, kind.source(), kind.inputs()
     auto = recipe.auto_keep()
-    keep: Any = recipe.keep_softmax if auto is None else []
+    keep: KeptBlocks = recipe.keep_softmax if auto is None else []
     student = kind.convert(keep)
     rows = calibrate(student, teacher, inputs)
     alone = sensitivities(student, teacher, inputs, kind.autocast)
@@ -121,7 +120,7 @@ def calibrate_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content
     return {"rows": each, "choices": table, "keep_softmax": keep, "suggested": ranked[:2]}
 
 
-def _shares(student: Any, batch: Any) -> dict[str, float]:
+def _shares(student: nn.Module, batch: Inputs) -> dict[str, float]:
     """Share of the output of each converted layer that depends on the token; warns where bfloat16 loses it."""
     layers = converted_layers(student)
     found = {name: share for name, share in token_shares(student, batch).items() if name in layers}
@@ -129,16 +128,16 @@ def _shares(student: Any, batch: Any) -> dict[str, float]:
     return {name: float(share.mean()) for name, share in found.items()}
 
 
-def _keeping(kind: Kind, student: Any, keep: list[int]) -> Any:
-    """The conversion that leaves the blocks `keep` softmax, with what `student` was calibrated to."""
+def _keeping(kind: ConversionTask, student: nn.Module, keep: list[int]) -> nn.Module:
+    """The conversion with softmax in the blocks `keep`, with the calibrated weights of `student`."""
     model = kind.convert(keep)
     weights = student.state_dict()
     model.load_state_dict({k: weights[k] for k in model.state_dict()})
     return model
 
 
-def transfer_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
-    """Each layer on its own, for its part of the budget."""
+def transfer_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
+    """Layer-wise distillation, for its fraction of the budget."""
     keep = _needs(found, "calibrate")["keep_softmax"]
     n = transfer_length(kind)
     if n == 0:
@@ -167,25 +166,25 @@ def transfer_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
     return {"rows": rows, "steps": [row["step"] for row in steps], "own": own, "length": n, "result": result}
 
 
-def transfer_length(kind: Kind) -> int:
-    """Epochs or steps of the transfer: its part of the budget, and at least one where it has a part."""
+def transfer_length(kind: ConversionTask) -> int:
+    """Epochs or steps of layer-wise distillation: 0, or at least one."""
     share = kind.recipe.transfer * kind.budget()
     return max(1, round(share)) if share else 0
 
 
-def finetune_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
-    """End to end, for the rest of the budget."""
+def finetune_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
+    """Fine-tune end to end, for the rest of the budget."""
     keep, length = _needs(found, "calibrate")["keep_softmax"], _needs(found, "transfer")["length"]
     start = out / ("transfer" if length else "calibrated")
     tree = kind.settings(kind.continued(start, keep), kind.of_length(kind.budget() - length), _folder(out / "finetune"))
     return {"rows": [], "result": kind.run(tree)}
 
 
-def controls_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
-    """Softmax for the whole budget (control), and the mixer from random attention weights for the same (floor)."""
+def controls_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
+    """Train two controls for the full budget: softmax, and the mixer from random attention weights (the floor)."""
     keep = _needs(found, "calibrate")["keep_softmax"]
     source = {"model": {**kind.continued(Path(kind.recipe.source), [])["model"], "mixer": "", "mixer_options": {}}}
-    alone: Tree = {"distill": {"teacher": "", "attention": 0.0}, "optim": {"anneal": 0.0}}  # it has nothing to anneal
+    alone: Tree = {"distill": {"teacher": "", "attention": 0.0}, "optim": {"anneal": 0.0}}  # no order warm-up
     control = kind.run(kind.settings(source, alone, _folder(out / "control")))
     start = out / "floor_start"
     if not start.is_dir():
@@ -200,7 +199,7 @@ def _folder(folder: Path) -> Tree:
     return {"run": {"folder": str(folder)}}
 
 
-MODELS = {  # folder in `out` -> what it is
+MODELS = {  # folder in `out` -> description
     "converted": "converted",
     "calibrated": "calibrated",
     "transfer": "transferred",
@@ -210,8 +209,8 @@ MODELS = {  # folder in `out` -> what it is
 }
 
 
-def evaluate_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
-    """Source, every stage and the controls on the validation data; recovery; times of a forward pass."""
+def evaluate_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
+    """Evaluate source, stages and controls on the validation data; recovery; forward times."""
     folders = {"source": Path(kind.recipe.source)}
     folders |= {name: out / name for name in MODELS if (out / name).is_dir()}
     rows = kind.evaluate(folders)
@@ -224,19 +223,19 @@ def evaluate_stage(kind: Kind, out: Path, found: dict[str, Content]) -> Content:
 
 
 def recovery(value: dict[str, float]) -> float | None:
-    """(converted - floor) / (control - floor): 1 is as good as softmax with the same budget; None without the three."""
+    """(converted - floor) / (control - floor): 1 equals softmax with the same budget; None without all three."""
     if not {"finetune", "floor", "control"} <= value.keys() or value["control"] == value["floor"]:
         return None
     return (value["finetune"] - value["floor"]) / (value["control"] - value["floor"])
 
 
 @torch.no_grad()
-def _milliseconds(model: Any, batch: Any) -> float:
+def _milliseconds(model: nn.Module, batch: Inputs) -> float:
     model = copy.deepcopy(model).eval()
     return 1e3 * median_seconds(lambda: forward(model, batch))
 
 
-STAGE: dict[str, Callable[[Kind, Path, dict[str, Content]], Content]] = {
+STAGE: dict[str, Callable[[ConversionTask, Path, dict[str, Content]], Content]] = {
     "inspect": inspect_stage,
     "convert": convert_stage,
     "calibrate": calibrate_stage,

@@ -1,10 +1,10 @@
-"""What the stages need to know about image models and about diffusion transformers: data, files, runs, evaluation."""
+"""Recipe tasks: data, files, runs and evaluation of image models and of diffusion transformers."""
 
 import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import timm
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from zoo.config import Tree, from_tree, load, merge, to_tree
 from zoo.conversion.hooks import Inputs, converted_layers
 from zoo.data import InputSpec
-from zoo.data.samples import seed_everything
+from zoo.data.plan import seed_everything
 from zoo.data.settings import DataSettings
 from zoo.eval.compare import compare
 from zoo.eval.settings import EvalOptions, EvalSettings
@@ -28,70 +28,76 @@ from zoo.models.timm.model_files import (
 )
 from zoo.precision import autocast
 from zoo.recipes.settings import RecipeSettings
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun, set_up
+from zoo.train.distributed import create_accelerator
 from zoo.train.layerwise import ImageTransfer, ImageTransferSettings
-from zoo.train.model import start
-from zoo.train.processes import create_accelerator
+from zoo.train.metrics_log import Row
+from zoo.train.model import start_classifier
 from zoo.train.settings import ModelSettings, TrainSettings
-from zoo.train.setup import set_up
+
+if TYPE_CHECKING:
+    from zoo.train.denoising.run import DiffusionRun
+
+KeptBlocks = list[int] | str  # see RecipeSettings.keep_softmax
 
 
-class Kind(ABC):
-    """One kind of models. metric: what an evaluation measures.  higher: whether more of it is better.
+class ConversionTask(ABC):
+    """A recipe on one kind of models.
 
-    Raises ValueError for a source or a configuration of another kind.
+    metric: title of the metric.  higher: whether larger values are better.  Raises ValueError for a source or a
+    configuration of another kind.
     """
 
     metric: str
     higher: bool
-    length: tuple[str, str]  # section and key of the length of a run
+    length: tuple[str, str]  # section and key of the number of epochs or steps
 
     def __init__(self, recipe: RecipeSettings) -> None:
         self.recipe = recipe
         if not recipe.finetune:
-            raise ValueError("say how to fine-tune: finetune=CONFIG.yaml")
+            raise ValueError("missing required option finetune=CONFIG.yaml, the fine-tuning")
         tree = to_tree(load(self.schema(), recipe.finetune, recipe.changes))
-        tree["model"] |= {"mixer": "", "mixer_options": {}, "layers": [], "keep_softmax": []}  # the recipe says them
+        tree["model"] |= {"mixer": "", "mixer_options": {}, "layers": [], "keep_softmax": []}  # set by the recipe
         self.tree: Tree = merge(tree, {"run": {"resume": True}})
 
     @abstractmethod
     def schema(self) -> type:
-        """The settings of a fine-tuning."""
+        """The class of the settings of a fine-tuning."""
 
     @abstractmethod
     def inputs(self) -> list[Inputs]:
         """Inputs for calibration, from the training set."""
 
     @abstractmethod
-    def save(self, model: Any, keep: Any, folder: Path) -> None:
-        """Write a converted model so that runs start from it."""
+    def save(self, model: nn.Module, keep: KeptBlocks, folder: Path) -> None:
+        """Write a converted model from which runs can start."""
 
     @abstractmethod
-    def load(self, folder: Path) -> Any:
-        """A model that `save` or a run wrote."""
+    def load(self, folder: Path) -> nn.Module:
+        """Load a model written by `save` or a run."""
 
     @abstractmethod
-    def continued(self, folder: Path, keep: Any) -> Tree:
-        """Settings with which a run starts from the converted model in `folder`."""
+    def continued(self, folder: Path, keep: KeptBlocks) -> Tree:
+        """Settings of a run that starts from the converted model in `folder`."""
 
     @abstractmethod
-    def run(self, tree: Tree) -> dict[str, Any]:
-        """Fine-tune, or go on with it."""
+    def run(self, tree: Tree) -> Row:
+        """Start or resume a fine-tuning."""
 
     @abstractmethod
-    def transfer(self, tree: Tree) -> dict[str, Any]:
-        """Carry out a transfer, or what is left of it."""
+    def transfer(self, tree: Tree) -> Row:
+        """Start or resume a layer-wise distillation."""
 
     @abstractmethod
-    def evaluate(self, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
-        """A row for each model, with "value", in `metric`."""
+    def evaluate(self, folders: dict[str, Path]) -> dict[str, Row]:
+        """A row per model, with "value", the metric."""
 
-    def source(self) -> Any:
+    def source(self) -> nn.Module:
         """The softmax model."""
         return self.load(Path(self.recipe.source))
 
-    def convert(self, keep: Any) -> Any:
-        """The source, converted, with the blocks `keep` (numbers, a word, nothing) left softmax."""
+    def convert(self, keep: KeptBlocks) -> nn.Module:
+        """The converted source, with softmax attention in the blocks `keep`."""
         model = self.source()
         swap(model, self.recipe.mixer, keep_softmax=keep or None, **self.options())
         return model
@@ -102,25 +108,25 @@ class Kind(ABC):
         return int(self.tree[section][key])
 
     def of_length(self, n: int) -> Tree:
-        """Settings of a run of n epochs or steps, with the warm-up shortened alike."""
+        """Settings of a run of n epochs or steps, with the warm-up scaled accordingly."""
         section, key = self.length
         warm = f"warmup_{key}"
         share = self.tree[section][warm] * n / self.budget()
         return {section: {key: n, warm: type(self.tree[section][warm])(share)}}
 
     def settings(self, *trees: Tree) -> Tree:
-        """The settings of a run: those of the fine-tuning, changed by `trees`."""
+        """The settings of the fine-tuning, overridden by `trees`."""
         found = self.tree
         for tree in trees:
             found = merge(found, tree)
         return found
 
     def autocast(self) -> torch.autocast:
-        """The context of the precision of the runs."""
+        """The autocast context of the runs."""
         return autocast(_device().type, self.tree["run"]["precision"])
 
-    def random_attention(self, model: Any) -> None:
-        """New random weights for the converted attention layers, from the seed of the runs."""
+    def random_attention(self, model: nn.Module) -> None:
+        """Initialize the converted attention layers with random weights, from the seed of the runs."""
         seed_everything(self.tree["run"]["seed"])
         for layer in converted_layers(model).values():
             for part in layer.modules():
@@ -129,12 +135,12 @@ class Kind(ABC):
                     if part.bias is not None:
                         nn.init.zeros_(part.bias)
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Tree:
         """The options of the mixer, with gains."""
         return {"gains": True, **self.recipe.mixer_options}
 
 
-class Images(Kind):
+class ImageTask(ConversionTask):
     """timm models on labelled images; the metric is top-1 accuracy in percent."""
 
     metric, higher, length = "top-1 accuracy (%)", True, ("schedule", "epochs")
@@ -155,27 +161,27 @@ class Images(Kind):
                 break
         return found
 
-    def save(self, model: Any, keep: Any, folder: Path) -> None:
+    def save(self, model: nn.Module, keep: KeptBlocks, folder: Path) -> None:
         recipe = read_recipe(self.recipe.source)
         assert recipe is not None
         recipe = replace(recipe, mixer=self.recipe.mixer, mixer_options=self.options(), keep_softmax=keep)
         save_weights(model, with_resolved_options(model, recipe), folder / WEIGHTS)
 
-    def load(self, folder: Path) -> Any:
+    def load(self, folder: Path) -> nn.Module:
         return load_model(folder)[0].to(_device())
 
-    def continued(self, folder: Path, keep: Any) -> Tree:
+    def continued(self, folder: Path, keep: KeptBlocks) -> Tree:
         options = {"mixer": self.recipe.mixer, "mixer_options": self.options(), "keep_softmax": keep}
         model = {**_host(str(folder)), **options}
         return {"model": model, "distill": {"teacher": self.recipe.source}}
 
-    def run(self, tree: Tree) -> dict[str, Any]:
-        return Trainer(from_tree(TrainSettings, tree)).train()
+    def run(self, tree: Tree) -> Row:
+        return ClassificationRun(from_tree(TrainSettings, tree)).train()
 
-    def transfer(self, tree: Tree) -> dict[str, Any]:
+    def transfer(self, tree: Tree) -> Row:
         return ImageTransfer(from_tree(ImageTransferSettings, tree)).train()
 
-    def evaluate(self, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    def evaluate(self, folders: dict[str, Path]) -> dict[str, Row]:
         files = {n: str(f) for n, f in folders.items()}
         data = from_tree(TrainSettings, self.tree).data
         rows, _, _ = compare(EvalSettings(data, EvalOptions(list(files.values()))))
@@ -183,7 +189,7 @@ class Images(Kind):
 
 
 def _device() -> torch.device:
-    """Where the runs are, and so their batches: the accelerator, if there is one."""
+    """The device of the runs: the accelerator if there is one."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found or torch.device("cpu")
 
@@ -192,14 +198,14 @@ _PLAIN = {"mixup": 0.0, "cutmix": 0.0}
 
 
 def _host(folder: str) -> Tree:
-    """Settings of a model that is taken from a run folder as it is."""
+    """Settings of the unchanged model of a run folder."""
     return {
         "name": "", "kwargs": {}, "img_size": None, "checkpoint": folder, "pretrained": False, "mixer": "",
         "mixer_options": {}, "layers": [], "keep_softmax": [],
     }  # fmt: skip
 
 
-class Diffusion(Kind):
+class DiffusionTask(ConversionTask):
     """Diffusion transformers of diffusers; the metric is the validation loss, at fixed times and noise."""
 
     metric, higher, length = "validation loss", False, ("schedule", "steps")
@@ -209,13 +215,13 @@ class Diffusion(Kind):
 
         return DiffusionSettings
 
-    def load(self, folder: Path) -> Any:
-        from zoo.train.denoising.model import load_transformer
+    def load(self, folder: Path) -> nn.Module:
+        from zoo.diffusion.loading import load_transformer
 
         return load_transformer(folder).to(_device())
 
-    def _opened(self, folder: str) -> Any:
-        """A run, not begun, of the model in `folder`: it knows data, objective and validation."""
+    def _opened(self, folder: str) -> "DiffusionRun":
+        """A run with the model in `folder` that is not started, for its data, objective and validation."""
         from zoo.train.denoising.run import DiffusionRun
 
         with tempfile.TemporaryDirectory() as temporary:
@@ -229,36 +235,37 @@ class Diffusion(Kind):
         found: list[Inputs] = []
         left = self.recipe.inputs
         for batch in run.batches(0, run.plan.steps_per_epoch):
-            (x, t, condition, manner), _ = run.draw(batch)
+            (x, t, condition, spec), _ = run.draw(batch)
             n = min(len(x), left)
             more = {k: v[:n] for k, v in condition.items()}
-            found.append({"hidden_states": x[:n], "timestep": t[:n] * manner.time_factor, **more, **manner.extra})
+            found.append({"hidden_states": x[:n], "timestep": t[:n] * spec.time_factor, **more, **spec.extra})
             left -= n
             if left <= 0:
                 break
         return found
 
-    def save(self, model: Any, keep: Any, folder: Path) -> None:
+    def save(self, model: nn.Module, keep: KeptBlocks, folder: Path) -> None:
+        from zoo.diffusion.loading import TRANSFORMER
         from zoo.diffusion.objectives import create_objective
-        from zoo.train.denoising.model import PART, save_transformer
+        from zoo.train.denoising.model import save_transformer
 
         objective = create_objective(from_tree(self.schema(), self.tree).objective)
-        save_transformer(model, folder / PART, objective.scheduler())
+        save_transformer(model, folder / TRANSFORMER, objective.scheduler())
 
-    def continued(self, folder: Path, keep: Any) -> Tree:
+    def continued(self, folder: Path, keep: KeptBlocks) -> Tree:
         return {**_denoiser(str(folder)), "distill": {"teacher": self.recipe.source}}
 
-    def run(self, tree: Tree) -> dict[str, Any]:
+    def run(self, tree: Tree) -> Row:
         from zoo.train.denoising.run import DiffusionRun
 
         return DiffusionRun(from_tree(self.schema(), tree)).train()
 
-    def transfer(self, tree: Tree) -> dict[str, Any]:
+    def transfer(self, tree: Tree) -> Row:
         from zoo.train.denoising.layerwise import DiffusionTransfer, DiffusionTransferSettings
 
         return DiffusionTransfer(from_tree(DiffusionTransferSettings, tree)).train()
 
-    def evaluate(self, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    def evaluate(self, folders: dict[str, Path]) -> dict[str, Row]:
         run, found = self._opened(self.recipe.source), {}
         for name, folder in folders.items():
             run.model = self.load(folder)
@@ -272,30 +279,30 @@ def _denoiser(folder: str) -> Tree:
     return {"model": model}
 
 
-def kind_of(recipe: RecipeSettings) -> Kind:
-    """The kind of the source of a recipe. Raises ValueError for a source that is missing, damaged or converted."""
+def open_task(recipe: RecipeSettings) -> ConversionTask:
+    """The recipe on its kind of models. Raises ValueError for a source that is missing, damaged or converted."""
     if not recipe.source:
-        raise ValueError("say what to convert: source=RUN_FOLDER of the softmax model")
+        raise ValueError("missing required option source=RUN_FOLDER of the softmax model")
     if timm.is_model(recipe.source.split(".")[0]) and not Path(recipe.source).exists():
         recipe = replace(recipe, source=str(_published(recipe)))
     path = Path(recipe.source)
     if not path.exists() and "/" not in recipe.source:  # names on the hub have an owner
         raise ValueError(f"the source {recipe.source} is neither a folder nor a model of timm or of the hub")
     if path.suffix != ".safetensors" and not holds_weights(path):
-        return Diffusion(recipe)
+        return DiffusionTask(recipe)
     found = read_recipe(path)
     if found is None:
         raise ValueError(f"{recipe.source} does not say how to build its model: it was not written by these tools")
     if found.mixer:
         raise ValueError(f"{recipe.source} is converted already: {found.describe()}")
-    return Images(recipe)
+    return ImageTask(recipe)
 
 
 def _published(recipe: RecipeSettings) -> Path:
-    """The weights that timm publishes for the source of a recipe, as a folder that runs start from."""
+    """Save timm's published weights of the source as a folder from which runs can start."""
     folder = Path(recipe.out) / "source"
     if not (folder / WEIGHTS).is_file():
-        model, _, found = start(ModelSettings(name=recipe.source, pretrained=True))
+        model, _, found = start_classifier(ModelSettings(name=recipe.source, pretrained=True))
         spec = InputSpec.of(model, found.img_size, DataSettings())
         save_weights(model, replace(found, input=asdict(spec)), folder / WEIGHTS)
     return folder

@@ -1,28 +1,52 @@
-"""Checkpoints of a run: complete or absent, never half-written, and compared with what was written when they are read.
+"""Checkpoints of a run: complete or absent, and verified by hash when read.
 
-A checkpoint is a folder `step-00001234` with model.safetensors, ema.safetensors (if there is an average), state.pt
-(optimiser, gradient scaler, counters; tensors and plain values only) and manifest.json. It is written under another
-name and renamed at the end.
+A checkpoint is a folder `step-00001234` with model.safetensors, ema.safetensors (if there is an EMA), state.pt
+(optimizer, gradient scaler, counters; tensors and plain values only) and manifest.json (the step and the SHA-256 of
+every other file). It is written under another name and renamed at the end.
 """
 
+import hashlib
+import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NotRequired, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
 
+from zoo.config import Tree
 from zoo.errors import DamagedCheckpoint
 from zoo.files import remove, replacing, sync
+from zoo.io import write_json
 from zoo.models.timm.model_files import WEIGHTS, load_strict, read_weights, save_tensors
-from zoo.train.checkpoint_manifest import FORMAT, MANIFEST, check_manifest, write_manifest
-from zoo.train.sharding import spread
+from zoo.train.distributed import shard_like
+from zoo.train.update import Counts, State
 
-EMA_WEIGHTS = "ema.safetensors"
+EMA_FILE = "ema.safetensors"
 STATE = "state.pt"
-ASIDE = "aside-"  # in the names of checkpoints from which no run continues
-STATE_TYPES: dict[str, Any] = {
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1  # of checkpoints; those without a manifest are older
+ASIDE = "aside-"  # prefix of checkpoints from which no run continues
+
+Weights = dict[str, Tensor]
+
+
+class RunState(TypedDict):
+    """What state.pt holds."""
+
+    optimizer: State
+    scaler: State | None
+    step: int
+    seconds: float  # of training, validation and checkpoints so far
+    counts: Counts
+    meters: dict[str, list[float]]  # name -> [sum, count] of the losses since the last row of the metrics
+    bad: list[int]  # numbers of unreadable images
+    settings: NotRequired[Tree]  # absent in checkpoints of earlier versions
+
+
+STATE_TYPES: dict[str, type | tuple[type, ...]] = {
     "optimizer": dict,
     "scaler": (dict, NoneType),
     "step": int,
@@ -31,32 +55,34 @@ STATE_TYPES: dict[str, Any] = {
     "meters": dict,
     "bad": list,
 }
-COUNTS = {"skipped", "skipped_in_a_row", "clipped"}
+
+
+# Writing
 
 
 def save_checkpoint(
     folder: Path,
-    step: int,
-    weights: dict[str, Tensor],
-    average: dict[str, Tensor] | None,
+    weights: Weights,
+    average: Weights | None,
     header: dict[str, str],
-    state: dict[str, Any],
+    state: RunState,
     keep: int,
 ) -> Path:
-    """Write the checkpoint of a step into `folder` and delete all but the newest `keep`. Returns its path.
+    """Write the checkpoint of the step in `state` into `folder` and delete all but the newest `keep`. Returns its path.
 
-    weights, average: the state dicts of the model and of its average, whole.  header: of the files of weights.
+    weights, average: full state dicts of the model and of its EMA.  header: of the safetensors files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     prune(folder, keep)
+    step = state["step"]
     final, temporary = folder / f"step-{step:08d}", folder / f"writing-{step:08d}"
     temporary.mkdir()
     header = {**header, "step": str(step)}
     save_tensors(weights, header, temporary / WEIGHTS)
     if average is not None:
-        save_tensors(average, header, temporary / EMA_WEIGHTS)
-    with replacing(temporary / STATE) as file, file.open("wb") as opened:  # whose errors torch.save passes on
-        torch.save({"format": FORMAT, **state}, opened)
+        save_tensors(average, header, temporary / EMA_FILE)
+    with replacing(temporary / STATE) as file, file.open("wb") as opened:  # torch.save passes on errors of open files
+        torch.save({"format": MANIFEST_FORMAT, **state}, opened)
     write_manifest(temporary, step)
     if final.exists():
         remove(final)
@@ -67,11 +93,26 @@ def save_checkpoint(
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all checkpoints but the newest `keep`, and what killed runs were writing or deleting."""
+    """Delete all checkpoints but the newest `keep`, and those that killed runs were writing or deleting."""
     for old in list_checkpoints(folder)[:-keep]:
-        old.rename(old.with_name(f"writing-{old.name}"))  # so that it never counts without all of its files
+        old.rename(old.with_name(f"writing-{old.name}"))  # so that it is never listed with only some of its files
     for left in folder.glob("writing-*"):
         remove(left)
+
+
+def set_aside(checkpoint: Path) -> list[Path]:
+    """Rename the checkpoints that are newer than this one, so that no run continues from them. Returns their new
+    paths; a checkpoint set aside earlier under the same name is deleted."""
+    newer = [p for p in list_checkpoints(checkpoint.parent) if step_of(p) > step_of(checkpoint)]
+    renamed = [path.with_name(ASIDE + path.name) for path in newer]
+    for path, name in zip(newer, renamed, strict=True):
+        if name.exists():
+            remove(name)
+        path.rename(name)
+    return renamed
+
+
+# Finding
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -86,8 +127,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def choose_checkpoint(folder: Path, resume: bool | int) -> Path | None:
-    """The checkpoint in `folder` to continue from: of the step `resume`, or for True the newest; None for a run that
-    begins. Raises ValueError when that step has none."""
+    """The checkpoint in `folder` to continue from: of the step `resume`, or for True the newest; None for a new run.
+    Raises ValueError when there is none of that step."""
     found = list_checkpoints(folder)
     if isinstance(resume, bool):
         return found[-1] if found else None
@@ -98,51 +139,12 @@ def choose_checkpoint(folder: Path, resume: bool | int) -> Path | None:
     return chosen
 
 
-def set_aside(checkpoint: Path) -> list[Path]:
-    """Rename the checkpoints that are newer than this one, so that nothing continues from them or counts them. Returns
-    their new paths; what was set aside under the same name before is deleted."""
-    newer = [p for p in list_checkpoints(checkpoint.parent) if step_of(p) > step_of(checkpoint)]
-    renamed = [path.with_name(ASIDE + path.name) for path in newer]
-    for path, name in zip(newer, renamed, strict=True):
-        if name.exists():
-            remove(name)
-        path.rename(name)
-    return renamed
-
-
-def load_checkpoint(path: Path, models: list[nn.Module]) -> dict[str, Any]:
-    """Fill a model, and the average of its weights if there is a second one, from a checkpoint and return its state.
-    Raises DamagedCheckpoint, and ValueError for weights that do not fit the model."""
-    weights, state = read_checkpoint(path, [WEIGHTS, EMA_WEIGHTS][: len(models)])
-    for model, found in zip(models, weights.values(), strict=True):
-        own = model.state_dict()
-        load_strict(model, {k: spread(v, own.get(k)) for k, v in found.items()}, str(path))
-    return state
-
-
-def read_checkpoint(path: Path, names: list[str]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """({file: weights}, state) of a checkpoint. Raises DamagedCheckpoint when a file is missing, not as it was written,
-    or of another step."""
-    complete = check_manifest(path, step_of(path))
-    state = _read_state(path)
-    if state.get("format") is not None and not complete:
-        raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {MANIFEST} is missing")
-    _check_state(path, state)
-    weights = {}
-    for name in names:
-        try:
-            weights[name] = read_weights(path / name)
-        except ValueError as error:
-            raise DamagedCheckpoint(str(error)) from error
-    return weights, state
-
-
 def way_out(path: Path) -> str:
-    """What to do when a checkpoint is damaged: the newest intact one before it, or that there is none."""
+    """Advice for a damaged checkpoint: the newest intact one before it, or that there is none."""
     for older in reversed(list_checkpoints(path.parent)):
         if step_of(older) >= step_of(path):
             continue
-        names = [name for name in (WEIGHTS, EMA_WEIGHTS) if (older / name).exists()]
+        names = [name for name in (WEIGHTS, EMA_FILE) if (older / name).exists()]
         try:
             read_checkpoint(older, names)
         except DamagedCheckpoint:
@@ -152,32 +154,114 @@ def way_out(path: Path) -> str:
     return "no other checkpoint before it is intact: choose another run.folder to begin anew"
 
 
+# Reading
+
+
+def load_checkpoint(path: Path, models: list[nn.Module]) -> RunState:
+    """Load the weights of a checkpoint into a model, and into its EMA if there is a second model. Returns the state.
+
+    Raises DamagedCheckpoint, and ValueError for weights that do not fit the model.
+    """
+    weights, state = read_checkpoint(path, [WEIGHTS, EMA_FILE][: len(models)])
+    for model, found in zip(models, weights.values(), strict=True):
+        own = model.state_dict()
+        load_strict(model, {k: shard_like(v, own.get(k)) for k, v in found.items()}, str(path))
+    return state
+
+
+def read_checkpoint(path: Path, names: list[str]) -> tuple[dict[str, Weights], RunState]:
+    """({file: weights}, state) of a checkpoint. Raises DamagedCheckpoint when a file is missing, differs from what was
+    written, or is of another step."""
+    complete = check_manifest(path, step_of(path))
+    state = _read_state(path)
+    if state.get("format") is not None and not complete:
+        raise _damaged(path, f"{MANIFEST} is missing")
+    _check_state(path, state)
+    weights = {}
+    for name in names:
+        try:
+            weights[name] = read_weights(path / name)
+        except ValueError as error:
+            raise DamagedCheckpoint(str(error)) from error
+    return weights, cast(RunState, state)
+
+
+def _damaged(path: Path, reason: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"the checkpoint {path} is damaged: {reason}")
+
+
 def _read_state(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged archives and pickles raise whatever their bytes lead to
+    except Exception as error:  # damaged archives and pickles raise many kinds of errors
         reason = "is missing" if isinstance(error, FileNotFoundError) else "is truncated or damaged"
-        raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {STATE} {reason}") from error
+        raise _damaged(path, f"{STATE} {reason}") from error
     if not isinstance(state, dict):
-        raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {STATE} holds a {type(state).__name__}, no dict")
+        raise _damaged(path, f"{STATE} holds a {type(state).__name__}, no dict")
     return state
 
 
 def _check_state(path: Path, state: dict[str, Any]) -> None:
-    """Raise DamagedCheckpoint unless `state` has what `save_checkpoint` was given, of the right types."""
+    """Raise DamagedCheckpoint unless `state` is a `RunState`."""
     wrong = [k for k, kind in STATE_TYPES.items() if k not in state or not _is(state[k], kind)]
     if not wrong:
-        wrong += ["counts"] * (
-            state["counts"].keys() != COUNTS or not all(_is(v, int) for v in state["counts"].values())
-        )
-        sums = state["meters"].values()
+        counts, sums = state["counts"], state["meters"].values()
+        right = counts.keys() == Counts.__annotations__.keys() and all(_is(v, int) for v in counts.values())
+        wrong += ["counts"] * (not right)
         wrong += ["meters"] * (not all(_is(v, list) and [_is(x, (int, float)) for x in v] == [True] * 2 for v in sums))
         wrong += ["bad"] * (not all(_is(v, int) for v in state["bad"]))
     if wrong:
-        raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {STATE} has no {wrong[0]!r}, or a wrong one")
+        raise _damaged(path, f"{STATE} has no {wrong[0]!r}, or a wrong one")
     if state["step"] != step_of(path):
-        raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {STATE} is of step {state['step']}")
+        raise _damaged(path, f"{STATE} is of step {state['step']}")
 
 
-def _is(value: Any, kind: Any) -> bool:
+def _is(value: object, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
+
+
+# The manifest
+
+
+def write_manifest(folder: Path, step: int) -> None:
+    """Write the manifest of a checkpoint whose other files are there."""
+    digests = _digests(sorted(folder.iterdir()))
+    write_json({"format": MANIFEST_FORMAT, "step": step, "sha256": digests}, folder / MANIFEST)
+
+
+def check_manifest(folder: Path, step: int) -> bool:
+    """Compare the files of a checkpoint with its manifest; False if there is none. Raises DamagedCheckpoint for a file
+    that is missing, unknown or changed, and for another step."""
+    file = folder / MANIFEST
+    if not file.is_file():
+        return False
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise _damaged(folder, f"{MANIFEST} is no JSON") from error
+    known = isinstance(content, dict) and content.get("format") == MANIFEST_FORMAT
+    if not known or not isinstance(content.get("sha256"), dict):
+        raise _damaged(folder, f"{MANIFEST} is of no known format")
+    if content.get("step") != step:
+        raise _damaged(folder, f"its {MANIFEST} is of step {content.get('step')}")
+    written = content["sha256"]
+    there = {path.name: path for path in sorted(folder.iterdir()) if path.name != MANIFEST and path.name[0] != "."}
+    for name in written.keys() - there.keys():
+        raise _damaged(folder, f"{name} is missing")
+    for name in there.keys() - written.keys():
+        raise _damaged(folder, f"{name} is not in its {MANIFEST}")
+    for name, digest in _digests(list(there.values())).items():
+        if digest != written[name]:
+            raise _damaged(folder, f"{name} is truncated or damaged, or of another checkpoint")
+    return True
+
+
+def _digests(files: list[Path]) -> dict[str, str]:
+    """File name -> SHA-256 of the content, in hexadecimal."""
+    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
+        return dict(zip([file.name for file in files], pool.map(_digest, files), strict=True))
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,83 +1,93 @@
-"""A classification run: an image model on labelled images, on the training core."""
+"""Classification runs: an image model on labelled images."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 
 import torch
-from timm.scheduler.scheduler import Scheduler
+import torch.nn.functional as F
+from accelerate import Accelerator
+from timm.data import Mixup
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from torch import Tensor, nn
 
-from zoo.data import Batch, check_unreadable
+from zoo.conversion.distill import AttentionDistillation, FeatureDistillation
+from zoo.data import Batch, BatchPlan, Images, InputSpec, check_unreadable, open_images, open_sources
+from zoo.data.plan import seed_everything
+from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.eval.accuracy import predict_all
-from zoo.models.timm.model_files import EMA_WEIGHTS, WEIGHTS, header_of, save_weights
+from zoo.models.timm.model_files import (
+    EMA_WEIGHTS,
+    WEIGHTS,
+    Recipe,
+    header_of,
+    load_model,
+    read_recipe,
+    save_weights,
+    timm_classes,
+)
 from zoo.models.timm.patches import patches_as_products
-from zoo.train.loop import Run
-from zoo.train.optim import create_schedule
-from zoo.train.settings import TrainSettings
-from zoo.train.setup import set_up
-from zoo.train.sharding import in_step
+from zoo.train.distributed import build_device, pad_batches, place
+from zoo.train.loop import TrainingRun
+from zoo.train.metrics_log import Row
+from zoo.train.model import start_classifier
+from zoo.train.settings import DistillSettings, ModelSettings, TrainSettings
 
 
-class Trainer(Run):
-    """One run of `TrainSettings`; see `Run`. Its result has top1 and top5 (percent) and loss (nats)."""
+class ClassificationRun(TrainingRun[Batch]):
+    """A run of `TrainSettings`; see `TrainingRun`. Its result has top1 and top5 (percent) and loss (nats)."""
 
     settings: TrainSettings
+    model_settings: ModelSettings
     metric = ("top1", "top-1 accuracy (%)")
 
     def set_up(self) -> None:
-        self.parts = parts = set_up(replace(self.settings, model=self.model_settings), self.accelerator)
-        self.model, self.plan = parts.model, parts.plan
-        self.last_step = self.settings.schedule.epochs * self.plan.steps_per_epoch
-        self.header = header_of(parts.recipe)
+        settings = replace(self.settings, model=self.model_settings)
+        self.setup = setup = set_up(settings, self.accelerator)
+        self.model, self.plan = setup.model, setup.plan
+        self.header = header_of(setup.recipe)
+        epoch, run = self.plan.steps_per_epoch, settings.run
+        self.last_step = settings.schedule.epochs * epoch
+        self.rates, self.rate_steps = settings.schedule, epoch
+        checkpoints = [run.checkpoint_epochs * epoch, run.checkpoint_steps]
+        self.every = {"eval": [run.eval_epochs * epoch], "samples": [], "checkpoint": checkpoints}
 
-    def create_schedule(self, optimizer: torch.optim.Optimizer) -> Scheduler:
-        return create_schedule(optimizer, self.settings.schedule, self.plan.steps_per_epoch)
-
-    def compiled(self) -> Any:
-        """Block by block: one compilation serves all blocks, also those of the next run of the process; patches by a
-        product."""
-        for model in filter(None, (self.model, self.parts.objective.teacher)):
+    def compile_blocks(self) -> None:
+        """Compile block by block: one compilation serves all blocks, also those of a later run in this process. The
+        patch embedding runs as a linear layer."""
+        for model in filter(None, (self.model, self.setup.objective.teacher)):
             patches_as_products(model)
             for block in getattr(model, "blocks", ()):
                 block.compile()
-        return self.wrapped
 
     def batches(self, first: int, last: int) -> Iterator[Batch]:
-        return self.parts.train_images.train(self.plan, first, last)
+        return self.setup.train_images.train(self.plan, first, last)
 
-    def loss(self, batch: Batch) -> torch.Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         images, targets = batch.images, batch.labels
-        if self.parts.mixup:
-            images, targets = self.parts.mixup(images, targets)
-        objective = self.parts.objective
+        if self.setup.mixup:
+            images, targets = self.setup.mixup(images, targets)
+        objective = self.setup.objective
         with self.autocast():
             with objective.listen():
-                logits = self.forward(images)
+                logits = self.wrapped(images)
             losses = objective(logits, targets, images)
         total = losses.pop("total")
         for name, value in losses.items():
-            self.note(name, value, len(images))
+            self.metrics.note(name, value, len(images))
         return total
 
-    def due(self, what: str) -> bool:
-        if what == "samples":
-            return False
-        run, step = self.settings.run, self.step
-        epochs = run.eval_epochs if what == "eval" else run.checkpoint_epochs
-        by_steps = what == "checkpoint" and run.checkpoint_steps and step % run.checkpoint_steps == 0
-        return step % (epochs * self.plan.steps_per_epoch) == 0 or step == self.last_step or bool(by_steps)
-
-    def evaluate(self) -> dict[str, Any]:
-        """The accuracy of the model, and of its average if there is one, on the validation images (percent, loss in
-        nats)."""
+    def evaluate(self) -> Row:
+        """The accuracy (percent) and loss (nats) of the model, and of its EMA if there is one, on the validation
+        images."""
         accelerator = self.accelerator
-        row: dict[str, Any] = {}
+        row: Row = {}
         where = {"rank": accelerator.process_index, "world": accelerator.num_processes}
         models = {"": self.model} if self.ema is None else {"": self.model, "ema_": self.ema.module}
-        share = -(-self.parts.n_val // accelerator.num_processes)  # the largest
-        batches = self.parts.val_images.evaluation(self.plan.part_size, **where)
-        batches = in_step(batches, -(-share // self.plan.part_size))
-        with torch.compiler.set_stance("force_eager"):  # once an epoch, of other sizes: not worth a compilation
+        share = -(-self.setup.n_val // accelerator.num_processes)  # the largest of all processes
+        batches = self.setup.val_images.evaluation(self.plan.micro_batch_size, **where)
+        batches = pad_batches(batches, -(-share // self.plan.micro_batch_size))
+        with torch.compiler.set_stance("force_eager"):  # batch sizes differ from training: not worth a compilation
             predictions = predict_all(models, batches, self.autocast)
         for prefix, found in predictions.items():
             sums = accelerator.reduce(found.sums().to(accelerator.device), "sum")
@@ -87,10 +97,160 @@ class Trainer(Run):
         return row
 
     def save(self) -> str:
-        recipe = self.parts.recipe
+        recipe = self.setup.recipe
         models = {WEIGHTS: self.model} | ({EMA_WEIGHTS: self.ema.module} if self.ema else {})
         for file, model in models.items():
-            found = self.whole(model)
+            full = self.unsharded(model)
             if self.main:
-                save_weights(found, recipe, self.folder / file, self.step)
+                save_weights(full, recipe, self.folder / file, self.step)
         return recipe.describe()
+
+
+@dataclass
+class Setup:
+    """Data, model and objective of a run, on one process."""
+
+    model: nn.Module
+    recipe: Recipe
+    objective: "Classification"
+    mixup: Mixup | None
+    plan: BatchPlan
+    train_images: Images
+    val_images: Images
+    n_val: int
+
+
+def set_up(settings: TrainSettings, accelerator: Accelerator) -> Setup:
+    """Open the data and build model and objective on the accelerator's device. Raises ValueError for settings that do
+    not fit the data or the checkpoint."""
+    device = accelerator.device
+    train, val = open_sources(settings.data)
+    n_classes = len(train.classes)
+    plan = BatchPlan(
+        n_images=len(train),
+        batch_size=settings.data.batch_size,
+        seed=settings.run.seed,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
+        micro_batches=settings.optim.grad_accum_steps,
+    )
+    mixup = create_mixup(settings.augment, n_classes)
+    if mixup and plan.micro_batch_size % 2:
+        raise ValueError(f"mixup and cutmix need an even number of images per micro-batch, got {plan.micro_batch_size}")
+    seed_everything(settings.run.seed)
+    model, host, recipe = start_classifier(settings.model, n_classes)
+    spec = InputSpec.of(model, recipe.img_size, settings.data)
+    recipe = replace(recipe, input=asdict(spec), classes=list(train.classes))
+    opened = (spec, settings.data, settings.augment, settings.run.seed, device)
+    model, teacher = model.to(build_device(accelerator)), _teacher(settings, host, recipe)
+    if teacher is not None:
+        teacher = place(accelerator, teacher.eval().requires_grad_(False))
+    return Setup(
+        model=model,
+        recipe=recipe,
+        objective=Classification(settings.augment.label_smoothing, mixup is not None, settings.distill, teacher, model),
+        mixup=mixup,
+        plan=plan,
+        train_images=open_images(train, *opened),
+        val_images=open_images(val, *opened),
+        n_val=len(val),
+    )
+
+
+def create_mixup(augment: AugmentSettings, num_classes: int) -> Mixup | None:
+    """timm's mixup and cutmix, or None when both are off. It uses numpy's generator and needs an even batch."""
+    if not (augment.mixup or augment.cutmix):
+        return None
+    return Mixup(
+        mixup_alpha=augment.mixup,
+        cutmix_alpha=augment.cutmix,
+        prob=augment.mix_prob,
+        label_smoothing=augment.label_smoothing,
+        num_classes=num_classes,
+    )
+
+
+def _teacher(settings: TrainSettings, host: nn.Module, recipe: Recipe) -> nn.Module | None:
+    name = settings.distill.teacher
+    if name == "source":
+        _check_source(settings, recipe.num_classes)
+        return host
+    if not name:
+        return None
+    model, its = load_model(name)
+    inputs = [r.input and InputSpec.from_recipe(r.input, DataSettings()) for r in (its, recipe)]
+    for what, theirs, ours in (("classes", its.num_classes, recipe.num_classes), ("input", *inputs)):
+        if theirs and theirs != ours:
+            raise ValueError(f"the teacher {name} does not fit the run: its {what} {theirs}, the run's {ours}")
+    return model
+
+
+def _check_source(settings: TrainSettings, n_classes: int) -> None:
+    """Raise ValueError for a source without trained weights, classifier included."""
+    model = settings.model
+    found = read_recipe(model.checkpoint) if model.checkpoint else None
+    reason = ""
+    if not (model.checkpoint or model.pretrained):
+        reason = "the run starts from random weights"
+    elif found and found.mixer:
+        reason = f"{model.checkpoint} is already converted and no longer holds the softmax model"
+    elif model.reset_classifier or (model.pretrained and n_classes != timm_classes(model.name)):
+        reason = "its classifier is new"
+    if reason:
+        raise ValueError(
+            f"distill.teacher=source has no trained source: {reason}; name the teacher's run folder instead"
+        )
+
+
+def distillation_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """T^2 KL(softmax(teacher / T) || softmax(student / T)), averaged over the batch; logits [B, K] -> scalar, in
+    float32.
+
+    Hinton et al., arXiv 1503.02531, section 2; T^2 keeps the gradient scale independent of T.
+    """
+    log_p = F.log_softmax(teacher.float() / temperature, dim=-1)
+    log_q = F.log_softmax(student.float() / temperature, dim=-1)
+    return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True) * temperature**2
+
+
+class Classification(nn.Module):
+    """(logits [B, K], targets [B] or [B, K], images [B, 3, H, W]) -> losses by name; "total" is minimized.
+
+    With a teacher "total" is (1 - alpha) CE + alpha T^2 KL(teacher || student), plus the losses of
+    `AttentionDistillation` and `FeatureDistillation`, weighted by `distill.attention` and `distill.features`. The
+    teacher gets the same images.
+    """
+
+    def __init__(
+        self, smoothing: float, mixed: bool, distill: DistillSettings, teacher: nn.Module | None, student: nn.Module
+    ) -> None:
+        super().__init__()
+        self.criterion = SoftTargetCrossEntropy() if mixed else LabelSmoothingCrossEntropy(smoothing)
+        self.distill = distill
+        self.teacher = teacher
+        self.matches: dict[str, AttentionDistillation | FeatureDistillation] = {}
+        for name, match in (("attention", AttentionDistillation), ("features", FeatureDistillation)):
+            if teacher is not None and getattr(distill, name):
+                self.matches[name] = match(student, teacher)
+
+    @contextmanager
+    def listen(self, which: str = "student") -> Iterator[None]:
+        """The context of the student's (or teacher's) forward pass, which records what the distances compare."""
+        with ExitStack() as stack:
+            for match in self.matches.values():
+                stack.enter_context(match.listen(which))
+            yield
+
+    def forward(self, logits: Tensor, targets: Tensor, images: Tensor) -> dict[str, Tensor]:
+        cross_entropy = self.criterion(logits.float(), targets)
+        if self.teacher is None:
+            return {"total": cross_entropy, "loss": cross_entropy}
+        with torch.no_grad(), self.listen("teacher"):
+            wanted = self.teacher(images)
+        distance = distillation_loss(logits, wanted, self.distill.temperature)
+        alpha = self.distill.alpha
+        found = {"total": (1 - alpha) * cross_entropy + alpha * distance, "loss": cross_entropy}
+        for name, match in self.matches.items():
+            found[name] = match.loss()
+            found["total"] = found["total"] + getattr(self.distill, name) * found[name]
+        return found

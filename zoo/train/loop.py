@@ -1,40 +1,37 @@
-"""The training core: what every run does, whatever it trains. A kind of run says what its model, batches and loss are.
+"""The training loop of every run. Subclasses define model, batches, loss and evaluation.
 
-From scratch and from a checkpoint are one path, and so are one process and several (accelerate). Everything that a step
-draws is a function of (seed, step, process, part), so that an interrupted run continues bit for bit.
+All random draws of a step are seeded by (seed, step, process, micro-batch), so an interrupted run resumes bit for bit.
 """
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import Signals
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from accelerate import DistributedType
-from timm.scheduler.scheduler import Scheduler
-from timm.utils import AverageMeter
 from torch import Tensor, nn
 
-from zoo.config import leaves
+from zoo import config
 from zoo.conversion.order_warmup import OrderWarmup
-from zoo.data import BatchPlan, check_unreadable
+from zoo.data import AnyBatch, BatchPlan, check_unreadable
+from zoo.data.plan import seed_everything
 from zoo.data.progress import progress
-from zoo.data.samples import seed_everything
-from zoo.errors import TrainingFailed
-from zoo.files import FolderLock, replacing, sweep
+from zoo.errors import DamagedCheckpoint, TrainingFailed
+from zoo.files import FolderLock, sweep
+from zoo.io import write_json
 from zoo.precision import autocast
-from zoo.timer import Clock
-from zoo.train.checkpoint import choose_checkpoint
+from zoo.timer import Timer
+from zoo.train import distributed
+from zoo.train.checkpoint import choose_checkpoint, load_checkpoint, prune, save_checkpoint, set_aside, step_of, way_out
 from zoo.train.deepspeed_update import ZeroUpdater
-from zoo.train.metrics_log import Record, draw_curves, read_rows
-from zoo.train.optim import create_optimizer
-from zoo.train.processes import create_accelerator, placed, prepare
-from zoo.train.resumable import Resumable
-from zoo.train.run_folder import CHECKPOINTS, as_begun, begin_folder, check_folder
-from zoo.train.sharding import Average, blank, whole
+from zoo.train.distributed import Ema, all_finite, create_accelerator, full_state, meta_copy, place, prepare
+from zoo.train.metrics_log import Metrics, Row, draw_curves, read_rows
+from zoo.train.optim import create_optimizer, create_schedule
+from zoo.train.run_folder import CHECKPOINTS, as_begun, begin_folder, check_run_folder
+from zoo.train.settings import CHANGEABLE, AnySettings, MixerSettings, ScheduleSettings
 from zoo.train.stop import Stop
 from zoo.train.update import Updater
 
@@ -42,28 +39,39 @@ METRICS = "metrics.jsonl"
 RESULT = "result.json"
 
 
-class Run(Resumable, ABC):
-    """One run. `train` carries it out, or what is left of it, and returns its result, also written to result.json.
+B = TypeVar("B", bound=AnyBatch)
 
-    settings: with the sections model, optim, run and log.  model_settings: the first, with the options that the mixers
-    of a resumed run have.  model: what is trained, on the device, also its attributes after `accelerator.prepare`.
-    plan: which samples each step sees.  last_step: number of steps.  metric: the key of the evaluation that the curves
-    show, and what it is.
 
-    Raises ValueError for settings that contradict themselves, the data or a checkpoint; TrainingFailed, which is one
-    too, when weights or losses do not stay finite: the checkpoints of before are kept, and nothing else is written.
+class TrainingRun(ABC, Generic[B]):
+    """A training run. `train` carries out the steps that are left and returns the result, also written to result.json.
+
+    Set by `set_up`:
+      model: the trained model, on `build_device`
+      plan: the samples of each step
+      last_step: number of steps
+      rates, rate_steps: the learning-rate schedule, and the number of steps per epoch of it
+      every: "eval", "samples" and "checkpoint" -> numbers of steps between two of them (0: none)
+      metric: key of the main metric in rows of evaluations, and its title
+      header: metadata of the weight files in checkpoints
+
+    Raises ValueError for settings that contradict each other, the data or a checkpoint; TrainingFailed (a ValueError)
+    when weights or losses become non-finite: earlier checkpoints are kept and no result is written.
     """
 
     model: nn.Module
     plan: BatchPlan
     last_step: int
+    rates: ScheduleSettings
+    rate_steps: int
+    every: dict[str, list[int]]
     metric: tuple[str, str]
-    header: dict[str, str]  # of the weights in checkpoints
+    header: dict[str, str]
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: AnySettings) -> None:
         self.settings = settings
         self.folder = Path(settings.run.folder)
         self.accelerator = create_accelerator(settings)
+        self.main: bool = self.accelerator.is_main_process
         self.lock = FolderLock(self.folder) if self.main else None
         try:
             self._prepare()
@@ -72,36 +80,35 @@ class Run(Resumable, ABC):
             raise
 
     def _prepare(self) -> None:
-        settings, accelerator = self.settings, self.accelerator
+        settings, accelerator, optim = self.settings, self.accelerator, self.settings.optim
         if self.main:
             sweep(self.folder, earlier=True)
-            check_folder(settings)
+            check_run_folder(settings)
         accelerator.wait_for_everyone()
         checkpoint = choose_checkpoint(self.folder / CHECKPOINTS, settings.run.resume)
-        self.model_settings = as_begun(settings.model, checkpoint)
+        self.model_settings: MixerSettings = as_begun(settings.model, checkpoint)
         self.set_up()
-        optim = settings.optim
-        self.form = blank(self.model) if accelerator.is_fsdp2 else None
-        self.ema = ema = Average(self.model, decay=optim.ema, use_warmup=optim.ema_warmup) if optim.ema else None
+        self.form = meta_copy(self.model) if accelerator.is_fsdp2 else None
+        self.ema = ema = Ema(self.model, decay=optim.ema, use_warmup=optim.ema_warmup) if optim.ema else None
         optimizer = create_optimizer(self.model, optim)
-        self.schedule = self.create_schedule(optimizer)
+        self.schedule = create_schedule(optimizer, self.rates, self.rate_steps)
         self.wrapped, self.optimizer = prepare(accelerator, self.model, optimizer)
         if ema:
-            placed(accelerator, ema.module)
-        self.forward = self.compiled() if settings.run.compile else self.wrapped
+            place(accelerator, ema.module)
+        if settings.run.compile:
+            self.compile_blocks()
         updater = ZeroUpdater if accelerator.distributed_type == DistributedType.DEEPSPEED else Updater
-        limits = optim.clip, settings.run.max_skipped
+        limits = optim.clip_grad_norm, settings.run.max_nonfinite_steps
         self.update = updater(accelerator, self.model, self.wrapped, self.optimizer, ema, *limits)
-        self.meters: dict[str, AverageMeter] = {}  # of the losses, since the last line of the record
+        self.metrics = Metrics(accelerator)
         self.step, self.seconds = 0, 0.0
-        self.saved = 0  # the step of the newest checkpoint
-        self.bad: set[int] = set()
-        self.evaluated: dict[str, Any] = {}  # the last evaluation
-        self.trained: dict[str, Any] = {}  # the last training row
-        self.late = False  # whether a checkpoint is due since steps that were skipped
+        self.saved, self.bad = 0, set[int]()  # step of the newest checkpoint, numbers of unreadable images
+        self.evaluated, self.trained = Row(), Row()  # the last evaluation and training row
+        self.late = False  # whether a checkpoint was postponed because steps were skipped
         self.models = [self.model, *([ema.module] if ema else [])]
         self.anneal = OrderWarmup(self.models, optim.anneal, optim.ridge, self.last_step, accelerator.device)
-        self._continue(checkpoint)
+        if checkpoint is not None:
+            self._resume(checkpoint)
         self.anneal(self.step)
         if self.main:
             begin_folder(settings)
@@ -111,69 +118,55 @@ class Run(Resumable, ABC):
         if self.lock is not None:
             self.lock.release()
 
-    # What a kind of run says
+    # Defined by subclasses
 
     @abstractmethod
     def set_up(self) -> None:
-        """Set model (at `place_of` the accelerator), plan, last_step, metric and header. Raises ValueError for what
-        does not fit."""
+        """Set the attributes listed above, except `metric`. Raises ValueError for settings that do not fit."""
 
     def begin(self) -> None:
-        """Write into the folder of a run that begins or continues, on the main process."""
+        """Write files into the folder of a run that starts or resumes, in the main process."""
 
     @abstractmethod
-    def create_schedule(self, optimizer: torch.optim.Optimizer) -> Scheduler:
-        """The learning rate, in steps."""
+    def batches(self, first: int, last: int) -> Iterator[B]:
+        """The micro-batches of the steps [first, last) for this process."""
 
     @abstractmethod
-    def batches(self, first: int, last: int) -> Iterator[Any]:
-        """The parts of the steps [first, last) for this process; each can tell which of its samples are unreadable."""
+    def loss(self, batch: B) -> Tensor:
+        """The loss of one micro-batch, a scalar. Calls `metrics.note` for values to be logged."""
 
     @abstractmethod
-    def loss(self, batch: Any) -> Tensor:
-        """The loss of one part, a scalar; `note` the numbers that the record shall show."""
-
-    @abstractmethod
-    def evaluate(self) -> dict[str, Any]:
-        """The row of an evaluation, kind "eval"."""
-
-    @abstractmethod
-    def due(self, what: str) -> bool:
-        """Whether the step just done is followed by an "eval", by "samples" or by a "checkpoint". The last one is, by
-        the first and the third."""
+    def evaluate(self) -> Row:
+        """Metrics on the validation set, for a row of kind "eval"."""
 
     @abstractmethod
     def save(self) -> str:
-        """Write the final weights (`whole`) on the main process, each file or folder complete or not at all; returns
-        what the model is."""
+        """Write the final weights (`unsharded`) in the main process; returns a description of the model."""
+
+    @abstractmethod
+    def compile_blocks(self) -> None:
+        """Compile the blocks of the model, and of a teacher, in place."""
 
     def show(self) -> None:
-        """Show what the run can do by now; on every process, since they may share the weights."""
+        """Write samples of the model; in every process, since the weights may be sharded."""
 
-    def compiled(self) -> Any:
-        """The model for training, compiled."""
-        return torch.compile(self.wrapped)
+    # The loop
 
-    # What every run does
+    def train(self) -> Row:
+        """Carry out the steps that are left. Returns the last evaluation with images_seen, seconds and counts.
 
-    def train(self) -> dict[str, Any]:
-        """Carry out the steps that are left. Returns the last evaluation with images_seen, seconds and more.
-
-        After SIGTERM or SIGINT it finishes the step and what is due then, writes a checkpoint and raises SystemExit
-        with the status 143 or 130.
+        After SIGTERM or SIGINT the run finishes the step and the work due after it, writes a checkpoint and raises
+        SystemExit with status 143 or 130.
         """
         try:
             return self._train()
         finally:
             self._release()
 
-    def _train(self) -> dict[str, Any]:
+    def _train(self) -> Row:
         settings = self.settings
-        self.record = Record(self.folder / METRICS, self.step) if self.main else None
-        if settings.log.trackers:
-            self.accelerator.init_trackers(
-                settings.log.project, config={k: str(v) for k, v in leaves(settings).items()}
-            )
+        values = {k: str(v) for k, v in config.leaves(settings).items()}
+        self.metrics.open(self.folder / METRICS, self.step, settings.log.project, values)
         try:
             with Stop(self.accelerator) as stop:
                 self._carry_out(stop)
@@ -185,108 +178,169 @@ class Run(Resumable, ABC):
         return self._finish()
 
     def _carry_out(self, stop: Stop) -> None:
-        """The steps that are left, and what is due beside them, until `stop` asks for an end."""
-        settings = self.settings
+        """Run the remaining steps, evaluations, samples and checkpoints, until `stop` has received a signal."""
         batches = self.batches(self.step, self.last_step)
-        clock = Clock(self.accelerator.device, self.step)
-        beside = {"eval": self.evaluate, "samples": self.show, "checkpoint": self._checkpoint}
+        timer = Timer(self.accelerator.device, self.step)
+        pauses = {"eval": self.evaluate, "samples": self.show, "checkpoint": self._checkpoint}
         steps = range(self.step, self.last_step)
         self.wrapped.train()
         bar = progress(steps, f"training {self.folder.name}", self.last_step, self.step, self._status)
         for _ in bar if self.main else steps:
             with stop.explained(self._stopped):
                 self._train_step(batches)
-            if self.step % settings.log.every == 0 or self.step == self.last_step:
-                self.update.settle(self.step)  # waits for the device, so that the clock stops after the work
+            if self.step % self.settings.log.every == 0 or self.step == self.last_step:
+                self.update.flush_norms(self.step)  # waits for the device, so that the timer includes its work
                 if self.update.failing:
                     self._check_weights()
-                self.trained = self._training_row(*clock.lap(self.step))
+                self.trained = self._training_row(*timer.interval(self.step))
                 self.write(self.trained)
-                self.meters.clear()
-            for kind, work in beside.items():
-                if self.due(kind) or (kind == "checkpoint" and self.late):
-                    self._do_beside(kind, work, clock)
+            for kind, work in pauses.items():
+                if self._due(kind) or (kind == "checkpoint" and self.late):
+                    self._pause(kind, work, timer)
             if (number := stop.asked()) and self.step < self.last_step:
                 if self.saved != self.step:
-                    self._do_beside("checkpoint", self._checkpoint, clock)
+                    self._pause("checkpoint", self._checkpoint, timer)
                 raise self._stopped(number)
 
-    def _status(self) -> str:
-        """Loss, speed and the last evaluation, for the progress bar."""
-        row, key = self.trained, self.metric[0]
-        texts = [f"loss {row['loss']:.4g}", f"{row['images_per_second']:.0f} images/s"] if "loss" in row else []
-        return ", ".join([*texts, *([f"{key} {self.evaluated[key]:.4g}"] if key in self.evaluated else [])])
-
-    def _print_summary(self, last: dict[str, Any]) -> None:
-        """Print the last evaluation and where the run was written."""
-        key, title = self.metric
-        scores = [f"{name}{last[full]:.4g}" for name, full in (("", key), ("EMA ", f"ema_{key}")) if full in last]
-        spent = f"{self.last_step} steps in {self.seconds:.0f} s"
-        print(f"{title}: {', '.join(scores)} after {spent}; wrote {self.folder}", flush=True)
-
-    def _stopped(self, number: int) -> SystemExit:
-        """The end of a run after a signal, once a line has said where it goes on."""
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
-        at = f"stopped by {Signals(number).name} at step {self.step} of {self.last_step}"
-        newest = f"run.resume=true continues at step {self.saved}" if self.saved else "no checkpoint was written yet"
-        self.accelerator.print(f"{at}: {newest}", flush=True)
-        return SystemExit(128 + number)
-
-    def _do_beside(self, kind: str, work: Callable[[], dict[str, Any] | None], clock: Clock) -> None:
-        """Work of this kind, and the row of what it found and took."""
-        self.update.settle(self.step)  # steps that the device has not done yet are training
-        with clock.beside() as took:
-            found = work()
-        if kind == "eval":
-            self.evaluated = found or {}
-        self.seconds += took["seconds"]
-        self.write({"kind": kind, **(found or {}), **took})
-
-    def _train_step(self, batches: Iterator[Any]) -> None:
-        """Forward and backward over the parts of one step, then the update."""
+    def _train_step(self, batches: Iterator[B]) -> None:
+        """Forward and backward over the micro-batches of one step, then the update."""
         self.schedule.step_update(self.step)
-        for part in range(self.plan.parts):
+        for number in range(self.plan.micro_batches):
             batch = next(batches)
             self._note_unreadable(batch)
             # after the batch was read: reading in this process draws from the same generators
-            seed_everything(self.settings.run.seed, self.step, self.accelerator.process_index, part)
-            last = part == self.plan.parts - 1
-            self.update.backward(self.loss(batch) / self.plan.parts, last)
-        if self.step == 0 and (idle := self.update.idle()):
+            seed_everything(self.settings.run.seed, self.step, self.accelerator.process_index, number)
+            last = number == self.plan.micro_batches - 1
+            self.update.backward(self.loss(batch) / self.plan.micro_batches, last)
+        if self.step == 0 and (idle := self.update.params_without_grad()):
             raise TrainingFailed(f"these new parameters receive no gradient: {', '.join(idle)}")
         self.step += 1
         self.update(self.step)
         self.anneal(self.step)
 
+    def _due(self, kind: str) -> bool:
+        """Whether the step just done is followed by this kind of work; the last step is, unless the kind is off."""
+        every = [n for n in self.every[kind] if n]
+        return bool(every) and (self.step == self.last_step or any(self.step % n == 0 for n in every))
+
+    def _pause(self, kind: str, work: Callable[[], Row | None], timer: Timer) -> None:
+        """Do work that does not count as training, and write a row with its results and time."""
+        self.update.flush_norms(self.step)  # steps still running on the device count as training
+        with timer.pause() as took:
+            found = work() or {}
+        if kind == "eval":
+            self.evaluated = found
+        self.seconds += took["seconds"]
+        self.write({"kind": kind, **found, **took})
+
     def autocast(self) -> torch.autocast:
-        """The context in which models compute, of run.precision."""
-        keep = not self.accelerator.is_fsdp2  # the weights of all blocks in 16 bits, until the context ends
-        return autocast(self.accelerator.device.type, self.settings.run.precision, keep)
+        """The autocast context of run.precision."""
+        cache = not self.accelerator.is_fsdp2  # the cache would hold 16-bit copies of all full weights
+        return autocast(self.accelerator.device.type, self.settings.run.precision, cache)
 
-    def whole(self, model: nn.Module) -> nn.Module:
-        """The model, or its average, with all weights, for the main process to save. Every process."""
-        return model if self.form is None else whole(model, self.form, self.main)
+    def unsharded(self, model: nn.Module) -> nn.Module:
+        """The model, or its EMA, with full weights for the main process to save. Every process."""
+        return model if self.form is None else distributed.unsharded_copy(model, self.form, self.main)
 
-    def note(self, name: str, value: Tensor, n: int) -> None:
-        """Let the mean `value` of n samples flow into the record of the losses."""
-        self.meters.setdefault(name, AverageMeter()).update(value.detach(), n)
+    # The state
 
-    def _note_unreadable(self, batch: Any) -> None:
+    def _checkpoint(self) -> Row:
+        """Write a checkpoint. After skipped steps postpone it until a step is not skipped, so that checkpoints from
+        before the failure are not pruned."""
+        self.update.flush_norms(self.step)
+        self._check_weights()
+        self.late = self.update.failing
+        if not self.late:
+            self._save_checkpoint()
+        return {"postponed": True} if self.late else {}
+
+    def _save_checkpoint(self) -> None:
+        meters = self.metrics.state_dict()
+        self.accelerator.wait_for_everyone()
+        weights = full_state(self.model.state_dict(), self.main)
+        average = full_state(self.ema.module.state_dict(), self.main) if self.ema else None
+        optimizer = self.update.state_dict(self.main)
+        if self.main:
+            scaler = self.accelerator.scaler
+            where, keep = self.folder / CHECKPOINTS, self.settings.run.keep_checkpoints
+            save_checkpoint(where, weights, average, self.header, keep=keep, state={
+                "optimizer": optimizer,
+                "scaler": scaler.state_dict() if scaler is not None else None,
+                "step": self.step,
+                "seconds": self.seconds,
+                "counts": self.update.counts,
+                "meters": meters,
+                "bad": sorted(self.bad),
+                "settings": config.to_tree(self.settings),
+            })  # fmt: skip
+        self.saved = self.step
+
+    def _resume(self, checkpoint: Path) -> None:
+        try:
+            self._load(checkpoint)
+        except DamagedCheckpoint as error:
+            raise ValueError(f"{error}; {way_out(checkpoint)}") from error
+        self.accelerator.wait_for_everyone()  # every process has read it
+        aside = set_aside(checkpoint) if self.main else []
+        if self.main:
+            prune(checkpoint.parent, self.settings.run.keep_checkpoints)
+        where = f", newer ones set aside as {', '.join(str(path) for path in aside)}" if aside else ""
+        at = f"at step {self.step} of {self.last_step}{where}"
+        self.accelerator.print(f"continuing {self.folder} {at}", flush=True)
+
+    def _load(self, checkpoint: Path) -> None:
+        if step_of(checkpoint) > self.last_step:
+            raise DamagedCheckpoint(f"the checkpoint {checkpoint} is of a step beyond the last, {self.last_step}")
+        state = load_checkpoint(checkpoint, self.models)
+        if not all_finite(self.models, self.accelerator):
+            raise DamagedCheckpoint(f"the checkpoint {checkpoint} is damaged: it holds weights that are not finite")
+        try:
+            self.update.load(state["optimizer"])
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"the checkpoint {checkpoint} is damaged: {error}") from error
+        if "settings" in state:
+            written = config.from_tree(type(self.settings), state["settings"])
+            if changed := config.differences(written, self.settings, ignore=CHANGEABLE):
+                what = f"a run with another configuration; they differ in {changed[0]}"
+                raise DamagedCheckpoint(f"the checkpoint {checkpoint} is of {what}")
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.step = self.saved = state["step"]
+        self.seconds = state["seconds"]
+        self.bad, self.update.counts = set(state["bad"]), state["counts"]
+        self.metrics.load_state_dict(state["meters"])
+
+    def _check_weights(self) -> None:
+        if not all_finite(self.models, self.accelerator):
+            at = f"the weights are not finite after step {self.step}"
+            raise TrainingFailed(f"{at}: lower optim.lr or set optim.clip_grad_norm")
+
+    def _check_end(self) -> None:
+        """Raise TrainingFailed if the last steps were skipped, or weights or the last evaluation are not finite."""
+        if self.update.failing:
+            n = self.update.counts["skipped_in_a_row"]
+            raise TrainingFailed(f"the gradients of the last {n} steps were not finite, so that they were skipped")
+        self._check_weights()
+        for key, value in self.evaluated.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise TrainingFailed(f"{key} of the last evaluation is not finite")
+
+    # Metrics
+
+    def _note_unreadable(self, batch: AnyBatch) -> None:
         new = set(batch.unreadable()) - self.bad
         if new:
             self.bad |= new
-            print(
-                f"skipped {len(new)} unreadable images, such as number {min(new)}; {len(self.bad)} so far", flush=True
-            )
+            such, total = f"such as number {min(new)}", f"{len(self.bad)} so far"
+            print(f"skipped {len(new)} unreadable images, {such}; {total}", flush=True)
             check_unreadable(len(self.bad), self.plan.n_images)
 
-    def _training_row(self, steps: int, seconds: float, memory: dict[str, float]) -> dict[str, Any]:
+    def _training_row(self, steps: int, seconds: float, memory: dict[str, float]) -> Row:
         self.seconds += seconds
         norm, counts = self.update.norm, self.update.counts
         return {
             "kind": "train",
-            **{name: total / count for name, (total, count) in self._totals().items()},
+            **self.metrics.averages(),
             "lr": max(group["lr"] for group in self.optimizer.param_groups),
             "grad_norm": norm if math.isfinite(norm) else None,
             "clipped_part": counts["clipped"] / self.step,
@@ -297,43 +351,50 @@ class Run(Resumable, ABC):
             **memory,
         }
 
-    def _totals(self) -> dict[str, tuple[float, int]]:
-        """(sum, the mean over processes; number of samples) of each meter."""
-        out = {}
-        for name, meter in self.meters.items():
-            total = torch.as_tensor(meter.sum, device=self.accelerator.device, dtype=torch.float32)
-            out[name] = float(self.accelerator.reduce(total, "mean")), meter.count
-        return out
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Add a row to the record and the trackers."""
+    def write(self, row: Row) -> None:
+        """Write a row to metrics.jsonl and the trackers."""
         images = self.step * self.plan.batch_size
-        row = {"step": self.step, "epoch": self.step / self.plan.steps_per_epoch, "images_seen": images, **row}
-        if self.record is None:
-            return
-        self.record.write(row)
-        if self.settings.log.trackers:
-            numbers = {f"{row['kind']}/{k}": v for k, v in row.items() if isinstance(v, (int, float))}
-            self.accelerator.log(numbers, step=self.step)
+        where = {"step": self.step, "epoch": self.step / self.plan.steps_per_epoch, "images_seen": images}
+        self.metrics.write({**where, **row})
 
-    def _finish(self) -> dict[str, Any]:
+    def _status(self) -> str:
+        """Loss, speed and the last evaluation, for the progress bar."""
+        row, key = self.trained, self.metric[0]
+        texts = [f"loss {row['loss']:.4g}", f"{row['images_per_second']:.0f} images/s"] if "loss" in row else []
+        return ", ".join([*texts, *([f"{key} {self.evaluated[key]:.4g}"] if key in self.evaluated else [])])
+
+    # The end
+
+    def _stopped(self, number: int) -> SystemExit:
+        """The exit after a signal; prints where the run will resume."""
+        self.metrics.close()
+        at = f"stopped by {Signals(number).name} at step {self.step} of {self.last_step}"
+        newest = f"run.resume=true continues at step {self.saved}" if self.saved else "no checkpoint was written yet"
+        self.accelerator.print(f"{at}: {newest}", flush=True)
+        return SystemExit(128 + number)
+
+    def _finish(self) -> Row:
         """Write the final weights, the curves and the result."""
         self.accelerator.wait_for_everyone()
-        result: dict[str, Any] = {}
-        about = self.save()
+        model = self.save()
+        result: Row = {}
         if self.main:
             rows = read_rows(self.folder / METRICS)
             last = next((row for row in reversed(rows) if row.get("kind") == "eval"), None)
             if last is None:
                 raise ValueError(f"{self.folder / METRICS} holds no evaluation any more: it was removed or damaged")
-            result = {"model": about, **last, "seconds": round(self.seconds, 2)}
+            result = {"model": model, **last, "seconds": round(self.seconds, 2)}
             if "peak_mib" in last:
                 result["peak_mib"] = max(row["peak_mib"] for row in rows if "peak_mib" in row)
             result |= {**self.update.counts, "train_unreadable": len(self.bad)}
-            with replacing(self.folder / RESULT) as temporary:
-                temporary.write_text(json.dumps(result, indent=1) + "\n")
+            write_json(result, self.folder / RESULT)
             draw_curves({self.folder.name: rows}, self.folder / "curves.png", *self.metric)
             self._print_summary(last)
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
+        self.metrics.close()
         return result
+
+    def _print_summary(self, last: Row) -> None:
+        key, title = self.metric
+        scores = [f"{name}{last[full]:.4g}" for name, full in (("", key), ("EMA ", f"ema_{key}")) if full in last]
+        spent = f"{self.last_step} steps in {self.seconds:.0f} s"
+        print(f"{title}: {', '.join(scores)} after {spent}; wrote {self.folder}", flush=True)

@@ -1,19 +1,75 @@
-"""The record of a run: metrics.jsonl, one JSON object per line, and its curves."""
+"""Metrics of a run: metrics.jsonl (one JSON object per line), trackers, and curves."""
 
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import Accelerator
+from timm.utils import AverageMeter
+from torch import Tensor
+
 from zoo.files import naming, replacing
 from zoo.plotting import pyplot, save_figure
 
-Row = dict[str, Any]
+Row = dict[str, Any]  # "step", "kind" and numbers
+
+
+class Metrics:
+    """The losses since the last row, and where rows are written: metrics.jsonl and the trackers. In every process; the
+    main process writes."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.meters: dict[str, AverageMeter] = {}
+        self.record: Record | None = None
+
+    def open(self, file: Path, step: int, project: str, config: dict[str, str]) -> None:
+        """Open `file` for a run that continues at `step`, and the trackers, which show `config`."""
+        self.record = Record(file, step) if self.accelerator.is_main_process else None
+        self.accelerator.init_trackers(project, config=config)
+
+    def close(self) -> None:
+        """Finish the trackers."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+    def note(self, name: str, value: Tensor, n: int) -> None:
+        """Add a batch mean over n samples to the running average of this loss."""
+        self.meters.setdefault(name, AverageMeter()).update(value.detach(), n)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Name -> [sum, averaged over processes; number of samples] of each running average. Every process."""
+        out = {}
+        for name, meter in self.meters.items():
+            total = torch.as_tensor(meter.sum, device=self.accelerator.device, dtype=torch.float32)
+            out[name] = [float(self.accelerator.reduce(total, "mean")), meter.count]
+        return out
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Continue the running averages of a checkpoint."""
+        for name, (total, count) in state.items():
+            self.meters[name] = meter = AverageMeter()
+            meter.sum, meter.count = torch.tensor(total, device=self.accelerator.device), count
+
+    def averages(self) -> dict[str, float]:
+        """The running averages, which then start again. Every process."""
+        out = {name: total / count for name, (total, count) in self.state_dict().items()}
+        self.meters.clear()
+        return out
+
+    def write(self, row: Row) -> None:
+        """Write a row with its step and kind."""
+        if self.record is None:
+            return
+        self.record.write(row)
+        numbers = {f"{row['kind']}/{k}": v for k, v in row.items() if isinstance(v, (int, float))}
+        self.accelerator.log(numbers, step=row["step"])
 
 
 class Record:
-    """Appends rows to `file`. Opened for a run that continues at step `step`, it first drops the rows after that
-    step."""
+    """Appends rows to `file`. For a run that continues at step `step` it first drops the rows after that step."""
 
     def __init__(self, file: Path, step: int = 0) -> None:
         self.file = file
@@ -22,19 +78,19 @@ class Record:
             temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, row: Row) -> None:
-        """Append one row. What a kill or a full disk leaves of it is dropped when the record is read."""
+        """Append one row. A line cut off by a kill or a full disk is dropped when the file is read."""
         with naming(self.file), self.file.open("a") as opened:
             opened.write(json.dumps({k: _finite(v) for k, v in row.items()}) + "\n")
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: such a number becomes null."""
+def _finite(value: object) -> object:
+    """null for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The rows of a record, each with its step. A last line that was cut off by a kill is left out; a damaged line
-    elsewhere raises ValueError."""
+    """The rows of a metrics file. A last line that was cut off by a kill is left out; raises ValueError for another
+    damaged line."""
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -51,7 +107,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def draw_curves(runs: dict[str, list[Row]], file: Path, key: str = "top1", title: str = "top-1 accuracy (%)") -> None:
-    """Loss and the evaluation called `key` over images seen, one line a run (named by its key), as a PNG."""
+    """Draw training loss and the validation metric `key` over images seen, one line per run, as a PNG."""
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for name, rows in runs.items():

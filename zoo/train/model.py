@@ -1,11 +1,11 @@
-"""The model that a run of image classification starts with, from its settings."""
+"""The model with which a classification run starts."""
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import timm
 from timm.layers import resample_abs_pos_embed
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from zoo.mixers import MixerConfig
@@ -23,17 +23,17 @@ from zoo.train.settings import ModelSettings
 
 
 def plan(settings: ModelSettings, n_classes: int | None = None) -> tuple[Recipe, Recipe | None]:
-    """(what to build, what the checkpoint holds or None). Without `n_classes` the checkpoint or timm decides their
-    number.
+    """(recipe of the model to build, recipe of the checkpoint or None). Without `n_classes` the checkpoint or
+    timm determine the number of classes.
 
-    Raises ValueError for a missing or damaged checkpoint, or when nothing names the model.
+    Raises ValueError for a missing or damaged checkpoint, and if neither settings nor checkpoint name the model.
     """
     if settings.checkpoint and settings.pretrained:
         raise ValueError("model.checkpoint and model.pretrained both name weights; give one of them")
     found = read_recipe(settings.checkpoint) if settings.checkpoint else None
     recipe = Recipe(settings.name, settings.kwargs, settings.img_size)
-    own: Any = timm.model_entrypoint(settings.name) if timm.is_model(settings.name) else None
-    if settings.mixer and hasattr(own, "mixer"):
+    own = timm.model_entrypoint(settings.name) if timm.is_model(settings.name) else None
+    if settings.mixer and own is not None and hasattr(own, "mixer"):
         raise ValueError(
             f"model.name={settings.name} has the mixer {own.mixer!r} already: leave model.mixer empty, or name the "
             f"softmax model, {own.base}"
@@ -50,13 +50,11 @@ def plan(settings: ModelSettings, n_classes: int | None = None) -> tuple[Recipe,
     return replace(recipe, layers=settings.layers, keep_softmax=settings.keep_softmax), found
 
 
-def start(settings: ModelSettings, n_classes: int | None = None) -> tuple[nn.Module, nn.Module, Recipe]:
-    """(model, host, recipe) to start a run with: `host` is the model before its mixers were changed, with the same
-    weights.
+def start_classifier(settings: ModelSettings, n_classes: int | None = None) -> tuple[nn.Module, nn.Module, Recipe]:
+    """(model, host, recipe) to start a run with: `host` is the model before conversion, with the same weights.
 
-    Weights come from `settings.checkpoint`, timm or the seed; positions of a checkpoint of another image size are
-    interpolated. Raises ValueError for a checkpoint of another mixer or another number of classes, a truncated one, or
-    wrong names.
+    Weights come from `settings.checkpoint`, timm or the seed; position embeddings of another image size are resampled.
+    Raises ValueError for a truncated checkpoint or one with another mixer or number of classes, and for unknown names.
     """
     recipe, found = plan(settings, n_classes)
     host = build_host(recipe, settings.pretrained)
@@ -88,22 +86,22 @@ def _start_weights(
     settings: ModelSettings, model: nn.Module, found: Recipe | None, n_classes: int
 ) -> dict[str, Tensor]:
     weights = _resampled(read_weights(settings.checkpoint), model)
-    if settings.new_head:
+    if settings.reset_classifier:
         head = tuple(f"{part}." for part in _classifiers(model))
         own = model.state_dict()
         return {k: own[k] if k.startswith(head) else v for k, v in weights.items()}
     if found and found.num_classes != n_classes:
         raise ValueError(
             f"{settings.checkpoint} has {found.num_classes} classes, but the data has {n_classes}; "
-            "set model.new_head=true to start with a new classifier"
+            "set model.reset_classifier=true to start with a new classifier"
         )
     return weights
 
 
-def _resampled(weights: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """Absolute positions [1, tokens, C] of a square grid interpolated to the grid of the model, as timm does.
+def _resampled(weights: dict[str, Tensor], model: VisionTransformer) -> dict[str, Tensor]:
+    """Resample position embeddings [1, tokens, C] of a square grid to the grid of the model, as timm does.
 
-    Whatever else does not fit is left for `load_strict` to name.
+    Other differences are left to `load_strict`, which raises an error.
     """
     have, want = weights.get("pos_embed"), model.state_dict().get("pos_embed")
     if have is None or want is None or have.shape == want.shape or have.shape[-1] != want.shape[-1]:
@@ -113,7 +111,7 @@ def _resampled(weights: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     if side**2 != have.shape[1] - prefix:
         return weights
     grid = model.patch_embed.grid_size
-    print(f"positions interpolated from {side} x {side} to {grid[0]} x {grid[1]}", flush=True)
+    print(f"position embeddings resampled from {side} x {side} to {grid[0]} x {grid[1]}", flush=True)
     return {**weights, "pos_embed": resample_abs_pos_embed(have, list(grid), num_prefix_tokens=prefix)}
 
 

@@ -1,7 +1,6 @@
-"""Optimiser and schedule from timm, with a learning-rate factor for the new parameters of mixers."""
+"""timm's optimizers and schedules, with learning-rate factors for mixers and attention layers."""
 
 import inspect
-from typing import Any
 
 import timm
 from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
@@ -11,6 +10,7 @@ from timm.scheduler.scheduler import Scheduler
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from zoo.config import Tree
 from zoo.conversion.hooks import layers_of
 from zoo.errors import unknown_name
 from zoo.models.timm.model_files import MIXER_PREFIX
@@ -27,14 +27,14 @@ def attention_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for layer in layers_of(model).values() for p in layer.parameters()]
 
 
-def parameter_groups(model: nn.Module, optim: OptimSettings) -> list[dict[str, Any]]:
-    """timm's groups (weight decay of matrices only, layer decay), each split into new parameters of mixers, inherited
-    ones of attention layers, and the rest.
+def parameter_groups(model: nn.Module, optim: OptimSettings) -> list[Tree]:
+    """timm's groups (weight decay of matrices only, layer decay), each split into new parameters of mixers, pretrained
+    parameters of attention layers, and the rest.
 
-    `lr_scale` of a group is what timm's schedules multiply the rate with.
+    timm's schedules multiply the learning rate of a group with its `lr_scale`.
     """
     kept = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
-    # gains of heads and of blocks, though they are stored as matrices: the mixtures of orders and of blocks
+    # no weight decay for gains per head and per block either, though they are stored as matrices
     kept |= {name for name in new_parameters(model) if name.endswith(".coefficients") or ".mixing." in name}
     if optim.layer_decay:
         groups = param_groups_layer_decay(
@@ -42,8 +42,9 @@ def parameter_groups(model: nn.Module, optim: OptimSettings) -> list[dict[str, A
         )
     else:
         groups = param_groups_weight_decay(model, weight_decay=optim.weight_decay, no_weight_decay_list=kept)
-    factors = {id(p): optim.attention_lr for p in attention_parameters(model)} if optim.attention_lr != 1 else {}
-    factors |= {id(p): optim.mixer_lr for p in new_parameters(model).values()}
+    inherited = attention_parameters(model) if optim.attention_lr_scale != 1 else []
+    factors = {id(p): optim.attention_lr_scale for p in inherited}
+    factors |= {id(p): optim.mixer_lr_scale for p in new_parameters(model).values()}
     out = []
     for group in groups:
         for factor in sorted({factors.get(id(p), 1.0) for p in group["params"]}):
@@ -55,28 +56,27 @@ def parameter_groups(model: nn.Module, optim: OptimSettings) -> list[dict[str, A
 
 
 def create_optimizer(model: nn.Module, optim: OptimSettings) -> Optimizer:
-    """The timm optimiser of this name, fused where that lets it skip a step on the device (`Updater`).
+    """The timm optimizer of this name, fused if it can then skip a step on the device (see `Updater`).
 
     Raises ValueError for an unknown name, or for too many or too few betas.
     """
     if optim.name not in list_optimizers():
-        raise unknown_name("optimiser", optim.name, list_optimizers(exclude_filters=["bnb*", "fused*", "apex*"]))
+        raise unknown_name("optimizer", optim.name, list_optimizers(exclude_filters=["bnb*", "fused*", "apex*"]))
     info = get_optimizer_info(optim.name)
-    more: dict[str, Any] = {"betas": tuple(optim.betas)} if info.has_betas else {}
+    more: Tree = {"betas": tuple(optim.betas)} if info.has_betas else {}
     default = inspect.signature(info.opt_class).parameters.get("betas")
     if more and default is not None and len(default.default) != len(optim.betas):
         raise ValueError(f"optim.betas of {optim.name} is {len(default.default)} numbers, got {optim.betas}")
-    if info.opt_class in (Adam, AdamW):  # torch's fused SGD leaves its momentum undefined when it skips its first step
+    if info.opt_class in (Adam, AdamW):  # fused SGD has undefined momentum if its first step is skipped
         more["fused"] = True
     groups = parameter_groups(model, optim)
     return create_optimizer_v2(groups, opt=optim.name, lr=optim.lr, weight_decay=optim.weight_decay, **more)
 
 
 def create_schedule(optimizer: Optimizer, schedule: ScheduleSettings, steps_per_epoch: int) -> Scheduler:
-    """The timm schedule, in steps: call `step_update(step)` before each step. Raises ValueError if timm is too old for
-    it."""
-    name, more = schedule.name, dict[str, Any]()
-    if name == "constant":  # which older timm has not
+    """The timm schedule, updated by `step_update(step)` before each step. Raises ValueError if timm is too old."""
+    name, more = schedule.name, Tree()
+    if name == "constant":  # not in older timm versions
         name, more = "step", {"decay_epochs": 1.0, "decay_rate": 1.0}
     elif name == "step":
         more = {"decay_epochs": schedule.decay_epochs, "decay_rate": schedule.decay_rate}
@@ -90,7 +90,7 @@ def create_schedule(optimizer: Optimizer, schedule: ScheduleSettings, steps_per_
         optimizer,
         sched=name,
         num_epochs=schedule.epochs,
-        warmup_epochs=schedule.warmup_epochs,  # fractions of an epoch become steps
+        warmup_epochs=schedule.warmup_epochs,  # fractions of an epoch are allowed
         warmup_lr=schedule.warmup_lr,
         min_lr=schedule.min_lr,
         step_on_epochs=False,

@@ -1,8 +1,8 @@
-"""The folder of a run: which run it holds."""
+"""The folder of a run: its configuration, and the options of its mixers."""
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -12,14 +12,16 @@ from zoo.models.checkpoint_tags import decode_tag
 from zoo.models.stored_options import restored_options
 from zoo.models.timm.model_files import WEIGHTS
 from zoo.train.checkpoint import choose_checkpoint, list_checkpoints
-from zoo.train.settings import CHANGEABLE
+from zoo.train.settings import CHANGEABLE, AnySettings, MixerSettings
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
-MOST_NAMED = 10  # keys in a sentence
+MOST_NAMED = 10  # keys per error message
+M = TypeVar("M", bound=MixerSettings)
+S = TypeVar("S", bound=AnySettings)
 
 
-def check_folder(settings: Any) -> None:
+def check_run_folder(settings: AnySettings) -> None:
     """Raise ValueError when `run.folder` holds a run and `run.resume` is not set, or one with another
     configuration, or no checkpoint of the step `run.resume`."""
     folder = Path(settings.run.folder)
@@ -31,7 +33,7 @@ def check_folder(settings: Any) -> None:
     choose_checkpoint(folder / CHECKPOINTS, settings.run.resume)
 
 
-def _check_config(settings: Any, file: Path) -> None:
+def _check_config(settings: AnySettings, file: Path) -> None:
     if settings.run.resume is False:
         raise ValueError(
             f"{file.parent} already holds a run; set run.resume=true to continue it or choose another run.folder"
@@ -46,8 +48,8 @@ def _check_config(settings: Any, file: Path) -> None:
         )
 
 
-def _read_config(settings: Any, file: Path) -> Any:
-    """The configuration of the run that the folder holds."""
+def _read_config(settings: S, file: Path) -> S:
+    """The configuration of the run in the folder."""
     way_out = "put the configuration that the run was started with there, or choose another run.folder"
     if file.is_file() and not file.read_bytes().strip():
         raise ValueError(f"{file} is empty, as after a crash of the machine: {way_out}")
@@ -57,17 +59,17 @@ def _read_config(settings: Any, file: Path) -> Any:
         raise ValueError(f"{file} is damaged: {way_out} ({error})") from error
 
 
-def begin_folder(settings: Any) -> None:
-    """Write the configuration of a new run, once everything it names was found."""
+def begin_folder(settings: AnySettings) -> None:
+    """Write the configuration of a new run. Called after everything that the configuration names was found."""
     file = Path(settings.run.folder) / CONFIG
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         config.save(settings, file)
 
 
-def as_begun(model: Any, checkpoint: Path | None) -> Any:
-    """The settings of a model with the options that its mixers have in a checkpoint: what the settings do not name may
-    have other defaults by now. A checkpoint that cannot be read changes nothing: loading it says why."""
+def as_begun(model: M, checkpoint: Path | None) -> M:
+    """The model settings with the mixer options stored in a checkpoint: defaults may have changed since the run began.
+    Returns `model` unchanged for a checkpoint that cannot be read; loading it raises the error."""
     if checkpoint is None or model.mixer not in MIXERS:
         return model
     try:

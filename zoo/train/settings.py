@@ -1,21 +1,20 @@
-"""The keys of a training configuration, one frozen dataclass a section. `zoo.config` reads, checks and documents
-them."""
+"""Settings of a classification run, one frozen dataclass per section; read and checked by `zoo.config`."""
 
 import importlib.util
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
-from zoo.config import one_of
+from zoo.config import Tree, one_of
 from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.mixers.help import check_mixer, mixers_help
 from zoo.precision import PRECISIONS
 from zoo.ranges import POSITIVE, SEED, check_ranges
 
-# What may change between the two halves of an interrupted run without changing its result.
+# Keys that may change when an interrupted run resumes: they do not change its result.
 CHANGEABLE = (
     "run.resume",
     "run.folder",
-    "run.keep",
+    "run.keep_checkpoints",
     "run.checkpoint_steps",
     "run.checkpoint_epochs",
     "log",
@@ -24,41 +23,54 @@ CHANGEABLE = (
 
 
 @dataclass(frozen=True)
-class ModelSettings:
-    """Which timm model, where its weights come from, and which mixer stands in its attention layers.
+class MixerSettings:
+    """Attention mixer of the model.
 
-    name: timm model name, softmax (vit_small_patch16_224) or ours (vit_mhla_small_patch16_224); empty takes name and
-      kwargs from the checkpoint
-    kwargs: keywords of timm.create_model, such as {patch_size: 4, depth: 6}
-    img_size: side of the square input in pixels (positions of a checkpoint are interpolated to it); none keeps that
-      of the checkpoint or the model
-    checkpoint: weights to start from, a .safetensors file or a run folder (the average of its weights, if it kept one);
-      empty for random weights
-    pretrained: start from the weights that timm publishes for this name
-    new_head: take every weight of the checkpoint but the classifier, whose number of classes may then differ
-    mixer: mixer put into the attention layers after loading, one of those listed below; empty leaves the layers as they
-      are
+    mixer: attention mixer to convert to after loading, one of those listed below; empty keeps the model's attention
     mixer_options: options of the mixer, listed below, such as {exponent: 4.0, depthwise: v}
-    layers: blocks to convert: numbers (from 0; -1 is the last) or a pattern of module names; empty converts all
-    keep_softmax: blocks that stay softmax: numbers, a pattern, or every:3 for the blocks 0, 3, 6, ...
+    layers: blocks to convert: indices (from 0; -1 is the last) or a pattern of module names; empty converts all
+    keep_softmax: blocks that keep softmax attention: indices such as [0, 5], a pattern, or `every:3` for the blocks 0,
+      3, 6, ...
     """
 
     more_help = staticmethod(mixers_help)
 
-    name: str = ""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    img_size: int | None = None
-    checkpoint: str = ""
-    pretrained: bool = False
-    new_head: bool = False
     mixer: str = ""
-    mixer_options: dict[str, Any] = field(default_factory=dict)
+    mixer_options: Tree = field(default_factory=dict)
     layers: list[int] | str = field(default_factory=list)
     keep_softmax: list[int] | str = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check_ranges("model", self, img_size="[1, inf)")
         check_mixer(self.mixer, self.mixer_options)
+
+
+@dataclass(frozen=True)
+class ModelSettings(MixerSettings):
+    """Model, initial weights and attention mixer.
+
+    name: timm model name, softmax (vit_small_patch16_224) or ours (vit_mhla_small_patch16_224); empty takes name and
+      kwargs from the checkpoint
+    kwargs: keyword arguments of timm.create_model, such as {patch_size: 4, depth: 6}
+    img_size: side of the square input in pixels; position embeddings of a checkpoint are resampled to it; none keeps
+      the size of the checkpoint or the model
+    checkpoint: initial weights, a .safetensors file or a run folder (its EMA weights, if there are any); empty for
+      random weights
+    pretrained: start from timm's published weights of this name
+    reset_classifier: use every weight of the checkpoint except the classifier, so that the number of classes may differ
+    """
+
+    former = (("new_head", "reset_classifier"),)
+
+    name: str = ""
+    kwargs: Tree = field(default_factory=dict)
+    img_size: int | None = None
+    checkpoint: str = ""
+    pretrained: bool = False
+    reset_classifier: bool = False
+
+    def __post_init__(self) -> None:
+        check_ranges("model", self, img_size="[1, inf)")
+        super().__post_init__()
         for key, value in self.kwargs.items():
             if str(key).endswith("_rate") and isinstance(value, int | float) and not 0 <= value < 1:
                 raise ValueError(f"model.kwargs.{key} must be in [0, 1), got {value}")
@@ -68,40 +80,47 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """The optimiser and what is done to gradients and weights around it.
+    """Optimizer, gradient clipping and accumulation, EMA, order warm-up.
 
-    name: timm optimiser name
-    lr: learning rate at the top of the schedule
+    name: timm optimizer name
+    lr: peak learning rate
     weight_decay: weight decay of matrices (vectors have none)
-    betas: betas of Adam-like optimisers
-    layer_decay: factor on the learning rate a layer, from the head down; none for one rate
-    mixer_lr: factor on the learning rate of the new parameters of mixers
-    attention_lr: factor on that of the inherited parameters of attention layers
-    clip: largest gradient norm; none for no clipping
-    accumulate: parts into which a process splits its share of a batch
-    ema: decay of the moving average of the weights; 0 for none
-    ema_warmup: let the decay grow from 0 to `ema`, needed by short runs
-    anneal: part of the steps over which layers of hla2, ahla and hla3 go from first order to their own; 0 for none
-    ridge: the lambda of ahla (A A + lambda A) halfway there; the same factor on A for hla2 and hla3
+    betas: betas of Adam-like optimizers
+    layer_decay: layer-wise learning-rate decay; none disables it
+    mixer_lr_scale: learning-rate factor of the new parameters of mixers
+    attention_lr_scale: learning-rate factor of the pretrained parameters of attention layers
+    clip_grad_norm: maximum gradient norm; none disables clipping
+    grad_accum_steps: gradient accumulation steps
+    ema: decay of the EMA of the weights; 0 for no EMA
+    ema_warmup: warm up the EMA decay from 0 (recommended for short runs)
+    anneal: fraction of training during which layers of hla2, ahla and hla3 are blended with first-order linear
+      attention; 0 for none
+    ridge: weight of the first-order term in that blend, at half of the warm-up (lambda in A A + lambda A for ahla)
     """
+
+    former = (
+        ("clip", "clip_grad_norm"), ("accumulate", "grad_accum_steps"), ("mixer_lr", "mixer_lr_scale"),
+        ("attention_lr", "attention_lr_scale"),
+    )  # fmt: skip
 
     name: str = "adamw"
     lr: float = 1e-3
     weight_decay: float = 0.05
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     layer_decay: float | None = None
-    mixer_lr: float = 1.0
-    attention_lr: float = 1.0
-    clip: float | None = 1.0
-    accumulate: int = 1
+    mixer_lr_scale: float = 1.0
+    attention_lr_scale: float = 1.0
+    clip_grad_norm: float | None = 1.0
+    grad_accum_steps: int = 1
     ema: float = 0.0
     ema_warmup: bool = True
     anneal: float = 0.0
     ridge: float = 1.0
 
     def __post_init__(self) -> None:
-        check_ranges("optim", self, **dict.fromkeys(("lr", "mixer_lr", "attention_lr", "clip", "ridge"), POSITIVE))
-        check_ranges("optim", self, accumulate="[1, inf)", weight_decay="[0, inf)", layer_decay="(0, 1]")
+        positive = ("lr", "mixer_lr_scale", "attention_lr_scale", "clip_grad_norm", "ridge")
+        check_ranges("optim", self, **dict.fromkeys(positive, POSITIVE))
+        check_ranges("optim", self, grad_accum_steps="[1, inf)", weight_decay="[0, inf)", layer_decay="(0, 1]")
         check_ranges("optim", self, **dict.fromkeys(("betas", "anneal", "ema"), "[0, 1)"))
         if len(self.betas) not in (2, 3):
             raise ValueError(f"optim.betas is two numbers (three for adan), got {self.betas}")
@@ -109,17 +128,17 @@ class OptimSettings:
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """The learning rate over the run, updated every step.
+    """Learning-rate schedule, updated every step.
 
-    name: timm schedule: cosine, constant, poly, tanh, step, or with timm 1.0.31 wsd (warm up, stay, decay)
-    epochs: passes over the training images
-    warmup_epochs: passes with a linearly growing rate, part of `epochs`
-    min_lr: learning rate at the end
-    warmup_lr: learning rate at the start of the warm-up
-    decay_epochs: passes between two decays (step); passes of the final decay, or below 1 its part of the run (wsd,
-      where none is 0.2)
-    decay_rate: factor on the rate at each decay (step)
-    power: exponent of the decay, 1 for a straight line (poly)
+    name: timm schedule: cosine, constant, poly, tanh, step, or with timm 1.0.31 wsd (warm-up, stable, decay)
+    epochs: number of epochs
+    warmup_epochs: epochs of linear warm-up, included in `epochs`
+    min_lr: final learning rate
+    warmup_lr: initial learning rate of the warm-up
+    decay_epochs: epochs between two decays (step); epochs of the final decay, or below 1 its fraction of the run (wsd;
+      none means 0.2)
+    decay_rate: learning-rate factor of each decay (step)
+    power: exponent of the decay, 1 for a linear decay (poly)
     """
 
     name: str = "cosine"
@@ -140,18 +159,18 @@ class ScheduleSettings:
             if getattr(self, key) != type(self).__dataclass_fields__[key].default and self.name not in users:
                 raise ValueError(f"schedule.{key} is for schedule.name={' or '.join(users)}, not {self.name}")
         if self.name == "step" and self.decay_epochs is None:
-            raise ValueError("schedule.name=step needs schedule.decay_epochs, the passes between two decays")
+            raise ValueError("schedule.name=step needs schedule.decay_epochs, the epochs between two decays")
 
 
 @dataclass(frozen=True)
 class DistillSettings:
-    """Learning from the class probabilities of a teacher: (1 - alpha) CE + alpha T^2 KL(teacher || student).
+    """Knowledge distillation: (1 - alpha) CE + alpha T^2 KL(teacher || student).
 
-    teacher: source (the model before its mixers were changed), a .safetensors file or a run folder; empty for none
-    alpha: weight of the teacher in the loss, 0 to 1
-    temperature: T, the softening of both distributions
-    attention: weight of the squared distance between attention outputs, layer by layer, over their power; 0 for none
-    features: weight of the same between what the two classifiers get; 0 for none
+    teacher: source (the model before conversion), a .safetensors file or a run folder; empty for none
+    alpha: weight of the distillation term, 0 to 1
+    temperature: T, softmax temperature of both distributions
+    attention: weight of the per-layer relative MSE between student and teacher attention outputs; 0 for none
+    features: weight of the relative MSE between the final features (classifier inputs); 0 for none
     """
 
     teacher: str = ""
@@ -166,40 +185,44 @@ class DistillSettings:
 
 @dataclass(frozen=True)
 class RunBasics:
-    """Where and how any run happens.
+    """Settings of every run.
 
-    folder: where everything is written
-    seed: seed of weights, order, augmentation and noise
-    resume: continue from the newest checkpoint of the folder, if it has one; or from that of a step, such as 2000,
-      setting newer ones aside under another name
+    folder: output folder
+    seed: seed of weights, sample order, augmentation and noise
+    resume: continue from the newest checkpoint of the folder, if there is one; or from the checkpoint of a step, such
+      as 2000, renaming newer ones
     precision: fp32, bf16 or fp16
-    compile: compile the model with torch.compile, block by block; a timm model embeds patches by a product of matrices
-    keep: how many checkpoints stay
-    max_skipped: steps in a row whose gradients may be non-finite (they are skipped) before the run stops
+    compile: compile each block with torch.compile (timm models: the patch embedding runs as a linear layer)
+    keep_checkpoints: number of checkpoints to keep
+    max_nonfinite_steps: stop after more than this many consecutive steps with non-finite gradients (such steps are
+      skipped)
     """
+
+    former = (("keep", "keep_checkpoints"), ("max_skipped", "max_nonfinite_steps"))
 
     folder: str = "runs/train"
     seed: int = 0
     resume: bool | int = False
     precision: str = "fp32"
     compile: bool = False
-    keep: int = 2
-    max_skipped: int = 25
+    keep_checkpoints: int = 2
+    max_nonfinite_steps: int = 25
 
     def __post_init__(self) -> None:
         one_of("run.precision", self.precision, PRECISIONS)
-        check_ranges("run", self, seed=SEED, resume="[0, inf)", keep="[1, inf)", max_skipped="[0, inf)")
+        check_ranges("run", self, seed=SEED, keep_checkpoints="[1, inf)")
+        check_ranges("run", self, resume="[0, inf)", max_nonfinite_steps="[0, inf)")
         if not self.folder:
             raise ValueError("run.folder is empty: name the folder for the results")
 
 
 @dataclass(frozen=True)
 class RunSettings(RunBasics):
-    """A run by epochs.
+    """A run whose length is given in epochs.
 
     eval_epochs: epochs between two evaluations (the last epoch is always evaluated)
     checkpoint_epochs: epochs between two checkpoints
-    checkpoint_steps: steps between two checkpoints as well; 0 for none
+    checkpoint_steps: also write a checkpoint every n steps; 0 for none
     """
 
     eval_epochs: int = 1
@@ -213,10 +236,10 @@ class RunSettings(RunBasics):
 
 @dataclass(frozen=True)
 class LogSettings:
-    """What is written while the run goes on; metrics.jsonl always is.
+    """Logging; metrics.jsonl is always written.
 
-    every: steps between two lines
-    trackers: further places, tensorboard and wandb
+    every: steps between two training rows
+    trackers: tensorboard and wandb, in addition
     project: project name for trackers
     """
 
@@ -234,7 +257,7 @@ class LogSettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """A training run. See the sections."""
+    """A classification run. See the sections."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -248,3 +271,35 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if self.run.compile and self.distill.teacher and self.distill.attention:
             raise ValueError("distill.attention reads inside the blocks, which run.compile closes; leave one out")
+
+
+class BatchSettings(Protocol):
+    """The section `data` of any run."""
+
+    @property
+    def batch_size(self) -> int:
+        """Global batch size per optimizer step."""
+
+
+class AnySettings(Protocol):
+    """The sections that the settings of every run have."""
+
+    @property
+    def model(self) -> MixerSettings:
+        """The model."""
+
+    @property
+    def data(self) -> BatchSettings:
+        """The data."""
+
+    @property
+    def optim(self) -> OptimSettings:
+        """Optimizer, EMA, order warm-up."""
+
+    @property
+    def run(self) -> RunBasics:
+        """Folder, seed, precision."""
+
+    @property
+    def log(self) -> LogSettings:
+        """Logging."""

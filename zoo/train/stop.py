@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT during a run: the step is finished first."""
+"""Handling of SIGTERM and SIGINT during a run: the step is finished first."""
 
 import contextlib
 import signal
@@ -6,27 +6,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-GRACE = 0.5  # s, in which a signal that loader processes had comes here too
+GRACE = 0.5  # seconds until a signal that killed DataLoader workers has arrived here too
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
-    """Within `with`: takes note of the first of `SIGNALS`, which end the process otherwise.
+    """Context in which the first of `SIGNALS` is stored instead of ending the process.
 
-    A second SIGINT interrupts a lone process at once, as usual; one of several ignores it, since launchers send what
-    the terminal sends once more.
+    A second SIGINT interrupts a single process at once, as usual. Several processes ignore it, since launchers repeat
+    the signal of the terminal.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.signal = 0
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, signal._HANDLER] = {}
         self._last: torch.Tensor | None = None
 
     def __enter__(self) -> "Stop":
@@ -34,7 +33,7 @@ class Stop:
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -45,8 +44,8 @@ class Stop:
 
     @contextlib.contextmanager
     def explained(self, end: Callable[[int], BaseException]) -> Iterator[None]:
-        """Around a step that fails when the signal ends the loader processes too: `end` of the signal in the place of
-        their error."""
+        """Context of a step that fails because the signal also killed DataLoader workers: raises `end(signal)` instead
+        of their error."""
         try:
             yield
         except RuntimeError as error:
@@ -58,14 +57,14 @@ class Stop:
             raise end(self.signal) from error
 
     def asked(self) -> int:
-        """The signal after which all processes stop at this step; 0 for none. Every process, once a step.
+        """The signal after which all processes stop at this step; 0 for none. Every process, once per step.
 
-        Of several processes each hears of it at another time: they agree on what one of them had heard by the step
-        before, whose numbers the device has by now.
+        Processes receive a signal at different times. They agree on the maximum of the step before, which is on the
+        device by now, so that reading it does not wait.
         """
         if self.accelerator.num_processes == 1:
             return self.signal
-        heard = torch.tensor(self.signal, device=self.accelerator.device)
-        dist.all_reduce(heard, dist.ReduceOp.MAX)
-        last, self._last = self._last, heard
+        received = torch.tensor(self.signal, device=self.accelerator.device)
+        dist.all_reduce(received, dist.ReduceOp.MAX)
+        last, self._last = self._last, received
         return 0 if last is None else int(last)

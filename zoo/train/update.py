@@ -1,9 +1,9 @@
-"""From the loss to new weights: gradients, clipped; what is not finite is skipped, averaged, counted, saved."""
+"""Optimizer step: backward, gradient clipping, skipping of non-finite steps, EMA update."""
 
 import contextlib
 import itertools
 import math
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from accelerate import Accelerator
@@ -13,33 +13,42 @@ from torch.optim import Optimizer
 
 from zoo.errors import DamagedCheckpoint, TrainingFailed
 from zoo.mixers import Mixer
+from zoo.train.distributed import Ema, full_state, shard_optimizer_state
 from zoo.train.optim import new_parameters
-from zoo.train.sharding import Average, gathered, spread_states
 
 LAYOUTS = ("in one piece, not by DeepSpeed", "by DeepSpeed, in flat parts")
+State = dict[str, Any]  # state dict of an optimizer
+Described = list[list[object]]  # [name, shape, dtype] per trained parameter
+
+
+class Counts(TypedDict):
+    """Numbers of steps: skipped, skipped in a row up to the last one, and clipped."""
+
+    skipped: int
+    skipped_in_a_row: int
+    clipped: int
 
 
 class Updater:
-    """One optimiser step a call, without waiting for the device where the optimiser can skip a step by itself.
+    """Runs one optimizer step per call.
 
-    A step whose gradient norm is not finite changes neither weights nor optimiser state. torch's fused Adam and AdamW
-    read that from the device; other optimisers are told by the host, which waits for the norm. In fp16 accelerate's
-    scaler decides the same and lowers its factor. The learning rate and the average of the weights go by steps,
-    skipped ones included: in those the weights stayed as they were.
+    Steps with a non-finite gradient norm change neither weights nor optimizer state. torch's fused Adam and AdamW skip
+    on the device, so the host does not synchronize; for other optimizers the host waits for the norm. In fp16
+    accelerate's gradient scaler decides and lowers its factor. Learning rate and EMA advance on skipped steps too.
 
-    wrapped: the model as accelerate prepared it.  norm: gradient norm of the last step that `settle` has read.
-    counts: of those steps, how many were skipped, skipped in a row up to the last one, and clipped.
+    wrapped: the model as prepared by accelerate.  norm: gradient norm of the last step read by `flush_norms`.
+    counts: over the steps read so far.
     """
 
-    layout = "whole"  # of the optimiser's state in checkpoints, or "flat"
+    layout = "whole"  # of the optimizer state in checkpoints: "whole" or "flat"
 
     def __init__(
         self,
         accelerator: Accelerator,
         model: nn.Module,
-        wrapped: Any,
+        wrapped: nn.Module,
         optimizer: Optimizer,
-        ema: Average | None,
+        ema: Ema | None,
         clip: float | None,
         max_skipped: int,
     ) -> None:
@@ -49,32 +58,32 @@ class Updater:
         self.inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         self.skips_on_device = getattr(self.inner, "_step_supports_amp_scaling", False)
         self.norm = math.nan
-        self.counts = {"skipped": 0, "skipped_in_a_row": 0, "clipped": 0}
-        self._unread: list[Tensor] = []
+        self.counts = Counts(skipped=0, skipped_in_a_row=0, clipped=0)
+        self._unread: list[Tensor] = []  # gradient norms that are still on the device
         mixers = [m for m in model.modules() if isinstance(m, Mixer)]
         self._projected = [m for m in mixers if type(m).project_ is not Mixer.project_]
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradients of one part of a step, the last one or not."""
-        # parts of weights want parts of gradients: whole ones would be kept from one part of the step to the next
+        """Add the gradients of one micro-batch; `last`: the last one of the step."""
+        # FSDP2: always reduce-scatter; `no_sync` would keep unsharded gradients between micro-batches
         wait = not last and not self.accelerator.is_fsdp2
         with self.accelerator.no_sync(self.wrapped) if wait else contextlib.nullcontext():
             self.accelerator.backward(loss)
 
-    def idle(self) -> list[str]:
+    def params_without_grad(self) -> list[str]:
         """The new parameters of mixers that have no gradient after the backward passes of a step."""
         return [name for name, p in new_parameters(self.model).items() if p.requires_grad and p.grad is None]
 
     def __call__(self, step: int) -> None:
-        """The update of step `step`, counted from 1. Raises TrainingFailed as `settle` does."""
-        self.advance(step)
+        """Update the weights and the EMA in step `step`, counted from 1. Raises TrainingFailed as `flush_norms`."""
+        self.optimizer_step(step)
         for mixer in self._projected:
             mixer.project_()
         if self.ema:
             self.ema.update(self.model, step=step)
 
-    def advance(self, step: int) -> None:
-        """Clip, then change the weights or not."""
+    def optimizer_step(self, step: int) -> None:
+        """Clip the gradients, then update the weights or skip the step."""
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip or math.inf).detach()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._unread.append(norm)
@@ -85,13 +94,13 @@ class Updater:
             self.inner.grad_scale = None
             self.optimizer.step()
         else:
-            self.settle(step)
+            self.flush_norms(step)
             if math.isfinite(self.norm):
                 self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def settle(self, step: int) -> None:
-        """Read the norms of the steps up to `step` and count them.
+    def flush_norms(self, step: int) -> None:
+        """Read the gradient norms of the steps up to `step` and count them.
 
         Raises TrainingFailed when more than `max_skipped` steps in a row were skipped.
         """
@@ -108,24 +117,25 @@ class Updater:
             if self.counts["skipped_in_a_row"] > self.max_skipped:
                 raise TrainingFailed(
                     f"the gradients of {self.counts['skipped_in_a_row']} steps in a row were not finite, last at step "
-                    f"{at}; lower optim.lr or use another run.precision (run.max_skipped allows {self.max_skipped})"
+                    f"{at}; lower optim.lr or use another run.precision (run.max_nonfinite_steps allows "
+                    f"{self.max_skipped})"
                 )
 
     @property
     def failing(self) -> bool:
-        """Whether the last steps that were read were skipped: all but the one in which a gradient scaler finds that its
-        factor has become too large."""
+        """Whether the last steps were skipped. The one step with which a gradient scaler finds its new factor does not
+        count."""
         return self.counts["skipped_in_a_row"] > int(self.accelerator.scaler is not None)
 
-    def states(self, keep: bool) -> dict[str, Any]:
-        """The state of the optimiser, whole (see `gathered`), and the parameters that it belongs to. Every process."""
-        return {**gathered(self.optimizer.state_dict(), keep), "layout": self.layout, "parameters": self._described()}
+    def state_dict(self, keep: bool) -> State:
+        """The full optimizer state (keep: see `full_state`) and the parameters it belongs to. Every process."""
+        return {**full_state(self.optimizer.state_dict(), keep), "layout": self.layout, "parameters": self._described()}
 
-    def load(self, states: dict[str, Any]) -> None:
-        """Go on from weights that were loaded and this state of the optimiser.
+    def load(self, states: State) -> None:
+        """Load an optimizer state, after the weights.
 
-        Raises DamagedCheckpoint for the state of other parameters; ValueError for one that DeepSpeed saved, or that it
-        did not save where it goes on.
+        Raises DamagedCheckpoint for the state of other parameters; ValueError for a state that DeepSpeed saved when
+        this run does not use it, or the reverse.
         """
         theirs, ours = states.get("parameters"), self._described()
         if theirs is not None and theirs != ours:
@@ -134,25 +144,25 @@ class Updater:
             raise ValueError(f"the checkpoint was made {LAYOUTS[self.layout == 'whole']}; continue it as it was made")
         self._load({k: v for k, v in states.items() if k not in ("parameters", "layout")})
 
-    def _described(self) -> list[list[Any]]:
-        """[name, shape, type] of each trained parameter, in the order of the optimiser."""
+    def _described(self) -> Described:
+        """The trained parameters in the order of the optimizer."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         return [[names[id(p)], list(p.shape), str(p.dtype)] for p in trained]
 
-    def _load(self, states: dict[str, Any]) -> None:
+    def _load(self, states: State) -> None:
         groups = self.inner.param_groups
         try:
             counts = [len(group["params"]) for group in states["param_groups"]]
             if counts != [len(group["params"]) for group in groups]:
                 raise ValueError("the checkpoint was made by DeepSpeed, in flat parts; continue it as it was made")
             self._check_moments(states["state"])
-            self.optimizer.load_state_dict(spread_states(states, self.optimizer))
+            self.optimizer.load_state_dict(shard_optimizer_state(states, self.optimizer))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise DamagedCheckpoint("the state of the optimiser in its state.pt is not one") from error
+            raise DamagedCheckpoint("the optimizer state in its state.pt is damaged") from error
 
-    def _check_moments(self, states: dict[int, dict[str, Any]]) -> None:
-        """torch's fused optimisers trust the shapes of moments, and read beyond the end of those that are smaller."""
+    def _check_moments(self, states: dict[int, State]) -> None:
+        """Raise DamagedCheckpoint for moments of a wrong shape: torch's fused optimizers would read past their end."""
         parameters = [p for group in self.inner.param_groups for p in group["params"]]
         for i, state in states.items() if self.skips_on_device else ():
             for name, value in state.items():
@@ -161,8 +171,8 @@ class Updater:
                     raise DamagedCheckpoint(f"its state.pt has {name} of {have} for a parameter of {want}")
 
 
-def _difference(theirs: list[Any], ours: list[Any]) -> str:
-    """The first parameter in which two lists of `Updater._described` differ, in words."""
+def _difference(theirs: Described, ours: Described) -> str:
+    """The first parameter in which two lists differ, as text."""
     for there, here in itertools.zip_longest(theirs, ours):
         if there != here:
             have, want = ("nothing" if x is None else f"{x[0]} of {x[1]}, {x[2]}," for x in (there, here))

@@ -12,7 +12,7 @@ from tests.helpers.small_images import noise_images, small_extractor
 from zoo.eval.fid import Inception, ModuleExtractor, open_extractor
 from zoo.eval.fid.extractors import timm_extractor
 from zoo.io import weights_hash
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 
 N = 2  # images; the network is large
 
@@ -108,7 +108,7 @@ def test_dinov2_of_timm_with_a_weights_file(tmp_path):
 
 
 def test_a_trained_classifier_gives_its_last_features_and_logits(tmp_path):
-    trainer = Trainer(tiny(tmp_path / "run"))
+    trainer = ClassificationRun(tiny(tmp_path / "run"))
     trainer.train()
     found = open_extractor(str(tmp_path / "run"))
     images = noise_images(5, 0)

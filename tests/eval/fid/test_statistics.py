@@ -13,9 +13,9 @@ from tests.helpers.runs import run_tool, tiny
 from tests.helpers.small_images import SmallNetwork, noise_images, save_npz, small_extractor
 from zoo.data.transforms import center_crop
 from zoo.eval.fid import FidOptions, ModuleExtractor, load_statistics, reference_statistics, score
-from zoo.eval.fid.features import extract
-from zoo.eval.fid.images import open_images
-from zoo.train.classification import Trainer
+from zoo.eval.fid.features import extract_features
+from zoo.eval.fid.images import open_image_set
+from zoo.train.classification import ClassificationRun
 
 pytest.importorskip("torch_fidelity", reason="it comes with hla-zoo[eval]")
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*biased upwards.*")
 
 
 def all_images(where, **options):
-    parts = list(open_images(where, **options).batches(7, 0, 1))
+    parts = list(open_image_set(where, **options).batches(7, 0, 1))
     assert torch.equal(torch.cat([n for n, _ in parts]), torch.arange(sum(len(n) for n, _ in parts)))
     return torch.cat([images for _, images in parts])
 
@@ -107,7 +107,7 @@ def test_sfid_is_the_distance_of_the_spatial_features(tmp_path):
 def test_the_npz_of_adm_is_taken_for_inception_statistics(tmp_path):
     """mu and sigma of many images, and some of the images for KID, precision and recall."""
     reference = noise_images(70, 1)
-    known = extract(open_images([reference]), small_extractor(0, "inception")).statistics
+    known = extract_features(open_image_set([reference]), small_extractor(0, "inception")).statistics
     arrays = {"mu": known.pool.mean.numpy(), "sigma": known.pool.covariance.numpy()}
     np.savez(tmp_path / "few.npz", **arrays)
     np.savez(tmp_path / "all.npz", **arrays, arr_0=reference.permute(0, 2, 3, 1).numpy())
@@ -136,7 +136,7 @@ def test_the_image_that_a_score_was_made_for_scores_zero(tmp_path):
 @pytest.mark.parametrize("size", [3, 16])
 def test_batches_change_nothing(size, tmp_path):
     images = save_npz(noise_images(50, 0), tmp_path / "images.npz")
-    whole, parts = (extract(open_images(images), small_extractor(), n, keep=20) for n in (50, size))
+    whole, parts = (extract_features(open_image_set(images), small_extractor(), n, keep=20) for n in (50, size))
     for key in ("mean", "covariance"):
         one, other = getattr(whole.statistics.pool, key), getattr(parts.statistics.pool, key)
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
@@ -144,7 +144,7 @@ def test_batches_change_nothing(size, tmp_path):
 
 
 def test_shares_of_processes_are_batches_of_the_whole(tmp_path):
-    images = open_images(save_npz(noise_images(50, 0), tmp_path / "images.npz"))
+    images = open_image_set(save_npz(noise_images(50, 0), tmp_path / "images.npz"))
     alone = list(images.batches(7, 0, 1))
     for rank in range(3):
         for one, other in zip(images.batches(7, rank, 3), alone[rank::3], strict=True):
@@ -173,14 +173,14 @@ def test_statistics_are_finite_numbers(mu, tmp_path):
 def test_npz_of_another_layout(content, sentence, tmp_path):
     np.savez(tmp_path / "x.npz", **content)
     with pytest.raises(ValueError, match=sentence) as caught:
-        open_images(str(tmp_path / "x.npz"))
+        open_image_set(str(tmp_path / "x.npz"))
     assert "\n" not in str(caught.value)
 
 
 def test_truncated_npz(tmp_path):
     (tmp_path / "x.npz").write_bytes(b"PK")
     with pytest.raises(ValueError, match=r"not a readable \.npz"):
-        open_images(str(tmp_path / "x.npz"))
+        open_image_set(str(tmp_path / "x.npz"))
 
 
 def test_what_cannot_be_read_as_images(tmp_path):
@@ -195,7 +195,7 @@ def test_what_cannot_be_read_as_images(tmp_path):
         (str(tmp_path / "none"), "expected an existing folder"),
     ]:
         with pytest.raises(ValueError, match=sentence):
-            open_images(where)
+            open_image_set(where)
     for batch, sentence in [
         (torch.zeros(2, 3, 4, 8, 8, dtype=torch.uint8), r"yields videos"),
         (torch.zeros(2, 3, 8, 8), r"must yield uint8 batches \[B, 3, H, W\], got float32 \[2, 3, 8, 8\]"),
@@ -262,7 +262,7 @@ def test_tool_scores_in_two_processes_as_in_one(tmp_path, monkeypatch, one_threa
     monkeypatch.setattr(sys, "argv", ["evaluate_fid.py"])
     import evaluate_fid
 
-    Trainer(tiny(tmp_path / "run")).train()
+    ClassificationRun(tiny(tmp_path / "run")).train()
     samples, reference = (
         save_npz(noise_images(61, 0), tmp_path / "s.npz"),
         save_npz(noise_images(70, 1), tmp_path / "r.npz"),
@@ -315,8 +315,8 @@ def test_help(capsys):
 def test_the_embedded_digits_are_a_set_of_images():
     from zoo.data import open_source
 
-    (numbers, images), *rest = open_images("digits").batches(800, 0, 1)
+    (numbers, images), *rest = open_image_set("digits").batches(800, 0, 1)
     source = open_source("digits", "", train=False)
     assert not rest and len(images) == len(source) == 797 and numbers.tolist() == list(range(797))
     assert torch.equal(images[5], torch.from_numpy(np.array(source.read(5)[0])).permute(2, 0, 1))
-    assert [len(batch) for batch, _ in open_images("digits").batches(400, 1, 2)] == [397]
+    assert [len(batch) for batch, _ in open_image_set("digits").batches(400, 1, 2)] == [397]

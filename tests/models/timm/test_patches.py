@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zoo.models.timm.patches import PatchProduct, patches_as_products
-from zoo.train.classification import Trainer
+from zoo.train.classification import ClassificationRun
 
 
 @pytest.mark.parametrize("layout", (torch.contiguous_format, torch.channels_last))
@@ -53,6 +53,6 @@ def test_of_a_model():
 def test_a_compiled_run_has_them():
     """With or without a teacher."""
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
-    parts = SimpleNamespace(objective=SimpleNamespace(teacher=None))
-    assert Trainer.compiled(SimpleNamespace(model=model, parts=parts, wrapped=model)) is model
+    setup = SimpleNamespace(objective=SimpleNamespace(teacher=None))
+    ClassificationRun.compile_blocks(SimpleNamespace(model=model, setup=setup))
     assert type(model.patch_embed.proj) is PatchProduct

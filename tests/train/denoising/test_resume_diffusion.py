@@ -21,8 +21,8 @@ from zoo.train.metrics_log import read_rows
 
 EVERYTHING: dict[str, Any] = {  # whatever draws random numbers or keeps a state
     "objective": {"kind": "ddpm"},
-    "data": {"hflip": 0.5, "drop": 0.3},
-    "optim": {"accumulate": 2, "mixer_lr": 3.0},
+    "data": {"hflip": 0.5, "cond_dropout": 0.3},
+    "optim": {"grad_accum_steps": 2, "mixer_lr_scale": 3.0},
     "distill": {"teacher": "source", "attention": 0.5},
     "schedule": {"name": "cosine", "steps": 14, "warmup_steps": 2},
     "sample": {"every": 4},
@@ -79,8 +79,8 @@ def test_sigkill_and_resume_is_bit_identical(tmp_path, tool, sections, keep):
 
 def test_resuming_with_another_configuration_names_the_keys(tmp_path):
     DiffusionRun(tiny(tmp_path))
-    changed = {"objective": {"t_mean": 0.5}, "data": {"drop": 0.2}}
-    with pytest.raises(ValueError, match=r"they differ in data.drop, objective.t_mean\. .*model.checkpoint="):
+    changed = {"objective": {"t_mean": 0.5}, "data": {"cond_dropout": 0.2}}
+    with pytest.raises(ValueError, match=r"they differ in data.cond_dropout, objective.t_mean\. .*model.checkpoint="):
         DiffusionRun(tiny(tmp_path, run={"resume": True}, **changed))
     with pytest.raises(ValueError, match=r"already holds a run; set run.resume=true"):
         DiffusionRun(tiny(tmp_path))

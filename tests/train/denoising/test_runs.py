@@ -14,9 +14,9 @@ import zoo
 from tests.helpers.tiny_runs import tiny
 from zoo.conversion.distill import AttentionDistillation, relative_distance
 from zoo.conversion.hooks import layers_of
+from zoo.diffusion.loading import load_transformer
 from zoo.models.diffusers.dit import initialise
 from zoo.train.denoising.dry_run import rehearse
-from zoo.train.denoising.model import load_transformer
 from zoo.train.denoising.run import DiffusionRun
 from zoo.train.metrics_log import read_rows
 
@@ -70,7 +70,7 @@ def test_the_run_folder_holds_models_that_diffusers_loads(softmax_run):
 
 
 def test_labels_are_dropped_for_the_whole_model(softmax_run, tmp_path):
-    run = converted(softmax_run, tmp_path, data={"drop": 1.0})
+    run = converted(softmax_run, tmp_path, data={"cond_dropout": 1.0})
     seen = []
     for block in run.model.transformer_blocks:
         block.norm1.emb.class_embedder.register_forward_hook(lambda m, args, out: seen.append((args[0].clone(), out)))
@@ -88,7 +88,7 @@ def test_a_softmax_checkpoint_is_inherited_in_full_and_goes_on(softmax_run, tmp_
         tiny(
             tmp_path,
             model={"kwargs": {}, "checkpoint": str(softmax_run), "mixer": "ahla", **options},
-            optim={"mixer_lr": 5},
+            optim={"mixer_lr_scale": 5},
         )
     )
     source = load_transformer(softmax_run).state_dict()
@@ -103,7 +103,7 @@ def test_a_softmax_checkpoint_is_inherited_in_full_and_goes_on(softmax_run, tmp_
     for where, weights in ((tmp_path, run.ema.module), (tmp_path / "transformer", run.model)):  # its average by default
         goes_on = DiffusionRun(tiny(tmp_path / f"on {where.name}", model={"kwargs": {}, "checkpoint": str(where)}))
         assert same(goes_on.model.state_dict(), weights.state_dict())
-    assert f"{tmp_path}: the average of the weights is taken" in capsys.readouterr().out
+    assert f"{tmp_path}: taking {tmp_path / 'transformer_ema'}" in capsys.readouterr().out
 
 
 def test_the_validation_loss_depends_on_neither_batches_nor_steps(softmax_run, tmp_path):
@@ -158,7 +158,7 @@ def test_gradient_checkpointing_changes_nothing(softmax_run, tmp_path):
     distill = {"teacher": "source", "attention": 0.5}
     models = []
     for on in (False, True):
-        model = {"kwargs": {}, "checkpoint": str(softmax_run), "mixer": "la", "checkpointing": on}
+        model = {"kwargs": {}, "checkpoint": str(softmax_run), "mixer": "la", "gradient_checkpointing": on}
         run = DiffusionRun(tiny(tmp_path / str(on), model=model, distill=distill))
         run.train()
         models.append(run.model.state_dict())

@@ -7,11 +7,11 @@ import torch
 from tests.helpers.runs import ROOT, run_tool
 from tests.helpers.tiny_runs import tiny
 from zoo import config
+from zoo.diffusion.loading import load_transformer
 from zoo.diffusion.objectives import create_objective
 from zoo.diffusion.schedulers import scheduler_to_save
 from zoo.diffusion.settings import ObjectiveSettings
 from zoo.mixers import MIXERS, build_mixer
-from zoo.train.denoising.model import load_transformer
 from zoo.train.denoising.run import DiffusionRun
 from zoo.train.denoising.settings import DiffusionSettings
 
@@ -78,7 +78,7 @@ def saved(tmp_path_factory):
             {"objective": {"kind": "ddpm"}, "model": {"kind": "pixart", "kwargs": WITH_RESOLUTION}},
             r"model.kind=pixart also reads the resolution",
         ),
-        ({"data": {"drop": 1.5}}, r"data.drop must be in \[0, 1\]"),
+        ({"data": {"cond_dropout": 1.5}}, r"data.cond_dropout must be in \[0, 1\]"),
         ({"data": {"batch_size": 2000}}, r"the training set has only 1000 images"),
         ({"schedule": {"warmup_steps": 9}}, r"schedule.warmup_steps must be in \[0, 6\)"),
     ],
@@ -96,7 +96,7 @@ def test_wrong_settings(tmp_path, monkeypatch, sections, sentence):
     [
         ({"objective": {"kind": "ddpm"}}, r"returns 3 channels for 3, but the objective needs 6"),
         ({"data": {"img_size": 16}}, r"is a model of inputs 8 wide, but the data is 16 wide"),
-        ({"model": {"kwargs": {"num_layers": 2}}}, r"has num_layers=1, model.kwargs say 2"),
+        ({"model": {"kwargs": {"num_layers": 2}}}, r"has num_layers=1, model.kwargs has 2"),
         ({"model": {"mixer": "ahhla"}}, r"Did you mean 'ahla'"),
         ({"distill": {"teacher": "source", "attention": 1.0}}, r"the model has none: set model.mixer"),
         ({"lora": {"rank": 2, "targets": ["to_z"]}}, r"lora.targets \['to_z'\] name no linear layer|needs the package"),
@@ -132,7 +132,7 @@ def test_a_folder_that_is_no_transformer(saved, tmp_path):
         load_transformer(tmp_path)
     diffusers.FlowMatchEulerDiscreteScheduler().save_pretrained(tmp_path / "x")
     (tmp_path / "x" / "scheduler_config.json").rename(tmp_path / "x" / "config.json")
-    with pytest.raises(ValueError, match=r"unknown class of a transformer 'FlowMatchEulerDiscreteScheduler'"):
+    with pytest.raises(ValueError, match=r"unknown model class 'FlowMatchEulerDiscreteScheduler'"):
         load_transformer(tmp_path / "x")
 
 
@@ -141,8 +141,8 @@ def test_the_tool_says_one_sentence():
     assert status == 2 and err.strip().splitlines()[-1].startswith("error: unknown configuration key 'data.sorce'")
     status, out, _ = run_tool("finetune_t2i", "--help")
     assert status == 0 and "objective.kind" in out and "--dry-run" in out
-    status, _, err = run_tool("finetune_t2i", "data.source=digits")
-    assert status == 2 and "prompts come with latents" in err
+    status, _, err = run_tool("finetune_t2i", "model.kind=pixart", "data.source=digits")
+    assert status == 2 and "is a model of prompts, but the data has 10 classes" in err
 
 
 def test_the_scheduler_of_the_source_is_saved_if_it_samples_what_is_trained(tmp_path):

@@ -48,7 +48,7 @@ def trained(tmp_path_factory, pipe, latents):
     """The folders of a run of each transformer."""
     folders = {part: tmp_path_factory.mktemp(part) for part in ("transformer", "transformer_2")}
     for part, folder in folders.items():
-        run = run_of(folder, pipe, latents, {"part": part, "mixer": "la"}, objective={"shift": 3.0})
+        run = run_of(folder, pipe, latents, {"subfolder": part, "mixer": "la"}, objective={"shift": 3.0})
         source = tiny_wan(seed=9 if part == "transformer_2" else 0).state_dict()
         assert all(torch.equal(v.cpu(), source[k]) for k, v in run.model.state_dict().items() if k in source)
         times = run.objective.draw(1000, torch.device("cpu"))
@@ -65,13 +65,14 @@ def test_a_run_notes_its_times_and_another_goes_on_with_them(tmp_path, trained, 
     assert again.times == (0.0, BOUNDARY)
     alone = run_of(tmp_path / "alone", f"{pipe}/transformer_2", latents)  # its folder names it too
     assert alone.times == (0.0, BOUNDARY)
-    teacher = run_of(tmp_path / "t", pipe, latents, {"part": "transformer_2", "mixer": "la"}, distill={"teacher": pipe})
+    second = {"subfolder": "transformer_2", "mixer": "la"}
+    teacher = run_of(tmp_path / "t", pipe, latents, second, distill={"teacher": pipe})
     weights = tiny_wan(seed=9).state_dict()
     assert all(torch.equal(v.cpu(), weights[k]) for k, v in teacher.teacher.model.state_dict().items())
 
 
 def test_a_dry_run_of_one_draws_no_samples_of_its_run(tmp_path, latents, pipe):
-    run = run_of(tmp_path / "run", pipe, latents, {"part": "transformer_2", "mixer": "la"})
+    run = run_of(tmp_path / "run", pipe, latents, {"subfolder": "transformer_2", "mixer": "la"})
     assert rehearse(run.settings)["step"] == 1
     assert not (tmp_path / "run-dry-run" / "samples").exists()
 
@@ -83,7 +84,7 @@ def test_samples_are_those_of_a_pipeline_put_together_by_hand(tmp_path, trained,
     other.proj_out.weight.data *= 5  # so that pictures show whose they are
     other.save_pretrained(two)
     shape = {"prompts": str(tmp_path / "prompts.txt"), "size": 16, "frames": 5, "steps": 4, "guidance": 1.0, "seed": 6}
-    found = open_sampler(SampleOptions(model=one, base=pipe, model_2=two, **shape), "cpu")
+    found = open_sampler(SampleOptions(model=one, base=pipe, transformer_2=two, **shape), "cpu")
     ours = found([0])
     parts = [zoo.HLAWanTransformer3DModel.from_pretrained(where) for where in (one, two)]
     hand = WanPipeline.from_pretrained(pipe, transformer=parts[0], transformer_2=parts[1])
@@ -94,7 +95,7 @@ def test_samples_are_those_of_a_pipeline_put_together_by_hand(tmp_path, trained,
     theirs = torch.from_numpy((theirs * 255 + 0.5).astype(np.uint8)).permute(0, 4, 1, 2, 3)
     assert (ours.int() - theirs.int()).abs().max() <= 1
     assert found.about()["second"]["sha256"] != found.about()["sha256"]
-    only_second = open_sampler(SampleOptions(model=pipe, model_2=two, **shape), "cpu")([0])
+    only_second = open_sampler(SampleOptions(model=pipe, transformer_2=two, **shape), "cpu")([0])
     only_first = open_sampler(SampleOptions(model=one, base=pipe, **shape), "cpu")([0])
     assert not torch.equal(ours, only_first) and not torch.equal(ours, only_second)
 
@@ -103,12 +104,12 @@ def test_what_is_refused(tmp_path, pipe, latents):
     with pytest.raises(ValueError, match=r"denoises only the times 0.7 to 1.0, so that it draws no samples alone"):
         run_of(tmp_path / "a", pipe, latents, sample={"every": 1})
     plain = tiny_pipeline(tmp_path / "plain")
-    with pytest.raises(ValueError, match=r"plain has no transformer_2: leave model.part out"):
-        run_of(tmp_path / "b", plain, latents, {"part": "transformer_2"})
-    with pytest.raises(ValueError, match=r"unknown model.part 'transformer_3'"):
-        run_of(tmp_path / "c", pipe, latents, {"part": "transformer_3"})
-    with pytest.raises(ValueError, match=r"plain has no second transformer: leave sample.model_2 out"):
-        open_sampler(SampleOptions(model=plain, model_2=f"{pipe}/transformer_2"), "cpu")
+    with pytest.raises(ValueError, match=r"plain has no transformer_2: leave model.subfolder out"):
+        run_of(tmp_path / "b", plain, latents, {"subfolder": "transformer_2"})
+    with pytest.raises(ValueError, match=r"unknown model.subfolder 'transformer_3'"):
+        run_of(tmp_path / "c", pipe, latents, {"subfolder": "transformer_3"})
+    with pytest.raises(ValueError, match=r"plain has no second transformer: leave sample.transformer_2 out"):
+        open_sampler(SampleOptions(model=plain, transformer_2=f"{pipe}/transformer_2"), "cpu")
     with pytest.raises(ValueError, match=r"of flow matching: set objective.kind=flow"):
         create_objective(ObjectiveSettings(kind="ddpm"), (0.0, 0.5))
 

@@ -11,7 +11,7 @@ from tests.helpers.tiny_video import SIZES, WORDS, clips_on_disk, tiny_pipeline,
 from tests.helpers.video_runs import PIXELS, settings, words
 from zoo import config
 from zoo.data.video.files import about, read_frames
-from zoo.diffusion.call import class_tokens, manner_of, predict
+from zoo.diffusion.call import call_denoiser, call_spec, class_tokens
 from zoo.diffusion.objectives import FlowMatching
 from zoo.diffusion.preview import contact_sheet, grid_video
 from zoo.train.denoising.dry_run import rehearse
@@ -155,7 +155,7 @@ def test_mp4_to_latents_to_a_converted_wan_to_mp4(tmp_path):
     changes = words({
         "model": {"checkpoint": pipe, "mixer": "la"},
         "data": {part: f"{tmp_path}/latents/{part}" for part in ("train", "val")} | {"batch_size": 2, "val_images": 3},
-        "optim": {"accumulate": 1},
+        "optim": {"grad_accum_steps": 1},
         "schedule": {"steps": 2, "warmup_steps": 1},
         "sample": {"every": 2, "count": 2, "steps": 1},
         "run": {"folder": folder, "precision": "fp32", "eval_steps": 2, "checkpoint_steps": 2},
@@ -249,7 +249,7 @@ def test_a_class_is_a_row_of_the_projection():
     tokens = {"encoder_hidden_states": class_tokens(torch.tensor([4]), 10)}
     wanted = model(hidden_states=x, timestep=t, **tokens).sample
     torch.testing.assert_close(
-        predict(model, x, t, {"class_labels": torch.tensor([4])}, manner_of(model, x.shape[1:], {})), wanted
+        call_denoiser(model, x, t, {"class_labels": torch.tensor([4])}, call_spec(model, x.shape[1:], {})), wanted
     )
 
 

@@ -1,4 +1,4 @@
-"""Cached latents and prompt embeddings: a folder of safetensors shards and a manifest that says how they were made."""
+"""Cached latents and prompt embeddings: folders of safetensors shards with a manifest."""
 
 from zoo.data.latents.manifest import Manifest, Writer, read_manifest
 from zoo.data.latents.reading import Latents

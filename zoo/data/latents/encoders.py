@@ -1,24 +1,24 @@
-"""Encoders of images and prompts: VAEs, and the text encoders of pipelines."""
+"""Encoders of images, videos and prompts: VAEs, and the text encoders of pipelines."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
+from diffusers import ModelMixin
 from PIL import Image
 from torch import Tensor
 
 from zoo.models.diffusers.families import FAMILIES, family_of_pipeline, video_vae
 from zoo.models.diffusers.family import Scaling
 
-IMAGE_LATENTS = "image_latents"  # what a model from image to video reads beside the noise, channel by channel
-IMAGE_TOKENS = "encoder_hidden_states_image"  # and, with an image encoder (Wan 2.1), before the tokens of text
-TEXT_TOKENS = 512  # how many of text such a model takes for granted
+IMAGE_LATENTS = "image_latents"  # additional input channels of an image-to-video model
+IMAGE_TOKENS = "encoder_hidden_states_image"  # tokens of an image encoder (Wan 2.1), before the text tokens
+TEXT_TOKENS = 512  # fixed number of text tokens of models with image tokens
 
 
-def load_vae(where: str) -> Any:
-    """The VAE at a folder or hub name, or of a pipeline there, frozen, in float32. Raises ValueError if there is
-    none."""
+def load_vae(where: str) -> ModelMixin:
+    """Load the VAE in a folder or hub repository, or of a pipeline there, frozen, in float32. Raises ValueError if
+    there is none."""
     import diffusers
 
     reason = ""
@@ -35,7 +35,7 @@ def load_vae(where: str) -> Any:
     raise ValueError(f"there is no VAE {where!r}: {reason}")
 
 
-def scaling_of(vae: Any) -> tuple[Scaling, Scaling]:
+def scaling_of(vae: ModelMixin) -> tuple[Scaling, Scaling]:
     """(scaling, shift) of a VAE: the transformer reads (z - shift) * scaling."""
     if of_videos := video_vae(vae):
         return of_videos.scaling(vae)
@@ -48,7 +48,7 @@ def scaled(z: Tensor, scaling: Scaling, shift: Scaling) -> Tensor:
 
 
 def unscaled(x: Tensor, scaling: Scaling, shift: Scaling) -> Tensor:
-    """What `scaled` made x of."""
+    """The inverse of `scaled`: x / scaling + shift of x [B, C, ...]."""
     return x / _channels(scaling, x) + _channels(shift, x)
 
 
@@ -56,9 +56,9 @@ def _channels(value: Scaling, z: Tensor) -> Tensor:
     return torch.as_tensor(value, device=z.device, dtype=z.dtype).view(-1, *[1] * (z.ndim - 2))
 
 
-def latent_shape(vae: Any, pixels: tuple[int, ...], name: str) -> list[int]:
-    """[C, h, w] of the latent of an image (H, W), [C, t, h, w] of a clip (T, H, W). Raises ValueError for sizes that
-    the VAE called `name` does not divide."""
+def latent_shape(vae: ModelMixin, pixels: tuple[int, ...], name: str) -> list[int]:
+    """Latent shape of an image (H, W): [C, h, w], or of a clip (T, H, W): [C, t, h, w]. Raises ValueError for sizes not
+    divisible by the factors of the VAE; name: of the VAE, for messages."""
     config = vae.config
     if len(pixels) == 3:
         if not video_vae(vae):
@@ -82,8 +82,8 @@ def latent_shape(vae: Any, pixels: tuple[int, ...], name: str) -> list[int]:
     return [config.latent_channels, *(side // step for side in pixels)]
 
 
-def video_factors(vae: Any) -> tuple[int, int]:
-    """Frames and pixels per side of one latent of a VAE of videos, whose first latent is the first frame alone."""
+def video_factors(vae: ModelMixin) -> tuple[int, int]:
+    """(frames, pixels per side) per latent of a video VAE. The first latent is the first frame alone."""
     found = video_vae(vae)
     assert found is not None
     return found.factors(vae)
@@ -96,9 +96,9 @@ def _check_sides(sides: Sequence[int], step: int, name: str) -> None:
 
 
 @torch.no_grad()
-def encode_images(vae: Any, images: Tensor, numbers: list[int], posterior: str, seed: int) -> Tensor:
-    """Images [B, 3, H, W] or clips [B, 3, T, H, W] in [-1, 1] -> scaled latents [B, C, ...]; a draw depends on seed and
-    number only."""
+def encode_images(vae: ModelMixin, images: Tensor, numbers: list[int], posterior: str, seed: int) -> Tensor:
+    """Encode images [B, 3, H, W] or clips [B, 3, T, H, W] in [-1, 1] to scaled latents [B, C, ...]. Samples of the
+    posterior depend only on seed and number."""
     found = vae.encode(images)
     if hasattr(found, "latent_dist"):
         mean, deviation = found.latent_dist.mean, found.latent_dist.std
@@ -112,9 +112,9 @@ def encode_images(vae: Any, images: Tensor, numbers: list[int], posterior: str, 
 
 
 @torch.no_grad()
-def encode_first_frames(vae: Any, clips: Tensor) -> Tensor:
-    """What Wan from image to video reads beside the noise, [B, 4 + C, t, h, w]: which of the four frames of a latent
-    are given (only the first of all), and the latents of the clip with every other frame grey (0)."""
+def encode_first_frames(vae: ModelMixin, clips: Tensor) -> Tensor:
+    """Additional input channels of Wan image-to-video, [B, 4 + C, t, h, w]: a mask of the given frames among the four
+    of each latent (only the first frame is given), and the latents of the clip with all other frames grey (0)."""
     given = torch.zeros_like(clips)
     given[:, :, 0] = clips[:, :, 0]
     z = scaled(vae.encode(given).latent_dist.mean, *scaling_of(vae))
@@ -124,12 +124,12 @@ def encode_first_frames(vae: Any, clips: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def decode_latents(vae: Any, x: Tensor, scaling: Scaling, shift: Scaling) -> Tensor:
-    """What `encode_images` made x of, one by one, since videos are large. A decoder that is told how noisy the latents
-    are (LTX-Video 0.9.1 on) is told that they are not, as its pipeline does unless asked."""
-    told = vae.config.get("timestep_conditioning", False)
+def decode_latents(vae: ModelMixin, x: Tensor, scaling: Scaling, shift: Scaling) -> Tensor:
+    """Decode scaled latents, one by one, since videos are large. Decoders conditioned on a timestep (from LTX-Video
+    0.9.1 on) get 0, the default of their pipeline."""
+    timed = vae.config.get("timestep_conditioning", False)
     parts = unscaled(x.float(), scaling, shift).split(1)
-    return torch.cat([vae.decode(z, *[z.new_zeros(1)] * told).sample for z in parts])
+    return torch.cat([vae.decode(z, *[z.new_zeros(1)] * timed).sample for z in parts])
 
 
 def _generator(seed: int, number: int) -> torch.Generator:
@@ -137,10 +137,10 @@ def _generator(seed: int, number: int) -> torch.Generator:
 
 
 class Prompts:
-    """The text encoders of a pipeline: prompts -> the arguments of its transformer.
+    """The text encoders of a pipeline: prompts -> arguments of its transformer.
 
-    reads_first_frame: whether the pipeline makes videos from an image. Raises ValueError for a pipeline that is not
-    known here, and for a length that its tokenizers do not allow.
+    reads_first_frame: whether it is an image-to-video pipeline. Raises ValueError for an unsupported pipeline and for a
+    `max_length` that its tokenizer does not allow.
     """
 
     def __init__(self, where: str, max_length: int, truncate: bool, device: str) -> None:
@@ -155,17 +155,17 @@ class Prompts:
                 raise ValueError(f"{where} is a {kind}; prompts are encoded by one of {', '.join(allowed)}")
             self.encode, self.reads_first_frame = family.encode, kind == family.first_frame
             unused = {name: None for name in parts if name.startswith(("transformer", "vae"))}
-            # by its own class: DiffusionPipeline of diffusers 0.42 would load Wan's transformers nevertheless
+            # its own class: DiffusionPipeline of diffusers 0.42 would load Wan's transformers anyway
             self.pipe = getattr(diffusers, kind).from_pretrained(where, **unused)
         except OSError as error:
             raise ValueError(f"there is no pipeline {where!r}: {str(error).splitlines()[0]}") from error
         if self.reads_first_frame and self.pipe.config.get("expand_timesteps"):
             raise ValueError(
-                f"{where} gives the first frame a time of its own, which training here does not; allowed: models from "
-                "image to video that read it in channels beside the noise (Wan 2.1, Wan 2.2 A14B)"
+                f"{where} gives the first frame its own timestep, which is not supported in training; allowed: "
+                "image-to-video models with additional input channels (Wan 2.1, Wan 2.2 A14B)"
             )
         self.max_length, self.truncate = max_length, truncate
-        # SD3 reads prompts with CLIP too, which cuts them at its own length by design
+        # SD3's CLIP encoders truncate prompts at their own length by design
         self.tokenizer = getattr(self.pipe, "tokenizer_3", None) or self.pipe.tokenizer
         limit = self.tokenizer.model_max_length
         if max_length > limit:
@@ -181,20 +181,18 @@ class Prompts:
 
     @torch.no_grad()
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Name of the argument -> [B, ...]. Raises ValueError for a prompt that is too long."""
+        """Encode prompts: name of the argument -> [B, ...]. Raises ValueError for a prompt that is too long."""
         self._check(prompts)
-        options: dict[str, Any] = {"do_classifier_free_guidance": False, "max_sequence_length": self.max_length}
-        return self.encode(self.pipe, prompts, **options)
+        return self.encode(self.pipe, prompts, do_classifier_free_guidance=False, max_sequence_length=self.max_length)
 
     @property
     def sees(self) -> bool:
-        """Whether the first frame is also read by an image encoder."""
+        """Whether an image encoder also reads the first frame."""
         return self.reads_first_frame and self.pipe.image_encoder is not None
 
     @torch.no_grad()
     def first_frames(self, clips: Tensor) -> dict[str, Tensor]:
-        """What the transformer reads of the first frames of clips [B, 3, T, H, W] beside their latents: the image
-        encoder's tokens, where the pipeline has one (Wan 2.1)."""
+        """Image encoder tokens of the first frames of clips [B, 3, T, H, W]; empty without an image encoder."""
         if not self.sees:
             return {}
         images = ((clips[:, :, 0] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu()

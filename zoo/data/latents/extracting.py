@@ -1,11 +1,12 @@
-"""The extraction: images or clips (and captions) in, shards out; an interrupted one goes on after its last complete
-shard."""
+"""Extraction of latents: encodes images or clips (and captions) to shards. Resumes after the last complete shard."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from diffusers import ModelMixin
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import to_tensor
@@ -25,17 +26,20 @@ from zoo.data.latents.manifest import Manifest, Writer
 from zoo.data.latents.settings import VIDEOS, EncodeSettings, ExtractSettings, ImageSettings
 from zoo.data.loader import Loader
 from zoo.data.progress import progress
-from zoo.data.rows import load_rows, undecoded
-from zoo.data.sources import open_source
+from zoo.data.sources import load_rows, open_source, undecoded
 from zoo.data.transforms import center_crop
 from zoo.data.video.clips import Clips, ClipShape
 from zoo.data.video.digits import MovingDigits
 
-Item = tuple[int, Tensor, Any]  # number, image [3, H, W] or clip [3, T, H, W] in [-1, 1], label or caption
+if TYPE_CHECKING:
+    import datasets
+
+# number, image [3, H, W] or clip [3, T, H, W] in [-1, 1], label or caption
+Item = tuple[int, Tensor, int | str]
 
 
 class Pictures(Dataset):
-    """Numbered images, cut and resized, with class number or caption; None for those that cannot be read."""
+    """Numbered images, centre-cropped and resized, with class number or caption; None for unreadable ones."""
 
     fps = 0.0
 
@@ -60,7 +64,7 @@ class Pictures(Dataset):
             return None
         return number, to_tensor(center_crop(image, self.settings.img_size)) * 2 - 1, about
 
-    def _read(self, number: int) -> tuple[Any, Any]:
+    def _read(self, number: int) -> tuple[Image.Image, int | str]:
         if not self.settings.text_key:
             return self.source.read(number)
         row = self.rows[number]
@@ -68,7 +72,7 @@ class Pictures(Dataset):
 
 
 class Videos(Dataset):
-    """Numbered clips with class number or caption; None for those that cannot be read."""
+    """Numbered clips with class number or caption; None for unreadable ones."""
 
     def __init__(self, settings: ImageSettings, seed: int) -> None:
         self.pixels: tuple[int, ...] = (settings.frames, settings.img_size, settings.width or settings.img_size)
@@ -91,16 +95,16 @@ class Videos(Dataset):
         return number, clip.float() / 127.5 - 1, about
 
 
-def _captioned(settings: ImageSettings) -> Any:
+def _captioned(settings: ImageSettings) -> "datasets.Dataset":
     rows = load_rows(settings.source, settings.where, True)
     return undecoded(rows, settings.where, settings.image_key, settings.text_key)
 
 
-def extract(settings: ExtractSettings) -> Manifest:
-    """Carry out an extraction, or what is left of it; returns the manifest.
+def extract_latents(settings: ExtractSettings) -> Manifest:
+    """Start or resume an extraction; returns the manifest.
 
-    Raises ValueError for what is missing, for a folder begun with other settings, and when over 1 % of the images
-    cannot be read.
+    Raises ValueError for missing options or data, for a folder begun with other settings, and for over 1 % unreadable
+    images.
     """
     encode, images = settings.encode, settings.images
     if not (settings.out and encode.vae and bool(encode.text) == bool(images.text_key)):
@@ -129,7 +133,7 @@ def extract(settings: ExtractSettings) -> Manifest:
     return writer.finish()
 
 
-def _plan(settings: ExtractSettings, vae: Any, pictures: Pictures | Videos) -> Manifest:
+def _plan(settings: ExtractSettings, vae: ModelMixin, pictures: Pictures | Videos) -> Manifest:
     encode, images = settings.encode, settings.images
     scaling, shift = scaling_of(vae)
     clips = isinstance(pictures, Videos)
@@ -173,12 +177,12 @@ def _count(n: int, encode: EncodeSettings) -> int:
 
 
 def _dtype(encode: EncodeSettings, tensor: Tensor) -> torch.dtype:
-    """Masks and numbers keep their type."""
+    """The stored type: encode.dtype for floating-point tensors; masks and integers keep their type."""
     return getattr(torch, encode.dtype) if tensor.is_floating_point() else tensor.dtype
 
 
 def _encoded(
-    batch: list[Item], vae: Any, prompts: Prompts | None, encode: EncodeSettings, device: str
+    batch: list[Item], vae: ModelMixin, prompts: Prompts | None, encode: EncodeSettings, device: str
 ) -> dict[str, Tensor]:
     numbers, images, about = (list(column) for column in zip(*batch, strict=True))
     x = torch.stack(images).to(device)

@@ -1,17 +1,16 @@
-"""The folder of cached latents: manifest, shards, and how an interrupted extraction goes on.
+"""Folders of cached latents: manifest, shards, and resuming an interrupted extraction.
 
-manifest.json: how everything was made; written last, so that a folder with it is complete.
-plan.json: the same without the shards; written first.
-shard-00000.safetensors: index [n], the numbers of the images; latents [n, C, H, W], of clips [n, C, T, H, W]; flipped,
-the same of mirrored images, if asked for; class_labels [n] or the embeddings of prompts, under the names of the model's
-arguments; of clips for a model from image to video, what it reads of the first frame.
-null.safetensors: the embeddings of the empty prompt (text only).
+manifest.json: metadata; written last, so a folder with it is complete.
+plan.json: the manifest without shards; written first.
+shard-00000.safetensors: index [n], the numbers of the images; latents [n, C, H, W], for clips [n, C, T, H, W]; flipped,
+the latents of mirrored images, if requested; class_labels [n] or prompt embeddings, named as the model's arguments; for
+image-to-video models the inputs made from the first frame.
+null.safetensors: embeddings of the empty prompt (text only).
 """
 
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -25,15 +24,15 @@ MANIFEST, PLAN, NULL = "manifest.json", "plan.json", "null.safetensors"
 
 @dataclass(frozen=True)
 class Manifest:
-    """How latents were made.
+    """Metadata of cached latents.
 
-    vae: name or path of the VAE. scaling, shift: stored = (z - shift) * scaling, numbers or one a channel.
-    posterior: mean or sample. shape: [C, H, W] of one latent, [C, T, H, W] of a clip. dtype: of the stored latents.
-    flip: whether mirrored images were encoded too. image_size: side of the images in pixels, of clips [frames,
-    height, width]. fps: frames a second of clips. stride, step: how clips were cut out of files. crop: which part of
-    their frames. classes: names, empty for prompts. text: name or path of the text encoders, with `max_length` tokens a
-    prompt; empty for labels. images: where they lay. keys: the columns they came from. seed: of the draws. truncate:
-    whether long prompts were cut. shards: samples in each.
+    vae: name or path of the VAE.  scaling, shift: stored = (z - shift) * scaling, numbers or one per channel.
+    posterior: mean or sample.  shape: of one latent, [C, H, W] or [C, T, H, W].  dtype: of the stored latents.
+    flip: whether mirrored images were encoded too.  image_size: side of the images in pixels, or [frames, height,
+    width] of clips.  fps: frame rate of clips.  stride, step, crop: how clips were cut from files, see `ImageSettings`.
+    classes: names, empty for prompts.  text: name or path of the text encoders, empty for labels.  max_length: tokens
+    per prompt.  truncate: whether longer prompts were cut.  images: source of the images.  keys: their columns.
+    seed: of posterior samples.  shards: number of samples in each shard.
     """
 
     vae: str
@@ -59,16 +58,15 @@ class Manifest:
 
 
 def shard_name(number: int) -> str:
-    """The file of a shard."""
+    """The file name of a shard."""
     return f"shard-{number:05d}.safetensors"
 
 
 class Writer:
-    """Writes shards into a folder, each complete or absent, and the manifest at the end.
+    """Writes shards into a folder, each atomically, and the manifest at the end.
 
-    Opened again after an interruption, `done` holds the sizes of the shards that are there, and `next_number` is the
-    first image that is in none of them. Raises ValueError when the
-    folder was begun with another plan, or is no folder of latents.
+    Opened again after an interruption, `done` holds the sizes of the existing shards, and `next_number` is the first
+    image that is in none of them. Raises ValueError for a folder begun with another plan or holding other files.
     """
 
     def __init__(self, folder: Path, plan: Manifest) -> None:
@@ -80,7 +78,7 @@ class Writer:
         if file.is_file():
             begun = json.loads(file.read_text())
             wrong = sorted(k for k, v in asdict(plan).items() if begun.get(k) != v)
-            if not (folder / shard_name(0)).is_file():  # nothing was made by the other plan
+            if not (folder / shard_name(0)).is_file():  # nothing was made with the other plan
                 write_json(asdict(plan), file)
             elif wrong:
                 raise ValueError(f"{folder} was begun with another {', '.join(wrong)}: choose another folder")
@@ -95,23 +93,23 @@ class Writer:
             self.next_number = int(numbers[-1]) + 1
 
     def write(self, tensors: dict[str, Tensor]) -> None:
-        """Add a shard: tensors [n, ...] by name, among them `latents` and the numbers of the images, `index`."""
+        """Add a shard: tensors [n, ...] by name, including `latents` and `index` (the numbers of the images)."""
         _save(tensors, self.folder / shard_name(len(self.done)))
         self.done.append(len(tensors["index"]))
 
     def write_null(self, tensors: dict[str, Tensor]) -> None:
-        """The embeddings of the empty prompt, without a batch dimension."""
+        """Write the embeddings of the empty prompt, without a batch dimension."""
         _save(tensors, self.folder / NULL)
 
     def finish(self) -> Manifest:
-        """Write the manifest: from now on the folder can be trained on."""
+        """Write the manifest, which completes the folder."""
         whole = replace(self.plan, shards=self.done)
         write_json(asdict(whole), self.folder / MANIFEST)
         return whole
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """The manifest of a folder of latents. Raises ValueError if it is missing, incomplete or of another kind."""
+    """Read the manifest of a folder of latents. Raises ValueError if the folder is incomplete or holds no latents."""
     file = Path(folder) / MANIFEST
     if not file.is_file():
         begun = (Path(folder) / PLAN).is_file()
@@ -127,8 +125,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise ValueError(f"{file} is not a manifest of latents: {error}") from error
 
 
-def open_tensors(file: Path) -> Any:
-    """An open safetensors file. Raises ValueError if it is truncated."""
+def open_tensors(file: Path) -> safe_open:
+    """Open a safetensors file. Raises ValueError if it is truncated."""
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:

@@ -1,4 +1,4 @@
-"""Batches of cached latents, read from memory-mapped shards."""
+"""Data set of cached latents, read from memory-mapped shards."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +12,15 @@ from torch import Tensor
 from zoo.data.latents.manifest import NULL, open_tensors, read_manifest, shard_name
 from zoo.data.plan import BatchPlan
 
-LABELS = "class_labels"  # the name of the argument of the model
+LABELS = "class_labels"  # name of the model's argument
 
 
-class Clean(NamedTuple):
-    """Clean samples: x0 [B, C, H, W] or [B, C, T, H, W], the conditions by the name of the model's argument (float32,
-    as x0, or integers), and their numbers; `bad` are those of images that could not be read and were replaced."""
+class DiffusionBatch(NamedTuple):
+    """A batch of clean samples.
+
+    x0 [B, C, H, W] or [B, C, T, H, W].  condition: by name of the model's argument, float32 or integers.
+    index [B]: numbers of the samples.  bad: numbers of unreadable images that were replaced.
+    """
 
     x0: Tensor
     condition: dict[str, Tensor]
@@ -30,9 +33,9 @@ class Clean(NamedTuple):
 
 
 class Latents:
-    """A complete folder of latents as a set of samples.
+    """The samples of a complete folder of latents.
 
-    Raises ValueError for latents of another VAE than `vae` (if given), and for flips that were not stored.
+    Raises ValueError for latents of another VAE than `vae` (if given), and for hflip without stored flipped latents.
     """
 
     def __init__(self, folder: str, vae: str, hflip: float, seed: int, device: torch.device) -> None:
@@ -53,28 +56,28 @@ class Latents:
         return int(self.starts[-1])
 
     def channels(self, name: str) -> int:
-        """Channels of the tensors called `name`; 0 if there are none."""
+        """Number of channels of the tensors called `name`; 0 if there are none."""
         return self.shards[0].get_slice(name).get_shape()[1] if name in self.names else 0
 
-    def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Clean]:
-        """The parts of the steps [first, last) that the plan gives to this process, some of them mirrored."""
+    def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[DiffusionBatch]:
+        """The micro-batches of the steps [first, last) for this process, randomly mirrored."""
         for numbers, mirrored in plan.mirrored(first, last, self.seed, self.hflip):
             yield self._read(numbers, mirrored)
 
-    def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Clean]:
-        """Every sample of this process once, in order, not mirrored."""
+    def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[DiffusionBatch]:
+        """Each sample of this process once, in order, not mirrored."""
         numbers = np.arange(rank, len(self), world)
         for start in range(0, len(numbers), batch_size):
             part = numbers[start : start + batch_size]
             yield self._read(part, np.zeros(len(part), bool))
 
-    def _read(self, numbers: np.ndarray, mirrored: np.ndarray) -> Clean:
+    def _read(self, numbers: np.ndarray, mirrored: np.ndarray) -> DiffusionBatch:
         rows = [self._row(int(n), bool(m)) for n, m in zip(numbers, mirrored, strict=True)]
         read = {k: self._batch([row[k] for row in rows]) for k in ("latents", *self.names)}
-        return Clean(read.pop("latents"), read, torch.from_numpy(numbers), [])
+        return DiffusionBatch(read.pop("latents"), read, torch.from_numpy(numbers), [])
 
     def _batch(self, parts: list[Tensor]) -> Tensor:
-        """Stacked on the device; numbers stored in 16 bits as float32, which a model outside autocast wants."""
+        """Stack on the device; 16-bit values become float32, for models outside of autocast."""
         whole = torch.stack(parts).to(self.device)
         return whole.float() if whole.is_floating_point() else whole
 

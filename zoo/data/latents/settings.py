@@ -1,4 +1,4 @@
-"""The keys of an extraction of latents and prompt embeddings."""
+"""Settings of an extraction of latents and prompt embeddings."""
 
 from dataclasses import dataclass, field
 
@@ -6,35 +6,35 @@ from zoo.config import one_of
 from zoo.data.settings import WORKERS
 from zoo.ranges import PIXELS, check_device, check_ranges
 
-VIDEOS = ("videos", "moving_digits")  # sources of clips
+VIDEOS = ("videos", "moving_digits")  # data sources that yield clips
 
 
 def check_rate(section: str, fps: float, source: str) -> None:
-    """Raise ValueError for a frame rate that is given for what is no file."""
+    """Raise ValueError for a frame rate of a source that is not a video file."""
     if fps and source != "videos":
         raise ValueError(f"{section}.fps is for files of videos, not for the source {source!r}")
 
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """The images or videos, with class numbers or with captions.
+    """Images or videos, with class numbers or captions.
 
-    source: digits, folder, parquet, hf or webdataset (images, see tools/train_vit.py), videos (folder of mp4 files) or
-      moving_digits
+    source: digits, folder, parquet, hf or webdataset (images, as in zoo train-classifier), videos (folder of mp4 files)
+      or moving_digits
     where: folder, parquet file or pattern, hub name, or tar pattern; train or val for digits and moving_digits
-    image_key: column or file ending that holds the image (parquet, hf, webdataset)
-    label_key: column or file ending that holds the class number
-    text_key: column or file ending that holds the caption (videos: column of metadata.csv); empty for class numbers
-    img_size: side of the square in pixels to which images are cut and resized, as ADM and DiT do; height of videos
+    image_key: column or file extension of the image (parquet, hf, webdataset)
+    label_key: column or file extension of the class number
+    text_key: column or file extension of the caption (videos: column of metadata.csv); empty for class numbers
+    img_size: side in pixels of the square to which images are cropped and resized, as in ADM and DiT; height of videos
     width: width of videos; none for squares
-    crop: what is cut off videos of other proportions: center keeps the middle, random a place of each clip by its
-      number and encode.seed
-    frames: frames of a clip (Wan: 4 n + 1)
-    fps: frames a second at which videos are read, repeating or leaving out frames (Wan: 16); 0 for their own
-    stride: every so many frames of a video one is taken
-    step: frames of a video between the starts of two clips; 0 for clips that do not overlap
+    crop: crop of videos with another aspect ratio: center, or random (deterministic, from the number of the clip and
+      encode.seed)
+    frames: frames per clip (Wan: 4 n + 1)
+    fps: frame rate at which videos are read, repeating or dropping frames (Wan: 16); 0 for their own
+    stride: keep every n-th frame
+    step: frames between the starts of two clips of a video; 0 for clips that do not overlap
     clips: number of clips of moving_digits
-    workers: loader processes
+    workers: DataLoader workers
     """
 
     source: str = "folder"
@@ -72,20 +72,20 @@ class ImageSettings:
 
 @dataclass(frozen=True)
 class EncodeSettings:
-    """How they are encoded.
+    """Encoders and output format.
 
     vae: folder or hub name of the VAE, or of a pipeline with one
-    text: folder or hub name of a pipeline (PixArt, Sana, SD3, Wan) whose text encoders read the captions; one from
-      image to video (Wan I2V) also gets the first frame of each clip, as it reads it
-    max_length: tokens a caption, padded to this length (Wan: 512)
-    truncate: cut captions that are longer, instead of refusing them
-    posterior: mean, or sample (one draw for each image, by its number)
-    flip: encode the mirrored images too
+    text: folder or hub name of a pipeline (PixArt, Sana, SD3, Wan) whose text encoders encode the captions; an
+      image-to-video pipeline (Wan I2V) also encodes the first frame of each clip
+    max_length: tokens per caption, padded to this length (Wan: 512)
+    truncate: truncate longer captions instead of raising an error
+    posterior: mean, or sample (one deterministic draw per image)
+    flip: also encode the mirrored images
     dtype: of the stored tensors: float16, bfloat16 or float32
-    batch_size: images encoded at once
-    shard: samples in a file
-    device: torch device; empty takes the accelerator if there is one
-    seed: seed of the draws
+    batch_size: batch size
+    shard: samples per file
+    device: torch device; empty for the accelerator if there is one
+    seed: seed of the posterior samples
     """
 
     vae: str = ""

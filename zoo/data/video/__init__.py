@@ -1,4 +1,4 @@
-"""Videos: mp4 files read and written, the clips that are cut out of them, and digits that move."""
+"""Videos: reading and writing of mp4 files, clips cut from them, and moving digits."""
 
 from zoo.data.video.clips import Clips, ClipShape
 from zoo.data.video.digits import MovingDigits

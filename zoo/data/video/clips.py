@@ -1,8 +1,8 @@
-"""Clips of equal shape out of a folder of videos: numbered, so that an order can be repeated and continued."""
+"""Numbered clips of equal shape, cut from a folder of videos."""
 
 import csv
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,13 +12,15 @@ from torch import Tensor
 from zoo.data.decoding import Unreadable
 from zoo.data.video.files import VIDEO_FILES, about, read_frames
 
-CAPTIONS = "metadata.csv"  # with the column file_name, the layout of the Hugging Face folders of videos
+CAPTIONS = "metadata.csv"  # with a column file_name, as in Hugging Face video folders
 
 
 class ClipShape(NamedTuple):
-    """T frames of height x width pixels; every `stride`-th frame of the file is one of them, and the next clip of a
-    file begins `step` frames of the file later (0: where the last one ends). Frames of the file are counted as if it
-    were played at `fps` frames a second (0: at its own rate)."""
+    """Shape of clips: number of frames, height and width in pixels.
+
+    stride: every n-th frame of the file is used.  step: frames of the file between the starts of two clips (0: clips
+    do not overlap).  fps: frame rate at which frames of the file are counted (0: its own rate).
+    """
 
     frames: int
     height: int
@@ -29,29 +31,28 @@ class ClipShape(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Frames of the file from the first to the last of a clip."""
+        """Number of frames of the file that a clip spans."""
         return (self.frames - 1) * self.stride + 1
 
 
 class NumberedClips(Protocol):
-    """Clips with numbers from 0. classes: names, empty for captions.  fps: frames a second of a clip."""
+    """Clips numbered from 0. classes: names, empty for captions.  fps: frame rate of a clip."""
 
     classes: list[str]
     fps: float
 
     def __len__(self) -> int: ...
 
-    def read(self, number: int) -> tuple[Tensor, Any]:
+    def read(self, number: int) -> tuple[Tensor, int | str]:
         """uint8 [3, T, H, W] and the class number or the caption. Raises Unreadable."""
 
 
 class Clips:
     """All clips of the videos below a folder, in the order of their paths.
 
-    The class of a video is the folder it lies in (one class if there are no sub-folders); with `text_key`, that column
-    of metadata.csv is its caption. Videos that are too short give no clip. crop_seed: each clip is cut out where the
-    seed and its number say, in the place of the middle. Raises ValueError when there is no clip, and for a video
-    without a caption.
+    The class of a video is its folder (one class without sub-folders); with `text_key`, that column of metadata.csv is
+    its caption. Videos that are too short give no clip. crop_seed: random crops, from the seed and the number of the
+    clip, instead of centre crops. Raises ValueError if there is no clip, and for a video without a caption.
     """
 
     def __init__(self, root: str, shape: ClipShape, text_key: str = "", crop_seed: int | None = None) -> None:
@@ -76,7 +77,7 @@ class Clips:
                 continue
             rate = shape.fps or found.fps
             rates.append(rate)
-            frames = int(found.frames * rate / found.fps + 1e-6)  # a whole number may come out a hair smaller
+            frames = int(found.frames * rate / found.fps + 1e-6)  # the product may be slightly below a whole number
             self.starts += [(file, i) for i in range(0, frames - shape.span + 1, shape.step or shape.span)]
         if not self.starts:
             raise ValueError(f"every video in {root} is shorter than a clip, {shape.span} frames")
@@ -85,18 +86,18 @@ class Clips:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def read(self, number: int) -> tuple[Tensor, Any]:
+    def read(self, number: int) -> tuple[Tensor, int | str]:
         file, start = self.starts[number]
         shape = self.shape
         frames = read_frames(file, range(start, start + shape.span, shape.stride), shape.fps)
-        about = self.captions[file] if self.captions else self.number[file.parent]
+        about: int | str = self.captions[file] if self.captions else self.number[file.parent]
         draws = None if self.crop_seed is None else np.random.default_rng((self.crop_seed, number))
         return cover(frames, shape.height, shape.width, draws), about
 
 
 def cover(frames: np.ndarray, height: int, width: int, draws: np.random.Generator | None = None) -> Tensor:
-    """uint8 frames [T, h, w, 3], resized (antialiased) to cover height x width: [3, T, H, W]. What is too much of one
-    side is cut off, the same of all frames: half at either end, or as `draws` says."""
+    """Resize uint8 frames [T, h, w, 3] (antialiased) to cover height x width and crop them: [3, T, H, W]. All frames
+    get the same crop: the centre, or a random one from `draws`."""
     x = torch.from_numpy(frames).permute(0, 3, 1, 2)
     scale = max(height / x.shape[2], width / x.shape[3])
     size = max(height, round(x.shape[2] * scale)), max(width, round(x.shape[3] * scale))

@@ -1,9 +1,8 @@
-"""Moving digits: scans of handwritten digits that cross a dark canvas and bounce off its edges.
+"""Moving digits: handwritten digits that move on a dark canvas and bounce off its edges.
 
 After Srivastava et al., arXiv 1502.04681, with one digit of scikit-learn's set, so that a clip has a class.
 """
 
-import csv
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +12,15 @@ from torch import Tensor
 from zoo.data.sources import Digits
 from zoo.data.video.clips import CAPTIONS, ClipShape
 from zoo.data.video.files import write_video
+from zoo.io import write_csv
 
-SPEED = 0.06  # of the canvas a frame
+SPEED = 0.06  # fraction of the canvas per frame
 
 
 class MovingDigits:
-    """Numbered clips of one moving digit; clip i is a function of the set, i and the shape alone.
+    """Numbered clips of one moving digit; clip i depends only on the set, i and the shape.
 
-    train: whether the digits are those of the training set.  count: number of clips.
+    train: use the digits of the training set, not the validation set.  count: number of clips.
     """
 
     fps = 8.0
@@ -52,19 +52,18 @@ class MovingDigits:
 
 
 def _bounce(place: np.ndarray, velocity: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Reflect what left the room [0, room]."""
+    """Reflect a place outside of [0, room], and its velocity."""
     velocity = np.where((place < 0) | (place > room), -velocity, velocity)
     place = np.where(place < 0, -place, np.where(place > room, 2 * room - place, place))
     return place.clip(0, room), velocity
 
 
 def write_moving_digits(folder: Path, clips: MovingDigits) -> None:
-    """The clips as mp4 files in `folder`, with metadata.csv whose column `text` is the name of the digit."""
+    """Write the clips as mp4 files into `folder`, with metadata.csv whose column `text` is the name of the digit."""
     rows = []
     for number in range(len(clips)):
         video, label = clips.read(number)
         file = f"{number:05d}.mp4"
         write_video(video.permute(1, 2, 3, 0).numpy(), folder / file, clips.fps)
         rows.append((file, clips.classes[label]))
-    with (folder / CAPTIONS).open("w", newline="") as opened:
-        csv.writer(opened).writerows([("file_name", "text"), *rows])
+    write_csv(("file_name", "text"), rows, folder / CAPTIONS)

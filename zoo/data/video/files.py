@@ -1,22 +1,29 @@
-"""Video files, through PyAV (the libraries of FFmpeg)."""
+"""Reading and writing of video files with PyAV (FFmpeg)."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from zoo.data.decoding import Unreadable
 from zoo.files import replacing
 
+if TYPE_CHECKING:
+    from av import VideoFrame
+    from av.container import InputContainer
+    from av.video import VideoStream
+
 VIDEO_FILES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
-BACK = (0.0, 12.0, math.inf)  # seconds to look back for a key frame: frames of open groups lie before their own
+SEEK_BACK_SECONDS = (0.0, 12.0, math.inf)  # tried in turn: frames of open groups precede their key frame
 
 
 class About(NamedTuple):
-    """What a file says of its first video stream, as it is stored; frames: at its rate, fps, the mean of the whole."""
+    """First video stream of a file, as stored: number of frames, size in pixels, mean frame rate."""
 
     frames: int
     height: int
@@ -25,8 +32,8 @@ class About(NamedTuple):
 
 
 def about(file: str | Path) -> About:
-    """Size of a video, from its head alone where that says it. Raises Unreadable."""
-    with _Opened(file) as (container, stream):
+    """Size of a video, from its header if possible. Raises Unreadable."""
+    with _opened(file) as (container, stream):
         codec, fps = stream.codec_context, _rate(stream, file)
         frames = (
             stream.frames or round(_seconds(container, stream) * fps) or sum(1 for _ in _decoded(container, stream))
@@ -35,15 +42,15 @@ def about(file: str | Path) -> About:
 
 
 def read_frames(file: str | Path, numbers: Iterable[int], fps: float = 0.0) -> np.ndarray:
-    """The frames with these numbers (from 0, growing) of the video played at `fps` frames a second (0: its own mean
-    rate), uint8 [T, H, W, 3]: number n is what a player shows n / fps seconds after the first frame, turned as the file
-    says. Raises Unreadable if the video ends before.
+    """Read frames by increasing number (from 0) at `fps` frames per second (0: the video's own mean rate), uint8
+    [T, H, W, 3]. Frame n is what a player shows n / fps seconds after the first frame, rotated as the file says.
 
-    Decodes from the key frame before the first number, so that the clips of a file cost as much as the file.
+    Decodes from the key frame before the first number, so all clips of a file cost as much as the file. Raises
+    Unreadable if the video ends before the last number.
     """
     wanted = list(numbers)
-    for back in BACK:
-        with _Opened(file) as (container, stream):
+    for back in SEEK_BACK_SECONDS:
+        with _opened(file) as (container, stream):
             rate = _rate(stream, file)
             found = _shown(container, stream, [n / (fps or rate) for n in wanted], rate, back)
         if found is not None:
@@ -54,8 +61,10 @@ def read_frames(file: str | Path, numbers: Iterable[int], fps: float = 0.0) -> n
     return np.stack(found)
 
 
-def _shown(container: Any, stream: Any, times: list[float], rate: float, back: float) -> list[np.ndarray] | None:
-    """The frames that are shown at `times` [s after the first frame], as many as there are, decoded from the key frame
+def _shown(
+    container: "InputContainer", stream: "VideoStream", times: list[float], rate: float, back: float
+) -> list[np.ndarray] | None:
+    """The frames shown at `times` (seconds after the first frame), as many as there are, decoded from the key frame
     `back` seconds before; None if decoding did not begin before the first of them."""
     found: list[np.ndarray] = []
     frames = iter(_decoded(container, stream))
@@ -63,16 +72,17 @@ def _shown(container: Any, stream: Any, times: list[float], rate: float, back: f
     if before is None:
         return found
     origin, midway = before.pts, times[0] - back > 1 / rate
-    if midway and origin is None:
-        return None
+    tick = stream.time_base or Fraction(1)
     if midway:
-        container.seek(round((times[0] - back) / stream.time_base) + origin, stream=stream)
+        if origin is None:
+            return None
+        container.seek(round((times[0] - back) / tick) + origin, stream=stream)
         frames, before = iter(_decoded(container, stream)), None
     clock, slack = 0.0, 0.25 / rate  # time stamps are rounded to ticks
     for number, frame in enumerate(frames, start=1):
         if frame.pts is None and midway:
             return None
-        now = number / rate if origin is None or frame.pts is None else float((frame.pts - origin) * stream.time_base)
+        now = number / rate if origin is None or frame.pts is None else float((frame.pts - origin) * tick)
         while now > times[len(found)] + slack:
             if before is None:
                 return None
@@ -85,33 +95,33 @@ def _shown(container: Any, stream: Any, times: list[float], rate: float, back: f
     return found if before is not None else None
 
 
-def _decoded(container: Any, stream: Any) -> Iterable[Any]:
-    """The frames from where the container stands, in the order in which they are shown."""
+def _decoded(container: "InputContainer", stream: "VideoStream") -> "Iterator[VideoFrame]":
+    """The frames from the current position, in display order."""
     return container.decode(stream)
 
 
-def _rate(stream: Any, file: str | Path) -> float:
+def _rate(stream: "VideoStream", file: str | Path) -> float:
     rate = stream.average_rate or stream.guessed_rate
     if not rate:
-        raise Unreadable(f"{file} does not say its frame rate")
+        raise Unreadable(f"{file} has no frame rate")
     return float(rate)
 
 
-def _seconds(container: Any, stream: Any) -> float:
-    """Length as the stream or the container says it; 0 if they do not."""
-    if stream.duration:
+def _seconds(container: "InputContainer", stream: "VideoStream") -> float:
+    """Length in seconds from the stream or the container; 0 if unknown."""
+    if stream.duration and stream.time_base:
         return float(stream.duration * stream.time_base)
     return (container.duration or 0) / 1e6
 
 
-def _upright(frame: Any) -> np.ndarray:
-    """[H, W, 3] as players show it: phones store portraits lying, with a note by how much to turn them."""
+def _upright(frame: "VideoFrame") -> np.ndarray:
+    """[H, W, 3], rotated as in players: phones store portrait videos in landscape with a rotation angle."""
     return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))  # both counter-clockwise
 
 
 def read_video(file: str | Path) -> np.ndarray:
     """Every frame, uint8 [T, H, W, 3]. Raises Unreadable."""
-    with _Opened(file) as (container, stream):
+    with _opened(file) as (container, stream):
         found = [_upright(frame) for frame in _decoded(container, stream)]
     if not found:
         raise Unreadable(f"{file} has no frames")
@@ -119,9 +129,9 @@ def read_video(file: str | Path) -> np.ndarray:
 
 
 def write_video(frames: np.ndarray, file: Path, fps: float) -> None:
-    """Write uint8 frames [T, H, W, 3] as H.264 in an mp4 file, complete or not at all.
+    """Write uint8 frames [T, H, W, 3] as H.264 in an mp4 file, atomically.
 
-    H.264 in 4:2:0 needs even sides: an odd one gets a copy of its last line.
+    H.264 in 4:2:0 needs even sides: the last row or column is repeated for an odd side.
     """
     av = _av()
     odd = frames.shape[1] % 2, frames.shape[2] % 2
@@ -138,32 +148,22 @@ def write_video(frames: np.ndarray, file: Path, fps: float) -> None:
             container.mux(packet)
 
 
-class _Opened:
-    """Context: (container, first video stream) of a file, decoded with several threads; errors become Unreadable."""
-
-    def __init__(self, file: str | Path) -> None:
-        self.file = file
-
-    def __enter__(self) -> tuple[Any, Any]:
-        av = _av()
-        try:
-            self.container = av.open(str(self.file))
-        except (av.FFmpegError, OSError) as error:
-            raise Unreadable(f"{self.file}: {error}") from error
-        if not self.container.streams.video:
-            self.container.close()
-            raise Unreadable(f"{self.file} has no pictures")
-        stream = self.container.streams.video[0]
-        stream.thread_type = "AUTO"
-        return self.container, stream
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.container.close()
-        if kind is not None and issubclass(kind, _av().FFmpegError):
-            raise Unreadable(f"{self.file}: {error}") from error
+@contextmanager
+def _opened(file: str | Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
+    """(container, first video stream) of a file, decoded with several threads; errors become Unreadable."""
+    av = _av()
+    try:
+        with av.open(str(file)) as container:
+            if not container.streams.video:
+                raise Unreadable(f"{file} has no video stream")
+            stream = container.streams.video[0]
+            stream.thread_type = "AUTO"
+            yield container, stream
+    except (av.FFmpegError, OSError) as error:
+        raise Unreadable(f"{file}: {error}") from error
 
 
-def _av() -> Any:
+def _av() -> ModuleType:
     try:
         import av
     except ImportError as error:

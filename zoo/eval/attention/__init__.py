@@ -1,14 +1,13 @@
-"""The attention matrix that a mixer uses, whatever its form: what it does to values that are one-hot in the token.
+"""Effective attention matrices of mixers, computed from one-hot values.
 
-Every mixer here is linear in v up to its last norm and gate, o = W(q, k) v. With v = I [N, N] the output is W itself.
-For softmax that is the attention map; for a linear mixer it is the matrix it never forms. Only meant for pictures and
-tests: memory grows with N^2. `probes` measures such matrices, `pictures` draws them.
+Every mixer is linear in v up to its last norm and gate, o = W(q, k) v, so with v = I [N, N] the output is W. For
+softmax W is the attention map; a linear mixer never forms it. For plots and tests only, since memory grows with N^2.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +15,14 @@ from torch import Tensor, nn
 from zoo.errors import unknown_name
 from zoo.grid import Grid
 from zoo.mixers import Mixer
+from zoo.mixers.context import Context
 from zoo.models.convert import swap
 from zoo.models.timm.attention import Site
 
 
-class Attention(NamedTuple):
-    """What one layer does to the tokens of one sample: W [H, N, N] (row: query token), where the patches lie, and the
-    output W v of its mixer before norm and gate, [N, H, D]."""
+class LayerAttention(NamedTuple):
+    """Effective attention of one layer on one sample: weights W [H, N, N] (row: query token), token grid, number of
+    prefix tokens, and the output W v of the mixer before norm and gate, [N, H, D]."""
 
     layer: int
     mixer: str
@@ -33,13 +33,14 @@ class Attention(NamedTuple):
 
 
 @torch.no_grad()
-def attentions(model: nn.Module, run: Callable[[], Any], layers: list[int] | None = None) -> Iterator[Attention]:
-    """The effective attention of every layer, or of some, in a forward pass `run()` of `model`, of its first sample.
+def attentions(
+    model: nn.Module, run: Callable[[], object], layers: list[int] | None = None
+) -> Iterator[LayerAttention]:
+    """The effective attention of all or some layers in a forward pass `run()` of `model`, for its first sample.
 
-    A softmax timm model is read through the softmax mixer, which computes the same function. W leaves out the norm and
-    the gate behind a mixer, and its columns are seen through the depthwise convolution of one channel each where
-    there is one of v (`depthwise`, `lepe`): W v is not the output then. Raises ValueError for a layer that does
-    not exist.
+    A softmax timm model is converted to the softmax mixer, which computes the same function. W excludes the norm and
+    the gate after a mixer. With a depthwise convolution of v (`depthwise`, `lepe`) each column of W includes the
+    convolution of one channel, so W v is not the output. Raises ValueError for a layer that does not exist.
     """
     if not any(isinstance(m, Site) for m in model.modules()):
         swap(model, "softmax")
@@ -54,10 +55,10 @@ def attentions(model: nn.Module, run: Callable[[], Any], layers: list[int] | Non
     for layer, recorded in calls.items():
         site = sites[layer]
         q, k, v, ctx = recorded[0]
-        ctx = replace(ctx, qkv=None)  # the mixer is to read the values that follow
+        ctx = replace(ctx, qkv=None)  # the mixer must read the values passed below
         with _without_last_steps(site.mixer):
             weights, output = _weights(site.mixer, q, k, v, ctx), site.mixer(q, k, v, ctx)[0]
-        yield Attention(layer, site.mixer_name, site.grid, ctx.prefix, weights, output)
+        yield LayerAttention(layer, site.mixer_name, site.grid, ctx.prefix, weights, output)
 
 
 def attention_matrix(model: nn.Module, image: Tensor, layer: int, head: int) -> Tensor:
@@ -69,8 +70,8 @@ def attention_matrix(model: nn.Module, image: Tensor, layer: int, head: int) -> 
     return found.weights[head]
 
 
-def _weights(mixer: nn.Module, q: Tensor, k: Tensor, v: Tensor, ctx: Any) -> Tensor:
-    """[H, N, N]: dv columns of the identity at a time, so that depthwise parts see their own width."""
+def _weights(mixer: nn.Module, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+    """W [H, N, N], from dv columns of the identity at a time, since depthwise convolutions have dv channels."""
     n, dv = v.shape[1], v.shape[3]
     columns = []
     for start in range(0, n, dv):
@@ -84,7 +85,7 @@ def _weights(mixer: nn.Module, q: Tensor, k: Tensor, v: Tensor, ctx: Any) -> Ten
 
 @contextmanager
 def _without_last_steps(mixer: Mixer) -> Iterator[None]:
-    """`mixer` up to what is not linear in v."""
+    """Context in which `mixer` has no norm and gate, the parts that are not linear in v."""
     norm, gate = mixer.norm, mixer.gate
     mixer.norm = mixer.gate = None
     try:
@@ -95,7 +96,7 @@ def _without_last_steps(mixer: Mixer) -> Iterator[None]:
 
 @contextmanager
 def _recorded(mixer: nn.Module) -> Iterator[list[tuple]]:
-    """The arguments of every call of `mixer` inside the block."""
+    """The arguments of every call of `mixer` within the context."""
     calls: list[tuple] = []
     handle = mixer.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
     try:

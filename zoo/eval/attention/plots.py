@@ -1,24 +1,27 @@
-"""Pictures of effective attention: rank and entropy over the layers, and the maps of query tokens."""
+"""Plots of effective attention: rank and entropy per layer, and maps of query tokens."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
+from PIL import Image
 
+from zoo.config import Tree
 from zoo.plotting import COLORS, pyplot, save_figure
 
 
 class Maps(NamedTuple):
-    """What query tokens read in one layer: its mixer, the image, and a map [H, W] for each (row, column)."""
+    """Attention maps of one layer: its mixer, the image, and a map [H, W] per query token (row, column)."""
 
     layer: int
     mixer: str
-    image: Any
+    image: Image.Image
     rows: dict[tuple[int, int], np.ndarray]
 
 
-def draw_profile(rows: list[dict[str, Any]], file: Path) -> None:
-    """Write a PNG: rank, effective rank, entropy and token share by layer, means over heads with their ranges."""
+def draw_profile(rows: list[Tree], file: Path) -> None:
+    """Write a PNG of rank, effective rank, entropy and token share per layer: mean and range over heads."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 4, figsize=(16, 3.6), layout="constrained")
     titles = {"rank": "rank", "effective_rank": "effective rank", "entropy": "entropy (nats)"}
@@ -39,7 +42,7 @@ def draw_profile(rows: list[dict[str, Any]], file: Path) -> None:
 
 
 def draw_maps(maps: list[Maps], title: str, file: Path) -> None:
-    """Write a PNG: a row for each query token, the image with that token and what it reads in each layer."""
+    """Write a PNG with one row per query token: the image with the token, and its attention map in each layer."""
     if not maps:
         return
     plt = pyplot()
@@ -60,7 +63,7 @@ def draw_maps(maps: list[Maps], title: str, file: Path) -> None:
     save_figure(figure, file, dpi=120)
 
 
-def _mark(axes: Any, query: tuple[int, int], grid: tuple[int, ...], pixels: tuple[int, ...]) -> None:
+def _mark(axes: Axes, query: tuple[int, int], grid: tuple[int, ...], pixels: tuple[int, ...]) -> None:
     row, column = ((q + 0.5) * s / g - 0.5 for q, s, g in zip(query, pixels, grid, strict=False))
-    style = {"markerfacecolor": "none", "markeredgecolor": "#4cc9f0", "markeredgewidth": 1.4}
-    axes.plot(column, row, marker="s", markersize=6, **style)
+    edge = "#4cc9f0"
+    axes.plot(column, row, marker="s", markersize=6, markerfacecolor="none", markeredgecolor=edge, markeredgewidth=1.4)

@@ -1,36 +1,36 @@
-"""Rank, entropy and token dependence of effective attention per layer and head, and maps of chosen query tokens."""
+"""Rank, entropy and token dependence of effective attention per layer and head, and maps of query tokens."""
 
-import csv
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
+from zoo.config import Tree
 from zoo.conversion.dependence import token_share
 from zoo.data import Source
 from zoo.data.transforms import eval_transform
-from zoo.eval.attention import Attention, attentions
+from zoo.eval.attention import LayerAttention, attentions
 from zoo.eval.attention.plots import Maps, draw_maps, draw_profile
 from zoo.eval.compare import Candidate, open_candidates
 from zoo.eval.settings import EvalSettings
-from zoo.files import replacing
+from zoo.io import write_csv
 from zoo.ranges import check_ranges
 
 MEASURES = ("rank", "effective_rank", "entropy", "token_share")
-Row = dict[str, Any]
+ProbeRow = Tree  # of one head, or of one token of a map
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What is measured and drawn.
+    """Attention measures and maps.
 
-    images: how many of the first images the measures are means over; the maps are of the first one
+    images: number of images that the measures are averaged over; the maps are of the first one
     layers: layers to measure; empty for all
-    queries: query tokens of the maps, each [row, column] on the token grid; empty takes the centre and a corner
+    queries: query tokens of the maps, each [row, column] on the token grid; empty for the centre and a corner
     """
 
     images: int = 4
@@ -43,7 +43,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class ProbeSettings(EvalSettings):
-    """A look at the attention of models. See the sections.
+    """Measures and maps of attention. See the sections.
 
     out: folder for attention.csv, attention.png, maps.csv and maps_<n>.png
     """
@@ -52,13 +52,14 @@ class ProbeSettings(EvalSettings):
     out: str = "runs/attention"
 
 
-def measures(found: Attention) -> dict[str, Tensor]:
-    """Each [H], of W [H, N, N] and the output [N, H, D].
+def measures(found: LayerAttention) -> dict[str, Tensor]:
+    """Measures per head [H] of the attention matrix W [H, N, N] and the output [N, H, D].
 
-    rank: singular values above N times float32's epsilon times the largest one.  effective_rank: exp of the entropy of
-    the singular values as parts of their sum (Roy and Vetterli, The effective rank, 2007, Definition 1).  entropy: mean
-    over the query tokens of the entropy in nats of |W| as parts of its row sum; log N for a mean over all tokens.
-    token_share: what part of the output differs between tokens (`zoo.conversion.dependence`).
+    rank: number of singular values above N times float32's epsilon times the largest one.
+    effective_rank: exp of the entropy of the normalized singular values (Roy and Vetterli, The effective rank, 2007,
+      Definition 1).
+    entropy: entropy in nats of the rows of |W|, normalized, averaged over query tokens; log N for uniform attention.
+    token_share: fraction of the output that differs between tokens (`zoo.conversion.dependence`).
     """
     w = found.weights.double()
     values = torch.linalg.svdvals(w)
@@ -73,13 +74,13 @@ def measures(found: Attention) -> dict[str, Tensor]:
     }
 
 
-def probe(settings: ProbeSettings) -> list[Row]:
-    """Measure and draw what the settings say. Returns the rows of attention.csv: model, layer, mixer, head, tokens and
-    measures. Raises ValueError for what cannot be evaluated and for queries off the grid."""
+def probe(settings: ProbeSettings) -> list[ProbeRow]:
+    """Measure and draw the attention of models. Returns the rows of attention.csv: model, layer, mixer, head, tokens,
+    measures. Raises ValueError for models that cannot be evaluated and for queries outside of the token grid."""
     if not settings.eval.models:
-        raise ValueError("say what to look at: eval.models=[RUN_FOLDER_OR_TIMM_NAME, ...]")
+        raise ValueError("missing required option eval.models=[RUN_FOLDER_OR_TIMM_NAME, ...]")
     candidates, source = open_candidates(settings)
-    out, rows, cells = Path(settings.out), list[Row](), list[Row]()
+    out, rows, cells = Path(settings.out), list[ProbeRow](), list[ProbeRow]()
     out.mkdir(parents=True, exist_ok=True)
     for number, candidate in enumerate(candidates):
         found, maps = _probe_model(candidate, source, settings)
@@ -92,8 +93,8 @@ def probe(settings: ProbeSettings) -> list[Row]:
     return rows
 
 
-def _probe_model(candidate: Candidate, source: Source, settings: ProbeSettings) -> tuple[list[Row], list[Maps]]:
-    options, totals, rows, maps = settings.attention, dict[tuple, Tensor](), dict[tuple, Row](), list[Maps]()
+def _probe_model(candidate: Candidate, source: Source, settings: ProbeSettings) -> tuple[list[ProbeRow], list[Maps]]:
+    options, totals, rows, maps = settings.attention, dict[tuple, Tensor](), dict[tuple, ProbeRow](), list[Maps]()
     device = torch.device(settings.eval.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model, n = candidate.model.to(device).eval(), min(options.images, len(source))
     for index in range(n):
@@ -114,8 +115,8 @@ def _probe_model(candidate: Candidate, source: Source, settings: ProbeSettings) 
     return out, maps
 
 
-def _maps(found: Attention, queries: list[list[int]], picture: Any) -> Maps:
-    """The mean over the heads of what each query token reads, on the grid."""
+def _maps(found: LayerAttention, queries: list[list[int]], picture: Image.Image) -> Maps:
+    """The attention map of each query token on the grid, averaged over heads."""
     grid = found.grid
     assert grid is not None
     places = [_place(query, grid) for query in queries or [[grid[0] // 2, grid[1] // 2], [0, 0]]]
@@ -124,8 +125,8 @@ def _maps(found: Attention, queries: list[list[int]], picture: Any) -> Maps:
     return Maps(found.layer, found.mixer, picture, rows)
 
 
-def _cells(maps: Maps) -> Iterator[Row]:
-    """A row for each token of the grid that a query token reads, with the weight."""
+def _cells(maps: Maps) -> Iterator[ProbeRow]:
+    """One row per query token and token of the grid, with the attention weight."""
     for query, weights in maps.rows.items():
         for (row, column), weight in np.ndenumerate(weights):
             where = {"query_row": query[0], "query_column": query[1], "row": row, "column": column}
@@ -137,15 +138,15 @@ def _place(query: list[int], grid: tuple[int, ...]) -> tuple[int, int]:
         raise ValueError(f"attention.queries are pairs [row, column], such as [[7, 7]], got {query!r}")
     row, column = query
     if not (0 <= row < grid[0] and 0 <= column < grid[1]):
-        raise ValueError(f"attention.queries: {query!r} lies off the token grid {grid[0]} x {grid[1]}")
+        raise ValueError(f"attention.queries: {query!r} is outside of the token grid {grid[0]} x {grid[1]}")
     return row, column
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as text, means over the heads of each layer."""
+def table(rows: list[ProbeRow]) -> str:
+    """The rows as a text table, averaged over heads."""
     head = f"{'rank':>8} {'effective':>9} {'entropy':>8} {'token share':>11}"
     lines = [f"{'model':40} {'layer':>5} {'mixer':10} {'tokens':>6} {head}"]
-    layers: dict[tuple, list[Row]] = {}
+    layers: dict[tuple, list[ProbeRow]] = {}
     for row in rows:
         layers.setdefault((row["model"], row["layer"]), []).append(row)
     for (model, layer), heads in layers.items():
@@ -157,8 +158,5 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def _write(rows: list[Row], file: Path) -> None:
-    with replacing(file) as temporary, temporary.open("w", newline="") as opened:
-        writer = csv.DictWriter(opened, list(rows[0]) if rows else ["model"])
-        writer.writeheader()
-        writer.writerows(rows)
+def _write(rows: list[ProbeRow], file: Path) -> None:
+    write_csv(list(rows[0]) if rows else ["model"], [list(row.values()) for row in rows], file)

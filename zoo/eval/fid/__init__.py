@@ -1,4 +1,4 @@
-"""Scores of the images of diffusion models: Frechet distances, KID, Inception score, precision and recall."""
+"""Scores of generated images: Frechet distances, KID, Inception score, precision and recall."""
 
 from zoo.eval.fid.evaluate import reference_statistics, score
 from zoo.eval.fid.extractors import Extractor, Inception, ModuleExtractor, open_extractor

@@ -1,14 +1,14 @@
-"""Scores of generated images against a reference, and the card that says how they were made."""
+"""Scores of generated images against a reference, with metadata."""
 
 import json
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from zoo.config import Tree
 from zoo.eval.fid.extractors import INCEPTION, Extractor
-from zoo.eval.fid.features import Extracted, extract, rank_and_world
-from zoo.eval.fid.images import open_images
+from zoo.eval.fid.features import Extracted, extract_features, rank_and_world
+from zoo.eval.fid.images import Place, open_image_set
 from zoo.eval.fid.scores import (
     extrapolate,
     frechet_distance,
@@ -21,24 +21,27 @@ from zoo.eval.fid.settings import FidOptions
 from zoo.eval.fid.statistics import Statistics, array_names, holds_statistics, load_statistics
 from zoo.io import environment
 
-ENOUGH = 10_000  # samples, below which a Frechet distance says more about their number than about the model
+MIN_SAMPLES = 10_000  # below which the bias of the Frechet distance is large
 VALUES = ("kid", "kid_std", "precision", "recall", "inception_score", "inception_score_std")
 
 
-def score(samples: Any, reference: Any, extractor: Extractor, options: FidOptions | None = None) -> dict[str, Any]:
-    """The card of `samples` against `reference`: every score that the extractor and the reference allow, and why not.
+def score(
+    samples: Place, reference: Place | Statistics, extractor: Extractor, options: FidOptions | None = None
+) -> Tree:
+    """Score `samples` against `reference`: all scores that the extractor and the reference allow, with metadata.
 
-    samples: a path (folder, .npz, .parquet) or an iterable of uint8 batches [B, 3, H, W], in each process its share.
-    reference: likewise, or a file of statistics, or `Statistics`. Every process returns the same card. Raises
-    ValueError for what cannot be compared: other image sizes, other extractors, fewer images than features.
+    samples: a path (folder, .npz, .parquet) or an iterable of uint8 batches [B, 3, H, W] of this process.
+    reference: likewise, or a statistics file, or `Statistics`. Every process returns the same result. Raises ValueError
+    for different image sizes or extractors, and for fewer images than features.
     """
     options = options or FidOptions()
     require_torch_fidelity()
-    known = reference if isinstance(reference, Statistics) else None
-    if known is None:  # before the samples: a wrong reference should not cost an hour
+    if isinstance(reference, Statistics):
+        known = reference
+        if known.extractor:
+            extractor.check(known.extractor, known.images)
+    else:  # before the samples, so that a wrong reference fails early
         known = reference_statistics(reference, extractor, options)
-    elif known.extractor:
-        extractor.check(known.extractor, known.images)
     found = _extract(samples, extractor, options)
     _check_sizes(found.statistics, known)
     for name, one in (("samples", found.statistics), ("reference", known)):
@@ -50,14 +53,15 @@ def score(samples: Any, reference: Any, extractor: Extractor, options: FidOption
     return _card(found, known, extractor, options, str(samples) if isinstance(samples, str | Path) else "")
 
 
-def reference_statistics(where: Any, extractor: Extractor, options: FidOptions | None = None) -> Statistics:
-    """The statistics of images or of a statistics file, with the features of `reference_features` images if they can
-    be had. Raises ValueError for statistics of another extractor."""
+def reference_statistics(where: Place, extractor: Extractor, options: FidOptions | None = None) -> Statistics:
+    """The statistics of images, or of a statistics file, with the features of `reference_features` images if
+    available. Raises ValueError for statistics of another extractor."""
     options = options or FidOptions()
     if not holds_statistics(where):
         found = _extract(where, extractor, options, keep=options.reference_features)
         found.statistics.features = found.features
         return found.statistics
+    assert isinstance(where, str | Path)
     known = load_statistics(where)
     if known.extractor:
         extractor.check(known.extractor, str(where))
@@ -75,10 +79,10 @@ def reference_statistics(where: Any, extractor: Extractor, options: FidOptions |
     return known
 
 
-def _extract(where: Any, extractor: Extractor, options: FidOptions, keep: int | None = None) -> Extracted:
-    images = open_images(where, options.image_size, options.image_key, options.workers)
+def _extract(where: Place, extractor: Extractor, options: FidOptions, keep: int | None = None) -> Extracted:
+    images = open_image_set(where, options.image_size, options.image_key, options.workers)
     crop = f"ADM centre crop to {options.image_size}" if options.image_size else "none"
-    return extract(images, extractor, options.batch_size, options.device, keep, crop)
+    return extract_features(images, extractor, options.batch_size, options.device, keep, crop)
 
 
 def _check_sizes(samples: Statistics, reference: Statistics) -> None:
@@ -90,20 +94,19 @@ def _check_sizes(samples: Statistics, reference: Statistics) -> None:
         )
 
 
-def _card(
-    found: Extracted, reference: Statistics, extractor: Extractor, options: FidOptions, path: str
-) -> dict[str, Any]:
+def _card(found: Extracted, reference: Statistics, extractor: Extractor, options: FidOptions, path: str) -> Tree:
     samples = found.statistics
     notes = list(reference.warnings)
     counts = {"samples": samples.pool.n, "reference": reference.pool.n}
-    scores: dict[str, Any] = {"fid": frechet_distance(samples.pool, reference.pool)}
+    scores: dict[str, float | None] = {"fid": frechet_distance(samples.pool, reference.pool)}
     line = extrapolate(found.features, reference.pool)
-    details: dict[str, Any] = {"extrapolation": asdict(line) if line else None}
-    few = {name: n for name, n in counts.items() if n is not None and n < ENOUGH}
+    details: Tree = {"extrapolation": asdict(line) if line else None}
+    few = {name: n for name, n in counts.items() if n is not None and n < MIN_SAMPLES}
     if few:
         limit = f"the 1/n extrapolation in the samples is {line.limit:.4f}" if line else "too few for the extrapolation"
         what = " and ".join(f"{n} {name} images" for name, n in few.items())
-        notes.append(f"{what}: under {ENOUGH}, the distance is biased upwards and comparable only at equal n; {limit}")
+        biased = "the distance is biased upwards and comparable only at equal n"
+        notes.append(f"{what}: under {MIN_SAMPLES}, {biased}; {limit}")
     scores["sfid"] = None
     if samples.spatial and reference.spatial:
         scores["sfid"] = frechet_distance(samples.spatial, reference.spatial)
@@ -132,7 +135,7 @@ def _card(
     }
 
 
-def _describe(one: Statistics) -> dict[str, Any]:
+def _describe(one: Statistics) -> Tree:
     kept = None if one.features is None else len(one.features)
     return {
         "images": one.images,
@@ -144,7 +147,7 @@ def _describe(one: Statistics) -> dict[str, Any]:
     }
 
 
-def _neighbour(path: str) -> Any:
-    """The card that tools/sample.py left beside the images, if it did."""
+def _neighbour(path: str) -> Tree | None:
+    """The metadata that `zoo sample` wrote next to the images, if it did."""
     file = Path(f"{path}.json")
     return json.loads(file.read_text()) if path and file.is_file() else None

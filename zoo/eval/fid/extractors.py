@@ -1,6 +1,6 @@
-"""Networks that turn uint8 images into features: Inception of the FID, timm's (DINOv2), our classifiers, any module.
+"""Feature extractors for uint8 images: FID's Inception, timm models (DINOv2), our classifiers, any module.
 
-Each carries an identity, everything that changes its features; it is stored with statistics and compared.
+Each has an identity with everything that determines its features; it is stored with statistics and compared.
 """
 
 import tempfile
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import timm
 import torch
@@ -18,17 +18,18 @@ from safetensors.torch import load_file
 from timm.data import resolve_data_config
 from torch import Tensor, nn
 
+from zoo.config import Tree
 from zoo.errors import unknown_name
 from zoo.io import weights_hash
 from zoo.models.timm.model_files import load_model
 
 INCEPTION = "inception"
-SPATIAL_CHANNELS = 7  # of the first branch of the block mixed_6: the spatial features of ADM's evaluator
-DINO_SIZE = 224  # pixels, by which FD-DINOv2 is defined (Stein et al. 2023)
+SPATIAL_CHANNELS = 7  # channels of the first branch of mixed_6, ADM's spatial features
+DINO_SIZE = 224  # pixels, in the definition of FD-DINOv2 (Stein et al. 2023)
 
 
 class Features(NamedTuple):
-    """Of one batch, float32: pool [B, D]; spatial [B, S] and logits [B, C] where the network has them."""
+    """Features of one batch, float32: pool [B, D]; spatial [B, S] and logits [B, C] if the network has them."""
 
     pool: Tensor
     spatial: Tensor | None = None
@@ -37,7 +38,7 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class ExtractorIdentity:
-    """What the features depend on: network, hash of its weights, dimension, resize, normalisation, dtype."""
+    """Everything that determines the features: network, hash of its weights, dimension, resize, mean, std, dtype."""
 
     name: str
     sha256: str
@@ -57,7 +58,7 @@ class Extractor(nn.Module):
         """The features of images [B, 3, H, W] uint8 on the device of the network."""
         raise NotImplementedError
 
-    def check(self, stored: dict[str, Any], where: str) -> None:
+    def check(self, stored: Tree, where: str) -> None:
         """Raise ValueError unless statistics with the identity `stored` were made by this extractor."""
         own = asdict(self.identity)
         changed = [k for k in own if stored.get(k) != own[k]]
@@ -69,7 +70,7 @@ class Extractor(nn.Module):
             )
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else repr(value)
 
 
@@ -84,13 +85,13 @@ def _read_weights(file: str) -> dict[str, Tensor]:
 
 
 class Inception(Extractor):
-    """The Inception network of the FID: TensorFlow's of 2015-12-05 in the port of torch-fidelity, with its resize.
+    """FID's Inception network: TensorFlow's of 2015-12-05, ported by torch-fidelity, with its resize.
 
     pool [B, 2048] is the last pooling layer; spatial [B, 17 * 17 * 7] the first 7 channels of the 1 x 1 branch of
     mixed_6, ordered (row, column, channel) as in the statistics of ADM; logits [B, 1008] without bias.
 
     weights: the file of torch-fidelity or pytorch-fid (weights-inception-2015-12-05-6726825d.pth), or a safetensors
-    copy of it. Raises ValueError when it does not fit.
+    copy of it. Raises ValueError for other weights.
     """
 
     def __init__(self, weights: str) -> None:
@@ -101,7 +102,7 @@ class Inception(Extractor):
         except ImportError as error:
             raise ValueError("Inception needs the package torch-fidelity: pip install 'hla-zoo[eval]'") from error
         with tempfile.TemporaryDirectory() as folder:
-            # torch-fidelity unpickles whatever it is given: give it a file of nothing but tensors
+            # torch-fidelity unpickles its file, so it gets a file with only tensors
             torch.save(tensors, f"{folder}/weights.pth")
             try:
                 self.network = FeatureExtractorInceptionV3(
@@ -115,7 +116,7 @@ class Inception(Extractor):
             INCEPTION, weights_hash(self.network), 2048, "bilinear of TensorFlow 1 to 299", [128.0] * 3, [128.0] * 3
         )
 
-    def _keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    def _keep(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         self._spatial = output[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)
 
     def forward(self, images: Tensor) -> Features:
@@ -124,10 +125,10 @@ class Inception(Extractor):
 
 
 class ModuleExtractor(Extractor):
-    """Any network of float images: [B, 3, H, W] normalised -> features [B, D], or (features, logits [B, C]).
+    """Any network of normalized float images [B, 3, H, W] -> features [B, D], or (features, logits [B, C]).
 
-    size: pixels that images of another size are resized to (bicubic, antialiased); None leaves them as they are.
-    mean, std: of values in 0 to 1. Raises ValueError when the network returns something else.
+    size: (height, width) to which other images are resized (bicubic, antialiased); None keeps their size.
+    mean, std: for values in 0 to 1. Raises ValueError if the network returns something else.
     """
 
     mean: Tensor
@@ -140,7 +141,7 @@ class ModuleExtractor(Extractor):
         size: tuple[int, int] | None = None,
         mean: Sequence[float] = (0.5, 0.5, 0.5),
         std: Sequence[float] = (0.5, 0.5, 0.5),
-        features: Callable[[nn.Module, Tensor], Any] = lambda network, x: network(x),
+        features: Callable[[nn.Module, Tensor], Tensor | tuple[Tensor, Tensor]] = lambda network, x: network(x),
     ) -> None:
         super().__init__()
         self.network = network.eval().requires_grad_(False)
@@ -169,7 +170,7 @@ class ModuleExtractor(Extractor):
 
 
 def timm_extractor(name: str, weights: str = "") -> ModuleExtractor:
-    """The pooled features of a timm model, with timm's weights or a file: for DINOv2 the class token at 224 pixels."""
+    """Pooled features of a timm model with timm's weights or a file; for DINOv2 the class token at 224 pixels."""
     size = {"img_size": DINO_SIZE} if "dinov2" in name else {}
     overlay = {"pretrained_cfg_overlay": {"file": weights}} if weights else {}
     if weights and not Path(weights).is_file():
@@ -184,7 +185,7 @@ def timm_extractor(name: str, weights: str = "") -> ModuleExtractor:
 
 
 def run_extractor(folder: str) -> ModuleExtractor:
-    """The last features before the classifier, and the logits, of a model that tools/train_vit.py trained."""
+    """Final features (classifier inputs) and logits of a classifier trained here."""
     network, recipe = load_model(folder)
     spec = recipe.input
     if not spec:
@@ -193,13 +194,13 @@ def run_extractor(folder: str) -> ModuleExtractor:
     return ModuleExtractor(network, recipe.describe(), size, spec["mean"], spec["std"], _before_classifier)
 
 
-def _before_classifier(network: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    tokens = network.forward_features(x)
-    return network.forward_head(tokens, pre_logits=True), network.forward_head(tokens)
+def _before_classifier(network: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = network.forward_features(x)  # type: ignore[operator]
+    return network.forward_head(tokens, pre_logits=True), network.forward_head(tokens)  # type: ignore[operator]
 
 
 def open_extractor(name: str, weights: str = "") -> Extractor:
-    """`inception` (needs `weights`), a timm name, or the folder of a trained classifier. Raises ValueError."""
+    """Open `inception` (requires `weights`), a timm model, or the run folder of a classifier. Raises ValueError."""
     if Path(name).exists():
         if weights:
             raise ValueError(f"the extractor {name} has its own weights; leave out fid.weights={weights}")

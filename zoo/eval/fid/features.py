@@ -1,9 +1,8 @@
-"""From images to statistics: run the extractor over the share of each process and put the shares together."""
+"""Feature extraction over several processes, and the statistics of the features."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ SUBSET_SEED = 0
 
 @dataclass
 class Extracted:
-    """All processes together: the statistics, and in the order of the images the features [N, D] and logits [N, C]."""
+    """Results of all processes: statistics, and features [N, D] and logits [N, C] in the order of the images."""
 
     statistics: Statistics
     features: Tensor
@@ -29,17 +28,17 @@ class Extracted:
 
 
 def processes() -> PartialState:
-    """accelerate's view of the processes of this run; also of several on CPUs, which it takes for one unless told."""
+    """accelerate's state of the processes of this run; also of several CPU processes, if torchrun started them."""
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def rank_and_world() -> tuple[int, int]:
-    """(number of this process, number of processes); (0, 1) when torch.distributed is not in use."""
+    """(index of this process, number of processes); (0, 1) without torch.distributed."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 @torch.no_grad()
-def extract(
+def extract_features(
     images: ImageSet,
     extractor: Extractor,
     batch_size: int = 64,
@@ -47,11 +46,10 @@ def extract(
     keep: int | None = None,
     crop: str = "none",
 ) -> Extracted:
-    """Features of every image, computed on `device` (empty: the CPU).
+    """Compute the features of all images on `device` (empty: the CPU), float32 without TF32; moments in float64.
 
-    keep: features and logits of so many random images are returned; None: of all.
-
-    The features are float32 without TF32, their moments float64. Raises ValueError for images of different sizes.
+    keep: number of random images whose features and logits are returned; None for all.
+    Raises ValueError for images of different sizes.
     """
     device = torch.device(device or "cpu")
     extractor = extractor.to(device)
@@ -61,18 +59,18 @@ def extract(
     with exact_float32():
         for numbers, batch in batches:
             collected.add((numbers, batch), extractor(batch.to(device)))
-    return collected.finish(extractor, device, crop)
+    return collected.finish(extractor, crop)
 
 
 def _subset(count: int | None, keep: int | None) -> Tensor | None:
-    """The numbers of the images whose features are kept; None for all."""
+    """Numbers of the images whose features are returned; None for all."""
     if keep is None or count is None or keep >= count:
         return None
     return torch.from_numpy(np.sort(np.random.default_rng(SUBSET_SEED).choice(count, keep, replace=False)))
 
 
 class _Collected:
-    """The share of one process."""
+    """The features of this process's images."""
 
     def __init__(self, name: str, wanted: Tensor | None) -> None:
         self.name, self.wanted = name, wanted
@@ -101,13 +99,13 @@ class _Collected:
             if (value := getattr(found, key)) is not None:
                 self.rows[key].append(value.cpu()[chosen])
 
-    def finish(self, extractor: Extractor, device: torch.device, crop: str) -> Extracted:
+    def finish(self, extractor: Extractor, crop: str) -> Extracted:
         if not self.moments:
             raise ValueError(
                 f"{self.name} holds no images for process {rank_and_world()[0]}: fewer batches than processes"
             )
         moments = {key: value.reduced().gaussian() for key, value in self.moments.items()}
-        rows = {key: gather_rows(torch.cat(parts), device) for key, parts in self.rows.items() if parts}
+        rows = {key: _gathered(torch.cat(parts)) for key, parts in self.rows.items() if parts}
         order = torch.argsort(rows["numbers"])
         statistics = Statistics(
             self.name, self.size, asdict(extractor.identity), moments["pool"], moments.get("spatial"), crop=crop
@@ -116,25 +114,19 @@ class _Collected:
         return Extracted(statistics, rows["pool"][order], logits)
 
 
-def gather_rows(rows: Tensor, device: torch.device) -> Tensor:
-    """The rows [n, ...] of all processes, one after the other, on the CPU; `device` is where the processes talk."""
+def _gathered(rows: Tensor) -> Tensor:
+    """The rows [n, ...] of all processes, concatenated, on the CPU."""
     if not dist.is_initialized():
         return rows
-    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, torch.tensor([len(rows)], device=device))
-    longest = max(int(c) for c in counts)
-    padded = rows.new_zeros(longest, *rows.shape[1:]).to(device)
-    padded[: len(rows)] = rows.to(device)
-    shares = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(shares, padded)
-    return torch.cat([share[: int(n)].cpu() for share, n in zip(shares, counts, strict=True)])
+    shares = [rows] * dist.get_world_size()
+    dist.all_gather_object(shares, rows)
+    return torch.cat(shares)
 
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """No TF32 inside: the features of the FID are float32."""
-    backends: Any = torch.backends
-    places = [backends.cuda.matmul, backends.cudnn.conv]
+    """Context without TF32: FID features are float32."""
+    places = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]  # type: ignore[attr-defined]
     before = [place.fp32_precision for place in places]
     try:
         for place in places:

@@ -1,70 +1,71 @@
-"""Sets of uint8 images to be scored: a folder, an .npz in the layout of ADM, parquet files, or a live sampler.
+"""Sets of uint8 images to be scored: a folder, an .npz in ADM's layout, parquet files, or a running sampler.
 
-Batches are cut from the whole set before they are dealt out to the processes, so that each batch, and with it every
-rounding error of the network, is the same however many processes there are.
+Batches do not depend on the number of processes, and so neither do the rounding errors of the network.
 """
 
 import os
 import re
 import zipfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from zoo.data import open_source
 from zoo.data.decoding import IMAGE_FILES, Unreadable, content, decode
 from zoo.data.loader import Loader
-from zoo.data.rows import load_rows, undecoded
+from zoo.data.sources import load_rows, undecoded
 from zoo.data.transforms import center_crop
+from zoo.data.video.files import VIDEO_FILES
 
-VIDEO_FILES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif")
-Numbered = tuple[Tensor, Tensor]  # the numbers [B] int64 and the images [B, 3, H, W] uint8
+VIDEO_ENDINGS = (*VIDEO_FILES, ".gif")
+Numbered = tuple[Tensor, Tensor]  # numbers [B] int64, images [B, 3, H, W] uint8
+Place = str | os.PathLike | Iterable[Tensor]  # path, or batches of a running sampler
 
 
 class ImageSet(Protocol):
-    """Images with numbers from 0."""
+    """Images numbered from 0."""
 
     name: str
 
     @property
     def count(self) -> int | None:
-        """How many images; None where only the end of the iteration tells."""
-        ...
+        """Number of images; None if it is not known before the end."""
 
     def batches(self, size: int, rank: int, world: int) -> Iterator[Numbered]:
-        """The batches of one of `world` processes: every world-th batch of `size` images."""
-        ...
+        """Every world-th batch of `size` images, for process `rank`."""
 
 
-def open_images(where: Any, image_size: int | None = None, image_key: str = "image", workers: int = 0) -> ImageSet:
-    """The images at a path (folder, .npz, .parquet file or pattern), the embedded `digits`, or of an iterable of
-    uint8 batches [B, 3, H, W].
+def open_image_set(where: Place, image_size: int | None = None, image_key: str = "image", workers: int = 0) -> ImageSet:
+    """Open a folder, an .npz, a .parquet file or pattern, the embedded `digits`, or an iterable of uint8 batches
+    [B, 3, H, W].
 
-    image_size: cut and resize every image of a folder or of parquet files to this many pixels, as ADM does.  workers:
-    loader processes. Raises ValueError when nothing is there, for videos, and for an .npz of another layout.
+    image_size: centre crop and resize images of folders and parquet files to this many pixels, as ADM does.
+    workers: DataLoader workers. Raises ValueError for missing images, videos, and an .npz of another layout.
     """
     if not isinstance(where, str | os.PathLike):
-        return Live(where)
+        return LiveImages(where)
     path = str(where)
-    if path.lower().endswith(VIDEO_FILES):
+    if path.lower().endswith(VIDEO_ENDINGS):
         raise ValueError(f"{path} is a video, but images are scored here: a folder, an .npz or a .parquet file")
     if os.path.isdir(path):
-        return Files(path, image_size, workers)
+        return ImageFiles(path, image_size, workers)
     if path == "digits":
-        return Digits(image_size, workers)
+        return DigitImages(image_size, workers)
     if path.endswith(".npz"):
-        return Npz(path)
+        return NpzImages(path)
     if path.endswith(".parquet"):
-        return Rows(path, image_size, image_key, workers)
+        return ParquetImages(path, image_size, image_key, workers)
     raise ValueError(f"cannot read images from {path!r}: expected an existing folder, an .npz or a .parquet file")
 
 
-class _Decoded:
-    """Images that are decoded one by one, in loader processes."""
+class _Decoded(Dataset):
+    """Images decoded one by one in DataLoader workers."""
 
     def __init__(self, name: str, count: int, image_size: int | None, workers: int) -> None:
         self.name, self.count, self.image_size, self.workers = name, count, image_size, workers
@@ -78,12 +79,12 @@ class _Decoded:
             image = center_crop(image, self.image_size)
         return torch.tensor(number), torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
-    def raw(self, number: int) -> Any:
+    def raw(self, number: int) -> bytes | str:
         """The bytes or the path of one image."""
         raise NotImplementedError
 
     def called(self, number: int) -> str:
-        """What messages call one image."""
+        """The name of one image in error messages."""
         return f"image {number} of {self.name}"
 
     def batches(self, size: int, rank: int, world: int) -> Iterator[Numbered]:
@@ -101,27 +102,27 @@ class _Decoded:
         return torch.stack([number for number, _ in items]), torch.stack([image for _, image in items])
 
 
-class Files(_Decoded):
+class ImageFiles(_Decoded):
     """All image files below a folder, in the order of their paths."""
 
     def __init__(self, root: str, image_size: int | None, workers: int) -> None:
         found = sorted(p for p in Path(root).rglob("*") if p.is_file())
         self.files = [p for p in found if p.suffix.lower() in IMAGE_FILES]
-        if not self.files and any(p.suffix.lower() in VIDEO_FILES for p in found):
+        if not self.files and any(p.suffix.lower() in VIDEO_ENDINGS for p in found):
             raise ValueError(f"{root} holds videos, but images are scored here")
         if not self.files:
             raise ValueError(f"the folder {root} holds no images ({', '.join(IMAGE_FILES)})")
         super().__init__(root, len(self.files), image_size, workers)
 
-    def raw(self, number: int) -> Any:
+    def raw(self, number: int) -> bytes | str:
         return self.files[number].read_bytes()
 
     def called(self, number: int) -> str:
         return str(self.files[number])
 
 
-class Digits(_Decoded):
-    """The embedded digits that are not trained on."""
+class DigitImages(_Decoded):
+    """The validation images of the embedded digits."""
 
     def __init__(self, image_size: int | None, workers: int) -> None:
         self.source = open_source("digits", "", train=False)
@@ -133,7 +134,7 @@ class Digits(_Decoded):
         return torch.tensor(number), torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-class Rows(_Decoded):
+class ParquetImages(_Decoded):
     """The image column of parquet files."""
 
     def __init__(self, where: str, image_size: int | None, image_key: str, workers: int) -> None:
@@ -141,12 +142,12 @@ class Rows(_Decoded):
         self.rows, self.image_key = rows.select_columns([image_key]), image_key
         super().__init__(where, len(self.rows), image_size, workers)
 
-    def raw(self, number: int) -> Any:
+    def raw(self, number: int) -> bytes | str:
         return content(self.rows[number][self.image_key])
 
 
-class Npz:
-    """The array `arr_0`, uint8 [N, H, W, 3], of an .npz file, read piece by piece and never held whole."""
+class NpzImages:
+    """The array `arr_0`, uint8 [N, H, W, 3], of an .npz file, streamed batch by batch: it may be larger than memory."""
 
     def __init__(self, file: str) -> None:
         self.name, self.file = file, file
@@ -155,61 +156,49 @@ class Npz:
                 raise ValueError(f"arr_0 of {file} holds videos, {list(shape)}; images are uint8 [N, H, W, 3]")
             if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3:
                 raise ValueError(f"arr_0 of {file} must be uint8 [N, H, W, 3], got {dtype} {list(shape)}")
-            self.shape = shape
-        self.count: int = shape[0]
+            self.count, *self.size = shape
 
-    def _open(self) -> Any:
-        return _OpenArray(self.file)
+    @contextmanager
+    def _open(self) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype]]:
+        """(stream after the header, shape, dtype) of arr_0."""
+        try:
+            archive = zipfile.ZipFile(self.file)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{self.file} is not a readable .npz file: {error}") from error
+        with archive:
+            if "arr_0.npy" not in archive.namelist():
+                names = ", ".join(n.removesuffix(".npy") for n in archive.namelist())
+                raise ValueError(f"{self.file} holds no images: expected the array arr_0, found {names}")
+            stream = archive.open("arr_0.npy")
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = read(stream)
+            if fortran:
+                raise ValueError(f"arr_0 of {self.file} is in Fortran order; images are read row by row")
+            yield stream, shape, dtype
 
     def batches(self, size: int, rank: int, world: int) -> Iterator[Numbered]:
-        row = int(np.prod(self.shape[1:]))
-        with self._open() as (stream, shape, _):
-            for i, start in enumerate(range(0, shape[0], size)):
-                n = min(size, shape[0] - start)
+        row = int(np.prod(self.size))
+        with self._open() as (stream, _, _):
+            for i, start in enumerate(range(0, self.count, size)):
+                n = min(size, self.count - start)
                 if i % world != rank:
                     stream.seek(n * row, 1)
                     continue
                 content = stream.read(n * row)
                 if len(content) < n * row:
                     raise ValueError(f"{self.file} is truncated: it ends in image {start + len(content) // row}")
-                images = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(n, *shape[1:])
+                images = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(n, *self.size)
                 yield torch.arange(start, start + n), images.permute(0, 3, 1, 2)
 
 
-class _OpenArray:
-    """Context: (stream after the header, shape, dtype) of arr_0."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-
-    def __enter__(self) -> tuple[Any, tuple[int, ...], np.dtype]:
-        try:
-            self.archive = zipfile.ZipFile(self.file)
-        except (OSError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{self.file} is not a readable .npz file: {error}") from error
-        if "arr_0.npy" not in self.archive.namelist():
-            names = ", ".join(n.removesuffix(".npy") for n in self.archive.namelist())
-            self.archive.close()
-            raise ValueError(f"{self.file} holds no images: expected the array arr_0, found {names}")
-        stream = self.archive.open("arr_0.npy")
-        version = np.lib.format.read_magic(stream)
-        read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(stream)
-        if fortran:
-            raise ValueError(f"arr_0 of {self.file} is in Fortran order; images are read row by row")
-        return stream, shape, dtype
-
-    def __exit__(self, *_: object) -> None:
-        self.archive.close()
-
-
-class Live:
-    """The images of a running sampler: an iterable of uint8 batches [B, 3, H, W], the share of this process."""
+class LiveImages:
+    """The images of a running sampler: an iterable of uint8 batches [B, 3, H, W], those of this process."""
 
     name = "live sampler"
     count: int | None = None
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    def __init__(self, batches: Iterable[Tensor]) -> None:
         self.source = batches
 
     def batches(self, size: int, rank: int, world: int) -> Iterator[Numbered]:

@@ -1,10 +1,10 @@
-"""Distances between two sets of features: Frechet, KID, precision and recall; and the Inception score of one set.
+"""Frechet distance, KID, precision and recall of two sets of features; Inception score of one.
 
-The Frechet distance is ours, in float64 and from moments; the others are those of torch-fidelity, given float64.
+The Frechet distance is computed here, in float64 from moments; the others are torch-fidelity's, on float64 features.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,18 +12,19 @@ from torch import Tensor
 
 from zoo.eval.fid.statistics import Gaussian, Moments
 
+Scores = dict[str, float]
 NEIGHBOURS = 3  # Kynkaanniemi et al. 2019, and ADM
 KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000  # Binkowski et al. 2018
-SPLITS = 10  # of the Inception score; of 50 000 samples: 5000 each, as ADM
+SPLITS = 10  # for the Inception score; 5000 images each for 50,000 samples, as in ADM
 EXTRAPOLATION_SIZES = 6
-SEED = 2020  # of torch-fidelity
+SCORE_SEED = 2020  # default of torch-fidelity
 
 
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """|mean_a - mean_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2) of two Gaussians (Heusel et al. 2017, eq. 6), float64.
 
-    Both roots are of symmetric matrices, by eigenvalues clipped at 0: no complex part, and no failure for singular
-    covariances. Raises ValueError for Gaussians of different dimension.
+    Matrix roots are computed from eigenvalues clipped at 0, so there is no complex part and singular covariances work.
+    Raises ValueError for Gaussians of different dimension.
     """
     if a.mean.shape != b.mean.shape:
         raise ValueError(f"the features have {len(a.mean)} and {len(b.mean)} dimensions: of two extractors?")
@@ -36,7 +37,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """The Frechet distance at growing numbers of samples, and the value at 1/n = 0 of the line fitted to it."""
+    """Frechet distances at increasing numbers of samples, and the limit at 1/n = 0 of a linear fit."""
 
     sizes: list[int]
     distances: list[float]
@@ -44,17 +45,17 @@ class Extrapolation:
 
 
 def extrapolate(features: Tensor, reference: Gaussian) -> Extrapolation | None:
-    """The distance freed from the bias c/n of n samples (Chong and Forsyth 2020): features [N, D] against a reference.
+    """Extrapolate the Frechet distance of features [N, D] to N = infinity (Chong and Forsyth 2020).
 
-    Distances of nested random subsets between half of the samples and all; None when too few of these sizes exceed
-    the dimension D, below which the bias is no longer c/n. The reference keeps its own bias.
+    Uses nested random subsets between half of the samples and all. None when too few of these sizes exceed the
+    dimension D, below which the bias is not c/n. The bias of the reference remains.
     """
     n, dim = features.shape
     smallest = max(n // 2, dim + 1)
     if smallest > 0.8 * n:
         return None
     sizes = [int(s) for s in np.linspace(smallest, n, EXTRAPOLATION_SIZES)]
-    order = torch.from_numpy(np.random.default_rng(SEED).permutation(n))
+    order = torch.from_numpy(np.random.default_rng(SCORE_SEED).permutation(n))
     moments, done, distances = Moments(dim), 0, []
     for size in sizes:
         moments.update(features[order[done:size]])
@@ -64,8 +65,8 @@ def extrapolate(features: Tensor, reference: Gaussian) -> Extrapolation | None:
     return Extrapolation(sizes, distances, float(limit))
 
 
-def kernel_distance(samples: Tensor, reference: Tensor) -> dict[str, Any]:
-    """KID: mean and deviation of the unbiased MMD^2 over random subsets, kernel (x.y/D + 1)^3. Features [N, D]."""
+def kernel_distance(samples: Tensor, reference: Tensor) -> Scores:
+    """KID of features [N, D]: mean and std of the unbiased MMD^2 over random subsets, kernel (x.y/D + 1)^3."""
     fidelity = require_torch_fidelity()
     size = min(KID_SUBSET_SIZE, len(samples), len(reference))
     found = fidelity.kid(
@@ -73,40 +74,40 @@ def kernel_distance(samples: Tensor, reference: Tensor) -> dict[str, Any]:
         reference.double(),
         kid_subsets=KID_SUBSETS,
         kid_subset_size=size,
-        rng_seed=SEED,
+        rng_seed=SCORE_SEED,
         verbose=False,
     )
     mean, deviation = (found[f"kernel_inception_distance_{k}"] for k in ("mean", "std"))
     return {"kid": mean, "kid_std": deviation, "subsets": KID_SUBSETS, "subset_size": size}
 
 
-def precision_recall(samples: Tensor, reference: Tensor, batch: int = 1000) -> dict[str, Any]:
-    """Improved precision and recall with the balls of the 3 nearest neighbours, in [0, 1]. Features [N, D]."""
+def precision_recall(samples: Tensor, reference: Tensor, batch: int = 1000) -> Scores:
+    """Improved precision and recall of features [N, D] with 3 nearest neighbours, in [0, 1]."""
     fidelity = require_torch_fidelity()
     found = fidelity.prc(
         samples.double(),
         reference.double(),
         prc_neighborhood=NEIGHBOURS,
         prc_batch_size=batch,
-        save_cpu_ram=True,  # the other way keeps three N x N matrices
+        save_cpu_ram=True,  # otherwise it keeps three N x N matrices
         verbose=False,
     )
     counts = {"neighbours": NEIGHBOURS, "samples": len(samples), "reference": len(reference)}
     return {"precision": found["precision"], "recall": found["recall"], **counts}
 
 
-def inception_score(logits: Tensor) -> dict[str, Any]:
-    """exp of the mean KL divergence between p(y|x) and p(y), mean and deviation over 10 shuffled splits. [N, C]."""
-    found = require_torch_fidelity().isc(logits, SPLITS, True, SEED)
+def inception_score(logits: Tensor) -> Scores:
+    """Inception score of logits [N, C]: exp of the mean KL(p(y|x) || p(y)), mean and std over 10 shuffled splits."""
+    found = require_torch_fidelity().isc(logits, SPLITS, True, SCORE_SEED)
     mean, deviation = (found[f"inception_score_{k}"] for k in ("mean", "std"))
     return {"inception_score": mean, "inception_score_std": deviation, "splits": SPLITS}
 
 
 @dataclass(frozen=True)
 class _Functions:
-    kid: Any
-    prc: Any
-    isc: Any
+    kid: Callable[..., Scores]
+    prc: Callable[..., Scores]
+    isc: Callable[..., Scores]
 
 
 def require_torch_fidelity() -> _Functions:

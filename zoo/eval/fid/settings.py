@@ -1,4 +1,4 @@
-"""The keys of a score."""
+"""Settings of a FID evaluation."""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,21 +8,22 @@ from zoo.ranges import check_device, check_ranges
 
 @dataclass(frozen=True)
 class FidOptions:
-    """Which images are compared, in which features.
+    """Images, reference and feature extractor.
 
-    samples: the images to score: a folder, an .npz (arr_0, uint8 [N, H, W, 3]) or a .parquet file; empty for only
+    samples: images to score: a folder, an .npz (arr_0, uint8 [N, H, W, 3]) or a .parquet file; empty to compute only
       the statistics of the reference
-    reference: what they are compared with: images likewise, digits (the embedded ones that are not trained on), or
-      statistics (.safetensors of fid.save, .npz of ADM)
-    extractor: inception, a timm name (FD-DINOv2: vit_large_patch14_dinov2.lvd142m), or a run folder of train_vit.py
-    weights: file with the weights of the extractor; needed for inception, else empty takes timm's
-    save: file (.safetensors) for the statistics of the reference; empty for none
-    image_size: cut and resize images of folders and parquet files to this many pixels, as ADM does; none leaves them
-    image_key: column of the images in parquet files
-    reference_features: so many reference images (a fixed random choice) are used for KID, precision and recall
-    batch_size: images at once
-    workers: loader processes
-    device: torch device; empty takes the accelerator if there is one (the tool) or the CPU (the library)
+    reference: images likewise, digits (the embedded validation images), or statistics (.safetensors of fid.save, .npz
+      of ADM)
+    extractor: inception, a timm name (FD-DINOv2: vit_large_patch14_dinov2.lvd142m), or the run folder of a classifier
+    weights: weights file of the extractor; required for inception, otherwise empty for timm's weights
+    save: .safetensors file for the statistics of the reference; empty for none
+    image_size: centre crop and resize images of folders and parquet files to this many pixels, as ADM does; none keeps
+      their size
+    image_key: image column of parquet files
+    reference_features: number of reference images (fixed random subset) for KID, precision and recall
+    batch_size: batch size
+    workers: DataLoader workers
+    device: torch device; empty for the accelerator if there is one (command line) or the CPU (library)
     """
 
     samples: str = ""
@@ -47,9 +48,9 @@ class FidOptions:
 
 @dataclass(frozen=True)
 class FidSettings:
-    """A score. See the section.
+    """A FID evaluation. See the section.
 
-    out: the JSON card; empty writes it beside the samples as SAMPLES.fid.json
+    out: JSON file for the scores and metadata; empty for SAMPLES.fid.json next to the samples
     """
 
     fid: FidOptions = field(default_factory=FidOptions)
@@ -57,5 +58,5 @@ class FidSettings:
 
 
 def with_device(options: FidOptions, device: object) -> FidOptions:
-    """`options` with `device` filled in where it is empty."""
+    """`options` with `device` as the default device."""
     return replace(options, device=options.device or str(device))

@@ -1,10 +1,9 @@
-"""Mean and covariance of features, accumulated in float64, added up over processes, and kept in safetensors files."""
+"""Mean and covariance of features: accumulated in float64, reduced over processes, stored in safetensors files."""
 
 import json
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +12,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zoo.config import Tree
 from zoo.files import replacing
 
-FORMAT = "hla_zoo_statistics"
+STATISTICS_FORMAT = "hla_zoo_statistics"
 
 
 @dataclass
 class Gaussian:
-    """n samples (None if a file does not say), their mean [D] and unbiased covariance [D, D], float64."""
+    """Mean [D] and unbiased covariance [D, D], float64, of n samples (None if unknown)."""
 
     mean: Tensor
     covariance: Tensor
@@ -28,10 +28,9 @@ class Gaussian:
 
 
 class Moments:
-    """Number, mean [D] and scatter matrix sum (x - mean)(x - mean)' [D, D] of the features seen so far.
+    """Running count, mean [D] and scatter matrix sum (x - mean)(x - mean)' [D, D] of features, in float64.
 
-    float64, merged batch by batch as in Chan, Golub and LeVeque (1983): no difference of large sums, so that features
-    with a mean far from zero lose no digits.
+    Batches are merged as in Chan, Golub and LeVeque (1983), which is stable for features with a large mean.
     """
 
     def __init__(self, dim: int, device: torch.device | str = "cpu") -> None:
@@ -50,7 +49,7 @@ class Moments:
         self.n = total
 
     def reduced(self) -> "Moments":
-        """Those of all processes together, on each of them; the same object when torch.distributed is not in use."""
+        """The moments over all processes, in each of them; the same object without torch.distributed."""
         if not dist.is_initialized():
             return self
         whole = Moments(len(self.mean), self.mean.device)
@@ -73,16 +72,16 @@ class Moments:
 
 @dataclass
 class Statistics:
-    """What is known of a set of images.
+    """Feature statistics of a set of images.
 
-    images: where they came from.  image_size: [height, width] in pixels, empty if unknown.  extractor: see
-    `ExtractorIdentity`, empty if unknown.  pool, spatial: of the pooled and of the spatial features.  features [K, D]
-    float32: those of a subset, for KID, precision and recall.
+    images: their source.  image_size: [height, width] in pixels, empty if unknown.  extractor: fields of
+    `ExtractorIdentity`, empty if unknown.  pool, spatial: of the pooled and the spatial features.  features [K, D]
+    float32: of a subset of the images, for KID, precision and recall.
     """
 
     images: str
     image_size: list[int]
-    extractor: dict[str, Any]
+    extractor: Tree
     pool: Gaussian
     spatial: Gaussian | None = None
     features: Tensor | None = None
@@ -91,7 +90,7 @@ class Statistics:
     warnings: list[str] = field(default_factory=list)
 
     def save(self, file: str | Path) -> None:
-        """Write a safetensors file: the tensors, and in the header everything that they depend on."""
+        """Write a safetensors file: the tensors, and their metadata in the header."""
         tensors = {"mu": self.pool.mean, "sigma": self.pool.covariance}
         if self.spatial:
             tensors |= {"mu_s": self.spatial.mean, "sigma_s": self.spatial.covariance}
@@ -106,13 +105,14 @@ class Statistics:
         }
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         with replacing(Path(file)) as temporary:
-            save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, metadata={FORMAT: json.dumps(about)})
+            header = {STATISTICS_FORMAT: json.dumps(about)}
+            save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, metadata=header)
 
 
 def load_statistics(file: str | Path) -> Statistics:
-    """The statistics in a .safetensors file written by `Statistics.save`, or in an .npz with mu and sigma (ADM).
+    """Load a .safetensors file of `Statistics.save`, or an .npz with mu and sigma (ADM).
 
-    An .npz does not say how it was made: its `extractor` is empty. Raises ValueError for a file of another kind.
+    An .npz has no metadata, so `extractor` is empty. Raises ValueError for another file.
     """
     return _from_npz(str(file)) if str(file).endswith(".npz") else _from_safetensors(str(file))
 
@@ -122,7 +122,7 @@ def _from_safetensors(file: str) -> Statistics:
         raise ValueError(f"there is no statistics file {file}")
     try:
         with safe_open(file, framework="pt") as opened:
-            header = (opened.metadata() or {}).get(FORMAT)
+            header = (opened.metadata() or {}).get(STATISTICS_FORMAT)
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  not a dict
     except SafetensorError as error:
         raise ValueError(f"the statistics {file} are truncated or damaged: {error}") from error
@@ -149,8 +149,8 @@ def _from_npz(file: str) -> Statistics:
     return Statistics(file, [], {}, Gaussian(found["mu"], found["sigma"], None), spatial, file=file)
 
 
-def holds_statistics(where: Any) -> bool:
-    """Whether `where` is a file of statistics: .safetensors, or an .npz with the array mu."""
+def holds_statistics(where: object) -> bool:
+    """Whether `where` is a statistics file: .safetensors, or an .npz with the array mu."""
     if not isinstance(where, str | Path):
         return False
     if not str(where).endswith(".npz"):

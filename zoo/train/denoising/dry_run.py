@@ -1,12 +1,9 @@
-"""A diffusion run as its tools start it, or a dry run: one step of everything that the run does, so that nothing fails
-for the first time at night."""
+"""Diffusion runs from the command line, and dry runs: one step of everything that a run does."""
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,50 +11,47 @@ from accelerate import PartialState
 from torch import Tensor
 
 from zoo import config
+from zoo.config import Tree
 from zoo.diffusion.objectives import ALL
 from zoo.eval.fid.scores import frechet_distance
 from zoo.eval.fid.statistics import Moments
 from zoo.train.denoising.model import times_of
 from zoo.train.denoising.run import DiffusionRun
 from zoo.train.denoising.settings import DiffusionSettings
-from zoo.train.processes import part
+from zoo.train.distributed import destroy_process_group
+from zoo.train.metrics_log import Row
 
-IMAGES, VIDEOS = 16, 2  # generated and scored
+IMAGES, VIDEOS = 16, 2  # number of generated and scored samples
 
 
 class DryRun(DiffusionRun):
-    """A run that decodes no more clips than one step and its evaluation read."""
+    """A run that decodes only the clips that one step and its evaluation need."""
 
     @property
     def most_clips(self) -> int:  # type: ignore[override]
         return max(self.settings.data.batch_size, IMAGES)
 
 
-def carry_out(
-    words: list[str], text: str | None, usage: str, check: Callable[[DiffusionSettings], None] | None = None
-) -> dict[str, Any]:
-    """What the words of a tool's command line ask for: help (`text`, `usage`), a run, or its rehearsal (`--dry-run`).
+def carry_out(words: list[str], text: str | None, usage: str) -> Row:
+    """Carry out a command line: print the help (`text`, `usage`), or do a run or a dry run (`--dry-run`).
 
-    check: refuses, by ValueError, settings that the tool does not take. Prints the result as JSON and returns it
-    (validation losses). Raises ValueError for settings that do not hold.
+    Prints the result (validation losses) as JSON and returns it. Raises ValueError for invalid settings.
     """
     if config.wants_help(words, text, usage, DiffusionSettings):
         return {}
     settings = config.from_command_line(DiffusionSettings, [word for word in words if word != "--dry-run"])
-    if check:
-        check(settings)
     result = rehearse(settings) if "--dry-run" in words else DiffusionRun(settings).train()
-    part()
+    destroy_process_group()
     if result:
         print(json.dumps(result), flush=True)
     return result
 
 
-def rehearse(settings: DiffusionSettings) -> dict[str, Any]:
-    """Train, validate, sample, save, resume and score once, in the folder `run.folder`-dry-run, which it empties first.
+def rehearse(settings: DiffusionSettings) -> Row:
+    """Train, validate, sample, save, resume and score once, in the folder `run.folder`-dry-run, which is emptied first.
 
-    Returns the result of the run with `frechet_of_pixels`, the Frechet distance of a few generated and validation
-    images in the mean colours of their quarters: a number that only says that scoring works.
+    Returns the result of the run with `frechet_of_pixels`, the Frechet distance between the mean colours of a few
+    generated and validation images, which only shows that scoring works.
     """
     folder = Path(f"{settings.run.folder}-dry-run")
     state = PartialState(cpu=not torch.accelerator.is_available())
@@ -65,7 +59,7 @@ def rehearse(settings: DiffusionSettings) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
     state.wait_for_everyone()
     sample, whole = settings.sample, times_of(settings.model) == ALL
-    changes: dict[str, Any] = {
+    changes: Tree = {
         "run": replace(settings.run, folder=str(folder), eval_steps=1, checkpoint_steps=1, resume=False),
         "schedule": replace(settings.schedule, steps=1, warmup_steps=0),
         "sample": replace(sample, every=int(whole), count=min(sample.count, 4), steps=2),
@@ -75,7 +69,7 @@ def rehearse(settings: DiffusionSettings) -> dict[str, Any]:
     DryRun(once).train()
     again = DryRun(replace(once, run=replace(once.run, resume=True)))
     result = again.train()
-    distance = _distance(again)  # on every process: they may share the weights
+    distance = _distance(again)  # on every process, since the weights may be sharded
     return {**result, "frechet_of_pixels": distance} if result else {}
 
 
@@ -83,7 +77,7 @@ def _distance(run: DiffusionRun) -> float:
     real: list[Tensor] = []
     count = VIDEOS if len(run.samples.shape) == 4 else IMAGES
     for batch in run.samples.evaluation(1, 0, 1):
-        real.append(_colours(run.samples.pictures(batch.x0)))
+        real.append(_colours(run.samples.to_images(batch.x0)))
         if len(real) == count:
             break
     moments = [Moments(12), Moments(12)]

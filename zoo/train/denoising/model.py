@@ -1,52 +1,51 @@
-"""The transformer of a run: built or loaded, converted at the start, adapted, saved as a folder of diffusers."""
+"""The transformer of a diffusion run: built or loaded, converted, with LoRA adapters, saved as a diffusers folder."""
 
 import copy
 import inspect
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import diffusers
-import torch
-from torch import nn
+from diffusers import ModelMixin, SchedulerMixin
+from torch import Tensor, nn
 
-from zoo.config import check_arguments
-from zoo.diffusion.loading import boundary_of
+from zoo.config import Tree, check_arguments
+from zoo.diffusion.loading import TRANSFORMER, boundary_of, load_transformer, notes_of
 from zoo.diffusion.objectives import ALL, Times
 from zoo.errors import unknown_name
 from zoo.files import replacing_folder
 from zoo.mixers import MixerConfig
 from zoo.models.convert import backbone_of, swap
-from zoo.models.diffusers.families import ANY_MODEL, class_named, known_family
+from zoo.models.diffusers.families import known_family
 from zoo.models.diffusers.models import patch_of
-from zoo.models.diffusers.reading import read_config, read_folder
 from zoo.models.digests import add_digests
 from zoo.models.timm.model_files import UNBUILT
 from zoo.train.denoising.settings import KINDS, DenoiserSettings
 
-PART = "transformer"  # the folder of the model in a run and, unless settings name another, in a pipeline
-AVERAGE = "transformer_ema"
-ABOUT = "input.json"  # in the folder of a run: what the model was trained on
 
+class ModelRequirements(NamedTuple):
+    """Requirements of data and objective on the model.
 
-class Wanted(NamedTuple):
-    """What data and objective ask of a model: channels of what it denoises and of the output, size of the input (H, W)
-    or (T, H, W), number of classes (None for prompts), channels of the input beside those (image to video), and whether
-    tokens of an image encoder come with them."""
+    channels: of the data.  outputs: channels of the output.  size: of the input, (H, W) or (T, H, W).
+    classes: their number, None for prompts.  extra_channels: additional input channels (image-to-video).
+    image_tokens: whether the model gets tokens of an image encoder.
+    """
 
     channels: int
     outputs: int
     size: tuple[int, ...]
     classes: int | None
-    beside: int = 0
-    sees: bool = False
+    extra_channels: int = 0
+    image_tokens: bool = False
 
 
-def start(settings: DenoiserSettings, wanted: Wanted) -> tuple[Any, Any]:
-    """(model, host) to start a run with: `host` is the model before its mixers were changed, None if it has some.
+def start_transformer(settings: DenoiserSettings, wanted: ModelRequirements) -> tuple[ModelMixin, ModelMixin | None]:
+    """(model, host) to start a run with: `host` is the model before conversion, None if it was converted before.
 
-    Raises ValueError for a checkpoint with other channels or another number of classes, a size that the patches do not
-    divide, and for a mixer on a checkpoint that has been converted to another one.
+    Raises ValueError for a checkpoint with other channels or another number of classes, a size not divisible by the
+    patch size, and a mixer that differs from that of a converted checkpoint.
     """
     model = _loaded(settings) if settings.checkpoint else _fresh(settings, wanted)
     check(model, wanted, settings.checkpoint or f"model.kind={settings.kind}")
@@ -61,9 +60,9 @@ def start(settings: DenoiserSettings, wanted: Wanted) -> tuple[Any, Any]:
     return model, host
 
 
-def _options(model: Any, settings: DenoiserSettings, wanted: Wanted) -> dict[str, Any]:
-    """The options of the mixer; those that follow from the token grid (blocks) are for the grid of the data, which a
-    video model does not know."""
+def _options(model: ModelMixin, settings: DenoiserSettings, wanted: ModelRequirements) -> Tree:
+    """The options of the mixer. Options that depend on the token grid (blocks) follow the data, since a video model
+    has no fixed grid."""
     patch = patch_of(model.config)
     patches = patch if isinstance(patch, list | tuple) else [patch] * len(wanted.size)
     grid = tuple(n // p for n, p in zip(wanted.size, patches, strict=True))
@@ -71,46 +70,39 @@ def _options(model: Any, settings: DenoiserSettings, wanted: Wanted) -> dict[str
     return MixerConfig.parse(settings.mixer, given).for_grid(grid).plain_options()
 
 
-def notes_of(checkpoint: str) -> dict[str, Any]:
-    """What the run that trained a checkpoint noted of its data; empty for other checkpoints."""
-    source = Path(checkpoint)
-    file = next((f / ABOUT for f in (source, source.parent) if checkpoint and (f / ABOUT).is_file()), None)
-    return json.loads(file.read_text()) if file else {}
-
-
 def times_of(settings: DenoiserSettings) -> Times:
-    """The times which the model that a run starts with denoises: all, or those of one of two transformers of a pipeline
-    (Wan 2.2 A14B: `boundary_ratio`), or of a run that trained it.
+    """Time range of the model: the full range, or one expert's range for two-expert pipelines (Wan 2.2 A14B:
+    `boundary_ratio`) and for runs that trained one.
 
-    Raises ValueError for `model.part=transformer_2` of a checkpoint without two.
+    Raises ValueError for `model.subfolder=transformer_2` of a checkpoint with one transformer.
     """
     if noted := notes_of(settings.checkpoint).get("times"):
         return tuple(noted)
-    path, part = Path(settings.checkpoint), settings.part
+    path, part = Path(settings.checkpoint), settings.subfolder
     alone = bool(settings.checkpoint) and (path / "config.json").is_file()  # in the pipeline's folder or not
     boundary = boundary_of(str(path.parent) if alone else settings.checkpoint)
     part = path.name if alone and boundary is not None else part
-    if boundary is None and part != PART:
-        raise ValueError(f"{settings.checkpoint or 'a model from scratch'} has no {part}: leave model.part out")
-    return ALL if boundary is None else (boundary, 1.0) if part == PART else (0.0, boundary)
+    if boundary is None and part != TRANSFORMER:
+        raise ValueError(f"{settings.checkpoint or 'a model from scratch'} has no {part}: leave model.subfolder out")
+    return ALL if boundary is None else (boundary, 1.0) if part == TRANSFORMER else (0.0, boundary)
 
 
-def _loaded(settings: DenoiserSettings) -> Any:
-    model = load_transformer(settings.checkpoint, settings.part)
+def _loaded(settings: DenoiserSettings) -> ModelMixin:
+    model = load_trainable(settings.checkpoint, settings.subfolder)
     for key, value in settings.kwargs.items():
         if model.config.get(key) != value:
-            raise ValueError(f"{settings.checkpoint} has {key}={model.config.get(key)!r}, model.kwargs say {value!r}")
+            raise ValueError(f"{settings.checkpoint} has {key}={model.config.get(key)!r}, model.kwargs has {value!r}")
     return model
 
 
-def _check_mixer(model: Any, settings: DenoiserSettings) -> None:
-    """A converted checkpoint goes on as it is: the settings must ask for nothing, or for what it has."""
+def _check_mixer(model: ModelMixin, settings: DenoiserSettings) -> None:
+    """Raise ValueError if the settings name another mixer than that of the converted `model`."""
     if not settings.mixer:
         return
     have = [dict(step) for step in model.config.conversions]
     given, theirs = settings.mixer_options, have[0].get("options", {}) if have else {}
-    taken = {k: theirs[k] for k in ("blocks", "grid_dims") if k in theirs}  # from the host, if they were not given
-    step: dict[str, Any] = {"mixer": settings.mixer, "layers": settings.layers, "keep_softmax": settings.keep_softmax}
+    taken = {k: theirs[k] for k in ("blocks", "grid_dims") if k in theirs}  # computed for the host, if not given
+    step: Tree = {"mixer": settings.mixer, "layers": settings.layers, "keep_softmax": settings.keep_softmax}
     step["options"] = MixerConfig.parse(settings.mixer, {**taken, **given}).plain_options()
     if have != [{k: v for k, v in step.items() if v}]:
         raise ValueError(
@@ -119,50 +111,27 @@ def _check_mixer(model: Any, settings: DenoiserSettings) -> None:
         )
 
 
-def load_transformer(where: str | Path, part: str = PART) -> Any:
-    """The transformer in a folder (of a run, a pipeline, or its own) or on the hub, in float32. Of a run that kept an
-    average of its weights that average, which is said; of a pipeline that called `part`. Raises ValueError."""
-    path = Path(where)
-    if not path.is_dir():
-        return _from(str(where), {}, part)
-    if (path / AVERAGE).is_dir():
-        path = path / AVERAGE
-        print(f"{where}: the average of the weights is taken, {path} (name {path.with_name(PART)} for the last ones)")
-    elif (path / part).is_dir():
-        path = path / part
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{path} holds no transformer: expected config.json of diffusers or a folder {part}")
-    return _from(str(path), {}, part)
-
-
-def _from(where: str, more: dict[str, Any], part: str) -> Any:
-    config = read_config(ANY_MODEL, where, **more)
-    if config is None:
-        if not more and not Path(where).is_dir():
-            return _from(where, {"subfolder": part}, part)  # a pipeline on the hub
-        raise ValueError(f"there is no checkpoint {where}: expected a folder of diffusers or a hub name in reach")
-    name = config.get("_class_name", "")
+def load_trainable(where: str, part: str = TRANSFORMER) -> ModelMixin:
+    """`load_transformer` in float32. Raises ValueError, also for a transformer that cannot be trained here."""
+    model = load_transformer(where, part=part)
     allowed = [cls.__name__ for f in KINDS.values() for cls in (f.host, f.converted)]
-    if name not in [*allowed, *(f.legacy_class for f in KINDS.values() if f.legacy_class)]:
-        raise unknown_name("class of a transformer", name, allowed)
-    kind = class_named(name) or getattr(diffusers, name)  # diffusers tells apart what earlier files call alike
-    model = read_folder(kind, where, **more, torch_dtype=torch.float32)
     if type(model).__name__ not in allowed:
         raise unknown_name("class of a transformer", type(model).__name__, allowed)
     return model
 
 
-def _fresh(settings: DenoiserSettings, wanted: Wanted) -> Any:
+def _fresh(settings: DenoiserSettings, wanted: ModelRequirements) -> ModelMixin:
+    """A model with random weights."""
     family = KINDS[settings.kind]
     cls = family.host
-    given = {"in_channels": wanted.channels + wanted.beside, "out_channels": wanted.outputs}
+    given = {"in_channels": wanted.channels + wanted.extra_channels, "out_channels": wanted.outputs}
     if family.sized:
         given["sample_size"] = wanted.size[-1]
     if family.classes and not (family.class_tokens and wanted.classes is None):
         given[family.classes] = wanted.classes or 0
     twice = sorted(given.keys() & settings.kwargs.keys())
     if twice:
-        raise ValueError(f"model.kwargs must not give {', '.join(twice)}: the data and the objective say it")
+        raise ValueError(f"model.kwargs must not give {', '.join(twice)}: it follows from the data and the objective")
     defaults = {name: p.default for name, p in inspect.signature(cls.__init__).parameters.items()}
     check_arguments(cls.__init__, settings.kwargs, "model.kwargs")
     _check_size(wanted.size, patch_of(defaults | settings.kwargs), cls.__name__)
@@ -178,8 +147,8 @@ def _fresh(settings: DenoiserSettings, wanted: Wanted) -> Any:
     return model
 
 
-def _check_size(size: tuple[int, ...], patch: Any, name: str) -> None:
-    """Raise ValueError unless inputs of this size are whole patches, a number or one a dimension."""
+def _check_size(size: tuple[int, ...], patch: int | Sequence[int], name: str) -> None:
+    """Raise ValueError unless this input size is divisible by the patch size, one number or one per dimension."""
     dimensions = 2 if isinstance(patch, int) else len(patch)
     if len(size) != dimensions:
         makes, data = (("videos", "images"), ("images", "videos"))[dimensions == 2]
@@ -193,19 +162,19 @@ def _check_size(size: tuple[int, ...], patch: Any, name: str) -> None:
         raise ValueError(f"inputs of {data} are not divisible by the patch size {whole}")
 
 
-def check(model: Any, wanted: Wanted, name: str) -> None:
+def check(model: ModelMixin, wanted: ModelRequirements, name: str) -> None:
     """Raise ValueError if the model does not fit the data or the objective."""
     config = model.config
     _check_size(wanted.size, patch_of(config), name)
-    if config.in_channels != wanted.channels + wanted.beside:
-        has = f"{wanted.channels + wanted.beside}" + (
-            f", {wanted.beside} of them of the first frame" * bool(wanted.beside)
+    if config.in_channels != wanted.channels + wanted.extra_channels:
+        has = f"{wanted.channels + wanted.extra_channels}" + (
+            f", {wanted.extra_channels} of them of the first frame" * bool(wanted.extra_channels)
         )
         raise ValueError(f"{name} takes {config.in_channels} channels, but the data has {has}")
-    if wanted.sees != bool(getattr(config, "image_dim", None)):
-        which = "no" if wanted.sees else "the"
+    if wanted.image_tokens != bool(getattr(config, "image_dim", None)):
+        which, has = ("no", "some") if wanted.image_tokens else ("the", "none")
         raise ValueError(
-            f"{name} reads {which} tokens of an image encoder, but the data has {'some' if wanted.sees else 'none'}: "
+            f"{name} reads {which} tokens of an image encoder, but the data has {has}: "
             "extract with encode.text= the pipeline of this model"
         )
     outputs = config.out_channels or config.in_channels
@@ -216,7 +185,7 @@ def check(model: Any, wanted: Wanted, name: str) -> None:
         )
     if getattr(model, "use_additional_conditions", False):  # PixArt-alpha at 1024 pixels
         raise ValueError(
-            f"{name} also reads the resolution and aspect ratio of each image, which samples do not tell; allowed: "
+            f"{name} also reads the resolution and aspect ratio of each image, which the samples do not have; allowed: "
             "models with use_additional_conditions=false, such as PixArt-Sigma"
         )
     family = known_family(model)
@@ -240,16 +209,16 @@ def check(model: Any, wanted: Wanted, name: str) -> None:
 
 
 def without_label_dropout(model: nn.Module) -> None:
-    """Labels are dropped by the run, once for the whole model: DiT of diffusers would drop them in each block anew."""
+    """Disable label dropout in the model, since the run drops labels: diffusers' DiT drops them again in each block."""
     for module in model.modules():
         if isinstance(module, diffusers.models.embeddings.LabelEmbedding):
             module.dropout_prob = 0.0
 
 
-def save_transformer(model: Any, folder: Path, scheduler: Any, step: int | None = None) -> None:
-    """Write the model as a folder that `from_pretrained` of diffusers reads, with the scheduler that samples from it in
-    `folder`/scheduler, where tools/sample.py finds it. The folder is complete or as it was; its weights hold their
-    digest and the step of a run."""
+def save_transformer(model: ModelMixin, folder: Path, scheduler: SchedulerMixin, step: int | None = None) -> None:
+    """Write the model as a folder for diffusers' `from_pretrained`, with its scheduler in `folder`/scheduler, where
+    `zoo sample` finds it. After a crash the folder is the old or the new one. The weights store their digest
+    and the step of the run."""
     with replacing_folder(folder) as temporary:
         model.save_pretrained(temporary)
         add_digests(temporary, step)
@@ -260,9 +229,9 @@ def save_transformer(model: Any, folder: Path, scheduler: Any, step: int | None 
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: int, targets: list[str]) -> None:
-    """Freeze every weight but the new ones of mixers, and give the linear layers that `targets` name an adapter.
+    """Freeze all weights except new parameters of mixers, and add adapters to the linear layers named by `targets`.
 
-    Raises ValueError without the package peft, and for targets that no layer of the model has.
+    Raises ValueError without the package peft, and for targets that name no layer of the model.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -277,20 +246,20 @@ def add_adapters(model: nn.Module, rank: int, alpha: int, targets: list[str]) ->
         parameter.requires_grad_(".mixer." in name or "lora_" in name)
 
 
-def merged(model: nn.Module) -> Any:
-    """A copy of the model with its adapters added into the weights, ready to be saved; the model itself without any."""
+def merged(model: nn.Module) -> nn.Module:
+    """A copy of the model with its adapters merged into the weights, or the model itself if it has none."""
     layers = [name for name, m in model.named_modules() if hasattr(m, "lora_A")]
     if not layers:
         return model
     model = copy.deepcopy(model)
     for name in layers:
-        layer: Any = model.get_submodule(name)
-        layer.merge()
+        layer = model.get_submodule(name)
+        layer.merge()  # type: ignore[operator]
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, layer.base_layer)
     return model.requires_grad_(True)
 
 
-def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights of the adapters and of the new parameters of mixers, by name."""
     return {k: v for k, v in model.state_dict().items() if "lora_" in k or ".mixer." in k}

@@ -1,19 +1,21 @@
-"""A diffusion run: class-conditional or text-to-image, from scratch or from a checkpoint, on the training core."""
+"""Diffusion runs: class-conditional or text-conditional, images or videos."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
-from timm.scheduler.scheduler import Scheduler
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from zoo.conversion.distill import AttentionDistillation
 from zoo.data import BatchPlan
-from zoo.data.classes import same_classes
-from zoo.data.latents.reading import LABELS, Clean
-from zoo.data.samples import seed_everything
+from zoo.data.latents.reading import LABELS, DiffusionBatch
+from zoo.data.plan import seed_everything
+from zoo.data.sources import same_classes
 from zoo.data.video.files import write_video
-from zoo.diffusion.call import manner_of, predict
-from zoo.diffusion.loading import compile_blocks
+from zoo.diffusion.call import CallSpec, call_denoiser, call_spec
+from zoo.diffusion.loading import AVERAGE, NOTES, TRANSFORMER, compile_blocks, notes_of
 from zoo.diffusion.objectives import ALL, create_objective, each
 from zoo.diffusion.preview import fixed_noise, grid_video, sample, save_grid, save_sheet
 from zoo.diffusion.schedulers import scheduler_to_save
@@ -22,26 +24,67 @@ from zoo.models.digests import digest_header
 from zoo.models.timm.model_files import save_tensors
 from zoo.train.denoising import model as models
 from zoo.train.denoising.data import Samples, open_samples
-from zoo.train.denoising.model import AVERAGE, PART, Wanted
-from zoo.train.denoising.settings import DiffusionSettings
-from zoo.train.denoising.teacher import Teacher
-from zoo.train.loop import Run
-from zoo.train.optim import create_schedule
-from zoo.train.processes import place_of, placed
+from zoo.train.denoising.model import ModelRequirements
+from zoo.train.denoising.settings import DenoiserSettings, DiffusionSettings, TeacherSettings
+from zoo.train.distributed import build_device, pad_batches, place
+from zoo.train.loop import TrainingRun
+from zoo.train.metrics_log import Row
 from zoo.train.settings import ScheduleSettings
-from zoo.train.sharding import in_step
 
 SAMPLES = "samples"
 ADAPTERS = "adapters.safetensors"
 
 
-class DiffusionRun(Run):
-    """One run of `DiffusionSettings`; see `Run`. The folder gets the model and its average as folders of diffusers,
-    the scheduler that samples from them, the grids and the record."""
+class Teacher:
+    """Distillation losses against a frozen teacher: MSE of outputs and variances, distance of attention outputs.
+
+    Both models get the same x_t, t and conditions. See `AttentionDistillation` for attention outputs. Raises ValueError
+    for attention without a converted layer.
+    """
+
+    def __init__(self, model: nn.Module, student: nn.Module, settings: TeacherSettings) -> None:
+        self.model, self.settings = model, settings
+        self.match = AttentionDistillation(student, model) if settings.attention else None
+
+    def listen(self, which: str = "student") -> AbstractContextManager[object]:
+        """The context of the student's (or teacher's) forward pass, which records the attention outputs."""
+        return self.match.listen(which) if self.match else nullcontext()
+
+    def losses(
+        self, output: Tensor, channels: int, run: Callable[[nn.Module], Tensor]
+    ) -> dict[str, tuple[float, Tensor]]:
+        """Name -> (weight, loss) for the student's output, of which the first `channels` are noise or velocity.
+
+        run: calls a model on the student's inputs.
+        """
+        with torch.no_grad(), self.listen("teacher"):
+            wanted = run(self.model).float()
+        output, weights = output.float(), self.settings
+        found = {"distill": (weights.output, F.mse_loss(output[:, :channels], wanted[:, :channels]))}
+        if output.shape[1] > channels:
+            found["variance"] = weights.variance, F.mse_loss(output[:, channels:], wanted[:, channels:])
+        if self.match:
+            found["attention"] = weights.attention, self.match.loss()
+        return {name: pair for name, pair in found.items() if pair[0]}
+
+
+class ModelInputs(NamedTuple):
+    """Arguments of `predict` after the model."""
+
+    x: Tensor
+    timestep: Tensor
+    condition: dict[str, Tensor]
+    spec: CallSpec
+
+
+class DiffusionRun(TrainingRun[DiffusionBatch]):
+    """A run of `DiffusionSettings`; see `TrainingRun`. Writes the model and its EMA as folders of diffusers with the
+    scheduler that samples from them, grids of samples, and metrics. Its result has val_loss."""
 
     settings: DiffusionSettings
+    model_settings: DenoiserSettings
     metric = ("val_loss", "validation loss")
-    most_clips: int | None = None  # of a data set of videos, to decode
+    most_clips: int | None = None  # most clips of a video data set to decode
 
     def set_up(self) -> None:
         settings, accelerator = self.settings, self.accelerator
@@ -60,33 +103,38 @@ class DiffusionRun(Run):
             seed=settings.run.seed,
             rank=accelerator.process_index,
             world=accelerator.num_processes,
-            parts=settings.optim.accumulate,
+            micro_batches=settings.optim.grad_accum_steps,
         )
-        self.last_step = settings.schedule.steps
+        rates, run = settings.schedule, settings.run
+        self.last_step, self.rate_steps = rates.steps, 1  # an epoch of the schedule is a step
+        limits = {"min_lr": rates.min_lr, "warmup_lr": rates.warmup_lr}
+        self.rates = ScheduleSettings(rates.name, rates.steps, rates.warmup_steps, **limits)
+        every = {"eval": run.eval_steps, "samples": settings.sample.every, "checkpoint": run.checkpoint_steps}
+        self.every = {kind: [n] for kind, n in every.items()}
         channels, *size = self.samples.shape
         classes = len(self.samples.classes) or None
-        given = self.samples.beside, self.samples.sees
-        wanted = Wanted(channels, channels * self.objective.outputs, tuple(size), classes, *given)
+        given = self.samples.extra_channels, self.samples.image_tokens
+        wanted = ModelRequirements(channels, channels * self.objective.outputs, tuple(size), classes, *given)
         self._check_source()
         seed_everything(settings.run.seed)
-        model, host = models.start(self.model_settings, wanted)
+        model, host = models.start_transformer(self.model_settings, wanted)
         if settings.lora.rank:
             models.add_adapters(model, settings.lora.rank, settings.lora.alpha, settings.lora.targets)
-        if settings.model.checkpointing:
+        if settings.model.gradient_checkpointing:
             model.enable_gradient_checkpointing()
-        self.model: Any = model.to(place_of(accelerator))
+        self.model = model.to(build_device(accelerator))
         self.teacher = self._teacher(host, wanted)
-        self.manner = manner_of(model, self.samples.shape, self.samples.about)
+        self.spec = call_spec(model, self.samples.shape, self.samples.metadata)
         self.header = {"format": "pt"}
 
     def begin(self) -> None:
         times = {} if self.times == ALL else {"times": self.times}
-        write_json(self.samples.about | times, self.folder / models.ABOUT)
+        write_json(self.samples.metadata | times, self.folder / NOTES)
 
     def _check_source(self) -> None:
-        """A checkpoint of a run must have been trained on the same kind of data."""
-        source, ours = self.settings.model.checkpoint, self.samples.about
-        theirs = models.notes_of(source)
+        """Raise ValueError for a checkpoint of a run on another kind of data."""
+        source, ours = self.settings.model.checkpoint, self.samples.metadata
+        theirs = notes_of(source)
         if not theirs:
             return
         for key, what in (("space", "space"), ("vae", "VAE"), ("classes", "classes")):
@@ -94,7 +142,7 @@ class DiffusionRun(Run):
             if there != here and not (key == "classes" and there and here and same_classes(here, there)):
                 raise ValueError(f"{source} was trained with another {what}: {there!r}, the data has {here!r}")
 
-    def _teacher(self, host: Any, wanted: Wanted) -> Teacher | None:
+    def _teacher(self, host: nn.Module | None, wanted: ModelRequirements) -> Teacher | None:
         settings = self.settings
         name = settings.distill.teacher
         if not name:
@@ -108,79 +156,68 @@ class DiffusionRun(Run):
                     "name the teacher's run folder instead"
                 )
         else:
-            host = models.load_transformer(name, settings.model.part)
+            host = models.load_trainable(name, settings.model.subfolder)
             models.check(host, wanted, f"the teacher {name}")
-        host = placed(self.accelerator, host.eval().requires_grad_(False))
+        host = place(self.accelerator, host.eval().requires_grad_(False))
         return Teacher(host, self.model, settings.distill)
 
-    def create_schedule(self, optimizer: torch.optim.Optimizer) -> Scheduler:
-        given = self.settings.schedule
-        rates = {"warmup_lr": given.warmup_lr, "min_lr": given.min_lr}
-        one_step_an_epoch = ScheduleSettings(given.name, given.steps, given.warmup_steps, **rates)
-        return create_schedule(optimizer, one_step_an_epoch, 1)
-
-    def compiled(self) -> Any:
-        """Block by block: one compilation serves all blocks, and grids and validation go on uncompiled."""
-        all_models: list[Any] = [self.model] + ([self.teacher.model] if self.teacher else [])
-        for model in all_models:
+    def compile_blocks(self) -> None:
+        """Compile block by block: one compilation serves all blocks; grids and validation run uncompiled."""
+        for model in [self.model] + ([self.teacher.model] if self.teacher else []):
             compile_blocks(model)
-        return self.wrapped
 
-    def batches(self, first: int, last: int) -> Iterator[Clean]:
+    def batches(self, first: int, last: int) -> Iterator[DiffusionBatch]:
         return self.samples.train(self.plan, first, last)
 
-    def draw(self, batch: Clean) -> tuple[Any, tuple[Tensor, Tensor]]:
-        """(what `predict` takes after the model, (noise, t)) of a batch, with some conditions dropped."""
+    def draw(self, batch: DiffusionBatch) -> tuple[ModelInputs, tuple[Tensor, Tensor]]:
+        """(inputs of the model, (noise, t)) of a batch, with some conditions dropped."""
         x0, n = batch.x0, len(batch.x0)
         noise, t = torch.randn_like(x0), self.objective.draw(n, x0.device)
-        condition = self._dropped(batch.condition, torch.rand(n, device=x0.device) < self.settings.data.drop)
-        return (self.objective.noised(x0, noise, t), self.objective.timestep(t), condition, self.manner), (noise, t)
+        condition = self._dropped(batch.condition, torch.rand(n, device=x0.device) < self.settings.data.cond_dropout)
+        x, timestep = self.objective.noised(x0, noise, t), self.objective.timestep(t)
+        return ModelInputs(x, timestep, condition, self.spec), (noise, t)
 
-    def loss(self, batch: Clean) -> Tensor:
+    def loss(self, batch: DiffusionBatch) -> Tensor:
         x0, n = batch.x0, len(batch.x0)
         inputs, (noise, t) = self.draw(batch)
         with self.autocast():
             if self.teacher is None:
-                output = predict(self.forward, *inputs)
+                output = call_denoiser(self.wrapped, *inputs)
             else:
                 with self.teacher.listen():
-                    output = predict(self.forward, *inputs)
-                added = self.teacher.losses(output, x0.shape[1], lambda model: predict(model, *inputs))
+                    output = call_denoiser(self.wrapped, *inputs)
+                added = self.teacher.losses(output, x0.shape[1], lambda model: call_denoiser(model, *inputs))
         losses = self.objective.losses(output, x0, noise, t)
         total = losses.loss.mean()
-        self.note("loss", losses.mse.mean(), n)
+        self.metrics.note("loss", losses.mse.mean(), n)
         if losses.loss is not losses.mse:
-            self.note("bound", (losses.loss - losses.mse).mean(), n)
+            self.metrics.note("bound", (losses.loss - losses.mse).mean(), n)
         if self.teacher is not None:
             for name, (weight, value) in added.items():
-                self.note(name, value, n)
+                self.metrics.note(name, value, n)
                 total = total + weight * value
         return total
 
     def _dropped(self, condition: dict[str, Tensor], where: Tensor) -> dict[str, Tensor]:
-        """The conditions with those of the samples in `where` [B] replaced by none."""
-        null = self.samples.null
+        """The conditions, with the null condition for the samples in `where` [B]."""
+        null = self.samples.unconditional
         dropped = {k: torch.where(each(where, v), null[k].to(v), v) for k, v in condition.items() if k in null}
         return {**condition, **dropped}
 
-    def due(self, what: str) -> bool:
-        run, sample = self.settings.run, self.settings.sample
-        every = {"eval": run.eval_steps, "samples": sample.every, "checkpoint": run.checkpoint_steps}[what]
-        return every > 0 and (self.step % every == 0 or self.step == self.last_step)
-
     @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # now and then, of other sizes: not worth a compilation
-    def evaluate(self) -> dict[str, Any]:
-        """The squared error of noise or velocity on validation samples, of the model and of its average, at times and
-        with noise that depend on the sample's number only."""
+    @torch.compiler.set_stance("force_eager")  # rare, and of other batch sizes: not worth a compilation
+    def evaluate(self) -> Row:
+        """The MSE of noise or velocity on validation samples, for the model and its EMA, at times and with noise that
+        depend only on the sample's number."""
         accelerator = self.accelerator
-        row: dict[str, Any] = {}
+        row: Row = {}
         n = min(self.settings.data.val_images or self.samples.n_val, self.samples.n_val)
         totals = {prefix: torch.zeros(2, device=accelerator.device, dtype=torch.float64) for prefix in self._models()}
         where = accelerator.process_index, accelerator.num_processes
-        share = -(-n // accelerator.num_processes)  # the largest
+        share = -(-n // accelerator.num_processes)  # the largest of all processes
         before = None
-        for batch in in_step(self.samples.evaluation(self.plan.part_size, *where), -(-share // self.plan.part_size)):
+        size = self.plan.micro_batch_size
+        for batch in pad_batches(self.samples.evaluation(size, *where), -(-share // size)):
             new, before = batch is not before, batch
             keep = ((batch.index < n) & new).to(batch.x0.device)
             found = self._validation_errors(batch)
@@ -191,33 +228,34 @@ class DiffusionRun(Run):
             row[f"{prefix}val_loss"] = float(summed[0] / summed[1])
         return {**row, "val_images": n}
 
-    def _models(self) -> dict[str, Any]:
+    def _models(self) -> dict[str, nn.Module]:
         return {"": self.model} if self.ema is None else {"": self.model, "ema_": self.ema.module}
 
-    def _validation_errors(self, batch: Clean) -> dict[str, Tensor]:
+    def _validation_errors(self, batch: DiffusionBatch) -> dict[str, Tensor]:
         x0, seed = batch.x0, self.settings.run.seed
         noise = torch.cat([fixed_noise(1, x0.shape[1:], int(i) + (seed + 1) * 10**7) for i in batch.index]).to(x0)
         # the golden ratio spreads the times of any first n samples evenly
         t = self.objective.spread((batch.index.double() * 0.6180339887498949 % 1).float()).to(x0.device)
-        inputs = self.objective.noised(x0, noise, t), self.objective.timestep(t), batch.condition, self.manner
+        x, timestep = self.objective.noised(x0, noise, t), self.objective.timestep(t)
+        inputs = ModelInputs(x, timestep, batch.condition, self.spec)
         out = {}
         for prefix, model in self._models().items():
             training = model.training
             model.eval()
             with self.autocast():
-                output = predict(model, *inputs)
+                output = call_denoiser(model, *inputs)
             model.train(training)
             out[prefix] = self.objective.losses(output, x0, noise, t).mse
         return out
 
     def show(self) -> None:
-        """Write the grid of this step, and show it to the trackers."""
+        """Write the grid of samples of this step, and send it to the trackers."""
         images = self.generate(self.settings.sample.count)
         if not self.main:
             return
         file = self.folder / SAMPLES / f"step-{self.step:08d}.png"
         if images.ndim == 5:
-            write_video(grid_video(images), file.with_suffix(".mp4"), self.samples.about["fps"])
+            write_video(grid_video(images), file.with_suffix(".mp4"), self.samples.metadata["fps"])
             grid = save_sheet(images, file)
         else:
             grid = save_grid(images, file)
@@ -227,23 +265,23 @@ class DiffusionRun(Run):
 
     @torch.compiler.set_stance("force_eager")
     def generate(self, n: int) -> Tensor:
-        """n uint8 images [n, 3, H, W] or clips [n, 3, T, H, W] of the average of the weights, or the model if there is
-        none; always the same noise and conditions."""
+        """n uint8 images [n, 3, H, W] or clips [n, 3, T, H, W] from the EMA weights (or without EMA the model's),
+        always with the same noise and conditions."""
         settings = self.settings.sample
         device = self.accelerator.device
-        model: Any = self.ema.module if self.ema else self.model
+        model = self.ema.module if self.ema else self.model
         noise = fixed_noise(n, self.samples.shape, self.settings.run.seed).to(device)
         condition = self._fixed_conditions(n)
         training = model.training
         model.eval()
         with self.autocast():
-            scheduler, null = self.objective.scheduler(), self.samples.null
-            x = sample(model, self.manner, scheduler, noise, condition, null, settings.steps, settings.guidance)
+            scheduler, null = self.objective.scheduler(), self.samples.unconditional
+            x = sample(model, self.spec, scheduler, noise, condition, null, settings.steps, settings.guidance)
         model.train(training)
-        return self.samples.pictures(torch.nan_to_num(x))  # a model that diverges is shown, not refused
+        return self.samples.to_images(torch.nan_to_num(x))  # samples of a diverging model are shown too
 
     def _fixed_conditions(self, n: int) -> dict[str, Tensor]:
-        """Every class in turn, or the prompts of the first validation samples, from the start again if they end."""
+        """All classes in turn, or the prompts of the first validation samples, repeated if there are too few."""
         if self.samples.classes:
             return {LABELS: torch.arange(n, device=self.accelerator.device) % len(self.samples.classes)}
         parts: list[dict[str, Tensor]] = []
@@ -257,12 +295,12 @@ class DiffusionRun(Run):
     def save(self) -> str:
         settings = self.settings
         scheduler = scheduler_to_save(settings.model.checkpoint, self.objective, settings.objective)
-        parts = {PART: self.model} | ({AVERAGE: self.ema.module} if self.ema else {})
+        parts = {TRANSFORMER: self.model} | ({AVERAGE: self.ema.module} if self.ema else {})
         for part, model in parts.items():
-            found = self.whole(model)
+            found = self.unsharded(model)
             if self.main:
                 models.save_transformer(models.merged(found), self.folder / part, scheduler, self.step)
-            if self.main and settings.lora.rank and part == PART:
+            if self.main and settings.lora.rank and part == TRANSFORMER:
                 adapters = models.adapter_weights(found)
                 save_tensors(adapters, digest_header(adapters, self.step), self.folder / ADAPTERS)
         mixer, name = settings.model.mixer, type(found).__name__

@@ -1,82 +1,74 @@
-"""The keys of the configuration of a diffusion run, one frozen dataclass a section."""
+"""Settings of a diffusion run, one frozen dataclass per section."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from zoo.config import one_of
+from zoo.config import Tree, one_of
 from zoo.data.latents.settings import VIDEOS, check_rate
 from zoo.data.settings import WORKERS
 from zoo.diffusion.settings import ObjectiveSettings
-from zoo.mixers.help import check_mixer, mixers_help
 from zoo.models.diffusers.families import FAMILIES
 from zoo.ranges import PIXELS, check_ranges
-from zoo.train.settings import LogSettings, OptimSettings, RunBasics
+from zoo.train.settings import LogSettings, MixerSettings, OptimSettings, RunBasics
 
 KINDS = {f.name: f for f in FAMILIES if f.trained}
 
 
 @dataclass(frozen=True)
-class DenoiserSettings:
-    """Which transformer of diffusers, where its weights come from, and which mixer stands in its self-attention.
+class DenoiserSettings(MixerSettings):
+    """Diffusion transformer, initial weights and attention mixer.
 
     kind: dit (class labels), pixart, sana or sd3 (text), wan (videos; text, or a class as its only token), ltx (videos;
-      text); only for a model from scratch, a checkpoint says what it is
+      text); for a model from scratch only, a checkpoint determines its own kind
     kwargs: arguments of the diffusers class, such as {num_layers: 8}; channels, size and classes come from the data;
       a checkpoint must agree with them
-    checkpoint: run folder (the average of its weights, if it kept one), folder of a pipeline or of its transformer, or
-      name on the hub; empty for random weights
-    part: of a pipeline with two transformers (Wan 2.2 A14B) the one to train, on the times that it denoises:
-      transformer (from noise on) or transformer_2 (to the data)
-    mixer: mixer put into the self-attention after loading, one of those listed below; empty leaves it as it is
-    mixer_options: options of the mixer, listed below, such as {depthwise: v}
-    layers: blocks to convert: numbers (from 0; -1 is the last) or a pattern of module names; empty converts all
-    keep_softmax: blocks that stay softmax: numbers, a pattern, or every:3 for the blocks 0, 3, 6, ...
-    checkpointing: recompute each block in the backward pass, to save memory
+    checkpoint: run folder (its EMA weights, if there are any), folder of a pipeline or of its transformer, or name on
+      the Hugging Face hub; empty for random weights
+    subfolder: which transformer of a two-expert pipeline (Wan 2.2 A14B) to train, transformer (high noise) or
+      transformer_2 (low noise)
+    gradient_checkpointing: recompute each block in the backward pass to save memory
     """
 
-    more_help = staticmethod(mixers_help)
+    former = (("checkpointing", "gradient_checkpointing"), ("part", "subfolder"))
 
     kind: str = "dit"
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: Tree = field(default_factory=dict)
     checkpoint: str = ""
-    part: str = "transformer"
-    mixer: str = ""
-    mixer_options: dict[str, Any] = field(default_factory=dict)
-    layers: list[int] | str = field(default_factory=list)
-    keep_softmax: list[int] | str = field(default_factory=list)
-    checkpointing: bool = False
+    subfolder: str = "transformer"
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of("model.kind", self.kind, tuple(KINDS))
-        one_of("model.part", self.part, ("transformer", "transformer_2"))
-        check_mixer(self.mixer, self.mixer_options)
+        one_of("model.subfolder", self.subfolder, ("transformer", "transformer_2"))
 
 
 @dataclass(frozen=True)
 class DiffusionDataSettings:
-    """What is generated: labelled images or videos as they are, or the latents of tools/extract_latents.py.
+    """Training and validation data: labelled images or videos, or the latents of `zoo extract-latents`.
 
-    source: digits, folder, parquet, hf, webdataset (pixels, see tools/train_vit.py), videos (a folder of mp4 files, in
-      sub-folders by class), moving_digits, or latents
+    source: digits, folder, parquet, hf, webdataset (pixels, as in `zoo train-classifier`), videos (a folder of mp4
+      files, in sub-folders by class), moving_digits, or latents
     train: training images or folder of latents; empty for digits and moving_digits
-    val: the same for the validation loss
-    image_key: column or file ending that holds the image (parquet, hf, webdataset)
-    label_key: column or file ending that holds the class number (parquet, hf, webdataset)
-    img_size: side of the square images in pixels, height of videos; none for latents, whose manifest says it
+    val: validation images or folder of latents
+    image_key: column or file extension of the image (parquet, hf, webdataset)
+    label_key: column or file extension of the class number (parquet, hf, webdataset)
+    img_size: side of the square images in pixels, height of videos; none for latents, whose manifest contains it
     width: width of videos; none for squares
-    frames: frames of a clip of videos
-    fps: frames a second at which videos are read, repeating or leaving out frames; 0 for their own
-    stride: every so many frames of a video one is taken
-    step: frames of a video between the starts of two clips; 0 for clips that do not overlap
+    frames: frames per clip
+    fps: frame rate at which videos are read, repeating or dropping frames; 0 for their own
+    stride: keep every n-th frame
+    step: frames between the starts of two clips of a video; 0 for clips that do not overlap
     clips: number of training clips of moving_digits; a fifth as many for validation
-    vae: VAE that the latents must come from; empty takes the one that the manifest names
-    batch_size: images an optimiser step, over all processes and accumulated parts
-    workers: loader processes a training process; 0 reads in the training process
+    vae: VAE that the latents must come from; empty for the VAE named in the manifest
+    batch_size: global batch size per optimizer step
+    workers: DataLoader workers per process; 0 reads in the training process
     cache: decode all images once and keep them as uint8 on the device
-    hflip: probability of a horizontal flip (of latents: only where flipped ones were stored)
-    drop: probability that a sample is trained without its label or prompt, for classifier-free guidance
-    val_images: how many validation images give the validation loss; 0 for all
+    hflip: probability of a horizontal flip (latents: only if flipped ones were stored)
+    cond_dropout: probability of training a sample without its label or prompt, for classifier-free guidance
+    val_images: number of validation images; 0 for all
     """
+
+    former = (("drop", "cond_dropout"),)
 
     source: str = "digits"
     train: str = ""
@@ -95,7 +87,7 @@ class DiffusionDataSettings:
     workers: int = WORKERS
     cache: bool = False
     hflip: float = 0.5
-    drop: float = 0.1
+    cond_dropout: float = 0.1
     val_images: int = 0
 
     def __post_init__(self) -> None:
@@ -104,7 +96,7 @@ class DiffusionDataSettings:
         check_ranges("data", self, **dict.fromkeys(("img_size", "width"), PIXELS))
         check_ranges("data", self, **dict.fromkeys(counts, "[1, inf)"))
         check_ranges("data", self, **dict.fromkeys(("workers", "step", "val_images", "fps"), "[0, inf)"))
-        check_ranges("data", self, hflip="[0, 1]", drop="[0, 1]")
+        check_ranges("data", self, hflip="[0, 1]", cond_dropout="[0, 1]")
         if self.width is not None and self.source not in VIDEOS:
             raise ValueError("data.width is for videos; images are squares of img_size")
         check_rate("data", self.fps, self.source)
@@ -112,12 +104,12 @@ class DiffusionDataSettings:
 
 @dataclass(frozen=True)
 class TeacherSettings:
-    """Learning from a teacher beside the data. Each weight multiplies a loss that is added to that of the data.
+    """Knowledge distillation. Each weight multiplies a loss that is added to the training loss.
 
-    teacher: source (the model before its mixers were changed), or what model.checkpoint may be; empty for none
-    output: weight of the squared distance to the teacher's noise or velocity
-    variance: the same for its variance (ddpm)
-    attention: weight of the squared distance between attention outputs, block by block, over their power
+    teacher: source (the model before conversion), or anything that model.checkpoint accepts; empty for none
+    output: weight of the MSE to the teacher's noise or velocity
+    variance: weight of the MSE to the teacher's variance (ddpm)
+    attention: weight of the per-layer relative MSE between student and teacher attention outputs
     """
 
     teacher: str = ""
@@ -131,11 +123,11 @@ class TeacherSettings:
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Low-rank adapters (peft) instead of all weights; the new parameters of mixers are trained in full.
+    """LoRA: train low-rank adapters (peft) instead of all weights. New parameters of mixers are trained in full.
 
     rank: rank of the adapters; 0 trains every weight
     alpha: scale of the adapters, times 1 / rank
-    targets: endings of the names of the linear layers that get one
+    targets: suffixes of the names of the linear layers that get an adapter
     """
 
     rank: int = 0
@@ -148,13 +140,13 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The learning rate over the run, updated every step.
+    """Learning-rate schedule, updated every step.
 
     name: timm schedule: cosine, constant, tanh
-    steps: optimiser steps of the run
-    warmup_steps: steps with a linearly growing rate, part of `steps`
-    min_lr: learning rate at the end
-    warmup_lr: learning rate at the start of the warm-up
+    steps: number of optimizer steps
+    warmup_steps: steps of linear warm-up, included in `steps`
+    min_lr: final learning rate
+    warmup_lr: initial learning rate of the warm-up
     """
 
     name: str = "constant"
@@ -170,12 +162,12 @@ class StepSettings:
 
 
 @dataclass(frozen=True)
-class SampleSettings:
-    """The grid of samples, from the average of the weights if there is one, with fixed noise and labels.
+class PreviewSettings:
+    """Grids of samples during training, from the EMA weights if there are any, with fixed noise and labels.
 
-    every: steps between two grids (the end of the run always has one); 0 for none
-    count: images in the grid
-    steps: steps of the sampler
+    every: steps between two grids (there is always one at the end); 0 for none
+    count: images per grid
+    steps: sampling steps
     guidance: scale s of classifier-free guidance, u + s (c - u); 1 for none
     """
 
@@ -190,10 +182,10 @@ class SampleSettings:
 
 @dataclass(frozen=True)
 class StepRunSettings(RunBasics):
-    """A run by steps.
+    """A run whose length is given in steps.
 
-    eval_steps: steps between two validation losses (the last step always has one)
-    checkpoint_steps: steps between two checkpoints (the last step always has one)
+    eval_steps: steps between two validations (there is always one at the end)
+    checkpoint_steps: steps between two checkpoints (there is always one at the end)
     """
 
     folder: str = "runs/diffusion"
@@ -216,12 +208,12 @@ class DiffusionSettings:
     lora: LoraSettings = field(default_factory=LoraSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
     schedule: StepSettings = field(default_factory=StepSettings)
-    sample: SampleSettings = field(default_factory=SampleSettings)
+    sample: PreviewSettings = field(default_factory=PreviewSettings)
     run: StepRunSettings = field(default_factory=StepRunSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
     def __post_init__(self) -> None:
         if self.optim.layer_decay:
-            raise ValueError("optim.layer_decay is for image classifiers: diffusion runs have one rate")
+            raise ValueError("optim.layer_decay is for image classifiers: diffusion runs use one rate")
         if self.run.compile and self.distill.teacher and self.distill.attention:
             raise ValueError("distill.attention reads inside the blocks, which run.compile closes; leave one out")
