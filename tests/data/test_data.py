@@ -156,7 +156,7 @@ def test_links_to_nothing_and_rows_without_an_image_are_unreadable(make_folder, 
     ("plan", "sentence"),
     [
         ((10, 20, 0), "the training set has only 10 images"),
-        ((100, 10, 0, 0, 3), "cannot be shared by 3 processes with 1 parts"),
+        ((100, 10, 0, 0, 3), "cannot be shared by 3 processes with 1 micro-batches"),
     ],
 )
 def test_impossible_batches(plan, sentence):
