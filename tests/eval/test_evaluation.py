@@ -182,7 +182,7 @@ def test_what_an_evaluation_refuses(two_runs, tmp_path, make_folder, monkeypatch
     with pytest.raises(ValueError, match=r"there is no checkpoint .*none"):  # before the first model is run
         evaluate([two_runs / "ahla", tmp_path / "none"], tmp_path)
     with pytest.raises(ValueError, match=r"not an ImageNet validation image"), monkeypatch.context() as patched:
-        patched.setattr(compare_module, "run", None)  # before the first model is run
+        patched.setattr(compare_module, "evaluate_candidate", None)  # before the first model is run
         evaluate([two_runs / "ahla"], tmp_path, eval={"real_labels": "timm"})
 
 
