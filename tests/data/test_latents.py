@@ -295,7 +295,7 @@ def test_latents_of_another_vae(classes, vae, tmp_path):
     extract_latents.main(words(classes[0], tmp_path / "vae2", tmp_path / "latents2"))
     other = {**data, "train": str(tmp_path / "latents2"), "val": str(tmp_path / "latents2")}
     model = {"kwargs": {}, "checkpoint": str(tmp_path / "b" / "transformer_ema")}
-    with pytest.raises(ValueError, match=r"was trained with another VAE"):
+    with pytest.raises(ValueError, match=r"was trained with a different VAE"):
         DiffusionRun(tiny(tmp_path / "c", data=other, model=model))
     with pytest.raises(ValueError, match=r"are of another VAE"):
         DiffusionRun(tiny(tmp_path / "d", data={**other, "val": str(classes[1])}))

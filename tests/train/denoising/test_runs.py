@@ -214,8 +214,8 @@ def test_samples_of_the_teacher_are_data_for_a_conversion(softmax_run, tmp_path)
     assert np.abs((batches[0].x0.permute(0, 2, 3, 1).numpy() + 1) * 127.5 - wanted).max() < 1e-3
     assert run.train()["step"] == 2
     wrong = {**data, "source": "folder", "train": str(tmp_path), "val": str(tmp_path)}
-    with pytest.raises(ValueError, match="was trained with another classes"):
-        converted(softmax_run, tmp_path / "wrong", data=wrong)
+    with pytest.raises(ValueError, match="was trained with different classes"):
+        converted(softmax_run, tmp_path / "run" / "wrong", data=wrong)
 
 
 def test_tensorboard_gets_the_grid_of_samples(tmp_path):

@@ -137,10 +137,10 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
         theirs = notes_of(source)
         if not theirs:
             return
-        for key, what in (("space", "space"), ("vae", "VAE"), ("classes", "classes")):
+        for key, what in (("space", "a different space"), ("vae", "a different VAE"), ("classes", "different classes")):
             there, here = theirs.get(key), ours.get(key)
             if there != here and not (key == "classes" and there and here and same_classes(here, there)):
-                raise ValueError(f"{source} was trained with another {what}: {there!r}, the data has {here!r}")
+                raise ValueError(f"{source} was trained with {what}: {there!r}, the data has {here!r}")
 
     def _teacher(self, host: nn.Module | None, wanted: ModelRequirements) -> Teacher | None:
         settings = self.settings
