@@ -281,7 +281,7 @@ def test_first_frames_are_those_of_the_pipeline(tmp_path):
     own_time = diffusers.WanImageToVideoPipeline.from_pretrained(where)
     own_time.register_to_config(expand_timesteps=True)
     own_time.save_pretrained(tmp_path / "own")
-    with pytest.raises(ValueError, match="gives the first frame a time of its own"):
+    with pytest.raises(ValueError, match="gives the first frame its own timestep"):
         extract_latents(extraction(folder, str(tmp_path / "own"), tmp_path / "x", encode={"max_length": 512}))
 
 
