@@ -12,7 +12,6 @@ Accuracy and Stability of Numerical Algorithms, section 3.1), and mostly sqrt(n)
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -37,19 +36,43 @@ def phi(x: Tensor, name: str | None) -> Tensor:
 
 
 def linear(op: str, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, gamma: Tensor | None, o: Options) -> Tensor:
-    """`linear_attention` to `polynomial`; c [H, 4], gamma [H] or None."""
-    n = q.shape[1]
+    """`linear_attention` to `polynomial`; c [H, 4], gamma [H] or None. Two-sided forms weigh all tokens alike."""
+    causal, ridge, center = o.get("causal", False), o.get("ridge", 0.0), o.get("center")
     q, k = (magnitude(x, x, o) for x in features(q, k, o.get("feature_map"), o))
     q, v = q * o.get("q_scale", 1.0), magnitude(v, v, o)
-    ones = torch.ones_like(v[..., :1])
-    work = _causal if o.get("causal") else _two_sided
-    y = work(op, q, k, torch.cat([v, ones], -1), c, gamma, o)
+    values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    weight = past(q.shape[1], gamma, causal, q)
+    mean = weight / weight.sum(-1, keepdim=True)
+    s = o.get("scale") or (1.0 if causal else 1 / q.shape[1])
+    if center == "qk":
+        q = q + minus(o) * (mean @ q)
+
+    def stage(keys: Tensor, values: Tensor, centred: bool = False) -> Tensor:
+        """s sum_j weight_tj q_t.(keys_j - their mean at t) values_j."""
+        scores = q @ keys.mT
+        if centred:
+            scores = scores + minus(o) * (q * (mean @ keys)).sum(-1, keepdim=True)
+        return (s * weight * scores) @ values
+
+    first = stage(k, values, bool(center))
+    u = stage(k, k, bool(center)) + ridge * q
+    if op == "hla2" and o.get("decay_rule") == "paper" and gamma is not None and bool((gamma != 1).any()):
+        y = _paper(q, k, values, gamma, s, ridge, minus(o))
+    elif op == "polynomial":
+        assert c is not None
+        terms = (first, stage(u, values), stage(k, first, bool(center)), stage(u, first))
+        y = torch.stack([c[:, i, None, None].to(v.dtype) * term for i, term in enumerate(terms)]).sum(0)
+    else:
+        y = {
+            "linear_attention": lambda: first,
+            "ahla": lambda: stage(k, first, bool(center)) + ridge * first,
+            "hla2": lambda: stage(u, values),
+            "hla3": lambda: stage(u, first),
+        }[op]()
     y, total = y[..., :-1], y[..., -1:]
     if o.get("normalize"):
         return ratio(y, total, o)
-    if o.get("mean_path"):
-        return y + (1 + minus(o) * total) * (average(n, gamma, o.get("causal", False), q) @ v)
-    return y
+    return y + (1 + minus(o) * total) * (mean @ v) if o.get("mean_path") else y
 
 
 def features(q: Tensor, k: Tensor, name: str | None, o: Options) -> tuple[Tensor, ...]:
@@ -94,60 +117,6 @@ def past(n: int, gamma: Tensor | None, causal: bool, like: Tensor) -> Tensor:
     return weight * (t[:, None] >= t[None])
 
 
-def average(n: int, gamma: Tensor | None, causal: bool, like: Tensor) -> Tensor:
-    """The weights of the mean of what token t sees."""
-    weight = past(n, gamma, causal, like)
-    return weight / weight.sum(-1, keepdim=True)
-
-
-def _two_sided(op: str, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, gamma: Tensor | None, o: Options) -> Tensor:
-    n, center, ridge = q.shape[1], o.get("center"), o.get("ridge", 0.0)
-    s = 1 / n if o.get("scale") is None else o["scale"]
-    if center:
-        k = k + minus(o) * k.mean(1, keepdim=True)
-    if center == "qk":
-        q = q + minus(o) * q.mean(1, keepdim=True)
-    a, qq = s * (q @ k.mT), s * (q @ q.mT)
-    if op == "linear_attention":
-        return a @ v
-    if op == "hla2":
-        return a @ (a.mT @ v) + ridge * (qq @ v)
-    if op == "ahla":
-        return a @ (a @ v) + ridge * (a @ v)
-    if op == "hla3":
-        return a @ (a.mT @ (a @ v)) + ridge * (qq @ (a @ v))
-    assert c is not None
-    terms = (a @ v, a @ (a.mT @ v), a @ (a @ v), a @ (a.mT @ (a @ v)))
-    return sum(c[:, i, None, None].to(v.dtype) * term for i, term in enumerate(terms))  # type: ignore[return-value]
-
-
-def _causal(op: str, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, gamma: Tensor | None, o: Options) -> Tensor:
-    n, center, ridge = q.shape[1], o.get("center"), o.get("ridge", 0.0)
-    s = 1.0 if o.get("scale") is None else o["scale"]
-    mean = average(n, gamma, True, q)
-    if center == "qk":
-        q = q + minus(o) * (mean @ q)
-    if op == "hla2" and o.get("decay_rule") == "paper" and gamma is not None and bool((gamma != 1).any()):
-        return _paper(q, k, v, gamma, s, ridge, minus(o))
-    weight = past(n, gamma, True, q)
-
-    def stage(keys: Tensor, values: Tensor, centred: bool) -> Tensor:
-        """s sum_j gamma^(t-j) q_t.(keys_j - their mean at t) values_j."""
-        scores = q @ keys.mT
-        if centred:
-            scores = scores + minus(o) * (q * (mean @ keys)).sum(-1, keepdim=True)
-        return (s * weight * scores) @ values
-
-    centred = center is not None
-    if op == "linear_attention":
-        return stage(k, v, centred)
-    if op == "ahla":
-        inner = stage(k, v, centred)
-        return stage(k, inner, centred) + ridge * inner
-    u = stage(k, k, centred) + ridge * q
-    return stage(u, v if op == "hla2" else stage(k, v, centred), False)
-
-
 def _paper(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, s: float, ridge: float, sign: int) -> Tensor:
     """The serial rule of the paper, token by token."""
     g = gamma.to(q.dtype)[:, None, None]
@@ -164,17 +133,11 @@ def _paper(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, s: float, ridge: floa
 
 def blocks_of(grid: tuple[int, ...], blocks: tuple[int, ...], prefix: int) -> list[int]:
     """The block of each token: axes are cut at i L // m, in raster order behind one block of the prefix."""
-    along = []
+    cells = torch.zeros(1, dtype=torch.long)
     for length, m in zip(grid, blocks, strict=True):
-        edges = [i * length // m for i in range(m + 1)]
-        along.append([next(i for i in range(m) if p < edges[i + 1]) for p in range(length)])
-    cells = []
-    for place in itertools.product(*along):
-        index = 0
-        for block, m in zip(place, blocks, strict=True):
-            index = index * m + block
-        cells.append(index + (prefix > 0))
-    return [0] * prefix + cells
+        ends = torch.tensor([(i + 1) * length // m for i in range(m)])
+        cells = (cells[:, None] * m + torch.bucketize(torch.arange(length), ends, right=True)).flatten()
+    return [0] * prefix + (cells + (prefix > 0)).tolist()
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, half: bool) -> Tensor:
@@ -216,7 +179,7 @@ def mhla(
     return y
 
 
-def taylor2(q: Tensor, k: Tensor, v: Tensor, c: Tensor, narrow: tuple[Tensor, Tensor] | None, o: Options) -> Tensor:
+def taylor2(q: Tensor, k: Tensor, v: Tensor, c: Tensor, narrow: list[Tensor] | None, o: Options) -> Tensor:
     """The second-order expansion of softmax around uniform weights; c [H, 2]."""
 
     def scores(q: Tensor, k: Tensor) -> Tensor:

@@ -131,55 +131,43 @@ def sample(
     call: Call, x: Inputs, options: dict[str, Any], tokens: tuple[Tensor, ...], more: list[Tensor], keep: Tensor, i: int
 ) -> Tensor:
     """One row of the batch, [H, N, Dv]."""
-    q, k, v = tokens
     if call.op in ("mhla", "multipole"):  # tokens have places
-        k, v, q = (t.where(keep[:, None], 0) for t in (k, v, q))
+        q, k, v = (t.where(keep[:, None], 0) for t in tokens)
         if call.op == "multipole":
             y = dense.multipole(q, k, v, keep, options) if bool(keep.any()) else torch.zeros_like(v)
         else:
-            tables = None
-            if x.rotary is not None:
-                tables = tuple((t if t.dim() == 3 else t[:, None]).transpose(0, 1).to(q.dtype) for t in x.rotary)
-            mixing = more[0] if more[0].dim() == 3 else more[0][None]
-            y = dense.mhla(q, k, v, mixing, keep, tables, options)
+            shared = [t if t.dim() == 3 else t[:, None] for t in x.rotary or ()]
+            rotary = tuple(t.transpose(0, 1).to(q.dtype) for t in shared) or None
+            y = dense.mhla(q, k, v, more[0] if more[0].dim() == 3 else more[0][None], keep, rotary, options)
         return y.where(keep[:, None], 0)
     spans = [keep.nonzero()[:, 0]]
     if "lengths" in call.extra:
-        spans = list(torch.arange(call.n, device=q.device).split(call.extra["lengths"]))
-    out = v.new_zeros(call.h, call.n, call.dv)
+        spans = list(torch.arange(call.n, device=keep.device).split(call.extra["lengths"]))
+    out = tokens[2].new_zeros(call.h, call.n, call.dv)
     for span in spans:
-        if not len(span):
-            continue
-        part = (q[:, span], k[:, span], v[:, span])
-        out = out.index_copy(1, span, whole(call, options, part, more, span, i))
+        if len(span):
+            out = out.index_copy(1, span, whole(call, options, [t[:, span] for t in tokens], more, span, i))
     return out
 
 
 def whole(
-    call: Call, options: dict[str, Any], tokens: tuple[Tensor, ...], more: list[Tensor], span: Tensor, i: int
+    call: Call, options: dict[str, Any], tokens: list[Tensor], more: list[Tensor], span: Tensor, i: int
 ) -> Tensor:
     """One sequence, [H, N, Dv]."""
-    q, k, v = tokens
     if call.op == "taylor2":
-        narrow = None
-        if "narrow" in call.extra:
-            q2, k2 = (t[i].transpose(0, 1).repeat_interleave(call.h // t.shape[2], 0)[:, span] for t in more[1:3])
-            narrow = (q2, k2)
-        return dense.taylor2(q, k, v, more[0], narrow, options)
-    decay = call.extra.get("decay")
-    gamma = None
-    if isinstance(decay, str):
-        gamma = more[-1].repeat_interleave(call.h // len(more[-1]))
-    elif decay is not None:
-        gamma = torch.full((call.h,), decay, dtype=q.dtype, device=q.device)
+        narrow = [t[i].transpose(0, 1).repeat_interleave(call.h // t.shape[2], 0)[:, span] for t in more[1:3]]
+        return dense.taylor2(*tokens, more[0], narrow or None, options)
+    gamma, decay = None, call.extra.get("decay")
+    if decay is not None:
+        gamma = more[-1] if isinstance(decay, str) else tokens[0].new_full((call.h,), decay)
+        gamma = gamma.repeat_interleave(call.h // len(gamma))
     c = more[0] if call.op == "polynomial" else None
-    if call.pieces and not options.get("causal"):  # the tokens of each segment read all tokens so far
-        ends, at = [], 0
-        for length in call.pieces:
-            at += length
-            ends.append(dense.linear(call.op, q[:, :at], k[:, :at], v[:, :at], c, gamma, options)[:, at - length :])
-        return torch.cat(ends, 1)
-    return dense.linear(call.op, q, k, v, c, gamma, options)
+    ends, at = [], 0
+    pieces = () if options.get("causal") else call.pieces
+    for length in pieces or (len(span),):  # the tokens of each segment read all tokens so far
+        at += length
+        ends.append(dense.linear(call.op, *(t[:, :at] for t in tokens), c, gamma, options)[:, at - length :])
+    return torch.cat(ends, 1)
 
 
 def allowed(call: Call, x: Inputs, exact: list[Tensor], fast: bool) -> list[float]:
