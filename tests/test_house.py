@@ -1,9 +1,14 @@
 """The rules of the house, enforced: who may import whom, sizes of files and folders, what the wheel contains."""
 
 import ast
+import io
+import re
 import subprocess
 import sys
+import tokenize
 import zipfile
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,8 +37,23 @@ LAYERS = (  # of zoo, lowest first: a package may import those of the lines abov
 )
 
 
+PLAIN_ENGLISH = (  # folders and files whose language is checked; to be extended as others are rewritten
+    *("zoo/mixers", "zoo/models", "zoo/conversion", "tools", "zoo/__init__.py", "zoo/errors.py", "zoo/grid.py"),
+    *("zoo/plotting.py", "zoo/precision.py", "zoo/ranges.py", "zoo/timer.py"),
+)
+MEASURED = "operations|multiplications|parameters|numbers?|bytes|images|samples|seconds|ms|frames|pixels|weights|gates?"
+UNITS = "head|token|step|image|sample|GPU|layer|channel|second|side|process|row|axis|block|query|class|video|device"
+A_FOR_PER = re.compile(rf"\b({MEASURED}) an? ([a-z]+ )?({UNITS})\b")  # "operations a head": write "per head"
+UNCLEAR = re.compile(
+    r"\b(besides?|told|hears?|heard|wants?|wanted|knows?|turned|at first|side by side|goes on|the same of|that of|"
+    r"those of|of its own|is said|says? so|takes? the place|in the place of)\b"
+)
+SHARED_NAMES = {"default_cfgs"}  # timm requires it in every file of models
+
+
 def files(folder: str) -> list[Path]:
-    return sorted(p for p in (ROOT / folder).rglob("*.py"))
+    place = ROOT / folder
+    return [place] if place.is_file() else sorted(place.rglob("*.py"))
 
 
 def imported(path: Path) -> set[str]:
@@ -96,6 +116,49 @@ def test_public_functions_have_docstrings():
             for node in tree.body:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                     assert ast.get_docstring(node), f"{path.relative_to(ROOT)}: {node.name} has no docstring"
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of every docstring, error message and comment of a file."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and (doc := ast.get_docstring(node)):
+            yield node.body[0].lineno, " ".join(doc.split())
+        if isinstance(node, ast.Raise):
+            texts = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+            yield node.lineno, " ".join(texts)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+@pytest.mark.parametrize("folder", PLAIN_ENGLISH)
+def test_plain_english(folder):
+    for path in files(folder):
+        title = re.split(r"\.(?:\s|$)", ast.get_docstring(ast.parse(path.read_text())) or "")[0]
+        assert len(title) <= 100, f"{path.relative_to(ROOT)}: the first sentence has {len(title)} characters"
+        for line, text in prose(path):
+            for pattern in (A_FOR_PER, UNCLEAR):
+                match = pattern.search(text)
+                assert match is None, f"{path.relative_to(ROOT)}:{line}: {match[0]!r} is not plain English: {text}"
+
+
+@pytest.mark.parametrize("phrase", ["numbers a head", "images an optimizer step", "what it is told", "that of q"])
+def test_unclear_phrases_are_found(phrase):
+    assert A_FOR_PER.search(phrase) or UNCLEAR.search(phrase)
+
+
+def test_public_names_are_unique():
+    places = defaultdict(set)
+    for path in (p for folder in PLAIN_ENGLISH if folder.startswith("zoo") for p in files(folder)):
+        for node in ast.parse(path.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = [t.id for t in targets if isinstance(t, ast.Name)]
+            names += [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            for name in names:
+                places[name].add(str(path.relative_to(ROOT)))
+    public = {n: sorted(p) for n, p in places.items() if n[0] != "_" and n not in SHARED_NAMES and len(p) > 1}
+    assert not public, f"names with several definitions: {public}"
 
 
 def test_kernels_is_a_plain_folder():

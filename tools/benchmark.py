@@ -1,4 +1,4 @@
-"""Tables: speed on one GPU of the operators against their peers and of whole models against softmax, and quality.
+"""Benchmark tables: speed of operators and models on one GPU, fidelity and quality.
 
     python tools/benchmark.py kernels shapes=[vit224,dit256] impls=[ours,sdpa_cudnn] options=[identity]
     python tools/benchmark.py models models=[vit_small] sizes=[224,512]
@@ -7,10 +7,11 @@
     python tools/benchmark.py fidelity models=[RUN] data.source=folder data.val=VAL
     python tools/benchmark.py quality CONFIG.yaml data.train=A.parquet data.val=B.parquet 'mixers=[softmax,la]'
 
-Rows are merged into the result file as they come; then the table is printed and the picture drawn. Fidelity: trained
-softmax classifiers with adaptive multipole attention instead, untrained. Quality: the same run of train_vit.py (words
-with a dot) for several mixers and seeds, or their conversion by recipe=RECIPE.yaml. An interrupted table continues;
-`quality merge=[A.json,B.json] json=ALL.json` joins the files of several processes.
+Rows are added to the result file as they are measured; then the table is printed and the figure drawn. fidelity:
+trained softmax classifiers with adaptive multipole attention, without training. quality: one train_vit.py run
+(arguments with a dot) for several mixers and seeds, or their conversion with recipe=RECIPE.yaml. Rerun to resume. To
+split a quality table, give each process its own `json=` and join the files with `quality merge=[A.json,B.json]
+json=ALL.json`.
 """
 
 import sys
@@ -37,7 +38,7 @@ SCHEMAS: dict[str, type] = {name: row[0] for name, row in TABLES.items()} | {"qu
 
 
 def main(words: list[str]) -> dict[str, Any]:
-    """Measure what the words select. Returns the content of the result file; raises ValueError."""
+    """Run the selected benchmark. Returns the content of the result file. Raises ValueError for invalid arguments."""
     if not words or words[0] in ("-h", "--help"):
         print(__doc__, USAGE, *(f"\n{name}{config.describe(schema)}" for name, schema in SCHEMAS.items()), sep="\n")
         return {}
@@ -50,7 +51,7 @@ def main(words: list[str]) -> dict[str, Any]:
 
 
 def table(what: str, words: list[str]) -> dict[str, Any]:
-    """Measure, draw and print a table. Returns the content of the result file; raises ValueError."""
+    """Measure, plot and print a table; return the content of the result file. Raises ValueError without any result."""
     schema, measure, draw = TABLES[what]
     settings: Any = config.from_command_line(schema, words)
     result = measure(settings, command_of([what, *words]))

@@ -1,9 +1,8 @@
-"""The whole path on embedded data: train, convert, fine-tune and compare, a ViT that classifies and a DiT that draws.
-Writes report.md, demo.png and demo_dit.png into runs/demo.
+"""Demo on embedded data: train, convert, fine-tune and compare a ViT and a DiT.
 
     python tools/demo.py
 
-Every step is a call of another tool with a configuration of configs/, as a user would make it.
+Writes report.md, demo.png and demo_dit.png to runs/demo. Each step calls another tool with a configuration of configs/.
 """
 
 import shutil
@@ -19,18 +18,18 @@ from zoo.ranges import check_ranges
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 USAGE = "usage: demo.py [key=value ...]"
 DIGITS = ("data.source=digits", "data.workers=0")
-MARK = ".demo"  # in a folder that this tool made and may replace
+MARK = ".demo"  # file that marks an output folder of the demo, which may be replaced
 
 
 @dataclass(frozen=True)
 class DemoSettings:
     """Size of the demo.
 
-    out: folder of everything; its runs are replaced
-    mixers: mixers to convert the ViT to (the DiT: to multipole)
+    out: output folder; its runs are replaced
+    mixers: mixers to convert the ViT to (the DiT is converted to multipole)
     epochs: epochs of the softmax ViT; each fine-tuning takes a tenth
     steps: steps of the softmax DiT; each fine-tuning takes a tenth
-    samples: images that each DiT makes for its Frechet distance
+    samples: images per DiT for its Frechet distance
     """
 
     out: str = "runs/demo"
@@ -44,13 +43,13 @@ class DemoSettings:
 
 
 def main(words: list[str]) -> dict[str, dict[str, Any]]:
-    """Run the demo. Returns the evaluation row or the card of scores of each run by its name; raises ValueError."""
+    """Run the demo. Returns the evaluation row or the scores of each run by name. Raises ValueError."""
     if config.wants_help(words, __doc__, USAGE, DemoSettings):
         return {}
     settings, began = config.from_command_line(DemoSettings, words), time.perf_counter()
     out = Path(settings.out)
     if out.exists() and any(out.iterdir()) and not (out / MARK).exists():
-        raise ValueError(f"{out} holds something else than a demo, which would be deleted; choose another out=FOLDER")
+        raise ValueError(f"{out} holds other files than a demo, which would be deleted; choose another out=FOLDER")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     (out / MARK).touch()

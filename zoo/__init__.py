@@ -1,15 +1,15 @@
 """Vision models with higher-order linear attention.
 
 `import zoo` registers the timm names (`timm.create_model("vit_mhla_small_patch16_224")`). `zoo.convert(model, "mhla")`
-turns a pretrained softmax model of timm or diffusers into one of them, and `zoo.revert` back. `zoo.Attention` is one
-attention layer for networks of your own. `zoo.MIXERS` lists the mixers.
+converts a softmax model of timm or diffusers, and `zoo.revert` undoes it. `zoo.Attention` is an attention layer for
+your own networks. `zoo.MIXERS` lists the mixers.
 
-The classes of converted diffusers models are attributes too (`zoo.HLADiTTransformer2DModel`), imported when asked for:
-saved pipelines name them as ("zoo", "HLADiTTransformer2DModel") and load once `import zoo` was done.
+The classes of converted diffusers models are attributes (`zoo.HLADiTTransformer2DModel`), imported on first use. Saved
+pipelines refer to them, so `import zoo` before loading such a pipeline.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -18,6 +18,9 @@ from zoo.models.convert import convert, revert
 from zoo.models.timm import converted, deit, vision_transformer
 from zoo.models.timm.layer import Attention
 from zoo.models.timm.model_files import holds_weights, load_model, save_model
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 __version__ = "0.1.0"
 __all__ = ["MIXERS", "Attention", "__version__", "convert", "load", "revert", "save"]
@@ -36,30 +39,30 @@ def save(model: Any, folder: str | Path) -> None:
         save_model(model, Path(folder))
 
 
-def load(path: str | Path) -> Any:
-    """Open a model that was saved with this package, on the CPU and in evaluation mode.
+def load(path: str | Path) -> "nn.Module | DiffusionPipeline":
+    """Load a model saved with this package, on the CPU and in evaluation mode.
 
-    path: a run folder (the EMA of the weights if it has one), a .safetensors file of it, a folder that `zoo convert`,
-    timm's `save_for_hf` or diffusers' `save_pretrained` wrote (of a pipeline: the pipeline). Raises ValueError for
-    anything else.
+    path: a run folder (EMA weights if it has any), a .safetensors file of a run, or a folder written by `zoo convert`,
+    timm's `save_for_hf` or diffusers' `save_pretrained` (for a pipeline folder, the pipeline is returned). Raises
+    ValueError for anything else.
     """
     if any((Path(path) / name).exists() for name in ("model_index.json", "transformer", "transformer_ema")) or (
         (Path(path) / "config.json").is_file() and not holds_weights(path)
     ):
         from zoo.models.diffusers.convert_folder import load_folder
 
-        found = load_folder(str(path))
-        return found.eval() if isinstance(found, nn.Module) else found
+        loaded = load_folder(str(path))
+        return loaded.eval() if isinstance(loaded, nn.Module) else loaded
     return load_model(path)[0].eval()
 
 
 def __getattr__(name: str) -> Any:
-    """Classes of diffusers models; `ModelMixin` is what diffusers looks for in a library of models."""
+    """Return a class of converted diffusers models, or `ModelMixin`, which diffusers expects of a model library."""
     if name == "ModelMixin" or (name.startswith("HLA") and name.endswith("Model")):
         from diffusers import ModelMixin
 
         from zoo.models.diffusers.families import class_named
 
-        if (found := ModelMixin if name == "ModelMixin" else class_named(name)) is not None:
-            return found
+        if (cls := ModelMixin if name == "ModelMixin" else class_named(name)) is not None:
+            return cls
     raise AttributeError(f"module 'zoo' has no attribute {name!r}")

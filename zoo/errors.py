@@ -1,44 +1,47 @@
-"""Errors: sentences that name the nearest valid name, and what ends a training run."""
+"""Error messages with the nearest valid name, and exception classes."""
 
 import difflib
 from collections.abc import Iterable
 
-MANY = 100  # names that a sentence does not list
-LONG = 400  # characters of names that it does not list either
-QUOTED = 200  # characters of a value that it quotes
+MAX_LISTED = 100  # largest number of names listed in a message
+MAX_LISTED_CHARS = 400  # largest total length of the names listed
+MAX_QUOTED = 200  # largest number of characters quoted from a value
 
 
 def shortened(value: object) -> object:
-    """`value`, or the beginning of what it looks like if that is long, for a sentence."""
+    """Return `value`, or the beginning of a long text or representation, for use in a message."""
     if isinstance(value, str):
-        return value if len(value) <= QUOTED else value[:QUOTED] + "..."
+        return value if len(value) <= MAX_QUOTED else value[:MAX_QUOTED] + "..."
     text = repr(value)
-    return value if len(text) <= QUOTED else Shown(text[:QUOTED] + "...")
+    return value if len(text) <= MAX_QUOTED else Shown(text[:MAX_QUOTED] + "...")
 
 
 class Shown(str):
-    """A text that is shown without quotation marks."""
+    """String whose representation has no quotation marks."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str], meant: Iterable[str] | None = None) -> ValueError:
-    """The error for an unknown `kind` called `name`: what is allowed (of more than `MANY` the nearest) and, when close,
-    the nearest valid name, or those that are `meant`."""
+    """Return the error for an unknown `name`, with the allowed names and a suggestion.
+
+    kind: what `name` is a name of. meant: names to suggest; None: the nearest allowed name, if it is close.
+    Of more than `MAX_LISTED` names, only the nearest are listed.
+    """
     names, name = sorted(allowed), shortened(name)
     near = difflib.get_close_matches(str(name), names, n=1) if meant is None else list(meant)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     count = ""
-    if len(names) > MANY or sum(map(len, names)) > LONG:
+    if len(names) > MAX_LISTED or sum(map(len, names)) > MAX_LISTED_CHARS:
         count = f"{len(names)} names such as "
         names = difflib.get_close_matches(str(name), names, n=5, cutoff=0.0)
     return ValueError(f"unknown {kind} {name!r}; allowed: {count}{', '.join(names)}.{hint}")
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint with a file that is missing, damaged, or not of the same step, run or model as the others."""
+    """A file of a checkpoint is missing, damaged, or from another step, run or model."""
 
 
 class TrainingFailed(ValueError):
-    """A run that cannot go on or must not count as done: losses, gradients or weights that are not finite."""
+    """Training failed: losses, gradients or weights are not finite."""

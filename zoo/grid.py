@@ -1,7 +1,8 @@
-"""The token grid: where the patch tokens of a sequence lie, and which tokens are not patches.
+"""Token grid: layout of the patch tokens in a sequence.
 
-A sequence of N = prefix + prod(grid) + suffix tokens is `prefix` tokens (class, register or leading text tokens), then
-the patches of a grid (H, W) or (T, H, W) in raster order (last axis fastest), then `suffix` tokens (trailing text).
+A sequence of N = prefix + prod(grid) + suffix tokens consists of `prefix` tokens (class, register or leading text
+tokens), the patches of a grid (H, W) or (T, H, W) in raster order (last axis fastest), and `suffix` tokens (trailing
+text).
 """
 
 import math
@@ -22,9 +23,9 @@ def check_grid(n_tokens: int, grid: Grid, prefix: int = 0, suffix: int = 0) -> N
 
 
 def split_tokens(x: Tensor, grid: Grid, prefix: int = 0, suffix: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of [B, N, ...] as (prefix tokens, patch tokens, suffix tokens) along the token axis.
+    """Split [B, N, ...] into views (prefix tokens, patch tokens, suffix tokens).
 
-    Raises ValueError when the grid does not match N.
+    Raises ValueError if the grid does not match N.
     """
     check_grid(x.shape[1], grid, prefix, suffix)
     n = math.prod(grid)

@@ -1,15 +1,20 @@
-"""Figures: the one place that sets matplotlib's backend and writes figures; colors and axes."""
+"""Figures: matplotlib backend, colors, axes and atomic PNG files."""
 
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 from zoo.files import replacing
 
 COLORS = ("#30343f", "#8d99ae", "#00798c", "#edae49", "#d1495b", "#66a182", "#8d6a9f")
 
 
-def pyplot() -> Any:
-    """matplotlib.pyplot, imported when first needed, for files only."""
+def pyplot() -> ModuleType:
+    """Import matplotlib.pyplot with the Agg backend."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -18,16 +23,16 @@ def pyplot() -> Any:
     return plt
 
 
-def save_figure(figure: Any, file: Path, dpi: int) -> None:
-    """Write `figure` as a PNG that is complete or as it was, making its folder if needed, and close it."""
+def save_figure(figure: "Figure", file: Path, dpi: int) -> None:
+    """Write `figure` as a PNG file atomically, and close it; creates its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as temporary:
         figure.savefig(temporary, dpi=dpi, format="png")
     pyplot().close(figure)
 
 
-def plain_axes(axes: Any) -> None:
-    """A light horizontal grid behind what is drawn, and no frame above and at the right."""
+def plain_axes(axes: "Axes") -> None:
+    """Set a light horizontal grid behind the data, and remove the top and right spines."""
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""The names of precisions in settings, and what they mean."""
+"""Names of precisions in settings, and their torch dtypes."""
 
 import torch
 
@@ -7,6 +7,6 @@ PRECISIONS = tuple(DTYPES)
 
 
 def autocast(device: str, precision: str, cache: bool | None = None) -> torch.autocast:
-    """The context in which models compute in `precision`: none for fp32. device: its type, such as "cuda"."""
+    """Return the autocast context of `precision`, disabled for fp32. device: device type, such as "cuda"."""
     dtype = None if precision == "fp32" else DTYPES[precision]
     return torch.autocast(device, dtype, dtype is not None, cache)

@@ -1,22 +1,21 @@
-"""One place for the ranges of numbers that settings accept."""
+"""Ranges of the numbers in settings, and their checks."""
 
 import math
 import re
-from typing import Any
 
 import torch
 
 POSITIVE = "(0, inf)"
-PIXELS = "[1, 65536]"  # of a side of an image, far below what makes Pillow fail
-SEED = "[0, 4294967295]"  # what every generator takes
-LARGEST = 1e18  # of any number: within int64 and float32
+PIXELS = "[1, 65536]"  # side of an image; Pillow fails for much larger ones
+SEED = "[0, 4294967295]"  # accepted by all random generators
+LARGEST = 1e18  # largest magnitude of any number, within int64 and float32
 
 
-def check_ranges(section: str, settings: Any, **ranges: str) -> None:
-    """Raise ValueError for the first number of `settings` outside of its range.
+def check_ranges(section: str, settings: object, **ranges: str) -> None:
+    """Raise ValueError for the first number of `settings` outside its range.
 
-    ranges: key -> interval such as "(0, inf)", "[0, 1)" or "[1, inf)", which ends at LARGEST; a list must lie in it
-    with every number, none is in each. section: what stands before the key in messages, "" for nothing.
+    section: prefix of the key in messages, "" for none. ranges: key -> interval such as "(0, inf)", "[0, 1)" or
+    "[1, inf)", where inf stands for LARGEST. All numbers of a list must lie in the interval; None is always allowed.
     """
     for key, interval in ranges.items():
         value, name = getattr(settings, key), f"{section}.{key}" if section else key
@@ -54,13 +53,13 @@ def _parts(interval: str) -> tuple[str, float, float, str]:
 
 
 def check_device(name: str, value: str) -> None:
-    """Raise ValueError unless `value` is empty or a torch device that this machine has."""
+    """Raise ValueError unless `value` is empty or a torch device of this machine."""
     try:
         device = torch.device(value or "cpu")
     except RuntimeError as error:
         raise ValueError(f"{name} must be a torch device such as cpu, cuda or cuda:1, got {value!r}") from error
     if device.type == "meta":
-        raise ValueError(f"{name}=meta holds no values; name a device that computes, such as cpu or cuda")
-    there = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type)
-    if there is not None and (device.index or 0) >= there:
-        raise ValueError(f"{name}={value} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(f"{name}=meta holds no values; use a device such as cpu or cuda")
+    count = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type)
+    if count is not None and (device.index or 0) >= count:
+        raise ValueError(f"{name}={value} does not exist: this machine has {torch.cuda.device_count()} CUDA devices")

@@ -202,9 +202,9 @@ def test_selection_of_cases():
 
 def test_absent_packages_are_one_line(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    assert peers.missing("fla") == "fla: the package fla is not installed"
-    assert peers.missing("flash_bla").endswith("checkout of fla-org/flash-bidirectional-linear-attention)")
-    assert peers.missing("ours") is None
+    assert peers.why_unavailable("fla") == "fla: the package fla is not installed"
+    assert peers.why_unavailable("flash_bla").endswith("checkout of fla-org/flash-bidirectional-linear-attention)")
+    assert peers.why_unavailable("ours") is None
 
 
 def test_parts_of_a_step():

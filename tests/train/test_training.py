@@ -261,7 +261,7 @@ def test_final_features_are_learned_from_the_teacher(softmax_run, tmp_path):
     found = [row["features"] for row in read_rows(tmp_path / "a" / "metrics.jsonl") if row["kind"] == "train"]
     assert np.mean(found[-4:]) < 0.8 * np.mean(found[:4])
     wider = ClassificationRun(tiny(tmp_path / "b", model={"kwargs": {"embed_dim": 24}})).model
-    with pytest.raises(ValueError, match=r"needs a teacher of 16 features, it has 24"):
+    with pytest.raises(ValueError, match=r"needs a teacher with 16 features, it has 24"):
         FeatureDistillation(trainer.model, wider)
     wider.reset_classifier(0)
     with pytest.raises(ValueError, match=r"one linear classifier, the teacher has a Identity"):

@@ -1,7 +1,7 @@
-"""Table of adaptive multipole attention: time, time per kernel and error beside softmax with cuDNN and FlexAttention.
+"""Table of adaptive multipole attention: time and error against cuDNN and FlexAttention.
 
-Each case is compiled and checked in a process of its own, all at once, so that a kernel that fails stops no other case;
-then the cases are timed one after the other on the idle GPU.
+Cases are compiled and checked in parallel in separate processes, so that a failing kernel does not affect others; then
+they are timed one by one on the idle GPU.
 """
 
 import functools
@@ -30,13 +30,15 @@ from zoo.errors import unknown_name
 from zoo.io import markdown_table
 from zoo.ranges import check_ranges
 
-SETS = 2  # sets of inputs in rotation
+SETS = 2  # input sets used in rotation
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Shape(NamedTuple):
-    """[B, N, H, D] in bfloat16 on a grid. times: least speed-up over cuDNN, forward and with the backward (None: the
-    forward alone is measured)."""
+    """Shape [B, N, H, D] in bfloat16 with its grid.
+
+    times: target speed-up over cuDNN, forward and with backward (None: only the forward pass is measured).
+    """
 
     b: int
     h: int
@@ -47,7 +49,7 @@ class Shape(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """[B, H, N, D], as result files write it."""
+        """[B, H, N, D], as in result files."""
         return self.b, self.h, functools.reduce(lambda a, b: a * b, self.grid), self.d
 
 
@@ -63,16 +65,16 @@ IMPLS = ("ours", "sdpa_cudnn", "flex")
 
 @dataclass(frozen=True)
 class AdaptiveSettings:
-    """Which part of the table of adaptive multipole attention to measure; the rows are merged into the file.
+    """Selection of the table of adaptive multipole attention; rows are merged into the file.
 
-    shapes: of tokens1k, tokens4k, tokens16k, wan480p, wan720p
-    impls: of ours, sdpa_cudnn, flex (forward alone)
-    selects: of ours: error, mass, mean, near
-    q_tiles: of ours, tokens
-    k_tiles: of ours, tokens
-    density: part of the key tiles that is exact; 0 for that of each shape
-    flex_tile: tokens of a tile of flex, whose blocks cannot be small
-    workers: processes that compile and check at once
+    shapes: tokens1k, tokens4k, tokens16k, wan480p, wan720p
+    impls: ours, sdpa_cudnn, flex (forward only)
+    selects: choices of exact tiles (ours): error, mass, mean, near
+    q_tiles: tokens per query tile (ours)
+    k_tiles: tokens per key tile (ours)
+    density: fraction of exact key tiles; 0 for the default of each shape
+    flex_tile: tokens per tile of flex, whose blocks cannot be small
+    workers: number of processes that compile and check in parallel
     json: result file to add to
     """
 
@@ -103,19 +105,19 @@ class Case(NamedTuple):
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """What is timed."""
+        """Measured passes."""
         one_way = self.impl == "flex" or SHAPES[self.shape].times[1] is None
         return ("forward",) if one_way else ("forward", "forward_backward")
 
     def row(self, which: str) -> dict[str, Any]:
-        """The keys of a row that say what was run."""
+        """Keys of a row that identify the case."""
         op = "softmax_attention" if self.impl == "sdpa_cudnn" else "adaptive_multipole"
         sizes = list(SHAPES[self.shape].sizes)
         return {"op": op, "impl": self.impl, "shape": sizes, "options": self.options, "pass": which}
 
 
 def cases(s: AdaptiveSettings) -> list[Case]:
-    """Every case of the selection."""
+    """Return all cases of the selection."""
     out = []
     for name in s.shapes:
         shape = SHAPES[name]
@@ -149,31 +151,31 @@ def run(settings: AdaptiveSettings, command: str) -> dict[str, Any]:
 
 
 def check_all(todo: list[Case], pool: Executor) -> list[dict[str, Any]]:
-    """The errors of each case by pass, or a `reason`; our implementation runs in the pool of processes."""
+    """Return the errors of each case by pass, or a `reason`; ours runs in a pool of processes."""
     waiting = [pool.submit(errors, case) if case.impl == "ours" else None for case in todo]
     found: list[dict[str, Any]] = []
     for one in waiting:
         try:
             found.append({} if one is None else one.result())
-        except Exception as error:  # compilers and devices raise errors of many types; the other cases still run
+        except Exception as error:  # compilers and devices raise many types; continue with the other cases
             found.append(reason(error))
     return found
 
 
 def reason(error: Exception) -> dict[str, str]:
-    """The row of a failure."""
+    """Return the row of a failure."""
     return {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
 def inputs(shape: Shape, seed: int, device: str = "cuda") -> list[Tensor]:
-    """q, k, v and the gradient of the output, [B, N, H, D]."""
+    """Return q, k, v and the gradient of the output, [B, N, H, D]."""
     b, h, n, d = shape.sizes
     g = torch.Generator(device).manual_seed(seed)
     return [torch.randn(b, n, h, d, generator=g, device=device, dtype=torch.bfloat16) for _ in range(4)]
 
 
 def make(case: Case) -> Call:
-    """The function that is timed."""
+    """Build the function to time."""
     if case.impl == "sdpa_cudnn":
         return _cudnn
     if case.impl == "flex":
@@ -189,8 +191,10 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def timed(case: Case, checked: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """By pass device time, way of timing, peak memory and, of ours, the error and the time of each kernel, or a
-    `reason`."""
+    """Return device time, timer and peak memory by pass, or a `reason`.
+
+    For ours also the error and the time per kernel.
+    """
     if "reason" in checked:
         yield from ((which, dict(checked)) for which in case.passes)
         return
@@ -203,7 +207,7 @@ def timed(case: Case, checked: dict[str, Any]) -> Iterator[tuple[str, dict[str, 
 
 
 def measured(case: Case, which: str) -> dict[str, Any]:
-    """The values of a row."""
+    """Return the values of a row."""
     call, sets = make(case), [inputs(SHAPES[case.shape], seed) for seed in range(SETS)]
     calls = [functools.partial(one_pass, call, x, which) for x in sets]
     for each in calls:
@@ -217,7 +221,7 @@ def measured(case: Case, which: str) -> dict[str, Any]:
 
 
 def one_pass(call: Call, x: list[Tensor], which: str) -> Any:
-    """o, or o and the gradients of q, k, v."""
+    """Return o, or o and the gradients of q, k, v."""
     if which == "forward":
         with torch.no_grad():
             return call(*x[:3])
@@ -227,8 +231,10 @@ def one_pass(call: Call, x: list[Tensor], which: str) -> Any:
 
 
 def errors(case: Case) -> dict[str, float]:
-    """Largest relative L2 error of ours by pass: of o, and with the backward of the gradients too, for the first and
-    the last head. The truth is the torch form in float64 with the tiles that ours chose."""
+    """Return the largest relative L2 error of ours by pass, over the first and the last head.
+
+    The backward pass includes the gradients. The reference is the torch form in float64 with the tiles that ours chose.
+    """
     shape = SHAPES[case.shape]
     x, scale = inputs(shape, 0), shape.d**-0.5
     found = {which: one_pass(make(case), x, which) for which in case.passes}
@@ -238,11 +244,11 @@ def errors(case: Case) -> dict[str, float]:
         one = [t[i : i + 1, :, j : j + 1].double() for t in x]
         wide = prepare(*one[:3], **case.options, q_scale=scale)
 
-        def truth(*tokens: Tensor, wide: AdaptiveCall = wide, own: Tensor = chosen[i, j][None, None]) -> Tensor:
+        def reference(*tokens: Tensor, wide: AdaptiveCall = wide, own: Tensor = chosen[i, j][None, None]) -> Tensor:
             return evaluate(wide._replace(q=tokens[0], k=tokens[1], v=tokens[2]), own)
 
         for which in case.passes:
-            both = [flat(result) for result in (found[which], one_pass(truth, one, which))]
+            both = [flat(result) for result in (found[which], one_pass(reference, one, which))]
             for a, b in zip(*both, strict=True):
                 a = a[i : i + 1, :, j : j + 1].double()
                 worst[which] = max(worst[which], float(f"{float((a - b).norm() / b.norm()):.3g}"))
@@ -250,12 +256,12 @@ def errors(case: Case) -> dict[str, float]:
 
 
 def flat(result: Any) -> list[Tensor]:
-    """o, or o and its gradients, in one list."""
+    """Return o, or o and its gradients, as one list."""
     return [result] if isinstance(result, Tensor) else [result[0], *result[1]]
 
 
 def text(result: dict[str, Any]) -> str:
-    """The tables in Markdown: milliseconds, times cuDNN and the target; microseconds of each kernel of ours."""
+    """Return Markdown tables: milliseconds, speed-up over cuDNN and target; microseconds per kernel of ours."""
     softmax = {(str(r["shape"]), r["pass"]): r["us"] for r in result["rows"] if r["impl"] == "sdpa_cudnn"}
     names = {str(list(shape.sizes)): name for name, shape in SHAPES.items()}
     kernels = list(dict.fromkeys(name for r in result["rows"] for name in r.get("kernels_us", ())))

@@ -1,4 +1,4 @@
-"""The first call of a case, on its full shape: how long it took, and how far from float64 it is."""
+"""First call of a case on its full shape: its duration and its error against float64."""
 
 import time
 from typing import NamedTuple
@@ -7,18 +7,21 @@ import torch
 from torch import Tensor
 
 import hla_kernels
-from benchmarks.peers import Case, coefficients, make, of_operator, truth, wanted
+from benchmarks.peers import Case, coefficients, inputs_with_grad, make, of_operator, reference_output
 from benchmarks.shapes import ALL_SHAPES
 
-# Relative errors at which a time means nothing. Plain torch in bfloat16 loses 2e-3 to 1e-2, but up to a tenth in the
-# gradient of a ratio, which is a small difference of large sums; a wrong sign or a missing term gives about one.
+# Relative errors above which a case is not timed. Plain torch in bfloat16 has 2e-3 to 1e-2, and up to 0.1 in the
+# gradient of a ratio, a small difference of large sums; a wrong sign or a missing term gives about 1.
 WRONG_OUTPUT, WRONG_GRADIENT = 5e-2, 0.5
 
 
 class Checked(NamedTuple):
-    """Relative L2 errors of o and of the worst of dq, dk, dv, by pass; seconds of the first calls, compilation
-    included: forward and backward, then a forward without a gradient; which implementation `auto` chose (ours only).
-    problem: one sentence when the case cannot be timed."""
+    """Result of the first calls of a case.
+
+    errors: relative L2 errors of o and of the worst of dq, dk, dv, by pass. seconds: durations with compilation:
+    forward and backward, then forward without gradient. chosen: implementation that `auto` selected (ours only).
+    problem: reason why the case cannot be timed.
+    """
 
     rel_err: dict[str, float]
     first_s: dict[str, float]
@@ -27,7 +30,7 @@ class Checked(NamedTuple):
 
 
 def inputs(shape: str, seed: int, device: str) -> tuple[Tensor, Tensor]:
-    """Random qkv [B, N, 3, H, D] that wants a gradient, and a gradient of o [B, N, H, D]."""
+    """Return random qkv [B, N, 3, H, D] with gradient and a gradient of o [B, N, H, D]."""
     b, h, n, d = ALL_SHAPES[shape].sizes
     generator = torch.Generator(device).manual_seed(seed)
     qkv, grad = (
@@ -38,25 +41,25 @@ def inputs(shape: str, seed: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 def check(case: Case, device: str = "cuda") -> Checked:
-    """Run a case once forward and backward and once forward and compare three of its heads with float64."""
+    """Run a case once with and once without backward, and compare three heads with float64."""
     try:
         return _check(case, device)
-    except Exception as error:  # a peer that fails is a result, and the others still run
+    except Exception as error:  # a failing peer is a result; continue with the others
         sentence = " ".join(str(error).split())[:200]
         return Checked({}, {}, problem=f"{type(error).__name__}: {sentence}")
     finally:
         if device == "cuda":
-            torch.cuda.empty_cache()  # the processes of the pool share one memory
+            torch.cuda.empty_cache()  # the processes of the pool share the GPU memory
 
 
 def _check(case: Case, device: str) -> Checked:
     qkv, grad = inputs(case.shape, 0, device)
-    torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)  # the libraries start before the clock
+    torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)  # initialise the libraries before timing
     _wait(device)
     start = time.perf_counter()
     call, c = make(case), coefficients(case, device)
     o = call(qkv, c)
-    (found, *_) = torch.autograd.grad(o, wanted(qkv, c), grad)
+    (found, *_) = torch.autograd.grad(o, inputs_with_grad(qkv, c), grad)
     _wait(device)
     both_s = time.perf_counter() - start
     start = time.perf_counter()
@@ -76,21 +79,21 @@ def _check(case: Case, device: str) -> Checked:
 
 
 def errors(case: Case, qkv: Tensor, o: Tensor, grad: Tensor, found: Tensor, c: Tensor | None) -> tuple[float, float]:
-    """Relative L2 errors of o and of the worst of dq, dk, dv over the first, a middle and the last head."""
+    """Compute relative L2 errors of o and of the worst of dq, dk, dv over the first, a middle and the last head."""
     b, h = qkv.shape[0], qkv.shape[3]
-    squares = torch.zeros(2, 4, dtype=torch.float64, device=qkv.device)  # (difference, truth) x (o, dq, dk, dv)
+    squares = torch.zeros(2, 4, dtype=torch.float64, device=qkv.device)  # (difference, reference) x (o, dq, dk, dv)
     for i, j in dict.fromkeys([(0, 0), (b // 2, h // 2), (b - 1, h - 1)]):
         q, k, v = (qkv[i, :, t, j].detach().double()[None, None].requires_grad_() for t in range(3))
-        # coefficients are of heads, a mixing matrix of all
+        # coefficients are per head, a mixing matrix is shared
         own = None if c is None else (c if case.op == "mhla" else c[j : j + 1]).detach().double()
-        exact = truth(case, q, k, v, own)
+        exact = reference_output(case, q, k, v, own)
         right = [exact, *torch.autograd.grad(exact, (q, k, v), grad[i, :, j].double()[None, None])]
         got = [o[i, :, j], *found[i, :, :, j].unbind(1)]
         for place, (x, y) in enumerate(zip(got, right, strict=True)):
             squares[0, place] += (x.detach().double() - y[0, 0].detach()).square().sum()
             squares[1, place] += y.detach().square().sum()
     relative = (squares[0] / squares[1]).sqrt().tolist()
-    return relative[0], float(torch.tensor(relative[1:]).max())  # a NaN stays one
+    return relative[0], float(torch.tensor(relative[1:]).max())  # propagates NaN
 
 
 def _wait(device: str) -> None:

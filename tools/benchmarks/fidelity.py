@@ -1,4 +1,4 @@
-"""Fidelity table: trained softmax classifiers whose layers all get adaptive multipole attention, without training."""
+"""Fidelity table: trained softmax classifiers with adaptive multipole attention, without training."""
 
 import itertools
 import math
@@ -32,16 +32,16 @@ LINES = {"first": "-", "variance": "--", "mean": ":"}
 
 @dataclass(frozen=True)
 class FidelitySettings:
-    """Which softmax classifiers are changed, how, and on which images; the rows are merged into the file.
+    """Softmax classifiers, options and images; rows are merged into the file.
 
-    models: run folders or .safetensors files of softmax classifiers whose tokens lie on a grid
+    models: run folders or .safetensors files of softmax classifiers with a token grid
     selects: error, mass, mean
     fars: first, variance, mean
-    q_tiles: tokens that share a choice of key tiles
-    k_tiles: tokens of a key tile
-    densities: parts of the key tiles that are exact
-    images: validation images, evenly spread over all; 0 for all
-    batch_size: images at once
+    q_tiles: tokens per query tile
+    k_tiles: tokens per key tile
+    densities: fractions of exact key tiles
+    images: number of validation images, evenly spaced; 0 for all
+    batch_size: images per batch
     device: torch device; empty takes the accelerator if there is one
     json: result file to add to
     picture: PNG to draw from the whole file
@@ -70,7 +70,7 @@ class FidelitySettings:
 
 
 def run(settings: FidelitySettings, command: str) -> dict[str, Any]:
-    """Measure the selection and return the whole file. Raises ValueError for models whose attention is not softmax."""
+    """Measure the selection and return the whole file. Raises ValueError for models that are not softmax."""
     if not settings.models:
         raise ValueError("name what to measure: models=[RUN_FOLDER, ...]")
     device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -88,9 +88,12 @@ def run(settings: FidelitySettings, command: str) -> dict[str, Any]:
 
 
 def measured(candidate: Candidate, settings: FidelitySettings, device: torch.device) -> Iterator[dict[str, Any]]:
-    """One row for each combination of options: kl, the mean divergence KL(softmax || changed) of the class
-    probabilities in nats; same, part of the images with the same most likely class; top1 and softmax_top1 in percent;
-    seconds."""
+    """Return one row per combination of options.
+
+    kl: mean KL(softmax || changed) of class probabilities in nats. same: fraction of images with the same top class.
+    top1,
+    softmax_top1: accuracies in percent. seconds: duration.
+    """
     model: Any = candidate.model.to(device).eval()
     images, labels = load_images(candidate, settings, device)
     wanted = logits(model, images)
@@ -113,7 +116,7 @@ def measured(candidate: Candidate, settings: FidelitySettings, device: torch.dev
 def load_images(
     candidate: Candidate, settings: FidelitySettings, device: torch.device
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """(batches of images, labels of all) on the device, evenly spread over the validation set."""
+    """Return (batches of images, labels) on the device, evenly spaced in the validation set."""
     source = open_validation(settings.data, candidate.classes)
     loaded = LoadedImages(source, candidate.spec, AugmentSettings(), 0, torch.device("cpu"), settings.data.workers)
     batches = list(loaded.evaluation(settings.batch_size))
@@ -125,28 +128,28 @@ def load_images(
 
 @torch.no_grad()
 def logits(model: nn.Module, images: tuple[Tensor, ...]) -> Tensor:
-    """[N, K] float64 of all batches."""
+    """Compute logits [N, K] of all batches in float64."""
     return torch.cat([model(batch).double() for batch in images])
 
 
 def tokens_of(model: nn.Module) -> int:
-    """Tokens of the grid that attention had in the last call."""
+    """Return the number of grid tokens in the last call."""
     return next(math.prod(m.grid) for m in model.modules() if isinstance(m, Site) and m.grid is not None)
 
 
 def seed_of(folder: Path) -> int | None:
-    """The seed of a run folder, None for other files."""
+    """Return the seed of a run folder, None for other files."""
     file = folder / "config.yaml"
     return yaml.safe_load(file.read_text())["run"]["seed"] if file.is_file() else None
 
 
 def percent(right: Tensor) -> float:
-    """Part of the true values."""
+    """Return the percentage of true values."""
     return round(100 * float(right.float().mean()), 2)
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Write a PNG: the divergence over the density, a panel for each number of tokens and key tile, mean over seeds."""
+    """Draw the divergence over the density, one panel per number of tokens and key tile, averaged over seeds."""
     panels: dict[tuple[int, int], dict[tuple[str, str], dict[float, list[float]]]] = {}
     for row in result["rows"]:
         lines = panels.setdefault((row["tokens"], row["k_tile"]), {})
@@ -169,7 +172,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 
 def text(result: dict[str, Any]) -> str:
-    """The rows in Markdown, least divergence at each density first."""
+    """Return the rows as Markdown, sorted by divergence within each density."""
     head = ["model", "seed", "tokens", "density", "select", "far", "q_tile", "k_tile", "kl", "same", "top1"]
     head += ["softmax_top1"]
     order = sorted(result["rows"], key=lambda r: (r["model"], r["tokens"], r["density"], r["kl"]))

@@ -1,8 +1,8 @@
-"""The forward of adaptive multipole attention composed of torch's FlexAttention: the peer of the fused operator.
+"""FlexAttention peer of the adaptive multipole operator, forward only.
 
-Tokens are copied into tile order; one call reads the chosen key tiles through a block mask, a second one the pooled
-keys, and their results are merged by the logarithms of their divisors. The choice is by mean queries, and the
-first-order term is left out: both make the peer cheaper.
+Tokens are copied to tile order. One call attends to the selected key tiles with a block mask, a second one to the
+pooled keys; the results are merged by their log denominators. Tiles are selected by mean queries and the first-order
+term is omitted, which both make the peer cheaper.
 """
 
 import functools
@@ -25,8 +25,10 @@ def adaptive(
     q: Tensor, k: Tensor, v: Tensor, *, grid: tuple[int, ...], density: float, q_tile: int, k_tile: int,
     attention: Callable[..., Any] = flex_attention,
 ) -> Tensor:  # fmt: skip
-    """o [B, N, H, D] of q, k, v [B, N, H, D] with select="mean", far="variance" and scale D^-1/2. attention:
-    `flex_attention` or its compiled form, which alone is sparse."""
+    """Compute o [B, N, H, D] of q, k, v [B, N, H, D] with select="mean", far="variance" and scale D^-1/2.
+
+    attention: `flex_attention` or its compiled form; only the latter is sparse.
+    """
     field, scale = Field(grid, 0, 0, q_tile, k_tile), q.shape[-1] ** -0.5
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     x = Heads(q * scale, k, v, None)
@@ -53,14 +55,14 @@ def _table(field: Field, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _places(field: Field, device: torch.device) -> Tensor:
-    """The slot of each token."""
+    """Return the slot of each token."""
     table = _table(field, device).flatten()
     found = torch.zeros(field.n_tokens + 1, dtype=torch.int64, device=device)
     return found.scatter(0, table, torch.arange(len(table), device=device))[:-1]
 
 
 def _block_mask(chosen: Tensor, live: Tensor, field: Field) -> tuple[BlockMask, Tensor]:
-    """(block mask of the exact tiles, [B, H, U, T] bool of them)."""
+    """Return (block mask of the exact tiles, the same as [B, H, U, T] bool)."""
     b, h, u, k = chosen.shape
     t = field.n_key_tiles
     is_chosen = torch.zeros(b, h, u, t, dtype=torch.bool, device=chosen.device).scatter(-1, chosen, True)
@@ -78,8 +80,10 @@ def _block_mask(chosen: Tensor, live: Tensor, field: Field) -> tuple[BlockMask, 
 def _far(
     tiles: Tensor, x: Pooled, is_chosen: Tensor, field: Field, attention: Callable[..., Any]
 ) -> tuple[Tensor, Tensor]:
-    """(o, logarithm of the divisor) of the pooled keys of other tiles: scores with variances are products of twice as
-    many channels."""
+    """Return (o, log denominator) of the pooled keys of other tiles.
+
+    Scores with variances are products of twice as many channels.
+    """
     q = tiles.flatten(2, 3)
     wide_q, wide_k = torch.cat([q, q.square()], -1), torch.cat([x.mean, x.variance / 2], -1)
     logn, q_tile = x.n[0, 0].log(), field.q_tile

@@ -1,7 +1,7 @@
-"""The operators written as a user of torch writes them: the eager peer in bfloat16, and the truth in float64.
+"""Operators in plain torch: the eager peer in bfloat16 and the reference in float64.
 
-Independent of `hla_kernels` except for its symbols: P = K'V / N, S = K'K / N, C = Q'V / N, R = K'Q / N, Qm = Q'Q / N.
-All tensors here are [B, H, N, D].
+Independent of `hla_kernels`. Symbols: P = K'V / N, S = K'K / N, C = Q'V / N, R = K'Q / N, Qm = Q'Q / N. All tensors are
+[B, H, N, D].
 """
 
 import functools
@@ -21,8 +21,10 @@ def plain(
     op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None = None, *, feature_map: str | None = None,
     normalize: bool = False, center: str | None = None, mean_path: bool = False, eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
-    """o = q M of a two-sided operator; coefficients [H, 4] belong to polynomial. Maps: None, "relu", "elu1" and
-    "softmax_pair"."""
+    """Compute o = q M of a two-sided operator.
+
+    coefficients: [H, 4], polynomial only. Feature maps: None, "relu", "elu1" and "softmax_pair".
+    """
     if feature_map == "relu":
         q, k = q.relu(), k.relu()
     if feature_map == "elu1":
@@ -42,7 +44,7 @@ def plain(
 
 
 def _matrix(op: str, q: Tensor, k: Tensor, c: Tensor | None, with_values: Callable[[Tensor], Tensor]) -> Tensor:
-    """M of one order, or of their mixture; `with_values(x)` is the moment of x with v (or with ones)."""
+    """Compute M of one order or of their mixture; `with_values(x)` is the moment of x with v (or with ones)."""
     n = q.shape[-2]
     if op == "linear_attention":
         return with_values(k)
@@ -60,7 +62,7 @@ def _matrix(op: str, q: Tensor, k: Tensor, c: Tensor | None, with_values: Callab
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k' / sqrt(D)) v, a chunk of queries at a time, recomputed in the backward: N x N is never stored."""
+    """Compute softmax(q k' / sqrt(D)) v in chunks of queries, recomputed in the backward pass."""
 
     def rows(part: Tensor) -> Tensor:
         return (part @ k.mT * part.shape[-1] ** -0.5).softmax(-1) @ v
@@ -69,8 +71,7 @@ def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def taylor(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor) -> Tensor:
-    """The average of v with the weights 1 + c1 s + c2 s^2 / 2, s = q.(k - mean k) / sqrt(D), c [H, 2]; in chunks as in
-    `softmax`."""
+    """Average v with weights 1 + c1 s + c2 s^2 / 2, s = q.(k - mean k) / sqrt(D), c [H, 2]; chunks as in `softmax`."""
     k, c = k - k.mean(-2, keepdim=True), coefficients.to(q.dtype)[:, :, None, None]
 
     def rows(part: Tensor) -> Tensor:
@@ -84,8 +85,11 @@ def taylor(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor) -> Tensor:
 def multipole(
     q: Tensor, k: Tensor, v: Tensor, *, grid: tuple[int, ...], blocks: tuple[int, ...], radius: int, degree: int
 ) -> Tensor:
-    """softmax(q k' / sqrt(D)) v with exp(s) of tokens that are farther than `radius` along an axis of the grid expanded
-    around a, the mean of s over the block of the key, up to (s - a)^degree; in chunks as in `softmax`."""
+    """Compute softmax(q k' / sqrt(D)) v with an expanded far field, in chunks as in `softmax`.
+
+    For tokens farther than `radius` along an axis of the grid, exp(s) is expanded around a, the mean of s over the
+    block of the key, up to (s - a)^degree.
+    """
     axes = [torch.arange(length, device=q.device) for length in grid]
     places = torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1)
     own = torch.zeros_like(places[0])
@@ -107,7 +111,7 @@ def multipole(
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """o_t = sum_{j <= t} (q_t . k_j) v_j, chunk by chunk with the state K'V of the tokens before."""
+    """Compute o_t = sum_{j <= t} (q_t . k_j) v_j in chunks, with the state K'V of the preceding tokens."""
     state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
     out = []
     for a, b, c in zip(*(x.split(CHUNK, -2) for x in (q, k, v)), strict=True):
@@ -121,14 +125,16 @@ def mixed(
     feature_map: str = "relu", normalize: bool = True, eps: float = 1e-6, order: str = "la", rotary: bool = False,
     moments: str = "",
 ) -> Tensor:  # fmt: skip
-    """MHLA in the paper's form: tokens in block order, K_b'V_b of each block, their mixtures, o = q S~ / (q.z~), q and
-    k in S~ turned by `angles` (rotary); without the ratio times M / N. The higher orders mix two moments of each block.
-    Blocks that are narrower than the widest are filled with zeros. moments: read by ours alone."""
+    """Compute MHLA as in the paper: tokens in block order, K_b'V_b per block, their mixtures, o = q S~ / (q.z~).
+
+    q and k in S~ are rotated by `angles` (rotary); without the ratio o is multiplied by M / N. Higher orders mix two
+    moments per block. Narrow blocks are padded with zeros. moments: used by ours only.
+    """
     assert feature_map == "relu" and (order == "la" or not normalize)
     places, back = _blocks(tuple(grid), tuple(blocks), q.device)
     n, m = q.shape[-2], mixing.to(q.dtype)
     q, k = q.relu(), k.relu()
-    tokens = [q, k, v, *(turned(x, *angles(n, q.shape[-1], q.device)) for x in (q, k) if rotary)]
+    tokens = [q, k, v, *(rotated(x, *angles(n, q.shape[-1], q.device)) for x in (q, k) if rotary)]
     if any(length % cuts for length, cuts in zip(grid, blocks, strict=True)):
         tokens = [F.pad(x, (0, 0, 0, 1)) for x in tokens]
     q, k, v, *rest = (x[..., places, :] for x in tokens)
@@ -144,7 +150,7 @@ def mixed(
     else:
         o = turned_q @ (mix(turned_k.mT @ turned_k) @ mix(turned_q.mT @ v))
     if normalize:
-        o = o / (q @ (m @ k.sum(-2))[..., None] + eps * n / len(m))  # eps belongs to means
+        o = o / (q @ (m @ k.sum(-2))[..., None] + eps * n / len(m))  # eps is relative to means
     else:
         o = o * (len(m) / n) ** (1 if order == "la" else 2)
     return o.flatten(-3, -2)[..., back, :]
@@ -152,21 +158,21 @@ def mixed(
 
 @functools.lru_cache
 def angles(n: int, d: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [N, D / 2] of a rotary embedding of the places 0 .. N - 1, base 10000."""
+    """Return (cos, sin) [N, D / 2] of a rotary embedding of positions 0 .. N - 1 with base 10000."""
     places = torch.arange(n, device=device, dtype=torch.float64)
     x = places[:, None] * 10000.0 ** -torch.linspace(0, 1, d // 2, device=device, dtype=torch.float64)
     return x.cos().float(), x.sin().float()
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Channels (2i, 2i + 1) of x turned, in float32 at least."""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channels (2i, 2i + 1) of x in at least float32."""
     even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2).to(x.dtype)
 
 
 @functools.lru_cache
 def _blocks(grid: tuple[int, ...], blocks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tokens of each block [M, W], N behind the last one of a narrow block, and the place of each token."""
+    """Return the tokens of each block [M, W], N for padding of narrow blocks, and the position of each token."""
     cuts = [[range(i * n // m, (i + 1) * n // m) for i in range(m)] for n, m in zip(grid, blocks, strict=True)]
     numbers = torch.arange(math.prod(grid)).reshape(grid)
     lists = [numbers[torch.meshgrid(*map(torch.tensor, box), indexing="ij")].flatten() for box in product(*cuts)]
@@ -175,8 +181,10 @@ def _blocks(grid: tuple[int, ...], blocks: tuple[int, ...], device: torch.device
 
 
 def locality(blocks: tuple[int, ...]) -> Tensor:
-    """The paper's linear initialisation of the mixing matrix: 1 - distance of the blocks over the largest one of the
-    row, rows that sum to one."""
+    """Return the linear initialisation of the mixing matrix of the paper.
+
+    1 - distance of the blocks relative to the row maximum; rows sum to one.
+    """
     places = torch.tensor(list(product(*map(range, blocks))), dtype=torch.float32)
     distance = torch.cdist(places, places)
     near = 1 - distance / distance.amax(1, keepdim=True)

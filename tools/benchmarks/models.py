@@ -1,11 +1,11 @@
-"""The model tables: whole models, inference and training steps, softmax against linear mixers.
+"""Model tables: inference and training steps of whole models, softmax against linear mixers.
 
-The same for all mixers: batch sizes, bfloat16 weights for inference, a fused AdamW for training, whose weights are
-float32 under bfloat16 autocast or bfloat16 themselves (then so are the residual stream and AdamW's averages), and,
-where compiled, every block compiled by itself (the blocks share one compilation) and what of a ViT lies around them;
-inductor measures the tiles of what it fuses. Patches of a ViT are embedded by a product of matrices, compiled or not
-(`zoo.models.timm.patches`). Weights and inputs are random. Batches keep an H200 busy for longer than a host needs to
-launch a step. A mixer with a pattern behind it, such as "ahla every:3", keeps softmax in these blocks.
+Batch sizes, bfloat16 weights for inference and fused AdamW for training are the same for all mixers. Training weights
+are float32 under bfloat16 autocast, or bfloat16 (then the residual stream and AdamW's moments are, too). With
+torch.compile, each block is compiled (blocks share one compilation), and for a ViT the layers around the blocks;
+inductor autotunes. Patches of a ViT are embedded by a matrix product (`zoo.models.timm.patches`). Weights and inputs
+are random. Batches keep an H200 busy for longer than the host needs to launch a step. "ahla every:3" keeps softmax in
+every third block.
 """
 
 import contextlib
@@ -37,12 +37,15 @@ BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTEN
 VIDEO_MIXERS = ("softmax", "ahla every:3", "ahla", "mhla every:3", "mhla", "la")
 SECONDS, WARM_UP, LEAST_STEPS = 1.0, 3, 4
 COMPILE: dict[str, Any] = {"dynamic": False, "options": {"max_autotune_pointwise": True}}
-WAN_FRAMES, WAN_WIDTH = 21, 832  # latent frames of 81, and pixels a line
+WAN_FRAMES, WAN_WIDTH = 21, 832  # latent frames (of 81), width in pixels
 
 
 class Family(NamedTuple):
-    """A model of the table. build: (mixer, pixels) -> model on the current device; blocks: its attribute;
-    batch: samples a step, by pixels; around: attributes that run before and after the blocks."""
+    """Model of the table.
+
+    build: (mixer, pixels) -> model on the current device. blocks: name of its list of blocks. batch: samples per step
+    by pixels. around: names of the layers before and after the blocks.
+    """
 
     build: Callable[[str, int], nn.Module]
     inputs: Callable[[int, int], dict[str, Tensor]]
@@ -99,7 +102,7 @@ def _pixart_inputs(batch: int, size: int) -> dict[str, Tensor]:
 
 
 def _experiment_vit(patch: int) -> Callable[[str, int], nn.Module]:
-    """The model of configs/experiments/imagenette1024.yaml (patch 4) and imagenette4096.yaml (patch 2)."""
+    """Build the model of configs/experiments/imagenette1024.yaml (patch 4) or imagenette4096.yaml (patch 2)."""
 
     def build(mixer: str, size: int) -> nn.Module:
         sizes: dict[str, Any] = {"patch_size": patch, "embed_dim": 192, "depth": 6, "num_heads": 3, "num_classes": 10}
@@ -110,7 +113,7 @@ def _experiment_vit(patch: int) -> Callable[[str, int], nn.Module]:
 
 
 def _pixel_dit(patch: int) -> Callable[[str, int], nn.Module]:
-    """The model of configs/experiments/dit_cifar256.yaml (patch 2) and dit_cifar1024.yaml (patch 1)."""
+    """Build the model of configs/experiments/dit_cifar256.yaml (patch 2) or dit_cifar1024.yaml (patch 1)."""
 
     def build(mixer: str, size: int) -> nn.Module:
         from diffusers import DiTTransformer2DModel
@@ -133,7 +136,7 @@ def _wan(mixer: str, size: int) -> nn.Module:
     from diffusers import WanTransformer3DModel
 
     sizes: dict[str, Any] = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # Wan2.1-T2V-1.3B
-    model: Any = _converted(WanTransformer3DModel(**sizes), mixer, blocks=[3, 5, 10])  # of MHLA's release
+    model: Any = _converted(WanTransformer3DModel(**sizes), mixer, blocks=[3, 5, 10])  # as released with MHLA
     model.enable_gradient_checkpointing()
     return model
 
@@ -175,15 +178,16 @@ MODELS = {
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which part of the model table to measure; the rows are merged into the file.
+    """Selection of the model table; rows are merged into the file.
 
-    models: of vit_small (timm, patches of 16), and of diffusers, with latents of an eighth and patches of 2: dit_xl2,
-      pixart_sigma and wan_1.3b (81 frames, 832 pixels wide, trained with gradient checkpointing); and the models of
-      configs/experiments: vit_width192_patch4, vit_width192_patch2, pixel_dit_patch2, pixel_dit_patch1
-    sizes: pixels of a side; empty for all (ViT 224, 512, 1024; DiT 256, 512, 1024; PixArt 2048; Wan 480 high)
+    models: vit_small (timm, patch 16); diffusers models with latents of 1/8 and patch 2: dit_xl2, pixart_sigma and
+      wan_1.3b (81 frames, 832 pixels wide, trained with gradient checkpointing); models of configs/experiments:
+      vit_width192_patch4, vit_width192_patch2, pixel_dit_patch2, pixel_dit_patch1
+    sizes: pixels per side; empty for all (ViT 224, 512, 1024; DiT 256, 512, 1024; PixArt 2048; Wan height 480)
     modes: infer, train
-    weights: of training, float32 (under bfloat16 autocast) and bfloat16 (timm's --model-dtype); inference has bfloat16
-    mixers: softmax, and mixers of the zoo with their defaults; "ahla every:3" keeps softmax in each third block
+    weights: training weights: float32 (under bfloat16 autocast) or bfloat16 (timm's --model-dtype); inference uses
+      bfloat16
+    mixers: softmax, and mixers with default options; "ahla every:3" keeps softmax in every third block
     compiled: without and with torch.compile
     json: result file to add to
     picture: PNG to draw from the whole file
@@ -212,7 +216,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class VideoSettings(ModelSettings):
-    """Which part of the table of large models to measure, Wan2.1-1.3B first; keys as in `models`."""
+    """Selection of the table of large models, by default Wan2.1-1.3B; keys as in `models`."""
 
     models: list[str] = field(default_factory=lambda: ["wan_1.3b", "dit_xl2", "pixart_sigma"])
     sizes: list[int] = field(default_factory=lambda: [480, 1024, 2048])
@@ -225,7 +229,7 @@ class VideoSettings(ModelSettings):
 
 
 class Setup(NamedTuple):
-    """One row to measure."""
+    """Row to measure."""
 
     model: str
     size: int
@@ -236,7 +240,7 @@ class Setup(NamedTuple):
 
 
 def setups(settings: ModelSettings) -> list[Setup]:
-    """Every row of the selection."""
+    """Return all rows of the selection."""
     return [
         Setup(model, size, mode, weights, mixer, compiled)
         for model in settings.models
@@ -255,13 +259,13 @@ def run(settings: ModelSettings, command: str) -> dict[str, Any]:
     file, todo = Path(settings.json), setups(settings)
     content = rows.start(file, command, package_versions("triton", "diffusers"))
     backends: dict[tuple, dict[str, Any]] = {}
-    torch.backends.cudnn.benchmark = True  # as in timm's own scripts
-    shares(lambda: torch.ones(8, device="cuda").add_(1))  # the profiler takes its time once
+    torch.backends.cudnn.benchmark = True  # as in timm's scripts
+    shares(lambda: torch.ones(8, device="cuda").add_(1))  # warm up the profiler
     for setup in tqdm(todo, desc="models", mininterval=5):
         head = {**setup._asdict(), "tokens": MODELS[setup.model].tokens(setup.size)}
         try:
             row = head | measure(setup, backends)
-        except Exception as error:  # an extra package or a mixer that fails is a result, and the others still run
+        except Exception as error:  # a failure is a result; continue with the others
             row = head | {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
             print(f"not timed: {' '.join(map(str, setup))}: {row['reason']}")
         rows.add(content, row, rows.MODEL_KEY, file)
@@ -269,9 +273,9 @@ def run(settings: ModelSettings, command: str) -> dict[str, Any]:
 
 
 def measure(setup: Setup, known: dict[tuple, dict[str, Any]]) -> dict[str, Any]:
-    """Time, memory and shares of one row; softmax runs on the faster of cuDNN and flash, `known` if found before."""
+    """Return time, memory and shares of a row; softmax uses the faster of cuDNN and flash, `known` if already found."""
     torch._dynamo.reset()
-    gc.collect()  # the model before is in cycles, and would count as memory of this one
+    gc.collect()  # free the previous model, which is in reference cycles
     torch.cuda.empty_cache()
     batch, extra = MODELS[setup.model].batch[setup.size], {}
     if setup.mixer == "softmax":
@@ -288,7 +292,7 @@ def measure(setup: Setup, known: dict[tuple, dict[str, Any]]) -> dict[str, Any]:
 
 
 def faster_backend(setup: Setup, batch: int) -> dict[str, Any]:
-    """The faster SDPA backend, and the ms of a step without compilation on each."""
+    """Return the faster SDPA backend, and the step time in ms of each without compilation."""
     step, found = make_step(setup), {}
     for name, backend in BACKENDS.items():
         with sdpa_kernel(backend):
@@ -297,7 +301,7 @@ def faster_backend(setup: Setup, batch: int) -> dict[str, Any]:
 
 
 def make_step(setup: Setup) -> Callable[[], None]:
-    """A function that runs one step of a new model."""
+    """Return a function that runs one step of a new model."""
     family = MODELS[setup.model]
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -315,7 +319,7 @@ def make_step(setup: Setup) -> Callable[[], None]:
 
 
 def compile_parts(model: nn.Module, family: Family) -> None:
-    """Compile every block, and what is around them."""
+    """Compile each block and the layers around the blocks."""
     around = {name: getattr(model, name) for name in family.around}
     for part in (*getattr(model, family.blocks), *around.values()):
         if isinstance(part, nn.Module):
@@ -352,8 +356,10 @@ def _training(model: nn.Module, batch: dict[str, Tensor], target: Tensor, autoca
 
 
 def speed(step: Callable[[], None], batch: int) -> dict[str, Any]:
-    """Samples per second and ms of a step (wall clock of many steps in a row), and the most memory in MiB, weights and
-    optimizer included."""
+    """Return samples per second, step time in ms (wall clock over many steps), and peak memory in MiB.
+
+    Memory includes weights and optimizer.
+    """
     step()
     once = _elapsed(step, 1)
     for _ in range(WARM_UP):
@@ -371,7 +377,7 @@ def speed(step: Callable[[], None], batch: int) -> dict[str, Any]:
 
 
 def _elapsed(step: Callable[[], None], n: int) -> float:
-    """Milliseconds of n steps in a row."""
+    """Return the milliseconds of n consecutive steps."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()

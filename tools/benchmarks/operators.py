@@ -1,5 +1,8 @@
-"""The operator table: every case is checked in a process of a pool, so that compilers run side by side and nothing is
-timed that is wrong; then the cases are timed one after the other on the idle GPU."""
+"""Operator table: time, peak memory and error of each case.
+
+Cases are compiled and checked in parallel in a pool of processes, so that nothing wrong is timed; then they are timed
+one by one on the idle GPU.
+"""
 
 import contextlib
 import multiprocessing
@@ -28,9 +31,9 @@ from benchmarks.peers import (
     Case,
     cases,
     coefficients,
+    inputs_with_grad,
     make,
-    missing,
-    wanted,
+    why_unavailable,
 )
 from benchmarks.shapes import ALL_SHAPES, OPS, PASSES, SHAPES, floor_us
 from benchmarks.timing import copy_rate, measure, peak_mib
@@ -38,24 +41,23 @@ from zoo.errors import unknown_name
 from zoo.ranges import check_ranges
 
 IMPLS = ("ours", "sdpa_cudnn", "sdpa_flash", "eager", "compiled", "fla", "flash_bla")
-SETS = 3  # sets of inputs in rotation
-L2_BYTES = 60e6  # of an H200: smaller tensors are also timed with a single set, `warm_us`
+SETS = 3  # input sets used in rotation
+L2_BYTES = 60e6  # L2 cache of an H200; smaller tensors are also timed with a single input set (`warm_us`)
 
 
 @dataclass(frozen=True)
 class KernelSettings:
-    """Which part of the operator table to measure; the rows are merged into the file.
+    """Selection of the operator table; rows are merged into the file.
 
-    shapes: of vit224, vit512, dit256, dit512, tokens16k, wan480p; wan800, dits512 (with wan480p those of mhla),
-        tokens4k (of multipole)
-    ops: two-sided operators, mhla, taylor2, multipole; softmax and causal peers have one each, timed whatever is
-        named here
+    shapes: vit224, vit512, dit256, dit512, tokens16k, wan480p; wan800, dits512 (with wan480p the shapes of mhla),
+      tokens4k (multipole)
+    ops: two-sided operators, mhla, taylor2, multipole; softmax and causal peers are always timed
     impls: ours and the peers
-    options: identity (unnormalised), elu1_ratio, center_mean (centred keys and mean-value path), relu, relu_ratio,
-        pair_ratio (features of both softmaxes, twice as many as channels); fixed (of polynomial: coefficients that need
-        no gradient); of mhla alone: relu, relu_ratio, float32 (moments), rotary, rotary_ratio, order_ahla, order_hla2;
-        of multipole alone: degree0, degree1
-    workers: processes that compile and check at once
+    options: identity (unnormalised), elu1_ratio, center_mean (centred keys and mean path), relu, relu_ratio, pair_ratio
+      (softmax pair features, twice as many as channels); fixed (polynomial: coefficients without gradient); mhla only:
+      relu, relu_ratio, float32 (moments), rotary, rotary_ratio, order_ahla, order_hla2; multipole only: degree0,
+      degree1
+    workers: number of processes that compile and check in parallel
     json: result file to add to
     picture: PNG to draw from the whole file
     """
@@ -81,7 +83,7 @@ class KernelSettings:
 def run(settings: KernelSettings, command: str) -> dict[str, Any]:
     """Measure the selection and return the whole file. Raises ValueError without a GPU."""
     need_gpu("kernels")
-    absent = {impl: sentence for impl in settings.impls if (sentence := missing(impl))}
+    absent = {impl: reason for impl in settings.impls if (reason := why_unavailable(impl))}
     for sentence in absent.values():
         print(f"not timed: {sentence}")
     impls = [impl for impl in settings.impls if impl not in absent]
@@ -89,7 +91,7 @@ def run(settings: KernelSettings, command: str) -> dict[str, Any]:
     file = Path(settings.json)
     content = rows.start(file, command, package_versions("triton", "fla-core"))
     record = partial(rows.add, content, names=rows.KERNEL_KEY, file=file)
-    with tempfile.TemporaryDirectory() as cache:  # an empty cache, so that compile times are those of a first use
+    with tempfile.TemporaryDirectory() as cache:  # an empty cache, to measure first compile times
         for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
             os.environ[name] = f"{cache}/{name}"
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the pool is parallel already
@@ -115,7 +117,7 @@ def need_gpu(what: str) -> None:
 
 
 def package_versions(*names: str) -> dict[str, str]:
-    """Versions of those of the packages that are installed."""
+    """Return the versions of the installed packages."""
     out = {}
     for name in names:
         with contextlib.suppress(PackageNotFoundError):
@@ -124,11 +126,11 @@ def package_versions(*names: str) -> dict[str, str]:
 
 
 def check_all(todo: list[Case], workers: int) -> dict[Case, Checked]:
-    """`check` of every case, in processes of their own."""
+    """Run `check` for every case in a pool of processes."""
     context = multiprocessing.get_context("spawn")
     out = {}
     with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context) as pool:
-        first = sorted(todo, key=lambda case: case.impl != "fla")  # it tunes itself for a minute
+        first = sorted(todo, key=lambda case: case.impl != "fla")  # fla autotunes for a minute
         waiting = {pool.submit(check, case): case for case in first}
         for done in tqdm(as_completed(waiting), total=len(todo), desc="compile and check", mininterval=5):
             out[waiting[done]] = done.result()
@@ -136,7 +138,7 @@ def check_all(todo: list[Case], workers: int) -> dict[Case, Checked]:
 
 
 def timed(todo: list[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Time, way of timing and peak memory of each case and pass; a `reason` where the timing failed."""
+    """Return time, timer and peak memory of each case and pass; a `reason` if the timing failed."""
     shape = ""
     sets: list[tuple[torch.Tensor, torch.Tensor]] = []
     for case in todo:
@@ -161,28 +163,28 @@ def timed(todo: list[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
 
 
 def one_pass(which: str, call: Call, qkv: torch.Tensor, c: torch.Tensor | None, grad: torch.Tensor) -> Any:
-    """o, or o and the packed gradient (with that of the coefficients)."""
+    """Return o, or o and the packed gradient (with the gradient of the coefficients)."""
     if which == "forward":
         with torch.no_grad():
             return call(qkv, c)
     o = call(qkv, c)
-    grads = torch.autograd.grad(o, wanted(qkv, c), grad)
-    return o.detach(), grads  # with the graph of o alive, the next call would wait for the stream of this one
+    grads = torch.autograd.grad(o, inputs_with_grad(qkv, c), grad)
+    return o.detach(), grads  # a live graph of o would make the next call wait for this stream
 
 
 def case_row(case: Case) -> dict[str, Any]:
-    """The keys of a row that say what was run."""
+    """Return the keys of a row that identify the case."""
     options, sizes = dict(case.options), ALL_SHAPES[case.shape].sizes
     return {"op": case.op, "impl": case.impl, "shape": sizes, "options": options}
 
 
 def kernel_values(case: Case, checked: Checked, rate: float, values: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a row that were measured.
+    """Return the measured keys of a row.
 
-    us: device time of a call; launched_us: without a graph; warm_us: on one set of inputs. floor_us: at the copy rate
-    of this run. rel_err: against float64, with the backward that of the gradient. first_s: seconds of the first call
-    in a run that starts with empty compiler caches (shapes that share kernels compile them once); that of the forward
-    comes after that of both.
+    us: device time per call; launched_us: without a graph; warm_us: on one input set. floor_us: memory floor at the
+    copy rate of this run. rel_err: error against float64, in the backward pass of the gradient. first_s: seconds of the
+    first call with empty compiler caches (shapes that share kernels compile them once); the forward pass runs after the
+    backward pass.
     """
     if "reason" in values:
         return values

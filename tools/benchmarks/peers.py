@@ -1,6 +1,6 @@
-"""Who is timed: each takes one packed qkv [B, N, 3, H, D] and returns [B, N, H, D]; its gradient is one packed tensor.
+"""Timed implementations: functions of one packed qkv [B, N, 3, H, D] that return [B, N, H, D].
 
-Copies that a peer makes for its own layout count against it.
+The gradient is one packed tensor. Copies that an implementation needs for its own layout count.
 """
 
 import importlib
@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "relu_ratio": {"feature_map": "relu", "normalize": True},
     "pair_ratio": {"feature_map": "softmax_pair", "normalize": True},
 }
-# of mhla alone; rotary: tables of `formulas.angles`
+# mhla only; rotary: tables of `formulas.angles`
 MIXED_OPTIONS: dict[str, dict[str, Any]] = {
     "relu": OPTIONS["relu"],
     "relu_ratio": OPTIONS["relu_ratio"],
@@ -37,15 +37,15 @@ MIXED_OPTIONS: dict[str, dict[str, Any]] = {
     "order_ahla": OPTIONS["relu"] | {"order": "ahla"},
     "order_hla2": OPTIONS["relu"] | {"order": "hla2"},
 }
-FIXED = {"fixed": {"fixed": True}}  # of our polynomial alone: coefficients that need no gradient
-DEGREES = {"degree0": 0, "degree1": 1}  # of multipole alone
+FIXED = {"fixed": {"fixed": True}}  # our polynomial only: coefficients without gradient
+DEGREES = {"degree0": 0, "degree1": 1}  # multipole only
 OTHERS = ("mhla", "taylor2", "multipole")
 PACKAGES = {"fla": "fla.ops.linear_attn", "flash_bla": "flash_bla.ops.simple_la.fused"}
-CHECKOUTS = {"flash_bla": "fla-org/flash-bidirectional-linear-attention"}  # on no package index, without a licence file
+CHECKOUTS = {"flash_bla": "fla-org/flash-bidirectional-linear-attention"}  # not on PyPI, no licence file
 
 
 class Case(NamedTuple):
-    """One line of the table. options: those of the operator, in the words of `hla_kernels`."""
+    """One line of the table. options: options of the operator, as in `hla_kernels`."""
 
     shape: str
     op: str
@@ -54,12 +54,12 @@ class Case(NamedTuple):
 
     @property
     def title(self) -> str:
-        """For the reader of a progress bar."""
+        """Text of the progress bar."""
         return " ".join([self.shape, self.impl, self.op, *(f"{k}={v}" for k, v in self.options)])
 
 
 def cases(shapes: Iterable[str], ops: Iterable[str], impls: Iterable[str], options: Iterable[str]) -> list[Case]:
-    """Every case of the selection. Softmax and causal peers have one operator, whatever `ops` says."""
+    """Return all cases of the selection. Softmax and causal peers have one operator each, whatever `ops` selects."""
     out = []
     for shape in shapes:
         for impl in impls:
@@ -85,14 +85,14 @@ def cases(shapes: Iterable[str], ops: Iterable[str], impls: Iterable[str], optio
 
 
 def _mixed_cases(shape: str, impl: str, options: list[str]) -> list[Case]:
-    """`mhla` for each way to cut the grid of a shape; none where a shape has no grid."""
+    """`mhla` for each division of the grid of a shape, if it has a grid."""
     grid, cuts = GRIDS.get(shape, ((), ()))
     where = [{"grid": grid, "blocks": blocks} for blocks in cuts]
     return [Case(shape, "mhla", impl, tuple((MIXED_OPTIONS[o] | w).items())) for w in where for o in options]
 
 
 def _near_and_far_cases(shape: str, impl: str, degrees: list[int]) -> list[Case]:
-    """`multipole` on the grid of a shape; none where it has no grid."""
+    """`multipole` on the grid of a shape, if it has one."""
     if shape not in FIELDS:
         return []
     grid, blocks, radius = FIELDS[shape]
@@ -100,8 +100,8 @@ def _near_and_far_cases(shape: str, impl: str, degrees: list[int]) -> list[Case]
     return [Case(shape, "multipole", impl, tuple(options.items())) for options in each]
 
 
-def missing(impl: str) -> str | None:
-    """The sentence that says which package a peer lacks, or None."""
+def why_unavailable(impl: str) -> str | None:
+    """Return which package a peer lacks, or None."""
     package = PACKAGES.get(impl)
     if package and not importlib.util.find_spec(package.partition(".")[0]):
         checkout = f" (on no package index: it needs a checkout of {CHECKOUTS[impl]})" if impl in CHECKOUTS else ""
@@ -110,13 +110,15 @@ def missing(impl: str) -> str | None:
 
 
 def make(case: Case) -> Call:
-    """The function that is timed."""
+    """Build the function to time."""
     return MAKERS[case.impl](case.op, dict(case.options))
 
 
 def coefficients(case: Case, device: str) -> Tensor | None:
-    """Coefficients [H, 4] of the polynomial and [H, 2] of taylor2, the mixing matrix [M, M] of mhla, which need a
-    gradient too unless they are `FIXED`; None for the other operators."""
+    """Return the learned coefficients of an operator, or None.
+
+    polynomial: [H, 4]. taylor2: [H, 2]. mhla: mixing matrix [M, M]. They have a gradient unless they are `FIXED`.
+    """
     if case.op == "mhla":
         return locality(dict(case.options)["blocks"]).to(device).requires_grad_()
     if case.op == "taylor2":
@@ -127,13 +129,13 @@ def coefficients(case: Case, device: str) -> Tensor | None:
     return row.repeat(ALL_SHAPES[case.shape].h, 1).requires_grad_("fixed" not in dict(case.options))
 
 
-def wanted(qkv: Tensor, c: Tensor | None) -> list[Tensor]:
-    """The inputs whose gradient is computed."""
+def inputs_with_grad(qkv: Tensor, c: Tensor | None) -> list[Tensor]:
+    """Return the inputs whose gradient is computed."""
     return [x for x in (qkv, c) if x is not None and x.requires_grad]
 
 
-def truth(case: Case, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Tensor:
-    """What the case must compute, in the dtype of q, k, v [1, H, N, D]."""
+def reference_output(case: Case, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Tensor:
+    """Compute the reference output of a case in the dtype of q, k, v [1, H, N, D]."""
     options = {k: v for k, v in case.options if k != "fixed"}
     if case.op == "softmax_attention":
         return softmax(q, k, v)
@@ -149,8 +151,7 @@ def truth(case: Case, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Tens
 
 
 def of_operator(options: dict[str, Any], qkv: Tensor) -> dict[str, Any]:
-    """The options of a case as the operator takes them: its rotary tables are tensors, coefficients say themselves
-    whether they are fixed."""
+    """Convert the options of a case to operator arguments: rotary tables are tensors, `fixed` is removed."""
     options = {k: v for k, v in options.items() if k != "fixed"}
     if not options.get("rotary"):
         return options
@@ -183,7 +184,7 @@ def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _eager(op: str, options: dict[str, Any]) -> Call:
-    if op == "multipole":  # a user of torch has its form in torch, which is linear too
+    if op == "multipole":  # the torch form is linear too
         return _multipole(options, "torch")
 
     def call(qkv: Tensor, c: Tensor | None) -> Tensor:
@@ -200,7 +201,7 @@ def _eager(op: str, options: dict[str, Any]) -> Call:
 
 
 def _compiled(op: str, options: dict[str, Any]) -> Call:
-    torch._dynamo.reset()  # each case is compiled for its own shape, as a user with one resolution would have it
+    torch._dynamo.reset()  # compile each case for its own shape, as with one resolution
     return torch.compile(_eager(op, options), dynamic=False)
 
 

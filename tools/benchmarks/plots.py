@@ -1,5 +1,4 @@
-"""Pictures of the speed tables: fraction of the floor by shape and operator, images per second by resolution, and
-times softmax of large models."""
+"""Figures of the speed tables."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ Row = dict[str, Any]
 
 
 def draw_kernels(result: Row, file: Path) -> None:
-    """Bars: fraction of the memory floor of our operators with identity map; ticks: the targets; dots: SDPA cuDNN."""
+    """Draw bars: fraction of the memory floor of our operators with identity map; ticks: targets; dots: cuDNN SDPA."""
     plt = pyplot()
     figure, panels = plt.subplots(len(PASSES), 1, figsize=(11, 6.5), layout="constrained", sharex=True)
     for axes, which in zip(panels, PASSES, strict=True):
@@ -49,8 +48,10 @@ def _fraction(rows: list[Row], sizes: list[int], op: str, impl: str, which: str)
 
 
 def draw_models(result: Row, file: Path) -> None:
-    """Lines: images per second against pixels a side, a panel for each model, mode and type of weights; dashed: not
-    compiled."""
+    """Draw lines: images per second against pixels per side, one panel per model, mode and weight dtype.
+
+    Dashed lines are without torch.compile.
+    """
     plt = pyplot()
     rows = result["rows"]
     models = sorted({row["model"] for row in rows}, reverse=True)
@@ -86,7 +87,7 @@ def draw_models(result: Row, file: Path) -> None:
 
 
 def draw_video(result: Row, file: Path) -> None:
-    """Bars: how many times faster than softmax a step is, a group for each model and mode, with its milliseconds."""
+    """Draw bars: speed-up of a step over softmax with its milliseconds, one group per model and mode."""
     plt = pyplot()
     rows = [row for row in result["rows"] if row["compiled"]]
     cases = list(dict.fromkeys((row["model"], row["size"], row["mode"]) for row in rows))

@@ -1,7 +1,7 @@
-"""Where the device time of a step goes: the attention operator, the matrix products around it, the rest.
+"""Device time of a step by part: attention operator, matrix products, and the rest.
 
-A kernel belongs to the operator that launched it, found by walking up the profiler's calls, forward and backward. With
-torch.compile what is fused into a matrix product counts as the product, other fused kernels as the rest.
+A kernel belongs to the operator that launched it, found from the profiler's call stack in forward and backward. With
+torch.compile, work fused into a matrix product counts as the product, other fused kernels as the rest.
 """
 
 import re
@@ -21,7 +21,7 @@ DRIVER = re.compile("cu(da)?[A-Z]")
 
 
 def part_of(names: Iterable[str]) -> str:
-    """The part of a kernel that these calls launched, innermost first."""
+    """Return the part of a kernel launched by these calls, innermost first."""
     plain = [name.lower().replace("_", "") for name in names]
     if any(word in name for name in plain for word in ATTENTION):
         return "attention"
@@ -29,7 +29,7 @@ def part_of(names: Iterable[str]) -> str:
 
 
 def shares(step: Callable[[], Any]) -> tuple[float, dict[str, float]]:
-    """Device time of a step in ms, and the share of each of PARTS in it."""
+    """Return the device time of a step in ms, and the fraction of each of PARTS."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
         step()
         torch.cuda.synchronize()
@@ -40,7 +40,7 @@ def shares(step: Callable[[], Any]) -> tuple[float, dict[str, float]]:
 
 
 def kernel_times(step: Callable[[], Any]) -> dict[str, float]:
-    """Device microseconds of a step by Triton kernel, in the order of their first launches; all others are "torch"."""
+    """Return device microseconds per step by Triton kernel, in launch order; all other kernels are "torch"."""
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         step()
         torch.cuda.synchronize()
@@ -53,9 +53,11 @@ def kernel_times(step: Callable[[], Any]) -> dict[str, float]:
 
 
 def times(events: list[Any]) -> Counter[str]:
-    """Microseconds of each of PARTS. events: what the profiler recorded, where each kernel is once and names the number
-    of the call that launched it; the spans of named regions on the device are no kernels. The list of calls that the
-    profiler makes of this counts some device time twice and leaves out calls within calls of the same name."""
+    """Return the microseconds of each of PARTS.
+
+    events: profiler events, in which each kernel occurs once, with the number of the call that launched it; device
+    spans of named regions are not kernels. The profiler's own summary counts some device time twice.
+    """
     chains = _chains(events)
     us: Counter[str] = Counter()
     for work in events:
@@ -65,7 +67,7 @@ def times(events: list[Any]) -> Counter[str]:
 
 
 def _chains(events: Iterable[Any]) -> dict[int, tuple[str, ...]]:
-    """Of each operator's number the name, and those of the calls around it, innermost first."""
+    """Return the name of each operator and of its callers, innermost first, by operator number."""
     host = [x for x in events if x.device_type() == DeviceType.CPU and not x.linked_correlation_id()]
     operators = [x for x in host if not DRIVER.match(x.name())]
     chains, around = dict[int, tuple[str, ...]](), defaultdict[int, list](list)

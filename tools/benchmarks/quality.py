@@ -1,4 +1,4 @@
-"""The quality table: mixers from scratch, or converted by a recipe from the softmax run of their seed."""
+"""Quality table: mixers trained from scratch, or converted by a recipe from softmax runs."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ from zoo.train.classification import ClassificationRun
 from zoo.train.settings import TrainSettings
 
 Row = dict[str, Any]
-STAGES = {  # model of a recipe -> (source, metric) of its row
+STAGES = {  # stage of a recipe -> (source, metric) of its row
     "source": ("teacher", "top1"),
     "converted": ("converted", "top1 after conversion"),
     "calibrated": ("converted", "top1 after calibration"),
@@ -36,16 +36,16 @@ STAGES = {  # model of a recipe -> (source, metric) of its row
 
 @dataclass(frozen=True)
 class QualitySettings:
-    """Which runs make the table.
+    """Runs of the table.
 
-    mixers: mixers, each with its options, such as "mhla mixing=project depthwise=v" (softmax alone is the source of
-      conversions)
+    mixers: mixers, each with its options, such as "mhla mixing=project depthwise=v" (with a recipe, softmax is the
+      source)
     seeds: seeds of every run
-    recipe: recipe by which the softmax run of each seed is converted to the mixers; empty to train them from scratch
+    recipe: recipe that converts the softmax run of each seed to the mixers; empty to train from scratch
     data: name of the data in the table; empty takes the name of the configuration
     out: folder of the runs
-    json: file to write the table to
-    merge: files of other calls to join into `json`, instead of running
+    json: result file to write
+    merge: result files to join into `json`, instead of running
     """
 
     mixers: list[str] = field(default_factory=lambda: ["softmax", "la", "mhla", "multipole"])
@@ -63,7 +63,7 @@ class QualitySettings:
 
 
 def arm(words: str) -> tuple[str, dict[str, Any]]:
-    """(mixer, options) of its words. Raises ValueError for a word without a value."""
+    """Parse a mixer and its options. Raises ValueError for an option without a value."""
     mixer, *options = words.split()
     found = {}
     for word in options:
@@ -75,7 +75,7 @@ def arm(words: str) -> tuple[str, dict[str, Any]]:
 
 
 def quality(words: list[str]) -> dict[str, Any]:
-    """Run what is missing of a table, or join tables. Returns the content of the result file; raises ValueError."""
+    """Run missing entries of a table, or join tables. Returns the content of the result file. Raises ValueError."""
     own = [word for word in words if "=" in word and "." not in word.partition("=")[0]]
     settings, shared = config.from_command_line(QualitySettings, own), [word for word in words if word not in own]
     if settings.merge:
@@ -90,23 +90,23 @@ def quality(words: list[str]) -> dict[str, Any]:
 
 
 def quality_table(settings: QualitySettings, file: str, changes: list[str], command: str) -> dict[str, Any]:
-    """Carry out what is missing of a table, seed by seed, and write the file of rows after each run.
+    """Run missing entries of a table, seed by seed, and write the result file after each run.
 
-    file: configuration of the runs from scratch.  changes: words for every run. Conversions start from the softmax
-    runs in `settings.out`, which must be there. Raises ValueError.
+    file: configuration of runs from scratch. changes: arguments of every run. Conversions start from the softmax runs
+    in `settings.out`. Raises ValueError if they are missing.
     """
     rows: list[Row] = []
     runs = _conversions if settings.recipe else _from_scratch
     with kept_open():
         for seed, mixer in itertools.product(settings.seeds, settings.mixers):
-            torch.compiler.reset()  # it compiles blocks of one class only so often
+            torch.compiler.reset()  # the number of compilations per class is limited
             rows += runs(settings, file, changes, mixer, seed)
             write_json(result_file(command, rows), Path(settings.json))
     return result_file(command, rows)
 
 
 def folder(out: str, mixer: str, seed: int) -> str:
-    """Where the run of a mixer and its options lies."""
+    """Return the run folder of a mixer with its options."""
     return f"{out}/{re.sub(r'[^a-z0-9]+', '_', mixer.lower())}_{seed}"
 
 
@@ -116,7 +116,7 @@ def _from_scratch(settings: QualitySettings, file: str, changes: list[str], mixe
     own += [f"model.mixer_options={json.dumps(options)}"] if options else []
     run = [f"run.folder={folder(settings.out, mixer, seed)}", "run.resume=true", f"run.seed={seed}"]
     run_settings = config.load(TrainSettings, file, [*own, *changes, *run])
-    options = run_settings.model.mixer_options  # with the options in `changes`
+    options = run_settings.model.mixer_options  # includes the options in `changes`
     result = ClassificationRun(run_settings).train()
     if result:
         about = *_about(settings, file, file, run_settings), name, options, "scratch", seed
@@ -132,7 +132,7 @@ def _conversions(settings: QualitySettings, file: str, changes: list[str], mixer
     }  # fmt: skip
     given = config.load(RecipeSettings, settings.recipe)
     more = {"changes": [*given.changes, *changes, f"run.seed={seed}"], **own}
-    recipe = config.from_tree(RecipeSettings, {**config.to_tree(given), **more})  # not the options of another mixer
+    recipe = config.from_tree(RecipeSettings, {**config.to_tree(given), **more})  # without the options of another mixer
     found = run_recipe(recipe)
     shown = {**options, **({"keep_softmax": keep} if keep else {})}
     tuning = config.load(TrainSettings, recipe.finetune, recipe.changes)
@@ -146,13 +146,13 @@ def _conversions(settings: QualitySettings, file: str, changes: list[str], mixer
 
 
 def _about(settings: QualitySettings, experiment: str, file: str, run: TrainSettings) -> tuple[str, str]:
-    """Names of the experiment and of the data, which say so where the images are held-out ones."""
+    """Return the names of the experiment and the data, with a note if images are held out."""
     data, holdout = settings.data or Path(file).stem, run.data.holdout
     return Path(experiment).stem, f"{data}, {holdout} held out" if holdout else data
 
 
 def _seconds(found: dict[str, Any], model: str) -> float:
-    """Time of the training that a model took, the transfer included."""
+    """Return the training time of a model, including layer-wise distillation."""
     if model in ("control", "floor"):
         return found["controls"][model]["seconds"]
     stages = {"transfer": ["transfer"], "finetune": ["transfer", "finetune"]}.get(model, [])

@@ -1,4 +1,4 @@
-"""Plots of a quality file: mixers from scratch, conversions, and what keeping softmax layers gives."""
+"""Figures of a quality file: mixers from scratch, conversions, kept softmax layers."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,11 @@ from zoo.plotting import COLORS, plain_axes, pyplot, save_figure
 
 
 def draw_quality(result: dict[str, Any], file: Path) -> None:
-    """Write a PNG of the rows on test images of a quality file: each experiment from scratch, every seed a dot; each
-    conversion before and after fine-tuning beside its control; and top-1 over the number of softmax layers kept."""
+    """Draw the test rows of a quality file.
+
+    Panels: each experiment from scratch with one dot per seed; each conversion before and after fine-tuning, with its
+    control; top-1 over the number of softmax layers kept.
+    """
     plt = pyplot()
     rows = [row for row in result["rows"] if "held out" not in row["data"]]
     scratch = _experiments([row for row in rows if row["source"] == "scratch"])
@@ -33,7 +36,7 @@ def _experiments(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _by_mixer(rows: list[dict[str, Any]], without: tuple[str, ...] = ()) -> dict[str, list[float]]:
-    """Values of each mixer with its options, but for the options `without`."""
+    """Return the values of each mixer with its options, except the options `without`."""
     found: dict[str, list[float]] = {}
     for row in rows:
         options = [f"{k}={v}".replace(" ", "") for k, v in row["options"].items() if k not in without]
@@ -59,7 +62,7 @@ def _conversions(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
     names = sorted(tuned, key=lambda name: float(np.mean(tuned[name])))
     for place, name in enumerate(names):
         axes.barh(place, np.mean(tuned[name]), color=COLORS[2], label=None if place else "fine-tuned")
-        if name in early:  # not of a run that was cut before its stages were evaluated
+        if name in early:  # absent if a run was stopped before evaluation
             axes.barh(place, np.mean(early[name]), color=COLORS[3], label=None if place else "calibrated")
     axes.axvline(_control(rows), color=COLORS[4], linestyle="--", label="softmax, trained on")
     axes.set_yticks(range(len(names)), names, fontsize=8)
@@ -91,26 +94,28 @@ def _kept(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _control(rows: list[dict[str, Any]]) -> float:
-    """Mean over seeds of softmax with the same further budget."""
+    """Return the mean over seeds of softmax with the same additional budget."""
     seeds = {row["seed"]: row["value"] for row in rows if row["source"] == "control"}
     return float(np.mean(list(seeds.values())))
 
 
 def _layers_kept(row: dict[str, Any]) -> int:
-    """How many layers keep_softmax leaves: auto:2, or a list of them."""
+    """Return the number of layers in keep_softmax: auto:2, or a list."""
     kept = row["options"].get("keep_softmax", [])
     return int(kept.removeprefix("auto:")) if isinstance(kept, str) else len(kept)
 
 
-EXPERIMENT_MODELS = {  # title -> (experiment, its model in the model table)
+EXPERIMENT_MODELS = {  # title -> (experiment, model in the model table)
     "Imagenette, 1,024 tokens, 30 epochs": ("imagenette1024", "vit_width192_patch4"),
     "Imagenette, 4,096 tokens, 10 epochs": ("imagenette4096", "vit_width192_patch2"),
 }
 
 
 def draw_tradeoff(quality: dict[str, Any], speed: dict[str, Any], file: Path) -> None:
-    """Write a PNG of accuracy from scratch over training speed, a panel per experiment that both files have: the mean
-    over seeds and the range of a quality file, images per second of a file of models."""
+    """Draw accuracy from scratch over training speed, one panel per experiment that both files contain.
+
+    Shows mean and range over the seeds of a quality file, and images per second of a models file.
+    """
     plt = pyplot()
     panels = {title: _scratch_and_speed(quality, speed, *names) for title, names in EXPERIMENT_MODELS.items()}
     figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.4), layout="constrained", squeeze=False)
@@ -130,7 +135,7 @@ def draw_tradeoff(quality: dict[str, Any], speed: dict[str, Any], file: Path) ->
 def _scratch_and_speed(
     quality: dict[str, Any], speed: dict[str, Any], experiment: str, model: str
 ) -> dict[str, tuple[list[float], float]]:
-    """(top-1 of each seed, training images per second) of the mixers with default options that have both."""
+    """Return (top-1 per seed, training images per second) of mixers with default options in both files."""
     timed = {r["mixer"]: r["per_second"] for r in speed["rows"] if (r["model"], r["mode"]) == (model, "train")}
     found: dict[str, tuple[list[float], float]] = {}
     for row in quality["rows"]:

@@ -1,4 +1,4 @@
-"""Rows and files of quality tables, docs/results/quality.json."""
+"""Rows and files of quality tables, such as docs/results/quality.json."""
 
 import json
 import shlex
@@ -17,7 +17,7 @@ def quality_row(
     budget: str,
     wall_s: float,
 ) -> dict[str, Any]:
-    """A row of docs/results/quality.json. source: scratch, converted, control or teacher; value: top-1 in percent."""
+    """Return a row of the table. source: scratch, converted, control or teacher. value: top-1 in percent."""
     return {
         "experiment": experiment,
         "data": data,
@@ -33,17 +33,17 @@ def quality_row(
 
 
 def merge_results(files: list[Path]) -> dict[str, Any]:
-    """One result file out of several that were written by runs of the same command with other words.
+    """Merge result files of several runs of one command with different arguments.
 
-    Rows keep their order; a run that is in two files counts once. Raises ValueError when a file is missing or damaged,
-    when two files give one run another result, or come from different hardware or versions.
+    Rows keep their order; a run in two files is kept once. Raises ValueError for a missing or damaged file, different
+    results of the same run, and different hardware or versions.
     """
     results = [_read_result(file) for file in files]
     first, rows = results[0], dict[str, dict[str, Any]]()
     for file, result in zip(files, results, strict=True):
         for key in ("hardware", "versions"):
             if result[key] != first[key]:
-                raise ValueError(f"{file} and {files[0]} cannot be one table: their {key} differ")
+                raise ValueError(f"{file} and {files[0]} cannot be merged: their {key} differ")
         for row in result["rows"]:
             run = json.dumps({k: v for k, v in row.items() if k not in ("value", "wall_s")}, sort_keys=True)
             if rows.setdefault(run, row)["value"] != row["value"]:
@@ -64,12 +64,12 @@ def _read_result(file: Path) -> dict[str, Any]:
     if isinstance(result, dict) and all(key in result for key in keys):
         rows = result["rows"]
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "value" in row for row in rows) or not rows:
-        raise ValueError(f"{file} is no table of quality: it needs {', '.join(keys)}, and rows with a value")
+        raise ValueError(f"{file} is not a quality table: it needs {', '.join(keys)}, and rows with a value")
     return result
 
 
 def _common_command(commands: list[str]) -> str:
-    """Commands that differ in the values of some words as one, with those values as alternatives: seeds=[0]|[1]."""
+    """Merge commands that differ in argument values into one with alternatives: seeds=[0]|[1]."""
     split = [shlex.split(command) for command in dict.fromkeys(commands)]
     keys = {tuple(word.partition("=")[0] for word in words) for words in split}
     if len(keys) > 1:

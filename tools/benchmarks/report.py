@@ -1,4 +1,4 @@
-"""Result files as tables in Markdown: what the command prints and what the README shows."""
+"""Markdown tables of result files, printed by the tool and shown in the README."""
 
 import statistics
 from typing import Any
@@ -8,16 +8,16 @@ from benchmarks.shapes import ALL_SHAPES, MIXED_TARGETS, OPS, PASSES, SHAPES, SL
 from zoo.io import markdown_table
 
 Row = dict[str, Any]
-TRAIN_TARGETS = {224: 1.0, 512: 1.3, 1024: 2.5}  # times softmax, ViT-S training
-WAN_TARGETS = {"mhla": 2.4, "ahla": 2.4, "mhla every:3": 1.7, "ahla every:3": 1.7}  # times softmax, one denoising step
+TRAIN_TARGETS = {224: 1.0, 512: 1.3, 1024: 2.5}  # target speed-up over softmax, ViT-S training
+WAN_TARGETS = {"mhla": 2.4, "ahla": 2.4, "mhla every:3": 1.7, "ahla every:3": 1.7}  # same, denoising step
 FIXED = (("fixed", True),)  # coefficients that need no gradient
 PLAIN = ((), FIXED)
 PAIR = (("feature_map", "softmax_pair"), ("normalize", True))
-FAILED = ("model", "size", "mode", "weights", "shape", "impl", "mixer", "op")  # what names a case that failed
+FAILED = ("model", "size", "mode", "weights", "shape", "impl", "mixer", "op")  # keys that identify a failed case
 
 
 def kernels(result: Row) -> str:
-    """Our operators by shape, then every peer by shape, then how it was measured."""
+    """Return our operators by shape, the peers by shape, and how they were measured."""
     found = {_place(row): row for row in result["rows"]}
     parts = [_ours(found), _pairs(found), _mixed(result["rows"], found), _taylor(found), _multipole(found)]
     parts += [_peers(result["rows"]), _measured(result)]
@@ -25,7 +25,7 @@ def kernels(result: Row) -> str:
 
 
 def main_kernels(result: Row) -> str:
-    """Of `kernels` what has a target: our operators forward and backward, one line each, `mhla` and `taylor2`."""
+    """Return the rows of `kernels` with targets: our operators forward and backward, `mhla` and `taylor2`."""
     found = {_place(row): row for row in result["rows"]}
     plain = [row for row in result["rows"] if len(row["options"]) <= 4]
     parts = [_by_operator(found), _mixed(plain, found), _taylor(found), _measured(result)]
@@ -33,17 +33,17 @@ def main_kernels(result: Row) -> str:
 
 
 def multipole(result: Row) -> str:
-    """Of `kernels` `multipole` and how it was measured."""
+    """Return the `multipole` rows of `kernels` and how they were measured."""
     return f"{_multipole({_place(row): row for row in result['rows']})}\n\n{_measured(result)}"
 
 
 def two_sided(result: Row) -> str:
-    """Of `kernels` our two-sided operators forward and backward, one line each, beside softmax."""
+    """Return our two-sided operators forward and backward, one line each, and softmax."""
     return _by_operator({_place(row): row for row in result["rows"]})
 
 
 def _by_operator(found: dict[tuple, Row]) -> str:
-    """Forward and backward, plain options, one column a shape; softmax first."""
+    """Forward and backward with plain options, one column per shape, softmax first."""
     which = "forward_backward"
     shapes = [
         shape
@@ -73,7 +73,7 @@ def _place(row: Row) -> tuple:
 
 
 def _key(options: Row) -> tuple:
-    """Options as a key: lists of a file and tuples of a program are the same."""
+    """Return options as a hashable key, the same for lists of a file and tuples of a program."""
     return tuple(sorted((k, tuple(v) if isinstance(v, list | tuple) else v) for k, v in options.items()))
 
 
@@ -110,7 +110,7 @@ def _line(shape: Shape, op: str, given: tuple, plain: dict[str, Row | None], fou
     cells.append(_verdict(cudnn["us"] / both["us"], shape.targets.times_cudnn) if both and cudnn else "-")
     for options in ((("feature_map", "elu1"), ("normalize", True)), (("center", "k"), ("mean_path", True))):
         other = found.get((sizes, op, "ours", options, "forward_backward"))
-        if both is None or other is None or given == FIXED:  # the options are measured with learned coefficients
+        if both is None or other is None or given == FIXED:  # options are measured with learned coefficients
             cells.append("-")
             continue
         slower = other["us"] / both["us"]
@@ -124,7 +124,7 @@ def _line(shape: Shape, op: str, given: tuple, plain: dict[str, Row | None], fou
 
 
 def _pairs(found: dict[tuple, Row]) -> str:
-    """Ratios of the softmax pair, whose features are twice as many as channels, beside eager torch."""
+    """Ratios of the softmax pair, with twice as many features as channels, and eager torch."""
     head = ["shape", "softmax pair + ratio", "forward us", "times eager", "forward+backward us", "times eager"]
     head += ["error f / b", "peak MiB f+b"]
     lines = []
@@ -145,7 +145,7 @@ def _pairs(found: dict[tuple, Row]) -> str:
 
 
 def _mixed(rows: list[Row], found: dict[tuple, Row]) -> str:
-    """`mhla`: forward and backward beside `linear_attention` of the same options, eager torch and cuDNN."""
+    """`mhla` forward and backward, with `linear_attention` of the same options, eager torch and cuDNN."""
     head = ["shape", "blocks", "options", "forward us", "forward+backward us", "times linear_attention"]
     head += ["faster than eager", "faster than cuDNN", "error f / b", "peak MiB f+b"]
     lines = []
@@ -154,7 +154,7 @@ def _mixed(rows: list[Row], found: dict[tuple, Row]) -> str:
             continue
         name = next(name for name, shape in ALL_SHAPES.items() if shape.sizes == list(row["shape"]))
         sizes, options = tuple(row["shape"]), _key(row["options"])
-        # the targets are those of the plain call
+        # targets hold for the plain call
         target = MIXED_TARGETS.get(name) if len(row["options"]) == 4 else None
         plain = _key({k: row["options"][k] for k in ("feature_map", "normalize")})
         forward = found.get((sizes, "mhla", "ours", options, "forward"))
@@ -176,7 +176,7 @@ def _mixed(rows: list[Row], found: dict[tuple, Row]) -> str:
 
 
 def _taylor(found: dict[tuple, Row]) -> str:
-    """`taylor2` beside softmax of the two backends of torch; targets: no slower than flash, 1.3 times cuDNN."""
+    """`taylor2` and softmax on two SDPA backends; targets: as fast as flash, 1.3 times as fast as cuDNN."""
     head = ["shape", "taylor2: forward us", "times flash", "times cuDNN", "forward+backward us", "times flash"]
     head += ["times cuDNN", "error f / b", "peak MiB f+b"]
     lines = []
@@ -196,7 +196,7 @@ def _taylor(found: dict[tuple, Row]) -> str:
 
 
 def _multipole(found: dict[tuple, Row]) -> str:
-    """`multipole` beside softmax with cuDNN and its own form in torch."""
+    """`multipole`, softmax with cuDNN, and the form in torch."""
     head = ["shape", "multipole: blocks", "radius", "degree", "forward us", "times cuDNN", "forward+backward us"]
     head += ["times cuDNN", "times torch", "form", "error f / b", "peak MiB f+b"]
     lines = []
@@ -228,7 +228,7 @@ def _verdict(value: float, target: float) -> str:
 
 
 def _peers(rows: list[Row]) -> str:
-    rows = [row for row in rows if row["op"] not in ("mhla", "multipole")]  # they have tables of their own
+    rows = [row for row in rows if row["op"] not in ("mhla", "multipole")]  # separate tables
     columns = list(dict.fromkeys((row["impl"], row["op"], _words(row)) for row in rows if row["impl"] != "ours"))
     if not columns:
         return ""
@@ -251,8 +251,10 @@ def _words(row: Row) -> str:
 
 
 def models(result: Row) -> str:
-    """One line a model, size, mode and type of weights: each mixer at its best of eager and compiled, against softmax
-    at its best; beside the share of softmax's attention how much faster the model would be if that took no time."""
+    """Return one line per model, size, mode and weight dtype, each mixer at its best of eager and compiled.
+
+    Speed-ups are relative to the best softmax. The last column is the speed-up that attention of zero cost would give.
+    """
     mixers = list(dict.fromkeys(row["mixer"] for row in result["rows"]))
     head = ["model", "pixels", "tokens", "batch", "mode", "weights"]
     head += [f"{mixer}: images/s, peak MiB, attention share" for mixer in mixers]
@@ -284,7 +286,7 @@ def _model_cell(row: Row, softmax: Row | None) -> str:
 
 
 def video(result: Row) -> str:
-    """One line a model, mode and mixer: ms of a step against softmax, memory, share of the attention operators."""
+    """Return one line per model, mode and mixer: step time in ms and relative to softmax, memory, attention share."""
     head = ["model", "pixels", "tokens", "batch", "mode", "mixer", "ms", "times softmax", "peak MiB"]
     head += ["attention share", "softmax backend"]
     lines = []
@@ -313,7 +315,7 @@ def _measured(result: Row) -> str:
 
 
 def failures(result: Row) -> str:
-    """What could not be timed, with the reasons."""
+    """Return the cases that could not be timed, with reasons."""
     out = ""
     for row in result.get("failed", []):
         words = [str(row[name]) for name in FAILED if name in row]

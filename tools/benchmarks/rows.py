@@ -1,4 +1,4 @@
-"""Result files that grow: rows of several runs of one command on one machine, written so that no reader sees half."""
+"""Result files that several runs of one command on one machine add to, written atomically."""
 
 import datetime
 import json
@@ -12,32 +12,32 @@ from zoo.io import result_file
 
 KERNEL_KEY = ("op", "impl", "shape", "options", "pass")
 MODEL_KEY = ("model", "size", "mode", "weights", "mixer", "compiled")
-PRIVATE = ("json=", "picture=")  # where a user keeps results is not part of them
+PRIVATE = ("json=", "picture=")  # local paths, left out of the stored command
 Row = dict[str, Any]
 
 
 def command_of(words: list[str]) -> str:
-    """The command line, as a result file records it."""
+    """Return the command line for a result file."""
     kept = [shlex.quote(word) for word in words if not word.startswith(PRIVATE)]
     return " ".join(["python tools/benchmark.py", *kept])
 
 
 def key_of(row: Row, names: tuple[str, ...]) -> str:
-    """What makes two rows the same measurement."""
+    """Return the key that identifies a measurement."""
     return json.dumps([row.get(name) for name in names], sort_keys=True)
 
 
 def merge_rows(old: Iterable[Row], new: Iterable[Row], names: tuple[str, ...]) -> list[Row]:
-    """Rows in the order in which they first came; a new row takes the place of the old one with the same key."""
+    """Merge rows in the order of first appearance; a new row replaces the old one with the same key."""
     out = {key_of(row, names): row for row in old}
     out.update({key_of(row, names): row for row in new})
     return list(out.values())
 
 
 def start(file: Path, command: str, extra: dict[str, str]) -> Row:
-    """The content of a result file to add to, with no rows if there is none. extra: further versions.
+    """Read the result file to add to; without a file, return an empty one. extra: additional versions.
 
-    Raises ValueError if the file is no result file, or was made on other hardware or with other versions.
+    Raises ValueError for a file that is not a result file, or from other hardware or versions.
     """
     fresh = result_file(command, []) | {"failed": []}
     fresh["versions"] |= extra
@@ -59,9 +59,9 @@ def start(file: Path, command: str, extra: dict[str, str]) -> Row:
 
 
 def add(content: Row, row: Row, names: tuple[str, ...], file: Path) -> None:
-    """Add a row, or with a `reason` a failure, to `content` and write the file at once.
+    """Add a row, or a failure with its `reason`, to `content` and write the file.
 
-    A case is in one of the two lists only: its last run counts.
+    The last result of a case replaces earlier ones in both lists.
     """
     lists = ("failed", "rows") if "reason" in row else ("rows", "failed")
     content[lists[0]] = merge_rows(content[lists[0]], [row], names)
@@ -71,13 +71,13 @@ def add(content: Row, row: Row, names: tuple[str, ...], file: Path) -> None:
 
 
 def _covers(row: Row, old: Row, names: tuple[str, ...]) -> bool:
-    """Whether two rows are of one case; a failure has no pass and covers both."""
+    """Whether two rows belong to the same case; a failure has no pass and covers both."""
     shared = tuple(name for name in names if name in row and name in old)
     return key_of(row, shared) == key_of(old, shared)
 
 
 def write_atomic(content: Any, file: Path) -> None:
-    """Write JSON beside the file, then put it in its place: one row a line, so that changes can be read."""
+    """Write JSON atomically, one row per line for readable diffs."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lists = {name: value for name, value in content.items() if name in ("rows", "failed")}
     head = json.dumps({name: value for name, value in content.items() if name not in lists}, indent=1)[:-2]

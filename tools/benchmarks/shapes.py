@@ -1,4 +1,4 @@
-"""The shapes, the fewest bytes an operator can move on each, and the speed that counts as done."""
+"""Shapes of the benchmark, their memory floors and target speeds."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial")
 
 
 class Targets(NamedTuple):
-    """Least fraction of the floor, by pass, and how many times faster than SDPA with cuDNN forward+backward must be."""
+    """Minimum fraction of the memory floor by pass, and minimum speed-up over cuDNN SDPA, forward and backward."""
 
     forward: float
     forward_backward: float
@@ -15,7 +15,7 @@ class Targets(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A shape of q, k and v, [B, N, H, D] in bfloat16. long: whether a head's tokens are too many to stay on chip."""
+    """Shape [B, N, H, D] of q, k and v in bfloat16. long: whether the tokens of a head exceed on-chip memory."""
 
     title: str
     b: int
@@ -27,7 +27,7 @@ class Shape(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """[B, H, N, D], as result files write it."""
+        """[B, H, N, D], as in result files."""
         return [self.b, self.h, self.n, self.d]
 
     @property
@@ -44,14 +44,14 @@ SHAPES = {
     "tokens16k": Shape("16k tokens", 4, 16, 16384, 64, True, Targets(0.85, 0.70, 55)),
     "wan480p": Shape("Wan 480p", 2, 12, 32760, 128, True, Targets(0.75, 0.65, 85)),
 }
-# `mhla` alone: shape -> its grid, and the blocks along each axis
+# `mhla`: shape -> its grid, and the blocks along each axis
 GRIDS = {
     "wan800": ((21, 30, 50), ((7, 3, 5), (3, 5, 10))),
     "wan480p": ((21, 30, 52), ((7, 3, 5), (3, 5, 10))),
     "dits512": ((32, 32), ((4, 4),)),
     "dit256": ((16, 16), ((4, 4),)),
 }
-# `multipole` alone: shape -> its grid, degree -> blocks along each axis, and the radius of what is near
+# `multipole`: shape -> grid, degree -> blocks along each axis, and radius of the near field
 FIELDS: dict[str, tuple[tuple[int, ...], dict[int, tuple[int, ...]], int]] = {
     "dit256": ((16, 16), {0: (8, 8), 1: (8, 8)}, 2),
     "dits512": ((32, 32), {0: (16, 16), 1: (8, 8)}, 2),
@@ -67,8 +67,11 @@ ALL_SHAPES = SHAPES | {
 
 
 class MixedTargets(NamedTuple):
-    """Forward and backward of `mhla`: at most so many times `linear_attention` of the same options; at least so many
-    times faster than the paper's formulation in eager torch, and than SDPA with cuDNN."""
+    """Targets of `mhla`, forward and backward.
+
+    Maximum time relative to `linear_attention` with the same options; minimum speed-up over the formulation of the
+    paper in eager torch, and over cuDNN SDPA.
+    """
 
     times_linear: float
     times_eager: float | None = None
@@ -80,19 +83,19 @@ MIXED_TARGETS = {
     "wan480p": MixedTargets(1.6, 8, 50),
     "dits512": MixedTargets(1.8),
 }
-SLOWDOWN = 1.15  # of a feature map with its normaliser, or of centring, over the plain form
+SLOWDOWN = 1.15  # allowed factor of a feature map with denominator, or of centring, over the plain form
 
 
 def floor_bytes(shape: Shape, op: str, which: str) -> int:
-    """The fewest bytes of a pass: 4 T forward (q, k, v, o), 11 T with the backward (q, k, v, do and three gradients).
+    """Return the minimum bytes of a pass: 4 T forward (q, k, v, o), 11 T with backward (q, k, v, do, three gradients).
 
-    The higher orders read q a second time once the moments are known, and k, v again in the backward: 5 T and 14 T
-    where a head's tokens do not stay on chip.
+    If the tokens of a head exceed on-chip memory, higher orders read q again after the moments, and k, v again in the
+    backward pass: 5 T and 14 T.
     """
     again = shape.long and op in OPS and op != "linear_attention"
     return shape.token_bytes * {"forward": 5 if again else 4, "forward_backward": 14 if again else 11}[which]
 
 
 def floor_us(shape: Shape, op: str, which: str, bytes_per_s: float) -> float:
-    """The time in microseconds of the fewest bytes at a copy rate that counts bytes read and written."""
+    """Return the time of the minimum bytes in microseconds, at a copy rate that counts bytes read and written."""
     return floor_bytes(shape, op, which) / bytes_per_s * 1e6

@@ -1,5 +1,8 @@
-"""Device time of a call: replays of a CUDA graph over several sets of inputs, so that a call never finds its own in
-cache; medians of events where a call cannot be captured."""
+"""Device time of a call, from CUDA graph replays.
+
+Replays rotate over several input sets, so that inputs are never in cache.
+If a call cannot be captured, medians of CUDA events are used.
+"""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -7,15 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-Calls = Sequence[Callable[[], Any]]  # the same work, each on its own set of inputs
-SECONDS = 0.1  # of a measurement
-GRAPH_US = 4000  # a graph this long hides the microseconds between replays
+Calls = Sequence[Callable[[], Any]]  # the same work on different input sets
+SECONDS = 0.1  # duration of a measurement
+GRAPH_US = 4000  # minimum graph length, which hides the gaps between replays
 
 
 class Timing(NamedTuple):
-    """Microseconds of one call. timer: "graph" (device time), or "events" where a call cannot be captured.
+    """Microseconds of one call.
 
-    launched_us: median of events around calls that the host launches one by one, waits for the host included.
+    timer: "graph" (device time), or "events" if the call cannot be captured. launched_us: median of events around calls
+    launched one by one, including host time.
     """
 
     us: float
@@ -24,7 +28,7 @@ class Timing(NamedTuple):
 
 
 def copy_rate() -> float:
-    """Bytes per second, read and written, of a device-to-device copy of 2 GiB."""
+    """Return the bytes per second, read and written, of a device-to-device copy of 2 GiB."""
     source = torch.randint(0, 255, (2 * 2**30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     times = _event_times([lambda: target.copy_(source)] * 20)
@@ -32,7 +36,7 @@ def copy_rate() -> float:
 
 
 def measure(calls: Calls) -> Timing:
-    """The time of a call in a rotation over `calls`, which must have run before."""
+    """Time calls in rotation; each must have run before."""
     kept: list[Any] = [None] * len(calls)
     once = statistics.median(_event_times(calls, kept))
     estimate = statistics.median(_event_times([*calls] * _repeats(once * len(calls)), kept))
@@ -43,7 +47,7 @@ def measure(calls: Calls) -> Timing:
         graph = _capture(calls, rounds, kept)
     except RuntimeError:
         torch.cuda.synchronize()
-        random.graphsafe_set_state(before)  # the failed capture leaves it waiting for its end
+        random.graphsafe_set_state(before)  # a failed capture leaves it in capture mode
         return Timing(estimate, "events", estimate)
     n = rounds * len(calls)
     times = _event_times([graph.replay] * (_repeats(estimate * n) + 1))[1:]
@@ -51,7 +55,7 @@ def measure(calls: Calls) -> Timing:
 
 
 def peak_mib(call: Callable[[], Any]) -> float:
-    """Most memory, in MiB, that a call holds beyond what was allocated before."""
+    """Return the peak memory in MiB of a call beyond what was allocated before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -66,7 +70,7 @@ def _repeats(us: float) -> int:
 
 
 def _capture(calls: Calls, rounds: int, kept: list[Any]) -> torch.cuda.CUDAGraph:
-    """A graph of `rounds` times all calls; results live until their set comes round again, in memory of their own."""
+    """Capture a graph of `rounds` times all calls; results live until their set is used again."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -84,7 +88,7 @@ def _capture(calls: Calls, rounds: int, kept: list[Any]) -> torch.cuda.CUDAGraph
 
 
 def _event_times(calls: Calls, kept: list[Any] | None = None) -> list[float]:
-    """Microseconds of each call by events around it."""
+    """Return microseconds of each call, from events around it."""
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
     torch.cuda.synchronize()
     for place, (call, (start, end)) in enumerate(zip(calls, marks, strict=True)):

@@ -1,4 +1,4 @@
-"""The demo: the commands of which it consists, and the report of what they measured."""
+"""Steps of the demo: commands, report and figures."""
 
 from demo_steps.dit import DIT, dit_commands, score_command
 from demo_steps.processes import alongside, run

@@ -1,4 +1,4 @@
-"""The diffusion part of the demo: its commands, its lines of the report, and the picture of samples side by side."""
+"""Diffusion part of the demo: commands, report lines and sample figure."""
 
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,18 @@ from zoo.plotting import pyplot, save_figure
 from zoo.train.metrics_log import read_rows
 
 MIXER = "multipole"
-DIT = {  # run folder -> its name in the report
+DIT = {  # run folder -> name in the report
     "dit": "softmax (source)",
     "dit_more": "softmax, trained on (control)",
     "dit_zero_shot": f"{MIXER}, zero-shot",
     "dit_converted": f"{MIXER}, fine-tuned",
 }
-PATCH = "model.kwargs.patch_size=2"  # 16 tokens in place of 64: a quarter of the time
-GRID = 10  # digits a side
+PATCH = "model.kwargs.patch_size=2"  # 16 instead of 64 tokens: a quarter of the time
+GRID = 10  # digits per side
 
 
 def dit_commands(out: Path, configs: Path, steps: int, samples: int) -> list[Command]:
-    """(tool, words) of training a softmax DiT for `steps`, its conversion, fine-tuning for a tenth, and sampling."""
+    """Return (tool, arguments) of training a softmax DiT for `steps`, its conversion, fine-tuning and sampling."""
     source = f"{out}/dit/transformer_ema"
     first = [f"{configs}/dit/digits.yaml", PATCH, f"run.folder={out}/dit", *_length(steps)]
     fine = [f"{configs}/dit/digits_finetune.yaml", PATCH, f"model.checkpoint={source}", *_length(max(2, steps // 10))]
@@ -39,7 +39,7 @@ def dit_commands(out: Path, configs: Path, steps: int, samples: int) -> list[Com
 
 
 def score_command(out: Path, name: str) -> Command:
-    """(tool, words) of the scores of the samples of a run, in the features of the classifier of the demo."""
+    """Return (tool, arguments) that score the samples of a run with the features of the demo classifier."""
     where = [f"fid.samples={out}/{name}/samples.npz", "fid.reference=digits"]
     return "evaluate_fid", [*where, f"fid.extractor={out}/softmax", "fid.workers=0"]
 
@@ -51,7 +51,7 @@ def _length(steps: int) -> list[str]:
 
 
 def dit_lines(folder: Path, cards: dict[str, dict[str, Any]]) -> list[str]:
-    """The section of the report."""
+    """Return the lines of the report."""
     first = next(iter(cards.values()))
     features, real = first["extractor"]["dim"], first["reference"]["n"]
     lines = [
@@ -75,7 +75,7 @@ def dit_lines(folder: Path, cards: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _trained(folder: Path, name: str) -> tuple[int, str]:
-    """Steps of a run with those of its source, and its validation loss."""
+    """Return the training steps of a run, including its source, and its validation loss."""
     own = read_rows(folder / name / "metrics.jsonl")
     before = 0 if name == "dit" else read_rows(folder / "dit" / "metrics.jsonl")[-1]["step"]
     found = [row["ema_val_loss"] for row in own if row["kind"] == "eval"]
@@ -87,7 +87,7 @@ def _number(value: float | None) -> str:
 
 
 def draw_samples(folder: Path, cards: dict[str, dict[str, Any]]) -> None:
-    """demo_dit.png: digits that were not trained on, and the first samples of each run, side by side."""
+    """Draw demo_dit.png: held-out digits and the first samples of each run."""
     plt = pyplot()
     figure, axes = plt.subplots(1, len(DIT) + 1, figsize=(13, 3.2), layout="constrained")
     pictures = {"digits, not trained on": _by_class()}
@@ -103,7 +103,7 @@ def draw_samples(folder: Path, cards: dict[str, dict[str, Any]]) -> None:
 
 
 def _by_class() -> np.ndarray:
-    """Real digits [GRID * 10, 8, 8, 3] in rows of the ten classes."""
+    """Arrange real digits [GRID * 10, 8, 8, 3] in rows by class."""
     source = open_source("digits", "", train=False)
     kept: dict[int, list[np.ndarray]] = {i: [] for i in range(10)}
     for i in range(len(source)):
@@ -113,7 +113,7 @@ def _by_class() -> np.ndarray:
 
 
 def _tiled(images: np.ndarray) -> np.ndarray:
-    """[n, H, W, 3] -> rows of ten, with a dark line between them."""
+    """Tile [n, H, W, 3] in rows of ten, separated by dark lines."""
     padded = np.pad(images, ((0, 0), (0, 1), (0, 1), (0, 0)), constant_values=60)
     n, height, width, _ = padded.shape
     rows = padded[: n - n % 10].reshape(n // 10, 10, height, width, 3)

@@ -1,4 +1,4 @@
-"""Plot of an experiment: curves, accuracy bars, and the attention of one head before and after a conversion."""
+"""Figure of an experiment: learning curves, accuracies and attention maps."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +12,11 @@ from zoo.plotting import pyplot, save_figure
 
 @dataclass
 class Panel:
-    """One model in the picture: its name, accuracies in percent by stage, curve (images seen, top-1), attention maps
-    [H, W]
-    of one query token by title."""
+    """Data of one model in the figure.
+
+    name: title. accuracies: top-1 in percent by stage. curve: (images seen, top-1). maps: attention maps [H, W] of one
+    query token by title.
+    """
 
     name: str
     bars: dict[str, float] = field(default_factory=dict)
@@ -23,10 +25,9 @@ class Panel:
 
 
 def draw_experiment(panels: list[Panel], image: np.ndarray, query: tuple[float, float], title: str, file: Path) -> None:
-    """Write a PNG: curves and bars above, below the image [H, W] or [H, W, 3] and the attention of one query token
-    per model.
+    """Write a PNG with learning curves and accuracies above, the image and attention maps below.
 
-    query: (row, column) of the query token on the grid of the attention maps.
+    image: [H, W] or [H, W, 3]. query: (row, column) of the query token on the grid of the attention maps.
     """
     plt = pyplot()
     figure = plt.figure(figsize=(11, 5.8), layout="constrained")

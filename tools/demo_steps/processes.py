@@ -1,4 +1,4 @@
-"""Calls of tools by the demo, in this process and, at the same time, in a second one."""
+"""Calls of tools by the demo, in this process and in a second one."""
 
 import contextlib
 import importlib
@@ -14,15 +14,17 @@ Command = tuple[str, list[str]]
 
 
 def run(tool: str, words: list[str]) -> Any:
-    """Call another tool with the words of a command line. Returns what its `main` returns."""
+    """Call the `main` of another tool with command-line arguments and return its result."""
     print(f"\n$ python tools/{tool}.py {' '.join(words)}", flush=True)
     return importlib.import_module(tool).main(words)
 
 
 @contextlib.contextmanager
 def alongside(commands: list[Command], log: Path) -> Iterator[None]:
-    """Carry out `commands` in another process while the block runs, with half of the cores for each; their output goes
-    to `log`. Raises ValueError if one of them fails."""
+    """Run `commands` in a second process during the block, with half of the cores each; output goes to `log`.
+
+    Raises ValueError if a command fails.
+    """
     before = torch.get_num_threads()
     threads = max(1, (os.cpu_count() or 1) // 2)
     other = multiprocessing.get_context("spawn").Process(target=_logged, args=(commands, log, threads), daemon=True)

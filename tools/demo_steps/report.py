@@ -1,4 +1,4 @@
-"""The report of the demo: what was measured, as Markdown and two pictures, from the files that the tools wrote."""
+"""Report of the demo, as Markdown and two figures."""
 
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ CLOSING = [
 
 
 def write_report(folder: Path, mixers: list[str], rows: dict[str, Any], cards: dict[str, Any], seconds: float) -> Path:
-    """Write report.md, demo.png and demo_dit.png into `folder`.
+    """Write report.md, demo.png and demo_dit.png to `folder`.
 
-    rows: results of the evaluation tool by run folder: softmax (the source), softmax_more (the control), and for each
-    mixer NAME_zero_shot and NAME.  cards: of the scores of the runs of `DIT`.  seconds: that the demo took.
+    rows: evaluation results by run: softmax (the source), softmax_more (the control), and NAME_zero_shot and NAME for
+    each mixer. cards: scores of the runs of `DIT`. seconds: duration of the demo.
     """
     draw_vit(folder, mixers, rows)
     draw_samples(folder, cards)

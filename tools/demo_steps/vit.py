@@ -1,4 +1,4 @@
-"""The classification part of the demo: its commands, its lines of the report, and its picture."""
+"""Classification part of the demo: commands, report lines and figure."""
 
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from zoo.mixers import MIXERS
 from zoo.models.timm.model_files import load_model
 from zoo.train.metrics_log import read_rows
 
-LAYER, HEAD, IMAGE = 1, 0, 3  # of the picture
+LAYER, HEAD, IMAGE = 1, 0, 3  # of the attention maps in the figure
 
 
 def vit_commands(out: Path, configs: Path, mixers: list[str], epochs: int) -> list[Command]:
-    """(tool, words) of training a softmax ViT for `epochs`, its conversions, and fine-tuning for a tenth. Raises
-    ValueError for an unknown mixer, before anything is trained."""
+    """Return (tool, arguments) of training a softmax ViT for `epochs`, its conversions and their fine-tuning.
+
+    Raises ValueError for an unknown mixer.
+    """
     for mixer in mixers:
         one_of("mixer", mixer, tuple(MIXERS))
     source, short = f"model.checkpoint={out}/softmax", max(1, epochs // 10)
@@ -40,7 +42,7 @@ def _length(epochs: int) -> list[str]:
 
 
 def vit_lines(folder: Path, mixers: list[str], rows: dict[str, dict[str, Any]]) -> list[str]:
-    """The section of the report. `rows`: results of the evaluation tool by run folder."""
+    """Return the lines of the report. rows: evaluation results by run folder."""
     lines = [
         "## A classifier, converted",
         "",
@@ -76,7 +78,7 @@ def _reading() -> list[str]:
 
 
 def draw_vit(folder: Path, mixers: list[str], rows: dict[str, dict[str, Any]]) -> None:
-    """demo.png: curves, accuracies, and what one query token reads."""
+    """Draw demo.png: learning curves, accuracies and attention maps of one query token."""
     top1 = {name: row["top1"] for name, row in rows.items()}
     images, curve = _curve(folder / "softmax")
     maps = {"softmax": _map(folder / "softmax")}
@@ -93,14 +95,14 @@ def draw_vit(folder: Path, mixers: list[str], rows: dict[str, dict[str, Any]]) -
 
 
 def _curve(run: Path, after: float = 0, first: float | None = None) -> tuple[list[float], list[float]]:
-    """(images seen, top-1), from `first` after `after` images."""
+    """Return (images seen, top-1), starting with `first` at `after` images."""
     rows = [row for row in read_rows(run / "metrics.jsonl") if row["kind"] == "eval"]
     images, top1 = [after + row["images_seen"] for row in rows], [row["top1"] for row in rows]
     return (images, top1) if first is None else ([after, *images], [first, *top1])
 
 
 def _image() -> tuple[np.ndarray, tuple[int, int]]:
-    """The picture and its query token: the brightest pixel nearest the centre."""
+    """Return the image of the figure and its query token: the brightest pixel nearest to the centre."""
     picture = np.asarray(open_source("digits", "", train=False).read(IMAGE)[0].convert("L"))
     middle = np.array(picture.shape) / 2 - 0.5
     bright = np.argwhere(picture > picture.max() * 0.75)
@@ -109,7 +111,7 @@ def _image() -> tuple[np.ndarray, tuple[int, int]]:
 
 
 def _map(run: Path) -> np.ndarray:
-    """What the query token of the picture attends to, [8, 8]."""
+    """Return the attention map [8, 8] of the query token."""
     model, recipe = load_model(run)
     spec = InputSpec.from_recipe(recipe.input, DataSettings())
     image = eval_transform(spec)(open_source("digits", "", train=False).read(IMAGE)[0])

@@ -1,8 +1,8 @@
-"""Calibration: the numbers of each head of a converted model, solved for on a few hundred inputs without gradients.
+"""Calibration of the gains, coefficients and temperatures of a converted model, without gradients.
 
-For each converted layer, fed with the hidden states of the softmax model, the output of softmax attention is explained
-by the terms of the mixer (`terms`) in least squares (`solve`); the solution becomes the layer's gains, coefficients and
-temperature. Layers are independent of each other, since every one sees the softmax model's own hidden states.
+For each converted layer, a least-squares fit (`least_squares`) of the terms of its mixer (`calibration_terms`) to the
+output of softmax attention determines the parameters. Inputs are the hidden states of the softmax model, so the layers
+are independent of each other. A few hundred samples suffice.
 """
 
 from collections.abc import Iterable
@@ -10,26 +10,30 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zoo.conversion.calibration_terms import Terms, terms_of
+from zoo.conversion.calibration_terms import MixerInput, Terms, terms_of
 from zoo.conversion.hooks import Call, Inputs, TeacherStudent, layers_of, record_mixer_calls
 from zoo.conversion.least_squares import NormalEquations, r_squared
 from zoo.mixers import build_mixer
 from zoo.mixers.taylor2 import Taylor2
 from zoo.models.convert import backbone_of
+from zoo.models.timm.attention import Site
 
-FP16 = 65504.0  # the largest number of float16
+FP16_MAX = 65504.0  # largest float16 number
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What calibration found about one layer.
+    """Calibration result of one layer.
 
-    r2: part of the power of the softmax output that the terms explain, over all heads.  r2_centred: the same of the
-    tokens minus their mean, which is what mixing makes.  heads: r2 of each head.  trial: chosen temperature (or c2) of
-    each.  key_shift, query_shift: norm of the mean token over the mean norm, near 1 where all tokens are alike.
-    largest: largest magnitude of the mixer's output.  fp16_part: that over the largest number of float16.
+    r2: coefficient of determination of the softmax output, over all heads.
+    r2_centred: the same after subtraction of the token mean.
+    heads: r2 per head.
+    trial: chosen temperature (or c2) per head.
+    key_shift, query_shift: norm of the mean token over the mean norm of the tokens; near 1 if all tokens are similar.
+    largest: largest magnitude of the output.
+    fp16_part: `largest` relative to the largest float16 number.
     """
 
     layer: str
@@ -48,12 +52,12 @@ class Calibration:
 
 
 @torch.no_grad()
-def calibrate(student: Any, teacher: Any, inputs: Iterable[Inputs]) -> list[Calibration]:
+def calibrate(student: nn.Module, teacher: nn.Module, inputs: Iterable[Inputs]) -> list[Calibration]:
     """Set the gains, coefficients and temperatures of every converted layer of `student`, in place.
 
-    student: a model after `zoo.convert(..., gains=True)`, timm or diffusers.  teacher: the softmax model that it was.
-    inputs: batches, gone through once (twice where a degree-2 term has a width of its own).
-    Raises ValueError for layers without gains, a teacher that is another model or not softmax, and no inputs.
+    student: timm or diffusers model after `zoo.convert(..., gains=True)`. teacher: its softmax model. inputs: batches,
+    used once (twice if a `taylor2` layer has the option `width`). Raises ValueError for layers without gains, a teacher
+    with other layers or without softmax, and empty inputs.
     """
     pair = TeacherStudent(teacher, student)
     _check_softmax(pair)
@@ -61,10 +65,10 @@ def calibrate(student: Any, teacher: Any, inputs: Iterable[Inputs]) -> list[Cali
     batches = list(inputs)
     if not batches:
         raise ValueError("calibration needs at least one batch of inputs")
-    narrow = {n: layer for n, layer in pair.layers.items() if _is_narrow(layer.mixer)}
+    narrow = {n: layer for n, layer in pair.layers.items() if _has_width(layer.mixer)}
     if narrow:
-        _project(pair, narrow, batches)
-    layers = {name: _Layer(name, pair.layers[name], terms[name]) for name in terms}
+        _set_projections(pair, narrow, batches)
+    layers = {name: _LayerFit(name, pair.layers[name], terms[name]) for name in terms}
     for batch in batches:
         calls = pair.calls(batch)[1]
         for name, layer in layers.items():
@@ -75,17 +79,15 @@ def calibrate(student: Any, teacher: Any, inputs: Iterable[Inputs]) -> list[Cali
 def _check_softmax(pair: TeacherStudent) -> None:
     backbone, layers = backbone_of(pair.teacher), layers_of(pair.teacher)
     for name in pair.layers:
-        present = backbone.current_mixer(pair.teacher, layers[name])
-        if present != "softmax":
-            raise ValueError(
-                f"{name} of the teacher is {present!r}, not softmax: there is no softmax output to explain"
-            )
+        mixer = backbone.current_mixer(pair.teacher, layers[name])
+        if mixer != "softmax":
+            raise ValueError(f"{name} of the teacher is {mixer!r}, not softmax: calibration fits the softmax output")
 
 
-class _Layer:
-    """The sums of one layer, over batches."""
+class _LayerFit:
+    """Normal equations and statistics of one layer, summed over batches."""
 
-    def __init__(self, name: str, site: Any, terms: Terms) -> None:
+    def __init__(self, name: str, site: Site, terms: Terms) -> None:
         self.name, self.site, self.terms = name, site, terms
         self.equations: dict[float, NormalEquations] = {}
         self.shifts = torch.zeros(2, dtype=torch.float64)
@@ -94,17 +96,17 @@ class _Layer:
     def add(self, call: Call) -> None:
         tokens = tokens_of(self.name, self.site, call)
         q, k = tokens[:2]
-        wanted = softmax_of(self.site, tokens)
+        target = softmax_of(self.site, tokens)
         for trial in self.terms.trials:
             columns = self.terms.columns(trial, tokens)
-            found = self.equations.setdefault(trial, NormalEquations(q.shape[2], len(columns)))
-            found.add(columns, wanted)
+            equations = self.equations.setdefault(trial, NormalEquations(q.shape[2], len(columns)))
+            equations.add(columns, target)
         self.calls, self.groups = self.calls + 1, k.shape[2]
         self.shifts += torch.tensor([_shift(k), _shift(q)], dtype=torch.float64)
-        self.largest = max(self.largest, float(wanted.abs().max()))
+        self.largest = max(self.largest, float(target.abs().max()))
 
     def finish(self) -> Calibration:
-        """Solve, write the solution into the mixer, and say how well it explains."""
+        """Solve, write the solution into the mixer, and return the quality of the fit."""
         trials = list(self.equations)
         weights = torch.stack([self.equations[t].solve() for t in trials])  # [T, H, K]
         errors, powers = _each(self.equations, weights, "errors")
@@ -112,7 +114,9 @@ class _Layer:
         best = errors.unflatten(1, (groups, -1)).sum(2).argmin(0).repeat_interleave(errors.shape[1] // groups)
         head = torch.arange(errors.shape[1])
         chosen = torch.tensor(trials, dtype=torch.float64)[best]
-        device = self.site.mixer.gains.gain.device
+        gains = self.site.mixer.gains
+        assert gains is not None
+        device = gains.gain.device
         self.terms.write(chosen.to(device), weights[best, head].to(device))
         centred, centred_powers = _each(self.equations, weights, "centred_errors")
         each = r_squared(errors[best, head], powers[best, head])
@@ -127,26 +131,26 @@ class _Layer:
             key_shift=float(shifts[0]),
             query_shift=float(shifts[1]),
             largest=self.largest,
-            fp16_part=self.largest / FP16,
+            fp16_part=self.largest / FP16_MAX,
         )
 
 
 def _each(equations: dict[float, NormalEquations], weights: Tensor, which: str) -> tuple[Tensor, Tensor]:
-    """Errors and powers of every trial, [T, H] each."""
-    found = [getattr(e, which)(w) for e, w in zip(equations.values(), weights, strict=True)]
-    return torch.stack([e for e, _ in found]), torch.stack([p for _, p in found])
+    """Return errors and powers of all trials, [T, H] each."""
+    pairs = [getattr(e, which)(w) for e, w in zip(equations.values(), weights, strict=True)]
+    return torch.stack([e for e, _ in pairs]), torch.stack([p for _, p in pairs])
 
 
-def tokens_of(name: str, site: Any, call: Call) -> tuple[Any, ...]:
-    """(q, k, v, context) that the mixer of a converted layer gets when the layer is called as in `call`."""
-    with record_mixer_calls({name: site}) as found:
+def tokens_of(name: str, site: Site, call: Call) -> MixerInput:
+    """Return the mixer inputs (q, k, v, context) of a converted layer that is called as in `call`."""
+    with record_mixer_calls({name: site}) as calls:
         call.repeat(site)
-    q, k, v, ctx = found[name].arguments
+    q, k, v, ctx = calls[name].arguments
     return q, k, v, ctx
 
 
-def softmax_of(site: Any, tokens: tuple[Any, ...]) -> Tensor:
-    """What softmax attention makes of a mixer's tokens, [B, N, H, D] in float32; zeros at padded tokens."""
+def softmax_of(site: Site, tokens: MixerInput) -> Tensor:
+    """Compute softmax attention of mixer inputs, [B, N, H, D] in float32; zero at padded tokens."""
     q, k, v, ctx = tokens
     heads, width = q.shape[2:]
     mixer = build_mixer("softmax", heads * width, heads, width, num_kv_heads=k.shape[2], scale=site.mixer.scale)
@@ -155,20 +159,20 @@ def softmax_of(site: Any, tokens: tuple[Any, ...]) -> Tensor:
 
 
 def _shift(x: Tensor) -> float:
-    """Norm of the mean token over the mean norm of the tokens, averaged over samples and heads of [B, N, H, D]."""
+    """Compute |mean token| / mean |token| of [B, N, H, D], averaged over samples and heads."""
     x = x.float()
     return float((x.mean(1).norm(dim=-1) / x.norm(dim=-1).mean(1).clamp(min=1e-12)).mean())
 
 
-def _is_narrow(mixer: Any) -> bool:
+def _has_width(mixer: nn.Module) -> bool:
     return isinstance(mixer, Taylor2) and mixer.options.width is not None
 
 
-def _project(pair: TeacherStudent, layers: dict[str, Any], batches: list[Inputs]) -> None:
-    """Give the degree-2 terms with a width of their own the projections that keep most of the scores q.(k - mean k).
+def _set_projections(pair: TeacherStudent, layers: dict[str, Site], batches: list[Inputs]) -> None:
+    """Set the projections of `taylor2` layers with `width` to the best approximation of the scores q.(k - mean k).
 
-    With C_q and C_k the second moments of queries and centred keys, the best product of rank R is the truncated
-    singular value decomposition U S V' of C_q^1/2 C_k^1/2: q A, k B with A = C_q^-1/2 U S^1/2, B = C_k^-1/2 V S^1/2.
+    With second moments C_q, C_k of queries and centred keys and the truncated singular value decomposition U S V' of
+    C_q^1/2 C_k^1/2, the projections are A = C_q^-1/2 U S^1/2 for q and B = C_k^-1/2 V S^1/2 for k.
     """
     sums: dict[str, list[Tensor]] = {}
     for batch in batches:
@@ -178,11 +182,12 @@ def _project(pair: TeacherStudent, layers: dict[str, Any], batches: list[Inputs]
             q, k = (t if ctx.rotate is None else ctx.rotate(t) for t in (q, k))
             k = k.double() - k.double().mean(1, keepdim=True)
             q = q.double().unflatten(2, (k.shape[2], -1))  # [B, N, Hk, G, D]
-            found = torch.einsum("bnhgd,bnhge->hde", q, q), torch.einsum("bnhd,bnhe->hde", k, k)
-            before = sums.get(name)
-            sums[name] = list(found) if before is None else [a + b for a, b in zip(before, found, strict=True)]
+            moments = [torch.einsum("bnhgd,bnhge->hde", q, q), torch.einsum("bnhd,bnhe->hde", k, k)]
+            previous = sums.get(name)
+            sums[name] = moments if previous is None else [a + b for a, b in zip(previous, moments, strict=True)]
     for name, site in layers.items():
         mixer = site.mixer
+        assert isinstance(mixer, Taylor2) and mixer.options.width is not None
         second_q, second_k = sums[name]
         for_q, for_k = best_projections(second_q, second_k, mixer.options.width)
         mixer.narrow_q.copy_(for_q.repeat_interleave(len(mixer.narrow_q) // len(for_q), dim=0))
@@ -190,7 +195,7 @@ def _project(pair: TeacherStudent, layers: dict[str, Any], batches: list[Inputs]
 
 
 def best_projections(second_q: Tensor, second_k: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """A, B [H, D, R] with q A B' k closest to q k in the mean square, for second moments [H, D, D]."""
+    """Return A, B [H, D, R] that minimise the mean square of q A B' k - q k, for second moments [H, D, D]."""
     (root_q, back_q), (root_k, back_k) = (_roots(m) for m in (second_q, second_k))
     u, s, vh = torch.linalg.svd(root_q @ root_k)
     half = s[:, None, :rank].sqrt()
@@ -198,7 +203,7 @@ def best_projections(second_q: Tensor, second_k: Tensor, rank: int) -> tuple[Ten
 
 
 def _roots(m: Tensor) -> tuple[Tensor, Tensor]:
-    """M^1/2 and its inverse (pseudo-inverse where M is singular)."""
+    """Return M^1/2 and its inverse (pseudo-inverse if M is singular)."""
     values, vectors = torch.linalg.eigh(m)
     values = values.clamp(min=0)
     root = values.sqrt()

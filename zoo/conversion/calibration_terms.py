@@ -1,45 +1,43 @@
-"""The terms of which calibration makes the output of a head, for each kind of mixer, and where the solution goes.
+"""Terms of the least-squares fit of calibration, for each kind of mixer.
 
-A kind has a few trials of what does not enter linearly (a temperature, the c2 in a divisor); for each of them the
-output of a head is a sum of terms with weights to be solved for. The terms are read off the mixer itself, so that
-whatever stands around its operator (depthwise residuals, rotation) is in them.
+The output of a head is a linear combination of terms, for each trial value of a nonlinear parameter (a temperature, the
+c2 in a denominator). `write` stores the solution in the mixer. Terms are computed by the mixer itself, so that steps
+around its operator (depthwise residuals, rotation) are included.
 """
 
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from zoo.mixers import LinearMixer
+from zoo.mixers import Context, LinearMixer, Mixer
 from zoo.mixers.layers import Power, mean_value
 from zoo.mixers.poly import Polynomial
 from zoo.mixers.taylor2 import Taylor2
 
 TEMPERATURES = (0.5, 2**-0.5, 1.0, 2**0.5, 2.0, 2**1.5, 4.0)
-EXPONENTS = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5)  # of `power`, with which temperatures cancel in a ratio
-SECONDS = (0.125, 0.25, 0.5, 1.0, 2.0)  # c2 of a normalised expansion
+EXPONENTS = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5)  # trials for `power`, whose temperature cancels in a ratio
+SECOND_COEFFICIENTS = (0.125, 0.25, 0.5, 1.0, 2.0)  # trials for c2 of a normalised expansion
+
+MixerInput: TypeAlias = tuple[Tensor, Tensor, Tensor, Context]  # q, k, v, ctx
 
 
 class Terms(Protocol):
-    """How one kind of mixer is calibrated."""
+    """Terms of one mixer."""
 
     trials: tuple[float, ...]
 
-    def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
-        """The terms [K, B, N, H, D] at a trial; of all but `LocalTerms` the last one is the mean value.
-        tokens: the mixer's arguments."""
+    def columns(self, trial: float, tokens: MixerInput) -> Tensor:
+        """Compute the terms [K, B, N, H, D] at a trial; except in `LocalTerms`, the last one is the mean value."""
 
     def write(self, trials: Tensor, weights: Tensor) -> None:
-        """Give the mixer the chosen trial [H] and weights [H, K] of each head."""
+        """Store the chosen trials [H] and weights [H, K] in the mixer."""
 
 
-def terms_of(mixer: Any, name: str) -> Terms:
-    """The terms of a mixer, with those of its local values if it has some. Raises ValueError for one whose output
-    cannot be solved for."""
+def terms_of(mixer: Mixer, name: str) -> Terms:
+    """Return the terms of a mixer, including LePE terms. Raises ValueError for a mixer without gains."""
     if not isinstance(mixer, LinearMixer) or mixer.gains is None:
-        raise ValueError(
-            f"calibration writes into the gains of each head, and {name} has none: convert with gains=True"
-        )
+        raise ValueError(f"calibration needs the gains of each head, but {name} has none: convert with gains=True")
     terms = _global_terms(mixer)
     return terms if mixer.lepe is None else LocalTerms(terms, mixer)
 
@@ -53,8 +51,8 @@ def _global_terms(mixer: LinearMixer) -> Terms:
     return OutputTerms(mixer)
 
 
-def _mean(mixer: Any, tokens: tuple[Any, ...]) -> Tensor:
-    """The mean value [B, N, H, D] of each head's tokens."""
+def _mean(tokens: MixerInput) -> Tensor:
+    """Compute the mean value per head, expanded to [B, N, H, D]."""
     q, _, v, ctx = tokens
     mean = mean_value(v, ctx.key_padding_mask).repeat_interleave(q.shape[2] // v.shape[2], dim=2)
     mean = mean.expand(-1, q.shape[1], -1, -1)
@@ -62,13 +60,13 @@ def _mean(mixer: Any, tokens: tuple[Any, ...]) -> Tensor:
 
 
 def _map_trials(mixer: LinearMixer) -> tuple[float, ...]:
-    """What is tried of the feature map: exponents of `power`, temperatures of the others, nothing of the identity."""
+    """Return the trials of the feature map: exponents of `power`, temperatures of other maps, none of the identity."""
     name = mixer.options.feature_map
     return (1.0,) if name == "identity" else EXPONENTS if name == "power" else TEMPERATURES
 
 
 def _set_map(mixer: LinearMixer, trials: Tensor) -> float | Tensor:
-    """Give `power` the exponents [H] of the trials; heads that share keys have the same. Returns the temperatures."""
+    """Set the exponents [H] of `power`, averaged over heads that share keys; return the temperatures."""
     if not isinstance(mixer.phi_q, Power) or not isinstance(mixer.phi_k, Power):
         return trials
     mixer.phi_q.set(trials)
@@ -81,16 +79,16 @@ def _try_map(mixer: LinearMixer, trial: float) -> float | Tensor:
 
 
 class OutputTerms:
-    """Any mixer: its output and the mean value, at each exponent or temperature of its feature map."""
+    """Terms of any mixer: its output and the mean value, for each exponent or temperature."""
 
     def __init__(self, mixer: LinearMixer) -> None:
         self.mixer = mixer
         self.trials = _map_trials(mixer)
 
-    def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
+    def columns(self, trial: float, tokens: MixerInput) -> Tensor:
         assert self.mixer.gains is not None
         self.mixer.gains.set(1.0, 0.0, _try_map(self.mixer, trial))
-        return torch.stack([self.mixer(*tokens).float(), _mean(self.mixer, tokens).float()])
+        return torch.stack([self.mixer(*tokens).float(), _mean(tokens).float()])
 
     def write(self, trials: Tensor, weights: Tensor) -> None:
         assert self.mixer.gains is not None
@@ -98,23 +96,23 @@ class OutputTerms:
 
 
 class OrderTerms:
-    """`poly`: each of its four orders, and the mean value."""
+    """Terms of `poly`: the four orders and the mean value."""
 
     def __init__(self, mixer: Polynomial) -> None:
         self.mixer = mixer
         self.trials = _map_trials(mixer)
 
-    def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
+    def columns(self, trial: float, tokens: MixerInput) -> Tensor:
         mixer = self.mixer
         assert mixer.gains is not None
         mixer.gains.set(1.0, 0.0, _try_map(mixer, trial))
-        mean, unit = _mean(mixer, tokens).float(), torch.eye(4, device=mixer.coefficients.device)
-        around = mean if mixer.options.mean_path else torch.zeros_like(mean)
-        found = []
+        mean, unit = _mean(tokens).float(), torch.eye(4, device=mixer.coefficients.device)
+        offset = mean if mixer.options.mean_path else torch.zeros_like(mean)
+        orders = []
         for c in unit:
             mixer.set_coefficients(c.expand_as(mixer.coefficients))
-            found.append(mixer(*tokens).float() - around)
-        return torch.stack([*found, mean])
+            orders.append(mixer(*tokens).float() - offset)
+        return torch.stack([*orders, mean])
 
     def write(self, trials: Tensor, weights: Tensor) -> None:
         assert self.mixer.gains is not None
@@ -124,30 +122,32 @@ class OrderTerms:
 
 
 class TaylorTerms:
-    """`taylor2`: both terms of the expansion, divided by what the trial's c2 makes of the divisor, and the mean."""
+    """Terms of `taylor2`: both terms of the expansion, divided by the denominator at the trial c2, and the mean."""
 
     def __init__(self, mixer: Taylor2) -> None:
         self.mixer = mixer
-        self.trials: tuple[float, ...] = SECONDS if mixer.options.normalize else (1.0,)
+        self.trials: tuple[float, ...] = SECOND_COEFFICIENTS if mixer.options.normalize else (1.0,)
 
-    def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
+    def columns(self, trial: float, tokens: MixerInput) -> Tensor:
         mixer = self.mixer
         assert mixer.gains is not None
         mixer.gains.set(1.0, 0.0)
-        mean, found = _mean(mixer, tokens).float(), []
+        mean, outputs = _mean(tokens).float(), []
         for c1 in (0.0, 1.0):
             mixer.set_coefficients(torch.tensor([c1, trial]).expand_as(mixer.coefficients).to(mixer.coefficients))
-            found.append(mixer(*tokens).float() - mean)
-        return torch.stack([found[1] - found[0], found[0], mean])
+            outputs.append(mixer(*tokens).float() - mean)
+        return torch.stack([outputs[1] - outputs[0], outputs[0], mean])
 
     def write(self, trials: Tensor, weights: Tensor) -> None:
-        """o = w1 X1 + w2 X2 + w3 mean with X the divided terms: gain w2, c1 = w1 / w2, c2 that of the trial. A w2 near
-        zero is moved away from it, which changes the output by a thousandth of its first term."""
+        """Store o = w1 X1 + w2 X2 + w3 mean, with the divided terms X, as gain w2, c1 = w1 / w2 and the trial c2.
+
+        A w2 near zero is replaced, which changes the output by at most a thousandth of its first term.
+        """
         assert self.mixer.gains is not None
         first, second, mean = weights.unbind(1)
         if self.mixer.options.normalize:
-            least = (1e-3 * first.abs()).clamp(min=1e-6)
-            gain = torch.where(second.abs() > least, second, least)
+            smallest = (1e-3 * first.abs()).clamp(min=1e-6)
+            gain = torch.where(second.abs() > smallest, second, smallest)
             c = torch.stack([first / gain, trials.to(weights)], 1)
         else:
             gain, c = torch.ones_like(first), torch.stack([first, second], 1)
@@ -156,33 +156,35 @@ class TaylorTerms:
 
 
 class LocalTerms:
-    """Other terms, then the values at each place of the kernel of `lepe`: the part of attention that looks at the same
-    neighbours whatever the content. All channels of a head begin with the same kernel."""
+    """Other terms, then one term per position of the `lepe` kernel: attention to fixed neighbours.
+
+    All channels of a head get the same kernel.
+    """
 
     def __init__(self, others: Terms, mixer: LinearMixer) -> None:
         self.others, self.mixer, self.trials = others, mixer, others.trials
 
     @property
     def kernel(self) -> Tensor:
-        """[channels of v, places], a view of the weights."""
+        """Kernel weights [channels of v, positions], a view."""
         assert self.mixer.lepe is not None
         return self.mixer.lepe.weight.data.flatten(1)
 
-    def columns(self, trial: float, tokens: tuple[Any, ...]) -> Tensor:
+    def columns(self, trial: float, tokens: MixerInput) -> Tensor:
         q, _, v, ctx = tokens
-        kernel, nothing = self.kernel.zero_(), torch.zeros_like(q, dtype=torch.float32)
-        found = list(self.others.columns(trial, tokens))
-        for place in kernel.mT:
-            place.fill_(1)
-            found.append(self.mixer.with_lepe(nothing, v.float(), ctx))
-            place.zero_()
-        return torch.stack(found)
+        kernel, zeros = self.kernel.zero_(), torch.zeros_like(q, dtype=torch.float32)
+        terms = list(self.others.columns(trial, tokens))
+        for position in kernel.mT:
+            position.fill_(1)
+            terms.append(self.mixer.with_lepe(zeros, v.float(), ctx))
+            position.zero_()
+        return torch.stack(terms)
 
     def write(self, trials: Tensor, weights: Tensor) -> None:
-        """Heads that share values get the mean of their kernels."""
+        """Store the solution; heads that share values get the mean kernel."""
         kernel = self.kernel
         others, local = weights.split([weights.shape[1] - kernel.shape[1], kernel.shape[1]], 1)
         self.others.write(trials, others)
         heads = len(kernel) // self.mixer.head_dim
-        local = local.unflatten(0, (heads, -1)).mean(1)  # [heads of v, places]
+        local = local.unflatten(0, (heads, -1)).mean(1)  # [heads of v, positions]
         kernel.copy_(local.repeat_interleave(self.mixer.head_dim, dim=0))

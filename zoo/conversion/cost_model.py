@@ -1,9 +1,8 @@
-"""Predicted time of attention layers at any number of tokens, from the measured tables of the operators.
+"""Cost model of attention layers at any number of tokens, from measured operator times.
 
-The tables (`docs/results/kernels-h200.json`, shipped with the package) hold times at a few shapes. A linear operator
-costs the same for each token, head and channel; softmax costs that much more for each further token: time over
-B H N D is a + b N, and so does `taylor2`. Both are fitted to the rows of the smallest relative error; nothing else is
-known about the device.
+The table `docs/results/kernels-h200.json`, shipped with the package, holds times at a few shapes. Linear operators cost
+c per element of [B, N, H, D]; softmax and `taylor2` cost a + b N per element. The coefficients are fitted by relative
+least squares.
 """
 
 import json
@@ -18,16 +17,18 @@ from zoo.mixers import MIXERS
 
 FILE = "kernels-h200.json"
 PLACES = (Path(__file__).parents[1] / FILE, Path(__file__).parents[2] / "docs" / "results" / FILE)
-OPERATORS = {  # mixer -> operator of the table
+OPERATORS = {  # mixer -> operator in the table
     "la": "linear_attention", "ahla": "ahla", "hla2": "hla2", "hla3": "hla3", "poly": "polynomial",
     "inline": "linear_attention",
 }  # fmt: skip
-NANO = 1e3  # ns in a us
+NS_PER_US = 1e3
 
 
 class Prediction(NamedTuple):
-    """Times of one attention operator call in us, forward, and the number of tokens from which the mixer is no slower
-    (1: always; None: unknown)."""
+    """Predicted forward times of one operator call in us; unknown values are None.
+
+    break_even: number of tokens from which the mixer is at least as fast as softmax (1: always).
+    """
 
     softmax_us: float
     mixer_us: float | None
@@ -40,7 +41,7 @@ class Prediction(NamedTuple):
 
 @cache
 def measured_table() -> dict[str, Any]:
-    """The measured table. Raises ValueError when it is not there."""
+    """Read the measured table. Raises ValueError if the file is missing."""
     for place in PLACES:
         if place.is_file():
             return json.loads(place.read_text())
@@ -48,19 +49,18 @@ def measured_table() -> dict[str, Any]:
 
 
 def predict_times(mixer: str, options: dict[str, Any], batch: int, heads: int, tokens: int, width: int) -> Prediction:
-    """For q, k, v [batch, tokens, heads, width]; a mixer without measured rows has no time."""
+    """Predict the times for q, k, v [batch, tokens, heads, width]; the mixer time is None without measurements."""
     softmax = quadratic_cost("softmax_attention")
-    assert softmax is not None, "the table has no rows of softmax"
+    assert softmax is not None, "the table has no softmax rows"
     a, b = softmax
-    size = batch * heads * tokens * width / NANO
+    size = batch * heads * tokens * width / NS_PER_US
     soft = size * (a + b * tokens)
     if mixer == "taylor2":
         own = None if options.get("width") else quadratic_cost("taylor2")
         return Prediction(soft, None if own is None else size * (own[0] + own[1] * tokens), None)
     if mixer not in OPERATORS:
         return Prediction(soft, None, None)
-    kind: Any = MIXERS[mixer]
-    cost = linear_cost(mixer, options.get("normalize", kind.defaults.normalize))
+    cost = linear_cost(mixer, bool(options.get("normalize", getattr(MIXERS[mixer].defaults, "normalize", False))))
     if cost is None:
         return Prediction(soft, None, None)
     return Prediction(soft, size * cost, max(1, math.ceil((cost - a) / b)))
@@ -68,16 +68,18 @@ def predict_times(mixer: str, options: dict[str, Any], batch: int, heads: int, t
 
 @cache
 def quadratic_cost(op: str) -> tuple[float, float] | None:
-    """(a, b) in ns: time = B H N D (a + b N), of the fastest implementation at each shape. None: the table has no
-    rows."""
+    """Fit (a, b) in ns of time = B H N D (a + b N), with the fastest implementation at each shape.
+
+    None without rows in the table.
+    """
     best: dict[tuple[int, ...], float] = {}
     for row in _rows(op):
         shape = tuple(row["shape"])
         best[shape] = min(row["us"], best.get(shape, float("inf")))
     if not best:
         return None
-    each = np.array([[shape[2], us * NANO / np.prod([float(s) for s in shape])] for shape, us in best.items()])
-    tokens, cost = each.T
+    points = np.array([[shape[2], us * NS_PER_US / np.prod([float(s) for s in shape])] for shape, us in best.items()])
+    tokens, cost = points.T
     weights = 1 / cost  # relative errors
     design = np.stack([weights, tokens * weights], 1)
     (a, b), *_ = np.linalg.lstsq(design, np.ones_like(cost), rcond=None)
@@ -86,13 +88,13 @@ def quadratic_cost(op: str) -> tuple[float, float] | None:
 
 @cache
 def linear_cost(mixer: str, normalize: bool) -> float | None:
-    """ns for each token, head and channel: the median over the measured shapes. None: the table has no such rows."""
-    found = [
-        row["us"] * NANO / np.prod([float(s) for s in row["shape"]])
+    """Return the median cost per element in ns over the measured shapes; None without rows in the table."""
+    costs = [
+        row["us"] * NS_PER_US / np.prod([float(s) for s in row["shape"]])
         for row in _rows(OPERATORS[mixer])
         if row["impl"] == "ours" and bool(row["options"].get("normalize")) == normalize
     ]
-    return float(np.median(found)) if found else None
+    return float(np.median(costs)) if costs else None
 
 
 def _rows(op: str) -> list[dict[str, Any]]:
@@ -100,6 +102,6 @@ def _rows(op: str) -> list[dict[str, Any]]:
 
 
 def table_provenance() -> str:
-    """Hardware and date of the table."""
-    found = measured_table()
-    return f"{found['hardware']}, {found['date']}, torch {found['versions']['torch']}"
+    """Return the hardware, date and torch version of the table."""
+    table = measured_table()
+    return f"{table['hardware']}, {table['date']}, torch {table['versions']['torch']}"

@@ -1,30 +1,29 @@
-"""Distances between a student and its teacher inside: of what their attention layers return, of what their classifiers
-get."""
+"""Distillation losses on attention outputs and on the features of the classifier."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from zoo.conversion.hooks import Call, converted_layers, layers_of, record_calls
 
 
-def relative_distance(found: Tensor, wanted: Tensor) -> Tensor:
-    """Mean square of the difference over the mean square of `wanted`, in float32: 1 is as bad as no output."""
-    return F.mse_loss(found.float(), wanted.float()) / wanted.float().square().mean().clamp(min=1e-12)
+def relative_distance(output: Tensor, target: Tensor) -> Tensor:
+    """Compute the MSE relative to the mean square of `target`, in float32; an output of zeros has distance 1."""
+    return F.mse_loss(output.float(), target.float()) / target.float().square().mean().clamp(min=1e-12)
 
 
 class AttentionDistillation:
-    """Listens to a forward pass of the student and to one of the teacher; `loss` is the mean distance of their layers.
+    """Mean relative distance between the attention outputs of student and teacher, over the converted layers.
 
-    Converted layers count, and of joint attention the image tokens. Raises ValueError for a student without a converted
-    layer.
+    In joint attention, only image tokens are compared. Raises ValueError for a student without converted layers and for
+    a teacher that lacks one of them.
     """
 
-    def __init__(self, student: Any, teacher: Any) -> None:
+    def __init__(self, student: nn.Module, teacher: nn.Module) -> None:
         try:
             self.names = list(converted_layers(student))
         except ValueError as error:
@@ -33,29 +32,30 @@ class AttentionDistillation:
             ) from error
         missing = set(self.names) - layers_of(teacher).keys()
         if missing:
-            raise ValueError(f"distill.attention needs a teacher with the layer {min(missing)}, which it has not")
+            raise ValueError(f"the teacher has no layer {min(missing)}, which distill.attention compares")
         self.models = {"student": student, "teacher": teacher}
-        self.found: dict[str, dict[str, Call]] = {}
+        self.calls: dict[str, dict[str, Call]] = {}
 
-    def listen(self, which: str) -> AbstractContextManager[Any]:
-        """A context around a forward pass of the "student" or the "teacher"; recomputing after it is not heard."""
-        heard = record_calls(self.models[which], self.names)
-        return _Keeping(self.found, which, heard)
+    @contextmanager
+    def listen(self, which: str) -> Iterator[None]:
+        """Record a forward pass of the "student" or the "teacher"; later recomputation of checkpoints is ignored."""
+        with record_calls(self.models[which], self.names) as self.calls[which]:
+            yield
 
     def loss(self) -> Tensor:
-        """The mean over layers of the distance of the last two passes."""
-        ours, theirs = self.found["student"], self.found["teacher"]
+        """Compute the loss of the last recorded forward passes."""
+        ours, theirs = self.calls["student"], self.calls["teacher"]
         return torch.stack([relative_distance(ours[n].output, theirs[n].output) for n in self.names]).mean()
 
 
 class FeatureDistillation:
-    """Listens to a forward pass of two image models; `loss` is the distance of the features [B, C] that they classify.
+    """Relative distance between the features [B, C] before the classifiers of two timm models.
 
-    The final features of ViT-AdaLA, arXiv 2603.16063 (its second stage). Raises ValueError for a model without one
-    classifier that is a linear layer, and for features of different widths.
+    As in the second stage of ViT-AdaLA, arXiv 2603.16063. Raises ValueError for a model without a single linear
+    classifier, and for features of different widths.
     """
 
-    def __init__(self, student: Any, teacher: Any) -> None:
+    def __init__(self, student: VisionTransformer, teacher: VisionTransformer) -> None:
         self.heads = {"student": student.get_classifier(), "teacher": teacher.get_classifier()}
         for which, head in self.heads.items():
             if not isinstance(head, nn.Linear):
@@ -64,31 +64,15 @@ class FeatureDistillation:
                 )
         ours, theirs = (head.in_features for head in self.heads.values())
         if ours != theirs:
-            raise ValueError(f"distill.features needs a teacher of {ours} features, it has {theirs}")
-        self.found: dict[str, Tensor] = {}
+            raise ValueError(f"distill.features needs a teacher with {ours} features, it has {theirs}")
+        self.features: dict[str, Tensor] = {}
 
     @contextmanager
     def listen(self, which: str) -> Iterator[None]:
-        """A context around a forward pass of the "student" or the "teacher"."""
-        handle = self.heads[which].register_forward_pre_hook(lambda _, inputs: self.found.update({which: inputs[0]}))
-        try:
+        """Record a forward pass of the "student" or the "teacher"."""
+        with self.heads[which].register_forward_pre_hook(lambda _, x: self.features.update({which: x[0]})):
             yield
-        finally:
-            handle.remove()
 
     def loss(self) -> Tensor:
-        """The distance of the last two passes."""
-        return relative_distance(self.found["student"], self.found["teacher"])
-
-
-class _Keeping:
-    """`record_calls`, whose calls stay in a dict under a name."""
-
-    def __init__(self, kept: dict[str, dict[str, Call]], which: str, heard: Any) -> None:
-        self.kept, self.which, self.heard = kept, which, heard
-
-    def __enter__(self) -> None:
-        self.kept[self.which] = self.heard.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.heard.__exit__(*error)
+        """Compute the loss of the last recorded forward passes."""
+        return relative_distance(self.features["student"], self.features["teacher"])

@@ -1,23 +1,27 @@
-"""What a conversion would do to a model, before it is done: every attention layer, its tokens, and predicted times."""
+"""Preview of a conversion: every attention layer with its tokens and predicted times."""
 
 import copy
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from zoo.conversion.cost_model import predict_times
 from zoo.conversion.dependence import token_shares
-from zoo.conversion.hooks import Inputs, first, forward
+from zoo.conversion.hooks import Inputs, forward, record_modules
 from zoo.models.convert import backbone_of, swap
 from zoo.models.layer_selection import Keep, Layers, choose, plain_layers
 
 
 @dataclass(frozen=True)
 class LayerInspection:
-    """One attention layer: what it is, what it would become (or why it stays), its predicted times for one forward
-    pass with the inputs of the inspection, in us, and which share of the mixer's output would depend on the token
-    (`zoo.conversion.dependence`). None where nothing is known."""
+    """Preview of the conversion of one attention layer. Unknown values are None.
+
+    kind: class of the layer. before, after: mixers. reason: why the layer is not converted, "" if it is.
+    softmax_us, mixer_us: predicted times of one forward pass in us. break_even: number of tokens from which the mixer
+    is at least as fast. token_share: fraction of the output that depends on the token (`zoo.conversion.dependence`).
+    """
 
     layer: str
     kind: str
@@ -38,23 +42,22 @@ class LayerInspection:
 
 @torch.no_grad()
 def inspect(
-    model: Any, inputs: Inputs, mixer: str, *, layers: Layers = None, keep_softmax: Keep = None, **options: Any
+    model: nn.Module, inputs: Inputs, mixer: str, *, layers: Layers = None, keep_softmax: Keep = None, **options
 ) -> list[LayerInspection]:
-    """Run `model` once on `inputs` and say of every attention layer what `zoo.convert` with these arguments would do.
+    """Run `model` once on `inputs` and preview `zoo.convert` with these arguments for every attention layer.
 
-    Nothing is changed: token shares are measured on a converted copy. Raises ValueError for what `zoo.convert` refuses
-    about families, names and patterns.
+    The model is not changed: token shares are measured on a converted copy. Raises ValueError like `zoo.convert`.
     """
     backbone = backbone_of(model)
     backbone.submodels(model)
     chosen, kept = choose(
         backbone.blocks(model), mixer, plain_layers(layers, "layers"), plain_layers(keep_softmax, "keep_softmax")
     )
-    found, left = backbone.layers(model), backbone.skipped_layers(model)
-    copied = copy.deepcopy(model)
-    swap(copied, mixer, layers=layers, keep_softmax=keep_softmax, **options)
-    shares = token_shares(copied, inputs)
-    sizes = _sizes(model, [*found, *left], inputs)
+    found, skipped = backbone.layers(model), backbone.skipped_layers(model)
+    converted = copy.deepcopy(model)
+    swap(converted, mixer, layers=layers, keep_softmax=keep_softmax, **options)
+    shares = token_shares(converted, inputs)
+    sizes = _sizes(model, [*found, *skipped], inputs)
     rows = []
     for name, attn in found.items():
         layer = backbone.layer_spec(model, attn)
@@ -69,32 +72,19 @@ def inspect(
         host = next(c for c in type(attn).__mro__ if not c.__module__.startswith("zoo."))
         share = float(shares[name].mean()) if name in chosen and name in shares else None
         rows.append(LayerInspection(name, host.__name__, tokens, heads, width, before, after, why, *times, share))
-    for name, why in left.items():
+    for name, why in skipped.items():
         kind = type(model.get_submodule(name)).__name__
         tokens = sizes.get(name, (None, None))[1]
         rows.append(LayerInspection(name, kind, tokens, None, None, "softmax", "softmax", why, None, None, None))
     return rows
 
 
-def _sizes(model: Any, names: list[str], inputs: Inputs) -> dict[str, tuple[int, int]]:
-    """(batch, tokens) of each layer in one forward pass, of joint attention the image tokens."""
-    found: dict[str, tuple[int, int]] = {}
-    handles = []
-
-    def note(name: str) -> Any:
-        def hook(_: Any, __: Any, output: Any) -> None:
-            out = first(output)
-            found[name] = (out.shape[0], out.shape[1])
-
-        return hook
-
+def _sizes(model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, tuple[int, int]]:
+    """Return (batch, tokens) of each layer in one forward pass; in joint attention, the image tokens."""
     training = model.training
     try:
-        for name in names:
-            handles.append(model.get_submodule(name).register_forward_hook(note(name)))
-        forward(model.eval(), inputs)
+        with record_modules({name: model.get_submodule(name) for name in names}) as calls:
+            forward(model.eval(), inputs)
     finally:
         model.train(training)
-        for handle in handles:
-            handle.remove()
-    return found
+    return {name: (call.output.shape[0], call.output.shape[1]) for name, call in calls.items()}

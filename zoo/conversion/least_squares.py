@@ -1,4 +1,4 @@
-"""Least squares of each head on a few candidate terms, from normal equations summed over batches in float64."""
+"""Least squares per head on a few terms, from normal equations summed over batches in float64."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ MIN_EIGENVALUE = 1e-12  # relative to the largest; directions with a smaller one
 
 
 class NormalEquations:
-    """min_w sum |o - sum_k w_k x_k|^2 for each head, over tokens, channels and batches; the columns are normalised.
+    """Normal equations of min_w sum |o - sum_k w_k x_k|^2 per head, over tokens, channels and batches.
 
-    gram [H, K + 1, K + 1]: products of the K terms and, last, the target.  centred: the same of the tokens minus their
-    mean over the sequence, the part that mixing makes.
+    gram: products of the K terms and the target (last), [H, K + 1, K + 1]. centred: the same products after subtraction
+    of the token mean, which token mixing determines.
     """
 
     def __init__(self, heads: int, terms: int) -> None:
@@ -18,13 +18,13 @@ class NormalEquations:
         self.centred = torch.zeros_like(self.gram)
 
     def add(self, terms: Tensor, target: Tensor) -> None:
-        """terms [K, B, N, H, D], target [B, N, H, D]."""
+        """Add a batch: terms [K, B, N, H, D], target [B, N, H, D]."""
         x = torch.cat([terms.double(), target.double()[None]])
         self.gram += _products(x)
         self.centred += _products(x - x.mean(2, keepdim=True))
 
     def solve(self) -> Tensor:
-        """w [H, K], the solution of least norm (of the normalised columns) where terms are dependent."""
+        """Solve for w [H, K]; the solution of least norm (for normalised terms) if terms are linearly dependent."""
         a, b = self.gram[:, :-1, :-1], self.gram[:, :-1, -1]
         size = a.diagonal(dim1=1, dim2=2).sqrt()
         inverse = torch.where(size > 0, 1 / size, 0)
@@ -34,11 +34,11 @@ class NormalEquations:
         return (vectors @ scaled[:, :, None])[..., 0] * inverse
 
     def errors(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum |o - sum_k w_k x_k|^2, sum |o|^2) of each head, [H] each."""
+        """Return (sum |o - sum_k w_k x_k|^2, sum |o|^2) per head, [H] each."""
         return _errors(self.gram, weights)
 
     def centred_errors(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """`errors` of the part without the token mean."""
+        """Return `errors` after subtraction of the token mean."""
         return _errors(self.centred, weights)
 
 
@@ -53,5 +53,5 @@ def _errors(gram: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def r_squared(errors: Tensor, powers: Tensor) -> Tensor:
-    """1 - error / power, elementwise; 1 where there is nothing to explain."""
+    """Compute 1 - error / power elementwise, or 1 where the power is 0."""
     return torch.where(powers > 0, 1 - errors / powers, 1.0)

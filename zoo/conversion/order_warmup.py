@@ -1,4 +1,4 @@
-"""Layers of higher order that begin a run as first-order attention and become themselves."""
+"""Order warm-up: higher-order mixers start as linear attention and are blended in."""
 
 from collections.abc import Iterable
 
@@ -10,22 +10,23 @@ from zoo.mixers.hla import HigherOrder
 
 
 class OrderWarmup:
-    """Called with the number of steps done, on which alone depends what it sets: a run continues as it was."""
+    """Schedule of order warm-up. Its state depends on the step only, so that resumed runs continue exactly."""
 
     def __init__(
-        self, models: Iterable[nn.Module], part: float, ridge: float, last_step: int, device: torch.device
+        self, models: Iterable[nn.Module], fraction: float, scale: float, last_step: int, device: torch.device
     ) -> None:
-        """part: of the `last_step` steps, after which layers are themselves.  ridge: lambda of `ahla` halfway.
+        """fraction: fraction of the `last_step` steps after which warm-up ends; 0 disables it. scale: factor on the
+        first-order term.
 
-        Raises ValueError when no layer can be annealed.
+        Raises ValueError for models without higher-order mixers.
         """
-        self.layers = [m for model in models for m in model.modules() if isinstance(m, HigherOrder)] if part else []
-        if part and not self.layers:
+        self.layers = [m for model in models for m in model.modules() if isinstance(m, HigherOrder)] if fraction else []
+        if fraction and not self.layers:
             names = ", ".join(name for name, kind in MIXERS.items() if issubclass(kind, HigherOrder))
             raise ValueError(f"optim.anneal is for models with layers of {names}, and this one has none")
-        self.steps, self.ridge, self.device = part * last_step, ridge, device
+        self.steps, self.scale, self.device = fraction * last_step, scale, device
 
     def __call__(self, step: int) -> None:
-        """Set the layers as they are after `step` steps."""
+        """Set all layers to their state after `step` steps."""
         for layer in self.layers:
-            layer.set_warmup(step / self.steps, self.ridge, self.device)
+            layer.set_warmup(step / self.steps, self.scale, self.device)

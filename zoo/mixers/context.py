@@ -1,4 +1,4 @@
-"""Inputs of mixers besides q, k and v: the layer they are built for and the context of each call."""
+"""Further inputs of mixers: the layer they are built for and the context of each call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Layers shared by mixers: learned feature maps, depthwise convolutions, norms, gains and the output gate.
+"""Layers shared by mixers: feature maps, depthwise convolutions, norms, gains and the output gate.
 
 Feature maps without parameters live in `hla_kernels` and are applied inside the operator. All layers but the feature
 maps are the identity at initialisation, so adding them to a converted model does not change its output.

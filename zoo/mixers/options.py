@@ -58,7 +58,7 @@ class LocalOptions:
 
     @property
     def needs_grid(self) -> bool:
-        """Whether the result depends on where the tokens lie."""
+        """Whether the token grid is needed."""
         return bool(self.depthwise) or self.lepe > 0 or self.cpe > 0
 
     def for_grid(self, grid: Grid) -> Self:
@@ -146,7 +146,7 @@ class MixerOptions(LocalOptions):
 
     @property
     def needs_grid(self) -> bool:
-        """Whether the result depends on where the tokens lie."""
+        """Whether the token grid is needed."""
         # not super().needs_grid: dynamo returns the property object, which is always true
         return bool(self.depthwise) or self.lepe > 0 or self.cpe > 0 or self.causal
 

@@ -1,68 +1,85 @@
-"""Models that mixers go into, and their conversion (`convert.py`).
+"""Models with mixers, and their conversion (`convert.py`).
 
-`timm`: attention layers, the models that tell them their grid, registered names, one file per family
-(`vision_transformer.py`, `deit.py`: timm takes the family from the file name) and one name for all others
-(`converted.py`), and model files. `diffusers`: likewise, imported when first needed. `zoo.convert` knows both kinds
-through one `Backbone` each. Shared: which layers are converted (`layer_selection.py`), what is not (`unsupported.py`),
-and what a saved model says of its mixers (`checkpoint_tags.py`, `stored_options.py`, `saved_config.py`).
+`timm`: attention layers, models that set the token grid, registered names (one file per family, since timm derives the
+family from the file name, and `converted.py` for all others) and model files. `diffusers`: the same for diffusers,
+imported on first use. `zoo.convert` uses one `Backbone` for each library. Shared by both: selection of layers
+(`layer_selection.py`), unsupported models (`unsupported.py`) and the mixers of saved models (`checkpoint_tags.py`,
+`stored_options.py`, `saved_config.py`).
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, Protocol, TypedDict
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 from zoo.mixers import LayerSpec, Mixer, MixerConfig
+from zoo.models.layer_selection import PlainLayers
 
-CONVERTED = "hla_converted"  # the registered name of models that have no name of their own
+CONVERTED = "hla_converted"  # registered name of models without a name of their own
+
+
+class Conversion(TypedDict):
+    """Arguments of one call of `zoo.convert`, as saved with a model (JSON values)."""
+
+    mixer: str
+    layers: NotRequired[PlainLayers]
+    keep_softmax: NotRequired[PlainLayers]
+    options: NotRequired[dict[str, Any]]
 
 
 class Swap(NamedTuple):
-    """An attention module `attn` that gets `mixer`."""
+    """Attention module and the mixer to install in it."""
 
-    attn: Any
+    attn: nn.Module
     mixer: Mixer
 
 
 class Backbone(Protocol):
-    """What `zoo.convert` has to know about a kind of models (timm, diffusers)."""
+    """Interface of `zoo.convert` to the models of one library (timm, diffusers)."""
 
-    def submodels(self, model: Any) -> dict[str, Any]:
-        """The models to convert by name, "" for `model` itself. Raises ValueError for what cannot be converted."""
+    def submodels(self, model: object) -> dict[str, nn.Module]:
+        """Return the models to convert by name, "" for `model` itself. Raises ValueError for unsupported models."""
 
-    def name(self, model: Any) -> str:
-        """What reports call `model`."""
+    def name(self, model: "nn.Module | DiffusionPipeline") -> str:
+        """Return the name of `model` in reports."""
 
-    def layers(self, model: Any) -> dict[str, Any]:
-        """The attention modules that are sites or can become one, by name, in order."""
+    def layers(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return the attention modules that are or can be converted, by name, in order."""
 
-    def blocks(self, model: Any) -> dict[str, int]:
-        """The number of the block in which each of these layers lies."""
+    def blocks(self, model: nn.Module) -> dict[str, int]:
+        """Return the block index of each of these layers."""
 
-    def current_mixer(self, model: Any, attn: Any) -> str:
-        """The name of the mixer that `attn` has now."""
+    def current_mixer(self, model: nn.Module, attn: nn.Module) -> str:
+        """Return the name of the current mixer of `attn`."""
 
-    def grid_dims(self, model: Any) -> int:
-        """2 for a model of images, 3 for one of video."""
+    def grid_dims(self, model: nn.Module) -> int:
+        """Return 2 for image models, 3 for video models."""
 
-    def layer_spec(self, model: Any, attn: Any) -> LayerSpec:
-        """What a mixer takes from `attn`. Raises ValueError for a layer that no mixer can be built for."""
+    def layer_spec(self, model: nn.Module, attn: nn.Module) -> LayerSpec:
+        """Return the layer for which a mixer is built. Raises ValueError for an unsupported layer."""
 
-    def check_options(self, model: Any, attn: Any, config: MixerConfig) -> None:
-        """Raise ValueError for a mixer, with its options filled in, that `model` cannot serve in `attn`."""
+    def check_options(self, model: nn.Module, attn: nn.Module, config: MixerConfig) -> None:
+        """Raise ValueError for a mixer with resolved options that `attn` in `model` does not support."""
 
-    def skipped_layers(self, model: Any) -> dict[str, str]:
-        """Attention that is never swapped: the names of the modules and why."""
+    def skipped_layers(self, model: nn.Module) -> dict[str, str]:
+        """Return the attention layers that are never converted, with the reasons."""
 
-    def install(self, model: Any, swaps: list[Swap]) -> None:
-        """Make `model` a converted one and put the mixers of `swaps` in."""
+    def install(self, model: nn.Module, swaps: list[Swap], conversion: Conversion) -> None:
+        """Give `model` its converted class, install the mixers, and append `conversion` to its `hla_config`."""
 
-    def revert(self, model: Any) -> None:
-        """Undo `install`: the host's classes and configuration, no mixers. Raises ValueError for a model that is not
-        converted."""
+    def revert(self, model: nn.Module) -> None:
+        """Restore the classes and configuration of the host, without mixers.
 
-    def update_saved_config(self, model: Any) -> None:
-        """Write down what `model` is now where saving looks for it."""
+        Raises ValueError for a model that is not converted.
+        """
+
+    def update_saved_config(self, model: "nn.Module | DiffusionPipeline") -> None:
+        """Update the saved configuration of `model` after a conversion."""
 
 
 def hla_name(base: str, mixer: str) -> str:
-    """The registered name of timm's `base` with `mixer`: "vit_tiny_patch16_224" -> "vit_mhla_tiny_patch16_224"."""
+    """Return the registered name of timm's `base` with `mixer`, such as "vit_mhla_tiny_patch16_224"."""
     family, _, rest = base.partition("_")
     return f"{family}_{mixer}_{rest}"

@@ -1,51 +1,54 @@
-"""Checkpoints of sites: a tag that names the mixer, and one clear sentence when a checkpoint is of another mixer.
+"""Checkpoint tags that name the mixer of each converted layer, checked when weights are loaded.
 
-Mixers without parameters cannot be told apart by their keys. Each site other than softmax therefore stores a small
-integer buffer `mixer.tag`, the text of {"mixer": name, option: value, ...} with every option of the mixer (tags of
-earlier files have some of them). A checkpoint with no `.mixer.` key at all is one of the softmax model: its weights are
-inherited, the mixers keep their values.
+Mixers without parameters cannot be distinguished by checkpoint keys. Each converted layer except softmax therefore has
+an integer buffer `mixer.tag`, the encoded JSON {"mixer": name, option: value, ...} with all options of the mixer (tags
+of earlier files hold some of them). A checkpoint without any `.mixer.` key is a softmax checkpoint: its weights are
+loaded and the mixers keep their values.
 """
 
 import contextlib
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from zoo.mixers import MixerConfig
 
-PROJECTIONS = ("proj.weight", "to_q.weight")  # of timm, of diffusers: a checkpoint with one of them holds the layer
+if TYPE_CHECKING:
+    from zoo.models.timm.attention import Site
+
+PROJECTIONS = ("proj.weight", "to_q.weight")  # keys of an attention layer of timm and of diffusers
 
 
 def encode_tag(config: MixerConfig) -> Tensor:
-    """The tag of a mixer, uint8 [L]: ASCII codes, doubled, since timm EMA of decay 0.9999 truncates integers by one."""
+    """Encode a mixer as uint8 [L]: doubled ASCII codes, since timm's EMA can truncate integers by one."""
     text = json.dumps({"mixer": config.name, **config.plain_options()})
     return torch.tensor([2 * byte for byte in text.encode("ascii")], dtype=torch.uint8)
 
 
 def decode_tag(tag: Tensor) -> dict[str, Any]:
-    """The contents of a tag, also after averaging (float values). Raises ValueError when it is not a tag."""
+    """Decode a tag, also after averaging (float values). Raises ValueError for a damaged tag."""
     codes = [(round(x) + 1) // 2 for x in tag.flatten().tolist()]
     try:
-        found = json.loads(bytes(codes))
-        return found if found["mixer"] else {}
+        contents = json.loads(bytes(codes))
+        return contents if contents["mixer"] else {}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError("the checkpoint has a damaged mixer tag: its file was truncated or edited") from error
 
 
-def sites_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, site) for each site of `model`."""
+def sites_of(model: nn.Module) -> "Iterator[tuple[str, Site]]":
+    """Yield (name, layer) for each attention layer of `model` with a mixer, softmax included."""
     return ((name, m) for name, m in model.named_modules() if hasattr(m, "mixer_name"))
 
 
 def match_checkpoint(model: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> bool:
-    """Compare the mixers of a checkpoint with those of `model`, before it is loaded; True if it is a softmax one.
+    """Check a checkpoint against the mixers of `model` before loading; return whether it is a softmax checkpoint.
 
-    A softmax checkpoint is completed in place with the mixers' present values. Raises ValueError for another mixer in
-    any layer; warns when the mixer is the same with other options.
+    The current values of the mixers are added to a softmax checkpoint, in place. Raises ValueError if a layer has
+    another mixer; warns if it has the same mixer with other options.
     """
     sites = dict(sites_of(model))
     places = {name: f"{prefix}{name}." if name else prefix for name in sites}  # "": `model` is an attention layer
@@ -63,13 +66,15 @@ def match_checkpoint(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
     for name, tag in found.items():
         if tag is not None:
             key = f"{places[name]}mixer.tag"
-            state_dict[key] = own[key]  # same mixer: the length may still differ by an option
+            state_dict[key] = own[key]  # the length of a tag varies with the options
     return False
 
 
-def compare_tags(sites: Mapping[str, Any], tags: Mapping[str, Tensor | None]) -> None:
-    """Compare the tags of a checkpoint, by name of the site, with the sites; None: softmax. Raises ValueError for
-    another mixer in any layer; warns when the mixer is the same with other options."""
+def compare_tags(sites: "Mapping[str, Site]", tags: Mapping[str, Tensor | None]) -> None:
+    """Compare the tags of a checkpoint with the layers of the same names; a tag of None stands for softmax.
+
+    Raises ValueError if a layer has another mixer; warns if it has the same mixer with other options.
+    """
     changes = {}
     for name, tag in tags.items():
         found = {"mixer": "softmax"} if tag is None else decode_tag(tag)
@@ -84,8 +89,10 @@ def compare_tags(sites: Mapping[str, Any], tags: Mapping[str, Tensor | None]) ->
 
 @contextlib.contextmanager
 def lent_tags(model: nn.Module, tags: Mapping[str, Tensor]) -> Iterator[None]:
-    """Around a loader that compares shapes: the sites have the tags of the checkpoint, by key, which may be of another
-    length, until the block ends. Raises and warns as `compare_tags`."""
+    """Give the layers of `model` the tags of a checkpoint, for loaders that compare shapes.
+
+    The length of a tag varies with the options. On exit the tags are restored. Raises and warns like `compare_tags`.
+    """
     sites = {name: site for name, site in sites_of(model) if f"{name}.mixer.tag" in tags}
     compare_tags(sites, {name: tags[f"{name}.mixer.tag"] for name in sites})
     for name, site in sites.items():
@@ -95,8 +102,8 @@ def lent_tags(model: nn.Module, tags: Mapping[str, Tensor]) -> Iterator[None]:
         site.mixer.tag = encode_tag(site.mixer.config).to(site.mixer.tag.device)
 
 
-def _changed_options(layer: str, found: Mapping[str, Any], site: Any) -> str:
-    """The options in which a tag differs from a site with the same mixer, in words; ValueError for another mixer."""
+def _changed_options(layer: str, found: Mapping[str, object], site: "Site") -> str:
+    """Describe the options in which a tag differs from a layer; raise ValueError for another mixer."""
     name = site.mixer_name
     if found["mixer"] != name:
         raise ValueError(
@@ -109,8 +116,8 @@ def _changed_options(layer: str, found: Mapping[str, Any], site: Any) -> str:
     return ", ".join([*(f"{n}={found[n]!r} (here {wanted[n]!r})" for n in differing), *unknown])
 
 
-def no_torchscript(module: object) -> None:
-    """Refuse torch.jit.script with one sentence: always raises ValueError."""
+def no_torchscript(module: object) -> NoReturn:
+    """Raise ValueError: converted models do not support torch.jit.script."""
     raise ValueError(
         "models with higher-order linear attention cannot be scripted by TorchScript; "
         "use torch.export.export(model, ...) instead"

@@ -1,30 +1,36 @@
-"""Conversion: swap the attention of a timm or diffusers model for a mixer, inherit every weight, report what was done.
+"""Conversion of timm and diffusers models: attention layers get a mixer and keep all weights.
 
-There is one path. A registered name (`vit_mhla_tiny_patch16_224`) builds its softmax host and converts it here too,
-and so does a saved diffusers model when it is loaded. What differs between the two kinds is behind `Backbone`.
+All conversions use this module: registered names (`vit_mhla_tiny_patch16_224`) build their softmax host and convert it,
+and saved diffusers models are converted when loaded. `Backbone` covers the differences between the libraries.
 """
 
 import copy
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
 from zoo.errors import unknown_name
 from zoo.mixers import LayerSpec, MixerConfig
-from zoo.models import Backbone, Swap
+from zoo.models import Backbone, Conversion, Swap
 from zoo.models.layer_selection import Keep, Layers, choose, plain_layers
 from zoo.models.timm.models import TIMM
 
-STEP = ("mixer", "layers", "keep_softmax", "options")  # the keys of one recorded conversion
+CONVERSION_KEYS = tuple(Conversion.__annotations__)
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One attention layer: its mixer before and after, the parameters it kept and got, why it stayed if it did, and the
-    blocks of its tokens if the mixer has blocks."""
+    """Result for one attention layer.
+
+    old, new: mixer before and after. kept, added: number of inherited and new parameters. reason: why the layer was
+    skipped, "" if it was swapped. blocks: division of the token grid, if any.
+    """
 
     layer: str
     old: str
@@ -37,7 +43,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did, one row a layer; `print(report)` shows a table, `report.to_dict()` goes into JSON."""
+    """Report of a conversion, one row per layer; `print(report)` shows a table, `to_dict()` is JSON."""
 
     model: str
     rows: tuple[LayerReport, ...]
@@ -52,18 +58,19 @@ class Report:
 
     @property
     def added(self) -> int:
-        """Number of new parameters."""
+        """Total number of new parameters."""
         return sum(row.added for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         return {"model": self.model, "rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        head = ("layer", "old", "new", "inherited", "added", "blocks", "skipped because")
-        cells = [head] + [(r.layer, r.old, r.new, f"{r.kept:,}", f"{r.added:,}", r.blocks, r.reason) for r in self.rows]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+        header = ("layer", "old", "new", "inherited", "added", "blocks", "skipped because")
+        cells = [header]
+        cells += [(r.layer, r.old, r.new, f"{r.kept:,}", f"{r.added:,}", r.blocks, r.reason) for r in self.rows]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
         if not any(r.blocks for r in self.rows):
-            widths[head.index("blocks")] = 0
+            widths[header.index("blocks")] = 0
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width).rstrip()
             for row in cells
@@ -73,74 +80,87 @@ class Report:
 
 
 def convert(
-    model: nn.Module, mixer: str = "la", *, layers: Layers = None, keep_softmax: Keep = None, **options
+    model: "nn.Module | DiffusionPipeline",
+    mixer: str = "la",
+    *,
+    layers: Layers = None,
+    keep_softmax: Keep = None,
+    **options,
 ) -> Report:
-    """Swap the self-attention in `model` for `mixer`, in place; print and return the report.
+    """Replace the self-attention of `model` by `mixer`, in place; print and return the report.
 
-    model: a timm VisionTransformer (also distilled), Eva or NaFlexVit, or a subclass that does not override where its
-        tokens lie; a transformer of diffusers (`zoo.models.diffusers`) or a pipeline with such transformers;
-        pretrained or not, also an already converted one.
-    layers: block indices, a pattern of module names ("blocks.[0-5].attn"), or a mapping pattern -> mixer, which then
-        takes the place of `mixer` (the first pattern that matches a layer counts). None: all of them.
-    keep_softmax: layers that are left as they are: block indices, a pattern of module names, or "every:3" for the
-        blocks 0, 3, 6, ...
-    options: the mixer's options, see the class beside it in `zoo.mixers`.
+    model: a timm VisionTransformer (also distilled), Eva or NaFlexVit, or a subclass that keeps the token layout; a
+        diffusers transformer (`zoo.models.diffusers`) or a pipeline with such transformers. It may be pretrained or
+        already converted.
+    layers: block indices, a pattern of module names ("blocks.[0-5].attn"), or a mapping pattern -> mixer, which
+        overrides `mixer`; the first matching pattern is used. None: all layers.
+    keep_softmax: layers that are not converted: block indices, a pattern of module names, or "every:3" for blocks 0, 3,
+        6, ...
+    options: options of the mixer, see its options class in `zoo.mixers`.
 
-    Weights are all inherited, new parameters lie under `.mixer.` only, and `mixer="softmax"` is the host bit for bit.
-    The model is saved by `timm.models.save_for_hf`, one of diffusers by `save_pretrained`, and reloads exactly, also
-    after several conversions; `zoo.revert` undoes all of them. A timm before 1.0.31 forgets all arguments of
-    `create_model`: give it `model_args={..., **model.hla_args}`. A model that was made by its class, not by
-    `timm.create_model`, has no name in timm's format: save its `state_dict`, and convert a new one before loading it.
-    Raises ValueError, and leaves the model as it was, for a family where it means nothing, an unknown mixer or option,
-    an option that follows from the host (`device`), a pattern without a match of its own, options the model cannot
-    feed (a grid under `patch_drop_rate`), and nothing to swap.
+    All weights are kept, new parameters have names with `.mixer.`, and `mixer="softmax"` equals the host bit for bit.
+    Save a timm model with `timm.models.save_for_hf` and a diffusers model with `save_pretrained`; both reload exactly,
+    also after several conversions. `zoo.revert` undoes all conversions. timm before 1.0.31 does not save the arguments
+    of `create_model`: pass `model_args={..., **model.hla_args}` to `save_for_hf`. A timm model built from its class
+    instead of `timm.create_model` has no architecture name: save its `state_dict`, and convert a new model before
+    loading it.
+
+    Raises ValueError, without changing the model, for an unsupported model, an unknown mixer or option, an option that
+    is derived from the model (`device`), a pattern that selects no layer, options that do not fit the model (a grid
+    with `patch_drop_rate`), or if no layer is selected.
     """
     report = swap(model, mixer, layers=layers, keep_softmax=keep_softmax, **options)
     print(report)
     return report
 
 
-def swap(model: Any, mixer: str, *, layers: Layers = None, keep_softmax: Keep = None, **options) -> Report:
-    """`convert` without the printing."""
+def swap(
+    model: "nn.Module | DiffusionPipeline",
+    mixer: str,
+    *,
+    layers: Layers = None,
+    keep_softmax: Keep = None,
+    **options,
+) -> Report:
+    """Convert like `convert`, without printing the report."""
     backbone = backbone_of(model)
-    parts = backbone.submodels(model)
+    models = backbone.submodels(model)
     _check_options(options)
-    step = {
+    conversion: Conversion = {
         "mixer": mixer,
         "layers": plain_layers(layers, "layers"),
         "keep_softmax": plain_layers(keep_softmax, "keep_softmax"),
         "options": _plain_options(options),
     }
-    plans = {name: _plan(backbone, part, step, options) for name, part in parts.items()}
+    plans = {name: _plan(backbone, submodel, conversion, options) for name, submodel in models.items()}
     rows = []
-    for part, (swaps, found) in plans.items():
-        backbone.install(parts[part], swaps)
-        parts[part].hla_config.append(copy.deepcopy(step))
-        backbone.update_saved_config(parts[part])
-        prefix = f"{part}." if part else ""
-        rows += [replace(row, layer=prefix + row.layer) for row in found]
-    if "" not in parts:
+    for name, (swaps, reports) in plans.items():
+        backbone.install(models[name], swaps, copy.deepcopy(conversion))
+        backbone.update_saved_config(models[name])
+        prefix = f"{name}." if name else ""
+        rows += [replace(row, layer=prefix + row.layer) for row in reports]
+    if "" not in models:
         backbone.update_saved_config(model)
     return Report(backbone.name(model), tuple(rows))
 
 
-def revert(model: nn.Module) -> None:
-    """Turn a converted model or pipeline into the model of timm or diffusers that it was, in place.
+def revert(model: "nn.Module | DiffusionPipeline") -> None:
+    """Restore the original timm or diffusers model or pipeline from a converted one, in place.
 
-    Classes, configuration and checkpoint keys are the host's again; the parameters of the mixers are dropped.
-    Weights that were not trained since the conversion give the outputs of the original bit for bit. Raises ValueError
-    for a model that is not converted.
+    The host's classes, configuration and checkpoint keys are restored and the mixer parameters removed. If the
+    weights were not trained after the conversion, outputs equal the original bit for bit. Raises ValueError for a model
+    that is not converted.
     """
     backbone = backbone_of(model)
-    parts = backbone.submodels(model)
-    for part in parts.values():
-        backbone.revert(part)
-    if "" not in parts:
+    models = backbone.submodels(model)
+    for submodel in models.values():
+        backbone.revert(submodel)
+    if "" not in models:
         backbone.update_saved_config(model)
 
 
-def backbone_of(model: Any) -> Backbone:
-    """The kind of models that `model` belongs to. diffusers is imported only for what comes from there."""
+def backbone_of(model: object) -> Backbone:
+    """Return the backbone of the library that `model` comes from; diffusers is imported only if needed."""
     if any(base.__module__.partition(".")[0] == "diffusers" for base in type(model).__mro__):
         from zoo.models.diffusers import DIFFUSERS
 
@@ -149,15 +169,15 @@ def backbone_of(model: Any) -> Backbone:
 
 
 def _plan(
-    backbone: Backbone, model: Any, step: dict[str, Any], options: dict[str, Any]
+    backbone: Backbone, model: nn.Module, conversion: Conversion, options: dict[str, Any]
 ) -> tuple[list[Swap], list[LayerReport]]:
-    """What to put where in one model, and its rows of the report; nothing is changed yet."""
-    found = backbone.layers(model)
-    chosen, kept = choose(backbone.blocks(model), step["mixer"], step["layers"], step["keep_softmax"])
+    """Build the mixers of one model and its rows of the report, without changing the model."""
+    found, layers, keep = backbone.layers(model), conversion["layers"], conversion["keep_softmax"]
+    chosen, kept = choose(backbone.blocks(model), conversion["mixer"], layers, keep)
     if not chosen:
         raise ValueError(
-            f"nothing to swap in {type(model).__name__}: {len(found)} attention layers, layers={step['layers']!r}, "
-            f"keep_softmax={step['keep_softmax']!r}"
+            f"nothing to swap in {type(model).__name__}: {len(found)} attention layers, layers={layers!r}, "
+            f"keep_softmax={keep!r}"
         )
     given = {"grid_dims": backbone.grid_dims(model), **options}
     configs = {mixer: MixerConfig.parse(mixer, given) for mixer in set(chosen.values())}
@@ -182,20 +202,21 @@ def _count(attn: nn.Module) -> int:
     return sum(p.numel() for n, p in attn.named_parameters() if not n.startswith("mixer."))
 
 
-def replay(model: Any, conversions: Any) -> None:
-    """Apply recorded conversions, such as another model's `hla_config`, in order.
+def replay(model: nn.Module, conversions: object) -> None:
+    """Apply saved conversions (a list of `Conversion`, such as the `hla_config` of another model) in order.
 
-    Raises ValueError when they are malformed, before the first, and for what `zoo.convert` refuses, at that one.
+    Raises ValueError for malformed conversions, before the first is applied, and like `zoo.convert`.
     """
+    keys = ", ".join(CONVERSION_KEYS)
     if not isinstance(conversions, Iterable) or isinstance(conversions, str | Mapping):
-        raise ValueError(f"conversions is a list of dicts with the keys {', '.join(STEP)}, got {conversions!r}")
+        raise ValueError(f"conversions is a list of dicts with the keys {keys}, got {conversions!r}")
     steps = list(conversions)
     for step in steps:
         if not isinstance(step, Mapping) or not isinstance(step.get("options") or {}, Mapping) or "mixer" not in step:
-            raise ValueError(f"a conversion is a dict with the keys {', '.join(STEP)}, got {step!r}")
+            raise ValueError(f"a conversion is a dict with the keys {keys}, got {step!r}")
         for key in step:
-            if key not in STEP:
-                raise unknown_name("key of a conversion", key, STEP)
+            if key not in CONVERSION_KEYS:
+                raise unknown_name("key of a conversion", key, CONVERSION_KEYS)
     if not steps:
         raise ValueError('conversions is empty: give at least one, such as [{"mixer": "la"}]')
     for step in steps:
@@ -207,14 +228,14 @@ def replay(model: Any, conversions: Any) -> None:
 def _check_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if name in LayerSpec._fields:
-            raise ValueError(f"{name}= cannot be chosen: mixers take it from the model that is converted")
-        if name in STEP or name == "model":
+            raise ValueError(f"{name}= cannot be set: mixers take it from the model")
+        if name in CONVERSION_KEYS or name == "model":
             raise ValueError(f"{name}= is an argument of the conversion, not an option of the mixer")
 
 
 def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
-    """A copy fit for JSON, which is how options are saved with the model (tuples become lists)."""
+    """Return a copy as JSON values, the form in which options are saved (tuples become lists)."""
     try:
         return json.loads(json.dumps(options))
     except TypeError as error:
-        raise ValueError(f"options of a mixer must be plain numbers, text and lists, got {options!r}") from error
+        raise ValueError(f"options of a mixer must be numbers, text and lists, got {options!r}") from error

@@ -1,7 +1,7 @@
-"""Which attention layers a conversion swaps: block indices, patterns of module names, or a mapping of patterns."""
+"""Selection of the attention layers to convert: block indices, patterns of module names, or a mapping."""
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,34 +10,37 @@ from zoo.mixers import MIXERS
 
 Layers = Iterable[int] | str | Mapping[str, str] | None
 Keep = Iterable[int] | str | None
-Plain = list[int] | str | dict[str, str] | None  # the same, copied and fit for JSON
+PlainLayers = list[int] | str | dict[str, str] | None  # either of these as JSON values
 
 
-def plain_layers(wanted: Any, argument: str) -> Any:
-    """A copy of `layers` or `keep_softmax` made of lists, dicts, integers, text. Raises ValueError for another type."""
-    if wanted is None or isinstance(wanted, str):
-        return wanted
-    if isinstance(wanted, Mapping) and argument == "layers":
-        return dict(wanted)
-    if not isinstance(wanted, Iterable) or isinstance(wanted, Mapping):
+def plain_layers(selected: Layers, argument: str) -> PlainLayers:
+    """Return `layers` or `keep_softmax` as lists, dicts, integers and text. Raises ValueError for another type."""
+    if selected is None or isinstance(selected, str):
+        return selected
+    if isinstance(selected, Mapping) and argument == "layers":
+        return dict(selected)
+    if not isinstance(selected, Iterable) or isinstance(selected, Mapping):
         also = "a mapping pattern -> mixer" if argument == "layers" else '"every:<n>"'
-        raise ValueError(f"{argument} is a list of block indices, a pattern of module names or {also}, got {wanted!r}")
-    return [_integer(index) for index in wanted]
+        raise ValueError(
+            f"{argument} is a list of block indices, a pattern of module names or {also}, got {selected!r}"
+        )
+    return [_integer(index) for index in selected]
 
 
-def _integer(index: Any) -> Any:
+def _integer(index: int) -> int:
     try:
         return index if isinstance(index, bool) else operator.index(index)
     except TypeError:
-        return index  # `_indices` says what is allowed
+        return index  # `_indices` raises an error with the allowed values
 
 
 def choose(
-    blocks: Mapping[str, int], mixer: str, layers: Plain, keep_softmax: Plain
+    blocks: Mapping[str, int], mixer: str, layers: PlainLayers, keep_softmax: PlainLayers
 ) -> tuple[dict[str, str], set[str]]:
-    """(layer -> mixer in order, layers kept by `keep_softmax`), for `blocks`: attention layers and their block numbers.
+    """Return (layer -> mixer in order, layers kept by `keep_softmax`).
 
-    Raises ValueError for an unknown mixer, an index out of range, and a pattern that matches nothing of its own.
+    blocks: attention layer -> index of its block. Raises ValueError for an unknown mixer, an index out of range, and a
+    pattern that matches no layer, or only layers that earlier patterns have matched.
     """
     names = list(blocks)
     if isinstance(layers, str):
@@ -50,14 +53,14 @@ def choose(
     for pattern, name in patterns.items():
         matched = _matching(names, pattern, "layers")
         if all(layer in first for layer in matched):
-            raise ValueError(f"layers={pattern!r} comes too late: earlier patterns take every layer that it matches")
+            raise ValueError(f"layers pattern {pattern!r} matches no layer that an earlier pattern has not matched")
         first |= {layer: name for layer in matched if layer not in first}
     allowed = set(_indices(blocks, layers, "layers")) if isinstance(layers, list) else set(names)
     kept = set(_kept(blocks, keep_softmax))
     return {n: first[n] for n in names if n in first and n in allowed and n not in kept}, kept
 
 
-def _kept(blocks: Mapping[str, int], keep: Plain) -> list[str]:
+def _kept(blocks: Mapping[str, int], keep: PlainLayers) -> list[str]:
     if not isinstance(keep, str):
         return _indices(blocks, keep or [], "keep_softmax")
     word, _, step = keep.partition(":")
@@ -68,7 +71,7 @@ def _kept(blocks: Mapping[str, int], keep: Plain) -> list[str]:
     return [name for name, block in blocks.items() if block % int(step) == 0]
 
 
-def _matching(names: list[str], pattern: Any, argument: str) -> list[str]:
+def _matching(names: list[str], pattern: str, argument: str) -> list[str]:
     matched = [name for name in names if isinstance(pattern, str) and fnmatchcase(name, pattern)]
     if not matched:
         also = ', "every:<n>"' if argument == "keep_softmax" else ""
@@ -79,10 +82,10 @@ def _matching(names: list[str], pattern: Any, argument: str) -> list[str]:
     return matched
 
 
-def _indices(blocks: Mapping[str, int], wanted: Iterable[Any], argument: str) -> list[str]:
+def _indices(blocks: Mapping[str, int], indices: Collection[Any], argument: str) -> list[str]:
     depth = max(blocks.values()) + 1
-    for index in wanted:
+    for index in indices:
         if isinstance(index, bool) or not isinstance(index, int) or not -depth <= index < depth:
             raise ValueError(f"{argument} lists block indices from {-depth} to {depth - 1}, got {index!r}")
-    positions = {index % depth for index in wanted}
+    positions = {index % depth for index in indices}
     return [name for name, block in blocks.items() if block in positions]

@@ -1,4 +1,4 @@
-"""Model cards: the README.md that every save writes beside the weights."""
+"""Model cards: the README.md in the folder of a saved model."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,19 +1,18 @@
-"""Options of mixers as earlier files hold them: only those that differed from the defaults of their time.
+"""Mixer options in files of earlier versions, which stored only values that differed from the defaults.
 
-They are read with those defaults, `EARLIER_DEFAULTS`, so that a model keeps its feature map and its blocks when the
-defaults change. Files that are written now hold every option (`zoo.mixers.MixerConfig.plain_options`).
+`EARLIER_DEFAULTS` holds the defaults of those versions, so that earlier models keep their feature map and blocks. Files
+written now hold all options (`zoo.mixers.MixerConfig.plain_options`).
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from timm.models import model_entrypoint
 
 from zoo.mixers import MIXERS
 from zoo.mixers.block_mixing import DIVIDING
 
-# What a file without these options means: the defaults when files held only what differed from them. Never changed, and
-# not extended: files that are written now hold every option.
+# Defaults of the versions that did not store all options; never changed or extended.
 EARLIER_DEFAULTS: dict[str, dict[str, Any]] = {
     **{name: {"feature_map": "elu1"} for name in ("la", "hla2", "ahla", "hla3")},
     **{name: {"feature_map": "elu1", "blocks": DIVIDING} for name in ("mhla", "mhla2")},
@@ -22,22 +21,22 @@ EARLIER_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def restored_options(name: str, stored: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options with which the mixer `name` of a stored model is built again."""
+    """Return all options of the mixer `name` of a stored model."""
     return {**EARLIER_DEFAULTS.get(name, {}), **(stored or {})}
 
 
 def restored_conversions(conversions: Any) -> Any:
-    """Stored conversions with the options of their mixers; what is no list of conversions is returned as it is."""
+    """Return stored conversions (of any JSON type) with all options of their mixers, if they are a list."""
     if not isinstance(conversions, list | tuple):
         return conversions
     return [
-        {**step, "options": restored_options(step["mixer"], step.get("options"))} if _is_step(step) else step
+        {**step, "options": restored_options(step["mixer"], step.get("options"))} if _is_conversion(step) else step
         for step in conversions
     ]
 
 
 def restored_arguments(name: str, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The stored arguments of `timm.create_model` for the model `name`, with the options of its mixers."""
+    """Return stored `timm.create_model` arguments of the model `name` with all options of its mixers."""
     arguments = dict(stored)
     mixer = getattr(model_entrypoint(name), "mixer", None)
     if mixer is not None:
@@ -47,5 +46,5 @@ def restored_arguments(name: str, stored: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _is_step(step: Any) -> bool:
+def _is_conversion(step: object) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(step, Mapping) and step.get("mixer") in MIXERS and isinstance(step.get("options") or {}, Mapping)

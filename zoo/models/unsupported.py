@@ -1,18 +1,17 @@
-"""Families of timm that are not converted, and why."""
+"""Models that are not converted, and the reasons."""
 
 from collections.abc import Collection
-from typing import Any
 
 from timm.models import is_model
 from torch import nn
 
 from zoo.mixers import MIXERS
 
-WINDOWED = "its attention stays inside windows of a few hundred tokens at most, so that a linear cost gains nothing"
-POOLED = "its attention pools the keys or the queries, so that it is not one set of tokens that attend to each other"
+WINDOWED = "its attention is limited to windows of at most a few hundred tokens, for which linear cost gains nothing"
+POOLED = "its attention pools keys or queries, so queries and keys are not the same tokens"
 ALREADY_LINEAR = "its attention is already linear in the number of tokens"
 BIASED = "it adds a learned position bias to the attention matrix, which a linear mixer never forms"
-SPECIAL = "its attention is of its own kind (talking heads, outlook, gated position, nested or crossed scales)"
+SPECIAL = "its attention has another form (talking heads, outlook, gated position, nested or crossed scales)"
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(["swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr", "davit", "gcvit"], WINDOWED),
@@ -30,17 +29,17 @@ SUPPORTED = (
 )
 
 
-def check_is_module(thing: Any) -> None:
-    """Raise ValueError for what is no model at all."""
-    if not isinstance(thing, nn.Module):
+def check_is_module(value: object) -> None:
+    """Raise ValueError unless `value` is an nn.Module."""
+    if not isinstance(value, nn.Module):
         raise ValueError(
-            f"convert takes a model, an nn.Module such as timm.create_model makes, got {type(thing).__name__} "
-            f"{str(thing)[:60]!r}"
+            f"convert takes a model, an nn.Module such as timm.create_model makes, got {type(value).__name__} "
+            f"{str(value)[:60]!r}"
         )
 
 
 def refuse_family(model: nn.Module, known: Collection[type]) -> None:
-    """Raise ValueError for a model whose class is not among the `known` ones: its family and the reason."""
+    """Raise ValueError for a model whose class is not in `known`, with its family and the reason."""
     kind = type(model)
     inner = next((n for n, m in model.named_modules() if n and (type(m) in known or _of_diffusers(m))), None)
     if inner is not None:
@@ -51,20 +50,20 @@ def refuse_family(model: nn.Module, known: Collection[type]) -> None:
             f"cannot convert {kind.__name__} of {library}: only models of timm and diffusers are converted. "
             f"{twin(model)}"
         )
-    reason = REFUSED.get(family, "it is not a plain vision transformer with global attention that is known here")
+    reason = REFUSED.get(family, "it is not a known vision transformer with global attention")
     raise ValueError(f"cannot convert {kind.__name__} of the family {family!r}: {reason}. Supported: {SUPPORTED}.")
 
 
-def twin(model: Any) -> str:
-    """A sentence that names the timm model of the same architecture as `model` of transformers or torchvision."""
-    config: Any = getattr(model, "config", model)
+def twin(model: nn.Module) -> str:
+    """Suggest the timm model of the same architecture as a `model` of transformers or torchvision."""
+    config = getattr(model, "config", model)
     config = getattr(config, "vision_config", config)
-    width: Any = getattr(config, "hidden_size", None) or getattr(config, "hidden_dim", None)
-    size, patch, image = WIDTHS.get(width, ""), getattr(config, "patch_size", ""), getattr(config, "image_size", "")
+    width = getattr(config, "hidden_size", None) or getattr(config, "hidden_dim", 0)
+    patch, image = getattr(config, "patch_size", ""), getattr(config, "image_size", "")
     kind = type(model).__name__.lower()
     endings = {"dinov2withregisters": "_reg4_dinov2", "dinov2": "_dinov2", "siglip": f"_siglip_{image}"}
     ending = next((text for start, text in endings.items() if kind.startswith(start)), f"_{image}")
-    name = f"vit_{size}_patch{patch}{ending}"
+    name = f"vit_{WIDTHS.get(width or 0)}_patch{patch}{ending}"
     if not is_model(name):
         return "Take a timm model of the same architecture (timm.list_models())."
     return f"Take the timm model of the same architecture: timm.create_model({name!r}, pretrained=True)."
@@ -75,7 +74,7 @@ def _of_diffusers(model: nn.Module) -> bool:
 
 
 def refuse_dropout(rate: float, mixer: str) -> None:
-    """Raise ValueError for attention dropout and a mixer that forms no attention matrix."""
+    """Raise ValueError if attention dropout is used with a mixer that forms no attention matrix."""
     if rate > 0 and not MIXERS[mixer].forms_matrix:
         raise ValueError(
             f"attn_drop_rate={rate} drops entries of the attention matrix, which the mixer {mixer!r} never forms; use "
@@ -84,14 +83,14 @@ def refuse_dropout(rate: float, mixer: str) -> None:
 
 
 def refuse_rotary(mixer: str, rotary: bool) -> None:
-    """Raise ValueError for a model with a rotary embedding and a mixer that has no use for it."""
+    """Raise ValueError if a model with a rotary embedding gets a mixer that does not support it."""
     if rotary and not MIXERS[mixer].takes_rotations:
         others = ", ".join(name for name, kind in MIXERS.items() if kind.takes_rotations)
         raise ValueError(f"the mixer {mixer!r} cannot honour the rotary embedding of this model; use one of {others}")
 
 
 def refuse_block(model: nn.Module, layer: str, block: nn.Module) -> None:
-    """Raise ValueError for a model with a block that is of no known class."""
+    """Raise ValueError for a block of an unknown class."""
     raise ValueError(
         f"cannot convert {type(model).__name__} with blocks of type {type(block).__name__} ({layer}): there is no "
         "attention module to swap (Attention, AttentionRope or EvaAttention of timm)"

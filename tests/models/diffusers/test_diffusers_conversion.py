@@ -109,7 +109,7 @@ BAD = [
     ("wan", {"mixer": "la", "layers": "blocks.*.attn2"}, "matches none of the attention layers blocks.0.attn1"),
     ("wan", {"mixer": "la", "grid_dims": 2}, "WanTransformer3DModel lie on a 3-D grid"),
     ("dit", {"mixer": "la", "depthwise": "v", "grid_dims": 3}, "DiTTransformer2DModel lie on a 2-D grid"),
-    ("sd3", {"mixer": "la", "device": "cpu"}, "device= cannot be chosen"),
+    ("sd3", {"mixer": "la", "device": "cpu"}, "device= cannot be set"),
     ("sana", {"mixer": "la", "keep_softmax": [0, 1, 2]}, "nothing to swap in SanaTransformer2DModel"),
 ]
 

@@ -196,12 +196,12 @@ BAD = [
     ({"mixer": "ahla", "keep_softmax": {"*": "la"}}, "keep_softmax is a list of block indices"),
     ({"mixer": "ahla", "keep_softmax": [0.0]}, "keep_softmax lists block indices from -2 to 1, got 0.0"),
     ({"mixer": "ahla", "layers": 1}, "layers is a list of block indices, a pattern of module names or.*got 1"),
-    ({"mixer": "ahla", "layers": {"*": "la", "blocks.0.*": "hla2"}}, r"layers='blocks.0.\*' comes too late"),
+    ({"mixer": "ahla", "layers": {"*": "la", "blocks.0.*": "hla2"}}, r"pattern 'blocks.0.\*' matches no layer"),
     ({"mixer": "ahla", "layers": {0: "la"}}, "layers=0 matches none"),
     ({"mixer": ["ahla"]}, "unknown mixer"),
     ({"mixer": "hlaa2", "layers": {"*": "la"}}, "unknown mixer 'hlaa2'"),
     *[
-        ({"mixer": mixer, name: 1}, f"{name}= cannot be chosen: mixers take it from the model")
+        ({"mixer": mixer, name: 1}, f"{name}= cannot be set: mixers take it from the model")
         for mixer, name in itertools.product(["ahla", "softmax"], LayerSpec._fields)
     ],
     ({"mixer": "la", "ridge": 0.1}, "ridge is defined for"),
@@ -267,22 +267,22 @@ def test_attention_dropout_is_refused():
 
 
 REFUSED = {
-    "swin_tiny_patch4_window7_224": "swin_transformer'.*inside windows",
-    "swinv2_tiny_window8_256": "swin_transformer_v2'.*inside windows",
-    "davit_tiny": "davit'.*inside windows",
-    "maxvit_tiny_tf_224": "maxxvit'.*inside windows",
-    "hiera_tiny_224": "hiera'.*inside windows",
-    "mvitv2_tiny": "mvitv2'.*pools the keys",
-    "pvt_v2_b0": "pvt_v2'.*pools the keys",
+    "swin_tiny_patch4_window7_224": "swin_transformer'.*limited to windows",
+    "swinv2_tiny_window8_256": "swin_transformer_v2'.*limited to windows",
+    "davit_tiny": "davit'.*limited to windows",
+    "maxvit_tiny_tf_224": "maxxvit'.*limited to windows",
+    "hiera_tiny_224": "hiera'.*limited to windows",
+    "mvitv2_tiny": "mvitv2'.*pools keys",
+    "pvt_v2_b0": "pvt_v2'.*pools keys",
     "xcit_nano_12_p16_224": "xcit'.*already linear",
     "beit_base_patch16_224": "beit'.*position bias",
     "levit_128s": "levit'.*position bias",
     "vit_relpos_small_patch16_224": "vision_transformer_relpos'.*position bias",
     "samvit_base_patch16": "vision_transformer_sam'.*position bias",
-    "cait_xxs24_224": "cait'.*of its own kind",
-    "volo_d1_224": "volo'.*of its own kind",
+    "cait_xxs24_224": "cait'.*another form",
+    "volo_d1_224": "volo'.*another form",
     "vit_pwee_patch16_reg1_gap_256": "blocks of type ParallelScalingBlock.*no attention module to swap",
-    "resnet18": "resnet'.*not a plain vision transformer.*Supported: VisionTransformer",
+    "resnet18": "resnet'.*not a known vision transformer.*Supported: VisionTransformer",
 }
 
 

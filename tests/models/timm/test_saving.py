@@ -165,19 +165,19 @@ def test_the_general_name_takes_the_weights_of_its_base():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({}, 'needs the name of a timm model.*base="vit_small_patch16_dinov3"'),
+        ({}, 'needs a timm model and its conversions.*base="vit_small_patch16_dinov3"'),
         ({"base": "vit_tiny_patch16_225"}, "not the name of a timm model; did you mean 'vit_tiny_patch16_224'"),
         ({"base": 3}, "base=3 is not the name of a timm model"),
-        ({"base": OURS}, "has other mixers already"),
+        ({"base": OURS}, "is already converted"),
         ({"base": BASE}, "conversions is empty"),
         ({"base": BASE, "conversions": {"mixer": "la"}}, "conversions is a list of dicts with the keys mixer, layers"),
         ({"base": BASE, "conversions": ["la"]}, "a conversion is a dict with the keys mixer, layers"),
         ({"base": BASE, "conversions": [{"mixer": "la", "layer": [0]}]}, "key of a conversion 'layer'.*'layers'"),
         ({"base": BASE, "conversions": [{"mixer": "la", "options": {"gatee": True}}]}, "Did you mean 'gate'"),
         ({"base": BASE, "conversions": [{"mixer": "la", "options": {"layers": [0]}}]}, "argument of the conversion"),
-        ({"base": BASE, "conversions": [{"mixer": "la", "options": {"device": "cpu"}}]}, "device= cannot be chosen"),
+        ({"base": BASE, "conversions": [{"mixer": "la", "options": {"device": "cpu"}}]}, "device= cannot be set"),
         ({"base": BASE, "conversions": [{"mixer": "la"}], "use_naflex": True}, "has no NaFlex form"),
-        ({"base": "swin_tiny_patch4_window7_224", "conversions": [{"mixer": "la"}]}, "inside windows"),
+        ({"base": "swin_tiny_patch4_window7_224", "conversions": [{"mixer": "la"}]}, "limited to windows"),
     ],
 )
 def test_bad_keywords_of_the_general_name(keywords, message):

@@ -120,7 +120,7 @@ def test_a_subclass_with_a_mixer_is_copied_pickled_and_checkpointed(name):
 
 
 def test_what_leads_mixers_astray_is_refused_with_a_way_out():
-    sentence = r"Elsewhere, a subclass of VisionTransformer that overrides _pos_embed: .*put what is your own around it"
+    sentence = r"Elsewhere, a subclass of VisionTransformer that overrides _pos_embed: .*and wrap it"
     with pytest.raises(ValueError, match=sentence):
         zoo.convert(made(Elsewhere), "ahla")
     with pytest.raises(ValueError, match=r"blocks of type Without \(blocks.0\): there is no attention module to swap"):

@@ -137,8 +137,8 @@ def test_attention_distance_is_between_the_outputs_of_the_layers(softmax_run):
     for which, one in (("student", other), ("teacher", model)):
         with match.listen(which):
             one(torch.randn(2, 3, 8, 8), torch.tensor([5, 9]), torch.tensor([0, 1]))
-    assert match.found["student"][names[0]].output.shape == (2, 16, 16)
-    each = [match.found[w][n].output for n in names for w in ("student", "teacher")]
+    assert match.calls["student"][names[0]].output.shape == (2, 16, 16)
+    each = [match.calls[w][n].output for n in names for w in ("student", "teacher")]
     by_hand = [((a - b) ** 2).mean() / (b**2).mean() for a, b in zip(each[::2], each[1::2], strict=True)]
     torch.testing.assert_close(match.loss(), torch.stack(by_hand).mean())
     wanted = torch.randn(3, 4)

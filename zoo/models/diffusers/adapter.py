@@ -1,15 +1,14 @@
-"""What `zoo.convert` has to know about diffusers models and pipelines, see `zoo.models.Backbone`."""
-
-from typing import Any
+"""Interface of `zoo.convert` to diffusers models and pipelines, see `zoo.models.Backbone`."""
 
 from diffusers import ModelMixin
 from diffusers.configuration_utils import FrozenDict
+from diffusers.models.attention_processor import Attention
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import nn
 
 from zoo.grid import Grid
 from zoo.mixers import LayerSpec, MixerConfig
-from zoo.models import Swap
+from zoo.models import Conversion, Swap
 from zoo.models.diffusers.attention import DiffusionSite
 from zoo.models.diffusers.families import FAMILIES, family_of, known_family
 from zoo.models.diffusers.models import HLADiffusionModel, conversions_of
@@ -20,21 +19,21 @@ COMPUTE_TYPES = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.floa
 
 
 class DiffusersBackbone:
-    """Transformers of diffusers, and pipelines with such transformers."""
+    """Diffusers transformers, and pipelines with such transformers."""
 
-    def submodels(self, model: Any) -> dict[str, Any]:
+    def submodels(self, model: ModelMixin | DiffusionPipeline) -> dict[str, nn.Module]:
         if isinstance(model, DiffusionPipeline):
             return self._parts_of_pipeline(model)
         if family_of(model) is None:
             raise _unknown(model)
         if getattr(model, "_parallel_config", None) is not None:
-            raise ValueError(f"convert {type(model).__name__} before enable_parallelism: its tokens are spread already")
+            raise ValueError(f"convert {type(model).__name__} before enable_parallelism, which splits its tokens")
         for name, attn in self.layers(model).items():
             if not isinstance(attn, DiffusionSite):
                 self._site_class(model, name).check_processor(attn.processor)
         return {"": model}
 
-    def _parts_of_pipeline(self, pipe: Any) -> dict[str, Any]:
+    def _parts_of_pipeline(self, pipe: DiffusionPipeline) -> dict[str, nn.Module]:
         models = {n: m for n, m in pipe.components.items() if isinstance(m, ModelMixin)}
         known = {name: m for name, m in models.items() if family_of(m) is not None}
         if not known:
@@ -44,25 +43,25 @@ class DiffusersBackbone:
             self.submodels(m)
         return known
 
-    def name(self, model: Any) -> str:
+    def name(self, model: ModelMixin | DiffusionPipeline) -> str:
         return known_family(model).host.__name__ if family_of(model) else type(model).__name__
 
-    def layers(self, model: Any) -> dict[str, nn.Module]:
+    def layers(self, model: ModelMixin) -> dict[str, nn.Module]:
         return dict(m for m in model.named_modules() if self._pattern(model, m[0]))
 
-    def blocks(self, model: Any) -> dict[str, int]:
+    def blocks(self, model: ModelMixin) -> dict[str, int]:
         numbers: dict[str, int] = {}
         for name in self.layers(model):
             numbers.setdefault(name.rpartition(".")[0], len(numbers))
         return {name: numbers[name.rpartition(".")[0]] for name in self.layers(model)}
 
-    def current_mixer(self, model: Any, attn: Any) -> str:
+    def current_mixer(self, model: ModelMixin, attn: nn.Module) -> str:
         return getattr(attn, "mixer_name", known_family(model).mixer)
 
-    def grid_dims(self, model: Any) -> int:
+    def grid_dims(self, model: ModelMixin) -> int:
         return known_family(model).grid_dims
 
-    def layer_spec(self, model: Any, attn: Any) -> LayerSpec:
+    def layer_spec(self, model: ModelMixin, attn: Attention) -> LayerSpec:
         weight = attn.to_q.weight
         if str(weight.dtype) not in COMPUTE_TYPES:
             raise ValueError(
@@ -81,33 +80,35 @@ class DiffusersBackbone:
             dtype=weight.dtype,
         )
 
-    def check_options(self, model: Any, attn: Any, config: MixerConfig) -> None:
+    def check_options(self, model: ModelMixin, attn: Attention, config: MixerConfig) -> None:
         refuse_rotary(config.name, known_family(model).rotary)
-        wanted = self.grid_dims(model)
-        if config.options.grid_dims != wanted:
-            raise ValueError(f"the tokens of {type(model).__name__} lie on a {wanted}-D grid, so grid_dims={wanted}")
+        dims = self.grid_dims(model)
+        if config.options.grid_dims != dims:
+            raise ValueError(f"the tokens of {type(model).__name__} lie on a {dims}-D grid: set grid_dims={dims}")
 
-    def skipped_layers(self, model: Any) -> dict[str, str]:
-        pattern = known_family(model).left
+    def skipped_layers(self, model: ModelMixin) -> dict[str, str]:
+        pattern = known_family(model).skipped
         reason = "cross-attention: its cost is linear in the image tokens already"
         return {name: reason for name, _ in model.named_modules() if _same_place(pattern, name)}
 
-    def install(self, model: Any, swaps: list[Swap]) -> None:
+    def install(self, model: ModelMixin, swaps: list[Swap], conversion: Conversion) -> None:
         names = {id(attn): name for name, attn in self.layers(model).items()}
         if not isinstance(model, HLADiffusionModel):
             self._to_converted_class(model)
         for attn, mixer in swaps:
             if not isinstance(attn, DiffusionSite):
                 attn.__class__ = self._site_class(model, names[id(attn)])
+            assert isinstance(attn, DiffusionSite)
             attn.install(mixer.train(attn.training))
+        model.hla_config.append(conversion)
 
-    def _to_converted_class(self, model: Any) -> None:
+    def _to_converted_class(self, model: ModelMixin) -> None:
         model.__class__ = known_family(model).converted
         model.hla_config = []
         if model.is_gradient_checkpointing:
             model.enable_gradient_checkpointing(model._gradient_checkpointing_func)
 
-    def revert(self, model: Any) -> None:
+    def revert(self, model: ModelMixin) -> None:
         if not isinstance(model, HLADiffusionModel):
             raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
         for site in [m for m in model.modules() if isinstance(m, DiffusionSite)]:
@@ -118,7 +119,7 @@ class DiffusersBackbone:
         if model.is_gradient_checkpointing:
             model.enable_gradient_checkpointing()
 
-    def update_saved_config(self, model: Any) -> None:
+    def update_saved_config(self, model: ModelMixin | DiffusionPipeline) -> None:
         if isinstance(model, DiffusionPipeline):
             model.register_modules(**self._parts_of_pipeline(model))  # model_index.json names the new class
             return
@@ -126,31 +127,31 @@ class DiffusersBackbone:
         live = live_conversions(self.layers(model), host if host == "softmax" else None)
         model.register_to_config(conversions=conversions_of(live))
 
-    def _usual_grid(self, model: Any) -> Grid | None:
-        """The token grid at the size that the model was made for, for which blocks are chosen; None if unknown."""
+    def _usual_grid(self, model: ModelMixin) -> Grid | None:
+        """Return the token grid at the default size of the model, for the choice of blocks; None if unknown."""
         family, size = known_family(model), model.config.get("sample_size")
         return family.grid or ((size // model.config.patch_size,) * 2 if isinstance(size, int) else None)
 
-    def _pattern(self, model: Any, name: str) -> str | None:
-        """The pattern of the family's sites that fits a module name: block lists count as one "*"."""
+    def _pattern(self, model: ModelMixin, name: str) -> str | None:
+        """Return the pattern of `Family.sites` that matches a module name."""
         patterns = known_family(model).sites
         return next((p for p in patterns if _same_place(p, name)), None)
 
-    def _site_class(self, model: Any, name: str) -> Any:
+    def _site_class(self, model: ModelMixin, name: str) -> type[DiffusionSite]:
         return known_family(model).sites[self._pattern(model, name) or ""]
 
 
 def _same_place(pattern: str, name: str) -> bool:
-    """Whether `name` is `pattern` with a number in the place of the star."""
+    """Whether `name` equals `pattern` with a number for each star."""
     if not name or pattern.count(".") != name.count("."):
         return False
     return all(x == y or (x == "*" and y.isdecimal()) for x, y in zip(pattern.split("."), name.split("."), strict=True))
 
 
-def _unknown(model: Any) -> ValueError:
+def _unknown(model: nn.Module | DiffusionPipeline) -> ValueError:
     names = ", ".join(sorted(f.host.__name__ for f in FAMILIES))
     return ValueError(
-        f"cannot convert {type(model).__name__}: it is not a diffusion transformer that is known here. "
+        f"cannot convert {type(model).__name__}: it is not a known diffusion transformer. "
         f"Supported: {names}, and pipelines with one of them."
     )
 

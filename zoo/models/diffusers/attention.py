@@ -1,16 +1,16 @@
-"""Attention sites of diffusers models: the host's attention module with a mixer where its attention was.
+"""Sites of diffusers models: attention modules whose attention is replaced by a mixer.
 
-As in `zoo.models.timm.attention` a site is a subclass of the host's attention class that overrides only `forward`: a
-live module becomes a site by a change of class, weights are inherited by identity and new parameters lie under
-`.mixer.`. Projections and norms are always called as modules, since adapters, quantisers and offloading replace or hook
-them. All q, k, v, o here are [B, N, H, D]; x is [B, N, C].
+As in `zoo.models.timm.attention`, a site is a subclass of the host's attention class that overrides only `forward`, and
+a live module is converted by changing its class. Projections and norms are always called as modules, since adapters,
+quantisers and offloading replace or hook them. All q, k, v, o are [B, N, H, D]; x is [B, N, C].
 """
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from diffusers.models.attention_processor import Attention
-from torch import Tensor
+from torch import Tensor, nn
 
 from zoo.grid import Grid
 from zoo.mixers import Context
@@ -22,15 +22,15 @@ JOINT = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0", "XFormersJointAt
 
 
 class DiffusionSite(Site):
-    """What the sites of all families share: the processors that they stand for, the fused projections, the output."""
+    """Base class of the sites of all families: allowed processors, projections and output."""
 
     processors: ClassVar[tuple[str, ...]] = PLAIN
     grid: Grid | None = None
     prefix: int = 0
 
     @classmethod
-    def check_processor(cls, processor: Any) -> None:
-        """Raise ValueError for a processor that does more than the attention that the mixer takes the place of."""
+    def check_processor(cls, processor: object) -> None:
+        """Raise ValueError for a processor that does more than the attention that the mixer replaces."""
         kind = type(processor).__name__
         if kind in (*PLAIN, *JOINT) and kind not in cls.processors:
             raise ValueError(
@@ -39,18 +39,18 @@ class DiffusionSite(Site):
             )
         if kind not in cls.processors:
             raise ValueError(
-                f"{kind} does more than the self-attention that a mixer takes the place of (adapters and guidance have "
-                f"no linear form here); allowed: {', '.join(cls.processors)}"
+                f"{kind} does more than the self-attention that a mixer replaces (adapters and guidance are not "
+                f"supported); allowed: {', '.join(cls.processors)}"
             )
 
-    def set_processor(self, processor: Any) -> None:
-        """Take note of a stock processor (the mixer stays); ValueError for one that does more than attention."""
+    def set_processor(self, processor: object) -> None:
+        """Set a standard processor, without effect on the mixer. Raises ValueError for any other processor."""
         self.check_processor(processor)
         super().set_processor(processor)
 
     @property
     def needs_grid(self) -> bool:
-        """Whether the mixer's result depends on where the tokens lie."""
+        """Whether the mixer needs the token grid."""
         return self.mixer.options.needs_grid
 
     def _tag(self) -> Tensor:
@@ -58,20 +58,19 @@ class DiffusionSite(Site):
 
     @property
     def fused(self) -> bool:
-        """Whether q, k and v come from one projection (`fuse_qkv_projections`)."""
+        """Whether one projection computes q, k and v (`fuse_qkv_projections`)."""
         return hasattr(self, "to_qkv") and type(self.processor).__name__.startswith("Fused")
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k, v as the projections return them, [B, N, H D] each: three tensors, viewed but never copied."""
+        """Project x to q, k, v, [B, N, H D] each, without copies."""
         return self.to_qkv(x).chunk(3, dim=-1) if self.fused else (self.to_q(x), self.to_k(x), self.to_v(x))
 
     def output(self, o: Tensor) -> Tensor:
-        """[B, N, H, D] -> [B, N, C]."""
+        """Project the output [B, N, H, D] -> [B, N, C]."""
         return self.to_out[1](self.to_out[0](o.flatten(2)))
 
-    def refuse(self, arguments: dict[str, Any], encoder_hidden_states: Tensor | None = None) -> None:
-        """Raise ValueError for keyword arguments of an attention call that nothing here would read, and when a
-        self-attention is given other tokens to attend to."""
+    def refuse(self, arguments: Mapping[str, object], encoder_hidden_states: Tensor | None = None) -> None:
+        """Raise ValueError for unknown keyword arguments, and for other tokens to attend to in self-attention."""
         if arguments:
             raise ValueError(f"a converted attention layer cannot honour the argument {next(iter(arguments))!r}")
         if encoder_hidden_states is not None:
@@ -79,34 +78,34 @@ class DiffusionSite(Site):
 
 
 def real_keys(bias: Tensor) -> Tensor:
-    """[B, 1, N], 0 for a real key and -10000 for padding, as [B, N] bool. Raises ValueError for other values."""
+    """Convert a bias [B, 1, N], 0 for real keys and -10000 for padding, to [B, N] bool. Raises ValueError otherwise."""
     real = bias[:, 0] == 0
     if not torch.compiler.is_compiling() and not (real | (bias[:, 0] < -9000)).all():
-        raise ValueError("a linear mixer honours an attention mask of 0 (real) and -10000 (padding), not other biases")
+        raise ValueError("linear mixers support attention masks of 0 (real) and -10000 (padding), not other biases")
     return real
 
 
-def norm_heads(norm: Any, t: Tensor) -> Tensor:
-    """The host's norm of each head's D channels, heads first so that gradients are summed as in the host."""
+def norm_heads(norm: nn.Module | None, t: Tensor) -> Tensor:
+    """Apply the host's norm per head, in [B, H, N, D] so that gradients are summed in the same order as in the host."""
     return t if norm is None else norm(t.transpose(1, 2)).transpose(1, 2)
 
 
 class SelfAttentionSiteBase(DiffusionSite):
-    """Site in a self-attention that is called with a mask at most."""
+    """Base class of sites in self-attention with a mask as the only further argument."""
 
     def forward(
         self,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        **arguments: Any,
+        **arguments: object,
     ) -> Tensor:
-        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
+        """[B, N, C] -> [B, N, C]. Raises ValueError for an unsupported mask and unknown arguments."""
         self.refuse(arguments, encoder_hidden_states)
         return self.attend(hidden_states, attention_mask)
 
     def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, N, C] -> [B, N, C]."""
+        """Compute the attention [B, N, C] -> [B, N, C]."""
         raise NotImplementedError
 
 
@@ -116,8 +115,10 @@ class SelfAttentionSite(SelfAttentionSiteBase, Attention):
     processors = (*PLAIN, *JOINT)
 
     def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, N, C] -> [B, N, C]. mask: a bias on the scores; two-sided mixers honour [B, 1, N], padding. Raises
-        ValueError for any other that the mixer cannot honour."""
+        """[B, N, C] -> [B, N, C]. mask: bias on the scores; two-sided mixers support padding [B, 1, N].
+
+        Raises ValueError for any other mask that the mixer does not support.
+        """
         padding = None
         if mask is not None and not self.mixer.forms_matrix and mask.shape[1] == 1:
             padding, mask = real_keys(mask), None

@@ -1,12 +1,12 @@
-"""Conversion of diffusers folders: a pipeline or a transformer, on disk or on the hub, to a folder of the same kind."""
+"""Conversion of diffusers folders: a pipeline or a transformer, local or on the hub."""
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import diffusers
 import torch
+from diffusers import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from zoo.errors import unknown_name
@@ -19,14 +19,16 @@ from zoo.precision import DTYPES
 REPORT = "report.json"
 
 
-def convert_folder(source: str, out: Path, mixer: str, precision: str = "fp32", **arguments: Any) -> Report:
-    """Load the pipeline or transformer `source`, convert it, save it in `out`, and say what was done.
+def convert_folder(source: str, out: Path, mixer: str, precision: str = "fp32", **arguments) -> Report:
+    """Load the pipeline or transformer `source`, convert it, save it in `out`, and return the report.
 
-    source: a folder or the name of a repository on the hub. precision: fp32, bf16 or fp16, of the saved weights.
-    arguments: those of `zoo.convert`. `out` is complete or as it was; what an earlier conversion left there goes.
-    Beside the model it gets report.json and the folders that `source` holds beside a bare transformer, such as
-    scheduler/. Raises ValueError for a source that is neither, for an `out` that holds something else or the source
-    itself, and as `zoo.convert`.
+    source: local folder or hub name.
+    out: folder, written atomically; an earlier conversion there is replaced. It also gets report.json and, if `source`
+        is a transformer, the other folders of `source`, such as scheduler/.
+    precision: dtype of the saved weights, fp32, bf16 or fp16.
+    arguments: arguments of `zoo.convert`.
+    Raises ValueError for a source that is not a pipeline or transformer, an `out` that contains other files or the
+    source, and like `zoo.convert`.
     """
     if precision not in DTYPES:
         raise unknown_name("precision", precision, DTYPES)
@@ -36,32 +38,34 @@ def convert_folder(source: str, out: Path, mixer: str, precision: str = "fp32", 
     sweep(out.parent, out.name)
     with replacing_folder(out) as folder:
         model.save_pretrained(folder)
-        for more in _folders(source):
-            if not (folder / more.name).exists():
-                shutil.copytree(more, folder / more.name)
+        for other in _folders(source):
+            if not (folder / other.name).exists():
+                shutil.copytree(other, folder / other.name)
         (folder / REPORT).write_text(json.dumps(report.to_dict(), indent=1) + "\n")
     return report
 
 
 def _check_out(source: Path, out: Path) -> None:
-    """Raise ValueError unless `out` may be replaced: it is new, empty, or an earlier conversion of another source."""
+    """Raise ValueError unless `out` is new, empty, or an earlier conversion of another source."""
     if source.exists() and out.resolve() in (source.resolve(), *source.resolve().parents):
         raise ValueError(f"out={out} holds the source, which would be lost: choose another folder")
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={out} is a file: choose a folder")
     if out.is_dir() and any(out.iterdir()) and not (out / REPORT).is_file():
-        raise ValueError(f"out={out} holds something that is no earlier conversion: choose an empty or a new folder")
+        raise ValueError(f"out={out} holds other files than an earlier conversion: choose an empty or a new folder")
 
 
 def _folders(source: str) -> list[Path]:
-    """The visible folders in a local `source`."""
+    """Return the visible folders in a local `source`."""
     path = Path(source)
     return sorted(p for p in path.iterdir() if p.is_dir() and p.name[0] != ".") if path.is_dir() else []
 
 
-def load_folder(source: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The pipeline or transformer at `source`: a folder of diffusers, a run folder, or a hub name. Raises
-    ValueError."""
+def load_folder(source: str, dtype: torch.dtype = torch.float32) -> ModelMixin | DiffusionPipeline:
+    """Load the pipeline or transformer in a diffusers folder, run folder or hub repository.
+
+    Raises ValueError if there is none, for an unknown class, and for weights that cannot be read.
+    """
     source = in_run(source)
     if (read_config(DiffusionPipeline, source) or {}).get("_class_name"):
         return read_folder(DiffusionPipeline, source, torch_dtype=dtype)

@@ -16,11 +16,11 @@ class HLADiTTransformer2DModel(HLADiffusionModel, PeftAdapterMixin, DiTTransform
 
     host = DiTTransformer2DModel
     _repeated_blocks: ClassVar = ["BasicTransformerBlock"]
-    _no_split_modules: ClassVar = ["BasicTransformerBlock", "PatchEmbed"]  # as PixArt: device_map="auto"
+    _no_split_modules: ClassVar = ["BasicTransformerBlock", "PatchEmbed"]  # as in PixArt, for device_map="auto"
 
 
 def initialise(model: nn.Module) -> None:
-    """The initialisation of DiT (section 3.2, and its code): blocks begin as the identity."""
+    """Initialise as DiT (section 3.2 and its code): blocks start as the identity."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1))

@@ -1,78 +1,83 @@
-"""What tells one family of diffusion transformers from another: the record at the end of each family's file.
+"""Description of a family of diffusion transformers, the record at the end of its file.
 
-Conversion, training, encoding and sampling read it; nothing else asks of which family a model is.
+Conversion, training, encoding and sampling read it; no other code tests the class of a model.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from diffusers import DiffusionPipeline, ModelMixin
 from torch import Tensor, nn
 
 from zoo.grid import Grid
 
+if TYPE_CHECKING:
+    from zoo.models.diffusers.models import HLADiffusionModel
+
 Scaling = float | list[float]  # one number, or one per channel
+Metadata = dict[str, Any]  # metadata of a data set: JSON values by name
 
 
 class VideoVae(NamedTuple):
-    """A VAE of videos, whose first latent is the first frame alone.
+    """Video VAE; its first latent encodes the first frame only.
 
-    name: its class in diffusers.
-    factors: vae -> (frames, pixels per side) of one latent.
+    name: class in diffusers.
+    factors: vae -> (frames, pixels per side) per latent.
     scaling: vae -> (scaling, shift): the transformer reads (z - shift) * scaling.
     """
 
     name: str
-    factors: Callable[[Any], tuple[int, int]]
-    scaling: Callable[[Any], tuple[Scaling, Scaling]]
+    factors: Callable[[ModelMixin], tuple[int, int]]
+    scaling: Callable[[ModelMixin], tuple[Scaling, Scaling]]
 
 
-def embeddings_and_mask(pipe: Any, prompts: list[str], **options: Any) -> dict[str, Tensor]:
-    """What most text pipelines make of prompts: embeddings, and a mask of the tokens that are not padding."""
-    found = pipe.encode_prompt(prompts, **options)
-    return {"encoder_hidden_states": found[0], "encoder_attention_mask": found[1]}
+def embeddings_and_mask(pipe: DiffusionPipeline, prompts: list[str], **options: object) -> dict[str, Tensor]:
+    """Encode prompts as embeddings and a mask of real tokens, as most text pipelines do."""
+    embeddings, mask, *_ = pipe.encode_prompt(prompts, **options)
+    return {"encoder_hidden_states": embeddings, "encoder_attention_mask": mask}
 
 
-def nothing_more(shape: tuple[int, ...], about: dict[str, Any]) -> dict[str, Any]:
-    """No further arguments of the forward pass."""
+def no_arguments(shape: tuple[int, ...], metadata: Metadata) -> dict[str, object]:
+    """Return no additional arguments of the forward pass."""
     return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of diffusion transformers.
+    """Family of diffusion transformers.
 
-    name: what `model.kind` calls it.
+    name: value of `model.kind`.
     converted: class of the converted models, a subclass of the class in diffusers (`converted.host`).
-    sites: self-attention layers: pattern of module names ("*" is a number) -> class of the site.
-    left: pattern of the attention modules that stay as they are.
-    mixer: what the self-attention of the host is.
-    rotary: whether queries and keys are rotated.
-    grid: token grid of the usual size, where the configuration of a model does not say it.
-    trained: whether a transformer can be trained here.
-    legacy_class: name of the class in earlier files of diffusers.
+    sites: self-attention layers: pattern of module names ("*" stands for a number) -> converted class.
+    skipped: pattern of the attention modules that are never converted.
+    mixer: mixer that the self-attention of the host corresponds to.
+    rotary: whether queries and keys have a rotary embedding.
+    grid: token grid of the default size, if the configuration of a model does not contain it.
+    trained: whether training is supported.
+    legacy_class: name of the class in earlier versions of diffusers.
     packed: whether input and output are tokens [B, N, C].
-    sized: whether a model from scratch is built for one size of the input (`sample_size`).
-    classes: entry of the configuration with the number of classes; empty for models of prompts alone.
-    class_tokens: whether a class is a token beside the prompt tokens, not an embedding.
-    time_factor: entry of the configuration by which times are multiplied; empty for none.
-    arguments: (shape of a sample, notes of the data) -> further arguments of the forward pass.
-    initialise: sets the weights of a model from scratch; None keeps the initial weights of diffusers.
-    pipelines: pipelines of diffusers that can be sampled and whose text encoders read prompts.
-    first_frame: the one among them that makes videos from their first frame.
-    encode: (pipeline, prompts, options) -> what the transformer gets of them; None if that is not known here.
-    latent_patch: latents per side that the pipeline packs into one before the transformer's own patches.
-    units: pipeline of videos -> (frames, pixels per side) of one latent.
-    fps: frames per second of the videos that a pipeline makes, if it is not told.
-    vae: its VAE of videos; None for one of images.
-    vae_dtype: type in which the VAE is loaded; None for that of the pipeline.
+    sized: whether a new model is built for one input size (`sample_size`).
+    classes: configuration entry with the number of classes; empty for text-conditional models.
+    class_tokens: whether a class is a token, like the prompt tokens, instead of an embedding.
+    time_factor: configuration entry by which timesteps are multiplied; empty for none.
+    arguments: (shape of a sample, metadata of the data) -> additional arguments of the forward pass.
+    initialise: initialises a new model; None keeps the initialisation of diffusers.
+    pipelines: diffusers pipelines that can be sampled and whose text encoders are used.
+    first_frame: the image-to-video pipeline among them, which generates videos from their first frame.
+    encode: (pipeline, prompts, options) -> text inputs of the transformer; None if not supported.
+    latent_patch: latents per side that the pipeline packs into one before the patches of the transformer.
+    units: video pipeline -> (frames, pixels per side) per latent.
+    fps: default frame rate of the videos of a pipeline, in frames per second.
+    vae: video VAE; None for image models.
+    vae_dtype: dtype in which the VAE is loaded; None for the dtype of the pipeline.
     """
 
     name: str
-    converted: Any
+    converted: "type[HLADiffusionModel]"
     sites: dict[str, type]
-    left: str = ""
+    skipped: str = ""
     mixer: str = "softmax"
     rotary: bool = False
     grid: Grid | None = None
@@ -83,20 +88,20 @@ class Family:
     classes: str = ""
     class_tokens: bool = False
     time_factor: str = ""
-    arguments: Callable[[tuple[int, ...], dict[str, Any]], dict[str, Any]] = nothing_more
+    arguments: Callable[[tuple[int, ...], Metadata], dict[str, object]] = no_arguments
     initialise: Callable[[nn.Module], None] | None = None
     pipelines: tuple[str, ...] = ()
     first_frame: str = ""
     encode: Callable[..., dict[str, Tensor]] | None = None
     latent_patch: int = 1
-    units: Callable[[Any], tuple[int, int]] | None = None
+    units: Callable[[DiffusionPipeline], tuple[int, int]] | None = None
     fps: float = 0.0
     vae: VideoVae | None = None
     vae_dtype: torch.dtype | None = None
 
     @property
-    def host(self) -> Any:
-        """The class in diffusers."""
+    def host(self) -> type[ModelMixin]:
+        """Class in diffusers."""
         return self.converted.host
 
     @property

@@ -1,4 +1,4 @@
-"""Flux: images from text, by joint attention."""
+"""Flux: text-to-image with joint attention."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ from zoo.models.diffusers.models import HLADiffusionModel
 
 
 class FluxSite(JointSite, FluxAttention):
-    """Site in both kinds of blocks of Flux: text tokens first, rotary embedding on all tokens.
+    """Site in the double- and single-stream blocks of Flux; text tokens come first, all tokens are rotated.
 
-    Blocks of the first kind pass the text apart, with weights of its own. Those of the second kind pass all tokens in
-    one tensor, the first `prefix` of which are text.
+    Double-stream blocks pass the text separately, with its own weights. Single-stream blocks pass all tokens in one
+    tensor, whose first `prefix` tokens are text.
     """
 
     processors = ("FluxAttnProcessor",)
@@ -29,9 +29,9 @@ class FluxSite(JointSite, FluxAttention):
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-        **arguments: Any,
-    ) -> Any:
-        """[B, N, C] (and text [B, M, C]) -> the same. Raises ValueError for a mask that the mixer cannot honour."""
+        **arguments: object,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """[B, N, C] and optionally text [B, M, C] -> the same shapes. Raises ValueError for an unsupported mask."""
         self.refuse(arguments)
         text_x = encoder_hidden_states
         x = self.with_cpe(hidden_states, self.prefix if text_x is None else 0)
@@ -46,8 +46,8 @@ class FluxSite(JointSite, FluxAttention):
         flat = self.to_added_qkv(text_x).chunk(3, dim=-1) if self.fused else [proj(text_x) for proj in added]
         text_q, text_k, text_v = (t.unflatten(-1, (-1, self.head_dim)) for t in flat)
         text = self.norm_added_q(text_q), self.norm_added_k(text_k), text_v
-        both = self.joint(tokens, text, x, text_first=True, rotary=image_rotary_emb, mask=attention_mask)
-        o, text_o = (t.to(q.dtype).contiguous() for t in both)  # as the host, or bfloat16 products round differently
+        outputs = self.joint(tokens, text, x, text_first=True, rotary=image_rotary_emb, mask=attention_mask)
+        o, text_o = (t.to(q.dtype).contiguous() for t in outputs)  # as in the host, for the same bfloat16 rounding
         return self.output(o), self.to_add_out(text_o.flatten(2))
 
     @property
@@ -56,14 +56,16 @@ class FluxSite(JointSite, FluxAttention):
 
 
 class HLAFluxTransformer2DModel(HLADiffusionModel, FluxTransformer2DModel):
-    """Flux: images from text, by joint attention. The grid is read off `img_ids`, only when a mixer needs it."""
+    """Flux with mixers. The token grid is computed from `img_ids` if a mixer needs it."""
 
     host = FluxTransformer2DModel
     given_grid: Grid | None = None
 
     def give_grid(self, rows: int, columns: int) -> None:
-        """Say on which grid the image tokens of all further calls lie (1024 x 1024 pixels: 64 x 64), which `img_ids`
-        are then not asked for: values that a graph of `torch.compile(fullgraph=True)` or `torch.export` cannot read."""
+        """Set the token grid of all further calls, such as 64 x 64 for 1024 x 1024 pixels.
+
+        Needed for `torch.compile(fullgraph=True)` and `torch.export`, which cannot read the values of `img_ids`.
+        """
         self.given_grid = rows, columns
 
     def layout(self, arguments: dict[str, Any]) -> tuple[Grid | None, int]:
@@ -73,15 +75,16 @@ class HLAFluxTransformer2DModel(HLADiffusionModel, FluxTransformer2DModel):
 
 
 def grid_of_ids(ids: Tensor) -> Grid:
-    """(H, W) of the positions (image, row, column) [N, 3] of one image in raster order; ValueError for others."""
+    """Return (H, W) of positions (image, row, column) [N, 3]. Raises ValueError unless they are one image in raster
+    order."""
     ids = (ids[0] if ids.ndim == 3 else ids).detach().round().long().cpu()
     first, size = ids[0], ids[-1] - ids[0] + 1
     rows, columns = int(size[1]), int(size[2])
     raster = torch.cartesian_prod(torch.arange(1), torch.arange(max(rows, 0)), torch.arange(max(columns, 0)))
     if rows < 1 or len(ids) != rows * columns or not torch.equal(ids, first + raster):
         raise ValueError(
-            "img_ids are not the raster of one image (several images have no common grid), but a mixer with depthwise "
-            "or causal, or of blocks, needs the token grid; convert without those options"
+            "img_ids are not the raster of one image (several images have no common grid), but mixers with depthwise, "
+            "causal or blocks need the token grid; convert without those options"
         )
     return rows, columns
 

@@ -1,19 +1,18 @@
-"""Sites in joint attention, where text and image tokens attend to each other: SD3 and Flux.
+"""Sites in joint attention of text and image tokens: SD3 and Flux.
 
-Only the image-to-image part becomes linear; whatever involves text stays softmax, at a cost linear in the number of
-image tokens (text is short):
+Only image-to-image attention is replaced by the mixer. Attention from or to text remains softmax; its cost is linear in
+the number of image tokens.
 
     text queries    o = softmax over all keys, as in the host
     image queries   o = (sum_text e^(s q.k) v + Z o_mixer) / (sum_text e^(s q.k) + Z)
 
-o_mixer is the mixer over the image tokens alone, which stands for the host's average over the image keys, and Z for
-their weight sum_image e^(s q.k) in the host's softmax. Z is not summed but estimated from the mean and the variance of
+o_mixer is the mixer over the image tokens only; it approximates the softmax average over the image keys. Z is their
+partition function sum_image e^(s q.k). Z is not summed but estimated from the mean and the variance of
 the scores (`estimate_log_partition`), which follow from two moments of the keys. MM-EDiT (arXiv 2503.16726) divides the
 attention in the same way.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,17 +23,16 @@ from zoo.mixers.context import Rotation
 from zoo.models.diffusers.attention import DiffusionSite
 
 Tokens = tuple[Tensor, Tensor, Tensor]  # q, k, v [B, N, H, D]
-SCORE_CHANNELS = 8  # channels added to a head, a multiple of 8 as the fast kernels want
+Tables = tuple[Tensor, Tensor]  # cos, sin [N, D]
+SCORE_CHANNELS = 8  # channels added per head; fast kernels need a multiple of 8
 
 
 def estimate_log_partition(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """log of an estimate of sum_j exp(scale q.k_j) over the N keys: [B, N, H, D] each -> [B, N, H, 1].
+    """Estimate log sum_j exp(scale q.k_j) over the N keys in at least float32: [B, N, H, D] each -> [B, N, H, 1].
 
-    In float32 at least.
-
-    With m and c the mean and variance of the scores, log N + m + c / 2 is exact for Gaussian scores and many keys as
-    long as c <= 2 log N; beyond, single keys dominate and it is m + sqrt(2 c log N) (random energy model: Derrida,
-    Phys. Rev. B 24, 2613, 1981). Both branches and their slopes agree where they meet.
+    With mean m and variance c of the scores, the result is log N + m + c / 2 for c <= 2 log N, exact for Gaussian
+    scores and many keys. For larger c single keys dominate, and it is m + sqrt(2 c log N) (random energy model:
+    Derrida, Phys. Rev. B 24, 2613, 1981). Both branches and their derivatives agree at c = 2 log N.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k = q.to(dtype) * scale, k.to(dtype)
@@ -43,20 +41,21 @@ def estimate_log_partition(q: Tensor, k: Tensor, scale: float) -> Tensor:
     moment = keys.mT @ keys / k.shape[1]
     variance = ((q.transpose(1, 2) @ moment).transpose(1, 2) * q).sum(-1, keepdim=True)
     log_n = torch.full((), k.shape[1], dtype=dtype, device=k.device).log()  # a tensor: one graph serves every N
-    frozen = (2 * log_n * variance.clamp(min=2 * log_n)).sqrt()
-    return (q * mean).sum(-1, keepdim=True) + torch.where(variance < 2 * log_n, log_n + variance / 2, frozen)
+    dominated = (2 * log_n * variance.clamp(min=2 * log_n)).sqrt()
+    return (q * mean).sum(-1, keepdim=True) + torch.where(variance < 2 * log_n, log_n + variance / 2, dominated)
 
 
 def attend_text_and_image(q: Tensor, k: Tensor, o: Tensor, text_k: Tensor, text_v: Tensor) -> Tensor:
-    """Image queries q: softmax over the text keys and one more key, which stands for the image and has the value o.
+    """Softmax of image queries over the text keys and one extra key with value o, which represents the image.
 
-    All [B, N, H, D]; k are the image keys, of which only the mass counts. The extra key has another score for each
-    query, so that it goes through channels of its own: q' = [q, log Z / s], k' = [k, 0] for text and [0, 1] for it.
+    All tensors are [B, N, H, D]; the image keys k are used for log Z only. The score of the extra key depends on the
+    query, so it is computed in extra channels: q' = [q, log Z / s], k' = [k, 0] for text keys and [0, 1] for the extra
+    key.
     """
     scale = q.shape[-1] ** -0.5
     score = estimate_log_partition(q, k, scale) / scale
     high = score.to(q.dtype)
-    low = (score - high.to(score.dtype)).to(q.dtype)  # what the type of q rounded away
+    low = (score - high.to(score.dtype)).to(q.dtype)  # rounding error of `score` in the dtype of q
     queries = torch.cat([q, high, low, q.new_zeros(*q.shape[:3], SCORE_CHANNELS - 2)], dim=-1)
     keys, values = (F.pad(t, (0, SCORE_CHANNELS, 0, 0, 0, 1)) for t in (text_k, text_v))
     unit = torch.zeros_like(keys[:, -1:])
@@ -69,13 +68,13 @@ def attend_text_and_image(q: Tensor, k: Tensor, o: Tensor, text_k: Tensor, text_
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Softmax attention of [B, N, H, D]."""
+    """Compute softmax attention of q, k, v [B, N, H, D]."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
 
 
 class JointSite(DiffusionSite):
-    """What SD3 and Flux share: the division of a joint attention."""
+    """Base class of the sites in joint attention of SD3 and Flux."""
 
     def joint(
         self,
@@ -84,52 +83,53 @@ class JointSite(DiffusionSite):
         x: Tensor,
         *,
         text_first: bool,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        rotary: Tables | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(o of the image tokens, o of the text tokens), [B, N, H, D] each.
+        """Return the outputs of the image and the text tokens, [B, N, H, D] each.
 
-        x: hidden states of the image tokens. rotary: (cos, sin) [N, D] of all tokens in the host's order.
-        Raises ValueError for a mask that the mixer cannot honour.
+        x: hidden states of the image tokens. rotary: (cos, sin) of all tokens in the order of the host. Raises
+        ValueError for a mask that the mixer does not support.
         """
         n = text[0].shape[1]
         ctx = Context(x=x, grid=self.grid, mask=mask)
         if self.mixer_name == "softmax":
-            parts = (text, image) if text_first else (image, text)
-            q, k, v = (torch.cat(pair, dim=1) for pair in zip(*parts, strict=True))
+            ordered = (text, image) if text_first else (image, text)
+            q, k, v = (torch.cat(pair, dim=1) for pair in zip(*ordered, strict=True))
             o = self.mixer(q, k, v, replace(ctx, rotate=joint_rotation(rotary, q.shape[-1])))
             return (o[:, n:], o[:, :n]) if text_first else (o[:, : o.shape[1] - n], o[:, o.shape[1] - n :])
-        turn_text, turn = (joint_rotation(rows, image[0].shape[-1]) for rows in split_rows(rotary, n, text_first))
-        o = self.mixer(*image, replace(ctx, rotate=turn)).to(image[0].dtype)
+        rotate_text, rotate = (joint_rotation(t, image[0].shape[-1]) for t in split_tables(rotary, n, text_first))
+        o = self.mixer(*image, replace(ctx, rotate=rotate)).to(image[0].dtype)
         q, k, text_q, text_k = *image[:2], *text[:2]
-        if turn is not None and turn_text is not None:
-            q, k, text_q, text_k = turn(q), turn(k), turn_text(text_q), turn_text(text_k)
+        if rotate is not None and rotate_text is not None:
+            q, k, text_q, text_k = rotate(q), rotate(k), rotate_text(text_q), rotate_text(text_k)
         text_o = attend(text_q, torch.cat([text_k, k], dim=1), torch.cat([text[2], image[2]], dim=1))
         return attend_text_and_image(q, k, o, text_k, text[2]), text_o
 
 
-def split_rows(rotary: tuple[Tensor, Tensor] | None, n: int, text_first: bool) -> Any:
-    """The rows of a rotary embedding that belong to the n text tokens and to the image tokens; None without."""
+def split_tables(rotary: Tables | None, n: int, text_first: bool) -> tuple[Tables | None, Tables | None]:
+    """Split a rotary embedding into the tables of the n text tokens and of the image tokens."""
     if rotary is None:
         return None, None
-    first, last = zip(*((t[:n], t[n:]) if text_first else (t[:-n], t[-n:]) for t in rotary), strict=True)
-    return (first, last) if text_first else (last, first)
+    cos, sin = rotary
+    text, image = (slice(n), slice(n, None)) if text_first else (slice(-n, None), slice(-n))
+    return (cos[text], sin[text]), (cos[image], sin[image])
 
 
-def joint_rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Rotation | None:
-    """A rotary embedding (cos, sin) [N, D] as a function [B, N, H, W] -> [B, N, H, W]; None without `rotary`.
+def joint_rotation(rotary: Tables | None, width: int) -> Rotation | None:
+    """Return a rotary embedding (cos, sin) as a `Rotation` [B, N, H, W] -> [B, N, H, W]; None without `rotary`.
 
-    W is `width` = D or a multiple of it (feature maps that widen): each D channels are rotated alike. Channels 2 i and
-    2 i + 1 form a pair, rotated in float32.
+    W is `width` = D or a multiple of it (feature maps that widen), in groups of D channels. Channels 2 i and 2 i + 1
+    form a pair, rotated in float32.
     """
     if rotary is None:
         return None
     cos, sin = (t[None, :, None, None] for t in rotary)  # [1, N, 1, 1, D]
 
     def rotate(t: Tensor) -> Tensor:
-        parts = t.unflatten(-1, (-1, width))
-        even, odd = parts.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack([-odd, even], dim=-1).flatten(-2)
-        return (parts.float() * cos + turned.float() * sin).to(t.dtype).flatten(-2)
+        groups = t.unflatten(-1, (-1, width))
+        even, odd = groups.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack([-odd, even], dim=-1).flatten(-2)
+        return (groups.float() * cos + rotated.float() * sin).to(t.dtype).flatten(-2)
 
     return Rotation(rotate, lambda: (rotary[0][:, ::2], rotary[1][:, ::2]))

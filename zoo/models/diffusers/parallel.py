@@ -1,27 +1,34 @@
-"""Context parallelism of converted models: the tokens of a sample shared by several devices.
+"""Context parallelism of converted models: the tokens of a sample are shared by several devices.
 
-diffusers splits the tokens before the first block and gathers them after the last. A two-sided mixer needs nothing of
-the other devices but the sum of its moments (`hla_kernels.sharded`); layers with softmax work as diffusers does it.
+diffusers splits the tokens before the first block and gathers them after the last. Two-sided mixers sum their moments
+over the devices (`hla_kernels.sharded`); softmax layers use the implementation of diffusers.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+from diffusers import ModelMixin
 
 from zoo.mixers import Mixer
 from zoo.models.diffusers.attention import DiffusionSite
 
+if TYPE_CHECKING:
+    from diffusers import ContextParallelConfig, ParallelConfig
 
-def check_parallelism(model: Any, config: Any, splits_tokens: bool) -> None:
+
+def check_parallelism(
+    model: ModelMixin, config: "ParallelConfig | ContextParallelConfig", splits_tokens: bool
+) -> None:
     """Raise ValueError unless every mixer of `model` is exact under `config`.
 
-    config: what `enable_parallelism` takes. splits_tokens: whether a device gets tokens of the image alone.
+    config: argument of `enable_parallelism`. splits_tokens: whether only image tokens are split.
     """
     names = [n for n, m in model.named_modules() if isinstance(m, DiffusionSite)]
     if names and _part(config, "TensorParallelConfig", "tensor_parallel_config") is not None:
-        raise ValueError(f"tensor parallelism would split the heads, but the parameters of {names[0]}.mixer are whole")
+        raise ValueError(f"tensor parallelism splits heads, but the parameters of {names[0]}.mixer cannot be split")
     if names and not splits_tokens:
         raise ValueError(
-            f"context parallelism is exact for converted models of Wan only; {type(model).__name__} has no plan that "
-            "splits the image tokens and nothing else"
+            f"context parallelism is exact for converted Wan models only; {type(model).__name__} has no plan that "
+            "splits only the image tokens"
         )
     for name in names:
         mixer = model.get_submodule(name).mixer
@@ -32,8 +39,8 @@ def check_parallelism(model: Any, config: Any, splits_tokens: bool) -> None:
             )
 
 
-def share_tokens(model: Any) -> None:
-    """Let the mixers of `model` add their moments over the devices that share its tokens."""
+def share_tokens(model: ModelMixin) -> None:
+    """Make the mixers of `model` sum their moments over the devices that share its tokens."""
     parallel = model._parallel_config.context_parallel_config
     if parallel is None:
         return
@@ -43,6 +50,6 @@ def share_tokens(model: Any) -> None:
             mixer.share(group)
 
 
-def _part(config: Any, kind: str, name: str) -> Any:
-    """The part of a parallel configuration that is given alone or under `name`."""
+def _part(config: "ParallelConfig | ContextParallelConfig", kind: str, name: str) -> object:
+    """Return the configuration of class `kind`: `config` itself or its attribute `name`."""
     return config if type(config).__name__ == kind else getattr(config, name, None)

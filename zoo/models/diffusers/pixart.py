@@ -1,12 +1,12 @@
-"""PixArt alpha and sigma: images from text, by cross-attention (arXiv 2310.00426, 2403.04692)."""
+"""PixArt alpha and sigma: text-to-image with cross-attention (arXiv 2310.00426, 2403.04692)."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from diffusers import PixArtTransformer2DModel
 from diffusers.loaders import PeftAdapterMixin
 
 from zoo.models.diffusers.attention import SelfAttentionSite
-from zoo.models.diffusers.family import Family, embeddings_and_mask
+from zoo.models.diffusers.family import Family, Metadata, embeddings_and_mask
 from zoo.models.diffusers.models import HLADiffusionModel
 
 
@@ -17,8 +17,8 @@ class HLAPixArtTransformer2DModel(HLADiffusionModel, PeftAdapterMixin, PixArtTra
     _repeated_blocks: ClassVar = ["BasicTransformerBlock"]
 
 
-def no_conditions(shape: tuple[int, ...], about: dict[str, Any]) -> dict[str, Any]:
-    """The forward pass asks for resolution and aspect ratio, which it does not read in the models that are allowed."""
+def no_conditions(shape: tuple[int, ...], metadata: Metadata) -> dict[str, object]:
+    """Return empty resolution and aspect ratio: required arguments, unused by the supported models."""
     return {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
 
 
@@ -26,7 +26,7 @@ PIXART = Family(
     name="pixart",
     converted=HLAPixArtTransformer2DModel,
     sites={"transformer_blocks.*.attn1": SelfAttentionSite},
-    left="transformer_blocks.*.attn2",
+    skipped="transformer_blocks.*.attn2",
     legacy_class="Transformer2DModel",
     arguments=no_conditions,
     pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline"),

@@ -1,4 +1,4 @@
-"""Sana: images from text, by cross-attention; its self-attention is linear already (arXiv 2410.10629)."""
+"""Sana: text-to-image with cross-attention and linear self-attention (arXiv 2410.10629)."""
 
 from typing import ClassVar
 
@@ -15,12 +15,12 @@ from zoo.models.timm.attention import split_heads
 
 
 class SanaSite(SelfAttentionSiteBase, Attention):
-    """Site in the self-attention of Sana (`attn1`), which is linear already; norms of q and k are over all heads."""
+    """Site in the linear self-attention of Sana (`attn1`); q and k are normalised over all heads."""
 
     processors = ("SanaLinearAttnProcessor2_0",)
 
     def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, N, C] -> [B, N, C]."""
+        """Compute the attention [B, N, C] -> [B, N, C]."""
         x = self.with_cpe(x, self.prefix)
         q, k, v = self.project(x)
         q = q if self.norm_q is None else self.norm_q(q)
@@ -31,7 +31,7 @@ class SanaSite(SelfAttentionSiteBase, Attention):
 
 
 class HLASanaTransformer2DModel(HLADiffusionModel, SanaTransformer2DModel):
-    """Sana: images from text, by cross-attention; its self-attention is linear already."""
+    """Sana with mixers."""
 
     host = SanaTransformer2DModel
     _repeated_blocks: ClassVar = ["SanaTransformerBlock"]
@@ -41,7 +41,7 @@ SANA = Family(
     name="sana",
     converted=HLASanaTransformer2DModel,
     sites={"transformer_blocks.*.attn1": SanaSite},
-    left="transformer_blocks.*.attn2",
+    skipped="transformer_blocks.*.attn2",
     mixer="la",
     time_factor="timestep_scale",
     pipelines=("SanaPipeline",),

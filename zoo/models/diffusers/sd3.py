@@ -1,8 +1,8 @@
-"""Stable Diffusion 3 and 3.5: images from text, by joint attention (arXiv 2403.03206)."""
+"""Stable Diffusion 3 and 3.5: text-to-image with joint attention (arXiv 2403.03206)."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from diffusers import SD3Transformer2DModel
+from diffusers import DiffusionPipeline, SD3Transformer2DModel
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from zoo.models.timm.attention import split_heads
 
 
 class SD3Site(JointSite, Attention):
-    """Site in the joint attention of SD3: image tokens first, the text projected by weights of its own."""
+    """Site in the joint attention of SD3: image tokens come first, text has its own projections."""
 
     processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
 
@@ -23,12 +23,12 @@ class SD3Site(JointSite, Attention):
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        **arguments: Any,
+        **arguments: object,
     ) -> tuple[Tensor, Tensor]:
-        """[B, N, C] and text [B, M, C] -> the same. Raises ValueError for a mask and unknown arguments."""
+        """[B, N, C] and text [B, M, C] -> the same shapes. Raises ValueError for a mask and unknown arguments."""
         self.refuse(arguments)
         if attention_mask is not None or encoder_hidden_states is None:
-            raise ValueError("the joint attention of SD3 takes text tokens and no attention mask")
+            raise ValueError("the joint attention of SD3 needs text tokens and does not support an attention mask")
         text_x = encoder_hidden_states
         x = self.with_cpe(hidden_states, 0)
         q, k, v = (split_heads(t, self.heads) for t in self.project(x))
@@ -43,16 +43,16 @@ class SD3Site(JointSite, Attention):
 
 
 class HLASD3Transformer2DModel(HLADiffusionModel, SD3Transformer2DModel):
-    """Stable Diffusion 3 and 3.5: images from text, by joint attention."""
+    """Stable Diffusion 3 and 3.5 with mixers."""
 
     host = SD3Transformer2DModel
     _repeated_blocks: ClassVar = ["JointTransformerBlock"]
 
 
-def encode_sd3(pipe: Any, prompts: list[str], **options: Any) -> dict[str, Tensor]:
-    """Embeddings of three text encoders, and pooled ones of two."""
-    found = pipe.encode_prompt(prompts, None, None, **options)
-    return {"encoder_hidden_states": found[0], "pooled_projections": found[2]}
+def encode_sd3(pipe: DiffusionPipeline, prompts: list[str], **options: object) -> dict[str, Tensor]:
+    """Encode prompts with three text encoders; two of them also return pooled embeddings."""
+    embeddings, _, pooled, *_ = pipe.encode_prompt(prompts, None, None, **options)
+    return {"encoder_hidden_states": embeddings, "pooled_projections": pooled}
 
 
 SD3 = Family(

@@ -1,9 +1,7 @@
-"""Wan 2.1 and 2.2: video from text or an image, by cross-attention (arXiv 2503.20314)."""
-
-from typing import Any
+"""Wan 2.1 and 2.2: text- or image-to-video with cross-attention (arXiv 2503.20314)."""
 
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import DiffusionPipeline, ModelMixin, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor
 
@@ -18,19 +16,19 @@ from zoo.models.timm.attention import split_heads
 
 
 class WanSite(DiffusionSite, WanAttention):
-    """Site in the self-attention of Wan (`attn1`): norms of q and k over all heads, rotary embedding in 3-D."""
+    """Site in the self-attention of Wan (`attn1`): q and k normalised over all heads, 3-D rotary embedding."""
 
     processors = ("WanAttnProcessor",)
 
     def install(self, mixer: Mixer) -> None:
-        """As everywhere; beside a mixer of ours the norms form no float32 tensors under autocast."""
+        """Install `mixer`; except for softmax, the q/k norms are replaced by `TokenRMSNorm`."""
         super().install(mixer)
         for norm in (self.norm_q, self.norm_k):
-            swap_rms_norm(norm, mixer.name != "softmax")
+            swap_rms_norm(norm, fused=mixer.name != "softmax")
 
     def release(self) -> None:
         for norm in (self.norm_q, self.norm_k):
-            swap_rms_norm(norm, False)
+            swap_rms_norm(norm, fused=False)
         super().release()
 
     def forward(
@@ -39,12 +37,12 @@ class WanSite(DiffusionSite, WanAttention):
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
-        **arguments: Any,
+        **arguments: object,
     ) -> Tensor:
-        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask that the mixer cannot honour and unknown arguments."""
+        """[B, N, C] -> [B, N, C]. Raises ValueError for an unsupported mask and unknown arguments."""
         self.refuse(arguments, encoder_hidden_states)
         if self.mixer_name == "softmax" and self.processor._parallel_config is not None:
-            return super().forward(hidden_states, None, attention_mask, rotary_emb)  # these tokens are not all of them
+            return super().forward(hidden_states, None, attention_mask, rotary_emb)  # the tokens are split
         x = self.with_cpe(hidden_states, self.prefix)
         q, k, v = self.project(x)
         rotate = wan_rotation(rotary_emb, v.shape[-1] // self.heads)
@@ -69,9 +67,9 @@ class WanSite(DiffusionSite, WanAttention):
 
 
 def wan_rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Rotation | None:
-    """Wan's rotary embedding (cos, sin) [1, N, 1, D] as a function [B, N, H, W] -> [B, N, H, W]; None without.
+    """Return Wan's rotary embedding (cos, sin) [1, N, 1, D] as a `Rotation` [B, N, H, W] -> [B, N, H, W], or None.
 
-    W is `width` = D or a multiple of it (feature maps that widen): each D channels are rotated alike.
+    W is `width` = D or a multiple of it (feature maps that widen), in groups of D channels.
     """
     if rotary is None:
         return None
@@ -79,37 +77,37 @@ def wan_rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Rotation |
 
     def rotate(t: Tensor) -> Tensor:
         even, odd = t.unflatten(-1, (-1, width // 2, 2)).unbind(-1)
-        turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-        return turned.flatten(-3).type_as(t)
+        rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+        return rotated.flatten(-3).type_as(t)
 
     return Rotation(rotate, lambda: (cos[0, :, 0, 0], sin[0, :, 0, 0]))
 
 
 class HLAWanTransformer3DModel(HLADiffusionModel, WanTransformer3DModel):
-    """Wan 2.1 and 2.2: video from text or an image, by cross-attention."""
+    """Wan 2.1 and 2.2 with mixers."""
 
     host = WanTransformer3DModel
     grid_dims = 3
     splits_tokens = True
 
 
-def encode_wan(pipe: Any, prompts: list[str], **options: Any) -> dict[str, Tensor]:
-    """Embeddings without a mask: padding is zeros."""
+def encode_wan(pipe: DiffusionPipeline, prompts: list[str], **options: object) -> dict[str, Tensor]:
+    """Encode prompts as embeddings in which padding is zero."""
     return {"encoder_hidden_states": pipe.encode_prompt(prompts, **options)[0]}
 
 
-def wan_units(pipe: Any) -> tuple[int, int]:
-    """Frames and pixels per side of one latent."""
+def wan_units(pipe: DiffusionPipeline) -> tuple[int, int]:
+    """Return the frames and pixels per side of one latent."""
     return pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
 
 
-def wan_vae_factors(vae: Any) -> tuple[int, int]:
-    """Frames and pixels per side of one latent; the VAE of Wan 2.2 puts 2 x 2 pixels together before anything else."""
+def wan_vae_factors(vae: ModelMixin) -> tuple[int, int]:
+    """Return the frames and pixels per side of one latent; the VAE of Wan 2.2 first packs patches of 2 x 2 pixels."""
     return 2 ** sum(vae.temperal_downsample), 2 ** len(vae.temperal_downsample) * (vae.config.patch_size or 1)
 
 
-def wan_vae_scaling(vae: Any) -> tuple[Scaling, Scaling]:
-    """Scaling and shift of each channel."""
+def wan_vae_scaling(vae: ModelMixin) -> tuple[Scaling, Scaling]:
+    """Return scaling and shift per channel."""
     return [1 / s for s in vae.config.latents_std], list(vae.config.latents_mean)
 
 
@@ -117,7 +115,7 @@ WAN = Family(
     name="wan",
     converted=HLAWanTransformer3DModel,
     sites={"blocks.*.attn1": WanSite},
-    left="blocks.*.attn2",
+    skipped="blocks.*.attn2",
     rotary=True,
     grid=(21, 30, 52),  # 81 frames of 480 x 832
     sized=False,
@@ -129,5 +127,5 @@ WAN = Family(
     units=wan_units,
     fps=16.0,
     vae=VideoVae("AutoencoderKLWan", wan_vae_factors, wan_vae_scaling),
-    vae_dtype=torch.float32,  # as its publishers say
+    vae_dtype=torch.float32,  # as published
 )

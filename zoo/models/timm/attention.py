@@ -1,8 +1,8 @@
-"""Attention sites of timm models: the host's attention module with a mixer where the softmax was.
+"""Sites of timm models: attention modules whose softmax is replaced by a mixer.
 
-A site is a subclass of the host's attention class that overrides only `forward`, so that a live module becomes a site
-by a change of class: every weight is inherited by identity and the only new parameters are those of `site.mixer`.
-All q, k, v, o here are [B, N, H, D] (k and v with fewer heads when queries are grouped); x is [B, N, C].
+A site is a subclass of the host's attention class that overrides only `forward`. A live module is converted by changing
+its class: all weights are kept, and the only new parameters are in `site.mixer`. All q, k, v, o are [B, N, H, D] (k and
+v with fewer heads under grouped-query attention); x is [B, N, C].
 """
 
 from collections.abc import Callable
@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
 from timm.models import register_notrace_module
-from timm.models.eva import EvaAttention
+from timm.models.eva import Eva, EvaAttention
+from timm.models.naflexvit import NaFlexVit
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from zoo.grid import Grid
@@ -20,7 +22,7 @@ from zoo.mixers import Context, LayerSpec, Mixer
 from zoo.mixers.context import Rotation
 from zoo.models.checkpoint_tags import encode_tag, no_torchscript
 
-# A mixin stands in front of a host class and uses its attributes, which a type checker cannot know.
+# Mixins use attributes of the host class, which a type checker cannot see.
 if TYPE_CHECKING:
     Host = Any
 else:
@@ -28,10 +30,11 @@ else:
 
 
 class Site(Host):
-    """What a site adds to its host: a mixer, the grid of the patch tokens, the number of prefix tokens before them.
+    """Mixin of an attention module with a mixer.
 
-    `grid` is None when the tokens have no layout. The model (`zoo.models.timm.models`) keeps it up to date.
-    `key_masks`: the masks of this host are of keys alone, [B, 1, 1, N], added to the scores, 0 where a token is real.
+    grid: grid of the patch tokens, set by the model (`zoo.models.timm.models`); None if the tokens have no layout.
+    prefix: number of tokens before the patches.
+    key_masks: whether masks of the host are key masks [B, 1, 1, N], added to the scores, with 0 for real tokens.
     """
 
     mixer: Mixer
@@ -42,41 +45,40 @@ class Site(Host):
     key_masks: bool = False
 
     def install(self, mixer: Mixer) -> None:
-        """Take `mixer`. All of its options, those that are defaults too, are saved with the model.
+        """Install `mixer`. All of its options, including defaults, are saved with the model.
 
-        A mixer other than softmax carries a tag buffer, by which its checkpoints are recognised.
+        Mixers other than softmax get a tag buffer, which identifies their checkpoints.
         """
         self.mixer_name, self.mixer, self.mixer_options = mixer.name, mixer, mixer.config.plain_options()
         if mixer.name != "softmax":
             mixer.register_buffer("tag", self._tag())
 
     def release(self) -> None:
-        """Be the attention module of the host again, without a mixer."""
+        """Remove the mixer and restore the class of the host."""
         del self.mixer
         for name in ("mixer_name", "mixer_options", "grid", "prefix", "key_masks"):
             self.__dict__.pop(name, None)
-        self.__class__ = host_class(self, Site)
+        self.__class__ = host_class(self, Site)  # type: ignore[assignment]
 
     def _tag(self) -> Tensor:
         return encode_tag(self.mixer.config).to(self.proj.weight.device)
 
     def reset_parameters(self) -> None:
-        """The host's own parameters, then all of the mixer's, then the tag.
+        """Initialise the parameters of the host, then of the mixer, then the tag.
 
-        timm initialises a model by type of layer, children first, which would close an open gate: this comes after.
+        timm initialises all layers by type, children first, which would overwrite the gate; this runs afterwards.
         """
         if hasattr(super(), "reset_parameters"):
             super().reset_parameters()
-        for part in self.mixer.modules():
-            reset = getattr(part, "reset_parameters", None)
+        for module in self.mixer.modules():
+            reset = getattr(module, "reset_parameters", None)
             if reset is not None:
                 reset()
         if self.mixer_name != "softmax":
             self.mixer.tag.copy_(self._tag())
 
     def with_cpe(self, x: Tensor, prefix: int, keys: Tensor | None = None) -> Tensor:
-        """The hidden states that the host projects: with the convolution of a mixer that has one (`cpe`). keys: [B, N]
-        of real tokens."""
+        """Add the convolution `cpe` of the mixer, if any, to the hidden states. keys: [B, N], True for real tokens."""
         if self.mixer.cpe is None:
             return x
         return self.mixer.with_cpe(x, Context(x=x, grid=self.grid, prefix=prefix, key_padding_mask=keys))
@@ -92,12 +94,12 @@ class Site(Host):
         rotate: Callable[[Tensor], Tensor] | None = None,
         qkv: Tensor | None = None,
     ) -> Tensor:
-        """Host q/k norms, the mixer, host output norm, gate and projection: -> [B, N, C].
+        """Apply the host's q/k norms, the mixer, and the host's output norm, gate and projection -> [B, N, C].
 
-        qkv: what q, k and v are views of, if they are.
+        qkv: packed tensor of which q, k and v are views, if any.
         """
         plain = isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
-        if not plain:  # heads first, so that gradients are summed as in the host
+        if not plain:  # in [B, H, N, D], so that gradients are summed in the same order as in the host
             q = self.q_norm(q.transpose(1, 2)).transpose(1, 2)
             k = self.k_norm(k.transpose(1, 2)).transpose(1, 2)
         keys = None
@@ -117,26 +119,26 @@ class Site(Host):
     __prepare_scriptable__ = no_torchscript
 
 
-def host_class(module: nn.Module, mixin: type) -> Any:
-    """The class that `module` had before its class was derived with `mixin` in front."""
+def host_class(module: nn.Module, mixin: type) -> type[nn.Module]:
+    """Return the class of `module` before conversion, without `mixin`."""
     return next(kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and not issubclass(kind, mixin))
 
 
-def rope_rotation(site: Any, rope: Tensor | None, like: Tensor) -> Rotation | None:
-    """The host's rotary embedding as a function [B, N, H, W] -> [B, N, H, W]; None without `rope`.
+def rope_rotation(site: AttentionRope | EvaAttention, rope: Tensor | None, like: Tensor) -> Rotation | None:
+    """Return the rotary embedding of timm as a `Rotation` [B, N, H, W] -> [B, N, H, W]; None without `rope`.
 
-    Prefix tokens are left alone. W is the head width D or a multiple of it (feature maps that widen): each D channels
-    are rotated alike. `rope` is what the host broadcasts over [B, H, N, D]. The result has the type of `like`.
+    Prefix tokens are not rotated. W is the head width D or a multiple of it (feature maps that widen), in groups of D
+    channels. rope: broadcastable to [B, H, N, D]. The result has the dtype of `like`.
     """
     if rope is None:
         return None
     n_prefix, half, width = site.num_prefix_tokens, getattr(site, "rotate_half", False), site.head_dim
 
     def rotate(t: Tensor) -> Tensor:
-        t = t.transpose(1, 2)  # [B, H, N, W], the layout `rope` was made for
-        parts = [apply_rot_embed_cat(part, rope, half=half) for part in t[:, :, n_prefix:].split(width, dim=-1)]
-        turned = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return torch.cat([t[:, :, :n_prefix], turned], dim=2).type_as(like).transpose(1, 2)
+        t = t.transpose(1, 2)  # [B, H, N, W], as `rope` requires
+        groups = [apply_rot_embed_cat(group, rope, half=half) for group in t[:, :, n_prefix:].split(width, dim=-1)]
+        rotated = groups[0] if len(groups) == 1 else torch.cat(groups, dim=-1)
+        return torch.cat([t[:, :, :n_prefix], rotated], dim=2).type_as(like).transpose(1, 2)
 
     def tables() -> tuple[Tensor, Tensor]:
         sin, cos = (t[..., : width // 2] if half else t[..., ::2] for t in rope.chunk(2, -1))
@@ -146,33 +148,33 @@ def rope_rotation(site: Any, rope: Tensor | None, like: Tensor) -> Rotation | No
 
 
 def _table(t: Tensor, n_prefix: int, value: int) -> Tensor:
-    """What timm broadcasts over [B, H, N, D / 2] as [N, D / 2] or [N, H, D / 2], with `value` for the prefix tokens."""
+    """Convert a table broadcastable to [B, H, N, D / 2] to [N, D / 2] or [N, H, D / 2]; prefix tokens get `value`."""
     while t.ndim > 2 and t.shape[0] == 1:
         t = t[0]
     if t.ndim > 3:
-        raise ValueError("this mixer needs one rotary embedding for all samples of a batch, but each has its own")
+        raise ValueError("this mixer needs the same rotary embedding for all samples of a batch")
     t = t.transpose(0, 1) if t.ndim == 3 else t
     return torch.cat([t.new_full((n_prefix, *t.shape[1:]), value), t])
 
 
-def attention_layers(model: Any) -> dict[str, Any]:
-    """The attention modules of a model's blocks that are sites or can become one, by name, in order."""
+def attention_layers(model: VisionTransformer | Eva | NaFlexVit) -> dict[str, nn.Module]:
+    """Return the attention modules of a model's blocks that are or can be converted, by name, in order."""
     modules = ((f"blocks.{name}", module) for name, module in model.blocks.named_modules())
     return {name: m for name, m in modules if type(m) in SITES or isinstance(m, Site)}
 
 
 def block_index(layer: str) -> int:
-    """Number of the block in which an attention layer lies: 3 for "blocks.3.attn"."""
+    """Return the block index of an attention layer: 3 for "blocks.3.attn"."""
     return int(layer.split(".")[1])
 
 
-def kv_heads(attn: Any) -> int:
-    """Heads of k and v of a host: fewer than those of q when queries are grouped."""
+def kv_heads(attn: Attention | AttentionRope | EvaAttention) -> int:
+    """Return the number of key/value heads, smaller than the number of query heads under grouped-query attention."""
     return getattr(attn, "num_kv_heads", attn.num_heads)
 
 
-def layer_spec(attn: Any, grid: Grid | None, prefix: int) -> LayerSpec:
-    """What a mixer takes from the timm attention module `attn`, whose tokens are `prefix` tokens and then a grid."""
+def layer_spec(attn: Attention | AttentionRope | EvaAttention, grid: Grid | None, prefix: int) -> LayerSpec:
+    """Return the specification of a timm attention module, whose tokens are `prefix` tokens and then a grid."""
     first, weight = attn.qkv if attn.qkv is not None else attn.q_proj, attn.proj.weight
     return LayerSpec(
         first.in_features, attn.num_heads, attn.head_dim, kv_heads(attn), grid=grid, prefix=prefix,
@@ -181,7 +183,7 @@ def layer_spec(attn: Any, grid: Grid | None, prefix: int) -> LayerSpec:
 
 
 def split_heads(t: Tensor, num_heads: int) -> Tensor:
-    """[B, N, H D] -> [B, N, H, D] as a view."""
+    """View [B, N, H D] as [B, N, H, D]."""
     return t.unflatten(-1, (num_heads, -1))
 
 
@@ -190,7 +192,7 @@ class AttentionSite(Site, Attention):
     """Site in `timm.layers.Attention`: ViT, DeiT, FlexiViT, DINOv2, hybrids, ViTamin."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
+        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer does not support."""
         x = self.with_cpe(x, self.prefix)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = qkv.unbind(2)
@@ -198,12 +200,12 @@ class AttentionSite(Site, Attention):
 
 
 class RotarySite(Site):
-    """Site in a host that is given a rotary embedding; q, k, v fused or split, k and v grouped or not."""
+    """Site in a host with a rotary embedding; q, k, v fused or separate, with or without grouped queries."""
 
     def forward(
-        self: Any, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer cannot honour."""
+        """[B, N, C] -> [B, N, C]. Raises ValueError for a mask or causality that the mixer does not support."""
         x = self.with_cpe(x, self.prefix)
         qkv = None
         if self.qkv is not None:
@@ -214,7 +216,7 @@ class RotarySite(Site):
             k, v = (split_heads(proj(x), kv_heads(self)) for proj in (self.k_proj, self.v_proj))
         return self.mix(q, k, v, x, attn_mask, is_causal, rope_rotation(self, rope, v), qkv)
 
-    def _packed(self: Any, x: Tensor) -> Tensor:
+    def _packed(self, x: Tensor) -> Tensor:
         return self.qkv(x)
 
 
@@ -225,16 +227,16 @@ class AttentionRopeSite(RotarySite, AttentionRope):
 
 @register_notrace_module
 class EvaAttentionSite(RotarySite, EvaAttention):
-    """Site in `timm.models.eva.EvaAttention`: EVA, EVA-02, DINOv3; its bias has q and v parts only."""
+    """Site in `timm.models.eva.EvaAttention`: EVA, EVA-02, DINOv3; only q and v have a bias."""
 
-    def _packed(self: Any, x: Tensor) -> Tensor:
+    def _packed(self, x: Tensor) -> Tensor:
         if self.q_bias is None:
             return self.qkv(x)
         bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
         if not self.qkv_bias_separate:
             return F.linear(x, self.qkv.weight, bias)
         qkv = self.qkv(x)
-        qkv += bias  # in place, so that autocast keeps the type of the host
+        qkv += bias  # in place, so that autocast keeps the dtype of the host
         return qkv
 
 

@@ -1,6 +1,6 @@
-"""Registered names of the DeiT and DeiT-III families, with and without distillation token.
+"""Registered names of the DeiT and DeiT-III families, such as `deit_<mixer>_tiny_patch16_224`.
 
-`deit_<mixer>_tiny_patch16_224` and so on; timm reads the family from this file's name.
+timm derives the family from the name of this file.
 """
 
 from zoo.models.timm.registry import register_family, untrained_cfgs

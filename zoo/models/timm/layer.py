@@ -1,4 +1,4 @@
-"""Attention layer with a mixer, for networks of your own."""
+"""Attention layer with a mixer, for your own networks."""
 
 import inspect
 
@@ -17,25 +17,25 @@ ARGUMENTS = tuple(inspect.signature(TimmAttention).parameters)
 
 @register_notrace_module
 class Attention(AttentionSite):
-    """Self-attention [B, N, C] -> [B, N, C] with a mixer in the place of softmax.
+    """Self-attention layer [B, N, C] -> [B, N, C] with a mixer instead of softmax.
 
         attention = zoo.Attention(192, num_heads=3, mixer="mhla", grid=(14, 14), prefix=1, qkv_bias=True)
         y = attention(x)  # x [B, 1 + 14 * 14, 192]
 
-    This is the layer that `zoo.convert` makes of `timm.layers.Attention`: same arguments, same parameters (`qkv`,
-    `proj`, norms), so that its weights load. The parameters of the mixer are under `mixer.`.
+    It has the arguments and parameters (`qkv`, `proj`, norms) of `timm.layers.Attention`, so that its weights can be
+    loaded. Parameters of the mixer have names with `mixer.`.
 
-    mixer: a name in `zoo.MIXERS`.
-    grid: (H, W) of the patch tokens in raster order; None when they have no layout. Needed by `mhla`, `mhla2` and
-        `multipole`, which choose their blocks for it, and by the options `depthwise`, `lepe` and `cpe`. For an input of
-        another size set `attention.grid` before the call.
+    mixer: name in `zoo.MIXERS`.
+    grid: (H, W) of the patch tokens in raster order; None if they have no layout. Required by `mhla`, `mhla2` and
+        `multipole`, which choose their blocks for it, and by the options `depthwise`, `lepe` and `cpe`. For inputs of
+        another size, set `attention.grid` before the call.
     prefix: number of tokens before the patches (class and register tokens).
     options: further arguments of `timm.layers.Attention` (`qkv_bias`, `qk_norm`, `proj_drop`, ...) and options of the
         mixer (`zoo.mixers.MixerOptions`).
 
-    Networks that take a class, such as timm's `VisionTransformer(attn_layer=...)`, get a subclass that sets mixer and
-    grid in its `__init__`. Raises ValueError for an unknown mixer or option, for sizes that do not fit, for a mixer
-    without the grid that it needs, and for an attention mask that the mixer cannot honour.
+    For networks that take a class, such as timm's `VisionTransformer(attn_layer=...)`, write a subclass that sets mixer
+    and grid in its `__init__`. Raises ValueError for an unknown mixer or option, sizes that do not match, a missing
+    grid, and an attention mask that the mixer does not support.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""A model and its weights on disk: one safetensors file that says in its header how to rebuild the model, mixer
-included."""
+"""Model files: safetensors with weights and, in the header, the recipe that rebuilds the model."""
 
 import json
 import os
@@ -24,16 +23,16 @@ from zoo.models.digests import check_digest, digest_header
 from zoo.models.model_card import write_card
 from zoo.models.stored_options import restored_arguments, restored_options
 
-MIXER_PREFIX = ".mixer."  # in the names of all parameters that a mixer adds to its host
-HEADER = "hla_zoo"  # the key of the safetensors header that holds a Recipe as JSON
+MIXER_PREFIX = ".mixer."  # in the names of all mixer parameters
+HEADER = "hla_zoo"  # key of the safetensors header that holds a Recipe as JSON
 WEIGHTS = "model.safetensors"
-PICKLED = "pytorch_model.bin"  # of timm's save_for_hf(safe_serialization=False), read with weights_only=True
-HUB_CONFIG = "config.json"  # of timm's save_for_hf
+PICKLED = "pytorch_model.bin"  # written by timm's save_for_hf(safe_serialization=False); read with weights_only=True
+HUB_CONFIG = "config.json"  # written by timm's save_for_hf
 EMA_WEIGHTS = "model_ema.safetensors"
-FILES = {"checkpoint_path", "pretrained_cfg", "cache_dir"}  # keywords with which timm reads files
-OVERLAY = "pretrained_cfg_overlay"  # may say what images a model reads, not where its weights are
+FILE_KEYWORDS = {"checkpoint_path", "pretrained_cfg", "cache_dir"}  # keywords that make timm read files
+OVERLAY = "pretrained_cfg_overlay"  # may change the input of a model, not the location of its weights
 OVERLAY_KEYS = {"input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode"}
-# what timm, torch and diffusers raise for sizes and names that make no sense
+# errors of timm, torch and diffusers for invalid sizes and names
 UNBUILT = (
     TypeError,
     NameError,
@@ -48,8 +47,7 @@ UNBUILT = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is needed to build a model again: the timm name and keywords, the mixer and its options, the input it
-    wants."""
+    """Everything needed to rebuild a model: timm name and keywords, mixer and options, input size and transform."""
 
     name: str
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -63,23 +61,24 @@ class Recipe:
     classes: list[str] = field(default_factory=list)
 
     def host(self) -> "Recipe":
-        """The same model before its mixers were changed."""
+        """Return the recipe of the unconverted model."""
         return replace(self, mixer="", mixer_options={}, layers=[], keep_softmax=[])
 
     def describe(self) -> str:
-        """Name and mixer in a few words."""
+        """Describe the model by name and mixer."""
         return f"{self.name} with the mixer {self.mixer}" if self.mixer else self.name
 
 
 def build(recipe: Recipe, pretrained: bool = False) -> nn.Module:
-    """The model of a recipe with fresh (or timm's published) weights. Raises ValueError for an unknown name or
-    option."""
+    """Build the model of a recipe, with timm's weights if `pretrained`. Raises ValueError for unknown names."""
     return convert_model(build_host(recipe, pretrained), recipe)
 
 
 def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
-    """The timm model of a recipe, before `convert_model`. Raises ValueError for an unknown name, a bad keyword or
-    weights out of reach."""
+    """Build the unconverted timm model of a recipe.
+
+    Raises ValueError for an unknown name, an invalid keyword or unavailable weights.
+    """
     if not timm.is_model(recipe.name):
         raise unknown_name("timm model", recipe.name, timm.list_models())
     _check_no_files(recipe.kwargs)
@@ -88,7 +87,7 @@ def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
         model = timm.create_model(
             recipe.name, pretrained=pretrained, num_classes=recipe.num_classes, **size, **recipe.kwargs
         )
-    except OSError as error:  # what huggingface_hub raises is one
+    except OSError as error:  # includes the errors of huggingface_hub
         raise ValueError(f"timm cannot load the weights of {recipe.name}: {str(error).splitlines()[0]}") from error
     except UNBUILT as error:
         if pretrained and "No pretrained weights" in str(error):
@@ -101,7 +100,7 @@ def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
 
 def _check_no_files(kwargs: dict[str, Any]) -> None:
     """Raise ValueError for keywords that make timm read files."""
-    if files := sorted(FILES & kwargs.keys()):
+    if files := sorted(FILE_KEYWORDS & kwargs.keys()):
         raise ValueError(f"model.kwargs must not hold {files[0]}: name weights with model.checkpoint")
     overlay = kwargs.get(OVERLAY, {})
     if not isinstance(overlay, dict) or (others := sorted(overlay.keys() - OVERLAY_KEYS)):
@@ -113,30 +112,29 @@ def _keywords(recipe: Recipe) -> object:
     return shortened({"model.img_size": recipe.img_size, "model.kwargs": recipe.kwargs})
 
 
-def _check_patches(model: Any, recipe: Recipe) -> None:
-    """Raise ValueError for a model without blocks or tokens, and for a size asked for that is not whole patches, whose
-    last rows and columns timm would leave out."""
-    if not len(getattr(model, "blocks", [None])):
+def _check_patches(model: nn.Module, recipe: Recipe) -> None:
+    """Raise ValueError for a model without blocks and for an input size that is not a multiple of the patch size."""
+    if not len(getattr(model, "blocks", (None,))):
         raise ValueError(f"{recipe.name} with {_keywords(recipe)} has no blocks")
     embed = getattr(model, "patch_embed", None)
     size, patch = getattr(embed, "img_size", None), getattr(embed, "patch_size", None)
     if not (isinstance(size, tuple) and isinstance(patch, tuple)):
         return
-    asked = recipe.img_size is not None or bool({"img_size", "patch_size"} & recipe.kwargs.keys())
-    if any(n < p or (asked and n % p) for n, p in zip(size, patch, strict=True)):
+    explicit = recipe.img_size is not None or bool({"img_size", "patch_size"} & recipe.kwargs.keys())
+    if any(n < p or (explicit and n % p) for n, p in zip(size, patch, strict=True)):
         raise ValueError(f"inputs of {size[0]} x {size[1]} pixels are not whole patches of {patch[0]} x {patch[1]}")
 
 
 def convert_model(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """`model` with the recipe's mixer in its attention layers, in place; unchanged when the recipe names none."""
+    """Convert `model` in place to the mixer of the recipe, if any; return it."""
     if recipe.mixer:
         chosen = {"layers": recipe.layers or None, "keep_softmax": recipe.keep_softmax or None}
         swap(model, recipe.mixer, **chosen, **recipe.mixer_options)
     return model
 
 
-def with_resolved_options(model: Any, recipe: Recipe) -> Recipe:
-    """The recipe of a converted `model` with every option of its mixers, those taken from the host (blocks) too."""
+def with_resolved_options(model: nn.Module, recipe: Recipe) -> Recipe:
+    """Return the recipe of a converted `model` with all options of its mixers, including derived ones (blocks)."""
     if recipe.mixer:
         options = next(site.mixer_options for _, site in sites_of(model) if site.mixer_name == recipe.mixer)
         return replace(recipe, mixer_options=options)
@@ -144,13 +142,16 @@ def with_resolved_options(model: Any, recipe: Recipe) -> Recipe:
 
 
 def holds_weights(path: str | Path) -> bool:
-    """Whether `path` is a folder with weights of a timm model."""
+    """Whether the folder `path` holds weights of a timm model."""
     return any((Path(path) / name).is_file() for name in (EMA_WEIGHTS, WEIGHTS, PICKLED))
 
 
 def weights_file(path: str | Path) -> Path:
-    """The file of weights at `path`, which may also be a folder: of the EMA if it holds one, else model.safetensors;
-    pytorch_model.bin only in a folder of timm's save_for_hf. Raises ValueError if none."""
+    """Return the weights file at `path`, a file or a folder.
+
+    In a folder: the EMA weights if present, else model.safetensors, else pytorch_model.bin of timm's save_for_hf.
+    Raises ValueError if there is none.
+    """
     file = Path(path)
     if file.is_dir():
         names = (EMA_WEIGHTS, WEIGHTS, *([PICKLED] if (file / HUB_CONFIG).is_file() else []))
@@ -163,8 +164,10 @@ def weights_file(path: str | Path) -> Path:
 
 
 def read_recipe(path: str | Path) -> Recipe | None:
-    """The recipe in the header of a checkpoint, or in the config.json of timm's save_for_hf; None for a file that has
-    neither. Raises ValueError if it is truncated or damaged."""
+    """Read the recipe of a checkpoint from its header or from the config.json of timm's save_for_hf.
+
+    Returns None if there is neither. Raises ValueError for a truncated or damaged file.
+    """
     file = weights_file(path)
     if file.name == PICKLED:
         return _hub_recipe(file.parent)
@@ -179,11 +182,11 @@ def read_recipe(path: str | Path) -> Recipe | None:
         return _restored(from_tree(Recipe, json.loads(header[HEADER])))
     except (ValueError, *UNBUILT) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"the header of {file} describes no model that this version knows: {reason}") from error
+        raise ValueError(f"the header of {file} describes no model of this version: {reason}") from error
 
 
 def _hub_recipe(folder: Path) -> Recipe:
-    """The recipe of a folder of timm's save_for_hf. Raises ValueError for a config.json that describes no model."""
+    """Read the recipe of a folder written by timm's save_for_hf. Raises ValueError for an invalid config.json."""
     try:
         stored = json.loads((folder / HUB_CONFIG).read_text())
         kwargs, cfg = dict(stored.get("model_args") or {}), dict(stored["pretrained_cfg"])
@@ -194,8 +197,8 @@ def _hub_recipe(folder: Path) -> Recipe:
             tree["img_size"] = size[0]
         else:
             kwargs["img_size"] = size
-        wanted = {key: cfg[key] for key in ("mean", "std", "crop_pct", "interpolation", "crop_mode")}
-        tree |= {"input": {"size": size, **wanted}, "classes": list(stored.get("label_names") or [])}
+        transform = {key: cfg[key] for key in ("mean", "std", "crop_pct", "interpolation", "crop_mode")}
+        tree |= {"input": {"size": size, **transform}, "classes": list(stored.get("label_names") or [])}
         return _restored(from_tree(Recipe, tree))
     except (OSError, ValueError, *UNBUILT) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -203,7 +206,7 @@ def _hub_recipe(folder: Path) -> Recipe:
 
 
 def _restored(recipe: Recipe) -> Recipe:
-    """A recipe from a file, with the options that earlier files left out."""
+    """Fill in the options that files of earlier versions omit."""
     if recipe.mixer:
         return replace(recipe, mixer_options=restored_options(recipe.mixer, recipe.mixer_options))
     if timm.is_model(recipe.name):
@@ -212,20 +215,22 @@ def _restored(recipe: Recipe) -> Recipe:
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, on the CPU; says so when they are the average of a run. Raises ValueError if the
-    file is truncated, holds values that are not finite, or has another digest."""
+    """Read the tensors of a checkpoint on the CPU; prints if EMA weights are used.
+
+    Raises ValueError for a truncated file, values that are not finite, and a wrong digest.
+    """
     file = weights_file(path)
     if Path(path) != file and file.name == EMA_WEIGHTS:
         print(
-            f"{path}: the average of the weights is taken, {file} (name {WEIGHTS} there for the last ones)", flush=True
+            f"{path}: using the EMA weights {file} (for the last weights, name {WEIGHTS} in that folder)", flush=True
         )
     try:
-        found = _tensors(file)
+        tensors = _tensors(file)
     except (SafetensorError, UnpicklingError, EOFError, ValueError, *UNBUILT) as error:
         raise ValueError(f"the checkpoint {file} is truncated or damaged: {error}") from error
-    if wrong := [key for key, tensor in found.items() if not tensor.isfinite().all()]:
+    if wrong := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise ValueError(f"the checkpoint {file} holds values that are not finite, in {wrong[0]}")
-    return found
+    return tensors
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
@@ -238,12 +243,12 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def header_of(recipe: Recipe) -> dict[str, str]:
-    """The header of a file of weights, from which `read_recipe` gets the recipe again."""
+    """Return the safetensors header that `read_recipe` reads."""
     return {HEADER: json.dumps(asdict(recipe)), "format": "pt"}
 
 
 def save_tensors(tensors: dict[str, Tensor], header: dict[str, str], file: Path) -> None:
-    """Write tensors as a safetensors file that is complete or as it was, making its folder if needed."""
+    """Write tensors to a safetensors file atomically; creates its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
     with replacing(file) as temporary:
@@ -251,8 +256,10 @@ def save_tensors(tensors: dict[str, Tensor], header: dict[str, str], file: Path)
 
 
 def save_weights(model: nn.Module, recipe: Recipe, file: Path, step: int | None = None) -> None:
-    """Write the weights of `model` with `recipe`, their digest and the step of a run in the header, and a model card
-    beside them; the file is complete or as it was."""
+    """Write the weights of `model` atomically, and a model card in the same folder.
+
+    The header holds `recipe`, a digest of the weights and the step of a run.
+    """
     tensors = model.state_dict()
     save_tensors(tensors, {**header_of(recipe), **digest_header(tensors, step)}, file)
     write_card(model, file.parent, recipe.describe(), getattr(model, "hla_base", recipe.name), "timm")
@@ -271,17 +278,19 @@ def save_model(model: Any, folder: Path) -> None:
 
 
 def check_output_folder(source: str, folder: Path) -> None:
-    """Raise ValueError when what is written into `folder` would take the place of `source`, a folder, file or hub
-    name."""
+    """Raise ValueError if writing to `folder` would overwrite `source` (a folder, file or hub name) or EMA weights."""
     folder = folder.resolve()
     if source and Path(source).resolve() in (folder, folder / WEIGHTS):
         raise ValueError(f"out={folder} is the source, whose softmax weights would be lost: choose another folder")
     if (folder / EMA_WEIGHTS).is_file():
-        raise ValueError(f"out={folder} holds a run with an average of its weights: choose another folder")
+        raise ValueError(f"out={folder} holds a run with EMA weights: choose another folder")
 
 
 def load_model(path: str | Path) -> tuple[nn.Module, Recipe]:
-    """The model of a checkpoint that was written here, with its weights, and its recipe. Raises ValueError."""
+    """Build and load the model of a checkpoint; return it with its recipe.
+
+    Raises ValueError for a checkpoint without a recipe, or a damaged one.
+    """
     recipe = read_recipe(path)
     if recipe is None:
         raise ValueError(f"{path} does not say how to build its model; give the timm name with model.name")
@@ -291,9 +300,9 @@ def load_model(path: str | Path) -> tuple[nn.Module, Recipe]:
 
 
 def load_strict(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
-    """Load weights, every key of them and of the model. Raises ValueError that names what does not fit."""
+    """Load weights whose keys must match the model. Raises ValueError with the first difference."""
     own = model.state_dict()
-    if not any(MIXER_PREFIX in k for k in weights):  # softmax weights: the mixers keep their initial values
+    if not any(MIXER_PREFIX in k for k in weights):  # softmax checkpoint: mixers keep their initial values
         own = {k: v for k, v in own.items() if MIXER_PREFIX not in k}
     wrong = [f"lacks {k}" for k in own.keys() - weights.keys()]
     wrong += [f"has {k}, unknown to the model" for k in weights.keys() - own.keys()]
@@ -301,7 +310,7 @@ def load_strict(model: nn.Module, weights: dict[str, Tensor], where: str) -> Non
     wrong += [
         f"has {k} of {list(weights[k].shape)} where the model has {list(own[k].shape)}"
         for k in shared
-        if own[k].shape != weights[k].shape and not k.endswith(".mixer.tag")  # the sites compare their tags themselves
+        if own[k].shape != weights[k].shape and not k.endswith(".mixer.tag")  # tags are checked by match_checkpoint
     ]
     wrong += [
         f"has {k} of {weights[k].dtype} where the model has {own[k].dtype}"
@@ -315,6 +324,6 @@ def load_strict(model: nn.Module, weights: dict[str, Tensor], where: str) -> Non
 
 
 def timm_classes(name: str) -> int:
-    """The number of classes that timm's model of this name has."""
-    found = timm.get_pretrained_cfg(name, allow_unregistered=True)
-    return found.num_classes if found else 1000
+    """Return the number of classes of the timm model `name`."""
+    cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    return cfg.num_classes if cfg else 1000

@@ -1,19 +1,26 @@
-"""timm models that know where their tokens lie: the host's class with a mixin that keeps each site's grid up to date.
+"""Converted timm models: subclasses that set the token grid of their attention layers.
 
-Two resolutions in one backward pass with gradient checkpointing give exact gradients, because the blocks checkpoint
-themselves and set the grid of the first forward again before they recompute.
-A converted model gets its class from `CONVERTED_MODELS` and its blocks from `CONVERTED_BLOCKS`; a new family is one row
-in each.
+Blocks implement gradient checkpointing themselves and restore the grid of their forward pass before recomputation, so
+that gradients are exact even if one backward pass covers several resolutions. `CONVERTED_MODELS` and `CONVERTED_BLOCKS`
+map timm's classes to the converted ones; a new family is one row in each.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
-from timm.layers import AttentionPoolLatent, PatchDropout, PatchDropoutWithIndices, is_scriptable
+from timm.layers import (
+    Attention,
+    AttentionPoolLatent,
+    AttentionRope,
+    PatchDropout,
+    PatchDropoutWithIndices,
+    is_scriptable,
+)
 from timm.models._manipulate import checkpoint
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.eva import Eva, EvaBlock, EvaBlockPostNorm
+from timm.models.eva import Eva, EvaAttention, EvaBlock, EvaBlockPostNorm
 from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
@@ -21,7 +28,7 @@ from torch.fx import Proxy
 
 from zoo.grid import Grid
 from zoo.mixers import LayerSpec, MixerConfig
-from zoo.models import CONVERTED, Swap
+from zoo.models import CONVERTED, Conversion, Swap
 from zoo.models.checkpoint_tags import match_checkpoint, no_torchscript
 from zoo.models.saved_config import ZOO_KWARGS, architecture_of, record_architecture, recorded_arguments
 from zoo.models.timm.attention import (
@@ -35,49 +42,54 @@ from zoo.models.timm.attention import (
 )
 from zoo.models.unsupported import check_is_module, refuse_block, refuse_dropout, refuse_family, refuse_rotary
 
+TimmModel: TypeAlias = VisionTransformer | Eva | NaFlexVit
+TimmAttention: TypeAlias = Attention | AttentionRope | EvaAttention
+
 
 def set_grid(module: nn.Module, grid: Grid | None) -> None:
-    """Tell each site in `module` that its patch tokens lie on `grid` (None: they have no layout)."""
+    """Set the token grid of each site in `module`; None if the tokens have no layout."""
     for child in module.modules():
         if isinstance(child, Site):
             child.grid = grid
 
 
-def drops_patches(model: Any) -> bool:
-    """Whether the model trains on random subsets of the patches (`patch_drop_rate` > 0), which have no layout."""
+def drops_patches(model: TimmModel) -> bool:
+    """Whether `patch_drop_rate` > 0: training uses random subsets of the patches, which have no layout."""
     return isinstance(getattr(model, "patch_drop", None), PatchDropout | PatchDropoutWithIndices)
 
 
-def usual_grid(model: Any) -> Grid | None:
-    """The grid for which a mixer chooses its blocks: that of the input size, or of a NaFlexViT's positions; None for a
-    model with neither."""
+def usual_grid(model: TimmModel) -> Grid | None:
+    """Return the token grid of the input size, or of the position embedding of NaFlexViT; None without either."""
     grid = model.embeds.pos_embed_grid_size if isinstance(model, NaFlexVit) else model.patch_embed.grid_size
     return None if grid is None else tuple(grid)
 
 
 class HLAModel(Host):
-    """Mixin of a converted model: checkpointing, loading, name. The host does everything else.
+    """Mixin of a converted model: gradient checkpointing, loading, architecture name.
 
-    `hla_config` lists the conversions that made it, each as the arguments of `zoo.convert`. `hla_base` is the name of
-    the timm model it was. `from_softmax` tells if the last checkpoint it loaded was one of the softmax model.
+    hla_config: all conversions of the model, as arguments of `zoo.convert`.
+    hla_base: name of the timm model that was converted.
+    from_softmax: whether the last loaded checkpoint was a softmax checkpoint.
     """
 
-    hla_config: list[dict[str, Any]]
+    hla_config: list[Conversion]
     hla_base: str
     from_softmax: bool = False
 
     @property
     def hla_args(self) -> dict[str, Any]:
-        """The arguments of `timm.create_model` that build its mixers again, next to those of its host.
+        """Arguments of `timm.create_model` that rebuild the mixers, in addition to the host arguments.
 
-        timm 1.0.31 and newer record them; with an older one, save with `save_for_hf(model, folder, model_args={...})`.
+        Saved by timm 1.0.31 and newer; for earlier versions pass them as `save_for_hf(..., model_args={...})`.
         """
         return architecture_of(self)[1]
 
     @property
     def _model_args(self) -> dict[str, Any]:
-        """What timm 1.0.31 and newer save as the arguments of `create_model`: those they recorded, with our own ones as
-        the sites are now. Raises AttributeError for a model of an older timm."""
+        """Arguments of `create_model` that timm 1.0.31 and newer save, for the current mixers.
+
+        Raises AttributeError for a model of an older timm.
+        """
         if "_model_args" not in self.__dict__:
             raise AttributeError("this timm records no arguments of create_model")
         return recorded_arguments(self, self.__dict__["_model_args"])
@@ -87,7 +99,7 @@ class HLAModel(Host):
         self.__dict__["_model_args"] = arguments
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Checkpoint each block. `self.grad_checkpointing` stays False: the host would checkpoint without the grid."""
+        """Checkpoint each block; `grad_checkpointing` stays False, since the host would recompute without the grid."""
         super().set_grad_checkpointing(enable)
         self.grad_checkpointing = False
         for block in self.blocks:
@@ -101,33 +113,33 @@ class HLAModel(Host):
 
 
 class GridModel(HLAModel):
-    """A converted model whose input size is fixed, or which all images of a batch share."""
+    """Mixin of a model whose images have the same size within a batch."""
 
     def sync_grid(self) -> None:
-        """Set the grid of the fixed input size on the sites."""
+        """Set the grid of the input size on all sites."""
         set_grid(self.blocks, None if drops_patches(self) else tuple(self.patch_embed.grid_size))
 
     def set_input_size(self, *args, **kwargs) -> None:
         super().set_input_size(*args, **kwargs)
         self.sync_grid()
 
-    def _pos_embed(self, x: Tensor) -> Any:
+    def _pos_embed(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         if self.dynamic_img_size and not drops_patches(self):
-            traced = isinstance(x, Proxy)  # torch.fx: the traced graph has no sizes to give to the sites
+            traced = isinstance(x, Proxy)  # torch.fx: a traced graph has no sizes
             set_grid(self.blocks, None if traced else (x.shape[1], x.shape[2]))  # x [B, H, W, C]
         return super()._pos_embed(x)
 
 
 class HLANaFlexVit(HLAModel, NaFlexVit):
-    """NaFlexViT: images of one size, or samples that are padded to one length, each with a grid of its own.
+    """NaFlexViT: images of one size, or samples with different grids, padded to one length.
 
-    Linear mixers honour the padding as a mask of keys. In padded batches the tokens have no layout.
+    Linear mixers get the padding as a key mask. In padded batches the tokens have no layout.
     """
 
     use_key_only_attn_mask: bool
 
     def sync_grid(self) -> None:
-        """Ask for masks of keys alone, [B, 1, 1, N], which linear mixers can honour; each forward sets the grid."""
+        """Request key masks [B, 1, 1, N], which linear mixers support; each forward pass sets the grid."""
         for site in self._sites():
             site.key_masks = site.mixer_name != "softmax"
         host = self.__dict__.setdefault("host_key_only", self.use_key_only_attn_mask)
@@ -137,17 +149,19 @@ class HLANaFlexVit(HLAModel, NaFlexVit):
     def _sites(self) -> list[Site]:
         return [m for m in self.blocks.modules() if isinstance(m, Site)]
 
-    def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> Any:
-        masked = attn_mask is not None and not isinstance(attn_mask, Proxy)  # torch.fx: one stands for None
+    def _forward_embeds(
+        self, x: Tensor, patch_coord: Tensor | None, patch_valid: Tensor | None, attn_mask: Tensor | None
+    ) -> dict[str, Any]:
+        masked = attn_mask is not None and not isinstance(attn_mask, Proxy)  # torch.fx uses a Proxy for None
         if masked and any(site.key_masks for site in self._sites()):
-            raise ValueError("linear mixers cannot honour attn_mask; mark the padding with patch_valid")
+            raise ValueError("linear mixers do not support attn_mask; mark the padding with patch_valid")
         plain = patch_coord is None and not isinstance(x, Proxy) and not drops_patches(self)
         set_grid(self.blocks, tuple(self.embeds.dynamic_feat_size(tuple(x.shape[-2:]))) if plain else None)
         return super()._forward_embeds(x, patch_coord, patch_valid, attn_mask)
 
 
 class HLABlock(Host):
-    """Mixin of a block that checkpoints itself, `checkpointing` being what the model's flag would have been."""
+    """Mixin of a block that implements gradient checkpointing if `checkpointing` is set."""
 
     checkpointing: bool = False
 
@@ -155,7 +169,7 @@ class HLABlock(Host):
         forward = super().forward
         if not self.checkpointing:
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the graph holds the grid already, and may not write attributes here
+        if torch.compiler.is_compiling():  # the graph contains the grid and cannot set attributes here
             return checkpoint(forward, *args, **kwargs)
         grid = next((m.grid for m in self.modules() if isinstance(m, Site)), None)
 
@@ -187,7 +201,7 @@ class HLAResPostBlock(HLABlock, ResPostBlock):
 
 
 class HLAParallelThingsBlock(HLABlock, ParallelThingsBlock):
-    """Block with attentions side by side."""
+    """Block with parallel attention layers."""
 
 
 class HLAEvaBlock(HLABlock, EvaBlock):
@@ -198,13 +212,13 @@ class HLAEvaBlockPostNorm(HLABlock, EvaBlockPostNorm):
     """Post-norm block of EVA."""
 
 
-CONVERTED_MODELS: dict[type[nn.Module], type[nn.Module]] = {
+CONVERTED_MODELS: dict[type, type] = {
     VisionTransformer: HLAVisionTransformer,
     VisionTransformerDistilled: HLAVisionTransformerDistilled,
     Eva: HLAEva,
     NaFlexVit: HLANaFlexVit,
 }
-CONVERTED_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
+CONVERTED_BLOCKS: dict[type, type] = {
     Block: HLAViTBlock,
     ResPostBlock: HLAResPostBlock,
     ParallelThingsBlock: HLAParallelThingsBlock,
@@ -213,54 +227,53 @@ CONVERTED_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-# What decides where the tokens of a model lie, and how its blocks are run
-LAYOUT = ("_pos_embed", "_forward_embeds", "forward_features", "set_input_size", "set_grad_checkpointing")
+# Methods that define the token layout and run the blocks
+LAYOUT_METHODS = ("_pos_embed", "_forward_embeds", "forward_features", "set_input_size", "set_grad_checkpointing")
 
 
-def converted_class(kind: type) -> Any:
-    """The class of a model of class `kind` once it is converted; None for one that is not known.
+def converted_class(kind: type) -> type | None:
+    """Return the converted class of a model class; None if it is unknown.
 
-    A subclass of a known class keeps what it adds and overrides. Raises ValueError for one that overrides where its
-    tokens lie.
+    A subclass of a known class keeps its additions and overrides. Raises ValueError if it overrides a method of
+    `LAYOUT_METHODS`.
     """
     base = next((k for k in kind.__mro__ if k in CONVERTED_MODELS), None)
     if base is None or kind is base:
         return CONVERTED_MODELS.get(kind)
-    changed = [name for name in LAYOUT if getattr(kind, name, None) is not getattr(base, name, None)]
+    changed = [name for name in LAYOUT_METHODS if getattr(kind, name, None) is not getattr(base, name, None)]
     if changed:
         raise ValueError(
             f"cannot convert {kind.__name__}, a subclass of {base.__name__} that overrides {', '.join(changed)}: its "
-            f"tokens may lie elsewhere than mixers are told. Convert a {base.__name__} and put what is your own around "
-            "it, or override forward, forward_head or forward of a block instead"
+            f"token layout may differ. Convert a {base.__name__} and wrap it, or override forward, forward_head or "
+            "forward of a block instead"
         )
-    mixin: Any = CONVERTED_MODELS[base]
-    return derived(mixin, kind)
+    return derived(CONVERTED_MODELS[base], kind)
 
 
-def converted_block(kind: type) -> Any:
-    """The class of a block of class `kind` once its model is converted."""
+def converted_block(kind: type) -> type:
+    """Return the converted class of a block class."""
     return CONVERTED_BLOCKS.get(kind) or derived(HLABlock, kind)
 
 
 @functools.cache
-def derived(mixin: Any, kind: Any) -> Any:
-    """`kind` with `mixin` in front; its objects can be pickled, though no module has the class."""
-    return type(f"HLA{kind.__name__}", (mixin, kind), {"made_of": (mixin, kind), "__reduce__": _reduce})
+def derived(mixin: type, kind: type) -> type:
+    """Return a subclass of `mixin` and `kind` whose objects can be pickled, although no module contains it."""
+    return type(f"HLA{kind.__name__}", (mixin, kind), {"bases": (mixin, kind), "__reduce__": _reduce})
 
 
-def _reduce(model: Any) -> tuple:
-    return _empty, model.made_of, model.__dict__
+def _reduce(model: TimmModel) -> tuple[Callable[..., nn.Module], tuple[type, type], dict[str, Any]]:
+    return _empty, model.bases, model.__dict__
 
 
-def _empty(mixin: type, kind: type) -> Any:
-    new = derived(mixin, kind)
-    return new.__new__(new)
+def _empty(mixin: type, kind: type) -> nn.Module:
+    cls: type[nn.Module] = derived(mixin, kind)
+    return cls.__new__(cls)
 
 
 class TimmBackbone:
-    """What `zoo.convert` has to know about timm models, see `zoo.models.Backbone`."""
+    """Interface of `zoo.convert` to timm models, see `zoo.models.Backbone`."""
 
-    def submodels(self, model: Any) -> dict[str, Any]:
+    def submodels(self, model: TimmModel) -> dict[str, nn.Module]:
         if is_scriptable():
             no_torchscript(model)
         check_is_module(model)
@@ -275,35 +288,35 @@ class TimmBackbone:
             raise ValueError(f"cannot convert attention of type {', '.join(kinds)}: it is not softmax(q k') v")
         return {"": model}
 
-    def name(self, model: Any) -> str:
+    def name(self, model: TimmModel) -> str:
         name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
         return (model.hla_base if name == CONVERTED else name) or type(model).__name__
 
-    def layers(self, model: Any) -> dict[str, Any]:
+    def layers(self, model: TimmModel) -> dict[str, nn.Module]:
         return attention_layers(model)
 
-    def blocks(self, model: Any) -> dict[str, int]:
+    def blocks(self, model: TimmModel) -> dict[str, int]:
         return {name: block_index(name) for name in attention_layers(model)}
 
-    def current_mixer(self, model: Any, attn: Any) -> str:
+    def current_mixer(self, model: TimmModel, attn: nn.Module) -> str:
         return getattr(attn, "mixer_name", "softmax")
 
-    def grid_dims(self, model: Any) -> int:
+    def grid_dims(self, model: TimmModel) -> int:
         return 2
 
-    def layer_spec(self, model: Any, attn: Any) -> LayerSpec:
+    def layer_spec(self, model: TimmModel, attn: TimmAttention) -> LayerSpec:
         return layer_spec(attn, usual_grid(model), model.num_prefix_tokens)
 
-    def check_options(self, model: Any, attn: Any, config: MixerConfig) -> None:
+    def check_options(self, model: TimmModel, attn: TimmAttention, config: MixerConfig) -> None:
         name, options = config
         refuse_dropout(attn.attn_drop.p, name)
         refuse_rotary(name, getattr(model, "rope", None) is not None)
         if options.grid_dims != 2:
-            raise ValueError("grid_dims=3 is for video; the tokens of an image model lie on a 2-D grid")
+            raise ValueError("grid_dims=3 is for video; image models have a 2-D token grid")
         if options.needs_grid and drops_patches(model):
             raise ValueError(
-                f"patch_drop_rate > 0 trains on random patches without a layout, but {name!r} (it mixes blocks, or "
-                "has depthwise, lepe, cpe or causal) needs the token grid; set patch_drop_rate=0 or drop those options"
+                f"patch_drop_rate > 0 trains on random patches without a layout, but {name!r} needs the token grid "
+                "(for blocks, depthwise, lepe, cpe or causal); set patch_drop_rate=0 or drop those options"
             )
         blocks = getattr(options, "blocks", None)
         if not isinstance(blocks, tuple) or getattr(model, "dynamic_img_size", True):
@@ -312,21 +325,23 @@ class TimmBackbone:
         if any(m > n for m, n in zip(blocks, grid, strict=True)):
             raise ValueError(f"blocks={list(blocks)} are more than the tokens of the grid {grid} along an axis")
 
-    def skipped_layers(self, model: Any) -> dict[str, str]:
-        reason = "pooling attention: one query an image, its cost is linear already"
+    def skipped_layers(self, model: TimmModel) -> dict[str, str]:
+        reason = "pooling attention: one query per image, its cost is linear already"
         return {name: reason for name, m in model.named_modules() if isinstance(m, AttentionPoolLatent)}
 
-    def install(self, model: Any, swaps: list[Swap]) -> None:
+    def install(self, model: TimmModel, swaps: list[Swap], conversion: Conversion) -> None:
         if not isinstance(model, HLAModel):
             self._to_converted_class(model)
         for attn, mixer in swaps:
             if not isinstance(attn, Site):
                 attn.__class__ = SITES[type(attn)]
+            assert isinstance(attn, Site)
             attn.install(mixer.train(attn.training))
             attn.prefix = model.num_prefix_tokens
         model.sync_grid()
+        model.hla_config.append(conversion)
 
-    def _to_converted_class(self, model: Any) -> None:
+    def _to_converted_class(self, model: TimmModel) -> None:
         checkpointing = model.grad_checkpointing
         model.hla_base = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or ""
         model.__class__ = converted_class(type(model))
@@ -335,7 +350,7 @@ class TimmBackbone:
             block.__class__ = converted_block(type(block))
         model.set_grad_checkpointing(checkpointing)
 
-    def revert(self, model: Any) -> None:
+    def revert(self, model: TimmModel) -> None:
         if not isinstance(model, HLAModel):
             raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
         checkpointing = any(getattr(block, "checkpointing", False) for block in model.blocks)
@@ -353,10 +368,10 @@ class TimmBackbone:
             model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "architecture": model.hla_base}
         for name in ("hla_config", "hla_base", "from_softmax"):
             own.pop(name, None)
-        model.__class__ = host_class(model, HLAModel)
+        model.__class__ = host_class(model, HLAModel)  # type: ignore[assignment]
         model.set_grad_checkpointing(checkpointing)
 
-    def update_saved_config(self, model: Any) -> None:
+    def update_saved_config(self, model: TimmModel) -> None:
         record_architecture(model)
 
 

@@ -1,12 +1,12 @@
-"""Registered timm names: each is a base model of timm, built by timm's own entrypoint and converted before loading.
+"""Registered timm names: models built by timm's entrypoints, converted before weights are loaded.
 
-The base entrypoint holds the hyper-parameters, its creator the checkpoint filter and the feature getter. Both run as
-they are, only with another `build_model_with_cfg`: ours builds the host, swaps its attention and gives the model our
-name. So no table of sizes is copied, and saving for the hub records our name.
+The base entrypoint holds the hyper-parameters, its creator function the checkpoint filter and the feature getter. Both
+run unchanged, but with a `build_model_with_cfg` that builds the host, converts it and sets our name. No table of sizes
+is copied, and saving for the hub stores our name.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -22,7 +22,7 @@ from timm.models import (
 from torch import nn
 
 from zoo.mixers import MIXERS
-from zoo.models import hla_name
+from zoo.models import Conversion, hla_name
 from zoo.models.convert import replay
 from zoo.models.stored_options import restored_options
 
@@ -31,9 +31,9 @@ SOURCES = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source"
 DESCRIPTIONS = ("description", "origin_url", "paper_name", "paper_ids", "notes")
 
 
-def untrained_cfgs(bases: Iterable[str]) -> dict[str, Any]:
-    """timm default configs of our names: input, transform and head of the base, no weights (none are published)."""
-    cleared: dict[str, Any] = {**dict.fromkeys([*SOURCES, *DESCRIPTIONS]), "custom_load": False}
+def untrained_cfgs(bases: Iterable[str]) -> dict[str, PretrainedCfg]:
+    """Return the timm default configs of our names: input, transform and head of the base, but no weights."""
+    cleared: dict[str, object] = {**dict.fromkeys([*SOURCES, *DESCRIPTIONS]), "custom_load": False}
     return generate_default_cfgs(
         {hla_name(base, mixer): replace(_base_cfg(base), **cleared) for base in bases for mixer in REGISTERED_MIXERS}
     )
@@ -46,7 +46,7 @@ def _base_cfg(base: str) -> PretrainedCfg:
 
 
 def register_family(module: str, bases: Iterable[str]) -> None:
-    """Register the names of `bases` with every mixer in the module called `module`, which has their `default_cfgs`."""
+    """Register the names of `bases` with every mixer in the module called `module`, which holds `default_cfgs`."""
     for base in bases:
         for mixer in REGISTERED_MIXERS:
             create = _entrypoint(base, mixer)
@@ -62,40 +62,42 @@ def _entrypoint(base: str, mixer: str) -> Callable[..., nn.Module]:
         if is_stored(kwargs):
             saved = (kwargs.get("pretrained_model_args") or {}).get("mixer_options")
             options = {**restored_options(mixer, saved), **options}
-        step = {"mixer": mixer, "keep_softmax": keep_softmax, "options": options}
-        return build_converted(base, name, [step], pretrained, kwargs)
+        conversion: Conversion = {"mixer": mixer, "keep_softmax": keep_softmax, "options": options}
+        return build_converted(base, name, [conversion], pretrained, kwargs)
 
     create.__name__ = create.__qualname__ = name
     create.mixer, create.base = mixer, base  # type: ignore[attr-defined]
-    create.__doc__ = f"""timm's `{base}` with the mixer `{mixer}` in the place of softmax attention.
+    create.__doc__ = f"""timm's `{base}` with the mixer `{mixer}` instead of softmax attention.
 
-    mixer_options: options of the mixer (`zoo.mixers.MixerOptions`) as a dict. keep_softmax: blocks that stay softmax,
-    as in `zoo.convert`. Every other keyword is the base's. Raises ValueError for an option the mixer does not have."""
+    mixer_options: options of the mixer (`zoo.mixers.MixerOptions`) as a dict. keep_softmax: blocks that keep softmax,
+    as in `zoo.convert`. All other keywords are passed to the base. Raises ValueError for an unknown option."""
     return create
 
 
 def is_stored(kwargs: dict[str, Any]) -> bool:
-    """Whether the keywords of an entrypoint are those of a model that was saved in timm's hub format."""
+    """Whether the keywords of an entrypoint come from a model saved in timm's hub format."""
     cfg = kwargs.get("pretrained_cfg")
     source = cfg.get("source") if isinstance(cfg, dict) else getattr(cfg, "source", None)
     return source in ("hf-hub", "local-dir")
 
 
-def build_converted(base: str, name: str, conversions: Any, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    """timm's `base`, converted before its weights are loaded, as a model called `name`; `kwargs` are the base's.
+def build_converted(
+    base: str, name: str, conversions: Sequence[Conversion], pretrained: bool, kwargs: dict[str, Any]
+) -> nn.Module:
+    """Build timm's `base` as a model called `name`, converted before its weights are loaded.
 
-    Raises ValueError for what cannot be converted, and for a weights file that is missing or cannot be read.
+    kwargs: keywords of the base. Raises ValueError like `zoo.convert`, and for weights that are missing or unreadable.
     """
     if kwargs.pop("use_naflex", False):
-        raise ValueError(f"{name} has no NaFlex form: create a naflexvit_* model, or convert a live one")
+        raise ValueError(f"{name} has no NaFlex form: create a naflexvit_* model, or convert one")
     made = []
 
     def build(host_class: type[nn.Module], _variant: str, pretrained: bool, **build_kwargs) -> nn.Module:
         def converted(*args, **model_kwargs) -> nn.Module:
-            model: Any = host_class(*args, **model_kwargs)
+            model = host_class(*args, **model_kwargs)
             replay(model, conversions)
             made.append(base)
-            model.hla_base = base
+            setattr(model, "hla_base", base)  # noqa: B010  nn.Module declares no such attribute
             return model
 
         return _build_with_cfg()(converted, name, pretrained, **build_kwargs)
@@ -109,18 +111,18 @@ def build_converted(base: str, name: str, conversions: Any, pretrained: bool, kw
     except RuntimeError as error:
         if "No pretrained weights" not in str(error):
             raise
-        mixer = next(iter(conversions))["mixer"]
+        mixer = conversions[0]["mixer"]
         raise ValueError(
-            f"there are no published weights of {name}: convert the model that has them, "
+            f"there are no published weights of {name}: convert the base model, "
             f"model = timm.create_model({base!r}, pretrained=True); zoo.convert(model, {mixer!r})"
         ) from error
     if not made:
-        raise ValueError(f"{name} cannot be made from {base}: it is built in a way that is not known here")
+        raise ValueError(f"{name} cannot be built from {base}: its timm entrypoint is not supported")
     return model
 
 
 def _build_with_cfg() -> Callable[..., nn.Module]:
-    """timm's builder, in which a weights file that cannot be read is one clear sentence."""
+    """Return timm's builder with a ValueError for weights that cannot be read."""
     load = build_model_with_cfg.__globals__["load_pretrained"]
     readers = ("load_state_dict", "load_state_dict_from_path")
     guarded = {n: with_load_errors(load.__globals__[n]) for n in readers if n in load.__globals__}
@@ -128,22 +130,22 @@ def _build_with_cfg() -> Callable[..., nn.Module]:
 
 
 def with_load_errors(read: Callable[..., Any]) -> Callable[..., Any]:
-    """`read(path, ...)`, which raises ValueError for a file that is missing, truncated or no checkpoint."""
+    """Wrap `read(path, ...)` to raise ValueError for a file that is missing, truncated or not a checkpoint."""
 
-    def guarded(path: Any, *args, **kwargs) -> Any:
+    def guarded(path: str, *args, **kwargs) -> Any:
         try:
             return read(path, *args, **kwargs)
         except FileNotFoundError as error:
             raise ValueError(f"there is no checkpoint {path}") from error
-        except Exception as error:  # torch, zipfile, pickle and safetensors each have errors of their own
+        except Exception as error:  # torch, zipfile, pickle and safetensors raise different errors
             reason = (str(error).splitlines() or [""])[0] or type(error).__name__
             raise ValueError(f"the checkpoint {path} is truncated, damaged or not one of tensors: {reason}") from error
 
     return guarded
 
 
-def with_globals(function: Any, **names: Any) -> Callable[..., Any]:
-    """A copy of `function` that sees `names` in the place of those globals; `function` itself is untouched."""
+def with_globals(function: FunctionType, **names: object) -> Callable[..., Any]:
+    """Return a copy of `function` in which the globals `names` are replaced; `function` is unchanged."""
     copy = FunctionType(
         function.__code__,
         {**function.__globals__, **names},

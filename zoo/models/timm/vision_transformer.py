@@ -1,6 +1,6 @@
-"""Registered names of the ViT family, among them FlexiViT, NaFlexViT, DINOv2 and ViTs with register tokens.
+"""Registered names of the ViT family, such as `vit_<mixer>_tiny_patch16_224`.
 
-`vit_<mixer>_tiny_patch16_224` and so on; timm reads the family from this file's name.
+Includes FlexiViT, NaFlexViT, DINOv2 and ViTs with register tokens. timm derives the family from the name of this file.
 """
 
 from zoo.models.timm.registry import register_family, untrained_cfgs

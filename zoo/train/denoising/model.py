@@ -3,7 +3,6 @@
 import copy
 import inspect
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,9 +62,7 @@ def start_transformer(settings: DenoiserSettings, wanted: ModelRequirements) -> 
 def _options(model: ModelMixin, settings: DenoiserSettings, wanted: ModelRequirements) -> Tree:
     """The options of the mixer. Options that depend on the token grid (blocks) follow the data, since a video model
     has no fixed grid."""
-    patch = patch_of(model.config)
-    patches = patch if isinstance(patch, list | tuple) else [patch] * len(wanted.size)
-    grid = tuple(n // p for n, p in zip(wanted.size, patches, strict=True))
+    grid = tuple(n // p for n, p in zip(wanted.size, patch_of(model.config), strict=True))
     given = {"grid_dims": len(grid), **settings.mixer_options}
     return MixerConfig.parse(settings.mixer, given).for_grid(grid).plain_options()
 
@@ -147,18 +144,16 @@ def _fresh(settings: DenoiserSettings, wanted: ModelRequirements) -> ModelMixin:
     return model
 
 
-def _check_size(size: tuple[int, ...], patch: int | Sequence[int], name: str) -> None:
-    """Raise ValueError unless this input size is divisible by the patch size, one number or one per dimension."""
-    dimensions = 2 if isinstance(patch, int) else len(patch)
-    if len(size) != dimensions:
-        makes, data = (("videos", "images"), ("images", "videos"))[dimensions == 2]
+def _check_size(size: tuple[int, ...], patch: tuple[int, ...], name: str) -> None:
+    """Raise ValueError unless this input size is divisible by the patch size, one number per dimension."""
+    if len(size) != len(patch):
+        makes, data = (("videos", "images"), ("images", "videos"))[len(patch) == 2]
         raise ValueError(f"{name} makes {makes}, but the data are {data}")
-    each = (patch,) * dimensions if isinstance(patch, int) else tuple(patch)
-    if any(not isinstance(p, int) or p < 1 for p in each):
-        raise ValueError(f"patch_size of {name} must be 1 or more, got {patch}")
-    if any(n % p for n, p in zip(size, each, strict=True)):
-        data, step = (" x ".join(map(str, n)) for n in (size, each))
-        whole = patch if isinstance(patch, int) else step
+    if wrong := [p for p in patch if not isinstance(p, int) or p < 1]:
+        raise ValueError(f"patch_size of {name} must be 1 or more, got {wrong[0]}")
+    if any(n % p for n, p in zip(size, patch, strict=True)):
+        data, step = (" x ".join(map(str, n)) for n in (size, patch))
+        whole = patch[0] if len(set(patch)) == 1 else step
         raise ValueError(f"inputs of {data} are not divisible by the patch size {whole}")
 
 
