@@ -1,4 +1,4 @@
-"""Digests of weights: a file that ends a run holds that of its tensors in its header, and readers compare them."""
+"""Digests of final weights in the safetensors header, checked when files are read."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,18 +9,18 @@ from torch import Tensor
 
 from zoo.io import tensors_hash
 
-DIGEST = "sha256"  # of the tensors, with their names, types and shapes
-STEP = "step"  # of the run
+DIGEST = "sha256"  # header key of the digest of tensors, names, types and shapes
+STEP = "step"  # header key of the step of a run
 
 
 def digest_header(tensors: Mapping[str, Tensor], step: int | None = None) -> dict[str, str]:
-    """The entries of a safetensors header for these tensors, and for the step of a run."""
-    found = {DIGEST: tensors_hash(sorted(tensors.items()))}
-    return found if step is None else {**found, STEP: str(step)}
+    """Return the header entries for these tensors and the step of a run."""
+    header = {DIGEST: tensors_hash(sorted(tensors.items()))}
+    return header if step is None else {**header, STEP: str(step)}
 
 
 def check_digest(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
-    """Raise ValueError unless the tensors are those of which the header, if it has one, holds the digest."""
+    """Raise ValueError if the header has a digest that does not match the tensors."""
     if DIGEST in header and header[DIGEST] != tensors_hash(sorted(tensors.items())):
         raise ValueError("its tensors are not those that were written")
 
@@ -35,7 +35,7 @@ def add_digests(folder: Path, step: int | None) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ValueError for a safetensors file below a folder whose tensors are not those of its digest."""
+    """Raise ValueError for a safetensors file in a folder or its sub-folders with a wrong digest."""
     for file in folder.rglob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             header = opened.metadata() or {}
