@@ -209,15 +209,13 @@ def tensors(call: Call, device: str) -> Inputs:
 
 def smaller(call: Call) -> Iterator[Call]:
     """Simpler calls, the largest steps first."""
-    for name in ("pieces", "extra", "options"):
+    if call.pieces:
+        yield replace(call, pieces=())
+        yield replace(call, pieces=(call.n,))
+    for name in ("extra", "options"):
         value = getattr(call, name)
-        if name == "pieces" and value:
-            yield replace(call, pieces=())
-            yield replace(call, pieces=(call.n,))
-        if isinstance(value, dict):
-            for key in value:
-                if key not in ("grid", "blocks", "mixing", "lengths"):
-                    yield replace(call, **{name: {other: x for other, x in value.items() if other != key}})
+        for key in sorted(value.keys() - {"grid", "blocks", "mixing", "lengths"}):
+            yield replace(call, **{name: {other: x for other, x in value.items() if other != key}})
     sizes = {"b": (1, 2), "h": (1, 2), "hk": (1, call.h), "d": (1, 2, 4, 16, 64), "dv": (1, 2, 4, 16, 64)}
     for name, values in sizes.items():
         for value in values:
