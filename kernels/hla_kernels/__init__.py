@@ -1,12 +1,12 @@
-"""Higher-order Linear Attention as functions of tensors.
+"""Higher-order linear attention as functions of tensors.
 
     import hla_kernels as hk
     o = hk.ahla(q, k, v, feature_map="elu1", normalize=True)     q [B, N, H, D], k, v [B, N, Hk, .] -> [B, N, H, Dv]
 
 Operators: `api` (signature, options), `api.packed` (qkv in one tensor), `api.blocks` (blocks of a grid),
-`api.taylor` (expansion of softmax), `api.multipole` (expansion around blocks, near tokens exact), `api.adaptive`
-(exact where the error is), `api.delta` (states changed by a low-rank matrix). Symbols and equations: `hla`, `blockmix`,
-`softmax.taylor`, `softmax.multipole`, `delta`. Depends on torch alone.
+`api.taylor` (Taylor expansion of softmax), `api.multipole` (exact near field, expansion around block means),
+`api.adaptive` (exact key tiles chosen by error), `api.delta` (delta rules). Symbols and equations: `hla`, `blockmix`,
+`softmax.taylor`, `softmax.multipole`, `delta`. Depends on torch only.
 """
 
 from .api import ahla, hla2, hla3, linear_attention, polynomial, softmax_attention

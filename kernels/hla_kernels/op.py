@@ -1,4 +1,4 @@
-"""The one place where a call is checked and its implementation chosen: reference, torch or triton."""
+"""Checks of a call and the choice of its implementation: reference, torch or triton."""
 
 from __future__ import annotations
 
@@ -79,8 +79,10 @@ AnyCall = Call | block_call.BlockCall | taylor_call.TaylorCall | MultipoleCall
 
 
 class Explanation(NamedTuple):
-    """What `explain` returns: the implementation that would run and, for the others, why they would not. fixed: whether
-    coefficients need no gradient now (frozen, or under no_grad): what only that needs is not computed."""
+    """Result of `explain`: the implementation that would run, and reasons against the others.
+
+    fixed: whether coefficients need no gradient (frozen, or under no_grad), so that less is computed.
+    """
 
     impl: str
     why_not: dict[str, str]
@@ -88,7 +90,7 @@ class Explanation(NamedTuple):
 
 
 def why_not_triton(call: AnyCall) -> str | None:
-    """The reason why no Triton form can run this call, or None when one can."""
+    """Return the reason why no Triton form supports this call, or None."""
     device = call.q.device.type
     if device != "cuda":
         return f"the Triton forms run on CUDA devices, not on {device}"
@@ -115,7 +117,7 @@ def why_not_triton(call: AnyCall) -> str | None:
 
 
 def why_not_reference(call: AnyCall) -> str | None:
-    """The reason why the reference cannot run this call, or None."""
+    """Return the reason why the reference does not support this call, or None."""
     if isinstance(call, taylor_call.TaylorCall | MultipoleCall):
         return None
     if call.state is not None or call.return_state:
@@ -124,13 +126,12 @@ def why_not_reference(call: AnyCall) -> str | None:
 
 
 def not_by_default(call: AnyCall) -> str | None:
-    """The reason why impl="auto" does not choose the Triton form of a call that it could run, or None: it never ran on
-    such a GPU, or it is not the fastest."""
+    """Return the reason why impl="auto" does not use the Triton form of a supported call, or None."""
     return slower_in_triton(call) if is_tested(call.q.device.index) else untested(call.q.device.index)
 
 
 def slower_in_triton(call: AnyCall) -> str | None:
-    """The reason why a Triton form that can run this call is not the fastest one, or None."""
+    """Return the reason why a Triton form that supports this call is not the fastest, or None."""
     if isinstance(call, MultipoleCall):
         return forms_of(call).slower(call)
     if isinstance(call, taylor_call.TaylorCall) and taylor_fused.too_many(call.q, call.v, call.q2):
@@ -139,7 +140,7 @@ def slower_in_triton(call: AnyCall) -> str | None:
 
 
 def choose(call: AnyCall, impl: str) -> str:
-    """The implementation of a call. An explicit `impl` never falls back: ValueError with the reason instead."""
+    """Return the implementation of a call. Raises ValueError if an explicit `impl` does not support it."""
     if impl == "auto":
         reason = why_not_triton(call) or not_by_default(call)
         warn(reason)
@@ -151,10 +152,10 @@ def choose(call: AnyCall, impl: str) -> str:
 
 
 def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Explanation:
-    """Which implementation `op(*inputs, **options)` would run, and why not the others; nothing is computed.
+    """Explain which implementation `op(*inputs, **options)` would run, and why not the others, without running it.
 
     op: a name of OPS, "mhla", "taylor2", "multipole" or "adaptive_multipole", or the function. inputs: q, k, v (and
-    coefficients for polynomial and taylor2, mixing for mhla), or one packed qkv. Raises ValueError as the call would.
+    coefficients for polynomial and taylor2, mixing for mhla), or one packed qkv. Raises ValueError like the call.
     """
     op = str(getattr(op, "__name__", op)).removesuffix("_qkvpacked")
     others = {"mhla": prepare_blocks, "taylor2": prepare_taylor, **PREPARE}

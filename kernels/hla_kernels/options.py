@@ -1,7 +1,7 @@
-"""The options every operator takes, as one immutable value.
+"""Options of the operators as one immutable value.
 
-Tensors (a learned decay, polynomial coefficients) travel beside it, so that an `Options` can be compared, hashed,
-stored in a `State` and kept as a constant by torch.compile.
+Tensors (a learned decay, polynomial coefficients) are passed separately, so that `Options` can be compared, hashed,
+stored in a `State` and treated as a constant by torch.compile.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def autocast_on(device_type: str) -> bool:
 
 
 def autocast_dtype(q: Any) -> torch.dtype | None:
-    """The type to which autocast wants tokens cast, or None."""
+    """Return the dtype of autocast, or None if it is off."""
     device = q.device.type if isinstance(q, Tensor) else "meta"
     return torch.get_autocast_dtype(device) if autocast_on(device) else None
 

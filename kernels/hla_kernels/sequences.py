@@ -1,9 +1,9 @@
-"""Which tokens of a call belong to one sequence: a padding mask, or sequences packed behind each other.
+"""Sequences of a call: a padding mask, or packed sequences.
 
-    key_padding_mask [B, N] bool   True for a real token; the others are neither read nor written
-    cu_seqlens [S + 1] int32       sequence i is the tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of a batch of one
+    key_padding_mask [B, N] bool   True for real tokens; padded tokens are neither read nor written
+    cu_seqlens [S + 1] int32       sequence i is tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of a batch of one
 
-Packed sequences become padded ones by `unpack` and packed again by `pack`: the torch forms know one kind only.
+`unpack` pads packed sequences and `pack` reverses it: the torch forms support padded sequences only.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ WHOLE = Sequences()  # every token of a batch row is one sequence
 
 
 def rows_of(max_seqlen: int, n_tokens: int) -> int:
-    """The length of padded sequences: no sequence is longer than all tokens together."""
+    """Length of the padded sequences; no sequence is longer than the number of all tokens."""
     return torch.sym_min(max_seqlen, n_tokens)  # type: ignore[return-value]  # a symbol under a compiler
 
 
@@ -68,13 +68,13 @@ def live_rows(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
 
 
 def unpack(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Packed [1, T, ...] -> padded [S, max_seqlen, ...]; rows that are no tokens repeat some other row."""
+    """Pad packed [1, T, ...] to [S, max_seqlen, ...]; rows without a token repeat another row."""
     rows = cu_seqlens[:-1, None].long() + torch.arange(max_seqlen, device=cu_seqlens.device)
     return x[0][rows.clamp(max=x.shape[1] - 1)]
 
 
 def pack(y: Tensor, cu_seqlens: Tensor, n_tokens: int) -> Tensor:
-    """Padded [S, max_seqlen, ...] -> packed [1, T, ...], the tokens of all sequences."""
+    """Pack padded [S, max_seqlen, ...] to [1, T, ...], the tokens of all sequences."""
     token = torch.arange(n_tokens, device=cu_seqlens.device)
     ends = cu_seqlens[1:].long().contiguous()
     sequence = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
@@ -83,10 +83,10 @@ def pack(y: Tensor, cu_seqlens: Tensor, n_tokens: int) -> Tensor:
 
 
 def counts(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Number of real tokens of each sequence, at least 1, [B, 1, 1, 1, 1]; a sequence without any has zero moments."""
+    """Number of real tokens per sequence, at least 1, [B, 1, 1, 1, 1]."""
     return mask.sum(1).clamp(min=1).to(dtype)[:, None, None, None, None]
 
 
 def real(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x [B, N, ...] with zeros at padded tokens, whatever was there (NaN too)."""
+    """Set padded tokens of x [B, N, ...] to zero, whatever their values (NaN too)."""
     return x if mask is None else x.where(mask.unflatten(1, (-1, *[1] * (x.dim() - 2))), 0)

@@ -1,52 +1,54 @@
-"""The public operators. One signature for all here; `packed` has them for one qkv, `blocks` those that mix blocks,
-`taylor` the expansion of softmax. `hla/__init__.py` has the symbols.
+"""Public operators with a common signature.
 
-Shapes: q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], any strides (the Triton forms read them in place where the
-last dimension is contiguous, and run nothing else); Hk divides H and query head h reads key head h // (H // Hk).
-Returns o [B, N, H, Dv], contiguous, in the dtype of q, or (o, state) with return_state.
+Related: `packed` (one qkv tensor), `blocks` (block mixing), `taylor` (Taylor expansion of softmax). Symbols are defined
+in `hla/__init__.py`.
+
+Shapes: q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] with any strides (the Triton forms read them in place and
+require a contiguous last dimension); Hk divides H, and query head h uses key head h // (H // Hk). Returns o
+[B, N, H, Dv], contiguous, in the dtype of q, or (o, state) with return_state.
 
 Options
-    causal        token t sees tokens j <= t; otherwise every token sees every token. Later tokens are multiplied by
-                  zero: pad sequences at their ends with finite numbers (zeros), NaN or Inf would reach earlier tokens
+    causal        token t attends to tokens j <= t; otherwise all tokens attend to all tokens. Later tokens are
+                  multiplied by zero: pad sequences at the end with finite numbers (zeros), since NaN or Inf would reach
+                  earlier tokens
     feature_map   None, "identity", "relu", "elu1" (elu + 1), "softmax" (over D) or "softmax_pair" ([softmax(x),
                   softmax(-x)]: 2 D features, so D <= 128), applied to q and k in float32
-    normalize     divide by the same form with v = 1 (plus eps); needs a non-negative feature_map, or "identity" to
-                  vouch for q and k. `polynomial` divides its mixture by the mixture with v = 1: there the coefficients
-                  must be non-negative too, which is the caller's responsibility (values are not looked at)
-    eps           absolute, added to that divisor. The divisor is about s^p Sum (products of p feature scores): it is
-                  small for features of small entries (feature_map="softmax": about D^-p two-sided at order p), so take
-                  a smaller eps there, 1e-9, and less still for third order at D = 128, where D^-3 is 5e-7; a warning
-                  says where it is more than a tenth of that
-    center        "k": keys minus their mean over the tokens; "qk": queries too. Causal: running, decay-weighted means
-    mean_path     o = vbar + op(v - vbar), vbar the mean of v (running when causal)
-    decay         gamma in (0, 1], float or tensor [H] or [Hk], differentiable, causal only: a factor gamma^(t-j) in
-                  every stage. Checked after the cast to the dtype of the moments; the values of a tensor on the CPU
-                  only, elsewhere (CUDA) they are the caller's responsibility and gamma <= 0 gives NaN
-    decay_rule    "cascade", or "paper" for the paper's serial second-order rule; they differ for decayed hla2 only
-    ridge         lambda >= 0: S + lambda I in hla2 and hla3, R + lambda I in ahla (on the scaled moment)
-    scale         factor of each moment; None is 1/N two-sided (N counts the state's tokens) and 1 causal
-    q_scale       a factor on phi(q), 1 by default (such as D^-1/2); it costs nothing
-    state, return_state   streaming; "mergeable" also keeps what `merge` needs. state has no reference form
-    key_padding_mask   [B, N] bool, True for a real token, two-sided without state. The others are neither read nor
-                  written: they enter no moment, N counts the real ones, their outputs and gradients are 0
-    cu_seqlens    [S + 1] int32 from 0 to N: B = 1, and the tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 are sequence
-                  i, each as if it were alone; two-sided without state. max_seqlen: the length of the longest (or
-                  more). On CUDA their values are the caller's responsibility. Memory: the torch form lays the tokens
-                  out as S x max_seqlen rows, up to S times the N tokens where one sequence is long and the others are
-                  short; the Triton forms read them where they lie
-    impl          "auto", "torch", "reference" (N x N definition) or "triton"; an explicit one never falls back
+    normalize     divide by the operator with v = 1, plus eps. Needs a non-negative feature_map, or "identity" if q and
+                  k are non-negative. For `polynomial` the coefficients must be non-negative, too (not checked)
+    eps           absolute, added to the denominator. The denominator is about s^p Sum (products of p feature
+                  scores), which is small for small features (feature_map="softmax": about D^-p for two-sided order p);
+                  use a smaller eps there, 1e-9, and less for third order at D = 128, where D^-3 is 5e-7. A warning is
+                  given if eps exceeds a tenth of the denominator
+    center        "k": subtract the token mean from the keys; "qk": also from the queries. Causal: running,
+                  decay-weighted means
+    mean_path     o = vbar + op(v - vbar) with vbar the mean of v (running if causal)
+    decay         gamma in (0, 1], a float or a tensor [H] or [Hk], differentiable, causal only: a factor gamma^(t-j) in
+                  every stage. Checked after the cast to the dtype of the moments; the values of CUDA tensors are not
+                  checked, and gamma <= 0 gives NaN
+    decay_rule    "cascade", or "paper" for the serial second-order rule of the paper; they differ for decayed hla2 only
+    ridge         lambda >= 0: S + lambda I in hla2 and hla3, R + lambda I in ahla (of the scaled moment)
+    scale         factor of each moment; None is 1/N two-sided (N includes the tokens of the state) and 1 causal
+    q_scale       factor on phi(q), 1 by default (such as D^-1/2), at no cost
+    state, return_state   streaming; "mergeable" also stores what `merge` needs. Not supported by impl="reference"
+    key_padding_mask   [B, N] bool, True for real tokens, two-sided without state. Padded tokens are neither read nor
+                  written: they do not enter moments, N counts real tokens, and their outputs and gradients are 0
+    cu_seqlens    [S + 1] int32 from 0 to N: B = 1, and tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 are sequence i,
+                  independent of the others; two-sided without state. max_seqlen: length of the longest sequence, or
+                  more. Values of CUDA tensors are not checked. Memory: the torch form pads to S x max_seqlen tokens;
+                  the Triton forms read the tokens in place
+    impl          "auto", "torch", "reference" (N x N definition) or "triton"; an explicit choice never falls back
 
 Defaults: causal=False, feature_map=None, normalize=False, eps=1e-6, center=None, mean_path=False, decay=None,
-decay_rule="cascade", ridge=0, scale=None, q_scale=1, state=None, return_state=False, no mask and one sequence a row of
+decay_rule="cascade", ridge=0, scale=None, q_scale=1, state=None, return_state=False, no mask, one sequence per row of
 the batch, impl="auto".
 
-Every operator raises ValueError on wrong rank, shapes, dtypes, devices, D > 256, N = 0, unknown names, undefined
-combinations and states that are not those of the call.
+Every operator raises ValueError for wrong rank, shapes, dtypes or devices, D > 256, N = 0, unknown names, undefined
+combinations of options, and states of other calls.
 
-Derivatives: reverse mode, once. Calls without a state are custom operators with their own backward, so that a second
-derivative (create_graph=True) raises torch's error "no autograd formula was registered", torch.func.grad and jacrev are
-refused by torch, and forward mode (torch.func.jvp, jacfwd, dual tensors) raises ValueError. return_state=True and
-impl="reference" are plain torch code and have them all. torch.vmap makes one call after the other.
+Derivatives: reverse mode, once. Calls without a state are custom operators with a backward formula: a second derivative
+(create_graph=True) raises torch's error "no autograd formula was registered", torch.func.grad and jacrev are not
+supported, and forward mode (torch.func.jvp, jacfwd, dual tensors) raises ValueError. return_state=True and
+impl="reference" are plain torch code and support all of them. torch.vmap runs calls one by one.
 
 Source: Zhang et al., Higher-order Linear Attention, arXiv 2510.27258.
 """
@@ -65,7 +67,7 @@ Result = Any
 
 
 class Keywords(TypedDict, total=False):
-    """Keyword options of every operator; meaning and defaults above."""
+    """Keyword options of every operator; see the module docstring."""
 
     causal: bool
     feature_map: str | None
@@ -100,9 +102,9 @@ def hla2(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result
     """Second order, HLA2: o_t = q_t' S C, S = s sum k k', C = s sum q v', that is s^2 A A' V with A = phi(Q) phi(K)'.
 
     Causal: o = LA(q, LA(q, k, k), v); state S [D, D], F [D, Dv]; decay_rule="paper": S = gS + kk', C = gC + qv',
-    G = gG + k (k'C_{t-1}), o = s^2 q'(S C - G). Shapes as `linear_attention`; options and errors in the module's
-    docstring. Zhang et al., arXiv 2510.27258, HLA2 := (A A') V masked as in Theorem 3.1; without decay equal to its Eq
-    4.1 recurrence.
+    G = gG + k (k'C_{t-1}), o = s^2 q'(S C - G). Shapes as `linear_attention`; options and errors in the module
+    docstring. Zhang et al., arXiv 2510.27258, HLA2 := (A A') V masked as in Theorem 3.1; without decay it equals the
+    recurrence of Eq. 4.1.
     """
     return run("hla2", q, k, v, **options)
 
@@ -127,22 +129,21 @@ def hla3(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result
 
 
 def polynomial(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, **options: Unpack[Keywords]) -> Result:
-    """A learned mixture of orders per head: o = q M, M = c1 P + c2 S C + c3 R P + c4 S Qm P.
+    """Learned polynomial of orders per head: o = q M, M = c1 P + c2 S C + c3 R P + c4 S Qm P.
 
-    coefficients [H, 4] = (c1, c2, c3, c4) of A, A A', A A, A A' A. One D x Dv matrix per head: mixing orders costs
-    nothing per token. Two-sided only (causal raises ValueError), no ridge. With center="k", mean_path=True the first
-    term is the first-order Taylor expansion of softmax attention. Coefficients that need no gradient (frozen, or under
-    no_grad: `explain` says `fixed`) make the call faster, the backward most. Shapes as `linear_attention`; options and
-    errors in the module's docstring. Orders as in Zhang et al., arXiv 2510.27258.
+    coefficients: [H, 4] = (c1, c2, c3, c4) of A, A A', A A, A A' A. One D x Dv matrix per head, so the cost per token
+    does not depend on the orders. Two-sided only (causal raises ValueError), no ridge. With center="k" and
+    mean_path=True the first term is the first-order Taylor expansion of softmax attention. Calls are faster if
+    coefficients need no gradient (`explain` reports `fixed`), the backward pass most. Shapes as `linear_attention`;
+    options and errors in the module docstring. Orders as in Zhang et al., arXiv 2510.27258.
     """
     return run("polynomial", q, k, v, coefficients, **options)
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result:
-    """The quadratic baseline: o_t = sum_j softmax_j(s q_t.k_j) v_j, s = D^-1/2 by default.
+    """Softmax attention, the quadratic baseline: o_t = sum_j softmax_j(s q_t.k_j) v_j, s = D^-1/2 by default.
 
-    Shapes as `linear_attention`. Takes causal, scale, key_padding_mask and cu_seqlens with max_seqlen; any other
-    option raises ValueError. impl="torch" is torch's scaled_dot_product_attention. Vaswani et al., arXiv 1706.03762,
-    Eq 1.
+    Shapes as `linear_attention`. Supports causal, scale, key_padding_mask and cu_seqlens with max_seqlen; other options
+    raise ValueError. impl="torch" is torch's scaled_dot_product_attention. Vaswani et al., arXiv 1706.03762, Eq. 1.
     """
     return run("softmax_attention", q, k, v, **options)

@@ -1,4 +1,4 @@
-"""The public operator of adaptive multipole attention; `softmax/adaptive/__init__.py` has the symbols."""
+"""Public operator of adaptive multipole attention; symbols in `softmax/adaptive/__init__.py`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ def adaptive_multipole(
     q_tile: int = 64, k_tile: int = 16, far: str = "first", prefix: int = 0, suffix: int = 0, q_scale: float = 1.0,
     key_padding_mask: Tensor | None = None, impl: str = "auto", **unknown: Never,
 ) -> Tensor:  # fmt: skip
-    """Softmax attention, exact for the key tiles that are chosen for each query tile, pooled for the others.
+    """Softmax attention, exact for the key tiles selected per query tile, pooled for all others.
 
     q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv], two-sided, without parameters.
 
-    grid          the token grid (raster order, last axis fastest), any number of axes
-    select        the key tiles that are exact: of the largest expected error ("error": mass of the tile times variance
-                  of the scores in it), of the largest mass ("mass"), of the largest score of mean query and mean key
-                  with its variance ("mean"), or the nearest ones ("near")
-    density       the part of the key tiles that is exact, above 0; 1 is softmax
-    q_tile, k_tile   most tokens of a tile, powers of two; a tile is a box of the grid, cut where it reaches over it
+    grid          token grid (raster order, last axis fastest), any number of axes
+    select        selection of exact key tiles: largest expected error ("error": mass of the tile times variance of its
+                  scores), largest mass ("mass"), largest score of mean query and mean key plus its variance ("mean"),
+                  or nearest ("near")
+    density       fraction of exact key tiles, above 0; 1 is softmax
+    q_tile, k_tile   maximum number of tokens of a tile, powers of two; a tile is a box of the grid, cut at its border
     far           weights of the other tokens: "mean" exp(mean score of their tile), "variance" with half the variance
-                  of the scores in the exponent, "first" with one first-order term for all tiles as well
-    prefix, suffix   tokens before and after the grid (class, text): exact as queries and as keys
-    q_scale       the scale of softmax, such as D^-1/2
+                  of the scores in the exponent, "first" with an additional first-order term for all tiles
+    prefix, suffix   number of tokens before and after the grid (class, text): exact as queries and as keys
+    q_scale       scale of softmax, such as D^-1/2
     key_padding_mask   as in `api`
     impl          as in `api`
 
-    The choice has no gradient; all else is differentiated exactly. Raises ValueError for wrong shapes, dtypes, devices
-    and names.
+    The selection has no gradient; everything else is differentiated exactly. Raises ValueError for wrong shapes,
+    dtypes, devices and names.
     """
     check_unknown(unknown, NAMES)
     return run_multipole(

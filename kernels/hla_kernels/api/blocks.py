@@ -1,4 +1,4 @@
-"""The public operator that mixes blocks of tokens; `blockmix/__init__.py` has the symbols."""
+"""Public operator of block mixing; symbols in `blockmix/__init__.py`."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ def mhla(
     scale: float | None = None, q_scale: float = 1.0, eps: float = 1e-6, moments: str = "bfloat16",
     state: BlockState | None = None, return_state: bool = False, impl: str = "auto", **unknown: Never,
 ) -> Result:  # fmt: skip
-    """Block mixing: each block of queries reads its own mixture of the moments of all blocks of tokens.
+    """Block mixing: each block of queries reads a mixture of the moments of all blocks of tokens.
 
     o_t = q_t' P~_i / (q_t' z~_i + eps) for t in block i, P~_i = Sum_b m_ib s Sum_{j in b} k_j v_j', z~ the same with
-    v = 1; the divisor only with normalize. order="ahla": q_t' R~_i P~_i, "hla2": q_t' S~_i C~_i (`blockmix`).
+    v = 1; the denominator only with normalize. order="ahla": q_t' R~_i P~_i, "hla2": q_t' S~_i C~_i (`blockmix`).
 
     q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] in raster order -> [B, N, H, Dv]; N = prefix + prod(grid).
 
-    mixing        [M, M] or [H, M, M], row = block of the query, any values (with normalize: no negative ones, which is
-                  the caller's responsibility); differentiable
-    grid, blocks  lengths of the axes, (H, W), (T, H, W) or (N,), and the number of blocks along each; where they do not
-                  divide, sizes differ by one along an axis
-    prefix        tokens before the grid (class, register, text): block 0, so that M = 1 + prod(blocks)
+    mixing        [M, M] or [H, M, M], row = block of the query, differentiable. With normalize it must not be negative;
+                  values are not checked
+    grid, blocks  lengths of the axes, (H, W), (T, H, W) or (N,), and the number of blocks along each; if they do not
+                  divide, sizes differ by one
+    prefix        number of tokens before the grid (class, register, text): block 0, so that M = 1 + prod(blocks)
     order         "la", "ahla" or "hla2"
-    causal        token t sees tokens j <= t, also inside its block and in every product of an order. Blocks must be
-                  runs of tokens: cut along the first axis alone. The grid says where blocks begin: fewer tokens than it
-                  holds are allowed, and the first ones do not depend on how many follow. Frames that see themselves and
-                  the past whole are not causal here, but a mixing that is zero for the blocks of later frames
-    token_mask    [B, N] bool, True for a real token, two-sided only. The others are neither read nor written: they
-                  enter no moment, N of the scale counts the real ones, their outputs and gradients are 0
-    rotary        (cos, sin), each [N, D / 2] or [N, H, D / 2]: phi(q) and phi(k) are turned by them in the numerator;
-                  the divisor is that of the unturned ones, which stays positive. Channels (2i, 2i + 1) are a pair, or
-                  with rotary_half (i, i + D / 2); where phi widens, each D features are turned alike. No gradient
+    causal        token t attends to tokens j <= t, also inside its block and in every product of an order. Blocks must
+                  be runs of tokens: only the first axis may be divided. The grid defines where blocks begin: fewer
+                  tokens than it holds are allowed, and results do not depend on later tokens. For frames that attend to
+                  themselves and to all earlier frames, use a mixing that is zero for later frames instead
+    token_mask    [B, N] bool, True for real tokens, two-sided only. Padded tokens are neither read nor written: they do
+                  not enter moments, N of the scale counts real tokens, and their outputs and gradients are 0
+    rotary        (cos, sin), [N, D / 2] or [N, H, D / 2] each, without gradient: rotates phi(q) and phi(k) in the
+                  numerator; the denominator uses unrotated features, which keep it positive. Channels (2i, 2i + 1) form
+                  a pair, or with rotary_half (i, i + D / 2); if phi widens, every group of D features is rotated
     feature_map, normalize, eps, q_scale, impl   as in `api`
     scale         factor of each moment; None is M / N two-sided, a mean if the rows of mixing sum to one (uniform
-                  mixing 1 / M is `linear_attention`, `ahla`, `hla2`), and 1 causal
-    moments       how the Triton form keeps the moments of bfloat16 tokens, and how exact the gradient of mixing is:
-                  "bfloat16" (half the memory; d mixing is off by 1e-3) or "float32" (d mixing has the digits of
-                  float32, at more time). Moments of other tokens, of higher orders and (without rotary) of the ratio
-                  of elu1 are kept in float32 either way, those of the other forms always (float64 for float64)
+                  mixing 1 / M equals `linear_attention`, `ahla`, `hla2`), and 1 causal
+    moments       precision of the stored moments of bfloat16 tokens in the Triton form, and of the gradient of mixing:
+                  "bfloat16" (half the memory; d mixing has an error of 1e-3) or "float32" (d mixing is accurate to
+                  float32, but slower). Moments of other tokens, of higher orders and (without rotary) of the ratio of
+                  elu1 are always float32, and float64 for float64 tokens, as are all moments of the other forms
 
-    state, return_state   causal only: the result is (o, state), and a later call continues with the tokens that
-                  follow, one or many. The state holds the moments of all blocks, since each block weighs them anew:
-                  M F Dv numbers a head, M (F^2 + 2 F Dv) for "ahla" and "hla2", with normalize those of Dv = 1 too; a
-                  token costs M F Dv, or M F^2 Dv. rotary is that of the tokens given. Beyond the grid, continue with a
-                  longer one whose first blocks are the same: (64 M,) in M blocks. F is the number of features, D or 2 D
+    state, return_state   causal only: the result is (o, state), and a later call continues with the following tokens,
+                  one or many. The state holds the moments of all blocks: M F Dv numbers per head, M (F^2 + 2 F Dv) for
+                  "ahla" and "hla2", and with normalize the same for Dv = 1 in addition. Cost per token: M F Dv, or M
+                  F^2 Dv. rotary belongs to the given tokens. Beyond the grid, continue with a longer one whose first
+                  blocks are the same: (64 M,) in M blocks. F is the number of features, D or 2 D
 
     Raises ValueError for wrong shapes, dtypes, devices, names, and undefined combinations. Reverse mode once, as in
-    `api`. First order: MHLA, token-level multi-head linear attention, o_i = q (Sum_b m_ib S_b) / (q . Sum_b m_ib z_b);
-    the denominator is the paper's, not that of its released code.
+    `api`. First order: MHLA, token-level multi-head linear attention, o_i = q (Sum_b m_ib S_b) / (q . Sum_b m_ib z_b),
+    with the denominator of the paper, which differs from its released code.
     """
     check_unknown(unknown, NAMES)
     return run_blocks(
@@ -94,7 +94,7 @@ class Keywords(TypedDict, total=False):
 
 
 def mhla_qkvpacked(qkv: Tensor, mixing: Tensor, **options: Unpack[Keywords]) -> Result:
-    """`mhla` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' Sum_b m_ib P_b, its gradient one packed tensor."""
+    """`mhla` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' Sum_b m_ib P_b; its gradient is one packed tensor."""
     check_packed(qkv)
     check_unknown(options, NAMES)
     for name in ("grid", "blocks"):

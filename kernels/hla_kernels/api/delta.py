@@ -1,4 +1,7 @@
-"""The public operator of the delta-rule family; `delta/__init__.py` has the equation, `delta/rules.py` its members."""
+"""Public operator of the delta-rule family.
+
+The equation is in `delta/__init__.py`, the members of the family in `delta/rules.py`.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ def delta(
     q: Tensor, k: Tensor, v: Tensor, *, log_f: Tensor | None = None, a: Tensor | None = None, b: Tensor | None = None,
     state: DeltaState | None = None, return_state: bool | str = False, impl: str = "auto", **unknown: Never,
 ) -> Tensor | tuple[Tensor, DeltaState]:  # fmt: skip
-    """Causal linear attention whose state a diagonal and a low-rank matrix change at each token.
+    """Causal linear attention with a diagonal plus low-rank state transition per token.
 
     S_t = (diag(exp(log_f_t)) - A_t B_t') S_{t-1} + K_t V_t', o_t = S_t' q_t. q [B, N, H, D], k [B, N, H, D] or
-    [B, N, H, s, D], v alike with Dv -> o [B, N, H, Dv] in the dtype of q, or (o, state) with return_state.
+    [B, N, H, s, D], v likewise with Dv -> o [B, N, H, Dv] in the dtype of q, or (o, state) with return_state.
 
     log_f   logarithm of the decays, at most 0: per channel [B, N, H, D], per head [B, N, H] or [H]; None is no decay.
-            Values above 0 are the caller's responsibility on a GPU
-    a, b    columns of A and B, [B, N, H, r, D], r at most 3; None is none. Without A and B it is gated linear attention
-    state   that of the tokens before; return_state also returns the state behind the last token, with "mergeable"
-            also what `merge_delta` needs
-    impl    "auto" and "torch" go by chunks of 64 tokens, "reference" token by token; there is no Triton form
+            Values of CUDA tensors are not checked
+    a, b    columns of A and B, [B, N, H, r, D], r at most 3; None for none. Without both: gated linear attention
+    state   state after the preceding tokens; return_state also returns the state after the last token, with
+            "mergeable" including what `merge_delta` needs
+    impl    "auto" and "torch" process chunks of 64 tokens, "reference" single tokens; there is no Triton form
 
     States and sums are float32 (float64 for float64 tokens). Raises ValueError for wrong shapes, dtypes, devices, names
     and decays. Derivatives: reverse mode, once.

@@ -1,4 +1,4 @@
-"""The public operator of multipole attention; `softmax/multipole/__init__.py` has the symbols."""
+"""Public operator of multipole attention; symbols in `softmax/multipole/__init__.py`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ def multipole(
     prefix: int = 0, suffix: int = 0, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
     **unknown: Never,
 ) -> Tensor:  # fmt: skip
-    """Softmax attention, exact for near tokens and expanded around the mean key of each block for the others.
+    """Softmax attention, exact for near tokens and expanded around the mean key of each block for all others.
 
     o_t = sum_j w_tj v_j / sum_j w_tj, s_tj = q_scale q_t.k_j, a_tb the mean of s_tj over the tokens of block b;
-    w_tj = exp(s_tj) where j is near to t, else exp(a_tb) (1 + s_tj - a_tb) for j in block b. The divisor is positive.
+    w_tj = exp(s_tj) if j is near t, else exp(a_tb) (1 + s_tj - a_tb) for j in block b. The denominator is positive.
     q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv], two-sided.
 
-    grid, blocks  the token grid (raster order, last axis fastest), any number of axes; blocks along each of them, which
-                  differ by one token where they do not divide it
-    radius        near: at most so far along every axis of the grid; at least as far as the grid is long, it is softmax
-    degree        1 as above; 0: far weights exp(a_tb), each block is one token with the mean value then; 2: exp(a_tb)
-                  times one more term, (s_tj - a_tb)^2 / 2, with a state of about M D^2 / 2 x Dv
-    prefix, suffix  tokens before and after the grid (class, text): near to all
-    q_scale       the scale of softmax, such as D^-1/2
-    key_padding_mask   as in `api`; it has no Triton form
+    grid, blocks  token grid (raster order, last axis fastest) with any number of axes; number of blocks along each
+                  axis, which differ by one token if they do not divide it
+    radius        near tokens are within this distance along every axis; if it covers the grid, the result is softmax
+    degree        1 as above; 0: far weights exp(a_tb), that is one token with the mean value per block; 2: an
+                  additional term exp(a_tb) (s_tj - a_tb)^2 / 2, with a state of about M D^2 / 2 x Dv
+    prefix, suffix  number of tokens before and after the grid (class, text): near to all tokens
+    q_scale       scale of softmax, such as D^-1/2
+    key_padding_mask   as in `api`; not supported by the Triton form
     impl          as in `api`
 
-    Raises ValueError for wrong shapes, dtypes, devices and names. The Triton form has reverse mode, once; the others
-    are plain torch code with all derivatives. Near field and expansions of the far field: Greengard and Rokhlin, J.
-    Comput. Phys. 73, 1987.
+    Raises ValueError for wrong shapes, dtypes, devices and names. The Triton form supports reverse mode, once; the
+    others are plain torch code with all derivatives. Near field and expansions of the far field: Greengard and Rokhlin,
+    J. Comput. Phys. 73, 1987.
     """
     check_unknown(unknown, NAMES)
     return run_multipole(

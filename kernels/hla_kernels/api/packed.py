@@ -1,8 +1,8 @@
-"""The same operators on a packed qkv [B, N, 3, H, D] (as many query as key heads), whose gradient is one packed tensor.
+"""Operators of a packed qkv [B, N, 3, H, D], whose gradient is one packed tensor.
 
-Two-sided calls run a custom operator whose backward writes dq, dk and dv into one buffer; other calls unbind qkv.
-Options, results and errors are those of the operator without `_qkvpacked` (see `api`); a qkv of another shape raises
-ValueError.
+There are as many key as query heads. Two-sided calls run a custom operator whose backward writes dq, dk and dv to one
+buffer; other calls unbind qkv. Options, results and errors are as for the operator without `_qkvpacked` (see `api`); a
+qkv of another shape raises ValueError.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The public operator of second-order Taylor attention; `softmax/taylor/__init__.py` has the symbols."""
+"""Public operator of second-order Taylor attention; symbols in `softmax/taylor/__init__.py`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def taylor2(
     w_tj = c1 s_tj + c2 r_tj^2 / 2, s_tj = q_scale q_t.(k_j - kbar), r = s; z_t = 1 + c2 mean_j r_tj^2 / 2 with
     normalize, else 1. q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv], two-sided.
 
-    coefficients  [H, 2], (c1, c2) of each head; (1, 1) with normalize is the average with the weights 1 + s + s^2 / 2.
-                  c2 >= 0 with normalize is the caller's responsibility; differentiable
-    narrow        (q2 [B, N, H, R], k2 [B, N, Hk, R]): r_tj = q_scale q2_t.(k2_j - mean k2), so that the state has
-                  R (R + 1) / 2 x Dv numbers in the place of D (D + 1) / 2 x Dv
-    q_scale       the scale of softmax, such as D^-1/2
+    coefficients  [H, 2], (c1, c2) per head, differentiable; (1, 1) with normalize is the average with the weights
+                  1 + s + s^2 / 2. With normalize c2 must not be negative; values are not checked
+    narrow        (q2 [B, N, H, R], k2 [B, N, Hk, R]): r_tj = q_scale q2_t.(k2_j - mean k2), which reduces the state
+                  from D (D + 1) / 2 x Dv to R (R + 1) / 2 x Dv numbers
+    q_scale       scale of softmax, such as D^-1/2
     key_padding_mask, impl   as in `api`
 
     Raises ValueError for wrong shapes, dtypes, devices and names. Reverse mode once, as in `api`. The expansion with
-    its cross products as features: Arora et al., arXiv 2402.18668, section 4.1 (there without centring, causal).
+    its cross products as features: Arora et al., arXiv 2402.18668, section 4.1 (causal and without centring).
     """
     check_unknown(unknown, NAMES)
     return run_taylor(
@@ -42,7 +42,7 @@ NAMES = named(taylor2)
 
 
 class Keywords(TypedDict, total=False):
-    """Keyword options of `taylor2`, without a narrow pair."""
+    """Keyword options of `taylor2`, except `narrow`."""
 
     normalize: bool
     q_scale: float
@@ -51,7 +51,7 @@ class Keywords(TypedDict, total=False):
 
 
 def taylor2_qkvpacked(qkv: Tensor, coefficients: Tensor, **options: Unpack[Keywords]) -> Tensor:
-    """`taylor2` of qkv [B, N, 3, H, D] -> [B, N, H, D], its gradient one packed tensor."""
+    """`taylor2` of qkv [B, N, 3, H, D] -> [B, N, H, D]; its gradient is one packed tensor."""
     check_packed(qkv)
     check_unknown(options, tuple(Keywords.__annotations__))
     return run_taylor((qkv,), coefficients, **options)
