@@ -266,11 +266,13 @@ def _all_finite(value: T, name: str) -> T:
 
 
 def type_name(hint: Hint) -> str:
-    """A type annotation as text: `int`, `list[float]`, `int or none`."""
+    """A type annotation as text: `int`, `list[float]`, `dict`, `int or none`."""
     if isinstance(hint, types.UnionType):
         return " or ".join(type_name(h) for h in typing.get_args(hint))
     if hint is types.NoneType:
         return "none"
+    if typing.get_origin(hint) is dict:
+        return "dict"
     return str(hint) if typing.get_origin(hint) else hint.__name__
 
 
@@ -327,7 +329,8 @@ def describe(schema: type) -> str:
             lines += ["", *_describe_key(schema, section, "")]
             continue
         lines += ["", f"{section}: {inspect.cleandoc(hint.__doc__ or '').splitlines()[0]}"]
-        for key in _hints(typing.cast(type, hint)):
+        owners = typing.cast(type, hint).__mro__[:-1]  # keys of a section before those of its bases
+        for key in dict.fromkeys(key for owner in owners for key in inspect.get_annotations(owner)):
             lines += _describe_key(typing.cast(type, hint), key, f"{section}.")
     notes = dict.fromkeys(getattr(part, "more_help", None) for part in (schema, *hints.values()))
     lines += [text for note in notes if note for text in ("", note())]
