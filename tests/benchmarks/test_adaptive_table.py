@@ -1,4 +1,4 @@
-"""The table of adaptive multipole attention: its peer of FlexAttention, its cases, and what a GPU prints."""
+"""Table of adaptive multipole attention: FlexAttention peer, cases and printed tables."""
 
 from concurrent.futures import ThreadPoolExecutor
 

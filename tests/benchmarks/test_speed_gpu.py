@@ -1,4 +1,4 @@
-"""On a GPU: times agree with the copy rate, captured or not; kernels are found under the calls that launched them.
+"""Benchmark timing on a GPU: agreement with the copy rate, and attribution of kernels to operators.
 
 Run with `pytest -m gpu tests/benchmarks/test_speed_gpu.py`.
 """

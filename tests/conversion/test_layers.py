@@ -1,4 +1,4 @@
-"""What is said and measured of single layers: inspection, predicted times, sensitivity, choices of softmax layers."""
+"""Inspection, predicted times, sensitivity and choice of softmax layers."""
 
 import copy
 

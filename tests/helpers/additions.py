@@ -1,4 +1,4 @@
-"""Additions to the package: the file and the row of a how-to page, added to a copy of zoo and tried there."""
+"""Additions of a how-to page (a file and a row), tried in a copy of zoo."""
 
 import os
 import re

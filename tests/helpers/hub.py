@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: a local server that answers what `datasets` asks about one data set."""
+"""Local server that imitates the Hugging Face hub for one data set."""
 
 import json
 import threading

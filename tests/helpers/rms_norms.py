@@ -30,7 +30,7 @@ def tables(x, width):
 
 
 def prepared_by_hand(x, weight, relu, cos, sin):
-    """Norm, positive part, pairs of channels as complex numbers times those of the tables; of any norm `y`."""
+    """Norm, relu, and rotation of channel pairs as complex numbers."""
     return turned(by_hand(x, weight), relu, cos, sin)
 
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of training, evaluation and tools: tiny runs, in this process or as a user would start them."""
+"""Tiny runs for the tests of training, evaluation and tools, in this process or as a user starts them."""
 
 import contextlib
 import os

@@ -59,7 +59,7 @@ def wan_inputs(size: int = 8, batch: int = 2) -> dict[str, Any]:
 
 def wan_i2v_inputs(size: int = 8, batch: int = 2) -> dict[str, Any]:
     inputs = wan_inputs(size, batch)
-    text = {"encoder_hidden_states": noise(batch, 512, 24, seed=2)}  # the length that the host expects beside an image
+    text = {"encoder_hidden_states": noise(batch, 512, 24, seed=2)}  # length that the host expects with an image
     return {**inputs, **text, "encoder_hidden_states_image": noise(batch, 7, 12, seed=3)}
 
 

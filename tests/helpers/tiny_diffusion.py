@@ -45,7 +45,7 @@ def tiny_pipeline(folder: Path) -> str:
 
 
 def tiny_pixels(folder: Path, **changes: Any) -> str:
-    """A bare pixel transformer of 10 classes with the scheduler of flow matching beside it."""
+    """Save a pixel transformer of 10 classes and a flow-matching scheduler."""
     tiny_dit(**changes).save_pretrained(folder)
     FlowMatchEulerDiscreteScheduler().save_pretrained(folder / "scheduler")
     return str(folder)

@@ -1,4 +1,4 @@
-"""A tiny Wan: pipelines with random weights that make clips of 5 frames of 16 x 16 pixels, and clips on disk."""
+"""A tiny Wan with random weights that generates clips of 5 frames of 16 x 16 pixels, and clips on disk."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def tiny_pipeline(folder: Path, from_image: bool = False, eye: bool = False, bou
 
 
 def _eye() -> dict[str, Any]:
-    """An image encoder of 5 tokens, and what it wants done to an image."""
+    """Return an image encoder of 5 tokens and its image processor."""
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
     sizes = {"hidden_size": EYE, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}

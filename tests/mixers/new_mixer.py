@@ -1,4 +1,4 @@
-"""A child process of test_new_mixer.py, whose `zoo` has `landmark`: names, conversion, checkpoints, settings."""
+"""Child process of test_new_mixer.py, whose `zoo` has the mixer `landmark`."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Adaptive multipole attention: every form against sums written out by hand, its choice of tiles, and softmax."""
+"""Adaptive multipole attention: every form against explicit sums, its tile selection, and softmax."""
 
 import itertools
 import math

@@ -1,5 +1,7 @@
-"""Adaptive multipole attention in Triton against float64 with the same choice of tiles: on a CUDA device, interpreted
-in a process of its own, compiled."""
+"""Triton form of adaptive multipole attention against float64 with the same tile selection.
+
+On a CUDA device, interpreted in a separate process, and compiled.
+"""
 
 import json
 import math

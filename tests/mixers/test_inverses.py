@@ -1,4 +1,4 @@
-"""Mixers that invert a matrix, mesa and resolvent: other ways to the same numbers, and where they could fail."""
+"""Mixers with a linear solve, mesa and resolvent: independent formulas and numerical limits."""
 
 import numpy as np
 import pytest

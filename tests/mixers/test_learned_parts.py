@@ -1,4 +1,4 @@
-"""The parts of mixers with parameters away from their initial values, against formulas written out here."""
+"""Learned parameters of mixers away from their initial values, against explicit formulas."""
 
 import math
 

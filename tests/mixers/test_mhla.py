@@ -1,4 +1,4 @@
-"""Block mixing as a mixer: the definition, the mixing matrix and its priors, the choice of blocks, what it refuses."""
+"""Block mixing as a mixer: definition, mixing matrix and priors, choice of blocks, errors."""
 
 import json
 import math
@@ -74,7 +74,7 @@ def test_every_kind_starts_at_the_prior(kind, prior):
     torch.testing.assert_close(wanted.sum(-1), torch.ones(13, dtype=torch.float64))
     found = BlockMixing(kind, prior, (3, 4), True, dtype=torch.float64)()
     torch.testing.assert_close(found.sum(-1), torch.ones(13, dtype=torch.float64))
-    if kind != "distance":  # whose maximum is the diagonal of the grid, not that of the row
+    if kind != "distance":  # its maximum is the diagonal of the grid, not the row maximum
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-3 if kind == "softmax" else 1e-12)
     elif prior in ("exp", "uniform"):  # functions of the distance alone; the first between knots
         torch.testing.assert_close(
@@ -205,7 +205,7 @@ def test_a_distance_form_serves_every_grid():
         y = mixer(q, k, v, Context(x=ctx.x, grid=grid, prefix=PREFIX))
         m = len(mixer.mixing(choose_blocks(grid)))
         assert y.shape == q.shape and m == math.prod(choose_blocks(grid)) + 1
-    # a block of four in the place of one: what it gives to the far half is nearly what the coarse one gives
+    # four blocks instead of one: the weight of the far half is nearly the same
     smooth = BlockMixing("distance", "exp", (2, 1), False, dtype=torch.float64)
     coarse, fine = smooth(), smooth((8, 1))
     torch.testing.assert_close(fine[:4, 4:].sum(-1).mean(), coarse[0, 1], rtol=0.2, atol=0)

@@ -1,4 +1,4 @@
-"""Every mixer against its definition, with every option, and the properties that all of them promise."""
+"""Every mixer against its definition, with every option, and properties common to all mixers."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from zoo.mixers import MIXERS, Context, build_mixer
 
 TWO_SIDED = [*LINEAR, "mala", "rala", "inline", "mesa", "resolvent"]
 SERIAL = [name for name in LINEAR if name != "poly"]
-EPS_EFFECT = 1e-6  # the definitions here have no eps; that of the mixers, 1e-9, is this small a part of their sums
+EPS_EFFECT = 1e-6  # relative effect of the eps of the mixers, which the definitions here omit
 
 
 def phi(x: torch.Tensor, feature_map: str, exponent: float = 3.0) -> torch.Tensor:
@@ -217,7 +217,7 @@ def test_reset_parameters_restores_a_model_built_on_meta(name):
 def test_softmax_has_the_depthwise_options_of_the_others():
     q, k, v, ctx = inputs(14)
     mixer, other = make("softmax", depthwise="qv", lepe=3), make("la", depthwise="qv", lepe=3, feature_map="elu1")
-    torch.testing.assert_close(mixer(q, k, v, ctx), make("softmax")(q, k, v, ctx), rtol=0, atol=0)  # zero at first
+    torch.testing.assert_close(mixer(q, k, v, ctx), make("softmax")(q, k, v, ctx), rtol=0, atol=0)  # zero-initialised
     with torch.no_grad():
         for mine, its in zip(mixer.parameters(), other.parameters(), strict=True):
             mine.copy_(its.normal_(std=0.3))

@@ -1,7 +1,7 @@
-"""Multipole attention in Triton against float64: on a CUDA device, interpreted in a process of its own, compiled.
+"""Triton form of multipole attention against float64: on a CUDA device, interpreted, and compiled.
 
-Rule of the error: relative L2 against the definition in float64, at most `TIMES` that of the definition of the
-same tokens, evaluated in float32, for the output and every gradient.
+Allowed error: relative L2 against the definition in float64, at most `TIMES` the error of the definition evaluated in
+float32 on the same tokens, for the output and every gradient.
 """
 
 import json
@@ -183,7 +183,7 @@ def read_one_by_one(n, m, radius, patch):
 
 
 def test_what_triton_does_not_have():
-    """Each reason is said, on a device that would have the form."""
+    """Every reason is reported, on a device that supports the form."""
     from hla_kernels.softmax.multipole.fused import why_not
 
     (q, k, v), _, more = setting("square", 16, torch.bfloat16, "cpu")

@@ -1,4 +1,4 @@
-"""A new mixer is one file and one row: the example of docs/howto/new_mixer.md, added to a copy of the package."""
+"""A new mixer is one file and one row: the example of docs/howto/new_mixer.md in a copy of zoo."""
 
 from pathlib import Path
 

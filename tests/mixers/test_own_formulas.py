@@ -1,4 +1,4 @@
-"""What mala, rala, inline, mesa and resolvent promise: shared keys, gradients, types, autocast, packed tensors."""
+"""Properties of mala, rala, inline, mesa and resolvent: shared keys, gradients, dtypes, autocast."""
 
 import pytest
 import torch

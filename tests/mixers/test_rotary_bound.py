@@ -1,4 +1,4 @@
-"""Under a rotary host the weights of `power` mixers sum to one at most, even where unrotated features are disjoint."""
+"""With a rotary embedding, the weights of `power` mixers sum to at most one."""
 
 import pytest
 import torch

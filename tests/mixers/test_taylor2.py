@@ -8,7 +8,7 @@ from zoo.mixers import Context, build_mixer
 
 
 def weights(q, k, width=None):
-    """Raw Taylor weights 1 + s + r^2 / 2 [B, H, N, N] of centred scores, r those of the first channels."""
+    """Raw Taylor weights 1 + s + r^2 / 2 [B, H, N, N] of centred scores s; r uses the first channels only."""
     k = k - k.mean(1, keepdim=True)
     s = torch.einsum("bnhd,bmhd->bhnm", q, k) * HEAD_DIM**-0.5
     r = s if width is None else torch.einsum("bnhd,bmhd->bhnm", q[..., :width], k[..., :width]) * HEAD_DIM**-0.5

@@ -1,4 +1,4 @@
-"""The output of a mixer depends on the token: with its default options no mixer gives all tokens the same average."""
+"""With default options, the output of every mixer depends on the token."""
 
 import pytest
 import torch

@@ -1,9 +1,9 @@
-"""Models that were saved when elu1 was the default feature map and blocks had to divide the grid load as they were.
+"""Models saved by earlier versions, with other default options, load and give the same outputs.
 
-tests/data/earlier holds folders that commit c31fcd5 wrote, of mixers with their default options then: `hub_ahla` and
-`hub_all` (one layer of each mixer) by `timm.models.save_for_hf`, `run_mhla` and `run_distance` (mixing="distance",
-which stored no blocks) as runs save their model, `dit` by `save_pretrained` of diffusers. `expected.safetensors` beside
-them has an input, and the output that was computed then.
+tests/data/earlier holds folders written by commit c31fcd5, of mixers with the default options of that version:
+`hub_ahla` and `hub_all` (one layer of each mixer) by `timm.models.save_for_hf`, `run_mhla` and `run_distance`
+(mixing="distance", which stored no blocks) as runs save their model, `dit` by `save_pretrained` of diffusers.
+`expected.safetensors` in each folder holds an input and the output of that version.
 """
 
 from pathlib import Path

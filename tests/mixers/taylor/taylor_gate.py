@@ -1,6 +1,8 @@
-"""Compile for sm_90a, without a GPU, what a bfloat16 call of Taylor attention launches; one JSON line per kernel.
+"""Compile the kernels of a bfloat16 Taylor attention call for sm_90a without a GPU.
 
-python taylor_gate.py NORMALIZE B H N D R    (R: of the narrow pair, or 0)
+    python taylor_gate.py NORMALIZE B H N D R    (R: width of the narrow pair, or 0)
+
+Prints one JSON line per kernel.
 """
 
 from __future__ import annotations

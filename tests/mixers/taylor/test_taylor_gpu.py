@@ -1,10 +1,10 @@
-"""Taylor attention in Triton through the public operator on a CUDA device, against float64 and the torch form.
+"""Triton form of Taylor attention on a CUDA device, against float64 and the torch form.
 
-Rule of the error: relative L2 against the torch form in float64, at most twice that of the torch form in the dtype of
-the call, for the output and every gradient. That of the coefficients is two sums in float32 a head, and each a matter
-of luck: hence many heads. Scores of 8 multiply what tensor cores cut off of each product by 8, and the sums are a
-hundredth of their terms: there it may move by what rounding each term once to float32 could do (`rounding_of_terms`,
-6.9e-6 here; an H200 had 4.2e-6). Every buffer of the Triton form starts as NaN.
+Allowed error: relative L2 against the torch form in float64, at most twice the error of the torch form in the dtype of
+the call, for the output and every gradient. The gradient of the coefficients is two float32 sums per head, whose errors
+vary: hence many heads. Scores of 8 multiply the rounding errors of tensor cores by 8, and the sums are a hundredth of
+their terms: there the error may reach what rounding each term once to float32 causes (`rounding_of_terms`, 6.9e-6 here;
+an H200 had 4.2e-6). Every buffer of the Triton form starts as NaN.
 """
 
 from __future__ import annotations

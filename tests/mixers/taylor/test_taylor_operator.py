@@ -1,4 +1,4 @@
-"""Second-order Taylor attention: both orders of the products against the definition, and what it is to softmax."""
+"""Second-order Taylor attention: both product orders against the definition, and against softmax."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The Triton form of Taylor attention without a GPU: interpreted, in a process of its own, and compiled for sm_90a."""
+"""Triton form of Taylor attention without a GPU: interpreted, and compiled for sm_90a."""
 
 from pathlib import Path
 

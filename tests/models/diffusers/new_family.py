@@ -1,4 +1,4 @@
-"""A child process of test_new_family.py, whose `zoo` has the family of Latte: conversion and saved folders."""
+"""Child process of test_new_family.py, whose `zoo` has the family of Latte."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""Tokens spread over two ranks give what one rank gives: the operators, and Wan under `enable_parallelism`."""
+"""Context parallelism on two ranks equals one rank: operators, and Wan under `enable_parallelism`."""
 
 import os
 import socket
@@ -106,7 +106,7 @@ def same_video(ranks, case: str, wanted: dict[str, torch.Tensor], tolerance: flo
     for part in parts:
         torch.testing.assert_close(part["o"], wanted["o"], rtol=tolerance, atol=tolerance)
     for name, whole in wanted.items():
-        if name != "o":  # each rank has the part of its own tokens
+        if name != "o":  # each rank has the gradients from its tokens
             error = (sum(part[name] for part in parts) - whole).norm()
             assert error <= tolerance * max(whole.norm(), 1e-3), name
 

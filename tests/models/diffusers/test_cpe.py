@@ -1,6 +1,6 @@
-"""`cpe`: the hidden states of a converted attention plus a depthwise convolution of their own, in every host.
+"""Option `cpe` in every host: a depthwise convolution of the hidden states before attention.
 
-The yardstick is the same model without it, before whose attention layers a hook adds the convolution.
+The reference is the same model without it, with a hook that adds the convolution before each attention layer.
 """
 
 import copy
@@ -31,7 +31,7 @@ def with_hooks(model):
         part, site.mixer.cpe = site.mixer.cpe, None
 
         def before(site, args, kwargs, part=part):
-            apart = kwargs.get("encoder_hidden_states") is not None  # Flux: text in a tensor of its own
+            apart = kwargs.get("encoder_hidden_states") is not None  # Flux: text in a separate tensor
             prefix = 0 if apart else site.prefix
             if args:
                 return (by_hand(part, args[0], site.grid, prefix), *args[1:]), kwargs

@@ -1,4 +1,4 @@
-"""`zoo.convert` on diffusers models: what is swapped, what is kept, what is said."""
+"""`zoo.convert` on diffusers models: converted layers, weights, reports and errors."""
 
 import pytest
 import torch
@@ -166,7 +166,7 @@ def test_checkpointing_survives_conversion():
 
 
 def test_ltx_with_coordinates_of_each_token_has_no_grid():
-    """They are what frames, height and width stand for; a mixer that needs the grid says so."""
+    """The grid follows from num_frames, height and width; without them, mixers that need it raise an error."""
     arguments = inputs("ltx")
     sizes = [arguments.pop(key) for key in ("num_frames", "height", "width")]
     places = torch.cartesian_prod(*(torch.arange(n) for n in sizes)).T.float()  # [3, N]

@@ -52,7 +52,7 @@ def test_half_precision(name, dtype):
 
 @pytest.mark.parametrize("mixer", ["ahla", "hla2", "poly"])
 def test_gradients_of_bfloat16_weights(mixer):
-    """No farther from those of float32 than twice what the softmax model loses."""
+    """The error against float32 is at most twice the error of the softmax model."""
     lost = []
     for model in (host("dit"), converted("dit", mixer, gate=True)):
         grads = []

@@ -15,7 +15,7 @@ def test_softmax_is_the_host(name, dtype):
     model, wanted = host(name).to(dtype), host(name).to(dtype)
     report = zoo.convert(model, "softmax")
     assert report.swapped and report.added == 0
-    if name.startswith("sana"):  # its own attention is linear: the softmax form is that of its cross-attention
+    if name.startswith("sana"):  # its self-attention is linear: use the softmax processor of its cross-attention
         for block in wanted.transformer_blocks:
             block.attn1.set_processor(SanaAttnProcessor2_0())
     floats = {k: v.to(dtype) for k, v in inputs(name).items() if isinstance(v, torch.Tensor) and v.is_floating_point()}

@@ -1,4 +1,4 @@
-"""Uses of diffusers' own test suites: dynamic compilation, whole graphs, processors, maps of devices, given grids."""
+"""Uses from diffusers' test suites: dynamic compilation, full graphs, processors, device maps."""
 
 import diffusers
 import pytest

@@ -1,4 +1,4 @@
-"""Joint attention with a linear image part: the algebra against softmax, and the estimate of the image's mass."""
+"""Joint attention with a linear image part: algebra against softmax, and the partition function."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A new family is one file and one row: the example of docs/howto/new_family.md, added to a copy of the package."""
+"""A new family is one file and one row: the example of docs/howto/new_family.md in a copy of zoo."""
 
 from pathlib import Path
 

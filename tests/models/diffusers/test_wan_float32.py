@@ -1,5 +1,7 @@
-"""What a converted self-attention of Wan in bfloat16 forms in float32: of the size of its tokens, nothing. Fake tensors
-on a CUDA device that need no GPU; `test_diffusers_gpu.py` watches a real backward, and autocast."""
+"""A converted self-attention of Wan in bfloat16 creates no float32 tensor of the size of its tokens.
+
+Uses fake CUDA tensors, which need no GPU; `test_diffusers_gpu.py` checks a real backward pass and autocast.
+"""
 
 import math
 from collections import Counter

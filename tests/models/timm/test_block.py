@@ -1,5 +1,7 @@
-"""A whole converted block under torch's machinery: compile and export with any number of tokens, checkpointing,
-autocast, CUDA graphs; and around the attention: the packed operator reads the projection, nothing is copied."""
+"""A converted block under torch.compile, torch.export, checkpointing, autocast and CUDA graphs.
+
+The packed operator reads the projection, and nothing is copied around the attention.
+"""
 
 import pytest
 import torch
@@ -165,7 +167,7 @@ def test_graphs_of_the_compiler(mixer):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: only there kernels have names")
 @pytest.mark.parametrize("mixer", ["la", "hla2", "ahla", "hla3", "poly", "inline", "taylor2"])
 def test_attention_runs_our_kernels_only(mixer):
-    """Between the projections, forward and backward: Triton forms, and no cast, copy or transpose beside them."""
+    """Between the projections, forward and backward run Triton forms only: no cast, copy or transpose."""
     options = {"feature_map": "identity", "normalize": False}
     mixer = make_block(mixer, "cuda", **options).attn.mixer
     qkv = torch.randn(2, 197, 3, 2, WIDTH // 2, device="cuda", dtype=torch.bfloat16, requires_grad=True)

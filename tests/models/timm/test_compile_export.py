@@ -1,4 +1,4 @@
-"""torch.compile without graph breaks, torch.export, autocast: whole models; and what a converted block computes."""
+"""Full models under torch.compile without graph breaks, torch.export and autocast."""
 
 from collections import Counter
 
@@ -68,7 +68,7 @@ def operations(model, blocks, **inputs):
 
 @pytest.mark.parametrize("mixer", ["la", "ahla", "hla2"])
 def test_a_converted_block_adds_its_operator_and_nothing_else(mixer):
-    """No cast, copy, transpose or feature map beside those that the softmax block has too."""
+    """No cast, copy, transpose or feature map that the softmax block does not have."""
     vit = {"blocks": "blocks", "x": image()}
     host = operations(tiny("vit_tiny_patch16_224"), **vit)
     elu1 = {"feature_map": "elu1"}

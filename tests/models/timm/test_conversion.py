@@ -1,4 +1,4 @@
-"""`zoo.convert`: what is swapped, what is kept, what is said, and what is refused."""
+"""`zoo.convert` on timm models: converted layers, weights, reports and errors."""
 
 import copy
 import itertools
@@ -43,8 +43,8 @@ def test_every_weight_is_inherited_by_identity(name, mixer):
 
 
 def of_bfloat16(model) -> list[float]:
-    """Relative errors of output, gradients of the host's weights and those of the mixers of a step in bfloat16 weights
-    without autocast, against the same numbers in float32."""
+    """Return relative errors of the output and of the gradients of host and mixer weights in a step with bfloat16
+    weights without autocast, against float32."""
     exact, found = (one_step(model.bfloat16().to(dtype), dtype) for dtype in (torch.float32, torch.bfloat16))
     return [float((f - e).norm() / e.norm()) if len(e) else 0.0 for f, e in zip(found, exact, strict=True)]
 
@@ -61,8 +61,8 @@ def one_step(model, dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_a_training_step_in_bfloat16_weights(mixer):
-    """As exact as that of the host: learned coefficients, gains and norms lose no more than its own weights. A power p
-    makes a relative error of q and k p times as large."""
+    """Gradients of coefficients, gains and norms are as accurate as those in the host. A power p multiplies relative
+    errors of q and k by p."""
     host_errors = of_bfloat16(stirred())
     limits = [host_errors[0], host_errors[1], host_errors[1]]
     defaults = CLASSES[mixer].defaults

@@ -1,7 +1,7 @@
-"""On a GPU in bfloat16: softmax bit for bit, every mixer as exact as softmax is, whole models compiled by inductor.
+"""timm models on a GPU in bfloat16: bitwise softmax, accuracy of every mixer, compiled models.
 
-Run with `pytest -m gpu tests/models/timm/test_gpu.py`. The yardstick is what bfloat16 costs the softmax host itself:
-relative errors of the output tokens and of the attention gradients, on the GPU against float32 on the CPU, with the
+Run with `pytest -m gpu tests/models/timm/test_gpu.py`. Errors are compared with the error that bfloat16 causes in the
+softmax host: relative errors of output tokens and attention gradients, on the GPU against float32 on the CPU, with the
 same weights and images.
 """
 

@@ -1,4 +1,4 @@
-"""Where the tokens lie: each site has the right grid, however a model is sized, copied, checkpointed or replicated."""
+"""Token grids of all layers when a model is resized, copied, checkpointed or replicated."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Checkpoints: softmax weights load strictly by every route of timm, ours round-trip, another mixer's are refused."""
+"""Checkpoints: softmax weights load strictly in timm, ours round-trip, other mixers raise errors."""
 
 import json
 import warnings

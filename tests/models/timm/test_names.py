@@ -1,4 +1,4 @@
-"""Registered names: they are in timm's registry, have the base model's shapes and transform, and take its keywords."""
+"""Registered names: timm's registry, shapes and transform of the base model, keywords."""
 
 import pickle
 import warnings

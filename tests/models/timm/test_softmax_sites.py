@@ -1,4 +1,4 @@
-"""A softmax mixer in every layer reproduces the host bit for bit: outputs and gradients, every supported family."""
+"""Softmax as a mixer reproduces outputs and gradients of every supported family bit for bit."""
 
 import copy
 

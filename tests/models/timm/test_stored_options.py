@@ -1,4 +1,4 @@
-"""All options of mixers are stored with a model: a default may change, and another option does not go unseen."""
+"""All options of mixers are stored with a model, so that defaults may change."""
 
 import dataclasses
 import json

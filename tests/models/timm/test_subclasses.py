@@ -1,4 +1,4 @@
-"""Subclasses of timm's models and blocks: what is their own stays, and what would lead mixers astray is refused."""
+"""Subclasses of timm's models and blocks: additions are kept, other token layouts raise errors."""
 
 import copy
 import io
