@@ -39,8 +39,8 @@ LAYERS = (  # of zoo, lowest first: a package may import those of the lines abov
 
 PLAIN_ENGLISH = (  # folders and files whose language is checked; to be extended as others are rewritten
     *("zoo/mixers", "zoo/models", "zoo/conversion", "tools", "zoo/__init__.py", "zoo/errors.py", "zoo/grid.py"),
-    *("kernels/hla_kernels/api", "tests/mixers", "tests/models", "tests/conversion", "tests/benchmarks", "tests/helpers"),
-    *("zoo/plotting.py", "zoo/precision.py", "zoo/ranges.py", "zoo/timer.py"),
+    *("zoo/plotting.py", "zoo/precision.py", "zoo/ranges.py", "zoo/timer.py", "kernels/hla_kernels/api"),
+    *("tests/mixers", "tests/models", "tests/conversion", "tests/benchmarks", "tests/helpers"),
 )
 MEASURED = "operations|multiplications|parameters|numbers?|bytes|images|samples|seconds|ms|frames|pixels|weights|gates?"
 UNITS = "head|token|step|image|sample|GPU|layer|channel|second|side|process|row|axis|block|query|class|video|device"
