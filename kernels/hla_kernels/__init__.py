@@ -6,7 +6,7 @@
 Operators: `api` (signature, options), `api.packed` (qkv in one tensor), `api.blocks` (blocks of a grid),
 `api.taylor` (Taylor expansion of softmax), `api.multipole` (exact near field, expansion around block means),
 `api.adaptive` (exact key tiles chosen by error), `api.delta` (delta rules). Symbols and equations: `hla`, `blockmix`,
-`softmax.taylor`, `softmax.multipole`, `delta`. Depends on torch only.
+`softmax.taylor`, `softmax.multipole`, `delta_rule`. Depends on torch only.
 """
 
 from .api import ahla, hla2, hla3, linear_attention, polynomial, softmax_attention
@@ -25,8 +25,8 @@ from .api.packed import (
 from .api.taylor import taylor2, taylor2_qkvpacked
 from .blockmix import flops as _block_flops  # noqa: F401  registers the formulas
 from .blockmix.streaming import BlockState
-from .delta import rules as delta_rules
-from .delta.state import DeltaState, merge_delta
+from .delta_rule import rules as delta_rules
+from .delta_rule.state import DeltaState, merge_delta
 from .features import FEATURE_MAPS
 from .hla import flops as _flops  # noqa: F401  registers the formulas
 from .hla.fused.plan import set_batch_invariant

@@ -6,7 +6,10 @@ import torch
 
 from zoo.mixers import MIXERS, Context, build_mixer
 
-OWN_TESTS = ("softmax", "mhla", "mhla2", "taylor2", "multipole", "mala", "rala", "inline", "mesa", "resolvent")
+DELTA = ("hdla", "gdn", "deltanet", "gla", "mamba2", "retnet")
+OWN_TESTS = (
+    *("softmax", "mhla", "mhla2", "taylor2", "multipole", "mala", "rala", "inline", "mesa", "resolvent"), *DELTA,
+)  # fmt: skip
 LINEAR = [name for name in MIXERS if name not in OWN_TESTS]
 DIM, HEADS, HEAD_DIM, GRID, PREFIX = 24, 3, 8, (4, 5), 1
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from zoo.mixers.base import LinearMixer
 from zoo.mixers.context import Context, LayerSpec
+from zoo.mixers.delta import GLA, HDLA, DeltaNet, GatedDeltaNet, Mamba2, RetNet
 from zoo.mixers.hla import AHLA, HLA2, HLA3, LinearAttention
 from zoo.mixers.inline import InLine
 from zoo.mixers.mala import Mala
@@ -37,6 +38,12 @@ MIXERS: dict[str, type[Mixer]] = {
     "inline": InLine,
     "mesa": Mesa,
     "resolvent": Resolvent,
+    "hdla": HDLA,
+    "gdn": GatedDeltaNet,
+    "deltanet": DeltaNet,
+    "gla": GLA,
+    "mamba2": Mamba2,
+    "retnet": RetNet,
     "taylor2": Taylor2,
     "multipole": Multipole,
 }

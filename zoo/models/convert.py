@@ -182,10 +182,10 @@ def _plan(
     given = {"grid_dims": backbone.grid_dims(model), **options}
     configs = {mixer: MixerConfig.parse(mixer, given) for mixer in set(chosen.values())}
     swaps, rows = [], []
-    for name, attn in found.items():
+    for index, (name, attn) in enumerate(found.items()):
         old, inherited = backbone.current_mixer(model, attn), _count(attn)
         if name in chosen:
-            mixer = configs[chosen[name]].build(backbone.layer_spec(model, attn))
+            mixer = configs[chosen[name]].build(backbone.layer_spec(model, attn)._replace(layer_index=index))
             backbone.check_options(model, attn, mixer.config)
             swaps.append(Swap(attn, mixer))
             added = sum(p.numel() for p in mixer.parameters())

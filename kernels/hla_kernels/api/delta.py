@@ -1,6 +1,6 @@
 """Public operator of the delta-rule family.
 
-The equation is in `delta/__init__.py`, the members of the family in `delta/rules.py`.
+The equation is in `delta_rule/__init__.py`, the members of the family in `delta_rule/rules.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..checks import check_name, check_unknown, named
-from ..delta.call import prepare
-from ..delta.operator import delta_op, evaluate
-from ..delta.state import DeltaState
+from ..delta_rule.call import prepare
+from ..delta_rule.operator import delta_op, evaluate
+from ..delta_rule.state import DeltaState
 from ..dispatch.autograd import refuse_forward_mode
 from ..options import plain_precision
 

@@ -30,6 +30,7 @@ class Attention(AttentionSite):
         `multipole`, which choose their blocks for it, and by the options `depthwise`, `lepe` and `cpe`. For inputs of
         another size, set `attention.grid` before the call.
     prefix: number of tokens before the patches (class and register tokens).
+    layer_index: number of the layer in its network, from 0; mixers that scan the grid change direction with it.
     options: further arguments of `timm.layers.Attention` (`qkv_bias`, `qk_norm`, `proj_drop`, ...) and options of the
         mixer (`zoo.mixers.MixerOptions`).
 
@@ -46,6 +47,7 @@ class Attention(AttentionSite):
         mixer: str = "la",
         grid: Grid | None = None,
         prefix: int = 0,
+        layer_index: int = 0,
         **options,
     ) -> None:
         config = MixerConfig.parse(mixer, {k: v for k, v in options.items() if k not in ARGUMENTS})
@@ -57,7 +59,7 @@ class Attention(AttentionSite):
             raise ValueError(f"the mixer {mixer!r} needs the grid of the patch tokens, such as grid=(14, 14)")
         refuse_dropout(self.attn_drop.p, mixer)
         self.grid, self.prefix = None if grid is None else tuple(grid), prefix
-        self.install(config.build(layer_spec(self, self.grid, prefix)))
+        self.install(config.build(layer_spec(self, self.grid, prefix)._replace(layer_index=layer_index)))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args) -> None:
         match_checkpoint(self, state_dict, prefix)

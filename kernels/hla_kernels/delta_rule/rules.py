@@ -6,10 +6,20 @@ given as logarithms, at most 0: per channel log_f [B, N, H, D], or one number pe
 
 from __future__ import annotations
 
+from typing import NotRequired, TypedDict
+
 import torch
 from torch import Tensor
 
-Arguments = dict[str, Tensor]
+
+class Arguments(TypedDict):
+    """Keyword arguments of `hla_kernels.delta`."""
+
+    k: Tensor
+    v: Tensor
+    log_f: NotRequired[Tensor]
+    a: NotRequired[Tensor]
+    b: NotRequired[Tensor]
 
 
 def hdla(k: Tensor, v: Tensor, log_f: Tensor, beta: Tensor) -> Arguments:

@@ -1,0 +1,301 @@
+"""Delta-rule mixers: causal linear attention along scans of the token grid, with states that forget and overwrite."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hla_kernels import delta, delta_rules
+from hla_kernels.delta_rule.rules import Arguments
+from zoo.errors import unknown_name
+from zoo.mixers.context import Context, LayerSpec
+from zoo.mixers.layers import HeadRMSNorm, OutputGate
+from zoo.mixers.options import LocalOptions
+from zoo.mixers.protocol import Mixer
+from zoo.mixers.scans import SCANS, Order, directions
+
+MAX_BETA = 2.0  # of `hdla`, which reflects the state along the key there; the others overwrite it at 1
+GLA_TEMPERATURE = 16.0  # GLA, arXiv 2312.06635, section 4.4
+
+
+@dataclass(frozen=True)
+class DeltaOptions(LocalOptions):
+    """Options of the delta-rule mixers. Raises ValueError for a value that is not allowed.
+
+    scan: order of the tokens: "raster"; "alternate" changes the direction from layer to layer (forward, backward, by
+      columns, backward by columns); "heads" gives each quarter of the heads one of these; "both" adds the forward and
+      the backward pass, at twice the cost
+    activation: applied to q, k and v, "silu" or "identity"
+    """
+
+    depthwise: str = "qkv"
+    scan: str = "alternate"
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        if self.scan not in SCANS:
+            raise unknown_name("scan", self.scan, SCANS)
+        if self.activation not in ("silu", "identity"):
+            raise unknown_name("activation", self.activation, ("silu", "identity"))
+        super().__post_init__()
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees the tokens before it only."""
+        return self.scan == "raster"
+
+    @property
+    def needs_grid(self) -> bool:
+        return super().needs_grid or self.scan in ("alternate", "heads")
+
+
+class DeltaMixer(Mixer):
+    """S_t = (D_t - A_t B_t') S_{t-1} + k_t v_t', o_t = scale S_t' q_t along a scan of the tokens (`hla_kernels.delta`).
+
+    q, k and v pass a depthwise convolution over the grid (zero-initialised) and the activation, keys are divided by
+    their length, the output passes a norm per head and a gate. A scan reads text tokens first, then the patches in its
+    order, then class and register tokens. A subclass computes the numbers of its rule from the hidden states in
+    `arguments`.
+
+    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; about 6 N D^2 operations per head for a rank of 0, twice
+    that for each rank. Padded tokens change nothing. Options: `DeltaOptions`.
+    """
+
+    defaults: ClassVar[DeltaOptions] = DeltaOptions()
+    unit_keys: ClassVar[bool] = True
+    options: DeltaOptions
+
+    def __init__(self, layer: LayerSpec, options: DeltaOptions) -> None:
+        super().__init__(layer, options)
+        self.layer_index = layer.layer_index
+        self.norm = HeadRMSNorm(layer.num_heads, layer.head_dim, **layer.placement)
+        self.gate = OutputGate(layer.dim, layer.num_heads * layer.head_dim, **layer.placement)
+        self.build(layer)
+        self.reset_parameters()
+
+    def build(self, layer: LayerSpec) -> None:
+        """Make the parameters of the rule."""
+
+    def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
+        """The arguments of `hla_kernels.delta` beside q, for hidden states x [B, N, C] and k, v [B, N, H, D]."""
+        raise NotImplementedError
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+        self.check(q.shape[1], ctx)
+        q, k, values = self._activated(q, k, v, ctx)
+        given = self._masked(self.arguments(ctx.x, k, values), ctx.key_padding_mask)
+        o = self._scanned(q * self.scale, given, ctx)
+        assert self.norm is not None and self.gate is not None
+        o = self.gate(self.norm(o), ctx.x)
+        if ctx.key_padding_mask is not None:
+            o = o.where(ctx.key_padding_mask[:, :, None, None], 0)
+        return self.with_lepe(o, v, ctx)
+
+    def _activated(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.convolved(q, k, v, ctx)
+        if self.options.activation == "silu":
+            q, k, v = F.silu(q), F.silu(k), F.silu(v)
+        if self.unit_keys:
+            k = F.normalize(k, dim=-1)
+        if ctx.rotate is not None:
+            q, k = ctx.rotate(q), ctx.rotate(k)
+        groups = q.shape[2] // k.shape[2]
+        return q, k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+
+    def _masked(self, given: Arguments, mask: Tensor | None) -> Arguments:
+        """Arguments with which padded tokens write, erase and forget nothing."""
+        if mask is None:
+            return given
+        return _each(
+            given, lambda x: x.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0) if x.dim() > 1 else x
+        )
+
+    def _scanned(self, q: Tensor, given: Arguments, ctx: Context) -> Tensor:
+        """The operator along the directions of `scan`, [B, N, H, D]."""
+        if self.options.scan == "both":
+            forward, backward = directions(ctx, q.shape[1], q.device)[:2]
+            own = (q.unsqueeze(-2) * given["k"].view(*q.shape[:3], -1, q.shape[3])).sum(-1, keepdim=True)
+            own = (own * given["v"].view(*q.shape[:3], -1, given["v"].shape[-1])).sum(-2)
+            return self._along(forward, q, given) + self._along(backward, q, given) - own
+        if self.options.scan == "heads":
+            parts = directions(ctx, q.shape[1], q.device)
+            heads = torch.arange(self.num_heads, device=q.device).tensor_split(len(parts))
+            outs = [
+                self._along(order, q[:, :, h], _each(given, partial(_of_heads, heads=h)))
+                for order, h in zip(parts, heads, strict=True)
+                if len(h)
+            ]
+            return torch.cat(outs, 2)
+        number = 0 if self.options.scan == "raster" else self.layer_index % 4
+        return self._along(directions(ctx, q.shape[1], q.device)[number], q, given)
+
+    def _along(self, order: Order, q: Tensor, given: Arguments) -> Tensor:
+        o = delta(order.there(q), **_each(given, lambda x: order.there(x) if x.dim() > 1 else x))
+        assert isinstance(o, Tensor)
+        return order.back(o)
+
+
+def _each(given: Arguments, change: Callable[[Tensor], Tensor]) -> Arguments:
+    """Every argument changed."""
+    return cast(Arguments, {name: change(cast(Tensor, x)) for name, x in given.items()})
+
+
+def _of_heads(x: Tensor, heads: Tensor) -> Tensor:
+    """Some heads of an argument [H] or [B, N, H, ..]."""
+    return x[heads] if x.dim() == 1 else x[:, :, heads]
+
+
+class RetNet(DeltaMixer):
+    """RetNet S_t = gamma S_{t-1} + k_t v_t' with a fixed decay per head (arXiv 2307.08621, Eq. 8).
+
+    gamma = 1 - 2^(-5 - 8 h / H) for head h of H.
+
+    `DeltaMixer` has the shapes, options and errors.
+    """
+
+    name = "retnet"
+    unit_keys = False
+
+    def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
+        h = torch.arange(self.num_heads, device=k.device, dtype=torch.float64)
+        return delta_rules.gla(k, v, torch.log1p(-torch.exp2(-5 - 8 * h / self.num_heads)))
+
+
+class GLA(DeltaMixer):
+    """Gated linear attention S_t = diag(f_t) S_{t-1} + k_t v_t' (arXiv 2312.06635, Eq. 3).
+
+    f_t = sigmoid(W2 W1 x_t + b)^(1/16) per channel. `DeltaMixer` has the shapes, options and errors.
+    """
+
+    name = "gla"
+    unit_keys = False
+
+    def build(self, layer: LayerSpec) -> None:
+        self.forget = ChannelDecay(layer)
+
+    def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
+        return delta_rules.gla(k, v, self.forget(x) / GLA_TEMPERATURE)
+
+
+class Mamba2(DeltaMixer):
+    """Mamba-2 S_t = exp(-a dt_t) S_{t-1} + dt_t k_t v_t', dt_t = softplus(w.x_t + b) (arXiv 2405.21060, section 5).
+
+    a > 0 is learned per head. `DeltaMixer` has the shapes, options and errors.
+    """
+
+    name = "mamba2"
+    unit_keys = False
+
+    def build(self, layer: LayerSpec) -> None:
+        self.step = HeadDecay(layer)
+
+    def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
+        dt, log_f = self.step(x)
+        return delta_rules.gla(k * dt.unsqueeze(-1).to(k.dtype), v, log_f)
+
+
+class DeltaNet(DeltaMixer):
+    """DeltaNet S_t = (I - beta_t k_t k_t') S_{t-1} + beta_t k_t v_t', beta_t = sigmoid(w.x_t) (arXiv 2406.06484).
+
+    The value that the state has for a key of length 1 moves towards v_t. `DeltaMixer` has the shapes, options and
+    errors.
+    """
+
+    name = "deltanet"
+
+    def build(self, layer: LayerSpec) -> None:
+        self.beta = nn.Linear(layer.dim, layer.num_heads, **layer.placement)
+
+    def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
+        return delta_rules.delta_net(k, v, self.beta(x).sigmoid())
+
+
+class GatedDeltaNet(DeltaMixer):
+    """Gated DeltaNet S_t = f_t (I - beta_t k_t k_t') S_{t-1} + beta_t k_t v_t' (arXiv 2412.06464, Eq. 10).
+
+    f_t = exp(-a softplus(w.x_t + b)) per head as in `mamba2`, beta_t as in `deltanet`. `DeltaMixer` has the shapes,
+    options and errors.
+    """
+
+    name = "gdn"
+
+    def build(self, layer: LayerSpec) -> None:
+        self.beta = nn.Linear(layer.dim, layer.num_heads, **layer.placement)
+        self.step = HeadDecay(layer)
+
+    def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
+        return delta_rules.gated_delta_net(k, v, self.step(x)[1].to(k.dtype), self.beta(x).sigmoid())
+
+
+class HDLA(DeltaMixer):
+    """HDLA S_t = (I - beta_t k_t k_t') diag(f_t) (I - beta_t k_t k_t') S_{t-1} + k_t v_t'.
+
+    Householder-diagonalised linear attention: f_t = sigmoid(W2 W1 x_t + b) per channel, beta_t = 2 sigmoid(w.x_t).
+    The transition is D_t - A_t B_t' of rank 2. `DeltaMixer` has the shapes, options and errors.
+    """
+
+    name = "hdla"
+
+    def build(self, layer: LayerSpec) -> None:
+        self.beta = nn.Linear(layer.dim, layer.num_heads, **layer.placement)
+        self.forget = ChannelDecay(layer)
+
+    def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
+        return delta_rules.hdla(k, v, self.forget(x).to(k.dtype), MAX_BETA * self.beta(x).sigmoid())
+
+
+class ChannelDecay(nn.Module):
+    """log f = logsigmoid(W2 W1 x + b) per channel: [B, N, C] -> [B, N, H, D] in at least float32; W1 [D, C].
+
+    f starts near 0.99 (W2 = 0, b = log 99), so that tokens far back count from the start.
+    """
+
+    def __init__(self, layer: LayerSpec) -> None:
+        width, dd = layer.head_dim, layer.placement
+        super().__init__()
+        self.down = nn.Linear(layer.dim, width, bias=False, **dd)
+        self.up = nn.Linear(width, layer.num_heads * width, **dd)
+        self.heads = layer.num_heads
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.up.weight)
+        nn.init.constant_(self.up.bias, math.log(99))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(self.down(x)).unflatten(-1, (self.heads, -1))
+        return F.logsigmoid(y.to(torch.promote_types(y.dtype, torch.float32)))
+
+
+class HeadDecay(nn.Linear):
+    """(dt, log f) = (softplus(w.x + b), -a dt) per head: [B, N, C] -> two [B, N, H] in at least float32.
+
+    Initially dt runs from 0.001 to 0.1 over the heads and a from 1 to 16, as in Mamba-2.
+    """
+
+    def __init__(self, layer: LayerSpec) -> None:
+        self.log_rate: nn.Parameter | None = None
+        super().__init__(layer.dim, layer.num_heads, **layer.placement)
+        self.log_rate = nn.Parameter(torch.empty(layer.num_heads, **layer.placement))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        if self.log_rate is None:
+            return
+        place = torch.linspace(0, 1, self.out_features, dtype=torch.float64)
+        dt = torch.exp(math.log(0.001) + place * math.log(100))
+        with torch.no_grad():
+            self.bias.copy_(dt.expm1().log())
+            self.log_rate.copy_((1 + 15 * place.flip(0)).log())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        assert self.log_rate is not None
+        y = super().forward(x)
+        dt = F.softplus(y.to(torch.promote_types(y.dtype, torch.float32)))
+        return dt, -self.log_rate.to(dt.dtype).exp() * dt
