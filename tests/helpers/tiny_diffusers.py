@@ -155,7 +155,7 @@ def _host(name: str) -> Any:
 def blocks_for(name: str, mixer: str) -> dict[str, Any]:
     """Options of a mixer of blocks where the model does not say what grid it is for, which is a large one then."""
     blocks = {"wan": [1, 2, 2], "wan-i2v": [1, 2, 2], "ltx": [1, 2, 2], "flux": [2, 2]}
-    return {"blocks": blocks[name]} if MIXERS[mixer].defaults.needs_grid and name in blocks else {}
+    return {"blocks": blocks[name]} if hasattr(MIXERS[mixer].defaults, "blocks") and name in blocks else {}
 
 
 def host(name: str) -> Any:

@@ -30,7 +30,9 @@ def tokens(n=6, heads=HEADS, prefix=0, suffix=0, seed=0):
 def rule(name, mixer, x, k):
     """(f [B, N, H, D or 1], beta, factor of the written value, [B, N, H, 1] each) from the hidden states."""
     ones = torch.ones(*k.shape[:3], 1, dtype=k.dtype)
-    beta = mixer.beta(x).sigmoid().unsqueeze(-1) if hasattr(mixer, "beta") else 0 * ones
+    beta = 0 * ones
+    if hasattr(mixer, "beta"):
+        beta = torch.sigmoid(x @ mixer.beta.weight.T + mixer.beta.bias).unsqueeze(-1)
     if name == "retnet":
         return (1 - 2.0 ** (-5 - 8 * torch.arange(HEADS, dtype=torch.float64) / HEADS))[:, None] * ones, beta, ones
     if name in ("gla", "hdla"):

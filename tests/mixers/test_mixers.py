@@ -201,9 +201,9 @@ def test_ridge_adds_lambda_to_the_key_moment():
 
 @pytest.mark.parametrize("name", list(MIXERS))
 def test_reset_parameters_restores_a_model_built_on_meta(name):
-    options = {"depthwise": "v", "lepe": 3}
-    options |= {} if name == "softmax" else {"gate": True, "post_norm": True}
-    options |= {"blocks": [2, 2], "prefix": PREFIX} if MIXERS[name].defaults.needs_grid else {}
+    wanted = {"depthwise": "v", "lepe": 3, "gate": True, "post_norm": True, "blocks": [2, 2]}
+    options = {key: value for key, value in wanted.items() if hasattr(MIXERS[name].defaults, key)}
+    options |= {"prefix": PREFIX} if "blocks" in options else {}
     mixer = build_mixer(name, DIM, HEADS, HEAD_DIM, device="meta", dtype=torch.float64, **options).to_empty(
         device="cpu"
     )

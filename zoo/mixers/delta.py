@@ -209,10 +209,10 @@ class DeltaNet(DeltaMixer):
     name = "deltanet"
 
     def build(self, layer: LayerSpec) -> None:
-        self.beta = nn.Linear(layer.dim, layer.num_heads, **layer.placement)
+        self.beta = HeadBeta(layer)
 
     def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
-        return delta_rules.delta_net(k, v, self.beta(x).sigmoid())
+        return delta_rules.delta_net(k, v, self.beta(x))
 
 
 class GatedDeltaNet(DeltaMixer):
@@ -225,11 +225,11 @@ class GatedDeltaNet(DeltaMixer):
     name = "gdn"
 
     def build(self, layer: LayerSpec) -> None:
-        self.beta = nn.Linear(layer.dim, layer.num_heads, **layer.placement)
+        self.beta = HeadBeta(layer)
         self.step = HeadDecay(layer)
 
     def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
-        return delta_rules.gated_delta_net(k, v, self.step(x)[1].to(k.dtype), self.beta(x).sigmoid())
+        return delta_rules.gated_delta_net(k, v, self.step(x)[1].to(k.dtype), self.beta(x))
 
 
 class HDLA(DeltaMixer):
@@ -242,34 +242,50 @@ class HDLA(DeltaMixer):
     name = "hdla"
 
     def build(self, layer: LayerSpec) -> None:
-        self.beta = nn.Linear(layer.dim, layer.num_heads, **layer.placement)
+        self.beta = HeadBeta(layer)
         self.forget = ChannelDecay(layer)
 
     def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
-        return delta_rules.hdla(k, v, self.forget(x).to(k.dtype), MAX_BETA * self.beta(x).sigmoid())
+        return delta_rules.hdla(k, v, self.forget(x).to(k.dtype), MAX_BETA * self.beta(x))
+
+
+class HeadBeta(nn.Linear):
+    """beta = sigmoid(w.x + b) per head, [B, N, C] -> [B, N, H]; 1/2 at initialisation."""
+
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__(layer.dim, layer.num_heads, **layer.placement)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sigmoid()
 
 
 class ChannelDecay(nn.Module):
     """log f = logsigmoid(W2 W1 x + b) per channel: [B, N, C] -> [B, N, H, D] in at least float32; W1 [D, C].
 
-    f starts near 0.99 (W2 = 0, b = log 99), so that tokens far back count from the start.
+    f starts at 0.99 (`NearOne`), so that tokens far back count from the start.
     """
 
     def __init__(self, layer: LayerSpec) -> None:
-        width, dd = layer.head_dim, layer.placement
         super().__init__()
-        self.down = nn.Linear(layer.dim, width, bias=False, **dd)
-        self.up = nn.Linear(width, layer.num_heads * width, **dd)
+        self.down = nn.Linear(layer.dim, layer.head_dim, bias=False, **layer.placement)
+        self.up = NearOne(layer.head_dim, layer.num_heads * layer.head_dim, **layer.placement)
         self.heads = layer.num_heads
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.up.weight)
-        nn.init.constant_(self.up.bias, math.log(99))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(self.down(x)).unflatten(-1, (self.heads, -1))
         return F.logsigmoid(y.to(torch.promote_types(y.dtype, torch.float32)))
+
+
+class NearOne(nn.Linear):
+    """Linear layer whose output is log 99 at initialisation, of which the sigmoid is 0.99."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, math.log(99))
 
 
 class HeadDecay(nn.Linear):
