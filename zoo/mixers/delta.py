@@ -31,17 +31,24 @@ class DeltaOptions(LocalOptions):
       columns, backward by columns); "heads" gives each quarter of the heads one of these; "both" adds the forward and
       the backward pass, at twice the cost
     activation: applied to q, k and v, "silu" or "identity"
+    post_norm: RMSNorm per head after the mixer
+    gate: multiply the output by a gate computed from the hidden states
     """
 
     depthwise: str = "qkv"
     scan: str = "alternate"
     activation: str = "silu"
+    post_norm: bool = True
+    gate: bool = True
 
     def __post_init__(self) -> None:
         if self.scan not in SCANS:
             raise unknown_name("scan", self.scan, SCANS)
         if self.activation not in ("silu", "identity"):
             raise unknown_name("activation", self.activation, ("silu", "identity"))
+        for name in ("post_norm", "gate"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         super().__post_init__()
 
     @property
@@ -73,8 +80,9 @@ class DeltaMixer(Mixer):
     def __init__(self, layer: LayerSpec, options: DeltaOptions) -> None:
         super().__init__(layer, options)
         self.layer_index = layer.layer_index
-        self.norm = HeadRMSNorm(layer.num_heads, layer.head_dim, **layer.placement)
-        self.gate = OutputGate(layer.dim, layer.num_heads * layer.head_dim, **layer.placement)
+        heads, width = layer.num_heads, layer.head_dim
+        self.norm = HeadRMSNorm(heads, width, **layer.placement) if options.post_norm else None
+        self.gate = OutputGate(layer.dim, heads * width, **layer.placement) if options.gate else None
         self.build(layer)
         self.reset_parameters()
 
@@ -90,8 +98,8 @@ class DeltaMixer(Mixer):
         q, k, values = self._activated(q, k, v, ctx)
         given = self._masked(self.arguments(ctx.x, k, values), ctx.key_padding_mask)
         o = self._scanned(q * self.scale, given, ctx)
-        assert self.norm is not None and self.gate is not None
-        o = self.gate(self.norm(o), ctx.x)
+        o = o if self.norm is None else self.norm(o)
+        o = o if self.gate is None else self.gate(o, ctx.x)
         if ctx.key_padding_mask is not None:
             o = o.where(ctx.key_padding_mask[:, :, None, None], 0)
         return self.with_lepe(o, v, ctx)
