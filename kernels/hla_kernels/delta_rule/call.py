@@ -70,9 +70,11 @@ def _decays(q: Tensor, log_f: Any) -> Tensor:
     dtype = compute_dtype(q.dtype)
     if log_f is None:
         return q.new_zeros((), dtype=dtype).expand(*q.shape[:3], 1)
-    shapes = {"[H]": q.shape[2:3], "[B, N, H]": q.shape[:3], "[B, N, H, D]": q.shape}
-    if not isinstance(log_f, Tensor) or log_f.shape not in shapes.values() or log_f.device != q.device:
-        allowed = ", ".join(f"{name} = {list(shape)}" for name, shape in shapes.items())
+    shapes = {1: q.shape[2:3], 3: q.shape[:3], 4: q.shape}  # by rank: sizes of others are not compared, or guarded
+    wanted = shapes.get(log_f.dim()) if isinstance(log_f, Tensor) else None
+    if wanted is None or log_f.shape != wanted or log_f.device != q.device:
+        names = ("[H]", "[B, N, H]", "[B, N, H, D]")
+        allowed = ", ".join(f"{name} = {list(shape)}" for name, shape in zip(names, shapes.values(), strict=True))
         got = tuple(log_f.shape) if isinstance(log_f, Tensor) else type(log_f).__name__
         raise ValueError(f"log_f must be a tensor {allowed} on the device of q, got {got}.")
     if log_f.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((log_f <= 0).all()):

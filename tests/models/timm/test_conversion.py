@@ -66,11 +66,12 @@ def test_a_training_step_in_bfloat16_weights(mixer):
     host_errors = of_bfloat16(stirred())
     limits = [host_errors[0], host_errors[1], host_errors[1]]
     defaults = CLASSES[mixer].defaults
-    powers = {"elu1": 2.0, "power": defaults.exponent} if defaults.feature_map == "power" else {"identity": 2.0}
+    feature_map = getattr(defaults, "feature_map", "silu")
+    powers = {"elu1": 2.0, "power": defaults.exponent} if feature_map == "power" else {feature_map: 2.0}
     for feature_map, factor in powers.items():
         model = stirred()
-        learned = {"depthwise": "v", "gate": True, "post_norm": True, "gains": True}
-        zoo.convert(model, mixer, feature_map=feature_map, **learned)
+        learned = {"depthwise": "v", "gate": True, "post_norm": True, "gains": True, "feature_map": feature_map}
+        zoo.convert(model, mixer, **{key: value for key, value in learned.items() if hasattr(defaults, key)})
         stir(model)
         found = of_bfloat16(model)
         assert all(x <= factor * limit for x, limit in zip(found, limits, strict=True)), (feature_map, found, limits)
