@@ -25,7 +25,7 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
     places = os.pathsep.join(filter(None, sys.path))
     words = [sys.executable, *map(str, command)]
     env = {**os.environ, "PYTHONPATH": places, **environment}
-    return subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT, timeout=1500)
+    return subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT)
 
 
 def check_interpreted(*command: object) -> None:

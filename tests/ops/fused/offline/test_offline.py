@@ -77,6 +77,7 @@ SPILT = {
 
 
 @pytest.mark.kernels
+@pytest.mark.timeout(0)  # with a new compiler it compiles for many minutes, and keeps what it has done
 @pytest.mark.parametrize("op", ORDERS)
 def test_no_spills(op, tmp_path):
     """Those of an operator in one process: to begin takes as long as to compile."""
