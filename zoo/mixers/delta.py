@@ -1,4 +1,4 @@
-"""Delta-rule mixers: causal linear attention along scans of the token grid, with states that forget and overwrite."""
+"""Delta-rule mixers: causal linear attention over scans of the grid, with a state that forgets."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from zoo.mixers.context import Context, LayerSpec
 from zoo.mixers.layers import HeadRMSNorm, OutputGate
 from zoo.mixers.options import LocalOptions
 from zoo.mixers.protocol import Mixer
-from zoo.mixers.scans import SCANS, Order, directions
+from zoo.mixers.scans import SCAN_ORDERS, Order, directions
 
 MAX_BETA = 2.0  # of `hdla`, which reflects the state along the key there; the others overwrite it at 1
 GLA_TEMPERATURE = 16.0  # GLA, arXiv 2312.06635, section 4.4
@@ -42,8 +42,8 @@ class DeltaOptions(LocalOptions):
     gate: bool = True
 
     def __post_init__(self) -> None:
-        if self.scan not in SCANS:
-            raise unknown_name("scan", self.scan, SCANS)
+        if self.scan not in SCAN_ORDERS:
+            raise unknown_name("scan", self.scan, SCAN_ORDERS)
         if self.activation not in ("silu", "identity"):
             raise unknown_name("activation", self.activation, ("silu", "identity"))
         for name in ("post_norm", "gate"):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zoo.mixers.context import Context
 
-SCANS = ("raster", "alternate", "heads", "both")
+SCAN_ORDERS = ("raster", "alternate", "heads", "both")
 
 
 class Order(NamedTuple):
