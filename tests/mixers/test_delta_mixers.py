@@ -1,4 +1,4 @@
-"""The delta-rule mixers against their recurrences token by token, and the orders in which they read a grid."""
+"""Delta-rule mixers against their recurrences, and the orders in which they read a grid."""
 
 import pytest
 import torch

@@ -90,7 +90,7 @@ class DeltaMixer(Mixer):
         """Make the parameters of the rule."""
 
     def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
-        """The arguments of `hla_kernels.delta` beside q, for hidden states x [B, N, C] and k, v [B, N, H, D]."""
+        """Arguments of `hla_kernels.delta` other than q, for hidden states x [B, N, C] and k, v [B, N, H, D]."""
         raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
