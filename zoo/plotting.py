@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,8 +31,13 @@ def save_figure(figure: "Figure", file: Path, dpi: int) -> None:
     pyplot().close(figure)
 
 
-def plain_axes(axes: "Axes") -> None:
-    """Set a light horizontal grid behind the data, and remove the top and right spines."""
-    axes.grid(alpha=0.3, axis="y")
+def plain_axes(axes: "Axes", axis: Literal["both", "x", "y"] = "both") -> None:
+    """Set a light grid behind the data, along one axis or both, and remove the top and right spines."""
+    axes.grid(alpha=0.3, axis=axis)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend_below(axes: "Axes", columns: int = 4) -> None:
+    """Put the legend under the label of the x axis, where it covers nothing."""
+    axes.legend(frameon=False, fontsize=8, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.2))

@@ -76,11 +76,11 @@ def test_the_picture_has_a_panel_for_each_experiment_and_counts_the_layers_kept(
     rows += [row("softmax", "control", 0, 61.0)]
     held_out = [each | {"data": "d, 9 held out", "experiment": "choices"} for each in rows]
     seen = []
-    monkeypatch.setattr(quality_plots, "plain_axes", seen.append)
+    monkeypatch.setattr(quality_plots, "plain_axes", lambda axes, _: seen.append(axes))
     quality_plots.draw_quality({"rows": rows + held_out}, tmp_path / "quality.png")
     assert Image.open(tmp_path / "quality.png").format == "PNG"
-    (kept,) = seen
+    kept = seen[-1]
     assert [list(line.get_ydata()) for line in kept.lines] == [[-6.0, -4.0, -2.0], [0, 0]]
     assert list(kept.lines[0].get_xdata()) == [0, 2, 3]
     panels = [axes.get_title() for axes in kept.figure.figure.get_axes()]
-    assert panels == ["e, from scratch", "e", "what keeping softmax layers gives"]
+    assert panels == ["e, from scratch", "e", "Softmax layers kept"]

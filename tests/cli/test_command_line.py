@@ -201,7 +201,7 @@ def test_demo_with_a_tiny_budget(tmp_path):
         if name not in classifiers:
             assert (row["samples"]["n"], row["reference"]["n"], row["extractor"]["dim"]) == (100, 797, 64)
     (tmp_path / "mine.txt").touch()
-    with pytest.raises(ValueError, match=r"something else than a demo"):
+    with pytest.raises(ValueError, match=r"files that are not from a demo"):
         demo.main([f"out={tmp_path}"])
     assert (tmp_path / "mine.txt").exists()
     assert (tmp_path / "demo" / "demo.png").stat().st_size > 30_000

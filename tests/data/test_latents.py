@@ -144,7 +144,7 @@ def test_a_run_on_latents_shows_decoded_pictures(classes, vae, tmp_path):
     run = DiffusionRun(tiny(tmp_path, data=data, sample={"every": 6, "count": 3}))
     run.train()
     assert load_transformer(tmp_path).config.num_embeds_ada_norm == 3
-    assert Image.open(tmp_path / "samples" / "step-00000006.png").size == (32, 32)
+    assert Image.open(tmp_path / "samples" / "step-00000006.png").size == (128, 128)
     about = json.loads((tmp_path / "input.json").read_text())
     assert about["space"] == "latents" and about["vae"] == str(vae) and about["scaling"] == 0.5
     model = diffusers.AutoencoderKL.from_pretrained(vae)

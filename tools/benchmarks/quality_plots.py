@@ -5,7 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from zoo.plotting import COLORS, plain_axes, pyplot, save_figure
+from zoo.plotting import COLORS, legend_below, plain_axes, pyplot, save_figure
+
+TITLES = {  # experiment -> what a reader calls it
+    "cifar10": "CIFAR-10, 64 tokens",
+    "cifar256": "CIFAR-10, 256 tokens",
+    "imagenette256": "Imagenette, 256 tokens",
+    "cifar256_convert": "CIFAR-10, 256 tokens, converted",
+    "cifar256_b128_convert": "CIFAR-10, 256 tokens, converted, batch 128",
+    "imagenette256_convert": "Imagenette, 256 tokens, converted",
+}
 
 
 def draw_quality(result: dict[str, Any], file: Path) -> None:
@@ -21,11 +30,11 @@ def draw_quality(result: dict[str, Any], file: Path) -> None:
     figure = plt.figure(figsize=(12, 3.3 * (1 + len(recipes))), layout="constrained")
     top, *others = figure.subfigures(1 + len(recipes), 1, squeeze=False)[:, 0]
     for axes, (name, mine) in zip(top.subplots(1, len(scratch), squeeze=False)[0], scratch.items(), strict=True):
-        _dots(axes, mine, f"{name}, from scratch")
+        _dots(axes, mine, f"{TITLES.get(name, name)}, from scratch")
     for part, name in zip(others, recipes, strict=True):
         left, right = part.subplots(1, 2)
         inside = [row for row in rows if row["experiment"] == name]
-        _conversions(left, inside, name)
+        _conversions(left, inside, TITLES.get(name, name))
         _kept(right, inside)
     save_figure(figure, file, dpi=130)
 
@@ -51,9 +60,9 @@ def _dots(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
         axes.plot(values, [place] * len(values), "o", color=color, alpha=0.5, markersize=5)
         axes.plot([mean], [place], "|", color=color, markersize=18, markeredgewidth=2.5)
     axes.set_yticks(range(len(means)), sorted(means, key=lambda name: means[name][0]), fontsize=8)
-    axes.set(xlabel="top-1 (%), each seed and the mean", title=title, ylim=(-0.6, len(means) - 0.4))
-    axes.grid(alpha=0.3, axis="x")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel="top-1 (%), each seed and the mean", ylim=(-0.6, len(means) - 0.4))
+    axes.set_title(title, fontsize=10)
+    plain_axes(axes, "x")
 
 
 def _conversions(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
@@ -64,11 +73,11 @@ def _conversions(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
         axes.barh(place, np.mean(tuned[name]), color=COLORS[2], label=None if place else "fine-tuned")
         if name in early:  # absent if a run was stopped before evaluation
             axes.barh(place, np.mean(early[name]), color=COLORS[3], label=None if place else "calibrated")
-    axes.axvline(_control(rows), color=COLORS[4], linestyle="--", label="softmax, trained on")
+    axes.axvline(_control(rows), color=COLORS[4], linestyle="--", label="softmax, trained further (control)")
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set(xlabel="top-1 (%), mean over seeds", title=title)
-    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.3, -0.2), ncols=3, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    legend_below(axes, 3)
+    plain_axes(axes, "x")
 
 
 def _kept(axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -87,10 +96,10 @@ def _kept(axes: Any, rows: list[dict[str, Any]]) -> None:
     for color, (name, points) in zip(COLORS[2:], lines.items(), strict=False):
         axes.plot(list(points), list(points.values()), marker="o", color=color, label=name)
     axes.set_xticks(sorted({n for points in lines.values() for n in points}))
-    axes.axhline(0, color="gray", linestyle="--", label="all of them")
-    axes.set(xlabel="softmax layers kept", ylabel="points to the control", title="what keeping softmax layers gives")
-    axes.legend(fontsize=7, loc="lower right")
-    plain_axes(axes)
+    axes.axhline(0, color="gray", linestyle="--", label="softmax in all layers (control)")
+    axes.set(xlabel="softmax layers kept", ylabel="top-1 minus control (points)", title="Softmax layers kept")
+    legend_below(axes, 3)
+    plain_axes(axes, "y")
 
 
 def _control(rows: list[dict[str, Any]]) -> float:
@@ -127,8 +136,7 @@ def draw_tradeoff(quality: dict[str, Any], speed: dict[str, Any], file: Path) ->
             panel.annotate(mixer, (per_second, mean), textcoords="offset points", xytext=(7, 4), fontsize=9)
         panel.set(xlabel="training images per second", ylabel="top-1 (%)", title=name)
         panel.margins(0.25)
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
+        plain_axes(panel)
     save_figure(figure, file, dpi=130)
 
 

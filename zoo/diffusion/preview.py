@@ -49,8 +49,13 @@ def sample(
 
 
 def save_grid(images: Tensor, file: Path) -> np.ndarray:
-    """Write uint8 images [n, 3, H, W] as a PNG, as square as possible. Returns the grid [rows H, columns W, 3]."""
-    return _save_image(grid_video(images[:, :, None])[0], file)
+    """Write uint8 images [n, 3, H, W] as a PNG, as square as possible. Returns the grid [rows H, columns W, 3].
+
+    Images below 64 pixels are enlarged by a whole factor.
+    """
+    zoom = max(1, 64 // max(images.shape[2:]))
+    enlarged = images.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
+    return _save_image(grid_video(enlarged[:, :, None])[0], file)
 
 
 def contact_sheet(clips: Tensor) -> np.ndarray:

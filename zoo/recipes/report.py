@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from zoo.config import Tree
 from zoo.conversion.cost_model import predict_times
 from zoo.io import markdown_table, write_csv, write_text
-from zoo.plotting import pyplot, save_figure
+from zoo.plotting import COLORS, legend_below, plain_axes, pyplot, save_figure
 from zoo.recipes.settings import RecipeSettings
 
 Content = Tree
@@ -142,12 +142,13 @@ LINES = {
 }
 
 
+DISTANCE = "distance to softmax (KL or squared error)"
+
+
 def _figure(width: float, panels: int) -> tuple[Figure, list[Axes]]:
     figure, axes = pyplot().subplots(1, panels, figsize=(width, 3.4), layout="constrained", squeeze=False)
     for place in axes[0]:
-        place.grid(alpha=0.3)
-        place.set_axisbelow(True)
-        place.spines[["top", "right"]].set_visible(False)
+        plain_axes(place)
     return figure, list(axes[0])
 
 
@@ -168,8 +169,8 @@ def draw_inspect(content: Content, file: Path) -> bool:
     if row["mixer_us"] is not None:
         place.loglog(tokens, [p.mixer_us for p in found], label=row["after"])
     place.axvline(row["tokens"], color="gray", linestyle=":", label="this model")
-    place.set(xlabel="tokens", ylabel="predicted us, one sample, one layer")
-    place.legend(frameon=False, fontsize=8)
+    place.set(xlabel="tokens", ylabel="predicted time per layer and sample (us)")
+    legend_below(place, 3)
     return _finish(figure, file)
 
 
@@ -178,19 +179,20 @@ def draw_calibrate(content: Content, file: Path) -> bool:
     figure, (left, middle, right) = _figure(12, 3)
     rows, choices = content["rows"], content["choices"]
     at = range(len(rows))
-    left.bar([i - 0.2 for i in at], [r["r2"] for r in rows], 0.4, label="R2")
-    left.bar([i + 0.2 for i in at], [r["r2_centred"] for r in rows], 0.4, label="of centred tokens")
-    left.set(xlabel="converted layer", title="softmax output explained", ylim=(min(0, left.get_ylim()[0]), 1))
-    left.legend(fontsize=8, loc="lower left")
-    middle.bar(at, [r["distance"] for r in rows], color="#d1495b")
-    middle.set(xlabel="converted layer", title="change of the model's output, layer alone")
+    left.bar([i - 0.2 for i in at], [r["r2"] for r in rows], 0.4, label="all of the output", color=COLORS[2])
+    left.bar([i + 0.2 for i in at], [r["r2_centred"] for r in rows], 0.4, label="mean removed", color=COLORS[3])
+    left.set(xlabel="converted layer", ylabel="R²", title="Softmax output explained")
+    left.set_ylim(min(0, left.get_ylim()[0]), 1)
+    legend_below(left, 2)
+    middle.bar(at, [r["distance"] for r in rows], color=COLORS[4])
+    middle.set(xlabel="converted layer", ylabel=DISTANCE, title="Model output, one layer converted")
     right.scatter([c["attention_ms"] for c in choices], [c["distance"] for c in choices], color="gray")
     front = sorted((c for c in choices if c["pareto"]), key=lambda c: c["attention_ms"])
-    right.plot([c["attention_ms"] for c in front], [c["distance"] for c in front], marker="o", label="Pareto")
+    right.plot([c["attention_ms"] for c in front], [c["distance"] for c in front], marker="o", label="Pareto front")
     for c in choices:
         right.annotate(str(len(c["kept"])), (c["attention_ms"], c["distance"]), fontsize=8)
-    right.set(xlabel="measured ms in attention layers", title="softmax layers kept (number)", ylabel="distance")
-    right.legend(frameon=False, fontsize=8)
+    right.set(xlabel="time in attention layers (ms)", ylabel=DISTANCE, title="Number of softmax layers kept")
+    legend_below(right, 1)
     return _finish(figure, file)
 
 
@@ -201,8 +203,8 @@ def draw_transfer(content: Content, file: Path) -> bool:
     figure, (place,) = _figure(5, 1)
     for row in content["rows"]:
         place.semilogy(content["steps"], row["distance"], label=row["layer"])
-    place.set(xlabel="step", ylabel="distance of attention outputs")
-    place.legend(frameon=False, fontsize=6)
+    place.set(xlabel="step", ylabel="relative squared error of attention outputs")
+    place.legend(frameon=False, fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
     return _finish(figure, file)
 
 
@@ -210,7 +212,8 @@ def draw_evaluate(content: Content, file: Path) -> bool:
     """Plot the metric of all models."""
     figure, (place,) = _figure(7, 1)
     rows = content["rows"]
-    place.barh([r["what"] for r in rows], [r["value"] for r in rows], color="#00798c")
+    bars = place.barh([r["what"] for r in rows], [r["value"] for r in rows], color=COLORS[2])
+    place.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
     place.invert_yaxis()
     place.set(xlabel=content["metric"])
     return _finish(figure, file)

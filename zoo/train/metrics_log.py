@@ -11,7 +11,7 @@ from timm.utils import AverageMeter
 from torch import Tensor
 
 from zoo.files import naming, replacing
-from zoo.plotting import pyplot, save_figure
+from zoo.plotting import legend_below, plain_axes, pyplot, save_figure
 
 Row = dict[str, Any]  # "step", "kind" and numbers
 
@@ -118,7 +118,6 @@ def draw_curves(runs: dict[str, list[Row]], file: Path, key: str = "top1", title
     left.set(xlabel="images seen", ylabel="training loss")
     right.set(xlabel="images seen", ylabel=title)
     for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    right.legend(frameon=False, fontsize=8)
+        plain_axes(axes)
+    legend_below(right, 3)
     save_figure(figure, file, dpi=150)

@@ -66,7 +66,8 @@ def test_the_run_folder_holds_models_that_diffusers_loads(softmax_run):
         p.name for p in softmax_run.iterdir()
     }
     grid = np.asarray(Image.open(softmax_run / "samples" / "step-00000040.png"))
-    assert grid.shape == (16, 16, 3) and grid.std() > 0
+    assert grid.shape == (128, 128, 3) and grid.std() > 0
+    assert (np.kron(grid[::8, ::8], np.ones((8, 8, 1), np.uint8)) == grid).all()  # 2 x 2 images of 8 x 8 pixels
 
 
 def test_labels_are_dropped_for_the_whole_model(softmax_run, tmp_path):

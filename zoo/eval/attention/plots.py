@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from PIL import Image
 
 from zoo.config import Tree
-from zoo.plotting import COLORS, pyplot, save_figure
+from zoo.plotting import COLORS, legend_below, plain_axes, pyplot, save_figure
 
 
 class Maps(NamedTuple):
@@ -36,8 +36,9 @@ def draw_profile(rows: list[Tree], file: Path) -> None:
             place.fill_between(layers, [min(h) for h in heads], [max(h) for h in heads], color=color, alpha=0.15)
         place.set(xlabel="layer", title=title)
         place.xaxis.get_major_locator().set_params(integer=True)
-        place.grid(alpha=0.3)
-    axes[0].legend(frameon=False, fontsize=7)
+        plain_axes(place)
+    axes[0].set_ylabel("mean and range over heads")
+    legend_below(axes[0], 2)
     save_figure(figure, file, dpi=120)
 
 
@@ -59,7 +60,7 @@ def draw_maps(maps: list[Maps], title: str, file: Path) -> None:
             _mark(place, query, found.rows[query].shape, found.rows[query].shape)
     for place in axes.flat:
         place.set_axis_off()
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(f"{title}: weights of each query token, mean over heads; each map has its own scale", fontsize=10)
     save_figure(figure, file, dpi=120)
 
 
