@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from demo_steps import DIT, alongside, dit_commands, run, score_command, vit_commands, write_report
+from demo_steps import DIT, alongside, dit_commands, run, score_commands, vit_commands, write_report
 from zoo import config
 from zoo.ranges import check_ranges
 
@@ -36,7 +36,7 @@ class DemoSettings:
     mixers: list[str] = field(default_factory=lambda: ["mhla", "la", "multipole"])
     epochs: int = 30
     steps: int = 1000
-    samples: int = 500
+    samples: int = 300
 
     def __post_init__(self) -> None:
         check_ranges("", self, epochs="[1, inf)", steps="[1, inf)", samples="[1, inf)")
@@ -49,7 +49,7 @@ def main(words: list[str]) -> dict[str, dict[str, Any]]:
     settings, began = config.from_command_line(DemoSettings, words), time.perf_counter()
     out = Path(settings.out)
     if out.exists() and any(out.iterdir()) and not (out / MARK).exists():
-        raise ValueError(f"{out} holds other files than a demo, which would be deleted; choose another out=FOLDER")
+        raise ValueError(f"{out} holds files that are not from a demo and would be deleted; choose another out=FOLDER")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     (out / MARK).touch()
@@ -64,7 +64,8 @@ def main(words: list[str]) -> dict[str, dict[str, Any]]:
             "evaluate_imagenet", ["data.source=digits", "data.workers=0", f"eval.models=[{models}]", f"out={out}"]
         )
     rows = dict(zip(names, found, strict=True))
-    cards = {name: run(*score_command(out, name)) for name in DIT}
+    _, *scores = [run(*command) for command in score_commands(out)]
+    cards = dict(zip(DIT, scores, strict=True))
     report = write_report(out, settings.mixers, rows, cards, time.perf_counter() - began)
     print(f"\n{report.read_text()}\nwrote {report}, {out}/demo.png and {out}/demo_dit.png")
     return rows | cards

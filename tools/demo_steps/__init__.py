@@ -1,8 +1,8 @@
 """Steps of the demo: commands, report and figures."""
 
-from demo_steps.dit import DIT, dit_commands, score_command
+from demo_steps.dit import DIT, dit_commands, score_commands
 from demo_steps.processes import alongside, run
 from demo_steps.report import write_report
 from demo_steps.vit import vit_commands
 
-__all__ = ["DIT", "alongside", "dit_commands", "run", "score_command", "vit_commands", "write_report"]
+__all__ = ["DIT", "alongside", "dit_commands", "run", "score_commands", "vit_commands", "write_report"]

@@ -13,12 +13,12 @@ from zoo.train.metrics_log import read_rows
 MIXER = "multipole"
 DIT = {  # run folder -> name in the report
     "dit": "softmax (source)",
-    "dit_more": "softmax, trained on (control)",
+    "dit_more": "softmax, trained further (control)",
     "dit_zero_shot": f"{MIXER}, zero-shot",
     "dit_converted": f"{MIXER}, fine-tuned",
 }
 PATCH = "model.kwargs.patch_size=2"  # 16 instead of 64 tokens: a quarter of the time
-GRID = 10  # digits per side
+ROWS = 6  # of ten classes each, in the figure
 
 
 def dit_commands(out: Path, configs: Path, steps: int, samples: int) -> list[Command]:
@@ -38,10 +38,12 @@ def dit_commands(out: Path, configs: Path, steps: int, samples: int) -> list[Com
     return commands
 
 
-def score_command(out: Path, name: str) -> Command:
-    """Return (tool, arguments) that score the samples of a run with the features of the demo classifier."""
-    where = [f"fid.samples={out}/{name}/samples.npz", "fid.reference=digits"]
-    return "evaluate_fid", [*where, f"fid.extractor={out}/softmax", "fid.workers=0"]
+def score_commands(out: Path) -> list[Command]:
+    """Return (tool, arguments) that compute the statistics of the digits and the scores of the runs in `DIT`, with the
+    features of the demo classifier."""
+    words, reference = [f"fid.extractor={out}/softmax", "fid.workers=0"], f"{out}/digits.safetensors"
+    scores = [[f"fid.samples={out}/{name}/samples.npz", f"fid.reference={reference}", *words] for name in DIT]
+    return [("evaluate_fid", words) for words in (["fid.reference=digits", f"fid.save={reference}", *words], *scores)]
 
 
 def _length(steps: int) -> list[str]:
@@ -58,20 +60,20 @@ def dit_lines(folder: Path, cards: dict[str, dict[str, Any]]) -> list[str]:
         "## A diffusion transformer, converted",
         "",
         f"A pixel DiT (softmax, flow matching) was trained on the same digits, converted to {MIXER}, and fine-tuned",
-        "for a tenth of its steps with the softmax model as its teacher. Each model made "
-        f"{first['samples']['n']} samples without guidance;",
-        f"their Frechet distance to the {real} digits that were not trained on is taken in the {features} features",
-        "of the softmax ViT of this demo: the numbers compare the rows of this table, and nothing else.",
+        "for a tenth of its steps with the softmax model as teacher. Each model generated "
+        f"{first['samples']['n']} samples without guidance.",
+        f"Their Fréchet distance to the {real} held-out digits is computed in the {features} features of the softmax",
+        "ViT of this demo. It compares the rows of this table only.",
         "",
-        "| model | steps | validation loss | Frechet distance | KID |",
+        "| model | steps | validation loss | Fréchet distance | KID |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name, title in DIT.items():
         steps, loss = _trained(folder, name)
         scores = cards[name]["scores"]
         lines.append(f"| {title} | {steps:,} | {loss} | {scores['fid']:.2f} | {_number(scores['kid'])} |")
-    text = "Samples, the same noise and labels for every model"
-    return [*lines, "", f"![{text}](demo_dit.png)", "", f"{text}; a column is a class.", ""]
+    text = "Samples of each model from the same noise and labels"
+    return [*lines, "", f"![{text}](demo_dit.png)", "", f"{text}; one column per class.", ""]
 
 
 def _trained(folder: Path, name: str) -> tuple[int, str]:
@@ -89,12 +91,12 @@ def _number(value: float | None) -> str:
 def draw_samples(folder: Path, cards: dict[str, dict[str, Any]]) -> None:
     """Draw demo_dit.png: held-out digits and the first samples of each run."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, len(DIT) + 1, figsize=(13, 3.2), layout="constrained")
-    pictures = {"digits, not trained on": _by_class()}
+    figure, axes = plt.subplots(1, len(DIT) + 1, figsize=(13, 2.3), layout="constrained")
+    pictures = {"held-out digits": _by_class()}
     for name, title in DIT.items():
         with np.load(folder / name / "samples.npz", allow_pickle=False) as arrays:
-            label = f"{title}\nFrechet distance {cards[name]['scores']['fid']:.2f}"
-            pictures[label] = arrays["arr_0"][: GRID * GRID]
+            label = f"{title}\nFréchet distance {cards[name]['scores']['fid']:.2f}"
+            pictures[label] = arrays["arr_0"][: ROWS * 10]
     for place, (title, images) in zip(axes, pictures.items(), strict=True):
         place.imshow(_tiled(images), interpolation="nearest")
         place.set_title(title, fontsize=9)
@@ -103,13 +105,13 @@ def draw_samples(folder: Path, cards: dict[str, dict[str, Any]]) -> None:
 
 
 def _by_class() -> np.ndarray:
-    """Arrange real digits [GRID * 10, 8, 8, 3] in rows by class."""
+    """Arrange real digits [ROWS * 10, 8, 8, 3] in rows by class."""
     source = open_source("digits", "", train=False)
     kept: dict[int, list[np.ndarray]] = {i: [] for i in range(10)}
     for i in range(len(source)):
         image, label = source.read(i)
         kept[label].append(np.asarray(image.convert("RGB")))
-    return np.stack([kept[i % 10][i // 10] for i in range(GRID * 10)])
+    return np.stack([kept[i % 10][i // 10] for i in range(ROWS * 10)])
 
 
 def _tiled(images: np.ndarray) -> np.ndarray:

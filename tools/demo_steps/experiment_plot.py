@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.quality_plots import COLORS, plain_axes
-from zoo.plotting import pyplot, save_figure
+from zoo.plotting import COLORS, legend_below, plain_axes, pyplot, save_figure
 
 
 @dataclass
@@ -44,7 +43,7 @@ def _curves(axes: Any, panels: list[Panel]) -> None:
     for panel, color in zip(panels, COLORS, strict=False):
         axes.plot(*panel.curve, color=color, label=panel.name, marker="o", markersize=3)
     axes.set(xlabel="images seen", ylabel="top-1 accuracy (%)", title="Training, then fine-tuning")
-    axes.legend(frameon=False, fontsize=8)
+    legend_below(axes, len(panels))
     plain_axes(axes)
 
 
@@ -61,7 +60,7 @@ def _bars(axes: Any, panels: list[Panel]) -> None:
         axes.text(place, value + 1, f"{value:.1f}", ha="center", fontsize=8)
     axes.set_xticks(places, labels, fontsize=7.5)
     axes.set(ylim=(0, 108), ylabel="top-1 accuracy (%)", title="Before and after fine-tuning")
-    plain_axes(axes)
+    plain_axes(axes, "y")
 
 
 def _attention(figure: Any, panels: list[Panel], image: np.ndarray, query: tuple[float, float]) -> None:
@@ -82,4 +81,4 @@ def _attention(figure: Any, panels: list[Panel], image: np.ndarray, query: tuple
             markeredgewidth=1.6,
         )
         place.set_axis_off()
-    figure.suptitle("What the query token reads: attention of one head before (softmax) and after", fontsize=11)
+    figure.suptitle("Attention of one head for one query token, before (softmax) and after conversion", fontsize=11)

@@ -7,9 +7,9 @@ from demo_steps.dit import dit_lines, draw_samples
 from demo_steps.vit import draw_vit, vit_lines
 
 CLOSING = [
-    "One seed of small models: this shows that the pipeline works, not which mixer is best. Everything was written by",
-    "`train_vit.py`, `convert.py`, `evaluate_imagenet.py`, `finetune_dit.py`, `sample.py` and `evaluate_fid.py` of",
-    "`tools/`; each run folder holds its configuration.",
+    "One seed of small models: this shows that the pipeline works, not which mixer is best. The tools `train_vit.py`,",
+    "`convert.py`, `evaluate_imagenet.py`, `finetune_dit.py`, `sample.py` and `evaluate_fid.py` wrote all results.",
+    "Each run folder holds its configuration.",
     "",
 ]
 

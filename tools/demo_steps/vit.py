@@ -47,13 +47,13 @@ def vit_lines(folder: Path, mixers: list[str], rows: dict[str, dict[str, Any]]) 
         "## A classifier, converted",
         "",
         "A softmax ViT was trained, converted, and fine-tuned for a tenth of the budget.",
-        f"Top-1 accuracy on {rows['softmax']['images']} images that were not trained on; differences to the source are",
-        "paired, with their 95 % interval, in points.",
+        f"Top-1 accuracy on {rows['softmax']['images']} held-out images, and the difference to the source in points,",
+        "with its paired 95 % interval.",
         "",
-        "| model | images seen | top-1 (%) | against the source |",
+        "| model | images seen | top-1 (%) | difference to the source |",
         "| --- | --- | --- | --- |",
         _line("softmax (source)", rows["softmax"], _seen(folder, "softmax")),
-        _line("softmax, trained on (control)", rows["softmax_more"], _seen(folder, "softmax", "softmax_more")),
+        _line("softmax, trained further (control)", rows["softmax_more"], _seen(folder, "softmax", "softmax_more")),
     ]
     for mixer in mixers:
         lines.append(_line(f"{mixer}, zero-shot", rows[f"{mixer}_zero_shot"], _seen(folder, "softmax")))
@@ -72,8 +72,9 @@ def _seen(folder: Path, *runs: str) -> int:
 
 def _reading() -> list[str]:
     return [
-        f"Picture, below: tokens read by the query (square), layer {LAYER}, head {HEAD}: softmax attention, and the",
-        "matrix that each linear mixer applies without ever forming it. Each map has its own scale.",
+        f"Bottom row: weights with which the query token (square) reads the others, in layer {LAYER}, head {HEAD}. For",
+        "linear mixers they are a row of the matrix that the mixer applies without forming it. Each map has its own",
+        "scale.",
     ]
 
 
@@ -84,7 +85,7 @@ def draw_vit(folder: Path, mixers: list[str], rows: dict[str, dict[str, Any]]) -
     maps = {"softmax": _map(folder / "softmax")}
     panels = [Panel("softmax", {"source": top1["softmax"]}, (images, curve), maps)]
     more = _curve(folder / "softmax_more", images[-1], top1["softmax"])
-    panels.append(Panel("softmax+", {"control": top1["softmax_more"]}, more))
+    panels.append(Panel("control", {"softmax": top1["softmax_more"]}, more))
     for mixer in mixers:
         before = f"{mixer}_zero_shot"
         bars = {"zero-shot": top1[before], "fine-tuned": top1[mixer]}
