@@ -1,5 +1,7 @@
-"""Checks of tensors and options (of states: `hla.streaming.checks`): every refusal is a ValueError of one sentence
-saying what was wrong and what is allowed."""
+"""Checks of tensors and options; errors are ValueErrors with the allowed values.
+
+States are checked in `hla.streaming.checks`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Block mixing (MHLA, token-level multi-head linear attention): local moments, mixed for each block of queries.
+"""Block mixing (MHLA): moments of blocks, mixed for each block of queries.
+
+Token-level multi-head linear attention.
 
 Symbols. Token t lies in block b(t) of M; m [M, M] is the mixing matrix, row = block of the query; s the scale of a
 moment, M / N by default; phi the feature map, applied to q and k.

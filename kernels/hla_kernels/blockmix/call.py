@@ -1,4 +1,4 @@
-"""Checks of a block-mixing call, each refusal a ValueError of one sentence, and the call in canonical form."""
+"""Checks of a block-mixing call, and its canonical form. Errors are ValueErrors."""
 
 from __future__ import annotations
 

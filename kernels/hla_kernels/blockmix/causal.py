@@ -1,5 +1,6 @@
-"""Causal block mixing, forward and backward: tokens see the blocks before their own through moments, and the tokens of
-their own block before them one by one.
+"""Causal block mixing, forward and backward.
+
+Tokens attend to earlier blocks through moments, and to earlier tokens of their own block one by one.
 
 o_t = Sum m_ti A_ti m_tj A_ij v_j over j <= i <= t (ahla), with A_ji over i <= j <= t (hla2): the two-sided form with
 every product inside it causal. With q times s, I = [j <= i] q k' inside a block, and of the tokens of each block

@@ -1,4 +1,4 @@
-"""The backward of the torch form, written out: blocks and moments are formed again, nothing but the inputs was kept.
+"""Explicit backward of the torch form; blocks and moments are recomputed from the inputs.
 
 With O_i the operator of block i (P~_i, R~_i P~_i or S~_i C~_i) and dO_i = Sum_t q_t dy_t' over its tokens:
 

@@ -1,4 +1,4 @@
-"""Which token lies in which block: balanced boxes of a grid, with the tokens before the grid as a block of their own.
+"""Assignment of tokens to blocks: balanced boxes of the grid, and one block for the prefix.
 
 An axis of L positions is cut into m blocks: block i is the positions floor(i L / m) .. floor((i+1) L / m) - 1, so that
 sizes differ by one at most, and a position p lies in block ((p + 1) m - 1) // L. Blocks are numbered in raster order,

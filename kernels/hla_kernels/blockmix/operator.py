@@ -1,5 +1,7 @@
-"""Block mixing as torch.library custom operators: `hla_kernels::mhla` (q, k, v) and `hla_kernels::mhla_qkvpacked` (qkv
-[B, N, 3, H, D], whose backward writes one packed gradient).
+"""Block mixing as torch.library custom operators.
+
+`hla_kernels::mhla` takes (q, k, v), `hla_kernels::mhla_qkvpacked` takes qkv [B, N, 3, H, D] and its backward writes one
+packed gradient.
 
 They return (o, saved): with `save`, what the backward would compute again otherwise (empty in the torch form, which
 saves its inputs only and forms blocks and moments again). `impl`, chosen in `op`, is the implementation: "torch"

@@ -1,4 +1,4 @@
-"""The literal definition of block mixing: every order as an N x N matrix of weights W, o_t = sum_j W_tj v_j.
+"""Reference of block mixing: every order as an N x N matrix of weights W, o_t = sum_j W_tj v_j.
 
 Slow and quadratic on purpose. A = phi(Q) phi(K)', m_tj = mixing[b(t), b(j)], s the scale of a moment:
 

@@ -1,9 +1,9 @@
-"""Causal block mixing with a state: any sequence in any pieces gives what the parallel form gives of the whole.
+"""Causal block mixing with a state; results do not depend on how a sequence is divided into calls.
 
 A query weighs the blocks before it by its own row of the mixing matrix, so the state is the moments of every block so
-far (`causal`), M D Dv numbers a head for first order and M (D^2 + 2 D Dv) for the others: it grows with the blocks, not
-with the tokens, and is no D x Dv matrix as for `linear_attention`. With the ratio there are as many again with Dv = 1.
-One token costs one row of the mixture, M D Dv, or M D^2 Dv. Plain differentiable torch code.
+far (`causal`), M D Dv numbers per head for first order and M (D^2 + 2 D Dv) for the others: it grows with the blocks,
+not with the tokens, and is no D x Dv matrix as for `linear_attention`. With the ratio there are as many again with Dv =
+1. One token costs one row of the mixture, M D Dv, or M D^2 Dv. Plain differentiable torch code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The torch form: tokens gathered block by block, one moment a block, one product that mixes them, one read-out.
+"""Torch form of block mixing: tokens sorted by block, moments per block, one mixing product.
 
 All tensors are in head layout [B, Hk, G, N, .] (G query heads share a key head), blocks are [B, Hk, G, M, W, .] with
 zeros where a block is narrower than the widest, W. Plain differentiable torch code, on any device.

@@ -1,4 +1,4 @@
-"""Linear attention whose state is changed by a diagonal and a low-rank matrix at each token: the delta-rule family.
+"""Delta-rule family: linear attention with diagonal plus low-rank state transitions.
 
     S_t = (D_t - A_t B_t') S_{t-1} + K_t V_t'      o_t = S_t' q_t      S [D, Dv] per head, D_t = diag(exp(log_f_t))
 

@@ -1,4 +1,4 @@
-"""Published members of the family: each function returns the keyword arguments of `hla_kernels.delta` beside q.
+"""Published members of the delta-rule family, as keyword arguments of `hla_kernels.delta`.
 
 In all of them k is [B, N, H, D], v [B, N, H, Dv], and beta [B, N, H] numbers between 0 and 1 or 0 and 2. Decays are
 given as logarithms, at most 0: per channel log_f [B, N, H, D], or one number per head, [B, N, H] or [H].

@@ -1,4 +1,4 @@
-"""Known faults of the Triton forms, and GPUs that they never ran on: `impl="auto"` avoids both, with a warning."""
+"""Known faults of the Triton forms, and untested GPUs; `impl="auto"` avoids both with a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Feature maps applied to q and k inside an operator, with their derivatives for the hand-written backward."""
+"""Feature maps of q and k inside an operator, with derivatives for the explicit backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of `power`: a tile of tokens of one head per program, one pass over memory in each direction."""
+"""Kernels of `power`: one program per token tile and head, one pass over memory per direction."""
 
 from __future__ import annotations
 

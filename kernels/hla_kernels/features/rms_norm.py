@@ -1,5 +1,6 @@
-"""RMSNorm of tokens of 16 bits with weights of any precision, without float32 tensors of the size of the tokens, alone
-or in one pass with what prepares queries and keys of linear attention in Wan: relu, and a rotation.
+"""RMSNorm of 16-bit tokens with weights of any precision, without float32 copies of the tokens.
+
+Optionally fused with relu and rotation, which prepare queries and keys of linear attention in Wan.
 
 y = x r w with r = (mean(x^2) + eps)^(-1/2) over the channels of a token (Zhang and Sennrich, arXiv 1910.07467, Eq 4),
 dx = r (g w - x r mean(g w x r)), dw = sum of g x r. torch has such kernels where x and w have one dtype; under autocast

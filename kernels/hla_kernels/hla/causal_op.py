@@ -1,4 +1,4 @@
-"""The causal torch form as a torch.library custom operator, `hla_kernels::causal`, for calls without a state.
+"""Causal torch form as the torch.library custom operator `hla_kernels::causal`, without a state.
 
 It saves its inputs only and recomputes the stages in the backward: fp32 copies and C x C scores of every chunk would
 otherwise be kept, many times the inputs in bf16. A compiler sees one operator, so one graph serves every N. It is the

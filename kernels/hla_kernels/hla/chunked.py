@@ -1,4 +1,4 @@
-"""One causal stage in chunks of C tokens: a C x C product inside a chunk, a D x Dv state between chunks.
+"""One causal stage in chunks of C tokens: C x C products within chunks, a D x Dv state between.
 
     LA(q, k, v)_t = q_t' H_t,    H_t = gamma H_{t-1} + k_t v_t'
 

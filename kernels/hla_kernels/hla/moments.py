@@ -1,5 +1,4 @@
-"""Two-sided moments: what every two-sided operator needs to know about the tokens, and the one matrix per head made of
-it.
+"""Two-sided moments of the tokens, and the matrix per head computed from them.
 
 All tensors are in head layout: q [B, Hk, G, N, D], k [B, Hk, 1, N, D], v [B, Hk, 1, N, Dv]. A moment of keys (and
 values) alone has a group axis of 1. Centring tokens and mixing v - mean(v) are rank-one corrections here, never passes

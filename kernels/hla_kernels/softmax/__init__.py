@@ -1,1 +1,1 @@
-"""Softmax attention, the quadratic baseline: o = softmax(s Q K') V; and `taylor`, its expansion to second order."""
+"""Softmax attention, the quadratic baseline o = softmax(s Q K') V, and its approximations."""

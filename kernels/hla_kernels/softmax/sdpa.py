@@ -1,4 +1,4 @@
-"""Softmax attention through torch's scaled_dot_product_attention, which picks the fused kernel of the device."""
+"""Softmax attention with torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features of a token tile, turned by the rotary tables, and products with them to more digits than a token has.
+"""Rotated features of a token tile, and products with them in extended precision.
 
 identity and relu of a token are as exact as the token. elu + 1 and turned features are float32 numbers: they enter a
 product as their rounding to the dtype of the tokens and what that left, two digits, or three where the gradient of the

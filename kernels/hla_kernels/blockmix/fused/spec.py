@@ -141,6 +141,6 @@ class Moments(NamedTuple):
         return cls(matrix.view(dtype), vector if size.vector else None, left if size.left else None)
 
     def columns(self, d: int, dv: int) -> list[tuple[Tensor, int]]:
-        """Each of them with its numbers a block and head."""
+        """Each of them with its numbers per block and head."""
         sizes = zip(self, (d * dv, d, d * d), strict=True)
         return [(x, c) for x, c in sizes if x is not None]

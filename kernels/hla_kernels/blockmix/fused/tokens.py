@@ -1,5 +1,4 @@
-"""What the passes over tokens share: a block's operator, scaled tiles, products with one vector, the gradient of a
-ratio.
+"""Shared parts of the passes over tokens: operators, scaled tiles, vector products, ratio gradient.
 
 Sums with one vector as factors run on the matrix units too (`hla.fused.loops.vectors`).
 """

@@ -1,4 +1,6 @@
-"""Triton forms of the two-sided operators: o = q M with one D x Dv matrix M per head, forward and backward.
+"""Triton forms of the two-sided operators o = q M, one D x Dv matrix M per head.
+
+Forward and backward.
 
     heads   one program per (batch, head), all passes in one launch          many heads, few tokens
     split   reduce -> combine -> middle -> apply, several programs a head     few heads, many tokens, wide heads

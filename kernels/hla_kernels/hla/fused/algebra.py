@@ -1,4 +1,6 @@
-"""The D x D algebra of one head in registers: scaled and centred moments -> operator -> weights of the token gradients.
+"""D x D algebra of one head in registers, from moments to the weights of token gradients.
+
+Scaled and centred moments -> operator -> weights of the token gradients.
 
 All in float32. Blocks as in `tiles`; P, C and M are [F, V], the gradient of M comes transposed, dM' [V, F], because
 every product below then has an accumulator as it is for operand A (a transposed accumulator as operand A was

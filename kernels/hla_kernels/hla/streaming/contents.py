@@ -1,4 +1,4 @@
-"""Which tensors a state holds, and their shapes, from the operator, its options and the sizes of the call.
+"""Tensors of a state and their shapes, from the operator, its options and the call.
 
 One table for what the operators write (`causal`, `stream`) and what `checks` accepts: a state with another set of names
 or other groups is not the state of that call, and broadcasting would hide it.

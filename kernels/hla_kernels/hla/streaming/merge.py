@@ -1,4 +1,4 @@
-"""merge: the state of two neighbouring segments from their two states; read: a two-sided read-out of queries.
+"""merge: combine the states of two neighbouring segments. read: two-sided read-out of queries.
 
 Two-sided states add. Causal states form a semidirect monoid, rho_B = gamma^(n_B):
 

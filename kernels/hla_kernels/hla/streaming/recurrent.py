@@ -1,4 +1,4 @@
-"""The streaming algorithm, one token at a time with the small states: the serial reference of the causal operators.
+"""Token-by-token streaming algorithm, the serial reference of the causal operators.
 
     n = g n + 1        S = g S + k k'      P = g P + k v'      C = g C + q v'
     u = s S q + lambda q,  r = s P'q       (S, P centred: S - (sum k)(sum k)'/n, P - (sum k)(sum v)'/n)

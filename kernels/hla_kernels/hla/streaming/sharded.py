@@ -1,7 +1,7 @@
 """Two-sided calls whose tokens are spread over the ranks of a process group (context parallelism).
 
 Two-sided sums over tokens are a commutative monoid: each rank sums over its own tokens, one all-reduce adds the sums
-(D x D numbers a head for each moment, however many tokens there are), and each rank reads its own queries.
+(D x D numbers per head for each moment, however many tokens there are), and each rank reads its own queries.
 """
 
 from __future__ import annotations

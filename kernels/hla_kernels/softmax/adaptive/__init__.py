@@ -1,4 +1,4 @@
-"""Adaptive multipole attention: softmax attention, exact for the key tiles where the error would be, pooled elsewhere.
+"""Adaptive multipole attention: exact for the key tiles with large errors, pooled elsewhere.
 
 Symbols. The token grid is cut into query tiles u and key tiles b; of the n_b keys of a tile k_b is the mean, var_b the
 variance of each channel, v_b the mean value. s_tj = s q_t.k_j are the scores, q_t below has the scale s.

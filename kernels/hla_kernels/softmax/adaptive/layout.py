@@ -1,4 +1,4 @@
-"""Tiles of the token grid: boxes of one size, cut at its far edges, and the tiles of the tokens beside the grid."""
+"""Tiles of the token grid: boxes of one size, cut at the border, and tiles of the other tokens."""
 
 from __future__ import annotations
 

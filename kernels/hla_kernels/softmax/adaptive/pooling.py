@@ -1,4 +1,4 @@
-"""What the far field keeps of each key tile: how many tokens, their mean and variance of keys, their mean value."""
+"""Pooled key tiles of the far field: number of tokens, mean and variance of keys, mean value."""
 
 from __future__ import annotations
 

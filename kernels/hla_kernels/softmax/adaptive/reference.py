@@ -1,5 +1,4 @@
-"""The literal definition of adaptive multipole attention: N x N weights, given which key tiles are exact, and the
-scores that choose them; slow on purpose, true in float64."""
+"""Reference of adaptive multipole attention: N x N weights and selection scores, exact in float64."""
 
 from __future__ import annotations
 

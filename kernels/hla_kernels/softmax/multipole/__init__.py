@@ -1,4 +1,4 @@
-"""Multipole attention: softmax attention, exact for near tokens, others expanded around the mean key of their block.
+"""Multipole attention: exact for near tokens, others expanded around the mean key of their block.
 
 Symbols. s_tj = s q_t.k_j the scores; b a block of the token grid with n_b tokens, k_b their mean key; a_tb = s q_t.k_b,
 which is the mean of s_tj over the block; r_tj = s_tj - a_tb for j in block b.
@@ -16,7 +16,7 @@ The split into an exact near field and expansions of far groups is the fast mult
 J. Comput. Phys. 73, 1987).
 
 Two orders of the products, one result; D = Dv, M blocks, V tokens around a block within the radius:
-    by tokens  the weights of all pairs, 3 N D multiplications a token
+    by tokens  the weights of all pairs, 3 N D multiplications per token
     by blocks  2 M D + M D^2 (degree 1; about M D^3 / 2 for degree 2) + 3 V D a token, linear in N for fixed M, but for
                V, which is at least N / M: from about N = 500 on at D = 64 with 4 x 4 blocks, radius 2, degree 1
 In torch (`torch_form`) and in `fused`, the Triton form in bfloat16 and float16, which never writes the weights, the one

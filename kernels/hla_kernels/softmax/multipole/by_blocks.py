@@ -1,4 +1,4 @@
-"""Multipole attention linear in the number of tokens: one moment of each block, and the near tokens of each block.
+"""Multipole attention, linear in the number of tokens: one moment and the near tokens per block.
 
 The far field is read for all blocks, the near one among them, and what the exact weights of near tokens have more than
 their expanded ones is added: exp(s) - exp(a) (1 + r) >= 0 for each. Queries of a block share the keys around it. Memory

@@ -1,4 +1,4 @@
-"""The implementations of a checked call of multipole attention, by name, and which of them is the fastest."""
+"""Implementations of multipole attention by name, and the choice of the fastest."""
 
 from __future__ import annotations
 

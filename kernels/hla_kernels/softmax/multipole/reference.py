@@ -1,4 +1,4 @@
-"""The literal definition of multipole attention with its N x N weights; slow on purpose, true in float64."""
+"""Reference of multipole attention with N x N weights; exact in float64."""
 
 from __future__ import annotations
 

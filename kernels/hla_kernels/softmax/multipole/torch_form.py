@@ -1,4 +1,4 @@
-"""The torch form of multipole attention: by tokens with N x N weights, or by blocks, whichever has fewer products.
+"""Torch form of multipole attention: by tokens (N x N) or by blocks, whichever is cheaper.
 
 Everything is plain differentiable torch code in float32 at least, for a compiler to fuse.
 """

@@ -1,4 +1,4 @@
-"""Second-order Taylor attention: softmax attention expanded around uniform weights, o = vbar + residuals.
+"""Second-order Taylor attention: softmax expanded around uniform weights, o = vbar + residuals.
 
 Symbols. s_tj = s q_t.(k_j - kbar) the scores with centred keys, to which softmax is invariant; r_tj the scores of the
 degree-2 term, s_tj or those of a narrower pair of queries and keys; nu_j = v_j - vbar; c = (c1, c2) of a head.
@@ -11,7 +11,7 @@ With c = (1, 1) the ratio is exactly sum_j f(s_tj) v_j / sum_j f(s_tj), f(x) = 1
 polynomial of exp: positive, so that the weights are an average like softmax's. The divisor is 1 or more for c2 >= 0.
 
 Two orders of the products, one result (`torch_form`):
-    by tokens  the weights of a block of queries at a time, N (D + R + Dv) multiplications a token
+    by tokens  the weights of a block of queries at a time, N (D + R + Dv) multiplications per token
     by state   F(x) = [x, x_a x_b (a <= b)], one moment mean_j F(k_j) [nu_j, 1]: about (D + R (R + 1) / 2) 2 Dv a token,
                linear in N; R the width of the degree-2 pair
 In torch the one with fewer multiplications runs: by state from about N = 2,100 on at R = D = Dv = 64 and 180 with

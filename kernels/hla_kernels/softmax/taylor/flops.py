@@ -1,4 +1,4 @@
-"""Floating-point operations of second-order Taylor attention, for torch.utils.flop_counter.FlopCounterMode.
+"""Floating-point operations of Taylor attention, for torch.utils.flop_counter.FlopCounterMode.
 
 Counted are the matrix products that run, a multiplication and an addition each; padding counts as tokens, and grouped
 keys count as if each query head had its own.

@@ -1,4 +1,4 @@
-"""The backward of second-order Taylor attention, written out; blocks and order of the products as in `torch_form`.
+"""Explicit backward of Taylor attention; blocks and order of products as in `torch_form`.
 
 With g_t the gradient of o_t, z_t the divisor, g'_t = g_t / z_t and u_t = -g'_t.(o_t - vbar), the gradient of z_t.
 """

@@ -1,5 +1,7 @@
-"""Second-order Taylor attention as torch.library custom operators: `hla_kernels::taylor2` (q, k, v) and
-`hla_kernels::taylor2_qkvpacked` (qkv [B, N, 3, H, D], whose backward writes one packed gradient).
+"""Second-order Taylor attention as torch.library custom operators.
+
+`hla_kernels::taylor2` takes (q, k, v), `hla_kernels::taylor2_qkvpacked` takes qkv [B, N, 3, H, D] and its backward
+writes one packed gradient.
 
 They return (o, saved): with `save`, what the backward of the Triton form needs of the forward. The torch form keeps its
 inputs only and forms everything else again; neither stores what grows with N^2 or with the number of features. `impl`,

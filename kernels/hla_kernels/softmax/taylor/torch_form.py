@@ -1,4 +1,4 @@
-"""The torch form of second-order Taylor attention: blocks of tokens, in the cheaper of two orders of the products.
+"""Torch form of Taylor attention: blocks of tokens, in the cheaper of two product orders.
 
 Tensors in head layout as in `hla.layout`: q [B, Hk, G, N, D], k [B, Hk, 1, N, D]. Memory beside inputs and outputs is
 one moment (by state) and what a block of tokens needs, at most `BLOCK` numbers or those of `SMALLEST` tokens.

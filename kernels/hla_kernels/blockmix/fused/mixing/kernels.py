@@ -1,4 +1,4 @@
-"""The mixing matrix at work: X~_i = Sum_b m_ib X_b over the moments of all blocks, and the gradient of m.
+"""Mixing of block moments, X~_i = Sum_b m_ib X_b, and the gradient of the mixing matrix m.
 
 X is [M, B * H, C] (C = V F of the matrices, F of the vectors), the moments' own layout: rows of one block lie
 B * H * C apart, so that nothing is copied. m is padded to [H or 1, 2, MP, MP] first: the moments' dtype, then what

@@ -1,4 +1,4 @@
-"""Host side of the mixing of moments: forward, and backward together with the gradient of the mixing matrix."""
+"""Launches of the mixing of moments: forward, and backward with the gradient of the matrix."""
 
 from __future__ import annotations
 

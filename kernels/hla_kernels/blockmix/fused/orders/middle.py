@@ -1,4 +1,4 @@
-"""The D x D algebra of one block of one head: its operator, and the gradients of the two factors, by blocks of rows.
+"""D x D algebra of one block and head: the operator and the gradients of its factors, by rows.
 
 With T the left factor, X the right one and x its column of ones: O' = X'T', o = T x; dX' = dO'T, dx = T'do,
 dT' = X dO' + x do'. Of a ratio O - o a' is kept, with the shift a of its block: O is close to rank one, o a', and what

@@ -1,4 +1,4 @@
-"""First-order block mixing of few tokens by pairs of them, a tile at a time, in the place of moments of small blocks.
+"""First-order block mixing of few tokens by token pairs, tile by tile, instead of moments.
 
 With s_ij = phi(q_i).phi(k_j), the weight w_ij = s m_b(i)b(j) s_ij and r_i = 1 / (sum_j w_ij + eps) (without the ratio
 r_i = 1):
@@ -8,6 +8,7 @@ r_i = 1):
     dq_i = s sum_j m e_ij phi(k_j)      dk_j = s sum_i m e_ij phi(q_i)      dv_j = sum_i r_i w_ij do_i
     dm_ab = s sum of s_ij e_ij over the tokens i of block a and j of block b
 
-That is 18 N^2 D operations a head forward and backward, and no moments, whose bytes are those of the tokens D / (tokens
-of a block) times. Nothing is kept for the backward. Reading order: tiles, kernels, launch; `spec.by_pairs` chooses.
+That is 18 N^2 D operations per head forward and backward, and no moments, whose bytes are those of the tokens D /
+(tokens of a block) times. Nothing is kept for the backward. Reading order: tiles, kernels, launch; `spec.by_pairs`
+chooses.
 """

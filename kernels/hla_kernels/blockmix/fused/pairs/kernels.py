@@ -1,5 +1,7 @@
-"""The output, dq with the gradient of the mixing matrix, dk with dv: each program has a tile of tokens and goes past
-all others."""
+"""Kernels of token pairs: output, dq with the gradient of the mixing matrix, dk with dv.
+
+Each program holds one tile of tokens and loops over all others.
+"""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,7 @@
-"""D x D between the tokens, in float32: matrices of a head lie in the workspaces, their places are numbers, so that one
-kernel does for all."""
+"""D x D algebra between the passes over tokens, in float32.
+
+The matrices of a head are in workspaces at numbered places, so that one kernel serves all of them.
+"""
 
 import triton
 import triton.language as tl

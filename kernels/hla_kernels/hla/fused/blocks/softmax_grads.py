@@ -1,5 +1,4 @@
-"""Both softmaxes of wide heads, a ratio of higher order: their features, which products of features read as they are,
-and what comes back from those."""
+"""Softmax pair of wide heads with a higher-order ratio: features, products and their gradients."""
 
 import triton
 import triton.language as tl

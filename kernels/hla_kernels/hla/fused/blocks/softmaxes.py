@@ -1,5 +1,4 @@
-"""Both softmaxes of wide heads, a ratio: passes over tokens that evaluate them on the way, one half of the features
-after the other.
+"""Softmax pair of wide heads with a ratio: passes over tokens, one half of the features at a time.
 
 Products read features rounded to bfloat16 and weights to two such numbers; what goes back through the softmaxes is
 float32, so that what the features of a token have in common cancels.
@@ -245,7 +244,7 @@ def pair_readout(
     BN: tl.constexpr,
 ):  # fmt: skip
     """out [B, N, H, DV] = phi(x) M / (phi(x).m1 + eps), or scale phi(x) M unless DIVIDE; matrix: M rounded, OFF of
-    LENGTHS[1] numbers a head; m1 is the column M1 of LENGTHS[0] of a workspace."""
+    LENGTHS[1] numbers per head; m1 is the column M1 of LENGTHS[0] of a workspace."""
     _, b, h, part = tile_place(H, TILES, 1)
     at, N, scale = span(N, b, b * H + h, scale)
     head = (b * H + h).to(tl.int64)

@@ -1,4 +1,4 @@
-"""The passes over tokens, which are planes (`features`): sums of them, and what every token reads of matrices."""
+"""Passes over tokens stored as planes (`features`): sums of tokens, and products with matrices."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,6 @@
-"""One program per (batch, head): every pass over the tokens of a head in one launch, re-reads served by the caches.
+"""Kernels with one program per (batch, head): all passes over the tokens in one launch.
+
+Tokens are read again from the caches.
 
 For many heads of few tokens. q, k, v, o, ... are [B, N, H, .] tensors given by strides (batch, token, head) in units
 of ALIGN. Query head h reads key head h // G; gradients of k and v are written per query head (the host sums groups).

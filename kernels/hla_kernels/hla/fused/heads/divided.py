@@ -1,4 +1,4 @@
-"""Kernels of two neighbouring heads a program (`loops.pairs`): the ratio of first order of features of the tokens.
+"""First-order ratio of features, two neighbouring heads per program (`loops.pairs`).
 
 A product of channels of two heads is of no use: ones in the place of the other head's channels of the middle block
 give the sums that a ratio needs. The forward keeps what `heads.head_forward` keeps; of the backward `loops.first` has

@@ -1,4 +1,4 @@
-"""Matrices of two neighbouring heads: how memory keeps them, and the algebra with the float16 factors of `halves`.
+"""Matrices of two neighbouring heads: memory layout, and algebra with the float16 factors of `halves`.
 
 A padded matrix takes AREA = (D1 + 2 E)**2 numbers, whole sectors, and has the channels of a second head in the order of
 `loops.pairs`; a natural one is [D, D] in the order of the channels. Tensor cores read every operand A of a product in

@@ -1,4 +1,6 @@
-"""The D x D algebra of one head with float16 factors: the digits of tf32 in half the registers and shared memory.
+"""D x D algebra of one head with float16 factors.
+
+As accurate as tf32, with half the registers and shared memory.
 
 Each moment has a unit of its own, a power of two, in which its largest number is about 8: products of two matrices of
 up to 80 rows are float16 numbers then, and so are numbers of a moment down to 2**-17 of its largest one. Blocks as in

@@ -1,4 +1,4 @@
-"""Kernels of two neighbouring heads a program (`loops.pairs`): la, hla2, ahla and hla3 of the tokens as they are.
+"""la, hla2, ahla and hla3 without feature map, two neighbouring heads per program (`loops.pairs`).
 
 The forward of first order keeps its operator M, padded, [B * H, AREA], that of the others the COUNT = 2 or of hla3 3
 factors of it (`duo`) [B * H, COUNT, D, D] with units [B * H, 4], and M [B * H, D, D] where weights are those of pairs

@@ -1,5 +1,6 @@
-"""Operators whose tokens are summed too, a ratio of features of higher order or centred keys, forward and backward,
-with float16 factors (`halves`).
+"""Operators that also sum tokens: higher-order ratios and centred keys, with float16 factors.
+
+Forward and backward; factors as in `halves`.
 
 The forward keeps its vectors and factors, and the operator of a ratio and of first order. The backward sums dM (and
 dm1) over queries and the gradients of o alone. Equations as in `algebra`.

@@ -1,5 +1,7 @@
-"""What lies between the two passes of `summed` over its tokens: the gradient of the operator of a head, then the
-weights and rows of the gradients of its tokens. Equations as in `algebra`."""
+"""Algebra between the two passes of `summed` over tokens. Equations as in `algebra`.
+
+The gradient of the operator of a head, then the weights and rows of the token gradients.
+"""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Launches of `fused.blocks`: the formulas of `hla_kernels.hla.gradient` over matrices that lie in workspaces."""
+"""Launches of `fused.blocks`: the formulas of `hla_kernels.hla.gradient` with workspaces."""
 
 from __future__ import annotations
 

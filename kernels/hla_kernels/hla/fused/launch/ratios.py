@@ -1,5 +1,7 @@
-"""Launches of `polynomial` as a ratio of features: moments, operator and the algebra of the backward by
-`heads.mixture`, the sums of the backward by `split.reduce_readout`."""
+"""Launches of `polynomial` as a ratio of features.
+
+Moments, operator and algebra of the backward by `heads.mixture`, sums of the backward by `split.reduce_readout`.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def summed_two_step_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
 
 
 def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once: bool) -> None:
-    """A ratio whose sums over queries are a launch by themselves: by one program a head (72 channels) or by two, then
+    """A ratio whose sums over queries are a launch by themselves: by one program per head (72 channels) or by two, then
     its tokens."""
     q, k, v, kept = call.q, call.k, call.v, Kept.of(saved, call)
     call.lay = lay = call.lay.vectors()

@@ -1,4 +1,4 @@
-"""The ratio of first order, o = phi(q) M / phi(q).m1: its gradients in two passes without D x D algebra between them.
+"""Gradients of the first-order ratio o = phi(q) M / phi(q).m1, in two passes over tokens.
 
 The pass over queries has all that dq is made of (`ratio.sum_ratio`) and sums dM and dm1; that over keys reads them:
 dv = s phi(k) dM, dk = s (v dM' + dm1') phi'(k). Every token is read once (queries of wide heads twice: `wide`), and no

@@ -1,5 +1,6 @@
-"""Sums and products with one vector by the matrix units, instead of by reductions across threads, and numbers in the
-layout in which they are.
+"""Sums and matrix-vector products by tensor cores, instead of reductions across threads.
+
+And numbers in the layout of their operands.
 
 bfloat16 tokens: a float32 vector is two columns, its rounding and what that left, or three (EXACT). float32 tokens, and
 float16, which lacks the exponents: elementwise.

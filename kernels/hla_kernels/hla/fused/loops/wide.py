@@ -1,5 +1,4 @@
-"""The two passes of `ratio.sum_ratio` one by one, for wide heads: the sums of 128 channels and what every query is
-divided by do not fit in registers together."""
+"""The two passes of `ratio.sum_ratio` for wide heads, one by one, to fit in registers."""
 
 import triton
 import triton.language as tl

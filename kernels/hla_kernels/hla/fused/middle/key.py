@@ -1,5 +1,4 @@
-"""The split path's gradients of S, R and W, cut into blocks of rows as in `middle`, and the two small sums of a
-backward."""
+"""Gradients of S, R and W in the split path, in blocks of rows, and two sums of the backward."""
 
 import triton
 import triton.language as tl

@@ -78,13 +78,13 @@ def mixed(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
 
 
 def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
-    """1 where the forward is cut into several programs a head, 0 where one program a head fills the chip, with its
+    """1 where the forward is cut into several programs a head, 0 where one program per head fills the chip, with its
     moments in registers. No branch on sizes: under a compiler they are symbols."""
     return few_heads(batch_heads, n) if narrow(w) else 1
 
 
 def few_heads(batch_heads: int, n: int) -> int | torch.SymInt:
-    """1 where one program a head does not fill the chip."""
+    """1 where one program per head does not fill the chip."""
     return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 2049))
 
 
@@ -112,7 +112,7 @@ def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
 
 
 def whole(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:
-    """Whether a forward that no backward follows is one program a head. Two-part widths keep less in registers, so only
+    """Whether a forward that no backward follows is one program per head. Two-part widths keep less in registers, so only
     plain calls are, beside those whose forward is so before a backward too."""
     if pairs(spec, w, batch_heads, n, dtype, own):
         return False
@@ -167,7 +167,7 @@ def bare(spec: Spec) -> bool:
 
 
 def at_once(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:
-    """Whether the backward after a forward of one program a head is one launch of such programs."""
+    """Whether the backward after a forward of one program per head is one launch of such programs."""
     if halved(spec, w, dtype, own):
         many = spec.normalize and cut(w) and spec.op == "hla3" and batch_heads >= 384
         return n <= 512 or many or stays(spec, w, batch_heads, n)
@@ -175,7 +175,7 @@ def at_once(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torc
 
 
 def stays(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> bool:
-    """Of a form of `halved`, whether one program a head, and a multiprocessor, does the whole backward of a longer
+    """Of a form of `halved`, whether one program per head, and a multiprocessor, does the whole backward of a longer
     head, whose queries and gradients then stay in L2 until they are read again (35 of 50 MB at 1025 tokens): where the
     last round of programs leaves at most a 16th of all of them without work. Ratios and centred hla2 are slower so."""
     idle = -batch_heads % (PROGRAMS // 2)

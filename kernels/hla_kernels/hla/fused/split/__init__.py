@@ -1,5 +1,6 @@
-"""The passes over tokens when a head is cut into several programs: reduce -> (combine) -> middle -> apply, forward and
-backward.
+"""Passes over tokens with several programs per head: reduce, combine, middle, apply.
+
+Forward and backward.
 
 `state` holds, per (batch, head) and in float32, the moments P [F, V], S, C [F, V], R, W [F, F] an operator needs and
 the vectors sum q, sum k [F], sum v [V], m1 [F], anchor [V]; OFF are their offsets in this order and K is the length.

@@ -1,4 +1,4 @@
-"""Gradients, given the routing: of a tile of queries, of what is pooled of key tiles, of the keys and values of tiles.
+"""Gradients for a given routing: of query tiles, pooled key tiles, and keys and values of tiles.
 
 With p_tj the weights over the divisor and delta_t = g_t.o_t, d log p_tj = p_tj (g_t.v_j - delta_t); the exponent b_tb
 of a far tile gets e_tb (n_b (g_t.v_b - delta_t) + c_t), e_tb = exp(b_tb) over the divisor, c_t = g_t.(H'q_t) / tiles.

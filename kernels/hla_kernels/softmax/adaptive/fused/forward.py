@@ -1,4 +1,4 @@
-"""The output of a tile of queries: far tiles that it did not choose, then the keys of those that it chose."""
+"""Output of a query tile: far tiles first, then the keys of the selected tiles."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Floating-point operations of the Triton form, for torch.utils.flop_counter.FlopCounterMode: the products that run."""
+"""Floating-point operations of the Triton form, for torch.utils.flop_counter.FlopCounterMode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Degree 1 of pooled blocks: P_b = sum_j (k_j - k_b) v_j' of a block adds exp(a_b) s q.P_b to a query's sum.
+"""Degree-1 moments P_b = sum_j (k_j - k_b) v_j' of blocks.
+
+A block adds exp(a_b) s q.P_b to the sum of a query.
 
 It adds nothing to the divisor, since the expansion is around the mean; what is left of a key is small, and its
 rounding with it.

@@ -1,4 +1,6 @@
-"""What the passes share: places of heads and tiles, and the products of token tiles that are pairs (`hla.fused.tiles`).
+"""Shared parts of the passes: positions of heads and tiles, and products of token tiles.
+
+Tiles are pairs (`hla.fused.tiles`).
 
 x_ij = q_i.k_j - q_i.kbar are the centred products before the scale and y_ij those of the narrow pair (R > 0; without
 one, R = 0, y = x and nothing of it is computed); a = c1 scale and b = c2 scale^2, so that the weight is

@@ -1,5 +1,6 @@
-"""`polynomial` of the tokens as they are, or with centred keys, one program a head (or one for each of four products):
-`digits`.
+"""`polynomial` without feature map, plain or with centred keys, one program per head (`digits`).
+
+Or one program for each of four products.
 
 64 channels of up to 512 tokens: the forward keeps nothing, the backward sums all again. Longer heads and 72 channels:
 the forward keeps the moments to the digits of float32, the backward sums dM alone. Tokens are written by

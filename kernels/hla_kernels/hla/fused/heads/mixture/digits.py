@@ -1,5 +1,6 @@
-"""Matrices to the digits of float32 as two float16 matrices, and what `polynomial` makes of them: weights and the
-gradient of its coefficients.
+"""Matrices in float32 precision as two float16 matrices, and the algebra of `polynomial` with them.
+
+Weights and the gradient of the coefficients.
 
 d coefficients are linear in every factor. With A = A^ + a (A^ the float16 number next to it, a what is left of it)
 

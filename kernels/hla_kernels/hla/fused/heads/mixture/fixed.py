@@ -1,4 +1,4 @@
-"""`polynomial` of the tokens as they are whose coefficients need no gradient, one program a head: `halves`.
+"""`polynomial` without feature map and with fixed coefficients, one program per head (`halves`).
 
 The forward keeps P, S, C, T = c1 I + c3 R + c4 S W and W in float16 and M, so that the backward sums dM alone and is
 six products, each with a matrix that is read from memory on its left (the assembler that Triton 3.6 has is known to

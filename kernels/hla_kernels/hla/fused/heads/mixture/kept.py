@@ -1,5 +1,4 @@
-"""What programs of `mixture` and `fixed` keep of a head: the sums of its tokens, and moments, less means of tokens that
-are centred, in float16."""
+"""Saved tensors of `mixture` and `fixed`: sums of tokens, and (centred) moments in float16."""
 
 import triton
 import triton.language as tl

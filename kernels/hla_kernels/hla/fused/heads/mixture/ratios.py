@@ -1,4 +1,4 @@
-"""The operator of `polynomial` as a ratio of features, of the moments that `mixture.mixture_moments` kept."""
+"""Operator of `polynomial` as a ratio of features, from the saved moments of `mixture_moments`."""
 
 import triton
 import triton.language as tl
