@@ -292,5 +292,5 @@ def factor_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt) -> int |
 
 
 def lasts(batch_heads: int, n: int) -> bool:
-    """Whether one program per head takes about 50 us or more on an H200, against which alternating starts cost nothing."""
+    """Whether one program per head takes about 50 us or more on an H200; alternating starts then cost nothing."""
     return batch_heads * n >= 2**18

@@ -78,7 +78,7 @@ def mixed(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
 
 
 def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
-    """1 where the forward is cut into several programs a head, 0 where one program per head fills the chip, with its
+    """1 where the forward is cut into several programs per head, 0 where one program per head fills the chip, with its
     moments in registers. No branch on sizes: under a compiler they are symbols."""
     return few_heads(batch_heads, n) if narrow(w) else 1
 
@@ -112,8 +112,10 @@ def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
 
 
 def whole(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:
-    """Whether a forward that no backward follows is one program per head. Two-part widths keep less in registers, so only
-    plain calls are, beside those whose forward is so before a backward too."""
+    """Whether a forward pass without backward is one program per head.
+
+    Two-part widths keep less in registers: only plain calls, and calls whose forward before a backward is so, too.
+    """
     if pairs(spec, w, batch_heads, n, dtype, own):
         return False
     if not saves(spec, w, batch_heads, n, dtype, own) or not splits(w, batch_heads, n):
