@@ -74,8 +74,8 @@ def sweep(folder: Path, name: str = "", earlier: bool = False) -> None:
     """Remove temporary files that killed processes left in `folder` (name: only those of this file or folder), and
     restore a folder that was being replaced.
 
-    earlier: also temporary folders of earlier versions, whose names have no process id: no other process may write in
-    `folder`.
+    earlier: also temporary folders of earlier versions, whose names have no process id, and what is left in the folders
+    inside: no other process may write in `folder`.
     """
     for path in sorted(folder.glob(".*")):
         match = LEFT.fullmatch(path.name)
@@ -86,6 +86,8 @@ def sweep(folder: Path, name: str = "", earlier: bool = False) -> None:
         match = EARLIER_LEFT.fullmatch(path.name)
         if earlier and match and path.is_dir() and {p.name for p in path.iterdir()} <= {"new", "old"}:
             _settle(path, folder / match["name"])
+    for inside in filter(Path.is_dir, folder.glob("*") if earlier else ()):
+        sweep(inside)
 
 
 def sync(path: Path) -> None:

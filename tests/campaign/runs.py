@@ -106,7 +106,7 @@ def counted(kind: str, file: Path, folder: Path) -> tuple[Result, int]:
     """A whole run and the number of its durable operations."""
     number = folder.with_name(f"{folder.name}.operations")
     result = start(kind, file, folder, before=Durable(folder, report=number).install)
-    return result, int(number.read_text()) if number.exists() else 0
+    return result, int(number.read_text() or 0)
 
 
 def whole_run(kind: str, folder: Path, name: str, changes: Tree | None = None) -> Path:

@@ -228,9 +228,11 @@ def test_leftovers_of_killed_processes_go_at_the_next_start(tmp_path):
         kept.write_text("of a process that lives")
         for name in (f".model.safetensors.{GONE}", f".input.json.{GONE}"):
             (tmp_path / name).write_text("half")
+        (tmp_path / "samples").mkdir()
+        (tmp_path / "samples" / f".step-00000004.png.{GONE}").write_text("half")
         (tmp_path / ".notes").write_text("of the user")
         ClassificationRun(tiny(tmp_path)).train()
-        assert sorted(p.name for p in tmp_path.glob(".*")) == sorted([".notes", kept.name])
+        assert sorted(p.name for p in tmp_path.glob("**/.*")) == sorted([".notes", kept.name])
 
 
 def test_a_folder_is_put_back_when_replacing_it_fails(tmp_path, monkeypatch):
