@@ -9,65 +9,73 @@ from zoo.ranges import PIXELS, check_device, check_ranges
 VIDEOS = ("videos", "moving_digits")  # data sources that yield clips
 
 
-def check_rate(section: str, fps: float, source: str) -> None:
-    """Raise ValueError for a frame rate of a source that is not a video file."""
-    if fps and source != "videos":
-        raise ValueError(f"{section}.fps is for files of videos, not for the source {source!r}")
-
-
 @dataclass(frozen=True)
-class ImageSettings:
-    """Images or videos, with class numbers or captions.
+class ReadingSettings:
+    """How images and clips are read from their source.
 
-    source: digits, folder, parquet, hf or webdataset (images, as in zoo train-classifier), videos (folder of mp4 files)
-      or moving_digits
-    where: folder, parquet file or pattern, hub name, or tar pattern; train or val for digits and moving_digits
     image_key: column or file extension of the image (parquet, hf, webdataset)
-    label_key: column or file extension of the class number
-    text_key: column or file extension of the caption (videos: column of metadata.csv); empty for class numbers
-    img_size: side in pixels of the square to which images are cropped and resized, as in ADM and DiT; height of videos
-    width: width of videos; none for squares
-    crop: crop of videos with another aspect ratio: center, or random (deterministic, from the number of the clip and
-      encode.seed)
+    label_key: column or file extension of the class number (parquet, hf, webdataset)
+    width: width of videos in pixels; none for squares
     frames: frames per clip (Wan: 4 n + 1)
     fps: frame rate at which videos are read, repeating or dropping frames (Wan: 16); 0 for their own
     stride: keep every n-th frame
     step: frames between the starts of two clips of a video; 0 for clips that do not overlap
-    clips: number of clips of moving_digits
-    workers: DataLoader workers
+    clips: number of clips of moving_digits; for training, a fifth as many for validation
+    workers: DataLoader workers per process; 0 reads in this process
     """
 
-    source: str = "folder"
-    where: str = ""
+    source: str = ""
     image_key: str = "image"
     label_key: str = "label"
-    text_key: str = ""
-    img_size: int = 256
     width: int | None = None
-    crop: str = "center"
-    frames: int = 81
+    frames: int = 16
     fps: float = 0.0
     stride: int = 1
     step: int = 0
     clips: int = 1000
     workers: int = WORKERS
 
+    def check(self, section: str) -> None:
+        """Raise ValueError for values out of range, and for options of videos with another source."""
+        check_ranges(section, self, **dict.fromkeys(("img_size", "width"), PIXELS))
+        check_ranges(section, self, **dict.fromkeys(("frames", "stride", "clips"), "[1, inf)"))
+        check_ranges(section, self, **dict.fromkeys(("workers", "step", "fps"), "[0, inf)"))
+        if self.width is not None and self.source not in VIDEOS:
+            raise ValueError(f"{section}.width is for videos; images are squares of img_size")
+        if self.fps and self.source != "videos":
+            raise ValueError(f"{section}.fps is for files of videos, not for the source {self.source!r}")
+
+
+@dataclass(frozen=True)
+class ImageSettings(ReadingSettings):
+    """Images or videos, with class numbers or captions.
+
+    source: digits, folder, parquet, hf or webdataset (images, as in zoo train-classifier), videos (folder of mp4 files)
+      or moving_digits
+    where: folder, parquet file or pattern, hub name, or tar pattern; train or val for digits and moving_digits
+    text_key: column or file extension of the caption (videos: column of metadata.csv); empty for class numbers
+    img_size: side in pixels of the square to which images are cropped and resized, as in ADM and DiT; height of videos
+    crop: crop of videos with another aspect ratio: center, or random (deterministic, from the number of the clip and
+      encode.seed)
+    """
+
+    source: str = "folder"
+    where: str = ""
+    text_key: str = ""
+    img_size: int = 256
+    crop: str = "center"
+    frames: int = 81
+
     def __post_init__(self) -> None:
         one_of("images.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset", *VIDEOS))
-        counts = ("frames", "stride", "clips")
-        check_ranges("images", self, **dict.fromkeys(("img_size", "width"), PIXELS))
-        check_ranges("images", self, **dict.fromkeys(counts, "[1, inf)"))
-        check_ranges("images", self, **dict.fromkeys(("workers", "step", "fps"), "[0, inf)"))
+        self.check("images")
         if self.text_key and self.source in ("digits", "folder", "moving_digits"):
             raise ValueError(f"images.text_key needs columns, which the source {self.source!r} has not")
-        if self.width is not None and self.source not in VIDEOS:
-            raise ValueError("images.width is for videos; images are cut to squares of img_size")
         one_of("images.crop", self.crop, ("center", "random"))
         if self.crop == "random" and self.source != "videos":
             raise ValueError(f"images.crop=random is for files of videos, not for the source {self.source!r}")
         if self.source in ("digits", "moving_digits"):
             one_of("images.where", self.where, ("train", "val"))
-        check_rate("images", self.fps, self.source)
 
 
 @dataclass(frozen=True)

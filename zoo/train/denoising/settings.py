@@ -3,11 +3,10 @@
 from dataclasses import dataclass, field
 
 from zoo.config import Tree, one_of
-from zoo.data.latents.settings import VIDEOS, check_rate
-from zoo.data.settings import WORKERS
+from zoo.data.latents.settings import VIDEOS, ReadingSettings
 from zoo.diffusion.settings import ObjectiveSettings
 from zoo.models.diffusers.families import FAMILIES
-from zoo.ranges import PIXELS, check_ranges
+from zoo.ranges import check_ranges
 from zoo.train.settings import LogSettings, MixerSettings, OptimSettings, RunBasics
 
 KINDS = {f.name: f for f in FAMILIES if f.trained}
@@ -43,25 +42,16 @@ class DenoiserSettings(MixerSettings):
 
 
 @dataclass(frozen=True)
-class DiffusionDataSettings:
+class DiffusionDataSettings(ReadingSettings):
     """Training and validation data: labelled images or videos, or the latents of `zoo extract-latents`.
 
     source: digits, folder, parquet, hf, webdataset (pixels, as in `zoo train-classifier`), videos (a folder of mp4
       files, in sub-folders by class), moving_digits, or latents
     train: training images or folder of latents; empty for digits and moving_digits
     val: validation images or folder of latents
-    image_key: column or file extension of the image (parquet, hf, webdataset)
-    label_key: column or file extension of the class number (parquet, hf, webdataset)
     img_size: side of the square images in pixels, height of videos; none for latents, whose manifest contains it
-    width: width of videos; none for squares
-    frames: frames per clip
-    fps: frame rate at which videos are read, repeating or dropping frames; 0 for their own
-    stride: keep every n-th frame
-    step: frames between the starts of two clips of a video; 0 for clips that do not overlap
-    clips: number of training clips of moving_digits; a fifth as many for validation
     vae: VAE that the latents must come from; empty for the VAE named in the manifest
     batch_size: global batch size per optimizer step
-    workers: DataLoader workers per process; 0 reads in the training process
     cache: decode all images once and keep them as uint8 on the device
     hflip: probability of a horizontal flip (latents: only if flipped ones were stored)
     cond_dropout: probability of training a sample without its label or prompt, for classifier-free guidance
@@ -73,18 +63,9 @@ class DiffusionDataSettings:
     source: str = "digits"
     train: str = ""
     val: str = ""
-    image_key: str = "image"
-    label_key: str = "label"
     img_size: int | None = None
-    width: int | None = None
-    frames: int = 16
-    fps: float = 0.0
-    stride: int = 1
-    step: int = 0
-    clips: int = 1000
     vae: str = ""
     batch_size: int = 128
-    workers: int = WORKERS
     cache: bool = False
     hflip: float = 0.5
     cond_dropout: float = 0.1
@@ -92,14 +73,9 @@ class DiffusionDataSettings:
 
     def __post_init__(self) -> None:
         one_of("data.source", self.source, ("digits", "folder", "parquet", "hf", "webdataset", *VIDEOS, "latents"))
-        counts = ("batch_size", "frames", "stride", "clips")
-        check_ranges("data", self, **dict.fromkeys(("img_size", "width"), PIXELS))
-        check_ranges("data", self, **dict.fromkeys(counts, "[1, inf)"))
-        check_ranges("data", self, **dict.fromkeys(("workers", "step", "val_images", "fps"), "[0, inf)"))
+        self.check("data")
+        check_ranges("data", self, batch_size="[1, inf)", val_images="[0, inf)")
         check_ranges("data", self, hflip="[0, 1]", cond_dropout="[0, 1]")
-        if self.width is not None and self.source not in VIDEOS:
-            raise ValueError("data.width is for videos; images are squares of img_size")
-        check_rate("data", self.fps, self.source)
 
 
 @dataclass(frozen=True)
