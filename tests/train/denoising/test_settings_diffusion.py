@@ -141,7 +141,8 @@ def test_the_tool_says_one_sentence():
     assert status == 2 and err.strip().splitlines()[-1].startswith("error: unknown configuration key 'data.sorce'")
     status, out, _ = run_tool("finetune_t2i", "--help")
     assert status == 0 and "objective.kind" in out and "--dry-run" in out
-    status, _, err = run_tool("finetune_t2i", "model.kind=pixart", "data.source=digits")
+    sizes = "model.kwargs={num_layers: 1, num_attention_heads: 1, attention_head_dim: 8, cross_attention_dim: 8}"
+    status, _, err = run_tool("finetune_t2i", "model.kind=pixart", "data.source=digits", "data.img_size=8", sizes)
     assert status == 2 and "is a model of prompts, but the data has 10 classes" in err
 
 
