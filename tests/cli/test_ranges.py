@@ -119,7 +119,7 @@ def test_intervals(interval, inside, outside, words):
         (DiffusionSettings, "data.img_size=1000000000000", r"data.img_size must be in \[1, 65536\]"),
         (ExtractSettings, "images.width=1000000000000", r"images.width must be in \[1, 65536\]"),
         (EvalSettings, "eval.device=meta", r"eval.device=meta holds no values"),
-        (EvalSettings, "eval.device=cuda:99", r"eval.device=cuda:99 is not there"),
+        (EvalSettings, "eval.device=cuda:99", r"eval.device=cuda:99 does not exist"),
         (SampleSettings, "sample.device=foo", r"sample.device must be a torch device"),
         # B8: the right key lies in another section
         (DiffusionSettings, "optim.steps=60", r"Did you mean 'schedule.steps' or 'sample.steps'\?"),
