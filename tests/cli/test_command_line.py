@@ -274,8 +274,8 @@ def test_quality_files_of_several_processes_are_joined(tmp_path):
         (("a.json", "d.json"), "different results for the run"),
         (("a.json", "e.json"), "their hardware differ"),
         (("a.json", "f.json"), "f.json is damaged"),
-        (("g.json",), "g.json is no table of quality"),
-        (("a.json", "h.json"), "h.json is no table of quality"),
+        (("g.json",), "g.json is not a quality table"),
+        (("a.json", "h.json"), "h.json is not a quality table"),
         (("none.json",), "there is no result file"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -87,7 +87,7 @@ def test_average_of_weights_is_the_recurrence_and_a_loadable_file(tmp_path, monk
     assert largest_difference(expected, weights(tmp_path, "model_ema.safetensors")) < 1e-6
     model, recipe = load_model(tmp_path)  # of a run that kept an average, that average
     assert largest_difference(model.state_dict(), weights(tmp_path, "model_ema.safetensors")) == 0
-    assert "the average of the weights is taken" in capsys.readouterr().out
+    assert "using the EMA weights" in capsys.readouterr().out
     assert recipe.input["size"] == [8, 8] and model.num_classes == 10
     row = [r for r in read_rows(tmp_path / "metrics.jsonl") if r["kind"] == "eval"][-1]
     assert 0 <= row["ema_top1"] <= 100

@@ -131,9 +131,9 @@ def test_wan_on_two_gpus(tmp_path):
         ("wan", {"depthwise": "v"}, ContextParallelConfig(ulysses_degree=2), "needs the positions of tokens"),
         ("wan", {"lepe": 3}, ContextParallelConfig(ring_degree=2), "needs the positions of tokens"),
         ("wan", {"causal": True}, ContextParallelConfig(ring_degree=2), "needs the positions of tokens"),
-        ("flux", {}, ContextParallelConfig(ulysses_degree=2), "exact for converted models of Wan only"),
-        ("dit", {}, ContextParallelConfig(ulysses_degree=2), "exact for converted models of Wan only"),
-        ("flux", {}, TensorParallelConfig(tp_degree=2), "would split the heads"),
+        ("flux", {}, ContextParallelConfig(ulysses_degree=2), "exact for converted Wan models only"),
+        ("dit", {}, ContextParallelConfig(ulysses_degree=2), "exact for converted Wan models only"),
+        ("flux", {}, TensorParallelConfig(tp_degree=2), "splits heads"),
     ],
 )
 def test_what_is_not_exact_is_refused(name, options, config, message):

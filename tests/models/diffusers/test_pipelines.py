@@ -125,7 +125,7 @@ def test_a_converted_folder_is_complete_or_as_it_was(tmp_path, monkeypatch):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["out", "softmax"]
     for wrong, sentence in (
         (tmp_path, "holds the source, which would be lost"),
-        (source / "scheduler", "is no earlier conversion"),
+        (source / "scheduler", "holds other files than an earlier conversion"),
         (source / "config.json", "is a file: choose a folder"),
     ):
         with pytest.raises(ValueError, match=sentence):

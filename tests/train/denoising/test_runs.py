@@ -104,7 +104,7 @@ def test_a_softmax_checkpoint_is_inherited_in_full_and_goes_on(softmax_run, tmp_
     for where, weights in ((tmp_path, run.ema.module), (tmp_path / "transformer", run.model)):  # its average by default
         goes_on = DiffusionRun(tiny(tmp_path / f"on {where.name}", model={"kwargs": {}, "checkpoint": str(where)}))
         assert same(goes_on.model.state_dict(), weights.state_dict())
-    assert f"{tmp_path}: taking {tmp_path / 'transformer_ema'}" in capsys.readouterr().out
+    assert f"{tmp_path}: using {tmp_path / 'transformer_ema'}" in capsys.readouterr().out
 
 
 def test_the_validation_loss_depends_on_neither_batches_nor_steps(softmax_run, tmp_path):
