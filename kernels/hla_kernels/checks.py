@@ -22,13 +22,13 @@ from .options import CENTERS, DECAY_RULES, IMPLS, MAX_HEAD_DIM, OPS, Options
 NON_NEGATIVE_MAPS = tuple(name for name in FEATURE_MAPS if name != "identity")
 RIDGED = ("hla2", "ahla", "hla3")
 LARGEST = sys.float_info.max
-MAX_SEQLEN = 2**24  # tokens are counted in float32 on a GPU
-ORDER = {"linear_attention": 1, "hla3": 3, "polynomial": 1}  # of the others 2
-LARGE_EPS = 0.1  # of a divisor
+MAX_SEQLEN = 2**24  # tokens; the kernels count them in float32
+ORDER = {"linear_attention": 1, "hla3": 3, "polynomial": 1}  # order of an operator, 2 if not listed
+LARGE_EPS = 0.1  # fraction of the denominator above which eps causes a warning
 
 
 def check_name(kind: str, name: Any, allowed: Sequence[str]) -> None:
-    """Raise ValueError unless `name` is one of `allowed`, naming the nearest one."""
+    """Raise ValueError unless `name` is one of `allowed`; the message suggests the nearest one."""
     if isinstance(name, str) and name in allowed:
         return
     got = repr(name) if isinstance(name, str | int | None) else f"of type {type(name).__name__}"
@@ -38,12 +38,12 @@ def check_name(kind: str, name: Any, allowed: Sequence[str]) -> None:
 
 
 def check_arguments(op: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise ValueError unless the public function `op` takes these inputs and options, by its own signature."""
+    """Raise ValueError unless these inputs and options match the signature of the public function `op`."""
     import hla_kernels
 
     signature = inspect.signature(getattr(hla_kernels, op))
     allowed = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    check_unknown(options, allowed[3:])  # q, k and v come first
+    check_unknown(options, allowed[3:])  # without q, k and v
     try:
         signature.bind(*inputs, **options)
     except TypeError as error:
@@ -56,18 +56,18 @@ def is_number(x: Any) -> bool:
 
 
 def is_finite(x: Any) -> bool:
-    """Whether x is a real number that a float can hold."""
+    """Whether x is a real number in the range of float."""
     return is_number(x) and abs(x) <= LARGEST
 
 
 def check_unknown(unknown: Mapping[str, Any], allowed: Sequence[str]) -> None:
-    """Raise ValueError for keyword arguments that a function has no parameters for."""
+    """Raise ValueError for unknown keyword arguments."""
     for name in unknown:
         check_name("option", name, allowed)
 
 
 def named(function: Callable) -> tuple[str, ...]:
-    """The keyword parameters of a function."""
+    """Return the names of the keyword parameters of a function."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
@@ -78,8 +78,8 @@ def check_op(op: Any) -> None:
 
 
 def check_tensors(q: Any, k: Any, v: Any, autocast: bool) -> None:
-    """q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv]: floating point, same dtype (unless autocast), 1 <= D, Dv <=
-    MAX_HEAD_DIM."""
+    """Raise ValueError unless q [B, N, H, D], k [B, N, Hk, D] and v [B, N, Hk, Dv] are floating point, of one dtype
+    (unless autocast) and device, with 1 <= D, Dv <= MAX_HEAD_DIM."""
     named = (("q", q), ("k", k), ("v", v))
     for name, x in named:
         if not isinstance(x, Tensor):
@@ -120,7 +120,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_features(d: int, feature_map: str | None) -> None:
-    """Raise ValueError when a head of d channels has more than MAX_HEAD_DIM features."""
+    """Raise ValueError if d channels per head give more than MAX_HEAD_DIM features."""
     if feature_width(d, feature_map) > MAX_HEAD_DIM:
         raise ValueError(
             f"feature_map={feature_map!r} makes {feature_width(d, feature_map)} features of a head dimension of {d}, "
@@ -129,15 +129,16 @@ def check_features(d: int, feature_map: str | None) -> None:
 
 
 def check_packed(qkv: Any) -> None:
-    """qkv [B, N, 3, H, D]."""
+    """Raise ValueError unless qkv has the shape [B, N, 3, H, D]."""
     if not isinstance(qkv, Tensor) or qkv.dim() != 5 or qkv.shape[2] != 3:
         got = tuple(qkv.shape) if isinstance(qkv, Tensor) else type(qkv).__name__
         raise ValueError(f"qkv must have shape [batch, tokens, 3, heads, head dim], got {got}.")
 
 
 def check_sequences(q: Tensor, mask: Any, cu_seqlens: Any, max_seqlen: Any) -> None:
-    """key_padding_mask [B, N] bool, or cu_seqlens [S + 1] int32 of a batch of one with max_seqlen; values are looked at
-    on the CPU only, where that does not wait for a device, and not in a graph."""
+    """Raise ValueError unless there is at most one of key_padding_mask [B, N] bool and cu_seqlens [S + 1] int32 (B = 1,
+    with max_seqlen). Values are checked for CPU tensors only, to avoid a device synchronization, and not while
+    compiling."""
     if mask is not None and cu_seqlens is not None:
         raise ValueError("key_padding_mask and cu_seqlens both say what a sequence is; use one of them.")
     if mask is not None:
@@ -179,7 +180,8 @@ def _check_lengths(cu_seqlens: Tensor, max_seqlen: int, n_tokens: int) -> None:
 
 
 def check_whole_sequences(causal: bool, state: bool) -> None:
-    """Raise ValueError for what key_padding_mask and cu_seqlens do not go with."""
+    """Raise ValueError for causal calls and calls with a state: they support neither key_padding_mask nor
+    cu_seqlens."""
     if causal:
         raise ValueError(
             "key_padding_mask and cu_seqlens need causal=False: the result of a causal token does not depend on what "
@@ -190,7 +192,7 @@ def check_whole_sequences(causal: bool, state: bool) -> None:
 
 
 def check_options(op: str, options: Options, impl: str, return_state: Any) -> None:
-    """Names, numbers and combinations of options that `op` does not define."""
+    """Raise ValueError for names, numbers and combinations of options that `op` does not define."""
     if options.feature_map is not None:
         check_name("feature_map", options.feature_map, FEATURE_MAPS)
     if options.center is not None:
@@ -198,7 +200,7 @@ def check_options(op: str, options: Options, impl: str, return_state: Any) -> No
     check_name("decay_rule", options.decay_rule, DECAY_RULES)
     check_name("impl", impl, IMPLS)
     for name in ("causal", "normalize", "mean_path"):
-        if not isinstance(getattr(options, name), bool):  # "no" and "false" are true
+        if not isinstance(getattr(options, name), bool):  # strings such as "false" are truthy
             raise ValueError(f"{name} must be True or False, got {getattr(options, name)!r}.")
     if not isinstance(return_state, bool) and return_state != "mergeable":
         raise ValueError(f'return_state must be False, True or "mergeable", got {return_state!r}.')
@@ -260,8 +262,11 @@ def _check_normalize(options: Options) -> None:
 
 
 def warn_of_eps(op: str, options: Options, n: int, d: int) -> None:
-    """Warn where eps is no small part of the usual divisor. Features of a softmax over D channels are about 1 / D, so
-    that a two-sided divisor of order p is about (s N / D)^p; a causal one grows with the tokens."""
+    """Warn if eps is not small compared with the usual denominator.
+
+    Features of a softmax over D channels are about 1 / D, so a two-sided denominator of order p is about (s N / D)^p. A
+    causal denominator grows with the tokens and is not checked.
+    """
     if not options.normalize or options.causal or options.feature_map not in ("softmax", "softmax_pair"):
         return
     width = d / feature_width(1, options.feature_map)
@@ -275,9 +280,11 @@ def warn_of_eps(op: str, options: Options, n: int, d: int) -> None:
 
 
 def check_decay(decay: float | Tensor | None, n_heads: int, n_key_heads: int, dtype: torch.dtype) -> None:
-    """A float, or a tensor [H] or [Hk]: each in (0, 1] after the cast to `dtype`, where a smaller one than its smallest
-    normal number would be 0, whose logarithm is -inf. Values of a tensor are looked at on the CPU only, where that does
-    not wait for a device, and not in a graph."""
+    """Raise ValueError unless decay is None, a float, or a tensor [H] or [Hk], with values in (0, 1].
+
+    Values are checked after the cast to `dtype`: below its smallest normal number they would become 0, with logarithm
+    -inf. Tensor values are checked on the CPU only, to avoid a device synchronization, and not while compiling.
+    """
     smallest = torch.finfo(dtype).tiny
     if isinstance(decay, Tensor):
         _check_decay_tensor(decay, n_heads, n_key_heads, dtype)
@@ -302,8 +309,8 @@ def _check_decay_tensor(decay: Tensor, n_heads: int, n_key_heads: int, dtype: to
 
 
 def check_coefficients(op: str, coefficients: Any, n_heads: int, device: torch.device) -> None:
-    """coefficients [H, 4] of `polynomial`, floating point (any: they are cast), on the device of q; no other operator
-    takes them."""
+    """Raise ValueError unless `polynomial` has coefficients [H, 4] (any floating-point dtype, on the device of q) and
+    other operators have none."""
     if op != "polynomial":
         if coefficients is not None:
             raise ValueError(f"coefficients belong to polynomial, {op} takes none.")

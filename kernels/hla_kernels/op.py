@@ -52,7 +52,7 @@ from .softmax.taylor.operator import taylor2_op, taylor2_packed_op
 from .softmax.taylor.reference import definition as taylor_definition
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# what a call takes beside tokens and `Options`
+# arguments of a call in addition to tokens and `Options`
 BESIDE = ("coefficients", "state", "return_state", "key_padding_mask", "cu_seqlens", "max_seqlen")
 SLOWER = {
     "reference": "slower: it is the definition with N x N matrices",
@@ -195,14 +195,14 @@ def prepare(
     key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
     **options: Any,
 ) -> Call:  # fmt: skip
-    """Check a call and bring it to canonical form (autocast applied, decay 1.0 is no decay, float options are
-    floats)."""
+    """Check a call and bring it to canonical form: autocast applied, decay 1.0 replaced by None, float options as
+    floats."""
     for name in options:
         check_name("option", name, (*Options._fields, *BESIDE))
     autocast = isinstance(q, Tensor) and autocast_on(q.device.type)
     check_tensors(q, k, v, autocast)
     if autocast:
-        # like torch's own autocast: float64 stays
+        # like torch's autocast: float64 is not cast
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if is_number(decay):
@@ -234,10 +234,11 @@ def prepare(
 
 
 def canonical(op: str, options: Options) -> Options:
-    """Equal calls get equal options: decay 1.0 is None, the paper's rule differs for decayed hla2 only.
+    """Return options in canonical form, so that equal calls compare equal: decay 1.0 becomes None, and decay_rule
+    becomes "cascade" where both rules agree (all but decayed hla2).
 
-    A weight of order p has p queries and p scales, so that q_scale is a factor of each scale: multiplied into a number,
-    kept beside 1/N. Where lambda I takes the place of a moment of keys alone (S), it is a factor of lambda too.
+    A weight of order p contains p queries and p scales, so q_scale is folded into a numeric scale (kept separate if the
+    scale is 1/N). In hla2 and hla3, lambda I is added to a moment of keys alone, so q_scale also multiplies lambda.
     """
     decay = None if options.decay == 1.0 else options.decay
     rule = options.decay_rule if op == "hla2" and decay is not None else "cascade"
@@ -245,7 +246,7 @@ def canonical(op: str, options: Options) -> Options:
     scale = None if options.scale is None else float(options.scale) * q_scale
     if options.causal and scale is None:
         scale = None if q_scale == 1.0 else q_scale
-    # built by name: dynamo of torch 2.11 cannot return what _replace makes
+    # no _replace: dynamo of torch 2.11 cannot return its result
     return Options(
         options.causal, options.feature_map, options.normalize, options.center, options.mean_path,
         decay, rule, ridge * q_scale if op in ("hla2", "hla3") else ridge, scale, float(options.eps),
@@ -254,7 +255,7 @@ def canonical(op: str, options: Options) -> Options:
 
 
 def decay_heads(decay: float | Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """gamma [1, 1, 1, 1, 1], [1, Hk, 1, 1, 1] or [1, Hk, G, 1, 1]; shared decays keep the key moment per key head."""
+    """Return gamma [1, 1, 1, 1, 1], [1, Hk, 1, 1, 1] or [1, Hk, G, 1, 1]; only the last has moments per query head."""
     if decay is None or (isinstance(decay, float) and decay == 1.0):
         return None
     dtype = compute_dtype(q.dtype)
@@ -264,7 +265,7 @@ def decay_heads(decay: float | Tensor | None, q: Tensor, k: Tensor) -> Tensor | 
 
 
 class TwoSided(NamedTuple):
-    """What `two_sided` needs for a checked call beside its tensors: their dtypes and the options in its order."""
+    """Non-tensor arguments of `two_sided` for a checked call: dtypes of the tensors, and options in its order."""
 
     op: str
     dtypes: tuple[torch.dtype, ...]
@@ -274,7 +275,7 @@ class TwoSided(NamedTuple):
 def run(
     op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None = None, impl: str = "auto", **options: Any
 ) -> Any:
-    """Check, choose and run one call; the body of every public operator."""
+    """Check one call, choose its implementation and run it; body of all public operators."""
     form = form_of(op, impl, options, (q, k, v, coefficients))
     known = recall(form)
     if known is not None:
@@ -291,7 +292,7 @@ def run(
 
 
 def run_packed(op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: str = "auto", **options: Any) -> Any:
-    """`run` of qkv [B, N, 3, H, D]. Two-sided calls go through the packed operator, whose backward writes one
+    """Run one call with qkv [B, N, 3, H, D]. Two-sided calls use the packed operator, whose backward writes a single
     buffer."""
     form = form_of(op, impl, options, (qkv, coefficients))
     known = recall(form)
@@ -309,7 +310,7 @@ def run_packed(op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: s
 
 
 def _is_two_sided(call: Call, chosen: str) -> bool:
-    """Whether a call is one of the two-sided operator."""
+    """Whether a call runs the two-sided custom operator."""
     stateless = call.state is None and not call.return_state
     return call.op != "softmax_attention" and not call.options.causal and stateless and chosen != "reference"
 
@@ -324,7 +325,7 @@ def _two_sided(known: TwoSided, tokens: tuple[Tensor, ...], coefficients: Tensor
 
 
 def prepare_blocks(q: Tensor, *inputs: Tensor, **options: Any) -> block_call.BlockCall:
-    """The checked call of `mhla`."""
+    """Check a call of `mhla`."""
     return block_call.prepare(q, *inputs, dtype=autocast_dtype(q), **options)
 
 
@@ -346,7 +347,7 @@ def run_blocks(tokens: tuple[Tensor, ...], mixing: Tensor, impl: str = "auto", *
 
 
 def prepare_taylor(q: Tensor, *inputs: Tensor, **options: Any) -> taylor_call.TaylorCall:
-    """The checked call of `taylor2`."""
+    """Check a call of `taylor2`."""
     return taylor_call.prepare(q, *inputs, dtype=autocast_dtype(q), **options)
 
 
@@ -384,10 +385,10 @@ def _two_sided_options(options: Options) -> tuple:
 
 
 def _kernel(call: Call) -> tuple[Tensor, State | None]:
-    """The torch forms of calls that are causal or carry a state, and softmax."""
+    """Run the torch form of a causal call, a call with a state, or softmax."""
     op, q, k, v, coefficients, options, gamma, state, return_state, sequences = call
     if op == "softmax_attention":
-        # autocast leaves float64 alone
+        # autocast does not cast float64
         return sdpa(q, k.to(q.dtype), v.to(q.dtype), options.causal, options.scale, sequences), None
     if not options.causal:
         return stream(op, q, k, v, coefficients, options, state)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Every operator, in the order of reading. `softmax_attention` is the quadratic baseline.
+# All operators. `softmax_attention` is the quadratic baseline.
 OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial", "softmax_attention")
 CENTERS = ("k", "qk")
 DECAY_RULES = ("cascade", "paper")
@@ -21,7 +21,7 @@ MAX_HEAD_DIM = 256
 
 
 class Options(NamedTuple):
-    """Options of one call. `decay` is None, a float, or "tensor" when a tensor was given."""
+    """Options of one call. `decay` is None, a float, or "tensor" for a tensor, which is passed separately."""
 
     causal: bool = False
     feature_map: str | None = None
@@ -37,7 +37,7 @@ class Options(NamedTuple):
 
 
 def needs_ones(options: Options) -> bool:
-    """Whether the form with v = 1 is needed (normaliser, mean-value path)."""
+    """Whether the operator with v = 1 is needed (denominator, mean-value path)."""
     return options.normalize or options.mean_path
 
 
@@ -47,12 +47,12 @@ def is_paper(op: str, options: Options) -> bool:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Moments and their products are float32, float64 for float64 input."""
+    """Return the dtype of moments and their products: float32, or float64 for float64 input."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def autocast_on(device_type: str) -> bool:
-    """Whether autocast is on for a kind of device; torch refuses the question for meta tensors."""
+    """Whether autocast is enabled for a device type; False for meta, for which torch's query raises."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
@@ -63,7 +63,7 @@ def autocast_dtype(q: Any) -> torch.dtype | None:
 
 
 def plain_precision(x: Tensor) -> contextlib.AbstractContextManager:
-    """Autocast off inside: tensors are cast already and moments stay in float32."""
+    """Disable autocast for the device of x: tensors are cast already, and moments must stay in float32."""
     if autocast_on(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()

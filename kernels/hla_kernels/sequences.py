@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 class Sequences(NamedTuple):
-    """The sequences of a call: a mask, or cu_seqlens with the length of the longest sequence; `told`: their `tables`,
-    where they were made already."""
+    """Sequences of a call: a mask, or cu_seqlens with the length of the longest sequence. The last field holds
+    precomputed `tables`, or None."""
 
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
@@ -24,7 +24,7 @@ class Sequences(NamedTuple):
     told: tuple[Tensor | None, ...] | None = None
 
     def sizes(self, q: Tensor) -> tuple[int, int, int]:
-        """(sequences, tokens of the longest one, heads) of q [B, N, H, D]."""
+        """Return (number of sequences, tokens of the longest one, heads) for q [B, N, H, D]."""
         if self.cu_seqlens is None:
             return q.shape[0], q.shape[1], q.shape[2]
         return self.cu_seqlens.shape[0] - 1, self.max_seqlen, q.shape[2]
@@ -32,9 +32,12 @@ class Sequences(NamedTuple):
     def tables(
         self, heads: int, scale: float | None, q_scale: float, of_differences: bool = False
     ) -> tuple[Tensor | None, ...]:
-        """What a kernel needs to know: (first token, length) [S, 2] int64 of packed sequences, (number of real tokens,
-        scale of a moment) [B * H, 2] float32, which tokens are real [B, N] uint8. None where it does not apply.
-        of_differences: moments of a single token are zero."""
+        """Return the tables that kernels read, None for those that do not apply.
+
+        Packed sequences: (first token, length) [S, 2] int64. Mask or packed: (number of real tokens, scale of a
+        moment) [B * H, 2] float32. Mask: which tokens are real [B, N] uint8. of_differences: moments of a single token
+        are zero.
+        """
         if self.told is not None:
             return self.told
         if self.mask is None and self.cu_seqlens is None:
@@ -57,18 +60,18 @@ WHOLE = Sequences()  # every token of a batch row is one sequence
 
 
 def rows_of(max_seqlen: int, n_tokens: int) -> int:
-    """Length of the padded sequences; no sequence is longer than the number of all tokens."""
-    return torch.sym_min(max_seqlen, n_tokens)  # type: ignore[return-value]  # a symbol under a compiler
+    """Return the length of the padded sequences: max_seqlen, at most the number of all tokens."""
+    return torch.sym_min(max_seqlen, n_tokens)  # type: ignore[return-value]  # symbolic while compiling
 
 
 def live_rows(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Which rows of the padded sequences are tokens, [S, max_seqlen] bool."""
+    """Return which rows of the padded sequences are tokens, [S, max_seqlen] bool."""
     lengths = cu_seqlens.diff()
     return torch.arange(max_seqlen, device=cu_seqlens.device) < lengths[:, None]
 
 
 def unpack(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Pad packed [1, T, ...] to [S, max_seqlen, ...]; rows without a token repeat another row."""
+    """Convert packed [1, T, ...] to padded [S, max_seqlen, ...]; padding repeats other tokens."""
     rows = cu_seqlens[:-1, None].long() + torch.arange(max_seqlen, device=cu_seqlens.device)
     return x[0][rows.clamp(max=x.shape[1] - 1)]
 
@@ -83,7 +86,7 @@ def pack(y: Tensor, cu_seqlens: Tensor, n_tokens: int) -> Tensor:
 
 
 def counts(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Number of real tokens per sequence, at least 1, [B, 1, 1, 1, 1]."""
+    """Return the number of real tokens per sequence, at least 1, [B, 1, 1, 1, 1]."""
     return mask.sum(1).clamp(min=1).to(dtype)[:, None, None, None, None]
 
 

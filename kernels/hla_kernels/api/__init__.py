@@ -67,7 +67,7 @@ Result = Any
 
 
 class Keywords(TypedDict, total=False):
-    """Keyword options of every operator; see the module docstring."""
+    """Keyword options of all operators; see the module docstring."""
 
     causal: bool
     feature_map: str | None

@@ -2,8 +2,8 @@
 
     S_t = (D_t - A_t B_t') S_{t-1} + K_t V_t'      o_t = S_t' q_t      S [D, Dv] per head, D_t = diag(exp(log_f_t))
 
-A_t, B_t [D, r] with r = 0 to 3 columns, K_t [D, s], V_t [Dv, s] with s = 1 to 3. `rules` has the arguments of the
-published members (HDLA, DeltaNet, gated DeltaNet and DeltaProduct, KDA, GLA, RetNet, Mamba-2, RWKV-7); `reference` is
-the recurrence token by token, `chunked` the same by chunks of tokens, `operator` what autograd and torch.compile see,
-`state` what one segment of tokens leaves to the next.
+A_t, B_t [D, r] with r = 0 to 3 columns, K_t [D, s], V_t [Dv, s] with s = 1 to 3. `rules`: arguments of the published
+members (HDLA, DeltaNet, gated DeltaNet and DeltaProduct, KDA, GLA, RetNet, Mamba-2, RWKV-7). `reference`: the
+recurrence token by token. `chunked`: the same in chunks of tokens. `operator`: the custom operator. `state`: the state
+between segments of tokens.
 """

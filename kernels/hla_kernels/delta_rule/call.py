@@ -1,4 +1,4 @@
-"""Checks of a call of `delta`; each refusal is a ValueError of one sentence."""
+"""Checks of a call of `delta`; invalid arguments raise ValueError."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DeltaCall(NamedTuple):
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, a: Tensor | None, b: Tensor | None, state: Tensor | None
 ) -> DeltaCall:
-    """Check a call and give every tensor its full rank. Autocast casts tokens (float64 stays)."""
+    """Check a call and expand every tensor to its full rank. Autocast casts tokens, except float64."""
     k, v = (x.unsqueeze(3) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (k, v))
     for name, x in (("k", k), ("v", v)):
         if isinstance(x, Tensor) and (x.dim() != 5 or not 1 <= x.shape[3] <= MAX_RANK):
@@ -70,7 +70,7 @@ def _decays(q: Tensor, log_f: Any) -> Tensor:
     dtype = compute_dtype(q.dtype)
     if log_f is None:
         return q.new_zeros((), dtype=dtype).expand(*q.shape[:3], 1)
-    shapes = {1: q.shape[2:3], 3: q.shape[:3], 4: q.shape}  # by rank: sizes of others are not compared, or guarded
+    shapes = {1: q.shape[2:3], 3: q.shape[:3], 4: q.shape}  # by rank; comparing only the sizes needed avoids guards
     wanted = shapes.get(log_f.dim()) if isinstance(log_f, Tensor) else None
     if wanted is None or log_f.shape != wanted or log_f.device != q.device:
         names = ("[H]", "[B, N, H]", "[B, N, H, D]")

@@ -1,14 +1,14 @@
 """The recurrence by chunks of tokens: matrix products inside a chunk, one step of the state per chunk.
 
-Within a chunk, rows of a and b are counted token by token, rank fastest; gi and ge are the sums of log_f up to a token,
-with it and without it, and <x_i, y_j> = sum_d x_id y_jd exp(e_id - gi_jd) with e = gi for queries, ge for b.
+Within a chunk, rows of a and b are ordered by token, rank fastest. gi and ge are the inclusive and exclusive cumulative
+sums of log_f, and <x_i, y_j> = sum_d x_id y_jd exp(e_id - gi_jd) with e = gi for queries, ge for b.
 
     (I + <b, a>) Z = (b exp(ge)) S + <b, k> V                         pairs i > j, by forward substitution: Z = W S + U
     O = (q exp(gi)) S + <q, k> V - <q, a> Z                           pairs i >= j
     S <- exp(gi_C) S + (k exp(gi_C - gi))' V - (a exp(gi_C - gi))' Z
 
-Z_t = B_t' S_{t-1} is what token t reads. Every exponent is a sum of numbers of one sign, at most 0: pairs of tokens in
-different parts of a chunk meet at the start of the later part, pairs within a part are taken one by one.
+Z_t = B_t' S_{t-1} is what token t reads. For accuracy, every exponent is a sum of terms <= 0: decays between tokens in
+different parts of a chunk are split at the start of the later part, decays within a part are computed per pair.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 64  # tokens
-PART = 16  # tokens of a chunk whose decays per channel are taken pair by pair
+PART = 16  # tokens per part of a chunk; inside it, per-channel decays are computed for each pair of tokens
 
 
 class Chunks(NamedTuple):
@@ -37,10 +37,10 @@ class Chunks(NamedTuple):
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `reference`, for any number of tokens."""
+    """Compute the same as `reference` in chunks, for any number of tokens."""
     n = q.shape[2]
     x = _cut(q, k, v, log_f, a, b)
-    left = _after(x.log_f).exp().unsqueeze(-2)  # what is left of a token at the end of its chunk
+    left = _after(x.log_f).exp().unsqueeze(-2)  # decay of each token until the end of its chunk
     written = _rows(x.k * left).mT @ _rows(x.v)  # [B, H, c, D, Dv]
     kept = x.log_f.sum(-2).exp().unsqueeze(-1)
     if a.shape[3] == 0:
@@ -58,7 +58,7 @@ def chunked(
 
 
 def _cut(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor) -> Chunks:
-    """Zeros behind the last token change nothing: they read, write and forget nothing."""
+    """Cut the tokens into chunks, padded with zeros, which neither read, write nor decay anything."""
     more = -q.shape[2] % CHUNK
 
     def cut(x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _reads(x: Chunks) -> tuple[Tensor, Tensor]:
-    """(W, U): what the tokens of a chunk read is W S + U of the state S at its start."""
+    """Return (W, U): the tokens of a chunk read W S + U from the state S at its start."""
     system = _scores(x.b, x.a, x.log_f, True)  # a strict triangle of blocks r x r
     decayed = _rows(x.b * _before(x.log_f).exp().unsqueeze(-2))
     right = torch.cat([decayed, _scores(x.b, x.k, x.log_f, True) @ _rows(x.v)], -1)
@@ -87,7 +87,7 @@ def _states(
     written: Tensor, kept: Tensor, state: Tensor, w: Tensor | None = None, u: Tensor | None = None,
     erased: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The states at the start of the chunks [B, H, c, D, Dv], and the one behind the last."""
+    """Return the states at the start of all chunks [B, H, c, D, Dv], and the state after the last one."""
     found = []
     for i in range(written.shape[2]):
         found.append(state)
@@ -115,10 +115,10 @@ def _scores(x: Tensor, y: Tensor, log_f: Tensor, strict: bool) -> Tensor:
 
 
 def _between_tokens(log_f: Tensor, strict: bool) -> Tensor:
-    """E [.., i, j, E] of `_scores` for log_f [.., C, E], minus infinity where a pair has no score."""
+    """Return the sums E [.., i, j, E] of `_scores` for log_f [.., C, E], minus infinity for pairs without a score."""
     size = log_f.shape[-2]
     pairs = torch.ones(size, size, dtype=torch.bool, device=log_f.device).tril(-1).unsqueeze(-1)
-    sums = log_f.unsqueeze(-2).where(pairs, 0.0).cumsum(-3)  # nothing is subtracted: no digits cancel
+    sums = log_f.unsqueeze(-2).where(pairs, 0.0).cumsum(-3)  # no subtraction, hence no cancellation
     if not strict:
         pairs = pairs | torch.eye(size, dtype=torch.bool, device=log_f.device).unsqueeze(-1)
         return sums.masked_fill(~pairs, -torch.inf)
@@ -127,7 +127,7 @@ def _between_tokens(log_f: Tensor, strict: bool) -> Tensor:
 
 
 def _between_parts(x: Tensor, y: Tensor, log_f: Tensor, strict: bool) -> Tensor:
-    """[.., parts, 16, r, parts, 16, s] of x in a part and y in an earlier one, else 0."""
+    """Return the scores [.., parts, 16, r, parts, 16, s] of x in a part with y in an earlier part, else 0."""
     parts = log_f.shape[3]
     since_start = _before(log_f) if strict else log_f.cumsum(-2)
     far_x = _rows(x * since_start.exp().unsqueeze(-2))  # [.., parts, 16 r, D]
@@ -137,15 +137,15 @@ def _between_parts(x: Tensor, y: Tensor, log_f: Tensor, strict: bool) -> Tensor:
 
 
 def _before(log_f: Tensor) -> Tensor:
-    """The sum over the tokens before each."""
+    """Return the sum over the tokens before each token."""
     return torch.cat([torch.zeros_like(log_f[..., :1, :]), log_f[..., :-1, :]], -2).cumsum(-2)
 
 
 def _after(log_f: Tensor) -> Tensor:
-    """The sum over the tokens behind each."""
+    """Return the sum over the tokens after each token."""
     return _before(log_f.flip(-2)).flip(-2)
 
 
 def _spread(x: Tensor, r: int, s: int) -> Tensor:
-    """Each number of [.., C, C] for r x s rows."""
+    """Repeat each entry of [.., C, C] for r x s rows."""
     return x.repeat_interleave(r, -2).repeat_interleave(s, -1)

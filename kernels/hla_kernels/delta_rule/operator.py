@@ -1,5 +1,8 @@
-"""The operator that autograd and torch.compile see: `hla_kernels::delta`. It saves its inputs only and computes the
-chunks again in the backward; a compiler sees one operator for every number of tokens."""
+"""Custom operator `hla_kernels::delta`.
+
+It saves its inputs only and recomputes the chunks in the backward pass. torch.compile traces it as a single operator,
+whatever the number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from .reference import reference
 def evaluate(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor, state: Tensor, by_token: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """o [B, N, H, Dv] in the dtype of q and the last state [B, H, D, Dv], in float32 or float64.
+    """Return o [B, N, H, Dv] in the dtype of q and the last state [B, H, D, Dv], in float32 or float64.
 
     q [B, N, H, D], k [B, N, H, s, D], v [B, N, H, s, Dv], log_f [B, N, H, 1 or D], a, b [B, N, H, r, D], state
-    [B, H, D, Dv]. by_token: the recurrence itself instead of its form by chunks.
+    [B, H, D, Dv]. by_token: use the recurrence instead of chunks.
     """
     dtype = compute_dtype(q.dtype)
     tokens = [x.to(dtype).transpose(1, 2) for x in (q, k, v, log_f, a, b)]
@@ -33,7 +36,7 @@ def evaluate(
 def delta_op(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`evaluate` by chunks."""
+    """Run `evaluate` in chunks."""
     return evaluate(q, k, v, log_f, a, b, state)
 
 
@@ -47,7 +50,7 @@ def delta_backward(
     grad: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor,
     state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of the inputs of `delta`, in their order."""
+    """Return the gradients of the inputs of `delta`, in their order."""
     with transforms():
         grads = torch.func.vjp(evaluate, q, k, v, log_f, a, b, state)[1]((grad, grad_state))
     return tuple(x.contiguous() for x in grads)

@@ -1,4 +1,4 @@
-"""The recurrence, one token after the other."""
+"""Reference of the delta-rule recurrence, token by token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def reference(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """o [B, H, N, Dv] and the last state [B, H, D, Dv] of tokens in head layout.
+    """Return o [B, H, N, Dv] and the last state [B, H, D, Dv] of tokens in head layout.
 
     q [B, H, N, D], k [B, H, N, s, D], v [B, H, N, s, Dv], log_f [B, H, N, 1 or D], a, b [B, H, N, r, D].
     """

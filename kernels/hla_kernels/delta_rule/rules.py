@@ -1,7 +1,7 @@
 """Published members of the delta-rule family, as keyword arguments of `hla_kernels.delta`.
 
-In all of them k is [B, N, H, D], v [B, N, H, Dv], and beta [B, N, H] numbers between 0 and 1 or 0 and 2. Decays are
-given as logarithms, at most 0: per channel log_f [B, N, H, D], or one number per head, [B, N, H] or [H].
+Shapes: k [B, N, H, D], v [B, N, H, Dv], beta [B, N, H] with values in (0, 1) or (0, 2). Decays are given as logarithms,
+at most 0: log_f [B, N, H, D] per channel, or [B, N, H] or [H] per head.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def delta_net(k: Tensor, v: Tensor, beta: Tensor) -> Arguments:
 
 
 def gated_delta_net(k: Tensor, v: Tensor, log_f: Tensor, beta: Tensor) -> Arguments:
-    """S_t = f (I - beta k k') S + beta k v', f one number per head: gated DeltaNet. log_f [B, N, H]."""
+    """S_t = f (I - beta k k') S + beta k v', f a scalar per head: gated DeltaNet. log_f [B, N, H]."""
     written = beta.unsqueeze(-1) * k
     a = log_f.exp().unsqueeze(-1) * written
     return {"k": written, "v": v, "log_f": log_f, "a": a.unsqueeze(-2), "b": k.unsqueeze(-2)}
@@ -61,7 +61,7 @@ def gated_delta_product(k: Tensor, v: Tensor, log_f: Tensor, beta: Tensor) -> Ar
     S_t = (I - b2 k2 k2') ((I - b1 k1 k1') f S + b1 k1 v1') + b2 k2 v2'.
     """
     (k1, k2), (b1, b2) = k.unbind(-2), beta.unsqueeze(-1).unbind(-2)
-    w = b1 * (k1 - b2 * (k2 * k1).sum(-1, keepdim=True) * k2)  # what the second step leaves of the first
+    w = b1 * (k1 - b2 * (k2 * k1).sum(-1, keepdim=True) * k2)  # the write of the first step after the second step
     written, f = torch.stack([w, b2 * k2], -2), log_f.exp()[..., None, None]
     return {"k": written, "v": v, "log_f": log_f, "a": f * written, "b": k}
 

@@ -1,11 +1,11 @@
-"""What a call costs the host before its kernels run.
+"""Host side of a call, with little overhead before the kernels run.
 
-    autograd    which gradients a call may be asked for
-    forms       what the checks of a call found, for calls of the same form
-    faults      warnings where the Triton form of a call has a known fault
-    operator    custom operators with nothing between autograd and the implementation
-    recording   the allocations and launches of a kind of call, noted by its second run and repeated by the others
-    definition  the slow way: the definition of a checked call
+    autograd    which gradients a call needs
+    forms       cache of check results, for calls of the same form
+    faults      warnings about known faults of Triton forms
+    operator    custom operators with little overhead
+    recording   allocations and launches of a call, recorded once and replayed
+    definition  reference implementation of a checked call
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ F = TypeVar("F", bound=Callable)
 
 
 def traced_as_constant(fn: F) -> F:
-    """Mark a function that torch.compile calls while it traces, and whose result is a constant of the compiled code.
+    """Mark a function whose result torch.compile treats as a constant.
 
-    It does what `torch.compiler.assume_constant_result` does without importing the compiler, which takes seconds."""
+    Same as `torch.compiler.assume_constant_result`, without importing the compiler, which takes seconds."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn

@@ -1,4 +1,4 @@
-"""What autograd wants of a call."""
+"""Gradients that autograd needs from a call."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ def needs_backward(*tensors: Tensor | None) -> bool:
 
 
 def are_fixed(coefficients: Tensor | None) -> bool:
-    """Whether there are coefficients, and nobody will ask this call for their gradient; a program that is exported
-    without gradients may be trained."""
+    """Whether there are coefficients whose gradient is not needed. While exporting, grad mode is ignored: the exported
+    program may be trained."""
     if coefficients is None or torch.compiler.is_exporting():
         return coefficients is not None and not coefficients.requires_grad
     return not needs_backward(coefficients)
 
 
 def refuse_forward_mode(op: str, *tensors: Tensor | None) -> None:
-    """The custom operators have no forward-mode rule and torch would return zero tangents without a word."""
+    """Raise ValueError for dual tensors: the custom operators have no forward-mode rule, and torch would silently
+    return zero tangents."""
     if torch.compiler.is_compiling():
         return
     for x in tensors:

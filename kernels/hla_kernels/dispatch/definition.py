@@ -1,4 +1,4 @@
-"""The definition of a checked call: N x N matrices, one sequence after the other."""
+"""Reference implementation of a checked call: N x N matrices, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def definition(call: Call) -> Tensor:
-    """o [B, N, H, Dv] in the dtype of q."""
+    """Return o [B, N, H, Dv] in the dtype of q."""
     dtype = compute_dtype(call.q.dtype)
     q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
     if call.sequences.cu_seqlens is None:

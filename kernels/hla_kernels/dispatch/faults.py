@@ -11,16 +11,16 @@ import torch
 from . import traced_as_constant
 
 WARNED: set[str] = set()
-TESTED = (9, 0)  # compute capability of the GPUs that the tests ran on: H100 and H200
+TESTED = (9, 0)  # compute capability of the tested GPUs, H100 and H200
 
 
 class Fault(str):
-    """A reason not to run the Triton form of a call: a fault of this package or of a version of Triton, or a GPU that
-    the form never ran on."""
+    """A reason not to run the Triton form of a call: a fault of this package or of a Triton version, or an untested
+    GPU."""
 
 
 def warn(reason: str | None) -> None:
-    """Warn of a fault, once in a process; other reasons are what the call asks for. Compiled code warns of nothing."""
+    """Warn of a fault once per process, but not while compiling. Reasons that are no `Fault` cause no warning."""
     if not isinstance(reason, Fault) or torch.compiler.is_compiling() or reason in WARNED:
         return
     WARNED.add(reason)
@@ -29,7 +29,7 @@ def warn(reason: str | None) -> None:
 
 @functools.cache
 def triton_version() -> str:
-    """The installed version, without importing it; "" without Triton, or where it was not installed as a package."""
+    """Return the installed version of Triton without importing it; "" if there is no such package."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -38,11 +38,11 @@ def triton_version() -> str:
 
 @traced_as_constant
 def is_tested(index: int | None) -> bool:
-    """Whether a CUDA device (the current one if None) is of a kind that the tests ran on."""
+    """Whether a CUDA device (the current one if None) has the tested compute capability."""
     return torch.cuda.get_device_capability(index) == TESTED
 
 
 def untested(index: int | None) -> Fault:
-    """Why the Triton forms are not trusted on a CUDA device."""
+    """Return the reason why the Triton forms are not used by default on a CUDA device."""
     major, minor = torch.cuda.get_device_capability(index)
     return Fault(f"it was never run on a GPU of compute capability {major}.{minor} (impl='triton' tries it)")

@@ -1,4 +1,4 @@
-"""What the checks of a call found, kept for calls of the same form: a second one is not checked again."""
+"""Cache of check results: a call of a form that was checked before is not checked again."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from ..options import autocast_dtype
 
 KNOWN: dict[tuple, Any] = {}
-MOST = 1024  # forms that are remembered
-TENSORS = (Tensor, torch.nn.Parameter)  # others may have symbols for sizes
-PLAIN = {bool, int, float, str, type(None)}  # 1 and True are equal, and one of them is refused
+MOST = 1024  # maximum number of cached forms
+TENSORS = (Tensor, torch.nn.Parameter)  # subclasses may have symbolic sizes
+PLAIN = {bool, int, float, str, type(None)}  # types are part of a form, since 1 == True
 
 
 def form_of(op: str, impl: Any, options: dict[str, Any], tensors: tuple) -> tuple | None:
-    """Everything that a check looks at, or None where that is more than this: values of a tensor among the options, or
-    symbols of a compiler."""
+    """Return everything that the checks of a call depend on, or None if its result cannot be cached: tensors among the
+    options, or symbolic sizes while compiling."""
     if torch.compiler.is_compiling():
         return None
     values = (impl, *options.values())
@@ -33,12 +33,12 @@ def _is_plain(x: Any) -> bool:
 
 
 def recall(form: tuple | None) -> Any:
-    """What was kept for a form, or None."""
+    """Return the cached result of a form, or None."""
     return None if form is None else KNOWN.get(form)
 
 
 def remember(form: tuple | None, found: Any) -> None:
-    """Keep something without tensors for a form."""
+    """Cache a result, which must not contain tensors, for a form."""
     if form is None:
         return
     if len(KNOWN) >= MOST:

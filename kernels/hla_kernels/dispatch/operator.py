@@ -1,5 +1,8 @@
-"""Custom operators. What torch.library.custom_op puts around each call (it reads the schema again for every argument)
-takes longer than the kernels of a small layer; these register the same pieces with the dispatcher and nothing more."""
+"""Custom operators with little overhead per call.
+
+torch.library.custom_op parses the schema again for every argument of a call, which takes longer than the kernels of a
+small layer. These operators register the same functions with the dispatcher directly.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ LIBRARY = torch.library.Library(SPACE, "FRAGMENT")
 
 
 class Operator:
-    """`hla_kernels::name`, a function of tensors and plain options that changes none of its arguments.
+    """Custom operator `hla_kernels::name` of tensors and plain options, without mutation of its arguments.
 
-    Calling it runs the operator. `register_fake` and `register_autograd` are those of torch.library.custom_op.
+    Calling it runs the operator. `register_fake` and `register_autograd` as in torch.library.custom_op.
     """
 
     def __init__(self, name: str, function: Callable) -> None:
@@ -32,34 +35,34 @@ class Operator:
         return self.overload(*args, **kwargs)
 
     def register_fake(self, function: Callable) -> Callable:
-        """What the operator returns for tensors without data, as a decorator."""
+        """Register the implementation for fake tensors; a decorator."""
         return torch.library.register_fake(f"{SPACE}::{self.name}", function, lib=LIBRARY)
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
-        """Its gradient: setup_context(ctx, inputs, output) with all arguments, backward(ctx, *grads)."""
+        """Register the gradient: setup_context(ctx, inputs, output) with all arguments, and backward(ctx, *grads)."""
         self._node = _node(self.overload, backward, setup_context)
 
 
 def custom_op(name: str) -> Callable[[Callable], Operator]:
-    """Make a function with annotated arguments the operator `hla_kernels::name`, as a decorator."""
+    """Return a decorator that turns a function with annotated arguments into the operator `hla_kernels::name`."""
     return lambda function: Operator(name, function)
 
 
 def _implementation(function: Callable) -> Callable:
-    """Not looked into by a compiler that broke the graph around the call. In inference mode it is what the dispatcher
-    calls; otherwise it is called by `_recorder`, which is not looked into either."""
+    """Keep torch.compile from tracing into the function after a graph break. In inference mode the dispatcher calls it
+    directly; otherwise `_recorder` calls it, for which tracing is disabled too."""
     alone = torch._disable_dynamo(function)
     return lambda *args: (alone if torch.is_inference_mode_enabled() else function)(*args)
 
 
 def _recorder(operator: Operator) -> Callable:
-    """The operator as autograd sees it."""
+    """Return the function registered for the Autograd key."""
     overload = operator.overload
     defaults = tuple(x.default_value for x in overload._schema.arguments)
 
     def run(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            # the dispatcher leaves out trailing arguments that are their defaults
+            # the dispatcher omits trailing arguments equal to their defaults
             return operator._node.apply(*args, *defaults[len(args) :])
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*args)
@@ -68,7 +71,7 @@ def _recorder(operator: Operator) -> Callable:
 
 
 def _node(overload: Any, backward: Callable, setup_context: Callable) -> Any:
-    """The function of autograd whose forward is an operator."""
+    """Return an autograd.Function whose forward is the operator."""
 
     def forward(ctx: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():

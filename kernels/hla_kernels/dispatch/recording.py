@@ -1,11 +1,13 @@
-"""A call of a few kernels is planned twice. The second run notes what it allocates and launches; every further call of
-the same kind (sizes, strides, dtypes, options) repeats that for its own tensors: some allocations and one launch after
-the other, with nothing computed in between. Noting takes three times as long as planning, so sizes that do not come
-again are not noted.
+"""Recording and replay of the allocations and kernel launches of a call.
 
-A work function that is repeated depends on the form of its tensors alone, never on values, launches by `launch`, makes
-tensors by torch.empty and takes views. What it does otherwise (a copy, a fill) is noticed: it runs as it is every time.
-Alignment is part of a form up to 16 bytes, what Triton specialises on. No tensor outlives its call.
+The first two calls of a form (sizes, strides, dtypes, options) run the work function; the second one is recorded. All
+later calls replay the recording with their own tensors: allocations and launches, with nothing computed in between.
+Recording takes three times as long as a plain run, so forms that occur once are not recorded.
+
+Requirements on a work function: it depends on the form of its tensors, never on their values; it launches kernels by
+`launch`, allocates by torch.empty or torch.zeros and takes views. A work function with other operators (a copy, a fill)
+is detected and always runs as it is. The alignment of addresses up to 16 bytes is part of the form, since Triton
+specialises on it. A recording holds no tensors.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Work = Callable[[], tuple[Tensor, ...]]
-ALIGNED = 16  # bytes of an address that a plan may depend on
-ROOM = 512  # bytes that every buffer of the scratch memory starts on a multiple of, as torch.empty has it
-MOST = 1024  # forms that are remembered
+ALIGNED = 16  # bytes; the alignment of addresses that is part of a form
+ROOM = 512  # bytes; the alignment of buffers in the scratch memory, as in torch.empty
+MOST = 1024  # maximum number of recordings
 EMPTY = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided)
 ZEROS = (torch.ops.aten.zeros, torch.ops.aten.zeros_like)
 
@@ -30,8 +32,11 @@ LOCAL = threading.local()
 
 
 class Launch(NamedTuple):
-    """One kernel: `run` with args, where places = (argument, tensor, bytes from its start) say what is an address;
-    `tuples` = (argument, its elements, places of them) those among elements of a tuple."""
+    """Launch of one kernel: `run` with args.
+
+    places: (argument, tensor, offset in bytes) for each argument that is an address. tuples: (argument, its elements,
+    their places) for each tuple that contains addresses.
+    """
 
     run: Callable[..., None]
     args: list[Any]
@@ -39,7 +44,7 @@ class Launch(NamedTuple):
     tuples: list[tuple[int, list[Any], list[Place]]]
 
     def given(self, at: Sequence[int]) -> list[Any]:
-        """The arguments when tensors start at these addresses."""
+        """Return the arguments for tensors that start at these addresses."""
         found = _put(self.args, self.places, at)
         for i, elements, places in self.tuples:
             found[i] = tuple(_put(elements, places, at))
@@ -47,16 +52,16 @@ class Launch(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What a call does. Its tensors are counted: inputs, then outputs, then the buffers at `offsets` of the scratch."""
+    """Recorded call. Tensors are numbered: inputs, then outputs, then buffers at `offsets` of the scratch memory."""
 
-    outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype, bool]]  # whether they start as zeros
+    outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype, bool]]  # size, strides, dtype, filled with zeros
     device: torch.device
     scratch: int
     offsets: list[int]
     launches: list[Launch]
 
     def play(self, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """The outputs for these inputs."""
+        """Replay the call for these inputs and return its outputs."""
         at = [0 if x is None else x.data_ptr() for x in inputs]
         outputs = []
         for size, strides, dtype, zero in self.outputs:
@@ -79,13 +84,13 @@ def _put(args: list[Any], places: list[Place], at: Sequence[int]) -> list[Any]:
     return found
 
 
-RECORDINGS: dict[tuple, Recording | None] = {}  # None: not to be repeated
-ONCE: set[tuple] = set()  # forms that were seen once
+RECORDINGS: dict[tuple, Recording | None] = {}  # None: cannot be replayed
+ONCE: set[tuple] = set()  # forms that occurred once
 
 
 def launch(kernel: Any, programs: int | torch.SymInt | tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run a Triton kernel with so many programs along one axis or several, and note it where a call is recorded.
-    Products and sums are fused unless told otherwise, whatever a version of Triton does by default."""
+    """Launch a Triton kernel on a grid of programs (int, or a tuple for several axes), and record the launch while a
+    call is recorded. Multiply-adds are fused by default, independently of the Triton version."""
     grid = programs if isinstance(programs, tuple) else (programs,)
     options = {"enable_fp_fusion": True, **options}
     compiled = kernel[grid](*args, **options)
@@ -95,8 +100,11 @@ def launch(kernel: Any, programs: int | torch.SymInt | tuple[int, ...], *args: A
 
 
 def repeated(form: tuple, inputs: Sequence[Tensor | None], work: Work) -> tuple[Tensor, ...]:
-    """work(), a function of `inputs` (the first is no None) that returns new tensors; `form` has all that it depends on
-    beside them."""
+    """Return work(), replayed from a recording from the third call of a form on.
+
+    work: a function of `inputs` (the first one must not be None) that returns new tensors. form: everything else that
+    work depends on.
+    """
     key = (form, *_signature(inputs))
     if key in RECORDINGS:
         recording = RECORDINGS[key]
@@ -114,7 +122,8 @@ def repeated(form: tuple, inputs: Sequence[Tensor | None], work: Work) -> tuple[
 
 
 def _signature(inputs: Sequence[Tensor | None]) -> list:
-    """What a plan may depend on, and how far inputs lie apart that share memory."""
+    """Return everything about the inputs that a plan may depend on, including the distance between inputs that share
+    memory."""
     found: list[Any] = []
     homes: dict[int, int] = {}
     for x in inputs:
@@ -147,13 +156,13 @@ def _record(inputs: Sequence[Tensor | None], work: Work) -> tuple[tuple[Tensor, 
 
 
 class Recorder(TorchDispatchMode):
-    """Sees the torch operators of a work function, and the launches."""
+    """Records the torch operators and kernel launches of a work function."""
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
         self.inputs = inputs
-        self.made: list[Tensor] = []  # all of them, or freed memory could come back as another tensor
-        self.homes: dict[int, tuple[int, int]] = {}  # start of a memory -> (tensor, its address), of the first there
+        self.made: list[Tensor] = []  # keeps all tensors alive, so that no address is used twice
+        self.homes: dict[int, tuple[int, int]] = {}  # storage address -> (first tensor in it, its address)
         self.zeros: set[int] = set()
         self.launches: list[Launch] = []
         self.repeatable = True
@@ -177,7 +186,7 @@ class Recorder(TorchDispatchMode):
     def launched(
         self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]
     ) -> None:
-        """Note one launch of a compiled kernel."""
+        """Record one launch of a compiled kernel."""
         if compiled is None or not self.repeatable:
             self.repeatable = False
             return
@@ -192,7 +201,7 @@ class Recorder(TorchDispatchMode):
         self.launches.append(Launch(compiled[(*grid, 1, 1)[:3]], *self.addresses(given), tuples))
 
     def addresses(self, args: list[Any]) -> tuple[list[Any], list[Place]]:
-        """Arguments without tensors, and the places of the tensors."""
+        """Return the arguments with 0 for tensors, and the places of the tensors."""
         places = []
         for i, x in enumerate(args):
             if isinstance(x, Tensor) and _placed(x):
@@ -201,7 +210,7 @@ class Recorder(TorchDispatchMode):
         return [0 if isinstance(x, Tensor) else x for x in args], places
 
     def recording(self, outputs: tuple[Tensor, ...]) -> Recording | None:
-        """All that was noted, or None if there was something else."""
+        """Return the recording, or None if the call cannot be replayed."""
         n = len(self.inputs)
         numbers = [self.homes.get(_home(x), (-1, 0))[0] - n if _placed(x) else None for x in outputs]
         pairs = zip(numbers, outputs, strict=True)
@@ -224,7 +233,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _moved(places: list[Place], to: dict[int, int]) -> list[Place]:
-    """Places by the numbers that their tensors have in a recording."""
+    """Renumber the tensors of places for a recording."""
     return [(i, to.get(tensor, tensor), offset) for i, tensor, offset in places]
 
 
@@ -233,10 +242,10 @@ def _all_moved(tuples: list[tuple[int, list[Any], list[Place]]], to: dict[int, i
 
 
 def _placed(x: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether there is a tensor with an address: one without elements says 0, wherever its memory starts."""
+    """Whether there is a tensor with an address; the data_ptr of a tensor without elements is 0."""
     return x is not None and x.numel() > 0
 
 
 def _home(x: Tensor) -> int:
-    """Where the memory of a tensor starts."""
+    """Return the storage address of a tensor."""
     return x.untyped_storage().data_ptr()
