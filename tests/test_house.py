@@ -41,6 +41,7 @@ PLAIN_ENGLISH = (  # folders and files whose language is checked; to be extended
     *("zoo/mixers", "zoo/models", "zoo/conversion", "tools", "zoo/__init__.py", "zoo/errors.py", "zoo/grid.py"),
     *("zoo/plotting.py", "zoo/precision.py", "zoo/ranges.py", "zoo/timer.py", "kernels/hla_kernels/api"),
     *("tests/mixers", "tests/models", "tests/conversion", "tests/benchmarks", "tests/helpers"),
+    *("zoo/data",),
 )
 MEASURED = "operations|multiplications|parameters|numbers?|bytes|images|samples|seconds|ms|frames|pixels|weights|gates?"
 UNITS = "head|token|step|image|sample|GPU|layer|channel|second|side|process|row|axis|block|query|class|video|device"
@@ -49,7 +50,7 @@ UNCLEAR = re.compile(
     r"\b(besides?|told|hears?|heard|wants?|wanted|knows?|turned|at first|side by side|goes on|the same of|that of|"
     r"those of|of its own|is said|says? so|takes? the place|in the place of)\b"
 )
-SHARED_NAMES = {"default_cfgs"}  # timm requires it in every file of models
+SHARED_NAMES = {"default_cfgs", "T"}  # timm requires the first in every file of models; the second is a type variable
 
 
 def files(folder: str) -> list[Path]:

@@ -1,4 +1,8 @@
-"""Labelled images: sources, sampling order (plan) and batches (loader, cached)."""
+"""Labelled images: sources, sampling order and batches.
+
+`plan` holds the batch sampler, `loader` the batches of a DataLoader, and `cached` the batches of images kept on the
+device.
+"""
 
 import torch
 
@@ -14,7 +18,8 @@ Images = CachedImages | LoadedImages
 
 
 def open_sources(data: DataSettings) -> tuple[Source, Source]:
-    """The training and validation sets. Raises ValueError if their classes differ from each other or the settings."""
+    """Open the training and validation sets. Raises ValueError if their classes differ, or if the training set has
+    another number of classes than `data.num_classes`."""
     train, val = _open(data, True), validation_source(data)
     n = len(train.classes)
     if data.num_classes not in (None, n):
@@ -26,7 +31,7 @@ def open_sources(data: DataSettings) -> tuple[Source, Source]:
 
 
 def validation_source(data: DataSettings) -> Source:
-    """The validation set, or the held-out training images if there are any. Raises ValueError if it is missing."""
+    """Open the validation set, or the held-out training images if there are any. Raises ValueError if it is missing."""
     return _open(data, False)
 
 
@@ -45,7 +50,8 @@ def _open(data: DataSettings, train: bool) -> Source:
 def open_images(
     source: Source, spec: InputSpec, data: DataSettings, augment: AugmentSettings, seed: int, device: torch.device
 ) -> Images:
-    """Batches of a source for a model with this input; with `data.cache` decoded once and kept on the device."""
+    """Create the batches of a source for a model with the input `spec`. With `data.cache`, images are decoded once and
+    kept on the device. Raises ValueError if `data.cache` does not allow the augmentation."""
     check_cacheable(data, augment)
     kind = CachedImages if data.cache else LoadedImages
     return kind(source, spec, augment, seed, device, data.workers)

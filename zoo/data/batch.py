@@ -11,16 +11,19 @@ class AnyBatch(Protocol):
     """A micro-batch of any kind of samples."""
 
     def unreadable(self) -> list[int]:
-        """The numbers of its samples that could not be read."""
+        """The numbers of the samples that could not be read."""
 
 
 class Batch(NamedTuple):
-    """images [B, 3, H, W] float32 and labels [B] int64 on the device; index and read [B]: the requested image numbers,
-    and those actually read (they differ where an unreadable image was replaced)."""
+    """A batch of labelled images.
+
+    images: float32 [B, 3, H, W] on the device.  labels: int64 [B] on the device.  index: requested image numbers [B].
+    read: image numbers actually read [B], which differ from `index` where an unreadable image was replaced.
+    """
 
     images: Tensor
     labels: Tensor
-    index: Tensor  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: Tensor  # type: ignore[assignment]  # replaces tuple.index, which is not used
     read: Tensor
 
     def unreadable(self) -> list[int]:
@@ -29,6 +32,6 @@ class Batch(NamedTuple):
 
 
 def check_unreadable(bad: int, n_images: int) -> None:
-    """Raise ValueError when more than 1 % of the images cannot be read."""
+    """Raise ValueError if more than 1 % of the images cannot be read (bad: number of unreadable images)."""
     if bad > MAX_UNREADABLE * n_images:
         raise ValueError(f"{bad} of {n_images} images cannot be read; at most {MAX_UNREADABLE:.0%} may be unreadable")

@@ -22,12 +22,12 @@ DECODE_BATCH = 256
 RATIOS = 3 / 4, 4 / 3  # range of the aspect ratio of a resized crop, as in torchvision
 
 T = TypeVar("T")
-_kept: dict[Hashable, object] | None = None  # cache of `kept_open`
+_kept: dict[Hashable, object] | None = None  # results of `kept` by key; None outside of `kept_open`
 
 
 @contextmanager
 def kept_open() -> Iterator[None]:
-    """Context in which sources with `data.cache` stay decoded, for several runs on the same files in one process."""
+    """Context in which decoded images are kept in memory, so that several runs in one process decode them once."""
     global _kept
     _kept = {}
     try:
@@ -37,7 +37,7 @@ def kept_open() -> Iterator[None]:
 
 
 def kept(key: Hashable, make: Callable[[], T]) -> T:
-    """The result of `make`, cached by key within `kept_open`."""
+    """Return the result of `make`. Inside `kept_open`, `make` is called once per key and its result is cached."""
     if _kept is None:
         return make()
     if key not in _kept:
@@ -46,8 +46,9 @@ def kept(key: Hashable, make: Callable[[], T]) -> T:
 
 
 def decoded(source: Source, spec: InputSpec, workers: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(uint8 images [N, 3, H, W], labels [N], image numbers actually read [N]) of a source, on the CPU."""
-    samples = ImageDataset(source, eval_transform(spec, normalize=False), 0)  # this transform is deterministic
+    """Decode all images of a source: uint8 images [N, 3, H, W], labels [N] and the image numbers actually read [N], on
+    the CPU."""
+    samples = ImageDataset(source, eval_transform(spec, normalize=False), 0)  # any seed: the transform is deterministic
     keys = [(0, i) for i in range(len(source))]
     blocks = [keys[i : i + DECODE_BATCH] for i in range(0, len(keys), DECODE_BATCH)]
     loader: Loader[Key, list[Tensor]] = Loader(samples, blocks, workers if len(blocks) > 8 else 0)
@@ -75,7 +76,7 @@ class CachedImages:
         augmented, width = (self.resized, 5) if self.augment.crop == "resized" else (self.shifted, 3)
         for step in range(first, last):
             _, images = plan.step_images(step)
-            # drawn for the global batch, so that draws do not depend on the number of processes
+            # drawn for the global batch, so that the augmentation does not depend on the number of processes
             draws = torch.from_numpy(
                 np.random.default_rng((self.seed, step)).random((plan.batch_size, width), dtype=np.float32)
             )
@@ -85,7 +86,7 @@ class CachedImages:
                 yield self._batch(augmented(self._there(index), self._there(draws[where])), index)
 
     def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Each image of this process once, in order, without augmentation."""
+        """Every image of this process once, in order, without augmentation."""
         for index in torch.arange(rank, len(self.labels), world).split(batch_size):
             yield self._batch(self.images[self._there(index)], index)
 
@@ -94,10 +95,13 @@ class CachedImages:
         return Batch(images, self.labels[self._there(index)], index, self.read[index])
 
     def _there(self, small: Tensor) -> Tensor:
-        return small.to(self.device, non_blocking=True)  # without waiting for queued work
+        return small.to(self.device, non_blocking=True)  # does not synchronize with queued kernels
 
     def shifted(self, index: Tensor, draws: Tensor) -> Tensor:
-        """Shifted and flipped uint8 images [B, 3, H, W]; draws [B, 3] in [0, 1): shift down, shift right, flip."""
+        """The images `index`, randomly shifted and flipped, uint8 [B, 3, H, W].
+
+        draws: random numbers [B, 3] in [0, 1) for the shift down, the shift right and the flip.
+        """
         pad = self.augment.pad if self.augment.crop == "padded" else 0
         height, width = self.images.shape[-2:]
         down, right = ((draws[:, i : i + 1] * (2 * pad + 1)).long() - pad for i in (0, 1))  # [B, 1]
@@ -110,10 +114,10 @@ class CachedImages:
         return (pixels * inside[..., None]).permute(0, 3, 1, 2)
 
     def resized(self, index: Tensor, draws: Tensor) -> Tensor:
-        """Random resized crops (bilinear), flipped, float32 [B, 3, H, W] in 0 to 255.
+        """Random resized crops (bilinear) of the images `index`, randomly flipped, float32 [B, 3, H, W] in 0 to 255.
 
-        draws [B, 5] in [0, 1): area, aspect ratio, position down, position right, flip. As torchvision's
-        RandomResizedCrop, except that a crop larger than the image is clipped instead of drawn again.
+        draws: random numbers [B, 5] in [0, 1) for area, aspect ratio, vertical position, horizontal position and flip.
+        As in torchvision's RandomResizedCrop, but a crop larger than the image is clipped instead of drawn again.
         """
         area, ratio, down, right, flip = draws.unbind(1)
         low, high = self.augment.scale

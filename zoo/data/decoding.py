@@ -20,21 +20,21 @@ class Unreadable(Exception):
 def decode(raw: str | bytes | IO[bytes]) -> Image.Image:
     """Decode an open file, a path or bytes to an RGB image, rotated by its EXIF orientation.
 
-    16-bit grey levels are scaled to 8 bits, floats from [0, 1]. Raises Unreadable, also for 32-bit integers and other
-    floats, whose range is unknown.
+    Grey levels of 16 bits, and floats in [0, 1], are scaled to 8 bits. Raises Unreadable for a damaged file, and for
+    32-bit integers and floats outside of [0, 1], whose range is unknown.
     """
     try:
-        if isinstance(raw, str):  # Pillow 13 maps files it opens itself, and then rotates uncompressed TIFF wrongly
+        if isinstance(raw, str):  # given a path, Pillow 13 maps the file and rotates uncompressed TIFF wrongly
             raw = Path(raw).read_bytes()
         image = Image.open(io.BytesIO(raw) if isinstance(raw, bytes) else raw)
         image.load()
-        # an image with a damaged EXIF block is not rotated, as in browsers
+        # as in browsers, an image with a damaged EXIF block is not rotated
         with contextlib.suppress(SyntaxError, ValueError, TypeError, KeyError, OSError, struct.error):
             ImageOps.exif_transpose(image, in_place=True)
         return _eight_bits(image).convert("RGB")
-    except UnidentifiedImageError as error:  # its message only names an object in memory
+    except UnidentifiedImageError as error:  # Pillow's message names only an object in memory
         raise Unreadable("it is no image of a known format") from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # of Pillow, for broken files
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # for damaged files
         raise Unreadable(str(error)) from error
 
 
@@ -47,7 +47,7 @@ def content(cell: Mapping[str, bytes | str] | None) -> bytes | str:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """`image` with 16-bit or float levels scaled to 0 to 255 (Pillow would clip them); other images unchanged."""
+    """Scale 16-bit and float levels to 0 to 255 (Pillow would clip them); return other images unchanged."""
     deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
     if not deep and image.mode not in ("I", "F"):
         return image

@@ -20,7 +20,8 @@ B = TypeVar("B")
 
 
 class ImageDataset(Dataset):
-    """(epoch, index) -> Sample. The same key gives the same tensor in any process and any order.
+    """Data set of the samples of a source, by (epoch, index). The same key gives the same tensor in any process and
+    any order.
 
     An image that cannot be read is replaced by the next readable one; the sample then has different requested and read
     indices.
@@ -47,10 +48,10 @@ class ImageDataset(Dataset):
 
 
 class Loader(DataLoader, Generic[K, B]):
-    """DataLoader of one batch of `samples` for each list of `keys`, with `workers` processes (0: this process).
+    """DataLoader that reads one batch of `samples` per list of `keys`, with `workers` processes (0: this process).
 
-    A ValueError or OSError raised by a sample is raised here unchanged; torch would add the worker's traceback to its
-    message. collate: makes a batch of a list of samples.
+    collate: makes a batch from a list of samples. A ValueError or OSError of a sample is raised unchanged; torch would
+    add the worker's traceback to its message.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Loader(DataLoader, Generic[K, B]):
 
 
 class _Batches(Dataset, Generic[K, B]):
-    """A batch, or the error of reading it, for each list of keys."""
+    """Data set of batches by list of keys; an error of reading a batch is returned in its place."""
 
     def __init__(self, samples: Dataset, collate: Callable[[list], B]) -> None:
         self.samples, self.collate = samples, collate
@@ -98,7 +99,7 @@ def _unchanged(batch: B) -> B:
 
 
 class _MicroBatches:
-    """Batch sampler of the keys of each micro-batch."""
+    """Batch sampler that yields the keys of each micro-batch."""
 
     def __init__(self, plan: BatchPlan, first: int, last: int) -> None:
         self.plan, self.first, self.last = plan, first, last
@@ -125,7 +126,7 @@ class LoadedImages:
         return self._read(self._loader(train_transform(self.spec, self.augment), _MicroBatches(plan, first, last)))
 
     def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Each image of this process once, in order, without augmentation. Reuses the workers of the last call."""
+        """Every image of this process once, in order, without augmentation. Reuses the workers of the last call."""
         share = batch_size, rank, world
         if self._evaluation is None or self._evaluation[0] != share:
             self._evaluation = share, self._evaluation_loader(*share)

@@ -1,4 +1,7 @@
-"""Deterministic batch sampler: the image order is a function of (seed, epoch), so a run resumes at the exact image."""
+"""Deterministic batch sampler.
+
+The image order is a function of (seed, epoch), so that a run resumes at the exact image.
+"""
 
 import random
 from collections.abc import Iterator
@@ -13,13 +16,13 @@ Key = tuple[int, int]  # (epoch, index), which determines a sample and its augme
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The images of each step. Each epoch is a new permutation; images that do not fill a last batch are dropped.
+    """Batch sampler. Each epoch is a new permutation of the images; an incomplete last batch is dropped.
 
-    n_images: size of the set.  batch_size: global batch size per step.  rank, world: index and number of processes.
-    micro_batches: number per process and step (gradient accumulation).
+    n_images: number of images in the set.  batch_size: global batch size per step.  rank, world: index and number of
+    processes.  micro_batches: micro-batches per process and step (gradient accumulation).
 
-    A batch does not depend on `world` or `micro_batches`: process r takes its r-th contiguous share. Raises
-    ValueError if the batch cannot be split equally or is larger than the set.
+    The images of a step do not depend on `world` or `micro_batches`: process r takes the r-th contiguous share of the
+    global batch. Raises ValueError if the batch cannot be split equally or is larger than the set.
     """
 
     n_images: int
@@ -50,12 +53,12 @@ class BatchPlan:
         return self.batch_size // (self.world * self.micro_batches)
 
     def step_images(self, step: int) -> tuple[int, np.ndarray]:
-        """(epoch, image numbers [batch_size]) of a step, counted from 0 over the whole run."""
+        """(epoch, image numbers [batch_size]) of a step. Steps are counted from 0 over the whole run."""
         epoch, i = divmod(step, self.steps_per_epoch)
         return epoch, _order(self.seed, epoch, self.n_images)[i * self.batch_size : (i + 1) * self.batch_size]
 
     def micro_batch_slice(self, number: int) -> slice:
-        """The slice of the batch that is micro-batch `number` of this process."""
+        """The slice of the global batch that is micro-batch `number` of this process."""
         start = (self.rank * self.micro_batches + number) * self.micro_batch_size
         return slice(start, start + self.micro_batch_size)
 
@@ -69,8 +72,8 @@ class BatchPlan:
     def mirrored(
         self, first_step: int, last_step: int, seed: int, hflip: float
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(image numbers, whether each is mirrored) [micro_batch_size] of the same micro-batches; hflip: probability of
-        mirroring, drawn per step from (seed, step)."""
+        """Yield (image numbers, whether each is mirrored), both [micro_batch_size], per micro-batch of this process in
+        the steps [first_step, last_step). Images are mirrored with probability `hflip`, drawn from (seed, step)."""
         for step in range(first_step, last_step):
             _, images = self.step_images(step)
             mirrored = np.random.default_rng((seed, step)).random(self.batch_size) < hflip

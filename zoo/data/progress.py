@@ -1,4 +1,4 @@
-"""Progress as a bar on a terminal, as lines elsewhere."""
+"""Progress report: a bar on a terminal, lines of text elsewhere."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ def progress(
 ) -> Iterator[T]:
     """Yield `items` and show progress on standard error: a bar on a terminal, else a line every 30 seconds.
 
-    first: number of items that are done already.  status: returns text to show, such as the loss.
+    first: number of items done earlier, which are counted too.  status: returns text to show, such as the loss.
     """
     if total is None and isinstance(items, Sized):
         total = len(items)

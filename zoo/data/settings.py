@@ -8,7 +8,7 @@ from zoo.config import one_of
 from zoo.ranges import POSITIVE, check_ranges
 
 WORKERS = min(4, os.cpu_count() or 1)  # more workers than cores slow a small machine down
-# policies that timm understands; it silently ignores unknown parts of the string
+# the policy strings that timm supports: timm silently ignores unknown parts of a string
 AUTO = re.compile(
     r"rand(-(m|n|inc|mmax)\d+|-(mstd|p)\d+(\.\d+)?|-t\w+)*|augmix(-[mwdb]\d+|-(mstd|a)\d+(\.\d+)?)*"
     r"|(original|originalr|v0|v0r|3a)(-mstd\d+(\.\d+)?)?"
@@ -26,15 +26,15 @@ class DataSettings:
       downloaded once into the cache of the datasets library, not streamed
     image_key: column or file extension of the image (parquet, hf, webdataset)
     label_key: column or file extension of the class number (parquet, hf, webdataset)
-    num_classes: expected number of classes; an error if the data has another number; none accepts any
+    num_classes: expected number of classes; other data raise an error; none accepts any number
     batch_size: global batch size per optimizer step
     workers: DataLoader workers per process; 0 reads in the training process
     cache: decode all images once per process and keep them as uint8 on the device, for small images (without
       color_jitter, auto_augment and random_erase)
     holdout: hold out the last n training images and validate on them (use this for model selection); 0 for none
-    crop_pct: fraction of the resized image that the evaluation crop keeps; none for the model's
-    mean: mean per channel (of values in 0 to 1); none for the model's
-    std: standard deviation per channel; none for the model's
+    crop_pct: fraction of the resized image that the evaluation crop keeps; none for the model's own
+    mean: mean per channel (of values in 0 to 1); none for the model's own
+    std: standard deviation per channel; none for the model's own
     """
 
     source: str = "digits"

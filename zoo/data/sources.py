@@ -1,7 +1,8 @@
-"""Sources of labelled images: scikit-learn's digits, image folders, parquet files, Hugging Face data sets, webdataset.
+"""Sources of labelled images.
 
-All but the first two are read through the `datasets` library, which gives every row a number, so that any order can be
-repeated and resumed. It copies parquet files and shards once into its cache folder.
+Scikit-learn's digits and image folders are read directly. Parquet files, Hugging Face data sets and webdataset shards
+are read through the `datasets` library, which copies them once into its cache folder and numbers the rows, so that any
+order can be repeated and resumed.
 """
 
 import contextlib
@@ -23,16 +24,17 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 DIGITS_TRAIN = 1000  # number of training images among the 1797; the rest is the validation set
-FOLDER_FILES = (*IMAGE_FILES, ".gif")  # of an animation the first frame is read
-UNNAMED = "class {}"  # name of a class of which only the number is known
+FOLDER_FILES = (*IMAGE_FILES, ".gif")  # only the first frame of an animation is read
+UNNAMED = "class {}"  # name of a class that has only a number
 MAX_CLASSES = 1_000_000  # a column with larger numbers does not hold class labels
-MAX_FILES = 1_000_000  # per pattern with braces
+MAX_FILES = 1_000_000  # files per pattern with braces
 
 
 class Source(Protocol):
     """A numbered set of labelled images.
 
-    classes: class names by number.  named: whether the names come from the data, so that two sets must agree.
+    classes: class names by number.  named: whether the names come from the data; the named classes of the training and
+    validation sets must be equal.
     """
 
     @property
@@ -44,10 +46,10 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """The RGB image and class number of one index. Raises Unreadable."""
+        """The RGB image and the class number of a sample. Raises Unreadable."""
 
     def name(self, index: int) -> str:
-        """The name of the image in its source, for messages."""
+        """The name of an image in its source, for messages."""
 
 
 def open_source(
@@ -58,10 +60,11 @@ def open_source(
     label_key: str = "label",
     class_map: Mapping[str, int] | None = None,
 ) -> Source:
-    """Open the images at `where`; kind: as in `DataSettings.source`.
+    """Open a source of images.
 
-    class_map: class number of each sub-folder (folder only); by default sub-folders are numbered in natural order.
-    Raises ValueError for a source that is missing or has no images.
+    kind, where: as `source` and as `train` or `val` in `DataSettings`.  train: whether to open the training set, for
+    kinds that hold both.  class_map: class number of each sub-folder (folder only); by default sub-folders are numbered
+    in natural order. Raises ValueError for a source that is missing or has no images.
     """
     if kind == "digits":
         return Digits(train)
@@ -183,7 +186,10 @@ class Folder:
 
 
 def _images(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
-    """The image files below a folder; above: real paths of the folders around it."""
+    """Yield the image files below a folder, at any depth.
+
+    above: real paths of its parent folders, which are skipped if a link leads back to them.
+    """
     here = os.path.realpath(folder)
     if here in above:
         return
@@ -197,7 +203,7 @@ def _images(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def _without_images(root: str, found: list[tuple[str, str]]) -> str:
-    """The name of a sub-folder, other than a hidden one, that holds none of the images found; "" if there is none."""
+    """The name of a visible sub-folder that holds none of the images found; empty if every sub-folder has images."""
     filled = {os.path.relpath(file, root).split(os.sep)[0] for file, _ in found}
     with os.scandir(root) as entries:
         empty = [e.name for e in entries if e.name not in filled and e.name[0] != "." and _is_folder(e)]
@@ -207,7 +213,7 @@ def _without_images(root: str, found: list[tuple[str, str]]) -> str:
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself
+    except OSError:  # a link that leads to itself
         return False
 
 
@@ -238,8 +244,8 @@ class Rows:
 
 
 def undecoded(rows: "Dataset", where: str, image_key: str, *others: str) -> "Dataset":
-    """`rows` with undecoded images, bytes or paths (decoded later, to count unreadable ones). Raises ValueError without
-    rows, for a missing column, or when the image column holds something else."""
+    """Return `rows` with undecoded images (bytes or paths). They are decoded later, where unreadable ones are counted.
+    Raises ValueError if there are no rows, if a column is missing, and if the image column holds no images."""
     import datasets
 
     for key in (image_key, *others):
@@ -250,12 +256,12 @@ def undecoded(rows: "Dataset", where: str, image_key: str, *others: str) -> "Dat
     feature = rows.features[image_key]
     try:
         return rows.cast_column(image_key, datasets.Image(decode=False))
-    except Exception as error:  # pyarrow's, of many kinds
+    except Exception as error:  # pyarrow raises errors of many classes
         raise ValueError(f"the column {image_key!r} of {where} holds {feature}, not images") from error
 
 
 def _numbered(rows: "Dataset", where: str, key: str) -> list[str]:
-    """Names for classes with numbers only. Raises ValueError for a column that does not hold class numbers."""
+    """Make names for the classes of a column of class numbers. Raises ValueError for a column of other values."""
     feature = rows.features[key]
     must = f"the column {key!r} of {where} must hold class numbers from 0"
     if not re.fullmatch(r"u?int\d+", str(getattr(feature, "dtype", ""))):
@@ -273,8 +279,8 @@ def _numbered(rows: "Dataset", where: str, key: str) -> list[str]:
 def load_rows(kind: str, where: str, train: bool) -> "Dataset":
     """Load parquet files, a Hugging Face data set or webdataset shards through the `datasets` library.
 
-    Raises ValueError if the library or the files are missing, and for a file that is truncated, empty or of another
-    format.
+    kind: parquet, hf or webdataset. Raises ValueError if the library or the files are missing, and for a file that is
+    truncated, empty or of another format.
     """
     try:
         import datasets
@@ -284,7 +290,7 @@ def load_rows(kind: str, where: str, train: bool) -> "Dataset":
         name, _, split = where.partition(":")
         try:
             return datasets.load_dataset(name, split=split or ("train" if train else "validation"))
-        except Exception as error:  # not there, not reachable, no such split, a script: errors of many libraries
+        except Exception as error:  # of many libraries: no such data set or split, no connection, a loading script
             raise ValueError(f"the data set {where} cannot be loaded: {_reason(error)}") from error
     files = [file for pattern in _braces(where) for file in sorted(glob.glob(pattern, recursive=True))]
     if not files:
@@ -293,14 +299,15 @@ def load_rows(kind: str, where: str, train: bool) -> "Dataset":
         _check_file(kind, file)
     try:
         return datasets.load_dataset(kind, data_files=files, split="train")  # one unnamed split is called train
-    except Exception as error:  # of tarfile, pyarrow, json, pickle, ...
+    except Exception as error:  # raised by tarfile, pyarrow, json, pickle and others
         for file in files:
             _check_file(kind, file, whole=True)
         raise ValueError(f"{where} cannot be read as {kind}: {_reason(error)}") from error
 
 
 def _ends(file: str) -> bool:
-    """Whether an uncompressed tar file ends in zeros; tarfile accepts a file that was cut at a header."""
+    """Whether an uncompressed tar file has its end-of-archive mark, two blocks of zeros. Tarfile does not check it, and
+    accepts a file that was truncated between two members. True for compressed files."""
     with contextlib.suppress(tarfile.ReadError), tarfile.open(file, "r:"), open(file, "rb") as opened:
         opened.seek(-2 * tarfile.BLOCKSIZE, os.SEEK_END)
         return not any(opened.read())
@@ -308,7 +315,10 @@ def _ends(file: str) -> bool:
 
 
 def _check_file(kind: str, file: str, whole: bool = False) -> None:
-    """Raise ValueError for a file that is no tar or parquet file or is empty; whole: also for a truncated tar file."""
+    """Raise ValueError for a file that is empty or not of this kind (parquet or webdataset, a tar file).
+
+    whole: read a tar file to its end, to find a damaged or truncated member.
+    """
     import pyarrow.parquet
 
     try:
@@ -328,14 +338,15 @@ def _check_file(kind: str, file: str, whole: bool = False) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The message of the first error in the chain, on one line."""
+    """The message of the original error in a chain of causes, on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _braces(where: str) -> list[str]:
-    """Expand webdataset's braces: "shard-{000..002}.tar" is three files, "{a,b}.tar" two."""
+    """Expand webdataset's braces: "shard-{000..002}.tar" gives three names, "{a,b}.tar" two. Raises ValueError for more
+    than `MAX_FILES` names."""
     match = re.search(r"\{([^{}]*)\}", where)
     if match is None:
         return [where]

@@ -1,4 +1,4 @@
-"""Image transforms: timm's transforms, from our settings."""
+"""Image transforms: timm's transforms, created from the settings `data` and `augment`."""
 
 import itertools
 from collections.abc import Callable
@@ -18,7 +18,11 @@ Transform = Callable[[Image.Image], Tensor]
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Input of a model: size (height, width) in pixels, mean and std per channel, and how to resize and crop."""
+    """Preprocessing of a model's input images, with timm's names.
+
+    size: (height, width) in pixels.  mean, std: per channel.  crop_pct: fraction of the resized image that the
+    evaluation crop keeps.
+    """
 
     size: tuple[int, int]
     mean: tuple[float, ...]
@@ -29,7 +33,7 @@ class InputSpec:
 
     @classmethod
     def of(cls, model: nn.Module, img_size: int | None, data: DataSettings) -> "InputSpec":
-        """The input of a timm model from its pretrained configuration, overridden by `img_size` and `data`."""
+        """Read the input of a timm model from its pretrained configuration, overridden by `img_size` and `data`."""
         args = {"img_size": img_size, "crop_pct": data.crop_pct, "mean": data.mean, "std": data.std}
         found = resolve_data_config({k: v for k, v in args.items() if v is not None}, model=model)
         return cls(
@@ -43,7 +47,7 @@ class InputSpec:
 
     @classmethod
     def from_recipe(cls, stored: Tree, data: DataSettings) -> "InputSpec":
-        """The input of a checkpoint, overridden by `data`. Raises ValueError for unknown or missing keys."""
+        """Read the input saved in a checkpoint, overridden by `data`. Raises ValueError for unknown or missing keys."""
         changes = {"crop_pct": data.crop_pct, "mean": data.mean, "std": data.std}
         values = {**stored, **{k: v for k, v in changes.items() if v is not None}}
         known = {f.name for f in fields(cls)}
@@ -60,13 +64,14 @@ class InputSpec:
 
 
 def eval_transform(spec: InputSpec, normalize: bool = True) -> Transform:
-    """Resize and centre crop: image -> [3, H, W], normalized float32, or uint8 without `normalize`."""
+    """Create the evaluation transform: resize and centre crop, image -> normalized float32 [3, H, W], or uint8 without
+    `normalize`."""
     return create_transform(**spec.timm(), is_training=False, normalize=normalize)
 
 
 def train_transform(spec: InputSpec, augment: AugmentSettings) -> Transform:
-    """Random crop, flip, colour jitter, policy and erasing: image -> [3, H, W] float32. Uses python's and torch's
-    generators."""
+    """Create the training transform: random crop, flip, colour jitter, auto-augment policy and random erasing, image ->
+    float32 [3, H, W]. It uses the global random generators of python, numpy and torch."""
     arguments: Tree = {
         **spec.timm(),
         "is_training": True,
@@ -85,7 +90,8 @@ def train_transform(spec: InputSpec, augment: AugmentSettings) -> Transform:
 
 
 def _keep_a_bit(policies: T.Compose) -> None:
-    """Posterize to at least 1 bit: timm's highest level is 0 bits (a black image), which Pillow 13 rejects."""
+    """Let the Posterize operations of auto-augment policies keep at least 1 bit: timm's strongest level keeps 0 bits (a
+    black image), which Pillow 13 rejects."""
     for policy in policies.transforms:
         operations = [*getattr(policy, "ops", []), *itertools.chain(*getattr(policy, "policy", []))]
         for operation in operations:
@@ -98,8 +104,9 @@ def _posterize(image: Image.Image, bits: int, **_: object) -> Image.Image:
 
 
 def _fixed_scale(spec: InputSpec, augment: AugmentSettings) -> Transform:
-    """Resize to the input size, shift by padding (or not) and flip: usual for 32 x 32 images."""
-    resize = T.Resize(max(spec.size), interpolation=str_to_interp_mode(spec.interpolation))  # shorter side
+    """Create a transform without random scale: resize to the input size, shift randomly (crop "padded" only) and flip.
+    It is the usual augmentation of 32 x 32 images."""
+    resize = T.Resize(max(spec.size), interpolation=str_to_interp_mode(spec.interpolation))  # of the shorter side
     steps: list[nn.Module] = [resize, T.CenterCrop(spec.size)]
     if augment.crop == "padded":
         steps.append(T.RandomCrop(spec.size, padding=augment.pad))
@@ -107,7 +114,7 @@ def _fixed_scale(spec: InputSpec, augment: AugmentSettings) -> Transform:
 
 
 def check_cacheable(data: DataSettings, augment: AugmentSettings) -> None:
-    """Raise ValueError if `data.cache` is set with augmentation that works on single decoded images."""
+    """Raise ValueError if `data.cache` is set together with augmentation other than crops and flips."""
     if not data.cache:
         return
     wrong = [k for k in ("color_jitter", "auto_augment", "random_erase") if getattr(augment, k)]
@@ -116,7 +123,10 @@ def check_cacheable(data: DataSettings, augment: AugmentSettings) -> None:
 
 
 def center_crop(image: Image.Image, size: int) -> Image.Image:
-    """The central square, `size` pixels wide, resized as in ADM: box filter while halving, then bicubic."""
+    """Resize and centre-crop an image to a square of `size` pixels, as in ADM (Dhariwal and Nichol, arXiv 2105.05233).
+
+    A box filter halves the image while its shorter side is at least twice `size`; a bicubic filter does the rest.
+    """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = size / min(image.size)

@@ -1,4 +1,4 @@
-"""Encoders of images, videos and prompts: VAEs, and the text encoders of pipelines."""
+"""Encoders of images, videos and prompts: VAEs, and the text and image encoders of pipelines."""
 
 from collections.abc import Sequence
 
@@ -13,12 +13,12 @@ from zoo.models.diffusers.family import Scaling
 
 IMAGE_LATENTS = "image_latents"  # additional input channels of an image-to-video model
 IMAGE_TOKENS = "encoder_hidden_states_image"  # tokens of an image encoder (Wan 2.1), before the text tokens
-TEXT_TOKENS = 512  # fixed number of text tokens of models with image tokens
+TEXT_TOKENS = 512  # number of text tokens required by models with image tokens
 
 
 def load_vae(where: str) -> ModelMixin:
-    """Load the VAE in a folder or hub repository, or of a pipeline there, frozen, in float32. Raises ValueError if
-    there is none."""
+    """Load a VAE, frozen and in float32, from a folder or hub repository that holds the VAE or a pipeline with one.
+    Raises ValueError if there is no VAE."""
     import diffusers
 
     reason = ""
@@ -36,19 +36,19 @@ def load_vae(where: str) -> ModelMixin:
 
 
 def scaling_of(vae: ModelMixin) -> tuple[Scaling, Scaling]:
-    """(scaling, shift) of a VAE: the transformer reads (z - shift) * scaling."""
+    """(scaling, shift) of a VAE: the input of the transformer is (z - shift) * scaling for latents z."""
     if of_videos := video_vae(vae):
         return of_videos.scaling(vae)
     return float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
 
 
 def scaled(z: Tensor, scaling: Scaling, shift: Scaling) -> Tensor:
-    """(z - shift) * scaling of latents z [B, C, ...]."""
+    """Scale latents z [B, C, ...]: (z - shift) * scaling, with numbers or one value per channel."""
     return (z - _channels(shift, z)) * _channels(scaling, z)
 
 
 def unscaled(x: Tensor, scaling: Scaling, shift: Scaling) -> Tensor:
-    """The inverse of `scaled`: x / scaling + shift of x [B, C, ...]."""
+    """Invert `scaled` for x [B, C, ...]: x / scaling + shift."""
     return x / _channels(scaling, x) + _channels(shift, x)
 
 
@@ -57,8 +57,12 @@ def _channels(value: Scaling, z: Tensor) -> Tensor:
 
 
 def latent_shape(vae: ModelMixin, pixels: tuple[int, ...], name: str) -> list[int]:
-    """Latent shape of an image (H, W): [C, h, w], or of a clip (T, H, W): [C, t, h, w]. Raises ValueError for sizes not
-    divisible by the factors of the VAE; name: of the VAE, for messages."""
+    """Compute the shape of the latents of a sample.
+
+    pixels: size of an image (H, W), which gives [C, h, w], or of a clip (T, H, W), which gives [C, t, h, w].
+    name: name of the VAE in error messages. Raises ValueError for a size that the compression factors of the VAE do not
+    divide, and for a VAE of images if the data are videos or vice versa.
+    """
     config = vae.config
     if len(pixels) == 3:
         if not video_vae(vae):
@@ -83,7 +87,7 @@ def latent_shape(vae: ModelMixin, pixels: tuple[int, ...], name: str) -> list[in
 
 
 def video_factors(vae: ModelMixin) -> tuple[int, int]:
-    """(frames, pixels per side) per latent of a video VAE. The first latent is the first frame alone."""
+    """Compression factors (in time, in space) of a video VAE. The first latent frame encodes the first frame alone."""
     found = video_vae(vae)
     assert found is not None
     return found.factors(vae)
@@ -97,8 +101,11 @@ def _check_sides(sides: Sequence[int], step: int, name: str) -> None:
 
 @torch.no_grad()
 def encode_images(vae: ModelMixin, images: Tensor, numbers: list[int], posterior: str, seed: int) -> Tensor:
-    """Encode images [B, 3, H, W] or clips [B, 3, T, H, W] in [-1, 1] to scaled latents [B, C, ...]. Samples of the
-    posterior depend only on seed and number."""
+    """Encode images [B, 3, H, W] or clips [B, 3, T, H, W] in [-1, 1] to scaled latents [B, C, ...].
+
+    numbers: numbers of the images.  posterior: "mean", or "sample" for one draw, which depends only on the posterior,
+    `seed` and the number of the image.
+    """
     found = vae.encode(images)
     if hasattr(found, "latent_dist"):
         mean, deviation = found.latent_dist.mean, found.latent_dist.std
@@ -113,20 +120,23 @@ def encode_images(vae: ModelMixin, images: Tensor, numbers: list[int], posterior
 
 @torch.no_grad()
 def encode_first_frames(vae: ModelMixin, clips: Tensor) -> Tensor:
-    """Additional input channels of Wan image-to-video, [B, 4 + C, t, h, w]: a mask of the given frames among the four
-    of each latent (only the first frame is given), and the latents of the clip with all other frames grey (0)."""
+    """Encode the additional input channels [B, 4 + C, t, h, w] of Wan's image-to-video models.
+
+    The first four channels mark which of the four frames of each latent frame are given: only the first frame of the
+    clip is. The other C channels are the scaled latents of the clip with all frames but the first grey (0).
+    """
     given = torch.zeros_like(clips)
     given[:, :, 0] = clips[:, :, 0]
     z = scaled(vae.encode(given).latent_dist.mean, *scaling_of(vae))
     mask = torch.zeros_like(z[:, :1]).repeat(1, video_factors(vae)[0], 1, 1, 1)
-    mask[:, :, 0] = 1  # the first latent is the first frame alone
+    mask[:, :, 0] = 1  # the first latent frame encodes the first frame alone
     return torch.cat([mask, z], dim=1)
 
 
 @torch.no_grad()
 def decode_latents(vae: ModelMixin, x: Tensor, scaling: Scaling, shift: Scaling) -> Tensor:
-    """Decode scaled latents, one by one, since videos are large. Decoders conditioned on a timestep (from LTX-Video
-    0.9.1 on) get 0, the default of their pipeline."""
+    """Decode scaled latents [B, C, ...] to pixels in about [-1, 1], one sample at a time, since videos are large.
+    Decoders with a timestep input (LTX-Video from 0.9.1) get 0, the default of their pipeline."""
     timed = vae.config.get("timestep_conditioning", False)
     parts = unscaled(x.float(), scaling, shift).split(1)
     return torch.cat([vae.decode(z, *[z.new_zeros(1)] * timed).sample for z in parts])
@@ -137,10 +147,11 @@ def _generator(seed: int, number: int) -> torch.Generator:
 
 
 class Prompts:
-    """The text encoders of a pipeline: prompts -> arguments of its transformer.
+    """The text encoders of a pipeline, called with prompts; they return arguments of the transformer.
 
-    reads_first_frame: whether it is an image-to-video pipeline. Raises ValueError for an unsupported pipeline and for a
-    `max_length` that its tokenizer does not allow.
+    where: folder or hub name of the pipeline.  max_length: number of tokens per prompt.  truncate: whether to truncate
+    longer prompts.  reads_first_frame: whether it is an image-to-video pipeline. Raises ValueError for an unsupported
+    pipeline and for a `max_length` that its tokenizer does not allow.
     """
 
     def __init__(self, where: str, max_length: int, truncate: bool, device: str) -> None:
@@ -155,7 +166,7 @@ class Prompts:
                 raise ValueError(f"{where} is a {kind}; prompts are encoded by one of {', '.join(allowed)}")
             self.encode, self.reads_first_frame = family.encode, kind == family.first_frame
             unused = {name: None for name in parts if name.startswith(("transformer", "vae"))}
-            # its own class: DiffusionPipeline of diffusers 0.42 would load Wan's transformers anyway
+            # not DiffusionPipeline, which in diffusers 0.42 loads Wan's transformers although they are given as None
             self.pipe = getattr(diffusers, kind).from_pretrained(where, **unused)
         except OSError as error:
             raise ValueError(f"there is no pipeline {where!r}: {str(error).splitlines()[0]}") from error
@@ -165,7 +176,7 @@ class Prompts:
                 "image-to-video models with additional input channels (Wan 2.1, Wan 2.2 A14B)"
             )
         self.max_length, self.truncate = max_length, truncate
-        # SD3's CLIP encoders truncate prompts at their own length by design
+        # SD3: check only T5, since its CLIP encoders truncate prompts at their own maximum length by design
         self.tokenizer = getattr(self.pipe, "tokenizer_3", None) or self.pipe.tokenizer
         limit = self.tokenizer.model_max_length
         if max_length > limit:
@@ -181,18 +192,19 @@ class Prompts:
 
     @torch.no_grad()
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Encode prompts: name of the argument -> [B, ...]. Raises ValueError for a prompt that is too long."""
+        """Encode prompts to tensors [B, ...] by argument name. Raises ValueError for a prompt that is too long."""
         self._check(prompts)
         return self.encode(self.pipe, prompts, do_classifier_free_guidance=False, max_sequence_length=self.max_length)
 
     @property
     def sees(self) -> bool:
-        """Whether an image encoder also reads the first frame."""
+        """Whether the pipeline has an image encoder for the first frame (Wan 2.1 image-to-video)."""
         return self.reads_first_frame and self.pipe.image_encoder is not None
 
     @torch.no_grad()
     def first_frames(self, clips: Tensor) -> dict[str, Tensor]:
-        """Image encoder tokens of the first frames of clips [B, 3, T, H, W]; empty without an image encoder."""
+        """Encode the first frames of clips [B, 3, T, H, W] in [-1, 1] to image tokens, by argument name; empty without
+        an image encoder."""
         if not self.sees:
             return {}
         images = ((clips[:, :, 0] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu()

@@ -1,4 +1,7 @@
-"""Extraction of latents: encodes images or clips (and captions) to shards. Resumes after the last complete shard."""
+"""Extraction of latents: encoding of images, clips and captions into shards.
+
+An interrupted extraction resumes after the last complete shard.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,12 +37,15 @@ from zoo.data.video.digits import MovingDigits
 if TYPE_CHECKING:
     import datasets
 
-# number, image [3, H, W] or clip [3, T, H, W] in [-1, 1], label or caption
+# (number, image [3, H, W] or clip [3, T, H, W] in [-1, 1], class number or caption)
 Item = tuple[int, Tensor, int | str]
 
 
 class Pictures(Dataset):
-    """Numbered images, centre-cropped and resized, with class number or caption; None for unreadable ones."""
+    """Data set of images, resized and centre-cropped, with class numbers or captions.
+
+    An unreadable image is None. fps: 0, since images have no frame rate.  pixels: (height, width).
+    """
 
     fps = 0.0
 
@@ -72,7 +78,10 @@ class Pictures(Dataset):
 
 
 class Videos(Dataset):
-    """Numbered clips with class number or caption; None for unreadable ones."""
+    """Data set of clips with class numbers or captions; an unreadable clip is None.
+
+    seed: seed of random crops.  fps: frame rate of the clips.  pixels: (frames, height, width).
+    """
 
     def __init__(self, settings: ImageSettings, seed: int) -> None:
         self.pixels: tuple[int, ...] = (settings.frames, settings.img_size, settings.width or settings.img_size)
@@ -101,10 +110,10 @@ def _captioned(settings: ImageSettings) -> "datasets.Dataset":
 
 
 def extract_latents(settings: ExtractSettings) -> Manifest:
-    """Start or resume an extraction; returns the manifest.
+    """Start or resume an extraction. Returns the manifest.
 
-    Raises ValueError for missing options or data, for a folder begun with other settings, and for over 1 % unreadable
-    images.
+    Raises ValueError for missing options or data, for a folder begun with other settings, and if more than 1 % of the
+    images are unreadable.
     """
     encode, images = settings.encode, settings.images
     if not (settings.out and encode.vae and bool(encode.text) == bool(images.text_key)):
@@ -177,7 +186,7 @@ def _count(n: int, encode: EncodeSettings) -> int:
 
 
 def _dtype(encode: EncodeSettings, tensor: Tensor) -> torch.dtype:
-    """The stored type: encode.dtype for floating-point tensors; masks and integers keep their type."""
+    """The type in which a tensor is stored: encode.dtype for floating point, unchanged for masks and integers."""
     return getattr(torch, encode.dtype) if tensor.is_floating_point() else tensor.dtype
 
 
@@ -197,7 +206,7 @@ def _encoded(
 
 
 def _write(writer: Writer, waiting: list[dict[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-    """Write the first `size` samples; returns the rest."""
+    """Write a shard of the first `size` waiting samples. Returns the other samples."""
     whole = {k: torch.cat([part[k] for part in waiting]) for k in waiting[0]}
     writer.write({k: v[:size] for k, v in whole.items()})
     return [{k: v[size:] for k, v in whole.items()}] if len(whole["index"]) > size else []

@@ -1,11 +1,17 @@
 """Folders of cached latents: manifest, shards, and resuming an interrupted extraction.
 
-manifest.json: metadata; written last, so a folder with it is complete.
-plan.json: the manifest without shards; written first.
-shard-00000.safetensors: index [n], the numbers of the images; latents [n, C, H, W], for clips [n, C, T, H, W]; flipped,
-the latents of mirrored images, if requested; class_labels [n] or prompt embeddings, named as the model's arguments; for
-image-to-video models the inputs made from the first frame.
-null.safetensors: embeddings of the empty prompt (text only).
+Files of a folder:
+    plan.json: the manifest without the sizes of shards, written first
+    shard-00000.safetensors and so on: the samples
+    null.safetensors: embeddings of the empty prompt, only with prompts
+    manifest.json: metadata, written last, so that a folder with a manifest is complete
+
+Tensors of a shard:
+    index [n]: numbers of the images
+    latents [n, C, H, W], or [n, C, T, H, W] for clips
+    flipped: latents of the mirrored images, if requested
+    class_labels [n], or prompt embeddings named as the model's arguments
+    inputs made from the first frame, named as the model's arguments, only for image-to-video models
 """
 
 import json
@@ -26,13 +32,15 @@ MANIFEST, PLAN, NULL = "manifest.json", "plan.json", "null.safetensors"
 class Manifest:
     """Metadata of cached latents.
 
-    vae: name or path of the VAE.  scaling, shift: stored = (z - shift) * scaling, numbers or one per channel.
-    posterior: mean or sample.  shape: of one latent, [C, H, W] or [C, T, H, W].  dtype: of the stored latents.
-    flip: whether mirrored images were encoded too.  image_size: side of the images in pixels, or [frames, height,
-    width] of clips.  fps: frame rate of clips.  stride, step, crop: how clips were cut from files, see `ImageSettings`.
-    classes: names, empty for prompts.  text: name or path of the text encoders, empty for labels.  max_length: tokens
-    per prompt.  truncate: whether longer prompts were cut.  images: source of the images.  keys: their columns.
-    seed: of posterior samples.  shards: number of samples in each shard.
+    vae: name or path of the VAE.  scaling, shift: numbers or one value per channel; latents z of the VAE are stored as
+    (z - shift) * scaling.  posterior: what was stored of the posterior, mean or sample.  shape: shape of the latents of
+    one sample, [C, H, W] or [C, T, H, W].  dtype: type of the stored latents.  flip: whether mirrored images were
+    encoded too.  image_size: side of the images in pixels, or [frames, height, width] of the clips.  classes: class
+    names, empty for prompts.  text: name or path of the pipeline with the text encoders, empty for class labels.
+    max_length: tokens per prompt.  images: source of the images.  keys: columns of the image, and of the label or
+    caption.  seed: seed of the posterior samples.  truncate: whether longer prompts were truncated.  fps: frame rate of
+    the clips.  stride, step, crop: how clips were cut from files, see `ImageSettings`.  shards: number of samples in
+    each shard.
     """
 
     vae: str
@@ -63,10 +71,11 @@ def shard_name(number: int) -> str:
 
 
 class Writer:
-    """Writes shards into a folder, each atomically, and the manifest at the end.
+    """Writer of a folder of latents: shards, each written atomically, and the manifest at the end.
 
-    Opened again after an interruption, `done` holds the sizes of the existing shards, and `next_number` is the first
-    image that is in none of them. Raises ValueError for a folder begun with another plan or holding other files.
+    plan: the manifest without shards.  done: number of samples in each existing shard, also from an interrupted
+    extraction.  next_number: number of the first image that comes after the existing shards. Raises ValueError for a
+    folder begun with another plan and for a folder that holds other files.
     """
 
     def __init__(self, folder: Path, plan: Manifest) -> None:
@@ -78,7 +87,7 @@ class Writer:
         if file.is_file():
             begun = json.loads(file.read_text())
             wrong = sorted(k for k, v in asdict(plan).items() if begun.get(k) != v)
-            if not (folder / shard_name(0)).is_file():  # nothing was made with the other plan
+            if not (folder / shard_name(0)).is_file():  # no shard was written with the other plan
                 write_json(asdict(plan), file)
             elif wrong:
                 raise ValueError(f"{folder} was begun with another {', '.join(wrong)}: choose another folder")
@@ -98,11 +107,11 @@ class Writer:
         self.done.append(len(tensors["index"]))
 
     def write_null(self, tensors: dict[str, Tensor]) -> None:
-        """Write the embeddings of the empty prompt, without a batch dimension."""
+        """Write the embeddings of the empty prompt, tensors by name without a batch dimension."""
         _save(tensors, self.folder / NULL)
 
     def finish(self) -> Manifest:
-        """Write the manifest, which completes the folder."""
+        """Write the manifest, which completes the folder. Returns it."""
         whole = replace(self.plan, shards=self.done)
         write_json(asdict(whole), self.folder / MANIFEST)
         return whole

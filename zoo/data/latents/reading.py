@@ -18,24 +18,26 @@ LABELS = "class_labels"  # name of the model's argument
 class DiffusionBatch(NamedTuple):
     """A batch of clean samples.
 
-    x0 [B, C, H, W] or [B, C, T, H, W].  condition: by name of the model's argument, float32 or integers.
-    index [B]: numbers of the samples.  bad: numbers of unreadable images that were replaced.
+    x0: pixels or scaled latents, [B, C, H, W] or [B, C, T, H, W].  condition: inputs of the model by argument name,
+    float32 or integers.  index: numbers of the samples [B].  bad: numbers of unreadable samples, which were replaced.
     """
 
     x0: Tensor
     condition: dict[str, Tensor]
-    index: Tensor  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: Tensor  # type: ignore[assignment]  # replaces tuple.index, which is not used
     bad: list[int]
 
     def unreadable(self) -> list[int]:
-        """The numbers of the images that could not be read."""
+        """The numbers of the samples that could not be read."""
         return self.bad
 
 
 class Latents:
-    """The samples of a complete folder of latents.
+    """Data set of the samples in a complete folder of latents.
 
-    Raises ValueError for latents of another VAE than `vae` (if given), and for hflip without stored flipped latents.
+    vae: expected VAE; empty accepts any.  hflip: probability of mirroring.  seed: seed of the mirroring.  null: inputs
+    of the unconditional model, by argument name. Raises ValueError for latents of another VAE, and for hflip > 0
+    without stored latents of mirrored images.
     """
 
     def __init__(self, folder: str, vae: str, hflip: float, seed: int, device: torch.device) -> None:
@@ -56,16 +58,16 @@ class Latents:
         return int(self.starts[-1])
 
     def channels(self, name: str) -> int:
-        """Number of channels of the tensors called `name`; 0 if there are none."""
+        """Number of channels of the tensors called `name`; 0 if the folder has no such tensors."""
         return self.shards[0].get_slice(name).get_shape()[1] if name in self.names else 0
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[DiffusionBatch]:
-        """The micro-batches of the steps [first, last) for this process, randomly mirrored."""
+        """Yield the micro-batches of this process in the steps [first, last), randomly mirrored."""
         for numbers, mirrored in plan.mirrored(first, last, self.seed, self.hflip):
             yield self._read(numbers, mirrored)
 
     def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[DiffusionBatch]:
-        """Each sample of this process once, in order, not mirrored."""
+        """Yield every sample of this process once, in order, not mirrored."""
         numbers = np.arange(rank, len(self), world)
         for start in range(0, len(numbers), batch_size):
             part = numbers[start : start + batch_size]
@@ -77,7 +79,7 @@ class Latents:
         return DiffusionBatch(read.pop("latents"), read, torch.from_numpy(numbers), [])
 
     def _batch(self, parts: list[Tensor]) -> Tensor:
-        """Stack on the device; 16-bit values become float32, for models outside of autocast."""
+        """Stack tensors on the device; 16-bit floats become float32, for models that run without autocast."""
         whole = torch.stack(parts).to(self.device)
         return whole.float() if whole.is_floating_point() else whole
 

@@ -11,16 +11,16 @@ VIDEOS = ("videos", "moving_digits")  # data sources that yield clips
 
 @dataclass(frozen=True)
 class ReadingSettings:
-    """How images and clips are read from their source.
+    """Reading of images and clips from their source.
 
     image_key: column or file extension of the image (parquet, hf, webdataset)
     label_key: column or file extension of the class number (parquet, hf, webdataset)
     width: width of videos in pixels; none for squares
     frames: frames per clip (Wan: 4 n + 1)
-    fps: frame rate at which videos are read, repeating or dropping frames (Wan: 16); 0 for their own
+    fps: frame rate at which videos are read, by repeating or dropping frames (Wan: 16); 0 for the rate of each video
     stride: keep every n-th frame
-    step: frames between the starts of two clips of a video; 0 for clips that do not overlap
-    clips: number of clips of moving_digits; for training, a fifth as many for validation
+    step: frames from the start of one clip of a video to the start of the next; 0 for clips that do not overlap
+    clips: number of clips of moving_digits for training; validation has a fifth as many
     workers: DataLoader workers per process; 0 reads in this process
     """
 
@@ -36,7 +36,7 @@ class ReadingSettings:
     workers: int = WORKERS
 
     def check(self, section: str) -> None:
-        """Raise ValueError for values out of range, and for options of videos with another source."""
+        """Raise ValueError for values out of range, and for video options with a source of images."""
         check_ranges(section, self, **dict.fromkeys(("img_size", "width"), PIXELS))
         check_ranges(section, self, **dict.fromkeys(("frames", "stride", "clips"), "[1, inf)"))
         check_ranges(section, self, **dict.fromkeys(("workers", "step", "fps"), "[0, inf)"))
@@ -48,15 +48,15 @@ class ReadingSettings:
 
 @dataclass(frozen=True)
 class ImageSettings(ReadingSettings):
-    """Images or videos, with class numbers or captions.
+    """Images or videos to encode, with class numbers or captions.
 
     source: digits, folder, parquet, hf or webdataset (images, as in zoo train-classifier), videos (folder of mp4 files)
       or moving_digits
     where: folder, parquet file or pattern, hub name, or tar pattern; train or val for digits and moving_digits
     text_key: column or file extension of the caption (videos: column of metadata.csv); empty for class numbers
-    img_size: side in pixels of the square to which images are cropped and resized, as in ADM and DiT; height of videos
-    crop: crop of videos with another aspect ratio: center, or random (deterministic, from the number of the clip and
-      encode.seed)
+    img_size: side in pixels of the square to which images are resized and cropped, as in ADM and DiT; height of videos
+    crop: crop of videos with another aspect ratio: center, or random (drawn from encode.seed and the number of the
+      clip)
     """
 
     source: str = "folder"
@@ -82,14 +82,14 @@ class ImageSettings(ReadingSettings):
 class EncodeSettings:
     """Encoders and output format.
 
-    vae: folder or hub name of the VAE, or of a pipeline with one
+    vae: folder or hub name of a VAE or of a pipeline with one
     text: folder or hub name of a pipeline (PixArt, Sana, SD3, Wan) whose text encoders encode the captions; an
       image-to-video pipeline (Wan I2V) also encodes the first frame of each clip
     max_length: tokens per caption, padded to this length (Wan: 512)
     truncate: truncate longer captions instead of raising an error
     posterior: mean, or sample (one deterministic draw per image)
     flip: also encode the mirrored images
-    dtype: of the stored tensors: float16, bfloat16 or float32
+    dtype: type of the stored tensors: float16, bfloat16 or float32
     batch_size: batch size
     shard: samples per file
     device: torch device; empty for the accelerator if there is one
@@ -118,7 +118,7 @@ class EncodeSettings:
 
 @dataclass(frozen=True)
 class ExtractSettings:
-    """An extraction. See the sections.
+    """Settings of an extraction.
 
     out: folder for the latents
     """

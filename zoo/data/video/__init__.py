@@ -1,4 +1,4 @@
-"""Videos: reading and writing of mp4 files, clips cut from them, and moving digits."""
+"""Videos: reading and writing of files, clips cut from them, and the data set of moving digits."""
 
 from zoo.data.video.clips import Clips, ClipShape
 from zoo.data.video.digits import MovingDigits

@@ -1,4 +1,4 @@
-"""Numbered clips of equal shape, cut from a folder of videos."""
+"""Clips of equal shape, cut from a folder of videos."""
 
 import csv
 from pathlib import Path
@@ -12,14 +12,15 @@ from torch import Tensor
 from zoo.data.decoding import Unreadable
 from zoo.data.video.files import VIDEO_FILES, about, read_frames
 
-CAPTIONS = "metadata.csv"  # with a column file_name, as in Hugging Face video folders
+CAPTIONS = "metadata.csv"  # table with a column file_name, as in Hugging Face video folders
 
 
 class ClipShape(NamedTuple):
-    """Shape of clips: number of frames, height and width in pixels.
+    """Shape of clips, and how they are cut from a video file.
 
-    stride: every n-th frame of the file is used.  step: frames of the file between the starts of two clips (0: clips
-    do not overlap).  fps: frame rate at which frames of the file are counted (0: its own rate).
+    frames: frames per clip.  height, width: size in pixels.  stride: keep every n-th frame of the file.
+    step: frames of the file from the start of one clip to the start of the next (0: clips do not overlap).
+    fps: frame rate at which frames of the file are counted (0: the rate of the file).
     """
 
     frames: int
@@ -31,12 +32,15 @@ class ClipShape(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Number of frames of the file that a clip spans."""
+        """Number of frames of the file from the first to the last frame of a clip."""
         return (self.frames - 1) * self.stride + 1
 
 
 class NumberedClips(Protocol):
-    """Clips numbered from 0. classes: names, empty for captions.  fps: frame rate of a clip."""
+    """Clips numbered from 0.
+
+    classes: class names, empty for captions.  fps: frame rate of the clips.
+    """
 
     classes: list[str]
     fps: float
@@ -44,15 +48,17 @@ class NumberedClips(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, number: int) -> tuple[Tensor, int | str]:
-        """uint8 [3, T, H, W] and the class number or the caption. Raises Unreadable."""
+        """The clip, uint8 [3, T, H, W], and its class number or caption. Raises Unreadable."""
 
 
 class Clips:
     """All clips of the videos below a folder, in the order of their paths.
 
-    The class of a video is its folder (one class without sub-folders); with `text_key`, that column of metadata.csv is
-    its caption. Videos that are too short give no clip. crop_seed: random crops, from the seed and the number of the
-    clip, instead of centre crops. Raises ValueError if there is no clip, and for a video without a caption.
+    text_key: column of metadata.csv with the captions; if empty, the class of a video is its folder.
+    crop_seed: seed of random crops, drawn per clip; None for centre crops.
+
+    A video that is shorter than a clip is skipped. Raises ValueError if there is no clip, and for a video without a
+    caption.
     """
 
     def __init__(self, root: str, shape: ClipShape, text_key: str = "", crop_seed: int | None = None) -> None:
@@ -73,11 +79,11 @@ class Clips:
             try:
                 found = about(file)
             except Unreadable:
-                self.starts.append((file, 0))  # read and counted as unreadable
+                self.starts.append((file, 0))  # one clip, to be counted as unreadable
                 continue
             rate = shape.fps or found.fps
             rates.append(rate)
-            frames = int(found.frames * rate / found.fps + 1e-6)  # the product may be slightly below a whole number
+            frames = int(found.frames * rate / found.fps + 1e-6)  # rounding may leave it just below a whole number
             self.starts += [(file, i) for i in range(0, frames - shape.span + 1, shape.step or shape.span)]
         if not self.starts:
             raise ValueError(f"every video in {root} is shorter than a clip, {shape.span} frames")
@@ -96,8 +102,8 @@ class Clips:
 
 
 def cover(frames: np.ndarray, height: int, width: int, draws: np.random.Generator | None = None) -> Tensor:
-    """Resize uint8 frames [T, h, w, 3] (antialiased) to cover height x width and crop them: [3, T, H, W]. All frames
-    get the same crop: the centre, or a random one from `draws`."""
+    """Resize uint8 frames [T, h, w, 3] (bicubic, antialiased) until they cover height x width, and crop them to
+    [3, T, H, W]. All frames get the same crop: the centre, or with `draws` a random one."""
     x = torch.from_numpy(frames).permute(0, 3, 1, 2)
     scale = max(height / x.shape[2], width / x.shape[3])
     size = max(height, round(x.shape[2] * scale)), max(width, round(x.shape[3] * scale))

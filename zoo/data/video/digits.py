@@ -1,6 +1,7 @@
-"""Moving digits: handwritten digits that move on a dark canvas and bounce off its edges.
+"""Moving digits: videos of a handwritten digit that moves on a black canvas and bounces off its edges.
 
-After Srivastava et al., arXiv 1502.04681, with one digit of scikit-learn's set, so that a clip has a class.
+Similar to Moving MNIST (Srivastava et al., arXiv 1502.04681), but with a single digit (from scikit-learn), so that a
+clip has a class.
 """
 
 from pathlib import Path
@@ -14,13 +15,14 @@ from zoo.data.video.clips import CAPTIONS, ClipShape
 from zoo.data.video.files import write_video
 from zoo.io import write_csv
 
-SPEED = 0.06  # fraction of the canvas per frame
+SPEED = 0.06  # distance per frame, as a fraction of the canvas
 
 
 class MovingDigits:
-    """Numbered clips of one moving digit; clip i depends only on the set, i and the shape.
+    """Clips of one moving digit each. Clip i depends only on `train`, i and the shape.
 
-    train: use the digits of the training set, not the validation set.  count: number of clips.
+    train: whether to use the digits of the training set or of the validation set.  shape: shape of the clips.
+    count: number of clips.
     """
 
     fps = 8.0
@@ -33,7 +35,7 @@ class MovingDigits:
         return self.count
 
     def read(self, number: int) -> tuple[Tensor, int]:
-        """uint8 [3, T, H, W] and the digit."""
+        """The clip, uint8 [3, T, H, W], and its digit."""
         draws = np.random.default_rng((int(self.train), number))
         image, label = self.digits.read(int(draws.integers(len(self.digits))))
         height, width = self.shape.height, self.shape.width
@@ -52,14 +54,14 @@ class MovingDigits:
 
 
 def _bounce(place: np.ndarray, velocity: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Reflect a place outside of [0, room], and its velocity."""
+    """Reflect positions outside of [0, room] at the edge, and reverse their velocities."""
     velocity = np.where((place < 0) | (place > room), -velocity, velocity)
     place = np.where(place < 0, -place, np.where(place > room, 2 * room - place, place))
     return place.clip(0, room), velocity
 
 
 def write_moving_digits(folder: Path, clips: MovingDigits) -> None:
-    """Write the clips as mp4 files into `folder`, with metadata.csv whose column `text` is the name of the digit."""
+    """Write the clips into `folder` as mp4 files, and metadata.csv with the name of the digit in the column `text`."""
     rows = []
     for number in range(len(clips)):
         video, label = clips.read(number)

@@ -19,11 +19,16 @@ if TYPE_CHECKING:
     from av.video import VideoStream
 
 VIDEO_FILES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
-SEEK_BACK_SECONDS = (0.0, 12.0, math.inf)  # tried in turn: frames of open groups precede their key frame
+# distances in seconds to seek back from the first requested frame, tried in turn: in an open group of pictures, frames
+# shown before the key frame are stored after it, so that decoding may have to begin at an earlier key frame
+SEEK_BACK_SECONDS = (0.0, 12.0, math.inf)
 
 
 class About(NamedTuple):
-    """First video stream of a file, as stored: number of frames, size in pixels, mean frame rate."""
+    """Metadata of the first video stream of a file, before rotation.
+
+    frames: number of frames.  height, width: size in pixels.  fps: mean frame rate.
+    """
 
     frames: int
     height: int
@@ -32,7 +37,7 @@ class About(NamedTuple):
 
 
 def about(file: str | Path) -> About:
-    """Size of a video, from its header if possible. Raises Unreadable."""
+    """Read the metadata of a video, from its header if possible, else by decoding it. Raises Unreadable."""
     with _opened(file) as (container, stream):
         codec, fps = stream.codec_context, _rate(stream, file)
         frames = (
@@ -42,11 +47,13 @@ def about(file: str | Path) -> About:
 
 
 def read_frames(file: str | Path, numbers: Iterable[int], fps: float = 0.0) -> np.ndarray:
-    """Read frames by increasing number (from 0) at `fps` frames per second (0: the video's own mean rate), uint8
-    [T, H, W, 3]. Frame n is what a player shows n / fps seconds after the first frame, rotated as the file says.
+    """Read frames of a video, uint8 [T, H, W, 3], rotated as in players.
 
-    Decodes from the key frame before the first number, so all clips of a file cost as much as the file. Raises
-    Unreadable if the video ends before the last number.
+    numbers: frame numbers from 0, increasing; frame n is what a player shows n / fps seconds after the first frame.
+    fps: frames per second; 0 for the mean rate of the video.
+
+    Decoding begins at the key frame before the first number, so that reading all clips of a file costs about as much as
+    reading the file. Raises Unreadable if the video ends before the last number.
     """
     wanted = list(numbers)
     for back in SEEK_BACK_SECONDS:
@@ -55,7 +62,7 @@ def read_frames(file: str | Path, numbers: Iterable[int], fps: float = 0.0) -> n
             found = _shown(container, stream, [n / (fps or rate) for n in wanted], rate, back)
         if found is not None:
             break
-    assert found is not None  # the last time it read from the start
+    assert found is not None  # the last attempt decodes from the start of the video
     if len(found) < len(wanted):
         raise Unreadable(f"{file} ends before its frame {wanted[len(found)]}")
     return np.stack(found)
@@ -64,8 +71,11 @@ def read_frames(file: str | Path, numbers: Iterable[int], fps: float = 0.0) -> n
 def _shown(
     container: "InputContainer", stream: "VideoStream", times: list[float], rate: float, back: float
 ) -> list[np.ndarray] | None:
-    """The frames shown at `times` (seconds after the first frame), as many as there are, decoded from the key frame
-    `back` seconds before; None if decoding did not begin before the first of them."""
+    """Decode the frames that a player shows at `times`, in seconds after the first frame.
+
+    Decoding begins at the last key frame that is at least `back` seconds before the first time. Returns fewer frames if
+    the video ends early, and None if decoding began too late for the first time.
+    """
     found: list[np.ndarray] = []
     frames = iter(_decoded(container, stream))
     before = next(frames, None)
@@ -78,7 +88,7 @@ def _shown(
             return None
         container.seek(round((times[0] - back) / tick) + origin, stream=stream)
         frames, before = iter(_decoded(container, stream)), None
-    clock, slack = 0.0, 0.25 / rate  # time stamps are rounded to ticks
+    clock, slack = 0.0, 0.25 / rate  # seconds; the slack allows for time stamps rounded to the time base of the file
     for number, frame in enumerate(frames, start=1):
         if frame.pts is None and midway:
             return None
@@ -96,7 +106,7 @@ def _shown(
 
 
 def _decoded(container: "InputContainer", stream: "VideoStream") -> "Iterator[VideoFrame]":
-    """The frames from the current position, in display order."""
+    """Decode the frames from the current position, in display order."""
     return container.decode(stream)
 
 
@@ -108,19 +118,20 @@ def _rate(stream: "VideoStream", file: str | Path) -> float:
 
 
 def _seconds(container: "InputContainer", stream: "VideoStream") -> float:
-    """Length in seconds from the stream or the container; 0 if unknown."""
+    """Duration in seconds from the header of the stream or the container; 0 if unknown."""
     if stream.duration and stream.time_base:
         return float(stream.duration * stream.time_base)
     return (container.duration or 0) / 1e6
 
 
 def _upright(frame: "VideoFrame") -> np.ndarray:
-    """[H, W, 3], rotated as in players: phones store portrait videos in landscape with a rotation angle."""
-    return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))  # both counter-clockwise
+    """Convert a frame to uint8 [H, W, 3], rotated as in players: phones store portrait videos in landscape format with
+    a rotation angle."""
+    return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))  # both count counter-clockwise
 
 
 def read_video(file: str | Path) -> np.ndarray:
-    """Every frame, uint8 [T, H, W, 3]. Raises Unreadable."""
+    """Read all frames of a video, uint8 [T, H, W, 3], rotated as in players. Raises Unreadable."""
     with _opened(file) as (container, stream):
         found = [_upright(frame) for frame in _decoded(container, stream)]
     if not found:
@@ -131,7 +142,7 @@ def read_video(file: str | Path) -> np.ndarray:
 def write_video(frames: np.ndarray, file: Path, fps: float) -> None:
     """Write uint8 frames [T, H, W, 3] as H.264 in an mp4 file, atomically.
 
-    H.264 in 4:2:0 needs even sides: the last row or column is repeated for an odd side.
+    H.264 with 4:2:0 chroma subsampling needs even sides, so the last row or column of an odd side is repeated.
     """
     av = _av()
     odd = frames.shape[1] % 2, frames.shape[2] % 2
@@ -150,7 +161,8 @@ def write_video(frames: np.ndarray, file: Path, fps: float) -> None:
 
 @contextmanager
 def _opened(file: str | Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
-    """(container, first video stream) of a file, decoded with several threads; errors become Unreadable."""
+    """Context with the container and the first video stream of a file, decoded by several threads. Errors of FFmpeg and
+    of the file system are raised as Unreadable."""
     av = _av()
     try:
         with av.open(str(file)) as container:
