@@ -6,8 +6,8 @@
     hla3    LA(q, u, r)        state S, P, F     hla2 by the paper's rule  LA(u, q, v) - LA(q, k, w), w_i = k_i' C_{i-1}
 
 Every stage multiplies by the scale s and by gamma^(t-j). Centring subtracts the running (decay-weighted) mean of the
-scores of a stage, cLA(q, k, v)_t = LA(q, k, v)_t - n_t (q_t.kbar_t) vbar_t, in the stages whose keys are k. Plain
-differentiable torch code.
+scores, cLA(q, k, v)_t = LA(q, k, v)_t - n_t (q_t.kbar_t) vbar_t, in the stages whose keys are k. Plain differentiable
+torch code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .streaming.summaries import summaries
 
 
 class Pass:
-    """One causal call: the tokens cut into chunks, the tensors carried in, and the tensors to carry out."""
+    """One causal call: tokens cut into chunks, tensors of the state before, and tensors of the state after."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, log_gamma: Tensor | None,
@@ -34,7 +34,7 @@ class Pass:
         self.chunks = Chunks(q.shape[-2], log_gamma, q)
         self.out: dict[str, Tensor] = {}
         self.means: dict[str, Tensor] = {}
-        self.weight = q  # n_t, set below by the options that need it
+        self.weight = q  # placeholder of n_t, set below if the options need it
         if needs_ones(options):
             v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
         self.q, self.k, self.v = (self.chunks.cut(x) for x in (q, k, v))
@@ -57,7 +57,7 @@ class Pass:
         return y
 
     def mean(self, name: str, x: Tensor) -> Tensor:
-        """Running mean of x over the past, decay-weighted; `name` is its key in the state."""
+        """Return the running, decay-weighted mean of x over tokens j <= t; `name` is its key in the state."""
         if name not in self.means:
             key = "sum_" + name
             total = self._keep(key, running_sum(x, self.chunks, self.carry.get(key), self.want_state))
@@ -65,11 +65,11 @@ class Pass:
         return self.means[name]
 
     def stage(self, name: str, q: Tensor, k: Tensor, v: Tensor, strict: bool = False) -> Tensor:
-        """LA(q, k, v), its state kept under `name`; q comes scaled."""
+        """Return LA(q, k, v) of scaled queries q, and store its state under `name`."""
         return self._keep(name, stage(q, k, v, self.chunks, self.carry.get(name), strict, self.want_state))
 
     def centred(self, name: str, v_name: str, v: Tensor) -> Tensor:
-        """cLA(q, k, v) when centring is on, else LA(q, k, v)."""
+        """Return cLA(q, k, v) with centring, else LA(q, k, v)."""
         y = self.stage(name, self.sq, self.k, v)
         if self.options.center is None:
             return y
@@ -114,8 +114,8 @@ def causal(
     op: str, q: Tensor, k: Tensor, v: Tensor, options: Options, gamma: Tensor | None, state: State | None,
     return_state: bool | str,
 ) -> tuple[Tensor, State | None]:  # fmt: skip
-    """(o [B, N, H, Dv], state or None) for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], gamma [1, Hk, 1 or G, 1,
-    1]."""
+    """Return (o [B, N, H, Dv], state or None) for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], gamma
+    [1, Hk, 1 or G, 1, 1]."""
     n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
     qh, kh, vh = (to_heads(x, n_key_heads, dtype) for x in (q, k, v))
     qh, kh = feature(qh, options.feature_map), feature(kh, options.feature_map)
@@ -124,7 +124,7 @@ def causal(
     p = Pass(qh, kh, vh, options, log_gamma, carry, bool(return_state))
     form = _paper if is_paper(op, options) else FORMS[op]
     y, inner = form(p, options.ridge)
-    y = p.chunks.join(y)  # padded tokens first go: with eps = 0 they would be 0 / 0 here and NaN in the backward
+    y = p.chunks.join(y)  # remove padding first: with eps = 0 it would give 0 / 0, and NaN in the backward
     if options.normalize:
         y = y[..., :-1] / (y[..., -1:] + options.eps)
     if options.mean_path:

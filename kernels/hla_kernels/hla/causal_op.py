@@ -1,8 +1,8 @@
 """Causal torch form as the torch.library custom operator `hla_kernels::causal`, without a state.
 
-It saves its inputs only and recomputes the stages in the backward: fp32 copies and C x C scores of every chunk would
-otherwise be kept, many times the inputs in bf16. A compiler sees one operator, so one graph serves every N. It is the
-seam a Triton form will share.
+It saves its inputs only and recomputes the stages in the backward pass; the float32 copies and C x C scores of all
+chunks would take many times the memory of the inputs in bfloat16. torch.compile traces it as a single operator, so one
+graph serves every N.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def evaluate(
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, op: str, feature_map: str | None, normalize: bool,
     center: str | None, mean_path: bool, decay_rule: str, ridge: float, scale: float | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Compositions of chunked linear attention (see `causal`); arguments are checked by `op.run`. -> [B, N, H, Dv]."""
+    """Return o [B, N, H, Dv], see `causal`; arguments are checked by `op.run`."""
     with torch.autocast(q.device.type, enabled=False):
         options = _options(feature_map, normalize, center, mean_path, gamma is not None, decay_rule, ridge, scale, eps)
         return causal(op, q, k, v, options, gamma, None, False)[0]
@@ -46,8 +46,8 @@ def _(q, k, v, gamma, *options):
 
 @contextmanager
 def transforms() -> Iterator[None]:
-    """torch.func inside of an operator that a TorchDispatchMode has intercepted (FlopCounterMode, selective
-    checkpointing): behind it the keys of torch.func are excluded, and a vjp would stop at its own wrappers."""
+    """Enable torch.func inside an operator that a TorchDispatchMode has intercepted (FlopCounterMode, selective
+    checkpointing): the mode excludes the dispatch keys of torch.func, without which vjp fails."""
     c, keys = torch._C, torch._C.DispatchKey
     excluded = c._dispatch_tls_local_exclude_set()
     for key in (keys.FuncTorchDynamicLayerBackMode, keys.FuncTorchGradWrapper, keys.FuncTorchDynamicLayerFrontMode):
@@ -61,7 +61,7 @@ def gradient(
     feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, decay_rule: str,
     ridge: float, scale: float | None, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dgamma); the last is empty unless `gamma_grad`."""
+    """Return (dq, dk, dv, dgamma); dgamma is empty unless `gamma_grad`."""
     options = _options(feature_map, normalize, center, mean_path, gamma is not None, decay_rule, ridge, scale, eps)
     primals = (q, k, v, gamma) if gamma_grad else (q, k, v)
 

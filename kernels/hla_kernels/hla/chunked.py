@@ -3,10 +3,10 @@
     LA(q, k, v)_t = q_t' H_t,    H_t = gamma H_{t-1} + k_t v_t'
 
 Inside chunk c, with H the state entering it and i the position in the chunk: o = (Gamma o (Q K')) V + gamma^(i+1) Q H.
-The states entering all chunks are one cumulative sum of the chunks' own sums. With decay, gamma^C per chunk,
-`Chunks.decayed_sum` takes it in groups of M chunks, then over the groups' totals in groups of M, and so on: one M x M
-matrix of powers per level, log_M of the number of chunks levels, so that no matrix grows with N. There is no loop over
-tokens, chunks or groups, and time and memory are linear in N. Any N: the last chunk is padded with zeros.
+The states entering the chunks are a cumulative sum of the sums per chunk. With decay (gamma^C per chunk),
+`Chunks.decayed_sum` is hierarchical: sums inside groups of M chunks, then over the totals of M groups, and so on. Each
+level uses one M x M matrix of powers, and there are log_M(number of chunks) levels, so no matrix grows with N. There is
+no loop over tokens, chunks or groups, and time and memory are linear in N. The last chunk is padded with zeros.
 
 Shapes: q [B, Hk, G, c, C, D], k [B, Hk, 1, c, C, D], v [B, Hk, 1 or G, c, C, Dv], states [B, Hk, 1 or G, D, Dv].
 """
@@ -22,12 +22,11 @@ GROUP = 16  # M; with 64 each level would pad short sequences to more chunks tha
 
 
 class Chunks:
-    """The cut of N tokens into chunks and the powers of gamma that belong to it. log_gamma [1, Hk, 1 or G, 1, 1] or
-    None."""
+    """Division of N tokens into chunks, and powers of gamma. log_gamma: [1, Hk, 1 or G, 1, 1] or None."""
 
     def __init__(self, n: int, log_gamma: Tensor | None, like: Tensor) -> None:
-        # in a graph (a call with a state) one trace serves every N: a constant chunk size, and two spare chunks so that
-        # no count is the special case 1; eager calls, and decoding with N = 1, pad to whole chunks only
+        # one compiled graph (of a call with a state) must serve every N: the chunk size is constant, and two spare
+        # chunks avoid the special case of one chunk. Eager calls, and decoding with N = 1, pad to whole chunks only
         self.spare = 2 if torch.compiler.is_compiling() and n != 1 else 0
         self.size = CHUNK if self.spare else min(CHUNK, n)
         real = (n + self.size - 1) // self.size
@@ -37,7 +36,7 @@ class Chunks:
         self.within = self.power(self.i[:, None] - self.i[None, :], like)
 
     def power(self, exponent: Tensor, like: Tensor) -> Tensor:
-        """gamma^exponent where exponent >= 0, else 0; [a, b] -> [a, b] without decay, [1, Hk, 1 or G, a, b] with.
+        """Return gamma^exponent where exponent >= 0, else 0; [a, b] -> [a, b], with decay [1, Hk, 1 or G, a, b].
 
         Large exponents underflow to 0, and so does their gradient: log gamma is finite (`checks`), never 0 * inf.
         """
@@ -47,17 +46,17 @@ class Chunks:
         return torch.where(seen, (self.log_gamma * exponent.clamp(min=0)).exp(), 0)
 
     def rows(self, shift: int, like: Tensor) -> Tensor | None:
-        """gamma^(i + 1 - shift) [.., 1, C, 1], what is left at token i of the state entering its chunk."""
+        """Return gamma^(i + 1 - shift) [.., 1, C, 1], the decay of the entering state until token i of the chunk."""
         return None if self.log_gamma is None else self.power(self.i[:, None] + 1 - shift, like).unsqueeze(-3)
 
     def columns(self, length: int, like: Tensor) -> Tensor:
-        """gamma^(length - 1 - i) [.., C, 1], zero from `length` on: what is left of token i after `length` tokens."""
+        """Return gamma^(length - 1 - i) [.., C, 1], the decay of token i after `length` tokens; 0 if i >= length."""
         return self.power(length - 1 - self.i[:, None], like)
 
     def cut(self, x: Tensor) -> Tensor:
         """[B, Hk, G, N, D] -> [B, Hk, G, c, C, D]."""
         padding = self.count * self.size - self.n
-        if self.spare or padding:  # in this order: no branch on N inside a graph
+        if self.spare or padding:  # `spare` first: a compiled graph must not branch on N
             x = F.pad(x, (0, 0, 0, padding))
         return x.view(*x.shape[:3], self.count, self.size, x.shape[-1])
 
@@ -66,7 +65,7 @@ class Chunks:
         return x.flatten(3, 4).narrow(3, 0, self.n)
 
     def entering(self, own: Tensor, carry: Tensor | None) -> Tensor:
-        """States entering every chunk from the chunks' own sums: [B, Hk, g, c, D, E] -> the same shape."""
+        """Return the states entering all chunks from the sums per chunk: [B, Hk, g, c, D, E] -> the same shape."""
         first = torch.zeros_like(own[:, :, :, :1]) if carry is None else carry.unsqueeze(3)
         if first.shape[2] != own.shape[2]:
             own, first = (x.expand(-1, -1, max(own.shape[2], first.shape[2]), -1, -1, -1) for x in (own, first))
@@ -76,8 +75,9 @@ class Chunks:
         return self.decayed_sum(x.flatten(4), self.size, self.levels()).unflatten(-1, x.shape[4:])
 
     def levels(self) -> int:
-        """How often groups are formed before one matrix is left, at most M wide. In a graph, which must not branch on
-        N, twice: the last matrix has N / (C M^2) = N / 16384 rows, few for every N that fits into memory."""
+        """Return the number of levels of groups until at most M totals are left. While compiling, where no branch may
+        depend on N, it is 2: the last matrix then has N / (C M^2) = N / 16384 rows, few for any N that fits into
+        memory."""
         if self.spare:
             return 2
         levels, reach = 0, GROUP
@@ -86,9 +86,9 @@ class Chunks:
         return levels
 
     def decayed_sum(self, x: Tensor, step: int, levels: int) -> Tensor:
-        """y_c = sum_{j<=c} gamma^(step (c-j)) x_j along the last but one dimension: [B, Hk, g, c, E] -> the same shape.
+        """Return y_c = sum_{j<=c} gamma^(step (c-j)) x_j over c: [B, Hk, g, c, E] -> the same shape.
 
-        y = (inside the group) + gamma^(step (i+1)) (the y of all groups before, from the groups' totals).
+        y = (sum inside the group) + gamma^(step (i+1)) (sum over all earlier groups, from the totals of groups).
         """
         count = x.shape[3]
         i = torch.arange(GROUP if levels else count, device=x.device)
@@ -106,7 +106,7 @@ class Chunks:
         return y.flatten(3, 4).narrow(3, 0, count)
 
     def leaving(self, k: Tensor, v: Tensor, entering: Tensor) -> Tensor:
-        """The state after the last real token, [B, Hk, g, D, E]; padded positions of the last chunk do not count."""
+        """Return the state after the last real token, [B, Hk, g, D, E], without the padding of the last chunk."""
         k, v, state = (x[:, :, :, -1 - self.spare] for x in (k, v, entering))
         k = k * self.columns(self.last, k)
         if self.log_gamma is not None:
@@ -118,9 +118,10 @@ def stage(
     q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, carry: Tensor | None = None, strict: bool = False,
     want_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(LA(q, k, v), state after the last token or None); `carry` is the state before the first token.
+    """Return (LA(q, k, v), state after the last token or None); `carry` is the state before the first token.
 
-    strict: sum_{j<t} gamma^(t-1-j) (q_t.k_j) v_j instead, the state before token t (its carry and states are the same).
+    strict: sum_{j<t} gamma^(t-1-j) (q_t.k_j) v_j instead, which reads the state before token t; carry and states are
+    the same.
     """
     kept = k if chunks.log_gamma is None else k * chunks.columns(chunks.size, k).unsqueeze(-3)
     own = kept.mT @ v
@@ -138,7 +139,7 @@ def stage(
 def running_sum(
     x: Tensor, chunks: Chunks, carry: Tensor | None, want_state: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """sum_{j<=t} gamma^(t-j) x_j [B, Hk, g, c, C, D]: the stage with q = k = 1; carry and state are [B, Hk, g, 1,
-    D]."""
+    """Return sum_{j<=t} gamma^(t-j) x_j [B, Hk, g, c, C, D], the stage with q = k = 1; carry and state are
+    [B, Hk, g, 1, D]."""
     ones = torch.ones_like(x[..., :1])
     return stage(ones, ones, x, chunks, carry, want_state=want_state)

@@ -1,8 +1,8 @@
 """Floating-point operations of the custom operators, for torch.utils.flop_counter.FlopCounterMode.
 
-Counted are the matrix products, a multiplication and an addition each: those over the tokens (moments, read-out) and
-those of D x D matrices. The backward counts the moments and products that it forms again. Padding counts as tokens.
-The products of the causal form, whose chunks and levels depend on N, are counted by running it on fake tensors.
+Only matrix products are counted, as one multiplication and one addition per term: products over tokens (moments,
+read-out) and products of D x D matrices. The backward includes recomputed moments and products. Padding counts as
+tokens. The products of the causal form, whose chunks and levels depend on N, are counted by running it on fake tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import two_sided  # noqa: F401  registers the operators
 from .causal_op import evaluate, gradient
 from .moments import FACTORS, MOMENTS
 
-# products of a D x D by a D x Dv matrix, forward and backward (which forms those of the forward again)
+# number of products of a D x D by a D x Dv matrix, forward and backward (including recomputation)
 PRODUCTS = {
     "linear_attention": (0, 0), "hla2": (1, 3), "ahla": (1, 3), "hla3": (2, 7), "polynomial": (4, 17),
 }  # fmt: skip
@@ -37,44 +37,45 @@ class Sizes:
         self.f = feature_width(q[3], feature_map)
 
     def moment(self, name: str) -> int:
-        """One pass over the tokens that forms a moment, or that multiplies tokens by its gradient."""
+        """Operations of one pass over the tokens that forms a moment, or multiplies tokens by its gradient."""
         a, b = FACTORS[name]
         heads = self.h if "q" in (a, b) else self.hk
         return 2 * self.tokens * heads * self.f * (self.dv if b == "v" else self.f)
 
     def products(self, backward: bool) -> int:
-        """The operator matrices, or their gradients."""
+        """Operations of the products of moments, or of their gradients."""
         return 2 * PRODUCTS[self.op][backward] * self.sequences * self.h * self.f * self.f * self.dv
 
     def read_out(self) -> int:
-        """Queries times the operator."""
+        """Operations of the queries times the operator matrix."""
         return 2 * self.tokens * self.h * self.f * self.dv
 
     def forward(self) -> int:
-        """Moments, products, read-out."""
+        """Operations of moments, products and read-out."""
         return sum(map(self.moment, MOMENTS[self.op])) + self.products(False) + self.read_out()
 
     def backward(self) -> int:
-        """Moments again; the read-out and each moment of two different tokens have two gradients."""
+        """Operations of the backward: recomputed moments, two gradients for the read-out and for each moment with two
+        different factors."""
         tokens = sum(self.moment(name) * (1 + len(set(FACTORS[name]))) for name in MOMENTS[self.op])
         return tokens + self.products(True) + 2 * self.read_out()
 
 
 def _sizes(tokens: tuple[Shape, ...], op: str, options: tuple, at: int) -> Sizes:
-    """`at`: the place of cu_seqlens among the arguments after the operator's name."""
+    """Return the sizes of a call; `at`: index of cu_seqlens among the arguments after the operator's name."""
     q, k, v = tokens if len(tokens) == 3 else ((*tokens[0][:2], *tokens[0][3:]),) * 3
     return Sizes(q, k, v, op, options[0], options[at] if len(options) > at else None)
 
 
 @register_flop_formula(torch.ops.hla_kernels.two_sided)
 def two_sided_flops(q: Shape, k: Shape, v: Shape, _, op: str, *options: Any, out_shape: Any = None) -> int:
-    """Forward from q, k, v."""
+    """Operations of the forward from q, k, v."""
     return _sizes((q, k, v), op, options, 12).forward()
 
 
 @register_flop_formula(torch.ops.hla_kernels.two_sided_qkvpacked)
 def two_sided_qkvpacked_flops(qkv: Shape, _, op: str, *options: Any, out_shape: Any = None) -> int:
-    """Forward from qkv."""
+    """Operations of the forward from qkv."""
     return _sizes((qkv,), op, options, 12).forward()
 
 
@@ -82,7 +83,7 @@ def two_sided_qkvpacked_flops(qkv: Shape, _, op: str, *options: Any, out_shape: 
 def two_sided_backward_flops(
     grad: Shape, saved: Shape, q: Shape, k: Shape, v: Shape, _, op: str, *options: Any, out_shape: Any = None
 ) -> int:
-    """Backward to q, k, v."""
+    """Operations of the backward to q, k, v."""
     return _sizes((q, k, v), op, options, 11).backward()
 
 
@@ -90,12 +91,12 @@ def two_sided_backward_flops(
 def two_sided_qkvpacked_backward_flops(
     grad: Shape, saved: Shape, qkv: Shape, _, op: str, *options: Any, out_shape: Any = None
 ) -> int:
-    """Backward to qkv."""
+    """Operations of the backward to qkv."""
     return _sizes((qkv,), op, options, 11).backward()
 
 
 def _products(run: Callable[..., Any], *inputs: Any) -> int:
-    """What `run` multiplies, of shapes in place of tensors."""
+    """Count the operations of `run`, with fake tensors for the shapes among the inputs."""
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         run(*(torch.empty(x) if isinstance(x, torch.Size) else x for x in inputs))
     return counter.get_total_flops()
@@ -109,5 +110,5 @@ def causal_flops(*inputs: Any, out_shape: Any = None) -> int:
 
 @register_flop_formula(torch.ops.hla_kernels.causal_backward)
 def causal_backward_flops(*inputs: Any, out_shape: Any = None) -> int:
-    """The stages again, and the backward through them."""
+    """Operations of the backward: recomputed stages and the backward through them."""
     return _products(gradient, *inputs)

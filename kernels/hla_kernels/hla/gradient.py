@@ -1,11 +1,11 @@
-"""The backward of the two-sided form, written out: dy -> matrix -> moments -> tokens.
+"""Explicit backward of the two-sided form: dy -> matrix -> moments -> tokens.
 
     o = q M + b     dM = q'dy         dq = dy M'
     M from moments  moments.product_grad, times the mixture's coefficients
     G = s a'b       da = s b dG'      db = s a dG      (a or b centred: both enter minus their mean)
 
-Gradients of key and value moments are summed over the query heads of a group as D x D matrices, before they touch a
-token.
+Gradients of key and value moments are summed over the query heads of a group as D x D matrices, before the products
+with tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def gradient(
     op: str, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: Options, outs: tuple,
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write dq, dk, dv into `outs` (any strides), zeros for tokens outside `mask` [B, N], and return d coefficients
-    (empty without)."""
+    """Write dq, dk, dv into `outs` (any strides), zeros for tokens outside `mask` [B, N]; return d coefficients, empty
+    if there are none."""
     n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
     n = q.shape[1] if mask is None else counts(mask, dtype)
     raw = {name: live_heads(to_heads(x, n_key_heads, dtype), mask) for name, x in (("q", q), ("k", k), ("v", v))}
@@ -69,7 +69,7 @@ def gradient(
 def _ratio_grad(
     dy: Tensor, q: Tensor, matrix: Tensor, options: Options, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Grads]:
-    """o = (q M_v) / (q M_1 + eps) -> (dM, dq, no rows)."""
+    """Return (dM, dq, None) for o = (q M_v) / (q M_1 + eps)."""
     inverse = live_heads(1 / (q @ matrix[..., -1:] + options.eps), mask)
     dy = dy * inverse
     d_total = -(dy * (q @ matrix[..., :-1] * inverse)).sum(-1, keepdim=True)
@@ -80,7 +80,7 @@ def _ratio_grad(
 def _affine_grad(
     dy: Tensor, q: Tensor, matrix: Tensor, sums: Grads, n: int | Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Grads]:
-    """o = q M + b of `moments.affine` -> (dM, dq, rows that every token's gradient receives)."""
+    """Return (dM, dq, rows added to the gradients of all tokens) for o = q M + b of `moments.affine`."""
     folded, _ = affine(matrix, sums, n, options)
     d_folded, dq, rows = q.mT @ dy, dy @ folded.mT, {}
     if options.mean_path or options.center == "qk":
@@ -95,7 +95,7 @@ def _affine_grad(
 
 
 def _mixture_grad(op: str, m: Grads, weights: list[Tensor] | None, grad: Tensor) -> tuple[Grads, list[Tensor]]:
-    """Gradients of the moments, summed to their own shapes, and of the mixture's weights [Hk, G] each."""
+    """Return the gradients of the moments, reduced to their shapes, and of the mixture weights [Hk, G] each."""
     total: Grads = {}
     d_weights = []
     for i, order in enumerate(ORDERS if weights is not None else (op,)):
@@ -112,7 +112,7 @@ def _mixture_grad(op: str, m: Grads, weights: list[Tensor] | None, grad: Tensor)
 def _token_grads(
     op: str, d_moments: Grads, tokens: Grads, sums: Grads, rows: Grads, grads: Grads, n: int | Tensor, options: Options
 ) -> Grads:
-    """dq, dk, dv in head layout: what came through the moments added to `grads`, and one row added to every token."""
+    """Return dq, dk, dv in head layout: `grads`, plus gradients through the moments, plus one row for all tokens."""
     s = moment_scale(n, options)
     for name in MOMENTS[op]:
         a, b = FACTORS[name]
@@ -133,7 +133,7 @@ def _token_grads(
 
 
 def _to_shape(x: Tensor, like: Tensor) -> Tensor:
-    """Sum over the query heads of a group when the target is a key or a value."""
+    """Sum over the query heads of a group if `like` has the shape of a key or a value."""
     return x.sum(2, keepdim=True) if like.shape[2] == 1 and x.shape[2] > 1 else x
 
 

@@ -1,7 +1,7 @@
-"""From tokens [B, N, H, D] to heads [B, Hk, G, N, D] and back, one copy each way.
+"""Head layout: tokens [B, N, H, D] to heads [B, Hk, G, N, D] and back, one copy each way.
 
-Query head h = i * G + g reads key head i, so keys and values have a group axis of 1 and broadcast: what depends on keys
-alone is computed once per key head.
+Query head h = i * G + g reads key head i. Keys and values have a group axis of 1 and broadcast, so everything that
+depends on keys alone is computed once per key head.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from torch import Tensor
 
 
 def heads_view(x: Tensor, n_key_heads: int) -> Tensor:
-    """[B, N, Hk * G, D] -> [B, Hk, G, N, D], a view."""
+    """Return a view [B, Hk, G, N, D] of x [B, N, Hk * G, D]."""
     return x.unflatten(2, (n_key_heads, x.shape[2] // n_key_heads)).permute(0, 2, 3, 1, 4)
 
 
 def to_heads(x: Tensor, n_key_heads: int, dtype: torch.dtype) -> Tensor:
-    """[B, N, Hk * G, D] -> [B, Hk, G, N, D], contiguous, in `dtype` (cast and transpose are one pass over memory)."""
+    """Return x [B, N, Hk * G, D] as [B, Hk, G, N, D], contiguous, in `dtype`, with one pass over memory."""
     view = heads_view(x, n_key_heads)
     return torch.empty(view.shape, dtype=dtype, device=x.device).copy_(view)
 
 
 def to_tokens(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, Hk, G, N, D] -> [B, N, Hk * G, D], contiguous, in `dtype`."""
+    """Return y [B, Hk, G, N, D] as [B, N, Hk * G, D], contiguous, in `dtype`."""
     view = y.permute(0, 3, 1, 2, 4)
     return torch.empty(view.shape, dtype=dtype, device=y.device).copy_(view).flatten(2, 3)
 
 
 def live_heads(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x [B, Hk, G, N, .] with zeros at the tokens that `mask` [B, N] takes out."""
+    """Return x [B, Hk, G, N, .] with zeros at tokens outside `mask` [B, N]."""
     return x if mask is None else x.where(mask[:, None, None, :, None], 0)

@@ -1,8 +1,8 @@
 """Two-sided moments of the tokens, and the matrix per head computed from them.
 
 All tensors are in head layout: q [B, Hk, G, N, D], k [B, Hk, 1, N, D], v [B, Hk, 1, N, Dv]. A moment of keys (and
-values) alone has a group axis of 1. Centring tokens and mixing v - mean(v) are rank-one corrections here, never passes
-over the tokens.
+values) alone has a group axis of 1. Centring and the mean path are rank-one corrections of the moments, without another
+pass over the tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..options import Options, needs_ones
 from .layout import live_heads
 
-# moment -> the two token tensors it sums over
+# moment -> its two factors
 FACTORS = {"P": ("k", "v"), "S": ("k", "k"), "C": ("q", "v"), "R": ("k", "q"), "Qm": ("q", "q")}
 
 # operator -> moments, in the order of the product
@@ -28,13 +28,13 @@ ORDERS = ("linear_attention", "hla2", "ahla", "hla3")  # the terms of `polynomia
 
 
 def is_centred(name: str, center: str | None) -> bool:
-    """Whether a moment changes under centring: it does as soon as one of its two factors is centred."""
+    """Whether a moment changes under centring, that is whether one of its two factors is centred."""
     return center == "qk" or (center == "k" and "k" in FACTORS[name])
 
 
 def sum_names(op: str, options: Options) -> tuple[str, ...]:
-    """Which plain token sums are needed beside the moments: both factors of a centred moment, the partner of v in the
-    form with v = 1 otherwise, v for the mean path, q for the shift of centred queries."""
+    """Return the names of the plain token sums needed in addition to the moments: both factors of a centred moment, the
+    factor multiplied by v if v = 1 is needed, v for the mean path, and q for centred queries."""
     needed = set("v" if options.mean_path else "") | set("q" if options.center == "qk" else "")
     for name in MOMENTS[op]:
         a, b = FACTORS[name]
@@ -46,13 +46,13 @@ def sum_names(op: str, options: Options) -> tuple[str, ...]:
 
 
 def moment_scale(n: float | Tensor, options: Options) -> float | Tensor:
-    """s of n tokens: 1/n (times q_scale, which a number has in it already) unless it is given."""
+    """Return the scale s for n tokens: the given number (which includes q_scale), or q_scale / n."""
     return options.q_scale / n if options.scale is None else options.scale
 
 
 def token_sums(op: str, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dict[str, Tensor]:
-    """Raw sums over tokens: P, S, C, R, Qm as `op` needs them, and the `sum_names` among sum_q, sum_k, sum_v [.., 1,
-    D]."""
+    """Return the raw sums over tokens: the moments of `op` among P, S, C, R, Qm before scaling, and the `sum_names`
+    among sum_q, sum_k, sum_v [.., 1, D]."""
     tokens = {"q": q, "k": k, "v": v}
     sums = {name: tokens[FACTORS[name][0]].mT @ tokens[FACTORS[name][1]] for name in MOMENTS[op]}
     sums.update({name: tokens[name.removeprefix("sum_")].sum(-2, keepdim=True) for name in sum_names(op, options)})
@@ -60,7 +60,7 @@ def token_sums(op: str, q: Tensor, k: Tensor, v: Tensor, options: Options) -> di
 
 
 def moments(op: str, sums: dict[str, Tensor], n: float | Tensor, options: Options) -> dict[str, Tensor]:
-    """Scaled and centred moments from raw sums over n tokens; v is extended by a column of ones when `needs_ones`.
+    """Return scaled and centred moments from raw sums over n tokens; v has a column of ones if `needs_ones`.
 
     sum (a - mean a)(b - mean b)' = sum a b' - (sum a)(sum b)'/n;  sum a 1 = sum a.  Returns P [B, Hk, 1, D, Dv (+1)]
                                                                    and so on.
@@ -79,14 +79,14 @@ def moments(op: str, sums: dict[str, Tensor], n: float | Tensor, options: Option
             m = torch.cat([m, torch.zeros_like(m[..., :1]) if centred else sums["sum_" + a].mT], -1)
         out[name] = m * s
     if options.ridge:
-        first = MOMENTS[op][0]  # S or R, never centred away: lambda I is added to the scaled moment
+        first = MOMENTS[op][0]  # S or R; lambda I is added after scaling and centring
         m = out[first]
         out[first] = m + options.ridge * torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
     return out
 
 
 def product(order: str, m: dict[str, Tensor]) -> Tensor:
-    """The operator matrix of one order: P, S C, R P or S Qm P, [B, Hk, G or 1, D, Dv (+1)]."""
+    """Return the operator matrix of one order: P, S C, R P or S Qm P, [B, Hk, G or 1, D, Dv (+1)]."""
     if order == "linear_attention":
         return m["P"]
     if order == "hla2":
@@ -97,7 +97,8 @@ def product(order: str, m: dict[str, Tensor]) -> Tensor:
 
 
 def product_grad(order: str, m: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
-    """Gradients of the moments of one order from grad = d loss / d product(order, m), [B, Hk, G, D, Dv (+1)]."""
+    """Return the gradients of the moments of one order from grad = d loss / d product(order, m),
+    [B, Hk, G, D, Dv (+1)]."""
     if order == "linear_attention":
         return {"P": grad}
     if order == "hla2":
@@ -109,13 +110,13 @@ def product_grad(order: str, m: dict[str, Tensor], grad: Tensor) -> dict[str, Te
 
 
 def mixture_weights(coefficients: Tensor, n_key_heads: int, dtype: torch.dtype) -> list[Tensor]:
-    """coefficients [H, 4] -> four tensors [Hk, G, 1, 1] that broadcast over the operator matrices."""
+    """Convert coefficients [H, 4] to four tensors [Hk, G, 1, 1] that broadcast over the operator matrices."""
     c = coefficients.to(dtype).unflatten(0, (n_key_heads, -1))
     return [c[:, :, i, None, None] for i in range(len(ORDERS))]
 
 
 def operator_matrix(op: str, m: dict[str, Tensor], weights: list[Tensor] | None) -> Tensor:
-    """M with o = q M: the product of one order, or c1 P + c2 S C + c3 R P + c4 S Qm P."""
+    """Return M with o = q M: the product of one order, or c1 P + c2 S C + c3 R P + c4 S Qm P."""
     if op != "polynomial":
         return product(op, m)
     assert weights is not None
@@ -128,7 +129,7 @@ def operator_matrix(op: str, m: dict[str, Tensor], weights: list[Tensor] | None)
 def read_out(
     q: Tensor, matrix: Tensor, sums: dict[str, Tensor], n: float | Tensor, options: Options, mask: Tensor | None = None
 ) -> Tensor:
-    """o [B, Hk, G, N, Dv] = q M, with the ratio normaliser or the rank-one corrections of centring and mean path.
+    """Return o [B, Hk, G, N, Dv] = q M, with the denominator or the rank-one corrections of centring and mean path.
 
     normalize: (q M_v) / (q M_1 + eps).  mean_path: M = M_v - M_1 vbar', o = q M + vbar.  center="qk": o - qbar M.
     Tokens outside `mask` [B, N] get zeros.
@@ -143,7 +144,7 @@ def read_out(
 def affine(
     matrix: Tensor, sums: dict[str, Tensor], n: float | Tensor, options: Options
 ) -> tuple[Tensor, Tensor | None]:
-    """(M, b) of o = q M + b: [B, Hk, G, D, Dv] and None or [B, Hk, G, 1, Dv]."""
+    """Return (M, b) of o = q M + b: [B, Hk, G, D, Dv], and None or [B, Hk, G, 1, Dv]."""
     row = None
     if options.mean_path:
         row = sums["sum_v"] / n

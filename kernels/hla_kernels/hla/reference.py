@@ -1,9 +1,9 @@
-"""The literal definitions: every operator as an N x N matrix of weights W, o_t = sum_j W_tj v_j.
+"""Reference of every operator as an N x N matrix of weights W, o_t = sum_j W_tj v_j.
 
-Slow and quadratic on purpose; this is what the other forms are tested against. Evaluated in the dtype of its inputs, so
-that it is the truth in float64 and the yardstick of rounding in a lower precision. Symbols: A = phi(Q) phi(K)', s the
-scale of a moment, Gamma_tj = gamma^(t-j) [j <= t] (all ones when two-sided), lambda the ridge. Zhang et al.,
-Higher-order Linear Attention, arXiv 2510.27258 (definitions of HLA2, AHLA, HLA3; masks as matrices).
+Slow and quadratic on purpose: the other forms are tested against it. It is evaluated in the dtype of its inputs: exact
+in float64, and a measure of the rounding error in lower precision. Symbols: A = phi(Q) phi(K)', s the scale of a
+moment, Gamma_tj = gamma^(t-j) [j <= t] (all ones if two-sided), lambda the ridge. Zhang et al., Higher-order Linear
+Attention, arXiv 2510.27258 (definitions of HLA2, AHLA, HLA3; masks as matrices).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def reference(
     op: str, q: Tensor, k: Tensor, v: Tensor, options: Options, gamma: Tensor | None = None,
     coefficients: Tensor | None = None, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """o_t = sum_j W_tj v_j for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv].
+    """Return o_t = sum_j W_tj v_j for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv].
 
-    gamma is a decay per query head [H], coefficients [H, 4] belong to `polynomial`.
+    gamma: decay per query head [H]. coefficients: [H, 4], for `polynomial` only.
     normalize: W v / (W 1 + eps).  mean_path: vbar_t + sum_j W_tj (v_j - vbar_t).
-    mask [B, N]: rows and columns of W, of A and of what averages are zero at the tokens that are not real.
+    mask [B, N]: rows and columns of W, A and the averaging weights are zero at padded tokens.
     """
     group = q.shape[2] // k.shape[2]
     q, k, v = (real(x, mask) for x in (q, k, v))
@@ -37,7 +37,7 @@ def reference(
     y, total = w @ v, w.sum(-1, keepdim=True)
     if options.normalize:
         if mask is not None:
-            total = total.where(mask[:, None, :, None], 1)  # the gradient of 0 / 0 is NaN, also where nothing reads it
+            total = total.where(mask[:, None, :, None], 1)  # the gradient of 0 / 0 is NaN, even at unused outputs
         y = y / (total + options.eps)
     y = real(y.transpose(1, 2), mask).transpose(1, 2)
     if options.mean_path:
@@ -46,8 +46,11 @@ def reference(
 
 
 def phi(x: Tensor, name: str | None) -> Tensor:
-    """The feature maps written out once more, not those of the torch form: x; max(x, 0); exp(x) below 0 and x + 1
-    above; exp(x_i) / sum_i exp(x_i); that of x and of -x side by side. [..., D] -> [..., D], the pair [..., 2 D]."""
+    """Apply a feature map, [..., D] -> [..., D] (softmax_pair: [..., 2 D]); independent of the torch form's code.
+
+    identity: x.  relu: max(x, 0).  elu1: exp(x) below 0, x + 1 above.  softmax: exp(x_i) / sum_i exp(x_i).
+    softmax_pair: [softmax(x), softmax(-x)].
+    """
     if name is None or name == "identity":
         return x
     if name == "relu":
@@ -62,8 +65,8 @@ def phi(x: Tensor, name: str | None) -> Tensor:
 
 
 def past_weights(q: Tensor, options: Options, gamma: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Gamma [H or 1, N, N]: how much of token j token t sees before any product of queries and keys. With a mask [B, 1,
-    N, N], 1 where both are real."""
+    """Return the weights Gamma [H or 1, N, N] of causality and decay. With a mask: [B, 1, N, N], 1 where both tokens
+    are real."""
     n = q.shape[2]
     if mask is not None:
         return (mask[:, None, :, None] & mask[:, None, None, :]).to(q.dtype)
@@ -74,7 +77,7 @@ def past_weights(q: Tensor, options: Options, gamma: Tensor | None, mask: Tensor
 
 
 def decay_powers(gamma: Tensor, n: int, shift: int) -> Tensor:
-    """gamma^(t-j-shift) [j + shift <= t], [H, N, N]."""
+    """Return gamma^(t-j-shift) [j + shift <= t], [H, N, N]."""
     t = torch.arange(n, device=gamma.device)
     distance = t[:, None] - t[None, :] - shift
     return torch.where(distance >= 0, gamma[:, None, None] ** distance.clamp(min=0), 0)
@@ -84,8 +87,8 @@ def two_sided_weights(
     op: str, q: Tensor, k: Tensor, past: Tensor, average: Tensor, options: Options, gamma: Tensor | None,
     coefficients: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """LA sA; HLA2 s^2 A A'; AHLA s^2 A A; HLA3 s^3 A A' A; polynomial their mixture. Ridge: S + lambda I or R + lambda
-    I."""
+    """Return W: LA sA; HLA2 s^2 A A'; AHLA s^2 A A; HLA3 s^3 A A' A; polynomial their mixture. Ridge: S + lambda I or
+    R + lambda I."""
     if options.center is not None:
         k = k - average @ k
     if options.center == "qk":
@@ -114,8 +117,8 @@ def causal_weights(
     op: str, q: Tensor, k: Tensor, past: Tensor, average: Tensor, options: Options, gamma: Tensor | None,
     coefficients: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """LA W1 = s Gamma o A; AHLA W1 W1; HLA2 W2 = s Gamma o (A W1'); HLA3 W2 W1; W1's scores centred over the past when
-    asked."""
+    """Return W: LA W1 = s Gamma o A; AHLA W1 W1; HLA2 W2 = s Gamma o (A W1'); HLA3 W2 W1. With `center`, the scores in
+    W1 are centred over tokens j <= t."""
     s = 1.0 if options.scale is None else options.scale
     if options.center == "qk":
         q = q - average @ q
@@ -135,7 +138,7 @@ def causal_weights(
 
 
 def paper_weights(a: Tensor, past: Tensor, gamma: Tensor | None, s: float) -> Tensor:
-    """The paper's serial rule S = gS + kk', C = gC + qv', G = gG + k (k'C_{t-1}), o = q'(S C - G), unrolled.
+    """Return W of the paper's serial rule S = gS + kk', C = gC + qv', G = gG + k (k'C_{t-1}), o = q'(S C - G).
 
     W_tj = s^2 sum_i (g^(2t-i-j) [i,j <= t] - g^(t-1-j) [j < i <= t]) A_ti A_ji: terms with i > j do not cancel when g <
     1.

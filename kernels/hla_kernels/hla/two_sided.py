@@ -1,12 +1,14 @@
-"""The two-sided forms: o = q M with one D x Dv matrix per head, as torch.library custom operators.
+"""Two-sided forms, o = q M with one D x Dv matrix per head, as torch.library custom operators.
 
-Two operators, `hla_kernels::two_sided` (q, k, v) and `hla_kernels::two_sided_qkvpacked` (qkv [B, N, 3, H, D], whose
-backward writes one packed gradient). Both return (o, saved): with the last argument `save`, what the backward would
-compute again otherwise (empty where that is cheap). `impl`, chosen in `op`, is the implementation: "torch"
-(`evaluate`, with the backward written out in `gradient`) or "triton" (`fused`). `fixed`, set in `op` too: coefficients
-need no gradient, and what only that needs is not computed. `mask`, or `cu_seqlens` with
-`max_seqlen`, say which tokens are a sequence (`sequences`). `stream` is the same mathematics under
-plain autograd, for calls that carry a state.
+`hla_kernels::two_sided` takes (q, k, v). `hla_kernels::two_sided_qkvpacked` takes qkv [B, N, 3, H, D], and its backward
+writes one packed gradient. Both return (o, saved).
+
+    save      return in `saved` what the backward would otherwise recompute (empty if that is cheap)
+    impl      "torch" (`evaluate`, explicit backward in `gradient`) or "triton" (`fused`), chosen in `op`
+    fixed     coefficients need no gradient (set in `op`), which saves computation
+    mask, or cu_seqlens with max_seqlen   sequences of the call (see `sequences`)
+
+`hla.streaming.stream` computes the same with plain autograd, for calls with a state.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from .moments import mixture_weights, moments, operator_matrix, read_out, token_
 def evaluate(
     op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: Options, mask: Tensor | None = None
 ) -> Tensor:
-    """q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> o [B, N, H, Dv] in the dtype of q. Tokens outside `mask`
-    [B, N] enter no moment and get zeros."""
+    """Return o [B, N, H, Dv] in the dtype of q for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv]. Tokens outside
+    `mask` [B, N] do not enter moments, and their outputs are 0."""
     n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
     qh, kh, vh = (live_heads(to_heads(x, n_key_heads, dtype), mask) for x in (q, k, v))
     qh, kh = (live_heads(feature(x, options.feature_map), mask) for x in (qh, kh))
@@ -57,7 +59,7 @@ def _evaluate_gradient(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: fused.Spec, outs: tuple,
     saved: Tensor, seqs: Sequences,
 ) -> Tensor:  # fmt: skip
-    """As `fused.backward`; nothing was saved."""
+    """Torch counterpart of `fused.backward`; `saved` is not used."""
     if seqs.cu_seqlens is None:
         return gradient(spec.op, grad, q, k, v, coefficients, _options(spec), outs, seqs.mask)
     cu, length = seqs.cu_seqlens, rows_of(seqs.max_seqlen, q.shape[1])
@@ -76,25 +78,25 @@ def _options(spec: fused.Spec) -> Options:
 
 
 def _parts(tokens: Sequence[Tensor]) -> list[Tensor]:
-    """q, k, v of themselves, or of one packed qkv. The Triton forms read whole rows; `op` has seen that they are, a
-    compiler in between may choose other strides."""
+    """Return q, k, v from (q, k, v) or (qkv,), with a contiguous last dimension: the Triton forms require it, and
+    torch.compile may have changed the strides that `op` checked."""
     parts = tokens[0].unbind(2) if len(tokens) == 1 else tokens
     return [x if x.stride(3) == 1 else x.contiguous() for x in parts]
 
 
 def _whole(coefficients: Tensor | None) -> Tensor | None:
-    """The Triton forms read [H, 4] as it lies in memory; a user may expand one row to all heads."""
+    """Return contiguous coefficients [H, 4], which the Triton forms require."""
     return coefficients if coefficients is None or coefficients.is_contiguous() else coefficients.contiguous()
 
 
 def _saved(q: Tensor, k: Tensor, v: Tensor, spec: fused.Spec, impl: str, save: bool, seqs: Sequences = WHOLE) -> Tensor:
-    """An uninitialised `saved` of the size that the forward returns."""
+    """Return an uninitialised `saved` of the size that the forward returns."""
     length = fused.saved_floats(q, k, v, spec, seqs) if impl == "triton" and save else 0
     return q.new_empty((length,), dtype=torch.float32)
 
 
 def _in_triton(impl: str, x: Tensor) -> bool:
-    """Whether the kernels run: a launch needs at least one program, an empty batch takes the torch form."""
+    """Whether the kernels run; an empty batch, for which nothing can be launched, uses the torch form."""
     return impl == "triton" and x.shape[0] > 0
 
 
@@ -119,12 +121,12 @@ def _forward(
 
 
 def _room(seqs: Sequences) -> Callable[..., Tensor]:
-    """What makes gradients of tokens: the Triton forms do not write those of padded ones."""
+    """Return the allocator of token gradients: zeros if there is padding, which the Triton forms do not write."""
     return torch.empty_like if seqs.mask is None else torch.zeros_like
 
 
 def _told(first: Tensor, spec: fused.Spec, seqs: Sequences) -> tuple[Sequences, tuple[Tensor | None, ...]]:
-    """The sequences with their tables, and the tables."""
+    """Return the sequences with precomputed tables, and the tables."""
     if seqs.mask is None and seqs.cu_seqlens is None:
         return seqs, ()
     with _no_autocast(first):
@@ -137,7 +139,7 @@ def _gradient(
     grad: Tensor, saved: Tensor, tokens: Sequence[Tensor], coefficients: Tensor | None, spec: fused.Spec, impl: str,
     seqs: Sequences,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of `tokens` and that of the coefficients, empty without any or when they are fixed."""
+    """Return the gradients of `tokens` and of the coefficients (empty if there are none or they are fixed)."""
     first = tokens[0]
     if not _in_triton(impl, first):
         with _no_autocast(first):
@@ -155,7 +157,7 @@ def _written(
     backward: Callable[..., Tensor | None], grad: Tensor, saved: Tensor, tokens: Sequence[Tensor],
     coefficients: Tensor | None, spec: fused.Spec, seqs: Sequences, new: Callable[..., Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """`new` gradients of `tokens`, filled, and that of the coefficients."""
+    """Allocate the gradients of `tokens` by `new`, fill them, and return them and the gradient of the coefficients."""
     grads = [new(x, memory_format=torch.contiguous_format) for x in tokens]
     dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
     q, k, v = _parts(tokens)
@@ -164,7 +166,7 @@ def _written(
 
 
 def _no_autocast(x: Tensor) -> torch.autocast:
-    """Inside a custom operator the caller's autocast is still on; the moments must stay in float32."""
+    """Disable autocast: inside a custom operator the caller's autocast is still on, and moments must be float32."""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -175,8 +177,8 @@ def two_sided(
     q_scale: float = 1.0, impl: str = "torch", fixed: bool = False, save: bool = False, mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o = q M (see `hla`) [B, N, H, Dv] and a float32 buffer for the backward (empty without `save`); arguments are
-    checked by `op.run`. q [B, N, H, D], k, v [B, N, Hk, .]."""
+    """Return o = q M (see `hla`) [B, N, H, Dv] and a float32 buffer for the backward (empty without `save`); arguments
+    are checked by `op.run`. q [B, N, H, D], k, v [B, N, Hk, .]."""
     spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, fixed)
     return _forward((q, k, v), coefficients, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
 
@@ -193,7 +195,7 @@ def two_sided_backward(
     eps: float, q_scale: float = 1.0, impl: str = "torch", fixed: bool = False, mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dcoefficients) of `two_sided`; the last is empty without coefficients or when they are fixed."""
+    """Return (dq, dk, dv, dcoefficients) of `two_sided`; the last is empty if there are none or they are fixed."""
     spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, fixed)
     seqs = Sequences(mask, cu_seqlens, max_seqlen)
     dq, dk, dv, dc = _gradient(grad, saved, (q, k, v), coefficients, spec, impl, seqs)
@@ -213,7 +215,7 @@ def two_sided_qkvpacked(
     q_scale: float = 1.0, impl: str = "torch", fixed: bool = False, save: bool = False, mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`two_sided` of qkv [B, N, 3, H, D] -> [B, N, H, D] and the buffer."""
+    """Run `two_sided` on qkv [B, N, 3, H, D] -> [B, N, H, D] and the buffer."""
     spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, fixed)
     return _forward((qkv,), coefficients, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
 
@@ -230,7 +232,7 @@ def two_sided_qkvpacked_backward(
     q_scale: float = 1.0, impl: str = "torch", fixed: bool = False, mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dqkv [B, N, 3, H, D] in one buffer, dcoefficients) of `two_sided_qkvpacked`."""
+    """Return (dqkv [B, N, 3, H, D] in one buffer, dcoefficients) of `two_sided_qkvpacked`."""
     spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, fixed)
     seqs = Sequences(mask, cu_seqlens, max_seqlen)
     out, dc = _gradient(grad, saved, (qkv,), coefficients, spec, impl, seqs)
@@ -259,12 +261,12 @@ def _fake_saved(
 
 
 def _save(n_tensors: int):
-    """setup_context that keeps the inputs and what the forward saved; gradients of the latter there are none."""
+    """Return a setup_context that saves the inputs and `saved`, which has no gradient."""
 
     def setup_context(ctx, inputs, output):
         *options, _, mask, cu_seqlens, ctx.max_seqlen = inputs[n_tensors:]
         ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # or a buffer of zeros as large as `saved` is filled
+        ctx.set_materialize_grads(False)  # otherwise autograd would allocate zeros of the size of `saved`
         ctx.save_for_backward(*inputs[:n_tensors], output[1], mask, cu_seqlens)
         ctx.options = options
 
@@ -272,7 +274,7 @@ def _save(n_tensors: int):
 
 
 def _backward(ctx, grad, _):
-    if grad is None:  # the output has no gradient: neither have the inputs
+    if grad is None:  # no gradient of the output, hence none of the inputs
         return (None,) * len(ctx.needs_input_grad)
     *tokens, coefficients, saved, mask, cu_seqlens = ctx.saved_tensors
     backward = two_sided_backward if len(tokens) == 3 else two_sided_qkvpacked_backward

@@ -1,4 +1,4 @@
-"""Checks of states: every refusal is a ValueError of one sentence."""
+"""Checks of states; invalid states raise ValueError."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .state import State, merge_obstacle, missing_summaries, summaries_of
 def check_state(
     state: Any, op: str, options: Options, gamma: Tensor | None, sizes: Sizes, device: torch.device
 ) -> State:
-    """The unpacked state; ValueError unless it is exactly one that `op` with `options` and these sizes returns."""
+    """Return the unpacked state. Raises ValueError unless `op` with these options and sizes returns such a state."""
     if not isinstance(state, State):
         raise ValueError(f"state must be a State returned by {op} with return_state, got {type(state).__name__}.")
     if state.op != op:
@@ -28,7 +28,7 @@ def check_state(
     state = state.unpack()
     check_contents(state, sizes, device)
     check_finite(state.tensors)
-    # comparing values would wait for a device and is impossible in a graph
+    # comparing values would synchronize with the device, and is impossible while compiling
     if gamma is None or torch.compiler.is_compiling() or gamma.device.type != "cpu":
         return state
     if not torch.equal(state.tensors["gamma"].to(gamma.dtype), gamma):
@@ -37,7 +37,7 @@ def check_state(
 
 
 def check_mergeable(op: str, options: Options, state: State | None) -> None:
-    """Raise ValueError when return_state="mergeable" cannot be kept."""
+    """Raise ValueError if the state of this call cannot be mergeable."""
     obstacle = merge_obstacle(op, options)
     if obstacle is not None:
         raise ValueError(obstacle)
@@ -49,14 +49,14 @@ def check_mergeable(op: str, options: Options, state: State | None) -> None:
 
 
 def check_names(state: State) -> None:
-    """Raise ValueError unless the state holds exactly the tensors of its operator and options: no name is missing and
-    none is foreign, and the summaries of `merge` are there all or not at all."""
+    """Raise ValueError unless the state holds exactly the tensors of its operator and options, and either all
+    summaries of `merge` or none."""
     some = any(name in state.tensors for name in _summary_names(state))
     check_held(state.op, state.n, state.tensors, contents(state.op, state.options, Sizes(1, 1, 1, 1, 1), some))
 
 
 def check_held(op: str, n: Any, tensors: dict[str, Tensor], want: Iterable[str]) -> None:
-    """Raise ValueError unless the state of an operator has a 0-d integer n and holds tensors of exactly these names."""
+    """Raise ValueError unless n is a 0-d integer tensor and the tensors have exactly these names."""
     if set(tensors) != set(want):
         raise ValueError(
             f"A state of {op} with these options holds the tensors {', '.join(sorted(want))}, "
@@ -69,14 +69,14 @@ def check_held(op: str, n: Any, tensors: dict[str, Tensor], want: Iterable[str])
 
 
 def check_contents(state: State, sizes: Sizes, device: torch.device) -> None:
-    """Raise ValueError unless every tensor of an unpacked state has the shape these sizes give it, and its device."""
+    """Raise ValueError unless every tensor of an unpacked state has the shape for these sizes, and the device."""
     some = any(name in state.tensors for name in _summary_names(state))
     check_shapes(state.tensors, contents(state.op, state.options, sizes, some))
     check_devices(state.n, state.tensors, device)
 
 
 def check_shapes(tensors: dict[str, Tensor], want: dict[str, tuple[int, ...]]) -> None:
-    """Raise ValueError unless every tensor of a state has the shape that the tokens need."""
+    """Raise ValueError unless every tensor of a state has the expected shape."""
     for name, shape in want.items():
         if tuple(tensors[name].shape) != shape:
             raise ValueError(f"The state's {name} has shape {tuple(tensors[name].shape)}, these tokens need {shape}.")
@@ -94,8 +94,8 @@ def _summary_names(state: State) -> tuple[str, ...]:
 
 
 def check_finite(tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError on NaN or Inf in a state; skipped while compiling, exporting or capturing a graph. One flag for
-    all tensors, so that the host waits for a device once."""
+    """Raise ValueError on NaN or Inf in a state; skipped while compiling, exporting or capturing a graph. All tensors
+    share one flag, so that the host synchronizes with the device once."""
     first = next(iter(tensors.values()))
     if torch.compiler.is_compiling() or first.is_meta:
         return

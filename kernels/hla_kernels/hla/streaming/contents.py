@@ -1,7 +1,7 @@
 """Tensors of a state and their shapes, from the operator, its options and the call.
 
-One table for what the operators write (`causal`, `stream`) and what `checks` accepts: a state with another set of names
-or other groups is not the state of that call, and broadcasting would hide it.
+This table describes both the states that operators return (`causal`, `stream`) and the states that `checks` accepts. A
+state with other names or groups belongs to another call, and broadcasting would hide the error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 class Sizes(NamedTuple):
-    """B, Hk, G, D, Dv of a call and the two head axes (1 or Hk, 1 or G) of its decay."""
+    """Sizes B, Hk, G, D, Dv of a call, and the two head axes (1 or Hk, 1 or G) of its decay."""
 
     batch: int
     key_heads: int
@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
 
 
 # causal tensors: groups ("k": 1, or G with a decay per query head; "q": G; "1": 1), rows, columns. E is Dv plus the
-# column of ones; what a query enters has one entry per query head.
+# column of ones; tensors that depend on queries have one entry per query head.
 CAUSAL = {
     "P": ("k", "D", "E"), "S": ("k", "D", "D"), "F": ("q", "D", "E"), "E": ("q", "D", "E"), "C": ("q", "D", "E"),
     "G": ("q", "D", "E"), "sum_q": ("q", "1", "D"), "sum_k": ("k", "1", "D"), "sum_v": ("k", "1", "E"),
@@ -39,8 +39,8 @@ PAPER_STAGES = ("S", "C", "G")
 
 
 def contents(op: str, options: Options, sizes: Sizes, summaries: bool = False) -> dict[str, Shape]:
-    """Names and shapes [B, Hk, 1 or G, rows, columns] of the tensors in a state of `op`; `summaries` adds those of a
-    mergeable causal state."""
+    """Return the names and shapes [B, Hk, 1 or G, rows, columns] of the tensors in a state of `op`; `summaries` adds
+    the summaries of a mergeable causal state."""
     if options.causal:
         return _causal(op, options, sizes, summaries)
     return _two_sided(op, options, sizes)
@@ -49,7 +49,7 @@ def contents(op: str, options: Options, sizes: Sizes, summaries: bool = False) -
 def _causal(op: str, options: Options, sizes: Sizes, summaries: bool) -> dict[str, Shape]:
     names = [*_causal_sums(op, options), *(PAPER_STAGES if is_paper(op, options) else STAGES[op])]
     names += summaries_of(op, options) if summaries else ()
-    # a number: dynamo of torch 2.11 cannot add a bool to a symbolic size
+    # an int: dynamo of torch 2.11 cannot add a bool to a symbolic size
     width = {"D": sizes.d, "E": sizes.dv + (1 if needs_ones(options) else 0), "1": 1}
     groups = {"q": sizes.group, "k": sizes.decay_heads[1], "1": 1}
     out: dict[str, Shape] = {}
@@ -64,7 +64,8 @@ def _causal(op: str, options: Options, sizes: Sizes, summaries: bool) -> dict[st
 
 
 def _causal_sums(op: str, options: Options) -> list[str]:
-    """Running sums: queries and keys for centring, and what a centred stage or the mean path averages."""
+    """Return the names of the running sums: queries and keys for centring, and the values that a centred stage or the
+    mean path averages."""
     names = ["sum_q"] if options.center == "qk" else []
     centred = options.center is not None
     names += ["sum_k"] if centred else []

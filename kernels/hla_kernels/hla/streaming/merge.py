@@ -29,12 +29,12 @@ UNDECAYED = ("C0", "R", "S0")
 
 
 def merge(a: State, b: State) -> State:
-    """The state of segment a followed by segment b (order matters when causal).
+    """Merge the states of segment a and of segment b, which follows it (the order matters if causal).
 
     a, b: states of the same operator, options, decay and shapes. Two-sided: sums add. Causal: the monoids above; b must
-    carry the summaries of `return_state="mergeable"`, the result is mergeable iff both are. Associative. Raises
-    ValueError when states do not match, when b lacks its summaries, and for causal centring of higher orders, which has
-    no finite merge.
+    have the summaries of `return_state="mergeable"`, and the result is mergeable if both are. Associative. Raises
+    ValueError if the states do not match, if b has no summaries, and for causal centring of higher orders, which has no
+    finite merge.
     """
     for state in (a, b):
         if not isinstance(state, State):
@@ -69,7 +69,7 @@ Tensors = dict[str, Tensor]
 
 
 def _merge_third(x: Tensors, y: Tensors, out: Tensors, s: float, rho_a: Any, rho_b: Any) -> None:
-    """The third-order monoid; four D x D products and no D^3 map."""
+    """Merge third-order states with four products of D x D matrices."""
     seen = s * (x["S"] @ y["W"])  # S_A W_B
     out["F"] = out["F"] + s * rho_b * (x["S"] @ y["X0"] + y["Y0"] @ x["P"] + seen @ x["P"])
     if "W" in x:

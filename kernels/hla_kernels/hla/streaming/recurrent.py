@@ -6,9 +6,9 @@
     hla3   F = g F + u r', o = s F'q                      paper G = g G + k (k'C before the token), o = s^2 (S C - G)'q
            + ..
 
-Zhang et al., Higher-order Linear Attention, arXiv 2510.27258 (serial rules of sections 3, 4, 6); the two-state forms of
-HLA2 and HLA3 are equal to its (S, C, G) without decay and need no subtraction of large terms. Slow, float64-capable, no
-chunks, no torch form.
+Zhang et al., Higher-order Linear Attention, arXiv 2510.27258 (serial rules of sections 3, 4, 6). Without decay, the
+two-state forms of HLA2 and HLA3 equal its (S, C, G) recurrences, and avoid subtracting large terms. Slow; shares no
+code with the torch form.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..reference import phi
 def recurrent(
     op: str, q: Tensor, k: Tensor, v: Tensor, options: Options, gamma: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(o [B, N, H, Dv], states per query head) for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], gamma [H]
+    """Return (o [B, N, H, Dv], states per query head) for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], gamma [H]
     or None."""
     group = q.shape[2] // k.shape[2]
     q, k = phi(q, options.feature_map), phi(k, options.feature_map)
@@ -38,7 +38,7 @@ def recurrent(
 
 
 class Memory:
-    """Decayed sums by name, zero at first: x <- g x + new. One per query head, [B, H, rows, columns]."""
+    """Decayed sums by name, initially zero: x <- g x + new. One sum per query head, [B, H, rows, columns]."""
 
     def __init__(self, g: Tensor) -> None:
         self.g, self.tensors = g, dict[str, Tensor]()
@@ -50,22 +50,22 @@ class Memory:
         return self.tensors[name]
 
     def mean(self, name: str, x: Tensor) -> Tensor:
-        """Running mean of the vectors x [B, H, D]; n is added once per token, before."""
+        """Return the running mean of the vectors x [B, H, D]; requires n to be updated before."""
         return self.add("sum_" + name, x[:, :, None])[:, :, 0] / self.tensors["weight"][..., 0]
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:
-    """a b' for vectors [B, H, D], [B, H, E]."""
+    """Return a b' for vectors [B, H, D], [B, H, E]."""
     return a[..., :, None] * b[..., None, :]
 
 
 def apply(state: Tensor, q: Tensor) -> Tensor:
-    """state' q: [B, H, D, E], [B, H, D] -> [B, H, E]."""
+    """Return state' q: [B, H, D, E], [B, H, D] -> [B, H, E]."""
     return (q[..., None, :] @ state)[..., 0, :]
 
 
 def token(op: str, memory: Memory, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
-    """One step of `op`: q, k [B, H, D], v [B, H, E] -> o [B, H, E] before the normaliser."""
+    """Run one step of `op`: q, k [B, H, D], v [B, H, E] -> o [B, H, E] before normalization."""
     s = 1.0 if options.scale is None else options.scale
     if options.center is not None or options.mean_path:
         memory.add("weight", torch.ones_like(memory.g))
@@ -89,7 +89,7 @@ def token(op: str, memory: Memory, q: Tensor, k: Tensor, v: Tensor, options: Opt
 def centred(
     memory: Memory, name: str, q: Tensor, k: Tensor, v: Tensor, v_name: str, kbar: Tensor | None, options: Options
 ) -> Tensor:
-    """state' q of the state Sum k v' kept under `name`, minus n (kbar.q) vbar when centring is on."""
+    """Return state' q for the state Sum k v' stored under `name`, minus n (kbar.q) vbar with centring."""
     y = apply(memory.add(name, outer(k, v)), q)
     if kbar is None:
         return y
@@ -103,8 +103,8 @@ def centred(
 
 
 def paper_token(memory: Memory, q: Tensor, k: Tensor, v: Tensor, s: float, ridge: float) -> Tensor:
-    """The paper's serial rule: S = gS + kk', G = gG + k (k'C_{t-1}), C = gC + qv', o = s^2 q'(S C - G) + lambda s
-    q'C."""
+    """Run one step of the paper's serial rule: S = gS + kk', G = gG + k (k'C_{t-1}), C = gC + qv',
+    o = s^2 q'(S C - G) + lambda s q'C."""
     before = memory.tensors.get("C", torch.zeros_like(outer(q, v)))
     g = memory.add("G", outer(k, apply(before, k)))
     c = memory.add("C", outer(q, v))
@@ -112,7 +112,7 @@ def paper_token(memory: Memory, q: Tensor, k: Tensor, v: Tensor, s: float, ridge
 
 
 def finish(y: Tensor, memory: Memory, options: Options) -> Tensor:
-    """The ratio normaliser, or the mean-value path vbar + op(v - vbar); y [B, H, E] -> [B, H, Dv]."""
+    """Apply the denominator, or the mean-value path vbar + op(v - vbar); y [B, H, E] -> [B, H, Dv]."""
     if options.normalize:
         return y[..., :-1] / (y[..., -1:] + options.eps)
     if options.mean_path:

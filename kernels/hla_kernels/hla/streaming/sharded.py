@@ -1,7 +1,7 @@
 """Two-sided calls whose tokens are spread over the ranks of a process group (context parallelism).
 
-Two-sided sums over tokens are a commutative monoid: each rank sums over its own tokens, one all-reduce adds the sums
-(D x D numbers per head for each moment, however many tokens there are), and each rank reads its own queries.
+Each rank sums over its tokens, one all-reduce adds the sums (D x D numbers per head and moment, independent of the
+number of tokens), and each rank computes the outputs of its queries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..moments import mixture_weights, moments, operator_matrix, read_out, token
 
 
 class _AddRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks. Every rank reads it, so that its gradient is the sum of theirs."""
+    """Sum of a tensor over the ranks. All ranks use the result, so its gradient is summed over the ranks too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -40,14 +40,15 @@ class _AddRanks(torch.autograd.Function):
 def sharded(
     op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, coefficients: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """o of this rank's tokens, [B, N, H, Dv], as if `op` had seen the tokens of all ranks of `group`.
+    """Return o [B, N, H, Dv] of this rank's tokens for `op` over the tokens of all ranks of `group`.
 
-    op: a two-sided operator or its name. q [B, N, H, D], k, v [B, N, Hk, .]: this rank's tokens, N may differ between
-    ranks and be 0. options: those of the operator; one rank's must be every rank's, and so must `coefficients` [H, 4].
-    All ranks call this, in the forward pass and in the backward pass. Derivatives are those of the sum of all ranks'
-    losses; that of `coefficients` is this rank's part.
-    Raises ValueError as the operator, for causal, masked, stateful and softmax calls, which are no sums, and for an
-    impl other than "auto" and "torch".
+    op: a two-sided operator or its name. q [B, N, H, D], k, v [B, N, Hk, .]: this rank's tokens; N may be 0 and may
+    differ between ranks. options: as for the operator; they and `coefficients` [H, 4] must be equal on all ranks. All
+    ranks must call this function, and all must run the backward pass. Gradients refer to the sum of the losses of all
+    ranks; the gradient of `coefficients` is this rank's share.
+
+    Raises ValueError like the operator, for causal, masked, stateful and softmax calls, and for an impl other than
+    "auto" and "torch".
     """
     name = getattr(op, "__name__", op)
     check_op(name)
@@ -67,8 +68,8 @@ def sharded(
 
 
 def _prepare(name: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: dict[str, Any]) -> Any:
-    """The checked call. A rank without tokens takes part in the sum, or the others would wait for it for ever: its call
-    is checked with one token and carried out with none."""
+    """Check a call. A rank without tokens must take part in the all-reduce: its call is checked with one token and run
+    without."""
     if not all(isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] == 0 for x in (q, k, v)):
         return prepare(name, q, k, v, coefficients, **options)
     one, two, three = (x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in (q, k, v))
@@ -88,7 +89,7 @@ def _evaluate(call: Any, group: Any) -> Tensor:
 
 
 def _total(sums: dict[str, Tensor], n: int, group: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """The sums and the number of tokens of all ranks, added in one message."""
+    """Add the sums and the number of tokens of all ranks in one all-reduce."""
     parts = [*sums.values(), next(iter(sums.values())).new_full((1,), n)]
     flat = _AddRanks.apply(torch.cat([x.flatten() for x in parts]), group)
     *totals, count = flat.split([x.numel() for x in parts])

@@ -1,15 +1,14 @@
-"""The streaming state: everything an operator needs to remember about the tokens it has seen.
+"""Streaming state of an operator after a segment of tokens.
 
-All tensors are float32 (float64 for float64 input) in head layout [B, Hk, 1 or G, rows, columns]; exactly which ones,
-with which groups, says `hla.streaming.contents`. E is Dv, plus one column for the form with v = 1 when `normalize` or
-`mean_path` needs it.
+All tensors are float32 (float64 for float64 input) in head layout [B, Hk, 1 or G, rows, columns];
+`hla.streaming.contents` lists them. E is Dv, plus one column for v = 1 if `normalize` or `mean_path` needs it.
 
     causal     linear P [D, E]   hla2 S [D, D], F [D, E]   ahla P, E [D, E]   hla3 S, P, F   hla2 by the paper's rule S,
                C, G
     two-sided  raw sums: linear P [D, Dv]   hla2 S, C   ahla R, P   hla3 S, Qm, P   polynomial all five
-    sums       those of sum_q, sum_k, sum_v (causal also sum_r, weight) [1, .] that the operator's normaliser, mean path
-               or centring needs
-    summaries  C0, R, X0, Y0, W, S0: what `merge` needs to put the segment behind another one (return_state="mergeable")
+    sums       sum_q, sum_k, sum_v (causal also sum_r, weight) [1, .] where denominator, mean path or centring needs
+               them
+    summaries  C0, R, X0, Y0, W, S0, which `merge` needs for the later segment (return_state="mergeable")
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ...options import Options, is_paper
 
-# symmetric D x D tensors, which `State.pack` keeps as D (D + 1) / 2 numbers
+# symmetric D x D tensors, which `State.pack` stores as D (D + 1) / 2 numbers
 SYMMETRIC = ("S", "Qm", "S0", "W")
 
 # summaries of a causal segment, by operator ("paper" is hla2 by the paper's decayed rule)
@@ -34,7 +33,7 @@ SUMMARIES = {"linear_attention": (), "hla2": ("C0",), "ahla": ("R",), "hla3": ("
 class State:
     """State of one operator after `n` tokens (a 0-d integer tensor, so that decoding does not recompile).
 
-    Returned by an operator with `return_state=True`, given back to it as `state=`, merged by `merge`, read by `read`.
+    Returned by an operator with `return_state=True` and passed to its next call as `state=`. See `merge` and `read`.
     """
 
     op: str
@@ -44,37 +43,37 @@ class State:
     packed: bool = False
 
     def map(self, f: Callable[[Tensor], Tensor]) -> State:
-        """A state with f applied to every tensor."""
+        """Return a state with f applied to every tensor."""
         return replace(self, n=f(self.n), tensors={name: f(x) for name, x in self.tensors.items()})
 
     def to(self, *args, **kwargs) -> State:
-        """`Tensor.to` on every tensor; a dtype changes the floating-point ones only."""
+        """Apply `Tensor.to` to every tensor; a dtype changes floating-point tensors only."""
         moved = self.map(lambda x: x.to(*args, **kwargs))
         return moved if moved.n.dtype == self.n.dtype else replace(moved, n=self.n.to(moved.n.device))
 
     def detach(self) -> State:
-        """The same numbers without their history, as truncated back-propagation needs."""
+        """Detach all tensors from the autograd graph, as for truncated back-propagation."""
         return self.map(Tensor.detach)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the tensors."""
+        """Size of all tensors in bytes."""
         return sum(x.numel() * x.element_size() for x in self.tensors.values())
 
     @property
     def mergeable(self) -> bool:
-        """Whether `merge` accepts this state on its right side."""
+        """Whether `merge` accepts this state as its second argument."""
         return merge_obstacle(self.op, self.options) is None and not missing_summaries(self)
 
     def pack(self) -> State:
-        """Symmetric tensors as their upper triangle: [.., D, D] -> [.., D (D + 1) / 2]. Operators accept either."""
+        """Store symmetric tensors as upper triangles, [.., D, D] -> [.., D (D + 1) / 2]. Operators accept both."""
         if self.packed:
             return self
         tensors = {name: _pack(x) if name in SYMMETRIC else x for name, x in self.tensors.items()}
         return replace(self, tensors=tensors, packed=True)
 
     def unpack(self) -> State:
-        """The inverse of `pack`."""
+        """Undo `pack`."""
         if not self.packed:
             return self
         tensors = {name: _unpack(x) if name in SYMMETRIC else x for name, x in self.tensors.items()}
@@ -82,12 +81,12 @@ class State:
 
 
 def summaries_of(op: str, options: Options) -> tuple[str, ...]:
-    """Names of the summaries a mergeable causal state of `op` carries."""
+    """Return the names of the summaries in a mergeable causal state of `op`."""
     return SUMMARIES["paper" if is_paper(op, options) else op]
 
 
 def merge_obstacle(op: str, options: Options) -> str | None:
-    """Why states of this kind cannot be merged at all, or None."""
+    """Return the reason why states with these options can never be merged, or None."""
     if options.causal and options.center is not None and op != "linear_attention":
         return (
             f"Causal {op} states with center={options.center!r} cannot be merged: running means enter every inner "
@@ -97,14 +96,14 @@ def merge_obstacle(op: str, options: Options) -> str | None:
 
 
 def missing_summaries(state: State) -> list[str]:
-    """The summaries `merge` would need and this state lacks."""
+    """Return the names of the summaries that `merge` needs and this state lacks."""
     if not state.options.causal:
         return []
     return [name for name in summaries_of(state.op, state.options) if name not in state.tensors]
 
 
 def log_decay(state: State) -> Tensor | None:
-    """log gamma [1, Hk or 1, G or 1, 1, 1] of the state's decay, or None."""
+    """Return log gamma [1, Hk or 1, G or 1, 1, 1] of the state's decay, or None."""
     return state.tensors["gamma"].log() if "gamma" in state.tensors else None
 
 

@@ -1,5 +1,4 @@
-"""Two-sided calls that carry a state, and the read-out of queries from one. Plain autograd on the functions of
-`moments`."""
+"""Two-sided calls with a state, and the read-out of queries from a state. Plain autograd on `hla.moments`."""
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ from .state import State
 def stream(
     op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: Options, state: State | None
 ) -> tuple[Tensor, State]:
-    """(o, state): the tokens are added to the state's sums, then these queries read all tokens seen so far."""
+    """Return (o, state): the tokens are added to the sums of the state, then their queries attend to all tokens so
+    far."""
     n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
     qh, kh, vh = (to_heads(x, n_key_heads, dtype) for x in (q, k, v))
     qh, kh = feature(qh, options.feature_map), feature(kh, options.feature_map)
@@ -35,11 +35,12 @@ def stream(
 
 
 def read(q: Tensor, state: State, coefficients: Tensor | None = None) -> Tensor:
-    """o = q M: queries that are not tokens themselves read a two-sided state. q [B, M, H, D] -> [B, M, H, Dv] in the
+    """Return o = q M for queries of a two-sided state, without adding tokens. q [B, M, H, D] -> [B, M, H, Dv] in the
     dtype of q.
 
-    The options (feature map, normaliser, centring, mean path, ridge, scale) are the state's; `polynomial` takes its
-    coefficients [H, 4]. Raises ValueError for a causal state, whose inner stages need the token's own key and value.
+    The options (feature map, denominator, centring, mean path, ridge, scale) are stored in the state; `polynomial`
+    needs its coefficients [H, 4]. Raises ValueError for a causal state, whose inner stages need the key and value of
+    the query's token.
     """
     if not isinstance(state, State):
         raise ValueError(f"state must be a State returned with return_state, got {type(state).__name__}.")
@@ -57,7 +58,7 @@ def read(q: Tensor, state: State, coefficients: Tensor | None = None) -> Tensor:
 
 def _check_read(q: Any, state: State) -> None:
     """Raise ValueError unless q [B, M, H, D] fits the sizes of the state, and the state's tensors fit each other."""
-    # P and C know Dv, R, C and Qm know the group
+    # P and C have Dv in their shape; R, C and Qm have the group size
     last, first = (state.tensors[MOMENTS[state.op][i]] for i in (-1, 0))
     wide = state.tensors.get("P", last)
     group = max(x.shape[2] if x.dim() == 5 else 1 for x in state.tensors.values())

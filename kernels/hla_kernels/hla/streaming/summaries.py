@@ -1,11 +1,11 @@
-"""What a causal segment must remember so that it can be put behind another one (`merge`).
+"""Summaries of a causal segment, which `merge` needs to append it to an earlier one.
 
     hla2 C0 = Sum q v' (undecayed)     ahla R = Sum k q' (undecayed)     hla2 by the paper's rule S0 = Sum k k'
                                        (undecayed)
     hla3 W = Sum gamma^u q_u q_u' (u counts 1..n inside the segment)   X0 = Sum q_u r_u'   Y0 = Sum u_u q_u'   (both
                                                                        undecayed)
 
-They are sums over the segment's tokens, so a call that continues a mergeable state adds to its summaries.
+They are sums over the tokens of the segment, so a call that continues a mergeable state adds to its summaries.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .state import State
 
 
 def summaries(op: str, p, inner: dict[str, Tensor], state: State | None) -> dict[str, Tensor]:
-    """The summaries of `op` after the pass `p` (a `causal.Pass`), whose inner stages were u, r of `inner` (chunk
-    layout)."""
+    """Return the summaries of `op` after the pass `p` (a `causal.Pass`); inner: its inner stages u, r in chunk
+    layout."""
     join = p.chunks.join
     q, k, v = join(p.q), join(p.k), join(p.v)
     if is_paper(op, p.options):
@@ -39,7 +39,7 @@ def summaries(op: str, p, inner: dict[str, Tensor], state: State | None) -> dict
 
 
 def _decayed(q: Tensor, log_gamma: Tensor | None, state: State | None) -> Tensor:
-    """gamma^u q_u, u counted from the beginning of the segment, which an earlier call may have started."""
+    """Return gamma^u q_u, with u counted from the start of the segment, which may lie in an earlier call."""
     if log_gamma is None:
         return q
     u = torch.arange(1, q.shape[-2] + 1, device=q.device)
