@@ -35,7 +35,7 @@ def prepare(
     token_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None, impl: str = "auto",
     state: BlockState | None = None, return_state: bool = False, dtype: torch.dtype | None = None, **options: Any,
 ) -> BlockCall:  # fmt: skip
-    """Check a call. dtype: that of autocast, to which tokens are cast (float64 stays), or None."""
+    """Check a call. dtype: the dtype of autocast, to which tokens are cast (except float64), or None."""
     check_tensors(q, k, v, dtype is not None)
     if dtype is not None:
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
@@ -64,7 +64,7 @@ def prepare(
 
 
 def check_layout(grid: Any, blocks: Any, prefix: Any) -> Layout:
-    """A grid with a number of blocks for each axis, from 1 to its length; ValueError otherwise."""
+    """Return the layout. Raises ValueError unless every axis of the grid has between 1 and its length blocks."""
     for name, x in (("grid", grid), ("blocks", blocks)):
         if not isinstance(x, Sequence) or not x or not all(_is_count(n) and n >= 1 for n in x):
             raise ValueError(f"{name} must be one positive integer for each axis, such as (16, 16), got {x!r}.")
@@ -77,7 +77,7 @@ def check_layout(grid: Any, blocks: Any, prefix: Any) -> Layout:
             )
     if not _is_count(prefix) or prefix < 0:
         raise ValueError(f"prefix must be the number of tokens before the grid, at least 0, got {prefix!r}.")
-    return Layout(tuple(grid), tuple(blocks), prefix)  # whole numbers may be symbols of a compiler
+    return Layout(tuple(grid), tuple(blocks), prefix)  # integers may be symbolic while compiling
 
 
 def _is_count(x: Any) -> bool:
@@ -122,7 +122,8 @@ def _check_tokens(n: int, o: BlockOptions) -> None:
 
 
 def check_mixing(mixing: Any, layout: Layout, q: Tensor) -> None:
-    """mixing [M, M] or [H, M, M], floating point (any: it is cast), on the device of q. Values are not looked at."""
+    """Raise ValueError unless mixing is [M, M] or [H, M, M], floating point (of any dtype), and on the device of q.
+    Values are not checked."""
     m, h = layout.n_blocks, q.shape[2]
     if not isinstance(mixing, Tensor) or tuple(mixing.shape) not in ((m, m), (h, m, m)):
         got = tuple(mixing.shape) if isinstance(mixing, Tensor) else type(mixing).__name__

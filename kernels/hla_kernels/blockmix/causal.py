@@ -1,16 +1,16 @@
 """Causal block mixing, forward and backward.
 
-Tokens attend to earlier blocks through moments, and to earlier tokens of their own block one by one.
+Tokens attend to earlier blocks through moments, and to tokens of their own block through scores.
 
-o_t = Sum m_ti A_ti m_tj A_ij v_j over j <= i <= t (ahla), with A_ji over i <= j <= t (hla2): the two-sided form with
-every product inside it causal. With q times s, I = [j <= i] q k' inside a block, and of the tokens of each block
+ahla: o_t = Sum m_ti A_ti m_tj A_ij v_j over j <= i <= t. hla2: A_ji instead of A_ij, over i <= j <= t. This is the
+two-sided form with every product causal. With scaled queries s q, I = [j <= i] q k' inside a block, and per block
 
     la    P = k'v                           o_t = q_t (P~ + m_cc P)
     ahla  R = k'q   P = k'v   E = k'(I v)   o_t = q_t (Sum_a m_ca (R_a T_ca + m_ca E_a) + m_cc (R P~ + m_cc E))
     hla2  S = k'k   C = q'v   E = (I k)'v   o_t = q_t (Sum_a m_ca (T_ca C_a + m_ca E_a) + m_cc (S~ C + m_cc E))
 
-for t in block c, where a runs over the blocks before c, P~ and S~ are mixed over them, T_ca over those before a (of P
-or S), and moments without an index are those of block c up to t.
+for t in block c. a runs over the blocks before c; P~ and S~ are mixed over these blocks; T_ca mixes P or S over the
+blocks before a; moments without an index are sums over the tokens of block c up to t.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import torch
 from torch import Tensor
 
 MOMENTS = {"la": ("P",), "ahla": ("R", "P", "E"), "hla2": ("S", "C", "E")}
-OF_QUERIES, OF_FEATURES = ("R", "C", "E"), ("R", "S")  # with a query in them; F x F
+OF_QUERIES, OF_FEATURES = ("R", "C", "E"), ("R", "S")  # moments that contain queries; moments of size F x F
 Moments = tuple[Tensor, ...]
 
 
 def mix(moments: Tensor, m: Tensor) -> Tensor:
-    """Sum_b m_ib moments_b: [B, Hk, 1 or G, M, F, E] and [1 or Hk, 1 or G, C, M] -> [B, Hk, 1 or G, C, F, E]."""
+    """Return Sum_b m_ib moments_b: [B, Hk, 1 or G, M, F, E], [1 or Hk, 1 or G, C, M] -> [B, Hk, 1 or G, C, F, E]."""
     return (m @ moments.flatten(-2)).unflatten(-1, moments.shape[-2:])
 
 
 def mix_grad(d_mixed: Tensor, moments: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of the moments, of m [B, Hk, G, M, M]) from that of the mixed moments."""
+    """Return the gradients of the moments and of m [B, Hk, G, M, M] from the gradient of the mixed moments."""
     return mix(d_mixed, m.mT), d_mixed.flatten(-2) @ moments.flatten(-2).mT
 
 
 def own(m: Tensor) -> Tensor:
-    """m_ii [.., M, 1, 1]."""
+    """Return m_ii [.., M, 1, 1]."""
     return m.diagonal(dim1=-2, dim2=-1)[..., None, None]
 
 
 def no_moments(q: Tensor, k: Tensor, v: Tensor, n_blocks: int, order: str) -> Moments:
-    """Zeros of the moments of `order` for features q, k and values v [B, Hk, 1 or G, .., .]."""
+    """Return zero moments of `order` for features q, k and values v [B, Hk, 1 or G, .., .]."""
     f, e = k.shape[-1], v.shape[-1]
     of_keys, of_all = (torch.broadcast_shapes(k.shape[:3], x.shape[:3]) for x in (v, q))
     shapes = {
@@ -51,14 +51,15 @@ def no_moments(q: Tensor, k: Tensor, v: Tensor, n_blocks: int, order: str) -> Mo
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, m: Tensor, order: str, before: Moments) -> tuple[Tensor, Moments]:
-    """(W v, moments after these tokens) of blocks [.., M, W, .] with q times s, behind tokens with moments `before`."""
+    """Return (W v, moments after these tokens) for blocks [.., M, W, .] with scaled queries; before: moments of the
+    preceding tokens."""
     inside, low, mu = (q @ k.mT).tril(), m.tril(-1), own(m)
     if order == "la":
         moment = before[0] + k.mT @ v
         return q @ (mix(moment, low) + mu * before[0]) + mu * (inside @ v), (moment,)
     a, b, pair = before
     if order == "ahla":
-        reached = inside @ v + q @ b  # by each token inside its block
+        reached = inside @ v + q @ b  # inner product of each token with its block so far
         after = a + k.mT @ q, b + k.mT @ v, pair + k.mT @ reached
         mixed = mix(after[1], low)
         operator, y = a @ mixed, inside @ (q @ mixed + mu * reached)
@@ -74,12 +75,12 @@ def step(q: Tensor, k: Tensor, v: Tensor, m: Tensor, order: str, before: Moments
 def one(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor, order: str, before: Moments, block: Tensor
 ) -> tuple[Tensor, Moments]:
-    """The same for one token [.., 1, F] of the block `block` [1]."""
+    """Run `step` for one token [.., 1, F] of the block `block` [1]."""
     row = m.index_select(-2, block)
     mu, low = row.index_select(-1, block), row * (torch.arange(m.shape[-1], device=m.device) < block)
 
     def add(moment: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """(all blocks, this block) with the token."""
+        """Return the moments (of all blocks, of this block) including the token."""
         after = moment.index_add(-3, block, new[..., None, :, :])
         return after, after.index_select(-3, block).squeeze(-3)
 
@@ -101,8 +102,8 @@ def one(
 
 
 def pairs(low: Tensor, a: Tensor, b: Tensor, pair: Tensor, order: str) -> tuple[Tensor, list[Tensor]]:
-    """(Sum_a m_ca (R_a T_ca + m_ca E_a) or Sum_a m_ca (T_ca C_a + m_ca E_a) of the rows `low` [.., C, M], and T_ca
-    [.., C, F, E] for each a)."""
+    """Return Sum_a m_ca (R_a T_ca + m_ca E_a) or Sum_a m_ca (T_ca C_a + m_ca E_a) for the rows `low` [.., C, M] of m,
+    and T_ca [.., C, F, E] for each a."""
     summed, other = (b, a) if order == "ahla" else (a, b)
     operator, kept = mix(pair, low * low), []
     heads = torch.broadcast_shapes(low.shape[:-2], summed.shape[:-3])
@@ -118,7 +119,8 @@ def pairs(low: Tensor, a: Tensor, b: Tensor, pair: Tensor, order: str) -> tuple[
 def pairs_grad(
     d: Tensor, low: Tensor, a: Tensor, b: Tensor, pair: Tensor, kept: list[Tensor], order: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of low [B, Hk, G, M, M], a, b and pair (with all query heads) from d, that of the operators."""
+    """Return the gradients of low [B, Hk, G, M, M], a, b and pair (for all query heads) from the gradient d of the
+    sums of `pairs`."""
     summed, other = (b, a) if order == "ahla" else (a, b)
     d_pair, d_square = mix_grad(d, pair, low * low)
     d_total, columns, d_other, d_summed = torch.zeros_like(kept[0] * d[..., :1, :1]), [], [], []
@@ -135,7 +137,7 @@ def pairs_grad(
 
 
 def gradient(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, m: Tensor, order: str) -> tuple[Tensor, ...]:
-    """(dq, dk, dv, dm) of `step` behind no tokens."""
+    """Return (dq, dk, dv, dm) of `step` without preceding tokens."""
     return {"la": _la_grad, "ahla": _ahla_grad, "hla2": _hla2_grad}[order](dy, q, k, v, m)
 
 
@@ -190,5 +192,5 @@ def _hla2_grad(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> tuple[
 
 
 def _rows(d_low: Tensor, d_own: Tensor) -> Tensor:
-    """dm of the weights of earlier blocks and of the own ones [.., M]."""
+    """Return dm from the gradients of the weights of earlier blocks and of the diagonal [.., M]."""
     return d_low.tril(-1) + torch.diag_embed(d_own)

@@ -1,8 +1,8 @@
 """Floating-point operations of block mixing, for torch.utils.flop_counter.FlopCounterMode.
 
-Counted are the matrix products, a multiplication and an addition each: moments, their mixing, products of mixed
-moments, read-out. The backward counts what it forms again. The read-out of the divisor and rotations are left
-out, narrower blocks count as they are. The causal form has the scores and values inside a block besides.
+Only matrix products are counted, as one multiplication and one addition per term: moments, their mixing, products of
+mixed moments, read-out; in the causal form also scores and values inside a block. The backward includes recomputation.
+The read-out of the denominator and rotations are not counted; narrow blocks count with their number of tokens.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from . import operator  # noqa: F401  registers the operators
 from .layout import Layout
 
 Shape = tuple[int, ...]
-# moments of each order: (of queries, width is Dv) in the order of the product
+# moments of each order, in the order of the product: (contains queries, has width Dv)
 MOMENTS = {"la": ((False, True),), "ahla": ((True, False), (False, True)), "hla2": ((False, False), (True, True))}
 
 
-# causal higher orders: how often each product of these sizes is formed, forward and backward
-# (n tokens, w of a block, m blocks, f features, e = Dv)
+# causal higher orders: number of products of each size, forward and backward
+# (n tokens, w tokens per block, m blocks, f features, e = Dv)
 CAUSAL = {
     "ahla": ({"nwf": 1, "nwe": 2, "nff": 1, "nfe": 5, "mmfe": 2, "mffe": 1, "mmffe": 1},
              {"nwf": 3, "nwe": 6, "nff": 3, "nfe": 11, "mmfe": 6, "mmffe": 4}),
@@ -33,7 +33,7 @@ CAUSAL = {
 
 
 def _causal(q: Shape, v: Shape, options: tuple, backward: bool) -> int:
-    """Operations of a causal higher order, as if keys had as many heads as queries."""
+    """Operations of a causal higher order, counted with one key head per query head."""
     order, grid, blocks, prefix, feature_map = options[:5]
     layout = Layout(tuple(grid), tuple(blocks), prefix)
     size = {"n": q[1], "w": layout.widest, "m": layout.n_blocks, "f": feature_width(q[3], feature_map), "e": v[3]}
@@ -42,7 +42,7 @@ def _causal(q: Shape, v: Shape, options: tuple, backward: bool) -> int:
 
 
 def _parts(q: Shape, k: Shape, v: Shape, mixing: Shape, options: tuple) -> dict[str, int]:
-    """Operations of each part of the forward."""
+    """Return the operations of each part of the forward."""
     order, grid, blocks, prefix, feature_map = options[:5]
     causal, layout = options[6], Layout(tuple(grid), tuple(blocks), prefix)
     b, n, h, hk, dv, m = q[0], q[1], q[2], k[2], v[3], layout.n_blocks
@@ -61,7 +61,7 @@ def _parts(q: Shape, k: Shape, v: Shape, mixing: Shape, options: tuple) -> dict[
 
 @register_flop_formula(torch.ops.hla_kernels.mhla)
 def mhla_flops(q: Shape, k: Shape, v: Shape, mixing: Shape, *options: Any, out_shape: Any = None) -> int:
-    """Forward."""
+    """Operations of the forward."""
     if options[9] and options[3] != "la":
         return _causal(q, v, options[3:], False)
     return sum(_parts(q, k, v, mixing, options[3:]).values())
@@ -71,8 +71,8 @@ def mhla_flops(q: Shape, k: Shape, v: Shape, mixing: Shape, *options: Any, out_s
 def mhla_backward_flops(
     grad: Shape, saved: Shape, q: Shape, k: Shape, v: Shape, mixing: Shape, *options: Any, out_shape: Any = None
 ) -> int:
-    """Backward: what the forward does up to the read-out again, and two products for each product of it, but one for
-    the symmetric k k'."""
+    """Operations of the backward: the recomputed forward without read-out, and two products for each product of the
+    forward, but one for the symmetric k k'."""
     if options[9] and options[3] != "la":
         return _causal(q, v, options[3:], True)
     parts, order = _parts(q, k, v, mixing, options[3:]), options[3]
@@ -82,7 +82,7 @@ def mhla_backward_flops(
 
 @register_flop_formula(torch.ops.hla_kernels.mhla_qkvpacked)
 def packed_flops(qkv: Shape, mixing: Shape, *options: Any, out_shape: Any = None) -> int:
-    """Forward of qkv [B, N, 3, H, D]."""
+    """Operations of the forward for qkv [B, N, 3, H, D]."""
     x = (*qkv[:2], *qkv[3:])
     return mhla_flops(x, x, x, mixing, *options)
 
@@ -91,6 +91,6 @@ def packed_flops(qkv: Shape, mixing: Shape, *options: Any, out_shape: Any = None
 def packed_backward_flops(
     grad: Shape, saved: Shape, qkv: Shape, mixing: Shape, *options: Any, out_shape: Any = None
 ) -> int:
-    """Backward of qkv [B, N, 3, H, D]."""
+    """Operations of the backward for qkv [B, N, 3, H, D]."""
     x = (*qkv[:2], *qkv[3:])
     return mhla_backward_flops(grad, saved, x, x, x, mixing, *options)

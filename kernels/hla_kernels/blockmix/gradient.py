@@ -8,7 +8,7 @@ With O_i the operator of block i (P~_i, R~_i P~_i or S~_i C~_i) and dO_i = Sum_t
     hla2   dS~ = dO C~'   dC~ = S~' dO      dq += v dC'             dk = k (dS + dS')        dv = q dC
     dP_b = s Sum_i m_ib dP~_i (and so for R, S, C)                  dm_ib = <dP~_i, P_b> summed over the moments
 
-The ratio o = y / z: dy = do / z, dz = -(do . o) / z; dz is the gradient of one more column of y.
+For the ratio o = y / z: dy = do / z, dz = -(do . o) / z, where z is treated as an additional column of y.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def gradient(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: BlockOptions, mask: Tensor | None,
     rotary: tuple[Tensor, Tensor] | None,
 ) -> Grads:  # fmt: skip
-    """(dq, dk, dv, dmixing) of `torch_form.evaluate`, in the shapes and dtypes of the inputs; grad [B, N, H, Dv]."""
+    """Return (dq, dk, dv, dmixing) of `torch_form.evaluate` in the shapes and dtypes of the inputs; grad
+    [B, N, H, Dv]."""
     p = prepare_heads(q, k, v, mixing, options, mask, rotary)
     g = live_heads(to_heads(grad, k.shape[2], p.v.dtype), mask)
     dq, dk, dv, dm = _of_numerator(g, p, mask, options, rotary)
@@ -43,7 +44,7 @@ def gradient(
 def _of_numerator(
     g: Tensor, p: Prepared, mask: Tensor | None, options: BlockOptions, rotary: tuple[Tensor, Tensor] | None
 ) -> Grads:
-    """Gradients of phi(q), phi(k), v and m from that of the output."""
+    """Return the gradients of phi(q), phi(k), v and m from the gradient of the output."""
     turned = p.turned or (p.phi_q, p.phi_k)
     if not options.normalize:
         return _turn_back(_weigh_grad(g, *turned, p.v, p, options), p, options, rotary)
@@ -61,8 +62,8 @@ def _of_numerator(
 
 
 def _turn_back(grads: Grads, p: Prepared, options: BlockOptions, rotary: tuple[Tensor, Tensor] | None) -> Grads:
-    """Gradients through the rotation, whose transpose is the rotation by the opposite angles. Query heads that share a
-    key head may turn it by different angles, so that dk is turned back per query head and summed afterwards."""
+    """Propagate gradients through the rotation, that is, rotate them by the opposite angles. Query heads that share a
+    key head may use different angles, so dk is rotated per query head, then summed."""
     if rotary is None:
         return grads
     dq, dk = (rotate(d, rotary[0], -rotary[1], options.rotary_half) for d in grads[:2])
@@ -70,7 +71,7 @@ def _turn_back(grads: Grads, p: Prepared, options: BlockOptions, rotary: tuple[T
 
 
 def _weigh_grad(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Prepared, options: BlockOptions) -> Grads:
-    """(dq, dk, dv, dm) of `torch_form.weigh`; each has the groups and heads of what it is the gradient of."""
+    """Return (dq, dk, dv, dm) of `torch_form.weigh`, each with the groups and heads of its input."""
     blocks = Blocks(options, q)
     dyb, qb, kb, vb = (blocks.cut(x) for x in (dy, q, k, v))
     if options.causal:
@@ -85,7 +86,7 @@ def _weigh_grad(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Prepared, option
 
 
 def _sum_to(x: Tensor, like: Tensor) -> Tensor:
-    """Sum over the heads, or the query heads of a group, that `like` has but once."""
+    """Sum over the axes of heads or groups that have length 1 in `like`."""
     for dim in range(x.dim() - 2):
         if like.shape[dim] == 1 and x.shape[dim] > 1:
             x = x.sum(dim, keepdim=True)

@@ -1,8 +1,8 @@
 """Assignment of tokens to blocks: balanced boxes of the grid, and one block for the prefix.
 
-An axis of L positions is cut into m blocks: block i is the positions floor(i L / m) .. floor((i+1) L / m) - 1, so that
-sizes differ by one at most, and a position p lies in block ((p + 1) m - 1) // L. Blocks are numbered in raster order,
-behind the block 0 of the prefix tokens if there are any.
+An axis of L positions is cut into m blocks: block i contains the positions floor(i L / m) .. floor((i+1) L / m) - 1, so
+sizes differ by at most one, and position p lies in block ((p + 1) m - 1) // L. Blocks are numbered in raster order; if
+there are prefix tokens, they form block 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """A grid (any number of axes, last one fastest), the number of blocks along each axis, the tokens before it."""
+    """Grid of tokens (any number of axes, last one fastest), number of blocks along each axis, and number of prefix
+    tokens before the grid."""
 
     grid: tuple[int, ...]
     blocks: tuple[int, ...]
@@ -29,7 +30,7 @@ class Layout(NamedTuple):
 
     @property
     def n_blocks(self) -> int:
-        """M: blocks of the grid, and one of the prefix tokens."""
+        """M: number of blocks of the grid, plus one if there are prefix tokens."""
         return math.prod(self.blocks) + (self.prefix > 0)
 
     @property
@@ -38,32 +39,32 @@ class Layout(NamedTuple):
         return max(self.prefix, math.prod(-(-length // m) for length, m in zip(self.grid, self.blocks, strict=True)))
 
     def starts(self, axis: int) -> list[int]:
-        """First positions of the blocks along an axis, and the length of the axis."""
+        """Return the first positions of the blocks along an axis, and the length of the axis."""
         length, m = self.grid[axis], self.blocks[axis]
         return [i * length // m for i in range(m + 1)]
 
 
 def block_of(position: int | Tensor, length: int, m: int) -> int | Tensor:
-    """The block in which a position of an axis lies, cut into m."""
+    """Return the block of a position on an axis that is cut into m blocks."""
     return ((position + 1) * m - 1) // length
 
 
 def block_table(layout: Layout, device: torch.device | None = None) -> Tensor:
-    """The block of each token, int64 [N]."""
+    """Return the block of each token, int64 [N]."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for length, m in zip(layout.grid, layout.blocks, strict=True):
         along = block_of(torch.arange(length, device=device), length, m)
         index = index[..., None] * m + along
     first = torch.zeros(layout.prefix, dtype=torch.int64, device=device)
-    behind = 1 if layout.prefix > 0 else 0  # a number: torch.jit cannot add a bool
+    behind = 1 if layout.prefix > 0 else 0  # an int: torch.jit cannot add a bool
     return torch.cat([first, index.flatten() + behind])
 
 
 @functools.lru_cache(maxsize=64)
 def block_slots(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(tokens, places): the tokens of each block, int64 [M, W], W being the widest one, N behind the last token of a
-    narrower block; and where each token went, int64 [N], an index into [M * W]."""
-    with torch.inference_mode(False):  # or autograd could not use what a call without gradients leaves here
+    """Return (tokens, places). tokens: the tokens of each block, int64 [M, W], W the size of the largest block, N in
+    unused slots. places: the slot of each token, int64 [N], an index into [M * W]."""
+    with torch.inference_mode(False):  # the cached tables must be usable with autograd
         blocks = block_table(layout, device)
         order = blocks.argsort(stable=True)
         sizes = blocks.bincount(minlength=layout.n_blocks)

@@ -3,9 +3,9 @@
 `hla_kernels::mhla` takes (q, k, v), `hla_kernels::mhla_qkvpacked` takes qkv [B, N, 3, H, D] and its backward writes one
 packed gradient.
 
-They return (o, saved): with `save`, what the backward would compute again otherwise (empty in the torch form, which
-saves its inputs only and forms blocks and moments again). `impl`, chosen in `op`, is the implementation: "torch"
-(`torch_form`, backward in `gradient`) or "triton" (`fused`).
+They return (o, saved). With `save`, `saved` holds what the backward would otherwise recompute; it is empty in the torch
+form, which recomputes blocks and moments from the inputs. `impl`, chosen in `op`, is "torch" (`torch_form`, backward in
+`gradient`) or "triton" (`fused`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _options(
 
 
 def flat(options: BlockOptions) -> tuple:
-    """The options as arguments of the operator, in its order."""
+    """Return the options as arguments of the operator, in its order."""
     (grid, blocks, prefix), order, *rest = options
     return (order, list(grid), list(blocks), prefix, *rest)
 
@@ -44,19 +44,19 @@ def _rotary(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor] | N
 
 
 def _in_triton(impl: str, q: Tensor) -> bool:
-    """A launch needs at least one program: an empty batch takes the torch form."""
+    """Whether the kernels run; an empty batch, for which nothing can be launched, uses the torch form."""
     return impl == "triton" and q.shape[0] != 0
 
 
 def _parts(tokens: Sequence[Tensor]) -> list[Tensor]:
-    """q, k, v of themselves, or of one packed qkv. The Triton form reads whole rows; `op` has seen that they are, a
-    compiler in between may choose other strides."""
+    """Return q, k, v from (q, k, v) or (qkv,), with a contiguous last dimension: the Triton form requires it, and
+    torch.compile may have changed the strides that `op` checked."""
     parts = tokens[0].unbind(2) if len(tokens) == 1 else tokens
     return [x if x.stride(3) == 1 else x.contiguous() for x in parts]
 
 
 def _saved(q: Tensor, v: Tensor, options: BlockOptions, impl: str, save: bool, turned: bool) -> Tensor:
-    """An uninitialised `saved` of the size that the forward returns."""
+    """Return an uninitialised `saved` of the size that the forward returns."""
     length = fused.saved_floats(q, v, options, turned) if save and impl == "triton" else 0
     return q.new_empty((length,), dtype=torch.float32)
 
@@ -85,7 +85,7 @@ def _backward(
     grad: Tensor, saved: Tensor, tokens: Sequence[Tensor], mixing: Tensor, mask: Tensor | None, cos: Tensor | None,
     sin: Tensor | None, options: BlockOptions, impl: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of `tokens` and that of the mixing matrix."""
+    """Return the gradients of `tokens` and of the mixing matrix."""
     first, rotary = tokens[0], _rotary(cos, sin)
     if not _in_triton(impl, first):
         q, k, v = _parts(tokens)
@@ -104,7 +104,7 @@ def _written(
     grad: Tensor, saved: Tensor, tokens: Sequence[Tensor], mixing: Tensor, mask: Tensor | None,
     rotary: tuple[Tensor, Tensor] | None, options: BlockOptions,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """New gradients of `tokens` and of the mixing matrix, by the Triton forms."""
+    """Return new gradients of `tokens` and of the mixing matrix, computed by the Triton form."""
     q, k, v = _parts(tokens)
     grads = [_room(x, mask) for x in tokens]
     dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
@@ -118,7 +118,8 @@ def mhla_op(
     causal: bool, scale: float | None, q_scale: float, eps: float, rotary_half: bool, moments: str,
     impl: str = "torch", save: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o (see `blockmix`) [B, N, H, Dv] and a buffer for the backward; arguments are checked by `call.prepare`."""
+    """Return o (see `blockmix`) [B, N, H, Dv] and a buffer for the backward; arguments are checked by
+    `call.prepare`."""
     options = _options(
         order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half, moments
     )
@@ -138,7 +139,7 @@ def mhla_backward(
     feature_map: str | None, normalize: bool, causal: bool, scale: float | None, q_scale: float, eps: float,
     rotary_half: bool, moments: str, impl: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dmixing) of `mhla`."""
+    """Return (dq, dk, dv, dmixing) of `mhla`."""
     options = _options(
         order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half, moments
     )
@@ -158,7 +159,7 @@ def mhla_packed_op(
     scale: float | None, q_scale: float, eps: float, rotary_half: bool, moments: str, impl: str = "torch",
     save: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`mhla` of qkv [B, N, 3, H, D]."""
+    """Run `mhla` on qkv [B, N, 3, H, D]."""
     options = _options(
         order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half, moments
     )
@@ -181,7 +182,7 @@ def mhla_packed_backward(
     normalize: bool, causal: bool, scale: float | None, q_scale: float, eps: float, rotary_half: bool,
     moments: str, impl: str = "torch",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dqkv, dmixing) of `mhla_qkvpacked`: one buffer that dq, dk and dv are written into."""
+    """Return (dqkv, dmixing) of `mhla_qkvpacked`; dqkv is one buffer, into which dq, dk and dv are written."""
     options = _options(
         order, grid, blocks, prefix, feature_map, normalize, causal, scale, q_scale, eps, rotary_half, moments
     )
@@ -195,7 +196,7 @@ def _(grad, saved, qkv, mixing, *options):
 
 
 def _room(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Room for the gradient of x; the Triton form does not write that of padded tokens."""
+    """Allocate the gradient of x: zeros if there is padding, which the Triton form does not write."""
     new = torch.empty_like if mask is None else torch.zeros_like
     return new(x, memory_format=torch.contiguous_format)
 

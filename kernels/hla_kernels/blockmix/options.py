@@ -1,4 +1,4 @@
-"""The options of one block-mixing call, as one immutable value."""
+"""Options of one block-mixing call as an immutable value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOMENTS = ("bfloat16", "float32")
 
 
 class BlockOptions(NamedTuple):
-    """Options of `mhla` in canonical form; tensors (mixing, mask, rotary tables) travel beside it."""
+    """Options of `mhla` in canonical form; tensors (mixing, mask, rotary tables) are passed separately."""
 
     layout: Layout
     order: str = "la"

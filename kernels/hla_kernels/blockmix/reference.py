@@ -3,10 +3,10 @@
 Slow and quadratic on purpose. A = phi(Q) phi(K)', m_tj = mixing[b(t), b(j)], s the scale of a moment:
 
     la    W = s m o A             ahla  W = s^2 m o ((m o A) A)           hla2  W = s^2 m o ((m o A) A')
-    causal: each A in its place keeps j <= t only, and so does W
+    causal: every factor A, and W, is restricted to j <= t
 
 since q_t' (Sum_i m_ti k_i q_i') (Sum_j m_tj k_j v_j') = Sum_j m_tj Sum_i m_ti A_ti A_ij v_j. Evaluated in the dtype of
-its inputs. First order: MHLA in the paper's form; the others mix the moments of `hla` in the same way.
+the inputs. First order is MHLA as in the paper; the other orders mix the moments of `hla` in the same way.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def reference(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: BlockOptions, mask: Tensor | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """o_t = sum_j W_tj v_j for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv].
+    """Return o_t = sum_j W_tj v_j for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv].
 
-    mixing [M, M] or [H, M, M]; mask [B, N] of real tokens; rotary (cos, sin) [N, D / 2] or [N, H, D / 2] turns phi(q)
-    and phi(k) in the numerator, not in the denominator.
+    mixing [M, M] or [H, M, M]; mask [B, N], True for real tokens; rotary (cos, sin) [N, D / 2] or [N, H, D / 2] rotates
+    phi(q) and phi(k) in the numerator only.
     """
     group = q.shape[2] // k.shape[2]
     q, k, v = (real(x, mask) for x in (q, k, v))
@@ -38,13 +38,13 @@ def reference(
     if options.normalize:
         total = weights(q, k, mixing, options, mask).sum(-1, keepdim=True)
         if mask is not None:
-            total = total.where(mask[:, None, :, None], 1)  # the gradient of 0 / 0 is NaN, also where nothing reads it
+            total = total.where(mask[:, None, :, None], 1)  # the gradient of 0 / 0 is NaN, even at unused outputs
         y = y / (total + options.eps)
     return real(y.transpose(1, 2), mask).contiguous()
 
 
 def weights(q: Tensor, k: Tensor, mixing: Tensor, options: BlockOptions, mask: Tensor | None) -> Tensor:
-    """W [B, H, N, N] of q and k [B, N, H, F] behind the feature map."""
+    """Return W [B, H, N, N] for the features q and k [B, N, H, F]."""
     n, block = q.shape[1], block_table(options.layout, q.device)[: q.shape[1]]
     a = q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
     m = mixing.to(a.dtype)[..., block, :][..., block].expand(a.shape[1], n, n)
@@ -59,7 +59,7 @@ def weights(q: Tensor, k: Tensor, mixing: Tensor, options: BlockOptions, mask: T
 
 
 def scale_of(options: BlockOptions, n: int, mask: Tensor | None, like: Tensor) -> float | Tensor:
-    """s: given, or M / N (N counts the real tokens of each sequence), or 1 when causal; times q_scale."""
+    """Return s times q_scale; s is the given scale, or 1 if causal, or M / N, N the real tokens of each sequence."""
     if options.scale is not None:
         return options.scale * options.q_scale
     if options.causal:
@@ -69,7 +69,7 @@ def scale_of(options: BlockOptions, n: int, mask: Tensor | None, like: Tensor) -
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, half: bool) -> Tensor:
-    """x [B, N, H, F], each D channels of it as D / 2 complex numbers times cos + i sin, [N, D / 2] or [N, H, D / 2].
+    """Rotate x [B, N, H, F]: every D channels, as D / 2 complex numbers, times cos + i sin [N, D / 2] or [N, H, D / 2].
 
     The pairs are channels (2i, 2i + 1), or with `half` channels (i, i + D / 2).
     """

@@ -1,9 +1,9 @@
 """Causal block mixing with a state; results do not depend on how a sequence is divided into calls.
 
-A query weighs the blocks before it by its own row of the mixing matrix, so the state is the moments of every block so
-far (`causal`), M D Dv numbers per head for first order and M (D^2 + 2 D Dv) for the others: it grows with the blocks,
-not with the tokens, and is no D x Dv matrix as for `linear_attention`. With the ratio there are as many again with Dv =
-1. One token costs one row of the mixture, M D Dv, or M D^2 Dv. Plain differentiable torch code.
+A query weighs earlier blocks by its row of the mixing matrix, so the state holds the moments of every block (`causal`):
+M D Dv numbers per head for first order, M (D^2 + 2 D Dv) for the others, and with the ratio the same for Dv = 1 in
+addition. The state grows with the number of blocks, not of tokens. A token costs M D Dv operations per head for first
+order, M D^2 Dv for the others. Plain differentiable torch code.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .torch_form import Prepared, prepare_heads
 class BlockState:
     """State of causal `mhla` after `n` tokens (a 0-d integer tensor, so that decoding does not recompile).
 
-    tensors: the moments [B, Hk, 1 or G, M, F, F or Dv] of each block of the layout, zeros for those to come, by their
-    names in `causal` (P for first order); with the ratio also those of v = 1, by the names with a z before them.
-    float32, float64 for float64 tokens.
+    tensors: moments [B, Hk, 1 or G, M, F, F or Dv] of all blocks of the layout, zeros for later blocks, by their names
+    in `causal` (P for first order). With the ratio also the moments for v = 1, whose names have the prefix z. float32,
+    or float64 for float64 tokens.
     """
 
     options: BlockOptions
@@ -38,17 +38,17 @@ class BlockState:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def detach(self) -> BlockState:
-        """The same numbers without their history."""
+        """Detach all tensors from the autograd graph."""
         return replace(self, tensors={name: x.detach() for name, x in self.tensors.items()})
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the tensors."""
+        """Size of all tensors in bytes."""
         return sum(x.numel() * x.element_size() for x in self.tensors.values())
 
 
 def check_state(state: object, options: BlockOptions, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless `state` is one that a call with these options and sizes continues."""
+    """Raise ValueError unless a call with these options and sizes can continue `state`."""
     if not isinstance(state, BlockState):
         raise ValueError(f"state must be a BlockState returned by mhla with return_state, got {type(state).__name__}.")
     if state.options._replace(layout=options.layout) != options:
@@ -75,14 +75,14 @@ def check_state(state: object, options: BlockOptions, q: Tensor, k: Tensor, v: T
 
 
 def _names(options: BlockOptions) -> list[str]:
-    """The tensors of a state: moments, and with the ratio those of v = 1."""
+    """Return the names of the tensors in a state: moments, and with the ratio also the moments for v = 1."""
     names = causal.MOMENTS[options.order]
     return [*names, *(f"z{name}" for name in names if options.normalize)]
 
 
 def _shapes(state: BlockState, q: Tensor, k: Tensor, v: Tensor) -> dict[str, tuple[int, ...]]:
-    """Their shapes [B, Hk, 1 or G, M, F, F or Dv]. What queries enter has one entry for each of them, and so has a
-    moment of keys that were turned by the angles of each query head."""
+    """Return the shapes [B, Hk, 1 or G, M, F, F or Dv] of the tensors in a state. Moments that contain queries have one
+    entry per query head, and so have moments of keys rotated by angles per query head."""
     options, (b, _, heads, d) = state.options, q.shape
     group, f = heads // k.shape[2], feature_width(d, options.feature_map)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -96,7 +96,7 @@ def _shapes(state: BlockState, q: Tensor, k: Tensor, v: Tensor) -> dict[str, tup
 
 
 def _starts(layout: Layout) -> list[int]:
-    """First token of each block that is a run of tokens, and the end."""
+    """Return the first token of each block, for blocks that are contiguous, and the number of tokens."""
     row = (layout.n_tokens - layout.prefix) // layout.grid[0]
     return [0] * (layout.prefix > 0) + [layout.prefix + row * start for start in layout.starts(0)]
 
@@ -105,7 +105,7 @@ def stream(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: BlockOptions, rotary: tuple[Tensor, Tensor] | None,
     state: BlockState | None,
 ) -> tuple[Tensor, BlockState]:  # fmt: skip
-    """(o [B, m, H, Dv], state) of m tokens behind those of `state`; rotary tables are those of these tokens."""
+    """Return (o [B, m, H, Dv], state) for m tokens after the tokens of `state`; rotary: tables of the m tokens."""
     p = prepare_heads(q, k, v, mixing, options, None, rotary)
     n = torch.zeros((), dtype=torch.int64, device=q.device) if state is None else state.n
     place = Place(options, n, q.shape[1])
@@ -122,12 +122,12 @@ def stream(
 
 
 def _grow(x: Tensor, n_blocks: int) -> Tensor:
-    """Zeros for the blocks that a longer layout has besides."""
+    """Append zeros for the additional blocks of a longer layout."""
     return torch.cat([x, x.new_zeros((*x.shape[:-3], n_blocks - x.shape[-3], *x.shape[-2:]))], -3)
 
 
 class Place:
-    """Where m tokens behind n others lie; n is a tensor, m a number."""
+    """Positions of m tokens (int) after n tokens (tensor)."""
 
     def __init__(self, options: BlockOptions, n: Tensor, m: int) -> None:
         self.layout, self.order, self.m = options.layout, options.order, m
@@ -136,8 +136,8 @@ class Place:
     def step(
         self, p: Prepared, q: Tensor, k: Tensor, v: Tensor, before: Sequence[Tensor]
     ) -> tuple[Tensor, causal.Moments]:
-        """(W v without the ratio, moments after these tokens) of features q, k [B, Hk, G, m, F], v [B, Hk, 1, m, E];
-        before: moments, none at the start."""
+        """Return (W v without the ratio, moments after these tokens) for features q, k [B, Hk, G, m, F] and
+        v [B, Hk, 1, m, E]; before: earlier moments, or None at the start."""
         order = self.order
         moments = tuple(before) or causal.no_moments(q, k, v, self.layout.n_blocks, order)
         if self.m == 1:
@@ -149,7 +149,7 @@ class Place:
         return y.flatten(-3, -2)[..., where, :], after
 
     def _cut(self, x: Tensor, places: Tensor) -> Tensor:
-        """[.., m, F] -> all blocks of the layout [.., M, W, F], zeros where there is none of these tokens."""
+        """Sort tokens [.., m, F] into all blocks of the layout [.., M, W, F], with zeros in unused slots."""
         n_blocks, width = self.layout.n_blocks, self.layout.widest
         blocks = x.new_zeros((*x.shape[:-2], n_blocks * width, x.shape[-1])).index_copy(-2, places, x)
         return blocks.unflatten(-2, (n_blocks, width))

@@ -1,7 +1,7 @@
 """Torch form of block mixing: tokens sorted by block, moments per block, one mixing product.
 
-All tensors are in head layout [B, Hk, G, N, .] (G query heads share a key head), blocks are [B, Hk, G, M, W, .] with
-zeros where a block is narrower than the widest, W. Plain differentiable torch code, on any device.
+All tensors are in head layout [B, Hk, G, N, .] (G query heads share a key head). Blocks are [B, Hk, G, M, W, .], with W
+the size of the largest block; narrower blocks are padded with zeros. Plain differentiable torch code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .options import BlockOptions
 
 
 class Prepared(NamedTuple):
-    """A call in head layout: q, k, v as given, phi(q), phi(k), the same turned (None without rotation), m, s."""
+    """Call in head layout: q, k, v, phi(q), phi(k), the rotated features (None without rotation), m and s."""
 
     q: Tensor
     k: Tensor
@@ -39,7 +39,7 @@ def prepare_heads(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: BlockOptions, mask: Tensor | None,
     rotary: tuple[Tensor, Tensor] | None,
 ) -> Prepared:  # fmt: skip
-    """Tokens in the dtype of moments; those outside `mask` are zeros, behind the feature map too."""
+    """Return the tokens in the dtype of moments, and their features; both are zero outside `mask`."""
     n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
     qh, kh, vh = (live_heads(to_heads(x, n_key_heads, dtype), mask) for x in (q, k, v))
     pq, pk = (live_heads(feature(x, options.feature_map), mask) for x in (qh, kh))
@@ -52,9 +52,9 @@ def evaluate(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: BlockOptions, mask: Tensor | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], mixing [M, M] or [H, M, M] -> o [B, N, H, Dv]; see `blockmix`.
+    """Return o [B, N, H, Dv] for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], mixing [M, M] or [H, M, M].
 
-    Tokens outside `mask` [B, N] enter no moment and get zeros.
+    Tokens outside `mask` [B, N] do not enter moments, and their outputs are 0.
     """
     p = prepare_heads(q, k, v, mixing, options, mask, rotary)
     y, total = numerator(p, mask, options)
@@ -62,8 +62,8 @@ def evaluate(
 
 
 def numerator(p: Prepared, mask: Tensor | None, options: BlockOptions) -> tuple[Tensor, Tensor | None]:
-    """(W v, the divisor W 1 + eps or None), [B, Hk, G, N, Dv] and [B, Hk, G, N, 1]; one pass for both where they have
-    the same weights."""
+    """Return (W v, denominator W 1 + eps or None), [B, Hk, G, N, Dv] and [B, Hk, G, N, 1]; in one pass if both have the
+    same weights."""
     if not options.normalize:
         return weigh(*(p.turned or (p.phi_q, p.phi_k)), p.v, p.m, p.s, options), None
     ones = torch.ones_like(p.v[..., :1])
@@ -73,19 +73,19 @@ def numerator(p: Prepared, mask: Tensor | None, options: BlockOptions) -> tuple[
         y = weigh(*p.turned, p.v, p.m, p.s, options)
         total = weigh(p.phi_q, p.phi_k, ones, p.m, p.s, options)
     if mask is not None:
-        total = total.where(mask[:, None, None, :, None], 1)  # or 0 / 0 with eps = 0
+        total = total.where(mask[:, None, None, :, None], 1)  # avoids 0 / 0 with eps = 0
     return y, total + options.eps
 
 
 def mixing_heads(mixing: Tensor, n_key_heads: int, dtype: torch.dtype) -> Tensor:
-    """[M, M] or [Hk * G, M, M] -> [1 or Hk, 1 or G, M, M]."""
+    """Reshape mixing [M, M] or [Hk * G, M, M] to [1 or Hk, 1 or G, M, M]."""
     mixing = mixing.to(dtype)
     return mixing[None, None] if mixing.dim() == 2 else mixing.unflatten(0, (n_key_heads, -1))
 
 
 def scale_of(options: BlockOptions, n: int, mask: Tensor | None, like: Tensor) -> float | Tensor:
-    """s of a moment, times q_scale: given, or M / N (the real tokens of each sequence, [B, 1, 1, 1, 1, 1]), or 1
-    when causal."""
+    """Return s times q_scale; s is the given scale, or 1 if causal, or M / N, N the real tokens of each sequence
+    ([B, 1, 1, 1, 1, 1] with a mask)."""
     if options.scale is not None:
         return options.scale * options.q_scale
     if options.causal:
@@ -94,7 +94,7 @@ def scale_of(options: BlockOptions, n: int, mask: Tensor | None, like: Tensor) -
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, half: bool) -> Tensor:
-    """x [B, Hk, G, N, F], each D channels turned by the angles of cos, sin [N, D / 2] or [N, Hk * G, D / 2].
+    """Rotate every D channels of x [B, Hk, G, N, F] by cos, sin [N, D / 2] or [N, Hk * G, D / 2].
 
     Pairs are channels (2i, 2i + 1), or with `half` channels (i, i + D / 2).
     """
@@ -108,13 +108,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, half: bool) -> Tensor:
 
 
 def _table(t: Tensor, x: Tensor) -> Tensor:
-    """[N, D / 2] or [N, H, D / 2] -> [1, 1, N, 1, D / 2] or [Hk, G, N, 1, D / 2]."""
+    """Reshape t [N, D / 2] or [N, H, D / 2] to [1, 1, N, 1, D / 2] or [Hk, G, N, 1, D / 2]."""
     heads = (t if t.dim() == 3 else t[:, None]).to(x.dtype).transpose(0, 1)
     return heads.unflatten(0, (1, 1) if len(heads) == 1 else (x.shape[1], -1))[..., None, :]
 
 
 def weigh(q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tensor, options: BlockOptions) -> Tensor:
-    """W v [B, Hk, G, N, E] of features q, k and values v, without the ratio."""
+    """Return W v [B, Hk, G, N, E] for features q, k and values v, without the denominator."""
     blocks, order = Blocks(options, q), options.order
     qb, kb, vb = (blocks.cut(x) for x in (q, k, v))
     if options.causal:
@@ -125,7 +125,7 @@ def weigh(q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tensor, options
 
 
 class Blocks:
-    """The way from tokens to the blocks that they touch, and back."""
+    """Conversion between tokens and the blocks that contain them."""
 
     def __init__(self, options: BlockOptions, q: Tensor) -> None:
         tokens, places = block_slots(options.layout, q.device)
@@ -134,20 +134,20 @@ class Blocks:
         self.tokens, self.places = tokens[: self.count].clamp(max=self.n), places[: self.n]
 
     def cut(self, x: Tensor) -> Tensor:
-        """[.., N, F] -> [.., M, W, F], zeros where a block has no token."""
+        """Sort x [.., N, F] into blocks [.., M, W, F], with zeros in unused slots."""
         return F.pad(x, (0, 0, 0, 1))[..., self.tokens, :]
 
     def join(self, y: Tensor) -> Tensor:
-        """[.., M, W, F] -> [.., N, F]."""
+        """Convert blocks y [.., M, W, F] back to tokens [.., N, F]."""
         return y.flatten(-3, -2)[..., self.places, :]
 
     def mixing(self, m: Tensor) -> Tensor:
-        """The rows and columns of m that these blocks have."""
+        """Return the rows and columns of m for these blocks."""
         return m[..., : self.count, : self.count]
 
 
 def two_sided_blocks(q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tensor, order: str) -> Tensor:
-    """Blocks [.., M, W, .] -> [.., M, W, E]: q P~, q R~ P~ or q S~ C~."""
+    """Return q P~, q R~ P~ or q S~ C~, [.., M, W, E], for blocks [.., M, W, .]."""
     if order == "la":
         return q @ mix(k.mT @ v * s, m)
     if order == "ahla":
@@ -156,7 +156,7 @@ def two_sided_blocks(q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tens
 
 
 def used_blocks(layout: Layout, n: int) -> int:
-    """How many blocks the first n tokens of contiguous blocks touch."""
+    """Return the number of contiguous blocks that contain the first n tokens."""
     starts = [0] * (layout.prefix > 0) + [layout.prefix + s * (layout.n_tokens - layout.prefix) // layout.grid[0]
                                           for s in layout.starts(0)[:-1]]  # fmt: skip
     return sum(start < n for start in starts)

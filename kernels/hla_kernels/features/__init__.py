@@ -9,12 +9,12 @@ FEATURE_MAPS = ("identity", "relu", "elu1", "softmax", "softmax_pair")
 
 
 def feature_width(d: int, name: str | None) -> int:
-    """Number of features of a head of d channels: 2 d for the softmax pair, d otherwise."""
+    """Return the number of features for d channels per head: 2 d for the softmax pair, d otherwise."""
     return 2 * d if name == "softmax_pair" else d
 
 
 def feature(x: Tensor, name: str | None) -> Tensor:
-    """phi(x), elementwise or over the last dimension.
+    """Return phi(x), elementwise or over the last dimension.
 
     identity: x.  relu: max(x, 0).  elu1: elu(x) + 1 > 0.  softmax: softmax over D.  softmax_pair: [softmax(x),
     softmax(-x)]. x [..., D] -> [..., D], the pair [..., 2 D], in the dtype of x. Linear attention with elu + 1:
@@ -25,7 +25,7 @@ def feature(x: Tensor, name: str | None) -> Tensor:
     if name == "relu":
         return x.relu()
     if name == "elu1":
-        # not elu(x) + 1, which rounds to 0 below x = -17; exp of x <= 0 only, so that nothing overflows, and not of
+        # not elu(x) + 1, which rounds to 0 below x = -17; exp of x <= 0 only, so it cannot overflow; not
         # clamp(max=0), whose derivative at 0 is 0 in some versions of torch
         return x.masked_fill(x > 0, 0).exp() + x.relu()
     if name == "softmax_pair":
@@ -35,7 +35,7 @@ def feature(x: Tensor, name: str | None) -> Tensor:
 
 
 def feature_grad(x: Tensor, phi: Tensor, grad: Tensor, name: str | None) -> Tensor:
-    """d loss / d x [..., D] from grad = d loss / d phi(x); phi = feature(x)."""
+    """Return d loss / d x [..., D] from grad = d loss / d phi(x); phi = feature(x)."""
     if name is None or name == "identity":
         return grad
     if name == "relu":

@@ -1,4 +1,4 @@
-"""The kernels of `rms_norm`."""
+"""Triton kernels of `rms_norm`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 from ..dispatch.recording import launch
 
-PROGRAMS = 4 * 132  # of the backward, each of which sums the gradient of the weight over its tokens
+PROGRAMS = 4 * 132  # programs of the backward, each of which sums the weight gradient over some tokens
 
 
 @triton.jit
 def load_row(ptr, C: tl.constexpr, BC: tl.constexpr):
-    """The token, or the weights, at a pointer in float32."""
+    """Load the C channels of a token, or of the weights, as float32."""
     c = tl.arange(0, BC)
     return tl.load(ptr + c, mask=c < C, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def turn(y, cos, sin, token, BACK: tl.constexpr, HALF: tl.constexpr, BC: tl.constexpr):
-    """Channels (2i, 2i + 1) of each head of 2 HALF channels turned by the angles of a token; BACK: by their opposites;
-    cos None: y."""
+    """Rotate channels (2i, 2i + 1) of each head (2 HALF channels) by the angles of a token, with BACK by the opposite
+    angles. Returns y if cos is None."""
     out = y
     if cos is not None:
         at = token * HALF + tl.arange(0, BC // 2) % HALF
@@ -40,14 +40,14 @@ def norm_rows(
     x, w, cos, sin, y, inverses, stride, eps, N, RELU: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """y = x r w of one token, RELU: its positive part, turned, and r."""
+    """Store y = x r w of one token, with RELU its positive part, rotated; and r."""
     row = tl.program_id(0).to(tl.int64)
     t = load_row(x + row * stride, C, BC)
     inverse = 1.0 / tl.sqrt(tl.sum(t * t, 0) / C + eps)
     c = tl.arange(0, BC)
     out = t * inverse * load_row(w, C, BC)
     if RELU:
-        out = tl.where(out <= 0, 0.0, out)  # NaN stays
+        out = tl.where(out <= 0, 0.0, out)  # keeps NaN
     out = turn(out, cos, sin, row % N, False, HALF, BC)
     tl.store(y + row * C + c, out.to(y.dtype.element_ty), mask=c < C)
     tl.store(inverses + row, inverse)
@@ -58,7 +58,7 @@ def norm_grads(
     g, x, w, cos, sin, inverses, dx, parts, rows, gs, xs, N, RELU: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """dx of every so many-th token, and the sum of g x r over them -> parts [programs, C]."""
+    """Store dx of a program's tokens (strided), and the sum of g x r over them in parts [programs, C]."""
     pid = tl.program_id(0)
     c = tl.arange(0, BC)
     weight = load_row(w, C, BC)
@@ -78,26 +78,26 @@ def norm_grads(
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[tokens, C] with contiguous channels."""
+    """Reshape x to [tokens, C] with contiguous channels."""
     x = x.flatten(0, -2)
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def config(c: int) -> dict[str, int]:
-    """Channels of a token, and a tile that holds them."""
+    """Return the number of channels, and the tile size that holds them."""
     width = triton.next_power_of_2(c)
     return {"C": c, "BC": width, "num_warps": min(8, max(1, width // 256))}
 
 
 def preparation(x: Tensor, relu: bool, cos: Tensor | None) -> dict[str, int]:
-    """Constants and the length N of what is done beside the norm."""
+    """Return the constants of relu and rotation, and the sequence length N."""
     return {"N": x.shape[-2], "RELU": relu, "HALF": 1 if cos is None else cos.shape[1]}
 
 
 def forward(
     x: Tensor, weight: Tensor, eps: float, relu: bool, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(y, r)."""
+    """Return (y, r)."""
     rows, y = rows_of(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     inverses = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
     if rows.shape[0]:
@@ -112,7 +112,7 @@ def forward(
 def backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverses: Tensor, relu: bool, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dw)."""
+    """Return (dx, dw)."""
     rows, g, dx = rows_of(x), rows_of(grad), torch.empty_like(x, memory_format=torch.contiguous_format)
     if not rows.shape[0]:
         return dx, torch.zeros_like(weight)

@@ -1,12 +1,12 @@
-"""The power of a feature map: x -> |y| y^p / |y^p| with y = relu(x), one exponent p per head.
+"""Focused feature map x -> |y| y^p / |y^p| with y = relu(x) and one exponent p per head.
 
-The focused function of FLatten Transformer (arXiv 2308.00442, Eq 5), which turns features towards their largest and
-keeps their length. With s = |y|, u = y^p / |y^p| and the gradient g of s u:
+From FLatten Transformer (arXiv 2308.00442, Eq 5): sharpens the direction of the features and keeps their norm. With
+s = |y|, u = y^p / |y^p| and the gradient g of s u:
 
     dy = (g . u) y / s + p s (u / y) (g - u (g . u)),    dp = s sum_i u_i ln(y_i) (g_i - u_i (g . u)).
 
-On CUDA the kernels read each token once and keep nothing for the backward but x; torch's own form keeps float32 tensors
-of the size of the tokens, compiled or not.
+On CUDA the kernels read each token once, and save only x for the backward; plain torch code saves float32 tensors of
+the size of the tokens, compiled or not.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def power(x: Tensor, exponent: Tensor) -> Tensor:
-    """x [B, N, H, D], exponent [H] above 1 in float32 (float64 for x in float64) -> [B, N, H, D] in the dtype of x.
+    """Apply the map to x [B, N, H, D] with exponent [H] > 1 in float32 (float64 for float64 x) -> [B, N, H, D].
 
-    Computed in float32 at least. Zero where x has no positive channel.
+    Returns the dtype of x, computed in at least float32. Heads without a positive channel give zeros.
     """
     if x.is_cuda and x.dtype in KERNEL_DTYPES and HAS_TRITON:
         return torch.ops.hla_kernels.power(x, exponent)
@@ -33,18 +33,18 @@ def power(x: Tensor, exponent: Tensor) -> Tensor:
 
 
 def power_torch(x: Tensor, exponent: Tensor) -> Tensor:
-    """`power` in plain torch."""
+    """Compute `power` in plain torch."""
     y = x.relu().to(torch.promote_types(x.dtype, torch.float32))
     top = y.amax(-1, keepdim=True)
-    part = y / top.clamp(min=torch.finfo(y.dtype).tiny)  # in [0, 1]: a power of it never overflows
+    part = y / top.clamp(min=torch.finfo(y.dtype).tiny)  # in [0, 1], so that its power cannot overflow
     raised = part ** exponent[:, None]
-    lengths = [z.square().sum(-1, keepdim=True).clamp(min=1) for z in (part, raised)]  # below 1 for zeros only
+    lengths = [z.square().sum(-1, keepdim=True).clamp(min=1) for z in (part, raised)]  # below 1 only if all are 0
     return (raised * top * (lengths[0] / lengths[1]).sqrt()).to(x.dtype)
 
 
 @custom_op("power")
 def power_op(x: Tensor, exponent: Tensor) -> Tensor:
-    """The features by the kernel."""
+    """Compute the features by the kernel."""
     from .power_kernels import forward
 
     return forward(x, exponent)
@@ -57,7 +57,7 @@ def _(x, exponent):
 
 @custom_op("power_backward")
 def power_backward(grad: Tensor, x: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
-    """(dx, dp)."""
+    """Return (dx, dp)."""
     from .power_kernels import backward
 
     return backward(grad, x, exponent)

@@ -9,27 +9,27 @@ from torch import Tensor
 
 from ..dispatch.recording import launch
 
-ELEMENTS = 2048  # of a tile
-TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal number of float32
+ELEMENTS = 2048  # per tile
+TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal number of float32
 
 
 @triton.jit
 def offsets(rows, head, N, sb, sn, sh, BD: tl.constexpr):
-    """Where channels [BT, BD] of tokens lie, rows being b N + n; in 64 bits, which large inputs need."""
+    """Return the offsets [BT, BD] of the channels of tokens; rows = b N + n. int64, since large inputs need it."""
     rows = rows.to(tl.int64)
     return ((rows // N) * sb + (rows % N) * sn + head * sh)[:, None] + tl.arange(0, BD)[None, :]
 
 
 @triton.jit
 def own_offsets(rows, head, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """The same in a contiguous tensor."""
+    """Return the offsets in a contiguous tensor."""
     return ((rows.to(tl.int64) * H + head) * D)[:, None] + tl.arange(0, BD)[None, :]
 
 
 @triton.jit
 def raised(x, p):
-    """(y / max y, its base-2 logarithm or 0, u, |y| / max y, max y) of channels x [BT, BD] with y = relu(x)."""
-    y = tl.where(x <= 0, 0.0, x)  # NaN stays
+    """Return (y / max y, its base-2 logarithm or 0, u, |y| / max y, max y) for channels x [BT, BD], y = relu(x)."""
+    y = tl.where(x <= 0, 0.0, x)  # keeps NaN
     top = tl.max(y, 1)
     part = y / tl.maximum(top, TINY)[:, None]
     log = tl.log2(tl.where(part <= 0, 1.0, part))
@@ -42,7 +42,7 @@ def raised(x, p):
 def power_features(
     x, exponent, out, ROWS, N, sb, sn, sh, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
 ):
-    """out = |y| u of BT tokens of a head."""
+    """Store |y| u of BT tokens of a head."""
     head = tl.program_id(1)
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     keep = (rows < ROWS)[:, None] & (tl.arange(0, BD) < D)[None, :]
@@ -57,7 +57,7 @@ def power_grads(
     g, x, exponent, dx, parts, ROWS, N, gb, gn, gh, sb, sn, sh, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """dx of BT tokens of a head, and the sum of their dp -> parts [H, programs]."""
+    """Store dx of BT tokens of a head, and the sum of their dp in parts [H, programs]."""
     head = tl.program_id(1)
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     keep = (rows < ROWS)[:, None] & (tl.arange(0, BD) < D)[None, :]
@@ -68,7 +68,7 @@ def power_grads(
     along = tl.sum(grad * unit, 1)[:, None]
     across = unit * (grad - unit * along)
     alive = tokens > 0
-    size = tl.maximum(length, 1.0)[:, None]  # below 1 for zeros only
+    size = tl.maximum(length, 1.0)[:, None]  # below 1 only if all are 0
     dy = tl.where(alive, along * part / size + p * size * across / tl.where(alive, part, 1.0), 0.0)
     at = own_offsets(rows, head, H, D, BD)
     tl.store(dx + at, dy.to(dx.dtype.element_ty), mask=keep)
@@ -77,13 +77,13 @@ def power_grads(
 
 
 def tile(x: Tensor) -> dict[str, int]:
-    """Sizes of the tokens x [B, N, H, D], and of a tile of them."""
+    """Return the sizes of x [B, N, H, D] and of a tile."""
     width = triton.next_power_of_2(x.shape[-1])
     return {"H": x.shape[2], "D": x.shape[3], "BD": width, "BT": max(1, ELEMENTS // width), "num_warps": 4}
 
 
 def forward(x: Tensor, exponent: Tensor) -> Tensor:
-    """The features of x [B, N, H, D]."""
+    """Return the features of x [B, N, H, D]."""
     x, out, sizes = inner(x), torch.empty_like(x, memory_format=torch.contiguous_format), tile(x)
     if x.numel():
         rows = x.shape[0] * x.shape[1]
@@ -93,7 +93,7 @@ def forward(x: Tensor, exponent: Tensor) -> Tensor:
 
 
 def backward(grad: Tensor, x: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
-    """(dx, dp)."""
+    """Return (dx, dp)."""
     x, grad, sizes = inner(x), inner(grad), tile(x)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
@@ -109,5 +109,5 @@ def backward(grad: Tensor, x: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]
 
 
 def inner(x: Tensor) -> Tensor:
-    """x with contiguous channels."""
+    """Return x with contiguous channels."""
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()

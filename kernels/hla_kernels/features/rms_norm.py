@@ -3,11 +3,11 @@
 Optionally fused with relu and rotation, which prepare queries and keys of linear attention in Wan.
 
 y = x r w with r = (mean(x^2) + eps)^(-1/2) over the channels of a token (Zhang and Sennrich, arXiv 1910.07467, Eq 4),
-dx = r (g w - x r mean(g w x r)), dw = sum of g x r. torch has such kernels where x and w have one dtype; under autocast
-they have two, and it forms each step in float32.
+dx = r (g w - x r mean(g w x r)), dw = sum of g x r. torch has such kernels only for x and w of one dtype; under
+autocast the dtypes differ, and torch runs each step in float32.
 
-Prepared are f = R relu(y), R the rotation of channels (2i, 2i + 1) of each head (Su et al., arXiv 2104.09864), rounded
-once, as y alone would be; backward dy = R' df where y > 0, then as above.
+The fused form is f = R relu(y), R the rotation of channels (2i, 2i + 1) of each head (Su et al., arXiv 2104.09864),
+rounded once; backward dy = R' df where y > 0, then as above.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MAX_CHANNELS = 8192
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [.., C], weight [C] -> [.., C] in the dtype of x, computed in float32 at least.
+    """Normalize x [.., C] with weight [C] -> [.., C] in the dtype of x, computed in at least float32.
 
-    The kernels run 16-bit CUDA tensors of at most 8192 channels in eager mode; a compiler fuses torch's own form, which
-    is what runs otherwise.
+    The kernels run for 16-bit CUDA tensors of at most 8192 channels in eager mode; all other calls run plain torch
+    code, which torch.compile fuses.
     """
     if weight.dtype == x.dtype or not in_kernels(x):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -36,14 +36,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def in_kernels(x: Tensor) -> bool:
-    """Whether the kernels run tokens x [.., C] here."""
+    """Whether the kernels support tokens x [.., C] here."""
     sixteen = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
     return sixteen and HAS_TRITON and x.shape[-1] <= MAX_CHANNELS and not torch.compiler.is_compiling()
 
 
 def prepared(x: Tensor, weight: Tensor, eps: float, relu: bool, cos: Tensor, sin: Tensor) -> Tensor:
-    """R relu(rms_norm(x)), relu where asked for: x [B, N, C] that `in_kernels` takes, weight [C], tables [N, D / 2]
-    that all heads of D channels share, without gradient -> [B, N, C] in the dtype of x."""
+    """Return R relu(rms_norm(x)), or R rms_norm(x) without `relu`, [B, N, C] in the dtype of x.
+
+    x: [B, N, C] supported by `in_kernels`. weight: [C]. cos, sin: [N, D / 2], shared by all heads of D channels,
+    without gradient.
+    """
     tables = (t.detach().float().contiguous() for t in (cos, sin))
     return torch.ops.hla_kernels.rms_norm(x, weight, eps, relu, *tables)[0]
 
@@ -52,7 +55,8 @@ def prepared(x: Tensor, weight: Tensor, eps: float, relu: bool, cos: Tensor, sin
 def rms_norm_op(
     x: Tensor, weight: Tensor, eps: float, relu: bool = False, cos: Tensor | None = None, sin: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(y, relu(y) or turned by tables [N, D / 2] of float32, r [tokens] in float32)."""
+    """Return (y, r). y: normalized x, with relu and rotation by float32 tables [N, D / 2] if given. r: float32
+    [tokens]."""
     from .fused import forward
 
     return forward(x, weight, eps, relu, cos, sin)
@@ -69,7 +73,7 @@ def _(x, weight, eps, relu=False, cos=None, sin=None):
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, relu: bool, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dw)."""
+    """Return (dx, dw)."""
     from .fused import backward
 
     return backward(grad, x, weight, inverse, relu, cos, sin)
