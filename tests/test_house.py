@@ -41,7 +41,10 @@ PLAIN_ENGLISH = (  # folders and files whose language is checked; to be extended
     *("zoo/mixers", "zoo/models", "zoo/conversion", "tools", "zoo/__init__.py", "zoo/errors.py", "zoo/grid.py"),
     *("zoo/plotting.py", "zoo/precision.py", "zoo/ranges.py", "zoo/timer.py", "kernels/hla_kernels/api"),
     *("tests/mixers", "tests/models", "tests/conversion", "tests/benchmarks", "tests/helpers"),
-    *("zoo/data",),
+    *("zoo/data", "zoo/train/denoising", "zoo/train/__init__.py", "zoo/train/classification.py"),
+    *("zoo/train/deepspeed_update.py", "zoo/train/distributed.py", "zoo/train/layerwise.py", "zoo/train/loop.py"),
+    *("zoo/train/metrics_log.py", "zoo/train/model.py", "zoo/train/optim.py", "zoo/train/settings.py"),
+    *("zoo/train/stop.py", "zoo/train/update.py"),
 )
 MEASURED = "operations|multiplications|parameters|numbers?|bytes|images|samples|seconds|ms|frames|pixels|weights|gates?"
 UNITS = "head|token|step|image|sample|GPU|layer|channel|second|side|process|row|axis|block|query|class|video|device"
@@ -50,7 +53,8 @@ UNCLEAR = re.compile(
     r"\b(besides?|told|hears?|heard|wants?|wanted|knows?|turned|at first|side by side|goes on|the same of|that of|"
     r"those of|of its own|is said|says? so|takes? the place|in the place of)\b"
 )
-SHARED_NAMES = {"default_cfgs", "T"}  # timm requires the first in every file of models; the second is a type variable
+# timm requires default_cfgs in every file of models; T and B are type variables
+SHARED_NAMES = {"default_cfgs", "T", "B"}
 
 
 def files(folder: str) -> list[Path]:

@@ -1,6 +1,6 @@
 """Training of image classifiers and diffusion transformers.
 
-A batch of a classifier passes through these files: `zoo.cli.train_classifier` (command), `zoo.config` and `settings`
-(options), `classification` (model, loss, validation), `loop` (steps), `zoo.data` (`__init__`, `sources`, `plan`,
-`loader`, `transforms`), `update` (optimizer step), `checkpoint`.
+To follow the training of a classifier, read in this order: `zoo.cli.train_classifier` (command), `zoo.config` and
+`settings` (options), `classification` (model, loss, validation), `loop` (steps), `zoo.data` with its modules `sources`,
+`plan`, `transforms` and `loader` (batches), `update` (optimizer step), `checkpoint`.
 """

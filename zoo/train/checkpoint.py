@@ -1,8 +1,10 @@
-"""Checkpoints of a run: complete or absent, and verified by hash when read.
+"""Checkpoints of a run, written atomically and verified by hash when read.
 
-A checkpoint is a folder `step-00001234` with model.safetensors, ema.safetensors (if there is an EMA), state.pt
-(optimizer, gradient scaler, counters; tensors and plain values only) and manifest.json (the step and the SHA-256 of
-every other file). It is written under another name and renamed at the end.
+A checkpoint is a folder `step-00001234`. It is written under another name and renamed at the end. Its files:
+    model.safetensors: weights
+    ema.safetensors: weights of the EMA, if there is one
+    state.pt: optimizer, gradient scaler and counters; tensors and plain values only
+    manifest.json: the step, and the SHA-256 of every other file
 """
 
 import hashlib
@@ -27,14 +29,14 @@ from zoo.train.update import Counts, State
 EMA_FILE = "ema.safetensors"
 STATE = "state.pt"
 MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1  # of checkpoints; those without a manifest are older
-ASIDE = "aside-"  # prefix of checkpoints from which no run continues
+MANIFEST_FORMAT = 1  # version of the format; earlier versions of this package wrote no manifest
+ASIDE = "aside-"  # prefix of checkpoints that were set aside: no run resumes from them
 
 Weights = dict[str, Tensor]
 
 
 class RunState(TypedDict):
-    """What state.pt holds."""
+    """Content of state.pt."""
 
     optimizer: State
     scaler: State | None
@@ -70,7 +72,7 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of the step in `state` into `folder` and delete all but the newest `keep`. Returns its path.
 
-    weights, average: full state dicts of the model and of its EMA.  header: of the safetensors files.
+    weights, average: full state dicts of the model and of its EMA.  header: metadata of the safetensors files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     prune(folder, keep)
@@ -81,7 +83,7 @@ def save_checkpoint(
     save_tensors(weights, header, temporary / WEIGHTS)
     if average is not None:
         save_tensors(average, header, temporary / EMA_FILE)
-    with replacing(temporary / STATE) as file, file.open("wb") as opened:  # torch.save passes on errors of open files
+    with replacing(temporary / STATE) as file, file.open("wb") as opened:  # given a path, torch.save hides the errno
         torch.save({"format": MANIFEST_FORMAT, **state}, opened)
     write_manifest(temporary, step)
     if final.exists():
@@ -93,16 +95,16 @@ def save_checkpoint(
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all checkpoints but the newest `keep`, and those that killed runs were writing or deleting."""
+    """Delete all checkpoints but the newest `keep`, and incomplete ones, which killed runs were writing or deleting."""
     for old in list_checkpoints(folder)[:-keep]:
-        old.rename(old.with_name(f"writing-{old.name}"))  # so that it is never listed with only some of its files
+        old.rename(old.with_name(f"writing-{old.name}"))  # so that a half-deleted checkpoint is never listed
     for left in folder.glob("writing-*"):
         remove(left)
 
 
 def set_aside(checkpoint: Path) -> list[Path]:
-    """Rename the checkpoints that are newer than this one, so that no run continues from them. Returns their new
-    paths; a checkpoint set aside earlier under the same name is deleted."""
+    """Rename the checkpoints that are newer than this one, so that no run resumes from them. A checkpoint that was set
+    aside earlier under the same name is deleted. Returns the new paths."""
     newer = [p for p in list_checkpoints(checkpoint.parent) if step_of(p) > step_of(checkpoint)]
     renamed = [path.with_name(ASIDE + path.name) for path in newer]
     for path, name in zip(newer, renamed, strict=True):
@@ -122,13 +124,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The number of steps that were done when a checkpoint was written."""
+    """The step of a checkpoint: the number of optimizer steps done when it was written."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def choose_checkpoint(folder: Path, resume: bool | int) -> Path | None:
-    """The checkpoint in `folder` to continue from: of the step `resume`, or for True the newest; None for a new run.
-    Raises ValueError when there is none of that step."""
+    """The checkpoint in `folder` to resume from: the one of step `resume`, or the newest if `resume` is a bool. None if
+    there is no checkpoint. Raises ValueError if there is none of step `resume`."""
     found = list_checkpoints(folder)
     if isinstance(resume, bool):
         return found[-1] if found else None
@@ -140,7 +142,7 @@ def choose_checkpoint(folder: Path, resume: bool | int) -> Path | None:
 
 
 def way_out(path: Path) -> str:
-    """Advice for a damaged checkpoint: the newest intact one before it, or that there is none."""
+    """Advice for a damaged checkpoint, as text: resume from the newest intact one before it, or begin a new run."""
     for older in reversed(list_checkpoints(path.parent)):
         if step_of(older) >= step_of(path):
             continue
@@ -170,8 +172,8 @@ def load_checkpoint(path: Path, models: list[nn.Module]) -> RunState:
 
 
 def read_checkpoint(path: Path, names: list[str]) -> tuple[dict[str, Weights], RunState]:
-    """({file: weights}, state) of a checkpoint. Raises DamagedCheckpoint when a file is missing, differs from what was
-    written, or is of another step."""
+    """Read a checkpoint: (weights by file name, state). Raises DamagedCheckpoint if a file is missing, has changed, or
+    belongs to another step."""
     complete = check_manifest(path, step_of(path))
     state = _read_state(path)
     if state.get("format") is not None and not complete:
@@ -193,7 +195,7 @@ def _damaged(path: Path, reason: str) -> DamagedCheckpoint:
 def _read_state(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged archives and pickles raise many kinds of errors
+    except Exception as error:  # a damaged archive or pickle raises errors of many classes
         reason = "is missing" if isinstance(error, FileNotFoundError) else "is truncated or damaged"
         raise _damaged(path, f"{STATE} {reason}") from error
     if not isinstance(state, dict):
@@ -224,14 +226,14 @@ def _is(value: object, kind: type | tuple[type, ...]) -> bool:
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """Write the manifest of a checkpoint whose other files are there."""
+    """Write the manifest of a checkpoint, after all other files."""
     digests = _digests(sorted(folder.iterdir()))
     write_json({"format": MANIFEST_FORMAT, "step": step, "sha256": digests}, folder / MANIFEST)
 
 
 def check_manifest(folder: Path, step: int) -> bool:
-    """Compare the files of a checkpoint with its manifest; False if there is none. Raises DamagedCheckpoint for a file
-    that is missing, unknown or changed, and for another step."""
+    """Compare the files of a checkpoint with its manifest. Returns False if there is no manifest. Raises
+    DamagedCheckpoint for a file that is missing, unknown or changed, and for a manifest of another step."""
     file = folder / MANIFEST
     if not file.is_file():
         return False
@@ -257,7 +259,7 @@ def check_manifest(folder: Path, step: int) -> bool:
 
 
 def _digests(files: list[Path]) -> dict[str, str]:
-    """File name -> SHA-256 of the content, in hexadecimal."""
+    """The SHA-256 of each file, in hexadecimal, by file name."""
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         return dict(zip([file.name for file in files], pool.map(_digest, files), strict=True))
 

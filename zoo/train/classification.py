@@ -1,4 +1,4 @@
-"""Classification runs: an image model on labelled images."""
+"""Classification runs: training of an image model on labelled images."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -53,8 +53,8 @@ class ClassificationRun(TrainingRun[Batch]):
         self.every = {"eval": [run.eval_epochs * epoch], "samples": [], "checkpoint": checkpoints}
 
     def compile_blocks(self) -> None:
-        """Compile block by block: one compilation serves all blocks, also those of a later run in this process. The
-        patch embedding runs as a linear layer."""
+        """Compile block by block: one compilation serves all blocks, and later runs in this process too. The patch
+        embedding runs as a linear layer."""
         for model in filter(None, (self.model, self.setup.objective.teacher)):
             patches_as_products(model)
             for block in getattr(model, "blocks", ()):
@@ -84,10 +84,10 @@ class ClassificationRun(TrainingRun[Batch]):
         row: Row = {}
         where = {"rank": accelerator.process_index, "world": accelerator.num_processes}
         models = {"": self.model} if self.ema is None else {"": self.model, "ema_": self.ema.module}
-        share = -(-self.setup.n_val // accelerator.num_processes)  # the largest of all processes
+        share = -(-self.setup.n_val // accelerator.num_processes)  # the largest number of images per process
         batches = self.setup.val_images.evaluation(self.plan.micro_batch_size, **where)
         batches = pad_batches(batches, -(-share // self.plan.micro_batch_size))
-        with torch.compiler.set_stance("force_eager"):  # batch sizes differ from training: not worth a compilation
+        with torch.compiler.set_stance("force_eager"):  # other batch sizes than in training: not worth compiling
             predictions = predict_all(models, batches, self.autocast)
         for prefix, found in predictions.items():
             sums = accelerator.reduce(found.sums().to(accelerator.device), "sum")
@@ -158,7 +158,8 @@ def set_up(settings: TrainSettings, accelerator: Accelerator) -> Setup:
 
 
 def create_mixup(augment: AugmentSettings, num_classes: int) -> Mixup | None:
-    """timm's mixup and cutmix, or None when both are off. It uses numpy's generator and needs an even batch."""
+    """Create timm's mixup and cutmix; None if both are off. They use numpy's global generator and need an even number
+    of images per batch."""
     if not (augment.mixup or augment.cutmix):
         return None
     return Mixup(
@@ -186,7 +187,7 @@ def _teacher(settings: TrainSettings, host: nn.Module, recipe: Recipe) -> nn.Mod
 
 
 def _check_source(settings: TrainSettings, n_classes: int) -> None:
-    """Raise ValueError for a source without trained weights, classifier included."""
+    """Raise ValueError unless the model before conversion has trained weights, including its classifier."""
     model = settings.model
     found = read_recipe(model.checkpoint) if model.checkpoint else None
     reason = ""
@@ -203,10 +204,10 @@ def _check_source(settings: TrainSettings, n_classes: int) -> None:
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(softmax(teacher / T) || softmax(student / T)), averaged over the batch; logits [B, K] -> scalar, in
-    float32.
+    """Distillation loss T^2 KL(softmax(teacher / T) || softmax(student / T)), averaged over the batch.
 
-    Hinton et al., arXiv 1503.02531, section 2; T^2 keeps the gradient scale independent of T.
+    student, teacher: logits [B, K]. Returns a scalar, computed in float32. The factor T^2 keeps the scale of the
+    gradient independent of T (Hinton et al., arXiv 1503.02531, section 2).
     """
     log_p = F.log_softmax(teacher.float() / temperature, dim=-1)
     log_q = F.log_softmax(student.float() / temperature, dim=-1)
@@ -214,11 +215,14 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float) -> T
 
 
 class Classification(nn.Module):
-    """(logits [B, K], targets [B] or [B, K], images [B, 3, H, W]) -> losses by name; "total" is minimized.
+    """Losses of a classification run.
 
-    With a teacher "total" is (1 - alpha) CE + alpha T^2 KL(teacher || student), plus the losses of
-    `AttentionDistillation` and `FeatureDistillation`, weighted by `distill.attention` and `distill.features`. The
-    teacher gets the same images.
+    Called with logits [B, K], targets [B] (class numbers) or [B, K] (probabilities) and images [B, 3, H, W]. Returns
+    scalar losses by name; "total" is minimized. Without a teacher it is the cross entropy (CE). With a teacher it is
+    (1 - alpha) CE + alpha T^2 KL(teacher || student), plus the losses of `AttentionDistillation` and
+    `FeatureDistillation`, weighted by `distill.attention` and `distill.features`. The teacher gets the same images.
+
+    mixed: whether the targets are probabilities, made by mixup or cutmix.
     """
 
     def __init__(
@@ -235,7 +239,8 @@ class Classification(nn.Module):
 
     @contextmanager
     def listen(self, which: str = "student") -> Iterator[None]:
-        """The context of the student's (or teacher's) forward pass, which records what the distances compare."""
+        """Context of the forward pass of the student (or teacher), which records the tensors that the distillation
+        losses compare."""
         with ExitStack() as stack:
             for match in self.matches.values():
                 stack.enter_context(match.listen(which))

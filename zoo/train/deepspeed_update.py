@@ -1,6 +1,7 @@
-"""Optimizer step with DeepSpeed, ZeRO 1 and 2: full weights, sharded gradients and optimizer state.
+"""Optimizer step with DeepSpeed, ZeRO 1 or 2.
 
-DeepSpeed's engine runs the backward pass, clips, skips steps whose gradients are not finite, and updates.
+Weights are kept in full; ZeRO 1 shards the optimizer state over the processes, ZeRO 2 the gradients too. DeepSpeed's
+engine runs the backward pass, clips gradients, skips steps with non-finite gradients, and updates the weights.
 """
 
 from collections.abc import Callable
@@ -15,15 +16,15 @@ from zoo.train.update import Described, State, Updater
 
 
 class ZeroUpdater(Updater):
-    """`Updater` on DeepSpeed's engine, into which accelerate wraps the model."""
+    """`Updater` for a model that accelerate has wrapped in DeepSpeed's engine."""
 
     layout = "flat"
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.engine: Any = self.wrapped
-        self.flat: torch.optim.Optimizer = self.inner.optimizer  # torch's, on this process's flat shard of each group
-        self.with_grad = set[str]()  # the engine removes gradients as soon as they arrive, so hooks note them
+        self.flat: torch.optim.Optimizer = self.inner.optimizer  # torch's optimizer of this process's flat shards
+        self.with_grad = set[str]()  # names noted by hooks, since the engine frees gradients early
         trained = {name: p for name, p in new_parameters(self.model).items() if p.requires_grad}
         self.handles = [p.register_hook(self._noting(name)) for name, p in trained.items()]
         self.trained = list(trained)
@@ -51,7 +52,7 @@ class ZeroUpdater(Updater):
         self._unread.append(torch.as_tensor(norm, dtype=torch.float32, device=self.accelerator.device).detach())
 
     def state_dict(self, keep: bool) -> State:
-        """The flat shards of all processes, concatenated."""
+        """The optimizer state, with the flat shards of all processes concatenated. Every process."""
         states = self.flat.state_dict()
         full: dict[int, State] = {}
         for i, p in enumerate(self._shards()):
@@ -60,11 +61,11 @@ class ZeroUpdater(Updater):
         return {**states, "state": full, "layout": self.layout, "parameters": self._described()}
 
     def _described(self) -> Described:
-        named = self.model.named_parameters()  # the engine's own parameters are flat
+        named = self.model.named_parameters()  # not the engine's, which are flattened
         return [[name, list(p.shape), str(p.dtype)] for name, p in named if p.requires_grad]
 
     def _load(self, states: State) -> None:
-        """Raises ValueError for a state that was not saved by DeepSpeed with as many processes."""
+        """Load an optimizer state. Raises ValueError if DeepSpeed saved it with another number of processes."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         shards, own = self._shards(), dict[int, State]()
         for i, state in states["state"].items():
@@ -75,7 +76,7 @@ class ZeroUpdater(Updater):
                 )
             own[i] = {k: v[rank * n : (rank + 1) * n] if v.ndim else v for k, v in state.items()}
         self.flat.load_state_dict({**states, "state": own})
-        self.engine.optimizer.refresh_fp32_params()  # from the weights that were loaded before
+        self.engine.optimizer.refresh_fp32_params()  # copies the weights, which are loaded already
 
     def _shards(self) -> list[nn.Parameter]:
         return [p for group in self.flat.param_groups for p in group["params"]]

@@ -1,7 +1,6 @@
 """Distributed training through accelerate: one process, DDP, FSDP2 or DeepSpeed.
 
-The functions on tensors and models do nothing special for unsharded weights. With FSDP2 every process must call them at
-the same place, because they gather shards.
+Functions whose docstring says "Every process." communicate, so that every process must call them at the same point.
 """
 
 import copy
@@ -23,12 +22,13 @@ from zoo.train.settings import AnySettings
 
 T = TypeVar("T")
 
-# classes of modules that the model also calls outside of the block that holds them
-CALLED_ALONE = ("CombinedTimestepLabelEmbeddings",)  # in DiT's first block, called again for the output layer
+# Classes of modules that the model also calls outside of their block, so that FSDP2 must wrap them separately: DiT
+# calls the embedding of its first block again for the output layer.
+CALLED_ALONE = ("CombinedTimestepLabelEmbeddings",)
 
 
 def create_accelerator(settings: AnySettings) -> Accelerator:
-    """The accelerator of a run. Raises ValueError for a configuration of accelerate that is not supported."""
+    """Create the accelerator of a run. Raises ValueError for a configuration of accelerate that is not supported."""
     on_cpu = not torch.accelerator.is_available()
     if on_cpu and settings.run.precision == "fp16":  # accelerate would silently train in float32
         raise ValueError("run.precision=fp16 needs a GPU, and there is none here; use bf16 or fp32")
@@ -36,7 +36,7 @@ def create_accelerator(settings: AnySettings) -> Accelerator:
         mixed_precision={"fp32": "no"}.get(settings.run.precision, settings.run.precision),
         log_with=settings.log.trackers or None,
         project_dir=Path(settings.run.folder),
-        cpu=on_cpu,  # accelerate starts several CPU processes only when this is set
+        cpu=on_cpu,  # required by accelerate for several processes on the CPU
     )
     if accelerator.distributed_type == DistributedType.MEGATRON_LM:
         raise ValueError(
@@ -64,12 +64,12 @@ def _configure_deepspeed(settings: AnySettings, accelerator: Accelerator) -> Non
     if settings.run.precision == "fp16" or settings.run.compile:
         what = "run.compile" if settings.run.compile else "run.precision=fp16"
         raise ValueError(f"{what} does not go with DeepSpeed: leave it out, or use FSDP2")
-    # As under DDP: float32 weights and gradient sums; autocast, which the engine controls, decides what is bf16.
+    # As with DDP, weights and gradient sums are float32; autocast (run by the engine) chooses which operators use bf16.
     found |= {"fp16": {"enabled": False}, "bf16": {"enabled": False}}
     autocast = {"dtype": "bfloat16", "lower_precision_safe_modules": []}
     found["torch_autocast"] = {"enabled": settings.run.precision == "bf16", **autocast}
     found["gradient_clipping"] = settings.optim.clip_grad_norm or 0.0
-    found["gradient_accumulation_steps"] = 1  # the run says which micro-batch is the last
+    found["gradient_accumulation_steps"] = 1  # `ZeroUpdater.backward` marks the last micro-batch of a step
     micro_batches = accelerator.num_processes * settings.optim.grad_accum_steps
     found["train_micro_batch_size_per_gpu"] = settings.data.batch_size // micro_batches
 
@@ -92,10 +92,10 @@ def _check_sharding(settings: AnySettings, accelerator: Accelerator) -> None:
             "accelerate is configured for FSDP with SIZE_BASED_WRAP, which cuts blocks apart; allowed are "
             "TRANSFORMER_BASED_WRAP and NO_WRAP"
         )
-    # As under DDP: float32 weights and gradient sums, and autocast decides what is computed in bf16. accelerate's own
-    # policy would also cast the inputs, and a timestep of 999 is 1000 in bf16.
+    # As with DDP, weights and gradient sums are float32, and autocast chooses which operators use bf16. The default
+    # policy of accelerate would also cast the inputs, which rounds a timestep of 999 to 1000.
     plugin.mixed_precision_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    plugin.cpu_ram_efficient_loading = False  # every process has loaded the weights, and buffers too
+    plugin.cpu_ram_efficient_loading = False  # not needed: every process has loaded the weights and buffers
 
 
 def destroy_process_group() -> None:
@@ -125,8 +125,7 @@ def place(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 def _name_units(accelerator: Accelerator, model: nn.Module) -> None:
-    """Set the FSDP2 wrapping units to the blocks around self-attention, unless accelerate's configuration names
-    some."""
+    """Let FSDP2 wrap the blocks with self-attention, unless accelerate's configuration names classes to wrap."""
     if not accelerator.is_fsdp2:
         return
     plugin = accelerator.state.fsdp_plugin
@@ -142,9 +141,9 @@ def _name_units(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def full_state(value: T, keep: bool = True) -> T:
-    """Gather the full tensors of a state dict (or a value in one), on the CPU. Every process.
+    """Gather the full tensors of a state dict, or of a value in one, on the CPU. Every process.
 
-    keep: return the full tensors. Other processes pass False: they take part in the all-gather and get empty tensors.
+    keep: return the full tensors. A process that passes False takes part in the all-gather and gets empty tensors.
     """
     found: object = value
     if isinstance(value, DTensor):
@@ -158,7 +157,7 @@ def full_state(value: T, keep: bool = True) -> T:
 
 
 def shard_like(value: T, like: object) -> T:
-    """This process's shard of a full tensor, laid out as `like`; unchanged if `like` is not sharded."""
+    """Take this process's shard of a full tensor, with the layout of `like`; unchanged if `like` is not sharded."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     there = value.to(like.device_mesh.device_type)
@@ -166,14 +165,14 @@ def shard_like(value: T, like: object) -> T:
 
 
 def shard_optimizer_state(states: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A full optimizer state dict, sharded as the parameters of `optimizer`."""
+    """Shard a full optimizer state dict in the same way as the parameters of `optimizer`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     shards = {i: {k: shard_like(v, parameters[i]) for k, v in state.items()} for i, state in states["state"].items()}
     return {**states, "state": shards}
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters take no memory, for `unsharded_copy`."""
+    """Copy a model with its parameters on the meta device, where they take no memory, for `unsharded_copy`."""
     copied = copy.deepcopy(model)
     for module in copied.modules():
         for name, p in module.named_parameters(recurse=False):
@@ -182,8 +181,10 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def unsharded_copy(model: nn.Module, form: nn.Module, keep: bool) -> nn.Module:
-    """The model itself, or if it is sharded a copy of its `meta_copy` with the full weights on the CPU. Every process;
-    the result is usable only with `keep`."""
+    """Return the model itself, or if it is sharded, a copy with the full weights on the CPU. Every process.
+
+    form: `meta_copy` of the model.  keep: load the weights into the copy; without it, the copy has no usable weights.
+    """
     if not any(isinstance(p, DTensor) for p in model.parameters()):
         return model
     full = copy.deepcopy(form)
@@ -194,9 +195,9 @@ def unsharded_copy(model: nn.Module, form: nn.Module, keep: bool) -> nn.Module:
 
 
 def all_finite(models: Iterable[nn.Module], accelerator: Accelerator) -> bool:
-    """Whether every parameter of the models is finite, in all processes. Every process."""
+    """Whether all parameters of the models are finite, in all processes. Every process."""
     parameters = (_local(p.detach()) for model in models for p in model.parameters())
-    # the minimum and the maximum are NaN where one value is, and need no tensor of the size of the parameter
+    # minimum and maximum are NaN if one value is, and unlike isfinite() they need no tensor of the parameter's size
     ends = [end.float() for p in parameters if p.numel() for end in torch.aminmax(p)]
     here = not ends or bool(torch.stack(ends).isfinite().all())
     return float(accelerator.reduce(torch.tensor(float(here), device=accelerator.device), "mean")) == 1
@@ -204,7 +205,7 @@ def all_finite(models: Iterable[nn.Module], accelerator: Accelerator) -> bool:
 
 def pad_batches(batches: Iterable[T], n: int) -> Iterator[T]:
     """Yield exactly n batches, repeating the last one if needed, so that all FSDP2 processes run the same number of
-    forward passes. There must be at least one."""
+    forward passes. `batches` must not be empty."""
     last = None
     source = iter(batches)
     for _ in range(n):
@@ -214,7 +215,7 @@ def pad_batches(batches: Iterable[T], n: int) -> Iterator[T]:
 
 
 class Ema(ModelEmaV3):
-    """The exponential moving average of a model's weights; of sharded ones, shard by shard."""
+    """Exponential moving average of a model's weights. Sharded weights are averaged shard by shard."""
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
         ours, theirs = ([_local(v) for v in m.state_dict().values()] for m in (self.module, model))

@@ -1,8 +1,8 @@
-"""Layer-wise distillation: each converted attention layer learns to reproduce its softmax layer, on its own.
+"""Layer-wise distillation: each converted attention layer learns to reproduce its softmax layer.
 
-For most of the run a layer gets the inputs of the teacher's layer, so that layers are independent and one forward pass
-of the teacher serves all of them. For the last part it gets the student's own hidden states, which absorbs the drift.
-Only the attention layers are trained.
+Only the converted attention layers are trained, each independently of the others. For most of the run, a layer gets the
+inputs of the teacher's layer, so that one forward pass of the teacher serves all layers. For the last fraction of the
+run, it gets the student's own hidden states, so that it learns to correct the errors of earlier layers.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,8 @@ class ImageTransferSettings(TransferShare, TrainSettings):
 
 
 class ImageTransfer(ClassificationRun):
-    """A run of `ImageTransferSettings`. Labels are not used; evaluations are those of `ClassificationRun`."""
+    """A run of `ImageTransferSettings`. Training uses no labels; the evaluation is inherited from
+    `ClassificationRun`."""
 
     settings: ImageTransferSettings
 
@@ -55,10 +56,11 @@ class ImageTransfer(ClassificationRun):
 
 
 class LayerwiseLoss:
-    """The sum of the distances of all converted layers to the teacher's, each with gradients to that layer alone.
+    """Loss of layer-wise distillation: the sum of the distances between the outputs of the student's converted layers
+    and of the teacher's layers. The gradient of a distance reaches only its own layer.
 
-    Freezes everything else in the model of `run`. Raises ValueError without a teacher or a converted layer, for several
-    processes, and with run.compile.
+    Freezes all other parameters of the model of `run`. Raises ValueError without a teacher or a converted layer, for
+    several processes, and with run.compile.
     """
 
     def __init__(self, run: TrainingRun, teacher: nn.Module | None, student_share: float) -> None:
@@ -72,11 +74,11 @@ class LayerwiseLoss:
         for layer in converted_layers(run.model).values():
             layer.requires_grad_(True)
         self.run, self.teacher = run, teacher
-        self.own_from = round((1 - student_share) * run.last_step)  # step from which layers get their own inputs
+        self.own_from = round((1 - student_share) * run.last_step)  # step from which layers get the student's inputs
         self.grid_set = False
 
     def __call__(self, forward: Forward, n: int) -> Tensor:
-        """forward: calls a model on a batch of n samples."""
+        """Compute the loss. forward: calls a model on a batch of n samples."""
         run = self.run
         if not self.grid_set:  # a forward pass sets the token grid of the layers
             with torch.no_grad():
@@ -94,9 +96,10 @@ class LayerwiseLoss:
 def attention_distances(
     student: nn.Module, teacher: nn.Module, forward: Forward, own_inputs: bool = False
 ) -> dict[str, Tensor]:
-    """The distance of each converted layer of `student` to the teacher's layer, with gradients to that layer alone.
+    """The relative distance between the outputs of each converted layer of `student` and of the teacher's layer, by
+    layer name. The gradient of a distance reaches only its own layer.
 
-    own_inputs: the layers get the student's hidden states instead of the teacher's.
+    own_inputs: whether layers get the student's hidden states or the teacher's.
     """
     layers = converted_layers(student)
     with torch.no_grad(), record_calls(teacher, layers) as wanted:

@@ -1,4 +1,4 @@
-"""The training loop of every run. Subclasses define model, batches, loss and evaluation.
+"""Training loop of all runs. Subclasses define model, batches, loss and evaluation.
 
 All random draws of a step are seeded by (seed, step, process, micro-batch), so an interrupted run resumes bit for bit.
 """
@@ -43,19 +43,19 @@ B = TypeVar("B", bound=AnyBatch)
 
 
 class TrainingRun(ABC, Generic[B]):
-    """A training run. `train` carries out the steps that are left and returns the result, also written to result.json.
+    """A training run. `train` carries out the remaining steps, writes the result to result.json and returns it.
 
-    Set by `set_up`:
+    Attributes set by `set_up`, except `metric`, which belongs to the class:
       model: the trained model, on `build_device`
-      plan: the samples of each step
-      last_step: number of steps
-      rates, rate_steps: the learning-rate schedule, and the number of steps per epoch of it
-      every: "eval", "samples" and "checkpoint" -> numbers of steps between two of them (0: none)
+      plan: the batch sampler
+      last_step: number of steps of the run
+      rates, rate_steps: the learning-rate schedule, and the number of steps per epoch of the schedule
+      every: intervals in steps (0: none) for each kind of work, "eval", "samples" and "checkpoint"
       metric: key of the main metric in rows of evaluations, and its title
       header: metadata of the weight files in checkpoints
 
-    Raises ValueError for settings that contradict each other, the data or a checkpoint; TrainingFailed (a ValueError)
-    when weights or losses become non-finite: earlier checkpoints are kept and no result is written.
+    Raises ValueError for settings that contradict each other, the data or a checkpoint, and TrainingFailed (a
+    ValueError) for non-finite weights or losses; then earlier checkpoints are kept and no result is written.
     """
 
     model: nn.Module
@@ -122,40 +122,40 @@ class TrainingRun(ABC, Generic[B]):
 
     @abstractmethod
     def set_up(self) -> None:
-        """Set the attributes listed above, except `metric`. Raises ValueError for settings that do not fit."""
+        """Set the attributes listed above. Raises ValueError for settings that do not fit the data or a checkpoint."""
 
     def begin(self) -> None:
-        """Write files into the folder of a run that starts or resumes, in the main process."""
+        """Write further files into the run folder when the run starts or resumes. Main process only."""
 
     @abstractmethod
     def batches(self, first: int, last: int) -> Iterator[B]:
-        """The micro-batches of the steps [first, last) for this process."""
+        """Yield the micro-batches of this process in the steps [first, last)."""
 
     @abstractmethod
     def loss(self, batch: B) -> Tensor:
-        """The loss of one micro-batch, a scalar. Calls `metrics.note` for values to be logged."""
+        """Compute the loss of one micro-batch, a scalar. Logs values by `metrics.note`."""
 
     @abstractmethod
     def evaluate(self) -> Row:
-        """Metrics on the validation set, for a row of kind "eval"."""
+        """Compute metrics on the validation set, for a row of kind "eval". Every process."""
 
     @abstractmethod
     def save(self) -> str:
-        """Write the final weights (`unsharded`) in the main process; returns a description of the model."""
+        """Write the final, `unsharded` weights in the main process. Returns a description of the model."""
 
     @abstractmethod
     def compile_blocks(self) -> None:
-        """Compile the blocks of the model, and of a teacher, in place."""
+        """Compile the blocks of the model, and of the teacher if there is one, in place."""
 
     def show(self) -> None:
-        """Write samples of the model; in every process, since the weights may be sharded."""
+        """Write samples of the model. Every process, since the weights may be sharded."""
 
     # The loop
 
     def train(self) -> Row:
-        """Carry out the steps that are left. Returns the last evaluation with images_seen, seconds and counts.
+        """Carry out the remaining steps. Returns the last evaluation with images_seen, seconds and counts.
 
-        After SIGTERM or SIGINT the run finishes the step and the work due after it, writes a checkpoint and raises
+        After SIGTERM or SIGINT the run finishes the step and the work due after it, writes a checkpoint, and raises
         SystemExit with status 143 or 130.
         """
         try:
@@ -178,7 +178,7 @@ class TrainingRun(ABC, Generic[B]):
         return self._finish()
 
     def _carry_out(self, stop: Stop) -> None:
-        """Run the remaining steps, evaluations, samples and checkpoints, until `stop` has received a signal."""
+        """Carry out the remaining steps with evaluations, samples and checkpoints, until `stop` receives a signal."""
         batches = self.batches(self.step, self.last_step)
         timer = Timer(self.accelerator.device, self.step)
         pauses = {"eval": self.evaluate, "samples": self.show, "checkpoint": self._checkpoint}
@@ -189,7 +189,7 @@ class TrainingRun(ABC, Generic[B]):
             with stop.explained(self._stopped):
                 self._train_step(batches)
             if self.step % self.settings.log.every == 0 or self.step == self.last_step:
-                self.update.flush_norms(self.step)  # waits for the device, so that the timer includes its work
+                self.update.flush_norms(self.step)  # synchronizes, so that the timer includes all work of the device
                 if self.update.failing:
                     self._check_weights()
                 self.trained = self._training_row(*timer.interval(self.step))
@@ -203,12 +203,12 @@ class TrainingRun(ABC, Generic[B]):
                 raise self._stopped(number)
 
     def _train_step(self, batches: Iterator[B]) -> None:
-        """Forward and backward over the micro-batches of one step, then the update."""
+        """Carry out one step: forward and backward passes over its micro-batches, then the update of the weights."""
         self.schedule.step_update(self.step)
         for number in range(self.plan.micro_batches):
             batch = next(batches)
             self._note_unreadable(batch)
-            # after the batch was read: reading in this process draws from the same generators
+            # seeded after the batch was read, since reading it in this process draws from the same generators
             seed_everything(self.settings.run.seed, self.step, self.accelerator.process_index, number)
             last = number == self.plan.micro_batches - 1
             self.update.backward(self.loss(batch) / self.plan.micro_batches, last)
@@ -219,13 +219,13 @@ class TrainingRun(ABC, Generic[B]):
         self.anneal(self.step)
 
     def _due(self, kind: str) -> bool:
-        """Whether the step just done is followed by this kind of work; the last step is, unless the kind is off."""
+        """Whether this kind of work is due after the current step. After the last step it is, unless it is off."""
         every = [n for n in self.every[kind] if n]
         return bool(every) and (self.step == self.last_step or any(self.step % n == 0 for n in every))
 
     def _pause(self, kind: str, work: Callable[[], Row | None], timer: Timer) -> None:
-        """Do work that does not count as training, and write a row with its results and time."""
-        self.update.flush_norms(self.step)  # steps still running on the device count as training
+        """Do work that does not count as training time, and write a row with its results and duration."""
+        self.update.flush_norms(self.step)  # synchronizes, so that queued steps count as training time
         with timer.pause() as took:
             found = work() or {}
         if kind == "eval":
@@ -235,18 +235,18 @@ class TrainingRun(ABC, Generic[B]):
 
     def autocast(self) -> torch.autocast:
         """The autocast context of run.precision."""
-        cache = not self.accelerator.is_fsdp2  # the cache would hold 16-bit copies of all full weights
+        cache = not self.accelerator.is_fsdp2  # a cache would keep 16-bit copies of all unsharded weights
         return autocast(self.accelerator.device.type, self.settings.run.precision, cache)
 
     def unsharded(self, model: nn.Module) -> nn.Module:
-        """The model, or its EMA, with full weights for the main process to save. Every process."""
+        """Return `model`, or its EMA, with full weights in the main process, to be saved. Every process."""
         return model if self.form is None else distributed.unsharded_copy(model, self.form, self.main)
 
     # The state
 
     def _checkpoint(self) -> Row:
-        """Write a checkpoint. After skipped steps postpone it until a step is not skipped, so that checkpoints from
-        before the failure are not pruned."""
+        """Write a checkpoint. If the last steps were skipped, postpone it until a step is not skipped, so that the
+        checkpoints from before the failure are not pruned."""
         self.update.flush_norms(self.step)
         self._check_weights()
         self.late = self.update.failing
@@ -316,7 +316,7 @@ class TrainingRun(ABC, Generic[B]):
             raise TrainingFailed(f"{at}: lower optim.lr or set optim.clip_grad_norm")
 
     def _check_end(self) -> None:
-        """Raise TrainingFailed if the last steps were skipped, or weights or the last evaluation are not finite."""
+        """Raise TrainingFailed if the last steps were skipped, or if weights or the last evaluation are not finite."""
         if self.update.failing:
             n = self.update.counts["skipped_in_a_row"]
             raise TrainingFailed(f"the gradients of the last {n} steps were not finite, so that they were skipped")
@@ -358,7 +358,7 @@ class TrainingRun(ABC, Generic[B]):
         self.metrics.write({**where, **row})
 
     def _status(self) -> str:
-        """Loss, speed and the last evaluation, for the progress bar."""
+        """Text of the progress bar: loss, speed and the last evaluation."""
         row, key = self.trained, self.metric[0]
         texts = [f"loss {row['loss']:.4g}", f"{row['images_per_second']:.0f} images/s"] if "loss" in row else []
         return ", ".join([*texts, *([f"{key} {self.evaluated[key]:.4g}"] if key in self.evaluated else [])])
@@ -366,7 +366,7 @@ class TrainingRun(ABC, Generic[B]):
     # The end
 
     def _stopped(self, number: int) -> SystemExit:
-        """The exit after a signal; prints where the run will resume."""
+        """Print where the run will resume after a signal. Returns the exception that ends the process."""
         self.metrics.close()
         at = f"stopped by {Signals(number).name} at step {self.step} of {self.last_step}"
         newest = f"run.resume=true continues at step {self.saved}" if self.saved else "no checkpoint was written yet"

@@ -17,8 +17,10 @@ Row = dict[str, Any]  # "step", "kind" and numbers
 
 
 class Metrics:
-    """The losses since the last row, and where rows are written: metrics.jsonl and the trackers. In every process; the
-    main process writes."""
+    """Running averages of the losses since the last row, and the writer of rows to metrics.jsonl and the trackers.
+
+    It exists in every process; only the main process writes.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -26,12 +28,12 @@ class Metrics:
         self.record: Record | None = None
 
     def open(self, file: Path, step: int, project: str, config: dict[str, str]) -> None:
-        """Open `file` for a run that continues at `step`, and the trackers, which show `config`."""
+        """Open `file` for a run that starts or resumes at `step`, and the trackers with the configuration `config`."""
         self.record = Record(file, step) if self.accelerator.is_main_process else None
         self.accelerator.init_trackers(project, config=config)
 
     def close(self) -> None:
-        """Finish the trackers."""
+        """Close the trackers."""
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
@@ -40,7 +42,7 @@ class Metrics:
         self.meters.setdefault(name, AverageMeter()).update(value.detach(), n)
 
     def state_dict(self) -> dict[str, list[float]]:
-        """Name -> [sum, averaged over processes; number of samples] of each running average. Every process."""
+        """The running averages, by name: [sum averaged over processes, number of samples]. Every process."""
         out = {}
         for name, meter in self.meters.items():
             total = torch.as_tensor(meter.sum, device=self.accelerator.device, dtype=torch.float32)
@@ -54,13 +56,13 @@ class Metrics:
             meter.sum, meter.count = torch.tensor(total, device=self.accelerator.device), count
 
     def averages(self) -> dict[str, float]:
-        """The running averages, which then start again. Every process."""
+        """Return the running averages and reset them. Every process."""
         out = {name: total / count for name, (total, count) in self.state_dict().items()}
         self.meters.clear()
         return out
 
     def write(self, row: Row) -> None:
-        """Write a row with its step and kind."""
+        """Write a row, which has a step and a kind."""
         if self.record is None:
             return
         self.record.write(row)
@@ -69,7 +71,7 @@ class Metrics:
 
 
 class Record:
-    """Appends rows to `file`. For a run that continues at step `step` it first drops the rows after that step."""
+    """Writer that appends rows to `file`. On opening it drops old rows: all for step 0, else the rows after `step`."""
 
     def __init__(self, file: Path, step: int = 0) -> None:
         self.file = file
@@ -78,19 +80,18 @@ class Record:
             temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, row: Row) -> None:
-        """Append one row. A line cut off by a kill or a full disk is dropped when the file is read."""
+        """Append one row. `read_rows` drops a line that was cut off because the process was killed or the disk full."""
         with naming(self.file), self.file.open("a") as opened:
             opened.write(json.dumps({k: _finite(v) for k, v in row.items()}) + "\n")
 
 
 def _finite(value: object) -> object:
-    """null for NaN and infinity, which JSON does not have."""
+    """Replace NaN and infinity, which JSON does not have, with None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The rows of a metrics file. A last line that was cut off by a kill is left out; raises ValueError for another
-    damaged line."""
+    """Read the rows of a metrics file, without an incomplete last line. Raises ValueError for other damaged lines."""
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -107,7 +108,10 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def draw_curves(runs: dict[str, list[Row]], file: Path, key: str = "top1", title: str = "top-1 accuracy (%)") -> None:
-    """Draw training loss and the validation metric `key` over images seen, one line per run, as a PNG."""
+    """Plot the training loss and the validation metric `key` over the images seen, one line per run, as a PNG.
+
+    runs: rows of each run, by the name for the legend.  title: axis label of the metric.
+    """
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for name, rows in runs.items():

@@ -1,4 +1,4 @@
-"""The model with which a classification run starts."""
+"""Initial model of a classification run."""
 
 import math
 from dataclasses import replace
@@ -23,10 +23,10 @@ from zoo.train.settings import ModelSettings
 
 
 def plan(settings: ModelSettings, n_classes: int | None = None) -> tuple[Recipe, Recipe | None]:
-    """(recipe of the model to build, recipe of the checkpoint or None). Without `n_classes` the checkpoint or
-    timm determine the number of classes.
+    """Determine which model to build: (recipe of the model, recipe of the checkpoint or None).
 
-    Raises ValueError for a missing or damaged checkpoint, and if neither settings nor checkpoint name the model.
+    n_classes: number of classes; None takes it from the checkpoint, or else from timm. Raises ValueError for a missing
+    or damaged checkpoint, and if neither the settings nor the checkpoint name the model.
     """
     if settings.checkpoint and settings.pretrained:
         raise ValueError("model.checkpoint and model.pretrained both name weights; give one of them")
@@ -44,17 +44,18 @@ def plan(settings: ModelSettings, n_classes: int | None = None) -> tuple[Recipe,
         recipe = found.host() if settings.img_size is None else replace(found.host(), img_size=settings.img_size)
     classes = n_classes or (found.num_classes if found else timm_classes(recipe.name))
     options = settings.mixer_options
-    if found and found.mixer == settings.mixer and "blocks" in found.mixer_options:  # at another image size too
+    if found and found.mixer == settings.mixer and "blocks" in found.mixer_options:  # also for another image size
         options = {"blocks": found.mixer_options["blocks"], **options}
     recipe = replace(recipe, num_classes=classes, mixer=settings.mixer, mixer_options=options)
     return replace(recipe, layers=settings.layers, keep_softmax=settings.keep_softmax), found
 
 
 def start_classifier(settings: ModelSettings, n_classes: int | None = None) -> tuple[nn.Module, nn.Module, Recipe]:
-    """(model, host, recipe) to start a run with: `host` is the model before conversion, with the same weights.
+    """Build the initial model of a run: (model, host, recipe), where `host` is the softmax model before conversion.
 
-    Weights come from `settings.checkpoint`, timm or the seed; position embeddings of another image size are resampled.
-    Raises ValueError for a truncated checkpoint or one with another mixer or number of classes, and for unknown names.
+    The weights of both come from `settings.checkpoint`, from timm, or are random. If the checkpoint is a converted
+    model, only `model` gets its weights. Position embeddings of another image size are resampled. Raises ValueError for
+    a truncated checkpoint or one with another mixer or number of classes, and for unknown names.
     """
     recipe, found = plan(settings, n_classes)
     host = build_host(recipe, settings.pretrained)
@@ -99,10 +100,8 @@ def _start_weights(
 
 
 def _resampled(weights: dict[str, Tensor], model: VisionTransformer) -> dict[str, Tensor]:
-    """Resample position embeddings [1, tokens, C] of a square grid to the grid of the model, as timm does.
-
-    Other differences are left to `load_strict`, which raises an error.
-    """
+    """Resample position embeddings [1, tokens, C] of a square grid to the grid of the model, as timm does. Other
+    weights are returned unchanged."""
     have, want = weights.get("pos_embed"), model.state_dict().get("pos_embed")
     if have is None or want is None or have.shape == want.shape or have.shape[-1] != want.shape[-1]:
         return weights

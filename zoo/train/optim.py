@@ -1,4 +1,4 @@
-"""timm's optimizers and schedules, with learning-rate factors for mixers and attention layers."""
+"""Optimizers and schedules of timm, with learning-rate factors for mixers and attention layers."""
 
 import inspect
 
@@ -28,13 +28,13 @@ def attention_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def parameter_groups(model: nn.Module, optim: OptimSettings) -> list[Tree]:
-    """timm's groups (weight decay of matrices only, layer decay), each split into new parameters of mixers, pretrained
-    parameters of attention layers, and the rest.
+    """Create timm's parameter groups (weight decay of matrices only, layer decay), each split by learning-rate factor
+    into new parameters of mixers, pretrained parameters of attention layers, and other parameters.
 
-    timm's schedules multiply the learning rate of a group with its `lr_scale`.
+    The factor is the `lr_scale` of a group, with which timm's schedules multiply the learning rate.
     """
     kept = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
-    # no weight decay for gains per head and per block either, though they are stored as matrices
+    # no weight decay for gains per head and weights per block pair, although they are stored as matrices
     kept |= {name for name in new_parameters(model) if name.endswith(".coefficients") or ".mixing." in name}
     if optim.layer_decay:
         groups = param_groups_layer_decay(
@@ -56,9 +56,9 @@ def parameter_groups(model: nn.Module, optim: OptimSettings) -> list[Tree]:
 
 
 def create_optimizer(model: nn.Module, optim: OptimSettings) -> Optimizer:
-    """The timm optimizer of this name, fused if it can then skip a step on the device (see `Updater`).
+    """Create a timm optimizer. Adam and AdamW are fused, since they can then skip a step on the device (see `Updater`).
 
-    Raises ValueError for an unknown name, or for too many or too few betas.
+    Raises ValueError for an unknown name and for a wrong number of betas.
     """
     if optim.name not in list_optimizers():
         raise unknown_name("optimizer", optim.name, list_optimizers(exclude_filters=["bnb*", "fused*", "apex*"]))
@@ -74,9 +74,10 @@ def create_optimizer(model: nn.Module, optim: OptimSettings) -> Optimizer:
 
 
 def create_schedule(optimizer: Optimizer, schedule: ScheduleSettings, steps_per_epoch: int) -> Scheduler:
-    """The timm schedule, updated by `step_update(step)` before each step. Raises ValueError if timm is too old."""
+    """Create a timm schedule, which `step_update(step)` updates before each step. Raises ValueError if timm is too old
+    to have it."""
     name, more = schedule.name, Tree()
-    if name == "constant":  # not in older timm versions
+    if name == "constant":  # older versions of timm have no such schedule
         name, more = "step", {"decay_epochs": 1.0, "decay_rate": 1.0}
     elif name == "step":
         more = {"decay_epochs": schedule.decay_epochs, "decay_rate": schedule.decay_rate}
@@ -90,7 +91,7 @@ def create_schedule(optimizer: Optimizer, schedule: ScheduleSettings, steps_per_
         optimizer,
         sched=name,
         num_epochs=schedule.epochs,
-        warmup_epochs=schedule.warmup_epochs,  # fractions of an epoch are allowed
+        warmup_epochs=schedule.warmup_epochs,  # may be a fraction of an epoch
         warmup_lr=schedule.warmup_lr,
         min_lr=schedule.min_lr,
         step_on_epochs=False,

@@ -1,4 +1,4 @@
-"""The folder of a run: its configuration, and the options of its mixers."""
+"""Run folders: the configuration of the run, and the mixer options stored in its checkpoints."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,14 +16,14 @@ from zoo.train.settings import CHANGEABLE, AnySettings, MixerSettings
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
-MOST_NAMED = 10  # keys per error message
+MOST_NAMED = 10  # maximum number of keys in an error message
 M = TypeVar("M", bound=MixerSettings)
 S = TypeVar("S", bound=AnySettings)
 
 
 def check_run_folder(settings: AnySettings) -> None:
-    """Raise ValueError when `run.folder` holds a run and `run.resume` is not set, or one with another
-    configuration, or no checkpoint of the step `run.resume`."""
+    """Raise ValueError if `run.folder` holds a run and `run.resume` is not set, a run with another configuration, or no
+    checkpoint of the step `run.resume`."""
     folder = Path(settings.run.folder)
     file = folder / CONFIG
     if not file.exists() and list_checkpoints(folder / CHECKPOINTS):
@@ -49,7 +49,7 @@ def _check_config(settings: AnySettings, file: Path) -> None:
 
 
 def _read_config(settings: S, file: Path) -> S:
-    """The configuration of the run in the folder."""
+    """Read the configuration of a run. Raises ValueError if the file is missing, empty or damaged."""
     way_out = "put the configuration that the run was started with there, or choose another run.folder"
     if file.is_file() and not file.read_bytes().strip():
         raise ValueError(f"{file} is empty, as after a crash of the machine: {way_out}")
@@ -60,7 +60,8 @@ def _read_config(settings: S, file: Path) -> S:
 
 
 def begin_folder(settings: AnySettings) -> None:
-    """Write the configuration of a new run. Called after everything that the configuration names was found."""
+    """Create the folder of a new run and write its configuration. Called last, so that a wrong configuration leaves no
+    file behind."""
     file = Path(settings.run.folder) / CONFIG
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -68,8 +69,8 @@ def begin_folder(settings: AnySettings) -> None:
 
 
 def as_begun(model: M, checkpoint: Path | None) -> M:
-    """The model settings with the mixer options stored in a checkpoint: defaults may have changed since the run began.
-    Returns `model` unchanged for a checkpoint that cannot be read; loading it raises the error."""
+    """Complete the model settings with the mixer options stored in a checkpoint, since defaults may have changed since
+    the run began. A checkpoint that cannot be read changes nothing here; loading it raises an error later."""
     if checkpoint is None or model.mixer not in MIXERS:
         return model
     try:

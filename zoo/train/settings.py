@@ -10,7 +10,7 @@ from zoo.mixers.help import check_mixer, mixers_help
 from zoo.precision import PRECISIONS
 from zoo.ranges import POSITIVE, SEED, check_ranges
 
-# Keys that may change when an interrupted run resumes: they do not change its result.
+# Keys that may differ when an interrupted run resumes, since they do not change its result.
 CHANGEABLE = (
     "run.resume",
     "run.folder",
@@ -48,8 +48,8 @@ class MixerSettings:
 class ModelSettings(MixerSettings):
     """Model, initial weights and attention mixer.
 
-    name: timm model name, softmax (vit_small_patch16_224) or ours (vit_mhla_small_patch16_224); empty takes name and
-      kwargs from the checkpoint
+    name: timm model name, of a softmax model (vit_small_patch16_224) or of a registered model with a mixer
+      (vit_mhla_small_patch16_224); empty takes name and kwargs from the checkpoint
     kwargs: keyword arguments of timm.create_model, such as {patch_size: 4, depth: 6}
     img_size: side of the square input in pixels; position embeddings of a checkpoint are resampled to it; none keeps
       the size of the checkpoint or the model
@@ -80,7 +80,7 @@ class ModelSettings(MixerSettings):
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """Optimizer, gradient clipping and accumulation, EMA, order warm-up.
+    """Optimizer, gradient clipping and accumulation, EMA, and order warm-up.
 
     name: timm optimizer name
     lr: peak learning rate
@@ -135,8 +135,8 @@ class ScheduleSettings:
     warmup_epochs: epochs of linear warm-up, included in `epochs`
     min_lr: final learning rate
     warmup_lr: initial learning rate of the warm-up
-    decay_epochs: epochs between two decays (step); epochs of the final decay, or below 1 its fraction of the run (wsd;
-      none means 0.2)
+    decay_epochs: for step, epochs between two decays; for wsd, epochs of the final decay, or if below 1, its fraction
+      of the run (none means 0.2)
     decay_rate: learning-rate factor of each decay (step)
     power: exponent of the decay, 1 for a linear decay (poly)
     """
@@ -189,8 +189,8 @@ class RunBasics:
 
     folder: output folder
     seed: seed of weights, sample order, augmentation and noise
-    resume: continue from the newest checkpoint of the folder, if there is one; or from the checkpoint of a step, such
-      as 2000, renaming newer ones
+    resume: true continues from the newest checkpoint of the folder, if there is one; a number such as 2000 continues
+      from the checkpoint of that step and renames newer ones
     precision: fp32, bf16 or fp16
     compile: compile each block with torch.compile (timm models: the patch embedding runs as a linear layer)
     keep_checkpoints: number of checkpoints to keep
@@ -218,7 +218,7 @@ class RunBasics:
 
 @dataclass(frozen=True)
 class RunSettings(RunBasics):
-    """A run whose length is given in epochs.
+    """Settings of a run whose length is given in epochs.
 
     eval_epochs: epochs between two evaluations (the last epoch is always evaluated)
     checkpoint_epochs: epochs between two checkpoints
@@ -239,7 +239,7 @@ class LogSettings:
     """Logging; metrics.jsonl is always written.
 
     every: steps between two training rows
-    trackers: tensorboard and wandb, in addition
+    trackers: experiment trackers to log to as well, tensorboard and wandb
     project: project name for trackers
     """
 
@@ -257,7 +257,7 @@ class LogSettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """A classification run. See the sections."""
+    """Settings of a classification run."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -274,7 +274,7 @@ class TrainSettings:
 
 
 class BatchSettings(Protocol):
-    """The section `data` of any run."""
+    """The section `data` of all runs."""
 
     @property
     def batch_size(self) -> int:
@@ -282,7 +282,7 @@ class BatchSettings(Protocol):
 
 
 class AnySettings(Protocol):
-    """The sections that the settings of every run have."""
+    """The sections that the settings of all runs have."""
 
     @property
     def model(self) -> MixerSettings:

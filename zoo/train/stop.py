@@ -1,4 +1,4 @@
-"""Handling of SIGTERM and SIGINT during a run: the step is finished first."""
+"""Handling of SIGTERM and SIGINT during a run: the run finishes the current step before it stops."""
 
 import contextlib
 import signal
@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-GRACE = 0.5  # seconds until a signal that killed DataLoader workers has arrived here too
+GRACE = 0.5  # seconds to wait for a signal that reached the DataLoader workers before this process
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
-    """Context in which the first of `SIGNALS` is stored instead of ending the process.
+    """Context in which a signal of `SIGNALS` is stored instead of ending the process.
 
-    A second SIGINT interrupts a single process at once, as usual. Several processes ignore it, since launchers repeat
-    the signal of the terminal.
+    signal: the first signal received, 0 for none. A second SIGINT interrupts a run of one process at once. With several
+    processes it is ignored, since launchers send the signal of the terminal again.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -29,7 +29,7 @@ class Stop:
         self._last: torch.Tensor | None = None
 
     def __enter__(self) -> "Stop":
-        if threading.current_thread() is threading.main_thread():  # the only one that may
+        if threading.current_thread() is threading.main_thread():  # others may not set handlers
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
@@ -44,8 +44,8 @@ class Stop:
 
     @contextlib.contextmanager
     def explained(self, end: Callable[[int], BaseException]) -> Iterator[None]:
-        """Context of a step that fails because the signal also killed DataLoader workers: raises `end(signal)` instead
-        of their error."""
+        """Context of a step. If the step fails because the signal also killed DataLoader workers, raises `end(signal)`
+        instead of their error."""
         try:
             yield
         except RuntimeError as error:
@@ -57,10 +57,10 @@ class Stop:
             raise end(self.signal) from error
 
     def asked(self) -> int:
-        """The signal after which all processes stop at this step; 0 for none. Every process, once per step.
+        """The signal because of which the run must stop after this step; 0 for none. Every process, once per step.
 
-        Processes receive a signal at different times. They agree on the maximum of the step before, which is on the
-        device by now, so that reading it does not wait.
+        Processes receive a signal at different times, so they agree by an all-reduce of the maximum. The result is read
+        one step later, when it is ready, so that the host does not wait for it.
         """
         if self.accelerator.num_processes == 1:
             return self.signal

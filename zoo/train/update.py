@@ -1,4 +1,4 @@
-"""Optimizer step: backward, gradient clipping, skipping of non-finite steps, EMA update."""
+"""Optimizer step: backward pass, gradient clipping, skipping of non-finite steps, EMA update."""
 
 import contextlib
 import itertools
@@ -22,7 +22,7 @@ Described = list[list[object]]  # [name, shape, dtype] per trained parameter
 
 
 class Counts(TypedDict):
-    """Numbers of steps: skipped, skipped in a row up to the last one, and clipped."""
+    """Numbers of steps: skipped in total, skipped in a row up to the last step, and clipped."""
 
     skipped: int
     skipped_in_a_row: int
@@ -32,15 +32,17 @@ class Counts(TypedDict):
 class Updater:
     """Runs one optimizer step per call.
 
-    Steps with a non-finite gradient norm change neither weights nor optimizer state. torch's fused Adam and AdamW skip
-    on the device, so the host does not synchronize; for other optimizers the host waits for the norm. In fp16
-    accelerate's gradient scaler decides and lowers its factor. Learning rate and EMA advance on skipped steps too.
+    A step with a non-finite gradient norm changes neither weights nor optimizer state. torch's fused Adam and AdamW
+    skip it on the device, so that the host does not synchronize; other optimizers make the host wait for the norm. In
+    fp16, the gradient scaler of accelerate skips it and lowers its scale. Learning rate and EMA advance on skipped
+    steps too.
 
-    wrapped: the model as prepared by accelerate.  norm: gradient norm of the last step read by `flush_norms`.
-    counts: over the steps read so far.
+    wrapped: the model as prepared by accelerate.  clip: maximum gradient norm; None disables clipping.
+    max_skipped: maximum number of consecutive skipped steps.  norm: gradient norm of the last step that `flush_norms`
+    has read.  counts: numbers of skipped and clipped steps, among the steps that `flush_norms` has read.
     """
 
-    layout = "whole"  # of the optimizer state in checkpoints: "whole" or "flat"
+    layout = "whole"  # layout of the optimizer state in checkpoints: "whole", or "flat" with DeepSpeed
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class Updater:
         self.accelerator, self.model, self.wrapped = accelerator, model, wrapped
         self.optimizer, self.ema = optimizer, ema
         self.clip, self.max_skipped = clip, max_skipped
-        self.inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        self.inner: Any = getattr(optimizer, "optimizer", optimizer)  # without the wrapper of accelerate
         self.skips_on_device = getattr(self.inner, "_step_supports_amp_scaling", False)
         self.norm = math.nan
         self.counts = Counts(skipped=0, skipped_in_a_row=0, clipped=0)
@@ -64,7 +66,7 @@ class Updater:
         self._projected = [m for m in mixers if type(m).project_ is not Mixer.project_]
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradients of one micro-batch; `last`: the last one of the step."""
+        """Add the gradients of one micro-batch. last: whether it is the last one of the step."""
         # FSDP2: always reduce-scatter; `no_sync` would keep unsharded gradients between micro-batches
         wait = not last and not self.accelerator.is_fsdp2
         with self.accelerator.no_sync(self.wrapped) if wait else contextlib.nullcontext():
@@ -75,7 +77,7 @@ class Updater:
         return [name for name, p in new_parameters(self.model).items() if p.requires_grad and p.grad is None]
 
     def __call__(self, step: int) -> None:
-        """Update the weights and the EMA in step `step`, counted from 1. Raises TrainingFailed as `flush_norms`."""
+        """Update the weights and the EMA. Steps are counted from 1. Raises TrainingFailed as `flush_norms`."""
         self.optimizer_step(step)
         for mixer in self._projected:
             mixer.project_()
@@ -83,7 +85,7 @@ class Updater:
             self.ema.update(self.model, step=step)
 
     def optimizer_step(self, step: int) -> None:
-        """Clip the gradients, then update the weights or skip the step."""
+        """Clip the gradients, and update the weights or skip the step."""
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip or math.inf).detach()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._unread.append(norm)
@@ -102,7 +104,7 @@ class Updater:
     def flush_norms(self, step: int) -> None:
         """Read the gradient norms of the steps up to `step` and count them.
 
-        Raises TrainingFailed when more than `max_skipped` steps in a row were skipped.
+        Raises TrainingFailed if more than `max_skipped` steps in a row were skipped.
         """
         if not self._unread:
             return
@@ -123,19 +125,19 @@ class Updater:
 
     @property
     def failing(self) -> bool:
-        """Whether the last steps were skipped. The one step with which a gradient scaler finds its new factor does not
-        count."""
+        """Whether the last steps were skipped. With a gradient scaler a single skipped step does not count, since it
+        serves to lower the scale."""
         return self.counts["skipped_in_a_row"] > int(self.accelerator.scaler is not None)
 
     def state_dict(self, keep: bool) -> State:
-        """The full optimizer state (keep: see `full_state`) and the parameters it belongs to. Every process."""
+        """The full optimizer state, with a description of its parameters. Every process. keep: see `full_state`."""
         return {**full_state(self.optimizer.state_dict(), keep), "layout": self.layout, "parameters": self._described()}
 
     def load(self, states: State) -> None:
-        """Load an optimizer state, after the weights.
+        """Load an optimizer state. The weights must be loaded already.
 
-        Raises DamagedCheckpoint for the state of other parameters; ValueError for a state that DeepSpeed saved when
-        this run does not use it, or the reverse.
+        Raises DamagedCheckpoint for a state of other parameters, and ValueError if only one of this run and the run
+        that saved the state uses DeepSpeed.
         """
         theirs, ours = states.get("parameters"), self._described()
         if theirs is not None and theirs != ours:
@@ -162,7 +164,7 @@ class Updater:
             raise DamagedCheckpoint("the optimizer state in its state.pt is damaged") from error
 
     def _check_moments(self, states: dict[int, State]) -> None:
-        """Raise DamagedCheckpoint for moments of a wrong shape: torch's fused optimizers would read past their end."""
+        """Raise DamagedCheckpoint for moments of a wrong shape, past whose end torch's fused optimizers would read."""
         parameters = [p for group in self.inner.param_groups for p in group["params"]]
         for i, state in states.items() if self.skips_on_device else ():
             for name, value in state.items():
@@ -172,7 +174,7 @@ class Updater:
 
 
 def _difference(theirs: Described, ours: Described) -> str:
-    """The first parameter in which two lists differ, as text."""
+    """Describe the first parameter in which two lists differ, as text."""
     for there, here in itertools.zip_longest(theirs, ours):
         if there != here:
             have, want = ("nothing" if x is None else f"{x[0]} of {x[1]}, {x[2]}," for x in (there, here))

@@ -1,1 +1,1 @@
-"""Training of diffusion transformers: data, model, teacher, layerwise distillation, dry run, and the run."""
+"""Training of diffusion transformers."""

@@ -1,4 +1,4 @@
-"""Samples of a diffusion run: images, video clips or cached latents, with labels or prompts."""
+"""Training and validation samples of a diffusion run: images, video clips or cached latents."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +27,10 @@ from zoo.train.denoising.settings import DiffusionDataSettings
 class Samples(Protocol):
     """Training and validation samples.
 
-    shape: [C, H, W], for clips [C, T, H, W].  extra_channels: additional input channels of the model (a first frame).
-    image_tokens: whether the model gets tokens of an image encoder too.  classes: their names, empty for prompts.
-    unconditional: the unconditional condition.  metadata: what later runs and samplers need.
+    shape: shape of a sample, [C, H, W], or [C, T, H, W] for clips.  extra_channels: number of additional input channels
+    (of an image-to-video model).  image_tokens: whether the samples have tokens of an image encoder.  classes: class
+    names, empty for prompts.  unconditional: inputs of the unconditional model by argument name.  metadata: content of
+    input.json, for later runs and samplers.  n_train, n_val: numbers of samples.
     """
 
     shape: tuple[int, ...]
@@ -42,20 +43,23 @@ class Samples(Protocol):
     n_val: int
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[DiffusionBatch]:
-        """The micro-batches of the steps [first, last) for this process."""
+        """Yield the micro-batches of this process in the steps [first, last)."""
 
     def evaluation(self, batch_size: int, rank: int, world: int) -> Iterator[DiffusionBatch]:
-        """Each validation sample of this process once."""
+        """Yield every validation sample of this process once, in order."""
 
     def to_images(self, x: Tensor) -> Tensor:
-        """Samples [B, *shape] as uint8 images [B, 3, height, width] or clips [B, 3, frames, height, width]."""
+        """Convert samples [B, *shape] to uint8 images [B, 3, height, width] or clips [B, 3, frames, height, width]."""
 
 
 def open_samples(
     data: DiffusionDataSettings, seed: int, device: torch.device, most_clips: int | None = None
 ) -> Samples:
-    """The samples of these settings; of videos at most `most_clips` clips each for training and validation. Raises
-    ValueError for data that are missing or do not fit the settings."""
+    """Open the samples of a run.
+
+    most_clips: maximum number of clips of videos, both for training and for validation. Raises ValueError for data that
+    are missing or do not fit the settings.
+    """
     if data.source == "latents":
         return LatentSamples(data, seed, device)
     if data.source in VIDEOS:
@@ -64,7 +68,7 @@ def open_samples(
 
 
 class PixelSamples:
-    """Images in [-1, 1]."""
+    """Labelled images with pixels in [-1, 1]."""
 
     extra_channels, image_tokens = 0, False
 
@@ -101,7 +105,11 @@ def _clean(batch: Batch) -> DiffusionBatch:
 
 
 class LatentSamples:
-    """Cached latents; the VAE is loaded when images are first decoded."""
+    """Cached latents. The VAE is loaded when latents are decoded for the first time.
+
+    Raises ValueError for a given size, for incomplete latents or another VAE than `data.vae`, and if training and
+    validation latents were made with different settings.
+    """
 
     def __init__(self, data: DiffusionDataSettings, seed: int, device: torch.device) -> None:
         if data.img_size is not None:
@@ -137,10 +145,10 @@ class LatentSamples:
 
 
 class ClipSamples:
-    """Labelled video clips in [-1, 1], each decoded once and kept as uint8 in memory (3 T H W bytes per clip).
+    """Labelled video clips with pixels in [-1, 1], decoded once and kept as uint8 in memory (3 T H W bytes per clip).
 
-    Raises ValueError for a missing size, no clips, different classes in training and validation, and when over 1 % of
-    the clips cannot be read.
+    Raises ValueError for a missing size, no clips, different classes in training and validation, and if more than 1 %
+    of the clips cannot be read.
     """
 
     def __init__(self, data: DiffusionDataSettings, seed: int, device: torch.device, most: int | None = None) -> None:
@@ -192,7 +200,7 @@ def _open(data: DiffusionDataSettings, shape: ClipShape, which: str) -> Numbered
 
 
 def _decoded(clips: NumberedClips, what: str, most: int | None) -> tuple[Tensor, Tensor]:
-    """uint8 [n, 3, T, H, W] and class numbers [n] of the readable ones of the first `most` clips."""
+    """Decode the first `most` clips: uint8 [n, 3, T, H, W] and class numbers [n] of the readable ones."""
     found, numbers = [], range(len(clips))[:most]
     for number in progress(numbers, f"decoding {what}"):
         try:

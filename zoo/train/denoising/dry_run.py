@@ -1,4 +1,4 @@
-"""Diffusion runs from the command line, and dry runs: one step of everything that a run does."""
+"""Diffusion runs from the command line, and dry runs, which do every part of a run once."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.distributed import destroy_process_group
 from zoo.train.metrics_log import Row
 
-IMAGES, VIDEOS = 16, 2  # number of generated and scored samples
+IMAGES, VIDEOS = 16, 2  # numbers of images or videos that a dry run generates and scores
 
 
 class DryRun(DiffusionRun):
@@ -33,7 +33,7 @@ class DryRun(DiffusionRun):
 
 
 def carry_out(words: list[str], text: str | None, usage: str) -> Row:
-    """Carry out a command line: print the help (`text`, `usage`), or do a run or a dry run (`--dry-run`).
+    """Carry out a command line: print the help (made of `text` and `usage`), or do a run or a dry run (`--dry-run`).
 
     Prints the result (validation losses) as JSON and returns it. Raises ValueError for invalid settings.
     """
@@ -88,6 +88,7 @@ def _distance(run: DiffusionRun) -> float:
 
 
 def _colours(images: Tensor) -> Tensor:
-    """uint8 images [B, 3, H, W], or first frames of clips [B, 3, T, H, W] -> [B, 12] in [0, 1]."""
+    """Mean colours of the four quarters of uint8 images [B, 3, H, W], or of the first frames of clips [B, 3, T, H, W]:
+    [B, 12] in [0, 1]."""
     images = images[:, :, 0] if images.ndim == 5 else images
     return F.adaptive_avg_pool2d(images.cpu().float() / 255, 2).flatten(1)

@@ -1,4 +1,4 @@
-"""Layer-wise distillation of a diffusion model: see `zoo.train.layerwise`."""
+"""Layer-wise distillation of diffusion models: see `zoo.train.layerwise`."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The transformer of a diffusion run: built or loaded, converted, with LoRA adapters, saved as a diffusers folder."""
+"""Transformer of a diffusion run: building, loading, conversion, LoRA adapters and saving."""
 
 import copy
 import inspect
@@ -27,9 +27,9 @@ from zoo.train.denoising.settings import KINDS, DenoiserSettings
 class ModelRequirements(NamedTuple):
     """Requirements of data and objective on the model.
 
-    channels: of the data.  outputs: channels of the output.  size: of the input, (H, W) or (T, H, W).
-    classes: their number, None for prompts.  extra_channels: additional input channels (image-to-video).
-    image_tokens: whether the model gets tokens of an image encoder.
+    channels: number of channels of the data.  outputs: number of output channels.  size: size of the input, (H, W) or
+    (T, H, W).  classes: number of classes, None for prompts.  extra_channels: number of additional input channels (of
+    an image-to-video model).  image_tokens: whether the model gets tokens of an image encoder.
     """
 
     channels: int
@@ -41,10 +41,11 @@ class ModelRequirements(NamedTuple):
 
 
 def start_transformer(settings: DenoiserSettings, wanted: ModelRequirements) -> tuple[ModelMixin, ModelMixin | None]:
-    """(model, host) to start a run with: `host` is the model before conversion, None if it was converted before.
+    """Build or load the initial model of a run: (model, host), where `host` is the model before conversion, or None if
+    the checkpoint is a converted model.
 
-    Raises ValueError for a checkpoint with other channels or another number of classes, a size not divisible by the
-    patch size, and a mixer that differs from that of a converted checkpoint.
+    Raises ValueError for a checkpoint with other channels or another number of classes, for a size not divisible by the
+    patch size, and for a converted checkpoint with another mixer than in the settings.
     """
     model = _loaded(settings) if settings.checkpoint else _fresh(settings, wanted)
     check(model, wanted, settings.checkpoint or f"model.kind={settings.kind}")
@@ -60,23 +61,23 @@ def start_transformer(settings: DenoiserSettings, wanted: ModelRequirements) -> 
 
 
 def _options(model: ModelMixin, settings: DenoiserSettings, wanted: ModelRequirements) -> Tree:
-    """The options of the mixer. Options that depend on the token grid (blocks) follow the data, since a video model
-    has no fixed grid."""
+    """The options of the mixer. Options that depend on the token grid (blocks) are computed from the size of the data,
+    since a video model has no fixed grid."""
     grid = tuple(n // p for n, p in zip(wanted.size, patch_of(model.config), strict=True))
     given = {"grid_dims": len(grid), **settings.mixer_options}
     return MixerConfig.parse(settings.mixer, given).for_grid(grid).plain_options()
 
 
 def times_of(settings: DenoiserSettings) -> Times:
-    """Time range of the model: the full range, or one expert's range for two-expert pipelines (Wan 2.2 A14B:
-    `boundary_ratio`) and for runs that trained one.
+    """Time range that the model denoises: the full range, or the range of one expert for a two-expert pipeline (Wan 2.2
+    A14B, whose `boundary_ratio` separates the ranges) and for a run that trained one of its experts.
 
     Raises ValueError for `model.subfolder=transformer_2` of a checkpoint with one transformer.
     """
     if noted := notes_of(settings.checkpoint).get("times"):
         return tuple(noted)
     path, part = Path(settings.checkpoint), settings.subfolder
-    alone = bool(settings.checkpoint) and (path / "config.json").is_file()  # in the pipeline's folder or not
+    alone = bool(settings.checkpoint) and (path / "config.json").is_file()  # the folder of a transformer alone
     boundary = boundary_of(str(path.parent) if alone else settings.checkpoint)
     part = path.name if alone and boundary is not None else part
     if boundary is None and part != TRANSFORMER:
@@ -93,12 +94,12 @@ def _loaded(settings: DenoiserSettings) -> ModelMixin:
 
 
 def _check_mixer(model: ModelMixin, settings: DenoiserSettings) -> None:
-    """Raise ValueError if the settings name another mixer than that of the converted `model`."""
+    """Raise ValueError if the settings name a mixer that the converted `model` does not have."""
     if not settings.mixer:
         return
     have = [dict(step) for step in model.config.conversions]
     given, theirs = settings.mixer_options, have[0].get("options", {}) if have else {}
-    taken = {k: theirs[k] for k in ("blocks", "grid_dims") if k in theirs}  # computed for the host, if not given
+    taken = {k: theirs[k] for k in ("blocks", "grid_dims") if k in theirs}  # computed at conversion, if not given
     step: Tree = {"mixer": settings.mixer, "layers": settings.layers, "keep_softmax": settings.keep_softmax}
     step["options"] = MixerConfig.parse(settings.mixer, {**taken, **given}).plain_options()
     if have != [{k: v for k, v in step.items() if v}]:
@@ -109,7 +110,8 @@ def _check_mixer(model: ModelMixin, settings: DenoiserSettings) -> None:
 
 
 def load_trainable(where: str, part: str = TRANSFORMER) -> ModelMixin:
-    """`load_transformer` in float32. Raises ValueError, also for a transformer that cannot be trained here."""
+    """Load a transformer in float32 by `load_transformer`. Raises ValueError as it does, and for a transformer that
+    cannot be trained here."""
     model = load_transformer(where, part=part)
     allowed = [cls.__name__ for f in KINDS.values() for cls in (f.host, f.converted)]
     if type(model).__name__ not in allowed:
@@ -118,7 +120,7 @@ def load_trainable(where: str, part: str = TRANSFORMER) -> ModelMixin:
 
 
 def _fresh(settings: DenoiserSettings, wanted: ModelRequirements) -> ModelMixin:
-    """A model with random weights."""
+    """Build a model with random weights."""
     family = KINDS[settings.kind]
     cls = family.host
     given = {"in_channels": wanted.channels + wanted.extra_channels, "out_channels": wanted.outputs}
@@ -145,7 +147,7 @@ def _fresh(settings: DenoiserSettings, wanted: ModelRequirements) -> ModelMixin:
 
 
 def _check_size(size: tuple[int, ...], patch: tuple[int, ...], name: str) -> None:
-    """Raise ValueError unless this input size is divisible by the patch size, one number per dimension."""
+    """Raise ValueError unless the input size is divisible by the patch size in each dimension."""
     if len(size) != len(patch):
         makes, data = (("videos", "images"), ("images", "videos"))[len(patch) == 2]
         raise ValueError(f"{name} makes {makes}, but the data are {data}")
@@ -204,7 +206,8 @@ def check(model: ModelMixin, wanted: ModelRequirements, name: str) -> None:
 
 
 def without_label_dropout(model: nn.Module) -> None:
-    """Disable label dropout in the model, since the run drops labels: diffusers' DiT drops them again in each block."""
+    """Disable label dropout in the model, since the run drops labels itself; DiT of diffusers would drop them again in
+    each block."""
     for module in model.modules():
         if isinstance(module, diffusers.models.embeddings.LabelEmbedding):
             module.dropout_prob = 0.0
@@ -212,8 +215,10 @@ def without_label_dropout(model: nn.Module) -> None:
 
 def save_transformer(model: ModelMixin, folder: Path, scheduler: SchedulerMixin, step: int | None = None) -> None:
     """Write the model as a folder for diffusers' `from_pretrained`, with its scheduler in `folder`/scheduler, where
-    `zoo sample` finds it. After a crash the folder is the old or the new one. The weights store their digest
-    and the step of the run."""
+    `zoo sample` finds it.
+
+    The weights store their digest and the step of the run. After a crash the folder is the old or the new one.
+    """
     with replacing_folder(folder) as temporary:
         model.save_pretrained(temporary)
         add_digests(temporary, step)

@@ -1,4 +1,4 @@
-"""Diffusion runs: class-conditional or text-conditional, images or videos."""
+"""Diffusion runs: training of a class-conditional or text-conditional transformer on images or videos."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -38,8 +38,8 @@ ADAPTERS = "adapters.safetensors"
 class Teacher:
     """Distillation losses against a frozen teacher: MSE of outputs and variances, distance of attention outputs.
 
-    Both models get the same x_t, t and conditions. See `AttentionDistillation` for attention outputs. Raises ValueError
-    for attention without a converted layer.
+    Both models get the same x_t, t and conditions. `AttentionDistillation` compares attention outputs; it raises
+    ValueError if the student has no converted layer.
     """
 
     def __init__(self, model: nn.Module, student: nn.Module, settings: TeacherSettings) -> None:
@@ -47,15 +47,16 @@ class Teacher:
         self.match = AttentionDistillation(student, model) if settings.attention else None
 
     def listen(self, which: str = "student") -> AbstractContextManager[object]:
-        """The context of the student's (or teacher's) forward pass, which records the attention outputs."""
+        """Context of the forward pass of the student (or teacher), which records the attention outputs."""
         return self.match.listen(which) if self.match else nullcontext()
 
     def losses(
         self, output: Tensor, channels: int, run: Callable[[nn.Module], Tensor]
     ) -> dict[str, tuple[float, Tensor]]:
-        """Name -> (weight, loss) for the student's output, of which the first `channels` are noise or velocity.
+        """Compute the losses by name, as (weight, loss), for the student's output [B, C, ...].
 
-        run: calls a model on the student's inputs.
+        channels: number of output channels of noise or velocity; the others are the variance.  run: calls a model on
+        the student's inputs.
         """
         with torch.no_grad(), self.listen("teacher"):
             wanted = run(self.model).float()
@@ -69,7 +70,7 @@ class Teacher:
 
 
 class ModelInputs(NamedTuple):
-    """Arguments of `predict` after the model."""
+    """Arguments of `call_denoiser` after the model."""
 
     x: Tensor
     timestep: Tensor
@@ -78,13 +79,15 @@ class ModelInputs(NamedTuple):
 
 
 class DiffusionRun(TrainingRun[DiffusionBatch]):
-    """A run of `DiffusionSettings`; see `TrainingRun`. Writes the model and its EMA as folders of diffusers with the
-    scheduler that samples from them, grids of samples, and metrics. Its result has val_loss."""
+    """A run of `DiffusionSettings`; see `TrainingRun`. Its result has val_loss.
+
+    Writes the model and its EMA as folders of diffusers, each with a scheduler for sampling, and grids of samples.
+    """
 
     settings: DiffusionSettings
     model_settings: DenoiserSettings
     metric = ("val_loss", "validation loss")
-    most_clips: int | None = None  # most clips of a video data set to decode
+    most_clips: int | None = None  # maximum number of clips to decode per video data set
 
     def set_up(self) -> None:
         settings, accelerator = self.settings, self.accelerator
@@ -132,7 +135,7 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
         write_json(self.samples.metadata | times, self.folder / NOTES)
 
     def _check_source(self) -> None:
-        """Raise ValueError for a checkpoint of a run on another kind of data."""
+        """Raise ValueError for the checkpoint of a run on another space, VAE or classes."""
         source, ours = self.settings.model.checkpoint, self.samples.metadata
         theirs = notes_of(source)
         if not theirs:
@@ -162,7 +165,7 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
         return Teacher(host, self.model, settings.distill)
 
     def compile_blocks(self) -> None:
-        """Compile block by block: one compilation serves all blocks; grids and validation run uncompiled."""
+        """Compile block by block: one compilation serves all blocks. Sample grids and validation run uncompiled."""
         for model in [self.model] + ([self.teacher.model] if self.teacher else []):
             compile_blocks(model)
 
@@ -170,7 +173,7 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
         return self.samples.train(self.plan, first, last)
 
     def draw(self, batch: DiffusionBatch) -> tuple[ModelInputs, tuple[Tensor, Tensor]]:
-        """(inputs of the model, (noise, t)) of a batch, with some conditions dropped."""
+        """Draw noise, times and dropped conditions for a batch: (inputs of the model, (noise, t))."""
         x0, n = batch.x0, len(batch.x0)
         noise, t = torch.randn_like(x0), self.objective.draw(n, x0.device)
         condition = self._dropped(batch.condition, torch.rand(n, device=x0.device) < self.settings.data.cond_dropout)
@@ -199,22 +202,22 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
         return total
 
     def _dropped(self, condition: dict[str, Tensor], where: Tensor) -> dict[str, Tensor]:
-        """The conditions, with the null condition for the samples in `where` [B]."""
+        """Replace the conditions of the samples in `where` (bool [B]) with the unconditional ones."""
         null = self.samples.unconditional
         dropped = {k: torch.where(each(where, v), null[k].to(v), v) for k, v in condition.items() if k in null}
         return {**condition, **dropped}
 
     @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # rare, and of other batch sizes: not worth a compilation
+    @torch.compiler.set_stance("force_eager")  # rare, and with other batch sizes: not worth compiling
     def evaluate(self) -> Row:
-        """The MSE of noise or velocity on validation samples, for the model and its EMA, at times and with noise that
-        depend only on the sample's number."""
+        """The MSE of noise or velocity on validation samples, for the model and its EMA. Time and noise of a sample
+        depend only on its number and the seed of the run."""
         accelerator = self.accelerator
         row: Row = {}
         n = min(self.settings.data.val_images or self.samples.n_val, self.samples.n_val)
         totals = {prefix: torch.zeros(2, device=accelerator.device, dtype=torch.float64) for prefix in self._models()}
         where = accelerator.process_index, accelerator.num_processes
-        share = -(-n // accelerator.num_processes)  # the largest of all processes
+        share = -(-n // accelerator.num_processes)  # the largest number of samples per process
         before = None
         size = self.plan.micro_batch_size
         for batch in pad_batches(self.samples.evaluation(size, *where), -(-share // size)):
@@ -234,7 +237,7 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
     def _validation_errors(self, batch: DiffusionBatch) -> dict[str, Tensor]:
         x0, seed = batch.x0, self.settings.run.seed
         noise = torch.cat([fixed_noise(1, x0.shape[1:], int(i) + (seed + 1) * 10**7) for i in batch.index]).to(x0)
-        # the golden ratio spreads the times of any first n samples evenly
+        # multiples of the golden ratio, modulo 1: the times of the first n samples are even for any n
         t = self.objective.spread((batch.index.double() * 0.6180339887498949 % 1).float()).to(x0.device)
         x, timestep = self.objective.noised(x0, noise, t), self.objective.timestep(t)
         inputs = ModelInputs(x, timestep, batch.condition, self.spec)
@@ -249,7 +252,7 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
         return out
 
     def show(self) -> None:
-        """Write the grid of samples of this step, and send it to the trackers."""
+        """Write a grid of samples of the current step, and send it to the trackers. Every process."""
         images = self.generate(self.settings.sample.count)
         if not self.main:
             return
@@ -265,8 +268,8 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
 
     @torch.compiler.set_stance("force_eager")
     def generate(self, n: int) -> Tensor:
-        """n uint8 images [n, 3, H, W] or clips [n, 3, T, H, W] from the EMA weights (or without EMA the model's),
-        always with the same noise and conditions."""
+        """Generate n uint8 images [n, 3, H, W] or clips [n, 3, T, H, W] with the weights of the EMA, or of the model if
+        there is no EMA, always from the same noise and conditions."""
         settings = self.settings.sample
         device = self.accelerator.device
         model = self.ema.module if self.ema else self.model
@@ -278,10 +281,10 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
             scheduler, null = self.objective.scheduler(), self.samples.unconditional
             x = sample(model, self.spec, scheduler, noise, condition, null, settings.steps, settings.guidance)
         model.train(training)
-        return self.samples.to_images(torch.nan_to_num(x))  # samples of a diverging model are shown too
+        return self.samples.to_images(torch.nan_to_num(x))  # a diverging model makes NaN, which cannot be converted
 
     def _fixed_conditions(self, n: int) -> dict[str, Tensor]:
-        """All classes in turn, or the prompts of the first validation samples, repeated if there are too few."""
+        """The conditions of n samples: all classes in turn, or the prompts of the first validation samples in turn."""
         if self.samples.classes:
             return {LABELS: torch.arange(n, device=self.accelerator.device) % len(self.samples.classes)}
         parts: list[dict[str, Tensor]] = []

@@ -16,8 +16,8 @@ KINDS = {f.name: f for f in FAMILIES if f.trained}
 class DenoiserSettings(MixerSettings):
     """Diffusion transformer, initial weights and attention mixer.
 
-    kind: dit (class labels), pixart, sana or sd3 (text), wan (videos; text, or a class as its only token), ltx (videos;
-      text); for a model from scratch only, a checkpoint determines its own kind
+    kind: kind of a model from scratch (a checkpoint determines its own kind): dit (class labels), pixart, sana or sd3
+      (text), wan (videos; text, or a class as its only token), ltx (videos; text)
     kwargs: arguments of the diffusers class, such as {num_layers: 8}; channels, size and classes come from the data;
       a checkpoint must agree with them
     checkpoint: run folder (its EMA weights, if there are any), folder of a pipeline or of its transformer, or name on
@@ -53,7 +53,7 @@ class DiffusionDataSettings(ReadingSettings):
     vae: VAE that the latents must come from; empty for the VAE named in the manifest
     batch_size: global batch size per optimizer step
     cache: decode all images once and keep them as uint8 on the device
-    hflip: probability of a horizontal flip (latents: only if flipped ones were stored)
+    hflip: probability of a horizontal flip (latents: only if they were extracted with encode.flip=true)
     cond_dropout: probability of training a sample without its label or prompt, for classifier-free guidance
     val_images: number of validation images; 0 for all
     """
@@ -80,7 +80,7 @@ class DiffusionDataSettings(ReadingSettings):
 
 @dataclass(frozen=True)
 class TeacherSettings:
-    """Knowledge distillation. Each weight multiplies a loss that is added to the training loss.
+    """Knowledge distillation. The weighted losses are added to the training loss.
 
     teacher: source (the model before conversion), or anything that model.checkpoint accepts; empty for none
     output: weight of the MSE to the teacher's noise or velocity
@@ -103,7 +103,7 @@ class LoraSettings:
 
     rank: rank of the adapters; 0 trains every weight
     alpha: scale of the adapters, times 1 / rank
-    targets: suffixes of the names of the linear layers that get an adapter
+    targets: name suffixes of the linear layers that get an adapter
     """
 
     rank: int = 0
@@ -158,7 +158,7 @@ class PreviewSettings:
 
 @dataclass(frozen=True)
 class StepRunSettings(RunBasics):
-    """A run whose length is given in steps.
+    """Settings of a run whose length is given in steps.
 
     eval_steps: steps between two validations (there is always one at the end)
     checkpoint_steps: steps between two checkpoints (there is always one at the end)
@@ -175,7 +175,7 @@ class StepRunSettings(RunBasics):
 
 @dataclass(frozen=True)
 class DiffusionSettings:
-    """A diffusion run. See the sections."""
+    """Settings of a diffusion run."""
 
     model: DenoiserSettings = field(default_factory=DenoiserSettings)
     data: DiffusionDataSettings = field(default_factory=DiffusionDataSettings)
