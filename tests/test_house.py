@@ -44,7 +44,11 @@ PLAIN_ENGLISH = (  # folders and files whose language is checked; to be extended
     *("zoo/data", "zoo/train/denoising", "zoo/train/__init__.py", "zoo/train/classification.py"),
     *("zoo/train/deepspeed_update.py", "zoo/train/distributed.py", "zoo/train/layerwise.py", "zoo/train/loop.py"),
     *("zoo/train/metrics_log.py", "zoo/train/model.py", "zoo/train/optim.py", "zoo/train/settings.py"),
-    *("zoo/train/stop.py", "zoo/train/update.py"),
+    *("zoo/train/stop.py", "zoo/train/update.py", "zoo/eval/attention", "zoo/eval/__init__.py"),
+    *("zoo/eval/accuracy.py", "zoo/eval/compare.py", "zoo/eval/imagenet_labels.py", "zoo/eval/paired.py"),
+    *("zoo/eval/results.py", "zoo/eval/sample_settings.py", "zoo/eval/sample_writers.py", "zoo/eval/sampling.py"),
+    *("zoo/eval/settings.py", "zoo/eval/fid/__init__.py", "zoo/eval/fid/extractors.py", "zoo/eval/fid/features.py"),
+    *("zoo/eval/fid/images.py", "zoo/eval/fid/scores.py", "zoo/eval/fid/settings.py", "zoo/eval/fid/statistics.py"),
 )
 MEASURED = "operations|multiplications|parameters|numbers?|bytes|images|samples|seconds|ms|frames|pixels|weights|gates?"
 UNITS = "head|token|step|image|sample|GPU|layer|channel|second|side|process|row|axis|block|query|class|video|device"

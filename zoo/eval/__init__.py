@@ -1,1 +1,1 @@
-"""Evaluation: accuracy, other labels of ImageNet, paired intervals, attention, samples and their scores (`fid`)."""
+"""Evaluation of classifiers (accuracy, attention) and of diffusion models (samples and their scores)."""

@@ -1,4 +1,4 @@
-"""Top-1 and top-5 accuracy, with the predictions for all images."""
+"""Top-1 and top-5 accuracy, and the predictions for each image."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,8 +18,8 @@ TOP = 5
 class Predictions:
     """Predictions for all readable images.
 
-    top [N, 5]: most likely classes (fewer columns for fewer classes).  labels [N].  index [N]: numbers of the images.
-    loss [N]: cross-entropy in nats.  unreadable: number of images left out.
+    top: most likely classes [N, 5], in order (fewer columns for fewer classes).  labels: true classes [N].  index:
+    numbers of the images [N].  loss: cross entropy in nats [N].  unreadable: number of unreadable images, left out.
     """
 
     top: np.ndarray
@@ -29,17 +29,19 @@ class Predictions:
     unreadable: int
 
     def correct(self, k: int = 1) -> np.ndarray:
-        """[N] bool: whether the label is among the k most likely classes."""
+        """Whether the label is among the k most likely classes, bool [N]."""
         return (self.top[:, :k] == self.labels[:, None]).any(1)
 
     def sums(self) -> Tensor:
-        """[5] float64: images, correct in 1, correct in 5, loss, unreadable. The caller sums them over processes."""
+        """Sums over the images, float64 [5], to be added over processes: number of images, number correct among the top
+        1 and among the top 5, loss, number of unreadable images."""
         found = [len(self.labels), self.correct(1).sum(), self.correct(TOP).sum(), self.loss.sum(), self.unreadable]
         return torch.tensor([float(x) for x in found], dtype=torch.float64)
 
     @staticmethod
     def from_sums(sums: Tensor) -> dict[str, float]:
-        """top1 and top5 in percent, mean loss in nats, numbers of images and of unreadable images."""
+        """Compute top1 and top5 in percent, mean loss in nats, and numbers of images and unreadable images from
+        `sums`."""
         n, one, five, loss, unreadable = sums.tolist()
         return {"top1": 100 * one / n, "top5": 100 * five / n, "loss": loss / n, "images": n, "unreadable": unreadable}
 
@@ -52,7 +54,8 @@ Autocast = Callable[[], AbstractContextManager]
 
 
 def predict(model: nn.Module, batches: Iterable[Batch], autocast: Autocast = nullcontext) -> Predictions:
-    """Run `model` in evaluation mode (restored afterwards) on labelled batches. Raises ValueError without batches."""
+    """Run `model` on labelled batches, in evaluation mode (its mode is restored afterwards). Raises ValueError without
+    batches."""
     return predict_all({"": model}, batches, autocast)[""]
 
 
@@ -60,7 +63,8 @@ def predict(model: nn.Module, batches: Iterable[Batch], autocast: Autocast = nul
 def predict_all(
     models: dict[str, nn.Module], batches: Iterable[Batch], autocast: Autocast = nullcontext
 ) -> dict[str, Predictions]:
-    """`predict` for several models by name on the same batches, read once. Repeated images count once."""
+    """Run several models, given by name, as `predict` does, on the same batches, which are read once. An image that is
+    repeated counts once. Raises ValueError without batches."""
     training = {name: model.training for name, model in models.items()}
     parts: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in models}
     for model in models.values():

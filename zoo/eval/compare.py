@@ -1,4 +1,4 @@
-"""Evaluation of several models on the same images, each with its own transform."""
+"""Evaluation of several models on the same images, each with its own preprocessing."""
 
 import os
 from dataclasses import asdict, dataclass
@@ -20,12 +20,15 @@ from zoo.eval.settings import EvalSettings
 from zoo.models.timm.model_files import Recipe, build_host, load_model, timm_classes
 from zoo.precision import autocast
 
-LOCAL = "local-dir:"  # timm's prefix of folders
+LOCAL = "local-dir:"  # timm's prefix of folder names
 
 
 @dataclass
 class Candidate:
-    """A model to evaluate: name as given, network, input, number of classes, and class names if it stores them."""
+    """A model to evaluate.
+
+    name: as given in the settings.  spec: preprocessing of its images.  classes: class names, empty if it stores none.
+    """
 
     name: str
     model: nn.Module
@@ -35,8 +38,11 @@ class Candidate:
 
 
 def open_candidate(name: str, data: DataSettings) -> Candidate:
-    """Open a run folder, a .safetensors file, a folder of timm's `save_for_hf` (also as local-dir:FOLDER), or a timm
-    model with timm's weights. Raises ValueError for anything else."""
+    """Open a model to evaluate.
+
+    name: a run folder, a .safetensors file, a folder of timm's `save_for_hf` (also as local-dir:FOLDER), or the name of
+    a timm model with published weights. Raises ValueError for anything else.
+    """
     if timm.is_model(name.split(".")[0]) and not Path(name).exists():
         recipe = Recipe(name, num_classes=timm_classes(name))
         model = build_host(recipe, pretrained=True)
@@ -46,10 +52,11 @@ def open_candidate(name: str, data: DataSettings) -> Candidate:
 
 
 def open_validation(data: DataSettings, classes: list[str]) -> Source:
-    """Open the validation images. Sub-folders are matched by name with the `classes` of the models, if known.
+    """Open the validation images.
 
-    Otherwise sub-folders named by numbers (ImageNet-V2) are classes of these numbers. Raises ValueError for a
-    sub-folder that is none of the classes.
+    Sub-folders are matched by name with `classes`, the class names of the models, if these are known. Sub-folders named
+    by numbers (ImageNet-V2) are the classes of these numbers. Raises ValueError for a sub-folder that is none of the
+    classes.
     """
     if data.cache or data.holdout:
         return validation_source(data)
@@ -80,16 +87,17 @@ def open_candidates(settings: EvalSettings) -> tuple[list[Candidate], Source]:
 
 
 def compare(settings: EvalSettings) -> tuple[list[ResultRow], dict[str, Predictions], list[str]]:
-    """(rows for a CSV, predictions by model, image names). The other models are compared with the first one.
+    """Evaluate models on the same images, and compare the other models with the first one.
 
-    Raises ValueError for a model with another number of classes than the data, and for over 1 % unreadable images.
+    Returns (rows of results.csv, predictions by model, names of the images). Raises ValueError for a model with another
+    number of classes than the data, and if more than 1 % of the images are unreadable.
     """
     if not settings.eval.models:
         raise ValueError("missing required option eval.models=[RUN_FOLDER_OR_TIMM_NAME, ...]")
     candidates, source = open_candidates(settings)
     labels = _real_labels(settings.eval.real_labels)
     if labels:
-        image_number(source.name(0), len(labels))  # raises for other images before any model is run
+        image_number(source.name(0), len(labels))  # raises an error for other images, before any model is run
     rows: list[ResultRow] = []
     found: dict[str, Predictions] = {}
     for candidate in candidates:
@@ -102,7 +110,8 @@ def compare(settings: EvalSettings) -> tuple[list[ResultRow], dict[str, Predicti
 
 
 def evaluate_candidate(candidate: Candidate, source: Source, settings: EvalSettings) -> Predictions:
-    """The predictions of one model for all readable images."""
+    """Compute the predictions of one model for all readable images. Raises ValueError if more than 1 % are
+    unreadable."""
     options = settings.eval
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = CachedImages if settings.data.cache else LoadedImages
@@ -115,12 +124,12 @@ def evaluate_candidate(candidate: Candidate, source: Source, settings: EvalSetti
 
 
 def _real_labels(which: str) -> list[list[int]]:
-    """The reassessed labels of `eval.real_labels`; empty if it is empty."""
+    """Load the reassessed labels named by `eval.real_labels`; an empty name gives an empty list."""
     return load_real_labels(None if which == "timm" else which) if which else []
 
 
 def _extra(found: dict[str, Predictions], name: str, source: Source, labels: list[list[int]]) -> ResultRow:
-    """Additional columns: ReaL accuracy, and the paired difference to the first model."""
+    """Compute additional columns: ReaL accuracy, and the paired difference to the first model."""
     extra: ResultRow = {}
     mine, first = found[name], next(iter(found.values()))
     if labels:

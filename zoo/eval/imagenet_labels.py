@@ -12,10 +12,11 @@ REAL_LABELS = "_info/imagenet_real_labels.json"  # inside timm.data
 
 
 def load_real_labels(file: str | None = None) -> list[list[int]]:
-    """The acceptable classes of each of the 50,000 validation images in order; images with empty lists do not count.
+    """Load the ReaL labels (Beyer et al., arXiv 2006.07159): a list of acceptable classes for each of the 50,000
+    validation images, in order. Images with an empty list do not count.
 
-    Beyer et al., arXiv 2006.07159. file: a JSON list of lists; by default the file that comes with timm. Raises
-    ValueError for another file.
+    file: a JSON list of lists; None for the file that comes with timm. Raises ValueError for a file that is missing or
+    holds something else.
     """
     if file is None:
         raw = pkgutil.get_data("timm.data", REAL_LABELS)
@@ -31,10 +32,10 @@ def load_real_labels(file: str | None = None) -> list[list[int]]:
 
 
 def real_accuracy(top: np.ndarray, names: list[str], labels: list[list[int]]) -> float:
-    """ReaL top-1 accuracy in percent: the share of images whose first prediction is one of their acceptable classes.
+    """ReaL top-1 accuracy: percentage of the images whose first prediction is one of their acceptable classes.
 
-    top: [N, k] predictions. names: N file names `ILSVRC2012_val_00000001.JPEG`, which give the position in `labels`.
-    Images without acceptable classes are left out. Raises ValueError for a name that is not of the validation set.
+    top: predictions [N, k].  names: N file names such as `ILSVRC2012_val_00000001.JPEG`, which give the position in
+    `labels`. Images without acceptable classes are left out. Raises ValueError for other file names.
     """
     hits = []
     for row, name in zip(top, names, strict=True):
@@ -49,7 +50,7 @@ def real_accuracy(top: np.ndarray, names: list[str], labels: list[list[int]]) ->
 def image_number(name: str, n: int) -> int:
     """The position of a validation image in a list of `n` labels, from its file name. Raises ValueError."""
     stem = os.path.basename(name).rsplit(".", 1)[0]
-    match = re.fullmatch(r"ILSVRC2012_val_(\d+)(_n\d{8})?", stem)  # some copies append the class
+    match = re.fullmatch(r"ILSVRC2012_val_(\d+)(_n\d{8})?", stem)  # some copies of ImageNet append the class
     if not match or not 0 < int(match[1]) <= n:
         raise ValueError(
             f"{name} is not an ImageNet validation image (ILSVRC2012_val_00000001.JPEG), so it has no ReaL labels"
@@ -58,9 +59,7 @@ def image_number(name: str, n: int) -> int:
 
 
 def numeric_classes(root: str) -> dict[str, int] | None:
-    """{folder: class number} if every sub-folder of `root` is named by its class number, as in ImageNet-V2; else None.
-
-    Sorted as text, the folders would be numbered in the order 0, 1, 10, 100, ...
-    """
+    """The class number of each sub-folder of `root`, if all are named by their class number, as in ImageNet-V2; else
+    None."""
     folders = [entry.name for entry in os.scandir(root) if entry.is_dir()] if os.path.isdir(root) else []
     return {name: int(name) for name in folders} if folders and all(f.isdecimal() for f in folders) else None

@@ -1,4 +1,4 @@
-"""Difference of two accuracies on the same images, with a confidence interval."""
+"""Paired difference of two accuracies on the same images, with a confidence interval."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -10,8 +10,11 @@ NORMAL_95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribu
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """accuracy(b) - accuracy(a) in percent, with its 95 % interval; only_a, only_b: numbers of images that only one of
-    them classified correctly."""
+    """Difference of two accuracies, accuracy(b) - accuracy(a), in percentage points.
+
+    low, high: 95 % confidence interval.  only_a, only_b: numbers of images that only a, or only b, classified
+    correctly.  images: number of images.
+    """
 
     difference: float
     low: float
@@ -25,12 +28,14 @@ class PairedDifference:
 
 
 def paired_difference(a: np.ndarray, b: np.ndarray) -> PairedDifference:
-    """The difference of two accuracies with its paired 95 % interval; a, b: bool [N], correct or not, same images.
+    """Compute the difference of two accuracies with its paired 95 % interval.
 
-    The differences b - a take the values -1, 0, 1, so their mean has the standard error
-    sqrt(only_a + only_b - (only_b - only_a)^2 / N) / N (Wald's interval for matched pairs). Half an image is added to
-    both discordant counts (Agresti and Min, 2005), so that the interval stays valid when a and b are almost equal.
-    Raises ValueError for arrays of different length.
+    a, b: whether each image was classified correctly, bool [N], on the same images. Raises ValueError for arrays of
+    different length.
+
+    The differences b - a per image are -1, 0 or 1, so that their mean has the standard error
+    sqrt(only_a + only_b - (only_b - only_a)^2 / N) / N (Wald's interval for matched pairs). As in Agresti and Min
+    (2005), 0.5 is added to only_a and to only_b, so that the interval stays valid if a and b are almost equal.
     """
     if a.shape != b.shape or a.ndim != 1 or not len(a):
         raise ValueError(f"paired results need two lists of the same images, got {len(a)} and {len(b)}")

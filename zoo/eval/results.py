@@ -1,4 +1,4 @@
-"""Result files of an evaluation: timm-style CSV rows and per-image predictions."""
+"""Result files of an evaluation: results in timm's CSV format, and predictions per image."""
 
 from pathlib import Path
 
@@ -14,7 +14,8 @@ ResultRow = dict[str, str | float | int]
 
 
 def csv_row(name: str, model: nn.Module, spec: InputSpec, found: Predictions) -> ResultRow:
-    """A row with the columns of timm's results files (accuracies in percent, parameters in millions), and the mixer."""
+    """Make a row with the columns of timm's results files (accuracies in percent, parameters in millions), and the
+    mixer."""
     summary = found.summary()
     return {
         "model": name,
@@ -33,12 +34,13 @@ def csv_row(name: str, model: nn.Module, spec: InputSpec, found: Predictions) ->
 
 
 def write_results(rows: list[ResultRow], file: Path) -> None:
-    """Write rows of `csv_row`, all with the same keys, as CSV."""
+    """Write rows of `csv_row` as CSV. All must have the same keys."""
     write_csv(list(rows[0]), [list(row.values()) for row in rows], file)
 
 
 def write_predictions(found: dict[str, Predictions], names: list[str], file: Path) -> None:
-    """Write one line per image: name, label, and the five top classes of each model. All models saw the same images."""
+    """Write one line per image: name, label, and the top five classes of each model. All models must have the same
+    images."""
     first = next(iter(found.values()))
     head = ["image", "label", *(f"{model}_top{k + 1}" for model in found for k in range(first.top.shape[1]))]
     tops = np.concatenate([p.top for p in found.values()], axis=1)

@@ -12,23 +12,24 @@ class SampleOptions:
     """Model and sampling options.
 
     model: folder (or hub name) of a diffusers pipeline or of a transformer, converted or not
-    base: for a transformer: pipeline with its VAE and text encoders, and the scheduler if the transformer has none;
-      empty for models of pixels
+    base: pipeline with the other components of a transformer: VAE, text encoders, and the scheduler if the transformer
+      has none; empty for a pipeline and for models that generate pixels
     transformer_2: low-noise transformer of a two-expert pipeline (Wan 2.2 A14B); empty for the pipeline's own
-    count: number of images
+    count: number of images or videos
     batch_size: batch size per process; images do not depend on it
     seed: image i is generated with seed + i
     scheduler: class name of diffusers, such as DDPMScheduler; empty for the model's own
-    scheduler_options: changes of its configuration, such as {variance_type: learned_range}
+    scheduler_options: changes of the scheduler's configuration, such as {variance_type: learned_range}
     steps: sampling steps
-    guidance: scale s in u + s (c - u); 1 for none; none for the default of the pipeline, 1 for classes
+    guidance: scale s of classifier-free guidance, u + s (c - u); 1 disables it; none for the default of the pipeline,
+      or 1 for class-conditional models
     guidance_channels: number of channels that are guided (3 of 4 in DiT's own scripts); none for all
     labels: random, balanced, or a list of classes that is repeated
     prompts: text file with one prompt per line, for text-conditional pipelines
     images: folder of first frames, for image-to-video pipelines
-    size: height and width in pixels; none for the model's
-    width: width of videos; none for squares
-    frames: frames of videos; none for the model's
+    size: height and width in pixels; none for the model's own
+    width: width of videos in pixels; none for squares
+    frames: frames per video; none for the model's own
     precision: fp32, bf16 or fp16
     compile: compile the blocks of the transformer; images change by rounding errors
     device: torch device; empty for the accelerator if there is one
@@ -73,9 +74,9 @@ class SampleOptions:
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """A sampling run. See the section.
+    """Settings of a sampling run.
 
-    out: SAMPLES.npz (ADM's layout) or a folder for PNG files; for videos a folder for mp4 files
+    out: SAMPLES.npz (in ADM's layout) or a folder for PNG files; for videos a folder for mp4 files
     """
 
     sample: SampleOptions = field(default_factory=SampleOptions)

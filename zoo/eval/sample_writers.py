@@ -1,4 +1,4 @@
-"""Writers of samples: an .npz in ADM's layout, or a folder of PNG or mp4 files. All can be resumed."""
+"""Writers of samples: an .npz file in ADM's layout, or a folder of PNG or mp4 files. All can be resumed."""
 
 import json
 import os
@@ -22,9 +22,9 @@ SHEET = "contact-sheet.png"
 
 
 class Output:
-    """A set of numbered images, written in any order by any number of processes.
+    """Base class of writers of numbered images, in any order and from any number of processes.
 
-    The metadata in PATH.json is written first and must agree when more images are added.
+    The metadata in PATH.json is written first. When more images are added later, their metadata must be the same.
     """
 
     def __init__(self, path: str) -> None:
@@ -32,7 +32,7 @@ class Output:
         self.card = Path(f"{path.rstrip('/')}.json")
 
     def check(self, card: Tree) -> None:
-        """Raise ValueError if existing images were made in another way than `card` describes."""
+        """Raise ValueError if existing images have other metadata than `card`."""
         if not self.card.is_file():
             if self.path.exists() or any(True for _ in self.numbers()):
                 raise ValueError(
@@ -49,7 +49,7 @@ class Output:
         write_json(card, self.card)
 
     def missing(self, count: int) -> list[int]:
-        """The missing numbers below `count`. Raises ValueError if there are images with larger numbers."""
+        """The numbers below `count` of missing images. Raises ValueError if there are images with larger numbers."""
         there = set(self.numbers())
         more = max(there, default=-1) + 1
         if more > count:
@@ -61,16 +61,17 @@ class Output:
         raise NotImplementedError
 
     def write(self, numbers: Sequence[int], images: Tensor) -> None:
-        """Add images, uint8 [B, 3, H, W], each written atomically."""
+        """Write images, uint8 [B, 3, H, W], or videos, uint8 [B, 3, T, H, W], atomically."""
         raise NotImplementedError
 
     def finish(self, labels: list[int] | list[str], column: str) -> None:
-        """Complete the output, with labels or prompts (column: "label" or "text")."""
+        """Complete the output with the labels or prompts of all images. column: "label" or "text"."""
         raise NotImplementedError
 
 
 class PngFolder(Output):
-    """000000.png, 000001.png, ... and metadata.csv (file_name, and label or text), a data set for `datasets`."""
+    """Folder of PNG files, 000000.png and so on, with metadata.csv (columns file_name, and label or text). The
+    `datasets` library can load it."""
 
     ending = ".png"
 
@@ -94,7 +95,8 @@ class PngFolder(Output):
 
 
 class NpzFile(Output):
-    """arr_0 uint8 [N, H, W, 3] and, for class-conditional models, arr_1 int64 [N]; written in parts to PATH.parts."""
+    """An .npz file in ADM's layout: images arr_0, uint8 [N, H, W, 3], and for class-conditional models labels arr_1,
+    int64 [N]. Unfinished images are in the folder PATH.parts."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -144,7 +146,7 @@ class NpzFile(Output):
         shutil.rmtree(self.parts)
 
     def _rows(self) -> Iterator[np.ndarray]:
-        """The images in order, with one part in memory at a time."""
+        """Yield the images in order, with one part file in memory at a time."""
         place: dict[int, Path] = {}
         for file in self.parts.glob("*.npz"):
             with np.load(file, allow_pickle=False) as arrays:
@@ -159,7 +161,7 @@ class NpzFile(Output):
 
 
 def open_output(path: str) -> Output:
-    """The writer of an .npz file or a folder of PNG files. Raises ValueError for another extension."""
+    """Create the writer of an .npz file or of a folder of PNG files. Raises ValueError for other extensions."""
     if path.endswith(".npz"):
         return NpzFile(path)
     if not path or Path(path.rstrip("/")).suffix:
@@ -168,7 +170,8 @@ def open_output(path: str) -> Output:
 
 
 class Mp4Folder(PngFolder):
-    """000000.mp4, 000001.mp4, ..., metadata.csv, and a contact sheet of the first clips."""
+    """Folder of mp4 files, 000000.mp4 and so on, with metadata.csv and a contact sheet of the first clips. Raises
+    ValueError for an .npz file."""
 
     ending = ".mp4"
 

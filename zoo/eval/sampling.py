@@ -1,4 +1,4 @@
-"""Sampling runs: generate the images that are still missing, over several processes."""
+"""Sampling runs, which generate the missing images of an output on one or several processes."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +20,7 @@ IRRELEVANT_KEYS = ("count", "batch_size", "device")  # options that do not chang
 
 
 def open_sampler(options: SampleOptions, device: torch.device | str) -> Sampler:
-    """The sampler of a model. Raises ValueError for options that do not fit the model."""
+    """Create the sampler of a model. Raises ValueError for options that do not fit the model."""
     found = open_model(options.model, options.base, options.precision, device, options.transformer_2)
     scheduler = open_scheduler(options.scheduler, options.scheduler_options, found.scheduler)
     if options.compile:
@@ -51,7 +51,7 @@ def open_sampler(options: SampleOptions, device: torch.device | str) -> Sampler:
 
 
 def read_prompts(file: str) -> list[str]:
-    """The non-empty lines of a text file. Raises ValueError for a missing file."""
+    """Read the non-empty lines of a text file; none for an empty name. Raises ValueError for a missing file."""
     if not file:
         return []
     if not Path(file).is_file():
@@ -60,8 +60,11 @@ def read_prompts(file: str) -> list[str]:
 
 
 def run_sampling(settings: SampleSettings, command: str) -> int:
-    """Generate the samples that are missing in `settings.out`. Returns the number made by this process; raises
-    ValueError."""
+    """Generate the missing samples of `settings.out`. Returns the number of samples made by this process.
+
+    command: command line, for the metadata. Raises ValueError for missing options, and for an existing output with
+    other metadata.
+    """
     options, state = settings.sample, processes()
     if not options.model or not settings.out:
         raise ValueError("missing required options sample.model=FOLDER out=SAMPLES.npz")

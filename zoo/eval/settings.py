@@ -12,8 +12,8 @@ from zoo.ranges import check_device, check_ranges
 class EvalOptions:
     """Models to evaluate.
 
-    models: run folders, .safetensors files of these tools, folders of timm's save_for_hf, or timm names (with timm's
-      weights); the others are compared with the first one
+    models: run folders, .safetensors files of these tools, folders of timm's save_for_hf, or names of timm models with
+      published weights; all are compared with the first one
     batch_size: batch size
     precision: fp32, bf16 or fp16
     real_labels: also report accuracy on reassessed ImageNet labels: timm (the file that comes with timm) or a JSON
@@ -35,7 +35,7 @@ class EvalOptions:
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """An evaluation. See the sections.
+    """Settings of an evaluation.
 
     out: folder for results.csv and predictions.csv
     """

@@ -1,7 +1,8 @@
 """Effective attention matrices of mixers, computed from one-hot values.
 
-Every mixer is linear in v up to its last norm and gate, o = W(q, k) v, so with v = I [N, N] the output is W. For
-softmax W is the attention map; a linear mixer never forms it. For plots and tests only, since memory grows with N^2.
+Without its norm and gate, every mixer is linear in v, o = W(q, k) v, so that v = I [N, N] gives the output W. For
+softmax, W is the attention map; a linear mixer never computes it. Use this for plots and tests only, since memory grows
+with N^2.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +22,12 @@ from zoo.models.timm.attention import Site
 
 
 class LayerAttention(NamedTuple):
-    """Effective attention of one layer on one sample: weights W [H, N, N] (row: query token), token grid, number of
-    prefix tokens, and the output W v of the mixer before norm and gate, [N, H, D]."""
+    """Effective attention of one layer on one sample.
+
+    layer: index of the layer.  mixer: name of its mixer.  grid: token grid, None if there is none.  prefix: number of
+    prefix tokens.  weights: W [H, N, N] (row: query token, column: key token).  output: output W v of the mixer before
+    norm and gate [N, H, D].
+    """
 
     layer: int
     mixer: str
@@ -36,11 +41,12 @@ class LayerAttention(NamedTuple):
 def attentions(
     model: nn.Module, run: Callable[[], object], layers: list[int] | None = None
 ) -> Iterator[LayerAttention]:
-    """The effective attention of all or some layers in a forward pass `run()` of `model`, for its first sample.
+    """Yield the effective attention of each layer for the first sample of a forward pass.
 
-    A softmax timm model is converted to the softmax mixer, which computes the same function. W excludes the norm and
-    the gate after a mixer. With a depthwise convolution of v (`depthwise`, `lepe`) each column of W includes the
-    convolution of one channel, so W v is not the output. Raises ValueError for a layer that does not exist.
+    run: calls `model` once.  layers: indices of the layers; None for all. A softmax timm model is converted in place to
+    the softmax mixer, which computes the same function. With a depthwise convolution of v (`depthwise`, `lepe`) each
+    column of W includes the convolution of one channel, so that W v is not the output. Raises ValueError for a layer
+    that does not exist.
     """
     if not any(isinstance(m, Site) for m in model.modules()):
         swap(model, "softmax")
@@ -62,8 +68,11 @@ def attentions(
 
 
 def attention_matrix(model: nn.Module, image: Tensor, layer: int, head: int) -> Tensor:
-    """The effective attention [N, N] (row: query token, column: key token) of one head of one layer on an image [3,
-    H, W]; prefix tokens come first. Raises ValueError when the layer or head does not exist."""
+    """The effective attention [N, N] of one head for an image [3, H, W].
+
+    Rows are query tokens, columns key tokens; prefix tokens come first. Raises ValueError for a layer or head that does
+    not exist.
+    """
     (found,) = attentions(model, lambda: model.eval()(image[None]), [layer])
     if not 0 <= head < len(found.weights):
         raise unknown_name("head", head, [str(i) for i in range(len(found.weights))])
@@ -71,7 +80,8 @@ def attention_matrix(model: nn.Module, image: Tensor, layer: int, head: int) -> 
 
 
 def _weights(mixer: nn.Module, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-    """W [H, N, N], from dv columns of the identity at a time, since depthwise convolutions have dv channels."""
+    """Compute W [H, N, N] from blocks of dv columns of the identity, dv being the width of v: a depthwise convolution
+    accepts no other number of channels."""
     n, dv = v.shape[1], v.shape[3]
     columns = []
     for start in range(0, n, dv):
@@ -85,7 +95,7 @@ def _weights(mixer: nn.Module, q: Tensor, k: Tensor, v: Tensor, ctx: Context) ->
 
 @contextmanager
 def _without_last_steps(mixer: Mixer) -> Iterator[None]:
-    """Context in which `mixer` has no norm and gate, the parts that are not linear in v."""
+    """Context in which `mixer` has no norm and no gate, which are not linear in v."""
     norm, gate = mixer.norm, mixer.gate
     mixer.norm = mixer.gate = None
     try:
@@ -96,7 +106,7 @@ def _without_last_steps(mixer: Mixer) -> Iterator[None]:
 
 @contextmanager
 def _recorded(mixer: nn.Module) -> Iterator[list[tuple]]:
-    """The arguments of every call of `mixer` within the context."""
+    """Context with a list of the arguments of every call of `mixer`."""
     calls: list[tuple] = []
     handle = mixer.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
     try:

@@ -12,7 +12,10 @@ from zoo.plotting import COLORS, legend_below, plain_axes, pyplot, save_figure
 
 
 class Maps(NamedTuple):
-    """Attention maps of one layer: its mixer, the image, and a map [H, W] per query token (row, column)."""
+    """Attention maps of one layer for an image.
+
+    rows: a map [H, W] on the token grid per query token (row, column).
+    """
 
     layer: int
     mixer: str
@@ -21,7 +24,7 @@ class Maps(NamedTuple):
 
 
 def draw_profile(rows: list[Tree], file: Path) -> None:
-    """Write a PNG of rank, effective rank, entropy and token share per layer: mean and range over heads."""
+    """Plot rank, effective rank, entropy and token share per layer, as mean and range over heads, and write a PNG."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 4, figsize=(16, 3.6), layout="constrained")
     titles = {"rank": "rank", "effective_rank": "effective rank", "entropy": "entropy (nats)"}
@@ -43,7 +46,7 @@ def draw_profile(rows: list[Tree], file: Path) -> None:
 
 
 def draw_maps(maps: list[Maps], title: str, file: Path) -> None:
-    """Write a PNG with one row per query token: the image with the token, and its attention map in each layer."""
+    """Plot one row per query token, with the marked image and the attention map of each layer, and write a PNG."""
     if not maps:
         return
     plt = pyplot()

@@ -1,4 +1,4 @@
-"""Rank, entropy and token dependence of effective attention per layer and head, and maps of query tokens."""
+"""Measures of effective attention per layer and head (rank, entropy, token share), and maps."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,14 +21,14 @@ from zoo.io import write_csv
 from zoo.ranges import check_ranges
 
 MEASURES = ("rank", "effective_rank", "entropy", "token_share")
-ProbeRow = Tree  # of one head, or of one token of a map
+ProbeRow = Tree  # a row of attention.csv (one head) or of maps.csv (one token of a map)
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
     """Attention measures and maps.
 
-    images: number of images that the measures are averaged over; the maps are of the first one
+    images: number of images over which the measures are averaged; the maps show the first one
     layers: layers to measure; empty for all
     queries: query tokens of the maps, each [row, column] on the token grid; empty for the centre and a corner
     """
@@ -43,7 +43,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class ProbeSettings(EvalSettings):
-    """Measures and maps of attention. See the sections.
+    """Settings of measures and maps of attention.
 
     out: folder for attention.csv, attention.png, maps.csv and maps_<n>.png
     """
@@ -53,13 +53,13 @@ class ProbeSettings(EvalSettings):
 
 
 def measures(found: LayerAttention) -> dict[str, Tensor]:
-    """Measures per head [H] of the attention matrix W [H, N, N] and the output [N, H, D].
+    """Compute measures [H] of each head, by name, from the attention matrix W [H, N, N] and the output [N, H, D].
 
     rank: number of singular values above N times float32's epsilon times the largest one.
     effective_rank: exp of the entropy of the normalized singular values (Roy and Vetterli, The effective rank, 2007,
       Definition 1).
-    entropy: entropy in nats of the rows of |W|, normalized, averaged over query tokens; log N for uniform attention.
-    token_share: fraction of the output that differs between tokens (`zoo.conversion.dependence`).
+    entropy: mean entropy in nats of the normalized rows of |W|; log N for uniform attention.
+    token_share: fraction of the output that differs between tokens (see `zoo.conversion.dependence`).
     """
     w = found.weights.double()
     values = torch.linalg.svdvals(w)
@@ -75,8 +75,11 @@ def measures(found: LayerAttention) -> dict[str, Tensor]:
 
 
 def probe(settings: ProbeSettings) -> list[ProbeRow]:
-    """Measure and draw the attention of models. Returns the rows of attention.csv: model, layer, mixer, head, tokens,
-    measures. Raises ValueError for models that cannot be evaluated and for queries outside of the token grid."""
+    """Measure and plot the attention of models, and write the files of `ProbeSettings.out`.
+
+    Returns the rows of attention.csv: model, layer, mixer, head, number of tokens, measures. Raises ValueError for
+    models that cannot be evaluated and for queries outside of the token grid.
+    """
     if not settings.eval.models:
         raise ValueError("missing required option eval.models=[RUN_FOLDER_OR_TIMM_NAME, ...]")
     candidates, source = open_candidates(settings)
@@ -116,7 +119,7 @@ def _probe_model(candidate: Candidate, source: Source, settings: ProbeSettings) 
 
 
 def _maps(found: LayerAttention, queries: list[list[int]], picture: Image.Image) -> Maps:
-    """The attention map of each query token on the grid, averaged over heads."""
+    """Compute the attention map of each query token on the token grid, averaged over heads."""
     grid = found.grid
     assert grid is not None
     places = [_place(query, grid) for query in queries or [[grid[0] // 2, grid[1] // 2], [0, 0]]]
@@ -126,7 +129,7 @@ def _maps(found: LayerAttention, queries: list[list[int]], picture: Image.Image)
 
 
 def _cells(maps: Maps) -> Iterator[ProbeRow]:
-    """One row per query token and token of the grid, with the attention weight."""
+    """Yield one row per pair of query token and grid token, with the attention weight."""
     for query, weights in maps.rows.items():
         for (row, column), weight in np.ndenumerate(weights):
             where = {"query_row": query[0], "query_column": query[1], "row": row, "column": column}
@@ -143,7 +146,7 @@ def _place(query: list[int], grid: tuple[int, ...]) -> tuple[int, int]:
 
 
 def table(rows: list[ProbeRow]) -> str:
-    """The rows as a text table, averaged over heads."""
+    """Format the rows as a text table, averaged over heads."""
     head = f"{'rank':>8} {'effective':>9} {'entropy':>8} {'token share':>11}"
     lines = [f"{'model':40} {'layer':>5} {'mixer':10} {'tokens':>6} {head}"]
     layers: dict[tuple, list[ProbeRow]] = {}

@@ -1,4 +1,4 @@
-"""Scores of generated images against a reference, with metadata."""
+"""Scoring of generated images against a reference, with metadata of the scores."""
 
 import json
 import warnings
@@ -28,11 +28,13 @@ VALUES = ("kid", "kid_std", "precision", "recall", "inception_score", "inception
 def score(
     samples: Place, reference: Place | Statistics, extractor: Extractor, options: FidOptions | None = None
 ) -> Tree:
-    """Score `samples` against `reference`: all scores that the extractor and the reference allow, with metadata.
+    """Compute all scores of `samples` against `reference` that the extractor and the reference allow.
 
-    samples: a path (folder, .npz, .parquet) or an iterable of uint8 batches [B, 3, H, W] of this process.
-    reference: likewise, or a statistics file, or `Statistics`. Every process returns the same result. Raises ValueError
-    for different image sizes or extractors, and for fewer images than features.
+    samples: a path (folder, .npz, .parquet), or an iterable of the uint8 batches [B, 3, H, W] of this process.
+    reference: images likewise, a statistics file, or `Statistics`.
+
+    Returns the scores with metadata, the same in every process. Raises ValueError for different image sizes or
+    extractors, and if there are not more images than features.
     """
     options = options or FidOptions()
     require_torch_fidelity()
@@ -54,8 +56,8 @@ def score(
 
 
 def reference_statistics(where: Place, extractor: Extractor, options: FidOptions | None = None) -> Statistics:
-    """The statistics of images, or of a statistics file, with the features of `reference_features` images if
-    available. Raises ValueError for statistics of another extractor."""
+    """Compute the statistics of images, or load them from a statistics file, if possible with the features of
+    `reference_features` images. Raises ValueError for statistics of another extractor."""
     options = options or FidOptions()
     if not holds_statistics(where):
         found = _extract(where, extractor, options, keep=options.reference_features)
@@ -148,6 +150,6 @@ def _describe(one: Statistics) -> Tree:
 
 
 def _neighbour(path: str) -> Tree | None:
-    """The metadata that `zoo sample` wrote next to the images, if it did."""
+    """The metadata that `zoo sample` wrote next to the images; None if there are none."""
     file = Path(f"{path}.json")
     return json.loads(file.read_text()) if path and file.is_file() else None

@@ -1,6 +1,8 @@
-"""Feature extractors for uint8 images: FID's Inception, timm models (DINOv2), our classifiers, any module.
+"""Feature extractors for uint8 images.
 
-Each has an identity with everything that determines its features; it is stored with statistics and compared.
+These are the Inception network of FID, timm models (DINOv2), classifiers trained by this package, and any module. The
+identity of an extractor is everything that determines its features. It is stored with statistics, so that statistics of
+another extractor are rejected.
 """
 
 import tempfile
@@ -24,12 +26,12 @@ from zoo.io import weights_hash
 from zoo.models.timm.model_files import load_model
 
 INCEPTION = "inception"
-SPATIAL_CHANNELS = 7  # channels of the first branch of mixed_6, ADM's spatial features
-DINO_SIZE = 224  # pixels, in the definition of FD-DINOv2 (Stein et al. 2023)
+SPATIAL_CHANNELS = 7  # number of channels of the first branch of mixed_6 that are ADM's spatial features
+DINO_SIZE = 224  # side in pixels, in the definition of FD-DINOv2 (Stein et al. 2023)
 
 
 class Features(NamedTuple):
-    """Features of one batch, float32: pool [B, D]; spatial [B, S] and logits [B, C] if the network has them."""
+    """Features of one batch, float32: pool [B, D], and if the network has them, spatial [B, S] and logits [B, C]."""
 
     pool: Tensor
     spatial: Tensor | None = None
@@ -38,7 +40,11 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class ExtractorIdentity:
-    """Everything that determines the features: network, hash of its weights, dimension, resize, mean, std, dtype."""
+    """Everything that determines the features of an extractor.
+
+    name: name of the network.  sha256: hash of its weights.  dim: number of features.  resize: resizing of the images,
+    as text.  mean, std: per channel.
+    """
 
     name: str
     sha256: str
@@ -50,12 +56,12 @@ class ExtractorIdentity:
 
 
 class Extractor(nn.Module):
-    """uint8 [B, 3, H, W] -> `Features`; always in evaluation mode."""
+    """Network from uint8 images [B, 3, H, W] to `Features`, in evaluation mode."""
 
     identity: ExtractorIdentity
 
     def forward(self, images: Tensor) -> Features:
-        """The features of images [B, 3, H, W] uint8 on the device of the network."""
+        """Compute the features of uint8 images [B, 3, H, W] on the device of the network."""
         raise NotImplementedError
 
     def check(self, stored: Tree, where: str) -> None:
@@ -85,13 +91,14 @@ def _read_weights(file: str) -> dict[str, Tensor]:
 
 
 class Inception(Extractor):
-    """FID's Inception network: TensorFlow's of 2015-12-05, ported by torch-fidelity, with its resize.
-
-    pool [B, 2048] is the last pooling layer; spatial [B, 17 * 17 * 7] the first 7 channels of the 1 x 1 branch of
-    mixed_6, ordered (row, column, channel) as in the statistics of ADM; logits [B, 1008] without bias.
+    """The Inception network of FID: TensorFlow's network of 2015-12-05 with its resizing, ported by torch-fidelity.
 
     weights: the file of torch-fidelity or pytorch-fid (weights-inception-2015-12-05-6726825d.pth), or a safetensors
     copy of it. Raises ValueError for other weights.
+
+    Features: pool [B, 2048] is the output of the last pooling layer. spatial [B, 17 * 17 * 7] holds the first 7
+    channels of the 1 x 1 branch of mixed_6, ordered by (row, column, channel) as in the statistics of ADM. logits
+    [B, 1008] have no bias.
     """
 
     def __init__(self, weights: str) -> None:
@@ -102,7 +109,7 @@ class Inception(Extractor):
         except ImportError as error:
             raise ValueError("Inception needs the package torch-fidelity: pip install 'hla-zoo[eval]'") from error
         with tempfile.TemporaryDirectory() as folder:
-            # torch-fidelity unpickles its file, so it gets a file with only tensors
+            # torch-fidelity unpickles the file that it is given, so write one that holds only tensors
             torch.save(tensors, f"{folder}/weights.pth")
             try:
                 self.network = FeatureExtractorInceptionV3(
@@ -125,10 +132,13 @@ class Inception(Extractor):
 
 
 class ModuleExtractor(Extractor):
-    """Any network of normalized float images [B, 3, H, W] -> features [B, D], or (features, logits [B, C]).
+    """Extractor made of any network.
 
-    size: (height, width) to which other images are resized (bicubic, antialiased); None keeps their size.
-    mean, std: for values in 0 to 1. Raises ValueError if the network returns something else.
+    network: a network on normalized float images [B, 3, H, W].  name: name in the identity.  size: (height, width) to
+    which other images are resized (bicubic, antialiased); None keeps their size.  mean, std: normalization of pixels in
+    0 to 1.  features: calls the network; returns features [B, D], or (features, logits [B, C]).
+
+    Raises ValueError if `features` returns something else.
     """
 
     mean: Tensor
@@ -170,14 +180,15 @@ class ModuleExtractor(Extractor):
 
 
 def timm_extractor(name: str, weights: str = "") -> ModuleExtractor:
-    """Pooled features of a timm model with timm's weights or a file; for DINOv2 the class token at 224 pixels."""
+    """Create an extractor of the pooled features of a timm model, with published weights or a weights file. For DINOv2
+    it is the class token at 224 pixels. Raises ValueError if the weights are missing."""
     size = {"img_size": DINO_SIZE} if "dinov2" in name else {}
     overlay = {"pretrained_cfg_overlay": {"file": weights}} if weights else {}
     if weights and not Path(weights).is_file():
         raise ValueError(f"there is no weights file {weights!r} for the extractor")
     try:
         network = timm.create_model(name, pretrained=True, num_classes=0, **size, **overlay)
-    except (RuntimeError, OSError) as error:  # OSError: what huggingface_hub raises
+    except (RuntimeError, OSError) as error:  # OSError is raised by huggingface_hub
         raise ValueError(f"timm cannot give {name} its weights: {str(error).splitlines()[0]}") from error
     spec = resolve_data_config(size, model=network)
     height, width = spec["input_size"][1:]
@@ -185,7 +196,8 @@ def timm_extractor(name: str, weights: str = "") -> ModuleExtractor:
 
 
 def run_extractor(folder: str) -> ModuleExtractor:
-    """Final features (classifier inputs) and logits of a classifier trained here."""
+    """Create an extractor of the final features (classifier inputs) and logits of a classifier in a run folder. Raises
+    ValueError if its input images are not described there."""
     network, recipe = load_model(folder)
     spec = recipe.input
     if not spec:
@@ -200,7 +212,8 @@ def _before_classifier(network: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def open_extractor(name: str, weights: str = "") -> Extractor:
-    """Open `inception` (requires `weights`), a timm model, or the run folder of a classifier. Raises ValueError."""
+    """Open an extractor: `inception` (requires `weights`), a timm model, or the run folder of a classifier. Raises
+    ValueError for other names and for missing weights."""
     if Path(name).exists():
         if weights:
             raise ValueError(f"the extractor {name} has its own weights; leave out fid.weights={weights}")

@@ -1,4 +1,4 @@
-"""Feature extraction over several processes, and the statistics of the features."""
+"""Feature extraction on one or several processes, and the statistics of the features."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ from zoo.eval.fid.extractors import Extractor, Features
 from zoo.eval.fid.images import ImageSet, Numbered
 from zoo.eval.fid.statistics import Moments, Statistics
 
-SUBSET_SEED = 0
+SUBSET_SEED = 0  # seed of the random subset of images whose features are kept
 
 
 @dataclass
 class Extracted:
-    """Results of all processes: statistics, and features [N, D] and logits [N, C] in the order of the images."""
+    """Results of all processes: statistics, features [N, D] and logits [N, C], both in the order of the images."""
 
     statistics: Statistics
     features: Tensor
@@ -28,7 +28,8 @@ class Extracted:
 
 
 def processes() -> PartialState:
-    """accelerate's state of the processes of this run; also of several CPU processes, if torchrun started them."""
+    """The process state of accelerate. Without an accelerator it uses the CPU, also with several processes started by
+    torchrun."""
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
@@ -46,10 +47,11 @@ def extract_features(
     keep: int | None = None,
     crop: str = "none",
 ) -> Extracted:
-    """Compute the features of all images on `device` (empty: the CPU), float32 without TF32; moments in float64.
+    """Compute the features of all images, in float32 without TF32, and their statistics, in float64.
 
-    keep: number of random images whose features and logits are returned; None for all.
-    Raises ValueError for images of different sizes.
+    batch_size: images per batch and process.  device: empty for the CPU.  keep: number of randomly chosen images whose
+    features and logits are returned; None for all.  crop: crop of the images, as text for the metadata. Raises
+    ValueError for images of different sizes.
     """
     device = torch.device(device or "cpu")
     extractor = extractor.to(device)
@@ -63,14 +65,14 @@ def extract_features(
 
 
 def _subset(count: int | None, keep: int | None) -> Tensor | None:
-    """Numbers of the images whose features are returned; None for all."""
+    """Choose the numbers of the images whose features are returned; None for all."""
     if keep is None or count is None or keep >= count:
         return None
     return torch.from_numpy(np.sort(np.random.default_rng(SUBSET_SEED).choice(count, keep, replace=False)))
 
 
 class _Collected:
-    """The features of this process's images."""
+    """Collector of the features of this process's images: moments over all images, and the features of chosen ones."""
 
     def __init__(self, name: str, wanted: Tensor | None) -> None:
         self.name, self.wanted = name, wanted
@@ -115,7 +117,7 @@ class _Collected:
 
 
 def _gathered(rows: Tensor) -> Tensor:
-    """The rows [n, ...] of all processes, concatenated, on the CPU."""
+    """Gather the rows [n, ...] of all processes, concatenated, on the CPU."""
     if not dist.is_initialized():
         return rows
     shares = [rows] * dist.get_world_size()
@@ -125,7 +127,7 @@ def _gathered(rows: Tensor) -> Tensor:
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Context without TF32: FID features are float32."""
+    """Context in which float32 products do not use TF32, since features of FID are defined in float32."""
     places = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]  # type: ignore[attr-defined]
     before = [place.fp32_precision for place in places]
     try:

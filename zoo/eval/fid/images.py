@@ -1,6 +1,6 @@
-"""Sets of uint8 images to be scored: a folder, an .npz in ADM's layout, parquet files, or a running sampler.
+"""Sets of uint8 images to be scored: image folders, .npz files, parquet files and running samplers.
 
-Batches do not depend on the number of processes, and so neither do the rounding errors of the network.
+Batches do not depend on the number of processes, so that the rounding errors of the network do not either.
 """
 
 import os
@@ -24,8 +24,8 @@ from zoo.data.transforms import center_crop
 from zoo.data.video.files import VIDEO_FILES
 
 VIDEO_ENDINGS = (*VIDEO_FILES, ".gif")
-Numbered = tuple[Tensor, Tensor]  # numbers [B] int64, images [B, 3, H, W] uint8
-Place = str | os.PathLike | Iterable[Tensor]  # path, or batches of a running sampler
+Numbered = tuple[Tensor, Tensor]  # (numbers [B] int64, images [B, 3, H, W] uint8)
+Place = str | os.PathLike | Iterable[Tensor]  # a path, or the batches of a running sampler
 
 
 class ImageSet(Protocol):
@@ -35,18 +35,20 @@ class ImageSet(Protocol):
 
     @property
     def count(self) -> int | None:
-        """Number of images; None if it is not known before the end."""
+        """Number of images; None for a running sampler, whose number is unknown."""
 
     def batches(self, size: int, rank: int, world: int) -> Iterator[Numbered]:
-        """Every world-th batch of `size` images, for process `rank`."""
+        """Yield the batches rank, rank + world, rank + 2 world, ... of `size` images each."""
 
 
 def open_image_set(where: Place, image_size: int | None = None, image_key: str = "image", workers: int = 0) -> ImageSet:
-    """Open a folder, an .npz, a .parquet file or pattern, the embedded `digits`, or an iterable of uint8 batches
-    [B, 3, H, W].
+    """Open a set of images.
 
-    image_size: centre crop and resize images of folders and parquet files to this many pixels, as ADM does.
-    workers: DataLoader workers. Raises ValueError for missing images, videos, and an .npz of another layout.
+    where: a folder, an .npz file in the layout of ADM, a .parquet file or pattern, "digits" (the validation images of
+    scikit-learn's digits), or an iterable of uint8 batches [B, 3, H, W].  image_size: side in pixels to which images of
+    folders and parquet files are cropped and resized, as ADM does; None keeps their size.  image_key: image column of
+    parquet files.  workers: DataLoader workers. Raises ValueError for missing images, videos, and an .npz file of
+    another layout.
     """
     if not isinstance(where, str | os.PathLike):
         return LiveImages(where)
@@ -65,7 +67,7 @@ def open_image_set(where: Place, image_size: int | None = None, image_key: str =
 
 
 class _Decoded(Dataset):
-    """Images decoded one by one in DataLoader workers."""
+    """Base class of sets whose images DataLoader workers decode one by one."""
 
     def __init__(self, name: str, count: int, image_size: int | None, workers: int) -> None:
         self.name, self.count, self.image_size, self.workers = name, count, image_size, workers
@@ -122,7 +124,7 @@ class ImageFiles(_Decoded):
 
 
 class DigitImages(_Decoded):
-    """The validation images of the embedded digits."""
+    """The validation images of scikit-learn's digits."""
 
     def __init__(self, image_size: int | None, workers: int) -> None:
         self.source = open_source("digits", "", train=False)
@@ -147,7 +149,8 @@ class ParquetImages(_Decoded):
 
 
 class NpzImages:
-    """The array `arr_0`, uint8 [N, H, W, 3], of an .npz file, streamed batch by batch: it may be larger than memory."""
+    """The array `arr_0`, uint8 [N, H, W, 3], of an .npz file. It is read batch by batch, so that it may be larger than
+    memory."""
 
     def __init__(self, file: str) -> None:
         self.name, self.file = file, file
@@ -160,7 +163,7 @@ class NpzImages:
 
     @contextmanager
     def _open(self) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype]]:
-        """(stream after the header, shape, dtype) of arr_0."""
+        """Context with (stream after the header, shape, dtype) of arr_0."""
         try:
             archive = zipfile.ZipFile(self.file)
         except (OSError, zipfile.BadZipFile) as error:
@@ -193,7 +196,7 @@ class NpzImages:
 
 
 class LiveImages:
-    """The images of a running sampler: an iterable of uint8 batches [B, 3, H, W], those of this process."""
+    """The images of a running sampler: an iterable of the uint8 batches [B, 3, H, W] of this process."""
 
     name = "live sampler"
     count: int | None = None

@@ -1,6 +1,7 @@
-"""Frechet distance, KID, precision and recall of two sets of features; Inception score of one.
+"""Frechet distance, KID, precision and recall of two sets of features; Inception score of one set.
 
-The Frechet distance is computed here, in float64 from moments; the others are torch-fidelity's, on float64 features.
+The Frechet distance is computed here, from moments in float64. Torch-fidelity computes the other scores, from float64
+features.
 """
 
 from collections.abc import Callable
@@ -13,17 +14,18 @@ from torch import Tensor
 from zoo.eval.fid.statistics import Gaussian, Moments
 
 Scores = dict[str, float]
-NEIGHBOURS = 3  # Kynkaanniemi et al. 2019, and ADM
-KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000  # Binkowski et al. 2018
-SPLITS = 10  # for the Inception score; 5000 images each for 50,000 samples, as in ADM
-EXTRAPOLATION_SIZES = 6
+NEIGHBOURS = 3  # nearest neighbours of precision and recall, as in Kynkaanniemi et al. 2019 and ADM
+KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000  # number of random subsets and of images per subset (Binkowski et al. 2018)
+SPLITS = 10  # splits of the Inception score, of 5000 images each for 50,000 samples, as in ADM
+EXTRAPOLATION_SIZES = 6  # number of sample sizes in the fit
 SCORE_SEED = 2020  # default of torch-fidelity
 
 
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
-    """|mean_a - mean_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2) of two Gaussians (Heusel et al. 2017, eq. 6), float64.
+    """Frechet distance of two Gaussians with the covariances A and B, in float64 (Heusel et al. 2017, eq. 6):
+    |mean_a - mean_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2).
 
-    Matrix roots are computed from eigenvalues clipped at 0, so there is no complex part and singular covariances work.
+    Matrix roots are computed from eigenvalues clipped at 0, so that they are real, also for singular covariances.
     Raises ValueError for Gaussians of different dimension.
     """
     if a.mean.shape != b.mean.shape:
@@ -37,7 +39,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """Frechet distances at increasing numbers of samples, and the limit at 1/n = 0 of a linear fit."""
+    """Frechet distances for increasing numbers of samples n, and the limit of a linear fit in 1/n at 1/n = 0."""
 
     sizes: list[int]
     distances: list[float]
@@ -47,8 +49,8 @@ class Extrapolation:
 def extrapolate(features: Tensor, reference: Gaussian) -> Extrapolation | None:
     """Extrapolate the Frechet distance of features [N, D] to N = infinity (Chong and Forsyth 2020).
 
-    Uses nested random subsets between half of the samples and all. None when too few of these sizes exceed the
-    dimension D, below which the bias is not c/n. The bias of the reference remains.
+    The fit uses nested random subsets, from half of the samples to all. Returns None if too few subsets have more than
+    D samples, below which the bias is not proportional to 1/N. The bias from the reference remains.
     """
     n, dim = features.shape
     smallest = max(n // 2, dim + 1)
@@ -66,7 +68,8 @@ def extrapolate(features: Tensor, reference: Gaussian) -> Extrapolation | None:
 
 
 def kernel_distance(samples: Tensor, reference: Tensor) -> Scores:
-    """KID of features [N, D]: mean and std of the unbiased MMD^2 over random subsets, kernel (x.y/D + 1)^3."""
+    """KID of features [N, D]: mean and standard deviation over random subsets of the unbiased MMD^2 with the kernel
+    (x.y / D + 1)^3."""
     fidelity = require_torch_fidelity()
     size = min(KID_SUBSET_SIZE, len(samples), len(reference))
     found = fidelity.kid(
@@ -89,7 +92,7 @@ def precision_recall(samples: Tensor, reference: Tensor, batch: int = 1000) -> S
         reference.double(),
         prc_neighborhood=NEIGHBOURS,
         prc_batch_size=batch,
-        save_cpu_ram=True,  # otherwise it keeps three N x N matrices
+        save_cpu_ram=True,  # without it, three N x N matrices are kept in memory
         verbose=False,
     )
     counts = {"neighbours": NEIGHBOURS, "samples": len(samples), "reference": len(reference)}
@@ -97,7 +100,8 @@ def precision_recall(samples: Tensor, reference: Tensor, batch: int = 1000) -> S
 
 
 def inception_score(logits: Tensor) -> Scores:
-    """Inception score of logits [N, C]: exp of the mean KL(p(y|x) || p(y)), mean and std over 10 shuffled splits."""
+    """Inception score of logits [N, C]: mean and standard deviation of exp(E KL(p(y|x) || p(y))) over 10 random
+    splits."""
     found = require_torch_fidelity().isc(logits, SPLITS, True, SCORE_SEED)
     mean, deviation = (found[f"inception_score_{k}"] for k in ("mean", "std"))
     return {"inception_score": mean, "inception_score_std": deviation, "splits": SPLITS}
@@ -111,7 +115,7 @@ class _Functions:
 
 
 def require_torch_fidelity() -> _Functions:
-    """The functions of torch-fidelity. Raises ValueError if it is not installed."""
+    """Import the functions of torch-fidelity. Raises ValueError if it is not installed."""
     try:
         from torch_fidelity.metric_isc import isc_features_to_metric
         from torch_fidelity.metric_kid import kid_features_to_metric

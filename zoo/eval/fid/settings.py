@@ -10,15 +10,15 @@ from zoo.ranges import check_device, check_ranges
 class FidOptions:
     """Images, reference and feature extractor.
 
-    samples: images to score: a folder, an .npz (arr_0, uint8 [N, H, W, 3]) or a .parquet file; empty to compute only
-      the statistics of the reference
-    reference: images likewise, digits (the embedded validation images), or statistics (.safetensors of fid.save, .npz
-      of ADM)
+    samples: images to score: a folder, an .npz file (arr_0, uint8 [N, H, W, 3]) or a .parquet file; empty to compute
+      only the statistics of the reference
+    reference: images likewise, digits (the validation images of scikit-learn's digits), or statistics (a .safetensors
+      file of fid.save, an .npz file of ADM)
     extractor: inception, a timm name (FD-DINOv2: vit_large_patch14_dinov2.lvd142m), or the run folder of a classifier
     weights: weights file of the extractor; required for inception, otherwise empty for timm's weights
     save: .safetensors file for the statistics of the reference; empty for none
-    image_size: centre crop and resize images of folders and parquet files to this many pixels, as ADM does; none keeps
-      their size
+    image_size: side in pixels to which images of folders and parquet files are cropped and resized, as ADM does; none
+      keeps their size
     image_key: image column of parquet files
     reference_features: number of reference images (fixed random subset) for KID, precision and recall
     batch_size: batch size
@@ -48,7 +48,7 @@ class FidOptions:
 
 @dataclass(frozen=True)
 class FidSettings:
-    """A FID evaluation. See the section.
+    """Settings of a FID evaluation.
 
     out: JSON file for the scores and metadata; empty for SAMPLES.fid.json next to the samples
     """
@@ -58,5 +58,5 @@ class FidSettings:
 
 
 def with_device(options: FidOptions, device: object) -> FidOptions:
-    """`options` with `device` as the default device."""
+    """Fill in `device` where the options name no device."""
     return replace(options, device=options.device or str(device))

@@ -1,4 +1,4 @@
-"""Mean and covariance of features: accumulated in float64, reduced over processes, stored in safetensors files."""
+"""Mean and covariance of features, accumulated in float64 and stored in safetensors files."""
 
 import json
 import zipfile
@@ -20,7 +20,7 @@ STATISTICS_FORMAT = "hla_zoo_statistics"
 
 @dataclass
 class Gaussian:
-    """Mean [D] and unbiased covariance [D, D], float64, of n samples (None if unknown)."""
+    """Mean [D] and unbiased covariance [D, D] of n samples (None if unknown), float64."""
 
     mean: Tensor
     covariance: Tensor
@@ -49,7 +49,7 @@ class Moments:
         self.n = total
 
     def reduced(self) -> "Moments":
-        """The moments over all processes, in each of them; the same object without torch.distributed."""
+        """The moments of the features of all processes, the same in each; `self` without torch.distributed."""
         if not dist.is_initialized():
             return self
         whole = Moments(len(self.mean), self.mean.device)
@@ -74,9 +74,10 @@ class Moments:
 class Statistics:
     """Feature statistics of a set of images.
 
-    images: their source.  image_size: [height, width] in pixels, empty if unknown.  extractor: fields of
-    `ExtractorIdentity`, empty if unknown.  pool, spatial: of the pooled and the spatial features.  features [K, D]
-    float32: of a subset of the images, for KID, precision and recall.
+    images: source of the images.  image_size: [height, width] in pixels, empty if unknown.  extractor: fields of
+    `ExtractorIdentity`, empty if unknown.  pool: moments of the pooled features.  spatial: moments of the spatial
+    features.  features: pooled features float32 [K, D] of a subset of the images, for KID, precision and recall.
+    crop: crop of the images, as text.  file: the statistics file, empty if they were computed.
     """
 
     images: str
@@ -90,7 +91,7 @@ class Statistics:
     warnings: list[str] = field(default_factory=list)
 
     def save(self, file: str | Path) -> None:
-        """Write a safetensors file: the tensors, and their metadata in the header."""
+        """Write a safetensors file with the metadata in its header."""
         tensors = {"mu": self.pool.mean, "sigma": self.pool.covariance}
         if self.spatial:
             tensors |= {"mu_s": self.spatial.mean, "sigma_s": self.spatial.covariance}
@@ -110,9 +111,9 @@ class Statistics:
 
 
 def load_statistics(file: str | Path) -> Statistics:
-    """Load a .safetensors file of `Statistics.save`, or an .npz with mu and sigma (ADM).
+    """Load a .safetensors file of `Statistics.save`, or an .npz file with mu and sigma (ADM).
 
-    An .npz has no metadata, so `extractor` is empty. Raises ValueError for another file.
+    An .npz file has no metadata, so that `extractor` is empty. Raises ValueError for other files.
     """
     return _from_npz(str(file)) if str(file).endswith(".npz") else _from_safetensors(str(file))
 
@@ -150,7 +151,7 @@ def _from_npz(file: str) -> Statistics:
 
 
 def holds_statistics(where: object) -> bool:
-    """Whether `where` is a statistics file: .safetensors, or an .npz with the array mu."""
+    """Whether `where` is a statistics file: a .safetensors file, or an .npz file with the array mu."""
     if not isinstance(where, str | Path):
         return False
     if not str(where).endswith(".npz"):
@@ -159,7 +160,7 @@ def holds_statistics(where: object) -> bool:
 
 
 def array_names(file: str | Path) -> list[str]:
-    """The names of the arrays in an .npz file. Raises ValueError when it cannot be read."""
+    """The names of the arrays in an .npz file. Raises ValueError if it cannot be read."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return list(arrays.files)
