@@ -1,4 +1,4 @@
-"""Tokens in head layout, and what every sum of softmax weights needs."""
+"""Head layout of tokens, and exact softmax attention for some queries."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from ..options import compute_dtype
 from ..sequences import real
 
-SMALLEST = 0.3  # of a divisor over its largest exponential: it is at least 0.5, but 0 where no token is real
+SMALLEST = 0.3  # minimum of denominator / largest exponential, which is >= 0.5, or 0 if no token is real
 
 
 class Heads(NamedTuple):
-    """q (scaled), k, v [B, H, N, D], padded tokens zero, and which of them are real, [B, 1, N, 1] or None."""
+    """q (scaled), k, v [B, H, N, D], with zeros for padded tokens; mask of real tokens, [B, 1, N, 1] or None."""
 
     q: Tensor
     k: Tensor
@@ -23,7 +23,7 @@ class Heads(NamedTuple):
 
 
 def to_layout(q: Tensor, k: Tensor, v: Tensor, q_scale: float, mask: Tensor | None) -> Heads:
-    """Tokens [B, N, H, D] as `Heads`; keys and values are repeated for the heads that share them."""
+    """Convert tokens [B, N, H, D] to `Heads`; keys and values are repeated for the query heads that share them."""
     dtype, group = compute_dtype(q.dtype), q.shape[2] // k.shape[2]
     q, k, v = (real(t, mask).to(dtype).transpose(1, 2) for t in (q, k, v))
     if group > 1:
@@ -32,13 +32,13 @@ def to_layout(q: Tensor, k: Tensor, v: Tensor, q_scale: float, mask: Tensor | No
 
 
 def largest(*powers: Tensor) -> Tensor:
-    """The largest exponent of each row, 0 where no token is real; without a gradient, since it cancels."""
+    """Return the largest exponent of each row, 0 if no token is real; without gradient, since it cancels."""
     top = torch.cat([p.detach().amax(-1, keepdim=True) for p in powers], -1).amax(-1, keepdim=True)
     return top.where(top.isfinite(), 0)
 
 
 def attend(q: Tensor, x: Heads) -> Tensor:
-    """Exact attention of the queries q [B, H, P, D] to all tokens, [B, H, P, Dv]."""
+    """Return exact softmax attention of the queries q [B, H, P, D] to all tokens, [B, H, P, Dv]."""
     power = q @ x.k.mT
     if x.live is not None:
         power = power.masked_fill(~x.live.mT, float("-inf"))

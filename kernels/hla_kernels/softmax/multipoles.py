@@ -1,4 +1,4 @@
-"""The multipole operators by name: how a call is checked, and its implementations."""
+"""Multipole operators by name: checks and implementations."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ PREPARE: dict[str, Any] = {"multipole": multipole_call.prepare, "adaptive_multip
 
 
 def forms_of(call: MultipoleCall) -> Any:
-    """The module `forms` of a checked call."""
+    """Return the module `forms` for a checked call."""
     return multipole_forms if isinstance(call, multipole_call.MultipoleCall) else adaptive_forms

@@ -1,4 +1,4 @@
-"""Softmax attention written out: softmax over the keys of scale * q k'."""
+"""Reference of softmax attention with an N x N matrix of weights."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..sequences import real
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None = None) -> Tensor:
-    """o_t = sum_j softmax_j(s q_t.k_j) v_j, s = D^-1/2 by default. q [B, N, H, D] -> [B, N, H, Dv]. The sum runs over
-    the tokens of `mask` [B, N]; the others get zeros."""
+    """Return o_t = sum_j softmax_j(s q_t.k_j) v_j, s = D^-1/2 by default. q [B, N, H, D] -> [B, N, H, Dv]. The sum
+    runs over tokens inside `mask` [B, N]; outputs of other tokens are 0."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (real(x, mask) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -19,7 +19,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
-    if mask is not None:  # a sample without real tokens has no row that is read
+    if mask is not None:  # outputs of samples without real tokens are 0
         hidden = ~mask & mask.any(1, keepdim=True)
         scores = scores.masked_fill(hidden[:, None, None, :], float("-inf"))
     return real((scores.softmax(-1) @ v).transpose(1, 2), mask).contiguous()

@@ -1,4 +1,4 @@
-"""Rows of tokens in Triton: loads, stores and products. Scores are in units of log 2: weights are powers of 2."""
+"""Loads, stores and products of token rows in Triton. Scores are base-2 logarithms: weights are 2^score."""
 
 import triton
 import triton.language as tl
@@ -8,13 +8,13 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def of_head(ptr, strides, b, h):
-    """Token 0 of a head; strides of the batch, a token, a head."""
+    """Return the pointer to token 0 of a head; strides: of batch, token and head."""
     return ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2]
 
 
 @triton.jit
 def load(ptr, row, stride, inside, D: tl.constexpr, DP: tl.constexpr):
-    """Rows of D channels as [., DP], zeros where there is none."""
+    """Load rows of D channels as [., DP], with zeros outside."""
     d = tl.arange(0, DP)
     at = ptr + row.to(tl.int64)[:, None] * stride + d[None, :]
     return tl.load(at, inside[:, None] & (d < D)[None, :], other=0.0)
@@ -22,7 +22,7 @@ def load(ptr, row, stride, inside, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def store(ptr, row, stride, inside, x, D: tl.constexpr, DP: tl.constexpr):
-    """Inverse of `load`."""
+    """Store rows of D channels from [., DP], the inverse of `load`."""
     d = tl.arange(0, DP)
     at = ptr + row.to(tl.int64)[:, None] * stride + d[None, :]
     tl.store(at, x.to(ptr.dtype.element_ty), inside[:, None] & (d < D)[None, :])
@@ -30,11 +30,11 @@ def store(ptr, row, stride, inside, x, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def products(x, y):
-    """x_i.y_j, [I, J]."""
+    """Return x_i.y_j, [I, J]."""
     return tl.dot(x, tl.trans(y), input_precision="ieee")
 
 
 @triton.jit
 def weighted(acc, w, x):
-    """acc + w x."""
+    """Return acc + w x."""
     return tl.dot(w.to(x.dtype), x, acc, input_precision="ieee")

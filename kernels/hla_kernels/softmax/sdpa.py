@@ -9,7 +9,7 @@ from ..sequences import Sequences, live_rows, pack, real, rows_of, unpack
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, sequences: Sequences) -> Tensor:
-    """o = softmax(s q k') v of each sequence, tensors [B, N, H, D]."""
+    """Return o = softmax(s q k') v per sequence; tensors [B, N, H, D]."""
     mask, cu_seqlens, max_seqlen, _ = sequences
     if cu_seqlens is None:
         return _padded(q, k, v, causal, scale, mask)
@@ -20,10 +20,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seq
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None) -> Tensor:
-    """o = softmax(s q k') v, tensors [B, N, H, D]; fewer key heads are handled inside the kernel. Tokens outside `mask`
-    [B, N] are neither read nor written."""
-    grouped = True if q.shape[2] != k.shape[2] else False  # noqa: SIM210 (a bool, also where sizes are symbols)
+    """Return o = softmax(s q k') v, tensors [B, N, H, D]; torch's kernel supports fewer key heads. Tokens outside
+    `mask` [B, N] are neither read nor written."""
+    grouped = True if q.shape[2] != k.shape[2] else False  # noqa: SIM210 (a bool, even for symbolic sizes)
     q, k, v = (real(x, mask).transpose(1, 2) for x in (q, k, v))
-    seen = None if mask is None else (mask | ~mask.any(1, keepdim=True))[:, None, None]  # never an empty softmax
+    seen = None if mask is None else (mask | ~mask.any(1, keepdim=True))[:, None, None]  # avoids an empty softmax
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal, scale=scale, enable_gqa=grouped)
     return real(y.transpose(1, 2), mask).contiguous()

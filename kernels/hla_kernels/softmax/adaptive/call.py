@@ -1,4 +1,4 @@
-"""Checks of a call of adaptive multipole attention; each refusal is a ValueError of one sentence."""
+"""Checks of a call of adaptive multipole attention; invalid arguments raise ValueError."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AdaptiveCall(NamedTuple):
 
     @property
     def exact(self) -> int:
-        """Key tiles that each query tile reads token by token."""
+        """Number of exact key tiles per query tile."""
         return self.field.exact(self.density)
 
 
@@ -41,7 +41,7 @@ def prepare(
     q_tile: int = 64, k_tile: int = 16, far: str = "first", prefix: int = 0, suffix: int = 0, q_scale: float = 1.0,
     key_padding_mask: Tensor | None = None, impl: str = "auto",
 ) -> AdaptiveCall:  # fmt: skip
-    """Check a call. Autocast casts tokens (float64 stays)."""
+    """Check a call. Autocast casts tokens, except float64."""
     dtype = autocast_dtype(q)
     check_tensors(q, k, v, dtype is not None)
     if dtype is not None:
@@ -63,7 +63,7 @@ def prepare(
 
 
 def check_adaptive(density: float, q_tile: int, k_tile: int) -> None:
-    """Raise ValueError for a density or a size of tiles that is not allowed."""
+    """Raise ValueError for an invalid density or tile size."""
     if not is_number(density) or not 0 < density <= 1:
         raise ValueError(f"density must be a part of the key tiles, above 0 and at most 1, got {density!r}.")
     for name, x in (("q_tile", q_tile), ("k_tile", k_tile)):

@@ -14,5 +14,5 @@ __all__ = ["FORMS", "slower", "why_not"]
 
 
 def slower(call: AdaptiveCall) -> str | None:
-    """The reason why a Triton form that can run this call is not the fastest one, or None."""
+    """Return the reason why a Triton form that supports this call is not the fastest one, or None."""
     return None

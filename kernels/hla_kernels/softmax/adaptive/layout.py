@@ -16,7 +16,7 @@ Grid = tuple[int, ...]
 
 
 class Field(NamedTuple):
-    """A grid, the tokens before and after it, and the most tokens of a query tile and of a key tile."""
+    """Grid, number of tokens before and after it, and maximum number of tokens per query tile and per key tile."""
 
     grid: Grid
     prefix: int
@@ -26,43 +26,43 @@ class Field(NamedTuple):
 
     @property
     def n_grid(self) -> int:
-        """Tokens of the grid."""
+        """Number of tokens on the grid."""
         return math.prod(self.grid)
 
     @property
     def n_outer(self) -> int:
-        """Tokens that are not on the grid."""
+        """Number of tokens outside the grid."""
         return self.prefix + self.suffix
 
     @property
     def n_tokens(self) -> int:
-        """All tokens."""
+        """Number of all tokens."""
         return self.n_grid + self.n_outer
 
     @property
     def n_query_tiles(self) -> int:
-        """U, of the grid."""
+        """U, the number of query tiles on the grid."""
         return math.prod(counts(self.grid, self.q_tile))
 
     @property
     def n_key_tiles(self) -> int:
-        """T, of the grid."""
+        """T, the number of key tiles on the grid."""
         return math.prod(counts(self.grid, self.k_tile))
 
     def exact(self, density: float) -> int:
-        """Key tiles of the grid that each query tile reads token by token: the nearest number, at least one."""
+        """Return the number of exact key tiles per query tile: density T, rounded, at least 1."""
         return max(1, int(density * self.n_key_tiles + 0.5))
 
 
 def counts(grid: Grid, size: int) -> Grid:
-    """Tiles along each axis."""
+    """Return the number of tiles along each axis."""
     return tuple(-(-length // s) for length, s in zip(grid, box_of(grid, size), strict=True))
 
 
-@traced_as_constant  # a search that a compiler should not trace
+@traced_as_constant  # torch.compile should not trace the search
 def box_of(grid: Grid, size: int) -> Grid:
-    """The box of at most `size` tokens that cuts the grid into few and compact tiles: number of tiles times surface
-    over volume of a box is smallest, and of equals the box is the longest along the last axes."""
+    """Return the box of at most `size` tokens that cuts the grid into few and compact tiles. It minimizes the number of
+    tiles times surface / volume of a box; of equal boxes, the longest along the last axes is chosen."""
     return _box_of(grid, size)
 
 
@@ -85,8 +85,8 @@ def _boxes(grid: Grid, size: int) -> Iterator[Grid]:
 
 
 def tokens_of(field: Field, size: int, device: torch.device | None = None) -> Tensor:
-    """The token in each slot of each tile, int64 [tiles, size]: those of the grid in raster order, then those of the
-    other tokens. An empty slot has the number of all tokens."""
+    """Return the token in each slot of each tile, int64 [tiles, size]: tiles of the grid in raster order, then tiles of
+    the other tokens. Empty slots contain the number of all tokens."""
     box, n = box_of(field.grid, size), field.n_tokens
     tile = slot = torch.zeros((), dtype=torch.int64, device=device)
     for length, s in zip(field.grid, box, strict=True):
@@ -103,7 +103,8 @@ def tokens_of(field: Field, size: int, device: torch.device | None = None) -> Te
 
 
 def distances(field: Field, device: torch.device | None = None) -> Tensor:
-    """Squared distance between the centres of query and key tiles of the grid, in quarters, exact, float32 [U, T]."""
+    """Return the squared distances between the centres of query and key tiles of the grid, in units of 1/4 and exact,
+    float32 [U, T]."""
     found = torch.zeros(1, 1, device=device)
     boxes = zip(field.grid, box_of(field.grid, field.q_tile), box_of(field.grid, field.k_tile), strict=True)
     for length, *sizes in boxes:
@@ -114,6 +115,6 @@ def distances(field: Field, device: torch.device | None = None) -> Tensor:
 
 
 def _centres(length: int, size: int, device: torch.device | None) -> Tensor:
-    """Twice the middle of each tile along an axis."""
+    """Return twice the centre of each tile along an axis."""
     first = torch.arange(0, length, size, device=device)
     return (first + (first + size).clamp(max=length) - 1).float()

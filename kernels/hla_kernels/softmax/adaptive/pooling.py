@@ -8,8 +8,11 @@ from torch import Tensor
 
 
 class Pooled(NamedTuple):
-    """Key tiles of the grid. n [B or 1, 1, T]; mean, variance (per channel) [B, H, T, D]; value [B, H, T, Dv]; moment
-    [B, H, D, Dv]: sum over all tokens of (k - mean) v'. Zeros for a tile without a real token."""
+    """Pooled key tiles of the grid; zeros for a tile without a real token.
+
+    n [B or 1, 1, T]; mean, variance (per channel) [B, H, T, D]; value [B, H, T, Dv]; moment [B, H, D, Dv], the sum of
+    (k - mean) v' over all tokens.
+    """
 
     n: Tensor
     mean: Tensor
@@ -19,12 +22,12 @@ class Pooled(NamedTuple):
 
     @property
     def tiles(self) -> Tensor:
-        """Number of tiles with a real token, at least 1, [B or 1, 1, 1]."""
+        """Return the number of tiles with a real token, at least 1, [B or 1, 1, 1]."""
         return (self.n > 0).sum(-1, keepdim=True).clamp(min=1)
 
 
 def pool(k: Tensor, v: Tensor, live: Tensor) -> Pooled:
-    """Of k, v [B, H, T, W, .], zeros in the slots that are not `live`, [B or 1, 1, T, W] bool."""
+    """Pool k, v [B, H, T, W, .], which are zero in slots outside `live`, [B or 1, 1, T, W] bool."""
     n = live.sum(-1).to(k.dtype)
     each = n.clamp(min=1)[..., None]
     mean = k.sum(-2) / each
@@ -34,7 +37,7 @@ def pool(k: Tensor, v: Tensor, live: Tensor) -> Pooled:
 
 
 def powers(q: Tensor, x: Pooled, variance: bool = True) -> Tensor:
-    """The exponent of every token of each tile, [B, H, .., T]: q.mean, and with `variance` half of q^2.variance (the
-    second cumulant of a diagonal covariance). q [B, H, .., D] has two axes of tokens."""
+    """Return the exponent shared by the tokens of a tile, [B, H, .., T]: q.mean, and with `variance` plus
+    q^2.variance / 2 (the second cumulant for a diagonal covariance). q [B, H, .., D] has two axes of tokens."""
     a = q @ x.mean.mT.unsqueeze(2)
     return a + q.square() @ (x.variance.mT.unsqueeze(2) / 2) if variance else a

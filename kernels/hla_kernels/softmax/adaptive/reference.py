@@ -13,7 +13,7 @@ from .layout import Field, box_of, distances
 
 
 def definition(call: AdaptiveCall) -> Tensor:
-    """`reference` of a checked call with its own `routing`, in float32 at least, in the dtype of its queries."""
+    """Run `reference` with `routing` on a checked call, in at least float32; returns the dtype of its queries."""
     q, k, v = (x.to(compute_dtype(call.q.dtype)) for x in call[:3])
     chosen = routing(q, k, call.field, call.select, call.exact, call.q_scale, call.mask)
     return reference(q, k, v, chosen, call.field, call.far, call.q_scale, call.mask).to(call.q.dtype)
@@ -22,11 +22,11 @@ def definition(call: AdaptiveCall) -> Tensor:
 def reference(
     q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, field: Field, far: str, q_scale: float, mask: Tensor | None = None
 ) -> Tensor:
-    """o_t = sum_j w_tj v_j / sum_j w_tj, q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv].
+    """Return o_t = sum_j w_tj v_j / sum_j w_tj, q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv].
 
-    chosen: [B, H, U, T] bool, which key tiles are exact for a query tile. Exact pairs weigh exp(s_tj), tokens of a far
-    tile b exp(b_tb) each; with far="first" every token of the grid weighs (sum of exp(b_tb) over far tiles / number of
-    tiles) (s_tj - a_tb) more, a_tb the mean of s_tj over its tile, which sums to zero.
+    chosen: [B, H, U, T] bool, the exact key tiles of each query tile. Exact pairs have the weight exp(s_tj), tokens of
+    a far tile b exp(b_tb). far="first" adds to the weight of every token of the grid (sum of exp(b_tb) over far tiles /
+    number of tiles) (s_tj - a_tb), where a_tb is the mean of s_tj over its tile; this sums to zero.
     """
     live, (q, k, v) = _live(q, mask), _heads(q, k, v, mask)
     q = q * q_scale
@@ -37,7 +37,7 @@ def reference(
     a = q @ mean.mT
     b = a if far == "mean" else a + q.square() @ variance.mT / 2
     own = _members(field, field.q_tile, live).to(q.dtype)
-    near = own @ chosen.to(q.dtype)  # [B, H, N, T], one where a query reads a tile token by token
+    near = own @ chosen.to(q.dtype)  # [B, H, N, T], 1 where a tile is exact for a query
     on_grid = own.sum(-1, keepdim=True)
     is_far = (on_grid * (1 - near)).bool() & (n > 0)[..., None, :]
     far_token = (is_far.to(q.dtype) @ member.mT).bool()
@@ -56,7 +56,8 @@ def reference(
 def routing(
     q: Tensor, k: Tensor, field: Field, select: str, exact: int, q_scale: float, mask: Tensor | None = None
 ) -> Tensor:
-    """[B, H, U, T] bool: the `exact` key tiles of the highest scores of each query tile, of equal ones the first."""
+    """Return the `exact` key tiles with the highest scores per query tile, [B, H, U, T] bool; of equal ones the
+    first."""
     live, (q, k, _) = _live(q, mask), _heads(q, k, k, mask)
     q = q * q_scale
     member, own = (_members(field, size, live).to(q.dtype) for size in (field.k_tile, field.q_tile))
@@ -91,7 +92,7 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor
 
 
 def _members(field: Field, size: int, live: Tensor) -> Tensor:
-    """[B, 1, N, tiles] bool: which real token of the grid lies in which tile."""
+    """Return which real tokens of the grid lie in which tile, [B, 1, N, tiles] bool."""
     places = torch.cartesian_prod(*(torch.arange(n, device=live.device) for n in field.grid)).view(field.n_grid, -1)
     number = torch.zeros_like(places[:, 0])
     for x, length, s in zip(places.unbind(-1), field.grid, box_of(field.grid, size), strict=True):

@@ -1,8 +1,8 @@
-"""The torch form of adaptive multipole attention: some query tiles at a time, in float32 at least.
+"""Torch form of adaptive multipole attention, computed for groups of query tiles in at least float32.
 
-Tokens are gathered into tiles, the far field is read for all key tiles, the exact one for those that are chosen, and
-one sum of exponentials has both. Memory beside inputs and outputs is what some query tiles need, at most `BLOCK`
-numbers or those of one; with gradients it is formed again in the backward pass. The routing has no gradient.
+Tokens are gathered into tiles. The far field is computed for all key tiles and the exact field for the selected ones,
+and both are added in one sum of exponentials. Working memory is at most `BLOCK` numbers, or the memory of one query
+tile; with gradients, intermediates are recomputed in the backward pass. The routing has no gradient.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .layout import Field, tokens_of
 from .pooling import Pooled, pool, powers
 from .routing import highest, nearest, scores
 
-BLOCK = 2**25  # numbers that some query tiles need at once
+BLOCK = 2**25  # numbers in memory for one group of query tiles
 
 
 class Keys(NamedTuple):
-    """Key tiles of the grid: k, v [B, H, T, W, .], which slots hold a real token [B or 1, 1, T, W], what is pooled of
-    them; and the real tokens beside the grid: k, v [B, H, P, .], and which they are, [B, 1, 1, P] or None."""
+    """Keys and values. Tiles of the grid: k, v [B, H, T, W, .], slots with a real token [B or 1, 1, T, W], and pooled
+    tiles. Tokens outside the grid: k, v [B, H, P, .], and mask of real ones, [B, 1, 1, P] or None."""
 
     k: Tensor
     v: Tensor
@@ -38,7 +38,7 @@ class Keys(NamedTuple):
 
 
 def evaluate(call: AdaptiveCall, given: Tensor | None = None) -> Tensor:
-    """o [B, N, H, Dv] in the dtype of q. given: the exact tiles [B, H, U, k] if another form chose them."""
+    """Return o [B, N, H, Dv] in the dtype of q. given: exact tiles [B, H, U, k] if another form selected them."""
     x, field = to_layout(*call[:3], call.q_scale, call.mask), call.field
     keys, table = keys_of(x, field), tokens_of(field, field.q_tile, x.q.device)
     u = field.n_query_tiles
@@ -65,7 +65,7 @@ def evaluate(call: AdaptiveCall, given: Tensor | None = None) -> Tensor:
 
 
 def keys_of(x: Heads, field: Field) -> Keys:
-    """What the queries read."""
+    """Return the keys and values that queries read."""
     table, t = tokens_of(field, field.k_tile, x.k.device), field.n_key_tiles
     live = slots(x, table[:t])
     k, v = (rows(y, table[:t]) for y in (x.k, x.v))
@@ -75,18 +75,18 @@ def keys_of(x: Heads, field: Field) -> Keys:
 
 
 def rows(x: Tensor, table: Tensor) -> Tensor:
-    """The rows [.., I, J, D] of x [.., N, D] that a table [I, J] names; zeros for N."""
+    """Gather the rows [.., I, J, D] of x [.., N, D] by a table [I, J]; index N gives zeros."""
     return F.pad(x, (0, 0, 0, 1))[..., table, :]
 
 
 def slots(x: Heads, table: Tensor) -> Tensor:
-    """Which slots of a table hold a real token, [B or 1, 1, I, J]."""
+    """Return which slots of a table hold a real token, [B or 1, 1, I, J]."""
     full = (table < x.k.shape[-2])[None, None]
     return full if x.live is None else full & F.pad(x.live, (0, 0, 0, 1))[..., table, 0]
 
 
 def numbers(q: Tensor, keys: Keys, exact: int) -> int:
-    """Numbers that a query tile needs: its weights, and the keys and values that it gathers."""
+    """Return the numbers in memory per query tile: its weights, and the gathered keys and values."""
     b, h, t, w, d = keys.k.shape
     near = exact * w + keys.k_outer.shape[2]
     return b * h * (2 * q.shape[3] * (t + near) + exact * w * (d + keys.v.shape[-1]))
@@ -94,7 +94,7 @@ def numbers(q: Tensor, keys: Keys, exact: int) -> int:
 
 @torch.no_grad()
 def route(q: Tensor, live: Tensor, keys: Keys, call: AdaptiveCall, first: int) -> Tensor:
-    """The exact tiles [B, H, C, k] of the query tiles q [B, H, C, W, D], the first of which is number `first`."""
+    """Return the exact tiles [B, H, C, k] of the query tiles q [B, H, C, W, D]; first: index of the first one."""
     if call.select == "near":
         chosen = nearest(call.field, call.exact, q.device).narrow(0, first, q.shape[2])
         return chosen.expand(*q.shape[:2], -1, -1)
@@ -103,7 +103,7 @@ def route(q: Tensor, live: Tensor, keys: Keys, call: AdaptiveCall, first: int) -
 
 
 def read(q: Tensor, chosen: Tensor, keys: Keys, far: str) -> Tensor:
-    """o [B, H, C, W, Dv] of the queries of some tiles."""
+    """Return o [B, H, C, W, Dv] of the queries in some tiles."""
     x = keys.pooled
     n = x.n[:, :, None, None]
     is_far = torch.ones(chosen.shape[:3] + n.shape[-1:], dtype=torch.bool, device=q.device).scatter(-1, chosen, False)
@@ -127,8 +127,8 @@ def read(q: Tensor, chosen: Tensor, keys: Keys, far: str) -> Tensor:
 
 
 def take(x: Tensor, chosen: Tensor) -> Tensor:
-    """The slots of the chosen tiles, [B, H, C, k W, ..], of x [B or 1, H or 1, T, W, ..]. By indexing: its backward
-    adds in one order."""
+    """Return the slots of the selected tiles, [B, H, C, k W, ..], of x [B or 1, H or 1, T, W, ..]. By indexing, whose
+    backward is deterministic."""
     b, h = (
         torch.arange(n, device=x.device) if m > 1 else torch.zeros(n, dtype=torch.int64, device=x.device)
         for n, m in zip(chosen.shape[:2], x.shape[:2], strict=True)

@@ -1,9 +1,9 @@
-"""Triton form of adaptive multipole attention: no weight is ever written.
+"""Triton form of adaptive multipole attention; weights are never stored.
 
-Tokens stay where they are: a table has the token of each slot of each tile (padded ones are none), and every pass
-gathers rows. Key tiles are pooled, scored and chosen; a program per query tile reads the far tiles, then the chosen
-keys. Backward: a program per query tile, one per some far tiles, one per 16 keys or more over the query tiles that
-chose them. Nothing is added by atomics. Products have what was computed as their second operand (`tiles`).
+Tokens are not reordered: a table maps the slots of each tile to tokens (none for padding), and every pass gathers rows.
+Key tiles are pooled, scored and selected. One program per query tile then reads the far tiles and the selected keys.
+Backward: one program per query tile, one per group of far tiles, and one per 16 keys or more, which loops over the
+query tiles that selected them. No atomics. In products, the computed factor is the second operand (see `tiles`).
 
 Reading order: tiles, pool, choose, forward, backward, plan, launch, operator. The first call imports Triton.
 """
@@ -19,15 +19,15 @@ from ..call import AdaptiveCall
 from .operator import adaptive_op
 
 WIDEST = 128
-HEADS = 2**16  # of a grid's second axis
-TILES = 2**14  # key tiles of the grid: their scores are chosen from by one program
+HEADS = 2**16  # limit of the second axis of a launch grid
+TILES = 2**14  # maximum number of key tiles of the grid, since one program selects from their scores
 WRONG = Fault("gradients and small query tiles of adaptive_multipole were wrong on an H100 with Triton 3.6")
 Q_TILES, K_TILES = (16, 32, 64, 128), (1, 2, 4, 8, 16, 32, 64)
 
 
 def why_not(call: AdaptiveCall) -> str:
-    """The reason why there is no Triton form of this call: `WRONG` where there is no other one. `evaluate` runs all the
-    same."""
+    """Return the reason why `auto` does not use the Triton form: the call is not supported, or else `WRONG`. `evaluate`
+    does not check it."""
     q, v, field, form = call.q, call.v, call.field, "the Triton form of adaptive_multipole"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{form} is for bfloat16 and float16, not {q.dtype}"
@@ -43,12 +43,12 @@ def why_not(call: AdaptiveCall) -> str:
 
 
 def evaluate(call: AdaptiveCall) -> Tensor:
-    """o [B, N, H, D]."""
+    """Return o [B, N, H, D]."""
     return real(_outputs(call)[0], call.mask)
 
 
 def chosen(call: AdaptiveCall) -> Tensor:
-    """The key tiles that are read token by token, ascending, int64 [B, H, U, k]."""
+    """Return the exact key tiles in ascending order, int64 [B, H, U, k]."""
     (b, _, h, _), found = call.q.shape, _outputs(call)[-1].long()
     return found.expand(b * h, -1, -1).unflatten(0, (b, h))
 

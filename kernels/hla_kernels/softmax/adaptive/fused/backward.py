@@ -1,7 +1,8 @@
 """Gradients for a given routing: of query tiles, pooled key tiles, and keys and values of tiles.
 
-With p_tj the weights over the divisor and delta_t = g_t.o_t, d log p_tj = p_tj (g_t.v_j - delta_t); the exponent b_tb
-of a far tile gets e_tb (n_b (g_t.v_b - delta_t) + c_t), e_tb = exp(b_tb) over the divisor, c_t = g_t.(H'q_t) / tiles.
+With p_tj the normalized weights and delta_t = g_t.o_t, the gradient of s_tj is p_tj (g_t.v_j - delta_t). The gradient
+of the exponent b_tb of a far tile is e_tb (n_b (g_t.v_b - delta_t) + c_t), with e_tb = exp(b_tb) / denominator and
+c_t = g_t.(H'q_t) / tiles.
 """
 
 import triton
@@ -18,7 +19,7 @@ def for_queries(
     VARIANCE: tl.constexpr, BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """DQ, DELTA and C [B, H, N]; the other arguments are those of `forward.output`."""
+    """Compute DQ, DELTA and C [B, H, N]; other arguments as in `forward.output`."""
     u, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     N, U, T, exact = sizes[0], sizes[1], sizes[2], sizes[5]
@@ -87,7 +88,7 @@ def for_tiles(
     heads, groups, factor, scale, VARIANCE: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """DMEAN, DHALF, DVALUE [B Hk, T, D], of BM far tiles; Q2 are the `squares` of Q. heads: of keys."""
+    """Compute DMEAN, DHALF, DVALUE [B Hk, T, D] of BM far tiles. Q2: `squares` of Q. heads: number of key heads."""
     tile, bhk = tl.program_id(0), tl.program_id(1)
     b, hk = bhk // heads, bhk % heads
     N, U, T = sizes[0], sizes[1], sizes[2]
@@ -133,15 +134,18 @@ def for_keys(
     DV, qs, ks, vs, gs, dks, dvs, at, sizes, heads, groups, factor, scale,
     BQ: tl.constexpr, KT: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """DK, DV of BK slots in a row of KTOKENS: by the queries that read them token by token, those of LIST [B Hs, groups
-    of BK slots, U] and COUNT, or all; and their part of what is pooled of their tile. heads: of keys."""
+    """Compute DK, DV of BK consecutive slots of KTOKENS.
+
+    They add the gradients from the queries that read these keys exactly (the query tiles in LIST [B Hs, groups of BK
+    slots, U] and COUNT, or all), and from the pooled quantities of the tile. heads: number of key heads.
+    """
     group, bhk = tl.program_id(0), tl.program_id(1)
     b, hk = bhk // heads, bhk % heads
     N, U, T = sizes[0], sizes[1], sizes[2]
     slots = T * KT
     n_groups = tl.cdiv(slots, BK)
     on_grid = group < n_groups
-    # slots of the grid end with a group; those beside it begin with another
+    # slots on the grid fill whole groups; slots of other tokens start a new group
     e = tl.where(on_grid, group * BK, slots + (group - n_groups) * BK) + tl.arange(0, BK)
     last = tl.where(on_grid, slots, slots + sizes[4] * KT)
     row = tl.load(KTOKENS + b.to(tl.int64) * at[1] + e, e < last, other=-1)

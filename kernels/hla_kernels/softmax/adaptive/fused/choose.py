@@ -1,4 +1,4 @@
-"""Scores of key tiles, the choice of the highest, and who chose a tile."""
+"""Selection of key tiles: scores, the highest ones, and the query tiles that selected each key tile."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,8 @@ def summed_scores(
     Q, TOKENS, MEAN, HALF, LOGN, SCORES, qs, at, sizes, heads, groups, factor, scale,
     ERROR: tl.constexpr, BQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """SCORES [B H, U, T] by "mass" or, if ERROR, "error". sizes: U, T. at: of TOKENS and LOGN, from a sample on."""
+    """Compute SCORES [B H, U, T] for "mass" or, if ERROR, "error". sizes: U, T. at: batch strides of TOKENS and
+    LOGN."""
     u, bh = tl.program_id(0), tl.program_id(1)
     b, h, T = bh // heads, bh % heads, sizes[1]
     own = (b * (heads // groups) + h // groups).to(tl.int64) * T * D
@@ -43,7 +44,7 @@ def mean_scores(
     QUERY, MEAN, HALF, LOGN, SCORES, at, sizes, heads, groups, factor, scale,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """The same by "mean", of BM mean queries QUERY [B H, U, D] and BM key tiles."""
+    """Compute SCORES for "mean", for BM mean queries QUERY [B H, U, D] and BM key tiles."""
     m, u, bh = tl.program_id(0) * BM, tl.program_id(1) * BM, tl.program_id(2)
     b, h, T = bh // heads, bh % heads, sizes[1]
     own = (b * (heads // groups) + h // groups).to(tl.int64) * T * D
@@ -59,9 +60,11 @@ def mean_scores(
 
 @triton.jit(do_not_specialize=["T", "exact"])
 def choose(SCORES, LIST, CHOSEN, T, exact, BT: tl.constexpr):
-    """LIST [rows, exact] int32, ascending, and CHOSEN [rows, T] int8: the highest of T scores, of equal ones the first.
+    """Select the highest of T scores (of equal ones the first): LIST [rows, exact] int32, ascending, and CHOSEN
+    [rows, T] int8.
 
-    The lowest of them is found bit by bit: as whole numbers of 32 bits, floats have their order."""
+    The lowest selected score is found bit by bit, on 32-bit integers in the order of the floats.
+    """
     row = tl.program_id(0).to(tl.int64)
     m = tl.arange(0, BT)
     there = m < T
@@ -80,8 +83,8 @@ def choose(SCORES, LIST, CHOSEN, T, exact, BT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["U", "T", "step"])
 def invert(CHOSEN, LIST, COUNT, U, T, step, G: tl.constexpr, BU: tl.constexpr):
-    """LIST [heads, groups, U] int32, ascending, and COUNT [heads, groups]: the query tiles that chose one of G key
-    tiles in a row. step: of CHOSEN, from a head on."""
+    """Compute LIST [heads, groups, U] int32, ascending, and COUNT [heads, groups]: the query tiles that selected any of
+    G consecutive key tiles. step: head stride of CHOSEN."""
     group, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     m = group * G + tl.arange(0, G)
     place = bh * tl.num_programs(0) + group

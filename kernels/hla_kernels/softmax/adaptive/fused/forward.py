@@ -14,9 +14,12 @@ def output(
     VARIANCE: tl.constexpr, BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """O, REST (what rounding takes from it), LSE [B, H, N]: logarithm (2) of the divisor, FAR [B, H, N]: m_t over the
-    divisor (with MOMENT [B Hk, D, D], H' over the number of TILES). sizes: N, U, T, query tiles and key tiles beside
-    the grid, exact. at: of QTOKENS, KTOKENS, LOGN, TILES, CHOSEN (head), LIST (head)."""
+    """Compute O; REST, its rounding error; LSE [B, H, N], log2 of the denominator; and, with MOMENT [B Hk, D, D] =
+    H' / TILES, FAR [B, H, N] = m_t / denominator.
+
+    sizes: N, U, T, query tiles and key tiles outside the grid, exact. at: strides of QTOKENS, KTOKENS, LOGN, TILES (per
+    sample), CHOSEN, LIST (per head).
+    """
     u, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     N, U, T, exact = sizes[0], sizes[1], sizes[2], sizes[5]

@@ -1,4 +1,4 @@
-"""Which kernels a call launches, in which order, with which buffers."""
+"""Kernel launches and buffers of a call."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ LOG2 = math.log(2)
 
 
 class Saved(NamedTuple):
-    """What a forward leaves for its backward: what rounding took from o; logarithm (2) of the divisor and the weight of
-    the first-order term over it [B, H, N]; mean, half variance and value of key tiles [B, Hk, T, D]; H' over the number
-    of tiles [B, Hk, D, D]; which key tiles each query tile chose, int8 [B H or 1, U, T] and in a list int32 [.., k].
-    An empty tensor stands for None."""
+    """Tensors saved for the backward; an empty tensor stands for None.
+
+    Rounding error of o; log2 of the denominator, and normalized weight of the first-order term [B, H, N]; mean, half
+    variance and value of key tiles [B, Hk, T, D]; H' / number of tiles [B, Hk, D, D]; selected key tiles, as int8
+    [B H or 1, U, T] and as a list int32 [.., k].
+    """
 
     rest: Tensor
     lse: Tensor
@@ -37,7 +39,7 @@ class Saved(NamedTuple):
 
 
 class Call:
-    """What the launches of a call share."""
+    """Arguments shared by the launches of a call."""
 
     def __init__(
         self, field: Field, exact: int, select: str, far: str, scale: float, q: Tensor, k: Tensor, mask: Tensor | None
@@ -53,12 +55,12 @@ class Call:
 
     @property
     def n_tiles(self) -> tuple[int, int]:
-        """Query and key tiles, those beside the grid too."""
+        """Number of query tiles and of key tiles, including tiles of tokens outside the grid."""
         _, u, t, qo, ko, _ = self.sizes
         return u + qo, t + ko
 
     def outputs(self, q: Tensor) -> Saved:
-        """Empty buffers."""
+        """Allocate the tensors saved for the backward."""
         b, h, hk, (n, u, t, _, _, k), d = self.b, self.h, self.hk, self.sizes, q.shape[3]
         rows = 1 if self.select == "near" else b * h
         half = (b, hk, t, d) if self.variance or self.select != "near" else (0,)
@@ -72,7 +74,7 @@ class Call:
         )  # fmt: skip
 
     def steps(self, x: Tables, s: Saved) -> tuple[int, ...]:
-        """From a sample to the next of tables, and from a head to the next of what is chosen."""
+        """Return the batch strides of the tables and the head strides of the selection."""
         own = [0 if self.mask is None else n for n in (x.queries[0].numel(), x.keys[0].numel(), x.logn.shape[1], 1)]
         per_head = s.chosen.shape[0] > 1 or self.b * self.h == 1
         return (*own, *(t[0].numel() if per_head else 0 for t in (s.chosen, s.list)), int(per_head))
@@ -87,7 +89,7 @@ def _some(x: Tensor) -> Tensor | None:
 
 
 def forward(c: Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved) -> None:
-    """Write o and what the backward needs."""
+    """Compute o and the tensors saved for the backward."""
     x, p = tables(c.field, c.mask, c.device), c.plan
     at, t = c.steps(x, s), c.sizes[2]
     launch(
@@ -108,7 +110,7 @@ def forward(c: Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved) -> No
 
 
 def _choose(c: Call, q: Tensor, x: Tables, s: Saved, at: tuple[int, ...]) -> None:
-    """Write which key tiles are exact."""
+    """Select the exact key tiles."""
     (_, u, t, *_), shared = c.sizes, (c.h, c.groups, *c.numbers)
     if c.select == "near":
         found = near_scores(c.field, c.device)
@@ -138,7 +140,7 @@ def _choose(c: Call, q: Tensor, x: Tables, s: Saved, at: tuple[int, ...]) -> Non
 
 
 def _sums(c: Call, x: Tensor, y: Tensor, table: Tensor, at: int, mean: Tensor | None, weight: Tensor | None) -> Tensor:
-    """Sum of x y' over the tokens of the grid, float32 [B, Hk, D, D]."""
+    """Return the sum of x y' over the tokens of the grid, float32 [B, Hk, D, D]."""
     n, u, t, *_ = c.sizes
     w = c.field.k_tile if mean is not None else c.field.q_tile
     slots = (t if mean is not None else u) * w
@@ -157,7 +159,7 @@ def _sums(c: Call, x: Tensor, y: Tensor, table: Tensor, at: int, mean: Tensor | 
 def backward(
     c: Call, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """Write dq, dk and dv."""
+    """Compute dq, dk and dv."""
     x, p = tables(c.field, c.mask, c.device), c.plan
     at, (_, u, t, *_) = c.steps(x, s), c.sizes
     delta, more = torch.empty_like(s.lse), torch.empty_like(s.lse)

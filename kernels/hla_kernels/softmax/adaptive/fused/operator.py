@@ -1,4 +1,4 @@
-"""The operator that autograd sees: `hla_kernels::adaptive_multipole`."""
+"""Custom operator `hla_kernels::adaptive_multipole`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..layout import Field
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Tokens whose channels are read 16 bytes at a time."""
+    """Return tokens with strides that allow 16-byte loads of channels."""
     return x if x.stride(3) == 1 and all(n % 8 == 0 for n in x.stride()[:3]) else x.contiguous()
 
 
@@ -32,7 +32,7 @@ def adaptive_op(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grid: Sequence[int], prefix: int, suffix: int, q_tile: int,
     k_tile: int, exact: int, select: str, far: str, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """o [B, N, H, D] and `launch.Saved`. q [B, N, H, D], k, v [B, N, Hk, D]; outputs of padded tokens are not
+    """Return o [B, N, H, D] and `launch.Saved`. q [B, N, H, D], k, v [B, N, Hk, D]; outputs of padded tokens are not
     written."""
     from .launch import forward
 
@@ -54,7 +54,7 @@ def adaptive_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Sequence[Tensor], grid: Sequence[int],
     prefix: int, suffix: int, q_tile: int, k_tile: int, exact: int, select: str, far: str, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv); saved: o and `launch.Saved`."""
+    """Return (dq, dk, dv); saved: o and `launch.Saved`."""
     from .launch import Saved, backward
 
     found = _like(q), _like(k), _like(v)

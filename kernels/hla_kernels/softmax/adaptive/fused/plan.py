@@ -1,4 +1,4 @@
-"""How a call is cut: slots that are read at a time, warps, and the tables of tokens."""
+"""Launch plan of a call: tile sizes, warps and tables of tokens."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ from torch import Tensor
 
 from ..layout import Field, distances, tokens_of
 
-SLOTS = 64  # keys of the exact part at a time
-ROWS = 64  # tokens of D x D sums at a time
-PROGRAMS = 264  # two for each multiprocessor of an H200
-LEAST = 16  # of a product
+SLOTS = 64  # keys per step of the exact field
+ROWS = 64  # tokens per step of D x D sums
+PROGRAMS = 264  # two per multiprocessor of an H200
+LEAST = 16  # minimum size of an axis in a product
 
 
 class Plan(NamedTuple):
-    """Tiles of the passes. d: channels; keys: slots of a program of `for_keys`; far: key tiles at a time."""
+    """Tile sizes of the passes; d: number of channels."""
 
     field: Field
     d: int
 
     @property
     def width(self) -> int:
-        """Channels of a tile."""
+        """Channels of a tile, a power of two."""
         return max(LEAST, 1 << (self.d - 1).bit_length())
 
     @property
     def warps(self) -> dict[str, int]:
-        """Launch options of all passes but those that pool and choose."""
+        """Launch options of all passes except pooling and selection."""
         return {"num_warps": 4 if self.width <= 64 else 8, "num_stages": 2}
 
     @property
     def slots(self) -> int:
-        """Slots that queries read at a time."""
+        """Slots that queries read per step."""
         return max(SLOTS, self.field.k_tile)
 
     @property
     def far(self) -> int:
-        """Far tiles that queries read at a time."""
+        """Far tiles that queries read per step."""
         return 64 if self.width <= 64 else 32
 
     @property
     def keys(self) -> int:
-        """Slots of a program for the gradients of keys."""
+        """Slots per program of `for_keys`."""
         return max(LEAST, self.field.k_tile)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens, query tiles, key tiles of the grid, those beside it."""
+        """Number of tokens, of query tiles and key tiles on the grid, and of tiles outside it."""
         f = self.field
         q, k = (-(-f.n_outer // n) for n in (f.q_tile, f.k_tile))
         return f.n_tokens, f.n_query_tiles, f.n_key_tiles, q, k
 
 
 class Tables(NamedTuple):
-    """Tokens of query and of key tiles, int32 [B or 1, tiles, slots], -1 for none; logarithm (2) of the number of
-    tokens of each key tile of the grid [B or 1, T]; number of tiles with a token [B or 1]."""
+    """Tokens of query tiles and of key tiles, int32 [B or 1, tiles, slots], -1 for none; log2 of the number of tokens
+    per key tile of the grid [B or 1, T]; number of tiles with a token [B or 1]."""
 
     queries: Tensor
     keys: Tensor
@@ -66,7 +66,7 @@ class Tables(NamedTuple):
 
 
 def tables(field: Field, mask: Tensor | None, device: torch.device) -> Tables:
-    """Those of a call; padded tokens are none."""
+    """Return the tables of a call; padded tokens are omitted."""
     kept = _tables(field, device)
     if mask is None:
         return kept
@@ -85,7 +85,7 @@ def _sizes(keys: Tensor, field: Field) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=64)
 def _tables(field: Field, device: torch.device) -> Tables:
-    with torch.inference_mode(False):  # or autograd could not use what a call without gradients leaves here
+    with torch.inference_mode(False):  # the cached tables must be usable with autograd
         each = [tokens_of(field, size, device) for size in (field.q_tile, field.k_tile)]
         queries, keys = (t.where(t < field.n_tokens, -1).int()[None] for t in each)
         return Tables(queries, keys, *_sizes(keys, field))
@@ -93,6 +93,6 @@ def _tables(field: Field, device: torch.device) -> Tables:
 
 @functools.lru_cache(maxsize=64)
 def near_scores(field: Field, device: torch.device) -> Tensor:
-    """Scores of "near", [1, U, T]."""
+    """Return the scores of "near", [1, U, T]."""
     with torch.inference_mode(False):
         return -distances(field, device)[None]

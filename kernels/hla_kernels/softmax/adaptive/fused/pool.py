@@ -1,4 +1,4 @@
-"""What is pooled of key tiles, and D x D sums over tokens."""
+"""Pooling of key tiles, and D x D sums over tokens."""
 
 import triton
 import triton.language as tl
@@ -12,8 +12,8 @@ def pool(
     K, V, TOKENS, MEAN, HALF, VALUE, ks, vs, at, heads,
     W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """MEAN, HALF (of the variance), VALUE [B Hk, T, D] of each tile; zeros for a tile without tokens. V, VALUE and HALF
-    may be None. at: tokens of TOKENS from a sample to the next."""
+    """Compute MEAN, HALF (half the variance) and VALUE [B Hk, T, D] of each tile; zeros for a tile without tokens. V,
+    VALUE and HALF may be None. at: batch stride of TOKENS."""
     tile, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     row = tl.load(TOKENS + b.to(tl.int64) * at + tile * W + tl.arange(0, W))
@@ -37,9 +37,11 @@ def outer_sum(
     X, Y, TOKENS, MEAN, WEIGHT, OUT, qs, ks, at, sizes, heads, groups,
     W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """OUT [splits, B Hk, D, D]: sum over tokens of the grid of x y', by a part of the tokens. y is less the mean of its
-    tile (MEAN [B Hk, T, D]), or times WEIGHT [B, H, N]; X and Y have `groups` heads for each of OUT's `heads`.
-    sizes: slots, slots of a part, tokens."""
+    """Sum x y' over a part of the tokens of the grid into OUT [splits, B Hk, D, D].
+
+    y is centred by the mean of its tile (MEAN [B Hk, T, D]), or multiplied by WEIGHT [B, H, N]. X and Y have `groups`
+    heads for each of the `heads` of OUT. sizes: number of slots, slots per part, tokens.
+    """
     part, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     TOKENS += b.to(tl.int64) * at

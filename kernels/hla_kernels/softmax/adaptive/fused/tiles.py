@@ -1,5 +1,8 @@
-"""Scores and products of the passes. A product of what is computed has it as its second operand, [keys, queries]: the
-first is always rows as they were loaded, because products with a first operand in registers are miscompiled."""
+"""Scores and products of the passes.
+
+The first operand of a product is always loaded rows, and a computed factor is the second operand, [keys, queries]:
+products with a first operand in registers are miscompiled.
+"""
 
 import triton
 import triton.language as tl
@@ -7,52 +10,52 @@ import triton.language as tl
 from ...rows import load
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)  # in the place of minus infinity, whose difference to itself is NaN
+LOWEST = tl.constexpr(-1e30)  # instead of minus infinity, whose difference to itself is NaN
 FREE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "sizes", "at", "heads", "factor", "scale", "groups"]
 
 
 @triton.jit
 def head_of(ptr, strides, b, h):
-    """Token 0 of a head; strides of the batch, a token, a head. Those of tokens are multiples of 8 (`operator`), which
-    Triton knows only where it is said of a sum or product, so that rows are read 16 bytes at a time."""
+    """Return the pointer to token 0 of a head; strides: of batch, token and head. Token strides are multiples of 8
+    (`operator`), which must be declared on a sum or product to get 16-byte loads."""
     return ptr + tl.multiple_of(b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2], 8)
 
 
 @triton.jit
 def places(row, stride, DP: tl.constexpr):
-    """Where the channels of rows lie, [., DP]."""
+    """Return the offsets of the channels of rows, [., DP]."""
     return tl.multiple_of(row.to(tl.int64)[:, None] * stride, [8, 1]) + tl.arange(0, DP)[None, :]
 
 
 @triton.jit
 def get(ptr, row, strides, inside, D: tl.constexpr, DP: tl.constexpr):
-    """Rows of tokens as [., DP], zeros where there is none."""
+    """Load rows of tokens as [., DP], with zeros outside."""
     return tl.load(ptr + places(row, strides[1], DP), inside[:, None] & (tl.arange(0, DP) < D)[None, :], other=0.0)
 
 
 @triton.jit
 def put(ptr, row, strides, inside, x, D: tl.constexpr, DP: tl.constexpr):
-    """Inverse of `get`."""
+    """Store rows of tokens from [., DP], the inverse of `get`."""
     at = ptr + places(row, strides[1], DP)
     tl.store(at, x.to(ptr.dtype.element_ty), inside[:, None] & (tl.arange(0, DP) < D)[None, :])
 
 
 @triton.jit
 def added(acc, x, w):
-    """acc + x'w, x rows of tokens, w computed."""
+    """Return acc + x'w for rows of tokens x and computed w."""
     return tl.dot(tl.trans(x), w.to(x.dtype), acc, input_precision="ieee")
 
 
 @triton.jit
 def squares(q, scale):
-    """(scale q)^2 in the type of q."""
+    """Return (scale q)^2 in the dtype of q."""
     x = q.to(tl.float32) * scale
     return (x * x).to(q.dtype)
 
 
 @triton.jit
 def far_tiles(start, MEAN, HALF, LOGN, T, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):
-    """(numbers, are they there, mean, half variance, logarithm of the size) of BM key tiles."""
+    """Load BM key tiles: (indices, validity, mean, half variance, log2 of the size)."""
     m = start + tl.arange(0, BM)
     there = m < T
     logn = tl.load(LOGN + m, there, other=-float("inf"))
@@ -63,7 +66,7 @@ def far_tiles(start, MEAN, HALF, LOGN, T, D: tl.constexpr, DP: tl.constexpr, BM:
 
 @triton.jit
 def far_powers(mean, half, qt, q2t, factor, VARIANCE: tl.constexpr):
-    """(b, q^2.half) [tiles, queries] of transposed queries and their squares; b in units of log 2."""
+    """Return (b, q^2.half) [tiles, queries] for transposed queries and their squares; b is a base-2 logarithm."""
     b = tl.dot(mean, qt, input_precision="ieee") * factor
     if VARIANCE:
         spread = tl.dot(half, q2t, input_precision="ieee")
@@ -74,8 +77,8 @@ def far_powers(mean, half, qt, q2t, factor, VARIANCE: tl.constexpr):
 @triton.jit
 def exact_keys(start, n_slots, LIST, TOKENS, K, V, ks, vs, exact, T, ALL, KT: tl.constexpr, BJ: tl.constexpr,
                D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
-    """(k, v, are they there) of BJ slots of a query tile: those of its `exact` key tiles in LIST, then of the tiles
-    beside the grid, which are those from T on; of all tiles where ALL is not zero."""
+    """Load BJ exact slots of a query tile: (k, v, validity). The slots belong to its `exact` key tiles in LIST,
+    followed by the tiles outside the grid (from T on), or to all tiles if ALL is not zero."""
     e = start + tl.arange(0, BJ)
     i, inside = e // KT, e < n_slots
     listed = tl.load(LIST + i, inside & (i < exact) & (ALL == 0), other=0)
@@ -86,6 +89,6 @@ def exact_keys(start, n_slots, LIST, TOKENS, K, V, ks, vs, exact, T, ALL, KT: tl
 
 @triton.jit
 def query_rows(TOKENS, u, BQ: tl.constexpr):
-    """(rows, are they there) of a query tile."""
+    """Return (rows, validity) of a query tile."""
     row = tl.load(TOKENS + u * BQ + tl.arange(0, BQ))
     return row, row >= 0
