@@ -1,9 +1,9 @@
 """Multipole attention, linear in the number of tokens: one moment and the near tokens per block.
 
-The far field is read for all blocks, the near one among them, and what the exact weights of near tokens have more than
-their expanded ones is added: exp(s) - exp(a) (1 + r) >= 0 for each. Queries of a block share the keys around it. Memory
-beside inputs and outputs is the tokens around every block and what some blocks of queries need, at most `BLOCK`
-numbers or those of one block; with gradients, it is formed again in the backward pass.
+The far field is computed for all blocks, including near ones. For near tokens the difference between the exact and the
+expanded weight is added, exp(s) - exp(a) (1 + r) >= 0. Queries of a block share the keys around it. Working memory: the
+tokens around every block, and at most `BLOCK` numbers for a group of query blocks (or the memory of one block); with
+gradients, intermediates are recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ..taylor.torch_form import features
 from .heads import anchors_of, sizes
 from .layout import Field, Slots, slots
 
-BLOCK = 2**25  # numbers that some blocks of queries need at once
+BLOCK = 2**25  # numbers in memory for one group of query blocks
 
 
 class Far(NamedTuple):
-    """The blocks of the grid, then every other token as a block of its own, M + P in all.
+    """Blocks of the grid, then one block per token outside it, M + P in all.
 
-    anchors [B, H, M + P, D] mean keys; sums [B, H, M + P, Dv] of values; n [.., M + P, 1] real tokens; moments
-    [B, H, M, F, Dv + 1] sums of f(k - mean k) [v, 1]', f the features of the degree, without the 1 for degree 1, where
-    it would sum to zero.
+    anchors [B, H, M + P, D]: mean keys; sums [B, H, M + P, Dv]: sums of values; n [.., M + P, 1]: number of real
+    tokens; moments [B, H, M, F, Dv + 1]: sums of f(k - mean k) [v, 1]', f the features of the degree (without the
+    column of ones for degree 1, for which it sums to zero).
     """
 
     anchors: Tensor
@@ -38,8 +38,8 @@ class Far(NamedTuple):
 
 
 class Near(NamedTuple):
-    """Of each block: its queries [B, H, M, W, D], the keys around it, their blocks' mean keys and values
-    [B, H, M, V, .], and which of these are near to a query, [.., M, W, V]."""
+    """Near field per block: queries [B, H, M, W, D]; the keys around it, the mean keys of their blocks and the values,
+    [B, H, M, V, .]; and which of them are near to each query, [.., M, W, V]."""
 
     q: Tensor
     k: Tensor
@@ -49,12 +49,12 @@ class Near(NamedTuple):
 
 
 def by_blocks(x: Heads, field: Field, degree: int) -> Tensor:
-    """o [B, H, N, Dv]."""
+    """Return o [B, H, N, Dv]."""
     table = slots(field.layout, field.radius, x.q.device)
     far, near = fields(x, field, table, degree)
     m, width = table.tokens.shape
     numbers = x.q.shape[0] * x.q.shape[1] * width * (m * width_of(x.q.shape[-1], degree) + 3 * table.halo.shape[1])
-    step = m if torch.compiler.is_compiling() else max(1, BLOCK // max(1, numbers))  # a compiler chooses what it keeps
+    step = m if torch.compiler.is_compiling() else max(1, BLOCK // max(1, numbers))  # it plans its memory
     parts = []
     for i in range(0, m, step):
         some = Near._make(t.narrow(-3, i, min(step, m - i)) for t in near)
@@ -70,7 +70,7 @@ def by_blocks(x: Heads, field: Field, degree: int) -> Tensor:
 
 
 def fields(x: Heads, field: Field, table: Slots, degree: int) -> tuple[Far, Near]:
-    """What the queries read."""
+    """Return the far and the near field that queries read."""
     q, k, v = (t.narrow(-2, field.prefix, field.n_grid) for t in x[:3])
     anchors = anchors_of(x, field)
     weight, n = sizes(x, field)
@@ -91,31 +91,31 @@ def fields(x: Heads, field: Field, table: Slots, degree: int) -> tuple[Far, Near
 
 
 def terms(x: Tensor, degree: int) -> Tensor:
-    """f(x) with f(q).f(r) the terms of exp(q.r) from the first to the one of `degree`; nothing for degree 0."""
+    """Return f(x) such that f(q).f(r) are the terms of exp(q.r) of degree 1 to `degree`; empty for degree 0."""
     return features(x, None) if degree == 2 else x[..., : degree * x.shape[-1]]
 
 
 def width_of(d: int, degree: int) -> int:
-    """Number of these features."""
+    """Return the number of features of `terms`."""
     return d + d * (d + 1) // 2 if degree == 2 else degree * d
 
 
 def rows(x: Tensor, index: Tensor) -> Tensor:
-    """The rows [.., I, J, D] of x [.., N, D] that an index [I, J] names; zeros for N.
+    """Gather the rows [.., I, J, D] of x [.., N, D] by an index [I, J]; index N gives zeros.
 
-    Tokens are near to several blocks, whose gradients the backward of indexing adds in one order on a GPU, that of
-    `index_select` in any."""
+    A token is near to several blocks; on a GPU, the backward of indexing adds their gradients in a fixed order, unlike
+    the backward of `index_select`."""
     return F.pad(x, (0, 0, 0, 1))[..., index, :]
 
 
 def outer(x: Tensor, field: Field) -> Tensor:
-    """The tokens before and after the grid, [.., P, D]."""
+    """Return the tokens before and after the grid, [.., P, D]."""
     first, _, last = x.split([field.prefix, field.n_grid, field.suffix], -2)
     return torch.cat([first, last], -2)
 
 
 def read(tokens: Near, far: Far, degree: int) -> Tensor:
-    """o [B, H, C, W, Dv] of the queries of some blocks."""
+    """Return o [B, H, C, W, Dv] of the queries in some blocks."""
     q, k, anchors, v, near = tokens
     blocks, sums, n, moments = far
     flat = q.flatten(2, 3)
@@ -135,7 +135,7 @@ def read(tokens: Near, far: Far, degree: int) -> Tensor:
 
 
 def multiplications(field: Field, d: int, dv: int, degree: int) -> int:
-    """Multiplications of a head for each token of the grid."""
+    """Return the multiplications per head and token of the grid."""
     m, near = field.layout.n_blocks + field.n_outer, 1
     for length, blocks in zip(field.layout.grid, field.layout.blocks, strict=True):
         near *= min(length, -(-length // blocks) + 2 * field.radius)

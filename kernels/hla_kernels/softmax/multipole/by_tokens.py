@@ -12,7 +12,7 @@ from .layout import Field, membership, near
 
 
 def by_tokens(x: Heads, field: Field, degree: int) -> Tensor:
-    """o [B, H, N, Dv]. A token that is not on the grid is a block of its own, which is exact."""
+    """Return o [B, H, N, Dv]. Every token outside the grid is a separate block, which is exact."""
     before, _, after = x.k.split([field.prefix, field.n_grid, field.suffix], -2)
     anchors = torch.cat([before, membership(field.layout, x.k) @ anchors_of(x, field), after], -2)
     exact = near(field.layout.grid, field.radius, x.q.device)
@@ -29,5 +29,5 @@ def by_tokens(x: Heads, field: Field, degree: int) -> Tensor:
 
 
 def multiplications(field: Field, d: int, dv: int) -> int:
-    """Multiplications of a head for each token."""
+    """Return the multiplications per head and token."""
     return (field.n_grid + field.n_outer) * (2 * d + dv)

@@ -1,4 +1,4 @@
-"""Checks of a call of multipole attention; each refusal is a ValueError of one sentence."""
+"""Checks of a call of multipole attention; invalid arguments raise ValueError."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prepare(
     q: Tensor, k: Tensor, v: Tensor, *, grid: Sequence[int], blocks: Sequence[int], radius: int = 2, degree: int = 1,
     prefix: int = 0, suffix: int = 0, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
 ) -> MultipoleCall:  # fmt: skip
-    """Check a call. Autocast casts tokens (float64 stays)."""
+    """Check a call. Autocast casts tokens, except float64."""
     dtype = autocast_dtype(q)
     check_tensors(q, k, v, dtype is not None)
     if dtype is not None:
@@ -46,7 +46,7 @@ def prepare(
         raise ValueError(f"degree must be 0, 1 or 2, got {degree!r}.")
     if not is_finite(q_scale):
         raise ValueError(f"q_scale must be a finite number, got {q_scale!r}.")
-    field = Field(layout, prefix, suffix, min(radius, max(layout.grid)))  # beyond that all tokens are near
+    field = Field(layout, prefix, suffix, min(radius, max(layout.grid)))  # with this radius all tokens are near
     if q.shape[1] != field.n_grid + field.n_outer:
         raise ValueError(
             f"The grid {layout.grid} with {prefix} prefix and {suffix} suffix tokens needs "

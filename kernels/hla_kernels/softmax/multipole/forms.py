@@ -9,13 +9,13 @@ from .reference import definition
 from .torch_form import evaluate, linear
 
 FORMS = {"reference": definition, "torch": evaluate, "triton": fused.evaluate}
-MANY = 32768  # tokens from which on torch's form by blocks is taken where Triton reads all keys: an estimate
+MANY = 32768  # tokens above which torch by blocks is assumed to be faster than Triton reading all keys (an estimate)
 
 __all__ = ["FORMS", "slower", "why_not"]
 
 
 def slower(call: MultipoleCall) -> str | None:
-    """The reason why a Triton form that can run this call is not the fastest one, or None."""
+    """Return the reason why a Triton form that supports this call is not the fastest one, or None."""
     if call.q.shape[1] >= MANY and linear(call) and fused.reads_all(call):
         return f"slower: {call.q.shape[1]} tokens are faster by blocks, which the torch form has"
     return None

@@ -1,4 +1,4 @@
-"""The mean keys of blocks."""
+"""Mean keys of blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .layout import Field, membership
 
 
 def sizes(x: Heads, field: Field) -> tuple[Tensor, Tensor]:
-    """(weight of each token in the blocks [.., N, M], number of real tokens of each block [.., M, 1])."""
+    """Return (membership of each token in the blocks [.., N, M], number of real tokens per block [.., M, 1])."""
     weight = membership(field.layout, x.k)
     if x.live is not None:
         weight = weight * x.live.narrow(-2, field.prefix, field.n_grid)
@@ -17,6 +17,6 @@ def sizes(x: Heads, field: Field) -> tuple[Tensor, Tensor]:
 
 
 def anchors_of(x: Heads, field: Field) -> Tensor:
-    """The mean key of each block, [B, H, M, D]; 0 where no token is real."""
+    """Return the mean key of each block, [B, H, M, D]; 0 for blocks without a real token."""
     weight, n = sizes(x, field)
     return (weight.mT @ x.k.narrow(-2, field.prefix, field.n_grid)) / n.clamp(min=1)

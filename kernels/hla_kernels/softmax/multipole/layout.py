@@ -1,7 +1,7 @@
 """Where the tokens lie: blocks of the grid, the slots of their tokens, and what is near.
 
-Every table is arithmetic on ranges, so that a compiler can trace it for any grid. An axis of L positions is cut into m
-blocks as in `blockmix.layout`; a block has W slots along the axis, the last ones empty in a narrower block.
+All tables are arithmetic on ranges, so torch.compile can trace them for any grid. An axis of L positions is cut into m
+blocks as in `blockmix.layout`. A block has W slots along the axis; the last ones are empty in a narrower block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ...blockmix.layout import Layout, block_table
 
 
 class Field(NamedTuple):
-    """A grid cut into blocks (`blocks.prefix` is 0), the tokens before and after it, and the radius of what is near."""
+    """Grid cut into blocks (`blocks.prefix` is 0), number of tokens before and after it, and radius of the near
+    field."""
 
     layout: Layout
     prefix: int
@@ -25,21 +26,21 @@ class Field(NamedTuple):
 
     @property
     def n_grid(self) -> int:
-        """Tokens of the grid."""
+        """Number of tokens on the grid."""
         return self.layout.n_tokens
 
     @property
     def n_outer(self) -> int:
-        """Tokens that are not on the grid."""
+        """Number of tokens outside the grid."""
         return self.prefix + self.suffix
 
 
 class Slots(NamedTuple):
-    """The tokens of the grid by blocks; N stands for no token.
+    """Tokens of the grid by blocks; N in unused slots.
 
     tokens: [M, W], the token in each slot.  places: [N], the slot of each token, an index into [M * W].
-    halo: [M, V], the tokens of each block and of all that are near to one of them.  near: [M, W, V] bool, which of the
-    halo are near to a slot's token.
+    halo: [M, V], the tokens of each block and all tokens near to one of them.  near: [M, W, V] bool, whether a token of
+    the halo is near to the token of a slot.
     """
 
     tokens: Tensor
@@ -49,13 +50,13 @@ class Slots(NamedTuple):
 
 
 def membership(layout: Layout, like: Tensor) -> Tensor:
-    """[N, M], one where a token lies in a block."""
+    """Return the membership of tokens in blocks, 0 or 1, [N, M]."""
     blocks = block_table(layout, like.device)
     return (blocks[:, None] == torch.arange(layout.n_blocks, device=like.device)).to(like.dtype)
 
 
 def near(grid: tuple[int, ...], radius: int, device: torch.device) -> Tensor:
-    """[N, N] bool: tokens that differ by at most `radius` along every axis."""
+    """Return which pairs of tokens differ by at most `radius` along every axis, [N, N] bool."""
     found = torch.ones(1, 1, dtype=torch.bool, device=device)
     for length in grid:
         x = torch.arange(length, device=device)
@@ -66,7 +67,7 @@ def near(grid: tuple[int, ...], radius: int, device: torch.device) -> Tensor:
 
 
 def slots(layout: Layout, radius: int, device: torch.device) -> Slots:
-    """The tables of a grid."""
+    """Return the tables of a grid."""
     tokens = halo = torch.zeros(1, 1, dtype=torch.int64, device=device)
     block = slot = torch.zeros(1, dtype=torch.int64, device=device)
     pairs = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
@@ -92,7 +93,7 @@ def slots(layout: Layout, radius: int, device: torch.device) -> Slots:
 
 
 def _outer(a: Tensor, b: Tensor, combine) -> Tensor:
-    """[I, J, ..] and [K, L, ..] -> [I K, J L, ..], every pair combined, the axes of b fastest."""
+    """Combine all pairs: [I, J, ..] and [K, L, ..] -> [I K, J L, ..], with the axes of b fastest."""
     for axis in range(a.dim()):
         a, b = a.unsqueeze(2 * axis + 1), b.unsqueeze(2 * axis)
     pairs = combine(a, b)

@@ -12,7 +12,7 @@ from .layout import Field, membership, near
 
 
 def definition(call: MultipoleCall) -> Tensor:
-    """`reference` of a checked call, evaluated in float32 at least, in the dtype of its queries."""
+    """Run `reference` on a checked call in at least float32; returns the dtype of its queries."""
     q, k, v = (x.to(compute_dtype(call.q.dtype)) for x in call[:3])
     return reference(q, k, v, call.field, call.degree, call.q_scale, call.mask).to(call.q.dtype)
 
@@ -20,7 +20,8 @@ def definition(call: MultipoleCall) -> Tensor:
 def reference(
     q: Tensor, k: Tensor, v: Tensor, field: Field, degree: int, q_scale: float, mask: Tensor | None = None
 ) -> Tensor:
-    """o_t of `multipole`, q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv], in the dtype of q."""
+    """Return o of `multipole` for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv], in the dtype of
+    q."""
     group = q.shape[2] // k.shape[2]
     live = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask
     k, v = (real(x, mask).repeat_interleave(group, dim=2) for x in (k, v))

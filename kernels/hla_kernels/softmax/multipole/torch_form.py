@@ -1,6 +1,6 @@
 """Torch form of multipole attention: by tokens (N x N) or by blocks, whichever is cheaper.
 
-Everything is plain differentiable torch code in float32 at least, for a compiler to fuse.
+Plain differentiable torch code in at least float32, which torch.compile can fuse.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .call import MultipoleCall
 
 
 def evaluate(call: MultipoleCall) -> Tensor:
-    """o [B, N, H, Dv] in the dtype of q."""
+    """Return o [B, N, H, Dv] in the dtype of q."""
     x = to_layout(*call[:3], call.q_scale, call.mask)
     if linear(call):
         o = by_blocks.by_blocks(x, call.field, call.degree)
@@ -24,6 +24,6 @@ def evaluate(call: MultipoleCall) -> Tensor:
 
 
 def linear(call: MultipoleCall) -> bool:
-    """Whether this call goes by blocks: it has fewer multiplications then."""
+    """Whether this call goes by blocks, which then needs fewer multiplications."""
     d, dv = call.q.shape[-1], call.v.shape[-1]
     return by_blocks.multiplications(call.field, d, dv, call.degree) < by_tokens.multiplications(call.field, d, dv)

@@ -1,4 +1,4 @@
-"""Checks of a call of second-order Taylor attention; each refusal is a ValueError of one sentence."""
+"""Checks of a call of second-order Taylor attention; invalid arguments raise ValueError."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prepare(
     normalize: bool = True, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
     dtype: torch.dtype | None = None,
 ) -> TaylorCall:  # fmt: skip
-    """Check a call. dtype: that of autocast, to which tokens are cast (float64 stays), or None."""
+    """Check a call. dtype: the dtype of autocast, to which tokens are cast (except float64), or None."""
     check_tensors(q, k, v, dtype is not None)
     _check_coefficients(coefficients, q)
     if narrow is not None:

@@ -1,6 +1,6 @@
 """Explicit backward of Taylor attention; blocks and order of products as in `torch_form`.
 
-With g_t the gradient of o_t, z_t the divisor, g'_t = g_t / z_t and u_t = -g'_t.(o_t - vbar), the gradient of z_t.
+g_t is the gradient of o_t, z_t the denominator, g'_t = g_t / z_t, and u_t = -g'_t.(o_t - vbar) the gradient of z_t.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ def gradient(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, q2: Tensor | None, k2: Tensor | None,
     mask: Tensor | None, normalize: bool, q_scale: float,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of q, k, v, coefficients, q2 and k2 from that of o; everything but the inputs is formed again."""
+    """Return the gradients of q, k, v, coefficients, q2 and k2 from the gradient of o, recomputing all
+    intermediates."""
     x = to_layout(q, k, v, q2, k2, mask, q_scale)
     dy = live_heads(to_heads(grad, k.shape[2], x.q.dtype), mask)
     c1, c2 = pair(coefficients, k.shape[2], x.q.dtype)
     by_state = through_state(x)
     d_q, d_c, (d_k, d_v, d_k2), d_q2 = (_by_state if by_state else _by_tokens)(x, dy, c1, c2, normalize)
-    d_v = _centred(d_v, x, mask) + dy.sum((2, 3), keepdim=True) / x.n  # vbar enters o itself
+    d_v = _centred(d_v, x, mask) + dy.sum((2, 3), keepdim=True) / x.n  # vbar is a term of o
     grads: list[Tensor | None] = [
         to_tokens(d_q * q_scale, q.dtype),
         to_tokens(_centred(d_k, x, mask), k.dtype),
@@ -49,11 +50,11 @@ def gradient(
 
 
 Keys = tuple[Tensor, Tensor, Tensor | None]  # gradients of centred keys, values and narrow keys
-Found = tuple[Tensor, Tensor, Keys, Tensor | None]  # of queries, coefficients [Hk, G, 2], these, and narrow queries
+Found = tuple[Tensor, Tensor, Keys, Tensor | None]  # gradients of q, coefficients [Hk, G, 2], Keys and q2
 
 
 def _centred(t: Tensor, x: Heads, mask: Tensor | None) -> Tensor:
-    """The gradient of tokens from that of the centred tokens."""
+    """Return the gradient of tokens from the gradient of the centred tokens."""
     return live_heads(t - t.sum(-2, keepdim=True) / x.n, mask)
 
 
@@ -119,24 +120,24 @@ def _by_tokens(x: Heads, dy: Tensor, c1: Tensor, c2: Tensor, normalize: bool) ->
 
 
 def _through_features(x: Tensor, narrow: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and of `narrow` (None: x itself has both) from that of F(x)."""
+    """Return the gradients of x and of `narrow` (None if x is used for both) from the gradient of F(x)."""
     d = x.shape[-1]
     y = x if narrow is None else narrow
     a, b, weight = pairs(y)
     g = grad[..., d:] * weight
     r = y.shape[-1]
     matrix = g.new_zeros((*g.shape[:-1], r * r)).index_copy(-1, a * r + b, g).unflatten(-1, (r, r))
-    squares = ((matrix + matrix.mT) @ y[..., None])[..., 0]  # on a GPU index_add adds in any order
+    squares = ((matrix + matrix.mT) @ y[..., None])[..., 0]  # a product, since index_add is not deterministic on a GPU
     return (grad[..., :d] + squares, None) if narrow is None else (grad[..., :d], squares)
 
 
 def _shared(t: Tensor, like: Tensor) -> Tensor:
-    """Summed over the query heads that share a key head."""
+    """Sum over the query heads that share a key head."""
     return t if like.shape[2] == t.shape[2] else t.sum(2, keepdim=True)
 
 
 def _sum(t: Tensor) -> Tensor:
-    """Over batch, tokens and channels: [B, Hk, G, N, .] -> [Hk, G]."""
+    """Sum over batch, tokens and channels: [B, Hk, G, N, .] -> [Hk, G]."""
     return t.sum((0, 3, 4))
 
 

@@ -3,9 +3,9 @@
 `hla_kernels::taylor2` takes (q, k, v), `hla_kernels::taylor2_qkvpacked` takes qkv [B, N, 3, H, D] and its backward
 writes one packed gradient.
 
-They return (o, saved): with `save`, what the backward of the Triton form needs of the forward. The torch form keeps its
-inputs only and forms everything else again; neither stores what grows with N^2 or with the number of features. `impl`,
-chosen in `op`, is the implementation: "torch" (`torch_form`, backward in `gradient`) or "triton" (`fused`).
+They return (o, saved). With `save`, `saved` holds tensors for the backward of the Triton form; the torch form saves its
+inputs only and recomputes the rest. Nothing saved grows with N^2 or with the number of features. `impl`, chosen in
+`op`, is "torch" (`torch_form`, backward in `gradient`) or "triton" (`fused`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Tokens = Sequence[Tensor | None]
 
 
 def _in_triton(impl: str, q: Tensor) -> bool:
-    """A launch needs at least one program: an empty batch takes the torch form."""
+    """Whether the kernels run; an empty batch, for which nothing can be launched, uses the torch form."""
     return impl == "triton" and q.shape[0] != 0
 
 
 def _rows(x: Any) -> Any:
-    """The Triton form reads whole rows; `op` has seen that they are, a compiler in between may choose other strides.
-    None, which is no tensor, stays."""
+    """Return x with a contiguous last dimension: the Triton form requires it, and torch.compile may have changed the
+    strides that `op` checked. None is returned unchanged."""
     return x if x is None or x.stride(3) == 1 else x.contiguous()
 
 
 def _saved(q: Tensor, k: Tensor, v: Tensor, q2: Tensor | None, normalize: bool, impl: str, save: bool) -> Tensor:
-    """An uninitialised `saved` of the size that the forward returns."""
+    """Return an uninitialised `saved` of the size that the forward returns."""
     length = fused.saved_floats(q, k, v, q2, normalize) if save and impl == "triton" else 0
     return q.new_empty((length,), dtype=torch.float32)
 
@@ -59,7 +59,7 @@ def _fused_gradient(
     grad: Tensor, o: Tensor | None, saved: Tensor, tokens: Tokens, outs: Tokens, coefficients: Tensor,
     mask: Tensor | None, normalize: bool, q_scale: float,
 ) -> Tensor:  # fmt: skip
-    """Write the gradients of the tokens q, k, v, q2 and k2 into `outs`; returns d coefficients."""
+    """Write the gradients of q, k, v, q2 and k2 into `outs`; return d coefficients."""
     q, k, v, q2, k2 = (_rows(x) for x in tokens)
     with torch.cuda.device_of(q):
         return fused.backward(grad, o, q, k, v, coefficients, q2, k2, mask, normalize, q_scale, outs, saved)
@@ -70,7 +70,7 @@ def taylor2_op(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, q2: Tensor | None, k2: Tensor | None, mask: Tensor | None,
     normalize: bool, q_scale: float, impl: str = "torch", save: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o (see `taylor`) [B, N, H, Dv] and a buffer for the backward; arguments are checked by `call.prepare`."""
+    """Return o (see `taylor`) [B, N, H, Dv] and a buffer for the backward; arguments are checked by `call.prepare`."""
     return _forward(q, k, v, coefficients, (q2, k2), mask, normalize, q_scale, impl, save)
 
 
@@ -84,7 +84,7 @@ def taylor2_backward(
     grad: Tensor, o: Tensor | None, saved: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor,
     q2: Tensor | None, k2: Tensor | None, mask: Tensor | None, normalize: bool, q_scale: float, impl: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dcoefficients, dq2, dk2) of `taylor2`; the last two are empty without a narrow pair."""
+    """Return (dq, dk, dv, dcoefficients, dq2, dk2) of `taylor2`; dq2 and dk2 are empty without a narrow pair."""
     if _in_triton(impl, q):
         tokens = (q, k, v, q2, k2)
         outs = [None if x is None else x.new_empty(x.shape) for x in tokens]
@@ -108,7 +108,7 @@ def taylor2_packed_op(
     qkv: Tensor, coefficients: Tensor, mask: Tensor | None, normalize: bool, q_scale: float, impl: str = "torch",
     save: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`taylor2` of qkv [B, N, 3, H, D], without a narrow pair."""
+    """Run `taylor2` on qkv [B, N, 3, H, D], without a narrow pair."""
     q, k, v = qkv.unbind(2)
     return _forward(q, k, v, coefficients, (None, None), mask, normalize, q_scale, impl, save)
 
@@ -124,7 +124,7 @@ def taylor2_packed_backward(
     grad: Tensor, o: Tensor | None, saved: Tensor, qkv: Tensor, coefficients: Tensor, mask: Tensor | None,
     normalize: bool, q_scale: float, impl: str = "torch",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dqkv, dcoefficients) of `taylor2_qkvpacked`: one buffer that dq, dk and dv are written into."""
+    """Return (dqkv, dcoefficients) of `taylor2_qkvpacked`; dqkv is one buffer, into which dq, dk and dv are written."""
     q, k, v = qkv.unbind(2)
     if _in_triton(impl, q):
         packed = torch.empty_like(qkv, memory_format=torch.contiguous_format)
@@ -150,7 +150,7 @@ def _derivative(forward: Any, backward: Any, tensors: int) -> None:
         normalize, _, impl, _ = ctx.options = inputs[tensors:]
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
-        o = output[0] if impl == "triton" and normalize else None  # the others do not read it
+        o = output[0] if impl == "triton" and normalize else None  # other cases do not read it
         ctx.save_for_backward(o, output[1], *inputs[:tensors])
 
     def gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple:
@@ -158,7 +158,7 @@ def _derivative(forward: Any, backward: Any, tensors: int) -> None:
             return (None,) * len(ctx.needs_input_grad)
         grads = backward(grad, *ctx.saved_tensors, *ctx.options[:3])
         if len(grads) > 4 and ctx.saved_tensors[6] is None:
-            grads = grads[:4]  # there is no narrow pair
+            grads = grads[:4]  # without a narrow pair
         return (*grads, *[None] * (len(ctx.needs_input_grad) - len(grads)))
 
     forward.register_autograd(gradients, setup_context=setup_context)

@@ -11,7 +11,7 @@ from .call import TaylorCall
 
 
 def definition(call: TaylorCall) -> Tensor:
-    """`reference` of a checked call, evaluated in float32 at least, in the dtype of its queries."""
+    """Run `reference` on a checked call in at least float32; returns the dtype of its queries."""
     wide = compute_dtype(call.q.dtype)
     narrow = None if call.q2 is None or call.k2 is None else (call.q2.to(wide), call.k2.to(wide))
     q, k, v = (x.to(wide) for x in call[:3])
@@ -22,8 +22,8 @@ def reference(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, narrow: tuple[Tensor, Tensor] | None, normalize: bool,
     q_scale: float, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """o_t of `taylor`, q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], coefficients [H, 2] -> [B, N, H, Dv], in the
-    dtype of q. The mean over tokens is over those of `mask` [B, N]; the others get zeros."""
+    """Return o of `taylor` for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], coefficients [H, 2] -> [B, N, H, Dv],
+    in the dtype of q. Means run over tokens inside `mask` [B, N]; outputs of other tokens are 0."""
     group = q.shape[2] // k.shape[2]
     live = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask
     n = live.sum(1).clamp(min=1).to(q.dtype)[:, None, None, None]

@@ -1,7 +1,7 @@
 """Torch form of Taylor attention: blocks of tokens, in the cheaper of two product orders.
 
-Tensors in head layout as in `hla.layout`: q [B, Hk, G, N, D], k [B, Hk, 1, N, D]. Memory beside inputs and outputs is
-one moment (by state) and what a block of tokens needs, at most `BLOCK` numbers or those of `SMALLEST` tokens.
+Tensors are in the head layout of `hla.layout`: q [B, Hk, G, N, D], k [B, Hk, 1, N, D]. Working memory is one moment (by
+state) and one block of tokens, with at most `BLOCK` numbers or `SMALLEST` tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ...hla.layout import live_heads, to_heads, to_tokens
 from ...options import compute_dtype
 from ...sequences import counts
 
-BLOCK = 2**25  # numbers of a block of features or weights
-SMALLEST = 16  # tokens of a block
+BLOCK = 2**25  # numbers in one block of features or weights
+SMALLEST = 16  # minimum number of tokens per block
 
 
 class Heads(NamedTuple):
-    """Tokens in head layout: queries (scaled), centred keys and values, the pair of the degree-2 term if it has its
-    own, the mean value [B, Hk, 1, 1, Dv] and the number of tokens."""
+    """Tokens in head layout: scaled queries, centred keys and values, the narrow pair of the degree-2 term or None, the
+    mean value [B, Hk, 1, 1, Dv] and the number of tokens."""
 
     q: Tensor
     k: Tensor
@@ -34,15 +34,15 @@ class Heads(NamedTuple):
 
 
 def by_state(n: int, d: int, r: int, dv: int) -> bool:
-    """Whether the products go through the moment: it has fewer multiplications than the weights of N tokens."""
+    """Whether the order by state has fewer multiplications than the order by tokens."""
     return multiplications(n, d, r, dv, True) < multiplications(n, d, r, dv, False)
 
 
 def multiplications(n: int, d: int, r: int, dv: int, state: bool) -> int:
-    """Multiplications a token and head; r: width of the degree-2 pair, 0 where it is that of q and k."""
+    """Return the multiplications per token and head; r: width of the degree-2 pair, 0 without a narrow pair."""
     if state:
         pairs = (r or d) * ((r or d) + 1) // 2
-        return (d + pairs) * (2 * dv + 1) + pairs  # moment with its column of ones, read-out, divisor
+        return (d + pairs) * (2 * dv + 1) + pairs  # moment with a column of ones, read-out, denominator
     return n * (d + r + dv)
 
 
@@ -50,7 +50,7 @@ def evaluate(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, q2: Tensor | None, k2: Tensor | None, mask: Tensor | None,
     normalize: bool, q_scale: float,
 ) -> Tensor:  # fmt: skip
-    """o [B, N, H, Dv] in the dtype of q; shapes as in `reference`."""
+    """Return o [B, N, H, Dv] in the dtype of q; shapes as in `reference`."""
     x = to_layout(q, k, v, q2, k2, mask, q_scale)
     c1, c2 = pair(coefficients, k.shape[2], x.q.dtype)
     moment = summed(x) if through_state(x) else None
@@ -65,7 +65,7 @@ def evaluate(
 def to_layout(
     q: Tensor, k: Tensor, v: Tensor, q2: Tensor | None, k2: Tensor | None, mask: Tensor | None, q_scale: float
 ) -> Heads:
-    """Tokens [B, N, H, D] as `Heads`; padded ones are zero."""
+    """Convert tokens [B, N, H, D] to `Heads`; padded tokens are zero."""
     dtype, n_key_heads = compute_dtype(q.dtype), k.shape[2]
     n = q.shape[1] if mask is None else counts(mask, dtype)
 
@@ -84,19 +84,19 @@ def to_layout(
 
 
 def pair(c: Tensor, n_key_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """c1 and c2 of [H, 2], each [Hk, G, 1, 1]."""
+    """Split coefficients [H, 2] into c1 and c2, each [Hk, G, 1, 1]."""
     c = c.to(dtype).unflatten(0, (n_key_heads, -1))
     return c[:, :, :1, None], c[:, :, 1:, None]
 
 
 def through_state(x: Heads) -> bool:
-    """Whether this call goes by state."""
+    """Whether this call runs by state."""
     r = 0 if x.q2 is None else x.q2.shape[-1]
     return by_state(x.q.shape[-2], x.q.shape[-1], r, x.v.shape[-1])
 
 
 def blocks(x: Heads) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of the tokens of each block."""
+    """Yield (first, last + 1) of the tokens of each block."""
     n = x.q.shape[-2]
     d = (x.q if x.q2 is None else x.q2).shape[-1]
     width = x.q.shape[-1] + d * (d + 1) // 2 if through_state(x) else n
@@ -106,30 +106,31 @@ def blocks(x: Heads) -> Iterator[tuple[int, int]]:
 
 
 def rows(t: Tensor | None, i: int, j: int) -> Tensor | None:
-    """The tokens [i, j) of t, if there is a t."""
+    """Return the tokens [i, j) of t, or None if t is None."""
     return None if t is None else t[..., i:j, :]
 
 
 def features(x: Tensor, narrow: Tensor | None) -> Tensor:
-    """F(x) = [x, x_a x_b for a < b, x_a^2 / sqrt 2], so that F(q)[D:].F(k)[D:] = (q.k)^2 / 2, of `narrow` if given."""
+    """Return F(x) = [x, x_a x_b for a < b, x_a^2 / sqrt 2], the products from `narrow` if given, such that
+    F(q)[D:].F(k)[D:] = (q.k)^2 / 2."""
     y = x if narrow is None else narrow
     a, b, weight = pairs(y)
     return torch.cat([x, y[..., a] * (y[..., b] * weight)], -1)
 
 
 def pairs(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The channels a <= b of each feature, and its weight."""
+    """Return the channels a <= b of each degree-2 feature, and its weight."""
     a, b = torch.triu_indices(y.shape[-1], y.shape[-1], device=y.device).unbind(0)
     return a, b, torch.where(a == b, 0.5, 1.0).to(y.dtype).sqrt()
 
 
 def with_ones(v: Tensor) -> Tensor:
-    """[nu, 1]."""
+    """Return [nu, 1]."""
     return torch.cat([v, torch.ones_like(v[..., :1])], -1)
 
 
 def summed(x: Heads) -> Tensor:
-    """mean_j F(k_j) [nu_j, 1], [B, Hk, 1, W, Dv + 1]. Padded keys are zero, and so are their features."""
+    """Return mean_j F(k_j) [nu_j, 1], [B, Hk, 1, W, Dv + 1]. Padded keys are zero, and so are their features."""
     total = None
     for i, j in blocks(x):
         part = features(x.k[..., i:j, :], rows(x.k2, i, j)).mT @ with_ones(x.v[..., i:j, :])
@@ -139,21 +140,21 @@ def summed(x: Heads) -> Tensor:
 
 
 def read_state(q: Tensor, q2: Tensor | None, c1: Tensor, c2: Tensor, moment: Tensor, normalize: bool) -> Tensor:
-    """o - vbar of a block of queries from the moment; c1, c2 [Hk, G, 1, 1]."""
+    """Return o - vbar of a block of queries from the moment; c1, c2 [Hk, G, 1, 1]."""
     d, f = q.shape[-1], features(q, q2)
     o = torch.cat([c1 * f[..., :d], c2 * f[..., d:]], -1) @ moment[..., :-1]
-    # the centred keys sum to zero, but not exactly: only the squares belong into the divisor
+    # centred keys sum to zero only up to rounding, so their sum is left out of the denominator
     return o / (1 + c2 * (f[..., d:] @ moment[..., d:, -1:])) if normalize else o
 
 
 def read_tokens(q: Tensor, q2: Tensor | None, c1: Tensor, c2: Tensor, x: Heads, normalize: bool) -> Tensor:
-    """o - vbar of a block of queries from all tokens."""
+    """Return o - vbar of a block of queries from all tokens."""
     s, square = scores(q, q2, x)
     o = ((c1 * s + c2 * square) @ x.v) / x.n
     return o / (1 + c2 * (square.sum(-1, keepdim=True) / x.n)) if normalize else o
 
 
 def scores(q: Tensor, q2: Tensor | None, x: Heads) -> tuple[Tensor, Tensor]:
-    """s and r^2 / 2 of a block of queries, [B, Hk, G, queries, N]."""
+    """Return s and r^2 / 2 of a block of queries, [B, Hk, G, queries, N]."""
     s = q @ x.k.mT
     return s, (s if q2 is None or x.k2 is None else q2 @ x.k2.mT).square() / 2

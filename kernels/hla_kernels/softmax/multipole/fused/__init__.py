@@ -1,10 +1,10 @@
-"""Triton form of multipole attention: the weights exist a tile at a time, as in flash attention.
+"""Triton form of multipole attention; weights exist one tile at a time, as in flash attention.
 
-A tile of queries is a box of the grid. It reads the keys of the blocks that its neighbourhood touches one by one (two
-products for the scores with keys and with mean keys, a third for what rounding took from these but of degree 0, one for
-values) and every other block as one key, its mean, with the weight of its tokens; of degree 1, also the moment of the
-block, D x D. Linear in N where the number of blocks is fixed. Else all keys are read one by one: with degree 2, and
-where that is cheaper (`plan.pools`).
+A tile of queries is a box of the grid. Blocks that intersect its neighbourhood are read key by key, with two products
+for the scores with keys and with mean keys, a third for the rounding error of mean keys (not with degree 0), and one
+for values. Every other block is pooled: it is read as one key, its mean, weighted by the number of its tokens, and with
+degree 1 also through its D x D moment. The cost is linear in N for a fixed number of blocks. With degree 2, or where it
+is cheaper (`plan.pools`), all keys are read one by one.
 
 Reading order: geometry, tiles, forward, moments, backward, plan, launch, operator. The first call imports Triton.
 """
@@ -21,14 +21,14 @@ from .operator import multipole_op
 from .plan import plan_of
 
 WIDEST = 128
-LARGEST = 2**22  # of `geometry.quotient`
-HEADS = 2**16  # of a grid's second axis
-# by `tests.ops.fused.offline.sass`: its code overwrites registers that a product still reads
+LARGEST = 2**22  # limit of `geometry.quotient`
+HEADS = 2**16  # limit of the second axis of a launch grid
+# found by `tests.ops.fused.offline.sass`: the machine code overwrites registers that a product still reads
 REFUSED, REASON = "3.7", Fault("Triton 3.7 miscompiles the kernels of multipole, Triton 3.6 and 3.8 do not")
 
 
 def why_not(call: MultipoleCall) -> str | None:
-    """The reason why there is no Triton form of this call, or None."""
+    """Return the reason why the Triton form does not support this call, or None."""
     q, v = call.q, call.v
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"the Triton form of multipole is for bfloat16 and float16, not {q.dtype}"
@@ -50,7 +50,7 @@ def why_not(call: MultipoleCall) -> str | None:
 
 
 def evaluate(call: MultipoleCall) -> Tensor:
-    """o [B, N, H, D]."""
+    """Return o [B, N, H, D]."""
     q, k, v, field, degree, scale, _ = call
     group = q.shape[2] // k.shape[2]
     if group > 1:
@@ -59,11 +59,11 @@ def evaluate(call: MultipoleCall) -> Tensor:
 
 
 def reads_all(call: MultipoleCall) -> bool:
-    """Whether no block is pooled: quadratic in the number of tokens."""
+    """Whether no block is pooled, so that the cost is quadratic in the number of tokens."""
     return plan_of(*places(call.field), call.field.radius, call.degree, call.q.shape[3]).whole
 
 
 def places(field: Field) -> tuple[list[int], list[int], list[int]]:
-    """Grid and blocks of three axes, tokens before and after the grid."""
+    """Return grid and blocks with three axes, and the number of tokens before and after the grid."""
     ones = [1] * (3 - len(field.layout.grid))
     return [*ones, *field.layout.grid], [*ones, *field.layout.blocks], [field.prefix, field.suffix]

@@ -1,7 +1,6 @@
-"""Gradients. dq of a tile of queries; those of pooled keys and values; those of a tile of keys, with what the mean key
-of its block takes from each; and what a block's mean key and value hand to its tokens.
+"""Gradients of queries, pooled keys and values, keys and values, and tokens through block means.
 
-With w_ij the weights over the divisor and u_ij = w_ij (g_i.v_j - delta_i), delta_i = g_i.o_i, the gradient of log w_ij.
+With w_ij the normalized weights and delta_i = g_i.o_i, the gradient of log w_ij is u_ij = w_ij (g_i.v_j - delta_i).
 """
 
 import triton
@@ -36,7 +35,7 @@ def for_queries(
     heads, factor, scale, DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr,
     PY: tl.constexpr, PX: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """dq and DELTA of a tile of queries."""
+    """Compute dq and DELTA of a tile of queries."""
     patch, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     n_grid, total = grid[0] * grid[1] * grid[2], blocks[0] * blocks[1] * blocks[2]
@@ -88,7 +87,8 @@ def for_blocks(
     Q, A, LOW, E, COUNT, G, TOP, DELTA, DA, DE, qs, gs, grid, blocks, outer, radius, heads, factor, scale, splits,
     D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """DA, DE [splits, B H, M, D]: gradients of pooled keys and values by a part of the queries, of a tile of blocks."""
+    """Compute DA, DE [splits, B H, M, D], the gradients of pooled keys and values from a part of the queries, for a
+    tile of blocks."""
     tile, bh, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // heads, bh % heads
     n, total = grid[0] * grid[1] * grid[2] + outer[0] + outer[1], blocks[0] * blocks[1] * blocks[2]
@@ -123,7 +123,8 @@ def for_blocks(
 
 @triton.jit
 def patches_along(first, last, length, m, size, radius, ALL: tl.constexpr):
-    """First patch along an axis whose neighbourhood may touch a block from `first` to `last`, and how many do."""
+    """Return the first patch along an axis whose neighbourhood may intersect a block from `first` to `last`, and the
+    number of such patches."""
     if ALL:
         lowest, highest = first * 0, first * 0 + length - 1
     else:
@@ -138,8 +139,8 @@ def for_keys(
     factor, scale, DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr,
     PY: tl.constexpr, PX: tl.constexpr, QT: tl.constexpr, QY: tl.constexpr, QX: tl.constexpr,
 ):  # fmt: skip
-    """dv of a tile PT x PY x PX of keys; DK, DA [B, N, H, D]: its gradients by scores with keys and with mean keys.
-    Queries come in patches of QT x QY x QX."""
+    """Compute dv of a tile PT x PY x PX of keys, and DK, DA [B, N, H, D], its gradients through scores with keys and
+    with mean keys. Queries are read in patches of QT x QY x QX."""
     tile, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     n, total = grid[0] * grid[1] * grid[2] + outer[0] + outer[1], blocks[0] * blocks[1] * blocks[2]
@@ -157,7 +158,7 @@ def for_keys(
         dv = tl.zeros([PT * PY * PX, DP], tl.float32)
     else:
         count = tl.load(COUNT + block, there, other=0.0)
-        share = tl.where(on_grid, tl.exp2(-count), 0.0)  # outer tokens are in no block
+        share = tl.where(on_grid, tl.exp2(-count), 0.0)  # outer tokens belong to no block
         dv = load(DE + base, block, D, there, D, DP) * share[:, None]
     ft, ct = patches_along(own[0][0], own[0][1], grid[0], blocks[0], QT, radius, ALL)
     fy, cy = patches_along(own[1][0], own[1][1], grid[1], blocks[1], QY, radius, ALL)
@@ -195,7 +196,7 @@ def spread(
     DK, DA, POOLED, OUT, dks, grid, blocks, outer, heads,
     ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """dk = DK + the mean of the gradients of mean keys over its block; behind the blocks, the outer tokens."""
+    """Compute dk = DK + mean over the block of the gradients of mean keys; the last programs handle outer tokens."""
     m, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     n, total = grid[0] * grid[1] * grid[2] + outer[0] + outer[1], blocks[0] * blocks[1] * blocks[2]

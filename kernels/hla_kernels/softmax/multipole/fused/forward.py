@@ -16,8 +16,8 @@ def pool(
     K, V, A, LOW, E, COUNT, ks, vs, grid, blocks, outer, heads,
     D: tl.constexpr, DP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """A, E [B H, M, D]: mean key and mean value of each block; LOW: what rounding took from A; COUNT [M]: logarithm (2)
-    of its number of tokens."""
+    """Compute A, E [B H, M, D], the mean key and mean value of each block; LOW, the rounding error of A; and COUNT [M],
+    log2 of the number of tokens per block."""
     m, bh = tl.program_id(0), tl.program_id(1)
     total = blocks[0] * blocks[1] * blocks[2]
     first, size = block_box(m, grid, blocks)
@@ -40,7 +40,7 @@ def pool(
 
 @triton.jit
 def online(top, z, o, exponent, f, v):
-    """A tile of keys more: largest exponent, divisor and sum of values so far."""
+    """Add a tile of keys to the running maximum of exponents, denominator and sum of values."""
     higher = tl.maximum(top, tl.max(exponent, 1))
     w = tl.exp2(exponent - higher[:, None]) * f
     shrink = tl.exp2(top - higher)
@@ -53,7 +53,7 @@ def output(
     DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr, PY: tl.constexpr,
     PX: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """o, REST, what rounding takes from it, and TOP [B H, N] = logarithm of the divisor, of a tile of queries."""
+    """Compute o, REST (its rounding error) and TOP [B H, N], the logarithm of the denominator, of a tile of queries."""
     patch, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     n_grid, total = grid[0] * grid[1] * grid[2], blocks[0] * blocks[1] * blocks[2]

@@ -1,4 +1,4 @@
-"""Which kernels a call launches, in which order, with which buffers."""
+"""Kernel launches and buffers of a call."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .forward import output, pool
 from .moments import for_moments, spread_moments, sum_moments
 from .plan import Tiles, patch_of, plan_of
 
-ROWS = 16  # tokens of a block at a time, in sums
+ROWS = 16  # tokens of a block per step of a sum
 LOG2 = math.log(2)
 Tokens = tuple[Tensor, Tensor, Tensor]
 
 
 class Call:
-    """What the launches of a call share; `where`: grid, blocks, outer tokens."""
+    """Arguments shared by the launches of a call; `where`: grid, blocks, outer tokens."""
 
     def __init__(
         self, grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int, degree: int, scale: float,
@@ -33,14 +33,14 @@ class Call:
         self.sizes = {"D": d, "DP": self.plan.width}
 
     def reading(self, tiles: Tiles) -> tuple[tuple[int, int], dict[str, int]]:
-        """(programs, keywords) of a pass that reads keys one by one."""
+        """Return (programs, keywords) of a pass that reads keys one by one."""
         p = self.plan
         constants = {"DEGREE": p.degree, "ALL": p.whole, **p.place(tiles.patch)}
         return (p.count(tiles.patch), self.heads), {**constants, **tiles.launch}
 
     def asking(self, tiles: Tiles) -> dict[str, int]:
-        """Keywords of a pass over all queries, in patches as `for_keys` has them: each pair of query and block is in
-        one of the two."""
+        """Return the keywords of a pass over all queries. It uses the patches of `for_keys`, so that each pair of query
+        and block belongs to exactly one of both passes."""
         return {**self.plan.place(self.plan.tiles.for_keys.other), **tiles.launch}
 
 
@@ -51,7 +51,7 @@ def _strides(*tensors: Tensor) -> tuple[tuple[int, int, int], ...]:
 def forward(
     c: Call, tokens: Tokens, o: Tensor, top: Tensor, mean: Tensor, value: Tensor, count: Tensor, rest: Tensor
 ) -> None:
-    """Write o and what the backward needs."""
+    """Compute o and the tensors saved for the backward."""
     q, k, v = tokens
     anchors, tiles = tuple(mean), c.plan.tiles.output
     launch(
@@ -68,7 +68,7 @@ def forward(
 
 
 def _moments(c: Call, k: Tensor, v: Tensor, anchors: tuple[Tensor, ...]) -> Tensor | None:
-    """P [B, H, M, D, D] of pooled blocks of degree 1."""
+    """Return the moments P [B, H, M, D, D] of pooled blocks with degree 1, else None."""
     if not c.plan.moments:
         return None
     b, _, h, d = k.shape
@@ -85,7 +85,7 @@ def backward(
     c: Call, grad: Tensor, tokens: Tokens, o: Tensor, top: Tensor, mean: Tensor, value: Tensor, count: Tensor,
     rest: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
-    """Write dq, dk and dv."""
+    """Compute dq, dk and dv."""
     q, k, v = tokens
     p, anchors = c.plan, tuple(mean)
     moments, delta = _moments(c, k, v, anchors), torch.empty_like(top)
@@ -126,7 +126,7 @@ def backward(
 
 
 def _for_blocks(c: Call, q, grad, anchors, value, count, top, delta) -> tuple[Tensor, Tensor]:
-    """Gradients of the mean keys and values of pooled blocks, float32."""
+    """Return the gradients of the mean keys and values of pooled blocks, float32."""
     tiles = c.plan.tiles.for_blocks
     rows = -(-c.plan.n_blocks // tiles.blocks)
     splits = c.plan.splits(c.heads * rows)
@@ -140,7 +140,7 @@ def _for_blocks(c: Call, q, grad, anchors, value, count, top, delta) -> tuple[Te
 
 
 def _for_moments(c: Call, q, grad, anchors, moments, top) -> tuple[Tensor, Tensor]:
-    """Gradients of the mean keys, by the moments' part of o, and of the moments, float32."""
+    """Return the gradients of the mean keys through the moments, and of the moments, float32."""
     splits = c.plan.splits(c.heads * c.plan.n_blocks)
     found = [_parts(splits, shape, moments) for shape in (moments.shape[:4], moments.shape)]
     launch(

@@ -1,9 +1,7 @@
 """Degree-1 moments P_b = sum_j (k_j - k_b) v_j' of blocks.
 
-A block adds exp(a_b) s q.P_b to the sum of a query.
-
-It adds nothing to the divisor, since the expansion is around the mean; what is left of a key is small, and its
-rounding with it.
+A block adds exp(a_b) s q.P_b to the sum of a query, and nothing to the denominator, since the expansion is around the
+mean. Centred keys are small, and so are their rounding errors.
 """
 
 import triton
@@ -17,7 +15,7 @@ FREE = ["ks", "vs", "qs", "gs", "grid", "blocks", "outer", "radius", "heads", "f
 
 @triton.jit
 def mean_of(A, LOW, m, D: tl.constexpr, DP: tl.constexpr):
-    """The mean key of a block, [DP]."""
+    """Return the mean key of a block, [DP]."""
     d = tl.arange(0, DP)
     at = m * D + d
     return tl.load(A + at, d < D, other=0.0).to(tl.float32) + tl.load(LOW + at, d < D, other=0.0).to(tl.float32)
@@ -25,14 +23,14 @@ def mean_of(A, LOW, m, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def weight_of(q, mean, top, factor, skip):
-    """exp(a - top) of a tile of queries with one block, 0 where it is read token by token."""
+    """Return exp(a - top) of a tile of queries with one block, 0 if the block is read key by key."""
     a = tl.sum(q.to(tl.float32) * mean[None, :], 1) * factor
     return tl.where(skip, 0.0, tl.exp2(a - top))
 
 
 @triton.jit
 def moment(P, m, D: tl.constexpr, DP: tl.constexpr):
-    """P_b, [DP, DP]."""
+    """Return P_b, [DP, DP]."""
     rows = tl.arange(0, DP)
     return load(P + m.to(tl.int64) * (D * D), rows, D, rows < D, D, DP)
 
@@ -41,7 +39,7 @@ def moment(P, m, D: tl.constexpr, DP: tl.constexpr):
 def sum_moments(
     K, V, A, LOW, P, ks, vs, grid, blocks, outer, heads, D: tl.constexpr, DP: tl.constexpr, BW: tl.constexpr
 ):
-    """P [B H, M, D, D] of one block."""
+    """Compute P [B H, M, D, D] of one block."""
     m, bh = tl.program_id(0), tl.program_id(1)
     at = bh.to(tl.int64) * tl.num_programs(0) + m
     first, size = block_box(m, grid, blocks)
@@ -61,7 +59,7 @@ def sum_moments(
 
 @triton.jit
 def add_moments(o, q, top, A, LOW, P, near, blocks, on_grid, factor, scale, D: tl.constexpr, DP: tl.constexpr):
-    """o + sum_b exp(a_b - top) s q.P_b of a tile of queries."""
+    """Return o + sum_b exp(a_b - top) s q.P_b of a tile of queries."""
     for m in range(tl.where(on_grid, blocks[0] * blocks[1] * blocks[2], 0)):
         skip = is_touched(near, axes_of(m, blocks))
         w = weight_of(q, mean_of(A, LOW, m, D, DP), top, factor, skip) * scale
@@ -73,7 +71,7 @@ def add_moments(o, q, top, A, LOW, P, near, blocks, on_grid, factor, scale, D: t
 def add_moment_queries(
     dq, q, g, top, A, LOW, P, near, blocks, on_grid, factor, scale, D: tl.constexpr, DP: tl.constexpr
 ):
-    """Their part of dq."""
+    """Add the part of the moments to dq."""
     for m in range(tl.where(on_grid, blocks[0] * blocks[1] * blocks[2], 0)):
         skip = is_touched(near, axes_of(m, blocks))
         mean = mean_of(A, LOW, m, D, DP)
@@ -89,8 +87,8 @@ def for_moments(
     Q, A, LOW, P, G, TOP, DA, DP_, qs, gs, grid, blocks, outer, radius, heads, factor, scale, splits,
     D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr,
 ):  # fmt: skip
-    """DP_ [splits, B H, M, D, D], gradient of a block's P by a part of the queries, and DA [splits, B H, M, D], what
-    this part of the output adds to that of its mean key."""
+    """Compute DP_ [splits, B H, M, D, D], the gradient of P of a block from a part of the queries, and DA [splits, B H,
+    M, D], the gradient of its mean key through P."""
     m, bh, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // heads, bh % heads
     total, n = tl.num_programs(0), grid[0] * grid[1] * grid[2] + outer[0] + outer[1]
@@ -121,7 +119,7 @@ def spread_moments(
     K, V, A, LOW, E, DP_, DK, DV, ks, vs, grid, blocks, outer, heads,
     D: tl.constexpr, DP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Add to DK and DV [B, N, H, D] what the tokens of a block get of its P."""
+    """Add the gradients through P of a block to DK and DV [B, N, H, D] of its tokens."""
     m, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     at = bh.to(tl.int64) * tl.num_programs(0) + m

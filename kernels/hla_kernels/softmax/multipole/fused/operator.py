@@ -1,4 +1,4 @@
-"""The operator that autograd sees: `hla_kernels::multipole`."""
+"""Custom operator `hla_kernels::multipole`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ def multipole_op(
     q: Tensor, k: Tensor, v: Tensor, grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int,
     degree: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """o [B, N, H, D] and, for the backward: logarithm of the divisor [B, H, N]; of blocks mean keys and what rounding
-    took from them [2, B, H, M, D], mean values [B, H, M, D] and logarithm of their sizes [M]; what rounding took from o
-    (g.o is subtracted from every g.v_j). q, k, v [B, N, H, D]; grid and blocks have three axes, outer is the number of
-    tokens before and after the grid."""
+    """Return o [B, N, H, D] and tensors for the backward; q, k, v [B, N, H, D].
+
+    For the backward: logarithm of the denominator [B, H, N]; per block mean keys and their rounding errors
+    [2, B, H, M, D], mean values [B, H, M, D] and the logarithm of the size [M]; rounding error of o (g.o is subtracted
+    from every g.v_j). grid and blocks have three axes; outer: number of tokens before and after the grid.
+    """
     from .launch import Call, forward
 
     call = Call(grid, blocks, outer, radius, degree, scale, q.shape)
@@ -58,7 +60,7 @@ def multipole_backward(
     rest: Tensor, grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int, degree: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv)."""
+    """Return (dq, dk, dv)."""
     from .launch import Call, backward
 
     found = _like(q), _like(k), _like(v)

@@ -1,4 +1,4 @@
-"""How a call is cut: patches of queries and keys, whether far blocks are pooled, tiles and warps."""
+"""Launch plan of a call: patches of queries and keys, pooling of far blocks, tiles and warps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from ....blockmix.layout import block_of
 
-Sizes = tuple[int, ...]  # along the axes (T, Y, X)
-MARGIN = 2  # of estimated costs
-PROGRAMS = 264  # of passes over blocks at least, two for each multiprocessor of an H200
+Sizes = tuple[int, ...]  # sizes along the axes (T, Y, X)
+MARGIN = 2  # factor between estimated costs from which pooling is used
+PROGRAMS = 264  # minimum number of programs of passes over blocks, two per multiprocessor of an H200
 
 
 class Tiles(NamedTuple):
-    """Tokens of a patch, of what it reads at a time, of blocks at a time; launch options."""
+    """Tokens per patch, keys per step, blocks per step; launch options."""
 
     patch: int
     other: int
@@ -25,13 +25,13 @@ class Tiles(NamedTuple):
 
     @property
     def launch(self) -> dict[str, int]:
-        """Keywords of a launch."""
+        """Return the keywords of a launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 class Pass(NamedTuple):
-    """The tiles of every pass. A pair of query and key is pooled in `for_blocks` or not in `for_keys`: their queries
-    come in the same patches."""
+    """Tiles of every pass. `for_blocks` (pooled pairs of query and key) and `for_keys` (all other pairs) use the same
+    patches of queries."""
 
     output: Tiles
     for_queries: Tiles
@@ -52,7 +52,7 @@ WIDE = Pass(
 
 
 class Plan(NamedTuple):
-    """A grid of three axes and the tokens that are not on it; `whole`: every key is read, no block is pooled."""
+    """Plan for a grid of three axes and the tokens outside it; `whole`: every key is read, and no block is pooled."""
 
     grid: Sizes
     blocks: Sizes
@@ -65,12 +65,12 @@ class Plan(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Channels of a tile."""
+        """Channels of a tile, a power of two."""
         return max(16, 1 << (self.channels - 1).bit_length())
 
     @property
     def n_blocks(self) -> int:
-        """M."""
+        """M, the number of blocks."""
         return math.prod(self.blocks)
 
     @property
@@ -79,18 +79,18 @@ class Plan(NamedTuple):
         return self.degree == 1 and not self.whole
 
     def count(self, tokens: int) -> int:
-        """Patches of all tokens, those of the grid first."""
+        """Return the number of patches of all tokens; patches on the grid come first."""
         patch = patch_of(self.grid, tokens)
         cut = math.prod(-(-length // size) for length, size in zip(self.grid, patch, strict=True))
         return cut + -(-self.outer // tokens)
 
     def place(self, tokens: int) -> dict[str, int]:
-        """Constants of all passes over patches."""
+        """Return the constants of passes over patches."""
         names = dict(zip(("PT", "PY", "PX"), patch_of(self.grid, tokens), strict=True))
         return {"D": self.channels, "DP": self.width, **names}
 
     def pairs(self, tokens: int) -> int:
-        """Pairs of a query in patches of so many tokens and a key that it reads one by one."""
+        """Return the number of pairs of query and key that are not pooled, for patches of `tokens` tokens."""
         n = math.prod(self.grid) + self.outer
         if self.whole:
             return n * n
@@ -99,12 +99,12 @@ class Plan(NamedTuple):
         return near + self.outer * (2 * n - self.outer)
 
     def splits(self, programs: int) -> int:
-        """Parts of the queries, so that there are enough programs."""
+        """Return the number of parts of the queries that gives enough programs."""
         return max(1, min(16, PROGRAMS // programs))
 
 
 def _along(length: int, m: int, size: int, radius: int) -> int:
-    """These pairs along an axis."""
+    """Return the number of these pairs along an axis."""
     total = 0
     for first in range(0, length, size):
         ends = max(first - radius, 0), min(first + size - 1 + radius, length - 1)
@@ -114,7 +114,7 @@ def _along(length: int, m: int, size: int, radius: int) -> int:
 
 
 def patch_of(grid: Sequence[int], tokens: int) -> Sizes:
-    """A box of so many tokens, a power of two, as near to a cube as the grid has room for."""
+    """Return a box of `tokens` tokens, a power of two, as close to a cube as the grid allows."""
     sizes = [1, 1, 1]
     while math.prod(sizes) < tokens:
         room = [i for i in range(3) if sizes[i] < grid[i]] or [2]
@@ -126,7 +126,7 @@ def patch_of(grid: Sequence[int], tokens: int) -> Sizes:
 def plan_of(
     grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int, degree: int, channels: int
 ) -> Plan:
-    """The plan of a call; what it depends on must be plain numbers, which a compiler then takes for constants."""
+    """Return the plan of a call; arguments must be plain numbers, which torch.compile treats as constants."""
     rest = (int(x) for x in (sum(outer), radius, degree, channels))
     return _plan(tuple(map(int, grid)), tuple(map(int, blocks)), *rest)
 
@@ -139,7 +139,7 @@ def _plan(grid: Sizes, blocks: Sizes, outer: int, radius: int, degree: int, chan
 
 
 def pools(plan: Plan) -> bool:
-    """Whether to pool far blocks: fewer products of D channels then, of the forward pass, by a margin."""
+    """Whether to pool far blocks: if that reduces the products of the forward by more than a margin."""
     n, each = math.prod(plan.grid), 3 + plan.degree * plan.channels
     products = 3 * plan.pairs(plan.tiles.output.patch) + each * plan.n_blocks * n
     return plan.degree < 2 and MARGIN * products < 3 * (n + plan.outer) ** 2

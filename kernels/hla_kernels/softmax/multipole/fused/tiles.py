@@ -1,4 +1,4 @@
-"""Tiles of tokens and blocks, their scores and weights. Scores are in units of log 2: weights are powers of 2."""
+"""Tiles of tokens and blocks, their scores and weights. Scores are base-2 logarithms: weights are 2^score."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ def keys(
     start, K, V, ks, vs, box, place, reach, grid, per_length, blocks, outer,
     D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """BJ of the keys that a tile of queries reads one by one: (k, v, is there one, their block, which are near)."""
+    """Load BJ of the keys that a tile of queries reads one by one: (k, v, validity, block, which are near)."""
     e = start + tl.arange(0, BJ)
     row, there, at, is_outer = in_box(e, box[0], box[1], box[2], grid, outer, PT)
     k, v = load(K, row, ks[1], there, D, DP), load(V, row, vs[1], there, D, DP)
@@ -22,7 +22,7 @@ def keys(
 
 @triton.jit
 def weights_of(COUNT, near, m, blocks):
-    """(is there a block, logarithm of its number of tokens: minus infinity if it is read token by token)."""
+    """Return (validity of a block, logarithm of its number of tokens, minus infinity if it is read key by key)."""
     there = m < blocks[0] * blocks[1] * blocks[2]
     count = tl.load(COUNT + m, there, other=-float("inf"))
     return there, tl.where(is_touched(near, axes_of(m, blocks)), -float("inf"), count)
@@ -30,10 +30,11 @@ def weights_of(COUNT, near, m, blocks):
 
 @triton.jit
 def anchored(q, A, LOW, m, there, WHOLE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """(mean keys of blocks m, products of queries with them, [I, M]): A and, if WHOLE, LOW, what rounding took from it.
+    """Return (mean keys A of blocks m, scores of queries with them [I, M]). WHOLE: add LOW, the rounding error of A, in
+    the scores.
 
-    A mean key that is rounded moves the weights of its whole block alike: of degree 0, less than rounding of the
-    weights does; with a factor of the power, by r times as much.
+    Rounding a mean key changes all weights of its block alike. With degree 0 the change is smaller than the rounding of
+    the weights; with a factor f(r) it is r times larger.
     """
     mean = load(A, m, D, there, D, DP)
     a = products(q, mean)
@@ -44,7 +45,8 @@ def anchored(q, A, LOW, m, there, WHOLE: tl.constexpr, D: tl.constexpr, DP: tl.c
 
 @triton.jit
 def factors(s, a, near, DEGREE: tl.constexpr):
-    """(exponent, factor f of the power, its slopes by s and by a) of a tile of scores with keys and with anchors."""
+    """Return (exponent, factor f, d weight / d s and d weight / d a over exp(exponent)) for a tile of scores with keys
+    and with anchors; weight = f exp(exponent)."""
     exponent = tl.where(near, s, a)
     r = (s - a) * LN2
     if DEGREE == 0:

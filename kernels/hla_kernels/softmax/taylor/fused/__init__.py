@@ -1,11 +1,11 @@
-"""Triton form of second-order Taylor attention by tokens: the N x N weights exist a tile at a time.
+"""Triton form of second-order Taylor attention by tokens; weights exist one tile at a time.
 
-    forward   means of keys (and values) -> o, with q.kbar and the mean of y^2 of each query
+    forward   means of keys (and values) -> o, and per query q.kbar and the mean of y^2
     backward  dq, dq2, d c -> dk, dk2, dv
 
-Nothing is an exponential or a maximum, so that a tile costs a product and a few multiplications a weight; the ratio is
-sum_j (1 + w_tj) v_j / sum_j (1 + w_tj), since the first-order weights of centred keys sum to zero. Sums have one order:
-the same bits every time. Reading order: tokens, output, grads, plan, launch. Triton is imported by the first call.
+Without exponentials and maxima, a tile costs a product and a few multiplications per weight. The ratio is
+sum_j (1 + w_tj) v_j / sum_j (1 + w_tj), since the first-order weights of centred keys sum to zero. Sums have a fixed
+order: results are deterministic. Reading order: tokens, output, grads, plan, launch. The first call imports Triton.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["backward", "forward", "saved_floats", "too_many", "why_not"]
 
 
 def saved_floats(q: Tensor, k: Tensor, v: Tensor, q2: Tensor | None, normalize: bool) -> int | torch.SymInt:
-    """Length of the float32 buffer that `forward` fills for `backward`."""
+    """Return the length of the float32 buffer that `forward` fills for `backward`."""
     return sum(buffer_sizes(q, k, v, q2, normalize, True))
 
 
@@ -30,8 +30,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, q2: Tensor | None, k2: Tensor | None, mask: Tensor | None,
     normalize: bool, q_scale: float, save: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o [B, N, H, Dv] contiguous from q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] and the narrow pair
-    q2 [B, N, H, R], k2 [B, N, Hk, R], if any, and a buffer for `backward` (empty without `save`)."""
+    """Return o [B, N, H, Dv], contiguous, and a buffer for `backward` (empty without `save`), from q [B, N, H, D],
+    k [B, N, Hk, D], v [B, N, Hk, Dv] and, if given, the narrow pair q2 [B, N, H, R], k2 [B, N, Hk, R]."""
     from .launch import Call, forward_call
 
     o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
@@ -46,14 +46,16 @@ def backward(
     k2: Tensor | None, mask: Tensor | None, normalize: bool, q_scale: float, outs: Sequence[Tensor | None],
     saved: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Write dq, dk, dv, dq2 and dk2 (the last two None without a narrow pair) into `outs` (any strides with contiguous
-    last dimension) from o (None without the ratio) and the buffer of `forward`, formed again if empty; returns
-    d coefficients."""
+    """Write dq, dk, dv, dq2 and dk2 into `outs` and return d coefficients.
+
+    outs: any strides with contiguous last dimension; dq2 and dk2 are None without a narrow pair. o: None without the
+    ratio. saved: the buffer of `forward`, recomputed if empty.
+    """
     from .launch import Call, backward_call
 
     inputs = (q, k, v, coefficients, q2, k2, mask, normalize, q_scale)
     if saved.numel() == 0:
         o, saved = forward(*inputs, True)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
-    o = grad if o is None else o  # read with the ratio only
+    o = grad if o is None else o  # placeholder; only the ratio reads o
     return backward_call(Call(*inputs), grad, o, outs, saved)

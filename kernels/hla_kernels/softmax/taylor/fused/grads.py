@@ -1,8 +1,10 @@
-"""dq with the gradient of the coefficients, then dk and dv.
+"""Kernels of dq and the gradient of the coefficients, then of dk and dv.
 
-With r_i = 1 / z_i (NORM, else 1), u_ij = g_i.(v_j - o_i) (NORM, else g_i.(v_j - vbar)) the gradient of a weight is
-r_i u_ij / n, that of x_ij e_ij / n with e_ij = r_i u_ij (a + b x_ij), and centring takes its mean over j from it. With
-a narrow pair (R > 0) e_ij = a r_i u_ij, and that of y_ij is f_ij / n with f_ij = b r_i u_ij y_ij.
+With NORM: r_i = 1 / z_i and u_ij = g_i.(v_j - o_i). Otherwise r_i = 1 and u_ij = g_i.(v_j - vbar).
+
+    gradient of a weight   r_i u_ij / n
+    gradient of x_ij       e_ij / n with e_ij = r_i u_ij (a + b x_ij); centring subtracts its mean over j
+    with a narrow pair     e_ij = a r_i u_ij, and the gradient of y_ij is f_ij / n with f_ij = b r_i u_ij y_ij
 """
 
 import triton
@@ -39,8 +41,7 @@ def add_keys(
     MASK: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, R: tl.constexpr, R1: tl.constexpr,
     R2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of keys to the sums of e k and f k2, and of u, u x, u y^2, u y and of e and f as the products have
-    them, rounded."""
+    """Add a tile of keys to the sums of e k, f k2, u, u x, u y^2, u y, and of e and f as rounded in the products."""
     live = live_at(keep, batch, start, N, BN)
     tk = load_at(k, start, kn, live, D, F1, F2)
     tv = load_at(v, start, vn, live, DV, V1, V2)
@@ -76,9 +77,12 @@ def query_grads(
     F1: tl.constexpr, F2: tl.constexpr, R: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, PARTS: tl.constexpr, PEEL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dq and dq2 of a tile of queries; g.o (or g.vbar) and r (or 1 - mean w) of each -> deltas [2, B * H, padded(N)];
-    of the tile the part of the gradient of (c1, c2) -> parts [H, B, blocks, 2] and the sums of mean e q and mean f q2,
-    which centring takes from each dk and dk2 -> pulls [B * H, blocks, D + R]."""
+    """Compute dq and dq2 of a tile of queries.
+
+    deltas [2, B * H, padded(N)]: per query g.o (or g.vbar) and r (or 1 - mean w). parts [H, B, blocks, 2]: the tile's
+    part of the gradient of (c1, c2). pulls [B * H, blocks, D + R]: sums over the tile of mean e q and mean f q2, which
+    centring subtracts from every dk and dk2.
+    """
     bh, tile = place(blocks)
     batch = bh // H
     h = bh % H
@@ -128,7 +132,7 @@ def query_grads(
             )  # fmt: skip
     total, product = tl.sum(sums[0], 1), tl.sum(sums[1], 1)
     squares, rounded = tl.sum(sums[2], 1), tl.sum(sums[4], 1)
-    off = total / n  # u (NORM: weighted) sums to zero: what is left is the rounding of delta, the same for all keys
+    off = total / n  # the (weighted, if NORM) sum of u is zero but for rounding of delta, the same for all keys
     if NORM:
         off = (total + a * product + 0.5 * b * squares) * inverse / n
     total -= n * off
@@ -150,7 +154,7 @@ def query_grads(
         store_vec(pulls + D, weighted_sum(tq2, pull2, R2), R, R1, R2)
     else:
         pull += b * product
-    tq = load_at(hq, start, qs[1] * ALIGN, live, D, F1, F2)  # again: it would hold registers all the while
+    tq = load_at(hq, start, qs[1] * ALIGN, live, D, F1, F2)  # loaded again to save registers
     store_vec(pulls, weighted_sum(tq, pull * inverse / n, F2), D, F1, F2)
     parts += ((h * (BH // H) + batch).to(tl.int64) * blocks + tile) * 2
     tl.store(parts, tl.sum(product * inverse, 0) * scale / n)
@@ -164,10 +168,11 @@ def key_grads(
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, R: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk, dk2 and dv of a tile of keys, over the queries of all heads that share them; count: tiles of `query_grads`.
+    """Compute dk, dk2 and dv of a tile of keys, over the queries of all heads that share them; count: number of tiles
+    in `query_grads`.
 
-    Here keys are centred before the product, rounded once: what differs from query to query costs more than it does
-    there, since a thread has eight columns of a tile and two rows.
+    Keys are centred before the product and rounded once, unlike in `query_grads`: terms per query are more expensive
+    here, since a thread holds eight columns (queries) and two rows of a tile.
     """
     pid, tile = place(blocks)
     HK = H // G
@@ -233,7 +238,7 @@ def key_grads(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def sum_parts(parts, out, count, BP: tl.constexpr):
-    """out [H, 2] = the sum over parts [H, count, 2], in one order."""
+    """Compute out [H, 2], the sum of parts [H, count, 2] in a fixed order."""
     h = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BP)
     first, second = tl.zeros([BP], tl.float32), tl.zeros([BP], tl.float32)

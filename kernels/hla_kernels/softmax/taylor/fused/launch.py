@@ -1,4 +1,4 @@
-"""Host side: which kernels a call launches, in which order, with which buffers."""
+"""Kernel launches and buffers of a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .spec import buffer_sizes, padded, total_width
 
 
 class Call:
-    """One call's sizes and constexpr arguments, shared by its launches; q2 and k2 are None without a narrow pair."""
+    """Sizes and constexpr arguments shared by the launches of a call; q2 and k2 are None without a narrow pair."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, c: Tensor, q2: Tensor | None, k2: Tensor | None, mask: Tensor | None,
@@ -34,31 +34,32 @@ class Call:
         self.parts = plan.parts(self.n)
         width = total_width(self.d, self.r, self.dv, normalize)
         self.flags = {"NORM": normalize, "W": width, "PARTS": self.parts, **self.w}
-        # of weights: without it those of float16 tokens overflow where x^2 is 2^16, with it at 2^24
+        # scale of weights: without it, weights of float16 tokens overflow at x^2 = 2^16, with it at 2^24
         self.unit = 2.0**-8 if q.dtype == torch.float16 else 1.0
 
     def sizes(self, blocks: int) -> tuple:
-        """N, H, G, blocks, scale."""
+        """Return N, H, G, blocks, scale."""
         return self.n, self.h, self.h // self.hk, blocks, self.scale
 
     def split(self, saved: Tensor, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """(totals, rows, rest of o) in the buffer of a forward; the last two are empty without `save`."""
+        """Split the buffer of a forward into (totals, rows, rounding error of o); rows and error are empty without
+        `save`."""
         totals, rows, rest = saved.split(buffer_sizes(self.q, self.k, self.v, self.q2, self.normalize, save))
         return totals, rows, rest.view(self.q.dtype)
 
     def buffer(self, size: int) -> Tensor:
-        """An uninitialised float32 tensor on the call's device."""
+        """Return an uninitialised float32 tensor on the device of the call."""
         return torch.empty(size, dtype=torch.float32, device=self.q.device)
 
 
 def steps(tensors: tuple[Tensor | None, ...]) -> tuple[list[tuple[int, int, int] | None], int]:
-    """The strides of the tensors that there are, in units of the returned alignment."""
+    """Return the strides of the tensors (None for None) in units of the alignment, and the alignment."""
     a = alignment(*(x for x in tensors if x is not None))
     return [None if x is None else strides(x, a) for x in tensors], a
 
 
 def forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool) -> None:
-    """Launch the forward."""
+    """Launch the kernels of the forward."""
     totals, rows, rest = call.split(buffer, save)
     read: tuple[Tensor | None, ...] = (call.k, call.k2, call.v)
     found, a = steps(read)
@@ -78,7 +79,7 @@ def forward_call(call: Call, o: Tensor, buffer: Tensor, save: bool) -> None:
 
 
 def backward_call(call: Call, grad: Tensor, o: Tensor, outs: Sequence[Tensor | None], saved: Tensor) -> Tensor:
-    """Launch the backward; returns the gradient of the coefficients."""
+    """Launch the kernels of the backward and return the gradient of the coefficients."""
     dq, dk, dv, dq2, dk2 = outs
     totals, rows, rest = call.split(saved, True)
     config = plan.peeled(call.n, plan.query_config(call.w))

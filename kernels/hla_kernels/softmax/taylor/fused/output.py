@@ -1,4 +1,4 @@
-"""The totals of keys and values, and the output."""
+"""Kernels of the totals of keys and values, and of the output."""
 
 import triton
 import triton.language as tl
@@ -32,8 +32,8 @@ def sum_tokens(
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, R: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of keys, narrow keys and, without the ratio, values, and the number of real tokens, of a part of the
-    tokens of a key head -> totals [B * H, PARTS, W]; H key heads."""
+    """Sum keys, narrow keys, values (without the ratio) and the number of real tokens over a part of the tokens of a
+    key head into totals [B * H, PARTS, W]; H key heads."""
     pid = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     b = pid // H
@@ -71,8 +71,8 @@ def add_keys(
     UNIT: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, R: tl.constexpr,
     R1: tl.constexpr, R2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of keys to the sums of (1 + w) v and of y^2, with SAVE of x and y. MASK: some of its tokens may not
-    be real."""
+    """Add a tile of keys to the sums of (1 + w) v and y^2, and with SAVE of x and y. MASK: the tile may contain padded
+    tokens."""
     live = live_at(keep, batch, start, N, BN)
     tk = load_at(k, start, kn, live, D, F1, F2)
     tv = load_at(v, start, vn, live, DV, V1, V2)
@@ -100,11 +100,13 @@ def read_out(
     F1: tl.constexpr, F2: tl.constexpr, R: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, PARTS: tl.constexpr, PEEL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """o of a tile of queries. SAVE: q.kbar, the mean of y^2 and, with R, q2.k2bar of each -> rows [2 or 3, B * H,
-    padded(N)], and with NORM what rounding took from o -> rest, laid out as o.
+    """Compute o of a tile of queries.
 
-    Tensor cores cut off what q.k has beyond float32, always towards zero: the mean of x, which is zero, tells how much
-    of it a query has for all keys alike, and goes to its q.kbar.
+    SAVE: store q.kbar, the mean of y^2 and, if R > 0, q2.k2bar per query in rows [2 or 3, B * H, padded(N)], and with
+    NORM the rounding error of o in rest, with the layout of o.
+
+    Tensor cores truncate q.k towards zero. The mean of x over keys, zero in exact arithmetic, is therefore the common
+    error of a query, and is added to its q.kbar.
     """
     bh, tile = place(blocks)
     batch = bh // H

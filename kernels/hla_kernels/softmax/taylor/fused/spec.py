@@ -1,4 +1,4 @@
-"""What a launch needs to know besides its tensors: what it can run, the sizes of its buffer."""
+"""Supported calls and buffer sizes of the Triton form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .plan import parts
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, q2: Tensor | None, k2: Tensor | None) -> str | None:
-    """The reason why the Triton form cannot run this call, or None."""
+    """Return the reason why the Triton form does not support this call, or None."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype}: taylor2 has a Triton form in bfloat16 and float16 only"
     for name, d in (("D", q.shape[3]), ("Dv", v.shape[3])):
@@ -25,19 +25,19 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, q2: Tensor | None, k2: Tensor | Non
 
 
 def total_width(d: int, r: int, dv: int, normalize: bool) -> int:
-    """Floats of one part of a key head's sums: of k, narrow k, without the ratio of v, and the number of tokens; whole
-    16 bytes."""
+    """Return the floats per key head and part for the sums of k, narrow k, v (without the ratio) and the number of
+    tokens; a multiple of 16 bytes."""
     return -(-(d + r + (0 if normalize else dv) + 1) // 4) * 4
 
 
 def padded(n: int | torch.SymInt) -> int | torch.SymInt:
-    """Numbers that a buffer has of a head's queries, as `tokens.padded`."""
+    """Return the padded number of queries per head in a buffer, as `tokens.padded`."""
     return (n + 63) // 64 * 64
 
 
 def buffer_sizes(q: Tensor, k: Tensor, v: Tensor, q2: Tensor | None, normalize: bool, save: bool) -> list:
-    """Floats of the parts of the buffer of a forward, each from 16 bytes on: sums of each key head, and with `save` two
-    numbers of each query, three with a narrow pair, and for the ratio what rounding took from o."""
+    """Return the floats of each section of the forward's buffer, aligned to 16 bytes: sums per key head; with `save`
+    also two numbers per query (three with a narrow pair) and, for the ratio, the rounding error of o."""
     (b, n, h, d), dv, r = q.shape, v.shape[3], 0 if q2 is None else q2.shape[3]
     rest = -(-b * n * h * dv * q.dtype.itemsize // 4) * int(normalize and save)
     rows = (2 if q2 is None else 3) * b * h * padded(n) * int(save)
