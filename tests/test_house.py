@@ -40,6 +40,10 @@ LAYERS = (  # of zoo, lowest first: a package may import those of the lines abov
 PLAIN_ENGLISH = (  # folders and files whose language is checked; to be extended as others are rewritten
     *("zoo/mixers", "zoo/models", "zoo/conversion", "tools", "zoo/__init__.py", "zoo/errors.py", "zoo/grid.py"),
     *("zoo/plotting.py", "zoo/precision.py", "zoo/ranges.py", "zoo/timer.py", "kernels/hla_kernels/api"),
+    *("kernels/hla_kernels/delta_rule", "kernels/hla_kernels/dispatch", "kernels/hla_kernels/features"),
+    *("kernels/hla_kernels/softmax", "kernels/hla_kernels/hla/streaming", "kernels/hla_kernels/__init__.py"),
+    *("kernels/hla_kernels/checks.py", "kernels/hla_kernels/op.py", "kernels/hla_kernels/options.py"),
+    "kernels/hla_kernels/sequences.py",
     *("tests/mixers", "tests/models", "tests/conversion", "tests/benchmarks", "tests/helpers"),
     *("zoo/data", "zoo/train/denoising", "zoo/train/__init__.py", "zoo/train/classification.py"),
     *("zoo/train/deepspeed_update.py", "zoo/train/distributed.py", "zoo/train/layerwise.py", "zoo/train/loop.py"),
