@@ -52,6 +52,7 @@ PLAIN_ENGLISH = (  # folders and files whose language is checked; to be extended
     *("zoo/eval/accuracy.py", "zoo/eval/compare.py", "zoo/eval/imagenet_labels.py", "zoo/eval/paired.py"),
     *("zoo/eval/results.py", "zoo/eval/sample_settings.py", "zoo/eval/sample_writers.py", "zoo/eval/sampling.py"),
     *("zoo/eval/settings.py", "zoo/eval/fid/__init__.py", "zoo/eval/fid/extractors.py", "zoo/eval/fid/features.py"),
+    *("zoo/diffusion", "zoo/recipes", "zoo/cli", "zoo/config.py", "zoo/files.py", "zoo/io.py"),
     *("zoo/eval/fid/images.py", "zoo/eval/fid/scores.py", "zoo/eval/fid/settings.py", "zoo/eval/fid/statistics.py"),
 )
 MEASURED = "operations|multiplications|parameters|numbers?|bytes|images|samples|seconds|ms|frames|pixels|weights|gates?"
@@ -61,8 +62,12 @@ UNCLEAR = re.compile(
     r"\b(besides?|told|hears?|heard|wants?|wanted|knows?|turned|at first|side by side|goes on|the same of|that of|"
     r"those of|of its own|is said|says? so|takes? the place|in the place of)\b"
 )
-# timm requires default_cfgs in every file of models; T and B are type variables
-SHARED_NAMES = {"default_cfgs", "T", "B"}
+SHARED_NAMES = {
+    *("default_cfgs", "T", "B"),  # timm requires the first in every file of models; the others are type variables
+    *("main", "USAGE"),  # of each command
+    *("load", "save"),  # of models in zoo, of configurations in zoo.config
+    "KINDS",  # of names in zoo.cli.listing, of transformers in zoo.train.denoising.settings
+}
 
 
 def files(folder: str) -> list[Path]:

@@ -2,7 +2,7 @@
 
 The dataclasses are defined elsewhere, such as in `zoo.train.settings`. This module reads files, merges `base:` files
 and overrides, checks types, makes the help text from docstrings, and compares configurations. Wrong input raises a
-ValueError of one sentence; `command_line` prints it and exits with status 2.
+ValueError, which `command_line` prints on one line before it exits with status 2.
 """
 
 import dataclasses
@@ -27,20 +27,20 @@ import yaml
 from zoo.errors import shortened, unknown_name
 from zoo.files import replacing
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # may come without a file name
-NO_MEMORY = ("out of memory", "can't allocate memory", "Storage size calculation overflowed")  # in torch's messages
-MAX_VALUES = 100_000  # per configuration file or override
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # these may have no file name
+NO_MEMORY = ("out of memory", "can't allocate memory", "Storage size calculation overflowed")  # parts of torch's errors
+MAX_VALUES = 100_000  # number of values in a configuration file or override
 T = TypeVar("T")
 Tree = dict[str, Any]  # nested dicts, lists, numbers, strings
 Hint = Any  # a type annotation
 
 
 def load(schema: type[T], path: str | Path | None, overrides: list[str] | None = None) -> T:
-    """The `schema` instance of a YAML file (None: all defaults) with `section.key=value` overrides.
+    """Read an instance of `schema` from a YAML file (None: all defaults) and `section.key=value` overrides.
 
-    A file may override another one named by `base: other.yaml` (relative to itself). Dicts are merged key by key; `{}`
-    clears one. Raises ValueError for a missing or unreadable file, an unknown key (with the nearest valid one), or a
-    value of the wrong type.
+    A file may override the keys of another one, named by `base: other.yaml` (a path relative to the file). Dicts are
+    merged key by key; `{}` empties a dict. Raises ValueError for a missing or unreadable file, an unknown key (with the
+    nearest valid one), or a value of the wrong type.
     """
     tree = _current_keys(schema, read_tree(find_config(path))) if path else {}
     for word in overrides or []:
@@ -49,7 +49,8 @@ def load(schema: type[T], path: str | Path | None, overrides: list[str] | None =
 
 
 def _current_keys(schema: type, tree: Tree, prefix: str = "") -> Tree:
-    """`tree` with former keys (pairs `former` of a section: old, new) replaced by the new ones, with a warning."""
+    """Replace former keys in `tree` by the current ones, with a warning. A section lists pairs (former, current) in its
+    class attribute `former`."""
     hints, former = _hints(schema), dict(getattr(schema, "former", ()))
     out: Tree = {}
     for key, value in tree.items():
@@ -63,15 +64,15 @@ def _current_keys(schema: type, tree: Tree, prefix: str = "") -> Tree:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """The configurations of the package by name, such as "vit/digits_softmax"."""
-    inside = Path(__file__).with_name("configs")  # in an installed package; in a checkout at the root
+    """The files of the shipped configurations, by name such as "vit/digits_softmax"."""
+    inside = Path(__file__).with_name("configs")  # in an installed package; a checkout has them at its root
     folder = inside if inside.is_dir() else Path(__file__).resolve().parents[1] / "configs"
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
 
 
 def find_config(name: str | Path) -> Path:
-    """The file `name`, or the shipped configuration of that name, with or without its folder. Raises ValueError for an
-    unknown name (with the nearest one) and for a name that exists in several folders."""
+    """Find the file `name`, or the shipped configuration of that name, with or without its folder. Raises ValueError
+    for an unknown name (with the nearest one) and for a name that exists in several folders."""
     if Path(name).is_file():
         return Path(name)
     shipped, short = shipped_configs(), str(name).removeprefix("configs/").removesuffix(".yaml")
@@ -86,7 +87,7 @@ def find_config(name: str | Path) -> Path:
 
 
 def read_tree(path: Path, seen: tuple[str, ...] = ()) -> Tree:
-    """The nested dict of a YAML file, merged with its `base` files. Raises ValueError for a missing or malformed
+    """Read a YAML file as a nested dict, merged with its `base` files. Raises ValueError for a missing or malformed
     file."""
     if os.path.realpath(path) in seen:
         raise ValueError(f"the configuration {path} names itself as its base")
@@ -106,12 +107,12 @@ def read_tree(path: Path, seen: tuple[str, ...] = ()) -> Tree:
 
 
 def _parse_yaml(text: str, wrong: str) -> Any:
-    """Parse a YAML text. Raises ValueError that begins with `wrong` if it is malformed or too large."""
+    """Parse a YAML text. Raises ValueError if it is malformed or too large, with a message that begins with `wrong`."""
     try:
         value = yaml.safe_load(text)
         _count_values(value)
         return value
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: impossible dates, numbers of thousands of digits
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date, a number with thousands of digits
         reason = " ".join(str(error).split())[:300]
     except RecursionError:
         reason = "it is nested too deeply"
@@ -119,8 +120,8 @@ def _parse_yaml(text: str, wrong: str) -> Any:
 
 
 def _count_values(value: object, before: int = 0) -> int:
-    """`before` plus the number of values in a tree. Raises ValueError beyond `MAX_VALUES`: with YAML aliases a short
-    text can expand to more than fits in memory."""
+    """Return `before` plus the number of values in a tree. Raises ValueError beyond `MAX_VALUES`, since a short text
+    with YAML aliases can expand to more values than fit in memory."""
     before += 1
     if before > MAX_VALUES:
         raise ValueError(f"it holds more than {MAX_VALUES} values")
@@ -131,7 +132,7 @@ def _count_values(value: object, before: int = 0) -> int:
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """`below` overridden by `above`, merging dicts key by key; an empty dict in `above` replaces a dict."""
+    """Override `below` with `above`. Dicts are merged key by key; an empty dict in `above` replaces a dict."""
     out = dict(below)
     for key, value in above.items():
         both = bool(value) and isinstance(value, dict) and isinstance(out.get(key), dict)
@@ -140,9 +141,10 @@ def merge(below: Tree, above: Tree) -> Tree:
 
 
 def from_tree(schema: type[T], tree: Tree, prefix: str = "", whole: type | None = None) -> T:
-    """Build the dataclass `schema` from a nested dict; missing keys keep their defaults. Raises ValueError.
+    """Build the dataclass `schema` from a nested dict; missing keys keep their defaults. Raises ValueError for an
+    unknown key or a wrong value.
 
-    prefix, whole: dotted path of `schema` as a section, and the configuration that contains it."""
+    For a section, prefix is its dotted path, and whole the class of the configuration that contains it."""
     hints, tree = _hints(schema), tree if whole else _current_keys(schema, tree)
     whole = whole or schema
     values: Tree = {}
@@ -161,8 +163,8 @@ def from_tree(schema: type[T], tree: Tree, prefix: str = "", whole: type | None 
 
 
 def _meant(key: str, prefix: str, whole: type) -> list[str]:
-    """Suggestions for an unknown key of the section `prefix`: keys of that name in other sections, else the nearest key
-    of the section."""
+    """Suggest keys for an unknown one of the section `prefix`: keys of the same name in other sections, or else the
+    nearest key of the section."""
     keys = _all_keys(whole)
     same = [name for name in keys if name.rpartition(".")[2] == key]
     here = {name.removeprefix(prefix): name for name in keys if name.startswith(prefix)}
@@ -179,12 +181,12 @@ def _all_keys(schema: type, prefix: str = "") -> list[str]:
 
 
 def to_tree(config: object) -> Tree:
-    """The nested dict of a configuration: plain dicts, lists, numbers and strings."""
+    """Convert a configuration to a nested dict of plain dicts, lists, numbers and strings."""
     return dataclasses.asdict(config)  # type: ignore[call-overload]
 
 
 def save(config: object, path: Path) -> None:
-    """Write the whole configuration, defaults included, as YAML."""
+    """Write all keys of a configuration, including defaults, as YAML."""
     with replacing(path) as temporary:
         temporary.write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
 
@@ -210,8 +212,8 @@ def _flatten(tree: Tree, prefix: str = "") -> Tree:
 
 
 def check_type(value: Any, hint: Hint, name: str) -> Any:
-    """`value` converted to the annotated type; integers are accepted for floats. Raises ValueError with the key
-    `name`."""
+    """Convert `value` to the annotated type; integers are accepted for floats. Raises ValueError, which names the key
+    `name`, for other types and for infinite or NaN numbers."""
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for one in allowed:
         origin = typing.get_origin(one) or one
@@ -232,7 +234,7 @@ def check_type(value: Any, hint: Hint, name: str) -> Any:
 
 
 def check_arguments(function: Callable[..., object], given: Tree, prefix: str) -> None:
-    """Raise ValueError for an argument of another type than its default in `function` (bool, int, float or str)."""
+    """Raise ValueError for an argument whose type differs from that parameter's default (bool, int, float or str)."""
     defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
     for key, value in given.items():
         if isinstance(defaults.get(key), bool | int | float | str):
@@ -256,7 +258,7 @@ def _is_number(value: object) -> bool:
 
 
 def _all_finite(value: T, name: str) -> T:
-    """Return `value`. Raises ValueError for a float anywhere in it that is not finite."""
+    """Return `value`. Raises ValueError if it contains a float, at any depth, that is not finite."""
     if isinstance(value, float):
         return _finite(value, name)  # type: ignore[return-value]
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -266,7 +268,7 @@ def _all_finite(value: T, name: str) -> T:
 
 
 def type_name(hint: Hint) -> str:
-    """A type annotation as text: `int`, `list[float]`, `dict`, `int or none`."""
+    """Format a type annotation as text: `int`, `list[float]`, `dict`, `int or none`."""
     if isinstance(hint, types.UnionType):
         return " or ".join(type_name(h) for h in typing.get_args(hint))
     if hint is types.NoneType:
@@ -305,8 +307,8 @@ def _hints(schema: type) -> dict[str, Hint]:
 
 
 def field_docs(schema: type) -> dict[str, str]:
-    """The meaning of each field, from the `name: meaning` lines (continuations are indented) in the docstrings of a
-    dataclass and its bases."""
+    """Read the meaning of each field from the docstrings of a dataclass and its bases, which have a line
+    `name: meaning` per field, with indented continuation lines."""
     docs: dict[str, str] = {}
     name = ""
     texts = [inspect.cleandoc(cls.__doc__ or "") for cls in reversed(schema.__mro__[:-1])]
@@ -320,8 +322,8 @@ def field_docs(schema: type) -> dict[str, str]:
 
 
 def describe(schema: type) -> str:
-    """The help text of a configuration: all sections and keys with type, default and meaning, then the `more_help` of
-    sections."""
+    """Make the help text of a configuration: all sections and keys, with type, default and meaning, and then the texts
+    of the `more_help` functions of sections."""
     lines = []
     hints = _hints(schema)
     for section, hint in hints.items():
@@ -329,7 +331,7 @@ def describe(schema: type) -> str:
             lines += ["", *_describe_key(schema, section, "")]
             continue
         lines += ["", f"{section}: {inspect.cleandoc(hint.__doc__ or '').splitlines()[0]}"]
-        owners = typing.cast(type, hint).__mro__[:-1]  # keys of a section before those of its bases
+        owners = typing.cast(type, hint).__mro__[:-1]  # its keys come before inherited ones
         for key in dict.fromkeys(key for owner in owners for key in inspect.get_annotations(owner)):
             lines += _describe_key(typing.cast(type, hint), key, f"{section}.")
     notes = dict.fromkeys(getattr(part, "more_help", None) for part in (schema, *hints.values()))
@@ -344,7 +346,8 @@ def _describe_key(schema: type, key: str, prefix: str) -> list[str]:
 
 
 def from_command_line(schema: type[T], words: list[str]) -> T:
-    """The configuration of a command line: at most one file, and overrides. Raises ValueError."""
+    """Read a configuration from command-line arguments: at most one file, and overrides. Raises ValueError as `load`,
+    and for other options and several files."""
     files = [word for word in words if "=" not in word]
     if options := [word for word in words if word.startswith("-")]:
         near = _meant(options[0].lstrip("-").partition("=")[0], "", schema)
@@ -356,7 +359,7 @@ def from_command_line(schema: type[T], words: list[str]) -> T:
 
 
 def wants_help(words: list[str], about: str | None, usage: str, schema: type) -> bool:
-    """Print the help (description, usage, all keys) if the words ask for it. Returns whether they do."""
+    """Print the help (description, usage, all keys) if the words contain -h or --help. Returns whether they do."""
     asked = bool({"-h", "--help"} & set(words))
     if asked:
         print(f"{about}\n{usage}\n{describe(schema)}")
@@ -364,8 +367,8 @@ def wants_help(words: list[str], about: str | None, usage: str, schema: type) ->
 
 
 def command_line(main: Callable[[list[str]], object]) -> None:
-    """Run `main` on the words of the command line. A ValueError, an error of the file system (no permission, a full
-    disk) or of memory is printed in one line, with exit status 2; Ctrl-C with status 130."""
+    """Run `main` on the command-line arguments. ValueErrors, errors of the file system (no permission, a full disk) and
+    lack of memory are printed on one line, with exit status 2; Ctrl-C exits with status 130."""
     try:
         main(sys.argv[1:])
         sys.stdout.flush()

@@ -13,16 +13,17 @@ from typing import TextIO
 
 from safetensors import SafetensorError
 
-LEFT = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)")  # temporary names of `replacing` and `replacing_folder`
-EARLIER_LEFT = re.compile(r"\.(?P<name>.+)-[a-z0-9_]{8}")  # temporary names of `replacing_folder` in earlier versions
+# names of temporary files and folders of `replacing` and `replacing_folder`
+LEFT = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)")
+EARLIER_LEFT = re.compile(r"\.(?P<name>.+)-[a-z0-9_]{8}")  # names of temporary folders in earlier versions
 LOCK = ".lock"
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems without locks
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems that have no locks
 
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Context with a temporary path in the folder of `file`, which is renamed to `file` at the end: after a crash there
-    is the old file or the new one. Raises OSError with the name of the file if it cannot be written."""
+    """Context with a temporary path in the folder of `file`, which is renamed to `file` at the end, so that a crash
+    leaves the old file or the new one. Raises OSError with the name of the file if it cannot be written."""
     temporary = _temporary(file)
     try:
         with naming(file):
@@ -36,12 +37,14 @@ def replacing(file: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Context with a temporary folder that replaces `folder` at the end, including files that were not rewritten. After
-    a crash `folder` is the old or the new one, or missing (between two renames) until `sweep` restores it. Raises
-    OSError as `replacing`."""
+    """Context with an empty temporary folder that replaces `folder`, with all its files, at the end.
+
+    A crash leaves the old folder or the new one. A crash between the two renames leaves neither, until `sweep` restores
+    one. Raises OSError as `replacing`.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = _temporary(folder)
-    if beside.exists():  # of a killed process with the same id
+    if beside.exists():  # left by a killed process that had the same id
         _settle(beside, folder)
     new = beside / "new"
     new.mkdir(parents=True)
@@ -60,7 +63,8 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Context of writing `file`: errors of the disk, however they are reported, become OSError with the file name."""
+    """Context in which `file` is written. Errors of the disk, which safetensors and torch report as other exceptions,
+    are raised as OSError with the name of the file."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -71,11 +75,12 @@ def naming(file: Path) -> Iterator[None]:
 
 
 def sweep(folder: Path, name: str = "", earlier: bool = False) -> None:
-    """Remove temporary files that killed processes left in `folder` (name: only those of this file or folder), and
-    restore a folder that was being replaced.
+    """Remove temporary files and folders that killed processes left in `folder`, and restore a folder whose replacement
+    was interrupted.
 
-    earlier: also temporary folders of earlier versions, whose names have no process id, and what is left in the folders
-    inside: no other process may write in `folder`.
+    name: name of the file or folder whose temporary files to remove; empty for all.  earlier: also sweep sub-folders,
+    and remove temporary folders of earlier versions, whose names have no process id. No other process may write into
+    `folder` meanwhile.
     """
     for path in sorted(folder.glob(".*")):
         match = LEFT.fullmatch(path.name)
@@ -91,7 +96,7 @@ def sweep(folder: Path, name: str = "", earlier: bool = False) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
+    """Flush a file, or the list of files of a folder, to the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -105,8 +110,8 @@ def remove(path: Path) -> None:
 
 
 def _settle(beside: Path, target: Path) -> None:
-    """Delete a temporary file or folder. If the target is missing because its old folder was already moved, first
-    restore it from the new folder (complete by then) or the old one."""
+    """Delete a temporary file or folder. If `target` is missing, since its old folder was moved already, first restore
+    it from the new folder, which is complete by then, or from the old one."""
     if (beside / "old").is_dir() and not target.exists():
         (beside / ("new" if (beside / "new").is_dir() else "old")).rename(target)
     remove(beside)
@@ -117,18 +122,19 @@ def _temporary(path: Path) -> Path:
 
 
 def _share(file: Path) -> None:
-    """Set the default permissions of new files: safetensors creates private ones."""
+    """Give a file the default permissions of new files, since safetensors creates files that only the owner can
+    read."""
     mask = os.umask(0o077)
     os.umask(mask)
     file.chmod(0o666 & ~mask)
 
 
 def _number(error: Exception) -> int | None:
-    """The errno of a failed write; None for other errors and for those that already name their file."""
-    if isinstance(error, SafetensorError):  # contains it as text
+    """The errno of a failed write; None for other errors and for errors that name their file already."""
+    if isinstance(error, SafetensorError):  # its message contains the errno
         found = re.search(r"\(os error (\d+)\)", str(error))
         return int(found[1]) if found else None
-    if isinstance(error, RuntimeError):  # from torch.save into an open file
+    if isinstance(error, RuntimeError):  # raised by torch.save on an open file
         return error.__context__.errno if isinstance(error.__context__, OSError) else None
     assert isinstance(error, OSError)
     return error.errno if error.filename is None else None
@@ -145,10 +151,10 @@ def _alive(pid: int) -> bool:
 
 
 class FolderLock:
-    """A lock on `folder`: a locked file with the process id and the host name.
+    """A lock on `folder`: a locked file that contains the process id and the host name.
 
-    The system releases the lock of a process that died, so the file alone blocks nobody. Child processes do not inherit
-    the lock.
+    The operating system releases the lock when the process dies, so that a file left behind does no harm. Child
+    processes do not inherit the lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -157,7 +163,7 @@ class FolderLock:
         self.made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         self.opened = self._take()
-        while not self._is_there():  # its last owner has deleted the file meanwhile
+        while not self._is_there():  # the previous owner has deleted the file meanwhile
             self.opened.close()
             self.opened = self._take()
         self.opened.truncate(0)

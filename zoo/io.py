@@ -1,4 +1,4 @@
-"""Result files: JSON, CSV, Markdown tables, and metadata of the environment."""
+"""Result files (JSON, CSV, Markdown tables) and metadata of hardware and software."""
 
 import csv
 import datetime
@@ -26,33 +26,33 @@ def hardware() -> str:
 
 
 def result_file(command: str, rows: Sequence[object]) -> Tree:
-    """Content of a file of docs/results: rows, with the command, date, hardware and versions that made them."""
+    """Make the content of a result file: rows, with the command, date, hardware and versions that made them."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__}
     today = datetime.date.today().isoformat()
     return {"command": command, "date": today, "hardware": hardware(), "versions": versions, "rows": rows}
 
 
 def write_text(text: str, file: Path) -> None:
-    """Write a text file, making its folder if needed; after a crash there is the old file or the new one."""
+    """Write a text file atomically, and create its folder if needed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as temporary:
         temporary.write_text(text)
 
 
 def write_json(content: object, file: Path) -> None:
-    """Write indented JSON as `write_text` does."""
+    """Write indented JSON atomically, and create its folder if needed."""
     write_text(json.dumps(content, indent=1) + "\n", file)
 
 
 def write_csv(head: Sequence[str], rows: Iterable[Sequence[object]], file: Path) -> None:
-    """Write a CSV file as `write_text` does: a line of column names, then the rows."""
+    """Write a CSV file atomically, and create its folder if needed. head: column names."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as temporary, temporary.open("w", newline="", encoding="utf-8") as opened:
         csv.writer(opened, lineterminator="\n").writerows([head, *rows])
 
 
 def environment() -> Tree:
-    """Date, hardware and versions, for metadata."""
+    """Metadata: date, hardware, and versions of python and packages."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -68,7 +68,7 @@ def weights_hash(module: nn.Module) -> str:
 
 
 def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 of tensors with their names, types and shapes, in this order."""
+    """SHA-256 of tensors with their names, types and shapes, in the given order."""
     found = hashlib.sha256()
     for name, value in tensors:
         found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
@@ -77,5 +77,5 @@ def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def markdown_table(head: list[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines of a Markdown table."""
+    """Make the lines of a Markdown table. head: column names."""
     return [f"| {' | '.join(map(str, cells))} |" for cells in [head, ["---"] * len(head), *rows]]

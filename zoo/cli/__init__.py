@@ -1,10 +1,10 @@
-"""The command `zoo`: one name for training, conversion, evaluation and sampling.
+"""The command `zoo` for training, conversion, evaluation and sampling.
 
     zoo COMMAND [CONFIG] [section.key=value ...]
 
-CONFIG is a YAML file or the name of a shipped one (`zoo list configs`), such as vit/digits_softmax. On several
-processes: `accelerate launch -m zoo.cli COMMAND ...`. `zoo --completion bash > FILE` writes tab completion, for
-`source FILE` in ~/.bashrc.
+CONFIG is a YAML file or the name of a shipped configuration (`zoo list configs`), such as vit/digits_softmax. For
+several processes, start it with `accelerate launch -m zoo.cli COMMAND ...`. `zoo --completion bash > FILE` writes a
+script for tab completion; add `source FILE` to ~/.bashrc.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from zoo.errors import unknown_name
 
 
 class Command(NamedTuple):
-    """A command: the module with its `main`, and what it does."""
+    """A command: the module with its function `main`, and a summary for the help."""
 
     module: str
     summary: str
@@ -38,7 +38,8 @@ COMMANDS = {
 
 
 def main(words: list[str]) -> Any:
-    """Run the command that the first word names with the other words. Returns what it returns; raises ValueError."""
+    """Run the command named by the first word, with the other words as arguments. Returns the result of the command;
+    raises ValueError."""
     if not words or words[0] in ("-h", "--help"):
         print(f"{__doc__.rstrip()}\n\n{_table()}\n\n`zoo COMMAND --help` lists the keys of a command.")
         return None
@@ -63,5 +64,5 @@ def _table() -> str:
 
 
 def entry() -> None:
-    """The console script `zoo`."""
+    """Entry point of the console script `zoo`."""
     config.command_line(main)

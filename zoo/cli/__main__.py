@@ -1,4 +1,4 @@
-"""`python -m zoo.cli`, for launchers that start modules."""
+"""Entry point of `python -m zoo.cli`, for launchers that start a module."""
 
 from zoo.cli import entry
 

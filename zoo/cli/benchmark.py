@@ -1,4 +1,4 @@
-"""The benchmarks of a checkout of the project: they are not part of the installed package."""
+"""Benchmarks, which need a checkout of the project, since the installed package does not contain them."""
 
 import importlib
 import sys

@@ -25,8 +25,10 @@ complete -o default -F _zoo zoo"""
 
 
 def script(shell: str, modules: dict[str, str]) -> str:
-    """The completion script of a shell, for commands with the modules that hold them. Raises ValueError for a shell
-    other than bash."""
+    """Make the completion script of a shell.
+
+    modules: module of each command. Raises ValueError for a shell other than bash.
+    """
     one_of("shell", shell, ("bash",))
     configs = list(shipped_configs())
     cases = []
@@ -38,9 +40,12 @@ def script(shell: str, modules: dict[str, str]) -> str:
 
 
 def keys(module: str, beginnings: Iterable[list[str]]) -> list[str]:
-    """Keys in the help texts of a command, as `section.key=`, each once."""
+    """Collect the keys in the help texts of a command, as `section.key=`, each once.
+
+    beginnings: words after which `--help` is called, one list per help text.
+    """
     shown = io.StringIO()
     for words in beginnings:
-        with contextlib.redirect_stdout(shown), contextlib.suppress(ValueError):  # a command may need a checkout
+        with contextlib.redirect_stdout(shown), contextlib.suppress(ValueError):  # benchmark without a checkout
             importlib.import_module(module).main([*words, "--help"])
     return list(dict.fromkeys(f"{key}=" for key in re.findall(r"^  ([\w.]+) \(", shown.getvalue(), re.MULTILINE)))

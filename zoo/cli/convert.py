@@ -1,15 +1,20 @@
-"""Convert a softmax model to a mixer: inherit every weight, write the result and the report of what was done.
+"""Convert a softmax model to a mixer; the converted model inherits all weights.
 
     zoo convert model.name=deit_small_patch16_224 model.pretrained=true model.mixer=multipole out=runs/deit
     zoo convert diffusers=facebook/DiT-XL-2-256 model.mixer=mhla model.keep_softmax=every:4 out=runs/dit
     zoo convert recipe configs/recipes/digits_vit.yaml source=runs/digits_softmax out=runs/digits_recipe
 
-The source is a timm name (with model.pretrained=true for timm's weights), a .safetensors file of timm with its
-model.name, anything that these tools wrote, or a pipeline or transformer of diffusers (folder or hub name). `out` gets
-report.json and model.safetensors, which the other tools read; of a diffusers source, what diffusers saves.
+The source is one of:
+    model.name=NAME: a timm model, with model.pretrained=true for its published weights
+    model.checkpoint=FILE: a run folder or .safetensors file of these tools, or with model.name, one of timm
+    diffusers=NAME: a pipeline or transformer of diffusers, a folder or hub name
 
-`recipe` carries out all stages: inspect, convert, calibrate, transfer, fine-tune, controls, evaluate; stages=[inspect]
-and so on for some. Each writes JSON, Markdown and a picture into `out`; an interrupted recipe goes on where it was.
+`out` gets report.json, and the converted model as model.safetensors (for the other commands) or, for a diffusers
+source, as a folder of diffusers.
+
+`zoo convert recipe` carries out a conversion in stages: inspect, convert, calibrate, transfer, finetune, controls,
+evaluate; stages=[inspect] carries out only some. Each stage writes JSON, Markdown and a figure into `out`. Rerun the
+same command to resume.
 """
 
 from dataclasses import dataclass, field
@@ -29,10 +34,10 @@ USAGE = "usage: zoo convert [recipe] [CONFIG.yaml] [key=value ...] [section.key=
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """What to convert and where to write it.
+    """Settings of a conversion.
 
     diffusers: pipeline or transformer of diffusers to convert, a folder or a hub name; empty for a timm model
-    precision: type of the weights that a diffusers source is saved with: fp32, bf16, fp16
+    precision: type of the weights in which a diffusers source is saved: fp32, bf16 or fp16
     out: folder for the result and report.json
     """
 
@@ -46,7 +51,7 @@ class ConvertSettings:
 
 
 def main(words: list[str]) -> dict[str, Any]:
-    """Convert as the words of the command line say. Returns the report; raises ValueError."""
+    """Run a conversion or a recipe from command-line arguments. Returns the report; raises ValueError."""
     recipe = words[:1] == ["recipe"]
     if config.wants_help(words, __doc__, USAGE, RecipeSettings if recipe else ConvertSettings):
         return {}
@@ -62,7 +67,8 @@ def main(words: list[str]) -> dict[str, Any]:
 
 
 def from_diffusers(settings: ConvertSettings) -> Report:
-    """Convert a pipeline or transformer of diffusers. Raises ValueError, also for keys of timm models."""
+    """Convert a pipeline or transformer of diffusers. Raises ValueError for one that cannot be converted, and for keys
+    of timm models."""
     from zoo.models.diffusers.convert_folder import convert_folder
 
     m = settings.model

@@ -1,16 +1,17 @@
-"""Top-1 and top-5 accuracy of models side by side, each with the transform of its own configuration.
+"""Compare the top-1 and top-5 accuracy of models, each with its own preprocessing.
 
     zoo evaluate data.source=folder data.val=IMAGENET/val eval.real_labels=timm \\
         eval.models=[deit_small_patch16_224.fb_in1k,runs/deit_small_multipole]
     zoo evaluate data.source=digits eval.models=[runs/digits_softmax,runs/digits_mhla]
     zoo evaluate attention data.source=digits eval.models=[runs/digits_softmax,runs/digits_mhla]
 
-The first model is the one that the others are compared with: top1_diff and the ends diff_low, diff_high of its paired
-95 % interval, in points. A folder with sub-folders named by class number (ImageNet-V2) is read as such. `out` gets
-results.csv with timm's columns and predictions.csv with one line an image.
+All models are compared with the first one: top1_diff is the difference in percentage points, and diff_low and diff_high
+are the ends of its paired 95 % confidence interval. Sub-folders of images may be named by class number (ImageNet-V2).
+`out` gets results.csv with timm's columns, and predictions.csv with one line per image.
 
-`attention` looks inside: rank, effective rank and entropy of what each head of each layer does to the tokens, for any
-mixer, as attention.csv and attention.png, and what query tokens read, as maps.csv and maps_<n>.png of model n.
+`zoo evaluate attention` measures the effective attention matrix of each head, for any mixer: rank, effective rank,
+entropy and token share in attention.csv and attention.png. The attention maps of query tokens are in maps.csv, and in
+maps_<n>.png for model n.
 """
 
 from pathlib import Path
@@ -26,7 +27,8 @@ USAGE = "usage: zoo evaluate [attention] [CONFIG.yaml] eval.models=[A,B] data.va
 
 
 def main(words: list[str]) -> list[dict[str, Any]]:
-    """Evaluate as the words of the command line say. Returns one row a model, or a head; raises ValueError."""
+    """Evaluate models from command-line arguments. Returns one row per model, or per head with `attention`; raises
+    ValueError."""
     inside = words[:1] == ["attention"]
     words = words[inside:]
     if config.wants_help(words, __doc__, USAGE, ProbeSettings if inside else EvalSettings):
@@ -40,7 +42,7 @@ def main(words: list[str]) -> list[dict[str, Any]]:
 
 
 def accuracy(settings: EvalSettings) -> list[dict[str, Any]]:
-    """Accuracies of the models, printed and written. Returns one row a model; raises ValueError."""
+    """Compute, print and write the accuracies of the models. Returns one row per model; raises ValueError."""
     rows, found, names = compare(settings)
     out = Path(settings.out)
     write_results(rows, out / "results.csv")

@@ -1,12 +1,12 @@
-"""Encode images once: VAE latents, with class numbers or prompt embeddings, as sharded safetensors with a manifest.
+"""Encode images or videos, and prompts, once for training: VAE latents and text embeddings in shards.
 
     zoo extract-latents images.where=IMAGENET/train encode.vae=stabilityai/sd-vae-ft-ema encode.flip=true \\
         out=latents/train
     zoo extract-latents images.source=webdataset images.where='shard-{000..099}.tar' images.image_key=jpg \\
         images.text_key=txt encode.vae=PIXART encode.text=PIXART images.img_size=512 out=latents/train
 
-An interrupted extraction goes on when the same command is run again; zoo finetune-diffusion and finetune_t2i.py read
-the folder (data.source=latents data.train=latents/train).
+Rerun the same command to resume an interrupted extraction. `zoo finetune-diffusion` reads the folder with
+data.source=latents data.train=latents/train.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ USAGE = "usage: zoo extract-latents [CONFIG.yaml] images.where=IMAGES encode.vae
 
 
 def main(words: list[str]) -> dict[str, Any]:
-    """Encode as the words of the command line say. Returns the manifest; raises ValueError."""
+    """Run an extraction from command-line arguments. Returns the manifest; raises ValueError."""
     if config.wants_help(words, __doc__, USAGE, ExtractSettings):
         return {}
     settings = config.from_command_line(ExtractSettings, words)

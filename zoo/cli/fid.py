@@ -1,12 +1,12 @@
-"""FID, sFID, KID, Inception score, precision and recall of generated images.
+"""Compute FID, sFID, KID, Inception score, precision and recall of generated images.
 
     zoo fid fid.samples=samples.npz fid.reference=VIRTUAL_imagenet256_labeled.npz \\
         fid.weights=weights-inception-2015-12-05-6726825d.pth
     zoo fid fid.reference=IMAGES fid.image_size=256 fid.weights=FILE fid.save=stats.safetensors
     zoo fid fid.samples=FOLDER fid.reference=train.parquet fid.extractor=runs/classifier
 
-Several processes: start it with `accelerate launch`. The JSON card beside the samples holds the scores and everything
-that they depend on: compare two scores only when their cards agree.
+For several processes, start the command with `accelerate launch -m zoo.cli fid`. The scores are written to a JSON file
+next to the samples, with everything that they depend on. Compare two scores only if these metadata agree.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ USAGE = "usage: zoo fid [CONFIG.yaml] fid.samples=IMAGES fid.reference=IMAGES_OR
 
 
 def main(words: list[str]) -> dict[str, Any]:
-    """Score as the words of the command line say. Returns the card; raises ValueError."""
+    """Score images from command-line arguments. Returns the scores with their metadata; raises ValueError."""
     if config.wants_help(words, __doc__, USAGE, FidSettings):
         return {}
     settings = config.from_command_line(FidSettings, words)

@@ -1,8 +1,8 @@
-"""Names that the other commands take.
+"""List the names of mixers, models and configurations.
 
-zoo list              kinds of names
-zoo list mixers       mixers
-zoo list models       registered timm names
+zoo list              this help
+zoo list mixers       mixers, with a description
+zoo list models       registered timm models with mixers
 zoo list configs      shipped configurations
 """
 
@@ -20,18 +20,18 @@ USAGE = "usage: zoo list mixers|models|configs [PATTERN]"
 
 
 def mixers() -> list[str]:
-    """Names of mixers with the first line of their documentation."""
+    """Names of mixers, each with the first line of its docstring."""
     about = {name: (inspect.getdoc(kind) or "").splitlines()[0] for name, kind in MIXERS.items()}
     return [f"{name.ljust(max(map(len, about)))}  {text}" for name, text in about.items()]
 
 
 def models() -> list[str]:
-    """Registered names of models with mixers."""
+    """Names of the registered timm models with mixers."""
     return [name for name in timm.list_models() if model_entrypoint(name).__module__.startswith("zoo.")]
 
 
 def configs() -> list[str]:
-    """Shipped configurations."""
+    """Names of the shipped configurations."""
     return list(shipped_configs())
 
 
@@ -39,7 +39,8 @@ KINDS: dict[str, Callable[[], list[str]]] = {"mixers": mixers, "models": models,
 
 
 def main(words: list[str]) -> list[str]:
-    """Print names of a kind, those that hold the second word if there is one. Returns the lines; raises ValueError."""
+    """Print the names of a kind (first word) that contain all other words. Returns the lines; raises ValueError for an
+    unknown kind."""
     if not words or words[0] in ("-h", "--help"):
         print(__doc__, USAGE, sep="\n")
         return []

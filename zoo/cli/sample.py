@@ -1,4 +1,4 @@
-"""Images or videos of a diffusion model, converted or not: an .npz in the layout of ADM, a folder of PNG or mp4 files.
+"""Generate images or videos with a diffusion model, converted or not.
 
     zoo sample sample.model=facebook/DiT-XL-2-256 sample.scheduler=DDPMScheduler sample.steps=250 \\
         'sample.scheduler_options={variance_type: learned_range}' sample.guidance=1.5 out=dit.npz
@@ -7,9 +7,11 @@
     zoo sample sample.model=runs/wan_mhla/transformer_ema sample.base=Wan-AI/Wan2.1-T2V-1.3B-Diffusers \\
         sample.prompts=captions.txt sample.size=480 sample.width=832 sample.frames=81 out=VIDEOS
 
-Image i depends on the seed + i alone: not on the batch, nor on the number of GPUs (up to the rounding of the device).
-An interrupted run continues when it is started again. OUT.json says how they were made. Videos: mp4 files and a PNG,
-contact-sheet.png, with the first 16, a line each.
+Images are written to an .npz file in the layout of ADM or to a folder of PNG files; videos to a folder of mp4 files,
+with a contact sheet of the first 16, one row per video. OUT.json holds the metadata.
+
+Image i depends only on seed + i, not on the batch size or the number of GPUs (except for rounding errors). Rerun the
+same command to resume.
 """
 
 from zoo import config
@@ -21,7 +23,8 @@ USAGE = "usage: zoo sample [CONFIG.yaml] sample.model=FOLDER out=SAMPLES.npz [sa
 
 
 def main(words: list[str]) -> int:
-    """Sample as the words of the command line say. Returns the number of new images here; raises ValueError."""
+    """Generate samples from command-line arguments. Returns the number of images made by this process; raises
+    ValueError."""
     if config.wants_help(words, __doc__, USAGE, SampleSettings):
         return 0
     settings = config.from_command_line(SampleSettings, words)

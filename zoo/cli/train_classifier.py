@@ -1,12 +1,12 @@
-"""Train a vision transformer, from scratch or from a softmax checkpoint, with any mixer.
+"""Train or fine-tune an image classifier with softmax or any mixer.
 
     zoo train-classifier configs/vit/digits_softmax.yaml
     zoo train-classifier configs/vit/digits_finetune.yaml model.checkpoint=runs/digits_softmax model.mixer=mhla
     accelerate launch -m zoo.cli train-classifier configs/vit/imagenet_deit_small.yaml data.train=TRAIN data.val=VAL
 
-Several processes: start it with `accelerate launch` (DDP, FSDP2 or DeepSpeed, see configs/accelerate) or `torchrun`.
-Continue an interrupted run with run.resume=true. The last line of the output is the result as JSON, also in result.json
-of the run folder.
+For several processes, start the command with `accelerate launch` (DDP, FSDP2 or DeepSpeed, see configs/accelerate) or
+`torchrun`. Resume an interrupted run with run.resume=true. The last line of the output is the result as JSON, which is
+also in result.json of the run folder.
 """
 
 import json
@@ -21,8 +21,7 @@ USAGE = "usage: zoo train-classifier [CONFIG.yaml] [section.key=value ...]"
 
 
 def main(words: list[str]) -> Row:
-    """Train as the words of the command line say. Returns the result (top-1 and top-5 in percent); raises
-    ValueError."""
+    """Train from command-line arguments. Returns the result (top-1 and top-5 in percent); raises ValueError."""
     if config.wants_help(words, __doc__, USAGE, TrainSettings):
         return {}
     result = ClassificationRun(config.from_command_line(TrainSettings, words)).train()

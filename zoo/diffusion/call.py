@@ -16,9 +16,9 @@ from zoo.models.diffusers.families import known_family
 class CallSpec(NamedTuple):
     """How a denoiser is called.
 
-    extra: keyword arguments besides input, timestep and conditions.  time_factor: multiplies the timestep.
+    extra: keyword arguments other than input, timestep and conditions.  time_factor: factor of the timestep.
     class_tokens: number of classes if the class is given as a token, else 0.  packed: whether input and output are
-    tokens [B, T H W, C].
+    tokens [B, T H W, C] instead of [B, C, T, H, W].
     """
 
     extra: Tree
@@ -28,7 +28,11 @@ class CallSpec(NamedTuple):
 
 
 def call_spec(model: ModelMixin, shape: tuple[int, ...], about: Tree) -> CallSpec:
-    """How `model` (not wrapped) is called on samples [C, ...] of this shape; about: metadata of the data."""
+    """Determine how a denoiser is called.
+
+    model: the denoiser, not wrapped for distributed training.  shape: shape of a sample, [C, ...].  about: metadata of
+    the data.
+    """
     family = known_family(model)
     factor = model.config[family.time_factor] if family.time_factor else 1.0
     tokens = model.config[family.classes] if family.class_tokens else 0
@@ -38,7 +42,11 @@ def call_spec(model: ModelMixin, shape: tuple[int, ...], about: Tree) -> CallSpe
 def call_denoiser(
     model: nn.Module, x: Tensor, timestep: Tensor, condition: dict[str, Tensor], spec: CallSpec
 ) -> Tensor:
-    """The output of a denoiser, [B, outputs C, ...], for x [B, C, ...] and timestep [B]."""
+    """Call a denoiser on x [B, C, ...].
+
+    timestep: [B].  condition: conditions by argument name. Returns the output [B, K C, ...], where K is 2 if the model
+    also predicts the variance, else 1.
+    """
     if spec.time_factor != 1.0:
         timestep = timestep * spec.time_factor
     condition = dict(condition)
@@ -52,6 +60,6 @@ def call_denoiser(
 
 
 def class_tokens(labels: Tensor, classes: int) -> Tensor:
-    """Class numbers [B] as one-hot tokens [B, 1, classes], so that the model's text projection acts as a table of class
-    embeddings. The number `classes` stands for no class, all zeros."""
+    """Encode class numbers [B] as one-hot tokens [B, 1, classes], so that the model's text projection acts as a table
+    of class embeddings. The number `classes` stands for no class and gives zeros."""
     return F.one_hot(labels, classes + 1)[:, None, :classes].float()

@@ -1,6 +1,6 @@
-"""Loading of diffusion models from folders or the Hugging Face hub: pipelines, transformers and schedulers.
+"""Loading of pipelines, transformers and schedulers from folders or the Hugging Face hub.
 
-Both diffusers' own models and converted ones are loaded.
+Both models of diffusers and converted models are supported.
 """
 
 import difflib
@@ -22,17 +22,17 @@ from zoo.models.diffusers.reading import IN_A_RUN, in_run, read_config, read_fol
 from zoo.precision import DTYPES
 
 SCHEDULER_FOLDER = "scheduler"
-AVERAGE, TRANSFORMER = IN_A_RUN  # folders of the EMA and of the model in a run; the second one in a pipeline too
-NOTES = "input.json"  # in a run folder: metadata of the data the model was trained on
+AVERAGE, TRANSFORMER = IN_A_RUN  # folders of the EMA and of the model in a run; a pipeline has the second one, too
+NOTES = "input.json"  # file in a run folder with metadata of the training data
 DENOISERS = ("transformer", "transformer_2", "unet")
 
 
 @dataclass
 class Opened:
-    """A loaded model for sampling: a class-conditional transformer, its VAE (None: the model generates pixels) and
-    its scheduler (None: unknown), or a text-conditional pipeline.
+    """A model loaded for sampling: a class-conditional transformer, or a text-conditional pipeline.
 
-    video: for video models a dict, of a bare transformer the metadata of its training data; empty for image models.
+    vae: None for a model that generates pixels.  scheduler: None if unknown.  pipeline: None for a class-conditional
+    model.  video: empty for image models; for a video transformer without a pipeline, metadata of its training data.
     """
 
     name: str
@@ -53,12 +53,12 @@ def open_model(
 ) -> Opened:
     """Load a pipeline, a run folder or a transformer for sampling.
 
-    base: the pipeline with the other components, for a run folder or a transformer.
-    second: replaces the pipeline's second transformer, for low noise (Wan 2.2 A14B).
+    base: the pipeline with the other components, for a run folder or a transformer.  second: a transformer that
+    replaces the second, low-noise transformer of the pipeline (Wan 2.2 A14B).
 
-    A transformer saved with its scheduler keeps it, since the scheduler of `base` may be for another process. Raises
-    ValueError for models that cannot be sampled: an unknown pipeline class, a transformer that needs a text encoder or
-    a VAE, a video transformer without the metadata of its run.
+    If a scheduler was saved with the transformer, it is used instead of the scheduler of `base`, which may belong to
+    another diffusion process. Raises ValueError for models that cannot be sampled: an unknown pipeline class, a
+    transformer that needs a text encoder or a VAE, a video transformer without the metadata of its run.
     """
     dtype, where = DTYPES[precision], in_run(where)
     whole = _config(where, DiffusionPipeline) is not None
@@ -94,10 +94,10 @@ def open_model(
 def load_transformer(
     where: str | Path, dtype: torch.dtype = torch.float32, part: str = TRANSFORMER
 ) -> ModelMixin:
-    """The transformer in a folder (its own, of a run, or of a pipeline) or on the Hugging Face hub.
+    """Load a transformer from a folder (of the transformer, a run or a pipeline) or from the Hugging Face hub.
 
-    Loads the EMA weights of a run if there are any, and prints so; the component `part` of a pipeline. Raises
-    ValueError when there is no transformer, and for a class that is neither of diffusers nor converted.
+    part: component of a pipeline. The EMA weights of a run are loaded if there are any, and a line is printed. Raises
+    ValueError if there is no transformer, and for a class that is neither of diffusers nor converted.
     """
     place, config = str(where), None
     inside: dict[str, str] = {}
@@ -122,7 +122,7 @@ def load_transformer(
 
 
 def notes_of(checkpoint: str) -> Tree:
-    """Metadata of the data that a run folder, or the folder of a transformer in it, was trained on; empty for other
+    """Read the metadata of the training data of a run folder, or of the folder of a transformer in it; empty for other
     checkpoints."""
     source = Path(checkpoint)
     file = next((f / NOTES for f in (source, source.parent) if checkpoint and (f / NOTES).is_file()), None)
@@ -130,7 +130,7 @@ def notes_of(checkpoint: str) -> Tree:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile the blocks of a transformer in place: blocks of one class share a compilation.
+    """Compile the blocks of a transformer in place. Blocks of the same class share a compilation.
 
     Raises ValueError for a model without lists of blocks.
     """
@@ -167,7 +167,8 @@ def _whole(
 
 
 def _notes(where: str, name: str) -> Tree:
-    """The metadata of a bare video transformer. Raises ValueError without classes."""
+    """Read the metadata of a video transformer without a pipeline. Raises ValueError if it was not trained on
+    classes."""
     notes = notes_of(where)
     if not notes.get("classes"):
         file = Path(where).parent / NOTES
@@ -192,21 +193,21 @@ def _other_videos(name: str) -> ValueError:
 
 
 def _config(where: str, kind: type[ConfigMixin], **place: str) -> Tree | None:
-    """The configuration of a pipeline, model or scheduler in a folder or on the hub; None if there is none."""
+    """Read the configuration of a pipeline, model or scheduler in a folder or on the hub; None if there is none."""
     if not os.path.isdir(where) and (where.count("/") != 1 or where.startswith((".", "/"))):
         return None
     return read_config(kind, where, **place)
 
 
 def _classes(base: type, ending: str, near: str = "") -> list[str]:
-    """Names of diffusers' classes with this ending; with `near` the five most similar ones."""
+    """Names of diffusers' classes with this ending. near: return only the five names most similar to this one."""
     names = [n for n in dir(diffusers) if n.endswith(ending)]
     return difflib.get_close_matches(near, names, n=5, cutoff=0) if near else names
 
 
 def boundary_of(where: str) -> float | None:
-    """The time, from 0 (data) to 1 (noise), below which `transformer_2` of a two-expert pipeline (Wan 2.2 A14B)
-    denoises; None for other models."""
+    """The time, between 0 (data) and 1 (noise), below which a two-expert pipeline (Wan 2.2 A14B) uses `transformer_2`;
+    None for other models."""
     config = _config(where, DiffusionPipeline) or {}
     two = (config.get("transformer_2") or [None])[0] is not None
     return config.get("boundary_ratio") if two else None
@@ -216,8 +217,8 @@ def boundary_of(where: str) -> float | None:
 
 
 def stored_scheduler(where: str) -> SchedulerMixin | None:
-    """The scheduler in the folder (or hub repository) of a model or pipeline; None if there is none. Raises ValueError
-    for a class that diffusers does not have."""
+    """Load the scheduler from the folder (or hub repository) of a model or pipeline; None if there is none. Raises
+    ValueError for a class that diffusers does not have."""
     config = _config(where, diffusers.DDPMScheduler, subfolder=SCHEDULER_FOLDER)
     return None if config is None else _scheduler_class(config["_class_name"]).from_config(config)
 
@@ -230,10 +231,11 @@ def _scheduler_class(name: str) -> type[SchedulerMixin]:
 
 
 def open_scheduler(name: str, options: Tree, own: SchedulerMixin | None) -> SchedulerMixin:
-    """The scheduler of diffusers called `name` (empty: the model's `own`), with `options` changed in its configuration.
+    """Create a scheduler for sampling.
 
-    Raises ValueError for unknown names and options, and for a scheduler that diffusers does not list as compatible with
-    the one that the model was trained with.
+    name: class name of diffusers; empty for the model's own scheduler.  options: changes of its configuration.
+    own: the model's own scheduler, None if unknown. Raises ValueError for unknown names and options, and for a
+    scheduler that diffusers does not list as compatible with `own`.
     """
     if not name and own is None:
         raise ValueError("the model has no scheduler: set sample.scheduler to the one it was trained with")
@@ -256,6 +258,6 @@ def open_scheduler(name: str, options: Tree, own: SchedulerMixin | None) -> Sche
 
 
 def config_of(part: ConfigMixin) -> Tree:
-    """The configuration of a diffusers object as plain JSON values, without private entries."""
+    """The configuration of a diffusers object as JSON values, without private entries."""
     found = {k: v for k, v in dict(part.config).items() if not k.startswith("_")}
     return json.loads(json.dumps(found, default=str))

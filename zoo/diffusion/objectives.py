@@ -1,8 +1,8 @@
 """Training objectives of denoisers: DDPM with learned variance, and flow matching.
 
-x0 is clean data [B, C, H, W] or [B, C, T, H, W], noise has the same shape; t [B] is the time of each sample: a step
-number for DDPM, a number in (0, 1) for flow matching. Signs and timesteps follow diffusers' schedulers, so that these
-can sample from the trained models.
+x0 is clean data [B, C, H, W] or [B, C, T, H, W], and noise has the same shape. t [B] is the time of each sample: a step
+number for DDPM, a number in (0, 1) for flow matching. Signs and timesteps follow the schedulers of diffusers, which can
+therefore sample from the trained models.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zoo.diffusion.settings import ObjectiveSettings
 
-STEPS = 1000  # number of DDPM steps, and factor between times and timesteps of flow matching
+STEPS = 1000  # number of DDPM steps; for flow matching, timestep = 1000 t
 
 
 class Losses(NamedTuple):
@@ -30,10 +30,10 @@ class Objective(Protocol):
     outputs: int  # output channels per input channel
 
     def draw(self, n: int, device: torch.device) -> Tensor:
-        """n random times, from torch's generator."""
+        """Draw n random times from torch's global generator."""
 
     def spread(self, where: Tensor) -> Tensor:
-        """The times at the fractions `where` in [0, 1) of the range, for validation."""
+        """The times at the given fractions, in [0, 1), of the time range, for validation."""
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """The model's input x_t."""
@@ -42,18 +42,18 @@ class Objective(Protocol):
         """The timestep as passed to the model."""
 
     def losses(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> Losses:
-        """The losses of the model output [B, outputs C, ...]."""
+        """The losses of the model output [B, K C, ...], where K is `outputs`."""
 
     def scheduler(self) -> SchedulerMixin:
-        """The scheduler of diffusers that samples from the trained model."""
+        """A scheduler of diffusers that samples from the trained model."""
 
 
-Times = tuple[float, float]  # range of times; 0 is data, 1 is noise
+Times = tuple[float, float]  # range of times, where 0 is data and 1 is noise
 ALL: Times = (0.0, 1.0)
 
 
 def create_objective(settings: ObjectiveSettings, times: Times = ALL) -> Objective:
-    """The objective of these settings on a range of times. Raises ValueError for DDPM on less than the full range."""
+    """Create an objective on a range of times. Raises ValueError for DDPM on less than the full range."""
     if settings.kind == "ddpm" and times != ALL:
         raise ValueError(f"the model denoises the times {times} of flow matching: set objective.kind=flow")
     if settings.kind == "ddpm":
@@ -64,9 +64,10 @@ def create_objective(settings: ObjectiveSettings, times: Times = ALL) -> Objecti
 class DDPM:
     """Noise prediction with learned variance, as in DiT (arXiv 2212.09748): 1000 steps, linear betas.
 
-    The output holds the noise and, per element, the position of the log variance between that of the posterior and beta
-    (Nichol and Dhariwal, arXiv 2102.09672, eq. 15). The loss is the MSE of the noise plus the variational bound of
-    step t in bits per element, whose gradient reaches only the variance (eq. 16 with weight 1, as in DiT).
+    Half of the output channels predict the noise. The other half interpolates, per element, the log variance between
+    the posterior variance and beta (Nichol and Dhariwal, arXiv 2102.09672, eq. 15). The loss is the MSE of the noise
+    plus the variational bound of step t in bits per element, whose gradient reaches only the variance (eq. 16 with
+    weight 1, as in DiT).
     """
 
     outputs = 2
@@ -75,13 +76,13 @@ class DDPM:
         beta = torch.linspace(1e-4, 0.02, STEPS, dtype=torch.float64)
         bar = (1 - beta).cumprod(0)
         before = torch.cat([bar.new_ones(1), bar[:-1]])
-        variance = beta * (1 - before) / (1 - bar)  # of the posterior
+        variance = beta * (1 - before) / (1 - bar)  # variance of the posterior
         self.table = {
             "signal": bar.sqrt(),
             "noise": (1 - bar).sqrt(),
             "from_start": beta * before.sqrt() / (1 - bar),
             "from_now": (1 - before) * (1 - beta).sqrt() / (1 - bar),
-            "low": torch.cat([variance[1:2], variance[1:]]).log(),  # the posterior of step 0 has no variance
+            "low": torch.cat([variance[1:2], variance[1:]]).log(),  # the posterior variance of step 0 is 0
             "high": beta.log(),
         }
 
@@ -106,8 +107,8 @@ class DDPM:
         return Losses(mse + self.bound(predicted.detach(), where, x0, noise, t), mse)
 
     def bound(self, predicted: Tensor, where: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Term t of the variational bound [B] in bits per element: KL divergence from the model to the posterior, or at
-        t = 0 the negative log-likelihood of x0 among 256 levels in [-1, 1]."""
+        """Term t of the variational bound, in bits per element [B]: KL(posterior || model), or at t = 0 the negative
+        log-likelihood of x0 among 256 levels in [-1, 1]."""
         xt = self.noised(x0, noise, t)
         low, high = self._at("low", t, x0), self._at("high", t, x0)
         log_variance = low + (where + 1) / 2 * (high - low)
@@ -120,17 +121,18 @@ class DDPM:
         return nats.flatten(1).mean(1) / math.log(2)
 
     def scheduler(self) -> SchedulerMixin:
-        # from the last step, pure noise, down to the data itself
+        # "trailing" begins at the last step, pure noise
         return DDIMScheduler(STEPS, 1e-4, 0.02, "linear", clip_sample=False, timestep_spacing="trailing")
 
 
 def each(values: Tensor, x: Tensor) -> Tensor:
-    """Values [B], one per sample, reshaped to broadcast over x [B, ...]."""
+    """Reshape values [B], one per sample, to broadcast over x [B, ...]."""
     return values.view(-1, *[1] * (x.ndim - 1))
 
 
 def log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
-    """Log of a Gaussian's probability mass in the bin of x among 256 levels in [-1, 1]; the outer bins are open."""
+    """Log of the probability that a Gaussian assigns to the bin of x among 256 levels in [-1, 1]. The outer bins extend
+    to infinity."""
     scale = (-log_deviation).exp()
     upper = torch.special.ndtr((x - mean + 1 / 255) * scale)
     lower = torch.special.ndtr((x - mean - 1 / 255) * scale)
@@ -142,10 +144,11 @@ def log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
 class FlowMatching:
     """Flow matching: x_t = (1 - t) x0 + t noise, and the model predicts noise - x0 (Lipman et al., arXiv 2210.02747).
 
-    t is logit-normal (Esser et al., arXiv 2403.03206, section 3.1), then shifted for resolution (eq. 23 there):
-    t' = s t / (1 + (s - 1) t).
+    In training t is logit-normal (Esser et al., arXiv 2403.03206, section 3.1), and then shifted for the resolution by
+    t' = s t / (1 + (s - 1) t) (eq. 23 there).
 
-    times: range to which the shifted times are truncated.
+    mean, deviation: parameters of the logit-normal distribution.  shift: s.  times: range to which the shifted times
+    are truncated.
     """
 
     outputs = 1
@@ -153,7 +156,7 @@ class FlowMatching:
     def __init__(self, mean: float = 0.0, deviation: float = 1.0, shift: float = 1.0, times: Times = ALL) -> None:
         self.mean, self.deviation, self.shift = mean, deviation, shift
         self.whole = times == ALL
-        self.low, self.high = (t / (shift - (shift - 1) * t) for t in times)  # before the shift
+        self.low, self.high = (t / (shift - (shift - 1) * t) for t in times)  # ends of the range before the shift
 
     def draw(self, n: int, device: torch.device) -> Tensor:
         z = torch.randn(n, device=device)
@@ -161,7 +164,7 @@ class FlowMatching:
         return self._shifted((z * self.deviation + self.mean).sigmoid())
 
     def _truncated(self, z: Tensor) -> Tensor:
-        """Map standard normal numbers to normal numbers truncated to the range of times, by their quantiles."""
+        """Map standard normal numbers, by their quantiles, to normal numbers truncated to the range of times."""
         ends = torch.tensor([self.low, self.high], dtype=torch.float64, device=z.device).logit()
         low, high = torch.special.ndtr((ends - self.mean) / self.deviation)
         return torch.special.ndtri(low + (high - low) * torch.special.ndtr(z.double())).to(z.dtype)

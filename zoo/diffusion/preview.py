@@ -1,4 +1,4 @@
-"""Samples during training, with fixed noise and conditions, as grids, contact sheets and videos."""
+"""Samples during training, from fixed noise and conditions, as grids, contact sheets and videos."""
 
 import math
 from pathlib import Path
@@ -18,7 +18,7 @@ COLUMNS, ROWS = 8, 16  # maximum numbers of frames per clip and of clips on a co
 
 
 def fixed_noise(n: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Noise [n, *shape]; sample i depends on seed and i only."""
+    """Draw noise [n, *shape]. Sample i depends only on `seed` and i."""
     return torch.stack([torch.randn(shape, generator=generator) for generator in seeded(seed, range(n))])
 
 
@@ -33,8 +33,11 @@ def sample(
     steps: int,
     guidance: float,
 ) -> Tensor:
-    """Denoise noise [B, C, ...] in `steps` steps with guidance u + s (c - u) on all channels. Conditions without an
-    entry in `null` (a first frame) are kept in u."""
+    """Generate samples from noise [B, C, ...], with classifier-free guidance u + s (c - u) on all channels.
+
+    condition, null: conditions of c and of u, by argument name; u keeps conditions that `null` lacks (a first frame).
+    steps: sampling steps.  guidance: s.
+    """
     n = len(noise)
     without = condition | {k: v.expand(n, *v.shape) for k, v in null.items()}
     both = {k: torch.cat([condition[k], without[k].to(condition[k])]) for k in condition}
@@ -59,8 +62,8 @@ def save_grid(images: Tensor, file: Path) -> np.ndarray:
 
 
 def contact_sheet(clips: Tensor) -> np.ndarray:
-    """uint8 clips [n, 3, T, H, W] as one image [n H, k W, 3]: one row per clip, with the first, the last and frames in
-    between."""
+    """Arrange uint8 clips [n, 3, T, H, W] in one image [n H, k W, 3]: one row per clip, with k frames at equal
+    intervals, including the first and the last."""
     frames = clips.shape[2]
     chosen = torch.linspace(0, frames - 1, min(COLUMNS, frames)).round().long()
     picture = clips[:, :, chosen].permute(0, 3, 2, 4, 1)  # [n, H, k, W, 3]
@@ -68,7 +71,7 @@ def contact_sheet(clips: Tensor) -> np.ndarray:
 
 
 def save_sheet(clips: Tensor, file: Path) -> np.ndarray:
-    """Write the contact sheet of uint8 clips [n, 3, T, H, W] as PNG; returns it."""
+    """Write the contact sheet of uint8 clips [n, 3, T, H, W] as a PNG. Returns the sheet."""
     return _save_image(contact_sheet(clips), file)
 
 
@@ -80,7 +83,7 @@ def _save_image(image: np.ndarray, file: Path) -> np.ndarray:
 
 
 def grid_video(clips: Tensor) -> np.ndarray:
-    """uint8 clips [n, 3, T, H, W] in a grid, as square as possible: frames [T, rows H, columns W, 3]."""
+    """Arrange uint8 clips [n, 3, T, H, W] in a grid, as square as possible: frames [T, rows H, columns W, 3]."""
     n = len(clips)
     columns = math.ceil(math.sqrt(n))
     rows = -(-n // columns)

@@ -1,4 +1,4 @@
-"""Samplers of images. Image i depends only on seed + i, not on the batch it is sampled in."""
+"""Samplers of images. Image i depends only on seed + i, not on the batch in which it is generated."""
 
 import hashlib
 import inspect
@@ -17,7 +17,7 @@ from zoo.diffusion.loading import config_of
 from zoo.io import weights_hash
 from zoo.models.diffusers.families import family_of
 
-DISABLED = (  # arguments of pipelines: other sizes than requested; prompts changed by optional packages
+DISABLED = (  # arguments of pipelines that are set to False, since they change the requested size or the prompts
     "use_resolution_binning",
     "clean_caption",
 )
@@ -25,37 +25,41 @@ LEARNED = ("learned", "learned_range")
 
 
 class Sampler(Protocol):
-    """Generates the images or videos of any list of numbers.
+    """Sampler of numbered images or videos.
 
-    fps: frame rate of videos, 0 for images.  column: kind of `labels`, "label" or "text".
+    fps: frame rate of videos, 0 for images.  column: kind of `labels`, "label" for classes or "text" for prompts.
     """
 
     fps: float
     column: str
 
     def __call__(self, numbers: Sequence[int]) -> Tensor:
-        """uint8 images [B, 3, H, W] or videos [B, 3, T, H, W], on the CPU."""
+        """Generate the samples with these numbers: uint8 images [B, 3, H, W] or videos [B, 3, T, H, W], on the CPU."""
 
     def labels(self, numbers: Sequence[int]) -> list[int] | list[str]:
-        """The classes of these images, or their prompts."""
+        """The classes or prompts of the samples with these numbers."""
 
     def about(self) -> Tree:
-        """Everything that the images depend on, for the metadata file."""
+        """Everything that the samples depend on, for the metadata file."""
 
 
 def batches(sampler: Sampler, count: int, size: int, rank: int = 0, world: int = 1) -> Iterator[Tensor]:
-    """Generate the images 0 ... count - 1 in batches of `size`: the share of process `rank` of `world`, for `score`."""
+    """Generate images for `zoo.eval.fid.score`: every world-th batch of the images 0 to count - 1, for process `rank`.
+
+    size: images per batch.
+    """
     for start in list(range(0, count, size))[rank::world]:
         yield sampler(range(start, min(start + size, count)))
 
 
 class ClassSampler:
-    """Samples from a class-conditional transformer (DiT), in pixels or in the latents of a VAE, with DiT's guidance.
+    """Sampler of a class-conditional transformer (DiT) with classifier-free guidance, in pixels or in latents of a VAE.
 
-    transformer: of diffusers, converted or not: x [B, C, H, W], timestep [B], class_labels [B] -> [B, C or 2 C, H, W].
-    steps: sampling steps.  guidance: s in u + s (c - u), 1 for none.  guidance_channels: number of channels that are
-    guided (3 of 4 in DiT's own scripts); None for all.  labels: random, balanced, or a list that is repeated.
-    size: pixels; None for the size of the model.
+    transformer: model of diffusers, converted or not, from x [B, C, H, W], timestep [B] and class_labels [B] to
+    [B, C or 2 C, H, W].  vae: None for a model of pixels.  steps: sampling steps.  guidance: s in u + s (c - u); 1
+    disables guidance.  guidance_channels: number of channels that are guided (3 of 4 in DiT's own scripts); None for
+    all.  labels: random, balanced, or a list of classes that is repeated.  size: side in pixels; None for the size of
+    the model.
 
     Raises ValueError for a resolution not divisible by the patch size and for labels that the model does not have.
     """
@@ -116,8 +120,8 @@ class ClassSampler:
             return to_uint8(self._decode(x))
 
     def _predict(self, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
-        """The model output that the scheduler expects (noise, velocity, ...), [B, C, H, W], or with a learned variance
-        [B, 2 C, H, W]."""
+        """Compute the model output that the scheduler expects (noise or velocity), [B, C, H, W], or [B, 2 C, H, W] with
+        a learned variance."""
         x = x.to(self.transformer.dtype)
         if self.guidance != 1:
             x, labels = torch.cat([x, x]), torch.cat([labels, torch.full_like(labels, self.classes)])
@@ -131,7 +135,7 @@ class ClassSampler:
         return {"class_labels": labels}
 
     def _decode(self, x: Tensor) -> Tensor:
-        """Latents (or pixels) to pixels in [-1, 1]."""
+        """Decode latents to pixels in [-1, 1]; pixels are returned unchanged."""
         if self.vae is None:
             return x
         latents = x / self.vae.config.scaling_factor + (self.vae.config.get("shift_factor") or 0.0)
@@ -154,10 +158,10 @@ class ClassSampler:
 
 
 def guide(given: Tensor, free: Tensor, guidance: float, channels: int) -> Tensor:
-    """Classifier-free guidance u + s (c - u) on the first `channels` of [B, C, H, W]; the others are copied from
+    """Apply classifier-free guidance, u + s (c - u), to the first `channels` channels; the others are copied from
     `given`.
 
-    given: c, the conditional output.  free: u, the unconditional one.
+    given: c, the conditional output [B, C, ...].  free: u, the unconditional output.  guidance: s.
     """
     c, u = given[:, :channels], free[:, :channels]
     return torch.cat([u + guidance * (c - u), given[:, channels:]], dim=1)
@@ -170,12 +174,13 @@ def denoise(
     predict: Callable[[Tensor, Tensor], Tensor],
     generators: list[torch.Generator] | None = None,
 ) -> Tensor:
-    """Denoise x [B, C, ...] in `steps` steps of a scheduler of diffusers.
+    """Denoise x [B, C, ...], drawn from a standard normal distribution, by a scheduler of diffusers.
 
-    predict: (input, scalar timestep) -> model output.  generators: one per sample, for stochastic schedulers.
+    steps: sampling steps.  predict: function of (input, scalar timestep) that returns the model output.
+    generators: one per sample, for stochastic schedulers.
     """
     scheduler.set_timesteps(steps, device=x.device)
-    x = x * getattr(scheduler, "init_noise_sigma", 1.0)  # flow matching has none, and no scaled input
+    x = x * getattr(scheduler, "init_noise_sigma", 1.0)  # flow matching has neither this nor a scaled input
     scaled = getattr(scheduler, "scale_model_input", lambda x, t: x)
     draws = generators is not None and "generator" in inspect.signature(scheduler.step).parameters
     noise = {"generator": generators} if draws else {}
@@ -185,10 +190,11 @@ def denoise(
 
 
 class TextSampler:
-    """Samples from a text-to-image pipeline of diffusers, converted or not. Image i is made from prompt i % n.
+    """Sampler of a text-to-image pipeline of diffusers, converted or not. Image i has the prompt i % n.
 
-    Raises ValueError without prompts, for text longer than every text encoder reads, and for a resolution that the
-    model cannot generate.
+    guidance: scale of classifier-free guidance; None for the default of the pipeline.  size: side in pixels; None for
+    the default of the pipeline. Raises ValueError without prompts, for a prompt that is too long for every text
+    encoder, and for a resolution that the model cannot generate.
     """
 
     fps, column = 0.0, "text"
@@ -256,12 +262,12 @@ def denoiser_of(pipeline: DiffusionPipeline) -> ModelMixin:
 
 
 def seeded(seed: int, numbers: Sequence[int]) -> list[torch.Generator]:
-    """One CPU generator per image, so that noise depends on neither device nor batch."""
+    """Create one CPU generator per image, so that the noise depends neither on the device nor on the batch."""
     return [torch.Generator().manual_seed(seed + int(i)) for i in numbers]
 
 
 def to_uint8(x: Tensor) -> Tensor:
-    """Pixels in [-1, 1], [B, 1 or 3, ...], to uint8 [B, 3, ...] on the CPU, rounded as in ADM.
+    """Convert pixels in [-1, 1], [B, 1 or 3, ...], to uint8 [B, 3, ...] on the CPU, rounded as in ADM.
 
     Raises ValueError for pixels that are infinite or not a number.
     """
@@ -272,7 +278,7 @@ def to_uint8(x: Tensor) -> Tensor:
 
 
 def check_resolution(size: int, patch: int, factor: int = 1) -> None:
-    """Raise ValueError unless `size` pixels, or latents `factor` times smaller, are divisible by the patch size."""
+    """Raise ValueError unless `size` pixels, divided by the factor of the VAE, are a multiple of the patch size."""
     unit = patch * factor
     if size < unit or size % unit:
         why = f"the patch {patch}" + (f" of latents {factor} times smaller" if factor > 1 else "")
@@ -280,7 +286,10 @@ def check_resolution(size: int, patch: int, factor: int = 1) -> None:
 
 
 def check_prompts(pipeline: DiffusionPipeline, prompts: list[str], longest: int | None) -> None:
-    """Raise ValueError for the first prompt that is too long for every text encoder of the pipeline."""
+    """Raise ValueError for a prompt that is too long for every text encoder of the pipeline.
+
+    longest: maximum number of tokens of text encoders other than CLIP; None for the limits of the tokenizers.
+    """
     tokenizers = {n: t for n, t in pipeline.components.items() if n.startswith("tokenizer") and t is not None}
     limits = {
         name: t.model_max_length if longest is None or "CLIP" in type(t).__name__ else min(longest, t.model_max_length)
@@ -294,7 +303,7 @@ def check_prompts(pipeline: DiffusionPipeline, prompts: list[str], longest: int 
 
 
 def describe_denoiser(transformer: ModelMixin, scheduler: SchedulerMixin) -> Tree:
-    """Class, configuration and hash of the weights of a transformer, and of its scheduler."""
+    """Metadata of a transformer and its scheduler: classes, configurations, hash of the weights."""
     return {
         "model": type(transformer).__name__,
         "config": config_of(transformer),

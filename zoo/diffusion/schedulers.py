@@ -1,4 +1,4 @@
-"""The scheduler that is saved with a trained model."""
+"""Choice of the scheduler that is saved with a trained model."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ LINEAR = {"num_train_timesteps": STEPS, "beta_schedule": "linear", "beta_start":
 
 
 def scheduler_to_save(checkpoint: str, objective: Objective, settings: ObjectiveSettings) -> SchedulerMixin:
-    """The scheduler of the checkpoint's pipeline if it fits the objective, else the scheduler of the objective.
+    """Choose the scheduler of the checkpoint's pipeline if it fits the objective, else the scheduler of the objective.
 
-    Fine-tuning a published model so keeps its solver, timestep spacing and shift.
+    A fine-tuned model thus keeps the solver, timestep spacing and shift of the published model.
     """
     path = Path(checkpoint)
     for where in (checkpoint, str(path.parent)) if path.is_dir() else (checkpoint,):
@@ -25,7 +25,8 @@ def scheduler_to_save(checkpoint: str, objective: Objective, settings: Objective
 
 
 def same_process(scheduler: SchedulerMixin, kind: str) -> bool:
-    """Whether a scheduler samples models of this objective: flow matching, or DDPM noise with DiT's betas."""
+    """Whether a scheduler can sample models trained with an objective. kind: flow, or ddpm (noise prediction with the
+    betas of DiT)."""
     config = dict(scheduler.config)
     flow = type(scheduler).__name__.startswith("FlowMatch") or config.get("prediction_type") == "flow_prediction"
     if kind == "flow" or flow:

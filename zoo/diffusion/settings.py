@@ -13,8 +13,7 @@ class ObjectiveSettings:
     kind: flow (flow matching) or ddpm (noise and learned variance with the variational bound, as in DiT)
     t_mean: mean of the logit-normal times of flow matching
     t_std: standard deviation of the logit-normal times of flow matching
-    shift: timestep shift of flow matching towards noise, for large images (3 for SD3 and Sana); beyond 1000, the number
-      of steps, all times would be the last one
+    shift: timestep shift of flow matching towards noise, for large images (3 for SD3 and Sana)
     """
 
     kind: str = "flow"

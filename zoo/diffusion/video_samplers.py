@@ -28,10 +28,11 @@ from zoo.models.diffusers.models import patch_of
 
 
 class ClassVideoSampler(ClassSampler):
-    """Samples from a bare video transformer with class tokens, in pixels or in the latents of a VAE.
+    """Sampler of a video transformer with class tokens and without a pipeline, in pixels or in latents of a VAE.
 
     about: metadata of its training data (input.json): space, image_size [frames, height, width], fps, vae, scaling and
-    shift. Other arguments as in `ClassSampler`; frames, size (height) and width replace those of image_size.
+    shift.  frames, size, width: number of frames, and height and width in pixels; None for the values of image_size.
+    Other arguments as in `ClassSampler`.
 
     Raises ValueError for a size not divisible by the patch size and for labels that the model does not have.
     """
@@ -80,10 +81,13 @@ class ClassVideoSampler(ClassSampler):
 
 
 class VideoSampler(TextSampler):
-    """Samples from a text-to-video or image-to-video pipeline of diffusers. Video i uses prompt i % n and image i % n.
+    """Sampler of a text-to-video or image-to-video pipeline of diffusers.
 
-    images: folder of first frames, for image-to-video only.  frames, size (height), width: None for the defaults of the
-    pipeline. Raises ValueError as `TextSampler`, and for first frames that are missing or not used by the pipeline.
+    Video i has the prompt i % n and the first frame i % m, for n prompts and m first frames.
+
+    images: folder of first frames, for image-to-video pipelines only.  frames, size, width: number of frames, and
+    height and width in pixels; None for the defaults of the pipeline. Raises ValueError as `TextSampler`, and for first
+    frames that are missing or that the pipeline does not use.
     """
 
     def __init__(
@@ -146,8 +150,11 @@ class VideoSampler(TextSampler):
 
 
 def check_video(pixels: Sequence[int], patch: Sequence[int], time: int, space: int) -> None:
-    """Raise ValueError unless a clip (T, H, W) is divisible into patches of latents with these factors in time and
-    space."""
+    """Raise ValueError unless a clip can be divided into patches of latents.
+
+    pixels: frames, height, width.  patch: patch size of the latents in each dimension.  time, space: compression
+    factors of the VAE.
+    """
     frames, *sides = pixels
     if frames < 1 or (frames - 1) % time or ((frames - 1) // time + 1) % patch[0]:
         rule = f"{time} n + 1" if time > 1 else f"a positive multiple of {patch[0]}"
@@ -164,7 +171,7 @@ def _first_frames(folder: Path) -> list[Path]:
 
 
 def _pixels(file: Path) -> np.ndarray:
-    """uint8 [H, W, 3]. Raises ValueError for a file that cannot be read."""
+    """Read an image, uint8 [H, W, 3]. Raises ValueError for a file that cannot be read."""
     try:
         return np.array(decode(str(file)))
     except Unreadable as error:

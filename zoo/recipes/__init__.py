@@ -1,1 +1,1 @@
-"""All stages in a row, from a softmax run to an evaluated linear model: settings, kinds of models, stages, reports."""
+"""Conversion recipes: all stages from a softmax model to a fine-tuned and evaluated linear model."""

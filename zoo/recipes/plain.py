@@ -13,11 +13,12 @@ from zoo.train.settings import ModelSettings
 
 
 def from_timm(settings: ModelSettings, out: Path) -> Report:
-    """Convert the model of `settings` and write model.safetensors and report.json into `out`. Raises ValueError."""
+    """Convert the model of `settings`, and write model.safetensors and report.json into `out`. Raises ValueError for a
+    model that is converted already or cannot be converted."""
     recipe, found = plan(settings)
     if found and found.mixer:
         raise ValueError(f"{settings.checkpoint} is already converted: {found.describe()}")
-    _, model, _ = start_classifier(replace(settings, mixer=""))  # the host: converted below, with a report
+    _, model, _ = start_classifier(replace(settings, mixer=""))  # the softmax model; it is converted below
     chosen = {"layers": recipe.layers or None, "keep_softmax": recipe.keep_softmax or None}
     report = swap(model, recipe.mixer, **chosen, **recipe.mixer_options)
     recipe = with_resolved_options(model, recipe)

@@ -1,4 +1,4 @@
-"""Report of a recipe: a Markdown file and a figure per stage, made from its JSON file, and report.md."""
+"""Report of a recipe: a Markdown file and a figure per stage, and report.md."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def _write_pareto(rows: list[Content], file: Path) -> None:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number with this number of digits, or a dash for None."""
+    """Format a number with `digits` decimal places; None gives a dash."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -52,14 +52,14 @@ def inspect_lines(content: Content) -> list[str]:
         after = r["after"] if not r["reason"] else f"{r['after']} ({r['reason']})"
         sizes = [r["tokens"] or "-", r["heads"] or "-", r["width"] or "-"]
         times = [number(r["softmax_us"], 1), number(r["mixer_us"], 1), r["break_even"] or "-"]
-        share = r.get("token_share")  # which share of the mixer's output differs between tokens
+        share = r.get("token_share")  # fraction of the mixer's output that differs between tokens
         rows.append([r["layer"], r["kind"], *sizes, r["before"], after, *times, number(share and 100 * share, 2)])
     note = f"Times of the operators alone, forward, one batch of calibration, predicted from: {content['table']}."
     return [*markdown_table(head, rows), "", note]
 
 
 def convert_lines(content: Content) -> list[str]:
-    """Number of parameters that the mixers added."""
+    """Sentence on the number of parameters that the mixers added."""
     return [f"{content['new_parameters']:,} of {content['parameters']:,} parameters are new, all others inherited."]
 
 
@@ -74,7 +74,7 @@ def training_lines(content: Content) -> list[str]:
 
 
 def calibrate_lines(content: Content) -> list[str]:
-    """Tables of the converted layers and of the choices of softmax layers."""
+    """Tables of the converted layers and of the tried choices of softmax layers."""
     head = [
         "layer",
         "R2",
@@ -106,7 +106,8 @@ def calibrate_lines(content: Content) -> list[str]:
 
 
 def transfer_lines(content: Content) -> list[str]:
-    """Table of layer distances: at the start, and at the ends of the two parts of the run."""
+    """Table of layer distances: at the start, after training on the teacher's inputs, and after training on the
+    student's own inputs."""
     if not content["rows"]:
         return []
     own, rows = content["own"], []
@@ -118,7 +119,7 @@ def transfer_lines(content: Content) -> list[str]:
 
 
 def evaluate_lines(content: Content) -> list[str]:
-    """Table of all models, recovery, and forward times."""
+    """Table of all models, with recovery and forward times."""
     rows = []
     for r in content["rows"]:
         change = f"{r['top1_diff']:+.2f} [{r['diff_low']:+.2f}, {r['diff_high']:+.2f}]" if "top1_diff" in r else "-"
@@ -175,7 +176,7 @@ def draw_inspect(content: Content, file: Path) -> bool:
 
 
 def draw_calibrate(content: Content, file: Path) -> bool:
-    """Plot R2 and sensitivity per layer, and distance over time of the choices of softmax layers."""
+    """Plot R2 and sensitivity per layer, and for each choice of softmax layers, its distance over its time."""
     figure, (left, middle, right) = _figure(12, 3)
     rows, choices = content["rows"], content["choices"]
     at = range(len(rows))

@@ -35,10 +35,10 @@ class RecipeSettings:
     inputs: number of training images (noisy images for diffusion) for calibration
     batch: batch size of calibration
     transfer: fraction of the budget for layer-wise distillation
-    transfer_lr: learning-rate factor of layer-wise distillation, relative to fine-tuning
+    transfer_lr: learning rate of layer-wise distillation, as a factor of the learning rate of fine-tuning
     student_share: last fraction of layer-wise distillation in which layers get the student's own hidden states
-    stages: stages to carry out, among inspect, convert, calibrate, transfer, finetune, controls, evaluate; finished
-      stages are not repeated
+    stages: stages to carry out, among inspect, convert, calibrate, transfer, finetune, controls, evaluate; a finished
+      stage is not repeated
     out: output folder
     """
 
@@ -70,7 +70,7 @@ class RecipeSettings:
         self.auto_keep()
 
     def auto_keep(self) -> int | None:
-        """The number n of keep_softmax=auto:<n>; None for other values. Raises ValueError for auto without a number."""
+        """The number n in keep_softmax=auto:<n>; None for other values. Raises ValueError for auto without a number."""
         word, _, number = self.keep_softmax.partition(":") if isinstance(self.keep_softmax, str) else ("", "", "")
         if word != "auto":
             return None
@@ -80,7 +80,8 @@ class RecipeSettings:
 
 
 def from_words(words: list[str]) -> RecipeSettings:
-    """The recipe of a command line: a YAML file and its keys. Keys of other sections go to `changes`."""
+    """Read a recipe from command-line arguments: a YAML file, keys of the recipe, and keys of the fine-tuning, which
+    are added to `changes`. Raises ValueError for unknown keys and several files."""
     own = {f.name for f in fields(RecipeSettings)}
     files = [word for word in words if "=" not in word]
     if len(files) > 1:

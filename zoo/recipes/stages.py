@@ -1,7 +1,8 @@
-"""Stages of a recipe: functions (task, output folder, results so far) -> content of the stage's JSON file.
+"""Stages of a recipe, one function per stage.
 
-A finished stage has its file NAME.json in `out` and is not repeated; training stages resume from their last checkpoint.
-The settings are stored in recipe.yaml; a folder with other settings is an error.
+A stage gets the task, the output folder and the results of earlier stages by name, and returns the content of its JSON
+file. A finished stage has its file NAME.json in `out` and is not repeated; training stages resume from their last
+checkpoint. The settings are stored in recipe.yaml; a folder with other settings is an error.
 """
 
 import copy
@@ -28,14 +29,14 @@ from zoo.recipes.settings import STAGES, RecipeSettings
 from zoo.recipes.tasks import ConversionTask, KeptBlocks, open_task
 from zoo.train.metrics_log import read_rows
 
-RESUMABLE_KEYS = ("stages", "out")  # may differ between two calls
+RESUMABLE_KEYS = ("stages", "out")  # keys that may differ when a recipe resumes
 
 
 def run_recipe(recipe: RecipeSettings) -> dict[str, Content]:
     """Carry out the unfinished stages of a recipe, in order, and write report.md.
 
-    Returns the content of each stage. Raises ValueError for a source or configuration that does not fit, a folder with
-    other settings, and a stage whose predecessor is missing.
+    Returns the content of each finished stage, by name. Raises ValueError for a source or configuration that does not
+    fit, for a folder with other settings, and for a stage that needs one that is not finished.
     """
     kind, out = open_task(recipe), Path(recipe.out)
     lock = FolderLock(out)
@@ -89,7 +90,7 @@ def inspect_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) ->
 
 
 def convert_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
-    """Convert without calibration, for comparison."""
+    """Convert without calibration, as a baseline."""
     keep = [] if kind.recipe.auto_keep() is not None else kind.recipe.keep_softmax
     model = kind.convert(keep)
     kind.save(model, keep, out / "converted")
@@ -121,7 +122,8 @@ def calibrate_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) 
 
 
 def _shares(student: nn.Module, batch: Inputs) -> dict[str, float]:
-    """Share of the output of each converted layer that depends on the token; warns where bfloat16 loses it."""
+    """Fraction of the output of each converted layer that differs between tokens. Warns if it is too small for
+    bfloat16."""
     layers = converted_layers(student)
     found = {name: share for name, share in token_shares(student, batch).items() if name in layers}
     warn_of_mean_pooling(found, {name: layer.mixer_name for name, layer in layers.items()})
@@ -129,7 +131,7 @@ def _shares(student: nn.Module, batch: Inputs) -> dict[str, float]:
 
 
 def _keeping(kind: ConversionTask, student: nn.Module, keep: list[int]) -> nn.Module:
-    """The conversion with softmax in the blocks `keep`, with the calibrated weights of `student`."""
+    """Convert again with softmax in the blocks `keep`, and load the calibrated weights of `student`."""
     model = kind.convert(keep)
     weights = student.state_dict()
     model.load_state_dict({k: weights[k] for k in model.state_dict()})
@@ -154,7 +156,7 @@ def transfer_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -
                 "anneal": 0.0,
             }
         },
-        {"run": {"folder": str(out / "transfer"), "compile": False}},  # layers are called one by one
+        {"run": {"folder": str(out / "transfer"), "compile": False}},  # as in `LayerwiseLoss`
         {"student_share": recipe.student_share},
     )
     result = kind.transfer(tree)
@@ -167,7 +169,7 @@ def transfer_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -
 
 
 def transfer_length(kind: ConversionTask) -> int:
-    """Epochs or steps of layer-wise distillation: 0, or at least one."""
+    """Length of layer-wise distillation in epochs or steps: 0 if it is off, else at least 1."""
     share = kind.recipe.transfer * kind.budget()
     return max(1, round(share)) if share else 0
 
@@ -210,7 +212,7 @@ MODELS = {  # folder in `out` -> description
 
 
 def evaluate_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
-    """Evaluate source, stages and controls on the validation data; recovery; forward times."""
+    """Evaluate the source, all stages and the controls on the validation data, and measure forward times."""
     folders = {"source": Path(kind.recipe.source)}
     folders |= {name: out / name for name in MODELS if (out / name).is_dir()}
     rows = kind.evaluate(folders)
@@ -223,7 +225,8 @@ def evaluate_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -
 
 
 def recovery(value: dict[str, float]) -> float | None:
-    """(converted - floor) / (control - floor): 1 equals softmax with the same budget; None without all three."""
+    """Recovery, (fine-tuned - floor) / (control - floor), from the metric of each model: 1 is as good as softmax with
+    the same budget, 0 as random attention weights. None if one of the three is missing."""
     if not {"finetune", "floor", "control"} <= value.keys() or value["control"] == value["floor"]:
         return None
     return (value["finetune"] - value["floor"]) / (value["control"] - value["floor"])

@@ -1,4 +1,4 @@
-"""Recipe tasks: data, files, runs and evaluation of image models and of diffusion transformers."""
+"""Recipe tasks: what a recipe does differently for image models and for diffusion transformers."""
 
 import tempfile
 from abc import ABC, abstractmethod
@@ -42,9 +42,9 @@ KeptBlocks = list[int] | str  # see RecipeSettings.keep_softmax
 
 
 class ConversionTask(ABC):
-    """A recipe on one kind of models.
+    """Base class of recipes for one kind of models: their data, files, runs and evaluation.
 
-    metric: title of the metric.  higher: whether larger values are better.  Raises ValueError for a source or a
+    metric: title of the metric.  higher: whether larger values are better. Raises ValueError for a source or a
     configuration of another kind.
     """
 
@@ -62,15 +62,15 @@ class ConversionTask(ABC):
 
     @abstractmethod
     def schema(self) -> type:
-        """The class of the settings of a fine-tuning."""
+        """The settings class of a fine-tuning."""
 
     @abstractmethod
     def inputs(self) -> list[Inputs]:
-        """Inputs for calibration, from the training set."""
+        """Batches of inputs for calibration, from the training set."""
 
     @abstractmethod
     def save(self, model: nn.Module, keep: KeptBlocks, folder: Path) -> None:
-        """Write a converted model from which runs can start."""
+        """Write a converted model as a folder from which a run can start. keep: blocks that keep softmax."""
 
     @abstractmethod
     def load(self, folder: Path) -> nn.Module:
@@ -78,7 +78,7 @@ class ConversionTask(ABC):
 
     @abstractmethod
     def continued(self, folder: Path, keep: KeptBlocks) -> Tree:
-        """Settings of a run that starts from the converted model in `folder`."""
+        """Settings, as a tree, of a run that starts from the converted model in `folder`."""
 
     @abstractmethod
     def run(self, tree: Tree) -> Row:
@@ -90,32 +90,32 @@ class ConversionTask(ABC):
 
     @abstractmethod
     def evaluate(self, folders: dict[str, Path]) -> dict[str, Row]:
-        """A row per model, with "value", the metric."""
+        """Evaluate the models in folders: a row by model name, whose "value" is the metric."""
 
     def source(self) -> nn.Module:
         """The softmax model."""
         return self.load(Path(self.recipe.source))
 
     def convert(self, keep: KeptBlocks) -> nn.Module:
-        """The converted source, with softmax attention in the blocks `keep`."""
+        """Convert the source, with softmax attention in the blocks `keep`."""
         model = self.source()
         swap(model, self.recipe.mixer, keep_softmax=keep or None, **self.options())
         return model
 
     def budget(self) -> int:
-        """The length of the fine-tuning: epochs or steps."""
+        """The length of the fine-tuning, in epochs or steps."""
         section, key = self.length
         return int(self.tree[section][key])
 
     def of_length(self, n: int) -> Tree:
-        """Settings of a run of n epochs or steps, with the warm-up scaled accordingly."""
+        """Settings, as a tree, of a run of n epochs or steps, with the warm-up scaled accordingly."""
         section, key = self.length
         warm = f"warmup_{key}"
         share = self.tree[section][warm] * n / self.budget()
         return {section: {key: n, warm: type(self.tree[section][warm])(share)}}
 
     def settings(self, *trees: Tree) -> Tree:
-        """The settings of the fine-tuning, overridden by `trees`."""
+        """The settings of the fine-tuning, as a tree, overridden by `trees` in order."""
         found = self.tree
         for tree in trees:
             found = merge(found, tree)
@@ -136,7 +136,7 @@ class ConversionTask(ABC):
                         nn.init.zeros_(part.bias)
 
     def options(self) -> Tree:
-        """The options of the mixer, with gains."""
+        """The options of the mixer, with gains, which calibration needs."""
         return {"gains": True, **self.recipe.mixer_options}
 
 
@@ -198,7 +198,7 @@ _PLAIN = {"mixup": 0.0, "cutmix": 0.0}
 
 
 def _host(folder: str) -> Tree:
-    """Settings of the unchanged model of a run folder."""
+    """Settings, as a tree, of the unchanged model in a run folder."""
     return {
         "name": "", "kwargs": {}, "img_size": None, "checkpoint": folder, "pretrained": False, "mixer": "",
         "mixer_options": {}, "layers": [], "keep_softmax": [],
@@ -206,7 +206,7 @@ def _host(folder: str) -> Tree:
 
 
 class DiffusionTask(ConversionTask):
-    """Diffusion transformers of diffusers; the metric is the validation loss, at fixed times and noise."""
+    """Diffusion transformers of diffusers; the metric is the validation loss, with fixed times and noise."""
 
     metric, higher, length = "validation loss", False, ("schedule", "steps")
 
@@ -221,7 +221,7 @@ class DiffusionTask(ConversionTask):
         return load_transformer(folder).to(_device())
 
     def _opened(self, folder: str) -> "DiffusionRun":
-        """A run with the model in `folder` that is not started, for its data, objective and validation."""
+        """Create a run with the model in `folder`, to use its data, objective and validation. It is not started."""
         from zoo.train.denoising.run import DiffusionRun
 
         with tempfile.TemporaryDirectory() as temporary:
@@ -280,13 +280,14 @@ def _denoiser(folder: str) -> Tree:
 
 
 def open_task(recipe: RecipeSettings) -> ConversionTask:
-    """The recipe on its kind of models. Raises ValueError for a source that is missing, damaged or converted."""
+    """Create the task for the source of a recipe. Raises ValueError for a source that is missing, damaged or converted
+    already."""
     if not recipe.source:
         raise ValueError("missing required option source=RUN_FOLDER of the softmax model")
     if timm.is_model(recipe.source.split(".")[0]) and not Path(recipe.source).exists():
         recipe = replace(recipe, source=str(_published(recipe)))
     path = Path(recipe.source)
-    if not path.exists() and "/" not in recipe.source:  # names on the hub have an owner
+    if not path.exists() and "/" not in recipe.source:  # a hub name is OWNER/NAME
         raise ValueError(f"the source {recipe.source} is neither a folder nor a model of timm or of the hub")
     if path.suffix != ".safetensors" and not holds_weights(path):
         return DiffusionTask(recipe)
@@ -299,7 +300,7 @@ def open_task(recipe: RecipeSettings) -> ConversionTask:
 
 
 def _published(recipe: RecipeSettings) -> Path:
-    """Save timm's published weights of the source as a folder from which runs can start."""
+    """Save the published timm weights of the source as a folder from which a run can start. Returns the folder."""
     folder = Path(recipe.out) / "source"
     if not (folder / WEIGHTS).is_file():
         model, _, found = start_classifier(ModelSettings(name=recipe.source, pretrained=True))

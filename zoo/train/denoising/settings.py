@@ -99,7 +99,7 @@ class TeacherSettings:
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """LoRA: train low-rank adapters (peft) instead of all weights. New parameters of mixers are trained in full.
+    """Low-rank adapters (LoRA, by peft), trained instead of all weights. New parameters of mixers are trained in full.
 
     rank: rank of the adapters; 0 trains every weight
     alpha: scale of the adapters, times 1 / rank
