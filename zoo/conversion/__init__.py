@@ -1,1 +1,1 @@
-"""What helps a conversion: inspection, calibration, sensitivity, distillation and predicted times."""
+"""Tools for conversions: inspection, calibration, sensitivity, distillation and predicted times."""

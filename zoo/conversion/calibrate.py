@@ -28,11 +28,12 @@ class Calibration:
     """Calibration result of one layer.
 
     r2: coefficient of determination of the softmax output, over all heads.
-    r2_centred: the same after subtraction of the token mean.
+    r2_centred: r2 after subtraction of the token mean from outputs and terms.
     heads: r2 per head.
-    trial: chosen temperature (or c2) per head.
-    key_shift, query_shift: norm of the mean token over the mean norm of the tokens; near 1 if all tokens are similar.
-    largest: largest magnitude of the output.
+    trial: chosen temperature, exponent or c2 per head.
+    key_shift, query_shift: norm of the mean key (query), divided by the mean norm of keys (queries); near 1 if all
+        tokens are similar.
+    largest: largest magnitude of the softmax output.
     fp16_part: `largest` relative to the largest float16 number.
     """
 
@@ -55,9 +56,9 @@ class Calibration:
 def calibrate(student: nn.Module, teacher: nn.Module, inputs: Iterable[Inputs]) -> list[Calibration]:
     """Set the gains, coefficients and temperatures of every converted layer of `student`, in place.
 
-    student: timm or diffusers model after `zoo.convert(..., gains=True)`. teacher: its softmax model. inputs: batches,
-    used once (twice if a `taylor2` layer has the option `width`). Raises ValueError for layers without gains, a teacher
-    with other layers or without softmax, and empty inputs.
+    student: timm or diffusers model after `zoo.convert(..., gains=True)`. teacher: the softmax model before conversion.
+    inputs: batches of inputs. Raises ValueError for layers without gains, a teacher with other layers or without
+    softmax, and empty inputs.
     """
     pair = TeacherStudent(teacher, student)
     _check_softmax(pair)
@@ -106,7 +107,7 @@ class _LayerFit:
         self.largest = max(self.largest, float(target.abs().max()))
 
     def finish(self) -> Calibration:
-        """Solve, write the solution into the mixer, and return the quality of the fit."""
+        """Solve the equations, write the solution into the mixer, and return the quality of the fit."""
         trials = list(self.equations)
         weights = torch.stack([self.equations[t].solve() for t in trials])  # [T, H, K]
         errors, powers = _each(self.equations, weights, "errors")

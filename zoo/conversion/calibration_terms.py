@@ -1,8 +1,8 @@
 """Terms of the least-squares fit of calibration, for each kind of mixer.
 
-The output of a head is a linear combination of terms, for each trial value of a nonlinear parameter (a temperature, the
-c2 in a denominator). `write` stores the solution in the mixer. Terms are computed by the mixer itself, so that steps
-around its operator (depthwise residuals, rotation) are included.
+The output of a head is a linear combination of terms. The terms depend on a nonlinear parameter (a temperature, an
+exponent, or c2 in a denominator), for which several values are tried. `write` stores the solution in the mixer. The
+mixer itself computes the terms, so that they include the steps around its operator (depthwise residuals, rotation).
 """
 
 from typing import Protocol, TypeAlias
@@ -16,7 +16,7 @@ from zoo.mixers.poly import Polynomial
 from zoo.mixers.taylor2 import Taylor2
 
 TEMPERATURES = (0.5, 2**-0.5, 1.0, 2**0.5, 2.0, 2**1.5, 4.0)
-EXPONENTS = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5)  # trials for `power`, whose temperature cancels in a ratio
+EXPONENTS = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5)  # trials for `power`; normalisation would cancel a temperature
 SECOND_COEFFICIENTS = (0.125, 0.25, 0.5, 1.0, 2.0)  # trials for c2 of a normalised expansion
 
 MixerInput: TypeAlias = tuple[Tensor, Tensor, Tensor, Context]  # q, k, v, ctx
@@ -60,7 +60,7 @@ def _mean(tokens: MixerInput) -> Tensor:
 
 
 def _map_trials(mixer: LinearMixer) -> tuple[float, ...]:
-    """Return the trials of the feature map: exponents of `power`, temperatures of other maps, none of the identity."""
+    """Return the trials of the feature map: exponents for `power`, temperatures for other maps, 1 for the identity."""
     name = mixer.options.feature_map
     return (1.0,) if name == "identity" else EXPONENTS if name == "power" else TEMPERATURES
 
@@ -79,7 +79,7 @@ def _try_map(mixer: LinearMixer, trial: float) -> float | Tensor:
 
 
 class OutputTerms:
-    """Terms of any mixer: its output and the mean value, for each exponent or temperature."""
+    """Terms of a general mixer: its output and the mean value, for each exponent or temperature."""
 
     def __init__(self, mixer: LinearMixer) -> None:
         self.mixer = mixer
@@ -139,9 +139,10 @@ class TaylorTerms:
         return torch.stack([outputs[1] - outputs[0], outputs[0], mean])
 
     def write(self, trials: Tensor, weights: Tensor) -> None:
-        """Store o = w1 X1 + w2 X2 + w3 mean, with the divided terms X, as gain w2, c1 = w1 / w2 and the trial c2.
+        """Store o = w1 X1 + w2 X2 + w3 mean, with terms X that are divided by the denominator, as gain w2, c1 = w1 / w2
+        and the trial c2.
 
-        A w2 near zero is replaced, which changes the output by at most a thousandth of its first term.
+        A w2 near zero is replaced by a small number, which changes the output by at most 0.1 % of its first term.
         """
         assert self.mixer.gains is not None
         first, second, mean = weights.unbind(1)
@@ -156,9 +157,9 @@ class TaylorTerms:
 
 
 class LocalTerms:
-    """Other terms, then one term per position of the `lepe` kernel: attention to fixed neighbours.
+    """Terms of a mixer with LePE: the terms without it, and one term per position of the `lepe` kernel.
 
-    All channels of a head get the same kernel.
+    The additional terms are attention to one fixed neighbour each. All channels of a head get the same kernel.
     """
 
     def __init__(self, others: Terms, mixer: LinearMixer) -> None:

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-MIN_EIGENVALUE = 1e-12  # relative to the largest; directions with a smaller one are left out of the solution
+MIN_EIGENVALUE = 1e-12  # relative to the largest; directions of smaller eigenvalues are left out of the solution
 
 
 class NormalEquations:
     """Normal equations of min_w sum |o - sum_k w_k x_k|^2 per head, over tokens, channels and batches.
 
     gram: products of the K terms and the target (last), [H, K + 1, K + 1]. centred: the same products after subtraction
-    of the token mean, which token mixing determines.
+    of the token mean, so that only differences between tokens count.
     """
 
     def __init__(self, heads: int, terms: int) -> None:

@@ -23,7 +23,11 @@ REPEATS = 5  # timed repetitions; the median is used
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Measurement of one layer: output distance if only it is converted, and its times in ms per forward pass."""
+    """Measurement of one layer.
+
+    distance: output distance to the softmax model if only this layer is converted. softmax_ms, mixer_ms: times of the
+    layer in ms per forward pass.
+    """
 
     layer: str
     distance: float
@@ -33,10 +37,10 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Choice:
-    """Model that keeps softmax in the layers `kept`.
+    """Measurement of the model that keeps softmax in the layers `kept`.
 
-    distance: distance of its output. agreement: fraction of inputs with the same top class; None unless a classifier.
-    attention_ms: total time of its attention layers in ms.
+    distance: output distance to the softmax model. agreement: fraction of inputs for which both predict the same class;
+    None for models other than classifiers. attention_ms: total time of the attention layers in ms.
     """
 
     kept: list[str]
@@ -63,9 +67,10 @@ def sensitivities(
     inputs: Sequence[Inputs],
     timed_in: Callable[[], AbstractContextManager] = nullcontext,
 ) -> list[Sensitivity]:
-    """Measure each converted layer, in the order of the model. Raises ValueError like `TeacherStudent`.
+    """Measure the sensitivity of each converted layer, in the order of the model.
 
-    timed_in: context of the timings, such as autocast; distances are measured without it.
+    timed_in: context of the timings, such as autocast; distances are measured without it. Raises ValueError like
+    `TeacherStudent`.
     """
     pair = TeacherStudent(teacher, student)
     outputs = [pair.calls(batch)[0] for batch in inputs]
@@ -125,7 +130,8 @@ def counts(layers: int) -> list[int]:
 def choices(
     student: nn.Module, teacher: nn.Module, inputs: Sequence[Inputs], rows: Sequence[Sensitivity]
 ) -> list[Choice]:
-    """Measure models that keep softmax in the first 0, 1, 2, 4, ... layers of `by_distance` and `ranking`."""
+    """Measure models that keep softmax in the first 0, 1, 2, 4, ... layers, in the orders of `by_distance` and
+    `ranking`."""
     pair = TeacherStudent(teacher, student)
     outputs = [pair.calls(batch)[0] for batch in inputs]
     times = {row.layer: row for row in rows}

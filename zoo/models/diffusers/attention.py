@@ -70,7 +70,7 @@ class DiffusionSite(Site):
         return self.to_out[1](self.to_out[0](o.flatten(2)))
 
     def refuse(self, arguments: Mapping[str, object], encoder_hidden_states: Tensor | None = None) -> None:
-        """Raise ValueError for unknown keyword arguments, and for other tokens to attend to in self-attention."""
+        """Raise ValueError for unknown keyword arguments, and for `encoder_hidden_states` of a self-attention layer."""
         if arguments:
             raise ValueError(f"a converted attention layer cannot honour the argument {next(iter(arguments))!r}")
         if encoder_hidden_states is not None:
@@ -91,7 +91,7 @@ def norm_heads(norm: nn.Module | None, t: Tensor) -> Tensor:
 
 
 class SelfAttentionSiteBase(DiffusionSite):
-    """Base class of sites in self-attention with a mask as the only further argument."""
+    """Base class of sites in self-attention whose only arguments are the hidden states and a mask."""
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""List of the families of diffusion transformers. A new family is one file and one row."""
+"""List of the families of diffusion transformers. A new family needs one file and one entry in `FAMILIES`."""
 
 from diffusers import DiffusionPipeline, ModelMixin
 from torch import nn

@@ -1,6 +1,7 @@
-"""Description of a family of diffusion transformers, the record at the end of its file.
+"""Description of a family of diffusion transformers.
 
-Conversion, training, encoding and sampling read it; no other code tests the class of a model.
+The file of a family ends with its description. Conversion, training, encoding and sampling read it; no other code tests
+the class of a model.
 """
 
 from collections.abc import Callable
@@ -21,11 +22,11 @@ Metadata = dict[str, Any]  # metadata of a data set: JSON values by name
 
 
 class VideoVae(NamedTuple):
-    """Video VAE; its first latent encodes the first frame only.
+    """Description of a video VAE, whose first latent frame encodes the first frame only.
 
     name: class in diffusers.
-    factors: vae -> (frames, pixels per side) per latent.
-    scaling: vae -> (scaling, shift): the transformer reads (z - shift) * scaling.
+    factors: vae -> compression factors (in time, in space).
+    scaling: vae -> (scaling, shift): the input of the transformer is (z - shift) * scaling for latents z.
     """
 
     name: str
@@ -40,7 +41,7 @@ def embeddings_and_mask(pipe: DiffusionPipeline, prompts: list[str], **options: 
 
 
 def no_arguments(shape: tuple[int, ...], metadata: Metadata) -> dict[str, object]:
-    """Return no additional arguments of the forward pass."""
+    """Return no arguments, for families whose forward pass needs no additional ones."""
     return {}
 
 
@@ -65,10 +66,10 @@ class Family:
     arguments: (shape of a sample, metadata of the data) -> additional arguments of the forward pass.
     initialise: initialises a new model; None keeps the initialisation of diffusers.
     pipelines: diffusers pipelines that can be sampled and whose text encoders are used.
-    first_frame: the image-to-video pipeline among them, which generates videos from their first frame.
+    first_frame: the image-to-video pipeline in `pipelines`, which continues a given first frame.
     encode: (pipeline, prompts, options) -> text inputs of the transformer; None if not supported.
-    latent_patch: latents per side that the pipeline packs into one before the patches of the transformer.
-    units: video pipeline -> (frames, pixels per side) per latent.
+    latent_patch: side of the squares of latents that the pipeline packs into one input vector of the transformer.
+    units: video pipeline -> compression factors (in time, in space) of its VAE.
     fps: default frame rate of the videos of a pipeline, in frames per second.
     vae: video VAE; None for image models.
     vae_dtype: dtype in which the VAE is loaded; None for the dtype of the pipeline.

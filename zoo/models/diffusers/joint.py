@@ -46,11 +46,11 @@ def estimate_log_partition(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def attend_text_and_image(q: Tensor, k: Tensor, o: Tensor, text_k: Tensor, text_v: Tensor) -> Tensor:
-    """Softmax of image queries over the text keys and one extra key with value o, which represents the image.
+    """Compute softmax attention of image queries to the text keys and to one extra key, which represents the image.
 
-    All tensors are [B, N, H, D]; the image keys k are used for log Z only. The score of the extra key depends on the
-    query, so it is computed in extra channels: q' = [q, log Z / s], k' = [k, 0] for text keys and [0, 1] for the extra
-    key.
+    All tensors are [B, N, H, D]. o: output of the mixer, the value of the extra key. k: image keys, only for log Z.
+    The score of the extra key, log Z, depends on the query, so it is computed in extra channels: q' = [q, log Z / s],
+    k' = [k, 0] for text keys and [0, 1] for the extra key.
     """
     scale = q.shape[-1] ** -0.5
     score = estimate_log_partition(q, k, scale) / scale

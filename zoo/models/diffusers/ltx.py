@@ -44,7 +44,8 @@ class LTXSite(DiffusionSite, LTXAttention):
 
 
 def ltx_rotation(rotary: tuple[Tensor, Tensor] | None, heads: int, shared: bool) -> Callable[[Tensor], Tensor] | None:
-    """Return LTX-Video's rotary embedding (cos, sin) [B, N, H D] as a function [B, N, H, W] -> [B, N, H, W], or None.
+    """Return LTX-Video's rotary embedding (cos, sin) [B, N, H D] as a function [B, N, H, W] -> [B, N, H, W]; None
+    without `rotary`.
 
     W is D or a multiple of it, as in `wan_rotation`. shared: whether all samples of the batch have the same rotation,
     as on a grid; the result is then a `Rotation` with tables.
@@ -87,12 +88,12 @@ def rope_arguments(shape: tuple[int, ...], metadata: Metadata) -> dict[str, obje
 
 
 def ltx_units(pipe: DiffusionPipeline) -> tuple[int, int]:
-    """Return the frames and pixels per side of one latent."""
+    """Return the compression factors (in time, in space)."""
     return pipe.vae_temporal_compression_ratio, pipe.vae_spatial_compression_ratio
 
 
 def ltx_vae_factors(vae: ModelMixin) -> tuple[int, int]:
-    """Return the frames and pixels per side of one latent."""
+    """Return the compression factors (in time, in space)."""
     return vae.temporal_compression_ratio, vae.spatial_compression_ratio
 
 

@@ -51,7 +51,7 @@ def set_layout(module: nn.Module, grid: Grid | None, prefix: int = 0) -> None:
             site.grid, site.prefix = (grid if site.needs_grid else None), prefix
 
 
-Outputs = Tensor | tuple[Tensor, ...]  # of a block
+Outputs = Tensor | tuple[Tensor, ...]  # outputs of a block
 Checkpoint = Callable[..., Outputs]  # checkpoint(block, *args)
 
 
@@ -115,7 +115,7 @@ class HLADiffusionModel(Host):
         cls.__init__, cls.forward = __init__, host_signature  # type: ignore[method-assign]
 
     def __init__(self, *args: object, conversions: Sequence[Conversion] = (), **kwargs: object) -> None:
-        """Takes the arguments of the host, and the conversions to apply. Raises ValueError like `zoo.convert`."""
+        """Build the host from its arguments and apply the conversions. Raises ValueError like `zoo.convert`."""
         super().__init__(*args, **kwargs)
         self.hla_config = []
         self.register_to_config(conversions=[])
@@ -124,7 +124,7 @@ class HLADiffusionModel(Host):
 
     @classmethod
     def load_config(cls, *args: object, **kwargs: object) -> Any:
-        """Load a stored configuration as diffusers does, with the options that earlier versions did not store."""
+        """Load a stored configuration as diffusers does, and add the options that earlier versions did not store."""
         loaded = super().load_config(*args, **kwargs)
         config = loaded[0] if isinstance(loaded, tuple) else loaded
         if isinstance(config, dict) and "conversions" in config:

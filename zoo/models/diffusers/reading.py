@@ -27,7 +27,8 @@ def read_config(kind: Loadable, where: str, **place: str) -> dict[str, Any] | No
 
 
 def in_run(where: str) -> str:
-    """Return the transformer folder of a run folder, with EMA weights if present (printed); else `where` itself."""
+    """Return the transformer folder inside a run folder (the EMA weights if there are any) and print it; return other
+    paths unchanged."""
     inside = [path for name in IN_A_RUN if (path := Path(where, name) / "config.json").is_file()]
     if not inside or any(Path(where, name).exists() for name in ("config.json", "model_index.json")):
         return where

@@ -56,7 +56,10 @@ class WanSite(DiffusionSite, WanAttention):
         return self.output(self.mixer(q, k, v, ctx).type_as(q))
 
     def early_tables(self, q: Tensor, rotate: Rotation | None) -> tuple[bool, Tensor, Tensor] | None:
-        """(relu, cos, sin) if one kernel can fuse the q/k norms with feature map and rotation; otherwise None."""
+        """Return (relu, cos, sin) if one kernel can fuse the q/k norms with feature map and rotation; otherwise None.
+
+        relu: whether the feature map is ReLU.
+        """
         early = self.mixer.early_map
         fused = type(self.norm_q) is type(self.norm_k) is TokenRMSNorm and in_kernels(q)
         return (early == "relu", *rotate.tables()) if early is not None and rotate is not None and fused else None
@@ -67,7 +70,8 @@ class WanSite(DiffusionSite, WanAttention):
 
 
 def wan_rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Rotation | None:
-    """Return Wan's rotary embedding (cos, sin) [1, N, 1, D] as a `Rotation` [B, N, H, W] -> [B, N, H, W], or None.
+    """Return Wan's rotary embedding (cos, sin) [1, N, 1, D] as a `Rotation` [B, N, H, W] -> [B, N, H, W]; None without
+    `rotary`.
 
     W is `width` = D or a multiple of it (feature maps that widen), in groups of D channels.
     """
@@ -97,12 +101,12 @@ def encode_wan(pipe: DiffusionPipeline, prompts: list[str], **options: object) -
 
 
 def wan_units(pipe: DiffusionPipeline) -> tuple[int, int]:
-    """Return the frames and pixels per side of one latent."""
+    """Return the compression factors (in time, in space)."""
     return pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
 
 
 def wan_vae_factors(vae: ModelMixin) -> tuple[int, int]:
-    """Return the frames and pixels per side of one latent; the VAE of Wan 2.2 first packs patches of 2 x 2 pixels."""
+    """Return the compression factors (in time, in space); the VAE of Wan 2.2 first packs patches of 2 x 2 pixels."""
     return 2 ** sum(vae.temperal_downsample), 2 ** len(vae.temperal_downsample) * (vae.config.patch_size or 1)
 
 
