@@ -237,7 +237,7 @@ class GatedDeltaNet(DeltaMixer):
         self.step = HeadDecay(layer)
 
     def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
-        return delta_rules.gated_delta_net(k, v, self.step(x)[1].to(k.dtype), self.beta(x))
+        return delta_rules.gated_delta_net(k, v, self.step(x)[1], self.beta(x))
 
 
 class HDLA(DeltaMixer):
@@ -254,7 +254,7 @@ class HDLA(DeltaMixer):
         self.forget = ChannelDecay(layer)
 
     def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
-        return delta_rules.hdla(k, v, self.forget(x).to(k.dtype), MAX_BETA * self.beta(x))
+        return delta_rules.hdla(k, v, self.forget(x), MAX_BETA * self.beta(x))
 
 
 class HeadBeta(nn.Linear):

@@ -36,13 +36,18 @@ def triton_version() -> str:
         return ""
 
 
+def capability(index: int | None) -> tuple[int, int]:
+    """Compute capability of a CUDA device (the current one if None); without a GPU, for fake tensors, `TESTED`."""
+    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else TESTED
+
+
 @traced_as_constant
 def is_tested(index: int | None) -> bool:
     """Whether a CUDA device (the current one if None) has the tested compute capability."""
-    return torch.cuda.get_device_capability(index) == TESTED
+    return capability(index) == TESTED
 
 
 def untested(index: int | None) -> Fault:
-    """Return the reason why the Triton forms are not used by default on a CUDA device."""
-    major, minor = torch.cuda.get_device_capability(index)
+    """Reason not to use the Triton forms by default on a CUDA device."""
+    major, minor = capability(index)
     return Fault(f"it was never run on a GPU of compute capability {major}.{minor} (impl='triton' tries it)")
