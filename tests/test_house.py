@@ -38,23 +38,15 @@ LAYERS = (  # of zoo, lowest first: a package may import those of the lines abov
 
 
 PLAIN_ENGLISH = (  # folders and files whose language is checked; to be extended as others are rewritten
-    *("zoo/mixers", "zoo/models", "zoo/conversion", "tools", "zoo/__init__.py", "zoo/errors.py", "zoo/grid.py"),
-    *("zoo/plotting.py", "zoo/precision.py", "zoo/ranges.py", "zoo/timer.py", "kernels/hla_kernels/api"),
-    *("kernels/hla_kernels/delta_rule", "kernels/hla_kernels/dispatch", "kernels/hla_kernels/features"),
-    *("kernels/hla_kernels/softmax", "kernels/hla_kernels/hla/streaming", "kernels/hla_kernels/__init__.py"),
-    *("kernels/hla_kernels/checks.py", "kernels/hla_kernels/op.py", "kernels/hla_kernels/options.py"),
-    "kernels/hla_kernels/sequences.py",
-    *("tests/mixers", "tests/models", "tests/conversion", "tests/benchmarks", "tests/helpers"),
-    *("zoo/data", "zoo/train/denoising", "zoo/train/__init__.py", "zoo/train/classification.py"),
-    *("zoo/train/deepspeed_update.py", "zoo/train/distributed.py", "zoo/train/layerwise.py", "zoo/train/loop.py"),
-    *("zoo/train/metrics_log.py", "zoo/train/model.py", "zoo/train/optim.py", "zoo/train/settings.py"),
-    *("zoo/train/stop.py", "zoo/train/update.py", "zoo/eval/attention", "zoo/eval/__init__.py"),
-    *("zoo/eval/accuracy.py", "zoo/eval/compare.py", "zoo/eval/imagenet_labels.py", "zoo/eval/paired.py"),
-    *("zoo/eval/results.py", "zoo/eval/sample_settings.py", "zoo/eval/sample_writers.py", "zoo/eval/sampling.py"),
-    *("zoo/eval/settings.py", "zoo/eval/fid/__init__.py", "zoo/eval/fid/extractors.py", "zoo/eval/fid/features.py"),
-    *("zoo/diffusion", "zoo/recipes", "zoo/cli", "zoo/config.py", "zoo/files.py", "zoo/io.py"),
-    *("zoo/eval/fid/images.py", "zoo/eval/fid/scores.py", "zoo/eval/fid/settings.py", "zoo/eval/fid/statistics.py"),
+    *("zoo", "tools", "tests/mixers", "tests/models", "tests/conversion", "tests/benchmarks", "tests/helpers"),
+    *("kernels/hla_kernels/api", "kernels/hla_kernels/delta_rule", "kernels/hla_kernels/dispatch"),
+    *("kernels/hla_kernels/features", "kernels/hla_kernels/softmax", "kernels/hla_kernels/hla/streaming"),
+    *("kernels/hla_kernels/__init__.py", "kernels/hla_kernels/checks.py", "kernels/hla_kernels/op.py"),
+    *("kernels/hla_kernels/options.py", "kernels/hla_kernels/sequences.py"),
 )
+TO_REWORD = {  # files with error messages that are not plain English yet
+    *("zoo/train/checkpoint.py", "zoo/train/run_folder.py", "zoo/eval/fid/evaluate.py"),
+}
 MEASURED = "operations|multiplications|parameters|numbers?|bytes|images|samples|seconds|ms|frames|pixels|weights|gates?"
 UNITS = "head|token|step|image|sample|GPU|layer|channel|second|side|process|row|axis|block|query|class|video|device"
 A_FOR_PER = re.compile(rf"\b({MEASURED}) an? ([a-z]+ )?({UNITS})\b")  # "operations a head": write "per head"
@@ -155,7 +147,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("folder", PLAIN_ENGLISH)
 def test_plain_english(folder):
     for path in files(folder):
-        for line, text in prose(path):
+        for line, text in prose(path) if str(path.relative_to(ROOT)) not in TO_REWORD else ():
             for pattern in (A_FOR_PER, UNCLEAR):
                 match = pattern.search(text)
                 assert match is None, f"{path.relative_to(ROOT)}:{line}: {match[0]!r} is not plain English: {text}"

@@ -27,7 +27,7 @@ _kept: dict[Hashable, object] | None = None  # results of `kept` by key; None ou
 
 @contextmanager
 def kept_open() -> Iterator[None]:
-    """Context in which decoded images are kept in memory, so that several runs in one process decode them once."""
+    """Context in which opened sources and decoded images are kept, so that several runs in one process share them."""
     global _kept
     _kept = {}
     try:

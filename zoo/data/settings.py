@@ -22,8 +22,8 @@ class DataSettings:
     source: digits (1797 scans of 8 x 8 pixels from scikit-learn), folder (one sub-folder per class), parquet, hf (a
       data set of the Hugging Face hub or a local folder of one), webdataset (tar shards)
     train: training images: folder, parquet file or pattern, hub name, or tar pattern; empty for digits
-    val: validation images, likewise. hf: `name` or `name:split`, by default the splits train and validation; it is
-      downloaded once into the cache of the datasets library, not streamed
+    val: validation images, as for train. A hub name may be `name` (with the splits train and validation) or
+      `name:split`; the data set is downloaded once into the cache of the datasets library, not streamed
     image_key: column or file extension of the image (parquet, hf, webdataset)
     label_key: column or file extension of the class number (parquet, hf, webdataset)
     num_classes: expected number of classes; other data raise an error; none accepts any number

@@ -32,7 +32,8 @@ class Opened:
     """A model loaded for sampling: a class-conditional transformer, or a text-conditional pipeline.
 
     vae: None for a model that generates pixels.  scheduler: None if unknown.  pipeline: None for a class-conditional
-    model.  video: empty for image models; for a video transformer without a pipeline, metadata of its training data.
+    model.  video: empty for image models; for a video transformer without a pipeline, the metadata of its training
+    data; for a video pipeline, its class name.
     """
 
     name: str

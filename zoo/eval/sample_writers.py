@@ -96,7 +96,7 @@ class PngFolder(Output):
 
 class NpzFile(Output):
     """An .npz file in ADM's layout: images arr_0, uint8 [N, H, W, 3], and for class-conditional models labels arr_1,
-    int64 [N]. Unfinished images are in the folder PATH.parts."""
+    int64 [N]. Until `finish`, images are kept in several files in the folder PATH.parts."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)

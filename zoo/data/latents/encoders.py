@@ -87,7 +87,7 @@ def latent_shape(vae: ModelMixin, pixels: tuple[int, ...], name: str) -> list[in
 
 
 def video_factors(vae: ModelMixin) -> tuple[int, int]:
-    """Compression factors (in time, in space) of a video VAE. The first latent frame encodes the first frame alone."""
+    """Compression factors (in time, in space) of a video VAE, whose first latent frame encodes only the first frame."""
     found = video_vae(vae)
     assert found is not None
     return found.factors(vae)
@@ -129,7 +129,7 @@ def encode_first_frames(vae: ModelMixin, clips: Tensor) -> Tensor:
     given[:, :, 0] = clips[:, :, 0]
     z = scaled(vae.encode(given).latent_dist.mean, *scaling_of(vae))
     mask = torch.zeros_like(z[:, :1]).repeat(1, video_factors(vae)[0], 1, 1, 1)
-    mask[:, :, 0] = 1  # the first latent frame encodes the first frame alone
+    mask[:, :, 0] = 1  # the first latent frame encodes only the first frame
     return torch.cat([mask, z], dim=1)
 
 

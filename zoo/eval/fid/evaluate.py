@@ -21,7 +21,7 @@ from zoo.eval.fid.settings import FidOptions
 from zoo.eval.fid.statistics import Statistics, array_names, holds_statistics, load_statistics
 from zoo.io import environment
 
-MIN_SAMPLES = 10_000  # below which the bias of the Frechet distance is large
+MIN_SAMPLES = 10_000  # number of images below which the bias of the Frechet distance is large
 VALUES = ("kid", "kid_std", "precision", "recall", "inception_score", "inception_score_std")
 
 

@@ -49,9 +49,9 @@ def extract_features(
 ) -> Extracted:
     """Compute the features of all images, in float32 without TF32, and their statistics, in float64.
 
-    batch_size: images per batch and process.  device: empty for the CPU.  keep: number of randomly chosen images whose
-    features and logits are returned; None for all.  crop: crop of the images, as text for the metadata. Raises
-    ValueError for images of different sizes.
+    batch_size: images per batch.  device: empty for the CPU.  keep: number of randomly chosen images whose features and
+    logits are returned; None for all.  crop: crop of the images, as text for the metadata. Raises ValueError for images
+    of different sizes.
     """
     device = torch.device(device or "cpu")
     extractor = extractor.to(device)

@@ -77,7 +77,7 @@ def times_of(settings: DenoiserSettings) -> Times:
     if noted := notes_of(settings.checkpoint).get("times"):
         return tuple(noted)
     path, part = Path(settings.checkpoint), settings.subfolder
-    alone = bool(settings.checkpoint) and (path / "config.json").is_file()  # the folder of a transformer alone
+    alone = bool(settings.checkpoint) and (path / "config.json").is_file()  # the folder of a transformer
     boundary = boundary_of(str(path.parent) if alone else settings.checkpoint)
     part = path.name if alone and boundary is not None else part
     if boundary is None and part != TRANSFORMER:

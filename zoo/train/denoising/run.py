@@ -284,7 +284,8 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
         return self.samples.to_images(torch.nan_to_num(x))  # a diverging model makes NaN, which cannot be converted
 
     def _fixed_conditions(self, n: int) -> dict[str, Tensor]:
-        """The conditions of n samples: all classes in turn, or the prompts of the first validation samples in turn."""
+        """The conditions of n samples, which cycle over all classes or over the prompts of the first validation
+        samples."""
         if self.samples.classes:
             return {LABELS: torch.arange(n, device=self.accelerator.device) % len(self.samples.classes)}
         parts: list[dict[str, Tensor]] = []
