@@ -1,16 +1,16 @@
 """Triton form of two-sided block mixing, forward and backward.
 
-    forward   (mean of v) -> moments of each block -> X~ = m X -> (product of two) -> o
-    backward  (operators) -> their gradients, dq -> those of X~ -> m' of them -> dk, dv; d mixing
+    forward   (mean of v) -> moments X per block -> X~ = m X -> (operator, a product of two) -> o
+    backward  (operators) -> d operator, dq -> dX~ -> dX = m' dX~, d mixing -> dk, dv
 
 Reading order: spec (what it runs, buffers), geometry (tokens of a block), tokens (vocabulary), features (rotary tables,
 digits), reduce, mixing, apply, orders (`ahla`, `hla2`), pairs (few tokens in small blocks), plan (the static table),
-launch. Tiles and feature maps are those of `hla.fused`. Triton is imported by the first call.
+launch. Tiles and feature maps are shared with `hla.fused`. The first call imports Triton.
 
-Rounded to the dtype of the tokens are: local and mixed moments of first order (`spec.moments_dtype` says which not),
-operators, outputs, and by pairs the weights. The mixing matrix and features are not, rotary tables of bfloat16 tokens
-are read in float16, and ratios of v are taken of v minus its mean. On an H200 o, dq, dk and dv of bfloat16 tokens are
-off by at most 1.9 times the error of the torch form, which is that of rounding the output.
+Rounded to the dtype of the tokens: local and mixed moments of first order (exceptions in `spec.moments_dtype`),
+operators, outputs, and the weights in the form by pairs. Not rounded: the mixing matrix and features. Rotary tables of
+bfloat16 tokens are read in float16. Ratios are computed for v minus its mean. On an H200, errors of o, dq, dk and dv of
+bfloat16 tokens are at most 1.9 times the errors of the torch form, which come from rounding the output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ __all__ = ["backward", "forward", "saved_floats", "why_not"]
 
 
 def saved_floats(q: Tensor, v: Tensor, o: BlockOptions, turned: bool) -> int | torch.SymInt:
-    """Length of the float32 buffer that `forward` fills for `backward`; turned: with rotary tables."""
+    """Return the length of the float32 buffer that `forward` fills for `backward`. The last argument: with rotary
+    tables."""
     if by_pairs(q, v, o, turned):
         return 0
     dtype = moments_dtype(q.dtype, o, turned)
@@ -36,8 +37,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, o: BlockOptions, mask: Tensor | None = None,
     rotary: tuple[Tensor, Tensor] | None = None, save: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o [B, N, H, Dv] contiguous from q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], and a buffer for `backward`
-    (empty without `save`)."""
+    """Return o [B, N, H, Dv], contiguous, from q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], and a buffer for
+    `backward` (empty without `save`)."""
     from .launch import Call, forward_call
     from .pairs import launch as pairs
 
@@ -56,8 +57,8 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, o: BlockOptions, mask: Tensor | None,
     rotary: tuple[Tensor, Tensor] | None, outs: tuple[Tensor, Tensor, Tensor], saved: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Write dq, dk, dv into `outs` (any strides with contiguous last dimension) from the buffer of `forward`, or
-    an empty one, then the moments are summed again; returns d mixing."""
+    """Write dq, dk, dv into `outs` (any strides with contiguous last dimension) and return d mixing. saved: the buffer
+    of `forward`; if it is empty, moments are recomputed."""
     from .launch import Call, backward_call
     from .pairs import launch as pairs
 

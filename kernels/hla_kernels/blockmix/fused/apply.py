@@ -1,4 +1,4 @@
-"""The passes that write what each token reads from the matrix of its block: the output, and dk with dv."""
+"""Kernels that multiply tokens by the matrix of their block: the output, and dk with dv."""
 
 import triton
 import triton.language as tl
@@ -26,8 +26,11 @@ def read_out(
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """o = phi(q) P~ of the query's block, phi turned; NORM: over den = phi(q).z~ + eps, which is not, with the anchor
-    put back: + a (1 - eps / den); 1 / den [B * H, N] is kept for the backward."""
+    """Compute o = phi(q) P~ of the query's block, with rotated phi.
+
+    NORM: divided by den = phi(q).z~ + eps, with unrotated phi, plus a (1 - eps / den) for the anchor a; 1 / den
+    [B * H, N] is stored for the backward.
+    """
     bh, block, part = place(BH, M)
     b = box(GEO, block)
     q = at_head(q, qs, bh, H, 1, ALIGN)
@@ -66,7 +69,7 @@ def query_rows(
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Of the ratio: d loss / d den [B * H, N], which the sums over queries need, and dq unless it is None."""
+    """Compute d loss / d den [B * H, N] of the ratio, for the sums over queries, and dq unless it is None."""
     bh, block, part = place(BH, M)
     b = box(GEO, block)
     q = at_head(q, qs, bh, H, 1, ALIGN)
@@ -108,7 +111,8 @@ def key_grads(
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dv = s phi(k) dP and dk = s (v dP' (NORM: + dz - anchor dP')) of the key's block, phi and dP turned."""
+    """Compute dv = s phi(k) dP and dk = s (v dP' (NORM: + dz - anchor dP')) for the key's block, with rotated phi and
+    dP."""
     bh, block, part = place(BH, M)
     b = box(GEO, block)
     k = at_head(k, ks, bh, H, G, ALIGN)

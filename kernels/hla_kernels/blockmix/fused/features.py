@@ -1,8 +1,8 @@
 """Rotated features of a token tile, and products with them in extended precision.
 
-identity and relu of a token are as exact as the token. elu + 1 and turned features are float32 numbers: they enter a
-product as their rounding to the dtype of the tokens and what that left, two digits, or three where the gradient of the
-mixing matrix is wanted as exact as its own float32. TURN: 0 no rotation, 1 channels (2i, 2i + 1), 2 (i, i + D / 2).
+identity and relu features are exact in the dtype of the tokens. elu + 1 and rotated features are float32: they enter a
+product as their rounding to the dtype of the tokens plus the remainder (two digits), or three digits if the gradient of
+the mixing matrix must be accurate to float32. TURN: 0 no rotation, 1 channels (2i, 2i + 1), 2 (i, i + D / 2).
 """
 
 import triton
@@ -14,13 +14,14 @@ from ...hla.fused.tiles import outer4, rowmul
 
 @triton.constexpr_function
 def rounded(FMAP, TURN):
-    """Whether features are no numbers of the dtype of the tokens."""
+    """Whether features are not exact in the dtype of the tokens."""
     return FMAP > 1 or TURN > 0
 
 
 @triton.constexpr_function
 def digits(dtype, FLOATS, EXACT):
-    """How many numbers of `dtype` stand for an operand in float32 (FLOATS), or for one that is a token."""
+    """Return the number of digits (values of `dtype`) for a float32 operand (FLOATS), or for an operand that is a
+    token."""
     if dtype == tl.float32 or not FLOATS:
         return 1
     return 3 if EXACT else 2
@@ -28,14 +29,14 @@ def digits(dtype, FLOATS, EXACT):
 
 @triton.constexpr_function
 def gradient_digits(dtype, FMAP, EXACT):
-    """The same of an operator that a gradient of features is read from. The Jacobian of a softmax annihilates what the
-    gradients of all features of a token have in common, and one digit would leave its rounding error."""
+    """Return the number of digits for an operator from which gradients of features are computed. The Jacobian of a
+    softmax removes the part that is equal for all features of a token; one digit would leave its rounding error."""
     return digits(dtype, EXACT or FMAP == 3, EXACT)
 
 
 @triton.jit
 def angles_at(x, bh, H, HT, first, D: tl.constexpr):
-    """One head of a table [N, HT, D / 2], HT 1 or H, from its channel `first`."""
+    """Return the pointer to one head of a table [N, HT, D / 2], HT 1 or H, at channel `first`."""
     out = x
     if x is not None:
         out = x + bh % H % HT * (D // 2) + first // 2
@@ -44,8 +45,8 @@ def angles_at(x, bh, H, HT, first, D: tl.constexpr):
 
 @triton.jit
 def load_angles(ptr, tokens, live, HT, AGAIN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """D / 2 numbers of each token as the halves of a pair. AGAIN: for the second time in a tile, from the cache:
-    another policy makes it another load, or the first would hold its registers in between."""
+    """Load D / 2 numbers per token as the halves of a pair. AGAIN: second load for a tile, from the cache; another
+    eviction policy makes it a separate load, so that the first one does not hold registers in between."""
     POLICY: tl.constexpr = "" if AGAIN else "evict_last"
     at = ptr + tokens[:, None] * (HT * (D // 2))
     c1 = tl.arange(0, D1 // 2)
@@ -61,7 +62,7 @@ def load_angles(ptr, tokens, live, HT, AGAIN: tl.constexpr, D: tl.constexpr, D1:
 
 @triton.jit
 def turn_part(x, c, s, TURN: tl.constexpr):
-    """One part of a tile, in float32."""
+    """Rotate one part of a tile, in float32."""
     BN: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     if TURN == 1:
@@ -78,7 +79,7 @@ def turn_part(x, c, s, TURN: tl.constexpr):
 def turn(x, cos, sin, tokens, live, HT, BACK: tl.constexpr, TURN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr,
 ):  # fmt: skip
-    """A tile turned by the angles of its tokens, in float32; BACK: by the opposite ones. TURN 0: the tile."""
+    """Rotate a tile by the angles of its tokens, in float32; BACK: by the opposite angles. TURN 0: no rotation."""
     out = x
     if TURN > 0:
         c = load_angles(cos, tokens, live, HT, BACK, D, D1, D2)
@@ -97,7 +98,7 @@ def features(
     x, cos, sin, tokens, live, HT, FMAP: tl.constexpr, TURN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr,
 ):  # fmt: skip
-    """(phi, phi turned) of a raw tile: in its dtype where that is exact, in float32 otherwise."""
+    """Return (phi, rotated phi) of a tile of tokens, in its dtype if that is exact, in float32 otherwise."""
     if rounded(FMAP, 0):
         f = phi32(x, live, FMAP, D, F1, F2)
     else:
@@ -107,7 +108,7 @@ def features(
 
 @triton.jit
 def cast2(x, dtype: tl.constexpr, D2: tl.constexpr):
-    """A tile in another dtype."""
+    """Cast a tile."""
     x2 = x[1]
     if D2 > 0:
         x2 = x[1].to(dtype)
@@ -116,7 +117,7 @@ def cast2(x, dtype: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def rest(x, high, D2: tl.constexpr):
-    """x minus its rounding, in float32."""
+    """Return x minus its rounding, in float32."""
     x2 = x[1]
     if D2 > 0:
         x2 = x[1] - high[1].to(tl.float32)
@@ -127,7 +128,7 @@ def rest(x, high, D2: tl.constexpr):
 def add_outer(
     acc, x, y, live, dtype: tl.constexpr, DIGITS: tl.constexpr, X2: tl.constexpr, Y2: tl.constexpr, PREC: tl.constexpr
 ):  # fmt: skip
-    """acc + x'y over the tokens of a tile, x of `dtype`, y of it or in `DIGITS` digits."""
+    """Return acc + x'y over the tokens of a tile; x has `dtype`, y has `dtype` or is float32 in `DIGITS` digits."""
     high = cast2(y, dtype, Y2)
     if DIGITS > 1:
         left = rest(y, high, Y2)
@@ -142,12 +143,12 @@ def add_outer(
 def add_rows(
     acc, x, m, dtype: tl.constexpr, DIGITS: tl.constexpr, K2: tl.constexpr, B2: tl.constexpr, PREC: tl.constexpr
 ):  # fmt: skip
-    """acc + x m for a tile x in `DIGITS` (1 or 2) digits."""
+    """Return acc + x m for a tile x in `DIGITS` (1 or 2) digits."""
     high = cast2(x, dtype, K2)
     out = rowmul(acc, high, m, K2, B2, PREC)
     if DIGITS > 1:
         low = cast2(rest(x, high, K2), dtype, K2)
-        # a number that is not 0 keeps this sum from being folded into the product, whose layout would be another
+        # a nonzero constant keeps this sum from being folded into the product, which would change its layout
         o1 = out[0] + tl.dot(low[0], m[0], input_precision=PREC, max_num_imprecise_acc=16)
         o2 = out[1]
         if K2 > 0:

@@ -1,4 +1,4 @@
-"""Where the tokens of a block lie, computed from the grid: no table, no copy in block order.
+"""Positions of the tokens of a block, computed from the grid without tables or copies.
 
 GEO = (prefix, T, H, W, mt, mh, mw): tokens before the grid, lengths of three axes, blocks along each (axes that a grid
 lacks have length and blocks 1). An axis of L positions is cut at floor(i L / m), as in `layout`.
@@ -10,15 +10,15 @@ import triton.language as tl
 
 @triton.jit
 def place(BH, M, SPLIT: tl.constexpr = 1):
-    """(head of the batch, block, part) of this program: neighbouring programs read neighbouring heads of the same
-    tokens; the SPLIT programs that share tokens are next to each other."""
+    """Return (head in the batch, block, part) of this program. Neighbouring programs read neighbouring heads of the
+    same tokens, and the SPLIT programs that share tokens are consecutive."""
     pid = tl.program_id(0) // SPLIT
     return pid % BH, (pid // BH) % M, pid // (BH * M)
 
 
 @triton.jit
 def box(GEO, block):
-    """(tokens, first token, rows, columns, tokens of a plane, tokens of a line) of a block."""
+    """Return (number of tokens, first token, rows, columns, tokens per plane, tokens per line) of a block."""
     prefix, t, h, w, mt, mh, mw = GEO
     c = block - (prefix > 0).to(tl.int32)
     i = tl.maximum(c, 0)
@@ -32,7 +32,7 @@ def box(GEO, block):
     columns = (iw + 1) * w // mw - w0
     count = ((it + 1) * t // mt - t0) * rows * columns
     first = prefix + (t0 * h + h0) * w + w0
-    before = c < 0  # the prefix is one line
+    before = c < 0  # the prefix is a single line
     return (
         tl.where(before, prefix, count), tl.where(before, 0, first), tl.where(before, 1, rows),
         tl.where(before, prefix, columns), h * w, w,
@@ -41,7 +41,7 @@ def box(GEO, block):
 
 @triton.jit
 def token(j, b):
-    """The tokens [BN], 64-bit, at places j of a block."""
+    """Return the tokens [BN] (int64) at positions j of a block."""
     line = ((j.to(tl.float32) + 0.5) * (1.0 / b[3])).to(tl.int32)  # j // columns, exact for j < 2**21
     plane = ((line.to(tl.float32) + 0.5) * (1.0 / b[2])).to(tl.int32)
     return (b[1] + (j - line * b[3]) + (line - plane * b[2]) * b[5]).to(tl.int64) + plane.to(tl.int64) * b[4]
@@ -49,7 +49,7 @@ def token(j, b):
 
 @triton.jit
 def tile(start, hi, b, keep, BN: tl.constexpr):
-    """(tokens, which of them are read) of a tile of BN places; keep: bytes of the real tokens of this batch or None."""
+    """Return (tokens, mask) of a tile of BN positions; keep: mask of real tokens of this sample in bytes, or None."""
     j = start + tl.arange(0, BN)
     live = j < hi
     tokens = token(j, b)
@@ -60,14 +60,14 @@ def tile(start, hi, b, keep, BN: tl.constexpr):
 
 @triton.jit
 def at_head(ptr, strides, bh, H, G, ALIGN: tl.constexpr):
-    """Token 0 of one head, of a tensor in which G heads share one."""
+    """Return the pointer to token 0 of a head, in a tensor where G heads share one."""
     head = (bh % H // G).to(tl.int64) * (strides[2] // 2)
     return ptr + ((bh // H).to(tl.int64) * (strides[0] // 2) + head) * ALIGN
 
 
 @triton.jit
 def keep_of(keep, bh, H, N):
-    """The bytes of the real tokens of the batch of a head, or None."""
+    """Return the pointer to the mask of a head's sample, or None."""
     out = keep
     if keep is not None:
         out = keep + (bh // H).to(tl.int64) * N
@@ -76,7 +76,7 @@ def keep_of(keep, bh, H, N):
 
 @triton.jit
 def scale_of(scales, scale, bh, H):
-    """s of the batch of a head: one number, or [B] where sequences differ."""
+    """Return s for the sample of a head: one number, or an entry of [B] if sequences differ."""
     s = scale
     if scales is not None:
         s = tl.load(scales + bh // H)

@@ -1,4 +1,4 @@
-"""Host side: which kernels a call launches, in which order, with which buffers."""
+"""Kernel launches and buffers of a call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Rotary = tuple[Tensor, Tensor] | None
 
 
 class Call:
-    """One call's sizes and constexpr arguments, shared by its launches."""
+    """Sizes and constexpr arguments shared by the launches of a call."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, o: BlockOptions, mask: Tensor | None, rotary: Rotary
@@ -33,21 +33,21 @@ class Call:
         self.dv, self.group = v.shape[3], self.h // k.shape[2]
         self.bh, self.m = self.b * self.h, o.layout.n_blocks
         self.geo, self.w, self.flags = geometry(o.layout), widths(self.d, self.dv), flags(o, rotary)
-        self.whole = o.feature_map == "softmax" or self.flags["TURN"] > 1  # a feature needs both halves of a head
+        self.whole = o.feature_map == "softmax" or self.flags["TURN"] > 1  # features need both halves of the channels
         self.dtype = moments_dtype(q.dtype, o, rotary is not None)
         self.size = Sizes.of(o, self.n, self.d, self.dv, self.dtype)
         self.prec, (self.mix, self.mid) = precision(q.dtype, o), moment_precisions(q.dtype, o)
         self.programs = self.m * self.bh
         self.keep = None if mask is None else mask.contiguous().view(torch.uint8)
         self.scale, self.scales = self.scaling(mask)
-        # contiguous, so that a row of angles is one load; 11 digits are enough where features have 8, and read faster
+        # contiguous, so that a row of angles is one load; float16 (11 bits) is enough for bfloat16 features (8 bits)
         exact = q.dtype != torch.bfloat16 or o.moments == "float32"
         angles = torch.float32 if exact else torch.float16
         self.angles = (None, None) if rotary is None else tuple(x.to(angles).contiguous() for x in rotary)
         self.ht = 1 if rotary is None or rotary[0].dim() == 2 else self.h
 
     def scaling(self, mask: Tensor | None) -> tuple[float, Tensor | None]:
-        """s, and where sequences differ that of each batch, [B]."""
+        """Return s, and s per sample [B] if sequences differ, else None."""
         if self.o.scale is not None:
             return self.o.scale * self.o.q_scale, None
         if mask is None:
@@ -55,43 +55,45 @@ class Call:
         return 1.0, self.o.q_scale * self.m / mask.sum(1).clamp(min=1).float()
 
     def buffer(self, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised tensor on the call's device."""
+        """Return an uninitialised tensor on the device of the call."""
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
     def moments(self, buffer: Tensor | None = None) -> Moments:
-        """Room for moments, new or at the start of a buffer."""
+        """Allocate moments, or place them at the start of a buffer."""
         buffer = self.buffer(self.bh * self.size.moments) if buffer is None else buffer
         return Moments.of(buffer, self.bh, self.size, self.dtype)
 
     def operators(self) -> Moments:
-        """Room for the operators of a higher order, or for their gradients."""
+        """Allocate the operators of a higher order, or their gradients."""
         size = self.size._replace(left=0)
         return Moments.of(self.buffer(self.bh * size.moments), self.bh, size, self.dtype)
 
     def sizes(self) -> tuple:
-        """GEO, N, H, B H, M."""
+        """Return GEO, N, H, B H, M."""
         return self.geo, self.n, self.h, self.bh, self.m
 
     def token_flags(self) -> dict:
-        """Constexpr of a pass over tokens."""
+        """Return the constexpr arguments of a pass over tokens."""
         return {**self.flags, **self.w, "PREC": self.prec}
 
     def rows_config(self, name: str) -> dict[str, int]:
-        """Tiles of a pass that writes rows."""
+        """Return the tiles of a pass that writes rows."""
         return plan.apply_config(self.w, self.q.dtype, name, self.o.normalize, self.digits)
 
     @property
     def digits(self) -> int:
-        """How many numbers of the dtype of the tokens a feature is."""
+        """Return the number of digits (values in the dtype of the tokens) per feature."""
         rounded = self.flags["FMAP"] > 1 or self.flags["TURN"]
         return (3 if self.flags["EXACT"] else 2) if rounded and self.q.dtype != torch.float32 else 1
 
 
 def anchor_of(call: Call, out: Tensor | None) -> None:
-    """The mean of v of each head. Ratios of v are the anchor plus the ratio of v - anchor, which is small where v is
-    alike everywhere: what is rounded is then not what cancels in dq and dk. Of all tokens: where features are random,
-    ratios differ from the mean by no more than a mean of some tokens does."""
-    if out is None or call.flags["TURN"]:  # turned, the weights of v are not those of the divisor
+    """Compute the anchor, the mean of v per head over all tokens.
+
+    A ratio of v is the anchor plus the ratio of v - anchor. The latter is small if values are similar, so rounding does
+    not affect the part that cancels in dq and dk.
+    """
+    if out is None or call.flags["TURN"]:  # with rotation, numerator and denominator have different weights
         return
     bn = 32 if call.q.dtype == torch.float32 else 64
     parts, chunk = plan.anchor_parts(call.n, call.bh, bn)
@@ -107,8 +109,8 @@ def anchor_of(call: Call, out: Tensor | None) -> None:
 
 
 class Source(NamedTuple):
-    """What `sum_over` multiplies: x with features, of which `group` heads share one, and y; pair: y has features too;
-    ratio: 1 / den and d loss / d den."""
+    """Factors of `sum_over`: x with features (`group` heads share one) and y; pair: y has features too; ratio: 1 / den
+    and d loss / d den."""
 
     x: Tensor
     group: int
@@ -119,7 +121,7 @@ class Source(NamedTuple):
 
 
 def sum_over(call: Call, s: Source, anchor: Tensor | None, matrix: Tensor, vector: Tensor | None, local: bool) -> None:
-    """Sums of y phi(x)' of every block, and with `vector` the sums of phi(x); `local`: times s."""
+    """Sum y phi(x)' over every block, and with `vector` also phi(x); `local`: times s."""
     w = call.w if not s.pair else {**call.w, "DV": call.w["D"], "V1": call.w["F1"], "V2": call.w["F2"]}
     ratio = s.ratio is not None
     digits = 3 if call.flags["EXACT"] else call.digits * (1 + s.pair)
@@ -130,7 +132,7 @@ def sum_over(call: Call, s: Source, anchor: Tensor | None, matrix: Tensor, vecto
     a = alignment(s.x, s.y)
     flags = {**call.token_flags(), **w, "NORM": vector is not None, "ROWS": plan.rows_at_once(w, call.q.dtype, config)}
     to, to_vector = matrix, vector
-    if parts > 1:  # float32 parts are added behind it
+    if parts > 1:  # float32 parts are added by another kernel
         to = call.buffer(parts, size)
         to_vector = None if vector is None else call.buffer(parts, call.programs * call.d)
     launch(
@@ -145,7 +147,7 @@ def sum_over(call: Call, s: Source, anchor: Tensor | None, matrix: Tensor, vecto
 def added(
     call: Call, to: Tensor, to_vector: Tensor | None, matrix: Tensor, vector: Tensor | None, parts: int, size: int
 ) -> None:
-    """Moments from their parts."""
+    """Add the parts of moments."""
     if parts > 1:
         add(to, matrix, 1, parts, size, 8)
         if vector is not None and to_vector is not None:
@@ -153,7 +155,7 @@ def added(
 
 
 def local_moments(call: Call, anchor: Tensor | None, out: Moments) -> None:
-    """P' and z, of order hla2 C' and the sums of phi(q), and the left factor, R' or S."""
+    """Compute P' and z (hla2: C' and the sums of phi(q)), and the left factor R' or S of higher orders."""
     q, k, v, g = call.q, call.k, call.v, call.group
     source = Source(q, 1, v, g) if call.o.order == "hla2" else Source(k, g, v, g)
     sum_over(call, source, anchor, out.matrix, out.vector, True)
@@ -163,8 +165,8 @@ def local_moments(call: Call, anchor: Tensor | None, out: Moments) -> None:
 
 
 class Saved(NamedTuple):
-    """What the forward leaves for the backward: local and mixed moments and, for the ratio, the anchor [B * H, V] and
-    1 / den [B * H, N]."""
+    """Tensors saved for the backward: local and mixed moments and, for the ratio, the anchor [B * H, V] and 1 / den
+    [B * H, N]."""
 
     local: Moments
     mixed: Moments
@@ -173,7 +175,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, buffer: Tensor) -> Saved:
-        """The parts of a buffer of `saved_floats`."""
+        """Split a buffer of `saved_floats` floats."""
         one = call.bh * call.size.moments
         local, mixed = call.moments(buffer), call.moments(buffer[one:])
         if not call.o.normalize:
@@ -183,7 +185,7 @@ class Saved(NamedTuple):
 
 
 def forward_call(call: Call, out: Tensor, buffer: Tensor) -> None:
-    """anchor -> reduce -> mix -> (multiply) -> read; the buffer keeps what the backward reads."""
+    """Launch anchor -> reduce -> mix -> (multiply) -> read; the buffer holds the tensors for the backward."""
     saved = Saved.of(call, buffer)
     anchor_of(call, saved.anchor)
     local_moments(call, saved.anchor, saved.local)
@@ -192,8 +194,8 @@ def forward_call(call: Call, out: Tensor, buffer: Tensor) -> None:
 
 
 class Operator(NamedTuple):
-    """What each block of queries reads, matrix and vector as in `Moments`, and of a ratio of a higher order what it
-    was shifted by, [M, B * H, V]."""
+    """Operator per block of queries, matrix and vector as in `Moments`, and for a ratio of a higher order its shift
+    [M, B * H, V]."""
 
     matrix: Tensor
     vector: Tensor | None
@@ -201,7 +203,7 @@ class Operator(NamedTuple):
 
 
 def operator_of(call: Call, x: Moments) -> Operator:
-    """The mixed moment, or the product of two."""
+    """Return the mixed moment, or the product of two mixed moments."""
     if x.left is None:
         return Operator(x.matrix, x.vector)
     room = call.operators()
@@ -213,7 +215,7 @@ def operator_of(call: Call, x: Moments) -> Operator:
 
 
 def read_call(call: Call, out: Tensor, y: Operator, saved: Saved) -> None:
-    """o from the operators."""
+    """Compute o from the operators."""
     config = call.rows_config("read")
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
     a = alignment(call.q, out)
@@ -229,8 +231,8 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 
 def backward_call(call: Call, g: Tensor, outs: Grads, buffer: Tensor) -> Tensor:
-    """Gradients of the operators (with dq in first order) -> of mixed moments -> mix with m' -> those of tokens;
-    returns d mixing."""
+    """Launch the gradients of operators (with dq in first order) -> of mixed moments -> of local moments (mixing with
+    m') -> of tokens; return d mixing."""
     saved = Saved.of(call, buffer)
     room = outs if call.group == 1 else (outs[0], *head_grads(call))
     dy, dx = call.moments(), call.moments()
@@ -251,15 +253,15 @@ def backward_call(call: Call, g: Tensor, outs: Grads, buffer: Tensor) -> Tensor:
 
 
 def head_grads(call: Call) -> tuple[Tensor, Tensor]:
-    """Room for the gradients that each query head has of its k and v; padded tokens are not written."""
+    """Allocate gradients of k and v per query head; padded tokens are not written."""
     new = torch.empty if call.keep is None else torch.zeros
     k, v = (new((call.b, call.n, call.h, w), dtype=torch.float32, device=call.q.device) for w in (call.d, call.dv))
     return k, v
 
 
 def query_call(call: Call, g: Tensor, dq: Tensor | None, y: Operator, saved: Saved, dy: Moments) -> Tensor | None:
-    """The gradients of the operators y and, unless it is None, dq, in one pass over the tokens or two; returns
-    d loss / d den, if it was written."""
+    """Compute the gradients of the operators y and, unless it is None, dq, in one or two passes over the tokens; return
+    d loss / d den if it was computed."""
     if dq is not None and plan.one_pass(call.w, call.o.normalize, call.q.dtype, call.digits):
         query_both_call(call, g, dq, y, saved, dy)
         return None
@@ -274,7 +276,7 @@ def query_call(call: Call, g: Tensor, dq: Tensor | None, y: Operator, saved: Sav
 
 
 def totals_call(call: Call, g: Tensor, dq: Tensor | None, y: Operator, saved: Saved, totals: Tensor) -> None:
-    """d loss / d den of the ratio, and dq unless it is None."""
+    """Compute d loss / d den of the ratio, and dq unless it is None."""
     config = call.rows_config("rows")
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
     rows = [call.q, g] if dq is None else [call.q, g, dq]
@@ -288,7 +290,7 @@ def totals_call(call: Call, g: Tensor, dq: Tensor | None, y: Operator, saved: Sa
 
 
 def query_both_call(call: Call, g: Tensor, dq: Tensor, y: Operator, saved: Saved, dy: Moments) -> None:
-    """dq and the gradients of the mixed moments in one pass."""
+    """Compute dq and the gradients of the mixed moments in one pass."""
     config = plan.query_config(call.w, call.q.dtype, call.o.normalize, call.digits)
     w, config = plan.divided(call.w, config, call.whole or call.o.normalize)
     parts, chunk = plan.reduce_parts(call.programs, call.o.layout.widest, config["BN"])
@@ -307,7 +309,7 @@ def query_both_call(call: Call, g: Tensor, dq: Tensor, y: Operator, saved: Saved
 
 
 def key_call(call: Call, outs: Grads, dx: Moments, anchor: Tensor | None) -> None:
-    """dk and dv of first order from the gradients of the local moments."""
+    """Compute dk and dv of first order from the gradients of the local moments."""
     config = call.rows_config("key")
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
     a = alignment(call.k, call.v, *outs[1:])
@@ -320,7 +322,7 @@ def key_call(call: Call, outs: Grads, dx: Moments, anchor: Tensor | None) -> Non
 
 
 def factor_grads(call: Call, x: Moments, shift: Tensor | None, d_operator: Moments, dy: Moments) -> None:
-    """The gradients of the mixed factors of each operator from its own."""
+    """Compute the gradients of the mixed factors of each operator from the gradient of the operator."""
     for kernel, height, outs in (
         (right_grads, call.w["DV"], (dy.matrix, dy.vector)), (left_grads, call.w["D"], (dy.left,)),
     ):  # fmt: skip
@@ -335,7 +337,7 @@ def factor_grads(call: Call, x: Moments, shift: Tensor | None, d_operator: Momen
 def product_call(
     call: Call, g: Tensor, outs: Grads, y: Operator, dx: Moments, saved: Saved, totals: Tensor | None
 ) -> None:
-    """dq, then dk and dv of a higher order: what the read-out and the gradients of the local moments give."""
+    """Compute dq, then dk and dv of a higher order, from the read-out and the gradients of the local moments."""
     q, k, v, hla2 = call.q, call.k, call.v, call.o.order == "hla2"
     config = call.rows_config("products")
     parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])

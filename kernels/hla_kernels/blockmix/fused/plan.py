@@ -1,6 +1,6 @@
-"""The static table: tiles, warps and stages of every pass, and into how many programs it is cut. No tuning at run time.
+"""Static table of tiles, warps, stages and number of programs per pass, without tuning at run time.
 
-The entries of float32 tokens are for the interpreter, in which sums are exact enough to test the rest.
+Entries for float32 tokens are used with the Triton interpreter only, for accurate tests.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from ...hla.fused.plan import PROGRAMS
 from ...hla.fused.spec import split_width
 
 Config = dict[str, int]
-# of 16-bit tokens on an H200, by the columns of the wider tile: tokens of a tile, warps, stages and, where they are
-# limited, programs that divide the features of a head among them (1: none) and registers of a thread. _norm: with a
-# ratio, _ratio: gradients of one, _two: features in two digits, products: two matrices that a token is multiplied by
+# 16-bit tokens on an H200, by the columns of the wider tile: tokens per tile, warps, stages and, if limited, number of
+# programs that split the features of a head (1: no split) and registers per thread. _norm: with a ratio, _ratio: its
+# gradients, _two: features in two digits, products: two matrices per token
 TABLE: dict[int, dict[str, tuple[int, ...]]] = {
     64: {
         "reduce": (32, 4, 3),
@@ -71,7 +71,7 @@ TABLE: dict[int, dict[str, tuple[int, ...]]] = {
         "products": (64, 8, 1),
     },
 }
-# columns of a tile (of `grads` rows too), warps, stages
+# columns per tile, warps, stages, and for `grads` rows per tile
 MIX = {
     "mix": (128, 8, 3),
     "mix_many": (64, 4, 3),  # more than 128 blocks
@@ -82,20 +82,20 @@ MIX = {
 
 
 def wide(w: dict[str, int]) -> int:
-    """Columns of the wider of the two tiles."""
+    """Return the columns of the wider of the two tiles."""
     return max(w["F1"] + w["F2"], w["V1"] + w["V2"])
 
 
 def tile(w: dict[str, int], name: str) -> Config:
-    """An entry of TABLE."""
+    """Return an entry of TABLE."""
     bn, warps, stages, *more = TABLE[min(x for x in TABLE if wide(w) <= x)][name]
     registers = {"maxnreg": more[1]} if len(more) > 1 else {}
     return {"BN": bn, "num_warps": warps, "num_stages": stages, "SPLIT": more[0] if more else 1, **registers}
 
 
 def divided(w: dict[str, int], config: Config, whole: bool) -> tuple[dict[str, int], Config]:
-    """(widths of one program, tiles) of a pass whose programs divide the features of a head. Those that are needed
-    `whole`, or are no power of two, are left to one program with as many warps."""
+    """Return (widths of one program, tiles) of a pass whose programs split the features of a head. Features that are
+    needed as a `whole`, or are not a power of two, stay in one program with as many warps."""
     split = config["SPLIT"]
     if split > 1 and (whole or w["D"] != w["F1"]):
         return w, {**config, "SPLIT": 1, "num_warps": min(8, config["num_warps"] * split)}
@@ -103,7 +103,7 @@ def divided(w: dict[str, int], config: Config, whole: bool) -> tuple[dict[str, i
 
 
 def reduce_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, ratio: bool, digits: int) -> Config:
-    """Tiles of `reduce_moments`. digits: those of features, of both operands."""
+    """Return the tiles of `reduce_moments`; digits: number of digits of the features in both operands."""
     if digits > 2 or dtype == torch.float32:
         config = {"BN": 32, "num_warps": 8, "num_stages": 2, "SPLIT": 1}
     else:
@@ -113,7 +113,7 @@ def reduce_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, ratio:
 
 
 def rows_at_once(w: dict[str, int], dtype: torch.dtype, config: Config) -> int:
-    """Rows of a tile that the warps hold at once, 16 bytes a thread."""
+    """Return the rows of a tile that the warps hold at once, with 16 bytes per thread."""
     rows = config["num_warps"] * 32 * (16 // dtype.itemsize) // w["F1"]
     return max(1, min(rows, config["BN"]))
 
@@ -124,14 +124,14 @@ def one_pass(w: dict[str, int], normalize: bool, dtype: torch.dtype, digits: int
 
 
 def query_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, digits: int) -> Config:
-    """Tiles of `query_grads`."""
+    """Return the tiles of `query_grads`."""
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 1, "SPLIT": 1}
     return tile(w, "query" + ("_two" if digits > 1 else "_norm" if normalize else ""))
 
 
 def apply_config(w: dict[str, int], dtype: torch.dtype, name: str, normalize: bool, digits: int) -> Config:
-    """Tiles of a pass that writes rows: "read", "rows", "key", or "products" of the higher orders."""
+    """Return the tiles of a pass that writes rows: "read", "rows", "key", or "products" of the higher orders."""
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 1}
     norm = "_norm" if normalize and (name == "read" or (name == "key" and digits == 1)) else ""
@@ -142,31 +142,31 @@ def apply_config(w: dict[str, int], dtype: torch.dtype, name: str, normalize: bo
 
 
 def key_passes(w: dict[str, int], digits: int) -> tuple[int, ...]:
-    """PARTs of `key_products`: dv and dk in one pass, or one after the other where their operands do not fit."""
+    """Return the PARTs of `key_products`: dv and dk in one pass, or in two if their operands do not fit."""
     return (1, 2) if wide(w) > 64 and digits > 1 else (0,)
 
 
 def padded(m: int) -> int:
-    """MP: rows of the padded mixing matrix, whole tiles of rows."""
+    """Return MP, the rows of the padded mixing matrix (full tiles)."""
     rows = mix_rows(m, torch.bfloat16)
     return max(-(-m // rows) * rows, sum(split_width(m)))
 
 
 def mix_rows(m: int, dtype: torch.dtype) -> int:
-    """Rows of a tile of `mix`: all, or 64 where they and the columns do not fit together."""
+    """Return the rows per tile of `mix`: all, or 64 if all do not fit together with the columns."""
     whole = max(16, 1 << (m - 1).bit_length())
     return min(whole, 128 if dtype != torch.float32 and m <= 128 else 64)
 
 
 def pair_config(w: dict[str, int], digits: int, keys: bool = False) -> Config:
-    """Tiles of the form by pairs: BM queries and BN keys, of which one stays and the other goes by."""
+    """Return the tiles of the form by pairs: BM queries and BN keys; one of them stays and the other is looped over."""
     goes_by = 32 if keys or digits > 1 or wide(w) > 64 else 64
     tiles = {"BM": goes_by, "BN": 64} if keys else {"BM": 64, "BN": goes_by}
     return {**tiles, "num_warps": 4 if wide(w) <= 64 else 8, "num_stages": 2}
 
 
 def mix_config(m: int, dtype: torch.dtype, back: bool = False) -> Config:
-    """Tiles of `mix` (back: of `mix_back`), or with BK of `mix_long`."""
+    """Return the tiles of `mix` (back: of `mix_back`), or of `mix_long`, which have BK."""
     k1, k2 = split_width(m)
     rows = mix_rows(m, dtype)
     if dtype == torch.float32 or m > 256:
@@ -177,14 +177,14 @@ def mix_config(m: int, dtype: torch.dtype, back: bool = False) -> Config:
 
 
 def product_grid(w: dict[str, int], rows: int, programs: int) -> tuple[int, Config]:
-    """(Programs, tiles) of the products of moments, cut into blocks of their rows."""
+    """Return (programs, tiles) of the products of moments, cut into blocks of rows."""
     br = min(64, max(16, 1 << (rows - 1).bit_length()))
     return programs * -(-rows // br), {"BR": br, "num_warps": 8 if wide(w) > 64 else 4, "num_stages": 1}
 
 
 def mix_parts(heads: int, tiles: int, columns: int, config: Config, back: bool = False) -> tuple[int, int]:
-    """(parts, tiles of columns of a part) of `mix`: four programs a multiprocessor; of `mix_back` with its largest
-    tiles, each program of which leaves a large gradient of the mixing matrix, two."""
+    """Return (parts, tiles of columns per part) of `mix`: four programs per multiprocessor; two for `mix_back` with its
+    largest tiles, where each program stores a large gradient of the mixing matrix."""
     whole, few = -(-columns // config["BC"]), back and config["BM"] > 64
     parts = max(1, min(whole, round((1 if few else 2) * PROGRAMS / (heads * tiles))))
     chunk = -(-whole // parts)
@@ -192,7 +192,7 @@ def mix_parts(heads: int, tiles: int, columns: int, config: Config, back: bool =
 
 
 def grads_config(m: int, dtype: torch.dtype) -> Config:
-    """Tiles of `mixing_grads`."""
+    """Return the tiles of `mixing_grads`."""
     if m > 64 and dtype != torch.float32:
         columns, warps, stages, rows = MIX["grads"]
         return {"BM": rows, "BC": columns, "num_warps": warps, "num_stages": stages}
@@ -202,28 +202,28 @@ def grads_config(m: int, dtype: torch.dtype) -> Config:
 
 
 def reduce_parts(programs: int, widest: int, bn: int) -> tuple[int, int]:
-    """(parts, tokens of a part) of a pass whose parts are added behind it: enough programs to fill the chip."""
+    """Return (parts, tokens per part) of a pass whose parts are added afterwards: enough programs to fill the GPU."""
     parts = max(1, min(-(-widest // 256), PROGRAMS // programs))
     chunk = -(-widest // (parts * bn)) * bn
     return -(-widest // chunk), chunk
 
 
 def anchor_parts(n: int, heads: int, bn: int) -> tuple[int, int]:
-    """(parts, tokens of a part) of the mean of v: a thousand tokens, or fewer while the chip is not full."""
+    """Return (parts, tokens per part) of the mean of v: a thousand tokens, or fewer to fill the GPU."""
     parts = max(-(-n // 1024), min(-(-n // 256), -(-2 * PROGRAMS // heads)))
     chunk = -(-n // (parts * bn)) * bn
     return -(-n // chunk), chunk
 
 
 def apply_parts(programs: int, widest: int, bn: int) -> tuple[int, int]:
-    """(parts, tokens of a part) of a pass that only writes: up to 8 tiles a program while the chip is full."""
+    """Return (parts, tokens per part) of a pass that only writes: up to 8 tiles per program if the GPU is full."""
     tiles = max(1, min(8, programs * -(-widest // bn) // (4 * PROGRAMS)))
     chunk = tiles * bn
     return -(-widest // chunk), chunk
 
 
 def column_parts(heads: int, tiles: int, columns: int, bc: int) -> tuple[int, int]:
-    """(parts, tiles of columns of a part) of the sums of `mixing_grads`."""
+    """Return (parts, tiles of columns per part) of the sums of `mixing_grads`."""
     whole = -(-columns // bc)
     parts = max(1, min(-(-whole // 4), round(2 * PROGRAMS / (heads * tiles))))
     chunk = -(-whole // parts)

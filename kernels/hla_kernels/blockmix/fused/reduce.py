@@ -1,7 +1,7 @@
-"""The passes that sum over the tokens of a block: moments, and their gradients together with dq.
+"""Kernels that sum over the tokens of a block: moments, and their gradients together with dq.
 
-Matrices are kept transposed, P' [V, F], because the tile that a feature map transforms belongs in the second operand
-of a product. One program is one part of one block of one head and writes its own sums: no atomics.
+Matrices are stored transposed, P' [V, F], because features must be the second operand of a product. A program handles
+one part of one block of one head and stores separate sums: no atomics.
 """
 
 import triton
@@ -43,7 +43,7 @@ def sum_values(
     v, keep, out, vs, N, H, BH, G, chunk, scale, ALIGN: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
     V2: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """scale times the sum of v over a run of tokens -> out [parts, B * H, V]."""
+    """Store scale times the sum of v over consecutive tokens in out [parts, B * H, V]."""
     bh = tl.program_id(0) % BH
     part = tl.program_id(0) // BH
     v = at_head(v, vs, bh, H, G, ALIGN)
@@ -66,12 +66,12 @@ def reduce_moments(
     EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """P' = s Sum v phi(k)' [parts, M, B * H, V, F] of each block, phi turned; NORM: of v - anchor (unless turned), and
-    z = s Sum phi(k), which is not. G heads share k, GV share v. PAIR: of phi(v), also turned.
+    """Compute P' = s Sum v phi(k)' [parts, M, B * H, V, F] per block, with rotated phi.
 
-    RATIO: the gradients of the mixed moments, of q and do in the places of k and v: Sum do phi(q)' / den, to twice the
-    digits of the quotient, and Sum phi(q) total. SPLIT: programs among which the features of a head are divided; D, F1
-    and F2 are those of one.
+    NORM: v - anchor instead of v (without rotation), and z = s Sum phi(k) with unrotated phi. G heads share k, GV heads
+    share v. PAIR: phi(v), also rotated, instead of v. RATIO: gradients of the mixed moments, with q and do passed as k
+    and v: Sum do phi(q)' / den, with the quotient in two digits, and Sum phi(q) total. SPLIT: number of programs that
+    split the features of a head; D, F1 and F2 are the widths of one program.
     """
     bh, block, part = place(BH, M, SPLIT)
     first = tl.program_id(0) % SPLIT * D
@@ -130,8 +130,8 @@ def query_grads(
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
     V2: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, and the gradients of the mixed moments: dP~' = Sum do phi(q)' (of the ratio: do phi(q)' / den, to twice the
-    digits of the quotient), dz~. SPLIT as in `reduce_moments`; the ratio needs all features of a token, 1."""
+    """Compute dq, and the gradients of the mixed moments: dP~' = Sum do phi(q)' (ratio: do phi(q)' / den, with the
+    quotient in two digits) and dz~. SPLIT as in `reduce_moments`; 1 for the ratio, which needs all features."""
     bh, block, part = place(BH, M, SPLIT)
     first = tl.program_id(0) % SPLIT * D
     b = box(GEO, block)

@@ -1,4 +1,4 @@
-"""What a block-mixing launch needs to know besides its tensors: what it can run, geometry, buffers."""
+"""Supported calls, geometry, flags and buffer sizes of the Triton form."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..options import BlockOptions
 
 MAPS = (None, "identity", "relu", "elu1", "softmax")
 MAX_BLOCKS = 1024
-# of `by_pairs`. On an H200, forward and backward, pairs took 0.8 of the time of blocks at N^2 / (M D) = 32 with 128
-# channels and 1.3 of it at 40 with 64
+# limits of `by_pairs`. On an H200, forward and backward, pairs took 0.8 of the time of blocks at N^2 / (M D) = 32 with
+# 128 channels, and 1.3 of it at 40 with 64 channels
 PAIR_BLOCKS, PAIR_RATE = 64, 20
-MAX_TOKENS = 2**20  # of a block: places in it are divided in float32
+MAX_TOKENS = 2**20  # per block, since positions in a block are divided in float32
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, o: BlockOptions, rotary: object) -> str | None:
-    """The reason why the Triton form cannot run this call, or None."""
+    """Return the reason why the Triton form does not support this call, or None."""
     if q.dtype not in DTYPES:
         return f"there is no Triton form in {q.dtype}"
     if o.causal:
@@ -49,54 +49,58 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, o: BlockOptions, rotary: object) ->
 
 
 def by_pairs(q: Tensor, v: Tensor, o: BlockOptions, turned: bool) -> bool:
-    """Whether a call goes by pairs of tokens: few of them, in blocks so small that their moments cost more."""
+    """Whether a call runs by pairs of tokens: few tokens, in blocks so small that moments cost more."""
     n, m = o.layout.n_tokens, o.layout.n_blocks
     plain = o.order == "la" and not turned and q.dtype == torch.bfloat16 and o.moments == "bfloat16"
     return plain and m <= PAIR_BLOCKS and n * n <= PAIR_RATE * m * max(q.shape[3], v.shape[3])
 
 
 def geometry(layout: Layout) -> tuple[int, ...]:
-    """GEO of `geometry`: prefix, three lengths, three numbers of blocks."""
+    """Return GEO of `geometry`: prefix, three lengths, three numbers of blocks."""
     ones = (1,) * (3 - len(layout.grid))
     return (layout.prefix, *ones, *layout.grid, *ones, *layout.blocks)
 
 
 def widths(d: int, dv: int) -> dict[str, int]:
-    """The constexpr widths every kernel takes."""
+    """Return the constexpr widths of all kernels."""
     (f1, f2), (v1, v2) = split_width(d), split_width(dv)
     return {"D": d, "F1": f1, "F2": f2, "DV": dv, "V1": v1, "V2": v2}
 
 
 def flags(o: BlockOptions, rotary: object) -> dict[str, int]:
-    """The constexpr flags of the passes over tokens."""
+    """Return the constexpr flags of the passes over tokens."""
     turn = 0 if rotary is None else 1 + o.rotary_half
     return {"NORM": o.normalize, "FMAP": FEATURE_MAPS[o.feature_map], "TURN": turn, "EXACT": o.moments == "float32"}
 
 
 def moments_dtype(dtype: torch.dtype, o: BlockOptions, turned: bool) -> torch.dtype:
-    """Moments of bfloat16 tokens may be rounded to bfloat16: products round them anyway, and they are moved five times.
-    Not those of a product of two, which is rounded itself, nor of a ratio of elu + 1 whose features are not turned, nor
-    of a softmax: their gradients are small beside them."""
+    """Return the dtype of stored moments.
+
+    Moments of bfloat16 tokens may be rounded to bfloat16: products round them anyway, and they are moved five times.
+    Exceptions are higher orders, whose products are rounded, and ratios of elu + 1 without rotation and softmax
+    features, whose gradients are small compared with the moments.
+    """
     cancels = o.feature_map == "softmax" or (o.feature_map == "elu1" and o.normalize and not turned)
     rounded = dtype == torch.bfloat16 and o.moments == "bfloat16" and o.order == "la" and not cancels
     return torch.bfloat16 if rounded else torch.float32
 
 
 def precision(dtype: torch.dtype, o: BlockOptions) -> str:
-    """Of products of tokens: sums of tiles in float32 ("ieee") where the result is to be as exact as that."""
+    """Return the precision of products of tokens: "ieee" (tiles summed in float32) if the result must be accurate to
+    float32."""
     return "ieee" if dtype == torch.float32 or o.moments == "float32" else "tf32x3"
 
 
 def moment_precisions(dtype: torch.dtype, o: BlockOptions) -> tuple[str, str]:
-    """Of the mixing of float32 moments, and of products of two of them: tf32 is enough where the result is rounded to
-    bfloat16, since what it rounds is summed over blocks and features, unless most of the sum cancels."""
+    """Return the precisions of the mixing of float32 moments and of products of two moments. tf32 is enough if the
+    result is rounded to bfloat16, since errors average out over blocks and features, unless the sum cancels."""
     rounded = dtype == torch.bfloat16 and o.moments == "bfloat16" and o.feature_map != "softmax"
     return ("tf32", "tf32") if rounded else ("tf32x3", "ieee")
 
 
 class Sizes(NamedTuple):
-    """Floats of one (batch, head) in a buffer of moments: of each block a matrix, a vector (of the ratio) and the left
-    factor of a higher order; the anchor, 1 / den of each token."""
+    """Floats per (batch, head) in a buffer of moments: per block a matrix, a vector (for the ratio) and the left factor
+    of a higher order; the anchor; and 1 / den per token."""
 
     matrix: int
     vector: int
@@ -106,7 +110,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, o: BlockOptions, n: int | torch.SymInt, d: int, dv: int, dtype: torch.dtype) -> Sizes:
-        """Whole 16 bytes each; dtype: that of moments."""
+        """Return the sizes, multiples of 16 bytes; dtype: of the moments."""
         m, size = o.layout.n_blocks, dtype.itemsize
         vectors, lefts = o.normalize * 1, (o.order != "la") * 1
         tokens = n if o.normalize else 0
@@ -117,18 +121,18 @@ class Sizes(NamedTuple):
 
     @property
     def moments(self) -> int:
-        """Of one set of moments."""
+        """Return the floats of one set of moments."""
         return self.matrix + self.vector + self.left
 
     @property
     def saved(self) -> int | torch.SymInt:
-        """Local and mixed moments, the anchor, 1 / den."""
+        """Return the floats of local and mixed moments, the anchor and 1 / den."""
         return 2 * self.moments + self.anchor + self.inverses
 
 
 class Moments(NamedTuple):
-    """Of every block: matrices [M, B * H, V, F] (P', C', an operator); for the ratio vectors [M, B * H, F] in float32;
-    of a higher order the left factors [M, B * H, F, F] (R', S)."""
+    """Moments of all blocks: matrices [M, B * H, V, F] (P', C', an operator); for the ratio vectors [M, B * H, F] in
+    float32; for higher orders left factors [M, B * H, F, F] (R', S)."""
 
     matrix: Tensor
     vector: Tensor | None
@@ -136,11 +140,11 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, buffer: Tensor, heads: int, size: Sizes, dtype: torch.dtype) -> Moments:
-        """The first `heads * size.moments` floats of a buffer."""
+        """View the first `heads * size.moments` floats of a buffer as moments."""
         matrix, vector, left = buffer[: heads * size.moments].split([heads * x for x in size[:3]])
         return cls(matrix.view(dtype), vector if size.vector else None, left if size.left else None)
 
     def columns(self, d: int, dv: int) -> list[tuple[Tensor, int]]:
-        """Each of them with its numbers per block and head."""
+        """Return each tensor with its number of values per block and head."""
         sizes = zip(self, (d * dv, d, d * d), strict=True)
         return [(x, c) for x, c in sizes if x is not None]

@@ -1,6 +1,6 @@
-"""Shared parts of the passes over tokens: operators, scaled tiles, vector products, ratio gradient.
+"""Shared functions of the passes over tokens: operators, scaled tiles, vector products, ratio gradient.
 
-Sums with one vector as factors run on the matrix units too (`hla.fused.loops.vectors`).
+Weighted sums of tokens run on tensor cores too (`hla.fused.loops.vectors`).
 """
 
 import triton
@@ -23,8 +23,8 @@ def load_operator(
     ptr, dtype: tl.constexpr, DIGITS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, SPLIT: tl.constexpr = 1,
 ):  # fmt: skip
-    """(P' [V, F] in `DIGITS` numbers of the dtype of the tokens, its unit): float16 lacks the exponents of moments, a
-    unit has them. Rows are SPLIT D apart."""
+    """Load (P' [V, F] in `DIGITS` values of the dtype of the tokens, its unit). The unit extends the exponent range of
+    float16. Rows are SPLIT D apart."""
     m = load4(ptr, DV, V1, V2, D, F1, F2, D * SPLIT, 1)
     unit = 1.0
     if dtype == tl.float16:
@@ -43,7 +43,7 @@ def load_operator(
 
 @triton.jit
 def rest4(m, high):
-    """A matrix minus its rounding."""
+    """Return a matrix minus its rounding."""
     return (
         m[0] - high[0].to(tl.float32), m[1] - high[1].to(tl.float32), m[2] - high[2].to(tl.float32),
         m[3] - high[3].to(tl.float32),
@@ -52,7 +52,7 @@ def rest4(m, high):
 
 @triton.jit
 def by_operator(x, w, DIGITS: tl.constexpr, K2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, PREC: tl.constexpr):
-    """x w for a tile of tokens and a `load_operator`, in its units."""
+    """Return x w for a tile of tokens and a `load_operator`, in its units."""
     y = zero_rows(x[0].shape[0], B1, B2)
     if DIGITS > 2:
         y = rowmul(y, x, w[2], K2, B2, PREC)
@@ -63,7 +63,7 @@ def by_operator(x, w, DIGITS: tl.constexpr, K2: tl.constexpr, B1: tl.constexpr, 
 
 @triton.jit
 def load_anchor(anchor, shift, bh, at, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr):
-    """What was taken from v of a head, and from the operator of a block (shift, or None)."""
+    """Load the anchor of v of a head, plus the shift of the operator of a block unless None."""
     a = load_vec(anchor + bh * DV, DV, V1, V2)
     if shift is not None:
         a = axpy2(a, 1.0, load_vec(shift + at * DV, DV, V1, V2), V2)
@@ -72,7 +72,7 @@ def load_anchor(anchor, shift, bh, at, DV: tl.constexpr, V1: tl.constexpr, V2: t
 
 @triton.jit
 def times(x, factor, D2: tl.constexpr):
-    """Each token of a tile, in float32, times a factor [BN, 1] or a number."""
+    """Multiply each token of a tile, in float32, by a factor [BN, 1] or a number."""
     x2 = x[1]
     if D2 > 0:
         x2 = x[1].to(tl.float32) * factor
@@ -81,13 +81,13 @@ def times(x, factor, D2: tl.constexpr):
 
 @triton.jit
 def begin_weighted(dtype: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
-    """The accumulator of `add_weighted`, for `end_sum`."""
+    """Return the accumulator of `add_weighted`, for `end_sum`."""
     return begin_sum(16, 16 if dtype == tl.bfloat16 else BN, D1, D2, NEEDED)
 
 
 @triton.jit
 def add_weighted(s, x, w, D2: tl.constexpr, EXACT: tl.constexpr):
-    """s + the sum of w [BN] (float32) times the tokens of a tile."""
+    """Return s plus the sum of w [BN] (float32) times the tokens of a tile."""
     if x[0].dtype == tl.bfloat16:
         row = tl.trans(column(w, tl.bfloat16, EXACT))
         s2 = s[1]
@@ -106,7 +106,7 @@ def add_weighted(s, x, w, D2: tl.constexpr, EXACT: tl.constexpr):
 def total_grad(
     t, tg, gt, inverse, a, eps, ANCHOR: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr
 ):  # fmt: skip
-    """d loss / d den of a tile from gt = do P~' of turned features t, 1 / den and the anchor in `columns`."""
+    """Return d loss / d den of a tile from gt = do P~' of rotated features t, 1 / den and the anchor in `columns`."""
     total = -rowdot(gt, t, F2)
     if ANCHOR:
         total += eps * times_vector(tg, a, V2)
@@ -115,5 +115,5 @@ def total_grad(
 
 @triton.jit
 def add_vector(x, factor, ptr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
-    """x + factor [BN] times the vector at a pointer."""
+    """Return x + factor [BN] times the vector at a pointer."""
     return axpy2(x, factor[:, None], as_row(load_vec(ptr, D, F1, F2)), F2)

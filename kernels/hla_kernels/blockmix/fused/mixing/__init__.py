@@ -1,4 +1,4 @@
-"""The mixing matrix at work on the moments of all blocks. Reading order: kernels, launch."""
+"""Mixing of the moments of all blocks. Reading order: kernels, launch."""
 
 from .launch import add, mixed, mixed_back
 

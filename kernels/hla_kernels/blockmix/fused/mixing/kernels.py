@@ -1,8 +1,7 @@
 """Mixing of block moments, X~_i = Sum_b m_ib X_b, and the gradient of the mixing matrix m.
 
-X is [M, B * H, C] (C = V F of the matrices, F of the vectors), the moments' own layout: rows of one block lie
-B * H * C apart, so that nothing is copied. m is padded to [H or 1, 2, MP, MP] first: the moments' dtype, then what
-rounding to it left, so that only the moments themselves are rounded.
+X is [M, B * H, C] (C = V F for matrices, F for vectors), the layout of the moments, so nothing is copied. m is padded
+to [H or 1, 2, MP, MP]: its rounding to the dtype of the moments, then the remainder, so that only moments are rounded.
 """
 
 import triton
@@ -13,7 +12,7 @@ NO_SPECIALIZE = ["ms", "BH", "H", "B", "M", "PARTS", "step", "first", "chunk", "
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def pad_mixing(m, out, ms, M, MP: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr):
-    """m (TURNED: m') of one head -> out [heads, 2, MP, MP], zero outside M x M."""
+    """Pad m (TURNED: m') of one head into out [heads, 2, MP, MP], zero outside M x M."""
     head = tl.program_id(0)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     i = e // MP
@@ -31,14 +30,14 @@ def pad_mixing(m, out, ms, M, MP: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def load_mixing(m, row, BM: tl.constexpr, MP: tl.constexpr, K0: tl.constexpr, K: tl.constexpr):
-    """Rows row.. and columns K0..K0+K of the padded m."""
+    """Load rows row.. and columns K0..K0+K of the padded m."""
     i = row * BM + tl.arange(0, BM)
     return tl.load(m + i[:, None] * MP + (K0 + tl.arange(0, K))[None, :])
 
 
 @triton.jit
 def load_columns(x, c, M, step, K0: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
-    """Columns c of the blocks K0..K0+K."""
+    """Load columns c of the blocks K0..K0+K."""
     b = K0 + tl.arange(0, K)
     return tl.load(x + b[:, None] * step + c[None, :], mask=(b < M)[:, None] & (c < C)[None, :], other=0.0)
 
@@ -48,9 +47,10 @@ def mix(
     m, x, out, BH, H, M, chunk, C: tl.constexpr, TILES: tl.constexpr, PER_HEAD: tl.constexpr, MP: tl.constexpr,
     BM: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out_i = Sum_b m_ib x_b for BM rows i and a run of `chunk` tiles of columns of one head: m stays, x goes by."""
+    """Compute out_i = Sum_b m_ib x_b for BM rows i and `chunk` consecutive tiles of columns of one head; m stays in
+    registers."""
     pid = tl.program_id(0)
-    row = pid % TILES  # neighbours read the same columns
+    row = pid % TILES  # neighbouring programs read the same columns
     bh = (pid // TILES) % BH
     part = pid // (TILES * BH)
     if PER_HEAD:
@@ -82,8 +82,8 @@ def mix_back(
     PER_HEAD: tl.constexpr, MP: tl.constexpr, BM: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`mix` of dx by the padded m', and from the same tiles of dx the partial dm_ib = Sum dx~_i x_b of BM columns b, as
-    `mixing_grads` leaves them: dx is read once."""
+    """Compute `mix` of dx~ by the padded m', and partial sums of dm_ib = Sum dx~_i x_b for BM columns b in the layout
+    of `mixing_grads`; dx~ is read once."""
     pid = tl.program_id(0)
     row = pid % TILES
     part = (pid // TILES) % PARTS
@@ -124,7 +124,7 @@ def mix_back(
 
 @triton.jit
 def store_columns(grads, g, b, M, K0: tl.constexpr, K: tl.constexpr):
-    """g' into rows K0..K0+K and columns b of [M, M]."""
+    """Store g' into rows K0..K0+K and columns b of [M, M]."""
     i = K0 + tl.arange(0, K)
     tl.store(grads + i[None, :] * M + b[:, None], g, mask=(b < M)[:, None] & (i < M)[None, :])
 
@@ -134,7 +134,8 @@ def mix_long(
     m, x, out, BH, H, M, C: tl.constexpr, TILES: tl.constexpr, PER_HEAD: tl.constexpr, MP: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """`mix` of float32 moments, or of more blocks than `mix` holds: one tile of columns a program, m goes by too."""
+    """Compute `mix` for float32 moments, or for more blocks than `mix` supports: one tile of columns per program, with
+    a loop over m."""
     pid = tl.program_id(0)
     row = pid % TILES
     bh = (pid // TILES) % BH
@@ -160,8 +161,8 @@ def mix_long(
 
 @triton.jit
 def add_tile(acc, a, b, PREC: tl.constexpr):
-    """acc + a b: tensor cores, which cut off what they add to, only add up the tile."""
-    # a number that is not 0 keeps the sum from being folded into the product; it has no other meaning here
+    """Return acc + a b. Tensor cores, which truncate the accumulator, sum only within the tile."""
+    # a nonzero constant keeps the sum from being folded into the product; its value has no other meaning
     return acc + tl.dot(a, b, input_precision=PREC, max_num_imprecise_acc=16)
 
 
@@ -170,8 +171,8 @@ def mixing_grads(
     dx, x, out, BH, B, H, M, PARTS, chunk, step, first, C: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr,
     BC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Partial dm_ib = Sum dx~_i x_b over a run of `chunk` tiles of columns of one head -> out [H, B, step, M, M], at
-    `first` + its part."""
+    """Compute partial sums of dm_ib = Sum dx~_i x_b over `chunk` consecutive tiles of columns of one head, in out
+    [H, B, step, M, M] at index `first` + part."""
     pid = tl.program_id(0)
     i = (pid % TILES) * BM + tl.arange(0, BM)
     j = ((pid // TILES) % TILES) * BM + tl.arange(0, BM)
@@ -195,7 +196,7 @@ def mixing_grads(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def sum_parts(parts, out, count, step, BP: tl.constexpr, BE: tl.constexpr):
-    """out [groups, step] = the sum over `count` parts [groups, count, step], in a fixed order."""
+    """Compute out [groups, step], the sum over `count` parts [groups, count, step], in a fixed order."""
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     group = tl.program_id(1).to(tl.int64)
     parts += group * count * step + e[None, :]

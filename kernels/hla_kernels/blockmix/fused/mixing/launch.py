@@ -19,20 +19,20 @@ BLOCK = 1024
 
 
 def add(parts: Tensor, out: Tensor, groups: int, count: int, step: int, rows: int) -> None:
-    """out [groups, step] = the sum over `count` parts [groups, count, step], `rows` of them at a time: a constant of
-    the caller, or another number of tokens would be another kernel."""
+    """Compute out [groups, step], the sum over `count` parts [groups, count, step], `rows` at a time; `rows` is
+    constant per caller, so that another number of tokens does not recompile."""
     columns = max(32, 4096 // rows)
     launch(sum_parts, (-(-step // columns), groups), parts, out, count, step, BP=rows, BE=columns, num_warps=8)
 
 
 def mixed(call: Call, x: Moments, out: Moments) -> None:
-    """X~ = m X."""
+    """Compute X~ = m X."""
     for (part, columns), (to, _) in zip(x.columns(call.d, call.dv), out.columns(call.d, call.dv), strict=True):
         mixed_part(call, part, to, columns, False)
 
 
 def mixed_part(call: Call, part: Tensor, to: Tensor, columns: int, turned: bool) -> None:
-    """m X, `turned`: m' X, of the matrices or the vectors alone."""
+    """Compute m X, or m' X if transposed, for the matrices or the vectors."""
     config = plan.mix_config(call.m, part.dtype)
     padded, common = padded_mixing(call, part.dtype, turned, config)
     tiles = common["TILES"]
@@ -46,7 +46,7 @@ def mixed_part(call: Call, part: Tensor, to: Tensor, columns: int, turned: bool)
 
 
 def padded_mixing(call: Call, dtype: torch.dtype, turned: bool, config: dict[str, int]) -> tuple[Tensor, dict]:
-    """m or m' in whole tiles, and what the passes that multiply by it need to know."""
+    """Return m or m' padded to full tiles, and the arguments of the passes that multiply by it."""
     mixing, per_head, mp = call.mixing, call.mixing.dim() == 3, plan.padded(call.m)
     heads = call.h if per_head else 1
     ms = (mixing.stride(0) if per_head else 0, *mixing.stride()[-2:])
@@ -57,7 +57,7 @@ def padded_mixing(call: Call, dtype: torch.dtype, turned: bool, config: dict[str
 
 
 def mixed_back(call: Call, dy: Moments, x: Moments, dx: Moments) -> Tensor:
-    """dX = m' dX~ of the moments and d mixing_ib = <dX~_i, X_b> summed over them, in one pass over dX~ where it is in
+    """Compute dX = m' dX~ and return d mixing_ib = <dX~_i, X_b> summed over the moments; in one pass over dX~ if it has
     the dtype of the tokens."""
     works = []
     for (one, columns), (other, _), (to, _) in zip(*(y.columns(call.d, call.dv) for y in (dy, x, dx)), strict=True):

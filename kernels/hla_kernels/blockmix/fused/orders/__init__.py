@@ -1,7 +1,6 @@
 """Higher orders of block mixing, `ahla` and `hla2`.
 
-The product of two mixed moments per block, its gradients (`middle`), and the gradients of tokens that enter both
-(`grads`).
+`middle`: the product of two mixed moments per block, and its gradients. `grads`: the gradients of tokens.
 
-    ahla  O = R~ P~    hla2  O = S~ C~    kept transposed: P', C' and O' [V, F], the left factors R' and S [F, F]
+    ahla  O = R~ P~    hla2  O = S~ C~    stored transposed: P', C' and O' [V, F], left factors R' and S [F, F]
 """

@@ -1,4 +1,4 @@
-"""Gradients of the tokens of a higher order: of the read-out, and through the moments that they enter."""
+"""Gradients of the tokens of a higher order, through the read-out and through the moments."""
 
 import triton
 import triton.language as tl
@@ -28,8 +28,8 @@ from ..tokens import NO_SPECIALIZE, add_vector, by_operator, load_operator, time
 def load_left(
     ptr, dtype: tl.constexpr, BOTH: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr
 ):  # fmt: skip
-    """(A left factor [F, F] in the dtype of the tokens, BOTH: with its transpose added; its unit) as in
-    `load_operator`."""
+    """Return (left factor [F, F] in the dtype of the tokens, its unit), as `load_operator`; BOTH: with its transpose
+    added."""
     m = load4(ptr, D, F1, F2, D, F1, F2, D, 1)
     if BOTH:
         m = add4(m, load4(ptr, D, F1, F2, D, F1, F2, 1, D), F2, F2)
@@ -45,7 +45,7 @@ def anchored_row(
     vector, anchor, w, unit, ANCHOR: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
-    """dx - a dX' for the vectors at pointers and w = dX' in its unit."""
+    """Return dx - a dX' for the vectors at pointers and w = dX' in its unit."""
     row = load_vec(vector, D, F1, F2)
     if ANCHOR:
         row = axpy2(row, -unit, vecmat(load_vec(anchor, DV, V1, V2), w, V2, F2), F2)
@@ -54,7 +54,7 @@ def anchored_row(
 
 @triton.jit
 def plus(x, y, D2: tl.constexpr):
-    """x + y."""
+    """Return x + y."""
     x2 = x[1]
     if D2 > 0:
         x2 = x[1] + y[1]
@@ -68,7 +68,8 @@ def query_products(
     TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq: do O' (NORM: / den + total o), and s k dR (`other` is k) or, HLA2, s (v dC' + dc - anchor dC') (v)."""
+    """Compute dq: do O' (NORM: / den + total o), plus s k dR (other = k) or, HLA2, s (v dC' + dc - anchor dC')
+    (other = v)."""
     bh, block, part = place(BH, M)
     b = box(GEO, block)
     q = at_head(q, qs, bh, H, 1, ALIGN)
@@ -126,7 +127,7 @@ def key_products(
     EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dk = s (q dR' + v dP' (NORM: + dz - anchor dP')) and dv = s k dP, or HLA2: dk = s k (dS + dS'), dv = s q dC.
+    """Compute dk = s (q dR' + v dP' (NORM: + dz - anchor dP')) and dv = s k dP; HLA2: s k (dS + dS') and s q dC.
 
     PART 0: both, 1: dv, 2: dk.
     """

@@ -1,8 +1,8 @@
 """D x D algebra of one block and head: the operator and the gradients of its factors, by rows.
 
 With T the left factor, X the right one and x its column of ones: O' = X'T', o = T x; dX' = dO'T, dx = T'do,
-dT' = X dO' + x do'. Of a ratio O - o a' is kept, with the shift a of its block: O is close to rank one, o a', and what
-is rounded would cancel in dq. Then do - dO a takes the place of do.
+dT' = X dO' + x do'. For a ratio, O - o a' is stored, with the shift a of its block: O is close to rank one, o a', and
+the rounded part would cancel in dq. do is then replaced by do - dO a.
 """
 
 import triton
@@ -17,7 +17,7 @@ def operators(
     right, vector, left, out, out_vector, shift, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """O' or, of a ratio, O' - a o', o and a: what a query of equal features reads."""
+    """Compute O' or, for a ratio, O' - a o', o and the shift a, the output of a query with equal features."""
     BLOCKS: tl.constexpr = (DV + BR - 1) // BR
     at = (tl.program_id(0) // BLOCKS).to(tl.int64)
     r = (tl.program_id(0) % BLOCKS) * BR
@@ -38,7 +38,7 @@ def operators(
 
 @triton.jit
 def sum2(x, axis: tl.constexpr, D2: tl.constexpr):
-    """The sum of both parts of a pair along an axis."""
+    """Sum both parts of a pair along an axis."""
     out = tl.sum(x[0], axis)
     if D2 > 0:
         out += tl.sum(x[1], axis)
@@ -50,7 +50,7 @@ def unshifted(
     d_vector, shift, g, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
     V2: tl.constexpr,
 ):  # fmt: skip
-    """do - dO a, g = dO'."""
+    """Return do - dO a, with g = dO'."""
     return axpy2(load_vec(d_vector, D, F1, F2), -1.0, vecmat(load_vec(shift, DV, V1, V2), g, V2, F2), F2)
 
 
@@ -59,14 +59,14 @@ def right_grads(
     right, vector, left, d_out, d_vector, shift, to, to_vector, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dX' and, of a ratio, dx."""
+    """Compute dX' and, for a ratio, dx."""
     BLOCKS: tl.constexpr = (DV + BR - 1) // BR
     at = (tl.program_id(0) // BLOCKS).to(tl.int64)
     r = (tl.program_id(0) % BLOCKS) * BR
     t = load4(left + at * D * D, D, F1, F2, D, F1, F2, 1, D)
     g = rows_of(d_out + at * D * DV, r, BR, DV, D, F1, F2, D, 1)
     put_rows(to + at * D * DV, r, BR, DV, D, F1, F2, times(g, t, BR, F2, F1, F2, PREC))
-    if vector is not None:  # noqa: SIM102  settled by the compiler, the next at run time
+    if vector is not None:  # noqa: SIM102  decided at compile time, the next at run time
         if r == 0:
             whole = load4(d_out + at * D * DV, DV, V1, V2, D, F1, F2, D, 1)
             one = unshifted(d_vector + at * D, shift + at * DV, whole, D, F1, F2, DV, V1, V2)
@@ -79,7 +79,7 @@ def left_grads(
     right, vector, left, d_out, d_vector, shift, to, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dT'."""
+    """Compute dT'."""
     BLOCKS: tl.constexpr = (D + BR - 1) // BR
     at = (tl.program_id(0) // BLOCKS).to(tl.int64)
     r = (tl.program_id(0) % BLOCKS) * BR

@@ -19,7 +19,7 @@ NO_SPECIALIZE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "ms", "GEO",
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def number_blocks(ids, GEO, N, BN: tl.constexpr):
-    """The block of each token -> ids [N]; GEO as in `geometry`."""
+    """Store the block of each token in ids [N]; GEO as in `geometry`."""
     i = tl.program_id(0) * BN + tl.arange(0, BN)
     prefix, t, h, w, mt, mh, mw = GEO
     c = tl.maximum(i - prefix, 0)
@@ -37,7 +37,7 @@ def pair_outputs(
     FMAP: tl.constexpr, DIGITS: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """o of a tile of queries."""
+    """Compute o of a tile of queries."""
     bh = tl.program_id(0) // count
     q = at_head(q, qs, bh, H, 1, ALIGN)
     k = at_head(k, ks, bh, H, G, ALIGN)
@@ -73,8 +73,8 @@ def pair_query_grads(
     F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr,
     MP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of queries; r and r sum_l w_il do_i.v_l of each -> ratios [2, B * H, N]; the tile's part of the
-    gradient of m -> parts [H, B, count, M, M]."""
+    """Compute dq of a tile of queries; r and r sum_l w_il do_i.v_l per query in ratios [2, B * H, N]; and the tile's
+    part of the gradient of m in parts [H, B, count, M, M]."""
     bh = tl.program_id(0) // count
     tile = tl.program_id(0) % count
     q = at_head(q, qs, bh, H, 1, ALIGN)
@@ -136,7 +136,7 @@ def pair_key_grads(
     F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys of one query head."""
+    """Compute dk and dv of a tile of keys for one query head."""
     bh = tl.program_id(0) // count
     q = at_head(q, qs, bh, H, 1, ALIGN)
     k = at_head(k, ks, bh, H, G, ALIGN)

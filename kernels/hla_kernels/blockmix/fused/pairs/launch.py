@@ -1,4 +1,4 @@
-"""Host side of the form by pairs."""
+"""Kernel launches of the form by pairs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from .kernels import number_blocks, pair_key_grads, pair_outputs, pair_query_gra
 
 
 def blocks_of(call: Call) -> Tensor:
-    """The block of each token, [N]."""
+    """Return the block of each token, [N]."""
     ids = call.buffer(call.n, dtype=torch.int32)
     launch(number_blocks, -(-call.n // 128), ids, call.geo, call.n, BN=128, num_warps=4)
     return ids
 
 
 def mixing_strides(call: Call) -> tuple[int, int, int]:
-    """(head, row, column) strides of m."""
+    """Return the (head, row, column) strides of m."""
     first = call.mixing.stride(0) if call.mixing.dim() == 3 else 0
     return first, call.mixing.stride(-2), call.mixing.stride(-1)
 
 
 def flags(call: Call) -> dict:
-    """The constexpr arguments that all three kernels take."""
+    """Return the constexpr arguments of all three kernels."""
     names = ("NORM", "FMAP")
     return {**{name: call.flags[name] for name in names}, **call.w, "DIGITS": call.digits, "PREC": call.prec}
 
 
 def forward_call(call: Call, out: Tensor) -> None:
-    """o."""
+    """Compute o."""
     config = plan.pair_config(call.w, call.digits)
     count, a = -(-call.n // config["BM"]), alignment(call.q, call.k, call.v, out)
     launch(
@@ -45,7 +45,7 @@ def forward_call(call: Call, out: Tensor) -> None:
 
 
 def backward_call(call: Call, g: Tensor, outs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """dq, dk, dv into `outs`; returns d mixing."""
+    """Write dq, dk, dv into `outs` and return d mixing."""
     room = outs if call.group == 1 else (outs[0], *head_grads(call))
     config, ids = plan.pair_config(call.w, call.digits), blocks_of(call)
     ratios = call.buffer(2, call.bh, call.n) if call.o.normalize else None

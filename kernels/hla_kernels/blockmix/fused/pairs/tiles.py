@@ -1,4 +1,4 @@
-"""Tiles of pairs of tokens: their scores, their weights, sums with them."""
+"""Tiles of token pairs: scores, weights and weighted sums."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from ..features import cast2, rest
 
 @triton.jit
 def tokens_at(keep, start, N, BN: tl.constexpr):
-    """(Places, which of them are real tokens) of a tile."""
+    """Return (positions, mask of real tokens) of a tile."""
     i = start + tl.arange(0, BN)
     live = i < N
     if keep is not None:
@@ -23,7 +23,7 @@ def load_features(
     ptr, i, stride, live, FMAP: tl.constexpr, DIGITS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr,
 ):  # fmt: skip
-    """phi of tokens in `DIGITS` (1 or 2) numbers of their dtype, zero for those that are not real."""
+    """Load phi of tokens in `DIGITS` (1 or 2) values of their dtype, zero for padded tokens."""
     raw = load_rows(ptr, i.to(tl.int64), stride, live, D, F1, F2, False)
     if DIGITS > 1:
         f = phi32(raw, live, FMAP, D, F1, F2)
@@ -37,7 +37,7 @@ def load_features(
 
 @triton.jit
 def products(x, y, D2: tl.constexpr, PREC: tl.constexpr):
-    """x y' of two token tiles."""
+    """Return x y' for two token tiles."""
     out = tl.dot(x[0], tl.trans(y[0]), input_precision=PREC)
     if D2 > 0:
         out = tl.dot(x[1], tl.trans(y[1]), out, input_precision=PREC)
@@ -46,7 +46,7 @@ def products(x, y, D2: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def scores(x, y, DIGITS: tl.constexpr, D2: tl.constexpr, PREC: tl.constexpr):
-    """The same of features."""
+    """Return x y' for two tiles of features in `DIGITS` digits."""
     out = products(x[0], y[0], D2, PREC)
     if DIGITS > 1:
         out += products(x[1], y[0], D2, PREC) + products(x[0], y[1], D2, PREC)
@@ -55,13 +55,13 @@ def scores(x, y, DIGITS: tl.constexpr, D2: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def mixed_at(m, rows, columns, ms):
-    """m of the blocks of pairs, float32; rows and columns [BM, 1] and [1, BN], in either order."""
+    """Load m for the blocks of pairs, float32; rows and columns [BM, 1] and [1, BN], in either order."""
     return tl.load(m + rows * ms[1] + columns * ms[2]).to(tl.float32)
 
 
 @triton.jit
 def add_rows(acc, w, y, D2: tl.constexpr, PREC: tl.constexpr):
-    """acc + w y for weights in the dtype of the tokens y."""
+    """Return acc + w y for weights in the dtype of the tokens y."""
     o1 = tl.dot(w, y[0], acc[0], input_precision=PREC)
     o2 = acc[1]
     if D2 > 0:
@@ -71,7 +71,7 @@ def add_rows(acc, w, y, D2: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def add_weighted(acc, w, y, DIGITS: tl.constexpr, D2: tl.constexpr, PREC: tl.constexpr):
-    """acc + w y for weights in float32 and features y, both in `DIGITS` digits."""
+    """Return acc + w y for float32 weights and features y, both in `DIGITS` digits."""
     dtype: tl.constexpr = y[0][0].dtype
     high = w.to(dtype)
     if DIGITS > 1:
@@ -82,5 +82,5 @@ def add_weighted(acc, w, y, DIGITS: tl.constexpr, D2: tl.constexpr, PREC: tl.con
 
 @triton.jit
 def of_blocks(ids, live, MP: tl.constexpr):
-    """[BN, MP]: whether a token is real and lies in a block."""
+    """Return whether a token is real and lies in a block, [BN, MP]."""
     return (ids[:, None] == tl.arange(0, MP)[None, :]) & live[:, None]
