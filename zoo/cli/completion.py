@@ -46,6 +46,6 @@ def keys(module: str, beginnings: Iterable[list[str]]) -> list[str]:
     """
     shown = io.StringIO()
     for words in beginnings:
-        with contextlib.redirect_stdout(shown), contextlib.suppress(ValueError):  # benchmark without a checkout
+        with contextlib.redirect_stdout(shown), contextlib.suppress(ValueError):  # benchmark may raise it
             importlib.import_module(module).main([*words, "--help"])
     return list(dict.fromkeys(f"{key}=" for key in re.findall(r"^  ([\w.]+) \(", shown.getvalue(), re.MULTILINE)))

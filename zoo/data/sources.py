@@ -290,7 +290,7 @@ def load_rows(kind: str, where: str, train: bool) -> "Dataset":
         name, _, split = where.partition(":")
         try:
             return datasets.load_dataset(name, split=split or ("train" if train else "validation"))
-        except Exception as error:  # of many libraries: no such data set or split, no connection, a loading script
+        except Exception as error:  # many classes: no such data set or split, no connection
             raise ValueError(f"the data set {where} cannot be loaded: {_reason(error)}") from error
     files = [file for pattern in _braces(where) for file in sorted(glob.glob(pattern, recursive=True))]
     if not files:

@@ -156,7 +156,7 @@ def transfer_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -
                 "anneal": 0.0,
             }
         },
-        {"run": {"folder": str(out / "transfer"), "compile": False}},  # as in `LayerwiseLoss`
+        {"run": {"folder": str(out / "transfer"), "compile": False}},  # required by `LayerwiseLoss`
         {"student_share": recipe.student_share},
     )
     result = kind.transfer(tree)

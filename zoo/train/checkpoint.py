@@ -41,7 +41,7 @@ class RunState(TypedDict):
     optimizer: State
     scaler: State | None
     step: int
-    seconds: float  # of training, validation and checkpoints so far
+    seconds: float  # time of training, validation and checkpoints so far
     counts: Counts
     meters: dict[str, list[float]]  # name -> [sum, count] of the losses since the last row of the metrics
     bad: list[int]  # numbers of unreadable images

@@ -34,7 +34,7 @@ def parameter_groups(model: nn.Module, optim: OptimSettings) -> list[Tree]:
     The factor is the `lr_scale` of a group, with which timm's schedules multiply the learning rate.
     """
     kept = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
-    # no weight decay for gains per head and weights per block pair, although they are stored as matrices
+    # no weight decay for coefficients of heads and mixing weights of blocks, although they are stored as matrices
     kept |= {name for name in new_parameters(model) if name.endswith(".coefficients") or ".mixing." in name}
     if optim.layer_decay:
         groups = param_groups_layer_decay(

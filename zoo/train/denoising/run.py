@@ -263,7 +263,7 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
         else:
             grid = save_grid(images, file)
         for tracker in self.accelerator.trackers:
-            layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}  # it expects NCHW, wandb NHWC
+            layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}  # its default: NCHW; wandb: NHWC
             tracker.log_images({"samples": grid[None]}, step=self.step, **layout)
 
     @torch.compiler.set_stance("force_eager")
