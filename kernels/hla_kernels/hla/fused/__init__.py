@@ -2,23 +2,23 @@
 
 Forward and backward.
 
-    heads   one program per (batch, head), all passes in one launch          many heads, few tokens
-    split   reduce -> combine -> middle -> apply, several programs a head     few heads, many tokens, wide heads
-    pairs   the same with two neighbouring heads a program                    many heads of 72 channels
-    blocks  the same with one block of a matrix a program                     what fits in no program otherwise,
-            (softmaxes: of a ratio of both softmaxes, one half of the      or is faster or more exact so
-            features after the other)
+    heads   one program per (batch, head), all passes in one launch           many heads, few tokens
+    split   reduce -> combine -> middle -> apply, several programs per head   few heads, many tokens, wide heads
+    pairs   two neighbouring heads per program                                many heads of 72 channels
+    blocks  one block of a matrix per program (softmaxes: a ratio of the      wide heads, or where it is faster or more
+            softmax pair, one half of the features at a time)                 accurate
 
-Features of relu and elu1 are computed once, by the pass of the forward that sums them, and kept for the backward in the
-dtype of the tokens (not for `polynomial` and not in float32): twice the bytes of q, instead of three evaluations. A
-ratio of first order keeps nothing: each direction reads every token once (`loops.first`; queries of wide heads twice),
-nor does one of higher order of 72 channels, or of 64 and more than 512 tokens (`heads.summed`).
+Features of relu and elu1 are computed once, by the pass of the forward that sums them, and saved for the backward in
+the dtype of the tokens (not for `polynomial`, not in float32); this costs twice the bytes of q and avoids three
+evaluations. Ratios of first order save no features, since each direction reads every token once (`loops.first`; queries
+of wide heads twice). Neither do ratios of higher order with 72 channels, or with 64 channels and more than 512 tokens
+(`heads.summed`).
 
-Reading order: spec (flags and widths), tiles and maps (vocabulary), loops (passes over tokens), algebra (D x D), heads
-(heads.plain: higher orders without options; heads.summed: ratios, centred keys; heads.pairs, heads.divided (a ratio),
-heads.duo; heads.mixture: `polynomial` of all three), split, middle, plan (the static table; plan.paths: which path a
-call takes), launch (launch.table: the functions of each). Equations in `hla_kernels.hla`. Triton is imported by the
-first call of `forward` or `backward`: whether a call could run is answered without it.
+Reading order: spec (flags and widths), tiles and maps (basic functions), loops (passes over tokens), algebra (D x D),
+heads (heads.plain: higher orders without options; heads.summed: ratios, centred keys; heads.pairs, heads.divided (a
+ratio), heads.duo; heads.mixture: `polynomial`), split, middle, plan (static table; plan.paths: choice of the path),
+launch (launch.table: functions per path). Equations are in `hla_kernels.hla`. The first call of `forward` or `backward`
+imports Triton; `why_not` does not.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from .spec import DTYPES, MAX_D, MIN_D, Spec, layout, widths
 
 __all__ = ["Spec", "backward", "forward", "saved_floats", "why_not"]
 
-# that of hla3 does with tokens four times a normal distribution, or a ridge; bfloat16 has the range of float32
+# the operator of hla3 does so for tokens with a standard deviation of 4, or a ridge; bfloat16 has the range of float32
 FLOAT16_RATIO = Fault("normalize=True in float16 has no Triton form: the operator of a ratio can leave its range")
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
-    """The reason why the Triton forms cannot run this call, or None."""
+    """Return the reason why the Triton forms do not support this call, or None."""
     if q.dtype not in DTYPES:
         return f"dtype {q.dtype} is not bfloat16, float16 or float32"
     for name, d in (("D", q.shape[3]), ("Dv", v.shape[3])):
@@ -61,14 +61,14 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
 
 
 def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE) -> int | torch.SymInt:
-    """Length of the float32 buffer that `forward` fills for `backward`: operators and states of the split path, the
-    operators and their vectors of normalised heads, the float16 factors of `heads.plain` and `heads.mixture`. A
-    function of sizes without a branch on B, N and H, so that they may be symbols."""
+    """Return the length of the float32 buffer that `forward` fills for `backward`: operators and states of the split
+    path, operators and vectors of normalised heads, float16 factors of `heads.plain` and `heads.mixture`. There is no
+    branch on B, N and H, which may be symbolic."""
     return operator_floats(q, v, spec, seqs) + kept_features(q, v, spec, seqs) * feature_floats(q, k)
 
 
 def kept_features(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
-    """1 where a forward that is asked to keeps the features of q and k for the backward. No branch on B, N and H."""
+    """Return 1 if the forward can save the features of q and k for the backward, else 0. No branch on B, N and H."""
     w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
     if paths.in_blocks(spec, w, q.dtype, own):
         return 0
@@ -79,7 +79,7 @@ def kept_features(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | to
 
 
 def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
-    """Room of operators and states in that buffer, whole 16 bytes."""
+    """Return the floats of operators and states in that buffer, a multiple of 16 bytes."""
     w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
     batch_heads = batch * heads
     blocks = batch_heads * block_layout(spec, q.shape[3], v.shape[3]).state
@@ -93,17 +93,17 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     if paths.mixed(spec, w, q.dtype, own):
         whole = mixture.mixture_floats(spec, w, n)
     floats = -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
-    more = torch.sym_min(1, (n - 1) * (n - 1)) if paths.bare(spec) else 1  # 0 of one token
+    more = torch.sym_min(1, (n - 1) * (n - 1)) if paths.bare(spec) else 1  # 0 for one token
     return more * floats + (1 - more) * blocks
 
 
 def plans() -> tuple:
-    """What a plan depends on beside a call: while it is the same, so are the plans of the same call."""
+    """Return the global settings that plans depend on; equal settings give equal plans for a call."""
     return (plan.INVARIANT["on"],)
 
 
 def told(first: Tensor, spec: Spec, seqs: Sequences) -> Sequences:
-    """The sequences of tokens [.., H, D] with what a kernel needs to know of them."""
+    """Return the sequences of tokens [.., H, D] with the tables that kernels read."""
     heads, d = first.shape[-2:]
     if first.dtype == torch.float16:
         spec = spec.in_range(d, seqs.max_seqlen if seqs.mask is None else first.shape[1])
@@ -116,18 +116,18 @@ def own_keys(q: Tensor, v: Tensor, seqs: Sequences) -> bool:
 
 
 def path_of(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences, save: bool = True) -> str:
-    """`plan.paths.path` of a call."""
+    """Return the path of a call, see `plan.paths.path`."""
     w, (batch, n, heads) = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q)
     return paths.path(spec, w, plan.planned(batch * heads), n, q.dtype, own_keys(q, v, seqs), save)
 
 
 def feature_floats(*tokens: Tensor) -> int | torch.SymInt:
-    """Room of the features of q and of k behind them, each whole 16 bytes."""
+    """Return the floats of the features of q and then of k, each a multiple of 16 bytes."""
     return sum(-(-math.prod(x.shape) * x.element_size() // 16) * 4 for x in tokens)
 
 
 def features_of(buffer: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """phi(q) [B, N, H, D] and phi(k) [B, N, Hk, D] at the end of that buffer, contiguous."""
+    """Return phi(q) [B, N, H, D] and phi(k) [B, N, Hk, D], contiguous, at the end of that buffer."""
     parts = buffer[buffer.numel() - feature_floats(q, k) :].split([feature_floats(q), feature_floats(k)])
     fq, fk = (x.view(q.dtype)[: y.numel()].view(y.shape) for x, y in zip(parts, (q, k), strict=True))
     return fq, fk
@@ -142,7 +142,7 @@ def forward(
     save: bool = False,
     seqs: Sequences = WHOLE,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, N, H, Dv] contiguous from q [B, N, H, D], k, v [B, N, Hk, .], and a float32 buffer for `backward`
+    """Return o [B, N, H, Dv], contiguous, from q [B, N, H, D], k, v [B, N, Hk, .], and a float32 buffer for `backward`
     (`saved_floats`; empty without `save`)."""
     from .launch import Call
     from .launch.table import PATHS
@@ -168,14 +168,14 @@ def backward(
     saved: Tensor,
     seqs: Sequences = WHOLE,
 ) -> Tensor | None:
-    """Write dq, dk, dv into `outs` (any strides with contiguous last dimension); returns d coefficients [H, 4] or
-    None (without any, or `Spec.fixed`). `saved`: the buffer of `forward`, or an empty one, then what it would hold is
-    computed again."""
+    """Write dq, dk, dv into `outs` (any strides with contiguous last dimension) and return d coefficients [H, 4] or
+    None (no coefficients, or `Spec.fixed`). saved: the buffer of `forward`; if it is empty, its contents are
+    recomputed."""
     from . import launch
     from .launch.table import PATHS
 
     path = path_of(q, v, spec, seqs)
-    again = path != "split" or spec.normalize or spec.keeps(q.dtype)  # moments alone are summed by `launch.prepare`
+    again = path != "split" or spec.normalize or spec.keeps(q.dtype)  # `launch.prepare` can recompute moments only
     if saved.numel() == 0 and again and saved_floats(q, k, v, spec, seqs) > 0:
         saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
     if kept_features(q, v, spec, seqs):
@@ -185,7 +185,7 @@ def backward(
     call = launch.Call(spec, q, k, v, coefficients, seqs)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
     full = outs
-    if call.g > 1:  # per query head first, then summed over groups
+    if call.g > 1:  # gradients per query head, then summed over groups
         dk, dv = (call.buffer(*q.shape[:3], x.shape[3], dtype=torch.float32) for x in outs[1:])
         if seqs.mask is not None:
             dk.zero_(), dv.zero_()

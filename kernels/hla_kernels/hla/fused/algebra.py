@@ -36,7 +36,7 @@ def scale_moments(
     """s (Sum a b' - Sum a Sum b' / n) for the moments that centring touches, s Sum a b' for the others; + ridge I on S
     or R.
 
-    ONES centres v: the ratio, or the mean path, of v is vbar plus that of v - vbar, and without vbar nothing cancels.
+    ONES: v is centred. The ratio (or mean path) of v is vbar plus the same for v - vbar, which avoids cancellation.
     """
     mp, ms, mc, mr, mw = raw
     sq, sk, sv = sums
@@ -167,7 +167,7 @@ def affine(
 
 @triton.jit
 def source(s, n, CENTRED: tl.constexpr, SHIFT: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
-    """What a read-out of features adds to each of them: what they were shifted by, minus their mean s / n."""
+    """Return the row that a read-out adds to the features: their shift, minus their mean s / n."""
     x = zeros2(F1, F2)
     if SHIFT > 0:
         x = (x[0] + SHIFT, x[1] + SHIFT)
@@ -254,8 +254,8 @@ def largest(a, A2: tl.constexpr, B2: tl.constexpr):
 
 @triton.jit
 def cast_weights(w, ORDER: tl.constexpr, dtype: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
-    """(w / unit in the dtype of the tokens, unit): float16 has no exponents for weights of 1 / N and less, a unit per
-    head does."""
+    """Return (w / unit in the dtype of the tokens, unit). The unit per head avoids underflow in float16, where weights
+    are of the order of 1 / N."""
     unit = 1.0
     if dtype == tl.float16:
         big = 0.0
@@ -285,8 +285,8 @@ def weight_rows(
     w, m, t, dm1, sums, row_q, row_v, s, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
     NORM: tl.constexpr, SHIFT: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Rows that every dq, dk, dv receives: the gradient of the column of ones, and minus the mean of each centred
-    source; NORM: dm1 is that for v centred. dtype: the one that products read w in."""
+    """Return the rows added to all dq, dk, dv: the gradient of the column of ones, and minus the mean of each centred
+    source. NORM: dm1 is the gradient for centred v. dtype: of w in products."""
     row_k = zeros2(F1, F2)
     if NORM:
         if CENTER == 0 and ORDER != 2:

@@ -1,4 +1,4 @@
-"""What a launch needs to know about a call besides its tensors: constexpr flags, tile widths, strides."""
+"""Non-tensor arguments of launches: constexpr flags, tile widths, buffer layout and strides."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ KEPT_MAPS = {"kept_elu1": 8, "kept_relu": 9}  # the tokens are features already:
 CENTERS = {None: 0, "k": 1, "qk": 2}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_D, MAX_D = 16, 128
-# products of float32 to its digits, three bf16 a number on tensor cores; Triton's interpreter does not know the name
+# accurate float32 products: three bfloat16 terms per number on tensor cores; not supported by Triton's interpreter
 SPLIT = "ieee" if os.environ.get("TRITON_INTERPRET") == "1" else "bf16x6"
-# what float32 is a sum of where its parts lie in memory (`blocks`); nor does it multiply bfloat16
+# dtype of the terms of a float32 number in memory (`blocks`); the interpreter does not multiply bfloat16
 PLANE = torch.float32 if SPLIT == "ieee" else torch.bfloat16
 
 
@@ -33,15 +33,15 @@ class Spec(NamedTuple):
     scale: float | None = None
     eps: float = 1e-6
     q_scale: float = 1.0
-    fixed: bool = False  # coefficients that need no gradient
+    fixed: bool = False  # coefficients need no gradient
 
     @property
     def learned(self) -> bool:
-        """Whether the backward has the gradient of coefficients to compute."""
+        """Whether the backward computes the gradient of coefficients."""
         return self.op == "polynomial" and not self.fixed
 
     def flags(self, dtype: torch.dtype) -> dict[str, int]:
-        """The constexpr flags every kernel takes."""
+        """Return the constexpr flags of all kernels."""
         return {
             "ORDER": ORDERS[self.op],
             "NORM": self.normalize,
@@ -52,8 +52,8 @@ class Spec(NamedTuple):
         }
 
     def keeps(self, dtype: torch.dtype) -> bool:
-        """Whether a forward keeps the features of q and k for the backward, which then transforms nothing: of maps
-        whose derivative is a function of the rounded feature, of elu + 1 less 1."""
+        """Whether a forward saves the features of q and k for the backward: for maps whose derivative is a function of
+        the rounded feature (for elu + 1, of the feature minus 1)."""
         mapped = self.feature_map in ("relu", "elu1") and self.op != "polynomial" and dtype != torch.float32
         return mapped and not self.alone(dtype)
 
@@ -66,11 +66,11 @@ class Spec(NamedTuple):
 
     @property
     def kept(self) -> bool:
-        """Whether q and k are features that a forward kept."""
+        """Whether q and k are features saved by a forward."""
         return self.feature_map in KEPT_MAPS
 
     def of_features(self) -> Spec:
-        """The same operator of features that were kept."""
+        """Return the options for saved features instead of tokens."""
         return self._replace(feature_map=f"kept_{self.feature_map}")
 
     def shifted(self, dtype: torch.dtype) -> bool:
@@ -121,7 +121,7 @@ class Spec(NamedTuple):
 
     @property
     def sums(self) -> bool:
-        """Whether the sums of the tokens are needed beside the moments."""
+        """Whether sums of tokens are needed in addition to the moments."""
         return self.normalize or self.mean_path or self.center is not None
 
     @property
@@ -149,7 +149,7 @@ def split_width(d: int) -> tuple[int, int]:
 
 
 def widths(spec: Spec, d: int, dv: int) -> dict[str, int]:
-    """The constexpr widths every kernel takes."""
+    """Return the constexpr widths of all kernels."""
     r1, r2 = split_width(d)
     if spec.feature_map == "softmax_pair":
         r1, r2 = 1 << max(4, (d - 1).bit_length()), 0
@@ -215,6 +215,6 @@ def alignment(*tensors: Tensor) -> int:
 
 
 def strides(x: Tensor, units: int) -> tuple[int, int, int]:
-    """(batch, token, head) strides in `units` elements; those of batch and head as 2 s + 1, for which no number of
-    tokens makes Triton compile anew (it does for multiples of 16 in a tuple)."""
+    """Return the (batch, token, head) strides in `units` elements. Batch and head strides are given as 2 s + 1, since
+    Triton would recompile for multiples of 16 in a tuple."""
     return 2 * (x.stride(0) // units) + 1, x.stride(1) // units, 2 * (x.stride(2) // units) + 1

@@ -155,7 +155,7 @@ def zeros2(D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def load_tail(ptr, i, stride, live, D: tl.constexpr, D1: tl.constexpr):
-    """Columns D1..D of rows i in 64 columns: the second part of a tile where a product wants 64 rows of it."""
+    """Columns D1..D of rows i in 64 columns: the second part of a tile for products that need 64 rows of it."""
     c = D1 + tl.arange(0, 64)
     return tl.load(ptr + i[:, None] * stride + c[None, :], mask=live[:, None] & (c < D)[None, :], other=0.0)
 

@@ -12,7 +12,7 @@ TOKENS = {"P": ("k", "v"), "S": ("k", "k"), "C": ("q", "v"), "R": ("k", "q"), "W
 
 
 class Place(NamedTuple):
-    """A matrix of a workspace: which one (0 the state, 1 that of the backward), first element, rows, columns, pitch."""
+    """Matrix in a workspace: index of the workspace (0 state, 1 backward), first element, rows, columns, pitch."""
 
     base: int
     off: int

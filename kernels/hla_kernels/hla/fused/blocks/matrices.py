@@ -20,7 +20,7 @@ def block_finish(
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """Add the parts [PARTS, B * H, LENGTH] of a matrix in order; scale it as a moment, add a ridge. Columns from INNER
-    on, those of v = 1 and a centred factor, are zero."""
+    on (v = 1 with a centred factor) are zero."""
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     _, s = means(N, head, scale)
     e = (tl.program_id(0) % BLOCKS) * WIDE + tl.arange(0, WIDE)

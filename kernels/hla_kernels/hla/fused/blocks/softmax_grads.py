@@ -69,8 +69,8 @@ def gradient_of_half(
     R2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, M1: tl.constexpr, PITCH: tl.constexpr,
     WIDE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """What comes back through one softmax. RATIO: one chain of products, that of g in units of `scale` (where that is
-    zero all of them are)."""
+    """Return the gradient through one softmax. RATIO: one chain of products, with g in units of `scale` (if it is zero,
+    all products are)."""
     acc = zero_rows(BN, R1, R2)
     if RATIO:
         acc = times_weights(g, load_weights(matrix, planes[0], half, D, R1, R2, DV, V1, V2, PITCH), BN, R1, R2, V2)
@@ -103,8 +103,8 @@ def pair_grads(
     """out [B, N, H, D] = the gradient of q (RATIO) or of k through both softmaxes: of values y, and of kept features f0
     of q and f1 of k.
 
-    VALUES = (weights in `weights`, column of ones in `work`), or (-1, -1). FEATURES: (weights, whether those are
-    turned) of f0 and of f1, or (-1, .). LENGTHS of a head in state, work, matrix, weights.
+    VALUES = (weights in `weights`, column of ones in `work`), or (-1, -1). FEATURES: (weights, whether transposed) for
+    f0 and for f1, or (-1, .). LENGTHS: per head in state, work, matrix, weights.
     """
     _, b, h, tile = tile_place(H, TILES, 1)
     most = longest(N)

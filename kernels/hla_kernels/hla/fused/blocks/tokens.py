@@ -214,11 +214,11 @@ def block_apply(
     """out [B, N, H, OUT] = Sum source weight over COUNT pairs, the first SCALED of them times the scale of a moment.
 
     PAIRS has seven numbers of each: source (0 q, 1 k, 2 v, 3 g), planes of the weight (0 `matrix`, 1 `weights`), its
-    first element there, strides of its rows and columns, its rows (one more than the source has columns: that of v =
-    1, or of the denominators), whether the source is centred (its sum lies at MEANS). ROW = (workspace, place) of a
-    row, times 1 / n, or (-1, 0). M1 = (place, pitch) of m1 by which the result is divided, or (-1, 0). DIVIDED: g is
-    that of a ratio. LENGTHS of a head in state, work, matrix, weights. TP: planes of each of the tokens; planes: from
-    one to the next of q, k, v, g, matrix, weights.
+    first element there, strides of its rows and columns, its rows (one more than the columns of the source for v = 1 or
+    denominators), whether the source is centred (its sum lies at MEANS). ROW = (workspace, place) of a row, times
+    1 / n, or (-1, 0). M1 = (place, pitch) of m1 by which the result is divided, or (-1, 0). DIVIDED: g is the gradient
+    of a ratio. LENGTHS: per head in state, work, matrix, weights. TP: number of planes of the tokens; planes: strides
+    between the planes of q, k, v, g, matrix, weights.
     """
     block, b, h, tile = tile_place(H, TILES, (OUT + COLS - 1) // COLS)
     most = longest(N)

@@ -199,11 +199,11 @@ def head_gradient(
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr, MID: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a head's backward before its tokens' gradients: M (folded), weights, rows and, normalised, what
-    goes to ratio [*, 2]. Of orders up to 4: `polynomial` has a backward of its own (`mixture`) or is split.
+    """Compute the part of a head's backward before the gradients of tokens: M (folded), weights, rows and, with NORM,
+    ratio [*, 2]. For orders up to 4; `polynomial` has a separate backward (`mixture`) or is split.
 
-    NORM: M, m1, vbar are those that the forward saved at `matrix` and `state`, so that one pass over the tokens gives
-    the gradient of M and the moments; otherwise the moments give M.
+    NORM: M, m1, vbar are read from `matrix` and `state`, saved by the forward, so that one pass over the tokens gives
+    the gradient of M and the moments. Otherwise M is computed from the moments.
     """
     SUMS: tl.constexpr = NORM or MEAN or CENTER > 0 or is_shifted(FMAP)
     dtype: tl.constexpr = q.dtype.element_ty
@@ -327,7 +327,7 @@ def head_backward(
 
 @triton.jit
 def store_coefficients(ptr, head, dc):
-    """d coefficients [4] of one head, where they are wanted."""
+    """Store d coefficients [4] of one head, if needed."""
     if ptr is not None:
         tl.store(ptr + head * 4, dc[0])
         tl.store(ptr + head * 4 + 1, dc[1])

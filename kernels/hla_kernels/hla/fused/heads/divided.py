@@ -1,8 +1,8 @@
 """First-order ratio of features, two neighbouring heads per program (`loops.pairs`).
 
-A product of channels of two heads is of no use: ones in the place of the other head's channels of the middle block
-give the sums that a ratio needs. The forward keeps what `heads.head_forward` keeps; of the backward `loops.first` has
-the pass over queries, which leaves weights and rows for the keys here.
+Products between channels of two heads are not needed: in the middle block, ones replace the channels of the other head,
+which gives the sums that a ratio needs. The forward saves the same tensors as `heads.head_forward`. In the backward,
+`loops.first` runs the pass over queries and stores weights and rows for the pass over keys here.
 """
 
 import triton
@@ -115,7 +115,7 @@ def head_moment(m, SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def head_sum(m, s, SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
-    """Sum x of one head, from what `add_features` summed and s, that of the middle block."""
+    """Return Sum x of one head, from the sums of `add_features` and the sum s of the middle block."""
     _, _, own = ends(SECOND, D, D1)
     OTHER: tl.constexpr = 0 if SECOND else 2 * (D - D1) - 1  # a column that is not its own
     return column_of(m[4] if SECOND else m[1], OTHER), tl.where(own, s, 0.0)
@@ -123,7 +123,7 @@ def head_sum(m, s, SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def feature_sum(m, SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
-    """Sum f of one head, from what `add_features` summed beside ones."""
+    """Return Sum f of one head, from the sums of `add_features` with ones."""
     _, _, own = ends(SECOND, D, D1)
     OTHER: tl.constexpr = 0 if SECOND else 2 * (D - D1) - 1
     i = tl.arange(0, 2 * (D - D1))
@@ -185,7 +185,7 @@ def pair_rows(a, b, dtype: tl.constexpr):
 
 @triton.jit
 def beside_each(a, b, D: tl.constexpr, D1: tl.constexpr):
-    """Numbers a, b [BN] of tokens of two heads beside the three blocks of their tile."""
+    """Expand numbers a, b [BN] of the tokens of two heads for the three blocks of their tile."""
     _, _, first = ends(False, D, D1)
     return a[:, None], tl.where(first[None, :], a[:, None], b[:, None]), b[:, None]
 
@@ -215,8 +215,8 @@ def head_operator(
     m, st, scale, n, eps, dtype: tl.constexpr, SECOND: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr,
     D1: tl.constexpr,
 ):  # fmt: skip
-    """(M in a dtype, m1, row, e) of one head, as in `algebra.affine` and `ratio.ratio_base`; the anchor is that of the
-    features 1, for which 1'M is zero."""
+    """Return (M in a dtype, m1, row, e) of one head, as in `algebra.affine` and `ratio.ratio_base`; the anchor belongs
+    to constant features 1, for which 1'M is zero."""
     E2: tl.constexpr = 2 * (D - D1)
     p = head_moment(m, SECOND, D, D1)
     sk = feature_sum(m, SECOND, D, D1)

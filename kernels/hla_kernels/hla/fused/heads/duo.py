@@ -58,8 +58,8 @@ def natural_pair(at, step, D: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def put_sums(to, m, factor, second, D: tl.constexpr, D1: tl.constexpr):
-    """Write the sums of one head before `tiles.outer4_end` (block 22 may be that of both) times a factor as a natural
-    matrix, in the element type of `to`: without the exchange between threads that `outer4_end` takes."""
+    """Write the sums of one head before `tiles.outer4_end` (block 22 may contain both heads) times a factor as a
+    natural matrix, in the element type of `to`, without the exchange between threads in `outer4_end`."""
     c, e, own = channels(second, D, D1)
     E: tl.constexpr = D - D1
     i = tl.arange(0, 64)
@@ -99,7 +99,7 @@ def product(x, y, second, D: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def unit_of(units, ORDER: tl.constexpr):
-    """The unit of an operator: that of its factors together."""
+    """Return the unit of an operator, the product of the units of its factors."""
     u = tl.load(units) * tl.load(units + 1)
     if ORDER == 4:
         u *= tl.load(units + 2)

@@ -2,8 +2,8 @@
 
 As accurate as tf32, with half the registers and shared memory.
 
-Each moment has a unit of its own, a power of two, in which its largest number is about 8: products of two matrices of
-up to 80 rows are float16 numbers then, and so are numbers of a moment down to 2**-17 of its largest one. Blocks as in
+Each moment has a separate unit, a power of two, in which its largest number is about 8. Products of two matrices of up
+to 80 rows are then in the range of float16, and so are entries down to 2**-17 of the largest one. Blocks as in
 `tiles`, equations as in `algebra`; F = V, P, C and M are [F, V], dM' is [V, F].
 """
 

@@ -1,9 +1,9 @@
 """la, hla2, ahla and hla3 without feature map, two neighbouring heads per program (`loops.pairs`).
 
-The forward of first order keeps its operator M, padded, [B * H, AREA], that of the others the COUNT = 2 or of hla3 3
-factors of it (`duo`) [B * H, COUNT, D, D] with units [B * H, 4], and M [B * H, D, D] where weights are those of pairs
-too; the backward sums dM alone over q and the gradients of o. Weights are kept as M is, one of first order, COUNT of
-the others; those of ahla and hla3 take too much room in pairs of heads: `split.apply_grads` writes their gradients.
+First order: the forward saves its operator M, padded, [B * H, AREA]. Higher orders: it saves the COUNT = 2 (hla3: 3)
+factors of M (`duo`) [B * H, COUNT, D, D] with units [B * H, 4], and M [B * H, D, D] if the backward runs by pairs too.
+The backward sums only dM, over q and the gradients of o. Weights are stored like M, one for first order, COUNT for
+higher orders. Weights of ahla and hla3 do not fit for two heads: `split.apply_grads` writes their gradients.
 """
 
 import triton

@@ -1,7 +1,7 @@
-"""Higher orders of the tokens as they are, forward and backward, with float16 factors (`halves`).
+"""Higher orders without options, forward and backward, with float16 factors (`halves`).
 
-The forward keeps its factors, 2 (D1 + D2)**2 bytes each, so that the backward sums dM alone over q and the gradients
-of o, and its D x D algebra reads factors where the tensor cores want them.
+The forward saves its factors, 2 (D1 + D2)**2 bytes each. The backward then sums only dM, over q and the gradients of o,
+and its D x D algebra reads factors from shared memory, as tensor cores require.
 """
 
 import triton
@@ -71,8 +71,8 @@ def plain_forward(
 
 @triton.jit
 def again(at, a, KEPT: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """A matrix as a factor, in float16; beside KEPT factors through memory, whence tensor cores get it without
-    registers (the assembler that Triton 3.6 has is known to corrupt operands there)."""
+    """Return a matrix as a float16 factor. With KEPT factors it goes through memory, so that tensor cores do not read
+    it from registers (the assembler of Triton 3.6 is known to corrupt such operands)."""
     a = cast4(a, tl.float16)
     if KEPT:
         put_matrix(at, a, D1, D2)
@@ -86,8 +86,8 @@ def plain_gradient(
     q, k, v, g, qn, kn, vn, gn, N, scale, factors, units, room, ORDER: tl.constexpr, KEPT: tl.constexpr,
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, few=None,
 ):  # fmt: skip
-    """What `half_weight` multiplies: factors, their units, S W, dM', P dM' and the scale of a weight; room for three
-    matrices. Factors that are not KEPT are summed again, beside dM, with `few` of `load_few`."""
+    """Return the arguments of `half_weight`: factors, their units, S W, dM', P dM' and the scale of a weight; room:
+    memory for three matrices. Without KEPT, factors are summed again together with dM, with `few` of `load_few`."""
     AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
     if KEPT:
         dm, _ = gradient_sums(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC)
@@ -156,9 +156,11 @@ def plain_backward(
     KEPT: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr,
     WRITE: tl.constexpr, STAY: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one head in LOOPS passes (`which`), the tiles of which take less shared memory than those of all
-    three gradients. STAY as in `sum_gradient`, of KEPT factors of one block. Few tokens beyond whole tiles are
-    apart (`load_few`), one block whose factors are not KEPT."""
+    """Compute dq, dk, dv of one head in LOOPS passes (`which`), which need less shared memory than a single pass.
+
+    STAY as in `sum_gradient`, for KEPT factors of one block. Tokens beyond full tiles are handled separately
+    (`load_few`), for one block without KEPT factors.
+    """
     APART: tl.constexpr = F2 == 0 and not KEPT
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)

@@ -32,7 +32,7 @@ from .plain import again
 
 @triton.jit
 def ones_through(y, p1, q1, ORDER: tl.constexpr, F2: tl.constexpr):
-    """m1 = S q1 of hla2 or R p1 of ahla: S is symmetric, and sums of rows are near, those of columns are not."""
+    """Return m1 = S q1 (hla2) or R p1 (ahla). S is symmetric, and sums along rows need fewer exchanges of threads."""
     x = p1
     if ORDER == 2:
         x = q1

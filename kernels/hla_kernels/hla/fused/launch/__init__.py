@@ -244,7 +244,7 @@ def two_step_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> 
 
 
 def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None) -> None:
-    """Fill `ratio` in a launch of its own; dq of the first order too."""
+    """Fill `ratio`, and dq of first order, in a separate launch."""
     q = call.q
     config = call.tiles(plan.divide_config)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])

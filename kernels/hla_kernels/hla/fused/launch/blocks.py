@@ -19,11 +19,11 @@ from ..spec import FEATURE_MAPS, PLANE, alignment, strides
 from .call import BLOCK, Call, Outs, pad
 
 SOURCES = "qkvg"
-Pair = tuple[str, Place, bool, int, bool]  # source, weight, whether that is turned, width and centring of the source
+Pair = tuple[str, Place, bool, int, bool]  # source, weight, weight transposed, width of the source, source centred
 
 
 def apart(*tensors: Tensor) -> tuple[list[tuple[int, int, int]], tuple[int, ...]]:
-    """The strides of each in units of its own alignment (dtypes differ), and those."""
+    """Return the strides of each tensor in units of its alignment (dtypes differ), and the alignments."""
     units = tuple(alignment(x) for x in tensors)
     return [strides(x, a) for x, a in zip(tensors, units, strict=True)], units
 
@@ -160,8 +160,8 @@ class Blocks:
         self.finish(partial, place, place.cols, False)
 
     def moment(self, name: str, x: str, y: str, scaled: bool, ridge: float = 0.0) -> None:
-        """The matrix `name` = Sum x y' of two tokens; of a ratio y has a column of ones, or of gradients of
-        denominators, beside which tokens that are centred sum to zero."""
+        """Compute the matrix `name` = Sum x y' over tokens. For a ratio, y has a column of ones or of gradients of
+        denominators, with which centred tokens sum to zero."""
         call, place, tx, ty = self.call, self.lay.at[name], self.tokens[x], self.tokens[y]
         divided, width = y == "g" and self.spec.normalize, ty.first.shape[3]
         ones = y in "vg" and place.cols > width and not is_centred(self.spec, x)
@@ -183,7 +183,7 @@ class Blocks:
     def product(
         self, out: str, a: str, b: str, add: str | None = None, ca: int = -1, cx: int = -1, turn: str = ""
     ) -> None:
-        """out = c[ca] A B + c[cx] X; `turn` has "a" or "b" where that is turned."""
+        """Compute out = c[ca] A B + c[cx] X; "a" or "b" in `turn`: A or B is transposed."""
         call, at = self.call, self.lay.at
         pa, pb, po, px = at[a], at[b], at[out], at[add or out]
         rows, inner = (pa.cols, pa.rows) if "a" in turn else (pa.rows, pa.cols)
@@ -251,7 +251,7 @@ def block_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
 
 
 def operator(run: Blocks) -> None:
-    """M from the moments; that of the first order is P itself."""
+    """Compute M from the moments; for first order M is P."""
     op = run.spec.op
     if op == "hla2":
         run.product("M", "S", "C")

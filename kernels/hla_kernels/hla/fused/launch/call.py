@@ -1,4 +1,4 @@
-"""One call: its sizes, its constexpr arguments, and the parts of what it saves."""
+"""Sizes, constexpr arguments and saved buffers of a call."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class Call:
         return self.seqs.mask is None and self.seqs.cu_seqlens is None and self.g == 1
 
     def tiles(self, entry: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
-        """Tiles, warps and stages of a kernel: `entry(*args)` of the static table. Programs start in turns
-        (`heads.stagger`) where a launch lasts long enough. On a CPU, whose interpreter knows no assembly, they do not,
-        and nothing can STAY in its L2."""
+        """Return tiles, warps and stages of a kernel, `entry(*args)` of the static table. Starts of programs are
+        staggered (`heads.stagger`) if a launch lasts long enough. On a CPU, where the interpreter does not support
+        inline assembly, there is no stagger and no STAY in L2."""
         config = entry(*args)
         assembly = self.q.device.type != "cpu"
         if "STAY" in config and not assembly:

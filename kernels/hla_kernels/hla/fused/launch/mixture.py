@@ -46,7 +46,7 @@ LEARNED, FIXED = Form("mixture", 10, mixture_config), Form("fixed", 5, fixed_con
 
 
 def means(call: Call) -> dict:
-    """Constexpr of the kernels that sum tokens beside moments. A ratio centres values too."""
+    """Return the constexpr arguments of kernels that sum tokens in addition to moments. A ratio centres values too."""
     lay, flags = call.lay.vectors(), call.pick("CENTER", "MEAN")
     return {"OFF": lay.off, "K": lay.k, **flags, "MEAN": flags["MEAN"] or call.spec.normalize}
 

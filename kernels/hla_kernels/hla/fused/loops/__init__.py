@@ -4,8 +4,8 @@ q, k, v, g, o point at the first token of the head; strides are in elements. phi
 and g V = V1 + V2.
 
     sum_moments   P = Sum k v'  S = Sum k k'  C = Sum q v'  R = Sum k q'  W = Sum q q', token sums, and dM' = Sum g q'
-    sum_features  the same of phi(q) and phi(k), and dm1 and dM' through the division of the normalised form;
-                  feature_moments, moments_apart: the first of these in one pass or two
+    sum_features  as sum_moments with phi(q) and phi(k); dm1 and dM' through the division of the normalised form;
+                  feature_moments, moments_apart: the moments only, in one pass or two
     sum_keys      P and the token sums of phi(k) and v alone
     sum_gradient  dM' = Sum g q' alone
     sum_ratio     dm1 and dM' through the division, and dq of the first order

@@ -142,11 +142,11 @@ def sum_features(
     KEEP: the features are written too, a turn late as they are multiplied, in one layout: keep = (of q, of k, strides
     of a token); heads of a group write the same.
 
-    SPARE: nothing reads the moments beyond D, so that a column of ones beside the features can give sums.
+    SPARE: nothing reads the moments beyond D, so that an additional column of ones gives sums.
 
-    One turn transforms a tile and multiplies the tile before: a carried tile is an operand in shared memory, where one
-    transformed in the same turn would be taken apart in registers; v and g are loaded a turn late instead. The first
-    product and the last transform are of zeros, without a branch, which would keep the loads from being pipelined.
+    One iteration transforms a tile and multiplies the previous one: a carried tile is an operand in shared memory,
+    while a tile transformed in the same iteration would be an operand in registers. v and g are loaded one iteration
+    late. The first product and the last transform are of zeros; a branch would prevent pipelining of the loads.
     """
     DIVIDE: tl.constexpr = GRAD and NORM
     SHIFT: tl.constexpr = is_shifted(FMAP)

@@ -3,8 +3,8 @@
 A row of 72 channels ends in half a sector of 32 bytes, which memory is paid for as a whole; two of them end where a
 sector does. A tile of a pair is (the first head's D1 channels, E channels of each head, the second head's other D1),
 D = D1 + E: three blocks of whole sectors. So the second head has its first E channels last, in rows and columns of its
-matrices too. Two matrices are seven blocks (a11, a12, a21, b11, b12, b21, m22), of which m22 [2 E, 2 E] is that of both
-heads on its diagonal and zero beside it.
+matrices too. Two matrices are seven blocks (a11, a12, a21, b11, b12, b21, m22), where m22 [2 E, 2 E] is block diagonal
+and holds blocks 22 of both heads.
 """
 
 import triton
@@ -27,8 +27,8 @@ def load_pair(ptr, i, stride, live, D: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def load_ends(ptr, i, stride, live, D: tl.constexpr, D1: tl.constexpr):
-    """The middle block of a tile in 64 columns: a product wants 64 rows of it, and mma.sync beside wgmma makes the
-    assembler wait for each."""
+    """Load the middle block of a tile in 64 columns: wgmma needs 64 rows of it, and mixing mma.sync with wgmma makes
+    the assembler wait for each product."""
     c = tl.arange(0, 64)[None, :]
     keep = live[:, None] & (c < 2 * (D - D1))
     return tl.load(ptr + i[:, None] * stride + D1 + c, mask=keep, other=0.0)
@@ -51,8 +51,8 @@ def store_pair(ptr, i, stride, live, x, PART: tl.constexpr, D: tl.constexpr, D1:
 
 @triton.jit
 def ends(SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
-    """Of the first or the second head: the channels of its block of D1 and of that of 2 E, and which of the latter are
-    its own."""
+    """Return for the first or the second head the channels of its block of D1 and of the block of 2 E, and which of the
+    latter belong to it."""
     E: tl.constexpr = D - D1
     e = tl.arange(0, 2 * E)
     if SECOND:
@@ -148,8 +148,8 @@ def end_outer(m):
 
 @triton.jit
 def of_one(m, SECOND: tl.constexpr, SQUARE: tl.constexpr):
-    """The blocks of the first or the second head of sums before `end_outer`, SQUARE: of `add_square`; block 22 is that
-    of both."""
+    """Return the blocks of the first or the second head from sums before `end_outer` (SQUARE: of `add_square`); block
+    22 contains both heads."""
     if SECOND:
         out = (m[3], m[4], m[4] if SQUARE else m[5], m[6])
     else:
@@ -159,8 +159,8 @@ def of_one(m, SECOND: tl.constexpr, SQUARE: tl.constexpr):
 
 @triton.jit
 def row_maxima(m, SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
-    """Of sums before `end_outer`: the largest |number| in each of D1 rows of the first or the second head; rows of
-    blocks 21 and 22 are put on those of the others."""
+    """Return the largest |number| in each of D1 rows of the first or the second head, from sums before `end_outer`;
+    rows of blocks 21 and 22 are folded onto the other rows."""
     E: tl.constexpr = D - D1
     _, _, own = ends(SECOND, D, D1)
     i = tl.arange(0, D1)
@@ -245,7 +245,7 @@ def pair_product(
     """Write o = x w (TWO: + y u) of two heads for tokens lo..hi. Last tile first: it is the one still in L2.
 
     PART 0: all of o, 1: its first two blocks, 2: its last one, for which the weights of a pair take less room. STAGES:
-    of the loop, if not those of the kernel.
+    stages of the loop, if different from the kernel's.
     """
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)

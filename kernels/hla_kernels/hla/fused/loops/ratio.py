@@ -1,4 +1,4 @@
-"""The pass that sums the gradients of a ratio, beside the one product that it divides."""
+"""The pass over queries of the backward of a ratio: sums of gradients, with a single product per tile."""
 
 import triton
 import triton.language as tl
@@ -228,11 +228,12 @@ def sum_ratio(
     """(P, S, C, R, W) with MOMENTS, dM' = Sum g (phi(q) / den)', dm1 = Sum (d loss / d den) phi(q) over tokens lo..hi,
     the last for `end_pairs`.
 
-    Everything of a query is elementwise beside r = M g, whose rows are those of dq: den = phi(q).m1, g.y = phi(q).r.
-    WRITE: dq = (r - (g.o) m1) / den phi'(q), all of it where M is of keys alone; otherwise 1 / den and
-    d loss / d den of every token go to ratio [*, 2].
+    Apart from r = M g, with the rows of dq, everything is elementwise per query: den = phi(q).m1, g.y = phi(q).r.
+    WRITE: dq = (r - (g.o) m1) / den phi'(q), which is complete if M depends on keys only; otherwise 1 / den and
+    d loss / d den of every token are stored in ratio [*, 2].
 
-    What all queries have in common is taken off phi(q) / den before it is rounded: c = 1 / 1'm1, that of phi(q) = 1.
+    The common part of all queries, c = 1 / 1'm1 (the value for phi(q) = 1), is subtracted from phi(q) / den before it
+    is rounded.
     PLANES = 2: m, in float32, and phi(q) / den are sums of two numbers of the dtype of the tokens. ANCHORED as in
     `ratio_base`. late: where m1 lies, which is then loaded in every turn.
     """

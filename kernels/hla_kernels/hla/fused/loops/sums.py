@@ -134,8 +134,8 @@ def begin_moments(
     ORDER: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, NEEDED: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Accumulators of (P, S, C, R, W). ORDER 6: C and R, what `polynomial` has beyond hla3. One
-    alone: P 1, W 7, S 8, C 9, R 10; those of two tokens each: P and S 11, C and W 12."""
+    """Return accumulators of (P, S, C, R, W). ORDER 6: C and R, which `polynomial` needs in addition to hla3. Single
+    moments: P 1, W 7, S 8, C 9, R 10. Two moments of the same two tensors: P and S 11, C and W 12."""
     HAS_S: tl.constexpr = ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11
     HAS_C: tl.constexpr = ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12
     mp = begin(F1, F2, V1, V2, NEEDED and ((ORDER < 6 and ORDER != 2) or ORDER == 11), False, TAIL)
@@ -241,7 +241,7 @@ def sum_moments(
 ):  # fmt: skip
     """(P, S, C, R, W), (sum q, sum k, sum v), dM', sum g over tokens lo..hi of the tokens as they are.
 
-    SUMS: 1 all sums; 2 those of the tokens that the order multiplies, in few registers; 3 that of g alone. ONCE: k and
+    SUMS: 1 all sums; 2 sums of the tokens that the order multiplies, in few registers; 3 sum g only. ONCE: k and
     v are not read again; let q stay in L2 instead, which STAY asks for. few: q, k, v (and g) of `load_few`, of one
     block, without SUMS.
     """
@@ -250,7 +250,7 @@ def sum_moments(
     SUM_V: tl.constexpr = SUMS == 2 and ORDER != 10
     ALL: tl.constexpr = SUMS == 1
     TAIL: tl.constexpr = F2 > 0 and V2 > 0 and F1 >= 64 and V1 >= 64
-    # addresses that another loop has too, or beside which sums have no registers
+    # addresses shared with another loop, or addresses that leave no registers for sums
     AGAIN: tl.constexpr = PREC == "ieee" and (ORDER == 6 or (F2 > 0 and SUMS == 2))
     dtype: tl.constexpr = q.dtype.element_ty
     SETTLE: tl.constexpr = SUMS > 0 and (F2 > 0 or V2 > 0) and dtype != tl.float32

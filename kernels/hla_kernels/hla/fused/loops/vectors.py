@@ -33,7 +33,7 @@ def column(x, dtype: tl.constexpr, EXACT: tl.constexpr = False):
 
 @triton.jit
 def columns(x, dtype: tl.constexpr, D2: tl.constexpr, EXACT: tl.constexpr = False):
-    """`column` of both parts of a vector, or the vector; dtype: that of the features that it meets."""
+    """Return `column` of both parts of a vector, or the vector; dtype: of the features in the product."""
     out = x
     if dtype == tl.bfloat16:
         c1 = column(x[0], dtype, EXACT)
@@ -114,8 +114,8 @@ def add_common(acc, x, ones, D2: tl.constexpr):
 
 @triton.jit
 def once(x):
-    """x. An operand of products in several layouts is computed in each of them, unless an instruction that the compiler
-    does not know gives it."""
+    """Return x through inline assembly, which is opaque to the compiler: otherwise it would recompute an operand of
+    products in several layouts for each layout."""
     if x.dtype == tl.bfloat16:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
     return x
@@ -123,15 +123,15 @@ def once(x):
 
 @triton.jit
 def beside(x, r):
-    """x in the layout of the product r, the only one in which sums of rows are near: x | 0, and the compiler only sees
-    that it is 0 when layouts are settled."""
+    """Return x in the layout of the product r, in which row sums need few exchanges of threads. It is x | 0; the
+    compiler detects the 0 only after it has chosen layouts."""
     zero = (r.to(tl.uint32, bitcast=True) >> 16) >> 16
     return (x.to(tl.uint32, bitcast=True) | zero).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def laid(x, r):
-    """`beside` of a tile of bfloat16 tokens as it was loaded."""
+    """Return a loaded tile of bfloat16 tokens in the layout of the product r."""
     zero = ((r.to(tl.uint32, bitcast=True) >> 16) >> 16).to(tl.uint16)
     return (x.to(tl.uint16, bitcast=True) | zero).to(tl.bfloat16, bitcast=True)
 

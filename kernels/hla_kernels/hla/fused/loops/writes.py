@@ -177,8 +177,8 @@ def write_grads(
     pointers then. more: rows of `maps.centre_softmax`.
 
     PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv, 5: dq and dv (what a part does not use is not loaded).
-    STAGES: of the loop, if not those of the kernel. LAST as in `read_out`. TILED: rows of a ratio are products with a
-    tile of ones, for which a program has room.
+    STAGES: stages of the loop, if different from the kernel's. LAST as in `read_out`. TILED: rows of a ratio are
+    products with a tile of ones.
     """
     SOFTMAX: tl.constexpr = FMAP == 3 or FMAP == 4
     MAP: tl.constexpr = FMAP + 3 if SOFTMAX and not NORM else FMAP
@@ -186,7 +186,7 @@ def write_grads(
     dtype: tl.constexpr = q.dtype.element_ty
     APART: tl.constexpr = ORDER < 5 and F1 > 64 and V1 > 64 and dtype != tl.float32
     MATRIX: tl.constexpr = TILED and NORM and F1 <= 64 and V1 <= 64 and dtype == tl.bfloat16
-    # the slope of a feature that a product reads is that of its rounding
+    # the slope of a feature that a product reads is computed from the rounded feature
     READ_Q: tl.constexpr = F2 == 0 and (ORDER >= 4 or (PART == 0 and ORDER > 1) or (PART == 5 and ORDER == 2))
     READ_K: tl.constexpr = F2 == 0 and (ORDER == 2 or ORDER >= 4 or PART != 3)
     # addresses of operands would stay in registers from turn to turn: 80 of them and more

@@ -95,7 +95,7 @@ def kept(FMAP):
 
 @triton.constexpr_function
 def shift_of(FMAP, CENTER, NORM, D):
-    """What features are more than those of `read_out` and of the sums that its row is made of."""
+    """Return the difference between the features and the shifted features of `read_out` and the sums for its row."""
     if FMAP in (5, 8):
         return 0.0 if CENTER == 2 else 1.0
     return 1.0 / D if FMAP in (3, 4) and not NORM else 0.0
@@ -116,8 +116,8 @@ def unshift(
     m, sums, n, ORDER: tl.constexpr, CENTER: tl.constexpr, ONES: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
-    """(P, S, C, R, W) of phi = f + 1 from those of f over n tokens, where they are not centred: Sum (f + 1)(g + 1)' =
-    Sum f g' + 1 Sum g' + (Sum f + n 1) 1'. A centred moment (ONES: v is) is the same of both."""
+    """Convert moments (P, S, C, R, W) of f over n tokens to moments of phi = f + 1: Sum (f + 1)(g + 1)' = Sum f g' +
+    1 Sum g' + (Sum f + n 1) 1'. Centred moments (ONES: v is centred) do not change."""
     mp, ms, mc, mr, mw = m
     sq, sk, sv = sums
     one = ones2(D, F1, F2)
@@ -138,7 +138,7 @@ def unshift(
 
 @triton.jit
 def unshift_sums(sums, n, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
-    """(sum q, sum k, sum v) of phi = f + 1 from those of f over n tokens."""
+    """Convert (sum q, sum k, sum v) of f over n tokens to phi = f + 1."""
     one = ones2(D, F1, F2)
     return axpy2(sums[0], n, one, F2), axpy2(sums[1], n, one, F2), sums[2]
 

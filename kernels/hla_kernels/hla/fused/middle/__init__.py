@@ -54,8 +54,8 @@ def times(x, m, BR: tl.constexpr, K2: tl.constexpr, B1: tl.constexpr, B2: tl.con
 def plus_times(acc, x, m, K2: tl.constexpr, B2: tl.constexpr, MID: tl.constexpr):
     """acc + x m, the narrow columns first.
 
-    All products of a kernel share the warps of the last one, of which Triton lays columns side by side only if it has
-    more columns than rows; below each other, each of them would multiply the same 16 rows.
+    All products of a kernel use the warp layout of the last one. Triton spreads warps along columns only if a product
+    has more columns than rows; otherwise each warp would multiply the same 16 rows.
     """
     o2 = acc[1]
     if B2 > 0:
@@ -92,7 +92,7 @@ def times_exact(
 ):  # fmt: skip
     """Rows r..r+BR of X M, X [A, K] with strides (XA, XK) and M [K, B] with strides (MK, MB), to the digits of float32.
 
-    Three bf16 a number, and a sum of its own for each block of 16: tensor cores cut off what they add to.
+    Three bfloat16 per number, and a separate sum for each block of 16, since tensor cores truncate their accumulator.
     """
     i = r + tl.arange(0, BR)
     j = tl.arange(0, B1)
@@ -114,8 +114,8 @@ def times_exact(
 
 @triton.jit
 def load_symmetric(ptr, A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr):
-    """A symmetric [A, A] matrix as the right factor of a tf32 product, read along the rows of its transpose: the
-    tensor cores want it so in shared memory."""
+    """Load a symmetric [A, A] matrix as the right factor of a tf32 product, along the rows of its transpose, the layout
+    that tensor cores require in shared memory."""
     return load4(ptr, A, A1, A2, A, A1, A2, 1, A)
 
 

@@ -1,4 +1,4 @@
-"""The static table: which path a call takes (`paths`), and tiles, warps and stages of every pass."""
+"""Static table of tiles, warps and stages per pass; `paths` chooses the path of a call."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ INVARIANT = {"on": False}
 
 
 def set_batch_invariant(on: bool) -> None:
-    """Whether the Triton forms give a sample the same bits whatever the batch around it; off at first.
+    """Make the results of the Triton forms for a sample bitwise independent of the rest of the batch; off by default.
 
-    On, a plan is made for 64 heads whatever B and H are, which costs speed where they are many or few. It depends on N,
-    padding included, or on max_seqlen still: packed sequences keep their bits under one max_seqlen. It holds for the
-    process, forward and backward: set it before the first call, and before anything is compiled or captured.
+    If on, plans are made for 64 heads whatever B and H are, which is slower for many or few heads. Plans still depend
+    on N (padding included) or max_seqlen: results of packed sequences are reproducible for equal max_seqlen. The
+    setting holds for the process, forward and backward. Set it before the first call, compilation or graph capture.
     """
     if not isinstance(on, bool):
         raise ValueError(f"set_batch_invariant takes True or False, got {on!r}.")
@@ -51,7 +51,7 @@ def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtyp
 
 def weights_config(spec: Spec, dtype: torch.dtype) -> dict[str, int]:
     """Tiles of `head_weights`."""
-    if dtype == torch.float32:  # told nothing, ptxas takes 32 for that of a ratio of hla3
+    if dtype == torch.float32:  # by default, ptxas uses 32 registers for the ratio of hla3
         return {"BN": 32, "num_warps": 8, "num_stages": 2, "maxnreg": 255}
     if mapped(spec) or spec.normalize:
         return {"BN": 64, "num_warps": 8 if mapped(spec) else 4, "num_stages": 2}
@@ -100,7 +100,7 @@ def readout_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[st
 
 
 def divides(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> bool:
-    """Whether what the queries of a ratio are divided by is written in a pass of its own: `loops.wide`."""
+    """Whether the denominators of a ratio are computed in a separate pass, `loops.wide`."""
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80 and dtype != torch.float32
     return spec.normalize and wide and (not mapped(spec) or spec.alone(dtype))
 
@@ -157,11 +157,11 @@ def apply_config(
         return {"BN": 32, "num_warps": 4, "num_stages": 3, "ROLES": 1}
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 64
     if dtype == torch.float32:
-        # two weights of 128 do not fit in shared memory; those of a softmax pair are at most 96 wide
+        # two weights of 128 columns do not fit in shared memory; weights of a softmax pair have at most 96
         fits = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) <= 96 or spec.softmax
         config = {"BN": 32 if fits or direction == "forward" else 16, "num_warps": 8, "num_stages": 1}
         if direction == "backward":
-            # told nothing, ptxas takes 128 for the products of hla3
+            # by default, ptxas uses 128 registers for the products of hla3
             config |= {"ROLES": 2 if fits else 3} | ({"maxnreg": 255} if spec.op == "hla3" else {})
         return config
     if direction == "forward":
@@ -199,8 +199,8 @@ def tiles_of_ones(spec: Spec, w: dict[str, int], rows_done: bool) -> str:
 
 
 def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int, batch_heads: int) -> dict[str, str]:
-    """How products are multiplied: PREC those of token tiles (without "ieee", of float32 tokens only), MID those of
-    D x D matrices, EXACT those that the gradient of coefficients sums ("blocks": `middle.times_exact`).
+    """Return the precision of products. PREC: products of token tiles (without "ieee" for float32 tokens only); MID:
+    of D x D matrices; EXACT: of products in the gradient of coefficients ("blocks": `middle.times_exact`).
 
     tf32 is enough where the result is rounded to bf16; what softmaxes have in common cancels, and so does what a ratio
     through R or W reads of many tokens: but for 1 / sqrt(N) of the operator its outputs are alike. Float32 tokens are

@@ -40,8 +40,8 @@ def block_config(kernel: str, width: int = 128, digits: int = 1) -> dict[str, in
 
 
 def softmaxes(spec: Spec, dtype: torch.dtype, save: bool) -> bool:
-    """Of calls by blocks, whether both softmaxes are evaluated by the passes that read them (`blocks.softmaxes`); of a
-    mixture of orders those of a forward that no backward follows."""
+    """Whether a call by blocks evaluates the softmax pair in the passes that read it (`blocks.softmaxes`); `polynomial`
+    does so only in a forward without backward."""
     form = spec.normalize and spec.center is None and not spec.mean_path and (spec.op != "polynomial" or not save)
     return spec.feature_map == "softmax_pair" and form and dtype == torch.bfloat16
 

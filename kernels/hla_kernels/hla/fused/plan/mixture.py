@@ -19,7 +19,7 @@ def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
         return {"num_warps": 8 if w["F2"] > 0 else 4, "num_stages": 1}
     if kernel in ("operator", "products"):
         return {"num_warps": 4, "num_stages": 1}
-    if kernel == "backward":  # it takes 128 registers of itself, and spills only where it is told to
+    if kernel == "backward":  # it uses 128 registers by default, and spills only with a limit
         return {"BN": 32, "num_warps": 8, "num_stages": 3, "DELAY": 10000, "SLOTS": 2}
     if kernel == "backward_centred":
         return {"BN": 32, "num_warps": 4, "num_stages": 2, **AT_ONCE}

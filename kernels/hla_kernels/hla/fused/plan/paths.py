@@ -1,4 +1,4 @@
-"""Which path a call takes: a decision by its form and its sizes, in one place (`path`)."""
+"""Choice of the path of a call from its form and its sizes (`path`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cut(w: dict[str, int]) -> bool:
 
 
 def plain(spec: Spec) -> bool:
-    """Whether moments are those of the tokens as they are, and nothing else is summed."""
+    """Whether moments are of unmodified tokens, and nothing else is summed."""
     return not (mapped(spec) or spec.kept or spec.sums)
 
 

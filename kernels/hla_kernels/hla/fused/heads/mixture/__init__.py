@@ -103,7 +103,7 @@ def mixture_operator(
     kept, units, room, matrix, coefficients, H, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr,
     KR: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
-    """M of every head; room for a matrix, or without DIGITS the left factor of P in the place of R."""
+    """Compute M of every head; room: memory for a matrix. Without DIGITS the left factor of P overwrites R."""
     head = tl.program_id(0).to(tl.int64)
     units += head * 8
     m, ut = mixed_operator(

@@ -35,7 +35,7 @@ from ...tiles import (
 )
 from ..halves import get_matrix, half, largest_folded, put_matrix
 
-REST = tl.constexpr(2.0**-11)  # of a rest's unit in that of its matrix: both have the same largest number
+REST = tl.constexpr(2.0**-11)  # unit of a rest over the unit of its matrix; both have the same largest number
 P, S, C, R, W, RESTS = (tl.constexpr(i) for i in range(6))  # where a moment lies, in matrices; its rest RESTS behind it
 DM, Z, T, REST_DM = (tl.constexpr(i) for i in range(4))  # dM, dM P' and c1 I + c3 R + c4 S W, likewise
 
@@ -163,7 +163,7 @@ def put_left(to, t, r, c, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def moment(kept, r, ur, KEPT: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """R: r, or KEPT: that of `kept`, which holds no registers until then."""
+    """Return R: r, or with KEPT the saved one, which is loaded late to save registers."""
     out = r
     if KEPT:
         out = whole(kept, R, ur, D1, D2)

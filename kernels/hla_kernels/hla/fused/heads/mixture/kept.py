@@ -39,7 +39,7 @@ def load_units(at):
 def put_sums(
     vectors, sums, ORDER: tl.constexpr, OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr
 ):  # fmt: skip
-    """Write sum q, sum k, sum v; of several programs a head the one with C writes that of q, the one with P the
+    """Write sum q, sum k, sum v; with several programs per head, the program of C writes sum q, the program of P the
     others."""
     if ORDER < 6 or ORDER == 12:
         store_vec(vectors + OFF[5], sums[0], D, D1, D2)

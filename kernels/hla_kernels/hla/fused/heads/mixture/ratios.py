@@ -46,8 +46,8 @@ def ratio_operator(
     kept, units, room, vectors, matrix, coefficients, N, H, scale, OFF: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
-    """M - m1 a' of every head, and m1 and vbar + a with a of `algebra.anchor` to its vectors. Room for three matrices,
-    or without DIGITS the left factor of P in the place of R."""
+    """Compute M - m1 a' of every head, and m1 and vbar + a, with a of `algebra.anchor`, in its vectors. room: memory
+    for three matrices; without DIGITS the left factor of P overwrites R."""
     pid = tl.program_id(0)
     head = pid.to(tl.int64)
     _, N, scale = span(N, pid // H, pid, scale)
