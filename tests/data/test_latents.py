@@ -113,7 +113,7 @@ def test_an_interrupted_extraction_goes_on(classes, vae, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         extract_latents.main(words(images, vae, tmp_path / "out"))
     assert not (tmp_path / "out" / "manifest.json").exists()
-    with pytest.raises(ValueError, match=r"is not complete: run tools/extract_latents.py again"):
+    with pytest.raises(ValueError, match=r"is not complete: run `zoo extract-latents` again"):
         read_manifest(tmp_path / "out")
     monkeypatch.setattr(extracting, "encode_images", encode)
     with pytest.raises(ValueError, match=r"was begun with another flip"):

@@ -95,9 +95,9 @@ def test_a_step_is_chosen_and_newer_ones_are_set_aside(run, original, capsys):
 
 
 def test_a_step_without_a_checkpoint_is_refused_with_those_there_are(run, tmp_path):
-    with pytest.raises(ValueError, match=r"no checkpoint of that step; it has those of 6, 8, 10"):
+    with pytest.raises(ValueError, match=r"no checkpoint of that step; steps with one: 6, 8, 10"):
         ClassificationRun(settings(run, 7))
-    with pytest.raises(ValueError, match=r"it has those of no step"):
+    with pytest.raises(ValueError, match=r"steps with one: none"):
         ClassificationRun(settings(tmp_path / "new", 7))
 
 

@@ -136,8 +136,8 @@ def choose_checkpoint(folder: Path, resume: bool | int) -> Path | None:
         return found[-1] if found else None
     chosen = next((path for path in found if step_of(path) == resume), None)
     if chosen is None:
-        steps = ", ".join(str(step_of(path)) for path in found) or "no step"
-        raise ValueError(f"run.resume={resume}: {folder} has no checkpoint of that step; it has those of {steps}")
+        steps = ", ".join(str(step_of(path)) for path in found) or "none"
+        raise ValueError(f"run.resume={resume}: {folder} has no checkpoint of that step; steps with one: {steps}")
     return chosen
 
 

@@ -44,7 +44,7 @@ def _check_config(settings: AnySettings, file: Path) -> None:
         names = ", ".join(changed[:MOST_NAMED])
         raise ValueError(
             f"{file.parent} holds a run with another configuration; they differ in {names}{more}. To train its model "
-            f"on with these, start a run of its own: model.checkpoint={file.parent} and another run.folder"
+            f"on with these, start another run: model.checkpoint={file.parent} and another run.folder"
         )
 
 

@@ -239,7 +239,7 @@ def test_what_cannot_be_compared(tmp_path):
         ([images], str(tmp_path / "none.safetensors"), small_extractor(), r"there is no statistics file"),
         ([images[:6]], stats, small_extractor(), r"the samples are 6 images, not more than the 6 features"),
         ([images], [images[:5]], small_extractor(), r"the reference are 5 images, not more than the 6 features"),
-        ([noise_images(20, 0, size=16)], stats, small_extractor(), r"have 16 x 16 pixels, those of .* 8 x 8"),
+        ([noise_images(20, 0, size=16)], stats, small_extractor(), r"have 16 x 16 pixels, the images of .* 8 x 8"),
     ]:
         with pytest.raises(ValueError, match=sentence) as caught:
             score(samples, reference, extractor, PLAIN)

@@ -123,7 +123,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     if not file.is_file():
         begun = (Path(folder) / PLAN).is_file()
         what = (
-            "is not complete: run tools/extract_latents.py again"
+            "is not complete: run `zoo extract-latents` again"
             if begun
             else f"holds no latents: no {MANIFEST} (zoo extract-latents)"
         )

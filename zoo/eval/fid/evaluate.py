@@ -70,8 +70,9 @@ def reference_statistics(where: Place, extractor: Extractor, options: FidOptions
         return known
     if extractor.identity.name != INCEPTION or len(known.pool.mean) != extractor.identity.dim:
         raise ValueError(
-            f"{where} holds statistics of another extractor: an .npz with mu and sigma is taken for those of Inception "
-            f"with 2048 features, it has {len(known.pool.mean)} and the extractor here is {extractor.identity.name!r}"
+            f"{where} holds statistics of another extractor: an .npz with mu and sigma is read as statistics of "
+            f"Inception with 2048 features; it has {len(known.pool.mean)}, and the extractor here is "
+            f"{extractor.identity.name!r}"
         )
     if "arr_0" not in array_names(where):
         known.warnings.append(f"{where} holds mu and sigma, but no images: no KID, precision and recall")
@@ -91,7 +92,7 @@ def _check_sizes(samples: Statistics, reference: Statistics) -> None:
     if reference.image_size and samples.image_size != reference.image_size:
         one, other = ("{1} x {0}".format(*s.image_size) for s in (samples, reference))
         raise ValueError(
-            f"the images of {samples.images} have {one} pixels, those of {reference.images} {other}: "
+            f"the images of {samples.images} have {one} pixels, the images of {reference.images} {other}: "
             "a score needs the same size on both sides (see fid.image_size)"
         )
 

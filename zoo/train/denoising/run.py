@@ -97,7 +97,7 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
         if self.times != ALL and settings.sample.every:
             raise ValueError(
                 f"the model denoises only the times {self.times[0]} to {self.times[1]}, so that it draws no samples "
-                "alone: set sample.every=0, and sample both transformers with tools/sample.py"
+                "alone: set sample.every=0, and sample both transformers with `zoo sample`"
             )
         self.objective = create_objective(settings.objective, self.times)
         self.plan = BatchPlan(
