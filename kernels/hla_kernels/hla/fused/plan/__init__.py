@@ -24,12 +24,12 @@ def set_batch_invariant(on: bool) -> None:
 
 
 def planned(batch_heads: int) -> int:
-    """The number of (batch, head) pairs a plan is made for."""
+    """Return the number of (batch, head) pairs that a plan is made for."""
     return 64 if INVARIANT["on"] else batch_heads
 
 
 def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
-    """Tiles of `head_forward` (BN sums, BO reads out) and `head_backward`."""
+    """Return the tiles of `head_forward` (BN sums, BO reads out) and `head_backward`."""
     if dtype == torch.float32:
         spills = direction == "backward" and spec.op == "hla2" and not spec.normalize and not mapped(spec)
         more = {"num_warps": 16, "maxnreg": 128} if spills else {"num_warps": 8}
@@ -50,7 +50,7 @@ def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtyp
 
 
 def weights_config(spec: Spec, dtype: torch.dtype) -> dict[str, int]:
-    """Tiles of `head_weights`."""
+    """Return the tiles of `head_weights`."""
     if dtype == torch.float32:  # by default, ptxas uses 32 registers for the ratio of hla3
         return {"BN": 32, "num_warps": 8, "num_stages": 2, "maxnreg": 255}
     if mapped(spec) or spec.normalize:
@@ -70,7 +70,7 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype, keep: bool 
             "num_stages": 2,
         }
     if spec.alone(dtype) and mapped(spec):
-        if wide > 80:  # two programs a multiprocessor
+        if wide > 80:  # two programs per multiprocessor
             return {"BN": 32, "num_stages": 5, "num_warps": 8, "maxnreg": 128}
         return {"BN": 32 if w["F2"] > 0 else 64, "num_stages": 3, "num_warps": 4}
     if mapped(spec):
@@ -87,7 +87,7 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype, keep: bool 
 
 
 def readout_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
-    """Tiles of `reduce_readout`."""
+    """Return the tiles of `reduce_readout`."""
     pulled = not mapped(spec)
     if spec.op == "polynomial":
         pulled = spec.digits(dtype, True) < 3 and not spec.softmax
@@ -106,35 +106,36 @@ def divides(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> bool:
 
 
 def divide_config() -> dict[str, int]:
-    """Tiles of `divide_grads`."""
+    """Return the tiles of `divide_grads`."""
     return {"BN": 64, "num_warps": 4, "num_stages": 2}
 
 
 def halves(w: dict[str, int]) -> dict[str, int]:
-    """Widths of queries in `divide_grads`: 128 channels in two halves, one of which is in registers at a time."""
+    """Return the widths of queries in `divide_grads`: 128 channels in two halves, with one in registers at a time."""
     return {"R1": 64, "R2": 64, "F1": 64, "F2": 64} if w["F1"] == 128 else {}
 
 
 def first_at_once(w: dict[str, int], batch_heads: int, n: int) -> bool:
-    """Whether one program does the whole backward of a head of a ratio of first order (no faster than two launches at
-    72 channels, where it spills)."""
+    """Whether one program runs the whole backward of a head for a ratio of first order (not at 72 channels, where it
+    spills and is not faster than two launches)."""
     return narrow(w) and n <= 512 and not few_heads(batch_heads, n)
 
 
 def query_config(w: dict[str, int]) -> dict[str, int]:
-    """Tiles of `query_grads`."""
+    """Return the tiles of `query_grads`."""
     if max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80:
         return {"BN": 64, "num_warps": 8, "num_stages": 3}
     return {"BN": 64, "num_warps": 4, "num_stages": 3}
 
 
 def key_config(w: dict[str, int]) -> dict[str, int]:
-    """Tiles of `key_grads`."""
+    """Return the tiles of `key_grads`."""
     return {"BN": 64, "num_warps": 4, "num_stages": 2 if max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80 else 3}
 
 
 def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
-    """2 or 5 where the five moments of `polynomial` do not fit in the registers of one program."""
+    """Return the number of programs per part of `reduce_moments`: 2 or 5 if the moments of `polynomial` do not fit in
+    the registers of one program."""
     fits = w["F1"] + w["F2"] <= 64 and w["V1"] + w["V2"] <= 64
     if spec.op != "polynomial" or (fits and dtype == torch.bfloat16 and not spec.digits(dtype, True)):
         return 1
@@ -181,11 +182,11 @@ def apply_config(
     stages = 3 if very or (not wide and (deep or spec.op == "hla3")) else 2
     if grouped and very and spec.op == "ahla":  # three take more shared memory than there is
         stages = 2
-    if spec.op == "polynomial" and cut(w):  # two programs a multiprocessor
+    if spec.op == "polynomial" and cut(w):  # two programs per multiprocessor
         stages = 1
     warps = 8 if very or (spec.shifted(dtype) and not spec.kept) or spec.softmax else 4
     roles = 3 if once and cut(w) and not third else 2 if wide or third or deep or (spec.kept and spec.normalize) else 1
-    # three programs a multiprocessor
+    # three programs per multiprocessor
     more = {"maxnreg": 168} if once and cut(w) and third else {}
     return {"BN": 64, "num_warps": warps, "num_stages": stages, "ROLES": roles, **more}
 
@@ -225,8 +226,8 @@ def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int, batch_
 def middle_config(
     kernel: str, spec: Spec, w: dict[str, int], rows: int, batch_heads: int, prec: dict[str, str]
 ) -> dict[str, int]:
-    """Rows of a block and warps of `middle` and of the kernels of "middle_grads": a head at once where heads fill the
-    chip."""
+    """Return the rows per block and the warps of `middle` and of the "middle_grads" kernels: all rows of a head at once
+    if the heads fill the GPU."""
     tile = max(w["F1"], w["V1"])
     if prec["MID"] in ("tf32x3", "ieee"):
         return {"BR": 16, "num_warps": 8, "num_stages": 1}
@@ -247,15 +248,15 @@ def middle_config(
 
 
 def middle_halves(spec: Spec, w: dict[str, int], mid: str) -> dict[str, int]:
-    """Widths in `middle_grads_key`: 128 channels in two halves where rows, what tf32 leaves of them and a whole matrix
-    do not fit in registers."""
+    """Return the widths in `middle_grads_key`: 128 channels in two halves if rows, their tf32 remainders and a full
+    matrix do not fit in registers."""
     if spec.op != "hla2" or mid != "tf32x3":
         return {}
     return {f"{x}{i}": 64 for x in "FV" if w[f"{x}1"] == 128 for i in (1, 2)}
 
 
 def reduce_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
-    """(parts, tokens of a part): enough programs to fill the chip, at least 256 tokens each. A function of sizes
+    """Return (parts, tokens per part): enough programs to fill the GPU, with at least 256 tokens each. Depends on sizes
     only."""
     parts = max(1, min(-(-n // 256), round(PROGRAMS / batch_heads)))
     chunk = -(-n // (parts * bn)) * bn
@@ -263,16 +264,18 @@ def reduce_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
 
 
 def query_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
-    """`reduce_parts` of `query_grads`, of which two a multiprocessor are at work: two parts where whole heads would
-    leave most of a second round without work."""
+    """Return `reduce_parts` of `query_grads`, which runs two programs per multiprocessor: two parts per head if full
+    heads would leave most of a second wave idle."""
     halves = PROGRAMS < batch_heads <= 3 * PROGRAMS // 2
     return reduce_parts(PROGRAMS // 2 if halves else batch_heads, n, bn)
 
 
 def apply_parts(w: dict[str, int], batch_heads: int, n: int, bn: int, long: bool = False) -> tuple[int, int]:
-    """(parts, tokens of a part): up to 8 tiles a program while that leaves 8 programs per multiprocessor; 16 for the
-    large weights of wide heads, 3 where rows do not start on cache lines and more of them have to be under way (not so
-    where a tile takes long: `long`), or a head of 4 at once."""
+    """Return (parts, tokens per part): up to 8 tiles per program if that leaves 8 programs per multiprocessor.
+
+    16 tiles for the large weights of wide heads; 3 if rows do not start on cache lines, so that more loads must be in
+    flight (unless a tile takes `long`), or a head of 4 tiles at once.
+    """
     total, half = -(-n // bn), w["F2"] + w["V2"] > 0
     most = (4 if total == 4 else 3) if half and not long else 16 if max(w["F1"], w["V1"]) > 64 else 8
     tiles = max(1, min(most, (batch_heads * total + 2 * PROGRAMS * half) // (4 * PROGRAMS)))
@@ -280,17 +283,17 @@ def apply_parts(w: dict[str, int], batch_heads: int, n: int, bn: int, long: bool
 
 
 def factors(spec: Spec) -> int:
-    """The number of float16 moments that an operator is a product of."""
+    """Return the number of float16 moments whose product is the operator."""
     return {"linear_attention": 0, "hla3": 3}.get(spec.op, 2)
 
 
 def factor_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt) -> int | torch.SymInt:
-    """float32 numbers that a head's float16 factors and their units take (`heads.plain`), 0 where few tokens are summed
-    again for less. No branch on sizes, as in `splits`."""
+    """Return the float32 numbers per head of float16 factors and their units (`heads.plain`); 0 for few tokens, which
+    are cheaper to sum again. No branch on sizes, as in `splits`."""
     kept = 1 if cut(w) or spec.sums else torch.sym_min(1, n // 513)
     return kept * (factors(spec) * (w["F1"] + w["F2"]) ** 2 // 2 + 4)
 
 
 def lasts(batch_heads: int, n: int) -> bool:
-    """Whether one program per head takes about 50 us or more on an H200; alternating starts then cost nothing."""
+    """Whether one program per head takes about 50 us or more on an H200; staggered starts are then free."""
     return batch_heads * n >= 2**18

@@ -1,4 +1,4 @@
-"""Which calls go by blocks of their matrices (`fused.blocks`), and the tiles of its kernels."""
+"""Choice of the calls that run by blocks of matrices (`fused.blocks`), and the tiles of its kernels."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ..spec import MAX_D, Spec
 
 
 def blocked(spec: Spec, d: int, dv: int, dtype: torch.dtype) -> bool:
-    """Whether the matrices of a head fit neither in registers nor in shared memory, or have to be to the digits of
-    float32 on tensor cores, or are faster so."""
+    """Whether a call runs by blocks: its matrices fit neither in registers nor in shared memory, or need float32
+    accuracy on tensor cores, or are faster by blocks."""
     width = max(2 * d if spec.feature_map == "softmax_pair" else d, dv)
     mapped = spec.feature_map not in (None, "identity")
     if spec.op == "polynomial" and width > 64 and (mapped or spec.normalize or dtype == torch.float16):
@@ -23,9 +23,11 @@ def blocked(spec: Spec, d: int, dv: int, dtype: torch.dtype) -> bool:
 
 
 def block_config(kernel: str, width: int = 128, digits: int = 1) -> dict[str, int]:
-    """Tiles of the kernels of `blocks`; `width`: columns of a result, `digits` of `tokens.add_products`. Tensor cores,
-    which cut off what they add to, add up no more than 32 tokens. Where a product starts from another one four warps
-    have its 64 rows: of eight each four would have all of them, in another layout."""
+    """Return the tiles of the kernels of `blocks`; width: columns of a result; digits: of `tokens.add_products`.
+
+    Tensor cores, which truncate their accumulator, sum at most 32 tokens. Chained products use four warps for 64 rows;
+    with eight warps, the layouts of the two products would differ.
+    """
     cols = 128 if width > 64 else 64
     warps = cols // 16 if digits == 1 else 4
     if kernel in ("split", "slopes"):
@@ -47,8 +49,8 @@ def softmaxes(spec: Spec, dtype: torch.dtype, save: bool) -> bool:
 
 
 def pair_config(kernel: str, width: int) -> dict[str, int]:
-    """Tiles of `blocks.softmaxes`, "divide" of its ratio; `width`: channels. Latency bounds these passes: more warps of
-    fewer registers pay where nothing is spilt for them."""
+    """Return the tiles of `blocks.softmaxes` ("divide": of its ratio); width: channels. These passes are bound by
+    latency: more warps with fewer registers are faster unless they spill."""
     wide = width > 80
     if kernel == "features":
         return {"BN": 32, "num_warps": 4, "num_stages": 1}

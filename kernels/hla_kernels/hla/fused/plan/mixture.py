@@ -10,7 +10,8 @@ from .paths import cut
 
 
 def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
-    """Tiles of the kernels of `heads.mixture`; registers for two programs a multiprocessor where they fit."""
+    """Return the tiles of the kernels of `heads.mixture`; registers allow two programs per multiprocessor if
+    possible."""
     if kernel == "moments":
         return {"BN": 32 if w["F2"] > 0 else 64, "num_warps": 4, "num_stages": 3}
     if kernel == "features":
@@ -23,13 +24,13 @@ def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
         return {"BN": 32, "num_warps": 8, "num_stages": 3, "DELAY": 10000, "SLOTS": 2}
     if kernel == "backward_centred":
         return {"BN": 32, "num_warps": 4, "num_stages": 2, **AT_ONCE}
-    # left to itself an assembler takes all registers and spills
+    # without a limit the assembler uses all registers and spills
     once = {"WHOLE": True, "maxnreg": 128} if w["F2"] == 0 else {"WHOLE": False, "maxnreg": 248}
     return {"BN": 64, "num_warps": 8, "num_stages": 3, **once}
 
 
 def fixed_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
-    """Tiles of the kernels of `heads.mixture.fixed`."""
+    """Return the tiles of the kernels of `heads.mixture.fixed`."""
     if kernel == "forward":
         return {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3, "DELAY": 5000, "SLOTS": 2}
     if kernel == "ratio":
@@ -45,7 +46,7 @@ def fixed_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
 
 
 def mixture_floats(spec: Spec, w: dict[str, int], n: int) -> int | torch.SymInt:
-    """float32 numbers that a forward of the form of `mixed` keeps of a head."""
+    """Return the float32 numbers per head that a forward of the form `mixed` saves."""
     lay = layout(spec, w)
     vectors = lay.vectors().k
     if spec.fixed:
@@ -56,12 +57,12 @@ def mixture_floats(spec: Spec, w: dict[str, int], n: int) -> int | torch.SymInt:
 
 
 def fixed_floats(w: dict[str, int]) -> int:
-    """Five float16 matrices, their units and M (`heads.mixture.fixed`)."""
+    """Return the float32 numbers per head of five float16 matrices, their units and M (`heads.mixture.fixed`)."""
     return 5 * (w["F1"] + w["F2"]) ** 2 // 2 + 8 + w["D"] ** 2 // 2
 
 
 def digits_floats(w: dict[str, int], n: int, vectors: int) -> int | torch.SymInt:
-    """The digits of moments, their units and vectors (`heads.mixture`), 0 where few tokens are summed again for less.
-    No branch on sizes, as in `splits`."""
+    """Return the float32 numbers per head of moments in two digits, their units and vectors (`heads.mixture`); 0 for
+    few tokens, which are cheaper to sum again. No branch on sizes, as in `splits`."""
     kept = 1 if cut(w) else torch.sym_min(1, n // 513)
     return kept * (5 * (w["F1"] + w["F2"]) ** 2 + 8 + vectors)

@@ -1,4 +1,4 @@
-"""The static table of `heads.pairs`, which takes two neighbouring heads a program."""
+"""Static table of `heads.pairs`, with two neighbouring heads per program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .paths import PROGRAMS, mapped
 
 
 def pair_config(kernel: str) -> dict[str, int]:
-    """Tiles of the kernels of `heads.pairs`; BN sums, BO writes."""
+    """Return the tiles of the kernels of `heads.pairs`; BN sums, BO writes."""
     if kernel in ("forward_pairs", "forward_higher", "divided_forward"):
         return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3}
     if kernel == "backward_pairs":
@@ -22,8 +22,8 @@ def pair_config(kernel: str) -> dict[str, int]:
 
 
 def pairs_ratio(spec: Spec, w: dict[str, int], batch_heads: int, dtype: torch.dtype, own: bool) -> bool:
-    """Whether a ratio of first order has the form of `heads.divided`, where one program for two heads fills the
-    chip. Exactly what ran on a GPU."""
+    """Whether a ratio of first order uses `heads.divided`: one program for two heads fills the GPU. Only combinations
+    tested on a GPU."""
     form = own and spec.alone(dtype) and mapped(spec) and spec.ridge == 0 and dtype == torch.bfloat16
     return form and w["D"] == w["DV"] == 72 and batch_heads >= 384
 
@@ -34,12 +34,13 @@ def at_once(n: int) -> bool:
 
 
 def roles(spec: Spec) -> int:
-    """Programs that write the gradients of the same tokens: two a gradient that is a sum of two products."""
+    """Return the number of programs that write gradients of the same tokens; two for a gradient that is a sum of two
+    products."""
     return {"linear_attention": 3, "hla2": 4}[spec.op]
 
 
 def parts(batch_pairs: int, n: int, bn: int) -> tuple[int, int]:
-    """(parts, tokens of a part) of a pass that writes: up to 4 tiles a program."""
+    """Return (parts, tokens per part) of a pass that writes: up to 4 tiles per program."""
     total = -(-n // bn)
     tiles = max(1, min(4, batch_pairs * total // (2 * PROGRAMS)))
     chunk = tiles * bn

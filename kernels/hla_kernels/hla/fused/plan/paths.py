@@ -7,7 +7,7 @@ import torch
 from ..spec import Spec
 from .blocks import blocked, softmaxes
 
-PROGRAMS = 2 * 132  # of a reduce: two per multiprocessor of an H200
+PROGRAMS = 2 * 132  # programs of a reduce, two per multiprocessor of an H200
 
 
 def narrow(w: dict[str, int]) -> bool:
@@ -16,7 +16,7 @@ def narrow(w: dict[str, int]) -> bool:
 
 
 def cut(w: dict[str, int]) -> bool:
-    """Whether channels are 64 and up to 16 more."""
+    """Whether there are 64 channels and up to 16 more."""
     return w["F1"] == w["V1"] == 64 and 0 < w["F2"] <= 16 and 0 < w["V2"] <= 16
 
 
@@ -26,9 +26,9 @@ def plain(spec: Spec) -> bool:
 
 
 def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
-    """Whether heads of many go through `heads.plain` or `heads.summed`, with float16 factors (`heads.halves`) whose
-    products fit in registers and whose results are rounded to bf16. `own`: every token is real and every head has its
-    own keys. Exactly what ran on a GPU: kernels that fill the registers are where assemblers go wrong."""
+    """Whether a call with many heads uses `heads.plain` or `heads.summed`, with float16 factors (`heads.halves`) whose
+    products fit in registers and whose results are rounded to bfloat16. own: no padding, and one key head per query
+    head. Only combinations tested on a GPU: assemblers are prone to errors in kernels that fill the registers."""
     fits = w["D"] == w["DV"] and w["D"] in (64, 72)
     higher = spec.op in ("hla2", "ahla", "hla3")
     form = (higher and plain(spec)) or (summed(spec) and (higher or not spec.normalize))
@@ -36,8 +36,8 @@ def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool
 
 
 def summed(spec: Spec) -> bool:
-    """Whether a call has the form of `heads.summed`: a ratio of features of higher order, or centred keys of the tokens
-    as they are."""
+    """Whether a call has the form of `heads.summed`: a ratio of higher order with features, or centred keys without a
+    feature map."""
     if spec.normalize:
         maps = ("elu1", "relu", "kept_elu1", "kept_relu") if spec.op in ("hla2", "ahla", "hla3") else ()
         return spec.feature_map in maps and spec.center is None and not spec.mean_path
@@ -45,18 +45,18 @@ def summed(spec: Spec) -> bool:
 
 
 def ratio(spec: Spec) -> bool:
-    """Whether a call is a ratio of features of 16 bits or fewer, and nothing is centred."""
+    """Whether a call is a ratio of features of at most 16 bits without centring."""
     return spec.normalize and spec.feature_map in ("elu1", "relu") and spec.center is None and not spec.mean_path
 
 
 def centred_keys(spec: Spec) -> bool:
-    """Whether keys are centred, and nothing else is done to the tokens."""
+    """Whether keys are centred, without other options."""
     return not spec.normalize and spec.feature_map in (None, "identity") and spec.center == "k"
 
 
 def pairs_forward(spec: Spec, w: dict[str, int], batch_heads: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
-    """1 where a forward has the form of the kernels of two neighbouring heads a program (`heads.pairs`), which then
-    fill the chip, and they are faster. Exactly what ran on a GPU."""
+    """Return 1 if the kernels with two neighbouring heads per program (`heads.pairs`) support a forward, fill the GPU
+    and are faster, else 0. Only combinations tested on a GPU."""
     form = own and plain(spec) and spec.ridge == 0 and dtype == torch.bfloat16 and w["D"] == w["DV"] == 72
     if not form or spec.op == "polynomial":
         return 0
@@ -64,13 +64,13 @@ def pairs_forward(spec: Spec, w: dict[str, int], batch_heads: int, dtype: torch.
 
 
 def pairs(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
-    """1 where the backward is one of pairs too."""
+    """Return 1 if the backward runs by pairs too, else 0."""
     both = 1 if spec.op == "linear_attention" else torch.sym_min(1, n // 513)
     return pairs_forward(spec, w, batch_heads, dtype, own) * both
 
 
 def mixed(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
-    """Whether a call has the form of `heads.mixture`, which takes it where heads fill the chip. Exactly what ran on a
+    """Whether `heads.mixture` supports a call, which it runs if the heads fill the GPU. Only combinations tested on a
     GPU."""
     fits = w["D"] == w["DV"] and w["D"] in (64, 72)
     form = plain(spec) or centred_keys(spec) or ratio(spec)
@@ -78,25 +78,25 @@ def mixed(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
 
 
 def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
-    """1 where the forward is cut into several programs per head, 0 where one program per head fills the chip, with its
-    moments in registers. No branch on sizes: under a compiler they are symbols."""
+    """Return 1 if the forward uses several programs per head, 0 if one program per head fills the GPU, with its moments
+    in registers. No branch on sizes, which may be symbolic while compiling."""
     return few_heads(batch_heads, n) if narrow(w) else 1
 
 
 def few_heads(batch_heads: int, n: int) -> int | torch.SymInt:
-    """1 where one program per head does not fill the chip."""
+    """Return 1 if one program per head does not fill the GPU, else 0."""
     return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 2049))
 
 
 def few_halved(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
-    """`few_heads` of the forms of `halved`, of which heads of 64 channels may be longer where there are about three a
-    multiprocessor. Exactly what ran on a GPU."""
+    """Return `few_heads` for the forms of `halved`; heads of 64 channels may be longer if there are about three per
+    multiprocessor. Only combinations tested on a GPU."""
     longer = torch.sym_min(1, batch_heads // 384) * (1 - torch.sym_min(1, n // 4609)) if narrow(w) else 0
     return few_heads(batch_heads, n) * (1 - longer)
 
 
 def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
-    """1 where a forward that is asked to keeps its moments for the backward. No branch on sizes, as in `splits`."""
+    """Return 1 if the forward can save its moments for the backward, else 0. No branch on sizes, as in `splits`."""
     apart = 1 - pairs(spec, w, batch_heads, n, dtype, own)
     if spec.op == "linear_attention" and plain(spec) and (narrow(w) or cut(w)) and dtype != torch.float32:
         return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513)) * apart

@@ -41,7 +41,7 @@ def forward_config(spec: Spec, w: dict[str, int], n: int, save: bool) -> dict[st
 
 
 def backward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
-    """Tiles of `summed_backward`: LOOPS that write, WRITE stages of each, dq LATE.
+    """Return the tiles of `summed_backward`: LOOPS that write, WRITE stages of each, dq LATE.
 
     With two stages a tile is loaded when the one before it is done with; two loops, of half the tokens each, have room
     for three. Not so a ratio of ahla, whose loops read three of four. What dk and dv of centred hla2 read is not held
@@ -61,7 +61,7 @@ def backward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
 
 
 def weights_config() -> dict[str, int]:
-    """Tiles of `summed_weights`."""
+    """Return the tiles of `summed_weights`."""
     return {"BN": 64, "num_warps": 4, "num_stages": 3}
 
 
@@ -72,7 +72,7 @@ def query_parts(w: dict[str, int], batch_heads: int, n: int, bn: int) -> tuple[i
 
 
 def queries_config() -> dict[str, int]:
-    """Tiles of `summed_queries`."""
+    """Return the tiles of `summed_queries`."""
     return {"BN": 64, "num_warps": 4, "num_stages": 3}
 
 

@@ -30,5 +30,5 @@ def plain_config(spec: Spec, w: dict[str, int], kept: bool) -> dict[str, int]:
 
 
 def plain_weights_config() -> dict[str, int]:
-    """Tiles of `plain_weights`."""
+    """Return the tiles of `plain_weights`."""
     return {"BN": 64, "num_warps": 4, "num_stages": 3, **AT_ONCE}
