@@ -16,6 +16,12 @@ from PIL import Image
 os.environ.setdefault("HF_HOME", str(Path(tempfile.gettempdir()) / "hla-zoo-tests"))  # not the user's cache
 
 
+LONG = (
+    "test_no_spills", "test_operators", "test_demo_with", "test_sigkill_and_resume", "test_parts_of_the_weights",
+    "test_every_family_of_diffusers", "test_quality_table_and",
+)  # fmt: skip
+
+
 def pytest_configure() -> None:
     """Before anything is interpreted."""
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -25,8 +31,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Minutes first: a process that begins such a test last is waited for by the others."""
-    items.sort(key=lambda item: not item.name.startswith("test_no_spills"))
+    """Tests of a minute first: a process that begins one last is waited for by the others."""
+    items.sort(key=lambda item: not item.name.startswith(LONG))
 
 
 @pytest.fixture(autouse=True)
