@@ -1,4 +1,4 @@
-"""Host side: which kernels a call launches, in which order, with which buffers."""
+"""Kernel launches and buffers of a call."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .call import BLOCK, Call, Outs, Saved, pad, placed, staged, unfused
 
 
 def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
-    """One launch: o from q, k, v; normalised, the operators and vectors too unless `saved` is empty; features if any
-    are kept."""
+    """Compute o from q, k, v in one launch; fill `saved` with operators and vectors (normalised, unless it is empty)
+    and with the saved features, if any."""
     q, k, v, spec, features = call.q, call.k, call.v, call.spec, call.features
     call.lay = call.lay.vectors()
     save = saved.numel() > 0 and spec.normalize
@@ -38,7 +38,7 @@ def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
 
 
 def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
-    """One launch: dq, dk, dv (per query head)."""
+    """Compute dq, dk, dv (per query head) in one launch."""
     q, k, v, spec = call.q, call.k, call.v, call.spec
     call.lay = call.lay.vectors()
     of = Saved.of(saved, call) if spec.normalize else Saved(None, None)
@@ -53,7 +53,7 @@ def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None
 
 
 def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
-    """Moments of all tokens and the operator: reduce, combine (several parts only), middle. `rest`: for a backward."""
+    """Compute the moments and the operator: reduce, combine (for several parts), middle. rest: for a backward."""
     saved, features = Saved.of(buffer, call), call.features
     q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
     config = call.tiles(plan.reduce_config, call.spec, call.w, q.dtype, features[0] is not None)
@@ -88,7 +88,7 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
 
 
 def split_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
-    """reduce -> combine -> middle -> apply; the moments too unless `saved` is empty."""
+    """Launch reduce -> combine -> middle -> apply; store the moments unless `saved` is empty."""
     save = saved.numel() > 0
     buffer = saved if save else room_of(call)
     if pairs.paired(call):
@@ -101,12 +101,12 @@ def split_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
 
 
 def room_of(call: Call) -> Tensor:
-    """Room for operators and states of every head."""
+    """Allocate operators and states of every head."""
     return call.buffer(call.bh * call.lay.floats(call.matrix_dtype.itemsize))
 
 
 def apply_call(call: Call, o: Tensor, saved: Saved) -> None:
-    """One launch: o from the operators."""
+    """Compute o from the operators in one launch."""
     q = call.q
     config = call.tiles(plan.apply_config, "forward", call.spec, call.w, q.dtype)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
@@ -119,7 +119,7 @@ def apply_call(call: Call, o: Tensor, saved: Saved) -> None:
 
 
 def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> Tensor:
-    """dM, dm1 and sum g of every head [B * H, KG]; fills `ratio`."""
+    """Return dM, dm1 and sum g of every head [B * H, KG]; fill `ratio`."""
     q, lay, digits = call.q, call.lay, call.spec.digits(call.q.dtype, True)
     twice = plan.divides(call.spec, call.w, q.dtype) and digits == 0
     if ratio is not None and twice:
@@ -144,7 +144,7 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
 
 
 def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Weights [B * H, KW], rows [B * H, 2 F + V] and parts [B, H, blocks, 4] of d coefficients."""
+    """Return weights [B * H, KW], rows [B * H, 2 F + V] and parts [B, H, blocks, 4] of d coefficients."""
     lay, sizes = call.lay, call.middle_sizes("middle_grads", "MID")
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     rows = call.buffer(call.bh, 2 * lay.fd + lay.dv)
@@ -162,7 +162,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     order = ORDERS[call.spec.op]
     cross = call.buffer(call.bh, lay.fd, lay.fd) if order >= 4 else None
     if order > 1 or call.spec.sums:
-        # a fused sum is another one in each of the threads that share it, and they all write it
+        # fused multiply-adds would round differently in the threads that share a sum and all write it
         launch(
             middle_grads_key, call.bh * blocks,
             saved.state, grads, weights, rows, call.coefficients, dc, saved.matrix, cross, *scalars,
@@ -179,7 +179,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
 
 
 def split_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Tensor | None:
-    """(moments again if `saved` is empty) -> reduce dM -> middle -> apply; returns parts of d coefficients."""
+    """Launch (moments if `saved` is empty) -> reduce dM -> middle -> apply; return parts of d coefficients."""
     filled = saved.numel() > 0
     buffer = saved if filled else room_of(call)
     if pairs.paired(call):
@@ -204,7 +204,7 @@ def apply_grads_call(
     rows: Tensor,
     rows_done: bool,
 ) -> None:
-    """One launch: dq, dk, dv from the weights of every head."""
+    """Compute dq, dk, dv from the weights of every head in one launch."""
     q, k, v, lay = call.q, call.k, call.v, call.lay
     many = call.own() and not paths.few_heads(call.planned, call.most)
     once = many and paths.mixed(call.spec, call.w, q.dtype, True) and not call.spec.normalize
@@ -225,7 +225,7 @@ def apply_grads_call(
 
 
 def two_step_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
-    """Two launches: weights of each head by one program, then its tokens by several."""
+    """Compute the weights with one program per head, then the gradients of tokens with several (two launches)."""
     q, k, v, spec = call.q, call.k, call.v, call.spec
     call.lay = lay = call.lay.vectors()
     if not spec.normalize:
@@ -258,13 +258,13 @@ def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None
 
 
 def first_heads_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
-    """`first_backward_call` after `head_forward_call`, which keeps no moments."""
+    """Run `first_backward_call` after `head_forward_call`, which saves no moments."""
     call.lay = call.lay.vectors()
     first_backward_call(call, g, outs, saved)
 
 
 def first_backward_call(call: Call, g: Tensor, outs: Outs, buffer: Tensor) -> None:
-    """Two launches, and a sum over parts of heads: `loops.first`. One where heads are many and short."""
+    """Run `loops.first` in two launches and a sum over parts of heads, or in one launch for many short heads."""
     q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
     saved, length = Saved.of(buffer, call), lay.fd * lay.dv + lay.fd
     if plan.first_at_once(call.w, call.planned, call.most):
@@ -308,7 +308,7 @@ def first_backward_call(call: Call, g: Tensor, outs: Outs, buffer: Tensor) -> No
 
 
 def coefficients_grad(call: Call, parts: Tensor) -> Tensor:
-    """d coefficients [H, 4] from parts [B, H, blocks, 4]."""
+    """Return d coefficients [H, 4], the sum of parts [B, H, blocks, 4]."""
     assert call.coefficients is not None
     out = torch.empty_like(call.coefficients, memory_format=torch.contiguous_format)
     launch(sum_coefficients, call.h, parts, out, call.b, call.h, parts.numel() // (call.bh * 4), WIDTH=128)
@@ -316,7 +316,7 @@ def coefficients_grad(call: Call, parts: Tensor) -> Tensor:
 
 
 def group_sum(x: Tensor, out: Tensor, group: int) -> None:
-    """out [B, N, Hk, W] = the sum over each group of x [B, N, Hk * G, W]; both contiguous."""
+    """Compute out [B, N, Hk, W], the sum over each group of x [B, N, Hk * G, W]; both contiguous."""
     width, block = x.shape[-1], 32
     rows = out.numel() // width
     launch(sum_groups, -(-rows // block), x, out, rows, group, W=width, WP=pad(width), BLOCK=block)

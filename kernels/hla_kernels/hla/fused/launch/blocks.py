@@ -29,8 +29,8 @@ def apart(*tensors: Tensor) -> tuple[list[tuple[int, int, int]], tuple[int, ...]
 
 
 class Planes(NamedTuple):
-    """Tokens, or matrices, as a sum: the first term, their number, elements from one to the next as `features.offset`
-    reads them."""
+    """Tokens or matrices as a sum of terms: the first term, number of terms, stride between terms as read by
+    `features.offset`."""
 
     first: Tensor
     terms: int = 1
@@ -38,19 +38,19 @@ class Planes(NamedTuple):
 
 
 class Blocks:
-    """One call: its tokens, its workspaces, and the steps that forward and backward are made of."""
+    """Tokens and workspaces of a call, and the steps of forward and backward."""
 
     plane, exact = PLANE, "ieee"
 
     def __init__(self, call: Call, state: Tensor):
         self.call, self.spec, self.state, self.work = call, call.spec, state, state
         self.lay = layout(call.spec, call.q.shape[3], call.v.shape[3])
-        # how far planes are multiplied: a mixture's denominators and the gradient of its coefficients nearly cancel
+        # digits of products: denominators of `polynomial` and the gradient of its coefficients nearly cancel
         mixed, full = call.spec.op == "polynomial", call.q.dtype == torch.float32
         exact = 3 if call.spec.learned or (mixed and full) else 2
         self.read = exact if full else 1
         self.digits = exact if mixed else self.read
-        # what tokens that are centred have in common cancels behind `apply`
+        # the common part of centred tokens cancels after `apply`
         self.added = 0 if self.read == 1 and call.spec.center is None and not call.spec.mean_path else self.read
         self.ratio: Tensor | None = None
         self.weights: dict[int, Planes] = {}
@@ -58,29 +58,29 @@ class Blocks:
         self.tokens: dict[str, Planes] = {}
 
     def begin(self) -> None:
-        """Split the tokens: q, k, v as moments have them, r as the read-out has q."""
+        """Split the tokens into planes: q, k, v for moments, and r, the queries of the read-out."""
         for source, x in self.raw.items():
             self.tokens[source] = self.split(x, source != "v", centre=source)
         raw = self.spec.normalize and is_centred(self.spec, "q")
         self.tokens["r"] = self.split(self.call.q, True) if raw else self.tokens["q"]
 
     def tiles(self, kernel: str, *args: int) -> dict[str, int]:
-        """Tiles of a kernel."""
+        """Return the tiles of a kernel."""
         return self.call.tiles(block_config, kernel, *args)
 
     def places(self, bn: int) -> int:
-        """Tiles of the longest sequence."""
+        """Return the number of tiles of the longest sequence."""
         return -(-self.call.most // bn)
 
     def room(self, count: int, *shape: int) -> Planes:
-        """Planes that are not written yet, each whole 16 bytes."""
+        """Allocate planes, each a multiple of 16 bytes."""
         step = -(-math.prod(shape) // 8)
         room = self.call.buffer(count * step * 8, dtype=self.plane)
         return Planes(room[: math.prod(shape)].view(shape), count, 2 * step + 1)
 
     def split(self, x: Tensor, mapped: bool, centre: str = "", divided: bool = False) -> Planes:
-        """phi(x), or x, less the mean that is known of `centre`, or x over the denominators of a ratio; x itself where
-        it is one plane."""
+        """Return the planes of phi(x) or x, minus the mean of `centre`, or of x over the denominators of a ratio; x
+        itself if it is one plane."""
         call, config, spec = self.call, self.tiles("split"), self.spec
         fmap = FEATURE_MAPS[spec.feature_map] if mapped else 0
         centred = is_centred(spec, centre)
@@ -101,7 +101,7 @@ class Blocks:
         return out
 
     def slopes(self, x: Tensor, df: Tensor, out: Tensor) -> None:
-        """out = d loss / d x from x and d loss / d phi(x)."""
+        """Compute out = d loss / d x from x and d loss / d phi(x)."""
         call, config = self.call, self.tiles("slopes")
         at, units = apart(x, df, out)
         tiles = self.places(config["BN"])
@@ -112,7 +112,7 @@ class Blocks:
         )  # fmt: skip
 
     def planes(self, base: int, first: str, digits: int) -> None:
-        """The planes of a workspace from the matrix `first` on, which `apply` and the ratio read."""
+        """Compute the planes of a workspace from the matrix `first` on, for `apply` and the ratio."""
         call, place = self.call, self.lay.at[first]
         length = self.length(place) - place.off
         out, blocks = self.room(min(digits, 2) + 1, call.bh, length), -(-length // BLOCK)
@@ -124,11 +124,11 @@ class Blocks:
         self.weights[base] = out
 
     def parts(self, blocks: int, bn: int) -> tuple[int, int]:
-        """(parts, tokens of a part) where a head has so many blocks: eight programs a multiprocessor."""
+        """Return (parts, tokens per part) for a number of blocks per head: eight programs per multiprocessor."""
         return plan.reduce_parts(max(1, self.call.planned * blocks // 4), self.call.most, bn)
 
     def finish(self, partial: Tensor, place: Place, inner: int, scaled: bool, ridge: float = 0.0) -> None:
-        """Add the parts of a matrix, whose columns from `inner` on are zero; scale it as a moment."""
+        """Add the parts of a matrix, set its columns from `inner` on to zero, and scale it as a moment."""
         call, length = self.call, place.rows * place.pitch
         blocks = -(-length // BLOCK)
         launch(
@@ -138,15 +138,15 @@ class Blocks:
         )  # fmt: skip
 
     def base(self, place: Place) -> Tensor:
-        """The workspace of a matrix."""
+        """Return the workspace of a matrix."""
         return self.work if place.base else self.state
 
     def length(self, place: Place) -> int:
-        """Numbers of a head in that workspace."""
+        """Return the length per head of the workspace of a matrix."""
         return self.lay.work if place.base else self.lay.state
 
     def sum(self, source: str) -> None:
-        """The sum of features or tokens."""
+        """Compute the sum of features or tokens."""
         call, x, place, config = self.call, self.raw[source], self.lay.at[f"sum_{source}"], self.tiles("sums")
         parts, chunk = self.parts(1, config["BN"])
         (at,), (unit,) = apart(x)
@@ -165,7 +165,7 @@ class Blocks:
         call, place, tx, ty = self.call, self.lay.at[name], self.tokens[x], self.tokens[y]
         divided, width = y == "g" and self.spec.normalize, ty.first.shape[3]
         ones = y in "vg" and place.cols > width and not is_centred(self.spec, x)
-        sums = divided or (ones and ty.terms > 1)  # which take registers
+        sums = divided or (ones and ty.terms > 1)  # sums need registers
         config = self.tiles("moments", min(width, 64) if sums else width, self.digits)
         blocks = -(-place.rows // config["ROWS"]) * -(-width // config["COLS"])
         parts, chunk = self.parts(blocks, config["BN"])
@@ -203,7 +203,7 @@ class Blocks:
     def apply(
         self, out: Tensor, scaled: list[Pair], pairs: list[Pair], row: str | None = None, divide: bool = False
     ) -> None:
-        """out = s Sum source weight + Sum source weight + row / n, divided by q.m1 + eps."""
+        """Compute out = s Sum source weight + Sum source weight + row / n, divided by q.m1 + eps."""
         call, at, lay = self.call, self.lay.at, self.lay
         tokens = [self.tokens[x if x in self.tokens else "v"] for x in SOURCES]
         if "g" not in self.tokens:  # forward
@@ -215,7 +215,7 @@ class Blocks:
             off = place.off + lengths[place.base] - self.length(place)
             steps = (1, place.pitch) if turned else (place.pitch, 1)
             numbers += [SOURCES.index(source), place.base, off, *steps, width, int(centred)]
-        # a tile that the divisor reads too must be done with before another takes its place: `loops.settle`
+        # a tile that the denominator reads too must not be overwritten early, see `loops.settle`
         digits = max(self.added, 1) if divide else self.added
         config = self.tiles("apply", out.shape[3], digits)
         tiles, m = self.places(config["BN"]), at["M"]
@@ -236,7 +236,7 @@ class Blocks:
 
 
 def block_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
-    """o; the state that the backward reads too unless `saved` is empty."""
+    """Compute o, and store the state for the backward unless `saved` is empty."""
     spec, lay = call.spec, layout(call.spec, call.q.shape[3], call.v.shape[3])
     run = Blocks(call, saved if saved.numel() > 0 else call.buffer(call.bh * lay.state))
     if spec.center is not None or spec.mean_path:
@@ -267,7 +267,7 @@ def operator(run: Blocks) -> None:
 
 
 def block_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Tensor | None:
-    """dq, dk, dv (per query head) and parts [B, H, ., 4] of d coefficients."""
+    """Compute dq, dk, dv (per query head) and return parts [B, H, ., 4] of d coefficients."""
     run = Blocks(call, saved)
     spec = call.spec
     run.begin()
@@ -287,7 +287,7 @@ def block_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Ten
 
 
 def _divide(run: Blocks, g: Tensor) -> None:
-    """The ratio of every query."""
+    """Compute 1 / den and d loss / d den of every query."""
     call, lay, q = run.call, run.lay, run.tokens["r"]
     ratio = call.ratio()
     assert ratio is not None
@@ -304,7 +304,7 @@ def _divide(run: Blocks, g: Tensor) -> None:
 
 
 def moment_grads(run: Blocks) -> Tensor | None:
-    """The gradients of the moments (S and W: of both factors), and parts of d coefficients."""
+    """Compute the gradients of the moments (S and W: of both factors), and return parts of d coefficients."""
     op = run.spec.op
     if op == "hla2":
         run.product("c", "S", "dM")
@@ -321,13 +321,13 @@ def moment_grads(run: Blocks) -> Tensor | None:
 
 
 def _both(run: Blocks, out: str, a: str, b: str, c: int = -1) -> None:
-    """out = c (A B' + B A')."""
+    """Compute out = c (A B' + B A')."""
     run.product(out, a, b, ca=c, turn="b")
     run.product(out, b, a, out, ca=c, turn="b")
 
 
 def _mixture(run: Blocks) -> Tensor | None:
-    """dR, and dP and dC with the parts of d coefficients, unless they are fixed."""
+    """Compute dR, dP and dC, and return parts of d coefficients unless they are fixed."""
     call, lay, at = run.call, run.lay, run.lay.at
     run.product("RG", "R", "dM", turn="a")
     run.product("r", "dM", "P", ca=2, turn="b")
@@ -344,8 +344,8 @@ def _mixture(run: Blocks) -> Tensor | None:
 
 
 def _token_grads(run: Blocks, outs: Outs) -> None:
-    """dq, dk, dv from the gradients of the operator and of its moments. Tokens that were centred get them less their
-    mean, which sources have that were not."""
+    """Compute dq, dk, dv from the gradients of the operator and of its moments. Gradients of centred tokens are centred
+    too, unless their sources already are."""
     call, lay, at, spec = run.call, run.lay, run.lay.at, run.spec
 
     def pair(target: str, source: str, name: str, turned: bool = False) -> list[Pair]:

@@ -13,19 +13,19 @@ from .. import plan
 from ..spec import Spec, alignment, layout, strides, widths
 
 BLOCK = 1024
-Outs = tuple[Tensor, Tensor, Tensor]  # where dq, dk, dv go
-Features = tuple[Tensor | None, Tensor | None]  # phi(q) and phi(k) (less their shift) that a forward keeps, or none
+Outs = tuple[Tensor, Tensor, Tensor]  # outputs dq, dk, dv
+Features = tuple[Tensor | None, Tensor | None]  # phi(q) and phi(k) (minus their shift) saved by a forward, or None
 
 
 class Saved(NamedTuple):
-    """What a split forward keeps for its backward: float32 state [B * H, K] and the operator [B * H, F, V]."""
+    """Tensors saved by a split forward: float32 state [B * H, K] and the operator [B * H, F, V]."""
 
     state: Tensor | None
     matrix: Tensor | None
 
     @classmethod
     def of(cls, buffer: Tensor, call: Call) -> Saved:
-        """The parts of a buffer of `fused.saved_floats`: the operators, then the states."""
+        """Split a buffer of `fused.saved_floats`: operators, then states."""
         lay, dtype = call.lay, call.matrix_dtype
         start = call.bh * lay.matrix_floats(dtype.itemsize)
         matrix = buffer[:start].view(dtype)[: call.bh * lay.fd * lay.dv]
@@ -33,23 +33,23 @@ class Saved(NamedTuple):
 
 
 def pad(d: int) -> int:
-    """The next power of two, at least 16."""
+    """Return the next power of two, at least 16."""
     return max(16, 1 << (d - 1).bit_length())
 
 
 def unfused(call: Call) -> dict[str, bool]:
-    """Of kernels that compute the anchor: a fused sum is another one in each of the threads that share it, and they all
-    write it."""
+    """Return the launch options of kernels that compute the anchor: without fused multiply-adds, which would round
+    differently in the threads that share a sum and all write it."""
     return {"enable_fp_fusion": False} if call.spec.normalize else {}
 
 
 def staged(config: dict[str, int]) -> dict[str, int]:
-    """The tiles of a pass of sums, which needs its number of stages inside too."""
+    """Return the tiles of a pass of sums, whose kernel also needs the number of stages."""
     return {**config, "STAGES": config["num_stages"]}
 
 
 class Call:
-    """One call's sizes and constexpr arguments, shared by its launches."""
+    """Sizes and constexpr arguments shared by the launches of a call."""
 
     def __init__(
         self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, seqs: Sequences = WHOLE
@@ -95,11 +95,11 @@ class Call:
         return config
 
     def pick(self, *names: str) -> dict:
-        """Some of the flags."""
+        """Return some of the flags."""
         return {name: self.flags[name] for name in names}
 
     def sizes(self) -> dict:
-        """Constexpr of a pass over tokens of the split path."""
+        """Return the constexpr arguments of a pass over tokens in the split path."""
         return {**self.w, "FD": self.lay.fd, "OFF": self.lay.off, "K": self.lay.k, "PREC": self.prec["PREC"]}
 
     def middle_sizes(self, kernel: str, exact: str) -> dict:
@@ -112,25 +112,25 @@ class Call:
         return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": prec["MID"], **config}
 
     def ratio(self) -> Tensor | None:
-        """What the backward of the normalised form keeps of every token [B * H, N, 2]."""
+        """Allocate 1 / den and d loss / d den per token [B * H, N, 2] for a normalised backward, else None."""
         return self.buffer(self.bh, self.most, 2) if self.spec.normalize else None
 
     def buffer(self, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised tensor on the call's device."""
+        """Return an uninitialised tensor on the device of the call."""
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
 
 def placed(*tensors: Tensor | None) -> tuple[tuple[tuple[int, int, int], ...], int]:
-    """The strides of each in units of the alignment of all, and that; zeros of None."""
+    """Return the strides of each tensor (zeros for None) in units of the common alignment, and the alignment."""
     a = alignment(*(x for x in tensors if x is not None))
     return tuple((0, 0, 0) if x is None else strides(x, a) for x in tensors), a
 
 
 def area(call: Call) -> int:
-    """Numbers of a padded matrix."""
+    """Return the number of elements of a padded matrix."""
     return (call.w["F1"] + call.w["F2"]) ** 2
 
 
 def half_room(call: Call, matrices: int) -> Tensor:
-    """Room for float16 matrices of every head."""
+    """Allocate float16 matrices for every head."""
     return call.buffer(call.bh, matrices * area(call), dtype=torch.float16)

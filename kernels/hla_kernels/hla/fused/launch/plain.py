@@ -14,19 +14,19 @@ from .call import Call, Outs, Saved, area, half_room, placed
 
 
 def factors_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor]:
-    """float16 factors [B * H, 2 or 3 matrices] and units [B * H, 4] of a buffer of `plan.factor_floats`."""
+    """Return float16 factors [B * H, 2 or 3 matrices] and units [B * H, 4] in a buffer of `plan.factor_floats`."""
     units = call.bh * 4
     return saved[units:].view(torch.float16), saved[:units]
 
 
 def plain_widths(call: Call) -> dict:
-    """Constexpr of the kernels of `plain`."""
+    """Return the constexpr widths of the kernels of `heads.plain`."""
     w = {name: call.w[name] for name in ("D", "F1", "F2")}
     return {**w, "PREC": call.prec["PREC"], "KF": plan.factors(call.spec) * w["D"] ** 2, **call.pick("ORDER")}
 
 
 def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
-    """One launch: o from q, k, v; the factors too unless `saved` is empty."""
+    """Compute o from q, k, v in one launch; store the factors unless `saved` is empty."""
     q, k, v = call.q, call.k, call.v
     save = saved.numel() > 0
     if pairs.paired_forward(call):
@@ -42,12 +42,12 @@ def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
 
 
 def room_of(call: Call) -> tuple[Tensor, int]:
-    """Room for three float16 matrices of every head, and its length."""
+    """Allocate three float16 matrices per head; return them and the length per head."""
     return half_room(call, 3), 3 * area(call)
 
 
 def plain_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
-    """One launch: dq, dk, dv of a higher order of the tokens as they are; an empty `saved` has no factors."""
+    """Compute dq, dk, dv of a higher order without options in one launch; an empty `saved` has no factors."""
     q, k, v = call.q, call.k, call.v
     kept = saved.numel() > 0
     at, a = placed(q, k, v, g, *outs)
@@ -61,7 +61,7 @@ def plain_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Non
 
 
 def plain_two_step_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
-    """Two launches: weights of each head by one program, then its tokens by several."""
+    """Compute the weights with one program per head, then the gradients of tokens with several (two launches)."""
     assert saved.numel() > 0, "the factors that a forward of so few tokens does not keep"
     q, lay = call.q, call.lay
     at, a = placed(q, g)

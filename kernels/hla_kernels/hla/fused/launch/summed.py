@@ -24,8 +24,8 @@ from .plain import room_of
 
 
 class Kept(NamedTuple):
-    """What a forward keeps of every head: its vectors [B * H, K] in float32, the operator (where it is not, room
-    for it), float16 factors and units."""
+    """Saved tensors per head: vectors [B * H, K] in float32, the operator (or memory for it if it is not saved),
+    float16 factors and units."""
 
     vectors: Tensor
     matrix: Tensor
@@ -34,7 +34,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, buffer: Tensor, call: Call) -> Kept:
-        """The parts of a buffer of `plan.sums.kept_floats`."""
+        """Split a buffer of `plan.sums.kept_floats`."""
         lay, size, dtype = call.lay.vectors(), call.lay.fd * call.lay.dv, call.matrix_dtype
         room = lay.matrix_floats(dtype.itemsize) if sums.keeps_operator(call.spec) else 0
         lengths = [call.bh * x for x in (4, lay.k, room, plan.factors(call.spec) * area(call) // 2)]
@@ -44,7 +44,8 @@ class Kept(NamedTuple):
 
     @classmethod
     def none(cls, call: Call, o: Tensor) -> Kept:
-        """Where nothing is kept: room for the factors of a ratio whose own go through memory, otherwise o, unread."""
+        """Return tensors for a forward that saves nothing: memory for factors of a ratio that go through memory,
+        otherwise o as a placeholder."""
         if call.w["F2"] == 0 or not call.spec.normalize:
             return cls(o, o, o, o)
         factors = call.buffer(call.bh, plan.factors(call.spec) * area(call), dtype=torch.float16)
@@ -52,7 +53,7 @@ class Kept(NamedTuple):
 
 
 def summed_widths(call: Call) -> dict:
-    """Constexpr of the kernels of `summed`."""
+    """Return the constexpr widths of the kernels of `heads.summed`."""
     lay = call.lay.vectors()
     kept = {"OFF": lay.off, "K": lay.k, "KF": plan.factors(call.spec) * area(call)}
     w = {name: call.w[name] for name in ("D", "F1", "F2")}
@@ -60,7 +61,8 @@ def summed_widths(call: Call) -> dict:
 
 
 def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
-    """One launch: o from q, k, v; what the backward reads too unless `saved` is empty; features if any are kept."""
+    """Compute o from q, k, v in one launch; store tensors for the backward unless `saved` is empty, and features if any
+    are saved."""
     q, k, v, features = call.q, call.k, call.v, call.features
     save = saved.numel() > 0
     kept = Kept.of(saved, call) if save else Kept.none(call, o)
@@ -73,7 +75,7 @@ def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
 
 
 def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
-    """One launch: dq, dk, dv."""
+    """Compute dq, dk, dv in one launch."""
     q, k, v = call.q, call.k, call.v
     at, a = placed(q, k, v, g, *outs)
     room, length = room_of(call)  # for three matrices, then for as many of the dtype of the tokens
@@ -87,7 +89,7 @@ def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
 
 
 def summed_two_step_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
-    """Two launches: weights of each head by one program, then its tokens by several."""
+    """Compute the weights with one program per head, then the gradients of tokens with several (two launches)."""
     q, kept = call.q, Kept.of(saved, call)
     call.lay = lay = call.lay.vectors()
     at, a = placed(q, g)
@@ -103,8 +105,8 @@ def summed_two_step_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
 
 
 def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once: bool) -> None:
-    """A ratio whose sums over queries are a launch by themselves: by one program per head (72 channels) or by two, then
-    its tokens."""
+    """Compute the gradients of a ratio with a separate launch for sums over queries (one program per head at 72
+    channels, or two), then the gradients of tokens."""
     q, k, v, kept = call.q, call.k, call.v, Kept.of(saved, call)
     call.lay = lay = call.lay.vectors()
     at, a = placed(q, g)

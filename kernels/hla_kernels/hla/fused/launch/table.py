@@ -1,4 +1,4 @@
-"""The table of `plan.paths.path`: what runs forward and backward of a call."""
+"""Table of the forward and backward functions for each path of `plan.paths.path`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .summed import summed_backward_call, summed_forward_call, summed_ratio_call
 
 
 class Path(NamedTuple):
-    """forward(call, o, saved) writes o and fills `saved` unless that is empty; backward(call, g, outs, saved) writes
-    dq, dk, dv (per query head) and returns parts [B, H, ., 4] of d coefficients, if they are learned."""
+    """Functions of a path. forward(call, o, saved) writes o and fills `saved` unless it is empty. backward(call, g,
+    outs, saved) writes dq, dk, dv (per query head) and returns parts [B, H, ., 4] of d coefficients if learned."""
 
     forward: Callable[[Call, Tensor, Tensor], None]
     backward: Callable[[Call, Tensor, Outs, Tensor], Tensor | None]
