@@ -1,4 +1,4 @@
-"""The pass that sums over features, transformed on their way."""
+"""Pass that applies the feature map to tokens and sums over the features."""
 
 import triton
 import triton.language as tl
@@ -29,7 +29,7 @@ from .vectors import as_row, once
 
 @triton.jit
 def zero_tile(BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr):
-    """A pair of zero token tiles."""
+    """Return a pair of zero token tiles."""
     x1 = tl.zeros([BN, D1], dtype)
     x2 = x1
     if D2 > 0:
@@ -39,14 +39,14 @@ def zero_tile(BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, dtype: tl.co
 
 @triton.jit
 def ones_column(x, live, C: tl.constexpr):
-    """A tile of tokens with ones in column C."""
+    """Return a tile of tokens with ones in column C."""
     return tl.where((tl.arange(0, x.shape[1]) == C)[None, :] & live[:, None], 1.0, x).to(x.dtype)
 
 
 @triton.jit
 def column_of(m, C: tl.constexpr, ONES: tl.constexpr):
-    """Column C of the second half of a matrix [V, F], of any V. ONES: the rows have a column of ones there too, whose
-    product with this one, the number of tokens, is left out."""
+    """Return column C of the second half of a matrix [V, F], for any V. ONES: the rows have a column of ones there too;
+    its product with this column, the number of tokens, is left out."""
     x1 = tl.sum(tl.where((tl.arange(0, m[1].shape[1]) == C)[None, :], m[1], 0.0), 1)
     column = (tl.arange(0, m[3].shape[1]) == C)[None, :]
     if ONES:
@@ -59,7 +59,8 @@ def divide(
     hq, lq, tg, live, m, m1, vbar, eps, LOW: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, F2: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """Of o = q m / den + ...: q / den, d loss / d den times den, 1 / den, for a tile of queries hq (LOW: hq + lq)."""
+    """Return q / den, d loss / d den times den, and 1 / den of o = q m / den + ..., for a tile of queries hq (LOW: hq +
+    lq)."""
     y = rowmul(zero_rows(hq[0].shape[0], V1, V2), hq, m, F2, V2, PREC)
     f1 = hq[0].to(tl.float32)
     f2 = hq[1].to(tl.float32)
@@ -76,7 +77,7 @@ def divide(
 
 @triton.jit
 def in_full(x, FULL: tl.constexpr):
-    """A token tile, in float32 if FULL."""
+    """Return a token tile, in float32 if FULL."""
     if FULL:
         x = (x[0].to(tl.float32), x[1].to(tl.float32))
     return x
@@ -87,8 +88,8 @@ def sum_keys(
     k, v, kn, vn, lo, hi, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """(P = Sum phi(k) v', sum phi(k), sum v) over tokens lo..hi: all that a ratio of first order needs. P' = v' phi(k)
-    is what is summed, so that the transformed tile is operand B."""
+    """Return (P = Sum phi(k) v', sum phi(k), sum v) over tokens lo..hi, for a ratio of first order. P' = v' phi(k) is
+    summed, so that the transformed tile is operand B."""
     dtype: tl.constexpr = k.dtype.element_ty
     mp = begin_outer(V1, V2, F1, F2)
     sk = begin_sum(16 if F1 > 64 else 32, BN, F1, F2, True)
@@ -104,7 +105,7 @@ def sum_keys(
         if V2 > 0:
             hk = (once(hk[0]), once(hk[1]))
         mp = add_outer(mp, tv, hk, V2, F2, PREC)
-        sk = add_sum(sk, fk, F2)  # not of the rounded features, each a number by itself
+        sk = add_sum(sk, fk, F2)  # from features before rounding
         sv = add_total(sv, tv, V2, True)
     mp = trans4(end_outer(mp, V2))
     return mp, end_sum(sk, F1, F2, True), end_total(sv, dtype, V1, V2, True)
@@ -131,16 +132,16 @@ def sum_features(
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """((P, S, C, R, W), (sum q, sum k, sum v), dM', dm1, sum g) of phi(q), phi(k), v, g over tokens lo..hi.
+    """Return ((P, S, C, R, W), (sum q, sum k, sum v), dM', dm1, sum g) of phi(q), phi(k), v, g over tokens lo..hi.
 
-    MOMENTS: the moments (with SUMS = 1 the sums that the order needs, 2 all).
+    MOMENTS: compute the moments (with SUMS = 1 also the sums that the order needs, 2 all sums).
     REST: P and C of features to twice the digits of the dtype of the tokens; 2: every moment, and dM; 3: as operands in
     float32.
-    GRAD: dM' = Sum g q' (sum g with SUMS); NORM with the read-out's division, then m [F, V], m1 and vbar are read and
-    only the sums of what has a rest are taken, the forward has the others; 1 / den and d loss / d den of every token
-    go to ratio [*, 2].
-    KEEP: the features are written too, a turn late as they are multiplied, in one layout: keep = (of q, of k, strides
-    of a token); heads of a group write the same.
+    GRAD: dM' = Sum g q' (sum g with SUMS). With NORM it includes the division of the read-out: m [F, V], m1 and vbar
+    are read, only sums with rests are computed (the forward has the others), and 1 / den and d loss / d den of every
+    token are stored in ratio [*, 2].
+    KEEP: also write the features, one iteration late, in the layout of the products: keep = (of q, of k, token
+    strides); heads of a group write the same values.
 
     SPARE: nothing reads the moments beyond D, so that an additional column of ones gives sums.
 
@@ -325,8 +326,8 @@ def feature_moments(
     q, k, v, qn, kn, vn, hi, keep, ORDER: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, FMAP: tl.constexpr,
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """((P, S, C, R, W), the sums that the order needs) of `sum_features` over all tokens of a head, with as many
-    channels of values as of keys."""
+    """Return ((P, S, C, R, W), the sums that the order needs) of `sum_features` over all tokens of a head; values have
+    as many channels as keys."""
     row = zeros2(F1, F2)
     m, sums, _, _, _ = sum_features(
         q, k, v, q, qn, kn, vn, qn, 0, hi, zeros4(1, 0, 1, 0), row, row, 0.0, keep, q, ORDER, True, 1, 0, False, NORM,
@@ -340,8 +341,8 @@ def moments_apart(
     q, k, v, qn, kn, vn, hi, keep, ORDER: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, FMAP: tl.constexpr,
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`feature_moments` of hla2 or hla3 in two passes, with the accumulators of one at a time: S (and P) over keys,
-    then C (or W) over queries. Every tensor is read in one of them."""
+    """Compute `feature_moments` of hla2 or hla3 in two passes with separate accumulators: S (and P) over keys, then C
+    (or W) over queries. Every tensor is read in one pass only."""
     a, s = feature_moments(
         q, k, v, qn, kn, vn, hi, keep, 8 if ORDER == 2 else 11, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
     )

@@ -1,8 +1,8 @@
 """Gradients of the first-order ratio o = phi(q) M / phi(q).m1, in two passes over tokens.
 
-The pass over queries has all that dq is made of (`ratio.sum_ratio`) and sums dM and dm1; that over keys reads them:
-dv = s phi(k) dM, dk = s (v dM' + dm1') phi'(k). Every token is read once (queries of wide heads twice: `wide`), and no
-feature is kept.
+The pass over queries computes dq (`ratio.sum_ratio`) and sums dM and dm1. The pass over keys reads these sums:
+dv = s phi(k) dM, dk = s (v dM' + dm1') phi'(k). Every token is read once (queries of wide heads twice, see `wide`), and
+no features are saved.
 """
 
 import triton
@@ -45,9 +45,11 @@ def query_grads(
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, and partial dM' [V, F] and dm1 [F] -> out [PARTS, B * H, V F + F], of one part of one head; the sums alone
-    where `divide_grads` has written dq and ratio [B * H, N, 2]. With rows [B * H, 2, F], for `heads.divided`, the one
-    part writes what `write_keys` makes of them: weights to out [B * H, V, F], and the rows."""
+    """Compute dq, and partial dM' [V, F] and dm1 [F] in out [PARTS, B * H, V F + F], of one part of one head.
+
+    Only the sums if `divide_grads` has written dq and ratio [B * H, N, 2]. With rows [B * H, 2, F] (for
+    `heads.divided`, one part), it stores the weights in out [B * H, V, F] and the rows of `write_keys` instead.
+    """
     b, h, part = place(H, PARTS)
     most = longest(N)
     at, N, scale = span(N, b, b * H + h, scale)
@@ -91,7 +93,7 @@ def divide_grads(
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """ratio [B * H, N, 2] of one part of one head of a ratio, and dq unless it is None."""
+    """Compute ratio [B * H, N, 2] of one part of one head, and dq unless it is None."""
     b, h, part = place(H, PARTS)
     most = longest(N)
     at, N, _ = span(N, b, b * H + h, 0.0)
@@ -114,7 +116,7 @@ def scaled(
     dm, scale, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr,
     V2: tl.constexpr,
 ):  # fmt: skip
-    """(W' = s dM', what features f + 1 add to every dv)."""
+    """Return (W' = s dM', the row that the shift of features f + 1 adds to every dv)."""
     w = scale4(dm, scale)
     row_v = zeros2(V1, V2)
     if is_shifted(FMAP):
@@ -128,8 +130,8 @@ def write_keys(
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of tokens lo..hi from the whole dM' and dm1 (PAIRS: before `end_pairs`); row: what v has in common,
-    which cancels in the same rounded weights."""
+    """Compute dk and dv of tokens lo..hi from the full dM' and dm1 (PAIRS: before `end_pairs`); row: the common part of
+    v, which cancels exactly with the same rounded weights."""
     dtype: tl.constexpr = k.dtype.element_ty
     w, row_v = scaled(dm, scale, FMAP, D, F1, F2, V1, V2)
     w, unit = cast_weights((w, w, w, w, w), 1, dtype, F2, V2)
@@ -154,7 +156,7 @@ def write_keys(
         tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
         if F1 <= 64:  # while tokens are transformed; 128 channels leave no registers for it
             gk = rowmul(add_common(zero_rows(BN, F1, F2), row_k, ones, F2), tv, w, V2, F2, PREC)
-        pk = phi32(tk, live, FMAP, D, F1, F2)  # not of the rounded features, each a number by itself
+        pk = phi32(tk, live, FMAP, D, F1, F2)  # from features before rounding
         fk = (pk[0].to(dtype), pk[1].to(dtype))
         gv = zero_rows(BN, V1, V2)
         if is_shifted(FMAP):
@@ -176,7 +178,7 @@ def key_grads(
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one part of one head from dM' and dm1 of `query_grads`, summed."""
+    """Compute dk and dv of one part of one head from the summed dM' and dm1 of `query_grads`."""
     b, h, part = place(H, PARTS)
     at, N, scale = span(N, b, b * H + h, scale)
     head = (b * H + h).to(tl.int64)
@@ -197,7 +199,7 @@ def token_grads(
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """`query_grads` and `key_grads` of one head, whose sums stay in registers."""
+    """Run `query_grads` and `key_grads` of one head, with the sums in registers."""
     pid = tl.program_id(0)
     b, h = pid // H, pid % H
     at, N, scale = span(N, b, pid, scale)

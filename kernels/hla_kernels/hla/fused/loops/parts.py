@@ -1,4 +1,4 @@
-"""Sums over the parts of a head, in order: no atomics, the same bits every time."""
+"""Sums over the parts of a head in a fixed order, without atomics: deterministic."""
 
 import triton
 import triton.language as tl
@@ -79,7 +79,7 @@ def combine(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def add_parts(parts, out, PARTS, heads, LEN: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """out [B * H, K] = the sum over parts, in order, of the first LEN elements of parts [PARTS, B * H, K]."""
+    """Compute out [B * H, K], the sum over parts, in order, of the first LEN elements of parts [PARTS, B * H, K]."""
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     combine_section(

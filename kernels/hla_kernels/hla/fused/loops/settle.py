@@ -1,4 +1,4 @@
-"""Waiting for products at the end of a turn."""
+"""Waiting for tensor-core products at the end of a loop iteration."""
 
 import os
 
@@ -10,10 +10,11 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def settled(acc):
-    """acc, the sum of the last product of a turn of a loop, when all products are done.
+    """Return acc, the sum of the last product of a loop iteration, after all products have finished.
 
-    Products run on behind their turn. Triton (3.6, 3.8) counts the buffers of what a loop loads, and forgets that where
-    a tile is read otherwise too: the next tile is copied over it meanwhile. Reading a sum waits for all products.
+    Products run asynchronously beyond their iteration. Triton (3.6, 3.8) tracks the buffers of loads for them, but not
+    if a tile is read by something else too: the next tile then overwrites it too early. Reading a sum waits for all
+    products.
     """
     if INTERPRETED:
         out = acc

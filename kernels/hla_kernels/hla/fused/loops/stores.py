@@ -1,4 +1,4 @@
-"""How a tile of tokens is written, and the numbers of each token of a ratio."""
+"""Stores of token tiles, and of the two numbers per token of a ratio."""
 
 import triton
 import triton.language as tl
@@ -8,12 +8,12 @@ from ..tiles import store_rows
 
 @triton.jit
 def store_tokens(ptr, i, stride, live, x, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """`store_rows` of tokens. Rows that end in half a sector of 32 bytes are written by one instruction: memory pays
-    for every half, and two blocks of columns write twice as many."""
+    """Store rows of tokens like `store_rows`. Rows that end in half a sector of 32 bytes are written by one
+    instruction: two blocks of columns would write twice as many partial sectors."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     if D2 > 0 and D % 16 > 0 and dtype != tl.float32:
         BN: tl.constexpr = x[0].shape[0]
-        x2 = tl.broadcast_to(x[1].to(dtype)[:, None, :], [BN, D1 // D2, D2])  # what is beyond D is not written
+        x2 = tl.broadcast_to(x[1].to(dtype)[:, None, :], [BN, D1 // D2, D2])  # columns beyond D are not written
         whole = tl.join(x[0].to(dtype), tl.reshape(x2, [BN, D1]))
         whole = tl.reshape(tl.permute(whole, (0, 2, 1)), [BN, 2 * D1])
         c = tl.arange(0, 2 * D1)
@@ -24,8 +24,8 @@ def store_tokens(ptr, i, stride, live, x, D: tl.constexpr, D1: tl.constexpr, D2:
 
 @triton.jit
 def put_ratio(ratio, i, live, inverse, total):
-    """1 / den and d loss / d den of tokens i to ratio [*, 2]: neighbours go through memory of a warp once, without a
-    barrier; two rows of their own took four."""
+    """Store 1 / den and d loss / d den of tokens i in ratio [*, 2]. As neighbours they need one layout conversion
+    within a warp, without a barrier; two separate rows would need four."""
     tl.store(
         ratio + 2 * i[:, None] + tl.arange(0, 2)[None, :], tl.join(inverse, total), mask=live[:, None]
     )
@@ -33,6 +33,6 @@ def put_ratio(ratio, i, live, inverse, total):
 
 @triton.jit
 def get_ratio(ratio, i, live):
-    """What `put_ratio` wrote of tokens i, 0 where not live."""
+    """Load the values of `put_ratio` for tokens i, 0 where not live."""
     inverse = tl.load(ratio + 2 * i, mask=live, other=0.0)
     return inverse, tl.load(ratio + 2 * i + 1, mask=live, other=0.0)

@@ -1,4 +1,4 @@
-"""The passes that sum over the tokens of a head as they are."""
+"""Passes that sum over the tokens of a head without a feature map."""
 
 import triton
 import triton.language as tl
@@ -10,8 +10,8 @@ from .settle import settled
 
 @triton.jit
 def add_sum(s, x, D2: tl.constexpr):
-    """s + the tokens of a tile, as many rows apart as s has (the narrow second part: row by row), so that no tile
-    needs an exchange of threads."""
+    """Return s plus the tokens of a tile, folded to the rows of s (the narrow second part: row by row), so that threads
+    exchange nothing per tile."""
     s2 = s[1]
     if D2 > 0:
         s2 = s[1] + x[1].to(tl.float32)
@@ -22,7 +22,7 @@ def add_sum(s, x, D2: tl.constexpr):
 
 @triton.jit
 def begin_sum(ROWS: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
-    """The accumulator of add_sum for tiles of BN tokens; ROWS of them are as many as the warps hold at once."""
+    """Return the accumulator of add_sum for tiles of BN tokens; ROWS: number of rows that the warps hold at once."""
     x1 = tl.zeros([1, 1], tl.float32)
     x2 = x1
     if NEEDED:
@@ -34,7 +34,7 @@ def begin_sum(ROWS: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.con
 
 @triton.jit
 def end_sum(s, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
-    """The vector that add_sum summed (zero when not needed)."""
+    """Return the vector summed by add_sum (zero if not needed)."""
     out = zeros2(D1, D2)
     if NEEDED:
         s2 = out[1]
@@ -46,7 +46,7 @@ def end_sum(s, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
 
 @triton.jit
 def begin_total(dtype: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
-    """The accumulator of add_total for tiles of BN tokens of a dtype."""
+    """Return the accumulator of add_total for tiles of BN tokens of a dtype."""
     s1, s2 = begin_sum(32, BN, D1, D2, NEEDED)
     if NEEDED and dtype != tl.float32:
         s1 = tl.zeros([D1, 16], tl.float32)
@@ -55,9 +55,9 @@ def begin_total(dtype: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.
 
 @triton.jit
 def add_total(s, x, D2: tl.constexpr, APART: tl.constexpr = False):
-    """s + the tokens of a tile that is an operand of products too: the tensor cores, which are idle, multiply it by
-    ones. float32 tokens, and the narrow second part, elementwise. APART: not carried into the next turn, for which the
-    assembler would wait for every product of this one."""
+    """Return s plus the tokens of a tile that is an operand of products too, by a tensor-core product with ones;
+    elementwise for float32 tokens and the narrow second part. APART: the product is not carried into the next
+    iteration, for which the assembler would wait for every product of this one."""
     if x[0].dtype == tl.float32:
         out = add_sum(s, x, D2)
     else:
@@ -75,7 +75,7 @@ def add_total(s, x, D2: tl.constexpr, APART: tl.constexpr = False):
 
 @triton.jit
 def end_total(s, dtype: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
-    """The vector that add_total summed (zero when not needed)."""
+    """Return the vector summed by add_total (zero if not needed)."""
     out = zeros2(D1, D2)
     if NEEDED and dtype == tl.float32:
         out = end_sum(s, D1, D2, NEEDED)
@@ -89,8 +89,8 @@ def end_total(s, dtype: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, NEEDED
 
 @triton.jit
 def add_together(s, rest, x, C: tl.constexpr, D2: tl.constexpr):
-    """(s + the tokens of a tile in column C of s [D1, 16], rest + their second part): several sums in the registers of
-    one. Not for float32 tokens."""
+    """Return (s plus the tokens of a tile in column C of s [D1, 16], rest plus their second part): several sums share
+    the registers of one. Not for float32 tokens."""
     if D2 > 0:
         rest = rest + x[1].to(tl.float32)
     column = tl.arange(0, 16)[None, :] == C
@@ -100,7 +100,7 @@ def add_together(s, rest, x, C: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def end_together(s, rest, C: tl.constexpr, D2: tl.constexpr):
-    """The vector that `add_together` summed in column C."""
+    """Return the vector that `add_together` summed in column C."""
     x2 = tl.zeros([1], tl.float32)
     if D2 > 0:
         x2 = tl.sum(rest, 0)
@@ -112,7 +112,7 @@ def begin(
     A1: tl.constexpr, A2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, NEEDED: tl.constexpr, SQUARE: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """The accumulator of outer4 or square4, a placeholder when not needed."""
+    """Return the accumulator of outer4 or square4, a placeholder if not needed."""
     if NEEDED:
         out = outer4_begin(A1, A2, B1, B2, SQUARE, TAIL)
     else:
@@ -122,7 +122,7 @@ def begin(
 
 @triton.jit
 def end(acc, A2: tl.constexpr, NEEDED: tl.constexpr):
-    """What outer4 or square4 summed."""
+    """Return the sum of outer4 or square4."""
     out = acc
     if NEEDED:
         out = outer4_end(acc, A2)
@@ -151,7 +151,7 @@ def add_moments(
     m, fq, fk, tv, eq, ek, ORDER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, TAIL: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """m + the products of a tile; eq and ek are the tails of q and k."""
+    """Return m plus the products of a tile; eq and ek are the tails of q and k."""
     mp, ms, mc, mr, mw = m
     if ((ORDER < 6 and ORDER != 2) or ORDER == 11):
         mp = outer4(mp, fk, tv, ek, F2, V2, TAIL, PREC)
@@ -168,7 +168,7 @@ def add_moments(
 
 @triton.jit
 def square_rest(acc, x, y, X2: tl.constexpr, PREC: tl.constexpr):
-    """acc + x y' + y x' over the tokens of a tile, as far as `square4` computes it."""
+    """Return acc + x y' + y x' over the tokens of a tile, for the blocks that `square4` computes."""
     a11, a12, _, a22 = acc
     a11 = add_dot(tl.trans(x[0]), y[0], a11, PREC)
     a11 = add_dot(tl.trans(y[0]), x[0], a11, PREC)
@@ -182,7 +182,7 @@ def square_rest(acc, x, y, X2: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def add_rests(m, fq, fk, rq, rk, i, ORDER: tl.constexpr, F2: tl.constexpr, PREC: tl.constexpr):
-    """S, R, W + what the features' rests add."""
+    """Add the products with the rests of features to S, R, W."""
     mp, ms, mc, mr, mw = m
     if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11:
         ms = square_rest(ms, fk, rk, F2, PREC)
@@ -196,7 +196,7 @@ def add_rests(m, fq, fk, rq, rk, i, ORDER: tl.constexpr, F2: tl.constexpr, PREC:
 
 @triton.jit
 def end_moments(m, ORDER: tl.constexpr, F2: tl.constexpr, NEEDED: tl.constexpr):
-    """(P, S, C, R, W)."""
+    """Return (P, S, C, R, W)."""
     mp = end(m[0], F2, NEEDED and ((ORDER < 6 and ORDER != 2) or ORDER == 11))
     ms = end(m[1], F2, NEEDED and (ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11))
     mc = end(m[2], F2, NEEDED and (ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12))
@@ -209,7 +209,7 @@ def add_gradient(
     dm, sg, g, tq, i, gn, live, SUMS: tl.constexpr, TAIL: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """(dm + g q', sg + g) for a tile of queries and the gradients g of its outputs."""
+    """Return (dm + g q', sg + g) for a tile of queries and the gradients g of its outputs."""
     tg = load_rows(g, i, gn, live, DV, V1, V2, False)
     eg = i
     if TAIL:
@@ -222,8 +222,8 @@ def add_gradient(
 
 @triton.jit
 def stay_in_l2(ptr, start, n, stride, D: tl.constexpr, BN: tl.constexpr):
-    """Rows start .. start + BN, below n, of 16-bit numbers are the last to leave L2: one instruction a sector of 32
-    bytes. A loop's loads are issued turns ahead, and such loads carry no hint in what Triton 3.6 compiles."""
+    """Mark rows start .. start + BN, below n, of 16-bit numbers as evict-last in L2, with one instruction per sector of
+    32 bytes. Pipelined loads, issued iterations ahead, carry no eviction hint in Triton 3.6."""
     SECTORS: tl.constexpr = D // 16
     i = tl.arange(0, BN * SECTORS)
     row = tl.minimum(start + i // SECTORS, n - 1).to(tl.int64)
@@ -239,7 +239,7 @@ def sum_moments(
     ONCE: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
     V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAY: tl.constexpr = False, few=None,
 ):  # fmt: skip
-    """(P, S, C, R, W), (sum q, sum k, sum v), dM', sum g over tokens lo..hi of the tokens as they are.
+    """Return (P, S, C, R, W), (sum q, sum k, sum v), dM', sum g over tokens lo..hi without a feature map.
 
     SUMS: 1 all sums; 2 sums of the tokens that the order multiplies, in few registers; 3 sum g only. ONCE: k and
     v are not read again; let q stay in L2 instead, which STAY asks for. few: q, k, v (and g) of `load_few`, of one
@@ -296,7 +296,7 @@ def sum_moments(
             sums, rv = add_together(sums, rv, tv, 2, V2)
         if GRAD:
             dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, j, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
-        # the last product of the turn
+        # the last product of the iteration
         if SETTLE and GRAD:
             sg = (settled(sg[0]), sg[1])
         elif SETTLE and ALL:
@@ -319,7 +319,7 @@ def gradient_sums(
     q, g, qn, gn, lo, hi, SUMS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAY: tl.constexpr = False,
 ):  # fmt: skip
-    """`sum_gradient` before `outer4_end` and `end_total`."""
+    """Return the sums of `sum_gradient` before `outer4_end` and `end_total`."""
     TAIL: tl.constexpr = F2 > 0 and V2 > 0 and F1 >= 64 and V1 >= 64
     dm = begin(V1, V2, F1, F2, True, False, TAIL)
     sg = begin_total(q.dtype.element_ty, BN, V1, V2, SUMS)
@@ -342,7 +342,7 @@ def sum_gradient(
     q, g, qn, gn, lo, hi, SUMS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAY: tl.constexpr = False,
 ):  # fmt: skip
-    """dM' [V, F] and sum g [V] over tokens lo..hi of the tokens as they are. STAY: q and g, of as many channels, are
-    read again; let them stay in L2."""
+    """Return dM' [V, F] and sum g [V] over tokens lo..hi without a feature map. STAY: q and g, of equal width, are read
+    again; keep them in L2."""
     dm, sg = gradient_sums(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC, STAY)
     return end(dm, V2, True), end_total(sg, q.dtype.element_ty, V1, V2, SUMS)
