@@ -1,7 +1,7 @@
-"""Tokens as sums of bfloat16 numbers, and gradients back through a feature map. Both read whole rows.
+"""Split of tokens into sums of bfloat16 numbers, and gradients through a feature map. Both read full rows.
 
-A float32 number is three of bfloat16 to its digits, one of float16 two: planes. Products of planes are exact on tensor
-cores, and their operands are what was loaded.
+A float32 number is the sum of three bfloat16 numbers, a float16 number the sum of two; these terms are called planes.
+Products of planes are exact on tensor cores, and their operands are loaded without conversion.
 """
 
 import triton
@@ -20,7 +20,7 @@ NO_SPECIALIZE = [
 
 @triton.jit
 def tile_place(H, TILES, BLOCKS: tl.constexpr):
-    """(block of columns, batch, head, tile) of this program; neighbouring programs read the same tokens."""
+    """Return (block of columns, batch, head, tile) of this program; neighbouring programs read the same tokens."""
     pid = tl.program_id(0)
     rest = pid // BLOCKS
     return pid % BLOCKS, rest // (H * TILES), rest % H, (rest // H) % TILES
@@ -28,25 +28,25 @@ def tile_place(H, TILES, BLOCKS: tl.constexpr):
 
 @triton.jit
 def first_row(ptr, start, stride):
-    """The address of token `start`."""
+    """Return the address of token `start`."""
     return ptr + (tl.full([], 0, tl.int64) + start) * stride
 
 
 @triton.jit
 def offset(plane):
-    """Elements from one plane to the next, given as 2 e / 8 + 1: odd, so that no number of tokens compiles anew."""
+    """Return the stride e between planes from 2 e / 8 + 1, which is odd, so that no number of tokens recompiles."""
     return (tl.full([], 0, tl.int64) + plane // 2) * 8
 
 
 @triton.jit
 def features(x, i, stride, live, FMAP: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
-    """phi of rows i to the digits of float32."""
+    """Return phi of rows i in float32."""
     return phi32(load_rows(x, i, stride, live, D, R, 0, False), live, FMAP, D, R, 0, True)
 
 
 @triton.jit
 def store_planes(ptr, x, plane, keep, PLANES: tl.constexpr):
-    """x in float32 as PLANES numbers, each `offset` of `plane` behind the one before."""
+    """Store float32 x as PLANES numbers, with the stride `offset` of `plane` between planes."""
     for p in tl.static_range(PLANES):
         high = x.to(ptr.dtype.element_ty)
         tl.store(ptr + p * offset(plane), high, mask=keep)
@@ -58,7 +58,7 @@ def block_sums(
     x, out, xs, N, H, G, PARTS, chunk, heads, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
     R: tl.constexpr, PITCH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of phi(x), out [PARTS, B * H, PITCH]."""
+    """Compute partial sums of phi(x) in out [PARTS, B * H, PITCH]."""
     _, b, h, part = tile_place(H, PARTS, 1)
     at, N, _ = span(N, b, b * H + h, 0.0)
     x = at_head(x, xs, at, h // G, ALIGN)
@@ -86,8 +86,8 @@ def block_split(
     CENTRED: tl.constexpr, PLANES: tl.constexpr, ALIGNS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """out [PLANES, B, N, H, F] = phi(x [B, N, H, D]); CENTRED: less its mean, by the sums of the query heads, G of one
-    of x; DIVIDED: x over the denominators of a ratio."""
+    """Compute out [PLANES, B, N, H, F] = phi(x [B, N, H, D]); CENTRED: minus its mean, from the sums per query head (G
+    per head of x); DIVIDED: x over the denominators of a ratio."""
     _, b, h, tile = tile_place(H, TILES, 1)
     most = longest(N)
     head = ((b * H + h) * G).to(tl.int64)
@@ -116,7 +116,7 @@ def block_slopes(
     x, df, out, xs, ds, os, N, H, G, TILES, FMAP: tl.constexpr, ALIGNS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """out [B, N, H, D]: d loss / d x from x [B, N, H / G, D] and d loss / d phi(x) [B, N, H, F]."""
+    """Compute out [B, N, H, D] = d loss / d x from x [B, N, H / G, D] and d loss / d phi(x) [B, N, H, F]."""
     _, b, h, tile = tile_place(H, TILES, 1)
     at, N, _ = span(N, b, b * H + h, 0.0)
     i = tl.arange(0, BN)
@@ -136,7 +136,7 @@ def block_slopes(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def block_planes(x, out, plane, K, START, LENGTH, BLOCKS, PLANES: tl.constexpr, WIDE: tl.constexpr):
-    """out [PLANES, B * H, LENGTH] = elements START.. of a workspace x [B * H, K]."""
+    """Compute out [PLANES, B * H, LENGTH], the planes of elements START.. of a workspace x [B * H, K]."""
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     e = (tl.program_id(0) % BLOCKS) * WIDE + tl.arange(0, WIDE)
     keep = e < LENGTH

@@ -1,4 +1,4 @@
-"""Where the matrices of a head lie in its two workspaces."""
+"""Positions of the matrices of a head in its two workspaces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..spec import Spec
 
 MOMENTS = {"linear_attention": "P", "hla2": "SC", "ahla": "RP", "hla3": "SWP", "polynomial": "PSCRW"}
-# the two factors of a moment
+# moment -> its two factors
 TOKENS = {"P": ("k", "v"), "S": ("k", "k"), "C": ("q", "v"), "R": ("k", "q"), "W": ("q", "q")}
 
 
@@ -34,17 +34,17 @@ class Layout(NamedTuple):
 
 
 def pitch(width: int) -> int:
-    """Room of a row, whole 64 bytes."""
+    """Return the pitch of a row, a multiple of 64 bytes."""
     return -(-width // 16) * 16
 
 
 def features(spec: Spec, d: int, mapped: bool = True) -> int:
-    """Columns of phi."""
+    """Return the number of columns of phi."""
     return 2 * d if mapped and spec.feature_map == "softmax_pair" else d
 
 
 def is_centred(spec: Spec, source: str) -> bool:
-    """Whether moments are of these tokens less their mean: keys, queries and, for the mean path, values."""
+    """Whether moments use centred tokens of this source: keys, queries and, for the mean path, values."""
     return {"q": spec.center == "qk", "k": spec.center is not None, "v": spec.mean_path}.get(source, False)
 
 

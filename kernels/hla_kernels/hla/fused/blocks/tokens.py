@@ -37,7 +37,7 @@ def load_planes(ptr, plane, i, si, rows, j, sj, cols, COUNT: tl.constexpr):
 
 @triton.jit
 def whole(x, COUNT: tl.constexpr):
-    """What planes add up to."""
+    """Return the sum of planes."""
     y = x[0].to(tl.float32)
     if COUNT > 1:
         y += x[1].to(tl.float32)
@@ -48,20 +48,20 @@ def whole(x, COUNT: tl.constexpr):
 
 @triton.jit
 def add_tile(acc, x, y):
-    """acc + x y; a number that is not 0 keeps the sum from being folded into the product, it has no other meaning here:
-    tensor cores, which cut off what they add to, only add up the tile."""
+    """Return acc + x y. Tensor cores, which truncate their accumulator, sum only within the tile: a nonzero constant
+    keeps the addition of acc from being folded into the product."""
     return acc + tl.dot(x, y, input_precision="ieee", max_num_imprecise_acc=16)
 
 
 @triton.jit
 def more(acc, x, y):
-    """acc + x y on tensor cores."""
+    """Return acc + x y, accumulated on tensor cores."""
     return tl.dot(x, y, acc, input_precision="ieee")
 
 
 @triton.jit
 def add_whole(acc, x, y, XP: tl.constexpr, YP: tl.constexpr, DIGITS: tl.constexpr):
-    """`add_products` of 2 or 3 DIGITS."""
+    """Run `add_products` for 2 or 3 DIGITS."""
     first = add_tile(tl.zeros(acc.shape, tl.float32), x[0], y[0])
     rest = tl.zeros(acc.shape, tl.float32)
     if DIGITS == 3:
@@ -81,9 +81,9 @@ def add_whole(acc, x, y, XP: tl.constexpr, YP: tl.constexpr, DIGITS: tl.constexp
 
 @triton.jit
 def add_products(acc, x, y, XP: tl.constexpr, YP: tl.constexpr, DIGITS: tl.constexpr):
-    """acc + x y of XP and YP planes, as far as two are DIGITS (1 or 2) behind the first ones; of 2 acc is rounded once.
-    3: as 2, and what tensor cores cut off of the first product, always to one side: the same product less what they
-    gave. 0: as 1, all added up by tensor cores."""
+    """Return acc + x y for XP and YP planes, with the products of planes whose indices sum to at most DIGITS (1 or 2);
+    with 2, acc is rounded once. 3: as 2, plus the truncation error of the first product on tensor cores (the same
+    product minus their result). 0: as 1, accumulated on tensor cores."""
     if DIGITS > 1:
         acc = add_whole(acc, x, y, XP, YP, DIGITS)
     elif DIGITS == 1:
@@ -107,8 +107,8 @@ def block_moments(
     Y: tl.constexpr, XP: tl.constexpr, YP: tl.constexpr, ONES: tl.constexpr, DIVIDED: tl.constexpr,
     PITCH: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
-    """Partial moments Sum x y', out [PARTS, B * H, X, PITCH]. ONES: y has a column more, of ones or, DIVIDED, of the
-    gradients of the denominators of a ratio."""
+    """Compute partial moments Sum x y' in out [PARTS, B * H, X, PITCH]. ONES: y has an additional column of ones or,
+    with DIVIDED, of the gradients of the denominators of a ratio."""
     BLOCKS: tl.constexpr = (Y + COLS - 1) // COLS
     block, b, h, part = tile_place(H, PARTS, ((X + ROWS - 1) // ROWS) * BLOCKS)
     most = longest(N)
@@ -145,8 +145,8 @@ def block_ratio(
     MP: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, M: tl.constexpr, PITCH: tl.constexpr, BN: tl.constexpr,
     COLS: tl.constexpr, INNER: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
-    """1 / den and d loss / d den of every query, ratio [B * H, 2, N], for o = q M / den, den = q.m1 + eps; matrix: the
-    planes of M, which begin the state at M."""
+    """Compute 1 / den and d loss / d den of every query in ratio [B * H, 2, N], for o = q M / den, den = q.m1 + eps;
+    matrix: the planes of the state from place M on."""
     _, b, h, tile = tile_place(H, TILES, 1)
     most = longest(N)
     at, N, _ = span(N, b, b * H + h, 0.0)

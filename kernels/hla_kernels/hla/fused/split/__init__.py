@@ -4,7 +4,7 @@ Forward and backward.
 
 `state` holds, per (batch, head) and in float32, the moments P [F, V], S, C [F, V], R, W [F, F] an operator needs and
 the vectors sum q, sum k [F], sum v [V], m1 [F], anchor [V]; OFF are their offsets in this order and K is the length.
-Every program writes its own partial sums, which `combine` adds in a fixed order: no atomics, the same bits every time.
+Every program writes separate partial sums, which `combine` adds in a fixed order: no atomics, deterministic.
 """
 
 from .grads import apply_grads

@@ -1,4 +1,4 @@
-"""apply of the backward: dq, dk, dv of one part of a head."""
+"""Kernel `apply_grads` of the backward: dq, dk, dv of one part of a head."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ def load_weights(
     w, ORDER: tl.constexpr, WOFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
-    """(WP', WS, WC', WR', WW) as far as the order has them; the others repeat one that it has."""
+    """Load the weights (WP', WS, WC', WR', WW) of an order; weights that it does not have repeat another one."""
     if ORDER == 2:
         wc = load4(w + WOFF[2], DV, V1, V2, FD, F1, F2, FD, 1)
         ws = load4(w + WOFF[1], FD, F1, F2, FD, F1, F2, FD, 1)
@@ -43,7 +43,7 @@ def load_weights(
 def read_rows(
     rows, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr
 ):  # fmt: skip
-    """The rows of dq, dk, dv."""
+    """Load the rows of dq, dk, dv."""
     return load_vec(rows, FD, F1, F2), load_vec(rows + FD, FD, F1, F2), load_vec(rows + 2 * FD, DV, V1, V2)
 
 
@@ -79,7 +79,7 @@ def part_grads(
         row = centre_rows(
             w, read, unit, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, False, SHIFT, F1, F2, V2
         )
-        if MEAN or CENTER > 0:  # read last, they hold no registers until then
+        if MEAN or CENTER > 0:  # loaded last to save registers
             more = read_rows(rows, FD, F1, F2, DV, V1, V2)
             row = (axpy2(row[0], 1.0, more[0], F2), axpy2(row[1], 1.0, more[1], F2), axpy2(row[2], 1.0, more[2], V2))
     more = row
@@ -106,12 +106,13 @@ def apply_grads(
     WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, ROLES: tl.constexpr, ROWS_DONE: tl.constexpr,
     JOIN: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one part of one head from the weights [B * H, KW] of `middle_grads` at WOFF and rows
+    """Compute dq, dk, dv of one part of one head from the weights [B * H, KW] of `middle_grads` at WOFF and rows
     [B * H, 2 F + V].
 
-    ROLES = 2: neighbours write dq, and dk with dv (JOIN: dq with dv, of ahla from the same keys, and dk): half
-    the weights stay resident in each. ROLES = 3: dq, dk and dv. ROWS_DONE: `head_weights` has centred the rows.
-    TILED: what `write_grads` of "all" gradients, of dk and dv ("keys") or of none ("") adds by a tile of ones.
+    ROLES = 2: neighbouring programs write dq, and dk with dv (JOIN: dq with dv, which for ahla read the same keys, and
+    dk), so that each holds half of the weights. ROLES = 3: separate programs for dq, dk and dv. ROWS_DONE:
+    `head_weights` has centred the rows. TILED: gradients whose rows `write_grads` adds by a tile of ones: "all", dk and
+    dv ("keys") or none ("").
     """
     b, h, part = place(H, PARTS, ROLES)
     most = longest(N)

@@ -1,4 +1,4 @@
-"""reduce: the moments of one part of a head."""
+"""Kernel `reduce_moments`: the moments of one part of a head."""
 
 import triton
 import triton.language as tl
@@ -37,13 +37,13 @@ def store_state(
 
 @triton.constexpr_function
 def order_of(i, roles, order):
-    """The order of `begin_moments` that program i of up to 3 a part sums."""
+    """Return the order of `begin_moments` for program i of up to 3 per part."""
     return ((order,), (4, 6), (11, 12, 10))[roles - 1][i]
 
 
 @triton.constexpr_function
 def sums_of(i, roles, sums, rest):
-    """SUMS of `sum_features` of that program; rest: whether the second of 2 needs them."""
+    """Return SUMS of `sum_features` for program i; rest: whether the second of 2 programs needs sums."""
     return ((sums,), (2 if sums else 0, sums and rest), (sums, sums, False))[roles - 1][i]
 
 
@@ -56,11 +56,11 @@ def reduce_moments(
     K: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr, REST: tl.constexpr,
     FINAL: tl.constexpr, ROLES: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of one part of one head, state [PARTS, B * H, K]; FINAL (one part): scaled and centred at once.
+    """Compute partial sums of one part of one head, state [PARTS, B * H, K]; FINAL (one part): scaled and centred.
 
-    REST: sums of features to twice their digits, which gradients of the normalised form need. ROLES = 2 (polynomial):
-    neighbouring programs sum P, S, W and C, R of the same tokens; 3 (a ratio, not centred): P and S, C and W, R; 5 (of
-    the tokens as they are, not divided, no ridge): one each, the first all sums. KEEP: the features go to fq, fk.
+    REST: sums of features in two digits, for gradients of the normalised form. ROLES, for polynomial, the number of
+    neighbouring programs for the same tokens: 2 sum P, S, W and C, R; 3 (a ratio, not centred): P and S, C and W, R; 5
+    (no feature map, ratio or ridge): one moment each, and the first one all sums. KEEP: store the features in fq, fk.
     """
     b, h, part = place(H, PARTS, ROLES)
     at, N, scale = span(N, b, b * H + h, scale)
@@ -101,8 +101,8 @@ def part_moments(
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     PREC: tl.constexpr, REST: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Sum the moments of one order over tokens lo..hi and write them. SUMS = 3: of the tokens as they are, all sums in
-    few registers."""
+    """Sum the moments of one order over tokens lo..hi and write them. SUMS = 3: without a feature map, all sums in few
+    registers."""
     if FMAP == 0 and REST == 0:
         m, sums, _, _ = sum_moments(
             q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, (2 if SUMS == 3 else 1) if SUMS else 0, False,
@@ -117,7 +117,7 @@ def part_moments(
             keep, q, ORDER, True, SUMS, REST, False, NORM, KEEP, True, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN,
             PREC, STAGES,
         )  # fmt: skip
-    if FMAP == 5:  # what the number of tokens adds, the first part adds for all
+    if FMAP == 5:  # the first part adds the term of the number of tokens for all parts
         m = unshift(m, sums, tl.where(lo == 0, n, 0.0), ORDER, CENTER, MEAN or NORM, D, F1, F2, V2)
     if FINAL:
         m = scale_moments(m, sums, scale, n, ridge, ORDER, CENTER, NORM or MEAN, RIDGE, F1, F2, V2)

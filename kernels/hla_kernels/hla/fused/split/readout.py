@@ -1,4 +1,4 @@
-"""apply: o = q M of one part of a head, and what its backward begins with, the gradient of M."""
+"""Kernels `apply` (o = q M of one part of a head) and `reduce_readout` (the gradient of M)."""
 
 import triton
 import triton.language as tl
@@ -31,7 +31,7 @@ def apply(
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
     K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """o = q M for one part of one head; matrix [B * H, F, V] is in the dtype of the tokens."""
+    """Compute o = q M for one part of one head; matrix [B * H, F, V] has the dtype of the tokens."""
     b, h, part = place(H, PARTS)
     at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
@@ -71,9 +71,9 @@ def reduce_readout(
     OFF: tl.constexpr, K: tl.constexpr, KG: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
     CENTER: tl.constexpr, TURNED: tl.constexpr, REST: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
-    """Partial dM' [V, F] (TURNED: dM [F, V]) and sum g [V] of one part of one head -> out [PARTS, B * H, KG];
-    normalised, the gradient of m1 [F] for v centred instead of sum g, and ratio [B * H, N, 2] (DIVIDED: it is
-    there)."""
+    """Compute partial dM' [V, F] (TURNED: dM [F, V]) and sum g [V] of one part of one head in out [PARTS, B * H, KG].
+    Normalised: the gradient of m1 [F] for centred v instead of sum g, and ratio [B * H, N, 2] (DIVIDED: it is an
+    input)."""
     b, h, part = place(H, PARTS)
     most = longest(N)
     at, N, _ = span(N, b, b * H + h, 0.0)
@@ -115,7 +115,7 @@ def reduce_readout(
         dm = unshift_grad(dm, sg, D, F1, F2, V2)
     out += (part.to(tl.int64) * heads + head) * KG
     store4(out, dm, DV, V1, V2, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)
-    if NORM:  # what m1 has through the anchor a = vbar - mean v of M too; here, where dM' is at hand
+    if NORM:  # adds the gradient of m1 through the anchor a = vbar - mean v of M, since dM' is available here
         vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
         a = axpy2(vbar, -1.0 / N[1], load_vec(state + head * K + OFF[7], DV, V1, V2), V2)
         store_vec(out + DV * FD, axpy2(dm1, -1.0, vecmat(a, dm, V2, F2), F2), FD, F1, F2)
