@@ -93,7 +93,7 @@ def left_factor(m, c, ORDER: tl.constexpr, F2: tl.constexpr, PREC: tl.constexpr)
 
 @triton.jit
 def operator(m, c, ORDER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr):
-    """(M, T): M = c1 P + c2 S C + T P with T of left_factor."""
+    """Return (M, T): M = c1 P + c2 S C + T P with T of left_factor."""
     mp, ms, mc, _, _ = m
     t = left_factor(m, c, ORDER, F2, PREC)
     out = mp
@@ -109,7 +109,7 @@ def operator(m, c, ORDER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, PREC
 
 @triton.jit
 def operator_ones(m, t, p1, q1, c, ORDER: tl.constexpr, F2: tl.constexpr):
-    """m1 = c1 p1 + c2 S q1 + T p1: the operator of v = 1."""
+    """Return m1 = c1 p1 + c2 S q1 + T p1: the operator of v = 1."""
     out = p1
     if ORDER == 2:
         out = vecmat(q1, m[1], F2, F2)
@@ -143,7 +143,7 @@ def anchor(
 
 @triton.jit
 def row1(x):
-    """A vector as one row."""
+    """Return a vector as one row."""
     return x[0][None, :], x[1][None, :]
 
 
@@ -152,7 +152,7 @@ def affine(
     out, m1, sums, a, n, CENTER: tl.constexpr, MEAN: tl.constexpr, NORM: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """(M, vbar) for the mean-value path, then row - qbar M for centred queries, + SHIFT 1'M for shifted ones;
+    """Return (M, vbar) for the mean-value path, then row - qbar M for centred queries, + SHIFT 1'M for shifted ones;
     normalised: (M - m1 a', vbar + a) with a of `anchor`."""
     row = zeros2(V1, V2)
     if MEAN or NORM:
@@ -181,7 +181,7 @@ def affine_grad(
     dm, out, sums, sg, n, CENTER: tl.constexpr, MEAN: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
-    """dM' of `affine` -> (dM', row of dq, row of dv); sg the sum of the output's gradient."""
+    """Return dM' of `affine` -> (dM', row of dq, row of dv); sg the sum of the output's gradient."""
     row_q = zeros2(F1, F2)
     row_v = zeros2(V1, V2)
     if CENTER == 2:
@@ -197,7 +197,7 @@ def weights(
     m, t, dm, dm1, p1, q1, s, ORDER: tl.constexpr, ONES: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """(WP', WS, WC', WR', WW): s times the (symmetrised) gradients of the moments, of orders up to 4."""
+    """Return (WP', WS, WC', WR', WW): s times the (symmetrised) gradients of the moments, of orders up to 4."""
     mp, ms, mc, _, mw = m
     wp = dm
     ws = ms
@@ -231,7 +231,7 @@ def weights(
 
 @triton.jit
 def eye_of(a):
-    """The identity in the blocks of a square matrix a (zero off the diagonal blocks)."""
+    """Return the identity in the blocks of a square matrix a (zero off the diagonal blocks)."""
     i = tl.arange(0, a[0].shape[0])
     j = tl.arange(0, a[3].shape[0])
     one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
@@ -241,7 +241,7 @@ def eye_of(a):
 
 @triton.jit
 def largest(a, A2: tl.constexpr, B2: tl.constexpr):
-    """The largest |a|."""
+    """Return the largest |a|."""
     x = tl.max(tl.abs(a[0]))
     if B2 > 0:
         x = tl.maximum(x, tl.max(tl.abs(a[1])))
@@ -299,7 +299,7 @@ def weight_rows(
 
 @triton.jit
 def ones_grad_key(t, dm1, ORDER: tl.constexpr, F2: tl.constexpr):
-    """d loss / d p1 = T' dm1, dm1 of first order."""
+    """Return d loss / d p1 = T' dm1, dm1 of first order."""
     out = dm1
     if ORDER > 1:
         out = vecmat(dm1, t, F2, F2)

@@ -175,7 +175,7 @@ class Layout(NamedTuple):
         return self.fd * self.dv + self.fd + self.dv
 
     def vectors(self) -> Layout:
-        """The state without its moments."""
+        """Return the state without its moments."""
         shift = self.off[5]
         return self._replace(off=tuple(max(0, x - shift) for x in self.off), k=self.k - shift)
 

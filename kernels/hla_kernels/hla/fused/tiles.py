@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def load_tile(ptr, keep, ONCE: tl.constexpr):
-    """A masked tile; ONCE marks it as the first to leave L2."""
+    """Return a masked tile; ONCE marks it as the first to leave L2."""
     if ONCE:
         x = tl.load(ptr, mask=keep, other=0.0, eviction_policy="evict_first")
     else:
@@ -109,7 +109,7 @@ def store4(
 
 @triton.jit
 def load_vec(ptr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """A vector of D elements as a pair, zero beyond D."""
+    """Return a vector of D elements as a pair, zero beyond D."""
     c1 = tl.arange(0, D1)
     x1 = tl.load(ptr + c1, mask=c1 < D, other=0.0)
     x2 = x1
@@ -131,7 +131,7 @@ def store_vec(ptr, x, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def zeros4(A1: tl.constexpr, A2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr):
-    """A zero matrix in float32."""
+    """Return a zero matrix in float32."""
     m12 = tl.zeros([1, 1], tl.float32)
     m21 = m12
     m22 = m12
@@ -146,7 +146,7 @@ def zeros4(A1: tl.constexpr, A2: tl.constexpr, B1: tl.constexpr, B2: tl.constexp
 
 @triton.jit
 def zeros2(D1: tl.constexpr, D2: tl.constexpr):
-    """A zero vector in float32."""
+    """Return a zero vector in float32."""
     x2 = tl.zeros([1], tl.float32)
     if D2 > 0:
         x2 = tl.zeros([D2], tl.float32)
@@ -162,7 +162,7 @@ def load_tail(ptr, i, stride, live, D: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def add_dot(a, b, acc, PREC: tl.constexpr):
-    """acc + a b; "ieee": tensor cores, which cut off what they add to, only add up the tile."""
+    """Return acc + a b; "ieee": tensor cores, which cut off what they add to, only add up the tile."""
     if PREC == "ieee":
         # a number that is not 0 keeps the sum from being folded into the product; it has no other meaning here
         acc = acc + tl.dot(a, b, input_precision=PREC, max_num_imprecise_acc=16)
@@ -191,7 +191,7 @@ def outer4(acc, x, y, tail, X2: tl.constexpr, Y2: tl.constexpr, TAIL: tl.constex
 
 @triton.jit
 def corner(acc, x, y, tail, TAIL: tl.constexpr, PREC: tl.constexpr):
-    """acc + x2'y2."""
+    """Return acc + x2'y2."""
     if TAIL:
         acc = add_dot(tl.trans(tail), y[1], acc, PREC)
     else:
@@ -202,7 +202,7 @@ def corner(acc, x, y, tail, TAIL: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def square4(acc, x, tail, X2: tl.constexpr, TAIL: tl.constexpr, PREC: tl.constexpr):
-    """acc + x'x; block 21 is the transpose of block 12 and not computed."""
+    """Return acc + x'x; block 21 is the transpose of block 12 and not computed."""
     a11, a12, _, a22 = acc
     a11 = add_dot(tl.trans(x[0]), x[0], a11, PREC)
     if X2 > 0:
@@ -213,7 +213,7 @@ def square4(acc, x, tail, X2: tl.constexpr, TAIL: tl.constexpr, PREC: tl.constex
 
 @triton.jit
 def outer4_end(acc, X2: tl.constexpr):
-    """The matrix that `outer4` or `square4` summed."""
+    """Return the matrix that `outer4` or `square4` summed."""
     a21 = acc[2]
     a22 = acc[3]
     if X2 > 0:
@@ -227,7 +227,7 @@ def outer4_end(acc, X2: tl.constexpr):
 def outer4_begin(
     A1: tl.constexpr, A2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, SQUARE: tl.constexpr, TAIL: tl.constexpr
 ):
-    """The zero accumulator of `outer4`, or of `square4`."""
+    """Return the zero accumulator of `outer4`, or of `square4`."""
     m11, m12, m21, m22 = zeros4(A1, A2, B1, B2)
     if TAIL and A2 > 0 and B2 > 0:
         m22 = tl.zeros([64, B2], tl.float32)
@@ -240,7 +240,7 @@ def outer4_begin(
 
 @triton.jit
 def mm4(a, b, A2: tl.constexpr, K2: tl.constexpr, B2: tl.constexpr, PREC: tl.constexpr):
-    """The product of two block matrices."""
+    """Return the product of two block matrices."""
     c11 = tl.dot(a[0], b[0], input_precision=PREC)
     c12 = c11
     c21 = c11
@@ -270,7 +270,7 @@ def scale4(a, c):
 
 @triton.jit
 def trans4(a):
-    """a', blocks 12 and 21 swapped."""
+    """Return a', blocks 12 and 21 swapped."""
     return tl.trans(a[0]), tl.trans(a[2]), tl.trans(a[1]), tl.trans(a[3])
 
 
@@ -282,7 +282,7 @@ def cast4(a, dtype: tl.constexpr):
 
 @triton.jit
 def add4(a, b, A2: tl.constexpr, B2: tl.constexpr):
-    """a + b, block by block: placeholders are left alone, their shapes need not agree."""
+    """Return a + b, block by block: placeholders are left alone, their shapes need not agree."""
     c12 = a[1]
     c21 = a[2]
     c22 = a[3]
@@ -297,7 +297,7 @@ def add4(a, b, A2: tl.constexpr, B2: tl.constexpr):
 
 @triton.jit
 def rank1(a, x, y, A2: tl.constexpr, B2: tl.constexpr):
-    """a + x y'."""
+    """Return a + x y'."""
     c12 = a[1]
     c21 = a[2]
     c22 = a[3]
@@ -312,7 +312,7 @@ def rank1(a, x, y, A2: tl.constexpr, B2: tl.constexpr):
 
 @triton.jit
 def rowmul(acc, x, m, K2: tl.constexpr, B2: tl.constexpr, PREC: tl.constexpr):
-    """acc + x m for a token tile x; acc is a pair of float32 tiles."""
+    """Return acc + x m for a token tile x; acc is a pair of float32 tiles."""
     o1 = tl.dot(x[0], m[0], acc[0], input_precision=PREC)
     o2 = o1
     if K2 > 0:
@@ -326,7 +326,7 @@ def rowmul(acc, x, m, K2: tl.constexpr, B2: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def zero_rows(BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """A pair of zero token tiles in float32."""
+    """Return a pair of zero token tiles in float32."""
     o1 = tl.zeros([BN, D1], tl.float32)
     o2 = o1
     if D2 > 0:
@@ -336,7 +336,7 @@ def zero_rows(BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def vecmat(x, a, A2: tl.constexpr, B2: tl.constexpr):
-    """x'a, a vector over the columns of a."""
+    """Return x'a, a vector over the columns of a."""
     y1 = tl.sum(a[0] * x[0][:, None], 0)
     y2 = y1
     if A2 > 0:
@@ -350,7 +350,7 @@ def vecmat(x, a, A2: tl.constexpr, B2: tl.constexpr):
 
 @triton.jit
 def matvec(a, x, A2: tl.constexpr, B2: tl.constexpr):
-    """a x, a vector over the rows of a."""
+    """Return a x, a vector over the rows of a."""
     y1 = tl.sum(a[0] * x[0][None, :], 1)
     y2 = y1
     if B2 > 0:
@@ -364,7 +364,7 @@ def matvec(a, x, A2: tl.constexpr, B2: tl.constexpr):
 
 @triton.jit
 def axpy2(y, a, x, D2: tl.constexpr):
-    """y + a x for vectors."""
+    """Return y + a x for vectors."""
     y2 = y[1]
     if D2 > 0:
         y2 = y[1] + a * x[1]
@@ -373,7 +373,7 @@ def axpy2(y, a, x, D2: tl.constexpr):
 
 @triton.jit
 def rowdot(x, y, D2: tl.constexpr):
-    """The dot product of each token in x with the vector y, or of tokens with tokens: [BN] in float32."""
+    """Return the dot product of each token in x with the vector y, or of tokens with tokens: [BN] in float32."""
     d = tl.sum(x[0].to(tl.float32) * y[0], 1)
     if D2 > 0:
         d += tl.sum(x[1].to(tl.float32) * y[1], 1)

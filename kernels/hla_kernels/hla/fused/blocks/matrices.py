@@ -53,7 +53,7 @@ def block_product(
     TURN_A: tl.constexpr, TURN_B: tl.constexpr, PREC: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out = c[ca] A B + beta c[cx] X, with places, pitches and lengths of a head in units of 16; c[-1] = 1."""
+    """Compute out = c[ca] A B + beta c[cx] X, with places, pitches and lengths of a head in units of 16; c[-1] = 1."""
     blocks = (cols + COLS - 1) // COLS
     each = ((rows + ROWS - 1) // ROWS) * blocks
     pid = tl.program_id(0)

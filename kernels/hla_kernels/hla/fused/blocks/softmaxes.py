@@ -38,7 +38,7 @@ def half_of(x, live, SIGN, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
 
 @triton.jit
 def unit(R: tl.constexpr, dtype: tl.constexpr):
-    """The identity."""
+    """Return the identity."""
     i = tl.arange(0, R)
     return tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(dtype)
 
@@ -55,7 +55,7 @@ def units(R1: tl.constexpr, R2: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def as_product(x, e, R2: tl.constexpr):
-    """A tile of tokens in float32 as products lie in registers, by a product with identities e: threads exchange
+    """Return a tile of tokens in float32 as products lie in registers, by a product with identities e: threads exchange
     nothing later."""
     x1 = tl.dot(x[0], e[0])
     x2 = x1
@@ -87,7 +87,7 @@ def fold(x):
 
 @triton.jit
 def begin_half(V1: tl.constexpr, V2: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
-    """The accumulators of `add_half`."""
+    """Return the accumulators of `add_half`."""
     s2 = tl.zeros([1, 1], tl.float32)
     if R2 > 0:
         s2 = tl.zeros([16, R2], tl.float32)
@@ -96,7 +96,7 @@ def begin_half(V1: tl.constexpr, V2: tl.constexpr, R1: tl.constexpr, R2: tl.cons
 
 @triton.jit
 def add_outer(acc, y, f, V2: tl.constexpr, R2: tl.constexpr):
-    """acc + y'f: tiles that are computed stand on the right."""
+    """Return acc + y'f: tiles that are computed stand on the right."""
     a11, a12, a21, a22 = acc
     a11 = tl.dot(tl.trans(y[0]), f[0], a11)
     if R2 > 0:
@@ -179,7 +179,7 @@ def pair_values(
 
 @triton.jit
 def column(state, half, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, PITCH: tl.constexpr):
-    """A column of a matrix, of the features of one half."""
+    """Return a column of a matrix, of the features of one half."""
     state += half * D * PITCH
     c = tl.arange(0, R1)
     y1 = tl.load(state + c * PITCH, mask=c < D, other=0.0)
@@ -192,7 +192,7 @@ def column(state, half, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, PIT
 
 @triton.jit
 def turned_product(acc, m, f, R2: tl.constexpr, V2: tl.constexpr):
-    """acc + m f', a pair of rows of values, for m [V, D] and rounded features f of tokens."""
+    """Return acc + m f', a pair of rows of values, for m [V, D] and rounded features f of tokens."""
     t1 = tl.trans(f[0])
     t2 = t1
     if R2 > 0:
@@ -213,7 +213,7 @@ def read_features(
     acc, den, x, w, m1, n1, live, DIVIDE: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
     V2: tl.constexpr,
 ):  # fmt: skip
-    """(acc + M' phi(x)', den + phi(x).m1), w of `read_weights`."""
+    """Return (acc + M' phi(x)', den + phi(x).m1), w of `read_weights`."""
     dtype: tl.constexpr = w[0][0].dtype
     f = half_of(x, live, 1.0, D, R1, R2)
     acc = turned_product(acc, w[0], (f[0].to(dtype), f[1].to(dtype)), R2, V2)
@@ -231,7 +231,7 @@ def read_weights(
     matrix, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
     V2: tl.constexpr, PITCH: tl.constexpr,
 ):  # fmt: skip
-    """M' of both halves of the features."""
+    """Return M' of both halves of the features."""
     plus = trans4(load4(matrix, D, R1, R2, DV, V1, V2, PITCH, 1))
     return plus, trans4(load4(matrix + D * PITCH, D, R1, R2, DV, V1, V2, PITCH, 1))
 
@@ -304,7 +304,7 @@ def times_weights(y, m, BN: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, V2
 
 @triton.jit
 def plus_row(x, c, row, R2: tl.constexpr):
-    """x + c row of a tile of tokens x and a number c of each."""
+    """Return x + c row of a tile of tokens x and a number c of each."""
     x2 = x[1]
     if R2 > 0:
         x2 = x[1] + c[:, None] * row[1][None, :]

@@ -185,7 +185,7 @@ def add_source(
     SR: tl.constexpr, SC: tl.constexpr, WIDTH: tl.constexpr, CENTRED: tl.constexpr, M1: tl.constexpr,
     OUT: tl.constexpr, INNER: tl.constexpr, MP: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
-    """(acc + source weight, row - mean of the source times weight, den + q.m1) of one pair of `block_apply`."""
+    """Return (acc + source weight, row - mean of the source times weight, den + q.m1) of one pair of `block_apply`."""
     for start in range(0, HAVE, INNER):
         r = start + tl.arange(0, INNER)
         tx = load_planes(x, xp, i, xn, live, r, 1, r < HAVE, XP)

@@ -96,7 +96,7 @@ def stagger(pid, DELAY: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit
 def load_coefficients(ptr, h, ORDER: tl.constexpr):
-    """(c1, c2, c3, c4) of head h; ones for the orders that have none."""
+    """Return (c1, c2, c3, c4) of head h; ones for the orders that have none."""
     c = (1.0, 1.0, 1.0, 1.0)
     if ORDER == 5:
         p = ptr + h * 4

@@ -40,19 +40,19 @@ def pair_features(x, FMAP: tl.constexpr):
 
 @triton.jit
 def cast_pair(x, dtype: tl.constexpr):
-    """A tile of two heads in another dtype."""
+    """Return a tile of two heads in another dtype."""
     return x[0].to(dtype), x[1].to(dtype), x[2].to(dtype)
 
 
 @triton.jit
 def computed(x, dtype: tl.constexpr):
-    """A tile of two heads in a dtype, computed once (`loops.vectors.once`)."""
+    """Return a tile of two heads in a dtype, computed once (`loops.vectors.once`)."""
     return once(x[0].to(dtype)), once(x[1].to(dtype)), once(x[2].to(dtype))
 
 
 @triton.jit
 def slope(f, g, FMAP: tl.constexpr):
-    """d loss / d x of a block from its features f in float32 and g = d loss / d phi(x)."""
+    """Return d loss / d x of a block from its features f in float32 and g = d loss / d phi(x)."""
     if FMAP == 1:
         g = tl.where(f > 0, g, 0.0)
     else:
@@ -77,7 +77,7 @@ def with_ones(t, D: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def add_features(m, x, f, tails, D: tl.constexpr, D1: tl.constexpr):
-    """m + x'f over the tokens of a tile, f computed in the loop; tails = `load_ends` of x."""
+    """Return m + x'f over the tokens of a tile, f computed in the loop; tails = `load_ends` of x."""
     fa, fb = with_ones(f[1], D, D1)
     xa, xb = with_ones(x[1], D, D1)
     a11 = tl.dot(tl.trans(x[0]), f[0], m[0])
@@ -133,7 +133,7 @@ def feature_sum(m, SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def own_ones(SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
-    """The vector of ones of one head."""
+    """Return the vector of ones of one head."""
     _, _, own = ends(SECOND, D, D1)
     return tl.full([D1], 1.0, tl.float32), tl.where(own, 1.0, 0.0)
 
@@ -170,7 +170,7 @@ def pair_columns(a, b, dtype: tl.constexpr):
 
 @triton.jit
 def pair_vector(x, c):
-    """The product of each token of two heads with its head's vector, [BN] twice in float32."""
+    """Return the product of each token of two heads with its head's vector, [BN] twice in float32."""
     y = tl.dot(x[1], c[1], tl.dot(x[2], c[2], tl.dot(x[0], c[0])))
     i = tl.arange(0, 16)[None, :]
     return tl.sum(tl.where(i < 2, y, 0.0), 1), tl.sum(tl.where(i >= 2, y, 0.0), 1)
@@ -192,7 +192,7 @@ def beside_each(a, b, D: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def rows_block(acc, x, m, I: tl.constexpr):
-    """acc + a block of columns of each head's tokens times its matrix."""
+    """Return acc + a block of columns of each head's tokens times its matrix."""
     if I == 0:
         acc = tl.dot(x[1], m[2], tl.dot(x[0], m[0], acc))
     elif I == 1:
@@ -256,7 +256,7 @@ def divided_forward(
     q, k, v, o, state, matrix, qs, ks, vs, os, N, H, scale, eps, FMAP: tl.constexpr, ALIGN: tl.constexpr,
     D: tl.constexpr, D1: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """o of two heads; M goes to matrix [B * H, D, D], m1, row and e to state [B * H, K] at OFF."""
+    """Compute o of two heads; M goes to matrix [B * H, D, D], m1, row and e to state [B * H, K] at OFF."""
     at, h, head, lo, hi = place_pair(H, 1, N, longest(N), 1)
     n, scale = means(N, head, scale)
     q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
@@ -305,7 +305,7 @@ def divided_keys(
     k, v, dk, dv, weights, rows, ks, vs, dks, dvs, N, H, PARTS, chunk, FMAP: tl.constexpr, ALIGN: tl.constexpr,
     D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk = (v W' + row) phi'(k) and dv = phi(k) W + row of one part of two heads."""
+    """Compute dk = (v W' + row) phi'(k) and dv = phi(k) W + row of one part of two heads."""
     at, h, head, lo, hi = place_pair(H, PARTS, N, chunk, 1)
     k, v, dk, dv, kn, vn, dkn, dvn = of_head((k, v, dk, dv), (ks, vs, dks, dvs), at, h, ALIGN)
     dtype: tl.constexpr = k.dtype.element_ty

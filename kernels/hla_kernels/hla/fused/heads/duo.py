@@ -17,7 +17,7 @@ from .halves import get_matrix, times, times_symmetric
 
 @triton.jit
 def get_pair(ptr, step, D1: tl.constexpr, D2: tl.constexpr):
-    """The padded matrices of two heads, `step` numbers apart."""
+    """Return the padded matrices of two heads, `step` numbers apart."""
     return together(get_matrix(ptr, D1, D2), get_matrix(ptr + step, D1, D2))
 
 
@@ -52,7 +52,7 @@ def put_natural(to, a, second, D: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def natural_pair(at, step, D: tl.constexpr, D1: tl.constexpr):
-    """The natural matrices of two heads, `step` numbers apart."""
+    """Return the natural matrices of two heads, `step` numbers apart."""
     return together(get_natural(at, 0, D, D1), get_natural(at + step, 1, D, D1))
 
 
@@ -92,7 +92,7 @@ def put_units(to, u):
 
 @triton.jit
 def product(x, y, second, D: tl.constexpr, D1: tl.constexpr):
-    """x y of natural matrices of one head."""
+    """Return x y of natural matrices of one head."""
     D2: tl.constexpr = 2 * (D - D1)
     return times(get_natural(x, second, D, D1), get_natural(y, second, D, D1), D2, D2, D2)
 

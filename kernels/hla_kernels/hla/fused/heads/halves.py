@@ -38,7 +38,7 @@ def largest_sum(a):
 
 @triton.jit
 def half(a, A2: tl.constexpr, B2: tl.constexpr):
-    """(a in units of u as float16, u)."""
+    """Return (a in units of u as float16, u)."""
     unit = power_of_two(0.125 * largest_folded(a, A2, B2))
     return cast4(scale4(a, 1.0 / unit), tl.float16), unit
 
@@ -68,7 +68,7 @@ def half_four(a, b, c, d):
 
 @triton.jit
 def factors_of(m, ORDER: tl.constexpr):
-    """The moments that an order multiplies: (C, S), (P, R) or (P, S, W), three of either."""
+    """Return the moments that an order multiplies: (C, S), (P, R) or (P, S, W), three of either."""
     if ORDER == 2:
         out = (m[2], m[1], m[1])
     elif ORDER == 3:
@@ -207,7 +207,7 @@ def times_symmetric(a, b, A2: tl.constexpr, K2: tl.constexpr):
 
 @triton.jit
 def half_operator(m, u, t, ORDER: tl.constexpr, D2: tl.constexpr):
-    """M'; t = S W in units of its factors."""
+    """Return M'; t = S W in units of its factors."""
     x, y, _ = m
     if ORDER == 2:
         out = scale4(times(trans4(x), y, D2, D2, D2), u[0] * u[1])
@@ -245,13 +245,13 @@ def half_weight(m, u, t, dm, pd, s, NAME: tl.constexpr, ORDER: tl.constexpr, D2:
 
 @triton.jit
 def symmetric(x):
-    """x + x'."""
+    """Return x + x'."""
     return x + tl.trans(x)
 
 
 @triton.jit
 def loaded_operator(m, u, ORDER: tl.constexpr):
-    """M = S C, R P or S (W P) of factors of one block, as they were loaded."""
+    """Return M = S C, R P or S (W P) of factors of one block, as they were loaded."""
     x, y, z = m[0][0], m[1][0], m[2][0]
     if ORDER == 4:
         out = tl.dot(y, tl.dot(z, x).to(tl.float16)) * (u[0] * u[1] * u[2])

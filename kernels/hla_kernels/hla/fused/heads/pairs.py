@@ -42,7 +42,7 @@ def forward_pairs(
     q, k, v, o, matrix, qs, ks, vs, os, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
     AREA: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """o = q M of two heads. SAVE: what a backward reads."""
+    """Compute o = q M of two heads. SAVE: what a backward reads."""
     at, h, head, lo, hi, scale = own_pair(N, H, scale)
     q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     matrix += head * AREA
@@ -81,7 +81,7 @@ def query_gradient(
     v, g, dq, vn, gn, on, lo, hi, matrix, w, PART: tl.constexpr, ORDER: tl.constexpr, COUNT: tl.constexpr,
     D: tl.constexpr, D1: tl.constexpr, AREA: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
-    """dq = g M', + v WC' of hla2."""
+    """Compute dq = g M', + v WC' of hla2."""
     m = turn(get_weight(matrix, 0, ORDER, 1, D, D1, AREA))
     if ORDER == 1:
         pair_product(g, m, g, m, dq, gn, gn, on, lo, hi, False, PART, D, D1, BN, STAGES)
@@ -95,7 +95,7 @@ def key_gradient(
     k, v, dk, kn, vn, on, lo, hi, w, ORDER: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
     AREA: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
-    """dk = v WP', k WS of hla2."""
+    """Compute dk = v WP', k WS of hla2."""
     m = get_weight(w, 1 if ORDER == 2 else 0, ORDER, COUNT, D, D1, AREA)
     if ORDER == 2:
         pair_product(k, m, k, m, dk, kn, kn, on, lo, hi, False, 0, D, D1, BN, STAGES)
@@ -108,7 +108,7 @@ def value_gradient(
     q, k, dv, qn, kn, on, lo, hi, w, ORDER: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
     AREA: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
-    """dv = k WP, q WC of hla2."""
+    """Compute dv = k WP, q WC of hla2."""
     m = turn(get_weight(w, 0, ORDER, COUNT, D, D1, AREA))
     if ORDER == 2:
         pair_product(q, m, q, m, dv, qn, qn, on, lo, hi, False, 0, D, D1, BN, STAGES)
@@ -121,7 +121,7 @@ def backward_pairs(
     q, k, v, g, dq, dk, dv, matrix, qs, ks, vs, gs, dqs, dks, dvs, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr,
     D1: tl.constexpr, AREA: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of first order of two heads. STAGES: of the passes that write."""
+    """Compute dq, dk, dv of first order of two heads. STAGES: of the passes that write."""
     at, h, head, lo, hi, scale = own_pair(N, H, scale)
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
     matrix += head * AREA
@@ -142,7 +142,7 @@ def weights_pairs(
     q, g, weights, qs, gs, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, AREA: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """WP' of first order of two heads, for `grads_pairs`."""
+    """Compute WP' of first order of two heads, for `grads_pairs`."""
     at, h, head, lo, hi, scale = own_pair(N, H, scale)
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
     weights += head * AREA
@@ -196,7 +196,7 @@ def weights_higher(
     q, g, factors, units, room, weights, qs, gs, N, H, scale, ORDER: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
     D1: tl.constexpr, COUNT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The weights [B * H, COUNT, D, D] of two heads (`duo.put_weights`), for what writes gradients; room
+    """Compute the weights [B * H, COUNT, D, D] of two heads (`duo.put_weights`), for what writes gradients; room
     [B * H, 1 or of hla3 3, D, D]."""
     at, h, head, lo, hi, scale = own_pair(N, H, scale)
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)

@@ -37,7 +37,7 @@ def plain_forward(
     F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
     STAY: tl.constexpr, LAST: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """o = q M of one head. SAVE: its factors go to factors [B * H, KF] and units [B * H, 4]. STAY as in
+    """Compute o = q M of one head. SAVE: its factors go to factors [B * H, KF] and units [B * H, 4]. STAY as in
     `sum_moments`. LAST: tokens of one block that `load_few` takes go their own way."""
     APART: tl.constexpr = LAST and F2 == 0
     pid = tl.program_id(0)
@@ -127,7 +127,7 @@ def plain_products(
     q, k, v, g, qn, kn, vn, gn, N, scale, factors, units, room, ORDER: tl.constexpr, KEPT: tl.constexpr,
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, few=None,
 ):  # fmt: skip
-    """M' and the weights of `write_grads` in the dtype of the tokens, from what `plain_gradient` takes."""
+    """Return M' and the weights of `write_grads` in the dtype of the tokens, from what `plain_gradient` takes."""
     dtype: tl.constexpr = q.dtype.element_ty
     m, u, t, dm, pd, s = plain_gradient(
         q, k, v, g, qn, kn, vn, gn, N, scale, factors, units, room, ORDER, KEPT, D, F1, F2, BN, PREC, few
@@ -191,7 +191,7 @@ def plain_backward(
 
 @triton.jit
 def store_matrix(ptr, x, SA: tl.constexpr, SB: tl.constexpr):
-    """A matrix of one block with strides (SA, SB)."""
+    """Store a matrix of one block with strides (SA, SB)."""
     D: tl.constexpr = x.shape[0]
     store4(ptr, (x, x, x, x), D, D, 0, D, D, 0, SA, SB)
 

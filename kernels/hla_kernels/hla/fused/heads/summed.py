@@ -61,7 +61,7 @@ def finished(
     raw, sums, scale, n, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
     FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
 ):  # fmt: skip
-    """(P, S, C, R, W) of a head from what was summed over its tokens."""
+    """Return (P, S, C, R, W) of a head from what was summed over its tokens."""
     if is_shifted(FMAP):
         raw = unshift(raw, sums, n, ORDER, CENTER, True, D, F1, F2, F2)
     return scale_moments(raw, sums, scale, n, 0.0, ORDER, CENTER, NORM or MEAN, False, F1, F2, F2)
@@ -338,7 +338,7 @@ def summed_middle(
     F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr,
     KW: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The weights and rows of one head of a ratio from what `summed_queries` left."""
+    """Compute the weights and rows of one head of a ratio from what `summed_queries` left."""
     head = tl.program_id(0).to(tl.int64)
     n, scale = means(N, head, scale)
     ones += head * PARTS * D
@@ -366,7 +366,7 @@ def summed_tokens(
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     KF: tl.constexpr, KR: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one head of a ratio from what `summed_queries` left. TILED: as in `write_grads`."""
+    """Compute dq, dk, dv of one head of a ratio from what `summed_queries` left. TILED: as in `write_grads`."""
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)

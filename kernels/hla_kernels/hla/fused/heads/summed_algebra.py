@@ -41,7 +41,7 @@ def ones_through(y, p1, q1, ORDER: tl.constexpr, F2: tl.constexpr):
 
 @triton.jit
 def anchor_ones(mt, m1, F2: tl.constexpr):
-    """a of `algebra.anchor` for the features 1: 1'(M - m1 a') = 0. M is nearly of rank one: others are alike."""
+    """Return a of `algebra.anchor` for the features 1: 1'(M - m1 a') = 0. M is nearly of rank one: others are alike."""
     e = tl.sum(m1[0])
     if F2 > 0:
         e += tl.sum(m1[1])
@@ -112,7 +112,7 @@ def gradient_of_head(
 
 @triton.jit
 def taken(at, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """The vector at a place that is written again."""
+    """Return the vector at a place that is written again."""
     x = load_vec(at, D, D1, D2)
     tl.debug_barrier()  # every thread has read it
     return x
@@ -120,7 +120,7 @@ def taken(at, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def inside(a, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """A matrix without what its columns hold beyond D."""
+    """Return a matrix without what its columns hold beyond D."""
     c1, c2 = ones2(D, D1, D2)
     a12 = a[1]
     a22 = a[3]
@@ -355,7 +355,7 @@ def store_rows3(to, rows, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def load_rows3(at, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """The rows of dq, dk, dv from where they are."""
+    """Return the rows of dq, dk, dv from where they are."""
     return load_vec(at[0], D, D1, D2), load_vec(at[1], D, D1, D2), load_vec(at[2], D, D1, D2)
 
 

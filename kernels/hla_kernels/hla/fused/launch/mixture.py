@@ -30,15 +30,15 @@ class Form(NamedTuple):
     config: Callable[[str, dict[str, int]], dict[str, int]]
 
     def tiles(self, call: Call, kernel: str) -> dict[str, int]:
-        """Tiles of a kernel."""
+        """Return the tiles of a kernel."""
         return call.tiles(self.config, kernel, call.w)
 
     def square(self, call: Call) -> dict:
-        """Constexpr of all kernels."""
+        """Return the constexpr arguments of all kernels."""
         return {"D": call.w["D"], "F1": call.w["F1"], "F2": call.w["F2"], "KF": self.matrices * area(call)}
 
     def weights(self, call: Call) -> dict:
-        """Constexpr of the kernels that write weights."""
+        """Return the constexpr arguments of the kernels that write weights."""
         return {**self.square(call), "WOFF": call.lay.woff, "KW": call.lay.kw}
 
 
@@ -83,7 +83,7 @@ def mixture_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
 
 
 def fixed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
-    """o, and what a backward needs unless `saved` is empty: one launch at 64 channels, otherwise three."""
+    """Compute o; store tensors for the backward unless `saved` is empty. One launch at 64 channels, otherwise three."""
     q, k, v = call.q, call.k, call.v
     kept, units, vectors, matrix = kept_of(call, saved)
     if call.w["F2"] > 0:
@@ -118,7 +118,7 @@ def parts_forward_call(
 
 
 def mixture_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Tensor:
-    """dq, dk, dv, and parts [B, H, ., 4] of d coefficients. An empty `saved`: all is summed again."""
+    """Compute dq, dk, dv; return parts [B, H, ., 4] of d coefficients. Empty `saved`: sums are recomputed."""
     lay = call.lay
     weights, matrix = call.buffer(call.bh, lay.kw, dtype=call.q.dtype), operators(call)
     rows = call.buffer(call.bh, 3 * lay.fd if call.spec.sums else 0)

@@ -40,12 +40,12 @@ def pair_area(call: Call) -> int:
 
 
 def sizes(call: Call) -> dict:
-    """Constexpr of every kernel of pairs."""
+    """Return the constexpr arguments of every kernel of pairs."""
     return {"D": call.w["D"], "D1": call.w["F1"]}
 
 
 def tiles(call: Call, kernel: str) -> dict[str, int]:
-    """Tiles of a kernel of `heads.pairs`."""
+    """Return the tiles of a kernel of `heads.pairs`."""
     return call.tiles(neighbours.pair_config, kernel)
 
 
@@ -55,7 +55,7 @@ def operators(call: Call, saved: Tensor) -> Tensor:
 
 
 def forward(call: Call, o: Tensor, saved: Tensor, save: bool) -> None:
-    """o, and what a backward reads."""
+    """Compute o, and store the tensors for the backward."""
     if call.spec.op != "linear_attention":
         return forward_higher_call(call, o, saved, save)
     q, k, v = call.q, call.k, call.v
@@ -75,12 +75,12 @@ def factors_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def higher(call: Call) -> dict:
-    """Constexpr of the kernels of higher orders."""
+    """Return the constexpr arguments of the kernels of higher orders."""
     return {"COUNT": plan.factors(call.spec), **call.pick("ORDER"), **sizes(call)}
 
 
 def forward_higher_call(call: Call, o: Tensor, saved: Tensor, save: bool) -> None:
-    """o of higher order; factors and, with `save`, operators go to `saved`."""
+    """Compute o of higher order; factors and, with `save`, operators go to `saved`."""
     q, k, v, d = call.q, call.k, call.v, call.w["D"]
     at, a = placed(q, k, v, o)
     factors, units, matrix = factors_of(call, saved)
@@ -106,7 +106,7 @@ def weights_higher_call(call: Call, g: Tensor, saved: Tensor) -> tuple[Tensor, T
 
 
 def backward(call: Call, g: Tensor, outs: Outs, saved: Tensor, apply: Callable[..., None]) -> None:
-    """dq, dk, dv from what a forward kept, in one launch or two: of ahla and hla3 the second is
+    """Compute dq, dk, dv from what a forward saved, in one launch or two: of ahla and hla3 the second is
     `launch.apply_grads_call`. g of another layout than the tokens' is copied."""
     assert all(near(x) for x in outs)
     g = g if near(g) else g.contiguous()
@@ -134,7 +134,7 @@ def backward(call: Call, g: Tensor, outs: Outs, saved: Tensor, apply: Callable[.
 
 
 def write(call: Call, g: Tensor, outs: Outs, matrix: Tensor, weights: Tensor) -> None:
-    """dq, dk, dv from operators and weights."""
+    """Compute dq, dk, dv from operators and weights."""
     q, k, v = call.q, call.k, call.v
     config, roles = tiles(call, "grads_pairs"), neighbours.roles(call.spec)
     parts, chunk = neighbours.parts(call.planned // 2, call.most, config["BN"])

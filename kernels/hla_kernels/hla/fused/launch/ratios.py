@@ -50,7 +50,7 @@ def ratio_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
 
 
 def ratio_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Tensor | None:
-    """dq, dk, dv, and parts of d coefficients if they are learned."""
+    """Compute dq, dk, dv; return parts of d coefficients if they are learned."""
     spec, lay = call.spec, call.lay.vectors()
     kept, units, vectors, matrix = ratio_kept(call, saved, FIXED if spec.fixed else LEARNED)
     call.lay, ratio, dc = lay, call.ratio(), None

@@ -28,11 +28,11 @@ class Softmaxes(Blocks):
         self.widths = {"D": d, "R1": r1, "R2": r2, "DV": dv, "V1": v1, "V2": v2}
 
     def tiles(self, kernel: str, *args: int) -> dict[str, int]:
-        """Tiles of a kernel by blocks."""
+        """Return the tiles of a kernel by blocks."""
         return self.pair_tiles(kernel) if kernel == "moments" else super().tiles(kernel, *args)
 
     def pair_tiles(self, kernel: str) -> dict[str, int]:
-        """Tiles of a kernel."""
+        """Return the tiles of a kernel."""
         return self.call.tiles(pair_config, kernel, max(self.widths["D"], self.widths["DV"]))
 
     def begin(self) -> None:
@@ -52,7 +52,7 @@ class Softmaxes(Blocks):
             self.tokens[source] = Planes(out)
 
     def values(self, name: str, x: Tensor, y: Tensor, scaled: bool, ridge: float = 0.0) -> None:
-        """The moment `name` = Sum phi(x) y'; of gradients y, over denominators."""
+        """Compute the moment `name` = Sum phi(x) y'; of gradients y, over denominators."""
         call, place = self.call, self.lay.at[name]
         config = self.pair_tiles("values")
         parts, chunk = self.parts(4, config["BN"])
@@ -67,11 +67,11 @@ class Softmaxes(Blocks):
         self.finish(partial, place, self.lay.e, scaled, ridge)
 
     def chunks(self, config: dict[str, int]) -> tuple[int, int]:
-        """(parts, tokens of a part) of a pass that keeps its weights."""
+        """Return (parts, tokens of a part) of a pass that keeps its weights."""
         return plan.apply_parts(self.call.w, self.call.planned, self.call.most, config["BN"])
 
     def readout(self, out: Tensor, x: Tensor, place: Place, divide: bool) -> None:
-        """out = phi(x) M, over its denominators or scaled."""
+        """Compute out = phi(x) M, over its denominators or scaled."""
         call, config = self.call, self.pair_tiles("divide" if divide else "readout")
         parts, chunk = self.chunks(config)
         at, units = apart(x, out)
@@ -144,7 +144,7 @@ def pair_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
 
 
 def pair_backward_call(call: Call, g: Tensor, outs: Outs, state: Tensor) -> None:
-    """dq, dk, dv (per query head), not of a mixture of orders."""
+    """Compute dq, dk, dv (per query head), not of a mixture of orders."""
     run, ratio = Softmaxes(call, state), call.ratio()
     run.begin()
     at, op = run.lay.at, call.spec.op

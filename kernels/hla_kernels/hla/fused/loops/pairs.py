@@ -91,14 +91,14 @@ def turn(m):
 
 @triton.jit
 def no_rows(BN: tl.constexpr, E2: tl.constexpr, D1: tl.constexpr):
-    """A tile of zeros in float32."""
+    """Return a tile of zeros in float32."""
     a = tl.zeros([BN, D1], tl.float32)
     return a, tl.zeros([BN, E2], tl.float32), a
 
 
 @triton.jit
 def rows_times(acc, x, m, PART: tl.constexpr):
-    """acc + each head's tokens times its matrix; PART 1 and 2 as in `pair_product`."""
+    """Return acc + each head's tokens times its matrix; PART 1 and 2 as in `pair_product`."""
     a, t, b = acc
     if PART < 2:
         a = tl.dot(x[1], m[2], tl.dot(x[0], m[0], a))
@@ -131,7 +131,7 @@ def add_outer(m, x, y, ends):
 
 @triton.jit
 def add_square(m, x, ends):
-    """m + x'x over the tokens of a tile, without blocks 21."""
+    """Return m + x'x over the tokens of a tile, without blocks 21."""
     a11 = tl.dot(tl.trans(x[0]), x[0], m[0])
     a12 = tl.dot(tl.trans(x[0]), x[1], m[1])
     b11 = tl.dot(tl.trans(x[2]), x[2], m[3])
@@ -141,7 +141,7 @@ def add_square(m, x, ends):
 
 @triton.jit
 def end_outer(m):
-    """The matrices that `add_outer` summed."""
+    """Return the matrices that `add_outer` summed."""
     m22 = tl.sum(tl.reshape(m[6], [64 // m[6].shape[1], m[6].shape[1], m[6].shape[1]]), 0)
     return m[0], m[1], tl.trans(m[2]), m[3], m[4], tl.trans(m[5]), m22
 
@@ -175,7 +175,7 @@ def row_maxima(m, SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def largest_one(m, D: tl.constexpr, D1: tl.constexpr):
-    """The largest |number| of each head, of sums before `end_outer`."""
+    """Return the largest |number| of each head, of sums before `end_outer`."""
     return tl.split(tl.max(tl.join(row_maxima(m, False, D, D1), row_maxima(m, True, D, D1)), 0))
 
 

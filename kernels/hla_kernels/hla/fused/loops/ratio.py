@@ -49,7 +49,7 @@ def ratio_base(
 
 @triton.jit
 def begin_outer(V1: tl.constexpr, V2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
-    """The accumulator of `add_outer`."""
+    """Return the accumulator of `add_outer`."""
     m11, m12, m21, m22 = zeros4(V1, V2, F1, F2)
     if V2 > 0:
         m21 = tl.zeros([F1, V2], tl.float32)
@@ -76,7 +76,7 @@ def add_outer(acc, x, y, X2: tl.constexpr, Y2: tl.constexpr, PREC: tl.constexpr,
 
 @triton.jit
 def end_outer(acc, X2: tl.constexpr):
-    """The matrix that `add_outer` summed."""
+    """Return the matrix that `add_outer` summed."""
     a21 = acc[2]
     if X2 > 0:
         a21 = tl.trans(acc[2])
@@ -97,7 +97,7 @@ def spare(D, F1, F2, dtype):
 
 @triton.jit
 def with_number(x, d, DV: tl.constexpr, V1: tl.constexpr):
-    """A tile x of gradients with a number d of each token in its two padding columns, the rounding and what that
+    """Return a tile x of gradients with a number d of each token in its two padding columns, the rounding and what that
     left."""
     c = tl.arange(0, x[1].shape[1])[None, :] - (DV - V1)
     high = d.to(x[1].dtype)
@@ -107,7 +107,7 @@ def with_number(x, d, DV: tl.constexpr, V1: tl.constexpr):
 
 @triton.jit
 def numbers_of(m, DV: tl.constexpr, V1: tl.constexpr):
-    """(m without, Sum d y) of Sum x y' with the numbers d of `with_number`."""
+    """Return (m without, Sum d y) of Sum x y' with the numbers d of `with_number`."""
     r = tl.arange(0, m[2].shape[0])[:, None] - (DV - V1)
     own = (r == 0) | (r == 1)
     d1 = tl.sum(tl.where(own, m[2], 0.0), 0)
@@ -117,7 +117,7 @@ def numbers_of(m, DV: tl.constexpr, V1: tl.constexpr):
 
 @triton.jit
 def with_row(mt, x, D: tl.constexpr, F1: tl.constexpr, V2: tl.constexpr):
-    """M' with x [V] in its columns D (its rounding) and D + 1 (what that left)."""
+    """Return M' with x [V] in its columns D (its rounding) and D + 1 (what that left)."""
     c = tl.arange(0, mt[1].shape[1])[None, :] - (D - F1)
     high = x[0].to(mt[1].dtype)
     low = (x[0] - high.to(tl.float32)).to(mt[1].dtype)
@@ -132,7 +132,7 @@ def with_row(mt, x, D: tl.constexpr, F1: tl.constexpr, V2: tl.constexpr):
 
 @triton.jit
 def readout_columns(mt, x, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
-    """(M', `columns` of x [V]) for `pull`; where columns are spare x is in M' alone."""
+    """Return (M', `columns` of x [V]) for `pull`; where columns are spare x is in M' alone."""
     cols = 0.0
     if spare(D, F1, F2, dtype):
         mt = with_row(mt, x, D, F1, V2)
@@ -180,7 +180,7 @@ def pull_rest(pulled, g, rest, F2: tl.constexpr, V2: tl.constexpr, PREC: tl.cons
 
 @triton.jit
 def against(f, pulled, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
-    """(f, r, g.(f m + b)) of a tile of queries with features f, from `pull`.
+    """Return (f, r, g.(f m + b)) of a tile of queries with features f, from `pull`.
 
     g.(f m + b) = f.r + g.b, so that all of it is elementwise in the layout of r.
     """
@@ -197,7 +197,7 @@ def against(f, pulled, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F
 
 @triton.jit
 def query_gradient(f, r, inverse, d, m1, FMAP: tl.constexpr, F2: tl.constexpr):
-    """dq of the first order from `pull` and d = d loss / d den times den."""
+    """Return dq of the first order from `pull` and d = d loss / d den times den."""
     gq = axpy2((r[0] * inverse[:, None], r[1] * inverse[:, None]), (d * inverse)[:, None], as_row(m1), F2)
     return phi_grad(f, gq, FMAP, F2)
 
@@ -211,7 +211,7 @@ def is_spare(F1: tl.constexpr, F2: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def part_product(x, m1, m2, K2: tl.constexpr, PREC: tl.constexpr):
-    """x m for one of the two parts of the columns of m."""
+    """Return x m for one of the two parts of the columns of m."""
     out = tl.dot(x[0], m1, input_precision=PREC)
     if K2 > 0:
         out = tl.dot(x[1], m2, out, input_precision=PREC)

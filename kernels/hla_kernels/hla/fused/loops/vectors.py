@@ -14,7 +14,7 @@ from ..tiles import rowdot, zeros2
 
 @triton.jit
 def as_row(x):
-    """A vector as one row of a token tile."""
+    """Return a vector as one row of a token tile."""
     return x[0][None, :], x[1][None, :]
 
 
@@ -46,7 +46,7 @@ def columns(x, dtype: tl.constexpr, D2: tl.constexpr, EXACT: tl.constexpr = Fals
 
 @triton.jit
 def times_vector(x, c, D2: tl.constexpr):
-    """The product of each token of a tile with the vector of `columns`, [BN] in float32."""
+    """Return the product of each token of a tile with the vector of `columns`, [BN] in float32."""
     if x[0].dtype == tl.bfloat16:
         y = tl.dot(x[0], c[0])
         if D2 > 0:
@@ -59,7 +59,7 @@ def times_vector(x, c, D2: tl.constexpr):
 
 @triton.jit
 def common_row(x, dtype: tl.constexpr, D2: tl.constexpr):
-    """A vector for `add_common`: as rows of a matrix, where tokens have its exponents."""
+    """Return a vector for `add_common`: as rows of a matrix, where tokens have its exponents."""
     out = x
     if dtype == tl.bfloat16:
         c1, c2 = columns(x, dtype, D2)
@@ -150,7 +150,7 @@ def reciprocal(den, live, dtype: tl.constexpr):
 
 @triton.jit
 def begin_pairs(BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """The accumulator of `add_pairs`."""
+    """Return the accumulator of `add_pairs`."""
     x2 = tl.zeros([1], tl.float32)
     if D2 > 0:
         x2 = tl.zeros([BN // 16, 8, D2], tl.float32)
@@ -165,7 +165,7 @@ def pairs(x):
 
 @triton.jit
 def add_pairs(s, w, x, D2: tl.constexpr):
-    """s + w x for a tile of tokens x and a number w of each: their sum without an exchange of threads."""
+    """Return s + w x for a tile of tokens x and a number w of each: their sum without an exchange of threads."""
     if D2 > 0:
         out = (add_pair(s[0], w, x[0]), add_pair(s[1], w, x[1]))
     else:
@@ -181,7 +181,7 @@ def two_rows(x):
 
 @triton.jit
 def add_pair(s, w, x):
-    """s + `pairs` of w x, without a tile of products."""
+    """Return s + `pairs` of w x, without a tile of products."""
     x1, x2 = two_rows(x)
     w1, w2 = two_rows(tl.broadcast_to(w[:, None], x.shape))
     return (s + x1 * w1) + x2 * w2
@@ -189,7 +189,7 @@ def add_pair(s, w, x):
 
 @triton.jit
 def end_pairs(s, D1: tl.constexpr, D2: tl.constexpr):
-    """The vector that `add_pairs` summed, or s if it is that."""
+    """Return the vector that `add_pairs` summed, or s if it is that."""
     out = s
     if len(s[0].shape) > 1:
         s2 = zeros2(D1, D2)[1]
@@ -207,5 +207,5 @@ def alike(BN, F2, V1, V2):
 
 @triton.jit
 def add_rows(s, m, x):
-    """s of `add_pairs`, and x'm more for a matrix that lies as a tile does: one exchange of threads for both."""
+    """Return s of `add_pairs`, and x'm more for a matrix that lies as a tile does: one exchange of threads for both."""
     return s[0] + pairs(m[0] * x[0][:, None]), s[1]

@@ -56,7 +56,7 @@ def sum_divided(
     q, g, qn, gn, lo, hi, m1, eps, ratio, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dM' = Sum g (phi(q) / den)' and dm1 = Sum (d loss / d den) phi(q) over tokens lo..hi, from the ratio that
+    """Return dM' = Sum g (phi(q) / den)' and dm1 = Sum (d loss / d den) phi(q) over tokens lo..hi, from the ratio that
     `divide_queries` wrote; c of `ratio.sum_ratio` is taken off before phi(q) / den is rounded."""
     SHIFTED: tl.constexpr = is_shifted(FMAP)
     dtype: tl.constexpr = q.dtype.element_ty

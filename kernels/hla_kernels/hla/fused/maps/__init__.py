@@ -89,7 +89,7 @@ def keys_alone(ORDER, NORM, CENTER, MEAN, FMAP):
 
 @triton.constexpr_function
 def kept(FMAP):
-    """The map of the features that a pass with this one wrote."""
+    """Return the map of the features that a pass with this one wrote."""
     return {1: 9, 5: 8}[FMAP]
 
 
@@ -103,7 +103,7 @@ def shift_of(FMAP, CENTER, NORM, D):
 
 @triton.jit
 def ones2(D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """The vector of ones on D elements, zero beyond."""
+    """Return the vector of ones on D elements, zero beyond."""
     z = zeros2(D1, D2)
     x2 = z[1]
     if D2 > 0:
@@ -145,7 +145,7 @@ def unshift_sums(sums, n, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
 
 @triton.jit
 def unshift_grad(dm, sg, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
-    """dM' = Sum g phi' from Sum g f' and sum g."""
+    """Return dM' = Sum g phi' from Sum g f' and sum g."""
     return rank1(dm, sg, ones2(D, F1, F2), V2, F2)
 
 
@@ -213,7 +213,7 @@ def phi_in_pairs(x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
 def phi_and_rest(
     x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """(phi in float32, rounded to the dtype of the tokens, what the rounding left)."""
+    """Return (phi in float32, rounded to the dtype of the tokens, what the rounding left)."""
     f1, f2 = phi32(x, live, FMAP, D, R1, R2, WHOLE)
     dtype: tl.constexpr = x[0].dtype
     h1 = f1.to(dtype)
@@ -231,7 +231,7 @@ def phi_and_rest(
 
 @triton.jit
 def phi_grad(f, g, FMAP: tl.constexpr, R2: tl.constexpr):
-    """d loss / d x as a raw pair, from f = phi(x) and g = d loss / d phi(x) in float32."""
+    """Return d loss / d x as a raw pair, from f = phi(x) and g = d loss / d phi(x) in float32."""
     f1 = f[0].to(tl.float32)
     f2 = f[1].to(tl.float32)
     g1 = g[0]
@@ -274,7 +274,7 @@ def slope_times(x, g, R2: tl.constexpr):
 
 @triton.jit
 def centre_columns(a, FMAP: tl.constexpr, D: tl.constexpr, A2: tl.constexpr, B2: tl.constexpr):
-    """(a minus the mean of each row over the D columns of a softmax, those means: of a pair, their sum)."""
+    """Return (a minus the mean of each row over the D columns of a softmax, those means: of a pair, their sum)."""
     r1 = tl.sum(a[0], 1) / D
     r2 = r1
     s1 = r1
@@ -308,7 +308,7 @@ def centre_softmax(
     w, ORDER: tl.constexpr, NORM: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
-    """(Weights of what the Jacobian of a softmax keeps, rows of dq, dk, dv): the Jacobian annihilates what the
+    """Return (weights of what the Jacobian of a softmax keeps, rows of dq, dk, dv): the Jacobian annihilates what the
     gradients of all features of a token have in common, which is most of them and whose rounding error would be left.
     Features sum to 1, so that what a product with them then lacks is a row; so is what they lack less their mean."""
     wp, ws, wc, wr, ww = w
@@ -343,11 +343,11 @@ def centre_softmax(
 def load_features(
     ptr, i, stride, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, ONCE: tl.constexpr
 ):
-    """phi of rows i; ONCE as in load_rows."""
+    """Return phi of rows i; ONCE as in load_rows."""
     return phi(load_rows(ptr, i, stride, live, D, R1, R2, ONCE), live, FMAP, D, R1, R2)
 
 
 @triton.jit
 def power_of_two(x):
-    """The power of two at or just below x > 0 (for x = 0 the smallest normal one)."""
+    """Return the power of two at or just below x > 0 (for x = 0 the smallest normal one)."""
     return tl.exp2(tl.floor(tl.log2(tl.maximum(x, 1.2e-38))))

@@ -46,13 +46,13 @@ def vec(ptr, r, BR: tl.constexpr, A):
 
 @triton.jit
 def times(x, m, BR: tl.constexpr, K2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, MID: tl.constexpr):
-    """x m for a block of rows and a matrix of four blocks."""
+    """Return x m for a block of rows and a matrix of four blocks."""
     return plus_times(zero_rows(BR, B1, B2), x, m, K2, B2, MID)
 
 
 @triton.jit
 def plus_times(acc, x, m, K2: tl.constexpr, B2: tl.constexpr, MID: tl.constexpr):
-    """acc + x m, the narrow columns first.
+    """Return acc + x m, the narrow columns first.
 
     All products of a kernel use the warp layout of the last one. Triton spreads warps along columns only if a product
     has more columns than rows; otherwise each warp would multiply the same 16 rows.
@@ -121,19 +121,19 @@ def load_symmetric(ptr, A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr):
 
 @triton.jit
 def dot_rows(x, y, D2: tl.constexpr):
-    """x y for a block of rows x and a vector y: [BR]."""
+    """Return x y for a block of rows x and a vector y: [BR]."""
     return rowdot(x, as_row(y), D2)
 
 
 @triton.jit
 def plus_rank1(x, a, y, D2: tl.constexpr):
-    """x + a y' for a block of rows x, a [BR] and a vector y."""
+    """Return x + a y' for a block of rows x, a [BR] and a vector y."""
     return axpy2(x, a[:, None], as_row(y), D2)
 
 
 @triton.jit
 def mul2(x, c, D2: tl.constexpr):
-    """c x."""
+    """Return c x."""
     x2 = x[1]
     if D2 > 0:
         x2 = c * x[1]
@@ -151,7 +151,7 @@ def row_sums(x, D2: tl.constexpr):
 
 @triton.jit
 def state_anchor(s, n, OFF: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr):
-    """a of `algebra.anchor`, which a state keeps with the mean value added."""
+    """Return the vector a of `algebra.anchor`, which a state keeps with the mean value added."""
     return axpy2(load_vec(s + OFF[9], DV, V1, V2), -1.0 / n, load_vec(s + OFF[7], DV, V1, V2), V2)
 
 

@@ -28,7 +28,7 @@ def ones_grads(
     g, s, r, scale, NORM: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """(d1, d1_i, p1_i, q1, q1_i): the gradient of m1, and P and C of v = 1; _i are rows r..r+BR."""
+    """Return (d1, d1_i, p1_i, q1, q1_i): the gradient of m1, and P and C of v = 1; _i are rows r..r+BR."""
     d1 = zeros2(F1, F2)
     d1i = tl.zeros([BR], tl.float32)
     p1i = d1i
@@ -120,7 +120,7 @@ def readout_whole(
     s, g, n, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """dM' whole."""
+    """Return the full dM'."""
     dmt = load4(g, DV, V1, V2, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)
     if CENTER == 2:
         sg = mul2(load_vec(g + DV * FD + FD, DV, V1, V2), -1.0 / n, V2)
@@ -308,7 +308,7 @@ def middle_grads_pair(
 
 @triton.jit(do_not_specialize=["B", "H", "BLOCKS"])
 def sum_coefficients(parts, out, B, H, BLOCKS, WIDTH: tl.constexpr):
-    """d coefficients [H, 4] from parts [B, H, BLOCKS, 4], in a fixed order."""
+    """Compute d coefficients [H, 4] from parts [B, H, BLOCKS, 4], in a fixed order."""
     h = tl.program_id(0)
     i = tl.arange(0, WIDTH)
     j = tl.arange(0, 4)

@@ -66,7 +66,7 @@ def weights_config() -> dict[str, int]:
 
 
 def query_parts(w: dict[str, int], batch_heads: int, n: int, bn: int) -> tuple[int, int]:
-    """(parts, tokens of a part) of a head in `summed_queries`."""
+    """Return (parts, tokens of a part) of a head in `summed_queries`."""
     count = 2 if paths.narrow(w) and paths.in_two(batch_heads, n) else 1
     return count, -(-n // (count * bn)) * bn
 

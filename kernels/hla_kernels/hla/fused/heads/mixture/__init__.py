@@ -82,7 +82,7 @@ def mixture_moments(
     FMAP: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, KF: tl.constexpr, DIGITS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The moments of one head by three programs, each of which reads two of q, k, v: P and S, C and W, R."""
+    """Compute the moments of one head by three programs, each of which reads two of q, k, v: P and S, C and W, R."""
     pid = tl.program_id(0) // 3
     role = tl.program_id(0) % 3
     head, h, at, N, scale = own_head(pid, N, H, scale)

@@ -42,7 +42,7 @@ DM, Z, T, REST_DM = (tl.constexpr(i) for i in range(4))  # dM, dM P' and c1 I + 
 
 @triton.jit
 def digits(a, D2: tl.constexpr):
-    """(a in units of u as float16, its rest in units of u REST, u)."""
+    """Return (a in units of u as float16, its rest in units of u REST, u)."""
     unit = power_of_two(0.125 * largest_folded(a, D2, D2))
     x = scale4(a, 1.0 / unit)
     hat = cast4(x, tl.float16)
@@ -67,14 +67,14 @@ def load(at, I: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def whole(at, I: tl.constexpr, unit, D1: tl.constexpr, D2: tl.constexpr):
-    """A moment of `put_digits` in float32."""
+    """Return a moment of `put_digits` in float32."""
     hat = cast4(load(at, I, D1, D2), tl.float32)
     return add4(scale4(hat, unit), scale4(cast4(load(at, I + RESTS, D1, D2), tl.float32), unit * REST), D2, D2)
 
 
 @triton.jit
 def add(a, b, c):
-    """c + a b; a product that another one starts from is given to 8 warps in another way than that one."""
+    """Return c + a b; a product that another one starts from is given to 8 warps in another way than that one."""
     return c + tl.dot(a, b, max_num_imprecise_acc=16)
 
 
@@ -110,13 +110,13 @@ def settled(at, z, D2: tl.constexpr):
 
 @triton.jit
 def symmetric(a, D2: tl.constexpr):
-    """a + a'."""
+    """Return a + a'."""
     return add4(a, trans4(a), D2, D2)
 
 
 @triton.jit
 def total(x, D2: tl.constexpr):
-    """The sum of a vector."""
+    """Return the sum of a vector."""
     out = tl.sum(x[0])
     if D2 > 0:
         out += tl.sum(x[1])

@@ -22,7 +22,7 @@ PREC = tl.constexpr("tf32x3")  # of bfloat16 tokens: the sums of tensor cores as
 
 @triton.jit
 def one_block(x):
-    """A matrix of one block as `tiles` has it."""
+    """Return a matrix of one block as `tiles` has it."""
     return x, x, x, x
 
 
@@ -85,7 +85,7 @@ def fixed_forward(
     F2: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, DELAY: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """o = q M of one head of one block. SAVE: what the backward needs is kept; otherwise room for S and T."""
+    """Compute o = q M of one head of one block. SAVE: what the backward needs is kept; otherwise room for S and T."""
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
@@ -111,7 +111,7 @@ def fixed_forward(
 
 @triton.jit
 def through(room, a, D1: tl.constexpr, D2: tl.constexpr):
-    """A matrix of several blocks by way of memory: some of it is a left factor."""
+    """Return a matrix of several blocks by way of memory: some of it is a left factor."""
     if D2 > 0:
         put_matrix(room, a, D1, D2)
         tl.debug_barrier()  # every thread reads what others wrote
@@ -229,7 +229,7 @@ def fixed_products(
     KG: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
     WOFF: tl.constexpr, KW: tl.constexpr,
 ):  # fmt: skip
-    """The other four weights of a head by four programs, whose registers one would not have."""
+    """Compute the other four weights of a head by four programs, whose registers one would not have."""
     pid = tl.program_id(0) // 4
     head, _, _, N, scale = own_head(pid, N, H, scale)
     units += head * 8

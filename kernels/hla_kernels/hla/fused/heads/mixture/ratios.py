@@ -33,7 +33,7 @@ def product_of(
 
 @triton.jit
 def moment_of(kept, I: tl.constexpr, unit, DIGITS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """A moment in float32."""
+    """Return a moment in float32."""
     if DIGITS:
         out = whole(kept, I, unit, D1, D2)
     else:
