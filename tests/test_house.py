@@ -39,10 +39,7 @@ LAYERS = (  # of zoo, lowest first: a package may import those of the lines abov
 
 PLAIN_ENGLISH = (  # folders and files whose language is checked; to be extended as others are rewritten
     *("zoo", "tools", "tests/mixers", "tests/models", "tests/conversion", "tests/benchmarks", "tests/helpers"),
-    *("kernels/hla_kernels/api", "kernels/hla_kernels/delta_rule", "kernels/hla_kernels/dispatch"),
-    *("kernels/hla_kernels/features", "kernels/hla_kernels/softmax", "kernels/hla_kernels/hla"),
-    *("kernels/hla_kernels/__init__.py", "kernels/hla_kernels/checks.py", "kernels/hla_kernels/op.py"),
-    *("kernels/hla_kernels/options.py", "kernels/hla_kernels/sequences.py", "kernels/hla_kernels/blockmix/fused"),
+    "kernels/hla_kernels",
 )
 MEASURED = "operations|multiplications|parameters|numbers?|bytes|images|samples|seconds|ms|frames|pixels|weights|gates?"
 UNITS = "head|token|step|image|sample|GPU|layer|channel|second|side|process|row|axis|block|query|class|video|device"

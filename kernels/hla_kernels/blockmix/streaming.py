@@ -56,7 +56,7 @@ def check_state(state: object, options: BlockOptions, q: Tensor, k: Tensor, v: T
     old, new = _starts(state.options.layout), _starts(options.layout)
     if old[:-1] != new[: len(old) - 1] or (len(old) == len(new) and old[-1] > new[-1]):
         raise ValueError(
-            f"The state has blocks of the layout {tuple(state.options.layout)}, which do not begin where those of "
+            f"The state has blocks of the layout {tuple(state.options.layout)}, which do not begin where the blocks of "
             f"{tuple(options.layout)} do."
         )
     check_held("mhla", state.n, state.tensors, _names(options))

@@ -112,7 +112,7 @@ BAD = {
     "two_sided": ({"causal": False}, "need causal=True"),
     "kind": ({"state": torch.ones(1)}, "state must be a BlockState returned by mhla"),
     "options": ({"normalize": False}, "it cannot continue"),
-    "layout": ({"grid": (25,), "blocks": (5,)}, "do not begin where those of"),
+    "layout": ({"grid": (25,), "blocks": (5,)}, "do not begin where the blocks of"),
     "flag": ({"return_state": "mergeable"}, "return_state must be True or False"),
     "impl": ({"impl": "reference"}, "has no state"),
 }
