@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.helpers.mixers import DELTA, DIM, HEAD_DIM, HEADS
 from zoo.mixers import MIXERS, Context, build_mixer
-from zoo.mixers.scans import directions
+from zoo.mixers.scans import order_of
 
 GRID = (2, 3)
 
@@ -100,10 +100,11 @@ def test_each_quarter_of_the_heads_has_a_direction(name):
 
 def test_orders_begin_with_text_and_end_with_class_tokens():
     ctx = Context(torch.empty(0), GRID, prefix=1, suffix=2)
-    found = [order.tokens.tolist() for order in directions(ctx, 9, torch.device("cpu"))]
+    orders = [order_of(i, ctx, 9, torch.device("cpu")) for i in range(4)]
+    found = [order.tokens.tolist() for order in orders]
     patches = [[1 + t for t in order] for order in (RASTER, RASTER[::-1], COLUMNS, COLUMNS[::-1])]
     assert found == [[7, 8, *order, 0] for order in patches]
-    for order in directions(ctx, 9, torch.device("cpu")):
+    for order in orders:
         assert torch.equal(order.back(order.there(torch.arange(9)[None])), torch.arange(9)[None])
 
 
@@ -127,6 +128,15 @@ def test_grouped_keys(name):
     q, k, v, ctx = tokens(heads=1)
     repeated = (t.repeat_interleave(HEADS, 2) for t in (k, v))
     torch.testing.assert_close(mixer(q, k, v, ctx), mixer_of(name, depthwise="")(q, *repeated, ctx))
+
+
+@pytest.mark.parametrize("name", DELTA)
+def test_raster_is_causal_with_class_tokens_too(name):
+    mixer = mixer_of(name, scan="raster", depthwise="")
+    q, k, v, ctx = tokens(prefix=1)
+    o = mixer(q, k, v, ctx)
+    changed = [torch.cat([t[:, :3], t[:, 3:].flip(1)], 1) for t in (q, k, v, ctx.x)]
+    assert torch.equal(mixer(*changed[:3], Context(changed[3], GRID, 1))[:, :3], o[:, :3])
 
 
 def test_refusals():

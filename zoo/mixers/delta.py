@@ -17,7 +17,7 @@ from zoo.mixers.context import Context, LayerSpec
 from zoo.mixers.layers import HeadRMSNorm, OutputGate
 from zoo.mixers.options import LocalOptions
 from zoo.mixers.protocol import Mixer
-from zoo.mixers.scans import SCAN_ORDERS, Order, directions
+from zoo.mixers.scans import DIRECTIONS, SCAN_ORDERS, Order, order_of
 
 MAX_BETA = 2.0  # of `hdla`, which reflects the state along the key there; the others overwrite it at 1
 GLA_TEMPERATURE = 16.0  # GLA, arXiv 2312.06635, section 4.4
@@ -27,9 +27,9 @@ GLA_TEMPERATURE = 16.0  # GLA, arXiv 2312.06635, section 4.4
 class DeltaOptions(LocalOptions):
     """Options of the delta-rule mixers. Raises ValueError for a value that is not allowed.
 
-    scan: order of the tokens: "raster"; "alternate" changes the direction from layer to layer (forward, backward, by
-      columns, backward by columns); "heads" gives each quarter of the heads one of these; "both" adds the forward and
-      the backward pass, at twice the cost
+    scan: order of the tokens: "raster" keeps it (causal); "alternate" changes the direction from layer to layer
+      (forward, backward, by columns, backward by columns); "heads" gives each quarter of the heads one of these; "both"
+      adds the forward and the backward pass, at twice the cost
     activation: applied to q, k and v, "silu" or "identity"
     post_norm: RMSNorm per head after the mixer
     gate: multiply the output by a gate computed from the hidden states
@@ -65,12 +65,12 @@ class DeltaMixer(Mixer):
     """S_t = (D_t - A_t B_t') S_{t-1} + k_t v_t', o_t = scale S_t' q_t along a scan of the tokens (`hla_kernels.delta`).
 
     q, k and v pass a depthwise convolution over the grid (zero-initialised) and the activation, keys are divided by
-    their length, the output passes a norm per head and a gate. A scan reads text tokens first, then the patches in its
-    order, then class and register tokens. A subclass computes the numbers of its rule from the hidden states in
-    `arguments`.
+    their length, the output passes a norm per head and a gate. All scans but "raster" read text tokens first, then the
+    patches in their order, then class and register tokens. A subclass computes the numbers of its rule from the
+    hidden states in `arguments`.
 
-    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; about 6 N D^2 operations per head for a rank of 0, twice
-    that for each rank. Padded tokens change nothing. Options: `DeltaOptions`.
+    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 4 (1 + r) N D^2 + 4 (1 + r)^2 N C D operations per head
+    for the rank r of A and chunks of C = 64 tokens. Padded tokens change nothing. Options: `DeltaOptions`.
     """
 
     defaults: ClassVar[DeltaOptions] = DeltaOptions()
@@ -84,7 +84,6 @@ class DeltaMixer(Mixer):
         self.norm = HeadRMSNorm(heads, width, **layer.placement) if options.post_norm else None
         self.gate = OutputGate(layer.dim, heads * width, **layer.placement) if options.gate else None
         self.build(layer)
-        self.reset_parameters()
 
     def build(self, layer: LayerSpec) -> None:
         """Make the parameters of the rule."""
@@ -96,7 +95,7 @@ class DeltaMixer(Mixer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         self.check(q.shape[1], ctx)
         q, k, values = self._activated(q, k, v, ctx)
-        given = self._masked(self.arguments(ctx.x, k, values), ctx.key_padding_mask)
+        given = _masked(self.arguments(ctx.x, k, values), ctx.key_padding_mask)
         o = self._scanned(q * self.scale, given, ctx)
         o = o if self.norm is None else self.norm(o)
         o = o if self.gate is None else self.gate(o, ctx.x)
@@ -115,37 +114,41 @@ class DeltaMixer(Mixer):
         groups = q.shape[2] // k.shape[2]
         return q, k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
 
-    def _masked(self, given: Arguments, mask: Tensor | None) -> Arguments:
-        """Arguments with which padded tokens write, erase and forget nothing."""
-        if mask is None:
-            return given
-        return _each(
-            given, lambda x: x.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0) if x.dim() > 1 else x
-        )
-
     def _scanned(self, q: Tensor, given: Arguments, ctx: Context) -> Tensor:
-        """The operator along the directions of `scan`, [B, N, H, D]."""
-        if self.options.scan == "both":
-            forward, backward = directions(ctx, q.shape[1], q.device)[:2]
-            own = (q.unsqueeze(-2) * given["k"].view(*q.shape[:3], -1, q.shape[3])).sum(-1, keepdim=True)
-            own = (own * given["v"].view(*q.shape[:3], -1, given["v"].shape[-1])).sum(-2)
-            return self._along(forward, q, given) + self._along(backward, q, given) - own
-        if self.options.scan == "heads":
-            parts = directions(ctx, q.shape[1], q.device)
-            heads = torch.arange(self.num_heads, device=q.device).tensor_split(len(parts))
-            outs = [
-                self._along(order, q[:, :, h], _each(given, partial(_of_heads, heads=h)))
-                for order, h in zip(parts, heads, strict=True)
-                if len(h)
-            ]
-            return torch.cat(outs, 2)
-        number = 0 if self.options.scan == "raster" else self.layer_index % 4
-        return self._along(directions(ctx, q.shape[1], q.device)[number], q, given)
+        """Outputs of the operator over the directions of `scan`, [B, N, H, D]."""
+        scan, place = self.options.scan, (ctx, q.shape[1], q.device)
+        if scan == "raster":
+            return _delta(q, given)
+        if scan == "both":
+            own = (q * given["k"]).sum(-1, keepdim=True) * given["v"]
+            return sum((_along(order_of(i, *place), q, given) for i in range(2)), -own)
+        if scan == "alternate":
+            return _along(order_of(self.layer_index % DIRECTIONS, *place), q, given)
+        heads = torch.arange(self.num_heads, device=q.device).tensor_split(DIRECTIONS)
+        outs = [
+            _along(order_of(i, *place), q[:, :, h], _each(given, partial(_of_heads, heads=h)))
+            for i, h in enumerate(heads)
+            if len(h)
+        ]
+        return torch.cat(outs, 2)
 
-    def _along(self, order: Order, q: Tensor, given: Arguments) -> Tensor:
-        o = delta(order.there(q), **_each(given, lambda x: order.there(x) if x.dim() > 1 else x))
-        assert isinstance(o, Tensor)
-        return order.back(o)
+
+def _masked(given: Arguments, mask: Tensor | None) -> Arguments:
+    """Set arguments of padded tokens to 0, so that they write, erase and decay nothing."""
+    if mask is None:
+        return given
+    return _each(given, lambda x: x.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0) if x.dim() > 1 else x)
+
+
+def _delta(q: Tensor, given: Arguments) -> Tensor:
+    o = delta(q, **given)
+    assert isinstance(o, Tensor)
+    return o
+
+
+def _along(order: Order, q: Tensor, given: Arguments) -> Tensor:
+    """Outputs of the operator over the tokens in an order."""
+    return order.back(_delta(order.there(q), _each(given, lambda x: order.there(x) if x.dim() > 1 else x)))
 
 
 def _each(given: Arguments, change: Callable[[Tensor], Tensor]) -> Arguments:

@@ -1,6 +1,5 @@
 """Orders in which causal mixers read the tokens of a grid."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from zoo.mixers.context import Context
 
 SCAN_ORDERS = ("raster", "alternate", "heads", "both")
+DIRECTIONS = 4
 
 
 class Order(NamedTuple):
@@ -26,21 +26,19 @@ class Order(NamedTuple):
         return x[:, self.inverse]
 
 
-def directions(ctx: Context, n_tokens: int, device: torch.device) -> list[Order]:
-    """Forward, backward, forward by columns, backward by columns.
+def order_of(direction: int, ctx: Context, n_tokens: int, device: torch.device) -> Order:
+    """Order of a direction: 0 forward, 1 backward, 2 forward by columns, 3 backward by columns.
 
-    By columns: the last two axes of the grid are exchanged; without a grid it is forward again. Every order begins with
-    the suffix (text) tokens and ends with the prefix (class, register) tokens, so that text reaches the patches and the
-    patches reach the class token.
+    By columns: the last two axes of the grid are exchanged. Every order begins with the suffix (text) tokens and ends
+    with the prefix (class, register) tokens, so that text reaches the patches and the patches reach the class token.
     """
     first = torch.arange(ctx.prefix, device=device)
-    grid = torch.arange(ctx.prefix, n_tokens - ctx.suffix, device=device)
+    patches = torch.arange(ctx.prefix, n_tokens - ctx.suffix, device=device)
     last = torch.arange(n_tokens - ctx.suffix, n_tokens, device=device)
-    columns = grid
-    if ctx.grid is not None and len(ctx.grid) > 1 and math.prod(ctx.grid) == len(grid):
-        columns = grid.view(*ctx.grid).transpose(-2, -1).flatten()
-    found = []
-    for patches in (grid, grid.flip(0), columns, columns.flip(0)):
-        tokens = torch.cat([last, patches, first])
-        found.append(Order(tokens, tokens.argsort()))
-    return found
+    if direction >= 2:
+        assert ctx.grid is not None  # `DeltaOptions.needs_grid`
+        patches = patches.view(*ctx.grid).transpose(-2, -1).flatten()
+    if direction % 2:
+        patches = patches.flip(0)
+    tokens = torch.cat([last, patches, first])
+    return Order(tokens, tokens.argsort())

@@ -41,13 +41,15 @@ def delta(
     check_name("impl", impl, ("auto", "torch", "reference"))
     if return_state not in (False, True, "mergeable"):
         raise ValueError(f"return_state must be False, True or 'mergeable', got {return_state!r}.")
+    if state is not None and not isinstance(state, DeltaState):
+        raise ValueError(f"state must be a DeltaState returned by delta with return_state, got {type(state).__name__}.")
     x = prepare(q, k, v, log_f, a, b, None if state is None else state.matrix)
     refuse_forward_mode("delta", *x)
     with plain_precision(x.q):
         o, last = evaluate(*x, by_token=True) if impl == "reference" else delta_op(*x)
         if not return_state:
             return o
-        if return_state is True:
+        if return_state != "mergeable":
             return o, DeltaState(last)
         eye = torch.eye(x.q.shape[3], dtype=last.dtype, device=last.device).expand(*last.shape[:3], -1)
         nothing = x.v.new_zeros(()).expand(*x.v.shape[:4], x.q.shape[3])

@@ -43,13 +43,8 @@ def chunked(
     left = _after(x.log_f).exp().unsqueeze(-2)  # decay of each token until the end of its chunk
     written = _rows(x.k * left).mT @ _rows(x.v)  # [B, H, c, D, Dv]
     kept = x.log_f.sum(-2).exp().unsqueeze(-1)
-    if a.shape[3] == 0:
-        states, state = _states(written, kept, state)
-        read = None
-    else:
-        w, u = _reads(x)
-        states, state = _states(written, kept, state, w, u, _rows(x.a * left))
-        read = w @ states + u
+    reads = _reads(x) if a.shape[3] else None
+    states, read, state = _states(written, kept, state, _rows(x.a * left), reads)
     o = _rows(x.q * x.log_f.cumsum(-2).exp().unsqueeze(-2)) @ states
     o = o + _scores(x.q, x.k, x.log_f, False) @ _rows(x.v)
     if read is not None:
@@ -84,18 +79,19 @@ def _reads(x: Chunks) -> tuple[Tensor, Tensor]:
 
 
 def _states(
-    written: Tensor, kept: Tensor, state: Tensor, w: Tensor | None = None, u: Tensor | None = None,
-    erased: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the states at the start of all chunks [B, H, c, D, Dv], and the state after the last one."""
-    found = []
+    written: Tensor, kept: Tensor, state: Tensor, erased: Tensor, reads: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the states at the start of all chunks [B, H, c, D, Dv], what their tokens read [B, H, c, C r, Dv] (None if
+    r = 0), and the state after the last chunk. reads: (W, U) of `_reads`."""
+    states, found = [], []
     for i in range(written.shape[2]):
-        found.append(state)
+        states.append(state)
         after = kept[:, :, i] * state + written[:, :, i]
-        if w is not None and u is not None and erased is not None:
-            after = after - erased[:, :, i].mT @ (w[:, :, i] @ state + u[:, :, i])
+        if reads is not None:
+            found.append(reads[0][:, :, i] @ state + reads[1][:, :, i])
+            after = after - erased[:, :, i].mT @ found[-1]
         state = after
-    return torch.stack(found, 2), state
+    return torch.stack(states, 2), torch.stack(found, 2) if found else None, state
 
 
 def _scores(x: Tensor, y: Tensor, log_f: Tensor, strict: bool) -> Tensor:

@@ -48,6 +48,6 @@ def is_tested(index: int | None) -> bool:
 
 
 def untested(index: int | None) -> Fault:
-    """Reason not to use the Triton forms by default on a CUDA device."""
+    """Return the reason not to use the Triton forms by default on a CUDA device."""
     major, minor = capability(index)
-    return Fault(f"it was never run on a GPU of compute capability {major}.{minor} (impl='triton' tries it)")
+    return Fault(f"it was never tested on GPUs of compute capability {major}.{minor} (impl='triton' runs it)")

@@ -221,6 +221,7 @@ def test_compiles_whole_and_passes_opcheck():
         ({"k": torch.zeros(B, 6, H, 2, D, dtype=DOUBLE)}, "k and v the same rank"),
         ({"v": torch.zeros(B, 5, H, DV, dtype=DOUBLE)}, "same number of tokens"),
         ({"state": hk.DeltaState(torch.zeros(B, H, DV, D))}, r"matrix \[2, 3, 8, 5\]"),
+        ({"state": torch.zeros(B, H, D, DV)}, "state must be a DeltaState"),
         ({"return_state": "all"}, "'mergeable'"),
         ({"impl": "triton"}, "Unknown impl 'triton'"),
         ({"log_g": None}, "did you mean 'log_f'"),
