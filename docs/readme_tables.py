@@ -157,6 +157,18 @@ def finetuning(result: dict) -> str:
     return "\n".join(lines)
 
 
+def two_kernels(result: dict) -> str:
+    """One line a shape, one column an operator: the sketch's time over the package's, with both in microseconds."""
+    lines = []
+    for (shape,), rows in grouped_by(result["rows"], "shape").items():
+        if not lines:
+            lines = ["| " + " | ".join(["shape", *(row["op"] for row in rows)]) + " |", "|---" * (len(rows) + 1) + "|"]
+        timed = "{ratio:.2f} ({sketch_us:.0f}, {package_us:.0f})"
+        cells = [timed.format(**row) if "ratio" in row else "-" for row in rows]
+        lines.append(f"| {' | '.join([shape, *cells])} |")
+    return "\n".join(lines)
+
+
 def distances(metric: str, values: list[float], control: list[float]) -> str:
     """Mean, range if there are several, and of a Frechet distance how many times the mean of the control it is."""
     if not values:
@@ -185,6 +197,7 @@ RENDER = {
     "video-h200": report.video,
     "video-clips": diffusion,
     "wan-finetuning": finetuning,
+    "two-kernels-h100": two_kernels,
 }
 
 
