@@ -188,7 +188,7 @@ def main() -> int:
     lines = [row for name, arm in found.items() if name != SOURCE.name or scores(name) for row in rows(name, arm)]
     lines += [row for row in old["rows"] if kind(row) not in map(kind, lines)]  # of arms that were not run again
     lines.sort(key=lambda row: ("scratch", "control", "converted").index(row["source"]))
-    write_json({"command": COMMAND, **about, "note": old.get("note", ""), **extra, "rows": lines}, file)
+    write_json({"command": COMMAND, **about, "note": old.get("note", []), **extra, "rows": lines}, file)
     draw(curves, ROOT / "docs" / "pictures" / f"{NAME}.png")
     return 0
 

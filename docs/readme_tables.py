@@ -21,12 +21,17 @@ MARKED = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.D
 
 
 def quality(result: dict) -> str:
-    """The tables of the quality file without the choices on held-out images."""
+    """Tables of the quality runs scored on test images."""
     return experiments({"rows": [row for row in result["rows"] if "held out" not in row["data"]]})
 
 
+def held_out(result: dict) -> str:
+    """Tables of the quality runs scored on held-out training images: the choices."""
+    return experiments({"rows": [row for row in result["rows"] if "held out" in row["data"]]})
+
+
 def experiments(result: dict) -> str:
-    """All rows of the quality file: from scratch one line a mixer, converted one line a mixer with its stages."""
+    """Tables of classification runs: one line per mixer from scratch, one line per converted mixer with its stages."""
     scratch = [row for row in result["rows"] if row["source"] == "scratch"]
     converted = [row for row in result["rows"] if row["source"] != "scratch"]
     return "\n\n".join(table(rows) for rows, table in ((scratch, from_scratch), (converted, conversions)) if rows)
@@ -56,7 +61,7 @@ def differences(rows: list[dict], others: list[dict]) -> str:
 
 
 def from_scratch(rows: list[dict]) -> str:
-    """One line a mixer: top-1, and the difference to softmax with the same depthwise options, seed by seed."""
+    """One line per mixer: top-1, and the difference per seed to softmax with the same depthwise options."""
     head = ["experiment", "data", "budget", "mixer", "top-1 (%)", "against softmax", "against la", "seeds", "seconds"]
     groups = grouped(rows, "experiment", "data", "budget")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -74,8 +79,9 @@ def mean_seconds(rows: list[dict]) -> str:
 
 
 def conversions(rows: list[dict]) -> str:
-    """One line a mixer: top-1 at each stage, the gap to softmax with the same further budget (control), and recovery,
-    (converted - floor) / (control - floor) with the floor from random attention weights; seed by seed, then means."""
+    """One line per mixer: top-1 at each stage, the gap to softmax trained for the same further budget (control), and
+    recovery, (converted - floor) / (control - floor) with the floor from random attention weights. Gaps and recoveries
+    are computed per seed, then averaged."""
     stages = {m: f"top1 after {m}" for m in ("conversion", "calibration", "transfer")}
     head = ["experiment", "data", "budget", "mixer", *(f"after {m}" for m in stages), "top-1 (%)", "against control"]
     head += ["floor", "recovery", "seeds", "seconds"]
@@ -121,9 +127,8 @@ def recovery(runs: list[dict], controls: list[dict], floors: list[dict]) -> str:
 
 
 def diffusion(result: dict) -> str:
-    """Rows of a diffusion file as one line an arm, one column a metric, with the means over its seeds and their ranges;
-    Frechet distances also over those of the control. Below them the distances of the test images, if there are
-    scores."""
+    """One line per model and one column per metric: mean and range over seeds; Frechet distances also relative to the
+    control. The last line holds the distances of the test images, if there are scores."""
     metrics = list(dict.fromkeys(row["metric"] for row in result["rows"]))
     arms = grouped(result["rows"], "source", "budget", "experiment")
     several = len({row["experiment"].removesuffix("_tune") for row in result["rows"]}) > 1
@@ -145,8 +150,8 @@ def diffusion(result: dict) -> str:
 
 
 def finetuning(result: dict) -> str:
-    """One line a run: seconds and memory of a step, against softmax without a teacher."""
-    head = ["mixer", "teacher", "seconds a step", "times softmax", "peak GiB"]
+    """One line per run: seconds and memory per step, relative to softmax without a teacher."""
+    head = ["mixer", "teacher", "seconds per step", "times softmax", "peak GiB"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     (softmax,) = [row for row in result["rows"] if row["mixer"] == "softmax"]
     for row in result["rows"]:
@@ -158,7 +163,7 @@ def finetuning(result: dict) -> str:
 
 
 def two_kernels(result: dict) -> str:
-    """One line a shape, one column an operator: the sketch's time over the package's, with both in microseconds."""
+    """One line per shape, one column per operator: the sketch's time over the package's, and both in microseconds."""
     lines = []
     for (shape,), rows in grouped_by(result["rows"], "shape").items():
         if not lines:
@@ -170,7 +175,7 @@ def two_kernels(result: dict) -> str:
 
 
 def distances(metric: str, values: list[float], control: list[float]) -> str:
-    """Mean, range if there are several, and of a Frechet distance how many times the mean of the control it is."""
+    """Mean, range if there are several values, and for a Frechet distance its ratio to the control's mean."""
     if not values:
         return "-"
     text = f"{statistics.mean(values):.4g}"
@@ -183,9 +188,9 @@ def distances(metric: str, values: list[float], control: list[float]) -> str:
 
 RENDER = {
     "quality": quality,
-    "quality-all": experiments,
+    "quality-held-out": held_out,
     "quality-digits": experiments,
-    "power-h100-all": experiments,
+    "power-h100": experiments,
     "denoisers-h100": diffusion,
     "experiments-h100": report.models,
     "dit-cifar10": diffusion,
@@ -202,31 +207,36 @@ RENDER = {
 
 
 def command(text: str) -> str:
-    """A command as part of a sentence; several lines of them as a block of their own."""
-    return f"Commands:\n\n```\n{text}\n```\n\n" if "\n" in text else f"Command: `{text}`. "
+    """One command as part of a sentence, several lines as a folded code block."""
+    folded = f"\n\n<details markdown=\"1\"><summary>Commands</summary>\n\n```\n{text}\n```\n\n</details>"
+    return folded if "\n" in text else f" Command: `{text}`."
 
 
 def block(name: str, folder: Path) -> str:
-    """Picture, table and origin of a result file, in a document of this folder; a sentence while there is no such
-    file. Names that end in -short: without the commands and the note."""
-    stem = re.sub("-(all|short)$", "", name)
+    """Figure, table and origin of a result file for a document in this folder, or a sentence while the file is missing.
+
+    Names that end in -all or -held-out have no figure. Together with those that end in -short they have no commands
+    and notes, which another page shows.
+    """
+    stem = re.sub("-(all|short|held-out)$", "", name)
     file = ROOT / "docs" / "results" / f"{stem}.json"
     if not file.is_file():
         return f"`python tools/benchmark.py {name.partition('-')[0]}` was not run yet.\n"
     result = json.loads(file.read_text())
     picture = ROOT / "docs" / "pictures" / f"{stem}.png"
-    drawn = picture.is_file() and not name.endswith("-all")
+    drawn = picture.is_file() and not name.endswith(("-all", "-held-out"))
     head = f"![{stem}]({picture.relative_to(folder)})\n\n" if drawn else ""
-    return f"{head}{RENDER[name](result)}\n\n{origin(result, name.endswith('-short'))}".rstrip() + "\n"
+    return f"{head}{RENDER[name](result)}\n\n{origin(result, stem != name)}".rstrip() + "\n"
 
 
 def origin(result: dict, short: bool) -> str:
-    """Hardware, date and versions; the commands and the note unless they are told elsewhere."""
+    """Hardware, date and versions; the commands and notes too, unless `short`."""
     where = f"{result['hardware']}, {result['date']}"
     if short:
         return f"{where}."
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return f"{where}, {versions}. {command(result['command'])}{result.get('note', '')}"
+    notes = "\n".join(f"- {note}" for note in result.get("note", []))
+    return f"{where}, {versions}.{command(result['command'])}\n\n{notes}"
 
 
 def main() -> int:

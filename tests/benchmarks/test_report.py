@@ -66,7 +66,7 @@ def test_model_table():
     text = report.models(model_fixture())
     (line,) = (line for line in text.splitlines() if line.startswith("| vit_small | 512 | 10 | 4 | train | float32"))
     cells = [cell.strip() for cell in line.split("|")[7:10]]
-    assert cells[0] == "200, 7, 25 % (without it x 1.33), compiled"
+    assert cells[0] == "200, 7, 25 % (without attention x 1.33), compiled"
     assert cells[1] == "300 (x 1.50 pass 1.3), 7, 25 %, compiled"
     assert cells[2] == "180 (x 0.90 miss 1.3), 7, 25 %, compiled"
     lines = [line for line in text.splitlines() if line.startswith("| vit_small | 512 |")]

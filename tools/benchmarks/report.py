@@ -66,7 +66,7 @@ def _by_operator(found: dict[tuple, Row], targets: bool = True) -> str:
             times = _times(peer, row, shape.targets.times_cudnn if targets else None)
             cells.append(f"{row['us']:.0f} ({times}; {bound})")
         lines.append(cells)
-    head = ["forward + backward, us (times faster than cuDNN; of the memory bound)", *(shape.title for shape in shapes)]
+    head = ["forward + backward, us (speed-up over cuDNN; of memory bound)", *(shape.title for shape in shapes)]
     return _table(head, lines) if shapes else ""
 
 
@@ -80,7 +80,7 @@ def _key(options: Row) -> tuple:
 
 
 def _ours(found: dict[tuple, Row]) -> str:
-    head = ["shape", "op", "forward us (of floor)", "forward+backward us (of floor)", "times cuDNN, f+b"]
+    head = ["shape", "op", "forward us (of bound)", "forward+backward us (of bound)", "times cuDNN, f+b"]
     head += ["elu1+ratio, f+b", "centred, f+b", "error f / b", "peak MiB f+b", "first call s, slowest form"]
     lines = []
     for shape in SHAPES.values():
@@ -283,7 +283,7 @@ def _model_cell(row: Row, softmax: Row | None) -> str:
         target = TRAIN_TARGETS[row["size"]] if (row["model"], row["mode"]) == ("vit_small", "train") else None
         text += f" (x {times:.2f})" if target is None else f" (x {_verdict(times, target)})"
     how, share = "compiled" if row["compiled"] else "eager", row["shares"]["attention"]
-    without = f" (without it x {1 / (1 - share):.2f})" if row is softmax else ""
+    without = f" (without attention x {1 / (1 - share):.2f})" if row is softmax else ""
     return f"{text}, {row['peak_mib']}, {100 * share:.0f} %{without}, {how}"
 
 
