@@ -31,8 +31,10 @@ from .checks import (
 )
 from .dispatch.autograd import are_fixed, needs_backward, refuse_forward_mode
 from .dispatch.definition import definition
-from .dispatch.faults import is_tested, untested, warn
+from .dispatch.faults import Fault, warn
 from .dispatch.forms import form_of, recall, remember
+from .dispatch.trial import trial_of
+from .dispatch.verify import fault, is_shipped
 from .features import feature_width
 from .hla import fused
 from .hla.causal import causal
@@ -42,7 +44,7 @@ from .hla.streaming.contents import Sizes
 from .hla.streaming.state import State
 from .hla.streaming.stream import stream
 from .hla.two_sided import two_sided, two_sided_qkvpacked
-from .options import IMPLS, OPS, Options, autocast_dtype, autocast_on, compute_dtype, plain_precision
+from .options import IMPLS, OPS, Options, autocast_dtype, autocast_on, canonical, compute_dtype, plain_precision
 from .sequences import WHOLE, Sequences
 from .softmax.multipoles import PREPARE, MultipoleCall, forms_of
 from .softmax.sdpa import sdpa
@@ -127,7 +129,12 @@ def why_not_reference(call: AnyCall) -> str | None:
 
 def not_by_default(call: AnyCall) -> str | None:
     """Return the reason why impl="auto" does not use the Triton form of a supported call, or None."""
-    return slower_in_triton(call) if is_tested(call.q.device.index) else untested(call.q.device.index)
+    return slower_in_triton(call) or unverified(call)
+
+
+def unverified(call: AnyCall) -> Fault | None:
+    """Return the reason not to trust the Triton form of a supported call on its device, or None (`dispatch.verify`)."""
+    return None if is_shipped(call.q.device.index) else fault(trial_of(call), call.q.device.index)
 
 
 def slower_in_triton(call: AnyCall) -> str | None:
@@ -145,14 +152,17 @@ def choose(call: AnyCall, impl: str) -> str:
         reason = why_not_triton(call) or not_by_default(call)
         warn(reason)
         return "triton" if reason is None else "torch"
-    reason = {"triton": why_not_triton, "reference": why_not_reference, "torch": lambda call: None}[impl](call)
+    reason = why_not_reference(call) if impl == "reference" else None
+    if impl == "triton":
+        reason = why_not_triton(call) or unverified(call)
     if reason is not None:
         raise ValueError(f'impl="{impl}" cannot run here: {reason}; use impl="auto".')
     return impl
 
 
 def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Explanation:
-    """Explain which implementation `op(*inputs, **options)` would run, and why not the others, without running it.
+    """Explain which implementation `op(*inputs, **options)` would run, and why not the others, without running it
+    (but for the first-use check of a Triton form on a GPU that the tests did not cover, see `dispatch.verify`).
 
     op: a name of OPS, "mhla", "taylor2", "multipole" or "adaptive_multipole", or the function. inputs: q, k, v (and
     coefficients for polynomial and taylor2, mixing for mhla), or one packed qkv. Raises ValueError like the call.
@@ -231,27 +241,6 @@ def prepare(
         check_mergeable(op, kept, state)
     sequences = Sequences(key_padding_mask, cu_seqlens, max_seqlen or 0)
     return Call(op, q, k, v, coefficients, kept, gamma, state, return_state, sequences)
-
-
-def canonical(op: str, options: Options) -> Options:
-    """Return options in canonical form, so that equal calls compare equal: decay 1.0 becomes None, and decay_rule
-    becomes "cascade" where both rules agree (all but decayed hla2).
-
-    A weight of order p contains p queries and p scales, so q_scale is folded into a numeric scale (kept separate if the
-    scale is 1/N). In hla2 and hla3, lambda I is added to a moment of keys alone, so q_scale also multiplies lambda.
-    """
-    decay = None if options.decay == 1.0 else options.decay
-    rule = options.decay_rule if op == "hla2" and decay is not None else "cascade"
-    q_scale, ridge = float(options.q_scale), float(options.ridge)
-    scale = None if options.scale is None else float(options.scale) * q_scale
-    if options.causal and scale is None:
-        scale = None if q_scale == 1.0 else q_scale
-    # no _replace: dynamo of torch 2.11 cannot return its result
-    return Options(
-        options.causal, options.feature_map, options.normalize, options.center, options.mean_path,
-        decay, rule, ridge * q_scale if op in ("hla2", "hla3") else ridge, scale, float(options.eps),
-        q_scale if scale is None and not options.causal else 1.0,
-    )  # fmt: skip
 
 
 def decay_heads(decay: float | Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

@@ -46,6 +46,27 @@ def is_paper(op: str, options: Options) -> bool:
     return op == "hla2" and options.causal and options.decay is not None and options.decay_rule == "paper"
 
 
+def canonical(op: str, options: Options) -> Options:
+    """Return options in canonical form, so that equal calls compare equal: decay 1.0 becomes None, and decay_rule
+    becomes "cascade" where both rules agree (all but decayed hla2).
+
+    A weight of order p contains p queries and p scales, so q_scale is folded into a numeric scale (kept separate if the
+    scale is 1/N). In hla2 and hla3, lambda I is added to a moment of keys alone, so q_scale also multiplies lambda.
+    """
+    decay = None if options.decay == 1.0 else options.decay
+    rule = options.decay_rule if op == "hla2" and decay is not None else "cascade"
+    q_scale, ridge = float(options.q_scale), float(options.ridge)
+    scale = None if options.scale is None else float(options.scale) * q_scale
+    if options.causal and scale is None:
+        scale = None if q_scale == 1.0 else q_scale
+    # no _replace: dynamo of torch 2.11 cannot return its result
+    return Options(
+        options.causal, options.feature_map, options.normalize, options.center, options.mean_path,
+        decay, rule, ridge * q_scale if op in ("hla2", "hla3") else ridge, scale, float(options.eps),
+        q_scale if scale is None and not options.causal else 1.0,
+    )  # fmt: skip
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of moments and their products: float32, or float64 for float64 input."""
     return torch.float64 if dtype == torch.float64 else torch.float32

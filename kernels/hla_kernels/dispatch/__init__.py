@@ -3,6 +3,8 @@
     autograd    which gradients a call needs
     forms       cache of check results, for calls of the same form
     faults      warnings about known faults of Triton forms
+    verify      first-use check of a Triton form on a machine that the GPU tests did not cover
+    trial       small seeded input of that check
     operator    custom operators with little overhead
     recording   allocations and launches of a call, recorded once and replayed
     definition  reference implementation of a checked call

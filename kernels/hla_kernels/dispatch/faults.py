@@ -8,8 +8,6 @@ import warnings
 
 import torch
 
-from . import traced_as_constant
-
 WARNED: set[str] = set()
 TESTED = (9, 0)  # compute capability of the tested GPUs, H100 and H200
 
@@ -39,12 +37,6 @@ def triton_version() -> str:
 def capability(index: int | None) -> tuple[int, int]:
     """Compute capability of a CUDA device (the current one if None); without a GPU, for fake tensors, `TESTED`."""
     return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else TESTED
-
-
-@traced_as_constant
-def is_tested(index: int | None) -> bool:
-    """Whether a CUDA device (the current one if None) has the tested compute capability."""
-    return capability(index) == TESTED
 
 
 def untested(index: int | None) -> Fault:

@@ -38,8 +38,9 @@ def recall(form: tuple | None) -> Any:
 
 
 def remember(form: tuple | None, found: Any) -> None:
-    """Cache a result, which must not contain tensors, for a form."""
-    if form is None:
+    """Cache a result, which must not contain tensors, for a form; not while a CUDA graph is captured, when a Triton
+    form cannot be checked."""
+    if form is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
     if len(KNOWN) >= MOST:
         KNOWN.clear()

@@ -5,7 +5,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import pytest
 import torch
 
 import hla_kernels as hk
@@ -48,28 +47,6 @@ def test_auto_warns_of_a_fault_once(monkeypatch):
             for scale in (0.25, 0.5):  # numbers that no other call of this process has: forms are remembered
                 hk.linear_attention(x, x, x, scale=scale + size + 0.125)
         assert [fused.FLOAT16_RATIO in str(w.message) for w in found] == [True] * (reason is fused.FLOAT16_RATIO)
-
-
-@pytest.mark.parametrize(("capability", "tested"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
-def test_gpus_that_no_test_ran_on(monkeypatch, capability, tested):
-    """auto takes the torch form there with one warning, eager and compiled; impl="triton" may be tried."""
-    monkeypatch.setattr(faults, "WARNED", set())
-    monkeypatch.setattr(op, "why_not_triton", lambda call: None)
-    monkeypatch.setattr(faults, "capability", lambda index: capability)
-    x = torch.randn(1, 4, 2, 32)
-    call = op.prepare("hla2", x, x, x)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        assert {op.choose(call, "auto") for _ in range(2)} == {"triton" if tested else "torch"}
-    assert [f"{capability[0]}.{capability[1]}" in str(w.message) for w in found] == [True] * (not tested)
-    assert op.choose(call, "triton") == "triton"
-    torch.compiler.reset()  # capabilities are constants of compiled code
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def chosen(x):
-        return x + (op.choose(op.prepare("hla2", x, x, x), "auto") == "triton")
-
-    assert torch.equal(chosen(x), x + tested)
 
 
 def test_amd(monkeypatch):

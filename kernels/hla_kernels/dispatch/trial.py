@@ -1,0 +1,126 @@
+"""Small seeded input of the first-use check of a Triton form (`verify`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..blockmix.call import BlockCall
+from ..sequences import Sequences
+from ..softmax.multipole.call import MultipoleCall
+from ..softmax.taylor.call import TaylorCall
+from .autograd import are_fixed
+from .verify import Run
+
+TENSORS = ("mixing", "key_padding_mask", "token_mask", "cu_seqlens", "rotary", "narrow", "fixed")
+N = 197  # tokens of a trial, unless a grid says otherwise
+DEVICE = "cuda"  # the current one
+HEADS = 384  # of many short sequences: the kernels that keep a head in one program
+
+
+def trial_of(call: Any) -> tuple | None:
+    """Return what the kernels of a checked call depend on, as constants: (operator, dtype, (H, Hk, D, Dv), options);
+    None for an operator without a check. Options are pairs of a keyword and its value, without numbers that are not
+    compiled into kernels; for a name in `TENSORS` it is a shape, or whether there is such a tensor."""
+    q, k, v = call.q, call.k, call.v
+    widths = tuple(int(x) for x in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
+    if isinstance(call, BlockCall):
+        o, turned = call.options, None if call.rotary is None else tuple(int(x) for x in call.rotary[0].shape)
+        options: tuple = (
+            *_grid(o.layout), ("prefix", int(o.layout.prefix)), ("order", o.order), ("feature_map", o.feature_map),
+            ("normalize", o.normalize), ("rotary_half", o.rotary_half), ("moments", o.moments),
+            ("token_mask", call.mask is not None), ("rotary", turned),
+        )  # fmt: skip
+        return ("mhla", q.dtype, widths, (*options, ("mixing", tuple(int(x) for x in call.mixing.shape))))
+    if isinstance(call, TaylorCall):
+        narrow = None if call.q2 is None else int(call.q2.shape[3])
+        options = (("normalize", call.normalize), ("key_padding_mask", call.mask is not None), ("narrow", narrow))
+        return ("taylor2", q.dtype, widths, (*options, ("q_scale", widths[2] ** -0.5)))
+    if isinstance(call, MultipoleCall):
+        field = call.field
+        outer = (("prefix", int(field.prefix)), ("suffix", int(field.suffix)))
+        options = (*_grid(field.layout), *outer, ("radius", field.radius), ("degree", call.degree))
+        return ("multipole", q.dtype, widths, (*options, ("q_scale", widths[2] ** -0.5)))
+    return _two_sided(call, widths) if hasattr(call, "coefficients") else None
+
+
+def _grid(layout: Any) -> tuple:
+    return (("grid", tuple(int(x) for x in layout.grid)), ("blocks", tuple(int(x) for x in layout.blocks)))
+
+
+def _two_sided(call: Any, widths: tuple[int, ...]) -> tuple:
+    o, seqs = call.options, call.sequences
+    options = (
+        ("feature_map", o.feature_map), ("normalize", o.normalize), ("center", o.center), ("mean_path", o.mean_path),
+        ("ridge", 0.1 if o.ridge else 0.0), ("key_padding_mask", seqs.mask is not None),
+        ("cu_seqlens", seqs.cu_seqlens is not None), ("fixed", are_fixed(call.coefficients)),
+    )  # fmt: skip
+    return (call.op, call.q.dtype, widths, options)
+
+
+def runs(form: tuple) -> Iterator[Run]:
+    """Return the runs that check a form on the current CUDA device, one for each path of its operator."""
+    op, dtype, widths, pairs = form
+    for batch, n in sizes(form):
+        yield _run(op, dtype, widths, dict(pairs), batch, n)
+
+
+def sizes(form: tuple) -> list[tuple[int, int]]:
+    """Return (B, N) of the trials of a form."""
+    op, dtype, (h, hk, d, dv), pairs = form
+    options = dict(pairs)
+    if "grid" in options:
+        outer = options["prefix"] + options.get("suffix", 0)
+        return [(2, outer + int(torch.tensor(options["grid"]).prod()))]
+    if op == "taylor2":
+        return [(2, N)]
+    from ..hla import fused
+
+    spec = fused.Spec(op, **{name: x for name, x in pairs if name in fused.Spec._fields})
+    found: dict[str, tuple[int, int]] = {}
+    for batch, n in ((2, N), (-(-HEADS // h), N), (-(-HEADS // h), 3 * N)):
+        q = torch.empty(batch, n, h, d, dtype=dtype, device="meta")
+        v = torch.empty(batch, n, hk, dv, dtype=dtype, device="meta")
+        seqs = Sequences(q if options["key_padding_mask"] or options["cu_seqlens"] else None, None, 0)
+        found.setdefault(fused.path_of(q, v, spec, seqs), (batch, n))
+    return list(found.values())
+
+
+def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str, Any], batch: int, n: int) -> Run:
+    """Return the function that runs the public operator, forward and backward, on the same random input each time."""
+    import hla_kernels
+
+    (h, hk, d, dv), random = widths, torch.Generator(DEVICE).manual_seed(0)
+    of_tensors = {name: options.pop(name, None) for name in TENSORS}
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=random, device=DEVICE).to(dtype)
+
+    q, k, v, grad = (normal(batch, n, *x) for x in ((h, d), (hk, d), (hk, dv), (h, dv)))
+    leaves, more = [q, k, v], {"polynomial": (h, 4), "taylor2": (h, 2)}.get(op, of_tensors["mixing"])
+    if of_tensors["cu_seqlens"]:
+        q, k, v, grad = (x.flatten(0, 1)[None] for x in (q, k, v, grad))
+        leaves, cu = [q, k, v], torch.arange(0, batch * n + 1, n, dtype=torch.int32, device=DEVICE)
+        options |= {"cu_seqlens": cu, "max_seqlen": n}
+    for name in ("key_padding_mask", "token_mask"):
+        if of_tensors[name]:
+            options[name] = torch.rand(batch, n, generator=random, device=DEVICE) < 0.7
+    if of_tensors["rotary"]:
+        angle = normal(*of_tensors["rotary"], dtype=torch.float32)
+        options["rotary"] = (angle.cos(), angle.sin())
+    if of_tensors["narrow"]:
+        options["narrow"] = tuple(normal(batch, n, x, of_tensors["narrow"]) for x in (h, hk))
+    if more:
+        leaves.append(normal(*more, dtype=torch.float32).abs() + 0.1)
+    inputs = [*(leaves[:3] if of_tensors["fixed"] else leaves), *options.get("narrow", ())]
+    for x in inputs:
+        x.requires_grad_()
+
+    def run(impl: str) -> list[Tensor]:
+        y = getattr(hla_kernels, op)(*leaves, impl=impl, **options)
+        return [y.detach(), *torch.autograd.grad(y, inputs, grad.to(y.dtype))]
+
+    return run

@@ -1,0 +1,163 @@
+"""First-use check of the Triton forms.
+
+A form (operator, options, widths, dtype) on a machine (GPU, versions of Triton and ptxas) is verified if
+the GPU tests passed there (`SHIPPED`), if an earlier process checked it (`cache_file`), or by its check: the first call
+runs it twice on a small seeded input, compares the bits, and compares the results with the torch form. A check that
+fails, or that cannot compile or launch, is a `Fault`: `impl="auto"` then uses the torch form with one warning,
+`impl="triton"` raises. The environment variable HLA_KERNELS_VERIFY=0 turns checks off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import traced_as_constant
+from .faults import TESTED, Fault, capability, triton_version, untested
+
+SWITCH = "HLA_KERNELS_VERIFY"
+SHIPPED = {("3.6", "12.8", TESTED)}  # Triton, its ptxas, compute capability: all tests marked gpu passed
+LIMITS = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 1e-3}  # relative L2 error against the torch form
+VERDICTS: dict[tuple, Fault | None] = {}
+CHECKING = threading.local()
+
+Run = Callable[[str], list[Tensor]]  # impl -> output and gradients, on the same input each time
+
+
+class Machine(NamedTuple):
+    """GPU and compiler, on which a compiled kernel depends in addition to its source."""
+
+    gpu: str
+    capability: tuple[int, int]
+    triton: str
+    ptxas: str
+
+
+@functools.cache
+def machine(index: int | None) -> Machine:
+    """Return the machine with a CUDA device (the current one if None)."""
+    return Machine(torch.cuda.get_device_name(index), capability(index), triton_version(), ptxas_version())
+
+
+def ptxas_version() -> str:
+    """Return the version of the assembler that Triton runs, or "" if it does not say."""
+    try:
+        import triton
+
+        return triton.knobs.nvidia.ptxas.version
+    except Exception:  # another version of Triton, or no Triton
+        return ""
+
+
+@functools.cache
+def package() -> str:
+    """Return a digest of the source of this package."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+@traced_as_constant
+def is_shipped(index: int | None) -> bool:
+    """Whether the GPU tests passed on this machine. True without a GPU, where only fake tensors are on CUDA."""
+    if not torch.cuda.is_available():
+        return True
+    _, compute, triton, ptxas = machine(index)
+    return (triton.rpartition(".")[0], ptxas, compute) in SHIPPED
+
+
+@traced_as_constant
+def fault(form: tuple | None, index: int | None) -> Fault | None:
+    """Return the reason not to trust the Triton form of a call on a CUDA device, or None if it is verified.
+
+    form: constants of `trial.trial_of`, or None if there is no check of this operator.
+    """
+    if getattr(CHECKING, "on", False):
+        return None
+    if form is None or os.environ.get(SWITCH) == "0":
+        return None if capability(index) == TESTED else untested(index)
+    key = (machine(index), form)
+    if key not in VERDICTS:
+        if torch.cuda.is_current_stream_capturing():
+            return Fault(f"{form[0]} was not checked before the capture of a CUDA graph: call it once before")
+        VERDICTS[key] = check(key, index)
+    return VERDICTS[key]
+
+
+def check(key: tuple, index: int | None) -> Fault | None:
+    """Return the reason why a form fails its check, or None; what passes is written to the cache file.
+
+    It runs in a new thread, where autograd, autocast, transforms and tracing of the caller are off."""
+    name = repr((package(), *key))
+    if name in cached():
+        return None
+    found: list[Fault | None] = []
+    thread = threading.Thread(target=lambda: found.append(_tried(key[1], index)))
+    thread.start()
+    thread.join()
+    if found[0] is None:
+        remember(name)
+    return found[0]
+
+
+def _tried(form: tuple, index: int | None) -> Fault | None:
+    from .trial import runs
+
+    CHECKING.on = True
+    where = f"the check of {form[0]} on {machine(index).gpu} with Triton {machine(index).triton} failed"
+    try:
+        with torch.cuda.device(index):
+            failures = (failure(run) for run in runs(form))
+            why = next((x for x in failures if x is not None), None)
+    except Exception as error:  # of the compiler, of resources, of the driver: auto never raises
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+    return None if why is None else Fault(f"{where} ({why}); {SWITCH}=0 turns checks off")
+
+
+def failure(run: Run) -> str | None:
+    """Return what is wrong with the Triton form of a run, or None."""
+    first, second, expected = run("triton"), run("triton"), run("torch")
+    if not all(torch.equal(x, y) for x, y in zip(first, second, strict=True)):
+        return "two runs differ"
+    limit = LIMITS[first[0].dtype]
+    for i, (x, truth) in enumerate(zip(first, expected, strict=True)):
+        error = float((x.double() - truth.double()).norm() / truth.double().norm().clamp_min(1e-30))
+        if not error <= limit:
+            return f"result {i} is {error:.1e} from the torch form, more than {limit:.0e}"
+    return None
+
+
+def cache_file() -> Path:
+    """Return the file of the forms that passed their check."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "hla_kernels" / "verified.json"
+
+
+def cached() -> list[str]:
+    """Return the contents of the cache file; nothing if there is none or it cannot be read."""
+    try:
+        found = json.loads(cache_file().read_text())
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: there is no home
+        return []
+    return found if isinstance(found, list) else []
+
+
+def remember(name: str) -> None:
+    """Add a form to the cache file, which is replaced as a whole; without a place to write, checks are repeated by the
+    next process."""
+    with contextlib.suppress(OSError, RuntimeError):
+        file = cache_file()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+            json.dump(sorted({*cached(), name}), new, indent=1)
+        os.replace(new.name, file)

@@ -1,0 +1,208 @@
+"""The first-use check of the Triton forms, with kernels that are right, wrong, unsteady or do not run."""
+
+import contextlib
+import json
+import warnings
+
+import pytest
+import torch
+
+import hla_kernels as hk
+from hla_kernels import op
+from hla_kernels.dispatch import faults, trial, verify
+
+MACHINE = verify.Machine("a GPU", (8, 9), "3.8.0", "12.9")
+RATIO = {"feature_map": "elu1", "normalize": True}
+
+
+class OutOfResources(Exception):
+    """What Triton raises where shared memory does not suffice."""
+
+
+def right(impl):
+    return [torch.ones(3, dtype=torch.bfloat16), torch.full((2,), 0.5)]
+
+
+def corrupt(impl):
+    return [right(impl)[0], torch.full((2,), 0.5 + 0.1 * (impl == "triton"))]
+
+
+def unsteady(impl, count=iter(range(100))):  # noqa: B008  one counter for all runs
+    return [torch.full((3,), 1 + 2.0**-20 * next(count))]
+
+
+def too_large(impl):
+    if impl == "triton":
+        raise OutOfResources("out of resource: shared memory")
+    return right(impl)
+
+
+def unwritten(impl):
+    return [torch.full((3,), float("nan") if impl == "triton" else 1.0)]
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A GPU that no test ran on, an empty cache; calls on it: those whose kernels run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(verify.SWITCH, raising=False)
+    monkeypatch.setattr(faults, "WARNED", set())
+    monkeypatch.setattr(verify, "VERDICTS", {})
+    monkeypatch.setattr(verify, "machine", lambda index: MACHINE)
+    for place in (verify, faults):
+        monkeypatch.setattr(place, "capability", lambda index: MACHINE.capability)
+    monkeypatch.setattr(op, "is_shipped", lambda index: False)
+    monkeypatch.setattr(op, "why_not_triton", lambda call: None)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    calls = []
+
+    def of(*runs):
+        monkeypatch.setattr(trial, "runs", lambda form: (calls.append(form), iter(runs))[1])
+        return calls
+
+    return of
+
+
+def call(**options):
+    x = torch.randn(2, 5, 4, 32, dtype=torch.bfloat16)
+    return op.prepare("hla2", x, x, x, **options)
+
+
+def chosen(**options):
+    """What auto chooses, and what it warns of."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        return op.choose(call(**options), "auto"), [str(w.message) for w in found]
+
+
+def test_what_is_right_is_checked_once(machine):
+    """In this process, and by the cache file in the next; another form is checked anew."""
+    calls = machine(right, right)
+    assert [chosen() for _ in range(2)] == [("triton", [])] * 2 and len(calls) == 1
+    verify.VERDICTS.clear()
+    assert chosen() == ("triton", []) and len(calls) == 1
+    assert len(json.loads(verify.cache_file().read_text())) == 1
+    assert chosen(**RATIO)[0] == "triton" and len(calls) == 2
+    assert op.choose(call(scale=0.3), "triton") == "triton" and len(calls) == 2  # a number, not a kernel
+    verify.VERDICTS.clear()
+    verify.cache_file().write_text("not json")
+    assert chosen() == ("triton", []) and len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    (
+        (corrupt, "result 1 is"), (unsteady, "two runs differ"), (too_large, "OutOfResources: out of resource"),
+        (unwritten, "two runs differ"),
+    ),
+)  # fmt: skip
+def test_what_is_wrong_is_not_used(machine, run, why):
+    """By auto, with one warning; and impl="triton" raises."""
+    machine(right, run)
+    assert [chosen()[0] for _ in range(2)] == ["torch"] * 2
+    faults.WARNED.clear()
+    (warning,) = chosen()[1] + chosen()[1]
+    assert why in warning and "hla2 on a GPU with Triton 3.8.0" in warning and verify.SWITCH in warning
+    with pytest.raises(ValueError, match="the check of hla2"):
+        op.choose(call(), "triton")
+    assert not verify.cache_file().exists()
+    assert why in op.explain("hla2", *call()[1:4]).why_not["triton"]
+
+
+def test_switched_off(machine, monkeypatch):
+    """A GPU that no test ran on has the torch form then; impl="triton" may be tried."""
+    machine(corrupt)
+    monkeypatch.setenv(verify.SWITCH, "0")
+    name, (warning,) = chosen()
+    assert name == "torch" and "compute capability 8.9" in warning
+    for place in (verify, faults):
+        monkeypatch.setattr(place, "capability", lambda index: faults.TESTED)
+    assert chosen() == ("triton", [])
+
+
+def test_not_while_a_graph_is_captured(machine, monkeypatch):
+    calls = machine(right)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    name, (warning,) = chosen()
+    assert name == "torch" and "before the capture" in warning and not calls
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert chosen()[0] == "triton"
+
+
+@pytest.mark.parametrize(("run", "expected"), ((right, 1), (corrupt, 0)))
+def test_while_compiling(machine, run, expected):
+    """The check runs outside of tracing, as a constant; no graph break."""
+    calls = machine(run)
+    torch.compiler.reset()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def traced(x):
+        return x + (op.choose(op.prepare("hla2", x, x, x, **RATIO), "auto") == "triton")
+
+    x = torch.randn(2, 5, 4, 32)
+    with torch.no_grad():
+        assert torch.equal(traced(x), x + expected)
+    assert len(calls) == 1
+
+
+def test_the_caller_does_not_change_a_check(machine):
+    """Neither autocast, inference mode, a transform, nor fake tensors: a check is a thread of its own."""
+    seen = []
+
+    def run(impl):
+        seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")))
+        x = torch.ones(2, requires_grad=True)
+        assert type(x) is torch.Tensor
+        return [*torch.autograd.grad((x * x).sum(), x)]
+
+    machine(run)
+    fake = torch._subclasses.FakeTensorMode()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), fake:
+        assert op.choose(op.prepare("ahla", *[torch.ones(1, 4, 2, 32)] * 3), "auto") == "triton"
+    assert set(seen) == {(True, False, False)}
+
+
+def calls_of_all_operators():
+    """One call of each family, and of each kind of sequence."""
+    q, k = torch.randn(2, 12, 4, 16), torch.randn(2, 12, 2, 16)
+    mask, c = torch.ones(2, 12, dtype=torch.bool), torch.rand(4, 4)
+    cu = torch.tensor([0, 12], dtype=torch.int32)
+    yield op.prepare("hla3", q, k, k, ridge=0.2, center="k", key_padding_mask=mask)
+    yield op.prepare("ahla", q[:1], k[:1], k[:1], **RATIO, cu_seqlens=cu, max_seqlen=12)
+    yield op.prepare("polynomial", q, q, q, c.requires_grad_(), mean_path=True)
+    yield op.prepare("polynomial", q, q, q, c.detach())
+    grid = {"grid": (3, 4), "blocks": (1, 2)}
+    mixing, turn = torch.rand(4, 2, 2), (torch.rand(12, 8), torch.rand(12, 8))
+    yield op.prepare_blocks(q, k, k, mixing, **grid, order="ahla", rotary=turn, token_mask=mask)
+    yield op.prepare_blocks(q, q, q, torch.rand(3, 3), grid=(11,), blocks=(2,), prefix=1)
+    yield op.prepare_taylor(q, k, k, torch.rand(4, 2), key_padding_mask=mask)
+    yield op.prepare_taylor(q, q, q, torch.rand(4, 2), narrow=(q[..., :4], q[..., :4]))
+    yield op.PREPARE["multipole"](q, k, k, **grid, degree=2)
+
+
+@pytest.mark.parametrize("checked", [*calls_of_all_operators()], ids=lambda c: type(c).__name__)
+def test_trials_are_calls_of_the_operator(monkeypatch, checked):
+    """A form is constants; the torch form agrees with the definition on every trial, of which none repeats another."""
+    monkeypatch.setattr(trial, "DEVICE", "cpu")
+    monkeypatch.setattr(trial, "N", 20)
+    monkeypatch.setattr(trial, "HEADS", 8)
+    form = trial.trial_of(checked)
+    assert hash(form) == hash(trial.trial_of(checked)) and getattr(hk, form[0])
+    runs = list(trial.runs(form))
+    assert runs
+    for run in runs:
+        first, second, truth = run("torch"), run("torch"), run("reference")
+        assert all(torch.equal(x, y) and x.abs().max() > 0 for x, y in zip(first, second, strict=True))
+        assert all((x - y).norm() <= 1e-3 * y.norm() for x, y in zip(first, truth, strict=True))
+
+
+def test_what_ran_on_a_gpu_is_not_checked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for triton, ptxas, capability, known in (
+        ("3.6.0", "12.8", (9, 0), True), ("3.8.0", "12.9", (9, 0), False), ("3.6.0", "13.4", (9, 0), False),
+        ("3.6.0", "12.8", (8, 0), False),
+    ):  # fmt: skip
+        machine = verify.Machine("a GPU", capability, triton, ptxas)
+        monkeypatch.setattr(verify, "machine", lambda index, machine=machine: machine)
+        assert verify.is_shipped(0) == known

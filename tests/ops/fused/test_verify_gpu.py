@@ -1,0 +1,70 @@
+"""The first-use check on a GPU: every form passes, and a corrupted one does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hla_kernels as hk
+from hla_kernels import op
+from hla_kernels.dispatch import faults, verify
+from tests.helpers.fused_gpu import ANCHORED, BF16, ELU, FP16, FP32, RATIO, SOFTMAX
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton forms need a CUDA device: none here"),
+]
+OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial")
+OPTIONS = ({}, RATIO, ANCHORED, {**ELU, "mean_path": True}, {"feature_map": "softmax_pair"}, {**SOFTMAX, "center": "k"})
+TOKENS = ((BF16, 64), (BF16, 72), (BF16, 128), (FP16, 64), (FP32, 40))
+
+
+@pytest.fixture(autouse=True)
+def empty(monkeypatch, tmp_path):
+    """Nothing is verified yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(verify.SWITCH, raising=False)
+    monkeypatch.setattr(verify, "VERDICTS", {})
+    monkeypatch.setattr(faults, "WARNED", set())
+    monkeypatch.setattr(op, "is_shipped", lambda index: False)
+
+
+def tokens(dtype, d, n=197):
+    return [torch.randn(2, n, 4, d, device="cuda", dtype=dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize(("dtype", "d"), TOKENS, ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_what_works_passes(name, dtype, d):
+    more = [torch.rand(4, 4, device="cuda")] if name == "polynomial" else []
+    for options in OPTIONS:
+        call = op.prepare(name, *tokens(dtype, d), *more, **options)
+        if op.why_not_triton(call) is None:
+            assert op.unverified(call) is None, options
+
+
+def test_other_operators_pass():
+    x = tokens(BF16, 64, 64)
+    grid = {"grid": (8, 8), "blocks": (2, 2)}
+    for call in (
+        op.prepare_blocks(*x, torch.rand(4, 4, device="cuda"), **grid),
+        op.prepare_blocks(*x, torch.rand(4, 4, 4, device="cuda"), **grid, order="hla2", normalize=False),
+        op.prepare_taylor(*x, torch.rand(4, 2, device="cuda")),
+        op.PREPARE["multipole"](*x, **grid),
+    ):
+        assert op.why_not_triton(call) is None and op.unverified(call) is None, type(call)
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+def test_a_check_while_capturing_and_after(compiled):
+    """Eager and compiled; a graph that is captured before has the torch form, with a warning."""
+    x = tokens(BF16, 64)
+    f = torch.compile(hk.ahla, fullgraph=True) if compiled else hk.ahla
+    if not compiled:
+        hk.ahla(*x, impl="torch")
+        torch.cuda.synchronize()
+        with pytest.warns(UserWarning, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            hk.ahla(*x)
+    with torch.autocast("cuda", torch.bfloat16):
+        y = f(*x)
+    assert len(verify.VERDICTS) == 1 and torch.equal(y, hk.ahla(*x, impl="triton"))
