@@ -45,7 +45,7 @@ def main(words: list[str]) -> dict[str, Any]:
     what, *rest = words
     if what not in SCHEMAS:
         raise unknown_name("benchmark", what, SCHEMAS)
-    if config.wants_help(rest, __doc__, USAGE, SCHEMAS[what]):
+    if config.print_help_if_asked(rest, __doc__, USAGE, SCHEMAS[what]):
         return {}
     return quality(rest) if what == "quality" else table(what, rest)
 

@@ -44,7 +44,7 @@ class DemoSettings:
 
 def main(words: list[str]) -> dict[str, dict[str, Any]]:
     """Run the demo. Returns the evaluation row or the scores of each run by name. Raises ValueError."""
-    if config.wants_help(words, __doc__, USAGE, DemoSettings):
+    if config.print_help_if_asked(words, __doc__, USAGE, DemoSettings):
         return {}
     settings, began = config.from_command_line(DemoSettings, words), time.perf_counter()
     out = Path(settings.out)

@@ -151,7 +151,7 @@ def from_tree(schema: type[T], tree: Tree, prefix: str = "", whole: type | None 
     for key, value in tree.items():
         if key not in hints:
             allowed = [prefix + name for name in hints]
-            raise unknown_name("configuration key", f"{prefix}{key}", allowed, _meant(str(key), prefix, whole))
+            raise unknown_name("configuration key", f"{prefix}{key}", allowed, _suggestions(str(key), prefix, whole))
         hint = hints[key]
         if dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
@@ -162,7 +162,7 @@ def from_tree(schema: type[T], tree: Tree, prefix: str = "", whole: type | None 
     return schema(**values)
 
 
-def _meant(key: str, prefix: str, whole: type) -> list[str]:
+def _suggestions(key: str, prefix: str, whole: type) -> list[str]:
     """Suggest keys for an unknown one of the section `prefix`: keys of the same name in other sections, or else the
     nearest key of the section."""
     keys = _all_keys(whole)
@@ -293,7 +293,7 @@ def _parse_override(schema: type, word: str) -> Tree:
     hints = _hints(schema)
     if names[0] not in hints:
         near = difflib.get_close_matches(names[0], hints, n=1)
-        raise unknown_name("configuration section", names[0], hints, near or _meant(names[-1], "", schema))
+        raise unknown_name("configuration section", names[0], hints, near or _suggestions(names[-1], "", schema))
     if len(names) == 1 and dataclasses.is_dataclass(hints[names[0]]):
         raise ValueError(f"expected {key}.KEY=VALUE with a key of the section {key!r}, got {word!r}")
     tree: Tree = {names[-1]: value}
@@ -350,7 +350,7 @@ def from_command_line(schema: type[T], words: list[str]) -> T:
     and for other options and several files."""
     files = [word for word in words if "=" not in word]
     if options := [word for word in words if word.startswith("-")]:
-        near = _meant(options[0].lstrip("-").partition("=")[0], "", schema)
+        near = _suggestions(options[0].lstrip("-").partition("=")[0], "", schema)
         hint = f", such as {near[0]}=VALUE" if near else ""
         raise ValueError(f"unknown option {options[0]!r}: write keys as section.key=value{hint}")
     if len(files) > 1:
@@ -358,7 +358,7 @@ def from_command_line(schema: type[T], words: list[str]) -> T:
     return load(schema, files[0] if files else None, [word for word in words if "=" in word])
 
 
-def wants_help(words: list[str], about: str | None, usage: str, schema: type) -> bool:
+def print_help_if_asked(words: list[str], about: str | None, usage: str, schema: type) -> bool:
     """Print the help (description, usage, all keys) if the words contain -h or --help. Returns whether they do."""
     asked = bool({"-h", "--help"} & set(words))
     if asked:

@@ -13,10 +13,10 @@ def shortened(value: object) -> object:
     if isinstance(value, str):
         return value if len(value) <= MAX_QUOTED else value[:MAX_QUOTED] + "..."
     text = repr(value)
-    return value if len(text) <= MAX_QUOTED else Shown(text[:MAX_QUOTED] + "...")
+    return value if len(text) <= MAX_QUOTED else Unquoted(text[:MAX_QUOTED] + "...")
 
 
-class Shown(str):
+class Unquoted(str):
     """String whose representation has no quotation marks."""
 
     def __repr__(self) -> str:

@@ -28,7 +28,7 @@ def replacing(file: Path) -> Iterator[Path]:
     try:
         with naming(file):
             yield temporary
-            _share(temporary)
+            _set_default_mode(temporary)
             sync(temporary)
             os.replace(temporary, file)
     finally:
@@ -43,22 +43,22 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     one. Raises OSError as `replacing`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = _temporary(folder)
-    if beside.exists():  # left by a killed process that had the same id
-        _settle(beside, folder)
-    new = beside / "new"
+    temporary = _temporary(folder)
+    if temporary.exists():  # left by a killed process that had the same id
+        _discard(temporary, folder)
+    new = temporary / "new"
     new.mkdir(parents=True)
     try:
         with naming(folder):
             yield new
             for path in (p for p in new.rglob("*") if p.is_file()):
-                _share(path)
+                _set_default_mode(path)
                 sync(path)
             if folder.exists():
-                folder.rename(beside / "old")
+                folder.rename(temporary / "old")
             new.rename(folder)
     finally:
-        _settle(beside, folder)
+        _discard(temporary, folder)
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def naming(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        number = _number(error)
+        number = _errno(error)
         if number is None:
             raise
         raise OSError(number, os.strerror(number), str(file)) from error
@@ -87,10 +87,10 @@ def sweep(folder: Path, name: str = "", earlier: bool = False) -> None:
         if match and match["name"] == (name or match["name"]):
             pid = int(match["pid"])
             if pid == os.getpid() or not _alive(pid):
-                _settle(path, folder / match["name"])
+                _discard(path, folder / match["name"])
         match = EARLIER_LEFT.fullmatch(path.name)
         if earlier and match and path.is_dir() and {p.name for p in path.iterdir()} <= {"new", "old"}:
-            _settle(path, folder / match["name"])
+            _discard(path, folder / match["name"])
     for inside in filter(Path.is_dir, folder.glob("*") if earlier else ()):
         sweep(inside)
 
@@ -109,19 +109,19 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def _settle(beside: Path, target: Path) -> None:
+def _discard(temporary: Path, target: Path) -> None:
     """Delete a temporary file or folder. If `target` is missing, since its old folder was moved already, first restore
     it from the new folder, which is complete by then, or from the old one."""
-    if (beside / "old").is_dir() and not target.exists():
-        (beside / ("new" if (beside / "new").is_dir() else "old")).rename(target)
-    remove(beside)
+    if (temporary / "old").is_dir() and not target.exists():
+        (temporary / ("new" if (temporary / "new").is_dir() else "old")).rename(target)
+    remove(temporary)
 
 
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
-def _share(file: Path) -> None:
+def _set_default_mode(file: Path) -> None:
     """Give a file the default permissions of new files, since safetensors creates files that only the owner can
     read."""
     mask = os.umask(0o077)
@@ -129,7 +129,7 @@ def _share(file: Path) -> None:
     file.chmod(0o666 & ~mask)
 
 
-def _number(error: Exception) -> int | None:
+def _errno(error: Exception) -> int | None:
     """The errno of a failed write; None for other errors and for errors that name their file already."""
     if isinstance(error, SafetensorError):  # its message contains the errno
         found = re.search(r"\(os error (\d+)\)", str(error))
@@ -162,10 +162,10 @@ class FolderLock:
         self.folder, self.file = folder, folder / LOCK
         self.made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        self.opened = self._take()
-        while not self._is_there():  # the previous owner has deleted the file meanwhile
+        self.opened = self._acquire()
+        while not self._has_file():  # the previous owner has deleted the file meanwhile
             self.opened.close()
-            self.opened = self._take()
+            self.opened = self._acquire()
         self.opened.truncate(0)
         self.opened.write(f"process {os.getpid()} on {socket.gethostname()}")
         self.opened.flush()
@@ -180,7 +180,7 @@ class FolderLock:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
 
-    def _take(self) -> TextIO:
+    def _acquire(self) -> TextIO:
         opened = self.file.open("a+")
         try:
             fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,7 +196,7 @@ class FolderLock:
             ) from error
         return opened
 
-    def _is_there(self) -> bool:
+    def _has_file(self) -> bool:
         try:
             return os.path.samestat(os.fstat(self.opened.fileno()), self.file.stat())
         except FileNotFoundError:

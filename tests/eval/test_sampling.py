@@ -22,7 +22,7 @@ from tests.helpers.runs import run_tool, start_tool
 from tests.helpers.sampling import settings
 from tests.helpers.small_images import noise_images, small_extractor
 from tests.helpers.tiny_diffusion import tiny_dit, tiny_pipeline, tiny_pixels, tiny_text_pipeline, tiny_vae
-from zoo.data.latents.extracting import Pictures
+from zoo.data.latents.extracting import ImageSamples
 from zoo.data.latents.settings import ImageSettings
 from zoo.diffusion.loading import open_model, open_scheduler
 from zoo.diffusion.samplers import ClassSampler, batches, check_resolution, to_uint8
@@ -281,7 +281,7 @@ def test_text_to_image_pipelines(tmp_path):
     assert difference(whole, torch.cat([sampler([i]) for i in range(4)])) <= 1
     assert sampler.about()["guidance"] == 4.5 and sampler.labels([4, 0]) == ["d e", "a b c"]
     run_sampling(settings(tmp_path / "made", **options, count=4), "")  # a data set for tools/extract_latents.py
-    made = Pictures(ImageSettings(source="hf", where=f"{tmp_path}/made", text_key="text", img_size=16))
+    made = ImageSamples(ImageSettings(source="hf", where=f"{tmp_path}/made", text_key="text", img_size=16))
     assert [made[i][2] for i in range(4)] == sampler.labels(range(4))
     assert difference(((made[3][1] + 1) * 127.5).round(), whole[3]) <= 1
     bare = open_sampler(SampleOptions(**options | {"model": f"{folder}/transformer", "base": folder}), "cpu")

@@ -105,7 +105,7 @@ def test_orders_begin_with_text_and_end_with_class_tokens():
     patches = [[1 + t for t in order] for order in (RASTER, RASTER[::-1], COLUMNS, COLUMNS[::-1])]
     assert found == [[7, 8, *order, 0] for order in patches]
     for order in orders:
-        assert torch.equal(order.back(order.there(torch.arange(9)[None])), torch.arange(9)[None])
+        assert torch.equal(order.unpermute(order.permute(torch.arange(9)[None])), torch.arange(9)[None])
 
 
 @pytest.mark.parametrize("name", DELTA)

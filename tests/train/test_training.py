@@ -248,7 +248,7 @@ def test_final_features_are_learned_from_the_teacher(softmax_run, tmp_path):
     model = {"checkpoint": str(softmax_run), "mixer": "la"}
     trainer = ClassificationRun(tiny(tmp_path / "a", model=model, distill=distill, schedule={"epochs": 3}))
     objective, batch = trainer.setup.objective, next(trainer.batches(0, 1))
-    with objective.listen():
+    with objective.record_outputs():
         logits = trainer.model(batch.images)
     losses = objective(logits, batch.labels, batch.images)
     ours, theirs = (

@@ -53,7 +53,7 @@ class ConvertSettings:
 def main(words: list[str]) -> dict[str, Any]:
     """Run a conversion or a recipe from command-line arguments. Returns the report; raises ValueError."""
     recipe = words[:1] == ["recipe"]
-    if config.wants_help(words, __doc__, USAGE, RecipeSettings if recipe else ConvertSettings):
+    if config.print_help_if_asked(words, __doc__, USAGE, RecipeSettings if recipe else ConvertSettings):
         return {}
     if recipe:
         return run_recipe(from_words(words[1:]))

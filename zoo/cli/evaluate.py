@@ -31,7 +31,7 @@ def main(words: list[str]) -> list[dict[str, Any]]:
     ValueError."""
     inside = words[:1] == ["attention"]
     words = words[inside:]
-    if config.wants_help(words, __doc__, USAGE, ProbeSettings if inside else EvalSettings):
+    if config.print_help_if_asked(words, __doc__, USAGE, ProbeSettings if inside else EvalSettings):
         return []
     if inside:
         looked = config.from_command_line(ProbeSettings, words)

@@ -20,7 +20,7 @@ USAGE = "usage: zoo extract-latents [CONFIG.yaml] images.where=IMAGES encode.vae
 
 def main(words: list[str]) -> dict[str, Any]:
     """Run an extraction from command-line arguments. Returns the manifest; raises ValueError."""
-    if config.wants_help(words, __doc__, USAGE, ExtractSettings):
+    if config.print_help_if_asked(words, __doc__, USAGE, ExtractSettings):
         return {}
     settings = config.from_command_line(ExtractSettings, words)
     manifest = extract_latents(settings)

@@ -25,7 +25,7 @@ USAGE = "usage: zoo fid [CONFIG.yaml] fid.samples=IMAGES fid.reference=IMAGES_OR
 
 def main(words: list[str]) -> dict[str, Any]:
     """Score images from command-line arguments. Returns the scores with their metadata; raises ValueError."""
-    if config.wants_help(words, __doc__, USAGE, FidSettings):
+    if config.print_help_if_asked(words, __doc__, USAGE, FidSettings):
         return {}
     settings = config.from_command_line(FidSettings, words)
     state = processes()

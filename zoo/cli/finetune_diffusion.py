@@ -14,7 +14,7 @@ mp4 files and contact sheets of videos. The last line of the output is the resul
 of the run folder.
 """
 
-from zoo.train.denoising.dry_run import carry_out
+from zoo.train.denoising.dry_run import run_command
 from zoo.train.metrics_log import Row
 
 USAGE = "usage: zoo finetune-diffusion [--dry-run] [CONFIG.yaml] [section.key=value ...]"
@@ -22,4 +22,4 @@ USAGE = "usage: zoo finetune-diffusion [--dry-run] [CONFIG.yaml] [section.key=va
 
 def main(words: list[str]) -> Row:
     """Train from command-line arguments. Returns the result (validation losses); raises ValueError."""
-    return carry_out(words, __doc__, USAGE)
+    return run_command(words, __doc__, USAGE)

@@ -25,7 +25,7 @@ USAGE = "usage: zoo sample [CONFIG.yaml] sample.model=FOLDER out=SAMPLES.npz [sa
 def main(words: list[str]) -> int:
     """Generate samples from command-line arguments. Returns the number of images made by this process; raises
     ValueError."""
-    if config.wants_help(words, __doc__, USAGE, SampleSettings):
+    if config.print_help_if_asked(words, __doc__, USAGE, SampleSettings):
         return 0
     settings = config.from_command_line(SampleSettings, words)
     made = run_sampling(settings, " ".join(["zoo sample", *words]))

@@ -22,7 +22,7 @@ USAGE = "usage: zoo train-classifier [CONFIG.yaml] [section.key=value ...]"
 
 def main(words: list[str]) -> Row:
     """Train from command-line arguments. Returns the result (top-1 and top-5 in percent); raises ValueError."""
-    if config.wants_help(words, __doc__, USAGE, TrainSettings):
+    if config.print_help_if_asked(words, __doc__, USAGE, TrainSettings):
         return {}
     result = ClassificationRun(config.from_command_line(TrainSettings, words)).train()
     destroy_process_group()

@@ -110,7 +110,7 @@ class _LayerFit:
         """Solve the equations, write the solution into the mixer, and return the quality of the fit."""
         trials = list(self.equations)
         weights = torch.stack([self.equations[t].solve() for t in trials])  # [T, H, K]
-        errors, powers = _each(self.equations, weights, "errors")
+        errors, powers = _trial_errors(self.equations, weights, "errors")
         groups = self.groups
         best = errors.unflatten(1, (groups, -1)).sum(2).argmin(0).repeat_interleave(errors.shape[1] // groups)
         head = torch.arange(errors.shape[1])
@@ -119,7 +119,7 @@ class _LayerFit:
         assert gains is not None
         device = gains.gain.device
         self.terms.write(chosen.to(device), weights[best, head].to(device))
-        centred, centred_powers = _each(self.equations, weights, "centred_errors")
+        centred, centred_powers = _trial_errors(self.equations, weights, "centred_errors")
         each = r_squared(errors[best, head], powers[best, head])
         shifts = self.shifts / self.calls
         return Calibration(
@@ -136,7 +136,7 @@ class _LayerFit:
         )
 
 
-def _each(equations: dict[float, NormalEquations], weights: Tensor, which: str) -> tuple[Tensor, Tensor]:
+def _trial_errors(equations: dict[float, NormalEquations], weights: Tensor, which: str) -> tuple[Tensor, Tensor]:
     """Return errors and powers of all trials, [T, H] each."""
     pairs = [getattr(e, which)(w) for e, w in zip(equations.values(), weights, strict=True)]
     return torch.stack([e for e, _ in pairs]), torch.stack([p for _, p in pairs])

@@ -35,7 +35,7 @@ class Prediction(NamedTuple):
     break_even: int | None
 
     @property
-    def times_faster(self) -> float | None:
+    def speedup(self) -> float | None:
         return None if self.mixer_us is None else self.softmax_us / self.mixer_us
 
 

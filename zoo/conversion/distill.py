@@ -37,7 +37,7 @@ class AttentionDistillation:
         self.calls: dict[str, dict[str, Call]] = {}
 
     @contextmanager
-    def listen(self, which: str) -> Iterator[None]:
+    def record_outputs(self, which: str) -> Iterator[None]:
         """Record a forward pass of the "student" or the "teacher"; later recomputation of checkpoints is ignored."""
         with record_calls(self.models[which], self.names) as self.calls[which]:
             yield
@@ -68,7 +68,7 @@ class FeatureDistillation:
         self.features: dict[str, Tensor] = {}
 
     @contextmanager
-    def listen(self, which: str) -> Iterator[None]:
+    def record_outputs(self, which: str) -> Iterator[None]:
         """Record a forward pass of the "student" or the "teacher"."""
         with self.heads[which].register_forward_pre_hook(lambda _, x: self.features.update({which: x[0]})):
             yield

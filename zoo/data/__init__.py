@@ -11,7 +11,7 @@ from zoo.data.cached import CachedImages, kept, kept_open
 from zoo.data.loader import LoadedImages
 from zoo.data.plan import BatchPlan
 from zoo.data.settings import AugmentSettings, DataSettings
-from zoo.data.sources import Part, Source, open_source
+from zoo.data.sources import Source, Subset, open_source
 from zoo.data.transforms import InputSpec, check_cacheable
 
 Images = CachedImages | LoadedImages
@@ -44,7 +44,7 @@ def _open(data: DataSettings, train: bool) -> Source:
     first = len(whole) - data.holdout
     if first <= 0:
         raise ValueError(f"data.holdout is {data.holdout}, but the training set has only {len(whole)} images")
-    return Part(whole, 0, first) if train else Part(whole, first, len(whole))
+    return Subset(whole, 0, first) if train else Subset(whole, first, len(whole))
 
 
 def open_images(

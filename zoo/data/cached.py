@@ -83,18 +83,18 @@ class CachedImages:
             for number in range(plan.micro_batches):
                 where = plan.micro_batch_slice(number)
                 index = torch.from_numpy(images[where])
-                yield self._batch(augmented(self._there(index), self._there(draws[where])), index)
+                yield self._batch(augmented(self._to_device(index), self._to_device(draws[where])), index)
 
     def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Every image of this process once, in order, without augmentation."""
         for index in torch.arange(rank, len(self.labels), world).split(batch_size):
-            yield self._batch(self.images[self._there(index)], index)
+            yield self._batch(self.images[self._to_device(index)], index)
 
     def _batch(self, pixels: Tensor, index: Tensor) -> Batch:
         images = (pixels.float() / 255 - self.mean) / self.std
-        return Batch(images, self.labels[self._there(index)], index, self.read[index])
+        return Batch(images, self.labels[self._to_device(index)], index, self.read[index])
 
-    def _there(self, small: Tensor) -> Tensor:
+    def _to_device(self, small: Tensor) -> Tensor:
         return small.to(self.device, non_blocking=True)  # does not synchronize with queued kernels
 
     def shifted(self, index: Tensor, draws: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class Digits:
 
 
 @dataclass(frozen=True)
-class Part:
+class Subset:
     """The images [first, last) of another source."""
 
     source: Source
@@ -305,7 +305,7 @@ def load_rows(kind: str, where: str, train: bool) -> "Dataset":
         raise ValueError(f"{where} cannot be read as {kind}: {_reason(error)}") from error
 
 
-def _ends(file: str) -> bool:
+def _has_end_mark(file: str) -> bool:
     """Whether an uncompressed tar file has its end-of-archive mark, two blocks of zeros. Tarfile does not check it, and
     accepts a file that was truncated between two members. True for compressed files."""
     with contextlib.suppress(tarfile.ReadError), tarfile.open(file, "r:"), open(file, "rb") as opened:
@@ -327,7 +327,7 @@ def _check_file(kind: str, file: str, whole: bool = False) -> None:
         else:
             with tarfile.open(file) as tar:
                 empty = tar.next() is None
-                if not _ends(file):
+                if not _has_end_mark(file):
                     raise ValueError("it has no end-of-archive mark, so it was truncated")
                 for _ in tar if whole else ():
                     pass

@@ -83,13 +83,13 @@ def train_transform(spec: InputSpec, augment: AugmentSettings) -> Transform:
         "re_mode": "pixel",
     }
     first, second, last = create_transform(**arguments, separate=True)
-    _keep_a_bit(second)
+    _limit_posterize(second)
     if augment.crop != "resized":
         first = _fixed_scale(spec, augment)
     return T.Compose([first, second, last])
 
 
-def _keep_a_bit(policies: T.Compose) -> None:
+def _limit_posterize(policies: T.Compose) -> None:
     """Let the Posterize operations of auto-augment policies keep at least 1 bit: timm's strongest level keeps 0 bits (a
     black image), which Pillow 13 rejects."""
     for policy in policies.transforms:

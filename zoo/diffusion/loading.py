@@ -28,7 +28,7 @@ DENOISERS = ("transformer", "transformer_2", "unet")
 
 
 @dataclass
-class Opened:
+class LoadedModel:
     """A model loaded for sampling: a class-conditional transformer, or a text-conditional pipeline.
 
     vae: None for a model that generates pixels.  scheduler: None if unknown.  pipeline: None for a class-conditional
@@ -51,7 +51,7 @@ class Opened:
 
 def open_model(
     where: str, base: str = "", precision: str = "fp32", device: torch.device | str = "cpu", second: str = ""
-) -> Opened:
+) -> LoadedModel:
     """Load a pipeline, a run folder or a transformer for sampling.
 
     base: the pipeline with the other components, for a run folder or a transformer.  second: a transformer that
@@ -70,7 +70,7 @@ def open_model(
     if whole:
         if base:
             raise ValueError(f"{where} is a pipeline; sample.base is for transformers")
-        return _whole(where, dtype, device, parts)
+        return _load_pipeline(where, dtype, device, parts)
     if _config(where, ANY_MODEL) is None:
         raise ValueError(
             f"there is no diffusion model {where!r}: expected a run folder, a folder of diffusers, or a hub name that "
@@ -78,18 +78,18 @@ def open_model(
         )
     transformer = load_transformer(where, dtype)
     if base:
-        found = _whole(base, dtype, device, {"transformer": transformer} | parts)
+        found = _load_pipeline(base, dtype, device, {"transformer": transformer} | parts)
         return replace(found, scheduler=stored_scheduler(where) or found.scheduler)
     name, family = type(transformer).__name__, family_of(transformer)
     if family is not None and family.class_tokens:
         video = _notes(where, name)
-        return Opened(name, transformer.to(device), scheduler=stored_scheduler(where), video=video)
+        return LoadedModel(name, transformer.to(device), scheduler=stored_scheduler(where), video=video)
     if family is None or not family.classes:
         raise ValueError(f"{name} needs the rest of its pipeline: give it with sample.base=PIPELINE")
     if transformer.config["in_channels"] not in (1, 3):
         channels = transformer.config["in_channels"]
         raise ValueError(f"{where} makes latents of {channels} channels: give the pipeline with its VAE as sample.base")
-    return Opened(name, transformer.to(device), scheduler=stored_scheduler(where))
+    return LoadedModel(name, transformer.to(device), scheduler=stored_scheduler(where))
 
 
 def load_transformer(
@@ -118,7 +118,7 @@ def load_transformer(
     if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
         raise unknown_name("model class", name, _classes(ModelMixin, "Transformer2DModel"))
     if "3D" in name and class_named(name) is None:
-        raise _other_videos(name)
+        raise _unknown_video_model(name)
     return read_folder(kind, place, **inside, torch_dtype=dtype)
 
 
@@ -142,9 +142,9 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile()
 
 
-def _whole(
+def _load_pipeline(
     where: str, dtype: torch.dtype, device: torch.device | str, parts: dict[str, ModelMixin]
-) -> Opened:
+) -> LoadedModel:
     config = _config(where, DiffusionPipeline)
     if config is None:
         raise ValueError(f"there is no pipeline {where!r}: expected a folder (or hub name) with model_index.json")
@@ -164,7 +164,7 @@ def _whole(
     classes = "class_labels" in inspect.signature(kind.__call__).parameters
     transformer = getattr(pipe, "transformer", None)
     notes = {"pipeline": name} if video else {}
-    return Opened(name, transformer, getattr(pipe, "vae", None), pipe.scheduler, None if classes else pipe, notes)
+    return LoadedModel(name, transformer, getattr(pipe, "vae", None), pipe.scheduler, None if classes else pipe, notes)
 
 
 def _notes(where: str, name: str) -> Tree:
@@ -182,14 +182,14 @@ def _check_kind(kind: type[DiffusionPipeline]) -> None:
     """Raise ValueError for a pipeline class that cannot be sampled."""
     wanted, family = inspect.signature(kind.__call__).parameters, family_of_pipeline(kind.__name__)
     if family is None and {"video_length", "num_frames"} & set(wanted):
-        raise _other_videos(kind.__name__)
+        raise _unknown_video_model(kind.__name__)
     if not {"class_labels", "prompt"} & set(wanted):
         raise ValueError(f"{kind.__name__} takes neither class labels nor a prompt, so it cannot be sampled here")
     if "image" in wanted and (family is None or kind.__name__ != family.first_frame):
         raise ValueError(f"{kind.__name__} changes an image that it is given, so it cannot be sampled here")
 
 
-def _other_videos(name: str) -> ValueError:
+def _unknown_video_model(name: str) -> ValueError:
     return ValueError(f"{name} makes videos, and only {', '.join(video_pipelines())} can be sampled here")
 
 

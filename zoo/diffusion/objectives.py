@@ -92,11 +92,11 @@ class DDPM:
     def spread(self, where: Tensor) -> Tensor:
         return (where * STEPS).long()
 
-    def _at(self, name: str, t: Tensor, x: Tensor) -> Tensor:
+    def _buffer_at(self, name: str, t: Tensor, x: Tensor) -> Tensor:
         return each(self.table[name].to(x.device)[t].float(), x)
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        return self._at("signal", t, x0) * x0 + self._at("noise", t, x0) * noise
+        return self._buffer_at("signal", t, x0) * x0 + self._buffer_at("noise", t, x0) * noise
 
     def timestep(self, t: Tensor) -> Tensor:
         return t
@@ -110,11 +110,11 @@ class DDPM:
         """Term t of the variational bound, in bits per element [B]: KL(posterior || model), or at t = 0 the negative
         log-likelihood of x0 among 256 levels in [-1, 1]."""
         xt = self.noised(x0, noise, t)
-        low, high = self._at("low", t, x0), self._at("high", t, x0)
+        low, high = self._buffer_at("low", t, x0), self._buffer_at("high", t, x0)
         log_variance = low + (where + 1) / 2 * (high - low)
-        start = (xt - self._at("noise", t, x0) * predicted) / self._at("signal", t, x0)
-        mean = self._at("from_start", t, x0) * start + self._at("from_now", t, x0) * xt
-        true = self._at("from_start", t, x0) * x0 + self._at("from_now", t, x0) * xt
+        start = (xt - self._buffer_at("noise", t, x0) * predicted) / self._buffer_at("signal", t, x0)
+        mean = self._buffer_at("from_start", t, x0) * start + self._buffer_at("from_now", t, x0) * xt
+        true = self._buffer_at("from_start", t, x0) * x0 + self._buffer_at("from_now", t, x0) * xt
         gap = low - log_variance
         kl = 0.5 * (gap.exp() - gap - 1 + (true - mean).square() * (-log_variance).exp())
         nats = torch.where(each(t == 0, x0), -log_likelihood(x0, mean, 0.5 * log_variance), kl)

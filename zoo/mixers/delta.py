@@ -121,12 +121,12 @@ class DeltaMixer(Mixer):
             return _delta(q, given)
         if scan == "both":
             own = (q * given["k"]).sum(-1, keepdim=True) * given["v"]
-            return sum((_along(order_of(i, *place), q, given) for i in range(2)), -own)
+            return sum((_run_in_order(order_of(i, *place), q, given) for i in range(2)), -own)
         if scan == "alternate":
-            return _along(order_of(self.layer_index % DIRECTIONS, *place), q, given)
+            return _run_in_order(order_of(self.layer_index % DIRECTIONS, *place), q, given)
         heads = torch.arange(self.num_heads, device=q.device).tensor_split(DIRECTIONS)
         outs = [
-            _along(order_of(i, *place), q[:, :, h], _each(given, partial(_of_heads, heads=h)))
+            _run_in_order(order_of(i, *place), q[:, :, h], _apply(given, partial(_select_heads, heads=h)))
             for i, h in enumerate(heads)
             if len(h)
         ]
@@ -137,7 +137,7 @@ def _masked(given: Arguments, mask: Tensor | None) -> Arguments:
     """Set arguments of padded tokens to 0, so that they write, erase and decay nothing."""
     if mask is None:
         return given
-    return _each(given, lambda x: x.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0) if x.dim() > 1 else x)
+    return _apply(given, lambda x: x.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0) if x.dim() > 1 else x)
 
 
 def _delta(q: Tensor, given: Arguments) -> Tensor:
@@ -146,17 +146,17 @@ def _delta(q: Tensor, given: Arguments) -> Tensor:
     return o
 
 
-def _along(order: Order, q: Tensor, given: Arguments) -> Tensor:
+def _run_in_order(order: Order, q: Tensor, given: Arguments) -> Tensor:
     """Outputs of the operator over the tokens in an order."""
-    return order.back(_delta(order.there(q), _each(given, lambda x: order.there(x) if x.dim() > 1 else x)))
+    return order.unpermute(_delta(order.permute(q), _apply(given, lambda x: order.permute(x) if x.dim() > 1 else x)))
 
 
-def _each(given: Arguments, change: Callable[[Tensor], Tensor]) -> Arguments:
+def _apply(given: Arguments, change: Callable[[Tensor], Tensor]) -> Arguments:
     """Every argument changed."""
     return cast(Arguments, {name: change(cast(Tensor, x)) for name, x in given.items()})
 
 
-def _of_heads(x: Tensor, heads: Tensor) -> Tensor:
+def _select_heads(x: Tensor, heads: Tensor) -> Tensor:
     """Some heads of an argument [H] or [B, N, H, ..]."""
     return x[heads] if x.dim() == 1 else x[:, :, heads]
 
@@ -277,13 +277,13 @@ class HeadBeta(nn.Linear):
 class ChannelDecay(nn.Module):
     """log f = logsigmoid(W2 W1 x + b) per channel: [B, N, C] -> [B, N, H, D] in at least float32; W1 [D, C].
 
-    f starts at 0.99 (`NearOne`), so that tokens far back count from the start.
+    f starts at 0.99 (`DecayLogits`), so that tokens far back count from the start.
     """
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__()
         self.down = nn.Linear(layer.dim, layer.head_dim, bias=False, **layer.placement)
-        self.up = NearOne(layer.head_dim, layer.num_heads * layer.head_dim, **layer.placement)
+        self.up = DecayLogits(layer.head_dim, layer.num_heads * layer.head_dim, **layer.placement)
         self.heads = layer.num_heads
 
     def forward(self, x: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ class ChannelDecay(nn.Module):
         return F.logsigmoid(y.to(torch.promote_types(y.dtype, torch.float32)))
 
 
-class NearOne(nn.Linear):
+class DecayLogits(nn.Linear):
     """Linear layer whose output is log 99 at initialisation, of which the sigmoid is 0.99."""
 
     def reset_parameters(self) -> None:

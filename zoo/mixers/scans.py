@@ -17,12 +17,12 @@ class Order(NamedTuple):
     tokens: Tensor
     inverse: Tensor
 
-    def there(self, x: Tensor) -> Tensor:
+    def permute(self, x: Tensor) -> Tensor:
         """Tokens [B, N, ..] in this order."""
         return x[:, self.tokens]
 
-    def back(self, x: Tensor) -> Tensor:
-        """Inverse of `there`."""
+    def unpermute(self, x: Tensor) -> Tensor:
+        """Inverse of `permute`."""
         return x[:, self.inverse]
 
 

@@ -88,7 +88,7 @@ def compare_tags(sites: "Mapping[str, Site]", tags: Mapping[str, Tensor | None])
 
 
 @contextlib.contextmanager
-def lent_tags(model: nn.Module, tags: Mapping[str, Tensor]) -> Iterator[None]:
+def temporary_tags(model: nn.Module, tags: Mapping[str, Tensor]) -> Iterator[None]:
     """Give the layers of `model` the tags of a checkpoint, for loaders that compare shapes.
 
     The length of a tag varies with the options. On exit the tags are restored. Raises and warns like `compare_tags`.

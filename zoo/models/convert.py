@@ -202,7 +202,7 @@ def _count(attn: nn.Module) -> int:
     return sum(p.numel() for n, p in attn.named_parameters() if not n.startswith("mixer."))
 
 
-def replay(model: nn.Module, conversions: object) -> None:
+def apply_conversions(model: nn.Module, conversions: object) -> None:
     """Apply saved conversions (a list of `Conversion`, such as the `hla_config` of another model) in order.
 
     Raises ValueError for malformed conversions, before the first is applied, and like `zoo.convert`.

@@ -49,7 +49,7 @@ def run_recipe(recipe: RecipeSettings) -> dict[str, Content]:
 def _run_stages(recipe: RecipeSettings, kind: ConversionTask, out: Path) -> dict[str, Content]:
     for folder in (out, *(out / name for name in MODELS)):
         sweep(folder, earlier=True)
-    _claim(recipe, out)
+    _check_folder(recipe, out)
     found: dict[str, Content] = {}
     for name in STAGES:
         file = out / f"{name}.json"
@@ -64,7 +64,7 @@ def _run_stages(recipe: RecipeSettings, kind: ConversionTask, out: Path) -> dict
     return found
 
 
-def _claim(recipe: RecipeSettings, out: Path) -> None:
+def _check_folder(recipe: RecipeSettings, out: Path) -> None:
     file = out / "recipe.yaml"
     if not file.is_file():
         out.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def _claim(recipe: RecipeSettings, out: Path) -> None:
         raise ValueError(f"{out} holds a recipe with other settings; they differ in {', '.join(changed)}")
 
 
-def _needs(found: dict[str, Content], stage: str) -> Content:
+def _stage_result(found: dict[str, Content], stage: str) -> Content:
     if stage not in found:
         raise ValueError(f"the stage {stage} comes first: add it to stages")
     return found[stage]
@@ -111,7 +111,7 @@ def calibrate_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) 
     ranked = [blocks[name] for name in by_distance(alone)]
     if auto:
         keep = sorted(set(ranked[:auto]))
-        student = _keeping(kind, student, keep)
+        student = _convert_keeping(kind, student, keep)
     kind.save(student, keep, out / "calibrated")
     by_name, shares = {row.layer: row for row in alone}, _shares(student, inputs[0])
     each = [{**row.to_dict(), **{k: v for k, v in vars(by_name[row.layer]).items() if k != "layer"}} for row in rows]
@@ -130,7 +130,7 @@ def _shares(student: nn.Module, batch: Inputs) -> dict[str, float]:
     return {name: float(share.mean()) for name, share in found.items()}
 
 
-def _keeping(kind: ConversionTask, student: nn.Module, keep: list[int]) -> nn.Module:
+def _convert_keeping(kind: ConversionTask, student: nn.Module, keep: list[int]) -> nn.Module:
     """Convert again with softmax in the blocks `keep`, and load the calibrated weights of `student`."""
     model = kind.convert(keep)
     weights = student.state_dict()
@@ -140,7 +140,7 @@ def _keeping(kind: ConversionTask, student: nn.Module, keep: list[int]) -> nn.Mo
 
 def transfer_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
     """Layer-wise distillation, for its fraction of the budget."""
-    keep = _needs(found, "calibrate")["keep_softmax"]
+    keep = _stage_result(found, "calibrate")["keep_softmax"]
     n = transfer_length(kind)
     if n == 0:
         return {"rows": [], "length": 0}
@@ -176,7 +176,7 @@ def transfer_length(kind: ConversionTask) -> int:
 
 def finetune_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
     """Fine-tune end to end, for the rest of the budget."""
-    keep, length = _needs(found, "calibrate")["keep_softmax"], _needs(found, "transfer")["length"]
+    keep, length = _stage_result(found, "calibrate")["keep_softmax"], _stage_result(found, "transfer")["length"]
     start = out / ("transfer" if length else "calibrated")
     tree = kind.settings(kind.continued(start, keep), kind.of_length(kind.budget() - length), _folder(out / "finetune"))
     return {"rows": [], "result": kind.run(tree)}
@@ -184,7 +184,7 @@ def finetune_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -
 
 def controls_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
     """Train two controls for the full budget: softmax, and the mixer from random attention weights (the floor)."""
-    keep = _needs(found, "calibrate")["keep_softmax"]
+    keep = _stage_result(found, "calibrate")["keep_softmax"]
     source = {"model": {**kind.continued(Path(kind.recipe.source), [])["model"], "mixer": "", "mixer_options": {}}}
     alone: Tree = {"distill": {"teacher": "", "attention": 0.0}, "optim": {"anneal": 0.0}}  # no order warm-up
     control = kind.run(kind.settings(source, alone, _folder(out / "control")))

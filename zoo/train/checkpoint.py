@@ -141,7 +141,7 @@ def choose_checkpoint(folder: Path, resume: bool | int) -> Path | None:
     return chosen
 
 
-def way_out(path: Path) -> str:
+def advice(path: Path) -> str:
     """Advice for a damaged checkpoint, as text: resume from the newest intact one before it, or begin a new run."""
     for older in reversed(list_checkpoints(path.parent)):
         if step_of(older) >= step_of(path):

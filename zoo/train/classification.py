@@ -69,7 +69,7 @@ class ClassificationRun(TrainingRun[Batch]):
             images, targets = self.setup.mixup(images, targets)
         objective = self.setup.objective
         with self.autocast():
-            with objective.listen():
+            with objective.record_outputs():
                 logits = self.wrapped(images)
             losses = objective(logits, targets, images)
         total = losses.pop("total")
@@ -238,19 +238,19 @@ class Classification(nn.Module):
                 self.matches[name] = match(student, teacher)
 
     @contextmanager
-    def listen(self, which: str = "student") -> Iterator[None]:
+    def record_outputs(self, which: str = "student") -> Iterator[None]:
         """Context of the forward pass of the student (or teacher), which records the tensors that the distillation
         losses compare."""
         with ExitStack() as stack:
             for match in self.matches.values():
-                stack.enter_context(match.listen(which))
+                stack.enter_context(match.record_outputs(which))
             yield
 
     def forward(self, logits: Tensor, targets: Tensor, images: Tensor) -> dict[str, Tensor]:
         cross_entropy = self.criterion(logits.float(), targets)
         if self.teacher is None:
             return {"total": cross_entropy, "loss": cross_entropy}
-        with torch.no_grad(), self.listen("teacher"):
+        with torch.no_grad(), self.record_outputs("teacher"):
             wanted = self.teacher(images)
         distance = distillation_loss(logits, wanted, self.distill.temperature)
         alpha = self.distill.alpha

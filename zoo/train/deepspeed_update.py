@@ -26,10 +26,10 @@ class ZeroUpdater(Updater):
         self.flat: torch.optim.Optimizer = self.inner.optimizer  # torch's optimizer of this process's flat shards
         self.with_grad = set[str]()  # names noted by hooks, since the engine frees gradients early
         trained = {name: p for name, p in new_parameters(self.model).items() if p.requires_grad}
-        self.handles = [p.register_hook(self._noting(name)) for name, p in trained.items()]
+        self.handles = [p.register_hook(self._gradient_hook(name)) for name, p in trained.items()]
         self.trained = list(trained)
 
-    def _noting(self, name: str) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         return lambda _: self.with_grad.add(name)
 
     def backward(self, loss: Tensor, last: bool) -> None:

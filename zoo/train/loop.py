@@ -25,12 +25,12 @@ from zoo.io import write_json
 from zoo.precision import autocast
 from zoo.timer import Timer
 from zoo.train import distributed
-from zoo.train.checkpoint import choose_checkpoint, load_checkpoint, prune, save_checkpoint, set_aside, step_of, way_out
+from zoo.train.checkpoint import advice, choose_checkpoint, load_checkpoint, prune, save_checkpoint, set_aside, step_of
 from zoo.train.deepspeed_update import ZeroUpdater
 from zoo.train.distributed import Ema, all_finite, create_accelerator, full_state, meta_copy, place, prepare
 from zoo.train.metrics_log import Metrics, Row, draw_curves, read_rows
 from zoo.train.optim import create_optimizer, create_schedule
-from zoo.train.run_folder import CHECKPOINTS, as_begun, begin_folder, check_run_folder
+from zoo.train.run_folder import CHECKPOINTS, begin_folder, check_run_folder, with_stored_options
 from zoo.train.settings import CHANGEABLE, AnySettings, MixerSettings, ScheduleSettings
 from zoo.train.stop import Stop
 from zoo.train.update import Updater
@@ -86,7 +86,7 @@ class TrainingRun(ABC, Generic[B]):
             check_run_folder(settings)
         accelerator.wait_for_everyone()
         checkpoint = choose_checkpoint(self.folder / CHECKPOINTS, settings.run.resume)
-        self.model_settings: MixerSettings = as_begun(settings.model, checkpoint)
+        self.model_settings: MixerSettings = with_stored_options(settings.model, checkpoint)
         self.set_up()
         self.form = meta_copy(self.model) if accelerator.is_fsdp2 else None
         self.ema = ema = Ema(self.model, decay=optim.ema, use_warmup=optim.ema_warmup) if optim.ema else None
@@ -169,7 +169,7 @@ class TrainingRun(ABC, Generic[B]):
         self.metrics.open(self.folder / METRICS, self.step, settings.log.project, values)
         try:
             with Stop(self.accelerator) as stop:
-                self._carry_out(stop)
+                self._run_steps(stop)
             self._check_end()
         except TrainingFailed as error:
             good = choose_checkpoint(self.folder / CHECKPOINTS, True)
@@ -177,7 +177,7 @@ class TrainingRun(ABC, Generic[B]):
             raise TrainingFailed(f"{error}; {kept}") from error
         return self._finish()
 
-    def _carry_out(self, stop: Stop) -> None:
+    def _run_steps(self, stop: Stop) -> None:
         """Carry out the remaining steps with evaluations, samples and checkpoints, until `stop` receives a signal."""
         batches = self.batches(self.step, self.last_step)
         timer = Timer(self.accelerator.device, self.step)
@@ -279,7 +279,7 @@ class TrainingRun(ABC, Generic[B]):
         try:
             self._load(checkpoint)
         except DamagedCheckpoint as error:
-            raise ValueError(f"{error}; {way_out(checkpoint)}") from error
+            raise ValueError(f"{error}; {advice(checkpoint)}") from error
         self.accelerator.wait_for_everyone()  # every process has read it
         aside = set_aside(checkpoint) if self.main else []
         if self.main:

@@ -50,13 +50,13 @@ def _check_config(settings: AnySettings, file: Path) -> None:
 
 def _read_config(settings: S, file: Path) -> S:
     """Read the configuration of a run. Raises ValueError if the file is missing, empty or damaged."""
-    way_out = "put the configuration that the run was started with there, or choose another run.folder"
+    advice = "put the configuration that the run was started with there, or choose another run.folder"
     if file.is_file() and not file.read_bytes().strip():
-        raise ValueError(f"{file} is empty, as after a crash of the machine: {way_out}")
+        raise ValueError(f"{file} is empty, as after a crash of the machine: {advice}")
     try:
         return config.load(type(settings), file)
     except ValueError as error:
-        raise ValueError(f"{file} is damaged: {way_out} ({error})") from error
+        raise ValueError(f"{file} is damaged: {advice} ({error})") from error
 
 
 def begin_folder(settings: AnySettings) -> None:
@@ -68,7 +68,7 @@ def begin_folder(settings: AnySettings) -> None:
         config.save(settings, file)
 
 
-def as_begun(model: M, checkpoint: Path | None) -> M:
+def with_stored_options(model: M, checkpoint: Path | None) -> M:
     """Complete the model settings with the mixer options stored in a checkpoint, since defaults may have changed since
     the run began. A checkpoint that cannot be read changes nothing here; loading it raises an error later."""
     if checkpoint is None or model.mixer not in MIXERS:

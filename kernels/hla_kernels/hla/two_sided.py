@@ -84,7 +84,7 @@ def _parts(tokens: Sequence[Tensor]) -> list[Tensor]:
     return [x if x.stride(3) == 1 else x.contiguous() for x in parts]
 
 
-def _whole(coefficients: Tensor | None) -> Tensor | None:
+def _contiguous(coefficients: Tensor | None) -> Tensor | None:
     """Return contiguous coefficients [H, 4], which the Triton forms require."""
     return coefficients if coefficients is None or coefficients.is_contiguous() else coefficients.contiguous()
 
@@ -111,21 +111,21 @@ def _forward(
 
     def work() -> tuple[Tensor, ...]:
         q, k, v = _parts(tokens)
-        return fused.forward(q, k, v, _whole(coefficients), spec, save, known)
+        return fused.forward(q, k, v, _contiguous(coefficients), spec, save, known)
 
     with torch.cuda.device_of(first):
-        known, tables = _told(first, spec, seqs)
+        known, tables = _with_tables(first, spec, seqs)
         form = ("forward", spec, save, seqs.max_seqlen, *fused.plans())
         o, saved = repeated(form, (*tokens, coefficients, *tables), work)
         return o, saved
 
 
-def _room(seqs: Sequences) -> Callable[..., Tensor]:
+def _allocator(seqs: Sequences) -> Callable[..., Tensor]:
     """Return the allocator of token gradients: zeros if there is padding, which the Triton forms do not write."""
     return torch.empty_like if seqs.mask is None else torch.zeros_like
 
 
-def _told(first: Tensor, spec: fused.Spec, seqs: Sequences) -> tuple[Sequences, tuple[Tensor | None, ...]]:
+def _with_tables(first: Tensor, spec: fused.Spec, seqs: Sequences) -> tuple[Sequences, tuple[Tensor | None, ...]]:
     """Return the sequences with precomputed tables, and the tables."""
     if seqs.mask is None and seqs.cu_seqlens is None:
         return seqs, ()
@@ -143,17 +143,19 @@ def _gradient(
     first = tokens[0]
     if not _in_triton(impl, first):
         with _no_autocast(first):
-            return _written(_evaluate_gradient, grad, saved, tokens, coefficients, spec, seqs, torch.empty_like)
+            return _gradients(_evaluate_gradient, grad, saved, tokens, coefficients, spec, seqs, torch.empty_like)
+
+    def work() -> tuple[Tensor, ...]:
+        contiguous = _contiguous(coefficients)
+        return _gradients(fused.backward, grad, saved, tokens, contiguous, spec, known, _allocator(known))
+
     with torch.cuda.device_of(first):
-        known, tables = _told(first, spec, seqs)
-        return repeated(
-            ("backward", spec, seqs.max_seqlen, *fused.plans()),
-            (*tokens, grad, saved, coefficients, *tables),
-            lambda: _written(fused.backward, grad, saved, tokens, _whole(coefficients), spec, known, _room(known)),
-        )
+        known, tables = _with_tables(first, spec, seqs)
+        form = ("backward", spec, seqs.max_seqlen, *fused.plans())
+        return repeated(form, (*tokens, grad, saved, coefficients, *tables), work)
 
 
-def _written(
+def _gradients(
     backward: Callable[..., Tensor | None], grad: Tensor, saved: Tensor, tokens: Sequence[Tensor],
     coefficients: Tensor | None, spec: fused.Spec, seqs: Sequences, new: Callable[..., Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip

@@ -53,12 +53,12 @@ def operations(model, blocks, **inputs):
     the views, which move nothing."""
     found = Counter()
 
-    def listen(graph, _):
+    def keep(graph, _):
         found.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
-    getattr(model, blocks)[0].compile(backend=aot_autograd(fw_compiler=listen, bw_compiler=listen), fullgraph=True)
+    getattr(model, blocks)[0].compile(backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):
         out = model(**inputs)
     (out if torch.is_tensor(out) else out.sample).square().mean().backward()

@@ -16,7 +16,7 @@ from zoo.conversion.distill import AttentionDistillation, relative_distance
 from zoo.conversion.hooks import layers_of
 from zoo.diffusion.loading import load_transformer
 from zoo.models.diffusers.dit import initialise
-from zoo.train.denoising.dry_run import rehearse
+from zoo.train.denoising.dry_run import dry_run
 from zoo.train.denoising.run import DiffusionRun
 from zoo.train.metrics_log import read_rows
 
@@ -136,7 +136,7 @@ def test_attention_distance_is_between_the_outputs_of_the_layers(softmax_run):
     match = AttentionDistillation(other, model)
     assert match.names == names
     for which, one in (("student", other), ("teacher", model)):
-        with match.listen(which):
+        with match.record_outputs(which):
             one(torch.randn(2, 3, 8, 8), torch.tensor([5, 9]), torch.tensor([0, 1]))
     assert match.calls["student"][names[0]].output.shape == (2, 16, 16)
     each = [match.calls[w][n].output for n in names for w in ("student", "teacher")]
@@ -195,12 +195,12 @@ def test_adapters_train_few_weights_and_the_saved_model_has_them_merged(softmax_
 
 def test_a_dry_run_does_everything_once(softmax_run, tmp_path):
     model = {"kwargs": {}, "checkpoint": str(softmax_run), "mixer": "hla2"}
-    found = rehearse(tiny(tmp_path / "run", model=model, distill={"teacher": "source"}))
+    found = dry_run(tiny(tmp_path / "run", model=model, distill={"teacher": "source"}))
     assert found["step"] == 1 and found["frechet_of_pixels"] > 0
     folder = tmp_path / "run-dry-run"
     assert not (tmp_path / "run").exists() and (folder / "samples" / "step-00000001.png").is_file()
     assert (folder / "transformer_ema" / "config.json").is_file()
-    rehearse(tiny(tmp_path / "run", model=model))  # a second time in the same place
+    dry_run(tiny(tmp_path / "run", model=model))  # a second time in the same place
 
 
 def test_samples_of_the_teacher_are_data_for_a_conversion(softmax_run, tmp_path):

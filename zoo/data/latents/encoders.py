@@ -183,7 +183,7 @@ class Prompts:
             raise ValueError(
                 f"encode.max_length is {max_length}, but the text encoder of {where} allows {limit} tokens"
             )
-        if self.sees and max_length != TEXT_TOKENS:
+        if self.encodes_images and max_length != TEXT_TOKENS:
             raise ValueError(
                 f"{where} reads the tokens of an image before {TEXT_TOKENS} of text, no more and no fewer: set "
                 f"encode.max_length={TEXT_TOKENS}, got {max_length}"
@@ -197,7 +197,7 @@ class Prompts:
         return self.encode(self.pipe, prompts, do_classifier_free_guidance=False, max_sequence_length=self.max_length)
 
     @property
-    def sees(self) -> bool:
+    def encodes_images(self) -> bool:
         """Whether the pipeline has an image encoder for the first frame (Wan 2.1 image-to-video)."""
         return self.reads_first_frame and self.pipe.image_encoder is not None
 
@@ -205,7 +205,7 @@ class Prompts:
     def first_frames(self, clips: Tensor) -> dict[str, Tensor]:
         """Encode the first frames of clips [B, 3, T, H, W] in [-1, 1] to image tokens, by argument name; empty without
         an image encoder."""
-        if not self.sees:
+        if not self.encodes_images:
             return {}
         images = ((clips[:, :, 0] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu()
         found = self.pipe.encode_image([Image.fromarray(np.asarray(image)) for image in images])

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Item = tuple[int, Tensor, int | str]
 
 
-class Pictures(Dataset):
+class ImageSamples(Dataset):
     """Data set of images, resized and centre-cropped, with class numbers or captions.
 
     An unreadable image is None. fps: 0, since images have no frame rate.  pixels: (height, width).
@@ -77,7 +77,7 @@ class Pictures(Dataset):
         return decode(content(row[self.settings.image_key])), str(row[self.settings.text_key])
 
 
-class Videos(Dataset):
+class VideoSamples(Dataset):
     """Data set of clips with class numbers or captions; an unreadable clip is None.
 
     seed: seed of random crops.  fps: frame rate of the clips.  pixels: (frames, height, width).
@@ -120,49 +120,49 @@ def extract_latents(settings: ExtractSettings) -> Manifest:
         need = "out=FOLDER encode.vae=VAE, and encode.text=PIPELINE with images.text_key=COLUMN or neither"
         raise ValueError(f"an extraction needs {need}")
     device = encode.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    pictures = Videos(images, encode.seed) if images.source in VIDEOS else Pictures(images)
+    samples = VideoSamples(images, encode.seed) if images.source in VIDEOS else ImageSamples(images)
     vae = load_vae(encode.vae).to(device)
     prompts = Prompts(encode.text, encode.max_length, encode.truncate, device) if encode.text else None
     if prompts and prompts.reads_first_frame and encode.flip:
         raise ValueError("encode.flip mirrors clips, but not the first frames that this pipeline starts from")
-    writer = Writer(Path(settings.out), _plan(settings, vae, pictures))
+    writer = Writer(Path(settings.out), _plan(settings, vae, samples))
     first = writer.next_number
     if prompts and first == 0:
         null = prompts([""])
         writer.write_null({k: v[0].to(_dtype(encode, v)).cpu() for k, v in null.items()})
     waiting: list[dict[str, Tensor]] = []
-    for batch in progress(_batches(pictures, first, encode, images), "encoding", _count(len(pictures) - first, encode)):
+    for batch in progress(_batches(samples, first, encode, images), "encoding", _count(len(samples) - first, encode)):
         if batch:
             waiting.append(_encoded(batch, vae, prompts, encode, device))
         while sum(len(part["index"]) for part in waiting) >= encode.shard:
             waiting = _write(writer, waiting, encode.shard)
     if waiting:
         _write(writer, waiting, encode.shard)
-    check_unreadable(len(pictures) - sum(writer.done), len(pictures))
+    check_unreadable(len(samples) - sum(writer.done), len(samples))
     return writer.finish()
 
 
-def _plan(settings: ExtractSettings, vae: ModelMixin, pictures: Pictures | Videos) -> Manifest:
+def _plan(settings: ExtractSettings, vae: ModelMixin, samples: ImageSamples | VideoSamples) -> Manifest:
     encode, images = settings.encode, settings.images
     scaling, shift = scaling_of(vae)
-    clips = isinstance(pictures, Videos)
+    clips = isinstance(samples, VideoSamples)
     return Manifest(
         vae=encode.vae,
         scaling=scaling,
         shift=shift,
         posterior=encode.posterior,
-        shape=latent_shape(vae, pictures.pixels, encode.vae),
+        shape=latent_shape(vae, samples.pixels, encode.vae),
         dtype=encode.dtype,
         flip=encode.flip,
-        image_size=list(pictures.pixels) if clips else images.img_size,
-        classes=pictures.classes,
+        image_size=list(samples.pixels) if clips else images.img_size,
+        classes=samples.classes,
         text=encode.text,
         max_length=encode.max_length if encode.text else 0,
         images=images.where or images.source,
         keys=[images.image_key, images.text_key or images.label_key],
         seed=encode.seed,
         truncate=encode.truncate,
-        fps=pictures.fps,
+        fps=samples.fps,
         stride=images.stride if clips else 0,
         step=images.step if clips else 0,
         crop=images.crop,
@@ -170,11 +170,11 @@ def _plan(settings: ExtractSettings, vae: ModelMixin, pictures: Pictures | Video
 
 
 def _batches(
-    pictures: Pictures | Videos, first: int, encode: EncodeSettings, images: ImageSettings
+    samples: ImageSamples | VideoSamples, first: int, encode: EncodeSettings, images: ImageSettings
 ) -> Iterator[list[Item]]:
-    numbers = list(range(first, len(pictures)))
+    numbers = list(range(first, len(samples)))
     parts = [numbers[i : i + encode.batch_size] for i in range(0, len(numbers), encode.batch_size)]
-    yield from Loader(pictures, parts, images.workers, _readable)
+    yield from Loader(samples, parts, images.workers, _readable)
 
 
 def _readable(items: list[Item | None]) -> list[Item]:

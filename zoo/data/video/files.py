@@ -24,7 +24,7 @@ VIDEO_FILES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 SEEK_BACK_SECONDS = (0.0, 12.0, math.inf)
 
 
-class About(NamedTuple):
+class VideoInfo(NamedTuple):
     """Metadata of the first video stream of a file, before rotation.
 
     frames: number of frames.  height, width: size in pixels.  fps: mean frame rate.
@@ -36,14 +36,14 @@ class About(NamedTuple):
     fps: float
 
 
-def about(file: str | Path) -> About:
+def about(file: str | Path) -> VideoInfo:
     """Read the metadata of a video, from its header if possible, else by decoding it. Raises Unreadable."""
     with _opened(file) as (container, stream):
         codec, fps = stream.codec_context, _rate(stream, file)
         frames = (
             stream.frames or round(_seconds(container, stream) * fps) or sum(1 for _ in _decoded(container, stream))
         )
-        return About(frames, codec.height, codec.width, fps)
+        return VideoInfo(frames, codec.height, codec.width, fps)
 
 
 def read_frames(file: str | Path, numbers: Iterable[int], fps: float = 0.0) -> np.ndarray:
@@ -59,7 +59,7 @@ def read_frames(file: str | Path, numbers: Iterable[int], fps: float = 0.0) -> n
     for back in SEEK_BACK_SECONDS:
         with _opened(file) as (container, stream):
             rate = _rate(stream, file)
-            found = _shown(container, stream, [n / (fps or rate) for n in wanted], rate, back)
+            found = _frames_at(container, stream, [n / (fps or rate) for n in wanted], rate, back)
         if found is not None:
             break
     assert found is not None  # the last attempt decodes from the start of the video
@@ -68,7 +68,7 @@ def read_frames(file: str | Path, numbers: Iterable[int], fps: float = 0.0) -> n
     return np.stack(found)
 
 
-def _shown(
+def _frames_at(
     container: "InputContainer", stream: "VideoStream", times: list[float], rate: float, back: float
 ) -> list[np.ndarray] | None:
     """Decode the frames that a player shows at `times`, in seconds after the first frame.

@@ -52,7 +52,7 @@ def score(
                 f"the {name} are {one.pool.n} images, not more than the {extractor.identity.dim} features of the "
                 f"extractor: their covariance is singular and the distance means nothing"
             )
-    return _card(found, known, extractor, options, str(samples) if isinstance(samples, str | Path) else "")
+    return _metadata(found, known, extractor, options, str(samples) if isinstance(samples, str | Path) else "")
 
 
 def reference_statistics(where: Place, extractor: Extractor, options: FidOptions | None = None) -> Statistics:
@@ -97,7 +97,7 @@ def _check_sizes(samples: Statistics, reference: Statistics) -> None:
         )
 
 
-def _card(found: Extracted, reference: Statistics, extractor: Extractor, options: FidOptions, path: str) -> Tree:
+def _metadata(found: Extracted, reference: Statistics, extractor: Extractor, options: FidOptions, path: str) -> Tree:
     samples = found.statistics
     notes = list(reference.warnings)
     counts = {"samples": samples.pool.n, "reference": reference.pool.n}
@@ -125,7 +125,7 @@ def _card(found: Extracted, reference: Statistics, extractor: Extractor, options
     for note in notes if rank_and_world()[0] == 0 else []:
         warnings.warn(note, stacklevel=3)
     about = {key: _describe(one) for key, one in (("samples", samples), ("reference", reference))}
-    about["samples"]["card"] = _neighbour(path)
+    about["samples"]["card"] = _sample_metadata(path)
     precision = {"features": "float32 without TF32", "statistics": "float64"}
     return {
         "scores": scores,
@@ -150,7 +150,7 @@ def _describe(one: Statistics) -> Tree:
     }
 
 
-def _neighbour(path: str) -> Tree | None:
+def _sample_metadata(path: str) -> Tree | None:
     """The metadata that `zoo sample` wrote next to the images; None if there are none."""
     file = Path(f"{path}.json")
     return json.loads(file.read_text()) if path and file.is_file() else None

@@ -25,7 +25,7 @@ class DiffusersBackbone:
         if isinstance(model, DiffusionPipeline):
             return self._parts_of_pipeline(model)
         if family_of(model) is None:
-            raise _unknown(model)
+            raise _unknown_model(model)
         if getattr(model, "_parallel_config", None) is not None:
             raise ValueError(f"convert {type(model).__name__} before enable_parallelism, which splits its tokens")
         for name, attn in self.layers(model).items():
@@ -38,7 +38,7 @@ class DiffusersBackbone:
         known = {name: m for name, m in models.items() if family_of(m) is not None}
         if not known:
             denoiser = next((m for n, m in models.items() if n.startswith(("transformer", "unet"))), pipe)
-            raise _unknown(denoiser)
+            raise _unknown_model(denoiser)
         for m in known.values():
             self.submodels(m)
         return known
@@ -89,7 +89,7 @@ class DiffusersBackbone:
     def skipped_layers(self, model: ModelMixin) -> dict[str, str]:
         pattern = known_family(model).skipped
         reason = "cross-attention: its cost is linear in the image tokens already"
-        return {name: reason for name, _ in model.named_modules() if _same_place(pattern, name)}
+        return {name: reason for name, _ in model.named_modules() if _matches_pattern(pattern, name)}
 
     def install(self, model: ModelMixin, swaps: list[Swap], conversion: Conversion) -> None:
         names = {id(attn): name for name, attn in self.layers(model).items()}
@@ -135,20 +135,20 @@ class DiffusersBackbone:
     def _pattern(self, model: ModelMixin, name: str) -> str | None:
         """Return the pattern of `Family.sites` that matches a module name."""
         patterns = known_family(model).sites
-        return next((p for p in patterns if _same_place(p, name)), None)
+        return next((p for p in patterns if _matches_pattern(p, name)), None)
 
     def _site_class(self, model: ModelMixin, name: str) -> type[DiffusionSite]:
         return known_family(model).sites[self._pattern(model, name) or ""]
 
 
-def _same_place(pattern: str, name: str) -> bool:
+def _matches_pattern(pattern: str, name: str) -> bool:
     """Whether `name` equals `pattern` with a number for each star."""
     if not name or pattern.count(".") != name.count("."):
         return False
     return all(x == y or (x == "*" and y.isdecimal()) for x, y in zip(pattern.split("."), name.split("."), strict=True))
 
 
-def _unknown(model: nn.Module | DiffusionPipeline) -> ValueError:
+def _unknown_model(model: nn.Module | DiffusionPipeline) -> ValueError:
     names = ", ".join(sorted(f.host.__name__ for f in FAMILIES))
     return ValueError(
         f"cannot convert {type(model).__name__}: it is not a known diffusion transformer. "

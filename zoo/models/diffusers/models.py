@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zoo.grid import Grid
 from zoo.models import Conversion
-from zoo.models.checkpoint_tags import lent_tags, match_checkpoint
-from zoo.models.convert import replay
+from zoo.models.checkpoint_tags import match_checkpoint, temporary_tags
+from zoo.models.convert import apply_conversions
 from zoo.models.diffusers.attention import DiffusionSite
 from zoo.models.diffusers.parallel import check_parallelism, share_tokens
 from zoo.models.model_card import write_card
@@ -120,7 +120,7 @@ class HLADiffusionModel(Host):
         self.hla_config = []
         self.register_to_config(conversions=[])
         if conversions:
-            replay(self, conversions)
+            apply_conversions(self, conversions)
 
     @classmethod
     def load_config(cls, *args: object, **kwargs: object) -> Any:
@@ -150,7 +150,7 @@ class HLADiffusionModel(Host):
                 'conversions=[{"mixer": "multipole"}]'
             )
         model = cls.host.from_pretrained(path, **kwargs)
-        replay(model, conversions)
+        apply_conversions(model, conversions)
         return model
 
     @functools.wraps(ModelMixin.save_pretrained)
@@ -194,7 +194,7 @@ class HLADiffusionModel(Host):
         cls, model: Self, state_dict: dict[str, Tensor] | None, files: list[str], *args: object, **kwargs: object
     ) -> tuple[object, ...]:
         """Load weights; diffusers compares all shapes, but the length of a tag varies with the options."""
-        with lent_tags(model, _tags(files) if state_dict is None else state_dict):
+        with temporary_tags(model, _tags(files) if state_dict is None else state_dict):
             return super()._load_pretrained_model(model, state_dict, files, *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:

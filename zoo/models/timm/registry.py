@@ -23,7 +23,7 @@ from torch import nn
 
 from zoo.mixers import MIXERS
 from zoo.models import Conversion, hla_name
-from zoo.models.convert import replay
+from zoo.models.convert import apply_conversions
 from zoo.models.stored_options import restored_options
 
 REGISTERED_MIXERS = tuple(name for name in MIXERS if name != "softmax")
@@ -95,7 +95,7 @@ def build_converted(
     def build(host_class: type[nn.Module], _variant: str, pretrained: bool, **build_kwargs) -> nn.Module:
         def converted(*args, **model_kwargs) -> nn.Module:
             model = host_class(*args, **model_kwargs)
-            replay(model, conversions)
+            apply_conversions(model, conversions)
             made.append(base)
             setattr(model, "hla_base", base)  # noqa: B010  nn.Module declares no such attribute
             return model

@@ -32,22 +32,22 @@ class DryRun(DiffusionRun):
         return max(self.settings.data.batch_size, IMAGES)
 
 
-def carry_out(words: list[str], text: str | None, usage: str) -> Row:
+def run_command(words: list[str], text: str | None, usage: str) -> Row:
     """Carry out a command line: print the help (made of `text` and `usage`), or do a run or a dry run (`--dry-run`).
 
     Prints the result (validation losses) as JSON and returns it. Raises ValueError for invalid settings.
     """
-    if config.wants_help(words, text, usage, DiffusionSettings):
+    if config.print_help_if_asked(words, text, usage, DiffusionSettings):
         return {}
     settings = config.from_command_line(DiffusionSettings, [word for word in words if word != "--dry-run"])
-    result = rehearse(settings) if "--dry-run" in words else DiffusionRun(settings).train()
+    result = dry_run(settings) if "--dry-run" in words else DiffusionRun(settings).train()
     destroy_process_group()
     if result:
         print(json.dumps(result), flush=True)
     return result
 
 
-def rehearse(settings: DiffusionSettings) -> Row:
+def dry_run(settings: DiffusionSettings) -> Row:
     """Train, validate, sample, save, resume and score once, in the folder `run.folder`-dry-run, which is emptied first.
 
     Returns the result of the run with `frechet_of_pixels`, the Frechet distance between the mean colours of a few

@@ -47,7 +47,7 @@ def start_transformer(settings: DenoiserSettings, wanted: ModelRequirements) -> 
     Raises ValueError for a checkpoint with other channels or another number of classes, for a size not divisible by the
     patch size, and for a converted checkpoint with another mixer than in the settings.
     """
-    model = _loaded(settings) if settings.checkpoint else _fresh(settings, wanted)
+    model = _loaded(settings) if settings.checkpoint else _random_model(settings, wanted)
     check(model, wanted, settings.checkpoint or f"model.kind={settings.kind}")
     without_label_dropout(model)
     if hasattr(model, "hla_config"):
@@ -119,7 +119,7 @@ def load_trainable(where: str, part: str = TRANSFORMER) -> ModelMixin:
     return model
 
 
-def _fresh(settings: DenoiserSettings, wanted: ModelRequirements) -> ModelMixin:
+def _random_model(settings: DenoiserSettings, wanted: ModelRequirements) -> ModelMixin:
     """Build a model with random weights."""
     family = KINDS[settings.kind]
     cls = family.host

@@ -46,9 +46,9 @@ class Teacher:
         self.model, self.settings = model, settings
         self.match = AttentionDistillation(student, model) if settings.attention else None
 
-    def listen(self, which: str = "student") -> AbstractContextManager[object]:
+    def record_outputs(self, which: str = "student") -> AbstractContextManager[object]:
         """Context of the forward pass of the student (or teacher), which records the attention outputs."""
-        return self.match.listen(which) if self.match else nullcontext()
+        return self.match.record_outputs(which) if self.match else nullcontext()
 
     def losses(
         self, output: Tensor, channels: int, run: Callable[[nn.Module], Tensor]
@@ -58,7 +58,7 @@ class Teacher:
         channels: number of output channels of noise or velocity; the others are the variance.  run: calls a model on
         the student's inputs.
         """
-        with torch.no_grad(), self.listen("teacher"):
+        with torch.no_grad(), self.record_outputs("teacher"):
             wanted = run(self.model).float()
         output, weights = output.float(), self.settings
         found = {"distill": (weights.output, F.mse_loss(output[:, :channels], wanted[:, :channels]))}
@@ -187,7 +187,7 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
             if self.teacher is None:
                 output = call_denoiser(self.wrapped, *inputs)
             else:
-                with self.teacher.listen():
+                with self.teacher.record_outputs():
                     output = call_denoiser(self.wrapped, *inputs)
                 added = self.teacher.losses(output, x0.shape[1], lambda model: call_denoiser(model, *inputs))
         losses = self.objective.losses(output, x0, noise, t)
