@@ -10,7 +10,7 @@ share the time; three hours are enough for all cases on two free cores.
 - options: 200 random choices of valid options
 - kills: two runs, killed before every durable operation, at random times, and interrupted
 - folders: every kind of damage to a run, a classifier and a model of diffusers
-- disks: limits of file sizes and, where one may mount, small file systems
+- disks: limits of file sizes
 - operators: 10,000 random calls on the CPU against dense definitions in float64
 
 Kernels on a GPU: 2,000 calls in 8 processes that share one GPU, each with a seed of its own. Every process prints the

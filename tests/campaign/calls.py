@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 LINEAR = ("linear_attention", "hla2", "ahla", "hla3", "polynomial")
-OPS = (*LINEAR, "mhla", "taylor2", "multipole")
+OPS = (*LINEAR, "mhla", "taylor2", "multipole", "adaptive_multipole", "softmax_attention", "delta")
 MAPS = (None, "identity", "relu", "elu1", "softmax", "softmax_pair")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -20,7 +20,8 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.f
 @dataclass(frozen=True)
 class Call:
     """A call as plain values. options: keywords that are passed as they are; extra: what tensors are made of (mask,
-    lengths, decay, rotary, mixing, narrow); pieces: lengths of the segments of a call with a state, () for none."""
+    lengths, decay, rotary, mixing, narrow, rank, log_f, removed); pieces: lengths of the segments of a call with a
+    state, () for none."""
 
     op: str
     dtype: str
@@ -60,7 +61,7 @@ def draw(rng: random.Random, gpu: bool) -> Call:
         op, dtype, b, n, h, hk, d, dv, rng.randrange(2**31), layout,
         "auto" if gpu else rng.choice(("auto", "torch", "reference")), rng.choice((0.0, 0.0, 0.5, -1.0)),
     )  # fmt: skip
-    return {"mhla": _mhla, "taylor2": _taylor2, "multipole": _multipole}.get(op, _linear)(rng, call, gpu)
+    return DRAW.get(op, _linear)(rng, call, gpu)
 
 
 def _linear(rng: random.Random, call: Call, gpu: bool) -> Call:
@@ -147,13 +148,39 @@ def _multipole(rng: random.Random, call: Call, gpu: bool) -> Call:
     grid, blocks = field_of(rng, gpu)
     prefix, suffix = rng.choice((0, 0, 1, 3)), rng.choice((0, 0, 2))
     extra: dict[str, Any] = {"mask": 0.7} if rng.random() < 0.2 else {}
-    options = {
-        "grid": grid, "blocks": blocks, "prefix": prefix, "suffix": suffix, "radius": rng.choice((0, 1, 2, 3, 50)),
-        "degree": rng.choice((0, 1, 2)), "q_scale": call.d**-0.5 * rng.choice((0.5, 1.0)),
+    options: dict[str, Any] = {
+        "grid": grid, "prefix": prefix, "suffix": suffix, "q_scale": call.d**-0.5 * rng.choice((0.5, 1.0)),
     }  # fmt: skip
+    if call.op == "multipole":
+        options |= {"blocks": blocks, "radius": rng.choice((0, 1, 2, 3, 50)), "degree": rng.choice((0, 1, 2))}
+    else:  # a selection by scores is a matter of rounding, except in float64
+        select = rng.choice(("error", "mass", "mean", "near")) if call.dtype == "float64" else "near"
+        tiles = {"q_tile": rng.choice((1, 4, 16, 64)), "k_tile": rng.choice((1, 4, 16))}
+        options |= {"select": select, "far": rng.choice(("mean", "variance", "first")), **tiles}
+        options["density"] = rng.choice((0.05, 0.125, 0.4, 1.0))
     return replace(
         call, n=math.prod(grid) + prefix + suffix, b=min(call.b, 2), layout="plain", options=options, extra=extra
     )
+
+
+def _softmax(rng: random.Random, call: Call, gpu: bool) -> Call:
+    options = {"scale": rng.choice((None, None, 0.3)), "causal": rng.random() < 0.4}
+    extra = {} if options["causal"] else rng.choice(({}, {"mask": 0.7}, {"lengths": list(segments(rng, call.n))}))
+    return replace(call, b=1 if "lengths" in extra else call.b, options=options, extra=extra)
+
+
+def _delta(rng: random.Random, call: Call, gpu: bool) -> Call:
+    extra = {"rank": rng.choice((0, 0, 1, 3)), "removed": rng.choice((0, 1, 1, 3))}
+    extra["log_f"] = rng.choice((None, "head", "token", "channel"))
+    pieces = segments(rng, call.n) if rng.random() < 0.3 else ()
+    impl = rng.choice(("auto", "torch", "reference"))
+    return replace(call, hk=call.h, b=min(call.b, 2), layout="plain", impl=impl, extra=extra, pieces=pieces)
+
+
+DRAW = {
+    "mhla": _mhla, "taylor2": _taylor2, "multipole": _multipole, "adaptive_multipole": _multipole,
+    "softmax_attention": _softmax, "delta": _delta,
+}  # fmt: skip
 
 
 @dataclass
@@ -163,7 +190,7 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    more: list[Tensor]  # coefficients, mixing, narrow queries and keys, decay
+    more: list[Tensor]  # coefficients, mixing, narrow queries and keys, decay; or log_f, a, b of `delta`
     grad: Tensor
     mask: Tensor | None
     rotary: tuple[Tensor, Tensor] | None
@@ -197,6 +224,10 @@ def tensors(call: Call, device: str) -> Inputs:
     if isinstance(call.extra.get("decay"), str):
         heads = call.h if call.extra["decay"] == "heads" else call.hk
         more.append((0.5 + 0.5 * torch.rand(heads, generator=g, dtype=torch.float64)).to(device, wide))
+    if call.op == "delta":
+        if rank := call.extra["rank"]:
+            k, v = (tokens(call.h * rank, width, 0.0).unflatten(2, (call.h, rank)) for width in (call.d, call.dv))
+        more += _transitions(call, g, dtype, wide, device)
     mask = None
     if kept := call.extra.get("mask"):
         mask = (torch.rand(call.b, call.n, generator=g) < kept).to(device)
@@ -207,6 +238,23 @@ def tensors(call: Call, device: str) -> Inputs:
     return Inputs(q, k, v, more, normal(call.b, call.n, call.h, call.dv).to(device, dtype), mask, rotary)
 
 
+def _transitions(
+    call: Call, g: torch.Generator, dtype: torch.dtype, wide: torch.dtype, device: str
+) -> list[Tensor]:
+    """log_f, a and b of `delta`, each only if the call has it. States do not grow: b is a unit vector, a is near it."""
+    full = (call.b, call.n, call.h, call.d)
+    shapes = {"head": full[2:3], "token": full[:3], "channel": full}
+    found = []
+    if (kind := call.extra["log_f"]) is not None:
+        found.append(-0.5 * torch.rand(shapes[kind], generator=g, dtype=torch.float64).to(device, wide))
+    if rank := call.extra["removed"]:
+        b, noise = torch.randn(2, *full[:3], rank, call.d, generator=g, dtype=torch.float64).unbind()
+        b = b / b.norm(dim=-1, keepdim=True)
+        a = (b + 0.1 * noise / call.d**0.5) / rank
+        found += [x.to(device, dtype) for x in (a, b)]
+    return found
+
+
 def smaller(call: Call) -> Iterator[Call]:
     """Simpler calls, the largest steps first."""
     if call.pieces:
@@ -214,7 +262,7 @@ def smaller(call: Call) -> Iterator[Call]:
         yield replace(call, pieces=(call.n,))
     for name in ("extra", "options"):
         value = getattr(call, name)
-        for key in sorted(value.keys() - {"grid", "blocks", "mixing", "lengths"}):
+        for key in sorted(value.keys() - {"grid", "blocks", "mixing", "lengths", "rank", "removed", "log_f"}):
             yield replace(call, **{name: {other: x for other, x in value.items() if other != key}})
     sizes = {"b": (1, 2), "h": (1, 2), "hk": (1, call.h), "d": (1, 2, 4, 16, 64), "dv": (1, 2, 4, 16, 64)}
     for name, values in sizes.items():

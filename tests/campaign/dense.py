@@ -12,6 +12,7 @@ Accuracy and Stability of Numerical Algorithms, section 3.1), and mostly sqrt(n)
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -192,6 +193,83 @@ def taylor2(q: Tensor, k: Tensor, v: Tensor, c: Tensor, narrow: list[Tensor] | N
     second = c[:, 1] * r.square() / 2
     y = (c[:, 0] * s + second) @ (v - mean) / n
     return mean + (y / (1 + second.mean(-1, keepdim=True)) if o.get("normalize", True) else y)
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+    """Softmax attention."""
+    scale = o.get("scale")
+    scores = (q.shape[-1] ** -0.5 if scale is None else scale) * (q @ k.mT)
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1) if o.get("causal") else scores.isnan()
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+def delta(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, a: Tensor | None, b: Tensor | None) -> Tensor:
+    """o_t = q_t' sum_j T_t ... T_{j+1} k_j v_j', T = diag(exp(log_f)) - sum a b'; k, v [H, N, D] or [H, N, s, D]."""
+    k, v = (x if x.dim() == 4 else x[:, :, None] for x in (k, v))
+    transition = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device).expand(*q.shape, -1)
+    if log_f is not None:
+        log_f = log_f.view(*log_f.shape, *[1] * (3 - log_f.dim()))
+        transition = log_f.to(q.dtype).exp()[..., None] * transition
+    if a is not None and b is not None:
+        transition = transition - a.mT @ b
+    state, out = torch.zeros_like(k[:, 0].mT @ v[:, 0]), []
+    for t in range(q.shape[1]):
+        state = transition[:, t] @ state + k[:, t].mT @ v[:, t]
+        out.append(q[:, t, None] @ state)
+    return torch.cat(out, 1)
+
+
+def tiles_of(grid: tuple[int, ...], size: int) -> tuple[Tensor, Tensor]:
+    """The tile of each grid token, and twice the centre of each tile [tiles, axes]: tiles are boxes of at most `size`
+    tokens that minimise the number of tiles times surface over volume, and of equal ones the shortest along the first
+    axes."""
+
+    def cost(box: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        tiles = math.prod(-(-length // s) for length, s in zip(grid, box, strict=True))
+        return tiles * sum(1 / s for length, s in zip(grid, box, strict=True) if length > 1), box
+
+    sides = itertools.product(*(range(1, min(length, size) + 1) for length in grid))
+    box = min((sides_of for sides_of in sides if math.prod(sides_of) <= size), key=cost)
+    number, centres = torch.zeros(1, dtype=torch.long), torch.zeros(1, 0)
+    for length, s in zip(grid, box, strict=True):
+        x = torch.arange(length)
+        first = torch.arange(0, length, s)
+        middle = (first + (first + s).clamp(max=length) - 1).to(centres)
+        number = (number[:, None] * len(first) + x // s).flatten()
+        centres = torch.cat([centres.repeat_interleave(len(first), 0), middle.repeat(len(centres))[:, None]], -1)
+    return number, centres
+
+
+def adaptive_multipole(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, o: Options) -> Tensor:
+    """Softmax, exact for the key tiles with the highest scores; other tiles enter by mean and variance; keep [N]."""
+    outer = (0, 0, o["prefix"], o["suffix"])
+    (of_key, at_key), (of_query, at_query) = (tiles_of(o["grid"], o[name]) for name in ("k_tile", "q_tile"))
+    member, own = (F.pad(F.one_hot(x).to(q), outer) * keep[:, None] for x in (of_key, of_query))
+    n = member.sum(0)
+    mean = member.mT @ k / n.clamp(min=1)[:, None]
+    variance = member.mT @ (k - member @ mean).square() / n.clamp(min=1)[:, None]
+    q = o["q_scale"] * q
+    s, a, spread = q @ k.mT, q @ mean.mT, q.square() @ variance.mT
+    mass = (a + spread / 2 + n.log()).softmax(-1)
+    query = own.mT @ q / own.sum(0).clamp(min=1)[:, None]
+    score = {
+        "error": own.mT @ (mass * spread),
+        "mass": own.mT @ mass,
+        "mean": query @ mean.mT + query.square() @ variance.mT / 2,
+        "near": -(at_query[:, None] - at_key[None]).square().sum(-1).to(q).expand(len(q), -1, -1),
+    }[o["select"]]
+    score = score if o["select"] == "near" else score.masked_fill(n == 0, float("-inf"))
+    exact = max(1, int(o["density"] * len(n) + 0.5))
+    best = score.argsort(dim=-1, descending=True, stable=True)[..., :exact]
+    near = own @ torch.zeros_like(score).scatter(-1, best, 1.0)
+    far = (own.sum(-1, keepdim=True) * (1 - near)).bool() & (n > 0)  # [H, N, tiles]
+    b = a if o["far"] == "mean" else a + spread / 2
+    e = torch.where((far.to(q) @ member.mT).bool(), b @ member.mT, s).masked_fill(~keep, float("-inf"))
+    w = e.softmax(-1)
+    if o["far"] == "first":
+        share = (b - e.logsumexp(-1, keepdim=True)).exp().where(far, 0).sum(-1, keepdim=True) / (n > 0).sum()
+        w = w + share * (s - a @ member.mT) * member.sum(-1)
+    return w @ v
 
 
 def multipole(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, o: Options) -> Tensor:

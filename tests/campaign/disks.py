@@ -1,19 +1,15 @@
-"""Full disks: files that may not grow and small file systems; one sentence, and bit-identical once there is room."""
+"""Full disks: files that may not grow; one sentence, and bit-identical once there is room."""
 
 from __future__ import annotations
 
-import contextlib
 import random
 import resource
-import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.campaign.harness import Case, call, judge, shown, succeed
 from tests.campaign.runs import TOOL, files_below, resume, same_file, start, whole_run
 
-SIZES, VOLUMES = 12, 8  # file size limits per command, file systems per run
+SIZES = 20  # file size limits per command
 TOOLS = {  # what writes files in the end, beside runs
     "sample": "sample.model={f}/dit/transformer_ema sample.count=40 sample.steps=1 sample.batch_size=20 out=out/a.npz",
     "convert": "model.checkpoint={f}/vit model.mixer=la out=out",
@@ -25,29 +21,20 @@ SOFTMAX = {"vit": {"model": {"mixer": ""}}}  # a classifier that can be converte
 def cases(folder: Path, seed: int) -> list[Case]:
     """Limits drawn between nothing and the largest file of each output."""
     rng, found = random.Random(seed), []
-    mounts = mountable(folder)
     for kind in TOOL:
         file = whole_run(kind, folder, kind, SOFTMAX.get(kind))
-        largest, total = sizes(folder / kind)
-        found += [limited(kind, file, folder / kind, limit) for limit in limits(rng, largest)]
-        volumes = [int(rng.uniform(0.05, 1.1) * total) for _ in range(VOLUMES if mounts else 0)]
-        found += [on_volume(kind, file, folder / kind, size) for size in volumes]
+        found += [limited(kind, file, folder / kind, limit) for limit in limits(rng, folder / kind)]
     for tool, text in TOOLS.items():
         words, whole = text.format(f=folder).split(), folder / tool
         whole.mkdir()
         succeed(call(tool, words, cwd=whole))
-        found += [limited_tool(tool, words, whole, limit) for limit in limits(rng, sizes(whole)[0])]
+        found += [limited_tool(tool, words, whole, limit) for limit in limits(rng, whole)]
     return found
 
 
-def sizes(folder: Path) -> tuple[int, int]:
-    """Bytes of the largest file below a folder, and of all."""
-    found = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    return max(found), sum(found)
-
-
-def limits(rng: random.Random, largest: int) -> list[int]:
-    """Random sizes, mostly small."""
+def limits(rng: random.Random, folder: Path) -> list[int]:
+    """Random sizes up to the largest file below a folder, mostly small."""
+    largest = max(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return [int(rng.uniform(0, 1.05) ** 2 * largest) for _ in range(SIZES)]
 
 
@@ -81,37 +68,3 @@ def limited_tool(tool: str, words: list[str], whole: Path, size: int) -> Case:
         return "; ".join(f"{name} differs" for name in compared if not same_file(whole / name, place / name))
 
     return Case(f"{tool} files of {size}", check, f"prlimit --fsize={size} {shown(tool, words)}")
-
-
-def on_volume(kind: str, file: Path, whole: Path, size: int) -> Case:
-    """A run on a file system of `size` bytes, moved to a larger one."""
-
-    def check(place: Path) -> str:
-        with volume(place / "disk", size) as disk:
-            complaint = judge(start(kind, file, disk / "run"))
-            if (disk / "run").exists():
-                shutil.copytree(disk / "run", place / "run")
-        return complaint or resume(kind, file, place / "run", whole)
-
-    return Case(f"{kind} volume of {size}", check, f"mount -t tmpfs -o size={size} tmpfs DISK; {kind}")
-
-
-@contextlib.contextmanager
-def volume(where: Path, size: int) -> Iterator[Path]:
-    """A file system of `size` bytes mounted at `where`."""
-    where.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)], check=True, capture_output=True)
-    try:
-        yield where
-    finally:
-        subprocess.run(["umount", str(where)], check=True)
-
-
-def mountable(folder: Path) -> bool:
-    """Whether this process may mount file systems."""
-    try:
-        with volume(folder / "probe", 1 << 16):
-            return True
-    except (OSError, subprocess.CalledProcessError):
-        print("disks: no small file systems, since nothing can be mounted here", flush=True)
-        return False

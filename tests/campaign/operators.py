@@ -79,6 +79,9 @@ def forward(call: Call, x: Inputs, leaves: list[Tensor]) -> Tensor:
     options: dict[str, Any] = {**call.options, "impl": call.impl}
     if "narrow" in call.extra:
         options["narrow"] = (more.pop(1), more.pop(1))
+    if call.op == "delta":
+        options |= dict(zip(transitions(call), more, strict=True))
+        more = []
     decay = call.extra.get("decay")
     if decay is not None:
         options["decay"] = more.pop() if isinstance(decay, str) else decay
@@ -92,22 +95,32 @@ def forward(call: Call, x: Inputs, leaves: list[Tensor]) -> Tensor:
         return in_pieces(call, f, q, k, v, more, x.rotary, options)
     if x.rotary is not None:
         options["rotary"] = x.rotary
-    packed = call.layout == "packed" and "narrow" not in options and call.op != "multipole"
+    packed = call.layout == "packed" and "narrow" not in options
     if packed and k.shape == q.shape == v.shape:
         return getattr(hk, f"{call.op}_qkvpacked")(torch.stack([q, k, v], 2), *more, **options)
     return f(q, k, v, *more, **options)
+
+
+def transitions(call: Call) -> list[str]:
+    """The names of the leaves of `delta` after v."""
+    return [*["log_f"] * (call.extra["log_f"] is not None), *["a", "b"] * (call.extra["removed"] > 0)]
 
 
 def in_pieces(
     call: Call, f: Callable, q: Tensor, k: Tensor, v: Tensor, more: list[Tensor], rotary: Any, options: dict[str, Any]
 ) -> Tensor:
     """The outputs of all segments."""
-    outs, at, state = [], 0, None
+    outs, at, state, per_token = [], 0, None, {}
     for length in call.pieces:
         part = slice(at, at + length)
         if rotary is not None:
             options["rotary"] = tuple(t[part] for t in rotary)
-        y, state = f(q[:, part], k[:, part], v[:, part], *more, **options, state=state, return_state=True)
+        if call.op == "delta":
+            names = [name for name in transitions(call) if options[name].dim() > 1]
+            per_token = {name: options[name][:, part] for name in names}
+        y, state = f(
+            q[:, part], k[:, part], v[:, part], *more, **{**options, **per_token}, state=state, return_state=True
+        )
         outs.append(y)
         at += length
     return torch.cat(outs, 1)
@@ -131,10 +144,11 @@ def sample(
     call: Call, x: Inputs, options: dict[str, Any], tokens: tuple[Tensor, ...], more: list[Tensor], keep: Tensor, i: int
 ) -> Tensor:
     """One row of the batch, [H, N, Dv]."""
-    if call.op in ("mhla", "multipole"):  # tokens have places
+    if call.op in ("mhla", "multipole", "adaptive_multipole"):  # tokens have places
         q, k, v = (t.where(keep[:, None], 0) for t in tokens)
-        if call.op == "multipole":
-            y = dense.multipole(q, k, v, keep, options) if bool(keep.any()) else torch.zeros_like(v)
+        if call.op != "mhla":
+            definition = dense.multipole if call.op == "multipole" else dense.adaptive_multipole
+            y = definition(q, k, v, keep, options) if bool(keep.any()) else torch.zeros_like(v)
         else:
             shared = [t if t.dim() == 3 else t[:, None] for t in x.rotary or ()]
             rotary = tuple(t.transpose(0, 1).to(q.dtype) for t in shared) or None
@@ -157,6 +171,12 @@ def whole(
     if call.op == "taylor2":
         narrow = [t[i].transpose(0, 1).repeat_interleave(call.h // t.shape[2], 0)[:, span] for t in more[1:3]]
         return dense.taylor2(*tokens, more[0], narrow or None, options)
+    if call.op == "softmax_attention":
+        return dense.softmax(*tokens, options)
+    if call.op == "delta":
+        given = dict(zip(transitions(call), more, strict=True))
+        rows = {k: x if x.dim() == 1 else x[i].transpose(0, 1) for k, x in given.items()}
+        return dense.delta(*tokens, *(rows.get(name) for name in ("log_f", "a", "b")))
     gamma, decay = None, call.extra.get("decay")
     if decay is not None:
         gamma = more[-1] if isinstance(decay, str) else tokens[0].new_full((call.h,), decay)
@@ -173,12 +193,15 @@ def whole(
 def allowed(call: Call, x: Inputs, exact: list[Tensor], fast: bool) -> list[float]:
     """How far a result may be from the truth: the rounding of the result, and of the terms that it sums, which may
     cancel."""
-    own = ROUNDING[call.dtype] * (FAST if fast else 1.0)
+    sdpa = call.op == "softmax_attention" and call.impl != "reference"  # torch's own kernels round weights to 16 bits
+    own = ROUNDING[call.dtype] * (FAST if fast or sdpa else 1.0)
     info = torch.finfo(DTYPES[call.dtype])
     least = info.smallest_normal * info.eps  # numbers of float16 end soon
     terms = of_products(call, x) if call.op in LINEAR or call.op == "mhla" else of_softmax(call, x, exact)
+    cancelled = float(x.v.double().square().mean().sqrt() * x.grad.double().norm()) if sdpa and x.v.numel() else 0.0
     return [
-        own * float(t.norm()) + lost + least * t.numel() ** 0.5 + 1e-30 for t, lost in zip(exact, terms, strict=True)
+        own * max(float(t.norm()), cancelled) + lost + least * t.numel() ** 0.5 + 1e-30
+        for t, lost in zip(exact, terms, strict=True)
     ]
 
 
