@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.ops.fused.cases import relative_error
+from tests.helpers.error_rule import relative_error
 
 
 def tokens(dtype: torch.dtype, n: int, h: int, d: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:

@@ -8,8 +8,9 @@ import torch
 
 import hla_kernels as hk
 from hla_kernels.softmax.taylor import fused
+from tests.helpers.error_rule import relative_error
 from tests.mixers.taylor.taylor_cases import make, torch_form, triton_form
-from tests.ops.fused.cases import poison, relative_error
+from tests.ops.fused.cases import poison
 
 HALF, FULL = torch.float16, torch.float32
 # N, (B, H, Hk, D, Dv), dtype, normalize, inputs

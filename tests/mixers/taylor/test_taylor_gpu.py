@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import hla_kernels as hk
+from tests.helpers.error_rule import relative_error
 from tests.mixers.taylor.taylor_cases import NAMES, make, rounding_of_terms, torch_form, triton_form
-from tests.ops.fused.cases import poison, relative_error
+from tests.ops.fused.cases import poison
 
 pytestmark = [
     pytest.mark.gpu,

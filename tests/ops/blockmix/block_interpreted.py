@@ -9,8 +9,9 @@ import torch
 import hla_kernels as hk
 from hla_kernels.blockmix import fused
 from hla_kernels.blockmix.fused import launch, plan
+from tests.helpers.error_rule import relative_error
 from tests.ops.blockmix.fused_cases import angles_of, make, options_of, torch_form, triton_form
-from tests.ops.fused.cases import poison, relative_error
+from tests.ops.fused.cases import poison
 
 HALF, FULL = torch.float16, torch.float32
 PLAIN, BARE = {"feature_map": None, "normalize": False}, {"normalize": False}

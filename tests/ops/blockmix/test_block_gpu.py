@@ -14,8 +14,9 @@ import torch
 import hla_kernels as hk
 from hla_kernels.blockmix import fused
 from hla_kernels.dispatch import recording
+from tests.helpers.error_rule import relative_error
 from tests.ops.blockmix.fused_cases import NAMES, angles_of, make, options_of, torch_form, triton_form
-from tests.ops.fused.cases import poison, relative_error, twice
+from tests.ops.fused.cases import poison, twice
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from hla_kernels.features.rms_norm import prepared, rms_norm
+from tests.helpers.error_rule import relative_error
 from tests.helpers.rms_norms import by_hand, inputs, prepared_by_hand, results, tables, turned
-from tests.ops.fused.cases import relative_error
 
 
 def test_definition():

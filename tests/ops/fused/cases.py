@@ -16,10 +16,9 @@ from hla_kernels.hla.fused import Spec, plan
 from hla_kernels.hla.fused.plan import mixture, neighbours, paths
 from hla_kernels.hla.two_sided import evaluate
 from hla_kernels.options import Options
+from tests.helpers.error_rule import check_coefficients, check_tokens, sizes_of_coefficients
 
 HALF, FULL = torch.float16, torch.float32
-# of the interpreter, largest measured: float32 1e-5, float16 5e-4 (its eps is 1e-3)
-TOLERANCE = {FULL: 3e-5, HALF: 1e-3}
 FIXED, SCALE, ANCHORED = {"fixed": True}, {"scale": 0.2}, {"center": "k", "mean_path": True}
 RATIO, RELU_RATIO = ({"feature_map": name, "normalize": True} for name in ("elu1", "relu"))
 ELU, SOFTMAX, PAIR = ({"feature_map": name} for name in ("elu1", "softmax", "softmax_pair"))
@@ -64,21 +63,21 @@ OF_MIXTURES = [
 ]
 
 
-def truth(
-    spec: Spec, tokens: list[Tensor], grad: Tensor, coefficients: Tensor | None, dtype: torch.dtype = torch.float64
-) -> list[Tensor]:
-    """o, dq, dk, dv (and d coefficients) of the torch form in float64, or of tokens in another dtype, by autograd."""
-    q, k, v = (x.detach().to(dtype).requires_grad_() for x in tokens)
-    c = coefficients
-    if c is not None:
-        c = c.detach().to(dtype if dtype == torch.float64 else torch.float32).requires_grad_()
-    options = Options(
+def truth(spec: Spec, tokens: list[Tensor], grad: Tensor, coefficients: Tensor | None) -> list[Tensor]:
+    """o, dq, dk, dv (and d coefficients) of the torch form in float64, by autograd."""
+    q, k, v = (x.detach().double().requires_grad_() for x in tokens)
+    c = None if coefficients is None else coefficients.detach().double().requires_grad_()
+    y = evaluate(spec.op, q, k, v, c, options_of(spec))
+    wanted = [q, k, v] if c is None or spec.fixed else [q, k, v, c]
+    return [y.detach(), *torch.autograd.grad(y, wanted, grad.to(y.dtype))]
+
+
+def options_of(spec: Spec) -> Options:
+    """The options of the torch form."""
+    return Options(
         False, spec.feature_map, spec.normalize, spec.center, spec.mean_path, None, "cascade", spec.ridge, spec.scale,
         spec.eps, spec.q_scale,
     )  # fmt: skip
-    y = evaluate(spec.op, q, k, v, c, options)
-    wanted = [q, k, v] if c is None or spec.fixed else [q, k, v, c]
-    return [y.detach(), *torch.autograd.grad(y, wanted, grad.to(y.dtype))]
 
 
 def poison(patch) -> None:
@@ -170,15 +169,13 @@ def of_polynomial(x, c, grad, **options):
     return [y.detach(), *torch.autograd.grad(y, x, grad.to(y.dtype))]
 
 
-def relative_error(x: Tensor, y: Tensor) -> float:
-    """|x - y| / |y|; NaN when anything was not written."""
-    return ((x.double() - y).norm() / y.norm().clamp_min(1e-30)).item()
-
-
-def check(got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    """Every `relative_error` is within the tolerance."""
-    errors = [relative_error(x, y) for x, y in zip(got, expected, strict=True)]
-    assert all(e <= tolerance for e in errors), errors
+def check(spec: Spec, tokens: list[Tensor], grad: Tensor, coefficients: Tensor | None, got: list[Tensor]) -> None:
+    """Results of the Triton form obey the error rule."""
+    exact = truth(spec, tokens, grad, coefficients)
+    check_tokens(got, exact)
+    if len(got) == 5:
+        assert coefficients is not None
+        check_coefficients(got[4], exact[4], sizes_of_coefficients(tokens, coefficients, grad, options_of(spec)))
 
 
 def kernel_names() -> set[str]:

@@ -1,0 +1,51 @@
+"""The error rule of the Triton forms, against float64.
+
+Relative L2 error of outputs and token gradients, and the error of the gradient of coefficients in units of the matrices
+of whose product it is the sum.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hla_kernels.features import feature
+from hla_kernels.hla.layout import to_heads
+from hla_kernels.hla.moments import ORDERS, mixture_weights, moments, operator_matrix, product, read_out, token_sums
+from hla_kernels.options import Options
+
+LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # of the dtype of the tokens
+COEFFICIENTS = 1e-3
+NAMES = ("o", "dq", "dk", "dv")
+
+
+def relative_error(x: Tensor, truth: Tensor) -> float:
+    """|x - truth| / |truth|; NaN when anything was not written."""
+    return ((x.double() - truth).norm() / truth.norm().clamp_min(1e-30)).item()
+
+
+def check_tokens(got: list[Tensor], truth: list[Tensor], where: object = "") -> None:
+    """o, dq, dk and dv (or the first of them) are within the limit of their dtype."""
+    for name, x, t in zip(NAMES, got[:4], truth[:4], strict=False):
+        error = relative_error(x, t)
+        assert error <= LIMITS[x.dtype], (where, name, error)
+
+
+def check_coefficients(got: Tensor, truth: Tensor, sizes: Tensor, where: object = "") -> None:
+    """|dc - truth| <= 1e-3 |dM| |M_i|, summed over the batch: a difference of its terms may be any part of them."""
+    error = ((got.double() - truth).abs() / sizes).max().item()
+    assert error <= COEFFICIENTS, (where, "dc", error)
+
+
+def sizes_of_coefficients(tokens: list[Tensor], c: Tensor, grad: Tensor, options: Options) -> Tensor:
+    """Sum_b |dM| |M_i| [H, 4] of `polynomial`: M_i the operator of order i, dM the gradient of their mixture."""
+    heads = tokens[1].shape[2]
+    q, k, v, g = (to_heads(x.detach(), heads, torch.float64) for x in (*tokens, grad))
+    q, k = (feature(x, options.feature_map) for x in (q, k))
+    n, sums = q.shape[3], token_sums("polynomial", q, k, v, options)
+    m = moments("polynomial", sums, n, options)
+    matrix = operator_matrix("polynomial", m, mixture_weights(c.detach().double(), heads, torch.float64))
+    matrix = matrix.detach().requires_grad_()
+    (d_matrix,) = torch.autograd.grad(read_out(q, matrix, sums, n, options), matrix, g)
+    sizes = [d_matrix.norm(dim=(-2, -1)) * product(order, m).norm(dim=(-2, -1)) for order in ORDERS]
+    return torch.stack(sizes, -1).sum(0).flatten(0, 1)
