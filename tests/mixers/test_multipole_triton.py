@@ -202,10 +202,24 @@ def test_what_triton_does_not_have():
 def test_versions_of_triton_that_miscompile_it(monkeypatch, version, refused):
     from hla_kernels.softmax.multipole import fused
 
-    monkeypatch.setattr(fused, "triton_version", lambda: version)
+    monkeypatch.setattr(fused, "TRITON_VERSION", version)
     (q, k, v), _, more = setting("square", 16, torch.bfloat16, "cpu")
     reason = fused.why_not(prepare(q, k, v, **more))
     assert (reason is not None and "Triton 3.7" in reason) == refused
+
+
+@pytest.mark.filterwarnings("error")
+def test_torch_compile_traces_the_refusals():
+    """Without the search for installed packages, which the tracer of torch 2.11 refuses and a later one warns of."""
+    from hla_kernels.softmax.multipole.fused import why_not
+
+    (q, k, v), _, more = setting("square", 16, torch.bfloat16, "cpu")
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def form(q, k, v):
+        return q + 1 if why_not(prepare(q, k, v, **more)) is None else q
+
+    assert torch.equal(form(q, k, v), q + 1)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.runs import ROOT, TINY, run_tool, stop_before, tiny
 from zoo import config
-from zoo.train.checkpoint import list_checkpoints
+from zoo.train.checkpoint import list_checkpoints, step_of
 from zoo.train.classification import ClassificationRun
 from zoo.train.metrics_log import read_rows
 
@@ -75,12 +75,18 @@ def test_fp16_skips_steps_that_overflow_and_counts_them(tmp_path, name):
 
 
 def test_a_skipped_fp16_step_leaves_the_weights(tmp_path):
-    with_large_scale(tmp_path, log={"every": 1}).train()
+    trainer = with_large_scale(tmp_path, log={"every": 1})
+    initial = {k: v.cpu().clone() for k, v in trainer.model.state_dict().items()}
+    trainer.train()
     rows = [row for row in read_rows(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
     finite = [row["grad_norm"] is not None for row in rows]
-    weights = [load_file(path / "model.safetensors") for path in list_checkpoints(tmp_path / "checkpoints")]
+    paths = list_checkpoints(tmp_path / "checkpoints")
+    steps = [0, *(step_of(path) for path in paths)]
+    # a checkpoint is postponed while steps are skipped, except after the first of them
+    assert steps[1:] == [i + 1 for i in range(30) if finite[i] or i == 0 or finite[i - 1]]
+    weights = [initial, *(load_file(path / "model.safetensors") for path in paths)]
     changed = [any(not torch.equal(a[k], b[k]) for k in a) for a, b in itertools.pairwise(weights)]
-    assert changed == finite[1:] and False in changed and True in changed  # the first checkpoint is after step 1
+    assert changed == [any(finite[a:b]) for a, b in itertools.pairwise(steps)] and not changed[0] and changed[-1]
 
 
 def test_fp16_resumed_while_it_skips_equals_the_whole_run(tmp_path, monkeypatch):

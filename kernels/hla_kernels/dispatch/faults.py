@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import warnings
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 WARNED: set[str] = set()
 TESTED = (9, 0)  # compute capability of the tested GPUs, H100 and H200
+try:  # at import, since torch.compile cannot trace the search for packages; Triton itself is not imported
+    TRITON_VERSION = version("triton")
+except PackageNotFoundError:
+    TRITON_VERSION = ""
 
 
 class Fault(str):
@@ -23,15 +26,6 @@ def warn(reason: str | None) -> None:
         return
     WARNED.add(reason)
     warnings.warn(f"The torch form runs instead of the Triton form: {reason}.", stacklevel=2)
-
-
-@functools.cache
-def triton_version() -> str:
-    """Return the installed version of Triton without importing it; "" if there is no such package."""
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def capability(index: int | None) -> tuple[int, int]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import traced_as_constant
-from .faults import TESTED, Fault, capability, triton_version, untested
+from .faults import TESTED, TRITON_VERSION, Fault, capability, untested
 
 SWITCH = "HLA_KERNELS_VERIFY"
 SHIPPED = {("3.6", "12.8", TESTED)}  # Triton, its ptxas, compute capability: all tests marked gpu passed
@@ -47,7 +47,7 @@ class Machine(NamedTuple):
 @functools.cache
 def machine(index: int | None) -> Machine:
     """Return the machine with a CUDA device (the current one if None)."""
-    return Machine(torch.cuda.get_device_name(index), capability(index), triton_version(), ptxas_version())
+    return Machine(torch.cuda.get_device_name(index), capability(index), TRITON_VERSION, ptxas_version())
 
 
 def ptxas_version() -> str:

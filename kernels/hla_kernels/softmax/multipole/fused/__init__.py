@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....dispatch.faults import Fault, triton_version
+from ....dispatch.faults import TRITON_VERSION, Fault
 from ..call import MultipoleCall
 from ..layout import Field
 from .operator import multipole_op
@@ -46,7 +46,7 @@ def why_not(call: MultipoleCall) -> str | None:
         return f"the Triton form of multipole is for fewer than {HEADS} heads of a batch, got {q.shape[0] * q.shape[2]}"
     if max(q.shape[1], *(length * m for length, m in zip(grid, blocks, strict=True))) >= LARGEST:
         return f"the Triton form of multipole is for fewer than {LARGEST} tokens, and positions times blocks of an axis"
-    return REASON if triton_version().startswith(f"{REFUSED}.") else None
+    return REASON if TRITON_VERSION.startswith(f"{REFUSED}.") else None
 
 
 def evaluate(call: MultipoleCall) -> Tensor:
