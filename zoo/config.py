@@ -368,7 +368,9 @@ def print_help_if_asked(words: list[str], about: str | None, usage: str, schema:
 
 def command_line(main: Callable[[list[str]], object]) -> None:
     """Run `main` on the command-line arguments. ValueErrors, errors of the file system (no permission, a full disk) and
-    lack of memory are printed on one line, with exit status 2; Ctrl-C exits with status 130."""
+    lack of memory are printed on one line, with exit status 2; Ctrl-C exits with status 130. Warnings are printed
+    without the line of code that raised them."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         main(sys.argv[1:])
         sys.stdout.flush()

@@ -1,6 +1,7 @@
 """The tools as a user calls them: help, error sentences, conversion, timm's scripts, the demo."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -101,6 +102,12 @@ def test_too_little_memory_is_a_sentence(take, capsys):
     assert error.startswith("error: there is not enough memory") and error.count("\n") == 1
     with pytest.raises(RuntimeError, match="other"):
         config.command_line(fail)
+
+
+def test_a_warning_is_one_line_without_code(capsys, monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back afterwards
+    config.command_line(lambda words: None)
+    assert warnings.formatwarning("few images", UserWarning, "a.py", 1) == "warning: few images\n"
 
 
 def test_of_many_names_the_nearest_are_listed():

@@ -149,7 +149,7 @@ def test_models_side_by_side_agree_with_training(two_runs, tmp_path):
     assert len(names) == 797 and names[0].startswith("digit-")
 
 
-def test_result_files(two_runs, tmp_path):
+def test_result_files(two_runs, tmp_path, capsys):
     import evaluate_imagenet
 
     words = [
@@ -159,6 +159,8 @@ def test_result_files(two_runs, tmp_path):
         f"out={tmp_path}",
     ]
     rows = evaluate_imagenet.main(words)
+    softmax, ahla, _ = capsys.readouterr().out.splitlines()[-3:]
+    assert "against" not in softmax and f"against the first {rows[1]['top1_diff']:+.2f} [" in ahla
     with (tmp_path / "results.csv").open() as opened:
         table = list(csv.DictReader(opened))
     assert [float(r["top1"]) for r in table] == [r["top1"] for r in rows]

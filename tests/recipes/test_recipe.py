@@ -14,6 +14,7 @@ from tests.helpers.tiny_runs import tiny as denoiser_run
 from zoo import config
 from zoo.config import merge
 from zoo.mixers import MIXERS, build_mixer
+from zoo.recipes.report import summary
 from zoo.recipes.settings import from_words
 from zoo.recipes.stages import run_recipe
 from zoo.train.classification import ClassificationRun
@@ -138,6 +139,9 @@ def test_a_recipe_of_an_image_model_is_killed_and_goes_on(image_source, tmp_path
         assert (out / f"{name}.md").stat().st_size > 100 and (out / f"{name}.png").stat().st_size > 1000
     assert len((out / "pareto.csv").read_text().splitlines()) == 1 + len(found["calibrate"]["choices"])
     assert all(text in (out / "report.md").read_text() for text in ("Recovery", "## calibrate", "transferred"))
+    lines = summary(found).splitlines()
+    assert f"fine-tuned: top-1 accuracy (%) {value['finetune']:.4g}" in lines
+    assert lines[-1] == f"recovery: {by_hand:.3f}"
     with pytest.raises(ValueError, match=r"they differ in mixer"):
         run_recipe(recipe(image_source, file, out, "mixer=la", "transfer=0.5", *MORE))
 

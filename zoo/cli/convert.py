@@ -25,6 +25,7 @@ from zoo import config
 from zoo.models.convert import Report
 from zoo.models.timm.model_files import check_output_folder
 from zoo.recipes.plain import from_timm
+from zoo.recipes.report import summary
 from zoo.recipes.settings import RecipeSettings, from_words
 from zoo.recipes.stages import run_recipe
 from zoo.train.settings import ModelSettings
@@ -56,7 +57,10 @@ def main(words: list[str]) -> dict[str, Any]:
     if config.print_help_if_asked(words, __doc__, USAGE, RecipeSettings if recipe else ConvertSettings):
         return {}
     if recipe:
-        return run_recipe(from_words(words[1:]))
+        stages = from_words(words[1:])
+        found = run_recipe(stages)
+        print(summary(found), f"wrote {stages.out}/report.md", sep="\n")
+        return found
     settings = config.from_command_line(ConvertSettings, words)
     if not settings.out or not settings.model.mixer:
         raise ValueError("say which mixer and where to write the result: model.mixer=NAME out=FOLDER")

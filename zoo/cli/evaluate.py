@@ -48,7 +48,8 @@ def accuracy(settings: EvalSettings) -> list[dict[str, Any]]:
     write_results(rows, out / "results.csv")
     write_predictions(found, names, out / "predictions.csv")
     for row in rows:
-        interval = f"{row['top1_diff']:+.2f} [{row['diff_low']:+.2f}, {row['diff_high']:+.2f}]"
-        print(f"{row['model']}: top-1 {row['top1']:.2f} %, top-5 {row['top5']:.2f} %, against the first {interval}")
+        interval = f", against the first {row['top1_diff']:+.2f} [{row['diff_low']:+.2f}, {row['diff_high']:+.2f}]"
+        change = "" if row is rows[0] else interval
+        print(f"{row['model']}: top-1 {row['top1']:.2f} %, top-5 {row['top5']:.2f} %{change}")
     print(f"wrote {out / 'results.csv'}")
     return rows

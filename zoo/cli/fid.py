@@ -48,6 +48,7 @@ def main(words: list[str]) -> dict[str, Any]:
         out = Path(settings.out or f"{options.samples.rstrip('/')}.fid.json")
         write_json(card | {"command": " ".join(["zoo fid", *words])}, out)
         for name, value in card["scores"].items():
-            print(f"{name}: {value if value is None else round(value, 5)}")
+            if value is not None:  # sFID needs spatial features
+                print(f"{name}: {round(value, 5)}")
         print(f"wrote {out}")
     return card

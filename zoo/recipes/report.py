@@ -132,6 +132,16 @@ def evaluate_lines(content: Content) -> list[str]:
     return [*lines, "", f"{note}: {', '.join(times)}."]
 
 
+def summary(found: dict[str, Content]) -> str:
+    """The finished stages, and if models were evaluated, the metric of each and the recovery."""
+    lines = [f"finished: {', '.join(found)}"]
+    if content := found.get("evaluate"):
+        lines += [f"{r['what']}: {content['metric']} {r['value']:.4g}" for r in content["rows"]]
+        if content["recovery"] is not None:
+            lines.append(f"recovery: {content['recovery']:.3f}")
+    return "\n".join(lines)
+
+
 LINES = {
     "inspect": inspect_lines,
     "convert": convert_lines,
