@@ -9,13 +9,26 @@ import triton
 import triton.language as tl
 
 from ...rows import load, products, store
-from .tiles import FREE, LOG2E, LOWEST, added, exact_keys, far_powers, far_tiles, get, head_of, put, query_rows, squares
+from .tiles import (
+    FREE,
+    LOWEST,
+    UNITS,
+    added,
+    exact_keys,
+    far_powers,
+    far_tiles,
+    get,
+    head_of,
+    put,
+    query_rows,
+    weighted,
+)
 
 
 @triton.jit(do_not_specialize=FREE)
 def for_queries(
-    Q, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, LIST, TILES, O, REST, G, LSE, FAR, DELTA, C, DQ,
-    qs, ks, vs, os, gs, dqs, at, sizes, heads, groups, factor, scale,
+    Q, Q2, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, LIST, TILES, O, REST, G, LSE, FAR, DELTA, C,
+    DQ, qs, q2s, ks, vs, os, gs, dqs, at, sizes, heads, groups, factor, scale,
     VARIANCE: tl.constexpr, BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
@@ -40,32 +53,31 @@ def for_queries(
     delta = tl.sum(o * g.to(tl.float32), 1)
     place = bh.to(tl.int64) * N + row
     lse = tl.load(LSE + place, inside, other=float("inf"))
-    qt, gt = tl.trans(q), tl.trans(g)
     c = tl.zeros([BQ], tl.float32)
     dq = tl.zeros([DP, BQ], tl.float32)
     if MOMENT is not None:
         d = tl.arange(0, DP)
         moment = load(MOMENT + hk * D * D, d, D, d < D, D, DP)
-        hq = tl.dot(moment, qt, input_precision="ieee")
-        c = tl.where(on_grid, tl.sum(hq * gt.to(tl.float32), 0) * scale, 0.0)
+        c = tl.sum(tl.trans(products(moment, q)) * g.to(tl.float32), 1) * scale
+        c = tl.where(on_grid, c, 0.0)
         far = tl.load(FAR + place, inside, other=0.0) * tl.load(TILES + b * at[3])
-        dq += tl.dot(tl.trans(moment), gt, input_precision="ieee") * far[None, :]
+        dq += products(tl.trans(moment), g) * far[None, :]
     tl.store(DELTA + place, delta, inside)
     tl.store(C + place, c, inside)
-    q2t = tl.trans(squares(q, scale))
+    q2 = get(head_of(Q2, q2s, b, h), row, q2s, inside, D, DP) if VARIANCE else q
     by_square = tl.zeros([DP, BQ], tl.float32)
     for start in range(0, tl.where(on_grid, T, 0), BM):
         m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
-        power, _ = far_powers(mean, half, qt, q2t, factor, VARIANCE)
+        power, _ = far_powers(q, q2, mean, half, factor, VARIANCE)
         chosen = tl.load(CHOSEN + m, there, other=1)
         far_tile = (chosen == 0) & (logn > LOWEST)
-        e = tl.exp2(tl.where(far_tile[:, None], power - lse[None, :], -float("inf")))
+        e = tl.exp2(tl.where(far_tile[None, :], power - lse[:, None], -float("inf")))
         n = tl.where(far_tile, tl.exp2(logn), 0.0)
-        dp = tl.dot(load(VALUE, m, D, there, D, DP), gt, input_precision="ieee") - delta[None, :]
-        db = e * (n[:, None] * dp + c[None, :])
-        dq = added(dq, mean, db)
+        dp = products(g, load(VALUE, m, D, there, D, DP)) - delta[:, None]
+        db = e * (n[None, :] * dp + c[:, None])
+        dq = weighted(dq, mean, db)
         if VARIANCE:
-            by_square = added(by_square, half, db)
+            by_square = weighted(by_square, half, db)
     if VARIANCE:
         dq += by_square * tl.trans(q).to(tl.float32) * (2.0 * scale)
     KH, VH = head_of(K, ks, b, h // groups), head_of(V, vs, b, h // groups)
@@ -75,20 +87,18 @@ def for_queries(
         k, v, there = exact_keys(
             start, n_slots, LIST, KTOKENS, KH, VH, ks, vs, exact, T, tl.where(on_grid, 0, 1), KT, BJ, D, DP
         )
-        s = tl.dot(k, qt, input_precision="ieee") * factor
-        p = tl.exp2(tl.where(there[:, None], s - lse[None, :], -float("inf")))
-        dp = tl.dot(v, gt, input_precision="ieee") - delta[None, :]
-        dq = added(dq, k, p * dp)
+        p = tl.exp2(tl.where(there[None, :], products(q, k) * factor - lse[:, None], -float("inf")))
+        dq = weighted(dq, k, p * (products(g, v) - delta[:, None]))
     put(head_of(DQ, dqs, b, h), row, dqs, inside, tl.trans((dq * scale).to(DQ.dtype.element_ty)), D, DP)
 
 
 @triton.jit(do_not_specialize=FREE)
 def for_tiles(
-    Q, Q2, QTOKENS, MEAN, HALF, VALUE, LOGN, CHOSEN, G, LSE, DELTA, C, DMEAN, DHALF, DVALUE, qs, os, gs, at, sizes,
+    Q, Q2, QTOKENS, MEAN, HALF, VALUE, LOGN, CHOSEN, G, LSE, DELTA, C, DMEAN, DHALF, DVALUE, qs, q2s, gs, at, sizes,
     heads, groups, factor, scale, VARIANCE: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """Compute DMEAN, DHALF, DVALUE [B Hk, T, D] of BM far tiles. Q2: `squares` of Q. heads: number of key heads."""
+    """Compute DMEAN, DHALF, DVALUE [B Hk, T, D] of BM far tiles. heads: number of key heads."""
     tile, bhk = tl.program_id(0), tl.program_id(1)
     b, hk = bhk // heads, bhk % heads
     N, U, T = sizes[0], sizes[1], sizes[2]
@@ -112,10 +122,8 @@ def for_tiles(
         c = tl.load(C + bh * N + row, inside, other=0.0)
         chosen = tl.load(CHOSEN + bh * at[4] + u.to(tl.int64) * T + m, there, other=1)
         far_tile = (chosen == 0) & (n > 0)
-        power = products(q, mean) * factor
-        if VARIANCE:
-            q2 = get(head_of(Q2, os, b, h), row, os, inside, D, DP)
-            power += products(q2, half) * LOG2E
+        q2 = get(head_of(Q2, q2s, b, h), row, q2s, inside, D, DP) if VARIANCE else q
+        power, _ = far_powers(q, q2, mean, half, factor, VARIANCE)
         e = tl.exp2(tl.where(far_tile[None, :], power - lse[:, None], -float("inf")))
         dvalue = added(dvalue, g, e * n[None, :])
         db = e * (n[None, :] * (products(g, value) - delta[:, None]) + c[:, None])
@@ -130,14 +138,15 @@ def for_tiles(
 
 @triton.jit(do_not_specialize=FREE)
 def for_keys(
-    Q, K, V, QTOKENS, KTOKENS, CHOSEN, LIST, COUNT, MEAN, VALUE, LOGN, DMEAN, DHALF, DVALUE, DMOMENT, G, LSE, DELTA, DK,
-    DV, qs, ks, vs, gs, dks, dvs, at, sizes, heads, groups, factor, scale,
+    Q, K, V, QTOKENS, KTOKENS, LIST, COUNT, MEAN, VALUE, LOGN, DMEAN, DHALF, DVALUE, DMOMENT, G, LSE, DELTA, DK, DV,
+    qs, ks, vs, gs, dks, dvs, at, sizes, heads, groups, factor, scale,
     BQ: tl.constexpr, KT: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Compute DK, DV of BK consecutive slots of KTOKENS.
 
-    They add the gradients from the queries that read these keys exactly (the query tiles in LIST [B Hs, groups of BK
-    slots, U] and COUNT, or all), and from the pooled quantities of the tile. heads: number of key heads.
+    They add the gradients from the pooled quantities of the tile, and from the queries that read these keys exactly:
+    the query tiles in LIST [B Hs, groups of BK slots, U] and COUNT (`choose.invert`), or all. heads: number of key
+    heads.
     """
     group, bhk = tl.program_id(0), tl.program_id(1)
     b, hk = bhk // heads, bhk % heads
@@ -149,12 +158,26 @@ def for_keys(
     e = tl.where(on_grid, group * BK, slots + (group - n_groups) * BK) + tl.arange(0, BK)
     last = tl.where(on_grid, slots, slots + sizes[4] * KT)
     row = tl.load(KTOKENS + b.to(tl.int64) * at[1] + e, e < last, other=-1)
-    there, tile = row >= 0, e // KT
-    in_tile = there & (on_grid != 0)
+    there = row >= 0
     k = get(head_of(K, ks, b, hk), row, ks, there, D, DP)
     v = get(head_of(V, vs, b, hk), row, vs, there, D, DP)
-    kt, vt = tl.trans(k), tl.trans(v)
     dk, dv = tl.zeros([DP, BK], tl.float32), tl.zeros([DP, BK], tl.float32)
+    if on_grid:
+        own, tile = bhk.to(tl.int64) * T * D, e // KT
+        n = tl.maximum(tl.exp2(tl.load(LOGN + b.to(tl.int64) * at[2] + tile, there, other=0.0)), 1.0)
+        rest = k.to(tl.float32) - load(MEAN + own, tile, D, there, D, DP).to(tl.float32)
+        by_key = load(DMEAN + own, tile, D, there, D, DP)
+        if DHALF is not None:
+            by_key += load(DHALF + own, tile, D, there, D, DP) * rest
+        dk += tl.trans(by_key / n[:, None])
+        dv += tl.trans(load(DVALUE + own, tile, D, there, D, DP) / n[:, None])
+        if DMOMENT is not None:
+            d = tl.arange(0, DP)
+            moment = load(DMOMENT + bhk.to(tl.int64) * D * D, d, D, d < D, D, DP)
+            away = v.to(tl.float32) - load(VALUE + own, tile, D, there, D, DP).to(tl.float32)
+            dk += products(moment, away.to(k.dtype))
+            dv += products(tl.trans(moment), rest.to(k.dtype))
+    bit = tl.arange(0, BK) // KT
     for g in range(groups):
         h = hk * groups + g
         bh = (b * heads * groups + h).to(tl.int64)
@@ -163,36 +186,17 @@ def for_keys(
         count = tl.load(COUNT + listed, on_grid, other=0)
         total = tl.where(on_grid, count + sizes[3], U + sizes[3])
         for i in range(total):
-            u = tl.load(LIST + listed * U + i, (i < count) & on_grid, other=0)
-            u = tl.where(on_grid, tl.where(i < count, u, U + i - count), i)
+            in_list = (i < count) & on_grid
+            entry = tl.load(LIST + listed * U + i, in_list, other=0)
+            u = tl.where(in_list, entry & (UNITS - 1), tl.where(on_grid, U + i - count, i))
+            tiles = tl.where(in_list, entry // UNITS, -1)
             rows, inside = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, BQ)
             q, grad = get(QH, rows, qs, inside, D, DP), get(GH, rows, gs, inside, D, DP)
             lse = tl.load(LSE + bh * N + rows, inside, other=float("inf"))
             delta = tl.load(DELTA + bh * N + rows, inside, other=0.0)
-            s = tl.dot(q, kt, input_precision="ieee") * factor
-            read = there
-            if BK > KT:
-                chosen = tl.load(CHOSEN + bh * at[4] + u.to(tl.int64) * T + tile, in_tile & (u < U), other=1)
-                read = there & (chosen != 0)
-            p = tl.exp2(tl.where(read[None, :], s - lse[:, None], -float("inf")))
+            read = there & ((tiles >> bit) & 1 != 0)
+            p = tl.exp2(tl.where(read[None, :], products(q, k) * factor - lse[:, None], -float("inf")))
             dv = added(dv, grad, p)
-            dp = tl.dot(grad, vt, input_precision="ieee") - delta[:, None]
-            dk = added(dk, q, p * dp)
-    dk *= scale
-    if on_grid:
-        own = bhk.to(tl.int64) * T * D
-        n = tl.maximum(tl.exp2(tl.load(LOGN + b.to(tl.int64) * at[2] + tile, in_tile, other=0.0)), 1.0)
-        rest = k.to(tl.float32) - load(MEAN + own, tile, D, in_tile, D, DP).to(tl.float32)
-        by_key = load(DMEAN + own, tile, D, in_tile, D, DP)
-        if DHALF is not None:
-            by_key += load(DHALF + own, tile, D, in_tile, D, DP) * rest
-        dk += tl.trans(by_key / n[:, None])
-        dv += tl.trans(load(DVALUE + own, tile, D, in_tile, D, DP) / n[:, None])
-        if DMOMENT is not None:
-            d = tl.arange(0, DP)
-            moment = load(DMOMENT + bhk.to(tl.int64) * D * D, d, D, d < D, D, DP)
-            away = v.to(tl.float32) - load(VALUE + own, tile, D, in_tile, D, DP).to(tl.float32)
-            dk += tl.dot(moment, tl.trans(away).to(k.dtype), input_precision="ieee")
-            dv += tl.dot(tl.trans(moment), tl.trans(rest).to(k.dtype), input_precision="ieee")
+            dk = added(dk, q, p * (products(grad, v) - delta[:, None]) * scale)
     put(head_of(DK, dks, b, hk), row, dks, there, tl.trans(dk.to(DK.dtype.element_ty)), D, DP)
     put(head_of(DV, dvs, b, hk), row, dvs, there, tl.trans(dv.to(DV.dtype.element_ty)), D, DP)

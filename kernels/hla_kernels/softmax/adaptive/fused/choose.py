@@ -3,39 +3,39 @@
 import triton
 import triton.language as tl
 
-from ...rows import load
-from .tiles import FREE, LOWEST, far_powers, far_tiles, get, head_of, query_rows, squares
+from ...rows import load, products
+from .tiles import FREE, LOG2E, LOWEST, UNITS, far_powers, far_tiles, get, head_of, query_rows, squares
 
 
 @triton.jit(do_not_specialize=FREE)
 def summed_scores(
-    Q, TOKENS, MEAN, HALF, LOGN, SCORES, qs, at, sizes, heads, groups, factor, scale,
+    Q, Q2, TOKENS, MEAN, HALF, LOGN, SCORES, qs, q2s, at, sizes, heads, groups, factor,
     ERROR: tl.constexpr, BQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Compute SCORES [B H, U, T] for "mass" or, if ERROR, "error". sizes: U, T. at: batch strides of TOKENS and
-    LOGN."""
+    """Compute SCORES [B H, U, T] for "mass" or, if ERROR, "error". Q2: `pool.square` of Q. sizes: U, T. at: batch
+    strides of TOKENS and LOGN."""
     u, bh = tl.program_id(0), tl.program_id(1)
     b, h, T = bh // heads, bh % heads, sizes[1]
     own = (b * (heads // groups) + h // groups).to(tl.int64) * T * D
     MEAN, HALF, LOGN = MEAN + own, HALF + own, LOGN + b.to(tl.int64) * at[1]
     row, inside = query_rows(TOKENS + b.to(tl.int64) * at[0], u, BQ)
     q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
-    qt, q2t = tl.trans(q), tl.trans(squares(q, scale))
+    q2 = get(head_of(Q2, q2s, b, h), row, q2s, inside, D, DP)
     top, z = tl.full([BQ], LOWEST, tl.float32), tl.zeros([BQ], tl.float32)
     for start in range(0, T, BM):
         _, _, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
-        power, _ = far_powers(mean, half, qt, q2t, factor, True)
-        power += logn[:, None]
-        higher = tl.maximum(top, tl.max(power, 0))
-        z = z * tl.exp2(top - higher) + tl.sum(tl.exp2(power - higher[None, :]), 0)
+        power, _ = far_powers(q, q2, mean, half, factor, True)
+        power += logn[None, :]
+        higher = tl.maximum(top, tl.max(power, 1))
+        z = z * tl.exp2(top - higher) + tl.sum(tl.exp2(power - higher[:, None]), 1)
         top = higher
     top += tl.log2(tl.maximum(z, 1e-30))
     SCORES += (bh.to(tl.int64) * sizes[0] + u) * T
     for start in range(0, T, BM):
         m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
-        power, spread = far_powers(mean, half, qt, q2t, factor, True)
-        p = tl.where(inside[None, :], tl.exp2(power + logn[:, None] - top[None, :]), 0.0)
-        score = tl.sum(p * spread, 1) if ERROR else tl.sum(p, 1)
+        power, spread = far_powers(q, q2, mean, half, factor, True)
+        p = tl.where(inside[:, None], tl.exp2(power + logn[None, :] - top[:, None]), 0.0)
+        score = tl.sum(p * spread, 0) if ERROR else tl.sum(p, 0)
         tl.store(SCORES + m, tl.where(logn > LOWEST, score, -float("inf")), there)
 
 
@@ -52,7 +52,7 @@ def mean_scores(
     u += tl.arange(0, BM)
     inside = u < sizes[0]
     q = load(QUERY + bh.to(tl.int64) * sizes[0] * D, u, D, inside, D, DP)
-    power, _ = far_powers(mean, half, tl.trans(q), tl.trans(squares(q, scale)), factor, True)
+    power = products(mean, q) * factor + products(half, squares(q, scale)) * LOG2E
     power = tl.where((logn > LOWEST)[:, None], power, -float("inf"))
     place = (bh.to(tl.int64) * sizes[0] + u)[None, :] * T + m[:, None]
     tl.store(SCORES + place, power, inside[None, :] & there[:, None])
@@ -84,7 +84,7 @@ def choose(SCORES, LIST, CHOSEN, T, exact, BT: tl.constexpr):
 @triton.jit(do_not_specialize=["U", "T", "step"])
 def invert(CHOSEN, LIST, COUNT, U, T, step, G: tl.constexpr, BU: tl.constexpr):
     """Compute LIST [heads, groups, U] int32, ascending, and COUNT [heads, groups]: the query tiles that selected any of
-    G consecutive key tiles. step: head stride of CHOSEN."""
+    G consecutive key tiles, each plus UNITS times the bits of those tiles. step: head stride of CHOSEN."""
     group, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     m = group * G + tl.arange(0, G)
     place = bh * tl.num_programs(0) + group
@@ -92,7 +92,9 @@ def invert(CHOSEN, LIST, COUNT, U, T, step, G: tl.constexpr, BU: tl.constexpr):
     for start in range(0, U, BU):
         u = start + tl.arange(0, BU)
         at = CHOSEN + bh * step + u.to(tl.int64)[:, None] * T + m[None, :]
-        found = tl.max(tl.load(at, (u < U)[:, None] & (m < T)[None, :], other=0).to(tl.int32), 1)
-        tl.store(LIST + place * U + count + tl.cumsum(found, 0) - 1, u, found > 0)
+        chosen = tl.load(at, (u < U)[:, None] & (m < T)[None, :], other=0).to(tl.int32)
+        bits = tl.sum(chosen << tl.arange(0, G)[None, :], 1)
+        found = (bits > 0).to(tl.int32)
+        tl.store(LIST + place * U + count + tl.cumsum(found, 0) - 1, bits * UNITS + u, found > 0)
         count += tl.sum(found, 0)
     tl.store(COUNT + place, count)

@@ -3,22 +3,22 @@
 import triton
 import triton.language as tl
 
-from ...rows import load
-from .tiles import FREE, LOWEST, added, exact_keys, far_powers, far_tiles, get, head_of, put, query_rows, squares
+from ...rows import load, products
+from .tiles import FREE, LOWEST, exact_keys, far_powers, far_tiles, get, head_of, put, query_rows, weighted
 
 
 @triton.jit(do_not_specialize=FREE)
 def output(
-    Q, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, LIST, TILES, O, REST, LSE, FAR, qs, ks, vs, os,
-    at, sizes, heads, groups, factor, scale,
+    Q, Q2, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, LIST, TILES, O, REST, LSE, FAR, qs, q2s,
+    ks, vs, os, at, sizes, heads, groups, factor, scale,
     VARIANCE: tl.constexpr, BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
     """Compute O; REST, its rounding error; LSE [B, H, N], log2 of the denominator; and, with MOMENT [B Hk, D, D] =
     H' / TILES, FAR [B, H, N] = m_t / denominator.
 
-    sizes: N, U, T, query tiles and key tiles outside the grid, exact. at: strides of QTOKENS, KTOKENS, LOGN, TILES (per
-    sample), CHOSEN, LIST (per head).
+    Q2: `pool.square` of Q. sizes: N, U, T, query tiles and key tiles outside the grid, exact. at: strides of QTOKENS,
+    KTOKENS, LOGN, TILES (per sample), CHOSEN, LIST (per head).
     """
     u, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
@@ -34,26 +34,26 @@ def output(
     LIST += bh.to(tl.int64) * at[5] + u.to(tl.int64) * exact
     row, inside = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, BQ)
     q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
-    qt, q2t = tl.trans(q), tl.trans(squares(q, scale))
+    q2 = get(head_of(Q2, q2s, b, h), row, q2s, inside, D, DP) if VARIANCE else q
     top, z = tl.full([BQ], LOWEST, tl.float32), tl.zeros([BQ], tl.float32)
     far, o = tl.zeros([BQ], tl.float32), tl.zeros([DP, BQ], tl.float32)
     for start in range(0, tl.where(on_grid, T, 0), BM):
         m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
-        power, _ = far_powers(mean, half, qt, q2t, factor, VARIANCE)
+        power, _ = far_powers(q, q2, mean, half, factor, VARIANCE)
         chosen = tl.load(CHOSEN + m, there, other=1)
         logn = tl.where(chosen == 0, logn, -float("inf"))
-        power += logn[:, None]
-        higher = tl.maximum(top, tl.max(power, 0))
+        power += logn[None, :]
+        higher = tl.maximum(top, tl.max(power, 1))
         shrink = tl.exp2(top - higher)
-        p = tl.exp2(power - higher[None, :])
-        z = z * shrink + tl.sum(p, 0)
-        far = far * shrink + tl.sum(p * tl.where(logn > LOWEST, tl.exp2(-logn), 0.0)[:, None], 0)
-        o = added(o * shrink[None, :], load(VALUE, m, D, there, D, DP), p)
+        p = tl.exp2(power - higher[:, None])
+        z = z * shrink + tl.sum(p, 1)
+        far = far * shrink + tl.sum(p * tl.where(logn > LOWEST, tl.exp2(-logn), 0.0)[None, :], 1)
+        o = weighted(o * shrink[None, :], load(VALUE, m, D, there, D, DP), p)
         top = higher
     if MOMENT is not None:
         d = tl.arange(0, DP)
         moment = load(MOMENT + hk * D * D, d, D, d < D, D, DP)
-        o += tl.dot(moment, qt, input_precision="ieee") * (far * scale)[None, :]
+        o += products(moment, q) * (far * scale)[None, :]
     KH, VH = head_of(K, ks, b, h // groups), head_of(V, vs, b, h // groups)
     KTOKENS += b.to(tl.int64) * at[1]
     n_slots = (tl.where(on_grid, exact, T) + sizes[4]) * KT
@@ -61,14 +61,13 @@ def output(
         k, v, there = exact_keys(
             start, n_slots, LIST, KTOKENS, KH, VH, ks, vs, exact, T, tl.where(on_grid, 0, 1), KT, BJ, D, DP
         )
-        s = tl.dot(k, qt, input_precision="ieee") * factor
-        s = tl.where(there[:, None], s, -float("inf"))
-        higher = tl.maximum(top, tl.max(s, 0))
+        s = tl.where(there[None, :], products(q, k) * factor, -float("inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
         shrink = tl.exp2(top - higher)
-        p = tl.exp2(s - higher[None, :])
-        z = z * shrink + tl.sum(p, 0)
+        p = tl.exp2(s - higher[:, None])
+        z = z * shrink + tl.sum(p, 1)
         far *= shrink
-        o = added(o * shrink[None, :], v, p)
+        o = weighted(o * shrink[None, :], v, p)
         top = higher
     z = tl.maximum(z, 1e-30)
     o = o / z[None, :]

@@ -14,7 +14,7 @@ from .backward import for_keys, for_queries, for_tiles
 from .choose import choose, invert, mean_scores, summed_scores
 from .forward import output
 from .plan import PROGRAMS, ROWS, Plan, Tables, near_scores, tables
-from .pool import outer_sum, pool
+from .pool import outer_sum, pool, square
 
 LOG2 = math.log(2)
 
@@ -100,16 +100,29 @@ def forward(c: Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved) -> No
     if c.first:
         found = _sums(c, v, k, x.keys, at[1], s.mean, None)
         s.moment.copy_(found / x.tiles.view(-1, 1, 1, 1))
-    _choose(c, q, x, s, at)
+    squared = _squared(c, q)
+    _choose(c, q, squared, x, s, at)
     launch(
         output, (c.n_tiles[0], c.b * c.h),
-        q, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen, s.list, x.tiles,
-        o, s.rest, s.lse, s.far, *_strides(q, k, v, o), at, c.sizes, c.h, c.groups, *c.numbers, VARIANCE=c.variance,
-        BQ=c.field.q_tile, KT=c.field.k_tile, BJ=p.slots, BM=p.far, **c.wide, **p.warps,
+        q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen, s.list,
+        x.tiles, o, s.rest, s.lse, s.far, *_strides(q, squared, k, v, o), at, c.sizes, c.h, c.groups, *c.numbers,
+        VARIANCE=c.variance, BQ=c.field.q_tile, KT=c.field.k_tile, BJ=p.slots, BM=p.far, **c.wide, **p.warps,
     )  # fmt: skip
 
 
-def _choose(c: Call, q: Tensor, x: Tables, s: Saved, at: tuple[int, ...]) -> None:
+def _squared(c: Call, q: Tensor) -> Tensor:
+    """Return the squared queries, or q if nothing reads them."""
+    if not c.variance and c.select not in ("error", "mass"):
+        return q
+    n, found = q.shape[1], torch.empty_like(q, memory_format=torch.contiguous_format)
+    launch(
+        square, (-(-n // ROWS), c.b * c.h), q, found, *_strides(q, found), n, c.h, c.scale, BN=ROWS, **c.wide,
+        num_warps=4,
+    )  # fmt: skip
+    return found
+
+
+def _choose(c: Call, q: Tensor, squared: Tensor, x: Tables, s: Saved, at: tuple[int, ...]) -> None:
     """Select the exact key tiles."""
     (_, u, t, *_), shared = c.sizes, (c.h, c.groups, *c.numbers)
     if c.select == "near":
@@ -129,8 +142,8 @@ def _choose(c: Call, q: Tensor, x: Tables, s: Saved, at: tuple[int, ...]) -> Non
     elif c.select != "near":
         launch(
             summed_scores, (u, c.b * c.h),
-            q, x.queries, s.mean, s.half, x.logn, found, *_strides(q), (at[0], at[2]), (u, t), *shared,
-            ERROR=c.select == "error", BQ=c.field.q_tile, BM=c.plan.far, **c.wide, **c.plan.warps,
+            q, squared, x.queries, s.mean, s.half, x.logn, found, *_strides(q, squared), (at[0], at[2]), (u, t),
+            *shared[:3], ERROR=c.select == "error", BQ=c.field.q_tile, BM=c.plan.far, **c.wide, **c.plan.warps,
         )  # fmt: skip
     room = max(16, 1 << (t - 1).bit_length())
     launch(
@@ -163,16 +176,16 @@ def backward(
     x, p = tables(c.field, c.mask, c.device), c.plan
     at, (_, u, t, *_) = c.steps(x, s), c.sizes
     delta, more = torch.empty_like(s.lse), torch.empty_like(s.lse)
+    squared = _squared(c, q)
     launch(
         for_queries, (c.n_tiles[0], c.b * c.h),
-        q, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen, s.list, x.tiles,
-        o, s.rest, grad, s.lse, s.far, delta, more, dq, *_strides(q, k, v, o, grad, dq), at, c.sizes, c.h, c.groups,
-        *c.numbers, VARIANCE=c.variance, BQ=c.field.q_tile, KT=c.field.k_tile, BJ=p.slots, BM=p.far, **c.wide,
-        **p.warps,
+        q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen, s.list,
+        x.tiles, o, s.rest, grad, s.lse, s.far, delta, more, dq, *_strides(q, squared, k, v, o, grad, dq), at, c.sizes,
+        c.h, c.groups, *c.numbers, VARIANCE=c.variance, BQ=c.field.q_tile, KT=c.field.k_tile, BJ=p.slots, BM=p.far,
+        **c.wide, **p.warps,
     )  # fmt: skip
     pooled = [torch.empty_like(s.mean, dtype=torch.float32) for _ in range(3 if c.variance else 2)]
     dmean, dvalue, dhalf = (*pooled, None)[:3]
-    squared = (q.float() * c.scale).square().to(q.dtype) if c.variance else q
     launch(
         for_tiles, (-(-t // p.far), c.b * c.hk),
         q, squared, x.queries, s.mean, _some(s.half), s.value, x.logn, s.chosen, grad, s.lse, delta, more, dmean, dhalf,
@@ -190,7 +203,7 @@ def backward(
     outer = -(-c.sizes[4] * c.field.k_tile // p.keys)
     launch(
         for_keys, (groups + outer, c.b * c.hk),
-        q, k, v, x.queries, x.keys, s.chosen, readers, count, s.mean, s.value, x.logn, dmean, dhalf, dvalue, dmoment,
+        q, k, v, x.queries, x.keys, readers, count, s.mean, s.value, x.logn, dmean, dhalf, dvalue, dmoment,
         grad, s.lse, delta, dk, dv, *_strides(q, k, v, grad, dk, dv), at, c.sizes, c.hk, c.groups, *c.numbers,
         BQ=c.field.q_tile, KT=c.field.k_tile, BK=p.keys, **c.wide, **p.warps,
     )  # fmt: skip

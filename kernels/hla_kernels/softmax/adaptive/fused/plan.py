@@ -12,6 +12,7 @@ from ..layout import Field, distances, tokens_of
 
 SLOTS = 64  # keys per step of the exact field
 ROWS = 64  # tokens per step of D x D sums
+KEYS = 64  # keys per program of `for_keys`: for fewer, ptxas 12.8 addresses operands by registers that nothing set
 PROGRAMS = 264  # two per multiprocessor of an H200
 LEAST = 16  # minimum size of an axis in a product
 
@@ -30,7 +31,7 @@ class Plan(NamedTuple):
     @property
     def warps(self) -> dict[str, int]:
         """Launch options of all passes except pooling and selection."""
-        return {"num_warps": 4 if self.width <= 64 else 8, "num_stages": 2}
+        return {"num_warps": 8, "num_stages": 2}
 
     @property
     def slots(self) -> int:
@@ -45,7 +46,7 @@ class Plan(NamedTuple):
     @property
     def keys(self) -> int:
         """Slots per program of `for_keys`."""
-        return max(LEAST, self.field.k_tile)
+        return max(KEYS, self.field.k_tile)
 
     @property
     def sizes(self) -> tuple[int, ...]:

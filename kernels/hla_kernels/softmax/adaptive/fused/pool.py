@@ -1,10 +1,10 @@
-"""Pooling of key tiles, and D x D sums over tokens."""
+"""Pooling of key tiles, squared queries, and D x D sums over tokens."""
 
 import triton
 import triton.language as tl
 
 from ...rows import load, store
-from .tiles import FREE, added, get, head_of
+from .tiles import FREE, added, get, head_of, put, squares
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -30,6 +30,15 @@ def pool(
     if V is not None:
         v = get(head_of(V, vs, b, h), row, vs, there, D, DP).to(tl.float32)
         tl.store(VALUE + place, (tl.sum(v, 0) / n).to(VALUE.dtype.element_ty), d < D)
+
+
+@triton.jit(do_not_specialize=[*FREE, "N"])
+def square(Q, Q2, qs, q2s, N, heads, scale, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr):
+    """Compute Q2 = (scale Q)^2 of BN tokens."""
+    row, bh = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    q = get(head_of(Q, qs, b, h), row, qs, row < N, D, DP)
+    put(head_of(Q2, q2s, b, h), row, q2s, row < N, squares(q, scale), D, DP)
 
 
 @triton.jit(do_not_specialize=FREE)

@@ -1,17 +1,19 @@
 """Scores and products of the passes.
 
-The first operand of a product is always loaded rows, and a computed factor is the second operand, [keys, queries]:
-products with a first operand in registers are miscompiled.
+Scores are [queries, keys], so that a query's largest score and sum stay within a warp. The first operand of a product
+is always loaded rows, and computed weights are the second one, transposed: products with a first operand in registers
+are miscompiled.
 """
 
 import triton
 import triton.language as tl
 
-from ...rows import load
+from ...rows import load, products
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # instead of minus infinity, whose difference to itself is NaN
-FREE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "sizes", "at", "heads", "factor", "scale", "groups"]
+UNITS = tl.constexpr(2**15)  # query tiles are numbered below it; in a list, higher bits say which key tiles they read
+FREE = ["qs", "q2s", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "sizes", "at", "heads", "factor", "scale", "groups"]
 
 
 @triton.jit
@@ -47,6 +49,12 @@ def added(acc, x, w):
 
 
 @triton.jit
+def weighted(acc, x, w):
+    """Return acc + x'w' for rows of tokens x and computed w [queries, rows]."""
+    return tl.dot(tl.trans(x), tl.trans(w.to(x.dtype)), acc, input_precision="ieee")
+
+
+@triton.jit
 def squares(q, scale):
     """Return (scale q)^2 in the dtype of q."""
     x = q.to(tl.float32) * scale
@@ -65,11 +73,11 @@ def far_tiles(start, MEAN, HALF, LOGN, T, D: tl.constexpr, DP: tl.constexpr, BM:
 
 
 @triton.jit
-def far_powers(mean, half, qt, q2t, factor, VARIANCE: tl.constexpr):
-    """Return (b, q^2.half) [tiles, queries] for transposed queries and their squares; b is a base-2 logarithm."""
-    b = tl.dot(mean, qt, input_precision="ieee") * factor
+def far_powers(q, q2, mean, half, factor, VARIANCE: tl.constexpr):
+    """Return (b, q^2.half) [queries, tiles]; q2: squared queries. b is a base-2 logarithm."""
+    b = products(q, mean) * factor
     if VARIANCE:
-        spread = tl.dot(half, q2t, input_precision="ieee")
+        spread = products(q2, half)
         return b + spread * LOG2E, spread
     return b, b
 
