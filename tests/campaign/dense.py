@@ -100,9 +100,14 @@ def minus(o: Options) -> int:
     return 1 if o.get("magnitudes") else -1
 
 
+def held(x: Tensor, o: Options) -> Tensor:
+    """x, a denominator or a mean; a constant with the option `held`, so that gradients through x are left out."""
+    return x.detach() if o.get("held") else x
+
+
 def ratio(y: Tensor, total: Tensor, o: Options) -> Tensor:
     """Weighted sums over the sums of their weights, which are positive."""
-    total = total + o.get("eps", 1e-6)
+    total = held(total, o) + o.get("eps", 1e-6)
     if not o.get("magnitudes"):
         return y / total
     return y / total.detach() + (y / total.square()).detach() * total
@@ -184,15 +189,15 @@ def taylor2(q: Tensor, k: Tensor, v: Tensor, c: Tensor, narrow: list[Tensor] | N
     """The second-order expansion of softmax around uniform weights; c [H, 2]."""
 
     def scores(q: Tensor, k: Tensor) -> Tensor:
-        return o.get("q_scale", 1.0) * (q @ (k - k.mean(1, keepdim=True)).mT)
+        return o.get("q_scale", 1.0) * (q @ (k - held(k.mean(1, keepdim=True), o)).mT)
 
-    n, mean = q.shape[1], v.mean(1, keepdim=True)
+    n, mean = q.shape[1], held(v.mean(1, keepdim=True), o)
     s = scores(q, k)
     r = s if narrow is None else scores(*narrow)
     c = c.to(q.dtype)[:, :, None, None]
     second = c[:, 1] * r.square() / 2
     y = (c[:, 0] * s + second) @ (v - mean) / n
-    return mean + (y / (1 + second.mean(-1, keepdim=True)) if o.get("normalize", True) else y)
+    return mean + (y / (1 + held(second.mean(-1, keepdim=True), o)) if o.get("normalize", True) else y)
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:

@@ -38,6 +38,7 @@ LIKELY = 4.0
 # results that cancel; UNIT: in float64
 TIMES, CANCELLED, UNIT = 30.0, 2e-6, 2.0**-27
 FAST = 3.0  # Triton forms round operands too: so many times the rounding, of gradients above all
+FEW = 2  # tokens of which the parts of a gradient cancel exactly: the rounding is relative to a part
 BATCH, BATCHES = 50, 200  # calls of a case, cases
 STEPS, REDUCING = 200, 30.0  # calls that a reduction may try, and seconds
 
@@ -199,9 +200,10 @@ def allowed(call: Call, x: Inputs, exact: list[Tensor], fast: bool) -> list[floa
     least = info.smallest_normal * info.eps  # numbers of float16 end soon
     terms = of_products(call, x) if call.op in LINEAR or call.op == "mhla" else of_softmax(call, x, exact)
     cancelled = float(x.v.double().square().mean().sqrt() * x.grad.double().norm()) if sdpa and x.v.numel() else 0.0
+    parts = truth(call, x, torch.float64, held=True) if fast and call.n <= FEW else exact
     return [
-        own * max(float(t.norm()), cancelled) + lost + least * t.numel() ** 0.5 + 1e-30
-        for t, lost in zip(exact, terms, strict=True)
+        own * max(float(t.norm()), float(part.norm()), cancelled) + lost + least * t.numel() ** 0.5 + 1e-30
+        for t, part, lost in zip(exact, parts, terms, strict=True)
     ]
 
 
