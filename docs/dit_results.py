@@ -1,15 +1,12 @@
-"""Write results/dit-cifar10.json and pictures/dit-cifar10.png of docs from the runs and scores of COMMAND, here."""
+"""Write docs/results/dit-cifar10.json from the runs and scores of COMMAND; `readme_tables.py` draws its figure."""
 
 import json
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from zoo import config
 from zoo.io import write_json
-from zoo.plotting import pyplot, save_figure
 from zoo.recipes.settings import RecipeSettings
 from zoo.train.denoising.layerwise import DiffusionTransferSettings
 from zoo.train.denoising.settings import DiffusionSettings
@@ -130,48 +127,6 @@ def kind(row: dict[str, Any]) -> tuple[str, str, str]:
     return row["mixer"], json.dumps(row["options"], sort_keys=True), row["source"]
 
 
-def draw(curves: dict[str, list[tuple[int, float]]], file: Path) -> None:
-    """Validation losses at fixed (t, noise) of the runs behind their source, and samples where there are some."""
-    plt = pyplot()
-    shown = [name for name in curves if Path(f"runs/scores/{name}.npz").is_file()]
-    figure = plt.figure(figsize=(11, 5), layout="constrained")
-    (one, two) = figure.subfigures(1, 2, width_ratios=(1.4, 1))
-    left, grids = one.subplots(), two.subplots(len(shown), 1).flat
-    before = curves[SOURCE.name]
-    for name, curve in curves.items():
-        points = before[-2:] if name == SOURCE.name else [(before[-1][0] + n, loss) for n, loss in curve]
-        left.plot(*zip(*points, strict=True), marker=".", label=named(name))
-    left.set(xlabel="images seen", ylabel="validation loss, fixed times and noise")
-    left.set_ylim(0.1728, 0.1795)
-    left.legend(frameon=False, fontsize=8)
-    for axes, name in zip(grids, shown, strict=True):
-        axes.imshow(grid(Path(f"runs/scores/{name}.npz")))
-        axes.set(title=named(name), xticks=[], yticks=[])
-    save_figure(figure, file, dpi=120)
-
-
-def named(folder: str) -> str:
-    words = {
-        "-0": "",
-        "_softmax": ", softmax blocks: ",
-        "_radius3": ", radius 3",
-        "_degree0": ", degree 0",
-        "_undistilled": ", no distillation",
-        SOURCE.name: "source",
-    }
-    for old, new in words.items():
-        folder = folder.replace(old, new)
-    return folder
-
-
-def grid(file: Path) -> np.ndarray:
-    """The first five samples of each class, a column a class."""
-    with np.load(file, allow_pickle=False) as arrays:
-        images, labels = arrays["arr_0"], arrays["arr_1"]
-    columns = [np.concatenate(images[labels == label][:5]) for label in range(10)]
-    return np.concatenate(columns, axis=1)
-
-
 def main() -> int:
     """Collect, write, draw."""
     found = arms()
@@ -189,7 +144,6 @@ def main() -> int:
     lines += [row for row in old["rows"] if kind(row) not in map(kind, lines)]  # of arms that were not run again
     lines.sort(key=lambda row: ("scratch", "control", "converted").index(row["source"]))
     write_json({"command": COMMAND, **about, "note": old.get("note", []), **extra, "rows": lines}, file)
-    draw(curves, ROOT / "docs" / "pictures" / f"{NAME}.png")
     return 0
 
 

@@ -1,5 +1,6 @@
 """Write the tables of README.md and docs/*.md from docs/results/NAME.json, between the lines
-`<!-- results:NAME -->` and `<!-- /results -->`, and draw docs/pictures/quality.png.
+`<!-- results:NAME -->` and `<!-- /results -->`, and draw three figures of docs/pictures: quality, experiments-h100 and
+dit-cifar10.
 
 With --check: exit 1 if they do not hold the tables that the files give (a test runs this).
 """
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))  # where the benchmarks are
 
 from benchmarks import report  # noqa: E402
+from benchmarks.denoiser_plots import draw_denoisers  # noqa: E402
 from benchmarks.quality_plots import draw_quality, draw_tradeoff  # noqa: E402
 
 MARKED = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
@@ -248,9 +250,10 @@ def main() -> int:
     docs = ROOT / "docs"
     if not args.check and (docs / "results" / "quality.json").is_file():
         draw_quality(json.loads((docs / "results" / "quality.json").read_text()), docs / "pictures" / "quality.png")
-        names = "power-h100", "experiments-h100"
-        files = [json.loads((docs / "results" / f"{name}.json").read_text()) for name in names]
+        names = "power-h100", "experiments-h100", "dit-cifar10"
+        *files, denoisers = (json.loads((docs / "results" / f"{name}.json").read_text()) for name in names)
         draw_tradeoff(*files, docs / "pictures" / "experiments-h100.png")
+        draw_denoisers(denoisers, docs / "pictures" / "dit-cifar10.png")
     changed = 0
     for file in (ROOT / "README.md", *sorted(docs.glob("*.md"))):
         old = file.read_text()

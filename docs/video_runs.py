@@ -22,7 +22,7 @@ from zoo import config
 from zoo.data.video.clips import cover
 from zoo.data.video.files import VIDEO_FILES, about, read_video, write_video
 from zoo.io import result_file, write_json
-from zoo.plotting import pyplot, save_figure
+from zoo.plotting import legend_below, plain_axes, pyplot, save_figure
 from zoo.train.denoising.run import DiffusionRun
 from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.metrics_log import read_rows
@@ -107,8 +107,8 @@ def draw_losses(results: dict[str, dict], file: Path) -> None:
     right.axhline(results["softmax"]["ema_val_loss"], color="grey", linestyle=":", label="softmax before")
     for axes, title in ((left, "softmax from scratch: loss"), (right, "fine-tuned: validation loss")):
         axes.set(xlabel="steps", ylabel=title, yscale="log")
-        axes.grid(alpha=0.3, which="both")
-        axes.legend(frameon=False, fontsize=8)
+        plain_axes(axes)
+        legend_below(axes, 3)
     save_figure(figure, file, dpi=120)
 
 

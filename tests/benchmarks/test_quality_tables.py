@@ -1,10 +1,11 @@
 """The tables of mixers from scratch and of conversions, against numbers worked out by hand."""
 
+import json
 import runpy
 
 from PIL import Image
 
-from benchmarks import quality_plots
+from benchmarks import denoiser_plots, quality_plots
 from tests.helpers.runs import ROOT
 
 TABLES = runpy.run_path(str(ROOT / "docs" / "readme_tables.py"))
@@ -84,3 +85,13 @@ def test_the_picture_has_a_panel_for_each_experiment_and_counts_the_layers_kept(
     assert list(kept.lines[0].get_xdata()) == [0, 2, 3]
     panels = [axes.get_title() for axes in kept.figure.figure.get_axes()]
     assert panels == ["e, from scratch", "e", "Softmax layers kept"]
+
+
+def test_distances_are_relative_to_the_control_of_their_seed(tmp_path, monkeypatch):
+    result = json.loads((ROOT / "docs" / "results" / "dit-cifar10.json").read_text())
+    seen = []
+    monkeypatch.setattr(denoiser_plots, "plain_axes", lambda axes, *_: seen.append(axes))
+    denoiser_plots.draw_denoisers(result, tmp_path / "dit.png")
+    assert Image.open(tmp_path / "dit.png").format == "PNG"
+    by_space = {line.get_label(): sorted(line.get_xdata()) for line in seen[1].lines}
+    assert by_space["ViT"][0] == 2.20604 / 2.23342 and len(by_space["ViT"]) == len(by_space["ResNet-18"]) == 6
