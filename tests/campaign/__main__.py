@@ -36,7 +36,14 @@ from tqdm import tqdm
 
 from tests.campaign.harness import Case, prepare
 
-PARTS = ("commands", "options", "kills", "folders", "disks", "operators")
+PARTS = {  # module and function with the cases
+    "commands": ("commands", "cases"),
+    "options": ("attacks", "options"),
+    "kills": ("attacks", "kills"),
+    "folders": ("folders", "cases"),
+    "disks": ("attacks", "disks"),
+    "operators": ("operators", "cases"),
+}
 FIGURES = ("cases", "tried", "passed", "failed", "tolerated")
 LEDGER = Path(__file__).with_name("ledger.yaml")
 REDUCING = 60.0  # seconds after its time that a part may spend on reducing failures
@@ -63,7 +70,9 @@ def main(words: list[str]) -> int:
             seconds = max(end - time.monotonic(), 1.0) / (len(parts) - number)
             folder = Path(work) / part
             folder.mkdir()
-            cases = importlib.import_module(f"tests.campaign.{part}").cases(folder, options.seed)
+            module, function = PARTS[part]
+            make = getattr(importlib.import_module(f"tests.campaign.{module}"), function)
+            cases = make(folder, options.seed)
             rows.append(carry_out(part, cases, folder, seconds, options.seed, ledger))
     return report(rows, Path(options.out), options.seed)
 

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from tests.campaign import __main__ as campaign
-from tests.campaign import commands, damages
+from tests.campaign import commands, folders
+from tests.campaign.attacks import OPTIONS
 from tests.campaign.harness import ENVIRONMENT, TOOLS, Case, Result, call, fork, judge, prepare, shrink
-from tests.campaign.options import TABLE
 from tests.campaign.runs import TOOL
 
 TRACE = "Traceback (most recent call last):\n  File x\nKeyError: 'a'\n"
@@ -94,5 +94,5 @@ def test_the_tables_name_what_exists():
     for title, section in sections.items():
         assert (TOOLS / f"{title.split()[0]}.py").is_file()
         assert list(commands.generated(section)) if "schema" in section else True
-    kinds = damages.of_unfinished() | damages.of_classifier() | damages.of_pipeline()
-    assert len(kinds) > 200 and all(len(TABLE[kind]) > 15 for kind in TOOL)
+    kinds = folders.of_unfinished() | folders.of_classifier() | folders.of_pipeline()
+    assert len(kinds) > 200 and all(len(OPTIONS[kind]) > 15 for kind in TOOL)

@@ -17,7 +17,7 @@ import torch
 import yaml
 from PIL import Image
 
-from tests.campaign.damages import Payload, evil
+from tests.campaign.folders import Payload, evil
 from tests.campaign.harness import TABLES, call, fork, succeed
 from tests.campaign.runs import write_config
 
