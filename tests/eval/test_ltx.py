@@ -7,13 +7,13 @@ import torch
 
 import zoo
 from tests.helpers.tiny_diffusion import letters
+from tests.helpers.tiny_video import write_moving_digits
 from zoo import config
 from zoo.data.latents import Latents
 from zoo.data.latents.encoders import decode_latents, load_vae
 from zoo.data.latents.extracting import extract_latents
 from zoo.data.latents.settings import ExtractSettings
 from zoo.data.video import Clips, ClipShape, MovingDigits
-from zoo.data.video.digits import write_moving_digits
 from zoo.data.video.files import about
 from zoo.diffusion.call import call_denoiser, call_spec
 from zoo.eval.sample_settings import SampleOptions, SampleSettings

@@ -7,12 +7,25 @@ import diffusers
 import torch
 
 from zoo.data.video import ClipShape, MovingDigits
-from zoo.data.video.digits import write_moving_digits
+from zoo.data.video.clips import CAPTIONS
+from zoo.data.video.files import write_video
+from zoo.io import write_csv
 
 SHAPE = ClipShape(frames=5, height=16, width=16)
 SIZES = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 4, "ffn_dim": 16, "freq_dim": 8}
 WORDS = 16  # channels of the text encoder
 EYE = 12  # and of the image encoder
+
+
+def write_moving_digits(folder: Path, clips: MovingDigits) -> None:
+    """Write the clips into `folder` as mp4 files, and metadata.csv with the name of the digit in the column `text`."""
+    rows = []
+    for number in range(len(clips)):
+        video, label = clips.read(number)
+        file = f"{number:05d}.mp4"
+        write_video(video.permute(1, 2, 3, 0).numpy(), folder / file, clips.fps)
+        rows.append((file, clips.classes[label]))
+    write_csv(("file_name", "text"), rows, folder / CAPTIONS)
 
 
 def tiny_wan(channels: int = 4, seed: int = 0, **changes: Any) -> diffusers.WanTransformer3DModel:

@@ -34,10 +34,6 @@ class Prediction(NamedTuple):
     mixer_us: float | None
     break_even: int | None
 
-    @property
-    def speedup(self) -> float | None:
-        return None if self.mixer_us is None else self.softmax_us / self.mixer_us
-
 
 @cache
 def measured_table() -> dict[str, Any]:

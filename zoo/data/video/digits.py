@@ -4,16 +4,12 @@ Similar to Moving MNIST (Srivastava et al., arXiv 1502.04681), but with a single
 clip has a class.
 """
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from zoo.data.sources import Digits
-from zoo.data.video.clips import CAPTIONS, ClipShape
-from zoo.data.video.files import write_video
-from zoo.io import write_csv
+from zoo.data.video.clips import ClipShape
 
 SPEED = 0.06  # distance per frame, as a fraction of the canvas
 
@@ -58,14 +54,3 @@ def _bounce(place: np.ndarray, velocity: np.ndarray, room: np.ndarray) -> tuple[
     velocity = np.where((place < 0) | (place > room), -velocity, velocity)
     place = np.where(place < 0, -place, np.where(place > room, 2 * room - place, place))
     return place.clip(0, room), velocity
-
-
-def write_moving_digits(folder: Path, clips: MovingDigits) -> None:
-    """Write the clips into `folder` as mp4 files, and metadata.csv with the name of the digit in the column `text`."""
-    rows = []
-    for number in range(len(clips)):
-        video, label = clips.read(number)
-        file = f"{number:05d}.mp4"
-        write_video(video.permute(1, 2, 3, 0).numpy(), folder / file, clips.fps)
-        rows.append((file, clips.classes[label]))
-    write_csv(("file_name", "text"), rows, folder / CAPTIONS)
