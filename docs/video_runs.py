@@ -20,7 +20,7 @@ from PIL import Image
 
 from zoo import config
 from zoo.data.video.clips import cover
-from zoo.data.video.files import VIDEO_FILES, about, read_video, write_video
+from zoo.data.video.files import VIDEO_FILES, read_video, video_info, write_video
 from zoo.io import result_file, write_json
 from zoo.plotting import legend_below, plain_axes, pyplot, save_figure
 from zoo.train.denoising.run import DiffusionRun
@@ -52,8 +52,8 @@ def cut(videos: Path) -> list[str]:
             continue
         frames = cover(read_video(file), *SIZE).permute(1, 2, 3, 0).numpy()
         middle = round(len(frames) * SHARE)
-        write_video(frames[:middle], parts["train"], about(file).fps)
-        write_video(frames[middle:], parts["val"], about(file).fps)
+        write_video(frames[:middle], parts["train"], video_info(file).fps)
+        write_video(frames[middle:], parts["val"], video_info(file).fps)
     return [f"data.{part}={folder}" for part, folder in folders.items()]
 
 

@@ -341,8 +341,12 @@ def describe(schema: type) -> str:
 
 def _describe_key(schema: type, key: str, prefix: str) -> list[str]:
     default, kind = getattr(schema(), key), type_name(_hints(schema)[key])
-    meaning = textwrap.wrap(field_docs(schema)[key], width=100, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return [f"  {prefix}{key} ({kind}, default {default!r})", *meaning]
+    return [f"  {prefix}{key} ({kind}, default {default!r})", *help_lines(field_docs(schema)[key])]
+
+
+def help_lines(text: str) -> list[str]:
+    """Wrap a text of the help into indented lines."""
+    return textwrap.wrap(text, width=100, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
 def from_command_line(schema: type[T], words: list[str]) -> T:

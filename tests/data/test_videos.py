@@ -19,7 +19,7 @@ from zoo.data.latents.extracting import extract_latents
 from zoo.data.latents.settings import ExtractSettings
 from zoo.data.video import Clips, ClipShape, MovingDigits, files, read_frames, write_video
 from zoo.data.video.clips import cover
-from zoo.data.video.files import about, read_video
+from zoo.data.video.files import read_video, video_info
 
 
 def moving_bar(frames: int, height: int = 32, width: int = 48) -> np.ndarray:
@@ -34,7 +34,7 @@ def moving_bar(frames: int, height: int = 32, width: int = 48) -> np.ndarray:
 def test_a_video_comes_back_frame_by_frame(tmp_path):
     video = moving_bar(20)
     write_video(video, tmp_path / "a.mp4", 12.5)
-    assert about(tmp_path / "a.mp4") == (20, 32, 48, 12.5)
+    assert video_info(tmp_path / "a.mp4") == (20, 32, 48, 12.5)
     numbers = [0, 3, 4, 19]
     found = read_frames(tmp_path / "a.mp4", numbers).astype(float)
     error = np.abs(found - video[numbers]).mean(axis=(1, 2, 3))

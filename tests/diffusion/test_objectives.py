@@ -101,10 +101,10 @@ def test_a_model_that_knows_the_noise_has_no_error_and_samples_the_data(objectiv
     def model(hidden_states, timestep, class_labels, return_dict):
         return (torch.cat([wanted, torch.zeros_like(wanted)], 1)[:, : 3 * objective.outputs],)
 
-    t = objective.spread(torch.linspace(0, 0.99, 5))
+    t = objective.times_at(torch.linspace(0, 0.99, 5))
     output = model(None, None, None, False)[0]
     assert objective.losses(output, x0, noise, t).mse.max() == 0
-    start = objective.noised(x0, noise, objective.spread(torch.full((5,), 0.99999)))
+    start = objective.noised(x0, noise, objective.times_at(torch.full((5,), 0.99999)))
     labels = {"class_labels": torch.zeros(5, dtype=torch.long)}
     scheduler = objective.scheduler()
     found = sample(model, CallSpec({}, 1.0), scheduler, start, labels, {"class_labels": torch.tensor(10)}, 10, 1.0)
@@ -116,7 +116,7 @@ def test_times_are_drawn_as_said():
     t = FlowMatching(mean=1.0, deviation=0.5).draw(20000, torch.device("cpu"))
     logit = (t / (1 - t)).log()
     assert float(logit.mean()) == pytest.approx(1.0, abs=0.02) and float(logit.std()) == pytest.approx(0.5, abs=0.02)
-    plain, shifted = (FlowMatching(shift=s).spread(torch.tensor([0.5])) for s in (1.0, 3.0))
+    plain, shifted = (FlowMatching(shift=s).times_at(torch.tensor([0.5])) for s in (1.0, 3.0))
     assert float(plain) == 0.5 and float(shifted) == pytest.approx(0.75)
     steps = DDPM().draw(20000, torch.device("cpu"))
     assert steps.min() == 0 and steps.max() == 999

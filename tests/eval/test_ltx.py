@@ -14,7 +14,7 @@ from zoo.data.latents.encoders import decode_latents, load_vae
 from zoo.data.latents.extracting import extract_latents
 from zoo.data.latents.settings import ExtractSettings
 from zoo.data.video import Clips, ClipShape, MovingDigits
-from zoo.data.video.files import about
+from zoo.data.video.files import video_info
 from zoo.diffusion.call import call_denoiser, call_spec
 from zoo.eval.sample_settings import SampleOptions, SampleSettings
 from zoo.eval.sampling import open_sampler, run_sampling
@@ -75,7 +75,7 @@ def test_a_converted_ltx_makes_the_videos_of_its_pipeline(tmp_path, pipe):
     assert (ours.int() - softmax.int()).abs().max() > 1
     sample = SampleOptions(model=str(tmp_path / "mhla"), base=pipe, count=1, **shape)
     run_sampling(SampleSettings(sample=sample, out=str(tmp_path / "videos")), "command")
-    assert about(tmp_path / "videos" / "000000.mp4") == (9, 32, 64, 25.0)
+    assert video_info(tmp_path / "videos" / "000000.mp4") == (9, 32, 64, 25.0)
     for wrong, sentence in (({"frames": 8}, r"sample.frames must be 4 n \+ 1"), ({"size": 18}, "multiple of 4")):
         with pytest.raises(ValueError, match=sentence):
             open_sampler(SampleOptions(model=pipe, **(shape | wrong)), "cpu")
@@ -183,7 +183,7 @@ def test_a_converted_ltx_is_trained_and_sampled(tmp_path, pipe, latents):
     found = [row["attention"] for row in rows if row["kind"] == "train"]
     assert (
         np.mean(found[-4:]) < 0.8 * np.mean(found[:4])
-        and about(tmp_path / "run" / "samples" / "step-00000020.mp4").fps == 25
+        and video_info(tmp_path / "run" / "samples" / "step-00000020.mp4").fps == 25
     )
     trained = zoo.HLALTXVideoTransformer3DModel.from_pretrained(tmp_path / "run" / "transformer")
     assert trained.transformer_blocks[1].attn1.mixer.blocks == (1, 3, 6)  # 18^2 is about 3 x 8 x 16 tokens
@@ -192,7 +192,7 @@ def test_a_converted_ltx_is_trained_and_sampled(tmp_path, pipe, latents):
     shape = {"size": 32, "width": 64, "frames": 9, "steps": 2, "prompts": str(prompts), "count": 1}
     sample = SampleOptions(model=str(tmp_path / "run" / "transformer"), base=pipe, **shape)
     run_sampling(SampleSettings(sample=sample, out=str(tmp_path / "videos")), "command")
-    assert about(tmp_path / "videos" / "000000.mp4") == (9, 32, 64, 25.0)
+    assert video_info(tmp_path / "videos" / "000000.mp4") == (9, 32, 64, 25.0)
 
 
 def test_an_ltx_from_scratch_reads_prompts_only(tmp_path, latents):

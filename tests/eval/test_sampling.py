@@ -252,7 +252,7 @@ def test_converted_models_are_loaded_with_their_mixers(tmp_path):
     loaded = open_sampler(SampleOptions(model=f"{tmp_path}/ahla", **options), "cpu")
     assert torch.equal(loaded(range(3)), ClassSampler(model, scheduler, **options)(range(3)))
     assert difference(loaded(range(3)), open_sampler(SampleOptions(model=source, **options), "cpu")(range(3))) > 1
-    about = loaded.about()
+    about = loaded.metadata()
     assert about["model"] == "HLADiTTransformer2DModel" and "ahla" in json.dumps(about["config"])
 
 
@@ -279,7 +279,7 @@ def test_text_to_image_pipelines(tmp_path):
     whole = sampler(range(4))
     assert whole.shape == (4, 3, 16, 16) and difference(whole[[0]], whole[[3]]) > 3  # one prompt, other noise
     assert difference(whole, torch.cat([sampler([i]) for i in range(4)])) <= 1
-    assert sampler.about()["guidance"] == 4.5 and sampler.labels([4, 0]) == ["d e", "a b c"]
+    assert sampler.metadata()["guidance"] == 4.5 and sampler.labels([4, 0]) == ["d e", "a b c"]
     run_sampling(settings(tmp_path / "made", **options, count=4), "")  # a data set for tools/extract_latents.py
     made = ImageSamples(ImageSettings(source="hf", where=f"{tmp_path}/made", text_key="text", img_size=16))
     assert [made[i][2] for i in range(4)] == sampler.labels(range(4))

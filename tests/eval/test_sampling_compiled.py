@@ -43,7 +43,7 @@ def test_compiled_blocks_make_the_same_images(mixer, options, graphs, tmp_path):
     assert graphs and (made.int() - images.int()).abs().max() <= 1 and made.float().std() > 10
     count = len(graphs)
     assert torch.equal(fast(range(2)), made) and len(graphs) == count  # compiled once, not again each step
-    assert plain.about() == fast.about()  # weights and configuration are not renamed
+    assert plain.metadata() == fast.metadata()  # weights and configuration are not renamed
 
 
 def test_the_transformer_of_a_pipeline_from_text_is_compiled(graphs, tmp_path):

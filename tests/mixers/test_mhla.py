@@ -229,7 +229,7 @@ def test_prepared_features_are_those_of_the_mixer(order, feature_map):
     """What a host may do in one pass with its norms: the map, then the rotation."""
     q, k, v, ctx = inputs()
     mixer = stirred(make(order=order, feature_map=feature_map, normalize=False, post_norm=True, depthwise="v"))
-    assert mixer.early_map == feature_map
+    assert mixer.fusable_map == feature_map
     angle = torch.rand(q.shape[1], HEAD_DIM // 2, dtype=torch.float64)
 
     def turn(t):
@@ -248,7 +248,7 @@ def test_prepared_features_are_those_of_the_mixer(order, feature_map):
 def test_no_early_map(options):
     """With a ratio, another map, or something between the projections and the map."""
     plain = {"feature_map": "relu", "normalize": options == {}, "post_norm": True}
-    assert make(**{**plain, **options}).early_map is None
+    assert make(**{**plain, **options}).fusable_map is None
 
 
 @pytest.mark.parametrize("mixer", ["mhla", "mhla2", "poly", "taylor2", "la"])

@@ -86,7 +86,7 @@ with Stop(accelerator) as stop:
         if step == 5 and accelerator.process_index == 1:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
-        if number := stop.asked():
+        if number := stop.requested():
             os.write(1, f"{step} {number}\\n".encode())  # one write: print makes two, which processes interleave
             break
 """

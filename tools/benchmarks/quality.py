@@ -14,7 +14,7 @@ import yaml
 
 from benchmarks.quality_results import merge_results, quality_row
 from zoo import config
-from zoo.data import kept_open
+from zoo.data import share_data
 from zoo.io import result_file, write_json
 from zoo.ranges import SEED, check_ranges
 from zoo.recipes.settings import RecipeSettings
@@ -97,7 +97,7 @@ def quality_table(settings: QualitySettings, file: str, changes: list[str], comm
     """
     rows: list[Row] = []
     runs = _conversions if settings.recipe else _from_scratch
-    with kept_open():
+    with share_data():
         for seed, mixer in itertools.product(settings.seeds, settings.mixers):
             torch.compiler.reset()  # the number of compilations per class is limited
             rows += runs(settings, file, changes, mixer, seed)

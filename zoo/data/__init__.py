@@ -7,7 +7,7 @@ device.
 import torch
 
 from zoo.data.batch import AnyBatch, Batch, check_unreadable
-from zoo.data.cached import CachedImages, kept, kept_open
+from zoo.data.cached import CachedImages, share_data, shared
 from zoo.data.loader import LoadedImages
 from zoo.data.plan import BatchPlan
 from zoo.data.settings import AugmentSettings, DataSettings
@@ -38,7 +38,7 @@ def validation_source(data: DataSettings) -> Source:
 def _open(data: DataSettings, train: bool) -> Source:
     where = data.train if train or data.holdout else data.val
     given = data.source, where, train or data.holdout > 0, data.image_key, data.label_key
-    whole = kept(given, lambda: open_source(*given)) if data.cache else open_source(*given)
+    whole = shared(given, lambda: open_source(*given)) if data.cache else open_source(*given)
     if not data.holdout:
         return whole
     first = len(whole) - data.holdout
@@ -67,9 +67,9 @@ __all__ = [
     "LoadedImages",
     "Source",
     "check_unreadable",
-    "kept_open",
     "open_images",
     "open_source",
     "open_sources",
+    "share_data",
     "validation_source",
 ]

@@ -22,27 +22,27 @@ DECODE_BATCH = 256
 RATIOS = 3 / 4, 4 / 3  # range of the aspect ratio of a resized crop, as in torchvision
 
 T = TypeVar("T")
-_kept: dict[Hashable, object] | None = None  # results of `kept` by key; None outside of `kept_open`
+_shared: dict[Hashable, object] | None = None  # results of `shared` by key; None outside of `share_data`
 
 
 @contextmanager
-def kept_open() -> Iterator[None]:
+def share_data() -> Iterator[None]:
     """Context in which opened sources and decoded images are kept, so that several runs in one process share them."""
-    global _kept
-    _kept = {}
+    global _shared
+    _shared = {}
     try:
         yield
     finally:
-        _kept = None
+        _shared = None
 
 
-def kept(key: Hashable, make: Callable[[], T]) -> T:
-    """Return the result of `make`. Inside `kept_open`, `make` is called once per key and its result is cached."""
-    if _kept is None:
+def shared(key: Hashable, make: Callable[[], T]) -> T:
+    """Return the result of `make`. Inside `share_data`, `make` is called once per key and its result is cached."""
+    if _shared is None:
         return make()
-    if key not in _kept:
-        _kept[key] = make()
-    return cast(T, _kept[key])
+    if key not in _shared:
+        _shared[key] = make()
+    return cast(T, _shared[key])
 
 
 def decoded(source: Source, spec: InputSpec, workers: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +65,7 @@ class CachedImages:
     def __init__(
         self, source: Source, spec: InputSpec, augment: AugmentSettings, seed: int, device: torch.device, workers: int
     ) -> None:
-        images, labels, read = kept((source, spec), lambda: decoded(source, spec, workers))
+        images, labels, read = shared((source, spec), lambda: decoded(source, spec, workers))
         self.images, self.labels, self.read = images.to(device), labels.to(device), read
         self.augment, self.seed, self.device = augment, seed, device
         self.mean = torch.tensor(spec.mean, device=device).view(3, 1, 1)

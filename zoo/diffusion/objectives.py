@@ -32,7 +32,7 @@ class Objective(Protocol):
     def draw(self, n: int, device: torch.device) -> Tensor:
         """Draw n random times from torch's global generator."""
 
-    def spread(self, where: Tensor) -> Tensor:
+    def times_at(self, where: Tensor) -> Tensor:
         """The times at the given fractions, in [0, 1), of the time range, for validation."""
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -89,11 +89,11 @@ class DDPM:
     def draw(self, n: int, device: torch.device) -> Tensor:
         return torch.randint(STEPS, (n,), device=device)
 
-    def spread(self, where: Tensor) -> Tensor:
+    def times_at(self, where: Tensor) -> Tensor:
         return (where * STEPS).long()
 
     def _buffer_at(self, name: str, t: Tensor, x: Tensor) -> Tensor:
-        return each(self.table[name].to(x.device)[t].float(), x)
+        return expand_to(self.table[name].to(x.device)[t].float(), x)
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         return self._buffer_at("signal", t, x0) * x0 + self._buffer_at("noise", t, x0) * noise
@@ -117,7 +117,7 @@ class DDPM:
         true = self._buffer_at("from_start", t, x0) * x0 + self._buffer_at("from_now", t, x0) * xt
         gap = low - log_variance
         kl = 0.5 * (gap.exp() - gap - 1 + (true - mean).square() * (-log_variance).exp())
-        nats = torch.where(each(t == 0, x0), -log_likelihood(x0, mean, 0.5 * log_variance), kl)
+        nats = torch.where(expand_to(t == 0, x0), -log_likelihood(x0, mean, 0.5 * log_variance), kl)
         return nats.flatten(1).mean(1) / math.log(2)
 
     def scheduler(self) -> SchedulerMixin:
@@ -125,7 +125,7 @@ class DDPM:
         return DDIMScheduler(STEPS, 1e-4, 0.02, "linear", clip_sample=False, timestep_spacing="trailing")
 
 
-def each(values: Tensor, x: Tensor) -> Tensor:
+def expand_to(values: Tensor, x: Tensor) -> Tensor:
     """Reshape values [B], one per sample, to broadcast over x [B, ...]."""
     return values.view(-1, *[1] * (x.ndim - 1))
 
@@ -169,14 +169,14 @@ class FlowMatching:
         low, high = torch.special.ndtr((ends - self.mean) / self.deviation)
         return torch.special.ndtri(low + (high - low) * torch.special.ndtr(z.double())).to(z.dtype)
 
-    def spread(self, where: Tensor) -> Tensor:
+    def times_at(self, where: Tensor) -> Tensor:
         return self._shifted(self.low + (self.high - self.low) * where)
 
     def _shifted(self, t: Tensor) -> Tensor:
         return self.shift * t / (1 + (self.shift - 1) * t)
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        return torch.lerp(x0, noise, each(t, x0).to(x0))
+        return torch.lerp(x0, noise, expand_to(t, x0).to(x0))
 
     def timestep(self, t: Tensor) -> Tensor:
         return t * STEPS

@@ -39,7 +39,7 @@ class Sampler(Protocol):
     def labels(self, numbers: Sequence[int]) -> list[int] | list[str]:
         """The classes or prompts of the samples with these numbers."""
 
-    def about(self) -> Tree:
+    def metadata(self) -> Tree:
         """Everything that the samples depend on, for the metadata file."""
 
 
@@ -141,10 +141,10 @@ class ClassSampler:
         latents = x / self.vae.config.scaling_factor + (self.vae.config.get("shift_factor") or 0.0)
         return self.vae.decode(latents.to(self.vae.dtype)).sample
 
-    def about(self) -> Tree:
-        return self.described() | {"size": self.size}
+    def metadata(self) -> Tree:
+        return self.metadata_without_size() | {"size": self.size}
 
-    def described(self) -> Tree:
+    def metadata_without_size(self) -> Tree:
         """Everything that the images depend on except the size."""
         return {
             **describe_denoiser(self.transformer, self.scheduler),
@@ -243,7 +243,7 @@ class TextSampler:
             ).images
         return to_uint8(torch.from_numpy(np.asarray(found)).permute(0, 3, 1, 2) * 2 - 1)
 
-    def about(self) -> Tree:
+    def metadata(self) -> Tree:
         return {
             **describe_denoiser(self.denoiser, self.pipeline.scheduler),
             "pipeline": type(self.pipeline).__name__,

@@ -76,8 +76,8 @@ class ClassVideoSampler(ClassSampler):
             return x
         return decode_latents(self.vae, x, self.data["scaling"], self.data["shift"])
 
-    def about(self) -> Tree:
-        return self.described() | {"size": list(self.pixels), "fps": self.fps}
+    def metadata(self) -> Tree:
+        return self.metadata_without_size() | {"size": list(self.pixels), "fps": self.fps}
 
 
 class VideoSampler(TextSampler):
@@ -141,12 +141,12 @@ class VideoSampler(TextSampler):
             ).frames
         return to_uint8(torch.from_numpy(np.asarray(found)).permute(0, 4, 1, 2, 3) * 2 - 1)
 
-    def about(self) -> Tree:
+    def metadata(self) -> Tree:
         more = {"size": list(self.pixels), "fps": self.fps, "first_frames": len(self.images)}
         second = getattr(self.pipeline, "transformer_2", None)
         if second is not None:
             more["second"] = describe_denoiser(second, self.pipeline.scheduler)
-        return super().about() | more
+        return super().metadata() | more
 
 
 def check_video(pixels: Sequence[int], patch: Sequence[int], time: int, space: int) -> None:

@@ -73,7 +73,7 @@ def run_sampling(settings: SampleSettings, command: str) -> int:
     if sampler.fps:
         output = Mp4Folder(settings.out, sampler.fps)
     chosen = {k: v for k, v in asdict(options).items() if k not in (*IRRELEVANT_KEYS, "model", "base", "transformer_2")}
-    card = {"sampling": chosen | sampler.about(), "model": options.model, "count": options.count, "command": command}
+    card = {"sampling": chosen | sampler.metadata(), "model": options.model, "count": options.count, "command": command}
     output.check(card)
     missing = output.missing(options.count)
     state.wait_for_everyone()

@@ -93,7 +93,7 @@ class Context:
     key_padding_mask: [B, N] bool, True for real tokens; supported by every two-sided mixer. A host passes either this
         or `mask`. Outputs of padded tokens are zero for linear mixers and undefined for softmax.
     is_causal: whether the host requires causal attention.
-    prepared: feature map and rotation were already applied to q and k; allowed only if the mixer has an `early_map`.
+    prepared: feature map and rotation were already applied to q and k; allowed only if the mixer has a `fusable_map`.
     qkv: packed tensor [B, N, 3, H, D] of which q, k and v are unmodified views, if there is one; a mixer may read it
         instead of them.
     """

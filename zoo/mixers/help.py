@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields
 
-from zoo.config import field_docs, type_name
+from zoo.config import field_docs, help_lines, type_name
 from zoo.mixers import MIXERS
 from zoo.mixers.options import LocalOptions, MixerConfig
 
@@ -22,16 +22,16 @@ def mixers_help() -> str:
     lines = ["mixers, with the defaults that differ from those below:"]
     for name, kind in MIXERS.items():
         summary = inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0].replace("\n", " ")
-        lines += [f"  {name}", f"      {summary}"]
-        if own := _own_defaults(kind.defaults):
-            lines.append(f"      defaults: {own}")
+        own = _own_defaults(kind.defaults)
+        lines += [f"  {name}", *help_lines(summary), *help_lines(f"defaults: {own}" if own else "")]
     classes = dict.fromkeys(cls for kind in MIXERS.values() for cls in _option_classes(type(kind.defaults)))
     for cls in classes:
         names = [name for name, kind in MIXERS.items() if isinstance(kind.defaults, cls)]
         owners = "every mixer" if len(names) == len(MIXERS) else ", ".join(names)
         lines += ["", f"mixer_options of {owners}:"]
         for f in _declared(cls):
-            lines += [f"  {f.name} ({type_name(f.type)}, default {f.default!r})", f"      {field_docs(cls)[f.name]}"]
+            head = f"  {f.name} ({type_name(f.type)}, default {f.default!r})"
+            lines += [head, *help_lines(field_docs(cls)[f.name])]
     return "\n".join(lines)
 
 

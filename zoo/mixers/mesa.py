@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from zoo.mixers.base import EPS, LinearMixer
 from zoo.mixers.context import LayerSpec
-from zoo.mixers.moments import mean_product, read, real_features
+from zoo.mixers.moments import apply_matrix, mean_product, real_features
 from zoo.mixers.options import MixerOptions, is_number
 
 
@@ -69,4 +69,4 @@ class Mesa(LinearMixer):
         ridge = self.log_ridge.to(energy.dtype).clamp(-limit, limit).exp() * energy + EPS
         eye = torch.eye(keys.shape[-1], device=keys.device, dtype=keys.dtype)
         factor, _ = torch.linalg.cholesky_ex(keys + ridge[..., None, None] * eye)
-        return read(q, torch.cholesky_solve(pairs, factor))
+        return apply_matrix(q, torch.cholesky_solve(pairs, factor))

@@ -87,7 +87,7 @@ class BlockMixer(BlockedMixer):
         self.mixing.project_()
 
     @property
-    def early_map(self) -> str | None:
+    def fusable_map(self) -> str | None:
         # not with a denominator, which needs unrotated features, nor with gains, which calibration solves from q and k
         opt = self.options
         fusible = not opt.normalize and not opt.gains and not set(opt.depthwise) & set("qk")

@@ -19,7 +19,7 @@ def mean_product(a: Tensor, b: Tensor, count: float | Tensor) -> Tensor:
         return torch.einsum("bnhd,bnhe->bhde", a, b) / count
 
 
-def read(q: Tensor, matrix: Tensor) -> Tensor:
+def apply_matrix(q: Tensor, matrix: Tensor) -> Tensor:
     """Compute q_t W for every token: q [B, N, H, D], W [B, Hk, D, E] in float32 -> [B, N, H, E] in the dtype of q."""
     matrix = matrix.to(q.dtype).repeat_interleave(q.shape[2] // matrix.shape[1], dim=1)
     return torch.einsum("bnhd,bhde->bnhe", q, matrix)

@@ -81,7 +81,7 @@ class Mixer(nn.Module):
         return ""
 
     @property
-    def early_map(self) -> str | None:
+    def fusable_map(self) -> str | None:
         """Feature map (identity or relu) that the layer may fuse with its q/k norms and rotation (`Context.prepared`).
 
         None if feature map and rotation must be applied by the mixer.

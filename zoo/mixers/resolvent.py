@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from zoo.mixers.base import EPS, LinearMixer
 from zoo.mixers.context import Context, LayerSpec
-from zoo.mixers.moments import mean_product, read, real_features
+from zoo.mixers.moments import apply_matrix, mean_product, real_features
 from zoo.mixers.options import TwoSidedRatioOptions, is_number
 
 LARGEST_SHARE = 1 - 2**-10  # upper bound of the learned c: the matrix is singular at c = 1
@@ -72,4 +72,4 @@ class Resolvent(LinearMixer):
         steps = mean_product(k, q, count)  # [B, H, D, D]
         pairs = mean_product(k, v, count).repeat_interleave(q.shape[2] // v.shape[2], dim=1)
         eye = torch.eye(steps.shape[-1], device=steps.device, dtype=steps.dtype)
-        return read(q.to(v.dtype), torch.linalg.solve_ex(eye - c * steps, (1 - c) * pairs)[0])
+        return apply_matrix(q.to(v.dtype), torch.linalg.solve_ex(eye - c * steps, (1 - c) * pairs)[0])

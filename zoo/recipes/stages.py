@@ -146,8 +146,8 @@ def transfer_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -
         return {"rows": [], "length": 0}
     recipe = kind.recipe
     tree = kind.settings(
-        kind.continued(out / "calibrated", keep),
-        kind.of_length(n),
+        kind.starting_from(out / "calibrated", keep),
+        kind.with_length(n),
         {
             "optim": {
                 "lr": recipe.transfer_lr * kind.tree["optim"]["lr"],
@@ -178,14 +178,15 @@ def finetune_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -
     """Fine-tune end to end, for the rest of the budget."""
     keep, length = _stage_result(found, "calibrate")["keep_softmax"], _stage_result(found, "transfer")["length"]
     start = out / ("transfer" if length else "calibrated")
-    tree = kind.settings(kind.continued(start, keep), kind.of_length(kind.budget() - length), _folder(out / "finetune"))
+    rest = kind.with_length(kind.budget() - length)
+    tree = kind.settings(kind.starting_from(start, keep), rest, _folder(out / "finetune"))
     return {"rows": [], "result": kind.run(tree)}
 
 
 def controls_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
     """Train two controls for the full budget: softmax, and the mixer from random attention weights (the floor)."""
     keep = _stage_result(found, "calibrate")["keep_softmax"]
-    source = {"model": {**kind.continued(Path(kind.recipe.source), [])["model"], "mixer": "", "mixer_options": {}}}
+    source = {"model": {**kind.starting_from(Path(kind.recipe.source), [])["model"], "mixer": "", "mixer_options": {}}}
     alone: Tree = {"distill": {"teacher": "", "attention": 0.0}, "optim": {"anneal": 0.0}}  # no order warm-up
     control = kind.run(kind.settings(source, alone, _folder(out / "control")))
     start = out / "floor_start"
@@ -193,7 +194,7 @@ def controls_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -
         model = kind.convert(keep)
         kind.random_attention(model)
         kind.save(model, keep, start)
-    floor = kind.run(kind.settings(kind.continued(start, keep), _folder(out / "floor")))
+    floor = kind.run(kind.settings(kind.starting_from(start, keep), _folder(out / "floor")))
     return {"rows": [], "control": control, "floor": floor}
 
 

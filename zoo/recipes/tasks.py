@@ -77,7 +77,7 @@ class ConversionTask(ABC):
         """Load a model written by `save` or a run."""
 
     @abstractmethod
-    def continued(self, folder: Path, keep: KeptBlocks) -> Tree:
+    def starting_from(self, folder: Path, keep: KeptBlocks) -> Tree:
         """Settings, as a tree, of a run that starts from the converted model in `folder`."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class ConversionTask(ABC):
         section, key = self.length
         return int(self.tree[section][key])
 
-    def of_length(self, n: int) -> Tree:
+    def with_length(self, n: int) -> Tree:
         """Settings, as a tree, of a run of n epochs or steps, with the warm-up scaled accordingly."""
         section, key = self.length
         warm = f"warmup_{key}"
@@ -170,7 +170,7 @@ class ImageTask(ConversionTask):
     def load(self, folder: Path) -> nn.Module:
         return load_model(folder)[0].to(_device())
 
-    def continued(self, folder: Path, keep: KeptBlocks) -> Tree:
+    def starting_from(self, folder: Path, keep: KeptBlocks) -> Tree:
         options = {"mixer": self.recipe.mixer, "mixer_options": self.options(), "keep_softmax": keep}
         model = {**_host(str(folder)), **options}
         return {"model": model, "distill": {"teacher": self.recipe.source}}
@@ -252,7 +252,7 @@ class DiffusionTask(ConversionTask):
         objective = create_objective(from_tree(self.schema(), self.tree).objective)
         save_transformer(model, folder / TRANSFORMER, objective.scheduler())
 
-    def continued(self, folder: Path, keep: KeptBlocks) -> Tree:
+    def starting_from(self, folder: Path, keep: KeptBlocks) -> Tree:
         return {**_denoiser(str(folder)), "distill": {"teacher": self.recipe.source}}
 
     def run(self, tree: Tree) -> Row:

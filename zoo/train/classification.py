@@ -74,7 +74,7 @@ class ClassificationRun(TrainingRun[Batch]):
             losses = objective(logits, targets, images)
         total = losses.pop("total")
         for name, value in losses.items():
-            self.metrics.note(name, value, len(images))
+            self.metrics.add(name, value, len(images))
         return total
 
     def evaluate(self) -> Row:

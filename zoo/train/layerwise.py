@@ -87,9 +87,9 @@ class LayerwiseLoss:
         with run.autocast():
             distances = attention_distances(run.model, self.teacher, forward, run.step >= self.own_from)
         for name, value in distances.items():
-            run.metrics.note(f"distance/{name}", value, n)
+            run.metrics.add(f"distance/{name}", value, n)
         total = torch.stack(list(distances.values()))
-        run.metrics.note("loss", total.mean(), n)
+        run.metrics.add("loss", total.mean(), n)
         return total.sum()
 
 

@@ -133,7 +133,7 @@ class TrainingRun(ABC, Generic[B]):
 
     @abstractmethod
     def loss(self, batch: B) -> Tensor:
-        """Compute the loss of one micro-batch, a scalar. Logs values by `metrics.note`."""
+        """Compute the loss of one micro-batch, a scalar. Logs values by `metrics.add`."""
 
     @abstractmethod
     def evaluate(self) -> Row:
@@ -147,7 +147,7 @@ class TrainingRun(ABC, Generic[B]):
     def compile_blocks(self) -> None:
         """Compile the blocks of the model, and of the teacher if there is one, in place."""
 
-    def show(self) -> None:
+    def log_samples(self) -> None:
         """Write samples of the model. Every process, since the weights may be sharded."""
 
     # The loop
@@ -181,12 +181,12 @@ class TrainingRun(ABC, Generic[B]):
         """Carry out the remaining steps with evaluations, samples and checkpoints, until `stop` receives a signal."""
         batches = self.batches(self.step, self.last_step)
         timer = Timer(self.accelerator.device, self.step)
-        pauses = {"eval": self.evaluate, "samples": self.show, "checkpoint": self._checkpoint}
+        pauses = {"eval": self.evaluate, "samples": self.log_samples, "checkpoint": self._checkpoint}
         steps = range(self.step, self.last_step)
         self.wrapped.train()
         bar = progress(steps, f"training {self.folder.name}", self.last_step, self.step, self._status)
         for _ in bar if self.main else steps:
-            with stop.explained(self._stopped):
+            with stop.guard(self._stopped):
                 self._train_step(batches)
             if self.step % self.settings.log.every == 0 or self.step == self.last_step:
                 self.update.flush_norms(self.step)  # synchronizes, so that the timer includes all work of the device
@@ -196,10 +196,10 @@ class TrainingRun(ABC, Generic[B]):
                 self.write(self.trained)
             for kind, work in pauses.items():
                 if self._due(kind) or (kind == "checkpoint" and self.late):
-                    self._pause(kind, work, timer)
-            if (number := stop.asked()) and self.step < self.last_step:
+                    self._do_untimed(kind, work, timer)
+            if (number := stop.requested()) and self.step < self.last_step:
                 if self.saved != self.step:
-                    self._pause("checkpoint", self._checkpoint, timer)
+                    self._do_untimed("checkpoint", self._checkpoint, timer)
                 raise self._stopped(number)
 
     def _train_step(self, batches: Iterator[B]) -> None:
@@ -223,7 +223,7 @@ class TrainingRun(ABC, Generic[B]):
         every = [n for n in self.every[kind] if n]
         return bool(every) and (self.step == self.last_step or any(self.step % n == 0 for n in every))
 
-    def _pause(self, kind: str, work: Callable[[], Row | None], timer: Timer) -> None:
+    def _do_untimed(self, kind: str, work: Callable[[], Row | None], timer: Timer) -> None:
         """Do work that does not count as training time, and write a row with its results and duration."""
         self.update.flush_norms(self.step)  # synchronizes, so that queued steps count as training time
         with timer.pause() as took:

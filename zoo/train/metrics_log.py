@@ -37,7 +37,7 @@ class Metrics:
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
-    def note(self, name: str, value: Tensor, n: int) -> None:
+    def add(self, name: str, value: Tensor, n: int) -> None:
         """Add a batch mean over n samples to the running average of this loss."""
         self.meters.setdefault(name, AverageMeter()).update(value.detach(), n)
 

@@ -43,7 +43,7 @@ class Stop:
         self.signal = self.signal or number
 
     @contextlib.contextmanager
-    def explained(self, end: Callable[[int], BaseException]) -> Iterator[None]:
+    def guard(self, end: Callable[[int], BaseException]) -> Iterator[None]:
         """Context of a step. If the step fails because the signal also killed DataLoader workers, raises `end(signal)`
         instead of their error."""
         try:
@@ -56,7 +56,7 @@ class Stop:
                 raise
             raise end(self.signal) from error
 
-    def asked(self) -> int:
+    def requested(self) -> int:
         """The signal because of which the run must stop after this step; 0 for none. Every process, once per step.
 
         Processes receive a signal at different times, so they agree by an all-reduce of the maximum. The result is read

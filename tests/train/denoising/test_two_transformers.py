@@ -94,7 +94,7 @@ def test_samples_are_those_of_a_pipeline_put_together_by_hand(tmp_path, trained,
                   generator=generator, output_type="np").frames  # fmt: skip
     theirs = torch.from_numpy((theirs * 255 + 0.5).astype(np.uint8)).permute(0, 4, 1, 2, 3)
     assert (ours.int() - theirs.int()).abs().max() <= 1
-    assert found.about()["second"]["sha256"] != found.about()["sha256"]
+    assert found.metadata()["second"]["sha256"] != found.metadata()["sha256"]
     only_second = open_sampler(SampleOptions(model=pipe, transformer_2=two, **shape), "cpu")([0])
     only_first = open_sampler(SampleOptions(model=one, base=pipe, **shape), "cpu")([0])
     assert not torch.equal(ours, only_first) and not torch.equal(ours, only_second)
@@ -124,5 +124,5 @@ def test_times_of_one_are_those_of_all_between_its_ends():
         part = FlowMatching(**shape, times=(low, high))
         found, wanted = part.draw(100_000, torch.device("cpu")), every[(every >= low) & (every < high)]
         assert (found.quantile(at) - wanted.quantile(at)).abs().max() < 0.01 * (high - low)
-        fixed = part.spread(torch.tensor([0.0, 0.999999]))
+        fixed = part.times_at(torch.tensor([0.0, 0.999999]))
         torch.testing.assert_close(fixed, torch.tensor([low, high]), atol=1e-5, rtol=0)

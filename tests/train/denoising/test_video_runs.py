@@ -10,7 +10,7 @@ from tests.helpers.runs import ROOT
 from tests.helpers.tiny_video import SIZES, WORDS, clips_on_disk, tiny_pipeline, tiny_wan
 from tests.helpers.video_runs import PIXELS, settings, words
 from zoo import config
-from zoo.data.video.files import about, read_frames
+from zoo.data.video.files import read_frames, video_info
 from zoo.diffusion.call import call_denoiser, call_spec, class_tokens
 from zoo.diffusion.objectives import FlowMatching
 from zoo.diffusion.preview import contact_sheet, grid_video
@@ -50,7 +50,7 @@ def test_a_pixel_run_leaves_videos_and_its_sampler_makes_more(pixel_run, tmp_pat
     for i in range(3):
         a, b = (read_frames(tmp_path / name / f"00000{i}.mp4", range(4)).astype(int) for name in "ab")
         assert a.shape == (4, 8, 8, 3) and np.abs(a - b).max() <= 4  # the same noise and class, other rounding, H.264
-    assert about(tmp_path / "a" / "000000.mp4").fps == 8
+    assert video_info(tmp_path / "a" / "000000.mp4").fps == 8
     assert np.asarray(Image.open(tmp_path / "a" / "contact-sheet.png")).shape == (24, 32, 3)
     assert (tmp_path / "a" / "metadata.csv").read_text().splitlines()[3] == "000002.mp4,2"
     (tmp_path / "a" / "000001.mp4").unlink()
@@ -192,7 +192,7 @@ def test_classes_in_latents_are_sampled_with_the_vae_of_the_run(tmp_path):
     )
     DiffusionRun(run).train()
     sampled(tmp_path / "videos", model=tmp_path / "run" / "transformer", count=2, steps=1, labels="balanced")
-    assert about(tmp_path / "videos" / "000001.mp4") == (5, 16, 32, 8.0)
+    assert video_info(tmp_path / "videos" / "000001.mp4") == (5, 16, 32, 8.0)
     other = {"kind": "dit", "kwargs": {"num_layers": 1}}
     with pytest.raises(ValueError, match="DiTTransformer2DModel makes images, but the data are videos"):
         DiffusionRun(settings(tmp_path / "x", model=other, data=data | {"batch_size": 2}))
@@ -230,7 +230,7 @@ def test_image_to_video_trains_and_samples(tmp_path, eye):
     model = {"model": tmp_path / "run" / "transformer", "base": pipe, "prompts": tmp_path / "prompts.txt", "count": 1}
     shape = {"steps": 1, "size": 16, "frames": 5}
     sampled(tmp_path / "videos", **model, **shape, images=tmp_path / "frames")
-    assert about(tmp_path / "videos" / "000000.mp4")[:3] == (5, 16, 16)
+    assert video_info(tmp_path / "videos" / "000000.mp4")[:3] == (5, 16, 16)
     with pytest.raises(ValueError, match=r"WanImageToVideoPipeline needs sample.images=FOLDER"):
         sampled(tmp_path / "x", **model, **shape)
     tiny_wan(12, **({} if eye else {"image_dim": 12, "added_kv_proj_dim": 16})).save_pretrained(tmp_path / "other")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.data.decoding import Unreadable
-from zoo.data.video.files import VIDEO_FILES, about, read_frames
+from zoo.data.video.files import VIDEO_FILES, read_frames, video_info
 
 CAPTIONS = "metadata.csv"  # table with a column file_name, as in Hugging Face video folders
 
@@ -77,7 +77,7 @@ class Clips:
         rates = []
         for file in files:
             try:
-                found = about(file)
+                found = video_info(file)
             except Unreadable:
                 self.starts.append((file, 0))  # one clip, to be counted as unreadable
                 continue

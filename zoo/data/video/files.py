@@ -36,7 +36,7 @@ class VideoInfo(NamedTuple):
     fps: float
 
 
-def about(file: str | Path) -> VideoInfo:
+def video_info(file: str | Path) -> VideoInfo:
     """Read the metadata of a video, from its header if possible, else by decoding it. Raises Unreadable."""
     with _opened(file) as (container, stream):
         codec, fps = stream.codec_context, _rate(stream, file)

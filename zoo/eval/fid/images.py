@@ -76,7 +76,7 @@ class _Decoded(Dataset):
         try:
             image = decode(self.raw(number))
         except Unreadable as error:
-            raise ValueError(f"{self.called(number)} cannot be read: {error}") from error
+            raise ValueError(f"{self.image_name(number)} cannot be read: {error}") from error
         if self.image_size:
             image = center_crop(image, self.image_size)
         return torch.tensor(number), torch.from_numpy(np.array(image)).permute(2, 0, 1)
@@ -85,7 +85,7 @@ class _Decoded(Dataset):
         """The bytes or the path of one image."""
         raise NotImplementedError
 
-    def called(self, number: int) -> str:
+    def image_name(self, number: int) -> str:
         """The name of one image in error messages."""
         return f"image {number} of {self.name}"
 
@@ -119,7 +119,7 @@ class ImageFiles(_Decoded):
     def raw(self, number: int) -> bytes | str:
         return self.files[number].read_bytes()
 
-    def called(self, number: int) -> str:
+    def image_name(self, number: int) -> str:
         return str(self.files[number])
 
 

@@ -112,7 +112,7 @@ class DiffusersBackbone:
         if not isinstance(model, HLADiffusionModel):
             raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
         for site in [m for m in model.modules() if isinstance(m, DiffusionSite)]:
-            site.release()
+            site.uninstall()
         model.__class__ = known_family(model).host
         del model.hla_config
         model._internal_dict = FrozenDict({k: v for k, v in model.config.items() if k != "conversions"})

@@ -26,10 +26,10 @@ class WanSite(DiffusionSite, WanAttention):
         for norm in (self.norm_q, self.norm_k):
             swap_rms_norm(norm, fused=mixer.name != "softmax")
 
-    def release(self) -> None:
+    def uninstall(self) -> None:
         for norm in (self.norm_q, self.norm_k):
             swap_rms_norm(norm, fused=False)
-        super().release()
+        super().uninstall()
 
     def forward(
         self,
@@ -46,23 +46,23 @@ class WanSite(DiffusionSite, WanAttention):
         x = self.with_cpe(hidden_states, self.prefix)
         q, k, v = self.project(x)
         rotate = wan_rotation(rotary_emb, v.shape[-1] // self.heads)
-        early = self.early_tables(q, rotate)
-        q, k = (norm(t) if early is None else norm(t, early) for norm, t in ((self.norm_q, q), (self.norm_k, k)))
+        tables = self.fusable_tables(q, rotate)
+        q, k = (norm(t) if tables is None else norm(t, tables) for norm, t in ((self.norm_q, q), (self.norm_k, k)))
         q, k, v = (split_heads(t, self.heads) for t in (q, k, v))
         ctx = Context(
-            x=x, grid=self.grid, prefix=self.prefix, mask=attention_mask, rotate=rotate if early is None else None,
-            prepared=early is not None,
+            x=x, grid=self.grid, prefix=self.prefix, mask=attention_mask, rotate=rotate if tables is None else None,
+            prepared=tables is not None,
         )  # fmt: skip
         return self.output(self.mixer(q, k, v, ctx).type_as(q))
 
-    def early_tables(self, q: Tensor, rotate: Rotation | None) -> tuple[bool, Tensor, Tensor] | None:
+    def fusable_tables(self, q: Tensor, rotate: Rotation | None) -> tuple[bool, Tensor, Tensor] | None:
         """Return (relu, cos, sin) if one kernel can fuse the q/k norms with feature map and rotation; otherwise None.
 
         relu: whether the feature map is ReLU.
         """
-        early = self.mixer.early_map
+        name = self.mixer.fusable_map
         fused = type(self.norm_q) is type(self.norm_k) is TokenRMSNorm and in_kernels(q)
-        return (early == "relu", *rotate.tables()) if early is not None and rotate is not None and fused else None
+        return (name == "relu", *rotate.tables()) if name is not None and rotate is not None and fused else None
 
     @property
     def fused(self) -> bool:

@@ -53,7 +53,7 @@ class Site(Host):
         if mixer.name != "softmax":
             mixer.register_buffer("tag", self._tag())
 
-    def release(self) -> None:
+    def uninstall(self) -> None:
         """Remove the mixer and restore the class of the host."""
         del self.mixer
         for name in ("mixer_name", "mixer_options", "grid", "prefix", "key_masks"):

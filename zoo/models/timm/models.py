@@ -355,7 +355,7 @@ class TimmBackbone:
             raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
         checkpointing = any(getattr(block, "checkpointing", False) for block in model.blocks)
         for site in [m for m in model.modules() if isinstance(m, Site)]:
-            site.release()
+            site.uninstall()
         for block in model.blocks:
             block.__dict__.pop("checkpointing", None)
             block.__class__ = host_class(block, HLABlock)

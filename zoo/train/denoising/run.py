@@ -16,7 +16,7 @@ from zoo.data.sources import same_classes
 from zoo.data.video.files import write_video
 from zoo.diffusion.call import CallSpec, call_denoiser, call_spec
 from zoo.diffusion.loading import AVERAGE, NOTES, TRANSFORMER, compile_blocks, notes_of
-from zoo.diffusion.objectives import ALL, create_objective, each
+from zoo.diffusion.objectives import ALL, create_objective, expand_to
 from zoo.diffusion.preview import fixed_noise, grid_video, sample, save_grid, save_sheet
 from zoo.diffusion.schedulers import scheduler_to_save
 from zoo.io import write_json
@@ -192,19 +192,19 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
                 added = self.teacher.losses(output, x0.shape[1], lambda model: call_denoiser(model, *inputs))
         losses = self.objective.losses(output, x0, noise, t)
         total = losses.loss.mean()
-        self.metrics.note("loss", losses.mse.mean(), n)
+        self.metrics.add("loss", losses.mse.mean(), n)
         if losses.loss is not losses.mse:
-            self.metrics.note("bound", (losses.loss - losses.mse).mean(), n)
+            self.metrics.add("bound", (losses.loss - losses.mse).mean(), n)
         if self.teacher is not None:
             for name, (weight, value) in added.items():
-                self.metrics.note(name, value, n)
+                self.metrics.add(name, value, n)
                 total = total + weight * value
         return total
 
     def _dropped(self, condition: dict[str, Tensor], where: Tensor) -> dict[str, Tensor]:
         """Replace the conditions of the samples in `where` (bool [B]) with the unconditional ones."""
         null = self.samples.unconditional
-        dropped = {k: torch.where(each(where, v), null[k].to(v), v) for k, v in condition.items() if k in null}
+        dropped = {k: torch.where(expand_to(where, v), null[k].to(v), v) for k, v in condition.items() if k in null}
         return {**condition, **dropped}
 
     @torch.no_grad()
@@ -238,7 +238,7 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
         x0, seed = batch.x0, self.settings.run.seed
         noise = torch.cat([fixed_noise(1, x0.shape[1:], int(i) + (seed + 1) * 10**7) for i in batch.index]).to(x0)
         # multiples of the golden ratio, modulo 1: the times of the first n samples are even for any n
-        t = self.objective.spread((batch.index.double() * 0.6180339887498949 % 1).float()).to(x0.device)
+        t = self.objective.times_at((batch.index.double() * 0.6180339887498949 % 1).float()).to(x0.device)
         x, timestep = self.objective.noised(x0, noise, t), self.objective.timestep(t)
         inputs = ModelInputs(x, timestep, batch.condition, self.spec)
         out = {}
@@ -251,7 +251,7 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
             out[prefix] = self.objective.losses(output, x0, noise, t).mse
         return out
 
-    def show(self) -> None:
+    def log_samples(self) -> None:
         """Write a grid of samples of the current step, and send it to the trackers. Every process."""
         images = self.generate(self.settings.sample.count)
         if not self.main:
