@@ -43,12 +43,12 @@ def main(words: list[str]) -> dict[str, Any]:
         print(f"wrote {options.save}")
     if not options.samples:
         return {}
-    card = score(options.samples, reference, extractor, options)
+    result = score(options.samples, reference, extractor, options)
     if state.is_main_process:
         out = Path(settings.out or f"{options.samples.rstrip('/')}.fid.json")
-        write_json(card | {"command": " ".join(["zoo fid", *words])}, out)
-        for name, value in card["scores"].items():
+        write_json(result | {"command": " ".join(["zoo fid", *words])}, out)
+        for name, value in result["scores"].items():
             if value is not None:  # sFID needs spatial features
                 print(f"{name}: {round(value, 5)}")
         print(f"wrote {out}")
-    return card
+    return result

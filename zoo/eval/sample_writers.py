@@ -29,24 +29,24 @@ class Output:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.card = Path(f"{path.rstrip('/')}.json")
+        self.metadata_file = Path(f"{path.rstrip('/')}.json")
 
-    def check(self, card: Tree) -> None:
-        """Raise ValueError if existing images have other metadata than `card`."""
-        if not self.card.is_file():
+    def check(self, metadata: Tree) -> None:
+        """Raise ValueError if existing images have other metadata than `metadata`."""
+        if not self.metadata_file.is_file():
             if self.path.exists() or any(True for _ in self.numbers()):
                 raise ValueError(
-                    f"{self.path} exists, but no {self.card.name} says how it was made: choose another out"
+                    f"{self.path} exists, but no {self.metadata_file.name} says how it was made: choose another out"
                 )
             return
-        old, new = json.loads(self.card.read_text())["sampling"], json.loads(json.dumps(card["sampling"]))
+        old, new = json.loads(self.metadata_file.read_text())["sampling"], json.loads(json.dumps(metadata["sampling"]))
         changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
         if changed:
             raise ValueError(f"{self.path} holds images made in another way; they differ in {', '.join(changed)}")
 
-    def start(self, card: Tree) -> None:
+    def start(self, metadata: Tree) -> None:
         """Create the output and write the metadata."""
-        write_json(card, self.card)
+        write_json(metadata, self.metadata_file)
 
     def missing(self, count: int) -> list[int]:
         """The numbers below `count` of missing images. Raises ValueError if there are images with larger numbers."""
@@ -78,9 +78,9 @@ class PngFolder(Output):
     def numbers(self) -> Iterator[int]:
         return (int(file.stem) for file in self.path.glob(f"*{self.ending}") if file.stem.isdecimal())
 
-    def start(self, card: Tree) -> None:
+    def start(self, metadata: Tree) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        super().start(card)
+        super().start(metadata)
 
     def write(self, numbers: Sequence[int], images: Tensor) -> None:
         for number, image in zip(numbers, images, strict=True):
@@ -115,10 +115,10 @@ class NpzFile(Output):
             raise ValueError(f"{self.path} is finished and holds fewer than {count} images: choose another out")
         return missing
 
-    def start(self, card: Tree) -> None:
+    def start(self, metadata: Tree) -> None:
         if not self.path.is_file():
             self.parts.mkdir(parents=True, exist_ok=True)
-        super().start(card)
+        super().start(metadata)
 
     def write(self, numbers: Sequence[int], images: Tensor) -> None:
         file = self.parts / f"{numbers[0]:08d}.npz"

@@ -73,12 +73,13 @@ def run_sampling(settings: SampleSettings, command: str) -> int:
     if sampler.fps:
         output = Mp4Folder(settings.out, sampler.fps)
     chosen = {k: v for k, v in asdict(options).items() if k not in (*IRRELEVANT_KEYS, "model", "base", "transformer_2")}
-    card = {"sampling": chosen | sampler.metadata(), "model": options.model, "count": options.count, "command": command}
-    output.check(card)
+    more = {"model": options.model, "count": options.count, "command": command}
+    metadata = {"sampling": chosen | sampler.metadata(), **more}
+    output.check(metadata)
     missing = output.missing(options.count)
     state.wait_for_everyone()
     if missing and state.is_main_process:
-        output.start(card | environment())
+        output.start(metadata | environment())
     state.wait_for_everyone()
     starts = range(0, len(missing), options.batch_size)
     shares = [missing[i : i + options.batch_size] for i in starts][state.process_index :: state.num_processes]
