@@ -1,5 +1,5 @@
 """What an assembler made of a kernel, read from SASS: spills in loops, and where the registers of products on tensor
-cores come from.
+cores and the addresses of their operands come from.
 
 A product (HGMMA) goes on behind the instruction that starts it until WARPGROUP.DEPBAR waits for its group, which ends
 at a product with `gsb0`. Until then nobody else may touch its accumulator or set its operand A; what sets them before
@@ -224,6 +224,29 @@ def set_elsewhere(code: list[Instruction]) -> Iterator[Instruction]:
                 yield x
 
 
+def uniform(x: Instruction) -> tuple[Registers, Registers]:
+    """The uniform registers that an instruction reads and writes. The descriptors of a product fill four, the last two
+    where operand A is in registers."""
+    found: tuple[set[int], set[int]] = (set(), set())
+    for i, operand in enumerate(x.operands):
+        for kind, at in re.findall(r"(g?desc\[|\[)?(?:R\d+(?:\.64)?\+)?(?<![A-Z])UR(\d+)", operand):
+            pair = x.name.startswith("U") and (".64" in x.name or ("WIDE" in x.name and i == 0))
+            first, size = int(at), 2 if pair or kind == "desc[" else 1
+            if kind == "gdesc[":
+                first, size = (first + 2, 2) if x.product is not None and x.product.a else (first, 4)
+            written = i == 0 and not kind and x.name.startswith(("U", "R2UR", "S2UR", "REDUX", "VOTEU"))
+            found[written].update(range(first, first + size))
+    return frozenset(found[0]), frozenset(found[1])
+
+
+def never_set(code: list[Instruction]) -> Iterator[Instruction]:
+    """What reads a uniform register that not every way to it has set: ptxas 12.8 takes such a one for the address of an
+    operand in shared memory, where one buffer holds operands of two layouts one after the other. State: registers
+    that are set."""
+    set_before = states(code, frozenset(), frozenset.intersection, lambda i, x, state: state | uniform(x)[1])
+    return (x for x, state in set_before if not uniform(x)[0] <= state)
+
+
 def not_reached(code: list[Instruction]) -> Iterator[Instruction]:
     """Products that no way from the first instruction leads to: the others say nothing of them."""
     reached = {id(x) for x, _ in states(code, None, lambda *_: None, lambda *_: None)}
@@ -234,5 +257,5 @@ def faults(code: list[Instruction]) -> list[str]:
     """What is wrong with the registers of products, in words."""
     if not any(x.product for x in code):
         return []
-    checks = (not_reached, touched_in_flight, set_behind_the_fence, set_elsewhere)
+    checks = (not_reached, touched_in_flight, set_behind_the_fence, set_elsewhere, never_set)
     return sorted({f"{check.__name__}: {x.text}" for check in checks for x in check(code)})

@@ -10,6 +10,7 @@ from tests.ops.fused.offline.sass import faults, in_loops, parse
 
 PRODUCT = "HGMMA.64x16x16.F32.BF16 R24, R8, gdesc[UR4].tnspB, R24, gsb0"
 FENCE, WAIT, STORE = "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "STG.E.128 desc[UR6][R2.64], R24"
+SET = tuple(f"UMOV UR{r}, URZ" for r in (4, 5, 6, 7))
 ZEROS = tuple(f"CS2R R{r}, SRZ" for r in (24, 26, 28, 30))
 OPERAND = tuple(f"F2FP.BF16.F32.PACK_AB R{r}, R1, R0" for r in (8, 9, 10, 11))
 BACK = "@P0 BRA `(.L_x_0)"
@@ -22,7 +23,7 @@ def program(*lines: str):
 
 
 def found(*lines: str) -> set[str]:
-    return {fault.split(":")[0] for fault in faults(program(*lines, "EXIT"))}
+    return {fault.split(":")[0] for fault in faults(program(*SET, *lines, "EXIT"))}
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,21 @@ def test_right(lines):
 )  # fmt: skip
 def test_wrong(lines, name):
     assert found(*lines) == {name}
+
+
+@pytest.mark.parametrize(
+    ("before", "names"),
+    (
+        (("UMOV UR14, UR5", "UMOV UR15, UR5"), set()),
+        ((), {"never_set"}),
+        (("UMOV UR14, UR5",), {"never_set"}),
+        (("@P0 BRA `(.L_x_0)", "UMOV UR14, UR5", "UMOV UR15, UR5", ".L_x_0:"), {"never_set"}),
+    ),
+)
+def test_an_address_that_nothing_sets(before, names):
+    """As ptxas 12.8 did with the second operand of a product, whose buffer had held the first operand of another."""
+    addresses = ("UIADD3.64 UR12, UR14, 0x20, URZ", "UIADD3.64 UR14, UR4, 0x2, URZ")
+    assert found(*before, *addresses, *ZEROS, *OPERAND, FENCE, PRODUCT.replace("UR4", "UR12"), WAIT) == names
 
 
 def test_spills_in_loops():
