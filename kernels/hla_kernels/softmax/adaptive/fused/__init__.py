@@ -2,8 +2,8 @@
 
 Tokens are not reordered: a table maps the slots of each tile to tokens (none for padding), and every pass gathers rows.
 Key tiles are pooled, scored and selected. One program per query tile then reads the far tiles and the selected keys.
-Backward: one program per query tile, one per group of far tiles, and one per 16 keys or more, which loops over the
-query tiles that selected them. No atomics. In products, the computed factor is the second operand (see `tiles`).
+Backward: one program per query tile, one per group of far tiles, and one per 64 keys, which loops over the query tiles
+that selected them. No atomics. In products, the computed factor is the second operand (see `tiles`).
 
 Reading order: tiles, pool, choose, forward, backward, plan, launch, operator. The first call imports Triton.
 """
@@ -21,7 +21,7 @@ from .operator import adaptive_op
 WIDEST = 128
 HEADS = 2**16  # limit of the second axis of a launch grid
 TILES = 2**14  # maximum number of key tiles of the grid, since one program selects from their scores
-WRONG = Fault("gradients and small query tiles of adaptive_multipole were wrong on an H100 with Triton 3.6")
+WRONG = Fault("heads of other than 64 channels were wrong on an H100 with Triton 3.6, and cuDNN is faster")
 Q_TILES, K_TILES = (64,), (4, 8, 16, 32, 64)
 
 

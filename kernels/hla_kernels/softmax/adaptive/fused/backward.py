@@ -27,12 +27,16 @@ from .tiles import (
 
 @triton.jit(do_not_specialize=FREE)
 def for_queries(
-    Q, Q2, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, LIST, TILES, O, REST, G, LSE, FAR, DELTA, C,
-    DQ, qs, q2s, ks, vs, os, gs, dqs, at, sizes, heads, groups, factor, scale,
+    Q, Q2, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, LIST, TILES, KBAR, O, REST, G, LSE, FAR,
+    DELTA, C, DQ, qs, q2s, ks, vs, os, gs, dqs, at, sizes, heads, groups, factor, scale,
     VARIANCE: tl.constexpr, BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """Compute DQ, DELTA and C [B, H, N]; other arguments as in `forward.output`."""
+    """Compute DQ, DELTA and C [B, H, N]; other arguments as in `forward.output`.
+
+    The gradients of the scores of a query sum to zero, and DQ does not change if KBAR [B Hk, D] is subtracted from all
+    keys. Their rounded sum times KBAR is: with keys of large mean, their rounding errors are as large as DQ.
+    """
     u, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
     N, U, T, exact = sizes[0], sizes[1], sizes[2], sizes[5]
@@ -65,7 +69,7 @@ def for_queries(
     tl.store(DELTA + place, delta, inside)
     tl.store(C + place, c, inside)
     q2 = get(head_of(Q2, q2s, b, h), row, q2s, inside, D, DP) if VARIANCE else q
-    by_square = tl.zeros([DP, BQ], tl.float32)
+    by_square, total = tl.zeros([DP, BQ], tl.float32), tl.zeros([BQ], tl.float32)
     for start in range(0, tl.where(on_grid, T, 0), BM):
         m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
         power, _ = far_powers(q, q2, mean, half, factor, VARIANCE)
@@ -74,7 +78,8 @@ def for_queries(
         e = tl.exp2(tl.where(far_tile[None, :], power - lse[:, None], -float("inf")))
         n = tl.where(far_tile, tl.exp2(logn), 0.0)
         dp = products(g, load(VALUE, m, D, there, D, DP)) - delta[:, None]
-        db = e * (n[None, :] * dp + c[:, None])
+        db = (e * (n[None, :] * dp + c[:, None])).to(mean.dtype)
+        total += tl.sum(db.to(tl.float32), 1)
         dq = weighted(dq, mean, db)
         if VARIANCE:
             by_square = weighted(by_square, half, db)
@@ -88,7 +93,11 @@ def for_queries(
             start, n_slots, LIST, KTOKENS, KH, VH, ks, vs, exact, T, tl.where(on_grid, 0, 1), KT, BJ, D, DP
         )
         p = tl.exp2(tl.where(there[None, :], products(q, k) * factor - lse[:, None], -float("inf")))
-        dq = weighted(dq, k, p * (products(g, v) - delta[:, None]))
+        ds = (p * (products(g, v) - delta[:, None])).to(k.dtype)
+        total += tl.sum(ds.to(tl.float32), 1)
+        dq = weighted(dq, k, ds)
+    d = tl.arange(0, DP)
+    dq -= tl.load(KBAR + hk * D + d, d < D, other=0.0)[:, None] * total[None, :]
     put(head_of(DQ, dqs, b, h), row, dqs, inside, tl.trans((dq * scale).to(DQ.dtype.element_ty)), D, DP)
 
 

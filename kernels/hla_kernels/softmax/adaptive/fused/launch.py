@@ -180,9 +180,9 @@ def backward(
     launch(
         for_queries, (c.n_tiles[0], c.b * c.h),
         q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen, s.list,
-        x.tiles, o, s.rest, grad, s.lse, s.far, delta, more, dq, *_strides(q, squared, k, v, o, grad, dq), at, c.sizes,
-        c.h, c.groups, *c.numbers, VARIANCE=c.variance, BQ=c.field.q_tile, KT=c.field.k_tile, BJ=p.slots, BM=p.far,
-        **c.wide, **p.warps,
+        x.tiles, s.mean.mean(2, dtype=torch.float32), o, s.rest, grad, s.lse, s.far, delta, more, dq,
+        *_strides(q, squared, k, v, o, grad, dq), at, c.sizes, c.h, c.groups, *c.numbers, VARIANCE=c.variance,
+        BQ=c.field.q_tile, KT=c.field.k_tile, BJ=p.slots, BM=p.far, **c.wide, **p.warps,
     )  # fmt: skip
     pooled = [torch.empty_like(s.mean, dtype=torch.float32) for _ in range(3 if c.variance else 2)]
     dmean, dvalue, dhalf = (*pooled, None)[:3]

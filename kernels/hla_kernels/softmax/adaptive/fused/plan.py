@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     @property
     def warps(self) -> dict[str, int]:
         """Launch options of all passes except pooling and selection."""
-        return {"num_warps": 8, "num_stages": 2}
+        return {"num_warps": 4 if self.width <= 64 else 8, "num_stages": 2}
 
     @property
     def slots(self) -> int:
