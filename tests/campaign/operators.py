@@ -3,7 +3,7 @@
 python -m tests.campaign.operators [--seed 0] [--calls 1000] [--seconds 600] [--device cuda] [--out figures.json]
 
 Prints a line per failure, reduced to its smallest call, and figures; exits with code 1 if there is a failure. On a GPU
-buffers start as NaN, every call runs twice, and both have the same bits.
+buffers start as NaN, every call runs twice, and both have the same bits (but for gradients of softmax_attention).
 """
 
 from __future__ import annotations
@@ -239,7 +239,8 @@ def check(call: Call, device: str, figures: Figures | None = None) -> str:
         raise
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
-    if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, again, strict=True)):
+    fixed = 1 if call.op == "softmax_attention" else len(found)  # torch sums the gradients of softmax in any order
+    if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found[:fixed], again[:fixed], strict=True)):
         return "two runs differ"
     exact = truth(call, x, torch.float64)
     limits = allowed(call, x, exact, device == "cuda")
