@@ -115,7 +115,7 @@ def why_not_triton(call: AnyCall) -> str | None:
         return "causal calls have no Triton form"
     if call.q.dtype == torch.float64:
         return "there is no Triton form in float64"
-    return fused.why_not(call.q, call.k, call.v, fused.Spec(call.op, *_two_sided_options(o)))
+    return fused.why_not(call.q, call.k, call.v, fused.Spec(call.op, *_two_sided_options(o)), call.sequences)
 
 
 def why_not_reference(call: AnyCall) -> str | None:

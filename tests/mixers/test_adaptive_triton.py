@@ -161,7 +161,8 @@ def interpreted() -> None:
 
 def compiled(d: str, k_tile: str) -> None:
     from hla_kernels.softmax.adaptive.fused import launch, operator
-    from tests.ops.fused.offline.gate import Recorder, compile_call
+    from tests.ops.fused.offline.gate import Recorder
+    from tests.ops.fused.offline.judge import compile_call
 
     torch.cuda.device_of = lambda x: nullcontext()  # what is compiled for is not here
     for name, kernel in vars(launch).copy().items():

@@ -107,7 +107,8 @@ def test_spills(tmp_path, which):
 
 def compiled(which: str) -> None:
     from hla_kernels.softmax.multipole.fused import launch, operator
-    from tests.ops.fused.offline.gate import Recorder, compile_call
+    from tests.ops.fused.offline.gate import Recorder
+    from tests.ops.fused.offline.judge import compile_call
 
     torch.cuda.device_of = lambda x: nullcontext()  # what is compiled for is not here
     plan.pools = lambda p: True

@@ -14,7 +14,8 @@ import torch
 
 from hla_kernels.softmax.taylor import fused
 from hla_kernels.softmax.taylor.fused import launch
-from tests.ops.fused.offline.gate import Recorder, compile_call
+from tests.ops.fused.offline.gate import Recorder
+from tests.ops.fused.offline.judge import compile_call
 
 
 def record(normalize: bool, b: int, h: int, n: int, d: int, r: int = 0) -> list:

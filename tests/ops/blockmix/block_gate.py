@@ -17,7 +17,8 @@ from hla_kernels.blockmix.fused import launch
 from hla_kernels.blockmix.fused.mixing import launch as mixing
 from hla_kernels.blockmix.fused.pairs import launch as pairs
 from tests.ops.blockmix.fused_cases import options_of
-from tests.ops.fused.offline.gate import Recorder, calls_of, compile_call, key
+from tests.ops.fused.offline.gate import Recorder, calls_of
+from tests.ops.fused.offline.judge import compile_call, key
 
 
 def record(o, b: int, h: int, d: int, rotary: bool = False) -> list:

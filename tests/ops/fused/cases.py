@@ -21,30 +21,8 @@ from tests.helpers.error_rule import check_coefficients, check_tokens, sizes_of_
 HALF, FULL = torch.float16, torch.float32
 FIXED, SCALE, ANCHORED = {"fixed": True}, {"scale": 0.2}, {"center": "k", "mean_path": True}
 RATIO, RELU_RATIO = ({"feature_map": name, "normalize": True} for name in ("elu1", "relu"))
-ELU, SOFTMAX, PAIR = ({"feature_map": name} for name in ("elu1", "softmax", "softmax_pair"))
-PAIR_RATIO, QK = {**PAIR, "normalize": True}, {"center": "qk", "mean_path": True}
-# op, options, path, N, D, Dv, heads, dtype, layout: by blocks of the matrices
-BY_BLOCKS = [
-    ("linear_attention", PAIR_RATIO, "blocks", 37, 40, 24, (2, 1), HALF, "contiguous"),
-    ("hla2", {"center": "k", "mean_path": True}, "blocks", 70, 72, 40, (1, 1), FULL, "contiguous"),
-    ("ahla", {"ridge": 0.3, "center": "qk", "scale": 0.05}, "blocks", 33, 40, 40, (1, 1), FULL, "strided"),
-    ("ahla", {**QK, "feature_map": "relu"}, "blocks", 37, 40, 40, (2, 2), HALF, "packed"),
-    ("hla3", {**ELU, "normalize": True}, "blocks", 37, 24, 72, (1, 1), FULL, "contiguous"),
-    ("hla2", {"feature_map": "relu", "normalize": True, "center": "qk"}, "blocks", 37, 40, 40, (1, 1), FULL, "packed"),
-    ("polynomial", {}, "blocks", 37, 40, 40, (1, 1), HALF, "packed"),
-    ("polynomial", {**ELU, "mean_path": True, "fixed": True}, "blocks", 37, 24, 24, (1, 1), FULL, "packed"),
-    ("polynomial", ELU, "blocks", 37, 24, 24, (1, 1), FULL, "contiguous"),
-    ("polynomial", PAIR_RATIO, "blocks", 20, 16, 24, (1, 1), HALF, "contiguous"),
-    ("polynomial", {"feature_map": "relu", "normalize": True}, "blocks", 37, 24, 24, (2, 2), HALF, "packed"),
-    ("polynomial", {**ELU, "normalize": True, "center": "k"}, "blocks", 37, 72, 72, (1, 1), FULL, "packed"),
-    ("polynomial", {**SOFTMAX, **QK}, "blocks", 37, 24, 24, (2, 1), FULL, "contiguous"),
-    *(("linear_attention", PAIR_RATIO, "softmaxes", 70, 72, 72, (2, 2), x, "packed") for x in (FULL, HALF)),
-    ("hla2", {**PAIR_RATIO, "eps": 0.1}, "softmaxes", 37, 24, 40, (2, 1), FULL, "strided"),
-    ("ahla", PAIR_RATIO, "softmaxes", 37, 40, 24, (2, 1), FULL, "contiguous"),
-    ("hla3", PAIR_RATIO, "softmaxes", 37, 40, 40, (1, 1), FULL, "packed"),
-]
-
-# likewise: `polynomial` of one program a head, in use for bfloat16 tokens, and the sums and moments that it replaces
+# op, options, path, N, D, Dv, heads, dtype, layout: `polynomial` of one program a head, in use for bfloat16 tokens, and
+# the sums and moments that it replaces
 OF_MIXTURES = [
     *(("polynomial", {}, path, 70, d, d, (2, 2), HALF, "packed") for path, d in (("mixture", 64), ("roles", 32))),
     ("polynomial", SCALE, "mixture_kept", 37, 64, 64, (1, 1), HALF, "packed"),
@@ -106,14 +84,11 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
     "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment, "pairs" and
     "pairs_two_step" with two heads a program, "halves_by_pairs" with two in the forward, "halves_in_two_step" with two
-    programs for the queries of a head, "divided" a ratio of two, "blocks" with a block of a matrix, "softmaxes" with
-    both of a ratio evaluated on the way, "mixture" and "mixture_kept" without and with moments that are kept, "planes"
-    and those with as many digits of features as bfloat16 tokens get."""
+    programs for the queries of a head, "divided" a ratio of two, "mixture" and "mixture_kept" without and with moments
+    that are kept, "planes" and those with as many digits of features as bfloat16 tokens get."""
     with monkeypatch.context() as patch:
         poison(patch)
         split = path in ("split", "whole", "roles", "planes", "pairs", "pairs_two_step")
-        patch.setattr(paths, "blocked", lambda *a: path in ("blocks", "softmaxes"))
-        patch.setattr(paths, "softmaxes", lambda *a: path == "softmaxes")
         patch.setattr(paths, "pairs", lambda *a: int(path.startswith("pairs")))
         patch.setattr(neighbours, "pairs_ratio", lambda *a: path == "divided")
         patch.setattr(paths, "pairs_forward", lambda *a: int("pairs" in path))
@@ -127,9 +102,8 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
         if path == "planes" or path.startswith("mixture"):
             digits = Spec.digits
             patch.setattr(Spec, "digits", lambda self, _, backward: digits(self, torch.bfloat16, backward))
-        if path in ("blocks", "softmaxes") or path.startswith("mixture"):
-            patch.setattr(paths, "mixed", lambda *a: path.startswith("mixture"))
         if path.startswith("mixture"):
+            patch.setattr(paths, "mixed", lambda *a: True)
             floats, most = mixture.digits_floats, 513 if path == "mixture_kept" else 1
             patch.setattr(mixture, "digits_floats", lambda w, n, vectors: floats(w, most, vectors))
         if path == "roles":

@@ -9,14 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hla_kernels.features import feature
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
-from hla_kernels.hla.fused.launch.blocks import Blocks
-from hla_kernels.hla.fused.launch.call import Call
 from hla_kernels.hla.fused.plan import paths
 from tests.ops.fused.cases import (
-    BY_BLOCKS,
     FULL,
     HALF,
     OF_MIXTURES,
@@ -133,7 +129,6 @@ CASES = [
     ("polynomial", PLAIN, "split", 37, 40, 40, (1, 1), HALF, "packed"),
     ("polynomial", ELU_ANCHORED, "split", 60, 40, 40, (1, 1), HALF, "packed"),
     ("polynomial", RATIO_SOFTMAX, "split", 37, 40, 40, (1, 1), FULL, "packed"),
-    *BY_BLOCKS,
 ]
 
 
@@ -230,15 +225,3 @@ def test_one_and_two_tokens(monkeypatch, n, path):
     spec = Spec("hla3")
     inputs = make(spec, n, 32, 32, (2, 2), FULL)
     check(spec, *inputs, run(monkeypatch, spec, *inputs, path, True, True))
-
-
-@pytest.mark.parametrize("name", ("elu1", "softmax"))
-def test_features_of_blocks_are_not_biased(name):
-    """Sums of features are to the digits of float32: what an exponential is wrong by must not add up."""
-    spec = Spec("polynomial", name)
-    tokens, _, c = make(spec, 64, 64, 64, (2, 2), FULL, "contiguous")
-    call = Call(spec, *tokens, c)
-    planes = Blocks(call, call.buffer(0)).split(tokens[0], True)
-    found = planes.first.new_empty(0).set_(planes.first.untyped_storage()).view(planes.terms, -1).double().sum(0)
-    error = found / feature(tokens[0].double(), name).flatten() - 1
-    assert error.mean().abs() <= 1e-8 and error.square().mean().sqrt() <= 1e-7

@@ -30,7 +30,6 @@ from tests.ops.fused import cases
 DEVICE, BF16, FP16 = "cuda", torch.bfloat16, torch.float16
 RATIO, ANCHORED = {"feature_map": "elu1", "normalize": True}, {"center": "k", "mean_path": True}
 SOFTMAX = {"feature_map": "softmax_pair", "center": "qk"}
-PAIR_RATIO = {"feature_map": "softmax_pair", "normalize": True}
 # op, options, path, N, D, Dv, (heads, key heads)
 WHOLE = (
     ("ahla", {}, "heads", 70, 64, 64, (2, 2)),
@@ -62,9 +61,6 @@ WHOLE = (
     ("polynomial", ANCHORED, "split", 600, 40, 40, (4, 2)),
     ("hla2", SOFTMAX, "split", 37, 32, 48, (2, 2)),
     ("ahla", {}, "split", 1, 128, 128, (1, 1)),
-    ("polynomial", RATIO, "blocks", 70, 72, 72, (2, 2)),
-    ("hla2", {**SOFTMAX, "mean_path": True}, "blocks", 37, 72, 48, (4, 2)),
-    *((op, PAIR_RATIO, "softmaxes", 70, 72, 72, (4, 2)) for op in ("hla2", "hla3")),
 )
 # options, grid, blocks, prefix, (B, H, D, Dv), dtype, keywords of `fused_cases.make` (and turned: rotary tables)
 BLOCKS = (

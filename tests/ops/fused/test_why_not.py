@@ -5,6 +5,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 
 import hla_kernels as hk
@@ -13,6 +14,10 @@ from hla_kernels.dispatch import faults
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec
 from hla_kernels.hla.fused.spec import ORDERS
+from hla_kernels.sequences import Sequences
+from tests.helpers.fused_gpu import ANCHORED, BF16, ELU, FP16, FP32, OPS, RATIO
+
+PAIR = {"feature_map": "softmax_pair", "center": "k"}
 
 
 def test_why_not_names_what_is_missing():
@@ -28,12 +33,38 @@ def test_why_not_names_what_is_missing():
     assert "single centred key" in fused.why_not(*[q[:, :1]] * 3, Spec("hla2", center="k", ridge=0.1))
     for options in ({"center": "k"}, {"center": "qk", "ridge": 0.1}, {"feature_map": "elu1", "normalize": True}):
         assert fused.why_not(*[q[:, :1]] * 3, Spec("hla2", **options)) is None
-    for options in ({}, {"feature_map": "softmax_pair", "center": "k"}, {"feature_map": "elu1", "mean_path": True}):
-        for x in (q, q.half(), q.float()):
-            assert all(fused.why_not(x, x, x, Spec(name, **options)) is None for name in ORDERS)
     ratio = [Spec(name, "elu1", True) for name in ORDERS]
     assert all("float16" in fused.why_not(*[q.half()] * 3, spec) for spec in ratio)
-    assert all(fused.why_not(*[x] * 3, spec) is None for x in (q, q.float()) for spec in ratio)
+
+
+# op, options, dtype, D, words of the reason or None
+WIDTHS = (
+    *((op, options, BF16, 128, None) for op in OPS for options in ({}, RATIO, ANCHORED)),
+    *((op, PAIR, dtype, d, found) for op in OPS for dtype in (BF16, FP32) for d, found in ((48, None), (65, "130"))),
+    *((op, {}, FP32, d, found) for op in OPS[1:] for d, found in ((96, None), (97, "97 features in float32"))),
+    ("linear_attention", {}, FP32, 128, None),
+    ("linear_attention", ELU, FP32, 97, "97 features in float32"),
+    ("polynomial", {}, BF16, 128, None),
+    ("polynomial", {}, FP32, 16, "no Triton form in float32"),
+    *(("polynomial", {}, FP16, d, found) for d, found in ((64, None), (72, "polynomial of 72 features"))),
+    *(("polynomial", options, BF16, 64, None) for options in (ELU, RATIO, {**ELU, **ANCHORED})),
+    *(("polynomial", options, BF16, 72, None) for options in (RATIO, ANCHORED)),
+    *(("polynomial", options, BF16, 72, "polynomial of 72 features") for options in (ELU, {"normalize": True})),
+    ("polynomial", RATIO, BF16, 80, "polynomial of 80 features"),
+)
+
+
+@pytest.mark.parametrize(("op", "options", "dtype", "d", "found"), WIDTHS, ids=str)
+def test_widths(op, options, dtype, d, found):
+    """In 16 bits a reason is a fault, of which auto warns."""
+    q = torch.randn(1, 4, 2, d, dtype=dtype)
+    reason = fused.why_not(q, q, q, Spec(op, **options))
+    assert reason is None if found is None else found in reason
+    assert isinstance(reason, faults.Fault) == (found is not None and dtype != FP32)
+    if options is RATIO and (op, d) == ("polynomial", 72):  # what has padding or shares keys has no such kernels
+        assert found is None and "72" in fused.why_not(q, q[:, :, :1], q[:, :, :1], Spec(op, **options))
+        mask = Sequences(torch.ones(1, 4, dtype=torch.bool))
+        assert "72" in fused.why_not(q, q, q, Spec(op, **options), mask)
 
 
 def test_auto_warns_of_a_fault_once(monkeypatch):

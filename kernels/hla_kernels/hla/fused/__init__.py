@@ -5,8 +5,6 @@ Forward and backward.
     heads   one program per (batch, head), all passes in one launch           many heads, few tokens
     split   reduce -> combine -> middle -> apply, several programs per head   few heads, many tokens, wide heads
     pairs   two neighbouring heads per program                                many heads of 72 channels
-    blocks  one block of a matrix per program (softmaxes: a ratio of the      wide heads, or where it is faster or more
-            softmax pair, one half of the features at a time)                 accurate
 
 Features of relu and elu1 are computed once, by the pass of the forward that sums them, and saved for the backward in
 the dtype of the tokens (not for `polynomial`, not in float32); this costs twice the bytes of q and avoids three
@@ -31,7 +29,6 @@ from torch import Tensor
 from ...dispatch.faults import Fault
 from ...sequences import WHOLE, Sequences
 from . import plan
-from .blocks.layout import layout as block_layout
 from .plan import mixture, paths, sums
 from .spec import DTYPES, MAX_D, MIN_D, Spec, layout, widths
 
@@ -41,7 +38,7 @@ __all__ = ["Spec", "backward", "forward", "saved_floats", "why_not"]
 FLOAT16_RATIO = Fault("normalize=True in float16 has no Triton form: the operator of a ratio can leave its range")
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
+def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE) -> str | None:
     """Return the reason why the Triton forms do not support this call, or None."""
     if q.dtype not in DTYPES:
         return f"dtype {q.dtype} is not bfloat16, float16 or float32"
@@ -57,7 +54,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> str | None:
             return f"the last dimension of {name} is not contiguous"
     if spec.normalize and q.dtype == torch.float16:
         return FLOAT16_RATIO
-    return None
+    reason = paths.too_wide(spec, widths(spec, q.shape[3], v.shape[3]), q.dtype, own_keys(q, v, seqs))
+    return reason if reason is None or q.dtype == torch.float32 else Fault(reason)
 
 
 def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE) -> int | torch.SymInt:
@@ -70,8 +68,6 @@ def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = 
 def kept_features(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
     """Return 1 if the forward can save the features of q and k for the backward, else 0. No branch on B, N and H."""
     w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
-    if paths.in_blocks(spec, w, q.dtype, own):
-        return 0
     if not paths.halved(spec, w, q.dtype, own):
         return int(spec.keeps(q.dtype))
     split = paths.saves(spec, w, plan.planned(batch * heads), n, q.dtype, own)
@@ -82,9 +78,6 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     """Return the floats of operators and states in that buffer, a multiple of 16 bytes."""
     w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
     batch_heads = batch * heads
-    blocks = batch_heads * block_layout(spec, q.shape[3], v.shape[3]).state
-    if paths.in_blocks(spec, w, q.dtype, own):
-        return blocks
     kept, lay = paths.saves(spec, w, plan.planned(batch_heads), n, q.dtype, own), layout(spec, w)
     size = spec.matrix_dtype(q.dtype).itemsize
     whole: int | torch.SymInt = lay.vectors().floats(size) if spec.normalize else 0
@@ -92,9 +85,7 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
         whole = sums.kept_floats(spec, w, n, q.dtype)
     if paths.mixed(spec, w, q.dtype, own):
         whole = mixture.mixture_floats(spec, w, n)
-    floats = -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
-    more = torch.sym_min(1, (n - 1) * (n - 1)) if paths.bare(spec) else 1  # 0 for one token
-    return more * floats + (1 - more) * blocks
+    return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
 
 
 def plans() -> tuple:

@@ -17,8 +17,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_D, MAX_D = 16, 128
 # accurate float32 products: three bfloat16 terms per number on tensor cores; not supported by Triton's interpreter
 SPLIT = "ieee" if os.environ.get("TRITON_INTERPRET") == "1" else "bf16x6"
-# dtype of the terms of a float32 number in memory (`blocks`); the interpreter does not multiply bfloat16
-PLANE = torch.float32 if SPLIT == "ieee" else torch.bfloat16
 
 
 class Spec(NamedTuple):

@@ -33,13 +33,12 @@ RAGGED = [
     ("hla2", SOFTMAX, "two_step", (2, 2), FULL),
     ("polynomial", ANCHORED, "split", (2, 2), FULL),
     ("polynomial", RATIO, "split", (2, 2), FULL),
-    ("polynomial", PAIR_QK, "blocks", (2, 1), FULL),
+    ("polynomial", PAIR_QK, "split", (2, 1), FULL),
 ]
 
 
 def force(patch, path):
     """Calls take this path."""
-    patch.setattr(paths, "blocked", lambda *a: path == "blocks")
     for name in ("splits", "saves"):
         patch.setattr(paths, name, lambda *a: int(path == "split"))
     patch.setattr(paths, "at_once", lambda *a: path != "two_step")

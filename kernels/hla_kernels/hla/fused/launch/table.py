@@ -17,12 +17,10 @@ from . import (
     split_forward_call,
     two_step_backward_call,
 )
-from .blocks import block_backward_call, block_forward_call
 from .call import Call, Outs
 from .mixture import fixed_backward_call, fixed_forward_call, mixture_backward_call, mixture_forward_call
 from .plain import plain_backward_call, plain_forward_call, plain_two_step_call
 from .ratios import ratio_backward_call, ratio_forward_call
-from .softmaxes import pair_backward_call, pair_forward_call
 from .summed import summed_backward_call, summed_forward_call, summed_ratio_call, summed_two_step_call
 
 
@@ -49,6 +47,4 @@ PATHS = {
     "ratio": Path(ratio_forward_call, ratio_backward_call),
     "split": Path(split_forward_call, split_backward_call),
     "first_split": Path(split_forward_call, first_backward_call),
-    "blocks": Path(block_forward_call, block_backward_call),
-    "softmaxes": Path(pair_forward_call, pair_backward_call),
 }

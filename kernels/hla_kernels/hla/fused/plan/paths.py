@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..spec import Spec
-from .blocks import blocked, softmaxes
+from ..spec import MAX_D, Spec
 
 PROGRAMS = 2 * 132  # programs of a reduce, two per multiprocessor of an H200
 
@@ -130,8 +129,6 @@ def path(
 ) -> str:
     """The name in `launch.table.PATHS` of the forward and the backward of a call, or without `save` of a forward that
     no backward follows; `_two_step`: the backward is weights, then tokens."""
-    if by_blocks(spec, w, n, dtype, own):
-        return "softmaxes" if softmaxes(spec, dtype, save) else "blocks"
     sizes = (spec, w, batch_heads, n, dtype, own)
     split = bool(saves(*sizes)) if save else not whole(*sizes)
     if spec.alone(dtype):
@@ -153,19 +150,19 @@ def in_two(batch_heads: int, n: int) -> bool:
     return n > 2048 and -(-2 * batch_heads // PROGRAMS) < 2 * -(-batch_heads // PROGRAMS)
 
 
-def by_blocks(spec: Spec, w: dict[str, int], n: int, dtype: torch.dtype, own: bool) -> bool:
-    """Whether a call goes by blocks of its matrices."""
-    return in_blocks(spec, w, dtype, own) or (bare(spec) and n == 1)
-
-
-def in_blocks(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
-    """Whether a call of any N does: its matrices fit in no program otherwise."""
-    return blocked(spec, w["D"], w["DV"], dtype) and not mixed(spec, w, dtype, own)
-
-
-def bare(spec: Spec) -> bool:
-    """Whether a call of a single token does: features whose coefficients are learned, where no sum hides an error."""
-    return spec.learned and mapped(spec) and not spec.normalize
+def too_wide(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> str | None:
+    """Return the reason why the matrices of a head are too large for the kernels, or None."""
+    width = max(2 * w["D"] if spec.feature_map == "softmax_pair" else w["D"], w["DV"])
+    if width > MAX_D:
+        return f"a softmax pair of {w['D']} channels is {width} features, more than {MAX_D}"
+    if dtype == torch.float32 and spec.op == "polynomial":
+        return "polynomial has no Triton form in float32"
+    if dtype == torch.float32 and width > 96 and not (spec.op == "linear_attention" and plain(spec)):
+        return f"{width} features in float32 are more than 96"
+    modified = mapped(spec) or spec.normalize or dtype == torch.float16
+    if spec.op == "polynomial" and width > 64 and modified and not mixed(spec, w, dtype, own):
+        return f"polynomial of {width} features, more than 64, is for bfloat16 without feature map and ratio"
+    return None
 
 
 def at_once(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:
