@@ -13,7 +13,7 @@ from torch import Tensor
 import hla_kernels
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
-from hla_kernels.hla.fused.plan import mixture, neighbours, paths
+from hla_kernels.hla.fused.plan import neighbours, paths
 from hla_kernels.hla.two_sided import evaluate
 from hla_kernels.options import Options
 from tests.helpers.error_rule import check_coefficients, check_tokens, sizes_of_coefficients
@@ -25,16 +25,16 @@ RATIO, RELU_RATIO = ({"feature_map": name, "normalize": True} for name in ("elu1
 # the sums and moments that it replaces
 OF_MIXTURES = [
     *(("polynomial", {}, path, 70, d, d, (2, 2), HALF, "packed") for path, d in (("mixture", 64), ("roles", 32))),
-    ("polynomial", SCALE, "mixture_kept", 37, 64, 64, (1, 1), HALF, "packed"),
-    ("polynomial", {}, "mixture_kept", 70, 72, 72, (2, 2), HALF, "contiguous"),
+    ("polynomial", SCALE, "mixture", 37, 64, 64, (1, 1), HALF, "packed"),
+    ("polynomial", {}, "mixture", 70, 72, 72, (2, 2), HALF, "contiguous"),
     *(("polynomial", FIXED, "mixture", 70, d, d, (2, 2), HALF, "packed") for d in (64, 72)),
     *(("polynomial", {**FIXED, **SCALE}, "mixture", 37, d, d, (1, 1), HALF, "contiguous") for d in (64, 72)),
     *(("polynomial", {**FIXED, **more}, "split", 20, 16, 16, (2, 2), FULL, "packed") for more in (ANCHORED, RATIO)),
     ("polynomial", ANCHORED, "mixture", 37, 32, 32, (2, 2), HALF, "packed"),
-    ("polynomial", {"center": "k"}, "mixture_kept", 37, 32, 32, (1, 1), HALF, "contiguous"),
-    *(("polynomial", {**x, **ANCHORED}, "mixture_kept", 37, 72, 72, (1, 1), HALF, "packed") for x in (FIXED, {})),
+    ("polynomial", {"center": "k"}, "mixture", 37, 32, 32, (1, 1), HALF, "contiguous"),
+    *(("polynomial", {**x, **ANCHORED}, "mixture", 37, 72, 72, (1, 1), HALF, "packed") for x in (FIXED, {})),
     ("polynomial", {**FIXED, **ANCHORED}, "mixture", 37, 32, 32, (2, 2), HALF, "packed"),
-    *(("polynomial", RATIO, "mixture_kept", n, d, d, (1, 1), HALF, "packed") for n, d in ((37, 32), (40, 72))),
+    *(("polynomial", RATIO, "mixture", n, d, d, (1, 1), HALF, "packed") for n, d in ((37, 32), (40, 72))),
     ("polynomial", {**FIXED, **RATIO}, "mixture", 37, 72, 72, (1, 1), HALF, "packed"),
     ("polynomial", {**FIXED, **RELU_RATIO}, "mixture", 37, 32, 32, (2, 2), HALF, "strided"),
     ("polynomial", RATIO, "planes", 70, 32, 32, (2, 2), HALF, "packed"),
@@ -84,8 +84,8 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
     "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment, "pairs" and
     "pairs_two_step" with two heads a program, "halves_by_pairs" with two in the forward, "halves_in_two_step" with two
-    programs for the queries of a head, "divided" a ratio of two, "mixture" and "mixture_kept" without and with moments
-    that are kept, "planes" and those with as many digits of features as bfloat16 tokens get."""
+    programs for the queries of a head, "divided" a ratio of two, "mixture" `heads.mixture`, "planes" as many digits of
+    features as bfloat16 tokens get."""
     with monkeypatch.context() as patch:
         poison(patch)
         split = path in ("split", "whole", "roles", "planes", "pairs", "pairs_two_step")
@@ -99,13 +99,11 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
         patch.setattr(plan, "first_at_once", lambda *a: path == "heads")
         patch.setattr(paths, "halved", lambda *a: path.startswith("halves"))
         patch.setattr(paths, "in_two", lambda *a: path == "halves_in_two_step")
-        if path == "planes" or path.startswith("mixture"):
+        if path in ("planes", "mixture"):
             digits = Spec.digits
             patch.setattr(Spec, "digits", lambda self, _, backward: digits(self, torch.bfloat16, backward))
-        if path.startswith("mixture"):
+        if path == "mixture":
             patch.setattr(paths, "mixed", lambda *a: True)
-            floats, most = mixture.digits_floats, 513 if path == "mixture_kept" else 1
-            patch.setattr(mixture, "digits_floats", lambda w, n, vectors: floats(w, most, vectors))
         if path == "roles":
             patch.setattr(plan, "reduce_roles", lambda *a: 5)
         if path == "whole":

@@ -145,7 +145,7 @@ def test_matches_float64(monkeypatch, case):
 MEANS = (
     *((op, RATIO, path, 2) for op in ("hla2", "ahla", "hla3") for path in ("halves", "heads", "split")),
     ("ahla", RATIO, "halves_in_two_step", 2), ("polynomial", RATIO, "split", 2),
-    ("polynomial", RATIO, "mixture_kept", 2), ("polynomial", {**FIXED, **RATIO}, "mixture", 2),
+    ("polynomial", RATIO, "mixture", 2), ("polynomial", {**FIXED, **RATIO}, "mixture", 2),
     *(("hla2", options, path, i) for options, path in ((ANCHORED, "heads"), (ELU_ANCHORED, "split")) for i in range(3)),
     ("ahla", ANCHORED, "heads", 1), ("ahla", ELU_ANCHORED, "split", 1),
 )  # fmt: skip
@@ -199,16 +199,6 @@ def test_several_parts_of_a_head(monkeypatch):
     first, second = (run(monkeypatch, spec, *inputs, "split", True, True) for _ in range(2))
     check(spec, *inputs, first)
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize(("options", "d"), [(PLAIN, 40), (RELU_QK, 72), (RATIO, 32)])
-def test_exact_products_of_bfloat16(monkeypatch, options, d):
-    """Those of bfloat16, which the interpreter lacks, on float32 tokens: d coefficients to the digits of float32."""
-    words = {"PREC": "ieee", "MID": "tf32", "WHOLE": "tf32", "EXACT": "blocks"}
-    monkeypatch.setattr(plan, "precisions", lambda *a: words)
-    spec = Spec("polynomial", **options)
-    inputs = make(spec, 20, d, d, (1, 1), FULL, "strided")
-    check(spec, *inputs, run(monkeypatch, spec, *inputs, "split", True, False))
 
 
 def test_polynomial_of_one_program_a_head(monkeypatch):

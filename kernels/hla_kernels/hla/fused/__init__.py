@@ -84,7 +84,7 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     if paths.halved(spec, w, q.dtype, own):
         whole = sums.kept_floats(spec, w, n, q.dtype)
     if paths.mixed(spec, w, q.dtype, own):
-        whole = mixture.mixture_floats(spec, w, n)
+        whole = mixture.mixture_floats(spec, w, q.element_size())
     return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import NamedTuple
 
 import torch
@@ -15,8 +14,6 @@ KEPT_MAPS = {"kept_elu1": 8, "kept_relu": 9}  # the tokens are features already:
 CENTERS = {None: 0, "k": 1, "qk": 2}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_D, MAX_D = 16, 128
-# accurate float32 products: three bfloat16 terms per number on tensor cores; not supported by Triton's interpreter
-SPLIT = "ieee" if os.environ.get("TRITON_INTERPRET") == "1" else "bf16x6"
 
 
 class Spec(NamedTuple):
@@ -74,8 +71,7 @@ class Spec(NamedTuple):
     def shifted(self, dtype: torch.dtype) -> bool:
         """Whether the kernels compute with phi - 1: `maps`, maps 5 and 8."""
         centred = self.mean_path or self.center is not None
-        # of learned coefficients features have the digits of float32 anyway
-        mixture = self.op == "polynomial" and self.fixed and not self.normalize and dtype != torch.float32
+        mixture = self.op == "polynomial" and not self.normalize and dtype != torch.float32
         elu1 = self.feature_map == "elu1" and (centred or mixture or self.keeps(dtype) or self.alone(dtype))
         return elu1 or self.feature_map == "kept_elu1"
 
@@ -85,10 +81,8 @@ class Spec(NamedTuple):
         return self.feature_map in ("softmax", "softmax_pair")
 
     def matrix_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which operators are stored for tokens of `dtype`: unrounded where means are taken of them, or
-        the gradient of coefficients."""
-        late = (self.softmax and not self.normalize) or (self.learned and self.normalize)
-        return torch.float32 if late else dtype
+        """In which operators are stored for tokens of `dtype`: unrounded where means are taken of them."""
+        return torch.float32 if self.softmax and not self.normalize else dtype
 
     def in_range(self, d: int, n: int) -> Spec:
         """The same ratio with an operator of normal float16 numbers, whatever the scale: moments are means over `n`
@@ -102,15 +96,9 @@ class Spec(NamedTuple):
         return self._replace(scale=scale, q_scale=mean, ridge=self.ridge * up, eps=self.eps * up**order)
 
     def digits(self, dtype: torch.dtype, backward: bool) -> int:
-        """How exact sums of features are: REST of `sum_features`. Highest for the gradient of coefficients, which
-        torch has in float32, then for features whose mean cancels."""
+        """How exact sums of features are: REST of `sum_features`. Highest for features whose mean cancels."""
         if dtype == torch.float32:
             return 0
-        if self.learned and backward:
-            if dtype == torch.bfloat16 and self.feature_map in (None, "identity", "relu", "elu1"):
-                plain = self.feature_map in (None, "identity")
-                return 2 if self.normalize else 0 if plain else 3
-            return 3
         if self.softmax and (backward or not self.normalize):
             return 2
         once = self.kept or self.keeps(dtype) or self.alone(dtype)

@@ -78,7 +78,7 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
             ONES=spec.normalize or spec.mean_path,
             **call.pick("ORDER", "NORM", "CENTER", "FMAP", "RIDGE"),
         )  # fmt: skip
-    sizes = call.middle_sizes("middle", "WHOLE")
+    sizes = call.middle_sizes("middle")
     launch(
         middle, call.bh * -(-lay.fd // sizes["BR"]),
         state, matrix, call.coefficients, call.n, call.h, call.scale, **call.pick("ORDER", "NORM"),
@@ -145,7 +145,7 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
 
 def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return weights [B * H, KW], rows [B * H, 2 F + V] and parts [B, H, blocks, 4] of d coefficients."""
-    lay, sizes = call.lay, call.middle_sizes("middle_grads", "MID")
+    lay, sizes = call.lay, call.middle_sizes("middle_grads")
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     rows = call.buffer(call.bh, 2 * lay.fd + lay.dv)
     common = {**sizes, "WOFF": lay.woff, "KW": lay.kw, "KG": lay.kg, "TURNED": call.turned}
@@ -158,7 +158,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     )  # fmt: skip
     blocks = -(-lay.fd // sizes["BR"])
     dc = call.buffer(call.b, call.h, blocks, 4) if call.spec.learned else None
-    common |= {"EXACT": call.prec["EXACT"], **call.pick("ORDER", "NORM", "CENTER", "FMAP")}
+    common |= call.pick("ORDER", "NORM", "CENTER", "FMAP")
     order = ORDERS[call.spec.op]
     cross = call.buffer(call.bh, lay.fd, lay.fd) if order >= 4 else None
     if order > 1 or call.spec.sums:

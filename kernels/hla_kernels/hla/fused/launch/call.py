@@ -102,14 +102,12 @@ class Call:
         """Return the constexpr arguments of a pass over tokens in the split path."""
         return {**self.w, "FD": self.lay.fd, "OFF": self.lay.off, "K": self.lay.k, "PREC": self.prec["PREC"]}
 
-    def middle_sizes(self, kernel: str, exact: str) -> dict:
-        """Constexpr of the D x D kernels of `plan.middle_config` whose products have the precision `exact` of
-        `plan.precisions`."""
-        lay, prec = self.lay, self.prec | {"MID": self.prec[exact]}
+    def middle_sizes(self, kernel: str) -> dict:
+        """Constexpr of the D x D kernels of `plan.middle_config`."""
+        lay, mid = self.lay, self.prec["MID"]
         tiles = {name: self.w[name] for name in ("F1", "F2", "DV", "V1", "V2")}
-        rows = max(lay.fd, lay.dv)
-        config = self.tiles(plan.middle_config, kernel, self.spec, self.w, rows, self.planned, prec)
-        return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": prec["MID"], **config}
+        config = self.tiles(plan.middle_config, kernel, self.spec, self.w, max(lay.fd, lay.dv), self.planned, mid)
+        return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": mid, **config}
 
     def ratio(self) -> Tensor | None:
         """Allocate 1 / den and d loss / d den per token [B * H, N, 2] for a normalised backward, else None."""

@@ -76,14 +76,6 @@ def divide(
 
 
 @triton.jit
-def in_full(x, FULL: tl.constexpr):
-    """Return a token tile, in float32 if FULL."""
-    if FULL:
-        x = (x[0].to(tl.float32), x[1].to(tl.float32))
-    return x
-
-
-@triton.jit
 def sum_keys(
     k, v, kn, vn, lo, hi, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
@@ -135,8 +127,7 @@ def sum_features(
     """Return ((P, S, C, R, W), (sum q, sum k, sum v), dM', dm1, sum g) of phi(q), phi(k), v, g over tokens lo..hi.
 
     MOMENTS: compute the moments (with SUMS = 1 also the sums that the order needs, 2 all sums).
-    REST: P and C of features to twice the digits of the dtype of the tokens; 2: every moment, and dM; 3: as operands in
-    float32.
+    REST: P and C of features to twice the digits of the dtype of the tokens; 2: every moment, and dM.
     GRAD: dM' = Sum g q' (sum g with SUMS). With NORM it includes the division of the read-out: m [F, V], m1 and vbar
     are read, only sums with rests are computed (the forward has the others), and 1 / den and d loss / d den of every
     token are stored in ratio [*, 2].
@@ -153,8 +144,7 @@ def sum_features(
     SHIFT: tl.constexpr = is_shifted(FMAP)
     QUERIES: tl.constexpr = (GRAD or ORDER != 1 or not NORM or KEEP) and ORDER != 8 and ORDER != 11
     KEYS: tl.constexpr = MOMENTS and ORDER != 12 and ORDER != 7 and ORDER != 9
-    FULL: tl.constexpr = REST == 3
-    dtype: tl.constexpr = tl.float32 if FULL else q.dtype.element_ty
+    dtype: tl.constexpr = q.dtype.element_ty
     unit = 1.0
     if DIVIDE and dtype == tl.float16:  # 1 / den of a higher order is too small for float16
         unit = power_of_two(tl.sum(rowdot(as_row(m1), as_row((m1[0] * 0.0 + 1.0, m1[1] * 0.0 + 1.0)), F2)))
@@ -170,8 +160,8 @@ def sum_features(
     ALL: tl.constexpr = REST == 2
     HAS_P: tl.constexpr = (ORDER < 6 and ORDER != 2) or ORDER == 11
     HAS_C: tl.constexpr = ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 12
-    REST_K: tl.constexpr = MOMENTS and REST > 0 and not FULL and HAS_P
-    REST_Q: tl.constexpr = MOMENTS and REST > 0 and not FULL and HAS_C
+    REST_K: tl.constexpr = MOMENTS and REST > 0 and HAS_P
+    REST_Q: tl.constexpr = MOMENTS and REST > 0 and HAS_C
     # of the first order dM is the only moment that dk sees
     REST_M: tl.constexpr = GRAD and (ALL or (DIVIDE and ORDER == 1 and dtype != tl.float32))
     LOW: tl.constexpr = REST_Q or REST_M or (ALL and QUERIES)
@@ -221,18 +211,15 @@ def sum_features(
         if KEEP and MASKED:  # before more tokens take registers
             keep_features(keep, zero + late, j, there, hq, hk, QUERIES, KEYS, D, R1, R2)
         if QUERIES:
-            xq = in_full(load_rows(qp if MOVING else q + (zero + start) * qn, j, qn, live, D, R1, R2, False), FULL)
+            xq = load_rows(qp if MOVING else q + (zero + start) * qn, j, qn, live, D, R1, R2, False)
         if DOT_Q and not LOW and not JOINED:
             sq = add_total(sq, hq, F2, ONE_TURN)
         if DOT_K and not LOW_K and not JOINED:
             sk = add_total(sk, hk, F2, ONE_TURN)
         if KEYS:
-            xk = in_full(load_rows(kp if MOVING else k + (zero + start) * kn, j, kn, live, D, R1, R2, False), FULL)
+            xk = load_rows(kp if MOVING else k + (zero + start) * kn, j, kn, live, D, R1, R2, False)
         if MOMENTS:
-            if FULL:  # the float32 sums of five moments leave no registers for the other way
-                xv = in_full(load_rows(v + (zero + start) * vn, j, vn, live, DV, V1, V2, False), FULL)
-            else:
-                tv = load_rows(vp if MOVING else v + (zero + late) * vn, j, vn, there, DV, V1, V2, False)
+            tv = load_rows(vp if MOVING else v + (zero + late) * vn, j, vn, there, DV, V1, V2, False)
             mm = add_moments(mm, hq, hk, tv, i, i, ORDER, F2, V2, False, PREC)
             if ALL:
                 mm = add_rests(mm, hq, hk, lq, rk, i, ORDER, F2, PREC)
@@ -252,7 +239,7 @@ def sum_features(
         elif REST_Q:
             mm = (mm[0], mm[1], outer4(mm[2], lq, tv, i, F2, V2, False, PREC), mm[3], mm[4])
         if GRAD:
-            tg = in_full(load_rows(g + (zero + late) * gn, j, gn, there, DV, V1, V2, False), FULL)
+            tg = load_rows(g + (zero + late) * gn, j, gn, there, DV, V1, V2, False)
             dq = hq
         if DIVIDE:
             over, total, inverse = divide(hq, lq, tg, there, m, m1, vbar, eps, LOW, V1, V2, F2, PREC)
@@ -275,13 +262,11 @@ def sum_features(
         if KEEP and not MASKED:
             keep_features(keep, zero + late, j, there, hq, hk, QUERIES, KEYS, D, R1, R2)
         if QUERIES:
-            fq, hq, rest = phi_and_rest(xq, live, FMAP, D, R1, R2, FULL)
+            fq, hq, rest = phi_and_rest(xq, live, FMAP, D, R1, R2)
             if LOW:
                 lq = rest
         if KEYS:
-            fk, hk, lk = phi_and_rest(xk, live, FMAP, D, R1, R2, FULL)
-        if MOMENTS and FULL:
-            tv = xv
+            fk, hk, lk = phi_and_rest(xk, live, FMAP, D, R1, R2)
         if ONES:
             hq = (hq[0], ones_column(hq[1], live, D - F1))
             hk = (hk[0], ones_column(hk[1], live, D - F1))

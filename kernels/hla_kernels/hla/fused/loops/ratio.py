@@ -5,12 +5,10 @@ import triton.language as tl
 
 from ..maps import is_plain, is_shifted, ones2, phi32, phi_grad, power_of_two
 from ..tiles import (
-    add4,
     add_dot,
     axpy2,
     cast4,
     load_rows,
-    load_vec,
     rank1,
     rowdot,
     scale4,
@@ -157,28 +155,6 @@ def pull(g, mt, cols, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: t
 
 
 @triton.jit
-def rest2(x, dtype: tl.constexpr):
-    """What rounding a pair to a dtype leaves, rounded."""
-    return (x[0] - x[0].to(dtype).to(tl.float32)).to(dtype), (x[1] - x[1].to(dtype).to(tl.float32)).to(dtype)
-
-
-@triton.jit
-def rest_of(m, dtype: tl.constexpr, A2: tl.constexpr, B2: tl.constexpr):
-    """What rounding a matrix to a dtype leaves, rounded."""
-    return cast4(add4(m, scale4(cast4(cast4(m, dtype), tl.float32), -1.0), A2, B2), dtype)
-
-
-@triton.jit
-def pull_rest(pulled, g, rest, F2: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr):
-    """`pull` with what a second matrix adds."""
-    r1, r2, y = pulled
-    r1 += part_product(g, rest[0], rest[2], V2, PREC)
-    if F2 > 0:
-        r2 += part_product(g, rest[1], rest[3], V2, PREC)
-    return r1, r2, y
-
-
-@triton.jit
 def against(f, pulled, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
     """Return (f, r, g.(f m + b)) of a tile of queries with features f, from `pull`.
 
@@ -222,8 +198,7 @@ def part_product(x, m1, m2, K2: tl.constexpr, PREC: tl.constexpr):
 def sum_ratio(
     q, k, v, g, dq, qn, kn, vn, gn, dqn, lo, hi, m, m1, row, eps, ratio, ORDER: tl.constexpr, MOMENTS: tl.constexpr,
     WRITE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, PLANES: tl.constexpr = 1,
-    ANCHORED: tl.constexpr = False, late=None,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, ANCHORED: tl.constexpr = False,
 ):  # fmt: skip
     """(P, S, C, R, W) with MOMENTS, dM' = Sum g (phi(q) / den)', dm1 = Sum (d loss / d den) phi(q) over tokens lo..hi,
     the last for `end_pairs`.
@@ -234,8 +209,7 @@ def sum_ratio(
 
     The common part of all queries, c = 1 / 1'm1 (the value for phi(q) = 1), is subtracted from phi(q) / den before it
     is rounded.
-    PLANES = 2: m, in float32, and phi(q) / den are sums of two numbers of the dtype of the tokens. ANCHORED as in
-    `ratio_base`. late: where m1 lies, which is then loaded in every turn.
+    ANCHORED as in `ratio_base`.
     """
     SHIFTED: tl.constexpr = is_shifted(FMAP)
     dtype: tl.constexpr = q.dtype.element_ty
@@ -251,19 +225,16 @@ def sum_ratio(
     # dm1 is a row of dM' too, but for coefficients whose gradient it nearly cancels in
     NUMBER: tl.constexpr = SPARE and spare(DV, V1, V2, dtype) and ORDER < 5
     mt, cols = readout_columns(trans4(cast4(m, dtype)), base, dtype, D, F1, F2, V2)
-    rest = mt
     ones = cols
     # of v = 1: of features as they were rounded a product, which holds no registers from turn to turn
     BY_PRODUCT: tl.constexpr = NUMBER and is_plain(FMAP)
     if BY_PRODUCT:
         ones = columns(m1, dtype, F2)
-    if PLANES == 2:
-        rest = trans4(rest_of(m, dtype, F2, V2))
     column = tl.arange(0, one[1].shape[0])[None, :] - (D - F1)
     # features are evaluated again when what needs all of a row is known: until then tokens take half their registers
     TWICE: tl.constexpr = SPARE and WRITE
     # pointers, which take fewer registers than products of strides
-    MOVING: tl.constexpr = WRITE or (F2 > 0 and ORDER == 5 and PLANES == 1)
+    MOVING: tl.constexpr = WRITE or (F2 > 0 and ORDER == 5)
     mm = begin_moments(ORDER, F1, F2, V1, V2, MOMENTS, False)
     dm = begin_outer(V1, V2, F1, F2)
     dm1 = begin_pairs(BN, F1, F2)
@@ -273,7 +244,7 @@ def sum_ratio(
     zero = tl.full([], 0, tl.int64)
     gp = g + (zero + lo) * gn
     qp = q + (zero + lo) * qn
-    for start in tl.range(lo, hi[0], BN, disable_licm=(WRITE and F2 > 0) or PLANES == 2):
+    for start in tl.range(lo, hi[0], BN, disable_licm=WRITE and F2 > 0):
         live = alive(start + i, hi)
         j = anew(i, start, F2 > 0)
         if MOVING:
@@ -292,18 +263,13 @@ def sum_ratio(
         if SHIFTED and not SPARE:
             sg = add_total(sg, tg, V2, True)
         pulled = pull(tg, mt, cols, D, F1, F2, V2, PREC)
-        if PLANES == 2:
-            pulled = pull_rest(pulled, tg, rest, F2, V2, PREC)
         if TWICE:
             tq = (laid(tq[0], pulled[0]), laid(tq[1], pulled[1]))
         f, r, y = against(phi32(tq, live, FMAP, D, F1, F2), pulled, dtype, D, F1, F2)
         if BY_PRODUCT:
             inverse = reciprocal(times_vector((f[0].to(dtype), f[1].to(dtype)), ones, F2) + e, live, dtype)
         else:
-            divisor = m1
-            if late is not None:
-                divisor = load_vec(late + (start >> 30), D, F1, F2)
-            inverse = reciprocal(rowdot(f, as_row(divisor), F2) + e, live, dtype)
+            inverse = reciprocal(rowdot(f, as_row(m1), F2) + e, live, dtype)
         d = -y * inverse  # d loss / d den times den
         if TWICE:
             f = phi32((once(tq[0]), once(tq[1])), live, FMAP, D, F1, F2)
@@ -311,7 +277,7 @@ def sum_ratio(
             gq = query_gradient(f, r, inverse, d, m1, FMAP, F2)
             store_tokens(dq + (zero + start) * dqn, j, dqn, live, gq, D, F1, F2)
         else:
-            put_ratio(ratio, start + (j if PLANES == 2 else i), live, inverse, d * inverse)
+            put_ratio(ratio, start + i, live, inverse, d * inverse)
         more = (inverse - c if SHIFTED else inverse * 0.0)[:, None]
         over = (f[0] * inverse[:, None] + more, f[1] * inverse[:, None] + more)
         if NUMBER:
@@ -319,8 +285,6 @@ def sum_ratio(
         else:
             dm1 = add_pairs(dm1, d, over, F2)
         over = (over[0] * unit, over[1] * unit)
-        if PLANES == 2:
-            dm = add_outer(dm, tg, rest2(over, dtype), V2, F2, PREC)
         over = (over[0].to(dtype), over[1].to(dtype))
         if SHIFTED and SPARE:  # a column of ones sums g
             over = (over[0], tl.where(column == 0, 1.0, over[1]).to(dtype))

@@ -17,52 +17,36 @@ from .elu import below, elu, elu16, elu_slope, wide
 
 
 @triton.jit
-def exp(x, WHOLE: tl.constexpr):
-    """exp(x) of x <= 0 in float32. WHOLE: rounded nearly to nearest; otherwise as the device approximates it, which is
-    2.5e-8 too small on average, and features add up: exp(x) = 2^n e^r, n whole, e^r = 1 + r + r^2 p(r) for |r| <= ln(2)
-    / 2 with the coefficients of the Cephes library; ln(2) is taken off in two parts."""
-    if WHOLE:
-        x = tl.maximum(x, -88.0)
-        n = tl.floor(x * 1.4426950408889634 + 0.5)
-        r = (x - n * 0.693359375) + n * 2.12194440e-4
-        p = 1.9875691500e-4 * r + 1.3981999507e-3
-        p = ((p * r + 8.3334519073e-3) * r + 4.1665795894e-2) * r + 1.6666665459e-1
-        p = ((p * r + 5.0000001201e-1) * (r * r) + r) + 1.0
-        out = tl.where(x > -87.0, p * tl.exp2(n), 0.0)
-    else:
-        out = tl.exp2(x * 1.4426950408889634)
-    return out
+def exp(x):
+    """Return exp(x) of x <= 0 in float32, as the device approximates it."""
+    return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
-def masked_softmax(x1, x2, live, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, WHOLE: tl.constexpr):
-    """softmax over the D columns of a raw pair in float32; the second tile only counts when R2 > 0. WHOLE: as `exp`."""
+def masked_softmax(x1, x2, live, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
+    """softmax over the D columns of a raw pair in float32; the second tile only counts when R2 > 0."""
     c1 = tl.arange(0, R1)
     x1 = tl.where((c1 < D)[None, :], x1, -float("inf"))
     top = tl.max(x1, 1)
     if R2 > 0:
         x2 = tl.where((R1 + tl.arange(0, R2) < D)[None, :], x2, -float("inf"))
         top = tl.maximum(top, tl.max(x2, 1))
-    e1 = exp(x1 - top[:, None], WHOLE)
+    e1 = exp(x1 - top[:, None])
     e2 = e1
     total = tl.sum(e1, 1)
     if R2 > 0:
-        e2 = exp(x2 - top[:, None], WHOLE)
+        e2 = exp(x2 - top[:, None])
         total += tl.sum(e2, 1)
     weight = tl.where(live, 1.0 / total, 0.0)[:, None]
     y1 = e1 * weight
     y2 = e2 * weight
-    if WHOLE:  # what 1 / total is wrong by would be of one sign in a token; a division is slow where columns are dead
-        total = total[:, None]
-        y1 += tl.fma(-y1, tl.broadcast_to(total, y1.shape), e1) * weight
-        y2 += tl.fma(-y2, tl.broadcast_to(total, y2.shape), e2) * weight
     return y1, y2
 
 
 @triton.jit
-def elu1(x, live, C0: tl.constexpr, CN: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
+def elu1(x, live, C0: tl.constexpr, CN: tl.constexpr, D: tl.constexpr):
     """elu(x) + 1 on columns C0..C0+CN; the exponential sees x <= 0 only, so it cannot overflow."""
-    y = tl.maximum(x, 0.0) + exp(tl.minimum(x, 0.0), WHOLE)
+    y = tl.maximum(x, 0.0) + exp(tl.minimum(x, 0.0))
     keep = live[:, None]
     if C0 + CN > D:
         keep = keep & (C0 + tl.arange(0, CN) < D)[None, :]
@@ -151,35 +135,35 @@ def unshift_grad(dm, sg, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2
 
 @triton.jit
 def phi32(
-    x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, WHOLE: tl.constexpr = False
+    x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr
 ):  # fmt: skip
-    """Features of a raw pair in float32; WHOLE: as `exp`, not of map 5."""
+    """Features of a raw pair in float32"""
     x1 = x[0].to(tl.float32)
     x2 = x[1].to(tl.float32)
     if FMAP == 1:
         x1 = tl.maximum(x1, 0.0)
         x2 = tl.maximum(x2, 0.0)
     elif FMAP == 2:
-        x1 = elu1(x1, live, 0, R1, D, WHOLE)
+        x1 = elu1(x1, live, 0, R1, D)
         if R2 > 0:
-            x2 = elu1(x2, live, R1, R2, D, WHOLE)
+            x2 = elu1(x2, live, R1, R2, D)
     elif FMAP == 3:
-        x1, x2 = masked_softmax(x1, x2, live, D, R1, R2, WHOLE)
+        x1, x2 = masked_softmax(x1, x2, live, D, R1, R2)
     elif FMAP == 6:
-        x1, x2 = masked_softmax(x1, x2, live, D, R1, R2, WHOLE)
+        x1, x2 = masked_softmax(x1, x2, live, D, R1, R2)
         one = ones2(D, R1, R2)
         x1, x2 = x1 - one[0][None, :] / D, x2 - one[1][None, :] / D
     elif FMAP == 5:
         x1 = elu(x1)
         x2 = elu(x2)
     elif FMAP == 4:
-        n1, _ = masked_softmax(-x1, x2, live, D, R1, 0, WHOLE)
-        x1, _ = masked_softmax(x1, x2, live, D, R1, 0, WHOLE)
+        n1, _ = masked_softmax(-x1, x2, live, D, R1, 0)
+        x1, _ = masked_softmax(x1, x2, live, D, R1, 0)
         x2 = n1
     elif FMAP == 7:
         one, _ = ones2(D, R1, 0)
-        n1, _ = masked_softmax(-x1, x2, live, D, R1, 0, WHOLE)
-        x1, _ = masked_softmax(x1, x2, live, D, R1, 0, WHOLE)
+        n1, _ = masked_softmax(-x1, x2, live, D, R1, 0)
+        x1, _ = masked_softmax(x1, x2, live, D, R1, 0)
         x1, x2 = x1 - one[None, :] / D, n1 - one[None, :] / D
     return x1, x2
 
@@ -211,10 +195,10 @@ def phi_in_pairs(x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
 
 @triton.jit
 def phi_and_rest(
-    x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, WHOLE: tl.constexpr
+    x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr
 ):  # fmt: skip
     """Return (phi in float32, rounded to the dtype of the tokens, what the rounding left)."""
-    f1, f2 = phi32(x, live, FMAP, D, R1, R2, WHOLE)
+    f1, f2 = phi32(x, live, FMAP, D, R1, R2)
     dtype: tl.constexpr = x[0].dtype
     h1 = f1.to(dtype)
     l1 = (f1 - h1.to(tl.float32)).to(dtype)

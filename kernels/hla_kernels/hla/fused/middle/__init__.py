@@ -7,14 +7,11 @@ likewise for the gradients (algebra.py has the same formulas on whole matrices).
 import triton
 import triton.language as tl
 
-from .. import spec
 from ..algebra import anchor
 from ..heads import load_coefficients
 from ..loops import as_row, means
 from ..maps import is_shifted
 from ..tiles import axpy2, load4, load_block, load_vec, rowdot, store_rows, store_vec, zero_rows
-
-SPLIT = tl.constexpr(spec.SPLIT)
 
 
 @triton.jit
@@ -82,33 +79,6 @@ def plus_times_late(
     o1 = tl.dot(x[0], load_block(ptr, 0, A1, 0, B1, A, B, SA, SB), acc[0], input_precision=MID)
     if A2 > 0:
         o1 = tl.dot(x[1], load_block(ptr, A1, A2, 0, B1, A, B, SA, SB), o1, input_precision=MID)
-    return o1, o2
-
-
-@triton.jit
-def times_exact(
-    x, m, r, BR: tl.constexpr, A, K: tl.constexpr, B: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
-    XA: tl.constexpr, XK: tl.constexpr, MK: tl.constexpr, MB: tl.constexpr,
-):  # fmt: skip
-    """Rows r..r+BR of X M, X [A, K] with strides (XA, XK) and M [K, B] with strides (MK, MB), to the digits of float32.
-
-    Three bfloat16 per number, and a separate sum for each block of 16, since tensor cores truncate their accumulator.
-    """
-    i = r + tl.arange(0, BR)
-    j = tl.arange(0, B1)
-    o1 = tl.zeros([BR, B1], tl.float32)
-    o2 = o1
-    if B2 > 0:
-        o2 = tl.zeros([BR, B2], tl.float32)
-    for start in range(0, K, 16):
-        e = start + tl.arange(0, 16)
-        y = tl.load(x + i[:, None] * XA + e[None, :] * XK, mask=(i < A)[:, None] & (e < K)[None, :], other=0.0)
-        if B2 > 0:  # first, as in `plus_times`
-            j2 = B1 + tl.arange(0, B2)
-            n2 = tl.load(m + e[:, None] * MK + j2[None, :] * MB, mask=(e < K)[:, None] & (j2 < B)[None, :], other=0.0)
-            o2 = o2 + tl.dot(y, n2, input_precision=SPLIT, max_num_imprecise_acc=16)  # as in `add_dot`
-        n1 = tl.load(m + e[:, None] * MK + j[None, :] * MB, mask=(e < K)[:, None] & (j < B)[None, :], other=0.0)
-        o1 = o1 + tl.dot(y, n1, input_precision=SPLIT, max_num_imprecise_acc=16)
     return o1, o2
 
 

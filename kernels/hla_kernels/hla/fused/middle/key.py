@@ -18,7 +18,6 @@ from . import (
     row_sums,
     rows_of,
     times,
-    times_exact,
     vec,
 )
 
@@ -131,21 +130,16 @@ def readout_whole(
 @triton.jit
 def times_readout(
     a, s, g, r, ai, dmt, n, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, EXACT: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
     TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows r..r+BR of A dM' for a moment A [F, V] in memory, ai its rows; dM' as `readout_whole` gives it."""
     SV: tl.constexpr = 1 if TURNED else FD
     SF: tl.constexpr = DV if TURNED else 1
-    if EXACT == "blocks":
-        out = times_exact(a, g, r, BR, FD, DV, FD, F1, F2, DV, 1, SV, SF)
-        if CENTER == 2:
-            shift = dot_rows(ai, load_vec(g + DV * FD + FD, DV, V1, V2), V2) * (-1.0 / n)
-            out = plus_rank1(out, shift, load_vec(s + OFF[5], FD, F1, F2), F2)
-    elif V2 >= 64 and CENTER < 2:
-        out = plus_times_late(zero_rows(BR, F1, F2), ai, g, DV, V1, V2, FD, F1, F2, SV, SF, EXACT)
+    if V2 >= 64 and CENTER < 2:
+        out = plus_times_late(zero_rows(BR, F1, F2), ai, g, DV, V1, V2, FD, F1, F2, SV, SF, MID)
     else:
-        out = times(ai, dmt, BR, V2, F1, F2, EXACT)
+        out = times(ai, dmt, BR, V2, F1, F2, MID)
     return out
 
 
@@ -153,12 +147,12 @@ def times_readout(
 def query_moment_grad(
     s, g, r, n, scale, NORM: tl.constexpr, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr,
-    MID: tl.constexpr, EXACT: tl.constexpr, TURNED: tl.constexpr,
+    MID: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows of C dM' and of C dM' + dM C'."""
     ci = rows_of(s + OFF[2], r, BR, FD, DV, V1, V2, DV, 1)
     dmt = readout_whole(s, g, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, TURNED)
-    ct = times_readout(s + OFF[2], s, g, r, ci, dmt, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, EXACT, TURNED)
+    ct = times_readout(s + OFF[2], s, g, r, ci, dmt, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, TURNED)
     x = readout_rows(s, g, r, n, CENTER, OFF, FD, DV, V1, V2, BR, TURNED)
     if V2 < 64:
         y = plus_times(ct, x, load4(s + OFF[2], DV, V1, V2, FD, F1, F2, 1, DV), V2, F2, MID)
@@ -175,12 +169,12 @@ def middle_grads_key(
     state, grads, weights, rows, coefficients, dcoefficients, matrix, cross, N, H, scale, ORDER: tl.constexpr,
     NORM: tl.constexpr, CENTER: tl.constexpr, FMAP: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, EXACT: tl.constexpr,
-    TURNED: tl.constexpr, HALF: tl.constexpr,
+    WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     """Rows over F, after `middle_grads_value`: WR', WS of hla2, the rows of dq and dk, and Z' = P dM' (cross
-    [B * H, F, F], float32) where `middle_grads_pair` follows. EXACT: the precision of the products that d coefficients
-    sum. HALF: products with float16 tokens read the weights as they are here."""
+    [B * H, F, F], float32) where `middle_grads_pair` follows. HALF: products with float16 tokens read the weights as
+    they are here."""
     BLOCKS: tl.constexpr = (FD + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     n, scale = means(N, head, scale)
@@ -194,13 +188,13 @@ def middle_grads_key(
     shift_k = shift_q
     columns = zeros2(F1, F2)
     if ORDER == 2:
-        _, ds = query_moment_grad(s, g, r, n, scale, NORM, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, MID, TURNED)
+        _, ds = query_moment_grad(s, g, r, n, scale, NORM, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, TURNED)
         put_rows(w + WOFF[1], r, BR, FD, FD, F1, F2, mul2(ds, scale, F2))
         shift_k = scale * row_sums(ds, F2)
     if ORDER >= 3:
         dmt = readout_whole(s, g, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, TURNED)
         pi = rows_of(s + OFF[0], r, BR, FD, DV, V1, V2, DV, 1)
-        zt = times_readout(s + OFF[0], s, g, r, pi, dmt, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, EXACT, TURNED)
+        zt = times_readout(s + OFF[0], s, g, r, pi, dmt, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, TURNED)
         x = readout_rows(s, g, r, n, CENTER, OFF, FD, DV, V1, V2, BR, TURNED)
         d1, d1i, p1i, _, _ = ones_grads(g, s, r, scale, NORM, OFF, FD, F1, F2, DV, BR)
         zt = plus_rank1(zt, p1i, d1, F2)
@@ -254,8 +248,7 @@ def middle_grads_pair(
     state, grads, weights, rows, coefficients, dcoefficients, cross, N, H, scale, ORDER: tl.constexpr,
     NORM: tl.constexpr, CENTER: tl.constexpr, FMAP: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, EXACT: tl.constexpr,
-    TURNED: tl.constexpr,
+    WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows over F of WS and WW for M = S W P, by two programs: s (W Z' + Z W) and s (Z' S + S Z), Z' = P dM' in
     `cross`.
@@ -274,11 +267,8 @@ def middle_grads_pair(
     SHIFTED: tl.constexpr = NORM and is_shifted(FMAP)
     c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     if tl.program_id(0) % 2 == 0:
-        if EXACT == "blocks":
-            dw = times_exact(z, s + OFF[1], r, BR, FD, FD, FD, F1, F2, FD, 1, 1, FD)
-        else:
-            zti = rows_of(z, r, BR, FD, FD, F1, F2, FD, 1)
-            dw = times(zti, load_symmetric(s + OFF[1], FD, F1, F2), BR, F2, F1, F2, EXACT)
+        zti = rows_of(z, r, BR, FD, FD, F1, F2, FD, 1)
+        dw = times(zti, load_symmetric(s + OFF[1], FD, F1, F2), BR, F2, F1, F2, MID)
         if dcoefficients is not None:
             e = rowdot(rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1), dw, F2)
             tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 3, tl.sum(e))
@@ -295,7 +285,7 @@ def middle_grads_pair(
         if ORDER == 5:
             g = grads + head * KG
             ct, y = query_moment_grad(
-                s, g, r, n, scale, NORM, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, EXACT, TURNED
+                s, g, r, n, scale, NORM, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, TURNED
             )
             if dcoefficients is not None:
                 e = rowdot(rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1), ct, F2)

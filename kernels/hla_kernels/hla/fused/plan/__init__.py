@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..spec import SPLIT, Spec
+from ..spec import Spec
 from .paths import PROGRAMS, cut, few_heads, mapped, narrow, plain, summed
 
 AT_ONCE = {"DELAY": 0, "SLOTS": 1}  # of `heads.stagger`
@@ -77,9 +77,8 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype, keep: bool 
         few = wide <= 64 or (wide <= 80 and spec.normalize and not (keep and spec.op == "hla3"))
         return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 3}
     if spec.op == "polynomial" and wide > 64 and plain(spec):
-        warps = 8 if wide > 80 and spec.learned else 4
-        return {"BN": 64 if w["D"] == w["DV"] == 128 else 32, "num_warps": warps, "num_stages": 3}
-    if spec.op == "polynomial" and narrow(w) and plain(spec) and spec.fixed:
+        return {"BN": 64 if w["D"] == w["DV"] == 128 else 32, "num_warps": 4, "num_stages": 3}
+    if spec.op == "polynomial" and narrow(w) and plain(spec):
         return {"BN": 32, "num_warps": 4, "num_stages": 4}
     if wide > 80 or spec.op == "polynomial":  # of learned ones a tile is what tensor cores add up
         return {"BN": 32 if wide <= 32 else 64, "num_warps": 8, "num_stages": 3}
@@ -88,14 +87,11 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype, keep: bool 
 
 def readout_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
     """Return the tiles of `reduce_readout`."""
-    pulled = not mapped(spec)
-    if spec.op == "polynomial":
-        pulled = spec.digits(dtype, True) < 3 and not spec.softmax
+    pulled = not mapped(spec) or (spec.op == "polynomial" and not spec.softmax)
     if not spec.normalize or not pulled or dtype == torch.float32:
         return reduce_config(spec, w, dtype)
-    if spec.op == "polynomial" and w["F2"] > 0:  # of two planes tiles of 32 would keep all of M in registers
-        two = spec.digits(dtype, True) == 2
-        return {"BN": 64, "num_warps": 8, "num_stages": 1} if two else query_config(w) | {"BN": 32}
+    if spec.op == "polynomial" and w["F2"] > 0:
+        return query_config(w) | {"BN": 32}
     return query_config(w)
 
 
@@ -201,50 +197,38 @@ def tiles_of_ones(spec: Spec, w: dict[str, int], rows_done: bool) -> str:
 
 def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int, batch_heads: int) -> dict[str, str]:
     """Return the precision of products. PREC: products of token tiles (without "ieee" for float32 tokens only); MID:
-    of D x D matrices; EXACT: of products in the gradient of coefficients ("blocks": `middle.times_exact`).
+    of D x D matrices.
 
     tf32 is enough where the result is rounded to bf16; what softmaxes have in common cancels, and so does what a ratio
     through R or W reads of many tokens: but for 1 / sqrt(N) of the operator its outputs are alike. Float32 tokens are
-    as exact as torch's where errors of tf32x3 add up. The gradient of coefficients nearly cancels, so it has the digits
-    of float32, on tensor cores where tokens are bf16; a ratio takes it of the operator itself. `Spec.digits` has the
-    digits of the operands.
+    as exact as torch's where errors of tf32x3 add up.
     """
-    polynomial, bf16 = spec.learned or (spec.op == "polynomial" and dtype != torch.bfloat16), dtype == torch.bfloat16
+    bf16 = dtype == torch.bfloat16
     sums_up = spec.op in ("hla2", "hla3") or spec.normalize or spec.feature_map not in (None, "identity", "relu")
-    if (polynomial and not bf16) or (sums_up and dtype == torch.float32):
-        return {"PREC": "ieee", "MID": "ieee", "WHOLE": "ieee", "EXACT": "ieee"}
+    if (spec.op == "polynomial" and not bf16) or (sums_up and dtype == torch.float32):
+        return {"PREC": "ieee", "MID": "ieee"}
     cancels = spec.normalize and spec.op in ("ahla", "hla3", "polynomial") and n > 8192
     mid = "tf32" if bf16 and not (spec.softmax or cancels) else "tf32x3"
     if spec.op == "polynomial" and n > 2048 and narrow(w) and batch_heads < 64:
         mid = "tf32x3"  # S and W are nearly multiples of the identity then, so that orders cancel if coefficients do
-    if polynomial:
-        whole = SPLIT if w["F2"] + w["V2"] == 0 else "ieee"
-        return {"PREC": "ieee", "MID": mid, "WHOLE": whole if spec.normalize else mid, "EXACT": "blocks"}
-    return {"PREC": "tf32x3", "MID": mid, "WHOLE": mid, "EXACT": mid}
+    return {"PREC": "tf32x3", "MID": mid}
 
 
-def middle_config(
-    kernel: str, spec: Spec, w: dict[str, int], rows: int, batch_heads: int, prec: dict[str, str]
-) -> dict[str, int]:
+def middle_config(kernel: str, spec: Spec, w: dict[str, int], rows: int, batch_heads: int, mid: str) -> dict[str, int]:
     """Return the rows per block and the warps of `middle` and of the "middle_grads" kernels: all rows of a head at once
     if the heads fill the GPU."""
     tile = max(w["F1"], w["V1"])
-    if prec["MID"] in ("tf32x3", "ieee"):
+    if mid in ("tf32x3", "ieee"):
         return {"BR": 16, "num_warps": 8, "num_stages": 1}
-    exact = prec["EXACT"] == "blocks"
-    if batch_heads >= PROGRAMS // 2 and tile <= 64 and exact and w["F2"] + w["V2"] > 0:
-        return {"BR": 64, "num_warps": 4, "num_stages": 1}
     if batch_heads >= PROGRAMS // 2 and tile <= 64:
         block = 128 if rows > 64 else tile
         return {"BR": block, "num_warps": 8 if block * tile > 4096 else 4, "num_stages": 1}
     if w["F2"] + w["V2"] > 0:
-        return {"BR": 16 if exact else 32, "num_warps": 4, "num_stages": 1}
-    split = prec["MID"] == SPLIT
+        return {"BR": 32, "num_warps": 4, "num_stages": 1}
     # left to itself an assembler spills for the sake of programs that are not there; the anchor and the product of hla2
     # read one matrix, which it may keep in registers
     most = 168 if kernel == "middle" and spec.op == "hla2" and spec.normalize and w["F1"] > 64 else 128
-    more = {} if split or (tile > 64 and exact) else {"maxnreg": most}
-    return {"BR": 16, "num_warps": 8 if tile > 64 or split else 4, "num_stages": 1, **more}
+    return {"BR": 16, "num_warps": 8 if tile > 64 else 4, "num_stages": 1, "maxnreg": most}
 
 
 def middle_halves(spec: Spec, w: dict[str, int], mid: str) -> dict[str, int]:

@@ -105,8 +105,8 @@ def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
         return 1 - (1 - few_halved(w, batch_heads, n)) * apart
     if mixed(spec, w, dtype, own) and spec.normalize and cut(w):  # the split path would spill
         return 0
-    if mixed(spec, w, dtype, own):  # of few tokens d coefficients have fewer digits than torch's
-        return 1 - (1 - few_heads(batch_heads, n)) * (1 if spec.fixed else torch.sym_min(1, n // 192))
+    if mixed(spec, w, dtype, own):
+        return few_heads(batch_heads, n)
     return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
 
 
@@ -136,7 +136,7 @@ def path(
     if split:
         return "split"
     if mixed(spec, w, dtype, own):
-        return "ratio" if spec.normalize else "fixed" if spec.fixed else "mixture"
+        return "ratio" if spec.normalize else "mixture"
     name = "heads"
     if halved(spec, w, dtype, own):
         apart = spec.normalize and (cut(w) or in_two(batch_heads, n))

@@ -79,8 +79,7 @@ def reduce_readout(
     at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
-    PULLED: tl.constexpr = ORDER == 5 and REST < 3 and FMAP != 3 and FMAP != 4
-    PLANES: tl.constexpr = 2 if PULLED and REST == 2 else 1
+    PULLED: tl.constexpr = ORDER == 5 and FMAP != 3 and FMAP != 4
     m = zeros2(16, 0)
     m1 = zeros2(F1, F2)
     vbar = zeros2(V1, V2)
@@ -88,8 +87,7 @@ def reduce_readout(
         m1 = load_vec(state + head * K + OFF[8], FD, F1, F2)
     if NORM and not DIVIDED:
         vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
-        m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
-        m = cast4(m, tl.float32 if REST == 3 or PLANES == 2 else q.dtype.element_ty)
+        m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
     q = at_head(q, qs, at, h, ALIGN)
     g = at_head(g, gs, at, h, ALIGN)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
@@ -103,7 +101,7 @@ def reduce_readout(
     elif NORM and (PULLED or (is_plain(FMAP) and REST == 0)):
         _, dm, dm1 = sum_ratio(
             q, q, g, g, q, qn, qn, gn, gn, qn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, False, FMAP, D, F1, F2,
-            DV, V1, V2, BN, PREC, PLANES, late=state + head * K + OFF[8] if PLANES == 2 else None,
+            DV, V1, V2, BN, PREC,
         )  # fmt: skip
         dm1 = end_pairs(dm1, F1, F2)
     else:

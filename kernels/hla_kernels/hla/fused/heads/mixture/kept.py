@@ -1,12 +1,11 @@
-"""Saved tensors of `mixture` and `fixed`: sums of tokens, and (centred) moments in float16."""
+"""Saved tensors of `mixture`: sums of tokens, and (centred) moments in float16."""
 
 import triton
 import triton.language as tl
 
 from ...loops import sum_moments
-from ...tiles import axpy2, load_vec, rank1, scale4, store_vec, zeros2
+from ...tiles import axpy2, rank1, scale4, store_vec, zeros2
 from ..halves import half, put_matrix
-from .digits import RESTS, put_digits
 
 
 @triton.jit
@@ -24,15 +23,15 @@ def head_moments(
 
 @triton.jit
 def store_units(to, u):
-    """Write the units of P, S, C, R, W."""
-    for i in tl.static_range(5):
+    """Write the units of P, S, C, R, W, T."""
+    for i in tl.static_range(6):
         tl.store(to + i, u[i])
 
 
 @triton.jit
 def load_units(at):
     """Inverse of `store_units`."""
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
 
 
 @triton.jit
@@ -49,47 +48,26 @@ def put_sums(
 
 
 @triton.jit
-def put_moment(to, a, DIGITS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """Write a moment in float16, DIGITS: what is left of it too, and return its unit."""
-    if DIGITS:
-        unit = put_digits(to, a, RESTS, D1, D2)
-    else:
-        hat, unit = half(a, D2, D2)
-        put_matrix(to, hat, D1, D2)
-    return unit
-
-
-@triton.jit
-def centred(
-    a, vectors, sums, X: tl.constexpr, Y: tl.constexpr, n, s, ALONE: tl.constexpr, OFF: tl.constexpr, D: tl.constexpr,
-    D1: tl.constexpr, D2: tl.constexpr,
-):  # fmt: skip
-    """s (a - x y' / n), x and y two sums of tokens; of one block and a program ALONE, which has written them all, from
-    memory, which holds no registers until then."""
-    x = sums[X]
-    y = sums[Y]
-    if ALONE and D2 == 0:
-        x = load_vec(vectors + OFF[5 + X], D, D1, D2)
-        y = load_vec(vectors + OFF[5 + Y], D, D1, D2)
-    return scale4(rank1(a, axpy2(zeros2(D1, D2), -1.0 / n, x, D2), y, D2, D2), s)
+def centred(a, sums, X: tl.constexpr, Y: tl.constexpr, n, s, D1: tl.constexpr, D2: tl.constexpr):
+    """s (a - x y' / n), x and y two sums of tokens."""
+    return scale4(rank1(a, axpy2(zeros2(D1, D2), -1.0 / n, sums[X], D2), sums[Y], D2, D2), s)
 
 
 @triton.jit
 def scaled(
-    m, vectors, sums, n, s, I: tl.constexpr, ALONE: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-):  # fmt: skip
+    m, sums, n, s, I: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr
+):
     """Moment I (0 .. 4: P, S, C, R, W) times s and centred, as `algebra.scale_moments` does."""
     if I == 0 and (CENTER > 0 or MEAN):
-        out = centred(m[0], vectors, sums, 1, 2, n, s, ALONE, OFF, D, D1, D2)
+        out = centred(m[0], sums, 1, 2, n, s, D1, D2)
     elif I == 1 and CENTER > 0:
-        out = centred(m[1], vectors, sums, 1, 1, n, s, ALONE, OFF, D, D1, D2)
+        out = centred(m[1], sums, 1, 1, n, s, D1, D2)
     elif I == 2 and (CENTER == 2 or MEAN):
-        out = centred(m[2], vectors, sums, 0, 2, n, s, ALONE, OFF, D, D1, D2)
+        out = centred(m[2], sums, 0, 2, n, s, D1, D2)
     elif I == 3 and CENTER > 0:
-        out = centred(m[3], vectors, sums, 1, 0, n, s, ALONE, OFF, D, D1, D2)
+        out = centred(m[3], sums, 1, 0, n, s, D1, D2)
     elif I == 4 and CENTER == 2:
-        out = centred(m[4], vectors, sums, 0, 0, n, s, ALONE, OFF, D, D1, D2)
+        out = centred(m[4], sums, 0, 0, n, s, D1, D2)
     else:
         out = scale4(m[I], s)
     return out
@@ -98,37 +76,22 @@ def scaled(
 @triton.constexpr_function
 def has_moment(i, order):
     """Whether an order of `begin_moments` has moment i (0 .. 4: P, S, C, R, W)."""
-    return i in {4: (0, 1, 4), 5: (0, 1, 2, 3, 4), 6: (2, 3), 10: (3,), 11: (0, 1), 12: (2, 4)}[order]
-
-
-@triton.jit
-def put_scaled(
-    to, m, vectors, sums, n, s, I: tl.constexpr, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    OFF: tl.constexpr, DIGITS: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-):  # fmt: skip
-    """`put_moment` of `scaled` if the order has it; its unit."""
-    unit = 1.0
-    if has_moment(I, ORDER):
-        x = scaled(m, vectors, sums, n, s, I, ORDER < 10, CENTER, MEAN, OFF, D, D1, D2)
-        unit = put_moment(to + I * (D1 + D2) * (D1 + D2), x, DIGITS, D1, D2)
-    return unit
+    return i in {10: (3,), 11: (0, 1), 12: (2, 4)}[order]
 
 
 @triton.jit
 def put_moments(
-    to, m, vectors, sums, n, s, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, OFF: tl.constexpr,
-    DIGITS: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+    to, units, m, vectors, sums, n, s, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of tokens and the moments of an order of `begin_moments`; their units."""
+    """Write the sums of tokens, the moments of an order of `begin_moments` in float16, and their units."""
     if CENTER > 0 or MEAN:
         put_sums(vectors, sums, ORDER, OFF, D, D1, D2)
-        tl.debug_barrier()  # every thread reads what others wrote
-    up = put_scaled(to, m, vectors, sums, n, s, 0, ORDER, CENTER, MEAN, OFF, DIGITS, D, D1, D2)
-    us = put_scaled(to, m, vectors, sums, n, s, 1, ORDER, CENTER, MEAN, OFF, DIGITS, D, D1, D2)
-    uw = put_scaled(to, m, vectors, sums, n, s, 4, ORDER, CENTER, MEAN, OFF, DIGITS, D, D1, D2)
-    uc = put_scaled(to, m, vectors, sums, n, s, 2, ORDER, CENTER, MEAN, OFF, DIGITS, D, D1, D2)
-    ur = put_scaled(to, m, vectors, sums, n, s, 3, ORDER, CENTER, MEAN, OFF, DIGITS, D, D1, D2)
-    return up, us, uc, ur, uw
+    for i in tl.static_range(5):
+        if has_moment(i, ORDER):
+            x, unit = half(scaled(m, sums, n, s, i, CENTER, MEAN, D1, D2), D2, D2)
+            put_matrix(to + i * (D1 + D2) * (D1 + D2), x, D1, D2)
+            tl.store(units + i, unit)
 
 
 @triton.jit
