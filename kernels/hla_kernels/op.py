@@ -35,7 +35,7 @@ from .dispatch.faults import Fault, warn
 from .dispatch.forms import form_of, recall, remember
 from .dispatch.trial import trial_of
 from .dispatch.verify import fault, is_shipped
-from .features import feature_width
+from .features import feature, feature_width
 from .hla import fused
 from .hla.causal import causal
 from .hla.causal_op import causal_op
@@ -45,7 +45,7 @@ from .hla.streaming.state import State
 from .hla.streaming.stream import stream
 from .hla.two_sided import two_sided, two_sided_qkvpacked
 from .options import IMPLS, OPS, Options, autocast_dtype, autocast_on, canonical, compute_dtype, plain_precision
-from .sequences import WHOLE, Sequences
+from .sequences import WHOLE, Sequences, real
 from .softmax.multipoles import PREPARE, MultipoleCall, forms_of
 from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call
@@ -254,11 +254,22 @@ def decay_heads(decay: float | Tensor | None, q: Tensor, k: Tensor) -> Tensor | 
 
 
 class TwoSided(NamedTuple):
-    """Non-tensor arguments of `two_sided` for a checked call: dtypes of the tensors, and options in its order."""
+    """Non-tensor arguments of `two_sided` for a checked call: dtypes of the tensors, the feature map that is applied to
+    q and k before it, and options in its order."""
 
     op: str
     dtypes: tuple[torch.dtype, ...]
+    softmax: str | None
     options: tuple
+
+    @classmethod
+    def of(cls, call: Call, tensors: int, chosen: str) -> TwoSided:
+        """Return the arguments for q, k, v or one packed tensor. Features that are softmaxes are tokens of the Triton
+        form."""
+        feature_map, *options = _two_sided_options(call.options)
+        softmax = feature_map if chosen == "triton" and feature_map in ("softmax", "softmax_pair") else None
+        dtypes = (call.q.dtype, call.k.dtype, call.v.dtype)[:tensors]
+        return cls(call.op, dtypes, softmax, (feature_map if softmax is None else None, *options, chosen))
 
 
 def run(
@@ -272,7 +283,7 @@ def run(
     call = prepare(op, q, k, v, coefficients, impl=impl, **options)
     chosen = choose(call, impl)
     if _is_two_sided(call, chosen):
-        known = TwoSided(op, (call.q.dtype, call.k.dtype, call.v.dtype), (*_two_sided_options(call.options), chosen))
+        known = TwoSided.of(call, 3, chosen)
         remember(form, known)
         return _two_sided(known, (q, k, v), coefficients, call.sequences)
     with plain_precision(call.q):
@@ -293,7 +304,7 @@ def run_packed(op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: s
     chosen = choose(call, impl)
     if not _is_two_sided(call, chosen):
         return run(op, q, k, v, coefficients, impl, **options)
-    known = TwoSided(op, (call.q.dtype,), (*_two_sided_options(call.options), chosen))
+    known = TwoSided.of(call, 1, chosen)
     remember(form, known)
     return _two_sided(known, (qkv,), coefficients, call.sequences)
 
@@ -305,11 +316,14 @@ def _is_two_sided(call: Call, chosen: str) -> bool:
 
 
 def _two_sided(known: TwoSided, tokens: tuple[Tensor, ...], coefficients: Tensor | None, seqs: Sequences) -> Tensor:
-    op, dtypes, options = known
+    op, dtypes, softmax, options = known
     refuse_forward_mode(op, *tokens, coefficients)
     save, fixed = needs_backward(*tokens, coefficients), are_fixed(coefficients)
-    operator = two_sided if len(tokens) == 3 else two_sided_qkvpacked
-    cast = (x.to(dtype) for x, dtype in zip(tokens, dtypes, strict=True))
+    cast = [x.to(dtype) for x, dtype in zip(tokens, dtypes, strict=True)]
+    if softmax is not None:
+        q, k, v = cast if len(cast) == 3 else cast[0].unbind(2)
+        cast = [*(feature(real(x, seqs.mask), softmax) for x in (q, k)), v]
+    operator = two_sided if len(cast) == 3 else two_sided_qkvpacked
     return operator(*cast, coefficients, op, *options, fixed, save, *seqs[:3])[0]
 
 

@@ -79,7 +79,7 @@ def sizes(form: tuple) -> list[tuple[int, int]]:
         return [(2, N)]
     from ..hla import fused
 
-    spec = fused.Spec(op, **{name: x for name, x in pairs if name in fused.Spec._fields})
+    spec, d = fused.Spec(op, **{name: x for name, x in pairs if name in fused.Spec._fields}).of_softmax(d)
     found: dict[str, tuple[int, int]] = {}
     for batch, n in ((2, N), (-(-HEADS // h), N), (-(-HEADS // h), 3 * N)):
         q = torch.empty(batch, n, h, d, dtype=dtype, device="meta")

@@ -29,11 +29,8 @@ RELU_QK = {"center": "qk", "feature_map": "relu", "mean_path": True}
 RIDGE = {"ridge": 0.3, "center": "qk", "scale": 0.05}
 SCALE = {"scale": 0.2}
 RATIO, RELU_EPS = {"feature_map": "elu1", "normalize": True}, {"feature_map": "relu", "normalize": True, "eps": 0.5}
-RATIO_SOFTMAX, RATIO_PAIR = ({"feature_map": x, "normalize": True} for x in ("softmax", "softmax_pair"))
 ELU = {"feature_map": "elu1"}
 ELU_ANCHORED, ELU_MEAN, ELU_QK = {**ELU, **ANCHORED}, {**ELU, "mean_path": True}, {**ELU, "center": "qk"}
-SOFTMAX = {"feature_map": "softmax"}
-SOFTMAX_ANCHORED, PAIR_QK = {**SOFTMAX, **ANCHORED}, {"feature_map": "softmax_pair", "center": "qk"}
 CASES = [
     ("linear_attention", PLAIN, "heads", 37, 16, 16, (2, 2), FULL, "packed"),
     ("linear_attention", ANCHORED, "split", 37, 40, 40, (2, 2), HALF, "packed"),
@@ -55,7 +52,6 @@ CASES = [
     ("ahla", RATIO, "whole", 37, 72, 72, (1, 1), HALF, "packed"),
     ("hla3", RATIO, "whole", 37, 40, 40, (1, 1), HALF, "packed"),
     ("linear_attention", {"feature_map": "elu1"}, "split", 37, 64, 64, (4, 2), HALF, "contiguous"),
-    ("ahla", RATIO_SOFTMAX, "two_step", 37, 40, 40, (2, 2), FULL, "packed"),
     ("hla3", RATIO, "two_step", 37, 64, 64, (2, 2), HALF, "packed"),
     ("hla3", RATIO, "split", 37, 40, 40, (1, 1), FULL, "packed"),
     *(("polynomial", RATIO, "split", n, d, d, (2, 2), FULL, "packed") for n, d in ((37, 40), (60, 72))),
@@ -112,7 +108,7 @@ CASES = [
     *((op, PLAIN, "halves_by_pairs", 37, 72, 72, (2, 2), HALF, "packed") for op in ("hla2", "ahla", "hla3")),
     ("linear_attention", PLAIN, "pairs_two_step", 37, 72, 72, (2, 2), HALF, "packed"),
     *(("linear_attention", x, "divided", 37, 72, 72, (2, 2), HALF, "packed") for x in (RATIO, RELU_EPS)),
-    # features shifted where something is centred, softmaxes centred along their features
+    # features shifted where something is centred
     ("linear_attention", ELU_MEAN, "heads", 37, 40, 40, (2, 2), FULL, "packed"),
     ("hla2", ELU_MEAN, "split", 37, 72, 72, (2, 2), HALF, "packed"),
     ("hla2", ELU_ANCHORED, "two_step", 70, 40, 40, (2, 1), FULL, "contiguous"),
@@ -120,15 +116,8 @@ CASES = [
     ("ahla", ELU_QK, "two_step", 37, 40, 40, (2, 2), FULL, "strided"),
     ("hla3", ELU_QK, "split", 37, 72, 72, (1, 1), HALF, "packed"),
     ("hla3", ELU_MEAN, "heads", 37, 40, 40, (1, 1), FULL, "packed"),
-    ("hla2", {**SOFTMAX, "scale": 2.0}, "split", 37, 72, 72, (1, 1), HALF, "packed"),
-    ("ahla", SOFTMAX, "two_step", 37, 40, 40, (2, 2), FULL, "packed"),
-    ("hla3", SOFTMAX_ANCHORED, "two_step", 37, 72, 72, (1, 1), FULL, "packed"),
-    ("ahla", PAIR_QK, "split", 37, 40, 40, (2, 1), FULL, "contiguous"),
-    ("hla2", RATIO_PAIR, "split", 37, 40, 40, (1, 1), HALF, "packed"),
-    ("hla3", RATIO_PAIR, "two_step", 37, 32, 32, (2, 2), HALF, "packed"),
     ("polynomial", PLAIN, "split", 37, 40, 40, (1, 1), HALF, "packed"),
     ("polynomial", ELU_ANCHORED, "split", 60, 40, 40, (1, 1), HALF, "packed"),
-    ("polynomial", RATIO_SOFTMAX, "split", 37, 40, 40, (1, 1), FULL, "packed"),
 ]
 
 

@@ -29,7 +29,6 @@ from tests.ops.fused import cases
 
 DEVICE, BF16, FP16 = "cuda", torch.bfloat16, torch.float16
 RATIO, ANCHORED = {"feature_map": "elu1", "normalize": True}, {"center": "k", "mean_path": True}
-SOFTMAX = {"feature_map": "softmax_pair", "center": "qk"}
 # op, options, path, N, D, Dv, (heads, key heads)
 WHOLE = (
     ("ahla", {}, "heads", 70, 64, 64, (2, 2)),
@@ -58,7 +57,6 @@ WHOLE = (
     ("polynomial", ANCHORED, "mixture", 70, 64, 64, (2, 2)),
     *(("polynomial", {"fixed": fixed, **RATIO}, "mixture", 70, 64, 64, (2, 2)) for fixed in (False, True)),
     ("polynomial", ANCHORED, "split", 600, 40, 40, (4, 2)),
-    ("hla2", SOFTMAX, "split", 37, 32, 48, (2, 2)),
     ("ahla", {}, "split", 1, 128, 128, (1, 1)),
 )
 # options, grid, blocks, prefix, (B, H, D, Dv), dtype, keywords of `fused_cases.make` (and turned: rotary tables)

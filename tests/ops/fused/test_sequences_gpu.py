@@ -26,7 +26,7 @@ CASES = [
     *((op, RATIO, BF16, sizes) for op in OPS for sizes in (MANY, ODD)),
     ("ahla", {"ridge": 0.3, "center": "qk"}, FP32, (3, 2, 2, 40, 40)),
     ("hla3", ANCHORED, FP32, (3, 4, 2, 128, 112)),
-    ("hla2", {"feature_map": "softmax_pair", "normalize": True}, BF16, ODD),
+    ("linear_attention", {"feature_map": "softmax_pair", "normalize": True}, BF16, (3, 4, 2, 40, 64)),
 ]
 
 

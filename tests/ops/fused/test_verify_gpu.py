@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton forms need a CUDA device: none here"),
 ]
 OPS = ("linear_attention", "hla2", "ahla", "hla3", "polynomial")
-OPTIONS = ({}, RATIO, ANCHORED, {**ELU, "mean_path": True}, {"feature_map": "softmax_pair"}, {**SOFTMAX, "center": "k"})
+OPTIONS = ({}, RATIO, ANCHORED, {**ELU, "mean_path": True}, {**SOFTMAX, "normalize": True})
 TOKENS = ((BF16, 64), (BF16, 72), (BF16, 128), (FP16, 64), (FP32, 40))
 
 

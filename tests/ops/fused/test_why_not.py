@@ -17,7 +17,7 @@ from hla_kernels.hla.fused.spec import ORDERS
 from hla_kernels.sequences import Sequences
 from tests.helpers.fused_gpu import ANCHORED, BF16, ELU, FP16, FP32, OPS, RATIO
 
-PAIR = {"feature_map": "softmax_pair", "center": "k"}
+PAIR = {"feature_map": "softmax_pair", "normalize": True}
 
 
 def test_why_not_names_what_is_missing():
@@ -40,7 +40,10 @@ def test_why_not_names_what_is_missing():
 # op, options, dtype, D, words of the reason or None
 WIDTHS = (
     *((op, options, BF16, 128, None) for op in OPS for options in ({}, RATIO, ANCHORED)),
-    *((op, PAIR, dtype, d, found) for op in OPS for dtype in (BF16, FP32) for d, found in ((48, None), (65, "130"))),
+    *(("linear_attention", PAIR, BF16, d, found) for d, found in ((64, None), (65, "D = 130"))),
+    *(("linear_attention", {**RATIO, "feature_map": "softmax"}, dtype, 96, None) for dtype in (BF16, FP32)),
+    *((op, {"feature_map": "softmax"}, BF16, 32, "a ratio of linear_attention alone") for op in OPS),
+    *((op, PAIR, BF16, 32, "a ratio of linear_attention alone") for op in OPS[1:]),
     *((op, {}, FP32, d, found) for op in OPS[1:] for d, found in ((96, None), (97, "97 features in float32"))),
     ("linear_attention", {}, FP32, 128, None),
     ("linear_attention", ELU, FP32, 97, "97 features in float32"),
@@ -60,7 +63,7 @@ def test_widths(op, options, dtype, d, found):
     q = torch.randn(1, 4, 2, d, dtype=dtype)
     reason = fused.why_not(q, q, q, Spec(op, **options))
     assert reason is None if found is None else found in reason
-    assert isinstance(reason, faults.Fault) == (found is not None and dtype != FP32)
+    assert isinstance(reason, faults.Fault) == (found is not None and dtype != FP32 and "D =" not in found)
     if options is RATIO and (op, d) == ("polynomial", 72):  # what has padding or shares keys has no such kernels
         assert found is None and "72" in fused.why_not(q, q[:, :, :1], q[:, :, :1], Spec(op, **options))
         mask = Sequences(torch.ones(1, 4, dtype=torch.bool))

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...hla.fused.spec import DTYPES, FEATURE_MAPS, MAX_D, MIN_D, split_width
+from ...hla.fused.spec import DTYPES, MAX_D, MIN_D, split_width
 from ..layout import Layout
 from ..options import BlockOptions
 
-MAPS = (None, "identity", "relu", "elu1", "softmax")
+MAPS = {None: 0, "identity": 0, "relu": 1, "elu1": 2, "softmax": 3}  # numbers of `hla.fused.maps`
 MAX_BLOCKS = 1024
 # limits of `by_pairs`. On an H200, forward and backward, pairs took 0.8 of the time of blocks at N^2 / (M D) = 32 with
 # 128 channels, and 1.3 of it at 40 with 64 channels
@@ -70,7 +70,7 @@ def widths(d: int, dv: int) -> dict[str, int]:
 def flags(o: BlockOptions, rotary: object) -> dict[str, int]:
     """Return the constexpr flags of the passes over tokens."""
     turn = 0 if rotary is None else 1 + o.rotary_half
-    return {"NORM": o.normalize, "FMAP": FEATURE_MAPS[o.feature_map], "TURN": turn, "EXACT": o.moments == "float32"}
+    return {"NORM": o.normalize, "FMAP": MAPS[o.feature_map], "TURN": turn, "EXACT": o.moments == "float32"}
 
 
 def moments_dtype(dtype: torch.dtype, o: BlockOptions, turned: bool) -> torch.dtype:

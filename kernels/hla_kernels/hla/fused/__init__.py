@@ -42,9 +42,12 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE
     """Return the reason why the Triton forms do not support this call, or None."""
     if q.dtype not in DTYPES:
         return f"dtype {q.dtype} is not bfloat16, float16 or float32"
-    for name, d in (("D", q.shape[3]), ("Dv", v.shape[3])):
-        if not MIN_D <= d <= MAX_D:
-            return f"{name} = {d} is outside {MIN_D}..{MAX_D}"
+    if spec.softmax and not (spec.of_keys() and spec.normalize):
+        return Fault("features that are softmaxes have a Triton form in a ratio of linear_attention alone")
+    spec, d = spec.of_softmax(q.shape[3])
+    for name, width in (("D", d), ("Dv", v.shape[3])):
+        if not MIN_D <= width <= MAX_D:
+            return f"{name} = {width} is outside {MIN_D}..{MAX_D}"
     if q.shape[1] > 2**24:
         return f"N = {q.shape[1]} is more than {2**24}: it is counted in float32"
     if q.shape[1] == 1 and spec.center is not None and not spec.of_differences:
@@ -54,7 +57,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE
             return f"the last dimension of {name} is not contiguous"
     if spec.normalize and q.dtype == torch.float16:
         return FLOAT16_RATIO
-    reason = paths.too_wide(spec, widths(spec, q.shape[3], v.shape[3]), q.dtype, own_keys(q, v, seqs))
+    reason = paths.too_wide(spec, widths(d, v.shape[3]), q.dtype, own_keys(q, v, seqs))
     return reason if reason is None or q.dtype == torch.float32 else Fault(reason)
 
 
@@ -67,7 +70,7 @@ def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = 
 
 def kept_features(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
     """Return 1 if the forward can save the features of q and k for the backward, else 0. No branch on B, N and H."""
-    w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
+    w, (batch, n, heads), own = widths(q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
     if not paths.halved(spec, w, q.dtype, own):
         return int(spec.keeps(q.dtype))
     split = paths.saves(spec, w, plan.planned(batch * heads), n, q.dtype, own)
@@ -76,10 +79,10 @@ def kept_features(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | to
 
 def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
     """Return the floats of operators and states in that buffer, a multiple of 16 bytes."""
-    w, (batch, n, heads), own = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
+    w, (batch, n, heads), own = widths(q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
     batch_heads = batch * heads
     kept, lay = paths.saves(spec, w, plan.planned(batch_heads), n, q.dtype, own), layout(spec, w)
-    size = spec.matrix_dtype(q.dtype).itemsize
+    size = q.element_size()
     whole: int | torch.SymInt = lay.vectors().floats(size) if spec.normalize else 0
     if paths.halved(spec, w, q.dtype, own):
         whole = sums.kept_floats(spec, w, n, q.dtype)
@@ -97,7 +100,7 @@ def told(first: Tensor, spec: Spec, seqs: Sequences) -> Sequences:
     """Return the sequences of tokens [.., H, D] with the tables that kernels read."""
     heads, d = first.shape[-2:]
     if first.dtype == torch.float16:
-        spec = spec.in_range(d, seqs.max_seqlen if seqs.mask is None else first.shape[1])
+        spec = spec.in_range(seqs.max_seqlen if seqs.mask is None else first.shape[1])
     return seqs._replace(told=seqs.tables(heads, spec.scale, spec.q_scale, spec.of_differences))
 
 
@@ -108,7 +111,7 @@ def own_keys(q: Tensor, v: Tensor, seqs: Sequences) -> bool:
 
 def path_of(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences, save: bool = True) -> str:
     """Return the path of a call, see `plan.paths.path`."""
-    w, (batch, n, heads) = widths(spec, q.shape[3], v.shape[3]), seqs.sizes(q)
+    w, (batch, n, heads) = widths(q.shape[3], v.shape[3]), seqs.sizes(q)
     return paths.path(spec, w, plan.planned(batch * heads), n, q.dtype, own_keys(q, v, seqs), save)
 
 

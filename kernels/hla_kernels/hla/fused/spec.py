@@ -8,8 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...features import feature_width
+
 ORDERS = {"linear_attention": 1, "hla2": 2, "ahla": 3, "hla3": 4, "polynomial": 5}
-FEATURE_MAPS = {None: 0, "identity": 0, "relu": 1, "elu1": 2, "softmax": 3, "softmax_pair": 4}
+FEATURE_MAPS = {None: 0, "identity": 0, "relu": 1, "elu1": 2}
 KEPT_MAPS = {"kept_elu1": 8, "kept_relu": 9}  # the tokens are features already: `Spec.of_features`
 CENTERS = {None: 0, "k": 1, "qk": 2}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -57,7 +59,7 @@ class Spec(NamedTuple):
         direction, nothing is worth keeping."""
         plain = self.center is None and not self.mean_path and not self.kept
         first = self.op == "linear_attention" and self.normalize and dtype != torch.float32
-        return first and plain and not self.softmax
+        return first and plain
 
     @property
     def kept(self) -> bool:
@@ -75,32 +77,34 @@ class Spec(NamedTuple):
         elu1 = self.feature_map == "elu1" and (centred or mixture or self.keeps(dtype) or self.alone(dtype))
         return elu1 or self.feature_map == "kept_elu1"
 
+    def of_softmax(self, d: int) -> tuple[Spec, int]:
+        """Return the options and the number of features where features that are softmaxes of d channels are tokens."""
+        if not self.softmax:
+            return self, d
+        return self._replace(feature_map=None), feature_width(d, self.feature_map)
+
+    def of_keys(self) -> bool:
+        """Whether the operator is one of keys and values alone, of tokens as they are."""
+        return self.op == "linear_attention" and self.center is None and not self.mean_path
+
     @property
     def softmax(self) -> bool:
         """Whether the features are softmaxes."""
         return self.feature_map in ("softmax", "softmax_pair")
 
-    def matrix_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which operators are stored for tokens of `dtype`: unrounded where means are taken of them."""
-        return torch.float32 if self.softmax and not self.normalize else dtype
-
-    def in_range(self, d: int, n: int) -> Spec:
+    def in_range(self, n: int) -> Spec:
         """The same ratio with an operator of normal float16 numbers, whatever the scale: moments are means over `n`
-        tokens. Softmaxes are about 1 / D, a ratio of S W P has D**-5 above and below; D**2 in each moment leaves D at
-        most."""
+        tokens."""
         if not self.normalize or self.op == "polynomial":
             return self
-        mean = float(d * d) if self.softmax and self.op != "linear_attention" else 1.0
-        up, order = mean / (self.scale_of(n) * n), {"linear_attention": 1, "hla3": 3}.get(self.op, 2)
-        scale = None if self.scale is None else mean / n
-        return self._replace(scale=scale, q_scale=mean, ridge=self.ridge * up, eps=self.eps * up**order)
+        up, order = 1 / (self.scale_of(n) * n), {"linear_attention": 1, "hla3": 3}.get(self.op, 2)
+        scale = None if self.scale is None else 1 / n
+        return self._replace(scale=scale, q_scale=1.0, ridge=self.ridge * up, eps=self.eps * up**order)
 
     def digits(self, dtype: torch.dtype, backward: bool) -> int:
-        """How exact sums of features are: REST of `sum_features`. Highest for features whose mean cancels."""
+        """How exact sums of features are: REST of `sum_features`."""
         if dtype == torch.float32:
             return 0
-        if self.softmax and (backward or not self.normalize):
-            return 2
         once = self.kept or self.keeps(dtype) or self.alone(dtype)
         rounded = self.normalize and not (once or self.feature_map == "identity")
         return int(rounded and (backward or self.op == "linear_attention"))
@@ -134,14 +138,10 @@ def split_width(d: int) -> tuple[int, int]:
     return (half, rest) if rest < half else (whole, 0)
 
 
-def widths(spec: Spec, d: int, dv: int) -> dict[str, int]:
+def widths(d: int, dv: int) -> dict[str, int]:
     """Return the constexpr widths of all kernels."""
-    r1, r2 = split_width(d)
-    if spec.feature_map == "softmax_pair":
-        r1, r2 = 1 << max(4, (d - 1).bit_length()), 0
-    f1, f2 = (r1, r1) if spec.feature_map == "softmax_pair" else (r1, r2)
-    v1, v2 = split_width(dv)
-    return {"D": d, "R1": r1, "R2": r2, "F1": f1, "F2": f2, "DV": dv, "V1": v1, "V2": v2}
+    (f1, f2), (v1, v2) = split_width(d), split_width(dv)
+    return {"D": d, "F1": f1, "F2": f2, "DV": dv, "V1": v1, "V2": v2}
 
 
 class Layout(NamedTuple):
@@ -177,7 +177,7 @@ class Layout(NamedTuple):
 def layout(spec: Spec, w: dict[str, int]) -> Layout:
     """Sizes of the buffers of one head; only what the call writes takes room."""
     order, dv = ORDERS[spec.op], w["DV"]
-    fd = w["F1"] + w["F2"] if spec.feature_map == "softmax_pair" else w["D"]
+    fd = w["D"]
     ff, fv = fd * fd, fd * dv
     # int: torch 2.11 cannot multiply a symbol by a bool
     sums = int(spec.sums or spec.feature_map in ("elu1", "kept_elu1"))  # of a shift too

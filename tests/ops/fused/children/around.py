@@ -6,11 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import hla_kernels as hk
+from hla_kernels import op
 from hla_kernels.features.rms_norm import prepared
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
 from tests.helpers import rms_norms as norms
-from tests.helpers.error_rule import relative_error
+from tests.helpers.error_rule import check_tokens, relative_error
 from tests.ops.fused.cases import FULL, HALF, check, make, poison
 
 
@@ -31,6 +33,38 @@ def test_through_the_custom_operators(monkeypatch, save):
     got = [y, *(x.grad for x in tokens)]
     check(spec, tokens, torch.ones_like(y), None, got)
     assert ops.two_sided(*[x[:0] for x in tokens], None, *rest)[0].shape == (0, 33, 2, 16)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("softmax", "packed"), ("softmax_pair", "mask"), ("softmax_pair", None)])
+def test_features_that_are_softmaxes(monkeypatch, name, kind):
+    """They are tokens of the kernels; padding holds NaN, and gets zeros."""
+    monkeypatch.setattr(op, "why_not_triton", lambda call: None)
+    monkeypatch.setattr(op, "is_shipped", lambda index: True)
+    x = [torch.randn(2, 35, h, d).to(FULL) for h, d in ((4, 24), (2, 24), (2, 16))]
+    grad, mask, options = torch.randn(2, 35, 4, 16), torch.rand(2, 35) < 0.7, {"feature_map": name, "normalize": True}
+    if kind == "mask":
+        options["key_padding_mask"] = mask
+    if kind == "packed":
+        x, grad = [t[:1] for t in x], grad[:1]
+        options |= {"cu_seqlens": torch.tensor([0, 3, 35], dtype=torch.int32), "max_seqlen": 32}
+    results = []
+    for impl, dtype in (("triton", FULL), ("torch", torch.float64)):
+        leaves = [t.to(dtype) for t in x]
+        if kind == "mask":
+            leaves = [t.masked_fill(~mask[:, :, None, None], float("nan")) for t in leaves]
+        leaves = [t.requires_grad_() for t in leaves]
+        y = hk.linear_attention(*leaves, impl=impl, **options)
+        results.append([y, *torch.autograd.grad(y, leaves, grad.to(dtype))])
+    check_tokens(*results)
+    assert kind != "mask" or not any(bool(t[~mask].any()) for t in results[0])
+
+
+def test_packed_tensors_with_features_that_are_softmaxes(monkeypatch):
+    monkeypatch.setattr(op, "why_not_triton", lambda call: None)
+    monkeypatch.setattr(op, "is_shipped", lambda index: True)
+    qkv, options = torch.randn(1, 20, 3, 2, 16), {"feature_map": "softmax_pair", "normalize": True, "impl": "triton"}
+    separate = hk.linear_attention(*qkv.unbind(2), **options)
+    assert torch.equal(hk.linear_attention_qkvpacked(qkv, **options), separate)
 
 
 def test_opcheck_with_saved_state():

@@ -18,8 +18,7 @@ ANCHORED = {"center": "k", "mean_path": True}
 RELU_QK = {"center": "qk", "feature_map": "relu", "mean_path": True}
 RIDGE = {"ridge": 0.3, "center": "qk", "scale": 0.05}
 RATIO, ELU_MEAN = {"feature_map": "elu1", "normalize": True}, {"feature_map": "elu1", "mean_path": True}
-ELU_ANCHORED, SOFTMAX = {"feature_map": "elu1", **ANCHORED}, {"feature_map": "softmax"}
-PAIR_QK = {"feature_map": "softmax_pair", "center": "qk", "mean_path": True}
+ELU_ANCHORED = {"feature_map": "elu1", **ANCHORED}
 RAGGED = [
     ("linear_attention", RATIO, "heads", (2, 2), HALF),
     ("linear_attention", ANCHORED, "split", (4, 2), HALF),
@@ -30,10 +29,9 @@ RAGGED = [
     ("hla3", PLAIN, "split", (2, 2), FULL),
     ("hla3", RELU_QK, "heads", (2, 2), HALF),
     ("ahla", ELU_ANCHORED, "split", (2, 2), HALF),
-    ("hla2", SOFTMAX, "two_step", (2, 2), FULL),
+    ("hla2", RELU_QK, "two_step", (2, 2), FULL),
     ("polynomial", ANCHORED, "split", (2, 2), FULL),
     ("polynomial", RATIO, "split", (2, 2), FULL),
-    ("polynomial", PAIR_QK, "split", (2, 1), FULL),
 ]
 
 

@@ -111,7 +111,7 @@ def load_coefficients(ptr, h, ORDER: tl.constexpr):
 def head_forward(
     q, k, v, o, state, matrix, fq, fk, coefficients, qs, ks, vs, os, fqs, fks, N, H, G, scale, ridge, eps,
     ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr,
-    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
+    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
     K: tl.constexpr, SAVE: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr,
     PREC: tl.constexpr, MID: tl.constexpr,
@@ -132,7 +132,7 @@ def head_forward(
     a = zeros2(V1, V2)
     SUMS: tl.constexpr = NORM or MEAN or CENTER > 0 or is_shifted(FMAP)
     dtype: tl.constexpr = q.dtype.element_ty
-    SHIFT: tl.constexpr = 0.0 if NORM else shift_of(FMAP, CENTER, NORM, D)
+    SHIFT: tl.constexpr = 0.0 if NORM else shift_of(FMAP, CENTER)
     ROW: tl.constexpr = MEAN or CENTER == 2 or SHIFT > 0
     ALONE: tl.constexpr = keys_alone(ORDER, NORM, CENTER, MEAN, FMAP) and dtype != tl.float32
     keep = (q, k, 0, 0)
@@ -147,11 +147,9 @@ def head_forward(
         mp, sk, sv = sum_keys(k, v, kn, vn, 0, N, FMAP, D, F1, F2, DV, V1, V2, BN, PREC)
         raw, sums = (mp, mp, mp, mp, mp), (sk, sk, sv)
     else:
-        SOFTMAX: tl.constexpr = (FMAP == 3 or FMAP == 4) and dtype != tl.float32
-        REST: tl.constexpr = (1 if ORDER == 1 else 0) if NORM else 2
         raw, sums, _, _, _ = sum_features(
             q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), m1, a, eps, keep, q, ORDER, True, SUMS,
-            REST if SOFTMAX else 0, False, NORM, KEEP, False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+            0, False, NORM, KEEP, False, FMAP, D, F1, F2, DV, V1, V2, BN, PREC, STAGES,
         )  # fmt: skip
     n = N[1]
     if FMAP == 5:
@@ -181,12 +179,12 @@ def head_forward(
     if KEEP:
         tl.debug_barrier()  # every thread reads what others wrote
         read_out(
-            fq, o, keep[2], os[1] * ALIGN, 0, N, out, m1, row, base, eps, NORM, ROW, kept(FMAP), D, R1, R2, F1, F2, DV,
+            fq, o, keep[2], os[1] * ALIGN, 0, N, out, m1, row, base, eps, NORM, ROW, kept(FMAP), D, F1, F2, DV,
             V1, V2, BO, PREC,
         )  # fmt: skip
     else:
         read_out(
-            q, o, qn, os[1] * ALIGN, 0, N, out, m1, row, base, eps, NORM, ROW, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BO,
+            q, o, qn, os[1] * ALIGN, 0, N, out, m1, row, base, eps, NORM, ROW, FMAP, D, F1, F2, DV, V1, V2, BO,
             PREC,
         )  # fmt: skip
 
@@ -195,7 +193,7 @@ def head_forward(
 def head_gradient(
     q, k, v, g, state, matrix, ratio, head, qn, kn, vn, gn, N, scale, ridge, eps, ORDER: tl.constexpr,
     NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr,
-    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr, MID: tl.constexpr,
 ):  # fmt: skip
@@ -225,10 +223,10 @@ def head_gradient(
             dm1 = end_pairs(dm1, F1, F2)
             sums = (load_vec(state + OFF[5], FD, F1, F2), load_vec(state + OFF[6], FD, F1, F2), sv)
         else:
-            REST: tl.constexpr = 0 if dtype == tl.float32 else 2 if FMAP == 3 or FMAP == 4 else 1
+            REST: tl.constexpr = 0 if dtype == tl.float32 else 1
             raw, sums, dm, dm1, _ = sum_features(
                 q, k, v, g, qn, kn, vn, gn, 0, N, out, m1, vbar, eps, (q, k, 0, 0), ratio, ORDER, ORDER > 1, True,
-                REST, True, True, False, False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+                REST, True, True, False, False, FMAP, D, F1, F2, DV, V1, V2, BN, PREC, STAGES,
             )  # fmt: skip
             sums = (sums[0], load_vec(state + OFF[6], FD, F1, F2) if ORDER == 1 else sums[1], sv)
         a = axpy2(vbar, -1.0 / n, sv, V2)
@@ -237,10 +235,9 @@ def head_gradient(
             q, k, v, g, qn, kn, vn, gn, 0, N, ORDER, SUMS, True, False, D, F1, F2, DV, V1, V2, BN, PREC
         )
     else:
-        DIGITS: tl.constexpr = 2 if (FMAP == 3 or FMAP == 4) and dtype != tl.float32 else 0
         raw, sums, dm, _, sg = sum_features(
             q, k, v, g, qn, kn, vn, gn, 0, N, zeros4(1, 0, 1, 0), m1, vbar, eps, (q, k, 0, 0), ratio, ORDER, True,
-            SUMS, DIGITS, True, False, False, False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+            SUMS, 0, True, False, False, False, FMAP, D, F1, F2, DV, V1, V2, BN, PREC, STAGES,
         )  # fmt: skip
     if is_shifted(FMAP) and NORM:
         raw = unshift(raw, unshift_sums(sums, -n, D, F1, F2), n, ORDER, CENTER, True, D, F1, F2, V2)
@@ -265,9 +262,7 @@ def head_gradient(
         dm, row_q, row_v = affine_grad(dm, out, sums, sg, n, CENTER, MEAN, F1, F2, V1, V2)
     w = weights(m, t, dm, dm1, p1, q1, scale, ORDER, NORM, F2, V2, MID)
     SHIFT: tl.constexpr = 1.0 if is_shifted(FMAP) else 0.0
-    # weights are centred before products with softmaxes read them: `split.grads`
-    READ: tl.constexpr = tl.float32 if FMAP == 3 or FMAP == 4 else dtype
-    rows = weight_rows(w, m, t, dm1, sums, row_q, row_v, scale, n, ORDER, CENTER, MEAN, NORM, SHIFT, F1, F2, V2, READ)
+    rows = weight_rows(w, m, t, dm1, sums, row_q, row_v, scale, n, ORDER, CENTER, MEAN, NORM, SHIFT, F1, F2, V2, dtype)
     return out, w, rows
 
 
@@ -284,12 +279,12 @@ def ratio_of(ratio, head, most, NORM: tl.constexpr):
 def head_backward(
     q, k, v, g, state, matrix, ratio, out_rows, dq, dk, dv, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, ridge, eps,
     ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
+    RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
     OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
     MID: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one head; the moments are summed again. Not of softmaxes, whose weights `head_weights` leaves."""
+    """dq, dk, dv of one head; the moments are summed again."""
     pid = tl.program_id(0)
     b = pid // H
     h = pid % H
@@ -304,7 +299,7 @@ def head_backward(
     ratio = ratio_of(ratio, head, most, NORM)
     out, w, rows = head_gradient(
         q, k, v, g, state, matrix, ratio, head, qn, kn, vn, gn, N, scale, ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE,
-        FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, K, BN, STAGES, PREC, MID,
+        FMAP, D, F1, F2, DV, V1, V2, FD, OFF, K, BN, STAGES, PREC, MID,
     )  # fmt: skip
     if NORM:
         out_rows += head * (2 * FD + DV)
@@ -320,8 +315,8 @@ def head_backward(
     w, unit = cast_weights(w, ORDER, q.dtype.element_ty, F2, V2)
     write_grads(
         q, k, v, g, at_head(dq, dqs, at, h, ALIGN), at_head(dk, dks, at, h, ALIGN), at_head(dv, dvs, at, h, ALIGN), qn,
-        kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, mt, m1, ratio, w, unit, rows, rows, 0, ORDER,
-        NORM, MEAN or CENTER > 0 or is_shifted(FMAP), FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, BO, PREC,
+        kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, mt, m1, ratio, w, unit, rows, 0, ORDER,
+        NORM, MEAN or CENTER > 0 or is_shifted(FMAP), FMAP, D, F1, F2, DV, V1, V2, FD, BO, PREC,
     )  # fmt: skip
 
 
@@ -339,8 +334,8 @@ def store_coefficients(ptr, head, dc):
 def head_weights(
     q, k, v, g, state, matrix, ratio, out_weights, out_rows, qs, ks, vs, gs, N, H, G, scale, ridge, eps,
     ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
+    RIDGE: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
     OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     PREC: tl.constexpr, MID: tl.constexpr,
 ):  # fmt: skip
@@ -356,7 +351,7 @@ def head_weights(
     out, w, rows = head_gradient(
         at_head(q, qs, at, h, ALIGN), at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN),
         at_head(g, gs, at, h, ALIGN), state, matrix, ratio_of(ratio, head, most, NORM), head, qn, kn, vn, gn,
-        N, scale, ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, K, BN,
+        N, scale, ridge, eps, ORDER, NORM, CENTER, MEAN, RIDGE, FMAP, D, F1, F2, DV, V1, V2, FD, OFF, K, BN,
         STAGES, PREC, MID,
     )  # fmt: skip
     if not NORM:

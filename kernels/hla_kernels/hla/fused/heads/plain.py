@@ -64,7 +64,7 @@ def plain_forward(
     if APART and few[0] < N[0]:  # type: ignore[index]
         read_few(few, o, on, N, mt, D)
     read_out(
-        q, o, qn, on, 0, N, trans4(mt), row, row, row, 0.0, False, False, 0, D, F1, F2, F1, F2, D, F1, F2, BO, PREC,
+        q, o, qn, on, 0, N, trans4(mt), row, row, row, 0.0, False, False, 0, D, F1, F2, D, F1, F2, BO, PREC,
         APART,
     )  # fmt: skip
 
@@ -184,8 +184,8 @@ def plain_backward(
     rows = (m1, m1, m1)
     for part in tl.static_range(LOOPS):
         write_grads(
-            q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, m1, 0, w, 1.0, rows, rows,
-            which(part, LOOPS, ORDER), ORDER, False, False, 0, D, F1, F2, F1, F2, D, F1, F2, D, BO, PREC, WRITE, APART,
+            q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, m1, 0, w, 1.0, rows,
+            which(part, LOOPS, ORDER), ORDER, False, False, 0, D, F1, F2, D, F1, F2, D, BO, PREC, WRITE, APART,
         )  # fmt: skip
 
 

@@ -189,11 +189,11 @@ def summed_forward(
     if KEEP:
         tl.debug_barrier()  # every thread reads what others wrote
         read_out(
-            fq, o, keep[2], on, 0, N, out, m1, row, base, eps, NORM, MEAN, kept(FMAP), D, F1, F2, F1, F2, D, F1, F2, BO,
+            fq, o, keep[2], on, 0, N, out, m1, row, base, eps, NORM, MEAN, kept(FMAP), D, F1, F2, D, F1, F2, BO,
             PREC,
         )  # fmt: skip
     else:
-        read_out(q, o, qn, on, 0, N, out, m1, row, base, eps, NORM, MEAN, FMAP, D, F1, F2, F1, F2, D, F1, F2, BO, PREC)
+        read_out(q, o, qn, on, 0, N, out, m1, row, base, eps, NORM, MEAN, FMAP, D, F1, F2, D, F1, F2, BO, PREC)
 
 
 @triton.constexpr_function
@@ -255,8 +255,8 @@ def summed_backward(
         if ROWS:
             row = load_rows3(at_rows, D, F1, F2)
         write_grads(
-            q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8], ratio, w, 1.0, row, row,
-            part_of(part, LOOPS, LATE), ORDER, NORM, True, FMAP, D, F1, F2, F1, F2, D,
+            q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8], ratio, w, 1.0, row,
+            part_of(part, LOOPS, LATE), ORDER, NORM, True, FMAP, D, F1, F2, D,
             F1, F2, D, BO, PREC, WRITE,
         )  # fmt: skip
 
@@ -381,7 +381,7 @@ def summed_tokens(
     for part in tl.static_range(LOOPS):
         write_grads(
             q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8],
-            ratio_of(ratio, head, N[0], NORM), w, 1.0, row, row,
-            part_of(part, LOOPS, False), ORDER, NORM, True, FMAP, D, F1, F2, F1, F2, D,
+            ratio_of(ratio, head, N[0], NORM), w, 1.0, row,
+            part_of(part, LOOPS, False), ORDER, NORM, True, FMAP, D, F1, F2, D,
             F1, F2, D, BO, PREC, TILED=TILED,
         )  # fmt: skip

@@ -102,7 +102,7 @@ def split_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
 
 def room_of(call: Call) -> Tensor:
     """Allocate operators and states of every head."""
-    return call.buffer(call.bh * call.lay.floats(call.matrix_dtype.itemsize))
+    return call.buffer(call.bh * call.lay.floats(call.q.element_size()))
 
 
 def apply_call(call: Call, o: Tensor, saved: Saved) -> None:
@@ -167,7 +167,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
             middle_grads_key, call.bh * blocks,
             saved.state, grads, weights, rows, call.coefficients, dc, saved.matrix, cross, *scalars,
             **common | plan.middle_halves(call.spec, call.w, sizes["MID"]),
-            HALF=call.q.dtype == torch.float16 and not call.spec.softmax,
+            HALF=call.q.dtype == torch.float16,
             enable_fp_fusion=call.coefficients is not None,
         )  # fmt: skip
     if order >= 4:

@@ -26,7 +26,7 @@ class Saved(NamedTuple):
     @classmethod
     def of(cls, buffer: Tensor, call: Call) -> Saved:
         """Split a buffer of `fused.saved_floats`: operators, then states."""
-        lay, dtype = call.lay, call.matrix_dtype
+        lay, dtype = call.lay, call.q.dtype
         start = call.bh * lay.matrix_floats(dtype.itemsize)
         matrix = buffer[:start].view(dtype)[: call.bh * lay.fd * lay.dv]
         return cls(buffer[start : start + call.bh * lay.k].view(call.bh, lay.k), matrix.view(call.bh, lay.fd, lay.dv))
@@ -56,23 +56,22 @@ class Call:
     ):
         self.b, self.most, self.h = seqs.sizes(q)
         if q.dtype == torch.float16:
-            spec = spec.in_range(q.shape[3], self.most)
+            spec = spec.in_range(self.most)
         self.spec, self.q, self.k, self.v, self.coefficients, self.seqs = spec, q, k, v, coefficients, seqs
         # tokens of the longest sequence and what `loops.span` reads of the others; a float, because Triton compiles
         # anew for integers in tuples that are 1 or multiples of 16
         self.n = (float(self.most), *seqs.tables(self.h, spec.scale, spec.q_scale, spec.of_differences))
         self.bh, self.g = self.b * self.h, self.h // k.shape[2]
         self.planned = plan.planned(self.bh)
-        self.w = widths(spec, q.shape[3], v.shape[3])
+        self.w = widths(q.shape[3], v.shape[3])
         self.flags = spec.flags(q.dtype)
         self.prec = plan.precisions(spec, self.w, q.dtype, self.most, self.planned)
         self.scale = spec.scale_of(self.most)
         # float16 weights are cast where they are used, in units of a power of two; those that rows are taken of there
         # after that
         self.shifted = spec.shifted(q.dtype)
-        late = q.dtype == torch.float16 or (self.shifted and not spec.normalize) or spec.softmax
+        late = q.dtype == torch.float16 or (self.shifted and not spec.normalize)
         self.weights_dtype = torch.float32 if late else q.dtype
-        self.matrix_dtype = spec.matrix_dtype(q.dtype)
         self.lay = layout(spec, self.w)
         self.features: Features = (None, None)
         # products with C read dM along V, the others dM' along F

@@ -21,7 +21,7 @@ def forward(call: Call, o: Tensor, saved: Saved, save: bool) -> None:
     q, k, v = call.q, call.k, call.v
     lay = call.lay
     if not save:
-        saved = Saved(call.buffer(call.bh, lay.k), call.buffer(call.bh, lay.fd, lay.dv, dtype=call.matrix_dtype))
+        saved = Saved(call.buffer(call.bh, lay.k), call.buffer(call.bh, lay.fd, lay.dv, dtype=call.q.dtype))
     at, a = placed(q, k, v, o)
     launch(
         divided_forward, call.bh // 2, q, k, v, o, *saved, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a,

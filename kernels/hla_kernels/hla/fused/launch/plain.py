@@ -67,7 +67,7 @@ def plain_two_step_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Non
     at, a = placed(q, g)
     room, length = room_of(call) if call.w["F2"] > 0 else (g, 0)
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
-    matrix = call.buffer(call.bh, lay.fd, lay.dv, dtype=call.matrix_dtype)
+    matrix = call.buffer(call.bh, lay.fd, lay.dv, dtype=call.q.dtype)
     launch(
         plain_weights, call.bh,
         q, g, *factors_of(call, saved), room, matrix, weights, *at, call.n, call.h, call.scale, ALIGN=a, KR=length,

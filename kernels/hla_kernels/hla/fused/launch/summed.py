@@ -35,7 +35,7 @@ class Kept(NamedTuple):
     @classmethod
     def of(cls, buffer: Tensor, call: Call) -> Kept:
         """Split a buffer of `plan.sums.kept_floats`."""
-        lay, size, dtype = call.lay.vectors(), call.lay.fd * call.lay.dv, call.matrix_dtype
+        lay, size, dtype = call.lay.vectors(), call.lay.fd * call.lay.dv, call.q.dtype
         room = lay.matrix_floats(dtype.itemsize) if sums.keeps_operator(call.spec) else 0
         lengths = [call.bh * x for x in (4, lay.k, room, plan.factors(call.spec) * area(call) // 2)]
         units, vectors, matrix, factors = buffer[: sum(lengths)].split(lengths)

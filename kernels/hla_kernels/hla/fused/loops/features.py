@@ -10,7 +10,6 @@ from .ratio import add_outer, begin_outer, end_outer
 from .stores import put_ratio, store_tokens
 from .sums import (
     add_moments,
-    add_rests,
     add_sum,
     add_together,
     add_total,
@@ -105,14 +104,14 @@ def sum_keys(
 
 @triton.jit
 def keep_features(
-    keep, start, j, live, fq, fk, QUERIES: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
-    R2: tl.constexpr,
+    keep, start, j, live, fq, fk, QUERIES: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr,
 ):  # fmt: skip
     """Write the features of q and k of the tile of tokens at `start`; keep as in `sum_features`."""
     if QUERIES:
-        store_tokens(keep[0] + start * keep[2], j, keep[2], live, fq, D, R1, R2)
+        store_tokens(keep[0] + start * keep[2], j, keep[2], live, fq, D, F1, F2)
     if KEYS:
-        store_tokens(keep[1] + start * keep[3], j, keep[3], live, fk, D, R1, R2)
+        store_tokens(keep[1] + start * keep[3], j, keep[3], live, fk, D, F1, F2)
 
 
 @triton.jit
@@ -120,14 +119,14 @@ def sum_features(
     q, k, v, g, qn, kn, vn, gn, lo, hi, m, m1, vbar, eps, keep, ratio, ORDER: tl.constexpr, MOMENTS: tl.constexpr,
     SUMS: tl.constexpr, REST: tl.constexpr, GRAD: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
     SPARE: tl.constexpr,
-    FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return ((P, S, C, R, W), (sum q, sum k, sum v), dM', dm1, sum g) of phi(q), phi(k), v, g over tokens lo..hi.
 
     MOMENTS: compute the moments (with SUMS = 1 also the sums that the order needs, 2 all sums).
-    REST: P and C of features to twice the digits of the dtype of the tokens; 2: every moment, and dM.
+    REST: P and C of features to twice the digits of the dtype of the tokens.
     GRAD: dM' = Sum g q' (sum g with SUMS). With NORM it includes the division of the read-out: m [F, V], m1 and vbar
     are read, only sums with rests are computed (the forward has the others), and 1 / den and d loss / d den of every
     token are stored in ratio [*, 2].
@@ -157,15 +156,14 @@ def sum_features(
     SUM_K: tl.constexpr = KEYS and SUMS and (not NORM or SHIFT or (ORDER != 2 and ORDER != 8))
     SUM_V: tl.constexpr = MOMENTS and SUMS and not DIVIDE and ORDER != 7 and ORDER != 8
     SUM_G: tl.constexpr = GRAD and SUMS and not DIVIDE
-    ALL: tl.constexpr = REST == 2
     HAS_P: tl.constexpr = (ORDER < 6 and ORDER != 2) or ORDER == 11
     HAS_C: tl.constexpr = ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 12
-    REST_K: tl.constexpr = MOMENTS and REST > 0 and HAS_P
-    REST_Q: tl.constexpr = MOMENTS and REST > 0 and HAS_C
+    REST_K: tl.constexpr = MOMENTS and REST and HAS_P
+    REST_Q: tl.constexpr = MOMENTS and REST and HAS_C
     # of the first order dM is the only moment that dk sees
-    REST_M: tl.constexpr = GRAD and (ALL or (DIVIDE and ORDER == 1 and dtype != tl.float32))
-    LOW: tl.constexpr = REST_Q or REST_M or (ALL and QUERIES)
-    LOW_K: tl.constexpr = REST_K or (ALL and KEYS)
+    REST_M: tl.constexpr = DIVIDE and ORDER == 1 and dtype != tl.float32
+    LOW: tl.constexpr = REST_Q or REST_M
+    LOW_K: tl.constexpr = REST_K
     rm = begin(V1, V2, F1, F2, REST_M, False, False)
     APART: tl.constexpr = PREC != "ieee"  # tensor cores cut off the small numbers that they add to large ones
     rp = begin(F1, F2, V1, V2, REST_K and APART, False, False)
@@ -183,7 +181,7 @@ def sum_features(
     JOINED: tl.constexpr = THREE and F1 > 64 and F2 == 0 and F1 == V1 and V2 == 0  # three sums in the registers of one
     MASKED: tl.constexpr = F2 > 0 and len(hi) == 3
     # pointers, which take fewer registers than products of strides
-    MOVING: tl.constexpr = (F1 > 64 and ORDER > 3) or (F2 > 0 and REST == 2) or MASKED
+    MOVING: tl.constexpr = (F1 > 64 and ORDER > 3) or MASKED
     HERE: tl.constexpr = F2 > 0 or MOVING
     sq = begin_total(EXACT_Q, BN, F1, F2, DOT_Q and not JOINED)
     sk = begin_total(EXACT_K, BN, F1, F2, DOT_K and not JOINED)
@@ -209,20 +207,18 @@ def sum_features(
         late = start - BN
         there = alive(tl.maximum(late + i, 0), hi) & (t > 0)
         if KEEP and MASKED:  # before more tokens take registers
-            keep_features(keep, zero + late, j, there, hq, hk, QUERIES, KEYS, D, R1, R2)
+            keep_features(keep, zero + late, j, there, hq, hk, QUERIES, KEYS, D, F1, F2)
         if QUERIES:
-            xq = load_rows(qp if MOVING else q + (zero + start) * qn, j, qn, live, D, R1, R2, False)
+            xq = load_rows(qp if MOVING else q + (zero + start) * qn, j, qn, live, D, F1, F2, False)
         if DOT_Q and not LOW and not JOINED:
             sq = add_total(sq, hq, F2, ONE_TURN)
         if DOT_K and not LOW_K and not JOINED:
             sk = add_total(sk, hk, F2, ONE_TURN)
         if KEYS:
-            xk = load_rows(kp if MOVING else k + (zero + start) * kn, j, kn, live, D, R1, R2, False)
+            xk = load_rows(kp if MOVING else k + (zero + start) * kn, j, kn, live, D, F1, F2, False)
         if MOMENTS:
             tv = load_rows(vp if MOVING else v + (zero + late) * vn, j, vn, there, DV, V1, V2, False)
             mm = add_moments(mm, hq, hk, tv, i, i, ORDER, F2, V2, False, PREC)
-            if ALL:
-                mm = add_rests(mm, hq, hk, lq, rk, i, ORDER, F2, PREC)
         if JOINED:
             turn, none = add_together(tl.zeros([F1, 16], tl.float32), none, hq, 0, F2)
             turn, none = add_together(turn, none, hk, 1, F2)
@@ -250,23 +246,21 @@ def sum_features(
         if GRAD:
             dm = outer4(dm, tg, dq, i, V2, F2, False, PREC)
         if REST_M:
-            rest_q = lq
-            if DIVIDE:
-                over = (over[0] - dq[0].to(tl.float32), over[1] - dq[1].to(tl.float32))
-                rest_q = (over[0].to(dtype), over[1].to(dtype))
+            over = (over[0] - dq[0].to(tl.float32), over[1] - dq[1].to(tl.float32))
+            rest_q = (over[0].to(dtype), over[1].to(dtype))
             rm = outer4(rm, tg, rest_q, i, V2, F2, False, PREC)
         if MOVING:
             qp += (zero + BN) * qn
             kp += (zero + BN) * kn
             vp += (zero + BN) * vn
         if KEEP and not MASKED:
-            keep_features(keep, zero + late, j, there, hq, hk, QUERIES, KEYS, D, R1, R2)
+            keep_features(keep, zero + late, j, there, hq, hk, QUERIES, KEYS, D, F1, F2)
         if QUERIES:
-            fq, hq, rest = phi_and_rest(xq, live, FMAP, D, R1, R2)
+            fq, hq, rest = phi_and_rest(xq, live, FMAP, D, F1, F2)
             if LOW:
                 lq = rest
         if KEYS:
-            fk, hk, lk = phi_and_rest(xk, live, FMAP, D, R1, R2)
+            fk, hk, lk = phi_and_rest(xk, live, FMAP, D, F1, F2)
         if ONES:
             hq = (hq[0], ones_column(hq[1], live, D - F1))
             hk = (hk[0], ones_column(hk[1], live, D - F1))
@@ -316,7 +310,7 @@ def feature_moments(
     row = zeros2(F1, F2)
     m, sums, _, _, _ = sum_features(
         q, k, v, q, qn, kn, vn, qn, 0, hi, zeros4(1, 0, 1, 0), row, row, 0.0, keep, q, ORDER, True, 1, 0, False, NORM,
-        KEEP, False, FMAP, D, F1, F2, F1, F2, D, F1, F2, BN, PREC, STAGES,
+        KEEP, False, FMAP, D, F1, F2, D, F1, F2, BN, PREC, STAGES,
     )  # fmt: skip
     return m, sums
 

@@ -41,7 +41,7 @@ NO_SPECIALIZE = [
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def query_grads(
     q, g, dq, state, matrix, ratio, out, rows, qs, gs, dqs, N, H, PARTS, chunk, heads, scale, eps, FMAP: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def query_grads(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def divide_grads(
     q, g, dq, state, matrix, ratio, qs, gs, dqs, N, H, PARTS, chunk, eps, FMAP: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,7 @@ def write_keys(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def key_grads(
     k, v, dk, dv, state, grads, ks, vs, dks, dvs, N, H, G, PARTS, chunk, scale, FMAP: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
@@ -195,7 +195,7 @@ def key_grads(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def token_grads(
     q, k, v, g, dq, dk, dv, state, matrix, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, eps, FMAP: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip

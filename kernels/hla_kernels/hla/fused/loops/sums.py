@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..tiles import add_dot, load_rows, load_tail, outer4, outer4_begin, outer4_end, square4, zeros2, zeros4
+from ..tiles import load_rows, load_tail, outer4, outer4_begin, outer4_end, square4, zeros2, zeros4
 from .extent import alive, anew
 from .settle import settled
 
@@ -163,34 +163,6 @@ def add_moments(
         mr = outer4(mr, fk, fq, ek, F2, F2, TAIL, PREC)
     if ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12:
         mw = square4(mw, fq, eq, F2, TAIL, PREC)
-    return mp, ms, mc, mr, mw
-
-
-@triton.jit
-def square_rest(acc, x, y, X2: tl.constexpr, PREC: tl.constexpr):
-    """Return acc + x y' + y x' over the tokens of a tile, for the blocks that `square4` computes."""
-    a11, a12, _, a22 = acc
-    a11 = add_dot(tl.trans(x[0]), y[0], a11, PREC)
-    a11 = add_dot(tl.trans(y[0]), x[0], a11, PREC)
-    if X2 > 0:
-        a12 = add_dot(tl.trans(x[0]), y[1], a12, PREC)
-        a12 = add_dot(tl.trans(y[0]), x[1], a12, PREC)
-        a22 = add_dot(tl.trans(x[1] + 0.0), y[1] + 0.0, a22, PREC)
-        a22 = add_dot(tl.trans(y[1] + 0.0), x[1] + 0.0, a22, PREC)
-    return a11, a12, a12, a22
-
-
-@triton.jit
-def add_rests(m, fq, fk, rq, rk, i, ORDER: tl.constexpr, F2: tl.constexpr, PREC: tl.constexpr):
-    """Add the products with the rests of features to S, R, W."""
-    mp, ms, mc, mr, mw = m
-    if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11:
-        ms = square_rest(ms, fk, rk, F2, PREC)
-    if ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10:
-        mr = outer4(mr, fk, rq, i, F2, F2, False, PREC)
-        mr = outer4(mr, rk, fq, i, F2, F2, False, PREC)
-    if ORDER == 4 or ORDER == 5 or ORDER == 12:
-        mw = square_rest(mw, fq, rq, F2, PREC)
     return mp, ms, mc, mr, mw
 
 

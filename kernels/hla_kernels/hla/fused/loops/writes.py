@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..maps import is_shifted, load_features, phi32, phi_grad, phi_in_pairs, slope_times
+from ..maps import is_shifted, load_features, phi_grad, phi_in_pairs, slope_times
 from ..tiles import (
     axpy2,
     load_rows,
@@ -21,7 +21,7 @@ from .vectors import add_common, as_row, columns, common_row, ones_tile, recipro
 @triton.jit
 def read_out(
     q, o, qn, on, lo, hi, m, m1, row, base, eps, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
-    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, LAST: tl.constexpr = False,
 ):  # fmt: skip
     """Write o = q m (+ row) or, normalised, (q m + base) / (q.m1 + eps) + row for tokens lo..hi (`ratio_base`).
@@ -33,7 +33,6 @@ def read_out(
         cols = columns(m1, q.dtype.element_ty, F2)
         base = common_row(base, q.dtype.element_ty, V2)
         ones = ones_tile(q, BN)
-    MAP: tl.constexpr = FMAP + 3 if (FMAP == 3 or FMAP == 4) and not NORM else FMAP
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = full_tiles(hi[0] - lo, BN) if LAST else tl.cdiv(hi[0] - lo, BN)
@@ -41,7 +40,7 @@ def read_out(
         start = lo + (tiles - 1 - t) * BN
         live = alive(start + i, hi)
         j = anew(i, start, NORM and V2 > 0)
-        fq = load_features(q + (zero + start) * qn, j, qn, live, MAP, D, R1, R2, False)
+        fq = load_features(q + (zero + start) * qn, j, qn, live, FMAP, D, F1, F2, False)
         y = zero_rows(BN, V1, V2)
         if NORM:
             y = add_common(y, base, ones, V2)
@@ -164,9 +163,9 @@ def write_few(few, dq, dk, dv, dqn, dkn, dvn, hi, mt, w, ORDER: tl.constexpr, D:
 
 @triton.jit
 def write_grads(
-    q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, lo, hi, mt, m1, ratio, w, unit, rows, more,
+    q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, lo, hi, mt, m1, ratio, w, unit, rows,
     PART: tl.constexpr, ORDER: tl.constexpr, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
-    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr = None, LAST: tl.constexpr = False, TILED: tl.constexpr = True,
 ):  # fmt: skip
@@ -174,14 +173,12 @@ def write_grads(
     WR', WW) in units of `unit`.
 
     NORM: 1 / den and d loss / d den of every token are read from ratio [*, 2]; m1 and the rows are
-    pointers then. more: rows of `maps.centre_softmax`.
+    pointers then.
 
     PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv, 5: dq and dv (what a part does not use is not loaded).
     STAGES: stages of the loop, if different from the kernel's. LAST as in `read_out`. TILED: rows of a ratio are
     products with a tile of ones.
     """
-    SOFTMAX: tl.constexpr = FMAP == 3 or FMAP == 4
-    MAP: tl.constexpr = FMAP + 3 if SOFTMAX and not NORM else FMAP
     ALONE: tl.constexpr = PART == 1 or PART >= 3
     dtype: tl.constexpr = q.dtype.element_ty
     APART: tl.constexpr = ORDER < 5 and F1 > 64 and V1 > 64 and dtype != tl.float32
@@ -198,19 +195,19 @@ def write_grads(
         row_k = stored_row(rows[1], FD, F1, F2)
         row_v = stored_row(rows[2], DV, V1, V2)
         ones = ones_tile(q, BN)
-    i = anew(tl.arange(0, BN), hi[0], R2 > 0 and ROW and ORDER == 4 and not NORM)  # nor from the pass before
+    i = anew(tl.arange(0, BN), hi[0], F2 > 0 and ROW and ORDER == 4 and not NORM)  # nor from the pass before
     zero = tl.full([], 0, tl.int64)
     tiles = full_tiles(hi[0] - lo, BN) if LAST else tl.cdiv(hi[0] - lo, BN)
     for t in tl.range(tiles, num_stages=STAGES, disable_licm=HERE):
         start = lo + (tiles - 1 - t) * BN
-        j = anew(i, start, R2 > 0 and (FMAP > 0 or ROW or ORDER == 3))
+        j = anew(i, start, F2 > 0 and (FMAP > 0 or ROW or ORDER == 3))
         live = alive(start + j, hi)
-        rq = load_rows(q + (zero + start) * qn, j, qn, live, D, R1, R2, False)
-        rk = load_rows(k + (zero + start) * kn, j, kn, live, D, R1, R2, False)
+        rq = load_rows(q + (zero + start) * qn, j, qn, live, D, F1, F2, False)
+        rk = load_rows(k + (zero + start) * kn, j, kn, live, D, F1, F2, False)
         tv = load_rows(v + (zero + start) * vn, j, vn, live, DV, V1, V2, False)
         tg = load_rows(g + (zero + start) * gn, j, gn, live, DV, V1, V2, False)
-        fq = phi_in_pairs(rq, live, MAP, D, R1, R2)
-        fk = phi_in_pairs(rk, live, MAP, D, R1, R2)
+        fq = phi_in_pairs(rq, live, FMAP, D, F1, F2)
+        fk = phi_in_pairs(rk, live, FMAP, D, F1, F2)
         if PART == 0 or PART == 2 or PART >= 4:
             gv = zero_rows(BN, V1, V2)
             if ORDER != 2:
@@ -220,8 +217,6 @@ def write_grads(
             gv = in_units(gv, unit, V2)
             if not NORM or is_shifted(FMAP):
                 gv = add_row(gv, row_v, ones, NORM, MATRIX, ROW, DV, V1, V2)
-            if SOFTMAX:
-                gv = axpy2(gv, 1.0, as_row(more[2]), V2)
             put(dv + (zero + start) * dvn, j, dvn, live, gv, ALONE, DV, V1, V2)
         if PART == 0 or PART == 2 or PART == 3:
             gk = zero_rows(BN, F1, F2)
@@ -232,13 +227,11 @@ def write_grads(
             if ORDER == 3 or ORDER == 5:
                 gk = add_product(gk, fq, w[3], APART, F2, F2, PREC)
             gk = add_row(in_units(gk, unit, F2), row_k, ones, NORM, MATRIX, ROW, FD, F1, F2)
-            if SOFTMAX:
-                gk = axpy2(gk, 1.0, as_row(more[1]), F2)
             if FMAP == 5 and not READ_K:
-                gk = slope_times(rk, gk, R2)
+                gk = slope_times(rk, gk, F2)
             else:
-                gk = phi_grad(phi32(rk, live, FMAP, D, R1, R2) if SOFTMAX else fk, gk, FMAP, R2)
-            put(dk + (zero + start) * dkn, j, dkn, live, gk, ALONE, D, R1, R2)
+                gk = phi_grad(fk, gk, FMAP, F2)
+            put(dk + (zero + start) * dkn, j, dkn, live, gk, ALONE, D, F1, F2)
         if PART < 2 or PART == 5:
             gq = rowmul(zero_rows(BN, F1, F2), tg, mt, V2, F2, PREC)
             if NORM:
@@ -253,10 +246,8 @@ def write_grads(
             if ORDER >= 4:
                 gq = add_product(gq, fq, w[4], APART, F2, F2, PREC)
             gq = add_row(in_units(gq, unit, F2), row_q, ones, NORM, MATRIX, ROW, FD, F1, F2)
-            if SOFTMAX:
-                gq = axpy2(gq, 1.0, as_row(more[0]), F2)
             if FMAP == 5 and not READ_Q:
-                gq = slope_times(rq, gq, R2)
+                gq = slope_times(rq, gq, F2)
             else:
-                gq = phi_grad(phi32(rq, live, FMAP, D, R1, R2) if SOFTMAX else fq, gq, FMAP, R2)
-            put(dq + (zero + start) * dqn, j, dqn, live, gq, ALONE, D, R1, R2)
+                gq = phi_grad(fq, gq, FMAP, F2)
+            put(dq + (zero + start) * dqn, j, dqn, live, gq, ALONE, D, F1, F2)

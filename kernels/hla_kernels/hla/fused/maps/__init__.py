@@ -1,11 +1,9 @@
 """Feature maps of q and k on token tiles, and their derivatives.
 
-0 identity, 1 relu, 2 elu + 1, 3 softmax over D, 4 the softmax pair [softmax(x), softmax(-x)]: the raw tile has R1
-columns (R2 = 0) and the features are the two halves of a pair of width R1 each. 5 elu, that is elu + 1 shifted by 1:
-elu is exact above 0 and small below, so that rounding it costs less, and what is common to all tokens does not cancel
-where features or values are centred; `unshift` and one row per read-out put the 1 back where nothing is centred. 6, 7:
-3 and 4 less their mean 1 / D, in unnormalised read-outs. 8, 9: the tokens are features of 5 and 1 already, which the
-forward kept for the backward. Evaluated in float32, returned in the dtype of the tokens, because the features are
+0 identity, 1 relu, 2 elu + 1, 5 elu, that is elu + 1 shifted by 1: elu is exact above 0 and small below, so that
+rounding it costs less, and what is common to all tokens does not cancel where features or values are centred; `unshift`
+and one row per read-out put the 1 back where nothing is centred. 8, 9: the tokens are features of 5 and 1 already,
+which the forward kept for the backward. 3 softmax over D, of block mixing alone (`blockmix.fused`). Evaluated in float32, returned in the dtype of the tokens, because the features are
 operands of matrix products. Dead rows and columns give zero features: they must not reach a sum.
 """
 
@@ -78,11 +76,9 @@ def kept(FMAP):
 
 
 @triton.constexpr_function
-def shift_of(FMAP, CENTER, NORM, D):
+def shift_of(FMAP, CENTER):
     """Return the difference between the features and the shifted features of `read_out` and the sums for its row."""
-    if FMAP in (5, 8):
-        return 0.0 if CENTER == 2 else 1.0
-    return 1.0 / D if FMAP in (3, 4) and not NORM else 0.0
+    return 1.0 if FMAP in (5, 8) and CENTER < 2 else 0.0
 
 
 @triton.jit
@@ -134,10 +130,8 @@ def unshift_grad(dm, sg, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2
 
 
 @triton.jit
-def phi32(
-    x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr
-):  # fmt: skip
-    """Features of a raw pair in float32"""
+def phi32(x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
+    """Features of a raw pair in float32."""
     x1 = x[0].to(tl.float32)
     x2 = x[1].to(tl.float32)
     if FMAP == 1:
@@ -149,22 +143,9 @@ def phi32(
             x2 = elu1(x2, live, R1, R2, D)
     elif FMAP == 3:
         x1, x2 = masked_softmax(x1, x2, live, D, R1, R2)
-    elif FMAP == 6:
-        x1, x2 = masked_softmax(x1, x2, live, D, R1, R2)
-        one = ones2(D, R1, R2)
-        x1, x2 = x1 - one[0][None, :] / D, x2 - one[1][None, :] / D
     elif FMAP == 5:
         x1 = elu(x1)
         x2 = elu(x2)
-    elif FMAP == 4:
-        n1, _ = masked_softmax(-x1, x2, live, D, R1, 0)
-        x1, _ = masked_softmax(x1, x2, live, D, R1, 0)
-        x2 = n1
-    elif FMAP == 7:
-        one, _ = ones2(D, R1, 0)
-        n1, _ = masked_softmax(-x1, x2, live, D, R1, 0)
-        x1, _ = masked_softmax(x1, x2, live, D, R1, 0)
-        x1, x2 = x1 - one[None, :] / D, n1 - one[None, :] / D
     return x1, x2
 
 
@@ -177,7 +158,7 @@ def phi(x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.c
         f1, f2 = phi32(x, live, FMAP, D, R1, R2)
         y1 = f1.to(x[0].dtype)
         y2 = y1
-        if R2 > 0 or FMAP == 4 or FMAP == 7:
+        if R2 > 0:
             y2 = f2.to(x[0].dtype)
     return y1, y2
 
@@ -194,9 +175,7 @@ def phi_in_pairs(x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
 
 
 @triton.jit
-def phi_and_rest(
-    x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr
-):  # fmt: skip
+def phi_and_rest(x, live, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr):
     """Return (phi in float32, rounded to the dtype of the tokens, what the rounding left)."""
     f1, f2 = phi32(x, live, FMAP, D, R1, R2)
     dtype: tl.constexpr = x[0].dtype
@@ -204,7 +183,7 @@ def phi_and_rest(
     l1 = (f1 - h1.to(tl.float32)).to(dtype)
     h2 = h1
     l2 = l1
-    if R2 > 0 or FMAP == 4:
+    if R2 > 0:
         h2 = f2.to(dtype)
         l2 = (f2 - h2.to(tl.float32)).to(dtype)
     h = (h1, h2)
@@ -238,9 +217,6 @@ def phi_grad(f, g, FMAP: tl.constexpr, R2: tl.constexpr):
             mean += tl.sum(g2 * f2, 1)
             g2 = f2 * (g2 - mean[:, None])
         g1 = f1 * (g1 - mean[:, None])
-    elif FMAP == 4:
-        plus = f1 * (g1 - tl.sum(g1 * f1, 1)[:, None])
-        g1 = plus - f2 * (g2 - tl.sum(g2 * f2, 1)[:, None])
     return g1, g2
 
 
@@ -254,73 +230,6 @@ def slope_times(x, g, R2: tl.constexpr):
     else:
         x1 = wide(x[0])
     return g[0] - g[0] * below(x1), g2
-
-
-@triton.jit
-def centre_columns(a, FMAP: tl.constexpr, D: tl.constexpr, A2: tl.constexpr, B2: tl.constexpr):
-    """Return (a minus the mean of each row over the D columns of a softmax, those means: of a pair, their sum)."""
-    r1 = tl.sum(a[0], 1) / D
-    r2 = r1
-    s1 = r1
-    s2 = r1
-    if B2 > 0:
-        s1 = tl.sum(a[1], 1) / D
-    if A2 > 0:
-        r2 = tl.sum(a[2], 1) / D
-    if A2 > 0 and B2 > 0:
-        s2 = tl.sum(a[3], 1) / D
-    total = (r1, r2)
-    if B2 > 0:
-        total = (r1 + s1, r2 + s2)
-        if FMAP == 3:
-            r1, r2 = total
-            s1, s2 = total
-    c12 = a[1]
-    c21 = a[2]
-    c22 = a[3]
-    if B2 > 0:
-        c12 = a[1] - s1[:, None]
-    if A2 > 0:
-        c21 = a[2] - r2[:, None]
-    if A2 > 0 and B2 > 0:
-        c22 = a[3] - s2[:, None]
-    return (a[0] - r1[:, None], c12, c21, c22), total
-
-
-@triton.jit
-def centre_softmax(
-    w, ORDER: tl.constexpr, NORM: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-):  # fmt: skip
-    """Return (weights of what the Jacobian of a softmax keeps, rows of dq, dk, dv): the Jacobian annihilates what the
-    gradients of all features of a token have in common, which is most of them and whose rounding error would be left.
-    Features sum to 1, so that what a product with them then lacks is a row; so is what they lack less their mean."""
-    wp, ws, wc, wr, ww = w
-    row_q = zeros2(F1, F2)
-    row_k = row_q
-    row_v = zeros2(V1, V2)
-    source = (row_q[0] + 1.0 / D, row_q[1] + 1.0 / D)
-    if ORDER != 2:
-        wp, more = centre_columns(wp, FMAP, D, V2, F2)
-        row_v = axpy2(row_v, 1.0, more, V2)
-    if ORDER == 2 or ORDER == 5:
-        wc, more = centre_columns(wc, FMAP, D, V2, F2)
-        row_v = axpy2(row_v, 1.0, more, V2)
-    if ORDER == 2 or ORDER >= 4:
-        ws, _ = centre_columns(ws, FMAP, D, F2, F2)
-        if not NORM:
-            row_k = vecmat(source, ws, F2, F2)
-    if ORDER >= 4:
-        ww, _ = centre_columns(ww, FMAP, D, F2, F2)
-        if not NORM:
-            row_q = vecmat(source, ww, F2, F2)
-    if ORDER == 3 or ORDER == 5:
-        wr, more_q = centre_columns(wr, FMAP, D, F2, F2)
-        turned, more_k = centre_columns(trans4(wr), FMAP, D, F2, F2)
-        wr = trans4(turned)
-        row_q = axpy2(row_q, 1.0, more_q, F2)
-        row_k = axpy2(row_k, 1.0, more_k, F2)
-    return (wp, ws, wc, wr, ww), (row_q, row_k, row_v)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtyp
         more = {"num_warps": 16, "maxnreg": 128} if spills else {"num_warps": 8}
         return {"BN": 32, "BO": 32, "num_stages": 2, **more}
     if direction == "forward" and mapped(spec) and spec.op != "polynomial":
-        if (spec.shifted(dtype) and not spec.normalize) or (spec.softmax and not spec.normalize):
+        if spec.shifted(dtype) and not spec.normalize:
             return {"BN": 32, "BO": 64, "num_warps": 8, "num_stages": 2}
         if spec.alone(dtype) or (spec.op == "ahla" and w["F1"] <= 32):
             return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3}
@@ -63,12 +63,8 @@ def weights_config(spec: Spec, dtype: torch.dtype) -> dict[str, int]:
 def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype, keep: bool = False) -> dict[str, int]:
     """Tiles of `reduce_moments` (keep: it writes features too), and of `reduce_readout` without a normaliser."""
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
-    if dtype == torch.float32 or spec.softmax or (spec.op == "polynomial" and spec.digits(dtype, True) > 0):
-        return {
-            "BN": 16 if dtype == torch.float32 and wide > 96 and not spec.softmax else 32,
-            "num_warps": 8,
-            "num_stages": 2,
-        }
+    if dtype == torch.float32 or (spec.op == "polynomial" and spec.digits(dtype, True) > 0):
+        return {"BN": 16 if dtype == torch.float32 and wide > 96 else 32, "num_warps": 8, "num_stages": 2}
     if spec.alone(dtype) and mapped(spec):
         if wide > 80:  # two programs per multiprocessor
             return {"BN": 32, "num_stages": 5, "num_warps": 8, "maxnreg": 128}
@@ -87,7 +83,7 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype, keep: bool 
 
 def readout_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
     """Return the tiles of `reduce_readout`."""
-    pulled = not mapped(spec) or (spec.op == "polynomial" and not spec.softmax)
+    pulled = not mapped(spec) or spec.op == "polynomial"
     if not spec.normalize or not pulled or dtype == torch.float32:
         return reduce_config(spec, w, dtype)
     if spec.op == "polynomial" and w["F2"] > 0:
@@ -108,7 +104,7 @@ def divide_config() -> dict[str, int]:
 
 def halves(w: dict[str, int]) -> dict[str, int]:
     """Return the widths of queries in `divide_grads`: 128 channels in two halves, with one in registers at a time."""
-    return {"R1": 64, "R2": 64, "F1": 64, "F2": 64} if w["F1"] == 128 else {}
+    return {"F1": 64, "F2": 64} if w["F1"] == 128 else {}
 
 
 def first_at_once(w: dict[str, int], batch_heads: int, n: int) -> bool:
@@ -135,7 +131,7 @@ def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
     fits = w["F1"] + w["F2"] <= 64 and w["V1"] + w["V2"] <= 64
     if spec.op != "polynomial" or (fits and dtype == torch.bfloat16 and not spec.digits(dtype, True)):
         return 1
-    if spec.normalize and not spec.softmax and spec.center is None and 0 < spec.digits(dtype, True) < 3:
+    if spec.normalize and spec.center is None and spec.digits(dtype, True) > 0:
         return 3
     wide = min(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
     raw = not (mapped(spec) or spec.kept or spec.normalize)
@@ -154,8 +150,7 @@ def apply_config(
         return {"BN": 32, "num_warps": 4, "num_stages": 3, "ROLES": 1}
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 64
     if dtype == torch.float32:
-        # two weights of 128 columns do not fit in shared memory; weights of a softmax pair have at most 96
-        fits = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) <= 96 or spec.softmax
+        fits = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) <= 96  # two weights of 128 do not fit in shared memory
         config = {"BN": 32 if fits or direction == "forward" else 16, "num_warps": 8, "num_stages": 1}
         if direction == "backward":
             # by default, ptxas uses 128 registers for the products of hla3
@@ -180,7 +175,7 @@ def apply_config(
         stages = 2
     if spec.op == "polynomial" and cut(w):  # two programs per multiprocessor
         stages = 1
-    warps = 8 if very or (spec.shifted(dtype) and not spec.kept) or spec.softmax else 4
+    warps = 8 if very or (spec.shifted(dtype) and not spec.kept) else 4
     roles = 3 if once and cut(w) and not third else 2 if wide or third or deep or (spec.kept and spec.normalize) else 1
     # three programs per multiprocessor
     more = {"maxnreg": 168} if once and cut(w) and third else {}
@@ -199,8 +194,8 @@ def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int, batch_
     """Return the precision of products. PREC: products of token tiles (without "ieee" for float32 tokens only); MID:
     of D x D matrices.
 
-    tf32 is enough where the result is rounded to bf16; what softmaxes have in common cancels, and so does what a ratio
-    through R or W reads of many tokens: but for 1 / sqrt(N) of the operator its outputs are alike. Float32 tokens are
+    tf32 is enough where the result is rounded to bf16, but what a ratio through R or W reads of many tokens cancels:
+    but for 1 / sqrt(N) of the operator its outputs are alike. Float32 tokens are
     as exact as torch's where errors of tf32x3 add up.
     """
     bf16 = dtype == torch.bfloat16
@@ -208,7 +203,7 @@ def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int, batch_
     if (spec.op == "polynomial" and not bf16) or (sums_up and dtype == torch.float32):
         return {"PREC": "ieee", "MID": "ieee"}
     cancels = spec.normalize and spec.op in ("ahla", "hla3", "polynomial") and n > 8192
-    mid = "tf32" if bf16 and not (spec.softmax or cancels) else "tf32x3"
+    mid = "tf32" if bf16 and not cancels else "tf32x3"
     if spec.op == "polynomial" and n > 2048 and narrow(w) and batch_heads < 64:
         mid = "tf32x3"  # S and W are nearly multiples of the identity then, so that orders cancel if coefficients do
     return {"PREC": "tf32x3", "MID": mid}

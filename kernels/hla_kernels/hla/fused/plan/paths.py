@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..spec import MAX_D, Spec
+from ..spec import Spec
 
 PROGRAMS = 2 * 132  # programs of a reduce, two per multiprocessor of an H200
 
@@ -152,9 +152,7 @@ def in_two(batch_heads: int, n: int) -> bool:
 
 def too_wide(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> str | None:
     """Return the reason why the matrices of a head are too large for the kernels, or None."""
-    width = max(2 * w["D"] if spec.feature_map == "softmax_pair" else w["D"], w["DV"])
-    if width > MAX_D:
-        return f"a softmax pair of {w['D']} channels is {width} features, more than {MAX_D}"
+    width = max(w["D"], w["DV"])
     if dtype == torch.float32 and spec.op == "polynomial":
         return "polynomial has no Triton form in float32"
     if dtype == torch.float32 and width > 96 and not (spec.op == "linear_attention" and plain(spec)):

@@ -22,7 +22,7 @@ def keeps_operator(spec: Spec) -> bool:
 def kept_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt, dtype: torch.dtype) -> int | torch.SymInt:
     """Return the float32 numbers per head that a forward of `heads.plain` or `heads.summed` saves, without features."""
     lay = layout(spec, w)
-    operator = lay.matrix_floats(spec.matrix_dtype(dtype).itemsize) if keeps_operator(spec) else 0
+    operator = lay.matrix_floats(dtype.itemsize) if keeps_operator(spec) else 0
     return factor_floats(spec, w, n) + (lay.vectors().k + operator if spec.sums else 0)
 
 

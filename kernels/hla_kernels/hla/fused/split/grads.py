@@ -6,7 +6,7 @@ import triton.language as tl
 from ..algebra import cast_weights, centre_rows
 from ..heads import at_head, ratio_of
 from ..loops import longest, place, span, upto, write_grads
-from ..maps import centre_columns, centre_softmax, is_shifted
+from ..maps import is_shifted
 from ..tiles import axpy2, cast4, load4, load_vec, trans4, zeros2
 
 NO_SPECIALIZE = ["qs", "ks", "vs", "gs", "dqs", "dks", "dvs", "N", "H", "G", "PARTS", "chunk"]
@@ -50,8 +50,7 @@ def read_rows(
 @triton.jit
 def part_grads(
     tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, PART: tl.constexpr, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, R1: tl.constexpr,
-    R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     FD: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr, ROWS_DONE: tl.constexpr, BN: tl.constexpr,
     PREC: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
@@ -73,26 +72,19 @@ def part_grads(
             load_vec(state + OFF[7], DV, V1, V2),
         )
         SHIFT: tl.constexpr = 1.0 if is_shifted(FMAP) else 0.0
-        read, unit = w, 1.0
-        if FMAP != 3 and FMAP != 4:  # a product with softmaxes reads weights that are centred first
-            read, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
+        read, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
         row = centre_rows(
             w, read, unit, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, False, SHIFT, F1, F2, V2
         )
         if MEAN or CENTER > 0:  # loaded last to save registers
             more = read_rows(rows, FD, F1, F2, DV, V1, V2)
             row = (axpy2(row[0], 1.0, more[0], F2), axpy2(row[1], 1.0, more[1], F2), axpy2(row[2], 1.0, more[2], V2))
-    more = row
-    if FMAP == 3 or FMAP == 4:
-        w, more = centre_softmax(w, ORDER, NORM, FMAP, D, F1, F2, V1, V2)
-        if not NORM:
-            mt, _ = centre_columns(mt, FMAP, D, V2, F2)
     mt = cast4(mt, tokens[0].dtype.element_ty)
     w, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
     ONES: tl.constexpr = TILED == "all" or (TILED == "keys" and PART > 1)
     write_grads(
         tokens[0], tokens[1], tokens[2], tokens[3], grads[0], grads[1], grads[2], tn[0], tn[1], tn[2], tn[3], gn[0],
-        gn[1], gn[2], lo, hi, mt, m1, ratio, w, unit, row, more, PART, ORDER, NORM, ROW, FMAP, D, R1, R2, F1, F2,
+        gn[1], gn[2], lo, hi, mt, m1, ratio, w, unit, row, PART, ORDER, NORM, ROW, FMAP, D, F1, F2,
         DV, V1, V2, FD, BN, PREC, TILED=ONES,
     )  # fmt: skip
 
@@ -101,7 +93,7 @@ def part_grads(
 def apply_grads(
     q, k, v, g, dq, dk, dv, state, matrix, ratio, weights, rows, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, PARTS, chunk,
     ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, ROLES: tl.constexpr, ROWS_DONE: tl.constexpr,
     JOIN: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
@@ -136,20 +128,20 @@ def apply_grads(
     if ROLES == 1:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 0, ORDER, NORM, CENTER, MEAN, FMAP,
-            D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
+            D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 0:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 5 if JOIN else 1, ORDER, NORM,
-            CENTER, MEAN, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
+            CENTER, MEAN, FMAP, D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 1:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 3 if JOIN else ROLES, ORDER, NORM,
-            CENTER, MEAN, FMAP, D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
+            CENTER, MEAN, FMAP, D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     else:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 4, ORDER, NORM, CENTER, MEAN, FMAP,
-            D, R1, R2, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
+            D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip

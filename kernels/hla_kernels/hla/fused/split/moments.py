@@ -51,7 +51,7 @@ def sums_of(i, roles, sums, rest):
 def reduce_moments(
     q, k, v, state, fq, fk, qs, ks, vs, fqs, fks, N, H, G, PARTS, chunk, heads, scale, ridge, ORDER: tl.constexpr,
     NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, KEEP: tl.constexpr, RIDGE: tl.constexpr,
-    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
+    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
     K: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr, REST: tl.constexpr,
     FINAL: tl.constexpr, ROLES: tl.constexpr,
@@ -82,13 +82,13 @@ def reduce_moments(
             if role == i:
                 part_moments(
                     q, k, v, tn, out, keep, lo, hi, n, scale, ridge, 1 if i == 0 else 6 + i,
-                    3 if SUMS and (i == 0 or FINAL) else 0, False, CENTER, MEAN, False, False, 0, D, R1, R2, F1, F2,
+                    3 if SUMS and (i == 0 or FINAL) else 0, False, CENTER, MEAN, False, False, 0, D, F1, F2,
                     DV, V1, V2, FD, OFF, BN, STAGES, PREC, 0, FINAL,
                 )  # fmt: skip
         elif role == i:
             part_moments(
                 q, k, v, tn, out, keep, lo, hi, n, scale, ridge, order_of(i, ROLES, ORDER),
-                sums_of(i, ROLES, SUMS, FINAL or FMAP == 5), NORM, CENTER, MEAN, KEEP, RIDGE, FMAP, D, R1, R2, F1, F2,
+                sums_of(i, ROLES, SUMS, FINAL or FMAP == 5), NORM, CENTER, MEAN, KEEP, RIDGE, FMAP, D, F1, F2,
                 DV, V1, V2, FD, OFF, BN, STAGES, PREC, REST, FINAL,
             )  # fmt: skip
 
@@ -97,7 +97,7 @@ def reduce_moments(
 def part_moments(
     q, k, v, tn, out, keep, lo, hi, n, scale, ridge, ORDER: tl.constexpr, SUMS: tl.constexpr, NORM: tl.constexpr,
     CENTER: tl.constexpr, MEAN: tl.constexpr, KEEP: tl.constexpr, RIDGE: tl.constexpr, FMAP: tl.constexpr,
-    D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     PREC: tl.constexpr, REST: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +114,7 @@ def part_moments(
     else:
         m, sums, _, _, _ = sum_features(
             q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, zeros4(1, 0, 1, 0), zeros2(F1, F2), zeros2(V1, V2), 0.0,
-            keep, q, ORDER, True, SUMS, REST, False, NORM, KEEP, True, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN,
+            keep, q, ORDER, True, SUMS, REST, False, NORM, KEEP, True, FMAP, D, F1, F2, DV, V1, V2, BN,
             PREC, STAGES,
         )  # fmt: skip
     if FMAP == 5:  # the first part adds the term of the number of tokens for all parts

@@ -27,7 +27,7 @@ NO_SPECIALIZE = ["qs", "os", "gs", "N", "H", "PARTS", "chunk", "heads", "eps"]
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def apply(
     q, o, state, matrix, qs, os, N, H, PARTS, chunk, eps, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, F1: tl.constexpr,
+    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
     K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def apply(
     m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
     m1 = zeros2(F1, F2)
     row = zeros2(V1, V2)
-    SHIFT: tl.constexpr = 0.0 if NORM else shift_of(FMAP, CENTER, NORM, D)
+    SHIFT: tl.constexpr = 0.0 if NORM else shift_of(FMAP, CENTER)
     ROW: tl.constexpr = MEAN or CENTER == 2 or SHIFT > 0
     n = N[1]
     if NORM:
@@ -58,7 +58,7 @@ def apply(
         base, eps = ratio_base(m, m1, row, eps, D, is_shifted(FMAP), F1, F2, V2)
     read_out(
         at_head(q, qs, at, h, ALIGN), at_head(o, os, at, h, ALIGN), qs[1] * ALIGN, os[1] * ALIGN, lo,
-        upto(lo + chunk, N), cast4(m, q.dtype.element_ty), m1, row, base, eps, NORM, ROW, FMAP, D, R1, R2, F1, F2, DV,
+        upto(lo + chunk, N), cast4(m, q.dtype.element_ty), m1, row, base, eps, NORM, ROW, FMAP, D, F1, F2, DV,
         V1, V2, BN, PREC,
     )  # fmt: skip
 
@@ -66,8 +66,7 @@ def apply(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def reduce_readout(
     q, g, state, matrix, ratio, out, qs, gs, N, H, PARTS, chunk, heads, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
-    SUMS: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
+    SUMS: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
     OFF: tl.constexpr, K: tl.constexpr, KG: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
     CENTER: tl.constexpr, TURNED: tl.constexpr, REST: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +78,7 @@ def reduce_readout(
     at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
-    PULLED: tl.constexpr = ORDER == 5 and FMAP != 3 and FMAP != 4
+    PULLED: tl.constexpr = ORDER == 5
     m = zeros2(16, 0)
     m1 = zeros2(F1, F2)
     vbar = zeros2(V1, V2)
@@ -107,7 +106,7 @@ def reduce_readout(
     else:
         _, _, dm, dm1, sg = sum_features(
             q, q, g, g, qn, qn, gn, gn, lo, hi, m, m1, vbar, eps, (q, q, 0, 0), ratio, ORDER, False, SUMS, REST,
-            True, NORM, False, False, FMAP, D, R1, R2, F1, F2, DV, V1, V2, BN, PREC, STAGES,
+            True, NORM, False, False, FMAP, D, F1, F2, DV, V1, V2, BN, PREC, STAGES,
         )  # fmt: skip
     if is_shifted(FMAP) and not NORM and CENTER < 2:
         dm = unshift_grad(dm, sg, D, F1, F2, V2)

@@ -40,7 +40,7 @@ def part_moments(
         z = zeros2(F1, F2)
         m, sums, _, _, _ = sum_features(
             q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), z, z, 0.0, (q, k, 0, 0), q, ORDER, True, ORDER != 10,
-            1, False, True, False, False, FMAP, D, F1, F2, F1, F2, D, F1, F2, BN, PREC, STAGES,
+            1, False, True, False, False, FMAP, D, F1, F2, D, F1, F2, BN, PREC, STAGES,
         )  # fmt: skip
     put_moments(kept, units, m, vectors, sums, N[1], scale, ORDER, CENTER, MEAN, OFF, D, F1, F2)
 
@@ -175,5 +175,5 @@ def mixture_forward(
     if SAVE:
         put_weight(matrix + head * D * D, m, q.dtype.element_ty, D, F1, F2)
     read_out(
-        q, o, qn, on, 0, N, m, zero, row, row, 0.0, False, MEAN, 0, D, F1, F2, F1, F2, D, F1, F2, BO, PREC,
+        q, o, qn, on, 0, N, m, zero, row, row, 0.0, False, MEAN, 0, D, F1, F2, D, F1, F2, BO, PREC,
     )  # fmt: skip
