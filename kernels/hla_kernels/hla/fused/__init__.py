@@ -98,7 +98,7 @@ def plans() -> tuple:
 
 def told(first: Tensor, spec: Spec, seqs: Sequences) -> Sequences:
     """Return the sequences of tokens [.., H, D] with the tables that kernels read."""
-    heads, d = first.shape[-2:]
+    heads = first.shape[-2]
     if first.dtype == torch.float16:
         spec = spec.in_range(seqs.max_seqlen if seqs.mask is None else first.shape[1])
     return seqs._replace(told=seqs.tables(heads, spec.scale, spec.q_scale, spec.of_differences))

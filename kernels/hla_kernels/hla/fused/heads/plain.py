@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..algebra import scale_moments
-from ..loops import gradient_sums, load_few, read_few, read_out, sum_gradient, sum_moments, write_few, write_grads
+from ..loops import gradient_sums, read_out, sum_gradient, sum_moments, write_grads
 from ..maps import power_of_two
 from ..tiles import cast4, store4, trans4, zeros2
 from . import NO_SPECIALIZE, at_head, of_head, own_head, stagger
@@ -23,7 +23,6 @@ from .halves import (
     half_weight,
     largest_sum,
     loaded_operator,
-    loaded_products,
     loaded_weights,
     put_factors,
     put_matrix,
@@ -35,20 +34,15 @@ from .halves import (
 def plain_forward(
     q, k, v, o, factors, units, qs, ks, vs, os, N, H, scale, ORDER: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
-    STAY: tl.constexpr, LAST: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
+    DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Compute o = q M of one head. SAVE: its factors go to factors [B * H, KF] and units [B * H, 4]. STAY as in
-    `sum_moments`. LAST: tokens of one block that `load_few` takes go their own way."""
-    APART: tl.constexpr = LAST and F2 == 0
+    """Compute o = q M of one head. SAVE: its factors go to factors [B * H, KF] and units [B * H, 4]."""
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
-    few = None
-    if APART:
-        few = load_few((q, k, v), (qn, kn, vn), N, BO, D)
     raw, sums, _, _ = sum_moments(
-        q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, False, False, True, D, F1, F2, D, F1, F2, BN, PREC, STAY, few
+        q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, False, False, True, D, F1, F2, D, F1, F2, BN, PREC
     )
     m = scale_moments(raw, sums, scale, N[1], 0.0, ORDER, 0, False, False, F1, F2, F2)
     m, u = half_moments(m, ORDER, F2, F2)
@@ -61,11 +55,8 @@ def plain_forward(
     mt = cast4(mt, q.dtype.element_ty)
     row = zeros2(F1, F2)
     o, on = at_head(o, os, at, h, ALIGN), os[1] * ALIGN
-    if APART and few[0] < N[0]:  # type: ignore[index]
-        read_few(few, o, on, N, mt, D)
     read_out(
         q, o, qn, on, 0, N, trans4(mt), row, row, row, 0.0, False, False, 0, D, F1, F2, D, F1, F2, BO, PREC,
-        APART,
     )  # fmt: skip
 
 
@@ -84,10 +75,10 @@ def again(at, a, KEPT: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 @triton.jit
 def plain_gradient(
     q, k, v, g, qn, kn, vn, gn, N, scale, factors, units, room, ORDER: tl.constexpr, KEPT: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, few=None,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Return the arguments of `half_weight`: factors, their units, S W, dM', P dM' and the scale of a weight; room:
-    memory for three matrices. Without KEPT, factors are summed again together with dM, with `few` of `load_few`."""
+    memory for three matrices. Without KEPT, factors are summed again together with dM."""
     AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
     if KEPT:
         dm, _ = gradient_sums(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC)
@@ -98,7 +89,7 @@ def plain_gradient(
         m, u = get_factors(factors, units, ORDER, F1, F2, D)
     else:
         raw, sums, dm, _ = sum_moments(
-            q, k, v, g, qn, kn, vn, gn, 0, N, ORDER, False, True, False, D, F1, F2, D, F1, F2, BN, PREC, False, few
+            q, k, v, g, qn, kn, vn, gn, 0, N, ORDER, False, True, False, D, F1, F2, D, F1, F2, BN, PREC
         )
         m = scale_moments(raw, sums, scale, N[1], 0.0, ORDER, 0, False, False, F1, F2, F2)
         m, u, dm, unit = half_sums(m, dm, ORDER, F2)
@@ -125,12 +116,12 @@ def which(i, loops, order):
 @triton.jit
 def plain_products(
     q, k, v, g, qn, kn, vn, gn, N, scale, factors, units, room, ORDER: tl.constexpr, KEPT: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, few=None,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Return M' and the weights of `write_grads` in the dtype of the tokens, from what `plain_gradient` takes."""
     dtype: tl.constexpr = q.dtype.element_ty
     m, u, t, dm, pd, s = plain_gradient(
-        q, k, v, g, qn, kn, vn, gn, N, scale, factors, units, room, ORDER, KEPT, D, F1, F2, BN, PREC, few
+        q, k, v, g, qn, kn, vn, gn, N, scale, factors, units, room, ORDER, KEPT, D, F1, F2, BN, PREC
     )
     mt = cast4(half_operator(m, u, t, ORDER, F2), dtype)
     if ORDER == 2:
@@ -154,38 +145,24 @@ def plain_backward(
     q, k, v, g, dq, dk, dv, factors, units, room, qs, ks, vs, gs, dqs, dks, dvs, N, H, scale, ORDER: tl.constexpr,
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
     KEPT: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr,
-    WRITE: tl.constexpr, STAY: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
+    WRITE: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, dk, dv of one head in LOOPS passes (`which`), which need less shared memory than a single pass.
-
-    STAY as in `sum_gradient`, for KEPT factors of one block. Tokens beyond full tiles are handled separately
-    (`load_few`), for one block without KEPT factors.
-    """
-    APART: tl.constexpr = F2 == 0 and not KEPT
+    """Compute dq, dk, dv of one head in LOOPS passes (`which`), which need less shared memory than a single pass."""
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
-    few = None
-    if APART:
-        few = load_few((q, k, v, g), (qn, kn, vn, gn), N, BO, D)
-    if KEPT and F2 == 0:
-        dm, _ = sum_gradient(q, g, qn, gn, 0, N, False, D, F1, F2, D, F1, F2, BN, PREC, STAY)
-        mt, w = loaded_products(factors + head * KF, units + head * 4, dm, scale, ORDER, D, q.dtype.element_ty)
-    else:
-        mt, w = plain_products(
-            q, k, v, g, qn, kn, vn, gn, N, scale, factors + head * KF, units + head * 4, room + head * KR, ORDER, KEPT,
-            D, F1, F2, BN, PREC, few,
-        )  # fmt: skip
+    mt, w = plain_products(
+        q, k, v, g, qn, kn, vn, gn, N, scale, factors + head * KF, units + head * 4, room + head * KR, ORDER, KEPT,
+        D, F1, F2, BN, PREC,
+    )  # fmt: skip
     dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
-    if APART and few[0] < N[0]:  # type: ignore[index]
-        write_few(few, dq, dk, dv, dqn, dkn, dvn, N, mt, w, ORDER, D)
     m1 = zeros2(F1, F2)
     rows = (m1, m1, m1)
     for part in tl.static_range(LOOPS):
         write_grads(
             q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, m1, 0, w, 1.0, rows,
-            which(part, LOOPS, ORDER), ORDER, False, False, 0, D, F1, F2, D, F1, F2, D, BO, PREC, WRITE, APART,
+            which(part, LOOPS, ORDER), ORDER, False, False, 0, D, F1, F2, D, F1, F2, D, BO, PREC, WRITE,
         )  # fmt: skip
 
 

@@ -73,11 +73,11 @@ def summed_forward(
     ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     KF: tl.constexpr, SAVE: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr,
-    STAY: tl.constexpr, APART: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
+    APART: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """o of one head. KEEP: the features fq, fk, which the read-out reads too. STAY of the tokens as they are, as in
-    `sum_moments`; APART: of features `moments_apart`. SAVE: its sums (NORM: m1 and mean value
-    too) at OFF of vectors [B * H, K], what `plain_forward` keeps, M [B * H, D, D] of a ratio and of first order."""
+    """o of one head. KEEP: the features fq, fk, which the read-out reads too. APART: of features `moments_apart`. SAVE:
+    its sums (NORM: m1 and mean value too) at OFF of vectors [B * H, K], what `plain_forward` keeps, M [B * H, D, D] of
+    a ratio and of first order."""
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
@@ -94,7 +94,7 @@ def summed_forward(
     HERE: tl.constexpr = F2 == 0 or not (SAVE or NORM)
     if FMAP == 0:
         raw, sums, _, _ = sum_moments(
-            q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, True, False, True, D, F1, F2, D, F1, F2, BN, PREC, STAY
+            q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, True, False, True, D, F1, F2, D, F1, F2, BN, PREC
         )
     elif APART:
         raw, sums = moments_apart(
@@ -211,11 +211,10 @@ def summed_backward(
     N, H, scale, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
     FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr,
     K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
-    LOOPS: tl.constexpr, WRITE: tl.constexpr, LATE: tl.constexpr, STAY: tl.constexpr, DELAY: tl.constexpr,
+    LOOPS: tl.constexpr, WRITE: tl.constexpr, LATE: tl.constexpr, DELAY: tl.constexpr,
     SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one head. LATE: dq last. LOOPS as in `plain_backward`; STAY of the tokens as they are, as in
-    `sum_gradient`."""
+    """dq, dk, dv of one head. LATE: dq last. LOOPS as in `plain_backward`."""
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
@@ -231,7 +230,7 @@ def summed_backward(
     ROWS: tl.constexpr = CUT or (not NORM and ORDER == 3 and LOOPS > 1)
     dm, row_v, one = gradient_of_head(
         q, g, qn, gn, N, eps, ratio, vectors, matrix, units + head * 4, room + head * KR, rows + 2 * D, LATER, ORDER,
-        NORM, MEAN, FMAP, D, F1, F2, OFF, BN, STAY, PREC,
+        NORM, MEAN, FMAP, D, F1, F2, OFF, BN, PREC,
     )  # fmt: skip
     if AGAIN:
         weights += head * KR

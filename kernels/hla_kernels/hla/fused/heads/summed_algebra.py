@@ -54,7 +54,7 @@ def anchor_ones(mt, m1, F2: tl.constexpr):
 def summed_gradient(
     q, g, qn, gn, lo, N, eps, ratio, vectors, matrix, ORDER: tl.constexpr, NORM: tl.constexpr, MEAN: tl.constexpr,
     FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr,
-    STAY: tl.constexpr, PREC: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """dM', what all dv have in common, and of a ratio the gradient of m1 for v centred, of the tokens lo .. N[0]; fills
     ratio."""
@@ -76,7 +76,7 @@ def summed_gradient(
         else:
             one = axpy2(end_pairs(dm1, F1, F2), 1.0, vecmat(anchor, dm, F2, F2), F2)
     else:
-        dm, sg = sum_gradient(q, g, qn, gn, lo, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC, STAY)
+        dm, sg = sum_gradient(q, g, qn, gn, lo, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC)
         if MEAN:
             row = axpy2(row, 1.0 / N[1], sg, F2)
     return dm, row, one
@@ -86,7 +86,7 @@ def summed_gradient(
 def gradient_of_head(
     q, g, qn, gn, N, eps, ratio, vectors, matrix, units, room, to, LATER: tl.constexpr, ORDER: tl.constexpr,
     NORM: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    OFF: tl.constexpr, BN: tl.constexpr, STAY: tl.constexpr, PREC: tl.constexpr,
+    OFF: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """`summed_gradient` of all tokens. LATER, of centred keys: what all dv have in common goes to memory, and dM' of
     two blocks of columns to room in units of units[3], so that no registers hold them."""
@@ -98,14 +98,14 @@ def gradient_of_head(
             tl.store(units + 3, unit)
             sg = end_total(sg, q.dtype.element_ty, F1, F2, MEAN)
         else:
-            dm, sg = sum_gradient(q, g, qn, gn, 0, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC, STAY)
+            dm, sg = sum_gradient(q, g, qn, gn, 0, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC)
         z = zeros2(F1, F2)
         store_vec(to, axpy2(z, 1.0 / N[1], sg, F2) if MEAN else z, D, F1, F2)
         tl.debug_barrier()  # every thread reads what others wrote
         out = (dm, to, z)
     else:
         out = summed_gradient(
-            q, g, qn, gn, 0, N, eps, ratio, vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, STAY, PREC
+            q, g, qn, gn, 0, N, eps, ratio, vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, PREC
         )
     return out
 

@@ -84,12 +84,9 @@ class Call:
     def tiles(self, entry: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
         """Return tiles, warps and stages of a kernel, `entry(*args)` of the static table. Starts of programs are
         staggered (`heads.stagger`) if a launch lasts long enough. On a CPU, where the interpreter does not support
-        inline assembly, there is no stagger and no STAY in L2."""
+        inline assembly, there is no stagger."""
         config = entry(*args)
-        assembly = self.q.device.type != "cpu"
-        if "STAY" in config and not assembly:
-            config = {**config, "STAY": False}
-        if "DELAY" in config and not (assembly and plan.lasts(self.bh, self.most)):
+        if "DELAY" in config and not (self.q.device.type != "cpu" and plan.lasts(self.bh, self.most)):
             config = {**config, **plan.AT_ONCE}
         return config
 

@@ -37,7 +37,7 @@ def plain_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     launch(
         plain_forward, call.bh,
         q, k, v, o, factors, units, *at, call.n, call.h, call.scale, ALIGN=a, SAVE=save, **plain_widths(call),
-        **call.tiles(plain_forward_config, call.spec, call.w, call.most),
+        **call.tiles(plain_forward_config, call.w),
     )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def plain_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Non
         plain_backward, call.bh,
         q, k, v, g, *outs, *(factors_of(call, saved) if kept else (g, g)), room, *at, call.n, call.h, call.scale,
         ALIGN=a, KR=length, KEPT=kept, **plain_widths(call),
-        **call.tiles(plain_config, call.spec, call.w, kept),
+        **call.tiles(plain_config, call.spec, call.w),
     )  # fmt: skip
 
 

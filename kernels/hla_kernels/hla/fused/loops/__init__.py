@@ -12,7 +12,6 @@ v and g the width V = V1 + V2.
     sum_divided   the same sums of wide heads, from numbers that a pass before it wrote (`wide`)
     read_out      o = q M + row, or q M / (q.m1 + eps)
     write_grads   dq, dk, dv from the weights of `algebra.weights`
-    read_few, write_few   both of the last tokens, where they are few: `load_few`
 """
 
 from .extent import longest, means, place, span, upto
@@ -21,10 +20,10 @@ from .ratio import ratio_base, sum_ratio
 from .sums import gradient_sums, sum_gradient, sum_moments
 from .vectors import add_rows, alike, as_row, end_pairs
 from .wide import sum_divided
-from .writes import load_few, read_few, read_out, write_few, write_grads
+from .writes import read_out, write_grads
 
 __all__ = [
-    "add_rows", "alike", "as_row", "end_pairs", "feature_moments", "gradient_sums", "load_few", "longest", "means",
-    "moments_apart", "place", "ratio_base", "read_few", "read_out", "span", "sum_divided", "sum_features",
-    "sum_gradient", "sum_keys", "sum_moments", "sum_ratio", "upto", "write_few", "write_grads",
+    "add_rows", "alike", "as_row", "end_pairs", "feature_moments", "gradient_sums", "longest", "means",
+    "moments_apart", "place", "ratio_base", "read_out", "span", "sum_divided", "sum_features",
+    "sum_gradient", "sum_keys", "sum_moments", "sum_ratio", "upto", "write_grads",
 ]  # fmt: skip

@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-FEW = tl.constexpr(16)  # maximum number of tokens beyond full tiles; they are columns of a product of 64 rows
-
 
 @triton.jit
 def place(H, PARTS, ROLES: tl.constexpr = 1):
@@ -73,9 +71,3 @@ def upto(hi, N):
     if len(N) == 3:
         out = (tl.minimum(hi, N[0]), N[1], N[2])  # type: ignore[assignment]
     return out
-
-
-@triton.jit
-def full_tiles(n, BN: tl.constexpr):
-    """Return the number of tiles of BN for n tokens, without a last one of up to FEW tokens."""
-    return (n + BN - FEW - 1) // BN

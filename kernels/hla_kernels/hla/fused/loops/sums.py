@@ -193,29 +193,15 @@ def add_gradient(
 
 
 @triton.jit
-def stay_in_l2(ptr, start, n, stride, D: tl.constexpr, BN: tl.constexpr):
-    """Mark rows start .. start + BN, below n, of 16-bit numbers as evict-last in L2, with one instruction per sector of
-    32 bytes. Pipelined loads, issued iterations ahead, carry no eviction hint in Triton 3.6."""
-    SECTORS: tl.constexpr = D // 16
-    i = tl.arange(0, BN * SECTORS)
-    row = tl.minimum(start + i // SECTORS, n - 1).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2::evict_last [$1]; mov.u32 $0, 0;", "=r,l",
-        [(ptr + row * stride + i % SECTORS * 16).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def sum_moments(
     q, k, v, g, qn, kn, vn, gn, lo, hi, ORDER: tl.constexpr, SUMS: tl.constexpr, GRAD: tl.constexpr,
     ONCE: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAY: tl.constexpr = False, few=None,
+    V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Return (P, S, C, R, W), (sum q, sum k, sum v), dM', sum g over tokens lo..hi without a feature map.
 
     SUMS: 1 all sums; 2 sums of the tokens that the order multiplies, in few registers; 3 sum g only. ONCE: k and
-    v are not read again; let q stay in L2 instead, which STAY asks for. few: q, k, v (and g) of `load_few`, of one
-    block, without SUMS.
+    v are not read again; let q stay in L2 instead.
     """
     SUM_Q: tl.constexpr = SUMS == 2 and ORDER != 11
     SUM_K: tl.constexpr = SUMS == 2 and ORDER != 12
@@ -238,13 +224,8 @@ def sum_moments(
     sg = begin_total(dtype, BN, V1, V2, SUMS and GRAD)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
-    top = hi[0]
-    if few is not None:
-        top = tl.minimum(few[0], hi[0])
-    for start in tl.range(lo, top, BN, disable_licm=F1 > 64 or (AGAIN and F2 > 0)):
+    for start in tl.range(lo, hi[0], BN, disable_licm=F1 > 64 or (AGAIN and F2 > 0)):
         live = alive(start + i, hi)
-        if STAY:
-            stay_in_l2(q, start, hi[0], qn, D, BN)
         j = anew(i, start, AGAIN)
         tk = load_rows(k + (zero + start) * kn, j, kn, live, D, F1, F2, ONCE)
         tv = load_rows(v + (zero + start) * vn, j, vn, live, DV, V1, V2, ONCE)
@@ -275,11 +256,6 @@ def sum_moments(
             sv = (settled(sv[0]), sv[1])
         elif SETTLE:
             sums = settled(sums)
-    if few is not None and top < hi[0]:
-        tq, tk, tv = (few[1] + 0.0, 0), (few[2] + 0.0, 0), (few[3] + 0.0, 0)
-        m = add_moments(m, tq, tk, tv, i, i, ORDER, F2, V2, TAIL, PREC)
-        if GRAD:
-            dm = outer4(dm, (few[4] + 0.0, 0), tq, i, V2, F2, TAIL, PREC)
     total = (end_total(sq, dtype, F1, F2, ALL), end_total(sk, dtype, F1, F2, ALL), end_total(sv, dtype, V1, V2, ALL))
     if SUMS == 2:
         total = (end_together(sums, rq, 0, F2), end_together(sums, rk, 1, F2), end_together(sums, rv, 2, V2))
@@ -289,7 +265,7 @@ def sum_moments(
 @triton.jit
 def gradient_sums(
     q, g, qn, gn, lo, hi, SUMS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAY: tl.constexpr = False,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of `sum_gradient` before `outer4_end` and `end_total`."""
     TAIL: tl.constexpr = F2 > 0 and V2 > 0 and F1 >= 64 and V1 >= 64
@@ -299,9 +275,6 @@ def gradient_sums(
     zero = tl.full([], 0, tl.int64)
     for start in range(lo, hi[0], BN):
         live = alive(start + i, hi)
-        if STAY:
-            stay_in_l2(q, start, hi[0], qn, D, BN)
-            stay_in_l2(g, start, hi[0], gn, D, BN)
         tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
         dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, i, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
         if SUMS and (F2 > 0 or V2 > 0) and q.dtype.element_ty != tl.float32:
@@ -312,9 +285,8 @@ def gradient_sums(
 @triton.jit
 def sum_gradient(
     q, g, qn, gn, lo, hi, SUMS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, STAY: tl.constexpr = False,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Return dM' [V, F] and sum g [V] over tokens lo..hi without a feature map. STAY: q and g, of equal width, are read
-    again; keep them in L2."""
-    dm, sg = gradient_sums(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC, STAY)
+    """Return dM' [V, F] and sum g [V] over tokens lo..hi without a feature map."""
+    dm, sg = gradient_sums(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
     return end(dm, V2, True), end_total(sg, q.dtype.element_ty, V1, V2, SUMS)

@@ -13,7 +13,7 @@ from ..tiles import (
     trans4,
     zero_rows,
 )  # fmt: skip
-from .extent import FEW, alive, anew, full_tiles
+from .extent import alive, anew
 from .stores import get_ratio, store_tokens
 from .vectors import add_common, as_row, columns, common_row, ones_tile, reciprocal, stored_row, times_vector
 
@@ -22,11 +22,11 @@ from .vectors import add_common, as_row, columns, common_row, ones_tile, recipro
 def read_out(
     q, o, qn, on, lo, hi, m, m1, row, base, eps, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, LAST: tl.constexpr = False,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Write o = q m (+ row) or, normalised, (q m + base) / (q.m1 + eps) + row for tokens lo..hi (`ratio_base`).
 
-    Last tile first: it is the one still in L2. LAST: without the tokens of `load_few`.
+    Last tile first: it is the one still in L2.
     """
     cols = m1
     if NORM:
@@ -35,7 +35,7 @@ def read_out(
         ones = ones_tile(q, BN)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
-    tiles = full_tiles(hi[0] - lo, BN) if LAST else tl.cdiv(hi[0] - lo, BN)
+    tiles = tl.cdiv(hi[0] - lo, BN)
     for t in range(tiles):
         start = lo + (tiles - 1 - t) * BN
         live = alive(start + i, hi)
@@ -100,74 +100,12 @@ def put(ptr, i, stride, live, x, ALONE: tl.constexpr, D: tl.constexpr, D1: tl.co
 
 
 @triton.jit
-def load_few(ptrs, steps, hi, BN: tl.constexpr, D: tl.constexpr):
-    """(start, the tokens of each of some tensors from start on), which are up to FEW: those beyond whole tiles of BN.
-
-    A tile of so few would take as long as a whole one: they wait in registers, and are the columns of products.
-    """
-    start = full_tiles(hi[0], BN) * BN
-    i = tl.arange(0, FEW)
-    at = tl.full([], 0, tl.int64) + start
-    live = alive(start + i, hi)
-    out = (start,)
-    for x in tl.static_range(len(ptrs)):
-        rows, _ = load_rows(ptrs[x] + at * steps[x], i, steps[x], live, D, D, 0, False)
-        out += (rows,)  # type: ignore[assignment]
-    return out
-
-
-@triton.jit
-def columns_of(few, X: tl.constexpr):
-    """The tokens of tensor X of `load_few` as columns. + 0.0: otherwise they would go to shared memory when they are
-    loaded, and what is loaded after them would wait."""
-    return tl.trans(few[1 + X] + 0.0)
-
-
-@triton.jit
-def read_few(few, o, on, hi, mt, D: tl.constexpr):
-    """`read_out` of the first tensor of `load_few`; mt = M' in the dtype of the tokens."""
-    i = tl.arange(0, FEW)
-    at = tl.full([], 0, tl.int64) + few[0]
-    y = tl.trans(tl.dot(mt[0], columns_of(few, 0)))
-    store_rows(o + at * on, i, on, alive(few[0] + i, hi), (y, y), D, D, 0)
-
-
-@triton.jit
-def write_few(few, dq, dk, dv, dqn, dkn, dvn, hi, mt, w, ORDER: tl.constexpr, D: tl.constexpr):
-    """`write_grads` of q, k, v, g of `load_few`: of one block, of the tokens as they are, without rows."""
-    fq, fk, tv, tg = columns_of(few, 0), columns_of(few, 1), columns_of(few, 2), columns_of(few, 3)
-    gq = tl.dot(mt[0].T, tg)
-    if ORDER == 2:
-        gv = tl.dot(w[2][0], fq)
-        gk = tl.dot(w[1][0], fk)
-        gq = tl.dot(w[2][0].T, tv, gq)
-    else:
-        gv = tl.dot(w[0][0], fk)
-        gk = tl.dot(w[0][0].T, tv)
-        if ORDER == 3:
-            gk = tl.dot(w[3][0].T, fq, gk)
-            gq = tl.dot(w[3][0], fk, gq)
-        else:
-            gk = tl.dot(w[1][0], fk, gk)
-            gq = tl.dot(w[4][0], fq, gq)
-    # one exchange between threads for the three, and a fourth that fills the rows and is not written
-    grads = tl.join(tl.join(gv, gk), tl.join(gq, gq)).to(dq.dtype.element_ty)
-    grads = tl.reshape(tl.permute(grads, (2, 3, 1, 0)), [4 * FEW, D])
-    i = tl.arange(0, 4 * FEW)
-    token, which = few[0] + i % FEW, i // FEW
-    at = tl.full([], 0, tl.int64) + token
-    rows = tl.where(which == 0, dv + at * dvn, tl.where(which == 2, dk + at * dkn, dq + at * dqn))
-    keep = (which < 3) & alive(token, hi)
-    tl.store(rows[:, None] + tl.arange(0, D)[None, :], grads, mask=keep[:, None])
-
-
-@triton.jit
 def write_grads(
     q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, lo, hi, mt, m1, ratio, w, unit, rows,
     PART: tl.constexpr, ORDER: tl.constexpr, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr = None, LAST: tl.constexpr = False, TILED: tl.constexpr = True,
+    STAGES: tl.constexpr = None, TILED: tl.constexpr = True,
 ):  # fmt: skip
     """dq = read-out + k WR + q WW + v WC', dk = k WS + q WR' + v WP', dv = k WP + q WC, plus rows; w = (WP', WS, WC',
     WR', WW) in units of `unit`.
@@ -176,7 +114,7 @@ def write_grads(
     pointers then.
 
     PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv, 5: dq and dv (what a part does not use is not loaded).
-    STAGES: stages of the loop, if different from the kernel's. LAST as in `read_out`. TILED: rows of a ratio are
+    STAGES: stages of the loop, if different from the kernel's. TILED: rows of a ratio are
     products with a tile of ones.
     """
     ALONE: tl.constexpr = PART == 1 or PART >= 3
@@ -197,7 +135,7 @@ def write_grads(
         ones = ones_tile(q, BN)
     i = anew(tl.arange(0, BN), hi[0], F2 > 0 and ROW and ORDER == 4 and not NORM)  # nor from the pass before
     zero = tl.full([], 0, tl.int64)
-    tiles = full_tiles(hi[0] - lo, BN) if LAST else tl.cdiv(hi[0] - lo, BN)
+    tiles = tl.cdiv(hi[0] - lo, BN)
     for t in tl.range(tiles, num_stages=STAGES, disable_licm=HERE):
         start = lo + (tiles - 1 - t) * BN
         j = anew(i, start, F2 > 0 and (FMAP > 0 or ROW or ORDER == 3))

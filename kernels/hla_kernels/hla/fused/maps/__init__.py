@@ -3,14 +3,15 @@
 0 identity, 1 relu, 2 elu + 1, 5 elu, that is elu + 1 shifted by 1: elu is exact above 0 and small below, so that
 rounding it costs less, and what is common to all tokens does not cancel where features or values are centred; `unshift`
 and one row per read-out put the 1 back where nothing is centred. 8, 9: the tokens are features of 5 and 1 already,
-which the forward kept for the backward. 3 softmax over D, of block mixing alone (`blockmix.fused`). Evaluated in float32, returned in the dtype of the tokens, because the features are
-operands of matrix products. Dead rows and columns give zero features: they must not reach a sum.
+which the forward kept for the backward. 3 softmax over D, of block mixing alone (`blockmix.fused`). Evaluated in
+float32, returned in the dtype of the tokens, because the features are operands of matrix products. Dead rows and
+columns give zero features: they must not reach a sum.
 """
 
 import triton
 import triton.language as tl
 
-from ..tiles import axpy2, load_rows, rank1, trans4, vecmat, zeros2
+from ..tiles import axpy2, load_rows, rank1, zeros2
 from .elu import below, elu, elu16, elu_slope, wide
 
 

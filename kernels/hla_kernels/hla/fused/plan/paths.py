@@ -167,17 +167,8 @@ def at_once(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torc
     """Whether the backward after a forward of one program per head is one launch of such programs."""
     if halved(spec, w, dtype, own):
         many = spec.normalize and cut(w) and spec.op == "hla3" and batch_heads >= 384
-        return n <= 512 or many or stays(spec, w, batch_heads, n)
+        return n <= 512 or many
     return n <= 512 and spec.op != "hla3" and (not mapped(spec) or spec.keeps(dtype))
-
-
-def stays(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> bool:
-    """Of a form of `halved`, whether one program per head, and a multiprocessor, does the whole backward of a longer
-    head, whose queries and gradients then stay in L2 until they are read again (35 of 50 MB at 1025 tokens): where the
-    last round of programs leaves at most a 16th of all of them without work. Ratios and centred hla2 are slower so."""
-    idle = -batch_heads % (PROGRAMS // 2)
-    form = plain(spec) or (not spec.normalize and spec.op != "hla2")
-    return form and narrow(w) and n <= 1152 and 16 * idle <= batch_heads + idle
 
 
 def mapped(spec: Spec) -> bool:

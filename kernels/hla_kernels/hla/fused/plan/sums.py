@@ -32,12 +32,12 @@ def turns(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
 
 
 def forward_config(spec: Spec, w: dict[str, int], n: int, save: bool) -> dict[str, int]:
-    """Tiles of `summed_forward`; STAY as in `tiles.plain_forward_config`. APART: so a ratio of hla3 that keeps features
+    """Tiles of `summed_forward`. APART: so a ratio of hla3 that keeps features
     has the registers of three programs a multiprocessor; one of hla2 of many tokens is faster."""
     more = {} if w["F2"] > 0 else {"maxnreg": 168}  # three programs a multiprocessor
     apart = {"hla3": w["F2"] == 0 and n <= 512 and save, "hla2": w["F2"] > 0 and n > 512}
     tiles = {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, **turns(spec, w, n)}
-    return {"APART": spec.normalize and apart.get(spec.op, False), "STAY": w["F2"] == 0 and n > 512, **tiles, **more}
+    return {"APART": spec.normalize and apart.get(spec.op, False), **tiles, **more}
 
 
 def backward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
@@ -48,16 +48,14 @@ def backward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
     any more when dq is last.
     """
     late = spec.op == "hla2" and not spec.normalize
-    if n > 512 and w["F2"] == 0:
-        loops = {"LOOPS": 1, "WRITE": 4, "STAY": True, "num_stages": 6}
-    elif w["F2"] > 0:
-        loops = {"LOOPS": 3, "WRITE": 3, "STAY": False, "num_stages": 3}
+    if w["F2"] > 0:
+        loops = {"LOOPS": 3, "WRITE": 3}
     elif spec.op == "ahla" and spec.normalize:
-        loops = {"LOOPS": 1, "WRITE": 2, "STAY": False, "num_stages": 3}
+        loops = {"LOOPS": 1, "WRITE": 2}
     else:
-        loops = {"LOOPS": 2, "WRITE": 3, "STAY": False, "num_stages": 3}
+        loops = {"LOOPS": 2, "WRITE": 3}
     late = late and loops["LOOPS"] == 2
-    return {"BN": 64, "BO": 64, **loops, **turns(spec, w, n), "LATE": late, "num_warps": 4}
+    return {"BN": 64, "BO": 64, "num_stages": 3, **loops, **turns(spec, w, n), "LATE": late, "num_warps": 4}
 
 
 def weights_config() -> dict[str, int]:
