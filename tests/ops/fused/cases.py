@@ -119,7 +119,8 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
 
 def make(spec: Spec, n: int, d: int, dv: int, heads: tuple[int, int], dtype: torch.dtype, layout: str = "packed"):
     """tokens, the output's gradient and coefficients. Layouts: views of a packed qkv (as many key heads, D = Dv),
-    contiguous, "strided": [B, H, N, D] seen as [B, N, H, D], one sequence, or "ones": contiguous, v one number."""
+    contiguous, "strided": [B, H, N, D] seen as [B, N, H, D], one sequence, or contiguous "ones", v one number,
+    and "positive", none negative but v."""
     torch.manual_seed(n + d)
     (h, hk), batch = heads, 1 if layout == "strided" else 2
     if layout == "packed":
@@ -130,8 +131,11 @@ def make(spec: Spec, n: int, d: int, dv: int, heads: tuple[int, int], dtype: tor
             tokens = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tokens]
         if layout == "ones":  # the denominator behind a rotary embedding
             tokens[2] = torch.ones(dv, dtype=dtype).expand(batch, n, hk, dv)
-    grad = torch.randn(batch, n, h, dv).to(dtype)
-    return tokens, grad, torch.randn(h, 4) if spec.op == "polynomial" else None
+        if layout == "positive":
+            tokens = [tokens[0].abs(), tokens[1].abs(), tokens[2]]
+    grad, c = torch.randn(batch, n, h, dv).to(dtype), torch.randn(h, 4)
+    c = c.abs() if layout == "positive" else c
+    return tokens, grad, c if spec.op == "polynomial" else None
 
 
 def of_polynomial(x, c, grad, **options):

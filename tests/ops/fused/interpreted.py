@@ -29,6 +29,7 @@ RELU_QK = {"center": "qk", "feature_map": "relu", "mean_path": True}
 RIDGE = {"ridge": 0.3, "center": "qk", "scale": 0.05}
 SCALE = {"scale": 0.2}
 RATIO, RELU_EPS = {"feature_map": "elu1", "normalize": True}, {"feature_map": "relu", "normalize": True, "eps": 0.5}
+POSITIVE_RATIO = {"normalize": True}  # of tokens that are not negative
 ELU = {"feature_map": "elu1"}
 ELU_ANCHORED, ELU_MEAN, ELU_QK = {**ELU, **ANCHORED}, {**ELU, "mean_path": True}, {**ELU, "center": "qk"}
 CASES = [
@@ -92,6 +93,9 @@ CASES = [
     *((x, RATIO, "halves_two_step", 37, d, d, (1, 1), HALF, "contiguous") for x, d in (("hla2", 64), ("ahla", 72))),
     *((op, RATIO, "halves_in_two_step", n, 64, 64, (1, 1), HALF, "packed") for op in OPS[1:4] for n in (37, 150)),
     *(("hla3", RELU_EPS, "halves", 37, d, d, (2, 2), HALF, "strided") for d in (64, 72)),
+    *((op, POSITIVE_RATIO, "halves", 37, d, d, (1, 1), HALF, "positive") for op in OPS[1:4] for d in (64, 72)),
+    *((op, POSITIVE_RATIO, "halves_two_step", 70, d, d, (1, 1), HALF, "positive") for op in OPS[1:4] for d in (64, 72)),
+    *(("polynomial", {**x, **POSITIVE_RATIO}, "mixture", 37, 72, 72, (1, 1), HALF, "positive") for x in (FIXED, {})),
     ("linear_attention", ANCHORED, "halves_two_step", 37, 72, 72, (1, 1), HALF, "packed"),
     ("hla2", {"center": "k"}, "halves", 37, 64, 64, (2, 2), HALF, "packed"),
     ("hla3", ANCHORED, "halves_two_step", 70, 64, 64, (2, 2), HALF, "packed"),

@@ -64,7 +64,8 @@ CASES = [
     ("ahla", {**RATIO, "eps": 0.5}, BF16, MANY),
     ("hla2", {}, FP16, WIDE),
     *((op, RATIO, BF16, GROUPED) for op in OPS),
-    *((op, options, BF16, MANY) for op in OPS for options in (RATIO_RELU, ELU, RATIO_IDENTITY)),
+    *((op, options, BF16, MANY) for op in OPS for options in (RATIO_RELU, ELU)),
+    *((op, RATIO_IDENTITY, BF16, sizes) for op in OPS for sizes in (MANY, MANY_ODD, PAIRS, ODD, WIDE)),
     *((op, {"feature_map": "relu", "mean_path": True}, BF16, MANY) for op in OPS),
     *((op, options, BF16, sizes) for op in OPS for options in ELU_CENTRED for sizes in (MANY, ODD)),
     *((op, ELU_CENTRED[0], FP16, sizes) for op in OPS for sizes in (MANY, ODD)),
@@ -139,6 +140,7 @@ POLYNOMIALS = [
     (ANCHORED, BF16, ODD),
     *((options, BF16, MANY_ODD) for options in (ANCHORED, {"center": "k"}, RATIO, RATIO_RELU)),
     (RATIO_RELU, BF16, (8, 16, 16, 64, 64)),
+    *((RATIO_IDENTITY, BF16, sizes) for sizes in (MANY, MANY_ODD, FEW, ODD)),
     *((options, dtype, FEW) for options in (ELU, RELU_QK) for dtype in (BF16, FP16)),
 ]
 
@@ -148,6 +150,8 @@ def check_polynomial(options, dtype, sizes, numbers, fixed):
     signs, a few tokens whose denominators nearly vanish would be all that the norm sees."""
     for n, draw in itertools.product(numbers, range(3)):
         x, grad = make(n, dtype, sizes, draw)
+        if options is RATIO_IDENTITY:
+            x = [x[0].abs(), x[1].abs(), x[2]]
         c = torch.randn(sizes[1], 4, generator=torch.Generator("cuda").manual_seed(n + draw), device="cuda")
         c = (c.abs() if options.get("normalize") else c).requires_grad_(not fixed)
         assert hk.explain("polynomial", *x, c, **options).fixed == fixed

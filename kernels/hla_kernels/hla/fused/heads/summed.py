@@ -278,7 +278,7 @@ def summed_weights(
     rows += head * 3 * D
     dm, row_v, one = gradient_of_head(
         q, g, qn, gn, N, eps, ratio_of(ratio, head, N[0], NORM), vectors, matrix, units + head * 4, room + head * KR,
-        rows + 2 * D, CUT, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, False, PREC,
+        rows + 2 * D, CUT, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, PREC,
     )  # fmt: skip
     weights += head * KW
     if CUT:
@@ -319,7 +319,7 @@ def summed_queries(
         N = upto(lo + chunk, N)
     dm, _, one = summed_gradient(
         q, g, qn, gn, lo, N, eps, ratio, vectors + head * K, matrix + head * D * D, ORDER, NORM, MEAN, FMAP, D, F1, F2,
-        OFF, BN, False, PREC,
+        OFF, BN, PREC,
     )  # fmt: skip
     if PARTS > 1:
         store4(parts + place * D * D, dm, D, F1, F2, D, F1, F2, D, 1)

@@ -35,17 +35,15 @@ def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool
 
 
 def summed(spec: Spec) -> bool:
-    """Whether a call has the form of `heads.summed`: a ratio of higher order with features, or centred keys without a
-    feature map."""
+    """Whether a call has the form of `heads.summed`: a ratio of higher order, or centred keys without a feature map."""
     if spec.normalize:
-        maps = ("elu1", "relu", "kept_elu1", "kept_relu") if spec.op in ("hla2", "ahla", "hla3") else ()
-        return spec.feature_map in maps and spec.center is None and not spec.mean_path
+        return spec.op in ("hla2", "ahla", "hla3") and spec.center is None and not spec.mean_path
     return spec.op != "polynomial" and centred_keys(spec)
 
 
 def ratio(spec: Spec) -> bool:
-    """Whether a call is a ratio of features of at most 16 bits without centring."""
-    return spec.normalize and spec.feature_map in ("elu1", "relu") and spec.center is None and not spec.mean_path
+    """Whether a call is a ratio without centring."""
+    return spec.normalize and spec.center is None and not spec.mean_path
 
 
 def centred_keys(spec: Spec) -> bool:
