@@ -33,7 +33,7 @@ from .dispatch.autograd import are_fixed, needs_backward, refuse_forward_mode
 from .dispatch.definition import definition
 from .dispatch.faults import Fault, warn
 from .dispatch.forms import form_of, recall, remember
-from .dispatch.trial import trial_of
+from .dispatch.trial import is_new, trial_of
 from .dispatch.verify import fault, is_shipped
 from .features import feature, feature_width
 from .hla import fused
@@ -44,7 +44,16 @@ from .hla.streaming.contents import Sizes
 from .hla.streaming.state import State
 from .hla.streaming.stream import stream
 from .hla.two_sided import two_sided, two_sided_qkvpacked
-from .options import IMPLS, OPS, Options, autocast_dtype, autocast_on, canonical, compute_dtype, plain_precision
+from .options import (
+    IMPLS,
+    OPS,
+    Options,
+    autocast_dtype,
+    canonical,
+    compute_dtype,
+    decay_heads,
+    plain_precision,
+)
 from .sequences import WHOLE, Sequences, real
 from .softmax.multipoles import PREPARE, MultipoleCall, forms_of
 from .softmax.sdpa import sdpa
@@ -134,7 +143,8 @@ def not_by_default(call: AnyCall) -> str | None:
 
 def unverified(call: AnyCall) -> Fault | None:
     """Return the reason not to trust the Triton form of a supported call on its device, or None (`dispatch.verify`)."""
-    return None if is_shipped(call.q.device.index) else fault(trial_of(call), call.q.device.index)
+    index = call.q.device.index
+    return None if is_shipped(index, is_new(call)) else fault(trial_of(call), index)
 
 
 def slower_in_triton(call: AnyCall) -> str | None:
@@ -209,11 +219,9 @@ def prepare(
     floats."""
     for name in options:
         check_name("option", name, (*Options._fields, *BESIDE))
-    autocast = isinstance(q, Tensor) and autocast_on(q.device.type)
-    check_tensors(q, k, v, autocast)
-    if autocast:
-        # like torch's autocast: float64 is not cast
-        dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = autocast_dtype(q)
+    check_tensors(q, k, v, dtype is not None)
+    if dtype is not None:  # like torch's autocast: float64 is not cast
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if is_number(decay):
         decay = float(decay) if is_finite(decay) else math.nan  # type: ignore[arg-type]
@@ -243,19 +251,8 @@ def prepare(
     return Call(op, q, k, v, coefficients, kept, gamma, state, return_state, sequences)
 
 
-def decay_heads(decay: float | Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Return gamma [1, 1, 1, 1, 1], [1, Hk, 1, 1, 1] or [1, Hk, G, 1, 1]; only the last has moments per query head."""
-    if decay is None or (isinstance(decay, float) and decay == 1.0):
-        return None
-    dtype = compute_dtype(q.dtype)
-    if isinstance(decay, float):
-        return torch.full((1, 1, 1, 1, 1), decay, dtype=dtype, device=q.device)
-    return decay.to(q.device, dtype).reshape(1, k.shape[2], -1, 1, 1)
-
-
 class TwoSided(NamedTuple):
-    """Non-tensor arguments of `two_sided` for a checked call: dtypes of the tensors, the feature map that is applied to
-    q and k before it, and options in its order."""
+    """Non-tensor arguments of `two_sided`: dtypes, the feature map applied to q and k before it, its options."""
 
     op: str
     dtypes: tuple[torch.dtype, ...]

@@ -72,6 +72,16 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def decay_heads(decay: float | Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return gamma [1, 1, 1, 1, 1], [1, Hk, 1, 1, 1] or [1, Hk, G, 1, 1]; only the last has moments per query head."""
+    if decay is None or (isinstance(decay, float) and decay == 1.0):
+        return None
+    dtype = compute_dtype(q.dtype)
+    if isinstance(decay, float):
+        return torch.full((1, 1, 1, 1, 1), decay, dtype=dtype, device=q.device)
+    return decay.to(q.device, dtype).reshape(1, k.shape[2], -1, 1, 1)
+
+
 def autocast_on(device_type: str) -> bool:
     """Whether autocast is enabled for a device type; False for meta, for which torch's query raises."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)

@@ -145,13 +145,14 @@ def test_explain_and_refusals():
     x, _ = make(33, BF16, MANY)
     for op in OPS:
         assert hk.explain(op, *x).impl == "triton" and "triton" not in hk.explain(op, *x).why_not
-        for options in (RATIO, ELU_CENTRED[0], SOFTMAX, RATIO_IDENTITY):
+        for options in (RATIO, ELU_CENTRED[0], RATIO_IDENTITY):
             assert hk.explain(op, *x, **options).impl == "triton"
         assert hk.explain(op, *x, impl="torch").impl == "torch"
     assert hk.explain("hla2", torch.stack(x, 2)).impl == "triton"
     refused = (
         ("softmax_attention", x, {}, "torch's own kernels"),
         ("hla2", x, {"causal": True}, "causal"),
+        ("hla2", x, {**SOFTMAX, "normalize": True}, "a ratio of linear_attention alone"),
         ("hla2", x, {"return_state": True}, "state"),
         ("hla2", [t.double() for t in x], {}, "float64"),
         ("hla2", [t[:, :1] for t in x], {"center": "k", "ridge": 0.1}, "single centred key"),

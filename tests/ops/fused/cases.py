@@ -93,8 +93,7 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
         patch.setattr(neighbours, "pairs_ratio", lambda *a: path == "divided")
         patch.setattr(paths, "pairs_forward", lambda *a: int("pairs" in path))
         patch.setattr(neighbours, "at_once", lambda n: path == "pairs")
-        for name in ("splits", "saves"):
-            patch.setattr(paths, name, lambda *a: int(split))
+        patch.setattr(paths, "saves", lambda *a: int(split))
         patch.setattr(paths, "at_once", lambda *a: not path.endswith("two_step"))
         patch.setattr(plan, "first_at_once", lambda *a: path == "heads")
         patch.setattr(paths, "halved", lambda *a: path.startswith("halves"))

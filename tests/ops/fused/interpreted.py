@@ -9,9 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
-from hla_kernels.hla.fused.plan import paths
 from tests.ops.fused.cases import (
     FULL,
     HALF,
@@ -35,42 +33,42 @@ ELU_ANCHORED, ELU_MEAN, ELU_QK = {**ELU, **ANCHORED}, {**ELU, "mean_path": True}
 CASES = [
     ("linear_attention", PLAIN, "heads", 37, 16, 16, (2, 2), FULL, "packed"),
     ("linear_attention", ANCHORED, "split", 37, 40, 40, (2, 2), HALF, "packed"),
-    ("linear_attention", RELU_QK, "two_step", 37, 64, 64, (2, 2), HALF, "strided"),
+    ("linear_attention", RELU_QK, "split", 37, 64, 64, (2, 2), HALF, "strided"),
     ("linear_attention", SCALE, "split", 33, 72, 40, (2, 1), FULL, "contiguous"),
     ("linear_attention", PLAIN, "split", 37, 128, 128, (1, 1), FULL, "strided"),
     ("linear_attention", RATIO, "heads", 37, 64, 64, (2, 2), HALF, "packed"),
     ("linear_attention", RATIO, "split", 37, 40, 40, (2, 2), FULL, "strided"),
-    ("hla2", RATIO, "heads", 70, 64, 64, (2, 2), HALF, "packed"),
-    ("hla2", RATIO, "two_step", 37, 40, 40, (2, 2), FULL, "contiguous"),
+    ("hla2", RATIO, "split", 70, 64, 64, (2, 2), HALF, "packed"),
+    ("hla2", RATIO, "split", 37, 40, 40, (2, 2), FULL, "contiguous"),
     ("hla2", RATIO, "split", 37, 72, 72, (2, 2), HALF, "packed"),
     ("linear_attention", RATIO, "split", 37, 72, 72, (2, 2), HALF, "packed"),
     ("linear_attention", RATIO, "heads", 37, 72, 72, (2, 2), HALF, "packed"),
     ("linear_attention", {**RATIO, "eps": 0.5}, "split", 70, 128, 128, (1, 1), HALF, "strided"),
     ("hla3", RATIO, "split", 37, 72, 72, (1, 1), HALF, "packed"),
-    ("ahla", RATIO, "heads", 70, 32, 32, (2, 2), FULL, "packed"),
-    ("ahla", RATIO, "two_step", 70, 64, 64, (2, 2), HALF, "packed"),
+    ("ahla", RATIO, "split", 70, 32, 32, (2, 2), FULL, "packed"),
+    ("ahla", RATIO, "split", 70, 64, 64, (2, 2), HALF, "packed"),
     ("ahla", RATIO, "split", 37, 64, 64, (4, 2), HALF, "contiguous"),
     ("ahla", RATIO, "whole", 37, 72, 72, (1, 1), HALF, "packed"),
     ("hla3", RATIO, "whole", 37, 40, 40, (1, 1), HALF, "packed"),
     ("linear_attention", {"feature_map": "elu1"}, "split", 37, 64, 64, (4, 2), HALF, "contiguous"),
-    ("hla3", RATIO, "two_step", 37, 64, 64, (2, 2), HALF, "packed"),
+    ("hla3", RATIO, "split", 37, 64, 64, (2, 2), HALF, "packed"),
     ("hla3", RATIO, "split", 37, 40, 40, (1, 1), FULL, "packed"),
     *(("polynomial", RATIO, "split", n, d, d, (2, 2), FULL, "packed") for n, d in ((37, 40), (60, 72))),
     ("hla2", PLAIN, "split", 37, 128, 128, (1, 1), HALF, "packed"),
-    ("hla2", ANCHORED, "heads", 37, 64, 64, (2, 2), HALF, "packed"),
+    ("hla2", ANCHORED, "split", 37, 64, 64, (2, 2), HALF, "packed"),
     ("hla2", RELU_QK, "split", 37, 72, 72, (2, 2), FULL, "strided"),
-    ("hla2", RIDGE, "two_step", 33, 40, 40, (2, 2), FULL, "packed"),
+    ("hla2", RIDGE, "split", 33, 40, 40, (2, 2), FULL, "packed"),
     ("hla2", SCALE, "split", 33, 16, 48, (4, 2), FULL, "contiguous"),
-    ("hla2", PLAIN, "heads", 37, 72, 72, (1, 1), HALF, "packed"),
+    ("hla2", PLAIN, "split", 37, 72, 72, (1, 1), HALF, "packed"),
     ("hla2", ANCHORED, "whole", 37, 72, 72, (1, 1), HALF, "packed"),
-    ("ahla", PLAIN, "two_step", 37, 64, 64, (2, 2), HALF, "packed"),
+    ("ahla", PLAIN, "split", 37, 64, 64, (2, 2), HALF, "packed"),
     ("ahla", ANCHORED, "split", 37, 72, 72, (2, 2), HALF, "packed"),
-    ("ahla", RELU_QK, "heads", 37, 40, 16, (4, 2), FULL, "contiguous"),
+    ("ahla", RELU_QK, "split", 37, 40, 16, (4, 2), FULL, "contiguous"),
     ("ahla", RIDGE, "split", 33, 16, 16, (2, 2), FULL, "strided"),
     ("hla3", PLAIN, "whole", 37, 72, 72, (1, 1), HALF, "packed"),
-    ("hla3", ANCHORED, "two_step", 37, 40, 40, (1, 1), FULL, "packed"),
+    ("hla3", ANCHORED, "split", 37, 40, 40, (1, 1), FULL, "packed"),
     ("hla3", RELU_QK, "split", 37, 64, 64, (2, 2), HALF, "strided"),
-    ("hla3", RIDGE, "heads", 33, 16, 16, (2, 1), FULL, "contiguous"),
+    ("hla3", RIDGE, "split", 33, 16, 16, (2, 1), FULL, "contiguous"),
     ("linear_attention", PLAIN, "split", 37, 128, 16, (2, 2), HALF, "ones"),
     ("ahla", PLAIN, "split", 37, 128, 16, (1, 1), HALF, "ones"),
     ("polynomial", RELU_QK, "split", 37, 40, 40, (1, 1), FULL, "strided"),
@@ -112,13 +110,13 @@ CASES = [
     ("linear_attention", PLAIN, "pairs_two_step", 37, 72, 72, (2, 2), HALF, "packed"),
     *(("linear_attention", x, "divided", 37, 72, 72, (2, 2), HALF, "packed") for x in (RATIO, RELU_EPS)),
     # features shifted where something is centred
-    ("linear_attention", ELU_MEAN, "heads", 37, 40, 40, (2, 2), FULL, "packed"),
+    ("linear_attention", ELU_MEAN, "split", 37, 40, 40, (2, 2), FULL, "packed"),
     ("hla2", ELU_MEAN, "split", 37, 72, 72, (2, 2), HALF, "packed"),
-    ("hla2", ELU_ANCHORED, "two_step", 70, 40, 40, (2, 1), FULL, "contiguous"),
+    ("hla2", ELU_ANCHORED, "split", 70, 40, 40, (2, 1), FULL, "contiguous"),
     ("ahla", ELU_ANCHORED, "split", 70, 64, 64, (2, 2), HALF, "packed"),
-    ("ahla", ELU_QK, "two_step", 37, 40, 40, (2, 2), FULL, "strided"),
+    ("ahla", ELU_QK, "split", 37, 40, 40, (2, 2), FULL, "strided"),
     ("hla3", ELU_QK, "split", 37, 72, 72, (1, 1), HALF, "packed"),
-    ("hla3", ELU_MEAN, "heads", 37, 40, 40, (1, 1), FULL, "packed"),
+    ("hla3", ELU_MEAN, "split", 37, 40, 40, (1, 1), FULL, "packed"),
     ("polynomial", PLAIN, "split", 37, 40, 40, (1, 1), HALF, "packed"),
     ("polynomial", ELU_ANCHORED, "split", 60, 40, 40, (1, 1), HALF, "packed"),
 ]
@@ -135,11 +133,11 @@ def test_matches_float64(monkeypatch, case):
 
 # op, options, path, which of q, k, v: what cancels in dq, dk or dv must have been rounded alike
 MEANS = (
-    *((op, RATIO, path, 2) for op in ("hla2", "ahla", "hla3") for path in ("halves", "heads", "split")),
+    *((op, RATIO, path, 2) for op in ("hla2", "ahla", "hla3") for path in ("halves", "split")),
     ("ahla", RATIO, "halves_in_two_step", 2), ("polynomial", RATIO, "split", 2),
     ("polynomial", RATIO, "mixture", 2), ("polynomial", {**FIXED, **RATIO}, "mixture", 2),
-    *(("hla2", options, path, i) for options, path in ((ANCHORED, "heads"), (ELU_ANCHORED, "split")) for i in range(3)),
-    ("ahla", ANCHORED, "heads", 1), ("ahla", ELU_ANCHORED, "split", 1),
+    *(("hla2", ANCHORED, "halves", i) for i in range(3)), *(("hla2", ELU_ANCHORED, "split", i) for i in range(3)),
+    ("ahla", ANCHORED, "split", 1), ("ahla", ELU_ANCHORED, "split", 1),
 )  # fmt: skip
 
 
@@ -161,7 +159,7 @@ def test_ratio_of_any_scale(monkeypatch, op, options):
     """float16 has 5 digits before and 4 behind the point: the scale of moments cancels, and must not leave them."""
     spec = Spec(op, **{**RATIO, **options})
     inputs = make(spec, 37, 16, 16, (2, 2), HALF)
-    path = {"linear_attention": "heads", "ahla": "two_step"}.get(op, "split")
+    path = "heads" if op == "linear_attention" else "split"
     check(spec, *inputs, run(monkeypatch, spec, *inputs, path, True, True))
 
 
@@ -193,17 +191,9 @@ def test_several_parts_of_a_head(monkeypatch):
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-def test_polynomial_of_one_program_a_head(monkeypatch):
-    """Its forward alone: where a backward follows it is another one."""
-    spec = Spec("polynomial")
-    tokens, grad, c = make(spec, 37, 16, 16, (2, 2), FULL)
-    monkeypatch.setattr(paths, "splits", lambda *a: 0)
-    check(spec, tokens, grad, c, [fused.forward(*tokens, c, spec)[0]])
-
-
 @pytest.mark.parametrize("n", (1, 2))
-@pytest.mark.parametrize("path", ("heads", "split"))
-def test_one_and_two_tokens(monkeypatch, n, path):
-    spec = Spec("hla3")
+@pytest.mark.parametrize(("op", "path"), (("linear_attention", "heads"), ("hla3", "split")))
+def test_one_and_two_tokens(monkeypatch, n, op, path):
+    spec = Spec(op)
     inputs = make(spec, n, 32, 32, (2, 2), FULL)
     check(spec, *inputs, run(monkeypatch, spec, *inputs, path, True, True))

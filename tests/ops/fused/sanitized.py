@@ -31,8 +31,7 @@ DEVICE, BF16, FP16 = "cuda", torch.bfloat16, torch.float16
 RATIO, ANCHORED = {"feature_map": "elu1", "normalize": True}, {"center": "k", "mean_path": True}
 # op, options, path, N, D, Dv, (heads, key heads)
 WHOLE = (
-    ("ahla", {}, "heads", 70, 64, 64, (2, 2)),
-    ("hla2", {}, "two_step", 70, 72, 72, (2, 2)),
+    ("linear_attention", {}, "heads", 70, 64, 64, (2, 2)),
     ("hla3", {}, "halves", 70, 72, 72, (2, 2)),
     ("hla2", {}, "halves_two_step", 70, 72, 72, (2, 2)),
     ("ahla", {}, "halves", 70, 64, 64, (2, 2)),
@@ -49,7 +48,7 @@ WHOLE = (
     ("linear_attention", RATIO, "heads", 70, 64, 64, (2, 2)),
     ("linear_attention", RATIO, "split", 600, 72, 72, (2, 2)),
     ("linear_attention", RATIO, "split", 300, 128, 128, (1, 1)),
-    ("ahla", RATIO, "two_step", 37, 40, 40, (2, 2)),
+    ("ahla", RATIO, "split", 37, 40, 40, (2, 2)),
     ("hla3", RATIO, "split", 600, 72, 72, (2, 2)),
     ("polynomial", {}, "mixture", 70, 64, 64, (2, 2)),
     ("polynomial", {}, "mixture", 70, 72, 72, (2, 2)),

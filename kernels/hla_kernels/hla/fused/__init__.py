@@ -2,7 +2,7 @@
 
 Forward and backward.
 
-    heads   one program per (batch, head), all passes in one launch           many heads, few tokens
+    heads   one program per (batch, head), all passes in one launch           many heads of 64, 72, few tokens
     split   reduce -> combine -> middle -> apply, several programs per head   few heads, many tokens, wide heads
     pairs   two neighbouring heads per program                                many heads of 72 channels
 

@@ -18,11 +18,9 @@ from .tiles import (
     eye4,
     load_vec,
     matvec,
-    mm4,
     rank1,
     rowdot,
     scale4,
-    trans4,
     vecmat,
     zeros2,
 )
@@ -81,47 +79,6 @@ def ones_moments(sums, s, CENTER: tl.constexpr, F1: tl.constexpr, F2: tl.constex
 
 
 @triton.jit
-def left_factor(m, c, ORDER: tl.constexpr, F2: tl.constexpr, PREC: tl.constexpr):
-    """T = c3 R + c4 S W."""
-    t = m[3]
-    if ORDER >= 4:
-        t = mm4(m[1], m[4], F2, F2, F2, PREC)
-    if ORDER == 5:
-        t = add4(scale4(m[3], c[2]), scale4(t, c[3]), F2, F2)
-    return t
-
-
-@triton.jit
-def operator(m, c, ORDER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr):
-    """Return (M, T): M = c1 P + c2 S C + T P with T of left_factor."""
-    mp, ms, mc, _, _ = m
-    t = left_factor(m, c, ORDER, F2, PREC)
-    out = mp
-    if ORDER == 2:
-        out = mm4(ms, mc, F2, F2, V2, PREC)
-    elif ORDER >= 3:
-        out = mm4(t, mp, F2, F2, V2, PREC)
-    if ORDER == 5:
-        out = add4(scale4(mp, c[0]), out, F2, V2)
-        out = add4(out, scale4(mm4(ms, mc, F2, F2, V2, PREC), c[1]), F2, V2)
-    return out, t
-
-
-@triton.jit
-def operator_ones(m, t, p1, q1, c, ORDER: tl.constexpr, F2: tl.constexpr):
-    """Return m1 = c1 p1 + c2 S q1 + T p1: the operator of v = 1."""
-    out = p1
-    if ORDER == 2:
-        out = vecmat(q1, m[1], F2, F2)
-    elif ORDER == 3 or ORDER == 4:
-        out = matvec(t, p1, F2, F2)
-    elif ORDER == 5:
-        out = axpy2(matvec(t, p1, F2, F2), c[0], p1, F2)
-        out = axpy2(out, c[1], vecmat(q1, m[1], F2, F2), F2)
-    return out
-
-
-@triton.jit
 def anchor(
     m, p1, q1, sums, ORDER: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr
 ):
@@ -148,21 +105,10 @@ def row1(x):
 
 
 @triton.jit
-def affine(
-    out, m1, sums, a, n, CENTER: tl.constexpr, MEAN: tl.constexpr, NORM: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """Return (M, vbar) for the mean-value path, then row - qbar M for centred queries, + SHIFT 1'M for shifted ones;
-    normalised: (M - m1 a', vbar + a) with a of `anchor`."""
-    row = zeros2(V1, V2)
-    if MEAN or NORM:
-        row = axpy2(row, 1.0 / n, sums[2], V2)
-    if NORM:
-        out = rank1(out, axpy2(zeros2(F1, F2), -1.0, m1, F2), a, F2, V2)
-        row = axpy2(row, 1.0, a, V2)
-    if CENTER == 2 or SHIFT > 0:
-        row = axpy2(row, 1.0, vecmat(source(sums[0], n, CENTER == 2, SHIFT, F1, F2), out, F2, V2), V2)
-    return out, row
+def affine(out, m1, sums, a, n, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr):
+    """Return (M - m1 a', vbar + a) of a ratio, with a of `anchor`."""
+    row = axpy2(axpy2(zeros2(V1, V2), 1.0 / n, sums[2], V2), 1.0, a, V2)
+    return rank1(out, axpy2(zeros2(F1, F2), -1.0, m1, F2), a, F2, V2), row
 
 
 @triton.jit
@@ -174,59 +120,6 @@ def source(s, n, CENTRED: tl.constexpr, SHIFT: tl.constexpr, F1: tl.constexpr, F
     if CENTRED:
         x = axpy2(x, -1.0 / n, s, F2)
     return x
-
-
-@triton.jit
-def affine_grad(
-    dm, out, sums, sg, n, CENTER: tl.constexpr, MEAN: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr,
-):  # fmt: skip
-    """Return dM' of `affine` -> (dM', row of dq, row of dv); sg the sum of the output's gradient."""
-    row_q = zeros2(F1, F2)
-    row_v = zeros2(V1, V2)
-    if CENTER == 2:
-        dm = rank1(dm, axpy2(row_v, -1.0 / n, sg, V2), sums[0], V2, F2)
-        row_q = axpy2(row_q, -1.0 / n, matvec(out, sg, F2, V2), F2)
-    if MEAN:
-        row_v = axpy2(row_v, 1.0 / n, sg, V2)
-    return dm, row_q, row_v
-
-
-@triton.jit
-def weights(
-    m, t, dm, dm1, p1, q1, s, ORDER: tl.constexpr, ONES: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
-    PREC: tl.constexpr,
-):  # fmt: skip
-    """Return (WP', WS, WC', WR', WW): s times the (symmetrised) gradients of the moments, of orders up to 4."""
-    mp, ms, mc, _, mw = m
-    wp = dm
-    ws = ms
-    wc = dm
-    wr = ms
-    ww = ms
-    if ORDER >= 3:
-        zt = mm4(mp, dm, F2, V2, F2, PREC)  # P dM'
-        if ONES:
-            zt = rank1(zt, p1, dm1, F2, F2)
-    if ORDER == 2:
-        sd = mm4(dm, ms, V2, F2, F2, PREC)  # (S dM)'
-        ct = mm4(mc, dm, F2, V2, F2, PREC)  # C dM'
-        if ONES:
-            ct = rank1(ct, q1, dm1, F2, F2)
-        wc = scale4(sd, s)
-        ws = ct
-    if ORDER == 4:
-        gs = mm4(mw, zt, F2, F2, F2, PREC)  # W Z'
-        hw = mm4(zt, ms, F2, F2, F2, PREC)  # Z' S
-        ws = gs
-        ww = scale4(add4(hw, trans4(hw), F2, F2), s)
-    if ORDER == 3:
-        wr = scale4(zt, s)
-    if ORDER == 2 or ORDER == 4:
-        ws = scale4(add4(ws, trans4(ws), F2, F2), s)
-    if ORDER >= 3:
-        wp = mm4(dm, t, V2, F2, F2, PREC)
-    return scale4(wp, s), ws, wc, wr, ww
 
 
 @triton.jit
@@ -278,32 +171,6 @@ def cast_weights(w, ORDER: tl.constexpr, dtype: tl.constexpr, F2: tl.constexpr, 
 def scale5(w, c):
     """c times every matrix."""
     return scale4(w[0], c), scale4(w[1], c), scale4(w[2], c), scale4(w[3], c), scale4(w[4], c)
-
-
-@triton.jit
-def weight_rows(
-    w, m, t, dm1, sums, row_q, row_v, s, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    NORM: tl.constexpr, SHIFT: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Return the rows added to all dq, dk, dv: the gradient of the column of ones, and minus the mean of each centred
-    source. NORM: dm1 is the gradient for centred v. dtype: of w in products."""
-    row_k = zeros2(F1, F2)
-    if NORM:
-        if CENTER == 0 and ORDER != 2:
-            row_k = axpy2(row_k, s, ones_grad_key(t, dm1, ORDER, F2), F2)
-        if CENTER <= 1 and ORDER == 2:
-            row_q = axpy2(row_q, s, vecmat(dm1, m[1], F2, F2), F2)
-    read, unit = cast_weights(w, ORDER, dtype, F2, V2)
-    return centre_rows(w, read, unit, sums, row_q, row_k, row_v, n, ORDER, CENTER, MEAN, NORM, SHIFT, F1, F2, V2)
-
-
-@triton.jit
-def ones_grad_key(t, dm1, ORDER: tl.constexpr, F2: tl.constexpr):
-    """Return d loss / d p1 = T' dm1, dm1 of first order."""
-    out = dm1
-    if ORDER > 1:
-        out = vecmat(dm1, t, F2, F2)
-    return out
 
 
 @triton.jit

@@ -239,30 +239,6 @@ def outer4_begin(
 
 
 @triton.jit
-def mm4(a, b, A2: tl.constexpr, K2: tl.constexpr, B2: tl.constexpr, PREC: tl.constexpr):
-    """Return the product of two block matrices."""
-    c11 = tl.dot(a[0], b[0], input_precision=PREC)
-    c12 = c11
-    c21 = c11
-    c22 = c11
-    if K2 > 0:
-        c11 = tl.dot(a[1], b[2], c11, input_precision=PREC)
-    if B2 > 0:
-        c12 = tl.dot(a[0], b[1], input_precision=PREC)
-        if K2 > 0:
-            c12 = tl.dot(a[1], b[3], c12, input_precision=PREC)
-    if A2 > 0:
-        c21 = tl.dot(a[2], b[0], input_precision=PREC)
-        if K2 > 0:
-            c21 = tl.dot(a[3], b[2], c21, input_precision=PREC)
-    if A2 > 0 and B2 > 0:
-        c22 = tl.dot(a[2], b[1], input_precision=PREC)
-        if K2 > 0:
-            c22 = tl.dot(a[3], b[3], c22, input_precision=PREC)
-    return c11, c12, c21, c22
-
-
-@triton.jit
 def scale4(a, c):
     """c a, block by block."""
     return a[0] * c, a[1] * c, a[2] * c, a[3] * c

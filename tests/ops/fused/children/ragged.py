@@ -20,16 +20,16 @@ RIDGE = {"ridge": 0.3, "center": "qk", "scale": 0.05}
 RATIO, ELU_MEAN = {"feature_map": "elu1", "normalize": True}, {"feature_map": "elu1", "mean_path": True}
 ELU_ANCHORED = {"feature_map": "elu1", **ANCHORED}
 RAGGED = [
+    ("linear_attention", PLAIN, "heads", (4, 2), HALF),
     ("linear_attention", RATIO, "heads", (2, 2), HALF),
     ("linear_attention", ANCHORED, "split", (4, 2), HALF),
-    ("hla2", RELU_QK, "heads", (2, 2), FULL),
+    ("hla2", RELU_QK, "split", (2, 2), FULL),
     ("hla2", RATIO, "split", (2, 1), FULL),
-    ("ahla", ANCHORED, "two_step", (2, 2), FULL),
+    ("ahla", ANCHORED, "split", (2, 2), FULL),
     ("ahla", RIDGE, "split", (2, 2), HALF),
     ("hla3", PLAIN, "split", (2, 2), FULL),
-    ("hla3", RELU_QK, "heads", (2, 2), HALF),
+    ("hla3", RELU_QK, "split", (2, 2), HALF),
     ("ahla", ELU_ANCHORED, "split", (2, 2), HALF),
-    ("hla2", RELU_QK, "two_step", (2, 2), FULL),
     ("polynomial", ANCHORED, "split", (2, 2), FULL),
     ("polynomial", RATIO, "split", (2, 2), FULL),
 ]
@@ -37,9 +37,7 @@ RAGGED = [
 
 def force(patch, path):
     """Calls take this path."""
-    for name in ("splits", "saves"):
-        patch.setattr(paths, name, lambda *a: int(path == "split"))
-    patch.setattr(paths, "at_once", lambda *a: path != "two_step")
+    patch.setattr(paths, "saves", lambda *a: int(path == "split"))
 
 
 @pytest.mark.parametrize("kind", ("mask", "packed"))
@@ -80,15 +78,11 @@ def test_sequences(monkeypatch, case, kind):
 
 
 @pytest.mark.parametrize(
-    ("op", "options", "path"),
-    (
-        *((op, options, "split") for op in ORDERS for options in (ELU_MEAN, {"center": "k"})),
-        ("hla3", ANCHORED, "heads"),
-        ("hla2", {"center": "qk"}, "two_step"),
-    ),
+    ("op", "options"),
+    (*((op, options) for op in ORDERS for options in (ELU_MEAN, {"center": "k"})), ("hla2", {"center": "qk"})),
     ids=str,
 )
-def test_of_a_token_that_is_its_own_mean_nothing_is_left(monkeypatch, op, options, path):
+def test_of_a_token_that_is_its_own_mean_nothing_is_left(monkeypatch, op, options):
     """Alone, and behind and before others: products of its features cancel, and not up to their rounding."""
     spec = Spec(op, **options)
     (q, k, v), grad, c = make(spec, 4, 16, 16, (2, 2), HALF, "contiguous")
@@ -97,7 +91,7 @@ def test_of_a_token_that_is_its_own_mean_nothing_is_left(monkeypatch, op, option
         x = [t[:1, :1] if cu is None else t[:1] for t in (q, k, v, grad)]
         with monkeypatch.context() as patch:
             poison(patch)
-            force(patch, path)
+            force(patch, "split")
             outs = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3])
             o, saved = fused.forward(*x[:3], c, spec, True, seqs)
             fused.backward(x[3], *x[:3], c, spec, outs, saved, seqs)
@@ -106,15 +100,14 @@ def test_of_a_token_that_is_its_own_mean_nothing_is_left(monkeypatch, op, option
             assert torch.equal(got[:, one], expected[:, one])
 
 
-@pytest.mark.parametrize("path", ("split", "heads"))
-def test_a_centred_key_alone_has_no_gradient_beside_a_ridge(monkeypatch, path):
+def test_a_centred_key_alone_has_no_gradient_beside_a_ridge(monkeypatch):
     """Its product and the row that cancels it were rounded alike."""
     spec = Spec("hla2", center="k", ridge=0.3)
     tokens, grad, none = make(spec, 38, 32, 32, (2, 2), HALF, "contiguous")
     x, seqs = [t[:1] for t in (*tokens, grad)], Sequences(None, torch.tensor([0, 37, 38], dtype=torch.int32), 37)
     with monkeypatch.context() as patch:
         poison(patch)
-        force(patch, path)
+        force(patch, "split")
         outs = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3])
         _, saved = fused.forward(*x[:3], none, spec, True, seqs)
         fused.backward(x[3], *x[:3], none, spec, outs, saved, seqs)

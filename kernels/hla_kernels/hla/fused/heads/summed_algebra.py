@@ -61,10 +61,10 @@ def summed_gradient(
     row = zeros2(F1, F2)
     one = row
     if NORM:
-        _, dm, dm1 = sum_ratio(
-            q, q, g, g, q, qn, qn, gn, gn, qn, lo, N, load4(matrix, D, F1, F2, D, F1, F2, D, 1),
+        dm, dm1 = sum_ratio(
+            q, g, q, qn, gn, qn, lo, N, load4(matrix, D, F1, F2, D, F1, F2, D, 1),
             load_vec(vectors + OFF[8], D, F1, F2), load_vec(vectors + OFF[9], D, F1, F2), eps, ratio, ORDER, False,
-            False, FMAP, D, F1, F2, D, F1, F2, BN, PREC, ANCHORED=True,
+            FMAP, D, F1, F2, D, F1, F2, BN, PREC, ANCHORED=True,
         )  # fmt: skip
         if F1 + F2 > D:
             dm = inside(dm, D, F1, F2)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ....dispatch.recording import launch
 from .. import plan
-from ..heads import head_backward, head_forward, head_weights
+from ..heads import head_backward, head_forward
 from ..loops.first import divide_grads, key_grads, query_grads, token_grads
 from ..loops.parts import add_parts, combine
 from ..middle import middle, middle_grads_value
@@ -20,35 +20,31 @@ from .call import BLOCK, Call, Outs, Saved, pad, placed, staged, unfused
 
 
 def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
-    """Compute o from q, k, v in one launch; fill `saved` with operators and vectors (normalised, unless it is empty)
-    and with the saved features, if any."""
-    q, k, v, spec, features = call.q, call.k, call.v, call.spec, call.features
+    """Compute o of first order from q, k, v in one launch; fill `saved` with operators and vectors (normalised, unless
+    it is empty)."""
+    q, k, v, spec = call.q, call.k, call.v, call.spec
     call.lay = call.lay.vectors()
     save = saved.numel() > 0 and spec.normalize
     to = Saved.of(saved, call) if save else Saved(None, None)
     if divided.paired(call):
         return divided.forward(call, o, to, save)
-    at, a = placed(q, k, v, o, *features)
+    at, a = placed(q, k, v, o)
     launch(
         head_forward, call.bh,
-        q, k, v, o, *to, *features, call.coefficients, *at, call.n, call.h, call.g, call.scale, spec.ridge, spec.eps,
-        ALIGN=a, SAVE=save, KEEP=features[0] is not None, MID=call.prec["MID"], **call.flags, **call.sizes(),
-        **staged(call.tiles(plan.head_config, "forward", spec, call.w, q.dtype)),
+        q, k, v, o, *to, *at, call.n, call.h, call.g, call.scale, spec.eps, ALIGN=a, SAVE=save,
+        **call.pick("NORM", "FMAP"), **call.sizes(), **call.tiles(plan.head_config, "forward", spec, call.w, q.dtype),
     )  # fmt: skip
 
 
 def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
-    """Compute dq, dk, dv (per query head) in one launch."""
-    q, k, v, spec = call.q, call.k, call.v, call.spec
-    call.lay = call.lay.vectors()
-    of = Saved.of(saved, call) if spec.normalize else Saved(None, None)
-    rows = call.buffer(call.bh, 2 * call.lay.fd + call.lay.dv) if spec.normalize else None
+    """Compute dq, dk, dv (per query head) of first order in one launch."""
+    q, k, v = call.q, call.k, call.v
     at, a = placed(q, k, v, g, *outs)
+    sizes = {name: x for name, x in call.sizes().items() if name not in ("OFF", "K")}
     launch(
         head_backward, call.bh,
-        q, k, v, g, *of, call.ratio(), rows, *outs, *at, call.n, call.h, call.g, call.scale, spec.ridge, spec.eps,
-        ALIGN=a, MID=call.prec["MID"], **call.flags, **call.sizes(),
-        **staged(call.tiles(plan.head_config, "backward", spec, call.w, q.dtype)),
+        q, k, v, g, *outs, *at, call.n, call.h, call.g, call.scale, ALIGN=a, **sizes,
+        **call.tiles(plan.head_config, "backward", call.spec, call.w, q.dtype),
     )  # fmt: skip
 
 
@@ -222,25 +218,6 @@ def apply_grads_call(
         TILED=plan.tiles_of_ones(call.spec, call.w, rows_done),
         **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP"), **call.sizes(), **config,
     )  # fmt: skip
-
-
-def two_step_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
-    """Compute the weights with one program per head, then the gradients of tokens with several (two launches)."""
-    q, k, v, spec = call.q, call.k, call.v, call.spec
-    call.lay = lay = call.lay.vectors()
-    if not spec.normalize:
-        saved = room_of(call)
-    of = Saved.of(saved, call)
-    weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
-    rows, ratio = call.buffer(call.bh, 2 * lay.fd + lay.dv), call.ratio()
-    at, a = placed(q, k, v, g)
-    launch(
-        head_weights, call.bh,
-        q, k, v, g, *of, ratio, weights, rows, *at, call.n, call.h, call.g, call.scale,
-        spec.ridge, spec.eps, ALIGN=a, WOFF=lay.woff, KW=lay.kw, MID=call.prec["MID"], **call.flags, **call.sizes(),
-        **staged(call.tiles(plan.weights_config, spec, q.dtype)),
-    )  # fmt: skip
-    apply_grads_call(call, g, outs, of, ratio, weights, rows, True)
 
 
 def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None) -> None:

@@ -15,7 +15,6 @@ from . import (
     head_forward_call,
     split_backward_call,
     split_forward_call,
-    two_step_backward_call,
 )
 from .call import Call, Outs
 from .mixture import mixture_backward_call, mixture_forward_call
@@ -34,7 +33,6 @@ class Path(NamedTuple):
 
 PATHS = {
     "heads": Path(head_forward_call, head_backward_call),
-    "heads_two_step": Path(head_forward_call, two_step_backward_call),
     "first": Path(head_forward_call, first_heads_call),
     "plain": Path(plain_forward_call, plain_backward_call),
     "plain_two_step": Path(plain_forward_call, plain_two_step_call),

@@ -67,9 +67,9 @@ def query_grads(
         )
     else:
         m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
-        _, dm, dm1 = sum_ratio(
-            q, q, g, g, at_head(dq, dqs, at, h, ALIGN), qn, qn, gn, gn, dqs[1] * ALIGN, lo, hi, m, m1,
-            load_vec(state + OFF[9], DV, V1, V2), eps, q, 1, False, True, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+        dm, dm1 = sum_ratio(
+            q, g, at_head(dq, dqs, at, h, ALIGN), qn, gn, dqs[1] * ALIGN, lo, hi, m, m1,
+            load_vec(state + OFF[9], DV, V1, V2), eps, q, 1, True, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
         )  # fmt: skip
         dm1 = end_pairs(dm1, F1, F2)
     if rows is not None:
@@ -210,9 +210,9 @@ def token_grads(
     m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
     row = load_vec(state + OFF[9], DV, V1, V2)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
-    _, dm, dm1 = sum_ratio(
-        q, q, g, g, at_head(dq, dqs, at, h, ALIGN), qn, qn, gn, gn, dqs[1] * ALIGN, 0, N, m,
-        load_vec(state + OFF[8], FD, F1, F2), row, eps, q, 1, False, True, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+    dm, dm1 = sum_ratio(
+        q, g, at_head(dq, dqs, at, h, ALIGN), qn, gn, dqs[1] * ALIGN, 0, N, m,
+        load_vec(state + OFF[8], FD, F1, F2), row, eps, q, 1, True, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
     )  # fmt: skip
     PAIRS: tl.constexpr = alike(BN, F2, V1, V2)
     if not PAIRS:

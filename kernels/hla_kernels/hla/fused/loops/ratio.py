@@ -17,7 +17,7 @@ from ..tiles import (
 )
 from .extent import alive, anew
 from .stores import put_ratio, store_tokens
-from .sums import add_moments, add_total, begin_moments, begin_total, end_moments, end_total
+from .sums import add_total, begin_total, end_total
 from .vectors import add_pairs, as_row, begin_pairs, beside, columns, laid, once, reciprocal, times_vector
 
 
@@ -196,12 +196,11 @@ def part_product(x, m1, m2, K2: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def sum_ratio(
-    q, k, v, g, dq, qn, kn, vn, gn, dqn, lo, hi, m, m1, row, eps, ratio, ORDER: tl.constexpr, MOMENTS: tl.constexpr,
-    WRITE: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    q, g, dq, qn, gn, dqn, lo, hi, m, m1, row, eps, ratio, ORDER: tl.constexpr, WRITE: tl.constexpr,
+    FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, ANCHORED: tl.constexpr = False,
 ):  # fmt: skip
-    """(P, S, C, R, W) with MOMENTS, dM' = Sum g (phi(q) / den)', dm1 = Sum (d loss / d den) phi(q) over tokens lo..hi,
-    the last for `end_pairs`.
+    """Return (dM' = Sum g (phi(q) / den)', dm1 = Sum (d loss / d den) phi(q)) over tokens lo..hi, dm1 for `end_pairs`.
 
     Apart from r = M g, with the rows of dq, everything is elementwise per query: den = phi(q).m1, g.y = phi(q).r.
     WRITE: dq = (r - (g.o) m1) / den phi'(q), which is complete if M depends on keys only; otherwise 1 / den and
@@ -235,7 +234,6 @@ def sum_ratio(
     TWICE: tl.constexpr = SPARE and WRITE
     # pointers, which take fewer registers than products of strides
     MOVING: tl.constexpr = WRITE or (F2 > 0 and ORDER == 5)
-    mm = begin_moments(ORDER, F1, F2, V1, V2, MOMENTS, False)
     dm = begin_outer(V1, V2, F1, F2)
     dm1 = begin_pairs(BN, F1, F2)
     sg = begin_total(dtype, BN, V1, V2, SHIFTED and not SPARE)
@@ -255,10 +253,6 @@ def sum_ratio(
         else:
             tg = load_rows(g + (zero + start) * gn, j, gn, live, DV, V1, V2, False)
             tq = load_rows(q + (zero + start) * qn, j, qn, live, D, F1, F2, False)
-        if MOMENTS:
-            tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
-            tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
-            mm = add_moments(mm, tq, tk, tv, i, i, ORDER, F2, V2, False, PREC)
         # products first: what needs them waits the less, the later it comes
         if SHIFTED and not SPARE:
             sg = add_total(sg, tg, V2, True)
@@ -310,4 +304,4 @@ def sum_ratio(
             if F2 > 0:
                 row2 = tl.broadcast_to(one[1][None, :], [BN, F2])
             dm1 = add_pairs(dm1, sd * c, (tl.broadcast_to(one[0][None, :], [BN, F1]), row2), F2)
-    return end_moments(mm, ORDER, F2, MOMENTS), dm, dm1
+    return dm, dm1

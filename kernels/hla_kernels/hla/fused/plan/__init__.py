@@ -31,33 +31,12 @@ def planned(batch_heads: int) -> int:
 def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
     """Return the tiles of `head_forward` (BN sums, BO reads out) and `head_backward`."""
     if dtype == torch.float32:
-        spills = direction == "backward" and spec.op == "hla2" and not spec.normalize and not mapped(spec)
-        more = {"num_warps": 16, "maxnreg": 128} if spills else {"num_warps": 8}
-        return {"BN": 32, "BO": 32, "num_stages": 2, **more}
-    if direction == "forward" and mapped(spec) and spec.op != "polynomial":
-        if spec.shifted(dtype) and not spec.normalize:
-            return {"BN": 32, "BO": 64, "num_warps": 8, "num_stages": 2}
-        if spec.alone(dtype) or (spec.op == "ahla" and w["F1"] <= 32):
-            return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3}
-        return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
-    once = spec.op == "linear_attention" and plain(spec)
-    bn = 32 if mapped(spec) or (w["F2"] > 0 and not once) else 64
-    if direction == "forward" and plain(spec) and spec.op != "polynomial":
-        return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3 if w["F2"] > 0 else 4}
-    if direction == "forward":
-        return {"BN": bn, "BO": 64, "num_warps": 8 if spec.op == "polynomial" else 4, "num_stages": 3}
-    return {"BN": bn, "BO": 64, "num_warps": 4, "num_stages": 3 if once and w["F2"] == 0 else 2}
-
-
-def weights_config(spec: Spec, dtype: torch.dtype) -> dict[str, int]:
-    """Return the tiles of `head_weights`."""
-    if dtype == torch.float32:  # by default, ptxas uses 32 registers for the ratio of hla3
-        return {"BN": 32, "num_warps": 8, "num_stages": 2, "maxnreg": 255}
-    if mapped(spec) or spec.normalize:
-        return {"BN": 64, "num_warps": 8 if mapped(spec) else 4, "num_stages": 2}
-    if spec.op == "hla3" and plain(spec):
-        return {"BN": 64, "num_warps": 4, "num_stages": 3}
-    return {"BN": 32, "num_warps": 4, "num_stages": 3} | ({"maxnreg": 168} if plain(spec) else {})
+        return {"BN": 32, "BO": 32, "num_stages": 2, "num_warps": 8}
+    if direction == "backward":
+        return {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3 if w["F2"] == 0 else 2}
+    if spec.normalize:
+        return {"BN": 32 if mapped(spec) or w["F2"] > 0 else 64, "BO": 64, "num_warps": 4, "num_stages": 3}
+    return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3 if w["F2"] > 0 else 4}
 
 
 def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype, keep: bool = False) -> dict[str, int]:
@@ -223,7 +202,8 @@ def middle_config(kernel: str, spec: Spec, w: dict[str, int], rows: int, batch_h
     # left to itself an assembler spills for the sake of programs that are not there; the anchor and the product of hla2
     # read one matrix, which it may keep in registers
     most = 168 if kernel == "middle" and spec.op == "hla2" and spec.normalize and w["F1"] > 64 else 128
-    return {"BR": 16, "num_warps": 8 if tile > 64 else 4, "num_stages": 1, "maxnreg": most}
+    more = {} if spec.op == "polynomial" else {"maxnreg": most}
+    return {"BR": 16, "num_warps": 8 if tile > 64 else 4, "num_stages": 1, **more}
 
 
 def middle_halves(spec: Spec, w: dict[str, int], mid: str) -> dict[str, int]:

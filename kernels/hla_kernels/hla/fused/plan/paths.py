@@ -74,12 +74,6 @@ def mixed(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
     return own and fits and spec.op == "polynomial" and form and spec.ridge == 0 and dtype == torch.bfloat16
 
 
-def splits(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
-    """Return 1 if the forward uses several programs per head, 0 if one program per head fills the GPU, with its moments
-    in registers. No branch on sizes, which may be symbolic while compiling."""
-    return few_heads(batch_heads, n) if narrow(w) else 1
-
-
 def few_heads(batch_heads: int, n: int) -> int | torch.SymInt:
     """Return 1 if one program per head does not fill the GPU, else 0."""
     return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 2049))
@@ -93,33 +87,27 @@ def few_halved(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymIn
 
 
 def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
-    """Return 1 if the forward can save its moments for the backward, else 0. No branch on sizes, as in `splits`."""
+    """Return 1 if the forward uses several programs per head, which saves its moments for the backward, else 0. No
+    branch on sizes, which may be symbolic while compiling."""
     apart = 1 - pairs(spec, w, batch_heads, n, dtype, own)
-    if spec.op == "linear_attention" and plain(spec) and (narrow(w) or cut(w)) and dtype != torch.float32:
+    small = narrow(w) or cut(w)
+    if spec.op == "linear_attention" and plain(spec) and small:
         return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513)) * apart
-    if spec.alone(dtype) and cut(w):
+    if spec.alone(dtype) and small:
         return few_heads(batch_heads, n)
     if halved(spec, w, dtype, own):
         return 1 - (1 - few_halved(w, batch_heads, n)) * apart
-    if mixed(spec, w, dtype, own) and spec.normalize and cut(w):  # the split path would spill
-        return 0
-    if mixed(spec, w, dtype, own):
-        return few_heads(batch_heads, n)
-    return 1 if spec.op == "polynomial" else splits(w, batch_heads, n)
+    if mixed(spec, w, dtype, own):  # of two blocks the split path would spill
+        return 0 if spec.normalize and cut(w) else few_heads(batch_heads, n)
+    return 1
 
 
 def whole(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:
-    """Whether a forward pass without backward is one program per head.
-
-    Two-part widths keep less in registers: only plain calls, and calls whose forward before a backward is so, too.
-    """
+    """Whether a forward pass without backward is one program per head."""
     if pairs(spec, w, batch_heads, n, dtype, own):
         return False
-    if not saves(spec, w, batch_heads, n, dtype, own) or not splits(w, batch_heads, n):
-        return True
-    if spec.op == "ahla" and dtype == torch.float32:  # Triton 3.6 compiles reads of shared memory where there is none
-        return False
-    return cut(w) and spec.op != "polynomial" and plain(spec) and batch_heads >= 128 and n <= 2048
+    first = spec.op == "linear_attention" and plain(spec) and (narrow(w) or cut(w))
+    return not saves(spec, w, batch_heads, n, dtype, own) or (first and not few_heads(batch_heads, n))
 
 
 def path(
@@ -135,11 +123,11 @@ def path(
         return "split"
     if mixed(spec, w, dtype, own):
         return "ratio" if spec.normalize else "mixture"
-    name = "heads"
-    if halved(spec, w, dtype, own):
-        apart = spec.normalize and (cut(w) or in_two(batch_heads, n))
-        name = "plain" if not spec.sums else "summed_ratio" if apart else "summed"
-    return name if at_once(*sizes) else f"{name}_two_step"
+    if not halved(spec, w, dtype, own):
+        return "heads"
+    apart = spec.normalize and (cut(w) or in_two(batch_heads, n))
+    name = "plain" if not spec.sums else "summed_ratio" if apart else "summed"
+    return name if at_once(spec, w, batch_heads, n) else f"{name}_two_step"
 
 
 def in_two(batch_heads: int, n: int) -> bool:
@@ -161,12 +149,9 @@ def too_wide(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> st
     return None
 
 
-def at_once(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:
+def at_once(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> bool:
     """Whether the backward after a forward of one program per head is one launch of such programs."""
-    if halved(spec, w, dtype, own):
-        many = spec.normalize and cut(w) and spec.op == "hla3" and batch_heads >= 384
-        return n <= 512 or many
-    return n <= 512 and spec.op != "hla3" and (not mapped(spec) or spec.keeps(dtype))
+    return n <= 512 or (spec.normalize and cut(w) and spec.op == "hla3" and batch_heads >= 384)
 
 
 def mapped(spec: Spec) -> bool:

@@ -99,8 +99,8 @@ def reduce_readout(
     elif DIVIDED:
         dm, dm1 = sum_divided(q, g, qn, gn, lo, hi, m1, eps, ratio, FMAP, D, F1, F2, DV, V1, V2, BN, PREC)
     elif NORM and (PULLED or (is_plain(FMAP) and REST == 0)):
-        _, dm, dm1 = sum_ratio(
-            q, q, g, g, q, qn, qn, gn, gn, qn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, False, FMAP, D, F1, F2,
+        dm, dm1 = sum_ratio(
+            q, g, q, qn, gn, qn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, FMAP, D, F1, F2,
             DV, V1, V2, BN, PREC,
         )  # fmt: skip
         dm1 = end_pairs(dm1, F1, F2)

@@ -1,10 +1,10 @@
-"""`polynomial` of one program per head, or one program for each of three or four products, with float16 factors.
+"""`polynomial` by one program per head, or one for each of three or four products.
 
-The forward keeps P, S, C, R, W and T = c1 I + c3 R + c4 S W in float16, and M, so that the backward sums dM alone and
-is six products, each with a matrix that is read from memory on its left (the assembler that Triton 3.6 has is known to
-corrupt others). Without feature map 64 channels are one launch a direction before the tokens, which
-`split.apply_grads` writes; 72 channels and a ratio of features have their moments and their operator apart, and a
-ratio dM of `split.reduce_readout`.
+Factors are float16. The forward keeps P, S, C, R, W and T = c1 I + c3 R + c4 S W in float16, and M, so that the
+backward sums dM alone and is six products, each with a matrix that is read from memory on its left (the assembler that
+Triton 3.6 has is known to corrupt others). Without feature map 64 channels are one launch a direction before the
+tokens, which `split.apply_grads` writes; 72 channels and a ratio of features have their moments and their operator
+apart, and a ratio dM of `split.reduce_readout`.
 
     matrices  products of a head's matrices       weights  the weights of the token gradients, d coefficients
     kept      what is kept of a head              ratios   the operator of a ratio of features

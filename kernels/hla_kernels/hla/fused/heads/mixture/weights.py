@@ -1,6 +1,6 @@
-"""Weights of the token gradients of `polynomial`, and the gradient of its coefficients, from what a forward kept.
+"""Weights of the token gradients of `polynomial`, and the gradient of its coefficients.
 
-With Z = dM P', which the weights need:  dc = (tr Z, <S, dM C'>, <R, Z>, <W, S Z>).
+They come from what a forward kept. With Z = dM P', which the weights need:  dc = (tr Z, <S, dM C'>, <R, Z>, <W, S Z>).
 """
 
 import triton
