@@ -49,6 +49,9 @@ CASES = [
     ("ahla", RATIO, "split", 70, 64, 64, (2, 2), HALF, "packed"),
     ("ahla", RATIO, "split", 37, 64, 64, (4, 2), HALF, "contiguous"),
     ("ahla", RATIO, "whole", 37, 72, 72, (1, 1), HALF, "packed"),
+    # an eps that leaves little of the mean value
+    *((op, {**RATIO, "eps": 1e7}, "split", 37, 40, 40, (1, 1), FULL, "packed") for op in OPS[1:4]),
+    *((op, {**RELU_EPS, "eps": 1e6}, "split", 37, 40, 40, (1, 1), FULL, "packed") for op in OPS[1:4]),
     ("hla3", RATIO, "whole", 37, 40, 40, (1, 1), HALF, "packed"),
     ("linear_attention", {"feature_map": "elu1"}, "split", 37, 64, 64, (4, 2), HALF, "contiguous"),
     ("hla3", RATIO, "split", 37, 64, 64, (2, 2), HALF, "packed"),

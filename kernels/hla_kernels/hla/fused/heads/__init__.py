@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..algebra import affine, anchor, cast_weights, ones_moments, scale_moments
-from ..loops import ratio_base, read_out, span, sum_keys, sum_moments, write_grads
+from ..loops import read_out, shifted_base, span, sum_keys, sum_moments, write_grads
 from ..maps import is_shifted, unshift, unshift_sums
 from ..tiles import cast4, scale4, store4, store_vec, trans4, zeros2
 
@@ -114,12 +114,10 @@ def head_forward(
         to = state + pid.to(tl.int64) * K
         store_vec(to + OFF[8], m1, FD, F1, F2)
         store_vec(to + OFF[9], row, DV, V1, V2)
-    base = row
-    if NORM:
-        base, eps = ratio_base(out, m1, row, eps, D, is_shifted(FMAP), F1, F2, V2)
+    base, more = shifted_base(out, m1, D, NORM and is_shifted(FMAP), F1, F2, V2)
     read_out(
-        q, at_head(o, os, at, h, ALIGN), qn, os[1] * ALIGN, 0, N, out, m1, row, base, eps, NORM, False, FMAP, D, F1,
-        F2, DV, V1, V2, BO, PREC,
+        q, at_head(o, os, at, h, ALIGN), qn, os[1] * ALIGN, 0, N, out, m1, row, base, more, eps, NORM, False, FMAP, D,
+        F1, F2, DV, V1, V2, BO, PREC,
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def plain_forward(
     row = zeros2(F1, F2)
     o, on = at_head(o, os, at, h, ALIGN), os[1] * ALIGN
     read_out(
-        q, o, qn, on, 0, N, trans4(mt), row, row, row, 0.0, False, False, 0, D, F1, F2, D, F1, F2, BO, PREC,
+        q, o, qn, on, 0, N, trans4(mt), row, row, row, 0.0, 0.0, False, False, 0, D, F1, F2, D, F1, F2, BO, PREC,
     )  # fmt: skip
 
 

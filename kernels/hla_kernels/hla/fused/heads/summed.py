@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..algebra import ones_moments, scale_moments
-from ..loops import feature_moments, means, moments_apart, ratio_base, read_out, sum_moments, write_grads
+from ..loops import feature_moments, means, moments_apart, read_out, shifted_base, sum_moments, write_grads
 from ..loops.extent import upto
 from ..maps import is_shifted, kept, unshift, unshift_sums
 from ..split.grads import load_weights
@@ -182,18 +182,16 @@ def summed_forward(
             store_vec(vectors + OFF[9], row, D, F1, F2)
         if NORM or ORDER == 1:
             store4(matrix + head * D * D, out, D, F1, F2, D, F1, F2, D, 1)
-    base = row
-    if NORM:
-        base, eps = ratio_base(out, m1, row, eps, D, is_shifted(FMAP), F1, F2, F2, True)
+    base, more = shifted_base(out, m1, D, NORM and is_shifted(FMAP), F1, F2, F2, True)
     o, on = at_head(o, os, at, h, ALIGN), os[1] * ALIGN
     if KEEP:
         tl.debug_barrier()  # every thread reads what others wrote
         read_out(
-            fq, o, keep[2], on, 0, N, out, m1, row, base, eps, NORM, MEAN, kept(FMAP), D, F1, F2, D, F1, F2, BO,
+            fq, o, keep[2], on, 0, N, out, m1, row, base, more, eps, NORM, MEAN, kept(FMAP), D, F1, F2, D, F1, F2, BO,
             PREC,
         )  # fmt: skip
     else:
-        read_out(q, o, qn, on, 0, N, out, m1, row, base, eps, NORM, MEAN, FMAP, D, F1, F2, D, F1, F2, BO, PREC)
+        read_out(q, o, qn, on, 0, N, out, m1, row, base, more, eps, NORM, MEAN, FMAP, D, F1, F2, D, F1, F2, BO, PREC)
 
 
 @triton.constexpr_function

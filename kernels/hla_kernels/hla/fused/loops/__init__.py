@@ -16,7 +16,7 @@ v and g the width V = V1 + V2.
 
 from .extent import longest, means, place, span, upto
 from .features import feature_moments, moments_apart, sum_features, sum_keys
-from .ratio import ratio_base, sum_ratio
+from .ratio import shifted_base, sum_ratio
 from .sums import gradient_sums, sum_gradient, sum_moments
 from .vectors import add_rows, alike, as_row, end_pairs
 from .wide import sum_divided
@@ -24,6 +24,6 @@ from .writes import read_out, write_grads
 
 __all__ = [
     "add_rows", "alike", "as_row", "end_pairs", "feature_moments", "gradient_sums", "longest", "means",
-    "moments_apart", "place", "ratio_base", "read_out", "span", "sum_divided", "sum_features",
+    "moments_apart", "place", "read_out", "shifted_base", "span", "sum_divided", "sum_features",
     "sum_gradient", "sum_keys", "sum_moments", "sum_ratio", "upto", "write_grads",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from ..tiles import (
     rowdot,
     scale4,
     trans4,
+    zeros2,
     zeros4,
 )
 from .extent import alive, anew
@@ -26,9 +27,23 @@ def ratio_base(
     m, m1, row, eps, D: tl.constexpr, SHIFTED: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
     ANCHORED: tl.constexpr = False,
 ):  # fmt: skip
-    """(b, e) of the normalised read-out o = (f m + b) / (f.m1 + e) + row of tokens f: b = -eps row and e = eps, and
-    1'm and 1'm1 more where the features are f + 1. ANCHORED at the features 1: 1'm is zero before m is rounded."""
+    """(b, e) of a ratio o = (f m + b) / (f.m1 + e) + row of tokens f: -eps row and eps, and `shifted_base` more."""
     base = (-eps * row[0], -eps * row[1])
+    more, e = shifted_base(m, m1, D, SHIFTED, F1, F2, V2, ANCHORED)
+    if SHIFTED and not ANCHORED:
+        base = axpy2(base, 1.0, more, V2)
+    return base, eps + e
+
+
+@triton.jit
+def shifted_base(
+    m, m1, D: tl.constexpr, SHIFTED: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
+    ANCHORED: tl.constexpr = False,
+):  # fmt: skip
+    """Return (1'm, 1'm1) where the features are f + 1 (SHIFTED), else zeros. ANCHORED at the features 1: 1'm is zero
+    before m is rounded."""
+    base = zeros2(m[0].shape[1], V2)
+    e = 0.0
     one = ones2(D, F1, F2)
     if SHIFTED and not ANCHORED:
         base1 = tl.sum(m[0].to(tl.float32), 0)
@@ -39,10 +54,10 @@ def ratio_base(
             base2 = tl.sum(m[1].to(tl.float32), 0)
         if F2 > 0 and V2 > 0:
             base2 += tl.sum(m[3].to(tl.float32), 0)
-        base = axpy2(base, 1.0, (base1, base2), V2)
+        base = (base1, base2)
     if SHIFTED:
-        eps += tl.sum(rowdot(as_row(one), as_row(m1), F2))
-    return base, eps
+        e = tl.sum(rowdot(as_row(one), as_row(m1), F2))
+    return base, e
 
 
 @triton.jit

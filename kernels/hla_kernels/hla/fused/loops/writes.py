@@ -20,17 +20,20 @@ from .vectors import add_common, as_row, columns, common_row, ones_tile, recipro
 
 @triton.jit
 def read_out(
-    q, o, qn, on, lo, hi, m, m1, row, base, eps, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
+    q, o, qn, on, lo, hi, m, m1, row, base, more, eps, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Write o = q m (+ row) or, normalised, (q m + base) / (q.m1 + eps) + row for tokens lo..hi (`ratio_base`).
+    """Write o = q m (+ row) or, normalised, (q m + base + den row) / (den + eps) for tokens lo..hi, den = q.m1 + more
+    (`shifted_base`): exact for any eps, unlike row - eps row / (den + eps).
 
     Last tile first: it is the one still in L2.
     """
     cols = m1
+    SHIFTED: tl.constexpr = NORM and is_shifted(FMAP)
     if NORM:
         cols = columns(m1, q.dtype.element_ty, F2)
+    if SHIFTED:
         base = common_row(base, q.dtype.element_ty, V2)
         ones = ones_tile(q, BN)
     i = tl.arange(0, BN)
@@ -42,12 +45,14 @@ def read_out(
         j = anew(i, start, NORM and V2 > 0)
         fq = load_features(q + (zero + start) * qn, j, qn, live, FMAP, D, F1, F2, False)
         y = zero_rows(BN, V1, V2)
-        if NORM:
+        if SHIFTED:
             y = add_common(y, base, ones, V2)
         y = rowmul(y, fq, m, F2, V2, PREC)
         if NORM:
-            inverse = reciprocal(times_vector(fq, cols, F2) + eps, live, q.dtype.element_ty)
-            y = axpy2(as_row(row), inverse[:, None], y, V2)
+            den = times_vector(fq, cols, F2) + more
+            inverse = reciprocal(den + eps, live, q.dtype.element_ty)[:, None]
+            y = axpy2(y, den[:, None], as_row(row), V2)
+            y = (y[0] * inverse, y[1] * inverse)
         elif ROW:
             y = axpy2(y, 1.0, as_row(row), V2)
         store_tokens(o + (zero + start) * on, j, on, live, y, DV, V1, V2)

@@ -9,8 +9,8 @@ from ..loops import (
     end_pairs,
     longest,
     place,
-    ratio_base,
     read_out,
+    shifted_base,
     span,
     sum_divided,
     sum_features,
@@ -53,12 +53,10 @@ def apply(
         if CENTER == 2:
             sq = load_vec(state + OFF[5], FD, F1, F2)
         row = axpy2(row, 1.0, vecmat(source(sq, n, CENTER == 2, SHIFT, F1, F2), m, F2, V2), V2)
-    base = row
-    if NORM:
-        base, eps = ratio_base(m, m1, row, eps, D, is_shifted(FMAP), F1, F2, V2)
+    base, more = shifted_base(m, m1, D, NORM and is_shifted(FMAP), F1, F2, V2)
     read_out(
         at_head(q, qs, at, h, ALIGN), at_head(o, os, at, h, ALIGN), qs[1] * ALIGN, os[1] * ALIGN, lo,
-        upto(lo + chunk, N), cast4(m, q.dtype.element_ty), m1, row, base, eps, NORM, ROW, FMAP, D, F1, F2, DV,
+        upto(lo + chunk, N), cast4(m, q.dtype.element_ty), m1, row, base, more, eps, NORM, ROW, FMAP, D, F1, F2, DV,
         V1, V2, BN, PREC,
     )  # fmt: skip
 

@@ -175,5 +175,5 @@ def mixture_forward(
     if SAVE:
         put_weight(matrix + head * D * D, m, q.dtype.element_ty, D, F1, F2)
     read_out(
-        q, o, qn, on, 0, N, m, zero, row, row, 0.0, False, MEAN, 0, D, F1, F2, D, F1, F2, BO, PREC,
+        q, o, qn, on, 0, N, m, zero, row, row, 0.0, 0.0, False, MEAN, 0, D, F1, F2, D, F1, F2, BO, PREC,
     )  # fmt: skip
