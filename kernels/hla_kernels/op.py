@@ -36,7 +36,7 @@ from .dispatch.forms import form_of, recall, remember
 from .dispatch.trial import is_new, trial_of
 from .dispatch.verify import fault, is_shipped
 from .features import feature, feature_width
-from .hla import fused
+from .hla import fused, stages
 from .hla.causal import causal
 from .hla.causal_op import causal_op
 from .hla.streaming.checks import check_mergeable, check_state
@@ -121,7 +121,7 @@ def why_not_triton(call: AnyCall) -> str | None:
     if call.op == "softmax_attention":
         return "softmax_attention uses torch's own kernels and has no Triton form"
     if o.causal:
-        return "causal calls have no Triton form"
+        return stages.why_not(call.op, call.q, call.v, o)
     if call.q.dtype == torch.float64:
         return "there is no Triton form in float64"
     return fused.why_not(call.q, call.k, call.v, fused.Spec(call.op, *_two_sided_options(o)), call.sequences)
@@ -153,7 +153,7 @@ def slower_in_triton(call: AnyCall) -> str | None:
         return forms_of(call).slower(call)
     if isinstance(call, taylor_call.TaylorCall) and taylor_fused.too_many(call.q, call.v, call.q2):
         return f"slower: {call.q.shape[1]} tokens are faster by state, which the torch form has"
-    return None
+    return stages.slower(call.q, call.options) if isinstance(call, Call) else None
 
 
 def choose(call: AnyCall, impl: str) -> str:
@@ -284,7 +284,7 @@ def run(
         remember(form, known)
         return _two_sided(known, (q, k, v), coefficients, call.sequences)
     with plain_precision(call.q):
-        y, state = (definition(call), None) if chosen == "reference" else _kernel(call)
+        y, state = (definition(call), None) if chosen == "reference" else _kernel(call, chosen)
     return (y, state) if call.return_state else y
 
 
@@ -384,17 +384,17 @@ def _two_sided_options(options: Options) -> tuple:
     )  # fmt: skip
 
 
-def _kernel(call: Call) -> tuple[Tensor, State | None]:
-    """Run the torch form of a causal call, a call with a state, or softmax."""
-    op, q, k, v, coefficients, options, gamma, state, return_state, sequences = call
+def _kernel(call: Call, chosen: str) -> tuple[Tensor, State | None]:
+    """Run a causal call, a call with a state, or softmax."""
+    op, q, k, v, coefficients, o, gamma, state, return_state, sequences = call
     if op == "softmax_attention":
-        # autocast does not cast float64
-        return sdpa(q, k.to(q.dtype), v.to(q.dtype), options.causal, options.scale, sequences), None
-    if not options.causal:
-        return stream(op, q, k, v, coefficients, options, state)
+        return sdpa(q, k.to(q.dtype), v.to(q.dtype), o.causal, o.scale, sequences), None  # autocast keeps float64
+    if not o.causal:
+        return stream(op, q, k, v, coefficients, o, state)
     if state is not None or return_state:
-        return causal(op, q, k, v, options, gamma, state, return_state)
+        return causal(op, q, k, v, o, gamma, state, return_state)
     refuse_forward_mode(op, q, k, v, gamma)
-    o = options
+    if chosen == "triton":
+        return stages.evaluate(op, q, k, v, gamma, o, needs_backward(q, k, v, gamma)), None
     rest = (o.feature_map, o.normalize, o.center, o.mean_path, o.decay_rule, o.ridge, o.scale, o.eps)
     return causal_op(q, k, v, gamma, op, *rest), None

@@ -15,7 +15,7 @@ from ..softmax.taylor.call import TaylorCall
 from .autograd import are_fixed
 from .verify import Run
 
-TENSORS = ("mixing", "key_padding_mask", "token_mask", "cu_seqlens", "rotary", "narrow", "fixed")
+TENSORS = ("mixing", "key_padding_mask", "token_mask", "cu_seqlens", "rotary", "narrow", "fixed", "decay_heads")
 N = 197  # tokens of a trial, unless a grid says otherwise
 DEVICE = "cuda"  # the current one
 HEADS = 384  # of many short sequences: the kernels that keep a head in one program
@@ -44,7 +44,9 @@ def trial_of(call: Any) -> tuple | None:
         outer = (("prefix", int(field.prefix)), ("suffix", int(field.suffix)))
         options = (*_grid(field.layout), *outer, ("radius", field.radius), ("degree", call.degree))
         return ("multipole", q.dtype, widths, (*options, ("q_scale", widths[2] ** -0.5)))
-    return _two_sided(call, widths) if hasattr(call, "coefficients") else None
+    if not hasattr(call, "coefficients"):
+        return None
+    return _causal(call, widths) if call.options.causal else _two_sided(call, widths)
 
 
 def is_new(call: Any) -> bool:
@@ -52,6 +54,8 @@ def is_new(call: Any) -> bool:
     machine."""
     if not hasattr(call, "coefficients") or isinstance(call, TaylorCall):
         return False
+    if call.options.causal:
+        return True
     return call.op == "polynomial" or (call.options.normalize and call.options.feature_map not in ("relu", "elu1"))
 
 
@@ -67,6 +71,13 @@ def _two_sided(call: Any, widths: tuple[int, ...]) -> tuple:
         ("cu_seqlens", seqs.cu_seqlens is not None), ("fixed", are_fixed(call.coefficients)),
     )  # fmt: skip
     return (call.op, call.q.dtype, widths, options)
+
+
+def _causal(call: Any, widths: tuple[int, ...]) -> tuple:
+    heads = None if call.gamma is None else int(call.gamma.numel())
+    learned = call.gamma is not None and call.gamma.requires_grad
+    o, options = call.options, (("causal", True), ("scale", 0.02), ("decay_heads", heads if learned else -1 if heads else None))
+    return (call.op, call.q.dtype, widths, (*options, ("feature_map", o.feature_map), ("normalize", o.normalize)))
 
 
 def runs(form: tuple) -> Iterator[Run]:
@@ -85,6 +96,8 @@ def sizes(form: tuple) -> list[tuple[int, int]]:
         return [(2, outer + int(torch.tensor(options["grid"]).prod()))]
     if op == "taylor2":
         return [(2, N)]
+    if options.get("causal"):
+        return [(2, N), (1, 8 * N)]  # one segment, and several
     from ..hla import fused
 
     spec, d = fused.Spec(op, **{name: x for name, x in pairs if name in fused.Spec._fields}).of_softmax(d)
@@ -123,7 +136,11 @@ def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str
         options["narrow"] = tuple(normal(batch, n, x, of_tensors["narrow"]) for x in (h, hk))
     if more:
         leaves.append(normal(*more, dtype=torch.float32).abs() + 0.1)
+    if heads := of_tensors["decay_heads"]:
+        options["decay"] = torch.linspace(0.9, 0.99, heads, device=DEVICE) if heads > 0 else 0.9
     inputs = [*(leaves[:3] if of_tensors["fixed"] else leaves), *options.get("narrow", ())]
+    if isinstance(options.get("decay"), Tensor):
+        inputs.append(options["decay"])
     for x in inputs:
         x.requires_grad_()
 

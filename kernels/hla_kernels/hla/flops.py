@@ -15,7 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from ..features import feature_width
-from . import two_sided  # noqa: F401  registers the operators
+from . import (
+    stages,  # noqa: F401  registers the operators
+    two_sided,  # noqa: F401
+)
 from .causal_op import evaluate, gradient
 from .moments import FACTORS, MOMENTS
 
@@ -112,3 +115,22 @@ def causal_flops(*inputs: Any, out_shape: Any = None) -> int:
 def causal_backward_flops(*inputs: Any, out_shape: Any = None) -> int:
     """Operations of the backward: recomputed stages and the backward through them."""
     return _products(gradient, *inputs)
+
+
+@register_flop_formula(torch.ops.hla_kernels.causal_stages)
+def causal_stages_flops(
+    q: Shape, k: Shape, v: Shape, gamma: Shape | None, op: str, feature_map: str | None, normalize: bool, *rest: Any,
+    out_shape: Any = None,
+) -> int:  # fmt: skip
+    """Operations of the torch form, from q, k, v."""
+    return _products(evaluate, q, k, v, gamma, op, feature_map, normalize, None, False, "cascade", 0.0, None, 1e-6)
+
+
+@register_flop_formula(torch.ops.hla_kernels.causal_stages_backward)
+def causal_stages_backward_flops(
+    grad: Shape, q: Shape, k: Shape, v: Shape, gamma: Shape | None, saved: Any, gamma_grad: bool, op: str,
+    feature_map: str | None, normalize: bool, *rest: Any, out_shape: Any = None,
+) -> int:  # fmt: skip
+    """Operations of the torch form's backward."""
+    options = (op, feature_map, normalize, None, False, "cascade", 0.0, None, 1e-6)
+    return _products(gradient, grad, q, k, v, gamma, gamma_grad, *options)

@@ -151,7 +151,7 @@ def test_explain_and_refusals():
     assert hk.explain("hla2", torch.stack(x, 2)).impl == "triton"
     refused = (
         ("softmax_attention", x, {}, "torch's own kernels"),
-        ("hla2", x, {"causal": True}, "causal"),
+        ("hla2", x, {"causal": True, "ridge": 0.1}, "ridge"),
         ("hla2", x, {**SOFTMAX, "normalize": True}, "a ratio of linear_attention alone"),
         ("hla2", x, {"return_state": True}, "state"),
         ("hla2", [t.double() for t in x], {}, "float64"),

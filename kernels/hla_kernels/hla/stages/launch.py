@@ -1,0 +1,162 @@
+"""Launches of the causal kernels: sums of terms (x, y, z), and the gradient of the decay.
+
+With w_ij the product of the weight of z_j in o_i and the gradient of o_i, d loss / d log g = Sum (i - j) w_ij. Pairs in
+one chunk are summed as they are. For others Sum_i i (Sum_j w_ij) - Sum_j j (Sum_i w_ij) is used: the row sums are
+q_i.dq_i and the column sums k_j.dk_j, of the parts of dq and dk that come from states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ...dispatch.recording import launch
+from .kernels import carry, outputs, states
+from .plan import CHUNK, in_tf32, padded, plan, together, warps
+
+
+class Tokens(NamedTuple):
+    """Tokens x [B, N, H or Hk, D], with an extra float32 channel [B, N, H or Hk] and the rounding error of x, or
+    None."""
+
+    x: Tensor
+    extra: Tensor | None = None
+    rest: Tensor | None = None
+
+
+Term = tuple[Tokens, Tokens, Tokens]
+
+
+class Sums:
+    """Numbers for the gradient of the log-decay, collected from the launches of a backward."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+
+    def add(self, found: Tensor, tokens: int, reverse: bool) -> None:
+        """Add SUMS [B, H, segments, blocks, 3] of a launch with segments of `tokens`."""
+        total = found.double().sum(3)
+        start = torch.arange(total.shape[2], device=total.device, dtype=torch.float64) * tokens
+        moment = total[..., 1] + total[..., 0] * start
+        self.parts.append(((-moment if reverse else moment) + total[..., 2]).sum((0, 2)))
+
+    def total(self) -> Tensor:
+        """Return the gradient of the log-decay, float64 [H]."""
+        return torch.stack(self.parts).sum(0)
+
+
+class Pass:
+    """Launches on the tokens of one call with H query heads; log2: log2 of the decay per query head, float32 [H], or
+    None; sums: for the gradient of the decay, or None."""
+
+    def __init__(self, heads: int, log2: Tensor | None, scale: float, sums: Sums | None = None) -> None:
+        self.heads, self.log2, self.scale, self.sums = heads, log2, scale, sums
+
+    def run(
+        self, *terms: Term, reverse: bool = False, extra: bool = False, eps: float | None = None,
+        dtype: torch.dtype | None = None, partner: Tensor | None = None, counted: int = 3, pairs: bool = False,
+    ) -> Tokens:  # fmt: skip
+        """Return the sum of the terms, [B, N, H, Dz] with Dz channels of z, in dtype or that of z.
+
+        extra: also its extra channel. eps: divide by the extra channel plus eps, and return that divisor as extra
+        channel. For the gradient of the decay: partner p, of the first `counted` terms, and whether `pairs` of one
+        chunk are summed.
+        """
+        widest = max(t.x.shape[3] for term in terms for t in term)
+        more = any(t.extra is not None for term in terms for t in term)
+        most = together(widest, self.log2 is not None, more)
+        out = None
+        for i in range(0, len(terms), most):
+            some, last = terms[i : i + most], i + most >= len(terms)
+            kind = (dtype or some[0][2].x.dtype) if last else torch.float32
+            beside = partner if self.sums is not None and i < counted else None
+            out = self._outputs(some, out, reverse, extra, eps, kind, beside, pairs)
+        assert out is not None
+        return out
+
+    def _outputs(
+        self, terms: Sequence[Term], before: Tokens | None, reverse: bool, extra: bool, eps: float | None,
+        dtype: torch.dtype, partner: Tensor | None, pairs: bool,
+    ) -> Tokens:  # fmt: skip
+        """Return the sum of terms of one launch, added to `before`."""
+        z = terms[0][2].x
+        b, n, _, width = z.shape
+        tokens: list[Tokens] = []
+        index = [tuple(_place(tokens, t[i]) for t in terms) for i in range(3)]
+        at = tuple(x for t in tokens for x in self._at(t.x))
+        out = torch.empty((b, n, self.heads, width), dtype=dtype, device=z.device)
+        out_extra = torch.empty((b, n, self.heads), dtype=torch.float32, device=z.device) if extra else None
+        rest = None if eps is None else torch.empty_like(out)
+        p = plan(b * self.heads, n, width)
+        scored = tuple(x.extra is not None and y.extra is not None for x, y, _ in terms)
+        valued = tuple(extra and z.extra is not None for _, _, z in terms)
+        given = tuple(t.x for t in tokens), tuple(t.extra for t in tokens)
+        sizes = (n, self.heads, p.segments, p.chunks)
+        widths = tuple(x.x.shape[3] for x, _, _ in terms)
+        rooms = tuple(w * width + width * s + w * e for w, s, e in zip(widths, scored, valued, strict=True))
+        held = None
+        if p.segments > 1:
+            held = tuple(
+                self._entering(given, at, sizes, index[1][m], index[2][m], t, rooms[m], scored[m], valued[m], reverse)
+                for m, t in enumerate(terms)
+            )
+        found = None
+        if partner is not None:
+            found = torch.empty((b, self.heads, p.segments, p.blocks, 3), dtype=torch.float32, device=z.device)
+        launch(
+            outputs, (b * self.heads * p.segments, p.blocks),
+            *given, held, self.log2, None if before is None else before.x, out, out_extra, rest, partner, found, at,
+            None if partner is None else self._at(partner), sizes, self.scale, eps or 0.0, X=index[0], Y=index[1],
+            Z=index[2], WIDTHS=widths, SIZES=rooms, WZ=width, XP=tuple(map(padded, widths)), BZ=p.block, C=CHUNK,
+            SCORED=scored, VALUED=any(valued), DIVIDED=eps is not None, REVERSE=reverse,
+            INTRA=pairs and partner is not None, TF32=in_tf32(z.dtype),
+            **warps(max(width, *widths), self.log2 is not None),
+        )  # fmt: skip
+        if found is not None and self.sums is not None:
+            self.sums.add(found, p.chunks * CHUNK, reverse)
+        return Tokens(out, out_extra, rest)
+
+    def _at(self, x: Tensor) -> tuple[int, ...]:
+        """Return the strides in units of 8 channels, and the number of query heads per head."""
+        return (*(n // 8 for n in x.stride()[:3]), self.heads // x.shape[2])
+
+    def _entering(
+        self, given: tuple, at: tuple[int, ...], sizes: tuple[int, ...], y: int, z: int, term: Term, size: int,
+        scored: bool, valued: bool, reverse: bool,
+    ) -> Tensor:  # fmt: skip
+        """Return the states that enter the segments, [B H, segments, SIZE]."""
+        n, heads, segments, chunks = sizes
+        wy, wz = term[1].x.shape[3], term[2].x.shape[3]
+        bh, block = term[0].x.shape[0] * heads, min(64, padded(wz))
+        found = torch.empty((bh, segments, size), dtype=torch.float32, device=term[0].x.device)
+        launch(
+            states, (bh * segments, -(-wz // block)),
+            *given, self.log2, found, at, sizes, Y=y, Z=z, WY=wy, WZ=wz, YP=padded(wy), BZ=block, C=CHUNK, SIZE=size,
+            SCORED=scored, VALUED=valued, REVERSE=reverse, TF32=in_tf32(term[0].x.dtype),
+            **warps(max(wy, wz), False),
+        )  # fmt: skip
+        launch(
+            carry, (bh, triton.cdiv(size, 1024)),
+            self.log2, found, (n, heads, segments, chunks * CHUNK), SIZE=size, REVERSE=reverse, BS=1024,
+            num_warps=4,
+        )  # fmt: skip
+        return found
+
+
+def _place(tokens: list[Tokens], t: Tokens) -> int:
+    """Return the index of t among the tokens, adding it if it is new."""
+    for i, other in enumerate(tokens):
+        if other.x is t.x and other.extra is t.extra:
+            return i
+    tokens.append(t)
+    return len(tokens) - 1
+
+
+def gradient_of_decay(sums: Sums, gamma: Tensor, group: int) -> Tensor:
+    """Return the gradient of gamma [1, Hk or 1, G or 1, 1, 1]."""
+    found = sums.total().unflatten(0, (-1, group))[None, :, :, None, None]
+    return (found.sum_to_size(gamma.shape) / gamma.double()).to(gamma.dtype)

@@ -1,0 +1,164 @@
+"""Custom operator `hla_kernels::causal_stages`: causal la, hla2, ahla and hla3 in Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch.operator import custom_op
+from ...features import feature, feature_grad, feature_width
+from .plan import in_tf32
+
+if TYPE_CHECKING:
+    from .launch import Pass, Tokens
+
+
+def work_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of stages between the tokens and the output. Inner stages of float16 tokens leave its range, so
+    they are float32, with products in TF32, which has the precision of float16."""
+    return torch.float32 if x.dtype == torch.float16 else x.dtype
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return tokens with strides that allow 16-byte loads of channels."""
+    return x if x.stride(3) == 1 and all(n % 8 == 0 for n in x.stride()[:3]) else x.contiguous()
+
+
+def _features(x: Tensor, name: str | None, dtype: torch.dtype) -> Tensor:
+    return _rows(x.to(dtype) if name in (None, "identity") else feature(x.float(), name).to(dtype))
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Round float32 to the precision of TF32 products, which would truncate."""
+    return ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, op: str, name: str | None, normalize: bool, save: bool) -> list[tuple]:
+    """Return the shapes of u, of r and its extra channel, of the divisor and of the rounding error of o."""
+    (b, n, h, d), dv = q.shape, v.shape[3]
+    u = (b, n, h, feature_width(d, name)) if save and op in ("hla2", "hla3") else (0,)
+    r = (b, n, h, dv) if save and op in ("ahla", "hla3") else (0,)
+    ratio = save and normalize
+    return [u, r, (b, n, h) if ratio and len(r) > 1 else (0,), *(((b, n, h), (b, n, h, dv)) if ratio else ((0,), (0,)))]
+
+
+def _saved(q: Tensor, shapes: list[tuple]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dtypes = (work_dtype(q), work_dtype(q), torch.float32, torch.float32, work_dtype(q))
+    u, r, extra, divisor, rest = (q.new_empty(s, dtype=t) for s, t in zip(shapes, dtypes, strict=True))
+    return u, r, extra, divisor, rest
+
+
+def _pass(
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, name: str | None, normalize: bool, scale: float | None
+) -> tuple[Pass, Tokens, Tokens, Tokens]:
+    """Return the launches of a call, and its q, k, v after the feature map."""
+    from .launch import Pass, Tokens
+
+    h, hk = q.shape[2], k.shape[2]
+    log2 = None if gamma is None else gamma.float().log2().expand(1, hk, h // hk, 1, 1).reshape(h).contiguous()
+    if normalize and log2 is None:
+        # without a decay, tiles that are operands are also read by threads, and Triton's pipeline could overwrite them
+        log2 = q.new_zeros(h, dtype=torch.float32)
+    ones = v.new_ones(v.shape[:3], dtype=torch.float32) if normalize else None
+    q, k, v = _features(q, name, work_dtype(q)), _features(k, name, work_dtype(k)), _rows(v.to(work_dtype(v)))
+    return Pass(h, log2, 1.0 if scale is None else scale), Tokens(q), Tokens(k), Tokens(v, ones)
+
+
+@custom_op("causal_stages")
+def causal_stages(
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, op: str, feature_map: str | None, normalize: bool,
+    scale: float | None, eps: float, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return o [B, N, H, Dv] and, with `save`, what the backward needs: u, r with its extra channel, the divisor and
+    the rounding error of o.
+
+    q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv]; gamma [1, Hk or 1, G or 1, 1, 1] or None; arguments are checked
+    by `op.run`.
+    """
+    from .compose import forward
+
+    saved = _saved(q, _shapes(q, k, v, op, feature_map, normalize, save))
+    if not q.shape[0]:
+        return q.new_empty((*q.shape[:3], v.shape[3])), *saved
+    with torch.cuda.device_of(q):
+        p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale)
+        o, u, r = forward(op, p, tokens[0], tokens[1], tokens[2], eps if normalize else None)
+    y = o.x.to(q.dtype)
+    if not save:
+        return y, *saved
+    rest = o.x - y if normalize and y.dtype != o.x.dtype else o.rest
+    kept = (None if u is None else u.x, None if r is None else r.x, None if r is None else r.extra, o.extra, rest)
+    found = [new if new is not None else none for new, none in zip(kept, saved, strict=True)]
+    return y, found[0], found[1], found[2], found[3], found[4]
+
+
+@causal_stages.register_fake
+def _(q, k, v, gamma, op, feature_map, normalize, scale, eps, save):
+    o = q.new_empty((*q.shape[:3], v.shape[3]))
+    return o, *_saved(q, _shapes(q, k, v, op, feature_map, normalize, save))
+
+
+@custom_op("causal_stages_backward")
+def causal_stages_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, saved: Sequence[Tensor], gamma_grad: bool,
+    op: str, feature_map: str | None, normalize: bool, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (dq, dk, dv, dgamma); saved: the outputs of the forward; dgamma is empty unless `gamma_grad`."""
+    from .compose import backward
+    from .launch import Sums, Tokens, gradient_of_decay
+
+    none = q.new_empty((0,))
+    if not q.shape[0]:
+        d_gamma = torch.zeros_like(gamma) if gamma is not None and gamma_grad else none
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), d_gamma
+    o, u, r, r_extra, divisor, rest = (x if x.numel() else None for x in saved)
+    with torch.cuda.device_of(q):
+        p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale)
+        p.sums = Sums() if gamma_grad else None
+        dtype, group = work_dtype(q), q.shape[2] // k.shape[2]
+        extra = None
+        if o is not None and divisor is not None and rest is not None:
+            grad = grad.float() / divisor[..., None]
+            grad = _rounded(grad) if in_tf32(dtype) else grad.to(dtype)
+            extra = -(grad.float() * (o.float() + rest)).sum(-1)
+        do = Tokens(_rows(grad.to(dtype)), extra)
+        inner = None if u is None else Tokens(u), None if r is None else Tokens(r, r_extra)
+        wide = torch.float32 if group > 1 else dtype
+        found = list(backward(op, p, tokens[0], tokens[1], tokens[2], *inner, do, wide))
+        if group > 1:
+            found[1:] = (x.unflatten(2, (-1, group)).sum(3) for x in found[1:])
+        if feature_map not in (None, "identity"):
+            for i, x in enumerate((q.float(), k.float())):
+                found[i] = feature_grad(x, feature(x, feature_map), found[i].float(), feature_map)
+        d_gamma = none if p.sums is None or gamma is None else gradient_of_decay(p.sums, gamma, group)
+    dq, dk, dv = (x.to(q.dtype).contiguous() for x in found)
+    return dq, dk, dv, d_gamma
+
+
+@causal_stages_backward.register_fake
+def _(grad, q, k, v, gamma, saved, gamma_grad, *options):
+    outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return (*outs, torch.empty_like(gamma) if gamma_grad else q.new_empty((0,)))
+
+
+def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.options = inputs[4:8]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:4], *output)
+
+
+def _gradients(ctx: Any, grad: Tensor | None, *_: None) -> tuple:
+    rest = (None,) * 6
+    if grad is None:
+        return None, None, None, None, *rest
+    q, k, v, gamma, *saved = ctx.saved_tensors
+    gamma_grad = ctx.needs_input_grad[3]
+    *grads, d_gamma = causal_stages_backward(grad, q, k, v, gamma, saved, gamma_grad, *ctx.options)
+    return *grads, d_gamma if gamma_grad else None, *rest
+
+
+causal_stages.register_autograd(_gradients, setup_context=_setup)

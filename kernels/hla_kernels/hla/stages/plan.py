@@ -1,0 +1,51 @@
+"""Launch plan of the causal kernels: tile sizes, warps and segments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+CHUNK = 64  # tokens per tile
+LEAST = 16  # minimum size of an axis in a product
+PROGRAMS = 396  # programs wanted in a launch, three per multiprocessor of an H100
+SEGMENT = 8  # chunks of the shortest segment of a divided sequence
+
+
+class Plan(NamedTuple):
+    """Sizes of a launch: chunks per segment, number of segments, channels per block of the output and its blocks."""
+
+    chunks: int
+    segments: int
+    block: int
+    blocks: int
+
+
+def in_tf32(dtype: torch.dtype) -> bool:
+    """Whether products of tokens of a dtype are in TF32."""
+    return dtype == torch.float32
+
+
+def padded(d: int) -> int:
+    """Return the channels of a tile, a power of two."""
+    return max(LEAST, 1 << (d - 1).bit_length())
+
+
+def plan(heads: int, n: int, width: int) -> Plan:
+    """Return the plan of a launch of `heads` (of all samples), n tokens, and outputs of `width` channels."""
+    block = min(64, padded(width))
+    blocks = -(-width // block)
+    chunks = -(-n // CHUNK)
+    wanted = -(-PROGRAMS // (heads * blocks))
+    each = max(min(SEGMENT, chunks), -(-chunks // wanted))
+    return Plan(each, -(-chunks // each), block, blocks)
+
+
+def together(widest: int, decay: bool, extra: bool) -> int:
+    """Return how many terms fit into the registers of one launch; extra: with an extra channel."""
+    return 1 if decay or extra or widest > 64 else 2
+
+
+def warps(widest: int, decay: bool) -> dict[str, int]:
+    """Return the launch options for tiles of `widest` channels."""
+    return {"num_warps": 8 if widest > 64 or decay else 4, "num_stages": 2}

@@ -1,0 +1,206 @@
+"""Triton form of the causal operators against the definition in float64.
+
+On a CUDA device, interpreted in a separate process, and compiled.
+"""
+
+import json
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import hla_kernels as hk
+from hla_kernels.hla import stages
+from hla_kernels.hla.reference import reference
+from hla_kernels.op import why_not_triton
+from hla_kernels.options import Options
+from tests.ops.cases import CAUSAL, l2_error, tokens
+from tests.ops.fused.cases import poison
+from tests.ops.fused.children import check_compiled, check_interpreted
+
+RATIO = {"feature_map": "elu1", "normalize": True}
+PAIR = {"feature_map": "softmax_pair", "normalize": True, "scale": 0.5}
+KINDS = {"plain": {}, "scale": {"scale": 0.3}, "relu": {"feature_map": "relu"}, "ratio": RATIO, "pair": PAIR}
+# n, query heads, key heads, D, Dv, option, decay per query head or key head
+CASES = [
+    (1, 2, 2, 16, 16, "plain", ()),
+    (37, 2, 1, 16, 24, "scale", (0.9, 0.5)),
+    (70, 4, 2, 24, 16, "ratio", (0.9, 0.6, 1.0, 0.05)),
+    (70, 4, 2, 8, 16, "pair", (0.9, 0.8)),
+    (200, 2, 2, 40, 16, "relu", ()),
+    (600, 2, 1, 16, 16, "ratio", (0.99, 0.95)),
+    (600, 1, 1, 24, 40, "plain", (0.98,)),
+]
+# relative L2 errors of o, gradients of tokens and of the decay; of ratios, whose gradients cancel
+LIMITS = {torch.bfloat16: (4e-3, 4e-3, 2e-2), torch.float16: (1e-3, 1e-3, 6e-3)}
+OF_RATIOS = {torch.bfloat16: (4e-3, 1.5e-2, 2e-2), torch.float16: (1e-3, 3e-3, 6e-3)}
+GPU_CASES = [
+    (1000, 4, 4, 64, 64, "plain", ()), (600, 4, 2, 128, 128, "plain", (0.9, 0.99)), (333, 2, 2, 72, 40, "ratio", ()),
+    (4096, 2, 1, 64, 64, "ratio", (0.99, 0.999)), (5000, 2, 2, 64, 128, "scale", (0.9, 0.999)),
+]  # fmt: skip
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton form needs a CUDA device: none here")
+
+
+def setting(case, dtype, device, size=1.0):
+    """(q, k, v), decay [heads] in float64 or None, gradient of the output, options."""
+    n, h, n_key_heads, d, dv, kind, decay = case
+    x = [(size * t).to(device, dtype) for t in tokens(n, 2, h, n_key_heads, d, dv)]
+    grad = tokens(n, 2, h, h, d, dv, seed=1)[2].to(device, dtype)
+    return x, torch.tensor(decay, dtype=torch.float64, device=device) if decay else None, grad, KINDS[kind]
+
+
+def run(op, x, decay, options):
+    """The operator without its checks: interpreted kernels have no CUDA device."""
+    o = Options(True, **options)
+    gamma = None if decay is None else decay.reshape(1, x[1].shape[2], -1, 1, 1)
+    return stages.causal_stages(*x, gamma, op, o.feature_map, o.normalize, o.scale, o.eps, True)[0]
+
+
+def defined(op, x, decay, options):
+    """The definition."""
+    if decay is not None:
+        decay = decay.repeat_interleave(x[0].shape[2] // decay.shape[0])
+    return reference(op, *x, Options(True, decay=None if decay is None else "tensor", **options), decay)
+
+
+def grads(f, op, x, decay, grad, options, dtype=None):
+    """Output and gradients of tokens and of the decay."""
+    x = [t.detach().to(dtype or t.dtype).requires_grad_() for t in x]
+    more = [] if decay is None else [decay.detach().to(torch.float64 if dtype else torch.float32).requires_grad_()]
+    y = f(op, x, more[0] if more else None, options)
+    return [y.detach(), *torch.autograd.grad(y, [*x, *more], grad.to(y))]
+
+
+def errors(op, x, decay, grad, options):
+    """Relative L2 errors against float64, and what was found."""
+    found = grads(run, op, x, decay, grad, options)
+    truth = grads(defined, op, x, decay, grad, options, torch.float64)
+    return [l2_error(a, b) for a, b in zip(found, truth, strict=True)], found
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("op", CAUSAL)
+def test_error_and_bits(monkeypatch, op, dtype, case):
+    given = setting(case, dtype, "cuda", 0.2 if dtype == torch.float16 else 1.0)
+    with monkeypatch.context() as patch:
+        poison(patch)
+        (o, *of_tokens), first = errors(op, *given)
+        second = grads(run, op, *given)
+    of_decay = of_tokens.pop() if case[6] else 0.0
+    limits = (OF_RATIOS if "normalize" in given[3] else LIMITS)[dtype]
+    assert (o <= limits[0]) and max(of_tokens) <= limits[1] and of_decay <= limits[2], (o, of_tokens, of_decay)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("op", CAUSAL)
+def test_auto_and_compile(op):
+    """`auto` uses it, compiled in one graph with the same bits."""
+    x, decay, grad, _ = setting((200, 4, 2, 64, 64, "plain", (0.9, 0.99)), torch.bfloat16, "cuda")
+    f = lambda op, x, decay, options: getattr(hk, op)(*x, causal=True, decay=decay)  # noqa: E731
+    assert hk.explain(op, *x, causal=True, decay=decay.float()).impl == "triton"
+    compiled = torch.compile(lambda x, decay: f(op, x, decay, {}), fullgraph=True, backend="aot_eager")
+    found = [grads(g, op, x, decay, grad, {}) for g in (f, lambda op, x, decay, options: compiled(x, decay))]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("op", CAUSAL)
+def test_interpreted(op):
+    """This file as a program, in float32; and torch.library.opcheck."""
+    pytest.importorskip("triton")
+    check_interpreted(__file__, "interpreted", op)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("d", "learned", "stack"), [(64, 0, 0), (64, 1, 0), (128, 0, 0), (128, 1, 64)])
+def test_no_spills_and_no_operand_in_registers(tmp_path, d, learned, stack):
+    """What calls and their backward launch, compiled for sm_90a. With 128 channels, sums for the gradient of the decay
+    spill a few registers."""
+    pytest.importorskip("triton")
+    check_compiled(stack, 9, tmp_path, __file__, ("compiled", d, learned))
+
+
+def test_what_triton_does_not_have():
+    x = [t.bfloat16() for t in tokens(9, d=16, dv=16)]
+    why_not = lambda options, x=x: stages.why_not("hla2", x[0], x[2], Options(True, **options))  # noqa: E731
+    for options, word in (
+        ({"center": "k"}, "center"), ({"mean_path": True}, "mean_path"), ({"ridge": 0.1}, "ridge"),
+        ({"decay": 0.9, "decay_rule": "paper"}, "paper"), ({"feature_map": "softmax_pair"}, None),
+    ):  # fmt: skip
+        assert word is None or word in why_not(options)
+    assert "multiple of 8" in why_not({}, [t[..., :9] for t in x])
+    assert "at most 128" in why_not({"feature_map": "softmax_pair"}, [t.repeat(1, 1, 1, 5) for t in x])
+    assert "float32" in why_not({}, [t.float() for t in x])
+    assert "CUDA" in why_not_triton(hk.op.prepare("hla2", *x, causal=True))
+
+
+def test_shapes_are_known_without_a_device():
+    for name, options in KINDS.items():
+        x, decay, _, _ = setting((30, 4, 2, 16, 24, name, (0.9, 0.8)), torch.bfloat16, "meta")
+        x, decay = [t.requires_grad_() for t in x], decay.float().requires_grad_()
+        y = run("hla3", x, decay, options)
+        found = torch.autograd.grad(y.sum(), [*x, decay])
+        assert [t.shape for t in (y, *found)] == [(2, 30, 4, 24), *(t.shape for t in (*x, decay))]
+
+
+def interpreted(op: str) -> None:
+    from hla_kernels.hla.stages import launch, operator, plan
+    from tests.ops.fused.children.quicker import interpret_quicker
+
+    interpret_quicker()
+    torch.cuda.device_of = lambda x: nullcontext()
+    operator.in_tf32 = launch.in_tf32 = lambda dtype: False
+    operator._rounded = lambda x: x
+    plan.SEGMENT = 2
+    for case in CASES:
+        given = setting(case, torch.float32, "cpu")
+        with pytest.MonkeyPatch.context() as patch:
+            poison(patch)
+            patch.setattr(plan, "PROGRAMS", 12)
+            found, several = errors(op, *given)
+        assert max(found) <= 3e-5, (case, found)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plan, "PROGRAMS", 1)
+            one = grads(run, op, *given)
+        whole = [l2_error(a, b.double()) for a, b in zip(several, one, strict=True)]
+        assert max(whole) <= 3e-5, (case, whole)
+    x = [t.float().requires_grad_() for t in tokens(20, 1, 2, 1, 16, 16)]
+    gamma = torch.full((1, 1, 2, 1, 1), 0.9, requires_grad=True)
+    torch.library.opcheck(torch.ops.hla_kernels.causal_stages, (*x, gamma, op, "elu1", True, 0.3, 1e-6, True))
+
+
+def compiled(d: str, learned: str) -> None:
+    from hla_kernels.hla.stages import launch, operator
+    from tests.ops.causal.offline import compiled_call
+    from tests.ops.fused.offline.gate import Recorder
+
+    torch.cuda.device_of = lambda x: nullcontext()  # what is compiled for is not here
+    launch.Sums.add = lambda *_: None
+    operator.Sums = launch.Sums
+    launch.gradient_of_decay = lambda sums, gamma, group: gamma
+    for name in ("states", "carry", "outputs"):
+        setattr(launch, name, Recorder(getattr(launch, name)))
+    q = torch.empty(2, 4096, 3, int(d), dtype=torch.bfloat16, device="meta")
+    gamma = torch.empty(1, 3, 1, 1, 1, device="meta") if int(learned) else None
+    for op in CAUSAL:
+        for normalize in (False, True):
+            options = (op, None, normalize, None)
+            saved = operator.causal_stages.function(q, q, q, gamma, *options, 1e-6, True)
+            operator.causal_stages_backward.function(q, q, q, q, gamma, list(saved), bool(int(learned)), *options)
+    done = set()
+    for fn, args, kwargs in Recorder.calls:
+        which, found = compiled_call(fn, args, kwargs, done)
+        if found is not None:
+            assert found["from_registers"] == 0, found
+            print(json.dumps(found), flush=True)
+        done.add(which)
+
+
+if __name__ == "__main__":
+    {"interpreted": interpreted, "compiled": compiled}[sys.argv[1]](*sys.argv[2:])
