@@ -74,9 +74,10 @@ def _two_sided(call: Any, widths: tuple[int, ...]) -> tuple:
 
 
 def _causal(call: Any, widths: tuple[int, ...]) -> tuple:
-    heads = None if call.gamma is None else int(call.gamma.numel())
-    learned = call.gamma is not None and call.gamma.requires_grad
-    o, options = call.options, (("causal", True), ("scale", 0.02), ("decay_heads", heads if learned else -1 if heads else None))
+    o, heads = call.options, None
+    if call.gamma is not None:  # -1: no gradient
+        heads = int(call.gamma.numel()) if call.gamma.requires_grad else -1
+    options = (("causal", True), ("scale", 0.02), ("decay_heads", heads))
     return (call.op, call.q.dtype, widths, (*options, ("feature_map", o.feature_map), ("normalize", o.normalize)))
 
 

@@ -1,4 +1,4 @@
-"""Triton form of the causal operators la, hla2, ahla and hla3, compositions of decayed sums over earlier tokens.
+"""Triton form of the causal operators: compositions of decayed sums over earlier tokens.
 
 A sequence is divided into segments of chunks of 64 tokens. If there are several segments, one launch computes the state
 of each, and another one carries states from segment to segment; then one program per segment walks over its chunks with

@@ -60,7 +60,7 @@ class Pass:
         self, *terms: Term, reverse: bool = False, extra: bool = False, eps: float | None = None,
         dtype: torch.dtype | None = None, partner: Tensor | None = None, counted: int = 3, pairs: bool = False,
     ) -> Tokens:  # fmt: skip
-        """Return the sum of the terms, [B, N, H, Dz] with Dz channels of z, in dtype or that of z.
+        """Return the sum of the terms, [B, N, H, Dz] with Dz channels of z, in `dtype` or else the dtype of z.
 
         extra: also its extra channel. eps: divide by the extra channel plus eps, and return that divisor as extra
         channel. For the gradient of the decay: partner p, of the first `counted` terms, and whether `pairs` of one

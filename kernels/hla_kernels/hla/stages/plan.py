@@ -8,7 +8,7 @@ import torch
 
 CHUNK = 64  # tokens per tile
 LEAST = 16  # minimum size of an axis in a product
-PROGRAMS = 396  # programs wanted in a launch, three per multiprocessor of an H100
+PROGRAMS = 396  # programs of a launch, at least: three per multiprocessor of an H100
 SEGMENT = 8  # chunks of the shortest segment of a divided sequence
 
 
@@ -36,8 +36,8 @@ def plan(heads: int, n: int, width: int) -> Plan:
     block = min(64, padded(width))
     blocks = -(-width // block)
     chunks = -(-n // CHUNK)
-    wanted = -(-PROGRAMS // (heads * blocks))
-    each = max(min(SEGMENT, chunks), -(-chunks // wanted))
+    segments = -(-PROGRAMS // (heads * blocks))
+    each = max(min(SEGMENT, chunks), -(-chunks // segments))
     return Plan(each, -(-chunks // each), block, blocks)
 
 
