@@ -185,7 +185,8 @@ def test_channels_with_a_mean(op, which):
     many = [(BF16, sizes, n) for sizes in (MANY, MANY_ODD) for n in (197, 1025)]
     others = (BF16, FEW, 333), (BF16, ODD, 333), (FP16, MANY, 197), (FP16, FEW, 333)
     for options, (dtype, sizes, n) in itertools.product((RATIO, ANCHORED, ELU_CENTRED[0]), (*many, *others)):
-        if options is RATIO and dtype == FP16:  # has no Triton form
+        wide = op == "polynomial" and options is ELU_CENTRED[0] and sizes[3] > 64
+        if wide or (options is RATIO and dtype == FP16):  # has no Triton form
             continue
         x, grad = make(n, dtype, sizes)
         x[which] += 2
