@@ -12,18 +12,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.ops.fused.offline.gate import OPTIONS, constant, constant_operands, key, type_of
+from tests.ops.fused.offline.judge import OPTIONS, constant, constant_operands, key, type_of
 from tests.ops.fused.offline.pipeline import overwritten
 from tests.ops.fused.offline.sass import TOOLS, disassemble, faults
+from tests.ops.fused.offline.verdicts import kept
 
 
 def compiled_call(fn, args, kwargs, done) -> tuple[str, dict | None]:
     """The key of a launch, and registers, stack bytes, shared memory and products with operand A in registers, None if
     the key is in `done`."""
-    kwargs = dict(kwargs)
     which = key(fn, args, kwargs)
-    if which in done:
-        return which, None
+    return which, None if which in done else kept(fn, f"tuples of tensors {which}", lambda: _compiled(fn, args, kwargs))
+
+
+def _compiled(fn, args, kwargs) -> dict:
+    kwargs = dict(kwargs)
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     given = dict(zip(fn.arg_names, args, strict=False))
     signature, constants, attributes = {}, {}, {}
@@ -52,4 +55,4 @@ def compiled_call(fn, args, kwargs, done) -> tuple[str, dict | None]:
     assert not wrong, f"{fn.__name__}: {wrong}"
     sizes = {"registers": registers, "stack": stack, "shared": found.metadata.shared}
     in_registers = len(re.findall(r"wgmma\.mma_async[^;]*\}, *\{", ptx))
-    return which, {"kernel": fn.__name__, **sizes, "from_registers": in_registers}
+    return {"kernel": fn.__name__, **sizes, "from_registers": in_registers}
