@@ -29,9 +29,9 @@ class LinearMixer(Mixer):
     """Linear mixer mixer(q, k, v, ctx) -> o, linear in the number of tokens; all tensors are [B, N, H, D].
 
     A subclass sets `name`, `operator` and `operator_packed` (functions of `hla_kernels`) and, if needed, `defaults`.
-    Steps, after the host has called `with_cpe` and projected: depthwise residuals, feature map, rotary embedding,
-    operator (one or two directions), head norm, gains, LePE, gate. If nothing precedes the operator and the host has
-    q, k, v in one tensor, the packed operator reads it.
+    The host calls `with_cpe` and projects to q, k, v. The mixer then applies depthwise residuals, feature map, rotary
+    embedding, operator (one or two directions), RMSNorm per head, gains, LePE and gate. If no step before the operator
+    changes q, k, v and the host has them in one tensor, the packed operator reads that tensor.
 
     With a rotary embedding, the feature map is applied before the rotation. The denominator uses the unrotated
     features, so that it stays positive; for `power` it uses the norms of the rotated channel pairs, an upper bound of

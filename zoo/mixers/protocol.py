@@ -24,7 +24,7 @@ class Mixer(nn.Module):
     options: options of this instance, with values derived from the layer (the blocks of a grid) filled in.
     forms_matrix: whether the attention matrix is formed, so that masks and attention dropout work.
     takes_rotations: whether the mixer works in a model with a rotary embedding.
-    sums_tokens: whether only `operator` combines tokens, so that several devices can share them.
+    sums_tokens: whether tokens interact in `operator` only, as context parallelism needs.
     scale: factor on the scores.
     norm, gains, gate: applied to the output in this order: norm per head, learned gains (set by calibration), gate;
         None if absent. Attention maps are computed without norm and gate.

@@ -1,1 +1,1 @@
-"""Conversion recipes: all stages from a softmax model to a fine-tuned and evaluated linear model."""
+"""Conversion recipes: all stages from a softmax model to its fine-tuned and evaluated conversion."""

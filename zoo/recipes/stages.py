@@ -184,7 +184,7 @@ def finetune_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -
 
 
 def controls_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
-    """Train two controls for the full budget: softmax, and the mixer from random attention weights (the floor)."""
+    """Train for the full budget: the softmax control, and the floor (attention layers re-initialised at random)."""
     keep = _stage_result(found, "calibrate")["keep_softmax"]
     source = {"model": {**kind.starting_from(Path(kind.recipe.source), [])["model"], "mixer": "", "mixer_options": {}}}
     alone: Tree = {"distill": {"teacher": "", "attention": 0.0}, "optim": {"anneal": 0.0}}  # no order warm-up

@@ -126,7 +126,7 @@ class ConversionTask(ABC):
         return autocast(_device().type, self.tree["run"]["precision"])
 
     def random_attention(self, model: nn.Module) -> None:
-        """Initialize the converted attention layers with random weights, from the seed of the runs."""
+        """Re-initialise every nn.Linear of the converted attention layers, with the seed of the runs."""
         seed_everything(self.tree["run"]["seed"])
         for layer in converted_layers(model).values():
             for part in layer.modules():

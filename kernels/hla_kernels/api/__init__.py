@@ -1,7 +1,8 @@
 """Public operators with a common signature.
 
-Related: `packed` (one qkv tensor), `blocks` (block mixing), `taylor` (Taylor expansion of softmax). Symbols are defined
-in `hla/__init__.py`.
+Related: `packed` (one qkv tensor), `blocks` (block mixing), `taylor` (Taylor expansion of softmax), `multipole`,
+`adaptive`, `delta`. In all of them, two-sided means not causal; D and Dv are the channels of a key head and a value
+head; a moment is a sum over tokens such as P = s sum k v', with the scale s. All symbols: `hla/__init__.py`.
 
 Shapes: q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] with any strides (the Triton forms read them in place and
 require a contiguous last dimension); Hk divides H, and query head h uses key head h // (H // Hk). Returns o
@@ -9,8 +10,8 @@ require a contiguous last dimension); Hk divides H, and query head h uses key he
 
 Options
     causal        token t attends to tokens j <= t; otherwise all tokens attend to all tokens. Later tokens are
-                  multiplied by zero: pad sequences at the end with finite numbers (zeros), since NaN or Inf would reach
-                  earlier tokens
+                  multiplied by zero, not skipped: NaN or Inf in them would reach earlier tokens, so pad at the end with
+                  zeros
     feature_map   None, "identity", "relu", "elu1" (elu + 1), "softmax" (over D) or "softmax_pair" ([softmax(x),
                   softmax(-x)]: 2 D features, so D <= 128), applied to q and k in float32
     normalize     divide by the operator with v = 1, plus eps. Needs a non-negative feature_map, or "identity" if q and

@@ -66,7 +66,8 @@ class Site(Host):
     def reset_parameters(self) -> None:
         """Initialise the parameters of the host, then of the mixer, then the tag.
 
-        timm initialises all layers by type, children first, which would overwrite the gate; this runs afterwards.
+        timm's initialisation visits children first and resets every nn.Linear, the mixer's gate included; this runs
+        after it.
         """
         if hasattr(super(), "reset_parameters"):
             super().reset_parameters()

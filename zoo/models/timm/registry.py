@@ -1,8 +1,8 @@
 """Registered timm names: models built by timm's entrypoints, converted before weights are loaded.
 
-The base entrypoint holds the hyper-parameters, its creator function the checkpoint filter and the feature getter. Both
-run unchanged, but with a `build_model_with_cfg` that builds the host, converts it and sets our name. No table of sizes
-is copied, and saving for the hub stores our name.
+timm's entrypoint (`vit_small_patch16_224`) sets the hyper-parameters and calls `_create_vision_transformer`, with
+the checkpoint filter. Both run unchanged, with `build_model_with_cfg` replaced by one that also converts the model and
+sets the registered name. No hyper-parameters are copied, and `save_for_hf` stores the registered name.
 """
 
 import sys
