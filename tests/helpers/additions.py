@@ -25,4 +25,4 @@ def try_addition(folder: Path, page: str, file: str, table: str, start: str, chi
     path = os.pathsep.join(map(str, (folder, ROOT / "kernels", ROOT)))
     words = [sys.executable, str(child), str(folder)]
     done = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -5,12 +5,17 @@ import math
 import torch
 
 from zoo.mixers import MIXERS, Context, build_mixer
+from zoo.mixers.delta import DeltaMixer
 
-DELTA = ("hdla", "gdn", "deltanet", "gla", "mamba2", "retnet")
-OWN_TESTS = (
-    *("softmax", "mhla", "mhla2", "taylor2", "multipole", "mala", "rala", "inline", "mesa", "resolvent"), *DELTA,
-)  # fmt: skip
-LINEAR = [name for name in MIXERS if name not in OWN_TESTS]
+DELTA = [name for name, kind in MIXERS.items() if issubclass(kind, DeltaMixer)]
+MATRICES = {  # linear mixer -> its N x N weights, of those A [B, H, N, N] of linear attention
+    "la": lambda a: a,
+    "hla2": lambda a: a @ a.mT,
+    "ahla": lambda a: a @ a,
+    "hla3": lambda a: a @ a.mT @ a,
+    "poly": lambda a: a,
+}
+GRIDLESS = [name for name, kind in MIXERS.items() if not kind.defaults.needs_grid]
 DIM, HEADS, HEAD_DIM, GRID, PREFIX = 24, 3, 8, (4, 5), 1
 
 
@@ -23,4 +28,9 @@ def inputs(seed: int = 0, batch: int = 2, dtype: torch.dtype = torch.float64):
 
 
 def make(name: str, **options):
-    return build_mixer(name, DIM, HEADS, HEAD_DIM, dtype=torch.float64, **options)
+    return build_mixer(name, DIM, HEADS, HEAD_DIM, grid=GRID, prefix=PREFIX, dtype=torch.float64, **options)
+
+
+def options_of(name: str, **wanted):
+    """The given options without those that the mixer does not have."""
+    return {key: value for key, value in wanted.items() if hasattr(MIXERS[name].defaults, key)}

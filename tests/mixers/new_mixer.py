@@ -12,6 +12,7 @@ import torch
 from timm.models import save_for_hf
 
 import zoo
+from tests.helpers.additions import ROOT
 from zoo.config import describe, from_command_line
 from zoo.mixers import MIXERS, Context, build_mixer
 from zoo.models.timm.model_files import Recipe, build, load_model, save_weights
@@ -74,6 +75,13 @@ def in_settings() -> None:
         zoo.convert(rotary, "landmark")
 
 
+def tested() -> None:
+    """The tests over all mixers pass for the new one; those that compile models take too long here."""
+    folders = [str(ROOT / "tests" / name) for name in ("mixers", "models")]
+    chosen = "landmark and not gpu and not one_graph and not export"
+    assert pytest.main(["-q", "-p", "no:cacheprovider", "-k", chosen, *folders]) == 0
+
+
 if __name__ == "__main__":
     warnings.simplefilter("error")
     assert "landmark" in MIXERS and Path(zoo.__file__).is_relative_to(sys.argv[1])
@@ -81,3 +89,4 @@ if __name__ == "__main__":
     made_and_converted(Path(sys.argv[1]) / "timm")
     compared(Path(sys.argv[1]))
     in_settings()
+    tested()

@@ -2,18 +2,18 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from hla_kernels.features import feature
-from tests.helpers.mixers import DIM, GRID, HEAD_DIM, HEADS, LINEAR, PREFIX, inputs, make
-from zoo.mixers import MIXERS, Context, build_mixer
+from tests.helpers.mixers import DIM, GRID, GRIDLESS, HEAD_DIM, HEADS, MATRICES, PREFIX, inputs, make, options_of
+from zoo.mixers import MIXERS, Context, LinearMixer, Mixer, build_mixer
 
-TWO_SIDED = [*LINEAR, "mala", "rala", "inline", "mesa", "resolvent"]
-SERIAL = [name for name in LINEAR if name != "poly"]
+ROTARY = [name for name in MIXERS if MIXERS[name].takes_rotations]
+SERIAL = [name for name in GRIDLESS if not getattr(MIXERS[name].defaults, "two_sided", True)]
 EPS_EFFECT = 1e-6  # relative effect of the eps of the mixers, which the definitions here omit
 
 
@@ -26,16 +26,14 @@ def phi(x: torch.Tensor, feature_map: str, exponent: float = 3.0) -> torch.Tenso
 
 def weights(name: str, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The N x N matrix [B, H, N, N] of the two-sided mixer, by its definition; each factor is a mean over N."""
-    a = torch.einsum("bnhd,bmhd->bhnm", q, k) / q.shape[1]
-    at = a.transpose(-1, -2)
-    return {"la": a, "hla2": a @ at, "ahla": a @ a, "hla3": a @ at @ a, "poly": a}[name]
+    return MATRICES[name](torch.einsum("bnhd,bmhd->bhnm", q, k) / q.shape[1])
 
 
 def apply(w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bhnm,bmhd->bnhd", w, v)
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize("feature_map", ["power", "relu", "elu1", "softmax", "softmax_pair", "hedgehog"])
 def test_ratio_form_is_the_definition(name, feature_map):
     q, k, v, ctx = inputs()
@@ -50,7 +48,7 @@ def test_ratio_form_is_the_definition(name, feature_map):
     torch.testing.assert_close(mixer(q, k, v, ctx), expected, rtol=EPS_EFFECT, atol=EPS_EFFECT)
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", MATRICES)
 def test_anchored_form_is_the_definition(name):
     q, k, v, ctx = inputs(1)
     mixer = make(name, feature_map="identity", normalize=False, center="k", mean_path=True)
@@ -104,7 +102,7 @@ def test_the_anchored_form_is_the_first_order_of_softmax():
     assert errors[1] < 0.3 * errors[0]  # halving q divides a second-order remainder by four
 
 
-@pytest.mark.parametrize("name", TWO_SIDED)
+@pytest.mark.parametrize("name", GRIDLESS)
 def test_two_sided_mixers_do_not_see_the_order_of_tokens(name):
     q, k, v, ctx = inputs(3)
     mixer = make(name)
@@ -117,7 +115,7 @@ def test_two_sided_mixers_do_not_see_the_order_of_tokens(name):
 @pytest.mark.parametrize("decay", [None, 0.9])
 def test_causal_mixers_do_not_see_the_future(name, decay):
     q, k, v, ctx = inputs(4)
-    mixer = make(name, causal=True, decay=decay)
+    mixer = make(name, causal=True, decay=decay, post_norm=True)
     whole = mixer(q, k, v, ctx)
     for changed in (q, k, v):
         changed[:, 12:] += 1.0
@@ -127,15 +125,17 @@ def test_causal_mixers_do_not_see_the_future(name, decay):
 @pytest.mark.parametrize("name", SERIAL)
 def test_scan_both_is_symmetric_under_reversal(name):
     q, k, v, ctx = inputs(5)
-    mixer = make(name, causal=True, scan="both")
+    mixer = make(name, causal=True, scan="both", post_norm=True)
     reversed_ = mixer(q.flip(1), k.flip(1), v.flip(1), ctx).flip(1)
     torch.testing.assert_close(reversed_, mixer(q, k, v, ctx), rtol=1e-9, atol=1e-9)
+    if not MIXERS[name].defaults.normalize:
+        return
     average = make(name, feature_map="elu1", causal=True, scan="both")  # no weight is zero
     constant = average(q, k, torch.ones_like(v), ctx)  # both directions are averages, and so is their half sum
     torch.testing.assert_close(constant, torch.ones_like(v), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", MATRICES)
 def test_rotation_acts_on_the_numerator_only(name):
     q, k, v, ctx = inputs(6)
     mixer = make(name, feature_map="elu1")
@@ -150,20 +150,48 @@ def test_rotation_acts_on_the_numerator_only(name):
     torch.testing.assert_close(mixer(q, k, v, turned), expected, rtol=EPS_EFFECT, atol=EPS_EFFECT)
 
 
-@pytest.mark.parametrize("name", TWO_SIDED)
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotation_reaches_the_output(name):
+    q, k, v, ctx = inputs(6)
+    turned = replace(ctx, rotate=lambda t: t * torch.linspace(-1, 1, t.shape[1])[:, None, None])
+    mixer = make(name)
+    assert (mixer(q, k, v, turned) - mixer(q, k, v, ctx)).norm() > 0.01 * mixer(q, k, v, ctx).norm()
+
+
+@pytest.mark.parametrize("name", [name for name in MIXERS if name not in ROTARY])
+def test_a_mixer_without_rotations_refuses_them(name):
+    q, k, v, ctx = inputs(6)
+    with pytest.raises(ValueError, match=f"'{name}' cannot honour a rotary embedding"):
+        make(name)(q, k, v, replace(ctx, rotate=lambda t: t))
+
+
+def test_a_new_mixer_takes_no_rotations():
+    """Unless its class states it: a mixer that ignores rotations loses the positions."""
+    assert not Mixer.takes_rotations
+
+
+@pytest.mark.parametrize("name", MIXERS)
 def test_parts_with_parameters_start_as_the_identity(name):
     q, k, v, ctx = inputs(7)
-    extra = make(name, depthwise="qkv", depthwise_kernel=5, lepe=3, gate=True)
-    torch.testing.assert_close(extra(q, k, v, ctx), make(name)(q, k, v, ctx), rtol=0, atol=0)
+    torch.manual_seed(0)
+    extra = make(name, **options_of(name, depthwise="qkv", depthwise_kernel=5, lepe=3, gate=True))
+    plain = make(name, depthwise="")
+    plain.load_state_dict(extra.state_dict(), strict=False)
+    torch.testing.assert_close(extra(q, k, v, ctx), plain(q, k, v, ctx), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", LINEAR)
-def test_every_parameter_gets_a_gradient(name):
+PARTS = {"post_norm": True, "depthwise": "qkv", "gate": True, "lepe": 5}
+EVERY_PART = [(name, options_of(name, gains=True)) for name in MIXERS]
+EVERY_PART += [(name, {"feature_map": "hedgehog", "causal": True, "decay": 0.9}) for name in SERIAL if name in MATRICES]
+
+
+@pytest.mark.parametrize(("name", "more"), EVERY_PART)
+def test_every_parameter_gets_a_gradient(name, more):
     q, k, v, ctx = inputs(8)
-    causal = {} if name == "poly" else {"causal": True, "decay": 0.9}
-    options = {"feature_map": "hedgehog", "post_norm": True, "depthwise": "qkv", "gate": True, "lepe": 5}
-    mixer = make(name, **options, **causal)
-    mixer(q, k, v, ctx).square().sum().backward()
+    mixer = make(name, **options_of(name, **PARTS), **more)
+    for p in mixer.parameters():
+        torch.nn.init.normal_(p)
+    mixer(q, k, v, ctx).cos().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in mixer.parameters())
 
 
@@ -201,16 +229,14 @@ def test_ridge_adds_lambda_to_the_key_moment():
 
 @pytest.mark.parametrize("name", list(MIXERS))
 def test_reset_parameters_restores_a_model_built_on_meta(name):
-    wanted = {"depthwise": "v", "lepe": 3, "gate": True, "post_norm": True, "blocks": [2, 2]}
-    options = {key: value for key, value in wanted.items() if hasattr(MIXERS[name].defaults, key)}
-    options |= {"prefix": PREFIX} if "blocks" in options else {}
-    mixer = build_mixer(name, DIM, HEADS, HEAD_DIM, device="meta", dtype=torch.float64, **options).to_empty(
-        device="cpu"
-    )
+    options = options_of(name, depthwise="v", lepe=3, gate=True, post_norm=True, blocks=[2, 2])
+    mixer = make(name, device="meta", **options).to_empty(device="cpu")
+    torch.manual_seed(0)
     for module in mixer.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     q, k, v, ctx = inputs(12)
+    torch.manual_seed(0)
     torch.testing.assert_close(mixer(q, k, v, ctx), make(name, **options)(q, k, v, ctx), rtol=0, atol=0)
 
 
@@ -317,14 +343,14 @@ MASKED = {
 }
 
 
-PADDED = [(name, form) for name in LINEAR for form in MASKED] + [(name, "default") for name in TWO_SIDED[len(LINEAR) :]]
+PADDED = [(name, form) for name in GRIDLESS for form in (MASKED if name in MATRICES else ["default"])]
 
 
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize(("name", "form"), PADDED)
 def test_a_padded_sample_is_the_sample_alone(name, form, rotated):
-    if rotated and name == "resolvent":
-        pytest.skip("resolvent refuses rotary hosts")
+    if rotated and name not in ROTARY:
+        pytest.skip("refuses rotary models")
     q, k, v, ctx = inputs(14)
     mixer = make(name, **MASKED[form])
     mask = torch.ones(q.shape[:2], dtype=torch.bool)
@@ -337,7 +363,7 @@ def test_a_padded_sample_is_the_sample_alone(name, form, rotated):
             part = [t[i : i + 1, :n] for t in (q, k, v)]
             wanted = mixer(*part, Context(x=ctx.x[i : i + 1, :n], rotate=turn))
             torch.testing.assert_close(found[i : i + 1, :n], wanted, rtol=1e-9, atol=1e-9)
-        assert not bool(found[0, 13:].any())
+        assert not issubclass(MIXERS[name], LinearMixer) or not bool(found[0, 13:].any())
 
 
 @pytest.mark.parametrize("depthwise", ["v", "qk"])

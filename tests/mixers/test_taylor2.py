@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.helpers.mixers import DIM, GRID, HEAD_DIM, HEADS, LINEAR, PREFIX, inputs, make
-from zoo.mixers import Context, build_mixer
+from tests.helpers.mixers import DIM, GRID, HEAD_DIM, HEADS, PREFIX, inputs, make, options_of
+from zoo.mixers import MIXERS, Context, build_mixer
 
 
 def weights(q, k, width=None):
@@ -80,7 +80,7 @@ def test_bad_options_say_what_is_allowed(options, sentence):
         build_mixer("taylor2", DIM, HEADS, HEAD_DIM, **options)
 
 
-@pytest.mark.parametrize("name", [*LINEAR, "taylor2"])
+@pytest.mark.parametrize("name", [name for name in MIXERS if options_of(name, gains=True)])
 def test_gains_are_neutral_at_first_and_then_an_affine_map_of_each_head(name):
     q, k, v, _ = inputs(5)
     ctx = Context(x=torch.zeros(2, q.shape[1], DIM, dtype=q.dtype), grid=GRID, prefix=PREFIX)

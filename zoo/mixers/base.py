@@ -42,6 +42,7 @@ class LinearMixer(Mixer):
     operator: ClassVar[Callable[..., Tensor]]
     operator_packed: ClassVar[Callable[..., Tensor]]
     defaults: ClassVar[MixerOptions] = MixerOptions()
+    takes_rotations: ClassVar[bool] = True
     options: MixerOptions
 
     def __init__(self, layer: LayerSpec, options: MixerOptions) -> None:

@@ -74,6 +74,7 @@ class DeltaMixer(Mixer):
     """
 
     defaults: ClassVar[DeltaOptions] = DeltaOptions()
+    takes_rotations: ClassVar[bool] = True
     unit_keys: ClassVar[bool] = True
     options: DeltaOptions
 

@@ -23,7 +23,7 @@ class Mixer(nn.Module):
     defaults: default options; the class of this object defines which options exist.
     options: options of this instance, with values derived from the layer (the blocks of a grid) filled in.
     forms_matrix: whether the attention matrix is formed, so that masks and attention dropout work.
-    takes_rotations: whether the mixer works in a model with a rotary embedding.
+    takes_rotations: whether `forward` applies `ctx.rotate`; without it, models with a rotary embedding are refused.
     sums_tokens: whether tokens interact in `operator` only, as context parallelism needs.
     scale: factor on the scores.
     norm, gains, gate: applied to the output in this order: norm per head, learned gains (set by calibration), gate;
@@ -34,7 +34,7 @@ class Mixer(nn.Module):
     name: ClassVar[str]
     defaults: ClassVar[LocalOptions] = LocalOptions()
     forms_matrix: ClassVar[bool] = False
-    takes_rotations: ClassVar[bool] = True
+    takes_rotations: ClassVar[bool] = False
     sums_tokens: ClassVar[bool] = False
     options: LocalOptions
     tag: Tensor
@@ -100,7 +100,9 @@ class Mixer(nn.Module):
         """Share the tokens of each sample among the devices of `group`; called only if `why_not_shared` is empty."""
 
     def check(self, n_tokens: int, ctx: Context) -> None:
-        """Raise ValueError for a mask, causality or a missing grid that the mixer does not support."""
+        """Raise ValueError for a rotation, mask, causality or missing grid that the mixer does not support."""
+        if ctx.rotate is not None and not self.takes_rotations:
+            raise ValueError(f"the mixer {self.name!r} cannot honour a rotary embedding (takes_rotations is False)")
         if ctx.mask is not None and not self.forms_matrix:
             raise ValueError(
                 f"the mixer {self.name!r} cannot honour an attention mask; keep softmax in this layer (keep_softmax=)"

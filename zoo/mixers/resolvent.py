@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.mixers.base import EPS, LinearMixer
-from zoo.mixers.context import Context, LayerSpec
+from zoo.mixers.context import LayerSpec
 from zoo.mixers.moments import apply_matrix, mean_product, real_features
 from zoo.mixers.options import TwoSidedRatioOptions, is_number
 
@@ -55,13 +55,6 @@ class Resolvent(LinearMixer):
         if hasattr(self, "share_logit"):
             c = torch.tensor(self.options.share, dtype=torch.float64)
             nn.init.constant_(self.share_logit, float(c.logit()))
-
-    def check(self, n_tokens: int, ctx: Context) -> None:
-        if ctx.rotate is not None:
-            raise ValueError(
-                f"the mixer {self.name!r} cannot honour a rotary embedding: its weights must not be negative"
-            )
-        super().check(n_tokens, ctx)
 
     def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
         q, k, v, count = real_features(self._inner_map, mask, *self.split_qkv(*tensors))

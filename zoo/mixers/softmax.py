@@ -18,6 +18,7 @@ class Softmax(Mixer):
 
     name = "softmax"
     forms_matrix = True
+    takes_rotations = True
 
     def __init__(self, layer: LayerSpec, options: LocalOptions) -> None:
         super().__init__(layer, options)

@@ -5,9 +5,11 @@ import torch
 from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
 
 import zoo
+from tests.helpers.mixers import options_of
 from tests.helpers.tiny_diffusers import CASES, blocks_for, converted, host, inputs, noise, run, sites
 from zoo.mixers import MIXERS
 from zoo.mixers.layers import TokenRMSNorm
+from zoo.models.diffusers.families import known_family
 from zoo.models.diffusers.ltx import ltx_rotation
 from zoo.models.timm.registry import REGISTERED_MIXERS
 
@@ -17,11 +19,12 @@ from zoo.models.timm.registry import REGISTERED_MIXERS
 def test_every_weight_is_inherited_by_identity_and_gets_a_gradient(name, mixer):
     model = host(name)
     before = dict(model.named_parameters())
-    if mixer == "resolvent" and name in ("wan", "wan-i2v", "ltx", "flux"):
+    if not MIXERS[mixer].takes_rotations and known_family(model).rotary:
         with pytest.raises(ValueError, match="rotary embedding"):
             zoo.convert(model, mixer)
         return
-    report = zoo.convert(model, mixer, post_norm=True, gate=True, depthwise="v", **blocks_for(name, mixer))
+    options = options_of(mixer, post_norm=True, gate=True, depthwise="v")
+    report = zoo.convert(model, mixer, **options, **blocks_for(name, mixer))
     after = dict(model.named_parameters())
     assert all(after[n] is p for n, p in before.items())
     new = {n: p for n, p in after.items() if n not in before}
@@ -136,7 +139,7 @@ def test_softmax_honours_every_mask_as_the_host():
 @pytest.mark.parametrize("mixer", [m for m in REGISTERED_MIXERS if not MIXERS[m].defaults.needs_grid])
 def test_padded_keys_are_not_read(mixer):
     """A layer with padding gives the real tokens what it gives without the padded ones."""
-    site = sites(converted("pixart", mixer, gate=True))[0]
+    site = sites(converted("pixart", mixer, **options_of(mixer, gate=True)))[0]
     x = noise(2, 12, 32)
     bias = torch.zeros(2, 1, 12)
     bias[..., 9:] = -10000.0

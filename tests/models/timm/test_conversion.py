@@ -10,6 +10,7 @@ import timm
 import torch
 
 import zoo
+from tests.helpers.mixers import options_of
 from tests.helpers.tiny_models import MIXERS, NEW_IN_TIMM, image, needs_sapiens, sites, stir, tiny
 from zoo.mixers import MIXERS as CLASSES
 from zoo.mixers import LayerSpec
@@ -27,11 +28,11 @@ def names_of(model) -> list[str]:
 def test_every_weight_is_inherited_by_identity(name, mixer):
     model = tiny(name)
     before = dict(model.named_parameters())
-    if mixer == "resolvent" and getattr(model, "rope", None) is not None:
+    if not CLASSES[mixer].takes_rotations and getattr(model, "rope", None) is not None:
         with pytest.raises(ValueError, match="rotary embedding"):
             zoo.convert(model, mixer)
         return
-    report = zoo.convert(model, mixer, post_norm=True, gate=True)
+    report = zoo.convert(model, mixer, **options_of(mixer, post_norm=True, gate=True, lepe=3))
     after = dict(model.named_parameters())
     assert all(after[n] is p for n, p in before.items())
     new = {n: p for n, p in after.items() if n not in before}
@@ -71,7 +72,7 @@ def test_a_training_step_in_bfloat16_weights(mixer):
     for feature_map, factor in powers.items():
         model = stirred()
         learned = {"depthwise": "v", "gate": True, "post_norm": True, "gains": True, "feature_map": feature_map}
-        zoo.convert(model, mixer, **{key: value for key, value in learned.items() if hasattr(defaults, key)})
+        zoo.convert(model, mixer, **options_of(mixer, **learned))
         stir(model)
         found = of_bfloat16(model)
         assert all(x <= factor * limit for x, limit in zip(found, limits, strict=True)), (feature_map, found, limits)
@@ -97,10 +98,10 @@ def test_feature_maps_under_rotation(name, feature_map):
 
 
 @needs_sapiens
-@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "resolvent"])  # the model is rotary
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if CLASSES[name].takes_rotations])  # the model is rotary
 def test_grouped_queries(mixer):
     model = tiny(NEW_IN_TIMM, num_kv_heads=2, num_heads=4)
-    zoo.convert(model, mixer, depthwise="qkv", gate=True, post_norm=True)
+    zoo.convert(model, mixer, **options_of(mixer, depthwise="qkv", gate=True, post_norm=True))
     stir(model)
     assert sites(model)[0].mixer.depthwise["k"].weight.shape[0] == 16
     assert model(image()).isfinite().all()

@@ -15,9 +15,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zoo
+from tests.helpers.mixers import DELTA, options_of
 from tests.helpers.tiny_models import MIXERS, image, padded, tiny
 from zoo.mixers import MIXERS as CLASSES
-from zoo.mixers.delta import DeltaMixer
 from zoo.mixers.protocol import Mixer
 
 pytestmark = [
@@ -32,10 +32,8 @@ OPTIONS = [{}, {"causal": True, "decay": 0.9, "scan": "both"}, {"depthwise": "v"
 # without the norm per head, which turns q.k of a first token into its sign: near 0 no rounding bounds the gradient
 DELTA_OPTIONS = [{"scan": "both"}, {"scan": "raster", "depthwise": "v", "activation": "identity"}, {}]
 DELTA_OPTIONS = [{"post_norm": False, **options} for options in DELTA_OPTIONS]
-NO_DECAY = {
-    **dict.fromkeys(["poly", "taylor2", "multipole", "mala", "rala", "mesa", "resolvent"], "two-sided only"),
-    **dict.fromkeys(["mhla", "mhla2"], "no option decay"),
-}
+NO_DECAY = {name: "two-sided only" for name in MIXERS if getattr(CLASSES[name].defaults, "two_sided", False)}
+NO_DECAY |= dict.fromkeys(["mhla", "mhla2"], "no option decay")
 # q, k, v and o are rounded in any case; a mixer that rounds r times more loses sqrt(1 + r / 4) times as much
 TIMES = 1.5  # r = 5: two features, two convolutions, a gate; measured on a CPU: 1.39 at most (mesa)
 SEEDS = range(1, 5)  # of images: errors of sums without a norm vary by a factor of two from image to image
@@ -130,7 +128,7 @@ def assert_exact(model, name):
 
 def maps_of(mixer):
     """Feature maps to test, as options."""
-    if issubclass(CLASSES[mixer], DeltaMixer):
+    if not options_of(mixer, feature_map=""):
         return [{}]
     default = CLASSES[mixer].defaults.feature_map
     return [{"feature_map": name} for name in (["elu1", "power"] if default == "power" else [default])]
@@ -139,7 +137,7 @@ def maps_of(mixer):
 @pytest.mark.parametrize("i", range(3), ids=["plain", "causal", "local"])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_mixers_add_little_error(mixer, i):
-    options = (DELTA_OPTIONS if issubclass(CLASSES[mixer], DeltaMixer) else OPTIONS)[i]
+    options = options_of(mixer, **(DELTA_OPTIONS if mixer in DELTA else OPTIONS)[i])
     if mixer in NO_DECAY and options.get("causal"):
         with pytest.raises(ValueError, match=NO_DECAY[mixer]):
             make(mixer, **options)
@@ -148,9 +146,9 @@ def test_mixers_add_little_error(mixer, i):
         assert_exact(make(mixer, **options, **feature_map), f"{mixer} {feature_map} {options}")
 
 
-@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "resolvent"])  # which refuses rotary hosts
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if CLASSES[name].takes_rotations])
 def test_mixers_of_rotary_hosts_add_little_error(mixer):
-    norm = {"post_norm": False} if issubclass(CLASSES[mixer], DeltaMixer) else {}
+    norm = {"post_norm": False} if mixer in DELTA else {}
     for feature_map in maps_of(mixer):
         assert_exact(make(mixer, ROTARY, **norm, **feature_map), f"rotary {mixer} {feature_map}")
 

@@ -11,6 +11,7 @@ from timm.models import save_for_hf
 from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
 
 import zoo
+from tests.helpers.mixers import options_of
 from tests.helpers.tiny_models import MIXERS, NARROW, SIZE, image, sites, tiny
 from zoo.models import hla_name
 from zoo.models.checkpoint_tags import decode_tag, encode_tag
@@ -41,9 +42,10 @@ def test_softmax_weights_load_strictly_by_every_route(mixer, tmp_path):
         {"checkpoint_path": str(tmp_path / "base.pth")},
         {"checkpoint_path": str(tmp_path / "base.safetensors")},
     ]
+    options = options_of(mixer, **OPTIONS)
     for route in routes:
-        assert_holds(create(name, mixer_options=OPTIONS, **route), weights)
-    plain = create(name, mixer_options=OPTIONS)
+        assert_holds(create(name, mixer_options=options, **route), weights)
+    plain = create(name, mixer_options=options)
     plain.load_state_dict(weights)
     assert_holds(plain, weights)
 
@@ -97,7 +99,7 @@ def test_strictness_is_kept(change):
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_our_weights_round_trip(mixer, tmp_path):
-    options = {**OPTIONS, "post_norm": True}
+    options = options_of(mixer, **OPTIONS, post_norm=True)
     model = tiny(hla_name(BASE, mixer), mixer_options=options, keep_softmax=[0])
     save_file(model.state_dict(), tmp_path / "ours.safetensors")
     again = create(

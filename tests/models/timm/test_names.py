@@ -8,6 +8,7 @@ import timm
 import torch
 from timm.data import resolve_data_config
 
+from tests.helpers.mixers import options_of
 from tests.helpers.tiny_models import MIXERS, NARROW, SIZE, image, sites, tiny
 from zoo.mixers import MIXERS as CLASSES
 from zoo.models import hla_name
@@ -61,9 +62,10 @@ def test_the_same_seed_gives_the_weights_of_the_base():
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_options_and_keywords(mixer):
+    options = options_of(mixer, depthwise="v", gate=True)
     model = tiny(
         hla_name("vit_small_patch16_224", mixer),
-        mixer_options={"depthwise": "v", "gate": True},
+        mixer_options=options,
         keep_softmax=[0],
         drop_path_rate=0.1,
         global_pool="avg",
@@ -72,9 +74,7 @@ def test_options_and_keywords(mixer):
     )
     assert [s.mixer_name for s in sites(model)] == [mixer]
     assert model(image()).shape == (2, 32)
-    assert model.hla_config == [
-        {"mixer": mixer, "layers": None, "keep_softmax": [0], "options": {"depthwise": "v", "gate": True}}
-    ]
+    assert model.hla_config == [{"mixer": mixer, "layers": None, "keep_softmax": [0], "options": options}]
 
 
 def test_entrypoints_are_importable_and_documented():

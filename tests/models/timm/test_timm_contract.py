@@ -10,6 +10,7 @@ from torch import nn
 from torchvision.models.feature_extraction import NodePathTracer
 
 import zoo
+from tests.helpers.mixers import options_of
 from tests.helpers.tiny_models import MIXERS, gradients, image, tiny
 from zoo.models import hla_name
 
@@ -39,7 +40,9 @@ def test_forward(name):
 
 @by_name
 def test_backward_reaches_every_parameter(name):
-    model = tiny(name, patch_size=16, mixer_options={"depthwise": "v", "gate": True}).train()
+    mixer = next(m for m in MIXERS if f"_{m}_" in name)
+    options = options_of(mixer, depthwise="v", gate=True)
+    model = tiny(name, patch_size=16, mixer_options=options).train()
     n_params = len(list(model.parameters()))
     y = model(image())
     y.mean().backward()
