@@ -210,8 +210,9 @@ def allowed(call: Call, x: Inputs, exact: list[Tensor], fast: bool) -> list[floa
 def of_products(call: Call, x: Inputs) -> list[float]:
     """The likely rounding of sums of products in any order, from the magnitudes of their terms: see
     `tests.campaign.dense`. A path has at most four sums over tokens and four over channels (third order and its
-    gradient), of twice the channels for pairs of softmaxes, and as many more for the sums of a feature map."""
-    operations = 4 * (call.n + 4 * call.d)
+    gradient), of twice the channels for pairs of softmaxes, and as many more for the sums of a feature map; `mhla` also
+    sums over blocks."""
+    operations = 4 * (call.n + 4 * call.d + math.prod(call.options.get("blocks", (0,))))
     unit = LIKELY * operations**0.5 * ROUNDOFF.get(call.dtype, 2.0**-24)
     sizes = truth(call, replace(x, grad=x.grad.abs()), torch.float64, magnitudes=True)
     return [unit * float(t.norm()) for t in sizes]

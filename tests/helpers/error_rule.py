@@ -6,6 +6,8 @@ of whose product it is the sum.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,9 @@ from hla_kernels.hla.moments import ORDERS, mixture_weights, moments, operator_m
 from hla_kernels.options import Options
 
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # of the dtype of the tokens
+# Features that are softmaxes, and their gradients, are rounded outside of the kernels. In a simulation of the roundings
+# of dk in bfloat16, these two alone give 2.0e-3 and 2.2e-3, 0.6 of the limit, and errors add as squares.
+BEFORE = 0.6
 COEFFICIENTS = 1e-3
 NAMES = ("o", "dq", "dk", "dv")
 
@@ -24,11 +29,15 @@ def relative_error(x: Tensor, truth: Tensor) -> float:
     return ((x.double() - truth).norm() / truth.norm().clamp_min(1e-30)).item()
 
 
-def check_tokens(got: list[Tensor], truth: list[Tensor], where: object = "") -> None:
-    """o, dq, dk and dv (or the first of them) are within the limit of their dtype."""
+def check_tokens(
+    got: list[Tensor], truth: list[Tensor], where: object = "", feature_map: str | None = None
+) -> None:
+    """o, dq, dk and dv (or the first of them) are within the limit of their dtype, for this feature map."""
     for name, x, t in zip(NAMES, got[:4], truth[:4], strict=False):
-        error = relative_error(x, t)
-        assert error <= LIMITS[x.dtype], (where, name, error)
+        error, limit = relative_error(x, t), LIMITS[x.dtype]
+        if feature_map in ("softmax", "softmax_pair"):
+            limit *= math.hypot(1.0, BEFORE)
+        assert error <= limit, (where, name, error)
 
 
 def check_coefficients(got: Tensor, truth: Tensor, sizes: Tensor, where: object = "") -> None:

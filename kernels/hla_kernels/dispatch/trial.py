@@ -26,7 +26,8 @@ def trial_of(call: Any) -> tuple | None:
     None for an operator without a check. Options are pairs of a keyword and its value, without numbers that are not
     compiled into kernels; for a name in `TENSORS` it is a shape, or whether there is such a tensor."""
     q, k, v = call.q, call.k, call.v
-    widths = tuple(int(x) for x in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
+    # ranges have constant lengths while dynamo traces dynamic shapes
+    widths = tuple(len(range(x)) for x in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
     if isinstance(call, BlockCall):
         o, turned = call.options, None if call.rotary is None else tuple(int(x) for x in call.rotary[0].shape)
         options: tuple = (
@@ -118,6 +119,10 @@ def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str
         return torch.randn(*shape, generator=random, device=DEVICE).to(dtype)
 
     q, k, v, grad = (normal(batch, n, *x) for x in ((h, d), (hk, d), (hk, dv), (h, dv)))
+    if options.get("normalize") and options.get("feature_map") in (None, "identity"):
+        q, k = q.abs(), k.abs()  # as the features of a ratio are
+    if dtype == torch.float16 and not options.get("normalize", True):  # third orders would overflow
+        v, grad = v / 64, grad / 64
     leaves, more = [q, k, v], {"polynomial": (h, 4), "taylor2": (h, 2)}.get(op, of_tensors["mixing"])
     if of_tensors["cu_seqlens"]:
         q, k, v, grad = (x.flatten(0, 1)[None] for x in (q, k, v, grad))

@@ -80,13 +80,13 @@ CASES = [
 ]
 
 
-def check(op, x, grad, where, *more, **options):
+def check(op, x, grad, where, *more, impl="triton", **options):
     """The rule of the error, and the same bits in a second run."""
     exact = results(op, [t.double() for t in x], grad.double(), *more, impl="torch", **options)
-    first, second = twice(results, op, x, grad, *more, **{"impl": "triton", **options})
+    first, second = twice(results, op, x, grad, *more, impl=impl, **options)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), where
     assert [(a.shape, a.dtype) for a in first] == [(t.shape, x[0].dtype) for t in exact]
-    check_tokens(first, exact, where)
+    check_tokens(first, exact, where, options.get("feature_map"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{'-'.join(c[1])}-{str(c[2])[6:]}-{c[3][3]}")
@@ -169,7 +169,9 @@ def check_polynomial(options, dtype, sizes, numbers, fixed):
 def test_polynomial(case, fixed):
     """With float32 coefficients; of one token a ratio is v, and what is centred is zero."""
     options, dtype, sizes = case
-    check_polynomial(options, dtype, sizes, (1,) * (options in ({}, ELU)) + (17, 197, 1025), fixed)
+    check_polynomial(options, dtype, sizes, (17, 197, 1025), fixed)
+    if options in ({}, ELU) and dtype is BF16:  # float16 does not hold third orders of one token
+        check_polynomial(options, dtype, (256, *sizes[1:]), (1,), fixed)  # v . g nearly vanishes in some of few samples
 
 
 @pytest.mark.parametrize("fixed", (False, True))

@@ -215,3 +215,35 @@ def test_what_did_not_run_since_it_changed_is_checked(name, options):
     x = torch.randn(1, 5, 2, 32)
     assert trial.is_new(op.prepare(name, x, x, x, *[torch.rand(2, 4)] * (name == "polynomial"), **options))
     assert not trial.is_new(op.prepare_taylor(x, x, x, torch.rand(2, 2)))
+
+
+@pytest.mark.parametrize("feature_map", (None, "relu", "elu1"))
+@pytest.mark.parametrize("name", ("linear_attention", "hla2", "ahla", "hla3", "polynomial"))
+def test_the_trial_of_a_form_is_finite(monkeypatch, name, feature_map):
+    """In float16 too, whose numbers end at 65504; ratios of the identity have no negative features."""
+    monkeypatch.setattr(trial, "DEVICE", "cpu")
+    for dtype, normalize in ((torch.float16, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        options = {"feature_map": feature_map or "identity", "normalize": normalize, "mean_path": not normalize}
+        run = trial._run(name, dtype, (4, 4, 64, 64), options, 1, 197)
+        got, exact = run("torch"), run("reference")
+        assert all(bool(x.isfinite().all()) for x in (*got, *exact))
+        for x, y in zip(got, exact, strict=True):
+            assert (x.double() - y.double()).norm() <= 2e-2 * y.double().norm()
+
+
+def test_dynamic_shapes_have_constant_forms():
+    """While torch.compile traces, widths are symbols."""
+    seen = []
+
+    @verify.traced_as_constant
+    def note(form):
+        seen.append(form)
+        return len(seen)
+
+    def call(q):
+        return q * note(trial.trial_of(op.prepare("hla2", q, q, q)))
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+    for n in (17, 33):
+        compiled(torch.ones(2, n, 4, 64))
+    assert [form[2] for form in seen] == [(4, 4, 64, 64)]
