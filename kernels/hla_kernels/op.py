@@ -33,6 +33,7 @@ from .dispatch.autograd import are_fixed, needs_backward, refuse_forward_mode
 from .dispatch.definition import definition
 from .dispatch.faults import Fault, warn
 from .dispatch.forms import form_of, recall, remember
+from .dispatch.operator import to_onnx
 from .dispatch.trial import is_new, trial_of
 from .dispatch.verify import fault, is_shipped
 from .features import feature, feature_width
@@ -107,6 +108,8 @@ def why_not_triton(call: AnyCall) -> str | None:
         return f"the Triton forms run on CUDA devices, not on {device}"
     if torch.version.hip:
         return "the Triton forms are for NVIDIA GPUs, not for AMD's"
+    if to_onnx():
+        return "ONNX has no Triton kernels"
     if not HAS_TRITON:
         return "Triton is not installed"
     if isinstance(call, MultipoleCall):

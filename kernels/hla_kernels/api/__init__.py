@@ -6,7 +6,9 @@ head; a moment is a sum over tokens such as P = s sum k v', with the scale s. Al
 
 Shapes: q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] with any strides (the Triton forms read them in place and
 require a contiguous last dimension); Hk divides H, and query head h uses key head h // (H // Hk). Returns o
-[B, N, H, Dv], contiguous, in the dtype of q, or (o, state) with return_state.
+[B, N, H, Dv], contiguous, in the dtype of q, or (o, state) with return_state. Tokens come before heads, unlike in
+torch's scaled_dot_product_attention: tensors [B, H, N, D] cannot be told apart, and would be read as H tokens of N
+heads.
 
 Options
     causal        token t attends to tokens j <= t; otherwise all tokens attend to all tokens. Later tokens are
@@ -31,8 +33,9 @@ Options
     scale         factor of each moment; None is 1/N two-sided (N includes the tokens of the state) and 1 causal
     q_scale       factor on phi(q), 1 by default (such as D^-1/2), at no cost
     state, return_state   streaming; "mergeable" also stores what `merge` needs. Not supported by impl="reference"
-    key_padding_mask   [B, N] bool, True for real tokens, two-sided without state. Padded tokens are neither read nor
-                  written: they do not enter moments, N counts real tokens, and their outputs and gradients are 0
+    key_padding_mask   [B, N] bool, True for real tokens, False for padding (the opposite of nn.MultiheadAttention),
+                  two-sided without state. Padded tokens are neither read nor written: they do not enter moments, N
+                  counts real tokens, and their outputs and gradients are 0
     cu_seqlens    [S + 1] int32 from 0 to N: B = 1, and tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 are sequence i,
                   independent of the others; two-sided without state. max_seqlen: length of the longest sequence, or
                   more. Values of CUDA tensors are not checked. Memory: the torch form pads to S x max_seqlen tokens;
@@ -68,7 +71,7 @@ Result = Any
 
 
 class Keywords(TypedDict, total=False):
-    """Keyword options of all operators; see the module docstring."""
+    """Keyword options of all operators; see the module docstring. key_padding_mask [B, N] is True for real tokens."""
 
     causal: bool
     feature_map: str | None
@@ -93,8 +96,8 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords
     """First order: o_t = s sum_j (q_t.k_j) v_j = q_t' P, P = s sum k v'.
 
     Causal: o_t = s sum_{j<=t} gamma^(t-j) (q_t.k_j) v_j; state P [D, Dv]. q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk,
-    Dv] -> [B, N, H, Dv]; options and errors in the module's docstring; ridge is not defined. Katharopoulos et al.,
-    arXiv 2006.16236, Eq 5.
+    Dv] -> [B, N, H, Dv], tokens before heads; options and errors in the module's docstring; ridge is not defined.
+    Katharopoulos et al., arXiv 2006.16236, Eq 5.
     """
     return run("linear_attention", q, k, v, **options)
 
@@ -144,7 +147,8 @@ def polynomial(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, **options:
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result:
     """Softmax attention, the quadratic baseline: o_t = sum_j softmax_j(s q_t.k_j) v_j, s = D^-1/2 by default.
 
-    Shapes as `linear_attention`. Supports causal, scale, key_padding_mask and cu_seqlens with max_seqlen; other options
-    raise ValueError. impl="torch" is torch's scaled_dot_product_attention. Vaswani et al., arXiv 1706.03762, Eq. 1.
+    Shapes as `linear_attention`. Supports causal, scale, key_padding_mask (True for real tokens) and cu_seqlens with
+    max_seqlen; other options raise ValueError. impl="torch" is torch's scaled_dot_product_attention. Vaswani et al.,
+    arXiv 1706.03762, Eq. 1.
     """
     return run("softmax_attention", q, k, v, **options)

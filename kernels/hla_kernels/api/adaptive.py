@@ -18,7 +18,7 @@ def adaptive_multipole(
 ) -> Tensor:  # fmt: skip
     """Softmax attention, exact for the key tiles selected per query tile, pooled for all others.
 
-    q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv], two-sided, without parameters.
+    q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv], tokens before heads; two-sided, no parameters.
 
     grid          token grid (raster order, last axis fastest), any number of axes
     select        selection of exact key tiles: largest expected error ("error": mass of the tile times variance of its
@@ -30,7 +30,7 @@ def adaptive_multipole(
                   of the scores in the exponent, "first" with an additional first-order term for all tiles
     prefix, suffix   number of tokens before and after the grid (class, text): exact as queries and as keys
     q_scale       scale of softmax, such as D^-1/2
-    key_padding_mask   as in `api`
+    key_padding_mask   [B, N] bool, True for real tokens, as in `api`
     impl          as in `api`
 
     The selection has no gradient; everything else is differentiated exactly. Raises ValueError for wrong shapes,

@@ -25,7 +25,8 @@ def mhla(
     o_t = q_t' P~_i / (q_t' z~_i + eps) for t in block i, P~_i = Sum_b m_ib s Sum_{j in b} k_j v_j', z~ the same with
     v = 1; the denominator only with normalize. order="ahla": q_t' R~_i P~_i, "hla2": q_t' S~_i C~_i (`blockmix`).
 
-    q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] in raster order -> [B, N, H, Dv]; N = prefix + prod(grid).
+    q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], tokens before heads and in raster order -> [B, N, H, Dv]; N =
+    prefix + prod(grid).
 
     mixing        [M, M] or [H, M, M], row = block of the query, differentiable. With normalize it must not be negative;
                   values are not checked
@@ -37,8 +38,9 @@ def mhla(
                   be runs of tokens: only the first axis may be divided. The grid defines where blocks begin: fewer
                   tokens than it holds are allowed, and results do not depend on later tokens. For frames that attend to
                   themselves and to all earlier frames, use a mixing that is zero for later frames instead
-    token_mask    [B, N] bool, True for real tokens, two-sided only. Padded tokens are neither read nor written: they do
-                  not enter moments, N of the scale counts real tokens, and their outputs and gradients are 0
+    token_mask    [B, N] bool, True for real tokens (as key_padding_mask in `api`), two-sided only. Padded tokens are
+                  neither read nor written: they do not enter moments, N of the scale counts real tokens, and their
+                  outputs and gradients are 0
     rotary        (cos, sin), [N, D / 2] or [N, H, D / 2] each, without gradient: rotates phi(q) and phi(k) in the
                   numerator; the denominator uses unrotated features, which keep it positive. Channels (2i, 2i + 1) form
                   a pair, or with rotary_half (i, i + D / 2); if phi widens, every group of D features is rotated
@@ -72,7 +74,7 @@ NAMES = named(mhla)
 
 
 class Keywords(TypedDict, total=False):
-    """Keyword options of `mhla`."""
+    """Keyword options of `mhla`. token_mask [B, N] is True for real tokens."""
 
     grid: Required[Sequence[int]]
     blocks: Required[Sequence[int]]

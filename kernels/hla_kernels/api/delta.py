@@ -25,7 +25,8 @@ def delta(
     """Causal linear attention with a diagonal plus low-rank state transition per token.
 
     S_t = (diag(exp(log_f_t)) - A_t B_t') S_{t-1} + K_t V_t', o_t = S_t' q_t. q [B, N, H, D], k [B, N, H, D] or
-    [B, N, H, s, D], v likewise with Dv -> o [B, N, H, Dv] in the dtype of q, or (o, state) with return_state.
+    [B, N, H, s, D], v likewise with Dv -> o [B, N, H, Dv] in the dtype of q, or (o, state) with return_state; tokens
+    before heads.
 
     log_f   logarithm of the decays, at most 0: per channel [B, N, H, D], per head [B, N, H] or [H]; None is no decay.
             Values of CUDA tensors are not checked

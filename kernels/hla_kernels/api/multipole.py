@@ -20,7 +20,7 @@ def multipole(
 
     o_t = sum_j w_tj v_j / sum_j w_tj, s_tj = q_scale q_t.k_j, a_tb the mean of s_tj over the tokens of block b;
     w_tj = exp(s_tj) if j is near t, else exp(a_tb) (1 + s_tj - a_tb) for j in block b. The denominator is positive.
-    q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv], two-sided.
+    q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv], tokens before heads, two-sided.
 
     grid, blocks  token grid (raster order, last axis fastest) with any number of axes; number of blocks along each
                   axis, which differ by one token if they do not divide it
@@ -29,7 +29,7 @@ def multipole(
                   additional term exp(a_tb) (s_tj - a_tb)^2 / 2, with a state of about M D^2 / 2 x Dv
     prefix, suffix  number of tokens before and after the grid (class, text): near to all tokens
     q_scale       scale of softmax, such as D^-1/2
-    key_padding_mask   as in `api`; not supported by the Triton form
+    key_padding_mask   [B, N] bool, True for real tokens, as in `api`; not supported by the Triton form
     impl          as in `api`
 
     Raises ValueError for wrong shapes, dtypes, devices and names. The Triton form supports reverse mode, once; the

@@ -2,7 +2,7 @@
 
 There are as many key as query heads. Two-sided calls run a custom operator whose backward writes dq, dk and dv to one
 buffer; other calls unbind qkv. Options, results and errors are as for the operator without `_qkvpacked` (see `api`); a
-qkv of another shape raises ValueError.
+qkv of another shape raises ValueError. Tokens come before heads, and key_padding_mask [B, N] is True for real tokens.
 """
 
 from __future__ import annotations

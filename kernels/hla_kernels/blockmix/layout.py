@@ -60,20 +60,23 @@ def block_table(layout: Layout, device: torch.device | None = None) -> Tensor:
     return torch.cat([first, index.flatten() + behind])
 
 
-@functools.lru_cache(maxsize=64)
 def block_slots(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (tokens, places). tokens: the tokens of each block, int64 [M, W], W the size of the largest block, N in
     unused slots. places: the slot of each token, int64 [N], an index into [M * W]."""
+    made = _block_slots.__wrapped__ if torch.compiler.is_exporting() else _block_slots  # no fake tensors in the cache
+    return made(layout, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _block_slots(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
+    blocks = [0]
+    for length, m in zip(layout.grid, layout.blocks, strict=True):
+        blocks = [block * m + block_of(p, length, m) for block in blocks for p in range(length)]  # type: ignore[misc]
+    slots: list[list[int]] = [[] for _ in range(layout.n_blocks)]
+    places, width = [], layout.widest
+    for token, block in enumerate([0] * layout.prefix + [block + (layout.prefix > 0) for block in blocks]):
+        places.append(block * width + len(slots[block]))
+        slots[block].append(token)
+    tokens = [slot + [layout.n_tokens] * (width - len(slot)) for slot in slots]
     with torch.inference_mode(False):  # the cached tables must be usable with autograd
-        blocks = block_table(layout, device)
-        order = blocks.argsort(stable=True)
-        sizes = blocks.bincount(minlength=layout.n_blocks)
-        first = sizes.cumsum(0) - sizes
-        width, n = layout.widest, layout.n_tokens
-        sorted_blocks = blocks[order]
-        place = sorted_blocks * width + torch.arange(n, device=device) - first[sorted_blocks]
-        tokens = torch.full((layout.n_blocks * width,), n, dtype=torch.int64, device=device)
-        tokens[place] = order
-        places = torch.empty_like(place)
-        places[order] = place
-        return tokens.unflatten(0, (layout.n_blocks, width)), places
+        return torch.tensor(tokens, device=device), torch.tensor(places, device=device)

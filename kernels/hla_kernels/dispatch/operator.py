@@ -32,7 +32,7 @@ class Operator:
         LIBRARY.impl(name, torch._disable_dynamo(_recorder(self)), "Autograd")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.overload(*args, **kwargs)
+        return self.function(*args, **kwargs) if to_onnx() else self.overload(*args, **kwargs)
 
     def register_fake(self, function: Callable) -> Callable:
         """Register the implementation for fake tensors; a decorator."""
@@ -41,6 +41,11 @@ class Operator:
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
         """Register the gradient: setup_context(ctx, inputs, output) with all arguments, and backward(ctx, *grads)."""
         self._node = _node(self.overload, backward, setup_context)
+
+
+def to_onnx() -> bool:
+    """Whether torch.onnx.export is tracing: ONNX has no custom operators, so that torch forms are traced instead."""
+    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 
 
 def custom_op(name: str) -> Callable[[Callable], Operator]:

@@ -16,7 +16,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import custom_op
+from ..dispatch.operator import custom_op, to_onnx
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -27,7 +27,7 @@ def power(x: Tensor, exponent: Tensor) -> Tensor:
 
     Returns the dtype of x, computed in at least float32. Heads without a positive channel give zeros.
     """
-    if x.is_cuda and x.dtype in KERNEL_DTYPES and HAS_TRITON:
+    if x.is_cuda and x.dtype in KERNEL_DTYPES and HAS_TRITON and not to_onnx():
         return torch.ops.hla_kernels.power(x, exponent)
     return power_torch(x, exponent)
 
