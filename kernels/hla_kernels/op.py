@@ -132,8 +132,8 @@ def why_not_triton(call: AnyCall) -> str | None:
 
 def why_not_reference(call: AnyCall) -> str | None:
     """Return the reason why the reference does not support this call, or None."""
-    stateless = isinstance(call, taylor_call.TaylorCall | MultipoleCall) or (call.state is None and not call.return_state)
-    return None if stateless else "the reference is an N x N matrix and has no state"
+    stateful = isinstance(call, Call | block_call.BlockCall) and (call.state is not None or call.return_state)
+    return None if not stateful else "the reference is an N x N matrix and has no state"
 
 
 def not_by_default(call: AnyCall) -> str | None:

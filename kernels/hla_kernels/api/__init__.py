@@ -7,8 +7,7 @@ head; a moment is a sum over tokens such as P = s sum k v', with the scale s. Al
 Shapes: q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] with any strides (the Triton forms read them in place and
 require a contiguous last dimension); Hk divides H, and query head h uses key head h // (H // Hk). Returns o
 [B, N, H, Dv], contiguous, in the dtype of q, or (o, state) with return_state. Tokens come before heads, unlike in
-torch's scaled_dot_product_attention: tensors [B, H, N, D] cannot be told apart, and would be read as H tokens of N
-heads.
+torch's scaled_dot_product_attention: tensors [B, H, N, D] are not recognized, but are read as H tokens of N heads.
 
 Options
     causal        token t attends to tokens j <= t; otherwise all tokens attend to all tokens. Later tokens are
