@@ -59,7 +59,6 @@ from .sequences import WHOLE, Sequences, real
 from .softmax.multipoles import PREPARE, MultipoleCall, forms_of
 from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call
-from .softmax.taylor import fused as taylor_fused
 from .softmax.taylor.operator import taylor2_op, taylor2_packed_op
 from .softmax.taylor.reference import definition as taylor_definition
 
@@ -115,7 +114,7 @@ def why_not_triton(call: AnyCall) -> str | None:
     if isinstance(call, MultipoleCall):
         return forms_of(call).why_not(call)
     if isinstance(call, taylor_call.TaylorCall):
-        return taylor_fused.why_not(call.q, call.k, call.v, call.q2, call.k2)
+        return "taylor2 has no Triton form"
     if call.state is not None or call.return_state:
         return "calls with a state have no Triton form"
     if isinstance(call, block_call.BlockCall):
@@ -151,8 +150,6 @@ def slower_in_triton(call: AnyCall) -> str | None:
     """Return the reason why a Triton form that supports this call is not the fastest, or None."""
     if isinstance(call, MultipoleCall):
         return forms_of(call).slower(call)
-    if isinstance(call, taylor_call.TaylorCall) and taylor_fused.too_many(call.q, call.v, call.q2):
-        return f"slower: {call.q.shape[1]} tokens are faster by state, which the torch form has"
     return stages.slower(call.q, call.options) if isinstance(call, Call) else None
 
 
@@ -360,11 +357,9 @@ def run_taylor(tokens: tuple[Tensor, ...], coefficients: Tensor, impl: str = "au
         if chosen == "reference":
             return taylor_definition(call)
         refuse_forward_mode("taylor2", *call[:6])
-        save = needs_backward(*call[:6])
         if len(tokens) == 3:
-            return taylor2_op(*call, chosen, save)[0]
-        rest = (call.mask, call.normalize, call.q_scale, chosen, save)
-        return taylor2_packed_op(tokens[0].to(call.q.dtype), call.coefficients, *rest)[0]
+            return taylor2_op(*call)
+        return taylor2_packed_op(tokens[0].to(call.q.dtype), call.coefficients, *call[6:])
 
 
 def run_multipole(q: Tensor, k: Tensor, v: Tensor, impl: str, op: str, **options: Any) -> Tensor:

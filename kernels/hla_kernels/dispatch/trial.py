@@ -11,11 +11,10 @@ from torch import Tensor
 from ..blockmix.call import BlockCall
 from ..sequences import Sequences
 from ..softmax.multipole.call import MultipoleCall
-from ..softmax.taylor.call import TaylorCall
 from .autograd import are_fixed
 from .verify import Run
 
-TENSORS = ("mixing", "key_padding_mask", "token_mask", "cu_seqlens", "rotary", "narrow", "fixed", "decay_heads")
+TENSORS = ("mixing", "key_padding_mask", "token_mask", "cu_seqlens", "rotary", "fixed", "decay_heads")
 N = 197  # tokens of a trial, unless a grid says otherwise
 DEVICE = "cuda"  # the current one
 HEADS = 384  # of many short sequences: the kernels that keep a head in one program
@@ -36,10 +35,6 @@ def trial_of(call: Any) -> tuple | None:
             ("token_mask", call.mask is not None), ("rotary", turned),
         )  # fmt: skip
         return ("mhla", q.dtype, widths, (*options, ("mixing", tuple(int(x) for x in call.mixing.shape))))
-    if isinstance(call, TaylorCall):
-        narrow = None if call.q2 is None else int(call.q2.shape[3])
-        options = (("normalize", call.normalize), ("key_padding_mask", call.mask is not None), ("narrow", narrow))
-        return ("taylor2", q.dtype, widths, (*options, ("q_scale", widths[2] ** -0.5)))
     if isinstance(call, MultipoleCall):
         field = call.field
         outer = (("prefix", int(field.prefix)), ("suffix", int(field.suffix)))
@@ -53,7 +48,7 @@ def trial_of(call: Any) -> tuple | None:
 def is_new(call: Any) -> bool:
     """Whether not all GPU tests have run since the kernels of a call changed (2026-11-26): its form is checked on every
     machine."""
-    return hasattr(call, "coefficients") and not isinstance(call, TaylorCall)
+    return hasattr(call, "coefficients")
 
 
 def _grid(layout: Any) -> tuple:
@@ -92,8 +87,6 @@ def sizes(form: tuple) -> list[tuple[int, int]]:
     if "grid" in options:
         outer = options["prefix"] + options.get("suffix", 0)
         return [(2, outer + int(torch.tensor(options["grid"]).prod()))]
-    if op == "taylor2":
-        return [(2, N)]
     if options.get("causal"):
         return [(2, N), (1, 8 * N)]  # one segment, and several
     from ..hla import fused
@@ -123,7 +116,7 @@ def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str
         q, k = q.abs(), k.abs()  # as the features of a ratio are
     if dtype == torch.float16 and not options.get("normalize", True):  # third orders would overflow
         v, grad = v / 64, grad / 64
-    leaves, more = [q, k, v], {"polynomial": (h, 4), "taylor2": (h, 2)}.get(op, of_tensors["mixing"])
+    leaves, more = [q, k, v], (h, 4) if op == "polynomial" else of_tensors["mixing"]
     if of_tensors["cu_seqlens"]:
         q, k, v, grad = (x.flatten(0, 1)[None] for x in (q, k, v, grad))
         leaves, cu = [q, k, v], torch.arange(0, batch * n + 1, n, dtype=torch.int32, device=DEVICE)
@@ -134,13 +127,11 @@ def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str
     if of_tensors["rotary"]:
         angle = normal(*of_tensors["rotary"], dtype=torch.float32)
         options["rotary"] = (angle.cos(), angle.sin())
-    if of_tensors["narrow"]:
-        options["narrow"] = tuple(normal(batch, n, x, of_tensors["narrow"]) for x in (h, hk))
     if more:
         leaves.append(normal(*more, dtype=torch.float32).abs() + 0.1)
     if heads := of_tensors["decay_heads"]:
         options["decay"] = torch.linspace(0.9, 0.99, heads, device=DEVICE) if heads > 0 else 0.9
-    inputs = [*(leaves[:3] if of_tensors["fixed"] else leaves), *options.get("narrow", ())]
+    inputs = leaves[:3] if of_tensors["fixed"] else list(leaves)
     if isinstance(options.get("decay"), Tensor):
         inputs.append(options["decay"])
     for x in inputs:

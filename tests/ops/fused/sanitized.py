@@ -1,6 +1,6 @@
 """Every Triton kernel at least once, on small shapes: the program that `test_sanitizer` runs under compute-sanitizer.
 
-python sanitized.py hla | blockmix | taylor | multipole | features [PART OF]
+python sanitized.py hla | blockmix | multipole | features [PART OF]
 
 Runs the PART-th of OF shares of a family, and prints the kernels that ran and all that the family has as one line of
 JSON.
@@ -23,7 +23,6 @@ from hla_kernels.hla.fused import Spec
 from hla_kernels.hla.two_sided import two_sided, two_sided_backward
 from hla_kernels.softmax.multipole.fused import plan as multipole_plan
 from tests.mixers import multipole_cases
-from tests.mixers.taylor import taylor_cases
 from tests.ops.blockmix import fused_cases
 from tests.ops.fused import cases
 
@@ -66,12 +65,6 @@ BLOCKS = (
     ({"feature_map": None, "normalize": False}, (32, 32), (4, 4), 0, (1, 2, 128, 128), BF16, {}),
     ({"order": "ahla"}, (12, 13), (2, 3), 1, (2, 2, 64, 64), BF16, {"turned": True, "group": 2}),
     ({"order": "hla2", "feature_map": "elu1"}, (12, 13), (2, 1), 0, (1, 2, 40, 48), BF16, {"mask": True}),
-)
-# N, (B, H, Hk, D, Dv), normalize, inputs
-TAYLORS = (
-    (70, (2, 2, 2, 64, 64), True, {"mask": True}),
-    (37, (2, 4, 2, 72, 40), False, {}),
-    (130, (1, 2, 2, 64, 64), True, {"r": 16, "mask": True}),
 )
 # case, degree, channels
 MULTIPOLES = (("uneven", 2, 64), ("video", 1, 72), ("far line", 0, 64), ("far line", 1, 72), ("far video", 1, 64))
@@ -132,13 +125,6 @@ def blocks(patch: pytest.MonkeyPatch, share: Sequence) -> None:
         finite(*fused_cases.triton_form(patch, o, *fused_cases.make(o, sizes, dtype, device=DEVICE, **more), rotary))
 
 
-def taylor(patch: pytest.MonkeyPatch, share: Sequence) -> None:
-    """Second-order Taylor attention; sequences without tokens, too."""
-    for n, sizes, normalize, more in share:
-        inputs = taylor_cases.make(n, sizes, BF16, device=DEVICE, **more)
-        finite(*taylor_cases.triton_form(patch, *inputs, normalize, 0.125))
-
-
 def multipole(patch: pytest.MonkeyPatch, share: Sequence) -> None:
     """Multipole attention, with pooled blocks or without."""
     for case, degree, d in share:
@@ -162,7 +148,6 @@ def norms(_: pytest.MonkeyPatch, share: Sequence) -> None:
 FAMILIES = {
     "hla": (kernels_of("hla_kernels.hla.fused"), whole, WHOLE),
     "blockmix": (kernels_of("hla_kernels.blockmix.fused"), blocks, BLOCKS),
-    "taylor": (kernels_of("hla_kernels.softmax.taylor.fused"), taylor, TAYLORS),
     "multipole": (kernels_of("hla_kernels.softmax.multipole.fused"), multipole, MULTIPOLES),
     "features": ({"norm_rows", "norm_grads"}, norms, NORMS),
 }

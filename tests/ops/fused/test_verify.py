@@ -176,8 +176,6 @@ def calls_of_all_operators():
     mixing, turn = torch.rand(4, 2, 2), (torch.rand(12, 8), torch.rand(12, 8))
     yield op.prepare_blocks(q, k, k, mixing, **grid, order="ahla", rotary=turn, token_mask=mask)
     yield op.prepare_blocks(q, q, q, torch.rand(3, 3), grid=(11,), blocks=(2,), prefix=1)
-    yield op.prepare_taylor(q, k, k, torch.rand(4, 2), key_padding_mask=mask)
-    yield op.prepare_taylor(q, q, q, torch.rand(4, 2), narrow=(q[..., :4], q[..., :4]))
     yield op.PREPARE["multipole"](q, k, k, **grid, degree=2)
 
 
@@ -214,7 +212,6 @@ def test_what_ran_on_a_gpu_is_not_checked(monkeypatch):
 def test_what_did_not_run_since_it_changed_is_checked(name, options):
     x = torch.randn(1, 5, 2, 32)
     assert trial.is_new(op.prepare(name, x, x, x, *[torch.rand(2, 4)] * (name == "polynomial"), **options))
-    assert not trial.is_new(op.prepare_taylor(x, x, x, torch.rand(2, 2)))
 
 
 @pytest.mark.parametrize("feature_map", (None, "relu", "elu1"))

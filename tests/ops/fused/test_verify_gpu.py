@@ -49,7 +49,6 @@ def test_other_operators_pass():
     for call in (
         op.prepare_blocks(*x, torch.rand(4, 4, device="cuda"), **grid),
         op.prepare_blocks(*x, torch.rand(4, 4, 4, device="cuda"), **grid, order="hla2", normalize=False),
-        op.prepare_taylor(*x, torch.rand(4, 2, device="cuda")),
         op.PREPARE["multipole"](*x, **grid),
     ):
         assert op.why_not_triton(call) is None and op.unverified(call) is None, type(call)

@@ -17,11 +17,9 @@ Two equivalent orders of products (`torch_form`), R the width of the degree-2 pa
     by state   F(x) = [x, x_a x_b (a <= b)] and one moment mean_j F(k_j) [nu_j, 1], linear in N: about
                (D + R (R + 1) / 2) 2 Dv multiplications per token
 The torch form runs the order with fewer multiplications: by state from about N = 2,100 on at R = D = Dv = 64, and from
-180 on with R = 16. `fused`, the Triton form in bfloat16 and float16, goes by tokens and never stores the weights. On an
-H200 it is faster than the torch form up to about 160,000 tokens at D = 64, or 15,000 with R = 16, and `auto` uses it up
-to there (`fused.plan.too_many`). The memory of both forms does not grow with N^2. Forward and backward of 16 heads of
-16,384 tokens with R = 16 take 1.3 GB in torch (a block of features or weights at a time), 183 MB in Triton.
+180 on with R = 16. There is no Triton form. Memory does not grow with N^2: a block of features or weights exists at a
+time. Forward and backward of 16 heads of 16,384 tokens with R = 16 take 1.3 GB.
 
 The feature map x -> (1, x, x x' / sqrt 2) is from Arora et al., Based, arXiv 2402.18668, section 4.1, without centred
-keys and the mean-value path. Reading order: reference, torch_form, gradient, operator, fused.
+keys and the mean-value path. Reading order: reference, torch_form, gradient, operator.
 """

@@ -17,51 +17,40 @@ from .torch_form import by_state, multiplications
 Shape = tuple[int, ...]
 
 
-def _forward(q: Shape, v: Shape, q2: Shape | None, impl: str) -> int:
+def _forward(q: Shape, v: Shape, q2: Shape | None) -> int:
     b, n, h, d = q
     r = 0 if q2 is None else q2[3]
-    return 2 * b * n * h * multiplications(n, d, r, v[3], impl == "torch" and by_state(n, d, r, v[3]))
+    return 2 * b * n * h * multiplications(n, d, r, v[3], by_state(n, d, r, v[3]))
 
 
-def _backward(q: Shape, v: Shape, q2: Shape | None, impl: str) -> int:
-    """Return the operations of the backward. Torch form: the forward, and two products for each of its products. Triton
-    form: scores and g v' twice, and one product each for dq, dk, dv, dq2 and dk2."""
-    b, n, h, d = q
-    r = 0 if q2 is None else q2[3]
-    return 3 * _forward(q, v, q2, impl) if impl == "torch" else 2 * b * n * h * n * (4 * (d + r) + 3 * v[3])
-
-
-def _impl(options: tuple, at: int) -> str:
-    """Return the argument `impl`, with index `at` among the arguments after the tensors, or its default."""
-    return options[at] if len(options) > at else "torch"
+def _backward(q: Shape, v: Shape, q2: Shape | None) -> int:
+    """Return the operations of the backward: the forward, and two products for each of its products."""
+    return 3 * _forward(q, v, q2)
 
 
 @register_flop_formula(torch.ops.hla_kernels.taylor2)
 def taylor2_flops(q: Shape, k: Shape, v: Shape, _, q2: Shape | None, *rest: Any, out_shape: Any = None) -> int:
     """Operations of the forward from q, k, v."""
-    return _forward(q, v, q2, _impl(rest, 4))
+    return _forward(q, v, q2)
 
 
 @register_flop_formula(torch.ops.hla_kernels.taylor2_backward)
 def taylor2_backward_flops(
-    grad: Shape, o: Shape | None, saved: Shape, q: Shape, k: Shape, v: Shape, _, q2: Shape | None, *rest: Any,
-    out_shape: Any = None,
-) -> int:  # fmt: skip
+    grad: Shape, q: Shape, k: Shape, v: Shape, _, q2: Shape | None, *rest: Any, out_shape: Any = None
+) -> int:
     """Operations of the backward to q, k, v."""
-    return _backward(q, v, q2, _impl(rest, 4))
+    return _backward(q, v, q2)
 
 
 @register_flop_formula(torch.ops.hla_kernels.taylor2_qkvpacked)
 def taylor2_qkvpacked_flops(qkv: Shape, _, *rest: Any, out_shape: Any = None) -> int:
     """Operations of the forward from qkv."""
     x = (*qkv[:2], *qkv[3:])
-    return _forward(x, x, None, _impl(rest, 3))
+    return _forward(x, x, None)
 
 
 @register_flop_formula(torch.ops.hla_kernels.taylor2_qkvpacked_backward)
-def taylor2_qkvpacked_backward_flops(
-    grad: Shape, o: Shape | None, saved: Shape, qkv: Shape, _, *rest: Any, out_shape: Any = None
-) -> int:
+def taylor2_qkvpacked_backward_flops(grad: Shape, qkv: Shape, _, *rest: Any, out_shape: Any = None) -> int:
     """Operations of the backward to qkv."""
     x = (*qkv[:2], *qkv[3:])
-    return _backward(x, x, None, _impl(rest, 3))
+    return _backward(x, x, None)

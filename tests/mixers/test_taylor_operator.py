@@ -5,10 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import hla_kernels as hk
-from hla_kernels.op import prepare_taylor, slower_in_triton
 from hla_kernels.softmax.taylor import torch_form as forms
 from hla_kernels.softmax.taylor.reference import reference
-from tests.mixers.taylor.taylor_cases import make, rounding_of_terms, terms_of_coefficients, torch_form
 from tests.ops.cases import assert_same, l2_error, tokens
 
 FORMS = {"by state": True, "by tokens": False}
@@ -49,14 +47,6 @@ def test_definition_and_gradients(form, normalize, r, masked):
     weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
     for a, b in zip(torch.autograd.grad(y, inputs, weights), torch.autograd.grad(wanted, inputs, weights), strict=True):
         assert_same(a, b)
-
-
-def test_terms_of_the_gradient_of_the_coefficients():
-    """What tests on a GPU take for its terms sums to it; at scores of 8 float32 is within what rounding each moves."""
-    tensors, grad, _ = make(60, (2, 4, 4, 16, 16), torch.float32, size=8.0, mean=3.0)
-    truth, plain = (torch_form(tensors, grad, None, True, 0.25, x)[4] for x in (torch.float64, torch.float32))
-    assert_same(terms_of_coefficients(tensors, grad, 0.25).sum((0, 2, 3)), truth)
-    assert l2_error(plain, truth) < rounding_of_terms(tensors, grad, 0.25)
 
 
 def test_the_ratio_is_the_average_with_taylor_weights():
@@ -138,22 +128,6 @@ def test_packed():
         hk.taylor2_qkvpacked(x[0], c)
 
 
-@pytest.mark.parametrize("r", [0, 8])
-def test_operations_of_the_triton_form(r):
-    """A forward has two products of N x N weights, a backward seven; a narrow pair one more and four more."""
-    q = torch.empty(2, 300, 4, 32, device="meta")
-    narrow = (q[..., :r], q[..., :r]) if r else (None, None)
-    c = torch.empty(4, 2, device="meta")
-    ops = torch.ops.hla_kernels
-    with FlopCounterMode(display=False) as counter:
-        o, saved = ops.taylor2(q, q, q, c, *narrow, None, True, 0.2, "triton", True)
-        forward = counter.get_total_flops()
-        ops.taylor2_backward(o, o, saved, q, q, q, c, *narrow, None, True, 0.2, "triton")
-    channel = 2 * 2 * 4 * 300 * 300
-    assert forward == channel * (2 * 32 + r)
-    assert counter.get_total_flops() - forward == channel * (7 * 32 + 4 * r)
-
-
 @pytest.mark.parametrize("r", [None, 3])
 def test_citizen(r):
     """opcheck, compile with changing N, autocast, meta tensors."""
@@ -172,16 +146,6 @@ def test_citizen(r):
     assert y.dtype == torch.bfloat16
     meta = hk.taylor2(*(t.to("meta") for t in (q, k, v, c)))
     assert meta.shape == y.shape and meta.is_meta
-
-
-@pytest.mark.parametrize(("r", "most"), [(0, 163_840), (16, 15_283)])
-def test_very_many_tokens_go_by_state(r, most):
-    """Where the Triton form can run: its time is quadratic, and a narrow pair makes the state smaller."""
-    for n, slower in ((most, False), (most + 1, True)):
-        q = torch.empty(1, n, 1, 64, dtype=torch.bfloat16, device="meta")
-        narrow = (q[..., :r], q[..., :r]) if r else None
-        reason = slower_in_triton(prepare_taylor(q, q, q, torch.empty(1, 2, device="meta"), narrow=narrow))
-        assert (reason is not None) == slower and (not slower or "faster by state" in reason)
 
 
 def test_explain_and_refusals():
