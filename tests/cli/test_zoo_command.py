@@ -34,6 +34,7 @@ def test_lists(capsys):
     assert any(line.startswith("mhla ") for line in cli.main(["list", "mixers"]))
     assert "vit_mhla_tiny_patch16_224" in cli.main(["list", "models", "mhla", "tiny"])
     assert "vit/digits_softmax" in cli.main(["list", "configs", "digits"])
+    assert "wan     WanTransformer3DModel" in cli.main(["list", "families"])
     with pytest.raises(ValueError, match="Did you mean 'configs'"):
         cli.main(["list", "config"])
 
@@ -108,7 +109,7 @@ def test_completion_of_commands_configurations_and_keys(capsys):
     cli.main(["--completion", "bash"])
     script = capsys.readouterr().out
     assert complete(script, "zoo ev") == ["evaluate"]
-    assert complete(script, "zoo list ") == ["mixers", "models", "configs"]
+    assert complete(script, "zoo list ") == ["mixers", "models", "families", "configs"]
     assert complete(script, "zoo train-classifier vit/digits_s") == ["vit/digits_softmax"]
     assert complete(script, "zoo train-classifier model.mixer") == ["model.mixer=", "model.mixer_options="]
     assert complete(script, "zoo convert student_s") == ["student_share="]  # a key of `convert recipe`

@@ -6,9 +6,10 @@ import io
 import re
 from collections.abc import Iterable
 
+from zoo.cli.listing import KINDS
 from zoo.config import one_of, shipped_configs
 
-SUBCOMMANDS = {"convert": ["recipe"], "evaluate": ["attention"], "list": ["mixers", "models", "configs"]}
+SUBCOMMANDS = {"convert": ["recipe"], "evaluate": ["attention"], "list": list(KINDS)}
 SCRIPT = """_zoo() {{
   local current=${{COMP_WORDS[COMP_CWORD]}} words=""
   if [ "$COMP_CWORD" -eq 1 ]; then

@@ -3,6 +3,7 @@
 zoo list              this help
 zoo list mixers       mixers, with a description
 zoo list models       registered timm models with mixers
+zoo list families     families of diffusers transformers that convert, with their classes
 zoo list configs      shipped configurations
 """
 
@@ -15,8 +16,8 @@ from timm.models import model_entrypoint
 from zoo.config import shipped_configs
 from zoo.errors import unknown_name
 from zoo.mixers import MIXERS
+from zoo.models.diffusers.families import FAMILIES
 
-USAGE = "usage: zoo list mixers|models|configs [PATTERN]"
 
 
 def mixers() -> list[str]:
@@ -30,12 +31,18 @@ def models() -> list[str]:
     return [name for name in timm.list_models() if model_entrypoint(name).__module__.startswith("zoo.")]
 
 
+def families() -> list[str]:
+    """Names of the families of diffusers transformers, each with its class in diffusers."""
+    return [f"{f.name.ljust(max(len(f.name) for f in FAMILIES))}  {f.host.__name__}" for f in FAMILIES]
+
+
 def configs() -> list[str]:
     """Names of the shipped configurations."""
     return list(shipped_configs())
 
 
-KINDS: dict[str, Callable[[], list[str]]] = {"mixers": mixers, "models": models, "configs": configs}
+KINDS: dict[str, Callable[[], list[str]]] = {kind.__name__: kind for kind in (mixers, models, families, configs)}
+USAGE = f"usage: zoo list {'|'.join(KINDS)} [PATTERN]"
 
 
 def main(words: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from diffusers import LatteTransformer3DModel
+from peft import LoraConfig
 
 import zoo
 
@@ -35,6 +36,8 @@ def main(folder: Path) -> None:
     host.save_pretrained(folder / "saved")
     again = zoo.HLALatteTransformer3DModel.from_pretrained(folder / "saved")
     assert torch.equal(run(again), run(host))
+    again.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))  # the class of diffusers has no adapters
+    assert any("attn1.to_q.lora_B" in name for name, _ in again.named_parameters())
 
 
 if __name__ == "__main__":

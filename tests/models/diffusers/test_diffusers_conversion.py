@@ -54,6 +54,13 @@ def test_norms_of_wan_are_those_of_the_host_beside_softmax():
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_attention_reaches_the_output_of_the_tiny_model(name):
+    """Otherwise no test that compares converted models could fail; larger gates help."""
+    before = run(host(name), inputs(name))
+    assert (run(converted(name, "la"), inputs(name)) - before).norm() > 0.05 * before.norm()
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_keep_softmax_every_third(name):
     model = converted(name, "ahla", keep_softmax="every:3")
     kept = [row.layer for row in zoo.convert(model, "la", keep_softmax="every:3").skipped]

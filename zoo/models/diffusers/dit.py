@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 from diffusers import DiTTransformer2DModel
-from diffusers.loaders import PeftAdapterMixin
 from torch import nn
 
 from zoo.models.diffusers.attention import SelfAttentionSite
@@ -11,7 +10,7 @@ from zoo.models.diffusers.family import Family
 from zoo.models.diffusers.models import HLADiffusionModel
 
 
-class HLADiTTransformer2DModel(HLADiffusionModel, PeftAdapterMixin, DiTTransformer2DModel):
+class HLADiTTransformer2DModel(HLADiffusionModel, DiTTransformer2DModel):
     """DiT with mixers."""
 
     host = DiTTransformer2DModel

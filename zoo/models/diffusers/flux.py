@@ -10,7 +10,7 @@ from torch import Tensor
 from zoo.grid import Grid
 from zoo.models.diffusers.attention import DiffusionSite
 from zoo.models.diffusers.family import Family
-from zoo.models.diffusers.joint import JointSite
+from zoo.models.diffusers.joint import JointSite, split_text
 from zoo.models.diffusers.models import HLADiffusionModel
 
 
@@ -38,9 +38,9 @@ class FluxSite(JointSite, FluxAttention):
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.project(x))
         tokens = self.norm_q(q), self.norm_k(k), v
         if text_x is None:
-            n = self.prefix
-            text, image = tuple(t[:, :n] for t in tokens), tuple(t[:, n:] for t in tokens)
-            o, text_o = self.joint(image, text, x[:, n:], text_first=True, rotary=image_rotary_emb, mask=attention_mask)
+            text, image = split_text(tokens, self.prefix)
+            x = x[:, self.prefix :]
+            o, text_o = self.joint(image, text, x, text_first=True, rotary=image_rotary_emb, mask=attention_mask)
             return torch.cat([text_o, o], dim=1).flatten(2).to(q.dtype)
         added = (self.add_q_proj, self.add_k_proj, self.add_v_proj)
         flat = self.to_added_qkv(text_x).chunk(3, dim=-1) if self.fused else [proj(text_x) for proj in added]

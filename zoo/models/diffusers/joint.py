@@ -73,6 +73,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
 
 
+def split_text(tokens: Tokens, n: int) -> tuple[Tokens, Tokens]:
+    """Split q, k, v [B, N, H, D] into the n text tokens, which come first, and the image tokens."""
+    q, k, v = tokens
+    return (q[:, :n], k[:, :n], v[:, :n]), (q[:, n:], k[:, n:], v[:, n:])
+
+
 class JointSite(DiffusionSite):
     """Base class of the sites in joint attention of SD3 and Flux."""
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from diffusers import ModelMixin
 from diffusers.configuration_utils import FrozenDict
+from diffusers.loaders import PeftAdapterMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ def checkpoint_with_grid(run: Checkpoint, block: nn.Module, *args: object) -> Ou
     return run(with_layout, *args)
 
 
-class HLADiffusionModel(Host):
+class HLADiffusionModel(PeftAdapterMixin, Host):
     """Mixin of a converted model: token grid, gradient checkpointing, configuration, loading.
 
     hla_config: all conversions of the model, as arguments of `zoo.convert`; `config.conversions` is the shortest list

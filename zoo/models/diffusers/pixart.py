@@ -3,14 +3,13 @@
 from typing import ClassVar
 
 from diffusers import PixArtTransformer2DModel
-from diffusers.loaders import PeftAdapterMixin
 
 from zoo.models.diffusers.attention import SelfAttentionSite
 from zoo.models.diffusers.family import Family, Metadata, embeddings_and_mask
 from zoo.models.diffusers.models import HLADiffusionModel
 
 
-class HLAPixArtTransformer2DModel(HLADiffusionModel, PeftAdapterMixin, PixArtTransformer2DModel):
+class HLAPixArtTransformer2DModel(HLADiffusionModel, PixArtTransformer2DModel):
     """PixArt with mixers."""
 
     host = PixArtTransformer2DModel
