@@ -19,7 +19,6 @@ from zoo.mixers import MIXERS
 from zoo.models.diffusers.families import FAMILIES
 
 
-
 def mixers() -> list[str]:
     """Names of mixers, each with the first line of its docstring."""
     about = {name: (inspect.getdoc(kind) or "").splitlines()[0] for name, kind in MIXERS.items()}
