@@ -115,15 +115,15 @@ def why_not_triton(call: AnyCall) -> str | None:
         return forms_of(call).why_not(call)
     if isinstance(call, taylor_call.TaylorCall):
         return "taylor2 has no Triton form"
+    if isinstance(call, Call) and call.op == "softmax_attention":
+        return "softmax_attention uses torch's own kernels and has no Triton form"
+    if isinstance(call, Call) and call.options.causal:
+        return stages.why_not(call.op, call.q, call.v, call.options, call.return_state)
     if call.state is not None or call.return_state:
-        return "calls with a state have no Triton form"
+        return "two-sided calls with a state have no Triton form"
     if isinstance(call, block_call.BlockCall):
         return block_fused.why_not(call.q, call.k, call.v, call.options, call.rotary)
     o = call.options
-    if call.op == "softmax_attention":
-        return "softmax_attention uses torch's own kernels and has no Triton form"
-    if o.causal:
-        return stages.why_not(call.op, call.q, call.v, o)
     if call.q.dtype == torch.float64:
         return "there is no Triton form in float64"
     return fused.why_not(call.q, call.k, call.v, fused.Spec(call.op, *_two_sided_options(o)), call.sequences)
@@ -386,10 +386,13 @@ def _kernel(call: Call, chosen: str) -> tuple[Tensor, State | None]:
         return sdpa(q, k.to(q.dtype), v.to(q.dtype), o.causal, o.scale, sequences), None  # autocast keeps float64
     if not o.causal:
         return stream(op, q, k, v, coefficients, o, state)
+    if chosen == "triton":
+        before = () if state is None else tuple(state.tensors.values())
+        refuse_forward_mode(op, q, k, v, gamma, *before)
+        save = needs_backward(q, k, v, gamma, *before)
+        return stages.evaluate(op, q, k, v, gamma, o, state, bool(return_state), save)
     if state is not None or return_state:
         return causal(op, q, k, v, o, gamma, state, return_state)
     refuse_forward_mode(op, q, k, v, gamma)
-    if chosen == "triton":
-        return stages.evaluate(op, q, k, v, gamma, o, needs_backward(q, k, v, gamma)), None
     rest = (o.feature_map, o.normalize, o.center, o.mean_path, o.decay_rule, o.ridge, o.scale, o.eps)
     return causal_op(q, k, v, gamma, op, *rest), None

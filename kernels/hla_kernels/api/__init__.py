@@ -50,8 +50,8 @@ combinations of options, and states of other calls.
 
 Derivatives: reverse mode, once. Calls without a state are custom operators with a backward formula: a second derivative
 (create_graph=True) raises torch's error "no autograd formula was registered", torch.func.grad and jacrev are not
-supported, and forward mode (torch.func.jvp, jacfwd, dual tensors) raises ValueError. return_state=True and
-impl="reference" are plain torch code and support all of them. torch.vmap runs calls one by one.
+supported, and forward mode (torch.func.jvp, jacfwd, dual tensors) raises ValueError. return_state=True with
+impl="torch", and impl="reference", are plain torch code and support all of them. torch.vmap runs calls one by one.
 
 Source: Zhang et al., Higher-order Linear Attention, arXiv 2510.27258.
 """

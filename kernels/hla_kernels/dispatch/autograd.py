@@ -29,5 +29,5 @@ def refuse_forward_mode(op: str, *tensors: Tensor | None) -> None:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise ValueError(
                 f"{op} has no forward-mode derivative here (torch.func.jvp, jacfwd, dual tensors); use reverse "
-                'mode, or impl="reference" or return_state=True, which are plain torch code.'
+                'mode, or impl="reference" or return_state=True with impl="torch", which are plain torch code.'
             )

@@ -14,7 +14,7 @@ from ..softmax.multipole.call import MultipoleCall
 from .autograd import are_fixed
 from .verify import Run
 
-TENSORS = ("mixing", "key_padding_mask", "token_mask", "cu_seqlens", "rotary", "fixed", "decay_heads")
+TENSORS = ("mixing", "key_padding_mask", "token_mask", "cu_seqlens", "rotary", "fixed", "decay_heads", "streams")
 N = 197  # tokens of a trial, unless a grid says otherwise
 DEVICE = "cuda"  # the current one
 HEADS = 384  # of many short sequences: the kernels that keep a head in one program
@@ -69,7 +69,8 @@ def _causal(call: Any, widths: tuple[int, ...]) -> tuple:
     o, heads = call.options, None
     if call.gamma is not None:  # -1: no gradient
         heads = int(call.gamma.numel()) if call.gamma.requires_grad else -1
-    options = (("causal", True), ("scale", 0.02), ("decay_heads", heads))
+    streams = call.state is not None or bool(call.return_state)
+    options = (("causal", True), ("scale", 0.02), ("decay_heads", heads), ("streams", streams))
     return (call.op, call.q.dtype, widths, (*options, ("feature_map", o.feature_map), ("normalize", o.normalize)))
 
 
@@ -138,7 +139,12 @@ def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str
         x.requires_grad_()
 
     def run(impl: str) -> list[Tensor]:
-        y = getattr(hla_kernels, op)(*leaves, impl=impl, **options)
+        f = getattr(hla_kernels, op)
+        if of_tensors["streams"]:
+            y, state = f(*(x[:, :-50] for x in leaves), impl=impl, return_state=True, **options)
+            y = torch.cat([y, f(*(x[:, -50:] for x in leaves), impl=impl, state=state, **options)], 1)
+        else:
+            y = f(*leaves, impl=impl, **options)
         return [y.detach(), *torch.autograd.grad(y, inputs, grad.to(y.dtype))]
 
     return run

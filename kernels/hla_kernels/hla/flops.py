@@ -119,8 +119,8 @@ def causal_backward_flops(*inputs: Any, out_shape: Any = None) -> int:
 
 @register_flop_formula(torch.ops.hla_kernels.causal_stages)
 def causal_stages_flops(
-    q: Shape, k: Shape, v: Shape, gamma: Shape | None, op: str, feature_map: str | None, normalize: bool, *rest: Any,
-    out_shape: Any = None,
+    q: Shape, k: Shape, v: Shape, gamma: Shape | None, first: Shape | None, op: str, feature_map: str | None,
+    normalize: bool, *rest: Any, out_shape: Any = None,
 ) -> int:  # fmt: skip
     """Operations of the torch form, from q, k, v."""
     return _products(evaluate, q, k, v, gamma, op, feature_map, normalize, None, False, "cascade", 0.0, None, 1e-6)
@@ -128,8 +128,8 @@ def causal_stages_flops(
 
 @register_flop_formula(torch.ops.hla_kernels.causal_stages_backward)
 def causal_stages_backward_flops(
-    grad: Shape, q: Shape, k: Shape, v: Shape, gamma: Shape | None, saved: Any, gamma_grad: bool, op: str,
-    feature_map: str | None, normalize: bool, *rest: Any, out_shape: Any = None,
+    grad: Shape, q: Shape, k: Shape, v: Shape, gamma: Shape | None, first: Shape | None, last_grad: Shape | None,
+    saved: Any, gamma_grad: bool, op: str, feature_map: str | None, normalize: bool, *rest: Any, out_shape: Any = None,
 ) -> int:  # fmt: skip
     """Operations of the torch form's backward."""
     options = (op, feature_map, normalize, None, False, "cascade", 0.0, None, 1e-6)

@@ -6,12 +6,14 @@ On a CUDA device, interpreted in a separate process, and compiled.
 import json
 import sys
 from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
 
 import hla_kernels as hk
 from hla_kernels.hla import stages
+from hla_kernels.hla.causal import causal
 from hla_kernels.hla.reference import reference
 from hla_kernels.op import why_not_triton
 from hla_kernels.options import Options
@@ -32,6 +34,7 @@ CASES = [
     (600, 2, 1, 16, 16, "ratio", (0.99, 0.95)),
     (600, 1, 1, 24, 40, "plain", (0.98,)),
 ]
+PIECES = [CASES[1], CASES[2], CASES[6]]  # with states, too
 # relative L2 errors of o, gradients of tokens and of the decay; of ratios, whose gradients cancel
 LIMITS = {torch.bfloat16: (4e-3, 4e-3, 2e-2), torch.float16: (1e-3, 1e-3, 6e-3)}
 OF_RATIOS = {torch.bfloat16: (4e-3, 1.5e-2, 2e-2), torch.float16: (1e-3, 3e-3, 6e-3)}
@@ -54,7 +57,36 @@ def run(op, x, decay, options):
     """The operator without its checks: interpreted kernels have no CUDA device."""
     o = Options(True, **options)
     gamma = None if decay is None else decay.reshape(1, x[1].shape[2], -1, 1, 1)
-    return stages.causal_stages(*x, gamma, op, o.feature_map, o.normalize, o.scale, o.eps, True)[0]
+    return stages.causal_stages(*x, gamma, None, op, o.feature_map, o.normalize, o.scale, o.eps, True, False)[0]
+
+
+def streamed(evaluate, cuts):
+    """A function like `run` that calls `evaluate` in pieces with the state carried, and returns outputs and state."""
+
+    def f(op, x, decay, options):
+        o = Options(True, decay=None if decay is None else "tensor", **options)
+        gamma = None if decay is None else decay.reshape(1, x[1].shape[2], -1, 1, 1)
+        state, outputs, n = None, [], x[0].shape[1]
+        for a, b in pairwise(round(n * c) for c in cuts):
+            y, state = evaluate(op, *(t[:, a:b] for t in x), gamma, o, state)
+            outputs.append(y)
+        kept = [t for name, t in sorted(state.tensors.items()) if name != "gamma"]
+        # sums over many tokens are scaled, so that gradients are of one size
+        return torch.cat([torch.cat(outputs, 1).flatten(), *(t.flatten().to(y.dtype) / n for t in kept)])
+
+    return f
+
+
+def in_pieces(op, given, evaluate):
+    """Relative L2 errors of outputs, states and gradients, of two calls against one of the torch form in float64."""
+    x, decay, _, options = given
+    truth = streamed(lambda op, q, k, v, gamma, o, state: causal(op, q, k, v, o, gamma, state, True), (0, 1))
+    with torch.no_grad():
+        size = truth(op, [t.double() for t in x], decay, options).shape
+    grad = torch.randn(size, generator=torch.Generator().manual_seed(3)).to(x[0])
+    found = grads(streamed(evaluate, (0, 0.3, 1)), op, x, decay, grad, options)
+    expected = grads(truth, op, x, decay, grad, options, torch.float64)
+    return [l2_error(a, b) for a, b in zip(found, expected, strict=True)]
 
 
 def defined(op, x, decay, options):
@@ -94,6 +126,30 @@ def test_error_and_bits(monkeypatch, op, dtype, case):
     limits = (OF_RATIOS if "normalize" in given[3] else LIMITS)[dtype]
     assert (o <= limits[0]) and max(of_tokens) <= limits[1] and of_decay <= limits[2], (o, of_tokens, of_decay)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", [GPU_CASES[0], GPU_CASES[4]], ids=str)
+@pytest.mark.parametrize("op", CAUSAL)
+def test_states(op, case):
+    """Two calls with a state equal one, with gradients of both states."""
+    given = setting(case, torch.bfloat16, "cuda")
+    errors = in_pieces(op, given, lambda *inputs: stages.evaluate(*inputs, True, True))
+    assert max(errors[:4]) <= 5e-3 and max(errors) <= 2e-2, errors
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("op", CAUSAL)
+def test_float16_of_many_tokens(op):
+    """Sums over 32,768 tokens stay finite, and their error small."""
+    x = [t.cuda().half().requires_grad_() for t in tokens(32768, 1, 2, 2, 64, 64)]
+    y = getattr(hk, op)(*x, causal=True, feature_map="relu", scale=1 / 4096, impl="triton")
+    truth = getattr(hk, op)(*(t.double() for t in x), causal=True, feature_map="relu", scale=1 / 4096)
+    found = torch.autograd.grad(y.float().square().mean(), x)
+    assert all(torch.isfinite(t).all() for t in (y, *found))
+    assert l2_error(y, truth) <= 2e-3
 
 
 @pytest.mark.gpu
@@ -170,9 +226,18 @@ def interpreted(op: str) -> None:
             one = grads(run, op, *given)
         whole = [l2_error(a, b.double()) for a, b in zip(several, one, strict=True)]
         assert max(whole) <= 3e-5, (case, whole)
+        if case in PIECES:
+            with pytest.MonkeyPatch.context() as patch:
+                poison(patch)
+                patch.setattr(plan, "PROGRAMS", 12)
+                found = in_pieces(op, given, lambda *inputs: stages.evaluate(*inputs, True, True))
+            assert max(found) <= 3e-5, (case, found)
     x = [t.float().requires_grad_() for t in tokens(20, 1, 2, 1, 16, 16)]
     gamma = torch.full((1, 1, 2, 1, 1), 0.9, requires_grad=True)
-    torch.library.opcheck(torch.ops.hla_kernels.causal_stages, (*x, gamma, op, "elu1", True, 0.3, 1e-6, True))
+    options = (op, "elu1", True, 0.3, 1e-6, True)
+    torch.library.opcheck(torch.ops.hla_kernels.causal_stages, (*x, gamma, None, *options, False))
+    first = torch.randn(1, 2, operator.state_size(op, 16, 17), requires_grad=True)
+    torch.library.opcheck(torch.ops.hla_kernels.causal_stages, (*x, gamma, first, *options, True))
 
 
 def compiled(d: str, learned: str) -> None:
@@ -191,8 +256,9 @@ def compiled(d: str, learned: str) -> None:
     for op in CAUSAL:
         for normalize in (False, True):
             options = (op, None, normalize, None)
-            saved = operator.causal_stages.function(q, q, q, gamma, *options, 1e-6, True)
-            operator.causal_stages_backward.function(q, q, q, q, gamma, list(saved), bool(int(learned)), *options)
+            saved = operator.causal_stages.function(q, q, q, gamma, None, *options, 1e-6, True, False)
+            rest = (None, None, list(saved), bool(int(learned)), *options)
+            operator.causal_stages_backward.function(q, q, q, q, gamma, *rest)
     done = set()
     for fn, args, kwargs in Recorder.calls:
         which, found = compiled_call(fn, args, kwargs, done)

@@ -36,10 +36,12 @@ def added_column(col, y, ze, kept, power):
 
 
 @triton.jit
-def places(y_width: tl.constexpr, z_width: tl.constexpr, YP: tl.constexpr, first, BZ: tl.constexpr):
-    """Return the places of H, and which of them exist."""
+def places(y_width: tl.constexpr, z_width: tl.constexpr, stride: tl.constexpr, YP: tl.constexpr, first,
+           BZ: tl.constexpr):  # fmt: skip
+    """Return the places of H, and which of them exist. A state is [D, Dz], [D, Dz + 1] with an extra channel of z, or
+    [D + 1, Dz] with one of y; stride: numbers per row."""
     d, e = tl.arange(0, YP), first + tl.arange(0, BZ)
-    return d[:, None] * z_width + e[None, :], (d < y_width)[:, None] & (e < z_width)[None, :]
+    return d[:, None] * stride + e[None, :], (d < y_width)[:, None] & (e < z_width)[None, :]
 
 
 @triton.jit
@@ -49,15 +51,26 @@ def no_state(YP: tl.constexpr, BZ: tl.constexpr):
 
 
 @triton.jit
-def get_state(ptr, y_width: tl.constexpr, z_width: tl.constexpr, first, YP: tl.constexpr, BZ: tl.constexpr,
-              SCORED: tl.constexpr):  # fmt: skip
-    """Load H [D, Dz] and, behind it, its row."""
-    place, exists = places(y_width, z_width, YP, first, BZ)
+def get_state(ptr, y_width: tl.constexpr, z_width: tl.constexpr, stride: tl.constexpr, first, YP: tl.constexpr,
+              BZ: tl.constexpr, SCORED: tl.constexpr):  # fmt: skip
+    """Load H and the row for the extra channel of y."""
+    place, exists = places(y_width, z_width, stride, YP, first, BZ)
     h, row = tl.load(ptr + place, exists, other=0.0), tl.zeros([BZ], tl.float32)
     if SCORED:
         e = first + tl.arange(0, BZ)
-        row = tl.load(ptr + y_width * z_width + e, e < z_width, other=0.0)
+        row = tl.load(ptr + y_width * stride + e, e < z_width, other=0.0)
     return h, row
+
+
+@triton.jit
+def put_state(ptr, state, y_width: tl.constexpr, z_width: tl.constexpr, stride: tl.constexpr, first, YP: tl.constexpr,
+              BZ: tl.constexpr, SCORED: tl.constexpr):  # fmt: skip
+    """Store what `get_state` loads."""
+    place, exists = places(y_width, z_width, stride, YP, first, BZ)
+    tl.store(ptr + place, state[0], exists)
+    if SCORED:
+        e = first + tl.arange(0, BZ)
+        tl.store(ptr + y_width * stride + e, state[1], e < z_width)
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -67,10 +80,12 @@ def states(
     C: tl.constexpr, SIZE: tl.constexpr, SCORED: tl.constexpr, VALUED: tl.constexpr, REVERSE: tl.constexpr,
     TF32: tl.constexpr,
 ):  # fmt: skip
-    """Compute the own state of a segment, the sum over its tokens alone, into OUT [B H, segments, SIZE]. sizes: N,
-    heads, segments, chunks per segment."""
+    """Compute the own state of a segment, the sum over its tokens alone, into OUT [B H, segments, SIZE], but of the
+    last one, behind which there are no tokens. sizes: N, heads, segments, chunks per segment."""
     N, heads, segments, chunks = sizes[0], sizes[1], sizes[2], sizes[3]
-    bh, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
+    bh, segment = tl.program_id(0) // (segments - 1), tl.program_id(0) % (segments - 1)
+    if REVERSE:
+        segment += 1
     b, h = bh // heads, bh % heads
     first = tl.program_id(1) * BZ
     log2 = log2_of(LOG2, h)
@@ -96,28 +111,27 @@ def states(
         if VALUED:
             col = added_column(col, y, column(EXTRAS, at, Z, b, h, row, inside, heads, N), kept, power)
     OUT += (bh.to(tl.int64) * segments + segment) * SIZE
-    place, exists = places(WY, WZ, YP, first, BZ)
-    tl.store(OUT + place, state[0], exists)
-    d, e = tl.arange(0, YP), first + tl.arange(0, BZ)
-    if SCORED:
-        tl.store(OUT + WY * WZ + e, state[1], e < WZ)
+    put_state(OUT, state, WY, WZ, WZ + 1 if VALUED else WZ, first, YP, BZ, SCORED)
     if VALUED:
-        tl.store(OUT + WY * WZ + d, col, d < WY)
+        d = tl.arange(0, YP)
+        tl.store(OUT + d * (WZ + 1) + WZ, col, d < WY)
 
 
 @triton.jit(do_not_specialize=["sizes"])
-def carry(LOG2, STATES, sizes, SIZE: tl.constexpr, REVERSE: tl.constexpr, BS: tl.constexpr):
-    """Turn own states of segments into the states that enter them, in place. sizes: N, heads, segments, tokens per
-    segment."""
+def carry(LOG2, STATES, FIRST, sizes, SIZE: tl.constexpr, REVERSE: tl.constexpr, BS: tl.constexpr):
+    """Turn own states of segments into the states that enter them, in place. FIRST [B H, SIZE]: the state before all
+    segments, or None. sizes: N, heads, segments, tokens per segment."""
     N, heads, segments, length = sizes[0], sizes[1], sizes[2], sizes[3]
     bh = tl.program_id(0)
     log2 = log2_of(LOG2, bh % heads)
     e = tl.program_id(1) * BS + tl.arange(0, BS)
     state = tl.zeros([BS], tl.float32)
+    if FIRST is not None:
+        state = tl.load(FIRST + bh.to(tl.int64) * SIZE + e, e < SIZE, other=0.0)
     for s in range(segments):
         segment = segments - 1 - s if REVERSE else s
         ptr = STATES + (bh.to(tl.int64) * segments + segment) * SIZE + e
-        own = tl.load(ptr, e < SIZE, other=0.0)
+        own = tl.load(ptr, (e < SIZE) & (s < segments - 1), other=0.0)
         tl.store(ptr, state, e < SIZE)
         state = state * powers(log2, tl.minimum(length, N - segment * length), LOG2 is not None) + own
 
@@ -125,11 +139,11 @@ def carry(LOG2, STATES, sizes, SIZE: tl.constexpr, REVERSE: tl.constexpr, BS: tl
 @triton.jit
 def extras(
     TOKENS, EXTRAS, STATE, LOG2, OUT, at, sizes, scale, eps, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr,
-    WIDTH: tl.constexpr, XP: tl.constexpr, C: tl.constexpr, HELD: tl.constexpr, DIVIDED: tl.constexpr,
-    REVERSE: tl.constexpr, TF32: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, XP: tl.constexpr, C: tl.constexpr, HELD: tl.constexpr,
+    DIVIDED: tl.constexpr, REVERSE: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
-    """Compute the extra channel of the output of a segment, plus eps for a divisor. It is a separate loop: together
-    with the other channels it would not fit into registers."""
+    """Compute the extra channel of the output of a segment, plus eps for a divisor, and return that of the state after
+    it. It is a separate loop: together with the other channels it would not fit into registers."""
     N, heads, segments, chunks = sizes[0], sizes[1], sizes[2], sizes[3]
     bh, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
     b, h = bh // heads, bh % heads
@@ -139,7 +153,7 @@ def extras(
     i, d = tl.arange(0, C), tl.arange(0, XP)
     col = tl.zeros([XP], tl.float32)
     if HELD:
-        col = tl.load(STATE + d, d < WIDTH, other=0.0)
+        col = tl.load(STATE + d * STRIDE, d < WIDTH, other=0.0)
     count = tl.minimum(chunks, tl.cdiv(N, C) - segment * chunks)
     for c in range(count):
         chunk = segment * chunks + (count - 1 - c if REVERSE else c)
@@ -158,6 +172,7 @@ def extras(
         tl.store(OUT + (b.to(tl.int64) * N + row) * heads + h, out, inside)
         leaving = powers(log2, i if REVERSE else n - 1 - i, LOG2 is not None)
         col = added_column(col, y, ze, powers(log2, n, LOG2 is not None), leaving)
+    return col
 
 
 @triton.jit
@@ -198,15 +213,16 @@ def pairs_of(
 
 @triton.jit(do_not_specialize=FREE)
 def outputs(
-    TOKENS, EXTRAS, STATES, LOG2, BEFORE, OUT, OUT_EXTRA, REST, PARTNER, SUMS, at, partner_at, sizes, scale, eps,
-    X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr, WIDTHS: tl.constexpr, SIZES: tl.constexpr,
+    TOKENS, EXTRAS, STATES, LAST, LOG2, BEFORE, OUT, OUT_EXTRA, REST, PARTNER, SUMS, at, partner_at, sizes, scale,
+    eps, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr, WIDTHS: tl.constexpr, SIZES: tl.constexpr,
     WZ: tl.constexpr, XP: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, SCORED: tl.constexpr, VALUED: tl.constexpr,
     DIVIDED: tl.constexpr, REVERSE: tl.constexpr, INTRA: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
     """Compute OUT of the tokens of a segment, the sum of the terms. sizes as in `states`.
 
-    STATES: a tensor per term, see `carry`; None: the segment is the whole sequence and begins at zero. BEFORE: tokens
-    laid out as OUT that are added, or None. DIVIDED: divide OUT by OUT_EXTRA + eps, and store that divisor. REST:
+    STATES: a tensor per term, see `carry`; None: the segment is the whole sequence and begins at zero. LAST: a tensor
+    [B H, SIZE] per term, receives the state after all segments, or None. BEFORE: tokens laid out as OUT that are added,
+    or None. DIVIDED: divide OUT by OUT_EXTRA + eps, and store that divisor. REST:
     receives the rounding error of OUT. PARTNER: tokens p; SUMS [B H, segments, blocks, 3] receives Sum x_i, Sum i x_i
     (i from the start of the segment), x_i the product of p_i and the part of the output from the states, and with
     INTRA the sum of (i - j) w_ij over pairs in one chunk, for the gradient of the decay (see `launch`).
@@ -217,14 +233,19 @@ def outputs(
     first = tl.program_id(1) * BZ
     log2 = log2_of(LOG2, h)
     i = tl.arange(0, C)
+    stored = segment == (0 if REVERSE else segments - 1)
+    E: tl.constexpr = WZ + 1 if VALUED else WZ
     if VALUED:
         ptr = OUT_EXTRA
         if STATES is not None:
-            ptr = STATES[0] + (bh.to(tl.int64) * segments + segment) * SIZES[0] + WIDTHS[0] * WZ
-        extras(
-            TOKENS, EXTRAS, ptr, LOG2, OUT_EXTRA, at, sizes, scale, eps, X[0], Y[0], Z[0], WIDTHS[0], XP[0], C,
+            ptr = STATES[0] + (bh.to(tl.int64) * segments + segment) * SIZES[0] + WZ
+        col = extras(
+            TOKENS, EXTRAS, ptr, LOG2, OUT_EXTRA, at, sizes, scale, eps, X[0], Y[0], Z[0], WIDTHS[0], E, XP[0], C,
             STATES is not None, DIVIDED, REVERSE, TF32,
         )  # fmt: skip
+        if LAST is not None:
+            d = tl.arange(0, XP[0])
+            tl.store(LAST[0] + bh.to(tl.int64) * SIZES[0] + d * E + WZ, col, (d < WIDTHS[0]) & stored)
         tl.debug_barrier()
     pairs = 0.0
     if INTRA:
@@ -237,7 +258,7 @@ def outputs(
             held = held + (no_state(XP[m], BZ),)  # type: ignore[assignment]  # noqa: RUF005
         else:
             ptr = STATES[m] + (bh.to(tl.int64) * segments + segment) * SIZES[m]
-            one = get_state(ptr, WIDTHS[m], WZ, first, XP[m], BZ, SCORED[m])
+            one = get_state(ptr, WIDTHS[m], WZ, E, first, XP[m], BZ, SCORED[m])
             held = held + (one,)  # type: ignore[assignment]  # noqa: RUF005
     # outputs are contiguous [B, N, H, Dz]
     stride = heads.to(tl.int64) * WZ
@@ -299,6 +320,12 @@ def outputs(
             x_sum = tl.sum(whole * p.to(tl.float32), 1) * entering
             sums += x_sum
             moments += x_sum * (local * C + i).to(tl.float32)
+    if LAST is not None:  # noqa: SIM102
+        if stored:
+            for m in tl.static_range(len(X)):
+                ptr = LAST[m] + bh.to(tl.int64) * SIZES[m]
+                state = held[m]
+                put_state(ptr, state, WIDTHS[m], WZ, E, first, XP[m], BZ, SCORED[m])
     if PARTNER is not None:
         at_sums = SUMS + ((bh.to(tl.int64) * segments + segment) * tl.num_programs(1) + tl.program_id(1)) * 3
         tl.store(at_sums, tl.sum(sums, 0) * scale)

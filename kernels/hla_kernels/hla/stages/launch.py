@@ -44,6 +44,11 @@ class Sums:
         moment = total[..., 1] + total[..., 0] * start
         self.parts.append(((-moment if reverse else moment) + total[..., 2]).sum((0, 2)))
 
+    def add_states(self, state: Tensor, grad: Tensor, token: int) -> None:
+        """Add the part of a state [B, H, ..] before the tokens (token -1), or after them (the last token)."""
+        part = (state.double() * grad.double()).flatten(2).sum((0, 2))
+        self.parts.append(part if token < 0 else token * part)
+
     def total(self) -> Tensor:
         """Return the gradient of the log-decay, float64 [H]."""
         return torch.stack(self.parts).sum(0)
@@ -59,28 +64,32 @@ class Pass:
     def run(
         self, *terms: Term, reverse: bool = False, extra: bool = False, eps: float | None = None,
         dtype: torch.dtype | None = None, partner: Tensor | None = None, counted: int = 3, pairs: bool = False,
+        first: Sequence[Tensor] | None = None, last: list[Tensor] | None = None,
     ) -> Tokens:  # fmt: skip
         """Return the sum of the terms, [B, N, H, Dz] with Dz channels of z, in `dtype` or else the dtype of z.
 
         extra: also its extra channel. eps: divide by the extra channel plus eps, and return that divisor as extra
         channel. For the gradient of the decay: partner p, of the first `counted` terms, and whether `pairs` of one
-        chunk are summed.
+        chunk are summed. first: the states before the sums, a contiguous one per term; last: receives those after them,
+        [B, H, D, Dz] with a column for the extra channel or a row for that of y.
         """
         widest = max(t.x.shape[3] for term in terms for t in term)
         more = any(t.extra is not None for term in terms for t in term)
         most = together(widest, self.log2 is not None, more)
         out = None
         for i in range(0, len(terms), most):
-            some, last = terms[i : i + most], i + most >= len(terms)
-            kind = (dtype or some[0][2].x.dtype) if last else torch.float32
+            some, ends = terms[i : i + most], i + most >= len(terms)
+            kind = (dtype or some[0][2].x.dtype) if ends else torch.float32
             beside = partner if self.sums is not None and i < counted else None
-            out = self._outputs(some, out, reverse, extra, eps, kind, beside, pairs)
+            states = None if first is None else first[i : i + most]
+            out = self._outputs(some, out, reverse, extra, eps, kind, beside, pairs, states, last)
         assert out is not None
         return out
 
     def _outputs(
         self, terms: Sequence[Term], before: Tokens | None, reverse: bool, extra: bool, eps: float | None,
-        dtype: torch.dtype, partner: Tensor | None, pairs: bool,
+        dtype: torch.dtype, partner: Tensor | None, pairs: bool, first: Sequence[Tensor] | None,
+        last: list[Tensor] | None,
     ) -> Tokens:  # fmt: skip
         """Return the sum of terms of one launch, added to `before`."""
         z = terms[0][2].x
@@ -97,22 +106,29 @@ class Pass:
         given = tuple(t.x for t in tokens), tuple(t.extra for t in tokens)
         sizes = (n, self.heads, p.segments, p.chunks)
         widths = tuple(x.x.shape[3] for x, _, _ in terms)
-        rooms = tuple(w * width + width * s + w * e for w, s, e in zip(widths, scored, valued, strict=True))
-        held = None
+        shapes = [(w + s, width + e) for w, s, e in zip(widths, scored, valued, strict=True)]
+        held = None if first is None else tuple(first)
         if p.segments > 1:
             held = tuple(
-                self._entering(given, at, sizes, index[1][m], index[2][m], t, rooms[m], scored[m], valued[m], reverse)
+                self._entering(
+                    given, at, sizes, index[1][m], index[2][m], t, shapes[m], None if first is None else first[m],
+                    reverse,
+                )
                 for m, t in enumerate(terms)
-            )
+            )  # fmt: skip
+        after = None
+        if last is not None:
+            after = tuple(torch.empty((b, self.heads, *x), dtype=torch.float32, device=z.device) for x in shapes)
+            last += after
         found = None
         if partner is not None:
             found = torch.empty((b, self.heads, p.segments, p.blocks, 3), dtype=torch.float32, device=z.device)
         launch(
             outputs, (b * self.heads * p.segments, p.blocks),
-            *given, held, self.log2, None if before is None else before.x, out, out_extra, rest, partner, found, at,
-            None if partner is None else self._at(partner), sizes, self.scale, eps or 0.0, X=index[0], Y=index[1],
-            Z=index[2], WIDTHS=widths, SIZES=rooms, WZ=width, XP=tuple(map(padded, widths)), BZ=p.block, C=CHUNK,
-            SCORED=scored, VALUED=any(valued), DIVIDED=eps is not None, REVERSE=reverse,
+            *given, held, after, self.log2, None if before is None else before.x, out, out_extra, rest, partner, found,
+            at, None if partner is None else self._at(partner), sizes, self.scale, eps or 0.0, X=index[0], Y=index[1],
+            Z=index[2], WIDTHS=widths, SIZES=tuple(x * y for x, y in shapes), WZ=width, XP=tuple(map(padded, widths)),
+            BZ=p.block, C=CHUNK, SCORED=scored, VALUED=any(valued), DIVIDED=eps is not None, REVERSE=reverse,
             INTRA=pairs and partner is not None, TF32=in_tf32(z.dtype),
             **warps(max(width, *widths), self.log2 is not None),
         )  # fmt: skip
@@ -125,23 +141,24 @@ class Pass:
         return (*(n // 8 for n in x.stride()[:3]), self.heads // x.shape[2])
 
     def _entering(
-        self, given: tuple, at: tuple[int, ...], sizes: tuple[int, ...], y: int, z: int, term: Term, size: int,
-        scored: bool, valued: bool, reverse: bool,
+        self, given: tuple, at: tuple[int, ...], sizes: tuple[int, ...], y: int, z: int, term: Term,
+        shape: tuple[int, int], first: Tensor | None, reverse: bool,
     ) -> Tensor:  # fmt: skip
-        """Return the states that enter the segments, [B H, segments, SIZE]."""
+        """Return the states of `shape` that enter the segments, [B H, segments, SIZE]."""
         n, heads, segments, chunks = sizes
         wy, wz = term[1].x.shape[3], term[2].x.shape[3]
+        size, scored, valued = shape[0] * shape[1], shape[0] > wy, shape[1] > wz
         bh, block = term[0].x.shape[0] * heads, min(64, padded(wz))
         found = torch.empty((bh, segments, size), dtype=torch.float32, device=term[0].x.device)
         launch(
-            states, (bh * segments, -(-wz // block)),
+            states, (bh * (segments - 1), -(-wz // block)),
             *given, self.log2, found, at, sizes, Y=y, Z=z, WY=wy, WZ=wz, YP=padded(wy), BZ=block, C=CHUNK, SIZE=size,
             SCORED=scored, VALUED=valued, REVERSE=reverse, TF32=in_tf32(term[0].x.dtype),
             **warps(max(wy, wz), False),
         )  # fmt: skip
         launch(
             carry, (bh, triton.cdiv(size, 1024)),
-            self.log2, found, (n, heads, segments, chunks * CHUNK), SIZE=size, REVERSE=reverse, BS=1024,
+            self.log2, found, first, (n, heads, segments, chunks * CHUNK), SIZE=size, REVERSE=reverse, BS=1024,
             num_warps=4,
         )  # fmt: skip
         return found

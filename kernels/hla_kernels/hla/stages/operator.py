@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...dispatch.operator import custom_op
 from ...features import feature, feature_grad, feature_width
+from ..streaming.contents import STAGES
 from .plan import in_tf32
 
 if TYPE_CHECKING:
@@ -67,54 +68,81 @@ def _pass(
     return Pass(h, log2, 1.0 if scale is None else scale), Tokens(q), Tokens(k), Tokens(v, ones)
 
 
+def _by_stage(op: str, state: Tensor, d: int, e: int) -> dict[str, Tensor]:
+    """Return the tensors [B, H, D, Dz] of a state [B, H, numbers]; d: features, e: channels of values with the column
+    of a ratio."""
+    shapes = {name: (d, d if name == "S" else e) for name in STAGES[op]}
+    parts = state.split([a * b for a, b in shapes.values()], 2)
+    return {name: x.unflatten(2, shapes[name]).contiguous() for name, x in zip(shapes, parts, strict=True)}
+
+
+def _flat(op: str, states: dict[str, Tensor]) -> Tensor:
+    """Undo `_by_stage`."""
+    return torch.cat([states[name].flatten(2) for name in STAGES[op]], 2)
+
+
+def state_size(op: str, d: int, e: int) -> int:
+    """Return the numbers of a state per head; d, e: see `_by_stage`."""
+    return sum(d * (d if name == "S" else e) for name in STAGES[op])
+
+
 @custom_op("causal_stages")
 def causal_stages(
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, op: str, feature_map: str | None, normalize: bool,
-    scale: float | None, eps: float, save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return o [B, N, H, Dv] and, with `save`, what the backward needs: u, r with its extra channel, the divisor and
-    the rounding error of o.
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, first: Tensor | None, op: str, feature_map: str | None,
+    normalize: bool, scale: float | None, eps: float, save: bool, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return o [B, N, H, Dv], with `keep` the state after the tokens, and with `save` what the backward needs: u, r
+    with its extra channel, the divisor and the rounding error of o.
 
-    q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv]; gamma [1, Hk or 1, G or 1, 1, 1] or None; arguments are checked
-    by `op.run`.
+    q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv]; gamma [1, Hk or 1, G or 1, 1, 1] or None; first, the state before
+    the tokens, float32 [B, H, `state_size`] or None; arguments are checked by `op.run`.
     """
     from .compose import forward
 
-    saved = _saved(q, _shapes(q, k, v, op, feature_map, normalize, save))
+    d, e = feature_width(q.shape[3], feature_map), v.shape[3] + normalize
+    saved, none = _saved(q, _shapes(q, k, v, op, feature_map, normalize, save)), q.new_empty(0, dtype=torch.float32)
     if not q.shape[0]:
-        return q.new_empty((*q.shape[:3], v.shape[3])), *saved
+        last = none.new_empty(0, q.shape[2], state_size(op, d, e)) if keep else none
+        return q.new_empty((*q.shape[:3], v.shape[3])), last, *saved
     with torch.cuda.device_of(q):
         p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale)
-        o, u, r = forward(op, p, tokens[0], tokens[1], tokens[2], eps if normalize else None)
+        before = None if first is None else _by_stage(op, first, d, e)
+        o, u, r, after = forward(op, p, tokens[0], tokens[1], tokens[2], eps if normalize else None, before, keep)
+        last = _flat(op, after) if keep else none
     y = o.x.to(q.dtype)
     if not save:
-        return y, *saved
+        return y, last, *saved
     rest = o.x - y if normalize and y.dtype != o.x.dtype else o.rest
     kept = (None if u is None else u.x, None if r is None else r.x, None if r is None else r.extra, o.extra, rest)
     found = [new if new is not None else none for new, none in zip(kept, saved, strict=True)]
-    return y, found[0], found[1], found[2], found[3], found[4]
+    return y, last, found[0], found[1], found[2], found[3], found[4]
 
 
 @causal_stages.register_fake
-def _(q, k, v, gamma, op, feature_map, normalize, scale, eps, save):
+def _(q, k, v, gamma, first, op, feature_map, normalize, scale, eps, save, keep):
     o = q.new_empty((*q.shape[:3], v.shape[3]))
-    return o, *_saved(q, _shapes(q, k, v, op, feature_map, normalize, save))
+    size = state_size(op, feature_width(q.shape[3], feature_map), v.shape[3] + normalize)
+    last = q.new_empty((q.shape[0], q.shape[2], size) if keep else (0,), dtype=torch.float32)
+    return o, last, *_saved(q, _shapes(q, k, v, op, feature_map, normalize, save))
 
 
 @custom_op("causal_stages_backward")
 def causal_stages_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, saved: Sequence[Tensor], gamma_grad: bool,
-    op: str, feature_map: str | None, normalize: bool, scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dk, dv, dgamma); saved: the outputs of the forward; dgamma is empty unless `gamma_grad`."""
-    from .compose import backward
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, first: Tensor | None,
+    last_grad: Tensor | None, saved: Sequence[Tensor], gamma_grad: bool, op: str, feature_map: str | None,
+    normalize: bool, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (dq, dk, dv, dgamma, dfirst); last_grad: gradient of the state after the tokens, None without one; saved:
+    the outputs of the forward; dgamma is empty unless `gamma_grad`, dfirst without states."""
+    from .compose import Adjoint, backward
     from .launch import Sums, Tokens, gradient_of_decay
 
-    none = q.new_empty((0,))
+    none, streams = q.new_empty((0,)), first is not None or last_grad is not None
     if not q.shape[0]:
         d_gamma = torch.zeros_like(gamma) if gamma is not None and gamma_grad else none
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), d_gamma
-    o, u, r, r_extra, divisor, rest = (x if x.numel() else None for x in saved)
+        d_first = none if first is None else torch.zeros_like(first)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), d_gamma, d_first
+    o, last, u, r, r_extra, divisor, rest = (x if x.numel() else None for x in saved)
     with torch.cuda.device_of(q):
         p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale)
         p.sums = Sums() if gamma_grad else None
@@ -127,7 +155,21 @@ def causal_stages_backward(
         do = Tokens(_rows(grad.to(dtype)), extra)
         inner = None if u is None else Tokens(u), None if r is None else Tokens(r, r_extra)
         wide = torch.float32 if group > 1 else dtype
-        found = list(backward(op, p, tokens[0], tokens[1], tokens[2], *inner, do, wide))
+        before, after, factor = None, None, torch.ones(1, 1, device=q.device)
+        if streams:
+            d, e = feature_width(q.shape[3], feature_map), v.shape[3] + normalize
+            zeros = q.new_zeros((q.shape[0], q.shape[2], state_size(op, d, e)), dtype=torch.float32)
+            # reversed sums begin one token after the last one, end at the first, and their outputs are scaled
+            factor = p.scale * (factor if p.log2 is None else p.log2.exp2()[:, None])
+            before = _by_stage(op, zeros if first is None else first, d, e)
+            after = _by_stage(op, zeros if last_grad is None else last_grad / factor, d, e)
+        adjoint = Adjoint(before, after, normalize)
+        found = list(backward(op, p, tokens[0], tokens[1], tokens[2], *inner, do, wide, adjoint))
+        d_first = _flat(op, adjoint.grads) * factor if streams else none
+        if p.sums is not None and first is not None:
+            p.sums.add_states(first, d_first, -1)
+        if p.sums is not None and last is not None and last_grad is not None:
+            p.sums.add_states(last, last_grad, q.shape[1] - 1)
         if group > 1:
             found[1:] = (x.unflatten(2, (-1, group)).sum(3) for x in found[1:])
         if feature_map not in (None, "identity"):
@@ -135,30 +177,37 @@ def causal_stages_backward(
                 found[i] = feature_grad(x, feature(x, feature_map), found[i].float(), feature_map)
         d_gamma = none if p.sums is None or gamma is None else gradient_of_decay(p.sums, gamma, group)
     dq, dk, dv = (x.to(q.dtype).contiguous() for x in found)
-    return dq, dk, dv, d_gamma
+    return dq, dk, dv, d_gamma, d_first
 
 
 @causal_stages_backward.register_fake
-def _(grad, q, k, v, gamma, saved, gamma_grad, *options):
+def _(grad, q, k, v, gamma, first, last_grad, saved, gamma_grad, op, feature_map, normalize, scale):
     outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return (*outs, torch.empty_like(gamma) if gamma_grad else q.new_empty((0,)))
+    size = state_size(op, feature_width(q.shape[3], feature_map), v.shape[3] + normalize)
+    streams = first is not None or last_grad is not None
+    d_first = q.new_empty((q.shape[0], q.shape[2], size), dtype=torch.float32) if streams else q.new_empty((0,))
+    return (*outs, torch.empty_like(gamma) if gamma_grad else q.new_empty((0,)), d_first)
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.options = inputs[4:8]
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.options, ctx.kept = inputs[5:9], inputs[11]
+    ctx.mark_non_differentiable(*output[1 if not ctx.kept else 2 :])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.save_for_backward(*inputs[:5], *output)
 
 
-def _gradients(ctx: Any, grad: Tensor | None, *_: None) -> tuple:
-    rest = (None,) * 6
+def _gradients(ctx: Any, grad: Tensor | None, last_grad: Tensor | None, *_: None) -> tuple:
+    rest = (None,) * 7
+    if grad is None and last_grad is None:
+        return None, None, None, None, None, *rest
+    q, k, v, gamma, first, *saved = ctx.saved_tensors
     if grad is None:
-        return None, None, None, None, *rest
-    q, k, v, gamma, *saved = ctx.saved_tensors
+        grad = torch.zeros_like(saved[0])
     gamma_grad = ctx.needs_input_grad[3]
-    *grads, d_gamma = causal_stages_backward(grad, q, k, v, gamma, saved, gamma_grad, *ctx.options)
-    return *grads, d_gamma if gamma_grad else None, *rest
+    *grads, d_gamma, d_first = causal_stages_backward(
+        grad, q, k, v, gamma, first, last_grad, saved, gamma_grad, *ctx.options
+    )
+    return *grads, d_gamma if gamma_grad else None, d_first if first is not None else None, *rest
 
 
 causal_stages.register_autograd(_gradients, setup_context=_setup)
