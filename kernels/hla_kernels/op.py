@@ -387,10 +387,7 @@ def _kernel(call: Call, chosen: str) -> tuple[Tensor, State | None]:
     if not o.causal:
         return stream(op, q, k, v, coefficients, o, state)
     if chosen == "triton":
-        before = () if state is None else tuple(state.tensors.values())
-        refuse_forward_mode(op, q, k, v, gamma, *before)
-        save = needs_backward(q, k, v, gamma, *before)
-        return stages.evaluate(op, q, k, v, gamma, o, state, bool(return_state), save)
+        return stages.evaluate(op, q, k, v, gamma, o, state, bool(return_state))
     if state is not None or return_state:
         return causal(op, q, k, v, o, gamma, state, return_state)
     refuse_forward_mode(op, q, k, v, gamma)

@@ -89,6 +89,16 @@ def in_pieces(op, given, evaluate):
     return [l2_error(a, b) for a, b in zip(found, expected, strict=True)]
 
 
+def one_by_one(op, given):
+    """Relative L2 error of outputs and states where the last two tokens come alone."""
+    x, decay, _, options = given
+    n, f = x[0].shape[1], lambda *inputs: stages.evaluate(*inputs, True)
+    truth = streamed(lambda op, q, k, v, gamma, o, state: causal(op, q, k, v, o, gamma, state, True), (0, 1))
+    with torch.no_grad():
+        found = streamed(f, (0, 1 - 2 / n, 1 - 1 / n, 1))(op, x, decay, options)
+        return l2_error(found, truth(op, [t.double() for t in x], decay, options))
+
+
 def defined(op, x, decay, options):
     """The definition."""
     if decay is not None:
@@ -135,8 +145,9 @@ def test_error_and_bits(monkeypatch, op, dtype, case):
 def test_states(op, case):
     """Two calls with a state equal one, with gradients of both states."""
     given = setting(case, torch.bfloat16, "cuda")
-    errors = in_pieces(op, given, lambda *inputs: stages.evaluate(*inputs, True, True))
+    errors = in_pieces(op, given, lambda *inputs: stages.evaluate(*inputs, True))
     assert max(errors[:4]) <= 5e-3 and max(errors) <= 2e-2, errors
+    assert one_by_one(op, given) <= 5e-3
 
 
 @pytest.mark.gpu
@@ -230,18 +241,24 @@ def interpreted(op: str) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 poison(patch)
                 patch.setattr(plan, "PROGRAMS", 12)
-                found = in_pieces(op, given, lambda *inputs: stages.evaluate(*inputs, True, True))
+                found = in_pieces(op, given, lambda *inputs: stages.evaluate(*inputs, True))
             assert max(found) <= 3e-5, (case, found)
+            assert one_by_one(op, given) <= 3e-5
     x = [t.float().requires_grad_() for t in tokens(20, 1, 2, 1, 16, 16)]
     gamma = torch.full((1, 1, 2, 1, 1), 0.9, requires_grad=True)
     options = (op, "elu1", True, 0.3, 1e-6, True)
     torch.library.opcheck(torch.ops.hla_kernels.causal_stages, (*x, gamma, None, *options, False))
     first = torch.randn(1, 2, operator.state_size(op, 16, 17), requires_grad=True)
     torch.library.opcheck(torch.ops.hla_kernels.causal_stages, (*x, gamma, first, *options, True))
+    one = [t[:, :1].detach() for t in x]
+    _, state = stages.evaluate(op, *one, gamma.detach(), Options(True, decay="tensor"), None, True)
+    kept = [t for name, t in state.tensors.items() if name != "gamma"]
+    inputs = (*one, gamma.detach(), kept, op, None, False, 0.3, 1e-6)
+    torch.library.opcheck(torch.ops.hla_kernels.causal_step, inputs, test_utils=("test_schema", "test_faketensor"))
 
 
 def compiled(d: str, learned: str) -> None:
-    from hla_kernels.hla.stages import launch, operator
+    from hla_kernels.hla.stages import decode, launch, operator, step
     from tests.ops.causal.offline import compiled_call
     from tests.ops.fused.offline.gate import Recorder
 
@@ -251,6 +268,7 @@ def compiled(d: str, learned: str) -> None:
     launch.gradient_of_decay = lambda sums, gamma, group: gamma
     for name in ("states", "carry", "outputs"):
         setattr(launch, name, Recorder(getattr(launch, name)))
+    step.step = Recorder(step.step)
     q = torch.empty(2, 4096, 3, int(d), dtype=torch.bfloat16, device="meta")
     gamma = torch.empty(1, 3, 1, 1, 1, device="meta") if int(learned) else None
     for op in CAUSAL:
@@ -259,6 +277,13 @@ def compiled(d: str, learned: str) -> None:
             saved = operator.causal_stages.function(q, q, q, gamma, None, *options, 1e-6, True, False)
             rest = (None, None, list(saved), bool(int(learned)), *options)
             operator.causal_stages_backward.function(q, q, q, q, gamma, *rest)
+    if not int(learned):  # with a state
+        first = torch.empty(2, 3, operator.state_size("hla3", int(d), int(d) + 1), device="meta")
+        operator.causal_stages.function(q, q, q, gamma, first, "hla3", None, True, None, 1e-6, False, True)
+        parts = operator._by_stage("hla3", first, int(d), int(d) + 1).values()
+        decode.causal_step.function(
+            *3 * [q[:, :1]], gamma, [x[:, :, None] for x in parts], "hla3", None, True, None, 1e-6
+        )
     done = set()
     for fn, args, kwargs in Recorder.calls:
         which, found = compiled_call(fn, args, kwargs, done)

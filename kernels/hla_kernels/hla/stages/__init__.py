@@ -5,7 +5,8 @@ of each, and another one carries states from segment to segment, from the state 
 program per segment walks over its chunks with the state in registers. The backward has the same sums, over earlier and
 over later tokens. No atomics. In products, the computed factor is the second operand (see `tiles`).
 
-Reading order: tiles, kernels, plan, launch, compose (equations), operator. The first call imports Triton.
+Reading order: tiles, kernels, plan, launch, compose (equations), operator; step, decode (a single token). The first
+call imports Triton.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...dispatch.autograd import needs_backward, refuse_forward_mode
 from ...features import feature_width
 from ...options import Options, is_paper
 from ..streaming.contents import STAGES, Sizes, contents
 from ..streaming.state import State
+from .decode import causal_step
 from .operator import causal_stages
 
 __all__ = ["causal_stages", "evaluate", "slower", "why_not"]
@@ -52,27 +55,40 @@ def slower(q: Tensor, options: Options) -> str | None:
 
 def evaluate(
     op: str, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, options: Options, state: State | None,
-    keep: bool, save: bool,
+    keep: bool,
 ) -> tuple[Tensor, State | None]:  # fmt: skip
-    """Return (o [B, N, H, Dv], the state after the tokens if `keep`) of a checked causal call; save: whether there will
-    be a backward."""
+    """Return (o [B, N, H, Dv], the state after the tokens if `keep`) of a checked causal call. Raises ValueError
+    for dual tensors."""
     o, (b, n, h, _), hk = options, q.shape, k.shape[2]
-    first = None
-    if state is not None:
-        wide = [state.tensors[name].float() for name in STAGES[op]]
-        wide = [x.expand(b, hk, h // hk, *x.shape[3:]).reshape(b, h, -1) for x in wide]
-        first = torch.cat(wide, 2)
-    y, last, *_ = causal_stages(q, k, v, gamma, first, op, o.feature_map, o.normalize, o.scale, o.eps, save, keep)
+    rest = (op, o.feature_map, o.normalize, o.scale, o.eps)
+    names, tensors = STAGES[op], {} if gamma is None else {"gamma": gamma.float()}
+    given = [] if state is None else [state.tensors[name].float() for name in names]
+    refuse_forward_mode(op, q, k, v, gamma, *given)
+    save = needs_backward(q, k, v, gamma, *given)
+    if given and keep and n == 1 and not save:
+        y, *after = causal_step(q, k, v, gamma, given, *rest)
+        tensors |= zip(names, after, strict=False)
+    else:
+        wide = [x.expand(b, hk, h // hk, *x.shape[3:]).reshape(b, h, -1) for x in given]
+        y, last, *_ = causal_stages(q, k, v, gamma, torch.cat(wide, 2) if wide else None, *rest, save, keep)
+        if keep:
+            tensors |= _tensors(op, options, last, q, k, v, gamma)
     if not keep:
         return y, None
-    heads = (1, 1) if gamma is None else (gamma.shape[1], gamma.shape[2])
-    sizes = Sizes(b, hk, h // hk, feature_width(q.shape[3], o.feature_map), v.shape[3], heads)
-    shapes, place, tensors = contents(op, options, sizes), 0, {}
-    for name in STAGES[op]:
-        rows, columns = shapes[name][3:]
-        x = last[:, :, place : place + rows * columns].unflatten(2, (rows, columns)).unflatten(1, (hk, h // hk))
-        tensors[name], place = x[:, :, : shapes[name][2]].contiguous(), place + rows * columns
-    if gamma is not None:
-        tensors["gamma"] = gamma.float()
     count = torch.full((), n, dtype=torch.int64, device=q.device)
     return y, State(op, options, count if state is None else count + state.n, tensors)
+
+
+def _tensors(
+    op: str, options: Options, last: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the tensors of a state from that of `causal_stages`, which has all per query head."""
+    heads = (1, 1) if gamma is None else (gamma.shape[1], gamma.shape[2])
+    group = q.shape[2] // k.shape[2]
+    sizes = Sizes(q.shape[0], k.shape[2], group, feature_width(q.shape[3], options.feature_map), v.shape[3], heads)
+    shapes, place, found = contents(op, options, sizes), 0, {}
+    for name in STAGES[op]:
+        _, _, groups, rows, columns = shapes[name]
+        x = last[:, :, place : place + rows * columns].unflatten(2, (rows, columns)).unflatten(1, (-1, group))
+        found[name], place = x[:, :, :groups].contiguous(), place + rows * columns
+    return found

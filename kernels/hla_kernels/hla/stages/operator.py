@@ -52,6 +52,11 @@ def _saved(q: Tensor, shapes: list[tuple]) -> tuple[Tensor, Tensor, Tensor, Tens
     return u, r, extra, divisor, rest
 
 
+def log2_decay(gamma: Tensor | None, h: int, hk: int) -> Tensor | None:
+    """Return log2 of the decay per query head, float32 [H]."""
+    return None if gamma is None else gamma.float().log2().expand(1, hk, h // hk, 1, 1).reshape(h).contiguous()
+
+
 def _pass(
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, name: str | None, normalize: bool, scale: float | None
 ) -> tuple[Pass, Tokens, Tokens, Tokens]:
@@ -59,7 +64,7 @@ def _pass(
     from .launch import Pass, Tokens
 
     h, hk = q.shape[2], k.shape[2]
-    log2 = None if gamma is None else gamma.float().log2().expand(1, hk, h // hk, 1, 1).reshape(h).contiguous()
+    log2 = log2_decay(gamma, h, hk)
     if normalize and log2 is None:
         # without a decay, tiles that are operands are also read by threads, and Triton's pipeline could overwrite them
         log2 = q.new_zeros(h, dtype=torch.float32)
