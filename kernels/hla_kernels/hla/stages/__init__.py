@@ -82,7 +82,7 @@ def evaluate(
 def _tensors(
     op: str, options: Options, last: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the tensors of a state from that of `causal_stages`, which has all per query head."""
+    """Return the tensors of a state; `last`, the output of `causal_stages`, has all of them per query head."""
     heads = (1, 1) if gamma is None else (gamma.shape[1], gamma.shape[2])
     group = q.shape[2] // k.shape[2]
     sizes = Sizes(q.shape[0], k.shape[2], group, feature_width(q.shape[3], options.feature_map), v.shape[3], heads)

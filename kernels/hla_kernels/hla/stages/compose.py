@@ -13,7 +13,7 @@
 
 A ratio has an extra channel of ones in v, whose output divides the others.
 
-A state H before the tokens is that of LA(x, y, z); its transpose begins the sum for dx, and what LR(z, do, x) has after
+A state H before the tokens belongs to LA(x, y, z); its transpose begins the sum for dx, and what LR(z, do, x) has after
 the first token is the transpose of its gradient. The gradient of the state after the tokens begins the reversed sums.
 """
 
@@ -88,7 +88,7 @@ def backward(
     op: str, p: Pass, q: Tokens, k: Tokens, v: Tokens, u: Tokens | None, r: Tokens | None, do: Tokens,
     wide: torch.dtype, a: Adjoint,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dk, dv), gradients of keys and values in the dtype `wide`; those of states are left in `a`.
+    """Return (dq, dk, dv), gradients of keys and values in the dtype `wide`; gradients of states are left in `a`.
 
     For the gradient of the decay, partners are q in dq, and in reversed sums what the sum is the gradient of, once for
     each composed LA.

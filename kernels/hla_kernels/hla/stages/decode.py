@@ -1,4 +1,4 @@
-"""Custom operator `hla_kernels::causal_step`: one token of causal la, hla2, ahla and hla3 in one launch."""
+"""Custom operator `hla_kernels::causal_step`: one token of la, hla2, ahla and hla3 in one launch."""
 
 from __future__ import annotations
 

@@ -142,8 +142,8 @@ def extras(
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, XP: tl.constexpr, C: tl.constexpr, HELD: tl.constexpr,
     DIVIDED: tl.constexpr, REVERSE: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
-    """Compute the extra channel of the output of a segment, plus eps for a divisor, and return that of the state after
-    it. It is a separate loop: together with the other channels it would not fit into registers."""
+    """Compute the extra channel of the output of a segment, plus eps for a divisor, and return the extra channel of the
+    state after it. It is a separate loop: together with the other channels it would not fit into registers."""
     N, heads, segments, chunks = sizes[0], sizes[1], sizes[2], sizes[3]
     bh, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
     b, h = bh // heads, bh % heads

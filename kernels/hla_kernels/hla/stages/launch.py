@@ -71,7 +71,7 @@ class Pass:
         extra: also its extra channel. eps: divide by the extra channel plus eps, and return that divisor as extra
         channel. For the gradient of the decay: partner p, of the first `counted` terms, and whether `pairs` of one
         chunk are summed. first: the states before the sums, a contiguous one per term; last: receives those after them,
-        [B, H, D, Dz] with a column for the extra channel or a row for that of y.
+        [B, H, D, Dz] with a column for the extra channel of z, or a row for the one of y.
         """
         widest = max(t.x.shape[3] for term in terms for t in term)
         more = any(t.extra is not None for term in terms for t in term)
