@@ -44,6 +44,7 @@ PLAIN_ENGLISH = (  # folders and files whose language is checked; to be extended
 MEASURED = "operations|multiplications|parameters|numbers?|bytes|images|samples|seconds|ms|frames|pixels|weights|gates?"
 UNITS = "head|token|step|image|sample|GPU|layer|channel|second|side|process|row|axis|block|query|class|video|device"
 A_FOR_PER = re.compile(rf"\b({MEASURED}) an? ([a-z]+ )?({UNITS})\b")  # "operations a head": write "per head"
+TWO_UNITS = re.compile(r"\boperations per head\b")  # README and mixers count multiplications
 UNCLEAR = re.compile(
     r"\b(besides?|told|hears?|heard|wants?|wanted|knows?|turned|at first|side by side|goes on|the same of|that of|"
     r"those of|of its own|is said|says? so|takes? the place|in the place of)\b"
@@ -142,7 +143,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 def test_plain_english(folder):
     for path in files(folder):
         for line, text in prose(path):
-            for pattern in (A_FOR_PER, UNCLEAR):
+            for pattern in (A_FOR_PER, TWO_UNITS, UNCLEAR):
                 match = pattern.search(text)
                 assert match is None, f"{path.relative_to(ROOT)}:{line}: {match[0]!r} is not plain English: {text}"
 

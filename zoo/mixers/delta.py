@@ -69,8 +69,8 @@ class DeltaMixer(Mixer):
     patches in their order, then class and register tokens. A subclass computes the numbers of its rule from the
     hidden states in `arguments`.
 
-    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 4 (1 + r) N D^2 + 4 (1 + r)^2 N C D operations per head
-    for the rank r of A and chunks of C = 64 tokens. Padded tokens change nothing. Options: `DeltaOptions`.
+    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 2 (1 + r) N D^2 + 2 (1 + r)^2 N C D multiplications per
+    head for the rank r of A and chunks of C = 64 tokens. Padded tokens change nothing. Options: `DeltaOptions`.
     """
 
     defaults: ClassVar[DeltaOptions] = DeltaOptions()

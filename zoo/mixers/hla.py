@@ -15,7 +15,7 @@ class LinearAttention(LinearMixer):
     """First-order linear attention, A V = q (K'V) with A = phi(q) phi(k)'.
 
     Katharopoulos et al., arXiv 2006.16236, Eq. 4.
-    4 N D^2 operations per head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
+    2 N D^2 multiplications per head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
     """
 
     name = "la"
@@ -71,7 +71,7 @@ class AHLA(HigherOrder):
     """Asymmetric second-order linear attention, A A V = q (K'Q)(K'V) with A = phi(q) phi(k)'.
 
     HLA, arXiv 2510.27258, section 6 (Eq. 6.2).
-    6 N D^2 + 2 D^3 operations per head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
+    3 N D^2 + D^3 multiplications per head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
     """
 
     name = "ahla"
@@ -84,7 +84,7 @@ class HLA2(HigherOrder):
     """Second-order linear attention, A A' V = q (K'K)(Q'V) with A = phi(q) phi(k)'.
 
     HLA, arXiv 2510.27258, sections 3-4 (Eq. 4.1).
-    6 N D^2 + 2 D^3 operations per head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
+    3 N D^2 + D^3 multiplications per head, two-sided. Options: `zoo.mixers.options.MixerOptions`.
     """
 
     name = "hla2"
@@ -97,7 +97,7 @@ class HLA3(HigherOrder):
     """Third-order linear attention, A A' A V = q (K'K)(Q'Q)(K'V) with A = phi(q) phi(k)'.
 
     HLA, arXiv 2510.27258, section 7 (masked form corrected).
-    8 N D^2 + 4 D^3 operations per head, two-sided. Options: `zoo.mixers.options.MixerOptions`; the exponent
+    4 N D^2 + 2 D^3 multiplications per head, two-sided. Options: `zoo.mixers.options.MixerOptions`; the exponent
     starts at 4, since three products make weights more uniform than one.
     """
 

@@ -11,7 +11,7 @@ class InLine(LinearAttention):
     (`lepe` is the nearest option). Equals `la` with identity map, centred keys and mean path: the first-order Taylor
     expansion of softmax attention in the scores s.
 
-    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 4 N D^2 operations per head. Options:
+    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 2 N D^2 multiplications per head. Options:
     `zoo.mixers.options.MixerOptions`.
     """
 

@@ -13,8 +13,8 @@ class Mala(LinearAttention):
     query; the second, linear attention with centred keys, grows with it. The weights of a query have mean one and may
     be negative. With a rotary embedding, the first term is `la` and the second uses the rotated features.
 
-    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; two calls of `la`, 8 N D^2 operations per head. Options:
-    `zoo.mixers.options.TwoSidedRatioOptions`. Raises ValueError for a map that may be negative.
+    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; two calls of `la`, 4 N D^2 multiplications per head.
+    Options: `zoo.mixers.options.TwoSidedRatioOptions`. Raises ValueError for a map that may be negative.
     """
 
     name = "mala"

@@ -40,8 +40,8 @@ class Mesa(LinearMixer):
     it (the square root of the float32 precision), so that the matrix is invertible. One Cholesky factorisation [D, D]
     per head, in float32.
 
-    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 6 N D^2 + D^3 operations per head. Rotary embeddings
-    are applied to the features. Options: `MesaOptions`.
+    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 3 N D^2 + D^3 multiplications per head. Rotary
+    embeddings are applied to the features. Options: `MesaOptions`.
     """
 
     name = "mesa"

@@ -63,7 +63,7 @@ class BlockMixer(BlockedMixer):
     one token along an axis; class and register tokens form a separate block. Without `blocks`, they are chosen for the
     grid of the host (`zoo.mixers.block_mixing.choose_blocks`), and with mixing="distance" for the grid of each call.
 
-    4 N D^2 + 2 M^2 D^2 operations per head for M blocks, first order. Options: `BlockOptions`.
+    2 N D^2 + M^2 D^2 multiplications per head for M blocks, first order. Options: `BlockOptions`.
     """
 
     name = "mhla"

@@ -40,7 +40,7 @@ class Polynomial(LinearMixer):
     mean_path=True it starts as the first-order Taylor expansion mean(v) + q (K - mean(k))'V / N of softmax. Two-sided
     only. The orders share one D x D operator per head.
 
-    12 N D^2 + 8 D^3 operations per head. Options: `PolynomialOptions`.
+    6 N D^2 + 4 D^3 multiplications per head. Options: `PolynomialOptions`.
     """
 
     name = "poly"

@@ -20,7 +20,7 @@ class Rala(LinearAttention):
     the output by a function of the hidden states, which raises the rank of the output (published: a linear map). Heads
     that share keys share alpha.
 
-    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 4 N D^2 operations per head. Options:
+    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 2 N D^2 multiplications per head. Options:
     `zoo.mixers.options.TwoSidedRatioOptions`. Raises ValueError for a map that may be negative.
     """
 

@@ -35,9 +35,9 @@ class Resolvent(LinearMixer):
     that the eigenvalues of A are at most one and the series converges. The rows of the result sum to one. One linear
     system [D, D] per head, in float32.
 
-    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 6 N D^2 + D^3 operations per head. Options:
-    `ResolventOptions`. Raises ValueError for a feature map that may be negative and for a rotary embedding, which
-    makes weights negative.
+    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 3 N D^2 + D^3 multiplications per head.
+    Options: `ResolventOptions`. Raises ValueError for a feature map that may be negative and for a rotary embedding,
+    which makes weights negative.
     """
 
     name = "resolvent"

@@ -10,10 +10,10 @@ from zoo.mixers.protocol import Mixer
 
 
 class Softmax(Mixer):
-    """Softmax attention o = softmax(q k' scale) v, [B, N, H, D] -> [B, N, H, D]; 4 N^2 D operations per head.
+    """Softmax attention o = softmax(q k' scale) v.
 
-    The only mixer that supports attention masks. Options: `zoo.mixers.options.LocalOptions`. Raises ValueError for a
-    missing grid.
+    The only mixer that supports attention masks. q, k, v, o are [B, N, H, D]; 2 N^2 D multiplications per head.
+    Options: `zoo.mixers.options.LocalOptions`. Raises ValueError for a missing grid.
     """
 
     name = "softmax"

@@ -2,8 +2,8 @@
 
 A query weighs earlier blocks by its row of the mixing matrix, so the state holds the moments of every block (`causal`):
 M D Dv numbers per head for first order, M (D^2 + 2 D Dv) for the others, and with the ratio the same for Dv = 1 in
-addition. The state grows with the number of blocks, not of tokens. A token costs M D Dv operations per head for first
-order, M D^2 Dv for the others. Plain differentiable torch code.
+addition. The state grows with the number of blocks, not of tokens. A token costs M D Dv multiplications per head for
+first order, M D^2 Dv for the others. Plain differentiable torch code.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ r_i = 1):
     dq_i = s sum_j m e_ij phi(k_j)      dk_j = s sum_i m e_ij phi(q_i)      dv_j = sum_i r_i w_ij do_i
     dm_ab = s sum of s_ij e_ij over the tokens i of block a and j of block b
 
-This takes 18 N^2 D operations per head, forward and backward, and avoids moments, which take D / (tokens per block)
+This takes 9 N^2 D multiplications per head, forward and backward, and avoids moments, which take D / (tokens per block)
 times the memory of the tokens. Nothing is saved for the backward. Reading order: tiles, kernels, launch.
 `spec.by_pairs` decides when this form runs.
 """
