@@ -245,6 +245,20 @@ def tiles_of(grid: tuple[int, ...], size: int) -> tuple[Tensor, Tensor]:
     return number, centres
 
 
+def fours_of(grid: tuple[int, ...], tile: Tensor, size: int) -> Tensor:
+    """Which four neighbours each grid token belongs to [N, parts]: within its tile (of at most `size` tokens), those
+    that follow each other when the bits of their coordinates are interleaved."""
+    number = torch.zeros_like(tile)
+    places = list(itertools.product(*map(range, grid)))
+    for one in tile.unique().tolist():
+        tokens = (tile == one).nonzero()[:, 0].tolist()
+        first = [min(x) for x in zip(*(places[t] for t in tokens), strict=True)]
+        bits = {t: [x - y >> i & 1 for i in range(9, -1, -1) for x, y in zip(places[t], first, strict=True)] for t in tokens}
+        for i, t in enumerate(sorted(tokens, key=bits.__getitem__)):
+            number[t] = one * size + i // 4
+    return F.one_hot(number.unique(return_inverse=True)[1])
+
+
 def adaptive_multipole(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, o: Options) -> Tensor:
     """Softmax, exact for the key tiles with the highest scores; other tiles enter by mean and variance; keep [N]."""
     outer = (0, 0, o["prefix"], o["suffix"])
@@ -255,11 +269,14 @@ def adaptive_multipole(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, o: Options
     variance = member.mT @ (k - member @ mean).square() / n.clamp(min=1)[:, None]
     q = o["q_scale"] * q
     s, a, spread = q @ k.mT, q @ mean.mT, q.square() @ variance.mT
-    mass = (a + spread / 2 + n.log()).softmax(-1)
-    query = own.mT @ q / own.sum(0).clamp(min=1)[:, None]
+    # queries pooled by four and by whole tiles: score of the mass and the spread that they see
+    parts = F.pad(fours_of(o["grid"], of_query, o["q_tile"]).to(q), outer) * keep[:, None]
+    some, query = (x.mT @ q / x.sum(0).clamp(min=1)[:, None] for x in (parts, own))
+    wide = some.square() @ variance.mT
+    share = (some @ mean.mT + wide / 2 + n.log()).softmax(-1)
     score = {
-        "error": own.mT @ (mass * spread),
-        "mass": own.mT @ mass,
+        "error": (own.mT @ parts) @ (share * wide),
+        "mass": (own.mT @ parts) @ share,
         "mean": query @ mean.mT + query.square() @ variance.mT / 2,
         "near": -(at_query[:, None] - at_key[None]).square().sum(-1).to(q).expand(len(q), -1, -1),
     }[o["select"]]

@@ -14,8 +14,8 @@ per head, is from piecewise sparse attention (PISA, arXiv 2602.01077). Tiles are
 expected error, mass times variance of the scores (`routing`). The selection is deterministic and has no gradient. The
 result is exact with density=1, or with key tiles of one token.
 
-Multiplications per query and head for T tiles and density r: 5 T D for the far field, 4 T D for a selection by "error"
-or "mass", 2 r N D for the exact field.
+Multiplications per query and head for T tiles and density r: 5 T D for the far field, T D for a selection by "error" or
+"mass", 2 r N D for the exact field.
 
 Reading order: layout, reference, pooling, routing, torch_form, fused, forms.
 """

@@ -85,21 +85,35 @@ def _boxes(grid: Grid, size: int) -> Iterator[Grid]:
 
 
 def tokens_of(field: Field, size: int, device: torch.device | None = None) -> Tensor:
-    """Return the token in each slot of each tile, int64 [tiles, size]: tiles of the grid in raster order, then tiles of
-    the other tokens. Empty slots contain the number of all tokens."""
+    """Return the token in each slot of each tile, int64 [tiles, size]: tiles of the grid in raster order, each with its
+    tokens in Morton order, so that consecutive ones are close; then tiles of the other tokens. Empty slots are the last
+    ones of a tile and contain the number of all tokens."""
     box, n = box_of(field.grid, size), field.n_tokens
-    tile = slot = torch.zeros((), dtype=torch.int64, device=device)
-    for length, s in zip(field.grid, box, strict=True):
+    tile = place = torch.zeros((), dtype=torch.int64, device=device)
+    for length, s, bits in zip(field.grid, box, _bits(box), strict=True):
         x = torch.arange(length, device=device)
         tile = tile[..., None] * -(-length // s) + x // s
-        slot = slot[..., None] * s + x % s
-    place = (tile * size + slot).flatten()
+        place = place[..., None] + sum((((x % s) >> i & 1) << bit for i, bit in enumerate(bits)), 0 * x)
+    tile, tiles = tile.flatten(), math.prod(counts(field.grid, size))
+    order = (tile * 2 ** sum(map(len, _bits(box))) + place.flatten()).argsort()
+    tile = tile[order]  # now ascending
+    slot = torch.arange(field.n_grid, device=device) - torch.searchsorted(tile, torch.arange(tiles, device=device))[tile]
     first, last = (torch.arange(a, b, device=device) for a, b in ((0, field.prefix), (n - field.suffix, n)))
-    outer, tiles = torch.cat([first, last]), math.prod(counts(field.grid, size))
+    outer = torch.cat([first, last])
     table = torch.full(((tiles + -(-field.n_outer // size)) * size,), n, dtype=torch.int64, device=device)
-    table[place] = torch.arange(field.n_grid, device=device) + field.prefix
+    table[tile * size + slot] = order + field.prefix
     table[tiles * size : tiles * size + field.n_outer] = outer
     return table.view(-1, size)
+
+
+def _bits(box: Grid) -> list[list[int]]:
+    """Return the bits of the Morton number that hold the bits of a coordinate, from the lowest, per axis of a box."""
+    found: list[list[int]] = [[] for _ in box]
+    for i in range(max(box).bit_length()):
+        for axis in reversed(range(len(box))):
+            if (box[axis] - 1) >> i:
+                found[axis].append(sum(map(len, found)))
+    return found
 
 
 def distances(field: Field, device: torch.device | None = None) -> Tensor:

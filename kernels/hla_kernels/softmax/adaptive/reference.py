@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,6 +12,7 @@ from ...options import compute_dtype
 from ...sequences import real
 from .call import AdaptiveCall
 from .layout import Field, box_of, distances
+from .routing import PART
 
 
 def definition(call: AdaptiveCall) -> Tensor:
@@ -61,11 +64,12 @@ def routing(
     live, (q, k, _) = _live(q, mask), _heads(q, k, k, mask)
     q = q * q_scale
     member, own = (_members(field, size, live).to(q.dtype) for size in (field.k_tile, field.q_tile))
-    n, m = member.sum(-2), own.sum(-2)
+    n = member.sum(-2)
     mean = (member.mT @ k) / n.clamp(min=1)[..., None]
     variance = (member.mT @ (k - member @ mean).square()) / n.clamp(min=1)[..., None]
-    if select == "mean":
-        q = (own.mT @ q) / m.clamp(min=1)[..., None]
+    pooled = own if select == "mean" else _parts(field, live).to(q.dtype)
+    m = pooled.sum(-2)[..., None]
+    q, own = (pooled.mT @ q) / m.clamp(min=1), pooled.mT @ own  # own: number of queries of a part that a tile has
     b, spread = q @ mean.mT + q.square() @ variance.mT / 2, q.square() @ variance.mT
     p = (b + n.log()[..., None, :]).softmax(-1).nan_to_num(0)
     found = {
@@ -89,6 +93,23 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     q, k, v = (real(x, mask).transpose(1, 2) for x in (q, k, v))
     return q, k, v
+
+
+def _parts(field: Field, live: Tensor) -> Tensor:
+    """Return which real tokens of the grid lie in which part of a query tile, [B, 1, N, parts] bool: `PART` tokens that
+    are consecutive in the order of their interleaved coordinates."""
+    box, tiles = box_of(field.grid, field.q_tile), {}
+    for token, place in enumerate(itertools.product(*map(range, field.grid))):
+        tile = tuple(x // s for x, s in zip(place, box, strict=True))
+        inside = [x % s for x, s in zip(place, box, strict=True)]
+        bits = [x >> i & 1 for i in reversed(range(8)) for x in inside]
+        tiles.setdefault(tile, []).append((bits, token))
+    number = torch.zeros(field.n_grid, dtype=torch.int64, device=live.device)
+    for first, tile in enumerate(tiles.values()):
+        for i, (_, token) in enumerate(sorted(tile)):
+            number[token] = first * field.q_tile + i // PART
+    inside = F.one_hot(number.unique(return_inverse=True)[1]).bool()
+    return F.pad(inside, (0, 0, field.prefix, field.suffix)) & live.mT
 
 
 def _members(field: Field, size: int, live: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ from .tiles import (
 
 @triton.jit(do_not_specialize=FREE)
 def for_queries(
-    Q, Q2, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, LIST, TILES, KBAR, O, REST, G, LSE, FAR,
-    DELTA, C, DQ, qs, q2s, ks, vs, os, gs, dqs, at, sizes, heads, groups, factor, scale,
+    Q, Q2, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, ROWS, TILES, KBAR, O, REST, G, LSE, FAR,
+    DELTA, C, DQ, qs, ks, vs, os, gs, dqs, at, sizes, heads, groups, factor, scale,
     VARIANCE: tl.constexpr, BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +48,6 @@ def for_queries(
         HALF += hk * T * D
     LOGN += b.to(tl.int64) * at[2]
     CHOSEN += bh.to(tl.int64) * at[4] + u.to(tl.int64) * T
-    LIST += bh.to(tl.int64) * at[5] + u.to(tl.int64) * exact
     row, inside = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, BQ)
     q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
     g = get(head_of(G, gs, b, h), row, gs, inside, D, DP)
@@ -68,7 +67,7 @@ def for_queries(
         dq += products(tl.trans(moment), g) * far[None, :]
     tl.store(DELTA + place, delta, inside)
     tl.store(C + place, c, inside)
-    q2 = get(head_of(Q2, q2s, b, h), row, q2s, inside, D, DP) if VARIANCE else q
+    q2 = get(head_of(Q2, os, b, h), row, os, inside, D, DP) if VARIANCE else q
     by_square, total = tl.zeros([DP, BQ], tl.float32), tl.zeros([BQ], tl.float32)
     for start in range(0, tl.where(on_grid, T, 0), BM):
         m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
@@ -86,12 +85,11 @@ def for_queries(
     if VARIANCE:
         dq += by_square * tl.trans(q).to(tl.float32) * (2.0 * scale)
     KH, VH = head_of(K, ks, b, h // groups), head_of(V, vs, b, h // groups)
-    KTOKENS += b.to(tl.int64) * at[1]
     n_slots = (tl.where(on_grid, exact, T) + sizes[4]) * KT
+    read = bh.to(tl.int64) * at[5] + u.to(tl.int64) * n_slots
+    ROWS = tl.where(on_grid, ROWS + read, KTOKENS + b.to(tl.int64) * at[1])
     for start in range(0, n_slots, BJ):
-        k, v, there = exact_keys(
-            start, n_slots, LIST, KTOKENS, KH, VH, ks, vs, exact, T, tl.where(on_grid, 0, 1), KT, BJ, D, DP
-        )
+        k, v, there = exact_keys(start, n_slots, ROWS, KH, VH, ks, vs, BJ, D, DP)
         p = tl.exp2(tl.where(there[None, :], products(q, k) * factor - lse[:, None], -float("inf")))
         ds = (p * (products(g, v) - delta[:, None])).to(k.dtype)
         total += tl.sum(ds.to(tl.float32), 1)
@@ -103,11 +101,11 @@ def for_queries(
 
 @triton.jit(do_not_specialize=FREE)
 def for_tiles(
-    Q, Q2, QTOKENS, MEAN, HALF, VALUE, LOGN, CHOSEN, G, LSE, DELTA, C, DMEAN, DHALF, DVALUE, qs, q2s, gs, at, sizes,
+    Q, Q2, QTOKENS, MEAN, HALF, VALUE, LOGN, CHOSEN, G, LSE, DELTA, C, DMEAN, DHALF, DVALUE, qs, os, gs, at, sizes,
     heads, groups, factor, scale, VARIANCE: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """Compute DMEAN, DHALF, DVALUE [B Hk, T, D] of BM far tiles. heads: number of key heads."""
+    """Compute DMEAN, DHALF, DVALUE [B Hk, T, D] of BM far tiles. heads: number of key heads; os: strides of Q2."""
     tile, bhk = tl.program_id(0), tl.program_id(1)
     b, hk = bhk // heads, bhk % heads
     N, U, T = sizes[0], sizes[1], sizes[2]
@@ -131,7 +129,7 @@ def for_tiles(
         c = tl.load(C + bh * N + row, inside, other=0.0)
         chosen = tl.load(CHOSEN + bh * at[4] + u.to(tl.int64) * T + m, there, other=1)
         far_tile = (chosen == 0) & (n > 0)
-        q2 = get(head_of(Q2, q2s, b, h), row, q2s, inside, D, DP) if VARIANCE else q
+        q2 = get(head_of(Q2, os, b, h), row, os, inside, D, DP) if VARIANCE else q
         power, _ = far_powers(q, q2, mean, half, factor, VARIANCE)
         e = tl.exp2(tl.where(far_tile[None, :], power - lse[:, None], -float("inf")))
         dvalue = added(dvalue, g, e * n[None, :])

@@ -4,23 +4,24 @@ import triton
 import triton.language as tl
 
 from ...rows import load, products
-from .tiles import FREE, LOG2E, LOWEST, UNITS, far_powers, far_tiles, get, head_of, query_rows, squares
+from .tiles import FREE, LOG2E, LOWEST, UNITS, far_powers, far_tiles, squares, tile_sums
 
 
 @triton.jit(do_not_specialize=FREE)
 def summed_scores(
-    Q, Q2, TOKENS, MEAN, HALF, LOGN, SCORES, qs, q2s, at, sizes, heads, groups, factor,
-    ERROR: tl.constexpr, BQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    QUERY, SQUARE, COUNT, MEAN, HALF, LOGN, SCORES, at, sizes, heads, groups, factor,
+    ERROR: tl.constexpr, PARTS: tl.constexpr, BQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Compute SCORES [B H, U, T] for "mass" or, if ERROR, "error". Q2: `pool.square` of Q. sizes: U, T. at: batch
-    strides of TOKENS and LOGN."""
-    u, bh = tl.program_id(0), tl.program_id(1)
-    b, h, T = bh // heads, bh % heads, sizes[1]
+    """Compute SCORES [B H, U, T] of BQ / PARTS query tiles for "mass" or, if ERROR, "error". QUERY, SQUARE: pooled
+    queries [B H, U PARTS, D], of COUNT [.., U PARTS] queries. sizes: U, T. at: batch strides of COUNT and LOGN."""
+    u, bh = tl.program_id(0) * (BQ // PARTS), tl.program_id(1)
+    b, h, U, T = bh // heads, bh % heads, sizes[0], sizes[1]
     own = (b * (heads // groups) + h // groups).to(tl.int64) * T * D
     MEAN, HALF, LOGN = MEAN + own, HALF + own, LOGN + b.to(tl.int64) * at[1]
-    row, inside = query_rows(TOKENS + b.to(tl.int64) * at[0], u, BQ)
-    q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
-    q2 = get(head_of(Q2, q2s, b, h), row, q2s, inside, D, DP)
+    i, first = u * PARTS + tl.arange(0, BQ), bh.to(tl.int64) * U * PARTS * D
+    inside = i < U * PARTS
+    q, q2 = load(QUERY + first, i, D, inside, D, DP), load(SQUARE + first, i, D, inside, D, DP)
+    n = tl.load(COUNT + b.to(tl.int64) * at[0] + i, inside, other=0.0)
     top, z = tl.full([BQ], LOWEST, tl.float32), tl.zeros([BQ], tl.float32)
     for start in range(0, T, BM):
         _, _, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
@@ -30,13 +31,15 @@ def summed_scores(
         z = z * tl.exp2(top - higher) + tl.sum(tl.exp2(power - higher[:, None]), 1)
         top = higher
     top += tl.log2(tl.maximum(z, 1e-30))
-    SCORES += (bh.to(tl.int64) * sizes[0] + u) * T
+    u += tl.arange(0, BQ // PARTS)
+    SCORES += (bh.to(tl.int64) * U + u)[:, None] * T
     for start in range(0, T, BM):
         m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
         power, spread = far_powers(q, q2, mean, half, factor, True)
-        p = tl.where(inside[:, None], tl.exp2(power + logn[None, :] - top[:, None]), 0.0)
-        score = tl.sum(p * spread, 0) if ERROR else tl.sum(p, 0)
-        tl.store(SCORES + m, tl.where(logn > LOWEST, score, -float("inf")), there)
+        p = tl.exp2(power + logn[None, :] - top[:, None]) * n[:, None]
+        score = tile_sums(p * spread if ERROR else p, PARTS)
+        score = tl.where((logn > LOWEST)[None, :], score, -float("inf"))
+        tl.store(SCORES + m[None, :], score, (u < U)[:, None] & there[None, :])
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -58,10 +61,10 @@ def mean_scores(
     tl.store(SCORES + place, power, inside[None, :] & there[:, None])
 
 
-@triton.jit(do_not_specialize=["T", "exact"])
-def choose(SCORES, LIST, CHOSEN, T, exact, BT: tl.constexpr):
-    """Select the highest of T scores (of equal ones the first): LIST [rows, exact] int32, ascending, and CHOSEN
-    [rows, T] int8.
+@triton.jit(do_not_specialize=["T", "exact", "outer"])
+def choose(SCORES, LIST, CHOSEN, T, exact, outer, BT: tl.constexpr):
+    """Select the highest of T scores (of equal ones the first): LIST [rows, exact + outer] int32, ascending and
+    followed by the `outer` tiles from T on, and CHOSEN [rows, T] int8.
 
     The lowest selected score is found bit by bit, on 32-bit integers in the order of the floats.
     """
@@ -78,7 +81,9 @@ def choose(SCORES, LIST, CHOSEN, T, exact, BT: tl.constexpr):
     room = exact - tl.sum(above.to(tl.int32), 0)
     chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
     tl.store(CHOSEN + row * T + m, chosen.to(tl.int8), there)
-    tl.store(LIST + row * exact + tl.cumsum(chosen.to(tl.int32), 0) - 1, m, chosen)
+    LIST += row * (exact + outer)
+    tl.store(LIST + tl.cumsum(chosen.to(tl.int32), 0) - 1, m, chosen)
+    tl.store(LIST + exact + m, T + m, m < outer)
 
 
 @triton.jit(do_not_specialize=["U", "T", "step"])

@@ -9,16 +9,16 @@ from .tiles import FREE, LOWEST, exact_keys, far_powers, far_tiles, get, head_of
 
 @triton.jit(do_not_specialize=FREE)
 def output(
-    Q, Q2, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, LIST, TILES, O, REST, LSE, FAR, qs, q2s,
-    ks, vs, os, at, sizes, heads, groups, factor, scale,
+    Q, Q2, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, ROWS, TILES, O, REST, LSE, FAR, qs, ks, vs, os,
+    at, sizes, heads, groups, factor, scale,
     VARIANCE: tl.constexpr, BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
     """Compute O; REST, its rounding error; LSE [B, H, N], log2 of the denominator; and, with MOMENT [B Hk, D, D] =
     H' / TILES, FAR [B, H, N] = m_t / denominator.
 
-    Q2: `pool.square` of Q. sizes: N, U, T, query tiles and key tiles outside the grid, exact. at: strides of QTOKENS,
-    KTOKENS, LOGN, TILES (per sample), CHOSEN, LIST (per head).
+    Q2: squared queries, laid out as O. ROWS: tokens that each query tile reads exactly. sizes: N, U, T, query tiles and key tiles outside the grid, exact.
+    at: strides of QTOKENS, KTOKENS, LOGN, TILES (per sample), CHOSEN, ROWS (per head).
     """
     u, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
@@ -31,10 +31,9 @@ def output(
         HALF += hk * T * D
     LOGN += b.to(tl.int64) * at[2]
     CHOSEN += bh.to(tl.int64) * at[4] + u.to(tl.int64) * T
-    LIST += bh.to(tl.int64) * at[5] + u.to(tl.int64) * exact
     row, inside = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, BQ)
     q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
-    q2 = get(head_of(Q2, q2s, b, h), row, q2s, inside, D, DP) if VARIANCE else q
+    q2 = get(head_of(Q2, os, b, h), row, os, inside, D, DP) if VARIANCE else q
     top, z = tl.full([BQ], LOWEST, tl.float32), tl.zeros([BQ], tl.float32)
     far, o = tl.zeros([BQ], tl.float32), tl.zeros([DP, BQ], tl.float32)
     for start in range(0, tl.where(on_grid, T, 0), BM):
@@ -55,12 +54,11 @@ def output(
         moment = load(MOMENT + hk * D * D, d, D, d < D, D, DP)
         o += products(moment, q) * (far * scale)[None, :]
     KH, VH = head_of(K, ks, b, h // groups), head_of(V, vs, b, h // groups)
-    KTOKENS += b.to(tl.int64) * at[1]
     n_slots = (tl.where(on_grid, exact, T) + sizes[4]) * KT
+    read = bh.to(tl.int64) * at[5] + u.to(tl.int64) * n_slots
+    ROWS = tl.where(on_grid, ROWS + read, KTOKENS + b.to(tl.int64) * at[1])
     for start in range(0, n_slots, BJ):
-        k, v, there = exact_keys(
-            start, n_slots, LIST, KTOKENS, KH, VH, ks, vs, exact, T, tl.where(on_grid, 0, 1), KT, BJ, D, DP
-        )
+        k, v, there = exact_keys(start, n_slots, ROWS, KH, VH, ks, vs, BJ, D, DP)
         s = tl.where(there[None, :], products(q, k) * factor, -float("inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         shrink = tl.exp2(top - higher)

@@ -11,10 +11,11 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from ..layout import Field
 from .backward import for_keys, for_queries, for_tiles
+from ..routing import PART
 from .choose import choose, invert, mean_scores, summed_scores
 from .forward import output
 from .plan import PROGRAMS, ROWS, Plan, Tables, near_scores, tables
-from .pool import outer_sum, pool, square
+from .pool import outer_sum, pool, pool_queries
 
 LOG2 = math.log(2)
 
@@ -24,7 +25,7 @@ class Saved(NamedTuple):
 
     Rounding error of o; log2 of the denominator, and normalized weight of the first-order term [B, H, N]; mean, half
     variance and value of key tiles [B, Hk, T, D]; H' / number of tiles [B, Hk, D, D]; selected key tiles, as int8
-    [B H or 1, U, T] and as a list int32 [.., k].
+    [B H or 1, U, T] and as a list int32 [.., k + tiles outside the grid].
     """
 
     rest: Tensor
@@ -61,8 +62,8 @@ class Call:
 
     def outputs(self, q: Tensor) -> Saved:
         """Allocate the tensors saved for the backward."""
-        b, h, hk, (n, u, t, _, _, k), d = self.b, self.h, self.hk, self.sizes, q.shape[3]
-        rows = 1 if self.select == "near" else b * h
+        b, h, hk, (n, u, t, _, outer, k), d = self.b, self.h, self.hk, self.sizes, q.shape[3]
+        rows = 1 if self.select == "near" and self.mask is None else b * h
         half = (b, hk, t, d) if self.variance or self.select != "near" else (0,)
         empty = q.new_empty
         rest = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -70,14 +71,21 @@ class Call:
         return Saved(
             rest, lse, far, empty((b, hk, t, d)), empty(half), empty((b, hk, t, d)),
             empty((b, hk, d, d) if self.first else (0,)), empty((rows, u, t), dtype=torch.int8),
-            empty((rows, u, k), dtype=torch.int32),
+            empty((rows, u, k + outer), dtype=torch.int32),
         )  # fmt: skip
 
     def steps(self, x: Tables, s: Saved) -> tuple[int, ...]:
         """Return the batch strides of the tables and the head strides of the selection."""
         own = [0 if self.mask is None else n for n in (x.queries[0].numel(), x.keys[0].numel(), x.logn.shape[1], 1)]
-        per_head = s.chosen.shape[0] > 1 or self.b * self.h == 1
-        return (*own, *(t[0].numel() if per_head else 0 for t in (s.chosen, s.list)), int(per_head))
+        per_head = int(s.chosen.shape[0] > 1 or self.b * self.h == 1)
+        sizes = (s.chosen[0].numel(), s.list[0].numel() * self.field.k_tile)
+        return (*own, *(per_head * n for n in sizes), per_head)
+
+    def splits(self, size: int) -> tuple[int, int, int]:
+        """Return the number of parts that the tiles of `size` are summed in, of all their slots, and of each part's."""
+        slots = self.sizes[1 if size == self.field.q_tile else 2] * size
+        parts = max(1, min(-(-slots // (8 * ROWS)), PROGRAMS // (self.b * self.hk)))
+        return parts, slots, -(-slots // (parts * ROWS)) * ROWS
 
 
 def _strides(*tensors: Tensor) -> tuple[tuple[int, int, int], ...]:
@@ -91,82 +99,68 @@ def _some(x: Tensor) -> Tensor | None:
 def forward(c: Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved) -> None:
     """Compute o and the tensors saved for the backward."""
     x, p = tables(c.field, c.mask, c.device), c.plan
-    at, t = c.steps(x, s), c.sizes[2]
-    launch(
-        pool, (t, c.b * c.hk),
-        k, v, x.keys, s.mean, _some(s.half), s.value, *_strides(k, v), at[1], c.hk, W=c.field.k_tile, **c.wide,
-        num_warps=1,
-    )  # fmt: skip
+    at, (parts, slots, each), sums = c.steps(x, s), c.splits(c.field.k_tile), None
     if c.first:
-        found = _sums(c, v, k, x.keys, at[1], s.mean, None)
-        s.moment.copy_(found / x.tiles.view(-1, 1, 1, 1))
-    squared = _squared(c, q)
-    _choose(c, q, squared, x, s, at)
+        sums = torch.empty((parts, *s.moment.shape), dtype=torch.float32, device=c.device)
+    launch(
+        pool, (parts, c.b * c.hk),
+        k, v, x.keys, s.mean, _some(s.half), s.value, sums, *_strides(k, v), at[1], (slots, each), c.hk,
+        W=c.field.k_tile, BN=ROWS, **c.wide, **p.warps,
+    )  # fmt: skip
+    if sums is not None:
+        torch.div(sums.sum(0), x.tiles.view(-1, 1, 1, 1), out=s.moment)
+    squared = _choose(c, q, x, s, at)
     launch(
         output, (c.n_tiles[0], c.b * c.h),
-        q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen, s.list,
-        x.tiles, o, s.rest, s.lse, s.far, *_strides(q, squared, k, v, o), at, c.sizes, c.h, c.groups, *c.numbers,
+        q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen, x.rows(s.list),
+        x.tiles, o, s.rest, s.lse, s.far, *_strides(q, k, v, o), at, c.sizes, c.h, c.groups, *c.numbers,
         VARIANCE=c.variance, BQ=c.field.q_tile, KT=c.field.k_tile, BJ=p.slots, BM=p.far, **c.wide, **p.warps,
     )  # fmt: skip
 
 
-def _squared(c: Call, q: Tensor) -> Tensor:
-    """Return the squared queries, or q if nothing reads them."""
-    if not c.variance and c.select not in ("error", "mass"):
+def _pooled_queries(c: Call, q: Tensor, x: Tables, at: int, size: int, query: Tensor | tuple[None, None]) -> Tensor:
+    """Return the squared queries of the grid, or q if nothing reads them; fill `query` [2, B, H, U q_tile / size, D]
+    with the means of `size` queries and their squares."""
+    squared = torch.empty_like(q, memory_format=torch.contiguous_format) if c.variance else None
+    if squared is None and query[0] is None:
         return q
-    n, found = q.shape[1], torch.empty_like(q, memory_format=torch.contiguous_format)
     launch(
-        square, (-(-n // ROWS), c.b * c.h), q, found, *_strides(q, found), n, c.h, c.scale, BN=ROWS, **c.wide,
-        num_warps=4,
+        pool_queries, (c.sizes[1], c.b * c.h),
+        q, x.queries, squared, *query, *_strides(q, q if squared is None else squared), at,
+        (c.sizes[1] * c.field.q_tile,), c.h, c.scale, W=size, BN=c.field.q_tile, **c.wide, num_warps=4,
     )  # fmt: skip
-    return found
+    return q if squared is None else squared
 
 
-def _choose(c: Call, q: Tensor, squared: Tensor, x: Tables, s: Saved, at: tuple[int, ...]) -> None:
-    """Select the exact key tiles."""
-    (_, u, t, *_), shared = c.sizes, (c.h, c.groups, *c.numbers)
+def _choose(c: Call, q: Tensor, x: Tables, s: Saved, at: tuple[int, ...]) -> Tensor:
+    """Select the exact key tiles; return the squared queries."""
+    (_, u, t, _, outer, _), shared = c.sizes, (c.h, c.groups, *c.numbers)
+    size = c.field.q_tile if c.select == "mean" else PART
+    parts = c.field.q_tile // size
+    query = (None, None) if c.select == "near" else q.new_empty((2, c.b, c.h, u * parts, q.shape[3]))
+    squared = _pooled_queries(c, q, x, at[0], size, query)
     if c.select == "near":
-        found = near_scores(c.field, c.device)
+        found = near_scores(c.field, c.device).expand(len(s.chosen), -1, -1).contiguous()
     else:
         found = torch.empty((c.b * c.h, u, t), dtype=torch.float32, device=c.device)
     if c.select == "mean":
-        mean = q.new_empty((c.b, c.h, u, q.shape[3]))
-        launch(
-            pool, (u, c.b * c.h),
-            q, None, x.queries, mean, None, None, *_strides(q, q), at[0], c.h, W=c.field.q_tile, **c.wide, num_warps=1,
-        )  # fmt: skip
         launch(
             mean_scores, (-(-t // 64), -(-u // 64), c.b * c.h),
-            mean, s.mean, s.half, x.logn, found, (at[0], at[2]), (u, t), *shared, BM=64, **c.wide, num_warps=4,
+            query[0], s.mean, s.half, x.logn, found, (at[0], at[2]), (u, t), *shared, BM=64, **c.wide, num_warps=4,
         )  # fmt: skip
     elif c.select != "near":
+        step = 0 if c.mask is None else x.parts.shape[1]
         launch(
-            summed_scores, (u, c.b * c.h),
-            q, squared, x.queries, s.mean, s.half, x.logn, found, *_strides(q, squared), (at[0], at[2]), (u, t),
-            *shared[:3], ERROR=c.select == "error", BQ=c.field.q_tile, BM=c.plan.far, **c.wide, **c.plan.warps,
+            summed_scores, (-(-u * parts // ROWS), c.b * c.h),
+            *query, x.parts, s.mean, s.half, x.logn, found, (step, at[2]), (u, t), *shared[:3],
+            ERROR=c.select == "error", PARTS=parts, BQ=ROWS, BM=c.plan.far, **c.wide, **c.plan.warps,
         )  # fmt: skip
-    room = max(16, 1 << (t - 1).bit_length())
+    room = max(16, 1 << (max(t, outer) - 1).bit_length())
     launch(
         choose, found.shape[0] * u,
-        found, s.list, s.chosen, t, c.exact, BT=room, num_warps=max(1, min(8, room // 512)),
+        found, s.list, s.chosen, t, c.exact, outer, BT=room, num_warps=max(1, min(8, room // 512)),
     )  # fmt: skip
-
-
-def _sums(c: Call, x: Tensor, y: Tensor, table: Tensor, at: int, mean: Tensor | None, weight: Tensor | None) -> Tensor:
-    """Return the sum of x y' over the tokens of the grid, float32 [B, Hk, D, D]."""
-    n, u, t, *_ = c.sizes
-    w = c.field.k_tile if mean is not None else c.field.q_tile
-    slots = (t if mean is not None else u) * w
-    splits = max(1, min(-(-slots // (8 * ROWS)), PROGRAMS // (c.b * c.hk)))
-    each = -(-slots // (splits * ROWS)) * ROWS
-    groups = x.shape[2] // c.hk
-    found = torch.empty((splits, c.b, c.hk, x.shape[3], x.shape[3]), dtype=torch.float32, device=c.device)
-    launch(
-        outer_sum, (splits, c.b * c.hk),
-        x, y, table, mean, weight, found, *_strides(x, y), at, (slots, each, n), c.hk, groups, W=w, BN=ROWS, **c.wide,
-        **c.plan.warps,
-    )  # fmt: skip
-    return found.sum(0)
+    return squared
 
 
 def backward(
@@ -176,12 +170,12 @@ def backward(
     x, p = tables(c.field, c.mask, c.device), c.plan
     at, (_, u, t, *_) = c.steps(x, s), c.sizes
     delta, more = torch.empty_like(s.lse), torch.empty_like(s.lse)
-    squared = _squared(c, q)
+    squared = _pooled_queries(c, q, x, at[0], PART, (None, None))
     launch(
         for_queries, (c.n_tiles[0], c.b * c.h),
-        q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen, s.list,
+        q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen, x.rows(s.list),
         x.tiles, s.mean.mean(2, dtype=torch.float32), o, s.rest, grad, s.lse, s.far, delta, more, dq,
-        *_strides(q, squared, k, v, o, grad, dq), at, c.sizes, c.h, c.groups, *c.numbers, VARIANCE=c.variance,
+        *_strides(q, k, v, o, grad, dq), at, c.sizes, c.h, c.groups, *c.numbers, VARIANCE=c.variance,
         BQ=c.field.q_tile, KT=c.field.k_tile, BJ=p.slots, BM=p.far, **c.wide, **p.warps,
     )  # fmt: skip
     pooled = [torch.empty_like(s.mean, dtype=torch.float32) for _ in range(3 if c.variance else 2)]
@@ -194,7 +188,14 @@ def backward(
     )  # fmt: skip
     dmoment = None
     if c.first:
-        dmoment = (_sums(c, q, grad, x.queries, at[0], None, s.far) * c.scale).to(q.dtype)
+        parts, slots, each = c.splits(c.field.q_tile)
+        sums = torch.empty((parts, *s.moment.shape), dtype=torch.float32, device=c.device)
+        launch(
+            outer_sum, (parts, c.b * c.hk),
+            q, grad, x.queries, s.far, sums, *_strides(q, grad), at[0], (slots, each, c.sizes[0]), c.hk, c.groups,
+            BN=ROWS, **c.wide, **p.warps,
+        )  # fmt: skip
+        dmoment = (sums.sum(0) * c.scale).to(q.dtype)
     size = p.keys // c.field.k_tile
     groups, heads = -(-t // size), s.chosen.shape[0]
     readers = torch.empty((heads, groups, u), dtype=torch.int32, device=c.device)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ..layout import Field, distances, tokens_of
+from ..routing import PART
 
 SLOTS = 64  # keys per step of the exact field
 ROWS = 64  # tokens per step of D x D sums
 KEYS = 64  # keys per program of `for_keys`: for fewer, ptxas 12.8 addresses operands by registers that nothing set
-PROGRAMS = 264  # two per multiprocessor of an H200
+PROGRAMS = 528  # four per multiprocessor of an H200
 LEAST = 16  # minimum size of an axis in a product
 
 
@@ -57,13 +58,23 @@ class Plan(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Tokens of query tiles and of key tiles, int32 [B or 1, tiles, slots], -1 for none; log2 of the number of tokens
-    per key tile of the grid [B or 1, T]; number of tiles with a token [B or 1]."""
+    """Tokens of query tiles and of key tiles, int32 [B or 1, tiles, slots], -1 for none; number of queries of each part
+    of a query tile of the grid [B or 1, U parts]; log2 of the number of tokens per key tile of the grid [B or 1, T];
+    number of tiles with a token [B or 1]."""
 
     queries: Tensor
     keys: Tensor
+    parts: Tensor
     logn: Tensor
     tiles: Tensor
+
+    def rows(self, tiles: Tensor) -> Tensor:
+        """Return the tokens of the listed key tiles, int32 [.., U, tiles slots]; tiles [B H or 1, U, tiles] int32."""
+        if len(self.keys) > 1:
+            first = torch.arange(len(self.keys), dtype=torch.int32, device=tiles.device) * self.keys.shape[1]
+            tiles = tiles + first.repeat_interleave(len(tiles) // len(first)).view(-1, 1, 1)
+        found = self.keys.flatten(0, 1).index_select(0, tiles.flatten())
+        return found.view(*tiles.shape[:2], -1)
 
 
 def tables(field: Field, mask: Tensor | None, device: torch.device) -> Tables:
@@ -72,16 +83,17 @@ def tables(field: Field, mask: Tensor | None, device: torch.device) -> Tables:
     if mask is None:
         return kept
     queries, keys = (_masked(t[0], mask) for t in kept[:2])
-    return Tables(queries, keys, *_sizes(keys, field))
+    return Tables(queries, keys, *_sizes(queries, keys, field))
 
 
 def _masked(table: Tensor, mask: Tensor) -> Tensor:
     return table.where((table >= 0) & mask[:, table.clamp(min=0)], -1)
 
 
-def _sizes(keys: Tensor, field: Field) -> tuple[Tensor, Tensor]:
+def _sizes(queries: Tensor, keys: Tensor, field: Field) -> tuple[Tensor, Tensor, Tensor]:
+    parts = (queries[:, : field.n_query_tiles] >= 0).unflatten(-1, (-1, PART)).sum(-1).flatten(1)
     n = (keys[:, : field.n_key_tiles] >= 0).sum(-1)
-    return n.float().log2(), (n > 0).sum(-1).clamp(min=1).float()
+    return parts.float(), n.float().log2(), (n > 0).sum(-1).clamp(min=1).float()
 
 
 @functools.lru_cache(maxsize=64)
@@ -89,7 +101,7 @@ def _tables(field: Field, device: torch.device) -> Tables:
     with torch.inference_mode(False):  # the cached tables must be usable with autograd
         each = [tokens_of(field, size, device) for size in (field.q_tile, field.k_tile)]
         queries, keys = (t.where(t < field.n_tokens, -1).int()[None] for t in each)
-        return Tables(queries, keys, *_sizes(keys, field))
+        return Tables(queries, keys, *_sizes(queries, keys, field))
 
 
 @functools.lru_cache(maxsize=64)

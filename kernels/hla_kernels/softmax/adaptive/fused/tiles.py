@@ -13,7 +13,7 @@ from ...rows import load, products
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # instead of minus infinity, whose difference to itself is NaN
 UNITS = tl.constexpr(2**15)  # query tiles are numbered below it; in a list, higher bits say which key tiles they read
-FREE = ["qs", "q2s", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "sizes", "at", "heads", "factor", "scale", "groups"]
+FREE = ["qs", "xs", "ys", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "sizes", "at", "heads", "factor", "scale", "groups"]
 
 
 @triton.jit
@@ -56,6 +56,12 @@ def weighted(acc, x, w):
 
 
 @triton.jit
+def tile_sums(x, W: tl.constexpr):
+    """Return the sums of W consecutive rows of x."""
+    return tl.sum(tl.reshape(x, [x.shape[0] // W, W, x.shape[1]]), 1)
+
+
+@triton.jit
 def squares(q, scale):
     """Return (scale q)^2 in the dtype of q."""
     x = q.to(tl.float32) * scale
@@ -84,15 +90,10 @@ def far_powers(q, q2, mean, half, factor, VARIANCE: tl.constexpr):
 
 
 @triton.jit
-def exact_keys(start, n_slots, LIST, TOKENS, K, V, ks, vs, exact, T, ALL, KT: tl.constexpr, BJ: tl.constexpr,
-               D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
-    """Load BJ exact slots of a query tile: (k, v, validity). The slots belong to its `exact` key tiles in LIST,
-    followed by the tiles outside the grid (from T on), or to all tiles if ALL is not zero."""
+def exact_keys(start, n_slots, ROWS, K, V, ks, vs, BJ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Load the keys of BJ of the n_slots in ROWS: (k, v, validity)."""
     e = start + tl.arange(0, BJ)
-    i, inside = e // KT, e < n_slots
-    listed = tl.load(LIST + i, inside & (i < exact) & (ALL == 0), other=0)
-    tile = tl.where(ALL != 0, i, tl.where(i < exact, listed, T + i - exact))
-    row = tl.load(TOKENS + tile * KT + e % KT, inside, other=-1)
+    row = tl.load(ROWS + e, e < n_slots, other=-1)
     return get(K, row, ks, row >= 0, D, DP), get(V, row, vs, row >= 0, D, DP), row >= 0
 
 
