@@ -78,7 +78,7 @@ def errors(tokens, grad, options):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("mean", [0.0, 2.0])
-@pytest.mark.parametrize("d", [32, 64])
+@pytest.mark.parametrize("d", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_error_and_bits(monkeypatch, case, dtype, d, mean):
@@ -109,7 +109,7 @@ def test_interpreted():
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("d", "k_tile"), [(64, 16), (64, 4)])
+@pytest.mark.parametrize(("d", "k_tile"), [(64, 16), (64, 4), (128, 64), (72, 32)])
 def test_no_spills_and_no_operand_in_registers(tmp_path, d, k_tile):
     """What a call and its backward launch, compiled for sm_90a."""
     pytest.importorskip("triton")

@@ -18,7 +18,7 @@ from ....sequences import real
 from ..call import AdaptiveCall
 from .operator import adaptive_op
 
-WIDEST = 64  # 72 and 128 channels spill, and had illegal accesses on a GPU
+WIDEST = 128
 HEADS = 2**16  # limit of the second axis of a launch grid
 TILES = 2**14  # maximum number of key tiles of the grid, since one program selects from their scores
 WRONG = Fault("cuDNN was faster on an H200 with Triton 3.6, and dq less exact than in the other Triton forms")

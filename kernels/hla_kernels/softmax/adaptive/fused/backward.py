@@ -14,11 +14,12 @@ from .tiles import (
     LOWEST,
     UNITS,
     added,
-    exact_keys,
+    exact_rows,
     far_powers,
     far_tiles,
     get,
     head_of,
+    is_chosen,
     put,
     query_rows,
     weighted,
@@ -48,7 +49,8 @@ def for_queries(
         HALF += hk * T * D
     LOGN += b.to(tl.int64) * at[2]
     CHOSEN += bh.to(tl.int64) * at[4] + u.to(tl.int64) * T
-    row, inside = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, BQ)
+    row = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, True, BQ)
+    inside = row >= 0
     q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
     g = get(head_of(G, gs, b, h), row, gs, inside, D, DP)
     o = get(head_of(O, os, b, h), row, os, inside, D, DP).to(tl.float32)
@@ -69,10 +71,12 @@ def for_queries(
     tl.store(C + place, c, inside)
     q2 = get(head_of(Q2, os, b, h), row, os, inside, D, DP) if VARIANCE else q
     by_square, total = tl.zeros([DP, BQ], tl.float32), tl.zeros([BQ], tl.float32)
+    next_chosen = is_chosen(CHOSEN, 0, tl.where(on_grid, T, 0), BM)
     for start in range(0, tl.where(on_grid, T, 0), BM):
         m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
         power, _ = far_powers(q, q2, mean, half, factor, VARIANCE)
-        chosen = tl.load(CHOSEN + m, there, other=1)
+        chosen = next_chosen
+        next_chosen = is_chosen(CHOSEN, start + BM, T, BM)
         far_tile = (chosen == 0) & (logn > LOWEST)
         e = tl.exp2(tl.where(far_tile[None, :], power - lse[:, None], -float("inf")))
         n = tl.where(far_tile, tl.exp2(logn), 0.0)
@@ -88,8 +92,11 @@ def for_queries(
     n_slots = (tl.where(on_grid, exact, T) + sizes[4]) * KT
     read = bh.to(tl.int64) * at[5] + u.to(tl.int64) * n_slots
     ROWS = tl.where(on_grid, ROWS + read, KTOKENS + b.to(tl.int64) * at[1])
+    next_row = exact_rows(0, n_slots, ROWS, BJ)
     for start in range(0, n_slots, BJ):
-        k, v, there = exact_keys(start, n_slots, ROWS, KH, VH, ks, vs, BJ, D, DP)
+        there = next_row >= 0
+        k, v = get(KH, next_row, ks, there, D, DP), get(VH, next_row, vs, there, D, DP)
+        next_row = exact_rows(start + BJ, n_slots, ROWS, BJ)
         p = tl.exp2(tl.where(there[None, :], products(q, k) * factor - lse[:, None], -float("inf")))
         ds = (p * (products(g, v) - delta[:, None])).to(k.dtype)
         total += tl.sum(ds.to(tl.float32), 1)
@@ -118,16 +125,21 @@ def for_tiles(
     QTOKENS += b.to(tl.int64) * at[0]
     dmean, dhalf = tl.zeros([DP, BM], tl.float32), tl.zeros([DP, BM], tl.float32)
     dvalue = tl.zeros([DP, BM], tl.float32)
+    next_row = query_rows(QTOKENS, 0, True, BQ)  # a step ahead, as in `tiles.exact_rows`
+    next_chosen = is_chosen(CHOSEN + (b * heads + hk).to(tl.int64) * groups * at[4], tile * BM, T, BM)
     for i in range(groups * U):
         h, u = hk * groups + i // U, i % U
         bh = (b * heads * groups + h).to(tl.int64)
-        row, inside = query_rows(QTOKENS, u, BQ)
+        row, inside = next_row, next_row >= 0
+        next_row = query_rows(QTOKENS, (i + 1) % U, True, BQ)
         q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
         g = get(head_of(G, gs, b, h), row, gs, inside, D, DP)
         lse = tl.load(LSE + bh * N + row, inside, other=float("inf"))
         delta = tl.load(DELTA + bh * N + row, inside, other=0.0)
         c = tl.load(C + bh * N + row, inside, other=0.0)
-        chosen = tl.load(CHOSEN + bh * at[4] + u.to(tl.int64) * T + m, there, other=1)
+        chosen, next_u, next_h = next_chosen, (i + 1) % U, (b * heads + hk) * groups + (i + 1) // U
+        next_here = CHOSEN + next_h.to(tl.int64) * at[4] + next_u.to(tl.int64) * T
+        next_chosen = is_chosen(next_here, tile * BM, tl.where(i + 1 < groups * U, T, 0), BM)
         far_tile = (chosen == 0) & (n > 0)
         q2 = get(head_of(Q2, os, b, h), row, os, inside, D, DP) if VARIANCE else q
         power, _ = far_powers(q, q2, mean, half, factor, VARIANCE)
@@ -141,6 +153,13 @@ def for_tiles(
     store(DVALUE + own, m, D, there, tl.trans(dvalue), D, DP)
     if VARIANCE:
         store(DHALF + own, m, D, there, tl.trans(dhalf), D, DP)
+
+
+@triton.jit
+def reader(entry, i, count, behind):
+    """Return (number, tiles that it reads, as bits) of the i-th query tile that reads some keys: entries of the list
+    for i < count, then those from `behind` on, which read all tiles."""
+    return tl.where(i < count, entry & (UNITS - 1), behind + i - count), tl.where(i < count, entry // UNITS, -1)
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -185,19 +204,23 @@ def for_keys(
             dk += products(moment, away.to(k.dtype))
             dv += products(tl.trans(moment), rest.to(k.dtype))
     bit = tl.arange(0, BK) // KT
+    QTOKENS += b.to(tl.int64) * at[0]
     for g in range(groups):
         h = hk * groups + g
         bh = (b * heads * groups + h).to(tl.int64)
         listed = bh * at[6] * n_groups + group
         QH, GH = head_of(Q, qs, b, h), head_of(G, gs, b, h)
         count = tl.load(COUNT + listed, on_grid, other=0)
-        total = tl.where(on_grid, count + sizes[3], U + sizes[3])
+        total = tl.where(on_grid, count, U) + sizes[3]
+        # rows are loaded a step ahead, and the list of query tiles two, as in `tiles.exact_rows`
+        behind = tl.where(on_grid, U, 0)
+        OWN = LIST + listed * U
+        u, next_tiles = reader(tl.load(OWN, count > 0, other=0), 0, count, behind)
+        next_rows, entry = query_rows(QTOKENS, u, total > 0, BQ), tl.load(OWN + 1, count > 1, other=0)
         for i in range(total):
-            in_list = (i < count) & on_grid
-            entry = tl.load(LIST + listed * U + i, in_list, other=0)
-            u = tl.where(in_list, entry & (UNITS - 1), tl.where(on_grid, U + i - count, i))
-            tiles = tl.where(in_list, entry // UNITS, -1)
-            rows, inside = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, BQ)
+            rows, inside, tiles = next_rows, next_rows >= 0, next_tiles
+            u, next_tiles = reader(entry, i + 1, count, behind)
+            next_rows, entry = query_rows(QTOKENS, u, i + 1 < total, BQ), tl.load(OWN + i + 2, i + 2 < count, other=0)
             q, grad = get(QH, rows, qs, inside, D, DP), get(GH, rows, gs, inside, D, DP)
             lse = tl.load(LSE + bh * N + rows, inside, other=float("inf"))
             delta = tl.load(DELTA + bh * N + rows, inside, other=0.0)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ...rows import load, products
-from .tiles import FREE, LOWEST, exact_keys, far_powers, far_tiles, get, head_of, put, query_rows, weighted
+from .tiles import FREE, LOWEST, exact_rows, far_powers, far_tiles, get, head_of, is_chosen, put, query_rows, weighted
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -31,15 +31,18 @@ def output(
         HALF += hk * T * D
     LOGN += b.to(tl.int64) * at[2]
     CHOSEN += bh.to(tl.int64) * at[4] + u.to(tl.int64) * T
-    row, inside = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, BQ)
+    row = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, True, BQ)
+    inside = row >= 0
     q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
     q2 = get(head_of(Q2, os, b, h), row, os, inside, D, DP) if VARIANCE else q
     top, z = tl.full([BQ], LOWEST, tl.float32), tl.zeros([BQ], tl.float32)
     far, o = tl.zeros([BQ], tl.float32), tl.zeros([DP, BQ], tl.float32)
+    next_chosen = is_chosen(CHOSEN, 0, tl.where(on_grid, T, 0), BM)
     for start in range(0, tl.where(on_grid, T, 0), BM):
         m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
         power, _ = far_powers(q, q2, mean, half, factor, VARIANCE)
-        chosen = tl.load(CHOSEN + m, there, other=1)
+        chosen = next_chosen
+        next_chosen = is_chosen(CHOSEN, start + BM, T, BM)
         logn = tl.where(chosen == 0, logn, -float("inf"))
         power += logn[None, :]
         higher = tl.maximum(top, tl.max(power, 1))
@@ -57,8 +60,11 @@ def output(
     n_slots = (tl.where(on_grid, exact, T) + sizes[4]) * KT
     read = bh.to(tl.int64) * at[5] + u.to(tl.int64) * n_slots
     ROWS = tl.where(on_grid, ROWS + read, KTOKENS + b.to(tl.int64) * at[1])
+    next_row = exact_rows(0, n_slots, ROWS, BJ)
     for start in range(0, n_slots, BJ):
-        k, v, there = exact_keys(start, n_slots, ROWS, KH, VH, ks, vs, BJ, D, DP)
+        there = next_row >= 0
+        k, v = get(KH, next_row, ks, there, D, DP), get(VH, next_row, vs, there, D, DP)
+        next_row = exact_rows(start + BJ, n_slots, ROWS, BJ)
         s = tl.where(there[None, :], products(q, k) * factor, -float("inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         shrink = tl.exp2(top - higher)

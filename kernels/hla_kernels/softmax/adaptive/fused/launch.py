@@ -105,7 +105,7 @@ def forward(c: Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved) -> No
     launch(
         pool, (parts, c.b * c.hk),
         k, v, x.keys, s.mean, _some(s.half), s.value, sums, *_strides(k, v), at[1], (slots, each), c.hk,
-        W=c.field.k_tile, BN=ROWS, **c.wide, **p.warps,
+        W=c.field.k_tile, BN=ROWS, **c.wide, **p.sums,
     )  # fmt: skip
     if sums is not None:
         torch.div(sums.sum(0), x.tiles.view(-1, 1, 1, 1), out=s.moment)
@@ -114,7 +114,7 @@ def forward(c: Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved) -> No
         output, (c.n_tiles[0], c.b * c.h),
         q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen, x.rows(s.list),
         x.tiles, o, s.rest, s.lse, s.far, *_strides(q, k, v, o), at, c.sizes, c.h, c.groups, *c.numbers,
-        VARIANCE=c.variance, BQ=c.field.q_tile, KT=c.field.k_tile, BJ=p.slots, BM=p.far, **c.wide, **p.warps,
+        VARIANCE=c.variance, BQ=c.field.q_tile, KT=c.field.k_tile, **c.wide, **p.output,
     )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def _choose(c: Call, q: Tensor, x: Tables, s: Saved, at: tuple[int, ...]) -> Ten
         launch(
             summed_scores, (-(-u * parts // ROWS), c.b * c.h),
             *query, x.parts, s.mean, s.half, x.logn, found, (step, at[2]), (u, t), *shared[:3],
-            ERROR=c.select == "error", PARTS=parts, BQ=ROWS, BM=c.plan.far, **c.wide, **c.plan.warps,
+            ERROR=c.select == "error", PARTS=parts, BQ=ROWS, BM=64, **c.wide, **c.plan.sums,
         )  # fmt: skip
     room = max(16, 1 << (max(t, outer) - 1).bit_length())
     launch(
@@ -176,15 +176,15 @@ def backward(
         q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen, x.rows(s.list),
         x.tiles, s.mean.mean(2, dtype=torch.float32), o, s.rest, grad, s.lse, s.far, delta, more, dq,
         *_strides(q, k, v, o, grad, dq), at, c.sizes, c.h, c.groups, *c.numbers, VARIANCE=c.variance,
-        BQ=c.field.q_tile, KT=c.field.k_tile, BJ=p.slots, BM=p.far, **c.wide, **p.warps,
+        BQ=c.field.q_tile, KT=c.field.k_tile, **c.wide, **p.for_queries,
     )  # fmt: skip
     pooled = [torch.empty_like(s.mean, dtype=torch.float32) for _ in range(3 if c.variance else 2)]
     dmean, dvalue, dhalf = (*pooled, None)[:3]
     launch(
-        for_tiles, (-(-t // p.far), c.b * c.hk),
+        for_tiles, (-(-t // p.for_tiles["BM"]), c.b * c.hk),
         q, squared, x.queries, s.mean, _some(s.half), s.value, x.logn, s.chosen, grad, s.lse, delta, more, dmean, dhalf,
         dvalue, *_strides(q, squared, grad), at, c.sizes, c.hk, c.groups, *c.numbers, VARIANCE=c.variance,
-        BQ=c.field.q_tile, BM=p.far, **c.wide, **p.warps,
+        BQ=c.field.q_tile, **c.wide, **p.for_tiles,
     )  # fmt: skip
     dmoment = None
     if c.first:
@@ -193,18 +193,18 @@ def backward(
         launch(
             outer_sum, (parts, c.b * c.hk),
             q, grad, x.queries, s.far, sums, *_strides(q, grad), at[0], (slots, each, c.sizes[0]), c.hk, c.groups,
-            BN=ROWS, **c.wide, **p.warps,
+            BN=ROWS, **c.wide, **p.sums,
         )  # fmt: skip
         dmoment = (sums.sum(0) * c.scale).to(q.dtype)
-    size = p.keys // c.field.k_tile
+    size = p.for_keys["BK"] // c.field.k_tile
     groups, heads = -(-t // size), s.chosen.shape[0]
     readers = torch.empty((heads, groups, u), dtype=torch.int32, device=c.device)
     count = torch.empty((heads, groups), dtype=torch.int32, device=c.device)
     launch(invert, (groups, heads), s.chosen, readers, count, u, t, u * t, G=size, BU=128, num_warps=1)
-    outer = -(-c.sizes[4] * c.field.k_tile // p.keys)
+    outer = -(-c.sizes[4] * c.field.k_tile // p.for_keys["BK"])
     launch(
         for_keys, (groups + outer, c.b * c.hk),
         q, k, v, x.queries, x.keys, readers, count, s.mean, s.value, x.logn, dmean, dhalf, dvalue, dmoment,
         grad, s.lse, delta, dk, dv, *_strides(q, k, v, grad, dk, dv), at, c.sizes, c.hk, c.groups, *c.numbers,
-        BQ=c.field.q_tile, KT=c.field.k_tile, BK=p.keys, **c.wide, **p.warps,
+        BQ=c.field.q_tile, KT=c.field.k_tile, **c.wide, **p.for_keys,
     )  # fmt: skip

@@ -11,9 +11,8 @@ from torch import Tensor
 from ..layout import Field, distances, tokens_of
 from ..routing import PART
 
-SLOTS = 64  # keys per step of the exact field
-ROWS = 64  # tokens per step of D x D sums
-KEYS = 64  # keys per program of `for_keys`: for fewer, ptxas 12.8 addresses operands by registers that nothing set
+ROWS = 64  # tokens, or pooled queries, per step or program of the other passes
+KEYS = 32  # keys per program of `for_keys`, unless key tiles are larger
 PROGRAMS = 528  # four per multiprocessor of an H200
 LEAST = 16  # minimum size of an axis in a product
 
@@ -30,24 +29,37 @@ class Plan(NamedTuple):
         return max(LEAST, 1 << (self.d - 1).bit_length())
 
     @property
-    def warps(self) -> dict[str, int]:
-        """Launch options of all passes except pooling and selection."""
-        return {"num_warps": 4 if self.width <= 64 else 8, "num_stages": 2}
+    def small(self) -> bool:
+        """Whether 4 warps have the registers for tiles of 64 rows. Products of 64 rows are computed twice by 8."""
+        return self.width <= 64
 
     @property
-    def slots(self) -> int:
-        """Slots that queries read per step."""
-        return max(SLOTS, self.field.k_tile)
+    def sums(self) -> dict[str, int]:
+        """Launch options of pooling, scores and D x D sums."""
+        return {"num_warps": 4 if self.small else 8, "num_stages": 2}
 
     @property
-    def far(self) -> int:
-        """Far tiles that queries read per step: with 32, 72 and 128 channels had illegal accesses on a GPU."""
-        return 64
+    def output(self) -> dict[str, int]:
+        """Launch options of `output`; BM far tiles and BJ slots are read per step. With 3 stages, keys are loaded while
+        others are computed with."""
+        return {"BM": 32, "BJ": 64 if self.small else 32, "num_warps": 4, "num_stages": 3}
 
     @property
-    def keys(self) -> int:
-        """Slots per program of `for_keys`."""
-        return max(KEYS, self.field.k_tile)
+    def for_queries(self) -> dict[str, int]:
+        """Launch options of `for_queries`, as of `output`."""
+        return {**self.output, "num_warps": 4 if self.small else 8}
+
+    @property
+    def for_tiles(self) -> dict[str, int]:
+        """Launch options of `for_tiles`; BM far tiles per program."""
+        return {"BM": 32, "num_warps": 4, "num_stages": 3 if self.small else 2}
+
+    @property
+    def for_keys(self) -> dict[str, int]:
+        """Launch options of `for_keys`; BK slots per program."""
+        keys = max(KEYS, self.field.k_tile)
+        wide = self.width * keys > 4096
+        return {"BK": keys, "num_warps": 8 if wide else 4, "num_stages": 2 if wide else 3}
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -90,15 +90,21 @@ def far_powers(q, q2, mean, half, factor, VARIANCE: tl.constexpr):
 
 
 @triton.jit
-def exact_keys(start, n_slots, ROWS, K, V, ks, vs, BJ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Load the keys of BJ of the n_slots in ROWS: (k, v, validity)."""
+def exact_rows(start, n_slots, ROWS, BJ: tl.constexpr):
+    """Load BJ of the n_slots in ROWS, -1 behind them. Loops load them one step ahead: Triton does not load keys ahead
+    whose addresses are loaded in the same step."""
     e = start + tl.arange(0, BJ)
-    row = tl.load(ROWS + e, e < n_slots, other=-1)
-    return get(K, row, ks, row >= 0, D, DP), get(V, row, vs, row >= 0, D, DP), row >= 0
+    return tl.load(ROWS + e, e < n_slots, other=-1)
 
 
 @triton.jit
-def query_rows(TOKENS, u, BQ: tl.constexpr):
-    """Return (rows, validity) of a query tile."""
-    row = tl.load(TOKENS + u * BQ + tl.arange(0, BQ))
-    return row, row >= 0
+def is_chosen(CHOSEN, start, T, BM: tl.constexpr):
+    """Load whether each of BM key tiles is exact; a step ahead, since Triton does not load bytes ahead."""
+    m = start + tl.arange(0, BM)
+    return tl.load(CHOSEN + m, m < T, other=1)
+
+
+@triton.jit
+def query_rows(TOKENS, u, exists, BQ: tl.constexpr):
+    """Return the rows of a query tile, -1 for none."""
+    return tl.load(TOKENS + u * BQ + tl.arange(0, BQ), (tl.arange(0, BQ) < BQ) & exists, other=-1)
