@@ -253,7 +253,8 @@ def fours_of(grid: tuple[int, ...], tile: Tensor, size: int) -> Tensor:
     for one in tile.unique().tolist():
         tokens = (tile == one).nonzero()[:, 0].tolist()
         first = [min(x) for x in zip(*(places[t] for t in tokens), strict=True)]
-        bits = {t: [x - y >> i & 1 for i in range(9, -1, -1) for x, y in zip(places[t], first, strict=True)] for t in tokens}
+        inside = {t: [x - y for x, y in zip(places[t], first, strict=True)] for t in tokens}
+        bits = {t: [x >> i & 1 for i in range(9, -1, -1) for x in inside[t]] for t in tokens}
         for i, t in enumerate(sorted(tokens, key=bits.__getitem__)):
             number[t] = one * size + i // 4
     return F.one_hot(number.unique(return_inverse=True)[1])

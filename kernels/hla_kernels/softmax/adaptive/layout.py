@@ -97,7 +97,8 @@ def tokens_of(field: Field, size: int, device: torch.device | None = None) -> Te
     tile, tiles = tile.flatten(), math.prod(counts(field.grid, size))
     order = (tile * 2 ** sum(map(len, _bits(box))) + place.flatten()).argsort()
     tile = tile[order]  # now ascending
-    slot = torch.arange(field.n_grid, device=device) - torch.searchsorted(tile, torch.arange(tiles, device=device))[tile]
+    first_slot = torch.searchsorted(tile, torch.arange(tiles, device=device))
+    slot = torch.arange(field.n_grid, device=device) - first_slot[tile]
     first, last = (torch.arange(a, b, device=device) for a, b in ((0, field.prefix), (n - field.suffix, n)))
     outer = torch.cat([first, last])
     table = torch.full(((tiles + -(-field.n_outer // size)) * size,), n, dtype=torch.int64, device=device)

@@ -98,15 +98,15 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor
 def _parts(field: Field, live: Tensor) -> Tensor:
     """Return which real tokens of the grid lie in which part of a query tile, [B, 1, N, parts] bool: `PART` tokens that
     are consecutive in the order of their interleaved coordinates."""
-    box, tiles = box_of(field.grid, field.q_tile), {}
+    box = box_of(field.grid, field.q_tile)
+    tiles: dict[tuple[int, ...], list[tuple[list[int], int]]] = {}
     for token, place in enumerate(itertools.product(*map(range, field.grid))):
         tile = tuple(x // s for x, s in zip(place, box, strict=True))
-        inside = [x % s for x, s in zip(place, box, strict=True)]
-        bits = [x >> i & 1 for i in reversed(range(8)) for x in inside]
+        bits = [x % s >> i & 1 for i in reversed(range(8)) for x, s in zip(place, box, strict=True)]
         tiles.setdefault(tile, []).append((bits, token))
     number = torch.zeros(field.n_grid, dtype=torch.int64, device=live.device)
-    for first, tile in enumerate(tiles.values()):
-        for i, (_, token) in enumerate(sorted(tile)):
+    for first, tokens in enumerate(tiles.values()):
+        for i, (_, token) in enumerate(sorted(tokens)):
             number[token] = first * field.q_tile + i // PART
     inside = F.one_hot(number.unique(return_inverse=True)[1]).bool()
     return F.pad(inside, (0, 0, field.prefix, field.suffix)) & live.mT

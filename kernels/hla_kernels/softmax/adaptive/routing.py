@@ -19,7 +19,6 @@ from torch import Tensor
 from .layout import Field, distances
 from .pooling import Pooled, powers
 
-
 PART = 4  # queries
 
 

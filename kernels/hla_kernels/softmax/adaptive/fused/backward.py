@@ -128,7 +128,7 @@ def for_tiles(
     next_row = query_rows(QTOKENS, 0, True, BQ)  # a step ahead, as in `tiles.exact_rows`
     next_chosen = is_chosen(CHOSEN + (b * heads + hk).to(tl.int64) * groups * at[4], tile * BM, T, BM)
     for i in range(groups * U):
-        h, u = hk * groups + i // U, i % U
+        h = hk * groups + i // U
         bh = (b * heads * groups + h).to(tl.int64)
         row, inside = next_row, next_row >= 0
         next_row = query_rows(QTOKENS, (i + 1) % U, True, BQ)

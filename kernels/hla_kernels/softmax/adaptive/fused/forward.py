@@ -9,15 +9,16 @@ from .tiles import FREE, LOWEST, exact_rows, far_powers, far_tiles, get, head_of
 
 @triton.jit(do_not_specialize=FREE)
 def output(
-    Q, Q2, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, ROWS, TILES, O, REST, LSE, FAR, qs, ks, vs, os,
-    at, sizes, heads, groups, factor, scale,
+    Q, Q2, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, ROWS, TILES, O, REST, LSE, FAR, qs, ks, vs,
+    os, at, sizes, heads, groups, factor, scale,
     VARIANCE: tl.constexpr, BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
     """Compute O; REST, its rounding error; LSE [B, H, N], log2 of the denominator; and, with MOMENT [B Hk, D, D] =
     H' / TILES, FAR [B, H, N] = m_t / denominator.
 
-    Q2: squared queries, laid out as O. ROWS: tokens that each query tile reads exactly. sizes: N, U, T, query tiles and key tiles outside the grid, exact.
+    Q2: squared queries, laid out as O. ROWS: tokens that each query tile reads exactly. sizes: N, U, T, query tiles and
+    key tiles outside the grid, exact.
     at: strides of QTOKENS, KTOKENS, LOGN, TILES (per sample), CHOSEN, ROWS (per head).
     """
     u, bh = tl.program_id(0), tl.program_id(1)

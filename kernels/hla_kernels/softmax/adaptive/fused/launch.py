@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ....dispatch.recording import launch
 from ..layout import Field
-from .backward import for_keys, for_queries, for_tiles
 from ..routing import PART
+from .backward import for_keys, for_queries, for_tiles
 from .choose import choose, invert, mean_scores, summed_scores
 from .forward import output
 from .plan import PROGRAMS, ROWS, Plan, Tables, near_scores, tables
@@ -112,8 +112,8 @@ def forward(c: Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved) -> No
     squared = _choose(c, q, x, s, at)
     launch(
         output, (c.n_tiles[0], c.b * c.h),
-        q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen, x.rows(s.list),
-        x.tiles, o, s.rest, s.lse, s.far, *_strides(q, k, v, o), at, c.sizes, c.h, c.groups, *c.numbers,
+        q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen,
+        x.rows(s.list), x.tiles, o, s.rest, s.lse, s.far, *_strides(q, k, v, o), at, c.sizes, c.h, c.groups, *c.numbers,
         VARIANCE=c.variance, BQ=c.field.q_tile, KT=c.field.k_tile, **c.wide, **p.output,
     )  # fmt: skip
 
@@ -173,8 +173,8 @@ def backward(
     squared = _pooled_queries(c, q, x, at[0], PART, (None, None))
     launch(
         for_queries, (c.n_tiles[0], c.b * c.h),
-        q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen, x.rows(s.list),
-        x.tiles, s.mean.mean(2, dtype=torch.float32), o, s.rest, grad, s.lse, s.far, delta, more, dq,
+        q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen,
+        x.rows(s.list), x.tiles, s.mean.mean(2, dtype=torch.float32), o, s.rest, grad, s.lse, s.far, delta, more, dq,
         *_strides(q, k, v, o, grad, dq), at, c.sizes, c.h, c.groups, *c.numbers, VARIANCE=c.variance,
         BQ=c.field.q_tile, KT=c.field.k_tile, **c.wide, **p.for_queries,
     )  # fmt: skip

@@ -13,7 +13,8 @@ from ...rows import load, products
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # instead of minus infinity, whose difference to itself is NaN
 UNITS = tl.constexpr(2**15)  # query tiles are numbered below it; in a list, higher bits say which key tiles they read
-FREE = ["qs", "xs", "ys", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "sizes", "at", "heads", "factor", "scale", "groups"]
+FREE = ["qs", "xs", "ys", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "sizes", "at"]
+FREE += ["heads", "factor", "scale", "groups"]
 
 
 @triton.jit
