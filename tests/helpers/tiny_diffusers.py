@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from zoo.mixers import MIXERS
+from zoo.models.diffusers.families import FAMILIES
+from zoo.models.diffusers.family import Family
 
 SIZES = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 3}
 
@@ -152,10 +154,15 @@ def _host(name: str) -> Any:
     return build(CASES[name])
 
 
+def record(name: str) -> Family:
+    """The family of the tiny model called `name`."""
+    return next(f for f in FAMILIES if f.host.__name__ == CASES[name].model)
+
+
 def blocks_for(name: str, mixer: str) -> dict[str, Any]:
-    """Options of a mixer of blocks where the model does not say what grid it is for, which is a large one then."""
-    blocks = {"wan": [1, 2, 2], "wan-i2v": [1, 2, 2], "ltx": [1, 2, 2], "flux": [2, 2]}
-    return {"blocks": blocks[name]} if hasattr(MIXERS[mixer].defaults, "blocks") and name in blocks else {}
+    """Options of a mixer of blocks if the grid of the family is not the one of the tiny model, but a large one."""
+    needed = hasattr(MIXERS[mixer].defaults, "blocks") and record(name).grid is not None
+    return {"blocks": [1, 2, 2][-record(name).grid_dims :]} if needed else {}
 
 
 def host(name: str) -> Any:

@@ -53,7 +53,7 @@ def test_a_reverted_model_saves_converts_and_checkpoints_as_its_host(tmp_path):
     assert type(model).__name__ == "HLAVisionTransformer"
 
 
-@pytest.mark.parametrize("name", ["dit", "pixart", "sana", "wan", "ltx", "sd3", "flux"])
+@pytest.mark.parametrize("name", CASES)
 def test_diffusers_models_are_what_they_were(name, tmp_path):
     model = host(name)
     before = copy.deepcopy(model)

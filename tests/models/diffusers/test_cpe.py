@@ -14,8 +14,6 @@ import zoo
 from tests.helpers.tiny_diffusers import CASES, blocks_for, build, close, converted, inputs, run, sites
 from zoo.mixers import Context, build_mixer
 
-OPTIONS = {name: {"cpe": 3, "grid_dims": 3 if name in ("wan", "wan-i2v", "ltx") else 2} for name in CASES}
-
 
 def by_hand(part, x, grid, prefix):
     patches = x[:, prefix:].transpose(1, 2).unflatten(2, grid)
@@ -44,7 +42,7 @@ def with_hooks(model):
 
 @pytest.mark.parametrize("name", CASES)
 def test_diffusers(name):
-    model = converted(name, "la", **OPTIONS[name])
+    model = converted(name, "la", cpe=3)
     for size in ({}, {"size": 12}):
         close(run(model, inputs(name, **size)), run(with_hooks(model), inputs(name, **size)))
     run(model, inputs(name)).square().mean().backward()
@@ -55,7 +53,7 @@ def test_diffusers(name):
 @pytest.mark.parametrize("name", ["dit", "wan"])
 def test_nothing_changes_at_first(name, mixer):
     model, plain, blocks = build(CASES[name]), build(CASES[name]), blocks_for(name, mixer)
-    zoo.convert(model, mixer, **OPTIONS[name], **blocks)
+    zoo.convert(model, mixer, cpe=3, **blocks)
     zoo.convert(plain, mixer, **blocks)
     assert torch.equal(run(model, inputs(name)), run(plain, inputs(name)))
 

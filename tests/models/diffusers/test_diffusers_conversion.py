@@ -6,10 +6,9 @@ from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
 
 import zoo
 from tests.helpers.mixers import options_of
-from tests.helpers.tiny_diffusers import CASES, blocks_for, converted, host, inputs, noise, run, sites
+from tests.helpers.tiny_diffusers import CASES, blocks_for, converted, host, inputs, noise, record, run, sites
 from zoo.mixers import MIXERS
 from zoo.mixers.layers import TokenRMSNorm
-from zoo.models.diffusers.families import known_family
 from zoo.models.diffusers.ltx import ltx_rotation
 from zoo.models.timm.registry import REGISTERED_MIXERS
 
@@ -19,7 +18,7 @@ from zoo.models.timm.registry import REGISTERED_MIXERS
 def test_every_weight_is_inherited_by_identity_and_gets_a_gradient(name, mixer):
     model = host(name)
     before = dict(model.named_parameters())
-    if not MIXERS[mixer].takes_rotations and known_family(model).rotary:
+    if not MIXERS[mixer].takes_rotations and record(name).rotary:
         with pytest.raises(ValueError, match="rotary embedding"):
             zoo.convert(model, mixer)
         return

@@ -21,6 +21,7 @@ from tests.helpers.tiny_diffusers import (
     host,
     inputs,
     noise,
+    record,
     run,
 )
 from tests.helpers.tiny_pipelines import image, pipeline, vae
@@ -34,7 +35,7 @@ def on_gpu(arguments: dict, dtype: torch.dtype = torch.float32) -> dict:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("sana")])
+@pytest.mark.parametrize("name", [name for name in CASES if record(name).mixer == "softmax"])
 def test_softmax_is_the_host(name, dtype):
     wanted = host(name).to("cuda", dtype)
     model = copy.deepcopy(wanted)

@@ -6,7 +6,7 @@ from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
 from diffusers.models.transformers.sana_transformer import SanaAttnProcessor2_0
 
 import zoo
-from tests.helpers.tiny_diffusers import CASES, gradients, host, inputs, run
+from tests.helpers.tiny_diffusers import CASES, gradients, host, inputs, record, run
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -15,7 +15,7 @@ def test_softmax_is_the_host(name, dtype):
     model, wanted = host(name).to(dtype), host(name).to(dtype)
     report = zoo.convert(model, "softmax")
     assert report.swapped and report.added == 0
-    if name.startswith("sana"):  # its self-attention is linear: use the softmax processor of its cross-attention
+    if record(name).mixer != "softmax":  # Sana: with the softmax processor of its cross-attention
         for block in wanted.transformer_blocks:
             block.attn1.set_processor(SanaAttnProcessor2_0())
     floats = {k: v.to(dtype) for k, v in inputs(name).items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
@@ -28,7 +28,7 @@ def test_softmax_is_the_host(name, dtype):
     assert theirs and all(torch.equal(theirs[n], g) for n, g in gradients(model).items())
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("sana")])
+@pytest.mark.parametrize("name", [name for name in CASES if record(name).mixer == "la"])
 def test_first_order_attention_is_that_of_sana(name):
     model, wanted = host(name).double(), host(name).double()
     assert isinstance(model.transformer_blocks[0].attn1.processor, SanaLinearAttnProcessor2_0)
