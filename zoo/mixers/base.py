@@ -59,7 +59,7 @@ class LinearMixer(Mixer):
         if self.lepe is not None:
             self._modules["lepe"] = self._modules.pop("lepe")  # last, the parameter order of earlier checkpoints
         self.gate = OutputGate(layer.dim, heads * layer.head_dim, **dd) if options.gate else None
-        self.reset_parameters()
+        LinearMixer.reset_parameters(self)  # a subclass initialises its own parameters when it has made them
 
     def _check_host(self, head_dim: int) -> None:
         if self.options.ridge and not self.defaults.ridge and self.name not in RIDGED:

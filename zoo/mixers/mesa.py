@@ -55,8 +55,7 @@ class Mesa(LinearMixer):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        if hasattr(self, "log_ridge"):
-            nn.init.constant_(self.log_ridge, math.log(self.options.ridge))
+        nn.init.constant_(self.log_ridge, math.log(self.options.ridge))
 
     def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
         if len(tensors) == 5:

@@ -53,14 +53,10 @@ class Polynomial(LinearMixer):
     def __init__(self, layer: LayerSpec, options: PolynomialOptions) -> None:
         super().__init__(layer, options)
         self.coefficients = nn.Parameter(torch.empty(layer.num_heads, 4, **layer.placement))
-        self._fill_coefficients()
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        if hasattr(self, "coefficients"):
-            self._fill_coefficients()
-
-    def _fill_coefficients(self) -> None:
         c = torch.tensor(self.options.coefficients, device=self.coefficients.device, dtype=torch.float64)
         self.set_coefficients(c.expand_as(self.coefficients))
 

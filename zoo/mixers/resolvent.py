@@ -52,9 +52,8 @@ class Resolvent(LinearMixer):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        if hasattr(self, "share_logit"):
-            c = torch.tensor(self.options.share, dtype=torch.float64)
-            nn.init.constant_(self.share_logit, float(c.logit()))
+        c = torch.tensor(self.options.share, dtype=torch.float64)
+        nn.init.constant_(self.share_logit, float(c.logit()))
 
     def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
         q, k, v, count = real_features(self._inner_map, mask, *self.split_qkv(*tensors))

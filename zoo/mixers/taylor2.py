@@ -72,15 +72,11 @@ class Taylor2(LinearMixer):
         if r is not None:
             self.narrow_q = nn.Parameter(torch.empty(heads, d, r, **dd))
             self.narrow_k = nn.Parameter(torch.empty(layer.kv_heads, d, r, **dd))
-        self._fill()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        if hasattr(self, "coefficients"):
-            self._fill()
+        self.reset_parameters()
 
     @torch.no_grad()
-    def _fill(self) -> None:
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
         c = torch.tensor(self.options.coefficients, device=self.coefficients.device, dtype=torch.float64)
         self.set_coefficients(c.expand_as(self.coefficients))
         if self.options.width is not None:

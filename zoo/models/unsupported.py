@@ -1,6 +1,5 @@
 """Models that are not converted, and the reasons."""
 
-from collections.abc import Collection
 
 from timm.models import is_model
 from torch import nn
@@ -38,10 +37,10 @@ def check_is_module(value: object) -> None:
         )
 
 
-def refuse_family(model: nn.Module, known: Collection[type]) -> None:
+def refuse_family(model: nn.Module, known: tuple[type, ...]) -> None:
     """Raise ValueError for a model whose class is not in `known`, with its family and the reason."""
     kind = type(model)
-    inner = next((n for n, m in model.named_modules() if n and (type(m) in known or _of_diffusers(m))), None)
+    inner = next((n for n, m in model.named_modules() if n and (isinstance(m, known) or _of_diffusers(m))), None)
     if inner is not None:
         raise ValueError(f"convert the model itself, not the {kind.__name__} around it: pass its submodule {inner!r}")
     library, family = kind.__module__.partition(".")[0], kind.__module__.rpartition(".")[2]

@@ -90,6 +90,17 @@ def norm_heads(norm: nn.Module | None, t: Tensor) -> Tensor:
     return t if norm is None else norm(t.transpose(1, 2)).transpose(1, 2)
 
 
+def rotate_pairs(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channels 2 i and 2 i + 1 of t [B, N, H, W] in float32, in groups of D channels (feature maps may widen).
+
+    cos, sin: broadcastable to [B, N, H, 1, D].
+    """
+    groups = t.unflatten(-1, (-1, cos.shape[-1]))
+    even, odd = groups.unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack([-odd, even], dim=-1).flatten(-2)
+    return (groups.float() * cos + rotated.float() * sin).to(t.dtype).flatten(-2)
+
+
 class SelfAttentionSiteBase(DiffusionSite):
     """Base class of sites in self-attention whose only arguments are the hidden states and a mask."""
 

@@ -13,6 +13,7 @@ attention in the same way.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from zoo.mixers import Context
 from zoo.mixers.context import Rotation
-from zoo.models.diffusers.attention import DiffusionSite
+from zoo.models.diffusers.attention import DiffusionSite, rotate_pairs
 
 Tokens = tuple[Tensor, Tensor, Tensor]  # q, k, v [B, N, H, D]
 Tables = tuple[Tensor, Tensor]  # cos, sin [N, D]
@@ -102,9 +103,9 @@ class JointSite(DiffusionSite):
         if self.mixer_name == "softmax":
             ordered = (text, image) if text_first else (image, text)
             q, k, v = (torch.cat(pair, dim=1) for pair in zip(*ordered, strict=True))
-            o = self.mixer(q, k, v, replace(ctx, rotate=joint_rotation(rotary, q.shape[-1])))
+            o = self.mixer(q, k, v, replace(ctx, rotate=joint_rotation(rotary)))
             return (o[:, n:], o[:, :n]) if text_first else (o[:, : o.shape[1] - n], o[:, o.shape[1] - n :])
-        rotate_text, rotate = (joint_rotation(t, image[0].shape[-1]) for t in split_tables(rotary, n, text_first))
+        rotate_text, rotate = map(joint_rotation, split_tables(rotary, n, text_first))
         o = self.mixer(*image, replace(ctx, rotate=rotate)).to(image[0].dtype)
         q, k, text_q, text_k = *image[:2], *text[:2]
         if rotate is not None and rotate_text is not None:
@@ -122,20 +123,9 @@ def split_tables(rotary: Tables | None, n: int, text_first: bool) -> tuple[Table
     return (cos[text], sin[text]), (cos[image], sin[image])
 
 
-def joint_rotation(rotary: Tables | None, width: int) -> Rotation | None:
-    """Return a rotary embedding (cos, sin) as a `Rotation` [B, N, H, W] -> [B, N, H, W]; None without `rotary`.
-
-    W is `width` = D or a multiple of it (feature maps that widen), in groups of D channels. Channels 2 i and 2 i + 1
-    form a pair, rotated in float32.
-    """
+def joint_rotation(rotary: Tables | None) -> Rotation | None:
+    """Return a rotary embedding (cos, sin) as a `Rotation` by `rotate_pairs`; None without `rotary`."""
     if rotary is None:
         return None
     cos, sin = (t[None, :, None, None] for t in rotary)  # [1, N, 1, 1, D]
-
-    def rotate(t: Tensor) -> Tensor:
-        groups = t.unflatten(-1, (-1, width))
-        even, odd = groups.unflatten(-1, (-1, 2)).unbind(-1)
-        rotated = torch.stack([-odd, even], dim=-1).flatten(-2)
-        return (groups.float() * cos + rotated.float() * sin).to(t.dtype).flatten(-2)
-
-    return Rotation(rotate, lambda: (rotary[0][:, ::2], rotary[1][:, ::2]))
+    return Rotation(partial(rotate_pairs, cos=cos, sin=sin), lambda: (rotary[0][:, ::2], rotary[1][:, ::2]))

@@ -1,9 +1,9 @@
 """LTX-Video: text- or image-to-video with cross-attention (arXiv 2501.00103)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
 from diffusers import DiffusionPipeline, LTXVideoTransformer3DModel, ModelMixin
 from diffusers.models.transformers.transformer_ltx import LTXAttention
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from zoo.grid import Grid
 from zoo.mixers import Context
 from zoo.mixers.context import Rotation
-from zoo.models.diffusers.attention import DiffusionSite
+from zoo.models.diffusers.attention import DiffusionSite, rotate_pairs
 from zoo.models.diffusers.family import Family, Metadata, Scaling, VideoVae, embeddings_and_mask
 from zoo.models.diffusers.models import HLADiffusionModel
 from zoo.models.timm.attention import split_heads
@@ -53,13 +53,7 @@ def ltx_rotation(rotary: tuple[Tensor, Tensor] | None, heads: int, shared: bool)
     if rotary is None:
         return None
     cos, sin = (t.unflatten(-1, (heads, 1, -1)) for t in rotary)  # [B, N, H, 1, D]
-
-    def rotate(t: Tensor) -> Tensor:
-        x = t.unflatten(-1, (-1, cos.shape[-1]))
-        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-        rotated = torch.stack([-odd, even], dim=-1).flatten(-2)
-        return (x.float() * cos + rotated.float() * sin).to(t.dtype).flatten(-2)
-
+    rotate = partial(rotate_pairs, cos=cos, sin=sin)
     return Rotation(rotate, lambda: (cos[0, :, :, 0, 0::2], sin[0, :, :, 0, 0::2])) if shared else rotate
 
 

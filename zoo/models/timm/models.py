@@ -2,7 +2,7 @@
 
 Blocks implement gradient checkpointing themselves and restore the grid of their forward pass before recomputation, so
 that gradients are exact even if one backward pass covers several resolutions. `CONVERTED_MODELS` and `CONVERTED_BLOCKS`
-map timm's classes to the converted ones; a new family is one row in each.
+list the classes of timm; a new family is one entry in each.
 """
 
 import functools
@@ -180,51 +180,13 @@ class HLABlock(Host):
         return checkpoint(run, *args, **kwargs)
 
 
-class HLAVisionTransformer(GridModel, VisionTransformer):
-    """ViT, DeiT, DeiT-III, FlexiViT, DINOv2, hybrids, ViTamin."""
-
-
-class HLAVisionTransformerDistilled(GridModel, VisionTransformerDistilled):
-    """DeiT with a distillation token."""
-
-
-class HLAEva(GridModel, Eva):
-    """EVA, EVA-02, DINOv3, Perception Encoder, RoPE ViTs."""
-
-
-class HLAViTBlock(HLABlock, Block):
-    """Pre-norm block of a ViT."""
-
-
-class HLAResPostBlock(HLABlock, ResPostBlock):
-    """Post-norm block of a ViT."""
-
-
-class HLAParallelThingsBlock(HLABlock, ParallelThingsBlock):
-    """Block with parallel attention layers."""
-
-
-class HLAEvaBlock(HLABlock, EvaBlock):
-    """Pre-norm block of EVA."""
-
-
-class HLAEvaBlockPostNorm(HLABlock, EvaBlockPostNorm):
-    """Post-norm block of EVA."""
-
-
-CONVERTED_MODELS: dict[type, type] = {
-    VisionTransformer: HLAVisionTransformer,
-    VisionTransformerDistilled: HLAVisionTransformerDistilled,
-    Eva: HLAEva,
+CONVERTED_MODELS: dict[type, type] = {  # class of timm -> mixin or class of the converted model
+    VisionTransformer: GridModel,  # ViT, DeiT-III, FlexiViT, DINOv2, hybrids, ViTamin
+    VisionTransformerDistilled: GridModel,
+    Eva: GridModel,  # EVA, EVA-02, DINOv3, Perception Encoder, RoPE ViTs
     NaFlexVit: HLANaFlexVit,
 }
-CONVERTED_BLOCKS: dict[type, type] = {
-    Block: HLAViTBlock,
-    ResPostBlock: HLAResPostBlock,
-    ParallelThingsBlock: HLAParallelThingsBlock,
-    EvaBlock: HLAEvaBlock,
-    EvaBlockPostNorm: HLAEvaBlockPostNorm,
-}
+CONVERTED_BLOCKS = (Block, ResPostBlock, ParallelThingsBlock, EvaBlock, EvaBlockPostNorm)
 
 
 # Methods that define the token layout and run the blocks
@@ -238,8 +200,8 @@ def converted_class(kind: type) -> type | None:
     `LAYOUT_METHODS`.
     """
     base = next((k for k in kind.__mro__ if k in CONVERTED_MODELS), None)
-    if base is None or kind is base:
-        return CONVERTED_MODELS.get(kind)
+    if base is None:
+        return None
     changed = [name for name in LAYOUT_METHODS if getattr(kind, name, None) is not getattr(base, name, None)]
     if changed:
         raise ValueError(
@@ -250,14 +212,14 @@ def converted_class(kind: type) -> type | None:
     return derived(CONVERTED_MODELS[base], kind)
 
 
-def converted_block(kind: type) -> type:
-    """Return the converted class of a block class."""
-    return CONVERTED_BLOCKS.get(kind) or derived(HLABlock, kind)
-
-
 @functools.cache
 def derived(mixin: type, kind: type) -> type:
-    """Return a subclass of `mixin` and `kind` whose objects can be pickled, although no module contains it."""
+    """Return a subclass of the classes `mixin` and `kind` whose objects can be pickled, although no module contains it.
+
+    A `mixin` that is such a subclass is returned itself.
+    """
+    if issubclass(mixin, kind):
+        return mixin
     return type(f"HLA{kind.__name__}", (mixin, kind), {"bases": (mixin, kind), "__reduce__": _reduce})
 
 
@@ -278,7 +240,7 @@ class TimmBackbone:
             no_torchscript(model)
         check_is_module(model)
         if not isinstance(model, HLAModel) and converted_class(type(model)) is None:
-            refuse_family(model, {*CONVERTED_MODELS, *CONVERTED_MODELS.values()})
+            refuse_family(model, tuple(CONVERTED_MODELS))
         for name, block in model.blocks.named_children():
             inside = any(type(m) in SITES or isinstance(m, Site) for m in block.modules())
             if not inside and type(block) not in CONVERTED_BLOCKS and not isinstance(block, HLABlock):
@@ -347,7 +309,8 @@ class TimmBackbone:
         model.__class__ = converted_class(type(model))
         model.hla_config = []
         for block in model.blocks:
-            block.__class__ = converted_block(type(block))
+            kind: type = type(block)
+            block.__class__ = derived(HLABlock, kind)
         model.set_grad_checkpointing(checkpointing)
 
     def revert(self, model: TimmModel) -> None:
