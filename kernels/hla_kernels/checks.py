@@ -200,6 +200,8 @@ def check_options(op: str, options: Options, impl: str, return_state: Any) -> No
     check_name("decay_rule", options.decay_rule, DECAY_RULES)
     check_name("impl", impl, IMPLS)
     for name in ("causal", "normalize", "mean_path"):
+        if name == "causal" and options.causal == "frame":
+            continue
         if not isinstance(getattr(options, name), bool):  # strings such as "false" are truthy
             raise ValueError(f"{name} must be True or False, got {getattr(options, name)!r}.")
     if not isinstance(return_state, bool) and return_state != "mergeable":
@@ -218,7 +220,23 @@ def check_options(op: str, options: Options, impl: str, return_state: Any) -> No
         _check_linear(op, options)
 
 
+def check_frames(options: Options, n: int) -> None:
+    """Raise ValueError unless n tokens are whole frames, if causal="frame"."""
+    frame = options.frame
+    if not isinstance(frame, int) or isinstance(frame, bool) or frame < 0:
+        raise ValueError(f"frame must be the number of tokens per frame, got {frame!r}.")
+    if (options.causal == "frame") != (frame > 0):
+        raise ValueError(
+            f'causal="frame" and frame, the number of tokens per frame, go together: got causal={options.causal!r} and '
+            f"frame={frame}."
+        )
+    if frame and n % frame:
+        raise ValueError(f"{n} tokens are no whole number of frames of {frame} tokens.")
+
+
 def _check_softmax(options: Options, return_state: Any) -> None:
+    if options.causal == "frame":
+        raise ValueError('softmax_attention has no causal="frame"; causal must be True or False.')
     allowed = Options(causal=options.causal, scale=options.scale)
     for name, value, default in zip(Options._fields, options, allowed, strict=True):
         if value != default:
@@ -237,6 +255,8 @@ def _check_linear(op: str, options: Options) -> None:
     if isinstance(options.decay, float) and not 0 < options.decay <= 1:
         raise ValueError(f"decay must be in (0, 1], got {options.decay}.")
     if op == "hla2" and options.causal and options.decay_rule == "paper":
+        if options.frame:
+            raise ValueError('decay_rule="paper" is not defined for frames; use decay_rule="cascade".')
         if options.center is not None:
             raise ValueError('decay_rule="paper" has no centred form; use decay_rule="cascade" with center.')
         if options.normalize and options.decay not in (None, 1.0):

@@ -19,6 +19,7 @@ from .checks import (
     check_coefficients,
     check_decay,
     check_features,
+    check_frames,
     check_name,
     check_options,
     check_packed,
@@ -226,6 +227,7 @@ def prepare(
         raise ValueError(f"decay must be None, a float or a tensor [heads], got {type(decay).__name__}.")
     kept = Options(decay="tensor" if isinstance(decay, Tensor) else decay, **options)
     check_options(op, kept, impl, return_state)
+    check_frames(kept, q.shape[1])
     warn_of_eps(op, kept, q.shape[1], q.shape[3])
     check_features(q.shape[3], kept.feature_map)
     check_coefficients(op, coefficients, q.shape[2], q.device)
@@ -391,5 +393,5 @@ def _kernel(call: Call, chosen: str) -> tuple[Tensor, State | None]:
     if state is not None or return_state:
         return causal(op, q, k, v, o, gamma, state, return_state)
     refuse_forward_mode(op, q, k, v, gamma)
-    rest = (o.feature_map, o.normalize, o.center, o.mean_path, o.decay_rule, o.ridge, o.scale, o.eps)
+    rest = (o.feature_map, o.normalize, o.center, o.mean_path, o.decay_rule, o.ridge, o.scale, o.eps, o.frame)
     return causal_op(q, k, v, gamma, op, *rest), None

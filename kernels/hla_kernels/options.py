@@ -21,9 +21,10 @@ MAX_HEAD_DIM = 256
 
 
 class Options(NamedTuple):
-    """Options of one call. `decay` is None, a float, or "tensor" for a tensor, which is passed separately."""
+    """Options of one call. `decay` is None, a float, or "tensor" for a tensor, which is passed separately; `frame`, the
+    tokens per frame, is 0 unless causal="frame"."""
 
-    causal: bool = False
+    causal: bool | str = False
     feature_map: str | None = None
     normalize: bool = False
     center: str | None = None
@@ -34,6 +35,7 @@ class Options(NamedTuple):
     scale: float | None = None
     eps: float = 1e-6
     q_scale: float = 1.0
+    frame: int = 0
 
 
 def needs_ones(options: Options) -> bool:
@@ -63,7 +65,7 @@ def canonical(op: str, options: Options) -> Options:
     return Options(
         options.causal, options.feature_map, options.normalize, options.center, options.mean_path,
         decay, rule, ridge * q_scale if op in ("hla2", "hla3") else ridge, scale, float(options.eps),
-        q_scale if scale is None and not options.causal else 1.0,
+        q_scale if scale is None and not options.causal else 1.0, options.frame,
     )  # fmt: skip
 
 

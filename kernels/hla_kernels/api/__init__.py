@@ -12,7 +12,9 @@ torch's scaled_dot_product_attention: tensors [B, H, N, D] are not recognized, b
 Options
     causal        token t attends to tokens j <= t; otherwise all tokens attend to all tokens. Later tokens are
                   multiplied by zero, not skipped: NaN or Inf in them would reach earlier tokens, so pad at the end with
-                  zeros
+                  zeros. "frame": tokens attend to all tokens of their frame and of earlier frames (video; the state
+                  does not grow with the number of frames)
+    frame         tokens per frame for causal="frame", a divisor of N; frames are consecutive tokens
     feature_map   None, "identity", "relu", "elu1" (elu + 1), "softmax" (over D) or "softmax_pair" ([softmax(x),
                   softmax(-x)]: 2 D features, so D <= 128), applied to q and k in float32
     normalize     divide by the operator with v = 1, plus eps. Needs a non-negative feature_map, or "identity" if q and
@@ -25,8 +27,8 @@ Options
                   decay-weighted means
     mean_path     o = vbar + op(v - vbar) with vbar the mean of v (running if causal)
     decay         gamma in (0, 1], a float or a tensor [H] or [Hk], differentiable, causal only: a factor gamma^(t-j) in
-                  every stage. Checked after the cast to the dtype of the moments; the values of CUDA tensors are not
-                  checked, and gamma <= 0 gives NaN
+                  every stage; t and j count frames if causal="frame". Checked after the cast to the dtype of the
+                  moments; the values of CUDA tensors are not checked, and gamma <= 0 gives NaN
     decay_rule    "cascade", or "paper" for the serial second-order rule of the paper; they differ for decayed hla2 only
     ridge         lambda >= 0: S + lambda I in hla2 and hla3, R + lambda I in ahla (of the scaled moment)
     scale         factor of each moment; None is 1/N two-sided (N includes the tokens of the state) and 1 causal
@@ -41,7 +43,7 @@ Options
                   the Triton forms read the tokens in place
     impl          "auto", "torch", "reference" (N x N definition) or "triton"; an explicit choice never falls back
 
-Defaults: causal=False, feature_map=None, normalize=False, eps=1e-6, center=None, mean_path=False, decay=None,
+Defaults: causal=False, frame=0, feature_map=None, normalize=False, eps=1e-6, center=None, mean_path=False, decay=None,
 decay_rule="cascade", ridge=0, scale=None, q_scale=1, state=None, return_state=False, no mask, one sequence per row of
 the batch, impl="auto".
 
@@ -72,7 +74,8 @@ Result = Any
 class Keywords(TypedDict, total=False):
     """Keyword options of all operators; see the module docstring. key_padding_mask [B, N] is True for real tokens."""
 
-    causal: bool
+    causal: bool | str
+    frame: int
     feature_map: str | None
     normalize: bool
     center: str | None

@@ -6,8 +6,8 @@
     hla3    LA(q, u, r)        state S, P, F     hla2 by the paper's rule  LA(u, q, v) - LA(q, k, w), w_i = k_i' C_{i-1}
 
 Every stage multiplies by the scale s and by gamma^(t-j). Centring subtracts the running (decay-weighted) mean of the
-scores, cLA(q, k, v)_t = LA(q, k, v)_t - n_t (q_t.kbar_t) vbar_t, in the stages whose keys are k. Plain differentiable
-torch code.
+scores, cLA(q, k, v)_t = LA(q, k, v)_t - n_t (q_t.kbar_t) vbar_t, in the stages whose keys are k. With causal="frame",
+all sums and means are over the tokens of a frame and of earlier frames. Plain differentiable torch code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pass:
         carry: dict[str, Tensor], want_state: bool,
     ) -> None:  # fmt: skip
         self.options, self.carry, self.want_state = options, carry, want_state
-        self.chunks = Chunks(q.shape[-2], log_gamma, q)
+        self.chunks = Chunks(q.shape[-2], log_gamma, q, options.frame)
         self.out: dict[str, Tensor] = {}
         self.means: dict[str, Tensor] = {}
         self.weight = q  # placeholder of n_t, set below if the options need it

@@ -20,19 +20,21 @@ from .causal import causal
 
 def _options(
     feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, decay: bool, decay_rule: str,
-    ridge: float, scale: float | None, eps: float,
+    ridge: float, scale: float | None, eps: float, frame: int,
 ) -> Options:  # fmt: skip
-    kind = "tensor" if decay else None
-    return Options(True, feature_map, normalize, center, mean_path, kind, decay_rule, ridge, scale, eps)
+    kind, causal = "tensor" if decay else None, "frame" if frame else True
+    return Options(causal, feature_map, normalize, center, mean_path, kind, decay_rule, ridge, scale, eps, 1.0, frame)
 
 
 def evaluate(
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, op: str, feature_map: str | None, normalize: bool,
-    center: str | None, mean_path: bool, decay_rule: str, ridge: float, scale: float | None, eps: float,
+    center: str | None, mean_path: bool, decay_rule: str, ridge: float, scale: float | None, eps: float, frame: int,
 ) -> Tensor:  # fmt: skip
     """Return o [B, N, H, Dv], see `causal`; arguments are checked by `op.run`."""
     with torch.autocast(q.device.type, enabled=False):
-        options = _options(feature_map, normalize, center, mean_path, gamma is not None, decay_rule, ridge, scale, eps)
+        options = _options(
+            feature_map, normalize, center, mean_path, gamma is not None, decay_rule, ridge, scale, eps, frame
+        )
         return causal(op, q, k, v, options, gamma, None, False)[0]
 
 
@@ -59,10 +61,12 @@ def transforms() -> Iterator[None]:
 def gradient(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, gamma_grad: bool, op: str,
     feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, decay_rule: str,
-    ridge: float, scale: float | None, eps: float,
+    ridge: float, scale: float | None, eps: float, frame: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv, dgamma); dgamma is empty unless `gamma_grad`."""
-    options = _options(feature_map, normalize, center, mean_path, gamma is not None, decay_rule, ridge, scale, eps)
+    options = _options(
+        feature_map, normalize, center, mean_path, gamma is not None, decay_rule, ridge, scale, eps, frame
+    )
     primals = (q, k, v, gamma) if gamma_grad else (q, k, v)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = gamma) -> Tensor:

@@ -8,6 +8,8 @@ The states entering the chunks are a cumulative sum of the sums per chunk. With 
 level uses one M x M matrix of powers, and there are log_M(number of chunks) levels, so no matrix grows with N. There is
 no loop over tokens, chunks or groups, and time and memory are linear in N. The last chunk is padded with zeros.
 
+Frame-causal (`Chunks.frame`): a chunk is a frame, whose tokens read the state after it, o = Q H. A decay is per frame.
+
 Shapes: q [B, Hk, G, c, C, D], k [B, Hk, 1, c, C, D], v [B, Hk, 1 or G, c, C, Dv], states [B, Hk, 1 or G, D, Dv].
 """
 
@@ -24,16 +26,16 @@ GROUP = 16  # M; with 64 each level would pad short sequences to more chunks tha
 class Chunks:
     """Division of N tokens into chunks, and powers of gamma. log_gamma: [1, Hk, 1 or G, 1, 1] or None."""
 
-    def __init__(self, n: int, log_gamma: Tensor | None, like: Tensor) -> None:
+    def __init__(self, n: int, log_gamma: Tensor | None, like: Tensor, frame: int = 0) -> None:
         # one compiled graph (of a call with a state) must serve every N: the chunk size is constant, and two spare
         # chunks avoid the special case of one chunk. Eager calls, and decoding with N = 1, pad to whole chunks only
-        self.spare = 2 if torch.compiler.is_compiling() and n != 1 else 0
-        self.size = CHUNK if self.spare else min(CHUNK, n)
+        self.spare = 2 if torch.compiler.is_compiling() and n != 1 and not frame else 0
+        self.size, self.frame = frame or (CHUNK if self.spare else min(CHUNK, n)), frame > 0
         real = (n + self.size - 1) // self.size
         self.n, self.last, self.count = n, n - (real - 1) * self.size, real + self.spare
         self.log_gamma = None if log_gamma is None else log_gamma.to(like.dtype)
         self.i = torch.arange(self.size, device=like.device)
-        self.within = self.power(self.i[:, None] - self.i[None, :], like)
+        self.within = like if frame else self.power(self.i[:, None] - self.i[None, :], like)
 
     def power(self, exponent: Tensor, like: Tensor) -> Tensor:
         """Return gamma^exponent where exponent >= 0, else 0; [a, b] -> [a, b], with decay [1, Hk, 1 or G, a, b].
@@ -73,6 +75,16 @@ class Chunks:
         if self.log_gamma is None:
             return x.cumsum(3)
         return self.decayed_sum(x.flatten(4), self.size, self.levels()).unflatten(-1, x.shape[4:])
+
+    def inclusive(self, own: Tensor, carry: Tensor | None) -> Tensor:
+        """Return the states after all frames from the sums per frame, shapes as in `entering`."""
+        if carry is not None:
+            groups = max(carry.shape[2], own.shape[2])
+            own = torch.cat([x.expand(-1, -1, groups, -1, -1, -1) for x in (carry.unsqueeze(3), own)], 3)
+        x = own.cumsum(3)
+        if self.log_gamma is not None:
+            x = self.decayed_sum(own.flatten(4), 1, self.levels()).unflatten(-1, own.shape[4:])
+        return x if carry is None else x[:, :, :, 1:]
 
     def levels(self) -> int:
         """Return the number of levels of groups until at most M totals are left. While compiling, where no branch may
@@ -123,6 +135,9 @@ def stage(
     strict: sum_{j<t} gamma^(t-1-j) (q_t.k_j) v_j instead, which reads the state before token t; carry and states are
     the same.
     """
+    if chunks.frame:
+        states = chunks.inclusive(k.mT @ v, carry)
+        return q @ states, states[:, :, :, -1] if want_state else None
     kept = k if chunks.log_gamma is None else k * chunks.columns(chunks.size, k).unsqueeze(-3)
     own = kept.mT @ v
     entering = chunks.entering(own, carry)

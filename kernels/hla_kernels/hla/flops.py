@@ -123,7 +123,7 @@ def causal_stages_flops(
     normalize: bool, *rest: Any, out_shape: Any = None,
 ) -> int:  # fmt: skip
     """Operations of the torch form, from q, k, v."""
-    return _products(evaluate, q, k, v, gamma, op, feature_map, normalize, None, False, "cascade", 0.0, None, 1e-6)
+    return _products(evaluate, q, k, v, gamma, op, feature_map, normalize, None, False, "cascade", 0.0, None, 1e-6, 0)
 
 
 @register_flop_formula(torch.ops.hla_kernels.causal_stages_backward)
@@ -132,5 +132,5 @@ def causal_stages_backward_flops(
     saved: Any, gamma_grad: bool, op: str, feature_map: str | None, normalize: bool, *rest: Any, out_shape: Any = None,
 ) -> int:  # fmt: skip
     """Operations of the torch form's backward."""
-    options = (op, feature_map, normalize, None, False, "cascade", 0.0, None, 1e-6)
+    options = (op, feature_map, normalize, None, False, "cascade", 0.0, None, 1e-6, 0)
     return _products(gradient, grad, q, k, v, gamma, gamma_grad, *options)

@@ -2,8 +2,9 @@
 
 Slow and quadratic on purpose: the other forms are tested against it. It is evaluated in the dtype of its inputs: exact
 in float64, and a measure of the rounding error in lower precision. Symbols: A = phi(Q) phi(K)', s the scale of a
-moment, Gamma_tj = gamma^(t-j) [j <= t] (all ones if two-sided), lambda the ridge. Zhang et al., Higher-order Linear
-Attention, arXiv 2510.27258 (definitions of HLA2, AHLA, HLA3; masks as matrices).
+moment, Gamma_tj = gamma^(t-j) [j <= t] (all ones if two-sided; t and j count frames if causal="frame"), lambda the
+ridge. Zhang et al., Higher-order Linear Attention, arXiv 2510.27258 (definitions of HLA2, AHLA, HLA3; masks as
+matrices).
 """
 
 from __future__ import annotations
@@ -73,12 +74,14 @@ def past_weights(q: Tensor, options: Options, gamma: Tensor | None, mask: Tensor
     ones = torch.ones(1, n, n, dtype=q.dtype, device=q.device)
     if not options.causal:
         return ones
-    return ones.tril() if gamma is None else decay_powers(gamma.to(q.dtype), n, 0)
+    if gamma is None:
+        gamma = ones[:, 0, 0]
+    return decay_powers(gamma.to(q.dtype), n, 0, options.frame or 1)
 
 
-def decay_powers(gamma: Tensor, n: int, shift: int) -> Tensor:
-    """Return gamma^(t-j-shift) [j + shift <= t], [H, N, N]."""
-    t = torch.arange(n, device=gamma.device)
+def decay_powers(gamma: Tensor, n: int, shift: int, frame: int = 1) -> Tensor:
+    """Return gamma^(t-j-shift) [j + shift <= t], [H, N, N]; t and j count frames of `frame` tokens."""
+    t = torch.arange(n, device=gamma.device) // frame
     distance = t[:, None] - t[None, :] - shift
     return torch.where(distance >= 0, gamma[:, None, None] ** distance.clamp(min=0), 0)
 

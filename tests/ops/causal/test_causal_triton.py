@@ -24,6 +24,8 @@ from tests.ops.fused.children import check_compiled, check_interpreted
 RATIO = {"feature_map": "elu1", "normalize": True}
 PAIR = {"feature_map": "softmax_pair", "normalize": True, "scale": 0.5}
 KINDS = {"plain": {}, "scale": {"scale": 0.3}, "relu": {"feature_map": "relu"}, "ratio": RATIO, "pair": PAIR}
+KINDS["frames"] = {"causal": "frame", "frame": 70, "scale": 0.3}
+KINDS["frame ratio"] = {"causal": "frame", "frame": 50, **RATIO}
 # n, query heads, key heads, D, Dv, option, decay per query head or key head
 CASES = [
     (1, 2, 2, 16, 16, "plain", ()),
@@ -33,14 +35,17 @@ CASES = [
     (200, 2, 2, 40, 16, "relu", ()),
     (600, 2, 1, 16, 16, "ratio", (0.99, 0.95)),
     (600, 1, 1, 24, 40, "plain", (0.98,)),
+    (210, 2, 1, 16, 24, "frames", ()),
+    (150, 2, 2, 24, 16, "frame ratio", ()),
 ]
-PIECES = [CASES[1], CASES[2], CASES[6]]  # with states, too
+PIECES = [CASES[1], CASES[2], *CASES[6:]]  # with states, too
 # relative L2 errors of o, gradients of tokens and of the decay; of ratios, whose gradients cancel
 LIMITS = {torch.bfloat16: (4e-3, 4e-3, 2e-2), torch.float16: (1e-3, 1e-3, 6e-3)}
 OF_RATIOS = {torch.bfloat16: (4e-3, 1.5e-2, 2e-2), torch.float16: (1e-3, 3e-3, 6e-3)}
 GPU_CASES = [
     (1000, 4, 4, 64, 64, "plain", ()), (600, 4, 2, 128, 128, "plain", (0.9, 0.99)), (333, 2, 2, 72, 40, "ratio", ()),
     (4096, 2, 1, 64, 64, "ratio", (0.99, 0.999)), (5000, 2, 2, 64, 128, "scale", (0.9, 0.999)),
+    (2100, 4, 2, 64, 64, "frames", ()), (3000, 2, 2, 128, 128, "frame ratio", ()),
 ]  # fmt: skip
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton form needs a CUDA device: none here")
 
@@ -55,19 +60,25 @@ def setting(case, dtype, device, size=1.0):
 
 def run(op, x, decay, options):
     """The operator without its checks: interpreted kernels have no CUDA device."""
-    o = Options(True, **options)
+    o = options_of(decay, options)
     gamma = None if decay is None else decay.reshape(1, x[1].shape[2], -1, 1, 1)
-    return stages.causal_stages(*x, gamma, None, op, o.feature_map, o.normalize, o.scale, o.eps, True, False)[0]
+    rest = (o.feature_map, o.normalize, o.scale, o.frame, o.eps, True, False)
+    return stages.causal_stages(*x, gamma, None, op, *rest)[0]
+
+
+def options_of(decay, options):
+    return Options(**{"causal": True, "decay": None if decay is None else "tensor", **options})
 
 
 def streamed(evaluate, cuts):
     """A function like `run` that calls `evaluate` in pieces with the state carried, and returns outputs and state."""
 
     def f(op, x, decay, options):
-        o = Options(True, decay=None if decay is None else "tensor", **options)
+        o = options_of(decay, options)
         gamma = None if decay is None else decay.reshape(1, x[1].shape[2], -1, 1, 1)
         state, outputs, n = None, [], x[0].shape[1]
-        for a, b in pairwise(round(n * c) for c in cuts):
+        unit = o.frame or 1
+        for a, b in pairwise(round(n * c / unit) * unit for c in cuts):
             y, state = evaluate(op, *(t[:, a:b] for t in x), gamma, o, state)
             outputs.append(y)
         kept = [t for name, t in sorted(state.tensors.items()) if name != "gamma"]
@@ -103,7 +114,7 @@ def defined(op, x, decay, options):
     """The definition."""
     if decay is not None:
         decay = decay.repeat_interleave(x[0].shape[2] // decay.shape[0])
-    return reference(op, *x, Options(True, decay=None if decay is None else "tensor", **options), decay)
+    return reference(op, *x, options_of(decay, options), decay)
 
 
 def grads(f, op, x, decay, grad, options, dtype=None):
@@ -140,14 +151,14 @@ def test_error_and_bits(monkeypatch, op, dtype, case):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("case", [GPU_CASES[0], GPU_CASES[4]], ids=str)
+@pytest.mark.parametrize("case", [GPU_CASES[0], *GPU_CASES[4:]], ids=str)
 @pytest.mark.parametrize("op", CAUSAL)
 def test_states(op, case):
     """Two calls with a state equal one, with gradients of both states."""
     given = setting(case, torch.bfloat16, "cuda")
     errors = in_pieces(op, given, lambda *inputs: stages.evaluate(*inputs, True))
     assert max(errors[:4]) <= 5e-3 and max(errors) <= 2e-2, errors
-    assert one_by_one(op, given) <= 5e-3
+    assert "frame" in given[3] or one_by_one(op, given) <= 5e-3
 
 
 @pytest.mark.gpu
@@ -243,10 +254,10 @@ def interpreted(op: str) -> None:
                 patch.setattr(plan, "PROGRAMS", 12)
                 found = in_pieces(op, given, lambda *inputs: stages.evaluate(*inputs, True))
             assert max(found) <= 3e-5, (case, found)
-            assert one_by_one(op, given) <= 3e-5
+            assert "frame" in given[3] or one_by_one(op, given) <= 3e-5
     x = [t.float().requires_grad_() for t in tokens(20, 1, 2, 1, 16, 16)]
     gamma = torch.full((1, 1, 2, 1, 1), 0.9, requires_grad=True)
-    options = (op, "elu1", True, 0.3, 1e-6, True)
+    options = (op, "elu1", True, 0.3, 0, 1e-6, True)
     torch.library.opcheck(torch.ops.hla_kernels.causal_stages, (*x, gamma, None, *options, False))
     first = torch.randn(1, 2, operator.state_size(op, 16, 17), requires_grad=True)
     torch.library.opcheck(torch.ops.hla_kernels.causal_stages, (*x, gamma, first, *options, True))
@@ -273,13 +284,16 @@ def compiled(d: str, learned: str) -> None:
     gamma = torch.empty(1, 3, 1, 1, 1, device="meta") if int(learned) else None
     for op in CAUSAL:
         for normalize in (False, True):
-            options = (op, None, normalize, None)
+            options = (op, None, normalize, None, 0)
             saved = operator.causal_stages.function(q, q, q, gamma, None, *options, 1e-6, True, False)
             rest = (None, None, list(saved), bool(int(learned)), *options)
             operator.causal_stages_backward.function(q, q, q, q, gamma, *rest)
     if not int(learned):  # with a state
         first = torch.empty(2, 3, operator.state_size("hla3", int(d), int(d) + 1), device="meta")
-        operator.causal_stages.function(q, q, q, gamma, first, "hla3", None, True, None, 1e-6, False, True)
+        operator.causal_stages.function(q, q, q, gamma, first, "hla3", None, True, None, 0, 1e-6, False, True)
+        framed = ("hla3", None, True, None, 1024)
+        saved = operator.causal_stages.function(q, q, q, gamma, first, *framed, 1e-6, True, True)
+        operator.causal_stages_backward.function(q, q, q, q, gamma, first, first, list(saved), False, *framed)
         parts = operator._by_stage("hla3", first, int(d), int(d) + 1).values()
         decode.causal_step.function(
             *3 * [q[:, :1]], gamma, [x[:, :, None] for x in parts], "hla3", None, True, None, 1e-6

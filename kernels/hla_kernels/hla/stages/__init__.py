@@ -2,7 +2,8 @@
 
 A sequence is divided into segments of chunks of 64 tokens. If there are several segments, one launch computes the state
 of each, and another one carries states from segment to segment, from the state of the call if there is one; then one
-program per segment walks over its chunks with the state in registers. The backward has the same sums, over earlier and
+program per segment walks over its chunks with the state in registers. Frames (causal="frame") are segments whose tokens
+read the state after their frame. The backward has the same sums, over earlier and
 over later tokens. No atomics. In products, the computed factor is the second operand (see `tiles`).
 
 Reading order: tiles, kernels, plan, launch, compose (equations), operator; step, decode (a single token). The first
@@ -38,6 +39,8 @@ def why_not(op: str, q: Tensor, v: Tensor, options: Options, return_state: bool 
     given = (("center", options.center is not None), ("mean_path", options.mean_path), ("ridge", options.ridge != 0))
     if return_state == "mergeable":
         return f"{form} has no summaries for merging"
+    if options.frame and options.decay is not None:
+        return f"{form} has no decay per frame"
     for name, used in given:
         if used:
             return f"{form} has no {name}"
@@ -60,17 +63,18 @@ def evaluate(
     """Return (o [B, N, H, Dv], the state after the tokens if `keep`) of a checked causal call. Raises ValueError
     for dual tensors."""
     o, (b, n, h, _), hk = options, q.shape, k.shape[2]
-    rest = (op, o.feature_map, o.normalize, o.scale, o.eps)
+    rest = (op, o.feature_map, o.normalize, o.scale)
     names, tensors = STAGES[op], {} if gamma is None else {"gamma": gamma.float()}
     given = [] if state is None else [state.tensors[name].float() for name in names]
     refuse_forward_mode(op, q, k, v, gamma, *given)
     save = needs_backward(q, k, v, gamma, *given)
     if given and keep and n == 1 and not save:
-        y, *after = causal_step(q, k, v, gamma, given, *rest)
+        y, *after = causal_step(q, k, v, gamma, given, *rest, o.eps)
         tensors |= zip(names, after, strict=False)
     else:
         wide = [x.expand(b, hk, h // hk, *x.shape[3:]).reshape(b, h, -1) for x in given]
-        y, last, *_ = causal_stages(q, k, v, gamma, torch.cat(wide, 2) if wide else None, *rest, save, keep)
+        first = torch.cat(wide, 2) if wide else None
+        y, last, *_ = causal_stages(q, k, v, gamma, first, *rest, o.frame, o.eps, save, keep)
         if keep:
             tensors |= _tensors(op, options, last, q, k, v, gamma)
     if not keep:

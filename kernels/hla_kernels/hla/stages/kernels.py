@@ -2,8 +2,9 @@
 
 A term (x, y, z) is o_i = s Sum_{j<=i} g^(i-j) (x_i.y_j) z_j, or with REVERSE the sum over j >= i of g^(j-i). Terms
 of one launch are added. X, Y, Z hold the indices of their tensors in TOKENS. Within a chunk the weights are a tile; the
-state H = Sum g^(.) y_j z_j' carries what lies before it. An extra float32 channel (EXTRAS) belongs to some tensors: in
-x and y it adds a product to the scores, in z an extra channel to the output.
+state H = Sum g^(.) y_j z_j' carries what lies before it. With FRAME, segments are frames, whose tokens see each other:
+all weights come from the state, which includes the own frame. An extra float32 channel (EXTRAS) belongs to some
+tensors: in x and y it adds a product to the scores, in z an extra channel to the output.
 """
 
 import triton
@@ -78,13 +79,14 @@ def states(
     TOKENS, EXTRAS, LOG2, OUT, at, sizes,
     Y: tl.constexpr, Z: tl.constexpr, WY: tl.constexpr, WZ: tl.constexpr, YP: tl.constexpr, BZ: tl.constexpr,
     C: tl.constexpr, SIZE: tl.constexpr, SCORED: tl.constexpr, VALUED: tl.constexpr, REVERSE: tl.constexpr,
-    TF32: tl.constexpr,
+    FRAME: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
     """Compute the own state of a segment, the sum over its tokens alone, into OUT [B H, segments, SIZE], but of the
-    last one, behind which there are no tokens. sizes: N, heads, segments, chunks per segment."""
-    N, heads, segments, chunks = sizes[0], sizes[1], sizes[2], sizes[3]
-    bh, segment = tl.program_id(0) // (segments - 1), tl.program_id(0) % (segments - 1)
-    if REVERSE:
+    last one, behind which there are no tokens (unless FRAME). sizes: N, heads, segments, tokens per segment."""
+    N, heads, segments, length = sizes[0], sizes[1], sizes[2], sizes[3]
+    own = segments if FRAME else segments - 1
+    bh, segment = tl.program_id(0) // own, tl.program_id(0) % own
+    if REVERSE and not FRAME:
         segment += 1
     b, h = bh // heads, bh % heads
     first = tl.program_id(1) * BZ
@@ -94,12 +96,13 @@ def states(
     i = tl.arange(0, C)
     state = tl.zeros([YP, BZ], tl.float32), tl.zeros([BZ], tl.float32)
     col = tl.zeros([YP], tl.float32)
-    count = tl.minimum(chunks, tl.cdiv(N, C) - segment * chunks)
+    end = tl.minimum(N, (segment + 1) * length)
+    count = tl.cdiv(end - segment * length, C)
     for c in range(count):
-        chunk = segment * chunks + (count - 1 - c if REVERSE else c)
-        row = chunk * C + i
-        inside = row < N
-        n = tl.minimum(C, N - chunk * C)
+        start = segment * length + (count - 1 - c if REVERSE else c) * C
+        row = start + i
+        inside = row < end
+        n = tl.minimum(C, end - start)
         y = tile(yp, row, inside, 0, WY, YP)
         z = tile(zp, row, inside, first, WZ, BZ)
         ye = 0.0
@@ -118,9 +121,11 @@ def states(
 
 
 @triton.jit(do_not_specialize=["sizes"])
-def carry(LOG2, STATES, FIRST, sizes, SIZE: tl.constexpr, REVERSE: tl.constexpr, BS: tl.constexpr):
-    """Turn own states of segments into the states that enter them, in place. FIRST [B H, SIZE]: the state before all
-    segments, or None. sizes: N, heads, segments, tokens per segment."""
+def carry(
+    LOG2, STATES, FIRST, sizes, SIZE: tl.constexpr, REVERSE: tl.constexpr, FRAME: tl.constexpr, BS: tl.constexpr
+):  # fmt: skip
+    """Turn own states of segments into the states that enter them, or with FRAME leave them, in place. FIRST
+    [B H, SIZE]: the state before all segments, or None. sizes as in `states`."""
     N, heads, segments, length = sizes[0], sizes[1], sizes[2], sizes[3]
     bh = tl.program_id(0)
     log2 = log2_of(LOG2, bh % heads)
@@ -128,23 +133,27 @@ def carry(LOG2, STATES, FIRST, sizes, SIZE: tl.constexpr, REVERSE: tl.constexpr,
     state = tl.zeros([BS], tl.float32)
     if FIRST is not None:
         state = tl.load(FIRST + bh.to(tl.int64) * SIZE + e, e < SIZE, other=0.0)
+    own_segments = segments if FRAME else segments - 1
     for s in range(segments):
         segment = segments - 1 - s if REVERSE else s
         ptr = STATES + (bh.to(tl.int64) * segments + segment) * SIZE + e
-        own = tl.load(ptr, (e < SIZE) & (s < segments - 1), other=0.0)
-        tl.store(ptr, state, e < SIZE)
+        own = tl.load(ptr, (e < SIZE) & (s < own_segments), other=0.0)
+        if not FRAME:
+            tl.store(ptr, state, e < SIZE)
         state = state * powers(log2, tl.minimum(length, N - segment * length), LOG2 is not None) + own
+        if FRAME:
+            tl.store(ptr, state, e < SIZE)
 
 
 @triton.jit
 def extras(
     TOKENS, EXTRAS, STATE, LOG2, OUT, at, sizes, scale, eps, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, XP: tl.constexpr, C: tl.constexpr, HELD: tl.constexpr,
-    DIVIDED: tl.constexpr, REVERSE: tl.constexpr, TF32: tl.constexpr,
+    DIVIDED: tl.constexpr, REVERSE: tl.constexpr, FRAME: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
     """Compute the extra channel of the output of a segment, plus eps for a divisor, and return the extra channel of the
     state after it. It is a separate loop: together with the other channels it would not fit into registers."""
-    N, heads, segments, chunks = sizes[0], sizes[1], sizes[2], sizes[3]
+    N, heads, segments, length = sizes[0], sizes[1], sizes[2], sizes[3]
     bh, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
     b, h = bh // heads, bh % heads
     log2 = log2_of(LOG2, h)
@@ -154,24 +163,28 @@ def extras(
     col = tl.zeros([XP], tl.float32)
     if HELD:
         col = tl.load(STATE + d * STRIDE, d < WIDTH, other=0.0)
-    count = tl.minimum(chunks, tl.cdiv(N, C) - segment * chunks)
+    end = tl.minimum(N, (segment + 1) * length)
+    count = tl.cdiv(end - segment * length, C)
     for c in range(count):
-        chunk = segment * chunks + (count - 1 - c if REVERSE else c)
-        row = chunk * C + i
-        inside = row < N
-        n = tl.minimum(C, N - chunk * C)
+        start = segment * length + (count - 1 - c if REVERSE else c) * C
+        row = start + i
+        inside = row < end
+        n = tl.minimum(C, end - start)
         x = tile(xp, row, inside, 0, WIDTH, XP)
-        y = tile(yp, row, inside, 0, WIDTH, XP)
-        ze = column(EXTRAS, at, Z, b, h, row, inside, heads, N)
-        a = product(y, tl.trans(x), tl.zeros([C, C], tl.float32), TF32)
-        inner = tl.sum(weighted(a, log2, i, REVERSE, LOG2 is not None) * ze[:, None], 0)
+        inner = tl.zeros([C], tl.float32)
+        if not FRAME:
+            y = tile(yp, row, inside, 0, WIDTH, XP)
+            ze = column(EXTRAS, at, Z, b, h, row, inside, heads, N)
+            a = product(y, tl.trans(x), tl.zeros([C, C], tl.float32), TF32)
+            inner = tl.sum(weighted(a, log2, i, REVERSE, LOG2 is not None) * ze[:, None], 0)
         entering = powers(log2, n - i if REVERSE else i + 1, LOG2 is not None)
         out = (tl.sum(x.to(tl.float32) * col[None, :], 1) * entering + inner) * scale
         if DIVIDED:
             out += eps
         tl.store(OUT + (b.to(tl.int64) * N + row) * heads + h, out, inside)
-        leaving = powers(log2, i if REVERSE else n - 1 - i, LOG2 is not None)
-        col = added_column(col, y, ze, powers(log2, n, LOG2 is not None), leaving)
+        if not FRAME:
+            leaving = powers(log2, i if REVERSE else n - 1 - i, LOG2 is not None)
+            col = added_column(col, y, ze, powers(log2, n, LOG2 is not None), leaving)
     return col
 
 
@@ -182,7 +195,7 @@ def pairs_of(
     SCORED: tl.constexpr, REVERSE: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
     """Return the sum of (i - j) w_ij over pairs in one chunk, for a segment and a block of channels."""
-    N, heads, segments, chunks = sizes[0], sizes[1], sizes[2], sizes[3]
+    N, heads, segments, length = sizes[0], sizes[1], sizes[2], sizes[3]
     bh, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
     b, h = bh // heads, bh % heads
     first = tl.program_id(1) * BZ
@@ -190,9 +203,10 @@ def pairs_of(
     i = tl.arange(0, C)
     f = i.to(tl.float32)
     total = tl.zeros([C], tl.float32)
-    for c in range(tl.minimum(chunks, tl.cdiv(N, C) - segment * chunks)):
-        row = (segment * chunks + c) * C + i
-        inside = row < N
+    end = tl.minimum(N, (segment + 1) * length)
+    for c in range(tl.cdiv(end - segment * length, C)):
+        row = segment * length + c * C + i
+        inside = row < end
         p = tile(rows_of(PARTNER, partner_at, 0, b, h), row, inside, first, WZ, BZ)
         for m in tl.static_range(len(X)):
             xp = rows_of(TOKENS[X[m]], at, X[m], b, h)
@@ -216,7 +230,7 @@ def outputs(
     TOKENS, EXTRAS, STATES, LAST, LOG2, BEFORE, OUT, OUT_EXTRA, REST, PARTNER, SUMS, at, partner_at, sizes, scale,
     eps, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr, WIDTHS: tl.constexpr, SIZES: tl.constexpr,
     WZ: tl.constexpr, XP: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, SCORED: tl.constexpr, VALUED: tl.constexpr,
-    DIVIDED: tl.constexpr, REVERSE: tl.constexpr, INTRA: tl.constexpr, TF32: tl.constexpr,
+    DIVIDED: tl.constexpr, REVERSE: tl.constexpr, FRAME: tl.constexpr, INTRA: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
     """Compute OUT of the tokens of a segment, the sum of the terms. sizes as in `states`.
 
@@ -227,7 +241,7 @@ def outputs(
     (i from the start of the segment), x_i the product of p_i and the part of the output from the states, and with
     INTRA the sum of (i - j) w_ij over pairs in one chunk, for the gradient of the decay (see `launch`).
     """
-    N, heads, segments, chunks = sizes[0], sizes[1], sizes[2], sizes[3]
+    N, heads, segments, length = sizes[0], sizes[1], sizes[2], sizes[3]
     bh, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
     b, h = bh // heads, bh % heads
     first = tl.program_id(1) * BZ
@@ -241,7 +255,7 @@ def outputs(
             ptr = STATES[0] + (bh.to(tl.int64) * segments + segment) * SIZES[0] + WZ
         col = extras(
             TOKENS, EXTRAS, ptr, LOG2, OUT_EXTRA, at, sizes, scale, eps, X[0], Y[0], Z[0], WIDTHS[0], E, XP[0], C,
-            STATES is not None, DIVIDED, REVERSE, TF32,
+            STATES is not None, DIVIDED, REVERSE, FRAME, TF32,
         )  # fmt: skip
         if LAST is not None:
             d = tl.arange(0, XP[0])
@@ -264,13 +278,13 @@ def outputs(
     stride = heads.to(tl.int64) * WZ
     start = b.to(tl.int64) * N * stride + h * WZ
     sums, moments = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-    count = tl.minimum(chunks, tl.cdiv(N, C) - segment * chunks)
+    end = tl.minimum(N, (segment + 1) * length)
+    count = tl.cdiv(end - segment * length, C)
     for c in range(count):
-        local = count - 1 - c if REVERSE else c
-        chunk = segment * chunks + local
-        row = chunk * C + i
-        inside = row < N
-        n = tl.minimum(C, N - chunk * C)
+        local = (count - 1 - c if REVERSE else c) * C
+        row = segment * length + local + i
+        inside = row < end
+        n = tl.minimum(C, end - segment * length - local)
         entering = powers(log2, n - i if REVERSE else i + 1, LOG2 is not None)
         leaving = powers(log2, i if REVERSE else n - 1 - i, LOG2 is not None)
         kept = powers(log2, n, LOG2 is not None)
@@ -283,25 +297,28 @@ def outputs(
             yp = rows_of(TOKENS[Y[m]], at, Y[m], b, h)
             zp = rows_of(TOKENS[Z[m]], at, Z[m], b, h)
             x = tile(xp, row, inside, 0, WIDTHS[m], XP[m])
-            y = tile(yp, row, inside, 0, WIDTHS[m], XP[m])
-            z = tile(zp, row, inside, first, WZ, BZ)
             state = held[m]  # type: ignore[var-annotated]
-            a = product(y, tl.trans(x), tl.zeros([C, C], tl.float32), TF32)
             ye = 0.0
             if SCORED[m]:
                 xe = column(EXTRAS, at, X[m], b, h, row, inside, heads, N)
-                ye = column(EXTRAS, at, Y[m], b, h, row, inside, heads, N)
-                a += ye[:, None] * xe[None, :]
-            a = weighted(a, log2, i, REVERSE, LOG2 is not None)
-            turned = product(tl.trans(z), rounded(a, z, TF32), turned, TF32)
+            if not FRAME:
+                y = tile(yp, row, inside, 0, WIDTHS[m], XP[m])
+                z = tile(zp, row, inside, first, WZ, BZ)
+                a = product(y, tl.trans(x), tl.zeros([C, C], tl.float32), TF32)
+                if SCORED[m]:
+                    ye = column(EXTRAS, at, Y[m], b, h, row, inside, heads, N)
+                    a += ye[:, None] * xe[None, :]
+                a = weighted(a, log2, i, REVERSE, LOG2 is not None)
+                turned = product(tl.trans(z), rounded(a, z, TF32), turned, TF32)
             high = rounded(state[0], x, TF32)
             low = rounded(state[0] - high.to(tl.float32), x, TF32)
             whole = product(x, high, whole, TF32)
             whole = product(x, low, whole, TF32)
             if SCORED[m]:
                 whole += xe[:, None] * state[1][None, :]
-            new = added(state, y, z, ye, kept, leaving, LOG2 is not None, SCORED[m], TF32)
-            after = after + (new,)  # type: ignore[assignment]  # noqa: RUF005
+            if not FRAME:
+                state = added(state, y, z, ye, kept, leaving, LOG2 is not None, SCORED[m], TF32)
+            after = after + (state,)  # type: ignore[assignment]  # noqa: RUF005
         held = after
         out = (whole * entering[:, None] + tl.trans(turned)) * scale
         if DIVIDED:
@@ -319,7 +336,7 @@ def outputs(
             p = tile(rows_of(PARTNER, partner_at, 0, b, h), row, inside, first, WZ, BZ)
             x_sum = tl.sum(whole * p.to(tl.float32), 1) * entering
             sums += x_sum
-            moments += x_sum * (local * C + i).to(tl.float32)
+            moments += x_sum * (local + i).to(tl.float32)
     if LAST is not None:  # noqa: SIM102
         if stored:
             for m in tl.static_range(len(X)):

@@ -56,10 +56,11 @@ class Sums:
 
 class Pass:
     """Launches on the tokens of one call with H query heads; log2: log2 of the decay per query head, float32 [H], or
-    None; sums: for the gradient of the decay, or None."""
+    None; frame: tokens per frame, 0 for causal tokens; sums: for the gradient of the decay, or None."""
 
-    def __init__(self, heads: int, log2: Tensor | None, scale: float, sums: Sums | None = None) -> None:
-        self.heads, self.log2, self.scale, self.sums = heads, log2, scale, sums
+    def __init__(self, heads: int, log2: Tensor | None, scale: float, frame: int) -> None:
+        self.heads, self.log2, self.scale, self.frame = heads, log2, scale, frame
+        self.sums: Sums | None = None
 
     def run(
         self, *terms: Term, reverse: bool = False, extra: bool = False, eps: float | None = None,
@@ -100,15 +101,15 @@ class Pass:
         out = torch.empty((b, n, self.heads, width), dtype=dtype, device=z.device)
         out_extra = torch.empty((b, n, self.heads), dtype=torch.float32, device=z.device) if extra else None
         rest = None if eps is None else torch.empty_like(out)
-        p = plan(b * self.heads, n, width)
+        p = plan(b * self.heads, n, width, self.frame)
         scored = tuple(x.extra is not None and y.extra is not None for x, y, _ in terms)
         valued = tuple(extra and z.extra is not None for _, _, z in terms)
         given = tuple(t.x for t in tokens), tuple(t.extra for t in tokens)
-        sizes = (n, self.heads, p.segments, p.chunks)
+        sizes = (n, self.heads, p.segments, p.tokens)
         widths = tuple(x.x.shape[3] for x, _, _ in terms)
         shapes = [(w + s, width + e) for w, s, e in zip(widths, scored, valued, strict=True)]
         held = None if first is None else tuple(first)
-        if p.segments > 1:
+        if p.segments > 1 or self.frame:
             held = tuple(
                 self._entering(
                     given, at, sizes, index[1][m], index[2][m], t, shapes[m], None if first is None else first[m],
@@ -129,11 +130,11 @@ class Pass:
             at, None if partner is None else self._at(partner), sizes, self.scale, eps or 0.0, X=index[0], Y=index[1],
             Z=index[2], WIDTHS=widths, SIZES=tuple(x * y for x, y in shapes), WZ=width, XP=tuple(map(padded, widths)),
             BZ=p.block, C=CHUNK, SCORED=scored, VALUED=any(valued), DIVIDED=eps is not None, REVERSE=reverse,
-            INTRA=pairs and partner is not None, TF32=in_tf32(z.dtype),
+            FRAME=self.frame > 0, INTRA=pairs and partner is not None, TF32=in_tf32(z.dtype),
             **warps(max(width, *widths), self.log2 is not None),
         )  # fmt: skip
         if found is not None and self.sums is not None:
-            self.sums.add(found, p.chunks * CHUNK, reverse)
+            self.sums.add(found, p.tokens, reverse)
         return Tokens(out, out_extra, rest)
 
     def _at(self, x: Tensor) -> tuple[int, ...]:
@@ -145,21 +146,20 @@ class Pass:
         shape: tuple[int, int], first: Tensor | None, reverse: bool,
     ) -> Tensor:  # fmt: skip
         """Return the states of `shape` that enter the segments, [B H, segments, SIZE]."""
-        n, heads, segments, chunks = sizes
+        segments, frame = sizes[2], self.frame > 0
         wy, wz = term[1].x.shape[3], term[2].x.shape[3]
         size, scored, valued = shape[0] * shape[1], shape[0] > wy, shape[1] > wz
-        bh, block = term[0].x.shape[0] * heads, min(64, padded(wz))
+        bh, block = term[0].x.shape[0] * self.heads, min(64, padded(wz))
         found = torch.empty((bh, segments, size), dtype=torch.float32, device=term[0].x.device)
         launch(
-            states, (bh * (segments - 1), -(-wz // block)),
+            states, (bh * (segments if frame else segments - 1), -(-wz // block)),
             *given, self.log2, found, at, sizes, Y=y, Z=z, WY=wy, WZ=wz, YP=padded(wy), BZ=block, C=CHUNK, SIZE=size,
-            SCORED=scored, VALUED=valued, REVERSE=reverse, TF32=in_tf32(term[0].x.dtype),
+            SCORED=scored, VALUED=valued, REVERSE=reverse, FRAME=frame, TF32=in_tf32(term[0].x.dtype),
             **warps(max(wy, wz), False),
         )  # fmt: skip
         launch(
             carry, (bh, triton.cdiv(size, 1024)),
-            self.log2, found, first, (n, heads, segments, chunks * CHUNK), SIZE=size, REVERSE=reverse, BS=1024,
-            num_warps=4,
+            self.log2, found, first, sizes, SIZE=size, REVERSE=reverse, FRAME=frame, BS=1024, num_warps=4,
         )  # fmt: skip
         return found
 

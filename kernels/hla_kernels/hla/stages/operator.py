@@ -58,8 +58,9 @@ def log2_decay(gamma: Tensor | None, h: int, hk: int) -> Tensor | None:
 
 
 def _pass(
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, name: str | None, normalize: bool, scale: float | None
-) -> tuple[Pass, Tokens, Tokens, Tokens]:
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, name: str | None, normalize: bool, scale: float | None,
+    frame: int,
+) -> tuple[Pass, Tokens, Tokens, Tokens]:  # fmt: skip
     """Return the launches of a call, and its q, k, v after the feature map."""
     from .launch import Pass, Tokens
 
@@ -70,7 +71,7 @@ def _pass(
         log2 = q.new_zeros(h, dtype=torch.float32)
     ones = v.new_ones(v.shape[:3], dtype=torch.float32) if normalize else None
     q, k, v = _features(q, name, work_dtype(q)), _features(k, name, work_dtype(k)), _rows(v.to(work_dtype(v)))
-    return Pass(h, log2, 1.0 if scale is None else scale), Tokens(q), Tokens(k), Tokens(v, ones)
+    return Pass(h, log2, 1.0 if scale is None else scale, frame), Tokens(q), Tokens(k), Tokens(v, ones)
 
 
 def _by_stage(op: str, state: Tensor, d: int, e: int) -> dict[str, Tensor]:
@@ -94,13 +95,13 @@ def state_size(op: str, d: int, e: int) -> int:
 @custom_op("causal_stages")
 def causal_stages(
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, first: Tensor | None, op: str, feature_map: str | None,
-    normalize: bool, scale: float | None, eps: float, save: bool, keep: bool,
+    normalize: bool, scale: float | None, frame: int, eps: float, save: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return o [B, N, H, Dv], with `keep` the state after the tokens, and with `save` what the backward needs: u, r
     with its extra channel, the divisor and the rounding error of o.
 
     q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv]; gamma [1, Hk or 1, G or 1, 1, 1] or None; first, the state before
-    the tokens, float32 [B, H, `state_size`] or None; arguments are checked by `op.run`.
+    the tokens, float32 [B, H, `state_size`] or None; frame: tokens per frame, or 0; arguments are checked by `op.run`.
     """
     from .compose import forward
 
@@ -110,7 +111,7 @@ def causal_stages(
         last = none.new_empty(0, q.shape[2], state_size(op, d, e)) if keep else none
         return q.new_empty((*q.shape[:3], v.shape[3])), last, *saved
     with torch.cuda.device_of(q):
-        p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale)
+        p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale, frame)
         before = None if first is None else _by_stage(op, first, d, e)
         o, u, r, after = forward(op, p, tokens[0], tokens[1], tokens[2], eps if normalize else None, before, keep)
         last = _flat(op, after) if keep else none
@@ -124,7 +125,7 @@ def causal_stages(
 
 
 @causal_stages.register_fake
-def _(q, k, v, gamma, first, op, feature_map, normalize, scale, eps, save, keep):
+def _(q, k, v, gamma, first, op, feature_map, normalize, scale, frame, eps, save, keep):
     o = q.new_empty((*q.shape[:3], v.shape[3]))
     size = state_size(op, feature_width(q.shape[3], feature_map), v.shape[3] + normalize)
     last = q.new_empty((q.shape[0], q.shape[2], size) if keep else (0,), dtype=torch.float32)
@@ -135,7 +136,7 @@ def _(q, k, v, gamma, first, op, feature_map, normalize, scale, eps, save, keep)
 def causal_stages_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, first: Tensor | None,
     last_grad: Tensor | None, saved: Sequence[Tensor], gamma_grad: bool, op: str, feature_map: str | None,
-    normalize: bool, scale: float | None,
+    normalize: bool, scale: float | None, frame: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv, dgamma, dfirst); last_grad: gradient of the state after the tokens, None without one; saved:
     the outputs of the forward; dgamma is empty unless `gamma_grad`, dfirst without states."""
@@ -149,7 +150,7 @@ def causal_stages_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), d_gamma, d_first
     o, last, u, r, r_extra, divisor, rest = (x if x.numel() else None for x in saved)
     with torch.cuda.device_of(q):
-        p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale)
+        p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale, frame)
         p.sums = Sums() if gamma_grad else None
         dtype, group = work_dtype(q), q.shape[2] // k.shape[2]
         extra = None
@@ -186,7 +187,7 @@ def causal_stages_backward(
 
 
 @causal_stages_backward.register_fake
-def _(grad, q, k, v, gamma, first, last_grad, saved, gamma_grad, op, feature_map, normalize, scale):
+def _(grad, q, k, v, gamma, first, last_grad, saved, gamma_grad, op, feature_map, normalize, scale, frame):
     outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     size = state_size(op, feature_width(q.shape[3], feature_map), v.shape[3] + normalize)
     streams = first is not None or last_grad is not None
@@ -195,14 +196,14 @@ def _(grad, q, k, v, gamma, first, last_grad, saved, gamma_grad, op, feature_map
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.options, ctx.kept = inputs[5:9], inputs[11]
+    ctx.options, ctx.kept = inputs[5:10], inputs[12]
     ctx.mark_non_differentiable(*output[1 if not ctx.kept else 2 :])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:5], *output)
 
 
 def _gradients(ctx: Any, grad: Tensor | None, last_grad: Tensor | None, *_: None) -> tuple:
-    rest = (None,) * 7
+    rest = (None,) * 8
     if grad is None and last_grad is None:
         return None, None, None, None, None, *rest
     q, k, v, gamma, first, *saved = ctx.saved_tensors

@@ -13,9 +13,9 @@ SEGMENT = 8  # chunks of the shortest segment of a divided sequence
 
 
 class Plan(NamedTuple):
-    """Sizes of a launch: chunks per segment, number of segments, channels per block of the output and its blocks."""
+    """Sizes of a launch: tokens per segment, number of segments, channels per block of the output and its blocks."""
 
-    chunks: int
+    tokens: int
     segments: int
     block: int
     blocks: int
@@ -31,14 +31,17 @@ def padded(d: int) -> int:
     return max(LEAST, 1 << (d - 1).bit_length())
 
 
-def plan(heads: int, n: int, width: int) -> Plan:
-    """Return the plan of a launch of `heads` (of all samples), n tokens, and outputs of `width` channels."""
+def plan(heads: int, n: int, width: int, frame: int) -> Plan:
+    """Return the plan of a launch of `heads` (of all samples), n tokens, and outputs of `width` channels. frame: tokens
+    per frame, each of which is a segment, or 0."""
     block = min(64, padded(width))
     blocks = -(-width // block)
+    if frame:
+        return Plan(frame, n // frame, block, blocks)
     chunks = -(-n // CHUNK)
     segments = -(-PROGRAMS // (heads * blocks))
     each = max(min(SEGMENT, chunks), -(-chunks // segments))
-    return Plan(each, -(-chunks // each), block, blocks)
+    return Plan(each * CHUNK, -(-chunks // each), block, blocks)
 
 
 def together(widest: int, decay: bool, extra: bool) -> int:

@@ -92,6 +92,8 @@ def merge_obstacle(op: str, options: Options) -> str | None:
             f"Causal {op} states with center={options.center!r} cannot be merged: running means enter every inner "
             "stage, so no finite summary exists; pass the state on with state= instead."
         )
+    if options.frame and options.decay is not None:
+        return "Frame-causal states with a decay cannot be merged; pass the state on with state= instead."
     return None
 
 
