@@ -235,7 +235,7 @@ def prepare(
     gamma = decay_heads(decay, q, k)
     check_sequences(q, key_padding_mask, cu_seqlens, max_seqlen)
     if key_padding_mask is not None or cu_seqlens is not None:
-        check_whole_sequences(kept.causal, state is not None or bool(return_state))
+        check_whole_sequences(bool(kept.causal), state is not None or bool(return_state))
     kept = canonical(op, kept)
     if state is not None:
         if op == "softmax_attention":
@@ -385,7 +385,7 @@ def _kernel(call: Call, chosen: str) -> tuple[Tensor, State | None]:
     """Run a causal call, a call with a state, or softmax."""
     op, q, k, v, coefficients, o, gamma, state, return_state, sequences = call
     if op == "softmax_attention":
-        return sdpa(q, k.to(q.dtype), v.to(q.dtype), o.causal, o.scale, sequences), None  # autocast keeps float64
+        return sdpa(q, k.to(q.dtype), v.to(q.dtype), bool(o.causal), o.scale, sequences), None  # autocast keeps float64
     if not o.causal:
         return stream(op, q, k, v, coefficients, o, state)
     if chosen == "triton":

@@ -45,7 +45,7 @@ def needs_ones(options: Options) -> bool:
 
 def is_paper(op: str, options: Options) -> bool:
     """Whether the paper's own decayed second-order rule (S, C, G) applies; without decay it equals the cascade."""
-    return op == "hla2" and options.causal and options.decay is not None and options.decay_rule == "paper"
+    return op == "hla2" and bool(options.causal) and options.decay is not None and options.decay_rule == "paper"
 
 
 def canonical(op: str, options: Options) -> Options:

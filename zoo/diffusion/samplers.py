@@ -116,8 +116,14 @@ class ClassSampler:
         with _evaluating(model), only_own_noise(type(self.scheduler).__name__, model.device):
             x = randn_tensor(shape, generators, model.device, torch.float32)
             labels = torch.tensor(self.labels(numbers), device=model.device)
-            x = denoise(self.scheduler, x, self.steps, lambda x, t: self._predict(x, t, labels), generators)
+            x = self._denoise(x, lambda x, t: self._predict(x, t, labels), generators)
             return to_uint8(self._decode(x))
+
+    def _denoise(
+        self, x: Tensor, predict: Callable[[Tensor, Tensor], Tensor], generators: list[torch.Generator]
+    ) -> Tensor:
+        """Denoise x; arguments as in `denoise`."""
+        return denoise(self.scheduler, x, self.steps, predict, generators)
 
     def _predict(self, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
         """Compute the model output that the scheduler expects (noise or velocity), [B, C, H, W], or [B, 2 C, H, W] with

@@ -1,6 +1,6 @@
 """Samplers of videos, conditioned on a class, on text, or on text and a first frame."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from zoo.diffusion.samplers import (
     seeded,
     to_uint8,
 )
+from zoo.diffusion.streaming import FrameStream
 from zoo.models.diffusers.families import known_family
 from zoo.models.diffusers.models import patch_of
 
@@ -32,7 +33,8 @@ class ClassVideoSampler(ClassSampler):
 
     about: metadata of its training data (input.json): space, image_size [frames, height, width], fps, vae, scaling and
     shift.  frames, size, width: number of frames, and height and width in pixels; None for the values of image_size.
-    Other arguments as in `ClassSampler`.
+    stream: generate as many frames at a time as the training data has (`zoo.diffusion.streaming`). Other arguments as
+    in `ClassSampler`.
 
     Raises ValueError for a size not divisible by the patch size and for labels that the model does not have.
     """
@@ -50,8 +52,9 @@ class ClassVideoSampler(ClassSampler):
         guidance: float = 1.0,
         labels: str | list[int] = "random",
         seed: int = 0,
+        stream: bool = False,
     ) -> None:
-        self.transformer, self.scheduler, self.data = transformer, scheduler, about
+        self.transformer, self.scheduler, self.data, self.stream = transformer, scheduler, about, stream
         self.steps, self.guidance, self.seed, self.choice = steps, guidance, seed, labels
         config = transformer.config
         self.classes, self.channels, self.guided = (
@@ -67,6 +70,17 @@ class ClassVideoSampler(ClassSampler):
         time, space = (1, 1) if self.vae is None else video_factors(self.vae)
         check_video(self.pixels, config.patch_size, time, space)
         self.shape = (self.channels, (self.pixels[0] - 1) // time + 1, *(n // space for n in self.pixels[1:]))
+        self.chunk = (about["image_size"][0] - 1) // time + 1
+        if stream:
+            FrameStream(transformer)  # raises
+
+    def _denoise(
+        self, x: Tensor, predict: Callable[[Tensor, Tensor], Tensor], generators: list[torch.Generator]
+    ) -> Tensor:
+        if not self.stream:
+            return super()._denoise(x, predict, generators)
+        stream = FrameStream(self.transformer)
+        return torch.cat(list(stream.denoise(self.scheduler, x, self.steps, self.chunk, predict, generators)), 2)
 
     def _condition(self, labels: Tensor) -> dict[str, Tensor]:
         return {"encoder_hidden_states": class_tokens(labels, self.classes).to(self.transformer.dtype)}
@@ -77,7 +91,7 @@ class ClassVideoSampler(ClassSampler):
         return decode_latents(self.vae, x, self.data["scaling"], self.data["shift"])
 
     def metadata(self) -> Tree:
-        return self.metadata_without_size() | {"size": list(self.pixels), "fps": self.fps}
+        return self.metadata_without_size() | {"size": list(self.pixels), "fps": self.fps, "stream": self.stream}
 
 
 class VideoSampler(TextSampler):

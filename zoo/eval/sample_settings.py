@@ -30,6 +30,8 @@ class SampleOptions:
     size: height and width in pixels; none for the model's own
     width: width of videos in pixels; none for squares
     frames: frames per video; none for the model's own
+    stream: generate videos of a frame-causal model (mixer option causal=frame) a training length at a time, in memory
+      that does not grow with the number of frames
     precision: fp32, bf16 or fp16
     compile: compile the blocks of the transformer; images change by rounding errors
     device: torch device; empty for the accelerator if there is one
@@ -54,6 +56,7 @@ class SampleOptions:
     size: int | None = None
     width: int | None = None
     frames: int | None = None
+    stream: bool = False
     precision: str = "fp32"
     compile: bool = False
     device: str = ""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import hla_kernels
-from hla_kernels import MAX_HEAD_DIM
+from hla_kernels import MAX_HEAD_DIM, State
 from hla_kernels.checks import RIDGED
 from hla_kernels.features import feature, feature_width
 from zoo.mixers.context import Context, LayerSpec, Rotation
@@ -44,6 +44,8 @@ class LinearMixer(Mixer):
     defaults: ClassVar[MixerOptions] = MixerOptions()
     takes_rotations: ClassVar[bool] = True
     options: MixerOptions
+    states: dict[str, State] | None = None  # of the operators before the next frames, while a video is streamed
+    frame: int = 0  # tokens per frame of the current call, if causal="frame"
 
     def __init__(self, layer: LayerSpec, options: MixerOptions) -> None:
         super().__init__(layer, options)
@@ -113,6 +115,11 @@ class LinearMixer(Mixer):
 
     def check(self, n_tokens: int, ctx: Context) -> None:
         super().check(n_tokens, ctx)
+        if self.options.causal == "frame":
+            assert ctx.grid is not None
+            if ctx.prefix or ctx.suffix:
+                raise ValueError(f"the mixer {self.name!r} with causal='frame' mixes frames only, not text tokens")
+            self.frame = math.prod(ctx.grid[1:])
         if ctx.key_padding_mask is not None and self.options.causal:
             raise ValueError(f"the mixer {self.name!r} with causal=True cannot honour a padding mask: pad at the end")
 
@@ -174,16 +181,25 @@ class LinearMixer(Mixer):
         weights = {"center": opt.center, "mean_path": opt.mean_path, **common}
         if len(tensors) < 5:
             ratio = {"normalize": True, "eps": EPS} if opt.normalize else {}
-            return self.operate(*tensors, feature_map=self._inner_map, **ratio, **weights)
+            return self._streamed("weights", *tensors, feature_map=self._inner_map, **ratio, **weights)
         q, k, rotated_q, rotated_k, v = tensors
-        o = self.operate(rotated_q, rotated_k, v, **weights)
+        o = self._streamed("weights", rotated_q, rotated_k, v, **weights)
         if opt.normalize:  # from unrotated features: rotated ones could have a negative sum
             ones = v.new_ones(ONES).expand(*v.shape[:-1], ONES)
-            o = o / (self.operate(q, k, ones, **common)[..., :1] + EPS)
+            o = o / (self._streamed("sums", q, k, ones, **common)[..., :1] + EPS)
+        return o
+
+    def _streamed(self, name: str, *tokens: Tensor, **options) -> Tensor:
+        """Run the operator; while a video is streamed, from the state `name` of earlier frames, which it replaces."""
+        if self.states is None:
+            return self.operate(*tokens, **options)
+        o, self.states[name] = self.operate(*tokens, state=self.states.get(name), return_state=True, **options)
         return o
 
     def _operator_options(self) -> dict[str, object]:
-        options: dict[str, object] = {"causal": True} if self.options.causal else {}
+        options: dict[str, object] = {"causal": self.options.causal} if self.options.causal else {}
+        if self.options.causal == "frame":
+            options["frame"] = self.frame
         if self.options.feature_map == "identity":
             options["q_scale"] = self.scale
         if self.options.ridge:

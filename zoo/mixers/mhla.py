@@ -45,6 +45,8 @@ class BlockOptions(BlockedOptions):
         for name in ("center", "mean_path", "decay", "ridge"):
             if getattr(self, name):
                 raise ValueError(f"block mixing has no option {name}, got {name}={getattr(self, name)!r}")
+        if self.causal == "frame":
+            raise ValueError("block mixing has no causal='frame'; use causal=True")
         if self.scan != "forward":
             raise ValueError("block mixing has one direction: scan must be 'forward'")
         super().__post_init__()
@@ -80,7 +82,7 @@ class BlockMixer(BlockedMixer):
             raise ValueError(f"causal needs blocks along the first axis alone, such as [4, 1], got {list(self.blocks)}")
         heads = layer.num_heads if opt.per_head else None
         self.mixing = BlockMixing(
-            opt.mixing, opt.prior, self.blocks, layer.prefix > 0, heads, opt.causal, **layer.placement
+            opt.mixing, opt.prior, self.blocks, layer.prefix > 0, heads, bool(opt.causal), **layer.placement
         )
 
     def project_(self) -> None:

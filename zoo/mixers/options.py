@@ -82,7 +82,8 @@ class MixerOptions(LocalOptions):
     mean_path: compute mean(v) + mixer(v - mean(v))
     post_norm: RMSNorm per head after the mixer
     gate: multiply the output by a gate computed from the hidden states
-    causal: mix in the raster order of the tokens
+    causal: mix in the raster order of the tokens; "frame": in the order of frames (the first axis of the grid), where
+      tokens attend to their own frame and to earlier ones, so that videos can be generated piece by piece
     decay: initial value in (0, 1) of a learned decay per head; none for no decay
     scan: "forward", or "both" to add the pass in reversed order (averaged if weights sum to one)
     ridge: lambda of the second- and third-order key moment (HLA paper, Algorithm 1)
@@ -99,7 +100,7 @@ class MixerOptions(LocalOptions):
     mean_path: bool = False
     post_norm: bool = False
     gate: bool = False
-    causal: bool = False
+    causal: bool | str = False
     decay: float | None = None
     scan: str = "forward"
     ridge: float = 0.0
@@ -109,6 +110,8 @@ class MixerOptions(LocalOptions):
         if self.causal and self.two_sided:
             raise ValueError(f"this mixer is two-sided only; causal=True is for {', '.join(_causal_mixers())}")
         for name in ("normalize", "mean_path", "post_norm", "gate", "causal", "gains"):
+            if name == "causal" and self.causal == "frame":
+                continue
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         super().__post_init__()
@@ -134,6 +137,9 @@ class MixerOptions(LocalOptions):
         if self.causal and self.gains:
             raise ValueError("gains adds the mean value of all tokens, which causal=True must not see")
 
+        if self.causal == "frame" and (self.depthwise or self.lepe or self.cpe or self.scan != "forward"):
+            raise ValueError("causal='frame' excludes depthwise, lepe, cpe and scan='both', which read later frames")
+
     def _check_normalize(self) -> None:
         if self.normalize and self.feature_map == "identity":
             raise ValueError(
@@ -148,7 +154,7 @@ class MixerOptions(LocalOptions):
     def needs_grid(self) -> bool:
         """Whether the token grid is needed."""
         # not super().needs_grid: dynamo returns the property object, which is always true
-        return bool(self.depthwise) or self.lepe > 0 or self.cpe > 0 or self.causal
+        return bool(self.depthwise) or self.lepe > 0 or self.cpe > 0 or bool(self.causal)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class Mixer(nn.Module):
             raise ValueError(
                 f"the mixer {self.name!r} cannot honour an attention mask; keep softmax in this layer (keep_softmax=)"
             )
-        if ctx.is_causal and not self.forms_matrix and not getattr(self.options, "causal", False):
+        if ctx.is_causal and not self.forms_matrix and getattr(self.options, "causal", False) is not True:
             raise ValueError(f"the host asks for causal attention: build the mixer {self.name!r} with causal=True")
         self.check_grid(n_tokens, ctx)
 

@@ -28,7 +28,7 @@ def definition(call: Call) -> Tensor:
 
 def _whole(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if call.op == "softmax_attention":
-        return softmax_reference(q, k, v, call.options.causal, call.options.scale, mask)
+        return softmax_reference(q, k, v, bool(call.options.causal), call.options.scale, mask)
     gamma = None
     if call.gamma is not None:  # one per query head
         gamma = call.gamma.expand(1, k.shape[2], q.shape[2] // k.shape[2], 1, 1).flatten()

@@ -66,6 +66,10 @@ class HLALTXVideoTransformer3DModel(HLADiffusionModel, LTXVideoTransformer3DMode
 
     host = LTXVideoTransformer3DModel
     grid_dims = 3
+    streams_frames = True
+
+    def shift_frames(self, args: tuple, frames: int) -> tuple[tuple, int]:
+        return (args[0], args[1] + frames, *args[2:]), args[1] + frames
 
     def layout(self, arguments: dict[str, Any]) -> tuple[Grid | None, int]:
         sizes: Any = tuple(arguments.get(name) for name in ("num_frames", "height", "width"))

@@ -83,12 +83,14 @@ class HLADiffusionModel(PeftAdapterMixin, Host):
     from_softmax: whether the last loaded state dict held weights of the host, without mixers.
     host: class in diffusers. splits_tokens: whether its context parallelism splits the image tokens only.
     argument_names: names of the arguments of a forward pass.
+    streams_frames: whether frames can be generated one after the other (`shift_frames`).
     """
 
     host: ClassVar[type[ModelMixin]]
     grid_dims: ClassVar[int] = 2
     splits_tokens: ClassVar[bool] = False
     argument_names: ClassVar[tuple[str, ...]]
+    streams_frames: ClassVar[bool] = False
     hla_config: list[Conversion]
     from_softmax: bool = False
     _skip_layerwise_casting_patterns: ClassVar[list[str]]
@@ -172,6 +174,10 @@ class HLADiffusionModel(PeftAdapterMixin, Host):
         patch = self.config.patch_size
         patch = (patch,) * len(size) if isinstance(patch, int) else patch
         return tuple(n // p for n, p in zip(size, patch, strict=True)), 0
+
+    def shift_frames(self, args: tuple, frames: int) -> tuple[tuple, int]:
+        """Return (arguments of `rope` for `frames` more frames of tokens, number of all frames) from its arguments."""
+        raise NotImplementedError
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         set_layout(self, *self.layout({**dict(zip(self.argument_names, args, strict=False)), **kwargs}))

@@ -93,6 +93,11 @@ class HLAWanTransformer3DModel(HLADiffusionModel, WanTransformer3DModel):
     host = WanTransformer3DModel
     grid_dims = 3
     splits_tokens = True
+    streams_frames = True
+
+    def shift_frames(self, args: tuple, frames: int) -> tuple[tuple, int]:
+        x, patch = args[0], self.config.patch_size[0]
+        return (x[:, :, :1].expand(-1, -1, x.shape[2] + frames * patch, -1, -1),), frames + x.shape[2] // patch
 
 
 def encode_wan(pipe: DiffusionPipeline, prompts: list[str], **options: object) -> dict[str, Tensor]:

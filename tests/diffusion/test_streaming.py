@@ -1,0 +1,139 @@
+"""Frame-causal video models: frames in pieces equal the whole, earlier frames never see later ones."""
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from tests.helpers.tiny_diffusers import converted, inputs, run, sites
+from tests.helpers.video_runs import PIXELS, settings
+from zoo.data.video.files import read_frames
+from zoo.diffusion.samplers import denoise
+from zoo.diffusion.streaming import FrameStream
+from zoo.train.denoising.run import DiffusionRun
+
+MIXERS = ("la", "hla2", "ahla", "hla3")
+FRAMES = 6
+
+
+def model_of(name, mixer, **options):
+    return converted(name, mixer, causal="frame", **options).double()
+
+
+def arguments(name, first=0, last=FRAMES):
+    """Inputs of a forward pass with the frames `first` to `last` of a video."""
+    given = inputs(name)
+    x = torch.randn(2, 4, FRAMES, 8, 12, generator=torch.Generator().manual_seed(5))[:, :, first:last]
+    given |= {"hidden_states": x}
+    if name == "ltx":
+        given |= {"hidden_states": x[..., ::2, ::2].flatten(2).mT, "num_frames": last - first}
+    return {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in given.items()}
+
+
+def frames_of(name, y):
+    """Output by frames, [B, T, ...]."""
+    return y.unflatten(1, (-1, 24)) if name == "ltx" else y.transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "mixer", "options"),
+    [
+        *(("wan", mixer, {}) for mixer in MIXERS),
+        ("ltx", "hla3", {}),
+        ("ltx", "la", {"feature_map": "elu1", "decay": 0.9}),
+        ("wan", "ahla", {"normalize": False, "post_norm": True}),
+    ],
+)
+@torch.no_grad()
+def test_pieces_are_the_whole(name, mixer, options):
+    model = model_of(name, mixer, **options)
+    whole = frames_of(name, run(model, arguments(name)))
+    stream, pieces, sizes = FrameStream(model), [], set()
+    for first, last in ((0, 1), (1, 4), (4, 6)):
+        with stream.at(0, first):
+            pieces.append(frames_of(name, run(model, arguments(name, first, last))))
+        sizes.add(stream.nbytes)
+    assert len(sizes) == 1 and (torch.cat(pieces, 1) - whole).norm() < 1e-5 * whole.norm()  # rotations are float32
+    assert not any(site.mixer.states for site in sites(model))
+    assert torch.equal(frames_of(name, run(model, arguments(name))), whole)
+
+
+@pytest.mark.parametrize(("name", "mixer"), [*(("wan", mixer) for mixer in MIXERS), ("ltx", "hla2")])
+@torch.no_grad()
+def test_later_frames_change_nothing_before_them(name, mixer):
+    model, given = model_of(name, mixer), arguments(name)
+    before = frames_of(name, run(model, given))
+    x = given["hidden_states"]
+    (x[:, 4 * 24 :] if name == "ltx" else x[:, :, 4:]).add_(1.0)
+    after = frames_of(name, run(model, given))
+    assert torch.equal(before[:, :4], after[:, :4]) and not torch.allclose(before[:, 4:], after[:, 4:])
+
+
+def test_a_video_in_chunks_is_the_video():
+    """All denoising steps of one chunk after those of another; states do not grow with the number of frames."""
+    model, given, sizes = model_of("wan", "hla2"), arguments("wan"), []
+
+    def predict(x, t):
+        return model(hidden_states=x, timestep=t.expand(2), encoder_hidden_states=given["encoder_hidden_states"])[0]
+
+    for frames in (4, 40):  # ten times as many
+        x = torch.randn(2, 4, frames, 8, 12, generator=torch.Generator().manual_seed(6)).double()
+        stream = FrameStream(model)
+        with torch.no_grad():
+            chunks = list(stream.denoise(FlowMatchEulerDiscreteScheduler(), x, 3, 4, predict))
+            whole = denoise(FlowMatchEulerDiscreteScheduler(), x, 3, predict)
+        assert len(chunks) == frames // 4 and (torch.cat(chunks, 2) - whole).norm() < 1e-5 * whole.norm()
+        sizes.append(stream.nbytes)
+    assert sizes[0] == sizes[1] and len(stream.steps) == 3
+
+
+def test_frames_are_trained_in_parallel():
+    model = model_of("wan", "ahla").train()
+    run(model, arguments("wan")).square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_run_is_trained_and_streams_longer_clips(tmp_path):
+    import sample
+
+    model = PIXELS["model"] | {"mixer": "la", "mixer_options": {"causal": "frame"}}
+    DiffusionRun(settings(tmp_path / "run", model, sample={"every": 0})).train()
+    shared = {"model": tmp_path / "run/transformer_ema", "count": 1, "steps": 2, "guidance": 2.0, "frames": 16}
+    for name, stream in (("whole", False), ("stream", True)):
+        options = [f"sample.{k}={v}" for k, v in {**shared, "stream": stream}.items()]
+        sample.main([*options, f"out={tmp_path / name}"])
+    a, b = (read_frames(tmp_path / name / "000000.mp4", range(16)).astype(int) for name in ("whole", "stream"))
+    assert a.shape == (16, 8, 8, 3) and np.abs(a - b).max() <= 4  # other rounding, H.264
+    two_sided = PIXELS["model"] | {"mixer": "la"}
+    once = {"sample": {"every": 0}, "schedule": {"steps": 1, "warmup_steps": 0}}
+    DiffusionRun(settings(tmp_path / "other", two_sided, **once)).train()
+    with pytest.raises(ValueError, match="causal='frame' in every attention layer"):
+        sample.main([f"sample.model={tmp_path}/other/transformer", "sample.stream=true", f"out={tmp_path}/x"])
+
+
+def test_errors():
+    for options, words in (
+        ({"depthwise": "v"}, "read later frames"),
+        ({"cpe": 3}, "read later frames"),
+        ({"scan": "both"}, "read later frames"),
+        ({"gains": True}, "causal=True must not see"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            converted("wan", "la", causal="frame", **options)
+    with pytest.raises(ValueError, match="causal must be True or False"):
+        converted("wan", "la", causal="frames")
+    with pytest.raises(ValueError, match="no causal='frame'"):
+        converted("wan", "mhla", causal="frame", blocks=[3, 1, 1])
+    with pytest.raises(ValueError, match="two-sided only"):
+        converted("wan", "mala", causal="frame")
+    for model in (
+        converted("wan", "la"),
+        converted("wan", "la", causal="frame", keep_softmax="every:3"),
+        converted("dit", "la", causal="frame"),
+    ):
+        with pytest.raises(ValueError, match=r"stream of frames|one after the other"):
+            FrameStream(model)
+    stream = FrameStream(model_of("wan", "la"))
+    with pytest.raises(ValueError, match="no whole patches"):
+        stream.model.config["patch_size"] = (2, 2, 2)
+        list(stream.denoise(FlowMatchEulerDiscreteScheduler(), torch.zeros(1, 4, 3, 8, 8), 1, 1, lambda x, t: x))

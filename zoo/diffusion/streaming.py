@@ -1,0 +1,100 @@
+"""Generation of videos chunk by chunk of frames, with states of constant size."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from diffusers import ModelMixin, SchedulerMixin
+from torch import Tensor
+
+from zoo.diffusion.samplers import denoise
+from zoo.mixers.base import LinearMixer
+from zoo.models.diffusers.families import known_family
+from zoo.models.diffusers.models import HLADiffusionModel, patch_of
+
+States = dict[str, Any]  # of the operators of one mixer
+
+
+class FrameStream:
+    """Frame-causal denoiser that continues a video: a chunk of frames reads the states that earlier chunks left.
+
+    In a model whose attention layers all have causal="frame", a denoising step of a frame depends on earlier frames at
+    the same step only. Denoising the chunks one after the other is therefore the same as denoising all frames at once.
+    One set of states is stored per step; memory does not grow with the number of frames.
+
+    Raises ValueError for a model with another attention layer, and for one whose positions cannot be shifted.
+    """
+
+    def __init__(self, model: ModelMixin) -> None:
+        patterns = known_family(model).sites
+        layers = {n: m for n, m in model.named_modules() if any(fnmatchcase(n, pattern) for pattern in patterns)}
+        mixers = {name: getattr(m, "mixer", None) for name, m in layers.items()}
+        wrong = [name for name, m in mixers.items() if m is None or getattr(m.options, "causal", False) != "frame"]
+        if not isinstance(model, HLADiffusionModel) or wrong:
+            raise ValueError(
+                f"a stream of frames needs a mixer with causal='frame' in every attention layer; {wrong[0]} has none"
+            )
+        if not model.streams_frames:
+            raise ValueError(f"frames of {type(model).__name__} cannot be generated one after the other")
+        self.model = model
+        self.mixers = [m for m in mixers.values() if isinstance(m, LinearMixer)]
+        self.steps: dict[int, list[States]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all states in bytes."""
+        return sum(state.nbytes for step in self.steps.values() for states in step for state in states.values())
+
+    @contextmanager
+    def at(self, step: int, frame: int) -> Iterator[None]:
+        """Context in which the model continues from the states of a denoising step and updates them; `frame` is the
+        number of frames of tokens before the model's input."""
+        states = self.steps.setdefault(step, [{} for _ in self.mixers])
+        for mixer, own in zip(self.mixers, states, strict=True):
+            mixer.states = own
+        rope, model = self.model.rope, self.model
+
+        def last(_: object, args: tuple, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            each = tables[0].shape[1] // model.shift_frames(args, 0)[1]  # tokens per frame
+            return tuple(t[:, each * frame :] for t in tables)
+
+        hooks = [
+            rope.register_forward_pre_hook(lambda _, args: model.shift_frames(args, frame)[0]),
+            rope.register_forward_hook(last),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for mixer in self.mixers:
+                mixer.states = None
+
+    def denoise(
+        self,
+        scheduler: SchedulerMixin,
+        x: Tensor,
+        steps: int,
+        chunk: int,
+        predict: Callable[[Tensor, Tensor], Tensor],
+        generators: list[torch.Generator] | None = None,
+    ) -> Iterator[Tensor]:
+        """Denoise the noise x [B, C, T, H, W] in chunks of latent frames, [B, C, t, H, W] one by one.
+
+        chunk: latent frames per chunk, a multiple of the model's patch in time. Other arguments as in
+        `zoo.diffusion.samplers.denoise`. Raises ValueError for chunks that are no whole patches.
+        """
+        patch = patch_of(self.model.config)[0]
+        if chunk % patch or x.shape[2] % patch:
+            raise ValueError(f"chunks of {chunk} of {x.shape[2]} frames are no whole patches of {patch} frames")
+        for start in range(0, x.shape[2], chunk):
+            calls = itertools.count()  # schedulers of second order call the model more than once per step
+
+            def continued(x: Tensor, t: Tensor, frame: int = start // patch, calls: Iterator[int] = calls) -> Tensor:
+                with self.at(next(calls), frame):
+                    return predict(x, t)
+
+            yield denoise(scheduler, x[:, :, start : start + chunk], steps, continued, generators)
