@@ -41,7 +41,7 @@ CASES = [
 PIECES = [CASES[1], CASES[2], *CASES[6:]]  # with states, too
 # relative L2 errors of o, gradients of tokens and of the decay; of ratios, whose gradients cancel
 LIMITS = {torch.bfloat16: (4e-3, 4e-3, 2e-2), torch.float16: (1e-3, 1e-3, 6e-3)}
-OF_RATIOS = {torch.bfloat16: (4e-3, 1.5e-2, 2e-2), torch.float16: (1e-3, 3e-3, 6e-3)}
+OF_RATIOS = (4e-3, 1.5e-2, 2e-2)
 GPU_CASES = [
     (1000, 4, 4, 64, 64, "plain", ()), (600, 4, 2, 128, 128, "plain", (0.9, 0.99)), (333, 2, 2, 72, 40, "ratio", ()),
     (4096, 2, 1, 64, 64, "ratio", (0.99, 0.999)), (5000, 2, 2, 64, 128, "scale", (0.9, 0.999)),
@@ -138,13 +138,15 @@ def errors(op, x, decay, grad, options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("op", CAUSAL)
 def test_error_and_bits(monkeypatch, op, dtype, case):
+    if dtype == torch.float16 and "normalize" in KINDS[case[5]]:
+        pytest.skip("ratios in float16 run in torch")
     given = setting(case, dtype, "cuda", 0.2 if dtype == torch.float16 else 1.0)
     with monkeypatch.context() as patch:
         poison(patch)
         (o, *of_tokens), first = errors(op, *given)
         second = grads(run, op, *given)
     of_decay = of_tokens.pop() if case[6] else 0.0
-    limits = (OF_RATIOS if "normalize" in given[3] else LIMITS)[dtype]
+    limits = OF_RATIOS if "normalize" in given[3] else LIMITS[dtype]
     assert (o <= limits[0]) and max(of_tokens) <= limits[1] and of_decay <= limits[2], (o, of_tokens, of_decay)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -215,6 +217,7 @@ def test_what_triton_does_not_have():
     assert "multiple of 8" in why_not({}, [t[..., :9] for t in x])
     assert "at most 128" in why_not({"feature_map": "softmax_pair"}, [t.repeat(1, 1, 1, 5) for t in x])
     assert "float32" in why_not({}, [t.float() for t in x])
+    assert "float16" in why_not({"feature_map": "relu", "normalize": True}, [t.half() for t in x])
     assert "CUDA" in why_not_triton(hk.op.prepare("hla2", *x, causal=True))
 
 

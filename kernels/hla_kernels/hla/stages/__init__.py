@@ -37,6 +37,8 @@ def why_not(op: str, q: Tensor, v: Tensor, options: Options, return_state: bool 
     if d % 8 or dv % 8 or max(d, dv) > WIDEST:
         return f"{form} needs features and values of a multiple of 8 channels, at most {WIDEST}, got {d} and {dv}"
     given = (("center", options.center is not None), ("mean_path", options.mean_path), ("ridge", options.ridge != 0))
+    if options.normalize and q.dtype == torch.float16:
+        return f"{form} has no ratio in float16, whose gradients cancel"
     if return_state == "mergeable":
         return f"{form} has no summaries for merging"
     if options.frame and options.decay is not None:
