@@ -83,15 +83,12 @@ def twice(work: Callable, *args, **options):
 def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
     "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment, "pairs" and
-    "pairs_two_step" with two heads a program, "halves_by_pairs" with two in the forward, "halves_in_two_step" with two
-    programs for the queries of a head, "divided" a ratio of two, "mixture" `heads.mixture`, "planes" as many digits of
-    features as bfloat16 tokens get."""
+    "pairs_two_step" with two heads a program, "halves_in_two_step" with two programs for the queries of a head,
+    "mixture" `heads.mixture`, "planes" as many digits of features as bfloat16 tokens get."""
     with monkeypatch.context() as patch:
         poison(patch)
         split = path in ("split", "whole", "roles", "planes", "pairs", "pairs_two_step")
         patch.setattr(paths, "pairs", lambda *a: int(path.startswith("pairs")))
-        patch.setattr(neighbours, "pairs_ratio", lambda *a: path == "divided")
-        patch.setattr(paths, "pairs_forward", lambda *a: int("pairs" in path))
         patch.setattr(neighbours, "at_once", lambda n: path == "pairs")
         patch.setattr(paths, "saves", lambda *a: int(split))
         patch.setattr(paths, "at_once", lambda *a: not path.endswith("two_step"))

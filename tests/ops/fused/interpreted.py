@@ -107,11 +107,9 @@ CASES = [
     ("hla3", ANCHORED, "halves", 514, 64, 64, (1, 1), HALF, "packed"),
     *OF_MIXTURES,
     # two neighbouring heads a program; in use for bfloat16 tokens
-    *((op, PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed") for op in ("linear_attention", "hla2", "hla3")),
-    ("ahla", PLAIN, "pairs", 37, 72, 72, (4, 4), HALF, "contiguous"),
-    *((op, PLAIN, "halves_by_pairs", 37, 72, 72, (2, 2), HALF, "packed") for op in ("hla2", "ahla", "hla3")),
+    ("linear_attention", PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed"),
+    ("linear_attention", PLAIN, "pairs", 37, 72, 72, (4, 4), HALF, "contiguous"),
     ("linear_attention", PLAIN, "pairs_two_step", 37, 72, 72, (2, 2), HALF, "packed"),
-    *(("linear_attention", x, "divided", 37, 72, 72, (2, 2), HALF, "packed") for x in (RATIO, RELU_EPS)),
     # features shifted where something is centred
     ("linear_attention", ELU_MEAN, "split", 37, 40, 40, (2, 2), FULL, "packed"),
     ("hla2", ELU_MEAN, "split", 37, 72, 72, (2, 2), HALF, "packed"),

@@ -4,7 +4,7 @@ Forward and backward.
 
     heads   one program per (batch, head), all passes in one launch           many heads of 64, 72, few tokens
     split   reduce -> combine -> middle -> apply, several programs per head   few heads, many tokens, wide heads
-    pairs   two neighbouring heads per program                                many heads of 72 channels
+    pairs   two neighbouring heads per program, first order                   many heads of 72 channels
 
 Features of relu and elu1 are computed once, by the pass of the forward that sums them, and saved for the backward in
 the dtype of the tokens (not for `polynomial`, not in float32); this costs twice the bytes of q and avoids three
@@ -13,10 +13,9 @@ of wide heads twice). Neither do ratios of higher order with 72 channels, or wit
 (`heads.summed`).
 
 Reading order: spec (flags and widths), tiles and maps (basic functions), loops (passes over tokens), algebra (D x D),
-heads (heads.plain: higher orders without options; heads.summed: ratios, centred keys; heads.pairs, heads.divided (a
-ratio), heads.duo; heads.mixture: `polynomial`), split, middle, plan (static table; plan.paths: choice of the path),
-launch (launch.table: functions per path). Equations are in `hla_kernels.hla`. The first call of `forward` or `backward`
-imports Triton; `why_not` does not.
+heads (heads.summed: higher orders, ratios, centred keys; heads.pairs: first order; heads.mixture: `polynomial`), split,
+middle, plan (static table; plan.paths: choice of the path), launch (launch.table: functions per path). Equations are
+in `hla_kernels.hla`. The first call of `forward` or `backward` imports Triton; `why_not` does not.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE
 
 def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE) -> int | torch.SymInt:
     """Return the length of the float32 buffer that `forward` fills for `backward`: operators and states of the split
-    path, operators and vectors of normalised heads, float16 factors of `heads.plain` and `heads.mixture`. There is no
+    path, operators and vectors of normalised heads, float16 factors of `heads.summed` and `heads.mixture`. There is no
     branch on B, N and H, which may be symbolic."""
     return operator_floats(q, v, spec, seqs) + kept_features(q, v, spec, seqs) * feature_floats(q, k)
 
@@ -85,7 +84,7 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     size = q.element_size()
     whole: int | torch.SymInt = lay.vectors().floats(size) if spec.normalize else 0
     if paths.halved(spec, w, q.dtype, own):
-        whole = sums.kept_floats(spec, w, n, q.dtype)
+        whole = sums.kept_floats(spec, w, q.dtype)
     if paths.mixed(spec, w, q.dtype, own):
         whole = mixture.mixture_floats(spec, w, q.element_size())
     return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4

@@ -44,29 +44,6 @@ def half(a, A2: tl.constexpr, B2: tl.constexpr):
 
 
 @triton.jit
-def in_unit(x, big):
-    """`half` of a matrix of one block whose largest number is known."""
-    unit = power_of_two(0.125 * big)
-    x = (x * (1.0 / unit)).to(tl.float16)
-    return (x, x, x, x), unit
-
-
-@triton.jit
-def half_four(a, b, c, d):
-    """`half` of four matrices of one block: threads exchange their largest numbers at once."""
-    one = tl.join(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
-    two = tl.join(tl.max(tl.abs(c), 1), tl.max(tl.abs(d), 1))
-    one, two = tl.split(tl.max(tl.join(one, two), 0))
-    big_a, big_b = tl.split(one)
-    big_c, big_d = tl.split(two)
-    a, ua = in_unit(a, big_a)
-    b, ub = in_unit(b, big_b)
-    c, uc = in_unit(c, big_c)
-    d, ud = in_unit(d, big_d)
-    return a, b, c, d, (ua, ub, uc, ud)
-
-
-@triton.jit
 def factors_of(m, ORDER: tl.constexpr):
     """Return the moments that an order multiplies: (C, S), (P, R) or (P, S, W), three of either."""
     if ORDER == 2:
@@ -75,37 +52,6 @@ def factors_of(m, ORDER: tl.constexpr):
         out = (m[0], m[3], m[3])
     else:
         out = (m[0], m[1], m[4])
-    return out
-
-
-@triton.jit
-def half_moments(m, ORDER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
-    """`half` of the factors of an order: (factors, units), three of either."""
-    x, y, z = factors_of(m, ORDER)
-    if F2 == 0 and V2 == 0:
-        x, y, z, _, u = half_four(x[0], y[0], z[0], z[0])
-        out = ((x, y, z), (u[0], u[1], u[2]))
-    else:
-        x, ux = half(x, F2, V2)
-        y, uy = half(y, F2, F2)
-        z, uz = y, uy
-        if ORDER == 4:
-            z, uz = half(factors_of(m, ORDER)[2], F2, F2)
-        out = ((x, y, z), (ux, uy, uz))
-    return out
-
-
-@triton.jit
-def half_sums(m, dm, ORDER: tl.constexpr, F2: tl.constexpr):
-    """`half_moments` and `half` of dM': (factors, units, dM', its unit)."""
-    if F2 == 0:
-        x, y, z = factors_of(m, ORDER)
-        x, y, z, dm, u = half_four(x[0], y[0], z[0], dm[0])
-        out = ((x, y, z), (u[0], u[1], u[2]), dm, u[3])
-    else:
-        f, u = half_moments(m, ORDER, F2, F2)
-        dm, unit = half(dm, F2, F2)
-        out = (f, u, dm, unit)
     return out
 
 
@@ -124,13 +70,29 @@ def get_matrix(at, D1: tl.constexpr, D2: tl.constexpr, D: tl.constexpr = None):
 
 
 @triton.jit
-def put_factors(to, units, m, u, ORDER: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D: tl.constexpr = None):
-    """Write `half_moments`: factors [2 or 3, W, W] of `put_matrix` and three units."""
-    W: tl.constexpr = D1 + D2 if D is None else D
-    put_matrix(to, m[0], D1, D2, W)
-    put_matrix(to + W * W, m[1], D1, D2, W)
+def put_sums(to, m, factor, D: tl.constexpr, D1: tl.constexpr):
+    """Write sums of two blocks of columns before `tiles.outer4_end` times a factor as a matrix [D, D], in the element
+    type of `to`, without the exchange between threads in `outer4_end`."""
+    E: tl.constexpr = D - D1
+    c = tl.arange(0, D1)
+    e = D1 + tl.arange(0, 2 * E)
+    i = tl.arange(0, 64)
+    own = (tl.arange(0, 2 * E) < E)[None, :]
+    m = cast4(scale4(m, factor), to.dtype.element_ty)
+    tl.store(to + c[:, None] * D + c[None, :], m[0])
+    tl.store(to + c[:, None] * D + e[None, :], m[1], mask=own)
+    tl.store(to + e[None, :] * D + c[:, None], m[2], mask=own)
+    tl.store(to + (D1 + i)[:, None] * D + e[None, :], m[3], mask=(i < E)[:, None] & own)
+
+
+@triton.jit
+def put_factors(to, units, m, u, ORDER: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Write factors [2 or 3, D1 + D2, D1 + D2] and three units."""
+    AREA: tl.constexpr = (D1 + D2) * (D1 + D2)
+    put_matrix(to, m[0], D1, D2)
+    put_matrix(to + AREA, m[1], D1, D2)
     if ORDER == 4:
-        put_matrix(to + 2 * W * W, m[2], D1, D2, W)
+        put_matrix(to + 2 * AREA, m[2], D1, D2)
     put_three(units, u)
 
 
@@ -143,15 +105,24 @@ def put_three(units, u):
 
 
 @triton.jit
-def get_factors(at, units, ORDER: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D: tl.constexpr = None):
+def get_factors(at, units, ORDER: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
     """Inverse of `put_factors`."""
-    W: tl.constexpr = D1 + D2 if D is None else D
-    x = get_matrix(at, D1, D2, W)
-    y = get_matrix(at + W * W, D1, D2, W)
+    AREA: tl.constexpr = (D1 + D2) * (D1 + D2)
+    x = get_matrix(at, D1, D2)
+    y = get_matrix(at + AREA, D1, D2)
     z = y
     if ORDER == 4:
-        z = get_matrix(at + 2 * W * W, D1, D2, W)
+        z = get_matrix(at + 2 * AREA, D1, D2)
     return (x, y, z), (tl.load(units), tl.load(units + 1), tl.load(units + 2))
+
+
+@triton.jit
+def again(at, a, D1: tl.constexpr, D2: tl.constexpr):
+    """Return a matrix as a float16 factor by way of memory, so that tensor cores do not read it from registers (the
+    assembler of Triton 3.6 is known to corrupt such operands)."""
+    put_matrix(at, cast4(a, tl.float16), D1, D2)
+    tl.debug_barrier()  # every thread reads what others wrote
+    return get_matrix(at, D1, D2)
 
 
 @triton.jit

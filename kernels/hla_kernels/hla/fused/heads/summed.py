@@ -1,9 +1,8 @@
-"""Operators that also sum tokens: higher-order ratios and centred keys, with float16 factors.
+"""Higher orders by one program per head, and centred keys of first order.
 
-Forward and backward; factors as in `halves`.
-
-The forward keeps its vectors and factors, and the operator of a ratio and of first order. The backward sums dM (and
-dm1) over queries and the gradients of o alone. Equations as in `algebra`.
+Without options, as ratios, or with centred keys; float16 factors (`halves`). The forward keeps its vectors and
+factors, and the operator of a ratio and of first order. The backward sums dM (and dm1) over queries and the gradients
+of o alone, and its D x D algebra reads factors from shared memory, as tensor cores require. Equations as in `algebra`.
 """
 
 import triton
@@ -45,7 +44,7 @@ from .summed_algebra import (
 
 @triton.jit
 def one_by_one(m, ORDER: tl.constexpr, F2: tl.constexpr):
-    """`halves.half_moments` with one matrix in registers at a time."""
+    """Return (factors, units), three of either, of the moments that an order multiplies."""
     x, y, z = factors_of(m, ORDER)
     x, ux = half(x, F2, F2)
     y, uy = half(y, F2, F2)
@@ -76,8 +75,9 @@ def summed_forward(
     APART: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """o of one head. KEEP: the features fq, fk, which the read-out reads too. APART: of features `moments_apart`. SAVE:
-    its sums (NORM: m1 and mean value too) at OFF of vectors [B * H, K], what `plain_forward` keeps, M [B * H, D, D] of
-    a ratio and of first order."""
+    its sums, if there are any (NORM: m1 and mean value too), at OFF of vectors [B * H, K], its factors [B * H, KF] and
+    units [B * H, 4], M [B * H, D, D] of a ratio and of first order."""
+    SUMMED: tl.constexpr = NORM or MEAN or CENTER > 0
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
@@ -94,7 +94,7 @@ def summed_forward(
     HERE: tl.constexpr = F2 == 0 or not (SAVE or NORM)
     if FMAP == 0:
         raw, sums, _, _ = sum_moments(
-            q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, True, False, True, D, F1, F2, D, F1, F2, BN, PREC
+            q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMMED, False, True, D, F1, F2, D, F1, F2, BN, PREC
         )
     elif APART:
         raw, sums = moments_apart(
@@ -110,7 +110,7 @@ def summed_forward(
     if is_shifted(FMAP):
         sums = unshift_sums(sums, n, D, F1, F2)
     vectors += head * K
-    if SAVE:
+    if SAVE and SUMMED:
         if not LATE:
             store_vec(vectors + OFF[5], sums[0], D, F1, F2)
         store_vec(vectors + OFF[6], sums[1], D, F1, F2)
@@ -212,7 +212,9 @@ def summed_backward(
     LOOPS: tl.constexpr, WRITE: tl.constexpr, LATE: tl.constexpr, DELAY: tl.constexpr,
     SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one head. LATE: dq last. LOOPS as in `plain_backward`."""
+    """Compute dq, dk, dv of one head in LOOPS passes (`part_of`), which need less shared memory than a single pass.
+    LATE: dq last."""
+    SUMMED: tl.constexpr = NORM or MEAN or CENTER > 0
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
@@ -225,7 +227,7 @@ def summed_backward(
     CUT: tl.constexpr = not NORM and ORDER > 1 and F2 > 0
     AGAIN: tl.constexpr = CUT and ORDER == 4
     LATER: tl.constexpr = CUT or (not NORM and ORDER == 4 and LOOPS == 1)
-    ROWS: tl.constexpr = CUT or (not NORM and ORDER == 3 and LOOPS > 1)
+    ROWS: tl.constexpr = SUMMED and (CUT or (not NORM and ORDER == 3 and LOOPS > 1))
     dm, row_v, one = gradient_of_head(
         q, g, qn, gn, N, eps, ratio, vectors, matrix, units + head * 4, room + head * KR, rows + 2 * D, LATER, ORDER,
         NORM, MEAN, FMAP, D, F1, F2, OFF, BN, PREC,
@@ -253,7 +255,7 @@ def summed_backward(
             row = load_rows3(at_rows, D, F1, F2)
         write_grads(
             q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8], ratio, w, 1.0, row,
-            part_of(part, LOOPS, LATE), ORDER, NORM, True, FMAP, D, F1, F2, D,
+            part_of(part, LOOPS, LATE), ORDER, NORM, SUMMED, FMAP, D, F1, F2, D,
             F1, F2, D, BO, PREC, WRITE,
         )  # fmt: skip
 
@@ -292,7 +294,8 @@ def summed_weights(
         if not NORM and ORDER > 1:
             store4(matrix, mt, D, F1, F2, D, F1, F2, 1, D)
         store_weights(weights, w, ORDER, WOFF, D, F1, F2)
-    store_rows3(rows, row, D, F1, F2)
+    if NORM or MEAN or CENTER > 0:
+        store_rows3(rows, row, D, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)

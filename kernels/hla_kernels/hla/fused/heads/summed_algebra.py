@@ -25,9 +25,18 @@ from ..tiles import (
     vecmat,
     zeros2,
 )
-from .duo import put_sums
-from .halves import get_factors, get_matrix, half, half_operator, half_weight, largest_sum, loaded_products, times
-from .plain import again
+from .halves import (
+    again,
+    get_factors,
+    get_matrix,
+    half,
+    half_operator,
+    half_weight,
+    largest_sum,
+    loaded_products,
+    put_sums,
+    times,
+)
 
 
 @triton.jit
@@ -88,19 +97,20 @@ def gradient_of_head(
     NORM: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     OFF: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """`summed_gradient` of all tokens. LATER, of centred keys: what all dv have in common goes to memory, and dM' of
+    """`summed_gradient` of all tokens. LATER, not of a ratio: what all dv have in common goes to memory, and dM' of
     two blocks of columns to room in units of units[3], so that no registers hold them."""
     if LATER:
         if F2 > 0:
             dm, sg = gradient_sums(q, g, qn, gn, 0, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC)
             unit = power_of_two(0.125 * largest_sum(dm))
-            put_sums(room, dm, 1.0 / unit, N[0] >> 30, D, F1)
+            put_sums(room, dm, 1.0 / unit, D, F1)
             tl.store(units + 3, unit)
             sg = end_total(sg, q.dtype.element_ty, F1, F2, MEAN)
         else:
             dm, sg = sum_gradient(q, g, qn, gn, 0, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC)
         z = zeros2(F1, F2)
-        store_vec(to, axpy2(z, 1.0 / N[1], sg, F2) if MEAN else z, D, F1, F2)
+        if MEAN:
+            store_vec(to, axpy2(z, 1.0 / N[1], sg, F2), D, F1, F2)
         tl.debug_barrier()  # every thread reads what others wrote
         out = (dm, to, z)
     else:
@@ -111,11 +121,26 @@ def gradient_of_head(
 
 
 @triton.jit
-def taken(at, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """Return the vector at a place that is written again."""
-    x = load_vec(at, D, D1, D2)
-    tl.debug_barrier()  # every thread has read it
+def taken(at, MEAN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Return the vector at a place that is written again, zeros unless MEAN."""
+    x = zeros2(D1, D2)
+    if MEAN:
+        x = load_vec(at, D, D1, D2)
+        tl.debug_barrier()  # every thread has read it
     return x
+
+
+@triton.jit
+def sums_of(vectors, SUMMED: tl.constexpr, OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Return the kept sums of q, k and v, zeros unless SUMMED."""
+    z = zeros2(D1, D2)
+    out = (z, z, z)
+    if SUMMED:
+        out = (
+            load_vec(vectors + OFF[5], D, D1, D2), load_vec(vectors + OFF[6], D, D1, D2),
+            load_vec(vectors + OFF[7], D, D1, D2),
+        )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -141,11 +166,7 @@ def summed_algebra(
     and row_v where it is); room for three matrices."""
     AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
     SHIFTED: tl.constexpr = is_shifted(FMAP)
-    sums = (
-        load_vec(vectors + OFF[5], D, F1, F2),
-        load_vec(vectors + OFF[6], D, F1, F2),
-        load_vec(vectors + OFF[7], D, F1, F2),
-    )
+    sums = sums_of(vectors, NORM or MEAN or CENTER > 0, OFF, D, F1, F2)
     z = zeros2(F1, F2)
     if not NORM and ORDER > 1 and F2 == 0:
         mt, w = loaded_products(factors, units, dm, scale, ORDER, D, dtype)
@@ -156,7 +177,7 @@ def summed_algebra(
                 unit = tl.load(units + 3)
             else:
                 dm, unit = half(dm, F2, F2)
-                dm = again(room, dm, True, F1, F2)
+                dm = again(room, dm, F1, F2)
             m, u = get_factors(factors, units, ORDER, F1, F2)
             s = scale * unit
             t = m[1]
@@ -166,13 +187,13 @@ def summed_algebra(
             ones = p1 if ORDER > 2 else q1
         mean = (vectors + OFF[7], N[1], D)
         if ORDER == 4:
-            t = again(room + AREA, times(m[1], m[2], F2, F2, F2), True, F1, F2)
+            t = again(room + AREA, times(m[1], m[2], F2, F2, F2), F1, F2)
             pd = times(m[0], dm, F2, F2, F2)
             more = 1.0
             if NORM:
                 pd, more = half(rank1(scale4(pd, u[0] * unit), ones, one, F2, F2), F2, F2)
                 more = more / (u[0] * unit)
-            pd = again(room + 2 * AREA, pd, True, F1, F2)
+            pd = again(room + 2 * AREA, pd, F1, F2)
         if NORM or ORDER == 1:
             mt = trans4(load4(matrix, D, F1, F2, D, F1, F2, D, 1))
         else:
@@ -187,7 +208,7 @@ def summed_algebra(
         else:
             w, rows = weights4(m, u, t, dm, pd, s, more, scale, one, mean, dtype, NORM, SHIFTED, F1, F2)
     if READY and not NORM:
-        row_v = taken(row_v, D, F1, F2)
+        row_v = taken(row_v, MEAN, D, F1, F2)
     if not NORM:
         rows = centre_rows(w, w, 1.0, sums, z, z, row_v, N[1], ORDER, CENTER, MEAN, False, 0.0, F1, F2, F2)
     return mt, w, rows
@@ -208,9 +229,9 @@ def stored_algebra(
     t = m[1]
     pd = dm
     if ORDER == 4:
-        t = again(room + AREA, times(m[1], m[2], F2, F2, F2), True, F1, F2)
+        t = again(room + AREA, times(m[1], m[2], F2, F2, F2), F1, F2)
         store4(matrix, half_operator(m, u, t, ORDER, F2), D, F1, F2, D, F1, F2, 1, D)
-        pd = again(room + 2 * AREA, times(m[0], dm, F2, F2, F2), True, F1, F2)
+        pd = again(room + 2 * AREA, times(m[0], dm, F2, F2, F2), F1, F2)
     else:
         store4(matrix, half_operator(m, u, t, ORDER, F2), D, F1, F2, D, F1, F2, 1, D)
     tl.debug_barrier()  # the weights may lie where something was read
@@ -219,15 +240,14 @@ def stored_algebra(
             w = half_weight(m, u, t, dm, pd, scale * unit, name, ORDER, F2, dtype)
             store4(weights + WOFF[name], w, D, F1, F2, D, F1, F2, D, 1)
     tl.debug_barrier()  # every thread reads what others wrote
-    w = load_weights(weights, ORDER, WOFF, D, F1, F2, D, F1, F2)
-    sums = (
-        load_vec(vectors + OFF[5], D, F1, F2), load_vec(vectors + OFF[6], D, F1, F2),
-        load_vec(vectors + OFF[7], D, F1, F2),
-    )  # fmt: skip
     z = zeros2(F1, F2)
-    return centre_rows(
-        w, w, 1.0, sums, z, z, taken(row_v, D, F1, F2), N[1], ORDER, CENTER, MEAN, False, 0.0, F1, F2, F2
-    )
+    rows = (z, z, z)
+    if CENTER > 0 or MEAN:
+        w = load_weights(weights, ORDER, WOFF, D, F1, F2, D, F1, F2)
+        sums = sums_of(vectors, True, OFF, D, F1, F2)
+        row_v = taken(row_v, MEAN, D, F1, F2)
+        rows = centre_rows(w, w, 1.0, sums, z, z, row_v, N[1], ORDER, CENTER, MEAN, False, 0.0, F1, F2, F2)
+    return rows
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from ..middle.key import middle_grads_key, middle_grads_pair, sum_coefficients, 
 from ..plan import paths
 from ..spec import ORDERS
 from ..split import apply, apply_grads, reduce_moments, reduce_readout
-from . import divided, pairs
+from . import pairs
 from .call import BLOCK, Call, Outs, Saved, pad, placed, staged, unfused
 
 
@@ -26,8 +26,6 @@ def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     call.lay = call.lay.vectors()
     save = saved.numel() > 0 and spec.normalize
     to = Saved.of(saved, call) if save else Saved(None, None)
-    if divided.paired(call):
-        return divided.forward(call, o, to, save)
     at, a = placed(q, k, v, o)
     launch(
         head_forward, call.bh,
@@ -181,7 +179,7 @@ def split_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Ten
     if pairs.paired(call):
         if not filled:
             pairs.forward(call, torch.empty_like(g, memory_format=torch.contiguous_format), buffer, True)
-        pairs.backward(call, g, outs, buffer, apply_grads_call)
+        pairs.backward(call, g, outs, buffer)
         return None
     of = Saved.of(buffer, call) if filled else prepare(call, buffer, True)
     ratio = call.ratio()
@@ -204,9 +202,7 @@ def apply_grads_call(
     q, k, v, lay = call.q, call.k, call.v, call.lay
     many = call.own() and not paths.few_heads(call.planned, call.most)
     once = many and paths.mixed(call.spec, call.w, q.dtype, True) and not call.spec.normalize
-    join = call.spec.op == "ahla" and pairs.paired(call)
-    how = (once, join, call.g > 1)
-    config = call.tiles(plan.apply_config, "backward", call.spec, call.w, q.dtype, *how)
+    config = call.tiles(plan.apply_config, "backward", call.spec, call.w, q.dtype, once, call.g > 1)
     maps = call.spec.normalize and paths.mapped(call.spec) and paths.summed(call.spec)
     long = paths.cut(call.w) and (maps or call.spec.op == "polynomial")
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"], long)
@@ -214,7 +210,7 @@ def apply_grads_call(
     launch(
         apply_grads, call.bh * parts * config["ROLES"],
         q, k, v, g, *outs, saved.state, saved.matrix, ratio, weights, rows, *at, call.n, call.h, call.g, parts, chunk,
-        ALIGN=a, WOFF=lay.woff, KW=lay.kw, ROWS_DONE=rows_done, JOIN=join,
+        ALIGN=a, WOFF=lay.woff, KW=lay.kw, ROWS_DONE=rows_done,
         TILED=plan.tiles_of_ones(call.spec, call.w, rows_done),
         **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP"), **call.sizes(), **config,
     )  # fmt: skip
@@ -257,19 +253,15 @@ def first_backward_call(call: Call, g: Tensor, outs: Outs, buffer: Tensor) -> No
     if ratio is not None:
         divide(call, g, saved, ratio, outs[0])
     config = call.tiles(plan.query_config, call.w)
-    paired = divided.paired(call)
-    parts, chunk = (1, call.most) if paired else plan.query_parts(call.planned, call.most, config["BN"])
+    parts, chunk = plan.query_parts(call.planned, call.most, config["BN"])
     at, a = placed(q, g, outs[0])
-    grads = call.buffer(call.bh, lay.dv, lay.fd, dtype=q.dtype) if paired else call.buffer(call.bh, length)
-    rows = call.buffer(call.bh, 2, lay.fd) if paired else None
+    grads = call.buffer(call.bh, length)
     partial = grads if parts == 1 else call.buffer(parts, call.bh, length)
     launch(
         query_grads, call.bh * parts,
-        q, g, outs[0], saved.state, saved.matrix, ratio, partial, rows, *at, call.n, call.h, parts, chunk, call.bh,
-        call.scale, spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes(), **config,
+        q, g, outs[0], saved.state, saved.matrix, ratio, partial, *at, call.n, call.h, parts, chunk, call.bh,
+        spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes(), **config,
     )  # fmt: skip
-    if rows is not None:
-        return divided.keys(call, outs, grads, rows)
     if parts > 1:
         blocks = -(-length // BLOCK)
         sizes = {"LEN": length, "K": length, "BLOCKS": blocks, "BLOCK": BLOCK}

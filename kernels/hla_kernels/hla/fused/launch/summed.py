@@ -19,8 +19,7 @@ from ..heads.summed import (
 )
 from ..plan import sums
 from . import apply_grads_call
-from .call import Call, Outs, Saved, area, placed, staged
-from .plain import room_of
+from .call import Call, Outs, Saved, area, half_room, placed, staged
 
 
 class Kept(NamedTuple):
@@ -60,6 +59,13 @@ def summed_widths(call: Call) -> dict:
     return {**w, **kept, **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP")}
 
 
+def room_of(call: Call, g: Tensor) -> tuple[Tensor, int]:
+    """Allocate three float16 matrices per head, unless factors of one block need none (then g is a placeholder); return
+    them and the length per head."""
+    needed = call.spec.normalize or call.w["F2"] > 0
+    return (half_room(call, 3), 3 * area(call)) if needed else (g, 0)
+
+
 def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     """Compute o from q, k, v in one launch; store tensors for the backward unless `saved` is empty, and features if any
     are saved."""
@@ -78,7 +84,7 @@ def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
     """Compute dq, dk, dv in one launch."""
     q, k, v = call.q, call.k, call.v
     at, a = placed(q, k, v, g, *outs)
-    room, length = room_of(call)  # for three matrices, then for as many of the dtype of the tokens
+    room, length = room_of(call, g)  # for three matrices, then for as many of the dtype of the tokens
     rows, size = call.buffer(call.bh, 3 * call.lay.fd), area(call)
     launch(
         summed_backward, call.bh, q, k, v, g, *outs, call.ratio(), *Kept.of(saved, call), room, room.view(q.dtype),
@@ -93,7 +99,7 @@ def summed_two_step_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
     q, kept = call.q, Kept.of(saved, call)
     call.lay = lay = call.lay.vectors()
     at, a = placed(q, g)
-    room, length = room_of(call)
+    room, length = room_of(call, g)
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     ratio, rows = call.ratio(), call.buffer(call.bh, 3 * lay.fd)
     launch(
@@ -110,7 +116,7 @@ def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once:
     q, k, v, kept = call.q, call.k, call.v, Kept.of(saved, call)
     call.lay = lay = call.lay.vectors()
     at, a = placed(q, g)
-    room, length = room_of(call)
+    room, length = room_of(call, g)
     config = call.tiles(sums.queries_config)
     count, chunk = sums.query_parts(call.w, call.planned, call.most, config["BN"])
     ratio, rows, ones = call.ratio(), call.buffer(call.bh, 3 * lay.fd), call.buffer(call.bh, count, lay.fd)

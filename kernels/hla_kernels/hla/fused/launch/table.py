@@ -18,7 +18,6 @@ from . import (
 )
 from .call import Call, Outs
 from .mixture import mixture_backward_call, mixture_forward_call
-from .plain import plain_backward_call, plain_forward_call, plain_two_step_call
 from .ratios import ratio_backward_call, ratio_forward_call
 from .summed import summed_backward_call, summed_forward_call, summed_ratio_call, summed_two_step_call
 
@@ -34,8 +33,6 @@ class Path(NamedTuple):
 PATHS = {
     "heads": Path(head_forward_call, head_backward_call),
     "first": Path(head_forward_call, first_heads_call),
-    "plain": Path(plain_forward_call, plain_backward_call),
-    "plain_two_step": Path(plain_forward_call, plain_two_step_call),
     "summed": Path(summed_forward_call, summed_backward_call),
     "summed_two_step": Path(summed_forward_call, summed_two_step_call),
     "summed_ratio": Path(summed_forward_call, partial(summed_ratio_call, at_once=True)),

@@ -40,19 +40,17 @@ NO_SPECIALIZE = [
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def query_grads(
-    q, g, dq, state, matrix, ratio, out, rows, qs, gs, dqs, N, H, PARTS, chunk, heads, scale, eps, FMAP: tl.constexpr,
+    q, g, dq, state, matrix, ratio, out, qs, gs, dqs, N, H, PARTS, chunk, heads, eps, FMAP: tl.constexpr,
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, and partial dM' [V, F] and dm1 [F] in out [PARTS, B * H, V F + F], of one part of one head.
 
-    Only the sums if `divide_grads` has written dq and ratio [B * H, N, 2]. With rows [B * H, 2, F] (for
-    `heads.divided`, one part), it stores the weights in out [B * H, V, F] and the rows of `write_keys` instead.
-    """
+    Only the sums if `divide_grads` has written dq and ratio [B * H, N, 2]."""
     b, h, part = place(H, PARTS)
     most = longest(N)
-    at, N, scale = span(N, b, b * H + h, scale)
+    at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
     q = at_head(q, qs, at, h, ALIGN)
@@ -72,18 +70,9 @@ def query_grads(
             load_vec(state + OFF[9], DV, V1, V2), eps, q, 1, True, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
         )  # fmt: skip
         dm1 = end_pairs(dm1, F1, F2)
-    if rows is not None:
-        w, row_v = scaled(dm, scale, FMAP, D, F1, F2, V1, V2)
-        w = cast4(w, out.dtype.element_ty)
-        common = vecmat(load_vec(state + OFF[9], DV, V1, V2), cast4(w, tl.float32), V2, F2)
-        rows += head * 2 * FD
-        store_vec(rows, (dm1[0] * scale - common[0], dm1[1] * scale - common[1]), FD, F1, F2)
-        store_vec(rows + FD, row_v, DV, V1, V2)
-        store4(out + head * DV * FD, w, DV, V1, V2, FD, F1, F2, FD, 1)
-    else:
-        out += (part.to(tl.int64) * heads + head) * (DV * FD + FD)
-        store4(out, dm, DV, V1, V2, FD, F1, F2, FD, 1)
-        store_vec(out + DV * FD, dm1, FD, F1, F2)
+    out += (part.to(tl.int64) * heads + head) * (DV * FD + FD)
+    store4(out, dm, DV, V1, V2, FD, F1, F2, FD, 1)
+    store_vec(out + DV * FD, dm1, FD, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -112,19 +101,6 @@ def divide_grads(
 
 
 @triton.jit
-def scaled(
-    dm, scale, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr,
-):  # fmt: skip
-    """Return (W' = s dM', the row that the shift of features f + 1 adds to every dv)."""
-    w = scale4(dm, scale)
-    row_v = zeros2(V1, V2)
-    if is_shifted(FMAP):
-        row_v = vecmat(ones2(D, F1, F2), trans4(w), F2, V2)
-    return w, row_v
-
-
-@triton.jit
 def write_keys(
     k, v, dk, dv, kn, vn, dkn, dvn, lo, hi, dm, dm1, row, scale, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
@@ -133,7 +109,10 @@ def write_keys(
     """Compute dk and dv of tokens lo..hi from the full dM' and dm1 (PAIRS: before `end_pairs`); row: the common part of
     v, which cancels exactly with the same rounded weights."""
     dtype: tl.constexpr = k.dtype.element_ty
-    w, row_v = scaled(dm, scale, FMAP, D, F1, F2, V1, V2)
+    w = scale4(dm, scale)
+    row_v = zeros2(V1, V2)
+    if is_shifted(FMAP):  # what the shift of features f + 1 adds to every dv
+        row_v = vecmat(ones2(D, F1, F2), trans4(w), F2, V2)
     w, unit = cast_weights((w, w, w, w, w), 1, dtype, F2, V2)
     w = w[0]
     row_v = common_row((row_v[0] / unit, row_v[1] / unit), dtype, V2)

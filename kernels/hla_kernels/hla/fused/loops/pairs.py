@@ -35,18 +35,16 @@ def load_ends(ptr, i, stride, live, D: tl.constexpr, D1: tl.constexpr):
 
 
 @triton.jit
-def store_pair(ptr, i, stride, live, x, PART: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
-    """Inverse of load_pair, in the element type of ptr; PART 1 and 2 as in `pair_product`."""
+def store_pair(ptr, i, stride, live, x, D: tl.constexpr, D1: tl.constexpr):
+    """Inverse of load_pair, in the element type of ptr."""
     c = tl.arange(0, D1)[None, :]
     e = tl.arange(0, 2 * (D - D1))[None, :]
     at = ptr + i[:, None] * stride
     keep = live[:, None]
     dtype: tl.constexpr = ptr.dtype.element_ty
-    if PART < 2:
-        tl.store(at + c, x[0].to(dtype), mask=keep)
-        tl.store(at + D1 + e, x[1].to(dtype), mask=keep)
-    if PART != 1:
-        tl.store(at + (2 * D - D1) + c, x[2].to(dtype), mask=keep)
+    tl.store(at + c, x[0].to(dtype), mask=keep)
+    tl.store(at + D1 + e, x[1].to(dtype), mask=keep)
+    tl.store(at + (2 * D - D1) + c, x[2].to(dtype), mask=keep)
 
 
 @triton.jit
@@ -90,27 +88,16 @@ def turn(m):
 
 
 @triton.jit
-def no_rows(BN: tl.constexpr, E2: tl.constexpr, D1: tl.constexpr):
-    """Return a tile of zeros in float32."""
-    a = tl.zeros([BN, D1], tl.float32)
-    return a, tl.zeros([BN, E2], tl.float32), a
-
-
-@triton.jit
-def rows_times(acc, x, m, PART: tl.constexpr):
-    """Return acc + each head's tokens times its matrix; PART 1 and 2 as in `pair_product`."""
-    a, t, b = acc
-    if PART < 2:
-        a = tl.dot(x[1], m[2], tl.dot(x[0], m[0], a))
-        t = tl.dot(x[1], m[6], tl.dot(x[2], m[4], tl.dot(x[0], m[1], t)))
-    if PART != 1:
-        b = tl.dot(x[1], m[5], tl.dot(x[2], m[3], b))
-    return a, t, b
+def rows_times(x, m):
+    """Return each head's tokens times its matrix, in float32."""
+    a = tl.dot(x[1], m[2], tl.dot(x[0], m[0]))
+    t = tl.dot(x[1], m[6], tl.dot(x[2], m[4], tl.dot(x[0], m[1])))
+    return a, t, tl.dot(x[1], m[5], tl.dot(x[2], m[3]))
 
 
 @triton.jit
 def no_sums(E2: tl.constexpr, D1: tl.constexpr):
-    """Zeros for `add_outer` and `add_square`."""
+    """Zeros for `add_outer`."""
     a11 = tl.zeros([D1, D1], tl.float32)
     a12 = tl.zeros([D1, E2], tl.float32)
     return a11, a12, a12, a11, a12, a12, tl.zeros([64, E2], tl.float32)
@@ -130,64 +117,10 @@ def add_outer(m, x, y, ends):
 
 
 @triton.jit
-def add_square(m, x, ends):
-    """Return m + x'x over the tokens of a tile, without blocks 21."""
-    a11 = tl.dot(tl.trans(x[0]), x[0], m[0])
-    a12 = tl.dot(tl.trans(x[0]), x[1], m[1])
-    b11 = tl.dot(tl.trans(x[2]), x[2], m[3])
-    b12 = tl.dot(tl.trans(x[2]), x[1], m[4])
-    return a11, a12, m[2], b11, b12, m[5], tl.dot(tl.trans(ends), x[1], m[6])
-
-
-@triton.jit
 def end_outer(m):
     """Return the matrices that `add_outer` summed."""
     m22 = tl.sum(tl.reshape(m[6], [64 // m[6].shape[1], m[6].shape[1], m[6].shape[1]]), 0)
     return m[0], m[1], tl.trans(m[2]), m[3], m[4], tl.trans(m[5]), m22
-
-
-@triton.jit
-def of_one(m, SECOND: tl.constexpr, SQUARE: tl.constexpr):
-    """Return the blocks of the first or the second head from sums before `end_outer` (SQUARE: of `add_square`); block
-    22 contains both heads."""
-    if SECOND:
-        out = (m[3], m[4], m[4] if SQUARE else m[5], m[6])
-    else:
-        out = (m[0], m[1], m[1] if SQUARE else m[2], m[6])
-    return out
-
-
-@triton.jit
-def row_maxima(m, SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
-    """Return the largest |number| in each of D1 rows of the first or the second head, from sums before `end_outer`;
-    rows of blocks 21 and 22 are folded onto the other rows."""
-    E: tl.constexpr = D - D1
-    _, _, own = ends(SECOND, D, D1)
-    i = tl.arange(0, D1)
-    if SECOND:
-        a11, a12, a21, rows = m[3], m[4], m[5], (i >= E) & (i < 2 * E)
-    else:
-        a11, a12, a21, rows = m[0], m[1], m[2], i < E
-    x = tl.max(tl.reshape(tl.abs(a11), [D1, D1 // (2 * E), 2 * E]), 1)
-    x = tl.maximum(x, tl.where(own[None, :], tl.maximum(tl.abs(a12), tl.abs(a21)), 0.0))
-    return tl.max(tl.maximum(x, tl.where(own[None, :] & rows[:, None], tl.abs(m[6]), 0.0)), 1)
-
-
-@triton.jit
-def largest_one(m, D: tl.constexpr, D1: tl.constexpr):
-    """Return the largest |number| of each head, of sums before `end_outer`."""
-    return tl.split(tl.max(tl.join(row_maxima(m, False, D, D1), row_maxima(m, True, D, D1)), 0))
-
-
-@triton.jit
-def largest_two(x, y, D: tl.constexpr, D1: tl.constexpr):
-    """`largest_one` of two, in one exchange between threads."""
-    a = tl.join(row_maxima(x, False, D, D1), row_maxima(y, False, D, D1))
-    b = tl.join(row_maxima(x, True, D, D1), row_maxima(y, True, D, D1))
-    a, b = tl.split(tl.max(tl.join(a, b), 0))
-    xa, ya = tl.split(a)
-    xb, yb = tl.split(b)
-    return (xa, xb), (ya, yb)
 
 
 @triton.jit
@@ -205,56 +138,31 @@ def place_pair(H, PARTS, N, chunk, ROLES: tl.constexpr):
 
 
 @triton.jit
-def pair_sums(
-    q, k, v, qn, kn, vn, lo, hi, ORDER: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
-    """Sums (x, y) of two heads over tokens lo..hi before `end_outer`: of ORDER 1 k'v alone, 2 q'v and k'k, 3 k'v and
-    k'q, 4 k'v and k'k, 5 k'k alone."""
-    x = no_sums(2 * (D - D1), D1)
-    y = x
+def pair_sums(k, v, kn, vn, lo, hi, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr):
+    """Return Sum k v' of two heads over tokens lo..hi, before `end_outer`."""
+    m = no_sums(2 * (D - D1), D1)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     for start in range(lo, hi[0], BN):
-        j = anew(i, start, ORDER == 3)
+        j = anew(i, start)
         live = alive(start + j, hi)
-        if ORDER < 5:
-            tv = load_pair(v + (zero + start) * vn, j, vn, live, D, D1)
+        tv = load_pair(v + (zero + start) * vn, j, vn, live, D, D1)
         tk = load_pair(k + (zero + start) * kn, j, kn, live, D, D1)
-        if ORDER == 2 or ORDER == 3:
-            tq = load_pair(q + (zero + start) * qn, j, qn, live, D, D1)
-        ek = load_ends(k + (zero + start) * kn, j, kn, live, D, D1)
-        if ORDER == 2:
-            y = add_square(y, tk, ek)
-            x = add_outer(x, tq, tv, load_ends(q + (zero + start) * qn, j, qn, live, D, D1))
-        elif ORDER == 5:
-            x = add_square(x, tk, ek)
-        else:
-            if ORDER == 3:
-                y = add_outer(y, tk, tq, ek)
-            elif ORDER == 4:
-                y = add_square(y, tk, ek)
-            x = add_outer(x, tk, tv, ek)
-    return x, y
+        m = add_outer(m, tk, tv, load_ends(k + (zero + start) * kn, j, kn, live, D, D1))
+    return m
 
 
 @triton.jit
 def pair_product(
-    x, w, y, u, o, xn, yn, on, lo, hi, TWO: tl.constexpr, PART: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr = None,
+    x, w, o, xn, on, lo, hi, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr = None
 ):  # fmt: skip
-    """Write o = x w (TWO: + y u) of two heads for tokens lo..hi. Last tile first: it is the one still in L2.
-
-    PART 0: all of o, 1: its first two blocks, 2: its last one, for which the weights of a pair take less room. STAGES:
-    stages of the loop, if different from the kernel's.
-    """
+    """Write o = x w of two heads for tokens lo..hi. Last tile first: it is the one still in L2. STAGES: stages of the
+    loop, if different from the kernel's."""
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
     for t in tl.range(tiles, num_stages=STAGES):
         start = lo + (tiles - 1 - t) * BN
         live = alive(start + i, hi)
-        z = no_rows(BN, 2 * (D - D1), D1)
-        z = rows_times(z, load_pair(x + (zero + start) * xn, i, xn, live, D, D1), w, PART)
-        if TWO:
-            z = rows_times(z, load_pair(y + (zero + start) * yn, i, yn, live, D, D1), u, PART)
-        store_pair(o + (zero + start) * on, i, on, live, z, PART, D, D1)
+        y = rows_times(load_pair(x + (zero + start) * xn, i, xn, live, D, D1), w)
+        store_pair(o + (zero + start) * on, i, on, live, y, D, D1)

@@ -118,7 +118,7 @@ def write_grads(
     NORM: 1 / den and d loss / d den of every token are read from ratio [*, 2]; m1 and the rows are
     pointers then.
 
-    PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv, 5: dq and dv (what a part does not use is not loaded).
+    PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv (what a part does not use is not loaded).
     STAGES: stages of the loop, if different from the kernel's. TILED: rows of a ratio are
     products with a tile of ones.
     """
@@ -127,7 +127,7 @@ def write_grads(
     APART: tl.constexpr = ORDER < 5 and F1 > 64 and V1 > 64 and dtype != tl.float32
     MATRIX: tl.constexpr = TILED and NORM and F1 <= 64 and V1 <= 64 and dtype == tl.bfloat16
     # the slope of a feature that a product reads is computed from the rounded feature
-    READ_Q: tl.constexpr = F2 == 0 and (ORDER >= 4 or (PART == 0 and ORDER > 1) or (PART == 5 and ORDER == 2))
+    READ_Q: tl.constexpr = F2 == 0 and (ORDER >= 4 or (PART == 0 and ORDER > 1))
     READ_K: tl.constexpr = F2 == 0 and (ORDER == 2 or ORDER >= 4 or PART != 3)
     # addresses of operands would stay in registers from turn to turn: 80 of them and more
     HERE: tl.constexpr = F2 > 0 and (NORM or ORDER == 5)
@@ -151,7 +151,7 @@ def write_grads(
         tg = load_rows(g + (zero + start) * gn, j, gn, live, DV, V1, V2, False)
         fq = phi_in_pairs(rq, live, FMAP, D, F1, F2)
         fk = phi_in_pairs(rk, live, FMAP, D, F1, F2)
-        if PART == 0 or PART == 2 or PART >= 4:
+        if PART == 0 or PART == 2 or PART == 4:
             gv = zero_rows(BN, V1, V2)
             if ORDER != 2:
                 gv = rowmul(gv, fk, trans4(w[0]), F2, V2, PREC)
@@ -175,7 +175,7 @@ def write_grads(
             else:
                 gk = phi_grad(fk, gk, FMAP, F2)
             put(dk + (zero + start) * dkn, j, dkn, live, gk, ALONE, D, F1, F2)
-        if PART < 2 or PART == 5:
+        if PART < 2:
             gq = rowmul(zero_rows(BN, F1, F2), tg, mt, V2, F2, PREC)
             if NORM:
                 inverse, total = get_ratio(ratio, start + i, live)

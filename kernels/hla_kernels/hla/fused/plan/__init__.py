@@ -118,13 +118,10 @@ def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
 
 
 def apply_config(
-    direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype, once: bool = False, join: bool = False,
-    grouped: bool = False,
-) -> dict[str, int]:  # fmt: skip
-    """Tiles of `apply` and `apply_grads`; `once`: many heads of the form of `mixed`, `join`: dq is written with dv,
-    `grouped`: heads share keys, whose gradients are written in float32."""
-    if join:
-        return {"BN": 64, "num_warps": 4, "num_stages": 3, "ROLES": 2}
+    direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype, once: bool = False, grouped: bool = False
+) -> dict[str, int]:
+    """Tiles of `apply` and `apply_grads`; `once`: many heads of the form of `mixed`, `grouped`: heads share keys, whose
+    gradients are written in float32."""
     if once and narrow(w):
         return {"BN": 32, "num_warps": 4, "num_stages": 3, "ROLES": 1}
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 64
@@ -246,11 +243,9 @@ def factors(spec: Spec) -> int:
     return {"linear_attention": 0, "hla3": 3}.get(spec.op, 2)
 
 
-def factor_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt) -> int | torch.SymInt:
-    """Return the float32 numbers per head of float16 factors and their units (`heads.plain`); 0 for few tokens, which
-    are cheaper to sum again. No branch on sizes, as in `splits`."""
-    kept = 1 if cut(w) or spec.sums else torch.sym_min(1, n // 513)
-    return kept * (factors(spec) * (w["F1"] + w["F2"]) ** 2 // 2 + 4)
+def factor_floats(spec: Spec, w: dict[str, int]) -> int:
+    """Return the float32 numbers per head of float16 factors and their units (`heads.summed`)."""
+    return factors(spec) * (w["F1"] + w["F2"]) ** 2 // 2 + 4
 
 
 def lasts(batch_heads: int, n: int) -> bool:

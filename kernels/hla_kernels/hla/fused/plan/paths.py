@@ -25,7 +25,7 @@ def plain(spec: Spec) -> bool:
 
 
 def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
-    """Whether a call with many heads uses `heads.plain` or `heads.summed`, with float16 factors (`heads.halves`) whose
+    """Whether a call with many heads uses `heads.summed`, with float16 factors (`heads.halves`) whose
     products fit in registers and whose results are rounded to bfloat16. own: no padding, and one key head per query
     head. Only combinations tested on a GPU: assemblers are prone to errors in kernels that fill the registers."""
     fits = w["D"] == w["DV"] and w["D"] in (64, 72)
@@ -51,19 +51,11 @@ def centred_keys(spec: Spec) -> bool:
     return not spec.normalize and spec.feature_map in (None, "identity") and spec.center == "k"
 
 
-def pairs_forward(spec: Spec, w: dict[str, int], batch_heads: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
-    """Return 1 if the kernels with two neighbouring heads per program (`heads.pairs`) support a forward, fill the GPU
-    and are faster, else 0. Only combinations tested on a GPU."""
+def pairs(spec: Spec, w: dict[str, int], batch_heads: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
+    """Return 1 if the kernels with two neighbouring heads per program (`heads.pairs`) support a call, fill the GPU and
+    are faster, else 0. Only combinations tested on a GPU."""
     form = own and plain(spec) and spec.ridge == 0 and dtype == torch.bfloat16 and w["D"] == w["DV"] == 72
-    if not form or spec.op == "polynomial":
-        return 0
-    return torch.sym_min(1, batch_heads // 384)
-
-
-def pairs(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
-    """Return 1 if the backward runs by pairs too, else 0."""
-    both = 1 if spec.op == "linear_attention" else torch.sym_min(1, n // 513)
-    return pairs_forward(spec, w, batch_heads, dtype, own) * both
+    return torch.sym_min(1, batch_heads // 384) if form and spec.op == "linear_attention" else 0
 
 
 def mixed(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
@@ -89,14 +81,14 @@ def few_halved(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymIn
 def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
     """Return 1 if the forward uses several programs per head, which saves its moments for the backward, else 0. No
     branch on sizes, which may be symbolic while compiling."""
-    apart = 1 - pairs(spec, w, batch_heads, n, dtype, own)
+    apart = 1 - pairs(spec, w, batch_heads, dtype, own)
     small = narrow(w) or cut(w)
     if spec.op == "linear_attention" and plain(spec) and small:
         return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513)) * apart
     if spec.alone(dtype) and small:
         return few_heads(batch_heads, n)
     if halved(spec, w, dtype, own):
-        return 1 - (1 - few_halved(w, batch_heads, n)) * apart
+        return few_halved(w, batch_heads, n)
     if mixed(spec, w, dtype, own):  # of two blocks the split path would spill
         return 0 if spec.normalize and cut(w) else few_heads(batch_heads, n)
     return 1
@@ -104,7 +96,7 @@ def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
 
 def whole(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:
     """Whether a forward pass without backward is one program per head."""
-    if pairs(spec, w, batch_heads, n, dtype, own):
+    if pairs(spec, w, batch_heads, dtype, own):
         return False
     first = spec.op == "linear_attention" and plain(spec) and (narrow(w) or cut(w))
     return not saves(spec, w, batch_heads, n, dtype, own) or (first and not few_heads(batch_heads, n))
@@ -126,7 +118,7 @@ def path(
     if not halved(spec, w, dtype, own):
         return "heads"
     apart = spec.normalize and (cut(w) or in_two(batch_heads, n))
-    name = "plain" if not spec.sums else "summed_ratio" if apart else "summed"
+    name = "summed_ratio" if apart else "summed"
     return name if at_once(spec, w, batch_heads, n) else f"{name}_two_step"
 
 

@@ -19,11 +19,11 @@ def keeps_operator(spec: Spec) -> bool:
     return spec.normalize or spec.op == "linear_attention"
 
 
-def kept_floats(spec: Spec, w: dict[str, int], n: int | torch.SymInt, dtype: torch.dtype) -> int | torch.SymInt:
-    """Return the float32 numbers per head that a forward of `heads.plain` or `heads.summed` saves, without features."""
+def kept_floats(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
+    """Return the float32 numbers per head that a forward of `heads.summed` saves, without features."""
     lay = layout(spec, w)
     operator = lay.matrix_floats(dtype.itemsize) if keeps_operator(spec) else 0
-    return factor_floats(spec, w, n) + (lay.vectors().k + operator if spec.sums else 0)
+    return factor_floats(spec, w) + (lay.vectors().k + operator if spec.sums else 0)
 
 
 def turns(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
@@ -34,8 +34,11 @@ def turns(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
 def forward_config(spec: Spec, w: dict[str, int], n: int, save: bool) -> dict[str, int]:
     """Tiles of `summed_forward`. APART: so a ratio of hla3 that keeps features
     has the registers of three programs a multiprocessor; one of hla2 of many tokens is faster."""
-    more = {} if w["F2"] > 0 else {"maxnreg": 168}  # three programs a multiprocessor
+    if not spec.sums:
+        config = {"num_stages": 3, **AT_ONCE} if w["F2"] > 0 else {"num_stages": 4, "DELAY": 3000, "SLOTS": 4}
+        return {"APART": False, "BN": 32, "BO": 64, "num_warps": 4, **config}
     apart = {"hla3": w["F2"] == 0 and n <= 512 and save, "hla2": w["F2"] > 0 and n > 512}
+    more = {} if w["F2"] > 0 else {"maxnreg": 168}  # three programs a multiprocessor
     tiles = {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, **turns(spec, w, n)}
     return {"APART": spec.normalize and apart.get(spec.op, False), **tiles, **more}
 
@@ -47,7 +50,10 @@ def backward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
     for three. Not so a ratio of ahla, whose loops read three of four. What dk and dv of centred hla2 read is not held
     any more when dq is last.
     """
-    late = spec.op == "hla2" and not spec.normalize
+    if not spec.sums and w["F2"] == 0:
+        config = {"BN": 64, "BO": 64, "num_stages": 3, "num_warps": 4, "DELAY": 6000, "SLOTS": 2}
+        return {**config, "LOOPS": 1, "WRITE": 2, "LATE": False}
+    late = spec.op == "hla2" and spec.center is not None
     if w["F2"] > 0:
         loops = {"LOOPS": 3, "WRITE": 3}
     elif spec.op == "ahla" and spec.normalize:

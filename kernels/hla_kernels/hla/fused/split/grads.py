@@ -97,15 +97,14 @@ def apply_grads(
     ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
     DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
     WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, ROLES: tl.constexpr, ROWS_DONE: tl.constexpr,
-    JOIN: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
+    TILED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk, dv of one part of one head from the weights [B * H, KW] of `middle_grads` at WOFF and rows
     [B * H, 2 F + V].
 
-    ROLES = 2: neighbouring programs write dq, and dk with dv (JOIN: dq with dv, which for ahla read the same keys, and
-    dk), so that each holds half of the weights. ROLES = 3: separate programs for dq, dk and dv. ROWS_DONE:
-    `head_weights` has centred the rows. TILED: gradients whose rows `write_grads` adds by a tile of ones: "all", dk and
-    dv ("keys") or none ("").
+    ROLES = 2: neighbouring programs write dq, and dk with dv, so that each holds half of the weights. ROLES = 3:
+    separate programs for dq, dk and dv. ROWS_DONE: the rows are centred already. TILED: gradients whose rows
+    `write_grads` adds by a tile of ones: "all", dk and dv ("keys") or none ("").
     """
     b, h, part = place(H, PARTS, ROLES)
     most = longest(N)
@@ -133,12 +132,12 @@ def apply_grads(
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 0:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 5 if JOIN else 1, ORDER, NORM,
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 1, ORDER, NORM,
             CENTER, MEAN, FMAP, D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 1:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 3 if JOIN else ROLES, ORDER, NORM,
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, ROLES, ORDER, NORM,
             CENTER, MEAN, FMAP, D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     else:
