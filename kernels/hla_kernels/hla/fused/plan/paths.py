@@ -89,8 +89,8 @@ def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
         return few_heads(batch_heads, n)
     if halved(spec, w, dtype, own):
         return few_halved(w, batch_heads, n)
-    if mixed(spec, w, dtype, own):  # of two blocks the split path would spill
-        return 0 if spec.normalize and cut(w) else few_heads(batch_heads, n)
+    if mixed(spec, w, dtype, own):
+        return 0 if spec.normalize else few_heads(batch_heads, n)
     return 1
 
 
@@ -138,6 +138,8 @@ def too_wide(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> st
     modified = mapped(spec) or spec.normalize or dtype == torch.float16
     if spec.op == "polynomial" and width > 64 and modified and not mixed(spec, w, dtype, own):
         return f"polynomial of {width} features, more than 64, is for bfloat16 without feature map and ratio"
+    if spec.op == "polynomial" and ratio(spec) and not mapped(spec) and not mixed(spec, w, dtype, own):
+        return "a ratio of polynomial without feature map is for bfloat16 heads of 64 or 72 channels without padding"
     return None
 
 
