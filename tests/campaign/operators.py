@@ -37,6 +37,7 @@ LIKELY = 4.0
 # of softmax and its expansions in float32: so many times what the dense definition in that precision loses, and of
 # results that cancel; UNIT: in float64
 TIMES, CANCELLED, UNIT = 30.0, 2e-6, 2.0**-27
+DECAYED = 2.0**-24 * 64 * 0.5  # of decays over a chunk of 64 tokens: the roundoff of a sum of logarithms up to 0.5
 FAST = 3.0  # Triton forms round operands too: so many times the rounding, of gradients above all
 FEW = 2  # tokens of which the parts of a gradient cancel exactly: the rounding is relative to a part
 BATCH, BATCHES = 50, 200  # calls of a case, cases
@@ -222,9 +223,10 @@ def of_softmax(call: Call, x: Inputs, exact: list[Tensor]) -> list[float]:
     """From the rounding of the dense definition in float32. What cancels is as large as the result, or as a value times
     the gradient of an output."""
     unit = UNIT if call.dtype == "float64" else 1.0
+    lost = CANCELLED + (DECAYED if call.extra.get("log_f") else 0.0)
     value = float(x.v.double().norm()) / max(1, x.v.numel()) ** 0.5 * float(x.grad.double().norm())
     return [
-        unit * (TIMES * float((r.double() - t).norm()) + CANCELLED * max(float(t.norm()), value))
+        unit * (TIMES * float((r.double() - t).norm()) + lost * max(float(t.norm()), value))
         for t, r in zip(exact, truth(call, x, torch.float32), strict=True)
     ]
 
