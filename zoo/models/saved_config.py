@@ -6,7 +6,7 @@ the current mixers, not from the history of conversions, so that a saved model r
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from timm.models import is_model
 from torch import nn
@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 def live_conversions(layers: Mapping[str, nn.Module], host: str | None = "softmax") -> list[Conversion]:
     """Return the shortest list of conversions that turns the host into a model with the attention `layers`.
 
-    One conversion per mixer and options. host: mixer of the unconverted layers, for which no conversion is needed; None
-    if the host has none of the mixers.
+    One conversion per mixer and options. host: mixer of the unconverted layers, for which no conversion is needed
+    unless its options add weights; None if the host has none of the mixers.
     """
+
+    def is_converted(site: nn.Module) -> TypeGuard[Site]:
+        return isinstance(site, Site) and (site.mixer_name != host or any(True for _ in site.mixer.parameters()))
+
     groups: dict[str, list[str]] = {}
-    sites = {name: site for name, site in layers.items() if isinstance(site, Site) and site.mixer_name != host}
+    sites = {name: site for name, site in layers.items() if is_converted(site)}
     for name, site in sites.items():
         groups.setdefault(json.dumps([site.mixer_name, site.mixer_options], sort_keys=True), []).append(name)
     conversions: list[Conversion] = []

@@ -1,5 +1,7 @@
 """A softmax mixer in every layer reproduces the host bit for bit: outputs and gradients, every family."""
 
+import json
+
 import pytest
 import torch
 from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
@@ -37,3 +39,19 @@ def test_first_order_attention_is_that_of_sana(name):
     arguments = {k: v.double() if v.is_floating_point() else v for k, v in inputs(name).items()}
     # the host computes its sums in float32
     torch.testing.assert_close(run(model, arguments), run(wanted, arguments), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dit", "wan"])
+def test_softmax_with_weights_of_its_own_is_saved(name, tmp_path):
+    """The convolution of a softmax mixer is a conversion; weights that no mixer takes are refused."""
+    model = host(name)
+    zoo.convert(model, "softmax", lepe=3)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(run(zoo.load(tmp_path), inputs(name)), run(model, inputs(name)))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "conversions": []}))
+    with pytest.raises(ValueError, match="no mixer"):
+        type(model).from_pretrained(tmp_path)

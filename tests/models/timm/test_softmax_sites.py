@@ -119,3 +119,14 @@ def test_autocast_is_that_of_the_host():
         x = image(height=size, width=size)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(model(x), host(x)), name
+
+
+def test_softmax_with_weights_of_its_own_is_saved(tmp_path):
+    """The convolution of a softmax mixer is a conversion."""
+    model = tiny("vit_tiny_patch16_224")
+    zoo.convert(model, "softmax", lepe=3)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    zoo.save(model, tmp_path)
+    assert torch.equal(zoo.load(tmp_path).eval()(image()), model.eval()(image()))

@@ -200,8 +200,14 @@ class HLADiffusionModel(PeftAdapterMixin, Host):
     def _load_pretrained_model(
         cls, model: Self, state_dict: dict[str, Tensor] | None, files: list[str], *args: object, **kwargs: object
     ) -> tuple[object, ...]:
-        """Load weights; diffusers compares all shapes, but the length of a tag varies with the options."""
-        with temporary_tags(model, _tags(files) if state_dict is None else state_dict):
+        """Load weights; diffusers compares all shapes, but the length of a tag varies with the options.
+
+        Raises ValueError for weights of mixers that the model does not have, which diffusers would leave out."""
+        found = _mixer_weights(files) if state_dict is None else state_dict
+        known = model.state_dict()
+        if unknown := [name for name in found if ".mixer." in name and name not in known]:
+            raise ValueError(f"the weights {unknown[0]} and {len(unknown) - 1} more have no mixer in {cls.__name__}")
+        with temporary_tags(model, {name: x for name, x in found.items() if name.endswith(".mixer.tag")}):
             return super()._load_pretrained_model(model, state_dict, files, *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
@@ -209,13 +215,13 @@ class HLADiffusionModel(PeftAdapterMixin, Host):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _tags(files: list[str]) -> dict[str, Tensor]:
-    """Read the tags of mixers in safetensors files."""
-    tags: dict[str, Tensor] = {}
+def _mixer_weights(files: list[str]) -> dict[str, Tensor]:
+    """Read the weights and tags of mixers in safetensors files."""
+    found: dict[str, Tensor] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            tags |= {k: opened.get_tensor(k) for k in opened.keys() if k.endswith(".mixer.tag")}  # noqa: SIM118
-    return tags
+            found |= {k: opened.get_tensor(k) for k in opened.keys() if ".mixer." in k}  # noqa: SIM118
+    return found
 
 
 def conversions_of(live: list[Conversion]) -> list[dict[str, object]]:
