@@ -54,4 +54,8 @@ def test_fidelity_of_a_converted_model(monkeypatch):
     found = list(fidelity.measured(candidate, settings, torch.device("cpu")))
     assert [row["density"] for row in found] == [0.1, 0.5, 1.0] and found[2]["kl"] == 0 and found[2]["same"] == 1
     assert min(row["kl"] for row in found[:2]) > 0 and found[0]["tokens"] == 64 and found[0]["seed"] is None
+    near = fidelity.FidelitySettings(selects=["near"], densities=[0.1, 1.0])
+    found = list(fidelity.measured(candidate, near, torch.device("cpu")))
+    assert [row["density"] for row in found] == [round((8 * 3 - 2) ** 2 / 64**2, 5), 1.0]  # radii of 1 and 7
+    assert found[0]["kl"] > 0 and found[1]["kl"] < 1e-12
     assert zoo.MIXERS["multipole"].defaults.select == "near"

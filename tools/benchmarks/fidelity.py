@@ -35,7 +35,7 @@ class FidelitySettings:
     """Softmax classifiers, options and images; rows are merged into the file.
 
     models: run folders or .safetensors files of softmax classifiers with a token grid
-    selects: error, mass, mean
+    selects: error, mass, mean, near (tokens within a distance, with the radius closest to the density, and degree 0)
     fars: first, variance, mean
     q_tiles: tokens per query tile
     k_tiles: tokens per key tile
@@ -49,7 +49,7 @@ class FidelitySettings:
 
     data: DataSettings = field(default_factory=DataSettings)
     models: list[str] = field(default_factory=list)
-    selects: list[str] = field(default_factory=lambda: ["error", "mass", "mean"])
+    selects: list[str] = field(default_factory=lambda: list(SELECTS))
     fars: list[str] = field(default_factory=lambda: list(FARS))
     q_tiles: list[int] = field(default_factory=lambda: [64])
     k_tiles: list[int] = field(default_factory=lambda: [4, 16, 64])
@@ -61,7 +61,7 @@ class FidelitySettings:
     picture: str = "runs/fidelity/fidelity.png"
 
     def __post_init__(self) -> None:
-        for key, allowed in {"selects": SELECTS[:3], "fars": FARS}.items():
+        for key, allowed in {"selects": SELECTS, "fars": FARS}.items():
             for name in getattr(self, key):
                 if name not in allowed:
                     raise unknown_name(key.removesuffix("s"), name, allowed)
@@ -99,18 +99,36 @@ def measured(candidate: Candidate, settings: FidelitySettings, device: torch.dev
     wanted = logits(model, images)
     about = {"model": model.pretrained_cfg.get("architecture", ""), "seed": seed_of(Path(candidate.name))}
     right = {"softmax_top1": percent(wanted.argmax(-1) == labels), "images": len(labels)}
-    lists = (settings.selects, settings.fars, settings.q_tiles, settings.k_tiles, settings.densities)
-    for values in itertools.product(*lists):
-        options: dict[str, Any] = dict(zip(OPTIONS, values, strict=True))
+    for shown, options in options_of(settings, model.patch_embed.grid_size):
         swap(model, "multipole", **options)
         start = time.perf_counter()
         found = logits(model, images)
         kl = F.kl_div(found.log_softmax(-1), wanted.log_softmax(-1), reduction="batchmean", log_target=True)
         same = (found.argmax(-1) == wanted.argmax(-1)).float().mean()
         yield {
-            **about, "tokens": tokens_of(model), **options, "kl": round(float(kl), 5), "same": round(float(same), 4),
+            **about, "tokens": tokens_of(model), **shown, "kl": round(float(kl), 5), "same": round(float(same), 4),
             "top1": percent(found.argmax(-1) == labels), **right, "seconds": round(time.perf_counter() - start, 2),
         }  # fmt: skip
+
+
+def options_of(settings: FidelitySettings, grid: tuple[int, ...]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return (keys of a row, options of the mixer) of all combinations."""
+    for select, density in itertools.product(settings.selects, settings.densities):
+        if select == "near":
+            found = {near_part(grid, r): r for r in range(max(grid))}
+            part = min(found, key=lambda part: abs(part - density))
+            shown = dict(zip(OPTIONS, ("near", "mean", 1, 1, round(part, 5)), strict=True))
+            yield shown, {"select": "near", "radius": found[part], "degree": 0}
+            continue
+        for values in itertools.product(settings.fars, settings.q_tiles, settings.k_tiles):
+            options = dict(zip(OPTIONS, (select, *values, density), strict=True))
+            yield options, options
+
+
+def near_part(grid: tuple[int, ...], radius: int) -> float:
+    """Return the mean fraction of tokens that lie within a radius."""
+    near = [[min(n, i + radius + 1) - max(0, i - radius) for i in range(n)] for n in grid]
+    return math.prod(sum(axis) / len(axis) ** 2 for axis in near)
 
 
 def load_images(
