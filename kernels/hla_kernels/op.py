@@ -57,6 +57,7 @@ from .options import (
     plain_precision,
 )
 from .sequences import WHOLE, Sequences, real
+from .softmax.adaptive.call import AdaptiveCall
 from .softmax.multipoles import PREPARE, MultipoleCall, forms_of
 from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call
@@ -93,12 +94,14 @@ AnyCall = Call | block_call.BlockCall | taylor_call.TaylorCall | MultipoleCall
 class Explanation(NamedTuple):
     """Result of `explain`: the implementation that would run, and reasons against the others.
 
-    fixed: whether coefficients need no gradient (frozen, or under no_grad), so that less is computed.
+    fixed: whether coefficients need no gradient (frozen, or under no_grad), so that less is computed. density: fraction
+    of exact key tiles (adaptive_multipole).
     """
 
     impl: str
     why_not: dict[str, str]
     fixed: bool = False
+    density: float | None = None
 
 
 def why_not_triton(call: AnyCall) -> str | None:
@@ -204,7 +207,8 @@ def _explained(call: AnyCall, impl: str) -> Explanation:
             why_not[name] = (why_not_reference(call) if name == "reference" else None) or (
                 f"impl={impl!r} was asked for" if impl != "auto" else SLOWER[name]
             )
-    return Explanation(chosen, why_not, isinstance(call, Call) and are_fixed(call.coefficients))
+    density = call.exact / call.field.n_key_tiles if isinstance(call, AdaptiveCall) else None
+    return Explanation(chosen, why_not, isinstance(call, Call) and are_fixed(call.coefficients), density)
 
 
 def prepare(

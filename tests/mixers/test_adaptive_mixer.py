@@ -1,10 +1,13 @@
 """The mixer multipole with key tiles that are chosen, and its fidelity table."""
 
+import copy
+
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
 
+import hla_kernels
 import zoo
 from benchmarks import fidelity
 from zoo.mixers import Context, build_mixer
@@ -31,6 +34,7 @@ def test_all_tiles_are_softmax(grid):
     ("options", "sentence"),
     [
         ({"select": "eror"}, "error"), ({"select": "error", "radius": 3}, "select='near'"), ({"density": 0.5}, "mass"),
+        ({"select": "mean", "density": [0.5, 2]}, "density must be"), ({"select": "mean", "density": []}, "layer 0"),
         ({"select": "mean", "k_tile": 12}, "power of two"), ({"select": "mean", "far": "none"}, "far"),
     ],
 )  # fmt: skip
@@ -59,3 +63,31 @@ def test_fidelity_of_a_converted_model(monkeypatch):
     assert [row["density"] for row in found] == [round((8 * 3 - 2) ** 2 / 64**2, 5), 1.0]  # radii of 1 and 7
     assert found[0]["kl"] > 0 and found[1]["kl"] < 1e-12
     assert zoo.MIXERS["multipole"].defaults.select == "near"
+
+
+def test_a_density_per_layer_is_saved(tmp_path):
+    """The first layer is exact, so that a model whose other layers are exact too equals softmax."""
+    torch.manual_seed(0)
+    x, kwargs = torch.randn(2, 3, 64, 64), {"img_size": 64, "patch_size": 8, "depth": 2, "num_classes": 5}
+    softmax = timm.create_model("vit_tiny_patch16_224", **kwargs).eval()
+    found = []
+    for density in ([1.0, 1.0], [1.0, 0.1], [0.1, 0.1], 0.1):
+        model = copy.deepcopy(softmax)
+        report = zoo.convert(model, "multipole", **ADAPTIVE, density=density)
+        found.append(model(x))
+    assert [row.blocks.split()[0] for row in report.rows] == ["0.1", "0.1"]
+    torch.testing.assert_close(found[0], softmax(x))
+    assert torch.equal(found[2], found[3]) and (found[1] - found[0]).norm() > 0 and not torch.equal(found[1], found[2])
+    zoo.convert(model := copy.deepcopy(softmax), "multipole", **ADAPTIVE, density=[1.0, 0.1])
+    zoo.save(model, tmp_path / "saved")
+    assert torch.equal(zoo.load(tmp_path / "saved").eval()(x), found[1])
+    with pytest.raises(ValueError, match="lists 1 values, but the model has an attention layer 1"):
+        zoo.convert(copy.deepcopy(softmax), "multipole", **ADAPTIVE, density=[0.5])
+
+
+def test_explain_says_the_density():
+    """The fraction of tiles that is computed exactly, which is a rounded number of tiles."""
+    q = torch.randn(1, 64, 2, 8)
+    found = hla_kernels.explain("adaptive_multipole", q, q, q, grid=(8, 8), density=0.1, k_tile=4)
+    assert found.density == 2 / 16 and "CUDA" in found.why_not["triton"]
+    assert hla_kernels.explain("softmax_attention", q, q, q).density is None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from zoo.config import one_of
+from zoo.diffusion.density import check_steps
 from zoo.precision import PRECISIONS
 from zoo.ranges import SEED, check_device, check_ranges
 
@@ -32,6 +33,8 @@ class SampleOptions:
     frames: frames per video; none for the model's own
     stream: generate videos of a frame-causal model (mixer option causal=frame) a training length at a time, in memory
       that does not grow with the number of frames
+    density: pairs [first step, density] for layers of adaptive multipole, 0 for their own density: [[0, 1.0], [2, 0]]
+      computes the first two steps exactly; empty for their own in all steps
     precision: fp32, bf16 or fp16
     compile: compile the blocks of the transformer; images change by rounding errors
     device: torch device; empty for the accelerator if there is one
@@ -57,6 +60,7 @@ class SampleOptions:
     width: int | None = None
     frames: int | None = None
     stream: bool = False
+    density: list[list[float]] = field(default_factory=list)
     precision: str = "fp32"
     compile: bool = False
     device: str = ""
@@ -72,6 +76,8 @@ class SampleOptions:
         check_ranges("sample", self, seed=SEED, guidance="[0, inf)")
         if isinstance(self.labels, list):
             check_ranges("sample", self, labels="[0, inf)")
+        if self.density:
+            check_steps(self.density)
         check_device("sample.device", self.device)
 
 

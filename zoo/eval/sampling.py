@@ -7,6 +7,7 @@ import torch
 
 from zoo.config import Tree
 from zoo.data.progress import progress
+from zoo.diffusion.density import schedule_density
 from zoo.diffusion.loading import compile_blocks, open_model, open_scheduler
 from zoo.diffusion.samplers import ClassSampler, Sampler, TextSampler
 from zoo.diffusion.video_samplers import ClassVideoSampler, VideoSampler
@@ -26,6 +27,8 @@ def open_sampler(options: SampleOptions, device: torch.device | str) -> Sampler:
     if options.compile:
         for model in found.denoisers():
             compile_blocks(model)
+    if options.density:
+        schedule_density(found.denoisers(), options.density)
     shared: Tree = {"steps": options.steps, "seed": options.seed, "size": options.size}
     if options.guidance is not None:
         shared["guidance"] = options.guidance
@@ -76,6 +79,8 @@ def run_sampling(settings: SampleSettings, command: str) -> int:
     if sampler.fps:
         output = Mp4Folder(settings.out, sampler.fps)
     chosen = {k: v for k, v in asdict(options).items() if k not in (*IRRELEVANT_KEYS, "model", "base", "transformer_2")}
+    if not options.density:  # outputs of earlier versions do not have the key
+        del chosen["density"]
     more = {"model": options.model, "count": options.count, "command": command}
     metadata = {"sampling": chosen | sampler.metadata(), **more}
     output.check(metadata)

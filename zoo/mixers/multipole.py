@@ -8,7 +8,7 @@ import hla_kernels
 from hla_kernels.softmax.adaptive.call import FARS, SELECTS, check_adaptive
 from zoo.errors import unknown_name
 from zoo.mixers.block_mixing import BlockedMixer, BlockedOptions
-from zoo.mixers.context import Context
+from zoo.mixers.context import Context, LayerSpec
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class MultipoleOptions(BlockedOptions):
     select: which tokens are exact: "near" tokens, or key tiles chosen per query tile and head by expected error
         ("error"), mass ("mass") or score of the means ("mean"). blocks, radius and degree are options of "near";
         density, q_tile, k_tile and far of the others
-    density: fraction of exact key tiles, above 0; 1 is softmax
+    density: fraction of exact key tiles, above 0; 1 is softmax; or a list with one value per attention layer
     q_tile: maximum number of tokens of a query tile, a power of two
     k_tile: maximum number of tokens of a key tile, a power of two
     far: approximation of the other tokens, "mean", "variance" or "first" (`hla_kernels.adaptive_multipole`)
@@ -33,7 +33,7 @@ class MultipoleOptions(BlockedOptions):
     radius: int = 2
     degree: int = 1
     select: str = "near"
-    density: float = 0.125
+    density: float | tuple[float, ...] = 0.125
     q_tile: int = 64
     k_tile: int = 16
     far: str = "first"
@@ -42,7 +42,8 @@ class MultipoleOptions(BlockedOptions):
         for name, allowed in (("select", SELECTS), ("far", FARS)):
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
-        check_adaptive(self.density, self.q_tile, self.k_tile)
+        for density in self.density if isinstance(self.density, tuple) else (self.density,):
+            check_adaptive(density, self.q_tile, self.k_tile)
         self._check_select()
         if type(self.radius) is not int or self.radius < 0:
             raise ValueError(f"radius must be a number of tokens of at least 0, got {self.radius!r}")
@@ -61,6 +62,14 @@ class MultipoleOptions(BlockedOptions):
                 raise ValueError(
                     f"{f.name} is an option of {other}, got select={self.select!r} with {f.name}={value!r}"
                 )
+
+    def density_of(self, layer: int) -> float:
+        """Return the density of an attention layer. Raises ValueError if the list has no value for it."""
+        if not isinstance(self.density, tuple):
+            return self.density
+        if layer >= len(self.density):
+            raise ValueError(f"density lists {len(self.density)} values, but the model has an attention layer {layer}")
+        return self.density[layer]
 
     @property
     def follows_grid(self) -> bool:
@@ -92,10 +101,18 @@ class Multipole(BlockedMixer):
     defaults = MultipoleOptions(feature_map="identity", normalize=True)
     options: MultipoleOptions
 
+    def __init__(self, layer: LayerSpec, options: MultipoleOptions) -> None:
+        super().__init__(layer, options)
+        self.density = options.density_of(layer.layer_index)  # `zoo.diffusion.density` changes it between steps
+
+    @property
+    def takes_text(self) -> bool:
+        return self.options.select != "near" and self.gate is None  # a gate has the hidden states of the image only
+
     @property
     def layout(self) -> str:
         opt = self.options
-        chosen = f"{opt.density:.4g} of tiles of {opt.k_tile} by {opt.select}"
+        chosen = f"{self.density:.4g} of tiles of {opt.k_tile} by {opt.select}"
         return super().layout if opt.select == "near" else chosen
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
@@ -104,9 +121,11 @@ class Multipole(BlockedMixer):
             q, k = ctx.rotate(q), ctx.rotate(k)
         grid, opt = ctx.grid, self.options
         assert grid is not None
+        if opt.select != "near" and self.density == 1:  # the same to rounding, and faster
+            return hla_kernels.softmax_attention(q, k, v, scale=self.scale, key_padding_mask=ctx.key_padding_mask)
         if opt.select != "near":
             return hla_kernels.adaptive_multipole(
-                q, k, v, select=opt.select, density=opt.density, q_tile=opt.q_tile, k_tile=opt.k_tile, far=opt.far,
+                q, k, v, select=opt.select, density=self.density, q_tile=opt.q_tile, k_tile=opt.k_tile, far=opt.far,
                 grid=grid, prefix=ctx.prefix, suffix=ctx.suffix, q_scale=self.scale,
                 key_padding_mask=ctx.key_padding_mask,
             )  # fmt: skip

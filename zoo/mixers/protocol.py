@@ -88,6 +88,14 @@ class Mixer(nn.Module):
         """
         return None
 
+    @property
+    def takes_text(self) -> bool:
+        """Whether joint attention gives this mixer its text tokens too, before or after the image tokens.
+
+        Text queries and text keys must then have softmax weights.
+        """
+        return False
+
     def why_not_shared(self) -> str:
         """Reason why context parallelism cannot share the tokens between devices; empty if it can."""
         if self.options.needs_grid:

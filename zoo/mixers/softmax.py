@@ -26,6 +26,10 @@ class Softmax(Mixer):
         self.groups = layer.num_heads // layer.kv_heads
         self.attn_drop, self.fused = layer.attn_drop, layer.fused
 
+    @property
+    def takes_text(self) -> bool:
+        return True
+
     def why_not_shared(self) -> str:  # diffusers implements context parallelism of softmax
         return super().why_not_shared() if self.options.needs_grid else ""
 

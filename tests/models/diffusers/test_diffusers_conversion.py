@@ -35,6 +35,23 @@ def test_every_weight_is_inherited_by_identity_and_gets_a_gradient(name, mixer):
     assert y.isfinite().all() and not [n for n in missing if ".mixer." in n or ".to_" in n]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_tiles_chosen_by_error_approach_softmax(name):
+    """Of every family, at two sizes; exact with density 1, further away with less; every weight gets a gradient."""
+    options = {"select": "error", "q_tile": 8, "k_tile": 2}
+    for size in (8, 12):
+        found = {}
+        for density in (1.0, 0.9, 0.05):
+            model = converted(name, "multipole", density=density, **options)
+            found[density] = run(model, inputs(name, size=size))
+        wanted = run(converted(name, "softmax"), inputs(name, size=size))
+        torch.testing.assert_close(found.pop(1.0), wanted)
+        gaps = [float((y - wanted).norm() / wanted.norm()) for y in found.values()]
+        assert 1e-6 < gaps[0] < gaps[1] < 0.1
+    run(model.train(), inputs(name)).square().sum().backward()
+    assert not [n for n, p in model.named_parameters() if p.grad is None and ".to_" in n]
+
+
 def test_norms_of_wan_are_those_of_the_host_beside_softmax():
     """Beside another mixer the same weights are normalised by `TokenRMSNorm`, to the same values."""
     model = host("wan")

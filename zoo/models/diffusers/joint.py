@@ -1,7 +1,7 @@
 """Sites in joint attention of text and image tokens: SD3 and Flux.
 
-Only image-to-image attention is replaced by the mixer. Attention from or to text remains softmax; its cost is linear in
-the number of image tokens.
+Adaptive `multipole` computes all of it, exactly for text queries and text keys. With other mixers, only image-to-image
+attention is replaced. Attention from or to text remains softmax; its cost is linear in the number of image tokens.
 
     text queries    o = softmax over all keys, as in the host
     image queries   o = (sum_text e^(s q.k) v + Z o_mixer) / (sum_text e^(s q.k) + Z)
@@ -100,10 +100,12 @@ class JointSite(DiffusionSite):
         """
         n = text[0].shape[1]
         ctx = Context(x=x, grid=self.grid, mask=mask)
-        if self.mixer_name == "softmax":
+        if self.mixer.takes_text:
             ordered = (text, image) if text_first else (image, text)
             q, k, v = (torch.cat(pair, dim=1) for pair in zip(*ordered, strict=True))
-            o = self.mixer(q, k, v, replace(ctx, rotate=joint_rotation(rotary)))
+            prefix, suffix = (n, 0) if text_first else (0, n)
+            ctx = replace(ctx, rotate=joint_rotation(rotary), prefix=prefix, suffix=suffix)
+            o = self.mixer(q, k, v, ctx).to(q.dtype)
             return (o[:, n:], o[:, :n]) if text_first else (o[:, : o.shape[1] - n], o[:, o.shape[1] - n :])
         rotate_text, rotate = map(joint_rotation, split_tables(rotary, n, text_first))
         o = self.mixer(*image, replace(ctx, rotate=rotate)).to(image[0].dtype)
