@@ -94,8 +94,7 @@ AnyCall = Call | block_call.BlockCall | taylor_call.TaylorCall | MultipoleCall
 class Explanation(NamedTuple):
     """Result of `explain`: the implementation that would run, and reasons against the others.
 
-    fixed: whether coefficients need no gradient (frozen, or under no_grad), so that less is computed. density: fraction
-    of exact key tiles (adaptive_multipole).
+    fixed: whether coefficients need no gradient, so that less is computed. density: fraction of exact key tiles.
     """
 
     impl: str
