@@ -1,15 +1,20 @@
 """Frame-causal video models: frames in pieces equal the whole, earlier frames never see later ones."""
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+import zoo
 from tests.helpers.tiny_diffusers import converted, inputs, run, sites
+from tests.helpers.tiny_video import tiny_pipeline
 from tests.helpers.video_runs import PIXELS, settings
 from zoo.data.video.files import read_frames
 from zoo.diffusion.samplers import denoise
 from zoo.diffusion.streaming import FrameStream
+from zoo.eval.sample_settings import SampleOptions
+from zoo.eval.sampling import open_sampler
 from zoo.train.denoising.run import DiffusionRun
 
 MIXERS = ("la", "hla2", "ahla", "hla3")
@@ -50,7 +55,7 @@ def test_pieces_are_the_whole(name, mixer, options):
     whole = frames_of(name, run(model, arguments(name)))
     stream, pieces, sizes = FrameStream(model), [], set()
     for first, last in ((0, 1), (1, 4), (4, 6)):
-        with stream.at(0, first):
+        with stream.chunk(first):
             pieces.append(frames_of(name, run(model, arguments(name, first, last))))
         sizes.add(stream.nbytes)
     assert len(sizes) == 1 and (torch.cat(pieces, 1) - whole).norm() < 1e-5 * whole.norm()  # rotations are float32
@@ -109,6 +114,22 @@ def test_a_run_is_trained_and_streams_longer_clips(tmp_path):
     DiffusionRun(settings(tmp_path / "other", two_sided, **once)).train()
     with pytest.raises(ValueError, match="causal='frame' in every attention layer"):
         sample.main([f"sample.model={tmp_path}/other/transformer", "sample.stream=true", f"out={tmp_path}/x"])
+
+
+def test_a_pipeline_of_wan_streams_its_videos(tmp_path):
+    pipe = tiny_pipeline(tmp_path / "wan")
+    model = diffusers.WanPipeline.from_pretrained(pipe).transformer
+    zoo.convert(model, "la", causal="frame")
+    model.save_pretrained(tmp_path / "frames")
+    (tmp_path / "prompts.txt").write_text("3\n")
+    shape = {"size": 16, "frames": 17, "steps": 2, "guidance": 3.0, "prompts": str(tmp_path / "prompts.txt")}
+    found = []
+    for stream in (False, True):
+        options = SampleOptions(model=str(tmp_path / "frames"), base=pipe, stream=stream, **shape)
+        sampler = open_sampler(options, "cpu")
+        sampler.chunk = 2  # latent frames, of 5
+        found.append(sampler([0]).int())
+    assert found[0].shape == (1, 3, 17, 16, 16) and (found[0] - found[1]).abs().max() <= 1
 
 
 def test_errors():

@@ -81,6 +81,26 @@ def test_a_converted_ltx_makes_the_videos_of_its_pipeline(tmp_path, pipe):
             open_sampler(SampleOptions(model=pipe, **(shape | wrong)), "cpu")
 
 
+def test_a_frame_causal_ltx_streams_the_videos_of_its_pipeline(tmp_path, pipe):
+    model = diffusers.LTXPipeline.from_pretrained(pipe).transformer
+    zoo.convert(model, "hla2", causal="frame")
+    model.save_pretrained(tmp_path / "frames")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a b\n")
+    shape = {"size": 32, "width": 64, "frames": 17, "steps": 2, "guidance": 3.0, "prompts": str(prompts)}
+    found = []
+    for stream in (False, True):
+        options = SampleOptions(model=str(tmp_path / "frames"), base=pipe, stream=stream, **shape)
+        sampler = open_sampler(options, "cpu")
+        sampler.chunk = 2  # latent frames, of 5
+        found.append(sampler([0]).int())
+    assert found[0].shape == (1, 3, 17, 32, 64) and (found[0] - found[1]).abs().max() <= 1
+    with pytest.raises(ValueError, match="causal='frame' in every attention layer"):
+        open_sampler(SampleOptions(model=pipe, stream=True, **shape), "cpu")
+    with pytest.raises(ValueError, match=r"sample.stream does not go with sample.compile"):
+        SampleOptions(model=pipe, stream=True, compile=True)
+
+
 CLIP = ClipShape(frames=9, height=32, width=64)
 
 

@@ -23,7 +23,7 @@ class FrameStream:
 
     In a model whose attention layers all have causal="frame", a denoising step of a frame depends on earlier frames at
     the same step only. Denoising the chunks one after the other is therefore the same as denoising all frames at once.
-    One set of states is stored per step; memory does not grow with the number of frames.
+    One set of states is stored per call of the model; memory does not grow with the number of frames.
 
     Raises ValueError for a model with another attention layer, and for one whose positions cannot be shifted.
     """
@@ -49,19 +49,22 @@ class FrameStream:
         return sum(state.nbytes for step in self.steps.values() for states in step for state in states.values())
 
     @contextmanager
-    def at(self, step: int, frame: int) -> Iterator[None]:
-        """Context in which the model continues from the states of a denoising step and updates them; `frame` is the
-        number of frames of tokens before the model's input."""
-        states = self.steps.setdefault(step, [{} for _ in self.mixers])
-        for mixer, own in zip(self.mixers, states, strict=True):
-            mixer.states = own
-        rope, model = self.model.rope, self.model
+    def chunk(self, frame: int) -> Iterator[None]:
+        """Context in which the model continues after `frame` frames of tokens: its n-th call reads and updates the
+        n-th set of states."""
+        rope, model, calls = self.model.rope, self.model, itertools.count()
+
+        def begin(*_: object) -> None:
+            states = self.steps.setdefault(next(calls), [{} for _ in self.mixers])
+            for mixer, own in zip(self.mixers, states, strict=True):
+                mixer.states = own
 
         def last(_: object, args: tuple, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             each = tables[0].shape[1] // model.shift_frames(args, 0)[1]  # tokens per frame
             return tuple(t[:, each * frame :] for t in tables)
 
         hooks = [
+            model.register_forward_pre_hook(begin),
             rope.register_forward_pre_hook(lambda _, args: model.shift_frames(args, frame)[0]),
             rope.register_forward_hook(last),
         ]
@@ -91,10 +94,6 @@ class FrameStream:
         if chunk % patch or x.shape[2] % patch:
             raise ValueError(f"chunks of {chunk} of {x.shape[2]} frames are no whole patches of {patch} frames")
         for start in range(0, x.shape[2], chunk):
-            calls = itertools.count()  # schedulers of second order call the model more than once per step
-
-            def continued(x: Tensor, t: Tensor, frame: int = start // patch, calls: Iterator[int] = calls) -> Tensor:
-                with self.at(next(calls), frame):
-                    return predict(x, t)
-
-            yield denoise(scheduler, x[:, :, start : start + chunk], steps, continued, generators)
+            with self.chunk(start // patch):
+                done = denoise(scheduler, x[:, :, start : start + chunk], steps, predict, generators)
+            yield done

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zoo.config import Tree
 from zoo.data.decoding import IMAGE_FILES, Unreadable, decode
-from zoo.data.latents.encoders import decode_latents, load_vae, video_factors
+from zoo.data.latents.encoders import decode_latents, load_vae, scaling_of, video_factors
 from zoo.data.video.clips import cover
 from zoo.diffusion.call import class_tokens
 from zoo.diffusion.samplers import (
@@ -91,7 +91,7 @@ class ClassVideoSampler(ClassSampler):
         return decode_latents(self.vae, x, self.data["scaling"], self.data["shift"])
 
     def metadata(self) -> Tree:
-        return self.metadata_without_size() | {"size": list(self.pixels), "fps": self.fps, "stream": self.stream}
+        return self.metadata_without_size() | {"size": list(self.pixels), "fps": self.fps}
 
 
 class VideoSampler(TextSampler):
@@ -100,8 +100,10 @@ class VideoSampler(TextSampler):
     Video i has the prompt i % n and the first frame i % m, for n prompts and m first frames.
 
     images: folder of first frames, for image-to-video pipelines only.  frames, size, width: number of frames, and
-    height and width in pixels; None for the defaults of the pipeline. Raises ValueError as `TextSampler`, and for first
-    frames that are missing or that the pipeline does not use.
+    height and width in pixels; None for the defaults of the pipeline.  stream: generate as many frames at a time as the
+    pipeline does by default, for text-to-video pipelines with one transformer; a scheduler that depends on the length
+    gets the length of a chunk. Raises ValueError as `TextSampler`, and for first frames that are missing or that the
+    pipeline does not use.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class VideoSampler(TextSampler):
         steps: int = 50,
         guidance: float | None = None,
         seed: int = 0,
+        stream: bool = False,
     ) -> None:
         super().__init__(pipeline, prompts, steps=steps, guidance=guidance, seed=seed)
         given = {"num_frames": frames, "height": size, "width": width if width or not size else size}
@@ -123,7 +126,13 @@ class VideoSampler(TextSampler):
         family, rate = known_family(pipeline.transformer), self.parameters.get("frame_rate")
         assert family.units is not None
         self.fps = float(rate.default) if rate else family.fps
-        check_video(self.pixels, list(patch_of(pipeline.transformer.config)), *family.units(pipeline))
+        self.patch, self.units = patch_of(pipeline.transformer.config), family.units(pipeline)
+        check_video(self.pixels, self.patch, *self.units)
+        self.stream, self.chunk = stream, (self.parameters["num_frames"].default - 1) // self.units[0] + 1
+        if stream:
+            if "image" in self.parameters or getattr(pipeline, "transformer_2", None) is not None:
+                raise ValueError("sample.stream is for text-to-video pipelines with one transformer")
+            FrameStream(pipeline.transformer)  # raises
         wants = "image" in self.parameters
         if wants != bool(images):
             need = "sample.images=FOLDER, the first frames" if wants else "no sample.images"
@@ -136,6 +145,8 @@ class VideoSampler(TextSampler):
 
     def _one(self, number: int) -> Tensor:
         pipe, (frames, height, width) = self.pipeline, self.pixels
+        if self.stream:
+            return self._streamed(number)
         extra: dict[str, object] = dict(self.fixed)
         if self.images:
             picture = _pixels(self.images[number % len(self.images)])
@@ -154,6 +165,34 @@ class VideoSampler(TextSampler):
                 **extra,
             ).frames
         return to_uint8(torch.from_numpy(np.asarray(found)).permute(0, 4, 1, 2, 3) * 2 - 1)
+
+    def _streamed(self, number: int) -> Tensor:
+        """Generate a video chunk by chunk of latent frames and decode it as a whole."""
+        pipe, (frames, height, width), (time, space) = self.pipeline, self.pixels, self.units
+        transformer, generator = pipe.transformer, seeded(self.seed, [number])[0]
+        shape = ((frames - 1) // time + 1, height // space, width // space)
+        sizes = (1, transformer.config.in_channels, height, width, frames)
+        noise = pipe.prepare_latents(*sizes, torch.float32, pipe.device, generator)
+        packed = noise.ndim == 3  # tokens [1, T H W, C] instead of [1, C, T, H, W]
+        noise = noise.unflatten(1, shape).movedim(4, 1) if packed else noise
+        stream, found = FrameStream(transformer), []
+        for start in range(0, shape[0], self.chunk):
+            x = noise[:, :, start : start + self.chunk]
+            with stream.chunk(start // self.patch[0]), only_own_noise(type(pipe.scheduler).__name__, pipe.device):
+                y = pipe(
+                    prompt=self.prompts[number % len(self.prompts)],
+                    generator=generator,
+                    num_inference_steps=self.steps,
+                    guidance_scale=self.guidance,
+                    num_frames=(x.shape[2] - 1) * time + 1,
+                    height=height,
+                    width=width,
+                    latents=x.flatten(2).mT if packed else x,
+                    output_type="latent",
+                    **self.fixed,
+                ).frames
+            found.append(y.mT.unflatten(2, x.shape[2:]) if packed else y)
+        return to_uint8(decode_latents(pipe.vae, torch.cat(found, 2), *scaling_of(pipe.vae)))
 
     def metadata(self) -> Tree:
         more = {"size": list(self.pixels), "fps": self.fps, "first_frames": len(self.images)}

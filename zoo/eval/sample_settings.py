@@ -71,6 +71,8 @@ class SampleOptions:
             one_of("sample.labels", self.labels, ("random", "balanced"))
         elif not self.labels:
             raise ValueError("sample.labels is an empty list; say random, balanced or which classes")
+        if self.stream and self.compile:
+            raise ValueError("sample.stream does not go with sample.compile: states are Python objects of the layers")
         counts = ("count", "batch_size", "steps", "guidance_channels", "size", "width", "frames")
         check_ranges("sample", self, **dict.fromkeys(counts, "[1, inf)"))
         check_ranges("sample", self, seed=SEED, guidance="[0, inf)")

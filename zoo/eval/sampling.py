@@ -34,14 +34,11 @@ def open_sampler(options: SampleOptions, device: torch.device | str) -> Sampler:
         shared["guidance"] = options.guidance
     sides = {"width": options.width, "frames": options.frames}
     if found.video:
-        shared |= sides
+        shared |= {**sides, "stream": options.stream}
         if found.pipeline is not None:
-            if options.stream:
-                raise ValueError(f"sample.stream is for class-conditional video models, {found.name} is a pipeline")
             found.pipeline.scheduler = scheduler
             return VideoSampler(found.pipeline, read_prompts(options.prompts), images=options.images, **shared)
-        shared |= {"labels": options.labels, "stream": options.stream}
-        return ClassVideoSampler(found.transformer, scheduler, found.video, **shared)
+        return ClassVideoSampler(found.transformer, scheduler, found.video, labels=options.labels, **shared)
     for key, value in {**sides, "images": options.images, "stream": options.stream}.items():
         if value:
             raise ValueError(f"sample.{key} is for videos, but {found.name} makes images")

@@ -138,7 +138,7 @@ def decode_latents(vae: ModelMixin, x: Tensor, scaling: Scaling, shift: Scaling)
     """Decode scaled latents [B, C, ...] to pixels in about [-1, 1], one sample at a time, since videos are large.
     Decoders with a timestep input (LTX-Video from 0.9.1) get 0, the default of their pipeline."""
     timed = vae.config.get("timestep_conditioning", False)
-    parts = unscaled(x.float(), scaling, shift).split(1)
+    parts = unscaled(x.float(), scaling, shift).to(vae.dtype).split(1)
     return torch.cat([vae.decode(z, *[z.new_zeros(1)] * timed).sample for z in parts])
 
 
