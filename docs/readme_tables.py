@@ -7,6 +7,7 @@ With --check: exit 1 if they do not hold the tables that the files give (a test 
 
 import argparse
 import json
+import math
 import re
 import statistics
 import sys
@@ -176,6 +177,37 @@ def two_kernels(result: dict) -> str:
     return "\n".join(lines)
 
 
+def fidelity(result: dict) -> str:
+    """One line per number of tokens and key tile: KL and top-1 at each density, means over seeds."""
+    lines = []
+    rounded = [row | {"round": 2 ** round(math.log2(row["density"]))} for row in result["rows"]]
+    groups = grouped_by(rounded, "tokens", "select", "k_tile")
+    densities = sorted({row["round"] for rows in groups.values() for row in rows})
+    for (tokens, select, k_tile), rows in sorted(groups.items()):
+        cells = [str(tokens), select, "-" if select == "near" else str(k_tile)]
+        for density in densities:
+            some = [row for row in rows if row["round"] == density]
+            kl, top1 = ([row[key] for row in some] for key in ("kl", "top1"))
+            cells.append(f"{statistics.mean(kl):.3f}, {statistics.mean(top1):.1f}" if some else "-")
+        softmax = statistics.mean(row["softmax_top1"] for row in rows)
+        lines.append(f"| {' | '.join([*cells, f'{softmax:.1f}', str(len({row['seed'] for row in rows}))])} |")
+    head = ["tokens", "select", "k_tile", *(f"1/{1 / x:g}: KL, top-1" for x in densities), "softmax's top-1", "seeds"]
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines])
+
+
+def adaptive_kernels(result: dict) -> str:
+    """One line per shape and options: times and speed-ups over cuDNN."""
+    head = ["tokens [B, H, N, D]", "select", "density", "k_tile", "forward, us", "forward + backward, us"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in result["rows"]:
+        timed = [
+            f"{row[f'{p}_us']} ({row[f'cudnn_{p}_us'] / row[f'{p}_us']:.2f}x)" for p in ("forward", "forward_backward")
+        ]
+        cells = [tuple(row["sizes"]), row["select"], f"{row['density']:g}", row["k_tile"], *timed]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def distances(metric: str, values: list[float], control: list[float]) -> str:
     """Mean, range if there are several values, and for a Frechet distance its ratio to the control's mean."""
     if not values:
@@ -196,6 +228,8 @@ RENDER = {
     "denoisers-h100": diffusion,
     "experiments-h100": report.models,
     "dit-cifar10": diffusion,
+    "fidelity": fidelity,
+    "adaptive-kernels-h200": adaptive_kernels,
     "kernels-h200": report.main_kernels,
     "kernels-h200-short": report.two_sided,
     "kernels-h200-all": report.kernels,

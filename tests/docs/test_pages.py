@@ -17,7 +17,8 @@ from zoo.recipes.settings import RecipeSettings, from_words
 from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.settings import TrainSettings
 
-WRITTEN = [ROOT / "docs" / "quickstart.md", ROOT / "docs" / "concepts.md", *sorted((ROOT / "docs").glob("howto/*.md"))]
+PAGES = ("quickstart", "concepts", "adaptive_multipole")
+WRITTEN = [*(ROOT / "docs" / f"{name}.md" for name in PAGES), *sorted((ROOT / "docs").glob("howto/*.md"))]
 SCHEMAS = {
     "train-classifier": TrainSettings,
     "finetune-diffusion": DiffusionSettings,
