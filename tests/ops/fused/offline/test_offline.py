@@ -188,3 +188,14 @@ def test_what_polynomial_saves_has_a_size_for_an_unknown_number_of_tokens(option
         x = torch.empty(2, tokens, 4, 64, dtype=torch.bfloat16, device="meta")
         expected = fused.saved_floats(x, x, x, spec)
         assert (size if isinstance(size, int) else size.node.expr.subs({n.node.expr: tokens})) == expected > 0
+
+
+def test_verdicts_of_code_that_is_gone_are_removed(monkeypatch, tmp_path):
+    from hla_kernels.hla.fused.split import apply_grads
+    from tests.ops.fused.offline import verdicts
+
+    file, source = tmp_path / "verdicts.jsonl", verdicts.source(apply_grads)[:16]
+    lines = [json.dumps({"key": str(i), "source": x, "result": {}}) for i, x in enumerate((source, "gone", source))]
+    file.write_text("\n".join([*lines, json.dumps({"key": "3", "result": {}})]) + "\n")
+    monkeypatch.setattr(verdicts, "FILE", file)
+    assert verdicts.prune() == (2, 2) and file.read_text().splitlines() == [lines[0], lines[2]]

@@ -2,7 +2,9 @@
 not change is not compiled again.
 
 The file is only a cache. Without it (or with a line removed) the kernel is compiled and checked, and its line is added;
-delete the file and run `make test-kernels` to write it anew.
+delete the file and run `make test-kernels` to write it anew. Lines of code that is gone are removed by
+
+    python -m tests.ops.fused.offline.verdicts
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib
 import inspect
 import json
+import pkgutil
 import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
@@ -49,9 +53,27 @@ def kept(kernel: Any, launch: str, make: Callable[[], dict]) -> dict:
     key = hashlib.sha256(f"{compiler()}\n{source(kernel)}\n{launch}".encode()).hexdigest()[:32]
     if key not in known():
         known()[key] = make()
+        line = {"key": key, "source": source(kernel)[:16], "result": known()[key]}
         with FILE.open("a") as file:  # one short write: lines of several processes do not mix
-            file.write(json.dumps({"key": key, "result": known()[key]}) + "\n")
+            file.write(json.dumps(line) + "\n")
     return known()[key]
+
+
+def prune() -> tuple[int, int]:
+    """Remove the lines whose source is not that of a kernel of the package; returns how many are kept and removed."""
+    current = {source(kernel)[:16] for kernel in kernels()}
+    lines = FILE.read_text().splitlines(keepends=True)
+    kept_lines = [line for line in lines if json.loads(line).get("source") in current]
+    FILE.write_text("".join(kept_lines))
+    return len(kept_lines), len(lines) - len(kept_lines)
+
+
+def kernels() -> list[Any]:
+    """Every Triton kernel of the package."""
+    import hla_kernels
+
+    modules = [importlib.import_module(x.name) for x in pkgutil.walk_packages(hla_kernels.__path__, "hla_kernels.")]
+    return [f for module in modules for f in vars(module).values() if isinstance(f, triton.JITFunction)]
 
 
 @functools.cache
@@ -93,3 +115,7 @@ def _globals(tree: ast.AST, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             value = getattr(value, part, None)
         if value is not None and not isinstance(value, ModuleType) and first != "tl":
             yield path, value
+
+
+if __name__ == "__main__":
+    print("kept {}, removed {} lines".format(*prune()))
