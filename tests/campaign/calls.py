@@ -156,7 +156,7 @@ def _multipole(rng: random.Random, call: Call, gpu: bool) -> Call:
     else:  # a selection by scores is a matter of rounding, except in float64
         select = rng.choice(("error", "mass", "mean", "near")) if call.dtype == "float64" else "near"
         tiles = {"q_tile": rng.choice((1, 4, 16, 64)), "k_tile": rng.choice((1, 4, 16))}
-        options |= {"select": select, "far": rng.choice(("mean", "variance", "first")), **tiles}
+        options |= {"select": select, "far": rng.choice(("mean", "variance", "first", "none")), **tiles}
         options["density"] = rng.choice((0.05, 0.125, 0.4, 1.0))
     return replace(
         call, n=math.prod(grid) + prefix + suffix, b=min(call.b, 2), layout="plain", options=options, extra=extra

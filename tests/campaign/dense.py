@@ -288,6 +288,8 @@ def adaptive_multipole(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, o: Options
     far = (own.sum(-1, keepdim=True) * (1 - near)).bool() & (n > 0)  # [H, N, tiles]
     b = a if o["far"] == "mean" else a + spread / 2
     e = torch.where((far.to(q) @ member.mT).bool(), b @ member.mT, s).masked_fill(~keep, float("-inf"))
+    if o["far"] == "none":
+        e = e.masked_fill((far.to(q) @ member.mT).bool(), float("-inf"))
     w = e.softmax(-1)
     if o["far"] == "first":
         share = (b - e.logsumexp(-1, keepdim=True)).exp().where(far, 0).sum(-1, keepdim=True) / (n > 0).sum()

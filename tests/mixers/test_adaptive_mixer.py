@@ -35,7 +35,8 @@ def test_all_tiles_are_softmax(grid):
     [
         ({"select": "eror"}, "error"), ({"select": "error", "radius": 3}, "select='near'"), ({"density": 0.5}, "mass"),
         ({"select": "mean", "density": [0.5, 2]}, "density must be"), ({"select": "mean", "density": []}, "layer 0"),
-        ({"select": "mean", "k_tile": 12}, "power of two"), ({"select": "mean", "far": "none"}, "far"),
+        ({"select": "mean", "k_tile": 12}, "power of two"), ({"select": "mean", "far": "nothing"}, "far"),
+        ({"select": "mean", "branch": "softmax"}, "branch"), ({"branch": "la"}, "select='error'"),
     ],
 )  # fmt: skip
 def test_options_that_are_refused(options, sentence):
@@ -91,3 +92,23 @@ def test_explain_says_the_density():
     found = hla_kernels.explain("adaptive_multipole", q, q, q, grid=(8, 8), density=0.1, k_tile=4)
     assert found.density == 2 / 16 and "CUDA" in found.why_not["triton"]
     assert hla_kernels.explain("softmax_attention", q, q, q).density is None
+
+
+@pytest.mark.parametrize(("branch", "far"), [("la", "none"), ("ahla", "first"), ("mhla", "none")])
+def test_a_linear_branch_is_added(branch, far):
+    """Nothing at initialisation; then the gain times the mixer alone, with a gradient for the gain from the start."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 35, 4, 8, dtype=torch.float64) for _ in range(3))
+    ctx, options = Context(x=q.flatten(2), grid=(5, 7)), {**ADAPTIVE, "density": 0.2, "far": far}
+    mixer = build_mixer("multipole", 32, 4, 8, grid=(5, 7), **options, branch=branch).double()
+    plain = build_mixer("multipole", 32, 4, 8, grid=(5, 7), **options)
+    alone = build_mixer(branch, 32, 4, 8, grid=(5, 7)).double()
+    assert torch.equal(mixer(q, k, v, ctx), plain(q, k, v, ctx))
+    mixer(q, k, v, ctx).square().sum().backward()
+    assert mixer.branch_gain.grad.norm() > 0
+    with torch.no_grad():
+        mixer.branch_gain.copy_(torch.randn(4, 8))
+    wanted = plain(q, k, v, ctx) + mixer.branch_gain * alone(q, k, v, ctx)
+    torch.testing.assert_close(mixer(q, k, v, ctx), wanted)
+    mixer.reset_parameters()
+    assert not mixer.branch_gain.any()

@@ -27,7 +27,7 @@ from zoo.ranges import check_device, check_ranges
 
 OPTIONS = ("select", "far", "q_tile", "k_tile", "density")
 KEY = ("model", "seed", "tokens", *OPTIONS)
-LINES = {"first": "-", "variance": "--", "mean": ":"}
+LINES = {"first": "-", "variance": "--", "mean": ":", "none": "-."}
 
 
 @dataclass(frozen=True)

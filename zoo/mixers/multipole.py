@@ -1,14 +1,19 @@
 """Multipole attention: exact softmax weights for near tokens, Taylor expansion for far blocks."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 import hla_kernels
 from hla_kernels.softmax.adaptive.call import FARS, SELECTS, check_adaptive
 from zoo.errors import unknown_name
 from zoo.mixers.block_mixing import BlockedMixer, BlockedOptions
 from zoo.mixers.context import Context, LayerSpec
+from zoo.mixers.options import MixerConfig
+from zoo.mixers.protocol import Mixer
+
+BRANCHES = ("la", "ahla", "hla2", "hla3", "mhla")
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,9 @@ class MultipoleOptions(BlockedOptions):
     density: fraction of exact key tiles, above 0; 1 is softmax; or a list with one value per attention layer
     q_tile: maximum number of tokens of a query tile, a power of two
     k_tile: maximum number of tokens of a key tile, a power of two
-    far: approximation of the other tokens, "mean", "variance" or "first" (`hla_kernels.adaptive_multipole`)
+    far: approximation of the other tokens, "mean", "variance", "first" or "none" (`hla_kernels.adaptive_multipole`)
+    branch: linear mixer of all tokens, such as "la" or "ahla", whose output is added times a learned gain per channel,
+        zero at initialisation: with far="none" the form of sparse-linear attention (SLA, arXiv 2509.24006); "" for none
     radius: tokens within this distance along every axis of the grid are near, and exact
     degree: degree of the expansion of the other tokens around the mean key of their block, 0, 1 or 2
     """
@@ -37,6 +44,7 @@ class MultipoleOptions(BlockedOptions):
     q_tile: int = 64
     k_tile: int = 16
     far: str = "first"
+    branch: str = ""
 
     def __post_init__(self) -> None:
         for name, allowed in (("select", SELECTS), ("far", FARS)):
@@ -45,6 +53,8 @@ class MultipoleOptions(BlockedOptions):
         for density in self.density if isinstance(self.density, tuple) else (self.density,):
             check_adaptive(density, self.q_tile, self.k_tile)
         self._check_select()
+        if self.branch not in ("", *BRANCHES):
+            raise unknown_name("branch", self.branch, BRANCHES)
         if type(self.radius) is not int or self.radius < 0:
             raise ValueError(f"radius must be a number of tokens of at least 0, got {self.radius!r}")
         if type(self.degree) is not int or self.degree not in (0, 1, 2):
@@ -54,7 +64,7 @@ class MultipoleOptions(BlockedOptions):
     def _check_select(self) -> None:
         """Raise ValueError for an option that `select` does not have."""
         near = self.select == "near"
-        foreign = ("density", "q_tile", "k_tile", "far") if near else ("blocks", "radius", "degree")
+        foreign = ("density", "q_tile", "k_tile", "far", "branch") if near else ("blocks", "radius", "degree")
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name in foreign and value != f.default:
@@ -104,6 +114,16 @@ class Multipole(BlockedMixer):
     def __init__(self, layer: LayerSpec, options: MultipoleOptions) -> None:
         super().__init__(layer, options)
         self.density = options.density_of(layer.layer_index)  # `zoo.diffusion.density` changes it between steps
+        self.branch: Mixer | None = None
+        if options.branch:
+            self.branch = MixerConfig.parse(options.branch, {"grid_dims": options.grid_dims}).build(layer)
+            self.branch_gain = nn.Parameter(torch.empty(layer.num_heads, layer.head_dim, **layer.placement))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if getattr(self, "branch", None) is not None:
+            nn.init.zeros_(self.branch_gain)
 
     @property
     def takes_text(self) -> bool:
@@ -117,6 +137,12 @@ class Multipole(BlockedMixer):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         q, k, v = self.convolved(q, k, v, ctx)
+        o = self._multipole(q, k, v, ctx)
+        if self.branch is None:
+            return o
+        return o + (self.branch_gain * self.branch(q, k, v, replace(ctx, qkv=None))).to(o.dtype)
+
+    def _multipole(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         if ctx.rotate is not None:
             q, k = ctx.rotate(q), ctx.rotate(k)
         grid, opt = ctx.grid, self.options

@@ -27,7 +27,7 @@ def adaptive_multipole(
     density       fraction of exact key tiles, above 0; 1 is softmax
     q_tile, k_tile   maximum number of tokens of a tile, powers of two; a tile is a box of the grid, cut at its border
     far           weights of the other tokens: "mean" exp(mean score of their tile), "variance" with half the variance
-                  of the scores in the exponent, "first" with an additional first-order term for all tiles
+                  of the scores in the exponent, "first" with an additional first-order term for all tiles, "none" zero
     prefix, suffix   number of tokens before and after the grid (class, text): exact as queries and as keys
     q_scale       scale of softmax, such as D^-1/2
     key_padding_mask   [B, N] bool, True for real tokens, as in `api`

@@ -13,7 +13,7 @@ from ...options import IMPLS, autocast_dtype
 from .layout import Field
 
 SELECTS = ("error", "mass", "mean", "near")
-FARS = ("first", "variance", "mean")
+FARS = ("first", "variance", "mean", "none")
 LARGEST_TILE = 256
 
 

@@ -28,8 +28,9 @@ def reference(
     """Return o_t = sum_j w_tj v_j / sum_j w_tj, q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv].
 
     chosen: [B, H, U, T] bool, the exact key tiles of each query tile. Exact pairs have the weight exp(s_tj), tokens of
-    a far tile b exp(b_tb). far="first" adds to the weight of every token of the grid (sum of exp(b_tb) over far tiles /
-    number of tiles) (s_tj - a_tb), where a_tb is the mean of s_tj over its tile; this sums to zero.
+    a far tile b exp(b_tb), or zero with far="none". far="first" adds to the weight of every token of the grid (sum of
+    exp(b_tb) over far tiles / number of tiles) (s_tj - a_tb), where a_tb is the mean of s_tj over its tile; this sums
+    to zero.
     """
     live, (q, k, v) = _live(q, mask), _heads(q, k, v, mask)
     q = q * q_scale
@@ -45,6 +46,8 @@ def reference(
     is_far = (on_grid * (1 - near)).bool() & (n > 0)[..., None, :]
     far_token = (is_far.to(q.dtype) @ member.mT).bool()
     power = torch.where(far_token, b @ member.mT, s).masked_fill(~live, float("-inf"))
+    if far == "none":
+        power = power.masked_fill(far_token, float("-inf"))
     top = power.amax(-1, keepdim=True)
     top = top.where(top.isfinite(), 0)
     w = (power - top).exp()

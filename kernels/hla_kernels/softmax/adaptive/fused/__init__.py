@@ -33,6 +33,8 @@ def why_not(call: AdaptiveCall) -> str:
         return f"{form} is for bfloat16 and float16, not {q.dtype}"
     if q.shape[3] != v.shape[3] or q.shape[3] % 8 or q.shape[3] > WIDEST:
         return f"{form} needs heads of a multiple of 8 channels, at most {WIDEST}, got {q.shape[3]} and {v.shape[3]}"
+    if call.far == "none":
+        return f"{form} needs a far field, got far='none'"
     if field.q_tile not in Q_TILES or field.k_tile not in K_TILES:
         return f"{form} has q_tile {Q_TILES} and k_tile {K_TILES}, got {field.q_tile} and {field.k_tile}"
     if q.shape[0] * q.shape[2] >= HEADS:
