@@ -6,8 +6,7 @@ are independent of each other. A few hundred samples suffice.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +46,6 @@ class Calibration:
     query_shift: float
     largest: float
     fp16_part: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @torch.no_grad()

@@ -1,8 +1,7 @@
 """Preview of a conversion: every attention layer with its tokens and predicted times."""
 
 import copy
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -35,9 +34,6 @@ class LayerInspection:
     mixer_us: float | None
     break_even: int | None
     token_share: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @torch.no_grad()

@@ -7,9 +7,8 @@ model with those layers converted.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,9 +46,6 @@ class Choice:
     distance: float
     agreement: float | None
     attention_ms: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def output_distance(output: Tensor, target: Tensor) -> float:

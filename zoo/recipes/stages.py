@@ -8,6 +8,7 @@ checkpoint. The settings are stored in recipe.yaml; a folder with other settings
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -86,7 +87,7 @@ def inspect_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) ->
     model, recipe = kind.source(), kind.recipe
     keep = None if recipe.auto_keep() is not None else recipe.keep_softmax or None
     sites = inspect(model, kind.inputs()[0], recipe.mixer, keep_softmax=keep, **kind.options())
-    return {"rows": [site.to_dict() for site in sites], "table": table_provenance()}
+    return {"rows": [asdict(site) for site in sites], "table": table_provenance()}
 
 
 def convert_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
@@ -114,10 +115,10 @@ def calibrate_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) 
         student = _convert_keeping(kind, student, keep)
     kind.save(student, keep, out / "calibrated")
     by_name, shares = {row.layer: row for row in alone}, _shares(student, inputs[0])
-    each = [{**row.to_dict(), **{k: v for k, v in vars(by_name[row.layer]).items() if k != "layer"}} for row in rows]
+    each = [{**asdict(row), **{k: v for k, v in vars(by_name[row.layer]).items() if k != "layer"}} for row in rows]
     each = [{**row, "token_share": shares.get(row["layer"])} for row in each]
     front = {tuple(c.kept) for c in pareto(tried)}
-    table = [{**c.to_dict(), "pareto": tuple(c.kept) in front} for c in tried]
+    table = [{**asdict(c), "pareto": tuple(c.kept) in front} for c in tried]
     return {"rows": each, "choices": table, "keep_softmax": keep, "suggested": ranked[:2]}
 
 

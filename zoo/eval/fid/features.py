@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zoo.data.progress import progress
 from zoo.eval.fid.extractors import Extractor, Features
-from zoo.eval.fid.images import ImageSet, Numbered
+from zoo.eval.fid.images import ImageSet, Numbered, refuse_mixed_sizes
 from zoo.eval.fid.statistics import Moments, Statistics
 
 SUBSET_SEED = 0  # seed of the random subset of images whose features are kept
@@ -84,11 +84,7 @@ class _Collected:
         numbers, batch = images
         size = list(batch.shape[2:])
         if self.size and size != self.size:
-            one, other = self.size, size
-            raise ValueError(
-                f"{self.name} holds images of several sizes ({one[1]} x {one[0]} and {other[1]} x {other[0]} pixels); "
-                "give one with image_size"
-            )
+            refuse_mixed_sizes(self.name, self.size, size)
         self.size = size
         for key in ("pool", "spatial"):
             if (value := getattr(found, key)) is not None:

@@ -6,13 +6,14 @@ Batches do not depend on the number of processes, so that the rounding errors of
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -66,6 +67,13 @@ def open_image_set(where: Place, image_size: int | None = None, image_key: str =
     raise ValueError(f"cannot read images from {path!r}: expected an existing folder, an .npz or a .parquet file")
 
 
+def refuse_mixed_sizes(name: str, *sizes: Sequence[int]) -> None:
+    """Raise ValueError for a set of images with several sizes (H, W)."""
+    if len(sizes) > 1:
+        one, other = (f"{width} x {height}" for height, width in sizes[:2])
+        raise ValueError(f"{name} holds images of several sizes ({one} and {other} pixels); give one with image_size")
+
+
 class _Decoded(Dataset):
     """Base class of sets whose images DataLoader workers decode one by one."""
 
@@ -77,6 +85,9 @@ class _Decoded(Dataset):
             image = decode(self.raw(number))
         except Unreadable as error:
             raise ValueError(f"{self.image_name(number)} cannot be read: {error}") from error
+        return self._numbered(number, image)
+
+    def _numbered(self, number: int, image: Image.Image) -> Numbered:
         if self.image_size:
             image = center_crop(image, self.image_size)
         return torch.tensor(number), torch.from_numpy(np.array(image)).permute(2, 0, 1)
@@ -94,13 +105,7 @@ class _Decoded(Dataset):
         yield from Loader(self, parts[rank::world], self.workers, self._stack)
 
     def _stack(self, items: list[Numbered]) -> Numbered:
-        sizes = {tuple(image.shape[1:]) for _, image in items}
-        if len(sizes) > 1:
-            one, other = sorted(sizes)[:2]
-            raise ValueError(
-                f"{self.name} holds images of several sizes ({one[1]} x {one[0]} and {other[1]} x {other[0]} pixels); "
-                "give one with image_size"
-            )
+        refuse_mixed_sizes(self.name, *sorted({tuple(image.shape[1:]) for _, image in items}))
         return torch.stack([number for number, _ in items]), torch.stack([image for _, image in items])
 
 
@@ -131,9 +136,7 @@ class DigitImages(_Decoded):
         super().__init__("digits", len(self.source), image_size, workers)
 
     def __getitem__(self, number: int) -> Numbered:
-        image = self.source.read(number)[0]
-        image = center_crop(image, self.image_size) if self.image_size else image
-        return torch.tensor(number), torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        return self._numbered(number, self.source.read(number)[0])
 
 
 class ParquetImages(_Decoded):
