@@ -35,7 +35,7 @@ from .dispatch.definition import definition
 from .dispatch.faults import Fault, warn
 from .dispatch.forms import form_of, recall, remember
 from .dispatch.operator import to_onnx
-from .dispatch.trial import is_new, trial_of
+from .dispatch.trial import trial_of
 from .dispatch.verify import fault, is_shipped
 from .features import feature, feature_width
 from .hla import fused, stages
@@ -146,7 +146,7 @@ def not_by_default(call: AnyCall) -> str | None:
 def unverified(call: AnyCall) -> Fault | None:
     """Return the reason not to trust the Triton form of a supported call on its device, or None (`dispatch.verify`)."""
     index = call.q.device.index
-    return None if is_shipped(index, is_new(call)) else fault(trial_of(call), index)
+    return None if is_shipped(index) else fault(trial_of(call), index)
 
 
 def slower_in_triton(call: AnyCall) -> str | None:

@@ -45,12 +45,6 @@ def trial_of(call: Any) -> tuple | None:
     return _causal(call, widths) if call.options.causal else _two_sided(call, widths)
 
 
-def is_new(call: Any) -> bool:
-    """Whether not all GPU tests have run since the kernels of a call changed (2026-11-26): its form is checked on every
-    machine."""
-    return hasattr(call, "coefficients")
-
-
 def _grid(layout: Any) -> tuple:
     return (("grid", tuple(int(x) for x in layout.grid)), ("blocks", tuple(int(x) for x in layout.blocks)))
 
