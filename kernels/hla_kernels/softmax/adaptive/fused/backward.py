@@ -74,7 +74,7 @@ def for_queries(
     next_chosen = is_chosen(CHOSEN, 0, tl.where(on_grid, T, 0), BM)
     for start in range(0, tl.where(on_grid, T, 0), BM):
         m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
-        power, _ = far_powers(q, q2, mean, half, factor, VARIANCE)
+        power = far_powers(q, q2, mean, half, factor, VARIANCE)
         chosen = next_chosen
         next_chosen = is_chosen(CHOSEN, start + BM, T, BM)
         far_tile = (chosen == 0) & (logn > LOWEST)
@@ -142,7 +142,7 @@ def for_tiles(
         next_chosen = is_chosen(next_here, tile * BM, tl.where(i + 1 < groups * U, T, 0), BM)
         far_tile = (chosen == 0) & (n > 0)
         q2 = get(head_of(Q2, os, b, h), row, os, inside, D, DP) if VARIANCE else q
-        power, _ = far_powers(q, q2, mean, half, factor, VARIANCE)
+        power = far_powers(q, q2, mean, half, factor, VARIANCE)
         e = tl.exp2(tl.where(far_tile[None, :], power - lse[:, None], -float("inf")))
         dvalue = added(dvalue, g, e * n[None, :])
         db = e * (n[None, :] * (products(g, value) - delta[:, None]) + c[:, None])
@@ -152,7 +152,7 @@ def for_tiles(
     store(DMEAN + own, m, D, there, tl.trans(dmean * scale), D, DP)
     store(DVALUE + own, m, D, there, tl.trans(dvalue), D, DP)
     if VARIANCE:
-        store(DHALF + own, m, D, there, tl.trans(dhalf), D, DP)
+        store(DHALF + own, m, D, there, tl.trans(dhalf * scale), D, DP)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ...rows import load, products
-from .tiles import FREE, LOG2E, LOWEST, UNITS, far_powers, far_tiles, squares, tile_sums
+from .tiles import FREE, LOWEST, UNITS, far_powers, far_tiles, squares, tile_sums
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -25,8 +25,7 @@ def summed_scores(
     top, z = tl.full([BQ], LOWEST, tl.float32), tl.zeros([BQ], tl.float32)
     for start in range(0, T, BM):
         _, _, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
-        power, _ = far_powers(q, q2, mean, half, factor, True)
-        power += logn[None, :]
+        power = far_powers(q, q2, mean, half, factor, True) + logn[None, :]
         higher = tl.maximum(top, tl.max(power, 1))
         z = z * tl.exp2(top - higher) + tl.sum(tl.exp2(power - higher[:, None]), 1)
         top = higher
@@ -35,9 +34,13 @@ def summed_scores(
     SCORES += (bh.to(tl.int64) * U + u)[:, None] * T
     for start in range(0, T, BM):
         m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
-        power, spread = far_powers(q, q2, mean, half, factor, True)
-        p = tl.exp2(power + logn[None, :] - top[:, None]) * n[:, None]
-        score = tile_sums(p * spread if ERROR else p, PARTS)
+        if ERROR:
+            spread = products(q2, half) * factor  # up to a constant, which selects the same tiles
+            p = tl.exp2(products(q, mean) * factor + spread + logn[None, :] - top[:, None]) * n[:, None] * spread
+        else:
+            power = far_powers(q, q2, mean, half, factor, True)
+            p = tl.exp2(power + logn[None, :] - top[:, None]) * n[:, None]
+        score = tile_sums(p, PARTS)
         score = tl.where((logn > LOWEST)[None, :], score, -float("inf"))
         tl.store(SCORES + m[None, :], score, (u < U)[:, None] & there[None, :])
 
@@ -55,7 +58,7 @@ def mean_scores(
     u += tl.arange(0, BM)
     inside = u < sizes[0]
     q = load(QUERY + bh.to(tl.int64) * sizes[0] * D, u, D, inside, D, DP)
-    power = products(mean, q) * factor + products(half, squares(q, scale)) * LOG2E
+    power = (products(mean, q) + products(half, squares(q, scale))) * factor
     power = tl.where((logn > LOWEST)[:, None], power, -float("inf"))
     place = (bh.to(tl.int64) * sizes[0] + u)[None, :] * T + m[:, None]
     tl.store(SCORES + place, power, inside[None, :] & there[:, None])

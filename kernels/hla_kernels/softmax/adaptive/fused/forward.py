@@ -17,7 +17,7 @@ def output(
     """Compute O; REST, its rounding error; LSE [B, H, N], log2 of the denominator; and, with MOMENT [B Hk, D, D] =
     H' / TILES, FAR [B, H, N] = m_t / denominator.
 
-    Q2: squared queries, laid out as O. ROWS: tokens that each query tile reads exactly. sizes: N, U, T, query tiles and
+    Q2: `squares` of Q, laid out as O. ROWS: tokens that each query tile reads exactly. sizes: N, U, T, query tiles and
     key tiles outside the grid, exact.
     at: strides of QTOKENS, KTOKENS, LOGN, TILES (per sample), CHOSEN, ROWS (per head).
     """
@@ -41,7 +41,7 @@ def output(
     next_chosen = is_chosen(CHOSEN, 0, tl.where(on_grid, T, 0), BM)
     for start in range(0, tl.where(on_grid, T, 0), BM):
         m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
-        power, _ = far_powers(q, q2, mean, half, factor, VARIANCE)
+        power = far_powers(q, q2, mean, half, factor, VARIANCE)
         chosen = next_chosen
         next_chosen = is_chosen(CHOSEN, start + BM, T, BM)
         logn = tl.where(chosen == 0, logn, -float("inf"))

@@ -50,7 +50,7 @@ def pool_queries(
     Q, TOKENS, Q2, QUERY, SQUARE, qs, os, at, sizes, heads, scale, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute Q2 = (scale Q)^2 of the tokens on the grid; QUERY, the mean of W slots, and SQUARE = (scale QUERY)^2
+    """Compute Q2 = scale Q^2 of the tokens on the grid; QUERY, the mean of W slots, and SQUARE = scale QUERY^2
     [B H, slots / W, D]. Q2, or QUERY and SQUARE, may be None. at: batch stride of TOKENS. sizes: number of slots."""
     start, bh = tl.program_id(0) * BN, tl.program_id(1)
     b, h = bh // heads, bh % heads

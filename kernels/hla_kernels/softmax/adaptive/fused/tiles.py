@@ -10,7 +10,6 @@ import triton.language as tl
 
 from ...rows import load, products
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # instead of minus infinity, whose difference to itself is NaN
 UNITS = tl.constexpr(2**15)  # query tiles are numbered below it; in a list, higher bits say which key tiles they read
 FREE = ["qs", "xs", "ys", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "sizes", "at"]
@@ -64,9 +63,9 @@ def tile_sums(x, W: tl.constexpr):
 
 @triton.jit
 def squares(q, scale):
-    """Return (scale q)^2 in the dtype of q."""
-    x = q.to(tl.float32) * scale
-    return (x * x).to(q.dtype)
+    """Return scale q^2 in the dtype of q."""
+    x = q.to(tl.float32)
+    return (x * x * scale).to(q.dtype)
 
 
 @triton.jit
@@ -82,12 +81,11 @@ def far_tiles(start, MEAN, HALF, LOGN, T, D: tl.constexpr, DP: tl.constexpr, BM:
 
 @triton.jit
 def far_powers(q, q2, mean, half, factor, VARIANCE: tl.constexpr):
-    """Return (b, q^2.half) [queries, tiles]; q2: squared queries. b is a base-2 logarithm."""
-    b = products(q, mean) * factor
+    """Return b [queries, tiles], a base-2 logarithm; q2: `squares` of q."""
+    b = products(q, mean)
     if VARIANCE:
-        spread = products(q2, half)
-        return b + spread * LOG2E, spread
-    return b, b
+        b = tl.dot(q2, tl.trans(half), b, input_precision="ieee")
+    return b * factor
 
 
 @triton.jit
