@@ -193,8 +193,8 @@ class AttentionSite(Site, Attention):
     """Site in `timm.layers.Attention`: ViT, DeiT, FlexiViT, DINOv2, hybrids, ViTamin."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """[B, N, C] -> [B, N, C]. attn_mask: as in timm, True where a query attends to a key, or a float that is added to
-        the scores. Raises ValueError for a mask or causality that the mixer does not support."""
+        """[B, N, C] -> [B, N, C]. attn_mask: as in timm, True where a query attends to a key, or a float added to the
+        scores. Raises ValueError for a mask or causality that the mixer does not support."""
         x = self.with_cpe(x, self.prefix)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = qkv.unbind(2)
@@ -207,8 +207,8 @@ class RotarySite(Site):
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """[B, N, C] -> [B, N, C]. attn_mask: as in timm, True where a query attends to a key, or a float that is added to
-        the scores. Raises ValueError for a mask or causality that the mixer does not support."""
+        """[B, N, C] -> [B, N, C]. attn_mask: as in timm, True where a query attends to a key, or a float added to the
+        scores. Raises ValueError for a mask or causality that the mixer does not support."""
         x = self.with_cpe(x, self.prefix)
         qkv = None
         if self.qkv is not None:
